@@ -1,0 +1,51 @@
+"""Matrix products and the determinant."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx.errors import NodeError
+from jaxonnx.registry import op, xp
+
+
+@op("MatMul", since=1, params=("a", "b"))
+def matmul(a, b):
+    """`numpy.matmul`; a matrix on the right makes one product of all leading axes of `a`."""
+    np_ = xp(a, b)
+    if a.ndim > 2 and b.ndim == 2:
+        return (a.reshape(-1, a.shape[-1]) @ b).reshape(*a.shape[:-1], b.shape[-1])
+    return np_.matmul(a, b)
+
+
+def _gemm(a, b, c, alpha, beta, transpose_a, transpose_b):
+    if a.ndim != 2 or b.ndim != 2:
+        raise NodeError(f"A and B must be matrices, but have shapes {a.shape} and {b.shape}")
+    dtype = a.dtype
+    y = (a.T if transpose_a else a) @ (b.T if transpose_b else b)
+    if alpha != 1:
+        y = (alpha * y).astype(dtype)
+    if c is None or beta == 0:
+        return y
+    if jnp.broadcast_shapes(y.shape, c.shape) != y.shape:
+        raise NodeError(f"C of shape {c.shape} does not broadcast to the product's {y.shape}")
+    return y + (c if beta == 1 else (beta * c).astype(dtype))
+
+
+@op("Gemm", since=1, params=("b", "c"))
+def gemm_1(a, b, c, *, alpha=1.0, beta=1.0, transA=0, transB=0, broadcast=0):
+    shape = a.shape[-1 if transA else 0], b.shape[0 if transB else -1]
+    if not broadcast and c.shape != shape:
+        raise NodeError(f"C has shape {c.shape}, not {shape}, and attribute broadcast is 0")
+    return _gemm(a, b, c, alpha, beta, transA, transB)
+
+
+@op("Gemm", since=7, params=("b", "c"))
+def gemm(a, b, c=None, *, alpha=1.0, beta=1.0, transA=0, transB=0):
+    """Y = alpha * A' B' + beta * C; as in BLAS, C is not read at all when beta is 0."""
+    return _gemm(a, b, c, alpha, beta, transA, transB)
+
+
+@op("Det", since=11)
+def det(x):
+    """Determinants of the innermost matrices; half precision is computed in float32."""
+    wide = x.astype(np.float32) if x.dtype.itemsize < 4 else x
+    return jnp.linalg.det(wide).astype(x.dtype)

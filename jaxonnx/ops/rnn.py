@@ -1,0 +1,280 @@
+"""Recurrent layers: RNN, GRU, LSTM.
+
+All three share `_recur`: the input's share of the gates is one matrix product over all steps, and a
+`lax.scan` adds the recurrent share. A reversed direction scans from the end; steps beyond a
+sequence's length leave the state alone, so that it starts where its own data ends.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxonnx.errors import NodeError
+from jaxonnx.registry import op
+
+# function, then the defaults of the parameters (alpha, beta) that it takes
+_ACTIVATIONS = {
+    "affine": (lambda x, alpha, beta: alpha * x + beta, 1.0, 0.0),
+    "elu": (jax.nn.elu, 1.0),
+    "hardsigmoid": (lambda x, alpha, beta: jnp.clip(alpha * x + beta, 0, 1), 0.2, 0.5),
+    "leakyrelu": (jax.nn.leaky_relu, 0.01),
+    "relu": (jax.nn.relu,),
+    "scaledtanh": (lambda x, alpha, beta: alpha * jnp.tanh(beta * x), 1.0, 1.0),
+    "sigmoid": (jax.nn.sigmoid,),
+    "softplus": (jax.nn.softplus,),
+    "softsign": (jax.nn.soft_sign,),
+    "tanh": (jnp.tanh,),
+    "thresholdedrelu": (lambda x, alpha: jnp.where(x >= alpha, x, 0), 1.0),
+}
+
+_REVERSED = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
+
+
+def _functions(default, names, alphas, betas, clip, direction):
+    """The activation functions of each direction, their inputs clipped.
+
+    Each function takes what it needs from the front of the lists of alphas and betas.
+    """
+    if direction not in _REVERSED:
+        raise NodeError(f"direction is {direction!r}, not one of {', '.join(_REVERSED)}")
+    count, directions = len(default), len(_REVERSED[direction])
+    names = names or default * directions
+    if len(names) != count * directions:
+        raise NodeError(f"{count * directions} activations are needed, {len(names)} are given")
+    given = iter(alphas or ()), iter(betas or ())
+
+    def function(name):
+        if name.lower() not in _ACTIVATIONS:
+            raise NodeError(f"unknown activation {name!r}; known are {', '.join(_ACTIVATIONS)}")
+        apply, *defaults = _ACTIVATIONS[name.lower()]
+        parameters = [next(g, d) for g, d in zip(given, defaults, strict=False)]
+        if clip is None:
+            return lambda x: apply(x, *parameters)
+        return lambda x: apply(jnp.clip(x, -clip, clip), *parameters)
+
+    functions = [function(name) for name in names]
+    return [functions[i * count : (i + 1) * count] for i in range(directions)]
+
+
+def _recur(cell, x, w, r, bias, sequence_lens, initial, hidden_size, direction, layout):
+    """Y and the last states of `cell(d)(gates, *states) -> states` over every direction d.
+
+    Shapes as in the specification; `bias` (directions, gates * hidden) joins the input's share.
+    """
+    reversals = _REVERSED[direction]
+    if layout:
+        x = x.swapaxes(0, 1)
+    steps, batch, features = x.shape
+    hidden = r.shape[-1]
+    if hidden_size not in (None, hidden):
+        raise NodeError(f"hidden_size is {hidden_size}, but R has shape {r.shape}")
+    if w.shape[0] != len(reversals) or r.shape[0] != len(reversals):
+        raise NodeError(
+            f"direction {direction!r} needs {len(reversals)} sets of weights, "
+            f"but W has shape {w.shape} and R {r.shape}"
+        )
+    valid = None
+    if sequence_lens is not None:
+        valid = (jnp.arange(steps)[:, None] < sequence_lens)[..., None]
+
+    def start(state, d):
+        if state is None:
+            return jnp.zeros((batch, hidden), x.dtype)
+        return state[:, d] if layout else state[d]
+
+    def one_direction(d, reverse):
+        gates = x.reshape(-1, features) @ w[d].T
+        gates = (gates if bias is None else gates + bias[d]).reshape(steps, batch, -1)
+        step = cell(d)
+
+        def body(states, inputs):
+            gates, valid = inputs
+            new = step(gates, *states)
+            if valid is None:
+                return new, new[0]
+            kept = tuple(jnp.where(valid, n, s) for n, s in zip(new, states, strict=True))
+            return kept, jnp.where(valid, new[0], 0)
+
+        states = tuple(start(state, d) for state in initial)
+        return lax.scan(body, states, (gates, valid), reverse=reverse)
+
+    lasts, ys = zip(*(one_direction(d, rev) for d, rev in enumerate(reversals)), strict=True)
+    y = jnp.stack(ys, axis=1)
+    if layout:
+        y = y.transpose(2, 0, 1, 3)
+    return y, *(jnp.stack(states, axis=1 if layout else 0) for states in zip(*lasts, strict=True))
+
+
+def _sum_of_biases(b):
+    """The sum of the input's and the recurrence's bias."""
+    return None if b is None else sum(jnp.split(b, 2, axis=1))
+
+
+@op("RNN", since=1, params=("w", "r", "b"))
+def rnn(
+    x,
+    w,
+    r,
+    b=None,
+    sequence_lens=None,
+    initial_h=None,
+    *,
+    activation_alpha=None,
+    activation_beta=None,
+    activations=("Tanh", "Tanh"),
+    clip=None,
+    direction="forward",
+    hidden_size=None,
+    layout=0,
+    output_sequence=0,
+):
+    """H = f(X Wi' + H Ri' + Wbi + Rbi). Y is always returned, whatever `output_sequence` says."""
+    names = list(activations)[: len(_REVERSED.get(direction, ()))]
+    functions = _functions(["Tanh"], names, activation_alpha, activation_beta, clip, direction)
+
+    def cell(d):
+        (f,) = functions[d]
+        return lambda gates, h: (f(gates + h @ r[d].T),)
+
+    bias = _sum_of_biases(b)
+    return _recur(cell, x, w, r, bias, sequence_lens, (initial_h,), hidden_size, direction, layout)
+
+
+@op("GRU", since=3, params=("w", "r", "b"))
+def gru(
+    x,
+    w,
+    r,
+    b=None,
+    sequence_lens=None,
+    initial_h=None,
+    *,
+    activation_alpha=None,
+    activation_beta=None,
+    activations=None,
+    clip=None,
+    direction="forward",
+    hidden_size=None,
+    layout=0,
+    linear_before_reset=0,
+    output_sequence=0,
+):
+    """Gates z (update), r (reset), h (hidden):
+
+    z = f(X Wz' + H Rz' + Wbz + Rbz), r likewise,
+    h = g(X Wh' + (r * H) Rh' + Rbh + Wbh), or with `linear_before_reset`
+    h = g(X Wh' + r * (H Rh' + Rbh) + Wbh); H = (1 - z) * h + z * H.
+    """
+    hidden = r.shape[-1]
+    functions = _functions(
+        ["Sigmoid", "Tanh"], activations, activation_alpha, activation_beta, clip, direction
+    )
+    bias = inner_bias = None
+    if b is not None:
+        input_bias, inner_bias = jnp.split(b, 2, axis=1)
+        outer = inner_bias.at[:, 2 * hidden :].set(0) if linear_before_reset else inner_bias
+        bias = input_bias + outer
+
+    def cell(d):
+        f, g = functions[d]
+        r_zr, r_h = jnp.split(r[d], [2 * hidden])
+
+        def step(gates, h):
+            x_zr, x_h = jnp.split(gates, [2 * hidden], axis=-1)
+            z, reset = jnp.split(f(x_zr + h @ r_zr.T), 2, axis=-1)
+            if linear_before_reset:
+                share = h @ r_h.T
+                if inner_bias is not None:
+                    share += inner_bias[d, 2 * hidden :]
+                new = g(x_h + reset * share)
+            else:
+                new = g(x_h + (reset * h) @ r_h.T)
+            return ((1 - z) * new + z * h,)
+
+        return step
+
+    return _recur(cell, x, w, r, bias, sequence_lens, (initial_h,), hidden_size, direction, layout)
+
+
+@op("GRU", since=1, params=("w", "r", "b"))
+def gru_1(
+    x,
+    w,
+    r,
+    b=None,
+    sequence_lens=None,
+    initial_h=None,
+    *,
+    activation_alpha=None,
+    activation_beta=None,
+    activations=None,
+    clip=None,
+    direction="foward",
+    hidden_size=None,
+    output_sequence=0,
+):
+    """As `gru`, without `linear_before_reset`; the first schema misspells its default direction."""
+    return gru(
+        x,
+        w,
+        r,
+        b,
+        sequence_lens,
+        initial_h,
+        activation_alpha=activation_alpha,
+        activation_beta=activation_beta,
+        activations=activations,
+        clip=clip,
+        direction="forward" if direction == "foward" else direction,
+        hidden_size=hidden_size,
+        output_sequence=output_sequence,
+    )
+
+
+@op("LSTM", since=1, params=("w", "r", "b", "p"))
+def lstm(
+    x,
+    w,
+    r,
+    b=None,
+    sequence_lens=None,
+    initial_h=None,
+    initial_c=None,
+    p=None,
+    *,
+    activation_alpha=None,
+    activation_beta=None,
+    activations=None,
+    clip=None,
+    direction="forward",
+    hidden_size=None,
+    input_forget=0,
+    layout=0,
+    output_sequence=0,
+):
+    """Gates i, o, f (input, output, forget) and c (cell), with peepholes P:
+
+    i = f(X Wi' + H Ri' + Pi * C + Wbi + Rbi), f likewise (1 - i if `input_forget`),
+    C = f * C + i * g(X Wc' + H Rc' + Wbc + Rbc), o = f(X Wo' + H Ro' + Po * C + Wbo + Rbo),
+    H = o * h(C).
+    """
+    functions = _functions(
+        ["Sigmoid", "Tanh", "Tanh"], activations, activation_alpha, activation_beta, clip, direction
+    )
+
+    def cell(d):
+        f, g, h = functions[d]
+        p_i, p_o, p_f = (0, 0, 0) if p is None else jnp.split(p[d], 3)
+
+        def step(gates, hidden, c):
+            i, o, forget, new = jnp.split(gates + hidden @ r[d].T, 4, axis=-1)
+            i = f(i + p_i * c)
+            forget = 1 - i if input_forget else f(forget + p_f * c)
+            c = forget * c + i * g(new)
+            return f(o + p_o * c) * h(c), c
+
+        return step
+
+    initial = initial_h, initial_c
+    bias = _sum_of_biases(b)
+    return _recur(cell, x, w, r, bias, sequence_lens, initial, hidden_size, direction, layout)
