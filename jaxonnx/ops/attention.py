@@ -1,0 +1,281 @@
+"""Attention: softmax attention with its variants, linear attention, rotary position embedding.
+
+Heads stand at axis 1 throughout: (batch, heads, sequence, head size). Query heads that share a key
+and value head are a group, so that nothing is repeated.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from onnx.helper import tensor_dtype_to_np_dtype
+
+from jaxonnx.errors import NodeError
+from jaxonnx.registry import op
+
+
+def split_heads(x, heads):
+    """(batch, sequence, heads * size) to (batch, heads, sequence, size); rank 4 stays."""
+    if x.ndim == 4:
+        return x
+    if not heads or x.shape[-1] % heads:
+        raise NodeError(f"a tensor of shape {x.shape} cannot be split into {heads} heads")
+    return x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
+
+
+def merge_heads(x):
+    """The inverse of `split_heads`."""
+    x = x.swapaxes(1, 2)
+    return x.reshape(*x.shape[:2], -1)
+
+
+def _grouped(x, kv_heads):
+    """Query heads as (batch, key heads, queries per key head, ...)."""
+    if x.shape[1] % kv_heads:
+        raise NodeError(f"{x.shape[1]} query heads are no multiple of {kv_heads} key heads")
+    return x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:])
+
+
+def scores(q, k, scale=None):
+    """scale * Q K', by default 1 / sqrt(head size); each factor is scaled by sqrt(scale).
+
+    Shapes (batch, heads, queries, size) and (batch, key heads, keys, size) to (batch, heads,
+    queries, keys).
+    """
+    root = math.sqrt(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    product = jnp.einsum("bhgqd,bhkd->bhgqk", _grouped(q * root, k.shape[1]), k * root)
+    return product.reshape(*q.shape[:3], k.shape[2])
+
+
+def weighted_values(probabilities, v):
+    """P V for (batch, heads, queries, keys) and (batch, key heads, keys, size)."""
+    y = jnp.einsum("bhgqk,bhkd->bhgqd", _grouped(probabilities, v.shape[1]), v)
+    return y.reshape(*probabilities.shape[:3], v.shape[-1])
+
+
+def masked_softmax(x):
+    """Softmax over the last axis; a row of -inf gives zeros, and no gradient is NaN."""
+    top = x.max(axis=-1, keepdims=True, initial=-jnp.inf)
+    e = jnp.exp(x - lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top)))
+    total = e.sum(axis=-1, keepdims=True)
+    return e / jnp.where(total == 0, 1, total)
+
+
+def soft_cap(x, cap):
+    """cap * tanh(x / cap), or x if cap is 0."""
+    return cap * jnp.tanh(x / cap) if cap else x
+
+
+def reach(queries, keys, offset, *, left=-1, right=-1):
+    """Which keys each query sees: (queries, keys), or (batch, 1, queries, keys) for an offset each.
+
+    Query i stands at position i + offset; `left` and `right` bound the distance unless -1.
+    """
+    position = np.arange(queries)[:, None]
+    if np.ndim(offset):
+        offset = jnp.asarray(offset).reshape(-1, 1, 1, 1)
+    ahead = np.arange(keys) - (position + offset)
+    visible = np.ones((queries, keys), bool)
+    if left >= 0:
+        visible = visible & (ahead >= -left)
+    if right >= 0:
+        visible = visible & (ahead <= right)
+    return visible
+
+
+def apply_mask(x, mask):
+    """Adds a float mask, or puts -inf where a boolean one is False; -inf in a mask always wins.
+
+    A mask whose last axis is shorter hides the keys beyond it.
+    """
+    missing = x.shape[-1] - mask.shape[-1]
+    boolean = mask.dtype == np.bool_
+    if missing:
+        widths = [(0, 0)] * (mask.ndim - 1) + [(0, missing)]
+        mask = jnp.pad(mask, widths, constant_values=False if boolean else -np.inf)
+    if boolean:
+        return jnp.where(mask, x, -jnp.inf)
+    mask = mask.astype(x.dtype)
+    return jnp.where(mask == -jnp.inf, -jnp.inf, x + mask)
+
+
+def _softmax_dtype(precision, default):
+    if precision is None:
+        return default
+    return jax.dtypes.canonicalize_dtype(tensor_dtype_to_np_dtype(precision))
+
+
+@op("Attention", since=23)
+def attention(
+    q,
+    k,
+    v,
+    attn_mask=None,
+    past_key=None,
+    past_value=None,
+    nonpad_kv_seqlen=None,
+    *,
+    is_causal=0,
+    kv_num_heads=None,
+    left_window_size=-1,
+    q_num_heads=None,
+    qk_matmul_output_mode=0,
+    right_window_size=-1,
+    scale=None,
+    softcap=0.0,
+    softmax_precision=None,
+):
+    """Y = softmax(softcap(scale Q K') + mask) V; Q, K, V of rank 4, or rank 3 with heads packed.
+
+    Query i stands at position i + offset: the length of the past, or `nonpad_kv_seqlen` less the
+    number of queries. A query that sees no key gives zeros.
+    """
+    if (past_key is None) != (past_value is None):
+        raise NodeError("past_key and past_value go together")
+    if nonpad_kv_seqlen is not None and past_key is not None:
+        raise NodeError("nonpad_kv_seqlen cannot be combined with past_key")
+    if min(left_window_size, right_window_size) < -1:
+        raise NodeError("a window size is -1 (no bound) or not negative")
+    packed = q.ndim == 3
+    q, k, v = (
+        split_heads(q, q_num_heads),
+        split_heads(k, kv_num_heads),
+        split_heads(v, kv_num_heads),
+    )
+    offset = 0
+    if past_key is not None:
+        offset = past_key.shape[2]
+        k = jnp.concatenate([past_key, k], axis=2)
+        v = jnp.concatenate([past_value, v], axis=2)
+    queries, keys = q.shape[2], k.shape[2]
+    if nonpad_kv_seqlen is not None:
+        offset = nonpad_kv_seqlen - queries
+
+    raw = scores(q, k, scale)
+    capped = soft_cap(raw, softcap)
+    biased = capped
+    if attn_mask is not None:
+        biased = apply_mask(biased, attn_mask)
+    left, right = left_window_size, 0 if is_causal else right_window_size
+    if left >= 0 or right >= 0:
+        biased = apply_mask(biased, reach(queries, keys, offset, left=left, right=right))
+    if nonpad_kv_seqlen is not None:
+        biased = apply_mask(biased, np.arange(keys) < nonpad_kv_seqlen[:, None, None, None])
+    wide = biased.astype(_softmax_dtype(softmax_precision, q.dtype))
+    probabilities = masked_softmax(wide).astype(q.dtype)
+    y = weighted_values(probabilities, v)
+    exposed = (raw, capped, biased, probabilities)[qk_matmul_output_mode]
+    return merge_heads(y) if packed else y, k, v, exposed
+
+
+@op("FlexAttention", since=1, domain="ai.onnx.preview")
+def flex_attention(q, k, v, *, prob_mod=None, scale=None, score_mod=None, softmax_precision=None):
+    """Y = prob_mod(softmax(score_mod(scale Q K'))) V, at least float32 from the scores on."""
+    dtype = _softmax_dtype(softmax_precision, jnp.promote_types(q.dtype, np.float32))
+    x = scores(q, k, scale).astype(dtype)
+    if score_mod is not None:
+        (x,) = score_mod(x)
+    probabilities = masked_softmax(x)
+    if prob_mod is not None:
+        (probabilities,) = prob_mod(probabilities)
+    return weighted_values(probabilities, v.astype(dtype)).astype(v.dtype)
+
+
+@op("LinearAttention", since=27)
+def linear_attention(
+    query,
+    key,
+    value,
+    past_state=None,
+    decay=None,
+    beta=None,
+    *,
+    chunk_size=64,
+    kv_num_heads,
+    q_num_heads,
+    scale=0.0,
+    update_rule="gated_delta",
+):
+    """o_t = scale S_t' q_t, where with a decay g and an update rate beta (each if the rule has it)
+
+    S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}' k_t)'; without beta, k_t v_t' is
+    added. One `lax.scan` in (at least) float32; `chunk_size` is a hint for other implementations.
+    """
+    rules = {"linear": (0, 0), "gated": (1, 0), "delta": (0, 1), "gated_delta": (1, 1)}
+    if update_rule not in rules:
+        raise NodeError(f"update_rule is {update_rule!r}, not one of {', '.join(rules)}")
+    for name, needed, given in zip(
+        ("decay", "beta"), rules[update_rule], (decay, beta), strict=True
+    ):
+        if needed != (given is not None):
+            verb = "needs" if needed else "takes no"
+            raise NodeError(f"update_rule {update_rule!r} {verb} {name}")
+    wide = jnp.promote_types(query.dtype, np.float32)
+
+    def steps(x, heads):
+        return None if x is None else split_heads(x, heads).astype(wide).transpose(2, 0, 1, 3)
+
+    q = steps(query, q_num_heads)
+    k, v, g = (steps(x, kv_num_heads) for x in (key, value, decay))
+    rate = None if beta is None else steps(beta, beta.shape[-1])
+    factor = scale or 1 / math.sqrt(q.shape[-1])
+    state_dtype = query.dtype if past_state is None else past_state.dtype
+    if past_state is None:
+        past_state = jnp.zeros((*k.shape[1:], v.shape[-1]), wide)
+
+    def step(state, inputs):
+        q, k, v, g, rate = inputs
+        if g is not None:
+            state = state * jnp.exp(g)[..., None]
+        if rate is not None:
+            v = rate * (v - jnp.einsum("bhkv,bhk->bhv", state, k))
+        state = state + k[..., None] * v[..., None, :]
+        o = jnp.einsum("bhgk,bhkv->bhgv", _grouped(q, kv_num_heads), state)
+        return state, factor * o.reshape(*q.shape[:2], -1)
+
+    state, o = lax.scan(step, past_state.astype(wide), (q, k, v, g, rate))
+    return merge_heads(o.transpose(1, 2, 0, 3)).astype(query.dtype), state.astype(state_dtype)
+
+
+def rotate(x, cos, sin, interleaved=False):
+    """Rotates pairs of the last axis, which are neighbours if `interleaved`, else halves apart.
+
+    `cos` and `sin` have half the last axis of `x`, and what `x` has beyond twice their length
+    is left alone (RoFormer, arXiv 2104.09864).
+    """
+    half = cos.shape[-1]
+    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
+    if interleaved:
+        pairs = turned.reshape(*turned.shape[:-1], half, 2)
+        a, b = pairs[..., 0], pairs[..., 1]
+        turned = jnp.stack([cos * a - sin * b, sin * a + cos * b], axis=-1).reshape(turned.shape)
+    else:
+        a, b = turned[..., :half], turned[..., half:]
+        turned = jnp.concatenate([cos * a - sin * b, sin * a + cos * b], axis=-1)
+    return jnp.concatenate([turned, rest], axis=-1)
+
+
+@op("RotaryEmbedding", since=23)
+def rotary_embedding(
+    x,
+    cos_cache,
+    sin_cache,
+    position_ids=None,
+    *,
+    interleaved=0,
+    num_heads=None,
+    rotary_embedding_dim=0,
+):
+    """Rotary position embedding of the first `rotary_embedding_dim` channels (0: all) of a head."""
+    heads = split_heads(x, num_heads)
+    if position_ids is not None:
+        cos_cache, sin_cache = (jnp.asarray(c)[position_ids] for c in (cos_cache, sin_cache))
+    half = (rotary_embedding_dim or heads.shape[-1]) // 2
+    if not cos_cache.shape[-1] == sin_cache.shape[-1] == half:
+        raise NodeError(
+            f"the caches hold {cos_cache.shape[-1]} and {sin_cache.shape[-1]} angles, not {half}"
+        )
+    y = rotate(heads, cos_cache[:, None], sin_cache[:, None], interleaved)
+    return y if x.ndim == 4 else merge_heads(y)
