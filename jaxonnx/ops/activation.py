@@ -1,0 +1,178 @@
+"""Activation functions.
+
+All of them are stable for large inputs, and the branch that is not taken sees a harmless argument,
+so that it can put no NaN into the gradient. Where left and right derivative differ, the gradient is
+the one of PyTorch: at 0 it is 0 for Relu, `alpha` for LeakyRelu and `slope` for PRelu; it is 0 at
+both kinks of HardSigmoid.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jaxonnx.errors import NodeError
+from jaxonnx.ops.common import axis_of
+from jaxonnx.registry import op
+
+
+def activation(name: str, since: int, **options):
+    """`op` for functions of JAX arrays only.
+
+    In NumPy a known bfloat16 times a Python number would be a float32.
+    """
+
+    def register(function):
+        @op(name, since=since, **options)
+        @functools.wraps(function)
+        def traced(*xs, **attributes):
+            return function(*map(jnp.asarray, xs), **attributes)
+
+        return function
+
+    return register
+
+
+@activation("Relu", since=1)
+def relu(x):
+    return jnp.where(x <= 0, 0, x)
+
+
+@activation("LeakyRelu", since=1)
+def leaky_relu(x, *, alpha=0.01):
+    return jnp.where(x > 0, x, alpha * x)
+
+
+@activation("PRelu", since=7, params=("slope",))
+def prelu(x, slope):
+    return jnp.where(x > 0, x, slope * x)
+
+
+@activation("PRelu", since=1, params=("slope",))
+def prelu_1(x, slope):
+    """One slope for all or one a channel (axis 1), before there was broadcasting."""
+    if slope.ndim == 1 and slope.size > 1 and x.ndim > 1:
+        slope = slope.reshape((-1,) + (1,) * (x.ndim - 2))
+    return prelu(x, slope)
+
+
+@activation("ThresholdedRelu", since=10)
+def thresholded_relu(x, *, alpha=1.0):
+    return jnp.where(x > alpha, x, 0)
+
+
+@activation("Shrink", since=9)
+def shrink(x, *, bias=0.0, lambd=0.5):
+    shrunk = jnp.where(x < -lambd, x + bias, jnp.where(x > lambd, x - bias, 0))
+    return shrunk.astype(x.dtype)
+
+
+def _expm1_negative(x):
+    return jnp.expm1(jnp.where(x > 0, 0, x))
+
+
+@activation("Elu", since=1)
+def elu(x, *, alpha=1.0):
+    return jnp.where(x > 0, x, alpha * _expm1_negative(x))
+
+
+@activation("Celu", since=12)
+def celu(x, *, alpha=1.0):
+    return jnp.where(x > 0, x, alpha * _expm1_negative(x / alpha))
+
+
+@activation("Selu", since=6)
+def selu(x, *, alpha=1.67326319217681884765625, gamma=1.05070102214813232421875):
+    return gamma * elu(x, alpha=alpha)
+
+
+@activation("Selu", since=1)
+def selu_1(x, *, alpha=1.6732, gamma=1.0507):
+    return gamma * elu(x, alpha=alpha)
+
+
+@activation("Sigmoid", since=1)
+def sigmoid(x):
+    return jax.nn.sigmoid(x)
+
+
+@activation("HardSigmoid", since=1)
+def hard_sigmoid(x, *, alpha=0.2, beta=0.5):
+    y = alpha * x + beta
+    return jnp.where(y <= 0, 0, jnp.where(y >= 1, 1, y))
+
+
+@activation("HardSwish", since=14)
+def hard_swish(x):
+    return x * hard_sigmoid(x, alpha=1 / 6, beta=0.5)
+
+
+@activation("Swish", since=24)
+def swish(x, *, alpha=1.0):
+    return x * jax.nn.sigmoid(alpha * x)
+
+
+@activation("SwiGLU", since=28)
+def swiglu(a, b, *, alpha=1.0):
+    if a.shape != b.shape:
+        raise NodeError(f"gate and value must have the same shape, not {a.shape} and {b.shape}")
+    return swish(a, alpha=alpha) * b
+
+
+@activation("Gelu", since=20)
+def gelu(x, *, approximate="none"):
+    match approximate:
+        case "none":
+            # erfc keeps the tail that 1 + erf cancels
+            return 0.5 * x * jax.lax.erfc(-math.sqrt(0.5) * x)
+        case "tanh":
+            return 0.5 * x * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    raise NodeError(f"approximate must be 'none' or 'tanh', not {approximate!r}")
+
+
+@activation("Softplus", since=1)
+def softplus(x):
+    return jax.nn.softplus(x)
+
+
+@activation("Softsign", since=1)
+def softsign(x):
+    return x / (1 + jnp.abs(x))
+
+
+@activation("Mish", since=18)
+def mish(x):
+    return x * jnp.tanh(jax.nn.softplus(x))
+
+
+def softmax(x, axis):
+    return jax.nn.softmax(x, axis=axis) if x.size else x
+
+
+def log_softmax(x, axis):
+    return jax.nn.log_softmax(x, axis=axis) if x.size else x
+
+
+def hardmax(x, axis):
+    return jax.nn.one_hot(jnp.argmax(x, axis), x.shape[axis], dtype=x.dtype, axis=axis)
+
+
+def _along_axis(name, function):
+    @activation(name, since=13)
+    def along_axis(x, *, axis=-1):
+        return function(x, axis)
+
+    @activation(name, since=1)
+    def on_matrix(x, *, axis=1):
+        """The axes from `axis` on are one."""
+        rows = math.prod(x.shape[: axis_of(axis, x.ndim)])
+        return function(x.reshape(rows, x.size // max(rows, 1)), 1).reshape(x.shape)
+
+
+for _name, _function in {
+    "Softmax": softmax,
+    "LogSoftmax": log_softmax,
+    "Hardmax": hardmax,
+}.items():
+    _along_axis(_name, _function)

@@ -1,0 +1,189 @@
+"""Arithmetic element by element, with the broadcasting rules of every opset.
+
+Where all operands are known, the same NumPy function is used instead of the JAX one, so that shape
+arithmetic costs no compilation. Gradients at the points where there is more than one: `Abs` and
+`Sign` have 0 at 0; `Max` and `Min` divide the gradient evenly between two equal operands, as JAX
+and PyTorch do; `Clip` passes it on to the input where that equals a bound, as PyTorch does.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx.errors import NodeError
+from jaxonnx.ops.common import axis_of, canonical
+from jaxonnx.registry import op, xp
+
+# operator -> first opset, name of the function in numpy and in jax.numpy
+_UNARY = {
+    "Abs": (1, "abs"),
+    "Acos": (7, "arccos"),
+    "Acosh": (9, "arccosh"),
+    "Asin": (7, "arcsin"),
+    "Asinh": (9, "arcsinh"),
+    "Atan": (7, "arctan"),
+    "Atanh": (9, "arctanh"),
+    "Ceil": (1, "ceil"),
+    "Cos": (7, "cos"),
+    "Cosh": (9, "cosh"),
+    "Exp": (1, "exp"),
+    "Floor": (1, "floor"),
+    "Log": (1, "log"),
+    "Neg": (1, "negative"),
+    "Reciprocal": (1, "reciprocal"),
+    "Round": (11, "rint"),
+    "Sign": (9, "sign"),
+    "Sin": (7, "sin"),
+    "Sinh": (9, "sinh"),
+    "Sqrt": (1, "sqrt"),
+    "Tan": (7, "tan"),
+    "Tanh": (1, "tanh"),
+}
+
+
+def unary(name: str, since: int, function: str) -> None:
+    """Registers operator `name` as the function that numpy and jax.numpy both call `function`."""
+
+    @op(name, since=since)
+    def apply(x):
+        return getattr(xp(x), function)(x)
+
+
+for _name, (_since, _function) in _UNARY.items():
+    unary(_name, _since, _function)
+
+
+def is_integer(x) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.integer)
+
+
+@op("Erf", since=9)
+def erf(x):
+    return jax.scipy.special.erf(x.astype(jnp.float32) if is_integer(x) else x).astype(x.dtype)
+
+
+def aligned(a, b, axis: int | None, broadcast: int):
+    """`b` shaped so that NumPy's broadcasting does what opsets 1 to 6 define.
+
+    There `b` matches a contiguous part of a's shape, from `axis` on or at its end, or has one
+    element; and `broadcast` must be set unless the shapes are equal (specification of Add-1).
+    """
+    if a.shape == b.shape:
+        return b
+    if not broadcast:
+        raise NodeError(
+            f"shapes {a.shape} and {b.shape} differ; before opset 7 that needs broadcast=1"
+        )
+    if b.size == 1:
+        return b.reshape(())
+    start = a.ndim - b.ndim if axis is None else axis_of(axis, a.ndim)
+    if b.shape != a.shape[start : start + b.ndim]:
+        raise NodeError(f"shape {b.shape} is no part of shape {a.shape} from axis {start} on")
+    return b.reshape(b.shape + (1,) * (a.ndim - start - b.ndim))
+
+
+def binary(name: str, function: Callable[[Any, Any], Any], params: tuple[str, ...] = ()) -> None:
+    """Registers `function(a, b)` with NumPy's broadcasting from opset 7 on, `aligned` before."""
+
+    @op(name, since=1, params=params)
+    def limited(a, b, *, axis=None, broadcast=0):
+        return function(a, aligned(a, b, axis, broadcast))
+
+    @op(name, since=7, params=params)
+    def full(a, b):
+        return function(a, b)
+
+
+def div(a, b):
+    """`a / b`, truncated towards zero for integers."""
+    if is_integer(a):
+        # what is left after the C remainder is taken away divides exactly, so nothing is rounded
+        return (a - xp(a, b).fmod(a, b)) // b
+    return xp(a, b).true_divide(a, b)
+
+
+def power(x, y):
+    """`x ** y` in the dtype of `x`; an integer base is truncated back.
+
+    The gradient in `x` at 0 is that of the mathematics (0 for y > 1, 1 for y = 1, inf for
+    0 < y < 1), the gradient in `y` at x = 0 is 0.
+    """
+    m = xp(x, y)
+    if is_integer(x) and is_integer(y):
+        magnitude = m.power(x, abs(y).astype(x.dtype))
+        one = m.ones((), x.dtype)
+        return m.where(y < 0, div(one, magnitude), magnitude)
+    wide = canonical(np.float64 if is_integer(x) else jnp.promote_types(x.dtype, y.dtype))
+    return m.power(x.astype(wide), y.astype(wide)).astype(x.dtype)
+
+
+binary("Add", lambda a, b: xp(a, b).add(a, b), params=("a", "b"))
+binary("Sub", lambda a, b: xp(a, b).subtract(a, b))
+binary("Mul", lambda a, b: xp(a, b).multiply(a, b), params=("a", "b"))
+binary("Div", div)
+binary("Pow", power)
+
+
+@op("Mod", since=10)
+def mod(a, b, *, fmod=0):
+    return xp(a, b).fmod(a, b) if fmod else xp(a, b).mod(a, b)
+
+
+@op("Max", since=1)
+def max_(*xs):
+    return functools.reduce(xp(*xs).maximum, xs)
+
+
+@op("Min", since=1)
+def min_(*xs):
+    return functools.reduce(xp(*xs).minimum, xs)
+
+
+@op("Sum", since=1)
+def sum_(*xs):
+    return functools.reduce(xp(*xs).add, xs)
+
+
+@op("Mean", since=1)
+def mean(*xs):
+    return functools.reduce(jnp.add, map(jnp.asarray, xs)) / len(xs)
+
+
+@op("Where", since=9)
+def where(condition, x, y):
+    return xp(condition, x, y).where(condition, x, y)
+
+
+@op("Clip", since=11)
+def clip(x, min=None, max=None):
+    # comparisons instead of minimum and maximum: the gradient at a bound is 1 and not 1/2
+    m = xp(x, min, max)
+    if min is not None:
+        x = m.where(x < min, min, x)
+    if max is not None:
+        x = m.where(x > max, max, x)
+    return x
+
+
+_FLOAT_MAX = float(np.finfo(np.float32).max)
+
+
+def _clip_to(x, min, max):
+    # a bound beyond the range of float16 becomes an infinity
+    with np.errstate(over="ignore"):
+        bounds = [None if b is None else np.asarray(b).astype(x.dtype) for b in (min, max)]
+    return clip(x, *bounds)
+
+
+@op("Clip", since=1)
+def clip_1(x, *, min=None, max=None):
+    return _clip_to(x, min, max)
+
+
+@op("Clip", since=6)
+def clip_6(x, *, min=-_FLOAT_MAX, max=_FLOAT_MAX):
+    return _clip_to(x, min, max)

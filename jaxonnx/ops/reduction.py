@@ -1,0 +1,185 @@
+"""Reductions, cumulative sums, arg-extrema, the k largest, Einstein sums.
+
+A reduction is written as `f(x, axis, keepdims)`; where the axes come from (an attribute first, an
+input from opset 18 on, ReduceSum already from 13 on) is settled once for all of them. The gradient
+of ReduceMax and ReduceMin is divided evenly between equal extrema, that of ReduceL2 is 0 at a zero
+vector and that of ReduceLogSumExp 0 at a vector of -inf.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx.ops.common import INDEX, axes_of, axis_of, cast
+from jaxonnx.ops.elementwise import div, is_integer
+from jaxonnx.registry import Static, known, op, xp
+
+
+def _xp(x):
+    # NumPy accumulates float16 and bfloat16 in their own precision, XLA in float32
+    return np if known(x) and x.dtype.kind in "biu" else jnp
+
+
+def reduce_sum(x, axis, keepdims):
+    return _xp(x).sum(x, axis=axis, keepdims=keepdims, dtype=x.dtype)
+
+
+def reduce_prod(x, axis, keepdims):
+    return _xp(x).prod(x, axis=axis, keepdims=keepdims, dtype=x.dtype)
+
+
+def reduce_mean(x, axis, keepdims):
+    if is_integer(x):
+        count = math.prod(x.shape[i] for i in axis)
+        return div(reduce_sum(x, axis, keepdims), np.asarray(count).astype(x.dtype))
+    return jnp.mean(x, axis=axis, keepdims=keepdims)
+
+
+def _nothing(x, sign: int) -> dict[str, Any]:
+    """The value of an extremum over no elements, where there are none."""
+    if x.size:
+        return {}
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return {"initial": sign * np.inf}
+    if x.dtype == np.bool_:
+        return {"initial": sign > 0}
+    limits = jnp.iinfo(x.dtype)
+    return {"initial": limits.max if sign > 0 else limits.min}
+
+
+def reduce_max(x, axis, keepdims):
+    return _xp(x).max(x, axis=axis, keepdims=keepdims, **_nothing(x, -1))
+
+
+def reduce_min(x, axis, keepdims):
+    return _xp(x).min(x, axis=axis, keepdims=keepdims, **_nothing(x, +1))
+
+
+def reduce_l1(x, axis, keepdims):
+    return reduce_sum(abs(x), axis, keepdims)
+
+
+def reduce_sum_square(x, axis, keepdims):
+    return reduce_sum(x * x, axis, keepdims)
+
+
+def _float(x):
+    return cast(x, np.float64) if is_integer(x) else x
+
+
+def reduce_l2(x, axis, keepdims):
+    squares = _float(reduce_sum_square(x, axis, keepdims))
+    zero = squares == 0
+    return jnp.where(zero, 0, jnp.sqrt(jnp.where(zero, 1, squares))).astype(x.dtype)
+
+
+def reduce_log_sum(x, axis, keepdims):
+    return jnp.log(_float(reduce_sum(x, axis, keepdims))).astype(x.dtype)
+
+
+def reduce_log_sum_exp(x, axis, keepdims):
+    # the specification computes in double and casts back; shifted by the maximum, half precision
+    # needs no more than float32 and the rest no more than its own
+    wide = _float(x)
+    wide = wide.astype(jnp.promote_types(wide.dtype, jnp.float32))
+    top = jax.lax.stop_gradient(reduce_max(wide, axis, True))
+    top = jnp.where(jnp.isfinite(top), top, 0)
+    total = jnp.sum(jnp.exp(wide - top), axis=axis, keepdims=True)
+    empty = total == 0
+    result = jnp.where(empty, -jnp.inf, jnp.log(jnp.where(empty, 1, total)) + top)
+    return (result if keepdims else jnp.squeeze(result, axis)).astype(x.dtype)
+
+
+def _reduction(name, function, axes_are_input):
+    def reduce(data, axes, keepdims, noop):
+        if axes is None or not len(axes):
+            axes = () if noop else None
+        return function(data, axes_of(axes, data.ndim), bool(keepdims))
+
+    @op(name, since=1)
+    def with_attribute(data, *, axes=None, keepdims=1):
+        return reduce(data, axes, keepdims, noop=False)
+
+    @op(name, since=axes_are_input)
+    def with_input(data, axes: Static | None = None, *, keepdims=1, noop_with_empty_axes=0):
+        return reduce(data, axes, keepdims, noop_with_empty_axes)
+
+
+for _name, _function, _axes_are_input in (
+    ("ReduceL1", reduce_l1, 18),
+    ("ReduceL2", reduce_l2, 18),
+    ("ReduceLogSum", reduce_log_sum, 18),
+    ("ReduceLogSumExp", reduce_log_sum_exp, 18),
+    ("ReduceMax", reduce_max, 18),
+    ("ReduceMean", reduce_mean, 18),
+    ("ReduceMin", reduce_min, 18),
+    ("ReduceProd", reduce_prod, 18),
+    ("ReduceSum", reduce_sum, 13),
+    ("ReduceSumSquare", reduce_sum_square, 18),
+):
+    _reduction(_name, _function, _axes_are_input)
+
+
+def _arg_extremum(name, function):
+    @op(name, since=12)
+    def select(data, *, axis=0, keepdims=1, select_last_index=0):
+        search = getattr(xp(data), function)
+        if select_last_index:
+            flipped = search(xp(data).flip(data, axis), axis=axis, keepdims=bool(keepdims))
+            return data.shape[axis] - 1 - flipped
+        return search(data, axis=axis, keepdims=bool(keepdims))
+
+    @op(name, since=1)
+    def first(data, *, axis=0, keepdims=1):
+        return select(data, axis=axis, keepdims=keepdims)
+
+
+_arg_extremum("ArgMax", "argmax")
+_arg_extremum("ArgMin", "argmin")
+
+
+def _cumulative(name, since, function, identity):
+    @op(name, since=since)
+    def cumulate(x, axis: Static, *, exclusive=0, reverse=0):
+        m, along = xp(x), axis_of(axis.item(), x.ndim)
+        if reverse:
+            x = m.flip(x, along)
+        y = getattr(m, function)(x, axis=along, dtype=x.dtype)
+        if exclusive:
+            before, after = [(0, 0)] * x.ndim, [slice(None)] * x.ndim
+            before[along], after[along] = (1, 0), slice(x.shape[along])
+            y = m.pad(y, before, constant_values=identity)[tuple(after)]
+        return m.flip(y, along) if reverse else y
+
+
+_cumulative("CumSum", 11, "cumsum", identity=0)
+_cumulative("CumProd", 26, "cumprod", identity=1)
+
+
+@op("Einsum", since=12, params=("xs",))
+def einsum(*xs, equation):
+    return jnp.einsum(equation, *xs)
+
+
+@op("TopK", since=11)
+def top_k(x, k: Static, *, axis=-1, largest=1, sorted=1):
+    """Sorted with either value of `sorted`: with 0 the order is free. Lower indices come first."""
+    # order-reversing without overflow: not for integers, minus for floats
+    turned = x if largest else ~x if is_integer(x) else -x
+    values, indices = jax.lax.top_k(jnp.moveaxis(turned, axis, -1), k.item())
+    values, indices = jnp.moveaxis(values, -1, axis), jnp.moveaxis(indices, -1, axis)
+    values = values if largest else ~values if is_integer(x) else -values
+    return values, cast(indices, INDEX)
+
+
+@op("TopK", since=10)
+def top_k_10(x, k: Static, *, axis=-1):
+    return top_k(x, k, axis=axis)
+
+
+@op("TopK", since=1)
+def top_k_1(x, *, k, axis=-1):
+    return top_k(x, np.asarray(k), axis=axis)
