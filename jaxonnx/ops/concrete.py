@@ -1,0 +1,68 @@
+"""Known, concrete and traced values: which operators may look at which."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jaxonnx.errors import NodeError, StaticError
+from jaxonnx.ops.common import canonical
+
+
+def traced(*values) -> bool:
+    """Whether any value, or any part of it, is only known when the compiled program runs."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
+
+
+def concrete(value, what: str) -> np.ndarray:
+    """`value` as an `np.ndarray`; a StaticError that says what it is needed for if traced."""
+    if traced(value):
+        raise StaticError(
+            f"{what} cannot be compiled: it needs the values themselves. Call the model outside "
+            "jax.jit, vmap and grad, or cut the graph before this node."
+        )
+    return np.asarray(value)
+
+
+def array(value) -> Any:
+    """A known value as one that compiled control flow can carry; sequences item by item."""
+    if isinstance(value, list):
+        return [array(item) for item in value]
+    if value is None or isinstance(value, jax.Array):
+        return value
+    if isinstance(value, dict) or value.dtype == object:
+        raise StaticError("strings and maps cannot be carried by compiled control flow")
+    return jnp.asarray(value, canonical(value.dtype))
+
+
+def table(values, dtype=None) -> np.ndarray:
+    """A list or tensor of the file as NumPy, in the dtype that JAX computes in."""
+    values = np.asarray(values, dtype)
+    if values.dtype == object:
+        return values
+    cut = values.astype(canonical(values.dtype))
+    if values.dtype.kind in "iu" and not np.array_equal(cut, values):
+        raise NodeError("a constant does not fit 32 bits, and 64-bit types are off: enable x64")
+    return cut
+
+
+def forward_only(value, message: str):
+    """`value`; differentiating it in reverse mode raises a StaticError with `message`."""
+    return jax.tree.map(lambda leaf: _forward_only.bind(leaf, message=message), value)
+
+
+def _refuse(cotangent, value, *, message):
+    raise StaticError(message)
+
+
+# An identity that is linear but has no transpose. JAX refuses such loops too, but without a word
+# about the model.
+_forward_only = Primitive("forward_only")
+_forward_only.def_impl(lambda value, *, message: value)
+_forward_only.def_abstract_eval(lambda value, *, message: value)
+ad.deflinear2(_forward_only, _refuse)
+batching.defvectorized(_forward_only)
+mlir.register_lowering(_forward_only, lambda context, value, *, message: [value])

@@ -1,0 +1,306 @@
+"""If, Loop and Scan. A body is a function over the outer scope: `body(*inputs, step=i)`.
+
+Which form an iteration takes is decided while tracing:
+
+- a Python loop where all values are known, so that they stay known; where the body needs its
+  counter known, or its carried values change shape;
+- else `lax.scan` where the number of iterations is known: compiled once, differentiable both ways;
+  a traced condition masks the steps after the end, up to `MASKED_LIMIT` of them;
+- else `lax.while_loop`: differentiable in forward mode only.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx.errors import Error, NodeError, StaticError
+from jaxonnx.ops.common import INDEX, axis_of, canonical, element_dtype
+from jaxonnx.ops.concrete import array, forward_only, traced
+from jaxonnx.registry import known, op, xp
+
+SCAN_LIMIT = 2**31 - 1
+"""Trip counts above it (exporters write the greatest int64) are none: a condition ends the loop."""
+
+MASKED_LIMIT = 10_000
+"""Up to this trip count a loop with a traced condition is a scan, above it a while loop."""
+
+_TRUE = np.array(True)
+
+
+@op("If", since=1)
+def if_(cond, *, then_branch, else_branch):
+    """The outputs of one branch; a traced condition needs branches of equal shapes and types."""
+    if not traced(cond):
+        return (then_branch if _item(cond) else else_branch)()
+    given = {}
+
+    def run(name, branch):
+        outputs = [array(value) for value in branch()]
+        given[name] = _shapes(outputs)
+        return outputs
+
+    try:
+        outputs = jax.lax.cond(
+            cond.reshape(()), lambda: run("then", then_branch), lambda: run("else", else_branch)
+        )
+    except TypeError as error:
+        if len(given) < 2 or given["then"] == given["else"]:
+            raise
+        raise StaticError(
+            f"one branch gives {given['then']}, the other {given['else']}: the condition chooses "
+            "the shape of the result, so it must be known while tracing; it is not. Call the model "
+            "outside jax.jit"
+        ) from error
+    return tuple(outputs)
+
+
+@op("Loop", since=1)
+def loop(m=None, cond=None, *v_initial, body):
+    """Final carried values, then the scan outputs stacked over the iterations.
+
+    The body maps (counter, condition, *carried) to (condition, *carried, *scan outputs). What it
+    says about the condition counts only if the node has one; as it runs only while the condition
+    holds, it is always given a true one.
+    """
+    carry, size = list(v_initial), len(v_initial)
+    stacked = len(body.outputs) - 1 - size
+    if m is None and cond is None:
+        raise NodeError("a Loop with neither trip count nor condition never ends")
+    count = None if traced(m) else math.inf if m is None else int(_item(m))
+    begins = None if traced(cond) else cond is None or bool(_item(cond))
+
+    def step(i, carry):
+        condition, *outputs = body(i, _TRUE, *carry, step=i)
+        return _TRUE if cond is None else condition, outputs[:size], outputs[size:]
+
+    if begins is False or (count is not None and count <= 0):
+        return (*carry, *_empty(lambda: step(np.array(0, INDEX), carry)[2], body, stacked))
+    definite = count is not None and begins is not None
+    if definite and body.known:
+        return _python_loop(step, count, carry)
+    if definite and count <= SCAN_LIMIT:
+        try:
+            return _scan_loop(step, count, carry)
+        except _TracedCondition:
+            pass
+        except Error:
+            return _python_loop(step, count, carry)  # works, or says better what is wrong
+    if not stacked:
+        try:
+            return _conditional_loop(step, count, m, cond, carry)
+        except Error:
+            if not definite:
+                raise
+    if not definite:
+        raise StaticError(
+            "the number of iterations is computed from traced values, and it is the length of a "
+            "scan output. Make trip count and condition known, or call the model outside jax.jit"
+        )
+    return _python_loop(step, count, carry)
+
+
+class _TracedCondition(Exception):
+    """The body's condition is traced, so the number of iterations is not known."""
+
+
+def _scan_loop(step, count, carry):
+    def one(carry, i):
+        condition, new, outputs = step(i, carry)
+        if not known(condition):
+            raise _TracedCondition
+        if not _item(condition):
+            raise StaticError("the loop ends after its first iteration")
+        return _alike(carry, new), [array(value) for value in outputs]
+
+    steps = jnp.arange(count, dtype=canonical(INDEX))
+    carry, outputs = jax.lax.scan(one, [array(value) for value in carry], steps)
+    return (*carry, *outputs)
+
+
+def _python_loop(step, count, carry):
+    rows = []
+    while len(rows) < count:
+        condition, carry, outputs = step(np.array(len(rows), INDEX), carry)
+        rows.append(outputs)
+        if traced(condition):
+            raise StaticError(
+                "the body needs its counter known or changes the shapes of what it carries, and "
+                "the condition is computed from traced values: such a loop cannot be compiled. "
+                "Call the model outside jax.jit"
+            )
+        if not _item(condition):
+            break
+    return (*carry, *_stack(rows))
+
+
+def _conditional_loop(step, count, m, cond, carry):
+    """A loop without scan outputs that ends by a traced condition or trip count."""
+    carry = [array(value) for value in carry]
+    active = jnp.array(True) if cond is None else array(cond).reshape(())
+
+    def advance(i, carry):
+        condition, new, _ = step(i, carry)
+        return array(condition).reshape(()), _alike(carry, new)
+
+    if count is not None and count <= MASKED_LIMIT:
+
+        def masked(state, i):
+            return jax.lax.cond(state[0], lambda c: advance(i, c), lambda c: state, state[1]), None
+
+        steps = jnp.arange(count, dtype=canonical(INDEX))
+        return tuple(jax.lax.scan(masked, (active, carry), steps)[0][1])
+
+    largest = np.iinfo(canonical(INDEX)).max
+    limit = array(m).reshape(()) if count is None else min(count, largest)
+    _, _, carry = jax.lax.while_loop(
+        lambda state: state[1] & (state[0] < limit),
+        lambda state: (state[0] + 1, *advance(state[0], state[2])),
+        (jnp.zeros((), canonical(INDEX)), active, carry),
+    )
+    return tuple(forward_only(value, _NO_REVERSE) for value in carry)
+
+
+_NO_REVERSE = (
+    "a Loop whose number of iterations is not known while tracing has no reverse-mode gradient "
+    "(jax.jvp and jax.jacfwd work). Give it a known trip count, at most "
+    f"{MASKED_LIMIT} if its condition is computed from traced values"
+)
+
+
+@op("Scan", since=9)
+def scan_9(
+    *initial_state_and_scan_inputs,
+    body,
+    num_scan_inputs,
+    scan_input_axes=None,
+    scan_input_directions=None,
+    scan_output_axes=None,
+    scan_output_directions=None,
+):
+    """Final states, then the scan outputs along their axes; direction 1 is from the end."""
+    size = len(initial_state_and_scan_inputs) - num_scan_inputs
+    carry, inputs = (
+        list(initial_state_and_scan_inputs[:size]),
+        list(initial_state_and_scan_inputs[size:]),
+    )
+    for k, x in enumerate(inputs):
+        axis = axis_of(scan_input_axes[k], x.ndim) if scan_input_axes else 0
+        x = xp(x).moveaxis(x, axis, 0)
+        inputs[k] = x[::-1] if scan_input_directions and scan_input_directions[k] else x
+    lengths = {len(x) for x in inputs}
+    if len(lengths) != 1:
+        raise NodeError(f"the scan inputs must have one length, not {sorted(lengths)}")
+    final = _scan(body, carry, inputs, lengths.pop())
+    outputs = []
+    for k, y in enumerate(final[size:]):
+        y = y[::-1] if scan_output_directions and scan_output_directions[k] else y
+        axis = axis_of(scan_output_axes[k], y.ndim) if scan_output_axes else 0
+        outputs.append(xp(y).moveaxis(y, 0, axis))
+    return (*final[:size], *outputs)
+
+
+def _scan(body, carry, inputs, length):
+    size = len(carry)
+    stacked = len(body.outputs) - size
+
+    def step(i, carry, rows):
+        outputs = body(*carry, *rows, step=i)
+        return list(outputs[:size]), list(outputs[size:])
+
+    def one(carry, x):
+        new, outputs = step(x[0], carry, x[1])
+        return _alike(carry, new), [array(value) for value in outputs]
+
+    if not body.known:
+        steps = jnp.arange(length, dtype=canonical(INDEX))
+        xs = [array(x) for x in inputs]
+        try:
+            carry, outputs = jax.lax.scan(one, [array(value) for value in carry], (steps, xs))
+            return (*carry, *outputs)
+        except Error:
+            pass  # the Python loop works, or says better what is wrong
+    rows = []
+    for i in range(length):
+        carry, outputs = step(np.array(i, INDEX), carry, [x[i] for x in inputs])
+        rows.append(outputs)
+    if not rows:
+        blank = [np.zeros(x.shape[1:], x.dtype) for x in inputs]
+        return (*carry, *_empty(lambda: step(np.array(0, INDEX), carry, blank)[1], body, stacked))
+    return (*carry, *_stack(rows))
+
+
+@op("Scan", since=8)
+def scan_8(
+    sequence_lens=None,
+    *initial_state_and_scan_inputs,
+    body,
+    num_scan_inputs,
+    directions=None,
+):
+    """Batched along axis 0 and scanned along axis 1; scan outputs after a sequence's end are 0."""
+    size = len(initial_state_and_scan_inputs) - num_scan_inputs
+    values = [array(value) for value in initial_state_and_scan_inputs]
+    inputs = [
+        jnp.flip(x, 1) if directions and directions[k] else x for k, x in enumerate(values[size:])
+    ]
+    batch, length = inputs[0].shape[:2]
+    lengths = jnp.full(batch, length) if sequence_lens is None else array(sequence_lens)
+
+    def sequence(end, carry, inputs):
+        def one(carry, x):
+            i, rows = x
+            outputs = [array(value) for value in body(*carry, *rows, step=i)]
+            new = _alike(carry, outputs[:size])
+            keep = [jnp.where(i < end, a, b) for a, b in zip(new, carry, strict=True)]
+            return keep, [jnp.where(i < end, y, jnp.zeros_like(y)) for y in outputs[size:]]
+
+        return jax.lax.scan(one, carry, (jnp.arange(length), inputs))
+
+    carry, outputs = jax.vmap(sequence)(lengths, values[:size], inputs)
+    return (*carry, *outputs)
+
+
+def _item(value):
+    """The only element of a tensor of shape [] or [1]."""
+    return np.asarray(value).reshape(()).item()
+
+
+def _shapes(values):
+    return [str(jax.typeof(leaf)) for leaf in jax.tree.leaves(values)]
+
+
+def _alike(old, new):
+    """`new` for the next step, if it has the shapes and types of `old`."""
+    new = [array(value) for value in new]
+    if jax.tree.structure(old) != jax.tree.structure(new) or _avals(old) != _avals(new):
+        raise StaticError(f"the carried values change from {_shapes(old)} to {_shapes(new)}")
+    return new
+
+
+def _avals(values):
+    return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(values)]
+
+
+def _stack(rows):
+    """The scan outputs of all iterations, each stacked along a new first axis."""
+    return tuple(
+        np.stack(column) if known(*column) else jnp.stack([array(value) for value in column])
+        for column in zip(*rows, strict=True)
+    )
+
+
+def _empty(outputs, body, stacked):
+    """The scan outputs of no iteration: empty, of the shapes that the body would give."""
+    if not stacked:
+        return ()
+    try:
+        shapes = jax.eval_shape(lambda: [array(value) for value in outputs()])
+        return tuple(np.zeros((0, *shape.shape), shape.dtype) for shape in shapes)
+    except Error:
+        types = [declared.tensor_type for declared in body.output_types[-stacked:]]
+        return tuple(
+            np.zeros((0, *(d.dim_value for d in t.shape.dim)), element_dtype(t.elem_type))
+            for t in types
+        )

@@ -1,0 +1,183 @@
+"""Maps and vocabularies of ai.onnx.ml. A map is a `dict`, a sequence of maps a list of them."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx.errors import NodeError
+from jaxonnx.ops.concrete import concrete, table
+from jaxonnx.ops.ml import ML, exactly_one
+from jaxonnx.registry import op
+
+
+def translate(x, keys, values, default, *, last: bool):
+    """`values` at the place of each x among `keys`, `default` where there is none.
+
+    NaN equals NaN. Of equal keys the last or the first counts. Strings have no compiled form.
+    """
+    x = concrete(x, "translating to strings") if values.dtype == object else x
+    keys, values, default = table(keys), table(values), table(default)
+    order = np.argsort(keys, kind="stable")
+    keys, values = keys[order], values[order]
+    if x.dtype == object or values.dtype == object:
+        module = np
+    else:
+        module, values = jnp, jnp.asarray(values)
+    place = module.searchsorted(keys, x, side="right") - 1 if last else module.searchsorted(keys, x)
+    place = module.clip(place, 0, len(keys) - 1)
+    found = module.asarray(keys)[place]
+    hit = (found == x) | ((found != found) & (x != x))
+    return module.where(hit, values[place], default)
+
+
+@op("LabelEncoder", since=1, domain=ML)
+def label_encoder_1(x, *, classes_strings=None, default_int64=-1, default_string="_Unused"):
+    """Strings to their index in `classes_strings`, or indices to strings."""
+    classes = np.asarray(classes_strings or [], object)
+    index = np.arange(len(classes))
+    if x.dtype == object:
+        return translate(x, classes, index, np.int64(default_int64), last=False)
+    return translate(x, index, classes, np.asarray(default_string, object), last=False)
+
+
+@op("LabelEncoder", since=2, domain=ML)
+def label_encoder_2(
+    x,
+    *,
+    keys_floats=None,
+    keys_int64s=None,
+    keys_strings=None,
+    values_floats=None,
+    values_int64s=None,
+    values_strings=None,
+    default_float=-0.0,
+    default_int64=-1,
+    default_string="_Unused",
+):
+    """Each element's value in a table; of a repeated key the first counts, as in onnxruntime."""
+    keys = exactly_one(floats=keys_floats, int64s=keys_int64s, strings=keys_strings)
+    values = exactly_one(floats=values_floats, int64s=values_int64s, strings=values_strings)
+    defaults = {"floats": default_float, "int64s": default_int64, "strings": default_string}
+    return _encode(x, keys, values, defaults, last=False)
+
+
+@op("LabelEncoder", since=4, domain=ML)
+def label_encoder_4(
+    x,
+    *,
+    keys_floats=None,
+    keys_int64s=None,
+    keys_strings=None,
+    keys_tensor=None,
+    values_floats=None,
+    values_int64s=None,
+    values_strings=None,
+    values_tensor=None,
+    default_float=-0.0,
+    default_int64=-1,
+    default_string="_Unused",
+    default_tensor=None,
+):
+    """Each element's value in a table; of a repeated key the last counts."""
+    keys = exactly_one(
+        floats=keys_floats, int64s=keys_int64s, strings=keys_strings, tensor=keys_tensor
+    )
+    values = exactly_one(
+        floats=values_floats, int64s=values_int64s, strings=values_strings, tensor=values_tensor
+    )
+    defaults = {"floats": default_float, "int64s": default_int64, "strings": default_string}
+    if values_tensor is not None:
+        kind = {"O": "strings", "i": "int64s"}.get(values_tensor.dtype.kind, "floats")
+        given = default_tensor is not None
+        defaults["tensor"] = default_tensor.reshape(()) if given else defaults[kind]
+    return _encode(x, keys, values, defaults, last=True)
+
+
+def _encode(x, keys, values, defaults, *, last):
+    dtypes = {"floats": np.float32, "int64s": np.int64, "strings": object, "tensor": None}
+    (keys_kind, keys), (values_kind, values) = keys, values
+    keys = np.asarray(keys, dtypes[keys_kind]).reshape(-1)
+    values = np.asarray(values, dtypes[values_kind]).reshape(-1)
+    if len(keys) != len(values):
+        raise NodeError(f"{len(keys)} keys but {len(values)} values")
+    default = np.asarray(defaults[values_kind], values.dtype)
+    return translate(x, keys, values, default, last=last)
+
+
+@op("CategoryMapper", since=1, domain=ML)
+def category_mapper(
+    x, *, cats_int64s=None, cats_strings=None, default_int64=-1, default_string="_Unused"
+):
+    """Strings to the integers beside them, or back."""
+    if cats_int64s is None or cats_strings is None or len(cats_int64s) != len(cats_strings):
+        raise NodeError("cats_int64s and cats_strings must be given and have the same length")
+    integers, strings = np.asarray(cats_int64s, np.int64), np.asarray(cats_strings, object)
+    if x.dtype == object:
+        return translate(x, strings, integers, np.int64(default_int64), last=False)
+    return translate(x, integers, strings, np.asarray(default_string, object), last=False)
+
+
+@op("CastMap", since=1, domain=ML, dynamic=True)
+def cast_map(x, *, cast_to="TO_FLOAT", map_form="DENSE", max_map=1):
+    """The values by ascending key as one row [1, n]; SPARSE puts each at its key's position.
+
+    Missing positions are 0, or the string "0.f", and a float is written with six decimals:
+    onnxruntime's rule, for the specification has none.
+    """
+    casts = {
+        "TO_FLOAT": (float, np.float32),
+        "TO_INT64": (int, np.int64),
+        "TO_STRING": (_text, object),
+    }
+    if cast_to not in casts or map_form not in ("DENSE", "SPARSE"):
+        raise NodeError(f"cast_to={cast_to!r}, map_form={map_form!r} is not among the choices")
+    cast, dtype = casts[cast_to]
+    values = {key: cast(value) for key, value in sorted(x.items())}
+    if map_form == "DENSE":
+        return np.asarray([list(values.values())], dtype)
+    if any(not 0 <= key < max_map for key in values):
+        raise NodeError(f"a sparse map's keys must be in [0, {max_map - 1}], got {list(values)}")
+    row = np.full((1, max_map), "0.f" if cast_to == "TO_STRING" else 0, dtype)
+    for key, value in values.items():
+        row[0, key] = value
+    return row
+
+
+def _text(value):
+    return value if isinstance(value, str) else f"{value:f}"
+
+
+@op("DictVectorizer", since=1, domain=ML, dynamic=True)
+def dict_vectorizer(x, *, int64_vocabulary=None, string_vocabulary=None):
+    """The map's values in the order of the vocabulary, 0 or "" for those it lacks.
+
+    One map gives one row [1, n], as in onnxruntime; a sequence of maps gives one row each.
+    """
+    _, vocabulary = exactly_one(
+        int64_vocabulary=int64_vocabulary, string_vocabulary=string_vocabulary
+    )
+    rows = x if isinstance(x, list) else [x]
+    unknown = {key for row in rows for key in row} - set(vocabulary)
+    if unknown:
+        raise NodeError(f"keys that are not in the vocabulary: {sorted(unknown)[:5]}")
+    kinds = {_kind(value) for row in rows for value in row.values()}
+    dtype = np.result_type(*kinds) if kinds else np.dtype(np.float32)
+    missing = "" if dtype.kind == "O" else 0
+    return np.asarray([[row.get(key, missing) for key in vocabulary] for row in rows], dtype)
+
+
+def _kind(value):
+    """The dtype of a map's value; a bare Python number has that of the specification's default."""
+    bare = {str: object, float: np.float32, int: np.int64}
+    return np.dtype(bare.get(type(value)) or value.dtype)
+
+
+@op("ZipMap", since=1, domain=ML, dynamic=True)
+def zip_map(x, *, classlabels_int64s=None, classlabels_strings=None):
+    """One map from label to score for each row of x [N, C] (or for x [C])."""
+    _, labels = exactly_one(
+        classlabels_int64s=classlabels_int64s, classlabels_strings=classlabels_strings
+    )
+    rows = np.atleast_2d(concrete(x, "ZipMap"))
+    if rows.shape[1] != len(labels):
+        raise NodeError(f"{rows.shape[1]} columns but {len(labels)} class labels")
+    return [dict(zip(labels, row, strict=True)) for row in rows]

@@ -1,0 +1,71 @@
+"""Strings: tensors of them are NumPy arrays of dtype object, and nothing on them is compiled."""
+
+import re
+
+import numpy as np
+
+from jaxonnx.errors import NodeError
+from jaxonnx.ops.common import INDEX
+from jaxonnx.registry import op
+
+
+def _each(function, x, dtype):
+    """`function` of every element of x, in an array of `dtype`."""
+    y = np.empty(x.shape, dtype)
+    for i in np.ndindex(x.shape):
+        y[i] = function(x[i])
+    return y
+
+
+@op("StringConcat", since=20, dynamic=True)
+def string_concat(x, y):
+    return np.asarray(x + y, object)
+
+
+@op("StringSplit", since=20, dynamic=True)
+def string_split(x, *, delimiter=None, maxsplit=None):
+    """The substrings along a new last axis, padded with "", and how many there are."""
+    limit = -1 if maxsplit is None else maxsplit
+    parts = _each(lambda s: s.split(delimiter or None, limit), x, object)
+    counts = _each(len, parts, INDEX)
+    padded = np.full((*x.shape, counts.max(initial=0)), "", object)
+    for i in np.ndindex(x.shape):
+        padded[i][: counts[i]] = parts[i]
+    return padded, counts
+
+
+@op("RegexFullMatch", since=20, dynamic=True)
+def regex_full_match(x, *, pattern=None):
+    r"""Whether each string as a whole matches `pattern`, in the syntax of RE2.
+
+    Python's `re` reads it, with RE2's ASCII-only \d, \w, \s and \b and its \z; what only RE2 has
+    (\pN, \C, \Q...\E) is an error.
+    """
+    if pattern is None:
+        raise NodeError("the attribute 'pattern' is missing")
+    try:
+        regex = re.compile(re.sub(r"(?<!\\)((?:\\\\)*)\\z", r"\1\\Z", pattern), re.ASCII)
+    except re.error as error:
+        raise NodeError(f"the pattern {pattern!r} cannot be read: {error}") from error
+    return _each(lambda s: regex.fullmatch(s) is not None, x, bool)
+
+
+@op("StringNormalizer", since=10, dynamic=True)
+def string_normalizer(
+    x, *, case_change_action="NONE", is_case_sensitive=0, locale=None, stopwords=None
+):
+    """x [C] or [1, C] without its stop words, in one case; a single "" if nothing is left.
+
+    Unicode has one mapping of case for all languages but a few; `locale` is not needed.
+    """
+    del locale
+    if x.ndim not in (1, 2) or (x.ndim == 2 and x.shape[0] != 1):
+        raise NodeError(f"the input must have shape [C] or [1, C], not {list(x.shape)}")
+    cases = {"NONE": str, "LOWER": str.lower, "UPPER": str.upper}
+    if case_change_action not in cases:
+        raise NodeError(f"case_change_action must be NONE, LOWER or UPPER: {case_change_action!r}")
+    compared = str if is_case_sensitive else str.lower
+    stop = {compared(word) for word in stopwords or ()}
+    kept = [s for s in x.ravel() if compared(s) not in stop]
+    y = np.array([cases[case_change_action](s) for s in kept] or [""], object)
+    return y.reshape((1,) * (x.ndim - 1) + y.shape)

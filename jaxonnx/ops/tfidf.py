@@ -1,0 +1,121 @@
+"""TfIdfVectorizer: the n-grams of a pool, as a trie that every position of the input walks down.
+
+A step is one lookup in the sorted edges for all positions at once, so that integer inputs are
+compiled and the work grows only with the logarithm of the pool.
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx.errors import NodeError
+from jaxonnx.ops.concrete import table
+from jaxonnx.registry import op
+
+
+class _Trie(NamedTuple):
+    tokens: dict
+    """The number of each token that occurs in the pool."""
+    edges: dict
+    """Node from (node, token number); node 0 is the root."""
+    columns: dict
+    """The column of the result that an n-gram's last node counts in."""
+
+
+@op("TfIdfVectorizer", since=9)
+def tfidf_vectorizer(
+    x,
+    *,
+    max_gram_length,
+    max_skip_count,
+    min_gram_length,
+    mode,
+    ngram_counts,
+    ngram_indexes,
+    pool_int64s=None,
+    pool_strings=None,
+    weights=None,
+):
+    """Counts [N, V] of the pool's n-grams in x [N, C], or [V] in x [C], weighted by `mode`.
+
+    The tokens of an n-gram stand skip + 1 apart, for each skip from 0 to max_skip_count; single
+    tokens count once. `weights` belong to the columns of the result, as in onnxruntime and
+    onnx.reference.
+    """
+    if (pool_int64s is None) == (pool_strings is None):
+        raise NodeError("exactly one of pool_int64s and pool_strings must be given")
+    if mode not in ("TF", "IDF", "TFIDF"):
+        raise NodeError(f"mode must be TF, IDF or TFIDF, not {mode!r}")
+    if x.ndim > 2:
+        raise NodeError(f"the input must have shape [C] or [N, C], not {list(x.shape)}")
+    pool = pool_int64s if pool_strings is None else pool_strings
+    lengths = (min_gram_length, max_gram_length)
+    trie = _trie(pool, ngram_counts, ngram_indexes, lengths)
+    tokens = _number(x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1, 1), trie.tokens)
+    counts = _count(tokens, trie, max(ngram_indexes) + 1, max_gram_length, max_skip_count)
+    y = (counts > 0 if mode == "IDF" else counts).astype(np.float32)
+    if mode != "TF" and weights:
+        y = y * np.asarray(weights, np.float32)
+    return y if x.ndim == 2 else y[0]
+
+
+def _trie(pool, ngram_counts, ngram_indexes, lengths) -> _Trie:
+    starts = [*ngram_counts, len(pool)]
+    grams = [
+        tuple(pool[i : i + n])
+        for n, (begin, end) in enumerate(pairwise(starts), start=1)
+        for i in range(begin, end, n)
+    ]
+    if len(grams) != len(ngram_indexes):
+        raise NodeError(f"the pool has {len(grams)} n-grams, ngram_indexes {len(ngram_indexes)}")
+    trie = _Trie({}, {}, {})
+    for gram, column in zip(grams, ngram_indexes, strict=True):
+        if lengths[0] <= len(gram) <= lengths[1]:
+            node = 0
+            for token in gram:
+                edge = (node, trie.tokens.setdefault(token, len(trie.tokens)))
+                node = trie.edges.setdefault(edge, len(trie.edges) + 1)
+            trie.columns[node] = column
+    return trie
+
+
+def _number(x, tokens):
+    """The tokens of x by number; those that are not in the pool are number `len(tokens)`."""
+    if x.dtype == object:
+        numbers = [tokens.get(token, len(tokens)) for token in x.ravel()]
+        return jnp.asarray(np.reshape(numbers, x.shape).astype(np.int32))
+    return _lookup(tokens, x, len(tokens))
+
+
+def _lookup(entries: dict, x, missing):
+    """The integer that `entries` has for each integer of x, or `missing`."""
+    keys, values = np.array(sorted(entries.items()), np.int64).reshape(-1, 2).T
+    if not len(keys):
+        return jnp.full(x.shape, missing)
+    keys, values = table(keys), table(values)
+    place = jnp.clip(jnp.searchsorted(keys, x), 0, len(keys) - 1)
+    return jnp.where(jnp.asarray(keys)[place] == x, jnp.asarray(values)[place], missing)
+
+
+def _count(tokens, trie: _Trie, width, longest, most_skips):
+    """How often each column's n-grams occur: int [N, width]."""
+    rows, length = tokens.shape
+    base = len(trie.tokens) + 1
+    edges = {node * base + token: child for (node, token), child in trie.edges.items()}
+    dead = len(trie.edges) + 1
+    columns = np.full(dead + 1, width)  # one column more, for what does not end an n-gram
+    columns[list(trie.columns)] = list(trie.columns.values())
+    counts = jnp.zeros((rows, width + 1), jnp.int32)
+    for skip in range(most_skips + 1):
+        node = jnp.zeros_like(tokens)
+        for n in range(1, longest + 1):
+            offset = (n - 1) * (skip + 1)
+            if offset >= length:
+                break
+            node = _lookup(edges, node[:, : length - offset] * base + tokens[:, offset:], dead)
+            if n > 1 or skip == 0:
+                row = np.arange(rows)[:, None]
+                counts = counts.at[row, jnp.asarray(columns)[node]].add(1)
+    return counts[:, :width]
