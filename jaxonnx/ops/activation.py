@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import axis_of
+from jaxonnx.ops.elementwise import absolute
 from jaxonnx.registry import op
 
 
@@ -138,7 +139,7 @@ def softplus(x):
 
 @activation("Softsign", since=1)
 def softsign(x):
-    return x / (1 + jnp.abs(x))
+    return x / (1 + absolute(x))
 
 
 @activation("Mish", since=18)

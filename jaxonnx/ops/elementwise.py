@@ -16,11 +16,10 @@ import numpy as np
 
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import axis_of, canonical
-from jaxonnx.registry import op, xp
+from jaxonnx.registry import known, op, xp
 
 # operator -> first opset, name of the function in numpy and in jax.numpy
 _UNARY = {
-    "Abs": (1, "abs"),
     "Acos": (7, "arccos"),
     "Acosh": (9, "arccosh"),
     "Asin": (7, "arcsin"),
@@ -55,6 +54,12 @@ def unary(name: str, since: int, function: str) -> None:
 
 for _name, (_since, _function) in _UNARY.items():
     unary(_name, _since, _function)
+
+
+@op("Abs", since=1)
+def absolute(x):
+    # jnp.abs alone has the gradient 1 at 0
+    return np.abs(x) if known(x) else jnp.where(x == 0, 0, jnp.abs(x))
 
 
 def is_integer(x) -> bool:
@@ -106,11 +111,34 @@ def div(a, b):
     return xp(a, b).true_divide(a, b)
 
 
+@jax.custom_jvp
+def _float_power(x, y):
+    return jnp.power(x, y)
+
+
+@functools.partial(_float_power.defjvp, symbolic_zeros=True)
+def _float_power_jvp(primals, tangents):
+    x, y = primals
+    z = _float_power(x, y)
+    slopes = (
+        # for y = 0 the exponent y - 1 would make 0 * inf at x = 0
+        lambda: y * _float_power(x, jnp.where(y == 0, 1, y - 1)),
+        lambda: z * jnp.log(jnp.where(x == 0, 1, x)),
+    )
+    # log of a negative x must not meet the zero tangent of a constant exponent
+    terms = (
+        slope() * tangent
+        for slope, tangent in zip(slopes, tangents, strict=True)
+        if not isinstance(tangent, jax.custom_derivatives.SymbolicZero)
+    )
+    return z, sum(terms, jnp.zeros_like(z))
+
+
 def power(x, y):
     """`x ** y` in the dtype of `x`; an integer base is truncated back.
 
-    The gradient in `x` at 0 is that of the mathematics (0 for y > 1, 1 for y = 1, inf for
-    0 < y < 1), the gradient in `y` at x = 0 is 0.
+    The gradient in `x` at 0 is that of the mathematics (0 for y = 0 and y > 1, 1 for y = 1, inf for
+    0 < y < 1), in every order; the gradient in `y` at x = 0 is 0.
     """
     m = xp(x, y)
     if is_integer(x) and is_integer(y):
@@ -118,7 +146,8 @@ def power(x, y):
         one = m.ones((), x.dtype)
         return m.where(y < 0, div(one, magnitude), magnitude)
     wide = canonical(np.float64 if is_integer(x) else jnp.promote_types(x.dtype, y.dtype))
-    return m.power(x.astype(wide), y.astype(wide)).astype(x.dtype)
+    function = np.power if m is np else _float_power
+    return function(x.astype(wide), y.astype(wide)).astype(x.dtype)
 
 
 binary("Add", lambda a, b: xp(a, b).add(a, b), params=("a", "b"))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx.ops.common import INDEX, axes_of, axis_of, cast
-from jaxonnx.ops.elementwise import div, is_integer
+from jaxonnx.ops.elementwise import absolute, div, is_integer
 from jaxonnx.registry import Static, known, op, xp
 
 
@@ -59,7 +59,7 @@ def reduce_min(x, axis, keepdims):
 
 
 def reduce_l1(x, axis, keepdims):
-    return reduce_sum(abs(x), axis, keepdims)
+    return reduce_sum(absolute(x), axis, keepdims)
 
 
 def reduce_sum_square(x, axis, keepdims):
