@@ -1,0 +1,254 @@
+"""Resize and Upsample.
+
+Every axis is interpolated on its own. Where output position j reads (its coordinate in the input),
+the pixels around it and their weights are NumPy arrays that follow from static shapes, so that an
+axis is a few gathers forwards and one matrix product backwards.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxonnx.errors import NodeError
+from jaxonnx.ops.common import axes_of, canonical
+from jaxonnx.registry import Static, op, xp
+
+
+def _coordinates(mode, size, out, scale, start, end):
+    """The coordinate in the input of each output position along an axis.
+
+    `scale * size` is the resized length of the formulas, which may be fractional.
+    """
+    j = np.arange(out, dtype=np.float64)
+    length = scale * size
+    match mode:
+        case "half_pixel":
+            return (j + 0.5) / scale - 0.5
+        case "half_pixel_symmetric":
+            return size / 2 * (1 - out / length) + (j + 0.5) / scale - 0.5
+        case "pytorch_half_pixel":
+            return (j + 0.5) / scale - 0.5 if length > 1 else np.zeros(out)
+        case "tf_half_pixel_for_nn":
+            return (j + 0.5) / scale
+        case "asymmetric":
+            return j / scale
+        case "align_corners":
+            return np.zeros(out) if length == 1 else j * (size - 1) / (length - 1)
+        case "tf_crop_and_resize":
+            if length == 1:
+                return np.full(out, 0.5 * (start + end) * (size - 1))
+            return start * (size - 1) + j * (end - start) * (size - 1) / (length - 1)
+    raise NodeError(f"unknown coordinate_transformation_mode {mode!r}")
+
+
+_NEAREST = {
+    "round_prefer_floor": lambda x: np.ceil(x - 0.5),
+    "round_prefer_ceil": lambda x: np.floor(x + 0.5),
+    "floor": np.floor,
+    "ceil": np.ceil,
+}
+
+
+_MODES = ("nearest", "linear", "bilinear", "cubic")
+
+
+def _triangle(x):
+    return np.maximum(1 - np.abs(x), 0)
+
+
+def _keys(a):
+    """The cubic convolution kernel (Keys 1981, equation 4)."""
+
+    def kernel(x):
+        x = np.abs(x)
+        near = ((a + 2) * x - (a + 3)) * x * x + 1
+        far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+        return np.where(x <= 1, near, np.where(x < 2, far, 0))
+
+    return kernel
+
+
+def _taps(x, size, kernel, radius, shrink, exclude_outside):
+    """Pixels (out, taps) around the coordinates x and their weights under the stretched kernel.
+
+    The edge pixel stands for all pixels beyond it, unless these are excluded.
+    """
+    reach = int(np.ceil(radius / shrink))
+    index = np.floor(x)[:, None] + np.arange(1 - reach, reach + 1)
+    weight = kernel((index - x[:, None]) * shrink)
+    if exclude_outside:
+        weight = np.where((index < 0) | (index >= size), 0, weight)
+    total = weight.sum(axis=1, keepdims=True)
+    weight = weight / np.where(total == 0, 1, total)
+    return np.clip(index, 0, size - 1).astype(np.int32), weight
+
+
+def _pick(x, index, axis):
+    """`x.take(index, axis)`, but repetition and regular steps need no gather."""
+    size, out = x.shape[axis], len(index)
+    if out == 0:
+        return x[(slice(None),) * axis + (slice(0),)]
+    first, step = int(index[0]), int(index[1] - index[0]) if out > 1 else 1
+    if np.array_equal(index, np.arange(out) * size // out) and out % size == 0:
+        return xp(x).repeat(x, out // size, axis=axis)
+    if step > 0 and np.array_equal(index, first + step * np.arange(out)):
+        return x[(slice(None),) * axis + (slice(first, int(index[-1]) + 1, step),)]
+    return xp(x).take(x, index, axis=axis)
+
+
+def _blend(x, index, weight, axis):
+    """Weighted sums of pixels along an axis: gathers, with a matrix product as derivative.
+
+    The matrix would do for the values, too, but one infinite pixel would spoil its whole line.
+    """
+    shape = [1] * x.ndim
+    shape[axis] = len(index)
+    weight = weight.astype(x.dtype)
+
+    @jax.custom_jvp
+    def blend(x):
+        return sum(
+            w.reshape(shape) * jnp.take(x, i, axis=axis)
+            for i, w in zip(index.T, weight.T, strict=True)
+        )
+
+    @blend.defjvp
+    def _(primals, tangents):
+        pixels = jnp.arange(x.shape[axis])
+        matrix = sum(
+            jnp.where(pixels == i[:, None], w[:, None], 0)
+            for i, w in zip(index.T, weight.T, strict=True)
+        )
+        tangent = jnp.tensordot(tangents[0], matrix, (axis, 1), precision=lax.Precision.HIGHEST)
+        return blend(primals[0]), jnp.moveaxis(tangent, -1, axis)
+
+    return blend(x)
+
+
+def _resize(
+    x,
+    scales,
+    sizes,
+    *,
+    mode,
+    coordinates,
+    nearest_mode=None,
+    roi=None,
+    axes=None,
+    policy="stretch",
+    antialias=0,
+    cubic_coeff_a=-0.75,
+    exclude_outside=0,
+    extrapolation_value=0.0,
+):
+    """Resizes `axes`; a `nearest_mode` of None is the rule before opset 11.
+
+    As in onnxruntime and ONNX's shape inference, `roi` has no part in the output's size.
+    """
+    if mode not in _MODES:
+        raise NodeError(f"mode is {mode!r}, not one of {', '.join(_MODES)}")
+    axes = axes_of(axes, x.ndim)
+    lengths = np.array([x.shape[axis] for axis in axes])
+    scales = None if scales is None or scales.size == 0 else scales
+    sizes = None if sizes is None or sizes.size == 0 else sizes
+    if (scales is None) == (sizes is None):
+        raise NodeError("exactly one of scales and sizes must be given")
+    given = scales if sizes is None else sizes
+    if len(given) != len(axes):
+        raise NodeError(f"{len(given)} scales or sizes are given for {len(axes)} axes")
+    if sizes is None:
+        # In the scales' own precision: 10 pixels at float32(0.7) are 7, as in onnxruntime.
+        sizes = np.floor(lengths.astype(scales.dtype) * scales).astype(int)
+        scales = scales.astype(np.float64)
+    else:
+        scales = sizes / lengths
+        if policy != "stretch":
+            if policy not in ("not_larger", "not_smaller"):
+                raise NodeError(f"unknown keep_aspect_ratio_policy {policy!r}")
+            scale = scales.min() if policy == "not_larger" else scales.max()
+            scales = np.full(len(axes), scale)
+            sizes = np.floor(scale * lengths + 0.5).astype(int)
+    crop = coordinates == "tf_crop_and_resize"
+    if crop and (roi is None or roi.size != 2 * len(axes)):
+        raise NodeError("tf_crop_and_resize needs a roi of a start and an end for each axis")
+    starts, ends = roi.reshape(2, -1) if crop else (np.zeros(len(axes)), np.ones(len(axes)))
+    dtype = x.dtype
+    integer = not jnp.issubdtype(dtype, jnp.inexact)
+    if mode != "nearest":
+        x = x.astype(canonical(np.float64) if integer else jnp.promote_types(dtype, np.float32))
+
+    for axis, scale, out, start, end in zip(axes, scales, sizes, starts, ends, strict=True):
+        size = x.shape[axis]
+        if scale == 1 and size == out and (start, end) == (0, 1):
+            continue
+        at = _coordinates(coordinates, size, out, scale, start, end)
+        if mode == "nearest":
+            rule = nearest_mode or ("ceil" if scale < 1 else "floor")
+            if rule not in _NEAREST:
+                raise NodeError(f"nearest_mode is {rule!r}, not one of {', '.join(_NEAREST)}")
+            x = _pick(x, np.clip(_NEAREST[rule](at), 0, size - 1).astype(np.int32), axis)
+        else:
+            kernel, radius = (_keys(cubic_coeff_a), 2) if mode == "cubic" else (_triangle, 1)
+            shrink = min(scale, 1.0) if antialias else 1.0
+            x = _blend(x, *_taps(at, size, kernel, radius, shrink, exclude_outside), axis)
+        outside = (at < 0) | (at > size - 1)
+        if crop and outside.any():
+            line = outside.reshape([-1 if a == axis else 1 for a in range(x.ndim)])
+            x = jnp.where(line, jnp.asarray(extrapolation_value, x.dtype), x)
+    if mode != "nearest" and integer:
+        info = jnp.iinfo(dtype)
+        x = jnp.clip(jnp.round(x), info.min, info.max)
+    return x.astype(dtype)
+
+
+@op("Upsample", since=1)
+def upsample_1(x, *, height_scale, width_scale, mode="nearest"):
+    scales = np.array([1, 1, height_scale, width_scale], np.float32)
+    return _resize(x, scales, None, mode=mode, coordinates="asymmetric")
+
+
+@op("Upsample", since=7)
+def upsample_7(x, *, scales, mode="nearest"):
+    return _resize(x, np.array(scales, np.float32), None, mode=mode, coordinates="asymmetric")
+
+
+@op("Upsample", since=9)
+@op("Resize", since=10)
+def resize_10(x, scales: Static, *, mode="nearest"):
+    """Pixel j reads at j / scale; "nearest" is the floor when enlarging, the ceiling otherwise."""
+    return _resize(x, scales, None, mode=mode, coordinates="asymmetric")
+
+
+@op("Resize", since=11)
+def resize(
+    x,
+    roi: Static | None = None,
+    scales: Static | None = None,
+    sizes: Static | None = None,
+    *,
+    antialias=0,
+    axes=None,
+    coordinate_transformation_mode="half_pixel",
+    cubic_coeff_a=-0.75,
+    exclude_outside=0,
+    extrapolation_value=0.0,
+    keep_aspect_ratio_policy="stretch",
+    mode="nearest",
+    nearest_mode="round_prefer_floor",
+):
+    return _resize(
+        x,
+        scales,
+        sizes,
+        roi=roi,
+        mode=mode,
+        coordinates=coordinate_transformation_mode,
+        nearest_mode=nearest_mode,
+        axes=axes,
+        policy=keep_aspect_ratio_policy,
+        antialias=antialias,
+        cubic_coeff_a=cubic_coeff_a,
+        exclude_outside=exclude_outside,
+        extrapolation_value=extrapolation_value,
+    )
