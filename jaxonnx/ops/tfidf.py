@@ -20,8 +20,8 @@ class _Trie(NamedTuple):
     """The number of each token that occurs in the pool."""
     edges: dict
     """Node from (node, token number); node 0 is the root."""
-    columns: dict
-    """The column of the result that an n-gram's last node counts in."""
+    grams: dict
+    """The number of the n-gram that ends at a node."""
 
 
 @op("TfIdfVectorizer", since=9)
@@ -41,8 +41,8 @@ def tfidf_vectorizer(
     """Counts [N, V] of the pool's n-grams in x [N, C], or [V] in x [C], weighted by `mode`.
 
     The tokens of an n-gram stand skip + 1 apart, for each skip from 0 to max_skip_count; single
-    tokens count once. `weights` belong to the columns of the result, as in onnxruntime and
-    onnx.reference.
+    tokens count once. `weights` are in the order of the pool, as the specification says, whatever
+    columns the n-grams have.
     """
     if (pool_int64s is None) == (pool_strings is None):
         raise NodeError("exactly one of pool_int64s and pool_strings must be given")
@@ -52,32 +52,34 @@ def tfidf_vectorizer(
         raise NodeError(f"the input must have shape [C] or [N, C], not {list(x.shape)}")
     pool = pool_int64s if pool_strings is None else pool_strings
     lengths = (min_gram_length, max_gram_length)
-    trie = _trie(pool, ngram_counts, ngram_indexes, lengths)
+    trie = _trie(pool, ngram_counts, len(ngram_indexes), lengths)
     tokens = _number(x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1, 1), trie.tokens)
-    counts = _count(tokens, trie, max(ngram_indexes) + 1, max_gram_length, max_skip_count)
-    y = (counts > 0 if mode == "IDF" else counts).astype(np.float32)
+    counts = _count(tokens, trie, len(ngram_indexes), max_gram_length, max_skip_count)
+    scores = (counts > 0 if mode == "IDF" else counts).astype(np.float32)
     if mode != "TF" and weights:
-        y = y * np.asarray(weights, np.float32)
+        scores = scores * np.asarray(weights, np.float32)
+    y = jnp.zeros((len(tokens), max(ngram_indexes) + 1), np.float32)
+    y = y.at[:, np.asarray(ngram_indexes)].add(scores)
     return y if x.ndim == 2 else y[0]
 
 
-def _trie(pool, ngram_counts, ngram_indexes, lengths) -> _Trie:
+def _trie(pool, ngram_counts, size, lengths) -> _Trie:
     starts = [*ngram_counts, len(pool)]
     grams = [
         tuple(pool[i : i + n])
         for n, (begin, end) in enumerate(pairwise(starts), start=1)
         for i in range(begin, end, n)
     ]
-    if len(grams) != len(ngram_indexes):
-        raise NodeError(f"the pool has {len(grams)} n-grams, ngram_indexes {len(ngram_indexes)}")
+    if len(grams) != size:
+        raise NodeError(f"the pool has {len(grams)} n-grams, ngram_indexes {size}")
     trie = _Trie({}, {}, {})
-    for gram, column in zip(grams, ngram_indexes, strict=True):
+    for i, gram in enumerate(grams):
         if lengths[0] <= len(gram) <= lengths[1]:
             node = 0
             for token in gram:
                 edge = (node, trie.tokens.setdefault(token, len(trie.tokens)))
                 node = trie.edges.setdefault(edge, len(trie.edges) + 1)
-            trie.columns[node] = column
+            trie.grams[node] = i
     return trie
 
 
@@ -99,15 +101,15 @@ def _lookup(entries: dict, x, missing):
     return jnp.where(jnp.asarray(keys)[place] == x, jnp.asarray(values)[place], missing)
 
 
-def _count(tokens, trie: _Trie, width, longest, most_skips):
-    """How often each column's n-grams occur: int [N, width]."""
+def _count(tokens, trie: _Trie, size, longest, most_skips):
+    """How often each n-gram of the pool occurs: int [N, size]."""
     rows, length = tokens.shape
     base = len(trie.tokens) + 1
     edges = {node * base + token: child for (node, token), child in trie.edges.items()}
     dead = len(trie.edges) + 1
-    columns = np.full(dead + 1, width)  # one column more, for what does not end an n-gram
-    columns[list(trie.columns)] = list(trie.columns.values())
-    counts = jnp.zeros((rows, width + 1), jnp.int32)
+    gram_of = np.full(dead + 1, size)  # one more than there are, for nodes where none ends
+    gram_of[list(trie.grams)] = list(trie.grams.values())
+    counts = jnp.zeros((rows, size + 1), jnp.int32)
     for skip in range(most_skips + 1):
         node = jnp.zeros_like(tokens)
         for n in range(1, longest + 1):
@@ -117,5 +119,5 @@ def _count(tokens, trie: _Trie, width, longest, most_skips):
             node = _lookup(edges, node[:, : length - offset] * base + tokens[:, offset:], dead)
             if n > 1 or skip == 0:
                 row = np.arange(rows)[:, None]
-                counts = counts.at[row, jnp.asarray(columns)[node]].add(1)
-    return counts[:, :width]
+                counts = counts.at[row, jnp.asarray(gram_of)[node]].add(1)
+    return counts[:, :size]
