@@ -1,0 +1,83 @@
+"""Operators on concrete values around detectors: NonMaxSuppression, ImageDecoder."""
+
+import io
+
+import numpy as np
+
+from jaxonnx.errors import NodeError
+from jaxonnx.registry import op
+
+
+def _corners(boxes, center_point_box):
+    """Lower and upper corners (..., 2) each, whatever diagonal a box is given by."""
+    if center_point_box:
+        half = boxes[..., 2:] / 2
+        return boxes[..., :2] - half, boxes[..., :2] + half
+    return np.minimum(boxes[..., :2], boxes[..., 2:]), np.maximum(boxes[..., :2], boxes[..., 2:])
+
+
+def _suppress(low, high, scores, count, iou_threshold):
+    """Indices of the boxes that remain, best first; equal scores in the order of the boxes."""
+    area = np.prod(high - low, axis=-1)
+    order = np.argsort(-scores, kind="stable")
+    kept = []
+    while order.size and len(kept) < count:
+        best, order = order[0], order[1:]
+        kept.append(best)
+        overlap = np.minimum(high[best], high[order]) - np.maximum(low[best], low[order])
+        common = np.prod(np.maximum(overlap, 0), axis=-1)
+        union = area[best] + area[order] - common
+        valid = (area[best] > 0) & (area[order] > 0) & (union > 0)
+        iou = np.where(valid, common / np.where(valid, union, 1), 0)
+        order = order[~(iou > iou_threshold)]
+    return kept
+
+
+@op("NonMaxSuppression", since=10, dynamic=True)
+def non_max_suppression(
+    boxes,
+    scores,
+    max_output_boxes_per_class=None,
+    iou_threshold=None,
+    score_threshold=None,
+    *,
+    center_point_box=0,
+):
+    """Rows (batch, class, box) of the kept boxes; boxes (B, n, 4), scores (B, classes, n)."""
+    boxes, scores = np.asarray(boxes), np.asarray(scores)
+
+    def scalar(value, default):
+        return default if value is None or np.size(value) == 0 else np.asarray(value).item()
+
+    count = scalar(max_output_boxes_per_class, 0)
+    iou = np.float32(scalar(iou_threshold, 0))
+    least = scalar(score_threshold, None)
+    low, high = _corners(boxes, center_point_box)
+    rows = []
+    for b, c in np.ndindex(scores.shape[:2]):
+        s = scores[b, c]
+        among = np.arange(s.size) if least is None else np.flatnonzero(s > np.float32(least))
+        kept = _suppress(low[b, among], high[b, among], s[among], count, iou)
+        rows += [(b, c, among[i]) for i in kept]
+    return np.array(rows, np.int64).reshape(-1, 3)
+
+
+@op("ImageDecoder", since=20, dynamic=True)
+def image_decoder(encoded_stream, *, pixel_format="RGB"):
+    """The image as uint8 (height, width, channels), empty if the stream cannot be decoded."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise NodeError("decoding needs Pillow: pip install 'jaxonnx[image]'") from error
+    modes = {"RGB": "RGB", "BGR": "RGB", "Grayscale": "L"}
+    if pixel_format not in modes:
+        raise NodeError(f"pixel_format is {pixel_format!r}, not one of {', '.join(modes)}")
+    mode = modes[pixel_format]
+    try:
+        with Image.open(io.BytesIO(np.asarray(encoded_stream).tobytes())) as image:
+            pixels = np.asarray(image.convert(mode))
+    except (OSError, SyntaxError):
+        return np.zeros((0, 0, len(mode)), np.uint8)
+    if pixel_format == "Grayscale":
+        return pixels[:, :, None]
+    return pixels[:, :, ::-1].copy() if pixel_format == "BGR" else pixels

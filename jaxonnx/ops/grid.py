@@ -1,0 +1,129 @@
+"""Sampling at free positions: AffineGrid, GridSample."""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx.errors import NodeError
+from jaxonnx.ops.common import canonical
+from jaxonnx.registry import Static, op
+
+
+@op("AffineGrid", since=20)
+def affine_grid(theta, size: Static, *, align_corners=0):
+    """theta (N, r, r + 1) applied to r-dimensional positions in [-1, 1]; x comes first, then y.
+
+    An axis of one pixel has its position at 0, also with `align_corners`.
+    """
+    spatial = [int(n) for n in size[2:]]
+    if theta.shape[1:] != (len(spatial), len(spatial) + 1):
+        raise NodeError(f"theta of shape {theta.shape} does not fit {len(spatial)} dimensions")
+
+    def positions(n):
+        centres = (2 * np.arange(n) + 1) / n - 1
+        return centres * n / (n - 1) if align_corners and n > 1 else centres
+
+    axes = np.meshgrid(*map(positions, spatial), indexing="ij")
+    points = np.stack([*axes[::-1], np.ones(spatial)], axis=-1)
+    wide = jnp.promote_types(theta.dtype, np.float32)
+    grid = jnp.einsum("...k,nik->n...i", points.astype(wide), theta.astype(wide))
+    return grid.astype(theta.dtype)
+
+
+def _reflect(x, low, high):
+    """x mirrored at the borders until it lies between them."""
+    if low == high:
+        return jnp.full_like(x, low)
+    span = high - low
+    return high - abs((x - low) % (2 * span) - span)
+
+
+def _linear_weights(t):
+    return 1 - t, t
+
+
+def _cubic_weights(t, a=-0.75):
+    """Cubic convolution (Keys 1981) at distances t + 1, t, 1 - t, 2 - t."""
+
+    def near(x):
+        return ((a + 2) * x - (a + 3)) * x * x + 1
+
+    def far(x):
+        return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+
+    return far(t + 1), near(t), near(1 - t), far(2 - t)
+
+
+def _grid_sample(x, grid, mode, padding_mode, align_corners):
+    batch, channels, *sizes = x.shape
+    if grid.shape[-1] != len(sizes) or grid.ndim != x.ndim:
+        raise NodeError(f"grid of shape {grid.shape} does not fit an input of shape {x.shape}")
+    if padding_mode not in ("zeros", "border", "reflection"):
+        raise NodeError(f"unknown padding_mode {padding_mode!r}")
+    dtype = x.dtype
+    wide = jnp.promote_types(dtype, np.float32)
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        wide = canonical(np.float64)
+    pixels = x.reshape(batch, channels, -1).astype(wide if mode != "nearest" else dtype)
+    points = grid.reshape(batch, -1, len(sizes)).astype(jnp.promote_types(grid.dtype, np.float32))
+
+    def taps(position, size):
+        """Per tap the index along one axis, its weight and whether it lies inside."""
+        low, high = (0, size - 1) if align_corners else (-0.5, size - 0.5)
+        at = (position + 1) / 2 * (high - low) + low
+        if mode == "nearest":
+            at = jnp.round(at)
+        outside = (at < low) | (at > high)
+        if padding_mode == "border":
+            at = jnp.where(outside, jnp.clip(at, 0, size - 1), at)
+        elif padding_mode == "reflection":
+            at = jnp.where(outside, _reflect(at, low, high), at)
+        start = jnp.floor(at)
+        if mode == "nearest":
+            weights, first = (None,), 0
+        elif mode == "linear":
+            weights, first = _linear_weights(at - start), 0
+        else:
+            weights, first = _cubic_weights(at - start), -1
+        for offset, weight in enumerate(weights, first):
+            index = start + offset
+            inside = (index >= 0) & (index < size)
+            if padding_mode == "reflection":
+                index = _reflect(index, low, high)
+            yield jnp.clip(index, 0, size - 1).astype(np.int32), weight, inside
+
+    # The grid lists coordinates from the innermost axis outwards.
+    axes = [list(taps(points[..., -1 - i], size)) for i, size in enumerate(sizes)]
+    total = 0
+    for corner in itertools.product(*axes):
+        index, factor, inside = 0, None, True
+        for size, (i, weight, within) in zip(sizes, corner, strict=True):
+            index = index * size + i
+            factor = weight if factor is None else factor * weight
+            inside = inside & within
+        values = jnp.take_along_axis(pixels, index[:, None], axis=2, mode="clip")
+        if padding_mode == "zeros":
+            values = jnp.where(inside[:, None], values, jnp.zeros((), values.dtype))
+        total = values if factor is None else total + factor[:, None].astype(wide) * values
+    return total.astype(dtype).reshape(batch, channels, *grid.shape[1:-1])
+
+
+@op("GridSample", since=16)
+def grid_sample_16(x, grid, *, align_corners=0, mode="bilinear", padding_mode="zeros"):
+    modes = {"bilinear": "linear", "bicubic": "cubic", "nearest": "nearest"}
+    if mode not in modes:
+        raise NodeError(f"mode is {mode!r}, not one of {', '.join(modes)}")
+    return _grid_sample(x, grid, modes[mode], padding_mode, align_corners)
+
+
+@op("GridSample", since=20)
+def grid_sample(x, grid, *, align_corners=0, mode="linear", padding_mode="zeros"):
+    """Samples x (N, C, D1..Dr) at grid (N, ..., r), whose coordinates lie in [-1, 1].
+
+    As in onnxruntime, positions beyond the border are clamped or reflected before cubic weights
+    are taken (PyTorch clamps or reflects the single pixels).
+    """
+    if mode not in ("linear", "cubic", "nearest"):
+        raise NodeError(f"mode is {mode!r}, not one of linear, cubic, nearest")
+    return _grid_sample(x, grid, mode, padding_mode, align_corners)
