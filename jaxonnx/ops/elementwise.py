@@ -68,7 +68,8 @@ def is_integer(x) -> bool:
 
 @op("Erf", since=9)
 def erf(x):
-    return jax.scipy.special.erf(x.astype(jnp.float32) if is_integer(x) else x).astype(x.dtype)
+    wide = x.astype(canonical(np.float64)) if is_integer(x) else x
+    return jax.scipy.special.erf(wide).astype(x.dtype)
 
 
 def aligned(a, b, axis: int | None, broadcast: int):
