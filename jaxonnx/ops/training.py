@@ -1,0 +1,130 @@
+"""The operators of ai.onnx.preview.training: Gradient and the three optimizers."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxonnx import optim
+from jaxonnx.errors import NodeError
+from jaxonnx.optim import as_attribute
+from jaxonnx.registry import Names, Outputs, op
+
+DOMAIN = "ai.onnx.preview.training"
+ALPHA, BETA, EPSILON = map(as_attribute, (0.9, 0.999, 1e-6))
+
+
+@op("Gradient", since=1, domain=DOMAIN)
+def gradient(*inputs, xs, y, zs=None, scope: Names, outputs: Outputs):
+    """The derivatives of sum(y) by xs, where the graph is cut at xs and zs and fed with `inputs`.
+
+    `scope.recompute` evaluates the nodes between the cut and y anew, as a pure function of the
+    values fed; where these are the values that flow anyway, XLA merges both evaluations.
+    """
+    names = [*xs, *(zs or ())]
+    _check_cut(names, y, scope)
+    if outputs > len(xs):
+        raise NodeError(f"xs names {len(xs)} tensors, so there are no {outputs} outputs")
+    if len(inputs) != len(names) or any(value is None for value in inputs):
+        given = sum(value is not None for value in inputs)
+        raise NodeError(f"xs and zs name {len(names)} tensors, but {given} inputs are given")
+    values = dict(zip(names, inputs, strict=True))
+    for name in xs:
+        _check_float(values[name], f"'{name}' in xs")
+    constants = {name: values[name] for name in names[len(xs) :]}
+
+    def target(*variables):
+        given = dict(zip(xs, variables, strict=True)) | constants
+        return jnp.asarray(scope.recompute([y], given)[0])
+
+    value, pull_back = jax.vjp(target, *(jnp.asarray(values[name]) for name in xs))
+    _check_float(value, f"y, '{y}',")
+    return pull_back(jnp.ones_like(value))
+
+
+def _check_cut(names, y, scope):
+    scope[y]
+    for name in names:
+        scope[name]
+        others = [other for other in names if other != name]
+        if len(others) < len(names) - 1:
+            raise NodeError(f"'{name}' stands twice in xs and zs; name each tensor once")
+        if scope.depends(name, others):
+            raise NodeError(
+                f"'{name}' in xs and zs is computed from another tensor there, one of "
+                f"{', '.join(others)}; the variables of y must be independent of each other"
+            )
+
+
+def _check_float(value, what):
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise NodeError(f"{what} has type {value.dtype}; only float tensors have a gradient")
+
+
+def _optimize(rule, R, T, tensors, slots):
+    """Applies `rule` to each tensor; `tensors` are all X, then all G, then each kind of state."""
+    kinds = 2 + slots
+    count, rest = divmod(len(tensors), kinds)
+    if rest or not count or any(tensor is None for tensor in tensors):
+        raise NodeError(
+            f"{len(tensors)} inputs follow R and T; each optimized tensor has {kinds}: its value, "
+            f"its gradient and {slots} of state"
+        )
+    if R.size != 1 or T.size != 1:
+        raise NodeError(f"R and T are scalars, but have shapes {list(R.shape)} and {list(T.shape)}")
+    R, T = jnp.reshape(R, ()), jnp.reshape(T, ())
+    rows = []
+    for i in range(count):
+        X, *others = tensors[i::count]
+        for other in others:
+            if other.shape != X.shape or other.dtype != X.dtype:
+                raise NodeError(
+                    f"tensor {i} is {X.dtype}{list(X.shape)}, its gradient or state is "
+                    f"{other.dtype}{list(other.shape)}; they must be alike"
+                )
+        dX, *state = rule(X, *others, R=R, T=T)
+        rows.append((X + dX, *state))
+    return tuple(tensor for kind in zip(*rows, strict=True) for tensor in kind)
+
+
+@op("Adam", since=1, domain=DOMAIN)
+def adam(
+    R,
+    T,
+    *inputs,
+    alpha=ALPHA,
+    beta=BETA,
+    epsilon=EPSILON,
+    norm_coefficient=0.0,
+    norm_coefficient_post=0.0,
+):
+    rule = partial(
+        optim.adam_rule,
+        alpha=alpha,
+        beta=beta,
+        epsilon=epsilon,
+        norm_coefficient=norm_coefficient,
+        norm_coefficient_post=norm_coefficient_post,
+    )
+    return _optimize(rule, R, T, inputs, slots=2)
+
+
+@op("Adagrad", since=1, domain=DOMAIN)
+def adagrad(R, T, *inputs, decay_factor=0.0, epsilon=EPSILON, norm_coefficient=0.0):
+    rule = partial(
+        optim.adagrad_rule,
+        decay_factor=decay_factor,
+        epsilon=epsilon,
+        norm_coefficient=norm_coefficient,
+    )
+    return _optimize(rule, R, T, inputs, slots=1)
+
+
+@op("Momentum", since=1, domain=DOMAIN)
+def momentum(R, T, *inputs, alpha, beta, mode, norm_coefficient):
+    if mode not in optim.MODES:
+        raise NodeError(f"mode is {mode!r}; Momentum knows {' and '.join(optim.MODES)}")
+    rule = partial(
+        optim.momentum_rule, alpha=alpha, beta=beta, mode=mode, norm_coefficient=norm_coefficient
+    )
+    return _optimize(rule, R, T, inputs, slots=1)
