@@ -1,0 +1,54 @@
+"""What happened in a training run, as plain data."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxonnx.errors import Error
+
+
+@dataclass
+class History:
+    """Plain lists and dicts; `dataclasses.asdict` and JSON take it as it is."""
+
+    losses: list[float] = field(default_factory=list)
+    """The loss of every step, before its update."""
+    epochs: list[dict[str, Any]] = field(default_factory=list)
+    """One dict an epoch: `epoch`, `step` (steps so far), `loss` (mean over its steps), `seconds`;
+    `validation_loss` and, with labels, `validation_accuracy` where there is validation data."""
+    stopped: str | None = None
+    """Why the run ended before its last epoch."""
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draws the loss of every step and the validation curves; returns the matplotlib axes."""
+        if axes is None:
+            try:
+                from matplotlib import pyplot
+            except ImportError as error:
+                raise Error("plotting needs matplotlib: pip install 'jaxonnx[plot]'") from error
+            _, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+        axes.plot(range(1, len(self.losses) + 1), self.losses, lw=0.6, alpha=0.5, label="loss")
+        steps = [row["step"] for row in self.epochs]
+        axes.plot(steps, [row["loss"] for row in self.epochs], "C0", label="loss, mean of an epoch")
+        if any("validation_loss" in row for row in self.epochs):
+            axes.plot(steps, self._column("validation_loss"), "C1", label="validation loss")
+        lines = axes.get_lines()
+        if any("validation_accuracy" in row for row in self.epochs):
+            right = axes.twinx()
+            right.plot(steps, self._column("validation_accuracy"), "C2", label="accuracy")
+            right.set_ylabel("validation accuracy")
+            lines = [*lines, *right.get_lines()]
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss")
+        axes.legend(handles=lines)
+        return axes
+
+    def _column(self, name: str) -> list[float]:
+        return [row.get(name, float("nan")) for row in self.epochs]
+
+    def __str__(self) -> str:
+        if not self.epochs:
+            return self.stopped or "no epoch"
+        last = self.epochs[-1]
+        numbers = [f"{k} {v:.4g}" for k, v in last.items() if isinstance(v, float)]
+        text = f"{len(self.epochs)} epochs, {last['step']} steps; the last: {', '.join(numbers)}"
+        return f"{text}; stopped: {self.stopped}" if self.stopped else text
