@@ -1,0 +1,61 @@
+"""What operators of several families need: element types, axes and indices."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import onnx
+
+from jaxonnx.errors import NodeError
+
+INDEX = np.dtype(np.int64)
+"""The element type of shapes and indices; `canonical(INDEX)` for traced ones."""
+
+
+def element_dtype(code: int) -> np.dtype:
+    """The dtype of a `TensorProto.DataType`, the value of attributes such as `dtype` and `to`."""
+    try:
+        return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(int(code)))
+    except KeyError:
+        raise NodeError(f"{code} is not the number of a tensor element type") from None
+
+
+def canonical(dtype: Any) -> np.dtype:
+    """The dtype that a traced value of this type has: 64-bit ones are cut where x64 is off."""
+    return jax.dtypes.canonicalize_dtype(dtype)
+
+
+def cast(x, dtype):
+    """`x` as `dtype`, or for a traced value as JAX's canonical form of it; no ONNX rules."""
+    return x.astype(dtype if isinstance(x, np.ndarray) else canonical(dtype))
+
+
+def axis_of(axis: int, rank: int) -> int:
+    """A possibly negative axis as one in [0, rank)."""
+    if not -rank <= axis < rank:
+        raise NodeError(f"axis {axis} is out of range for a tensor of rank {rank}")
+    return int(axis) % rank
+
+
+def axes_of(axes, rank: int) -> tuple[int, ...]:
+    """Axes as distinct numbers in [0, rank); all of them where `axes` is None."""
+    if axes is None:
+        return tuple(range(rank))
+    normal = tuple(axis_of(int(axis), rank) for axis in np.ravel(axes))
+    if len(set(normal)) < len(normal):
+        raise NodeError(f"axes {np.ravel(axes).tolist()} name an axis of rank {rank} twice")
+    return normal
+
+
+def index_of(indices, size: int):
+    """Known indices along an axis of `size` brought into [0, size), or an error; traced ones as is.
+
+    Traced indices cannot be checked. Those outside [-size, size) read NaN (the least integer) and
+    write nothing, as in JAX.
+    """
+    if not isinstance(indices, np.ndarray):
+        return indices
+    wrong = (indices < -size) | (indices >= size)
+    if wrong.any():
+        raise NodeError(f"index {indices[wrong][0]} is out of range for an axis of size {size}")
+    return np.where(indices < 0, indices + size, indices)

@@ -1,0 +1,136 @@
+"""Linear quantization and the integer matrix products.
+
+Gradients go straight through quantization: DequantizeLinear of QuantizeLinear has the derivative of
+x within the range of the quantized type and none where it saturates, and by the scale that of
+"Learned Step Size Quantization" (https://arxiv.org/abs/1902.08153).
+"""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jaxonnx.errors import NodeError
+from jaxonnx.ops.cast import convert
+from jaxonnx.ops.common import axis_of, element_dtype
+from jaxonnx.registry import op, xp
+
+
+def _granular(value, x, axis, block_size):
+    """A scale or zero point that broadcasts against `x`: per tensor, per axis, or per block."""
+    if value is None or value.size == 1:
+        return value if value is None else value.reshape(())
+    axis = axis_of(axis, x.ndim)
+    if not block_size:
+        if value.shape != (x.shape[axis],):
+            raise NodeError(
+                f"scale or zero point {value.shape} does not fit axis {axis} of {x.shape}"
+            )
+        return value.reshape((-1,) + (1,) * (x.ndim - 1 - axis))
+    blocks = tuple(-(-n // block_size) if i == axis else n for i, n in enumerate(x.shape))
+    if value.shape != blocks:
+        raise NodeError(f"scale or zero point {value.shape} must be {blocks}, one per block")
+    return xp(value).repeat(value, block_size, axis)[tuple(map(slice, x.shape))]
+
+
+def _is_integer(dtype):
+    return jnp.issubdtype(dtype, jnp.integer)
+
+
+def quantized(ratio, zero_point, dtype, saturate=1):
+    """`ratio` (x / scale) rounded to the nearest even, shifted, and saturated to `dtype`."""
+    np_ = xp(ratio, zero_point)
+    if not _is_integer(dtype):
+        shifted = ratio if zero_point is None else ratio + zero_point.astype(ratio.dtype)
+        return convert(shifted, dtype, saturate)
+    limits = ml_dtypes.iinfo(dtype)
+    # Wide enough for 16-bit results: rounding comes before the shift.
+    rounded = np_.rint(ratio).astype(np.float32)
+    if zero_point is not None:
+        rounded = rounded + zero_point.astype(np.float32)
+    return convert(np_.clip(rounded, np.float32(limits.min), np.float32(limits.max)), dtype)
+
+
+@op("QuantizeLinear", since=10)
+def quantize_linear_10(x, scale, zero_point=None):
+    if scale.size != 1:
+        raise NodeError(f"before opset 13 the scale is one number, not of shape {scale.shape}")
+    return quantize_linear(x, scale, zero_point)
+
+
+@op("QuantizeLinear", since=13)
+def quantize_linear(
+    x, scale, zero_point=None, *, axis=1, saturate=1, block_size=0, output_dtype=0, precision=0
+):
+    """saturate(round(x / scale) + zero_point), divided in `precision` or the type of `scale`."""
+    dtype = element_dtype(output_dtype) if output_dtype else np.dtype(np.uint8)
+    if zero_point is not None:
+        if output_dtype and dtype != zero_point.dtype:
+            raise NodeError(f"output_dtype {dtype} contradicts the zero point's {zero_point.dtype}")
+        dtype = zero_point.dtype
+    wide = element_dtype(precision) if precision else _wide(scale.dtype)
+    scale = _granular(scale, x, axis, block_size).astype(wide)
+    zero_point = _granular(zero_point, x, axis, block_size)
+    return quantized(x.astype(wide) / scale, zero_point, dtype, saturate)
+
+
+def _wide(dtype):
+    """The type that scales of `dtype` are divided and multiplied in."""
+    return np.dtype(np.float32) if dtype.itemsize == 1 or _is_integer(dtype) else dtype
+
+
+@op("DequantizeLinear", since=10)
+def dequantize_linear_10(x, scale, zero_point=None):
+    if scale.size != 1:
+        raise NodeError(f"before opset 13 the scale is one number, not of shape {scale.shape}")
+    return dequantize_linear(x, scale, zero_point)
+
+
+@op("DequantizeLinear", since=13, params=("x",))
+def dequantize_linear(x, scale, zero_point=None, *, axis=1, block_size=0, output_dtype=0):
+    """(x - zero_point) * scale in the type of the result: `output_dtype` or that of `scale`."""
+    dtype = element_dtype(output_dtype) if output_dtype else scale.dtype
+    scale = _granular(scale, x, axis, block_size).astype(np.float32)
+    y = convert(x, np.float32)
+    if zero_point is not None:
+        if zero_point.dtype != x.dtype:
+            raise NodeError(f"the zero point is {zero_point.dtype}, but the input {x.dtype}")
+        y = y - convert(_granular(zero_point, x, axis, block_size), np.float32)
+    return convert(y * scale, dtype)
+
+
+@op("DynamicQuantizeLinear", since=11)
+def dynamic_quantize_linear(x):
+    """float32 -> (uint8 values, scale, zero point) for the range of `x`, widened to hold 0."""
+    np_ = xp(x)
+    low, high = np_.minimum(x.min(), np.float32(0)), np_.maximum(x.max(), np.float32(0))
+    width = np_.where(high == low, np.float32(1), high - low)
+    scale = width / np.float32(255)
+    zero_point = np_.rint(np_.clip(-low / scale, np.float32(0), np.float32(255))).astype(np.uint8)
+    return quantized(x / scale, zero_point, np.dtype(np.uint8)), scale, zero_point
+
+
+def _centred(x, zero_point, column):
+    """`x` less its zero point; a vector of zero points is one per row of A, or column of B."""
+    wide = np.int32 if _is_integer(x.dtype) else np.float32
+    x = x.astype(wide)
+    return x if zero_point is None else x - _rows(zero_point, column).astype(wide)
+
+
+def _rows(value, column):
+    return value.reshape(-1, 1) if value.ndim == 1 and value.size > 1 and not column else value
+
+
+@op("MatMulInteger", since=10)
+def matmul_integer(a, b, a_zero_point=None, b_zero_point=None):
+    """`numpy.matmul` of 8-bit matrices less their zero points, accumulated in int32."""
+    a, b = _centred(a, a_zero_point, column=False), _centred(b, b_zero_point, column=True)
+    return xp(a, b).matmul(a, b)
+
+
+@op("QLinearMatMul", since=10)
+def qlinear_matmul(a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point):
+    """The product of two quantized matrices, quantized again; exact up to the last rounding."""
+    product = matmul_integer(a, b, a_zero_point, b_zero_point).astype(np.float32)
+    scales = _rows(a_scale, False).astype(np.float32), b_scale.astype(np.float32)
+    factor = scales[0] * scales[1] / _rows(y_scale, False).astype(np.float32)
+    return quantized(product * factor, _rows(y_zero_point, False), y_zero_point.dtype)

@@ -1,0 +1,164 @@
+"""Shapes and views: operators that change how a tensor is laid out, but none of its values."""
+
+import math
+
+import numpy as np
+
+from jaxonnx.errors import NodeError
+from jaxonnx.ops.common import INDEX, axes_of, axis_of
+from jaxonnx.registry import Static, op, xp
+
+
+@op("Identity", since=1, view=True)
+def identity(x):
+    """The input itself, also when it is a sequence or an optional value."""
+    return x
+
+
+@op("Shape", since=1)
+def shape(x, *, start=0, end=None):
+    """The dimensions [start, end), always known; bounds are clamped as Python clamps slices."""
+    return np.array(x.shape[start:end], INDEX)
+
+
+@op("Size", since=1)
+def size(x):
+    return np.array(x.size, INDEX)
+
+
+def _reshape(x, shape, allowzero=0):
+    shape = [int(d) for d in shape]
+    if allowzero and 0 in shape and -1 in shape:
+        raise NodeError(f"with allowzero=1 the target {shape} must not hold both 0 and -1")
+    copied = [] if allowzero else [i for i, d in enumerate(shape) if d == 0]
+    if any(i >= x.ndim for i in copied):
+        raise NodeError(f"a 0 in the target {shape} names no axis of the input's {tuple(x.shape)}")
+    if shape.count(-1) > 1 or any(d < -1 for d in shape):
+        raise NodeError(f"the target {shape} must hold at most one -1 and nothing below it")
+    for i in copied:
+        shape[i] = x.shape[i]
+    if -1 in shape:
+        # Without the copied axes, so that a batch of 0 leaves the rest determined.
+        have = math.prod(n for i, n in enumerate(x.shape) if i not in copied)
+        fixed = math.prod(d for i, d in enumerate(shape) if d != -1 and i not in copied)
+        if fixed and have % fixed == 0:
+            shape[shape.index(-1)] = have // fixed
+    if math.prod(shape) != x.size:
+        raise NodeError(
+            f"cannot reshape {tuple(x.shape)} ({x.size} elements) to {shape}: the target is fixed "
+            "in the file. If the sizes differ in the batch or sequence axis, the exporter froze "
+            "that axis: feed the size it was exported with, or export with a dynamic axis"
+        )
+    return x.reshape(shape)
+
+
+@op("Reshape", since=1, view=True)
+def reshape_1(x, *, shape=None):
+    return _reshape(x, shape or ())
+
+
+@op("Reshape", since=5, view=True)
+def reshape(x, shape: Static, *, allowzero=0):
+    """-1 is inferred; 0 keeps the input's dimension, or with `allowzero` is meant literally."""
+    return _reshape(x, shape, allowzero)
+
+
+@op("Flatten", since=1, view=True)
+def flatten(x, *, axis=1):
+    if axis != x.ndim:
+        axis = axis_of(axis, x.ndim)
+    return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
+
+
+def _squeeze(x, axes):
+    if axes is None:
+        return x.squeeze()
+    axes = axes_of(axes, x.ndim)
+    if any(x.shape[axis] != 1 for axis in axes):
+        raise NodeError(f"axes {list(axes)} of shape {tuple(x.shape)} are not all of size 1")
+    return x.squeeze(axes)
+
+
+@op("Squeeze", since=1, view=True)
+def squeeze_1(x, *, axes=None):
+    return _squeeze(x, axes)
+
+
+@op("Squeeze", since=13, view=True)
+def squeeze(x, axes: Static | None = None):
+    return _squeeze(x, axes)
+
+
+def _unsqueeze(x, axes):
+    return xp(x).expand_dims(x, axes_of(axes, x.ndim + np.size(axes)))
+
+
+@op("Unsqueeze", since=1, view=True)
+def unsqueeze_1(x, *, axes):
+    return _unsqueeze(x, axes)
+
+
+@op("Unsqueeze", since=13, view=True)
+def unsqueeze(x, axes: Static):
+    """Axes of size 1 at the positions `axes` of the result."""
+    return _unsqueeze(x, axes)
+
+
+@op("Transpose", since=1, view=True)
+def transpose(x, *, perm=None):
+    if perm is not None and sorted(perm) != list(range(x.ndim)):
+        raise NodeError(f"perm {perm} is no permutation of the {x.ndim} axes")
+    return x.transpose(perm)
+
+
+@op("Expand", since=8)
+def expand(x, shape: Static):
+    """Broadcast in both directions: a 1 in either shape gives way to the other's size."""
+    target = np.broadcast_shapes(x.shape, tuple(shape.tolist()))
+    return xp(x).broadcast_to(x, target)
+
+
+@op("Tile", since=1)
+def tile_1(x, tiles: Static, axis: Static):
+    repeats = [1] * x.ndim
+    repeats[axis_of(int(axis.item()), x.ndim)] = int(tiles.item())
+    return xp(x).tile(x, repeats)
+
+
+@op("Tile", since=6)
+def tile(x, repeats: Static):
+    if len(repeats) != x.ndim:
+        raise NodeError(f"repeats {repeats.tolist()} must hold one number per axis of {x.shape}")
+    return xp(x).tile(x, tuple(repeats.tolist()))
+
+
+@op("DepthToSpace", since=1)
+def depth_to_space(x, *, blocksize, mode="DCR"):
+    """(N, C, H, W) -> (N, C / b^2, H b, W b); blocks are the outer (DCR) or inner part of C."""
+    n, c, h, w = x.shape
+    b = blocksize
+    if c % b**2:
+        raise NodeError(f"{c} channels are no multiple of blocksize^2 = {b**2}")
+    if _mode(mode) == "DCR":
+        blocks = x.reshape(n, b, b, c // b**2, h, w).transpose(0, 3, 4, 1, 5, 2)
+    else:
+        blocks = x.reshape(n, c // b**2, b, b, h, w).transpose(0, 1, 4, 2, 5, 3)
+    return blocks.reshape(n, c // b**2, h * b, w * b)
+
+
+@op("SpaceToDepth", since=1)
+def space_to_depth(x, *, blocksize, mode="DCR"):
+    """(N, C, H, W) -> (N, C b^2, H / b, W / b): the inverse of DepthToSpace."""
+    n, c, h, w = x.shape
+    b = blocksize
+    if h % b or w % b:
+        raise NodeError(f"height {h} and width {w} must be multiples of blocksize {b}")
+    order = (0, 3, 5, 1, 2, 4) if _mode(mode) == "DCR" else (0, 1, 3, 5, 2, 4)
+    blocks = x.reshape(n, c, h // b, b, w // b, b).transpose(order)
+    return blocks.reshape(n, c * b**2, h // b, w // b)
+
+
+def _mode(mode):
+    if mode not in ("DCR", "CRD"):
+        raise NodeError(f"mode must be DCR or CRD, not {mode!r}")
+    return mode
