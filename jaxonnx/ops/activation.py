@@ -167,8 +167,9 @@ def _along_axis(name, function):
     @activation(name, since=1)
     def on_matrix(x, *, axis=1):
         """The axes from `axis` on are one."""
-        rows = math.prod(x.shape[: axis_of(axis, x.ndim)])
-        return function(x.reshape(rows, x.size // max(rows, 1)), 1).reshape(x.shape)
+        start = axis_of(axis, x.ndim)
+        matrix = x.reshape(math.prod(x.shape[:start]), math.prod(x.shape[start:]))
+        return function(matrix, 1).reshape(x.shape)
 
 
 for _name, _function in {
