@@ -1,0 +1,349 @@
+"""Three-phase transposable N:M training as an optax transformation.
+
+The parameters are the masked weights W_u at all times. What the mask hides (W_p), the mask (one bit
+per weight) and the counter live in the optimizer state, so the forward pass needs no hook and any
+training loop that calls `update` and `apply_updates` trains sparse.
+
+With u the inner optimizer's update for the dense gradient at W_u, and m the mask:
+
+- phase 1 (dense): W <- W + u, m all ones;
+- phase 2 (dynamic): W_u <- W_u + u * m, W_p <- W_p + u * (1 - m); at every refresh
+  W = W_u + W_p, m = mask(W), W_u = W * m, W_p = 0;
+- phase 3 (fixed): W_u <- W_u + u * m.
+
+One of W_u and W_p is zero at every weight. So the three are one rule: with W = W_u + W_p + u and m'
+the mask after the step, W_u <- W * m' and W_p <- W * (1 - m').
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ..errors import SparsityError
+from .layers import Select, layers, name_of
+from .masks import Pattern, from_bits, mask, parse, search, to_bits
+from .templates import codes, expand
+
+_FOREVER = np.iinfo(np.int32).max
+
+
+class ThreePhaseState(NamedTuple):
+    """State of `three_phase`. The dictionaries have the sparse weights by name.
+
+    Beyond the inner optimizer's state this is one copy of the sparse weights and one bit for each.
+    """
+
+    count: jax.Array
+    """int32: steps done."""
+    phase: jax.Array
+    """int32: 1, 2 or 3, the phase of the next step."""
+    inner: Any
+    pruned: dict[str, jax.Array]
+    """W_p: what the mask hides, zero where the mask is one."""
+    masks: dict[str, jax.Array]
+    """The masks as bits; `state_masks` expands them."""
+    flips: jax.Array
+    """float32[layers], by sorted name: fraction of the mask that the last refresh changed."""
+    kept: jax.Array
+    """float32[layers], by sorted name: fraction of sum |W| under the mask at the last refresh."""
+
+
+def three_phase(
+    inner: optax.GradientTransformation,
+    *,
+    dense: float,
+    dynamic: float | None,
+    fixed: float | None = None,
+    steps_per_epoch: int | None = None,
+    refresh: float | None = None,
+    pattern: str | Pattern = "2:4",
+    transposable: bool = True,
+    select: Select | None = None,
+    exclude: Mapping[str, str] | None = None,
+    axes: Any = None,
+    reset: bool = True,
+    moments: Literal["keep", "zero"] = "keep",
+    decay: float = 0.0,
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps `inner` so that it trains sparse weights. It must be the last member of a chain.
+
+    Phase 1 equals `inner` bit for bit. From the last dense step on each sparse weight has the
+    pattern after every step, and hidden weights are exactly 0 under any inner optimizer. The phases
+    switch inside `update`, by the counter.
+
+    Args:
+      inner: any optax transformation that ends in the final update (step size and sign applied).
+      dense, dynamic, fixed: lengths of the phases, in epochs if `steps_per_epoch` is given, else in
+        steps. `dynamic=None` never ends. Training on after `fixed` stays in phase 3. With `dense=0`
+        the mask is that of the initial weights, and is applied by the first step unless the weights
+        were pruned before (`prune`).
+      steps_per_epoch: the unit of the lengths.
+      refresh: steps or epochs between mask refreshes in phase 2; one epoch by default.
+      pattern, transposable, select, exclude, axes: which weights become sparse: see `layers`.
+      reset: whether a refresh sets the newly hidden part to zero (the published procedure) or keeps
+        it for the weights to come back.
+      moments: whether the inner optimizer's moments of newly hidden weights stay or become zero.
+      decay: adds `decay` * W_p to the gradient, which pulls hidden weights to zero (SR-STE,
+        https://arxiv.org/abs/2102.04010).
+
+    Raises:
+      SparsityError: a schedule without a sparse phase, lengths without a refresh interval, or
+        nothing to make sparse (at `init`).
+    """
+    pattern = parse(pattern, transposable)
+    start, end, every = _schedule(dense, dynamic, fixed, steps_per_epoch, refresh)
+    inner = optax.with_extra_args_support(inner)
+
+    def plan(params):
+        report = layers(params, pattern, select=select, exclude=exclude, axes=axes)
+        return {layer.name: layer.axes for layer in report if layer.axes is not None}
+
+    def phase(count):
+        return 1 + (count >= start).astype(jnp.int32) + (count >= end).astype(jnp.int32)
+
+    def init(params):
+        leaves = _named(params)
+        where = plan(params)
+        masks = {
+            name: mask(leaves[name], pattern, axes=ax)
+            if start == 0
+            else jnp.ones_like(leaves[name])
+            for name, ax in where.items()
+        }
+        count = jnp.zeros((), jnp.int32)
+        return ThreePhaseState(
+            count=count,
+            phase=phase(count),
+            inner=inner.init(params),
+            pruned={name: jnp.zeros_like(leaves[name]) for name in where},
+            masks={name: to_bits(m != 0) for name, m in masks.items()},
+            flips=jnp.zeros(len(where), jnp.float32),
+            kept=jnp.stack([_kept(leaves[n], m != 0) for n, m in sorted(masks.items())]),
+        )
+
+    def update(updates, state, params=None, **extra_args):
+        if params is None:
+            raise ValueError(optax.NO_PARAMS_MSG)
+        where = plan(params)
+        names = sorted(where)
+        if decay:
+            updates = _replace(
+                updates, {n: g + decay * state.pruned[n] for n, g in _pick(updates, names)}
+            )
+        updates, inner_state = inner.update(updates, state.inner, params, **extra_args)
+        u, w = dict(_pick(updates, names)), dict(_pick(params, names))
+        count = optax.safe_increment(state.count)
+        is_dense = count < start
+        is_refresh = (count >= start) & (count <= end) & ((count - start) % every == 0)
+
+        def total(name):
+            return (w[name] + state.pruned[name] + u[name]).astype(w[name].dtype)
+
+        masks, flips, kept = _refresh(
+            is_refresh,
+            {n: total(n) for n in names},
+            state,
+            pattern,
+            where,
+            first=count == start,
+        )
+        if moments == "zero":
+            inner_state = jax.lax.cond(
+                is_refresh, _zero_lost(inner, params, state.masks, masks), lambda s: s, inner_state
+            )
+        forget = ((is_refresh & reset) | (count == 1)) if reset else jnp.asarray(False)
+        masked, pruned = {}, {}
+        for n in names:
+            m = from_bits(masks[n], w[n].shape)
+            # as differences, so that apply_updates gives exactly W_u + u, W or 0
+            sparse = jnp.where(m, state.pruned[n] + u[n], -w[n])
+            masked[n] = jnp.where(is_dense, u[n].astype(sparse.dtype), sparse)
+            pruned[n] = jnp.where(m | forget, 0, total(n))
+        return _replace(updates, masked), ThreePhaseState(
+            count, phase(count), inner_state, pruned, masks, flips, kept
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def fixed_mask(inner: optax.GradientTransformation, **options) -> optax.GradientTransformation:
+    """Trains under the mask of the initial weights: `three_phase` with phase 3 only.
+
+    With the weights of a trained model this is one-shot pruning and fine-tuning (as ASP does it),
+    with fresh ones a static mask. Start from `prune(params)`, or the first forward pass is dense.
+    """
+    return three_phase(inner, dense=0, dynamic=0, **options)
+
+
+def sr_ste(
+    inner: optax.GradientTransformation, *, decay: float = 2e-4, refresh: int = 1, **options
+) -> optax.GradientTransformation:
+    """Sparse-refined straight-through estimation (https://arxiv.org/abs/2102.04010).
+
+    From the first step on the mask follows the dense weights; what is hidden is kept and decays.
+    """
+    return three_phase(
+        inner, dense=0, dynamic=None, refresh=refresh, reset=False, decay=decay, **options
+    )
+
+
+def _schedule(dense, dynamic, fixed, steps_per_epoch, refresh) -> tuple[int, int, int]:
+    """Steps at which phases 2 and 3 begin, and between refreshes."""
+    lengths = {"dense": dense, "dynamic": dynamic, "fixed": fixed, "refresh": refresh}
+    for name, length in lengths.items():
+        if length is not None and length < 0:
+            raise SparsityError(f"{name}={length} is negative")
+    if steps_per_epoch is not None and steps_per_epoch < 1:
+        raise SparsityError(f"steps_per_epoch={steps_per_epoch}: an epoch has at least one step")
+    if dynamic == 0 and fixed == 0:
+        raise SparsityError("dynamic=0 and fixed=0 leave no phase in which the weights are sparse")
+    if dynamic != 0 and refresh is None and steps_per_epoch is None:
+        raise SparsityError("say refresh= (steps between mask refreshes) or steps_per_epoch=")
+    unit = steps_per_epoch or 1
+    every = round((1 if refresh is None else refresh) * unit)
+    if every < 1:
+        raise SparsityError(f"refresh={refresh} is less than a step")
+    start = round(dense * unit)
+    end = _FOREVER if dynamic is None else start + round(dynamic * unit)
+    if start < end < start + every:
+        raise SparsityError(
+            f"the dynamic phase of {end - start} steps ends before the first refresh, after {every}"
+        )
+    return start, end, every
+
+
+def _named(tree) -> dict[str, jax.Array]:
+    return {name_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _pick(tree, names):
+    leaves = _named(tree)
+    return [(name, leaves[name]) for name in names]
+
+
+def _replace(tree, new):
+    return jax.tree_util.tree_map_with_path(lambda path, x: new.get(name_of(path), x), tree)
+
+
+def _kept(w: jax.Array, mask: jax.Array) -> jax.Array:
+    size = jnp.abs(w.astype(jnp.float32))
+    everything = jnp.sum(size)
+    share = jnp.sum(jnp.where(mask, size, 0)) / jnp.where(everything > 0, everything, 1)
+    return jnp.where(everything > 0, share, 1.0)
+
+
+def _refresh(is_refresh, total, state, pattern, where, first):
+    """New masks, flip rates and kept fractions if `is_refresh`, else those of the state."""
+    names = sorted(total)
+    coded = (pattern.n, pattern.m, pattern.transposable) == (2, 4, True)
+
+    def find():
+        if coded:
+            return {n: codes(total[n], where[n]) for n in names}
+        return {n: search(total[n], pattern, where[n]) for n in names}
+
+    # The search and its expansion are two conditionals because XLA fuses across none: within one
+    # fusion it would search the block anew for each of its 16 cells.
+    found = jax.lax.cond(
+        is_refresh,
+        find,
+        lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(find)),
+    )
+
+    def renew():
+        masks = {n: expand(f, where[n]) if coded else f for n, f in found.items()}
+        bits = {n: to_bits(m) for n, m in masks.items()}
+        changed = [
+            jnp.sum(jnp.bitwise_count(bits[n] ^ state.masks[n]), dtype=jnp.float32) / masks[n].size
+            for n in names
+        ]
+        flips = jnp.where(first, 0, jnp.stack(changed))
+        return bits, flips, jnp.stack([_kept(total[n], masks[n]) for n in names])
+
+    return jax.lax.cond(is_refresh, renew, lambda: (state.masks, state.flips, state.kept))
+
+
+def _zero_lost(inner, params, old, new):
+    """A function that sets the moments of newly hidden weights in the inner state to zero."""
+
+    def lost(path, w):
+        n = name_of(path)
+        if n not in new:
+            return jnp.zeros_like(w, bool)
+        return from_bits(old[n] & ~new[n], w.shape)
+
+    def zero(inner_state):
+        return optax.tree_utils.tree_map_params(
+            inner,
+            lambda moment, gone: jnp.where(gone, 0, moment).astype(moment.dtype),
+            inner_state,
+            jax.tree_util.tree_map_with_path(lost, params),
+        )
+
+    return zero
+
+
+def find_state(opt_state: Any) -> ThreePhaseState:
+    """The `ThreePhaseState` in an optimizer state; `SparsityError` if there is not just one."""
+    found = [
+        x
+        for x in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, ThreePhaseState))
+        if isinstance(x, ThreePhaseState)
+    ]
+    if len(found) != 1:
+        raise SparsityError(f"the optimizer state has {len(found)} three-phase states, not one")
+    return found[0]
+
+
+def state_masks(opt_state: Any) -> dict[str, jax.Array]:
+    """The current boolean masks by name."""
+    state = find_state(opt_state)
+    return {n: from_bits(bits, state.pruned[n].shape) for n, bits in state.masks.items()}
+
+
+def metrics(opt_state: Any) -> dict[str, Any]:
+    """What the state says about the sparsity, as plain numbers.
+
+    `phase` (of the next step), `sparsity` (fraction of weights hidden), `flip_rate` and `kept` (of
+    sum |W|, at the last refresh) over all sparse weights, `flips` and `kept_by_layer` by name.
+    """
+    state = find_state(opt_state)
+    names = sorted(state.masks)
+    sizes = np.array([state.pruned[n].size for n in names])
+    ones = np.array([np.bitwise_count(np.asarray(state.masks[n])).sum() for n in names])
+    flips, kept = np.asarray(state.flips, float), np.asarray(state.kept, float)
+    return {
+        "phase": int(state.phase),
+        "sparsity": 1 - float(ones.sum() / sizes.sum()),
+        "flip_rate": float(flips @ sizes / sizes.sum()),
+        "kept": float(kept @ sizes / sizes.sum()),
+        "flips": dict(zip(names, flips.tolist(), strict=True)),
+        "kept_by_layer": dict(zip(names, kept.tolist(), strict=True)),
+    }
+
+
+def prune(
+    params: Any,
+    pattern: str | Pattern = "2:4",
+    *,
+    transposable: bool = True,
+    select: Select | None = None,
+    exclude: Mapping[str, str] | None = None,
+    axes: Any = None,
+) -> Any:
+    """`params` with every weight that `layers` selects under its mask (one-shot pruning)."""
+    pattern = parse(pattern, transposable)
+    report = layers(params, pattern, select=select, exclude=exclude, axes=axes)
+    where = {layer.name: layer.axes for layer in report if layer.axes is not None}
+    weights = dict(_pick(params, where))
+    return _replace(
+        params,
+        {
+            n: jnp.where(mask(weights[n], pattern, axes=ax), weights[n], 0)
+            for n, ax in where.items()
+        },
+    )
