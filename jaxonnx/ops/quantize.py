@@ -5,6 +5,7 @@ x within the range of the quantized type and none where it saturates, and by the
 "Learned Step Size Quantization" (https://arxiv.org/abs/1902.08153).
 """
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.cast import convert
 from jaxonnx.ops.common import axis_of, element_dtype
-from jaxonnx.registry import op, xp
+from jaxonnx.registry import Rounded, Through, known, op, xp
 
 
 def _granular(value, x, axis, block_size):
@@ -50,14 +51,38 @@ def quantized(ratio, zero_point, dtype, saturate=1):
     return convert(np_.clip(rounded, np.float32(limits.min), np.float32(limits.max)), dtype)
 
 
-@op("QuantizeLinear", since=10)
+def _rounded(value, ratio, zero_point):
+    """`value` with the real numbers behind it; those that saturated are constants."""
+    if known(value):
+        return value
+    is_integer = _is_integer(value.dtype)
+    limits = ml_dtypes.iinfo(value.dtype) if is_integer else ml_dtypes.finfo(value.dtype)
+    shift = 0 if zero_point is None else zero_point.astype(np.float32)
+    ratio = ratio.astype(np.float32)
+    nearest = (jnp.rint(ratio) if is_integer else ratio) + shift
+    inside = (nearest >= np.float32(limits.min)) & (nearest <= np.float32(limits.max))
+    return Rounded(value, jnp.where(inside, ratio + shift, 0))
+
+
+@jax.custom_jvp
+def _through(value, real):
+    """`value` in float32, with the derivative of `real`."""
+    return convert(value, np.float32)
+
+
+@_through.defjvp
+def _through_jvp(primals, tangents):
+    return _through(*primals), tangents[1]
+
+
+@op("QuantizeLinear", since=10, view=True)
 def quantize_linear_10(x, scale, zero_point=None):
     if scale.size != 1:
         raise NodeError(f"before opset 13 the scale is one number, not of shape {scale.shape}")
     return quantize_linear(x, scale, zero_point)
 
 
-@op("QuantizeLinear", since=13)
+@op("QuantizeLinear", since=13, view=True)
 def quantize_linear(
     x, scale, zero_point=None, *, axis=1, saturate=1, block_size=0, output_dtype=0, precision=0
 ):
@@ -70,7 +95,8 @@ def quantize_linear(
     wide = element_dtype(precision) if precision else _wide(scale.dtype)
     scale = _granular(scale, x, axis, block_size).astype(wide)
     zero_point = _granular(zero_point, x, axis, block_size)
-    return quantized(x.astype(wide) / scale, zero_point, dtype, saturate)
+    ratio = x.astype(wide) / scale
+    return _rounded(quantized(ratio, zero_point, dtype, saturate), ratio, zero_point)
 
 
 def _wide(dtype):
@@ -78,19 +104,20 @@ def _wide(dtype):
     return np.dtype(np.float32) if dtype.itemsize == 1 or _is_integer(dtype) else dtype
 
 
-@op("DequantizeLinear", since=10)
-def dequantize_linear_10(x, scale, zero_point=None):
+@op("DequantizeLinear", since=10, view=True)
+def dequantize_linear_10(x: Through, scale, zero_point=None):
     if scale.size != 1:
         raise NodeError(f"before opset 13 the scale is one number, not of shape {scale.shape}")
     return dequantize_linear(x, scale, zero_point)
 
 
-@op("DequantizeLinear", since=13, params=("x",))
-def dequantize_linear(x, scale, zero_point=None, *, axis=1, block_size=0, output_dtype=0):
+@op("DequantizeLinear", since=13, view=True)
+def dequantize_linear(x: Through, scale, zero_point=None, *, axis=1, block_size=0, output_dtype=0):
     """(x - zero_point) * scale in the type of the result: `output_dtype` or that of `scale`."""
     dtype = element_dtype(output_dtype) if output_dtype else scale.dtype
+    y = _through(x.value, x.real) if isinstance(x, Rounded) else convert(x, np.float32)
+    x = x.value if isinstance(x, Rounded) else x
     scale = _granular(scale, x, axis, block_size).astype(np.float32)
-    y = convert(x, np.float32)
     if zero_point is not None:
         if zero_point.dtype != x.dtype:
             raise NodeError(f"the zero point is {zero_point.dtype}, but the input {x.dtype}")
@@ -106,7 +133,8 @@ def dynamic_quantize_linear(x):
     width = np_.where(high == low, np.float32(1), high - low)
     scale = width / np.float32(255)
     zero_point = np_.rint(np_.clip(-low / scale, np.float32(0), np.float32(255))).astype(np.uint8)
-    return quantized(x / scale, zero_point, np.dtype(np.uint8)), scale, zero_point
+    y = quantized(x / scale, zero_point, np.dtype(np.uint8))
+    return _rounded(y, x / scale, zero_point), scale, zero_point
 
 
 def _centred(x, zero_point, column):
