@@ -28,6 +28,8 @@ class Batch(NamedTuple):
 class Source(Protocol):
     steps: int | None
     """The number of batches in an epoch, where it is known."""
+    targets: Any
+    """All targets, where they are in one piece."""
 
     def batches(self, epoch: int) -> Iterator[Batch]: ...
 
@@ -119,6 +121,7 @@ class _Stream:
     data: Iterable[Any] | Callable[[int], Iterable[Any]]
     names: list[str]
     what: str
+    targets: None = None
 
     @property
     def steps(self) -> int | None:
@@ -141,7 +144,7 @@ class _Stream:
             yield Batch(*filled, (np.arange(size) < count).astype(np.float32))
         if number < 0:
             hint = (
-                " (an iterator serves one epoch; pass a list, a loader or a function of the epoch)"
+                "; an iterator serves one epoch: pass a list, a loader or a function of the epoch"
             )
             raise TrainingError(
                 f"{self.what} has no batches in epoch {epoch}{hint if epoch else ''}"

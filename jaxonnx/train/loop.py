@@ -1,0 +1,203 @@
+"""The training loop."""
+
+import os
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from onnx import ModelProto
+
+from jaxonnx import sparse
+from jaxonnx.errors import TrainingError
+from jaxonnx.load import load
+from jaxonnx.model import Model
+from jaxonnx.train import losses, step
+from jaxonnx.train.choice import select, sparsify
+from jaxonnx.train.data import Batch, source
+from jaxonnx.train.history import History
+from jaxonnx.train.progress import Bar
+
+_LAG = 8
+"""Steps that may be under way before the host reads the oldest loss: it never waits for the newest."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run gives: the trained model, and what happened."""
+
+    model: Model
+    history: History
+
+    def __str__(self) -> str:
+        return str(self.history)
+
+
+def train(
+    model: Model | str | os.PathLike | bytes | ModelProto,
+    data: Any,
+    *,
+    loss: str | Callable[[Any, Any], jax.Array],
+    optimizer: optax.GradientTransformation,
+    epochs: int = 1,
+    batch_size: int | None = None,
+    seed: int = 0,
+    validation: Any = None,
+    trainable: str | Iterable[str] | Callable[[str, jax.Array], bool] | None = None,
+    sparsity: str | Mapping[str, Any] | None = None,
+    progress: bool | None = None,
+) -> Result:
+    """Trains a model and returns it with the history of the run.
+
+    The whole step is one program, compiled once. BatchNormalization and Dropout behave as in
+    training, and running statistics are renewed.
+
+    Args:
+      model: a Model, or anything that `jaxonnx.load` takes. It is not changed.
+      data: `(x, y)`, or an iterable of such pairs (batches), or a function from the epoch to such
+        an iterable. `x` is an array, a tuple of arrays, or a dict by input name. Arrays are
+        shuffled in an order that depends on `seed` and the epoch only; iterables are taken as they
+        come. A short batch is filled up with other examples of the data, which the loss ignores
+        but batch statistics see.
+      loss: the name of a loss in `optax.losses`, or a callable `(outputs, targets)` that gives a
+        scalar or has the examples along its first axis. Losses are averaged over the examples of
+        the batch; a scalar loss sees the fill of a short batch as well.
+      optimizer: any optax transformation.
+      batch_size: of arrays; 32 if not given, or what the model's inputs are fixed to.
+      seed: of the order of the examples and of random operators.
+      validation: like `data`; evaluated in inference mode after each epoch, in order.
+      trainable: names or regular expressions (matched in full) of the parameters to train, or a
+        predicate of name and value; all of them if not given.
+      sparsity: "2:4", or options of `sparse.three_phase` whose phases are in epochs. By default a
+        third of the epochs is dense, half have a dynamic mask, and the rest a fixed one. Embeddings
+        and grouped convolutions stay dense.
+      progress: show a progress bar; by default where the output is a terminal.
+
+    Returns:
+      `.model` and `.history`. If the loss or a weight becomes NaN or infinite the run stops with a
+      warning: the model then has the last good weights and `history.stopped` tells the step.
+
+    Raises:
+      TrainingError: data, labels, loss or settings that do not fit, before anything is compiled;
+        or a later batch that does not fit those before it.
+    """
+    model = model if isinstance(model, Model) else load(model)
+    if epochs < 1:
+        raise TrainingError(f"epochs must be at least 1, and is {epochs}")
+    criterion = losses.find(loss)
+    names = [value.name for value in model.inputs]
+    examples = source(data, names, _batch_size(model, data, batch_size), seed)
+    held_out = None
+    if validation is not None:
+        size = batch_size if isinstance(validation, tuple) else None
+        size = _batch_size(model, validation, size)
+        held_out = source(validation, names, size, None, "validation")
+    chosen = select(model.params, trainable)
+    trained = {name: w for name, w in model.params.items() if name in chosen}
+    frozen = {name: w for name, w in model.params.items() if name not in chosen}
+    if sparsity is not None:
+        optimizer = sparsify(model, optimizer, sparsity, epochs, examples.steps)
+
+    # the first batch tells the shapes; an iterator cannot be asked for it again
+    batches = examples.batches(0)
+    first = next(batches)
+    batches = chain([first], batches)
+    classes = _check(model, criterion, first)
+    for part, what in ((examples, "data"), (held_out, "validation")):
+        if part is not None and part.targets is not None:
+            criterion.check_labels(part.targets, classes, what)
+    optimizer = optax.with_extra_args_support(optimizer)
+    update = step.training(model, criterion, optimizer, seed)
+    evaluate = step.evaluation(model, criterion)
+    carry = step.start(trained, model.state, optimizer)
+
+    history = History()
+    pending: deque[jax.Array] = deque()
+    with Bar(progress, epochs, examples.steps) as bar:
+        for epoch in range(epochs):
+            began, before = time.perf_counter(), len(history.losses)
+            for batch in batches if epoch == 0 else examples.batches(epoch):
+                if examples.targets is None:
+                    criterion.check_labels(batch.targets, classes, f"a batch of epoch {epoch}")
+                carry, seen = update(carry, frozen, batch)
+                pending.append(seen)
+                if not _read(pending, _LAG, history):
+                    break
+                bar.show(epoch, history)
+            if history.stopped or not _read(pending, 0, history):
+                break
+            row = {"epoch": epoch, "step": len(history.losses)}
+            row["loss"] = float(np.mean(history.losses[before:]))
+            if held_out is not None:
+                sums = np.zeros(4, np.float32)
+                for batch in held_out.batches(epoch):
+                    if held_out.targets is None:
+                        criterion.check_labels(batch.targets, classes, "a batch of validation")
+                    sums = evaluate(sums, carry, frozen, batch)
+                row |= _validation(sums, criterion)
+            if sparsity is not None:
+                numbers = sparse.metrics(carry.optimizer)
+                row |= {name: numbers[name] for name in ("phase", "sparsity", "flip_rate")}
+            history.epochs.append(row | {"seconds": time.perf_counter() - began})
+            bar.show(epoch, history)
+    if history.stopped:
+        warnings.warn(history.stopped, stacklevel=2)
+    new = model.replace(params={**model.params, **carry.params}, state=carry.state)
+    return Result(new, history)
+
+
+def _batch_size(model: Model, data: Any, wanted: int | None) -> int | None:
+    """The size that the inputs are fixed to, or what was asked for."""
+    fixed = {
+        value.shape[0] for value in model.inputs if value.shape and value.shape[0].__class__ is int
+    }
+    if not fixed or not isinstance(data, tuple):
+        return wanted
+    (size, *_) = fixed
+    if wanted not in (None, size):
+        raise TrainingError(
+            f"batch_size={wanted}, but the model's inputs are fixed to batches of {size}; "
+            "give the first dimension of its inputs a name to allow any size"
+        )
+    return size
+
+
+def _check(model: Model, criterion: losses.Loss, batch: Batch) -> int:
+    """Refuses inputs and targets that do not fit; returns the last dimension of the output."""
+    key = jax.random.key(0)
+    outputs, _ = jax.eval_shape(
+        lambda *inputs: model.apply_train(model.params, model.state, key, *inputs), *batch.inputs
+    )
+    criterion.check_outputs(outputs, batch.targets)
+    return getattr(outputs, "shape", (0,))[-1] if getattr(outputs, "shape", ()) else 0
+
+
+def _read(pending: deque[jax.Array], keep: int, history: History) -> bool:
+    """Moves losses into the history until `keep` are under way; False if the run must stop."""
+    while len(pending) > keep:
+        value, finite = np.asarray(pending.popleft())
+        history.losses.append(float(value))
+        if not finite:
+            number = len(history.losses)
+            what = (
+                f"the loss became {value}"
+                if not np.isfinite(value)
+                else ("a weight or running statistic became NaN or infinite")
+            )
+            history.stopped = f"{what} at step {number}; the weights are those before that step"
+            return False
+    return True
+
+
+def _validation(sums: Any, criterion: losses.Loss) -> dict[str, float]:
+    value, correct, predictions, examples = (float(x) for x in sums)
+    row = {"validation_loss": value / examples}
+    if criterion.counts_classes:
+        row["validation_accuracy"] = correct / predictions
+    return row

@@ -1,0 +1,84 @@
+"""The two compiled programs of a run: a training step and the evaluation of a batch."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxonnx.model import Model
+from jaxonnx.train.data import Batch
+from jaxonnx.train.losses import Loss
+
+
+class Carry(NamedTuple):
+    """All that a step changes."""
+
+    params: dict[str, jax.Array]
+    state: dict[str, jax.Array]
+    optimizer: Any
+    count: jax.Array
+    finite: jax.Array
+    """False once a loss or a weight is not finite; from then on nothing changes."""
+
+
+def start(params: dict, state: dict, optimizer: optax.GradientTransformation) -> Carry:
+    """The first carry. Steps give its memory to their results: the arrays are copies."""
+    params, state = jax.tree.map(jnp.copy, (params, state))
+    return Carry(params, state, optimizer.init(params), jnp.int32(0), jnp.bool(True))
+
+
+def training(
+    model: Model, loss: Loss, optimizer: optax.GradientTransformationExtraArgs, seed: int
+) -> Callable[[Carry, dict, Batch], tuple[Carry, jax.Array]]:
+    """The step: (carry, frozen parameters, batch) -> (carry, [loss, whether all is finite])."""
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(carry, frozen, batch):
+        key = jax.random.fold_in(jax.random.key(seed), carry.count)
+
+        def objective(params):
+            outputs, state = model.apply_train(
+                {**frozen, **params}, carry.state, key, *batch.inputs
+            )
+            return loss.mean(outputs, batch.targets, batch.weight), state
+
+        gradient = jax.value_and_grad(objective, has_aux=True)
+        (value, state), gradients = gradient(carry.params)
+        updates, memory = optimizer.update(
+            gradients, carry.optimizer, carry.params, value=value, grad=gradients
+        )
+        params = optax.apply_updates(carry.params, updates)
+        finite = carry.finite & jnp.isfinite(value) & _all_finite((params, state))
+        new = Carry(params, state, memory, carry.count + 1, finite)  # type: ignore[arg-type]
+        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, carry)
+        return kept._replace(finite=finite), jnp.stack([value, finite.astype(value.dtype)])
+
+    return step
+
+
+def evaluation(model: Model, loss: Loss) -> Callable[[jax.Array, Carry, dict, Batch], jax.Array]:
+    """Adds [sum of losses, correct predictions, predictions, examples] of a batch to such sums."""
+
+    @jax.jit
+    def evaluate(sums, carry, frozen, batch):
+        params = {**frozen, **carry.params}
+        outputs = model.apply(params, *batch.inputs, state=carry.state)
+        examples = batch.weight.sum()
+        value = loss.mean(outputs, batch.targets, batch.weight) * examples
+        correct = predictions = 0.0
+        if loss.counts_classes:
+            hits = outputs.argmax(-1) == batch.targets
+            hits = hits.reshape(len(hits), -1)
+            correct = (hits * batch.weight[:, None]).sum()
+            predictions = examples * hits.shape[1]
+        return sums + jnp.stack(jnp.array([value, correct, predictions, examples]))
+
+    return evaluate
+
+
+def _all_finite(tree: Any) -> jax.Array:
+    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()

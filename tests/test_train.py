@@ -1,0 +1,220 @@
+"""jaxonnx.train: trajectories against PyTorch, one compile, statistics, and what it refuses."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import optax
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import jaxonnx
+
+DATA = Path(__file__).parent / "data"
+LABELS = "softmax_cross_entropy_with_integer_labels"
+
+
+@pytest.fixture(scope="module")
+def net():
+    return jaxonnx.load(DATA / "lenet_bn.legacy.onnx")
+
+
+def digits(count, seed=0):
+    random = np.random.default_rng(seed)
+    x = random.random((count, 1, 28, 28), np.float32)
+    return x, random.integers(0, 10, count)
+
+
+def train(model, data, **settings):
+    settings = {"loss": LABELS, "optimizer": optax.sgd(0.05), "batch_size": 8} | settings
+    return jaxonnx.train(model, data, **settings)
+
+
+@pytest.mark.parametrize("name", ["lenet_bn", "transformer"])
+def test_twenty_steps_follow_pytorch(name):
+    golden = dict(np.load(DATA / f"{name}.sgd.npz"))
+    x, y = golden["x"], golden["y"]
+    if x.dtype == np.uint8:
+        x = x.astype(np.float32) / 255
+    batches = [(x[i : i + 16], y[i : i + 16]) for i in (0, 16, 32)]
+    result = jaxonnx.train(
+        DATA / f"{name}.legacy.onnx",
+        lambda epoch: batches[: 2 if epoch == 6 else 3],
+        loss=LABELS,
+        optimizer=optax.sgd(float(golden["rate"])),
+        epochs=7,
+    )
+    np.testing.assert_allclose(result.history.losses, golden["losses"], rtol=1e-3)
+    end = {k.removeprefix("end:"): v for k, v in golden.items() if k.startswith("end:")}
+    found = {**result.model.params, **result.model.state}
+    for key, value in end.items():
+        # PyTorch divides the running variance by N - 1, ONNX by N
+        rtol = 2e-3 if key.endswith("running_var") else 1e-3
+        atol = 1e-4 * np.abs(value).max()
+        np.testing.assert_allclose(found[key], value, rtol=rtol, atol=atol, err_msg=key)
+
+
+def test_running_statistics_are_renewed_and_exported(net, tmp_path):
+    x, y = digits(16)
+    result = train(net, (x, y), epochs=2)
+    assert {*result.model.state} == {*net.state}
+    for name, before in net.state.items():
+        assert not np.allclose(before, result.model.state[name])
+    path = tmp_path / "trained.onnx"
+    result.model.save(path)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {"x": x})
+    np.testing.assert_allclose(found, result.model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_the_model_given_is_not_changed(net):
+    before = {k: np.array(v) for k, v in {**net.params, **net.state}.items()}
+    train(net, digits(16))
+    for name, value in {**net.params, **net.state}.items():
+        np.testing.assert_array_equal(before[name], value)
+
+
+def test_short_batches_are_not_compiled_again(net):
+    traced = []
+
+    def loss(outputs, targets):
+        traced.append(outputs.shape)
+        return optax.softmax_cross_entropy_with_integer_labels(outputs, targets)
+
+    result = train(net, digits(19), loss=loss, epochs=3, validation=digits(5))
+    assert len(result.history.losses) == 9
+    assert traced == [(8, 10)] * 3  # the check of shapes, the step, the validation
+
+
+def test_the_fill_of_a_short_batch_does_not_count():
+    net = jaxonnx.load(DATA / "lenet.legacy.onnx")
+    x, y = digits(11)
+    batches = [(x[:8], y[:8]), (x[8:], y[8:])]
+    result = train(net, batches, batch_size=None, optimizer=optax.sgd(0.0))
+    expected = [
+        optax.softmax_cross_entropy_with_integer_labels(net(a), b).mean() for a, b in batches
+    ]
+    np.testing.assert_allclose(result.history.losses, expected, rtol=1e-5)
+
+
+def test_order_depends_on_seed_and_epoch_only(net):
+    data = digits(24)
+    one, same, other = (
+        train(net, data, optimizer=optax.sgd(0.0), epochs=2, seed=s).history.losses
+        for s in (1, 1, 2)
+    )
+    assert one == same
+    assert one != other
+    assert one[:3] != one[3:]
+
+
+def test_validation_and_history(net):
+    data = digits(16)
+    result = train(net, data, epochs=2, validation=data)
+    last = result.history.epochs[-1]
+    assert (last["epoch"], last["step"]) == (1, 4)
+    logits = result.model(data[0])
+    expected = optax.softmax_cross_entropy_with_integer_labels(logits, data[1]).mean()
+    np.testing.assert_allclose(last["validation_loss"], expected, rtol=1e-5)
+    accuracy = (logits.argmax(-1) == data[1]).mean()
+    np.testing.assert_allclose(last["validation_accuracy"], accuracy, rtol=1e-6)
+    assert json.loads(json.dumps(dataclasses.asdict(result.history)))["losses"]
+    result.history.plot()
+
+
+def test_trainable_freezes_the_rest(net):
+    result = train(net, digits(8), trainable=["classifier\\..*", "features.0.weight"])
+    changed = {k for k, v in result.model.params.items() if not np.array_equal(v, net.params[k])}
+    assert "features.0.weight" in changed
+    assert changed - {"features.0.weight"} == {k for k in net.params if "classifier" in k}
+    one = train(net, digits(8), trainable=lambda name, value: value.ndim == 4).model
+    assert sum(not np.array_equal(one.params[k], net.params[k]) for k in net.params) == 2
+
+
+def test_sparse(net):
+    result = train(net, digits(24), epochs=6, sparsity="2:4")
+    weight = np.asarray(result.model.params["classifier.0.weight"])
+    for axis in (weight, weight.T):
+        assert ((axis.reshape(-1, 4) != 0).sum(1) <= 2).all()
+    assert [row["phase"] for row in result.history.epochs] == [1, 2, 2, 2, 3, 3]
+    with pytest.raises(jaxonnx.TrainingError, match="number of batches"):
+        train(net, iter([]), batch_size=None, sparsity="2:4")
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_loss_that_is_not_finite_stops_at_the_last_good_weights(net, bad):
+    x, y = digits(8 * 20)
+    x[8 * 5] = bad
+    batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, len(x), 8)]
+    with pytest.warns(UserWarning, match="nan at step 6"):
+        result = train(net, batches, batch_size=None)
+    assert len(result.history.losses) == 6
+    assert "nan at step 6" in result.history.stopped
+    good = train(net, batches[:5], batch_size=None)
+    for name, value in {**good.model.params, **good.model.state}.items():
+        np.testing.assert_array_equal({**result.model.params, **result.model.state}[name], value)
+
+
+def broken_batches():
+    x, y = digits(16)
+    yield x[:8], y[:8]
+    yield x[8:, :, :14], y[8:]
+
+
+X, Y = digits(16)
+BAD = {
+    "lengths": ((X, Y[:-1]), {}, "input 'x' 16, the targets 15"),
+    "empty": ((X[:0], Y[:0]), {}, "no examples"),
+    "label": ((X, np.where(np.arange(16) == 3, 10, Y)), {}, r"0 \.\.\. 9, the first is 10 at 3"),
+    "negative label": ((X, Y - 20), {}, "16 labels"),
+    "float labels": ((X, Y.astype(np.float32)), {}, "integer labels"),
+    "one-hot": ((X, np.eye(10)[Y].astype(int)), {}, r"targets of shape \(8,\)"),
+    "rank": ((X[:, 0], Y), {}, "'x'"),
+    "name": (({"images": X}, Y), {}, "images"),
+    "number": (((X, X), Y), {}, "2 inputs"),
+    "loss": ((X, Y), {"loss": "softmax_crossentropy"}, "softmax_cross_entropy"),
+    "shape of the loss": ((X, Y), {"loss": lambda o, t: o.T}, "8 examples"),
+    "batch size": ((X, Y), {"batch_size": 0}, "batch_size"),
+    "batch size of batches": ([(X, Y)], {}, "batches have their own size"),
+    "epochs": ((X, Y), {"epochs": 0}, "epochs"),
+    "trainable": ((X, Y), {"trainable": "conv9"}, "'conv9' matches no parameter"),
+    "nothing to train": ((X, Y), {"trainable": lambda name, value: False}, "no parameter"),
+    "iterator": (iter([(X, Y)]), {"epochs": 2, "batch_size": None}, "an iterator serves one epoch"),
+    "batch": (broken_batches(), {"batch_size": None}, "batch 1 of data in epoch 0"),
+    "no data": ("digits.npz", {}, "pair"),
+    "validation": ((X, Y), {"validation": (X, Y + 5)}, "validation"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(net, case):
+    data, settings, message = BAD[case]
+    with pytest.raises(jaxonnx.Error, match=message):
+        train(net, data, **settings)
+
+
+def test_dropout_drops_in_training_only():
+    nodes = [
+        helper.make_node("Dropout", ["x"], ["kept"]),
+        helper.make_node("MatMul", ["kept", "w"], ["y"]),
+    ]
+    values = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", size])
+        for name, size in (("x", 64), ("y", 1))
+    ]
+    w = numpy_helper.from_array(np.full((64, 1), 1 / 64, np.float32), "w")
+    graph = helper.make_graph(nodes, "dropout", values[:1], values[1:], [w])
+    net = jaxonnx.load(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]))
+    ones = np.ones((8, 64), np.float32), np.ones((8, 1), np.float32)
+
+    def run(seed):
+        still = {"loss": "squared_error", "optimizer": optax.sgd(0.0), "seed": seed}
+        return train(net, ones, epochs=3, validation=ones, **still).history
+
+    losses = run(0).losses
+    assert len(set(losses)) == 3
+    assert min(losses) > 1e-3
+    assert losses == run(0).losses != run(1).losses
+    assert all(row["validation_loss"] < 1e-6 for row in run(0).epochs)
