@@ -75,9 +75,9 @@ def _grid_sample(x, grid, mode, padding_mode, align_corners):
         if mode == "nearest":
             at = jnp.round(at)
         outside = (at < low) | (at > high)
-        if padding_mode == "border":
+        if mode != "cubic" and padding_mode == "border":
             at = jnp.where(outside, jnp.clip(at, 0, size - 1), at)
-        elif padding_mode == "reflection":
+        elif mode != "cubic" and padding_mode == "reflection":
             at = jnp.where(outside, _reflect(at, low, high), at)
         start = jnp.floor(at)
         if mode == "nearest":
@@ -121,8 +121,8 @@ def grid_sample_16(x, grid, *, align_corners=0, mode="bilinear", padding_mode="z
 def grid_sample(x, grid, *, align_corners=0, mode="linear", padding_mode="zeros"):
     """Samples x (N, C, D1..Dr) at grid (N, ..., r), whose coordinates lie in [-1, 1].
 
-    As in onnxruntime, positions beyond the border are clamped or reflected before cubic weights
-    are taken (PyTorch clamps or reflects the single pixels).
+    In cubic mode the single pixels are clamped or reflected, not the position, as in PyTorch and
+    onnxruntime (ONNX's reference clamps the position).
     """
     if mode not in ("linear", "cubic", "nearest"):
         raise NodeError(f"mode is {mode!r}, not one of linear, cubic, nearest")
