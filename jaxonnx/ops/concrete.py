@@ -35,7 +35,7 @@ def array(value) -> Any:
         return value
     if isinstance(value, dict) or value.dtype == object:
         raise StaticError("strings and maps cannot be carried by compiled control flow")
-    return jnp.asarray(value, canonical(value.dtype))
+    return jnp.asarray(table(value))
 
 
 def table(values, dtype=None) -> np.ndarray:

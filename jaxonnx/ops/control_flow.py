@@ -242,11 +242,9 @@ def scan_8(
     """Batched along axis 0 and scanned along axis 1; scan outputs after a sequence's end are 0."""
     size = len(initial_state_and_scan_inputs) - num_scan_inputs
     values = [array(value) for value in initial_state_and_scan_inputs]
-    inputs = [
-        jnp.flip(x, 1) if directions and directions[k] else x for k, x in enumerate(values[size:])
-    ]
-    batch, length = inputs[0].shape[:2]
-    lengths = jnp.full(batch, length) if sequence_lens is None else array(sequence_lens)
+    batch, length = values[size].shape[:2]
+    ends = jnp.full(batch, length) if sequence_lens is None else array(sequence_lens)
+    backward = directions or [0] * num_scan_inputs
 
     def sequence(end, carry, inputs):
         def one(carry, x):
@@ -256,9 +254,13 @@ def scan_8(
             keep = [jnp.where(i < end, a, b) for a, b in zip(new, carry, strict=True)]
             return keep, [jnp.where(i < end, y, jnp.zeros_like(y)) for y in outputs[size:]]
 
+        inputs = [
+            jnp.roll(x[::-1], end, axis=0) if reverse else x  # x[end - 1], ..., x[0], the rest
+            for x, reverse in zip(inputs, backward, strict=True)
+        ]
         return jax.lax.scan(one, carry, (jnp.arange(length), inputs))
 
-    carry, outputs = jax.vmap(sequence)(lengths, values[:size], inputs)
+    carry, outputs = jax.vmap(sequence)(ends, values[:size], values[size:])
     return (*carry, *outputs)
 
 

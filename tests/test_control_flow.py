@@ -1,0 +1,429 @@
+"""If, Loop and Scan: values, gradients, what is compiled how, and what is refused."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+
+import jaxonnx
+
+
+def function(text, opset=22):
+    """A graph in ONNX's text format as a pure function of its inputs."""
+    header = f'<ir_version: 10, opset_import: ["": {opset}]>'
+    model = jaxonnx.load(onnx.parser.parse_model(f"{header} {text}"))
+    return lambda *inputs: model.apply(model.params, *inputs)
+
+
+def versions(name, first=1):
+    schemas = onnx.defs.get_all_schemas_with_history()
+    return sorted(s.since_version for s in schemas if s.name == name and s.since_version >= first)
+
+
+X = np.array([0.5, -1.0, 2.0], np.float32)
+
+BRANCHES = """
+g (bool c, float[3] x) => (float[3] y) {
+  y = If (c) <
+    then_branch = then () => (float[3] t) { t = Mul(x, x) },
+    else_branch = else () => (float[3] e) { e = Neg(x) }
+  >
+}
+"""
+
+
+@pytest.mark.parametrize("opset", versions("If"))
+def test_if_of_every_version(opset):
+    f = function(BRANCHES, max(opset, 7))  # Mul and Neg have no legacy attributes from 7 on
+    np.testing.assert_array_equal(f(np.array(True), X), X * X)
+    np.testing.assert_array_equal(f(np.array(False), X), -X)
+
+
+def test_a_traced_condition_is_compiled_and_differentiable():
+    f = function(BRANCHES)
+    gradient = jax.jit(jax.grad(lambda c, x: f(c, x).sum(), argnums=1))
+    np.testing.assert_array_equal(gradient(True, X), 2 * X)
+    np.testing.assert_array_equal(gradient(False, X), -np.ones(3))
+    both = jax.vmap(f, (0, None))(np.array([True, False]), X)
+    np.testing.assert_array_equal(both, [X * X, -X])
+
+
+def test_branches_of_different_shapes_need_a_known_condition():
+    f = function("""
+      g (bool c, float[3] x) => (float y) {
+        y = If (c) <
+          then_branch = then () => (float[3] t) { t = Neg(x) },
+          else_branch = else () => (float[1,3] e) {
+            i = Constant<value_ints = [0]>()
+            e = Unsqueeze(x, i)
+          }
+        >
+      }""")
+    assert f(np.array(True), X).shape == (3,)
+    assert f(jnp.array(False), X).shape == (1, 3)
+    with pytest.raises(jaxonnx.Error, match=r"float32\[3\].*float32\[1,3\].*must be known"):
+        jax.jit(f)(True, X)
+
+
+POWER = """
+g (int64 m, float[3] x) => (float[3] y, float s) {
+  c = Constant<value = bool {1}>()
+  one = Constant<value_float = 1.0>()
+  half = Constant<value_float = 0.5>()
+  y, s = Loop (m, c, x) <
+    body = b (int64 i, bool go, float[3] v) => (bool stay, float[3] w, float[3] o) {
+    stay = Identity(go)
+    vx = Mul(v, x)
+    w = Mul(vx, half)
+    o = Add(w, one)
+  }>
+}
+"""
+
+
+def power(x, m):
+    carry, rows = x, []
+    for _ in range(m):
+        carry = carry * x * 0.5
+        rows.append(carry + 1)
+    return carry, jnp.stack(rows)
+
+
+@pytest.mark.parametrize("opset", versions("Loop"))
+def test_loop_of_every_version(opset):
+    # opset 1 has no Constant<value_float>; the operator itself is the same from opset 1 on
+    y, s = function(POWER, max(opset, 13))(np.array(4), X)
+    want, rows = power(X, 4)
+    np.testing.assert_allclose(y, want, rtol=1e-6)
+    np.testing.assert_allclose(s, rows, rtol=1e-6)
+
+
+def test_a_known_trip_count_is_a_scan_with_gradients_both_ways():
+    f = function(POWER)
+    program = jax.make_jaxpr(lambda x: f(np.array(5), x))(X)
+    assert [e.primitive.name for e in program.eqns].count("scan") == 1
+    for got, want in (
+        (jax.jacrev(lambda x: f(np.array(5), x)[1])(X), jax.jacrev(lambda x: power(x, 5)[1])(X)),
+        (jax.jacfwd(lambda x: f(np.array(5), x)[0])(X), jax.jacfwd(lambda x: power(x, 5)[0])(X)),
+        (
+            jax.hessian(lambda x: f(np.array(5), x)[0].sum())(X),
+            jax.hessian(lambda x: power(x, 5)[0].sum())(X),
+        ),
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
+def test_a_thousand_steps_compile_in_seconds():
+    f = function(POWER)
+    loss = jax.jit(jax.grad(lambda x: f(np.array(1000), x)[0].sum()))
+    start = time.perf_counter()
+    gradient = loss(np.ones(3, np.float32) * 2)
+    assert time.perf_counter() - start < 10
+    np.testing.assert_allclose(gradient, np.full(3, 1001), rtol=1e-4)
+
+
+@pytest.mark.parametrize("m", [0, -1])
+def test_no_iteration_gives_empty_scan_outputs(m):
+    y, s = function(POWER)(np.array(m), X)
+    np.testing.assert_array_equal(y, X)
+    assert s.shape == (0, 3)
+    assert s.dtype == np.float32
+    y, s = jax.jit(lambda x: function(POWER)(np.array(m), x))(X)
+    assert s.shape == (0, 3)
+
+
+def test_a_traced_trip_count_cannot_size_a_scan_output():
+    y, _ = function(POWER)(jnp.array(3), X)  # concrete: runs
+    np.testing.assert_allclose(y, power(X, 3)[0], rtol=1e-6)
+    with pytest.raises(jaxonnx.Error, match="length of a scan output"):
+        jax.jit(function(POWER))(3, X)
+
+
+PREFIXES = """
+g (float[3] x) => (float[3] y, float s) {
+  m = Constant<value_int = 3>()
+  c = Constant<value = bool {1}>()
+  zero = Constant<value_ints = [0]>()
+  one = Constant<value_int = 1>()
+  y, s = Loop (m, c, x) <
+    body = b (int64 i, bool go, float[3] v) => (bool stay, float[3] w, float[1] o) {
+    stay = Identity(go)
+    j = Add(i, one)
+    end = Unsqueeze(j, zero)
+    part = Slice(v, zero, end)
+    o = ReduceSum<keepdims = 1>(part)
+    w = Identity(v)
+  }>
+}
+"""
+
+
+def test_a_body_that_needs_its_counter_is_unrolled():
+    f = jax.jit(function(PREFIXES))
+    np.testing.assert_allclose(f(X)[1], np.cumsum(X)[:, None], rtol=1e-6)
+    gradient = jax.grad(lambda x: f(x)[1].sum())(X)
+    np.testing.assert_array_equal(gradient, [3, 2, 1])
+
+
+GROWING = """
+g (float[k] x) => (float[n] y) {
+  m = Constant<value_int = 3>()
+  c = Constant<value = bool {1}>()
+  y = Loop (m, c, x) <body = b (int64 i, bool go, float[a] v) => (bool stay, float[b] w) {
+    stay = Identity(go)
+    w = Concat<axis = 0>(v, x)
+  }>
+}
+"""
+
+
+def test_carried_values_may_change_shape():
+    y, back = jax.vjp(jax.jit(function(GROWING)), X)
+    np.testing.assert_array_equal(y, np.tile(X, 4))
+    np.testing.assert_array_equal(back(jnp.ones(12, np.float32))[0], [4, 4, 4])
+
+
+SHAPE = """
+g (float[3] x) => (float[n] y) {
+  m = Constant<value_int = 4>()
+  c = Constant<value = bool {1}>()
+  one = Constant<value_ints = [1]>()
+  n = Loop (m, c, one) <body = b (int64 i, bool go, int64[1] v) => (bool stay, int64[1] w) {
+    stay = Identity(go)
+    w = Add(v, v)
+  }>
+  s = ReduceSum<keepdims = 1>(x)
+  y = Expand(s, n)
+}
+"""
+
+
+def test_a_loop_over_known_values_stays_known():
+    assert jax.jit(function(SHAPE))(X).shape == (16,)
+
+
+HALVE = """
+g (float x) => (float y) {{
+  {m}
+  c = Constant<value = bool {{1}}>()
+  half = Constant<value_float = 0.5>()
+  one = Constant<value_float = 1.0>()
+  y = Loop ({name}, c, x) <body = b (int64 i, bool go, float v) => (bool stay, float w) {{
+    w = Mul(v, half)
+    stay = Greater(w, one)
+  }}>
+}}
+"""
+BOUNDED = HALVE.format(m="m = Constant<value_int = 50>()", name="m")
+UNBOUNDED = HALVE.format(m="", name="")
+ENDLESS = HALVE.format(m=f"m = Constant<value_int = {2**63 - 1}>()", name="m")
+
+
+@pytest.mark.parametrize("text", [BOUNDED, UNBOUNDED, ENDLESS])
+def test_a_condition_computed_in_the_body_ends_the_loop(text):
+    f = function(text)
+    for run in (f, jax.jit(f)):
+        for x, steps in ((100.0, 7), (0.5, 1), (3.0, 2)):
+            np.testing.assert_allclose(run(np.float32(x)), x / 2**steps, rtol=1e-6)
+    np.testing.assert_allclose(jax.vmap(f)(np.array([100.0, 3.0], np.float32)), [100 / 128, 0.75])
+    assert jax.jvp(f, (jnp.float32(100.0),), (jnp.float32(1.0),))[1] == 1 / 128
+    assert jax.jvp(jax.grad(function(BOUNDED)), (jnp.float32(100.0),), (jnp.float32(1.0),))[1] == 0
+
+
+def test_reverse_mode_needs_a_bounded_loop():
+    assert jax.grad(function(BOUNDED))(jnp.float32(100.0)) == 1 / 128
+    assert jax.jit(jax.grad(function(BOUNDED)))(jnp.float32(3.0)) == 1 / 4
+    for text in (UNBOUNDED, ENDLESS):
+        for transform in (jax.grad, lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f))):
+            with pytest.raises(jaxonnx.Error, match="known trip count"):
+                transform(function(text))(jnp.float32(100.0))
+
+
+COLLECT = """
+g (float x) => (float y, float s) {
+  m = Constant<value_int = 50>()
+  c = Constant<value = bool {1}>()
+  half = Constant<value_float = 0.5>()
+  one = Constant<value_float = 1.0>()
+  y, s = Loop (m, c, x) <body = b (int64 i, bool go, float v) => (bool stay, float w, float o) {
+    w = Mul(v, half)
+    stay = Greater(w, one)
+    o = Identity(w)
+  }>
+}
+"""
+
+
+def test_scan_outputs_until_a_condition_fails_need_concrete_values():
+    f = function(COLLECT)
+    y, s = f(jnp.float32(8.0))
+    assert y == 1
+    np.testing.assert_array_equal(s, [4, 2, 1])
+    with pytest.raises(jaxonnx.Error, match="cannot be compiled"):
+        jax.jit(f)(np.float32(8.0))
+
+
+def test_a_condition_counts_only_where_the_node_has_one():
+    """The table of operating modes in the specification; without both the loop never ends."""
+    text = HALVE.replace(", c, x)", ", , x)")
+    bounded = function(text.format(m="m = Constant<value_int = 5>()", name="m"))
+    assert bounded(np.float32(1.0)) == 1 / 32
+    with pytest.raises(jaxonnx.Error, match="never ends"):
+        function(text.format(m="", name=""))(np.float32(1.0))
+
+
+def test_an_initially_false_condition_runs_nothing():
+    text = """
+      g (bool c, float x) => (float y) {
+        half = Constant<value_float = 0.5>()
+        y = Loop (, c, x) <body = b (int64 i, bool go, float v) => (bool stay, float w) {
+          w = Mul(v, half)
+          stay = Greater(w, half)
+        }>
+      }"""
+    for run in (function(text), jax.jit(function(text))):
+        assert run(np.array(False), np.float32(4.0)) == 4
+        assert run(np.array(True), np.float32(4.0)) == 0.5
+
+
+NESTED = """
+g (float[3] x) => (float[3] y) {
+  three = Constant<value_int = 3>()
+  two = Constant<value_int = 2>()
+  zero = Constant<value_int = 0>()
+  c = Constant<value = bool {1}>()
+  y = Loop (three, c, x) <body = outer (int64 i, bool go, float[3] v) => (bool stay, float[3] w) {
+    stay = Identity(go)
+    r = Mod(i, two)
+    even = Equal(r, zero)
+    w = If (even) <
+      then_branch = then () => (float[3] t) {
+        t = Loop (two, c, v) <body = inner (int64 j, bool g2, float[3] a) => (bool s2, float[3] b) {
+          s2 = Identity(g2)
+          ax = Mul(a, x)
+          b = Add(ax, v)
+        }>
+      },
+      else_branch = else () => (float[3] e) { e = Sin(v) }
+    >
+  }>
+}
+"""
+
+
+def nested(x):
+    v = x
+    for i in range(3):
+        if i % 2 == 0:
+            a = v
+            for _ in range(2):
+                a = a * x + v
+            v = a
+        else:
+            v = jnp.sin(v)
+    return v
+
+
+def test_nesting_and_outer_values():
+    f = jax.jit(function(NESTED))
+    np.testing.assert_allclose(f(X), nested(X), rtol=1e-5)
+    jacobian = jax.jacrev(f)(X)
+    np.testing.assert_allclose(jacobian, jax.jacrev(nested)(X), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(jax.jacfwd(f)(X), jacobian, rtol=1e-4, atol=1e-5)
+
+
+def test_iterations_draw_different_random_numbers():
+    f = function("""
+      g (float[3] x) => (float[3] y, float s) {
+        m = Constant<value_int = 3>()
+        c = Constant<value = bool {1}>()
+        y, s = Loop (m, c, x) <
+          body = b (int64 i, bool go, float[3] v) => (bool stay, float[3] w, float[3] o) {
+          stay = Identity(go)
+          w = Identity(v)
+          o = RandomNormalLike(v)
+        }>
+      }""")
+    rows = np.asarray(jax.jit(f)(X)[1])
+    assert len({tuple(row) for row in rows}) == 3
+
+
+SCAN = """
+g (float[2] h, float[2,4] x, float[4,2] u) => (float[2] last, float[2,4] y, float[4,2] z) {
+  last, y, z = Scan <num_scan_inputs = 2,
+    scan_input_axes = [-1, 0], scan_input_directions = [1, 0],
+    scan_output_axes = [1, 0], scan_output_directions = [0, 1],
+    body = b (float[2] a, float[2] p, float[2] q) => (float[2] n, float[2] o1, float[2] o2) {
+      ap = Mul(a, p)
+      n = Add(ap, q)
+      o1 = Sin(n)
+      o2 = Identity(p)
+    }> (h, x, u)
+}
+"""
+
+
+def scan(h, x, u):
+    first, second = [], []
+    for t in range(x.shape[1]):
+        p = x[:, x.shape[1] - 1 - t]
+        h = h * p + u[t]
+        first.append(jnp.sin(h))
+        second.insert(0, p)
+    return h, jnp.stack(first, axis=1), jnp.stack(second)
+
+
+@pytest.mark.parametrize("opset", versions("Scan", first=9))
+def test_scan_along_axes_and_directions_of_every_version(opset):
+    rng = np.random.default_rng(0)
+    values = [rng.normal(size=s).astype(np.float32) for s in ((2,), (2, 4), (4, 2))]
+    f = function(SCAN, opset)
+    for run in (f, jax.jit(f)):
+        for got, want in zip(run(*values), scan(*values), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5)
+    if opset == 25:
+        for k in range(3):
+            got = jax.jacrev(f, argnums=(0, 1, 2))(*values)[k]
+            want = jax.jacrev(scan, argnums=(0, 1, 2))(*values)[k]
+            jax.tree.map(
+                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want
+            )
+
+
+def test_scan_of_nothing():
+    shapes = ((2,), (2, 0), (0, 2))
+    last, y, z = function(SCAN)(*(np.zeros(s, np.float32) for s in shapes))
+    assert (last.shape, y.shape, z.shape) == ((2,), (2, 0), (0, 2))
+    with pytest.raises(jaxonnx.Error, match="one length"):
+        function(SCAN)(*(np.zeros(s, np.float32) for s in ((2,), (2, 3), (4, 2))))
+
+
+BATCHED = """
+g (int64[2] n, float[2,1] h, float[2,4,1] x) => (float[2,1] last, float[2,4,1] y) {
+  last, y = Scan <num_scan_inputs = 1, DIRECTIONS
+    body = b (float[1] a, float[1] p) => (float[1] s, float[1] o) {
+      s = Add(a, p)
+      o = Identity(s)
+    }> (LENGTHS, h, x)
+}
+"""
+
+
+def test_batched_scan_of_opset_8():
+    h, x = np.array([[1.0], [2]], np.float32), np.arange(8, dtype=np.float32).reshape(2, 4, 1)
+    n = np.array([2, 4])
+    f = function(BATCHED.replace("DIRECTIONS", "").replace("LENGTHS", "n"), 8)
+    last, y = jax.jit(f)(n, h, x)
+    np.testing.assert_array_equal(last, [[2], [24]])
+    np.testing.assert_array_equal(y[:, :, 0], [[1, 2, 0, 0], [6, 11, 17, 24]])
+    gradient = jax.grad(lambda x: f(n, h, x)[0].sum())(x)
+    np.testing.assert_array_equal(gradient[:, :, 0], [[1, 1, 0, 0], [1, 1, 1, 1]])
+    text = BATCHED.replace("DIRECTIONS", "directions = [1],")
+    backward = function(text.replace("LENGTHS", ""), 8)
+    np.testing.assert_array_equal(backward(n, h, x)[1][:, :, 0], [[4, 6, 7, 7], [9, 15, 20, 24]])
+    backward = function(text.replace("LENGTHS", "n"), 8)  # as onnxruntime: from its own end
+    np.testing.assert_array_equal(backward(n, h, x)[1][:, :, 0], [[2, 2, 0, 0], [9, 15, 20, 24]])
