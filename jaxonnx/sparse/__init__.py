@@ -2,6 +2,7 @@
 
 from .layers import Layer, layers
 from .masks import Pattern, mask
+from .pack import Packed, load, pack, save, unpack, unpack_mask
 from .templates import templates
 from .three_phase import (
     ThreePhaseState,
@@ -12,18 +13,27 @@ from .three_phase import (
     state_masks,
     three_phase,
 )
+from .verify import Verification, verify
 
 __all__ = [
     "Layer",
+    "Packed",
     "Pattern",
     "ThreePhaseState",
+    "Verification",
     "fixed_mask",
     "layers",
+    "load",
     "mask",
     "metrics",
+    "pack",
     "prune",
+    "save",
     "sr_ste",
     "state_masks",
     "templates",
     "three_phase",
+    "unpack",
+    "unpack_mask",
+    "verify",
 ]

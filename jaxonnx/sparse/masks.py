@@ -134,8 +134,8 @@ def from_bits(bits: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def is_pattern(mask: jax.Array | np.ndarray, pattern: Pattern, axes: Axes) -> bool:
     """Whether every group of the pattern keeps at most N, along the input axis or both."""
-    mask = np.asarray(mask) != 0
+    kept = np.asarray(mask) != 0
     wanted = axes if pattern.transposable else axes[1:]
     return all(
-        int(nm.group_sums(mask, pattern.m, axis).max(initial=0)) <= pattern.n for axis in wanted
+        int(nm.group_sums(kept, pattern.m, axis).max(initial=0)) <= pattern.n for axis in wanted
     )

@@ -58,7 +58,7 @@ def _cell_axes(ndim: int, axes: Axes) -> tuple[int, int]:
 def _cells(w: jax.Array, axes: Axes) -> list[list[jax.Array]]:
     row, column = _cell_axes(w.ndim, axes)
     view = blocks(w, axes)
-    at = [slice(None)] * view.ndim
+    at: list[int | slice] = [slice(None)] * view.ndim
 
     def cell(r: int, c: int) -> jax.Array:
         index = list(at)
@@ -130,7 +130,7 @@ def codes(w: jax.Array, axes: Axes = (-2, -1)) -> jax.Array:
         for r, row in enumerate(_cells(w, axes))
     ]
     pairs = list(combinations(range(4), 2))
-    rest = {p: tuple(c for c in range(4) if c not in p) for p in pairs}
+    rest = dict(zip(pairs, reversed(pairs), strict=True))  # complements, as the pairs are sorted
     top = {(b, c): _better(a[0][b] + a[1][c], a[0][c] + a[1][b]) for b, c in pairs}
     bottom = {(b, c): _better(a[2][b] + a[3][c], a[2][c] + a[3][b]) for b, c in pairs}
     above = [a[0][c] + a[1][c] for c in range(4)]

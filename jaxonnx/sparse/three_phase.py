@@ -103,7 +103,7 @@ def three_phase(
         return {layer.name: layer.axes for layer in report if layer.axes is not None}
 
     def phase(count):
-        return 1 + (count >= start).astype(jnp.int32) + (count >= end).astype(jnp.int32)
+        return jnp.where(count < start, 1, jnp.where(count < end, 2, 3)).astype(jnp.int32)
 
     def init(params):
         leaves = _named(params)
@@ -127,7 +127,7 @@ def three_phase(
 
     def update(updates, state, params=None, **extra_args):
         if params is None:
-            raise ValueError(optax.NO_PARAMS_MSG)
+            raise SparsityError("three_phase needs the parameters: update(grads, state, params)")
         where = plan(params)
         names = sorted(where)
         if decay:
@@ -136,7 +136,7 @@ def three_phase(
             )
         updates, inner_state = inner.update(updates, state.inner, params, **extra_args)
         u, w = dict(_pick(updates, names)), dict(_pick(params, names))
-        count = optax.safe_increment(state.count)
+        count = jnp.asarray(optax.safe_increment(state.count))
         is_dense = count < start
         is_refresh = (count >= start) & (count <= end) & ((count - start) % every == 0)
 
@@ -155,7 +155,7 @@ def three_phase(
             inner_state = jax.lax.cond(
                 is_refresh, _zero_lost(inner, params, state.masks, masks), lambda s: s, inner_state
             )
-        forget = ((is_refresh & reset) | (count == 1)) if reset else jnp.asarray(False)
+        forget = (is_refresh | (count == 1)) if reset else jnp.asarray(False)
         masked, pruned = {}, {}
         for n in names:
             m = from_bits(masks[n], w[n].shape)
