@@ -22,20 +22,20 @@ def split_heads(x, heads):
         return x
     if not heads or x.shape[-1] % heads:
         raise NodeError(f"a tensor of shape {x.shape} cannot be split into {heads} heads")
-    return x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
+    return x.reshape(*x.shape[:2], heads, x.shape[-1] // heads).swapaxes(1, 2)
 
 
 def merge_heads(x):
     """The inverse of `split_heads`."""
     x = x.swapaxes(1, 2)
-    return x.reshape(*x.shape[:2], -1)
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3])
 
 
 def _grouped(x, kv_heads):
     """Query heads as (batch, key heads, queries per key head, ...)."""
     if x.shape[1] % kv_heads:
         raise NodeError(f"{x.shape[1]} query heads are no multiple of {kv_heads} key heads")
-    return x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:])
+    return x.reshape(x.shape[0], kv_heads, x.shape[1] // kv_heads, *x.shape[2:])
 
 
 def scores(q, k, scale=None):
@@ -233,7 +233,7 @@ def linear_attention(
             v = rate * (v - jnp.einsum("bhkv,bhk->bhv", state, k))
         state = state + k[..., None] * v[..., None, :]
         o = jnp.einsum("bhgk,bhkv->bhgv", _grouped(q, kv_num_heads), state)
-        return state, factor * o.reshape(*q.shape[:2], -1)
+        return state, factor * o.reshape(*q.shape[:2], v.shape[-1])
 
     state, o = lax.scan(step, past_state.astype(wide), (q, k, v, g, rate))
     return merge_heads(o.transpose(1, 2, 0, 3)).astype(query.dtype), state.astype(state_dtype)

@@ -1,6 +1,7 @@
 """Sampling at free positions: AffineGrid, GridSample."""
 
 import itertools
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -65,8 +66,12 @@ def _grid_sample(x, grid, mode, padding_mode, align_corners):
     wide = jnp.promote_types(dtype, np.float32)
     if not jnp.issubdtype(dtype, jnp.inexact):
         wide = canonical(np.float64)
-    pixels = x.reshape(batch, channels, -1).astype(wide if mode != "nearest" else dtype)
-    points = grid.reshape(batch, -1, len(sizes)).astype(jnp.promote_types(grid.dtype, np.float32))
+    pixels = x.reshape(batch, channels, math.prod(sizes)).astype(
+        wide if mode != "nearest" else dtype
+    )
+    points = grid.reshape(batch, math.prod(grid.shape[1:-1]), len(sizes)).astype(
+        jnp.promote_types(grid.dtype, np.float32)
+    )
 
     def taps(position, size):
         """Per tap the index along one axis, its weight and whether it lies inside."""

@@ -1,5 +1,7 @@
 """Matrix products and the determinant."""
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -12,7 +14,8 @@ def matmul(a, b):
     """`numpy.matmul`; a matrix on the right makes one product of all leading axes of `a`."""
     np_ = xp(a, b)
     if a.ndim > 2 and b.ndim == 2:
-        return (a.reshape(-1, a.shape[-1]) @ b).reshape(*a.shape[:-1], b.shape[-1])
+        rows = math.prod(a.shape[:-1])
+        return (a.reshape(rows, a.shape[-1]) @ b).reshape(*a.shape[:-1], b.shape[-1])
     return np_.matmul(a, b)
 
 
@@ -47,5 +50,7 @@ def gemm(a, b, c=None, *, alpha=1.0, beta=1.0, transA=0, transB=0):
 @op("Det", since=11)
 def det(x):
     """Determinants of the innermost matrices; half precision is computed in float32."""
+    if x.shape[-1] == 0:
+        return jnp.ones(x.shape[:-2], x.dtype)  # the derivative of JAX's rule needs a row
     wide = x.astype(np.float32) if x.dtype.itemsize < 4 else x
     return jnp.linalg.det(wide).astype(x.dtype)

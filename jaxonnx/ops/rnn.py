@@ -83,8 +83,8 @@ def _recur(cell, x, w, r, bias, sequence_lens, initial, hidden_size, direction, 
         return state[:, d] if layout else state[d]
 
     def one_direction(d, reverse):
-        gates = x.reshape(-1, features) @ w[d].T
-        gates = (gates if bias is None else gates + bias[d]).reshape(steps, batch, -1)
+        gates = x.reshape(steps * batch, features) @ w[d].T
+        gates = (gates if bias is None else gates + bias[d]).reshape(steps, batch, w.shape[1])
         step = cell(d)
 
         def body(states, inputs):

@@ -1,0 +1,90 @@
+"""Masked rows, precision and refusals of the attention operators."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxonnx.ops  # noqa: F401 - registers the operators
+from jaxonnx.errors import NodeError
+from jaxonnx.registry import lookup
+
+attention = lookup("", "Attention", 25).function
+flex = lookup("ai.onnx.preview", "FlexAttention", 1).function
+linear = lookup("", "LinearAttention", 27).function
+rotary = lookup("", "RotaryEmbedding", 23).function
+
+rng = np.random.default_rng(0)
+Q, K, V = (rng.normal(size=(1, 2, 3, 2)).astype(np.float32) for _ in range(3))
+EMPTY_ROW = np.array([[1, 0, 1], [0, 0, 0], [1, 1, 1]], bool)
+HIDDEN = np.where(EMPTY_ROW, 0, -np.inf).astype(np.float32)
+
+
+def finite(tree):
+    return all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("mask", [EMPTY_ROW, HIDDEN], ids=["boolean", "float"])
+def test_a_query_without_keys_gives_zeros_and_gradients_without_nan(mask):
+    def loss(q, k, v):
+        return jnp.sum(attention(q, k, v, mask)[0] ** 2)
+
+    y = attention(Q, K, V, mask)[0]
+    np.testing.assert_array_equal(y[:, :, 1], 0)
+    gradients = jax.grad(loss, (0, 1, 2))(Q, K, V)
+    assert finite(gradients)
+    np.testing.assert_array_equal(gradients[0][:, :, 1], 0)
+    assert finite(jax.jvp(jax.grad(loss), (Q, K, V), (Q, K, V)))
+
+
+def test_infinite_scores_behind_a_mask_do_not_show():
+    k = K.copy()
+    k[:, :, 1] = np.inf
+    y = attention(abs(Q), k, V, np.array([True, False, True]))[0]
+    assert finite(y)
+
+
+def test_score_mod_may_hide_every_key():
+    y = flex(Q, K, V, score_mod=lambda x: (x + HIDDEN,))
+    np.testing.assert_array_equal(y[:, :, 1], 0)
+
+
+def test_half_precision_of_flex_attention_is_widened():
+    seen = []
+    flex(
+        *(x.astype(np.float16) for x in (Q, K, V)), prob_mod=lambda p: seen.append(p.dtype) or (p,)
+    )
+    assert seen == [np.float32]
+
+
+def test_negative_offset_masks_the_first_queries():
+    y = attention(Q, K, V, None, None, None, np.array([1]), is_causal=1)[0]
+    np.testing.assert_array_equal(y[:, :, :2], 0)
+    np.testing.assert_allclose(y[:, :, 2], V[:, :, 0], rtol=1e-6)
+
+
+def test_linear_attention_continues_from_its_state():
+    q, k, v = (rng.normal(size=(1, 4, 4)).astype(np.float32) for _ in range(3))
+    heads = {"q_num_heads": 2, "kv_num_heads": 2, "update_rule": "linear"}
+    whole, last = linear(q, k, v, **heads)
+    first, state = linear(q[:, :2], k[:, :2], v[:, :2], **heads)
+    second, state = linear(q[:, 2:], k[:, 2:], v[:, 2:], state, **heads)
+    np.testing.assert_allclose(jnp.concatenate([first, second], 1), whole, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(state, last, rtol=1e-5, atol=1e-6)
+
+
+def test_refusals():
+    with pytest.raises(NodeError, match="go together"):
+        attention(Q, K, V, None, K)
+    with pytest.raises(NodeError, match="cannot be combined"):
+        attention(Q, K, V, None, K, V, np.array([3]))
+    with pytest.raises(NodeError, match="window size"):
+        attention(Q, K, V, left_window_size=-2)
+    with pytest.raises(NodeError, match="no multiple"):
+        attention(Q[:, :1], K, V)
+    with pytest.raises(NodeError, match="into None heads"):
+        attention(Q[0], K[0], V[0])
+    with pytest.raises(NodeError, match="needs decay"):
+        linear(Q[0], K[0], V[0], q_num_heads=1, kv_num_heads=1, update_rule="gated")
+    with pytest.raises(NodeError, match="angles"):
+        rotary(Q, np.ones((1, 3, 2), np.float32), np.ones((1, 3, 2), np.float32))

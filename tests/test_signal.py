@@ -1,0 +1,38 @@
+"""Signal operators: refusals, one-point windows, round trips."""
+
+import jax
+import numpy as np
+import pytest
+
+import jaxonnx.ops  # noqa: F401 - registers the operators
+from jaxonnx.errors import NodeError
+from jaxonnx.registry import lookup
+
+dft, stft, hann = (lookup("", name, 20).function for name in ("DFT", "STFT", "HannWindow"))
+X = np.random.default_rng(0).normal(size=(2, 6, 1)).astype(np.float32)
+
+
+def test_onesided_round_trip():
+    y = dft(dft(X, onesided=1), onesided=1, inverse=1)
+    np.testing.assert_allclose(y, X, atol=1e-6)
+
+
+def test_no_warning_without_x64():
+    with jax.enable_x64(False):
+        assert dft(X).dtype == np.float32
+
+
+@pytest.mark.parametrize("periodic", [0, 1])
+def test_a_window_of_one_point_is_one(periodic):
+    np.testing.assert_array_equal(hann(np.array(1), periodic=periodic), [1])
+
+
+def test_refusals():
+    with pytest.raises(NodeError, match="last axis"):
+        dft(X, None, np.array(-1))
+    with pytest.raises(NodeError, match="last axis"):
+        dft(X[..., 0])
+    with pytest.raises(NodeError, match="window"):
+        stft(X, np.array(2), np.ones(3, np.float32), np.array(4))
+    with pytest.raises(NodeError, match="do not fit"):
+        stft(X, np.array(2), None, np.array(9))
