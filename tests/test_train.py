@@ -100,11 +100,11 @@ def test_the_fill_of_a_short_batch_does_not_count():
 
 
 def test_order_depends_on_seed_and_epoch_only(net):
-    data = digits(24)
-    one, same, other = (
-        train(net, data, optimizer=optax.sgd(0.0), epochs=2, seed=s).history.losses
-        for s in (1, 1, 2)
-    )
+    def losses(seed):
+        settings = {"optimizer": optax.sgd(0.0), "epochs": 2, "seed": seed}
+        return train(net, digits(24), **settings).history.losses
+
+    one, same, other = map(losses, (1, 1, 2))
     assert one == same
     assert one != other
     assert one[:3] != one[3:]

@@ -55,5 +55,5 @@ def sparsify(
     if not {"dense", "dynamic", "fixed"} & {*options}:
         options |= {"dense": epochs // 3, "dynamic": max(1, epochs // 2)}
     options = {"dense": 0, "dynamic": None} | options
-    options["exclude"] = _no_matrices(model) | dict(options.get("exclude", {}))
+    options.setdefault("exclude", {})
     return sparse.three_phase(optimizer, steps_per_epoch=steps, **options)

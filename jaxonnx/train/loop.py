@@ -25,7 +25,7 @@ from jaxonnx.train.history import History
 from jaxonnx.train.progress import Bar
 
 _LAG = 8
-"""Steps that may be under way before the host reads the oldest loss: it never waits for the newest."""
+"""Steps under way when the host reads the oldest loss: it never waits for the newest."""
 
 
 @dataclass(frozen=True)
@@ -154,12 +154,11 @@ def train(
 
 def _batch_size(model: Model, data: Any, wanted: int | None) -> int | None:
     """The size that the inputs are fixed to, or what was asked for."""
-    fixed = {
-        value.shape[0] for value in model.inputs if value.shape and value.shape[0].__class__ is int
-    }
+    fixed = [value.shape[0] for value in model.inputs if value.shape]
+    fixed = [size for size in fixed if isinstance(size, int)]
     if not fixed or not isinstance(data, tuple):
         return wanted
-    (size, *_) = fixed
+    size = fixed[0]
     if wanted not in (None, size):
         raise TrainingError(
             f"batch_size={wanted}, but the model's inputs are fixed to batches of {size}; "
