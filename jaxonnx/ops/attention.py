@@ -145,7 +145,7 @@ def attention(
         split_heads(v, kv_num_heads),
     )
     offset = 0
-    if past_key is not None:
+    if past_key is not None and past_value is not None:
         offset = past_key.shape[2]
         k = jnp.concatenate([past_key, k], axis=2)
         v = jnp.concatenate([past_value, v], axis=2)
@@ -215,10 +215,10 @@ def linear_attention(
     wide = jnp.promote_types(query.dtype, np.float32)
 
     def steps(x, heads):
-        return None if x is None else split_heads(x, heads).astype(wide).transpose(2, 0, 1, 3)
+        return split_heads(x, heads).astype(wide).transpose(2, 0, 1, 3)
 
-    q = steps(query, q_num_heads)
-    k, v, g = (steps(x, kv_num_heads) for x in (key, value, decay))
+    q, k, v = steps(query, q_num_heads), steps(key, kv_num_heads), steps(value, kv_num_heads)
+    g = None if decay is None else steps(decay, kv_num_heads)
     rate = None if beta is None else steps(beta, beta.shape[-1])
     factor = scale or 1 / math.sqrt(q.shape[-1])
     state_dtype = query.dtype if past_state is None else past_state.dtype
@@ -239,7 +239,7 @@ def linear_attention(
     return merge_heads(o.transpose(1, 2, 0, 3)).astype(query.dtype), state.astype(state_dtype)
 
 
-def rotate(x, cos, sin, interleaved=False):
+def rotate(x, cos, sin, interleaved):
     """Rotates pairs of the last axis, which are neighbours if `interleaved`, else halves apart.
 
     `cos` and `sin` have half the last axis of `x`, and what `x` has beyond twice their length

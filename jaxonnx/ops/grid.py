@@ -100,9 +100,9 @@ def _grid_sample(x, grid, mode, padding_mode, align_corners):
 
     # The grid lists coordinates from the innermost axis outwards.
     axes = [list(taps(points[..., -1 - i], size)) for i, size in enumerate(sizes)]
-    total = 0
+    total = jnp.zeros((), pixels.dtype)
     for corner in itertools.product(*axes):
-        index, factor, inside = 0, None, True
+        index, factor, inside = np.zeros(1, np.int32), None, np.ones(1, bool)
         for size, (i, weight, within) in zip(sizes, corner, strict=True):
             index = index * size + i
             factor = weight if factor is None else factor * weight

@@ -108,22 +108,40 @@ def _blend(x, index, weight, axis):
 
     @jax.custom_jvp
     def blend(x):
-        return sum(
-            w.reshape(shape) * jnp.take(x, i, axis=axis)
-            for i, w in zip(index.T, weight.T, strict=True)
-        )
+        y = jnp.zeros((), x.dtype)
+        for i, w in zip(index.T, weight.T, strict=True):
+            y += w.reshape(shape) * jnp.take(x, i, axis=axis)
+        return y
 
     @blend.defjvp
     def _(primals, tangents):
         pixels = jnp.arange(x.shape[axis])
-        matrix = sum(
-            jnp.where(pixels == i[:, None], w[:, None], 0)
-            for i, w in zip(index.T, weight.T, strict=True)
-        )
+        hits = jnp.where(pixels == index[..., None], weight[..., None], 0)
+        matrix = hits.sum(axis=1)
         tangent = jnp.tensordot(tangents[0], matrix, (axis, 1), precision=lax.Precision.HIGHEST)
         return blend(primals[0]), jnp.moveaxis(tangent, -1, axis)
 
     return blend(x)
+
+
+def _extents(lengths, scales, sizes, policy):
+    """Scale and output size of each axis from what is given of both."""
+    given = [v for v in (scales, sizes) if v is not None and v.size]
+    if len(given) != 1:
+        raise NodeError("exactly one of scales and sizes must be given")
+    if given[0].shape != lengths.shape:
+        raise NodeError(f"{given[0].size} scales or sizes are given for {len(lengths)} axes")
+    if given[0] is scales:
+        # In the scales' own precision: 10 pixels at float32(0.7) are 7, as in onnxruntime.
+        out = np.floor(lengths.astype(given[0].dtype) * given[0])
+        return given[0].astype(np.float64), out.astype(int)
+    ratios = given[0] / lengths
+    if policy == "stretch":
+        return ratios, given[0]
+    if policy not in ("not_larger", "not_smaller"):
+        raise NodeError(f"unknown keep_aspect_ratio_policy {policy!r}")
+    scale = ratios.min() if policy == "not_larger" else ratios.max()
+    return np.full(lengths.shape, scale), np.floor(scale * lengths + 0.5).astype(int)
 
 
 def _resize(
@@ -149,30 +167,13 @@ def _resize(
     if mode not in _MODES:
         raise NodeError(f"mode is {mode!r}, not one of {', '.join(_MODES)}")
     axes = axes_of(axes, x.ndim)
-    lengths = np.array([x.shape[axis] for axis in axes])
-    scales = None if scales is None or scales.size == 0 else scales
-    sizes = None if sizes is None or sizes.size == 0 else sizes
-    if (scales is None) == (sizes is None):
-        raise NodeError("exactly one of scales and sizes must be given")
-    given = scales if sizes is None else sizes
-    if len(given) != len(axes):
-        raise NodeError(f"{len(given)} scales or sizes are given for {len(axes)} axes")
-    if sizes is None:
-        # In the scales' own precision: 10 pixels at float32(0.7) are 7, as in onnxruntime.
-        sizes = np.floor(lengths.astype(scales.dtype) * scales).astype(int)
-        scales = scales.astype(np.float64)
-    else:
-        scales = sizes / lengths
-        if policy != "stretch":
-            if policy not in ("not_larger", "not_smaller"):
-                raise NodeError(f"unknown keep_aspect_ratio_policy {policy!r}")
-            scale = scales.min() if policy == "not_larger" else scales.max()
-            scales = np.full(len(axes), scale)
-            sizes = np.floor(scale * lengths + 0.5).astype(int)
+    scales, sizes = _extents(np.array([x.shape[a] for a in axes]), scales, sizes, policy)
     crop = coordinates == "tf_crop_and_resize"
-    if crop and (roi is None or roi.size != 2 * len(axes)):
-        raise NodeError("tf_crop_and_resize needs a roi of a start and an end for each axis")
-    starts, ends = roi.reshape(2, -1) if crop else (np.zeros(len(axes)), np.ones(len(axes)))
+    starts, ends = np.zeros(len(axes)), np.ones(len(axes))
+    if crop:
+        if roi is None or roi.size != 2 * len(axes):
+            raise NodeError("tf_crop_and_resize needs a roi of a start and an end for each axis")
+        starts, ends = roi.reshape(2, -1)
     dtype = x.dtype
     integer = not jnp.issubdtype(dtype, jnp.inexact)
     if mode != "nearest":

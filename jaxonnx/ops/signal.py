@@ -75,8 +75,9 @@ def _window(size, periodic, output_datatype, coefficients):
     """sum_k (-1)^k a_k cos(2 pi k n / N) with N = size, or size - 1 if symmetric."""
     size = int(size.item())
     n = np.arange(size) / max(size if periodic else size - 1, 1)
-    w = sum((-1) ** k * a * np.cos(2 * np.pi * k * n) for k, a in enumerate(coefficients))
-    return (w if size > 1 else np.ones(size)).astype(element_dtype(output_datatype))
+    terms = [(-1) ** k * a * np.cos(2 * np.pi * k * n) for k, a in enumerate(coefficients)]
+    w = np.sum(terms, axis=0) if size > 1 else np.ones(size)
+    return w.astype(element_dtype(output_datatype))
 
 
 @op("HannWindow", since=17)
