@@ -38,16 +38,53 @@ def string_split(x, *, delimiter=None, maxsplit=None):
 def regex_full_match(x, *, pattern=None):
     r"""Whether each string as a whole matches `pattern`, in the syntax of RE2.
 
-    Python's `re` reads it, with RE2's ASCII-only \d, \w, \s and \b and its \z; what only RE2 has
-    (\pN, \C, \Q...\E) is an error.
+    Python's `re` does the work. What only one of the two can read (\pN, \C and \Q...\E;
+    lookaround, back references and atomic groups) is an error.
     """
     if pattern is None:
         raise NodeError("the attribute 'pattern' is missing")
     try:
-        regex = re.compile(re.sub(r"(?<!\\)((?:\\\\)*)\\z", r"\1\\Z", pattern), re.ASCII)
+        regex = re.compile(_from_re2(pattern), re.ASCII)  # RE2's \d, \w and \b know ASCII only
     except re.error as error:
         raise NodeError(f"the pattern {pattern!r} cannot be read: {error}") from error
     return _each(lambda s: regex.fullmatch(s) is not None, x, bool)
+
+
+_SPACE = r"\t\n\f\r "
+_RE2_TOKEN = re.compile(r"\[:\w+:\]|\[\^?\]?|\(\?(?:[=!>(]|<[=!]|P=)|\\.|.", re.DOTALL)
+_POSIX = {
+    "[:alnum:]": "0-9A-Za-z",
+    "[:alpha:]": "A-Za-z",
+    "[:ascii:]": r"\x00-\x7F",
+    "[:blank:]": r"\t ",
+    "[:cntrl:]": r"\x00-\x1F\x7F",
+    "[:digit:]": "0-9",
+    "[:graph:]": "!-~",
+    "[:lower:]": "a-z",
+    "[:print:]": " -~",
+    "[:punct:]": r"!-/:-@\[-`{-~",
+    "[:space:]": r"\t\n\v\f\r ",
+    "[:upper:]": "A-Z",
+    "[:word:]": "0-9A-Za-z_",
+    "[:xdigit:]": "0-9A-Fa-f",
+}
+
+
+def _from_re2(pattern):
+    """The pattern in the syntax of `re`."""
+    tokens, inside = [], False
+    for token in _RE2_TOKEN.findall(pattern):
+        if token.startswith("(?") or (token[0] == "\\" and token[1:] in "123456789"):
+            raise NodeError(f"the pattern {pattern!r} cannot be read: RE2 has no {token!r}")
+        if inside:
+            inside = token != "]"
+            token = _POSIX.get(token, _SPACE if token == r"\s" else token)
+            tokens.append(token.replace("[", r"\[") if token.startswith("[") else token)
+        else:
+            inside = token.startswith("[")
+            replaced = {r"\z": r"\Z", r"\s": f"[{_SPACE}]", r"\S": f"[^{_SPACE}]"}
+            tokens.append(replaced.get(token, token))
+    return "".join(tokens)
 
 
 @op("StringNormalizer", since=10, dynamic=True)

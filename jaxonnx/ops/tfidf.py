@@ -53,7 +53,7 @@ def tfidf_vectorizer(
     pool = pool_int64s if pool_strings is None else pool_strings
     lengths = (min_gram_length, max_gram_length)
     trie = _trie(pool, ngram_counts, len(ngram_indexes), lengths)
-    tokens = _number(x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1, 1), trie.tokens)
+    tokens = _number(x if x.ndim == 2 else x.reshape(1, x.size), trie.tokens)
     counts = _count(tokens, trie, len(ngram_indexes), max_gram_length, max_skip_count)
     scores = (counts > 0 if mode == "IDF" else counts).astype(np.float32)
     if mode != "TF" and weights:
