@@ -10,6 +10,7 @@ along the one blocked axis of the weight, the other, or neither.
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -265,6 +266,10 @@ class _Walk:
             self._loop(params, operands)
         elif (inner := self._called(params)) is not None:
             return self(inner, operands)
+        elif (plain := getattr(eqn.primitive, "plain", None)) is not None:
+            # a primitive of ours says what it means in terms of JAX's own
+            means = jax.make_jaxpr(partial(plain, **params))(*(v.aval for v in eqn.invars))
+            return self(means, operands)
         elif name in _MOVES and first is not None:
             out = eqn.primitive.bind(jnp.asarray(first), **params)
             return [np.asarray(x) for x in (out if eqn.primitive.multiple_results else [out])]
