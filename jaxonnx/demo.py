@@ -1,0 +1,196 @@
+"""`jaxonnx demo`: a network from an ONNX file, trained dense and sparse, back to ONNX files."""
+
+import time
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optax
+from rich.console import Console
+from rich.table import Table
+
+from jaxonnx import sparse
+from jaxonnx.errors import Error
+from jaxonnx.load import load
+from jaxonnx.model import Model
+from jaxonnx.train import History, train
+
+EPOCHS = 30
+BATCH = 32
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the table says of one network. Accuracies are of the test images."""
+
+    name: str
+    path: Path
+    jaxonnx: float
+    onnxruntime: float
+    verified: int
+    """Weights proved to be 2:4 along both axes, in every product of both passes."""
+    weights: dict[str, np.ndarray]
+    """The weights that can be 2:4."""
+    bytes_dense: int
+    bytes_packed: int
+    """With these weights as two values and two 2-bit places for every four."""
+    history: History
+
+
+def model() -> Model:
+    """A small untrained CNN for 8x8 digits, as PyTorch's exporter wrote it."""
+    return load((files("jaxonnx") / "assets" / "digits_cnn.onnx").read_bytes())
+
+
+def digits(seed: int = 0) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """scikit-learn's 1797 digits as (images, labels): three quarters to train, the rest to test."""
+    try:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+    except ImportError as error:
+        raise Error("the demo needs scikit-learn: pip install 'jaxonnx[demo]'") from error
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 16).astype(np.float32).reshape(-1, 1, 8, 8)
+    x, x_test, y, y_test = train_test_split(
+        images, labels, test_size=0.25, random_state=seed, stratify=labels
+    )
+    return (x, y), (x_test, y_test)
+
+
+def run(
+    folder: str | Path = ".",
+    *,
+    epochs: int = EPOCHS,
+    seed: int = 0,
+    progress: bool | None = None,
+    console: Console | None = None,
+) -> list[Row]:
+    """Trains dense, then three-phase sparse; writes dense.onnx, sparse.onnx and report.png.
+
+    Raises:
+      Error: a package of the extra `demo` is missing, or the folder cannot be written.
+    """
+    console = console or Console()
+    folder = Path(folder)
+    paths = {name: folder / f"{name}.onnx" for name in ("dense", "sparse")}
+    _writable(folder)
+    begin = time.perf_counter()
+    data, test = digits(seed)
+    start = model()
+    console.print(start)
+    rows = []
+    for name, path in paths.items():
+        console.print(f"[bold]{name}[/]: {epochs} epochs of {len(data[0])} images")
+        steps = epochs * -(-len(data[0]) // BATCH)
+        result = train(
+            start,
+            data,
+            loss="softmax_cross_entropy_with_integer_labels",
+            optimizer=optax.adamw(optax.cosine_decay_schedule(3e-3, steps)),
+            epochs=epochs,
+            batch_size=BATCH,
+            seed=seed,
+            validation=test,
+            sparsity="2:4" if name == "sparse" else None,
+            progress=progress,
+        )
+        result.model.save(path)
+        rows.append(_row(name, path, result.model, result.history, test))
+    _report(folder / "report.png", rows)
+    console.print(_table(rows))
+    seconds = time.perf_counter() - begin
+    console.print(f"wrote dense.onnx, sparse.onnx and report.png to {folder} in {seconds:.0f} s")
+    return rows
+
+
+def _writable(folder: Path) -> None:
+    """Fails now rather than after the training."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".jaxonnx"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise Error(f"cannot write to '{folder}' ({error.strerror})") from error
+
+
+def _row(name: str, path: Path, trained: Model, history: History, test: Any) -> Row:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise Error("the demo needs onnxruntime: pip install 'jaxonnx[demo]'") from error
+    images, labels = test
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (logits,) = session.run(None, {"x": images})
+    layers = [layer for layer in sparse.layers(trained.params) if layer.axes]
+    weights = {layer.name: np.asarray(trained.params[layer.name]) for layer in layers}
+    dense = packed = sum(value.nbytes for value in trained.params.values())
+    if name == "sparse":
+        sparse.verify(trained.apply, trained.params, images[:4], layers=layers)
+        packed += sum(sparse.pack(w).nbytes - w.nbytes for w in weights.values())
+    return Row(
+        name=name,
+        path=path,
+        jaxonnx=float(np.mean(np.argmax(trained(images), 1) == labels)),
+        onnxruntime=float(np.mean(np.argmax(logits, 1) == labels)),
+        verified=len(layers) if name == "sparse" else 0,
+        weights=weights,
+        bytes_dense=dense,
+        bytes_packed=packed,
+        history=history,
+    )
+
+
+def _table(rows: list[Row]) -> Table:
+    table = Table(title="digits, 8x8: accuracy on the test images")
+    table.add_column("network")
+    for column in ("jaxonnx", "onnxruntime", "2:4 on both axes", "bytes", "packed"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row.name,
+            f"{row.jaxonnx:.2%}",
+            f"{row.onnxruntime:.2%}",
+            f"{row.verified} of {len(row.weights)} weights" if row.verified else "-",
+            f"{row.bytes_dense:,}",
+            f"{row.bytes_packed:,}" if row.verified else "-",
+        )
+    return table
+
+
+def _report(path: Path, rows: list[Row]) -> None:
+    """Curves of both runs, the flip rate of the sparse one, and the mask of its largest layer."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise Error("the report needs matplotlib: pip install 'jaxonnx[demo]'") from error
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    (loss, accuracy), (flips, mask) = figure.subplots(2, 2)
+    for row in rows:
+        epochs = row.history.epochs
+        number = [e["epoch"] + 1 for e in epochs]
+        loss.plot(number, [e["loss"] for e in epochs], label=row.name)
+        error = [100 * (1 - e["validation_accuracy"]) for e in epochs]
+        accuracy.plot(number, error, label=row.name)
+    last = rows[-1]
+    epochs = last.history.epochs
+    flips.bar([e["epoch"] + 1 for e in epochs], [100 * e["flip_rate"] for e in epochs], color="C1")
+    for axes, title in (
+        (loss, "training loss"),
+        (accuracy, "test images that are wrong, %"),
+        (flips, "mask bits that changed, %"),
+    ):
+        for before, after in pairwise(epochs):
+            if before["phase"] != after["phase"]:
+                axes.axvline(after["epoch"] + 0.5, color="0.7", ls="--", lw=1)
+        axes.set(title=title, xlabel="epoch")
+    loss.set_yscale("log")
+    loss.legend()
+    name, weight = max(last.weights.items(), key=lambda item: item[1].size)
+    shown = weight if weight.ndim == 2 else weight[..., 0, 0]
+    mask.imshow(shown != 0, cmap="Greys", interpolation="nearest")
+    mask.set(title=f"kept weights of {name}", xlabel="input", ylabel="output")
+    figure.savefig(path, dpi=110)
