@@ -22,12 +22,13 @@ _COMPARISONS = {
     "BRANCH_NEQ": operator.ne,
 }
 _MODES = [*_COMPARISONS, "BRANCH_MEMBER"]
+_LEAF = -1
 _TRANSFORMS = ["NONE", "SOFTMAX", "LOGISTIC", "SOFTMAX_ZERO", "PROBIT"]
 _AGGREGATES = ["AVERAGE", "SUM", "MIN", "MAX"]
 
 
 class Forest(NamedTuple):
-    """All nodes of all trees in one numbering; a leaf's children are itself."""
+    """All nodes of all trees in one numbering; a leaf has mode -1 and itself as children."""
 
     roots: np.ndarray
     feature: np.ndarray
@@ -45,7 +46,7 @@ def _depth(forest: Forest) -> int:
     """The number of steps until every walk has reached a leaf."""
     node, depth = np.unique(forest.roots), 0
     while True:
-        node = node[forest.true[node] != node]
+        node = node[forest.mode[node] != _LEAF]
         if not node.size:
             return depth
         node = np.unique([forest.true[node], forest.false[node]])
@@ -56,7 +57,7 @@ def _depth(forest: Forest) -> int:
 
 def walk(x, forest: Forest):
     """The leaf [N, trees] that each row of x [N, C] falls into."""
-    used = np.unique(forest.mode[forest.true != np.arange(len(forest.true))])
+    used = np.unique(forest.mode[forest.mode != _LEAF])
     if forest.feature.max() >= x.shape[1]:
         raise NodeError(f"the trees look at feature {forest.feature.max()} of {x.shape[1]}")
     tables = Forest(*(jnp.asarray(table(field)) for field in forest))
@@ -124,7 +125,6 @@ def tree_ensemble(
     del nodes_hitrates  # how often a node is visited: a hint for the order in memory
     count, leaves = len(nodes_modes), len(leaf_weights)
     own = np.arange(count, count + leaves)
-    padding = np.zeros(leaves, np.int64)
 
     def children(ids, leafs):
         ids, leafs = np.asarray(ids), np.asarray(leafs, bool)
@@ -132,10 +132,10 @@ def tree_ensemble(
             raise NodeError("a child is outside the nodes or the leaves")
         return np.concatenate([np.where(leafs, count + ids, ids), own])
 
-    modes = np.concatenate([np.asarray(nodes_modes, np.int64), padding])
+    modes = np.concatenate([np.asarray(nodes_modes, np.int64), np.full(leaves, _LEAF)])
     forest = Forest(
         roots=np.asarray(tree_roots),
-        feature=np.concatenate([nodes_featureids, padding]),
+        feature=np.concatenate([nodes_featureids, np.zeros(leaves, np.int64)]),
         mode=modes,
         split=np.concatenate([nodes_splits, np.zeros(leaves, nodes_splits.dtype)]),
         true=children(nodes_truenodeids, nodes_trueleafs),
@@ -197,7 +197,7 @@ def _forest(modes, treeids, nodeids, featureids, values, trueids, falseids, trac
     forest = Forest(
         roots=np.array(sorted(first.values())),
         feature=np.asarray(featureids),
-        mode=np.array([0 if mode == "LEAF" else _MODES.index(mode) for mode in modes]),
+        mode=np.array([_LEAF if mode == "LEAF" else _MODES.index(mode) for mode in modes]),
         split=values,
         true=children(trueids),
         false=children(falseids),

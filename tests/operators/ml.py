@@ -206,7 +206,7 @@ def svms():
         svr = dict(vectors, coefficients=two["coefficients"], rho=[0.5], n_supports=5)
         yield compiled("SVMRegressor", [X], {**svr, **kind}, rtol=1e-4, id=kernel)
     yield compiled("SVMRegressor", [X], {**svr, "one_class": 1}, id="outliers")
-    linear = {"coefficients": [0.5, 1.0, -0.25], "rho": [0.5], "kernel_type": "LINEAR"}
+    linear = {"coefficients": [0.5, 1.0, -0.25], "rho": [0.5], "kernel_params": [0.0, 0.0, 0.0]}
     yield compiled("SVMRegressor", [X], linear, id="linear")
     for transform in TRANSFORMS[1:]:
         yield svc({**three, "post_transform": transform}, id=transform)
@@ -215,7 +215,7 @@ def svms():
     scores = {
         "coefficients": [0.5, 1, -0.25, 2, 0, 1, -1, 1, 1],
         "rho": [0.5],
-        "kernel_type": "LINEAR",
+        "kernel_params": [0.0, 0.0, 0.0],
     }
     scores["coefficients"] = [float(c) for c in scores["coefficients"]]
     yield svc({**scores, "classlabels_ints": [4, 2, 8]}, id="linear")
