@@ -95,7 +95,8 @@ def _scatter(x, index, updates, reduction):
         return x
     if reduction == "mul":
         return _scatter_product(x, index, updates)
-    return getattr(x.at[index], {"none": "set"}.get(reduction, reduction))(updates)
+    method = "set" if reduction == "none" else reduction
+    return getattr(x.at[index], method)(updates)
 
 
 def _scatter_product(x, index, updates):

@@ -5,6 +5,8 @@ x within the range of the quantized type and none where it saturates, and by the
 "Learned Step Size Quantization" (https://arxiv.org/abs/1902.08153).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -16,10 +18,12 @@ from jaxonnx.ops.common import axis_of, element_dtype
 from jaxonnx.registry import Rounded, Through, known, op, xp
 
 
-def _granular(value, x, axis, block_size):
+def _granular(value, x, axis, block_size) -> Any:
     """A scale or zero point that broadcasts against `x`: per tensor, per axis, or per block."""
-    if value is None or value.size == 1:
-        return value if value is None else value.reshape(())
+    if value is None:
+        return None
+    if value.size == 1:
+        return value.reshape(())
     axis = axis_of(axis, x.ndim)
     if not block_size:
         if value.shape != (x.shape[axis],):

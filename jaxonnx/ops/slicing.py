@@ -60,7 +60,7 @@ def split(x, sizes: Static | None = None, *, axis=0, num_outputs=None, outputs: 
     if sizes is None and num_outputs is not None:
         length = x.shape[axis_of(axis, x.ndim)]
         chunk = math.ceil(length / num_outputs)
-        sizes = [min(chunk, max(0, length - i * chunk)) for i in range(num_outputs)]
+        sizes = np.clip(length - chunk * np.arange(num_outputs), 0, chunk)
     return _split(x, axis, _equal(x, axis, outputs) if sizes is None else sizes)
 
 
@@ -178,9 +178,9 @@ def reverse_sequence(x, lengths, *, batch_axis=1, time_axis=0):
 def one_hot(indices, depth: Static, values, *, axis=-1):
     """`values` is [off, on]; an index outside [-depth, depth) gives a row of off values."""
     np_ = xp(indices, values)
-    depth = int(depth.item())
+    count = int(depth.item())
     axis = axis_of(axis, indices.ndim + 1)
     indices = np_.expand_dims(cast(indices, INDEX), axis)
-    indices = np_.where(indices < 0, indices + depth, indices)
-    classes = np_.arange(depth).reshape((depth,) + (1,) * (indices.ndim - 1 - axis))
+    indices = np_.where(indices < 0, indices + count, indices)
+    classes = np_.arange(count).reshape((count,) + (1,) * (indices.ndim - 1 - axis))
     return np_.where(indices == classes, values[1], values[0])
