@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from onnx import GraphProto, ModelProto, StringStringEntryProto
+from onnx import GraphProto, ModelProto, StringStringEntryProto, TensorProto, helper, numpy_helper
 
 from jaxonnx.bind import Graph, bind
 from jaxonnx.errors import InputError, ModelError
@@ -68,7 +68,9 @@ class Training:
                 "jaxonnx.train trains without"
             )
         self._proto = proto
-        stored = {name: tensors[name] for name in _tensor_names(proto.graph) if name in tensors}
+        self._stored = stored = {
+            name: tensors[name] for name, _ in _tensors(proto.graph) if name in tensors
+        }
         self._initial = _variables(proto, stored)
         taken = stored.keys() | self._initial.keys()
         self._initializations = [
@@ -150,6 +152,26 @@ class Training:
         _check_names("inputs", inputs, self._inference.inputs)
         key = jax.random.key(0) if key is None else key
         return self._jitted_inference(dict(state), dict(inputs), key, self._large)
+
+    def to_onnx(self, state: State) -> ModelProto:
+        """The file with the values of `state` as its initializers.
+
+        Its inference graph uses the trained weights, and training continues where it stopped: the
+        state of a model loaded from it is exactly `state`.
+        """
+        _check_names("state", state, self.variables)
+        proto = ModelProto()
+        proto.CopyFrom(self._proto)
+        sparse = {entry.values.name for entry in proto.graph.sparse_initializer}
+        values = self._stored | state
+        for name, tensor in _tensors(proto.graph):
+            if name in values and name not in sparse:
+                _write(tensor, values[name])
+        for info in proto.training_info:
+            for tensor in info.algorithm.initializer:
+                if tensor.name in state:
+                    _write(tensor, state[tensor.name])
+        return proto
 
     def _init(self, state: State, key: jax.Array) -> State:
         for i, method in enumerate(self._initializations):
@@ -262,18 +284,26 @@ def _combined(main: GraphProto, algorithm: GraphProto) -> GraphProto:
     return graph
 
 
-def _tensor_names(graph: GraphProto) -> Iterator[str]:
+def _tensors(graph: GraphProto) -> Iterator[tuple[str, TensorProto]]:
     """The named tensors that a graph and its subgraphs store.
 
     An Identity over one is not among them: it follows the variable it is computed from.
     """
-    yield from (tensor.name for tensor in graph.initializer)
-    yield from (sparse.values.name for sparse in graph.sparse_initializer)
+    yield from ((tensor.name, tensor) for tensor in graph.initializer)
+    yield from ((sparse.values.name, sparse.values) for sparse in graph.sparse_initializer)
     for node in graph.node:
-        if tensor_of_constant(node) is not None:
-            yield node.output[0]
+        constant = tensor_of_constant(node)
+        if constant is not None:
+            yield node.output[0], constant
         for inner in subgraphs(node):
-            yield from _tensor_names(inner)
+            yield from _tensors(inner)
+
+
+def _write(tensor: TensorProto, value: Any) -> None:
+    dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    written = numpy_helper.from_array(np.asarray(value).astype(dtype, copy=False), tensor.name)
+    written.doc_string = tensor.doc_string
+    tensor.CopyFrom(written)
 
 
 def _assign(state: State, bindings: Mapping[str, str], outputs: Mapping[str, Any]) -> State:

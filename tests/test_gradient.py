@@ -14,7 +14,9 @@ HEADER = '<ir_version: 10, opset_import: ["": 22, "ai.onnx.preview.training": 1,
 
 def load(text, functions=""):
     """A model in ONNX's text format; `Gradient` stands for the operator with its domain."""
-    text = f"{HEADER}\n{text}\n{functions}".replace(" Gradient", " ai.onnx.preview.training.Gradient")
+    text = f"{HEADER}\n{text}\n{functions}".replace(
+        " Gradient", " ai.onnx.preview.training.Gradient"
+    )
     return jaxonnx.load(onnx.parser.parse_model(text))
 
 
@@ -256,7 +258,8 @@ def test_gradient_inside_loop():
       cond = Constant<value = bool {1}>()
       one = Constant<value_float = 1.0>()
       rate = Constant<value_float = 0.1>()
-      last, path = Loop(M, cond, x) <body = b (int64 i, bool c, float w) => (bool c1, float w1, float p) {
+      last, path = Loop(M, cond, x) <
+          body = b (int64 i, bool c, float w) => (bool c1, float w1, float p) {
         c1 = Identity(c)
         e = Sub(w, one)
         e2 = Mul(e, e)
@@ -279,7 +282,8 @@ def test_gradient_inside_loop():
 def test_gradient_inside_scan():
     text = """
     g (float[4,3] xs, float[3] w) => (float[3] total, float[4,3] d) {
-      total, d = Scan(w, xs) <num_scan_inputs = 1, body = b (float[3] s, float[3] x) => (float[3] s1, float[3] dx) {
+      total, d = Scan(w, xs) <num_scan_inputs = 1,
+          body = b (float[3] s, float[3] x) => (float[3] s1, float[3] dx) {
         wx = Mul(w, x)
         y = Sin(wx)
         dx = Gradient<xs=["x"], y="y">(x)
@@ -351,7 +355,8 @@ def test_y_through_loop():
 def test_y_through_scan():
     text = """
     g (float[4,3] xs, float[3] w) => (float[4,3] dxs, float[3] dw) {
-      y, all = Scan(w, xs) <num_scan_inputs = 1, body = b (float[3] s, float[3] x) => (float[3] s1, float[3] o) {
+      y, all = Scan(w, xs) <num_scan_inputs = 1,
+          body = b (float[3] s, float[3] x) => (float[3] s1, float[3] o) {
         sx = Mul(s, x)
         s1 = Sin(sx)
         o = Mul(s1, w)
