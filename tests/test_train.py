@@ -157,6 +157,23 @@ def test_a_loss_that_is_not_finite_stops_at_the_last_good_weights(net, bad):
         np.testing.assert_array_equal({**result.model.params, **result.model.state}[name], value)
 
 
+@pytest.mark.parametrize("sparsity", [None, "2:4"])
+def test_a_resumed_run_is_the_uninterrupted_one(net, tmp_path, sparsity):
+    settings = {"optimizer": optax.adam(1e-3), "sparsity": {"dense": 1} if sparsity else None}
+    whole = train(net, digits(20), epochs=4, **settings)
+    train(net, digits(20), epochs=2, checkpoint_dir=tmp_path, **settings)
+    with pytest.raises(jaxonnx.TrainingError, match="pass resume=True"):
+        train(net, digits(20), epochs=4, checkpoint_dir=tmp_path, **settings)
+    rest = train(net, digits(20), epochs=4, checkpoint_dir=tmp_path, resume=True, **settings)
+    assert rest.history.losses == whole.history.losses
+    assert [row["epoch"] for row in rest.history.epochs] == [0, 1, 2, 3]
+    for kind in ("params", "state"):
+        for name, value in getattr(whole.model, kind).items():
+            np.testing.assert_array_equal(value, getattr(rest.model, kind)[name])
+    with pytest.raises(jaxonnx.TrainingError, match="another run"):
+        train(net, digits(20), checkpoint_dir=tmp_path, resume=True)
+
+
 def broken_batches():
     x, y = digits(16)
     yield x[:8], y[:8]
@@ -183,6 +200,8 @@ BAD = {
     "nothing to train": ((X, Y), {"trainable": lambda name, value: False}, "no parameter"),
     "iterator": (iter([(X, Y)]), {"epochs": 2, "batch_size": None}, "an iterator serves one epoch"),
     "batch": (broken_batches(), {"batch_size": None}, "batch 1 of data in epoch 0"),
+    "checkpoints": ((X, Y), {"checkpoint_dir": "/dev/null/run"}, "cannot be made"),
+    "nothing to resume": ((X, Y), {"resume": True}, "checkpoint_dir"),
     "no data": ("digits.npz", {}, "pair"),
     "validation": ((X, Y), {"validation": (X, Y + 5)}, "validation"),
 }

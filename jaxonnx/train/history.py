@@ -14,7 +14,8 @@ class History:
     """The loss of every step, before its update."""
     epochs: list[dict[str, Any]] = field(default_factory=list)
     """One dict an epoch: `epoch`, `step` (steps so far), `loss` (mean over its steps), `seconds`;
-    `validation_loss` and, with labels, `validation_accuracy` where there is validation data."""
+    `validation_loss` and, with labels, `validation_accuracy` where there is validation data; with
+    sparsity `phase` (of the step to come), `sparsity` and `flip_rate` (of the last refresh)."""
     stopped: str | None = None
     """Why the run ended before its last epoch."""
 

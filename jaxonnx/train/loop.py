@@ -5,6 +5,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -19,6 +20,7 @@ from jaxonnx.errors import TrainingError
 from jaxonnx.load import load
 from jaxonnx.model import Model
 from jaxonnx.train import losses, step
+from jaxonnx.train.checkpoint import Checkpoints
 from jaxonnx.train.choice import select, sparsify
 from jaxonnx.train.data import Batch, source
 from jaxonnx.train.history import History
@@ -51,6 +53,8 @@ def train(
     validation: Any = None,
     trainable: str | Iterable[str] | Callable[[str, jax.Array], bool] | None = None,
     sparsity: str | Mapping[str, Any] | None = None,
+    checkpoint_dir: str | os.PathLike | None = None,
+    resume: bool = False,
     progress: bool | None = None,
 ) -> Result:
     """Trains a model and returns it with the history of the run.
@@ -77,6 +81,9 @@ def train(
       sparsity: "2:4", or options of `sparse.three_phase` whose phases are in epochs. By default a
         third of the epochs is dense, half have a dynamic mask, and the rest a fixed one. Embeddings
         and grouped convolutions stay dense.
+      checkpoint_dir: a folder for a checkpoint after each epoch; the last three are kept.
+      resume: continue from the last checkpoint, if there is one; the result is then bit for bit
+        that of the uninterrupted run.
       progress: show a progress bar; by default where the output is a terminal.
 
     Returns:
@@ -104,25 +111,31 @@ def train(
     if sparsity is not None:
         optimizer = sparsify(model, optimizer, sparsity, epochs, examples.steps)
 
+    optimizer = optax.with_extra_args_support(optimizer)
+    carry, history, done = step.start(trained, model.state, optimizer), History(), 0
+    checkpoints = None
+    if checkpoint_dir is not None:
+        checkpoints = Checkpoints(checkpoint_dir, resume)
+        done, carry, history = checkpoints.restore(carry)
+    elif resume:
+        raise TrainingError("resume=True needs the checkpoint_dir of the run to continue")
+
     # the first batch tells the shapes; an iterator cannot be asked for it again
-    batches = examples.batches(0)
+    batches = examples.batches(done)
     first = next(batches)
     batches = chain([first], batches)
     classes = _check(model, criterion, first)
     for part, what in ((examples, "data"), (held_out, "validation")):
         if part is not None and part.targets is not None:
             criterion.check_labels(part.targets, classes, what)
-    optimizer = optax.with_extra_args_support(optimizer)
     update = step.training(model, criterion, optimizer, seed)
     evaluate = step.evaluation(model, criterion)
-    carry = step.start(trained, model.state, optimizer)
 
-    history = History()
     pending: deque[jax.Array] = deque()
-    with Bar(progress, epochs, examples.steps) as bar:
-        for epoch in range(epochs):
+    with Bar(progress, epochs, examples.steps) as bar, checkpoints or nullcontext():
+        for epoch in range(done, epochs):
             began, before = time.perf_counter(), len(history.losses)
-            for batch in batches if epoch == 0 else examples.batches(epoch):
+            for batch in batches if epoch == done else examples.batches(epoch):
                 if examples.targets is None:
                     criterion.check_labels(batch.targets, classes, f"a batch of epoch {epoch}")
                 carry, seen = update(carry, frozen, batch)
@@ -146,6 +159,8 @@ def train(
                 row |= {name: numbers[name] for name in ("phase", "sparsity", "flip_rate")}
             history.epochs.append(row | {"seconds": time.perf_counter() - began})
             bar.show(epoch, history)
+            if checkpoints is not None:
+                checkpoints.save(epoch + 1, carry, history)
     if history.stopped:
         warnings.warn(history.stopped, stacklevel=2)
     new = model.replace(params={**model.params, **carry.params}, state=carry.state)
