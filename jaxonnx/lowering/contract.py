@@ -1,0 +1,126 @@
+"""Trilinear forms whose three contractions are chosen by hand, per platform.
+
+A convolution, say, is a form T(x, w, y), and its forward pass and its two gradients are the three
+ways to leave one of the arguments out. Automatic differentiation knows only how to transpose a
+formulation, and the transpose of a fast formulation is often a slow one: XLA:CPU turns the
+transpose of a shifted read into a scatter-like pad. Here every contraction is written on its own;
+they are each other's derivatives, so that forward mode, reverse mode and every higher order work.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+
+class Form(Protocol):
+    """A hashable description of T(a, b, c), linear in its floating point arguments.
+
+    `plain` and `fast` (the latter is used on CPU) contract T with all arguments but number `out`;
+    `u` and `v` are the others in their order.
+    """
+
+    batch: tuple[int, ...]
+    """The arguments whose axis 0 runs over independent examples."""
+
+    def plain(self, out: int, u, v) -> Any: ...
+
+    def fast(self, out: int, u, v) -> Any: ...
+
+
+def contract(form: Form, out: int, u, v):
+    """The contraction of `form` with all its arguments but number `out`."""
+    return contract_p.bind(jnp.asarray(u), jnp.asarray(v), form=form, out=out)
+
+
+contract_p = Primitive("contract")
+# what the primitive means in terms of JAX's own, for whoever reads a jaxpr (sparse.verify)
+contract_p.plain = lambda u, v, *, form, out: form.plain(out, u, v)  # type: ignore[attr-defined]
+
+
+@partial(jax.jit, static_argnames=("form", "out"))
+def _apply(u, v, *, form, out):
+    return contract_p.bind(u, v, form=form, out=out)
+
+
+contract_p.def_impl(_apply)
+
+
+@contract_p.def_abstract_eval
+def _abstract(u, v, *, form, out):
+    return jax.make_jaxpr(partial(form.plain, out))(u, v).out_avals[0]
+
+
+def _transpose(slot, cotangent, u, v, *, form, out):
+    """The cotangent takes the place of the argument that was left out."""
+    u_slot, v_slot = (i for i in range(3) if i != out)
+    missing, other = ((u_slot, (v_slot, v)), (v_slot, (u_slot, u)))[slot]
+    (_, first), (_, second) = sorted([other, (out, cotangent)], key=lambda pair: pair[0])
+    return contract(form, missing, first, second)
+
+
+ad.defbilinear(contract_p, partial(_transpose, 0), partial(_transpose, 1))
+
+
+@dataclass(frozen=True)
+class Batched:
+    """A form over one more leading axis of the arguments in `slots`."""
+
+    form: Form
+    slots: tuple[int, ...]
+
+    @property
+    def batch(self):
+        return self.slots if self.slots == self.form.batch else ()
+
+    def _contract(self, function: Callable, out: int, u, v):
+        if self.slots == self.form.batch:
+            return self._merged(function, out, u, v)
+        axes = tuple(0 if i in self.slots else None for i in range(3) if i != out)
+        result = jax.vmap(partial(function, out), axes)(u, v)
+        return result if out in self.slots else result.sum(0)
+
+    def _merged(self, function: Callable, out: int, u, v):
+        """One larger batch instead of a batch of batches."""
+        others = [i for i in range(3) if i != out]
+        lead = next(a.shape[:2] for i, a in zip(others, (u, v), strict=True) if i in self.slots)
+        u, v = (
+            a.reshape(-1, *a.shape[2:]) if i in self.slots else a
+            for i, a in zip(others, (u, v), strict=True)
+        )
+        result = function(out, u, v)
+        return result.reshape(*lead, *result.shape[1:]) if out in self.slots else result
+
+    def plain(self, out, u, v):
+        return self._contract(self.form.plain, out, u, v)
+
+    def fast(self, out, u, v):
+        return self._contract(self.form.fast, out, u, v)
+
+
+def _batch(arguments, axes, *, form, out):
+    others = [i for i in range(3) if i != out]
+    slots = [i for i, axis in zip(others, axes, strict=True) if axis is not None]
+    arguments = [
+        a if axis is None else jnp.moveaxis(a, axis, 0)
+        for a, axis in zip(arguments, axes, strict=True)
+    ]
+    return contract(Batched(form, tuple(sorted([*slots, out]))), out, *arguments), 0
+
+
+batching.primitive_batchers[contract_p] = _batch
+
+
+def _lower(which: str, u, v, *, form, out):
+    return getattr(form, which)(out, u, v)
+
+
+mlir.register_lowering(contract_p, mlir.lower_fun(partial(_lower, "plain"), multiple_results=False))
+mlir.register_lowering(
+    contract_p, mlir.lower_fun(partial(_lower, "fast"), multiple_results=False), platform="cpu"
+)

@@ -1,0 +1,290 @@
+"""Convolutions, and Col2Im, which is the transpose of reading windows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxonnx import lowering
+from jaxonnx.errors import NodeError
+from jaxonnx.ops.windows import (
+    kernel_of,
+    pad_pairs,
+    per_axis,
+    positions,
+    split_padding,
+    window,
+)
+from jaxonnx.registry import Static, op
+
+
+def _check_channels(x, w, group):
+    if x.ndim != w.ndim or x.ndim < 3:
+        raise NodeError(
+            f"X {x.shape} and W {w.shape} must both have batch, channel and spatial axes"
+        )
+    if x.shape[1] != w.shape[1] * group or w.shape[0] % group:
+        raise NodeError(f"X {x.shape} and W {w.shape} do not fit in {group} groups of channels")
+
+
+def _channels(b, rank: int):
+    """A vector over the channels in the shape that broadcasts to (N, C, ...)."""
+    return b.reshape(-1, *(1,) * (rank - 2))
+
+
+@op("Conv", since=1, params=("w", "b"))
+def conv(
+    x,
+    w,
+    b=None,
+    *,
+    auto_pad="NOTSET",
+    dilations=None,
+    group=1,
+    kernel_shape=None,
+    pads=None,
+    strides=None,
+):
+    """Cross-correlation of x (N, C, *D) with w (M, C / group, *kernel)."""
+    _check_channels(x, w, group)
+    kernel = kernel_of(w, kernel_shape)
+    windows = window(
+        x.shape[2:], kernel, strides=strides, pads=pads, dilations=dilations, auto_pad=auto_pad
+    )
+    y = lowering.convolution(x, w, windows, group)
+    return y if b is None else y + _channels(b, x.ndim)
+
+
+@op("ConvTranspose", since=1, params=("w", "b"))
+def conv_transpose(
+    x,
+    w,
+    b=None,
+    *,
+    auto_pad="NOTSET",
+    dilations=None,
+    group=1,
+    kernel_shape=None,
+    output_padding=None,
+    output_shape=None,
+    pads=None,
+    strides=None,
+):
+    """The transpose of Conv as a map of images; x (N, C, *D), w (C, M / group, *kernel).
+
+    Opset 1 words the side of the odd padding element two ways that exclude each other; like
+    onnxruntime this follows the wording of opset 11 for every opset.
+    """
+    if x.ndim != w.ndim or x.shape[1] != w.shape[0] or w.shape[0] % group:
+        raise NodeError(f"X {x.shape} and W {w.shape} do not fit in {group} groups of channels")
+    kernel = kernel_of(w, kernel_shape)
+    rank = len(kernel)
+    strides, dilations = per_axis(strides, rank, "strides"), per_axis(dilations, rank, "dilations")
+    extra = per_axis(output_padding, rank, "output_padding", 0)
+    reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
+    span = [s * (n - 1) + r for s, n, r in zip(strides, x.shape[2:], reach, strict=True)]
+    if output_shape is not None and len(output_shape):
+        size = tuple(int(n) for n in output_shape[-rank:])
+    elif auto_pad.startswith("SAME"):
+        size = tuple(n * s for n, s in zip(x.shape[2:], strides, strict=True))
+    else:
+        axes = zip(span, extra, pad_pairs(pads, rank), strict=True)
+        size = tuple(n + e - sum(pair) for n, e, pair in axes)
+    if (output_shape is not None and len(output_shape)) or auto_pad.startswith("SAME"):
+        axes = zip(span, extra, size, strict=True)
+        begins = [split_padding(max(n + e - o, 0), auto_pad)[0] for n, e, o in axes]
+    else:
+        begins = [begin for begin, _ in pad_pairs(pads, rank)]
+    padding = tuple((b, n - b - o) for b, n, o in zip(begins, span, size, strict=True))
+    y = lowering.transposed_convolution(
+        x, w, size=size, strides=strides, dilations=dilations, pads=padding, groups=group
+    )
+    return y if b is None else y + _channels(b, x.ndim)
+
+
+def _integer_convolution(x, w, windows, group):
+    """Exact in int32: windows gathered, then one integer product, which every platform has."""
+    n, c = x.shape[:2]
+    patches = jnp.pad(x, ((0, 0), (0, 0), *windows.pads))
+    rank = len(windows.out)
+    for axis, at in enumerate(positions(windows)):
+        begin = windows.pads[axis][0]
+        patches = jnp.take(patches, np.asarray(at + begin, np.int32), 2 + 2 * axis)
+    # (N, C, out1, k1, out2, k2, ...) -> (N, group, C / group, k1, k2, ..., out1, out2, ...)
+    patches = patches.reshape(n, group, c // group, *patches.shape[2:])
+    outs = range(3, 3 + 2 * rank, 2)
+    patches = patches.transpose(0, 1, 2, *(i + 1 for i in outs), *outs)
+    taps = int(np.prod(w.shape[1:]))
+    patches = patches.reshape(n, group, taps, -1)
+    w = w.reshape(group, -1, taps)
+    y = jnp.einsum("gmk,ngkl->ngml", w, patches, preferred_element_type=jnp.int32)
+    return y.reshape(n, -1, *windows.out)
+
+
+def _zero_centred(values, zero_point):
+    values = jnp.asarray(values).astype(jnp.int32)
+    if zero_point is None:
+        return values
+    zero_point = jnp.asarray(zero_point).astype(jnp.int32)
+    if zero_point.size > 1:
+        zero_point = zero_point.reshape(-1, *(1,) * (values.ndim - 1))
+    return values - zero_point.reshape(zero_point.shape if zero_point.size > 1 else ())
+
+
+@op("ConvInteger", since=10)
+def conv_integer(
+    x,
+    w,
+    x_zero_point=None,
+    w_zero_point=None,
+    *,
+    auto_pad="NOTSET",
+    dilations=None,
+    group=1,
+    kernel_shape=None,
+    pads=None,
+    strides=None,
+):
+    """Conv of 8-bit integers in int32; padding counts as the zero point."""
+    _check_channels(x, w, group)
+    kernel = kernel_of(w, kernel_shape)
+    windows = window(
+        x.shape[2:], kernel, strides=strides, pads=pads, dilations=dilations, auto_pad=auto_pad
+    )
+    x, w = _zero_centred(x, x_zero_point), _zero_centred(w, w_zero_point)
+    return _integer_convolution(x, w, windows, group)
+
+
+@op("QLinearConv", since=10)
+def qlinear_conv(
+    x,
+    x_scale,
+    x_zero_point,
+    w,
+    w_scale,
+    w_zero_point,
+    y_scale,
+    y_zero_point,
+    b=None,
+    *,
+    auto_pad="NOTSET",
+    dilations=None,
+    group=1,
+    kernel_shape=None,
+    pads=None,
+    strides=None,
+):
+    """ConvInteger plus an int32 bias, rescaled, rounded to even and saturated to y's type."""
+    y = conv_integer(
+        x,
+        w,
+        x_zero_point,
+        w_zero_point,
+        auto_pad=auto_pad,
+        dilations=dilations,
+        group=group,
+        kernel_shape=kernel_shape,
+        pads=pads,
+        strides=strides,
+    )
+    if b is not None:
+        y = y + _channels(b, x.ndim)
+    scale = x_scale * w_scale / y_scale
+    scale = _channels(scale, x.ndim) if scale.size > 1 else scale.reshape(())
+    limits = np.iinfo(y_zero_point.dtype)
+    rounded = jnp.round(y * scale) + y_zero_point.astype(np.float32).reshape(())
+    return jnp.clip(rounded, limits.min, limits.max).astype(y_zero_point.dtype)
+
+
+@op("CausalConvWithState", since=27, params=("weight", "bias"))
+def causal_conv_with_state(x, weight, bias=None, past_state=None, *, activation="none"):
+    """Depthwise convolution over current and past positions; x (N, C, L), weight (C, 1, k).
+
+    The second output holds the last k - 1 positions of past_state followed by x.
+    """
+    if activation not in ("none", "silu", "swish"):
+        raise NodeError(f"activation is {activation!r}: none, silu or swish")
+    past = weight.shape[2] - 1
+    if past_state is None:
+        past_state = jnp.zeros((*x.shape[:2], past), x.dtype)
+    padded = jnp.concatenate([past_state, x], 2)
+    y = conv(padded, weight, bias, group=x.shape[1])
+    if activation != "none":
+        y = jax.nn.silu(y.astype(jnp.promote_types(y.dtype, jnp.float32))).astype(y.dtype)
+    return y, padded[:, :, padded.shape[2] - past :]
+
+
+@op("DeformConv", since=19, params=("w", "b"))
+def deform_conv(
+    x,
+    w,
+    offset,
+    b=None,
+    mask=None,
+    *,
+    dilations=None,
+    group=1,
+    kernel_shape=None,
+    offset_group=1,
+    pads=None,
+    strides=None,
+):
+    """Conv whose taps are moved by `offset` and weighted by `mask`, any number of spatial axes.
+
+    x (N, C, *D), offset (N, offset_group * prod(kernel) * rank, *out), mask the same without
+    rank. Values between pixels are interpolated linearly, pixels outside are zero.
+    """
+    _check_channels(x, w, group)
+    n, c = x.shape[:2]
+    size, kernel = x.shape[2:], kernel_of(w, kernel_shape)
+    rank, taps = len(kernel), int(np.prod(kernel))
+    windows = window(size, kernel, strides=strides, pads=pads, dilations=dilations)
+    if offset.shape != (n, offset_group * taps * rank, *windows.out):
+        raise NodeError(f"offset {offset.shape} does not fit {windows.out} windows of {kernel}")
+    offset = jnp.asarray(offset).reshape(n, offset_group, *kernel, rank, *windows.out)
+    corners = [(jnp.zeros((), jnp.int32), jnp.ones((), x.dtype))]
+    for axis, at in enumerate(positions(windows)):
+        shape = [1] * (2 * rank)
+        shape[axis], shape[rank + axis] = kernel[axis], windows.out[axis]
+        base = jnp.asarray(at.T.reshape(shape), x.dtype)
+        place = offset[(slice(None),) * (2 + rank) + (axis,)] + base
+        low = lax.stop_gradient(jnp.floor(place))
+        part = place - low
+        both = (low, 1 - part), (low + 1, part)
+        inside = [(p, jnp.where((p >= 0) & (p < size[axis]), v, 0)) for p, v in both]
+        corners = [
+            (index * size[axis] + jnp.clip(p, 0, size[axis] - 1).astype(jnp.int32), weight * v)
+            for index, weight in corners
+            for p, v in inside
+        ]
+    pixels = jnp.asarray(x).reshape(n, offset_group, c // offset_group, -1)
+    sampled = sum(
+        jnp.take_along_axis(pixels, index.reshape(n, offset_group, 1, -1), 3)
+        * weight.reshape(n, offset_group, 1, -1)
+        for index, weight in corners
+    )
+    if mask is not None:
+        sampled = sampled * mask.reshape(n, offset_group, 1, -1)
+    sampled = sampled.reshape(n, group, c // group * taps, -1)
+    y = jnp.einsum("gmk,ngkl->ngml", w.reshape(group, -1, c // group * taps), sampled)
+    y = y.reshape(n, -1, *windows.out)
+    return y if b is None else y + _channels(b, x.ndim)
+
+
+@op("Col2Im", since=18)
+def col2im(x, image_shape: Static, block_shape: Static, *, dilations=None, pads=None, strides=None):
+    """Sums blocks back into an image: x (N, C * prod(block), L) -> (N, C, *image)."""
+    size = tuple(int(n) for n in image_shape)
+    windows = window(size, block_shape, strides=strides, pads=pads, dilations=dilations)
+    taps, blocks = int(np.prod(windows.kernel)), int(np.prod(windows.out))
+    if x.shape[1] % taps or x.shape[2] != blocks:
+        raise NodeError(f"input {x.shape} does not hold {blocks} blocks of {windows.kernel}")
+    x = jnp.asarray(x).reshape(x.shape[0], -1, *windows.kernel, *windows.out)
+    image = jnp.zeros((*x.shape[:2], *size), x.dtype)
+    index = []
+    for axis, at in enumerate(positions(windows)):
+        shape = [1] * (2 * len(size))
+        shape[axis], shape[len(size) + axis] = at.shape[::-1]
+        # an index beyond the end is dropped, a negative one would wrap
+        index.append(np.where(at < 0, size[axis], at).T.reshape(shape))
+    return image.at[(slice(None), slice(None), *index)].add(x, mode="drop")

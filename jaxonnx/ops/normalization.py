@@ -1,0 +1,235 @@
+"""Normalization over a batch, an instance, a group of channels, a layer or neighbours; Dropout."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxonnx import lowering
+from jaxonnx.errors import NodeError
+from jaxonnx.ops.common import axes_of, axis_of, element_dtype
+from jaxonnx.registry import Key, Outputs, Training, op
+
+
+def _wide(x, dtype=np.float32):
+    return jnp.asarray(x).astype(jnp.promote_types(x.dtype, dtype))
+
+
+def _batch_norm(x, scale, bias, mean, var, momentum, epsilon, batch: bool, spatial: bool = True):
+    """(y, running mean, running var, mean, var), the last two as used for y.
+
+    The variance of the batch is the population's. Half precision is computed in float32.
+    """
+    shape = x.shape[1:] if not spatial else (-1, *(1,) * (x.ndim - 2))
+    gain, shift = (_wide(v).reshape(shape) for v in (scale, bias))
+    if batch:
+        axes = tuple(a for a in range(x.ndim) if a == 0 or (a > 1 and spatial))
+        unit, batch_mean, batch_var = lowering.standardize(_wide(x), axes, epsilon)
+        batch_mean, batch_var = batch_mean.reshape(mean.shape), batch_var.reshape(var.shape)
+        y = unit * gain + shift
+        new_mean = (mean * momentum + batch_mean * (1 - momentum)).astype(mean.dtype)
+        new_var = (var * momentum + batch_var * (1 - momentum)).astype(var.dtype)
+        saved = batch_mean.astype(mean.dtype), batch_var.astype(var.dtype)
+    else:
+        gain = gain * lax.rsqrt(_wide(var).reshape(shape) + epsilon)
+        y = (_wide(x) - _wide(mean).reshape(shape)) * gain + shift
+        new_mean, new_var, saved = mean, var, (mean, var)
+    return y.astype(x.dtype), new_mean, new_var, *saved
+
+
+_BATCH_NORM = {"params": ("scale", "b"), "state": ("mean", "var")}
+
+
+@op("BatchNormalization", since=1, **_BATCH_NORM)
+def batch_normalization_1(
+    x,
+    scale,
+    b,
+    mean,
+    var,
+    *,
+    epsilon=1e-5,
+    is_test=0,
+    momentum=0.9,
+    spatial=1,
+    training: Training,
+):
+    batch = not is_test if training is None else training
+    return _batch_norm(x, scale, b, mean, var, momentum, epsilon, batch, bool(spatial))
+
+
+@op("BatchNormalization", since=7, **_BATCH_NORM)
+def batch_normalization_7(
+    x,
+    scale,
+    b,
+    mean,
+    var,
+    *,
+    epsilon=1e-5,
+    momentum=0.9,
+    spatial=1,
+    outputs: Outputs,
+    training: Training,
+):
+    """Without a word from the caller, a node that lists more outputs than Y is in training."""
+    batch = outputs > 1 if training is None else training
+    return _batch_norm(x, scale, b, mean, var, momentum, epsilon, batch, bool(spatial))
+
+
+@op("BatchNormalization", since=14, **_BATCH_NORM)
+def batch_normalization(
+    x,
+    scale,
+    b,
+    mean,
+    var,
+    *,
+    epsilon=1e-5,
+    momentum=0.9,
+    training_mode=0,
+    training: Training,
+):
+    batch = bool(training_mode) if training is None else training
+    return _batch_norm(x, scale, b, mean, var, momentum, epsilon, batch)[:3]
+
+
+def _over_channels(v, rank: int):
+    return v.reshape(-1, *(1,) * (rank - 2))
+
+
+@op("InstanceNormalization", since=1, params=("scale", "b"))
+def instance_normalization(x, scale, b, *, epsilon=1e-5):
+    unit, *_ = lowering.standardize(_wide(x), tuple(range(2, x.ndim)), epsilon)
+    y = unit * _over_channels(scale, x.ndim) + _over_channels(b, x.ndim)
+    return y.astype(x.dtype)
+
+
+def _group_norm(x, scale, bias, num_groups, epsilon, stash):
+    """Normalized in the wider type, then scaled and shifted in x's own (the function body)."""
+    if x.shape[1] % num_groups:
+        raise NodeError(f"{x.shape[1]} channels do not divide into {num_groups} groups")
+    groups = _wide(x, stash).reshape(x.shape[0], num_groups, -1)
+    unit, *_ = lowering.standardize(groups, (2,), epsilon)
+    unit = unit.astype(x.dtype).reshape(x.shape)
+    return unit * _over_channels(scale, x.ndim) + _over_channels(bias, x.ndim)
+
+
+@op("GroupNormalization", since=18, params=("scale", "bias"))
+def group_normalization_18(x, scale, bias, *, epsilon=1e-5, num_groups):
+    """`scale` and `bias` have one entry per group."""
+    each = x.shape[1] // num_groups
+    scale, bias = jnp.repeat(scale, each), jnp.repeat(bias, each)
+    return _group_norm(x, scale, bias, num_groups, epsilon, np.float32)
+
+
+@op("GroupNormalization", since=21, params=("scale", "bias"))
+def group_normalization(x, scale, bias, *, epsilon=1e-5, num_groups, stash_type=1):
+    """`scale` and `bias` have one entry per channel."""
+    return _group_norm(x, scale, bias, num_groups, epsilon, element_dtype(stash_type))
+
+
+@op("LayerNormalization", since=17, params=("scale", "b"))
+def layer_normalization(x, scale, b=None, *, axis=-1, epsilon=1e-5, stash_type=1):
+    """(y, mean, 1 / standard deviation) over the axes from `axis` on.
+
+    Normalized in the type `stash_type` (in float64 where x is, as onnxruntime does), then scaled
+    and shifted in x's own.
+    """
+    stash = element_dtype(stash_type)
+    axes = tuple(range(axis_of(axis, x.ndim), x.ndim))
+    unit, mean, var = lowering.standardize(_wide(x, stash), axes, epsilon)
+    y = unit.astype(x.dtype) * scale
+    y = y if b is None else y + b
+    return y, mean.astype(stash), lax.rsqrt(var + epsilon).astype(stash)
+
+
+@op("RMSNormalization", since=23, params=("scale",))
+def rms_normalization(x, scale, *, axis=-1, epsilon=1e-5, stash_type=1):
+    axes = tuple(range(axis_of(axis, x.ndim), x.ndim))
+    wide = _wide(x, element_dtype(stash_type))
+    unit = wide * lax.rsqrt(jnp.square(wide).mean(axes, keepdims=True) + epsilon)
+    return unit.astype(x.dtype).astype(scale.dtype) * scale
+
+
+@op("LRN", since=1)
+def lrn(x, *, alpha=1e-4, beta=0.75, bias=1.0, size):
+    """x / (bias + alpha / size * sum of squares over `size` neighbouring channels) ** beta."""
+    wide = _wide(x)
+    around = (size - 1) // 2, math.ceil((size - 1) / 2)
+    window = (1, size, *(1,) * (x.ndim - 2))
+    padding = [around if axis == 1 else (0, 0) for axis in range(x.ndim)]
+    total = lax.reduce_window(
+        jnp.square(wide), np.zeros((), wide.dtype), lax.add, window, (1,) * x.ndim, padding
+    )
+    return (wide * (bias + alpha / size * total) ** -beta).astype(x.dtype)
+
+
+@op("LpNormalization", since=1)
+def lp_normalization(x, *, axis=-1, p=2):
+    """x / ||x||_p along an axis; a zero vector stays zero, and has gradient zero."""
+    if p not in (1, 2):
+        raise NodeError(f"p is {p}: only 1 and 2 are defined")
+    axis = axis_of(axis, x.ndim)
+    wide = _wide(x)
+    total = (jnp.abs(wide) if p == 1 else jnp.square(wide)).sum(axis, keepdims=True)
+    norm = jnp.where(total > 0, total, 1)
+    return jnp.where(total > 0, wide / (norm if p == 1 else jnp.sqrt(norm)), 0).astype(x.dtype)
+
+
+@op("MeanVarianceNormalization", since=9)
+def mean_variance_normalization(x, *, axes=(0, 2, 3)):
+    """(x - mean) / (standard deviation + 1e-9), the schema's function body."""
+    wide = _wide(x)
+    axes = axes_of(axes, x.ndim)
+    centred = wide - wide.mean(axes, keepdims=True)
+    var = jnp.square(centred).mean(axes, keepdims=True)
+    std = jnp.where(var > 0, jnp.sqrt(jnp.where(var > 0, var, 1)), 0)
+    return (centred / (std + 1e-9)).astype(x.dtype)
+
+
+def _dropout(x, ratio, active, key, mask_type=np.bool_):
+    """(x / (1 - ratio) where kept, kept); `ratio` and `active` may be traced."""
+    known = isinstance(active, bool | np.bool_) and isinstance(ratio, int | float)
+    if known and (not active or ratio == 0):
+        return x, jnp.ones(x.shape, mask_type)
+    active = active & (ratio > 0)
+    ratio = jnp.where(active, jnp.asarray(ratio, np.float32), 0)
+    keep = jax.random.bernoulli(key, 1 - ratio, x.shape)
+    scale = 1 / jnp.where(ratio < 1, 1 - ratio, 1)
+    y = jnp.where(keep, x * scale.astype(x.dtype), 0).astype(x.dtype)
+    return y, keep.astype(mask_type)
+
+
+def _scalar(value, default):
+    """A known scalar input as a Python number, a traced one as it is."""
+    if value is None:
+        return default
+    return value.item() if isinstance(value, np.ndarray) else value.reshape(())
+
+
+@op("Dropout", since=1)
+def dropout_1(data, *, is_test=0, ratio=0.5, key: Key, training: Training):
+    active = not is_test if training is None else training
+    return _dropout(data, float(ratio), active, key(), data.dtype)
+
+
+@op("Dropout", since=7)
+def dropout_7(data, *, ratio=0.5, key: Key, training: Training):
+    """The mode is the caller's: without a word from it, inference. The mask has data's type."""
+    return _dropout(data, float(ratio), bool(training), key(), data.dtype)
+
+
+@op("Dropout", since=10)
+def dropout_10(data, *, ratio=0.5, key: Key, training: Training):
+    return _dropout(data, float(ratio), bool(training), key())
+
+
+@op("Dropout", since=12)
+def dropout(data, ratio=None, training_mode=None, *, seed=None, key: Key, training: Training):
+    """y = data * mask / (1 - ratio); in training also where the file says inference."""
+    active = _scalar(training_mode, False) if training is None else training
+    ratio = _scalar(ratio, 0.5)
+    return _dropout(data, float(ratio) if np.isscalar(ratio) else ratio, active, key(seed))

@@ -1,0 +1,205 @@
+"""Pooling over windows and over the whole image."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxonnx import lowering
+from jaxonnx.errors import NodeError
+from jaxonnx.ops.common import INDEX, canonical
+from jaxonnx.ops.windows import Window, counts, pad_pairs, per_axis, window
+from jaxonnx.registry import Static, op
+
+
+def _wide(x):
+    """Half precision is accumulated in float32."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _spatial(x):
+    if x.ndim < 3:
+        raise NodeError(f"X {x.shape} must have batch, channel and spatial axes")
+    return tuple(range(2, x.ndim))
+
+
+@op("AveragePool", since=1)
+def average_pool_1(x, *, auto_pad="NOTSET", kernel_shape, pads=None, strides=None):
+    return average_pool(x, auto_pad=auto_pad, kernel_shape=kernel_shape, pads=pads, strides=strides)
+
+
+@op("AveragePool", since=7)
+def average_pool(
+    x,
+    *,
+    auto_pad="NOTSET",
+    ceil_mode=0,
+    count_include_pad=0,
+    dilations=None,
+    kernel_shape,
+    pads=None,
+    strides=None,
+):
+    """Mean of each window; what ceil_mode adds beyond `pads` is never counted."""
+    _spatial(x)
+    windows = window(
+        x.shape[2:],
+        kernel_shape,
+        strides=strides,
+        pads=pads,
+        dilations=dilations,
+        auto_pad=auto_pad,
+        ceil_mode=ceil_mode,
+    )
+    own = sum(zip(*windows.pads, strict=True), ()) if auto_pad != "NOTSET" else pads
+    number = counts(windows, x.shape[2:], own if count_include_pad else None)
+    mean = lowering.window_sum(_wide(x), windows) / np.maximum(number, 1)
+    return mean.astype(x.dtype)
+
+
+@op("MaxPool", since=1)
+def max_pool_1(x, *, auto_pad="NOTSET", kernel_shape, pads=None, strides=None):
+    _spatial(x)
+    windows = window(x.shape[2:], kernel_shape, strides=strides, pads=pads, auto_pad=auto_pad)
+    return lowering.max_pool(x, windows)
+
+
+@op("MaxPool", since=8)
+def max_pool(
+    x,
+    *,
+    auto_pad="NOTSET",
+    ceil_mode=0,
+    dilations=None,
+    kernel_shape,
+    pads=None,
+    storage_order=0,
+    strides=None,
+):
+    """Maximum of each window, and its index in the flattened input.
+
+    Ties go to the first element of the window, NaN counts as the greatest, both as in PyTorch.
+    """
+    _spatial(x)
+    windows = window(
+        x.shape[2:],
+        kernel_shape,
+        strides=strides,
+        pads=pads,
+        dilations=dilations,
+        auto_pad=auto_pad,
+        ceil_mode=ceil_mode,
+    )
+    return lowering.max_pool(x, windows), _indices(x, windows, storage_order)
+
+
+def _indices(x, windows: Window, column_major: int):
+    size = x.shape[2:]
+    dtype = canonical(INDEX)
+    steps = np.cumprod([1, *size[:-1]]) if column_major else np.cumprod([1, *size[:0:-1]])[::-1]
+    tap = jnp.unravel_index(lowering.first_winner(x, windows), windows.kernel)
+    index = lax.broadcasted_iota(dtype, (*x.shape[:2], *(1,) * len(size)), 0) * x.shape[1]
+    index += lax.broadcasted_iota(dtype, index.shape, 1)
+    index *= int(np.prod(size))
+    for axis, number in enumerate(tap):
+        start = np.arange(windows.out[axis]) * windows.strides[axis] - windows.pads[axis][0]
+        start = start.reshape(-1, *(1,) * (len(size) - 1 - axis))
+        at = number.astype(dtype) * windows.dilations[axis] + start.astype(dtype)
+        index = index + at * int(steps[axis])
+    return index
+
+
+def _power(x, p):
+    """|x| ** p, by multiplication where p is whole."""
+    if p == 2:
+        return x * x
+    return jnp.abs(x) if p == 1 else jnp.abs(x) ** (int(p) if p == int(p) else p)
+
+
+def _root(total, p):
+    """total ** (1 / p); at 0 the gradient, infinite times zero, is taken as 0."""
+    if p == 1:
+        return total
+    positive = total > 0
+    inner = jnp.where(positive, total, 1)
+    root = jnp.sqrt(inner) if p == 2 else inner ** (1 / p)
+    return jnp.where(positive, root, total)
+
+
+@op("LpPool", since=1)
+def lp_pool_1(x, *, auto_pad="NOTSET", kernel_shape=None, p=2.0, pads=None, strides=None):
+    if kernel_shape is None:
+        raise NodeError("kernel_shape is missing: without it there is no window to pool over")
+    return lp_pool(x, auto_pad=auto_pad, kernel_shape=kernel_shape, p=p, pads=pads, strides=strides)
+
+
+@op("LpPool", since=2)
+def lp_pool(
+    x,
+    *,
+    auto_pad="NOTSET",
+    ceil_mode=0,
+    dilations=None,
+    kernel_shape,
+    p=2,
+    pads=None,
+    strides=None,
+):
+    """The p-norm of each window; the norm of an all-zero window has gradient 0."""
+    _spatial(x)
+    windows = window(
+        x.shape[2:],
+        kernel_shape,
+        strides=strides,
+        pads=pads,
+        dilations=dilations,
+        auto_pad=auto_pad,
+        ceil_mode=ceil_mode,
+    )
+    return _root(lowering.window_sum(_power(_wide(x), p), windows), p).astype(x.dtype)
+
+
+@op("GlobalAveragePool", since=1)
+def global_average_pool(x):
+    return _wide(x).mean(_spatial(x), keepdims=True).astype(x.dtype)
+
+
+@op("GlobalMaxPool", since=1)
+def global_max_pool(x):
+    """The gradient goes to the first maximum."""
+    flat = jnp.asarray(x).reshape(*x.shape[:2], -1)
+    return lowering.first_max(flat, 2).reshape(*x.shape[:2], *(1,) * len(_spatial(x)))
+
+
+@op("GlobalLpPool", since=1)
+def global_lp_pool_1(x, *, p=2.0):
+    return global_lp_pool(x, p=p)
+
+
+@op("GlobalLpPool", since=2)
+def global_lp_pool(x, *, p=2):
+    total = _power(_wide(x), p).sum(_spatial(x), keepdims=True)
+    return _root(total, p).astype(x.dtype)
+
+
+@op("MaxUnpool", since=9)
+def max_unpool(
+    x, indices, output_shape: Static | None = None, *, kernel_shape, pads=None, strides=None
+):
+    """Puts each value at its index in the flattened output, zeros elsewhere.
+
+    With `output_shape` the indices count in that shape, as onnxruntime and PyTorch have it.
+    """
+    rank = len(_spatial(x))
+    if output_shape is None:
+        axes = zip(
+            x.shape[2:],
+            per_axis(kernel_shape, rank, "kernel_shape"),
+            per_axis(strides, rank, "strides"),
+            pad_pairs(pads, rank),
+            strict=True,
+        )
+        shape = (*x.shape[:2], *((n - 1) * s + k - sum(pair) for n, k, s, pair in axes))
+    else:
+        shape = tuple(int(n) for n in output_shape)
+    flat = jnp.zeros(int(np.prod(shape)), x.dtype)
+    return flat.at[indices.ravel()].set(x.ravel(), mode="drop").reshape(shape)

@@ -1,0 +1,167 @@
+"""Pooling over regions of interest."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxonnx import lowering
+from jaxonnx.errors import NodeError
+from jaxonnx.registry import known, op
+
+ROIS_AT_ONCE = 16
+"""Regions computed together; each holds a copy of its image."""
+
+
+def _per_roi(function, *arguments):
+    """`function` on every region, a few at a time, with nothing kept for the gradient."""
+    return lax.map(lambda a: jax.checkpoint(function)(*a), arguments, batch_size=ROIS_AT_ONCE)
+
+
+@op("MaxRoiPool", since=1)
+def max_roi_pool(x, rois, *, pooled_shape, spatial_scale=1.0):
+    """Maximum over the bins of each region (batch index, x1, y1, x2, y2); an empty bin gives 0.
+
+    Corners are rounded to pixels, as in Fast R-CNN (https://arxiv.org/abs/1504.08083).
+    """
+    x, rois = jnp.asarray(x), lax.stop_gradient(jnp.asarray(rois))
+
+    def bins(first, last, count, size):
+        """(count, size): which pixels each bin covers."""
+        first, last = (jnp.round(v * spatial_scale) for v in (first, last))
+        step = jnp.maximum(last - first + 1, 1) / count
+        number = jnp.arange(count)
+        begin = jnp.floor(number * step) + first
+        end = jnp.ceil((number + 1) * step) + first
+        pixel = jnp.arange(size)
+        return (pixel >= begin[:, None]) & (pixel < end[:, None])
+
+    def pool(roi):
+        image = x[roi[0].astype(jnp.int32)]
+        rows = bins(roi[2], roi[4], pooled_shape[0], x.shape[2])
+        columns = bins(roi[1], roi[3], pooled_shape[1], x.shape[3])
+        y = lowering.first_max(jnp.where(columns, image[:, :, None], -jnp.inf), 3)
+        y = lowering.first_max(jnp.where(rows[:, :, None], y[:, None], -jnp.inf), 2)
+        full = rows.any(1)[:, None] & columns.any(1)
+        return jnp.where(full, y, 0)
+
+    return _per_roi(pool, rois)
+
+
+@op("RoiAlign", since=10)
+def roi_align_10(
+    x,
+    rois,
+    batch_indices,
+    *,
+    mode="avg",
+    output_height=1,
+    output_width=1,
+    sampling_ratio=0,
+    spatial_scale=1.0,
+):
+    """Without the half-pixel shift of opset 16."""
+    return roi_align(
+        x,
+        rois,
+        batch_indices,
+        coordinate_transformation_mode="output_half_pixel",
+        mode=mode,
+        output_height=output_height,
+        output_width=output_width,
+        sampling_ratio=sampling_ratio,
+        spatial_scale=spatial_scale,
+    )
+
+
+@op("RoiAlign", since=16)
+def roi_align(
+    x,
+    rois,
+    batch_indices,
+    *,
+    coordinate_transformation_mode="half_pixel",
+    mode="avg",
+    output_height=1,
+    output_width=1,
+    sampling_ratio=0,
+    spatial_scale=1.0,
+):
+    """Mean or maximum of bilinear samples in the bins of each region (x1, y1, x2, y2).
+
+    Both axes are independent of each other: the mean is a product with one matrix per axis, the
+    maximum (of weighted corner pixels, as onnxruntime and the suite have it) is taken axis by
+    axis. https://arxiv.org/abs/1703.06870
+    """
+    if coordinate_transformation_mode not in ("half_pixel", "output_half_pixel"):
+        raise NodeError(f"coordinate_transformation_mode {coordinate_transformation_mode!r}")
+    if mode not in ("avg", "max"):
+        raise NodeError(f"mode is {mode!r}: avg or max")
+    half_pixel = coordinate_transformation_mode == "half_pixel"
+    x = jnp.asarray(x)
+    height, width = x.shape[2:]
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    edges = (rois.astype(wide) * spatial_scale - 0.5 * half_pixel).reshape(-1, 2, 2)
+    length = edges[:, 1] - edges[:, 0]
+    length = length if half_pixel else jnp.maximum(length, 1)
+
+    def most(axis, size, bins):
+        """How many samples of a bin can lie on the image: their distance is above one half."""
+        if sampling_ratio:
+            return sampling_ratio
+        if known(rois):
+            return max(1, int(np.ceil(np.max(length[:, axis], initial=0) / bins)))
+        return 2 * size + 4
+
+    samples = most(1, height, output_height), most(0, width, output_width)
+
+    def pool(edge, extent, number):
+        image = x[number].astype(wide)
+        down = _samples(edge[0, 1], extent[1], output_height, height, samples[0], sampling_ratio)
+        across = _samples(edge[0, 0], extent[0], output_width, width, samples[1], sampling_ratio)
+        if mode == "avg":
+            return jnp.einsum("ph,chw,qw->cpq", _mean(*down, height), image, _mean(*across, width))
+        rows = _weighted_max(image, *across)
+        return _weighted_max(rows.swapaxes(1, 2), *down).swapaxes(1, 2)
+
+    return _per_roi(pool, edges, length, jnp.asarray(batch_indices)).astype(x.dtype)
+
+
+def _samples(start, extent, bins, size, most, ratio):
+    """Samples of every bin along one axis.
+
+    Returns the two pixels and weights of each sample (bins, most, 2), which samples exist
+    (bins, most), the number of samples of a bin, and whether some sample beyond `most` lies off
+    the image, where samples are 0.
+    """
+    step = extent / bins
+    count = jnp.asarray(ratio, extent.dtype) if ratio else jnp.ceil(step)
+    spacing = step / jnp.maximum(count, 1)
+    begin = start + jnp.arange(bins) * step
+    # the first sample that can lie at -1 or after it; none is skipped when all of them fit
+    first = jnp.ceil((-1 - begin) / jnp.where(spacing > 0, spacing, 1) - 0.5)
+    first = lax.stop_gradient(jnp.clip(first, 0, jnp.maximum(count - most, 0)))
+    number = first[:, None] + jnp.arange(most)
+    exists = number < count
+    at = begin[:, None] + (number + 0.5) * spacing
+    inside = (at >= -1) & (at <= size)
+    at = jnp.where(at > 0, at, 0)
+    low = jnp.clip(lax.stop_gradient(jnp.floor(at)), 0, size - 1)
+    part = jnp.where(low < size - 1, at - low, 0)
+    weights = jnp.where((inside & exists)[..., None], jnp.stack([1 - part, part], -1), 0)
+    pixels = jnp.stack([low, jnp.minimum(low + 1, size - 1)], -1).astype(jnp.int32)
+    return pixels, weights, exists, count, count > most
+
+
+def _mean(pixels, weights, exists, count, rest, size):
+    """The matrix (bins, size) that averages the samples of each bin."""
+    hits = pixels[..., None] == jnp.arange(size)
+    return jnp.where(hits, weights[..., None], 0).sum((1, 2)) / jnp.maximum(count, 1)
+
+
+def _weighted_max(image, pixels, weights, exists, count, rest):
+    """Maximum over the samples' weighted pixels on the last axis of (C, M, size); 0 for none."""
+    values = image[..., pixels] * weights
+    values = jnp.where(exists[..., None], values, -jnp.inf)
+    y = lowering.first_max(values.reshape(*values.shape[:-2], -1), values.ndim - 2)
+    return jnp.where(count > 0, jnp.where(rest, jnp.maximum(y, 0), y), 0)

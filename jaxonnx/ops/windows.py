@@ -1,0 +1,116 @@
+"""Sliding windows over the spatial axes: what Conv*, *Pool, Col2Im and MaxUnpool share.
+
+Spatial axes are the axes from 2 on; `pads` is ONNX's [begin..., end...].
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxonnx.errors import NodeError
+
+
+class Window(NamedTuple):
+    """Where windows lie, one entry per spatial axis; `out` is the number of windows.
+
+    `pads` may be longer at the end than the node's own (a last, partial window of ceil_mode).
+    """
+
+    kernel: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilations: tuple[int, ...]
+    pads: tuple[tuple[int, int], ...]
+    out: tuple[int, ...]
+
+
+def per_axis(values, rank: int, name: str, default: int = 1) -> tuple[int, ...]:
+    """A list attribute with one entry per axis, `default` everywhere when it is absent or empty."""
+    values = tuple(int(v) for v in values) if values is not None and len(values) else ()
+    values = values or (default,) * rank
+    if len(values) != rank:
+        raise NodeError(f"{name} has {len(values)} entries, the data needs {rank}")
+    return values
+
+
+def pad_pairs(pads, rank: int) -> tuple[tuple[int, int], ...]:
+    flat = per_axis(pads, 2 * rank, "pads", 0)
+    return tuple(zip(flat[:rank], flat[rank:], strict=True))
+
+
+def split_padding(total: int, auto_pad: str) -> tuple[int, int]:
+    """SAME_UPPER puts the odd element at the end, everything else at the beginning."""
+    begin = total // 2 if auto_pad == "SAME_UPPER" else total - total // 2
+    return begin, total - begin
+
+
+def kernel_of(w, kernel_shape) -> tuple[int, ...]:
+    """The kernel of a convolution, which the attribute may repeat but not contradict."""
+    kernel = per_axis(kernel_shape, w.ndim - 2, "kernel_shape") if kernel_shape else w.shape[2:]
+    if tuple(kernel) != w.shape[2:]:
+        raise NodeError(f"kernel_shape {kernel} is not that of the weight, {w.shape[2:]}")
+    return w.shape[2:]
+
+
+def same_padding(size: int, reach: int, stride: int, auto_pad: str) -> tuple[int, int]:
+    """Padding for ceil(size / stride) windows of `reach` elements."""
+    return split_padding(max((-(-size // stride) - 1) * stride + reach - size, 0), auto_pad)
+
+
+def window(
+    size,
+    kernel,
+    *,
+    strides=None,
+    pads=None,
+    dilations=None,
+    auto_pad: str = "NOTSET",
+    ceil_mode: int = 0,
+) -> Window:
+    """The windows over spatial axes of the given sizes.
+
+    With `ceil_mode` a last window may reach beyond the padding, but must start inside the
+    padded input (as in PyTorch); it has no effect on an automatic padding.
+    """
+    rank = len(size)
+    kernel = per_axis(kernel, rank, "kernel_shape")
+    strides = per_axis(strides, rank, "strides")
+    dilations = per_axis(dilations, rank, "dilations")
+    pairs = pad_pairs(pads, rank)
+    if auto_pad not in ("NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID"):
+        raise NodeError(f"auto_pad is {auto_pad!r}: NOTSET, SAME_UPPER, SAME_LOWER or VALID")
+    if min(strides) < 1 or min(dilations) < 1:
+        raise NodeError(f"strides {strides} and dilations {dilations} must be positive")
+    if auto_pad != "NOTSET" and any(map(any, pairs)):
+        raise NodeError(f"pads {list(pads)} and auto_pad {auto_pad} exclude each other: keep one")
+    reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
+    if auto_pad.startswith("SAME"):
+        axes = zip(size, reach, strides, strict=True)
+        pairs = tuple(same_padding(n, r, s, auto_pad) for n, r, s in axes)
+    out, padding = [], []
+    for n, r, s, (begin, end) in zip(size, reach, strides, pairs, strict=True):
+        room = n + begin + end - r
+        count = room // s + 1
+        if ceil_mode and auto_pad == "NOTSET":
+            count = -(-room // s) + 1
+            count -= (count - 1) * s >= n + begin
+        if count < 1:
+            raise NodeError(f"a kernel that reaches over {r} elements does not fit an axis of {n}")
+        out.append(count)
+        padding.append((begin, max(end, (count - 1) * s + r - n - begin)))
+    return Window(kernel, strides, dilations, tuple(padding), tuple(out))
+
+
+def positions(w: Window) -> list[np.ndarray]:
+    """For each axis the coordinates (out, kernel) in the unpadded input that the windows read."""
+    return [
+        np.arange(o)[:, None] * s - begin + np.arange(k) * d
+        for k, s, d, (begin, _), o in zip(*w, strict=True)
+    ]
+
+
+def counts(w: Window, size, pads=None) -> np.ndarray:
+    """How many elements of the input, or of the input with `pads` around it, each window holds."""
+    total = np.ones((), np.int64)
+    for at, n, (begin, end) in zip(positions(w), size, pad_pairs(pads, len(size)), strict=True):
+        total = total[..., None] * ((at >= -begin) & (at < n + end)).sum(1)
+    return total
