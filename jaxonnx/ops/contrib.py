@@ -1,0 +1,192 @@
+"""Fused operators of com.microsoft that onnxruntime's optimizers write: products, Gelu, norms.
+
+Meaning as in onnxruntime's ContribOperators.md; tests compare with onnxruntime.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx.errors import NodeError
+from jaxonnx.ops.activation import elu, gelu, hard_sigmoid, hard_swish, leaky_relu, relu, sigmoid
+from jaxonnx.ops.conv import conv
+from jaxonnx.ops.linear import gemm, matmul
+from jaxonnx.registry import op
+
+DOMAIN = "com.microsoft"
+
+# name: (function, names of the parameters in the order of `activation_params`)
+_ACTIVATIONS = {
+    "Clip": (lambda x, *, min, max: jnp.clip(x, min, max), ("min", "max")),
+    "Elu": (elu, ("alpha",)),
+    "HardSigmoid": (hard_sigmoid, ("alpha", "beta")),
+    "HardSwish": (hard_swish, ()),
+    "LeakyRelu": (leaky_relu, ("alpha",)),
+    "Relu": (relu, ()),
+    "Sigmoid": (sigmoid, ()),
+    "Tanh": (jnp.tanh, ()),
+}
+
+
+def _activate(x, name, parameters):
+    if not name:
+        return x
+    if name not in _ACTIVATIONS:
+        raise NodeError(f"activation {name!r} is not one of {', '.join(_ACTIVATIONS)}")
+    function, names = _ACTIVATIONS[name]
+    given = [p for p in parameters or () if p is not None]
+    return function(x, **dict(zip(names, given, strict=False)))
+
+
+@op("FusedMatMul", since=1, domain=DOMAIN, params=("a", "b"))
+def fused_matmul(a, b, *, alpha=1.0, transA=0, transB=0, transBatchA=0, transBatchB=0):
+    """alpha * A' B'; `transBatch` moves the first axis behind the batch axes."""
+
+    def transposed(x, batch, matrix):
+        if x.ndim < 2:
+            return x
+        x = jnp.moveaxis(x, 0, -2) if batch else x
+        return x.swapaxes(-1, -2) if matrix else x
+
+    y = matmul(transposed(a, transBatchA, transA), transposed(b, transBatchB, transB))
+    return y if alpha == 1 else alpha * y
+
+
+@op("FusedGemm", since=1, domain=DOMAIN, params=("b", "c"))
+def fused_gemm(
+    a,
+    b,
+    c=None,
+    *,
+    activation="",
+    activation_alpha=None,
+    activation_beta=None,
+    activation_gamma=None,
+    alpha=1.0,
+    beta=1.0,
+    transA=0,
+    transB=0,
+):
+    y = gemm(a, b, c, alpha=alpha, beta=beta, transA=transA, transB=transB)
+    return _activate(y, activation, (activation_alpha, activation_beta, activation_gamma))
+
+
+@op("FusedConv", since=1, domain=DOMAIN, params=("w", "b"))
+def fused_conv(
+    x,
+    w,
+    b=None,
+    z=None,
+    *,
+    activation="",
+    activation_params=None,
+    auto_pad="NOTSET",
+    dilations=None,
+    group=1,
+    kernel_shape=None,
+    pads=None,
+    strides=None,
+):
+    """activation(Conv(x, w, b) + z)."""
+    y = conv(
+        x,
+        w,
+        b,
+        auto_pad=auto_pad,
+        dilations=dilations,
+        group=group,
+        kernel_shape=kernel_shape,
+        pads=pads,
+        strides=strides,
+    )
+    return _activate(y if z is None else y + z, activation, activation_params)
+
+
+@op("Gelu", since=1, domain=DOMAIN)
+def gelu_1(x):
+    return gelu(x)
+
+
+@op("BiasGelu", since=1, domain=DOMAIN, params=("b",))
+def bias_gelu(a, b):
+    return gelu(a + b)
+
+
+@op("FastGelu", since=1, domain=DOMAIN, params=("bias",))
+def fast_gelu(x, bias=None):
+    return gelu(x if bias is None else x + bias, approximate="tanh")
+
+
+@op("QuickGelu", since=1, domain=DOMAIN)
+def quick_gelu(x, *, alpha=1.7020000219345093):
+    return x * jax.nn.sigmoid(alpha * x)
+
+
+def layer_norm(x, gamma, beta, epsilon):
+    """(x - mean) / sqrt(var + epsilon) * gamma + beta over the last axis; mean, 1 / deviation."""
+    wide = x.astype(jnp.promote_types(x.dtype, np.float32))
+    mean = wide.mean(axis=-1, keepdims=True)
+    centred = wide - mean
+    inverse = jax.lax.rsqrt((centred**2).mean(axis=-1, keepdims=True) + epsilon)
+    y = (centred * inverse).astype(x.dtype) * gamma
+    return y if beta is None else y + beta, mean, inverse
+
+
+def rms_norm(x, gamma, epsilon):
+    """x / sqrt(mean(x^2) + epsilon) * gamma over the last axis, and 1 / root mean square."""
+    wide = x.astype(jnp.promote_types(x.dtype, np.float32))
+    inverse = jax.lax.rsqrt((wide**2).mean(axis=-1, keepdims=True) + epsilon)
+    return (wide * inverse).astype(x.dtype) * gamma, inverse
+
+
+@op("SkipLayerNormalization", since=1, domain=DOMAIN, params=("gamma", "beta", "bias"))
+def skip_layer_normalization(x, skip, gamma, beta=None, bias=None, *, epsilon=1e-12):
+    total = x + skip if bias is None else x + skip + bias
+    return *layer_norm(total, gamma, beta, epsilon), total
+
+
+@op("SkipSimplifiedLayerNormalization", since=1, domain=DOMAIN, params=("gamma", "bias"))
+def skip_simplified_layer_normalization(x, skip, gamma, bias=None, *, epsilon=1e-12):
+    total = x + skip if bias is None else x + skip + bias
+    y, inverse = rms_norm(total, gamma, epsilon)
+    return y, None, inverse, total
+
+
+# onnxruntime keeps this operator in the default domain, though ONNX does not know it.
+@op("SimplifiedLayerNormalization", since=1, params=("scale",))
+@op("SimplifiedLayerNormalization", since=1, domain=DOMAIN, params=("scale",))
+def simplified_layer_normalization(x, scale, *, axis=-1, epsilon=1e-5, stash_type=1):
+    """Root mean square normalization over the axes from `axis` on, at least in float32."""
+    shape = x.shape[:axis] if axis < 0 else x.shape[: axis - x.ndim]
+    y, inverse = rms_norm(x.reshape(*shape, scale.size), scale.reshape(-1), epsilon)
+    return y.reshape(x.shape), inverse.reshape(*shape, *(1,) * (x.ndim - len(shape)))
+
+
+@op(
+    "EmbedLayerNormalization",
+    since=1,
+    domain=DOMAIN,
+    params=("word_embedding", "position_embedding", "segment_embedding", "gamma", "beta"),
+)
+def embed_layer_normalization(
+    input_ids,
+    segment_ids,
+    word_embedding,
+    position_embedding,
+    segment_embedding,
+    gamma,
+    beta,
+    mask=None,
+    position_ids=None,
+    *,
+    epsilon=1e-12,
+    mask_index_type=0,
+):
+    """Normalized sum of word, position and segment embeddings; the number of ones in each mask."""
+    batch, steps = input_ids.shape
+    positions = np.arange(steps) if position_ids is None else position_ids
+    total = jnp.asarray(word_embedding)[input_ids] + jnp.asarray(position_embedding)[positions]
+    if segment_ids is not None:
+        total = total + jnp.asarray(segment_embedding)[segment_ids]
+    counts = jnp.zeros(batch, np.int32) if mask is None else (mask == 1).sum(axis=1, dtype=np.int32)
+    return layer_norm(total, gamma, beta, epsilon)[0], counts, total
