@@ -148,7 +148,7 @@ def train(
             row = {"epoch": epoch, "step": len(history.losses)}
             row["loss"] = float(np.mean(history.losses[before:]))
             if held_out is not None:
-                sums = np.zeros(4, np.float32)
+                sums: Any = np.zeros(4, np.float32)
                 for batch in held_out.batches(epoch):
                     if held_out.targets is None:
                         criterion.check_labels(batch.targets, classes, "a batch of validation")

@@ -92,10 +92,10 @@ class Loss:
             return
         wrong = np.argwhere((targets < 0) | (targets >= classes))
         if len(wrong):
-            at = tuple(wrong[0].tolist())
+            first = tuple(wrong[0])
             raise TrainingError(
                 f"{what} has {len(wrong)} labels outside of 0 ... {classes - 1}, "
-                f"the first is {targets[at]} at {at if len(at) > 1 else at[0]}"
+                f"the first is {targets[first]} at {', '.join(map(str, first))}"
             )
 
 
