@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -14,7 +15,7 @@ from jaxonnx.ops.common import canonical
 
 def traced(*values) -> bool:
     """Whether any value, or any part of it, is only known when the compiled program runs."""
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(values))
 
 
 def concrete(value, what: str) -> np.ndarray:

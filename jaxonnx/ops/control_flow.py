@@ -80,7 +80,7 @@ def loop(m=None, cond=None, *v_initial, body):
     definite = count is not None and begins is not None
     if definite and body.known:
         return _python_loop(step, count, carry)
-    if definite and count <= SCAN_LIMIT:
+    if begins and count is not None and count <= SCAN_LIMIT:
         try:
             return _scan_loop(step, count, carry)
         except _TracedCondition:

@@ -60,7 +60,7 @@ def walk(x, forest: Forest):
     used = np.unique(forest.mode[forest.mode != _LEAF])
     if forest.feature.max() >= x.shape[1]:
         raise NodeError(f"the trees look at feature {forest.feature.max()} of {x.shape[1]}")
-    tables = Forest(*(jnp.asarray(table(field)) for field in forest))
+    tables = jax.tree.map(lambda field: jnp.asarray(table(field)), forest)
 
     def step(_, node):
         value = jnp.take_along_axis(x, tables.feature[node], axis=1)
@@ -167,6 +167,17 @@ def _members(values, modes, dtype):
     return members
 
 
+def _required(**attributes):
+    """The values, all of which must be given and have one length."""
+    missing = [name for name, values in attributes.items() if values is None]
+    if missing:
+        raise NodeError(f"the attributes {missing} are missing")
+    lengths = {name: len(values) for name, values in attributes.items()}
+    if len(set(lengths.values())) > 1:
+        raise NodeError(f"these attributes must have one length: {lengths}")
+    return list(attributes.values())
+
+
 def _either(floats, tensor):
     """float32 from a list of floats, or the doubles of the tensor that may stand in its place."""
     if floats is not None and tensor is not None:
@@ -174,8 +185,9 @@ def _either(floats, tensor):
     return np.asarray(floats or [], np.float32) if tensor is None else tensor
 
 
-def _forest(modes, treeids, nodeids, featureids, values, trueids, falseids, tracks):
+def _forest(nodes, values, tracks):
     """The forest of the two older operators, and where it has the node of a (tree, node id)."""
+    modes, treeids, nodeids, featureids, trueids, falseids = nodes
     keys = list(zip(treeids, nodeids, strict=True))
     place = {key: i for i, key in enumerate(keys)}
     if len(place) < len(keys):
@@ -190,8 +202,8 @@ def _forest(modes, treeids, nodeids, featureids, values, trueids, falseids, trac
         return place[tree, node]
 
     def children(ids):
-        nodes = enumerate(zip(modes, treeids, ids, strict=True))
-        return np.array([i if m == "LEAF" else find(tree, child) for i, (m, tree, child) in nodes])
+        rows = enumerate(zip(modes, treeids, ids, strict=True))
+        return np.array([i if m == "LEAF" else find(tree, child) for i, (m, tree, child) in rows])
 
     first = {tree: i for i, tree in reversed(list(enumerate(treeids)))}
     forest = Forest(
@@ -235,20 +247,22 @@ def tree_ensemble_regressor(
 ):
     """Targets [N, n_targets] of x [N, C] or [C]. Every transform is applied, also to one target."""
     del nodes_hitrates, nodes_hitrates_as_tensor
-    forest, find = _forest(
-        nodes_modes,
-        nodes_treeids,
-        nodes_nodeids,
-        nodes_featureids,
-        _either(nodes_values, nodes_values_as_tensor),
-        nodes_truenodeids,
-        nodes_falsenodeids,
-        nodes_missing_value_tracks_true,
+    nodes = _required(
+        nodes_modes=nodes_modes,
+        nodes_treeids=nodes_treeids,
+        nodes_nodeids=nodes_nodeids,
+        nodes_featureids=nodes_featureids,
+        nodes_truenodeids=nodes_truenodeids,
+        nodes_falsenodeids=nodes_falsenodeids,
     )
-    nodes = [find(*key) for key in zip(target_treeids, target_nodeids, strict=True)]
-    weights = _either(target_weights, target_weights_as_tensor)
-    targets = 1 + max(target_ids) if n_targets is None else n_targets
-    votes = (nodes, target_ids, weights)
+    values = _either(nodes_values, nodes_values_as_tensor)
+    forest, find = _forest(nodes, values, nodes_missing_value_tracks_true)
+    trees, ids, voted = _required(
+        target_treeids=target_treeids, target_nodeids=target_nodeids, target_ids=target_ids
+    )
+    leaves = [find(*key) for key in zip(trees, ids, strict=True)]
+    votes = (leaves, voted, _either(target_weights, target_weights_as_tensor))
+    targets = 1 + max(voted) if n_targets is None else n_targets
     scores = vote(jnp.atleast_2d(real(x)), forest, votes, targets, aggregate_function)
     return transform(scores + _base(base_values, base_values_as_tensor, targets), post_transform)
 
@@ -286,26 +300,29 @@ def tree_ensemble_classifier(
     is negative, and votes for the first class stand for the second (onnxruntime's convention).
     """
     del nodes_hitrates, nodes_hitrates_as_tensor
-    forest, find = _forest(
-        nodes_modes,
-        nodes_treeids,
-        nodes_nodeids,
-        nodes_featureids,
-        _either(nodes_values, nodes_values_as_tensor),
-        nodes_truenodeids,
-        nodes_falsenodeids,
-        nodes_missing_value_tracks_true,
+    nodes = _required(
+        nodes_modes=nodes_modes,
+        nodes_treeids=nodes_treeids,
+        nodes_nodeids=nodes_nodeids,
+        nodes_featureids=nodes_featureids,
+        nodes_truenodeids=nodes_truenodeids,
+        nodes_falsenodeids=nodes_falsenodeids,
     )
-    nodes = [find(*key) for key in zip(class_treeids, class_nodeids, strict=True)]
+    values = _either(nodes_values, nodes_values_as_tensor)
+    forest, find = _forest(nodes, values, nodes_missing_value_tracks_true)
+    trees, ids, voted = _required(
+        class_treeids=class_treeids, class_nodeids=class_nodeids, class_ids=class_ids
+    )
+    leaves = [find(*key) for key in zip(trees, ids, strict=True)]
     weights = _either(class_weights, class_weights_as_tensor)
     classes = number_of_classes(classlabels_int64s, classlabels_strings)
-    scores = vote(jnp.atleast_2d(real(x)), forest, (nodes, class_ids, weights), classes, "SUM")
+    scores = vote(jnp.atleast_2d(real(x)), forest, (leaves, voted, weights), classes, "SUM")
     base = _either(base_values, base_values_as_tensor)
-    if classes == 2 and len(set(class_ids)) == 1 and base.size < 2:
-        voted, mixed = class_ids[0], bool((weights < 0).any())
-        score = scores[:, voted] + _base(base_values, base_values_as_tensor, 1)
+    if classes == 2 and len(set(voted)) == 1 and base.size < 2:
+        mixed = bool((weights < 0).any())
+        score = scores[:, voted[0]] + _base(base_values, base_values_as_tensor, 1)
         index = (score > (0 if mixed else 0.5)).astype(np.int32)
-        if voted == 0:
+        if voted[0] == 0:
             scores = transform_binary(score, post_transform, opposite=mixed)
         else:
             scores = transform(jnp.stack([jnp.zeros_like(score), score], axis=-1), post_transform)
