@@ -17,6 +17,7 @@ from jaxonnx.errors import Error
 from jaxonnx.load import load
 from jaxonnx.model import Model
 from jaxonnx.train import History, train
+from jaxonnx.train.choice import layouts
 
 EPOCHS = 24
 BATCH = 32
@@ -125,7 +126,7 @@ def _row(name: str, path: Path, trained: Model, history: History, test: Any) -> 
     images, labels = test
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     (logits,) = session.run(None, {"x": images})
-    layers = [layer for layer in sparse.layers(trained.params) if layer.axes]
+    layers = [layer for layer in sparse.layers(trained.params, **layouts(trained)) if layer.axes]
     weights = {layer.name: np.asarray(trained.params[layer.name]) for layer in layers}
     dense = packed = sum(value.nbytes for value in trained.params.values())
     if name == "sparse":

@@ -11,6 +11,17 @@ from jaxonnx import sparse
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
 
+_PRODUCTS = {
+    "Conv": (1,),
+    "ConvTranspose": (1,),
+    "Gemm": (0, 1),
+    "GRU": (1, 2),
+    "LSTM": (1, 2),
+    "MatMul": (0, 1),
+    "RNN": (1, 2),
+}
+"""Operators that are matrix products, and the inputs at which their weights stand."""
+
 
 def select(
     params: Mapping[str, jax.Array],
@@ -55,5 +66,30 @@ def sparsify(
     if not {"dense", "dynamic", "fixed"} & {*options}:
         options |= {"dense": epochs // 3, "dynamic": max(1, epochs // 2)}
     options = {"dense": 0, "dynamic": None} | options
-    options.setdefault("exclude", {})
+    options = layouts(model) | options
     return sparse.three_phase(optimizer, steps_per_epoch=steps, **options)
+
+
+def layouts(model: Model) -> dict[str, Any]:
+    """What the graph says of its weights, as the options `exclude` and `axes` of `sparse.layers`.
+
+    A weight that is used in anything but dense matrix products and convolutions (an embedding, a
+    grouped convolution, a table that is added) cannot be sparse. The weights of recurrent operators
+    are (directions, output, input).
+    """
+    behind = {name: name for name in model.params}
+    exclude: dict[str, str] = {}
+    recurrent = set()
+    for node in model.graph.nodes:
+        weights = [(i, behind[name]) for i, name in enumerate(node.inputs) if name in behind]
+        if node.op.view and weights and weights[0][0] == 0:
+            behind[node.outputs[0]] = weights[0][1]
+            continue
+        for i, name in weights:
+            if i not in _PRODUCTS.get(node.op.name, ()):
+                exclude[name] = f"input {i} of {node.op.name}, no factor of a matrix product"
+            elif node.attributes.get("group", 1) != 1:
+                exclude[name] = "a grouped convolution"
+            elif node.op.name in ("GRU", "LSTM", "RNN"):
+                recurrent.add(name)
+    return {"exclude": exclude, "axes": lambda name, w: (1, 2) if name in recurrent else None}
