@@ -28,7 +28,7 @@ def sequence_construct(*inputs):
 
 
 @op("SequenceEmpty", since=11)
-def sequence_empty(*, dtype=1):
+def sequence_empty(*, dtype=None):
     """The empty sequence; a list holds no element type, so `dtype` leaves no trace."""
     del dtype
     return []
@@ -113,7 +113,7 @@ def optional(input=None, *, type=None):
 
 
 @op("OptionalGetElement", since=15)
-def optional_get_element(input=None):
+def optional_get_element(input):
     if input is None:
         raise NodeError("the optional is empty; check it with OptionalHasElement first")
     return input
