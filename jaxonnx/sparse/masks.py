@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ..errors import SparsityError
 from . import nm
@@ -79,7 +80,7 @@ def mask(
     """
     pattern = parse(pattern, transposable)
     axes = check(w, pattern, axes)
-    if not isinstance(w, jax.core.Tracer) and not np.isfinite(np.asarray(w, np.float32)).all():
+    if not isinstance(w, Tracer) and not np.isfinite(np.asarray(w, np.float32)).all():
         raise SparsityError("the weight has NaN or infinite entries: it has no best mask")
     if (pattern.n, pattern.m, pattern.transposable) == (2, 4, True):
         # two programs: in one, XLA would search anew for every cell of the mask

@@ -6,7 +6,7 @@ descending lexicographic order of the cells, so that "the first template on ties
 code on ties" are the same rule.
 """
 
-from functools import cache
+from functools import cache, reduce
 from itertools import combinations, product
 from typing import NamedTuple
 
@@ -49,32 +49,48 @@ def blocks(w: jax.Array, axes: Axes, size: int = 4) -> jax.Array:
     )  # fmt: skip
 
 
-def _cell_axes(ndim: int, axes: Axes) -> tuple[int, int]:
+def cell_axes(ndim: int, axes: Axes) -> tuple[int, int]:
     """Where `blocks` puts the row and the column of a cell: its place along each of `axes`."""
     first, second = (axis % ndim for axis in axes)
     return (first + 1, second + 2) if first < second else (first + 2, second + 1)
 
 
-def _cells(w: jax.Array, axes: Axes) -> list[list[jax.Array]]:
-    row, column = _cell_axes(w.ndim, axes)
+def _cells(w: jax.Array, axes: Axes) -> list[jax.Array]:
+    """The 16 cells of every block, in the order of a template's cells, as float32 |w|."""
+    row, column = cell_axes(w.ndim, axes)
     view = blocks(w, axes)
     at: list[int | slice] = [slice(None)] * view.ndim
 
     def cell(r: int, c: int) -> jax.Array:
-        index = list(at)
-        index[row], index[column] = r, c
+        at[row], at[column] = r, c
         # the absolute value after slicing, so that no |w| is written to memory
-        return jnp.abs(view[tuple(index)])
+        return jnp.abs(view[tuple(at)].astype(jnp.float32))
 
-    return [[cell(r, c) for c in range(4)] for r in range(4)]
+    return [cell(r, c) for r in range(4) for c in range(4)]
 
 
 def codes_by_definition(w: jax.Array, axes: Axes = (-2, -1)) -> jax.Array:
-    """What `codes` must equal: argmax over |w| @ templates.T, the first index on ties."""
-    cells = jnp.stack([cell for row in _cells(w, axes) for cell in row], axis=-1)
-    cells = cells.astype(jnp.promote_types(w.dtype, jnp.float32))
-    scores = jnp.matmul(cells, templates().T.astype(cells.dtype), precision="highest")
+    """What `codes` must equal: argmax over |w| @ templates.T, the first index on ties.
+
+    The sums are exact: |w| counts in integers, in units of 2^-28 of the block's largest cell (of
+    its power of two), rounded down. So a float32 cell within 2^-4 of the largest one counts with
+    all its bits, a bfloat16 cell within 2^-20; ties are ties, and the order of a sum, which differs
+    from device to device, does not matter. Blocks below 2^-99 count in units of 2^-127.
+    """
+    cells = jnp.stack(_cells(w, axes), axis=-1)
+    _, exponent = jnp.frexp(jnp.max(cells, axis=-1, keepdims=True))
+    units = jnp.ldexp(cells, 28 - jnp.maximum(exponent, -99)).astype(jnp.int32)
+    scores = units @ templates().T.astype(np.int32)
     return jnp.asarray(template_codes())[jnp.argmax(scores, axis=-1)]
+
+
+def _units(cells: list[jax.Array]) -> list[jax.Array]:
+    """`cells` as the integers of `codes_by_definition`."""
+    # non-negative floats are ordered like their bits, and integers have a plain maximum
+    bits = reduce(jnp.maximum, (jax.lax.bitcast_convert_type(x, jnp.int32) for x in cells))
+    exponent = jnp.maximum(bits >> 23, 27)
+    scale = jax.lax.bitcast_convert_type((281 - exponent) << 23, jnp.float32)
+    return [(x * scale).astype(jnp.int32) for x in cells]
 
 
 class _Scored(NamedTuple):
@@ -106,7 +122,7 @@ def _best(candidates: list[_Scored]) -> _Scored:
 
 
 def codes(w: jax.Array, axes: Axes = (-2, -1)) -> jax.Array:
-    """The code of the best template for every block: the fast exact search.
+    """The code of the best template for every block: the fast search, equal to the definition.
 
     Args:
       w: floating-point weight; both `axes` are multiples of 4, all other axes are batch axes.
@@ -124,11 +140,8 @@ def codes(w: jax.Array, axes: Axes = (-2, -1)) -> jax.Array:
     for the six pairs, X_01 + X_23, X_02 + X_13, and max(M_01 + M_23, M_02 + M_13) + the same in N.
     That is 63 additions and 28 selections a block instead of 90 sums of eight.
     """
-    dtype = jnp.promote_types(w.dtype, jnp.float32)
-    a = [
-        [_Scored(x.astype(dtype), 1 << (15 - 4 * r - c)) for c, x in enumerate(row)]
-        for r, row in enumerate(_cells(w, axes))
-    ]
+    cells = [_Scored(x, 1 << (15 - i)) for i, x in enumerate(_units(_cells(w, axes)))]
+    a = [cells[i : i + 4] for i in range(0, 16, 4)]
     pairs = list(combinations(range(4), 2))
     rest = dict(zip(pairs, reversed(pairs), strict=True))  # complements, as the pairs are sorted
     top = {(b, c): _better(a[0][b] + a[1][c], a[0][c] + a[1][b]) for b, c in pairs}
@@ -149,7 +162,7 @@ def codes(w: jax.Array, axes: Axes = (-2, -1)) -> jax.Array:
 
 def expand(code: jax.Array, axes: Axes = (-2, -1)) -> jax.Array:
     """The boolean mask of `codes`: each of the two axes four times as long."""
-    row, column = _cell_axes(code.ndim, axes)
+    row, column = cell_axes(code.ndim, axes)
     shape = [1] * (code.ndim + 2)
     r = jax.lax.broadcasted_iota(jnp.uint16, (*shape[:row], 4, *shape[row + 1 :]), row)
     c = jax.lax.broadcasted_iota(jnp.uint16, (*shape[:column], 4, *shape[column + 1 :]), column)
