@@ -146,12 +146,10 @@ def cast_like(x, target_type, *, saturate=1, round_mode="up"):
 def bit_cast(x, *, to):
     """The same bits as another type of the same width."""
     dtype = element_dtype(to)
+    if not known(x) and canonical(dtype) != dtype:
+        raise NodeError(f"the bits of {dtype} exist only with jax_enable_x64")
     if object in (dtype, x.dtype) or _bits(dtype) != _bits(x.dtype):
         raise NodeError(f"{x.dtype} and {dtype} do not have the same width")
-    if known(x):
-        return x.view(dtype)
-    if canonical(dtype) != dtype:
-        raise NodeError(f"the bits of {dtype} exist only with jax_enable_x64")
     return x.view(dtype)
 
 

@@ -15,15 +15,18 @@ def matmul(a, b):
     np_ = xp(a, b)
     if a.ndim > 2 and b.ndim == 2:
         rows = math.prod(a.shape[:-1])
-        return (a.reshape(rows, a.shape[-1]) @ b).reshape(*a.shape[:-1], b.shape[-1])
-    return np_.matmul(a, b)
+        y = (a.reshape(rows, a.shape[-1]) @ b).reshape(*a.shape[:-1], b.shape[-1])
+    else:
+        y = np_.matmul(a, b)
+    # NumPy gives a product of bfloat16 matrices in float32.
+    return y.astype(a.dtype)
 
 
 def _gemm(a, b, c, alpha, beta, transpose_a, transpose_b):
     if a.ndim != 2 or b.ndim != 2:
         raise NodeError(f"A and B must be matrices, but have shapes {a.shape} and {b.shape}")
     dtype = a.dtype
-    y = (a.T if transpose_a else a) @ (b.T if transpose_b else b)
+    y = ((a.T if transpose_a else a) @ (b.T if transpose_b else b)).astype(dtype)
     if alpha != 1:
         y = (alpha * y).astype(dtype)
     if c is None or beta == 0:
