@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 from onnx import numpy_helper
+
 from tests.cases import Case
 
 ML = "ai.onnx.ml"
