@@ -5,6 +5,7 @@ and value head are a group, so that nothing is repeated.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jaxonnx.errors import NodeError
 from jaxonnx.registry import op
 
 
-def split_heads(x, heads):
+def split_heads(x: Any, heads: int | None) -> jax.Array:
     """(batch, sequence, heads * size) to (batch, heads, sequence, size); rank 4 stays."""
     if x.ndim == 4:
         return x

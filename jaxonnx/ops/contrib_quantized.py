@@ -1,0 +1,134 @@
+"""Quantized operators of com.microsoft.
+
+Each one dequantizes, computes in floating point and quantizes again, so that gradients go straight
+through as in `jaxonnx.ops.quantize`.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx.errors import NodeError
+from jaxonnx.ops.contrib import DOMAIN
+from jaxonnx.ops.linear import matmul
+from jaxonnx.ops.quantize import dequantize_linear, dynamic_quantize_linear, quantize_linear
+from jaxonnx.registry import Rounded, Through, op
+
+
+def _dtype(x):
+    return (x.value if isinstance(x, Rounded) else x).dtype
+
+
+@op("QuantizeLinear", since=1, domain=DOMAIN, view=True)
+def quantize_linear_contrib(x, scale, zero_point=None, *, axis=None):
+    return quantize_linear(x, scale, zero_point, axis=_axis(scale, axis))
+
+
+@op("DequantizeLinear", since=1, domain=DOMAIN, view=True)
+def dequantize_linear_contrib(x: Through, scale, zero_point=None, *, axis=None):
+    return dequantize_linear(x, scale, zero_point, axis=_axis(scale, axis))
+
+
+def _axis(scale, axis):
+    if axis is None and scale.size != 1:
+        raise NodeError(f"a scale of shape {scale.shape} needs the attribute axis")
+    return axis or 0
+
+
+def _binary(function):
+    def apply(a: Through, a_scale, a_zero, b: Through, b_scale, b_zero, c_scale, c_zero=None):
+        c = function(dequantize_linear(a, a_scale, a_zero), dequantize_linear(b, b_scale, b_zero))
+        return quantize_linear(c, c_scale, np.zeros((), _dtype(a)) if c_zero is None else c_zero)
+
+    return apply
+
+
+op("QLinearAdd", since=1, domain=DOMAIN)(_binary(lambda a, b: a + b))
+op("QLinearMul", since=1, domain=DOMAIN)(_binary(lambda a, b: a * b))
+
+
+@op("QLinearGlobalAveragePool", since=1, domain=DOMAIN)
+def qlinear_global_average_pool(
+    x: Through, x_scale, x_zero_point, y_scale, y_zero_point, *, channels_last=0
+):
+    y = dequantize_linear(x, x_scale, x_zero_point)
+    axes = tuple(range(1, y.ndim - 1) if channels_last else range(2, y.ndim))
+    return quantize_linear(y.mean(axis=axes, keepdims=True), y_scale, y_zero_point)
+
+
+@op("QLinearConcat", since=1, domain=DOMAIN)
+def qlinear_concat(y_scale, y_zero_point, *inputs, axis):
+    """`inputs` are triples of values, scale and zero point."""
+    parts = [dequantize_linear(*inputs[i : i + 3]) for i in range(0, len(inputs), 3)]
+    return quantize_linear(jnp.concatenate(parts, axis=axis), y_scale, y_zero_point)
+
+
+def _scaled_product(a, a_scale, a_zero_point, b, b_scale, b_zero_point, bias):
+    """The product of the centred integers, which float32 holds, times both scales, plus bias."""
+    one = np.ones((), np.float32)
+    y = matmul(
+        dequantize_linear(a, one, _row(a_zero_point), axis=-1),
+        dequantize_linear(b, one, _row(b_zero_point), axis=-1),
+    )
+    y = y * (a_scale * b_scale)
+    return y if bias is None else y + bias
+
+
+def _row(zero_point):
+    return zero_point if zero_point is None or zero_point.size > 1 else zero_point.reshape(())
+
+
+@op("DynamicQuantizeMatMul", since=1, domain=DOMAIN, params=("bias",))
+def dynamic_quantize_matmul(a, b, b_scale, b_zero_point=None, bias=None):
+    a, a_scale, a_zero_point = dynamic_quantize_linear(a)
+    return _scaled_product(a, a_scale, a_zero_point, b, b_scale, b_zero_point, bias)
+
+
+@op("MatMulIntegerToFloat", since=1, domain=DOMAIN, params=("bias",))
+def matmul_integer_to_float(
+    a: Through, b: Through, a_scale, b_scale, a_zero_point=None, b_zero_point=None, bias=None
+):
+    return _scaled_product(a, a_scale, a_zero_point, b, b_scale, b_zero_point, bias)
+
+
+def _unpacked(packed, bits):
+    """The numbers of `bits` bits in the bytes of the last axis, lowest bits first."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    numbers = (packed[..., None] >> shifts) & np.uint8(2**bits - 1)
+    return numbers.reshape(*packed.shape[:-1], packed.shape[-1] * len(shifts))
+
+
+@op("MatMulNBits", since=1, domain=DOMAIN, params=("scales", "bias"))
+def matmul_n_bits(
+    a,
+    b,
+    scales,
+    zero_points=None,
+    g_idx=None,
+    bias=None,
+    *,
+    K,
+    N,
+    accuracy_level=0,
+    bits=4,
+    block_size,
+    weight_prepacked=0,
+):
+    """A ((Q - zero point) * scale)', where Q (N, K) is packed along K and scales stand per block.
+
+    `accuracy_level` only allows coarser arithmetic, of which no use is made.
+    """
+    if weight_prepacked or bits not in (2, 4, 8):
+        raise NodeError(f"weights must not be prepacked and have 2, 4 or 8 bits, not {bits}")
+    blocks = -(-K // block_size)
+    block = np.arange(K) // block_size if g_idx is None else g_idx
+    weight = _unpacked(b.reshape(N, -1), bits)[:, :K].astype(a.dtype)
+    if zero_points is None:
+        zero = jnp.full((N, blocks), 2 ** (bits - 1), a.dtype)
+    elif zero_points.dtype == np.uint8:
+        zero = _unpacked(zero_points.reshape(N, -1), bits)[:, :blocks].astype(a.dtype)
+    else:
+        zero = zero_points.reshape(N, blocks)
+    scale = scales.reshape(N, blocks)
+    weight = (weight - jnp.take(zero, block, axis=1)) * jnp.take(scale, block, axis=1)
+    y = matmul(a, weight.T)
+    return y if bias is None else y + bias
