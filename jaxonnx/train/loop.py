@@ -87,7 +87,7 @@ def train(
       progress: show a progress bar; by default where the output is a terminal.
 
     Returns:
-      `.model` and `.history`. If the loss or a weight becomes NaN or infinite the run stops with a
+      `.model` and `.history`. If the loss or a gradient becomes NaN or infinite the run stops with a
       warning: the model then has the last good weights and `history.stopped` tells the step.
 
     Raises:
@@ -199,12 +199,10 @@ def _read(pending: deque[jax.Array], keep: int, history: History) -> bool:
         history.losses.append(float(value))
         if not finite:
             number = len(history.losses)
-            what = (
-                f"the loss became {value}"
-                if not np.isfinite(value)
-                else ("a weight or running statistic became NaN or infinite")
+            what = "the gradient" if np.isfinite(value) else f"the loss, {value},"
+            history.stopped = (
+                f"{what} is not finite at step {number}; the weights are those before it"
             )
-            history.stopped = f"{what} at step {number}; the weights are those before that step"
             return False
     return True
 

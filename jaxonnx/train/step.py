@@ -21,7 +21,7 @@ class Carry(NamedTuple):
     optimizer: Any
     count: jax.Array
     finite: jax.Array
-    """False once a loss or a weight is not finite; from then on nothing changes."""
+    """False once a loss or a gradient is not finite; from then on nothing changes."""
 
 
 def start(params: dict, state: dict, optimizer: optax.GradientTransformation) -> Carry:
@@ -47,14 +47,18 @@ def training(
 
         gradient = jax.value_and_grad(objective, has_aux=True)
         (value, state), gradients = gradient(carry.params)
-        updates, memory = optimizer.update(
-            gradients, carry.optimizer, carry.params, value=value, grad=gradients
-        )
-        params = optax.apply_updates(carry.params, updates)
-        finite = carry.finite & jnp.isfinite(value) & _all_finite((params, state))
-        new = Carry(params, state, memory, carry.count + 1, finite)  # type: ignore[arg-type]
-        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, carry)
-        return kept._replace(finite=finite), jnp.stack([value, finite.astype(value.dtype)])
+
+        def move():
+            updates, memory = optimizer.update(
+                gradients, carry.optimizer, carry.params, value=value, grad=gradients
+            )
+            params = optax.apply_updates(carry.params, updates)
+            return Carry(params, state, memory, carry.count + 1, finite)  # type: ignore[arg-type]
+
+        # a conditional, because selecting old or new values would copy all of them in each step
+        finite = carry.finite & _finite((value, gradients))
+        carry = jax.lax.cond(finite, move, lambda: carry._replace(finite=finite))
+        return carry, jnp.stack([value, finite.astype(value.dtype)])
 
     return step
 
@@ -79,6 +83,9 @@ def evaluation(model: Model, loss: Loss) -> Callable[[jax.Array, Carry, dict, Ba
     return evaluate
 
 
-def _all_finite(tree: Any) -> jax.Array:
-    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    return jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
+def _finite(tree: Any) -> jax.Array:
+    """Whether every number is finite; sums are several times as fast as tests of each number."""
+    sums = [
+        jnp.sum(x, dtype=jnp.promote_types(x.dtype, jnp.float32)) for x in jax.tree.leaves(tree)
+    ]
+    return jnp.isfinite(jnp.stack(sums)).all()
