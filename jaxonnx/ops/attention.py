@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from onnx.helper import tensor_dtype_to_np_dtype
 
 from jaxonnx.errors import NodeError
+from jaxonnx.ops.common import canonical, element_dtype
 from jaxonnx.registry import op
 
 
@@ -105,7 +105,7 @@ def apply_mask(x, mask):
 def _softmax_dtype(precision, default):
     if precision is None:
         return default
-    return jax.dtypes.canonicalize_dtype(tensor_dtype_to_np_dtype(precision))
+    return canonical(element_dtype(precision))
 
 
 @op("Attention", since=23)
