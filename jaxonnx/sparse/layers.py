@@ -28,6 +28,8 @@ class Layer:
 
 def name_of(path: tuple) -> str:
     """The name of a leaf of a pytree: its keys joined by dots."""
+    if path and path[-1] == jax.tree_util.GetAttrKey("value"):
+        path = path[:-1]  # the box of an nnx variable, which optimizers see with and without
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
