@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass
 from importlib.resources import files
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from jaxonnx.train.choice import layouts
 
 EPOCHS = 24
 BATCH = 32
+_PACKAGES = ("matplotlib", "onnxruntime", "sklearn")
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,9 @@ def model() -> Model:
 
 def digits(seed: int = 0) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """scikit-learn's 1797 digits as (images, labels): three quarters to train, the rest to test."""
-    try:
-        from sklearn.datasets import load_digits
-        from sklearn.model_selection import train_test_split
-    except ImportError as error:
-        raise Error("the demo needs scikit-learn: pip install 'jaxonnx[demo]'") from error
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32).reshape(-1, 1, 8, 8)
     x, x_test, y, y_test = train_test_split(
@@ -77,7 +77,7 @@ def run(
     console = console or Console()
     folder = Path(folder)
     paths = {name: folder / f"{name}.onnx" for name in ("dense", "sparse")}
-    _writable(folder)
+    _check(folder)
     begin = time.perf_counter()
     data, test = digits(seed)
     start = model()
@@ -107,8 +107,11 @@ def run(
     return rows
 
 
-def _writable(folder: Path) -> None:
+def _check(folder: Path) -> None:
     """Fails now rather than after the training."""
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        raise Error(f"the demo needs {', '.join(missing)}: pip install 'jaxonnx[demo]'")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".jaxonnx"
@@ -119,10 +122,8 @@ def _writable(folder: Path) -> None:
 
 
 def _row(name: str, path: Path, trained: Model, history: History, test: Any) -> Row:
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise Error("the demo needs onnxruntime: pip install 'jaxonnx[demo]'") from error
+    import onnxruntime
+
     images, labels = test
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     (logits,) = session.run(None, {"x": images})
@@ -164,10 +165,8 @@ def _table(rows: list[Row]) -> Table:
 
 def _report(path: Path, rows: list[Row]) -> None:
     """Curves of both runs, the flip rate of the sparse one, and the mask of its largest layer."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise Error("the report needs matplotlib: pip install 'jaxonnx[demo]'") from error
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(11, 7), layout="constrained")
     (loss, accuracy), (flips, mask) = figure.subplots(2, 2)
     for row in rows:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import onnxruntime
 import optax
@@ -155,6 +156,13 @@ def test_a_loss_that_is_not_finite_stops_at_the_last_good_weights(net, bad):
     good = train(net, batches[:5], batch_size=None)
     for name, value in {**good.model.params, **good.model.state}.items():
         np.testing.assert_array_equal({**result.model.params, **result.model.state}[name], value)
+
+
+def test_a_gradient_that_is_not_finite_stops_as_well(net):
+    with pytest.warns(UserWarning, match="the gradient is not finite at step 1"):
+        result = train(net, digits(8), loss=lambda outputs, targets: jnp.sqrt(outputs * 0).sum(1))
+    for name, value in net.params.items():
+        np.testing.assert_array_equal(result.model.params[name], value)
 
 
 @pytest.mark.parametrize("sparsity", [None, "2:4"])

@@ -18,17 +18,22 @@ def _per_roi(function, *arguments):
     return lax.map(lambda a: jax.checkpoint(function)(*a), arguments, batch_size=ROIS_AT_ONCE)
 
 
+def _round(v):
+    """To the nearest integer, halves away from zero."""
+    return jnp.sign(v) * jnp.floor(jnp.abs(v) + 0.5)
+
+
 @op("MaxRoiPool", since=1)
 def max_roi_pool(x, rois, *, pooled_shape, spatial_scale=1.0):
     """Maximum over the bins of each region (batch index, x1, y1, x2, y2); an empty bin gives 0.
 
-    Corners are rounded to pixels, as in Fast R-CNN (https://arxiv.org/abs/1504.08083).
+    Corners are rounded to pixels (halves away from zero), as in Fast R-CNN (https://arxiv.org/abs/1504.08083).
     """
     x, rois = jnp.asarray(x), lax.stop_gradient(jnp.asarray(rois))
 
     def bins(first, last, count, size):
         """(count, size): which pixels each bin covers."""
-        first, last = (jnp.round(v * spatial_scale) for v in (first, last))
+        first, last = (_round(v * spatial_scale) for v in (first, last))
         step = jnp.maximum(last - first + 1, 1) / count
         number = jnp.arange(count)
         begin = jnp.floor(number * step) + first

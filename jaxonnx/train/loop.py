@@ -87,8 +87,8 @@ def train(
       progress: show a progress bar; by default where the output is a terminal.
 
     Returns:
-      `.model` and `.history`. If the loss or a gradient becomes NaN or infinite the run stops with a
-      warning: the model then has the last good weights and `history.stopped` tells the step.
+      `.model` and `.history`. If the loss or a gradient becomes NaN or infinite the run stops with
+      a warning: the model then has the last good weights and `history.stopped` tells the step.
 
     Raises:
       TrainingError: data, labels, loss or settings that do not fit, before anything is compiled;
