@@ -100,6 +100,13 @@ def test_the_fill_of_a_short_batch_does_not_count():
     np.testing.assert_allclose(result.history.losses, expected, rtol=1e-5)
 
 
+def test_inputs_by_name_and_targets_in_lists(net):
+    x, y = digits(16)
+    plain = train(net, (x, y)).history.losses
+    assert train(net, ({"x": x}, y.tolist())).history.losses == plain
+    assert train(net, ((x,), y)).history.losses == plain
+
+
 def test_order_depends_on_seed_and_epoch_only(net):
     def losses(seed):
         settings = {"optimizer": optax.sgd(0.0), "epochs": 2, "seed": seed}

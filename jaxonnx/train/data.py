@@ -75,7 +75,7 @@ def _pair(pair: Any, names: list[str], what: str) -> tuple[tuple[np.ndarray, ...
     x = x if isinstance(x, tuple) else (x,)
     if len(x) != len(names):
         raise TrainingError(f"{what} has {len(x)} inputs; the model has {len(names)}: {names}")
-    inputs, targets = jax.tree.map(np.asarray, (x, y))
+    inputs, targets = jax.tree.map(np.asarray, (x, y), is_leaf=lambda v: isinstance(v, list))
     named = [(f"input {n!r}", a) for n, a in zip(names, inputs, strict=True)]
     named += [("the targets", a) for a in jax.tree.leaves(targets)]
     if scalars := [n for n, a in named if not a.ndim]:
