@@ -188,7 +188,8 @@ def load(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[str, Pack
       SparsityError: the file is truncated, not one of these, or inconsistent.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # opened here, because np.load does not close a file that it cannot read
+        with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
             arrays = dict(file.items())
         index = json.loads(arrays.pop(_INDEX).tobytes())
         dense, packed = {}, {}

@@ -230,8 +230,8 @@ class _Walk:
 
         def read(atom):
             if isinstance(atom, Literal):
-                zero = np.ndim(atom.val) == 0 and atom.val == 0
-                return np.asarray(_ZERO) if zero else None
+                number = np.ndim(atom.val) == 0 and atom.aval.dtype != jax.dtypes.float0
+                return np.asarray(_ZERO) if number and atom.val == 0 else None
             return known.get(atom)
 
         for eqn in jaxpr.eqns:
