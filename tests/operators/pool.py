@@ -32,6 +32,12 @@ def unpool(x, i):
     return y.reshape(*x.shape[:2], 2 * x.shape[2], 2 * x.shape[3])
 
 
+def strided_mean(x):
+    x = np.pad(x, ((0, 0), (0, 0), (1, 1), (0, 1)), constant_values=np.nan)
+    views = np.lib.stride_tricks.sliding_window_view(x, (3, 2), (2, 3))[:, :, ::2, ::3]
+    return np.nanmean(views, (-1, -2))
+
+
 def norm(p):
     return lambda x: (np.abs(x) ** p).sum((2, 3), keepdims=True) ** (1 / p)
 
@@ -56,8 +62,8 @@ CASES = [
             Case(name, [LINE], {"kernel_shape": [3]}, since=since, id="1d", expected="ort"),
         )
     ),
-    Case("AveragePool", [X], STRIDED, until=6),
-    *(Case("AveragePool", [X], a, until=6, id=a["auto_pad"]) for a in AUTO),
+    Case("AveragePool", [X], STRIDED, until=6, expected=strided_mean),
+    Case("AveragePool", [X], K | {"auto_pad": "VALID"}, until=6, id="VALID"),
     Case(
         "AveragePool", [X], STRIDED | {"count_include_pad": 1}, since=7, expected="ort", id="count"
     ),
