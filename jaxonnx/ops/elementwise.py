@@ -92,14 +92,14 @@ def aligned(a, b, axis: int | None, broadcast: int):
     return b.reshape(b.shape + (1,) * (a.ndim - start - b.ndim))
 
 
-def binary(name: str, function: Callable[[Any, Any], Any], params: tuple[str, ...] = ()) -> None:
+def binary(name: str, function: Callable[[Any, Any], Any], vectors: tuple[str, ...] = ()) -> None:
     """Registers `function(a, b)` with NumPy's broadcasting from opset 7 on, `aligned` before."""
 
-    @op(name, since=1, params=params)
+    @op(name, since=1, vectors=vectors)
     def limited(a, b, *, axis=None, broadcast=0):
         return function(a, aligned(a, b, axis, broadcast))
 
-    @op(name, since=7, params=params)
+    @op(name, since=7, vectors=vectors)
     def full(a, b):
         return function(a, b)
 
@@ -151,9 +151,9 @@ def power(x, y):
     return function(x.astype(wide), y.astype(wide)).astype(x.dtype)
 
 
-binary("Add", lambda a, b: xp(a, b).add(a, b), params=("a", "b"))
+binary("Add", lambda a, b: xp(a, b).add(a, b), vectors=("a", "b"))
 binary("Sub", lambda a, b: xp(a, b).subtract(a, b))
-binary("Mul", lambda a, b: xp(a, b).multiply(a, b), params=("a", "b"))
+binary("Mul", lambda a, b: xp(a, b).multiply(a, b), vectors=("a", "b"))
 binary("Div", div)
 binary("Pow", power)
 

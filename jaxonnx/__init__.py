@@ -1,0 +1,37 @@
+"""An ONNX file in, a pure JAX function and its parameters out; trained and handed back as ONNX."""
+
+from jaxonnx import optim, sparse
+from jaxonnx.errors import (
+    Error,
+    InputError,
+    ModelError,
+    NodeError,
+    SparsityError,
+    StaticError,
+    TrainingError,
+    UnsupportedError,
+)
+from jaxonnx.model import Model, Value, load
+from jaxonnx.train import History, Result, train
+from jaxonnx.training_graph import add_training
+
+__all__ = [
+    "Error",
+    "History",
+    "InputError",
+    "Model",
+    "ModelError",
+    "NodeError",
+    "Result",
+    "SparsityError",
+    "StaticError",
+    "TrainingError",
+    "UnsupportedError",
+    "Value",
+    "add_training",
+    "load",
+    "optim",
+    "sparse",
+    "train",
+]
+__version__ = "0.1.0"

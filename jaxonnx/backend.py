@@ -1,0 +1,91 @@
+"""ONNX's backend interface, so that ONNX's own test runner drives jaxonnx.
+
+Types are exactly those of the specification: 64-bit types are on during a call, whatever the
+setting of the caller. Training flags of the file are followed.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from onnx import ModelProto, NodeProto, helper
+from onnx.backend.base import Backend, BackendRep, Device, DeviceType, namedtupledict
+
+from jaxonnx.model import Model, load
+
+
+class Rep(BackendRep):
+    """A prepared model: `run` takes the inputs in order or by name and returns NumPy values."""
+
+    def __init__(self, model: Model):
+        self.model = model
+
+    def run(self, inputs: Any, **kwargs: Any) -> tuple:
+        model = self.model
+        if not isinstance(inputs, Mapping):
+            inputs = dict(zip((value.name for value in model.inputs), inputs, strict=False))
+        with jax.enable_x64(True):
+            given = {name: _array(value) for name, value in inputs.items()}
+            results = model.program(model.params, model.state, None, given, training=None)
+            results = tuple(jax.tree.map(np.asarray, result) for result in results)
+        return namedtupledict("Outputs", [value.name for value in model.outputs])(*results)
+
+
+class JaxBackend(Backend):
+    """The backend; the functions of this module are its class methods."""
+
+    @classmethod
+    def prepare(cls, model: ModelProto, device: str = "CPU", **kwargs: Any) -> Rep:
+        """Loads a model."""
+        with jax.enable_x64(True):
+            return Rep(load(model))
+
+    @classmethod
+    def run_model(cls, model: ModelProto, inputs: Any, device: str = "CPU", **kwargs: Any) -> tuple:
+        """Loads a model and runs it once."""
+        return cls.prepare(model, device, **kwargs).run(inputs)
+
+    @classmethod
+    def run_node(
+        cls,
+        node: NodeProto,
+        inputs: Any,
+        device: str = "CPU",
+        outputs_info: Sequence[tuple[np.dtype, tuple[int, ...]]] | None = None,
+        **kwargs: Any,
+    ) -> tuple:
+        """Runs a single node; `opset_imports` (ids) may say which operator sets are meant."""
+        names = [name for name in node.input if name]
+        if isinstance(inputs, Mapping):
+            inputs = [inputs[name] for name in names]
+        infos = [
+            helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape)
+            for n, a in zip(names, map(np.asarray, inputs), strict=True)
+        ]
+        outputs = [helper.make_empty_tensor_value_info(name) for name in node.output if name]
+        graph = helper.make_graph([node], "node", infos, outputs)
+        options = {k: v for k, v in kwargs.items() if k == "opset_imports"}
+        return cls.run_model(helper.make_model(graph, **options), inputs)
+
+    @classmethod
+    def supports_device(cls, device: str) -> bool:
+        """Whether JAX has such a device here."""
+        kind = Device(device).type
+        if kind == DeviceType.CPU:
+            return True
+        return kind == DeviceType.CUDA and jax.default_backend() == "gpu"
+
+
+def _array(value: Any) -> Any:
+    """Sequences and maps stay as they are; strings become arrays of objects."""
+    if not isinstance(value, np.ndarray | np.generic):
+        return value
+    return np.asarray(value, object) if value.dtype.kind in "USO" else np.asarray(value)
+
+
+prepare = JaxBackend.prepare
+run_model = JaxBackend.run_model
+run_node = JaxBackend.run_node
+supports_device = JaxBackend.supports_device
+is_compatible = JaxBackend.is_compatible

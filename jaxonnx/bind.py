@@ -1,0 +1,338 @@
+"""A GraphProto with everything looked up once: operators, attributes, functions, subgraphs.
+
+Binding finds at load time what can be found then: unknown operators (all of them at once), missing
+or unknown attributes, names without a value, recursion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+import onnx
+from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto
+
+import jaxonnx.ops  # noqa: F401  (importing the operators registers them)
+from jaxonnx.errors import ModelError, UnsupportedError
+from jaxonnx.load import to_array, to_dense
+from jaxonnx.registry import Op, lookup
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A graph whose nodes are bound."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    output_types: tuple[onnx.TypeProto | None, ...]
+    weights: tuple[str, ...]
+    """The names of the graph's tensors whose values come from outside (`Context.weights`)."""
+    initializers: Mapping[str, np.ndarray]
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node with its operator, or with a function body that is bound to its arguments' types."""
+
+    label: str
+    op: Op
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: Mapping[str, Any]
+    graphs: Mapping[str, Graph | list[Graph]]
+    reads: tuple[str, ...]
+    """Every name that the node reads: its inputs and what its subgraphs capture."""
+    index: int
+    """Unique within the model; what random nodes fold into the caller's key."""
+    body: Graph | Callable[[list], Graph] | None = None
+    """The body of a function; one that depends on types is a function of the arguments."""
+
+
+def bind(model: ModelProto, graph: GraphProto, taken: Collection[str]) -> Graph:
+    """Binds a graph of `model`; `taken` names the tensors whose values come from outside.
+
+    Raises:
+      UnsupportedError: naming every operator that has no implementation, with its nodes.
+      ModelError: a malformed graph (names, attributes, recursion).
+    """
+    opsets = {_domain(entry.domain): entry.version for entry in model.opset_import}
+    functions = {(_domain(f.domain), f.name, f.overload): f for f in model.functions}
+    binder = _Binder(functions, frozenset(taken))
+    bound = binder.graph(graph, opsets or {"": 1})
+    if binder.missing:
+        lines = [f"  {what}: {', '.join(nodes)}" for what, nodes in binder.missing.items()]
+        raise UnsupportedError("no implementation of these operators:\n" + "\n".join(lines))
+    return bound
+
+
+def _domain(name: str) -> str:
+    return "" if name == "ai.onnx" else name
+
+
+@dataclass
+class _Binder:
+    functions: dict[tuple[str, str, str], FunctionProto]
+    taken: frozenset[str]
+    missing: dict[str, list[str]] = field(default_factory=dict)
+    count: int = 0
+    calls: tuple[str, ...] = ()
+
+    def graph(
+        self, proto: GraphProto, opsets: dict[str, int], visible: Collection[str] = (), refs=None
+    ) -> Graph:
+        initializers = {}
+        weights = []
+        for tensor in proto.initializer:
+            if tensor.name in self.taken:
+                weights.append(tensor.name)
+            else:
+                initializers[tensor.name] = to_array(tensor)
+        weights += [s.values.name for s in proto.sparse_initializer]
+        inputs = [v.name for v in proto.input]
+        for node in proto.node:
+            weights += [name for name in node.output if name in self.taken]
+        own = {*inputs, *weights, *initializers}
+        nodes = self.nodes(proto.node, opsets, {*visible, *own}, own, refs)
+        names = {*visible, *own, *(name for node in nodes for name in node.outputs)}
+        for value in proto.output:
+            if value.name not in names:
+                raise ModelError(f"graph '{proto.name}': output '{value.name}' is never computed")
+        return Graph(
+            name=proto.name,
+            inputs=tuple(n for n in inputs if n not in initializers and n not in weights),
+            outputs=tuple(v.name for v in proto.output),
+            output_types=tuple(v.type if v.HasField("type") else None for v in proto.output),
+            weights=tuple(weights),
+            initializers=initializers,
+            nodes=nodes,
+        )
+
+    def nodes(self, protos, opsets, visible: set[str], own: set[str], refs) -> tuple[Node, ...]:
+        bound = []
+        for proto in protos:
+            if proto.output and proto.output[0] in own and proto.output[0] in self.taken:
+                continue
+            node = self.node(proto, opsets, visible, refs)
+            for name in node.reads:
+                if name not in visible:
+                    raise ModelError(
+                        f"{node.label} reads '{name}', which no input, initializer or earlier node "
+                        "defines (nodes must be sorted and acyclic)"
+                    )
+            for name in node.outputs:
+                if name in own:
+                    raise ModelError(f"{node.label} defines '{name}', which is already defined")
+            names = {name for name in node.outputs if name}
+            own |= names
+            visible |= names
+            bound.append(node)
+        return tuple(bound)
+
+    def node(self, proto: NodeProto, opsets: dict[str, int], visible: set[str], refs) -> Node:
+        domain = _domain(proto.domain)
+        label = (
+            f"node '{proto.name or (proto.output[0] if proto.output else '?')}' ({proto.op_type})"
+        )
+        self.count += 1
+        inputs, outputs = _trimmed(proto.input), _trimmed(proto.output)
+        attributes, graphs = {}, {}
+        for attribute in proto.attribute:
+            if attribute.ref_attr_name:
+                attribute = (refs or {}).get(attribute.ref_attr_name, attribute)
+                if attribute.ref_attr_name:
+                    continue
+                name = next(a.name for a in proto.attribute if a.ref_attr_name == attribute.name)
+            else:
+                name = attribute.name
+            if attribute.type == AttributeProto.GRAPH:
+                graphs[name] = self.graph(attribute.g, opsets, visible, refs)
+            elif attribute.type == AttributeProto.GRAPHS:
+                graphs[name] = [self.graph(g, opsets, visible, refs) for g in attribute.graphs]
+            else:
+                attributes[name] = _value(attribute, label)
+        inner = [g for v in graphs.values() for g in (v if isinstance(v, list) else [v])]
+        captured = [name for graph in inner for name in _free_names(graph)]
+        index, body, op = self.count, None, None
+        function = self.functions.get((domain, proto.op_type, proto.overload))
+        if function is not None:
+            op, body = _CALL, self.function(function, proto, opsets, refs, label)
+        elif domain in opsets or domain == "":
+            version = opsets.get(domain, 1)
+            label = f"{label[:-1]}, opset {version})"
+            op = lookup(domain, proto.op_type, version)
+            if op is None:
+                schema_body = self.schema_function(proto, domain, version, opsets, label)
+                if schema_body is not None:
+                    op, body = _CALL, schema_body
+        if op is None:
+            version = opsets.get(domain)
+            what = f"{domain or 'ai.onnx'}.{proto.op_type}" + (
+                f" (opset {version})" if version else f" (domain '{domain}' is not imported)"
+            )
+            self.missing.setdefault(what, []).append(f"'{proto.name or proto.output[0]}'")
+            op = _CALL
+        elif body is None:
+            _check_attributes(op, attributes, graphs, inputs, label)
+            attributes.pop("consumed_inputs", None)
+            if any(what == "scope" for _, what in op.context):
+                # Such an operator names tensors in its attributes.
+                strings = [v if isinstance(v, list) else [v] for v in attributes.values()]
+                captured += [s for value in strings for s in value if isinstance(s, str) and s]
+        reads = tuple(dict.fromkeys([*(n for n in inputs if n), *captured]))
+        return Node(label, op, inputs, outputs, attributes, graphs, reads, index, body)
+
+    def function(self, function: FunctionProto, call: NodeProto, opsets, refs, label) -> Graph:
+        """The body of a function for one call: attribute references replaced by their values."""
+        name = f"{function.domain}.{function.name}"
+        if name in self.calls:
+            raise ModelError(f"{label}: function '{name}' calls itself; ONNX forbids recursion")
+        given = {a.name: a for a in function.attribute_proto}
+        for attribute in call.attribute:
+            if attribute.ref_attr_name:
+                outer = (refs or {}).get(attribute.ref_attr_name)
+                if outer is None:
+                    continue
+                renamed = AttributeProto()
+                renamed.CopyFrom(outer)
+                renamed.name = attribute.name
+                attribute = renamed
+            given[attribute.name] = attribute
+        own = {_domain(e.domain): e.version for e in function.opset_import} or opsets
+        inner = _Binder(self.functions, frozenset(), self.missing, self.count, (*self.calls, name))
+        inputs = set(function.input)
+        nodes = inner.nodes(function.node, own, set(inputs), set(inputs), given)
+        self.count = inner.count
+        graph = Graph(
+            name=name,
+            inputs=tuple(function.input),
+            outputs=tuple(function.output),
+            output_types=(None,) * len(function.output),
+            weights=(),
+            initializers={},
+            nodes=nodes,
+        )
+        return graph
+
+    def schema_function(self, proto: NodeProto, domain: str, version: int, opsets, label):
+        """The body that the operator's own schema carries, if any: the fallback for an operator."""
+        try:
+            schema = onnx.defs.get_schema(proto.op_type, version, domain)
+        except onnx.defs.SchemaError:
+            return None
+        if schema.has_function:
+            function = FunctionProto.FromString(
+                schema.get_function_with_opset_version(version)
+                if version in schema.function_opset_versions
+                else schema.function_body.SerializeToString()
+            )
+            return self.function(function, proto, opsets, None, label)
+        if not schema.has_context_dependent_function:
+            return None
+        index = self.count
+        self.count += 1000  # room for the body's random nodes, which are bound later
+
+        def body(arguments: list) -> Graph:
+            types = [_type(value).SerializeToString() for value in arguments]
+            supported = [
+                v for v in schema.context_dependent_function_opset_versions if v <= version
+            ]
+            data = schema.get_context_dependent_function_with_opset_version(
+                max(supported), proto.SerializeToString(), types
+            )
+            inner = _Binder({}, frozenset(), {}, index, self.calls)
+            function = FunctionProto.FromString(data)
+            return inner.function(function, proto, opsets, None, label)
+
+        return body
+
+
+_CALL = Op(
+    name="",
+    domain="",
+    since=0,
+    function=lambda: None,
+    params=(),
+    vectors=(),
+    state=(),
+    view=False,
+    dynamic=False,
+    static=frozenset(),
+    context=(),
+    attributes=frozenset(),
+    required=frozenset(),
+    inputs=None,
+)
+
+
+def _trimmed(names) -> tuple[str, ...]:
+    names = list(names)
+    while names and not names[-1]:
+        names.pop()
+    return tuple(names)
+
+
+def _value(attribute: AttributeProto, label: str) -> Any:
+    kind = attribute.type
+    if kind == AttributeProto.TENSOR:
+        return to_array(attribute.t)
+    if kind == AttributeProto.TENSORS:
+        return [to_array(t) for t in attribute.tensors]
+    if kind == AttributeProto.SPARSE_TENSOR:
+        return to_dense(attribute.sparse_tensor)
+    if kind == AttributeProto.STRING:
+        return _text(attribute.s)
+    if kind == AttributeProto.STRINGS:
+        return [_text(s) for s in attribute.strings]
+    try:
+        value = onnx.helper.get_attribute_value(attribute)
+    except ValueError as error:
+        raise ModelError(f"{label}: attribute '{attribute.name}' is malformed ({error})") from error
+    return list(value) if kind in (AttributeProto.INTS, AttributeProto.FLOATS) else value
+
+
+def _text(data: bytes) -> str | bytes:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data
+
+
+def _check_attributes(op: Op, attributes, graphs, inputs, label: str) -> None:
+    unknown = {*attributes, *graphs} - op.attributes - {"consumed_inputs"}
+    if unknown:
+        raise ModelError(
+            f"{label} has unknown attributes {sorted(unknown)}; opset {op.since} of {op.name} has "
+            f"{sorted(op.attributes)}"
+        )
+    missing = op.required - {*attributes, *graphs}
+    if missing:
+        raise ModelError(f"{label} lacks the required attributes {sorted(missing)}")
+    if op.inputs is not None and len(inputs) > op.inputs:
+        raise ModelError(f"{label} has {len(inputs)} inputs; {op.name} takes at most {op.inputs}")
+
+
+def _free_names(graph: Graph) -> Iterator[str]:
+    """The names that a subgraph takes from the scopes around it."""
+    own = {*graph.inputs, *graph.weights, *graph.initializers}
+    for node in graph.nodes:
+        yield from (name for name in node.reads if name not in own)
+        own.update(node.outputs)
+    yield from (name for name in graph.outputs if name not in own)
+
+
+def _type(value: Any) -> onnx.TypeProto:
+    if isinstance(value, list):
+        element = _type(value[0]) if value else onnx.TypeProto()
+        return onnx.helper.make_sequence_type_proto(element)
+    if value is None:
+        return onnx.TypeProto()
+    dtype = np.dtype(value.dtype)
+    kind = (
+        onnx.TensorProto.STRING if dtype == object else onnx.helper.np_dtype_to_tensor_dtype(dtype)
+    )
+    return onnx.helper.make_tensor_type_proto(kind, tuple(value.shape))

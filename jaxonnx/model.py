@@ -1,0 +1,455 @@
+"""Model: pure functions over a graph; which initializer is a parameter, which is state."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import onnx
+from onnx import ModelProto, TensorProto, helper
+
+from jaxonnx import save as saving
+from jaxonnx.bind import Graph, bind
+from jaxonnx.errors import InputError
+from jaxonnx.load import read
+from jaxonnx.program import Program
+from jaxonnx.show import summary, text
+from jaxonnx.training_info import Training
+
+KNOWN_LIMIT = 4096
+"""Bytes; a frozen tensor above it is an argument of the compiled function, not a constant in it."""
+
+Trainable = str | Iterable[str] | Callable[[str, jax.Array], bool]
+
+
+@dataclass(frozen=True)
+class Value:
+    """An input or output: its name, NumPy dtype and shape (names or None for dynamic dimensions).
+
+    `dtype` is None for sequences, maps and optionals, `shape` is None where the rank is unknown.
+    """
+
+    name: str
+    dtype: np.dtype | None
+    shape: tuple[int | str | None, ...] | None
+
+    def __str__(self) -> str:
+        shape = (
+            ""
+            if self.shape is None
+            else ", ".join("?" if d is None else str(d) for d in self.shape)
+        )
+        return f"{self.name}: {self.dtype or 'sequence, map or optional'}[{shape}]"
+
+
+def load(
+    source: str | os.PathLike | bytes | ModelProto, *, trainable: Trainable | None = None
+) -> Model:
+    """Loads an ONNX model.
+
+    Args:
+      source: a path, the bytes of a file, or a ModelProto (which is left as it is).
+      trainable: names or regular expressions (matched in full), or a predicate of name and value:
+        exactly these floating-point tensors become parameters, instead of those that stand at a
+        weight or bias of an operator.
+
+    Raises:
+      ModelError: the file is corrupt, truncated or malformed.
+      UnsupportedError: operators without an implementation (all of them named), or a newer opset.
+    """
+    proto, tensors = read(source)
+    graph = bind(proto, proto.graph, tensors.keys())
+    roles = _roles(graph, tensors, {t.name for t in proto.graph.initializer})
+    params, state, constants = {}, {}, {}
+    for name in graph_tensors(graph):
+        value = tensors[name]
+        role = roles.get(name)
+        if role == "param":
+            params[name] = value
+        elif role == "state" or (value.nbytes > KNOWN_LIMIT and value.dtype != object):
+            state[name] = value
+        else:
+            constants[name] = value
+    originals = {
+        name: tensors[name]
+        for name in (*params, *state)
+        if tensors[name].dtype != jax.dtypes.canonicalize_dtype(tensors[name].dtype)
+    }
+    for group in (params, state):
+        for name in group:
+            tensors.pop(name)
+            group[name] = jnp.array(group[name])
+    model = Model(params, state, proto, Program(graph, constants), originals)
+    for warning in model.warnings:
+        if warning.startswith("64-bit"):
+            warnings.warn(warning, stacklevel=2)
+    return model if trainable is None else model.with_trainable(trainable)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Model:
+    """An ONNX graph as pure functions of its parameters. A Model never changes.
+
+    Attributes:
+      params: what training changes, by tensor name.
+      state: running statistics and other tensors that are not trained, by name.
+    """
+
+    params: dict[str, jax.Array]
+    state: dict[str, jax.Array]
+    proto: ModelProto = field(repr=False)
+    """The file without the data of its tensors."""
+    program: Program
+    originals: Mapping[str, np.ndarray]
+    """64-bit tensors of the file, which the 32-bit arrays of JAX cannot hold."""
+
+    @property
+    def graph(self) -> Graph:
+        return self.program.graph
+
+    @cached_property
+    def inputs(self) -> tuple[Value, ...]:
+        """The inputs that a call must give, in order."""
+        wanted = set(self.graph.inputs)
+        return tuple(_value(v) for v in self.proto.graph.input if v.name in wanted)
+
+    @cached_property
+    def outputs(self) -> tuple[Value, ...]:
+        """The outputs, in file order."""
+        return tuple(map(_value, self.proto.graph.output))
+
+    @cached_property
+    def training(self) -> Training:
+        """The training that the file itself carries (`training_info`) as pure functions."""
+        return Training(self.proto, {**self.program.constants, **self.state, **self.params})
+
+    @cached_property
+    def warnings(self) -> tuple[str, ...]:
+        """What a user of the model should know."""
+        return tuple(_warnings(self))
+
+    def __call__(self, *inputs: Any, rng: jax.Array | None = None, **named: Any) -> Any:
+        """Inference, compiled: an array if there is one output, else a tuple in file order.
+
+        Args:
+          inputs: arrays in the order of `self.inputs`; any may be given by name instead.
+          rng: a key for random operators; without it they use `jax.random.key(0)`.
+
+        Raises:
+          InputError: arguments that do not fit the inputs.
+        """
+        return _one(self.program(self.params, self.state, rng, self._given(inputs, named)))
+
+    def apply(
+        self,
+        params: Mapping[str, Any],
+        *inputs: Any,
+        state: Mapping[str, Any] | None = None,
+        rng: jax.Array | None = None,
+        **named: Any,
+    ) -> Any:
+        """Inference as a pure function, for `jax.jit`, `grad`, `vmap` and the like.
+
+        BatchNormalization uses its running statistics and Dropout is inactive, whatever the file's
+        training flags say. `state` replaces `self.state`, whose arrays otherwise become constants
+        of a function that is compiled around this call.
+        """
+        state = self.state if state is None else state
+        given = self._given(inputs, named)
+        return _one(self.program.evaluate(params, state, given, key=rng, training=False))
+
+    def apply_train(
+        self,
+        params: Mapping[str, Any],
+        state: Mapping[str, Any],
+        rng: jax.Array | None,
+        *inputs: Any,
+        **named: Any,
+    ) -> tuple[Any, dict[str, Any]]:
+        """Training semantics as a pure function: `(outputs, new state)`.
+
+        BatchNormalization uses the statistics of the batch and renews the running ones in the
+        state; Dropout is active with its own ratio and draws from `rng`.
+        """
+        updates: dict[str, Any] = {}
+        given = self._given(inputs, named)
+        outputs = self.program.evaluate(
+            params, state, given, key=rng, training=True, updates=updates
+        )
+        renewed = {name: updates.get(name, value) for name, value in state.items()}
+        return _one(outputs), renewed
+
+    def replace(
+        self,
+        *,
+        params: Mapping[str, jax.Array] | None = None,
+        state: Mapping[str, jax.Array] | None = None,
+    ) -> Model:
+        """A model with other values of the same tensors.
+
+        Raises:
+          InputError: names or shapes differ from the model's.
+        """
+        new = [
+            _checked(what, current, given)
+            for what, current, given in (
+                ("params", self.params, params),
+                ("state", self.state, state),
+            )
+        ]
+        return Model(*new, self.proto, self.program, self.originals)
+
+    def with_trainable(self, trainable: Trainable) -> Model:
+        """A model whose parameters are exactly the floating-point tensors that are chosen.
+
+        Args:
+          trainable: names or regular expressions (matched in full), or a predicate.
+
+        Raises:
+          InputError: a name or expression matches no floating-point tensor.
+        """
+        tensors = {**self.program.constants, **self.state, **self.params}
+        floats = {n: v for n, v in tensors.items() if jnp.issubdtype(v.dtype, jnp.floating)}
+        if callable(trainable):
+            chosen = {name for name, value in floats.items() if trainable(name, jnp.asarray(value))}
+        else:
+            chosen = set()
+            for wanted in [trainable] if isinstance(trainable, str) else trainable:
+                found = {name for name in floats if name == wanted or re.fullmatch(wanted, name)}
+                if not found:
+                    raise InputError(
+                        f"trainable={wanted!r} matches no floating-point tensor of the model; there "
+                        f"are {', '.join(sorted(floats))}"
+                    )
+                chosen |= found
+        constants = {n: v for n, v in self.program.constants.items() if n not in chosen}
+        return Model(
+            {name: jnp.asarray(tensors[name]) for name in tensors if name in chosen},
+            {n: v for n, v in tensors.items() if n not in chosen and n not in constants},
+            self.proto,
+            Program(self.graph, constants),
+            self.originals,
+        )
+
+    def to_onnx(self) -> ModelProto:
+        """The original graph with these weights, in inference form."""
+        return saving.to_onnx(self.proto, self._values(), {*self.params}, {*self.state})
+
+    def save(self, path: str | os.PathLike, *, external_data: bool = False) -> None:
+        """Writes the original graph with these weights; never leaves half a file behind.
+
+        Args:
+          path: of the .onnx file.
+          external_data: put the weights into a file beside it; done anyway above 2 GB.
+
+        Raises:
+          OSError: the path cannot be written.
+        """
+        saving.save(self.to_onnx(), path, external_data)
+
+    def _values(self) -> dict[str, np.ndarray]:
+        values = dict(self.program.constants)
+        for name, value in {**self.state, **self.params}.items():
+            original = self.originals.get(name)
+            array = np.asarray(value)
+            if original is not None:
+                same = np.array_equal(original.astype(array.dtype), array, equal_nan=True)
+                array = original if same else array.astype(original.dtype)
+            values[name] = array
+        return values
+
+    def _given(self, inputs: tuple, named: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments by input name, checked."""
+        values = self.inputs
+        if len(inputs) > len(values):
+            raise InputError(
+                f"the model takes {len(values)} inputs, {len(inputs)} were given: {_listed(values)}"
+            )
+        given = dict(zip((v.name for v in values), inputs, strict=False))
+        for name, value in named.items():
+            if name in given:
+                raise InputError(f"input '{name}' was given twice, by position and by name")
+            if name not in self.graph.inputs and name not in self._defaults:
+                raise InputError(f"the model has no input '{name}'; it has {_listed(values)}")
+            given[name] = value
+        sizes: dict[str, tuple[int, str]] = {}
+        for value in values:
+            if value.name not in given:
+                raise InputError(
+                    f"input '{value.name}' is missing; the model takes {_listed(values)}"
+                )
+            given[value.name] = _fit(value, given[value.name], sizes)
+        return given
+
+    @cached_property
+    def _defaults(self) -> frozenset[str]:
+        """Inputs that an initializer gives a value to: they may be given by name."""
+        return frozenset(v.name for v in self.proto.graph.input) - set(self.graph.inputs)
+
+    def __str__(self) -> str:
+        return text(self)
+
+    def __repr__(self) -> str:
+        return f"Model({_listed(self.inputs)} -> {_listed(self.outputs)}; {len(self.params)} parameters)"
+
+    def __rich__(self) -> Any:
+        return summary(self)
+
+    def _repr_html_(self) -> str:
+        return text(self, html=True)
+
+
+def graph_tensors(graph: Graph) -> list[str]:
+    """The named tensors of a graph and of the subgraphs within it."""
+    names = list(graph.weights)
+    for node in graph.nodes:
+        for inner in node.graphs.values():
+            for g in inner if isinstance(inner, list) else [inner]:
+                names += graph_tensors(g)
+    return list(dict.fromkeys(names))
+
+
+def _roles(
+    graph: Graph, tensors: Mapping[str, np.ndarray], initializers: set[str]
+) -> dict[str, str]:
+    """Which tensor is a parameter or running statistic, by the place where the graph uses it."""
+    roles: dict[str, str] = {}
+
+    def is_vector(name: str) -> bool:
+        shape = tensors[name].shape
+        # A Constant node with one element is an epsilon or a scale; an initializer may be a bias.
+        single = tensors[name].size == 1 and name not in initializers
+        return len(shape) > 0 and sum(d != 1 for d in shape) <= 1 and not single
+
+    def walk(graph: Graph, behind: ChainMap) -> None:
+        """`behind` tells which tensor a name is a view of."""
+        behind.update((name, name) for name in graph.weights)
+        for node in graph.nodes:
+            for i, name in enumerate(node.inputs):
+                root, role = behind.get(name), node.op.role(i)
+                if root is None or role is None:
+                    continue
+                if not jnp.issubdtype(tensors[root].dtype, jnp.floating):
+                    continue
+                if role != "vector":
+                    roles.setdefault(root, role)
+                elif is_vector(root):
+                    roles.setdefault(root, "param")
+            if node.op.view and behind.get(node.inputs[0]):
+                behind[node.outputs[0]] = behind[node.inputs[0]]
+            for inner in node.graphs.values():
+                for g in inner if isinstance(inner, list) else [inner]:
+                    walk(g, behind.new_child({name: None for name in g.inputs}))
+            if isinstance(node.body, Graph):
+                given = (behind.get(name) for name in node.inputs)
+                walk(node.body, ChainMap(dict(zip(node.body.inputs, given, strict=False))))
+
+    walk(graph, ChainMap())
+    return roles
+
+
+def _value(info: onnx.ValueInfoProto) -> Value:
+    if not info.type.HasField("tensor_type"):
+        return Value(info.name, None, None)
+    tensor = info.type.tensor_type
+    dtype = None
+    if tensor.elem_type not in (TensorProto.UNDEFINED, TensorProto.STRING):
+        dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+    elif tensor.elem_type == TensorProto.STRING:
+        dtype = np.dtype(object)
+    if not tensor.HasField("shape"):
+        return Value(info.name, dtype, None)
+    shape = tuple(
+        d.dim_value if d.HasField("dim_value") else (d.dim_param or None) for d in tensor.shape.dim
+    )
+    return Value(info.name, dtype, shape)
+
+
+def _fit(value: Value, array: Any, sizes: dict[str, tuple[int, str]]) -> Any:
+    """An argument as the program takes it, or an InputError that says what was expected."""
+    if value.dtype is None or value.dtype == object:
+        return array
+    if isinstance(array, bool | int | float | list | tuple):
+        array = np.asarray(array, value.dtype)
+    dtype = getattr(array, "dtype", None)
+    if dtype is None:
+        raise InputError(f"input '{value.name}' must be an array, not {type(array).__name__}")
+    if dtype != value.dtype and dtype != jax.dtypes.canonicalize_dtype(value.dtype):
+        raise InputError(
+            f"input {value} was given {dtype}; convert it with .astype('{value.dtype}'), jaxonnx casts "
+            "nothing silently"
+        )
+    if value.shape is not None:
+        shape = tuple(array.shape)
+        if len(shape) != len(value.shape):
+            raise InputError(
+                f"input {value} has rank {len(value.shape)}, but was given shape {list(shape)}"
+            )
+        for axis, (size, wanted) in enumerate(zip(shape, value.shape, strict=True)):
+            if isinstance(wanted, str):
+                before, where = sizes.setdefault(wanted, (size, value.name))
+                if before != size:
+                    raise InputError(
+                        f"input '{value.name}' has size {size} along axis {axis}, but '{wanted}' was "
+                        f"{before} in input '{where}': the two must agree"
+                    )
+            elif wanted is not None and wanted != size:
+                raise InputError(
+                    f"input {value} needs size {wanted} along axis {axis}, but was given shape "
+                    f"{list(shape)}"
+                )
+    if isinstance(array, np.ndarray) and jnp.issubdtype(array.dtype, jnp.floating):
+        return jnp.asarray(array)  # data, not a shape: it need not be known while tracing
+    return array
+
+
+def _checked(what: str, current: dict, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    if given is None:
+        return current
+    if given.keys() != current.keys():
+        odd = sorted(given.keys() ^ current.keys())
+        raise InputError(
+            f"{what} must have the names of the model's; these differ: {', '.join(odd)}"
+        )
+    for name, value in given.items():
+        if value.shape != current[name].shape:
+            raise InputError(
+                f"{what} '{name}' has shape {list(value.shape)}, the model's is "
+                f"{list(current[name].shape)}"
+            )
+    return {name: given[name] for name in current}
+
+
+def _warnings(model: Model) -> Iterable[str]:
+    if not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        wide = [v.name for v in model.outputs if v.dtype is not None and v.dtype.itemsize == 8]
+        wide = [v.name for v in model.outputs if v.name in wide and v.dtype.kind in "iuf"]
+        if wide:
+            yield (
+                f"64-bit outputs ({', '.join(wide)}) are computed and returned in 32 bits; set "
+                "jax_enable_x64 for the exact types"
+            )
+    if any(what == "key" for node in model.graph.nodes for _, what in node.op.context):
+        yield "random operators: pass rng= (a jax.random.key), or they draw the same numbers each time"
+    active = saving.training_nodes(model.proto.graph)
+    if active:
+        yield (
+            f"exported in training mode: {', '.join(active)}; apply and save use inference semantics"
+        )
+
+
+def _listed(values: tuple[Value, ...]) -> str:
+    return ", ".join(map(str, values)) or "nothing"
+
+
+def _one(outputs: tuple) -> Any:
+    return outputs[0] if len(outputs) == 1 else outputs

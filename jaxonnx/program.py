@@ -1,0 +1,124 @@
+"""A bound graph as compiled functions: everything that can be compiled is.
+
+A graph without data-dependent shapes is one compiled function. Otherwise the nodes that do not
+depend on such a result are compiled, and the rest is evaluated node by node on concrete values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxonnx.bind import Graph, Node
+from jaxonnx.errors import StaticError
+from jaxonnx.evaluate import Context, run
+
+
+class Program:
+    """A graph and its constants; `evaluate` is pure, calling the program runs it compiled."""
+
+    def __init__(self, graph: Graph, constants: Mapping[str, np.ndarray]):
+        self.graph = graph
+        self.constants = dict(constants)
+        self._cuts = {node.index for node in graph.nodes if _dynamic(node)}
+        self._parts: dict[frozenset[str], _Parts] = {}
+
+    def evaluate(
+        self,
+        params: Mapping[str, Any],
+        state: Mapping[str, Any],
+        inputs: Mapping[str, Any],
+        *,
+        key: jax.Array | None = None,
+        training: bool | None = None,
+        updates: dict[str, Any] | None = None,
+    ) -> tuple:
+        """The outputs in file order; `updates` receives renewed statistics by input name."""
+        weights = {**self.constants, **state, **params}
+        return run(self.graph, inputs, Context(weights, key, training, updates))
+
+    def __call__(
+        self,
+        params: Mapping[str, Any],
+        state: Mapping[str, Any],
+        key: jax.Array | None,
+        inputs: Mapping[str, Any],
+        training: bool | None = False,
+    ) -> tuple:
+        """Evaluates with as much compiled as the graph allows."""
+        arrays = {n: v for n, v in inputs.items() if _is_array(v)}
+        others = frozenset(inputs.keys() - arrays.keys())
+        while True:
+            parts = self._parts.get(others)
+            if parts is None:
+                parts = self._parts[others] = self._split(others)
+            try:
+                values = parts.compiled(params, state, key, arrays, training=training)
+                break
+            except StaticError as error:
+                if error.index is None or error.index in self._cuts:
+                    raise
+                # The node wants a value that compiling hides: it and what follows run on values.
+                self._cuts.add(error.index)
+                self._parts.clear()
+        if parts.rest is None:
+            return values
+        given = {**inputs, **dict(zip(parts.boundary, values, strict=True))}
+        weights = {**self.constants, **state, **params}
+        return run(parts.rest, given, Context(weights, key, training))
+
+    def _split(self, others: frozenset[str]) -> _Parts:
+        """Cuts the graph where compiling must stop; `others` are inputs that are no arrays."""
+        if not self._cuts and not others:
+            return _Parts(self._compile(self.graph), (), None)
+        outside, constant = set(others), set(self.constants)
+        before: list[Node] = []
+        after: list[Node] = []
+        for node in self.graph.nodes:
+            if node.index in self._cuts or not outside.isdisjoint(node.reads):
+                outside.update(node.outputs)
+                after.append(node)
+            elif constant.issuperset(node.reads):
+                # Cheap, and known where a compiled function would only give an array.
+                constant.update(node.outputs)
+                before.append(node)
+                after.append(node)
+            else:
+                before.append(node)
+        made = {name for node in before for name in node.outputs} - constant
+        wanted = {name for node in after for name in node.reads} | {*self.graph.outputs}
+        boundary = tuple(sorted(made & wanted))
+        first = replace(self.graph, nodes=tuple(before), outputs=boundary)
+        return _Parts(self._compile(first), boundary, replace(self.graph, nodes=tuple(after)))
+
+    def _compile(self, graph: Graph):
+        def compiled(params, state, key, inputs, *, training):
+            weights = {**self.constants, **state, **params}
+            return run(graph, inputs, Context(weights, key, training))
+
+        return jax.jit(compiled, static_argnames="training")
+
+
+@dataclass(frozen=True)
+class _Parts:
+    compiled: Any
+    boundary: tuple[str, ...]
+    """The values that the compiled part hands to the rest."""
+    rest: Graph | None
+
+
+def _dynamic(node: Node) -> bool:
+    graphs: Collection = [
+        g for v in node.graphs.values() for g in (v if isinstance(v, list) else [v])
+    ]
+    return node.op.dynamic or any(_dynamic(inner) for graph in graphs for inner in graph.nodes)
+
+
+def _is_array(value: Any) -> bool:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.dtype != object and value.dtype.kind not in "US"
+    return isinstance(value, jax.Array | bool | int | float)

@@ -1,0 +1,195 @@
+"""Which Python function is which ONNX operator, since which opset.
+
+An operator is a plain function that reads like its specification::
+
+    @op("Gemm", since=7, params=("b", "c"))
+    def gemm(a, b, c=None, *, alpha=1.0, beta=1.0, transA=0, transB=0):
+        y = alpha * (a.T if transA else a) @ (b.T if transB else b)
+        return y if c is None else y + beta * c
+
+Positional parameters are the inputs in the order of the specification (None when omitted),
+keyword-only parameters are the attributes with the specification's spelling and defaults, and a
+tuple means several outputs. There is one function per semantic change; the one with the greatest
+`since` not above the model's opset is used.
+
+Annotations say what a parameter needs beyond its value: `Static` on an input that must be known
+while tracing; `Key`, `Training`, `Outputs` and `Names` on keyword-only parameters that the
+evaluator fills in and that are no attributes.
+"""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Static = Annotated[np.ndarray, "static"]
+"""An input whose value must be known while tracing; the function receives an `np.ndarray`."""
+
+Through = Annotated[Any, "through"]
+"""An input through which gradients pass to what was rounded: the function receives a `Rounded` as
+it is, of which every other one receives the `value` alone."""
+
+Key = Annotated[Callable[..., Any], "key"]
+"""`key(seed=None)` gives this node's own PRNG key; equal seeds give equal keys."""
+
+Training = Annotated[bool | None, "training"]
+"""True in training, False in inference, None to do what the file says."""
+
+Outputs = Annotated[int, "outputs"]
+"""The number of outputs that the node lists (trailing omitted ones not counted)."""
+
+Names = Annotated[Any, "scope"]
+"""The scope the node stands in (`jaxonnx.evaluate.Scope`); only `Gradient` asks for it."""
+
+_CONTEXT = {"key": Key, "training": Training, "outputs": Outputs, "scope": Names}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rounded:
+    """A quantized array and the real numbers that it was rounded from; only these have a gradient."""
+
+    value: Any
+    real: Any
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operator from one opset on. Positions are those of the node's inputs."""
+
+    name: str
+    domain: str
+    since: int
+    function: Callable[..., Any]
+    params: tuple[int, ...]
+    """Inputs that a trained weight or bias may stand at."""
+    vectors: tuple[int, ...]
+    """Inputs that a trained bias or scale vector may stand at, but no table or scalar."""
+    state: tuple[int, ...]
+    """Inputs that hold running statistics; in training the k-th is renewed by output k + 1."""
+    view: bool
+    """The first input is only viewed differently: what stands behind it keeps its role."""
+    dynamic: bool
+    """The shape of the result depends on values, so that it cannot be compiled."""
+    static: frozenset[int]
+    context: tuple[tuple[str, str], ...]
+    """Pairs of keyword-only parameter and what the evaluator passes there."""
+    attributes: frozenset[str]
+    required: frozenset[str]
+    inputs: int | None
+    """The greatest number of inputs; None when the last one is variadic."""
+    through: frozenset[int] = frozenset()
+    last: int = 0
+    """The position of the last input; a variadic one stands there and after."""
+
+    def role(self, position: int) -> str | None:
+        """What stands at an input: "param", "vector", "state", or nothing that is trained."""
+        position = min(position, self.last)
+        for role, positions in (("param", self.params), ("vector", self.vectors)):
+            if position in positions:
+                return role
+        return "state" if position in self.state else None
+
+
+_OPS: dict[tuple[str, str], list[Op]] = defaultdict(list)
+
+
+def op(
+    name: str,
+    since: int,
+    *,
+    domain: str = "",
+    params: tuple[str, ...] = (),
+    vectors: tuple[str, ...] = (),
+    state: tuple[str, ...] = (),
+    view: bool = False,
+    dynamic: bool = False,
+):
+    """Registers the decorated function as operator `name` of `domain` from opset `since` on.
+
+    `params`, `vectors` and `state` name the inputs at which a trained weight, a bias or scale
+    vector, or a running statistic stands; a variadic input is named without its asterisk and means
+    every position from there on.
+    """
+
+    def register(function):
+        signature = inspect.signature(function, eval_str=True).parameters.values()
+        positional = [p for p in signature if p.kind is p.POSITIONAL_OR_KEYWORD]
+        variadic = [p for p in signature if p.kind is p.VAR_POSITIONAL]
+        keywords = [p for p in signature if p.kind is p.KEYWORD_ONLY]
+        order = [p.name for p in positional + variadic]
+        context = tuple(
+            (p.name, what)
+            for p in keywords
+            for what, marker in _CONTEXT.items()
+            if p.annotation == marker
+        )
+        filled = {parameter for parameter, _ in context}
+        attributes = [p for p in keywords if p.name not in filled]
+        _OPS[domain, name].append(
+            Op(
+                name=name,
+                domain=domain,
+                since=since,
+                function=function,
+                params=tuple(map(order.index, params)),
+                vectors=tuple(map(order.index, vectors)),
+                state=tuple(map(order.index, state)),
+                view=view,
+                dynamic=dynamic,
+                static=_marked(positional, Static),
+                through=_marked(positional, Through),
+                context=context,
+                attributes=frozenset(p.name for p in attributes),
+                required=frozenset(p.name for p in attributes if p.default is p.empty),
+                inputs=None if variadic else len(positional),
+                last=len(order) - 1,
+            )
+        )
+        _OPS[domain, name].sort(key=lambda o: o.since)
+        return function
+
+    return register
+
+
+def _marked(parameters, marker) -> frozenset[int]:
+    """The positions annotated with `marker`, alone or in a union."""
+    return frozenset(
+        i
+        for i, p in enumerate(parameters)
+        if p.annotation == marker or marker in get_args(p.annotation)
+    )
+
+
+def lookup(domain: str, name: str, opset: int) -> Op | None:
+    """The operator with the greatest `since` not above `opset`, or None."""
+    known = _OPS.get(("" if domain == "ai.onnx" else domain, name), ())
+    return next((o for o in reversed(known) if o.since <= opset), None)
+
+
+def registered() -> list[Op]:
+    """All operators, sorted by domain, name and opset."""
+    return sorted(
+        (o for ops in _OPS.values() for o in ops), key=lambda o: (o.domain, o.name, o.since)
+    )
+
+
+def known(*values: Any) -> bool:
+    """Whether all values are known while tracing: NumPy arrays, omitted, or sequences of such."""
+    return all(
+        value is None
+        or isinstance(value, np.ndarray | np.generic)
+        or (isinstance(value, list | tuple) and known(*value))
+        or (isinstance(value, dict) and known(*value.values()))
+        for value in values
+    )
+
+
+def xp(*values: Any) -> Any:
+    """`numpy` if all values are known, else `jax.numpy`: shape arithmetic then costs no compile."""
+    return np if known(*values) else jnp
