@@ -1,0 +1,215 @@
+"""Every case of `tests/operators`: forward, compiled, differentiated, batched; and the coverage."""
+
+import importlib
+import inspect
+import pkgutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import onnx
+import pytest
+from jax.test_util import check_grads
+
+import tests.operators
+from jaxonnx.registry import lookup, registered
+from tests.cases import is_float, schema_versions
+
+CASES = [
+    pytest.param(case, id=f"{module.name}-{case.op}-{i}{case.id and '-' + case.id}")
+    for module in pkgutil.iter_modules(tests.operators.__path__)
+    for i, case in enumerate(importlib.import_module(f"tests.operators.{module.name}").CASES)
+]
+UNTABLED = {
+    # Operators that do not fit a table: their tests are plain functions.
+    "control flow and sequences": """If Loop Scan SequenceMap SequenceAt SequenceConstruct
+        SequenceEmpty SequenceErase SequenceInsert SequenceLength SplitToSequence
+        ConcatFromSequence Optional OptionalGetElement OptionalHasElement""",
+    "text": "StringConcat StringNormalizer StringSplit RegexFullMatch TfIdfVectorizer",
+    "random": """Bernoulli Multinomial RandomNormal RandomNormalLike RandomUniform
+        RandomUniformLike""",
+    "training": "Gradient Adam Adagrad Momentum",
+}
+
+
+def assert_same(actual, expected, case):
+    assert len(actual) >= len(expected)
+    for a, b in zip(actual, expected, strict=False):
+        a, b = np.asarray(a), np.asarray(b)
+        assert a.dtype == b.dtype
+        assert a.shape == b.shape
+        if b.dtype == object or b.dtype.kind not in "fVc":
+            np.testing.assert_array_equal(a, b)
+        else:
+            wide = np.float64 if b.dtype.kind != "c" else np.complex128
+            np.testing.assert_allclose(a.astype(wide), b.astype(wide), case.rtol, case.atol)
+
+
+def newest(case):
+    return case.versions()[-1]
+
+
+def traced(case, version):
+    """The positions of the inputs that can be traced."""
+    static = case.operator(version).static
+    return [
+        i
+        for i, value in enumerate(case.inputs)
+        if isinstance(value, np.ndarray) and value.dtype != object and i not in static
+    ]
+
+
+def partial(function, inputs, positions):
+    """`function` of the inputs at `positions`, the others given."""
+
+    def call(*values):
+        given = list(inputs)
+        for i, value in zip(positions, values, strict=True):
+            given[i] = value
+        return function(*given)
+
+    return call
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_forward(case):
+    """Known inputs (folded) and concrete ones, for every version, against the oracle."""
+    with jax.enable_x64(True):
+        assert case.versions(), "the case covers no version of the schema"
+        for version in case.versions():
+            function, wanted = case.function(version), case.wanted(version)
+            assert_same(function(*case.inputs), wanted, case)
+        arrays = partial(function, case.inputs, traced(case, version))
+        values = [jnp.asarray(case.inputs[i]) for i in traced(case, version)]
+        assert_same(arrays(*values), wanted, case)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.values[0].jit])
+def test_jit(case):
+    with jax.enable_x64(True):
+        version = newest(case)
+        positions = traced(case, version)
+        function = partial(case.function(version), case.inputs, positions)
+        values = [jnp.asarray(case.inputs[i]) for i in positions]
+        assert_same(jax.jit(function)(*values), case.wanted(version), case)
+
+
+def differentiable(case):
+    positions = case.grad
+    if positions is None:
+        positions = [i for i in traced(case, newest(case)) if is_float(case.inputs[i])]
+    return list(positions)
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.values[0].jit and differentiable(c.values[0])]
+)
+def test_gradient(case):
+    """Finite differences in float64, reverse and forward mode."""
+    with jax.enable_x64(True):
+        positions = differentiable(case)
+        inputs = [v.astype(np.float64) if is_float(v) else v for v in case.inputs]
+        try:
+            function = partial(case.function(newest(case), inputs), inputs, positions)
+            probe = function(*(jnp.asarray(inputs[i]) for i in positions))
+        except (TypeError, ValueError):
+            pytest.fail("the operator does not take float64; set grad=() and say why")
+        floats = [
+            i for i, y in enumerate(probe) if jnp.issubdtype(jnp.result_type(y), jnp.floating)
+        ]
+        if not floats:
+            pytest.fail("no output is real; set grad=()")
+
+        @jax.jit
+        def smooth(*values):
+            return [function(*values)[i] for i in floats]
+
+        values = [jnp.asarray(inputs[i]) for i in positions]
+        check_grads(smooth, values, order=case.order, atol=1e-4, rtol=1e-4, eps=1e-5)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.values[0].jit and c.values[0].vmap])
+def test_vmap(case):
+    """A batch of two equals two single evaluations."""
+    with jax.enable_x64(True):
+        version = newest(case)
+        positions = traced(case, version)
+        function = jax.jit(partial(case.function(version), case.inputs, positions))
+        values = [jnp.asarray(case.inputs[i]) for i in positions]
+        if not values:
+            pytest.fail("no input to batch; set vmap=False")
+        single = function(*values)
+        batch = jax.vmap(function)(*(jnp.stack([value, value]) for value in values))
+        for row in (0, 1):
+            assert_same([b[row] for b in batch], single, case)
+
+
+def test_every_version_of_every_operator_is_run():
+    covered = {
+        (c.values[0].domain, c.values[0].op, v) for c in CASES for v in c.values[0].versions()
+    }
+    plain = {name for names in UNTABLED.values() for name in names.split()}
+    missing = [
+        (domain, name, version)
+        for (domain, name), versions in schema_versions().items()
+        for version in versions
+        if name not in plain and (domain, name, version) not in covered
+    ]
+    assert not missing
+
+
+def test_lookup_finds_every_version():
+    for (domain, name), versions in schema_versions().items():
+        for version in versions:
+            assert lookup(domain, name, version) is not None, (domain, name, version)
+
+
+@pytest.mark.parametrize("op", [pytest.param(o, id=f"{o.name}-{o.since}") for o in registered()])
+def test_signature_is_that_of_the_schema(op):
+    """Inputs and attributes as onnx.defs has them, for every version that the function covers."""
+    if (op.domain, op.name) not in schema_versions():
+        assert op.domain == "com.microsoft" or op.name == "SimplifiedLayerNormalization"
+        return
+    versions = schema_versions()[op.domain, op.name]
+    later = [o.since for o in registered() if (o.domain, o.name) == (op.domain, op.name)]
+    until = min([v for v in later if v > op.since], default=10**6)
+    covered = [v for v in versions if op.since <= v < until]
+    assert covered, "no version of the schema is covered"
+    parameters = inspect.signature(op.function, eval_str=True).parameters
+    seen = set()
+    for version in covered:
+        schema = onnx.defs.get_schema(op.name, version, op.domain)
+        check_inputs(op, schema)
+        for name, attribute in schema.attributes.items():
+            if name == "consumed_inputs":
+                continue
+            assert name in op.attributes, (version, name)
+            seen.add(name)
+            default = parameters[name].default
+            if attribute.required:
+                assert default is inspect.Parameter.empty or len(covered) > 1, (version, name)
+            elif attribute.default_value.type:
+                wanted = onnx.helper.get_attribute_value(attribute.default_value)
+                assert same_default(default, wanted), (version, name, default, wanted)
+            else:
+                assert default is None or default == (), (version, name, default)
+    assert seen == op.attributes
+
+
+def check_inputs(op, schema):
+    variadic = onnx.defs.OpSchema.FormalParameterOption.Variadic
+    if schema.inputs and schema.inputs[-1].option == variadic:
+        assert op.inputs is None
+    else:
+        assert op.inputs is not None
+        assert op.inputs >= len(schema.inputs)
+
+
+def same_default(ours, schemas):
+    if isinstance(schemas, bytes):
+        return ours == schemas.decode()
+    if isinstance(schemas, float):
+        return np.float32(ours) == np.float32(schemas)
+    if isinstance(schemas, list | tuple):
+        return list(ours) == list(schemas)
+    return ours == schemas
