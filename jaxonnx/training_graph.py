@@ -1,18 +1,15 @@
 """Writing training_info: a network gets a loss, an optimizer and initializers in its own file."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
-import jax
 import numpy as np
-from onnx import GraphProto, ModelProto, TensorProto, helper
+from onnx import GraphProto, ModelProto, TensorProto, helper, numpy_helper
 
 from jaxonnx import initialization, schedule
 from jaxonnx.errors import TrainingError
-from jaxonnx.load import load
-from jaxonnx.model import Model
+from jaxonnx.model import Model, Trainable, load
 from jaxonnx.optim import OnnxTransformation
-from jaxonnx.train.choice import select
 from jaxonnx.write import Writer, names
 
 DOMAIN = "ai.onnx.preview.training"
@@ -59,7 +56,7 @@ def add_training(
     *,
     loss: str,
     optimizer: OnnxTransformation,
-    trainable: str | Iterable[str] | Callable[[str, jax.Array], bool] | None = None,
+    trainable: Trainable | None = None,
     init: str | Mapping[str, str] | None = None,
 ) -> ModelProto:
     """A file that carries its own training: the network with loss, optimizer and count.
@@ -78,7 +75,8 @@ def add_training(
         (of log-probabilities), whose classes are on axis 1.
       optimizer: `jaxonnx.optim.adam`, `adagrad` or `momentum`. Its learning rate may be a schedule
         that computes with scalars, as those of optax do; it becomes part of the file.
-      trainable: the parameters to train by name, regular expression or predicate; None means all.
+      trainable: the parameters to train by name, regular expression or predicate; None means
+        `model.params`.
       init: writes an initialization graph, with which the network can be trained from scratch:
         "glorot", "he", "normal" (0.01 wide) or "zeros" for all trained tensors, of which vectors
         become 0, or 1 if they are the scale of a normalization; or such kinds (and "ones") by name
@@ -94,9 +92,10 @@ def add_training(
       UnsupportedError: the schedule needs what ONNX does not have.
     """
     model = model if isinstance(model, Model) else load(model)
+    model = model if trainable is None else model.with_trainable(trainable)
     proto = model.to_onnx()
-    chosen = select(model.params, trainable)
-    values = {name: np.asarray(value) for name, value in model.params.items() if name in chosen}
+    stored = {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer}
+    values = {name: stored.get(name, value) for name, value in model.params.items()}
     _check(proto, loss, optimizer, values)
     taken = set(names(proto.graph))
     step = Writer("algorithm", taken)
@@ -140,14 +139,15 @@ def _check(
         )
     if len(proto.graph.output) != 1:
         raise TrainingError(f"the model has {len(proto.graph.output)} outputs; a loss takes one")
-    stored = {tensor.name for tensor in proto.graph.initializer}
+    if not values:
+        raise TrainingError("the model has no parameter to train; choose some by trainable=")
     for name, value in values.items():
         if value.dtype not in (np.float32, np.float64) or value.dtype != _dtype(values):
             raise TrainingError(
                 f"'{name}' is {value.dtype}; ONNX's optimizers take tensors that are all float32 "
                 "or all float64; leave others out by trainable="
             )
-        if name not in stored:
+        if not isinstance(value, np.ndarray):
             raise TrainingError(
                 f"'{name}' is no initializer of the main graph, as training_info demands; leave it "
                 "out by trainable="
