@@ -130,7 +130,7 @@ class Model:
     @cached_property
     def training(self) -> Training:
         """The training that the file itself carries (`training_info`) as pure functions."""
-        return Training(self.proto, {**self.program.constants, **self.state, **self.params})
+        return Training(self.proto, self._values())
 
     @cached_property
     def warnings(self) -> tuple[str, ...]:

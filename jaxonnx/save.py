@@ -23,6 +23,8 @@ def to_onnx(
 ) -> ModelProto:
     """A copy of `proto` with the values of its named tensors, in inference form.
 
+    A file that carries its training (`training_info`) keeps the form it has.
+
     Each parameter becomes an initializer of its own, also where the file had it in a Constant node
     or as an Identity over another initializer.
     """
@@ -31,7 +33,8 @@ def to_onnx(
     _fill(result.graph, values, params, state)
     opset = next((e.version for e in proto.opset_import if e.domain in ("", "ai.onnx")), 1)
     for node in _nodes(result.graph):
-        if _is_training(node, result.graph):
+        # A training algorithm of the file's own may read what inference form would remove.
+        if _is_training(node, result.graph) and not proto.training_info:
             _infer(node, opset)
     return result
 

@@ -186,6 +186,22 @@ def test_empty_training_info_changes_nothing():
     assert set(outputs) == {"y"}
 
 
+def test_running_statistics_of_batch_normalization():
+    """A file in training mode binds its running statistics itself, also after Model.save."""
+    main = """
+    g (float[8,2] x) => (float[8,2] y, float[2] m1, float[2] v1)
+    <float[2] s = {1, 1}, float[2] b = {0, 0}, float[2] m = {0, 0}, float[2] v = {1, 1}> {
+      y, m1, v1 = BatchNormalization<training_mode = 1, momentum = 0.75>(x, s, b, m, v)
+    }"""
+    loaded = jaxonnx.load(model(main, info(update={"m": "m1", "v": "v1"})))
+    x = normal(8, 2) + 3
+    for ours in (loaded.training, jaxonnx.load(loaded.to_onnx()).training):
+        state, outputs = ours.step(ours.state, {"x": x})
+        close(outputs["y"].mean(0), [0, 0])
+        close(state["m"], 0.25 * x.mean(0))
+        close(state["v"], 0.75 + 0.25 * x.var(0))
+
+
 def test_update_from_an_output_of_the_inference_graph():
     """The values of an update binding may be outputs of ModelProto.graph."""
     main = "g (float[2] x) => (float[2] m1) <float[2] m = {1, 1}> { m1 = Add(m, x) }"
