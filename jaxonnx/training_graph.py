@@ -95,8 +95,8 @@ def add_training(
     model = model if trainable is None else model.with_trainable(trainable)
     proto = model.to_onnx()
     stored = {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer}
-    values = {name: stored.get(name, value) for name, value in model.params.items()}
-    _check(proto, loss, optimizer, values)
+    _check(proto, loss, optimizer, {name: stored.get(name) for name in model.params})
+    values = {name: stored[name] for name in model.params}
     taken = set(names(proto.graph))
     step = Writer("algorithm", taken)
     reset = Writer("initialization", taken)
@@ -117,7 +117,10 @@ def add_training(
 
 
 def _check(
-    proto: ModelProto, loss: str, optimizer: OnnxTransformation, values: Mapping[str, np.ndarray]
+    proto: ModelProto,
+    loss: str,
+    optimizer: OnnxTransformation,
+    values: Mapping[str, np.ndarray | None],
 ) -> None:
     if proto.training_info:
         raise TrainingError(
@@ -141,16 +144,17 @@ def _check(
         raise TrainingError(f"the model has {len(proto.graph.output)} outputs; a loss takes one")
     if not values:
         raise TrainingError("the model has no parameter to train; choose some by trainable=")
+    dtypes = {value.dtype for value in values.values() if value is not None}
     for name, value in values.items():
-        if value.dtype not in (np.float32, np.float64) or value.dtype != _dtype(values):
-            raise TrainingError(
-                f"'{name}' is {value.dtype}; ONNX's optimizers take tensors that are all float32 "
-                "or all float64; leave others out by trainable="
-            )
-        if not isinstance(value, np.ndarray):
+        if value is None:
             raise TrainingError(
                 f"'{name}' is no initializer of the main graph, as training_info demands; leave it "
                 "out by trainable="
+            )
+        if value.dtype not in (np.float32, np.float64) or len(dtypes) > 1:
+            raise TrainingError(
+                f"'{name}' is {value.dtype}; ONNX's optimizers take tensors that are all float32 "
+                "or all float64; leave others out by trainable="
             )
 
 
