@@ -11,8 +11,7 @@ import optax
 from rich.console import Console
 
 from jaxonnx.errors import Error, InputError
-from jaxonnx.load import load
-from jaxonnx.model import Model
+from jaxonnx.model import Model, load
 
 _OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "rmsprop", "sgd")
 

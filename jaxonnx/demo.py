@@ -15,10 +15,9 @@ from rich.table import Table
 
 from jaxonnx import sparse
 from jaxonnx.errors import Error
-from jaxonnx.load import load
-from jaxonnx.model import Model
+from jaxonnx.model import Model, load
 from jaxonnx.train import History, train
-from jaxonnx.train.choice import layouts
+from jaxonnx.train.sparsity import layouts
 
 EPOCHS = 24
 BATCH = 32

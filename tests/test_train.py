@@ -40,15 +40,17 @@ def test_twenty_steps_follow_pytorch(name):
     if x.dtype == np.uint8:
         x = x.astype(np.float32) / 255
     batches = [(x[i : i + 16], y[i : i + 16]) for i in (0, 16, 32)]
+    end = {k.removeprefix("end:"): v for k, v in golden.items() if k.startswith("end:")}
     result = jaxonnx.train(
         DATA / f"{name}.legacy.onnx",
         lambda epoch: batches[: 2 if epoch == 6 else 3],
         loss=LABELS,
         optimizer=optax.sgd(float(golden["rate"])),
         epochs=7,
+        # the transformer's table of positions is not trained unless asked for
+        trainable=[key for key in end if "running" not in key],
     )
     np.testing.assert_allclose(result.history.losses, golden["losses"], rtol=1e-3)
-    end = {k.removeprefix("end:"): v for k, v in golden.items() if k.startswith("end:")}
     found = {**result.model.params, **result.model.state}
     for key, value in end.items():
         # PyTorch divides the running variance by N - 1, ONNX by N
@@ -133,12 +135,14 @@ def test_validation_and_history(net):
 
 
 def test_trainable_freezes_the_rest(net):
-    result = train(net, digits(8), trainable=["classifier\\..*", "features.0.weight"])
-    changed = {k for k, v in result.model.params.items() if not np.array_equal(v, net.params[k])}
-    assert "features.0.weight" in changed
-    assert changed - {"features.0.weight"} == {k for k in net.params if "classifier" in k}
-    one = train(net, digits(8), trainable=lambda name, value: value.ndim == 4).model
-    assert sum(not np.array_equal(one.params[k], net.params[k]) for k in net.params) == 2
+    chosen = {"features.0.weight", *(name for name in net.params if "classifier" in name)}
+    model = train(net, digits(8), trainable=["classifier\\..*", "features.0.weight"]).model
+    assert {*model.params} == chosen
+    for name, before in net.params.items():
+        after = {**model.params, **model.state}[name]
+        assert np.array_equal(before, after) == (name not in chosen)
+    kernels = train(net, digits(8), trainable=lambda name, value: value.ndim == 4).model
+    assert {*kernels.params} == {"features.0.weight", "features.4.weight"}
 
 
 def test_sparse(net):
@@ -172,16 +176,15 @@ def test_a_gradient_that_is_not_finite_stops_as_well(net):
         np.testing.assert_array_equal(result.model.params[name], value)
 
 
-@pytest.mark.parametrize("sparsity", [None, "2:4"])
-def test_a_resumed_run_is_the_uninterrupted_one(net, tmp_path, sparsity):
-    settings = {"optimizer": optax.adam(1e-3), "sparsity": {"dense": 1} if sparsity else None}
-    whole = train(net, digits(20), epochs=4, **settings)
+def test_a_resumed_run_is_the_uninterrupted_one(net, tmp_path):
+    settings = {"optimizer": optax.adam(1e-3), "sparsity": {"dense": 1}}
+    whole = train(net, digits(20), epochs=3, **settings)
     train(net, digits(20), epochs=2, checkpoint_dir=tmp_path, **settings)
     with pytest.raises(jaxonnx.TrainingError, match="pass resume=True"):
-        train(net, digits(20), epochs=4, checkpoint_dir=tmp_path, **settings)
-    rest = train(net, digits(20), epochs=4, checkpoint_dir=tmp_path, resume=True, **settings)
+        train(net, digits(20), epochs=3, checkpoint_dir=tmp_path, **settings)
+    rest = train(net, digits(20), epochs=3, checkpoint_dir=tmp_path, resume=True, **settings)
     assert rest.history.losses == whole.history.losses
-    assert [row["epoch"] for row in rest.history.epochs] == [0, 1, 2, 3]
+    assert [row["epoch"] for row in rest.history.epochs] == [0, 1, 2]
     for kind in ("params", "state"):
         for name, value in getattr(whole.model, kind).items():
             np.testing.assert_array_equal(value, getattr(rest.model, kind)[name])
@@ -203,7 +206,7 @@ BAD = {
     "negative label": ((X, Y - 20), {}, "16 labels"),
     "float labels": ((X, Y.astype(np.float32)), {}, "integer labels"),
     "one-hot": ((X, np.eye(10)[Y].astype(int)), {}, r"targets of shape \(8,\)"),
-    "rank": ((X[:, 0], Y), {}, "'x'"),
+    "rank": ((X[:, 0], Y), {}, "input x: .* rank 4"),
     "name": (({"images": X}, Y), {}, "images"),
     "number": (((X, X), Y), {}, "2 inputs"),
     "loss": ((X, Y), {"loss": "softmax_crossentropy"}, "softmax_cross_entropy"),
@@ -211,7 +214,7 @@ BAD = {
     "batch size": ((X, Y), {"batch_size": 0}, "batch_size"),
     "batch size of batches": ([(X, Y)], {}, "batches have their own size"),
     "epochs": ((X, Y), {"epochs": 0}, "epochs"),
-    "trainable": ((X, Y), {"trainable": "conv9"}, "'conv9' matches no parameter"),
+    "trainable": ((X, Y), {"trainable": "conv9"}, "'conv9' matches no"),
     "nothing to train": ((X, Y), {"trainable": lambda name, value: False}, "no parameter"),
     "iterator": (iter([(X, Y)]), {"epochs": 2, "batch_size": None}, "an iterator serves one epoch"),
     "batch": (broken_batches(), {"batch_size": None}, "batch 1 of data in epoch 0"),

@@ -4,7 +4,7 @@ import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -17,14 +17,13 @@ from onnx import ModelProto
 
 from jaxonnx import sparse
 from jaxonnx.errors import TrainingError
-from jaxonnx.load import load
-from jaxonnx.model import Model
+from jaxonnx.model import Model, Trainable, load
 from jaxonnx.train import losses, step
 from jaxonnx.train.checkpoint import Checkpoints
-from jaxonnx.train.choice import select, sparsify
 from jaxonnx.train.data import Batch, source
 from jaxonnx.train.history import History
 from jaxonnx.train.progress import Bar
+from jaxonnx.train.sparsity import sparsify
 
 _LAG = 8
 """Steps under way when the host reads the oldest loss: it never waits for the newest."""
@@ -51,7 +50,7 @@ def train(
     batch_size: int | None = None,
     seed: int = 0,
     validation: Any = None,
-    trainable: str | Iterable[str] | Callable[[str, jax.Array], bool] | None = None,
+    trainable: Trainable | None = None,
     sparsity: str | Mapping[str, Any] | None = None,
     checkpoint_dir: str | os.PathLike | None = None,
     resume: bool = False,
@@ -76,8 +75,9 @@ def train(
       batch_size: of arrays; 32 if not given, or what the model's inputs are fixed to.
       seed: of the order of the examples and of random operators.
       validation: like `data`; evaluated in inference mode after each epoch, in order.
-      trainable: names or regular expressions (matched in full) of the parameters to train, or a
-        predicate of name and value; all of them if not given.
+      trainable: exactly these tensors are trained, as in `jaxonnx.load`: names or regular
+        expressions (matched in full), or a predicate of name and value. They are the parameters of
+        the resulting model.
       sparsity: "2:4", or options of `sparse.three_phase` whose phases are in epochs. By default a
         third of the epochs is dense, half have a dynamic mask, and the rest a fixed one. Embeddings
         and grouped convolutions stay dense.
@@ -94,25 +94,25 @@ def train(
       TrainingError: data, labels, loss or settings that do not fit, before anything is compiled;
         or a later batch that does not fit those before it.
     """
-    model = model if isinstance(model, Model) else load(model)
+    net = model if isinstance(model, Model) else load(model)
+    net = net if trainable is None else net.with_trainable(trainable)
+    if not net.params:
+        raise TrainingError("no parameter is to be trained; print(model) shows what the model has")
     if epochs < 1:
         raise TrainingError(f"epochs must be at least 1, and is {epochs}")
     criterion = losses.find(loss)
-    names = [value.name for value in model.inputs]
-    examples = source(data, names, _batch_size(model, data, batch_size), seed)
+    names = [value.name for value in net.inputs]
+    examples = source(data, names, _batch_size(net, data, batch_size), seed)
     held_out = None
     if validation is not None:
         size = batch_size if isinstance(validation, tuple) else None
-        size = _batch_size(model, validation, size)
+        size = _batch_size(net, validation, size)
         held_out = source(validation, names, size, None, "validation")
-    chosen = select(model.params, trainable)
-    trained = {name: w for name, w in model.params.items() if name in chosen}
-    frozen = {name: w for name, w in model.params.items() if name not in chosen}
     if sparsity is not None:
-        optimizer = sparsify(model, optimizer, sparsity, epochs, examples.steps)
+        optimizer = sparsify(net, optimizer, sparsity, epochs, examples.steps)
 
     optimizer = optax.with_extra_args_support(optimizer)
-    carry, history, done = step.start(trained, model.state, optimizer), History(), 0
+    carry, history, done = step.start(net, optimizer), History(), 0
     checkpoints = None
     if checkpoint_dir is not None:
         checkpoints = Checkpoints(checkpoint_dir, resume)
@@ -124,12 +124,12 @@ def train(
     batches = examples.batches(done)
     first = next(batches)
     batches = chain([first], batches)
-    classes = _check(model, criterion, first)
+    classes = _check(net, criterion, first)
     for part, what in ((examples, "data"), (held_out, "validation")):
         if part is not None and part.targets is not None:
             criterion.check_labels(part.targets, classes, what)
-    update = step.training(model, criterion, optimizer, seed)
-    evaluate = step.evaluation(model, criterion)
+    update = step.training(net, criterion, optimizer, seed)
+    evaluate = step.evaluation(net, criterion)
 
     pending: deque[jax.Array] = deque()
     with Bar(progress, epochs, examples.steps) as bar, checkpoints or nullcontext():
@@ -138,7 +138,7 @@ def train(
             for batch in batches if epoch == done else examples.batches(epoch):
                 if examples.targets is None:
                     criterion.check_labels(batch.targets, classes, f"a batch of epoch {epoch}")
-                carry, seen = update(carry, frozen, batch)
+                carry, seen = update(carry, batch)
                 pending.append(seen)
                 if not _read(pending, _LAG, history):
                     break
@@ -152,7 +152,7 @@ def train(
                 for batch in held_out.batches(epoch):
                     if held_out.targets is None:
                         criterion.check_labels(batch.targets, classes, "a batch of validation")
-                    sums = evaluate(sums, carry, frozen, batch)
+                    sums = evaluate(sums, carry, batch)
                 row |= _validation(sums, criterion)
             if sparsity is not None:
                 numbers = sparse.metrics(carry.optimizer)
@@ -163,8 +163,7 @@ def train(
                 checkpoints.save(epoch + 1, carry, history)
     if history.stopped:
         warnings.warn(history.stopped, stacklevel=2)
-    new = model.replace(params={**model.params, **carry.params}, state=carry.state)
-    return Result(new, history)
+    return Result(net.replace(params=carry.params, state=carry.state), history)
 
 
 def _batch_size(model: Model, data: Any, wanted: int | None) -> int | None:

@@ -24,25 +24,23 @@ class Carry(NamedTuple):
     """False once a loss or a gradient is not finite; from then on nothing changes."""
 
 
-def start(params: dict, state: dict, optimizer: optax.GradientTransformation) -> Carry:
+def start(model: Model, optimizer: optax.GradientTransformation) -> Carry:
     """The first carry. Steps give its memory to their results: the arrays are copies."""
-    params, state = jax.tree.map(jnp.copy, (params, state))
+    params, state = jax.tree.map(jnp.copy, (model.params, model.state))
     return Carry(params, state, optimizer.init(params), jnp.int32(0), jnp.bool(True))
 
 
 def training(
     model: Model, loss: Loss, optimizer: optax.GradientTransformationExtraArgs, seed: int
-) -> Callable[[Carry, dict, Batch], tuple[Carry, jax.Array]]:
-    """The step: (carry, frozen parameters, batch) -> (carry, [loss, whether all is finite])."""
+) -> Callable[[Carry, Batch], tuple[Carry, jax.Array]]:
+    """The step: (carry, batch) -> (carry, [loss, whether all is finite])."""
 
     @partial(jax.jit, donate_argnums=0)
-    def step(carry, frozen, batch):
+    def step(carry, batch):
         key = jax.random.fold_in(jax.random.key(seed), carry.count)
 
         def objective(params):
-            outputs, state = model.apply_train(
-                {**frozen, **params}, carry.state, key, *batch.inputs
-            )
+            outputs, state = model.apply_train(params, carry.state, key, *batch.inputs)
             return loss.mean(outputs, batch.targets, batch.weight), state
 
         gradient = jax.value_and_grad(objective, has_aux=True)
@@ -63,13 +61,12 @@ def training(
     return step
 
 
-def evaluation(model: Model, loss: Loss) -> Callable[[jax.Array, Carry, dict, Batch], jax.Array]:
+def evaluation(model: Model, loss: Loss) -> Callable[[jax.Array, Carry, Batch], jax.Array]:
     """Adds [sum of losses, correct predictions, predictions, examples] of a batch to such sums."""
 
     @jax.jit
-    def evaluate(sums, carry, frozen, batch):
-        params = {**frozen, **carry.params}
-        outputs = model.apply(params, *batch.inputs, state=carry.state)
+    def evaluate(sums, carry, batch):
+        outputs = model.apply(carry.params, *batch.inputs, state=carry.state)
         examples = batch.weight.sum()
         value = loss.mean(outputs, batch.targets, batch.weight) * examples
         correct = predictions = 0.0

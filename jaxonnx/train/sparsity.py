@@ -1,10 +1,8 @@
-"""Which parameters are trained, and which of them sparse."""
+"""Which parameters become sparse, and when."""
 
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import jax
 import optax
 
 from jaxonnx import sparse
@@ -21,29 +19,6 @@ _PRODUCTS = {
     "RNN": (1, 2),
 }
 """Operators that are matrix products, and the inputs at which their weights stand."""
-
-
-def select(
-    params: Mapping[str, jax.Array],
-    trainable: str | Iterable[str] | Callable[[str, jax.Array], bool] | None,
-) -> set[str]:
-    """The names that `trainable` means: names, expressions matched in full, or a predicate."""
-    if trainable is None:
-        chosen = set(params)
-    elif callable(trainable):
-        chosen = {name for name, value in params.items() if trainable(name, value)}
-    else:
-        chosen = set()
-        for wanted in [trainable] if isinstance(trainable, str) else trainable:
-            found = {n for n in params if n == wanted or re.fullmatch(wanted, n)}
-            if not found:
-                raise TrainingError(
-                    f"trainable={wanted!r} matches no parameter; there are {', '.join(params)}"
-                )
-            chosen |= found
-    if not chosen:
-        raise TrainingError("no parameter is to be trained; print(model) shows what the model has")
-    return chosen
 
 
 def sparsify(
