@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +18,7 @@ import onnx
 from onnx import ModelProto, TensorProto, helper
 
 from jaxonnx import save as saving
-from jaxonnx.bind import Graph, bind
+from jaxonnx.bind import Graph, Node, bind
 from jaxonnx.errors import InputError
 from jaxonnx.load import read
 from jaxonnx.program import Program
@@ -323,11 +323,13 @@ def _roles(
 ) -> dict[str, str]:
     """Which tensor is a parameter or running statistic, by the place where the graph uses it."""
     roles: dict[str, str] = {}
+    uses = Counter(name for node in graph.nodes for name in node.inputs)
 
     def is_vector(name: str) -> bool:
         shape = tensors[name].shape
-        # A Constant node with one element is an epsilon or a scale; an initializer may be a bias.
-        single = tensors[name].size == 1 and name not in initializers
+        # One element is an epsilon or a scale if a Constant holds it or several nodes share it (an
+        # attention's sqrt(d)); else it may be a bias.
+        single = tensors[name].size == 1 and (name not in initializers or uses[name] > 1)
         return len(shape) > 0 and sum(d != 1 for d in shape) <= 1 and not single
 
     def walk(graph: Graph, behind: ChainMap) -> None:
@@ -342,7 +344,7 @@ def _roles(
                     continue
                 if role != "vector":
                     roles.setdefault(root, role)
-                elif is_vector(root):
+                elif is_vector(root, node):
                     roles.setdefault(root, "param")
             if node.op.view and behind.get(node.inputs[0]):
                 behind[node.outputs[0]] = behind[node.inputs[0]]
