@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections import ChainMap, Counter
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -323,14 +323,13 @@ def _roles(
 ) -> dict[str, str]:
     """Which tensor is a parameter or running statistic, by the place where the graph uses it."""
     roles: dict[str, str] = {}
-    uses = Counter(name for node in graph.nodes for name in node.inputs)
 
-    def is_vector(name: str) -> bool:
+    def is_vector(name: str, node: Node) -> bool:
         shape = tensors[name].shape
-        # One element is an epsilon or a scale if a Constant holds it or several nodes share it (an
-        # attention's sqrt(d)); else it may be a bias.
-        single = tensors[name].size == 1 and (name not in initializers or uses[name] > 1)
-        return len(shape) > 0 and sum(d != 1 for d in shape) <= 1 and not single
+        if tensors[name].size == 1:
+            # An epsilon is a Constant and a factor of sqrt(d) is multiplied; a bias is neither.
+            return len(shape) > 0 and node.op.name == "Add" and name in initializers
+        return sum(d != 1 for d in shape) == 1
 
     def walk(graph: Graph, behind: ChainMap) -> None:
         """`behind` tells which tensor a name is a view of."""
