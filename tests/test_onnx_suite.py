@@ -33,8 +33,6 @@ if os.environ.get("JAXONNX_DEVICE", "cpu") == "cpu":
     runner.exclude(".*_cuda$")
 
 _cases = runner.enable_report().test_cases
-for _case in _cases.values():
-    _case.__module__ = __name__
 globals().update(_cases)
 
 

@@ -1,0 +1,5 @@
+"""`python -m jaxonnx` is the command `jaxonnx`."""
+
+from jaxonnx.cli import main
+
+raise SystemExit(main())
