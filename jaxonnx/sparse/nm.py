@@ -26,8 +26,8 @@ def one_axis(w: jax.Array, n: int, m: int, axis: int) -> jax.Array:
     """Keeps the `n` largest |w| of every `m` consecutive along `axis`; ties: the lower index."""
     axis %= w.ndim
     groups = jnp.abs(w).reshape(*w.shape[:axis], -1, m, *w.shape[axis + 1 :])
-    order = jnp.argsort(groups, axis=axis + 1, stable=True, descending=True)
-    return (jnp.argsort(order, axis=axis + 1) < n).reshape(w.shape)
+    lower = jax.lax.broadcasted_iota(jnp.int32, groups.shape, axis + 1)
+    return (_rank(groups, lower, axis + 1) < n).reshape(w.shape)
 
 
 def transposable(w: jax.Array, n: int, m: int, axes: Axes) -> jax.Array:

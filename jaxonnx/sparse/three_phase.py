@@ -119,7 +119,11 @@ def three_phase(
             count=count,
             phase=phase(count),
             inner=inner.init(params),
-            pruned={name: jnp.zeros_like(leaves[name]) for name in where},
+            pruned={
+                # without a reset a mask from the start hides weights that may come back
+                name: jnp.where((m != 0) | reset, 0, leaves[name]).astype(leaves[name].dtype)
+                for name, m in masks.items()
+            },
             masks={name: to_bits(m != 0) for name, m in masks.items()},
             flips=jnp.zeros(len(where), jnp.float32),
             kept=jnp.stack([_kept(leaves[n], m != 0) for n, m in sorted(masks.items())]),
@@ -135,35 +139,45 @@ def three_phase(
                 updates, {n: g + decay * state.pruned[n] for n, g in _pick(updates, names)}
             )
         updates, inner_state = inner.update(updates, state.inner, params, **extra_args)
-        u, w = dict(_pick(updates, names)), dict(_pick(params, names))
+        w = dict(_pick(params, names))
+        # in the wider of the two types, in which -W is exact
+        u = {n: x.astype(jnp.promote_types(x.dtype, w[n].dtype)) for n, x in _pick(updates, names)}
         count = jnp.asarray(optax.safe_increment(state.count))
-        is_dense = count < start
-        is_refresh = (count >= start) & (count <= end) & ((count - start) % every == 0)
+        is_dynamic = (count >= start) & (count <= end)
+        is_refresh = is_dynamic & ((count - start) % every == 0)
 
-        def total(name):
-            return (w[name] + state.pruned[name] + u[name]).astype(w[name].dtype)
+        def collect(pruned):
+            return {
+                n: jnp.where(shown(state.masks, n), 0, x + u[n]).astype(x.dtype)
+                for n, x in pruned.items()
+            }
 
-        masks, flips, kept = _refresh(
-            is_refresh,
-            {n: total(n) for n in names},
-            state,
-            pattern,
-            where,
-            first=count == start,
+        def renew(carry):
+            u, pruned, old, _, _ = carry
+            total = {n: jnp.where(shown(state.masks, n), w[n], pruned[n]) + u[n] for n in names}
+            total = {n: x.astype(w[n].dtype) for n, x in total.items()}
+            masks, flips, kept = _refresh(is_refresh, total, old, pattern, where)
+            hidden = {
+                n: jnp.where(reset | shown(masks, n), 0, x).astype(w[n].dtype)
+                for n, x in total.items()
+            }
+            return {n: pruned[n] + u[n] for n in names}, hidden, masks, flips, kept
+
+        def shown(masks, n):
+            return from_bits(masks[n], w[n].shape)
+
+        pruned = _when(is_dynamic & ~is_refresh, collect, state.pruned)
+        u, pruned, masks, flips, kept = _when(
+            is_refresh, renew, (u, pruned, state.masks, state.flips, state.kept)
         )
+        flips = jnp.where(count == start, 0, flips)  # there was no mask before
         if moments == "zero":
-            inner_state = jax.lax.cond(
-                is_refresh, _zero_lost(inner, params, state.masks, masks), lambda s: s, inner_state
+            inner_state = _when(
+                is_refresh, _zero_lost(inner, params, state.masks, masks), inner_state
             )
-        forget = (is_refresh | (count == 1)) if reset else jnp.asarray(False)
-        masked, pruned = {}, {}
-        for n in names:
-            m = from_bits(masks[n], w[n].shape)
-            # as differences, so that apply_updates gives exactly W_u + u, W or 0
-            sparse = jnp.where(m, state.pruned[n] + u[n], -w[n])
-            masked[n] = jnp.where(is_dense, u[n].astype(sparse.dtype), sparse)
-            pruned[n] = jnp.where(m | forget, 0, total(n))
-        return _replace(updates, masked), ThreePhaseState(
+        # a difference, from which apply_updates makes exactly W_u + u, W or 0
+        u = {n: jnp.where(shown(masks, n), u[n], -w[n]) for n in names}
+        return _replace(updates, u), ThreePhaseState(
             count, phase(count), inner_state, pruned, masks, flips, kept
         )
 
@@ -236,35 +250,38 @@ def _kept(w: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.where(everything > 0, share, 1.0)
 
 
-def _refresh(is_refresh, total, state, pattern, where, first):
-    """New masks, flip rates and kept fractions if `is_refresh`, else those of the state."""
+def _when(condition, function, carry):
+    """`function(carry)` if the condition holds, else `carry`, in place.
+
+    A loop of one turn or none, because XLA copies whatever a conditional passes through.
+    """
+    return jax.lax.fori_loop(0, condition.astype(jnp.int32), lambda _, x: function(x), carry)
+
+
+def _refresh(true, total, old, pattern, where):
+    """Masks as bits, the fraction of each that differs from `old`, and the fraction of |W| kept."""
     names = sorted(total)
-    coded = (pattern.n, pattern.m, pattern.transposable) == (2, 4, True)
+    if (pattern.n, pattern.m, pattern.transposable) == (2, 4, True):
 
-    def find():
-        if coded:
+        def find():
             return {n: codes(total[n], where[n]) for n in names}
-        return {n: search(total[n], pattern, where[n]) for n in names}
 
-    # The search and its expansion are two conditionals because XLA fuses across none: within one
-    # fusion it would search the block anew for each of its 16 cells.
-    found = jax.lax.cond(
-        is_refresh,
-        find,
-        lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(find)),
-    )
-
-    def renew():
-        masks = {n: expand(f, where[n]) if coded else f for n, f in found.items()}
-        bits = {n: to_bits(m) for n, m in masks.items()}
-        changed = [
-            jnp.sum(jnp.bitwise_count(bits[n] ^ state.masks[n]), dtype=jnp.float32) / masks[n].size
-            for n in names
-        ]
-        flips = jnp.where(first, 0, jnp.stack(changed))
-        return bits, flips, jnp.stack([_kept(total[n], masks[n]) for n in names])
-
-    return jax.lax.cond(is_refresh, renew, lambda: (state.masks, state.flips, state.kept))
+        # The conditional (on what is true here) parts the search from its expansion: within one
+        # fusion XLA would search a block anew for each of its 16 cells.
+        found = jax.lax.cond(
+            true,
+            find,
+            lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(find)),
+        )
+        masks = {n: expand(found[n], where[n]) for n in names}
+    else:
+        masks = {n: search(total[n], pattern, where[n]) for n in names}
+    bits = {n: to_bits(m) for n, m in masks.items()}
+    flips = [
+        jnp.sum(jnp.bitwise_count(bits[n] ^ old[n]), dtype=jnp.float32) / masks[n].size
+        for n in names
+    ]
+    return bits, jnp.stack(flips), jnp.stack([_kept(total[n], masks[n]) for n in names])
 
 
 def _zero_lost(inner, params, old, new):

@@ -230,7 +230,7 @@ class _Walk:
 
         def read(atom):
             if isinstance(atom, Literal):
-                number = np.ndim(atom.val) == 0 and atom.aval.dtype != jax.dtypes.float0
+                number = np.ndim(atom.val) == 0 and np.asarray(atom.val).dtype != jax.dtypes.float0
                 return np.asarray(_ZERO) if number and atom.val == 0 else None
             return known.get(atom)
 
