@@ -82,7 +82,8 @@ def _run(options: argparse.Namespace) -> int:
     outputs = model(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     names = [value.name for value in model.outputs]
-    np.savez(options.output, **dict(zip(names, map(np.asarray, outputs), strict=True)))
+    named: dict[str, Any] = dict(zip(names, map(np.asarray, outputs), strict=True))
+    np.savez(options.output, **named)
     return 0
 
 

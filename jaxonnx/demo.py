@@ -54,9 +54,10 @@ def digits(seed: int = 0) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarr
 
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32).reshape(-1, 1, 8, 8)
-    x, x_test, y, y_test = train_test_split(
+    split: Any = train_test_split(
         images, labels, test_size=0.25, random_state=seed, stratify=labels
     )
+    x, x_test, y, y_test = split
     return (x, y), (x_test, y_test)
 
 
@@ -125,7 +126,7 @@ def _row(name: str, path: Path, trained: Model, history: History, test: Any) -> 
 
     images, labels = test
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    (logits,) = session.run(None, {"x": images})
+    logits: Any = session.run(None, {"x": images})[0]
     layers = [layer for layer in sparse.layers(trained.params, **layouts(trained)) if layer.axes]
     weights = {layer.name: np.asarray(trained.params[layer.name]) for layer in layers}
     dense = packed = sum(value.nbytes for value in trained.params.values())

@@ -54,7 +54,7 @@ class Checkpoints:
         if done is None:
             return 0, carry, History()
         args = self._orbax.args
-        about = self._manager.restore(done, args=args.Composite(about=args.JsonRestore())).about
+        about = self._manager.restore(done, args=args.Composite(about=args.JsonRestore()))["about"]
         if about["leaves"] != _leaves(carry):
             raise TrainingError(
                 "the checkpoint is of another run: its parameters, state or optimizer are not "
@@ -66,7 +66,7 @@ class Checkpoints:
         restored = self._manager.restore(
             done, args=args.Composite(leaves=args.StandardRestore(leaves))
         )
-        return done, jax.tree.unflatten(structure, restored.leaves), History(**about["history"])
+        return done, jax.tree.unflatten(structure, restored["leaves"]), History(**about["history"])
 
     def save(self, done: int, carry: Any, history: History) -> None:
         """Stores the run after `done` epochs; the next steps may reuse the memory of the carry."""

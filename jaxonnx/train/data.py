@@ -6,9 +6,9 @@ So every batch has the same shape, nothing is compiled twice, and batch statisti
 only, though the loss does not count the fill.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -25,18 +25,9 @@ class Batch(NamedTuple):
     """float32, 1 for an example and 0 for fill."""
 
 
-class Source(Protocol):
-    steps: int | None
-    """The number of batches in an epoch, where it is known."""
-    targets: Any
-    """All targets, where they are in one piece."""
-
-    def batches(self, epoch: int) -> Iterator[Batch]: ...
-
-
 def source(
     data: Any, names: list[str], batch_size: int | None, seed: int | None, what: str = "data"
-) -> Source:
+) -> "Arrays | Stream":
     """`(x, y)`, an iterable of such pairs, or a function from the epoch to such an iterable.
 
     Args:
@@ -49,7 +40,7 @@ def source(
       what: the name of the argument, for errors.
     """
     if isinstance(data, tuple) and len(data) == 2:
-        return _Arrays(*_pair(data, names, what), 32 if batch_size is None else batch_size, seed)
+        return Arrays(*_pair(data, names, what), 32 if batch_size is None else batch_size, seed)
     if not (callable(data) or isinstance(data, Iterable)) or isinstance(data, str | Mapping):
         raise TrainingError(
             f"{what} must be a pair (x, y) of arrays, an iterable of such pairs or a function from "
@@ -60,7 +51,7 @@ def source(
             f"batch_size={batch_size} goes with a pair (x, y) of arrays; {what} is an iterable, "
             "whose batches have their own size"
         )
-    return _Stream(data, names, what)
+    return Stream(data, names, what)
 
 
 def _pair(pair: Any, names: list[str], what: str) -> tuple[tuple[np.ndarray, ...], Any]:
@@ -89,7 +80,9 @@ def _pair(pair: Any, names: list[str], what: str) -> tuple[tuple[np.ndarray, ...
 
 
 @dataclass(frozen=True)
-class _Arrays:
+class Arrays:
+    """All examples in one piece."""
+
     inputs: tuple[np.ndarray, ...]
     targets: Any
     size: int
@@ -101,6 +94,7 @@ class _Arrays:
 
     @property
     def steps(self) -> int:
+        """The number of batches in an epoch."""
         return -(-len(self.inputs[0]) // self.size)
 
     def batches(self, epoch: int) -> Iterator[Batch]:
@@ -117,20 +111,25 @@ class _Arrays:
 
 
 @dataclass(frozen=True)
-class _Stream:
-    data: Iterable[Any] | Callable[[int], Iterable[Any]]
+class Stream:
+    """Batches that something else makes."""
+
+    data: Any
     names: list[str]
     what: str
     targets: None = None
+    """They are not known before they come."""
 
     @property
     def steps(self) -> int | None:
-        return len(self.data) if hasattr(self.data, "__len__") else None  # type: ignore[arg-type]
+        """The number of batches in an epoch, where it is known."""
+        return len(self.data) if hasattr(self.data, "__len__") else None
 
     def batches(self, epoch: int) -> Iterator[Batch]:
         full = None
         number = -1
-        for number, pair in enumerate(self.data(epoch) if callable(self.data) else self.data):
+        pairs: Any = self.data(epoch) if callable(self.data) else self.data
+        for number, pair in enumerate(pairs):
             what = f"batch {number} of {self.what} in epoch {epoch}"
             pair = _pair(pair, self.names, what)
             full = pair if full is None else full
@@ -141,7 +140,7 @@ class _Stream:
             fill = size - count
             filled = jax.tree.map(lambda a, b: np.concatenate([a, b[:fill]]), pair, full)  # noqa: B023
             full = filled
-            yield Batch(*filled, (np.arange(size) < count).astype(np.float32))
+            yield Batch(filled[0], filled[1], (np.arange(size) < count).astype(np.float32))
         if number < 0:
             hint = (
                 "; an iterator serves one epoch: pass a list, a loader or a function of the epoch"

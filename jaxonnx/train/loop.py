@@ -145,7 +145,7 @@ def train(
                 bar.show(epoch, history)
             if history.stopped or not _read(pending, 0, history):
                 break
-            row = {"epoch": epoch, "step": len(history.losses)}
+            row: dict[str, Any] = {"epoch": epoch, "step": len(history.losses)}
             row["loss"] = float(np.mean(history.losses[before:]))
             if held_out is not None:
                 sums: Any = np.zeros(4, np.float32)
