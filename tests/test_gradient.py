@@ -1,13 +1,19 @@
 """The Gradient operator of ai.onnx.preview.training, against jax.grad on hand-written code."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import jaxonnx
+
+DATA = Path(__file__).parent / "data"
 
 HEADER = '<ir_version: 10, opset_import: ["": 22, "ai.onnx.preview.training": 1, "local": 1]>'
 
@@ -465,6 +471,98 @@ def test_integer_z_shapes_the_graph():
     }"""
     x = normal(6)
     close(load(text)(x), np.cos(x))
+
+
+@pytest.mark.parametrize("file", ["lenet.dynamo.onnx", "transformer.dynamo.onnx"])
+def test_gradients_share_the_forward_pass(file):
+    """The compiled FLOPs of the outputs and one Gradient per parameter are value_and_grad's."""
+    model = jaxonnx.load(DATA / file)
+    proto = model.to_onnx()
+    proto.opset_import.add(domain="ai.onnx.preview.training", version=1)
+    integer = onnx.TensorProto.INT64
+    proto.graph.input.append(onnx.helper.make_tensor_value_info("t", integer, ["batch"]))
+    loss = onnx.helper.make_node("SoftmaxCrossEntropyLoss", ["logits", "t"], ["loss"])
+    proto.graph.node.append(loss)
+    for name in model.params:
+        settings = {"domain": "ai.onnx.preview.training", "xs": [name], "zs": ["x"], "y": "loss"}
+        node = onnx.helper.make_node("Gradient", [name, "x"], [f"d{name}"], **settings)
+        proto.graph.node.append(node)
+        shape = model.params[name].shape
+        value = onnx.helper.make_tensor_value_info(f"d{name}", onnx.TensorProto.FLOAT, shape)
+        proto.graph.output.append(value)
+    extended = jaxonnx.load(proto)
+    x = np.arange(8 * np.prod(model.inputs[0].shape[1:])) % 13
+    x = jnp.asarray(x.reshape(8, *model.inputs[0].shape[1:]).astype(model.inputs[0].dtype))
+    t = jnp.arange(8)
+
+    def by_hand(params):
+        def objective(params):
+            logits = model.apply(params, x)
+            picked = jnp.take_along_axis(jax.nn.log_softmax(logits), t[:, None], 1)
+            return -picked.mean(), logits
+
+        return jax.value_and_grad(objective, has_aux=True)(params)
+
+    def flops(function):
+        return jax.jit(function).lower(model.params).compile().cost_analysis()["flops"]
+
+    by_graph = flops(lambda params: extended.apply(params, x, t))
+    np.testing.assert_allclose(by_graph, flops(by_hand), rtol=0.01)
+    outputs = jax.jit(lambda params: extended.apply(params, x, t))(model.params)
+    (_, logits), gradients = jax.jit(by_hand)(model.params)
+    close(outputs[0], logits, rtol=1e-4, atol=1e-5)
+    for name, got in zip(model.params, outputs[1:], strict=True):
+        close(got, gradients[name], rtol=1e-4, atol=1e-5)
+
+
+# A property: Gradient is what finite differences say, on random graphs of smooth operators.
+
+UNARY = ("Sin", "Cos", "Tanh", "Sigmoid", "Exp", "Erf", "Softplus", "Atan", "Asinh", "Neg", "Mish")
+UNARY += ("Gelu", "Softmax", "LogSoftmax", "Identity")
+BINARY = ("Add", "Sub", "Mul", "Mean", "MatMul")
+
+
+@st.composite
+def smooth_graphs(draw):
+    """Twenty operators on 3x3 matrices a and b, each on earlier values, and the last value."""
+    values, lines = ["a", "b"], []
+    for i in range(20):
+        operator = draw(st.sampled_from(UNARY + BINARY))
+        inputs = [draw(st.sampled_from(values)) for _ in range(1 + (operator in BINARY))]
+        # A tanh behind each keeps exponentials of products in the range of finite differences.
+        lines.append(f"u{i} = {operator}({', '.join(inputs)})")
+        lines.append(f"v{i} = Tanh(u{i})")
+        values.append(f"v{i}")
+    return "\n".join(lines), values[-1]
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@given(smooth_graphs())
+def test_random_graphs_against_finite_differences(graph):
+    lines, y = graph
+    text = f"""
+    g (double[3,3] a, double[3,3] b) => (double[3,3] {y}, double[3,3] da, double[3,3] db) {{
+      {lines}
+      da, db = Gradient<xs = ["a", "b"], y = "{y}">(a, b)
+    }}"""
+
+    @jax.jit
+    def both_ways(a, b):
+        def along(da, db):
+            forward, backward = (model.apply({}, a + s * da, b + s * db)[0] for s in (1, -1))
+            return (forward - backward).sum() / 2e-5
+
+        steps = 1e-5 * jnp.eye(9).reshape(9, 3, 3)
+        none = jnp.zeros((3, 3))
+        by_a = jax.vmap(along, (0, None))(steps, none)
+        by_b = jax.vmap(along, (None, 0))(none, steps)
+        return model.apply({}, a, b)[1:], (by_a.reshape(3, 3), by_b.reshape(3, 3))
+
+    with jax.enable_x64(True):
+        model = load(text)
+        gradients, differences = both_ways(*(normal(3, 3, seed=i, dtype=float) for i in range(2)))
+    for got, want in zip(gradients, differences, strict=True):
+        close(got, want, rtol=1e-6, atol=1e-8)
 
 
 # Errors.
