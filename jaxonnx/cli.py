@@ -12,6 +12,7 @@ from rich.console import Console
 
 from jaxonnx.errors import Error, InputError
 from jaxonnx.model import Model, load
+from jaxonnx.save import check_writable
 
 _OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "rmsprop", "sgd")
 
@@ -77,7 +78,7 @@ def _info(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     model = load(options.model)
-    _writable(options.output)
+    check_writable(options.output)
     inputs, _ = _arrays(options.data, model, None)
     outputs = model(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -91,7 +92,7 @@ def _train(options: argparse.Namespace, sparsity: str | None = None) -> int:
     from jaxonnx.train import train
 
     model = load(options.model)
-    _writable(options.output)
+    check_writable(options.output)
     result = train(
         model,
         _arrays(options.data, model, "y"),
@@ -134,12 +135,3 @@ def _arrays(path: Path, model: Model, targets: str | None) -> tuple[tuple[Any, .
     if missing := [name for name in wanted if name not in found]:
         raise InputError(f"'{path}' has {', '.join(found) or 'no arrays'}, and needs {missing[0]}")
     return tuple(found[name] for name in names), found[targets] if targets else None
-
-
-def _writable(path: Path) -> None:
-    """Fails now rather than after the work."""
-    existed = path.exists()
-    with path.open("ab"):
-        pass
-    if not existed:
-        path.unlink()

@@ -16,6 +16,7 @@ from rich.table import Table
 from jaxonnx import sparse
 from jaxonnx.errors import Error
 from jaxonnx.model import Model, load
+from jaxonnx.save import check_writable
 from jaxonnx.train import History, train
 from jaxonnx.train.sparsity import layouts
 
@@ -72,7 +73,8 @@ def run(
     """Trains dense, then three-phase sparse; writes dense.onnx, sparse.onnx and report.png.
 
     Raises:
-      Error: a package of the extra `demo` is missing, or the folder cannot be written.
+      Error: a package of the extra `demo` is missing.
+      OSError: the folder cannot be written.
     """
     console = console or Console()
     folder = Path(folder)
@@ -112,13 +114,8 @@ def _check(folder: Path) -> None:
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         raise Error(f"the demo needs {', '.join(missing)}: pip install 'jaxonnx[demo]'")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".jaxonnx"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise Error(f"cannot write to '{folder}' ({error.strerror})") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    check_writable(folder / "dense.onnx")
 
 
 def _row(name: str, path: Path, trained: Model, history: History, test: Any) -> Row:

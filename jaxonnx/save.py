@@ -1,5 +1,6 @@
 """Parameters back into the ModelProto, and that into a file."""
 
+import errno
 import os
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
@@ -55,6 +56,15 @@ def save(proto: ModelProto, path: str | os.PathLike, external_data: bool) -> Non
         if (Path(folder) / data).exists():
             os.replace(Path(folder) / data, path.parent / data)
         os.replace(written, path)
+
+
+def check_writable(path: str | os.PathLike) -> None:
+    """Raises now the OSError that writing a file there would raise later."""
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
 
 
 def training_nodes(graph: GraphProto) -> list[str]:

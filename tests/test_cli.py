@@ -51,7 +51,8 @@ def test_train(verb, data, tmp_path, capsys):
     [
         ({"net": "nothing.onnx"}, "nothing.onnx"),
         ({"data": NET}, "no .npz"),
-        ({"output": "/dev/null/out.onnx"}, "/dev/null/out.onnx"),
+        ({"output": "/dev/null/out.onnx"}, "Not a directory"),
+        ({"output": "/"}, "Is a directory"),
         ({"more": ["--loss", "hinge"]}, "hinge_loss"),
     ],
 )

@@ -218,7 +218,7 @@ BAD = {
     "nothing to train": ((X, Y), {"trainable": lambda name, value: False}, "no parameter"),
     "iterator": (iter([(X, Y)]), {"epochs": 2, "batch_size": None}, "an iterator serves one epoch"),
     "batch": (broken_batches(), {"batch_size": None}, "batch 1 of data in epoch 0"),
-    "checkpoints": ((X, Y), {"checkpoint_dir": "/dev/null/run"}, "cannot be made"),
+    "checkpoints": ((X, Y), {"checkpoint_dir": "/dev/null/run"}, "cannot be written"),
     "nothing to resume": ((X, Y), {"resume": True}, "checkpoint_dir"),
     "no data": ("digits.npz", {}, "pair"),
     "validation": ((X, Y), {"validation": (X, Y + 5)}, "validation"),

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxonnx.errors import TrainingError
+from jaxonnx.save import check_writable
 from jaxonnx.train.history import History
 
 _KEPT = 3
@@ -32,12 +33,11 @@ class Checkpoints:
         path = Path(folder).absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
+            check_writable(path / "checkpoint")
         except OSError as error:
             raise TrainingError(
-                f"checkpoint_dir '{folder}' cannot be made ({error.strerror})"
+                f"checkpoint_dir '{folder}' cannot be written ({error.strerror})"
             ) from error
-        if not os.access(path, os.W_OK):
-            raise TrainingError(f"checkpoint_dir '{folder}' is not writable")
         self._manager = orbax.CheckpointManager(
             path, options=orbax.CheckpointManagerOptions(max_to_keep=_KEPT)
         )
