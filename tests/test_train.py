@@ -12,6 +12,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
+from jaxonnx.train.sparsity import layouts
 
 DATA = Path(__file__).parent / "data"
 LABELS = "softmax_cross_entropy_with_integer_labels"
@@ -153,6 +154,28 @@ def test_sparse(net):
     assert [row["phase"] for row in result.history.epochs] == [1, 2, 2, 2, 3, 3]
     with pytest.raises(jaxonnx.TrainingError, match="number of batches"):
         train(net, iter([]), batch_size=None, sparsity="2:4")
+
+
+def test_only_factors_of_dense_products_become_sparse():
+    def sparse_and_dense(name):
+        model = jaxonnx.load(DATA / f"{name}.legacy.onnx")
+        layers = jaxonnx.sparse.layers(model.params, **layouts(model))
+        return {x.name: x.axes for x in layers if x.axes}, {x.name: x.reason for x in layers}
+
+    recurrent, reasons = sparse_and_dense("lstm")
+    assert {*recurrent.values()} == {(1, 2)}
+    assert len(recurrent) == 4
+    assert "Gather" in reasons["embedding.weight"]
+    _, reasons = sparse_and_dense("mobilenet")
+    assert reasons["features.3.conv.3.weight"] == "a grouped convolution"
+    assert reasons["features.3.conv.0.weight"] == ""
+
+
+def test_progress_is_shown_on_request_only(net, capsys):
+    train(net, digits(8))
+    assert not capsys.readouterr().out
+    train(net, digits(8), progress=True)
+    assert "epoch 1/1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
