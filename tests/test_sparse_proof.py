@@ -1,5 +1,7 @@
 """`verify` proves the contraction axes from the jaxpr; `pack` stores the weights without loss."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -120,6 +122,32 @@ def test_what_is_no_proof_fails():
         sparse.verify(lambda p, x: x, pruned, X, layers=sparse.layers({"v": W}))
     with pytest.raises(SparsityError, match="nothing to verify"):
         sparse.verify(lambda p, x: x, pruned, X, layers=[])
+
+
+def test_a_model_verifies_by_itself():
+    class Model:
+        params = sparse.prune({"w": W, "dense": jnp.ones((12, 4))}, select="w")
+        inputs = (SimpleNamespace(shape=("batch", 8), dtype=np.dtype("float32")),)
+
+        def apply(self, params, x):
+            return x @ params["w"] @ params["dense"]
+
+    assert {p.weight for p in sparse.verify(Model()).products} == {"w"}
+    model = Model()
+    model.params = sparse.prune(model.params | {"w": W}, select="w", transposable=False)
+    with pytest.raises(SparsityError, match="w: dot_general"):
+        sparse.verify(model)
+
+
+def test_a_product_out_of_sight_fails():
+    pruned = sparse.prune({"w": W})
+    shape = jax.ShapeDtypeStruct((2, 12), jnp.float32)
+    hidden = jax.ffi.ffi_call("some_product", shape)
+    with pytest.raises(SparsityError, match=r"ffi_call \(forward\) sums over out of sight"):
+        sparse.verify(
+            lambda p, x: hidden(x, p["w"]), pruned, X, layers=sparse.layers(pruned),
+            transposable=False,
+        )  # fmt: skip
 
 
 def test_several_weights_and_integer_inputs_give_one_table():

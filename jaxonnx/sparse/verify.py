@@ -8,7 +8,7 @@ along the one blocked axis of the weight, the other, or neither.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from ..errors import SparsityError
 from .layers import Layer, name_of
+from .layers import layers as report
 from .masks import Pattern, parse
 from .nm import group_sums
 
@@ -36,6 +37,9 @@ _KEEPS = {
     "reduce_precision", "sharding_constraint", "sign", "sqrt", "stop_gradient",
 }  # fmt: skip
 """Elementwise primitives that give 0 where their first (for mul: any) operand is 0."""
+
+_OPAQUE = {"custom_call", "ffi_call", "pallas_call", "ragged_dot_general"}
+"""Primitives that may multiply by a weight where this walk cannot follow."""
 
 
 @dataclass(frozen=True)
@@ -76,20 +80,23 @@ class Verification:
 
 
 def verify(
-    function: Callable[..., Any],
-    params: Any,
+    function: Any,
+    params: Any = None,
     *inputs: Any,
-    layers: Iterable[Layer],
+    layers: Iterable[Layer] | None = None,
     pattern: str | Pattern = "2:4",
     transposable: bool = True,
 ) -> Verification:
     """Proves that each product with a sparse weight is N:M along that product's contraction axis.
 
     Args:
-      function: `function(params, *inputs)`, the forward pass; it is traced, not run.
+      function: `function(params, *inputs)`, the forward pass; it is traced, not run. Or, alone, a
+        model that has `apply`, `params`, and `inputs` with their `shape` and `dtype` (a
+        `jaxonnx.Model`); dynamic dimensions are then taken as 2.
       params: a pytree with the concrete weights.
       inputs: arrays or `jax.ShapeDtypeStruct`; the vjp is taken for parameters and inputs.
-      layers: which weights are sparse along which axes, as `layers(params)` reports it.
+      layers: which weights are sparse along which axes, as `layers(params)` reports it. By default
+        those that the pattern fits and that have as many zeros as it asks for.
       pattern, transposable: what to prove. A one-axis pattern is proved for the forward pass only.
 
     Returns:
@@ -101,7 +108,13 @@ def verify(
         (because something was added to it, say). The message has the table.
     """
     pattern = parse(pattern, transposable)
-    elements = _Elements(layers, params, pattern)
+    if params is None:
+        inputs = tuple(
+            jax.ShapeDtypeStruct([d if isinstance(d, int) else 2 for d in x.shape], x.dtype)
+            for x in function.inputs
+        )
+        function, params = function.apply, function.params
+    elements = _Elements(_sparse(params, pattern) if layers is None else layers, params, pattern)
 
     def shape_of(x):
         return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
@@ -117,10 +130,9 @@ def verify(
         walk(closed, numbers)
         return walk.found
 
-    forward = products(function)
-    backward = products(lambda *a: _pull_ones(function, *a)) - forward
-    if not pattern.transposable:
-        backward = Counter()
+    forward, backward = products(function), Counter()
+    if pattern.transposable:
+        backward = products(lambda *a: _pull_ones(function, *a)) - forward
     found = tuple(
         Product(weight, primitive, part, sums, ok, count)
         for part, counter in (("forward", forward), ("backward", backward))
@@ -134,6 +146,13 @@ def verify(
     if failures:
         raise SparsityError(f"the weights are not proved to be {pattern}:\n{result}")
     return result
+
+
+def _sparse(params: Any, pattern: Pattern) -> list[Layer]:
+    def zeros(name: str, w: Any) -> bool:
+        return np.mean(np.asarray(w) == 0) >= 1 - pattern.n / pattern.m
+
+    return report(params, pattern, select=zeros)
 
 
 def _pull_ones(function, *arguments):
@@ -185,6 +204,11 @@ class _Elements:
         self._axis, self._group, self._full = (
             axis, *([np.concatenate(x) for x in pair] for pair in (group, full)),
         )  # fmt: skip
+
+    def weights(self, operands: list) -> list[str]:
+        """The weights that occur in some numbers."""
+        present = [x[x >= 0] for x in operands if x is not None]
+        return [self._names[k] for k in np.unique(self._owner[np.concatenate(present)])]
 
     def judge(self, rows: np.ndarray) -> list[tuple[str, str, bool]]:
         """(weight, what is summed over, is that N:M) for an operand as [free, summed] numbers."""
@@ -264,12 +288,11 @@ class _Walk:
             return self._scan(params, operands)
         elif name == "while":
             self._loop(params, operands)
-        elif (inner := self._called(params)) is not None:
+        elif name in _OPAQUE:
+            for weight in self.elements.weights(operands):
+                self.found[weight, name, "out of sight", False] += 1
+        elif (inner := self._called(eqn)) is not None:
             return self(inner, operands)
-        elif (plain := getattr(eqn.primitive, "plain", None)) is not None:
-            # a primitive of ours says what it means in terms of JAX's own
-            means = jax.make_jaxpr(partial(plain, **params))(*(v.aval for v in eqn.invars))
-            return self(means, operands)
         elif name in _MOVES and first is not None:
             out = eqn.primitive.bind(jnp.asarray(first), **params)
             return [np.asarray(x) for x in (out if eqn.primitive.multiple_results else [out])]
@@ -289,9 +312,18 @@ class _Walk:
         return []
 
     @staticmethod
-    def _called(params):
-        """The jaxpr of a primitive that does nothing but call it."""
-        found = [params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params]
+    def _called(eqn) -> ClosedJaxpr | Jaxpr | None:
+        """The program that a primitive does nothing but run.
+
+        A primitive with an attribute `plain` is one of its own, which this function of its operands
+        and parameters expresses in those of JAX.
+        """
+        if (plain := getattr(eqn.primitive, "plain", None)) is not None:
+            avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
+            return jax.make_jaxpr(partial(plain, **eqn.params))(*avals)
+        found = [
+            eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params
+        ]
         return found[0] if found else None
 
     def _scan(self, params, operands: list) -> list:

@@ -1,0 +1,214 @@
+"""What transposable 2:4 training costs in accuracy: paired seeds, one table and a chart.
+
+    python benchmarks/sparse_accuracy.py                          # scikit-learn's 8x8 digits
+    python benchmarks/sparse_accuracy.py --data mnist10k.npz      # any .npz with images x, labels y
+
+Every method trains the same network (an MLP; every layer but the head is sparse) from the same
+weights, on the same batches, for the same number of epochs, with the same optimizer and step size
+schedule. A difference is that of a method's test accuracy to the dense one's with the same seed.
+"""
+
+import argparse
+import itertools
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxonnx import sparse
+
+
+def phases(dense, dynamic, **options):
+    """Three phases as fractions of the epochs; the rest has a fixed mask."""
+
+    def wrap(inner, epochs, steps):
+        lengths = {"dense": round(dense * epochs), "dynamic": round(dynamic * epochs)}
+        return sparse.three_phase(inner, **lengths, steps_per_epoch=steps, **options)
+
+    return wrap
+
+
+def sr_ste(inner, epochs, steps):
+    return sparse.sr_ste(inner)
+
+
+METHODS = {
+    "dense": None,
+    "dense, half the weights": None,
+    "three-phase": phases(1 / 3, 1 / 2),
+    "three-phase, no reset": phases(1 / 3, 1 / 2, reset=False),
+    "one-shot transposable": phases(2 / 3, 0),
+    "one-shot one-axis": phases(2 / 3, 0, transposable=False),
+    "SR-STE, transposable": sr_ste,
+}
+SCHEDULES = {
+    f"{dense}/{dynamic}/{12 - dense - dynamic}{'' if reset else ' no reset'}": phases(
+        dense / 12, dynamic / 12, reset=reset
+    )
+    for dense, dynamic in ((1, 9), (2, 8), (4, 6), (6, 4), (8, 2))
+    for reset in (True, False)
+}
+
+
+def load(path):
+    if path is None:
+        from sklearn.datasets import load_digits
+
+        x, y = load_digits(return_X_y=True)
+    else:
+        with np.load(path) as file:
+            x, y = file["x"], file["y"]
+    x = x.reshape(len(x), -1).astype(np.float32)
+    x = (x - x.mean()) / x.std()
+    order = np.random.default_rng(0).permutation(len(x))
+    cut = len(x) * 4 // 5
+    return [jnp.asarray(a[part]) for part in (order[:cut], order[cut:]) for a in (x, y)]
+
+
+def initial(widths, seed):
+    keys = jax.random.split(jax.random.key(seed), len(widths) - 1)
+    return [
+        {"w": jax.random.normal(k, (n, m)) * np.sqrt(2 / n), "b": jnp.zeros(m)}
+        for k, n, m in zip(keys, widths[:-1], widths[1:], strict=True)
+    ]
+
+
+def apply(params, x):
+    for layer in params[:-1]:
+        x = jax.nn.relu(x @ layer["w"] + layer["b"])
+    return x @ params[-1]["w"] + params[-1]["b"]
+
+
+def trainer(tx, x, y):
+    """A whole training run as one program."""
+
+    def loss(params, batch):
+        logits = apply(params, x[batch])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y[batch]).mean()
+
+    @jax.jit
+    def train(params, batches):
+        def step(carry, batch):
+            params, state = carry
+            updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(step, (params, tx.init(params)), batches)[0][0]
+
+    return train
+
+
+def halved(widths):
+    """Hidden widths of a dense net with as many weights as the sparse net has nonzeros."""
+    wanted = (size(widths) + widths[-2] * widths[-1]) / 2  # the head stays dense
+
+    def scaled(factor):
+        return [widths[0], *(round(n * factor) for n in widths[1:-1]), widths[-1]]
+
+    return min(map(scaled, np.linspace(0.3, 1, 701)), key=lambda w: abs(size(w) - wanted))
+
+
+def size(widths):
+    return sum(n * m for n, m in itertools.pairwise(widths))
+
+
+def study(methods, data, hidden, options):
+    x, y, x_test, y_test = data
+    widths = [x.shape[1], *hidden, int(y.max()) + 1]
+    steps = len(x) // options.batch
+    accuracy = {name: [] for name in methods}
+    for name, wrap in methods.items():
+        start = time.perf_counter()
+        inner = optax.adam(
+            optax.cosine_decay_schedule(options.rate, options.epochs * steps, alpha=0.05)
+        )
+        tx = inner if wrap is None else wrap(inner, options.epochs, steps)
+        train = trainer(tx, x, y)
+        shape = halved(widths) if name == "dense, half the weights" else widths
+        for seed in range(options.seeds):
+            rng = np.random.default_rng(seed)
+            batches = np.concatenate(
+                [
+                    rng.permutation(len(x))[: steps * options.batch].reshape(steps, -1)
+                    for _ in range(options.epochs)
+                ]
+            )
+            params = train(initial(shape, seed), jnp.asarray(batches))
+            right = jnp.argmax(apply(params, x_test), axis=1) == y_test
+            accuracy[name].append(100 * float(right.mean()))
+        print(f"  {name}: {np.mean(accuracy[name]):.2f}  ({time.perf_counter() - start:.0f} s)")
+    return widths, accuracy
+
+
+def table(title, accuracy):
+    dense = np.array(accuracy["dense"])
+    lines = [
+        f"\n{title}",
+        "",
+        "| method | test accuracy, % | difference to dense |",
+        "|---|---|---|",
+    ]
+    for name, values in accuracy.items():
+        gap = np.array(values) - dense
+        spread = "" if name == "dense" else f"{gap.mean():+.2f} ± {gap.std(ddof=1):.2f}"
+        lines.append(f"| {name} | {np.mean(values):.2f} | {spread} |")
+    return "\n".join(lines)
+
+
+def chart(path, results):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(
+        1, len(results), figsize=(5.5 * len(results), 3.6), squeeze=False, layout="constrained"
+    )
+    for ax, (title, accuracy) in zip(axes[0], results.items(), strict=True):
+        names = [n for n in accuracy if n != "dense"][::-1]
+        for row, name in enumerate(names):
+            gap = np.array(accuracy[name]) - accuracy["dense"]
+            ax.scatter(gap, np.full(len(gap), row), s=14, alpha=0.4, color="tab:blue")
+            ax.scatter(gap.mean(), row, s=90, marker="|", color="black", zorder=3)
+        ax.axvline(0, color="gray", linewidth=0.8)
+        ax.set_yticks(range(len(names)), names)
+        ax.set_xlabel("test accuracy less that of the dense net, points")
+        ax.set_title(title, fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Accuracy of sparse training, paired seeds")
+    parser.add_argument("--data", help=".npz of images x and labels y; default: 8x8 digits")
+    parser.add_argument(
+        "--hidden", action="append", help="widths of the hidden layers; may be given several times"
+    )
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=24)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--rate", type=float, default=2e-3, help="step size at the start")
+    parser.add_argument("--schedules", action="store_true", help="compare schedules instead")
+    parser.add_argument("--chart", help="write a picture")
+    parser.add_argument("--out", help="write all accuracies as JSON")
+    options = parser.parse_args()
+    methods = {"dense": None, **SCHEDULES} if options.schedules else METHODS
+    data = load(options.data)
+    results = {}
+    for hidden in options.hidden or ["128,128", "32,32"]:
+        widths, accuracy = study(methods, data, [int(n) for n in hidden.split(",")], options)
+        shape, count = "-".join(map(str, widths)), f"{size(widths) / 1000:.1f}k weights"
+        title = f"{shape}, {count}, {len(data[0])} images, {options.seeds} seeds"
+        results[title] = accuracy
+        print(table(title, accuracy))
+    if options.chart:
+        chart(options.chart, results)
+    if options.out:
+        with open(options.out, "w") as file:
+            json.dump(results, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
