@@ -6,9 +6,11 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import onnx
 import optax
 import pytest
 
+import jaxonnx
 from jaxonnx import errors, optim
 
 STEPS = 1000
@@ -330,6 +332,96 @@ def test_a_transformation_describes_itself():
     assert (optimizer.operator, optimizer.first) == ("Adam", 1)
     assert optimizer.attributes["epsilon"] == f32(1e-6)
     assert isinstance(optimizer, optax.GradientTransformation)
+
+
+# The operators of ai.onnx.preview.training.
+
+DOMAIN = "ai.onnx.preview.training"
+
+
+def operator(name, tensors, results, attributes, dtype=np.float32):
+    """A model of one node with the inputs R, T and `tensors` (an empty name: omitted)."""
+    inputs = ["R", "T", *tensors]
+    kind = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    kinds = {"T": onnx.TensorProto.INT64}
+    node = onnx.helper.make_node(name, inputs, results, domain=DOMAIN, **attributes)
+    graph = onnx.helper.make_graph(
+        [node],
+        name,
+        [onnx.helper.make_tensor_value_info(n, kinds.get(n, kind), None) for n in inputs if n],
+        [onnx.helper.make_tensor_value_info(n, kind, None) for n in results],
+    )
+    opsets = [onnx.helper.make_opsetid("", 20), onnx.helper.make_opsetid(DOMAIN, 1)]
+    return jaxonnx.load(onnx.helper.make_model(graph, opset_imports=opsets))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("schedule", [False, True])
+@pytest.mark.parametrize(
+    ("factory", "slots", "settings"),
+    [
+        (optim.adam, "VH", {"T": 0, "norm_coefficient": 0.01, "norm_coefficient_post": 1e-3}),
+        (optim.adam, "VH", {"T": 1}),
+        (optim.adagrad, "H", {"T": 1, "decay_factor": 0.125, "norm_coefficient": 0.01}),
+        (optim.momentum, "V", {"mode": "standard", "beta": 0.5}),
+        (optim.momentum, "V", {"mode": "nesterov", "norm_coefficient": 0.01}),
+    ],
+)
+def test_hundred_updates_are_hundred_executions(factory, slots, settings, schedule, count, dtype):
+    rate = optax.cosine_decay_schedule(0.05, 100) if schedule else 0.05
+    transformation = factory(rate, **settings)
+    names = [f"{kind}{i}" for kind in "XG" + slots for i in range(count)]
+    results = [f"{name}_new" for name in names if name[0] != "G"]
+    with jax.enable_x64(dtype == np.float64):
+        model = operator(transformation.operator, names, results, transformation.attributes, dtype)
+        rng = np.random.default_rng(0)
+        X = [jnp.asarray(rng.normal(size=(2, i + 1)), dtype) for i in range(count)]
+        tensors = [*X, *[jnp.zeros_like(x) for _ in slots for x in X]]
+        state = transformation.init(X)
+        for t in range(100):
+            G = [jnp.cos(3 * x + t) for x in X]
+            R = np.asarray(rate(t) if schedule else rate, dtype)
+            T = np.int64(t + transformation.first)
+            tensors = list(model(R, T, *tensors[:count], *G, *tensors[count:]))
+            updates, state = transformation.update(G, state, X)
+            X = optax.apply_updates(X, updates)
+        rtol = {np.float32: 2e-6, np.float64: 1e-7 if schedule else 1e-13}[dtype]
+        for got, want in zip(tensors, jax.tree.leaves((X, state[1:])), strict=True):
+            assert got.dtype == dtype
+            np.testing.assert_allclose(got, want, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "attributes", "message"),
+    [
+        ("Adam", ["X", "G", "V"], {}, "3 inputs follow R and T; each optimized tensor has 4"),
+        ("Adam", [], {}, "0 inputs follow R and T"),
+        ("Adagrad", ["X", "G", "H", "Z"], {}, "4 inputs follow R and T; each .* has 3"),
+        ("Adagrad", ["X", "G", ""], {}, "2 inputs follow R and T"),
+        ("Adam", ["X", "", "V", "H"], {}, "4 inputs follow R and T"),
+        ("Adam", ["X", "G", "V", "wide"], {}, r"must be alike"),
+        ("Momentum", ["X", "G", "V"], {"mode": "heavy"}, "mode is 'heavy'"),
+        ("Momentum", ["X", "G", "V"], {"mode": None}, r"required attributes \['mode'\]"),
+        ("Adam", ["X", "G", "V", "H"], {"gamma": 0.1}, "unknown attributes"),
+    ],
+)
+def test_bad_nodes(name, tensors, attributes, message):
+    if name == "Momentum":
+        attributes = {"alpha": 0.9, "beta": 1.0, "norm_coefficient": 0.0, **attributes}
+        attributes = {key: value for key, value in attributes.items() if value is not None}
+    x, wide = np.ones(2, np.float32), np.ones(3, np.float32)
+    values = [wide if t == "wide" else x for t in tensors if t]
+    with pytest.raises(errors.Error, match=message):
+        operator(name, tensors, ["Y"], attributes)(np.float32(0.1), np.int64(0), *values)
+
+
+def test_rate_and_count_are_scalars():
+    model = operator("Adagrad", ["X", "G", "H"], ["Y"], {})
+    x = np.ones(2, np.float32)
+    np.testing.assert_allclose(model(np.float32([0.5]), np.int64([0]), x, x, 0 * x), 0.5, rtol=1e-5)
+    with pytest.raises(errors.Error, match="R and T are scalars"):
+        model(x, np.int64(0), x, x, x)
 
 
 def test_doctests():
