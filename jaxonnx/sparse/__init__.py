@@ -2,17 +2,10 @@
 
 from .layers import Layer, layers
 from .masks import Pattern, mask
+from .metrics import metrics, state_masks
 from .pack import Packed, load, pack, save, unpack, unpack_mask
 from .templates import templates
-from .three_phase import (
-    ThreePhaseState,
-    fixed_mask,
-    metrics,
-    prune,
-    sr_ste,
-    state_masks,
-    three_phase,
-)
+from .three_phase import ThreePhaseState, fixed_mask, prune, sr_ste, three_phase
 from .verify import Verification, verify
 
 __all__ = [
