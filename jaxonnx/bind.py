@@ -6,11 +6,10 @@ or unknown attributes, names without a value, recursion.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import numpy as np
 import onnx
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto
@@ -37,7 +36,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class Node:
-    """A node with its operator, or with a function body that is bound to its arguments' types."""
+    """A node with its operator, or with the body of the function that it calls."""
 
     label: str
     op: Op
@@ -49,8 +48,8 @@ class Node:
     """Every name that the node reads: its inputs and what its subgraphs capture."""
     index: int
     """Unique within the model; what random nodes fold into the caller's key."""
-    body: Graph | Callable[[list], Graph] | None = None
-    """The body of a function; one that depends on types is a function of the arguments."""
+    body: Graph | None = None
+    """The body, if the node calls a function of the model."""
 
 
 def bind(model: ModelProto, graph: GraphProto, taken: Collection[str]) -> Graph:
@@ -165,10 +164,6 @@ class _Binder:
             version = opsets.get(domain, 1)
             label = f"{label[:-1]}, opset {version})"
             op = lookup(domain, proto.op_type, version)
-            if op is None:
-                schema_body = self.schema_function(proto, domain, version, opsets, label)
-                if schema_body is not None:
-                    op, body = _CALL, schema_body
         if op is None:
             version = opsets.get(domain)
             what = f"{domain or 'ai.onnx'}.{proto.op_type}" + (
@@ -207,7 +202,7 @@ class _Binder:
         inputs = set(function.input)
         nodes = inner.nodes(function.node, own, set(inputs), set(inputs), given)
         self.count = inner.count
-        graph = Graph(
+        return Graph(
             name=name,
             inputs=tuple(function.input),
             outputs=tuple(function.output),
@@ -216,39 +211,6 @@ class _Binder:
             initializers={},
             nodes=nodes,
         )
-        return graph
-
-    def schema_function(self, proto: NodeProto, domain: str, version: int, opsets, label):
-        """The body that the operator's own schema carries, if any: the fallback for an operator."""
-        try:
-            schema = onnx.defs.get_schema(proto.op_type, version, domain)
-        except onnx.defs.SchemaError:
-            return None
-        if schema.has_function:
-            function = FunctionProto.FromString(
-                schema.get_function_with_opset_version(version)
-                if version in schema.function_opset_versions
-                else schema.function_body.SerializeToString()
-            )
-            return self.function(function, proto, opsets, None, label)
-        if not schema.has_context_dependent_function:
-            return None
-        index = self.count
-        self.count += 1000  # room for the body's random nodes, which are bound later
-
-        def body(arguments: list) -> Graph:
-            types = [_type(value).SerializeToString() for value in arguments]
-            supported = [
-                v for v in schema.context_dependent_function_opset_versions if v <= version
-            ]
-            data = schema.get_context_dependent_function_with_opset_version(
-                max(supported), proto.SerializeToString(), types
-            )
-            inner = _Binder({}, frozenset(), {}, index, self.calls)
-            function = FunctionProto.FromString(data)
-            return inner.function(function, proto, opsets, None, label)
-
-        return body
 
 
 _CALL = Op(
@@ -323,16 +285,3 @@ def _free_names(graph: Graph) -> Iterator[str]:
         yield from (name for name in node.reads if name not in own)
         own.update(node.outputs)
     yield from (name for name in graph.outputs if name not in own)
-
-
-def _type(value: Any) -> onnx.TypeProto:
-    if isinstance(value, list):
-        element = _type(value[0]) if value else onnx.TypeProto()
-        return onnx.helper.make_sequence_type_proto(element)
-    if value is None:
-        return onnx.TypeProto()
-    dtype = np.dtype(value.dtype)
-    kind = (
-        onnx.TensorProto.STRING if dtype == object else onnx.helper.np_dtype_to_tensor_dtype(dtype)
-    )
-    return onnx.helper.make_tensor_type_proto(kind, tuple(value.shape))

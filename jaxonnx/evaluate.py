@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxonnx.bind import Graph, Node
 from jaxonnx.errors import Error, NodeError, StaticError
@@ -139,10 +140,7 @@ class Scope:
 
     def _results(self, node: Node, arguments: list) -> tuple:
         if node.body is not None:
-            body = node.body if isinstance(node.body, Graph) else node.body(arguments)
-            given = dict(zip(body.inputs, arguments, strict=False))
-            given.update((name, None) for name in body.inputs[len(arguments) :])
-            return run(body, given, replace(self.context, weights={}))
+            return self._call(node, node.body, arguments)
         op = node.op
         for i in op.static:
             if i < len(arguments):
@@ -172,6 +170,17 @@ class Scope:
         results = tuple(map(_repeated, results if isinstance(results, tuple) else (results,)))
         if op.state and self.context.training and op.state[0] < len(node.inputs):
             self._renew(node, results)
+        return results
+
+    def _call(self, node: Node, body: Graph, arguments: list) -> tuple:
+        """Evaluates a function of the model, which sees its arguments only."""
+        updates = self.context.updates
+        inner = replace(self.context, weights={}, updates=None if updates is None else {})
+        given = dict.fromkeys(body.inputs) | dict(zip(body.inputs, arguments, strict=False))
+        results = run(body, given, inner)
+        if inner.updates and updates is not None:
+            actual = dict(zip(body.inputs, node.inputs, strict=False))
+            updates.update((actual.get(name, name), new) for name, new in inner.updates.items())
         return results
 
     def _renew(self, node: Node, results: tuple) -> None:
@@ -210,7 +219,7 @@ class Scope:
         roots = self._roots(names)
         error = StaticError(
             f"{node.label}: {what} must be known while tracing, because the shape of the result "
-            f"depends on its value, but it is computed from {', '.join(roots) or 'a traced value'}. "
+            f"depends on its value, but it is computed from {', '.join(roots) or 'what is traced'}. "
             "Pass that input as a NumPy array that is not an argument of jit (a constant of the "
             "traced function), or call the model outside jit."
         )
@@ -252,7 +261,8 @@ class Closure:
         """Evaluates the body; `step` (the iteration) makes random nodes differ between steps."""
         if len(inputs) != len(self.inputs):
             raise NodeError(
-                f"the body '{self.graph.name}' takes {len(self.inputs)} inputs, {len(inputs)} were given"
+                f"the body '{self.graph.name}' takes {len(self.inputs)} inputs, and was given "
+                f"{len(inputs)}"
             )
         context = replace(self._scope.context, updates=None)
         if step is not None and context.key is not None:
@@ -308,7 +318,7 @@ def _size(value: Any) -> int:
 
 
 def _traced(values: Iterable[Any]) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(list(values)))
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(list(values)))
 
 
 def _check_range(arguments: list) -> None:
@@ -320,8 +330,8 @@ def _check_range(arguments: list) -> None:
             limits = np.iinfo(np.int32 if value.dtype == np.int64 else np.uint32)
             if value.min() < limits.min or value.max() > limits.max:
                 raise NodeError(
-                    f"a constant of type {value.dtype} ({value.min()} to {value.max()}) does not fit "
-                    "32 bits, and 64-bit types are off; set jax_enable_x64"
+                    f"a constant of type {value.dtype} ({value.min()} to {value.max()}) does not "
+                    "fit 32 bits, and 64-bit types are off; set jax_enable_x64"
                 )
 
 

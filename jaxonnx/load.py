@@ -101,7 +101,7 @@ def to_array(tensor: TensorProto, folder: Path | None = None) -> np.ndarray:
         dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
     except KeyError:
         raise ModelError(
-            f"tensor '{tensor.name}' has element type {tensor.data_type}, which ONNX does not define"
+            f"tensor '{tensor.name}' has element type {tensor.data_type}, unknown to ONNX"
         ) from None
     if any(dim < 0 for dim in shape):
         raise ModelError(f"tensor '{tensor.name}' has a negative dimension: {list(shape)}")
@@ -123,7 +123,7 @@ def to_array(tensor: TensorProto, folder: Path | None = None) -> np.ndarray:
     expected = math.prod(shape) * dtype.itemsize
     if data.nbytes != expected:
         raise ModelError(
-            f"tensor '{tensor.name}' of shape {list(shape)} and type {dtype} needs {expected} bytes "
+            f"tensor '{tensor.name}' of shape {list(shape)}, type {dtype}, needs {expected} bytes "
             f"but has {data.nbytes}; the file is truncated or inconsistent"
         )
     return data.view(dtype).reshape(shape)
@@ -141,8 +141,8 @@ def _check_header(proto: ModelProto, what: str) -> None:
         raise ModelError(f"{what} is not an ONNX model: it has no graph or no IR version")
     if proto.ir_version > onnx.IR_VERSION:
         raise UnsupportedError(
-            f"{what} has IR version {proto.ir_version}, the installed onnx {onnx.__version__} knows "
-            f"{onnx.IR_VERSION}; upgrade onnx or convert the file"
+            f"{what} has IR version {proto.ir_version}, the installed onnx {onnx.__version__} "
+            f"knows {onnx.IR_VERSION}; upgrade onnx or convert the file"
         )
     if not proto.opset_import and proto.ir_version >= 3:
         raise ModelError(f"{what} imports no operator set (opset_import is empty)")
@@ -227,8 +227,8 @@ def _external(tensor: TensorProto, folder: Path | None) -> np.ndarray:
     location = entries.get("location", "")
     if folder is None:
         raise ModelError(
-            f"tensor '{tensor.name}' lies in external file '{location}'; load the model by its path, "
-            "or read the data first with onnx.load_external_data_for_model"
+            f"tensor '{tensor.name}' lies in external file '{location}'; load the model by its "
+            "path, or read the data first with onnx.load_external_data_for_model"
         )
     path = (folder / location).resolve()
     if not location or not path.is_relative_to(folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import warnings
@@ -199,14 +200,11 @@ class Model:
         Raises:
           InputError: names or shapes differ from the model's.
         """
-        new = [
-            _checked(what, current, given)
-            for what, current, given in (
-                ("params", self.params, params),
-                ("state", self.state, state),
-            )
-        ]
-        return Model(*new, self.proto, self.program, self.originals)
+        return dataclasses.replace(
+            self,
+            params=_checked("params", self.params, params),
+            state=_checked("state", self.state, state),
+        )
 
     def with_trainable(self, trainable: Trainable) -> Model:
         """A model whose parameters are exactly the floating-point tensors that are chosen.
@@ -227,8 +225,8 @@ class Model:
                 found = {name for name in floats if name == wanted or re.fullmatch(wanted, name)}
                 if not found:
                     raise InputError(
-                        f"trainable={wanted!r} matches no floating-point tensor of the model; there "
-                        f"are {', '.join(sorted(floats))}"
+                        f"trainable={wanted!r} matches no floating-point tensor of the model; "
+                        f"there are {', '.join(sorted(floats))}"
                     )
                 chosen |= found
         constants = {n: v for n, v in self.program.constants.items() if n not in chosen}
@@ -299,7 +297,8 @@ class Model:
         return text(self)
 
     def __repr__(self) -> str:
-        return f"Model({_listed(self.inputs)} -> {_listed(self.outputs)}; {len(self.params)} parameters)"
+        signature = f"{_listed(self.inputs)} -> {_listed(self.outputs)}"
+        return f"Model({signature}; {len(self.params)} parameters)"
 
     def __rich__(self) -> Any:
         return summary(self)
@@ -349,8 +348,8 @@ def _roles(
                 behind[node.outputs[0]] = behind[node.inputs[0]]
             for inner in node.graphs.values():
                 for g in inner if isinstance(inner, list) else [inner]:
-                    walk(g, behind.new_child({name: None for name in g.inputs}))
-            if isinstance(node.body, Graph):
+                    walk(g, behind.new_child(dict.fromkeys(g.inputs)))
+            if node.body is not None:
                 given = (behind.get(name) for name in node.inputs)
                 walk(node.body, ChainMap(dict(zip(node.body.inputs, given, strict=False))))
 
@@ -386,8 +385,8 @@ def _fit(value: Value, array: Any, sizes: dict[str, tuple[int, str]]) -> Any:
         raise InputError(f"input '{value.name}' must be an array, not {type(array).__name__}")
     if dtype != value.dtype and dtype != jax.dtypes.canonicalize_dtype(value.dtype):
         raise InputError(
-            f"input {value} was given {dtype}; convert it with .astype('{value.dtype}'), jaxonnx casts "
-            "nothing silently"
+            f"input {value} was given {dtype}; convert it with .astype('{value.dtype}'), jaxonnx "
+            "casts nothing silently"
         )
     if value.shape is not None:
         shape = tuple(array.shape)
@@ -400,8 +399,8 @@ def _fit(value: Value, array: Any, sizes: dict[str, tuple[int, str]]) -> Any:
                 before, where = sizes.setdefault(wanted, (size, value.name))
                 if before != size:
                     raise InputError(
-                        f"input '{value.name}' has size {size} along axis {axis}, but '{wanted}' was "
-                        f"{before} in input '{where}': the two must agree"
+                        f"input '{value.name}' has size {size} along axis {axis}, but '{wanted}' "
+                        f"was {before} in input '{where}': the two must agree"
                     )
             elif wanted is not None and wanted != size:
                 raise InputError(
@@ -432,19 +431,20 @@ def _checked(what: str, current: dict, given: Mapping[str, Any] | None) -> dict[
 
 def _warnings(model: Model) -> Iterable[str]:
     if not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-        wide = [v.name for v in model.outputs if v.dtype is not None and v.dtype.itemsize == 8]
-        wide = [v.name for v in model.outputs if v.name in wide and v.dtype.kind in "iuf"]
+        types = {np.dtype(t) for t in (np.int64, np.uint64, np.float64)}
+        wide = [value.name for value in model.outputs if value.dtype in types]
         if wide:
             yield (
                 f"64-bit outputs ({', '.join(wide)}) are computed and returned in 32 bits; set "
                 "jax_enable_x64 for the exact types"
             )
     if any(what == "key" for node in model.graph.nodes for _, what in node.op.context):
-        yield "random operators: pass rng= (a jax.random.key), or they draw the same numbers each time"
+        yield "random operators: pass rng=jax.random.key(...), or they draw the same numbers always"
     active = saving.training_nodes(model.proto.graph)
     if active:
         yield (
-            f"exported in training mode: {', '.join(active)}; apply and save use inference semantics"
+            f"exported in training mode: {', '.join(active)}; apply and save use inference "
+            "semantics"
         )
 
 

@@ -52,7 +52,7 @@ _CONTEXT = {"key": Key, "training": Training, "outputs": Outputs, "scope": Names
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rounded:
-    """A quantized array and the real numbers that it was rounded from; only these have a gradient."""
+    """A quantized array and the real numbers it was rounded from; only these have a gradient."""
 
     value: Any
     real: Any

@@ -1,4 +1,4 @@
-"""One table for all operators: what `tests/operators/*.py` list and `tests/test_operators.py` runs."""
+"""One table for all operators: listed in `tests/operators`, run by `tests/test_operators.py`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -136,11 +136,10 @@ def type_of(value: Any) -> TypeProto:
 
 @cache
 def schema_versions() -> dict[tuple[str, str], list[int]]:
-    """All versions of every schema, by domain and name."""
+    """All versions of every schema, deprecated ones too, by domain and name."""
     versions: dict[tuple[str, str], list[int]] = {}
     for schema in onnx.defs.get_all_schemas_with_history():
-        if not schema.deprecated:
-            versions.setdefault((schema.domain, schema.name), []).append(schema.since_version)
+        versions.setdefault((schema.domain, schema.name), []).append(schema.since_version)
     return {key: sorted(found) for key, found in versions.items()}
 
 
