@@ -1,7 +1,6 @@
 """Formulations that are fast on each platform, equal to the plain ones up to rounding."""
 
 from jaxonnx.lowering.conv import convolution, transposed_convolution
-from jaxonnx.lowering.norm import standardize
 from jaxonnx.lowering.pool import first_max, first_winner, max_pool, window_sum
 
 __all__ = [
@@ -9,7 +8,6 @@ __all__ = [
     "first_max",
     "first_winner",
     "max_pool",
-    "standardize",
     "transposed_convolution",
     "window_sum",
 ]

@@ -1,12 +1,27 @@
-"""Convolution, forward and both gradients."""
+"""Convolution, forward and both gradients.
 
-from dataclasses import dataclass
+On accelerators it is `lax.conv_general_dilated` and what JAX derives from it. On CPU one of the
+rules below is chosen from the shapes; `benchmarks/lowerings.py` measures each of them again.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxonnx.lowering.contract import contract
+from jaxonnx.lowering.taps import Taps
+
+MERGED_CHANNELS = 32
+"""Groups with fewer input channels are joined, as blocks of a larger weight, up to this many."""
+
+FEW_INPUTS = 32
+"""Forward, a window of at most this many elements in some channels is gathered (im2col)."""
+
+UNROLLED_TAPS = 9
+"""Kernels up to this size are one product per tap; larger ones are gathered first."""
 
 
 @dataclass(frozen=True)
@@ -18,12 +33,15 @@ class Conv:
     strides: tuple[int, ...]
     dilations: tuple[int, ...]
     pads: tuple[tuple[int, int], ...]
+    out: tuple[int, ...]
     groups: int
+    batch: tuple[int, ...] = field(default=(0, 2), init=False)
 
-    batch = (0, 2)
+    def _taps(self, lead: int) -> Taps:
+        """The windows in arrays with channels last (lead 1) or first (lead 2)."""
+        return Taps(self.size, self.kernel, self.strides, self.dilations, self.pads, self.out, lead)
 
-    def _forward(self, x, w):
-        """Half precision is accumulated in float32 by every accelerator's convolution."""
+    def dense(self, x, w):
         return lax.conv_general_dilated(
             x,
             w,
@@ -34,27 +52,107 @@ class Conv:
         )
 
     def plain(self, out, u, v):
+        return self._derived(self.dense, out, u, v)
+
+    def _derived(self, forward, out, u, v):
+        """A contraction of the form whose forward pass is given."""
         if out == 2:
-            return self._forward(u, v)
+            return forward(u, v)
         if out == 0:
-            x = jax.ShapeDtypeStruct((v.shape[0], u.shape[1] * self.groups, *self.size), u.dtype)
-            return jax.linear_transpose(lambda x: self._forward(x, u), x)(v)[0]
+            x = jax.ShapeDtypeStruct((v.shape[0], u.shape[1] * self.groups, *self.size), v.dtype)
+            return jax.linear_transpose(lambda x: forward(x, u), x)(v)[0]
         w = jax.ShapeDtypeStruct((v.shape[1], u.shape[1] // self.groups, *self.kernel), u.dtype)
-        return jax.linear_transpose(lambda w: self._forward(u, w), w)(v)[0]
+        return jax.linear_transpose(lambda w: forward(u, w), w)(v)[0]
 
     def fast(self, out, u, v):
+        """XLA:CPU accumulates half precision in half precision, hence float32."""
         wide = jnp.promote_types(u.dtype, jnp.float32)
-        return self.plain(out, u.astype(wide), v.astype(wide)).astype(u.dtype)
+        return self._fast(out, u.astype(wide), v.astype(wide)).astype(u.dtype)
+
+    def _fast(self, out, u, v):
+        inputs = u.shape[1] * self.groups if out == 0 else u.shape[1]
+        outputs = (u.shape[0], v.shape[1], v.shape[0])[out]
+        if self.groups > 1:
+            if self.groups == inputs and outputs == inputs:
+                return self._depthwise(out, u, v)
+            return self._derived(self._merged, out, u, v)
+        count = math.prod(self.kernel)
+        if count == 1 and not any(map(any, self.pads)):
+            return self._derived(self._pointwise, out, u, v)
+        small = any(min(n, o) < k for n, o, k in zip(self.size, self.out, self.kernel, strict=True))
+        if small and count <= UNROLLED_TAPS:
+            return self._derived(self._tapwise, out, u, v)
+        if small or (out == 2 and inputs > 1 and inputs * count <= FEW_INPUTS):
+            return self._derived(self._gathered, out, u, v)
+        return self.plain(out, u, v)
+
+    def _pointwise(self, x, w):
+        """A kernel of one element: one matrix product."""
+        (tap,) = self._taps(1).read(_last(x))
+        return _first(tap @ w.reshape(w.shape[:2]).T)
+
+    def _tapwise(self, x, w):
+        """XLA:CPU leaves its fast path where an image is smaller than the kernel: 40 times."""
+        w = w.reshape(*w.shape[:2], -1)
+        return _first(sum(t @ w[..., i].T for i, t in enumerate(self._taps(1).read(_last(x)))))
+
+    def _gathered(self, x, w):
+        """Few channels: the windows side by side (im2col), then one matrix product."""
+        columns = jnp.stack(self._taps(1).read(_last(x)), -1)
+        return _first(columns.reshape(*columns.shape[:-2], -1) @ w.reshape(w.shape[0], -1).T)
+
+    def _merged(self, x, w):
+        """Grouped filter gradients are loops in XLA:CPU; dense ones, even half empty, are not."""
+        groups, per_group = self.groups, w.shape[1]
+        joined = next(
+            j
+            for j in range(1, groups + 1)
+            if groups % j == 0 and (j * per_group >= MERGED_CHANNELS or j == groups)
+        )
+        parts, rows = groups // joined, w.shape[0] // groups
+        # a product with the identity: a masked sum instead crashes XLA:CPU's library fusion
+        blocks = w.reshape(parts, joined, rows, -1)
+        blocks = jnp.einsum("pjrc,jk->pjrkc", blocks, jnp.eye(joined, dtype=w.dtype))
+        blocks = blocks.reshape(parts, joined * rows, joined * per_group, *self.kernel)
+        single = replace(self, groups=1)
+        pieces = [
+            contract(single, 2, piece, block)
+            for piece, block in zip(jnp.split(x, parts, 1), blocks, strict=True)
+        ]
+        return jnp.concatenate(pieces, 1)
+
+    def _depthwise(self, out, u, v):
+        """One output channel per channel: multiply and add shifted images."""
+        taps = self._taps(2)
+        if out == 1:
+            axes = tuple(range(1, v.ndim - 1))
+            sums = [(tap * v).sum(0).sum(axes) for tap in taps.read(u)]
+            return jnp.stack(sums, 1).reshape(-1, 1, *self.kernel)
+        w = (u if out == 0 else v).reshape(-1, taps.count).T.reshape(taps.count, -1, *_ones(self))
+        if out == 0:
+            return taps.add((v,), (0,), lambda tap, y: y * w[tap])
+        return sum(tap * w[i] for i, tap in enumerate(taps.read(u)))
+
+
+def _ones(form: Conv):
+    return (1,) * len(form.kernel)
+
+
+def _last(x):
+    """Channels last: the fastest layout of XLA:CPU's products and elementwise loops."""
+    return jnp.moveaxis(x, 1, -1)
+
+
+def _first(x):
+    return jnp.moveaxis(x, -1, 1)
 
 
 def convolution(x, w, window, groups: int):
     """Cross-correlation of x (N, C, *size) with w (M, C / groups, *kernel) at these windows."""
-    kernel, strides, dilations, pads, _ = window
-    form = Conv(x.shape[2:], kernel, strides, dilations, pads, groups)
-    return contract(form, 2, x, w)
+    return contract(Conv(x.shape[2:], *window, groups), 2, x, w)
 
 
-def transposed_convolution(x, w, *, size, strides, dilations, pads, groups):
+def transposed_convolution(x, w, *, size, strides, dilations, pads, groups: int):
     """The transpose of `convolution` as a map of images; x (N, M, *out) -> (N, C, *size)."""
-    form = Conv(size, w.shape[2:], strides, dilations, pads, groups)
+    form = Conv(size, w.shape[2:], strides, dilations, pads, x.shape[2:], groups)
     return contract(form, 0, w, x)

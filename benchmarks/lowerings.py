@@ -1,0 +1,117 @@
+"""Measures every rule of jaxonnx.lowering again: time of the plain form over that of the fast one.
+
+    python -m benchmarks.lowerings [rule ...]
+
+Above 1 the rule pays on this CPU. Columns: forward, gradient for x, gradient for w (convolutions),
+or forward, forward and backward (the rest). Both are jitted, with the same NCHW arguments.
+"""
+
+import argparse
+import statistics
+import time
+from functools import partial
+
+import jax
+import numpy as np
+from jax import lax
+from rich.console import Console
+from rich.table import Table
+
+from jaxonnx import lowering
+from jaxonnx.lowering.conv import Conv
+from jaxonnx.ops.windows import window
+
+ROUNDS, REPEATS = 5, 3
+
+# batch, input channels, output channels, image, kernel, stride, groups
+CONVOLUTIONS = {
+    "pointwise": (16, 32, 16, 32, 1, 1, 1),
+    "pointwise, small image": (16, 960, 160, 2, 1, 1, 1),
+    "image below kernel": (16, 512, 512, 2, 3, 1, 1),
+    "output below kernel": (16, 256, 512, 4, 3, 2, 1),
+    "few inputs": (16, 3, 32, 64, 3, 2, 1),
+    "grouped": (16, 64, 64, 16, 3, 1, 4),
+    "grouped, narrow": (4, 128, 128, 14, 3, 1, 32),
+    "depthwise": (16, 32, 32, 32, 3, 1, 32),
+    "depthwise, stride": (16, 96, 96, 32, 3, 2, 96),
+    "depthwise, small image": (16, 960, 960, 2, 3, 1, 960),
+}
+# batch, channels, image, kernel, stride
+POOLS = {
+    "max pool": (64, 32, 26, 2, 2),
+    "max pool, overlapping": (16, 64, 32, 3, 2),
+    "max pool, large": (2, 64, 20, 9, 1),
+}
+SUMS = {"window sum": (64, 32, 28, 2, 2), "window sum, overlapping": (16, 64, 16, 3, 1)}
+
+
+def ratio(plain, fast, arguments) -> float:
+    """Median time of `plain` over that of `fast`, in interleaved rounds."""
+    systems = [jax.jit(f).lower(*arguments).compile() for f in (plain, fast)]
+    times = ([], [])
+    for _ in range(ROUNDS + 1):
+        for system, record in zip(systems, times, strict=True):
+            start = time.perf_counter()
+            for _ in range(REPEATS):
+                jax.block_until_ready(system(*arguments))
+            record.append(time.perf_counter() - start)
+    plain_time, fast_time = (statistics.median(record[1:]) for record in times)
+    return plain_time / fast_time
+
+
+def _normal(*shape):
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+def convolution(n, c, m, size, kernel, stride, groups):
+    pads = [kernel // 2] * 4
+    windows = window((size,) * 2, (kernel,) * 2, strides=(stride,) * 2, pads=pads)
+    form = Conv((size,) * 2, *windows, groups)
+    arrays = [
+        _normal(n, c, size, size),
+        _normal(m, c // groups, kernel, kernel),
+        _normal(n, m, *windows.out),
+    ]
+    for out in (2, 0, 1):
+        arguments = [a for i, a in enumerate(arrays) if i != out]
+        yield ratio(partial(form.plain, out), partial(form.fast, out), arguments)
+
+
+def pool(initial, combine, fast, n, c, size, kernel, stride):
+    pads = [(kernel - 1) // 2] * 4
+    windows = window((size,) * 2, (kernel,) * 2, strides=(stride,) * 2, pads=pads)
+    around = ((0, 0), (0, 0), *windows.pads)
+
+    def plain(x):
+        shape = (1, 1, *windows.kernel), (1, 1, *windows.strides)
+        return lax.reduce_window(x, np.float32(initial), combine, *shape, around)
+
+    def gradient(function):
+        return lambda x, ct: jax.vjp(function, x)[1](ct)
+
+    fast = partial(fast, window=windows)
+    x, ct = _normal(n, c, size, size), _normal(n, c, *windows.out)
+    yield ratio(plain, fast, [x])
+    yield ratio(gradient(plain), gradient(fast), [x, ct])
+
+
+def main():
+    families = (
+        (CONVOLUTIONS, convolution),
+        (POOLS, partial(pool, -np.inf, lax.max, lowering.max_pool)),
+        (SUMS, partial(pool, 0, lax.add, lowering.window_sum)),
+    )
+    rules = {name: (measure, shape) for table, measure in families for name, shape in table.items()}
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rules", nargs="*", help=f"some of: {', '.join(rules)}")
+    chosen = parser.parse_args().rules or rules
+    table = Table("rule", "shape", "forward", "x / both", "w", title="plain / fast")
+    for name in chosen:
+        measure, shape = rules[name]
+        cells = [f"{value:.1f}" for value in measure(*shape)]
+        table.add_row(name, " ".join(map(str, shape)), *cells)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Windows read and written one tap (element of the window) at a time, as shifted slices.
+
+Shifted slices are what XLA fuses into one vectorised loop. Reading taps and adding into taps are
+each other's transposes; the transpose that JAX derives for a strided read is a dilated pad, which
+is several times slower than gathering the contributions of each stride phase as done here.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import lax
+
+
+@dataclass(frozen=True)
+class Taps:
+    """Where windows lie (`jaxonnx.ops.windows.Window`); the spatial axes start at axis `lead`."""
+
+    size: tuple[int, ...]
+    kernel: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilations: tuple[int, ...]
+    pads: tuple[tuple[int, int], ...]
+    out: tuple[int, ...]
+    lead: int
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.kernel)
+
+    @property
+    def offsets(self) -> list[tuple[int, ...]]:
+        """Where in its window each tap lies, row-major."""
+        steps = (range(0, k * d, d) for k, d in zip(self.kernel, self.dilations, strict=True))
+        return list(itertools.product(*steps))
+
+    def _pad(self, x, fill, pairs):
+        rest = x.ndim - self.lead - len(self.size)
+        config = [(0, 0)] * self.lead + list(pairs) + [(0, 0)] * rest
+        return lax.pad(x, jnp.asarray(fill, x.dtype), [(*pair, 0) for pair in config])
+
+    def _slice(self, x, starts, lengths, strides):
+        limits = [b + (n - 1) * s + 1 for b, n, s in zip(starts, lengths, strides, strict=True)]
+        end = x.shape[self.lead + len(self.size) :]
+        head = x.shape[: self.lead]
+        return lax.slice(
+            x,
+            (*(0 for _ in head), *starts, *(0 for _ in end)),
+            (*head, *limits, *end),
+            (*(1 for _ in head), *strides, *(1 for _ in end)),
+        )
+
+    def read(self, x, fill=0) -> list:
+        """For each tap the elements of x at it, one per window; `fill` in the padding."""
+        padded = self._pad(x, fill, self.pads)
+        return [self._slice(padded, o, self.out, self.strides) for o in self.offsets]
+
+    def add(self, arrays, fills, term: Callable):
+        """The transpose of `read`: for each element of x the sum, over the taps and windows that
+        read it, of term(tap, *arrays at that window).
+
+        `arrays` have one entry per window; beyond them lie windows of `fills`. An element of x at
+        stride phase p is only read by the taps at offsets congruent to p, so each phase is a sum
+        of shifted contiguous slices, and the phases are interleaved in the end.
+        """
+        rank = len(self.size)
+        spatial = range(rank)
+        blocks = [
+            -(-(n + begin + max(end, 0)) // s)
+            for n, (begin, end), s in zip(self.size, self.pads, self.strides, strict=True)
+        ]
+        far = [
+            (k - 1) * d // s
+            for k, d, s in zip(self.kernel, self.dilations, self.strides, strict=True)
+        ]
+        pairs = [(far[a], max(blocks[a] - self.out[a], 0)) for a in spatial]
+        padded = [self._pad(x, fill, pairs) for x, fill in zip(arrays, fills, strict=True)]
+        phases = []
+        for phase in itertools.product(*map(range, self.strides)):
+            total = None
+            for tap, offset in enumerate(self.offsets):
+                if any(offset[a] % self.strides[a] != phase[a] for a in spatial):
+                    continue
+                starts = [far[a] - offset[a] // self.strides[a] for a in spatial]
+                part = term(tap, *(self._slice(x, starts, blocks, (1,) * rank) for x in padded))
+                total = part if total is None else total + part
+            phases.append(total)
+        shape = next(p.shape for p in phases if p is not None)
+        dtype = next(p.dtype for p in phases if p is not None)
+        phases = [jnp.zeros(shape, dtype) if p is None else p for p in phases]
+        x = self._interleave(phases, shape)
+        return self._pad(
+            x,
+            0,
+            [
+                (-begin, n + begin - b * s)
+                for n, (begin, _), b, s in zip(
+                    self.size, self.pads, blocks, self.strides, strict=True
+                )
+            ],
+        )
+
+    def _interleave(self, phases, shape):
+        """Phases (row-major) side by side along every spatial axis, the last axis first."""
+        for axis in reversed(range(len(self.size))):
+            at, step = self.lead + axis, self.strides[axis]
+            if step == 1:
+                continue
+            grouped = [phases[i : i + step] for i in range(0, len(phases), step)]
+            phases = [jnp.stack(group, at + 1) for group in grouped]
+            merged = list(phases[0].shape)
+            merged[at : at + 2] = [merged[at] * step]
+            phases = [p.reshape(merged) for p in phases]
+        return phases[0]
