@@ -15,41 +15,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import onnx
-from onnx import ModelProto, TensorProto, helper
+from onnx import ModelProto
 
 from jaxonnx import save as saving
+from jaxonnx import sparse, sparse_export
 from jaxonnx.bind import Graph, Node, bind
 from jaxonnx.errors import InputError
 from jaxonnx.load import read
 from jaxonnx.program import Program
 from jaxonnx.show import summary, text
 from jaxonnx.training_info import Training
+from jaxonnx.values import Value, declared, fit
 
 KNOWN_LIMIT = 4096
 """Bytes; a frozen tensor above it is an argument of the compiled function, not a constant in it."""
 
 Trainable = str | Iterable[str] | Callable[[str, jax.Array], bool]
-
-
-@dataclass(frozen=True)
-class Value:
-    """An input or output: its name, NumPy dtype and shape (names or None for dynamic dimensions).
-
-    `dtype` is None for sequences, maps and optionals, `shape` is None where the rank is unknown.
-    """
-
-    name: str
-    dtype: np.dtype | None
-    shape: tuple[int | str | None, ...] | None
-
-    def __str__(self) -> str:
-        shape = (
-            ""
-            if self.shape is None
-            else ", ".join("?" if d is None else str(d) for d in self.shape)
-        )
-        return f"{self.name}: {self.dtype or 'sequence, map or optional'}[{shape}]"
 
 
 def load(
@@ -121,12 +102,12 @@ class Model:
     def inputs(self) -> tuple[Value, ...]:
         """The inputs that a call must give, in order."""
         wanted = set(self.graph.inputs)
-        return tuple(_value(v) for v in self.proto.graph.input if v.name in wanted)
+        return tuple(declared(v) for v in self.proto.graph.input if v.name in wanted)
 
     @cached_property
     def outputs(self) -> tuple[Value, ...]:
         """The outputs, in file order."""
-        return tuple(map(_value, self.proto.graph.output))
+        return tuple(map(declared, self.proto.graph.output))
 
     @cached_property
     def training(self) -> Training:
@@ -238,21 +219,41 @@ class Model:
             self.originals,
         )
 
+    @property
+    def sparsity(self) -> tuple[sparse.Pattern, list[sparse.Layer]] | None:
+        """Which weights the file records as sparse (`jaxonnx.sparse_export`), None if it does not."""
+        pattern, axes = sparse_export.record(self.proto)
+        shapes = {n: x.shape for n, x in self.params.items()}
+        layers = [sparse.Layer(n, shapes[n], a, "") for n, a in axes.items() if n in shapes]
+        return (pattern, layers) if layers else None
+
     def to_onnx(self) -> ModelProto:
-        """The original graph with these weights, in inference form."""
+        """The original graph with these weights, in inference form.
+
+        A record of sparse weights stays for those that have the pattern.
+        """
         return saving.to_onnx(self.proto, self._values(), {*self.params}, {*self.state})
 
-    def save(self, path: str | os.PathLike, *, external_data: bool = False) -> None:
+    def save(
+        self, path: str | os.PathLike, *, external_data: bool = False, sparse: bool = False
+    ) -> None:
         """Writes the original graph with these weights; never leaves half a file behind.
 
+        Sparse weights are written with their zeros in place, which every runtime takes and
+        compilers look for (TensorRT: `trtexec --sparsity=enable`, or the builder flag
+        `SPARSE_WEIGHTS`).
+
         Args:
-          path: of the .onnx file.
+          path: of the .onnx file; if it ends in .npz, the graph and the weights are written with
+            the sparse ones packed, and `jaxonnx.load` unpacks them.
           external_data: put the weights into a file beside it; done anyway above 2 GB.
+          sparse: write the sparse weights as ONNX sparse initializers, which few runtimes take.
 
         Raises:
           OSError: the path cannot be written.
+          SparsityError: a packed or sparse form of a model without a record of sparse weights.
         """
-        saving.save(self.to_onnx(), path, external_data)
+        saving.save(self.to_onnx(), path, external_data, sparse)
 
     def _values(self) -> dict[str, np.ndarray]:
         values = dict(self.program.constants)
@@ -285,7 +286,7 @@ class Model:
                 raise InputError(
                     f"input '{value.name}' is missing; the model takes {_listed(values)}"
                 )
-            given[value.name] = _fit(value, given[value.name], sizes)
+            given[value.name] = fit(value, given[value.name], sizes)
         return given
 
     @cached_property
@@ -355,61 +356,6 @@ def _roles(
 
     walk(graph, ChainMap())
     return roles
-
-
-def _value(info: onnx.ValueInfoProto) -> Value:
-    if not info.type.HasField("tensor_type"):
-        return Value(info.name, None, None)
-    tensor = info.type.tensor_type
-    dtype = None
-    if tensor.elem_type not in (TensorProto.UNDEFINED, TensorProto.STRING):
-        dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.elem_type))
-    elif tensor.elem_type == TensorProto.STRING:
-        dtype = np.dtype(object)
-    if not tensor.HasField("shape"):
-        return Value(info.name, dtype, None)
-    shape = tuple(
-        d.dim_value if d.HasField("dim_value") else (d.dim_param or None) for d in tensor.shape.dim
-    )
-    return Value(info.name, dtype, shape)
-
-
-def _fit(value: Value, array: Any, sizes: dict[str, tuple[int, str]]) -> Any:
-    """An argument as the program takes it, or an InputError that says what was expected."""
-    if value.dtype is None or value.dtype == object:
-        return array
-    if isinstance(array, bool | int | float | list | tuple):
-        array = np.asarray(array, value.dtype)
-    dtype = getattr(array, "dtype", None)
-    if dtype is None:
-        raise InputError(f"input '{value.name}' must be an array, not {type(array).__name__}")
-    if dtype != value.dtype and dtype != jax.dtypes.canonicalize_dtype(value.dtype):
-        raise InputError(
-            f"input {value} was given {dtype}; convert it with .astype('{value.dtype}'), jaxonnx "
-            "casts nothing silently"
-        )
-    if value.shape is not None:
-        shape = tuple(array.shape)
-        if len(shape) != len(value.shape):
-            raise InputError(
-                f"input {value} has rank {len(value.shape)}, but was given shape {list(shape)}"
-            )
-        for axis, (size, wanted) in enumerate(zip(shape, value.shape, strict=True)):
-            if isinstance(wanted, str):
-                before, where = sizes.setdefault(wanted, (size, value.name))
-                if before != size:
-                    raise InputError(
-                        f"input '{value.name}' has size {size} along axis {axis}, but '{wanted}' "
-                        f"was {before} in input '{where}': the two must agree"
-                    )
-            elif wanted is not None and wanted != size:
-                raise InputError(
-                    f"input {value} needs size {wanted} along axis {axis}, but was given shape "
-                    f"{list(shape)}"
-                )
-    if isinstance(array, np.ndarray) and jnp.issubdtype(array.dtype, jnp.floating):
-        return jnp.asarray(array)  # data, not a shape: it need not be known while tracing
-    return array
 
 
 def _checked(what: str, current: dict, given: Mapping[str, Any] | None) -> dict[str, Any]:

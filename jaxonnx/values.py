@@ -1,0 +1,87 @@
+"""Inputs and outputs as the file declares them, and arguments checked against them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from onnx import TensorProto, ValueInfoProto, helper
+
+from jaxonnx.errors import InputError
+
+
+@dataclass(frozen=True)
+class Value:
+    """An input or output: its name, NumPy dtype and shape (names or None for dynamic dimensions).
+
+    `dtype` is None for sequences, maps and optionals, `shape` is None where the rank is unknown.
+    """
+
+    name: str
+    dtype: np.dtype | None
+    shape: tuple[int | str | None, ...] | None
+
+    def __str__(self) -> str:
+        shape = (
+            ""
+            if self.shape is None
+            else ", ".join("?" if d is None else str(d) for d in self.shape)
+        )
+        return f"{self.name}: {self.dtype or 'sequence, map or optional'}[{shape}]"
+
+
+def declared(info: ValueInfoProto) -> Value:
+    """What a ValueInfoProto says."""
+    if not info.type.HasField("tensor_type"):
+        return Value(info.name, None, None)
+    tensor = info.type.tensor_type
+    dtype = None
+    if tensor.elem_type not in (TensorProto.UNDEFINED, TensorProto.STRING):
+        dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+    elif tensor.elem_type == TensorProto.STRING:
+        dtype = np.dtype(object)
+    if not tensor.HasField("shape"):
+        return Value(info.name, dtype, None)
+    shape = tuple(
+        d.dim_value if d.HasField("dim_value") else (d.dim_param or None) for d in tensor.shape.dim
+    )
+    return Value(info.name, dtype, shape)
+
+
+def fit(value: Value, array: Any, sizes: dict[str, tuple[int, str]]) -> Any:
+    """An argument as the program takes it, or an InputError that says what was expected."""
+    if value.dtype is None or value.dtype == object:
+        return array
+    if isinstance(array, bool | int | float | list | tuple):
+        array = np.asarray(array, value.dtype)
+    dtype = getattr(array, "dtype", None)
+    if dtype is None:
+        raise InputError(f"input '{value.name}' must be an array, not {type(array).__name__}")
+    if dtype != value.dtype and dtype != jax.dtypes.canonicalize_dtype(value.dtype):
+        raise InputError(
+            f"input {value} was given {dtype}; convert it with .astype('{value.dtype}'), jaxonnx "
+            "casts nothing silently"
+        )
+    if value.shape is not None:
+        shape = tuple(array.shape)
+        if len(shape) != len(value.shape):
+            raise InputError(
+                f"input {value} has rank {len(value.shape)}, but was given shape {list(shape)}"
+            )
+        for axis, (size, wanted) in enumerate(zip(shape, value.shape, strict=True)):
+            if isinstance(wanted, str):
+                before, where = sizes.setdefault(wanted, (size, value.name))
+                if before != size:
+                    raise InputError(
+                        f"input '{value.name}' has size {size} along axis {axis}, but '{wanted}' "
+                        f"was {before} in input '{where}': the two must agree"
+                    )
+            elif wanted is not None and wanted != size:
+                raise InputError(
+                    f"input {value} needs size {wanted} along axis {axis}, but was given shape "
+                    f"{list(shape)}"
+                )
+    if isinstance(array, np.ndarray) and jnp.issubdtype(array.dtype, jnp.floating):
+        return jnp.asarray(array)  # data, not a shape: it need not be known while tracing
+    return array
