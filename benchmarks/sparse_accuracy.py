@@ -39,17 +39,17 @@ METHODS = {
     "dense": None,
     "dense, half the weights": None,
     "three-phase": phases(1 / 3, 1 / 2),
-    "three-phase, no reset": phases(1 / 3, 1 / 2, reset=False),
+    "three-phase, reset": phases(1 / 3, 1 / 2, reset=True),
     "one-shot transposable": phases(2 / 3, 0),
     "one-shot one-axis": phases(2 / 3, 0, transposable=False),
     "SR-STE, transposable": sr_ste,
 }
 SCHEDULES = {
-    f"{dense}/{dynamic}/{12 - dense - dynamic}{'' if reset else ' no reset'}": phases(
+    f"{dense}/{dynamic}/{12 - dense - dynamic}{', reset' if reset else ''}": phases(
         dense / 12, dynamic / 12, reset=reset
     )
     for dense, dynamic in ((1, 9), (2, 8), (4, 6), (6, 4), (8, 2))
-    for reset in (True, False)
+    for reset in (False, True)
 }
 
 
