@@ -21,6 +21,7 @@ from jaxonnx.bind import Graph, bind
 from jaxonnx.errors import InputError, ModelError
 from jaxonnx.evaluate import FOLD_LIMIT, Context, run
 from jaxonnx.load import subgraphs, tensor_of_constant, to_array
+from jaxonnx.values import declared, fit
 
 State = dict[str, jax.Array]
 
@@ -49,6 +50,7 @@ class Training:
       variables: the names of the state variables.
       inputs: for each algorithm, the names of the values that a batch must hold.
       outputs: for each algorithm, the names of what `step` returns.
+      metrics: the outputs of the algorithms that are bound to no variable, such as a loss.
     """
 
     def __init__(self, proto: ModelProto, tensors: Mapping[str, Any]):
@@ -88,6 +90,12 @@ class Training:
         self.variables = tuple(self._initial)
         self.inputs = tuple(method.graph.inputs for method in self._algorithms)
         self.outputs = tuple(method.graph.outputs for method in self._algorithms)
+        bound = {name for method in self._algorithms for name in method.bindings.values()}
+        listed = [value for info in proto.training_info for value in info.algorithm.output]
+        self.metrics = tuple(dict.fromkeys(v.name for v in listed if v.name not in bound))
+        algorithms = (info.algorithm for info in proto.training_info)
+        inputs = (value for graph in (proto.graph, *algorithms) for value in graph.input)
+        self._declared = {value.name: declared(value) for value in inputs}
         # Large constants are arguments of the compiled functions; small ones are known, and fold.
         constants = {name: value for name, value in stored.items() if name not in self._initial}
         self._known = {n: v for n, v in constants.items() if v.nbytes <= FOLD_LIMIT}
@@ -132,7 +140,8 @@ class Training:
           a name that several algorithms give, the last value.
 
         Raises:
-          InputError: state or batch lacks a name or has an unknown one.
+          InputError: state or batch lacks a name or has an unknown one, or a value of the batch
+            does not have the declared type and shape.
           ModelError: an output does not have the shape and type of the variable it is bound to.
         """
         count = len(self._algorithms)
@@ -142,7 +151,8 @@ class Training:
         _check_names("state", state, self.variables)
         _check_names("batch", batch, {name: None for inputs in names for name in inputs})
         key = jax.random.key(0) if key is None else key
-        return self._jitted_step(dict(state), dict(batch), key, self._large, algorithm=algorithm)
+        given = self._fit(batch)
+        return self._jitted_step(dict(state), given, key, self._large, algorithm=algorithm)
 
     def inference(
         self, state: State, inputs: Mapping[str, Any], *, key: jax.Array | None = None
@@ -151,7 +161,7 @@ class Training:
         _check_names("state", state, self.variables)
         _check_names("inputs", inputs, self._inference.inputs)
         key = jax.random.key(0) if key is None else key
-        return self._jitted_inference(dict(state), dict(inputs), key, self._large)
+        return self._jitted_inference(dict(state), self._fit(inputs), key, self._large)
 
     def to_onnx(self, state: State) -> ModelProto:
         """The file with the values of `state` as its initializers.
@@ -172,6 +182,10 @@ class Training:
                 if tensor.name in state:
                     _write(tensor, state[tensor.name])
         return proto
+
+    def _fit(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        sizes: dict[str, tuple[int, str]] = {}
+        return {name: fit(self._declared[name], value, sizes) for name, value in values.items()}
 
     def _init(self, state: State, key: jax.Array) -> State:
         for i, method in enumerate(self._initializations):

@@ -115,6 +115,7 @@ def test_state_is_the_bound_initializers_and_nothing_else():
     assert set(ours.variables) == set(ours.state) == {"w", "b", "n"}
     assert ours.inputs == (("x", "t"),)
     assert ours.outputs == (("y", "loss", "w1", "b1", "n1"),)
+    assert ours.metrics == ("loss",)
 
 
 def test_variables_are_preinitialized_from_the_file():
@@ -373,6 +374,15 @@ def test_names_of_state_and_batch(state, batch, message):
     ours = training(MINIMAL, info(STEP, {"w": "w1"}))
     with pytest.raises(jaxonnx.Error, match=message):
         ours.step(state, batch)
+
+
+def test_types_and_shapes_of_a_batch():
+    ours = training(LINE, info(DESCENT, UPDATE))
+    data = line_data()
+    with pytest.raises(jaxonnx.Error, match=r"input t: float32.* was given float64"):
+        ours.step(ours.state, {"x": data["x"], "t": data["t"].astype(np.float64)})
+    with pytest.raises(jaxonnx.Error, match="'N' was 32 in input 'x'"):
+        ours.step(ours.state, {"x": data["x"], "t": data["t"][1:]})
 
 
 # Resuming.
