@@ -200,9 +200,8 @@ class Scope:
         return len(node.outputs) if what == "outputs" else self
 
     def _key(self, node: Node, seed: float | None) -> jax.Array:
-        key = self.context.key if self.context.key is not None else jax.random.key(0)
         data = node.index if seed is None else np.float32(seed).view(np.uint32)
-        return jax.random.fold_in(key, data)
+        return jax.random.fold_in(_key(self.context), data)
 
     def _known(self, node: Node, arguments: list, i: int) -> Any:
         value = arguments[i]
@@ -219,7 +218,7 @@ class Scope:
         roots = self._roots(names)
         error = StaticError(
             f"{node.label}: {what} must be known while tracing, because the shape of the result "
-            f"depends on its value, but it is computed from {', '.join(roots) or 'what is traced'}. "
+            f"depends on its value, and is computed from {', '.join(roots) or 'what is traced'}. "
             "Pass that input as a NumPy array that is not an argument of jit (a constant of the "
             "traced function), or call the model outside jit."
         )
@@ -265,8 +264,8 @@ class Closure:
                 f"{len(inputs)}"
             )
         context = replace(self._scope.context, updates=None)
-        if step is not None and context.key is not None:
-            context = replace(context, key=jax.random.fold_in(context.key, step))
+        if step is not None:
+            context = replace(context, key=jax.random.fold_in(_key(context), step))
         given = dict(zip(self.inputs, inputs, strict=True))
         return run(self.graph, given, context, self._scope)
 
@@ -274,6 +273,10 @@ class Closure:
 _NOTHING = Graph(
     name="", inputs=(), outputs=(), output_types=(), weights=(), initializers={}, nodes=()
 )
+
+
+def _key(context: Context) -> jax.Array:
+    return jax.random.key(0) if context.key is None else context.key
 
 
 def _plain(value: Any) -> Any:

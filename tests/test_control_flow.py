@@ -353,7 +353,7 @@ def test_iterations_draw_different_random_numbers():
 
 
 SCAN = """
-g (float[2] h, float[2,4] x, float[4,2] u) => (float[2] last, float[2,4] y, float[4,2] z) {
+g (float[2] h, float[2,n] x, float[m,2] u) => (float[2] last, float[2,n] y, float[m,2] z) {
   last, y, z = Scan <num_scan_inputs = 2,
     scan_input_axes = [-1, 0], scan_input_directions = [1, 0],
     scan_output_axes = [1, 0], scan_output_directions = [0, 1],
