@@ -385,3 +385,73 @@ def test_names_that_the_network_uses_are_avoided():
     state, outputs = training.step(training.state, batch)
     assert "loss_2" in outputs
     assert np.any(state["A"] != training.state["A"])
+
+
+# jaxonnx.train on a file that carries its training.
+
+
+def test_train_follows_the_file(tmp_path):
+    """Its algorithm, loss, optimizer and count; two runs in a row are one run."""
+    x, t = normal(64, 4), targets(True, 64)
+    written = jaxonnx.add_training(
+        mlp(),
+        loss="softmax_cross_entropy_with_integer_labels",
+        optimizer=optim.adam(SCHEDULES["warm-up cosine"]),
+    )
+    batches = [(x[i : i + 16], t[i : i + 16]) for i in range(0, 64, 16)]
+    onnx.save(written, tmp_path / "net.onnx")
+    whole = jaxonnx.train(tmp_path / "net.onnx", batches, epochs=6, validation=(x, t))
+    assert len(whole.history.losses) == 24
+    assert whole.history.epochs[-1]["validation_loss"] < whole.history.losses[0]
+    half = jaxonnx.train(tmp_path / "net.onnx", batches, epochs=3)
+    half.model.save(tmp_path / "half.onnx")
+    resumed = jaxonnx.train(tmp_path / "half.onnx", batches, epochs=3)
+    assert half.history.losses + resumed.history.losses == whole.history.losses
+    state = resumed.model.training.state
+    assert state["T"] == 24
+    jax.tree.map(np.testing.assert_array_equal, state, whole.model.training.state)
+    np.testing.assert_array_equal(resumed.model.params["A"], state["A"])
+
+
+def test_train_equals_train_with_the_same_optimizer():
+    x, t = normal(64, 4), targets(True, 64)
+    settings = {
+        "loss": "softmax_cross_entropy_with_integer_labels",
+        "optimizer": optim.adam(1e-3, T=1),
+    }
+    data = {"epochs": 25, "batch_size": 16, "seed": 3}
+    ours = jaxonnx.train(jaxonnx.add_training(mlp(), **settings), (x, t), **data)
+    theirs = jaxonnx.train(mlp(), (x, t), **settings, **data)
+    np.testing.assert_allclose(ours.history.losses, theirs.history.losses, rtol=1e-5)
+    for name, value in theirs.model.params.items():
+        np.testing.assert_allclose(
+            ours.model.params[name], value, rtol=1e-6, atol=1e-6, err_msg=name
+        )
+
+
+def test_train_stops_at_a_loss_that_is_not_finite():
+    x, t = normal(32, 4), targets(False, 32)
+    x[16:] = np.nan
+    written = jaxonnx.add_training(mlp(), loss="squared_error", optimizer=optim.adam(0.01))
+    batches = [(x[:16], t[:16]), (x[16:], t[16:])]
+    with pytest.warns(UserWarning, match="not finite at step 2"):
+        result = jaxonnx.train(written, batches)
+    assert result.model.training.state["T"] == 1
+    assert np.isfinite(result.model.params["A"]).all()
+
+
+@pytest.mark.parametrize(
+    ("proto", "settings", "message"),
+    [
+        (mlp(), {}, "training needs loss= and optimizer="),
+        (mlp(), {"loss": "squared_error"}, "training needs loss= and optimizer="),
+        ("carrying", {"sparsity": "2:4"}, "go with loss= and optimizer="),
+        ("carrying", {"data": (normal(4, 4), {"t": targets(False, 4)})}, "algorithm takes target"),
+    ],
+)
+def test_train_without_a_loss(proto, settings, message):
+    if proto == "carrying":
+        proto = jaxonnx.add_training(mlp(), loss="squared_error", optimizer=optim.adam(0.1))
+    settings = {"data": (normal(4, 4), targets(False, 4)), **settings}
+    with pytest.raises(jaxonnx.Error, match=message):
+        jaxonnx.train(proto, **settings)
