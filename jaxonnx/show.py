@@ -6,6 +6,7 @@ import io
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from onnx import TensorProto, TrainingInfoProto, numpy_helper
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
@@ -37,6 +38,8 @@ def summary(model: Model) -> Group:
     frozen = sum(v.size for v in model.state.values())
     facts.add_row("trained", f"{trained:,} numbers in {len(model.params)} tensors")
     facts.add_row("frozen", f"{frozen:,} numbers in {len(model.state)} tensors")
+    for info in model.proto.training_info:
+        facts.add_row("training", Text(_training(info)))
     for warning in model.warnings:
         facts.add_row(Text("warning", "yellow"), Text(warning))
 
@@ -53,6 +56,20 @@ def summary(model: Model) -> Group:
     if len(rows) > _ROWS:
         table.add_row(f"... {len(rows) - _ROWS} more", "", "", "")
     return Group(facts, table) if rows else Group(facts)
+
+
+def _training(info: TrainingInfoProto) -> str:
+    """The algorithm that the file carries, with its update count."""
+    operators = [node.op_type for node in info.algorithm.node if "training" in node.domain]
+    bound = {entry.key for entry in info.update_binding}
+    counts = [
+        f"{tensor.name} = {numpy_helper.to_array(tensor).item()}"
+        for tensor in info.algorithm.initializer
+        if tensor.name in bound and tensor.data_type == TensorProto.INT64 and not tensor.dims
+    ]
+    inputs = [value.name for value in info.algorithm.input]
+    facts = [f"updates {len(bound)} tensors"] + ([f"takes {', '.join(inputs)}"] if inputs else [])
+    return f"by {', '.join(operators) or 'other operators'}; {'; '.join([*facts, *counts])}"
 
 
 def text(model: Model, html: bool = False) -> str:

@@ -413,6 +413,12 @@ def test_train_follows_the_file(tmp_path):
     np.testing.assert_array_equal(resumed.model.params["A"], state["A"])
 
 
+def test_print_shows_the_training():
+    written = jaxonnx.add_training(mlp(), loss="squared_error", optimizer=optim.adam(0.1, T=1))
+    shown = " ".join(str(jaxonnx.load(written)).split())
+    assert "training by Gradient, Adam; updates 13 tensors; takes target; T = 1" in shown
+
+
 def test_train_equals_train_with_the_same_optimizer():
     x, t = normal(64, 4), targets(True, 64)
     settings = {
