@@ -1,5 +1,6 @@
 """A file, bytes or a ModelProto becomes a checked ModelProto without weights, and its tensors."""
 
+import ctypes
 import math
 import os
 from collections import Counter
@@ -19,6 +20,7 @@ from onnx import (
     numpy_helper,
 )
 
+from jaxonnx import sparse_export
 from jaxonnx.errors import ModelError, UnsupportedError
 
 _DATA_FIELDS = (
@@ -46,6 +48,7 @@ def read(
 
     Raises:
       ModelError: not an ONNX model, or its (external) data is missing, short or inconsistent.
+      SparsityError: a damaged packed file (.npz).
       UnsupportedError: the IR or an opset is newer than the installed `onnx` package knows.
     """
     folder = None
@@ -62,14 +65,29 @@ def read(
         folder = path.resolve().parent
         if not path.is_file():
             raise ModelError(f"{what} is not a file; give the path of an .onnx file")
-        try:
-            proto = onnx.load(path, load_external_data=False)
-        except (DecodeError, ValueError) as error:
-            raise ModelError(f"{what} is not an ONNX file, or is truncated ({error})") from error
+        if path.suffix == ".npz":
+            proto = sparse_export.load_packed(path)
+        else:
+            try:
+                proto = onnx.load(path, load_external_data=False)
+            except (DecodeError, ValueError) as error:
+                raise ModelError(
+                    f"{what} is not an ONNX file, or is truncated ({error})"
+                ) from error
     _check_header(proto, what)
     tensors = _take_tensors(proto.graph, folder)
     # Clearing fields keeps protobuf's arena; only a fresh message gives the memory back.
     return ModelProto.FromString(proto.SerializeToString()), tensors
+
+
+def give_back_memory() -> None:
+    """Returns freed memory to the system.
+
+    glibc would keep half the size of a large model, in the gaps that reading it left.
+    """
+    trim = getattr(ctypes.pythonapi, "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
