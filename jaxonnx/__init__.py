@@ -1,5 +1,8 @@
 """An ONNX file in, a pure JAX function and its parameters out; trained and handed back as ONNX."""
 
+import importlib
+from types import ModuleType
+
 from jaxonnx import optim, sparse
 from jaxonnx.errors import (
     Error,
@@ -35,3 +38,10 @@ __all__ = [
     "train",
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> ModuleType:
+    """The submodules that few programs need, imported at first use."""
+    if name in ("backend", "flax"):
+        return importlib.import_module(f"jaxonnx.{name}")
+    raise AttributeError(f"module 'jaxonnx' has no attribute '{name}'")

@@ -1,0 +1,140 @@
+"""An ONNX network as a module of Flax: `Module` for nnx, `LinenModule` for linen.
+
+Not imported by `import jaxonnx`; `jaxonnx.flax` imports it at first use.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+from flax import linen, nnx
+
+from jaxonnx.errors import InputError
+from jaxonnx.model import Model
+
+
+class Module(nnx.Module):
+    """A Model as an `nnx.Module`, to be composed with other modules.
+
+    Attributes:
+      params: `nnx.Param` by tensor name.
+      state: by tensor name, `nnx.BatchStat` for running statistics and a plain `nnx.Variable` for
+        other tensors that are not trained.
+      deterministic: what `train()` and `eval()`, of this module or one around it, switch. In
+        inference BatchNormalization uses its running statistics and Dropout is inactive; in
+        training it uses those of the batch, renews the running ones, and Dropout draws from
+        the stream "dropout" of `rngs`.
+    """
+
+    def __init__(
+        self, model: Model, *, deterministic: bool = True, rngs: nnx.Rngs | None = None
+    ) -> None:
+        """The module starts with the weights of `model`, in inference mode unless told otherwise.
+
+        Args:
+          model: what `jaxonnx.load` returns.
+          deterministic: False starts in training mode.
+          rngs: needed to train a model with Dropout, and to run one with RandomNormal and the like.
+        """
+        statistics = _statistics(model)
+        self.params = nnx.data({name: nnx.Param(v) for name, v in model.params.items()})
+        self.state = nnx.data(
+            {
+                name: (nnx.BatchStat if name in statistics else nnx.Variable)(value)
+                for name, value in model.state.items()
+            }
+        )
+        self.rngs = nnx.data(None if rngs is None else rngs.fork())
+        self.deterministic = deterministic
+        self._model = _without_weights(model)
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """An array if there is one output, else a tuple in file order; inputs as in a Model.
+
+        Raises:
+          InputError: arguments that do not fit the inputs, or random numbers without `rngs`.
+        """
+        params = {name: variable[...] for name, variable in self.params.items()}
+        state = {name: variable[...] for name, variable in self.state.items()}
+        key = None
+        if _draws(self._model, not self.deterministic):
+            if self.rngs is None:
+                raise InputError(
+                    "the model has operators that draw random numbers: make the module with "
+                    "rngs=nnx.Rngs(seed)"
+                )
+            key = self.rngs.dropout()
+        if self.deterministic:
+            return self._model.apply(params, *inputs, state=state, rng=key, **named)
+        outputs, renewed = self._model.apply_train(params, state, key, *inputs, **named)
+        for name, variable in self.state.items():
+            if renewed[name] is not state[name]:
+                variable[...] = renewed[name]
+        return outputs
+
+    def to_model(self) -> Model:
+        """A Model with the present weights, to be saved as ONNX."""
+        return self._model.replace(
+            params={name: variable[...] for name, variable in self.params.items()},
+            state={name: variable[...] for name, variable in self.state.items()},
+        )
+
+
+class LinenModule(linen.Module):
+    """A Model as a `flax.linen` module.
+
+    Its collections are "params", "batch_stats" (running statistics) and, where the model has them,
+    "constants" (other tensors that are not trained); `onnx` in each is a dictionary by tensor name.
+
+    Attributes:
+      model: what `jaxonnx.load` returns; `init` takes the weights from it.
+    """
+
+    model: Model
+
+    @linen.compact
+    def __call__(self, *inputs: Any, train: bool = False) -> Any:
+        """An array if there is one output, else a tuple in file order.
+
+        `train=True` is training semantics: "batch_stats" must then be mutable, and a model with
+        random operators needs the generator "dropout".
+        """
+        model = self.model
+        statistics = _statistics(model)
+        params = self.param("onnx", lambda key: dict(model.params))
+        running = self.variable(
+            "batch_stats", "onnx", lambda: {n: v for n, v in model.state.items() if n in statistics}
+        )
+        frozen = {n: v for n, v in model.state.items() if n not in statistics}
+        if frozen:
+            frozen = self.variable("constants", "onnx", lambda: frozen).value
+        state = {**frozen, **running.value}
+        key = self.make_rng("dropout") if _draws(model, train) else None
+        if not train:
+            return model.apply(params, *inputs, state=state, rng=key)
+        outputs, renewed = model.apply_train(params, state, key, *inputs)
+        if not self.is_initializing():
+            running.value = {name: renewed[name] for name in running.value}
+        return outputs
+
+
+def _statistics(model: Model) -> set[str]:
+    """The tensors of the state that training renews."""
+    return {
+        name
+        for node in model.graph.nodes
+        for position, name in enumerate(node.inputs)
+        if node.op.role(position) == "state"
+    }
+
+
+def _draws(model: Model, training: bool) -> bool:
+    """Whether an operator draws random numbers; Dropout does in training only."""
+    contexts = ({what for _, what in node.op.context} for node in model.graph.nodes)
+    return any("key" in kinds and (training or "training" not in kinds) for kinds in contexts)
+
+
+def _without_weights(model: Model) -> Model:
+    """The functions of a model; the module's own variables hold the only copy of the weights."""
+    params, state = jax.eval_shape(lambda: (model.params, model.state))
+    return replace(model, params=params, state=state)
