@@ -147,15 +147,17 @@ def three_phase(
         is_dynamic = (count >= start) & (count <= end)
         is_refresh = is_dynamic & ((count - start) % every == 0)
 
-        def collect(pruned):
+        def collect(turn, pruned):
+            # `turn` is 0, but XLA does not know: it would expand the masks before the loop, always
+            masks = {n: bits ^ turn.astype(jnp.uint8) for n, bits in state.masks.items()}
             return {
-                n: jnp.where(shown(state.masks, n), 0, x + u[n]).astype(x.dtype)
+                n: jnp.where(shown(masks, n), 0, x + u[n]).astype(x.dtype)
                 for n, x in pruned.items()
             }
 
-        def renew(carry):
+        def renew(_, carry):
             u, pruned, old, _, _ = carry
-            total = {n: jnp.where(shown(state.masks, n), w[n], pruned[n]) + u[n] for n in names}
+            total = {n: jnp.where(shown(old, n), w[n], pruned[n]) + u[n] for n in names}
             total = {n: x.astype(w[n].dtype) for n, x in total.items()}
             masks, flips, kept = _refresh(is_refresh, total, old, pattern, where)
             hidden = {
@@ -252,11 +254,11 @@ def _kept(w: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def _when(condition, function, carry):
-    """`function(carry)` if the condition holds, else `carry`, in place.
+    """`function(0, carry)` if the condition holds, else `carry`, in place.
 
     A loop of one turn or none, because XLA copies whatever a conditional passes through.
     """
-    return jax.lax.fori_loop(0, condition.astype(jnp.int32), lambda _, x: function(x), carry)
+    return jax.lax.fori_loop(0, condition.astype(jnp.int32), function, carry)
 
 
 def _refresh(true, total, old, pattern, where):
@@ -286,7 +288,7 @@ def _refresh(true, total, old, pattern, where):
 
 
 def _zero_lost(inner, params, old, new):
-    """A function that sets the moments of newly hidden weights in the inner state to zero."""
+    """A body for `_when` that sets the moments of newly hidden weights to zero."""
 
     def lost(path, w):
         n = name_of(path)
@@ -294,7 +296,7 @@ def _zero_lost(inner, params, old, new):
             return jnp.zeros_like(w, bool)
         return from_bits(old[n] & ~new[n], w.shape)
 
-    def zero(inner_state):
+    def zero(_, inner_state):
         return optax.tree_utils.tree_map_params(
             inner,
             lambda moment, gone: jnp.where(gone, 0, moment).astype(moment.dtype),

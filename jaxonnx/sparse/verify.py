@@ -84,7 +84,7 @@ def verify(
     params: Any = None,
     *inputs: Any,
     layers: Iterable[Layer] | None = None,
-    pattern: str | Pattern = "2:4",
+    pattern: str | Pattern | None = None,
     transposable: bool = True,
 ) -> Verification:
     """Proves that each product with a sparse weight is N:M along that product's contraction axis.
@@ -96,8 +96,10 @@ def verify(
       params: a pytree with the concrete weights.
       inputs: arrays or `jax.ShapeDtypeStruct`; the vjp is taken for parameters and inputs.
       layers: which weights are sparse along which axes, as `layers(params)` reports it. By default
-        those that the pattern fits and that have as many zeros as it asks for.
-      pattern, transposable: what to prove. A one-axis pattern is proved for the forward pass only.
+        those that the model says (`sparsity`, a pattern and layers), or else those that the pattern
+        fits and that have as many zeros as it asks for.
+      pattern, transposable: what to prove, "2:4" if the model does not say. A one-axis pattern is
+        proved for the forward pass only.
 
     Returns:
       The products found; `str()` of it is a table.
@@ -107,7 +109,8 @@ def verify(
         is summed over something that is not made of its groups, or is found in no product at all
         (because something was added to it, say). The message has the table.
     """
-    pattern = parse(pattern, transposable)
+    said = getattr(function, "sparsity", None) if layers is None and pattern is None else None
+    pattern, layers = said or (parse(pattern or "2:4", transposable), layers)
     if params is None:
         inputs = tuple(
             jax.ShapeDtypeStruct([d if isinstance(d, int) else 2 for d in x.shape], x.dtype)
