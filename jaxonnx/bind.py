@@ -91,7 +91,11 @@ class _Binder:
                 weights.append(tensor.name)
             else:
                 initializers[tensor.name] = to_array(tensor)
-        weights += [s.values.name for s in proto.sparse_initializer]
+        for sparse in proto.sparse_initializer:
+            if sparse.values.name in self.taken:
+                weights.append(sparse.values.name)
+            else:
+                initializers[sparse.values.name] = to_dense(sparse)
         inputs = [v.name for v in proto.input]
         for node in proto.node:
             weights += [name for name in node.output if name in self.taken]

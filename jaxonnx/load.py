@@ -76,6 +76,9 @@ def read(
                 ) from error
     _check_header(proto, what)
     tensors = _take_tensors(proto.graph, folder)
+    for info in proto.training_info:
+        for graph in (info.initialization, info.algorithm):
+            _inline(graph, folder)
     # Clearing fields keeps protobuf's arena; only a fresh message gives the memory back.
     return ModelProto.FromString(proto.SerializeToString()), tensors
 
@@ -201,6 +204,15 @@ def _take_tensors(main: GraphProto, folder: Path | None) -> dict[str, np.ndarray
                 if node.input[0] in tensors and defined[output] == 1:
                     tensors[output] = tensors[node.input[0]]
     return tensors
+
+
+def _inline(main: GraphProto, folder: Path | None) -> None:
+    """Reads the external data of a graph whose tensors stay where they are."""
+    for graph in _all_graphs(main):
+        constants = filter(None, map(tensor_of_constant, graph.node))
+        for tensor in (*graph.initializer, *constants):
+            if tensor.data_location == TensorProto.EXTERNAL:
+                tensor.CopyFrom(numpy_helper.from_array(to_array(tensor, folder), tensor.name))
 
 
 def _all_graphs(graph: GraphProto) -> Iterator[GraphProto]:

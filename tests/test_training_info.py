@@ -234,6 +234,32 @@ def test_random_operators_in_a_step():
     assert not np.array_equal(drawn[0], drawn[2])
 
 
+def test_sparse_initializer_of_an_algorithm():
+    """The combined graph has the sparse initializers of both graphs, too."""
+    proto = model(MINIMAL, info("a () => (float[2] w1) { w1 = Add(w, s) }", {"w": "w1"}))
+    values = onnx.helper.make_tensor("s", onnx.TensorProto.FLOAT, [1], [5])
+    where = onnx.helper.make_tensor("at", onnx.TensorProto.INT64, [1], [1])
+    sparse = onnx.helper.make_sparse_tensor(values, where, [2])
+    proto.training_info[0].algorithm.sparse_initializer.append(sparse)
+    ours = jaxonnx.load(proto).training
+    state, _ = ours.step(ours.state, {"x": np.zeros(2, np.float32)})
+    close(state["w"], [1, 6])
+
+
+def test_external_data_of_an_algorithm(tmp_path):
+    proto = model(LINE, info(ADAM, ADAM_UPDATE))
+    (moment,) = (t for t in proto.training_info[0].algorithm.initializer if t.name == "hw")
+    moment.raw_data = np.float32([1, 2]).tobytes()
+    moment.ClearField("float_data")
+    onnx.external_data_helper.set_external_data(moment, "moments.bin", 0, 8)
+    (tmp_path / "moments.bin").write_bytes(moment.raw_data)
+    moment.ClearField("raw_data")
+    onnx.save(proto, tmp_path / "model.onnx")
+    close(jaxonnx.load(tmp_path / "model.onnx").training.state["hw"], [1, 2])
+    with pytest.raises(jaxonnx.Error, match=r"moments\.bin"):
+        jaxonnx.load(onnx.load(tmp_path / "model.onnx", load_external_data=False))
+
+
 # Several TrainingInfoProtos.
 
 DOUBLE = "double () => (float a1, float seen) { a1 = Add(a, a)\n seen = Identity(y) }"
