@@ -25,6 +25,9 @@ class NodeError(Error, ValueError):
 class StaticError(Error, TypeError):
     """A value that shapes the computation must be known while tracing, and is not."""
 
+    inputs: tuple[str, ...] = ()
+    """The inputs of the main graph that it is computed from, if from nothing else."""
+
 
 class InputError(Error, TypeError, ValueError):
     """Arguments that do not fit the model: number, name, rank, shape or dtype."""

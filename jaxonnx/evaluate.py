@@ -215,29 +215,31 @@ class Scope:
         names = [n for n, v in zip(node.inputs, arguments, strict=False) if _traced([v])]
         if len(values) == 1:
             names = [n for n, v in zip(node.inputs, arguments, strict=False) if v is values[0]]
-        roots = self._roots(names)
+        inputs, others = self._roots(names)
+        roots = [f"input '{name}'" for name in inputs] + others
         error = StaticError(
             f"{node.label}: {what} must be known while tracing, because the shape of the result "
             f"depends on its value, and is computed from {', '.join(roots) or 'what is traced'}. "
             "Pass that input as a NumPy array that is not an argument of jit (a constant of the "
             "traced function), or call the model outside jit."
         )
+        error.inputs = () if others else tuple(inputs)
         return _located(error, node)
 
-    def _roots(self, names: Iterable[str]) -> list[str]:
-        """The graph inputs and weights that `names` are computed from, for error messages."""
-        scope: Scope | None = self
-        needed, found = set(names), []
-        while scope is not None:
+    def _roots(self, names: Iterable[str]) -> tuple[list[str], list[str]]:
+        """What the traced `names` are computed from: inputs of the main graph, and the rest."""
+        scope = self
+        needed, others = set(names), []
+        while True:
             for node in reversed(scope.graph.nodes):
                 if any(name in needed for name in node.outputs):
-                    needed.update(node.reads)
-            found = [f"input '{n}'" for n in scope.graph.inputs if n in needed] + found
-            found += [
-                f"tensor '{n}'" for n in scope.graph.weights if n in needed and _traced([self[n]])
-            ]
+                    needed.update(name for name in node.reads if _traced([self[name]]))
+            others += [f"tensor '{name}'" for name in scope.graph.weights if name in needed]
+            inputs = [name for name in scope.graph.inputs if name in needed]
+            if scope.outer is None:
+                return inputs, others
+            others += [f"'{name}' of the body '{scope.graph.name}'" for name in inputs]
             scope = scope.outer
-        return found
 
 
 class Closure:

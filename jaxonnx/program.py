@@ -1,7 +1,9 @@
 """A bound graph as compiled functions: everything that can be compiled is.
 
-A graph without data-dependent shapes is one compiled function. Otherwise the nodes that do not
-depend on such a result are compiled, and the rest is evaluated node by node on concrete values.
+A graph without data-dependent shapes is one compiled function. An input that fixes shapes (sizes,
+axes, k) is known while compiling: there is one compiled function for each of its values. If shapes
+depend on computed values, the nodes that do not depend on such a result are compiled, and the rest
+is evaluated node by node on concrete values.
 """
 
 from __future__ import annotations
@@ -17,6 +19,12 @@ from jaxonnx.bind import Graph, Node
 from jaxonnx.errors import StaticError
 from jaxonnx.evaluate import Context, run
 
+FIXING = 64
+"""An input that fixes shapes is a scalar or a vector of at most so many elements."""
+
+VARIANTS = 32
+"""Compiled functions for different values of such inputs; with more the nodes run one by one."""
+
 
 class Program:
     """A graph and its constants; `evaluate` is pure, calling the program runs it compiled."""
@@ -25,7 +33,9 @@ class Program:
         self.graph = graph
         self.constants = dict(constants)
         self._cuts = {node.index for node in graph.nodes if _dynamic(node)}
-        self._parts: dict[frozenset[str], _Parts] = {}
+        self._fixes = True
+        self._fixed: set[str] = set()
+        self._parts: dict[tuple, _Parts] = {}
 
     def evaluate(
         self,
@@ -53,29 +63,47 @@ class Program:
         arrays = {n: v for n, v in inputs.items() if _is_array(v)}
         others = frozenset(inputs.keys() - arrays.keys())
         while True:
-            parts = self._parts.get(others)
-            if parts is None:
-                parts = self._parts[others] = self._split(others)
+            fixed = {name: np.asarray(arrays[name]) for name in self._fixed & arrays.keys()}
+            parts = self._find(others, fixed)
+            traced = {name: value for name, value in arrays.items() if name not in fixed}
             try:
-                values = parts.compiled(params, state, key, arrays, training=training)
+                values = parts.compiled(params, state, key, traced, training=training)
                 break
             except StaticError as error:
-                if error.index is None or error.index in self._cuts:
-                    raise
-                # The node wants a value that compiling hides: it and what follows run on values.
-                self._cuts.add(error.index)
-                self._parts.clear()
+                self._give_way(error, arrays)
         if parts.rest is None:
             return values
-        given = {**inputs, **dict(zip(parts.boundary, values, strict=True))}
+        given = {**inputs, **fixed, **dict(zip(parts.boundary, values, strict=True))}
         weights = {**self.constants, **state, **params}
         return run(parts.rest, given, Context(weights, key, training))
 
-    def _split(self, others: frozenset[str]) -> _Parts:
+    def _find(self, others: frozenset[str], fixed: Mapping[str, np.ndarray]) -> _Parts:
+        """The parts for these values of the inputs that fix shapes."""
+        values = [(name, v.dtype.str, v.shape, v.tobytes()) for name, v in sorted(fixed.items())]
+        place = (others, *values)
+        if place not in self._parts:
+            if len(self._parts) >= VARIANTS:
+                self._parts.clear()
+                self._fixes, self._fixed = False, set()
+            self._parts[place] = self._split(others, fixed)
+        return self._parts[place]
+
+    def _give_way(self, error: StaticError, arrays: Mapping[str, Any]) -> None:
+        """A node wants a value that compiling hides: fixes its inputs, or cuts the graph there."""
+        small = all(np.ndim(arrays[n]) <= 1 and np.size(arrays[n]) <= FIXING for n in error.inputs)
+        if error.inputs and small and self._fixes:
+            self._fixed.update(error.inputs)
+        elif error.index is None or error.index in self._cuts:
+            raise error
+        else:
+            self._cuts.add(error.index)
+            self._parts.clear()
+
+    def _split(self, others: frozenset[str], fixed: Mapping[str, np.ndarray]) -> _Parts:
         """Cuts the graph where compiling must stop; `others` are inputs that are no arrays."""
         if not self._cuts and not others:
-            return _Parts(self._compile(self.graph), (), None)
-        outside, constant = set(others), set(self.constants)
+            return _Parts(self._compile(self.graph, fixed), (), None)
+        outside, constant = set(others), {*self.constants, *fixed}
         before: list[Node] = []
         after: list[Node] = []
         for node in self.graph.nodes:
@@ -93,12 +121,13 @@ class Program:
         wanted = {name for node in after for name in node.reads} | {*self.graph.outputs}
         boundary = tuple(sorted(made & wanted))
         first = replace(self.graph, nodes=tuple(before), outputs=boundary)
-        return _Parts(self._compile(first), boundary, replace(self.graph, nodes=tuple(after)))
+        rest = replace(self.graph, nodes=tuple(after))
+        return _Parts(self._compile(first, fixed), boundary, rest)
 
-    def _compile(self, graph: Graph):
+    def _compile(self, graph: Graph, fixed: Mapping[str, np.ndarray]):
         def compiled(params, state, key, inputs, *, training):
             weights = {**self.constants, **state, **params}
-            return run(graph, inputs, Context(weights, key, training))
+            return run(graph, {**inputs, **fixed}, Context(weights, key, training))
 
         return jax.jit(compiled, static_argnames="training")
 
