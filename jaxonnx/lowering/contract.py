@@ -25,12 +25,14 @@ class Form(Protocol):
     `u` and `v` are the others in their order.
     """
 
-    batch: tuple[int, ...]
-    """The arguments whose axis 0 runs over independent examples."""
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """The arguments whose axis 0 runs over independent examples."""
+        ...
 
-    def plain(self, out: int, u, v) -> Any: ...
+    def plain(self, out: int, u: Any, v: Any) -> Any: ...
 
-    def fast(self, out: int, u, v) -> Any: ...
+    def fast(self, out: int, u: Any, v: Any) -> Any: ...
 
 
 def contract(form: Form, out: int, u, v):

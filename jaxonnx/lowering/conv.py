@@ -6,6 +6,7 @@ rules below is chosen from the shapes; `benchmarks/lowerings.py` measures each o
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +68,8 @@ class Conv:
     def fast(self, out, u, v):
         """XLA:CPU accumulates half precision in half precision, hence float32."""
         wide = jnp.promote_types(u.dtype, jnp.float32)
-        return self._fast(out, u.astype(wide), v.astype(wide)).astype(u.dtype)
+        y: Any = self._fast(out, u.astype(wide), v.astype(wide))
+        return y.astype(u.dtype)
 
     def _fast(self, out, u, v):
         inputs = u.shape[1] * self.groups if out == 0 else u.shape[1]
@@ -149,7 +151,7 @@ def _first(x):
 
 def convolution(x, w, window, groups: int):
     """Cross-correlation of x (N, C, *size) with w (M, C / groups, *kernel) at these windows."""
-    return contract(Conv(x.shape[2:], *window, groups), 2, x, w)
+    return contract(Conv(x.shape[2:], *window, groups=groups), 2, x, w)
 
 
 def transposed_convolution(x, w, *, size, strides, dilations, pads, groups: int):

@@ -1,8 +1,7 @@
 """Pooling: maximum and sum over windows, and the first maximum over an axis.
 
 Max pooling is a maximum of shifted slices and its gradient is gathered from the windows that an
-element won, 3 to 30
-times faster on CPU than the derivative of reduce_window; small sums likewise.
+element won, on CPU 3 to 30 times faster than the derivative of reduce_window; small sums likewise.
 The maximum of a large window is taken one axis after the other, which keeps the program small.
 """
 
@@ -55,16 +54,21 @@ def _plain_maximum(x, taps: Taps):
 def _winner(x, y, taps: Taps):
     """The number of the element that is each window's first maximum `y` (or first NaN)."""
     index = jnp.zeros(y.shape, np.int8 if taps.count < 128 else np.int32)
-    for number, tap in reversed([*enumerate(taps.read(x, lowest(x.dtype)))]):
-        index = jnp.where((tap == y) | (tap != tap), index.dtype.type(number), index)
+    # padding is not in the window, even where it equals the maximum
+    inside = taps.read(jnp.ones((1, 1, *taps.size), bool), False)
+    pairs = zip(taps.read(x, lowest(x.dtype)), inside, strict=True)
+    for number, (tap, real) in reversed([*enumerate(pairs)]):
+        won = ((tap == y) | (tap != tap)) & real
+        index = jnp.where(won, index.dtype.type(number), index)
     return index
 
 
 @_maximum.defjvp
 def _(taps, primals, tangents):
     # The same maximum as without a derivative, so that XLA merges both where a graph has both.
-    y = _plain_maximum(*primals, taps)
-    return y, contract(Choice(taps), 2, _winner(*primals, y, taps), *tangents)
+    (x,), (dx,) = primals, tangents
+    y = _plain_maximum(x, taps)
+    return y, contract(Choice(taps), 2, _winner(x, y, taps), dx)
 
 
 def max_pool(x, window):

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -52,7 +53,7 @@ class Taps:
             (*(1 for _ in head), *strides, *(1 for _ in end)),
         )
 
-    def read(self, x, fill=0) -> list:
+    def read(self, x, fill: Any = 0) -> list:
         """For each tap the elements of x at it, one per window; `fill` in the padding."""
         padded = self._pad(x, fill, self.pads)
         return [self._slice(padded, o, self.out, self.strides) for o in self.offsets]

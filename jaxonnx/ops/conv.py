@@ -1,5 +1,7 @@
 """Convolutions, and Col2Im, which is the transpose of reading windows."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -258,7 +260,7 @@ def deform_conv(
             for p, v in inside
         ]
     pixels = jnp.asarray(x).reshape(n, offset_group, c // offset_group, -1)
-    sampled = sum(
+    sampled: Any = sum(
         jnp.take_along_axis(pixels, index.reshape(n, offset_group, 1, -1), 3)
         * weight.reshape(n, offset_group, 1, -1)
         for index, weight in corners

@@ -1,5 +1,7 @@
 """Normalization over a batch, an instance, a group of channels, a layer or neighbours; Dropout."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ from jaxonnx.ops.windows import window
 from jaxonnx.registry import Key, Outputs, Training, op
 
 
-def _wide(x, dtype=np.float32):
+def _wide(x, dtype: Any = np.float32):
     return jnp.asarray(x).astype(jnp.promote_types(x.dtype, dtype))
 
 
@@ -50,10 +52,7 @@ def _batch_norm(x, scale, bias, mean, var, momentum, epsilon, batch: bool, spati
     return y.astype(x.dtype), new_mean, new_var, *saved
 
 
-_BATCH_NORM = {"params": ("scale", "b"), "state": ("mean", "var")}
-
-
-@op("BatchNormalization", since=1, **_BATCH_NORM)
+@op("BatchNormalization", since=1, params=("scale", "b"), state=("mean", "var"))
 def batch_normalization_1(
     x,
     scale,
@@ -71,7 +70,7 @@ def batch_normalization_1(
     return _batch_norm(x, scale, b, mean, var, momentum, epsilon, batch, bool(spatial))
 
 
-@op("BatchNormalization", since=7, **_BATCH_NORM)
+@op("BatchNormalization", since=7, params=("scale", "b"), state=("mean", "var"))
 def batch_normalization_7(
     x,
     scale,
@@ -90,7 +89,7 @@ def batch_normalization_7(
     return _batch_norm(x, scale, b, mean, var, momentum, epsilon, batch, bool(spatial))
 
 
-@op("BatchNormalization", since=14, **_BATCH_NORM)
+@op("BatchNormalization", since=14, params=("scale", "b"), state=("mean", "var"))
 def batch_normalization(
     x,
     scale,
@@ -239,5 +238,4 @@ def dropout_10(data, *, ratio=0.5, key: Key, training: Training):
 def dropout(data, ratio=None, training_mode=None, *, seed=None, key: Key, training: Training):
     """y = data * mask / (1 - ratio); in training also where the file says inference."""
     active = _scalar(training_mode, False) if training is None else training
-    ratio = _scalar(ratio, 0.5)
-    return _dropout(data, float(ratio) if np.isscalar(ratio) else ratio, active, key(seed))
+    return _dropout(data, _scalar(ratio, 0.5), active, key(seed))

@@ -140,7 +140,7 @@ def lp_pool(
     ceil_mode=0,
     dilations=None,
     kernel_shape,
-    p=2,
+    p: float = 2,
     pads=None,
     strides=None,
 ):
@@ -176,7 +176,7 @@ def global_lp_pool_1(x, *, p=2.0):
 
 
 @op("GlobalLpPool", since=2)
-def global_lp_pool(x, *, p=2):
+def global_lp_pool(x, *, p: float = 2):
     total = _power(_wide(x), p).sum(_spatial(x), keepdims=True)
     return _root(total, p).astype(x.dtype)
 

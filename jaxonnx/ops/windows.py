@@ -81,7 +81,7 @@ def window(
     if min(strides) < 1 or min(dilations) < 1:
         raise NodeError(f"strides {strides} and dilations {dilations} must be positive")
     if auto_pad != "NOTSET" and any(map(any, pairs)):
-        raise NodeError(f"pads {list(pads)} and auto_pad {auto_pad} exclude each other: keep one")
+        raise NodeError(f"pads {pairs} and auto_pad {auto_pad} exclude each other: keep one")
     reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
     if auto_pad.startswith("SAME"):
         axes = zip(size, reach, strides, strict=True)
