@@ -10,6 +10,8 @@ import numpy as np
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
+from jaxonnx import sparse_export
+from jaxonnx.errors import InputError
 from jaxonnx.load import subgraphs, tensor_of_constant
 
 _LIMIT = 2**31 - 2**20
@@ -37,12 +39,20 @@ def to_onnx(
         # A training algorithm of the file's own may read what inference form would remove.
         if _is_training(node, result.graph) and not proto.training_info:
             _infer(node, opset)
+    sparse_export.keep_true(result, values)
     return result
 
 
-def save(proto: ModelProto, path: str | os.PathLike, external_data: bool) -> None:
+def save(proto: ModelProto, path: str | os.PathLike, external_data: bool, sparse: bool) -> None:
     """Writes a model so that a failure leaves what was at `path` before."""
     path = Path(path)
+    if path.suffix == ".npz":
+        if external_data or sparse:
+            raise InputError("a packed .npz has neither external data nor sparse initializers")
+        sparse_export.save_packed(proto, path)
+        return
+    if sparse:
+        sparse_export.to_sparse_initializers(proto)
     size = sum(len(t.raw_data) for t in proto.graph.initializer)
     with tempfile.TemporaryDirectory(prefix=".jaxonnx-", dir=path.parent) as folder:
         written = Path(folder) / path.name

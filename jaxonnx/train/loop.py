@@ -23,7 +23,7 @@ from jaxonnx.train.checkpoint import Checkpoints
 from jaxonnx.train.data import Batch, source
 from jaxonnx.train.history import History
 from jaxonnx.train.progress import Bar
-from jaxonnx.train.sparsity import sparsify
+from jaxonnx.train.sparsity import forget, sparsify
 
 _LAG = 8
 """Steps under way when the host reads the oldest loss: it never waits for the newest."""
@@ -109,7 +109,9 @@ def train(
         size = _batch_size(net, validation, size)
         held_out = source(validation, names, size, None, "validation")
     if sparsity is not None:
-        optimizer = sparsify(net, optimizer, sparsity, epochs, examples.steps)
+        optimizer, net = sparsify(net, optimizer, sparsity, epochs, examples.steps)
+    else:
+        net = forget(net)
 
     optimizer = optax.with_extra_args_support(optimizer)
     carry, history, done = step.start(net, optimizer), History(), 0

@@ -1,13 +1,18 @@
 """Which parameters become sparse, and when."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import optax
+from onnx import ModelProto
 
 from jaxonnx import sparse
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
+from jaxonnx.sparse.masks import parse
+from jaxonnx.sparse.templates import Axes
+from jaxonnx.sparse_export import set_record
 
 _PRODUCTS = {
     "Conv": (1,),
@@ -19,6 +24,8 @@ _PRODUCTS = {
     "RNN": (1, 2),
 }
 """Operators that are matrix products, and the inputs at which their weights stand."""
+_CHOICE = ("pattern", "transposable", "select", "exclude", "axes")
+"""The options of `sparse.layers` among those of `sparse.three_phase`."""
 
 
 def sparsify(
@@ -27,8 +34,8 @@ def sparsify(
     sparsity: str | Mapping[str, Any],
     epochs: int,
     steps: int | None,
-) -> optax.GradientTransformationExtraArgs:
-    """The optimizer inside `sparse.three_phase`, with phases in epochs.
+) -> tuple[optax.GradientTransformationExtraArgs, Model]:
+    """The optimizer inside `sparse.three_phase`, phases in epochs, and the model with its record.
 
     Without lengths, a third of the epochs is dense, half have a dynamic mask, the rest a fixed one.
     """
@@ -37,12 +44,48 @@ def sparsify(
             "sparsity needs the number of batches in an epoch: pass arrays, or an iterable with a "
             "length"
         )
+    options: dict[str, Any]
     options = {"pattern": sparsity} if isinstance(sparsity, str) else dict(sparsity)
     if not {"dense", "dynamic", "fixed"} & {*options}:
         options |= {"dense": epochs // 3, "dynamic": max(1, epochs // 2)}
     options = {"dense": 0, "dynamic": None} | options
+    if options["dense"] >= epochs:
+        raise TrainingError(
+            f"a dense phase of {options['dense']} epochs leaves no sparse one in {epochs} epochs"
+        )
     options = layouts(model) | options
-    return sparse.three_phase(optimizer, steps_per_epoch=steps, **options)
+    chosen = {name: options[name] for name in _CHOICE if name in options}
+    return (
+        sparse.three_phase(optimizer, steps_per_epoch=steps, **options),
+        record(model, **chosen),
+    )
+
+
+def record(
+    model: Model, pattern: str | sparse.Pattern = "2:4", *, transposable: bool = True, **choice: Any
+) -> Model:
+    """The model with a record of what is sparse, for `Model.save` and `sparse.verify`.
+
+    For weights of a training loop other than `jaxonnx.train`, which records by itself.
+
+    Args:
+      pattern, transposable, choice: as in `sparse.layers`; what the graph excludes stays dense.
+    """
+    pattern = parse(pattern, transposable)
+    report = sparse.layers(model.params, pattern, **layouts(model) | choice)
+    return _recorded(model, pattern, {x.name: x.axes for x in report if x.axes is not None})
+
+
+def forget(model: Model) -> Model:
+    """The model without a record: what is about to be trained dense."""
+    return _recorded(model, sparse.Pattern(), {})
+
+
+def _recorded(model: Model, pattern: sparse.Pattern, axes: Mapping[str, Axes]) -> Model:
+    proto = ModelProto()
+    proto.CopyFrom(model.proto)
+    set_record(proto, pattern, axes)
+    return replace(model, proto=proto)
 
 
 def layouts(model: Model) -> dict[str, Any]:
