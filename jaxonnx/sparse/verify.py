@@ -110,14 +110,14 @@ def verify(
         (because something was added to it, say). The message has the table.
     """
     said = getattr(function, "sparsity", None) if layers is None and pattern is None else None
-    pattern, layers = said or (parse(pattern or "2:4", transposable), layers)
+    goal, layers = said or (parse(pattern or "2:4", transposable), layers)
     if params is None:
         inputs = tuple(
             jax.ShapeDtypeStruct([d if isinstance(d, int) else 2 for d in x.shape], x.dtype)
             for x in function.inputs
         )
         function, params = function.apply, function.params
-    elements = _Elements(_sparse(params, pattern) if layers is None else layers, params, pattern)
+    elements = _Elements(_sparse(params, goal) if layers is None else layers, params, goal)
 
     def shape_of(x):
         return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
@@ -134,7 +134,7 @@ def verify(
         return walk.found
 
     forward, backward = products(function), Counter()
-    if pattern.transposable:
+    if goal.transposable:
         backward = products(lambda *a: _pull_ones(function, *a)) - forward
     found = tuple(
         Product(weight, primitive, part, sums, ok, count)
@@ -145,9 +145,9 @@ def verify(
     failures = [f"{p.weight}: {p.primitive} ({p.part}) sums over {p.sums}"
                 for p in found if not p.ok]  # fmt: skip
     failures += [f"{n}: found in no product" for n in elements.numbers if n not in seen]
-    result = Verification(pattern, found, tuple(failures))
+    result = Verification(goal, found, tuple(failures))
     if failures:
-        raise SparsityError(f"the weights are not proved to be {pattern}:\n{result}")
+        raise SparsityError(f"the weights are not proved to be {goal}:\n{result}")
     return result
 
 
