@@ -278,6 +278,13 @@ def test_algorithms_run_in_order_with_bindings_applied_in_between():
     assert (state["a"], state["b"]) == (6, 3)
 
 
+def test_two_algorithms_may_update_one_variable():
+    """IR.md asks for unique keys in each binding; in order, two updates are no contradiction."""
+    ours = training(PAIR, info(DOUBLE, {"a": "a1"}), info(DOUBLE, {"a": "a1"}))
+    state, _ = ours.step(ours.state, {})
+    assert state["a"] == 12
+
+
 def test_one_algorithm_alone():
     ours = training(PAIR, info(DOUBLE, {"a": "a1"}), info(COPY, {"b": "b1"}))
     state, outputs = ours.step(ours.state, {}, algorithm=1)
