@@ -148,7 +148,16 @@ def mish(x):
 
 
 def softmax(x, axis):
-    return jax.nn.softmax(x, axis=axis) if x.size else x
+    """exp(x - max) over its sum.
+
+    The difference is held at or below 0: when XLA computes x twice, once for the maximum and once
+    for the difference, the two round differently, and what should be 0 can be large for large x.
+    """
+    if x.size == 0:
+        return x
+    shifted = x - jax.lax.stop_gradient(jnp.max(x, axis, keepdims=True))
+    e = jnp.exp(shifted - jax.lax.stop_gradient(jnp.maximum(shifted, 0)))
+    return e / jnp.sum(e, axis, keepdims=True)
 
 
 def log_softmax(x, axis):

@@ -77,6 +77,7 @@ def aligned(a, b, axis: int | None, broadcast: int):
 
     There `b` matches a contiguous part of a's shape, from `axis` on or at its end, or has one
     element; and `broadcast` must be set unless the shapes are equal (specification of Add-1).
+    Single dimensions of size 1 are stretched too, which files of that time rely on.
     """
     if a.shape == b.shape:
         return b
@@ -87,7 +88,8 @@ def aligned(a, b, axis: int | None, broadcast: int):
     if b.size == 1:
         return b.reshape(())
     start = a.ndim - b.ndim if axis is None else axis_of(axis, a.ndim)
-    if b.shape != a.shape[start : start + b.ndim]:
+    part = a.shape[max(start, 0) : start + b.ndim]
+    if len(part) != b.ndim or any(n not in (1, m) for n, m in zip(b.shape, part, strict=True)):
         raise NodeError(f"shape {b.shape} is no part of shape {a.shape} from axis {start} on")
     return b.reshape(b.shape + (1,) * (a.ndim - start - b.ndim))
 
