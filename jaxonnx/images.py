@@ -1,7 +1,7 @@
 """Pictures as the numbers that a network takes, and its answers with their names."""
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -69,13 +69,13 @@ class Layout:
         return x[..., 0] if self.kind == "NHW" else x.reshape(len(x), -1)
 
 
-def preparation(proto: ModelProto) -> Preparation | None:
+def preparation(model: Model) -> Preparation | None:
     """What the file says about its pictures, if it does.
 
     Raises:
       ModelError: the entry is malformed.
     """
-    for entry in proto.metadata_props:
+    for entry in model.proto.metadata_props:
         if entry.key == KEY:
             try:
                 found = json.loads(entry.value)
@@ -88,12 +88,15 @@ def preparation(proto: ModelProto) -> Preparation | None:
     return None
 
 
-def set_preparation(proto: ModelProto, value: Preparation) -> None:
-    """Writes it into `proto`, in place of what was there."""
+def with_preparation(model: Model, value: Preparation) -> Model:
+    """The model with the entry that `preparation` reads."""
+    proto = ModelProto()
+    proto.CopyFrom(model.proto)
     kept = [entry for entry in proto.metadata_props if entry.key != KEY]
     del proto.metadata_props[:]
     proto.metadata_props.extend(kept)
     proto.metadata_props.add(key=KEY, value=json.dumps(asdict(value)))
+    return replace(model, proto=proto)
 
 
 def layout(model: Model, size: tuple[int, int] | None = None) -> Layout:
