@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import onnx
 import onnxruntime
-from onnx import ModelProto, TypeProto, helper
+from onnx import ModelProto, TypeProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from jaxonnx.bind import bind
@@ -68,7 +68,11 @@ class Case:
         inputs = self.inputs if inputs is None else inputs
         names = [f"x{i}" if value is not None else "" for i, value in enumerate(inputs)]
         results = [f"y{i}" for i in range(self.outputs)]
-        node = helper.make_node(self.op, names, results, domain=self.domain, **self.attributes)
+        attributes = {
+            name: numpy_helper.from_array(value) if isinstance(value, np.ndarray) else value
+            for name, value in self.attributes.items()
+        }
+        node = helper.make_node(self.op, names, results, domain=self.domain, **attributes)
         infos = [
             helper.make_value_info(name, type_of(value))
             for name, value in zip(names, inputs, strict=True)
