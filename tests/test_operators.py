@@ -86,15 +86,16 @@ def partial(function, inputs, positions):
 
 @pytest.mark.parametrize("case", CASES)
 def test_forward(case):
-    """Known inputs (folded) and concrete ones, for every version, against the oracle."""
+    """Known inputs, for every version, against the oracle; concrete ones where none can be traced."""
     with jax.enable_x64(True):
         assert case.versions(), "the case covers no version of the schema"
         for version in case.versions():
             function, wanted = case.function(version), case.wanted(version)
             assert_same(function(*case.inputs), wanted, case)
-        arrays = partial(function, case.inputs, traced(case, version))
-        values = [jnp.asarray(case.inputs[i]) for i in traced(case, version)]
-        assert_same(arrays(*values), wanted, case)
+        if not case.jit:
+            arrays = partial(function, case.inputs, traced(case, version))
+            values = [jnp.asarray(case.inputs[i]) for i in traced(case, version)]
+            assert_same(arrays(*values), wanted, case)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.values[0].jit])
