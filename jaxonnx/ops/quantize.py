@@ -121,7 +121,8 @@ def dequantize_linear(x: Through, scale, zero_point=None, *, axis=1, block_size=
     dtype = element_dtype(output_dtype) if output_dtype else scale.dtype
     y = _through(x.value, x.real) if isinstance(x, Rounded) else convert(x, np.float32)
     x = x.value if isinstance(x, Rounded) else x
-    scale = _granular(scale, x, axis, block_size).astype(np.float32)
+    wide = np.float64 if scale.dtype == np.float64 else np.float32
+    scale = _granular(scale, x, axis, block_size).astype(wide)
     if zero_point is not None:
         if zero_point.dtype != x.dtype:
             raise NodeError(f"the zero point is {zero_point.dtype}, but the input {x.dtype}")
