@@ -26,8 +26,11 @@ def _standardize(x, axes, epsilon):
     """
     mean = x.mean(axes, keepdims=True)
     centred = x - mean
-    var = jnp.square(centred).mean(axes, keepdims=True)
-    return centred * lax.rsqrt(var + epsilon), mean, var
+    var = jnp.square(centred).mean(axes)
+    # The root is taken before the axes come back. Otherwise XLA moves their reshape one way in a
+    # forward pass and another in its derivative, and computes the whole network twice.
+    root = jnp.expand_dims(lax.rsqrt(var + epsilon), axes)
+    return centred * root, mean, jnp.expand_dims(var, axes)
 
 
 def _batch_norm(x, scale, bias, mean, var, momentum, epsilon, batch: bool, spatial: bool = True):
@@ -160,7 +163,8 @@ def layer_normalization(x, scale, b=None, *, axis=-1, epsilon=1e-5, stash_type=1
 def rms_normalization(x, scale, *, axis=-1, epsilon=1e-5, stash_type=1):
     axes = tuple(range(axis_of(axis, x.ndim), x.ndim))
     wide = _wide(x, element_dtype(stash_type))
-    unit = wide * lax.rsqrt(jnp.square(wide).mean(axes, keepdims=True) + epsilon)
+    root = lax.rsqrt(jnp.square(wide).mean(axes) + epsilon)
+    unit = wide * jnp.expand_dims(root, axes)  # in this order: see _standardize
     return unit.astype(x.dtype).astype(scale.dtype) * scale
 
 
