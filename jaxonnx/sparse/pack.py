@@ -98,8 +98,19 @@ def pack(
     )
 
 
-def unpack(packed: Packed) -> jax.Array:
-    """The dense weight back from `pack`; works under jit."""
+def unpack(packed: Any) -> Any:
+    """The dense weight back from `pack`, or a pytree with every packed weight in it unpacked.
+
+    Works under jit: `jax.jit(lambda params, x: f(unpack(params), x))` runs from packed weights.
+    """
+    return jax.tree.map(
+        lambda x: _dense(x) if isinstance(x, Packed) else x,
+        packed,
+        is_leaf=lambda x: isinstance(x, Packed),
+    )
+
+
+def _dense(packed: Packed) -> jax.Array:
     places = _from_bits(jnp.asarray(packed.indices), packed.values.shape, _width(packed.m))
     hit = places[..., None] == jnp.arange(packed.m, dtype=jnp.uint8)
     values = jnp.asarray(packed.values)[..., None]
