@@ -18,7 +18,7 @@ from onnx import ModelProto
 from jaxonnx import sparse
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model, Trainable, load
-from jaxonnx.train import losses, step
+from jaxonnx.train import carried, losses, step
 from jaxonnx.train.checkpoint import Checkpoints
 from jaxonnx.train.data import Batch, source
 from jaxonnx.train.history import History
@@ -44,8 +44,8 @@ def train(
     model: Model | str | os.PathLike | bytes | ModelProto,
     data: Any,
     *,
-    loss: str | Callable[[Any, Any], jax.Array],
-    optimizer: optax.GradientTransformation,
+    loss: str | Callable[[Any, Any], jax.Array] | None = None,
+    optimizer: optax.GradientTransformation | None = None,
     epochs: int = 1,
     batch_size: int | None = None,
     seed: int = 0,
@@ -70,7 +70,10 @@ def train(
         but batch statistics see.
       loss: the name of a loss in `optax.losses`, or a callable `(outputs, targets)` that gives a
         scalar or has the examples along its first axis. Losses are averaged over the examples of
-        the batch; a scalar loss sees the fill of a short batch as well.
+        the batch; a scalar loss sees the fill of a short batch as well. Loss and optimizer may be
+        left out for a file that carries its training_info: then its own algorithm runs, from the
+        state and update count in the file (the fill of a short batch counts), and the resulting
+        model carries them on.
       optimizer: any optax transformation.
       batch_size: of arrays; 32 if not given, or what the model's inputs are fixed to.
       seed: of the order of the examples and of random operators.
@@ -100,7 +103,6 @@ def train(
         raise TrainingError("no parameter is to be trained; print(model) shows what the model has")
     if epochs < 1:
         raise TrainingError(f"epochs must be at least 1, and is {epochs}")
-    criterion = losses.find(loss)
     names = [value.name for value in net.inputs]
     examples = source(data, names, _batch_size(net, data, batch_size), seed)
     held_out = None
@@ -108,6 +110,15 @@ def train(
         size = batch_size if isinstance(validation, tuple) else None
         size = _batch_size(net, validation, size)
         held_out = source(validation, names, size, None, "validation")
+    if loss is None or optimizer is None:
+        _check_carried(net, loss, optimizer, trainable, sparsity, checkpoint_dir, resume)
+        net, history = carried.follow(
+            net, examples, held_out, epochs=epochs, seed=seed, progress=progress
+        )
+        if history.stopped:
+            warnings.warn(history.stopped, stacklevel=2)
+        return Result(net, history)
+    criterion = losses.find(loss)
     if sparsity is not None:
         optimizer, net = sparsify(net, optimizer, sparsity, epochs, examples.steps)
     else:
@@ -166,6 +177,20 @@ def train(
     if history.stopped:
         warnings.warn(history.stopped, stacklevel=2)
     return Result(net.replace(params=carry.params, state=carry.state), history)
+
+
+def _check_carried(net: Model, loss: Any, optimizer: Any, *settings: Any) -> None:
+    """Refuses what does not go with the algorithm of a file."""
+    if loss is not None or optimizer is not None or not net.proto.training_info:
+        raise TrainingError(
+            "training needs loss= and optimizer=; only a file that carries its training_info "
+            "(jaxonnx.add_training writes one) can be trained without both"
+        )
+    if any(setting not in (None, False) for setting in settings):
+        raise TrainingError(
+            "trainable, sparsity, checkpoint_dir and resume go with loss= and optimizer=, not with "
+            "the algorithm of the file; its saved model continues where the run ended"
+        )
 
 
 def _batch_size(model: Model, data: Any, wanted: int | None) -> int | None:
