@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx.errors import NodeError
+from jaxonnx.ops.common import canonical
 from jaxonnx.registry import op
 
 
@@ -18,7 +19,7 @@ def _negative_log_likelihood(log_prob, target, weight, ignore_index, reduction):
     inside = (target >= 0) & (target < classes)
     if isinstance(target, np.ndarray) and not (inside | ~counted).all():
         raise NodeError(f"a label is outside [0, {classes})")
-    class_axis = jnp.arange(classes, dtype=target.dtype)
+    class_axis = jnp.arange(classes, dtype=canonical(target.dtype))
     class_axis = class_axis.reshape(-1, *(1,) * (target.ndim - 1))
     chosen = jnp.expand_dims(target, 1) == class_axis
     loss = -jnp.where(chosen, log_prob, 0).sum(1)

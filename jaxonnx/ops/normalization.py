@@ -10,6 +10,7 @@ from jax import lax
 from jaxonnx import lowering
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import axes_of, axis_of, element_dtype
+from jaxonnx.ops.elementwise import absolute
 from jaxonnx.ops.windows import window
 from jaxonnx.registry import Key, Outputs, Training, op
 
@@ -185,7 +186,7 @@ def lp_normalization(x, *, axis=-1, p=2):
         raise NodeError(f"p is {p}: only 1 and 2 are defined")
     axis = axis_of(axis, x.ndim)
     wide = _wide(x)
-    total = (jnp.abs(wide) if p == 1 else jnp.square(wide)).sum(axis, keepdims=True)
+    total = (absolute(wide) if p == 1 else jnp.square(wide)).sum(axis, keepdims=True)
     norm = jnp.where(total > 0, total, 1)
     return jnp.where(total > 0, wide / (norm if p == 1 else jnp.sqrt(norm)), 0).astype(x.dtype)
 

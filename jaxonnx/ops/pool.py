@@ -7,6 +7,7 @@ from jax import lax
 from jaxonnx import lowering
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import INDEX, canonical
+from jaxonnx.ops.elementwise import absolute
 from jaxonnx.ops.windows import Window, counts, pad_pairs, per_axis, window
 from jaxonnx.registry import Static, op
 
@@ -112,7 +113,7 @@ def _power(x, p):
     """|x| ** p, by multiplication where p is whole."""
     if p == 2:
         return x * x
-    return jnp.abs(x) if p == 1 else jnp.abs(x) ** (int(p) if p == int(p) else p)
+    return absolute(x) if p == 1 else absolute(x) ** (int(p) if p == int(p) else p)
 
 
 def _root(total, p):

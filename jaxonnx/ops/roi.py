@@ -7,7 +7,7 @@ from jax import lax
 
 from jaxonnx import lowering
 from jaxonnx.errors import NodeError
-from jaxonnx.registry import known, op
+from jaxonnx.registry import known, op, xp
 
 ROIS_AT_ONCE = 16
 """Regions computed together; each holds a copy of its image."""
@@ -108,7 +108,7 @@ def roi_align(
     wide = jnp.promote_types(x.dtype, jnp.float32)
     edges = (rois.astype(wide) * spatial_scale - 0.5 * half_pixel).reshape(-1, 2, 2)
     length = edges[:, 1] - edges[:, 0]
-    length = length if half_pixel else jnp.maximum(length, 1)
+    length = length if half_pixel else xp(rois).maximum(length, 1)
 
     def most(axis, size, bins):
         """How many samples of a bin can lie on the image: their distance is above one half."""

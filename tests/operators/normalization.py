@@ -137,7 +137,9 @@ CASES = [
         rtol=1e-4,
         atol=1e-5,
     ),
-    Case("LayerNormalization", [f(2, 3, 4), positive(4), f(4)], outputs=3, rtol=1e-4),
+    Case("LayerNormalization", [f(2, 3, 4), positive(4), f(4)], rtol=1e-4),
+    # mean and inverse deviation are float32 even of float64: too coarse for finite differences
+    Case("LayerNormalization", [f(2, 3, 4), positive(4)], outputs=3, rtol=1e-4, grad=(), id="all"),
     Case("LayerNormalization", [f(2, 3, 4), positive(3, 4)], {"axis": 1}, rtol=1e-4, id="axis"),
     Case("RMSNormalization", [f(2, 3, 4), positive(4)], rtol=1e-4),
     Case("RMSNormalization", [f(2, 3, 4), positive(3, 4)], {"axis": 1}, rtol=1e-4, id="axis"),

@@ -1,0 +1,146 @@
+"""The fast formulations against the plain ones: all contractions, gradients, batches, dtypes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from jaxonnx import lowering
+from jaxonnx.lowering.contract import contract
+from jaxonnx.lowering.conv import Conv
+from jaxonnx.lowering.pool import Sum
+from jaxonnx.lowering.taps import Taps
+from jaxonnx.ops.windows import window
+
+rng = np.random.default_rng(0)
+
+# batch, input and output channels, image, kernel, stride, dilation, pads, groups
+CONVOLUTIONS = {
+    "general": (2, 40, 5, (6, 7), (3, 2), (1, 2), (2, 1), (1, 0, 2, 1), 1),
+    "pointwise": (2, 3, 5, (4, 5), (1, 1), (1, 1), (1, 1), (0,) * 4, 1),
+    "pointwise, stride": (2, 3, 5, (4, 5), (1, 1), (2, 3), (1, 1), (0,) * 4, 1),
+    "image below kernel": (2, 3, 4, (2, 2), (3, 3), (1, 1), (1, 1), (1,) * 4, 1),
+    "image below a large kernel": (2, 3, 4, (4, 4), (5, 5), (1, 1), (1, 1), (2,) * 4, 1),
+    "output below kernel": (2, 3, 4, (4, 4), (3, 3), (2, 2), (1, 1), (1,) * 4, 1),
+    "few inputs": (2, 3, 4, (7, 6), (3, 3), (2, 1), (1, 1), (1,) * 4, 1),
+    "grouped": (2, 12, 8, (6, 6), (3, 3), (1, 1), (1, 1), (1,) * 4, 4),
+    "grouped, wide": (1, 72, 4, (4, 4), (2, 2), (1, 1), (1, 1), (0,) * 4, 2),
+    "depthwise": (3, 4, 4, (6, 7), (3, 3), (1, 1), (1, 1), (1,) * 4, 4),
+    "depthwise, stride": (3, 4, 4, (6, 7), (3, 2), (2, 3), (1, 1), (1, 0, 2, 1), 4),
+    "depthwise, dilation": (3, 4, 4, (8, 7), (3, 2), (2, 1), (2, 3), (1, 0, 2, 1), 4),
+    "depthwise, stride above kernel": (2, 4, 4, (7, 7), (2, 2), (3, 3), (1, 1), (0,) * 4, 4),
+    "depthwise, line": (2, 4, 4, (9,), (4,), (2,), (1,), (3, 1), 4),
+}
+
+
+def arrays(n, c, m, size, kernel, strides, dilations, pads, groups):
+    windows = window(size, kernel, strides=strides, dilations=dilations, pads=pads)
+    shapes = (n, c, *size), (m, c // groups, *kernel), (n, m, *windows.out)
+    return Conv(size, *windows, groups=groups), [
+        rng.normal(size=s).astype(np.float32) for s in shapes
+    ]
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_contractions_of_convolutions(name):
+    form, values = arrays(*CONVOLUTIONS[name])
+    for out in range(3):
+        u, v = (a for i, a in enumerate(values) if i != out)
+        expected = form.plain(out, u, v)
+        assert expected.shape == values[out].shape
+        np.testing.assert_allclose(form.fast(out, u, v), expected, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(contract(form, out, u, v), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["grouped", "depthwise, stride", "image below kernel"])
+def test_derivatives_of_all_orders_and_batches(name):
+    form, (x, w, y) = arrays(*CONVOLUTIONS[name])
+    forward = lambda x, w: jnp.tanh(contract(form, 2, x, w))  # noqa: E731
+    with jax.enable_x64(True):
+        x64, w64 = (jnp.asarray(a, np.float64) for a in (x, w))
+        check_grads(forward, (x64, w64), 2, ["fwd", "rev"], eps=1e-5, rtol=1e-3, atol=1e-4)
+    loss = lambda x, w: (forward(x, w) * y).sum()  # noqa: E731
+    gradient = jax.grad(loss, (0, 1))
+    xs, ws = np.stack([x, 2 * x]), np.stack([w, w - 1])
+    for axes in ((0, None), (None, 0), (0, 0)):
+        given = xs if axes[0] == 0 else xs[0], ws if axes[1] == 0 else ws[0]
+        batched = jax.vmap(gradient, axes)(*given)
+        for i in range(2):
+            single = gradient(xs[i if axes[0] == 0 else 0], ws[i if axes[1] == 0 else 0])
+            for a, b in zip(batched, single, strict=True):
+                np.testing.assert_allclose(a[i], b, rtol=1e-3, atol=1e-4)
+
+
+def test_gradient_for_shared_weights_is_one_contraction():
+    """No gradient per example is made when a batched function is differentiated."""
+    form, (x, w, _) = arrays(*CONVOLUTIONS["general"])
+    xs = np.stack([x] * 8)
+
+    def loss(w):
+        return jax.vmap(lambda x: contract(form, 2, x, w))(xs).sum()
+
+    np.testing.assert_allclose(
+        jax.grad(loss)(w), 8 * jax.grad(lambda w: contract(form, 2, x, w).sum())(w), rtol=1e-3
+    )
+    text = jax.jit(jax.grad(loss)).lower(w).as_text()
+    assert "x".join(map(str, (8, *w.shape))) not in text
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
+def test_half_precision_accumulates_in_float32(dtype):
+    ones = np.ones((1, 512, 4, 4), dtype)
+    w = np.full((1, 512, 3, 3), 1 / 64, dtype)
+    windows = window((4, 4), (3, 3), pads=(1,) * 4)
+    y = lowering.convolution(ones, w, windows, 1)
+    assert y.dtype == dtype
+    assert y[0, 0, 1, 1] == 512 * 9 / 64
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel", "strides", "dilations", "pads"),
+    [
+        ((6, 7), (2, 2), (2, 2), (1, 1), (0,) * 4),
+        ((6, 7), (3, 3), (2, 1), (1, 1), (1,) * 4),
+        ((9, 8), (2, 3), (3, 2), (2, 1), (1, 0, 0, 1)),
+        ((9, 8), (5, 5), (2, 2), (1, 1), (2,) * 4),
+        ((9,), (3,), (4,), (1,), (0, 0)),
+    ],
+)
+def test_pooling(size, kernel, strides, dilations, pads):
+    windows = window(size, kernel, strides=strides, dilations=dilations, pads=pads)
+    x = rng.integers(0, 5, (2, 3, *size)).astype(np.float32)  # many ties
+    form = Sum(Taps(size, *windows, lead=2))
+    y = rng.normal(size=(2, 3, *windows.out)).astype(np.float32)
+    one = np.ones((), np.float32)
+    np.testing.assert_allclose(form.fast(2, one, x), form.plain(2, one, x), rtol=1e-6)
+    np.testing.assert_allclose(form.fast(1, one, y), form.plain(1, one, y), rtol=1e-5, atol=1e-6)
+    pooled, pull = jax.vjp(lambda x: lowering.max_pool(x, windows), x)
+    np.testing.assert_allclose(pull(y)[0], first_wins(x, y, windows), rtol=1e-5, atol=1e-6)
+    assert pooled.shape == y.shape
+
+
+def first_wins(x, y, windows):
+    """The gradient of max pooling written as loops."""
+    dx = np.zeros_like(x)
+    for place in np.ndindex(*windows.out):
+        start = [
+            p * s - b for p, s, (b, _) in zip(place, windows.strides, windows.pads, strict=True)
+        ]
+        inside = []
+        for tap in np.ndindex(*windows.kernel):
+            at = tuple(b + t * d for b, t, d in zip(start, tap, windows.dilations, strict=True))
+            if all(0 <= a < n for a, n in zip(at, x.shape[2:], strict=True)):
+                inside.append(at)
+        values = np.stack([x[(..., *at)] for at in inside])
+        for index in np.ndindex(x.shape[:2]):
+            best = inside[int(values[(slice(None), *index)].argmax())]
+            dx[(*index, *best)] += y[(*index, *place)]
+    return dx
+
+
+def test_first_max_with_ties():
+    x = jnp.array([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0]])
+    np.testing.assert_array_equal(
+        jax.grad(lambda x: lowering.first_max(x, 1).sum())(x), [[0, 1, 0], [1, 0, 0]]
+    )
