@@ -1,0 +1,290 @@
+"""Sparse weights in files: the record, packed files, sparse initializers, and what goes wrong."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import onnx
+import onnxruntime
+import optax
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import jaxonnx
+from jaxonnx import sparse
+from jaxonnx.errors import InputError, ModelError, SparsityError, TrainingError
+from jaxonnx.sparse_export import KEY
+from jaxonnx.train.sparsity import record
+
+RNG = np.random.default_rng(0)
+SHAPES = {"k": (16, 8, 3, 3), "w": (16, 32), "odd": (32, 10)}
+TYPES = {
+    "float32": TensorProto.FLOAT,
+    "float16": TensorProto.FLOAT16,
+    "bfloat16": TensorProto.BFLOAT16,
+    "float64": TensorProto.DOUBLE,
+}
+X = RNG.normal(size=(4, 8, 5, 5))
+
+
+def net(dtype="float32", ir_version=10):
+    """Conv, mean over the image, and two products; the last weight cannot be 2:4."""
+    kind, dtype = TYPES[dtype], np.dtype(dtype)
+    weights = [
+        numpy_helper.from_array((RNG.normal(size=shape) / 8).astype(dtype), name)
+        for name, shape in SHAPES.items()
+    ]
+    nodes = [
+        helper.make_node("Conv", ["x", "k"], ["c"]),
+        helper.make_node("GlobalAveragePool", ["c"], ["p"]),
+        helper.make_node("Flatten", ["p"], ["f"]),
+        helper.make_node("MatMul", ["f", "w"], ["h"]),
+        helper.make_node("MatMul", ["h", "odd"], ["y"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "net",
+        [helper.make_tensor_value_info("x", kind, ["n", 8, 5, 5])],
+        [helper.make_tensor_value_info("y", kind, ["n", 10])],
+        weights,
+    )
+    opset = [helper.make_opsetid("", 22)]
+    return helper.make_model(graph, opset_imports=opset, ir_version=ir_version)
+
+
+def pruned(proto=None, pattern="2:4", **options):
+    model = jaxonnx.load(net() if proto is None else proto)
+    options = {"select": ["k", "w"], **options}
+    model = model.replace(params=sparse.prune(model.params, pattern, **options))
+    return record(model, pattern, **options)
+
+
+def bits(array):
+    array = np.asarray(array)
+    return array.view(f"u{array.dtype.itemsize}")
+
+
+def same(a, b):
+    assert a.params.keys() == b.params.keys()
+    for name in a.params:
+        np.testing.assert_array_equal(bits(a.params[name]), bits(b.params[name]), name)
+    for ours, theirs in zip(
+        a.to_onnx().graph.initializer, b.to_onnx().graph.initializer, strict=True
+    ):
+        if ours.name == theirs.name:  # 64-bit tensors as well, which the parameters do not hold
+            assert ours.SerializeToString() == theirs.SerializeToString()
+
+
+FORMS = {
+    "zeros": ("out.onnx", {}),
+    "sparse": ("out.onnx", {"sparse": True}),
+    "npz": ("out.npz", {}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.filterwarnings("ignore:64-bit")
+def test_every_form_comes_back_bit_for_bit(form, dtype, tmp_path):
+    model = pruned(net(dtype))
+    name, options = FORMS[form]
+    model.save(tmp_path / name, **options)
+    back = jaxonnx.load(tmp_path / name)
+    same(model, back)
+    assert back.sparsity == model.sparsity
+    assert [layer.name for layer in back.sparsity[1]] == ["k", "w"]
+    sparse.verify(back)
+
+
+def test_a_kept_weight_may_be_zero(tmp_path):
+    model = pruned()
+    w = np.array(model.params["w"])
+    mask = w != 0
+    kept = np.flatnonzero(mask)
+    w.reshape(-1)[kept[:40]] = 0
+    w.reshape(-1)[kept[40:44]] = -0.0
+    model = model.replace(params=model.params | {"w": jnp.asarray(w)})
+    model.save(tmp_path / "a.onnx", sparse=True)
+    (stored,) = [
+        s for s in onnx.load(tmp_path / "a.onnx").graph.sparse_initializer if s.values.name == "w"
+    ]
+    assert stored.values.dims[0] >= mask.sum()
+    same(model, jaxonnx.load(tmp_path / "a.onnx"))
+    model.save(tmp_path / "a.npz")
+    _, packed = sparse.load(tmp_path / "a.npz")
+    mask = np.asarray(sparse.unpack_mask(packed["w"]))
+    assert mask.sum() == w.size // 2
+    assert sparse.masks.is_pattern(mask, sparse.Pattern(), (0, 1))
+    np.testing.assert_array_equal(jaxonnx.load(tmp_path / "a.npz").params["w"], w)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "transposable"), [("1:4", True), ("2:8", True), ("2:4", False), ("3:8", False)]
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_other_patterns(pattern, transposable, form, tmp_path):
+    model = pruned(pattern=pattern, transposable=transposable)
+    name, options = FORMS[form]
+    model.save(tmp_path / name, **options)
+    back = jaxonnx.load(tmp_path / name)
+    same(model, back)
+    n, m = map(int, pattern.split(":"))
+    assert back.sparsity[0] == sparse.Pattern(n, m, transposable)
+
+
+def test_other_runtimes_take_the_files(tmp_path):
+    model = pruned()
+    x = X.astype(np.float32)
+    for form in ("zeros", "sparse"):
+        _, options = FORMS[form]
+        path = tmp_path / f"{form}.onnx"
+        model.save(path, **options)
+        onnx.checker.check_model(onnx.load(path))
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        np.testing.assert_allclose(session.run(None, {"x": x})[0], model(x), rtol=1e-4, atol=1e-6)
+    assert [s.values.name for s in onnx.load(path).graph.sparse_initializer] == ["k", "w"]
+
+
+def test_the_record_is_one_entry_of_the_metadata():
+    proto = net()
+    proto.metadata_props.add(key="author", value="someone")
+    entries = {e.key: e.value for e in pruned(proto).to_onnx().metadata_props}
+    assert entries.keys() == {"author", KEY}
+    assert json.loads(entries[KEY]) == {
+        "pattern": "2:4",
+        "transposable": True,
+        "axes": {"k": [0, 1], "w": [0, 1]},
+    }
+
+
+def test_the_record_never_claims_what_is_not_so():
+    model = pruned()
+    dense = jaxonnx.load(net()).params["w"]
+    model = model.replace(params=model.params | {"w": dense})
+    with pytest.raises(SparsityError, match="w: dot_general"):
+        sparse.verify(model)
+    back = jaxonnx.load(model.to_onnx())
+    assert [layer.name for layer in back.sparsity[1]] == ["k"]
+
+
+def test_packed_weights_run_without_being_unpacked_first(tmp_path):
+    model = pruned()
+    model.save(tmp_path / "a.npz")
+    arrays, packed = sparse.load(tmp_path / "a.npz")
+    assert {*packed} == {"k", "w"}
+    assert packed["w"].nbytes / model.params["w"].nbytes == 0.53125
+    params = {name: packed.get(name, arrays.get(name)) for name in model.params}
+    run = jax.jit(lambda params, x: model.apply(sparse.unpack(params), x))
+    x = X.astype(np.float32)
+    np.testing.assert_allclose(run(params, x), model(x), rtol=1e-5, atol=1e-6)
+    same(model, model.replace(params=sparse.unpack(params)))
+
+
+def train(model, **options):
+    data = (X.astype(np.float32), np.arange(4))
+    loss = "softmax_cross_entropy_with_integer_labels"
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    return jaxonnx.train(model, data, loss=loss, optimizer=optimizer, batch_size=2, **options).model
+
+
+def test_training_records_what_it_makes_sparse(tmp_path):
+    phases = {"dense": 1, "dynamic": 1, "fixed": 1, "select": ["k", "w"]}
+    model = train(net(), epochs=3, sparsity=phases)
+    model.save(tmp_path / "a.onnx")
+    assert [layer.name for layer in jaxonnx.load(tmp_path / "a.onnx").sparsity[1]] == ["k", "w"]
+    sparse.verify(model)
+    again = train(model, epochs=1, sparsity={"dynamic": 0, "select": "w"})
+    assert [layer.name for layer in again.sparsity[1]] == ["w"]
+    assert train(model, epochs=1).sparsity is None
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "error", "message"),
+    [
+        ({"dense": 2, "dynamic": 1}, TrainingError, "a dense phase of 2 epochs leaves no"),
+        ({"dense": 0, "dynamic": 0, "fixed": 0}, SparsityError, "no phase"),
+        ({"select": "odd"}, SparsityError, "10 is not a multiple of 4"),
+        ({"select": "nothing"}, SparsityError, "selects no parameter"),
+        ({"select": []}, SparsityError, "not selected"),
+        ({"pattern": "4:2"}, SparsityError, "N:M"),
+    ],
+)
+def test_what_cannot_be_sparse_is_said(sparsity, error, message):
+    with pytest.raises(error, match=message):
+        train(net(), epochs=2, sparsity=sparsity)
+
+
+def test_what_cannot_be_saved_leaves_nothing(tmp_path):
+    path = tmp_path / "a.npz"
+    path.write_bytes(b"before")
+    dense = jaxonnx.load(net())
+    with pytest.raises(SparsityError, match="no weights that are recorded as sparse"):
+        dense.save(path)
+    with pytest.raises(SparsityError, match="no weights that are recorded as sparse"):
+        dense.save(tmp_path / "a.onnx", sparse=True)
+    with pytest.raises(InputError, match="neither external data nor"):
+        pruned().save(path, external_data=True)
+    old = pruned(net(ir_version=4))
+    with pytest.raises(SparsityError, match="IR version 6"):
+        old.save(tmp_path / "a.onnx", sparse=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.npz"]
+    assert path.read_bytes() == b"before"
+
+
+def test_damaged_packed_files(tmp_path):
+    path, damaged = tmp_path / "a.npz", tmp_path / "b.npz"
+    pruned().save(path)
+    data = path.read_bytes()
+    for length in (0, 10, 1000, len(data) // 2, len(data) - 30, len(data) - 1):
+        damaged.write_bytes(data[:length])
+        with pytest.raises(SparsityError, match=r"b\.npz"):
+            jaxonnx.load(damaged)
+    flipped = bytearray(data)
+    flipped[len(data) // 2] ^= 255
+    damaged.write_bytes(flipped)
+    with pytest.raises(SparsityError, match=r"b\.npz"):
+        jaxonnx.load(damaged)
+    np.savez(damaged, x=np.zeros(3))
+    with pytest.raises(SparsityError, match=r"b\.npz"):
+        jaxonnx.load(damaged)
+    with pytest.raises(ModelError, match=r"none\.npz"):
+        jaxonnx.load(tmp_path / "none.npz")
+
+
+def test_packed_files_without_a_graph(tmp_path):
+    model, path = pruned(), tmp_path / "a.npz"
+    masks = {name: model.params[name] != 0 for name in ("k", "w")}
+    report = sparse.layers(model.params, select=["k", "w"])
+    sparse.save(path, model.params, masks, layers=report)
+    with pytest.raises(ModelError, match="weights, but no graph"):
+        jaxonnx.load(path)
+    dense, packed = sparse.load(path)
+    same(model, model.replace(params=sparse.unpack(dense | packed)))
+    sparse.save(path, {"jaxonnx.graph": np.arange(9, dtype=np.uint8)}, {}, layers=report)
+    with pytest.raises(ModelError, match="damaged"):
+        jaxonnx.load(path)
+
+
+@pytest.mark.parametrize(
+    "value", ["2:4", "{}", '{"pattern": "2:4", "transposable": true, "axes": {"w": [0]}}']
+)
+def test_malformed_records(value):
+    proto = net()
+    proto.metadata_props.add(key=KEY, value=value)
+    with pytest.raises(ModelError, match="malformed"):
+        _ = jaxonnx.load(proto).sparsity
+
+
+def test_records_of_weights_that_are_not_there():
+    proto = net()
+    value = {"pattern": "2:4", "transposable": True, "axes": {"z": [0, 1], "w": [0, 5]}}
+    proto.metadata_props.add(key=KEY, value=json.dumps(value))
+    assert not jaxonnx.load(proto).to_onnx().metadata_props
+
+
+def test_bfloat16_is_what_it_was(tmp_path):
+    model = pruned(net("bfloat16"))
+    model.save(tmp_path / "a.npz")
+    assert jaxonnx.load(tmp_path / "a.npz").params["w"].dtype == ml_dtypes.bfloat16
