@@ -71,7 +71,8 @@ def loop(kind, functions, options, x, w, r, b=None, lens=None, h0=None, c0=None,
                 h = act[0](o + po * c) * act[2](c)
             y[t, d, n] = h
         hs[d, n], cs[d, n] = h, c
-    return (y, hs, cs) if kind == "LSTM" else (y, hs)
+    results = (y, hs, cs) if kind == "LSTM" else (y, hs)
+    return tuple(result.astype(x.dtype) for result in results)
 
 
 def batch_first(kind, functions, options, x, w, r, b=None, lens=None, h0=None, c0=None, p=None):
@@ -105,8 +106,11 @@ def case(kind, options=None, *, functions=None, bias=True, lens=None, start=True
     expected = partial(batch_first if layout else loop, kind, oracle, options)
     if functions:
         options["activations"] = [name for name, _, _ in functions]
-        options["activation_alpha"] = [a for _, a, _ in functions if a is not None]
-        options["activation_beta"] = [b for _, _, b in functions if b is not None]
+        numbers = {
+            "activation_alpha": [a for _, a, _ in functions if a is not None],
+            "activation_beta": [b for _, _, b in functions if b is not None],
+        }
+        options |= {name: values for name, values in numbers.items() if values}
     kw.setdefault("order", 1)
     return Case(
         kind,
