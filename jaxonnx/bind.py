@@ -6,6 +6,7 @@ or unknown attributes, names without a value, recursion.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ import onnx
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto
 
 import jaxonnx.ops  # noqa: F401  (importing the operators registers them)
+from jaxonnx.check import check_call, check_node
 from jaxonnx.errors import ModelError, UnsupportedError
 from jaxonnx.load import to_array, to_dense
 from jaxonnx.registry import Op, lookup
@@ -60,7 +62,12 @@ def bind(model: ModelProto, graph: GraphProto, taken: Collection[str]) -> Graph:
       ModelError: a malformed graph (names, attributes, recursion).
     """
     opsets = {_domain(entry.domain): entry.version for entry in model.opset_import}
-    functions = {(_domain(f.domain), f.name, f.overload): f for f in model.functions}
+    functions = {}
+    for function in model.functions:
+        key = (_domain(function.domain), function.name, function.overload)
+        if key in functions:
+            raise ModelError(f"the function '{'.'.join(filter(None, key))}' is defined twice")
+        functions[key] = function
     binder = _Binder(functions, frozenset(taken))
     bound = binder.graph(graph, opsets or {"": 1})
     if binder.missing:
@@ -79,7 +86,7 @@ class _Binder:
     taken: frozenset[str]
     missing: dict[str, list[str]] = field(default_factory=dict)
     count: int = 0
-    calls: tuple[str, ...] = ()
+    calls: tuple[tuple[str, str, str], ...] = ()
 
     def graph(
         self, proto: GraphProto, opsets: dict[str, int], visible: Collection[str] = (), refs=None
@@ -97,6 +104,15 @@ class _Binder:
             else:
                 initializers[sparse.values.name] = to_dense(sparse)
         inputs = [v.name for v in proto.input]
+        stored = [t.name for t in proto.initializer]
+        stored += [t.values.name for t in proto.sparse_initializer]
+        for kind, names in (("input", inputs), ("initializer", stored)):
+            for name, count in Counter(names).items():
+                if count > 1 or not name:
+                    raise ModelError(
+                        f"graph '{proto.name}' has {count} {kind}s named '{name}'; names must be "
+                        "unique and not empty"
+                    )
         for node in proto.node:
             weights += [name for name in node.output if name in self.taken]
         own = {*inputs, *weights, *initializers}
@@ -127,12 +143,11 @@ class _Binder:
                         f"{node.label} reads '{name}', which no input, initializer or earlier node "
                         "defines (nodes must be sorted and acyclic)"
                     )
-            for name in node.outputs:
+            for name in filter(None, node.outputs):
                 if name in own:
                     raise ModelError(f"{node.label} defines '{name}', which is already defined")
-            names = {name for name in node.outputs if name}
-            own |= names
-            visible |= names
+                own.add(name)
+                visible.add(name)
             bound.append(node)
         return tuple(bound)
 
@@ -143,15 +158,9 @@ class _Binder:
         )
         self.count += 1
         inputs, outputs = _trimmed(proto.input), _trimmed(proto.output)
+        given = _resolved(proto, refs, label)
         attributes, graphs = {}, {}
-        for attribute in proto.attribute:
-            if attribute.ref_attr_name:
-                attribute = (refs or {}).get(attribute.ref_attr_name, attribute)
-                if attribute.ref_attr_name:
-                    continue
-                name = next(a.name for a in proto.attribute if a.ref_attr_name == attribute.name)
-            else:
-                name = attribute.name
+        for name, attribute in given.items():
             if attribute.type == AttributeProto.GRAPH:
                 graphs[name] = self.graph(attribute.g, opsets, visible, refs)
             elif attribute.type == AttributeProto.GRAPHS:
@@ -163,9 +172,10 @@ class _Binder:
         index, body, op = self.count, None, None
         function = self.functions.get((domain, proto.op_type, proto.overload))
         if function is not None:
-            op, body = _CALL, self.function(function, proto, opsets, refs, label)
-        elif domain in opsets or domain == "":
-            version = opsets.get(domain, 1)
+            check_call(proto, function, given, label)
+            op, body = _CALL, self.function(function, given, opsets, label)
+        elif domain in opsets:
+            version = opsets[domain]
             label = f"{label[:-1]}, opset {version})"
             op = lookup(domain, proto.op_type, version)
         if op is None:
@@ -173,10 +183,10 @@ class _Binder:
             what = f"{domain or 'ai.onnx'}.{proto.op_type}" + (
                 f" (opset {version})" if version else f" (domain '{domain}' is not imported)"
             )
-            self.missing.setdefault(what, []).append(f"'{proto.name or proto.output[0]}'")
+            self.missing.setdefault(what, []).append(label.partition(" ")[2].rpartition(" (")[0])
             op = _CALL
         elif body is None:
-            _check_attributes(op, attributes, graphs, inputs, label)
+            check_node(proto, op, opsets[domain], given, label)
             attributes.pop("consumed_inputs", None)
             if any(what == "scope" for _, what in op.context):
                 # Such an operator names tensors in its attributes.
@@ -185,27 +195,24 @@ class _Binder:
         reads = tuple(dict.fromkeys([*(n for n in inputs if n), *captured]))
         return Node(label, op, inputs, outputs, attributes, graphs, reads, index, body)
 
-    def function(self, function: FunctionProto, call: NodeProto, opsets, refs, label) -> Graph:
+    def function(
+        self, function: FunctionProto, given: Mapping[str, AttributeProto], opsets, label
+    ) -> Graph:
         """The body of a function for one call: attribute references replaced by their values."""
-        name = f"{function.domain}.{function.name}"
-        if name in self.calls:
+        key = (function.domain, function.name, function.overload)
+        name = ".".join(filter(None, key))
+        if key in self.calls:
             raise ModelError(f"{label}: function '{name}' calls itself; ONNX forbids recursion")
-        given = {a.name: a for a in function.attribute_proto}
-        for attribute in call.attribute:
-            if attribute.ref_attr_name:
-                outer = (refs or {}).get(attribute.ref_attr_name)
-                if outer is None:
-                    continue
-                renamed = AttributeProto()
-                renamed.CopyFrom(outer)
-                renamed.name = attribute.name
-                attribute = renamed
-            given[attribute.name] = attribute
+        defaults = {a.name: a for a in function.attribute_proto}
+        refs = dict.fromkeys(function.attribute) | defaults | dict(given)
         own = {_domain(e.domain): e.version for e in function.opset_import} or opsets
-        inner = _Binder(self.functions, frozenset(), self.missing, self.count, (*self.calls, name))
-        inputs = set(function.input)
-        nodes = inner.nodes(function.node, own, set(inputs), set(inputs), given)
+        inner = _Binder(self.functions, frozenset(), self.missing, self.count, (*self.calls, key))
+        names = set(function.input)
+        nodes = inner.nodes(function.node, own, names, set(names), refs)
         self.count = inner.count
+        for output in function.output:
+            if output not in names:
+                raise ModelError(f"function '{name}': output '{output}' is never computed")
         return Graph(
             name=name,
             inputs=tuple(function.input),
@@ -268,18 +275,23 @@ def _text(data: bytes) -> str | bytes:
         return data
 
 
-def _check_attributes(op: Op, attributes, graphs, inputs, label: str) -> None:
-    unknown = {*attributes, *graphs} - op.attributes - {"consumed_inputs"}
-    if unknown:
-        raise ModelError(
-            f"{label} has unknown attributes {sorted(unknown)}; opset {op.since} of {op.name} has "
-            f"{sorted(op.attributes)}"
-        )
-    missing = op.required - {*attributes, *graphs}
-    if missing:
-        raise ModelError(f"{label} lacks the required attributes {sorted(missing)}")
-    if op.inputs is not None and len(inputs) > op.inputs:
-        raise ModelError(f"{label} has {len(inputs)} inputs; {op.name} takes at most {op.inputs}")
+def _resolved(proto: NodeProto, refs, label: str) -> dict[str, AttributeProto]:
+    """The attributes by name; a reference to one of the enclosing function has that one's value."""
+    result = {}
+    for attribute in proto.attribute:
+        if attribute.name in result:
+            raise ModelError(f"{label} has the attribute '{attribute.name}' twice")
+        value, wanted = attribute, attribute.ref_attr_name
+        if wanted:
+            if refs is None or wanted not in refs:
+                raise ModelError(
+                    f"{label}: attribute '{attribute.name}' refers to '{wanted}', which is no "
+                    "attribute of an enclosing function"
+                )
+            value = refs[wanted]
+        if value is not None:
+            result[attribute.name] = value
+    return result
 
 
 def _free_names(graph: Graph) -> Iterator[str]:

@@ -21,7 +21,7 @@ from jaxonnx import save as saving
 from jaxonnx import sparse, sparse_export
 from jaxonnx.bind import Graph, Node, bind
 from jaxonnx.errors import InputError
-from jaxonnx.load import read
+from jaxonnx.load import give_back_memory, read
 from jaxonnx.program import Program
 from jaxonnx.show import summary, text
 from jaxonnx.training_info import Training
@@ -29,6 +29,9 @@ from jaxonnx.values import Value, declared, fit
 
 KNOWN_LIMIT = 4096
 """Bytes; a frozen tensor above it is an argument of the compiled function, not a constant in it."""
+
+TRIM_LIMIT = 1 << 26
+"""Bytes; reading weights above it leaves gaps in memory that are worth giving back."""
 
 Trainable = str | Iterable[str] | Callable[[str, jax.Array], bool]
 
@@ -39,13 +42,15 @@ def load(
     """Loads an ONNX model.
 
     Args:
-      source: a path, the bytes of a file, or a ModelProto (which is left as it is).
+      source: a path (of an ONNX file, or of a packed .npz that `Model.save` wrote), the bytes of a
+        file, or a ModelProto (which is left as it is).
       trainable: names or regular expressions (matched in full), or a predicate of name and value:
         exactly these floating-point tensors become parameters, instead of those that stand at a
         weight or bias of an operator.
 
     Raises:
       ModelError: the file is corrupt, truncated or malformed.
+      SparsityError: a packed file is.
       UnsupportedError: operators without an implementation (all of them named), or a newer opset.
     """
     proto, tensors = read(source)
@@ -70,6 +75,9 @@ def load(
         for name in group:
             tensors.pop(name)
             group[name] = jnp.array(group[name])
+    if sum(value.nbytes for group in (params, state) for value in group.values()) > TRIM_LIMIT:
+        jax.block_until_ready((params, state))
+        give_back_memory()
     model = Model(params, state, proto, Program(graph, constants), originals)
     for warning in model.warnings:
         if warning.startswith("64-bit"):
@@ -221,7 +229,7 @@ class Model:
 
     @property
     def sparsity(self) -> tuple[sparse.Pattern, list[sparse.Layer]] | None:
-        """Which weights the file records as sparse (`jaxonnx.sparse_export`), None if it does not."""
+        """Which weights the file records as sparse (`jaxonnx.sparse_export`), if it does."""
         pattern, axes = sparse_export.record(self.proto)
         shapes = {n: x.shape for n, x in self.params.items()}
         layers = [sparse.Layer(n, shapes[n], a, "") for n, a in axes.items() if n in shapes]

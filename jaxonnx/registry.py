@@ -84,6 +84,8 @@ class Op:
     inputs: int | None
     """The greatest number of inputs; None when the last one is variadic."""
     through: frozenset[int] = frozenset()
+    needed: tuple[str, ...] = ()
+    """The names of the inputs that must be given."""
     last: int = 0
     """The position of the last input; a variadic one stands there and after."""
 
@@ -148,6 +150,7 @@ def op(
                 attributes=frozenset(p.name for p in attributes),
                 required=frozenset(p.name for p in attributes if p.default is p.empty),
                 inputs=None if variadic else len(positional),
+                needed=tuple(p.name for p in positional if p.default is p.empty),
                 last=len(order) - 1,
             )
         )
