@@ -16,7 +16,7 @@ import jaxonnx
 from jaxonnx import sparse
 from jaxonnx.errors import InputError, ModelError, SparsityError, TrainingError
 from jaxonnx.sparse_export import KEY
-from jaxonnx.train.sparsity import record
+from jaxonnx.train.sparsity import layouts, record
 
 RNG = np.random.default_rng(0)
 SHAPES = {"k": (16, 8, 3, 3), "w": (16, 32), "odd": (32, 10)}
@@ -57,7 +57,7 @@ def net(dtype="float32", ir_version=10):
 def pruned(proto=None, pattern="2:4", **options):
     model = jaxonnx.load(net() if proto is None else proto)
     options = {"select": ["k", "w"], **options}
-    model = model.replace(params=sparse.prune(model.params, pattern, **options))
+    model = model.replace(params=sparse.prune(model.params, pattern, **layouts(model), **options))
     return record(model, pattern, **options)
 
 
@@ -95,6 +95,7 @@ def test_every_form_comes_back_bit_for_bit(form, dtype, tmp_path):
     same(model, back)
     assert back.sparsity == model.sparsity
     assert [layer.name for layer in back.sparsity[1]] == ["k", "w"]
+    assert back.sparsity[1][1].axes == (1, 0)  # x @ w sums over the first axis
     sparse.verify(back)
 
 
@@ -131,7 +132,10 @@ def test_other_patterns(pattern, transposable, form, tmp_path):
     back = jaxonnx.load(tmp_path / name)
     same(model, back)
     n, m = map(int, pattern.split(":"))
+    assert back.sparsity == model.sparsity
     assert back.sparsity[0] == sparse.Pattern(n, m, transposable)
+    assert len(back.sparsity[1]) == 2
+    sparse.verify(back)
 
 
 def test_other_runtimes_take_the_files(tmp_path):
@@ -155,7 +159,7 @@ def test_the_record_is_one_entry_of_the_metadata():
     assert json.loads(entries[KEY]) == {
         "pattern": "2:4",
         "transposable": True,
-        "axes": {"k": [0, 1], "w": [0, 1]},
+        "axes": {"k": [0, 1], "w": [1, 0]},
     }
 
 
