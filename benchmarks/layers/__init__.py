@@ -1,0 +1,1 @@
+"""The layers of benchmarks.networks, once for each way to write a network."""

@@ -1,0 +1,230 @@
+"""The systems that are compared: each makes a function that runs a number of steps.
+
+A step of training is forward, softmax cross-entropy, backward and Adam.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.networks import Network, batch
+
+Run = Callable[[int], Any]
+"""Runs so many steps and returns when the last has ended."""
+
+LEARNING_RATE = 1e-3
+
+
+def _jax(phase, params, state, x, y, train, infer) -> tuple[Run, int]:
+    """`train(params, state, x) -> (logits, state)`, `infer(params, state, x) -> logits`."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    parameters = sum(w.size for w in jax.tree.leaves(params))
+    x, y = jnp.asarray(x), jnp.asarray(y)
+    optimizer = optax.adam(LEARNING_RATE)
+
+    def step(carry, x, y):
+        params, state, memory = carry
+
+        def objective(params):
+            logits, renewed = train(params, state, x)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), renewed
+
+        (loss, state), gradients = jax.value_and_grad(objective, has_aux=True)(params)
+        updates, memory = optimizer.update(gradients, memory, params)
+        return (optax.apply_updates(params, updates), state, memory), loss
+
+    if phase == "forward":
+        infer = infer if isinstance(infer, partial) else jax.jit(infer)
+
+        def forward(count):
+            for _ in range(count):
+                result = infer(params, state, x)
+            jax.block_until_ready(result)
+
+        return forward, parameters
+
+    carry = jax.tree.map(jnp.copy, (params, state, optimizer.init(params)))
+    compiled = jax.jit(step, donate_argnums=0).lower(carry, x, y).compile()
+
+    def training(count):
+        nonlocal carry
+        for _ in range(count):
+            carry, loss = compiled(carry, x, y)
+        jax.block_until_ready(loss)
+        if not np.isfinite(loss):
+            raise FloatingPointError("the loss is not finite")
+
+    return training, parameters
+
+
+def jaxonnx(network: Network, phase: str, path: Path) -> tuple[Run, int]:
+    import jaxonnx
+
+    model = jaxonnx.load(path)
+    # a table of positions that is added may be learned or not: the file does not tell
+    tables = {n for n, v in model.state.items() if v.ndim == 2}
+    model = model.with_trainable(lambda name, _: name in model.params or name in tables)
+    # a partial is called as it is: calling the model is what is measured
+    infer = partial(lambda params, state, x: model(x))
+    train = lambda params, state, x: model.apply_train(params, state, None, x)  # noqa: E731
+    return _jax(phase, model.params, model.state, *batch(network), train, infer)
+
+
+def flax(network: Network, phase: str, path: Path) -> tuple[Run, int]:
+    import jax
+
+    from benchmarks.layers.linen import Net
+
+    x, y = batch(network)
+    x = x.transpose(0, 2, 3, 1) if x.ndim == 4 else x
+    net = Net(network)
+    variables = jax.jit(net.init, static_argnums=2)(jax.random.key(0), x, False)
+    params = variables.pop("params")
+
+    def train(params, state, x):
+        return net.apply({"params": params, **state}, x, True, mutable=["batch_stats"])
+
+    def infer(params, state, x):
+        return net.apply({"params": params, **state}, x, False)
+
+    return _jax(phase, params, variables, x, y, train, infer)
+
+
+def naive(network: Network, phase: str, path: Path) -> tuple[Run, int]:
+    from benchmarks.layers.naive import Naive
+
+    x, y = batch(network)
+    params, state = {}, {}
+    network.build(Naive(params, state, train=False), x)
+
+    def train(params, state, x):
+        layers = Naive(params, state, train=True)
+        return network.build(layers, x), layers.renewed
+
+    def infer(params, state, x):
+        return network.build(Naive(params, state, train=False), x)
+
+    return _jax(phase, params, state, x, y, train, infer)
+
+
+def pytorch(
+    network: Network, phase: str, path: Path, *, channels_last=False, compiled=False
+) -> tuple[Run, int]:
+    import torch
+
+    from benchmarks.layers.pytorch import build
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x, y = (torch.from_numpy(a).to(device) for a in batch(network))
+    y = y.long()
+    net = build(network, x.cpu()).to(device)
+    if channels_last:
+        x, net = (a.to(memory_format=torch.channels_last) for a in (x, net))
+    parameters = sum(p.numel() for p in net.parameters())
+    optimizer = torch.optim.Adam(net.parameters(), LEARNING_RATE, fused=True)
+    net.train(phase == "train")
+    call = torch.compile(net) if compiled else net
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def training(count):
+        for _ in range(count):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(call(x), y).backward()
+            optimizer.step()
+        wait()
+
+    @torch.inference_mode()
+    def forward(count):
+        for _ in range(count):
+            call(x)
+        wait()
+
+    return training if phase == "train" else forward, parameters
+
+
+def onnxruntime(network: Network, phase: str, path: Path) -> tuple[Run, int]:
+    import os
+
+    import onnx
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = len(os.sched_getaffinity(0))
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    given = {"x": batch(network)[0]}
+
+    def forward(count):
+        for _ in range(count):
+            session.run(None, given)
+
+    weights = onnx.load(path).graph.initializer
+    return forward, sum(int(np.prod(w.dims)) for w in weights if w.data_type == 1)
+
+
+def onnxruntime_training(network: Network, phase: str, path: Path) -> tuple[Run, int]:
+    """Runs in an environment of its own, of which `--ort-python` is the interpreter."""
+    import onnx
+    from onnxruntime.training import api, artifacts  # type: ignore[import-not-found]
+
+    path = path.with_suffix(".training.onnx")
+    model = onnx.load(path)
+    statistics = {
+        name
+        for node in model.graph.node
+        if node.op_type == "BatchNormalization"
+        for name in node.input[3:]
+    }
+    floats = [w for w in model.graph.initializer if w.data_type == 1]
+    trained = {w.name for w in floats if w.dims} - statistics
+    folder = path.with_suffix("")
+    folder.mkdir(exist_ok=True)
+    artifacts.generate_artifacts(
+        model,
+        requires_grad=sorted(trained),
+        frozen_params=[w.name for w in floats if w.name not in trained],
+        loss=artifacts.LossType.CrossEntropyLoss,
+        optimizer=artifacts.OptimType.AdamW,
+        artifact_directory=folder,
+    )
+    names = ("training_model.onnx", "eval_model.onnx", "optimizer_model.onnx")
+    training_model, eval_model, optimizer_model = (str(folder / name) for name in names)
+    state = api.CheckpointState.load_checkpoint(str(folder / "checkpoint"))
+    module = api.Module(training_model, state, eval_model)
+    optimizer = api.Optimizer(optimizer_model, module)
+    x, y = batch(network)
+    y = y.astype(np.int64)
+
+    def training(count):
+        module.train()
+        for _ in range(count):
+            module(x, y)
+            optimizer.step()
+            module.lazy_reset_grad()
+
+    return training, sum(int(np.prod(w.dims)) for w in floats if w.name in trained)
+
+
+SYSTEMS: dict[str, Callable[..., tuple[Run, int]]] = {
+    "jaxonnx": jaxonnx,
+    "flax": flax,
+    "naive": naive,
+    "torch": pytorch,
+    "torch-channels-last": partial(pytorch, channels_last=True),
+    "torch-compile": partial(pytorch, compiled=True),
+    "onnxruntime": onnxruntime,
+    "onnxruntime-training": onnxruntime_training,
+}
+
+
+def applies(system: str, network: Network, phase: str) -> bool:
+    """Whether a system has this phase, and a form of its own for this network."""
+    if system == "torch-channels-last":
+        return len(network.shape) == 4
+    only = {"onnxruntime": "forward", "onnxruntime-training": "train"}
+    return only.get(system, phase) == phase

@@ -1,0 +1,46 @@
+"""One system on one network in a process of its own, so that memory and threads are its own.
+
+    python -m benchmarks.worker <network> <system> <train | forward> <file>
+
+Prints a line of JSON when the first step has ended. Then, for each line with a number on standard
+input, runs so many steps and prints the seconds of one; at the end, the peaks of memory.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.networks import NETWORKS
+from benchmarks.systems import SYSTEMS
+
+
+def _resident(field: str) -> int:
+    """Bytes: VmRSS is the present, VmHWM the peak since the last reset."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def main() -> None:
+    network, system, phase, path = sys.argv[1:]
+    results, sys.stdout = sys.stdout, sys.stderr  # what libraries print stays out of the answers
+
+    def answer(**values):
+        print(json.dumps(values), file=results, flush=True)
+
+    start = time.perf_counter()
+    run, parameters = SYSTEMS[system](NETWORKS[network], phase, Path(path))
+    run(1)
+    answer(seconds=time.perf_counter() - start, parameters=parameters, memory=_resident("VmHWM"))
+    Path("/proc/self/clear_refs").write_text("5")
+    for line in sys.stdin:
+        count = int(line)
+        start = time.perf_counter()
+        run(count)
+        answer(seconds=(time.perf_counter() - start) / count, memory=_resident("VmHWM"))
+
+
+if __name__ == "__main__":
+    main()
