@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from jaxonnx import demo
 from jaxonnx.cli import main
@@ -28,6 +29,9 @@ def test_command_line_examples(tmp_path, monkeypatch):
     (x, y), _ = demo.digits()
     np.savez("inputs.npz", x=x[:4])
     np.savez("data.npz", x=x[:256], y=y[:256])
+    pixels = (x[:256, 0] * 255).astype(np.uint8)
+    np.savez("images.npz", x=pixels, y=y[:256])
+    Image.fromarray(pixels[0]).save("picture.png")
     section = README.split("## Command line")[1].split("\n## ")[0]
     commands = re.findall(r"^jaxonnx (.*)$", section, re.MULTILINE)
     assert commands
