@@ -54,8 +54,8 @@ def net(dtype="float32", ir_version=10):
     return helper.make_model(graph, opset_imports=opset, ir_version=ir_version)
 
 
-def pruned(proto=None, pattern="2:4", **options):
-    model = jaxonnx.load(net() if proto is None else proto)
+def pruned(proto=None, pattern="2:4", trainable=None, **options):
+    model = jaxonnx.load(net() if proto is None else proto, trainable=trainable)
     options = {"select": ["k", "w"], **options}
     model = model.replace(params=sparse.prune(model.params, pattern, **layouts(model), **options))
     return record(model, pattern, **options)
@@ -202,6 +202,40 @@ def test_training_records_what_it_makes_sparse(tmp_path):
     again = train(model, epochs=1, sparsity={"dynamic": 0, "select": "w"})
     assert [layer.name for layer in again.sparsity[1]] == ["w"]
     assert train(model, epochs=1).sparsity is None
+
+
+PRODUCTS = {
+    "MatMul(x, w)": (("x", "w"), {}, (8, 16)),
+    "MatMul(w, x)": (("w", "x"), {}, (16, 8)),
+    "MatMul(x, turned)": (("x", "turned"), {}, (16, 8)),
+    "Gemm(x, w)": (("x", "w"), {}, (8, 16)),
+    "Gemm(x, w) of w.T": (("x", "w"), {"transB": 1}, (16, 8)),
+    "Gemm(w, x) of w.T": (("w", "x"), {"transA": 1}, (8, 16)),
+    "ConvTranspose(x, w)": (("x", "w"), {}, (8, 16, 2, 2)),
+    "Conv(x, w)": (("x", "w"), {}, (16, 8, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_one_axis_weights_are_sparse_along_the_sum(name):
+    inputs, attributes, shape = PRODUCTS[name]
+    nodes = [
+        helper.make_node("Transpose", ["w"], ["turned"]),
+        helper.make_node(name.split("(")[0], inputs, ["y"], **attributes),
+    ]
+    kind = TensorProto.FLOAT
+    graph = helper.make_graph(
+        nodes[inputs[1] != "turned" :],
+        "net",
+        [helper.make_tensor_value_info("x", kind, [8] * len(shape))],
+        [helper.make_tensor_value_info("y", kind, None)],
+        [numpy_helper.from_array(RNG.normal(size=shape).astype(np.float32), "w")],
+    )
+    opset = [helper.make_opsetid("", 22)]
+    proto = helper.make_model(graph, opset_imports=opset, ir_version=10)
+    model = pruned(proto, trainable="w", transposable=False, select=None)
+    assert model.params["w"].shape[model.sparsity[1][0].axes[1]] == 8
+    sparse.verify(model)
 
 
 @pytest.mark.parametrize(
