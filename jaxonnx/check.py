@@ -39,7 +39,7 @@ def check_node(
     unknown = {*attributes} - op.attributes - {"consumed_inputs"}
     if unknown:
         raise ModelError(
-            f"{label} has unknown attributes {sorted(unknown)}; {op.name} has "
+            f"{label} has unknown attributes {sorted(map(str, unknown))}; {op.name} has "
             f"{sorted(op.attributes) or 'none'}"
         )
     missing = op.required - {*attributes}
@@ -71,7 +71,7 @@ def check_call(
 ) -> None:
     """Raises a ModelError if a node passes or takes what the function that it calls has not."""
     declared = {*function.attribute, *(a.name for a in function.attribute_proto)}
-    unknown = sorted({*attributes} - declared)
+    unknown = sorted(map(str, {*attributes} - declared))
     name = f"{function.domain}.{function.name}"
     if unknown:
         raise ModelError(

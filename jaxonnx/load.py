@@ -35,6 +35,17 @@ _DATA_FIELDS = (
     "data_location",
 )
 
+_PACKED = {
+    TensorProto.UINT4: 4,
+    TensorProto.INT4: 4,
+    TensorProto.FLOAT4E2M1: 4,
+    TensorProto.UINT2: 2,
+    TensorProto.INT2: 2,
+    TensorProto.FLOAT6E2M3: 6,
+    TensorProto.FLOAT6E3M2: 6,
+}
+"""Bits of the element types that share bytes."""
+
 
 def read(
     source: str | os.PathLike | bytes | ModelProto,
@@ -69,7 +80,7 @@ def read(
             proto = sparse_export.load_packed(path)
         else:
             try:
-                proto = onnx.load(path, load_external_data=False)
+                proto = onnx.load(path, "protobuf", load_external_data=False)
             except (DecodeError, ValueError) as error:
                 raise ModelError(
                     f"{what} is not an ONNX file, or is truncated ({error})"
@@ -126,10 +137,9 @@ def to_array(tensor: TensorProto, folder: Path | None = None) -> np.ndarray:
         ) from None
     if any(dim < 0 for dim in shape):
         raise ModelError(f"tensor '{tensor.name}' has a negative dimension: {list(shape)}")
-    whole_bytes = not _is_packed(tensor.data_type) and tensor.data_type != TensorProto.STRING
     if tensor.data_location == TensorProto.EXTERNAL:
         data = _external(tensor, folder)
-    elif whole_bytes and tensor.HasField("raw_data"):
+    elif tensor.HasField("raw_data"):
         data = np.frombuffer(tensor.raw_data, np.uint8)
     else:
         try:
@@ -138,15 +148,18 @@ def to_array(tensor: TensorProto, folder: Path | None = None) -> np.ndarray:
             raise ModelError(
                 f"the data of tensor '{tensor.name}' does not fit its shape {list(shape)} ({error})"
             ) from error
-    if not whole_bytes:
-        inline = TensorProto(data_type=tensor.data_type, dims=shape, raw_data=data.tobytes())
-        return numpy_helper.to_array(inline)
-    expected = math.prod(shape) * dtype.itemsize
+    if tensor.data_type == TensorProto.STRING:
+        raise ModelError(f"tensor '{tensor.name}' holds strings, which must lie in string_data")
+    bits = _PACKED.get(tensor.data_type, 8 * dtype.itemsize)
+    expected = -(-math.prod(shape) * bits // 8)
     if data.nbytes != expected:
         raise ModelError(
             f"tensor '{tensor.name}' of shape {list(shape)}, type {dtype}, needs {expected} bytes "
             f"but has {data.nbytes}; the file is truncated or inconsistent"
         )
+    if tensor.data_type in _PACKED:
+        inline = TensorProto(data_type=tensor.data_type, dims=shape, raw_data=data.tobytes())
+        return numpy_helper.to_array(inline)
     return data.view(dtype).reshape(shape)
 
 
@@ -196,13 +209,16 @@ def _take_tensors(main: GraphProto, folder: Path | None) -> dict[str, np.ndarray
         for sparse in graph.sparse_initializer:
             tensors[sparse.values.name] = to_dense(sparse, folder)
         for node in graph.node:
+            if len(node.output) != 1:
+                continue
+            (output,) = node.output
             constant = tensor_of_constant(node)
             if constant is not None:
-                take(node.output[0], constant)
+                take(output, constant)
             elif node.op_type == "Identity" and node.domain in ("", "ai.onnx"):
-                (output,) = node.output
-                if node.input[0] in tensors and defined[output] == 1:
-                    tensors[output] = tensors[node.input[0]]
+                value = tensors.get(node.input[0]) if node.input else None
+                if value is not None and defined[output] == 1:
+                    tensors[output] = value
     return tensors
 
 
@@ -235,20 +251,16 @@ def to_dense(sparse: onnx.SparseTensorProto, folder: Path | None = None) -> np.n
     """A SparseTensorProto as an array (IR: indices are linear, or one row per value)."""
     values, indices = to_array(sparse.values, folder), to_array(sparse.indices, folder)
     shape = tuple(sparse.dims)
-    dense = np.zeros(shape, values.dtype)
-    flat = indices if indices.ndim == 1 else np.ravel_multi_index(tuple(indices.T), shape)
-    if flat.shape != values.shape or (flat.size and (flat.min() < 0 or flat.max() >= dense.size)):
+    try:
+        dense = np.zeros(shape, values.dtype)
+        flat = indices if indices.ndim == 1 else np.ravel_multi_index(tuple(indices.T), shape)
+        dense.reshape(-1)[flat] = values
+    except (ValueError, TypeError, IndexError, MemoryError) as error:
         raise ModelError(
             f"sparse tensor '{sparse.values.name}': indices {list(indices.shape)} do not fit "
-            f"{values.size} values in shape {list(shape)}"
-        )
-    dense.reshape(-1)[flat] = values
+            f"{values.size} values in shape {list(shape)} ({error})"
+        ) from error
     return dense
-
-
-def _is_packed(data_type: int) -> bool:
-    """Whether several elements share a byte (4-bit and 2-bit types)."""
-    return TensorProto.DataType.Name(data_type).endswith(("INT4", "INT2", "FLOAT4E2M1"))
 
 
 def _external(tensor: TensorProto, folder: Path | None) -> np.ndarray:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from onnx import ModelProto
 
@@ -29,6 +30,9 @@ from jaxonnx.values import Value, declared, fit
 
 KNOWN_LIMIT = 4096
 """Bytes; a frozen tensor above it is an argument of the compiled function, not a constant in it."""
+
+_HOST_ONLY = (object, ml_dtypes.float6_e2m3fn, ml_dtypes.float6_e3m2fn)
+"""Element types that XLA does not have: such tensors stay in NumPy."""
 
 TRIM_LIMIT = 1 << 26
 """Bytes; reading weights above it leaves gaps in memory that are worth giving back."""
@@ -62,7 +66,7 @@ def load(
         role = roles.get(name)
         if role == "param":
             params[name] = value
-        elif role == "state" or (value.nbytes > KNOWN_LIMIT and value.dtype != object):
+        elif role == "state" or (value.nbytes > KNOWN_LIMIT and value.dtype not in _HOST_ONLY):
             state[name] = value
         else:
             constants[name] = value

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from onnx import TensorProto, ValueInfoProto, helper
 
-from jaxonnx.errors import InputError
+from jaxonnx.errors import InputError, ModelError
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,12 @@ def declared(info: ValueInfoProto) -> Value:
     tensor = info.type.tensor_type
     dtype = None
     if tensor.elem_type not in (TensorProto.UNDEFINED, TensorProto.STRING):
-        dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+        try:
+            dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+        except KeyError:
+            raise ModelError(
+                f"'{info.name}' has element type {tensor.elem_type}, which ONNX does not define"
+            ) from None
     elif tensor.elem_type == TensorProto.STRING:
         dtype = np.dtype(object)
     if not tensor.HasField("shape"):
@@ -54,7 +59,10 @@ def fit(value: Value, array: Any, sizes: dict[str, tuple[int, str]]) -> Any:
     if value.dtype is None or value.dtype == object:
         return array
     if isinstance(array, bool | int | float | list | tuple):
-        array = np.asarray(array, value.dtype)
+        try:
+            array = np.asarray(array, value.dtype)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InputError(f"input {value} cannot be made of what was given: {error}") from error
     dtype = getattr(array, "dtype", None)
     if dtype is None:
         raise InputError(f"input '{value.name}' must be an array, not {type(array).__name__}")
