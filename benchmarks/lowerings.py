@@ -28,6 +28,7 @@ CONVOLUTIONS = {
     "pointwise": (16, 32, 16, 32, 1, 1, 1),
     "pointwise, small image": (16, 960, 160, 2, 1, 1, 1),
     "image below kernel": (16, 512, 512, 2, 3, 1, 1),
+    "image below kernel, narrow": (16, 32, 32, 2, 3, 1, 1),
     "output below kernel": (16, 256, 512, 4, 3, 2, 1),
     "few inputs": (16, 3, 32, 64, 3, 2, 1),
     "grouped": (16, 64, 64, 16, 3, 1, 4),

@@ -20,9 +20,11 @@ CONVOLUTIONS = {
     "general": (2, 40, 5, (6, 7), (3, 2), (1, 2), (2, 1), (1, 0, 2, 1), 1),
     "pointwise": (2, 3, 5, (4, 5), (1, 1), (1, 1), (1, 1), (0,) * 4, 1),
     "pointwise, stride": (2, 3, 5, (4, 5), (1, 1), (2, 3), (1, 1), (0,) * 4, 1),
-    "image below kernel": (2, 3, 4, (2, 2), (3, 3), (1, 1), (1, 1), (1,) * 4, 1),
-    "image below a large kernel": (2, 3, 4, (4, 4), (5, 5), (1, 1), (1, 1), (2,) * 4, 1),
-    "output below kernel": (2, 3, 4, (4, 4), (3, 3), (2, 2), (1, 1), (1,) * 4, 1),
+    "image below kernel": (4, 64, 64, (2, 2), (3, 3), (1, 1), (1, 1), (1,) * 4, 1),
+    "image below kernel, large": (8, 128, 128, (2, 2), (3, 3), (1, 1), (1, 1), (1,) * 4, 1),
+    "image below kernel, tiny": (2, 3, 4, (2, 2), (3, 3), (1, 1), (1, 1), (1,) * 4, 1),
+    "image below a large kernel": (2, 40, 9, (4, 4), (5, 5), (1, 1), (1, 1), (2,) * 4, 1),
+    "output below kernel": (4, 64, 64, (4, 4), (3, 3), (2, 2), (1, 1), (1,) * 4, 1),
     "few inputs": (2, 3, 4, (7, 6), (3, 3), (2, 1), (1, 1), (1,) * 4, 1),
     "grouped": (2, 12, 8, (6, 6), (3, 3), (1, 1), (1, 1), (1,) * 4, 4),
     "grouped, wide": (1, 72, 4, (4, 4), (2, 2), (1, 1), (1, 1), (0,) * 4, 2),
@@ -49,8 +51,8 @@ def test_contractions_of_convolutions(name):
         u, v = (a for i, a in enumerate(values) if i != out)
         expected = form.plain(out, u, v)
         assert expected.shape == values[out].shape
-        np.testing.assert_allclose(form.fast(out, u, v), expected, rtol=1e-4, atol=1e-4)
-        np.testing.assert_allclose(contract(form, out, u, v), expected, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(form.fast(out, u, v), expected, rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(contract(form, out, u, v), expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["grouped", "depthwise, stride", "image below kernel"])

@@ -21,8 +21,12 @@ MERGED_CHANNELS = 32
 FEW_INPUTS = 32
 """Forward, a window of at most this many elements in some channels is gathered (im2col)."""
 
+SLOW_WORK, TAPWISE_WORK = 2**18, 2**22
+"""Multiplications from which XLA:CPU's slow path is avoided, and from which one product per tap is
+quicker than gathering; below, what a small product costs to start outweighs it."""
+
 UNROLLED_TAPS = 9
-"""Kernels up to this size are one product per tap; larger ones are gathered first."""
+"""Larger kernels are always gathered, which keeps the program small."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +85,20 @@ class Conv:
         count = math.prod(self.kernel)
         if count == 1 and not any(map(any, self.pads)):
             return self._derived(self._pointwise, out, u, v)
-        small = any(min(n, o) < k for n, o, k in zip(self.size, self.out, self.kernel, strict=True))
-        if small and count <= UNROLLED_TAPS:
-            return self._derived(self._tapwise, out, u, v)
-        if small or (out == 2 and inputs > 1 and inputs * count <= FEW_INPUTS):
+        batch = (v, u, u)[out].shape[0]
+        work = batch * inputs * outputs * count * math.prod(self.out)
+        if self._slow(out) and work >= SLOW_WORK:
+            tapwise = work >= TAPWISE_WORK and count <= UNROLLED_TAPS
+            return self._derived(self._tapwise if tapwise else self._gathered, out, u, v)
+        if out == 2 and inputs > 1 and inputs * count <= FEW_INPUTS:
             return self._derived(self._gathered, out, u, v)
         return self.plain(out, u, v)
+
+    def _slow(self, out):
+        """XLA:CPU leaves its fast path where the image that it reads is smaller than the kernel;
+        with large weights it is 40 times slower then. The filter gradient is not concerned."""
+        read = (self.out, self.kernel, self.size)[out]
+        return any(n < k for n, k in zip(read, self.kernel, strict=True))
 
     def _pointwise(self, x, w):
         """A kernel of one element: one matrix product."""
@@ -94,12 +106,12 @@ class Conv:
         return _first(tap @ w.reshape(w.shape[:2]).T)
 
     def _tapwise(self, x, w):
-        """XLA:CPU leaves its fast path where an image is smaller than the kernel: 40 times."""
+        """One product per tap."""
         w = w.reshape(*w.shape[:2], -1)
         return _first(sum(t @ w[..., i].T for i, t in enumerate(self._taps(1).read(_last(x)))))
 
     def _gathered(self, x, w):
-        """Few channels: the windows side by side (im2col), then one matrix product."""
+        """The windows side by side (im2col), then one product."""
         columns = jnp.stack(self._taps(1).read(_last(x)), -1)
         return _first(columns.reshape(*columns.shape[:-2], -1) @ w.reshape(w.shape[0], -1).T)
 
