@@ -38,6 +38,9 @@ def summary(model: Model) -> Group:
     frozen = sum(v.size for v in model.state.values())
     facts.add_row("trained", f"{trained:,} numbers in {len(model.params)} tensors")
     facts.add_row("frozen", f"{frozen:,} numbers in {len(model.state)} tensors")
+    if model.sparsity is not None:
+        pattern, layers = model.sparsity
+        facts.add_row("sparse", f"{len(layers)} tensors, {pattern}, as the file records")
     for info in model.proto.training_info:
         facts.add_row("training", Text(_training(info)))
     for warning in model.warnings:

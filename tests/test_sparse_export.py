@@ -95,6 +95,7 @@ def test_every_form_comes_back_bit_for_bit(form, dtype, tmp_path):
     same(model, back)
     assert back.sparsity == model.sparsity
     assert [layer.name for layer in back.sparsity[1]] == ["k", "w"]
+    assert "2 tensors, 2:4 transposable" in str(back)
     assert back.sparsity[1][1].axes == (1, 0)  # x @ w sums over the first axis
     sparse.verify(back)
 

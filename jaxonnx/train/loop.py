@@ -83,7 +83,8 @@ def train(
         the resulting model.
       sparsity: "2:4", or options of `sparse.three_phase` whose phases are in epochs. By default a
         third of the epochs is dense, half have a dynamic mask, and the rest a fixed one. Embeddings
-        and grouped convolutions stay dense.
+        and grouped convolutions stay dense. The saved model records what is sparse
+        (`Model.sparsity`).
       checkpoint_dir: a folder for a checkpoint after each epoch; the last three are kept.
       resume: continue from the last checkpoint, if there is one; the result is then bit for bit
         that of the uninterrupted run.
