@@ -78,6 +78,12 @@ class Scope:
         except Error as error:
             if error.node is None:
                 error.node = node.label
+                if isinstance(error, StaticError):
+                    names = [
+                        n for n, v in zip(node.inputs, arguments, strict=False) if _traced([v])
+                    ]
+                    inputs, others = self._roots(names)
+                    error.inputs = () if others else tuple(inputs)
                 error.args = (f"{node.label}: {error}{_describe(node, arguments)}",)
             error.index = node.index  # the outermost node comes last
             raise

@@ -37,6 +37,11 @@ class Program:
         self._fixed: set[str] = set()
         self._parts: dict[tuple, _Parts] = {}
 
+    @property
+    def compiled(self) -> bool:
+        """Whether all calls until now were compiled as a whole."""
+        return bool(self._parts) and all(parts.rest is None for parts in self._parts.values())
+
     def evaluate(
         self,
         params: Mapping[str, Any],
