@@ -146,3 +146,16 @@ def test_first_max_with_ties():
     np.testing.assert_array_equal(
         jax.grad(lambda x: lowering.first_max(x, 1).sum())(x), [[0, 1, 0], [1, 0, 0]]
     )
+
+
+def test_only_cpu_leaves_the_plain_form():
+    form, (x, w, _) = arrays(*CONVOLUTIONS["depthwise, stride"])
+    gradient = jax.jit(jax.grad(lambda x, w: contract(form, 2, x, w).sum(), (0, 1)))
+    counts = {
+        platform: gradient.trace(x, w)
+        .lower(lowering_platforms=(platform,))
+        .as_text()
+        .count("stablehlo.convolution")
+        for platform in ("cpu", "cuda", "tpu")
+    }
+    assert counts == {"cpu": 0, "cuda": 2, "tpu": 2}
