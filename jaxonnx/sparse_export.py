@@ -78,9 +78,7 @@ def _holds(w: np.ndarray, pattern: Pattern, axes: Axes) -> bool:
 def packed_nbytes(tensors: Mapping[str, Any], pattern: Pattern, axes: Mapping[str, Axes]) -> int:
     """Bytes of the tensors with those in `axes` packed."""
     return sum(
-        sparse.pack(w, _mask(w, pattern, axes[name]), pattern, axis=axes[name][1]).nbytes
-        if name in axes
-        else w.nbytes
+        sparse.pack(w, None, pattern, axis=axes[name][1]).nbytes if name in axes else w.nbytes
         for name, w in tensors.items()
     )
 
