@@ -160,11 +160,11 @@ def memory(kind: str) -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(kind))
 
 
-def measure_memory(external: bool) -> tuple[float, float]:
+def measure_memory(external: bool, width: int = 384) -> tuple[float, float]:
     """Resident memory after loading and at its peak, in multiples of the weights."""
     import onnx
 
-    proto = transformer(width=384)
+    proto = transformer(width=width)
     weights = sum(len(tensor.raw_data) for tensor in proto.graph.initializer)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "transformer.onnx"

@@ -1,0 +1,142 @@
+"""Functions that a model carries: attributes, overloads, nesting, and weights passed through."""
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnxruntime
+import pytest
+
+import jaxonnx
+
+HEADER = '<ir_version: 10, opset_import: ["": 22, "l": 1]>'
+X = np.array([[1, -2, 3]], np.float32)
+
+
+def parse(graph, *functions):
+    text = "".join(f'<domain: "l", opset_import: ["": 22, "l": 1]> {f}' for f in functions)
+    return onnx.parser.parse_model(f"{HEADER} {graph} {text}")
+
+
+def graph(nodes, weights=""):
+    return f"g (float[n,3] x) => (float[n,k] y) {weights} {{ {nodes} }}"
+
+
+SCALE = "f <s> (a) => (b) { c = Constant <value_float: float = @s> ()  b = Mul(a, c) }"
+DEFAULT = (
+    "f <s: float = 3.0> (a) => (b) { c = Constant <value_float: float = @s> ()  b = Mul(a, c) }"
+)
+CASES = {
+    "attribute": (graph("y = l.f <s = 2.0> (x)"), [SCALE], 2 * X),
+    "default": (graph("y = l.f (x)"), [DEFAULT], 3 * X),
+    "default overridden": (graph("y = l.f <s = 2.0> (x)"), [DEFAULT], 2 * X),
+    "two calls": (graph("z = l.f <s = 2.0> (x)  y = l.f <s = 5.0> (z)"), [SCALE], 10 * X),
+    "nested": (
+        graph("y = l.g <t = 2.0> (x)"),
+        [SCALE, "g <t> (a) => (b) { c = l.f <s: float = @t> (a)  b = l.f <s: float = @t> (c) }"],
+        4 * X,
+    ),
+    "an omitted attribute takes the operator's default": (
+        graph("y = l.f (x)"),
+        ["f <slope> (a) => (b) { b = LeakyRelu <alpha: float = @slope> (a) }"],
+        np.array([[1, -0.02, 3]], np.float32),
+    ),
+    "one attribute used twice": (
+        graph("y = l.f <v = 2.0> (x)"),
+        ["f <v> (a) => (b) { b = HardSigmoid <alpha: float = @v, beta: float = @v> (a) }"],
+        np.clip(2 * X + 2, 0, 1),
+    ),
+    "an attribute inside a subgraph": (
+        graph("y = l.f <s = 2.0> (x)"),
+        [
+            """f <s> (a) => (b) {
+              c = Constant <value_int = 1> ()
+              d = Cast <to = 9> (c)
+              b = If (d) <
+                then_branch = t () => (t) {
+                  k = Constant <value_float: float = @s> ()
+                  t = Mul(a, k)
+                },
+                else_branch = e () => (e) { e = Identity(a) }
+              >
+            }"""
+        ],
+        2 * X,
+    ),
+    "several outputs": (
+        graph("u, v = l.f (x)  y = Sub(u, v)"),
+        ["f (a) => (b, c) { b = Neg(a)  c = Abs(a) }"],
+        -X - np.abs(X),
+    ),
+    "own names": (
+        graph("b = Neg(x)  c = l.f(b)  y = l.f(c)"),
+        ["f (a) => (b) { c = Neg(a)  b = Exp(c) }"],
+        np.exp(-np.exp(X)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_calls(name):
+    text, functions, expected = CASES[name]
+    model = jaxonnx.load(parse(text, *functions))
+    np.testing.assert_allclose(model(X), expected, rtol=1e-6)
+    again = jaxonnx.load(model.to_onnx())
+    np.testing.assert_allclose(again(X), expected, rtol=1e-6)
+
+
+def test_an_optional_input():
+    proto = parse(
+        graph('u = l.f(x, x)  v = l.f(x)  w = l.f(x, "")  z = Add(u, v)  y = Add(z, w)'),
+        "f (a, low) => (b) { b = Clip(a, low) }",
+    )
+    np.testing.assert_allclose(jaxonnx.load(proto)(X), 3 * X)
+
+
+def test_overloads():
+    proto = parse(graph("u = l.f(x)  y = l.f(u)"), "f (a) => (b) { b = Neg(a) }")
+    other = onnx.FunctionProto()
+    other.CopyFrom(proto.functions[0])
+    other.overload = "second"
+    other.node[0].op_type = "Exp"
+    proto.functions.append(other)
+    proto.graph.node[1].overload = "second"
+    np.testing.assert_allclose(jaxonnx.load(proto)(X), np.exp(-X), rtol=1e-6)
+
+
+def test_an_overload_may_call_another():
+    proto = parse(graph("y = l.f(x)"), "f (a) => (b) { b = l.f(a) }")
+    other = onnx.FunctionProto()
+    other.CopyFrom(proto.functions[0])
+    other.overload = "second"
+    other.node[0].domain, other.node[0].op_type = "", "Exp"
+    proto.functions[0].node[0].overload = "second"
+    proto.functions.append(other)
+    np.testing.assert_allclose(jaxonnx.load(proto)(X), np.exp(X), rtol=1e-6)
+
+
+def test_weights_keep_their_roles_through_functions(tmp_path):
+    proto = parse(
+        graph(
+            "h = l.layer(x, w, b)  y = Div(h, two)",
+            "<float[3,2] w = {1,2,3,4,5,6}, float[2] b = {1,-1}, float[1] two = {2}>",
+        ),
+        "layer (a, w, b) => (c) { t = Transpose(w)  c = l.linear(a, t, b) }",
+        "linear (a, w, b) => (c) { c = Gemm <transB = 1> (a, w, b) }",
+    )
+    model = jaxonnx.load(proto)
+    assert set(model.params) == {"w", "b"}
+    changed = model.replace(params={k: v + 1 for k, v in model.params.items()})
+    changed.save(tmp_path / "saved.onnx")
+    session = onnxruntime.InferenceSession(
+        tmp_path / "saved.onnx", providers=["CPUExecutionProvider"]
+    )
+    np.testing.assert_allclose(session.run(None, {"x": X})[0], changed(X), rtol=1e-5)
+
+
+def test_errors_inside_a_function_name_the_call():
+    proto = parse(
+        graph("y = l.f(x)"),
+        "f (a) => (b) { c = Constant <value_ints = [7]> ()  b = Reshape(a, c) }",
+    )
+    with pytest.raises(jaxonnx.NodeError, match=r"'b' \(Reshape"):
+        jaxonnx.load(proto)(X)
