@@ -19,6 +19,7 @@ from jaxonnx.sparse_export import packed_nbytes, record
 
 _PHASES = ("dense", "dynamic", "fixed")
 _PREPARATION = ("scale", "mean", "std", "labels")
+_LOSS = "softmax_cross_entropy_with_integer_labels"
 _OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "rmsprop", "sgd")
 
 
@@ -62,8 +63,10 @@ def _parser() -> argparse.ArgumentParser:
         what = "the .onnx to write, or a packed .npz"
         train.add_argument("-o", "--output", "--out", type=Path, required=True, help=what)
         train.add_argument("--validation", type=Path, help="a .npz like the data")
-        train.add_argument("--loss", default="softmax_cross_entropy_with_integer_labels")
-        train.add_argument("--optimizer", choices=_OPTIMIZERS, default="adam")
+        what = f"of optax; {_LOSS}, or what the file's training_info has"
+        train.add_argument("--loss", help=what)
+        what = "adam, or what the file's training_info has"
+        train.add_argument("--optimizer", choices=_OPTIMIZERS, help=what)
         train.add_argument("--rate", type=float, default=1e-3, help="learning rate")
         train.add_argument("--epochs", type=int, help="10, or the sum of the phases")
         train.add_argument("--batch-size", type=int)
@@ -139,11 +142,12 @@ def _train(options: argparse.Namespace, sparsity: dict[str, Any] | None = None) 
     if validation is not None:
         held_out, truth = _arrays(validation, model, "y")
         validation = (_prepared(held_out, model, options), truth)
+    carried = bool(model.proto.training_info) and not (options.loss or options.optimizer)
     result = train(
         model,
         (inputs, targets),
-        loss=options.loss,
-        optimizer=getattr(optax, options.optimizer)(options.rate),
+        loss=None if carried else options.loss or _LOSS,
+        optimizer=None if carried else getattr(optax, options.optimizer or "adam")(options.rate),
         epochs=10 if options.epochs is None else options.epochs,
         batch_size=options.batch_size,
         seed=options.seed,

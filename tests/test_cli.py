@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 
@@ -44,6 +45,16 @@ def test_train(verb, data, tmp_path, capsys):
     kept = np.count_nonzero(after["classifier.0.weight"]) / after["classifier.0.weight"].size
     assert kept <= 0.5 if verb == "sparsify" else kept > 0.9
     onnxruntime.InferenceSession(output, providers=["CPUExecutionProvider"])
+
+
+def test_train_follows_the_algorithm_of_the_file(data, tmp_path, capsys):
+    loss, optimizer = "softmax_cross_entropy_with_integer_labels", jaxonnx.optim.adam(1e-3)
+    onnx.save(jaxonnx.add_training(NET, loss=loss, optimizer=optimizer), tmp_path / "net.onnx")
+    output = tmp_path / "out.onnx"
+    settings = ["--epochs", "2", "--batch-size", "8"]
+    assert main(["train", str(tmp_path / "net.onnx"), str(data), "-o", str(output), *settings]) == 0
+    state = jaxonnx.load(output).training.state
+    assert 4 in [int(value) for value in state.values() if value.size == 1]
 
 
 @pytest.mark.parametrize(
