@@ -6,7 +6,6 @@ import dataclasses
 import os
 import re
 import warnings
-from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,10 +19,11 @@ from onnx import ModelProto
 
 from jaxonnx import save as saving
 from jaxonnx import sparse, sparse_export
-from jaxonnx.bind import Graph, Node, bind
+from jaxonnx.bind import Graph, bind
 from jaxonnx.errors import InputError
 from jaxonnx.load import give_back_memory, read
 from jaxonnx.program import Program
+from jaxonnx.roles import graph_tensors, roles
 from jaxonnx.show import summary, text
 from jaxonnx.training_info import Training
 from jaxonnx.values import Value, declared, fit
@@ -59,11 +59,11 @@ def load(
     """
     proto, tensors = read(source)
     graph = bind(proto, proto.graph, tensors.keys())
-    roles = _roles(graph, tensors, {t.name for t in proto.graph.initializer})
+    found = roles(graph, tensors, {t.name for t in proto.graph.initializer})
     params, state, constants = {}, {}, {}
     for name in graph_tensors(graph):
         value = tensors[name]
-        role = roles.get(name)
+        role = found.get(name)
         if role == "param":
             params[name] = value
         elif role == "state" or (value.nbytes > KNOWN_LIMIT and value.dtype not in _HOST_ONLY):
@@ -318,56 +318,6 @@ class Model:
 
     def _repr_html_(self) -> str:
         return text(self, html=True)
-
-
-def graph_tensors(graph: Graph) -> list[str]:
-    """The named tensors of a graph and of the subgraphs within it."""
-    names = list(graph.weights)
-    for node in graph.nodes:
-        for inner in node.graphs.values():
-            for g in inner if isinstance(inner, list) else [inner]:
-                names += graph_tensors(g)
-    return list(dict.fromkeys(names))
-
-
-def _roles(
-    graph: Graph, tensors: Mapping[str, np.ndarray], initializers: set[str]
-) -> dict[str, str]:
-    """Which tensor is a parameter or running statistic, by the place where the graph uses it."""
-    roles: dict[str, str] = {}
-
-    def is_vector(name: str, node: Node) -> bool:
-        shape = tensors[name].shape
-        if tensors[name].size == 1:
-            # An epsilon is a Constant and a factor of sqrt(d) is multiplied; a bias is neither.
-            return len(shape) > 0 and node.op.name == "Add" and name in initializers
-        return sum(d != 1 for d in shape) == 1
-
-    def walk(graph: Graph, behind: ChainMap) -> None:
-        """`behind` tells which tensor a name is a view of."""
-        behind.update((name, name) for name in graph.weights)
-        for node in graph.nodes:
-            for i, name in enumerate(node.inputs):
-                root, role = behind.get(name), node.op.role(i)
-                if root is None or role is None:
-                    continue
-                if not jnp.issubdtype(tensors[root].dtype, jnp.floating):
-                    continue
-                if role != "vector":
-                    roles.setdefault(root, role)
-                elif is_vector(root, node):
-                    roles.setdefault(root, "param")
-            if node.op.view and behind.get(node.inputs[0]):
-                behind[node.outputs[0]] = behind[node.inputs[0]]
-            for inner in node.graphs.values():
-                for g in inner if isinstance(inner, list) else [inner]:
-                    walk(g, behind.new_child(dict.fromkeys(g.inputs)))
-            if node.body is not None:
-                given = (behind.get(name) for name in node.inputs)
-                walk(node.body, ChainMap(dict(zip(node.body.inputs, given, strict=False))))
-
-    walk(graph, ChainMap())
-    return roles
 
 
 def _checked(what: str, current: dict, given: Mapping[str, Any] | None) -> dict[str, Any]:

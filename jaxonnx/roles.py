@@ -1,0 +1,69 @@
+"""Which tensor of a file is a parameter, and which a running statistic: by the place of its use.
+
+`jaxonnx.registry` says what stands at the inputs of an operator; a tensor keeps its role behind
+Transpose, Reshape, Cast, Identity and the like, in subgraphs and in functions of the model.
+"""
+
+from collections import ChainMap
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx.bind import Graph, Node
+
+
+def graph_tensors(graph: Graph) -> list[str]:
+    """The named tensors of a graph and of the subgraphs within it."""
+    names = list(graph.weights)
+    for node in graph.nodes:
+        for inner in node.graphs.values():
+            for g in inner if isinstance(inner, list) else [inner]:
+                names += graph_tensors(g)
+    return list(dict.fromkeys(names))
+
+
+def roles(
+    graph: Graph, tensors: Mapping[str, np.ndarray], initializers: set[str]
+) -> dict[str, str]:
+    """The role, "param" or "state", of each tensor that has one.
+
+    Args:
+      graph: the bound main graph.
+      tensors: its named tensors.
+      initializers: the names of those that are initializers; the others sit in Constant nodes.
+    """
+    found: dict[str, str] = {}
+
+    def is_vector(name: str, node: Node) -> bool:
+        shape = tensors[name].shape
+        if tensors[name].size == 1:
+            # An epsilon is a Constant and a factor of sqrt(d) is multiplied; a bias is neither.
+            return len(shape) > 0 and node.op.name == "Add" and name in initializers
+        return sum(d != 1 for d in shape) == 1
+
+    def walk(graph: Graph, behind: ChainMap) -> None:
+        """`behind` tells which tensor a name is a view of."""
+        behind.update((name, name) for name in graph.weights)
+        for node in graph.nodes:
+            for i, name in enumerate(node.inputs):
+                root, role = behind.get(name), node.op.role(i)
+                if root is None or role is None:
+                    continue
+                if not jnp.issubdtype(tensors[root].dtype, jnp.floating):
+                    continue
+                if role != "vector":
+                    found.setdefault(root, role)
+                elif is_vector(root, node):
+                    found.setdefault(root, "param")
+            if node.op.view and behind.get(node.inputs[0]):
+                behind[node.outputs[0]] = behind[node.inputs[0]]
+            for inner in node.graphs.values():
+                for g in inner if isinstance(inner, list) else [inner]:
+                    walk(g, behind.new_child(dict.fromkeys(g.inputs)))
+            if node.body is not None:
+                given = (behind.get(name) for name in node.inputs)
+                walk(node.body, ChainMap(dict(zip(node.body.inputs, given, strict=False))))
+
+    walk(graph, ChainMap())
+    return found
