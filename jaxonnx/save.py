@@ -34,6 +34,8 @@ def to_onnx(
     result = ModelProto()
     result.CopyFrom(proto)
     _fill(result.graph, values, params, state)
+    if result.ir_version < 4:
+        _declare_initializers(result.graph)
     opset = next((e.version for e in proto.opset_import if e.domain in ("", "ai.onnx")), 1)
     for node in _nodes(result.graph):
         # A training algorithm of the file's own may read what inference form would remove.
@@ -107,6 +109,16 @@ def _fill(graph: GraphProto, values, params, state) -> None:
             graph.initializer.append(numpy_helper.from_array(values[name], name))
         elif constant is not None:
             _set(constant, values[name])
+
+
+def _declare_initializers(graph: GraphProto) -> None:
+    """Makes every initializer an input too, as IR version 3 demands."""
+    inputs = {value.name for value in graph.input}
+    for tensor in graph.initializer:
+        if tensor.name not in inputs:
+            graph.input.append(
+                onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+            )
 
 
 def _set(tensor: TensorProto, value: np.ndarray) -> None:

@@ -1,0 +1,124 @@
+"""Saving: what is written, where, and what stays if it cannot be written."""
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnxruntime
+import pytest
+from onnx import numpy_helper
+
+import jaxonnx
+
+X = np.array([[1, 2, 3]], np.float32)
+
+
+def model(ir=10, opset=22):
+    proto = onnx.parser.parse_model(f"""
+    <ir_version: {ir}, opset_import: ["": {opset}], producer_name: "someone">
+    g (float[n,3] x) => (float[n,2] y) <float[3,2] w = {{1,2,3,4,5,6}}, int64[1] axis = {{1}}> {{
+      k = Constant <value = float[2] {{1,-1}}> ()
+      h = MatMul(x, w)
+      a = Add(h, k)
+      y = Softmax <axis = -1> (a)
+    }}""")
+    proto.metadata_props.add(key="origin", value="test")
+    proto.graph.node[1].doc_string = "the product"
+    return jaxonnx.load(proto)
+
+
+def run_onnxruntime(path, x=X):
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return session.run(None, {session.get_inputs()[0].name: x})[0]
+
+
+@pytest.mark.parametrize("external", [False, True])
+def test_saved_weights_run_in_onnxruntime(external, tmp_path):
+    path = tmp_path / "net.onnx"
+    changed = model().replace(params={k: 0.5 * v for k, v in model().params.items()})
+    changed.save(path, external_data=external)
+    onnx.checker.check_model(path, full_check=True)
+    np.testing.assert_allclose(run_onnxruntime(path), changed(X), rtol=1e-6)
+    np.testing.assert_array_equal(jaxonnx.load(path)(X), changed(X))
+
+
+def test_what_is_no_weight_stays():
+    before = model()
+    after = before.to_onnx()
+    assert after.producer_name == "someone"
+    assert after.metadata_props[0].value == "test"
+    assert [node.op_type for node in after.graph.node] == ["MatMul", "Add", "Softmax"]
+    assert after.graph.node[0].doc_string == "the product"
+    assert {t.name for t in after.graph.initializer} == {"w", "axis", "k"}
+
+
+def test_a_constant_that_is_not_trained_stays_a_node():
+    frozen = model().with_trainable(["w"])
+    kinds = [node.op_type for node in frozen.to_onnx().graph.node]
+    assert kinds == ["Constant", "MatMul", "Add", "Softmax"]
+    np.testing.assert_array_equal(jaxonnx.load(frozen.to_onnx())(X), frozen(X))
+
+
+def test_a_failure_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "net.onnx"
+    path.write_bytes(b"what was here before")
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(onnx, "save_model", full)
+    with pytest.raises(OSError, match="No space"):
+        model().save(path)
+    assert path.read_bytes() == b"what was here before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_path_that_cannot_be_written(tmp_path):
+    with pytest.raises(OSError):
+        model().save(tmp_path / "missing" / "net.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def big(tmp_path):
+    """A model whose weights lie in a file of their own."""
+    proto = onnx.parser.parse_model("""
+    <ir_version: 10, opset_import: ["": 22]>
+    g (float[n,32] x) => (float[n,32] y) { h = MatMul(x, w)  y = Mul(h, m) }""")
+    draw = np.random.default_rng(0)
+    for name in ("w", "m"):
+        shape = (32, 32) if name == "w" else (1, 32)
+        value = draw.standard_normal(shape).astype(np.float32)
+        proto.graph.initializer.append(numpy_helper.from_array(value, name))
+    path = tmp_path / "big.onnx"
+    onnx.save_model(proto, path, save_as_external_data=True, location="big.onnx.data")
+    return path
+
+
+def test_saving_over_the_file_that_was_loaded(tmp_path):
+    path, x = big(tmp_path), np.ones((1, 32), np.float32)
+    loaded = jaxonnx.load(path)
+    expected = 2 * loaded(x)
+    doubled = loaded.replace(
+        params={k: (2 if k == "w" else 1) * v for k, v in loaded.params.items()}
+    )
+    doubled.save(path, external_data=True)
+    np.testing.assert_allclose(jaxonnx.load(path)(x), expected, rtol=1e-6)
+    np.testing.assert_allclose(run_onnxruntime(path, x), expected, rtol=1e-5)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["big.onnx", "big.onnx.data"]
+    np.testing.assert_allclose(2 * loaded(x), expected)
+
+
+def test_external_data_becomes_part_of_the_file(tmp_path):
+    loaded, x = jaxonnx.load(big(tmp_path)), np.ones((1, 32), np.float32)
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    loaded.save(folder / "whole.onnx")
+    assert [p.name for p in folder.iterdir()] == ["whole.onnx"]
+    np.testing.assert_array_equal(jaxonnx.load(folder / "whole.onnx")(x), loaded(x))
+
+
+@pytest.mark.parametrize("ir", [3, 4, 8, 13])
+def test_a_new_initializer_fits_the_ir_version(ir, tmp_path):
+    """IR 3 demands that every initializer is an input too."""
+    saved = model(ir, opset=11).to_onnx()
+    assert saved.ir_version == ir
+    onnx.checker.check_model(saved)
