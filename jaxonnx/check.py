@@ -106,5 +106,8 @@ def _rules(domain: str, name: str, version: int) -> _Rules | None:
         fewest=schema.min_input,
         most=None if endless[0] else schema.max_input,
         outputs=None if endless[1] else schema.max_output,
-        types={name: attribute.type.value for name, attribute in schema.attributes.items()},
+        types={
+            name: attribute.type.value  # type: ignore[attr-defined]
+            for name, attribute in schema.attributes.items()
+        },
     )

@@ -35,7 +35,7 @@ _DATA_FIELDS = (
     "data_location",
 )
 
-_PACKED = {
+_PACKED: dict[int, int] = {
     TensorProto.UINT4: 4,
     TensorProto.INT4: 4,
     TensorProto.FLOAT4E2M1: 4,
