@@ -1,7 +1,7 @@
 """jaxonnx beside hand-written JAX, PyTorch and onnxruntime: ratios of step times, and one chart.
 
     python -m benchmarks [--networks lenet mlp] [--systems jaxonnx flax torch] [--rounds 9]
-                         [--phases train forward] [--threads 2] [--out benchmarks.png]
+                         [--phases train forward] [--threads 2] [--clock cpu] [--out benchmarks.png]
 
 Every system runs in a process of its own with the same cores, threads and allocator settings; the
 processes take turns, round by round. A ratio is jaxonnx's time over the other's in the same round,
@@ -94,7 +94,10 @@ def spawn(network, system, phase, path: Path, options) -> Worker:
     log = path.parent / f"{network}.{system}.{phase}.log"
     with log.open("w") as errors:
         process = subprocess.Popen(
-            [other or sys.executable, "-m", "benchmarks.worker", network, system, phase, path],
+            [
+                *(other or sys.executable, "-m", "benchmarks.worker"),
+                *(network, system, phase, path, options.clock),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -201,7 +204,8 @@ def draw(results: dict[str, dict], title: str, path: Path) -> None:
         axes.set_xlabel("time of jaxonnx / time of the other (left of 1: jaxonnx is faster)")
         axes.set_title({"train": "training step", "forward": "forward pass"}[phase])
         axes.grid(axis="x", alpha=0.3)
-    panels[0].legend(fontsize="small")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize="small")
     figure.suptitle(title, fontsize="small")
     figure.savefig(path, dpi=150)
 
@@ -217,6 +221,12 @@ def main() -> None:
     parser.add_argument("--phases", choices=PHASES, default=[*PHASES], **several)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="cpu, with --threads 1, is for a machine that is busy with other work",
+    )
     parser.add_argument("--allocator", choices=("keep", "default"), default="keep")
     parser.add_argument("--ort-python", help="interpreter that has onnxruntime-training 1.19.2")
     parser.add_argument(
@@ -238,7 +248,10 @@ def main() -> None:
                 results[f"{network}, {phase}"] = figures(compare(network, phase, folder, options))
     show(results, options)
     if options.out:
-        title = f"{platform.machine()}, {len(cores)} cores, medians of {options.rounds} rounds"
+        title = (
+            f"{platform.machine()}, {len(cores)} cores, {options.clock} clock, "
+            f"medians and quartiles of {options.rounds} rounds"
+        )
         draw(results, title, options.out)
         options.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
 

@@ -125,7 +125,8 @@ def pytorch(
     y = y.long()
     net = build(network, x.cpu()).to(device)
     if channels_last:
-        x, net = (a.to(memory_format=torch.channels_last) for a in (x, net))
+        x = x.to(memory_format=torch.channels_last)
+        net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     parameters = sum(p.numel() for p in net.parameters())
     optimizer = torch.optim.Adam(net.parameters(), LEARNING_RATE, fused=True)
     net.train(phase == "train")

@@ -1,9 +1,10 @@
 """One system on one network in a process of its own, so that memory and threads are its own.
 
-    python -m benchmarks.worker <network> <system> <train | forward> <file>
+    python -m benchmarks.worker <network> <system> <train | forward> <file> <clock>
 
 Prints a line of JSON when the first step has ended. Then, for each line with a number on standard
-input, runs so many steps and prints the seconds of one; at the end, the peaks of memory.
+input, runs so many steps and prints the seconds of one and the peak of memory so far. The clock is
+"wall" or "cpu".
 """
 
 import json
@@ -24,7 +25,8 @@ def _resident(field: str) -> int:
 
 
 def main() -> None:
-    network, system, phase, path = sys.argv[1:]
+    network, system, phase, path, kind = sys.argv[1:]
+    clock = time.process_time if kind == "cpu" else time.perf_counter
     results, sys.stdout = sys.stdout, sys.stderr  # what libraries print stays out of the answers
 
     def answer(**values):
@@ -37,9 +39,9 @@ def main() -> None:
     Path("/proc/self/clear_refs").write_text("5")
     for line in sys.stdin:
         count = int(line)
-        start = time.perf_counter()
+        start = clock()
         run(count)
-        answer(seconds=(time.perf_counter() - start) / count, memory=_resident("VmHWM"))
+        answer(seconds=(clock() - start) / count, memory=_resident("VmHWM"))
 
 
 if __name__ == "__main__":
