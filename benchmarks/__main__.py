@@ -214,11 +214,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    several = {"nargs": "+", "metavar": "NAME"}
-    parser.add_argument("--networks", choices=NETWORKS, default=[*NETWORKS], **several)
+    parser.add_argument("--networks", choices=NETWORKS, default=[*NETWORKS], nargs="+")
     default = [s for s in SYSTEMS if s not in ("torch-compile", "onnxruntime-training")]
-    parser.add_argument("--systems", choices=SYSTEMS, default=default, **several)
-    parser.add_argument("--phases", choices=PHASES, default=[*PHASES], **several)
+    parser.add_argument("--systems", choices=SYSTEMS, default=default, nargs="+")
+    parser.add_argument("--phases", choices=PHASES, default=[*PHASES], nargs="+")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument(

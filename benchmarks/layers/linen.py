@@ -23,7 +23,8 @@ class Layers:
         return linen.BatchNorm(not self.train, momentum=0.9)(x)
 
     def max_pool(self, x, kernel, stride, pad=0):
-        return linen.max_pool(x, (kernel,) * 2, (stride,) * 2, [(pad, pad)] * 2)
+        pads = [(pad, pad)] * 2
+        return linen.max_pool(x, (kernel,) * 2, (stride,) * 2, pads)  # type: ignore[arg-type]
 
     def relu(self, x):
         return linen.relu(x)
@@ -59,7 +60,7 @@ class Layers:
         return linen.MultiHeadDotProductAttention(heads)(x)
 
     def lstm(self, x, hidden):
-        return linen.RNN(linen.OptimizedLSTMCell(hidden))(x)[:, -1]
+        return linen.RNN(linen.OptimizedLSTMCell(hidden))(x)[:, -1]  # type: ignore[index]
 
 
 class Net(linen.Module):
