@@ -182,14 +182,11 @@ def save(
         index[name] = entry
     arrays[_INDEX] = np.frombuffer(json.dumps(index).encode(), np.uint8)
     path = Path(path)
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-        try:
+    with tempfile.TemporaryDirectory(prefix=".jaxonnx-", dir=path.parent) as folder:
+        written = Path(folder) / path.name
+        with written.open("wb") as file:
             np.savez(file, **arrays)
-            file.close()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+        os.replace(written, path)
 
 
 def load(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[str, Packed]]:
