@@ -23,7 +23,7 @@ from jaxonnx.bind import Graph, bind
 from jaxonnx.errors import InputError
 from jaxonnx.load import give_back_memory, read
 from jaxonnx.program import Program
-from jaxonnx.roles import graph_tensors, roles
+from jaxonnx.roles import graph_tensors, roles, running_statistics
 from jaxonnx.show import summary, text
 from jaxonnx.training_info import Training
 from jaxonnx.values import Value, declared, fit
@@ -203,19 +203,28 @@ class Model:
         """A model whose parameters are exactly the floating-point tensors that are chosen.
 
         Args:
-          trainable: names or regular expressions (matched in full), or a predicate.
+          trainable: names or regular expressions (matched in full), or a predicate. Running
+            statistics are chosen only by their exact names.
 
         Raises:
           InputError: a name or expression matches no floating-point tensor.
         """
         tensors = {**self.program.constants, **self.state, **self.params}
         floats = {n: v for n, v in tensors.items() if jnp.issubdtype(v.dtype, jnp.floating)}
+        # A running statistic is renewed, not trained, unless it is asked for by its name.
+        matched = floats.keys() - running_statistics(self.graph)
         if callable(trainable):
-            chosen = {name for name, value in floats.items() if trainable(name, jnp.asarray(value))}
+            chosen = {name for name in matched if trainable(name, jnp.asarray(floats[name]))}
         else:
             chosen = set()
             for wanted in [trainable] if isinstance(trainable, str) else trainable:
-                found = {name for name in floats if name == wanted or re.fullmatch(wanted, name)}
+                try:
+                    found = {name for name in matched if re.fullmatch(wanted, name)}
+                except re.error as error:
+                    if wanted not in floats:
+                        raise InputError(f"trainable={wanted!r}: {error}") from error
+                    found = set()
+                found |= {wanted} & floats.keys()
                 if not found:
                     raise InputError(
                         f"trainable={wanted!r} matches no floating-point tensor of the model; "

@@ -23,6 +23,16 @@ def graph_tensors(graph: Graph) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def running_statistics(graph: Graph) -> set[str]:
+    """The names at the inputs of the graph's nodes where running statistics stand."""
+    return {
+        name
+        for node in graph.nodes
+        for i, name in enumerate(node.inputs)
+        if node.op.role(i) == "state"
+    }
+
+
 def roles(
     graph: Graph, tensors: Mapping[str, np.ndarray], initializers: set[str]
 ) -> dict[str, str]:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -408,3 +409,15 @@ assert before[1] == warnings.filters
     path = "tests/data/lenet.legacy.onnx"
     done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
     assert not done.returncode, done.stderr
+
+
+def test_expressions_choose_no_running_statistics():
+    model = jaxonnx.load(Path(__file__).parent / "data" / "lenet_bn.legacy.onnx").with_trainable(
+        "features.*"
+    )
+    assert {name.split(".")[-1] for name in model.params} == {"weight", "bias"}
+    assert "features.1.running_mean" in model.state
+    exact = model.with_trainable(["features.1.running_mean"])
+    assert {*exact.params} == {"features.1.running_mean"}
+    with pytest.raises(jaxonnx.InputError, match="nothing to repeat"):
+        model.with_trainable("*.weight")
