@@ -71,6 +71,8 @@ class Conv:
 
     def fast(self, out, u, v):
         """XLA:CPU accumulates half precision in half precision, hence float32."""
+        if not u.size or not v.size:
+            return self.plain(out, u, v)
         wide = jnp.promote_types(u.dtype, jnp.float32)
         y: Any = self._fast(out, u.astype(wide), v.astype(wide))
         return y.astype(u.dtype)
