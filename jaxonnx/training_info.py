@@ -40,11 +40,14 @@ class Training:
     All are pure and compiled; state, batch and outputs are dicts by tensor name. Operators do
     what the file says: Dropout drops if its `training_mode` input is true, and so on.
 
-    >>> model = jaxonnx.load("mnist-training.onnx")                           # doctest: +SKIP
-    >>> training = model.training                                             # doctest: +SKIP
-    >>> state = training.init(jax.random.key(0))                              # doctest: +SKIP
-    >>> state, outputs = training.step(state, {"images": x, "labels": y})     # doctest: +SKIP
-    >>> onnx.save(training.to_onnx(state), "continue-here.onnx")              # doctest: +SKIP
+    >>> import jaxonnx
+    >>> from jaxonnx import demo
+    >>> loss = "softmax_cross_entropy_with_integer_labels"
+    >>> file = jaxonnx.add_training(demo.model(), loss=loss, optimizer=jaxonnx.optim.adam(1e-3))
+    >>> training = jaxonnx.load(file).training
+    >>> batch = {"x": np.ones((4, 1, 8, 8), np.float32), "target": np.arange(4)}
+    >>> state, outputs = training.step(training.state, batch)
+    >>> proto = training.to_onnx(state)  # training continues from there
 
     Attributes:
       variables: the names of the state variables.
