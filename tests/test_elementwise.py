@@ -144,12 +144,18 @@ def test_masked_entries_have_no_gradient(name):
     assert np.isfinite(jax.hessian(first)(x)).all()
 
 
-@pytest.mark.parametrize("name", ["Softmax", "LogSoftmax", "Hardmax"])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("Softmax", (0, 3)),
+        ("Softmax", (3, 0)),
+        ("LogSoftmax", (0, 3)),
+        ("LogSoftmax", (3, 0)),
+        ("Hardmax", (0, 3)),  # the maximum of an empty row has no place
+    ],
+)
 @pytest.mark.parametrize("opset", [1, 13])
-@pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
 def test_softmax_of_nothing(name, opset, shape):
-    if name == "Hardmax" and shape == (3, 0):
-        pytest.skip("the maximum of nothing has no place")
     assert operator(name, opset)(jnp.zeros(shape)).shape == shape
 
 
