@@ -8,6 +8,7 @@ only, though the loss does not count the fill.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import jax
@@ -97,16 +98,17 @@ class Arrays:
         """The number of batches in an epoch."""
         return -(-len(self.inputs[0]) // self.size)
 
-    def batches(self, epoch: int) -> Iterator[Batch]:
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch from number `start` on."""
         count = len(self.inputs[0])
         order = np.arange(count)
         if self.seed is not None:
             np.random.default_rng((self.seed, epoch)).shuffle(order)
         order = np.resize(order, self.steps * self.size)
-        for start in range(0, len(order), self.size):
-            rows = order[start : start + self.size]
+        for first in range(start * self.size, len(order), self.size):
+            rows = order[first : first + self.size]
             inputs, targets = jax.tree.map(lambda a: a[rows], (self.inputs, self.targets))  # noqa: B023
-            weight = np.arange(start, start + self.size) < count
+            weight = np.arange(first, first + self.size) < count
             yield Batch(inputs, targets, weight.astype(np.float32))
 
 
@@ -125,7 +127,14 @@ class Stream:
         """The number of batches in an epoch, where it is known."""
         return len(self.data) if hasattr(self.data, "__len__") else None
 
-    def batches(self, epoch: int) -> Iterator[Batch]:
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch from number `start` on; those before it are made and dropped.
+
+        Fill comes from the batch before, so skipping gives the batches of the whole epoch.
+        """
+        return islice(self._all(epoch), start, None)
+
+    def _all(self, epoch: int) -> Iterator[Batch]:
         full = None
         number = -1
         pairs: Any = self.data(epoch) if callable(self.data) else self.data
