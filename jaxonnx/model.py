@@ -20,6 +20,7 @@ from onnx import ModelProto
 from jaxonnx import save as saving
 from jaxonnx import sparse, sparse_export
 from jaxonnx.bind import Graph, bind
+from jaxonnx.cut import cut
 from jaxonnx.errors import InputError
 from jaxonnx.load import give_back_memory, read
 from jaxonnx.program import Program
@@ -41,13 +42,17 @@ Trainable = str | Iterable[str] | Callable[[str, jax.Array], bool]
 
 
 def load(
-    source: str | os.PathLike | bytes | ModelProto, *, trainable: Trainable | None = None
+    source: str | os.PathLike | bytes | ModelProto,
+    *,
+    outputs: str | Iterable[str] | None = None,
+    trainable: Trainable | None = None,
 ) -> Model:
     """Loads an ONNX model.
 
     Args:
       source: a path (of an ONNX file, or of a packed .npz that `Model.save` wrote), the bytes of a
         file, or a ModelProto (which is left as it is).
+      outputs: inner values to give instead of the file's outputs, as in `Model.with_outputs`.
       trainable: names or regular expressions (matched in full), or a predicate of name and value:
         exactly these floating-point tensors become parameters, instead of those that stand at a
         weight or bias of an operator.
@@ -56,6 +61,7 @@ def load(
       ModelError: the file is corrupt, truncated or malformed.
       SparsityError: a packed file is.
       UnsupportedError: operators without an implementation (all of them named), or a newer opset.
+      InputError: `outputs` or `trainable` name what the model does not have.
     """
     proto, tensors = read(source)
     graph = bind(proto, proto.graph, tensors.keys())
@@ -83,6 +89,7 @@ def load(
         jax.block_until_ready((params, state))
         give_back_memory()
     model = Model(params, state, proto, Program(graph, constants), originals)
+    model = model if outputs is None else model.with_outputs(outputs)
     for warning in model.warnings:
         if warning.startswith("64-bit"):
             warnings.warn(warning, stacklevel=2)
@@ -237,6 +244,30 @@ class Model:
             {n: v for n, v in tensors.items() if n not in chosen and n not in constants},
             self.proto,
             Program(self.graph, constants),
+            self.originals,
+        )
+
+    def with_outputs(self, outputs: str | Iterable[str]) -> Model:
+        """A model of the same graph cut at other outputs: features, or a backbone for a new head.
+
+        What these outputs do not need is neither evaluated nor saved: nodes, tensors and inputs.
+        A new head is a function, or a module of Flax, of what this model gives.
+
+        Args:
+          outputs: names of values or nodes of the main graph, or of modules as PyTorch's exporters
+            record them ("layer4": what the last node of that module gives).
+
+        Raises:
+          InputError: there is no such value; the message has those with similar names.
+        """
+        tensors = {**self.program.constants, **self.state, **self.params}
+        proto, graph = cut(self.proto, self.graph, tensors, outputs)
+        kept = {*graph_tensors(graph)}
+        return Model(
+            {name: value for name, value in self.params.items() if name in kept},
+            {name: value for name, value in self.state.items() if name in kept},
+            proto,
+            Program(graph, {n: v for n, v in self.program.constants.items() if n in kept}),
             self.originals,
         )
 

@@ -1,0 +1,195 @@
+"""A graph cut at other outputs: features of an inner layer, a backbone for a new head."""
+
+import ast
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import onnx
+from onnx import GraphProto, ModelProto, NodeProto, TypeProto, ValueInfoProto, helper
+
+from jaxonnx import save as saving
+from jaxonnx.bind import Graph
+from jaxonnx.errors import Error, InputError
+from jaxonnx.evaluate import Context, run
+from jaxonnx.values import declared
+
+_SMALL = 4096
+"""Bytes; a tensor that shape inference may read: axes, sizes and the like."""
+
+
+def cut(
+    proto: ModelProto, graph: Graph, tensors: Mapping[str, Any], outputs: str | Iterable[str]
+) -> tuple[ModelProto, Graph]:
+    """Cuts a model at values of its main graph; returns the smaller file and its bound graph.
+
+    Nodes, initializers, inputs and types that the new outputs do not need are dropped, and with
+    them training_info, which belongs to the whole graph. Types of the outputs are those of the
+    file, else those that ONNX's shape inference finds, else those of an evaluation on shapes.
+
+    Args:
+      proto: the file.
+      graph: its main graph, bound.
+      tensors: the values of its named tensors.
+      outputs: names of values or nodes (then: the node's first output), or of modules as PyTorch's
+        exporters record them (then: what the last node of the module gives).
+
+    Raises:
+      InputError: there is no such value; the message has those with similar names.
+    """
+    listed = [outputs] if isinstance(outputs, str) else [*outputs]
+    names = [_resolve(proto.graph, name) for name in listed]
+    if not names or len({*names}) < len(names):
+        raise InputError(f"outputs must be different values of the graph, and are {listed}")
+    needed = _needed(proto.graph, graph, names)
+    result = ModelProto()
+    result.CopyFrom(proto)
+    del result.training_info[:]
+    _keep(result.graph, needed)
+    smaller = replace(
+        graph,
+        inputs=tuple(name for name in graph.inputs if name in needed),
+        outputs=tuple(names),
+        weights=tuple(name for name in graph.weights if name in needed),
+        initializers={n: v for n, v in graph.initializers.items() if n in needed},
+        nodes=tuple(node for node in graph.nodes if not needed.isdisjoint(node.outputs)),
+    )
+    known = _types(result, tensors, names)
+    kinds = [known.get(name) or _evaluated(result, smaller, tensors, name) for name in names]
+    for name, kind in zip(names, kinds, strict=True):
+        result.graph.output.append(ValueInfoProto(name=name, type=kind))
+    return result, replace(smaller, output_types=tuple(kinds))
+
+
+def _resolve(graph: GraphProto, name: str) -> str:
+    """The value that is meant."""
+    values = [output for node in graph.node for output in node.output if output]
+    if name in values:
+        return name
+    for node in graph.node:
+        if name == node.name:
+            return node.output[0]
+    for node in reversed(graph.node):
+        if name in modules(node):
+            return node.output[0]
+    scopes = dict.fromkeys(scope for node in graph.node for scope in modules(node))
+    known = [*scopes, *values]
+    near = difflib.get_close_matches(str(name), known, n=5)
+    near += [other for other in known if str(name) in other and other not in near][-5:]
+    raise InputError(
+        f"the graph has no value, node or module '{name}'; "
+        + (f"near it are {', '.join(near)}" if near else f"it ends with {', '.join(values[-5:])}")
+    )
+
+
+def modules(node: NodeProto) -> list[str]:
+    """The modules of PyTorch that a node stems from, outermost first, as its exporters tell.
+
+    The current exporter records them in the node's metadata, the older one in its name:
+    '/encoder/layers.1/linear2/MatMul' is of encoder, encoder.layers.1, encoder.layers.1.linear2.
+    """
+    for entry in node.metadata_props:
+        if entry.key == "pkg.torch.onnx.name_scopes":
+            try:
+                scopes = ast.literal_eval(entry.value)
+            except (ValueError, SyntaxError):
+                return []
+            return [s for s in scopes[:-1] if s] if isinstance(scopes, list) else []
+    found: list[str] = []
+    if node.name.startswith("/"):
+        for part in node.name.split("/")[1:-1]:
+            outer = f"{found[-1]}." if found else ""
+            found.append(part if part.startswith(outer) else outer + part)
+    return found
+
+
+def _needed(proto: GraphProto, graph: Graph, names: Iterable[str]) -> set[str]:
+    """The values from which `names` are computed, themselves included."""
+    reads = {name: node.reads for node in graph.nodes for name in node.outputs}
+    needed = {*names}
+    for node in reversed(proto.node):
+        if not needed.isdisjoint(node.output):
+            # a node that is not bound gives a named tensor: a Constant, or a copy of one
+            bound = next((reads[name] for name in node.output if name in reads), node.input)
+            needed.update(bound)
+    return needed - {""}
+
+
+def _keep(graph: GraphProto, needed: set[str]) -> None:
+    """Drops what is not needed, and all outputs."""
+    _filter(graph.node, lambda node: not needed.isdisjoint(node.output))
+    for values in (graph.input, graph.initializer, graph.value_info):
+        _filter(values, lambda value: value.name in needed)
+    _filter(graph.sparse_initializer, lambda sparse: sparse.values.name in needed)
+    _filter(graph.quantization_annotation, lambda entry: entry.tensor_name in needed)
+    # an output that stays keeps what the file says of it
+    known = {value.name for value in (*graph.input, *graph.value_info)}
+    graph.value_info.extend(
+        value for value in graph.output if value.name in needed and value.name not in known
+    )
+    del graph.output[:]
+
+
+def _filter(repeated: Any, keep: Any) -> None:
+    kept = [item for item in repeated if keep(item)]
+    if len(kept) < len(repeated):
+        del repeated[:]
+        repeated.extend(kept)
+
+
+def _types(
+    proto: ModelProto, tensors: Mapping[str, Any], names: Iterable[str]
+) -> dict[str, TypeProto]:
+    """The types of values as the file or shape inference tells them; without those unknown."""
+    found = _complete((*proto.graph.input, *proto.graph.value_info))
+    if {*names} <= found.keys():
+        return found
+    small = {n: np.asarray(v) for n, v in tensors.items() if v.nbytes <= _SMALL}
+    filled = saving.to_onnx(proto, small, (), ())
+    inferred = onnx.shape_inference.infer_shapes(filled, data_prop=True).graph
+    return _complete(inferred.value_info) | found
+
+
+def _complete(values: Iterable[ValueInfoProto]) -> dict[str, TypeProto]:
+    """Types that ONNX's checker takes: of tensors, with an element type and a rank."""
+    return {
+        value.name: value.type
+        for value in values
+        if value.type.tensor_type.elem_type and value.type.tensor_type.HasField("shape")
+    }
+
+
+def _evaluated(
+    proto: ModelProto, graph: Graph, tensors: Mapping[str, Any], name: str
+) -> TypeProto | None:
+    """The type by evaluation on inputs of two sizes; None where that tells nothing."""
+    shapes = []
+    for size in (2, 3):
+        try:
+            shapes.append(_shape(proto, replace(graph, outputs=(name,)), tensors, size))
+        except Error:
+            return None
+    first, second = shapes
+    if not hasattr(first, "shape") or len(first.shape) != len(second.shape):
+        return None
+    dims = [a if a == b else None for a, b in zip(first.shape, second.shape, strict=True)]
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(first.dtype))
+    return helper.make_tensor_type_proto(kind, dims)
+
+
+def _shape(proto: ModelProto, graph: Graph, tensors: Mapping[str, Any], size: int) -> Any:
+    """The shape and dtype of the output if every open dimension were `size`."""
+    given = {}
+    for value in (declared(v) for v in proto.graph.input if v.name in graph.inputs):
+        if value.dtype is None or value.dtype == object or value.shape is None:
+            raise InputError(f"input {value} has no shape")
+        shape = [d if isinstance(d, int) else size for d in value.shape]
+        given[value.name] = jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(value.dtype))
+
+    def outputs(given):
+        return run(graph, given, Context(tensors, jax.random.key(0), False))[0]
+
+    return jax.eval_shape(outputs, given)
