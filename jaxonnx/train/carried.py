@@ -67,7 +67,7 @@ def follow(
                         "the weights are those before it"
                     )
                     break
-                bar.show(epoch, history)
+                bar.show(history)
             if history.stopped:
                 break
             row: dict[str, Any] = {"epoch": epoch, "step": len(history.losses)}
@@ -77,7 +77,7 @@ def follow(
                 steps = [training.step(state, as_inputs(b)) for b in held_out.batches(epoch)]
                 row["validation_loss"] = float(np.mean([out[metric] for _, out in steps]))
             history.epochs.append(row | {"seconds": time.perf_counter() - began})
-            bar.show(epoch, history)
+            bar.show(history)
     return load(training.to_onnx(state)), history
 
 

@@ -3,9 +3,8 @@
 import os
 import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -18,15 +17,13 @@ from onnx import ModelProto
 from jaxonnx import sparse
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model, Trainable, load
-from jaxonnx.train import carried, losses, step
+from jaxonnx.train import carried, losses, settings, step
 from jaxonnx.train.checkpoint import Checkpoints
 from jaxonnx.train.data import Batch, source
 from jaxonnx.train.history import History
 from jaxonnx.train.progress import Bar
+from jaxonnx.train.record import Hook, Record
 from jaxonnx.train.sparsity import forget, sparsify
-
-_LAG = 8
-"""Steps under way when the host reads the oldest loss: it never waits for the newest."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +51,7 @@ def train(
     sparsity: str | Mapping[str, Any] | None = None,
     checkpoint_dir: str | os.PathLike | None = None,
     resume: bool = False,
+    on_log: Hook | Sequence[Hook] | None = None,
     progress: bool | None = None,
 ) -> Result:
     """Trains a model and returns it with the history of the run.
@@ -88,6 +86,9 @@ def train(
       checkpoint_dir: a folder for a checkpoint after each epoch; the last three are kept.
       resume: continue from the last checkpoint, if there is one; the result is then bit for bit
         that of the uninterrupted run.
+      on_log: called as `on_log(step, metrics)` with the loss of each step, some steps after it was
+        started (the device is never waited for), and with the numbers of each epoch, as in
+        `history.epochs`; or a list of such functions.
       progress: show a progress bar; by default where the output is a terminal.
 
     Returns:
@@ -102,8 +103,15 @@ def train(
     net = net if trainable is None else net.with_trainable(trainable)
     if not net.params:
         raise TrainingError("no parameter is to be trained; print(model) shows what the model has")
-    if epochs < 1:
-        raise TrainingError(f"epochs must be at least 1, and is {epochs}")
+    settings.check(
+        epochs=epochs,
+        seed=seed,
+        optimizer=optimizer,
+        checkpoint_dir=checkpoint_dir,
+        resume=resume,
+        progress=progress,
+    )
+    hooks = settings.hooks(on_log)
     names = [value.name for value in net.inputs]
     examples = source(data, names, _batch_size(net, data, batch_size), seed)
     held_out = None
@@ -127,55 +135,47 @@ def train(
 
     optimizer = optax.with_extra_args_support(optimizer)
     carry, history, done = step.start(net, optimizer), History(), 0
-    checkpoints = None
-    if checkpoint_dir is not None:
-        checkpoints = Checkpoints(checkpoint_dir, resume)
-        done, carry, history = checkpoints.restore(carry)
-    elif resume:
-        raise TrainingError("resume=True needs the checkpoint_dir of the run to continue")
+    with ExitStack() as stack:
+        checkpoints = None
+        if checkpoint_dir is not None:
+            checkpoints = stack.enter_context(Checkpoints(checkpoint_dir, resume))
+            done, carry, history = checkpoints.restore(carry)
 
-    # the first batch tells the shapes; an iterator cannot be asked for it again
-    batches = examples.batches(done)
-    first = next(batches)
-    batches = chain([first], batches)
-    classes = _check(net, criterion, first)
-    for part, what in ((examples, "data"), (held_out, "validation")):
-        if part is not None and part.targets is not None:
-            criterion.check_labels(part.targets, classes, what)
-    update = step.training(net, criterion, optimizer, seed)
-    evaluate = step.evaluation(net, criterion)
+        # the first batch tells the shapes; an iterator cannot be asked for it again
+        batches = examples.batches(done)
+        first = next(batches)
+        batches = chain([first], batches)
+        classes = _check(net, criterion, first)
+        for part, what in ((examples, "data"), (held_out, "validation")):
+            if part is not None and part.targets is not None:
+                criterion.check_labels(part.targets, classes, what)
+        update = step.training(net, criterion, optimizer, seed)
+        evaluate = step.evaluation(net, criterion)
 
-    pending: deque[jax.Array] = deque()
-    with Bar(progress, epochs, examples.steps) as bar, checkpoints or nullcontext():
+        bar = stack.enter_context(Bar(progress, epochs, examples.steps))
+        record = Record(history, hooks, bar)
         for epoch in range(done, epochs):
-            began, before = time.perf_counter(), len(history.losses)
+            began, before = time.perf_counter(), record.step
             for batch in batches if epoch == done else examples.batches(epoch):
                 if examples.targets is None:
                     criterion.check_labels(batch.targets, classes, f"a batch of epoch {epoch}")
                 carry, seen = update(carry, batch)
-                pending.append(seen)
-                if not _read(pending, _LAG, history):
+                if not record.add(seen):
                     break
-                bar.show(epoch, history)
-            if history.stopped or not _read(pending, 0, history):
+            if not record.flush():
                 break
-            row: dict[str, Any] = {"epoch": epoch, "step": len(history.losses)}
+            row: dict[str, Any] = {"epoch": epoch, "step": record.step}
             row["loss"] = float(np.mean(history.losses[before:]))
             if held_out is not None:
-                sums: Any = np.zeros(4, np.float32)
-                for batch in held_out.batches(epoch):
-                    if held_out.targets is None:
-                        criterion.check_labels(batch.targets, classes, "a batch of validation")
-                    sums = evaluate(sums, carry, batch)
-                row |= _validation(sums, criterion)
+                row |= _validate(evaluate, carry, held_out, epoch, criterion, classes)
             if sparsity is not None:
                 numbers = sparse.metrics(carry.optimizer)
                 row |= {name: numbers[name] for name in ("phase", "sparsity", "flip_rate")}
-            history.epochs.append(row | {"seconds": time.perf_counter() - began})
-            bar.show(epoch, history)
+            record.close_epoch(row | {"seconds": time.perf_counter() - began})
             if checkpoints is not None:
                 checkpoints.save(epoch + 1, carry, history)
-    if history.stopped:
+    if record.trouble:
+        history.stopped = f"{record.trouble}; the weights are those before it"
         warnings.warn(history.stopped, stacklevel=2)
     return Result(net.replace(params=carry.params, state=carry.state), history)
 
@@ -219,19 +219,16 @@ def _check(model: Model, criterion: losses.Loss, batch: Batch) -> int:
     return getattr(outputs, "shape", (0,))[-1] if getattr(outputs, "shape", ()) else 0
 
 
-def _read(pending: deque[jax.Array], keep: int, history: History) -> bool:
-    """Moves losses into the history until `keep` are under way; False if the run must stop."""
-    while len(pending) > keep:
-        value, finite = np.asarray(pending.popleft())
-        history.losses.append(float(value))
-        if not finite:
-            number = len(history.losses)
-            what = "the gradient" if np.isfinite(value) else f"the loss, {value},"
-            history.stopped = (
-                f"{what} is not finite at step {number}; the weights are those before it"
-            )
-            return False
-    return True
+def _validate(
+    evaluate: Callable, carry: Any, held_out: Any, epoch: int, criterion: losses.Loss, classes: int
+) -> dict[str, float]:
+    """The numbers of the validation data, in inference mode."""
+    sums: Any = np.zeros(4, np.float32)
+    for batch in held_out.batches(epoch):
+        if held_out.targets is None:
+            criterion.check_labels(batch.targets, classes, "a batch of validation")
+        sums = evaluate(sums, carry, batch)
+    return _validation(sums, criterion)
 
 
 def _validation(sums: Any, criterion: losses.Loss) -> dict[str, float]:

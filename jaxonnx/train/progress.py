@@ -37,13 +37,15 @@ class Bar:
     def __exit__(self, *_) -> None:
         self._progress.stop()
 
-    def show(self, epoch: int, history: History) -> None:
-        """The state after some step of an epoch."""
+    def show(self, history: History) -> None:
+        """The state after some step."""
         loss = f"loss {history.losses[-1]:.4f}" if history.losses else ""
         row = history.epochs[-1] if history.epochs else {}
         if "validation_accuracy" in row:
             loss += f"  accuracy {row['validation_accuracy']:.2%}"
-        description = f"epoch {epoch + 1}/{self._epochs}"
+        done = len(history.epochs)
+        under_way = len(history.losses) > row.get("step", 0)
+        description = f"epoch {done + under_way}/{self._epochs}"
         self._progress.update(
             self._task, completed=len(history.losses), description=description, loss=loss
         )
