@@ -3,7 +3,7 @@
 import importlib
 from types import ModuleType
 
-from jaxonnx import optim, sparse
+from jaxonnx import losses, optim, sparse
 from jaxonnx.errors import (
     Error,
     InputError,
@@ -14,14 +14,18 @@ from jaxonnx.errors import (
     TrainingError,
     UnsupportedError,
 )
+from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.model import Model, Value, load
+from jaxonnx.select import labels
 from jaxonnx.train import History, Result, train
 from jaxonnx.training_graph import add_training
 
 __all__ = [
+    "Adapters",
     "Error",
     "History",
     "InputError",
+    "LoRA",
     "Model",
     "ModelError",
     "NodeError",
@@ -32,7 +36,9 @@ __all__ = [
     "UnsupportedError",
     "Value",
     "add_training",
+    "labels",
     "load",
+    "losses",
     "optim",
     "sparse",
     "train",

@@ -14,8 +14,11 @@ class History:
     """The loss of every step, before its update."""
     epochs: list[dict[str, Any]] = field(default_factory=list)
     """One dict an epoch: `epoch`, `step` (steps so far), `loss` (mean over its steps), `seconds`;
-    `validation_loss` and, with labels, `validation_accuracy` where there is validation data; with
+    `validation_loss` and `validation_<metric>` where there is validation data, with several outputs
+    `validation_<output>_loss` and `validation_<output>_<metric>`; with
     sparsity `phase` (of the step to come), `sparsity` and `flip_rate` (of the last refresh)."""
+    notes: list[str] = field(default_factory=list)
+    """What was trained otherwise than the file says: a loss of logits before its last node."""
     stopped: str | None = None
     """Why the run ended before its last epoch."""
 

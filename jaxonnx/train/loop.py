@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-import jax
 import numpy as np
 import optax
 from onnx import ModelProto
@@ -17,10 +16,11 @@ from onnx import ModelProto
 from jaxonnx import sparse
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model, Trainable, load
-from jaxonnx.train import carried, losses, settings, step
+from jaxonnx.train import carried, objective, settings, step
 from jaxonnx.train.checkpoint import Checkpoints
-from jaxonnx.train.data import Batch, source
+from jaxonnx.train.data import source
 from jaxonnx.train.history import History
+from jaxonnx.train.objective import Objective
 from jaxonnx.train.progress import Bar
 from jaxonnx.train.record import Hook, Record
 from jaxonnx.train.sparsity import forget, sparsify
@@ -41,12 +41,13 @@ def train(
     model: Model | str | os.PathLike | bytes | ModelProto,
     data: Any,
     *,
-    loss: str | Callable[[Any, Any], jax.Array] | None = None,
+    loss: Any = None,
     optimizer: optax.GradientTransformation | None = None,
     epochs: int = 1,
     batch_size: int | None = None,
     seed: int = 0,
     validation: Any = None,
+    metrics: Any = None,
     trainable: Trainable | None = None,
     sparsity: str | Mapping[str, Any] | None = None,
     checkpoint_dir: str | os.PathLike | None = None,
@@ -66,16 +67,30 @@ def train(
         shuffled in an order that depends on `seed` and the epoch only; iterables are taken as they
         come. A short batch is filled up with other examples of the data, which the loss ignores
         but batch statistics see.
-      loss: the name of a loss in `optax.losses`, or a callable `(outputs, targets)` that gives a
-        scalar or has the examples along its first axis. Losses are averaged over the examples of
-        the batch; a scalar loss sees the fill of a short batch as well. Loss and optimizer may be
-        left out for a file that carries its training_info: then its own algorithm runs, from the
-        state and update count in the file (the fill of a short batch counts), and the resulting
-        model carries them on.
+      loss: the name of a loss in `optax.losses`, "absolute_error", one of `jaxonnx.losses` (ONNX's,
+        with weights of classes and labels to ignore), or a callable `(outputs, targets)` that gives
+        a scalar or has the examples along its first axis. Losses are averaged over the examples of
+        the batch; a scalar loss sees the fill of a short batch as well. For a model with several
+        outputs a dict of losses by output name, or of pairs (loss, weight); the targets are then a
+        dict by output name, too, and the losses are added. If the file ends in the Softmax,
+        LogSoftmax or Sigmoid that a named loss has inside, the loss takes the logits before it
+        (`history.notes` says so); the saved model keeps the ending, and metrics see its outputs.
+        Loss and optimizer may be left out for a file that carries its training_info: then its own
+        algorithm runs, from the state and update count in the file (the fill of a short batch
+        counts), and the resulting model carries them on.
       optimizer: any optax transformation.
       batch_size: of arrays; 32 if not given, or what the model's inputs are fixed to.
       seed: of the order of the examples and of random operators.
       validation: like `data`; evaluated in inference mode after each epoch, in order.
+      metrics: what is computed on the validation data, as `validation_<name>` in the history: one
+        or a list of "accuracy", "top_5" (or any number), "precision", "recall", "f1" (of classes:
+        the mean over those that occur; for targets of yes and no like the outputs: the mean over
+        the labels, of which one is the binary case), "mae", "mse", "r2" (the mean over the columns
+        of the outputs), or functions `(outputs, targets)` that give a scalar or one value for each
+        example; for several outputs a dict of these by output name. All but functions that give
+        scalars are exact over the epoch. Yes is an output above 0.5, or above 0 where the loss
+        takes logits and the file does not end in Sigmoid. By default the accuracy, for losses of
+        labels.
       trainable: exactly these tensors are trained, as in `jaxonnx.load`: names or regular
         expressions (matched in full), or a predicate of name and value. They are the parameters of
         the resulting model.
@@ -119,15 +134,17 @@ def train(
         size = batch_size if isinstance(validation, tuple) else None
         size = _batch_size(net, validation, size)
         held_out = source(validation, names, size, None, "validation")
+    if metrics is not None and held_out is None:
+        raise TrainingError("metrics are computed on validation data: pass validation= as well")
     if loss is None or optimizer is None:
-        _check_carried(net, loss, optimizer, trainable, sparsity, checkpoint_dir, resume)
+        _check_carried(net, loss, optimizer, trainable, sparsity, checkpoint_dir, resume, metrics)
         net, history = carried.follow(
             net, examples, held_out, epochs=epochs, seed=seed, progress=progress
         )
         if history.stopped:
             warnings.warn(history.stopped, stacklevel=2)
         return Result(net, history)
-    criterion = losses.find(loss)
+    goal = objective.find(net, loss, metrics)
     if sparsity is not None:
         optimizer, net = sparsify(net, optimizer, sparsity, epochs, examples.steps)
     else:
@@ -140,17 +157,18 @@ def train(
         if checkpoint_dir is not None:
             checkpoints = stack.enter_context(Checkpoints(checkpoint_dir, resume))
             done, carry, history = checkpoints.restore(carry)
+        history.notes = list(goal.notes)
 
         # the first batch tells the shapes; an iterator cannot be asked for it again
         batches = examples.batches(done)
         first = next(batches)
         batches = chain([first], batches)
-        classes = _check(net, criterion, first)
+        shapes = goal.check(first)
         for part, what in ((examples, "data"), (held_out, "validation")):
             if part is not None and part.targets is not None:
-                criterion.check_labels(part.targets, classes, what)
-        update = step.training(net, criterion, optimizer, seed)
-        evaluate = step.evaluation(net, criterion)
+                goal.check_labels(part.targets, shapes, what)
+        update = step.training(goal.model, goal, optimizer, seed)
+        evaluate = step.evaluation(goal)
 
         bar = stack.enter_context(Bar(progress, epochs, examples.steps))
         record = Record(history, hooks, bar)
@@ -158,7 +176,7 @@ def train(
             began, before = time.perf_counter(), record.step
             for batch in batches if epoch == done else examples.batches(epoch):
                 if examples.targets is None:
-                    criterion.check_labels(batch.targets, classes, f"a batch of epoch {epoch}")
+                    goal.check_labels(batch.targets, shapes, f"a batch of epoch {epoch}")
                 carry, seen = update(carry, batch)
                 if not record.add(seen):
                     break
@@ -167,7 +185,7 @@ def train(
             row: dict[str, Any] = {"epoch": epoch, "step": record.step}
             row["loss"] = float(np.mean(history.losses[before:]))
             if held_out is not None:
-                row |= _validate(evaluate, carry, held_out, epoch, criterion, classes)
+                row |= _validate(evaluate, carry, held_out, epoch, goal, shapes)
             if sparsity is not None:
                 numbers = sparse.metrics(carry.optimizer)
                 row |= {name: numbers[name] for name in ("phase", "sparsity", "flip_rate")}
@@ -189,8 +207,8 @@ def _check_carried(net: Model, loss: Any, optimizer: Any, *settings: Any) -> Non
         )
     if any(setting not in (None, False) for setting in settings):
         raise TrainingError(
-            "trainable, sparsity, checkpoint_dir and resume go with loss= and optimizer=, not with "
-            "the algorithm of the file; its saved model continues where the run ended"
+            "trainable, sparsity, checkpoint_dir, resume and metrics go with loss= and optimizer=, "
+            "not with the algorithm of the file; its saved model continues where the run ended"
         )
 
 
@@ -209,31 +227,13 @@ def _batch_size(model: Model, data: Any, wanted: int | None) -> int | None:
     return size
 
 
-def _check(model: Model, criterion: losses.Loss, batch: Batch) -> int:
-    """Refuses inputs and targets that do not fit; returns the last dimension of the output."""
-    key = jax.random.key(0)
-    outputs, _ = jax.eval_shape(
-        lambda *inputs: model.apply_train(model.params, model.state, key, *inputs), *batch.inputs
-    )
-    criterion.check_outputs(outputs, batch.targets)
-    return getattr(outputs, "shape", (0,))[-1] if getattr(outputs, "shape", ()) else 0
-
-
 def _validate(
-    evaluate: Callable, carry: Any, held_out: Any, epoch: int, criterion: losses.Loss, classes: int
+    evaluate: Callable, carry: Any, held_out: Any, epoch: int, goal: Objective, shapes: Any
 ) -> dict[str, float]:
     """The numbers of the validation data, in inference mode."""
-    sums: Any = np.zeros(4, np.float32)
+    sums: Any = None
     for batch in held_out.batches(epoch):
         if held_out.targets is None:
-            criterion.check_labels(batch.targets, classes, "a batch of validation")
-        sums = evaluate(sums, carry, batch)
-    return _validation(sums, criterion)
-
-
-def _validation(sums: Any, criterion: losses.Loss) -> dict[str, float]:
-    value, correct, predictions, examples = (float(x) for x in sums)
-    row = {"validation_loss": value / examples}
-    if criterion.counts_classes:
-        row["validation_accuracy"] = correct / predictions
-    return row
+            goal.check_labels(batch.targets, shapes, "a batch of validation")
+        sums = evaluate(goal.start(shapes, batch) if sums is None else sums, carry, batch)
+    return goal.row(sums)

@@ -1,9 +1,10 @@
-"""Losses: optax's by name, or any callable of outputs and targets."""
+"""Losses: optax's by name, ONNX's, or any callable of outputs and targets."""
 
 import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 import optax
 
 from jaxonnx.errors import TrainingError
+from jaxonnx.losses import ClassLoss, cross_entropy, negative_log_likelihood
 
 _CLASSES = (
     "softmax_cross_entropy_with_integer_labels",
@@ -21,9 +23,23 @@ _CLASSES = (
 )
 """Losses of scores (..., classes) and integer labels (...)."""
 
+_ONE_HOT = ("poly_loss_cross_entropy", "safe_softmax_cross_entropy", "softmax_cross_entropy")
+"""Losses of scores (..., classes) and a distribution (..., classes)."""
 
-def _named() -> dict[str, Callable[..., jax.Array]]:
-    """The losses of optax that need predictions and targets and nothing else."""
+_LOGITS = {
+    **dict.fromkeys((*_CLASSES, *_ONE_HOT, "cross_entropy"), "Softmax"),
+    **dict.fromkeys(("dice_loss", "multiclass_generalized_dice_loss"), "Softmax"),
+    **dict.fromkeys(("binary_dice_loss", "hinge_loss", "perceptron_loss"), "Sigmoid"),
+    **dict.fromkeys(
+        ("sigmoid_binary_cross_entropy", "sigmoid_focal_loss", "sparsemax_loss"), "Sigmoid"
+    ),
+}
+"""Losses that take what comes before that operator, and the operator."""
+
+
+@cache
+def _named() -> dict[str, Callable[..., Any]]:
+    """The losses of optax that need predictions and targets and nothing else, and ONNX's."""
     found = {}
     for name in dir(optax.losses):
         function = getattr(optax.losses, name)
@@ -32,6 +48,9 @@ def _named() -> dict[str, Callable[..., jax.Array]]:
             needed = [p for p in parameters if p.default is p.empty or p.name == "targets"]
             if len(needed) == 2:
                 found[name] = function
+    found["absolute_error"] = lambda outputs, targets: jnp.abs(outputs - targets)
+    found["SoftmaxCrossEntropyLoss"] = cross_entropy()
+    found["NegativeLogLikelihoodLoss"] = negative_log_likelihood()
     return found
 
 
@@ -39,75 +58,121 @@ def _named() -> dict[str, Callable[..., jax.Array]]:
 class Loss:
     """`function(outputs, targets)` is a scalar or has the examples along its first axis."""
 
-    function: Callable[[Any, Any], jax.Array]
+    function: Callable[[Any, Any], Any]
     name: str | None = None
 
     @property
-    def counts_classes(self) -> bool:
-        """Whether targets are labels, so that there is an accuracy."""
-        return self.name in _CLASSES
+    def class_axis(self) -> int | None:
+        """The axis of the outputs that targets which are labels do not have."""
+        return 1 if isinstance(self.function, ClassLoss) else -1 if self.name in _CLASSES else None
+
+    @property
+    def ignore_index(self) -> int | None:
+        """The label that does not count."""
+        return self.function.ignore_index if isinstance(self.function, ClassLoss) else None
+
+    @property
+    def one_hot(self) -> bool:
+        """Whether targets are distributions over the classes, on the last axis."""
+        return self.name in _ONE_HOT
+
+    @property
+    def logits_of(self) -> str | None:
+        """The operator whose input the loss takes rather than its output."""
+        return _LOGITS.get(self.name or "")
 
     def mean(self, outputs: Any, targets: Any, weight: jax.Array) -> jax.Array:
         """The mean over the examples of weight 1; a scalar loss sees the fill as well."""
-        values = self.function(outputs, targets)
-        if values.ndim:
-            values = values.reshape(len(values), -1).mean(1)
-            values = jnp.where(weight > 0, values, 0).sum() / weight.sum()
-        return values
+        total, count = self.totals(outputs, targets, weight)
+        return total / jnp.where(count > 0, count, 1)
 
-    def check_outputs(self, outputs: Any, targets: Any) -> None:
+    def totals(self, outputs: Any, targets: Any, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """A sum over a batch and its divisor; the means of an epoch are quotients of such sums."""
+        if isinstance(self.function, ClassLoss) and self.function.reduction != "none":
+            return self.function.totals(outputs, targets, weight)
+        return totals(self.function(outputs, targets), weight)
+
+    def check(self, outputs: Any, targets: Any, what: str = "the loss") -> None:
         """Refuses shapes that do not fit, given arrays or `jax.ShapeDtypeStruct`s."""
         if self.name is not None:
-            self._check_named(outputs, targets)
+            self._check_named(outputs, targets, what)
         loss = jax.eval_shape(self.function, outputs, targets)
         size = len(jax.tree.leaves(targets)[0])
         if not isinstance(loss, jax.ShapeDtypeStruct) or loss.shape[:1] not in ((), (size,)):
             raise TrainingError(
-                f"the loss must be a scalar or have one value for each of {size} examples, "
+                f"{what} must be a scalar or have one value for each of {size} examples, "
                 f"and is {loss}"
             )
         if not jnp.issubdtype(loss.dtype, jnp.floating):
-            raise TrainingError(f"the loss must be a real floating number, and is {loss.dtype}")
+            raise TrainingError(f"{what} must be a real floating number, and is {loss.dtype}")
 
-    def _check_named(self, outputs: Any, targets: Any) -> None:
+    def _check_named(self, outputs: Any, targets: Any, what: str) -> None:
+        what = f"{what} {self.name!r}"
         if not hasattr(outputs, "shape") or not hasattr(targets, "shape"):
             raise TrainingError(
-                f"the loss {self.name!r} takes one output and one target; for a model with several "
-                "pass a callable (outputs, targets) -> loss"
+                f"{what} takes one output and one target; for a model with several pass a dict of "
+                "losses by output name, or a callable (outputs, targets) -> loss"
             )
-        wanted = outputs.shape[:-1] if self.counts_classes else outputs.shape
+        wanted = outputs.shape
+        if self.class_axis is not None:
+            if len(wanted) <= abs(self.class_axis):
+                raise TrainingError(
+                    f"{what} needs outputs with the classes on axis {self.class_axis}; their shape "
+                    f"is {wanted}"
+                )
+            wanted = (*wanted[: self.class_axis], *wanted[self.class_axis :][1:])
         if targets.shape != wanted:
             raise TrainingError(
-                f"the loss {self.name!r} needs targets of shape {wanted} for outputs of shape "
-                f"{outputs.shape}; they have {targets.shape}"
+                f"{what} needs targets of shape {wanted} for outputs of shape {outputs.shape}; "
+                f"they have {targets.shape}"
             )
-        if self.counts_classes and not jnp.issubdtype(targets.dtype, jnp.integer):
+        if self.class_axis is None:
+            return
+        if not jnp.issubdtype(targets.dtype, jnp.integer):
+            raise TrainingError(f"{what} needs integer labels; they are {targets.dtype}")
+        weight = self.function.weight if isinstance(self.function, ClassLoss) else None
+        if weight is not None and len(weight) != outputs.shape[1]:
             raise TrainingError(
-                f"the loss {self.name!r} needs integer labels; they are {targets.dtype}"
+                f"{what} has weights of {len(weight)} classes; the outputs have {outputs.shape[1]}"
             )
 
-    def check_labels(self, targets: Any, classes: int, what: str) -> None:
+    def check_labels(self, targets: Any, outputs: Any, what: str) -> None:
         """Refuses labels outside of 0 ... classes - 1, which optax would take for others."""
-        if not self.counts_classes:
+        if self.class_axis is None:
             return
-        wrong = np.argwhere((targets < 0) | (targets >= classes))
-        if len(wrong):
-            first = tuple(wrong[0])
+        classes = outputs.shape[self.class_axis]
+        wrong = (targets < 0) | (targets >= classes)
+        if self.ignore_index is not None:
+            wrong &= targets != self.ignore_index
+        if wrong.any():
+            first = tuple(np.argwhere(wrong)[0])
             raise TrainingError(
-                f"{what} has {len(wrong)} labels outside of 0 ... {classes - 1}, "
+                f"{what} has {wrong.sum()} labels outside of 0 ... {classes - 1}, "
                 f"the first is {targets[first]} at {', '.join(map(str, first))}"
             )
 
 
-def find(loss: str | Callable[[Any, Any], jax.Array]) -> Loss:
-    """The loss of that name in `optax.losses`, or around that callable."""
+def totals(values: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The sum of values of examples, or of their means, where the weight is 1, and their number."""
+    examples = weight.sum()
+    if not values.ndim:
+        return values * examples, examples
+    values = values.reshape(len(values), -1).mean(1)
+    return jnp.where(weight > 0, values, 0).sum(), examples
+
+
+def find(loss: Any) -> Loss:
+    """The loss of that name, or around that callable."""
+    if isinstance(loss, ClassLoss):
+        return Loss(loss, loss.name)
     if callable(loss):
         return Loss(loss)
     named = _named()
     if loss not in named:
         near = difflib.get_close_matches(str(loss), named, n=3) or sorted(named)
         raise TrainingError(
-            f"optax has no loss {loss!r} of predictions and targets; try {', '.join(near)}, "
+            f"there is no loss {loss!r} of predictions and targets; try {', '.join(near)}, "
             "or pass a callable (outputs, targets) -> loss"
         )
-    return Loss(named[loss], loss)
+    found = named[loss]
+    return Loss(found, found.name if isinstance(found, ClassLoss) else loss)

@@ -10,7 +10,7 @@ import optax
 
 from jaxonnx.model import Model
 from jaxonnx.train.data import Batch
-from jaxonnx.train.losses import Loss
+from jaxonnx.train.objective import Objective
 
 
 class Carry(NamedTuple):
@@ -31,7 +31,7 @@ def start(model: Model, optimizer: optax.GradientTransformation) -> Carry:
 
 
 def training(
-    model: Model, loss: Loss, optimizer: optax.GradientTransformationExtraArgs, seed: int
+    model: Model, goal: Objective, optimizer: optax.GradientTransformationExtraArgs, seed: int
 ) -> Callable[[Carry, Batch], tuple[Carry, jax.Array]]:
     """The step: (carry, batch) -> (carry, [loss, whether all is finite])."""
 
@@ -41,7 +41,7 @@ def training(
 
         def objective(params):
             outputs, state = model.apply_train(params, carry.state, key, *batch.inputs)
-            return loss.mean(outputs, batch.targets, batch.weight), state
+            return goal.mean(outputs, batch.targets, batch.weight), state
 
         gradient = jax.value_and_grad(objective, has_aux=True)
         (value, state), gradients = gradient(carry.params)
@@ -61,21 +61,13 @@ def training(
     return step
 
 
-def evaluation(model: Model, loss: Loss) -> Callable[[jax.Array, Carry, Batch], jax.Array]:
-    """Adds [sum of losses, correct predictions, predictions, examples] of a batch to such sums."""
+def evaluation(goal: Objective) -> Callable[[Any, Carry, Batch], Any]:
+    """Adds the sums of a batch to those of `goal`, in inference mode."""
 
     @jax.jit
     def evaluate(sums, carry, batch):
-        outputs = model.apply(carry.params, *batch.inputs, state=carry.state)
-        examples = batch.weight.sum()
-        value = loss.mean(outputs, batch.targets, batch.weight) * examples
-        correct = predictions = 0.0
-        if loss.counts_classes:
-            hits = outputs.argmax(-1) == batch.targets
-            hits = hits.reshape(len(hits), -1)
-            correct = (hits * batch.weight[:, None]).sum()
-            predictions = examples * hits.shape[1]
-        return sums + jnp.stack(jnp.array([value, correct, predictions, examples]))
+        outputs = goal.model.apply(carry.params, *batch.inputs, state=carry.state)
+        return goal.add(sums, outputs, batch)
 
     return evaluate
 
