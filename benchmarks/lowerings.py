@@ -3,7 +3,7 @@
     python -m benchmarks.lowerings [rule ...]
 
 Above 1 the rule pays on this CPU. Columns: forward, gradient for x, gradient for w (convolutions),
-or forward, forward and backward (the rest). Both are jitted, with the same NCHW arguments.
+or forward, forward and backward (the rest). Both are jitted, with the channels last.
 """
 
 import argparse
@@ -69,9 +69,9 @@ def convolution(n, c, m, size, kernel, stride, groups):
     windows = window((size,) * 2, (kernel,) * 2, strides=(stride,) * 2, pads=pads)
     form = Conv((size,) * 2, *windows, groups)
     arrays = [
-        _normal(n, c, size, size),
+        _normal(n, size, size, c),
         _normal(m, c // groups, kernel, kernel),
-        _normal(n, m, *windows.out),
+        _normal(n, *windows.out, m),
     ]
     for out in (2, 0, 1):
         arguments = [a for i, a in enumerate(arrays) if i != out]
@@ -81,17 +81,17 @@ def convolution(n, c, m, size, kernel, stride, groups):
 def pool(initial, combine, fast, n, c, size, kernel, stride):
     pads = [(kernel - 1) // 2] * 4
     windows = window((size,) * 2, (kernel,) * 2, strides=(stride,) * 2, pads=pads)
-    around = ((0, 0), (0, 0), *windows.pads)
+    around = ((0, 0), *windows.pads, (0, 0))
 
     def plain(x):
-        shape = (1, 1, *windows.kernel), (1, 1, *windows.strides)
+        shape = (1, *windows.kernel, 1), (1, *windows.strides, 1)
         return lax.reduce_window(x, np.float32(initial), combine, *shape, around)
 
     def gradient(function):
         return lambda x, ct: jax.vjp(function, x)[1](ct)
 
-    fast = partial(fast, window=windows)
-    x, ct = _normal(n, c, size, size), _normal(n, c, *windows.out)
+    fast = partial(fast, window=windows, channels=-1)
+    x, ct = _normal(n, size, size, c), _normal(n, *windows.out, c)
     yield ratio(plain, fast, [x])
     yield ratio(gradient(plain), gradient(fast), [x, ct])
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jaxonnx import layout
 from jaxonnx.bind import Graph, Node
 from jaxonnx.errors import Error, NodeError, StaticError
 from jaxonnx.registry import Rounded, known
@@ -72,7 +73,8 @@ class Scope:
         """Evaluates one node and binds its outputs."""
         arguments = [self[name] if name else None for name in node.inputs]
         for i, value in enumerate(arguments):
-            arguments[i] = value if i in node.op.through else _plain(value)
+            arguments[i] = value if i in node.op.through else _exact(value)
+        arguments = layout.choose(node.op, arguments)
         try:
             results = self._results(node, arguments)
         except Error as error:
@@ -120,7 +122,7 @@ class Scope:
             scope.step(node)
             # A node that renews a given value does not undo the cut.
             scope.values.update(given)
-        return tuple(scope[name] for name in targets)
+        return tuple(_plain(scope[name]) for name in targets)
 
     def _between(self, targets: Iterable[str], names: set[str]) -> list[Node]:
         """The nodes, in order, on the paths from `names` to `targets`."""
@@ -161,7 +163,7 @@ class Scope:
                 else [Closure(g, self, node) for g in graph]
             )
         for name, what in op.context:
-            keywords[name] = self._context_value(node, what)
+            keywords[name] = self._context_value(node, arguments, what)
         foldable = not node.graphs and not any(what in ("key", "scope") for _, what in op.context)
         if foldable and known(*arguments):
             results = _fold(op.function, arguments, keywords)
@@ -172,7 +174,7 @@ class Scope:
             ]
         elif not node.graphs:  # a body checks what it uses; trip counts stay known
             _check_range([a for i, a in enumerate(arguments) if i not in op.static])
-        results = op.function(*arguments, **keywords)
+        results = layout.call(op, arguments, keywords)
         results = tuple(map(_repeated, results if isinstance(results, tuple) else (results,)))
         if op.state and self.context.training and op.state[0] < len(node.inputs):
             self._renew(node, results)
@@ -198,11 +200,13 @@ class Scope:
         for k, i in enumerate(node.op.state):
             self.context.updates[node.inputs[i]] = results[k + 1]
 
-    def _context_value(self, node: Node, what: str) -> Any:
+    def _context_value(self, node: Node, arguments: list, what: str) -> Any:
         if what == "key":
             return lambda seed=None: self._key(node, seed)
         if what == "training":
             return self.context.training
+        if what == "channels":
+            return -1 if isinstance(arguments[0], layout.ChannelsLast) else 1
         return len(node.outputs) if what == "outputs" else self
 
     def _key(self, node: Node, seed: float | None) -> jax.Array:
@@ -287,8 +291,12 @@ def _key(context: Context) -> jax.Array:
     return jax.random.key(0) if context.key is None else context.key
 
 
-def _plain(value: Any) -> Any:
+def _exact(value: Any) -> Any:
     return value.value if isinstance(value, Rounded) else value
+
+
+def _plain(value: Any) -> Any:
+    return layout.first(_exact(value))
 
 
 def _fold(function: Callable, arguments: list, keywords: dict) -> tuple:

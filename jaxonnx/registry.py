@@ -46,7 +46,17 @@ Outputs = Annotated[int, "outputs"]
 Names = Annotated[Any, "scope"]
 """The scope the node stands in (`jaxonnx.evaluate.Scope`); only `Gradient` asks for it."""
 
-_CONTEXT = {"key": Key, "training": Training, "outputs": Outputs, "scope": Names}
+Channels = Annotated[int, "channels"]
+"""The axis of the channels in the first input and the first output: 1 as in the specification, or
+-1 where the evaluator keeps images with their channels last (`jaxonnx.layout`)."""
+
+_CONTEXT = {
+    "key": Key,
+    "training": Training,
+    "outputs": Outputs,
+    "scope": Names,
+    "channels": Channels,
+}
 
 
 @jax.tree_util.register_dataclass
@@ -83,11 +93,19 @@ class Op:
     required: frozenset[str]
     inputs: int | None
     """The greatest number of inputs; None when the last one is variadic."""
+    pointwise: bool = False
+    """Every element of the results depends on the elements of the inputs at the same place, which
+    broadcast as in NumPy; an attribute `axis` names the only axis of which that is not true."""
     through: frozenset[int] = frozenset()
     needed: tuple[str, ...] = ()
     """The names of the inputs that must be given."""
     last: int = 0
     """The position of the last input; a variadic one stands there and after."""
+
+    @property
+    def channels(self) -> bool:
+        """Whether the operator can have the channels of its images last."""
+        return any(what == "channels" for _, what in self.context)
 
     def role(self, position: int) -> str | None:
         """What stands at an input: "param", "vector", "state", or nothing that is trained."""
@@ -111,6 +129,7 @@ def op(
     state: tuple[str, ...] = (),
     view: bool = False,
     dynamic: bool = False,
+    pointwise: bool = False,
 ):
     """Registers the decorated function as operator `name` of `domain` from opset `since` on.
 
@@ -144,6 +163,7 @@ def op(
                 state=tuple(map(order.index, state)),
                 view=view,
                 dynamic=dynamic,
+                pointwise=pointwise,
                 static=_marked(positional, Static),
                 through=_marked(positional, Through),
                 context=context,

@@ -31,7 +31,7 @@ UNROLLED_TAPS = 9
 
 @dataclass(frozen=True)
 class Conv:
-    """T(x, w, y) of a convolution: x (N, C, *size), w (M, C / groups, *kernel), y (N, M, *out)."""
+    """T(x, w, y) of a convolution: x (N, *size, C), w (M, C / groups, *kernel), y (N, *out, M)."""
 
     size: tuple[int, ...]
     kernel: tuple[int, ...]
@@ -42,17 +42,20 @@ class Conv:
     groups: int
     batch: tuple[int, ...] = field(default=(0, 2), init=False)
 
-    def _taps(self, lead: int) -> Taps:
-        """The windows in arrays with channels last (lead 1) or first (lead 2)."""
-        return Taps(self.size, self.kernel, self.strides, self.dilations, self.pads, self.out, lead)
+    @property
+    def _taps(self) -> Taps:
+        return Taps(self.size, self.kernel, self.strides, self.dilations, self.pads, self.out, 1)
 
     def dense(self, x, w):
+        rank = len(self.kernel)
+        image = (0, rank + 1, *range(1, rank + 1))
         return lax.conv_general_dilated(
             x,
             w,
             self.strides,
             self.pads,
             rhs_dilation=self.dilations,
+            dimension_numbers=lax.ConvDimensionNumbers(image, (*range(rank + 2),), image),
             feature_group_count=self.groups,
         )
 
@@ -64,9 +67,9 @@ class Conv:
         if out == 2:
             return forward(u, v)
         if out == 0:
-            x = jax.ShapeDtypeStruct((v.shape[0], u.shape[1] * self.groups, *self.size), v.dtype)
+            x = jax.ShapeDtypeStruct((v.shape[0], *self.size, u.shape[1] * self.groups), v.dtype)
             return jax.linear_transpose(lambda x: forward(x, u), x)(v)[0]
-        w = jax.ShapeDtypeStruct((v.shape[1], u.shape[1] // self.groups, *self.kernel), u.dtype)
+        w = jax.ShapeDtypeStruct((v.shape[-1], u.shape[-1] // self.groups, *self.kernel), u.dtype)
         return jax.linear_transpose(lambda w: forward(u, w), w)(v)[0]
 
     def fast(self, out, u, v):
@@ -78,8 +81,8 @@ class Conv:
         return y.astype(u.dtype)
 
     def _fast(self, out, u, v):
-        inputs = u.shape[1] * self.groups if out == 0 else u.shape[1]
-        outputs = (u.shape[0], v.shape[1], v.shape[0])[out]
+        inputs = u.shape[1] * self.groups if out == 0 else u.shape[-1]
+        outputs = (u.shape[0], v.shape[-1], v.shape[0])[out]
         if self.groups > 1:
             if self.groups == inputs and outputs == inputs:
                 return self._depthwise(out, u, v)
@@ -104,18 +107,18 @@ class Conv:
 
     def _pointwise(self, x, w):
         """A kernel of one element: one matrix product."""
-        (tap,) = self._taps(1).read(_last(x))
-        return _first(tap @ w.reshape(w.shape[:2]).T)
+        (tap,) = self._taps.read(x)
+        return tap @ w.reshape(w.shape[:2]).T
 
     def _tapwise(self, x, w):
         """One product per tap."""
         w = w.reshape(*w.shape[:2], -1)
-        return _first(sum(t @ w[..., i].T for i, t in enumerate(self._taps(1).read(_last(x)))))
+        return sum(tap @ w[..., i].T for i, tap in enumerate(self._taps.read(x)))
 
     def _gathered(self, x, w):
         """The windows side by side (im2col), then one product."""
-        columns = jnp.stack(self._taps(1).read(_last(x)), -1)
-        return _first(columns.reshape(*columns.shape[:-2], -1) @ w.reshape(w.shape[0], -1).T)
+        columns = jnp.stack(self._taps.read(x), -1)
+        return columns.reshape(*columns.shape[:-2], -1) @ w.reshape(w.shape[0], -1).T
 
     def _merged(self, x, w):
         """Grouped filter gradients are loops in XLA:CPU; dense ones, even half empty, are not."""
@@ -133,42 +136,35 @@ class Conv:
         single = replace(self, groups=1)
         pieces = [
             contract(single, 2, piece, block)
-            for piece, block in zip(jnp.split(x, parts, 1), blocks, strict=True)
+            for piece, block in zip(jnp.split(x, parts, -1), blocks, strict=True)
         ]
-        return jnp.concatenate(pieces, 1)
+        return jnp.concatenate(pieces, -1)
 
     def _depthwise(self, out, u, v):
         """One output channel per channel: multiply and add shifted images."""
-        taps = self._taps(2)
+        taps = self._taps
         if out == 1:
-            axes = tuple(range(1, v.ndim - 1))
+            axes = tuple(range(v.ndim - 2))
             sums = [(tap * v).sum(0).sum(axes) for tap in taps.read(u)]
             return jnp.stack(sums, 1).reshape(-1, 1, *self.kernel)
-        w = (u if out == 0 else v).reshape(-1, taps.count).T.reshape(taps.count, -1, *_ones(self))
+        w = (u if out == 0 else v).reshape(-1, taps.count).T
         if out == 0:
             return taps.add((v,), (0,), lambda tap, y: y * w[tap])
         return sum(tap * w[i] for i, tap in enumerate(taps.read(u)))
 
 
-def _ones(form: Conv):
-    return (1,) * len(form.kernel)
+def convolution(x, w, window, groups: int, channels: int = 1):
+    """Cross-correlation of x (N, C, *size) with w (M, C / groups, *kernel) at these windows.
+
+    `channels` is the axis of the channels of the images: 1, or -1 for (N, *size, C).
+    """
+    x = jnp.moveaxis(x, channels, -1)
+    y = contract(Conv(x.shape[1:-1], *window, groups=groups), 2, x, w)
+    return jnp.moveaxis(y, -1, channels)
 
 
-def _last(x):
-    """Channels last: the fastest layout of XLA:CPU's products and elementwise loops."""
-    return jnp.moveaxis(x, 1, -1)
-
-
-def _first(x):
-    return jnp.moveaxis(x, -1, 1)
-
-
-def convolution(x, w, window, groups: int):
-    """Cross-correlation of x (N, C, *size) with w (M, C / groups, *kernel) at these windows."""
-    return contract(Conv(x.shape[2:], *window, groups=groups), 2, x, w)
-
-
-def transposed_convolution(x, w, *, size, strides, dilations, pads, groups: int):
+def transposed_convolution(x, w, *, size, strides, dilations, pads, groups: int, channels: int = 1):
     """The transpose of `convolution` as a map of images; x (N, M, *out) -> (N, C, *size)."""
-    form = Conv(size, w.shape[2:], strides, dilations, pads, x.shape[2:], groups)
-    return contract(form, 0, w, x)
+    x = jnp.moveaxis(x, channels, -1)
+    form = Conv(size, w.shape[2:], strides, dilations, pads, x.shape[1:-1], groups)
+    return jnp.moveaxis(contract(form, 0, w, x), -1, channels)

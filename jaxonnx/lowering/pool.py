@@ -7,6 +7,7 @@ The maximum of a large window is taken one axis after the other, which keeps the
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +56,8 @@ def _winner(x, y, taps: Taps):
     """The number of the element that is each window's first maximum `y` (or first NaN)."""
     index = jnp.zeros(y.shape, np.int8 if taps.count < 128 else np.int32)
     # padding is not in the window, even where it equals the maximum
-    inside = taps.read(jnp.ones((1, 1, *taps.size), bool), False)
+    outer = (1,) * (x.ndim - taps.lead - len(taps.size))
+    inside = taps.read(jnp.ones((*(1,) * taps.lead, *taps.size, *outer), bool), False)
     pairs = zip(taps.read(x, lowest(x.dtype)), inside, strict=True)
     for number, (tap, real) in reversed([*enumerate(pairs)]):
         won = ((tap == y) | (tap != tap)) & real
@@ -71,9 +73,14 @@ def _(taps, primals, tangents):
     return y, contract(Choice(taps), 2, _winner(x, y, taps), dx)
 
 
-def max_pool(x, window):
+def _taps(x, window, channels: int) -> Taps:
+    """The windows over images whose channels are axis 1 or -1."""
+    return Taps(x.shape[2:] if channels == 1 else x.shape[1:-1], *window, lead=1 + (channels == 1))
+
+
+def max_pool(x, window, channels: int = 1):
     """Maximum of each window of x (N, C, *size); its gradient goes to the first maximum."""
-    taps = Taps(x.shape[2:], *window, lead=2)
+    taps = _taps(x, window, channels)
     if taps.count <= UNROLLED:
         return _maximum(x, taps)
     for axis in reversed(range(len(taps.size))):
@@ -102,7 +109,7 @@ def _along(taps: Taps, axis: int) -> Taps:
 
 def first_winner(x, window):
     """The number, row-major in the window, of each window's first maximum (or NaN)."""
-    taps = Taps(x.shape[2:], *window, lead=2)
+    taps = _taps(x, window, 1)
     return _winner(x, _plain_maximum(x, taps), taps)
 
 
@@ -121,14 +128,19 @@ class Sum:
 
     def _forward(self, x):
         taps = self.taps
+
+        def around(values, other: Any = 1):
+            end = x.ndim - taps.lead - len(values)
+            return (*[other] * taps.lead, *values, *[other] * end)
+
         return lax.reduce_window(
             x,
             np.zeros((), x.dtype),
             lax.add,
-            (1, 1, *taps.kernel),
-            (1, 1, *taps.strides),
-            ((0, 0), (0, 0), *taps.pads),
-            window_dilation=(1, 1, *taps.dilations),
+            around(taps.kernel),
+            around(taps.strides),
+            around(taps.pads, (0, 0)),
+            window_dilation=around(taps.dilations),
         )
 
     def plain(self, out, u, v):
@@ -136,7 +148,9 @@ class Sum:
             return (self._forward(u) * v).sum()
         if out == 2:
             return u * self._forward(v)
-        x = jax.ShapeDtypeStruct((*v.shape[:2], *self.taps.size), v.dtype)
+        lead, size = self.taps.lead, self.taps.size
+        shape = (*v.shape[:lead], *size, *v.shape[lead + len(size) :])
+        x = jax.ShapeDtypeStruct(shape, v.dtype)
         return u * jax.linear_transpose(self._forward, x)(v)[0]
 
     def fast(self, out, u, v):
@@ -149,9 +163,9 @@ def _itself(_, y):
     return y
 
 
-def window_sum(x, window):
+def window_sum(x, window, channels: int = 1):
     """Sum of each window of x (N, C, *size), zeros in the padding."""
-    return contract(Sum(Taps(x.shape[2:], *window, lead=2)), 2, np.ones((), x.dtype), x)
+    return contract(Sum(_taps(x, window, channels)), 2, np.ones((), x.dtype), x)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))

@@ -35,17 +35,17 @@ def activation(name: str, since: int, **options):
     return register
 
 
-@activation("Relu", since=1)
+@activation("Relu", since=1, pointwise=True)
 def relu(x):
     return jnp.where(x <= 0, 0, x)
 
 
-@activation("LeakyRelu", since=1)
+@activation("LeakyRelu", since=1, pointwise=True)
 def leaky_relu(x, *, alpha=0.01):
     return jnp.where(x > 0, x, alpha * x)
 
 
-@activation("PRelu", since=7, params=("slope",))
+@activation("PRelu", since=7, params=("slope",), pointwise=True)
 def prelu(x, slope):
     return jnp.where(x > 0, x, slope * x)
 
@@ -58,12 +58,12 @@ def prelu_1(x, slope):
     return prelu(x, slope)
 
 
-@activation("ThresholdedRelu", since=10)
+@activation("ThresholdedRelu", since=10, pointwise=True)
 def thresholded_relu(x, *, alpha=1.0):
     return jnp.where(x > alpha, x, 0)
 
 
-@activation("Shrink", since=9)
+@activation("Shrink", since=9, pointwise=True)
 def shrink(x, *, bias=0.0, lambd=0.5):
     shrunk = jnp.where(x < -lambd, x + bias, jnp.where(x > lambd, x - bias, 0))
     return shrunk.astype(x.dtype)
@@ -73,55 +73,55 @@ def _expm1_negative(x):
     return jnp.expm1(jnp.where(x > 0, 0, x))
 
 
-@activation("Elu", since=1)
+@activation("Elu", since=1, pointwise=True)
 def elu(x, *, alpha=1.0):
     return jnp.where(x > 0, x, alpha * _expm1_negative(x))
 
 
-@activation("Celu", since=12)
+@activation("Celu", since=12, pointwise=True)
 def celu(x, *, alpha=1.0):
     return jnp.where(x > 0, x, alpha * _expm1_negative(x / alpha))
 
 
-@activation("Selu", since=6)
+@activation("Selu", since=6, pointwise=True)
 def selu(x, *, alpha=1.67326319217681884765625, gamma=1.05070102214813232421875):
     return gamma * elu(x, alpha=alpha)
 
 
-@activation("Selu", since=1)
+@activation("Selu", since=1, pointwise=True)
 def selu_1(x, *, alpha=1.6732, gamma=1.0507):
     return gamma * elu(x, alpha=alpha)
 
 
-@activation("Sigmoid", since=1)
+@activation("Sigmoid", since=1, pointwise=True)
 def sigmoid(x):
     return jax.nn.sigmoid(x)
 
 
-@activation("HardSigmoid", since=1)
+@activation("HardSigmoid", since=1, pointwise=True)
 def hard_sigmoid(x, *, alpha=0.2, beta=0.5):
     y = alpha * x + beta
     return jnp.where(y <= 0, 0, jnp.where(y >= 1, 1, y))
 
 
-@activation("HardSwish", since=14)
+@activation("HardSwish", since=14, pointwise=True)
 def hard_swish(x):
     return x * hard_sigmoid(x, alpha=1 / 6, beta=0.5)
 
 
-@activation("Swish", since=24)
+@activation("Swish", since=24, pointwise=True)
 def swish(x, *, alpha=1.0):
     return x * jax.nn.sigmoid(alpha * x)
 
 
-@activation("SwiGLU", since=28)
+@activation("SwiGLU", since=28, pointwise=True)
 def swiglu(a, b, *, alpha=1.0):
     if a.shape != b.shape:
         raise NodeError(f"gate and value must have the same shape, not {a.shape} and {b.shape}")
     return swish(a, alpha=alpha) * b
 
 
-@activation("Gelu", since=20)
+@activation("Gelu", since=20, pointwise=True)
 def gelu(x, *, approximate="none"):
     match approximate:
         case "none":
@@ -132,17 +132,17 @@ def gelu(x, *, approximate="none"):
     raise NodeError(f"approximate must be 'none' or 'tanh', not {approximate!r}")
 
 
-@activation("Softplus", since=1)
+@activation("Softplus", since=1, pointwise=True)
 def softplus(x):
     return jax.nn.softplus(x)
 
 
-@activation("Softsign", since=1)
+@activation("Softsign", since=1, pointwise=True)
 def softsign(x):
     return x / (1 + absolute(x))
 
 
-@activation("Mish", since=18)
+@activation("Mish", since=18, pointwise=True)
 def mish(x):
     return x * jnp.tanh(jax.nn.softplus(x))
 

@@ -14,24 +14,27 @@ from jaxonnx.ops.windows import (
     pad_pairs,
     per_axis,
     positions,
+    spatial,
     split_padding,
     window,
 )
-from jaxonnx.registry import Static, op
+from jaxonnx.registry import Channels, Static, op
 
 
-def _check_channels(x, w, group):
+def _check_channels(x, w, group, channels=1):
     if x.ndim != w.ndim or x.ndim < 3:
         raise NodeError(
             f"X {x.shape} and W {w.shape} must both have batch, channel and spatial axes"
         )
-    if x.shape[1] != w.shape[1] * group or w.shape[0] % group:
-        raise NodeError(f"X {x.shape} and W {w.shape} do not fit in {group} groups of channels")
+    if x.shape[channels] != w.shape[1] * group or w.shape[0] % group:
+        raise NodeError(
+            f"X with {x.shape[channels]} channels and W {w.shape} do not fit in {group} groups"
+        )
 
 
-def _channels(b, rank: int):
-    """A vector over the channels in the shape that broadcasts to (N, C, ...)."""
-    return b.reshape(-1, *(1,) * (rank - 2))
+def _channels(b, rank: int, channels: int = 1):
+    """A vector over the channels in the shape that broadcasts to images of this rank."""
+    return b.reshape(-1, *(1,) * (rank - 2)) if channels == 1 else b
 
 
 @op("Conv", since=1, params=("w", "b"))
@@ -46,15 +49,17 @@ def conv(
     kernel_shape=None,
     pads=None,
     strides=None,
+    channels: Channels = 1,
 ):
     """Cross-correlation of x (N, C, *D) with w (M, C / group, *kernel)."""
-    _check_channels(x, w, group)
+    _check_channels(x, w, group, channels)
     kernel = kernel_of(w, kernel_shape)
+    size = spatial(x.shape, channels)
     windows = window(
-        x.shape[2:], kernel, strides=strides, pads=pads, dilations=dilations, auto_pad=auto_pad
+        size, kernel, strides=strides, pads=pads, dilations=dilations, auto_pad=auto_pad
     )
-    y = lowering.convolution(x, w, windows, group)
-    return y if b is None else y + _channels(b, x.ndim)
+    y = lowering.convolution(x, w, windows, group, channels)
+    return y if b is None else y + _channels(b, x.ndim, channels)
 
 
 @op("ConvTranspose", since=1, params=("w", "b"))
@@ -71,24 +76,27 @@ def conv_transpose(
     output_shape=None,
     pads=None,
     strides=None,
+    channels: Channels = 1,
 ):
     """The transpose of Conv as a map of images; x (N, C, *D), w (C, M / group, *kernel).
 
     Opset 1 words the side of the odd padding element two ways that exclude each other; like
     onnxruntime this follows the wording of opset 11 for every opset.
     """
-    if x.ndim != w.ndim or x.shape[1] != w.shape[0] or w.shape[0] % group:
-        raise NodeError(f"X {x.shape} and W {w.shape} do not fit in {group} groups of channels")
-    kernel = kernel_of(w, kernel_shape)
+    if x.ndim != w.ndim or x.shape[channels] != w.shape[0] or w.shape[0] % group:
+        raise NodeError(
+            f"X with {x.shape[channels]} channels and W {w.shape} do not fit in {group} groups"
+        )
+    kernel, images = kernel_of(w, kernel_shape), spatial(x.shape, channels)
     rank = len(kernel)
     strides, dilations = per_axis(strides, rank, "strides"), per_axis(dilations, rank, "dilations")
     extra = per_axis(output_padding, rank, "output_padding", 0)
     reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
-    span = [s * (n - 1) + r for s, n, r in zip(strides, x.shape[2:], reach, strict=True)]
+    span = [s * (n - 1) + r for s, n, r in zip(strides, images, reach, strict=True)]
     if output_shape is not None and len(output_shape):
         size = tuple(int(n) for n in output_shape[-rank:])
     elif auto_pad.startswith("SAME"):
-        size = tuple(n * s for n, s in zip(x.shape[2:], strides, strict=True))
+        size = tuple(n * s for n, s in zip(images, strides, strict=True))
     else:
         axes = zip(span, extra, pad_pairs(pads, rank), strict=True)
         size = tuple(n + e - sum(pair) for n, e, pair in axes)
@@ -99,9 +107,16 @@ def conv_transpose(
         begins = [begin for begin, _ in pad_pairs(pads, rank)]
     padding = tuple((b, n - b - o) for b, n, o in zip(begins, span, size, strict=True))
     y = lowering.transposed_convolution(
-        x, w, size=size, strides=strides, dilations=dilations, pads=padding, groups=group
+        x,
+        w,
+        size=size,
+        strides=strides,
+        dilations=dilations,
+        pads=padding,
+        groups=group,
+        channels=channels,
     )
-    return y if b is None else y + _channels(b, x.ndim)
+    return y if b is None else y + _channels(b, x.ndim, channels)
 
 
 def _integer_convolution(x, w, windows, group):

@@ -47,7 +47,7 @@ _UNARY = {
 def unary(name: str, since: int, function: str) -> None:
     """Registers operator `name` as the function that numpy and jax.numpy both call `function`."""
 
-    @op(name, since=since)
+    @op(name, since=since, pointwise=True)
     def apply(x):
         return getattr(xp(x), function)(x)
 
@@ -56,7 +56,7 @@ for _name, (_since, _function) in _UNARY.items():
     unary(_name, _since, _function)
 
 
-@op("Abs", since=1)
+@op("Abs", since=1, pointwise=True)
 def absolute(x):
     # jnp.abs alone has the gradient 1 at 0
     return np.abs(x) if known(x) else jnp.where(x == 0, 0, jnp.abs(x))
@@ -66,7 +66,7 @@ def is_integer(x) -> bool:
     return jnp.issubdtype(x.dtype, jnp.integer)
 
 
-@op("Erf", since=9)
+@op("Erf", since=9, pointwise=True)
 def erf(x):
     wide = x.astype(canonical(np.float64)) if is_integer(x) else x
     return jax.scipy.special.erf(wide).astype(x.dtype)
@@ -101,7 +101,7 @@ def binary(name: str, function: Callable[[Any, Any], Any], vectors: tuple[str, .
     def limited(a, b, *, axis=None, broadcast=0):
         return function(a, aligned(a, b, axis, broadcast))
 
-    @op(name, since=7, vectors=vectors)
+    @op(name, since=7, vectors=vectors, pointwise=True)
     def full(a, b):
         return function(a, b)
 
@@ -160,37 +160,37 @@ binary("Div", div)
 binary("Pow", power)
 
 
-@op("Mod", since=10)
+@op("Mod", since=10, pointwise=True)
 def mod(a, b, *, fmod=0):
     return xp(a, b).fmod(a, b) if fmod else xp(a, b).mod(a, b)
 
 
-@op("Max", since=1)
+@op("Max", since=1, pointwise=True)
 def max_(*xs):
     return functools.reduce(xp(*xs).maximum, xs)
 
 
-@op("Min", since=1)
+@op("Min", since=1, pointwise=True)
 def min_(*xs):
     return functools.reduce(xp(*xs).minimum, xs)
 
 
-@op("Sum", since=1)
+@op("Sum", since=1, pointwise=True)
 def sum_(*xs):
     return functools.reduce(xp(*xs).add, xs)
 
 
-@op("Mean", since=1)
+@op("Mean", since=1, pointwise=True)
 def mean(*xs):
     return functools.reduce(jnp.add, map(jnp.asarray, xs)) / len(xs)
 
 
-@op("Where", since=9)
+@op("Where", since=9, pointwise=True)
 def where(condition, x, y):
     return xp(condition, x, y).where(condition, x, y)
 
 
-@op("Clip", since=11)
+@op("Clip", since=11, pointwise=True)
 def clip(x, min=None, max=None):
     # comparisons instead of minimum and maximum: the gradient at a bound is 1 and not 1/2
     m = xp(x, min, max)
@@ -211,11 +211,11 @@ def _clip_to(x, min, max):
     return clip(x, *bounds)
 
 
-@op("Clip", since=1)
+@op("Clip", since=1, pointwise=True)
 def clip_1(x, *, min=None, max=None):
     return _clip_to(x, min, max)
 
 
-@op("Clip", since=6)
+@op("Clip", since=6, pointwise=True)
 def clip_6(x, *, min=-_FLOAT_MAX, max=_FLOAT_MAX):
     return _clip_to(x, min, max)

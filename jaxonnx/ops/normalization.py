@@ -12,7 +12,7 @@ from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import axes_of, axis_of, element_dtype
 from jaxonnx.ops.elementwise import absolute
 from jaxonnx.ops.windows import window
-from jaxonnx.registry import Key, Outputs, Training, op
+from jaxonnx.registry import Channels, Key, Outputs, Training, op
 
 
 def _wide(x, dtype: Any = np.float32):
@@ -34,15 +34,22 @@ def _standardize(x, axes, epsilon):
     return centred * root, mean, jnp.expand_dims(var, axes)
 
 
-def _batch_norm(x, scale, bias, mean, var, momentum, epsilon, batch: bool, spatial: bool = True):
+def _batch_norm(
+    x, scale, bias, mean, var, momentum, epsilon, batch: bool, channels: int, spatial: bool = True
+):
     """(y, running mean, running var, mean, var), the last two as used for y.
 
     The variance of the batch is the population's. Half precision is computed in float32.
     """
+    if not spatial and channels == -1:
+        x = jnp.moveaxis(x, -1, 1)
+        y, *statistics = _batch_norm(x, scale, bias, mean, var, momentum, epsilon, batch, 1, False)
+        return jnp.moveaxis(y, 1, -1), *statistics
     shape = x.shape[1:] if not spatial else (-1, *(1,) * (x.ndim - 2))
+    shape = shape if channels == 1 else -1
     gain, shift = (_wide(v).reshape(shape) for v in (scale, bias))
     if batch:
-        axes = tuple(a for a in range(x.ndim) if a == 0 or (a > 1 and spatial))
+        axes = tuple(a for a in range(x.ndim) if a == 0 or (spatial and a != channels % x.ndim))
         unit, batch_mean, batch_var = _standardize(_wide(x), axes, epsilon)
         batch_mean, batch_var = batch_mean.reshape(mean.shape), batch_var.reshape(var.shape)
         y = unit * gain + shift
@@ -69,9 +76,10 @@ def batch_normalization_1(
     momentum=0.9,
     spatial=1,
     training: Training,
+    channels: Channels = 1,
 ):
     batch = not is_test if training is None else training
-    return _batch_norm(x, scale, b, mean, var, momentum, epsilon, batch, bool(spatial))
+    return _batch_norm(x, scale, b, mean, var, momentum, epsilon, batch, channels, bool(spatial))
 
 
 @op("BatchNormalization", since=7, params=("scale", "b"), state=("mean", "var"))
@@ -87,10 +95,11 @@ def batch_normalization_7(
     spatial=1,
     outputs: Outputs,
     training: Training,
+    channels: Channels = 1,
 ):
     """Without a word from the caller, a node that lists more outputs than Y is in training."""
     batch = outputs > 1 if training is None else training
-    return _batch_norm(x, scale, b, mean, var, momentum, epsilon, batch, bool(spatial))
+    return _batch_norm(x, scale, b, mean, var, momentum, epsilon, batch, channels, bool(spatial))
 
 
 @op("BatchNormalization", since=14, params=("scale", "b"), state=("mean", "var"))
@@ -105,9 +114,10 @@ def batch_normalization(
     momentum=0.9,
     training_mode=0,
     training: Training,
+    channels: Channels = 1,
 ):
     batch = bool(training_mode) if training is None else training
-    return _batch_norm(x, scale, b, mean, var, momentum, epsilon, batch)[:3]
+    return _batch_norm(x, scale, b, mean, var, momentum, epsilon, batch, channels)[:3]
 
 
 def _over_channels(v, rank: int):
@@ -222,24 +232,24 @@ def _scalar(value, default):
     return value.item() if isinstance(value, np.ndarray) else value.reshape(())
 
 
-@op("Dropout", since=1)
+@op("Dropout", since=1, pointwise=True)
 def dropout_1(data, *, is_test=0, ratio=0.5, key: Key, training: Training):
     active = not is_test if training is None else training
     return _dropout(data, float(ratio), active, key(), data.dtype)
 
 
-@op("Dropout", since=7)
+@op("Dropout", since=7, pointwise=True)
 def dropout_7(data, *, ratio=0.5, key: Key, training: Training):
     """The mode is the caller's: without a word from it, inference. The mask has data's type."""
     return _dropout(data, float(ratio), bool(training), key(), data.dtype)
 
 
-@op("Dropout", since=10)
+@op("Dropout", since=10, pointwise=True)
 def dropout_10(data, *, ratio=0.5, key: Key, training: Training):
     return _dropout(data, float(ratio), bool(training), key())
 
 
-@op("Dropout", since=12)
+@op("Dropout", since=12, pointwise=True)
 def dropout(data, ratio=None, training_mode=None, *, seed=None, key: Key, training: Training):
     """y = data * mask / (1 - ratio); in training also where the file says inference."""
     active = _scalar(training_mode, False) if training is None else training

@@ -8,8 +8,8 @@ from jaxonnx import lowering
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import INDEX, canonical
 from jaxonnx.ops.elementwise import absolute
-from jaxonnx.ops.windows import Window, counts, pad_pairs, per_axis, window
-from jaxonnx.registry import Static, op
+from jaxonnx.ops.windows import Window, counts, pad_pairs, per_axis, spatial, window
+from jaxonnx.registry import Channels, Outputs, Static, op
 
 
 def _wide(x):
@@ -17,15 +17,24 @@ def _wide(x):
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def _spatial(x):
+def _spatial(x, channels: int = 1):
     if x.ndim < 3:
         raise NodeError(f"X {x.shape} must have batch, channel and spatial axes")
-    return tuple(range(2, x.ndim))
+    return tuple(range(2, x.ndim)) if channels == 1 else tuple(range(1, x.ndim - 1))
 
 
 @op("AveragePool", since=1)
-def average_pool_1(x, *, auto_pad="NOTSET", kernel_shape, pads=None, strides=None):
-    return average_pool(x, auto_pad=auto_pad, kernel_shape=kernel_shape, pads=pads, strides=strides)
+def average_pool_1(
+    x, *, auto_pad="NOTSET", kernel_shape, pads=None, strides=None, channels: Channels = 1
+):
+    return average_pool(
+        x,
+        auto_pad=auto_pad,
+        kernel_shape=kernel_shape,
+        pads=pads,
+        strides=strides,
+        channels=channels,
+    )
 
 
 @op("AveragePool", since=7)
@@ -39,11 +48,13 @@ def average_pool(
     kernel_shape,
     pads=None,
     strides=None,
+    channels: Channels = 1,
 ):
     """Mean of each window; what ceil_mode adds beyond `pads` is never counted."""
     _spatial(x)
+    size = spatial(x.shape, channels)
     windows = window(
-        x.shape[2:],
+        size,
         kernel_shape,
         strides=strides,
         pads=pads,
@@ -52,16 +63,20 @@ def average_pool(
         ceil_mode=ceil_mode,
     )
     own = sum(zip(*windows.pads, strict=True), ()) if auto_pad != "NOTSET" else pads
-    number = counts(windows, x.shape[2:], own if count_include_pad else None)
-    mean = lowering.window_sum(_wide(x), windows) / np.maximum(number, 1)
+    number = np.maximum(counts(windows, size, own if count_include_pad else None), 1)
+    number = number if channels == 1 else number[..., None]
+    mean = lowering.window_sum(_wide(x), windows, channels) / number
     return mean.astype(x.dtype)
 
 
 @op("MaxPool", since=1)
-def max_pool_1(x, *, auto_pad="NOTSET", kernel_shape, pads=None, strides=None):
+def max_pool_1(
+    x, *, auto_pad="NOTSET", kernel_shape, pads=None, strides=None, channels: Channels = 1
+):
     _spatial(x)
-    windows = window(x.shape[2:], kernel_shape, strides=strides, pads=pads, auto_pad=auto_pad)
-    return lowering.max_pool(x, windows)
+    size = spatial(x.shape, channels)
+    windows = window(size, kernel_shape, strides=strides, pads=pads, auto_pad=auto_pad)
+    return lowering.max_pool(x, windows, channels)
 
 
 @op("MaxPool", since=8)
@@ -75,6 +90,8 @@ def max_pool(
     pads=None,
     storage_order=0,
     strides=None,
+    channels: Channels = 1,
+    outputs: Outputs = 2,
 ):
     """Maximum of each window, and its index in the flattened input.
 
@@ -82,7 +99,7 @@ def max_pool(
     """
     _spatial(x)
     windows = window(
-        x.shape[2:],
+        spatial(x.shape, channels),
         kernel_shape,
         strides=strides,
         pads=pads,
@@ -90,7 +107,10 @@ def max_pool(
         auto_pad=auto_pad,
         ceil_mode=ceil_mode,
     )
-    return lowering.max_pool(x, windows), _indices(x, windows, storage_order)
+    y = lowering.max_pool(x, windows, channels)
+    if outputs < 2:
+        return y
+    return y, _indices(x if channels == 1 else jnp.moveaxis(x, -1, 1), windows, storage_order)
 
 
 def _indices(x, windows: Window, column_major: int):
@@ -160,8 +180,8 @@ def lp_pool(
 
 
 @op("GlobalAveragePool", since=1)
-def global_average_pool(x):
-    return _wide(x).mean(_spatial(x), keepdims=True).astype(x.dtype)
+def global_average_pool(x, *, channels: Channels = 1):
+    return _wide(x).mean(_spatial(x, channels), keepdims=True).astype(x.dtype)
 
 
 @op("GlobalMaxPool", since=1)

@@ -16,7 +16,7 @@ def concat_1(*xs, axis=None):
     return concat(*xs, axis=1 if axis is None else axis)
 
 
-@op("Concat", since=4)
+@op("Concat", since=4, pointwise=True)
 def concat(*xs, axis):
     axis = axis_of(axis, xs[0].ndim)
     dtype = xs[0].dtype

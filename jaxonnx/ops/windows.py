@@ -23,6 +23,11 @@ class Window(NamedTuple):
     out: tuple[int, ...]
 
 
+def spatial(shape, channels: int = 1) -> tuple[int, ...]:
+    """The sizes of the spatial axes of images whose channels are axis 1 or -1."""
+    return tuple(shape[2:] if channels == 1 else shape[1:-1])
+
+
 def per_axis(values, rank: int, name: str, default: int = 1) -> tuple[int, ...]:
     """A list attribute with one entry per axis, `default` everywhere when it is absent or empty."""
     values = tuple(int(v) for v in values) if values is not None and len(values) else ()

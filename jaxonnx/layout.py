@@ -1,0 +1,100 @@
+"""Images with their channels last.
+
+ONNX has images as (N, C, *D), and convolutions, on CPU above all, are quickest on (N, *D, C). From
+the first operator that has channels (`registry.Channels`) to the first that needs ONNX's order, the
+values of a graph are kept with their channels last: the order is changed once for a chain of
+operators instead of twice in each.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx.registry import Op
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ChannelsLast:
+    """An array (N, C, *D) that is kept as (N, *D, C); `shape` is the former."""
+
+    value: Any
+
+    @property
+    def ndim(self) -> int:
+        return self.value.ndim
+
+    @property
+    def dtype(self) -> Any:
+        return self.value.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        n, *size, c = self.value.shape
+        return (n, c, *size)
+
+    def first(self) -> Any:
+        """The array in ONNX's order."""
+        return jnp.moveaxis(self.value, -1, 1)
+
+
+def first(value: Any) -> Any:
+    """The value in ONNX's order."""
+    return value.first() if isinstance(value, ChannelsLast) else value
+
+
+def _last(value: Any, rank: int) -> Any:
+    """An array that broadcasts against rank `rank`, in the order in which it broadcasts there."""
+    if isinstance(value, ChannelsLast) or value is None or not np.ndim(value):
+        return value
+    value = value.reshape((1,) * (rank - value.ndim) + value.shape)
+    is_known = isinstance(value, np.ndarray)
+    return ChannelsLast(np.moveaxis(value, 1, -1) if is_known else jnp.moveaxis(value, 1, -1))
+
+
+def choose(op: Op, arguments: Sequence[Any]) -> list[Any]:
+    """The arguments of an operator in the order in which it is best evaluated."""
+    if op.channels and _is_image(arguments[0]):
+        return [_last(arguments[0], arguments[0].ndim), *map(first, arguments[1:])]
+    if op.pointwise:
+        ranks = {a.ndim for a in arguments if isinstance(a, ChannelsLast)}
+        if len(ranks) == 1 and all(np.ndim(a) <= max(ranks) for a in arguments if a is not None):
+            return [_last(a, max(ranks)) for a in arguments]
+    return [first(a) for a in arguments]
+
+
+def _is_image(value: Any) -> bool:
+    if isinstance(value, ChannelsLast):
+        return True
+    return (
+        isinstance(value, jax.Array)
+        and value.ndim > 2
+        and jnp.issubdtype(value.dtype, jnp.floating)
+    )
+
+
+def call(op: Op, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
+    """Calls an operator on what `choose` gives; its results are in the same order."""
+    images = [a for a in arguments if isinstance(a, ChannelsLast)]
+    if not images:
+        return op.function(*arguments, **keywords)
+    rank = images[0].ndim
+    if "axis" in keywords and op.pointwise:
+        keywords = keywords | {"axis": _axis(keywords["axis"], rank)}
+    values = [a.value if isinstance(a, ChannelsLast) else a for a in arguments]
+    results = op.function(*values, **keywords)
+    if op.channels:
+        y, *others = results if isinstance(results, tuple) else (results,)
+        return (ChannelsLast(y), *others)
+    wrap: Callable = lambda y: ChannelsLast(y) if y.ndim == rank else y  # noqa: E731
+    return tuple(map(wrap, results)) if isinstance(results, tuple) else wrap(results)
+
+
+def _axis(axis: int, rank: int) -> int:
+    """Where an axis of ONNX's order is if the channels are last."""
+    axis += rank if axis < 0 else 0
+    return axis if axis == 0 else (rank - 1 if axis == 1 else axis - 1)

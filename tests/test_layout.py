@@ -1,0 +1,105 @@
+"""Images are kept with their channels last between operators, and nobody can tell."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+import jaxonnx
+
+rng = np.random.default_rng(0)
+
+
+def network(*nodes, outputs=("y",), rank=4, **weights):
+    """`c` is a convolution of the input x (2, 3, 5, 6); the nodes go on from it."""
+    size, kernel = ([5, 6], [2, 2]) if rank == 4 else ([6], [2])
+    weights["w"] = rng.normal(size=(4, 3, *kernel))
+    graph = helper.make_graph(
+        [helper.make_node("Conv", ["x", "w"], ["c"]), *nodes],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 3, *size])],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs],
+        [
+            numpy_helper.from_array(v.astype(np.float32) if v.dtype == float else v, n)
+            for n, v in weights.items()
+        ],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)])
+
+
+def node(kind, *names, **attributes):
+    *inputs, output = names
+    return helper.make_node(kind, inputs, [output], **attributes)
+
+
+CHAINS = {
+    "scalar": network(node("Mul", "c", "s", "y"), s=np.array(2.0)),
+    "last axis": network(node("Add", "row", "c", "y"), row=rng.normal(size=5)),
+    "channels": network(node("PRelu", "c", "a", "y"), a=rng.normal(size=(4, 1, 1))),
+    "of rank five": network(node("Add", "c", "v", "y"), v=rng.normal(size=(2, 1, 4, 1, 1))),
+    "line": network(node("Relu", "c", "r"), node("Add", "r", "v", "y"), rank=3, v=np.ones((4, 1))),
+    "axes": network(
+        node("Concat", "c", "c", "two", axis=1),
+        node("Concat", "two", "two", "four", axis=-2),
+        node("Concat", "four", "four", "eight", axis=3),
+        node("Concat", "eight", "eight", "y", axis=0),
+    ),
+    "softmax": network(node("Softmax", "c", "a", axis=1), node("Softmax", "a", "y", axis=-1)),
+    "order matters": network(
+        node("Relu", "c", "r"), node("Reshape", "r", "to", "y"), to=np.array([2, -1])
+    ),
+    "pools": network(
+        node("MaxPool", "c", "a", kernel_shape=[2, 2]),
+        node("AveragePool", "a", "b", kernel_shape=[2, 2], pads=[1, 0, 0, 1]),
+        node("GlobalAveragePool", "b", "y"),
+    ),
+    "both orders": network(
+        node("Sigmoid", "c", "a"),
+        node("Transpose", "a", "t", perm=[0, 1, 3, 2]),
+        node("Relu", "a", "y"),
+        outputs=("t", "y", "c"),
+    ),
+    "a condition": network(
+        node("Greater", "c", "s", "above"), node("Where", "above", "c", "s", "y"), s=np.array(0.5)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_every_order_gives_what_the_specification_says(name):
+    file = CHAINS[name]
+    x = rng.normal(size=[d.dim_value for d in file.graph.input[0].type.tensor_type.shape.dim])
+    x = x.astype(np.float32)
+    expected = ReferenceEvaluator(file).run(None, {"x": x})
+    model = jaxonnx.load(file)
+    found = model(x)
+    found = found if isinstance(found, tuple) else (found,)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    stacked = jax.vmap(lambda x: model.apply(model.params, x))(np.stack([x, x]))
+    for a, b in zip(jax.tree.leaves(stacked), expected, strict=True):
+        np.testing.assert_allclose(a[1], b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_chain_changes_the_order_twice():
+    ones, zeros = np.ones(4), np.zeros(4)
+    file = network(
+        helper.make_node("BatchNormalization", ["c", "ones", "zeros", "zeros", "ones"], ["b"]),
+        node("Relu", "b", "r"),
+        node("Conv", "r", "w2", "d", pads=[1, 1, 1, 1]),
+        node("Add", "d", "r", "a"),
+        node("Clip", "a", "low", "high", "y"),
+        ones=ones,
+        zeros=zeros,
+        w2=rng.normal(size=(4, 4, 3, 3)),
+        low=np.array(0.0),
+        high=np.array(6.0),
+    )
+    model = jaxonnx.load(file)
+    x = np.zeros((2, 3, 5, 6), np.float32)
+    lowered = jax.jit(model.apply).trace(model.params, x).lower(lowering_platforms=("cuda",))
+    images = re.findall(r"stablehlo.transpose .*: \(tensor<2x", lowered.as_text())
+    assert len(images) == 2
