@@ -13,7 +13,6 @@ import numpy as np
 from jaxonnx.bind import Node
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
-from jaxonnx.program import Program
 from jaxonnx.train import losses, metrics
 from jaxonnx.train.data import Batch
 
@@ -189,7 +188,7 @@ def find(model: Model, loss: Any, wanted: Any) -> Objective:
             outputs=(*graph.outputs, *logits),
             output_types=(*graph.output_types, *(None for _ in logits)),
         )
-        model = replace(model, program=Program(graph, model.program.constants))
+        model = replace(model, program=model.program.with_graph(graph))
     return Objective(model, terms, measures, names, tuple(notes))
 
 
