@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,17 +16,18 @@ import ml_dtypes
 import numpy as np
 from onnx import ModelProto
 
+from jaxonnx import notes, sparse, sparse_export
 from jaxonnx import save as saving
-from jaxonnx import sparse, sparse_export
 from jaxonnx.bind import Graph, bind
 from jaxonnx.cut import cut
 from jaxonnx.errors import InputError
 from jaxonnx.load import give_back_memory, read
 from jaxonnx.program import Program
 from jaxonnx.roles import graph_tensors, roles, running_statistics
+from jaxonnx.select import Select, select
 from jaxonnx.show import summary, text
 from jaxonnx.training_info import Training
-from jaxonnx.values import Value, declared, fit
+from jaxonnx.values import Value, arguments, declared, listed
 
 KNOWN_LIMIT = 4096
 """Bytes; a frozen tensor above it is an argument of the compiled function, not a constant in it."""
@@ -38,7 +38,7 @@ _HOST_ONLY = (object, ml_dtypes.float6_e2m3fn, ml_dtypes.float6_e3m2fn)
 TRIM_LIMIT = 1 << 26
 """Bytes; reading weights above it leaves gaps in memory that are worth giving back."""
 
-Trainable = str | Iterable[str] | Callable[[str, jax.Array], bool]
+Trainable = Select
 
 
 def load(
@@ -117,6 +117,11 @@ class Model:
     def graph(self) -> Graph:
         return self.program.graph
 
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """All named tensors: parameters, state, and constants as NumPy arrays."""
+        return {**self.program.constants, **self.state, **self.params}
+
     @cached_property
     def inputs(self) -> tuple[Value, ...]:
         """The inputs that a call must give, in order."""
@@ -131,12 +136,12 @@ class Model:
     @cached_property
     def training(self) -> Training:
         """The training that the file itself carries (`training_info`) as pure functions."""
-        return Training(self.proto, self._values())
+        return Training(self.proto, self.merged()._values())
 
     @cached_property
     def warnings(self) -> tuple[str, ...]:
         """What a user of the model should know."""
-        return tuple(_warnings(self))
+        return tuple(notes.warnings(self))
 
     def __call__(self, *inputs: Any, rng: jax.Array | None = None, **named: Any) -> Any:
         """Inference, compiled: an array if there is one output, else a tuple in file order.
@@ -216,35 +221,17 @@ class Model:
         Raises:
           InputError: a name or expression matches no floating-point tensor.
         """
-        tensors = {**self.program.constants, **self.state, **self.params}
+        self._has_no_adapters("trainable")
+        tensors = self.tensors
         floats = {n: v for n, v in tensors.items() if jnp.issubdtype(v.dtype, jnp.floating)}
         # A running statistic is renewed, not trained, unless it is asked for by its name.
-        matched = floats.keys() - running_statistics(self.graph)
-        if callable(trainable):
-            chosen = {name for name in matched if trainable(name, jnp.asarray(floats[name]))}
-        else:
-            chosen = set()
-            for wanted in [trainable] if isinstance(trainable, str) else trainable:
-                try:
-                    found = {name for name in matched if re.fullmatch(wanted, name)}
-                except re.error as error:
-                    if wanted not in floats:
-                        raise InputError(f"trainable={wanted!r}: {error}") from error
-                    found = set()
-                found |= {wanted} & floats.keys()
-                if not found:
-                    raise InputError(
-                        f"trainable={wanted!r} matches no floating-point tensor of the model; "
-                        f"there are {', '.join(sorted(floats))}"
-                    )
-                chosen |= found
+        chosen = select(trainable, floats, "trainable", running_statistics(self.graph))
         constants = {n: v for n, v in self.program.constants.items() if n not in chosen}
-        return Model(
-            {name: jnp.asarray(tensors[name]) for name in tensors if name in chosen},
-            {n: v for n, v in tensors.items() if n not in chosen and n not in constants},
-            self.proto,
-            Program(self.graph, constants),
-            self.originals,
+        return dataclasses.replace(
+            self,
+            params={name: jnp.asarray(tensors[name]) for name in tensors if name in chosen},
+            state={n: v for n, v in tensors.items() if n not in chosen and n not in constants},
+            program=Program(self.graph, constants),
         )
 
     def with_outputs(self, outputs: str | Iterable[str]) -> Model:
@@ -260,15 +247,16 @@ class Model:
         Raises:
           InputError: there is no such value; the message has those with similar names.
         """
-        tensors = {**self.program.constants, **self.state, **self.params}
-        proto, graph = cut(self.proto, self.graph, tensors, outputs)
+        self._has_no_adapters("outputs")
+        proto, graph = cut(self.proto, self.graph, self.tensors, outputs)
         kept = {*graph_tensors(graph)}
-        return Model(
-            {name: value for name, value in self.params.items() if name in kept},
-            {name: value for name, value in self.state.items() if name in kept},
-            proto,
-            Program(graph, {n: v for n, v in self.program.constants.items() if n in kept}),
-            self.originals,
+        constants = {n: v for n, v in self.program.constants.items() if n in kept}
+        return dataclasses.replace(
+            self,
+            params={name: value for name, value in self.params.items() if name in kept},
+            state={name: value for name, value in self.state.items() if name in kept},
+            proto=proto,
+            program=Program(graph, constants),
         )
 
     @property
@@ -284,7 +272,8 @@ class Model:
 
         A record of sparse weights stays for those that have the pattern.
         """
-        return saving.to_onnx(self.proto, self._values(), {*self.params}, {*self.state})
+        model = self.merged()
+        return saving.to_onnx(self.proto, model._values(), {*model.params}, {*model.state})
 
     def save(
         self, path: str | os.PathLike, *, external_data: bool = False, sparse: bool = False
@@ -307,6 +296,28 @@ class Model:
         """
         saving.save(self.to_onnx(), path, external_data, sparse)
 
+    def merged(self) -> Model:
+        """A plain model in which adapters (`jaxonnx.LoRA`) are merged into the weights.
+
+        Its parameters are those of the model that the adapters were attached to, and what was
+        trained beside them. A model without adapters is given back as it is.
+        """
+        adaption = self.program.adaption
+        if adaption is None:
+            return self
+        tensors = {**self.state, **self.params}
+        params = jax.jit(lambda t: {n: adaption(t)[n] for n in adaption.params})(tensors)
+        state = {n: v for n, v in tensors.items() if n in self.state and n not in params}
+        program = Program(self.graph, self.program.constants)
+        return dataclasses.replace(self, params=params, state=state, program=program)
+
+    def _has_no_adapters(self, what: str) -> None:
+        if self.program.adaption is not None:
+            raise InputError(
+                f"{what} of a model with adapters cannot be changed: set it before they are "
+                "attached, or merge them first with .merged()"
+            )
+
     def _values(self) -> dict[str, np.ndarray]:
         values = dict(self.program.constants)
         for name, value in {**self.state, **self.params}.items():
@@ -320,26 +331,7 @@ class Model:
 
     def _given(self, inputs: tuple, named: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments by input name, checked."""
-        values = self.inputs
-        if len(inputs) > len(values):
-            raise InputError(
-                f"the model takes {len(values)} inputs, {len(inputs)} were given: {_listed(values)}"
-            )
-        given = dict(zip((v.name for v in values), inputs, strict=False))
-        for name, value in named.items():
-            if name in given:
-                raise InputError(f"input '{name}' was given twice, by position and by name")
-            if name not in self.graph.inputs and name not in self._defaults:
-                raise InputError(f"the model has no input '{name}'; it has {_listed(values)}")
-            given[name] = value
-        sizes: dict[str, tuple[int, str]] = {}
-        for value in values:
-            if value.name not in given:
-                raise InputError(
-                    f"input '{value.name}' is missing; the model takes {_listed(values)}"
-                )
-            given[value.name] = fit(value, given[value.name], sizes)
-        return given
+        return arguments(self.inputs, self._defaults, inputs, named)
 
     @cached_property
     def _defaults(self) -> frozenset[str]:
@@ -350,7 +342,7 @@ class Model:
         return text(self)
 
     def __repr__(self) -> str:
-        signature = f"{_listed(self.inputs)} -> {_listed(self.outputs)}"
+        signature = f"{listed(self.inputs)} -> {listed(self.outputs)}"
         return f"Model({signature}; {len(self.params)} parameters)"
 
     def __rich__(self) -> Any:
@@ -375,29 +367,6 @@ def _checked(what: str, current: dict, given: Mapping[str, Any] | None) -> dict[
                 f"{list(current[name].shape)}"
             )
     return {name: given[name] for name in current}
-
-
-def _warnings(model: Model) -> Iterable[str]:
-    if not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-        types = {np.dtype(t) for t in (np.int64, np.uint64, np.float64)}
-        wide = [value.name for value in model.outputs if value.dtype in types]
-        if wide:
-            yield (
-                f"64-bit outputs ({', '.join(wide)}) are computed and returned in 32 bits; set "
-                "jax_enable_x64 for the exact types"
-            )
-    if any(what == "key" for node in model.graph.nodes for _, what in node.op.context):
-        yield "random operators: pass rng=jax.random.key(...), or they draw the same numbers always"
-    active = saving.training_nodes(model.proto.graph)
-    if active:
-        yield (
-            f"exported in training mode: {', '.join(active)}; apply and save use inference "
-            "semantics"
-        )
-
-
-def _listed(values: tuple[Value, ...]) -> str:
-    return ", ".join(map(str, values)) or "nothing"
 
 
 def _one(outputs: tuple) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -26,16 +26,39 @@ VARIANTS = 32
 """Compiled functions for different values of such inputs; with more the nodes run one by one."""
 
 
+class Adaption(Protocol):
+    """A change of weights that is trained in their place: a pure function of all tensors."""
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        """The tensors that are parameters once the change is merged into them."""
+        ...
+
+    def __call__(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of the graph's tensors."""
+        ...
+
+
 class Program:
     """A graph and its constants; `evaluate` is pure, calling the program runs it compiled."""
 
-    def __init__(self, graph: Graph, constants: Mapping[str, np.ndarray]):
+    def __init__(
+        self,
+        graph: Graph,
+        constants: Mapping[str, np.ndarray],
+        adaption: Adaption | None = None,
+    ):
         self.graph = graph
         self.constants = dict(constants)
+        self.adaption = adaption
         self._cuts = {node.index for node in graph.nodes if _dynamic(node)}
         self._fixes = True
         self._fixed: set[str] = set()
         self._parts: dict[tuple, _Parts] = {}
+
+    def with_graph(self, graph: Graph) -> Program:
+        """A program of another graph of the same tensors."""
+        return Program(graph, self.constants, self.adaption)
 
     @property
     def compiled(self) -> bool:
@@ -53,7 +76,7 @@ class Program:
         updates: dict[str, Any] | None = None,
     ) -> tuple:
         """The outputs in file order; `updates` receives renewed statistics by input name."""
-        weights = {**self.constants, **state, **params}
+        weights = self._weights(params, state)
         return run(self.graph, inputs, Context(weights, key, training, updates))
 
     def __call__(
@@ -79,8 +102,12 @@ class Program:
         if parts.rest is None:
             return values
         given = {**inputs, **fixed, **dict(zip(parts.boundary, values, strict=True))}
-        weights = {**self.constants, **state, **params}
-        return run(parts.rest, given, Context(weights, key, training))
+        return run(parts.rest, given, Context(self._weights(params, state), key, training))
+
+    def _weights(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of the graph's tensors."""
+        tensors = {**self.constants, **state, **params}
+        return tensors if self.adaption is None else self.adaption(tensors)
 
     def _find(self, others: frozenset[str], fixed: Mapping[str, np.ndarray]) -> _Parts:
         """The parts for these values of the inputs that fix shapes."""
@@ -131,7 +158,7 @@ class Program:
 
     def _compile(self, graph: Graph, fixed: Mapping[str, np.ndarray]):
         def compiled(params, state, key, inputs, *, training):
-            weights = {**self.constants, **state, **params}
+            weights = self._weights(params, state)
             return run(graph, {**inputs, **fixed}, Context(weights, key, training))
 
         return jax.jit(compiled, static_argnames="training")

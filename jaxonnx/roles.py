@@ -4,13 +4,13 @@
 Transpose, Reshape, Cast, Identity and the like, in subgraphs and in functions of the model.
 """
 
-from collections import ChainMap
 from collections.abc import Mapping
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx.bind import Graph, Node
+from jaxonnx.uses import uses
 
 
 def graph_tensors(graph: Graph) -> list[str]:
@@ -52,28 +52,12 @@ def roles(
             return len(shape) > 0 and node.op.name == "Add" and name in initializers
         return sum(d != 1 for d in shape) == 1
 
-    def walk(graph: Graph, behind: ChainMap) -> None:
-        """`behind` tells which tensor a name is a view of."""
-        behind.update((name, name) for name in graph.weights)
-        for node in graph.nodes:
-            for i, name in enumerate(node.inputs):
-                root, role = behind.get(name), node.op.role(i)
-                if root is None or role is None:
-                    continue
-                if not jnp.issubdtype(tensors[root].dtype, jnp.floating):
-                    continue
-                if role != "vector":
-                    found.setdefault(root, role)
-                elif is_vector(root, node):
-                    found.setdefault(root, "param")
-            if node.op.view and behind.get(node.inputs[0]):
-                behind[node.outputs[0]] = behind[node.inputs[0]]
-            for inner in node.graphs.values():
-                for g in inner if isinstance(inner, list) else [inner]:
-                    walk(g, behind.new_child(dict.fromkeys(g.inputs)))
-            if node.body is not None:
-                given = (behind.get(name) for name in node.inputs)
-                walk(node.body, ChainMap(dict(zip(node.body.inputs, given, strict=False))))
-
-    walk(graph, ChainMap())
+    for use in uses(graph, tensors):
+        role = use.node.op.role(use.position)
+        if role is None or not jnp.issubdtype(tensors[use.name].dtype, jnp.floating):
+            continue
+        if role != "vector":
+            found.setdefault(use.name, role)
+        elif is_vector(use.name, use.node):
+            found.setdefault(use.name, "param")
     return found

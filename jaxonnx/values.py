@@ -1,5 +1,6 @@
 """Inputs and outputs as the file declares them, and arguments checked against them."""
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +53,48 @@ def declared(info: ValueInfoProto) -> Value:
         d.dim_value if d.HasField("dim_value") else (d.dim_param or None) for d in tensor.shape.dim
     )
     return Value(info.name, dtype, shape)
+
+
+def listed(values: Sequence[Value]) -> str:
+    """Values in a sentence."""
+    return ", ".join(map(str, values)) or "nothing"
+
+
+def arguments(
+    values: Sequence[Value],
+    optional: Collection[str],
+    inputs: Sequence[Any],
+    named: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The arguments of a call by the names of the inputs.
+
+    Args:
+      values: the inputs that must be given, in order.
+      optional: further inputs, that may be given by name.
+      inputs: the arguments by position.
+      named: those by name.
+
+    Raises:
+      InputError: too many, missing, unknown or twice; or an argument does not fit.
+    """
+    if len(inputs) > len(values):
+        raise InputError(
+            f"the model takes {len(values)} inputs, {len(inputs)} were given: {listed(values)}"
+        )
+    given = dict(zip((v.name for v in values), inputs, strict=False))
+    known = {*optional, *(value.name for value in values)}
+    for name, value in named.items():
+        if name in given:
+            raise InputError(f"input '{name}' was given twice, by position and by name")
+        if name not in known:
+            raise InputError(f"the model has no input '{name}'; it has {listed(values)}")
+        given[name] = value
+    sizes: dict[str, tuple[int, str]] = {}
+    for value in values:
+        if value.name not in given:
+            raise InputError(f"input '{value.name}' is missing; the model takes {listed(values)}")
+        given[value.name] = fit(value, given[value.name], sizes)
+    return given
 
 
 def fit(value: Value, array: Any, sizes: dict[str, tuple[int, str]]) -> Any:

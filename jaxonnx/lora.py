@@ -1,0 +1,269 @@
+"""LoRA: low-rank changes of weights, trained while the weights themselves stay as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx import sparse
+from jaxonnx.errors import InputError, ModelError, SparsityError
+from jaxonnx.model import Model
+from jaxonnx.program import Program
+from jaxonnx.roles import running_statistics
+from jaxonnx.select import Select, select
+from jaxonnx.uses import Layout, layouts
+
+_ABOUT = "jaxonnx.lora"
+"""The array of a file that holds its metadata, as JSON."""
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """What `jaxonnx.train(..., lora=)` adapts: W becomes W + alpha / rank * B A.
+
+    W (outputs x inputs) is the matrix of a MatMul, a Gemm (with or without transB), a recurrent
+    layer, a Conv (inputs: the channels of a group at every place of the kernel) or an embedding
+    (inputs: its rows), also behind a Transpose. A (rank x inputs) starts normal with variance
+    1 / inputs (1 / rank for an embedding), B (outputs x rank) starts at zero, so that training
+    starts from the model as it is. Weights of half precision have adapters in float32. Hu et al.,
+    "LoRA: Low-Rank Adaptation of Large Language Models", 2021 (arXiv:2106.09685).
+
+    The memory of the optimizer and the exported file are small. The change is merged into the
+    weights in each step, so a dense gradient of each weight exists for a moment.
+
+    >>> import jax, jaxonnx
+    >>> from jaxonnx import demo
+    >>> adapted = jaxonnx.LoRA(rank=4, where="12.*").attach(demo.model(), jax.random.key(0))
+    >>> {name: list(value.shape) for name, value in adapted.params.items()}
+    {'12.weight.lora_A': [4, 128], '12.weight.lora_B': [64, 4]}
+
+    Attributes:
+      rank: of B A; at most the number of outputs and of inputs of each weight.
+      alpha: the change is scaled by alpha / rank; None is the rank, a scale of one.
+      where: names or regular expressions (matched in full), or a predicate of name and value, that
+        choose among the weights that can be adapted. None is every matrix product and convolution
+        whose adapter is smaller than the weight.
+    """
+
+    rank: int = 8
+    alpha: float | None = None
+    where: Select | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+            raise InputError(f"rank must be a positive integer, and is {self.rank!r}")
+        if self.alpha is not None and not 0 < self.alpha < math.inf:
+            raise InputError(f"alpha must be a positive number, and is {self.alpha!r}")
+
+    def attach(self, model: Model, rng: jax.Array, *, trainable: Select | None = None) -> Model:
+        """The model with adapters as its parameters; its weights become state.
+
+        It is a Model like any other: `apply`, `apply_train` and `jaxonnx.flax` take it, `save`
+        writes the merged weights, and `merged()` gives a plain model.
+
+        Args:
+          model: a model without adapters.
+          rng: a key for the values of A.
+          trainable: tensors that are trained in full beside the adapters, such as a new head.
+
+        Raises:
+          InputError: `where` or `trainable` match nothing, or the rank does not fit a weight.
+        """
+        full = {} if trainable is None else model.with_trainable(trainable).params
+        tensors = model.tensors
+        floats = {n: v for n, v in tensors.items() if jnp.issubdtype(v.dtype, jnp.floating)}
+        places = layouts(model.graph, {n: v for n, v in floats.items() if n not in full})
+        places = self._chosen(places, floats)
+        values = dict(full)
+        for name, key in zip(places, jax.random.split(rng, len(places)), strict=True):
+            values |= self._start(name, tensors[name], places[name], key)
+        alpha = self.rank if self.alpha is None else self.alpha
+        return Adapters(self.rank, alpha, places, values).attach(model)
+
+    def _chosen(self, places: dict[str, Layout], tensors: Mapping[str, Any]) -> dict[str, Layout]:
+        """The weights to be adapted."""
+        sizes = {name: place.sizes(tensors[name].shape) for name, place in places.items()}
+        if self.where is None:
+            chosen = {
+                name
+                for name, (rows, columns) in sizes.items()
+                if not places[name].lookup and self.rank * (rows + columns) < rows * columns
+            }
+            if not chosen:
+                raise InputError(
+                    f"no weight is larger than its adapter of rank {self.rank}; choose a lower "
+                    "rank, or name weights with where="
+                )
+        else:
+            matrices = {name: tensors[name] for name in places}
+            chosen = select(self.where, matrices, "where", kind="weight that can be adapted")
+        for name in sorted(chosen):
+            if self.rank > min(sizes[name]):
+                rows, columns = sizes[name]
+                raise InputError(
+                    f"rank={self.rank} is too much for '{name}' of shape "
+                    f"{list(tensors[name].shape)}, a matrix of {rows} x {columns}; choose at most "
+                    f"{min(sizes[name])}, or leave it out of where="
+                )
+        return {name: place for name, place in places.items() if name in chosen}
+
+    def _start(self, name: str, w: Any, place: Layout, key: jax.Array) -> dict[str, jax.Array]:
+        rows, columns = place.sizes(w.shape)
+        batch = [w.shape[axis] for axis in place.batch]
+        dtype = jnp.promote_types(w.dtype, jnp.float32)
+        scale = 1 / math.sqrt(self.rank if place.lookup else columns)
+        a, b = _pair(name)
+        return {
+            a: scale * jax.random.normal(key, (*batch, self.rank, columns), dtype),
+            b: jnp.zeros((*batch, rows, self.rank), dtype),
+        }
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Trained adapters, apart from the model whose weights they change.
+
+    Attributes:
+      rank, alpha: as in `LoRA`.
+      layouts: the adapted weights, and what their axes mean.
+      values: by name: A ("<weight>.lora_A", rank x inputs) and B ("<weight>.lora_B", outputs x
+        rank) of each weight, tensors that were trained in full, and running statistics.
+    """
+
+    rank: int
+    alpha: float
+    layouts: Mapping[str, Layout]
+    values: Mapping[str, jax.Array]
+
+    @classmethod
+    def of(cls, model: Model) -> Adapters:
+        """The adapters of a model that has some, with their present values.
+
+        Raises:
+          InputError: it has none.
+        """
+        merge = model.program.adaption
+        if not isinstance(merge, _Merge):
+            raise InputError("the model has no adapters; LoRA.attach gives it some")
+        statistics = running_statistics(model.graph)
+        renewed = {name: v for name, v in model.state.items() if name in statistics}
+        return cls(merge.rank, merge.alpha, merge.layouts, {**model.params, **renewed})
+
+    def apply(self, model: Model) -> Model:
+        """A plain model with the adapters merged into its weights.
+
+        Raises:
+          InputError: the model does not have these weights, or in other shapes.
+        """
+        return self.attach(model).merged()
+
+    def attach(self, model: Model) -> Model:
+        """The model with these adapters as its parameters, to be trained further.
+
+        Raises:
+          InputError: the model does not have these weights, or in other shapes; or it has adapters.
+        """
+        if model.program.adaption is not None:
+            raise InputError("the model has adapters already; merge them first with .merged()")
+        self._check(model)
+        statistics = running_statistics(model.graph)
+        values = {name: jnp.asarray(value) for name, value in self.values.items()}
+        params = {name: value for name, value in values.items() if name not in statistics}
+        constants = model.program.constants
+        moved = {n: jnp.asarray(constants[n]) for n in {*params, *self.layouts} & constants.keys()}
+        tensors = {**model.state, **model.params, **moved, **values}
+        pairs = {member for name in self.layouts for member in _pair(name)}
+        trained = dict.fromkeys([*model.params, *self.layouts, *(params.keys() - pairs)])
+        merge = _Merge(tuple(trained), self.rank, self.alpha, self.layouts)
+        constants = {name: v for name, v in constants.items() if name not in moved}
+        return dataclasses.replace(
+            model,
+            params=params,
+            state={name: value for name, value in tensors.items() if name not in params},
+            program=Program(model.graph, constants, merge),
+        )
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes a small `.npz`: the values, and rank, alpha and layouts as JSON beside them.
+
+        Raises:
+          OSError: the path cannot be written; what was there stays.
+        """
+        places = {name: dataclasses.asdict(place) for name, place in self.layouts.items()}
+        about = json.dumps({"rank": self.rank, "alpha": self.alpha, "layouts": places})
+        arrays = {**self.values, _ABOUT: np.frombuffer(about.encode(), np.uint8)}
+        sparse.save(path, arrays, {}, layers=())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> Adapters:
+        """Reads what `save` wrote.
+
+        Raises:
+          ModelError: the file holds no adapters, or is damaged.
+        """
+        try:
+            values, _ = sparse.load(path)
+            about = json.loads(values.pop(_ABOUT).tobytes())
+            places = {
+                name: Layout(p["output"], p["input"], (*p["kernel"],), (*p["batch"],), p["lookup"])
+                for name, p in about["layouts"].items()
+            }
+            rank, alpha = int(about["rank"]), float(about["alpha"])
+        except (SparsityError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ModelError(
+                f"'{os.fspath(path)}' holds no adapters of jaxonnx, or is damaged ({error})"
+            ) from error
+        return cls(rank, alpha, places, {n: jnp.asarray(v) for n, v in values.items()})
+
+    def _check(self, model: Model) -> None:
+        shapes = {name: v.shape for name, v in model.tensors.items()}
+        wanted = {name: v.shape for name, v in self.values.items()}
+        for name, place in self.layouts.items():
+            a, b = _pair(name)
+            if name not in shapes or a not in wanted or b not in wanted:
+                raise InputError(f"the adapters are of another model: it has no weight '{name}'")
+            rows, columns = place.sizes(shapes[name]) if len(shapes[name]) > 1 else (0, 0)
+            if (columns, rows) != (wanted.pop(a)[-1], wanted.pop(b)[-2]):
+                raise InputError(
+                    f"the adapters are of another model: its '{name}' has shape "
+                    f"{list(shapes[name])}"
+                )
+        for name, shape in wanted.items():
+            if shapes.get(name) != shape:
+                raise InputError(
+                    f"the adapters are of another model: it has no '{name}' of shape {list(shape)}"
+                )
+
+
+@dataclass(frozen=True)
+class _Merge:
+    """The weights of the graph from those of the file and adapters (`program.Adaption`)."""
+
+    params: tuple[str, ...]
+    rank: int
+    alpha: float
+    layouts: Mapping[str, Layout]
+
+    def __call__(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        result = dict(tensors)
+        for name, place in self.layouts.items():
+            a, b = (result.pop(member) for member in _pair(name))
+            w = tensors[name]
+            # b a has the axes (batch..., output, input and kernel in one)
+            order = (*place.batch, place.output, place.input, *place.kernel)
+            change = (b @ a * (self.alpha / self.rank)).reshape([w.shape[i] for i in order])
+            result[name] = (w + change.transpose(np.argsort(order))).astype(w.dtype)
+        return result
+
+
+def _pair(name: str) -> tuple[str, str]:
+    return f"{name}.lora_A", f"{name}.lora_B"
