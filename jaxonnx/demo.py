@@ -16,7 +16,7 @@ from rich.table import Table
 from jaxonnx import sparse
 from jaxonnx.errors import Error
 from jaxonnx.model import Model, load
-from jaxonnx.save import check_writable
+from jaxonnx.save import check_writable, whole
 from jaxonnx.train import History, train
 from jaxonnx.train.sparsity import layouts
 
@@ -190,4 +190,5 @@ def _report(path: Path, rows: list[Row]) -> None:
     shown = weight if weight.ndim == 2 else weight[..., 0, 0]
     mask.imshow(shown != 0, cmap="Greys", interpolation="nearest")
     mask.set(title=f"kept weights of {name}", xlabel="input", ylabel="output")
-    figure.savefig(path, dpi=110)
+    with whole(path) as written:
+        figure.savefig(written, dpi=110)

@@ -4,6 +4,7 @@ import errno
 import os
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,15 @@ def save(proto: ModelProto, path: str | os.PathLike, external_data: bool, sparse
         if (Path(folder) / data).exists():
             os.replace(Path(folder) / data, path.parent / data)
         os.replace(written, path)
+
+
+@contextmanager
+def whole(path: str | os.PathLike) -> Iterator[Path]:
+    """A path to write to; what was written takes the place of `path` if nothing fails."""
+    path = Path(path)
+    with tempfile.TemporaryDirectory(prefix=".jaxonnx-", dir=path.parent) as folder:
+        yield Path(folder) / path.name
+        os.replace(Path(folder) / path.name, path)
 
 
 def check_writable(path: str | os.PathLike) -> None:

@@ -1,5 +1,7 @@
 """The command line, in this process; the installed command is the same function."""
 
+import json
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +10,7 @@ import onnxruntime
 import pytest
 
 import jaxonnx
-from jaxonnx.cli import main
+from jaxonnx.cli import flags, main
 
 NET = str(Path(__file__).parent / "data" / "lenet_bn.legacy.onnx")
 
@@ -22,14 +24,43 @@ def data(tmp_path):
     return path
 
 
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """A network of one layer and data for it, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    text = '<ir_version: 8, opset_import: ["" : 17]> net (float[n, 4] x) => (float[n, 3] y) '
+    proto = onnx.parser.parse_model(text + "{ y = MatMul(x, w) }")
+    random = np.random.default_rng(0)
+    weight = random.normal(size=(4, 3)).astype(np.float32)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+    onnx.save(proto, "net.onnx")
+    x = random.normal(size=(8, 4)).astype(np.float32)
+    np.savez("data.npz", x=x, y=np.arange(8) % 3)
+
+
+def command(line):
+    return main(line.split())
+
+
+def result(capsys):
+    """What `--json` printed: the only thing on stdout."""
+    return json.loads(capsys.readouterr().out)
+
+
 def test_info(capsys):
     assert main(["info", NET]) == 0
     assert "logits" in capsys.readouterr().out
+    assert main(["info", NET, "--json"]) == 0
+    said = result(capsys)
+    assert said["outputs"] == [{"name": "logits", "dtype": "float32", "shape": ["batch", 10]}]
+    assert said["operators"]["Conv"] == 2
+    assert said["params"]["classifier.0.bias"] == {"dtype": "float32", "shape": [32]}
 
 
-def test_run(data, tmp_path):
+def test_run(data, tmp_path, capsys):
     output = tmp_path / "out.npz"
-    assert main(["run", NET, str(data), "-o", str(output)]) == 0
+    assert main(["run", NET, str(data), "-o", str(output), "--json"]) == 0
+    assert result(capsys)["outputs"] == {"logits": {"dtype": "float32", "shape": [16, 10]}}
     expected = jaxonnx.load(NET)(np.load(data)["x"])
     np.testing.assert_allclose(np.load(output)["logits"], expected, rtol=1e-5, atol=1e-6)
 
@@ -65,6 +96,7 @@ def test_train_follows_the_algorithm_of_the_file(data, tmp_path, capsys):
         ({"output": "/dev/null/out.onnx"}, "Not a directory"),
         ({"output": "/"}, "Is a directory"),
         ({"more": ["--loss", "hinge"]}, "hinge_loss"),
+        ({"more": ["--data", "twice.npz"]}, "give the data once"),
     ],
 )
 def test_what_is_wrong_is_said_before_training(change, message, data, tmp_path, capsys):
@@ -74,3 +106,134 @@ def test_what_is_wrong_is_said_before_training(change, message, data, tmp_path, 
     captured = capsys.readouterr()
     assert message in captured.err
     assert not captured.out
+
+
+def test_a_configuration_gives_what_flags_do_not(small, capsys):
+    Path("run.toml").write_text(
+        'model = "net.onnx"\ndata = "data.npz"\noutput = "out.onnx"\nepochs = 2\n'
+        'batch-size = 4\njson = true\ntrainable = ["w"]\nrate = 0.1\n'
+    )
+    assert main(["train", "--config", "run.toml"]) == 0
+    assert result(capsys)["history"]["epochs"][-1]["step"] == 4
+    assert main(["train", "--config", "run.toml", "--epochs", "1", "--batch-size", "8"]) == 0
+    assert result(capsys)["history"]["epochs"][-1]["step"] == 1
+    assert main(["train", "--config", "run.toml", "--trainable", "nothing"]) == 2
+    assert "'nothing'" in capsys.readouterr().err
+
+
+def test_lists_and_texts_of_a_configuration(small):
+    Path("run.toml").write_text('model = "m"\npictures = ["a", "b"]\nmean = [0.5, 1]\nsize = "8x6"')
+    options = flags.parse(["classify", "--config", "run.toml"])
+    assert options.pictures == [Path("a"), Path("b")]
+    assert (options.model, options.mean, options.size) == (Path("m"), (0.5, 1), (8, 6))
+    options = flags.parse(["classify", "m", "c", "--config", "run.toml", "--mean", "0"])
+    assert (options.pictures, options.mean) == ([Path("c")], (0,))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epoch = 3", "unknown 'epoch'; try epochs"),
+        ("config = 'other.toml'", "unknown 'config'"),
+        ("epochs = 'three'", "epochs = 'three' does not fit"),
+        ("epochs = true", "must be a number or a text"),
+        ("resume = 1", "must be true or false"),
+        ("optimizer = 'adamm'", "none of adam"),
+        ("[train]\nepochs = 1", "unknown 'train'"),
+        ("epochs =", "run.toml"),
+        (None, "No such file"),
+    ],
+)
+def test_configurations_that_are_refused(text, message, small, capsys):
+    if text is not None:
+        Path("run.toml").write_text(text)
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "net.onnx", "data.npz", "-o", "out.onnx", "--config", "run.toml"])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_that_stops_says_so_in_its_status(small, capsys):
+    x = np.load("data.npz")["x"]
+    x[5] = np.inf
+    np.savez("data.npz", x=x, y=np.arange(8) % 3)
+    assert command("train net.onnx data.npz -o out.onnx --batch-size 4 --epochs 1 --json") == 1
+    captured = capsys.readouterr()
+    assert "not finite" in captured.err
+    history = json.loads(captured.out)["history"]
+    assert "not finite" in history["stopped"]
+    assert history["losses"][-1] is None
+
+
+def fail(*_, **__):
+    raise OSError(28, "No space left on device")
+
+
+def test_outputs_are_whole_or_as_they_were(small, monkeypatch, capsys):
+    Path("out.npz").write_bytes(b"before")
+    monkeypatch.setattr(np, "savez", fail)
+    assert command("run net.onnx data.npz -o out.npz") == 1
+    assert "No space left" in capsys.readouterr().err
+    assert Path("out.npz").read_bytes() == b"before"
+    assert sorted(p.name for p in Path().iterdir()) == ["data.npz", "net.onnx", "out.npz"]
+
+
+def test_a_trained_model_that_cannot_be_written_is_kept_elsewhere(small, monkeypatch, capsys):
+    monkeypatch.setattr(tempfile, "tempdir", ".")
+    save = jaxonnx.Model.save
+    monkeypatch.setattr(
+        jaxonnx.Model, "save", lambda m, path: fail() if path == Path("out.onnx") else save(m, path)
+    )
+    assert command("train net.onnx data.npz -o out.onnx --epochs 1") == 1
+    said = capsys.readouterr().err
+    assert "No space left" in said
+    kept = jaxonnx.load(said.split(" is in ")[1].strip())
+    assert not np.array_equal(kept.params["w"], jaxonnx.load("net.onnx").params["w"])
+
+
+def test_interruption(small, monkeypatch, capsys):
+    def stop(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxonnx.cli.verbs.load", stop)
+    assert main(["info", "net.onnx"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_bench(small, capsys):
+    assert command("bench net.onnx --batch 16 --rounds 2") == 0
+    printed = capsys.readouterr().out
+    assert "training step" in printed
+    assert "onnxruntime" in printed
+    assert command("bench net.onnx --data data.npz --rounds 1 --no-train --json") == 0
+    said = result(capsys)
+    assert said["inputs"] == {"x": {"dtype": "float32", "shape": [8, 4]}}
+    assert said["measurements"].keys() == {"forward", "forward, onnxruntime"}
+    row = said["measurements"]["forward"]
+    assert row["samples_per_second"] == pytest.approx(8e3 / row["ms"])
+    # the input, the weight and the output at least
+    assert row["memory_bytes"] >= 4 * (8 * 4 + 4 * 3 + 8 * 3)
+
+
+def test_sizes_for_bench(small, capsys):
+    graph = "<ir_version: 8, opset_import: ['' : 17]> g (int32[2, s] i) => (int32[2, s] o) "
+    proto = onnx.parser.parse_model(graph.replace("'", '"') + "{ o = Identity(i) }")
+    onnx.save(proto, "ids.onnx")
+    assert command("bench ids.onnx --rounds 1") == 2
+    assert "--dim NAME=N" in capsys.readouterr().err
+    assert command("bench ids.onnx --batch 3 --dim s=5") == 2
+    assert "fixed to 2" in capsys.readouterr().err
+    assert command("bench ids.onnx --dim s=5 --rounds 1 --json") == 0
+    said = result(capsys)
+    assert said["inputs"]["i"]["shape"] == [2, 5]
+    assert said["notes"] == ["no training step: the model has no parameters"]
+
+
+@pytest.mark.parametrize("verb", flags.VERBS)
+def test_help_has_examples(verb, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([verb, "--help"])
+    assert stop.value.code == 0
+    said = capsys.readouterr().out
+    assert f"jaxonnx {verb} " in said
+    assert "exit status" in said

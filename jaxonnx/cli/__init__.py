@@ -1,0 +1,79 @@
+"""The command line: thin verbs over the functions of the package."""
+
+import json
+import math
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from jaxonnx.cli import bench, flags, process, verbs
+from jaxonnx.errors import Error
+
+_VERBS = {
+    "info": verbs.info,
+    "run": verbs.run,
+    "train": verbs.train,
+    "sparsify": verbs.sparsify,
+    "classify": verbs.classify,
+    "demo": verbs.demo,
+    "bench": bench.run,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+      arguments: those of this process if not given.
+
+    Returns:
+      The exit status: 0 if all is done, 1 if the run stopped before its end or failed after it had
+      begun, 2 if it was refused, 130 if it was interrupted.
+
+    Raises:
+      SystemExit: with status 2 for flags or a configuration that do not fit, 0 for `--help`.
+    """
+    options = flags.parse(sys.argv[1:] if arguments is None else arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", UserWarning)
+        warnings.showwarning = lambda message, *_: _complain(options.verb, message)
+        try:
+            process.prepare(options.allocator, options.cache)
+            report = _VERBS[options.verb](options)
+        except verbs.Failed as error:
+            _complain(options.verb, error)
+            return 1
+        except (Error, OSError) as error:
+            _complain(options.verb, error)
+            return 2
+        except KeyboardInterrupt:
+            _complain(options.verb, "interrupted")
+            return 130
+    if options.json:
+        print(json.dumps(_plain(report.data), allow_nan=False))
+    elif isinstance(report.shown, str):
+        print(report.shown)
+    elif report.shown is not None:
+        Console().print(report.shown)
+    return report.status
+
+
+def _complain(verb: str, message: Any) -> None:
+    print(f"jaxonnx {verb}: {message}", file=sys.stderr)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: numbers of NumPy as Python's, what is not finite as null."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -1,0 +1,205 @@
+"""`jaxonnx bench`: how long a model of one's own takes."""
+
+import argparse
+import time
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from rich.table import Table
+
+from jaxonnx.cli.verbs import Report, arrays
+from jaxonnx.errors import Error, InputError, StaticError
+from jaxonnx.model import Model, load
+from jaxonnx.values import Value
+
+_ROUND_S = 0.1
+"""Calls are repeated within a round until they take about this long."""
+_BATCH = 32
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Forward pass, training step if there is one, and onnxruntime if it is installed."""
+    model = load(options.model)
+    if options.data is not None:
+        inputs, _ = arrays(options.data, model, None)
+    else:
+        inputs = tuple(random_inputs(model.inputs, options.batch, dict(options.dim or ())))
+    given = jax.device_put(inputs)
+    rows = {"forward": _forward(model, given)}
+    notes = []
+    if options.train:
+        try:
+            rows["training step"] = _training_step(model, given)
+        except Error as error:
+            notes.append(f"no training step: {error}")
+    if find_spec("onnxruntime") is None:
+        notes.append("onnxruntime is not installed")
+    elif options.model.suffix == ".onnx":
+        rows["forward, onnxruntime"] = _onnxruntime(options.model, model, inputs)
+    calls = {name: row.pop("call") for name, row in rows.items()}
+    for name, times in measure(calls, options.rounds).items():
+        rows[name] |= {
+            "ms": 1e3 * float(np.median(times)),
+            "ms_quartiles": [1e3 * float(q) for q in np.quantile(times, (0.25, 0.75))],
+            "samples_per_second": len(inputs[0]) / float(np.median(times)),
+        }
+    data = {
+        "model": options.model,
+        "inputs": {
+            value.name: {"dtype": str(x.dtype), "shape": x.shape}
+            for value, x in zip(model.inputs, inputs, strict=True)
+        },
+        "device": str(jax.devices()[0]),
+        "measurements": rows,
+        "notes": notes,
+    }
+    return Report(data, _table(data))
+
+
+def random_inputs(
+    values: tuple[Value, ...], batch: int | None, sizes: Mapping[str, int]
+) -> list[np.ndarray]:
+    """Normal numbers, or zeros where an input takes integers (a table of any length has row 0).
+
+    Raises:
+      InputError: a dimension is open and no size is given for it, or one that does not fit.
+    """
+    random = np.random.default_rng(0)
+    made = []
+    for value in values:
+        if value.dtype is None or value.dtype == object or value.shape is None:
+            raise InputError(f"there are no random numbers for input {value}: give --data")
+        shape = []
+        for axis, size in enumerate(value.shape):
+            if not isinstance(size, int):
+                first = batch or _BATCH if axis == 0 else None
+                size = sizes.get(size or "", first)
+            elif axis == 0 and batch not in (None, size):
+                raise InputError(f"--batch {batch}, but input {value} is fixed to {size}")
+            if size is None:
+                raise InputError(
+                    f"dimension {axis} of input {value} is open: give --dim NAME=N, or --data"
+                )
+            shape.append(size)
+        real = jnp.issubdtype(value.dtype, jnp.floating)
+        made.append(
+            (random.standard_normal(shape) if real else np.zeros(shape)).astype(value.dtype)
+        )
+    return made
+
+
+def measure(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of a call in each round; the calls take turns, so that load hits all alike."""
+    counts = {}
+    for name, call in calls.items():
+        call()
+        counts[name] = max(1, round(_ROUND_S / max(_seconds(call, 1), 1e-6)))
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            times[name].append(_seconds(call, counts[name]))
+    return times
+
+
+def _seconds(call: Callable[[], Any], count: int) -> float:
+    begin = time.perf_counter()
+    result = None
+    for _ in range(count):
+        result = call()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - begin) / count
+
+
+def _compiled(function: Any, *arguments: Any, **settings: Any) -> tuple[Any, dict[str, Any]]:
+    """The program, and what it costs to compile and to hold."""
+    begin = time.perf_counter()
+    program = jax.jit(function, **settings).lower(*arguments).compile()
+    seconds = time.perf_counter() - begin
+    memory: Any = program.memory_analysis()
+    sizes = ("argument", "output", "temp")
+    held = sum(getattr(memory, f"{kind}_size_in_bytes") for kind in sizes)
+    return program, {
+        "compile_seconds": seconds,
+        "memory_bytes": held - memory.alias_size_in_bytes,
+    }
+
+
+def _forward(model: Model, inputs: tuple) -> dict[str, Any]:
+    def forward(params, state, *inputs):
+        return model.apply(params, *inputs, state=state)
+
+    try:
+        program, costs = _compiled(forward, model.params, model.state, *inputs)
+    except StaticError:  # results whose shape depends on values: compiled as far as it goes
+        return {"call": lambda: model(*inputs)}
+    return costs | {"call": lambda: program(model.params, model.state, *inputs)}
+
+
+def _training_step(model: Model, inputs: tuple) -> dict[str, Any]:
+    """Forward, backward and Adam, for the mean square of all outputs that are real numbers."""
+    if not model.params:
+        raise InputError("the model has no parameters")
+    optimizer = optax.adam(1e-3)
+
+    def step(carry, key, *inputs):
+        params, state, memory = carry
+
+        def loss(params):
+            outputs, new = model.apply_train(params, state, key, *inputs)
+            real = [y for y in jax.tree.leaves(outputs) if jnp.issubdtype(y.dtype, jnp.floating)]
+            if not real:
+                raise InputError("no output is a real number, so there is no gradient")
+            return sum(jnp.square(y.astype(jnp.float32)).mean() for y in real), new
+
+        gradients, state = jax.grad(loss, has_aux=True)(params)
+        updates, memory = optimizer.update(gradients, memory, params)
+        return optax.apply_updates(params, updates), state, memory
+
+    params, state = jax.tree.map(jnp.copy, (model.params, model.state))
+    carry: Any = (params, state, optimizer.init(params))
+    key = jax.random.key(0)
+    program, costs = _compiled(step, carry, key, *inputs, donate_argnums=0)
+
+    def call():
+        nonlocal carry
+        carry = program(carry, key, *inputs)
+        return carry
+
+    return costs | {"call": call}
+
+
+def _onnxruntime(path: Path, model: Model, inputs: tuple) -> dict[str, Any]:
+    import onnxruntime
+
+    begin = time.perf_counter()
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    seconds = time.perf_counter() - begin
+    feed = {value.name: x for value, x in zip(model.inputs, inputs, strict=True)}
+    return {"compile_seconds": seconds, "call": lambda: session.run(None, feed)}
+
+
+def _table(data: Mapping[str, Any]) -> Table:
+    shapes = ", ".join(f"{n} {'x'.join(map(str, v['shape']))}" for n, v in data["inputs"].items())
+    table = Table(title=f"{data['model']}, {shapes}, {data['device']}", caption_justify="left")
+    table.caption = "\n".join(data["notes"]) or None
+    table.add_column("")
+    for column in ("ms", "quartiles", "samples/s", "compile, s", "memory, MB"):
+        table.add_column(column, justify="right")
+    for name, row in data["measurements"].items():
+        low, high = row["ms_quartiles"]
+        costs = [row.get(key) for key in ("compile_seconds", "memory_bytes")]
+        table.add_row(
+            name,
+            f"{row['ms']:.3f}",
+            f"{low:.3f}-{high:.3f}",
+            f"{row['samples_per_second']:,.0f}",
+            "-" if costs[0] is None else f"{costs[0]:.2f}",
+            "-" if costs[1] is None else f"{costs[1] / 1e6:.1f}",
+        )
+    return table

@@ -1,0 +1,279 @@
+"""The verbs and their flags, as one table; a TOML file may give the same by the same names."""
+
+import argparse
+import difflib
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "rmsprop", "sgd")
+LOSS = "softmax_cross_entropy_with_integer_labels"
+PHASES = ("dense", "dynamic", "fixed")
+
+
+class Flag(NamedTuple):
+    names: str
+    help: str
+    settings: Mapping[str, Any] = {}
+    """What `argparse.ArgumentParser.add_argument` takes besides."""
+
+
+class Verb(NamedTuple):
+    what: str
+    examples: str
+    groups: Mapping[str, Sequence[Flag]]
+    """Flags by the title of their group; "" is the parser itself."""
+
+
+class Gather(argparse.Action):
+    """Collects the values of a flag that is repeated; they replace those of the configuration."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        given = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, [values] if given is self.default else [*given, values])
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
+
+
+def size(text: str) -> tuple[int, int]:
+    height, width = map(int, text.split("x"))
+    return height, width
+
+
+def dimension(text: str) -> tuple[str, int]:
+    name, number = text.rsplit("=", 1)
+    return name, int(number)
+
+
+_PATH: Mapping[str, Any] = {"type": Path}
+_FILE: Mapping[str, Any] = {"type": Path, "metavar": "FILE"}
+_FOLDER: Mapping[str, Any] = {"type": Path, "metavar": "FOLDER"}
+_REAL: Mapping[str, Any] = {"type": float, "metavar": "X"}
+_COUNT: Mapping[str, Any] = {"type": int, "metavar": "N"}
+_NUMBERS: Mapping[str, Any] = {"type": numbers, "metavar": "X,..."}
+_SIZE: Mapping[str, Any] = {"type": size, "metavar": "HxW"}
+_SWITCH: Mapping[str, Any] = {"action": argparse.BooleanOptionalAction, "default": False}
+_MANY: Mapping[str, Any] = {"action": Gather, "metavar": "NAME"}
+
+_NEEDED: Mapping[str, Any] = {**_FILE, "required": True}
+
+_MODEL = Flag("model", "an .onnx file, or a packed .npz", _PATH)
+_SEED = Flag("--seed", "of the order of the examples and of random operators", _COUNT)
+_ALL = {
+    "every command": [
+        Flag("--json", "print the result as JSON, and nothing else on stdout", _SWITCH),
+        Flag("--config", "a TOML file with any of these by name; flags win", _FILE),
+        Flag("--cache", "a folder to keep compiled programs in, for the next run", _FOLDER),
+        Flag(
+            "--allocator",
+            "keep (what is freed is kept for the next step: faster on Linux) or default",
+            {"choices": ("keep", "default"), "default": "keep"},
+        ),
+    ]
+}
+_PICTURES = {
+    "pictures: (pixel * scale - mean) / std is what the network takes; a file may say this": [
+        Flag("--scale", "1/255 if nothing says it", _REAL),
+        Flag("--mean", "number, or one for each channel (0.5,0.5,0.5); or 0", _NUMBERS),
+        Flag("--std", "the same; 1 if nothing says it", _NUMBERS),
+        Flag("--labels", "a file with the names of the classes, one a line", _FILE),
+        Flag("--size", "of the pictures, where the network takes any", _SIZE),
+    ]
+}
+_TRAINING = [
+    _MODEL,
+    Flag("examples", "like --data", {"type": Path, "nargs": "?", "metavar": "data"}),
+    Flag("--data", "a .npz with the inputs by name (or one as 'x'), the targets as 'y'", _FILE),
+    Flag(
+        "-o --output --out",
+        "the .onnx to write, or a packed .npz",
+        {"type": Path, "required": True},
+    ),
+    Flag("--validation", "a .npz like the data", _FILE),
+    Flag("--loss", f"of optax; {LOSS}, or what the file's training_info has"),
+    Flag(
+        "--optimizer",
+        f"{', '.join(OPTIMIZERS)}; adam, or what the file's training_info has",
+        {"choices": OPTIMIZERS, "metavar": "NAME"},
+    ),
+    Flag("--rate", "learning rate", {**_REAL, "default": 1e-3}),
+    Flag("--epochs", "10, or the sum of the phases", _COUNT),
+    Flag("--batch-size", "32, or what the network is fixed to", _COUNT),
+    Flag(*_SEED[:2], {**_COUNT, "default": 0}),
+    Flag("--trainable", "name or regular expression of what is trained; repeatable", _MANY),
+    Flag("--checkpoints", "a folder for checkpoints", {**_FOLDER, "dest": "checkpoint_dir"}),
+    Flag("--resume", "continue from the checkpoints", _SWITCH),
+]
+
+VERBS: Mapping[str, Verb] = {
+    "info": Verb(
+        "show inputs, outputs, operators and parameters of a model",
+        "jaxonnx info net.onnx\njaxonnx info net.onnx --json",
+        {"": [_MODEL]},
+    ),
+    "run": Verb(
+        "run a model on the arrays of a .npz file",
+        "jaxonnx run net.onnx inputs.npz -o outputs.npz",
+        {
+            "": [
+                _MODEL,
+                Flag("data", "a .npz with the inputs by name (or one as 'x')", _PATH),
+                Flag("-o --output", "the .npz to write", _NEEDED),
+            ]
+        },
+    ),
+    "train": Verb(
+        "train a model and write it with the new weights",
+        "jaxonnx train net.onnx data.npz -o trained.onnx --epochs 3\n"
+        "jaxonnx train --config run.toml --rate 3e-4",
+        {"": _TRAINING, **_PICTURES},
+    ),
+    "sparsify": Verb(
+        "the same with transposable 2:4 weights",
+        "jaxonnx sparsify net.onnx data.npz -o sparse.onnx --dense 2 --dynamic 6 --fixed 2",
+        {
+            "": _TRAINING,
+            "sparsity": [
+                Flag("--pattern", "N:M along both axes", {"default": "2:4"}),
+                Flag("--select", "name or regular expression of what is sparse; repeatable", _MANY),
+                *(Flag(f"--{phase}", "epochs of this phase", _COUNT) for phase in PHASES),
+            ],
+            **_PICTURES,
+        },
+    ),
+    "classify": Verb(
+        "name what pictures show",
+        "jaxonnx classify sparse.onnx picture.png --top 3",
+        {
+            "": [
+                _MODEL,
+                Flag("pictures", "files that Pillow reads", {"type": Path, "nargs": "+"}),
+                Flag("--top", "classes to print", {**_COUNT, "default": 5}),
+            ],
+            **_PICTURES,
+        },
+    ),
+    "demo": Verb(
+        "train a small network for digits, dense and sparse, and write a report",
+        "jaxonnx demo --output report",
+        {
+            "": [
+                Flag("-o --output", "folder to write to", {**_FOLDER, "default": Path()}),
+                Flag(*_SEED[:2], {**_COUNT, "default": 0}),
+                Flag("--epochs", "of both trainings", {**_COUNT, "default": 24}),
+            ]
+        },
+    ),
+    "bench": Verb(
+        "time a model's forward pass and training step, and onnxruntime's forward pass",
+        "jaxonnx bench net.onnx --batch 32\n"
+        "jaxonnx bench encoder.onnx --batch 8 --dim sequence=64 --no-train",
+        {
+            "": [
+                _MODEL,
+                Flag("--batch", "the first dimension of inputs that leave it open", _COUNT),
+                Flag(
+                    "--dim",
+                    "NAME=N for any other dimension that is left open; repeatable",
+                    {**_MANY, "type": dimension, "metavar": "NAME=N"},
+                ),
+                Flag("--data", "a .npz with inputs to use instead of random ones", _FILE),
+                Flag("--train", "the training step too", {**_SWITCH, "default": True}),
+                Flag("--rounds", "measurements to take the median of", {**_COUNT, "default": 11}),
+            ]
+        },
+    ),
+}
+
+_EXITS = (
+    "exit status: 0 done, 1 stopped before the end or failed after the work began, "
+    "2 refused (usage, files, model, data), 130 interrupted"
+)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of one command, from flags and `--config`; leaves the process where they err."""
+    parser = argparse.ArgumentParser(
+        prog="jaxonnx",
+        description="Train ONNX files with JAX.",
+        epilog=f"{_EXITS}.\njaxonnx COMMAND --help has the flags of a command, and examples.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    added = parser.add_subparsers(dest="verb", required=True, metavar="command")
+    for name, verb in VERBS.items():
+        own = added.add_parser(
+            name,
+            help=verb.what,
+            description=f"{verb.what[0].upper()}{verb.what[1:]}.",
+            epilog=f"examples:\n{_indented(verb.examples)}\n\n{_EXITS}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        actions = {}
+        for title, flags in {**verb.groups, **_ALL}.items():
+            group = own.add_argument_group(title) if title else own
+            for flag in flags:
+                action = group.add_argument(*flag.names.split(), help=flag.help, **flag.settings)
+                long = [name for name in action.option_strings if name.startswith("--")]
+                actions[(long or [action.dest])[0].removeprefix("--")] = action
+        if arguments and arguments[0] == name and (path := _config(arguments)) is not None:
+            _configure(own, actions, path)
+    return parser.parse_args(arguments)
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def _config(arguments: Sequence[str]) -> Path | None:
+    """The file that `--config` names; other mistakes are left to the parser itself."""
+    early = argparse.ArgumentParser(prog=f"jaxonnx {arguments[0]}", add_help=False)
+    early.add_argument("--config", type=Path)
+    return early.parse_known_args(arguments)[0].config
+
+
+def _configure(
+    parser: argparse.ArgumentParser, actions: Mapping[str, argparse.Action], path: Path
+) -> None:
+    """Makes the values of a TOML file the defaults of a command's flags."""
+    try:
+        given = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        parser.error(f"--config {path}: {error}")
+    for key, value in given.items():
+        name = key.replace("_", "-")
+        if name not in actions or name == "config":
+            near = difflib.get_close_matches(name, actions, n=3) or sorted(actions)
+            parser.error(f"--config {path}: unknown '{key}'; try {', '.join(near)}")
+        action = actions[name]
+        try:
+            action.default = _default(action, value)
+        except ValueError as error:
+            parser.error(f"--config {path}: {key} = {value!r} {error}")
+        action.required = False
+        if not action.option_strings:
+            action.nargs = "*" if action.nargs == "+" else "?"
+
+
+def _default(action: argparse.Action, value: Any) -> Any:
+    """A value of a TOML file as a flag would give it."""
+    if isinstance(action, argparse.BooleanOptionalAction):
+        if not isinstance(value, bool):
+            raise ValueError("must be true or false")
+        return value
+    if isinstance(value, bool | dict):
+        raise ValueError("must be a number or a text")
+    convert: Callable[[str], Any] = action.type or str  # type: ignore[assignment]
+    if isinstance(action, Gather) or action.nargs == "+":
+        return [convert(str(x)) for x in (value if isinstance(value, list) else [value])]
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    if action.choices and text not in action.choices:
+        raise ValueError(f"is none of {', '.join(action.choices)}")
+    try:
+        return convert(text)
+    except ValueError:
+        raise ValueError(f"does not fit --{action.dest.replace('_', '-')}") from None
