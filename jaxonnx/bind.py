@@ -52,6 +52,8 @@ class Node:
     """Unique within the model; what random nodes fold into the caller's key."""
     body: Graph | None = None
     """The body, if the node calls a function of the model."""
+    inference: bool = False
+    """The node does in training what it does in inference."""
 
 
 def bind(model: ModelProto, graph: GraphProto, taken: Collection[str]) -> Graph:

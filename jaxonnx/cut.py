@@ -41,7 +41,7 @@ def cut(
       InputError: there is no such value; the message has those with similar names.
     """
     listed = [outputs] if isinstance(outputs, str) else [*outputs]
-    names = [_resolve(proto.graph, name) for name in listed]
+    names = [resolve(proto.graph, name) for name in listed]
     if not names or len({*names}) < len(names):
         raise InputError(f"outputs must be different values of the graph, and are {listed}")
     needed = _needed(proto.graph, graph, names)
@@ -64,8 +64,12 @@ def cut(
     return result, replace(smaller, output_types=tuple(kinds))
 
 
-def _resolve(graph: GraphProto, name: str) -> str:
-    """The value that is meant."""
+def resolve(graph: GraphProto, name: str) -> str:
+    """The value that is meant by the name of a value, a node or a module of PyTorch.
+
+    Raises:
+      InputError: there is none; the message has similar names.
+    """
     values = [output for node in graph.node for output in node.output if output]
     if name in values:
         return name
@@ -108,13 +112,15 @@ def modules(node: NodeProto) -> list[str]:
 
 def _needed(proto: GraphProto, graph: Graph, names: Iterable[str]) -> set[str]:
     """The values from which `names` are computed, themselves included."""
-    reads = {name: node.reads for node in graph.nodes for name in node.outputs}
     needed = {*names}
+    for node in reversed(graph.nodes):
+        if not needed.isdisjoint(node.outputs):
+            needed.update(node.reads)
+    bound = {name for node in graph.nodes for name in node.outputs}
     for node in reversed(proto.node):
-        if not needed.isdisjoint(node.output):
-            # a node that is not bound gives a named tensor: a Constant, or a copy of one
-            bound = next((reads[name] for name in node.output if name in reads), node.input)
-            needed.update(bound)
+        # one that is not bound gives a named tensor: a Constant, or an Identity over another
+        if bound.isdisjoint(node.output) and not needed.isdisjoint(node.output):
+            needed.update(node.input)
     return needed - {""}
 
 

@@ -176,7 +176,7 @@ class Scope:
             _check_range([a for i, a in enumerate(arguments) if i not in op.static])
         results = layout.call(op, arguments, keywords)
         results = tuple(map(_repeated, results if isinstance(results, tuple) else (results,)))
-        if op.state and self.context.training and op.state[0] < len(node.inputs):
+        if op.state and self._training(node) and op.state[0] < len(node.inputs):
             self._renew(node, results)
         return results
 
@@ -195,7 +195,7 @@ class Scope:
         if self.context.updates is None:
             raise NodeError(
                 "running statistics inside a control-flow body cannot be renewed in training; "
-                "freeze them by evaluating the body in inference mode"
+                "keep those of the file, with .with_statistics('frozen') or statistics='frozen'"
             )
         for k, i in enumerate(node.op.state):
             self.context.updates[node.inputs[i]] = results[k + 1]
@@ -204,10 +204,13 @@ class Scope:
         if what == "key":
             return lambda seed=None: self._key(node, seed)
         if what == "training":
-            return self.context.training
+            return self._training(node)
         if what == "channels":
             return -1 if isinstance(arguments[0], layout.ChannelsLast) else 1
         return len(node.outputs) if what == "outputs" else self
+
+    def _training(self, node: Node) -> bool | None:
+        return False if node.inference else self.context.training
 
     def _key(self, node: Node, seed: float | None) -> jax.Array:
         data = node.index if seed is None else np.float32(seed).view(np.uint32)

@@ -8,37 +8,31 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from onnx import ModelProto
 
-from jaxonnx import notes, sparse, sparse_export
+from jaxonnx import modes, notes, sparse, sparse_export
 from jaxonnx import save as saving
 from jaxonnx.bind import Graph, bind
 from jaxonnx.cut import cut
 from jaxonnx.errors import InputError
 from jaxonnx.load import give_back_memory, read
 from jaxonnx.program import Program
-from jaxonnx.roles import graph_tensors, roles, running_statistics
+from jaxonnx.roles import graph_tensors, running_statistics, split
 from jaxonnx.select import Select, select
 from jaxonnx.show import summary, text
 from jaxonnx.training_info import Training
-from jaxonnx.values import Value, arguments, declared, listed
-
-KNOWN_LIMIT = 4096
-"""Bytes; a frozen tensor above it is an argument of the compiled function, not a constant in it."""
-
-_HOST_ONLY = (object, ml_dtypes.float6_e2m3fn, ml_dtypes.float6_e3m2fn)
-"""Element types that XLA does not have: such tensors stay in NumPy."""
+from jaxonnx.values import Value, arguments, declared, listed, matching
 
 TRIM_LIMIT = 1 << 26
 """Bytes; reading weights above it leaves gaps in memory that are worth giving back."""
 
 Trainable = Select
+Statistics = Literal["batch", "frozen"]
 
 
 def load(
@@ -65,17 +59,7 @@ def load(
     """
     proto, tensors = read(source)
     graph = bind(proto, proto.graph, tensors.keys())
-    found = roles(graph, tensors, {t.name for t in proto.graph.initializer})
-    params, state, constants = {}, {}, {}
-    for name in graph_tensors(graph):
-        value = tensors[name]
-        role = found.get(name)
-        if role == "param":
-            params[name] = value
-        elif role == "state" or (value.nbytes > KNOWN_LIMIT and value.dtype not in _HOST_ONLY):
-            state[name] = value
-        else:
-            constants[name] = value
+    params, state, constants = split(graph, tensors, proto.graph)
     originals = {
         name: tensors[name]
         for name in (*params, *state)
@@ -207,8 +191,8 @@ class Model:
         """
         return dataclasses.replace(
             self,
-            params=_checked("params", self.params, params),
-            state=_checked("state", self.state, state),
+            params=matching("params", self.params, params),
+            state=matching("state", self.state, state),
         )
 
     def with_trainable(self, trainable: Trainable) -> Model:
@@ -258,6 +242,38 @@ class Model:
             proto=proto,
             program=Program(graph, constants),
         )
+
+    def with_statistics(self, statistics: Statistics) -> Model:
+        """A model whose training uses other statistics in BatchNormalization.
+
+        Args:
+          statistics: "batch" uses those of the batch and renews the running ones, as a file that is
+            loaded does; "frozen" uses the running ones and keeps them, while scale and bias are
+            trained like all else. That suits small batches, and new data of little variety.
+
+        Raises:
+          InputError: it is neither.
+        """
+        if statistics not in ("batch", "frozen"):
+            raise InputError(f"statistics is 'batch' or 'frozen', and was {statistics!r}")
+        graph = modes.with_statistics(self.graph, statistics == "frozen")
+        return dataclasses.replace(self, program=self.program.with_graph(graph))
+
+    def with_dropout(self, ratio: float | Mapping[str, float]) -> Model:
+        """A model with other ratios of Dropout in training; inference and `save` are as before.
+
+        Dropout nodes of the file are active in training with their own ratio anyway; most
+        exporters leave none in a file for inference.
+
+        Args:
+          ratio: of all Dropout nodes; or a ratio for each of some values, nodes or modules (as in
+            `with_outputs`), behind which Dropout is put where it is none itself.
+
+        Raises:
+          InputError: there is no Dropout node, no such value, or a ratio is not in [0, 1).
+        """
+        graph = modes.with_dropout(self.graph, self.proto.graph, ratio)
+        return dataclasses.replace(self, program=self.program.with_graph(graph))
 
     @property
     def sparsity(self) -> tuple[sparse.Pattern, list[sparse.Layer]] | None:
@@ -350,23 +366,6 @@ class Model:
 
     def _repr_html_(self) -> str:
         return text(self, html=True)
-
-
-def _checked(what: str, current: dict, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    if given is None:
-        return current
-    if given.keys() != current.keys():
-        odd = sorted(given.keys() ^ current.keys())
-        raise InputError(
-            f"{what} must have the names of the model's; these differ: {', '.join(odd)}"
-        )
-    for name, value in given.items():
-        if value.shape != current[name].shape:
-            raise InputError(
-                f"{what} '{name}' has shape {list(value.shape)}, the model's is "
-                f"{list(current[name].shape)}"
-            )
-    return {name: given[name] for name in current}
 
 
 def _one(outputs: tuple) -> Any:

@@ -5,12 +5,44 @@ Transpose, Reshape, Cast, Identity and the like, in subgraphs and in functions o
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+from onnx import GraphProto
 
 from jaxonnx.bind import Graph, Node
 from jaxonnx.uses import uses
+
+KNOWN_LIMIT = 4096
+"""Bytes; a frozen tensor above it is an argument of the compiled function, not a constant in it."""
+
+_HOST_ONLY = (object, ml_dtypes.float6_e2m3fn, ml_dtypes.float6_e3m2fn)
+"""Element types that XLA does not have: such tensors stay in NumPy."""
+
+
+def split(
+    graph: Graph, tensors: Mapping[str, np.ndarray], proto: GraphProto
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]:
+    """The tensors of a graph as parameters, state and constants.
+
+    Args:
+      graph: the bound main graph.
+      tensors: its named tensors.
+      proto: the graph as the file has it.
+    """
+    found = roles(graph, tensors, {tensor.name for tensor in proto.initializer})
+    params, state, constants = {}, {}, {}
+    for name in graph_tensors(graph):
+        value = tensors[name]
+        if found.get(name) == "param":
+            params[name] = value
+        elif name in found or (value.nbytes > KNOWN_LIMIT and value.dtype not in _HOST_ONLY):
+            state[name] = value
+        else:
+            constants[name] = value
+    return params, state, constants
 
 
 def graph_tensors(graph: Graph) -> list[str]:

@@ -136,3 +136,25 @@ def fit(value: Value, array: Any, sizes: dict[str, tuple[int, str]]) -> Any:
     if isinstance(array, np.ndarray) and jnp.issubdtype(array.dtype, jnp.floating):
         return jnp.asarray(array)  # data, not a shape: it need not be known while tracing
     return array
+
+
+def matching(what: str, current: dict, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Other values for `current`, in its order; itself for None.
+
+    Raises:
+      InputError: names or shapes differ.
+    """
+    if given is None:
+        return current
+    if given.keys() != current.keys():
+        odd = sorted(given.keys() ^ current.keys())
+        raise InputError(
+            f"{what} must have the names of the model's; these differ: {', '.join(odd)}"
+        )
+    for name, value in given.items():
+        if value.shape != current[name].shape:
+            raise InputError(
+                f"{what} '{name}' has shape {list(value.shape)}, the model's is "
+                f"{list(current[name].shape)}"
+            )
+    return {name: given[name] for name in current}
