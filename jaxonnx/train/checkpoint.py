@@ -1,35 +1,72 @@
-"""Checkpoints of a run, one an epoch, through Orbax."""
+"""Checkpoints of a run through Orbax: all that the rest of the run depends on."""
 
 import dataclasses
 import os
+import warnings
+import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxonnx.errors import TrainingError
 from jaxonnx.save import check_writable
 from jaxonnx.train.history import History
 
 _KEPT = 3
+_UNREADABLE = (
+    AssertionError,
+    AttributeError,
+    KeyError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What Orbax raises for files that are truncated, altered or missing."""
+_UNWRITABLE = (OSError, RuntimeError, ValueError)
+"""What Orbax raises when it cannot write; errors of the system come as ValueError, too."""
+
+
+class Position(NamedTuple):
+    """Where a run is in its data: the next batch."""
+
+    epoch: int = 0
+    batch: int = 0
+    first: int = 0
+    """The steps before this epoch."""
+
+
+class NotWritten(Exception):
+    """A checkpoint could not be written; the message is the reason of the system."""
 
 
 class Checkpoints:
-    """The last three epochs of a run in a folder, written in the background and atomically.
+    """The last three checkpoints of a run in a folder, and the best.
 
-    The leaves are stored as a list, because names of tensors may hold anything, and are checked
-    against the shapes and names of the run that reads them.
+    They are written in the background, and appear under their name only when they are complete.
+    Leaves are stored as a list, because names of tensors may hold anything; names, shapes and
+    dtypes are compared with those of the run that reads them, and the bytes with their CRC.
+
+    Args:
+      folder: is made if need be.
+      resume: whether a run in the folder is to be continued.
+      settings: what must be the same in the run that continues, by the name of the argument.
 
     Raises:
       TrainingError: the folder cannot be written, or holds a run and `resume` is false.
     """
 
-    def __init__(self, folder: str | os.PathLike, resume: bool):
+    def __init__(self, folder: str | os.PathLike, resume: bool, settings: dict[str, Any]):
         # takes seconds to import
         from orbax import checkpoint as orbax
+        from orbax.checkpoint import checkpoint_managers as managers
 
         self._orbax = orbax
+        self._settings = settings
+        self.folder = os.fspath(folder)
         path = Path(folder).absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -38,54 +75,176 @@ class Checkpoints:
             raise TrainingError(
                 f"checkpoint_dir '{folder}' cannot be written ({error.strerror})"
             ) from error
-        self._manager = orbax.CheckpointManager(
-            path, options=orbax.CheckpointManagerOptions(max_to_keep=_KEPT)
+        best = managers.BestN(
+            get_metric_fn=lambda metrics: metrics["score"],
+            n=1,
+            keep_checkpoints_without_metrics=False,
         )
-        if self._manager.latest_step() is not None and not resume:
+        policy = managers.AnyPreservationPolicy([managers.LatestN(_KEPT), best])
+        self._manager = orbax.CheckpointManager(
+            path,
+            options=orbax.CheckpointManagerOptions(
+                preservation_policy=policy, cleanup_tmp_directories=True
+            ),
+        )
+        latest = self._manager.latest_step()
+        if latest is not None and not resume:
             self._manager.close()
             raise TrainingError(
-                f"checkpoint_dir '{folder}' holds a run up to epoch {self._manager.latest_step()}; "
-                "pass resume=True to continue it, or another folder"
+                f"checkpoint_dir '{folder}' holds a run up to step {latest}; pass resume=True to "
+                "continue it, or another folder"
             )
 
-    def restore(self, carry: Any) -> tuple[int, Any, History]:
-        """The epochs done, the carry and the history of the latest checkpoint, if there is one."""
-        done = self._manager.latest_step()
-        if done is None:
-            return 0, carry, History()
-        args = self._orbax.args
-        about = self._manager.restore(done, args=args.Composite(about=args.JsonRestore()))["about"]
-        if about["leaves"] != _leaves(carry):
+    def restore(self, tree: Any) -> tuple[Position, Any, History]:
+        """The newest checkpoint that can be read: position, arrays like those of `tree`, history.
+
+        Raises:
+          TrainingError: it is of another run, or there are checkpoints and none can be read.
+        """
+        steps = sorted(self._manager.all_steps(), reverse=True)
+        for step in steps:
+            try:
+                about = self._about(step)
+            except _UNREADABLE as error:
+                self._set_aside(step, error)
+                continue
+            self._compare(about, tree)
+            try:
+                found = self._arrays(step, tree, about["crc"])
+            except _UNREADABLE as error:
+                self._set_aside(step, error)
+                continue
+            return Position(*about["position"]), found, History(**about["history"])
+        if steps:
             raise TrainingError(
-                "the checkpoint is of another run: its parameters, state or optimizer are not "
-                "those of this one; pass the same model, trainable and optimizer, or another "
-                "checkpoint_dir"
+                f"no checkpoint in '{self.folder}' can be read; pass another checkpoint_dir to "
+                "start anew"
             )
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), carry)
-        leaves, structure = jax.tree.flatten(like)
-        restored = self._manager.restore(
-            done, args=args.Composite(leaves=args.StandardRestore(leaves))
-        )
-        return done, jax.tree.unflatten(structure, restored["leaves"]), History(**about["history"])
+        return Position(), tree, History()
 
-    def save(self, done: int, carry: Any, history: History) -> None:
-        """Stores the run after `done` epochs; the next steps may reuse the memory of the carry."""
+    def save(self, at: Position, tree: Any, history: History, score: float | None) -> None:
+        """Stores the run at its present step; the next steps may reuse the memory of the tree.
+
+        Args:
+          score: greater is better; None does not compete for the best.
+
+        Raises:
+          NotWritten: this checkpoint or the one before it.
+        """
+        leaves = [np.array(_data(x)) for x in jax.tree.leaves(tree)]
+        about = {
+            "leaves": _leaves(tree),
+            "settings": self._settings,
+            "position": list(at),
+            "history": dataclasses.asdict(history),
+            "crc": [_crc(x) for x in leaves],
+        }
         args = self._orbax.args
-        about = {"leaves": _leaves(carry), "history": dataclasses.asdict(history)}
-        leaves = [jnp.copy(x) for x in jax.tree.leaves(carry)]
-        self._manager.save(
-            done,
-            args=args.Composite(leaves=args.StandardSave(leaves), about=args.JsonSave(about)),
-        )
+        try:
+            self._manager.save(
+                len(history.losses),
+                args=args.Composite(leaves=args.StandardSave(leaves), about=args.JsonSave(about)),
+                metrics=None if score is None else {"score": score},
+            )
+        except _UNWRITABLE as error:
+            raise NotWritten(_reason(error)) from error
+
+    def wait(self) -> None:
+        """Until all is written.
+
+        Raises:
+          NotWritten: the last checkpoint.
+        """
+        try:
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
+        except _UNWRITABLE as error:
+            raise NotWritten(_reason(error)) from error
+
+    @property
+    def where(self) -> str:
+        """The newest checkpoint that is complete, in words."""
+        steps = self._manager.all_steps(read=True)
+        if not steps:
+            return f"there is no checkpoint in '{self.folder}'"
+        return f"the last checkpoint is that of step {max(steps)} in '{self.folder}'"
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, *_) -> None:
-        """Waits for what is being written."""
-        self._manager.close()
+        try:
+            self._manager.close()
+        except _UNWRITABLE as error:  # whoever waited has said it
+            warnings.warn(f"a checkpoint was not written: {_reason(error)}", stacklevel=2)
+
+    def _about(self, step: int) -> dict[str, Any]:
+        args = self._orbax.args
+        return self._manager.restore(step, args=args.Composite(about=args.JsonRestore()))["about"]
+
+    def _arrays(self, step: int, tree: Any, crc: list[int]) -> Any:
+        args = self._orbax.args
+        leaves, structure = jax.tree.flatten(tree)
+        like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(_data, leaves)]
+        found = self._manager.restore(step, args=args.Composite(leaves=args.StandardRestore(like)))
+        if [_crc(np.asarray(x)) for x in found["leaves"]] != crc:
+            raise ValueError("its numbers are not those that were written")
+        return jax.tree.unflatten(structure, map(_like, found["leaves"], leaves))
+
+    def _compare(self, about: dict[str, Any], tree: Any) -> None:
+        for name, value in self._settings.items():
+            before = about["settings"].get(name)
+            if before != value:
+                raise TrainingError(
+                    f"the run in '{self.folder}' has {name}={before}, and {name}={value} would not "
+                    f"continue it; pass {name}={before}, or another checkpoint_dir"
+                )
+        if about["leaves"] != _leaves(tree):
+            raise TrainingError(
+                f"the checkpoint in '{self.folder}' is of another run: its parameters, state or "
+                "optimizer are not those of this one; pass the same model, trainable and "
+                "optimizer, or another checkpoint_dir"
+            )
+
+    def _set_aside(self, step: int, error: Exception) -> None:
+        """Renames a checkpoint that cannot be read, because its number will be used again."""
+        directory = Path(self._manager.directory)
+        aside = directory / f"unreadable.{step}"
+        number = 1
+        while aside.exists():
+            number += 1
+            aside = directory / f"unreadable.{step}.{number}"
+        os.rename(directory / str(step), aside)
+        self._manager.reload()
+        warnings.warn(
+            f"the checkpoint of step {step} in '{self.folder}' cannot be read ({_reason(error)}), "
+            f"and is called {aside.name} now; the one before it is taken",
+            stacklevel=2,
+        )
 
 
-def _leaves(carry: Any) -> list[str]:
-    found = jax.tree_util.tree_leaves_with_path(carry)
+def _leaves(tree: Any) -> list[str]:
+    found = jax.tree_util.tree_leaves_with_path(tree)
     return [f"{jax.tree_util.keystr(path)} {x.dtype}{list(x.shape)}" for path, x in found]
+
+
+def _data(x: jax.Array) -> jax.Array:
+    """A key as the numbers in it; optimizers that draw have one."""
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def _like(data: jax.Array, x: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return data
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+
+
+def _crc(x: np.ndarray) -> int:
+    numbers: Any = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    return zlib.crc32(numbers)
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what happened."""
+    strerror = getattr(error, "strerror", None)
+    return strerror or (str(error).strip() or type(error).__name__).splitlines()[0][:200]

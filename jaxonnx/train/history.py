@@ -19,8 +19,13 @@ class History:
     sparsity `phase` (of the step to come), `sparsity` and `flip_rate` (of the last refresh)."""
     notes: list[str] = field(default_factory=list)
     """What was trained otherwise than the file says: a loss of logits before its last node."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """Steps that were not finite and did not end the run: `step`, `event` ("skipped" or "rolled
+    back"), `why`, and for the latter `to`, the step whose weights were taken again."""
     stopped: str | None = None
-    """Why the run ended before its last epoch."""
+    """Why the run ended before its last epoch, which weights it gave, where the checkpoint is."""
+    early: bool = False
+    """Whether it ended because `patience` was spent, as was asked for."""
 
     def plot(self, axes: Any = None) -> Any:
         """Draws the loss of every step and the validation curves; returns the matplotlib axes."""
@@ -52,7 +57,16 @@ class History:
     def __str__(self) -> str:
         if not self.epochs:
             return self.stopped or "no epoch"
-        last = self.epochs[-1]
-        numbers = [f"{k} {v:.4g}" for k, v in last.items() if isinstance(v, float)]
-        text = f"{len(self.epochs)} epochs, {last['step']} steps; the last: {', '.join(numbers)}"
+        first, last = self.epochs[0], self.epochs[-1]
+        numbers = [
+            f"{name} {first[name]:.4g} -> {value:.4g}"
+            for name, value in last.items()
+            if isinstance(value, float) and name in first and name != "seconds"
+        ]
+        seconds = sum(row["seconds"] for row in self.epochs)
+        text = f"{len(self.epochs)} epochs, {last['step']} steps, {seconds:.1f} s: "
+        text += ", ".join(numbers)
+        for event in ("skipped", "rolled back"):
+            if count := sum(1 for e in self.events if e["event"] == event):
+                text += f"; {count} times {event}"
         return f"{text}; stopped: {self.stopped}" if self.stopped else text

@@ -5,10 +5,10 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 from onnx import ModelProto
@@ -17,24 +17,16 @@ from jaxonnx import sparse
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model, Trainable, load
 from jaxonnx.train import carried, objective, settings, step
-from jaxonnx.train.checkpoint import Checkpoints
+from jaxonnx.train.checkpoint import Checkpoints, Position
 from jaxonnx.train.data import source
 from jaxonnx.train.history import History
+from jaxonnx.train.keeper import Keeper
 from jaxonnx.train.objective import Objective
 from jaxonnx.train.progress import Bar
 from jaxonnx.train.record import Hook, Record
+from jaxonnx.train.result import Result, changes
 from jaxonnx.train.sparsity import forget, sparsify
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run gives: the trained model, and what happened."""
-
-    model: Model
-    history: History
-
-    def __str__(self) -> str:
-        return str(self.history)
+from jaxonnx.train.stopping import Interrupt, Monitor, Spent, Stop
 
 
 def train(
@@ -50,7 +42,13 @@ def train(
     metrics: Any = None,
     trainable: Trainable | None = None,
     sparsity: str | Mapping[str, Any] | None = None,
+    accumulate: int = 1,
+    ema: float | None = None,
+    nan: str = "stop",
+    patience: int | None = None,
+    monitor: str | tuple[str, str] | None = None,
     checkpoint_dir: str | os.PathLike | None = None,
+    checkpoint_every: int | None = None,
     resume: bool = False,
     on_log: Hook | Sequence[Hook] | None = None,
     progress: bool | None = None,
@@ -98,17 +96,46 @@ def train(
         third of the epochs is dense, half have a dynamic mask, and the rest a fixed one. Embeddings
         and grouped convolutions stay dense. The saved model records what is sparse
         (`Model.sparsity`).
-      checkpoint_dir: a folder for a checkpoint after each epoch; the last three are kept.
-      resume: continue from the last checkpoint, if there is one; the result is then bit for bit
-        that of the uninterrupted run.
+      accumulate: batches whose mean gradient makes one update (`optax.MultiSteps`); groups go on
+        across epochs, and one that is not full at the end of the run makes no update. A step of the
+        history is a batch, and so is one of the schedule of `sparsity`, whose phases stay whole
+        epochs.
+      ema: between 0 and 1, like 0.999: the share of itself that a moving average of the parameters
+        keeps at each update. The average, which starts from the given weights, is what is
+        validated and what the resulting model has; running statistics are those of training.
+        With `sparsity` it is taken under the mask of the moment.
+      nan: what happens when a loss or a gradient is NaN or infinite. Such a step never changes the
+        weights. "stop" ends the run; "skip" goes on with the next batch, up to 10 times in a row;
+        "rollback" goes on with the next batch from the weights, statistics and optimizer state
+        that were last kept (at the end of an epoch, or as `checkpoint_every` says), up to 3 times
+        in a row. `history.events` lists what was skipped and rolled back.
+      patience: epochs without a better value of `monitor` after which the run ends. The result has
+        the weights of the best epoch, whether it ends early or not. With `sparsity` only the
+        epochs with the fixed mask count.
+      monitor: a number of `history.epochs` that tells the best epoch: "validation_loss" if there is
+        validation data, or else "loss". For metrics that are not jaxonnx's own a pair like
+        `("validation_perplexity", "min")`.
+      checkpoint_dir: a folder for checkpoints: parameters, statistics, optimizer, position in data
+        and random numbers, history. They are written in the background and appear when they are
+        complete; the last three and that of the best epoch are kept.
+      checkpoint_every: steps between checkpoints, which may fall inside an epoch; the best epoch
+        and the end of the run have one as well. By default each epoch has one.
+      resume: continue from the newest checkpoint that can be read, if there is one. The weights
+        are then bit for bit those of the uninterrupted run, wherever it was cut off; the data must
+        be the same, and an iterator must give the batches of its epoch from the first on.
       on_log: called as `on_log(step, metrics)` with the loss of each step, some steps after it was
         started (the device is never waited for), and with the numbers of each epoch, as in
         `history.epochs`; or a list of such functions.
-      progress: show a progress bar; by default where the output is a terminal.
+        `jaxonnx.loggers` has some that write files. Those with a method `close` are closed at
+        the end.
+      progress: show a progress bar; by default where the output is a terminal or a notebook.
 
     Returns:
-      `.model` and `.history`. If the loss or a gradient becomes NaN or infinite the run stops with
-      a warning: the model then has the last good weights and `history.stopped` tells the step.
+      `.model` and `.history`; printing it says what changed. A run that ends before its last epoch
+      gives the best that it has, says in `history.stopped` why, which weights these are and where
+      the last checkpoint is, and warns (but not of `patience`). These are a loss or gradient that
+      is not finite, a checkpoint that could not be written (a full disk), and Ctrl-C, which ends
+      the run after the present step, with a checkpoint; a second Ctrl-C does not wait for it.
 
     Raises:
       TrainingError: data, labels, loss or settings that do not fit, before anything is compiled;
@@ -122,7 +149,13 @@ def train(
         epochs=epochs,
         seed=seed,
         optimizer=optimizer,
+        accumulate=accumulate,
+        ema=ema,
+        nan=nan,
+        patience=patience,
+        monitor=monitor,
         checkpoint_dir=checkpoint_dir,
+        checkpoint_every=checkpoint_every,
         resume=resume,
         progress=progress,
     )
@@ -137,78 +170,125 @@ def train(
     if metrics is not None and held_out is None:
         raise TrainingError("metrics are computed on validation data: pass validation= as well")
     if loss is None or optimizer is None:
-        _check_carried(net, loss, optimizer, trainable, sparsity, checkpoint_dir, resume, metrics)
+        given = {
+            "trainable": trainable,
+            "sparsity": sparsity,
+            "metrics": metrics,
+            "accumulate": accumulate != 1,
+            "ema": ema,
+            "nan": nan != "stop",
+            "patience": patience,
+            "checkpoint_dir": checkpoint_dir,
+            "on_log": hooks,
+        }
+        _check_carried(net, loss, optimizer, given)
+        start = net
         net, history = carried.follow(
             net, examples, held_out, epochs=epochs, seed=seed, progress=progress
         )
         if history.stopped:
             warnings.warn(history.stopped, stacklevel=2)
-        return Result(net, history)
+        return Result(net, history, _changes(start, net))
     goal = objective.find(net, loss, metrics)
+    watched = Monitor(monitor, _columns(goal, held_out is not None), patience)
+    if accumulate > 1:
+        wide = jnp.result_type(jnp.float32, *net.params.values())
+        steps = optax.MultiSteps(optimizer, accumulate, accumulator_dtype=wide)
+        optimizer = steps.gradient_transformation()
     if sparsity is not None:
         optimizer, net = sparsify(net, optimizer, sparsity, epochs, examples.steps)
     else:
         net = forget(net)
 
     optimizer = optax.with_extra_args_support(optimizer)
-    carry, history, done = step.start(net, optimizer), History(), 0
+    carry, history, at = step.start(net, optimizer, ema is not None), History(), Position()
+    best = None if patience is None else step.copy((net.params, net.state))
     with ExitStack() as stack:
         checkpoints = None
         if checkpoint_dir is not None:
-            checkpoints = stack.enter_context(Checkpoints(checkpoint_dir, resume))
-            done, carry, history = checkpoints.restore(carry)
+            same = {"seed": seed, "accumulate": accumulate, "ema": ema}
+            same["batch_size"] = getattr(examples, "size", None)
+            checkpoints = stack.enter_context(Checkpoints(checkpoint_dir, resume, same))
+            at, (carry, best), history = checkpoints.restore((carry, best))
         history.notes = list(goal.notes)
 
         # the first batch tells the shapes; an iterator cannot be asked for it again
-        batches = examples.batches(done)
-        first = next(batches)
-        batches = chain([first], batches)
-        shapes = goal.check(first)
+        batches = examples.batches(at.epoch, at.batch) if at.epoch < epochs else iter(())
+        first = next(batches, None)
+        batches = batches if first is None else chain([first], batches)
+        shapes = goal.check(next(examples.batches(at.epoch)) if first is None else first)
         for part, what in ((examples, "data"), (held_out, "validation")):
             if part is not None and part.targets is not None:
                 goal.check_labels(part.targets, shapes, what)
-        update = step.training(goal.model, goal, optimizer, seed)
+        update = step.training(
+            goal.model, goal, optimizer, seed, accumulate=accumulate, ema=ema, skip=nan == "skip"
+        )
         evaluate = step.evaluation(goal)
 
-        bar = stack.enter_context(Bar(progress, epochs, examples.steps))
-        record = Record(history, hooks, bar)
-        for epoch in range(done, epochs):
-            began, before = time.perf_counter(), record.step
-            for batch in batches if epoch == done else examples.batches(epoch):
-                if examples.targets is None:
-                    goal.check_labels(batch.targets, shapes, f"a batch of epoch {epoch}")
-                carry, seen = update(carry, batch)
-                if not record.add(seen):
-                    break
-            if not record.flush():
-                break
-            row: dict[str, Any] = {"epoch": epoch, "step": record.step}
-            row["loss"] = float(np.mean(history.losses[before:]))
-            if held_out is not None:
-                row |= _validate(evaluate, carry, held_out, epoch, goal, shapes)
-            if sparsity is not None:
-                numbers = sparse.metrics(carry.optimizer)
-                row |= {name: numbers[name] for name in ("phase", "sparsity", "flip_rate")}
-            record.close_epoch(row | {"seconds": time.perf_counter() - began})
-            if checkpoints is not None:
-                checkpoints.save(epoch + 1, carry, history)
-    if record.trouble:
-        history.stopped = f"{record.trouble}; the weights are those before it"
+        bar = stack.enter_context(Bar(progress, epochs, examples.steps, len(history.losses)))
+        record = Record(history, hooks, bar, skip=nan == "skip")
+        stack.callback(record.close)
+        keeper = Keeper(checkpoints, checkpoint_every, nan == "rollback", record, carry)
+        interrupt = stack.enter_context(Interrupt())
+        try:
+            watched.see(history.epochs)
+            watched.check(history.epochs)
+            for epoch in range(at.epoch, epochs):
+                began = time.perf_counter()
+                for batch in batches:
+                    if keeper.due():
+                        carry = keeper.keep(at, carry, best)
+                    if examples.targets is None:
+                        goal.check_labels(batch.targets, shapes, f"a batch of epoch {epoch}")
+                    carry, seen = update(carry, batch)
+                    at = at._replace(batch=at.batch + 1)
+                    if not record.add(seen):
+                        carry = keeper.settle(carry)
+                    interrupt.check()
+                carry = keeper.settle(carry)
+                row: dict[str, Any] = {"epoch": epoch, "step": record.step}
+                row["loss"] = _mean(history.losses[at.first :])
+                if held_out is not None:
+                    row |= _validate(evaluate, carry, held_out, epoch, goal, shapes)
+                if sparsity is not None:
+                    numbers = sparse.metrics(carry.optimizer)
+                    row |= {name: numbers[name] for name in ("phase", "sparsity", "flip_rate")}
+                record.close_epoch(row | {"seconds": time.perf_counter() - began})
+                at = Position(epoch + 1, 0, record.step)
+                if improved := watched.see(history.epochs) and best is not None:
+                    best = step.copy((step.weights(carry), carry.state))
+                if keeper.due_after_epoch(improved, epoch + 1 == epochs):
+                    carry = keeper.keep(at, carry, best, watched.score(row))
+                watched.check(history.epochs)
+                interrupt.check()
+                if epoch + 1 < epochs:
+                    batches = examples.batches(epoch + 1)
+            keeper.finish()
+        except (Stop, KeyboardInterrupt) as end:
+            carry, stop = keeper.leave(end, at, carry, best)
+            which = watched.chosen or f"step {stop.step}"
+            history.stopped = f"{stop}; the weights are those of {which}{keeper.where}"
+            history.early = isinstance(stop, Spent)
+    if history.stopped and not history.early:
         warnings.warn(history.stopped, stacklevel=2)
-    return Result(net.replace(params=carry.params, state=carry.state), history)
+    params, state = step.weights(carry), carry.state
+    if best is not None and watched.chosen:
+        params, state = best
+    trained = net.replace(params=params, state=state)
+    return Result(trained, history, _changes(net, trained))
 
 
-def _check_carried(net: Model, loss: Any, optimizer: Any, *settings: Any) -> None:
+def _check_carried(net: Model, loss: Any, optimizer: Any, given: Mapping[str, Any]) -> None:
     """Refuses what does not go with the algorithm of a file."""
     if loss is not None or optimizer is not None or not net.proto.training_info:
         raise TrainingError(
             "training needs loss= and optimizer=; only a file that carries its training_info "
             "(jaxonnx.add_training writes one) can be trained without both"
         )
-    if any(setting not in (None, False) for setting in settings):
+    if names := [name for name, value in given.items() if value]:
         raise TrainingError(
-            "trainable, sparsity, checkpoint_dir, resume and metrics go with loss= and optimizer=, "
-            "not with the algorithm of the file; its saved model continues where the run ended"
+            f"{', '.join(names)}: goes with loss= and optimizer=, not with the algorithm of the "
+            "file; its saved model continues where the run ended"
         )
 
 
@@ -237,3 +317,22 @@ def _validate(
             goal.check_labels(batch.targets, shapes, "a batch of validation")
         sums = evaluate(goal.start(shapes, batch) if sums is None else sums, carry, batch)
     return goal.row(sums)
+
+
+def _columns(goal: Objective, validated: bool) -> list[str]:
+    """The numbers of an epoch that can tell the best one."""
+    if not validated:
+        return ["loss"]
+    several = [term.output for term in goal.terms] if len(goal.terms) > 1 else []
+    names = ["loss", *(f"{output}_loss" for output in several), *goal.measures]
+    return ["loss", *(f"validation_{name}" for name in names)]
+
+
+def _mean(losses: Sequence[float]) -> float:
+    """Of those that are finite."""
+    finite = [value for value in losses if np.isfinite(value)]
+    return float(np.mean(finite)) if finite else float("nan")
+
+
+def _changes(before: Model, after: Model) -> dict[str, float]:
+    return changes({**before.state, **before.params}, {**after.params, **after.state})

@@ -8,13 +8,21 @@ import numpy as np
 
 from jaxonnx.errors import TrainingError
 
+NAN_POLICIES = ("stop", "skip", "rollback")
+
 
 def check(
     *,
     epochs: Any,
     seed: Any,
     optimizer: Any,
+    accumulate: Any,
+    ema: Any,
+    nan: Any,
+    patience: Any,
+    monitor: Any,
     checkpoint_dir: Any,
+    checkpoint_every: Any,
     resume: Any,
     progress: Any,
 ) -> None:
@@ -25,6 +33,16 @@ def check(
     """
     _integer("epochs", epochs, 1)
     _integer("seed", seed, 0)
+    _integer("accumulate", accumulate, 1)
+    if nan not in NAN_POLICIES:
+        raise TrainingError(f"nan must be one of {', '.join(NAN_POLICIES)}, and is {nan!r}")
+    if ema is not None and not (isinstance(ema, float) and 0 < ema < 1):
+        raise TrainingError(
+            "ema must be the share of itself that the average keeps at each update, a number "
+            f"between 0 and 1 like 0.999, and is {ema!r}"
+        )
+    if patience is not None:
+        _integer("patience", patience, 1)
     if optimizer is not None and not callable(getattr(optimizer, "update", None)):
         raise TrainingError(
             "optimizer must be an optax transformation, like optax.adam(1e-3), and is "
@@ -35,6 +53,17 @@ def check(
         _flag("progress", progress)
     if checkpoint_dir is not None and not isinstance(checkpoint_dir, str | os.PathLike):
         raise TrainingError(f"checkpoint_dir must be the path of a folder, not {checkpoint_dir!r}")
+    if checkpoint_every is not None:
+        _integer("checkpoint_every", checkpoint_every, 1)
+        if checkpoint_dir is None and nan != "rollback":
+            raise TrainingError(
+                f"checkpoint_every={checkpoint_every} needs a checkpoint_dir, or nan='rollback'"
+            )
+    if monitor is not None and patience is None and checkpoint_dir is None:
+        raise TrainingError(
+            f"monitor={monitor!r} chooses the best epoch for patience= or checkpoint_dir=, and "
+            "neither is given"
+        )
     if resume and checkpoint_dir is None:
         raise TrainingError("resume=True needs the checkpoint_dir of the run to continue")
 

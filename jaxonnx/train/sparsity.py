@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import jax
 import optax
 from onnx import ModelProto
 
@@ -60,6 +61,13 @@ def sparsify(
         sparse.three_phase(optimizer, steps_per_epoch=steps, **options),
         record(model, **chosen),
     )
+
+
+def masks(memory: Any) -> dict[str, jax.Array]:
+    """The boolean masks of now by name, from the state of an optimizer; none where it is dense."""
+    leaves = jax.tree.leaves(memory, is_leaf=lambda x: isinstance(x, sparse.ThreePhaseState))
+    is_sparse = any(isinstance(x, sparse.ThreePhaseState) for x in leaves)
+    return sparse.state_masks(memory) if is_sparse else {}
 
 
 def record(

@@ -11,6 +11,7 @@ import optax
 from jaxonnx.model import Model
 from jaxonnx.train.data import Batch
 from jaxonnx.train.objective import Objective
+from jaxonnx.train.sparsity import masks
 
 
 class Carry(NamedTuple):
@@ -19,21 +20,47 @@ class Carry(NamedTuple):
     params: dict[str, jax.Array]
     state: dict[str, jax.Array]
     optimizer: Any
+    average: dict[str, jax.Array] | None
+    """The moving average of the parameters, in float32 at least, where one is taken."""
     count: jax.Array
+    """The steps until now; random operators draw by it."""
+    taken: jax.Array
+    """Those of them that were finite."""
     finite: jax.Array
     """False once a loss or a gradient is not finite; from then on nothing changes."""
 
 
-def start(model: Model, optimizer: optax.GradientTransformation) -> Carry:
+def start(model: Model, optimizer: optax.GradientTransformation, average: bool) -> Carry:
     """The first carry. Steps give its memory to their results: the arrays are copies."""
-    params, state = jax.tree.map(jnp.copy, (model.params, model.state))
-    return Carry(params, state, optimizer.init(params), jnp.int32(0), jnp.bool(True))
+    params, state = copy((model.params, model.state))
+    memory = jax.tree.map(jnp.asarray, optimizer.init(params))
+    averages = {name: copy(_wide(x)) for name, x in params.items()} if average else None
+    return Carry(params, state, memory, averages, jnp.int32(0), jnp.int32(0), jnp.bool(True))
+
+
+def copy(tree: Any) -> Any:
+    """The same in memory of its own."""
+    return jax.tree.map(jnp.copy, tree)
 
 
 def training(
-    model: Model, goal: Objective, optimizer: optax.GradientTransformationExtraArgs, seed: int
+    model: Model,
+    goal: Objective,
+    optimizer: optax.GradientTransformationExtraArgs,
+    seed: int,
+    *,
+    accumulate: int = 1,
+    ema: float | None = None,
+    skip: bool = False,
 ) -> Callable[[Carry, Batch], tuple[Carry, jax.Array]]:
-    """The step: (carry, batch) -> (carry, [loss, whether all is finite])."""
+    """The step: (carry, batch) -> (carry, [loss, whether all is finite]).
+
+    Args:
+      accumulate: finite steps that the optimizer makes an update of; the average moves after each.
+      ema: the share of itself that the average keeps.
+      skip: whether a step that is not finite changes nothing but the count. Otherwise no step after
+        it changes anything either.
+    """
 
     @partial(jax.jit, donate_argnums=0)
     def step(carry, batch):
@@ -50,15 +77,35 @@ def training(
             updates, memory = optimizer.update(
                 gradients, carry.optimizer, carry.params, value=value, grad=gradients
             )
-            params = optax.apply_updates(carry.params, updates)
-            return Carry(params, state, memory, carry.count + 1, finite)  # type: ignore[arg-type]
+            params: Any = optax.apply_updates(carry.params, updates)
+            count, taken = carry.count + 1, carry.taken + 1
+            average: Any = carry.average
+            if ema is not None:
+                part = jnp.where(taken % accumulate == 0, 1 - ema, 0)
+                average = optax.incremental_update(jax.tree.map(_wide, params), average, part)
+            return Carry(params, state, memory, average, count, taken, finite)
 
         # a conditional, because selecting old or new values would copy all of them in each step
         finite = carry.finite & _finite((value, gradients))
-        carry = jax.lax.cond(finite, move, lambda: carry._replace(finite=finite))
+        stay = {"count": carry.count + 1} if skip else {"finite": finite}
+        carry = jax.lax.cond(finite, move, lambda: carry._replace(**stay))
         return carry, jnp.stack([value, finite.astype(value.dtype)])
 
     return step
+
+
+def weights(carry: Carry) -> dict[str, jax.Array]:
+    """The parameters to validate and to hand out: the average if there is one.
+
+    Sparse weights are averaged over masks that change; what the mask hides now is zero.
+    """
+    if carry.average is None:
+        return carry.params
+    shown = masks(carry.optimizer)
+    return {
+        name: jnp.where(shown.get(name, True), x, 0).astype(carry.params[name].dtype)
+        for name, x in carry.average.items()
+    }
 
 
 def evaluation(goal: Objective) -> Callable[[Any, Carry, Batch], Any]:
@@ -66,7 +113,7 @@ def evaluation(goal: Objective) -> Callable[[Any, Carry, Batch], Any]:
 
     @jax.jit
     def evaluate(sums, carry, batch):
-        outputs = goal.model.apply(carry.params, *batch.inputs, state=carry.state)
+        outputs = goal.model.apply(weights(carry), *batch.inputs, state=carry.state)
         return goal.add(sums, outputs, batch)
 
     return evaluate
@@ -78,3 +125,7 @@ def _finite(tree: Any) -> jax.Array:
         jnp.sum(x, dtype=jnp.promote_types(x.dtype, jnp.float32)) for x in jax.tree.leaves(tree)
     ]
     return jnp.isfinite(jnp.stack(sums)).all()
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
