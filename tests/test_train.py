@@ -247,7 +247,8 @@ BAD = {
     "batch": (broken_batches(), {"batch_size": None}, "batch 1 of data in epoch 0"),
     "checkpoints": ((X, Y), {"checkpoint_dir": "/dev/null/run"}, "cannot be written"),
     "nothing to resume": ((X, Y), {"resume": True}, "checkpoint_dir"),
-    "no data": ("digits.npz", {}, "pair"),
+    "no data": (3, {}, "pair"),
+    "no file": ("digits.npz", {}, "cannot be read"),
     "validation": ((X, Y), {"validation": (X, Y + 5)}, "validation"),
 }
 

@@ -6,8 +6,10 @@ So every batch has the same shape, nothing is compiled twice, and batch statisti
 only, though the loss does not count the fill.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import os
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxonnx.errors import TrainingError
+from jaxonnx.values import Value
 
 
 class Batch(NamedTuple):
@@ -26,40 +29,104 @@ class Batch(NamedTuple):
     """float32, 1 for an example and 0 for fill."""
 
 
-def source(
-    data: Any, names: list[str], batch_size: int | None, seed: int | None, what: str = "data"
-) -> "Arrays | Stream":
-    """`(x, y)`, an iterable of such pairs, or a function from the epoch to such an iterable.
+def sources(
+    data: Any, validation: Any, inputs: Sequence[Value], batch_size: int | None, seed: int
+) -> tuple["Arrays | Stream", "Arrays | Stream | None"]:
+    """The examples to train with and those held out, in the forms that `train` documents.
 
     Args:
-      data: a tuple of two is `(x, y)` in one piece; `x` is an array, a tuple of arrays, or a dict
-        by input name.
-      names: the model's inputs.
+      validation: like `data`, a share of it between 0 and 1, or None.
+      inputs: the model's; where they are fixed to a batch size, data in one piece takes it.
       batch_size: for data in one piece; the batches of an iterable have their own size.
-      seed: of the order of data in one piece, which depends on it and on the epoch only; None
-        keeps the order.
-      what: the name of the argument, for errors.
+      seed: of the order of data in one piece, which depends on it and on the epoch only, and of
+        which examples are held out; validation data keeps its order.
     """
-    if isinstance(data, tuple) and len(data) == 2:
-        return Arrays(*_pair(data, names, what), 32 if batch_size is None else batch_size, seed)
-    if not (callable(data) or isinstance(data, Iterable)) or isinstance(data, str | Mapping):
+    examples = _source(data, inputs, batch_size, seed, "data")
+    if isinstance(examples, Stream) and batch_size is not None:
         raise TrainingError(
-            f"{what} must be a pair (x, y) of arrays, an iterable of such pairs or a function from "
-            f"the epoch to such an iterable, and is a {type(data).__name__}"
+            f"batch_size={batch_size} goes with data in one piece; data is an iterable, whose "
+            "batches have their own size"
         )
-    if batch_size is not None:
+    if validation is None:
+        return examples, None
+    if isinstance(validation, int | float):
+        return _split(examples, validation)
+    return examples, _source(validation, inputs, batch_size, None, "validation")
+
+
+def _source(
+    data: Any, inputs: Sequence[Value], batch_size: int | None, seed: int | None, what: str
+) -> "Arrays | Stream":
+    names = [value.name for value in inputs]
+    if isinstance(data, str | os.PathLike):
+        data, what = _read(data), f"{what} '{os.fspath(data)}'"
+    elif hasattr(data, "column_names") and hasattr(data, "format") and hasattr(data, "__len__"):
+        # a Dataset of Hugging Face, whose iterator would give single examples
+        data = (data if data.format["type"] else data.with_format("numpy"))[:]
+    if isinstance(data, Mapping) or (isinstance(data, tuple) and len(data) == 2):
+        arrays, targets = _pair(data, names, what)
+        rows = np.arange(len(arrays[0]))
+        return Arrays(arrays, targets, _batch_size(inputs, batch_size), seed, rows)
+    if not (callable(data) or isinstance(data, Iterable)):
         raise TrainingError(
-            f"batch_size={batch_size} goes with a pair (x, y) of arrays; {what} is an iterable, "
-            "whose batches have their own size"
+            f"{what} must be a pair (x, y) of arrays, a dict of arrays or the path of an .npz file "
+            "with them, an iterable of batches, or a function from the epoch to such an iterable; "
+            f"it is a {type(data).__name__}"
         )
     return Stream(data, names, what)
 
 
-def _pair(pair: Any, names: list[str], what: str) -> tuple[tuple[np.ndarray, ...], Any]:
+def _read(path: str | os.PathLike) -> dict[str, np.ndarray]:
+    """The arrays of an .npz file."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            if isinstance(file, np.lib.npyio.NpzFile):
+                return {name: file[name] for name in file.files}
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+        raise TrainingError(f"the data '{os.fspath(path)}' cannot be read: {error}") from error
+    raise TrainingError(
+        f"the data '{os.fspath(path)}' must be an .npz file, which numpy.savez writes, with arrays "
+        "by name"
+    )
+
+
+def _batch_size(inputs: Sequence[Value], wanted: int | None) -> int:
+    """The size that the inputs are fixed to, or what was asked for, or 32."""
+    fixed = [value.shape[0] for value in inputs if value.shape]
+    size = next((size for size in fixed if isinstance(size, int)), None)
+    if size is None:
+        return 32 if wanted is None else wanted
+    if wanted not in (None, size):
+        raise TrainingError(
+            f"batch_size={wanted}, but the model's inputs are fixed to batches of {size}; "
+            "give the first dimension of its inputs a name to allow any size"
+        )
+    return size
+
+
+def _split(examples: "Arrays | Stream", share: float) -> tuple["Arrays", "Arrays"]:
+    """Examples without a share of them, and that share, in order; the seed alone chooses."""
+    if not isinstance(examples, Arrays):
+        raise TrainingError(
+            f"validation={share} is a share of data in one piece; data is an iterable: pass "
+            "validation data like it"
+        )
+    count = len(examples.rows)
+    held = round(count * share)
+    if isinstance(share, bool) or not 0 < share < 1 or not 0 < held < count:
+        raise TrainingError(
+            f"validation={share!r} must be a share between 0 and 1 of the {count} examples that "
+            "leaves some on either side"
+        )
+    order = np.random.default_rng(np.random.SeedSequence(examples.seed, spawn_key=(0,)))
+    chosen = np.sort(order.permutation(count)[:held])
+    rest = np.delete(examples.rows, chosen)
+    return replace(examples, rows=rest), replace(examples, rows=chosen, seed=None)
+
+
+def _pair(given: Any, names: list[str], what: str) -> tuple[tuple[np.ndarray, ...], Any]:
     """Inputs in the model's order and targets, as NumPy arrays of one length."""
-    if not isinstance(pair, tuple | list) or len(pair) != 2:
-        raise TrainingError(f"{what} must be a pair (x, y), and is a {type(pair).__name__}")
-    x, y = pair
+    x, y = _parted(given, names, what)
     if isinstance(x, Mapping):
         if {*x} != {*names}:
             raise TrainingError(f"{what} has the inputs {sorted(x)}; the model has {sorted(names)}")
@@ -69,15 +136,47 @@ def _pair(pair: Any, names: list[str], what: str) -> tuple[tuple[np.ndarray, ...
         raise TrainingError(f"{what} has {len(x)} inputs; the model has {len(names)}: {names}")
     inputs, targets = jax.tree.map(np.asarray, (x, y), is_leaf=lambda v: isinstance(v, list))
     named = [(f"input {n!r}", a) for n, a in zip(names, inputs, strict=True)]
-    named += [("the targets", a) for a in jax.tree.leaves(targets)]
-    if scalars := [n for n, a in named if not a.ndim]:
-        raise TrainingError(f"{what}: {scalars[0]} must have the examples along the first axis")
+    named += [
+        (f"the targets{jax.tree_util.keystr(path)}", a)
+        for path, a in jax.tree_util.tree_leaves_with_path(targets)
+    ]
+    if len(named) == len(names):
+        raise TrainingError(f"{what} has no targets")
+    for name, array in named:
+        if array.dtype.kind in "OSUMm":
+            raise TrainingError(f"{what}: {name} must be numbers, and is {array.dtype}")
+        if not array.ndim:
+            raise TrainingError(
+                f"{what}: {name} must have the examples along the first axis; make batches of "
+                "single examples"
+            )
     if len({len(a) for _, a in named}) > 1:
         lengths = ", ".join(f"{n} {len(a)}" for n, a in named)
         raise TrainingError(f"{what} has different numbers of examples: {lengths}")
     if not len(inputs[0]):
         raise TrainingError(f"{what} has no examples")
     return inputs, targets
+
+
+def _parted(given: Any, names: list[str], what: str) -> tuple[Any, Any]:
+    """Inputs and targets, of a pair or of a dict of both."""
+    if isinstance(given, tuple | list) and len(given) == 2:
+        return given[0], given[1]
+    if not isinstance(given, Mapping):
+        raise TrainingError(
+            f"{what} must be a pair (x, y) or a dict with the inputs and targets, and is a "
+            f"{type(given).__name__}"
+        )
+    if len(names) == 1 and names[0] not in given and {*given} == {"x", "y"}:
+        return given["x"], given["y"]
+    if missing := [name for name in names if name not in given]:
+        raise TrainingError(
+            f"{what} has {', '.join(map(repr, given)) or 'nothing'}; it lacks the model's inputs "
+            f"{', '.join(map(repr, missing))}"
+        )
+    targets = {name: value for name, value in given.items() if name not in names}
+    inputs = {name: given[name] for name in names}
+    return inputs, next(iter(targets.values())) if len(targets) == 1 else targets
 
 
 @dataclass(frozen=True)
@@ -88,27 +187,30 @@ class Arrays:
     targets: Any
     size: int
     seed: int | None
+    rows: np.ndarray
+    """Which of the examples."""
 
     def __post_init__(self):
-        if not isinstance(self.size, int | np.integer) or self.size < 1:
+        if isinstance(self.size, bool) or not isinstance(self.size, int | np.integer):
             raise TrainingError(f"batch_size must be a positive integer, and is {self.size!r}")
+        if self.size < 1:
+            raise TrainingError(f"batch_size must be a positive integer, and is {self.size}")
 
     @property
     def steps(self) -> int:
         """The number of batches in an epoch."""
-        return -(-len(self.inputs[0]) // self.size)
+        return -(-len(self.rows) // self.size)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from number `start` on."""
-        count = len(self.inputs[0])
-        order = np.arange(count)
+        order = self.rows.copy()
         if self.seed is not None:
             np.random.default_rng((self.seed, epoch)).shuffle(order)
         order = np.resize(order, self.steps * self.size)
         for first in range(start * self.size, len(order), self.size):
             rows = order[first : first + self.size]
             inputs, targets = jax.tree.map(lambda a: a[rows], (self.inputs, self.targets))  # noqa: B023
-            weight = np.arange(first, first + self.size) < count
+            weight = np.arange(first, first + self.size) < len(self.rows)
             yield Batch(inputs, targets, weight.astype(np.float32))
 
 
@@ -125,7 +227,10 @@ class Stream:
     @property
     def steps(self) -> int | None:
         """The number of batches in an epoch, where it is known."""
-        return len(self.data) if hasattr(self.data, "__len__") else None
+        try:
+            return len(self.data)
+        except TypeError:  # loaders have a length that some of their data has not
+            return None
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from number `start` on; those before it are made and dropped.
@@ -162,5 +267,20 @@ class Stream:
 def _same(pair: Any, first: Any, what: str) -> None:
     """Refuses a batch whose shapes or dtypes, other than its length, are not those before it."""
     new, old = ([(a.shape[1:], a.dtype) for a in jax.tree.leaves(p)] for p in (pair, first))
+    if jax.tree.structure(pair) != jax.tree.structure(first):
+        raise TrainingError(
+            f"{what} has targets {jax.tree.structure(pair[1])}, those before it "
+            f"{jax.tree.structure(first[1])}"
+        )
     if new != old:
         raise TrainingError(f"{what} has (shape, dtype) {new} for each example, those before {old}")
+
+
+def source(
+    data: Any, names: list[str], batch_size: int | None, seed: int | None, what: str = "data"
+) -> "Arrays | Stream":
+    """`data` alone, for inputs of any batch size."""
+    inputs = [Value(name, None, None) for name in names]
+    if what != "data":
+        return _source(data, inputs, batch_size, seed, what)
+    return sources(data, None, inputs, batch_size, 0 if seed is None else seed)[0]
