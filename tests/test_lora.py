@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import onnx.parser
 import onnxruntime
+import optax
 import pytest
 
 import jaxonnx
@@ -137,7 +138,7 @@ def test_adapters_add_what_a_layer_of_pytorch_adds(form, tmp_path):
 
 
 MLP = """
-g (float[n,8] x) => (float[n,4] y) <float[16] b1, float[4] b2> {
+g (float[n,8] x) => (float[n,4] y) {
   h = Gemm(x, w1, b1) r = Relu(h) y = Gemm <transB = 1> (r, w2, b2)
 }
 """
@@ -146,14 +147,9 @@ Y = (X @ normal(8, 4)).argmax(1)
 
 
 def mlp():
-    proto = parse(
-        MLP.replace("<float[16] b1, float[4] b2> ", ""),
-        w1=normal(8, 16),
-        w2=normal(4, 16),
-        b1=np.zeros(16),
-        b2=np.zeros(4),
-    )
-    return jaxonnx.load(proto)
+    draw = np.random.default_rng(1).standard_normal
+    weights = {"w1": draw((8, 16)), "w2": draw((4, 16)), "b1": np.zeros(16), "b2": np.zeros(4)}
+    return jaxonnx.load(parse(MLP, **weights))
 
 
 def test_what_is_adapted():
@@ -259,3 +255,80 @@ def test_the_file_of_adapters(tmp_path):
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(jaxonnx.ModelError, match="holds no adapters"):
         jaxonnx.Adapters.load(path)
+
+
+LABELS = "softmax_cross_entropy_with_integer_labels"
+
+
+def train(model, **settings):
+    settings = {"optimizer": optax.adam(0.05), "epochs": 3, "batch_size": 16} | settings
+    return jaxonnx.train(model, (X, Y), loss=LABELS, **settings)
+
+
+def test_training_with_adapters(tmp_path):
+    model = mlp()
+    before = {name: np.array(value) for name, value in model.params.items()}
+    result = train(model, lora=jaxonnx.LoRA(2), epochs=8)
+    assert result.history.epochs[-1]["loss"] < 0.5 * result.history.losses[0]
+    assert {*result.changes} == {"w1", "w2"}
+    assert {*result.model.params} == {*model.params}
+    for name, value in before.items():
+        np.testing.assert_array_equal(model.params[name], value)
+        change = np.asarray(result.model.params[name]) - value
+        assert np.linalg.matrix_rank(np.atleast_2d(change), tol=1e-4) == (
+            2 if value.ndim > 1 else 0
+        )
+
+    path = tmp_path / "adapters.npz"
+    result.lora.save(path)
+    applied = jaxonnx.Adapters.load(path).apply(model)
+    np.testing.assert_allclose(applied(X), result.model(X), rtol=1e-6, atol=1e-6)
+    further = train(model, lora=jaxonnx.Adapters.load(path), epochs=1)
+    assert further.history.losses[0] < 0.6 * result.history.losses[0]
+
+
+def test_a_run_with_adapters_resumes_bit_for_bit(tmp_path):
+    settings = {"lora": jaxonnx.LoRA(2), "trainable": "b2"}
+    whole = train(mlp(), **settings)
+    train(mlp(), **settings, epochs=1, checkpoint_dir=tmp_path)
+    resumed = train(mlp(), **settings, checkpoint_dir=tmp_path, resume=True)
+    assert resumed.history.losses == whole.history.losses
+    for name, value in whole.lora.values.items():
+        np.testing.assert_array_equal(resumed.lora.values[name], value)
+    assert "b2" in whole.lora.values
+    assert not np.array_equal(whole.model.params["b2"], np.zeros(4))
+
+
+def test_an_optimizer_for_each_group():
+    still = {"b": optax.adam(0.05), "rest": optax.set_to_zero()}
+    optimizer = optax.multi_transform(still, jaxonnx.labels({"b": ".*lora_B"}, default="rest"))
+    model = mlp()
+    adapted = jaxonnx.LoRA(2).attach(model, jax.random.key(0))
+    result = train(adapted, optimizer=optimizer)
+    for name, value in adapted.params.items():
+        assert np.array_equal(result.model.params[name], value) == name.endswith("lora_A")
+
+    optimizer = optax.multi_transform(
+        {"head": optax.adam(0.05), "body": optax.set_to_zero()},
+        jaxonnx.labels({"head": ["w2", "b2"]}, default="body"),
+    )
+    result = train(model, optimizer=optimizer)
+    assert {name for name, change in result.changes.items() if change} == {"w2", "b2"}
+    with pytest.raises(jaxonnx.InputError, match="no group has w1, b1; give them one"):
+        jaxonnx.labels({"head": ".2"})(model.params)
+    with pytest.raises(jaxonnx.InputError, match=r"labels: head='v.*' matches no"):
+        jaxonnx.labels({"head": "v.*"}, default="body")(model.params)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"lora": 8}, r"jaxonnx.LoRA, like LoRA\(rank=8\).*is a int"),
+        ({"lora": jaxonnx.LoRA(2), "sparsity": "2:4"}, "leave one of the two out"),
+        ({"statistics": "running"}, "'batch' or 'frozen'"),
+        ({"dropout": 0.1}, "no Dropout node"),
+    ],
+)
+def test_settings_of_a_run_that_do_not_fit(settings, words):
+    with pytest.raises(jaxonnx.Error, match=words):
+        train(mlp(), **settings)

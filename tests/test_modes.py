@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import onnx.parser
+import optax
 import pytest
 
 import jaxonnx
@@ -129,3 +130,16 @@ def test_dropout_where_the_exporter_left_none(net, x):
 def test_dropout_that_does_not_fit(net, ratio, words):
     with pytest.raises(jaxonnx.InputError, match=words):
         net.with_dropout(ratio)
+
+
+def test_training_with_frozen_statistics_and_dropout(net, x):
+    settings = {"loss": "squared_error", "optimizer": optax.sgd(0.01), "batch_size": 4}
+    y = np.zeros((len(x), 10), np.float32)
+    result = jaxonnx.train(
+        net, (x, y), statistics="frozen", dropout={"classifier.1": 0.5}, **settings
+    )
+    for name, value in net.state.items():
+        np.testing.assert_array_equal(result.model.state[name], value)
+    same = jaxonnx.train(net, (x, y), statistics="frozen", **settings)
+    assert result.history.losses != same.history.losses
+    assert result.changes["features.1.weight"] > 0

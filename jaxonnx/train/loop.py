@@ -3,7 +3,7 @@
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any
@@ -15,10 +15,11 @@ from onnx import ModelProto
 
 from jaxonnx import sparse
 from jaxonnx.errors import TrainingError
-from jaxonnx.model import Model, Trainable, load
+from jaxonnx.lora import Adapters, LoRA
+from jaxonnx.model import Model, Statistics, Trainable, load
 from jaxonnx.train import carried, objective, settings, step
 from jaxonnx.train.checkpoint import Checkpoints, Position
-from jaxonnx.train.data import source
+from jaxonnx.train.data import sources
 from jaxonnx.train.history import History
 from jaxonnx.train.keeper import Keeper
 from jaxonnx.train.objective import Objective
@@ -27,6 +28,7 @@ from jaxonnx.train.record import Hook, Record
 from jaxonnx.train.result import Result, changes
 from jaxonnx.train.sparsity import forget, sparsify
 from jaxonnx.train.stopping import Interrupt, Monitor, Spent, Stop
+from jaxonnx.train.tuning import tuned
 
 
 def train(
@@ -41,6 +43,9 @@ def train(
     validation: Any = None,
     metrics: Any = None,
     trainable: Trainable | None = None,
+    lora: LoRA | Adapters | None = None,
+    statistics: Statistics | None = None,
+    dropout: float | Mapping[str, float] | None = None,
     sparsity: str | Mapping[str, Any] | None = None,
     accumulate: int = 1,
     ema: float | None = None,
@@ -60,11 +65,14 @@ def train(
 
     Args:
       model: a Model, or anything that `jaxonnx.load` takes. It is not changed.
-      data: `(x, y)`, or an iterable of such pairs (batches), or a function from the epoch to such
-        an iterable. `x` is an array, a tuple of arrays, or a dict by input name. Arrays are
-        shuffled in an order that depends on `seed` and the epoch only; iterables are taken as they
-        come. A short batch is filled up with other examples of the data, which the loss ignores
-        but batch statistics see.
+      data: `(x, y)`, a dict of arrays by input name with the targets beside them (one array under
+        any other name, or several, which are then a dict; "x" and "y" will do for one input), the
+        path of an .npz file with such arrays, or a Hugging Face Dataset, which is read in one
+        piece; `x` is an array, a tuple of arrays, or a dict by input name. Or batches of such
+        pairs or dicts: an iterable (a Grain or torch DataLoader, tf.data, a list), or a function
+        from the epoch to one. Data in one piece is shuffled in an order that depends on `seed` and
+        the epoch only; iterables are taken as they come. A short batch is filled up with other
+        examples of the data, which the loss ignores but batch statistics see.
       loss: the name of a loss in `optax.losses`, "absolute_error", one of `jaxonnx.losses` (ONNX's,
         with weights of classes and labels to ignore), or a callable `(outputs, targets)` that gives
         a scalar or has the examples along its first axis. Losses are averaged over the examples of
@@ -77,9 +85,10 @@ def train(
         algorithm runs, from the state and update count in the file (the fill of a short batch
         counts), and the resulting model carries them on.
       optimizer: any optax transformation.
-      batch_size: of arrays; 32 if not given, or what the model's inputs are fixed to.
+      batch_size: of data in one piece; 32 if not given, or what the model's inputs are fixed to.
       seed: of the order of the examples and of random operators.
-      validation: like `data`; evaluated in inference mode after each epoch, in order.
+      validation: like `data`, or a share of data in one piece, like 0.2, whose choice depends on
+        `seed` only; evaluated in inference mode after each epoch, in order.
       metrics: what is computed on the validation data, as `validation_<name>` in the history: one
         or a list of "accuracy", "top_5" (or any number), "precision", "recall", "f1" (of classes:
         the mean over those that occur; for targets of yes and no like the outputs: the mean over
@@ -91,7 +100,14 @@ def train(
         labels.
       trainable: exactly these tensors are trained, as in `jaxonnx.load`: names or regular
         expressions (matched in full), or a predicate of name and value. They are the parameters of
-        the resulting model.
+        the resulting model. With `lora` they are trained beside the adapters.
+      lora: a `jaxonnx.LoRA`: only low-rank adapters of weights are trained. The resulting model has
+        them merged into its weights; `.lora` of the result holds them alone, to be saved as a small
+        file (`Adapters.save`), or to be passed here again to go on with.
+      statistics: "batch": BatchNormalization uses those of the batch and renews the running ones,
+        the default; "frozen": it uses the running ones and keeps them (`Model.with_statistics`).
+      dropout: the ratio of all Dropout nodes; or ratios by value, node or module, behind which
+        Dropout is put if an exporter left none (`Model.with_dropout`).
       sparsity: "2:4", or options of `sparse.three_phase` whose phases are in epochs. By default a
         third of the epochs is dense, half have a dynamic mask, and the rest a fixed one. Embeddings
         and grouped convolutions stay dense. The saved model records what is sparse
@@ -142,9 +158,6 @@ def train(
         or a later batch that does not fit those before it.
     """
     net = model if isinstance(model, Model) else load(model)
-    net = net if trainable is None else net.with_trainable(trainable)
-    if not net.params:
-        raise TrainingError("no parameter is to be trained; print(model) shows what the model has")
     settings.check(
         epochs=epochs,
         seed=seed,
@@ -159,19 +172,25 @@ def train(
         resume=resume,
         progress=progress,
     )
+    net = tuned(
+        net,
+        trainable=trainable,
+        lora=lora,
+        statistics=statistics,
+        dropout=dropout,
+        sparsity=sparsity,
+        seed=seed,
+    )
     hooks = settings.hooks(on_log)
-    names = [value.name for value in net.inputs]
-    examples = source(data, names, _batch_size(net, data, batch_size), seed)
-    held_out = None
-    if validation is not None:
-        size = batch_size if isinstance(validation, tuple) else None
-        size = _batch_size(net, validation, size)
-        held_out = source(validation, names, size, None, "validation")
+    examples, held_out = sources(data, validation, net.inputs, batch_size, seed)
     if metrics is not None and held_out is None:
         raise TrainingError("metrics are computed on validation data: pass validation= as well")
     if loss is None or optimizer is None:
         given = {
             "trainable": trainable,
+            "lora": lora,
+            "statistics": statistics,
+            "dropout": dropout,
             "sparsity": sparsity,
             "metrics": metrics,
             "accumulate": accumulate != 1,
@@ -216,7 +235,9 @@ def train(
         batches = examples.batches(at.epoch, at.batch) if at.epoch < epochs else iter(())
         first = next(batches, None)
         batches = batches if first is None else chain([first], batches)
-        shapes = goal.check(next(examples.batches(at.epoch)) if first is None else first)
+        known = next(examples.batches(at.epoch)) if first is None else first
+        shapes = goal.check(known)
+        zeros = goal.start(shapes, known)
         for part, what in ((examples, "data"), (held_out, "validation")):
             if part is not None and part.targets is not None:
                 goal.check_labels(part.targets, shapes, what)
@@ -249,7 +270,7 @@ def train(
                 row: dict[str, Any] = {"epoch": epoch, "step": record.step}
                 row["loss"] = _mean(history.losses[at.first :])
                 if held_out is not None:
-                    row |= _validate(evaluate, carry, held_out, epoch, goal, shapes)
+                    row |= _validate(evaluate, carry, held_out, epoch, goal, (shapes, zeros))
                 if sparsity is not None:
                     numbers = sparse.metrics(carry.optimizer)
                     row |= {name: numbers[name] for name in ("phase", "sparsity", "flip_rate")}
@@ -275,7 +296,11 @@ def train(
     if best is not None and watched.chosen:
         params, state = best
     trained = net.replace(params=params, state=state)
-    return Result(trained, history, _changes(net, trained))
+    if lora is None:
+        return Result(trained, history, _changes(net, trained))
+    adapters, trained = Adapters.of(trained), trained.merged()
+    changed = _changes(net.merged(), trained, {*adapters.layouts, *adapters.values})
+    return Result(trained, history, changed, adapters)
 
 
 def _check_carried(net: Model, loss: Any, optimizer: Any, given: Mapping[str, Any]) -> None:
@@ -292,30 +317,15 @@ def _check_carried(net: Model, loss: Any, optimizer: Any, given: Mapping[str, An
         )
 
 
-def _batch_size(model: Model, data: Any, wanted: int | None) -> int | None:
-    """The size that the inputs are fixed to, or what was asked for."""
-    fixed = [value.shape[0] for value in model.inputs if value.shape]
-    fixed = [size for size in fixed if isinstance(size, int)]
-    if not fixed or not isinstance(data, tuple):
-        return wanted
-    size = fixed[0]
-    if wanted not in (None, size):
-        raise TrainingError(
-            f"batch_size={wanted}, but the model's inputs are fixed to batches of {size}; "
-            "give the first dimension of its inputs a name to allow any size"
-        )
-    return size
-
-
 def _validate(
-    evaluate: Callable, carry: Any, held_out: Any, epoch: int, goal: Objective, shapes: Any
+    evaluate: Callable, carry: Any, held_out: Any, epoch: int, goal: Objective, fixed: tuple
 ) -> dict[str, float]:
     """The numbers of the validation data, in inference mode."""
-    sums: Any = None
+    shapes, sums = fixed
     for batch in held_out.batches(epoch):
         if held_out.targets is None:
             goal.check_labels(batch.targets, shapes, "a batch of validation")
-        sums = evaluate(goal.start(shapes, batch) if sums is None else sums, carry, batch)
+        sums = evaluate(sums, carry, batch)
     return goal.row(sums)
 
 
@@ -334,5 +344,8 @@ def _mean(losses: Sequence[float]) -> float:
     return float(np.mean(finite)) if finite else float("nan")
 
 
-def _changes(before: Model, after: Model) -> dict[str, float]:
-    return changes({**before.state, **before.params}, {**after.params, **after.state})
+def _changes(before: Model, after: Model, names: Collection[str] | None = None) -> dict[str, float]:
+    """Of all parameters and statistics, or of those named."""
+    tensors = {**after.params, **after.state}
+    shown = {n: v for n, v in tensors.items() if names is None or n in names}
+    return changes({**before.state, **before.params}, shown)

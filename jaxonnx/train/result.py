@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxonnx.lora import Adapters
 from jaxonnx.model import Model
 from jaxonnx.train.history import History
 
@@ -20,6 +21,8 @@ class Result:
     history: History
     changes: dict[str, float] = field(default_factory=dict)
     """|new - old| / |old| (Euclidean norms) of each parameter and statistic; infinite from zero."""
+    lora: Adapters | None = None
+    """What a run with `lora=` trained, apart from the weights of the model."""
 
     def __str__(self) -> str:
         return "\n".join([str(self.history), *_listed(self)])
