@@ -5,8 +5,8 @@
     ort/bin/python tests/data/make_ort_trajectories.py
 
 The last release with the training API is 1.19.2. The files and examples are those of
-make_trajectories.py, which is run first; `<name>.ort.npz` has the same layout without them. No evaluation model is
-loaded: that of a file with BatchNormalization in training mode is not valid.
+make_trajectories.py, which is run first; `<name>.ort.npz` has the same layout without them. No
+evaluation model is loaded: that of a file with BatchNormalization in training mode is not valid.
 """
 
 import tempfile
