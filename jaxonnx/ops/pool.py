@@ -1,5 +1,7 @@
 """Pooling over windows and over the whole image."""
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -181,7 +183,10 @@ def lp_pool(
 
 @op("GlobalAveragePool", since=1)
 def global_average_pool(x, *, channels: Channels = 1):
-    return _wide(x).mean(_spatial(x, channels), keepdims=True).astype(x.dtype)
+    # Divided before the sum: XLA would join a division after it to a subtraction that follows, as
+    # in Softmax, where the result then is not what its maximum was taken of.
+    share = _wide(x) * (1 / max(1, math.prod(spatial(x.shape, channels))))
+    return share.sum(_spatial(x, channels), keepdims=True).astype(x.dtype)
 
 
 @op("GlobalMaxPool", since=1)
