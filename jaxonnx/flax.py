@@ -3,7 +3,7 @@
 Not imported by `import jaxonnx`; `jaxonnx.flax` imports it at first use.
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ from flax import linen, nnx
 
 from jaxonnx.errors import InputError
 from jaxonnx.model import Model
+from jaxonnx.roles import running_statistics
 
 
 class Module(nnx.Module):
@@ -20,10 +21,10 @@ class Module(nnx.Module):
       params: `nnx.Param` by tensor name.
       state: by tensor name, `nnx.BatchStat` for running statistics and a plain `nnx.Variable` for
         other tensors that are not trained.
-      deterministic: what `train()` and `eval()`, of this module or one around it, switch. In
-        inference BatchNormalization uses its running statistics and Dropout is inactive; in
-        training it uses those of the batch, renews the running ones, and Dropout draws from
-        the stream "dropout" of `rngs`.
+      deterministic: what `train()`, `eval()` and `nnx.view(..., deterministic=)`, of this module or
+        one around it, set. In inference BatchNormalization uses its running statistics and Dropout
+        is inactive; in training it uses those of the batch, renews the running ones, and Dropout
+        draws from the stream "dropout" of `rngs`.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Module(nnx.Module):
           deterministic: False starts in training mode.
           rngs: needed to train a model with Dropout, and to run one with RandomNormal and the like.
         """
-        statistics = _statistics(model)
+        statistics = running_statistics(model.graph)
         self.params = nnx.data({name: nnx.Param(v) for name, v in model.params.items()})
         self.state = nnx.data(
             {
@@ -46,7 +47,7 @@ class Module(nnx.Module):
         )
         self.rngs = nnx.data(None if rngs is None else rngs.fork())
         self.deterministic = deterministic
-        self._model = _without_weights(model)
+        self._functions = _Functions(model)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """An array if there is one output, else a tuple in file order; inputs as in a Model.
@@ -54,10 +55,11 @@ class Module(nnx.Module):
         Raises:
           InputError: arguments that do not fit the inputs, or random numbers without `rngs`.
         """
+        model = self._functions.model
         params = {name: variable[...] for name, variable in self.params.items()}
         state = {name: variable[...] for name, variable in self.state.items()}
         key = None
-        if _draws(self._model, not self.deterministic):
+        if _draws(model, not self.deterministic):
             if self.rngs is None:
                 raise InputError(
                     "the model has operators that draw random numbers: make the module with "
@@ -65,16 +67,25 @@ class Module(nnx.Module):
                 )
             key = self.rngs.dropout()
         if self.deterministic:
-            return self._model.apply(params, *inputs, state=state, rng=key, **named)
-        outputs, renewed = self._model.apply_train(params, state, key, *inputs, **named)
+            return model.apply(params, *inputs, state=state, rng=key, **named)
+        outputs, renewed = model.apply_train(params, state, key, *inputs, **named)
         for name, variable in self.state.items():
             if renewed[name] is not state[name]:
                 variable[...] = renewed[name]
         return outputs
 
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """Called by `nnx.view`.
+
+        Args:
+          deterministic: if True, inference: running statistics, and no Dropout.
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic
+
     def to_model(self) -> Model:
         """A Model with the present weights, to be saved as ONNX."""
-        return self._model.replace(
+        return self._functions.model.replace(
             params={name: variable[...] for name, variable in self.params.items()},
             state={name: variable[...] for name, variable in self.state.items()},
         )
@@ -100,7 +111,7 @@ class LinenModule(linen.Module):
         random operators needs the generator "dropout".
         """
         model = self.model
-        statistics = _statistics(model)
+        statistics = running_statistics(model.graph)
         params = self.param("onnx", lambda key: dict(model.params))
         running = self.variable(
             "batch_stats", "onnx", lambda: {n: v for n, v in model.state.items() if n in statistics}
@@ -118,23 +129,27 @@ class LinenModule(linen.Module):
         return outputs
 
 
-def _statistics(model: Model) -> set[str]:
-    """The tensors of the state that training renews."""
-    return {
-        name
-        for node in model.graph.nodes
-        for position, name in enumerate(node.inputs)
-        if node.op.role(position) == "state"
-    }
-
-
 def _draws(model: Model, training: bool) -> bool:
     """Whether an operator draws random numbers; Dropout does in training only."""
     contexts = ({what for _, what in node.op.context} for node in model.graph.nodes)
     return any("key" in kinds and (training or "training" not in kinds) for kinds in contexts)
 
 
-def _without_weights(model: Model) -> Model:
-    """The functions of a model; the module's own variables hold the only copy of the weights."""
-    params, state = jax.eval_shape(lambda: (model.params, model.state))
-    return replace(model, params=params, state=state)
+class _Functions:
+    """A model without its weights, of which a module's own variables hold the only copy.
+
+    Equal to that of another module with the same network, so that nothing is compiled twice and
+    the modules can be stacked.
+    """
+
+    def __init__(self, model: Model):
+        params, state = jax.eval_shape(lambda: (model.params, model.state))
+        self.model = replace(model, params=params, state=state)
+        rest = (f.name for f in fields(model) if f.name not in ("params", "state"))
+        self._parts = tuple(id(getattr(model, name)) for name in rest)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Functions) and self._parts == other._parts
+
+    def __hash__(self) -> int:
+        return hash(self._parts)

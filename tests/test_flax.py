@@ -163,6 +163,27 @@ def test_only_the_head_is_trained(model, batch):
     assert np.abs(net.head.bias[...]).max() > 0
 
 
+def test_tensors_are_frozen_by_name(model, batch):
+    x, y = batch
+    net = jaxonnx.flax.Module(model)
+    last = nnx.All(nnx.Param, lambda path, _: path[-1].startswith("classifier.4"))
+    optimizer = nnx.Optimizer(net, optax.sgd(0.1), wrt=last)
+    optimizer.update(net, nnx.grad(loss, argnums=nnx.DiffState(0, last))(net, x, y))
+    for name, value in model.params.items():
+        same = (net.params[name][...] == value).all()
+        assert same != name.startswith("classifier.4")
+
+
+def test_view_sets_the_mode_of_a_copy(model, batch):
+    x, _ = batch
+    net = Classifier(model, nnx.Rngs(0))
+    training = nnx.view(net, deterministic=False)
+    assert net.backbone.deterministic
+    assert not training.backbone.deterministic
+    expected, _ = model.apply_train(model.params, model.state, None, x)
+    np.testing.assert_array_equal(training.backbone(x), expected)
+
+
 def test_dropout_draws_anew_in_each_call_and_never_in_eval():
     net = jaxonnx.flax.Module(noisy(), rngs=nnx.Rngs(0))
     x = jnp.ones((2, 4))
@@ -213,6 +234,33 @@ def test_ensemble_by_vmap(model, batch):
     for i, member in enumerate(members):
         for name, value in jax.grad(mean_loss)(member).items():
             np.testing.assert_allclose(found[name][i], value, rtol=1e-3, atol=1e-5)
+
+
+def test_ensemble_of_modules(model, batch):
+    """Modules of one model are stacked to a module that `nnx.vmap` maps over, and taken apart."""
+    x, _ = batch
+    other = model.replace(params=jax.tree.map(lambda v: 1.1 * v, model.params))
+    graphs, states = zip(*(nnx.split(jaxonnx.flax.Module(m)) for m in (model, other)), strict=True)
+    assert graphs[0] == graphs[1] != nnx.graphdef(jaxonnx.flax.Module(noisy()))
+    stacked = nnx.merge(graphs[0], jax.tree.map(lambda *values: jnp.stack(values), *states))
+    outputs = nnx.vmap(lambda net, x: net(x), in_axes=(0, None))(stacked, x)
+    for output, member in zip(outputs, (model, other), strict=True):
+        np.testing.assert_allclose(output, member(x), rtol=1e-4, atol=1e-5)
+    second = nnx.merge(graphs[0], jax.tree.map(lambda v: v[1], nnx.state(stacked)))
+    np.testing.assert_array_equal(second.to_model()(x), other(x))
+
+
+def test_modules_of_one_model_share_what_is_compiled(model, batch):
+    traced = []
+
+    @nnx.jit
+    def run(net, x):
+        traced.append(x.shape)
+        return net(x)
+
+    for _ in range(2):
+        run(jaxonnx.flax.Module(model), batch[0])
+    assert len(traced) == 1
 
 
 def test_per_example_gradients(model, batch):
