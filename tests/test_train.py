@@ -63,7 +63,7 @@ def test_short_batches_are_not_compiled_again(net):
 
     result = train(net, digits(19), loss=loss, epochs=3, validation=digits(5))
     assert len(result.history.losses) == 9
-    assert traced == [(8, 10)] * 3  # the check of shapes, the step, the validation
+    assert traced == [(8, 10)] * 4  # two checks of shapes, the step, the validation
 
 
 def test_the_fill_of_a_short_batch_does_not_count():
