@@ -1,6 +1,7 @@
 """Checkpoints of a run through Orbax: all that the rest of the run depends on."""
 
 import dataclasses
+import json
 import os
 import warnings
 import zlib
@@ -139,11 +140,13 @@ class Checkpoints:
             "history": dataclasses.asdict(history),
             "crc": [_crc(x) for x in leaves],
         }
+        text = json.dumps(about)
+        sealed = {"about": text, "crc": zlib.crc32(text.encode())}
         args = self._orbax.args
         try:
             self._manager.save(
                 len(history.losses),
-                args=args.Composite(leaves=args.StandardSave(leaves), about=args.JsonSave(about)),
+                args=args.Composite(leaves=args.StandardSave(leaves), about=args.JsonSave(sealed)),
                 metrics=None if score is None else {"score": score},
             )
         except _UNWRITABLE as error:
@@ -164,10 +167,14 @@ class Checkpoints:
     @property
     def where(self) -> str:
         """The newest checkpoint that is complete, in words."""
-        steps = self._manager.all_steps(read=True)
+        self._manager.reload()
+        steps = self._manager.all_steps()
         if not steps:
             return f"there is no checkpoint in '{self.folder}'"
-        return f"the last checkpoint is that of step {max(steps)} in '{self.folder}'"
+        return (
+            f"the last checkpoint is that of step {max(steps)} in '{self.folder}', from which "
+            "resume=True goes on"
+        )
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -180,7 +187,10 @@ class Checkpoints:
 
     def _about(self, step: int) -> dict[str, Any]:
         args = self._orbax.args
-        return self._manager.restore(step, args=args.Composite(about=args.JsonRestore()))["about"]
+        found = self._manager.restore(step, args=args.Composite(about=args.JsonRestore()))["about"]
+        if zlib.crc32(found["about"].encode()) != found["crc"]:
+            raise ValueError("its text is not the one that was written")
+        return json.loads(found["about"])
 
     def _arrays(self, step: int, tree: Any, crc: list[int]) -> Any:
         args = self._orbax.args

@@ -137,9 +137,7 @@ class Keeper:
     @property
     def where(self) -> str:
         """Where the last checkpoint is, in words to add; none if there are no checkpoints."""
-        if self._checkpoints is None:
-            return ""
-        return f"; {self._checkpoints.where}, from which resume=True goes on"
+        return "" if self._checkpoints is None else f"; {self._checkpoints.where}"
 
     def _lost(self, error: NotWritten) -> Stop:
         done = self._record.step

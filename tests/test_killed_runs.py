@@ -1,0 +1,25 @@
+"""A run that is killed at any moment and resumed ends with the bits of the uninterrupted one."""
+
+import subprocess
+import sys
+
+import numpy as np
+
+KILLS = 20
+
+
+def test_twenty_kills_leave_no_trace(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.killed_run", tmp_path, str(KILLS)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    steps = [int(n) for n in done.stdout.split()]
+    assert len(steps) == KILLS
+    assert len({*steps}) > KILLS / 3  # it got on in between
+    whole, resumed = (dict(np.load(tmp_path / f"{name}.npz")) for name in ("whole", "resumed"))
+    assert {*whole} == {*resumed}
+    for name, value in whole.items():
+        assert value.tobytes() == resumed[name].tobytes(), name
