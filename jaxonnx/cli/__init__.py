@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from rich.console import Console
 
@@ -42,7 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.simplefilter("default", UserWarning)
         warnings.showwarning = lambda message, *_: _complain(options.verb, message)
         try:
-            process.prepare(options.allocator, options.cache)
+            if arguments is None and options.allocator == "keep":
+                process.keep_pages()  # of a program that calls this, the process is not ours
+            if options.cache is not None:
+                jax.config.update("jax_compilation_cache_dir", str(options.cache))
             report = _VERBS[options.verb](options)
         except verbs.Failed as error:
             _complain(options.verb, error)

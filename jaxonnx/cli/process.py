@@ -2,30 +2,23 @@
 
 import ctypes
 import sys
-from pathlib import Path
 
-import jax
-
-_THRESHOLDS = -3, -1
-"""M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of glibc's mallopt."""
-_GREATEST = 2**31 - 1
-
-
-def prepare(allocator: str, cache: Path | None) -> None:
-    """Before the first array: how memory is kept, and where compiled programs are."""
-    if allocator == "keep" and sys.platform == "linux":
-        keep_pages()
-    if cache is not None:
-        jax.config.update("jax_compilation_cache_dir", str(cache))
+_SETTINGS = {
+    -8: 1,  # M_ARENA_MAX: one arena, because those of threads give memory back in pieces of 64 MB
+    -3: 2**31 - 1,  # M_MMAP_THRESHOLD: large arrays are not mapped and unmapped one by one
+    -2: 2**26,  # M_TOP_PAD: memory is taken in steps of 64 MB
+    -1: 2**31 - 1,  # M_TRIM_THRESHOLD: and kept
+}
 
 
 def keep_pages() -> None:
     """Has glibc's allocator keep what is freed, instead of faulting the same pages in again.
 
-    A training step frees and allocates the same large arrays each time. Other libraries of C are
-    left as they are.
+    A training step frees and allocates the same large arrays each time. To be called before the
+    first array is made; does nothing where the C library is another than glibc. The environment
+    variable GLIBC_TUNABLES can do the same for a program of one's own.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
-        for threshold in _THRESHOLDS:
-            mallopt(threshold, _GREATEST)
+        for setting, value in _SETTINGS.items():
+            mallopt(setting, value)
