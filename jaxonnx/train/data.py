@@ -274,13 +274,3 @@ def _same(pair: Any, first: Any, what: str) -> None:
         )
     if new != old:
         raise TrainingError(f"{what} has (shape, dtype) {new} for each example, those before {old}")
-
-
-def source(
-    data: Any, names: list[str], batch_size: int | None, seed: int | None, what: str = "data"
-) -> "Arrays | Stream":
-    """`data` alone, for inputs of any batch size."""
-    inputs = [Value(name, None, None) for name in names]
-    if what != "data":
-        return _source(data, inputs, batch_size, seed, what)
-    return sources(data, None, inputs, batch_size, 0 if seed is None else seed)[0]

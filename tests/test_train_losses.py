@@ -1,0 +1,220 @@
+"""Losses of a run: ONNX's, several at once, and of the logits before the last node.
+
+The values of `jaxonnx.losses` are those of PyTorch 2.13.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import onnx.parser
+import optax
+import pytest
+
+import jaxonnx
+from jaxonnx.losses import cross_entropy, negative_log_likelihood
+from jaxonnx.train import losses, objective
+
+LABELS = "softmax_cross_entropy_with_integer_labels"
+SCORES = ((np.arange(24).reshape(2, 3, 4) * 7 % 11 - 5) / 3).astype(np.float32)
+TARGETS = np.array([[0, 1, 2, -1], [2, -1, 1, 0]])
+WEIGHT = [1, 2, 0.5]
+
+
+def network(body, outputs="float[n, 3] y", opset=17):
+    text = f"""<ir_version: 8, opset_import: ["": {opset}]>
+        net (float[n, 2] x) => ({outputs})
+        <float[2, 3] w = {{0.5, -1, 2, 1, 0.25, -0.5}}, float[2, 1] v = {{0.5, -0.25}}>
+        {{ {body} }}"""
+    return jaxonnx.load(onnx.parser.parse_model(text))
+
+
+def examples(count=12):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(count, 2)).astype(np.float32)
+    return x, random.integers(0, 3, count)
+
+
+def train(model, data, loss, **settings):
+    settings = {"optimizer": optax.sgd(0.1), "batch_size": 8, "epochs": 2} | settings
+    return jaxonnx.train(model, data, loss=loss, **settings)
+
+
+@pytest.mark.parametrize(
+    ("loss", "weight", "mean", "total"),
+    [
+        (cross_entropy, None, 1.7132426, 10.2794561),
+        (cross_entropy, WEIGHT, 1.9261502, 13.4830513),
+        (negative_log_likelihood, None, 0.2777778, 1.6666666),
+        (negative_log_likelihood, WEIGHT, 0.4285714, 3.0),
+    ],
+)
+def test_values(loss, weight, mean, total):
+    for reduction, expected in (("mean", mean), ("sum", total)):
+        function = loss(weight=weight, ignore_index=-1, reduction=reduction)
+        np.testing.assert_allclose(function(SCORES, TARGETS), expected, rtol=1e-6)
+        # in training an example of weight 0 is as if it were not there
+        filled = np.concatenate([SCORES, SCORES[:1]]), np.concatenate([TARGETS, TARGETS[:1]])
+        value = losses.find(function).mean(*filled, jnp.array([1.0, 1.0, 0.0]))
+        np.testing.assert_allclose(value, expected, rtol=1e-6)
+    each = loss(weight=weight, ignore_index=-1, reduction="none")(SCORES, TARGETS)
+    assert each.shape == TARGETS.shape
+    np.testing.assert_allclose(each.sum(), total, rtol=1e-6)
+
+
+def test_gradient():
+    gradient = jax.grad(cross_entropy(weight=WEIGHT, ignore_index=-1))(SCORES, TARGETS)
+    expected = [
+        [-0.1282571, 0.1105497, 0.00730005, 0.0],
+        [0.107881, -0.2648342, 0.0539405, 0.0],
+        [0.0203761, 0.1542845, -0.0612405, 0.0],
+    ]
+    np.testing.assert_allclose(gradient[0], expected, rtol=1e-5)
+
+
+def test_a_batch_without_labels_that_count_changes_nothing():
+    loss = losses.find(cross_entropy(ignore_index=-1))
+    value, gradient = jax.value_and_grad(loss.mean)(SCORES, TARGETS * 0 - 1, jnp.ones(2))
+    assert value == 0
+    np.testing.assert_array_equal(gradient, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "ending"),
+    [
+        (LABELS, "Softmax <axis = -1>"),
+        (LABELS, "LogSoftmax"),
+        ("SoftmaxCrossEntropyLoss", "Softmax <axis = 1>"),
+    ],
+)
+def test_a_loss_takes_the_logits_before_the_ending(name, ending):
+    plain = network("y = MatMul(x, w)")
+    ended = network(f"logits = MatMul(x, w) p = {ending}(logits) y = Identity(p)")
+    data = examples()
+    expected = train(plain, data, name, validation=data)
+    found = train(ended, data, name, validation=data)
+    assert not expected.history.notes
+    (note,) = found.history.notes
+    assert "'logits'" in note
+    assert found.history.losses == expected.history.losses
+    np.testing.assert_array_equal(found.model.params["w"], expected.model.params["w"])
+    for key in ("validation_loss", "validation_accuracy"):
+        assert found.history.epochs[-1][key] == expected.history.epochs[-1][key]
+    probabilities = jax.nn.softmax(expected.model(data[0]))
+    outputs = found.model(data[0])
+    outputs = jnp.exp(outputs) if ending == "LogSoftmax" else outputs
+    np.testing.assert_allclose(outputs, probabilities, rtol=1e-5)
+
+
+def test_metrics_see_the_outputs_of_the_file():
+    seen = []
+
+    def confidence(outputs, targets):
+        seen.append(outputs.shape)
+        return outputs.sum(-1)
+
+    data = examples()
+    model = network("logits = MatMul(x, w) y = Softmax(logits)")
+    history = train(model, data, LABELS, validation=data, metrics=["f1", confidence]).history
+    assert history.epochs[-1]["validation_confidence"] == pytest.approx(1)
+    binary = network("z = MatMul(x, v) y = Sigmoid(z)", "float[n, 1] y")
+    x, y = examples()
+    y = (y > 0).astype(np.float32)[:, None]
+    result = train(binary, (x, y), "sigmoid_binary_cross_entropy", validation=(x, y), metrics="f1")
+    assert "Sigmoid" in result.history.notes[0]
+    assert str(result.model.proto.graph.node[-1].op_type) == "Sigmoid"
+
+
+@pytest.mark.parametrize(
+    ("loss", "body", "opset"),
+    [
+        ("squared_error", "z = MatMul(x, w) y = Sigmoid(z)", 17),
+        ("kl_divergence", "z = MatMul(x, w) y = LogSoftmax(z)", 17),
+        (lambda o, t: jnp.abs(o - t).sum(1), "z = MatMul(x, w) y = Softmax(z)", 17),
+        (LABELS, "z = MatMul(x, w) y = Softmax <axis = 0>(z)", 17),
+        (LABELS, "z = MatMul(x, w) y = Softmax <axis = 0>(z)", 11),
+        ("sigmoid_binary_cross_entropy", "z = MatMul(x, w) y = Softmax(z)", 17),
+        (negative_log_likelihood(), "z = MatMul(x, w) y = LogSoftmax(z)", 17),
+    ],
+)
+def test_other_losses_take_the_outputs(loss, body, opset):
+    goal = objective.find(network(body, opset=opset), loss, None)
+    assert not goal.notes
+    assert goal.model.graph.outputs == ("y",)
+
+
+TWO = "z = MatMul(x, w) y = Softmax(z) r = MatMul(x, v)"
+OUTPUTS = "float[n, 3] y, float[n, 1] r"
+
+
+def test_several_outputs():
+    net = network(TWO, OUTPUTS)
+    x, y = examples()
+    targets = {"y": y, "r": x[:, :1]}
+    both = {"y": LABELS, "r": ("squared_error", 0.5)}
+    metrics = {"y": ["accuracy", "top_2"], "r": "mae"}
+    data = (x, targets)
+    history = train(net, data, both, validation=data, metrics=metrics, batch_size=12).history
+    probabilities, r = net(x)
+    first = optax.softmax_cross_entropy_with_integer_labels(jnp.log(probabilities), y).mean()
+    second = ((r - targets["r"]) ** 2).mean()
+    np.testing.assert_allclose(history.losses[0], first + 0.5 * second, rtol=1e-5)
+    row = history.epochs[-1]
+    names = ("y_loss", "r_loss", "y_accuracy", "y_top_2", "r_mae")
+    assert {f"validation_{name}" for name in names} <= row.keys()
+    expected = row["validation_y_loss"] + 0.5 * row["validation_r_loss"]
+    assert row["validation_loss"] == pytest.approx(expected)
+    # the targets may stand beside the inputs
+    named = {"x": x, **targets}
+    assert train(net, named, both, batch_size=12).history.losses == history.losses
+    # and a callable takes all outputs and all targets
+
+    def loss(outputs, targets):
+        return jnp.square(outputs[1] - targets["r"]).mean(1)
+
+    (value, _) = train(net, data, loss, batch_size=12).history.losses
+    np.testing.assert_allclose(value, second, rtol=1e-5)
+
+
+X, Y = examples()
+ONE = "y = MatMul(x, w)"
+BAD = {
+    "reduction": (lambda: cross_entropy(reduction="max"), "reduction is 'max'; there are 'mean'"),
+    "ignore_index": (lambda: cross_entropy(ignore_index=0.5), "must be an integer, and is 0.5"),
+    "weight": (lambda: cross_entropy(weight=[[1, 2]]), r"\(classes,\), and is int64\[1, 2\]"),
+    "negative": (lambda: cross_entropy(weight=[1, -2]), "negative or not finite"),
+    "weights": (
+        lambda: train(network(ONE), (X, Y), cross_entropy(weight=[1, 2])),
+        "weights of 2 classes; the outputs have 3",
+    ),
+    "ignored": (
+        lambda: train(network(ONE), (X, Y - 1), cross_entropy(ignore_index=-2)),
+        "labels outside of 0 ... 2, the first is -1",
+    ),
+    "axis": (
+        lambda: train(network(ONE), (X, np.zeros((12, 3), int)), cross_entropy()),
+        r"targets of shape \(8,\)",
+    ),
+    "output": (
+        lambda: train(network(ONE), (X, Y), {"z": LABELS}),
+        "a dict with the keys 'z'; its keys must be outputs of the model, which are 'y'",
+    ),
+    "nothing": (lambda: train(network(ONE), (X, Y), {}), "the keys none"),
+    "share": (
+        lambda: train(network(ONE), (X, Y), {"y": (LABELS, "2")}),
+        "a loss or a pair",
+    ),
+    "targets": (lambda: train(network(ONE), (X, Y), {"y": LABELS}), "in a dict by output name"),
+    "missing": (
+        lambda: train(network(TWO, OUTPUTS), (X, {"y": Y}), {"y": LABELS, "r": "squared_error"}),
+        r"with 'r'; they are \['y'\]",
+    ),
+    "several": (lambda: train(network(TWO, OUTPUTS), (X, Y), LABELS), "a dict of losses by output"),
+    "unknown": (lambda: train(network(ONE), (X, Y), {"y": "mse"}), "no loss 'mse'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refused(case):
+    call, message = BAD[case]
+    with pytest.raises(jaxonnx.TrainingError, match=message):
+        call()
