@@ -34,13 +34,13 @@ def test_padding_has_no_gradient():
     assert np.all(gradient[:2, 0] != 0)
 
 
-def test_the_input_projection_stands_outside_the_scan():
-    program = jax.make_jaxpr(lambda x: lstm(x, W, R))(X)
-    names = [e.primitive.name for e in program.eqns]
-    assert names.count("dot_general") == names.count("scan") == 1
-    (scan,) = [e for e in program.eqns if e.primitive.name == "scan"]
-    inner = [e.primitive.name for e in scan.params["jaxpr"].jaxpr.eqns]
-    assert inner.count("dot_general") == 1
+def test_accelerators_project_the_input_of_all_steps_at_once():
+    every = f"tensor<{X.shape[0] * X.shape[1]}x{W.shape[1]}xf32>"
+    traced = jax.jit(lambda x: lstm(x, W, R)).trace(X)
+    for platform, at_once in (("cuda", True), ("tpu", True), ("cpu", False)):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert text.count("stablehlo.dot_general") == 2
+        assert (every in text) == at_once
 
 
 def test_steps_may_be_absent():

@@ -1,9 +1,13 @@
 """Recurrent layers: RNN, GRU, LSTM.
 
-All three share `_recur`: the input's share of the gates is one matrix product over all steps, and a
-`lax.scan` adds the recurrent share. A reversed direction scans from the end; steps beyond a
-sequence's length leave the state alone, so that it starts where its own data ends.
+All three share `_recur`, a `lax.scan` whose step adds the input's share of the gates to the
+recurrent one. Accelerators compute the input's share of all steps as one matrix product; a CPU,
+which would have to fetch it from memory again, does so step by step. A reversed direction scans
+from the end; steps beyond a sequence's length leave the state alone, so that it starts where its
+own data ends.
 """
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -83,20 +87,28 @@ def _recur(cell, x, w, r, bias, sequence_lens, initial, hidden_size, direction, 
         return state[:, d] if layout else state[d]
 
     def one_direction(d, reverse):
-        gates = x.reshape(steps * batch, features) @ w[d].T
-        gates = (gates if bias is None else gates + bias[d]).reshape(steps, batch, w.shape[1])
-        step = cell(d)
+        step, weight = cell(d), w[d].T
 
-        def body(states, inputs):
-            gates, valid = inputs
-            new = step(gates, *states)
+        def share(x):
+            return x @ weight if bias is None else x @ weight + bias[d]
+
+        def body(states, inputs, share=lambda gates: gates):
+            x, valid = inputs
+            new = step(share(x), *states)
             if valid is None:
                 return new, new[0]
             kept = tuple(jnp.where(valid, n, s) for n, s in zip(new, states, strict=True))
             return kept, jnp.where(valid, new[0], 0)
 
+        def at_once(x):
+            gates = share(x.reshape(steps * batch, features)).reshape(steps, batch, -1)
+            return lax.scan(body, states, (gates, valid), reverse=reverse)
+
+        def step_by_step(x):
+            return lax.scan(partial(body, share=share), states, (x, valid), reverse=reverse)
+
         states = tuple(start(state, d) for state in initial)
-        return lax.scan(body, states, (gates, valid), reverse=reverse)
+        return lax.platform_dependent(x, cpu=step_by_step, default=at_once)
 
     lasts, ys = zip(*(one_direction(d, rev) for d, rev in enumerate(reversals)), strict=True)
     y = jnp.stack(ys, axis=1)
@@ -133,8 +145,8 @@ def rnn(
     functions = _functions(["Tanh"], names, activation_alpha, activation_beta, clip, direction)
 
     def cell(d):
-        (f,) = functions[d]
-        return lambda gates, h: (f(gates + h @ r[d].T),)
+        (f,), recurrent = functions[d], r[d].T
+        return lambda gates, h: (f(gates + h @ recurrent),)
 
     bias = _sum_of_biases(b)
     return _recur(cell, x, w, r, bias, sequence_lens, (initial_h,), hidden_size, direction, layout)
@@ -177,18 +189,18 @@ def gru(
 
     def cell(d):
         f, g = functions[d]
-        r_zr, r_h = jnp.split(r[d], [2 * hidden])
+        r_zr, r_h = jnp.split(r[d].T, [2 * hidden], axis=1)
 
         def step(gates, h):
             x_zr, x_h = jnp.split(gates, [2 * hidden], axis=-1)
-            z, reset = jnp.split(f(x_zr + h @ r_zr.T), 2, axis=-1)
+            z, reset = jnp.split(f(x_zr + h @ r_zr), 2, axis=-1)
             if linear_before_reset:
-                share = h @ r_h.T
+                share = h @ r_h
                 if inner_bias is not None:
                     share += inner_bias[d, 2 * hidden :]
                 new = g(x_h + reset * share)
             else:
-                new = g(x_h + (reset * h) @ r_h.T)
+                new = g(x_h + (reset * h) @ r_h)
             return ((1 - z) * new + z * h,)
 
         return step
@@ -263,11 +275,11 @@ def lstm(
     )
 
     def cell(d):
-        f, g, h = functions[d]
+        (f, g, h), recurrent = functions[d], r[d].T
         p_i, p_o, p_f = (0, 0, 0) if p is None else jnp.split(p[d], 3)
 
         def step(gates, hidden, c):
-            i, o, forget, new = jnp.split(gates + hidden @ r[d].T, 4, axis=-1)
+            i, o, forget, new = jnp.split(gates + hidden @ recurrent, 4, axis=-1)
             i = f(i + p_i * c)
             forget = 1 - i if input_forget else f(forget + p_f * c)
             c = forget * c + i * g(new)
