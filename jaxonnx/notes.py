@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
+from jaxonnx import exports
 from jaxonnx.save import training_nodes
 
 if TYPE_CHECKING:
@@ -32,3 +33,4 @@ def warnings(model: Model) -> Iterator[str]:
             f"exported in training mode: {', '.join(active)}; apply and save use inference "
             "semantics"
         )
+    yield from exports.notes(model.proto.graph)
