@@ -165,6 +165,28 @@ def test_a_run_that_stops_says_so_in_its_status(small, capsys):
     assert history["losses"][-1] is None
 
 
+def test_settings_of_train(small, capsys):
+    line = "train net.onnx data.npz -o out.onnx --epochs 40 --batch-size 2 --json --rate 0.5"
+    more = "--validation 0.25 --metrics f1 --metrics top_2 --patience 1 --monitor validation_f1"
+    assert command(f"{line} {more} --ema 0.9 --accumulate 2 --checkpoints kept") == 0
+    history = result(capsys)["history"]
+    assert history["early"]
+    assert "validation_f1" in history["stopped"]
+    assert {"validation_f1", "validation_top_2"} <= history["epochs"][0].keys()
+    assert Path("kept").is_dir()
+    assert command(f"{line} --dropout 0.1") == 2
+    assert "no Dropout node" in capsys.readouterr().err
+    assert command(f"{line} --dropout 0.1 --dropout x=0.2") == 2
+    assert command(f"{line} --adapters out.npz") == 2
+
+
+def test_adapters(small, capsys):
+    line = "train net.onnx data.npz -o out.onnx --epochs 1 --lora 1 --lora-where w"
+    assert command(f"{line} --adapters adapters.npz") == 0
+    with_adapters = jaxonnx.Adapters.load("adapters.npz").apply(jaxonnx.load("net.onnx"))
+    np.testing.assert_allclose(with_adapters.params["w"], jaxonnx.load("out.onnx").params["w"])
+
+
 def fail(*_, **__):
     raise OSError(28, "No space left on device")
 

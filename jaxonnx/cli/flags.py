@@ -43,6 +43,20 @@ def size(text: str) -> tuple[int, int]:
     return height, width
 
 
+def share(text: str) -> Path | float:
+    """A number as a share, anything else as a file."""
+    try:
+        return float(text)
+    except ValueError:
+        return Path(text)
+
+
+def ratio(text: str) -> tuple[str, float]:
+    """NAME=X, or X alone."""
+    name, _, number = text.rpartition("=")
+    return name, float(number)
+
+
 def dimension(text: str) -> tuple[str, int]:
     name, number = text.rsplit("=", 1)
     return name, int(number)
@@ -92,7 +106,11 @@ _TRAINING = [
         "the .onnx to write, or a packed .npz",
         {"type": Path, "required": True},
     ),
-    Flag("--validation", "a .npz like the data", _FILE),
+    Flag(
+        "--validation",
+        "a .npz like the data, or the share of the data that is held out",
+        {"type": share, "metavar": "FILE|SHARE"},
+    ),
     Flag("--loss", f"of optax; {LOSS}, or what the file's training_info has"),
     Flag(
         "--optimizer",
@@ -104,8 +122,38 @@ _TRAINING = [
     Flag("--batch-size", "32, or what the network is fixed to", _COUNT),
     Flag(*_SEED[:2], {**_COUNT, "default": 0}),
     Flag("--trainable", "name or regular expression of what is trained; repeatable", _MANY),
+    Flag(
+        "--statistics",
+        "of BatchNormalization: of the batch, or frozen as they are in the file",
+        {"choices": ("batch", "frozen")},
+    ),
+    Flag(
+        "--dropout",
+        "ratio of all Dropout nodes, or NAME=X behind a value or module; repeatable",
+        {**_MANY, "type": ratio, "metavar": "X"},
+    ),
+    Flag("--metrics", "accuracy, top_5, f1, r2...: of the validation data; repeatable", _MANY),
+    Flag("--accumulate", "batches whose mean gradient makes an update", _COUNT),
+    Flag("--ema", "share that a moving average of the weights keeps of itself, as 0.999", _REAL),
+    Flag(
+        "--nan",
+        "what a loss that is not finite does to the run",
+        {"choices": ("stop", "skip", "rollback")},
+    ),
+]
+_LORA = [
+    Flag("--lora", "train adapters of this rank instead of the weights", _COUNT),
+    Flag("--lora-where", "name or regular expression of what is adapted; repeatable", _MANY),
+    Flag("--adapters", "a file for the adapters alone", _FILE),
+]
+_LONG = [
+    Flag("--patience", "epochs without a better value of what is monitored, then stop", _COUNT),
+    Flag(
+        "--monitor", "a number of the epochs; validation_loss if there is one", {"metavar": "NAME"}
+    ),
     Flag("--checkpoints", "a folder for checkpoints", {**_FOLDER, "dest": "checkpoint_dir"}),
-    Flag("--resume", "continue from the checkpoints", _SWITCH),
+    Flag("--checkpoint-every", "steps between checkpoints; otherwise one an epoch", _COUNT),
+    Flag("--resume", "continue from the newest checkpoint, if there is one", _SWITCH),
 ]
 
 VERBS: Mapping[str, Verb] = {
@@ -129,13 +177,14 @@ VERBS: Mapping[str, Verb] = {
         "train a model and write it with the new weights",
         "jaxonnx train net.onnx data.npz -o trained.onnx --epochs 3\n"
         "jaxonnx train --config run.toml --rate 3e-4",
-        {"": _TRAINING, **_PICTURES},
+        {"": _TRAINING, "adapters": _LORA, "long runs": _LONG, **_PICTURES},
     ),
     "sparsify": Verb(
         "the same with transposable 2:4 weights",
         "jaxonnx sparsify net.onnx data.npz -o sparse.onnx --dense 2 --dynamic 6 --fixed 2",
         {
             "": _TRAINING,
+            "long runs": _LONG,
             "sparsity": [
                 Flag("--pattern", "N:M along both axes", {"default": "2:4"}),
                 Flag("--select", "name or regular expression of what is sparse; repeatable", _MANY),

@@ -16,12 +16,18 @@ from rich.console import Console
 from jaxonnx import images, sparse
 from jaxonnx.cli.flags import LOSS, PHASES
 from jaxonnx.errors import Error, InputError
+from jaxonnx.lora import LoRA
 from jaxonnx.model import Model, load
 from jaxonnx.save import check_writable, whole
 from jaxonnx.sparse_export import packed_nbytes, record
 from jaxonnx.values import Value
 
 _PREPARATION = ("scale", "mean", "std", "labels")
+_SETTINGS = (
+    "batch_size", "seed", "trainable", "statistics", "metrics", "accumulate", "ema", "nan",
+    "patience", "monitor", "checkpoint_dir", "checkpoint_every", "resume",
+)  # fmt: skip
+"""Flags that are arguments of `jaxonnx.train` by the same name."""
 
 
 class Report(NamedTuple):
@@ -89,36 +95,57 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
     given, targets = arrays(_examples(options), model, "y")
     inputs = _prepared(given, model, options)
     validation = options.validation
-    if validation is not None:
+    if isinstance(validation, Path):
         held_out, truth = arrays(validation, model, "y")
         validation = (_prepared(held_out, model, options), truth)
     carried = bool(model.proto.training_info) and not (options.loss or options.optimizer)
+    settings = {name: getattr(options, name) for name in _SETTINGS}
     result = train(
         model,
         (inputs, targets),
         loss=None if carried else options.loss or LOSS,
         optimizer=None if carried else getattr(optax, options.optimizer or "adam")(options.rate),
         epochs=10 if options.epochs is None else options.epochs,
-        batch_size=options.batch_size,
-        seed=options.seed,
         validation=validation,
-        trainable=options.trainable,
+        dropout=_dropout(options),
         sparsity=sparsity,
-        checkpoint_dir=options.checkpoint_dir,
-        resume=options.resume,
+        lora=_lora(options) if sparsity is None else None,
         progress=False if options.json else None,
+        **{name: value for name, value in settings.items() if value is not None},
     )
     trained = result.model
     if inputs is not given or any(getattr(options, name) is not None for name in _PREPARATION):
         trained = images.with_preparation(trained, _preparation(trained, options))
     _save(trained, options.output)
+    if result.lora is not None and options.adapters is not None:
+        result.lora.save(options.adapters)
     history = result.history
     report = Report(
-        {"output": options.output, "history": asdict(history)}, str(result), bool(history.stopped)
+        {"output": options.output, "history": asdict(history), "changes": result.changes},
+        str(result),
+        bool(history.stopped) and not history.early,
     )
-    if trained.sparsity is None or history.stopped:
+    if trained.sparsity is None or report.status:
         return report
     return _with_proof(report, trained, inputs)
+
+
+def _dropout(options: argparse.Namespace) -> float | dict[str, float] | None:
+    """One ratio, or ratios by name."""
+    ratios = dict(options.dropout or ())
+    if "" in ratios and len(ratios) > 1:
+        raise InputError("--dropout takes one ratio for all nodes, or NAME=X for each, not both")
+    return ratios.get("", ratios) if ratios else None
+
+
+def _lora(options: argparse.Namespace) -> LoRA | None:
+    if options.adapters is not None:
+        check_writable(options.adapters)
+    if options.lora is not None:
+        return LoRA(options.lora, where=options.lora_where)
+    if options.lora_where or options.adapters:
+        raise InputError("--lora-where and --adapters go with --lora RANK")
+    return None
 
 
 def _save(model: Model, path: Path) -> None:
