@@ -10,7 +10,9 @@ import onnxruntime
 import pytest
 
 import jaxonnx
-from jaxonnx.cli import flags, main
+from jaxonnx.cli import main
+from jaxonnx.cli.flags import VERBS
+from jaxonnx.cli.options import parse
 
 NET = str(Path(__file__).parent / "data" / "lenet_bn.legacy.onnx")
 
@@ -123,10 +125,10 @@ def test_a_configuration_gives_what_flags_do_not(small, capsys):
 
 def test_lists_and_texts_of_a_configuration(small):
     Path("run.toml").write_text('model = "m"\npictures = ["a", "b"]\nmean = [0.5, 1]\nsize = "8x6"')
-    options = flags.parse(["classify", "--config", "run.toml"])
+    options = parse(["classify", "--config", "run.toml"])
     assert options.pictures == [Path("a"), Path("b")]
     assert (options.model, options.mean, options.size) == (Path("m"), (0.5, 1), (8, 6))
-    options = flags.parse(["classify", "m", "c", "--config", "run.toml", "--mean", "0"])
+    options = parse(["classify", "m", "c", "--config", "run.toml", "--mean", "0"])
     assert (options.pictures, options.mean) == ([Path("c")], (0,))
 
 
@@ -251,7 +253,7 @@ def test_sizes_for_bench(small, capsys):
     assert said["notes"] == ["no training step: the model has no parameters"]
 
 
-@pytest.mark.parametrize("verb", flags.VERBS)
+@pytest.mark.parametrize("verb", VERBS)
 def test_help_has_examples(verb, capsys):
     with pytest.raises(SystemExit) as stop:
         main([verb, "--help"])

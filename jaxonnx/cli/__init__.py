@@ -11,7 +11,8 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from jaxonnx.cli import bench, flags, process, verbs
+from jaxonnx.cli import bench, process, verbs
+from jaxonnx.cli.options import parse
 from jaxonnx.errors import Error
 
 _VERBS = {
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
       SystemExit: with status 2 for flags or a configuration that do not fit, 0 for `--help`.
     """
-    options = flags.parse(sys.argv[1:] if arguments is None else arguments)
+    options = parse(sys.argv[1:] if arguments is None else arguments)
     with warnings.catch_warnings():
         warnings.simplefilter("default", UserWarning)
         warnings.showwarning = lambda message, *_: _complain(options.verb, message)
