@@ -1,0 +1,291 @@
+"""The forms that data comes in: the same examples give the same run."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import onnx.parser
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxonnx
+from jaxonnx.train.data import sources
+from jaxonnx.values import Value
+
+ONE = (Value("x", None, None),)
+TEXT = """<ir_version: 8, opset_import: ["": 17]>
+    net (float[n, 2] x) => (float[n, 1] y) <float[2, 1] w = {0.5, -0.25}> { y = MatMul(x, w) }"""
+PAIR = """<ir_version: 8, opset_import: ["": 17]>
+    net (float[n, 2] a, float[n, 1] b) => (float[n, 1] y) <float[2, 1] w = {0.5, -0.25}>
+    { s = MatMul(a, w) y = Add(s, b) }"""
+FIXED = TEXT.replace("n,", "4,")
+X = np.random.default_rng(0).normal(size=(12, 2)).astype(np.float32)
+Y = X[:, :1] * 2
+BATCHES = [(X[i : i + 4], Y[i : i + 4]) for i in range(0, 12, 4)]
+
+
+@pytest.fixture(scope="module")
+def net():
+    return jaxonnx.load(onnx.parser.parse_model(TEXT))
+
+
+def train(model, data, **wanted):
+    wanted = {"loss": "squared_error", "optimizer": optax.sgd(0.1), "epochs": 2} | wanted
+    return jaxonnx.train(model, data, **wanted)
+
+
+def losses(model, data, **wanted):
+    return train(model, data, **wanted).history.losses
+
+
+@pytest.fixture(scope="module")
+def whole(net):
+    """The losses for data in one piece."""
+    return losses(net, (X, Y), batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def in_order(net):
+    """The losses for the batches in their order."""
+    return losses(net, BATCHES)
+
+
+def test_data_in_one_piece(net, whole, tmp_path):
+    path = tmp_path / "data.npz"
+    np.savez(path, x=X, target=Y)
+    for data in (path, str(path), {"x": X, "y": Y}, {"anything": jnp.asarray(Y), "x": X.tolist()}):
+        x = data["x"] if isinstance(data, dict) else None
+        if isinstance(x, list):
+            data["x"] = np.asarray(x, np.float32)
+        assert losses(net, data, batch_size=4) == whole
+    # one input, whatever its name, may be called x
+    other = jaxonnx.load(
+        onnx.parser.parse_model(TEXT.replace(" x)", " images)").replace("(x,", "(images,"))
+    )
+    np.savez(path, x=X, y=Y)
+    assert losses(other, path, batch_size=4) == whole
+    # a batch size that the file fixes holds for all of them
+    fixed = jaxonnx.load(onnx.parser.parse_model(FIXED))
+    assert losses(fixed, path) == whole
+    with pytest.raises(jaxonnx.TrainingError, match="fixed to batches of 4"):
+        train(fixed, path, batch_size=3)
+
+
+def test_several_inputs_and_targets():
+    model = jaxonnx.load(onnx.parser.parse_model(PAIR))
+    b = X[:, 1:]
+
+    def loss(outputs, targets):
+        return jnp.square(outputs - targets["c"] - targets["d"])
+
+    targets = {"c": Y, "d": b}
+    expected = losses(model, ((X, b), targets), loss=loss)
+    assert losses(model, {"d": b, "b": b, "a": X, "c": Y}, loss=loss) == expected
+    assert losses(model, [{"b": b, "a": X, **targets}], loss=loss, epochs=1)
+
+
+@pytest.mark.parametrize("kind", ["list", "dicts", "lists", "function", "jax"])
+def test_batches(net, in_order, kind):
+    data = {
+        "list": BATCHES,
+        "dicts": [{"x": x, "y": y} for x, y in BATCHES],
+        "lists": [[x, y] for x, y in BATCHES],
+        "function": lambda epoch: iter(BATCHES),
+        "jax": jax.tree.map(jnp.asarray, BATCHES),
+    }[kind]
+    assert losses(net, data) == in_order
+
+
+def test_grain(net, in_order):
+    grain = pytest.importorskip("grain")
+
+    class Source:
+        def __len__(self):
+            return len(X)
+
+        def __getitem__(self, i):
+            return {"x": X[i], "y": Y[i]}
+
+    source = Source()
+    dataset = grain.MapDataset.source(source).batch(4)
+    assert losses(net, dataset) == in_order
+    assert losses(net, dataset.to_iter_dataset()) == in_order
+    assert losses(net, lambda epoch: dataset.to_iter_dataset()) == in_order
+    sampler = grain.samplers.IndexSampler(
+        num_records=12,
+        num_epochs=1,
+        shard_options=grain.sharding.NoSharding(),
+        shuffle=False,
+        seed=0,
+    )
+    loader = grain.DataLoader(
+        data_source=source, sampler=sampler, operations=[grain.transforms.Batch(4)], worker_count=0
+    )
+    assert losses(net, loader) == in_order
+    with pytest.raises(jaxonnx.TrainingError, match="make batches"):
+        train(net, grain.MapDataset.source(np.arange(12.0)).map(lambda v: (v, v)))
+
+
+def test_hugging_face_datasets(net, in_order, whole):
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_dict({"x": X, "y": Y})
+    data = data.cast_column("x", datasets.Sequence(datasets.Value("float32")))
+    data = data.cast_column("y", datasets.Sequence(datasets.Value("float32")))
+    assert losses(net, data, batch_size=4) == whole
+    assert losses(net, data.with_format("numpy"), batch_size=4) == whole
+    assert losses(net, lambda epoch: data.with_format("numpy").iter(batch_size=4)) == in_order
+    text = data.add_column("text", ["a"] * 12)
+    with pytest.raises(jaxonnx.TrainingError, match=r"\['text'\] must be numbers"):
+        train(net, text.with_format("numpy"))
+
+
+def test_torch(net, in_order):
+    torch = pytest.importorskip("torch")
+    data = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
+    loader = torch.utils.data.DataLoader(data, batch_size=4)
+    assert losses(net, loader) == in_order
+    assert losses(net, (torch.tensor(X), torch.tensor(Y)), batch_size=4)
+
+
+def test_tensorflow(net, in_order):
+    tensorflow = pytest.importorskip("tensorflow")
+    data = tensorflow.data.Dataset.from_tensor_slices({"x": X, "y": Y}).batch(4)
+    assert losses(net, data) == in_order
+    assert losses(net, lambda epoch: data.as_numpy_iterator()) == in_order
+
+
+def test_a_share_for_validation(net):
+    model = train(net, (X, Y), validation=0.25, batch_size=4, optimizer=optax.sgd(0.0)).model
+
+    def parts(seed):
+        data, held_out = sources((X, np.arange(12)), 0.25, ONE, 4, seed)
+        rows = [
+            np.concatenate([b.targets[b.weight > 0] for b in d.batches(1)])
+            for d in (data, held_out)
+        ]
+        return [set(r) for r in rows], rows
+
+    (rest, held), (_, order) = parts(0)
+    assert len(held) == 3
+    assert rest | held == {*range(12)}
+    assert [*order] == sorted(order)
+    assert parts(0)[0] == [rest, held]
+    assert parts(1)[0] != [rest, held]
+    row = train(net, (X, Y), validation=0.25, optimizer=optax.sgd(0.0)).history.epochs[0]
+    chosen = sorted(held)
+    error = float(((model(X) - Y)[np.array(chosen)] ** 2).mean())
+    assert row["validation_loss"] == pytest.approx(error, rel=1e-5)
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    count=st.integers(1, 40),
+    size=st.integers(1, 12),
+    seed=st.integers(0, 9),
+    share=st.none() | st.floats(0.1, 0.9),
+    cut=st.integers(0, 5),
+)
+def test_every_example_counts_once(count, size, seed, share, cut):
+    values = np.arange(count, dtype=np.float32)
+    try:
+        parts = sources((values, values), share, ONE, size, seed)
+    except jaxonnx.TrainingError:
+        assert round(count * share) in (0, count)
+        return
+    seen = []
+    for part in parts:
+        if part is None:
+            continue
+        batches = [*part.batches(3)]
+        assert len(batches) == part.steps
+        assert all(b.inputs[0].shape == b.weight.shape == (size,) for b in batches)
+        seen += [v for b in batches for v in b.targets[b.weight > 0]]
+        rest = [*part.batches(3, cut)]
+        jax.tree.map(np.testing.assert_array_equal, rest, batches[cut:])
+    assert sorted(seen) == values.tolist()
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    first=st.integers(1, 6),
+    cut=st.integers(0, 5),
+)
+def test_short_batches_of_an_iterable(sizes, first, cut):
+    sizes = [first, *(min(size, first) for size in sizes)]
+    ends = np.cumsum(sizes)
+    rows = [np.arange(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    stream, _ = sources([(r, r) for r in rows], None, ONE, None, 0)
+    batches = [*stream.batches(0)]
+    assert all(len(b.targets) == len(b.weight) == first for b in batches)
+    for row, batch in zip(rows, batches, strict=True):
+        np.testing.assert_array_equal(batch.targets[batch.weight > 0], row)
+        assert set(batch.targets[batch.weight == 0]) <= {*range(row[-1] + 1)}
+    jax.tree.map(np.testing.assert_array_equal, [*stream.batches(0, cut)], batches[cut:])
+
+
+def test_data_is_made_while_steps_run(net):
+    """The host asks for all batches long before the device is done with their steps."""
+    asked = []
+
+    def data(epoch):
+        for batch in BATCHES * 2:
+            asked.append(time.perf_counter())
+            yield batch
+
+    def loss(outputs, targets):
+        slow = jnp.full((256, 256), 1e-3) * jax.lax.stop_gradient(outputs.sum())
+        slow = jax.lax.fori_loop(0, 100, lambda i, x: jnp.tanh(x @ x), slow)
+        return ((outputs - targets) ** 2).mean() + 0 * slow.sum()
+
+    train(net, data, loss=loss, epochs=1)
+    # the first step includes compiling
+    assert asked[-1] - asked[1] < 0.5 * (time.perf_counter() - asked[1])
+
+
+def test_errors_of_the_data_keep_their_message_and_place(net):
+    def data(epoch):
+        yield BATCHES[0]
+        raise RuntimeError("the disk is on fire")
+
+    with pytest.raises(RuntimeError, match="on fire") as caught:
+        train(net, data)
+    assert caught.traceback[-1].name == "data"
+
+
+BAD = {
+    "no file": ("missing.npz", {}, "'missing.npz' cannot be read"),
+    "no npz": (__file__, {}, "cannot be read|must be an .npz"),
+    "kind": (3, {}, "a pair .* or a function .* it is a int"),
+    "lacks": ({"z": X, "y": Y}, {}, "lacks the model's inputs 'x'"),
+    "no target": ({"x": X}, {}, "data has no targets"),
+    "words": ((X, np.array(["a"] * 12)), {}, "the targets must be numbers, and is <U1"),
+    "share of batches": (BATCHES, {"validation": 0.2}, "a share of data in one piece"),
+    "whole share": ((X, Y), {"validation": 1.0}, "between 0 and 1 of the 12"),
+    "flag": ((X, Y), {"validation": True}, "validation=True"),
+    "tiny share": ((X, Y), {"validation": 0.01}, "leaves some on either side"),
+    "batch size": (BATCHES, {"batch_size": 4}, "batches have their own size"),
+    "half": ((X, Y), {"batch_size": 0.5}, "positive integer, and is 0.5"),
+    "shape": ([BATCHES[0], (X[:4], X[:4])], {}, r"batch 1 of data in epoch 0 has \(shape"),
+    "dtype": (
+        [BATCHES[0], (X[:4], Y[:4].astype(np.float64))],
+        {},
+        "batch 1 of data in epoch 0 has .*float64",
+    ),
+    "structure": (
+        [BATCHES[0], (X[:4], {"a": Y[:4]})],
+        {},
+        "batch 1 of data in epoch 0 has targets",
+    ),
+    "validation": ((X, Y), {"validation": (X, Y[:3])}, "validation has different numbers"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refused(net, case):
+    data, wanted, message = BAD[case]
+    with pytest.raises(jaxonnx.TrainingError, match=message):
+        train(net, data, **wanted)
