@@ -6,19 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import jax
-import numpy as np
-import onnx
-from onnx import GraphProto, ModelProto, NodeProto, TypeProto, ValueInfoProto, helper
+from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto
 
-from jaxonnx import save as saving
 from jaxonnx.bind import Graph
-from jaxonnx.errors import Error, InputError
-from jaxonnx.evaluate import Context, run
-from jaxonnx.values import declared
-
-_SMALL = 4096
-"""Bytes; a tensor that shape inference may read: axes, sizes and the like."""
+from jaxonnx.errors import InputError
+from jaxonnx.shapes import evaluated, inferred, type_of
 
 
 def cut(
@@ -57,8 +49,11 @@ def cut(
         initializers={n: v for n, v in graph.initializers.items() if n in needed},
         nodes=tuple(node for node in graph.nodes if not needed.isdisjoint(node.outputs)),
     )
-    known = _types(result, tensors, names)
-    kinds = [known.get(name) or _evaluated(result, smaller, tensors, name) for name in names]
+    known = inferred(result, tensors, names)
+    if len(known) < len(names):
+        shapes = evaluated(result, smaller, tensors)
+        known |= {n: type_of(v) for n, v in (shapes.values if shapes else {}).items() if n in names}
+    kinds = [known.get(name) for name in names]
     for name, kind in zip(names, kinds, strict=True):
         result.graph.output.append(ValueInfoProto(name=name, type=kind))
     return result, replace(smaller, output_types=tuple(kinds))
@@ -144,58 +139,3 @@ def _filter(repeated: Any, keep: Any) -> None:
     if len(kept) < len(repeated):
         del repeated[:]
         repeated.extend(kept)
-
-
-def _types(
-    proto: ModelProto, tensors: Mapping[str, Any], names: Iterable[str]
-) -> dict[str, TypeProto]:
-    """The types of values as the file or shape inference tells them; without those unknown."""
-    found = _complete((*proto.graph.input, *proto.graph.value_info))
-    if {*names} <= found.keys():
-        return found
-    small = {n: np.asarray(v) for n, v in tensors.items() if v.nbytes <= _SMALL}
-    filled = saving.to_onnx(proto, small, (), ())
-    inferred = onnx.shape_inference.infer_shapes(filled, data_prop=True).graph
-    return _complete(inferred.value_info) | found
-
-
-def _complete(values: Iterable[ValueInfoProto]) -> dict[str, TypeProto]:
-    """Types that ONNX's checker takes: of tensors, with an element type and a rank."""
-    return {
-        value.name: value.type
-        for value in values
-        if value.type.tensor_type.elem_type and value.type.tensor_type.HasField("shape")
-    }
-
-
-def _evaluated(
-    proto: ModelProto, graph: Graph, tensors: Mapping[str, Any], name: str
-) -> TypeProto | None:
-    """The type by evaluation on inputs of two sizes; None where that tells nothing."""
-    shapes = []
-    for size in (2, 3):
-        try:
-            shapes.append(_shape(proto, replace(graph, outputs=(name,)), tensors, size))
-        except Error:
-            return None
-    first, second = shapes
-    if not hasattr(first, "shape") or len(first.shape) != len(second.shape):
-        return None
-    dims = [a if a == b else None for a, b in zip(first.shape, second.shape, strict=True)]
-    kind = helper.np_dtype_to_tensor_dtype(np.dtype(first.dtype))
-    return helper.make_tensor_type_proto(kind, dims)
-
-
-def _shape(proto: ModelProto, graph: Graph, tensors: Mapping[str, Any], size: int) -> Any:
-    """The shape and dtype of the output if every open dimension were `size`."""
-    given = {}
-    for value in (declared(v) for v in proto.graph.input if v.name in graph.inputs):
-        if value.dtype is None or value.dtype == object or value.shape is None:
-            raise InputError(f"input {value} has no shape")
-        shape = [d if isinstance(d, int) else size for d in value.shape]
-        given[value.name] = jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(value.dtype))
-
-    def outputs(given):
-        return run(graph, given, Context(tensors, jax.random.key(0), False))[0]
-
-    return jax.eval_shape(outputs, given)

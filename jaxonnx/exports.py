@@ -29,7 +29,7 @@ _OF_CLONE = re.compile(r"aten\.(linear|addmm|mm|add)\.\w+\]\(args = \((%\w+, )?%
 def folded(graph: GraphProto) -> tuple[int, str]:
     """How many convolutions seem to have BatchNormalization folded into them, and why."""
     convolutions = [node for node in graph.node if node.op_type in ("Conv", "ConvTranspose")]
-    traced = [n for n in convolutions if "batchnorm" in _recorded(n).lower().replace("_", "")]
+    traced = [node for node in convolutions if is_folded(node)]
     if traced:
         return len(traced), "the exporter recorded it"
     renamed = [n for n in convolutions if all(_is_computed(name) for name in n.input[1:3])]
@@ -41,6 +41,12 @@ def folded(graph: GraphProto) -> tuple[int, str]:
     if len(convolutions) >= _SEVERAL and biased and not normalized and not _named(convolutions):
         return len(convolutions), "they all have a bias, and nothing is normalized"
     return 0, ""
+
+
+def is_folded(node: NodeProto) -> bool:
+    """Whether the exporter recorded that BatchNormalization went into a convolution."""
+    recorded = _recorded(node).lower().replace("_", "")
+    return node.op_type.startswith("Conv") and "batchnorm" in recorded
 
 
 def undropped(graph: GraphProto) -> list[str]:

@@ -24,7 +24,7 @@ from jaxonnx.load import give_back_memory, read
 from jaxonnx.program import Program
 from jaxonnx.roles import graph_tensors, running_statistics, split
 from jaxonnx.select import Select, select
-from jaxonnx.show import summary, text
+from jaxonnx.show import Summary, overview, summary, text
 from jaxonnx.training_info import Training
 from jaxonnx.values import Value, arguments, declared, listed, matching
 
@@ -354,18 +354,25 @@ class Model:
         """Inputs that an initializer gives a value to: they may be given by name."""
         return frozenset(v.name for v in self.proto.graph.input) - set(self.graph.inputs)
 
+    def summary(self) -> Summary:
+        """A table of the layers: operator, output shape, parameters, what is trained, notes.
+
+        It renders in terminals and notebooks; `.layers` has its rows.
+        """
+        return summary(self)
+
     def __str__(self) -> str:
-        return text(self)
+        return text(overview(self))
 
     def __repr__(self) -> str:
         signature = f"{listed(self.inputs)} -> {listed(self.outputs)}"
         return f"Model({signature}; {len(self.params)} parameters)"
 
     def __rich__(self) -> Any:
-        return summary(self)
+        return overview(self)
 
     def _repr_html_(self) -> str:
-        return text(self, html=True)
+        return text(overview(self), html=True)
 
 
 def _one(outputs: tuple) -> Any:

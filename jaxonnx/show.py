@@ -1,15 +1,23 @@
-"""What `print(model)` shows."""
+"""What `print(model)` and `model.summary()` show."""
 
 from __future__ import annotations
 
 import io
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from onnx import TensorProto, TrainingInfoProto, numpy_helper
+from onnx import NodeProto, TensorProto, TrainingInfoProto, ValueInfoProto, numpy_helper
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
+
+from jaxonnx.bind import Node
+from jaxonnx.cut import modules
+from jaxonnx.exports import is_folded
+from jaxonnx.shapes import evaluated, inferred
+from jaxonnx.values import Value, declared
 
 if TYPE_CHECKING:
     from jaxonnx.model import Model
@@ -18,7 +26,7 @@ _ROWS = 60
 """Tensors listed one by one; the rest is counted."""
 
 
-def summary(model: Model) -> Group:
+def overview(model: Model) -> Group:
     """Inputs, outputs, operators, tensors and warnings, as something that rich renders."""
     opsets = ", ".join(f"{e.domain or 'ai.onnx'} {e.version}" for e in model.proto.opset_import)
     producer = " ".join(filter(None, [model.proto.producer_name, model.proto.producer_version]))
@@ -75,10 +83,135 @@ def _training(info: TrainingInfoProto) -> str:
     return f"by {', '.join(operators) or 'other operators'}; {'; '.join([*facts, *counts])}"
 
 
-def text(model: Model, html: bool = False) -> str:
-    """The summary as plain text, or as HTML for a notebook."""
+class Layer(NamedTuple):
+    """A node of the graph that computes with what the model is given."""
+
+    name: str
+    """The module of PyTorch that it stems from, as its exporter tells, or the node's own name."""
+    operator: str
+    shape: tuple[int | str | None, ...] | None
+    """Of its first output; names or None for dynamic dimensions, None where it is not known."""
+    parameters: int
+    """Numbers in its weights, at the first layer that has them."""
+    trained: int
+    """How many numbers of its weights or adapters are trained."""
+    notes: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A table of layers, for terminals (`print`) and notebooks."""
+
+    layers: tuple[Layer, ...]
+    trained: int
+    """Numbers in parameters."""
+    frozen: int
+    """Numbers in state."""
+    size: int
+    """Bytes of both."""
+
+    def __rich__(self) -> Group:
+        table = Table()
+        table.add_column("layer", overflow="fold")
+        table.add_column("operator", no_wrap=True)
+        table.add_column("output")
+        table.add_column("parameters", justify="right", no_wrap=True)
+        table.add_column("trained", justify="right", no_wrap=True)
+        table.add_column("notes")
+        for layer in self.layers:
+            count = trained = ""
+            if layer.parameters:
+                count = f"{layer.parameters:,}"
+                trained = f"{layer.trained:,}" if layer.trained else "no"
+                trained = "yes" if layer.trained == layer.parameters else trained
+            shape = "?" if layer.shape is None else _shape(layer.shape)
+            table.add_row(
+                Text(layer.name), Text(layer.operator), Text(shape), count, trained, layer.notes
+            )
+        size, unit = (self.size / 2**20, "MiB") if self.size > 2**20 else (self.size / 2**10, "KiB")
+        total = f"{self.trained:,} numbers trained, {self.frozen:,} frozen, {size:.1f} {unit}"
+        return Group(table, Text(total))
+
+    def __str__(self) -> str:
+        return text(self)
+
+    def _repr_html_(self) -> str:
+        return text(self, html=True)
+
+
+def summary(model: Model) -> Summary:
+    """The layers of a model: nodes that are no views, constants or shape arithmetic."""
+    tensors, graph = model.tensors, model.graph
+    shapes = evaluated(model.proto, graph, tensors)
+    values, known = (shapes.values, shapes.known) if shapes else _inferred(model)
+    origins = {name: node for node in model.proto.graph.node for name in node.output}
+    views = {name: (name,) for name in tensors}
+    layers: list[Layer] = []
+    counted: set[str] = set()
+    for node in graph.nodes:
+        weights = list(dict.fromkeys(w for name in node.reads for w in views.get(name, ())))
+        first = node.outputs[0] if node.outputs else ""
+        if node.op.view and node.inputs[0] in views:
+            views[first] = views[node.inputs[0]]
+        elif not node.op.view and first not in known:
+            origin, value = origins.get(first), values.get(first)
+            layers.append(_layer(model, node, origin, value, weights, counted))
+            counted.update(weights)
+    trained, frozen = (sum(v.size for v in group.values()) for group in (model.params, model.state))
+    size = sum(v.nbytes for v in (*model.params.values(), *model.state.values()))
+    return Summary(tuple(layers), trained, frozen, size)
+
+
+def _inferred(model: Model) -> tuple[dict[str, Value], frozenset[str]]:
+    """Shapes from the file and from ONNX's inference; whole numbers count as known."""
+    names = [name for node in model.graph.nodes for name in node.outputs if name]
+    kinds = inferred(model.proto, model.tensors, names)
+    values = {n: declared(ValueInfoProto(name=n, type=kind)) for n, kind in kinds.items()}
+    whole = [n for n, v in values.items() if v.dtype is not None and v.dtype.kind in "iub"]
+    return values, frozenset(whole)
+
+
+def _layer(
+    model: Model,
+    node: Node,
+    origin: NodeProto | None,
+    value: Value | None,
+    weights: list[str],
+    counted: Collection[str],
+) -> Layer:
+    tensors = model.tensors
+    learned = [w for w in weights if w in model.params or w in model.state]
+    adapted = [w for w in learned if f"{w}.lora_A" in model.params]
+    new = [w for w in learned if w not in counted]
+    trained = [w for w in new if w in model.params]
+    trained += [f"{w}.lora_{end}" for w in adapted if w in new for end in "AB"]
+    notes = [f"adapters of rank {tensors[f'{w}.lora_A'].shape[-2]}" for w in adapted[:1]]
+    if node.op.state:
+        notes.append("frozen statistics" if node.inference else "batch statistics in training")
+    if origin is not None and is_folded(origin):
+        notes.append("BatchNormalization folded?")
+    if shared := [w for w in learned if w in counted]:
+        notes.append(f"shares {', '.join(shared)}")
+    path = [] if origin is None else modules(origin)
+    name = path[-1] if path else (origin and origin.name) or node.outputs[0]
+    return Layer(
+        name=name,
+        operator=node.op.name or node.label.split("(")[-1].rstrip(")"),
+        shape=None if value is None else value.shape,
+        parameters=sum(tensors[w].size for w in new),
+        trained=sum(tensors[w].size for w in trained),
+        notes="; ".join(notes),
+    )
+
+
+def _shape(shape: tuple) -> str:
+    return ", ".join("?" if d is None else str(d) for d in shape) or "scalar"
+
+
+def text(shown: Any, html: bool = False) -> str:
+    """What rich renders, as plain text, or as HTML for a notebook."""
     console = Console(file=io.StringIO(), record=html, width=100, force_jupyter=False)
-    console.print(summary(model))
+    console.print(shown)
     if html:
         return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
     return console.file.getvalue().rstrip("\n")  # type: ignore[attr-defined]
