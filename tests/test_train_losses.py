@@ -166,6 +166,8 @@ def test_several_outputs():
     # the targets may stand beside the inputs
     named = {"x": x, **targets}
     assert train(net, named, both, batch_size=12).history.losses == history.losses
+    # one loss by output needs no dict of targets
+    assert len(train(net, (x, y), {"y": LABELS}, validation=(x, y)).history.losses) == 4
     # and a callable takes all outputs and all targets
 
     def loss(outputs, targets):
@@ -203,7 +205,20 @@ BAD = {
         lambda: train(network(ONE), (X, Y), {"y": (LABELS, "2")}),
         "a loss or a pair",
     ),
-    "targets": (lambda: train(network(ONE), (X, Y), {"y": LABELS}), "in a dict by output name"),
+    "targets": (
+        lambda: train(network(TWO, OUTPUTS), (X, Y), {"y": LABELS, "r": "squared_error"}),
+        "by output name, with 'y'; they are an array",
+    ),
+    "targets of metrics": (
+        lambda: train(
+            network(TWO, OUTPUTS),
+            (X, {"y": Y}),
+            {"y": LABELS},
+            metrics={"r": "mae"},
+            validation=(X, {"y": Y}),
+        ),
+        r"by output name, with 'r'; they are \['y'\]",
+    ),
     "missing": (
         lambda: train(network(TWO, OUTPUTS), (X, {"y": Y}), {"y": LABELS, "r": "squared_error"}),
         r"with 'r'; they are \['y'\]",

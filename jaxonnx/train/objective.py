@@ -109,12 +109,13 @@ class Objective:
             *batch.inputs,
         )
         targets = batch.targets
-        for output in {term.output for term in self.terms} - {None}:
+        wanted = [part.output for part in (*self.terms, *self.measures.values()) if part.output]
+        for output in wanted if isinstance(targets, Mapping) or len({*wanted}) > 1 else ():
             if not isinstance(targets, Mapping) or output not in targets:
-                given = sorted(targets) if isinstance(targets, Mapping) else type(targets).__name__
+                given = [*targets] if isinstance(targets, Mapping) else "an array"
                 raise TrainingError(
-                    f"losses by output need targets in a dict by output name, with '{output}'; "
-                    f"they are {given}"
+                    "losses and metrics by output need targets in a dict by output name, with "
+                    f"'{output}'; they are {given}"
                 )
         for term in self.terms:
             what = "the loss" if term.output is None else f"the loss of '{term.output}',"
@@ -136,16 +137,20 @@ class Objective:
         if term.value is None:
             return self._seen(None, outputs, targets)
         values = outputs if isinstance(outputs, tuple) else (outputs,)
-        return values[term.value], targets if term.output is None else targets[term.output]
+        return values[term.value], _own(targets, term.output)
 
     def _seen(self, output: str | None, outputs: Any, targets: Any) -> tuple[Any, Any]:
         """Outputs as the file has them, one or all, and their targets."""
         values = outputs if isinstance(outputs, tuple) else (outputs,)
         if output is not None:
-            own = targets[output] if isinstance(targets, Mapping) else targets
-            return values[self.names.index(output)], own
+            return values[self.names.index(output)], _own(targets, output)
         count = len(self.names)
         return values[0] if count == 1 else values[:count], targets
+
+
+def _own(targets: Any, output: str | None) -> Any:
+    """The targets of an output, which need not be in a dict if they are all there are."""
+    return targets[output] if output is not None and isinstance(targets, Mapping) else targets
 
 
 def find(model: Model, loss: Any, wanted: Any) -> Objective:
@@ -230,7 +235,7 @@ def _measures(
         reader = metrics.Reader(loss, None if node is None else node.op.name)
         name, metric = metrics.find(given, reader)
         name = name if output is None else f"{output}_{name}"
-        if name in found or name == "loss":
+        if name in found or name in ("loss", *(f"{term.output}_loss" for term in terms)):
             raise TrainingError(f"there are two metrics '{name}'")
         found[name] = Measure(metric, given, reader, output)
     return found
