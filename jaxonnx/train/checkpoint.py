@@ -5,6 +5,7 @@ import json
 import os
 import warnings
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -167,6 +168,8 @@ class Checkpoints:
     @property
     def where(self) -> str:
         """The newest checkpoint that is complete, in words."""
+        with suppress(NotWritten):  # whoever saves or waits says it
+            self.wait()
         self._manager.reload()
         steps = self._manager.all_steps()
         if not steps:
@@ -182,8 +185,8 @@ class Checkpoints:
     def __exit__(self, *_) -> None:
         try:
             self._manager.close()
-        except _UNWRITABLE as error:  # whoever waited has said it
-            warnings.warn(f"a checkpoint was not written: {_reason(error)}", stacklevel=2)
+        except _UNWRITABLE as error:  # an error of the run may have come before it was said
+            warnings.warn(f"a checkpoint was not written ({_reason(error)})", stacklevel=2)
 
     def _about(self, step: int) -> dict[str, Any]:
         args = self._orbax.args

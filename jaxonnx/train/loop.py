@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -49,7 +49,8 @@ def train(
     sparsity: str | Mapping[str, Any] | None = None,
     accumulate: int = 1,
     ema: float | None = None,
-    nan: str = "stop",
+    precision: Literal["bf16"] | None = None,
+    nan: Literal["stop", "skip", "rollback"] = "stop",
     patience: int | None = None,
     monitor: str | tuple[str, str] | None = None,
     checkpoint_dir: str | os.PathLike | None = None,
@@ -120,11 +121,15 @@ def train(
         keeps at each update. The average, which starts from the given weights, is what is
         validated and what the resulting model has; running statistics are those of training.
         With `sparsity` it is taken under the mask of the moment.
+      precision: "bf16" lets the matrix products and convolutions of the forward pass and of both
+        gradients take their factors in bfloat16, which accelerators are quick at (CPUs are not).
+        The weights and their updates, norms, softmaxes and losses stay in float32, and so do
+        validation and the resulting model.
       nan: what happens when a loss or a gradient is NaN or infinite. Such a step never changes the
         weights. "stop" ends the run; "skip" goes on with the next batch, up to 10 times in a row;
-        "rollback" goes on with the next batch from the weights, statistics and optimizer state
-        that were last kept (at the end of an epoch, or as `checkpoint_every` says), up to 3 times
-        in a row. `history.events` lists what was skipped and rolled back.
+        "rollback" takes the weights, statistics and optimizer state that were last kept (at the end
+        of an epoch, or as `checkpoint_every` says) and goes on with the batches after this one, of
+        which up to 8 are lost, too, up to 3 times in a row. `history.events` lists what happened.
       patience: epochs without a better value of `monitor` after which the run ends. The result has
         the weights of the best epoch, whether it ends early or not. With `sparsity` only the
         epochs with the fixed mask count.
@@ -164,6 +169,7 @@ def train(
         optimizer=optimizer,
         accumulate=accumulate,
         ema=ema,
+        precision=precision,
         nan=nan,
         patience=patience,
         monitor=monitor,
@@ -195,6 +201,7 @@ def train(
             "metrics": metrics,
             "accumulate": accumulate != 1,
             "ema": ema,
+            "precision": precision,
             "nan": nan != "stop",
             "patience": patience,
             "checkpoint_dir": checkpoint_dir,
@@ -225,7 +232,7 @@ def train(
     with ExitStack() as stack:
         checkpoints = None
         if checkpoint_dir is not None:
-            same = {"seed": seed, "accumulate": accumulate, "ema": ema}
+            same = {"seed": seed, "accumulate": accumulate, "ema": ema, "precision": precision}
             same["batch_size"] = getattr(examples, "size", None)
             checkpoints = stack.enter_context(Checkpoints(checkpoint_dir, resume, same))
             at, (carry, best), history = checkpoints.restore((carry, best))
@@ -241,8 +248,17 @@ def train(
         for part, what in ((examples, "data"), (held_out, "validation")):
             if part is not None and part.targets is not None:
                 goal.check_labels(part.targets, shapes, what)
+        if held_out is not None and held_out.targets is not None:
+            goal.check_validation(next(held_out.batches(0)))
         update = step.training(
-            goal.model, goal, optimizer, seed, accumulate=accumulate, ema=ema, skip=nan == "skip"
+            goal.model,
+            goal,
+            optimizer,
+            seed,
+            accumulate=accumulate,
+            ema=ema,
+            skip=nan == "skip",
+            precision=precision,
         )
         evaluate = step.evaluation(goal)
 
@@ -276,7 +292,8 @@ def train(
                     row |= {name: numbers[name] for name in ("phase", "sparsity", "flip_rate")}
                 record.close_epoch(row | {"seconds": time.perf_counter() - began})
                 at = Position(epoch + 1, 0, record.step)
-                if improved := watched.see(history.epochs) and best is not None:
+                improved = watched.see(history.epochs)
+                if improved and best is not None:
                     best = step.copy((step.weights(carry), carry.state))
                 if keeper.due_after_epoch(improved, epoch + 1 == epochs):
                     carry = keeper.keep(at, carry, best, watched.score(row))
@@ -322,8 +339,10 @@ def _validate(
 ) -> dict[str, float]:
     """The numbers of the validation data, in inference mode."""
     shapes, sums = fixed
-    for batch in held_out.batches(epoch):
+    for number, batch in enumerate(held_out.batches(epoch)):
         if held_out.targets is None:
+            if number == 0:
+                goal.check_validation(batch)
             goal.check_labels(batch.targets, shapes, "a batch of validation")
         sums = evaluate(sums, carry, batch)
     return goal.row(sums)

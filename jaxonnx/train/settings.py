@@ -18,6 +18,7 @@ def check(
     optimizer: Any,
     accumulate: Any,
     ema: Any,
+    precision: Any,
     nan: Any,
     patience: Any,
     monitor: Any,
@@ -40,6 +41,10 @@ def check(
         raise TrainingError(
             "ema must be the share of itself that the average keeps at each update, a number "
             f"between 0 and 1 like 0.999, and is {ema!r}"
+        )
+    if precision not in (None, "bf16"):
+        raise TrainingError(
+            f"precision must be 'bf16' (or None, for that of the file), and is {precision!r}"
         )
     if patience is not None:
         _integer("patience", patience, 1)

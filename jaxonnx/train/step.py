@@ -11,6 +11,7 @@ import optax
 from jaxonnx.model import Model
 from jaxonnx.train.data import Batch
 from jaxonnx.train.objective import Objective
+from jaxonnx.train.precision import products_in_bfloat16
 from jaxonnx.train.sparsity import masks
 
 
@@ -52,6 +53,7 @@ def training(
     accumulate: int = 1,
     ema: float | None = None,
     skip: bool = False,
+    precision: str | None = None,
 ) -> Callable[[Carry, Batch], tuple[Carry, jax.Array]]:
     """The step: (carry, batch) -> (carry, [loss, whether all is finite]).
 
@@ -60,6 +62,7 @@ def training(
       ema: the share of itself that the average keeps.
       skip: whether a step that is not finite changes nothing but the count. Otherwise no step after
         it changes anything either.
+      precision: "bf16" for products of bfloat16 numbers, see `jaxonnx.train.precision`.
     """
 
     @partial(jax.jit, donate_argnums=0)
@@ -71,6 +74,8 @@ def training(
             return goal.mean(outputs, batch.targets, batch.weight), state
 
         gradient = jax.value_and_grad(objective, has_aux=True)
+        if precision == "bf16":
+            gradient = products_in_bfloat16(gradient)
         (value, state), gradients = gradient(carry.params)
 
         def move():
