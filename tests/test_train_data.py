@@ -281,6 +281,8 @@ BAD = {
         "batch 1 of data in epoch 0 has targets",
     ),
     "validation": ((X, Y), {"validation": (X, Y[:3])}, "validation has different numbers"),
+    "targets": ((X, Y), {"validation": (X, Y[:, 0])}, r"validation: the loss .* shape \(32, 1\)"),
+    "batches": ((X, Y), {"validation": [(X[:, :1], Y)]}, "validation: input x"),
 }
 
 

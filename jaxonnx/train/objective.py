@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx.bind import Node
-from jaxonnx.errors import TrainingError
+from jaxonnx.errors import Error, TrainingError
 from jaxonnx.model import Model
 from jaxonnx.train import losses, metrics
 from jaxonnx.train.data import Batch
@@ -124,6 +124,13 @@ class Objective:
             given = self._seen(measure.output, shapes, targets)
             metrics.check(name, measure.given, measure.reader, *given)
         return shapes
+
+    def check_validation(self, batch: Batch) -> None:
+        """Refuses a batch of the validation data that does not fit."""
+        try:
+            self.check(batch)
+        except Error as error:
+            raise TrainingError(f"validation: {error}") from error
 
     def check_labels(self, targets: Any, shapes: Any, what: str) -> None:
         """Refuses labels that are no classes."""
