@@ -14,8 +14,9 @@ from jaxonnx.errors import (
     TrainingError,
     UnsupportedError,
 )
+from jaxonnx.loading import load
 from jaxonnx.lora import Adapters, LoRA
-from jaxonnx.model import Model, Value, load
+from jaxonnx.model import Model, Value
 from jaxonnx.select import labels
 from jaxonnx.train import History, Result, train
 from jaxonnx.training_graph import add_training

@@ -12,7 +12,8 @@ import numpy as np
 from onnx import ModelProto, NodeProto, helper
 from onnx.backend.base import Backend, BackendRep, Device, DeviceType, namedtupledict
 
-from jaxonnx.model import Model, load
+from jaxonnx.loading import load
+from jaxonnx.model import Model
 
 
 class Rep(BackendRep):

@@ -15,7 +15,8 @@ from rich.table import Table
 
 from jaxonnx import sparse
 from jaxonnx.errors import Error
-from jaxonnx.model import Model, load
+from jaxonnx.loading import load
+from jaxonnx.model import Model
 from jaxonnx.save import check_writable, whole
 from jaxonnx.train import History, train
 from jaxonnx.train.sparsity import layouts

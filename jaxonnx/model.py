@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,67 +16,19 @@ from onnx import ModelProto
 
 from jaxonnx import modes, notes, sparse, sparse_export
 from jaxonnx import save as saving
-from jaxonnx.bind import Graph, bind
+from jaxonnx.bind import Graph
 from jaxonnx.cut import cut
 from jaxonnx.errors import InputError
-from jaxonnx.load import give_back_memory, read
 from jaxonnx.program import Program
-from jaxonnx.roles import graph_tensors, running_statistics, split
+from jaxonnx.restart import Initializer, restarted
+from jaxonnx.roles import graph_tensors, running_statistics
 from jaxonnx.select import Select, select
 from jaxonnx.show import Summary, overview, summary, text
 from jaxonnx.training_info import Training
 from jaxonnx.values import Value, arguments, declared, listed, matching
 
-TRIM_LIMIT = 1 << 26
-"""Bytes; reading weights above it leaves gaps in memory that are worth giving back."""
-
 Trainable = Select
 Statistics = Literal["batch", "frozen"]
-
-
-def load(
-    source: str | os.PathLike | bytes | ModelProto,
-    *,
-    outputs: str | Iterable[str] | None = None,
-    trainable: Trainable | None = None,
-) -> Model:
-    """Loads an ONNX model.
-
-    Args:
-      source: a path (of an ONNX file, or of a packed .npz that `Model.save` wrote), the bytes of a
-        file, or a ModelProto (which is left as it is).
-      outputs: inner values to give instead of the file's outputs, as in `Model.with_outputs`.
-      trainable: names or regular expressions (matched in full), or a predicate of name and value:
-        exactly these floating-point tensors become parameters, instead of those that stand at a
-        weight or bias of an operator.
-
-    Raises:
-      ModelError: the file is corrupt, truncated or malformed.
-      SparsityError: a packed file is.
-      UnsupportedError: operators without an implementation (all of them named), or a newer opset.
-      InputError: `outputs` or `trainable` name what the model does not have.
-    """
-    proto, tensors = read(source)
-    graph = bind(proto, proto.graph, tensors.keys())
-    params, state, constants = split(graph, tensors, proto.graph)
-    originals = {
-        name: tensors[name]
-        for name in (*params, *state)
-        if tensors[name].dtype != jax.dtypes.canonicalize_dtype(tensors[name].dtype)
-    }
-    for group in (params, state):
-        for name in group:
-            tensors.pop(name)
-            group[name] = jnp.array(group[name])
-    if sum(value.nbytes for group in (params, state) for value in group.values()) > TRIM_LIMIT:
-        jax.block_until_ready((params, state))
-        give_back_memory()
-    model = Model(params, state, proto, Program(graph, constants), originals)
-    model = model if outputs is None else model.with_outputs(outputs)
-    for warning in model.warnings:
-        if warning.startswith("64-bit"):
-            warnings.warn(warning, stacklevel=2)
-    return model if trainable is None else model.with_trainable(trainable)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -216,6 +167,38 @@ class Model:
             params={name: jnp.asarray(tensors[name]) for name in tensors if name in chosen},
             state={n: v for n, v in tensors.items() if n not in chosen and n not in constants},
             program=Program(self.graph, constants),
+        )
+
+    def reinitialize(
+        self,
+        rng: jax.Array,
+        names: Select,
+        initializer: Initializer = jax.nn.initializers.he_normal(),  # noqa: B008
+    ) -> Model:
+        """A model in which some weights start anew: a head for other data, or a whole network.
+
+        Vectors become 0, scales of a normalization 1, running means 0 and variances 1, slopes of
+        PRelu 0.25. All else is drawn by the initializer, with inputs and outputs of the layer as
+        its fans whatever the layout of the weight; an embedding has its columns as inputs.
+
+        Args:
+          rng: a key.
+          names: names or regular expressions (matched in full), or a predicate of name and value.
+          initializer: one of `jax.nn.initializers`, or any function `(key, shape, dtype)` that
+            takes the axes in the order (kernel..., inputs, outputs).
+
+        Raises:
+          InputError: a name or expression matches no floating-point tensor.
+        """
+        self._has_no_adapters("weights")
+        tensors = {**self.params, **self.state}
+        floats = {n: v for n, v in tensors.items() if jnp.issubdtype(v.dtype, jnp.floating)}
+        chosen = select(names, floats, "names")
+        ordered = [name for name in floats if name in chosen]
+        new = restarted(self.graph, tensors, ordered, rng, initializer)
+        return self.replace(
+            params={name: new.get(name, value) for name, value in self.params.items()},
+            state={name: new.get(name, value) for name, value in self.state.items()},
         )
 
     def with_outputs(self, outputs: str | Iterable[str]) -> Model:

@@ -8,7 +8,8 @@ from onnx import GraphProto, ModelProto, TensorProto, helper, numpy_helper
 
 from jaxonnx import initialization, schedule
 from jaxonnx.errors import TrainingError
-from jaxonnx.model import Model, Trainable, load
+from jaxonnx.loading import load
+from jaxonnx.model import Model, Trainable
 from jaxonnx.optim import OnnxTransformation
 from jaxonnx.write import Writer, names
 

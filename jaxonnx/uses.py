@@ -73,11 +73,6 @@ class Layout:
     lookup: bool = False
     """Rows are read, as in an embedding, and no product is formed."""
 
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The axes as `jax.nn.initializers` want them: batch, kernel, input, output."""
-        return (*self.batch, *self.kernel, self.input, self.output)
-
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Rows and columns of the matrix: outputs, and inputs at every place of the kernel."""
         return shape[self.output], math.prod(shape[a] for a in (self.input, *self.kernel))

@@ -15,7 +15,8 @@ from rich.table import Table
 
 from jaxonnx.cli.verbs import Report, arrays
 from jaxonnx.errors import Error, InputError, StaticError
-from jaxonnx.model import Model, load
+from jaxonnx.loading import load
+from jaxonnx.model import Model
 from jaxonnx.values import Value
 
 _ROUND_S = 0.1

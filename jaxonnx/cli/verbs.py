@@ -16,8 +16,9 @@ from rich.console import Console
 from jaxonnx import images, sparse
 from jaxonnx.cli.flags import LOSS, PHASES
 from jaxonnx.errors import Error, InputError
+from jaxonnx.loading import load
 from jaxonnx.lora import LoRA
-from jaxonnx.model import Model, load
+from jaxonnx.model import Model
 from jaxonnx.save import check_writable, whole
 from jaxonnx.sparse_export import packed_nbytes, record
 from jaxonnx.values import Value

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx.errors import TrainingError
-from jaxonnx.model import Model, load
+from jaxonnx.loading import load
+from jaxonnx.model import Model
 from jaxonnx.train.data import Arrays, Batch, Stream
 from jaxonnx.train.history import History
 from jaxonnx.train.progress import Bar

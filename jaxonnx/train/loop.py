@@ -15,8 +15,9 @@ from onnx import ModelProto
 
 from jaxonnx import sparse
 from jaxonnx.errors import TrainingError
+from jaxonnx.loading import load
 from jaxonnx.lora import Adapters, LoRA
-from jaxonnx.model import Model, Statistics, Trainable, load
+from jaxonnx.model import Model, Statistics, Trainable
 from jaxonnx.train import carried, objective, settings, step
 from jaxonnx.train.checkpoint import Checkpoints, Position
 from jaxonnx.train.data import sources
