@@ -49,6 +49,6 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> ModuleType:
     """The submodules that few programs need, imported at first use."""
-    if name in ("backend", "flax"):
+    if name in ("backend", "flax", "loggers"):
         return importlib.import_module(f"jaxonnx.{name}")
     raise AttributeError(f"module 'jaxonnx' has no attribute '{name}'")

@@ -4,137 +4,150 @@ Each is a function of a step and its metrics, as any `on_log` may be, and severa
 
     train(..., on_log=[loggers.csv("log.csv"), loggers.tensorboard("runs/1")])
 
-A run that is resumed continues its files: rows of steps after the checkpoint are dropped, because
-these steps are done again.
+A run that is resumed continues its files: what they have of steps after the checkpoint is dropped,
+because these steps are done again. A new run replaces them.
 """
 
 import csv as tables
-import io
 import json
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from jaxonnx.errors import Error
 from jaxonnx.save import check_writable
 
 
-def csv(path: str | os.PathLike) -> "File":
+class Logger(Protocol):
+    """What `on_log` takes; `close` is called at the end of a run, and a later call goes on."""
+
+    def __call__(self, step: int, metrics: Mapping[str, Any], /) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def csv(path: str | os.PathLike) -> Logger:
     """A table with a row for each epoch: `step`, then what `history.epochs` has.
 
     Raises:
+      Error: there is another file with this name.
       OSError: the file cannot be written.
     """
-    return File(path, _Table())
+    return _Table(path)
 
 
-def jsonl(path: str | os.PathLike) -> "File":
-    """A JSON object a line, for each step and each epoch, with `step` first.
+def jsonl(path: str | os.PathLike) -> Logger:
+    """A JSON object a line, for each step and each epoch, `step` first; null is no finite number.
 
     Raises:
+      Error: there is another file with this name.
       OSError: the file cannot be written.
     """
-    return File(path, _Lines())
+    return _Lines(path)
 
 
-def tensorboard(folder: str | os.PathLike) -> "TensorBoard":
+def tensorboard(folder: str | os.PathLike) -> Logger:
     """Scalars for TensorBoard: `step/loss`, and `epoch/...` for the numbers of an epoch.
 
     Raises:
       Error: the package tensorboardX is missing.
       OSError: the folder cannot be written.
     """
-    return TensorBoard(folder)
+    return _Events(folder)
 
 
-class _Table:
-    """Rows of epochs under one header."""
+class _Rows:
+    """A file of rows with a step each, which is replaced as a whole when a run begins."""
 
-    def __init__(self):
-        self._columns: list[str] | None = None
-
-    def steps(self, text: str) -> Iterator[tuple[str, int]]:
-        """Each row of a file, and its step."""
-        rows = tables.DictReader(io.StringIO(text))
-        self._columns = list(rows.fieldnames or ()) or None
-        for row in rows:
-            if None not in row.values() and None not in row:
-                yield self._line(row.values()), int(row["step"])
-
-    def head(self) -> str:
-        return "" if self._columns is None else self._line(self._columns)
-
-    def text(self, step: int, metrics: Mapping[str, Any]) -> str:
-        if "epoch" not in metrics:
-            return ""
-        row = {"step": step, **metrics}
-        if self._columns is None:
-            self._columns = list(row)
-            return self.head() + self._line(row.values())
-        return self._line(row.get(name, "") for name in self._columns)
-
-    def _line(self, values: Any) -> str:
-        line = io.StringIO()
-        tables.writer(line, lineterminator="\n").writerow(values)
-        return line.getvalue()
-
-
-class _Lines:
-    """JSON objects."""
-
-    def steps(self, text: str) -> Iterator[tuple[str, int]]:
-        for line in text.splitlines(keepends=True):
-            if line.endswith("\n"):
-                yield line, json.loads(line)["step"]
-
-    def head(self) -> str:
-        return ""
-
-    def text(self, step: int, metrics: Mapping[str, Any]) -> str:
-        return json.dumps({"step": step, **metrics}) + "\n"
-
-
-class File:
-    """A text file that grows by what a form makes of each call."""
-
-    def __init__(self, path: str | os.PathLike, form: _Table | _Lines):
+    def __init__(self, path: str | os.PathLike):
         self._path = Path(path)
-        self._form = form
-        self._file: io.TextIOBase | None = None
+        self._begun = False
         self._path.parent.mkdir(parents=True, exist_ok=True)
         check_writable(self._path)
+        try:
+            self._rows = self._read() if self._path.exists() else []
+        except (KeyError, TypeError, ValueError) as error:
+            raise Error(f"'{path}' exists, and is no log of a run; pass another name") from error
 
-    def __call__(self, step: int, metrics: Mapping[str, Any]) -> None:
-        text = self._form.text(step, metrics) if self._file else None
-        if text is None:
-            self._open(step)
-            text = self._form.text(step, metrics)
-        if text and self._file:
-            self._file.write(text)
-            self._file.flush()
+    def _read(self) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    def _write(self, file: Any, rows: list[dict[str, Any]]) -> None:
+        raise NotImplementedError
+
+    def _begin(self, step: int) -> None:
+        if not self._begun:
+            self._begun = True
+            self._rows = [row for row in self._rows if int(row["step"]) < step]
+            self._replace()
+
+    def _replace(self) -> None:
+        descriptor, name = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}")
+        with open(descriptor, "w", encoding="utf-8", newline="") as file:
+            self._write(file, self._rows)
+        os.replace(name, self._path)
+
+
+class _Table(_Rows):
+    def __call__(self, step: int, metrics: Mapping[str, Any], /) -> None:
+        self._begin(step)
+        if "epoch" in metrics:
+            self._rows.append({"step": step, **metrics})
+            self._replace()
 
     def close(self) -> None:
-        """The end of a run; a later call goes on."""
-        if self._file:
+        self._begun = False
+
+    def _read(self):
+        with self._path.open(encoding="utf-8", newline="") as file:
+            rows = list(tables.DictReader(file))
+        for row in rows:
+            int(row["step"])
+        return rows
+
+    def _write(self, file, rows):
+        columns = {name: None for row in rows for name in row}
+        writer = tables.DictWriter(file, [*columns], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+class _Lines(_Rows):
+    def __init__(self, path: str | os.PathLike):
+        self._file: Any = None
+        super().__init__(path)
+
+    def __call__(self, step: int, metrics: Mapping[str, Any], /) -> None:
+        if self._file is None:
+            self._begin(step)
+            self._rows.clear()
+            self._file = self._path.open("a", encoding="utf-8")
+        self._write(self._file, [{"step": step, **metrics}])
+        self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
             self._file.close()
-            self._file = None
+            self._file, self._begun = None, False
+            self._rows = self._read()
 
-    def _open(self, step: int) -> None:
-        """Drops what is not before `step`."""
-        kept = ""
-        if self._path.exists():
-            found = [
-                line for line, n in self._form.steps(self._path.read_text("utf-8")) if n < step
-            ]
-            kept = self._form.head() + "".join(found) if found else ""
-        self._path.write_text(kept, "utf-8")
-        self._file = self._path.open("a", encoding="utf-8")
+    def _read(self):
+        lines = self._path.read_text("utf-8").splitlines(keepends=True)
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        for row in rows:
+            int(row["step"])
+        return rows
+
+    def _write(self, file, rows):
+        for row in rows:
+            known = {n: None if _odd(value) else value for n, value in row.items()}
+            file.write(json.dumps(known) + "\n")
 
 
-class TensorBoard:
-    """An event file in a folder."""
-
+class _Events:
     def __init__(self, folder: str | os.PathLike):
         try:
             from tensorboardX import SummaryWriter
@@ -142,15 +155,15 @@ class TensorBoard:
             raise Error(
                 "TensorBoard's files need tensorboardX: pip install 'jaxonnx[tensorboard]'"
             ) from error
-        self._make: Callable[..., Any] = SummaryWriter
+        self._make: Any = SummaryWriter
         self._folder = Path(folder)
+        self._writer: Any = None
         self._folder.mkdir(parents=True, exist_ok=True)
         check_writable(self._folder / "events")
-        self._writer: Any = None
 
-    def __call__(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def __call__(self, step: int, metrics: Mapping[str, Any], /) -> None:
         if self._writer is None:
-            # TensorBoard hides the events of a run before this one from this step on
+            # TensorBoard hides what earlier files of the folder have from this step on
             self._writer = self._make(os.fspath(self._folder), purge_step=step)
         group = "epoch" if "epoch" in metrics else "step"
         for name, value in metrics.items():
@@ -158,7 +171,10 @@ class TensorBoard:
                 self._writer.add_scalar(f"{group}/{name}", value, step)
 
     def close(self) -> None:
-        """The end of a run; a later call goes on."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def _odd(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
