@@ -82,7 +82,7 @@ def test_a_batch_without_labels_that_count_changes_nothing():
     ("name", "ending"),
     [
         (LABELS, "Softmax <axis = -1>"),
-        (LABELS, "LogSoftmax"),
+        (optax.softmax_cross_entropy_with_integer_labels, "LogSoftmax"),
         ("SoftmaxCrossEntropyLoss", "Softmax <axis = 1>"),
     ],
 )
@@ -95,6 +95,7 @@ def test_a_loss_takes_the_logits_before_the_ending(name, ending):
     assert not expected.history.notes
     (note,) = found.history.notes
     assert "'logits'" in note
+    assert note in str(found)
     assert found.history.losses == expected.history.losses
     np.testing.assert_array_equal(found.model.params["w"], expected.model.params["w"])
     for key in ("validation_loss", "validation_accuracy"):

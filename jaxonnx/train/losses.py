@@ -162,12 +162,12 @@ def totals(values: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def find(loss: Any) -> Loss:
-    """The loss of that name, or around that callable."""
+    """The loss of that name, or around that callable, which may be one of optax's itself."""
     if isinstance(loss, ClassLoss):
         return Loss(loss, loss.name)
-    if callable(loss):
-        return Loss(loss)
     named = _named()
+    if callable(loss):
+        return Loss(loss, next((name for name, own in named.items() if own is loss), None))
     if loss not in named:
         near = difflib.get_close_matches(str(loss), named, n=3) or sorted(named)
         raise TrainingError(

@@ -25,7 +25,7 @@ class Result:
     """What a run with `lora=` trained, apart from the weights of the model."""
 
     def __str__(self) -> str:
-        return "\n".join([str(self.history), *_listed(self)])
+        return "\n".join([str(self.history), *self.history.notes, *_listed(self)])
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
