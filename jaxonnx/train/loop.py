@@ -75,10 +75,10 @@ def train(
         from the epoch to one. Data in one piece is shuffled in an order that depends on `seed` and
         the epoch only; iterables are taken as they come. A short batch is filled up with other
         examples of the data, which the loss ignores but batch statistics see.
-      loss: the name of a loss in `optax.losses`, "absolute_error", one of `jaxonnx.losses` (ONNX's,
-        with weights of classes and labels to ignore), or a callable `(outputs, targets)` that gives
-        a scalar or has the examples along its first axis. Losses are averaged over the examples of
-        the batch; a scalar loss sees the fill of a short batch as well. For a model with several
+      loss: a loss of `optax.losses`, by name or itself, "absolute_error", one of `jaxonnx.losses`
+        (ONNX's, with weights of classes and labels to ignore), or a callable `(outputs, targets)`
+        that gives a scalar or has the examples along its first axis. Losses are averaged over the
+        examples of the batch; a scalar loss sees the fill of a short batch as well. For a model with several
         outputs a dict of losses by output name, or of pairs (loss, weight); the targets are then a
         dict by output name, too, and the losses are added. If the file ends in the Softmax,
         LogSoftmax or Sigmoid that a named loss has inside, the loss takes the logits before it
