@@ -78,14 +78,14 @@ def train(
       loss: a loss of `optax.losses`, by name or itself, "absolute_error", one of `jaxonnx.losses`
         (ONNX's, with weights of classes and labels to ignore), or a callable `(outputs, targets)`
         that gives a scalar or has the examples along its first axis. Losses are averaged over the
-        examples of the batch; a scalar loss sees the fill of a short batch as well. For a model with several
-        outputs a dict of losses by output name, or of pairs (loss, weight); the targets are then a
-        dict by output name, too, and the losses are added. If the file ends in the Softmax,
-        LogSoftmax or Sigmoid that a named loss has inside, the loss takes the logits before it
-        (`history.notes` says so); the saved model keeps the ending, and metrics see its outputs.
-        Loss and optimizer may be left out for a file that carries its training_info: then its own
-        algorithm runs, from the state and update count in the file (the fill of a short batch
-        counts), and the resulting model carries them on.
+        examples of the batch; a scalar loss sees the fill of a short batch as well. For a model
+        with several outputs a dict of losses by output name, or of pairs (loss, weight); the
+        targets are then a dict by output name, too, and the losses are added. If the file ends in
+        the Softmax, LogSoftmax or Sigmoid that a named loss has inside, the loss takes the logits
+        before it (`history.notes` says so); the saved model keeps the ending, and metrics see its
+        outputs. Loss and optimizer may be left out for a file that carries its training_info: then
+        its own algorithm runs, from the state and update count in the file (the fill of a short
+        batch counts), and the resulting model carries them on.
       optimizer: any optax transformation.
       batch_size: of data in one piece; 32 if not given, or what the model's inputs are fixed to.
       seed: of the order of the examples and of random operators.
