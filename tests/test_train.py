@@ -109,6 +109,13 @@ def test_validation_and_history(net):
     result.history.plot()
 
 
+def test_a_result_says_what_changed(net):
+    result = train(net, digits(16), trainable=[r"classifier\.4\..*"])
+    assert repr(result) == str(result)  # the end of a cell shows it
+    assert "2 of 2 trained tensors changed (250 numbers)" in str(result)
+    assert "4 running statistics renewed" in str(result)
+
+
 def test_trainable_freezes_the_rest(net):
     chosen = {"features.0.weight", *(name for name in net.params if "classifier" in name)}
     model = train(net, digits(8), trainable=["classifier\\..*", "features.0.weight"]).model

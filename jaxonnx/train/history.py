@@ -6,7 +6,7 @@ from typing import Any
 from jaxonnx.errors import Error
 
 
-@dataclass
+@dataclass(repr=False)
 class History:
     """Plain lists and dicts; `dataclasses.asdict` and JSON take it as it is."""
 
@@ -70,3 +70,5 @@ class History:
             if count := sum(1 for e in self.events if e["event"] == event):
                 text += f"; {count} times {event}"
         return f"{text}; stopped: {self.stopped}" if self.stopped else text
+
+    __repr__ = __str__

@@ -13,9 +13,9 @@ from jaxonnx.train.history import History
 _LISTED = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
-    """The trained model, and what happened; `print` says what changed."""
+    """The trained model, and what happened; `print` or the end of a cell says what changed."""
 
     model: Model
     history: History
@@ -26,6 +26,8 @@ class Result:
 
     def __str__(self) -> str:
         return "\n".join([str(self.history), *self.history.notes, *_listed(self)])
+
+    __repr__ = __str__
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
