@@ -1,34 +1,26 @@
-"""The training loop."""
+"""`train`: what is to be trained, how and with what; `jaxonnx.train.run` has the loop."""
 
 import os
-import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
-from itertools import chain
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
-import numpy as np
 import optax
 from onnx import ModelProto
 
-from jaxonnx import sparse
 from jaxonnx.errors import TrainingError
 from jaxonnx.loading import load
 from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.model import Model, Statistics, Trainable
-from jaxonnx.train import carried, objective, settings, step
-from jaxonnx.train.checkpoint import Checkpoints, Position
+from jaxonnx.train import carried, objective, settings
 from jaxonnx.train.data import sources
-from jaxonnx.train.history import History
-from jaxonnx.train.keeper import Keeper
 from jaxonnx.train.objective import Objective
-from jaxonnx.train.progress import Bar
-from jaxonnx.train.record import Hook, Record
+from jaxonnx.train.record import Hook
 from jaxonnx.train.result import Result, changes
+from jaxonnx.train.run import run
 from jaxonnx.train.sparsity import forget, sparsify
-from jaxonnx.train.stopping import Interrupt, Monitor, Spent, Stop
+from jaxonnx.train.stopping import Monitor
 from jaxonnx.train.tuning import tuned
 
 
@@ -227,93 +219,26 @@ def train(
     else:
         net = forget(net)
 
-    optimizer = optax.with_extra_args_support(optimizer)
-    carry, history, at = step.start(net, optimizer, ema is not None), History(), Position()
-    best = None if patience is None else step.copy((net.params, net.state))
-    with ExitStack() as stack:
-        checkpoints = None
-        if checkpoint_dir is not None:
-            same = {"seed": seed, "accumulate": accumulate, "ema": ema, "precision": precision}
-            same["batch_size"] = getattr(examples, "size", None)
-            checkpoints = stack.enter_context(Checkpoints(checkpoint_dir, resume, same))
-            at, (carry, best), history = checkpoints.restore((carry, best))
-        history.notes = list(goal.notes)
-
-        # the first batch tells the shapes; an iterator cannot be asked for it again
-        batches = examples.batches(at.epoch, at.batch) if at.epoch < epochs else iter(())
-        first = next(batches, None)
-        batches = batches if first is None else chain([first], batches)
-        known = next(examples.batches(at.epoch)) if first is None else first
-        shapes = goal.check(known)
-        zeros = goal.start(shapes, known)
-        for part, what in ((examples, "data"), (held_out, "validation")):
-            if part is not None and part.targets is not None:
-                goal.check_labels(part.targets, shapes, what)
-        if held_out is not None and held_out.targets is not None:
-            goal.check_validation(next(held_out.batches(0)))
-        update = step.training(
-            goal.model,
-            goal,
-            optimizer,
-            seed,
-            accumulate=accumulate,
-            ema=ema,
-            skip=nan == "skip",
-            precision=precision,
-        )
-        evaluate = step.evaluation(goal)
-
-        bar = stack.enter_context(Bar(progress, epochs, examples.steps, len(history.losses)))
-        record = Record(history, hooks, bar, skip=nan == "skip")
-        stack.callback(record.close)
-        keeper = Keeper(checkpoints, checkpoint_every, nan == "rollback", record, carry)
-        interrupt = stack.enter_context(Interrupt())
-        try:
-            watched.see(history.epochs)
-            watched.check(history.epochs)
-            for epoch in range(at.epoch, epochs):
-                began = time.perf_counter()
-                for batch in batches:
-                    if keeper.due():
-                        carry = keeper.keep(at, carry, best)
-                    if examples.targets is None:
-                        goal.check_labels(batch.targets, shapes, f"a batch of epoch {epoch}")
-                    carry, seen = update(carry, batch)
-                    at = at._replace(batch=at.batch + 1)
-                    if not record.add(seen):
-                        carry = keeper.settle(carry)
-                    interrupt.check()
-                carry = keeper.settle(carry)
-                row: dict[str, Any] = {"epoch": epoch, "step": record.step}
-                row["loss"] = _mean(history.losses[at.first :])
-                if held_out is not None:
-                    row |= _validate(evaluate, carry, held_out, epoch, goal, (shapes, zeros))
-                if sparsity is not None:
-                    numbers = sparse.metrics(carry.optimizer)
-                    row |= {name: numbers[name] for name in ("phase", "sparsity", "flip_rate")}
-                record.close_epoch(row | {"seconds": time.perf_counter() - began})
-                at = Position(epoch + 1, 0, record.step)
-                improved = watched.see(history.epochs)
-                if improved and best is not None:
-                    best = step.copy((step.weights(carry), carry.state))
-                if keeper.due_after_epoch(improved, epoch + 1 == epochs):
-                    carry = keeper.keep(at, carry, best, watched.score(row))
-                watched.check(history.epochs)
-                interrupt.check()
-                if epoch + 1 < epochs:
-                    batches = examples.batches(epoch + 1)
-            keeper.finish()
-        except (Stop, KeyboardInterrupt) as end:
-            carry, stop = keeper.leave(end, at, carry, best)
-            which = watched.chosen or f"step {stop.step}"
-            history.stopped = f"{stop}; the weights are those of {which}{keeper.where}"
-            history.early = isinstance(stop, Spent)
+    trained, history = run(
+        net,
+        goal,
+        optimizer,
+        (examples, held_out),
+        watched,
+        epochs=epochs,
+        seed=seed,
+        accumulate=accumulate,
+        ema=ema,
+        precision=precision,
+        nan=nan,
+        checkpoint_dir=checkpoint_dir,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
+        hooks=hooks,
+        progress=progress,
+    )
     if history.stopped and not history.early:
         warnings.warn(history.stopped, stacklevel=2)
-    params, state = step.weights(carry), carry.state
-    if best is not None and watched.chosen:
-        params, state = best
-    trained = net.replace(params=params, state=state)
     if lora is None:
         return Result(trained, history, _changes(net, trained))
     adapters, trained = Adapters.of(trained), trained.merged()
@@ -335,20 +260,6 @@ def _check_carried(net: Model, loss: Any, optimizer: Any, given: Mapping[str, An
         )
 
 
-def _validate(
-    evaluate: Callable, carry: Any, held_out: Any, epoch: int, goal: Objective, fixed: tuple
-) -> dict[str, float]:
-    """The numbers of the validation data, in inference mode."""
-    shapes, sums = fixed
-    for number, batch in enumerate(held_out.batches(epoch)):
-        if held_out.targets is None:
-            if number == 0:
-                goal.check_validation(batch)
-            goal.check_labels(batch.targets, shapes, "a batch of validation")
-        sums = evaluate(sums, carry, batch)
-    return goal.row(sums)
-
-
 def _columns(goal: Objective, validated: bool) -> list[str]:
     """The numbers of an epoch that can tell the best one."""
     if not validated:
@@ -356,12 +267,6 @@ def _columns(goal: Objective, validated: bool) -> list[str]:
     several = [term.output for term in goal.terms] if len(goal.terms) > 1 else []
     names = ["loss", *(f"{output}_loss" for output in several), *goal.measures]
     return ["loss", *(f"validation_{name}" for name in names)]
-
-
-def _mean(losses: Sequence[float]) -> float:
-    """Of those that are finite."""
-    finite = [value for value in losses if np.isfinite(value)]
-    return float(np.mean(finite)) if finite else float("nan")
 
 
 def _changes(before: Model, after: Model, names: Collection[str] | None = None) -> dict[str, float]:

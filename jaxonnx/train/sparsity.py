@@ -63,11 +63,23 @@ def sparsify(
     )
 
 
+def is_sparse(memory: Any) -> bool:
+    """Whether the state of an optimizer is that of `sparsify`."""
+    leaves = jax.tree.leaves(memory, is_leaf=lambda x: isinstance(x, sparse.ThreePhaseState))
+    return any(isinstance(x, sparse.ThreePhaseState) for x in leaves)
+
+
 def masks(memory: Any) -> dict[str, jax.Array]:
     """The boolean masks of now by name, from the state of an optimizer; none where it is dense."""
-    leaves = jax.tree.leaves(memory, is_leaf=lambda x: isinstance(x, sparse.ThreePhaseState))
-    is_sparse = any(isinstance(x, sparse.ThreePhaseState) for x in leaves)
-    return sparse.state_masks(memory) if is_sparse else {}
+    return sparse.state_masks(memory) if is_sparse(memory) else {}
+
+
+def sparse_numbers(memory: Any) -> dict[str, Any]:
+    """What an epoch's row has of the state of an optimizer; nothing where it is dense."""
+    if not is_sparse(memory):
+        return {}
+    numbers = sparse.metrics(memory)
+    return {name: numbers[name] for name in ("phase", "sparsity", "flip_rate")}
 
 
 def record(

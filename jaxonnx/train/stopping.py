@@ -88,7 +88,7 @@ class Monitor:
                 f"monitor={self.name!r} is no number of this run, which has {', '.join(columns)}"
                 f"{hint}"
             )
-        self._patience = patience
+        self.patience = patience
         self.best: tuple[int, float] | None = None
         """The best epoch and its value."""
 
@@ -103,18 +103,18 @@ class Monitor:
 
     def check(self, rows: list[dict[str, Any]]) -> None:
         """Raises `Spent` when the best epoch is too long ago."""
-        if self._patience is not None and self.best is not None:
+        if self.patience is not None and self.best is not None:
             epoch, value = self.best
-            if rows[-1]["epoch"] - epoch >= self._patience:
+            if rows[-1]["epoch"] - epoch >= self.patience:
                 raise Spent(
                     f"{self.name} was {value:.6g} in epoch {epoch}, and not better in the "
-                    f"{self._patience} after it"
+                    f"{self.patience} after it"
                 )
 
     @property
     def chosen(self) -> str:
         """The epoch whose weights the result has, in words, if it has the best ones."""
-        if self._patience is None or self.best is None:
+        if self.patience is None or self.best is None:
             return ""
         return f"epoch {self.best[0]}, the best"
 
