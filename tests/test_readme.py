@@ -1,39 +1,105 @@
-"""What the README prints runs."""
+"""What the README and the pages print runs; the reference says what the docstrings say."""
 
 import re
+import shlex
 from pathlib import Path
 
+import jax
 import numpy as np
+import onnx
+import pytest
 from PIL import Image
 
-from jaxonnx import demo
+from jaxonnx import demo, docs
 from jaxonnx.cli import main
+from jaxonnx.cli.flags import VERBS
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "jaxonnx" / "docs").glob("*.md"))]
+PAGES = [page for page in PAGES if page.stem != "reference"]
 
 
-def test_python_examples(tmp_path, monkeypatch):
+def blocks(page, language):
+    """The code of a page, except what is marked as not to be run."""
+    found = re.findall(rf"(<!-- .* -->\n)?```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+    return [code for mark, code in found if "not run" not in mark]
+
+
+def network():
+    """Two layers for 8x8 pictures, `body` and `head`."""
+    proto = onnx.parser.parse_model("""
+    <ir_version: 8, opset_import: ["" : 17]>
+    digits (float[n, 1, 8, 8] x) => (float[n, 10] logits) {
+        flat = Flatten(x)
+        hidden = Gemm(flat, body_weight, body_bias)
+        rectified = Relu(hidden)
+        logits = Gemm(rectified, head_weight, head_bias)
+    }""")
+    for node, name in zip(proto.graph.node, ("flat", "body", "relu", "head"), strict=True):
+        node.name = name
+    random = np.random.default_rng(0)
+    for name, *shape in (("body", 64, 32), ("head", 32, 10)):
+        weight = random.normal(size=shape, scale=shape[0] ** -0.5)
+        for part, value in (("weight", weight), ("bias", np.zeros(shape[1]))):
+            tensor = onnx.numpy_helper.from_array(value.astype(np.float32), f"{name}_{part}")
+            proto.graph.initializer.append(tensor)
+    return proto
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A current folder with the files that the pages speak of."""
     monkeypatch.chdir(tmp_path)
-    examples = re.findall(r"<!-- example -->\n```python\n(.*?)```", README, re.DOTALL)
-    assert len(examples) == 4
-    names = {}
-    for example in examples:
-        exec(compile(example, "README.md", "exec"), names)
-    assert names["result"].history.epochs[-1]["validation_accuracy"] > 0.9
-    assert {"trained.onnx", "sparse.onnx"} <= {path.name for path in tmp_path.iterdir()}
-
-
-def test_command_line_examples(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    demo.model().save("net.onnx")
+    onnx.save(network(), "net.onnx")
     (x, y), _ = demo.digits()
     np.savez("inputs.npz", x=x[:4])
     np.savez("data.npz", x=x[:256], y=y[:256])
     pixels = (x[:256, 0] * 255).astype(np.uint8)
     np.savez("images.npz", x=pixels, y=y[:256])
     Image.fromarray(pixels[0]).save("picture.png")
-    section = README.split("## Command line")[1].split("\n## ")[0]
-    commands = re.findall(r"^jaxonnx (.*)$", section, re.MULTILINE)
-    assert commands
-    for command in commands:
-        assert main(command.split()) == 0, command
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[n, sequence] x) => (float[n, m] y) '
+    onnx.save(onnx.parser.parse_model(text + "{ y = Relu(x) }"), "encoder.onnx")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_python(page, folder):
+    names = {}
+    before = jax.config.values["jax_compilation_cache_dir"]
+    try:
+        for code in blocks(page, "python"):
+            exec(compile(code, page.name, "exec"), names)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    if page.stem == "README":
+        assert names["result"].history.epochs[-1]["validation_accuracy"] > 0.9
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands(page, folder):
+    for number, configuration in enumerate(blocks(page, "toml")):
+        assert not number, "one configuration a page: it is run.toml"
+        Path("run.toml").write_text(configuration)
+    for line in "".join(blocks(page, "sh")).splitlines():
+        if line.startswith("jaxonnx "):
+            assert main(shlex.split(line, comments=True)[1:]) == 0, line
+
+
+def test_examples_of_help(folder):
+    Path("run.toml").write_text('data = "data.npz"\nmodel = "net.onnx"\noutput = "out.onnx"')
+    for name, verb in VERBS.items():
+        for line in verb.examples.splitlines():
+            arguments = shlex.split(line)[1:]
+            assert arguments[0] == name
+            if name != "demo":  # has a test of its own
+                assert main(arguments) == 0, line
+
+
+def test_reference_is_up_to_date():
+    written = (ROOT / "jaxonnx" / "docs" / "reference.md").read_text()
+    assert written == docs.reference(), "run: python -m jaxonnx.docs"
+
+
+def test_links():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"

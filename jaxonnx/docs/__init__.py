@@ -1,0 +1,121 @@
+"""The pages of documentation, and the one among them that is made from docstrings.
+
+python -m jaxonnx.docs          # writes reference.md beside the other pages
+"""
+
+import ast
+import dataclasses
+import functools
+import importlib
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+MODULES = ("jaxonnx", "jaxonnx.optim", "jaxonnx.sparse", "jaxonnx.flax", "jaxonnx.training_info")
+"""Their public names, and those alone, are the interface of the package."""
+
+_SECTION = re.compile(r"(Args|Attributes|Raises|References|Returns|Yields):")
+_LINK = re.compile(r"`([^`]+?) <(\S+)>`_")
+_UNREADABLE = re.compile(r"=<.*?>(?=[,)])")
+"""Defaults that are functions, made anew each time, or unknown to readers."""
+_STARTS = {"pycon": ["```pycon"], "math": ["```math", r"\begin{aligned}"]}
+_ENDS = {"pycon": ["```"], "math": [r"\end{aligned}", "```", ""]}
+_ENTRY = re.compile(r"  (\S[^:]*): (.*)")
+
+
+def reference() -> str:
+    """The reference in Markdown."""
+    lines = ["# Reference", "", "Made from the docstrings by `python -m jaxonnx.docs`.", ""]
+    for name in MODULES:
+        module = importlib.import_module(name)
+        lines += [f"## {name}", "", *markdown(module.__doc__ or ""), ""]
+        for public, value in _public(module):
+            lines += _entry(f"{name}.{public}", value)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _public(module: Any) -> Iterator[tuple[str, Any]]:
+    """Functions and classes: those of `__all__`, or else those that the module defines."""
+    names = getattr(module, "__all__", None)
+    for name in names or vars(module):
+        value = getattr(module, name)
+        if not (inspect.isclass(value) or inspect.isfunction(value)) or name.startswith("_"):
+            continue
+        if names or value.__module__ == module.__name__:
+            yield name, value
+
+
+def _entry(name: str, value: Any) -> list[str]:
+    own = name.rsplit(".", 1)[-1]
+    lines = [f"### {name}", ""]
+    if not inspect.isclass(value):
+        return [*lines, *_signature(own, value), *_text(value)]
+    if not issubclass(value, Exception):
+        lines += _signature(own, value)
+    lines += _text(value)
+    if fields := [*_fields(value)]:
+        lines += [*(f"* `{field}`: {text}" for field, text in fields), ""]
+    for member, inner in vars(value).items():
+        if member.startswith("_") and member not in ("__call__", "__init__"):
+            continue
+        if inspect.isfunction(inner) and inner.__doc__:
+            called = own if member == "__init__" else f"{own}.{member}"
+            lines += [f"#### {own}.{member}", "", *_signature(called, inner), *_text(inner)]
+        elif isinstance(inner, property | functools.cached_property) and inner.__doc__:
+            lines += [f"#### {own}.{member}", "", *_text(inner)]
+    return lines
+
+
+def _text(value: Any) -> list[str]:
+    return [*markdown(inspect.getdoc(value) or ""), ""]
+
+
+def _signature(name: str, value: Any) -> list[str]:
+    """As it is called: names and defaults; the types are in the text."""
+    given = inspect.signature(value)
+    shown = [p.replace(annotation=p.empty) for p in given.parameters.values() if p.name != "self"]
+    text = str(given.replace(parameters=shown, return_annotation=given.empty))
+    text = _UNREADABLE.sub("=...", text)
+    wrapped = textwrap.wrap(f"{name}{text}", 96, subsequent_indent="    ", break_on_hyphens=False)
+    return ["```text", *wrapped, "```", ""]
+
+
+def _fields(value: type) -> Iterator[tuple[str, str]]:
+    """The fields of a dataclass or named tuple that have a text below them in the source."""
+    if not (dataclasses.is_dataclass(value) or hasattr(value, "_fields")):
+        return
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(value))).body
+    assert isinstance(body, ast.ClassDef)
+    for field, text in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            said = text.value.value if isinstance(text.value, ast.Constant) else ""
+            yield ast.unparse(field.target), " ".join(str(said).split())
+
+
+def markdown(text: str) -> list[str]:
+    """A docstring as Markdown: sections with their entries as lists; examples and formulas."""
+    lines: list[str] = []
+    section, fence = False, None
+    for line in inspect.cleandoc(_LINK.sub(r"[\1](\2)", text)).splitlines():
+        if fence is not None and not (line.startswith("    ") if fence == "math" else line.strip()):
+            lines += _ENDS[fence]
+            fence = None
+        if fence is None and (line.startswith(">>> ") or line == ".. math::"):
+            fence = "math" if line == ".. math::" else "pycon"
+            lines += _STARTS[fence]
+            if fence == "math":
+                continue
+        if fence is not None:
+            lines.append(line)
+        elif _SECTION.fullmatch(line):
+            section = True
+            lines += [f"**{line[:-1]}**", ""]
+        elif section and line.startswith("  "):
+            found = _ENTRY.fullmatch(line)
+            lines.append(f"* `{found[1]}`: {found[2]}" if found else line[2:])
+        else:
+            section = section and not line
+            lines.append(line)
+    return [*lines, *_ENDS[fence]] if fence is not None else lines

@@ -1,0 +1,7 @@
+"""Writes reference.md."""
+
+from pathlib import Path
+
+from jaxonnx.docs import reference
+
+(Path(__file__).parent / "reference.md").write_text(reference(), "utf-8")
