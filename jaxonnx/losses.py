@@ -36,7 +36,11 @@ class ClassLoss:
     def totals(
         self, outputs: jax.Array, targets: jax.Array, weight: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """The sum over the examples of weight 1, and what the reduction divides it by."""
+        """The sum over the examples of weight 1, and what the reduction divides it by.
+
+        Half precision, whose sums end at 65504, is summed in float32.
+        """
+        outputs = outputs.astype(jnp.promote_types(outputs.dtype, jnp.float32))
         ignored = -1 if self.ignore_index is None else self.ignore_index
         counted = weight.reshape(-1, *(1,) * (targets.ndim - 1)) > 0
         targets = jnp.where(counted, targets, ignored)

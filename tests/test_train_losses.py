@@ -71,6 +71,13 @@ def test_gradient():
     np.testing.assert_allclose(gradient[0], expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("loss", [LABELS, cross_entropy()])
+def test_half_precision_is_summed_in_single(loss):
+    scores = np.tile(np.float16([0, 40]), (4096, 1))
+    value = losses.find(loss).mean(jnp.asarray(scores), jnp.zeros(4096, int), jnp.ones(4096))
+    assert value == 40
+
+
 def test_a_batch_without_labels_that_count_changes_nothing():
     loss = losses.find(cross_entropy(ignore_index=-1))
     value, gradient = jax.value_and_grad(loss.mean)(SCORES, TARGETS * 0 - 1, jnp.ones(2))

@@ -153,8 +153,12 @@ class Loss:
 
 
 def totals(values: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The sum of values of examples, or of their means, where the weight is 1, and their number."""
+    """The sum of values of examples, or of their means, where the weight is 1, and their number.
+
+    Half precision, whose sums end at 65504, is summed in float32.
+    """
     examples = weight.sum()
+    values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     if not values.ndim:
         return values * examples, examples
     values = values.reshape(len(values), -1).mean(1)
