@@ -29,15 +29,24 @@ class Metric(NamedTuple):
     merge: Callable[[Sums, Sums], Sums]
 
 
-class Decisions(NamedTuple):
-    """Predictions of classes: of one among several, or yes or no for each of several labels."""
+class Choices(NamedTuple):
+    """Predictions of one among several classes."""
 
-    scores: jax.Array | None
-    """(predictions, classes), if they are of one among several classes."""
-    chosen: jax.Array
-    """(predictions, classes), 0 or 1."""
+    scores: jax.Array
+    """(predictions, classes)"""
+    labels: jax.Array
+    """(predictions,), which need not be classes."""
+    weight: jax.Array
+    """(predictions,)"""
+
+
+class Answers(NamedTuple):
+    """Predictions of yes or no."""
+
+    given: jax.Array
+    """bool (predictions, labels)"""
     true: jax.Array
-    """(predictions, classes), 0 or 1; all 0 where a label is no class."""
+    """bool (predictions, labels)"""
     weight: jax.Array
     """(predictions,)"""
 
@@ -54,31 +63,26 @@ class Reader:
     loss: Loss | None
     ending: str | None
 
-    def decisions(self, outputs: Any, targets: Any, weight: jax.Array) -> Decisions:
+    def decisions(self, outputs: Any, targets: Any, weight: jax.Array) -> Choices | Answers:
         """Predictions in rows, from labels, distributions or yes-and-no targets."""
         axis = self.class_axis(outputs.shape, targets.shape)
         if axis is None:
             return self._binary(outputs, targets, weight)
         scores = jnp.moveaxis(outputs, axis, -1)
-        classes = scores.shape[-1]
         if targets.ndim == outputs.ndim:
             targets = jnp.moveaxis(targets, axis, -1).argmax(-1)
         weight = jnp.broadcast_to(_beside(weight, targets.ndim), targets.shape)
         if self.loss is not None and self.loss.ignore_index is not None:
             weight = jnp.where(targets == self.loss.ignore_index, 0, weight)
-        scores = scores.reshape(-1, classes)
-        chosen = jax.nn.one_hot(scores.argmax(-1), classes)
-        return Decisions(
-            scores, chosen, jax.nn.one_hot(targets.reshape(-1), classes), weight.reshape(-1)
-        )
+        scores = scores.reshape(-1, scores.shape[-1])
+        return Choices(scores, targets.reshape(-1), weight.reshape(-1))
 
-    def _binary(self, outputs: Any, targets: Any, weight: jax.Array) -> Decisions:
+    def _binary(self, outputs: Any, targets: Any, weight: jax.Array) -> Answers:
         weight = jnp.broadcast_to(_beside(weight, targets.ndim), targets.shape)
-        chosen, true = outputs > self.threshold, targets > 0.5
+        given, true = outputs > self.threshold, targets > 0.5
         if targets.ndim == 2:  # (examples, labels)
-            return Decisions(None, chosen.astype(float), true.astype(float), weight[:, 0])
-        chosen, true = (x.reshape(-1, 1).astype(float) for x in (chosen, true))
-        return Decisions(None, chosen, true, weight.reshape(-1))
+            return Answers(given, true, weight[:, 0])
+        return Answers(given.reshape(-1, 1), true.reshape(-1, 1), weight.reshape(-1))
 
     @property
     def threshold(self) -> float | None:
@@ -126,32 +130,38 @@ def _divide(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)
 
 
-def _right(found: Decisions) -> Sums:
-    same = found.chosen == found.true
-    right = same.all(1) if found.scores is not None else same.mean(1)
+def _right(found: Choices | Answers) -> Sums:
+    if isinstance(found, Choices):
+        right = found.scores.argmax(1) == found.labels
+    else:
+        right = (found.given == found.true).mean(1)
     return (right * found.weight).sum(), found.weight.sum()
 
 
-def _among_best(count: int, found: Decisions) -> Sums:
-    assert found.scores is not None
+def _among_best(count: int, found: Choices) -> Sums:
     _, best = jax.lax.top_k(found.scores, count)
-    right = jnp.take_along_axis(found.true, best, 1).any(1)
+    right = (best == found.labels[:, None]).any(1)
     return (right * found.weight).sum(), found.weight.sum()
 
 
 class _Confusion(NamedTuple):
-    """Per class, how often it is chosen, true and both; whether it must occur to count."""
+    """Per class, how often it is chosen, true and both."""
 
     chosen: jax.Array
     true: jax.Array
     both: jax.Array
 
 
-def _confusion(found: Decisions) -> Sums:
-    both = found.chosen * found.true
-    counts = ((found.weight[:, None] * x).sum(0) for x in (found.chosen, found.true, both))
-    # of several classes those that occur count, of labels all: both as in scikit-learn
-    always = jnp.full_like(both[0], found.scores is None) * found.weight.sum()
+def _confusion(found: Choices | Answers) -> Sums:
+    if isinstance(found, Choices):
+        classes = found.scores.shape[1]
+        chosen = jax.nn.one_hot(found.scores.argmax(1), classes, dtype=bool)
+        true = jax.nn.one_hot(found.labels, classes, dtype=bool)
+    else:
+        chosen, true = found.given, found.true
+    counts = ((found.weight[:, None] * x).sum(0) for x in (chosen, true, chosen & true))
+    # of classes those that occur count, of yes or no all: both as in scikit-learn
+    always = isinstance(found, Answers) * found.weight.sum()
     return _Confusion(*counts), always
 
 
@@ -248,7 +258,7 @@ def find(metric: Any, reader: Reader) -> tuple[str, Metric]:
             "(outputs, targets) -> scalar or one value for each example"
         )
 
-    def read(outputs, targets, weight):
+    def read(outputs, targets, weight) -> Any:
         return reader.decisions(outputs, targets, weight)
 
     if best is not None:
