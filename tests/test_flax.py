@@ -140,6 +140,22 @@ def test_backbone_and_head_fine_tuned_and_saved(model, batch, tmp_path):
     np.testing.assert_allclose(run_onnxruntime(onnx.load(LENET), x), model(x), rtol=1e-4, atol=1e-5)
 
 
+def test_adapters_are_the_parameters_and_are_merged_in_the_file(model, batch):
+    x, y = batch
+    lora = jaxonnx.LoRA(rank=2, where="classifier.*weight")
+    net = jaxonnx.flax.Module(lora.attach(model, jax.random.key(0)))
+    optimizer = nnx.Optimizer(net, optax.sgd(0.5), wrt=nnx.Param)
+    optimizer.update(net, nnx.grad(loss)(net, x, y))
+    optimizer.update(net, nnx.grad(loss)(net, x, y))
+    assert {name.split(".lora_")[0] for name in net.params} == {
+        f"classifier.{i}.weight" for i in (0, 2, 4)
+    }
+    merged = net.to_model().to_onnx()
+    assert len(merged.graph.initializer) == len(onnx.load(LENET).graph.initializer)
+    np.testing.assert_allclose(run_onnxruntime(merged, x), net(x), rtol=1e-4, atol=1e-5)
+    assert not np.allclose(net(x), model(x), atol=1e-3)
+
+
 def test_training_mode_is_apply_train(model, batch):
     x, _ = batch
     net = jaxonnx.flax.Module(model, deterministic=False)
