@@ -100,7 +100,7 @@ class Bar:
         self._drawn = time.perf_counter()
         total = "" if self._total is None else f' max="{self._total}"'
         told = [self._description, *self._numbers, *self._speed()]
-        text = f"<progress value={self._done}{total}></progress> {html.escape(', '.join(told))}"
+        text = f'<progress value="{self._done}"{total}></progress> ' + html.escape(", ".join(told))
         if self._cell is None:
             self._cell = display(HTML(text), display_id=True)
         else:
