@@ -232,6 +232,7 @@ BAD = {
         r"with 'r'; they are \['y'\]",
     ),
     "several": (lambda: train(network(TWO, OUTPUTS), (X, Y), LABELS), "a dict of losses by output"),
+    "list": (lambda: train(network(ONE), (X, Y), [LABELS]), r"no loss \['softmax_"),
     "unknown": (lambda: train(network(ONE), (X, Y), {"y": "mse"}), "no loss 'mse'"),
 }
 

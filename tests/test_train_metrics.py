@@ -199,6 +199,8 @@ X = np.zeros((4, CLASSES), np.float32)
 Y = np.zeros(4, np.int64)
 BAD = {
     "unknown": (LABELS, Y, "acuracy", "no metric 'acuracy'; there are accuracy"),
+    "number": (LABELS, Y, 5, "no metric 5; there are"),
+    "list": (LABELS, Y, [["f1"]], r"no metric \['f1'\]; there are"),
     "no name": (LABELS, Y, lambda o, t: 0.0, "has no name"),
     "twice": (LABELS, Y, ["f1", "f1"], "two metrics 'f1'"),
     "too many": (LABELS, Y, "top_5", r"as many classes.*\(32, 4\)"),

@@ -172,7 +172,7 @@ def find(loss: Any) -> Loss:
     named = _named()
     if callable(loss):
         return Loss(loss, next((name for name, own in named.items() if own is loss), None))
-    if loss not in named:
+    if not isinstance(loss, str) or loss not in named:
         near = difflib.get_close_matches(str(loss), named, n=3) or sorted(named)
         raise TrainingError(
             f"there is no loss {loss!r} of predictions and targets; try {', '.join(near)}, "

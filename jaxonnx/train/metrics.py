@@ -249,10 +249,11 @@ def find(metric: Any, reader: Reader) -> tuple[str, Metric]:
             _ratio,
             add,
         )
-    if metric in _NUMBERS:
+    known = isinstance(metric, str)
+    if known and metric in _NUMBERS:
         return metric, Metric(*_NUMBERS[metric])
-    best = re.fullmatch(r"top_([1-9]\d*)", metric) if isinstance(metric, str) else None
-    if best is None and metric not in _CLASSES:
+    best = re.fullmatch(r"top_([1-9]\d*)", metric) if known else None
+    if best is None and not (known and metric in _CLASSES):
         raise TrainingError(
             f"there is no metric {metric!r}; there are {_NAMES}, or pass a function "
             "(outputs, targets) -> scalar or one value for each example"

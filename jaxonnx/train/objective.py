@@ -249,7 +249,7 @@ def _measures(
 
 
 def _list(given: Any) -> list[Any]:
-    return [given] if isinstance(given, str) or callable(given) else list(given)
+    return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def _ending(model: Model, output: str) -> Node | None:
