@@ -44,6 +44,12 @@ def layers(
 ) -> list[Layer]:
     """What becomes sparse and what stays dense, with the reason, for every array of `params`.
 
+    >>> import numpy as np
+    >>> for layer in layers({"w": np.ones((8, 4)), "b": np.ones(8)}):
+    ...     print(layer.name, layer.axes or layer.reason)
+    b no matrix or kernel
+    w (0, 1)
+
     Args:
       params: any pytree of arrays: a dict, an nnx state, a dataclass.
       pattern, transposable: as in `mask`.

@@ -61,6 +61,13 @@ def mask(
     transposable patterns are within 0.1 % of the optimum (`jaxonnx.sparse.nm`). A one-axis mask is
     exact, ties go to the lower index.
 
+    >>> w = jnp.array([[4.0, 3, 2, 1], [3, 4, 1, 2], [1, 2, 3, 4], [2, 1, 4, 3]])
+    >>> print(mask(w).astype(int))
+    [[1 1 0 0]
+     [1 1 0 0]
+     [0 0 1 1]
+     [0 0 1 1]]
+
     Args:
       w: floating-point weight. Blocks lie over the two `axes`; every other axis (kernel positions,
         leading batch axes) is a batch axis.

@@ -33,6 +33,12 @@ def metrics(opt_state: Any) -> dict[str, Any]:
 
     `phase` (of the next step), `sparsity` (fraction of weights hidden), `flip_rate` and `kept` (of
     sum |W|, at the last refresh) over all sparse weights, `flips` and `kept_by_layer` by name.
+
+    >>> import jax, optax
+    >>> from jaxonnx import sparse
+    >>> optimizer = sparse.fixed_mask(optax.sgd(0.1))
+    >>> metrics(optimizer.init({"w": jax.numpy.ones((4, 4))}))["sparsity"]
+    0.5
     """
     state = find_state(opt_state)
     names = sorted(state.masks)

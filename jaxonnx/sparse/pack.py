@@ -57,6 +57,12 @@ def pack(
 ) -> Packed:
     """The storage form of a weight, lossless.
 
+    >>> packed = pack(np.array([[0.0, 5.0, 7.0, 0.0]], np.float32))
+    >>> packed.values.tolist(), packed.nbytes  # of 16
+    ([[[5.0, 7.0]]], 9)
+    >>> unpack(packed).tolist()
+    [[0.0, 5.0, 7.0, 0.0]]
+
     Args:
       w: weight, zero outside the mask.
       mask: what is kept, shaped like `w`; by default the nonzero weights. A kept weight may be 0:

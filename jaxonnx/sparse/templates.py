@@ -30,7 +30,14 @@ def _templates() -> np.ndarray:
 
 
 def templates() -> np.ndarray:
-    """The 90 templates as a read-only `uint8[90, 16]`, in descending lexicographic order."""
+    """The 90 templates as a read-only `uint8[90, 16]`, in descending lexicographic order.
+
+    >>> templates()[0].reshape(4, 4)
+    array([[1, 1, 0, 0],
+           [1, 1, 0, 0],
+           [0, 0, 1, 1],
+           [0, 0, 1, 1]], dtype=uint8)
+    """
     return _templates()
 
 

@@ -75,6 +75,14 @@ def three_phase(
     pattern after every step, and hidden weights are exactly 0 under any inner optimizer. The phases
     switch inside `update`, by the counter.
 
+    >>> params = {"w": jnp.arange(16.0).reshape(4, 4)}
+    >>> optimizer = three_phase(optax.sgd(0.1), dense=1, dynamic=1, refresh=1)
+    >>> state = optimizer.init(params)
+    >>> updates, state = optimizer.update({"w": jnp.ones((4, 4))}, state, params)
+    >>> params = optax.apply_updates(params, updates)
+    >>> [int(n) for n in jnp.count_nonzero(params["w"], axis=0)]  # the next step is sparse
+    [2, 2, 2, 2]
+
     Args:
       inner: any optax transformation that ends in the final update (step size and sign applied).
       dense, dynamic, fixed: lengths of the phases, in epochs if `steps_per_epoch` is given, else in

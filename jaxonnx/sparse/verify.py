@@ -89,6 +89,14 @@ def verify(
 ) -> Verification:
     """Proves that each product with a sparse weight is N:M along that product's contraction axis.
 
+    >>> from jaxonnx import sparse
+    >>> w = jnp.arange(16.0).reshape(4, 4)
+    >>> params = {"w": jnp.where(sparse.mask(w), w, 0)}
+    >>> print(verify(lambda params, x: x @ params["w"].T, params, jnp.ones((2, 4))))
+    weight  product      pass      sums over                    times
+    w       dot_general  forward   axis 1     2:4 transposable  1
+    w       dot_general  backward  axis 0     2:4 transposable  1
+
     Args:
       function: `function(params, *inputs)`, the forward pass; it is traced, not run. Or, alone, a
         model that has `apply`, `params`, and `inputs` with their `shape` and `dtype` (a
