@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import jaxonnx
+from tests.tiny import examples, mlp
 
 DATA = Path(__file__).parent / "data"
 LENET = DATA / "lenet_bn.legacy.onnx"
@@ -346,6 +347,30 @@ def test_linen_with_frozen_tensors_and_dropout(model, batch):
         for i in range(2)
     )
     assert (first != second).any()
+
+
+def test_linen_is_mapped_over():
+    """Members of an ensemble, gradients of examples and of the input."""
+    model = jaxonnx.load(mlp())
+    net, (x, y) = jaxonnx.flax.LinenModule(model), examples(6)
+    variables = net.init(jax.random.key(0), x)
+    members = jax.tree.map(lambda v: jnp.stack([v, 2 * v]), variables)
+    outputs = jax.vmap(net.apply, (0, None))(members, x)
+    double = model.replace(params=jax.tree.map(lambda v: 2 * v, model.params))
+    np.testing.assert_allclose(outputs[0], model(x), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(outputs[1], double(x), rtol=1e-4, atol=1e-6)
+
+    def mean_loss(variables, x, y):
+        logits = net.apply(variables, x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    each = jax.vmap(jax.grad(mean_loss), (None, 0, 0))(variables, x[:, None], y[:, None])
+    together = jax.grad(mean_loss)(variables, x, y)
+    for many, mean in zip(*map(jax.tree.leaves, (each, together)), strict=True):
+        np.testing.assert_allclose(many.mean(0), mean, rtol=1e-4, atol=1e-6)
+    saliency = jax.grad(lambda x: net.apply(variables, x).max(1).sum())(x)
+    expected = jax.grad(lambda x: model.apply(model.params, x).max(1).sum())(x)
+    np.testing.assert_allclose(saliency, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_flax_is_imported_at_first_use():
