@@ -17,6 +17,13 @@ from jaxonnx.roles import running_statistics
 class Module(nnx.Module):
     """A Model as an `nnx.Module`, to be composed with other modules.
 
+    >>> import jax, jaxonnx
+    >>> from jaxonnx import demo
+    >>> network = jaxonnx.flax.Module(demo.model())
+    >>> len(jax.tree.leaves(nnx.state(network, nnx.Param)))
+    13
+    >>> trained = network.to_model()  # with the weights that the module has now
+
     Attributes:
       params: `nnx.Param` by tensor name.
       state: by tensor name, `nnx.BatchStat` for running statistics and a plain `nnx.Variable` for

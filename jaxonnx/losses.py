@@ -72,6 +72,10 @@ def cross_entropy(
     `jaxonnx.train` gives a batch without a label that counts the loss 0, where the operator's mean
     is NaN.
 
+    >>> loss = cross_entropy(weight=[1.0, 3.0], ignore_index=-1)
+    >>> print(loss(jnp.zeros((3, 2)), jnp.array([0, 1, -1])).round(4))  # log 2
+    0.6931
+
     Raises:
       TrainingError: arguments that are none of these.
     """

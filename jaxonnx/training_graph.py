@@ -68,6 +68,14 @@ def add_training(
     BatchNormalization and Dropout train as they infer, with the statistics of the file and without
     dropping, because the algorithm runs the inference graph.
 
+    >>> import jaxonnx
+    >>> from jaxonnx import demo
+    >>> proto = add_training(
+    ...     demo.model(), loss="squared_error", optimizer=jaxonnx.optim.adam(1e-3), trainable="14.*"
+    ... )
+    >>> [entry.key for entry in proto.training_info[0].update_binding][:2]
+    ['14.weight', '14.bias']
+
     Args:
       model: a network with one output.
       loss: the mean of a loss of optax, "squared_error", "sigmoid_binary_cross_entropy" (of
