@@ -40,7 +40,7 @@ def digits_net() -> nn.Module:
     """Convolutions and a linear layer with normalization, for 8x8 digits; no two tensors are equal.
 
     No bias in front of a normalization: its gradient is rounding noise, which Adam scales up. No
-    average pooling: onnxruntime-training 1.19.2 gives a wrong gradient for it.
+    average pooling: in this network onnxruntime-training 1.19.2 gives a wrong gradient for it.
     """
     torch.manual_seed(0)
     net = nn.Sequential(
