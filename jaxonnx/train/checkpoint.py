@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import warnings
 import zlib
@@ -77,16 +78,17 @@ class Checkpoints:
             raise TrainingError(
                 f"checkpoint_dir '{folder}' cannot be written ({error.strerror})"
             ) from error
-        best = managers.BestN(
-            get_metric_fn=lambda metrics: metrics["score"],
-            n=1,
-            keep_checkpoints_without_metrics=False,
-        )
-        policy = managers.AnyPreservationPolicy([managers.LatestN(_KEPT), best])
+
+        def score(metrics):
+            return metrics["score"]
+
+        policies = [managers.LatestN(_KEPT), managers.BestN(get_metric_fn=score, n=1)]
         self._manager = orbax.CheckpointManager(
             path,
             options=orbax.CheckpointManagerOptions(
-                preservation_policy=policy, cleanup_tmp_directories=True
+                best_fn=score,  # else the scores are not stored
+                preservation_policy=managers.AnyPreservationPolicy(policies),
+                cleanup_tmp_directories=True,
             ),
         )
         latest = self._manager.latest_step()
@@ -148,7 +150,7 @@ class Checkpoints:
             self._manager.save(
                 len(history.losses),
                 args=args.Composite(leaves=args.StandardSave(leaves), about=args.JsonSave(sealed)),
-                metrics=None if score is None else {"score": score},
+                metrics={"score": -math.inf if score is None else score},
             )
         except _UNWRITABLE as error:
             raise NotWritten(_reason(error)) from error
