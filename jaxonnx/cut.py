@@ -54,6 +54,7 @@ def cut(
         shapes = evaluated(result, smaller, tensors)
         known |= {n: type_of(v) for n, v in (shapes.values if shapes else {}).items() if n in names}
     kinds = [known.get(name) for name in names]
+    _filter(result.graph.value_info, lambda value: value.name not in names)
     for name, kind in zip(names, kinds, strict=True):
         result.graph.output.append(ValueInfoProto(name=name, type=kind))
     return result, replace(smaller, output_types=tuple(kinds))

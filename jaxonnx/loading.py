@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from onnx import ModelProto
 
 from jaxonnx.bind import bind
+from jaxonnx.errors import InputError
 from jaxonnx.load import give_back_memory, read
 from jaxonnx.model import Model, Trainable
 from jaxonnx.program import Program
@@ -24,6 +26,7 @@ def load(
     source: str | os.PathLike | bytes | ModelProto,
     *,
     outputs: str | Iterable[str] | None = None,
+    batch: Literal["any"] | None = None,
     trainable: Trainable | None = None,
 ) -> Model:
     """Loads an ONNX model.
@@ -32,6 +35,8 @@ def load(
       source: a path (of an ONNX file, or of a packed .npz that `Model.save` wrote), the bytes of a
         file, or a ModelProto (which is left as it is).
       outputs: inner values to give instead of the file's outputs, as in `Model.with_outputs`.
+      batch: "any" opens the batch of a file that was exported for one size, as in
+        `Model.with_any_batch`.
       trainable: names or regular expressions (matched in full), or a predicate of name and value:
         exactly these floating-point tensors become parameters, instead of those that stand at a
         weight or bias of an operator.
@@ -40,8 +45,11 @@ def load(
       ModelError: the file is corrupt, truncated or malformed.
       SparsityError: a packed file is.
       UnsupportedError: operators without an implementation (all of them named), or a newer opset.
-      InputError: `outputs` or `trainable` name what the model does not have.
+      InputError: `outputs` or `trainable` name what the model does not have, or the batch cannot be
+        opened.
     """
+    if batch not in (None, "any"):
+        raise InputError(f"batch is 'any' or None, and was {batch!r}")
     proto, tensors = read(source)
     graph = bind(proto, proto.graph, tensors.keys())
     params, state, constants = split(graph, tensors, proto.graph)
@@ -59,6 +67,7 @@ def load(
         give_back_memory()
     model = Model(params, state, proto, Program(graph, constants), originals)
     model = model if outputs is None else model.with_outputs(outputs)
+    model = model if batch is None else model.with_any_batch()
     for warning in model.warnings:
         if warning.startswith("64-bit"):
             warnings.warn(warning, stacklevel=2)

@@ -16,6 +16,7 @@ from onnx import ModelProto
 
 from jaxonnx import modes, notes, sparse, sparse_export
 from jaxonnx import save as saving
+from jaxonnx.batch import freed
 from jaxonnx.bind import Graph
 from jaxonnx.cut import cut
 from jaxonnx.errors import InputError
@@ -225,6 +226,24 @@ class Model:
             proto=proto,
             program=Program(graph, constants),
         )
+
+    def with_any_batch(self) -> Model:
+        """A model that takes batches of any size, of a file that was exported for one.
+
+        Targets of Reshape and zero initial states that hold the size are changed, in what `save`
+        writes as well. Where the batch could be in several axes, the result is checked on random
+        numbers, which runs the model three times.
+
+        Raises:
+          InputError: a node fixes the size in another way; the message names it.
+        """
+        self._has_no_adapters("the batch size")
+        proto, program = freed(self.proto, self.program, self.params, self.state)
+        if proto is self.proto:
+            return self
+        model = dataclasses.replace(self, proto=proto, program=program)
+        # what the changes leave over is dropped; an algorithm of the file may read it
+        return model if proto.training_info else model.with_outputs(program.graph.outputs)
 
     def with_statistics(self, statistics: Statistics) -> Model:
         """A model whose training uses other statistics in BatchNormalization.

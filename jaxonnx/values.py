@@ -129,9 +129,10 @@ def fit(value: Value, array: Any, sizes: dict[str, tuple[int, str]]) -> Any:
                         f"was {before} in input '{where}': the two must agree"
                     )
             elif wanted is not None and wanted != size:
+                way = "" if axis else "; jaxonnx.load(path, batch='any') may open the batch"
                 raise InputError(
                     f"input {value} needs size {wanted} along axis {axis}, but was given shape "
-                    f"{list(shape)}"
+                    f"{list(shape)}{way}"
                 )
     if isinstance(array, np.ndarray) and jnp.issubdtype(array.dtype, jnp.floating):
         return jnp.asarray(array)  # data, not a shape: it need not be known while tracing

@@ -28,6 +28,15 @@ HERE = Path(__file__).parent
 OPSET = {"lenet": 9, "lenet_bn": 15, "resnet18": 11, "mobilenet": 13, "transformer": 17, "lstm": 14}
 
 
+FIXED = [
+    ("lenet", "dynamo", 1),
+    ("lstm", "dynamo", 2),
+    ("lstm", "legacy", 2),
+    ("transformer", "dynamo", 1),
+    ("transformer", "legacy", 2),
+]
+
+
 def export_legacy(net: nn.Module, x: torch.Tensor, path: Path, opset: int) -> None:
     """The TorchScript exporter; keeps BatchNormalization, in evaluation mode."""
     torch.onnx.export(
@@ -169,6 +178,28 @@ def write(name: str, exporter: str) -> None:
     np.savez_compressed(path.with_suffix(".npz"), **goldens(name, net, model))
 
 
+def write_fixed() -> None:
+    """Networks without dynamic axes, exported for a batch of one or two."""
+    for name, exporter, count in FIXED:
+        net, x = networks.network(name), networks.inputs(name, count, seed=0)
+        path = HERE / "fixed" / f"{name}.{exporter}.{count}.onnx"
+        settings = {"opset_version": 17} if exporter == "legacy" else {"verbose": False}
+        torch.onnx.export(
+            net,
+            (x,),
+            path,
+            dynamo=exporter == "dynamo",
+            input_names=["x"],
+            output_names=["logits"],
+            external_data=False,
+            **settings,
+        )
+        model = onnx.load(path)
+        for node in model.graph.node:
+            del node.metadata_props[:]
+        onnx.save(model, path)
+
+
 def write_external() -> None:
     """The LeNet again, with its larger tensors in a file of their own."""
     model = onnx.load(HERE / "lenet.dynamo.onnx")
@@ -194,3 +225,4 @@ if __name__ == "__main__":
         for exporter in ("legacy", "dynamo"):
             write(name, exporter)
     write_external()
+    write_fixed()
