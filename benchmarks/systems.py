@@ -40,7 +40,7 @@ def _jax(phase, params, state, x, y, train, infer) -> tuple[Run, int]:
         return (optax.apply_updates(params, updates), state, memory), loss
 
     if phase == "forward":
-        infer = infer if isinstance(infer, partial) else jax.jit(infer)
+        infer = jax.jit(infer)
 
         def forward(count):
             for _ in range(count):
@@ -64,16 +64,47 @@ def _jax(phase, params, state, x, y, train, infer) -> tuple[Run, int]:
 
 
 def jaxonnx(network: Network, phase: str, path: Path) -> tuple[Run, int]:
+    """The step of `jaxonnx.train`, and calling a model."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
     import jaxonnx
+    from jaxonnx.train import objective, step
+    from jaxonnx.train.data import Batch
+    from jaxonnx.train.storage import Storage
 
     model = jaxonnx.load(path)
     # a table of positions that is added may be learned or not: the file does not tell
     tables = {n for n, v in model.state.items() if v.ndim == 2}
     model = model.with_trainable(lambda name, _: name in model.params or name in tables)
-    # a partial is called as it is: calling the model is what is measured
-    infer = partial(lambda params, state, x: model(x))
-    train = lambda params, state, x: model.apply_train(params, state, None, x)  # noqa: E731
-    return _jax(phase, model.params, model.state, *batch(network), train, infer)
+    parameters = sum(w.size for w in model.params.values())
+    x, y = (jnp.asarray(array) for array in batch(network))
+
+    def forward(count):
+        for _ in range(count):
+            result = model(x)
+        jax.block_until_ready(result)
+
+    if phase == "forward":
+        return forward, parameters
+
+    goal = objective.find(model, "softmax_cross_entropy_with_integer_labels", None)
+    optimizer = optax.with_extra_args_support(optax.adam(LEARNING_RATE))
+    storage = Storage(model.params, optimizer)
+    carry = step.start(model, optimizer, False, storage)
+    examples: Any = Batch((x,), y, jnp.ones(len(x)))  # type: ignore[arg-type]
+    update = step.training(goal.model, goal, optimizer, 0, storage)
+    compiled = update.lower(carry, examples).compile()
+
+    def training(count):
+        nonlocal carry
+        for _ in range(count):
+            carry, seen = compiled(carry, examples)
+        if not seen[1]:
+            raise FloatingPointError("the loss or a gradient is not finite")
+
+    return training, parameters
 
 
 def flax(network: Network, phase: str, path: Path) -> tuple[Run, int]:

@@ -7,6 +7,7 @@ from jaxonnx.train import step
 from jaxonnx.train.checkpoint import Checkpoints, NotWritten, Position
 from jaxonnx.train.record import Record
 from jaxonnx.train.stopping import Interrupted, Stop
+from jaxonnx.train.storage import Storage
 
 Weights = tuple[dict[str, jax.Array], dict[str, jax.Array]] | None
 """Parameters and state."""
@@ -22,6 +23,7 @@ class Keeper:
       every: steps between checkpoints; None is an epoch.
       rollback: whether the run goes back to what was kept when a step is not finite.
       carry: what the run starts from.
+      storage: how it is stored; checkpoints have the order of the file.
     """
 
     def __init__(
@@ -31,7 +33,9 @@ class Keeper:
         rollback: bool,
         record: Record,
         carry: step.Carry,
+        storage: Storage,
     ):
+        self._storage = storage
         self._checkpoints = checkpoints
         self._every = every
         self._record = record
@@ -74,7 +78,8 @@ class Keeper:
             self._spare = step.copy(carry)
         if self._checkpoints is not None:
             try:
-                self._checkpoints.save(at, (carry, best), self._record.history, score)
+                state = self._storage.view(carry), best
+                self._checkpoints.save(at, state, self._record.history, score)
             except NotWritten as error:
                 raise self._lost(error) from error
         return carry

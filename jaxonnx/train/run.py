@@ -21,6 +21,7 @@ from jaxonnx.train.progress import Bar
 from jaxonnx.train.record import Hook, Record
 from jaxonnx.train.sparsity import sparse_numbers
 from jaxonnx.train.stopping import Interrupt, Monitor, Spent, Stop
+from jaxonnx.train.storage import Storage
 
 
 def run(
@@ -52,7 +53,9 @@ def run(
       `net` with the weights that the run gives, and what happened.
     """
     optimizer = optax.with_extra_args_support(optimizer)
-    carry, history, at = step.start(net, optimizer, ema is not None), History(), Position()
+    storage = Storage(net.params, optimizer)
+    carry = step.start(net, optimizer, ema is not None, storage)
+    history, at = History(), Position()
     best = None if watched.patience is None else step.copy((net.params, net.state))
     examples, held_out = data
     with ExitStack() as stack:
@@ -61,7 +64,9 @@ def run(
             same = {"seed": seed, "accumulate": accumulate, "ema": ema, "precision": precision}
             same["batch_size"] = getattr(examples, "size", None)
             checkpoints = stack.enter_context(Checkpoints(checkpoint_dir, resume, same))
-            at, (carry, best), history = checkpoints.restore((carry, best))
+            like = storage.view(carry), best
+            at, (carry, best), history = checkpoints.restore(like)
+            carry = storage.store(carry)
         history.notes = list(goal.notes)
 
         # the first batch tells the shapes; an iterator cannot be asked for it again
@@ -81,17 +86,19 @@ def run(
             goal,
             optimizer,
             seed,
+            storage,
             accumulate=accumulate,
             ema=ema,
             skip=nan == "skip",
             precision=precision,
         )
-        evaluate = step.evaluation(goal)
+        evaluate = step.evaluation(goal, storage)
 
         bar = stack.enter_context(Bar(progress, epochs, examples.steps, len(history.losses)))
         record = Record(history, hooks, bar, skip=nan == "skip")
         stack.callback(record.close)
-        keeper = Keeper(checkpoints, checkpoint_every, nan == "rollback", record, carry)
+        back = nan == "rollback"
+        keeper = Keeper(checkpoints, checkpoint_every, back, record, carry, storage)
         interrupt = stack.enter_context(Interrupt())
         try:
             watched.see(history.epochs)
@@ -118,7 +125,7 @@ def run(
                 at = Position(epoch + 1, 0, record.step)
                 improved = watched.see(history.epochs)
                 if improved and best is not None:
-                    best = step.copy((step.weights(carry), carry.state))
+                    best = step.copy((step.weights(carry, storage), carry.state))
                 if keeper.due_after_epoch(improved, epoch + 1 == epochs):
                     carry = keeper.keep(at, carry, best, watched.score(row))
                 watched.check(history.epochs)
@@ -131,7 +138,7 @@ def run(
             which = watched.chosen or f"step {stop.step}"
             history.stopped = f"{stop}; the weights are those of {which}{keeper.where}"
             history.early = isinstance(stop, Spent)
-    params, state = step.weights(carry), carry.state
+    params, state = step.weights(carry, storage), carry.state
     if best is not None and watched.chosen:
         params, state = best
     return net.replace(params=params, state=state), history

@@ -13,10 +13,11 @@ from jaxonnx.train.data import Batch
 from jaxonnx.train.objective import Objective
 from jaxonnx.train.precision import products_in_bfloat16
 from jaxonnx.train.sparsity import masks
+from jaxonnx.train.storage import Storage
 
 
 class Carry(NamedTuple):
-    """All that a step changes."""
+    """All that a step changes; the parameters and what goes with them as a Storage has them."""
 
     params: dict[str, jax.Array]
     state: dict[str, jax.Array]
@@ -31,9 +32,11 @@ class Carry(NamedTuple):
     """False once a loss or a gradient is not finite; from then on nothing changes."""
 
 
-def start(model: Model, optimizer: optax.GradientTransformation, average: bool) -> Carry:
+def start(
+    model: Model, optimizer: optax.GradientTransformation, average: bool, storage: Storage
+) -> Carry:
     """The first carry. Steps give its memory to their results: the arrays are copies."""
-    params, state = copy((model.params, model.state))
+    params, state = copy((storage.store(model.params), model.state))
     memory = jax.tree.map(jnp.asarray, optimizer.init(params))
     averages = {name: copy(_wide(x)) for name, x in params.items()} if average else None
     return Carry(params, state, memory, averages, jnp.int32(0), jnp.int32(0), jnp.bool(True))
@@ -49,6 +52,7 @@ def training(
     goal: Objective,
     optimizer: optax.GradientTransformationExtraArgs,
     seed: int,
+    storage: Storage,
     *,
     accumulate: int = 1,
     ema: float | None = None,
@@ -70,6 +74,7 @@ def training(
         key = jax.random.fold_in(jax.random.key(seed), carry.count)
 
         def objective(params):
+            params = storage.view(params)
             outputs, state = model.apply_train(params, carry.state, key, *batch.inputs)
             return goal.mean(outputs, batch.targets, batch.weight), state
 
@@ -99,26 +104,27 @@ def training(
     return step
 
 
-def weights(carry: Carry) -> dict[str, jax.Array]:
+def weights(carry: Carry, storage: Storage) -> dict[str, jax.Array]:
     """The parameters to validate and to hand out: the average if there is one.
 
     Sparse weights are averaged over masks that change; what the mask hides now is zero.
     """
     if carry.average is None:
-        return carry.params
+        return storage.view(carry.params)
     shown = masks(carry.optimizer)
-    return {
+    averages = {
         name: jnp.where(shown.get(name, True), x, 0).astype(carry.params[name].dtype)
         for name, x in carry.average.items()
     }
+    return storage.view(averages)
 
 
-def evaluation(goal: Objective) -> Callable[[Any, Carry, Batch], Any]:
+def evaluation(goal: Objective, storage: Storage) -> Callable[[Any, Carry, Batch], Any]:
     """Adds the sums of a batch to those of `goal`, in inference mode."""
 
     @jax.jit
     def evaluate(sums, carry, batch):
-        outputs = goal.model.apply(weights(carry), *batch.inputs, state=carry.state)
+        outputs = goal.model.apply(weights(carry, storage), *batch.inputs, state=carry.state)
         return goal.add(sums, outputs, batch)
 
     return evaluate

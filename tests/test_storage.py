@@ -1,0 +1,108 @@
+"""Weights of convolutions are stored in another order only where no optimizer can tell."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import jaxonnx
+from jaxonnx.train.storage import Storage
+
+rng = np.random.default_rng(0)
+PARAMS = {
+    "w": jnp.ones((8, 4, 3, 3)),
+    "square": jnp.ones((3, 3, 3, 3)),
+    "line": jnp.ones((8, 4, 3)),
+    "matrix": jnp.ones((8, 3)),
+    "table": jnp.ones((1, 8, 32)),
+}
+
+
+def stored(optimizer):
+    return Storage(PARAMS, optax.with_extra_args_support(optimizer)).names
+
+
+INDIFFERENT = {
+    "adamw": optax.adamw(optax.cosine_decay_schedule(1e-3, 10)),
+    "sgd": optax.sgd(0.1, 0.9, nesterov=True),
+    "clipping": optax.chain(optax.clip_by_global_norm(1.0), optax.lion(1e-3)),
+    "accumulation": optax.MultiSteps(optax.adam(1e-3), 4).gradient_transformation(),
+    "groups": optax.multi_transform(
+        {"a": optax.adam(1e-3), "b": optax.set_to_zero()}, dict.fromkeys(PARAMS, "a") | {"w": "b"}
+    ),
+    "onnx": jaxonnx.optim.adam(1e-3),
+}
+TELLING = {
+    "noise": optax.chain(optax.add_noise(0.1, 0.1, 0), optax.sgd(0.1)),
+    "fan": optax.stateless_with_tree_map(lambda g, p: g / p.shape[-1]),
+    "constants": optax.stateless_with_tree_map(lambda g, p: g + np.ones(g.shape)),
+    "captured": optax.stateless_with_tree_map(
+        lambda g, p: g + (PARAMS["w"] if g.shape == (8, 4, 3, 3) else 0)
+    ),
+    "captured, square": optax.stateless_with_tree_map(
+        lambda g, p: g + (PARAMS["square"] if g.shape == (3, 3, 3, 3) else 0)
+    ),
+    "rows": optax.stateless_with_tree_map(lambda g, p: g - g.mean(0)),
+    "sparse": jaxonnx.sparse.three_phase(optax.sgd(0.1), dense=0, dynamic=1, steps_per_epoch=1),
+}
+
+
+@pytest.mark.parametrize("name", INDIFFERENT)
+def test_updates_element_by_element(name):
+    assert stored(INDIFFERENT[name]) == {"w", "line"}
+
+
+@pytest.mark.parametrize("name", TELLING)
+def test_an_optimizer_that_can_tell_keeps_the_order_of_the_file(name):
+    assert not stored(TELLING[name])
+
+
+def network():
+    w = rng.normal(size=(6, 2, 3, 3)).astype(np.float32)
+    head = rng.normal(size=(3, 6)).astype(np.float32)
+    graph = helper.make_graph(
+        [
+            helper.make_node("Conv", ["x", "w"], ["c"], pads=[1] * 4),
+            helper.make_node("Relu", ["c"], ["r"]),
+            helper.make_node("GlobalAveragePool", ["r"], ["p"]),
+            helper.make_node("Flatten", ["p"], ["f"]),
+            helper.make_node("Gemm", ["f", "head"], ["y"], transB=1),
+        ],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 2, 5, 5])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 3])],
+        [numpy_helper.from_array(w, "w"), numpy_helper.from_array(head, "head")],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+
+
+@pytest.mark.parametrize("ema", [None, 0.5])
+def test_a_run_gives_what_it_gives_in_the_order_of_the_file(ema, tmp_path):
+    x, y = rng.normal(size=(16, 2, 5, 5)).astype(np.float32), rng.integers(0, 3, 16)
+    model = jaxonnx.load(network())
+    told = optax.chain(optax.adam(1e-2), TELLING["fan"], optax.scale(3.0))
+
+    def run(optimizer, epochs=3, **options):
+        options |= {"loss": "softmax_cross_entropy_with_integer_labels", "ema": ema}
+        options |= {"epochs": epochs, "batch_size": 8, "validation": (x, y), "progress": False}
+        return jaxonnx.train(model, (x, y), optimizer=optimizer, **options)
+
+    # the gradient is divided by the last axis, 3 in the kernel and 6 in the head
+    plain = optax.chain(
+        optax.adam(1e-2),
+        optax.stateless(lambda g, p: {"w": g["w"], "head": g["head"] / 2}),
+    )
+    one, other = run(plain), run(told)
+    for name, value in one.model.params.items():
+        assert value.shape == model.params[name].shape
+        np.testing.assert_allclose(value, other.model.params[name], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        [row["validation_loss"] for row in one.history.epochs],
+        [row["validation_loss"] for row in other.history.epochs],
+        rtol=1e-4,
+    )
+    run(plain, epochs=2, checkpoint_dir=tmp_path)
+    resumed = run(plain, checkpoint_dir=tmp_path, resume=True)
+    jax.tree.map(np.testing.assert_array_equal, resumed.model.params, one.model.params)
