@@ -99,7 +99,7 @@ def _batch_size(inputs: Sequence[Value], wanted: int | None) -> int:
     if wanted not in (None, size):
         raise TrainingError(
             f"batch_size={wanted}, but the model's inputs are fixed to batches of {size}; "
-            "give the first dimension of its inputs a name to allow any size"
+            "jaxonnx.load(path, batch='any') may open it"
         )
     return size
 
