@@ -37,9 +37,7 @@ def overview(model: Model) -> Group:
     for title, values in (("input", model.inputs), ("output", model.outputs)):
         for value in values:
             facts.add_row(title, Text(str(value)))
-    operators = Counter(
-        node.op.name or node.label.split("(")[-1].rstrip(")") for node in model.graph.nodes
-    )
+    operators = Counter(map(operator, model.graph.nodes))
     listed = ", ".join(f"{name} {count}" for name, count in operators.most_common())
     facts.add_row("operators", listed or "none")
     trained = sum(v.size for v in model.params.values())
@@ -67,6 +65,11 @@ def overview(model: Model) -> Group:
     if len(rows) > _ROWS:
         table.add_row(f"... {len(rows) - _ROWS} more", "", "", "")
     return Group(facts, table) if rows else Group(facts)
+
+
+def operator(node: Node) -> str:
+    """The name of the operator or function that a node calls."""
+    return node.op.name or node.label.split("(")[-1].rstrip(")")
 
 
 def _training(info: TrainingInfoProto) -> str:
@@ -196,7 +199,7 @@ def _layer(
     name = path[-1] if path else (origin and origin.name) or node.outputs[0]
     return Layer(
         name=name,
-        operator=node.op.name or node.label.split("(")[-1].rstrip(")"),
+        operator=operator(node),
         shape=None if value is None else value.shape,
         parameters=sum(tensors[w].size for w in new),
         trained=sum(tensors[w].size for w in trained),
