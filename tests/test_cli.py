@@ -57,6 +57,8 @@ def test_info(capsys):
     assert said["outputs"] == [{"name": "logits", "dtype": "float32", "shape": ["batch", 10]}]
     assert said["operators"]["Conv"] == 2
     assert said["params"]["classifier.0.bias"] == {"dtype": "float32", "shape": [32]}
+    assert main(["info", NET, "--layers"]) == 0
+    assert "12,678 numbers trained" in capsys.readouterr().out
 
 
 def test_run(data, tmp_path, capsys):
@@ -65,6 +67,12 @@ def test_run(data, tmp_path, capsys):
     assert result(capsys)["outputs"] == {"logits": {"dtype": "float32", "shape": [16, 10]}}
     expected = jaxonnx.load(NET)(np.load(data)["x"])
     np.testing.assert_allclose(np.load(output)["logits"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_run_gives_inner_values(small, capsys):
+    assert command("run net.onnx data.npz -o out.npz --outputs y") == 0
+    assert command("run net.onnx data.npz -o out.npz --outputs z") == 2
+    assert "no value" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", ["train", "sparsify"])
@@ -170,16 +178,18 @@ def test_a_run_that_stops_says_so_in_its_status(small, capsys):
 def test_settings_of_train(small, capsys):
     line = "train net.onnx data.npz -o out.onnx --epochs 40 --batch-size 2 --json --rate 0.5"
     more = "--validation 0.25 --metrics f1 --metrics top_2 --patience 1 --monitor validation_f1"
-    assert command(f"{line} {more} --ema 0.9 --accumulate 2 --checkpoints kept") == 0
+    assert command(f"{line} {more} --ema 0.9 --accumulate 2 --checkpoints kept --log l.csv") == 0
     history = result(capsys)["history"]
     assert history["early"]
     assert "validation_f1" in history["stopped"]
     assert {"validation_f1", "validation_top_2"} <= history["epochs"][0].keys()
     assert Path("kept").is_dir()
+    assert len(Path("l.csv").read_text().splitlines()) == 1 + len(history["epochs"])
     assert command(f"{line} --dropout 0.1") == 2
     assert "no Dropout node" in capsys.readouterr().err
     assert command(f"{line} --dropout 0.1 --dropout x=0.2") == 2
     assert command(f"{line} --adapters out.npz") == 2
+    assert command(f"{line} --log out.txt") == 2
 
 
 def test_adapters(small, capsys):

@@ -132,6 +132,11 @@ _TRAINING = [
     ),
     Flag("--metrics", "accuracy, top_5, f1, r2...: of the validation data; repeatable", _MANY),
     Flag("--accumulate", "batches whose mean gradient makes an update", _COUNT),
+    Flag(
+        "--precision",
+        "bf16: factors of products in bfloat16, weights in float32",
+        {"choices": ("bf16",)},
+    ),
     Flag("--ema", "share that a moving average of the weights keeps of itself, as 0.999", _REAL),
     Flag(
         "--nan",
@@ -152,13 +157,14 @@ _LONG = [
     Flag("--checkpoints", "a folder for checkpoints", {**_FOLDER, "dest": "checkpoint_dir"}),
     Flag("--checkpoint-every", "steps between checkpoints; otherwise one an epoch", _COUNT),
     Flag("--resume", "continue from the newest checkpoint, if there is one", _SWITCH),
+    Flag("--log", ".csv, .jsonl, or a folder for TensorBoard; repeatable", {**_MANY, **_FILE}),
 ]
 
 VERBS: Mapping[str, Verb] = {
     "info": Verb(
         "show inputs, outputs, operators and parameters of a model",
-        "jaxonnx info net.onnx\njaxonnx info net.onnx --json",
-        {"": [_MODEL]},
+        "jaxonnx info net.onnx --layers\njaxonnx info net.onnx --json",
+        {"": [_MODEL, Flag("--layers", "every layer: shape, parameters, notes", _SWITCH)]},
     ),
     "run": Verb(
         "run a model on the arrays of a .npz file",
@@ -168,6 +174,7 @@ VERBS: Mapping[str, Verb] = {
                 _MODEL,
                 Flag("data", "a .npz with the inputs by name (or one as 'x')", _PATH),
                 Flag("-o --output", "the .npz to write", _NEEDED),
+                Flag("--outputs", "inner value, node or module to give instead; repeatable", _MANY),
             ]
         },
     ),

@@ -13,20 +13,21 @@ import numpy as np
 import optax
 from rich.console import Console
 
-from jaxonnx import images, sparse
+from jaxonnx import images, loggers, sparse
 from jaxonnx.cli.flags import LOSS, PHASES
 from jaxonnx.errors import Error, InputError
 from jaxonnx.loading import load
 from jaxonnx.lora import LoRA
 from jaxonnx.model import Model
 from jaxonnx.save import check_writable, whole
+from jaxonnx.show import operator
 from jaxonnx.sparse_export import packed_nbytes, record
 from jaxonnx.values import Value
 
 _PREPARATION = ("scale", "mean", "std", "labels")
 _SETTINGS = (
     "batch_size", "seed", "trainable", "statistics", "metrics", "accumulate", "ema", "nan",
-    "patience", "monitor", "checkpoint_dir", "checkpoint_every", "resume",
+    "precision", "patience", "monitor", "checkpoint_dir", "checkpoint_every", "resume",
 )  # fmt: skip
 """Flags that are arguments of `jaxonnx.train` by the same name."""
 
@@ -55,14 +56,14 @@ def info(options: argparse.Namespace) -> Report:
         "opsets": {entry.domain or "ai.onnx": entry.version for entry in model.proto.opset_import},
         "inputs": [_described(value) for value in model.inputs],
         "outputs": [_described(value) for value in model.outputs],
-        "operators": Counter(node.op.name for node in model.graph.nodes),
+        "operators": Counter(map(operator, model.graph.nodes)),
         "params": {name: _described(x) for name, x in model.params.items()},
         "state": {name: _described(x) for name, x in model.state.items()},
         "sparse": [layer.name for layer in sparsity[1]] if sparsity else [],
         "training": len(model.proto.training_info),
         "warnings": model.warnings,
     }
-    return Report(data, model)
+    return Report(data, model.summary() if options.layers else model)
 
 
 def _described(value: Any) -> dict[str, Any]:
@@ -72,7 +73,7 @@ def _described(value: Any) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace) -> Report:
-    model = load(options.model)
+    model = load(options.model, outputs=options.outputs)
     check_writable(options.output)
     inputs, _ = arrays(options.data, model, None)
     outputs = model(*inputs)
@@ -111,6 +112,7 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
         dropout=_dropout(options),
         sparsity=sparsity,
         lora=_lora(options) if sparsity is None else None,
+        on_log=[_logger(path) for path in options.log or ()],
         progress=False if options.json else None,
         **{name: value for name, value in settings.items() if value is not None},
     )
@@ -137,6 +139,13 @@ def _dropout(options: argparse.Namespace) -> float | dict[str, float] | None:
     if "" in ratios and len(ratios) > 1:
         raise InputError("--dropout takes one ratio for all nodes, or NAME=X for each, not both")
     return ratios.get("", ratios) if ratios else None
+
+
+def _logger(path: Path) -> loggers.Logger:
+    kinds = {".csv": loggers.csv, ".jsonl": loggers.jsonl, "": loggers.tensorboard}
+    if path.suffix not in kinds:
+        raise InputError(f"--log {path}: neither .csv, nor .jsonl, nor a folder")
+    return kinds[path.suffix](path)
 
 
 def _lora(options: argparse.Namespace) -> LoRA | None:
