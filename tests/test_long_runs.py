@@ -91,7 +91,8 @@ def test_the_last_three_checkpoints_and_the_best_are_kept(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
-    "where", ["about/metadata", "leaves/_METADATA", "leaves/d/*", "leaves/*.ocdbt"]
+    "where",
+    ["metrics/metrics", "about/metadata", "leaves/_METADATA", "leaves/d/*", "leaves/*.ocdbt"],
 )
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, where):
     whole = train(epochs=3)

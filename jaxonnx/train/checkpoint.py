@@ -7,6 +7,7 @@ import os
 import warnings
 import zlib
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,6 +79,12 @@ class Checkpoints:
             raise TrainingError(
                 f"checkpoint_dir '{folder}' cannot be written ({error.strerror})"
             ) from error
+        self._directory = path
+        for file in path.glob("*/metrics/metrics"):  # Orbax reads them all at once
+            try:
+                float(json.loads(file.read_text())["score"])
+            except _UNREADABLE as error:
+                self._set_aside(file.parent.parent.name, error)
 
         def score(metrics):
             return metrics["score"]
@@ -111,12 +118,14 @@ class Checkpoints:
                 about = self._about(step)
             except _UNREADABLE as error:
                 self._set_aside(step, error)
+                self._manager.reload()
                 continue
             self._compare(about, tree)
             try:
                 found = self._arrays(step, tree, about["crc"])
             except _UNREADABLE as error:
                 self._set_aside(step, error)
+                self._manager.reload()
                 continue
             return Position(*about["position"]), found, History(**about["history"])
         if steps:
@@ -221,16 +230,11 @@ class Checkpoints:
                 "optimizer, or another checkpoint_dir"
             )
 
-    def _set_aside(self, step: int, error: Exception) -> None:
+    def _set_aside(self, step: int | str, error: Exception) -> None:
         """Renames a checkpoint that cannot be read, because its number will be used again."""
-        directory = Path(self._manager.directory)
-        aside = directory / f"unreadable.{step}"
-        number = 1
-        while aside.exists():
-            number += 1
-            aside = directory / f"unreadable.{step}.{number}"
-        os.rename(directory / str(step), aside)
-        self._manager.reload()
+        names = (f"unreadable.{step}" + ("" if n == 1 else f".{n}") for n in count(1))
+        aside = next(path for path in map(self._directory.joinpath, names) if not path.exists())
+        os.rename(self._directory / str(step), aside)
         warnings.warn(
             f"the checkpoint of step {step} in '{self.folder}' cannot be read ({_reason(error)}), "
             f"and is called {aside.name} now; the one before it is taken",
