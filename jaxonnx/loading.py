@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from onnx import ModelProto
 
+from jaxonnx import integers
 from jaxonnx.bind import bind
 from jaxonnx.errors import InputError
 from jaxonnx.load import give_back_memory, read
@@ -27,6 +28,7 @@ def load(
     *,
     outputs: str | Iterable[str] | None = None,
     batch: Literal["any"] | None = None,
+    dequantize: bool = False,
     trainable: Trainable | None = None,
 ) -> Model:
     """Loads an ONNX model.
@@ -37,6 +39,10 @@ def load(
       outputs: inner values to give instead of the file's outputs, as in `Model.with_outputs`.
       batch: "any" opens the batch of a file that was exported for one size, as in
         `Model.with_any_batch`.
+      dequantize: weights that are stored as integers behind DequantizeLinear become floating-point
+        parameters, by the name of its result; saved, they are initializers of that type.
+        Activations that pass QuantizeLinear and DequantizeLinear are still rounded, with a
+        gradient that passes straight through.
       trainable: names or regular expressions (matched in full), or a predicate of name and value:
         exactly these floating-point tensors become parameters, instead of those that stand at a
         weight or bias of an operator.
@@ -46,12 +52,14 @@ def load(
       SparsityError: a packed file is.
       UnsupportedError: operators without an implementation (all of them named), or a newer opset.
       InputError: `outputs` or `trainable` name what the model does not have, or the batch cannot be
-        opened.
+        opened, or nothing is to be dequantized.
     """
     if batch not in (None, "any"):
         raise InputError(f"batch is 'any' or None, and was {batch!r}")
     proto, tensors = read(source)
     graph = bind(proto, proto.graph, tensors.keys())
+    if dequantize:
+        graph = integers.dequantized(proto, graph, tensors)
     params, state, constants = split(graph, tensors, proto.graph)
     originals = {
         name: tensors[name]

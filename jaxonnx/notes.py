@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from jaxonnx import exports
+from jaxonnx import exports, integers
 from jaxonnx.save import training_nodes
 
 if TYPE_CHECKING:
@@ -34,3 +34,4 @@ def warnings(model: Model) -> Iterator[str]:
             "semantics"
         )
     yield from exports.notes(model.proto.graph)
+    yield from integers.notes(model.graph, model.tensors)
