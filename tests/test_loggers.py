@@ -8,7 +8,7 @@ import pytest
 
 import jaxonnx
 from jaxonnx import loggers
-from tests.tiny import examples, train
+from tests.tiny import LABELS, examples, mlp, train
 
 
 def test_hooks_see_every_step_and_epoch_late_and_in_order():
@@ -108,3 +108,14 @@ def test_without_tensorboard_the_error_says_what_to_install(tmp_path, monkeypatc
     monkeypatch.setitem(__import__("sys").modules, "tensorboardX", None)
     with pytest.raises(jaxonnx.Error, match="pip install 'jaxonnx\\[tensorboard\\]'"):
         loggers.tensorboard(tmp_path)
+
+
+def test_the_algorithm_of_a_file_logs_as_well():
+    model = jaxonnx.add_training(mlp(), loss=LABELS, optimizer=jaxonnx.optim.adam(0.01))
+    calls = []
+    result = jaxonnx.train(
+        model, iter([examples(8), examples(8, 2)]), on_log=lambda *call: calls.append(call)
+    )
+    losses = [(step, m["loss"]) for step, m in calls if "epoch" not in m]
+    assert losses == list(zip([1, 2], result.history.losses, strict=True))
+    assert calls[-1] == (2, result.history.epochs[0])

@@ -1,7 +1,9 @@
 """Training a file by the algorithm that it carries (`training_info`)."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ from jaxonnx.model import Model
 from jaxonnx.train.data import Arrays, Batch, Stream
 from jaxonnx.train.history import History
 from jaxonnx.train.progress import Bar
+from jaxonnx.train.record import Hook, Record
 
 
 def follow(
@@ -23,6 +26,7 @@ def follow(
     *,
     epochs: int,
     seed: int,
+    hooks: Sequence[Hook],
     progress: bool | None,
 ) -> tuple[Model, History]:
     """Runs `model.training` from the state in the file; the result carries the new state.
@@ -45,40 +49,41 @@ def follow(
             )
         return {**dict(zip(names, batch.inputs, strict=True)), **given}
 
-    state = training.state
-    metric = _metric(training, state, as_inputs(next(examples.batches(0))))
+    # the first batch tells the shapes; an iterator cannot be asked for it again
+    batches = examples.batches(0)
+    first = next(batches)
+    batches = chain([first], batches)
+    state, finite = training.state, jnp.bool(True)
+    metric = _metric(training, state, as_inputs(first))
 
     @jax.jit
-    def update(state, batch, key):
+    def update(state, finite, batch, key):
         new, outputs = training.step(state, batch, key=key)
         loss = outputs[metric]
-        good = jnp.isfinite(loss)
-        return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, state), loss
+        finite &= jnp.isfinite(loss)
+        state = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+        return state, finite, jnp.stack([loss, finite.astype(loss.dtype)])
 
-    with Bar(progress, epochs, examples.steps) as bar:
+    with Bar(progress, epochs, examples.steps) as bar, ExitStack() as stack:
+        record = Record(history, hooks, bar)
+        stack.callback(record.close)
         for epoch in range(epochs):
-            began, before = time.perf_counter(), len(history.losses)
-            for batch in examples.batches(epoch):
-                key = jax.random.fold_in(jax.random.key(seed), len(history.losses))
-                state, loss = update(state, as_inputs(batch), key)
-                history.losses.append(float(loss))
-                if not np.isfinite(history.losses[-1]):
-                    history.stopped = (
-                        f"the loss, {float(loss)}, is not finite at step {len(history.losses)}; "
-                        "the weights are those before it"
-                    )
+            began, before = time.perf_counter(), record.step
+            for batch in batches if epoch == 0 else examples.batches(epoch):
+                key = jax.random.fold_in(jax.random.key(seed), record.started)
+                state, finite, seen = update(state, finite, as_inputs(batch), key)
+                if not record.add(seen):
                     break
-                bar.show(history)
-            if history.stopped:
+            if not record.flush():
+                history.stopped = f"{record.trouble}; the weights are those before it"
                 break
-            row: dict[str, Any] = {"epoch": epoch, "step": len(history.losses)}
+            row: dict[str, Any] = {"epoch": epoch, "step": record.step}
             row["loss"] = float(np.mean(history.losses[before:]))
             if held_out is not None:
                 # A step whose new state is dropped: the file's own loss at these weights.
                 steps = [training.step(state, as_inputs(b)) for b in held_out.batches(epoch)]
                 row["validation_loss"] = float(np.mean([out[metric] for _, out in steps]))
-            history.epochs.append(row | {"seconds": time.perf_counter() - began})
-            bar.show(history)
+            record.close_epoch(row | {"seconds": time.perf_counter() - began})
     return load(training.to_onnx(state)), history
 
 

@@ -198,12 +198,11 @@ def train(
             "nan": nan != "stop",
             "patience": patience,
             "checkpoint_dir": checkpoint_dir,
-            "on_log": hooks,
         }
         _check_carried(net, loss, optimizer, given)
         start = net
         net, history = carried.follow(
-            net, examples, held_out, epochs=epochs, seed=seed, progress=progress
+            net, examples, held_out, epochs=epochs, seed=seed, hooks=hooks, progress=progress
         )
         if history.stopped:
             warnings.warn(history.stopped, stacklevel=2)
@@ -255,8 +254,8 @@ def _check_carried(net: Model, loss: Any, optimizer: Any, given: Mapping[str, An
         )
     if names := [name for name, value in given.items() if value]:
         raise TrainingError(
-            f"{', '.join(names)}: goes with loss= and optimizer=, not with the algorithm of the "
-            "file; its saved model continues where the run ended"
+            f"{', '.join(names)}: such settings go with loss= and optimizer=, not with the "
+            "algorithm of the file; its saved model continues where the run ended"
         )
 
 
