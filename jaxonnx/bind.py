@@ -18,7 +18,7 @@ from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProt
 import jaxonnx.ops  # noqa: F401  (importing the operators registers them)
 from jaxonnx.check import check_call, check_node
 from jaxonnx.errors import ModelError, UnsupportedError
-from jaxonnx.load import to_array, to_dense
+from jaxonnx.load import names_of_constants, to_array, to_dense
 from jaxonnx.registry import Op, lookup
 
 
@@ -34,6 +34,8 @@ class Graph:
     """The names of the graph's tensors whose values come from outside (`Context.weights`)."""
     initializers: Mapping[str, np.ndarray]
     nodes: tuple[Node, ...]
+    lifted: Mapping[str, str] = field(default_factory=dict)
+    """In the body of a function: names of it whose values come from outside, by the names there."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def bind(model: ModelProto, graph: GraphProto, taken: Collection[str]) -> Graph:
         if key in functions:
             raise ModelError(f"the function '{'.'.join(filter(None, key))}' is defined twice")
         functions[key] = function
-    binder = _Binder(functions, frozenset(taken))
+    binder = _Binder(functions, frozenset(taken), lifted=frozenset(taken))
     bound = binder.graph(graph, opsets or {"": 1})
     if binder.missing:
         lines = [f"  {what}: {', '.join(nodes)}" for what, nodes in binder.missing.items()]
@@ -89,6 +91,8 @@ class _Binder:
     missing: dict[str, list[str]] = field(default_factory=dict)
     count: int = 0
     calls: tuple[tuple[str, str, str], ...] = ()
+    lifted: frozenset[str] = frozenset()
+    """The constants of functions whose values come from outside, by their names in the model."""
 
     def graph(
         self, proto: GraphProto, opsets: dict[str, int], visible: Collection[str] = (), refs=None
@@ -209,8 +213,13 @@ class _Binder:
         refs = dict.fromkeys(function.attribute) | defaults | dict(given)
         own = {_domain(e.domain): e.version for e in function.opset_import} or opsets
         inner = _Binder(self.functions, frozenset(), self.missing, self.count, (*self.calls, key))
-        names = set(function.input)
-        nodes = inner.nodes(function.node, own, names, set(names), refs)
+        inner.lifted = self.lifted
+        lifted = {
+            local: whole for local, whole in names_of_constants(function) if whole in self.lifted
+        }
+        names = {*function.input, *lifted}
+        computed = [node for node in function.node if not {*node.output} & lifted.keys()]
+        nodes = inner.nodes(computed, own, names, set(names), refs)
         self.count = inner.count
         for output in function.output:
             if output not in names:
@@ -223,6 +232,7 @@ class _Binder:
             weights=(),
             initializers={},
             nodes=nodes,
+            lifted=lifted,
         )
 
 

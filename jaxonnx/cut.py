@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto
+from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, ValueInfoProto
 
 from jaxonnx.bind import Graph
 from jaxonnx.errors import InputError
+from jaxonnx.load import subgraphs
 from jaxonnx.shapes import evaluated, inferred, type_of
 
 
@@ -41,6 +42,8 @@ def cut(
     result.CopyFrom(proto)
     del result.training_info[:]
     _keep(result.graph, needed)
+    called = _called(result, result.graph.node)
+    _filter(result.functions, lambda function: _key(function, function.name) in called)
     smaller = replace(
         graph,
         inputs=tuple(name for name in graph.inputs if name in needed),
@@ -133,6 +136,25 @@ def _keep(graph: GraphProto, needed: set[str]) -> None:
         value for value in graph.output if value.name in needed and value.name not in known
     )
     del graph.output[:]
+
+
+def _called(proto: ModelProto, nodes: Iterable[NodeProto]) -> set[tuple[str, str, str]]:
+    """The functions that nodes, and those in their subgraphs and functions, call."""
+    functions = {_key(function, function.name): function for function in proto.functions}
+    found: set[tuple[str, str, str]] = set()
+    waiting = [*nodes]
+    while waiting:
+        node = waiting.pop()
+        waiting += [inner for graph in subgraphs(node) for inner in graph.node]
+        key = _key(node, node.op_type)
+        if key in functions and key not in found:
+            found.add(key)
+            waiting += functions[key].node
+    return found
+
+
+def _key(item: NodeProto | FunctionProto, name: str) -> tuple[str, str, str]:
+    return "" if item.domain == "ai.onnx" else item.domain, name, item.overload
 
 
 def _filter(repeated: Any, keep: Any) -> None:

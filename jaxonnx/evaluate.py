@@ -59,6 +59,7 @@ class Scope:
         self.outer = outer
         self.values: dict[str, Any] = dict(graph.initializers)
         self.values.update((name, context.weights[name]) for name in graph.weights)
+        self.values.update((own, context.weights[name]) for own, name in graph.lifted.items())
         self.values.update(given)
 
     def __getitem__(self, name: str) -> Any:
@@ -183,11 +184,11 @@ class Scope:
     def _call(self, node: Node, body: Graph, arguments: list) -> tuple:
         """Evaluates a function of the model, which sees its arguments only."""
         updates = self.context.updates
-        inner = replace(self.context, weights={}, updates=None if updates is None else {})
+        inner = replace(self.context, updates=None if updates is None else {})
         given = dict.fromkeys(body.inputs) | dict(zip(body.inputs, arguments, strict=False))
         results = run(body, given, inner)
         if inner.updates and updates is not None:
-            actual = dict(zip(body.inputs, node.inputs, strict=False))
+            actual = dict(zip(body.inputs, node.inputs, strict=False)) | dict(body.lifted)
             updates.update((actual.get(name, name), new) for name, new in inner.updates.items())
         return results
 

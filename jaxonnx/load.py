@@ -12,6 +12,7 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import (
     AttributeProto,
+    FunctionProto,
     GraphProto,
     ModelProto,
     NodeProto,
@@ -35,6 +36,8 @@ _DATA_FIELDS = (
     "data_location",
 )
 
+_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
+
 _PACKED: dict[int, int] = {
     TensorProto.UINT4: 4,
     TensorProto.INT4: 4,
@@ -55,6 +58,7 @@ def read(
     Returns a ModelProto whose named tensors hold no data, and these tensors: every initializer,
     every tensor of a Constant node and every Identity over one of these, by the name of the value
     (in the main graph and in subgraphs; a name that several graphs define stays where it is).
+    Floating-point tensors of Constant nodes in functions have the name of the function before it.
     External data is memory-mapped.
 
     Raises:
@@ -87,6 +91,9 @@ def read(
                 ) from error
     _check_header(proto, what)
     tensors = _take_tensors(proto.graph, folder)
+    if not proto.training_info:  # the graphs of an algorithm call the functions as they are
+        for function in proto.functions:
+            _take_constants(function, tensors)
     for info in proto.training_info:
         for graph in (info.initialization, info.algorithm):
             _inline(graph, folder)
@@ -120,6 +127,15 @@ def tensor_of_constant(node: NodeProto) -> TensorProto | None:
             if attribute.name == "value" and attribute.type == AttributeProto.TENSOR:
                 return attribute.t
     return None
+
+
+def names_of_constants(function: FunctionProto) -> Iterator[tuple[str, str]]:
+    """The Constant nodes of a function that hold a tensor: its name there and in the model."""
+    key = function.domain, function.name, function.overload
+    path = ".".join(str(part) for part in key if part)
+    for node in function.node:
+        if tensor_of_constant(node) is not None and node.output:
+            yield node.output[0], f"{path}/{node.output[0]}"
 
 
 def to_array(tensor: TensorProto, folder: Path | None = None) -> np.ndarray:
@@ -220,6 +236,21 @@ def _take_tensors(main: GraphProto, folder: Path | None) -> dict[str, np.ndarray
                 if value is not None and defined[output] == 1:
                     tensors[output] = value
     return tensors
+
+
+def _take_constants(function: FunctionProto, tensors: dict[str, np.ndarray]) -> None:
+    """Moves floating-point tensors, but no scalars, out of the Constant nodes of a function."""
+    names = dict(names_of_constants(function))
+    for node in function.node:
+        constant = tensor_of_constant(node)
+        name = names.get(node.output[0]) if node.output else None
+        if constant is None or name is None or name in tensors:
+            continue
+        value = to_array(constant)
+        if value.size > 1 and constant.data_type in _FLOATS:
+            tensors[name] = value
+            for field in _DATA_FIELDS:
+                constant.ClearField(field)
 
 
 def _inline(main: GraphProto, folder: Path | None) -> None:

@@ -46,10 +46,10 @@ def split(
 
 
 def graph_tensors(graph: Graph) -> list[str]:
-    """The named tensors of a graph and of the subgraphs within it."""
-    names = list(graph.weights)
+    """The named tensors of a graph, of the subgraphs within it and of the functions it calls."""
+    names = [*graph.weights, *graph.lifted.values()]
     for node in graph.nodes:
-        for inner in node.graphs.values():
+        for inner in (*node.graphs.values(), *([] if node.body is None else [node.body])):
             for g in inner if isinstance(inner, list) else [inner]:
                 names += graph_tensors(g)
     return list(dict.fromkeys(names))

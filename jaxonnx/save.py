@@ -13,7 +13,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
 from jaxonnx import sparse_export
 from jaxonnx.errors import InputError
-from jaxonnx.load import subgraphs, tensor_of_constant
+from jaxonnx.load import names_of_constants, subgraphs, tensor_of_constant
 
 _LIMIT = 2**31 - 2**20
 """Bytes that fit one protobuf file, with room for the graph."""
@@ -35,6 +35,13 @@ def to_onnx(
     result = ModelProto()
     result.CopyFrom(proto)
     _fill(result.graph, values, params, state)
+    for function in result.functions:
+        names = dict(names_of_constants(function))
+        for node in function.node:
+            constant = tensor_of_constant(node)
+            name = names.get(node.output[0]) if node.output else None
+            if constant is not None and name in values:
+                _set(constant, values[name])
     if result.ir_version < 4:
         _declare_initializers(result.graph)
     opset = next((e.version for e in proto.opset_import if e.domain in ("", "ai.onnx")), 1)

@@ -45,9 +45,11 @@ def uses(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[Use]:
                     yield from walk(g, behind.new_child(dict.fromkeys(g.inputs)))
             if node.body is not None:
                 given = (behind.get(name) for name in node.inputs)
-                yield from walk(
-                    node.body, ChainMap(dict(zip(node.body.inputs, given, strict=False)))
-                )
+                inner = dict(zip(node.body.inputs, given, strict=False))
+                for local, name in node.body.lifted.items():
+                    if name in tensors:
+                        inner[local] = name, tuple(range(tensors[name].ndim))
+                yield from walk(node.body, ChainMap(inner))
 
     return walk(graph, ChainMap())
 

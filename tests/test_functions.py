@@ -1,5 +1,6 @@
 """Functions that a model carries: attributes, overloads, nesting, and weights passed through."""
 
+import jax
 import numpy as np
 import onnx
 import onnx.parser
@@ -140,3 +141,57 @@ def test_errors_inside_a_function_name_the_call():
     )
     with pytest.raises(jaxonnx.NodeError, match=r"'b' \(Reshape"):
         jaxonnx.load(proto)(X)
+
+
+LAYER = """f (a) => (b) {
+  w = Constant <value: tensor = float[3,3] {1, 2, 3, 4, 5, 6, 7, 8, 9}> ()
+  v = Constant <value: tensor = float[3] {1, -1, 0}> ()
+  s = Constant <value: tensor = float {0.5}> ()
+  h = MatMul(a, w)
+  g = Add(h, v)
+  b = Mul(g, s)
+}"""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "functions", "calls"),
+    [
+        ("y = l.f (x)", [LAYER], 1),
+        ("z = l.f (x)  y = l.f (z)", [LAYER], 2),  # one weight, used twice
+        ("y = l.g (x)", [LAYER, "g (p) => (q) { w = l.f (p)  q = l.f (w) }"], 2),
+    ],
+)
+def test_weights_in_constants_of_functions_are_trained_and_saved(nodes, functions, calls, tmp_path):
+    proto = parse(graph(nodes), *functions)
+    model = jaxonnx.load(proto)
+    assert {*model.params} == {"l.f/w", "l.f/v"}
+    w, v = np.arange(1, 10, dtype=np.float32).reshape(3, 3), np.float32([1, -1, 0])
+
+    def network(w, v):
+        y = X
+        for _ in range(calls):
+            y = (y @ w + v) * 0.5
+        return y
+
+    np.testing.assert_allclose(model(X), network(w, v))
+    gradient = jax.grad(lambda p: model.apply(p, X).sum())(model.params)
+    expected = jax.grad(lambda w: network(w, v).sum())(w)
+    np.testing.assert_allclose(gradient["l.f/w"], expected, rtol=1e-5)
+
+    changed = model.replace(
+        params={"l.f/w": 2 * model.params["l.f/w"], "l.f/v": model.params["l.f/v"]}
+    )
+    path = tmp_path / "changed.onnx"
+    changed.save(path)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    np.testing.assert_allclose(session.run(None, {"x": X})[0], network(2 * w, v), rtol=1e-5)
+    adapted = jaxonnx.LoRA(1).attach(model, jax.random.key(0))
+    assert {*adapted.params} == {"l.f/w.lora_A", "l.f/w.lora_B"}
+
+
+def test_functions_that_are_cut_off_are_dropped():
+    proto = parse(graph("h = Neg(x)  y = l.f (h)"), LAYER)
+    model = jaxonnx.load(proto, outputs="h")
+    assert not model.params
+    assert not model.to_onnx().functions
+    assert len(jaxonnx.load(proto, outputs="y").to_onnx().functions) == 1

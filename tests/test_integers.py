@@ -12,7 +12,8 @@ QDQ = """
 <ir_version: 9, opset_import: ["": 17]>
 g (float[n,4] x) => (float[n,2] y)
 <float xs = {0.05}, int8 xz = {3}, int8[4,3] wq = {1,2,3,4,5,6,7,8,-9,-10,-11,12},
- float[3] ws = {0.1,0.2,0.3}, int8[3] wz = {0,1,0}, int32[3] bq = {10,-20,30}, float bs = {0.01}, float[2,3] v = {1,2,3,4,5,6}> {
+ float[3] ws = {0.1,0.2,0.3}, int8[3] wz = {0,1,0}, int32[3] bq = {10,-20,30}, float bs = {0.01},
+ float[2,3] v = {1,2,3,4,5,6}> {
   q = QuantizeLinear(x, xs, xz)
   d = DequantizeLinear(q, xs, xz)
   w = DequantizeLinear <axis = 1> (wq, ws, wz)
