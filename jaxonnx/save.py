@@ -39,7 +39,7 @@ def to_onnx(
         names = dict(names_of_constants(function))
         for node in function.node:
             constant = tensor_of_constant(node)
-            name = names.get(node.output[0]) if node.output else None
+            name = names.get(node.output[0], "") if node.output else ""
             if constant is not None and name in values:
                 _set(constant, values[name])
     if result.ir_version < 4:
