@@ -439,3 +439,19 @@ def test_refused_data_closes_the_checkpoints(tmp_path):
         with pytest.raises(jaxonnx.TrainingError, match="labels"):
             train(data=(examples()[0], examples()[1] + 9), checkpoint_dir=tmp_path)
     assert closed
+
+
+def test_what_is_not_trained_is_not_stored_but_compared(tmp_path):
+    settings = {"trainable": ["w2", "b2"], "checkpoint_dir": tmp_path, "resume": True}
+    train(epochs=1, **settings)
+    told = json.loads((tmp_path / "5" / "about" / "metadata").read_text())
+    told = json.loads(told["about"])
+    assert [line.partition(" ")[0] for line in told["fixed"]] == ["w1", "b1"]
+    assert not any("w1" in line for line in told["leaves"])
+    rest = train(epochs=2, **settings)
+    assert same(rest, train(epochs=2, trainable=["w2", "b2"]))
+    np.testing.assert_array_equal(rest.model.state["w1"], jaxonnx.load(mlp()).params["w1"])
+    other = jaxonnx.load(mlp())
+    other = other.replace(params=other.params | {"w1": other.params["w1"] + 1})
+    with pytest.raises(jaxonnx.TrainingError, match="of another run"):
+        train(other, epochs=2, **settings)

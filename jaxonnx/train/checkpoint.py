@@ -58,18 +58,26 @@ class Checkpoints:
       folder: is made if need be.
       resume: whether a run in the folder is to be continued.
       settings: what must be the same in the run that continues, by the name of the argument.
+      fixed: arrays that the run does not change: they are not stored, but must be the same, too.
 
     Raises:
       TrainingError: the folder cannot be written, or holds a run and `resume` is false.
     """
 
-    def __init__(self, folder: str | os.PathLike, resume: bool, settings: dict[str, Any]):
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        resume: bool,
+        settings: dict[str, Any],
+        fixed: dict[str, jax.Array],
+    ):
         # takes seconds to import
         from orbax import checkpoint as orbax
         from orbax.checkpoint import checkpoint_managers as managers
 
         self._orbax = orbax
         self._settings = settings
+        self._fixed = [f"{name} {_crc(np.asarray(x))}" for name, x in fixed.items()]
         self.folder = os.fspath(folder)
         path = Path(folder).absolute()
         try:
@@ -147,6 +155,7 @@ class Checkpoints:
         leaves = [np.array(_data(x)) for x in jax.tree.leaves(tree)]
         about = {
             "leaves": _leaves(tree),
+            "fixed": self._fixed,
             "settings": self._settings,
             "position": list(at),
             "history": dataclasses.asdict(history),
@@ -223,7 +232,7 @@ class Checkpoints:
                     f"the run in '{self.folder}' has {name}={before}, and {name}={value} would not "
                     f"continue it; pass {name}={before}, or another checkpoint_dir"
                 )
-        if about["leaves"] != _leaves(tree):
+        if (about["leaves"], about["fixed"]) != (_leaves(tree), self._fixed):
             raise TrainingError(
                 f"the checkpoint in '{self.folder}' is of another run: its parameters, state or "
                 "optimizer are not those of this one; pass the same model, trainable and "

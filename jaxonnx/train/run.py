@@ -56,14 +56,15 @@ def run(
     storage = Storage(net.params, optimizer)
     carry = step.start(net, optimizer, ema is not None, storage)
     history, at = History(), Position()
-    best = None if watched.patience is None else step.copy((net.params, net.state))
+    fixed = step.frozen(net)
+    best = None if watched.patience is None else step.copy((net.params, carry.state))
     examples, held_out = data
     with ExitStack() as stack:
         checkpoints = None
         if checkpoint_dir is not None:
             same = {"seed": seed, "accumulate": accumulate, "ema": ema, "precision": precision}
             same["batch_size"] = getattr(examples, "size", None)
-            checkpoints = stack.enter_context(Checkpoints(checkpoint_dir, resume, same))
+            checkpoints = stack.enter_context(Checkpoints(checkpoint_dir, resume, same, fixed))
             like = storage.view(carry), best
             at, (carry, best), history = checkpoints.restore(like)
             carry = storage.store(carry)
@@ -87,12 +88,13 @@ def run(
             optimizer,
             seed,
             storage,
+            fixed,
             accumulate=accumulate,
             ema=ema,
             skip=nan == "skip",
             precision=precision,
         )
-        evaluate = step.evaluation(goal, storage)
+        evaluate = step.evaluation(goal, storage, fixed)
 
         bar = stack.enter_context(Bar(progress, epochs, examples.steps, len(history.losses)))
         record = Record(history, hooks, bar, skip=nan == "skip")
@@ -141,7 +143,7 @@ def run(
     params, state = step.weights(carry, storage), carry.state
     if best is not None and watched.chosen:
         params, state = best
-    return net.replace(params=params, state=state), history
+    return net.replace(params=params, state={**fixed, **state}), history
 
 
 def _validate(

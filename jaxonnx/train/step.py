@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxonnx.bind import Graph
 from jaxonnx.model import Model
 from jaxonnx.train.data import Batch
 from jaxonnx.train.objective import Objective
 from jaxonnx.train.precision import products_in_bfloat16
 from jaxonnx.train.sparsity import masks
 from jaxonnx.train.storage import Storage
+from jaxonnx.uses import uses
 
 
 class Carry(NamedTuple):
@@ -21,6 +23,8 @@ class Carry(NamedTuple):
 
     params: dict[str, jax.Array]
     state: dict[str, jax.Array]
+    """The running statistics; what else the model's state has (frozen weights) no step changes."""
+    """What training renews of the model's state; the rest of it is `frozen`."""
     optimizer: Any
     average: dict[str, jax.Array] | None
     """The moving average of the parameters, in float32 at least, where one is taken."""
@@ -36,10 +40,26 @@ def start(
     model: Model, optimizer: optax.GradientTransformation, average: bool, storage: Storage
 ) -> Carry:
     """The first carry. Steps give its memory to their results: the arrays are copies."""
-    params, state = copy((storage.store(model.params), model.state))
+    names = _renewed(model.graph)
+    state = {name: x for name, x in model.state.items() if name in names}
+    params, state = copy((storage.store(model.params), state))
     memory = jax.tree.map(jnp.asarray, optimizer.init(params))
     averages = {name: copy(_wide(x)) for name, x in params.items()} if average else None
     return Carry(params, state, memory, averages, jnp.int32(0), jnp.int32(0), jnp.bool(True))
+
+
+def frozen(model: Model) -> dict[str, jax.Array]:
+    """The state that no step changes."""
+    names = _renewed(model.graph)
+    return {name: x for name, x in model.state.items() if name not in names}
+
+
+def statistics(model: Model) -> dict[str, jax.Array]:
+    """The part of a model's state that steps renew."""
+    renewed = {
+        use.name for use in uses(model.graph, model.state) if use.position in use.node.op.state
+    }
+    return {name: value for name, value in model.state.items() if name in renewed}
 
 
 def copy(tree: Any) -> Any:
@@ -53,6 +73,7 @@ def training(
     optimizer: optax.GradientTransformationExtraArgs,
     seed: int,
     storage: Storage,
+    fixed: dict[str, jax.Array],
     *,
     accumulate: int = 1,
     ema: float | None = None,
@@ -61,7 +82,10 @@ def training(
 ) -> Callable[[Carry, Batch], tuple[Carry, jax.Array]]:
     """The step: (carry, batch) -> (carry, [loss, whether all is finite]).
 
+    It is a partial application, to the state that no step changes, of a compiled function.
+
     Args:
+      fixed: the state that no step changes.
       accumulate: finite steps that the optimizer makes an update of; the average moves after each.
       ema: the share of itself that the average keeps.
       skip: whether a step that is not finite changes nothing but the count. Otherwise no step after
@@ -70,13 +94,15 @@ def training(
     """
 
     @partial(jax.jit, donate_argnums=0)
-    def step(carry, batch):
+    def step(carry, fixed, batch):
         key = jax.random.fold_in(jax.random.key(seed), carry.count)
 
         def objective(params):
             params = storage.view(params)
-            outputs, state = model.apply_train(params, carry.state, key, *batch.inputs)
-            return goal.mean(outputs, batch.targets, batch.weight), state
+            state = {**fixed, **carry.state}
+            outputs, state = model.apply_train(params, state, key, *batch.inputs)
+            renewed = {name: state[name] for name in carry.state}
+            return goal.mean(outputs, batch.targets, batch.weight), renewed
 
         gradient = jax.value_and_grad(objective, has_aux=True)
         if precision == "bf16":
@@ -101,7 +127,8 @@ def training(
         carry = jax.lax.cond(finite, move, lambda: carry._replace(**stay))
         return carry, jnp.stack([value, finite.astype(value.dtype)])
 
-    return step
+    # an argument: a constant of the program would be compiled with it
+    return lambda carry, batch: step(carry, fixed, batch)
 
 
 def weights(carry: Carry, storage: Storage) -> dict[str, jax.Array]:
@@ -119,15 +146,30 @@ def weights(carry: Carry, storage: Storage) -> dict[str, jax.Array]:
     return storage.view(averages)
 
 
-def evaluation(goal: Objective, storage: Storage) -> Callable[[Any, Carry, Batch], Any]:
+def evaluation(
+    goal: Objective, storage: Storage, fixed: dict[str, jax.Array]
+) -> Callable[[Any, Carry, Batch], Any]:
     """Adds the sums of a batch to those of `goal`, in inference mode."""
 
     @jax.jit
-    def evaluate(sums, carry, batch):
-        outputs = goal.model.apply(weights(carry, storage), *batch.inputs, state=carry.state)
+    def evaluate(sums, carry, fixed, batch):
+        state = {**fixed, **carry.state}
+        outputs = goal.model.apply(weights(carry, storage), *batch.inputs, state=state)
         return goal.add(sums, outputs, batch)
 
-    return evaluate
+    return lambda sums, carry, batch: evaluate(sums, carry, fixed, batch)
+
+
+def _renewed(graph: Graph) -> set[str]:
+    """The names of all running statistics, those of functions as the graph calls them."""
+    names = set()
+    for node in graph.nodes:
+        if node.body is None:
+            names |= {n for i, n in enumerate(node.inputs) if node.op.role(i) == "state"}
+        else:
+            outer = dict(zip(node.body.inputs, node.inputs, strict=False))
+            names |= {outer.get(name, name) for name in _renewed(node.body)}
+    return names
 
 
 def _finite(tree: Any) -> jax.Array:
