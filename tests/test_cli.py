@@ -249,6 +249,15 @@ def test_bench(small, capsys):
     assert row["memory_bytes"] >= 4 * (8 * 4 + 4 * 3 + 8 * 3)
 
 
+def test_bench_of_shapes_that_depend_on_values(small, capsys):
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (int64[1, m] i) '
+    onnx.save(onnx.parser.parse_model(text + "{ i = NonZero(x) }"), "net.onnx")
+    assert command("bench net.onnx --rounds 1 --no-train --json") == 0
+    row = result(capsys)["measurements"]["forward"]
+    assert row["ms"] > 0
+    assert "compile_seconds" not in row
+
+
 def test_sizes_for_bench(small, capsys):
     graph = "<ir_version: 8, opset_import: ['' : 17]> g (int32[2, s] i) => (int32[2, s] o) "
     proto = onnx.parser.parse_model(graph.replace("'", '"') + "{ o = Identity(i) }")

@@ -189,7 +189,7 @@ def _table(data: Mapping[str, Any]) -> Table:
     shapes = ", ".join(f"{n} {'x'.join(map(str, v['shape']))}" for n, v in data["inputs"].items())
     table = Table(title=f"{data['model']}, {shapes}, {data['device']}", caption_justify="left")
     table.caption = "\n".join(data["notes"]) or None
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for column in ("ms", "quartiles", "samples/s", "compile, s", "memory, MB"):
         table.add_column(column, justify="right")
     for name, row in data["measurements"].items():
