@@ -33,6 +33,11 @@ def load(
 ) -> Model:
     """Loads an ONNX model.
 
+    >>> from jaxonnx import demo
+    >>> proto = demo.model().to_onnx()
+    >>> load(proto, trainable="14.*")
+    Model(x: float32[batch, 1, 8, 8] -> logits: float32[batch, 10]; 2 parameters)
+
     Args:
       source: a path (of an ONNX file, or of a packed .npz that `Model.save` wrote), the bytes of a
         file, or a ModelProto (which is left as it is).

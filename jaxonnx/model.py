@@ -36,6 +36,15 @@ Statistics = Literal["batch", "frozen"]
 class Model:
     """An ONNX graph as pure functions of its parameters. A Model never changes.
 
+    >>> from jaxonnx import demo
+    >>> model = demo.model()
+    >>> x = jnp.ones((2, 1, 8, 8))
+    >>> model(x).shape
+    (2, 10)
+    >>> gradients = jax.grad(lambda params: model.apply(params, x).sum())(model.params)
+    >>> gradients["14.bias"].shape
+    (10,)
+
     Attributes:
       params: what training changes, by tensor name.
       state: running statistics and other tensors that are not trained, by name.

@@ -57,6 +57,14 @@ def train(
     The whole step is one program, compiled once. BatchNormalization and Dropout behave as in
     training, and running statistics are renewed.
 
+    >>> import numpy as np
+    >>> from jaxonnx import demo
+    >>> x, y = np.zeros((8, 1, 8, 8), np.float32), np.arange(8)
+    >>> loss = "softmax_cross_entropy_with_integer_labels"
+    >>> result = train(demo.model(), (x, y), loss=loss, optimizer=optax.sgd(0.1), trainable="14.*")
+    >>> sorted(name for name in result.model.params if result.changes[name])
+    ['14.bias', '14.weight']
+
     Args:
       model: a Model, or anything that `jaxonnx.load` takes. It is not changed.
       data: `(x, y)`, a dict of arrays by input name with the targets beside them (one array under
