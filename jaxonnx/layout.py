@@ -1,4 +1,4 @@
-"""Images with their channels last.
+"""Images with their channels last, and kernels with theirs.
 
 ONNX has images as (N, C, *D), and convolutions, on CPU above all, are quickest on (N, *D, C). From
 the first operator that has channels (`registry.Channels`) to the first that needs ONNX's order, the
@@ -42,9 +42,34 @@ class ChannelsLast:
         return jnp.moveaxis(self.value, -1, 1)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KernelFirst:
+    """A weight (M, C, *kernel) that is kept as (*kernel, C, M); `shape` is the former."""
+
+    value: Any
+
+    @property
+    def ndim(self) -> int:
+        return self.value.ndim
+
+    @property
+    def dtype(self) -> Any:
+        return self.value.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *kernel, c, m = self.value.shape
+        return (m, c, *kernel)
+
+    def first(self) -> Any:
+        """The array in ONNX's order."""
+        return self.value.transpose(self.ndim - 1, self.ndim - 2, *range(self.ndim - 2))
+
+
 def first(value: Any) -> Any:
     """The value in ONNX's order."""
-    return value.first() if isinstance(value, ChannelsLast) else value
+    return value.first() if isinstance(value, ChannelsLast | KernelFirst) else value
 
 
 def _last(value: Any, rank: int) -> Any:
@@ -59,7 +84,9 @@ def _last(value: Any, rank: int) -> Any:
 def choose(op: Op, arguments: Sequence[Any]) -> list[Any]:
     """The arguments of an operator in the order in which it is best evaluated."""
     if op.channels and _is_image(arguments[0]):
-        return [_last(arguments[0], arguments[0].ndim), *map(first, arguments[1:])]
+        x, *others = arguments
+        others = [a if i in op.kernels else first(a) for i, a in enumerate(others, 1)]
+        return [_last(x, x.ndim), *others]
     if op.pointwise:
         ranks = {a.ndim for a in arguments if isinstance(a, ChannelsLast)}
         if len(ranks) == 1 and all(np.ndim(a) <= max(ranks) for a in arguments if a is not None):

@@ -34,6 +34,9 @@ Through = Annotated[Any, "through"]
 """An input through which gradients pass to what was rounded: the function receives a `Rounded` as
 it is, of which every other one receives the `value` alone."""
 
+Kernel = Annotated[Any, "kernel"]
+"""A weight (M, C, *kernel) that may arrive as a `layout.KernelFirst`."""
+
 Key = Annotated[Callable[..., Any], "key"]
 """`key(seed=None)` gives this node's own PRNG key; equal seeds give equal keys."""
 
@@ -97,6 +100,7 @@ class Op:
     """Every element of the results depends on the elements of the inputs at the same place, which
     broadcast as in NumPy; an attribute `axis` names the only axis of which that is not true."""
     through: frozenset[int] = frozenset()
+    kernels: frozenset[int] = frozenset()
     needed: tuple[str, ...] = ()
     """The names of the inputs that must be given."""
     last: int = 0
@@ -166,6 +170,7 @@ def op(
                 pointwise=pointwise,
                 static=_marked(positional, Static),
                 through=_marked(positional, Through),
+                kernels=_marked(positional, Kernel),
                 context=context,
                 attributes=frozenset(p.name for p in attributes),
                 required=frozenset(p.name for p in attributes if p.default is p.empty),

@@ -1,5 +1,7 @@
 """The fast formulations against the plain ones: all contractions, gradients, batches, dtypes."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,12 +49,19 @@ def arrays(n, c, m, size, kernel, strides, dilations, pads, groups):
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_contractions_of_convolutions(name):
     form, values = arrays(*CONVOLUTIONS[name])
+    x, w, y = values
+    turned = x, w.transpose(*range(2, w.ndim), 1, 0), y
     for out in range(3):
         u, v = (a for i, a in enumerate(values) if i != out)
         expected = form.plain(out, u, v)
         assert expected.shape == values[out].shape
         np.testing.assert_allclose(form.fast(out, u, v), expected, rtol=1e-3, atol=1e-3)
         np.testing.assert_allclose(contract(form, out, u, v), expected, rtol=1e-3, atol=1e-3)
+        u, v = (a for i, a in enumerate(turned) if i != out)
+        expected = expected.transpose(*range(2, w.ndim), 1, 0) if out == 1 else expected
+        other = dataclasses.replace(form, turned=True)
+        for function in (other.plain, other.fast):
+            np.testing.assert_allclose(function(out, u, v), expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["grouped", "depthwise, stride", "image below kernel"])

@@ -21,17 +21,20 @@ MERGED_CHANNELS = 32
 FEW_INPUTS = 32
 """Forward, a window of at most this many elements in some channels is gathered (im2col)."""
 
-SLOW_WORK, TAPWISE_WORK = 2**18, 2**22
-"""Multiplications from which XLA:CPU's slow path is avoided, and from which one product per tap is
-quicker than gathering; below, what a small product costs to start outweighs it."""
+SLOW_WORK = 2**18
+"""Multiplications from which XLA:CPU's slow path is avoided; below, what a small product costs to
+start outweighs it."""
 
-UNROLLED_TAPS = 9
-"""Larger kernels are always gathered, which keeps the program small."""
+LARGE_WEIGHT = 2**18
+"""Elements from which bringing the axes of a weight in another order costs more than it saves."""
 
 
 @dataclass(frozen=True)
 class Conv:
-    """T(x, w, y) of a convolution: x (N, *size, C), w (M, C / groups, *kernel), y (N, *out, M)."""
+    """T(x, w, y) of a convolution: x (N, *size, C), w (M, C / groups, *kernel), y (N, *out, M).
+
+    If `turned`, w is (*kernel, C / groups, M).
+    """
 
     size: tuple[int, ...]
     kernel: tuple[int, ...]
@@ -40,22 +43,39 @@ class Conv:
     pads: tuple[tuple[int, int], ...]
     out: tuple[int, ...]
     groups: int
+    turned: bool = False
     batch: tuple[int, ...] = field(default=(0, 2), init=False)
 
     @property
     def _taps(self) -> Taps:
         return Taps(self.size, self.kernel, self.strides, self.dilations, self.pads, self.out, 1)
 
+    def _weight(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        """The shape of w."""
+        inputs //= self.groups
+        return (*self.kernel, inputs, outputs) if self.turned else (outputs, inputs, *self.kernel)
+
+    def _channels(self, w) -> tuple[int, int]:
+        """(outputs, inputs of a group) of a weight."""
+        return w.shape[:-3:-1] if self.turned else w.shape[:2]
+
+    def _rows(self, w):
+        """w as a matrix (taps and input channels, output channels), the taps first."""
+        if not self.turned:
+            w = w.transpose(*range(2, w.ndim), 1, 0)
+        return w.reshape(-1, w.shape[-1])
+
     def dense(self, x, w):
         rank = len(self.kernel)
         image = (0, rank + 1, *range(1, rank + 1))
+        weight = (rank + 1, rank, *range(rank)) if self.turned else (*range(rank + 2),)
         return lax.conv_general_dilated(
             x,
             w,
             self.strides,
             self.pads,
             rhs_dilation=self.dilations,
-            dimension_numbers=lax.ConvDimensionNumbers(image, (*range(rank + 2),), image),
+            dimension_numbers=lax.ConvDimensionNumbers(image, weight, image),
             feature_group_count=self.groups,
         )
 
@@ -67,9 +87,10 @@ class Conv:
         if out == 2:
             return forward(u, v)
         if out == 0:
-            x = jax.ShapeDtypeStruct((v.shape[0], *self.size, u.shape[1] * self.groups), v.dtype)
+            inputs = self._channels(u)[1] * self.groups
+            x = jax.ShapeDtypeStruct((v.shape[0], *self.size, inputs), v.dtype)
             return jax.linear_transpose(lambda x: forward(x, u), x)(v)[0]
-        w = jax.ShapeDtypeStruct((v.shape[-1], u.shape[-1] // self.groups, *self.kernel), u.dtype)
+        w = jax.ShapeDtypeStruct(self._weight(v.shape[-1], u.shape[-1]), u.dtype)
         return jax.linear_transpose(lambda w: forward(u, w), w)(v)[0]
 
     def fast(self, out, u, v):
@@ -81,8 +102,8 @@ class Conv:
         return y.astype(u.dtype)
 
     def _fast(self, out, u, v):
-        inputs = u.shape[1] * self.groups if out == 0 else u.shape[-1]
-        outputs = (u.shape[0], v.shape[-1], v.shape[0])[out]
+        inputs = self._channels(u)[1] * self.groups if out == 0 else u.shape[-1]
+        outputs = v.shape[-1] if out == 1 else self._channels((u, None, v)[out])[0]
         if self.groups > 1:
             if self.groups == inputs and outputs == inputs:
                 return self._depthwise(out, u, v)
@@ -93,8 +114,7 @@ class Conv:
         batch = (v, u, u)[out].shape[0]
         work = batch * inputs * outputs * count * math.prod(self.out)
         if self._slow(out) and work >= SLOW_WORK:
-            tapwise = work >= TAPWISE_WORK and count <= UNROLLED_TAPS
-            return self._derived(self._tapwise if tapwise else self._gathered, out, u, v)
+            return self._derived(self._gathered, out, u, v)
         if out == 2 and inputs > 1 and inputs * count <= FEW_INPUTS:
             return self._derived(self._gathered, out, u, v)
         return self.plain(out, u, v)
@@ -108,20 +128,20 @@ class Conv:
     def _pointwise(self, x, w):
         """A kernel of one element: one matrix product."""
         (tap,) = self._taps.read(x)
-        return tap @ w.reshape(w.shape[:2]).T
-
-    def _tapwise(self, x, w):
-        """One product per tap."""
-        w = w.reshape(*w.shape[:2], -1)
-        return sum(tap @ w[..., i].T for i, tap in enumerate(self._taps.read(x)))
+        return tap @ (self._rows(w) if self.turned else w.reshape(w.shape[:2]).T)
 
     def _gathered(self, x, w):
         """The windows side by side (im2col), then one product."""
-        columns = jnp.stack(self._taps.read(x), -1)
+        taps = self._taps.read(x)
+        if self.turned or w.size < LARGE_WEIGHT:
+            return jnp.concatenate(taps, -1) @ self._rows(w)
+        columns = jnp.stack(taps, -1)
         return columns.reshape(*columns.shape[:-2], -1) @ w.reshape(w.shape[0], -1).T
 
     def _merged(self, x, w):
         """Grouped filter gradients are loops in XLA:CPU; dense ones, even half empty, are not."""
+        if self.turned:
+            w = w.transpose(w.ndim - 1, w.ndim - 2, *range(w.ndim - 2))
         groups, per_group = self.groups, w.shape[1]
         joined = next(
             j
@@ -133,7 +153,7 @@ class Conv:
         blocks = w.reshape(parts, joined, rows, -1)
         blocks = jnp.einsum("pjrc,jk->pjrkc", blocks, jnp.eye(joined, dtype=w.dtype))
         blocks = blocks.reshape(parts, joined * rows, joined * per_group, *self.kernel)
-        single = replace(self, groups=1)
+        single = replace(self, groups=1, turned=False)
         pieces = [
             contract(single, 2, piece, block)
             for piece, block in zip(jnp.split(x, parts, -1), blocks, strict=True)
@@ -146,20 +166,23 @@ class Conv:
         if out == 1:
             axes = tuple(range(v.ndim - 2))
             sums = [(tap * v).sum(0).sum(axes) for tap in taps.read(u)]
-            return jnp.stack(sums, 1).reshape(-1, 1, *self.kernel)
-        w = (u if out == 0 else v).reshape(-1, taps.count).T
+            return jnp.stack(sums, 0 if self.turned else 1).reshape(
+                self._weight(len(sums[0]), self.groups)
+            )
+        w = self._rows(u if out == 0 else v)
         if out == 0:
             return taps.add((v,), (0,), lambda tap, y: y * w[tap])
         return sum(tap * w[i] for i, tap in enumerate(taps.read(u)))
 
 
-def convolution(x, w, window, groups: int, channels: int = 1):
+def convolution(x, w, window, groups: int, channels: int = 1, turned: bool = False):
     """Cross-correlation of x (N, C, *size) with w (M, C / groups, *kernel) at these windows.
 
-    `channels` is the axis of the channels of the images: 1, or -1 for (N, *size, C).
+    `channels` is the axis of the channels of the images: 1, or -1 for (N, *size, C). If `turned`, w
+    is (*kernel, C / groups, M).
     """
     x = jnp.moveaxis(x, channels, -1)
-    y = contract(Conv(x.shape[1:-1], *window, groups=groups), 2, x, w)
+    y = contract(Conv(x.shape[1:-1], *window, groups=groups, turned=turned), 2, x, w)
     return jnp.moveaxis(y, -1, channels)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxonnx import lowering
+from jaxonnx import layout, lowering
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.windows import (
     kernel_of,
@@ -18,7 +18,7 @@ from jaxonnx.ops.windows import (
     split_padding,
     window,
 )
-from jaxonnx.registry import Channels, Static, op
+from jaxonnx.registry import Channels, Kernel, Static, op
 
 
 def _check_channels(x, w, group, channels=1):
@@ -40,7 +40,7 @@ def _channels(b, rank: int, channels: int = 1):
 @op("Conv", since=1, params=("w", "b"))
 def conv(
     x,
-    w,
+    w: Kernel,
     b=None,
     *,
     auto_pad="NOTSET",
@@ -58,7 +58,9 @@ def conv(
     windows = window(
         size, kernel, strides=strides, pads=pads, dilations=dilations, auto_pad=auto_pad
     )
-    y = lowering.convolution(x, w, windows, group, channels)
+    turned = isinstance(w, layout.KernelFirst)
+    w = w.value if turned else w
+    y = lowering.convolution(x, w, windows, group, channels, turned)
     return y if b is None else y + _channels(b, x.ndim, channels)
 
 

@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxonnx.bind import Graph
 from jaxonnx.model import Model
+from jaxonnx.roles import running_statistics
 from jaxonnx.train.data import Batch
 from jaxonnx.train.objective import Objective
 from jaxonnx.train.precision import products_in_bfloat16
 from jaxonnx.train.sparsity import masks
 from jaxonnx.train.storage import Storage
-from jaxonnx.uses import uses
 
 
 class Carry(NamedTuple):
@@ -23,7 +22,6 @@ class Carry(NamedTuple):
 
     params: dict[str, jax.Array]
     state: dict[str, jax.Array]
-    """The running statistics; what else the model's state has (frozen weights) no step changes."""
     """What training renews of the model's state; the rest of it is `frozen`."""
     optimizer: Any
     average: dict[str, jax.Array] | None
@@ -40,7 +38,7 @@ def start(
     model: Model, optimizer: optax.GradientTransformation, average: bool, storage: Storage
 ) -> Carry:
     """The first carry. Steps give its memory to their results: the arrays are copies."""
-    names = _renewed(model.graph)
+    names = running_statistics(model.graph)
     state = {name: x for name, x in model.state.items() if name in names}
     params, state = copy((storage.store(model.params), state))
     memory = jax.tree.map(jnp.asarray, optimizer.init(params))
@@ -50,16 +48,8 @@ def start(
 
 def frozen(model: Model) -> dict[str, jax.Array]:
     """The state that no step changes."""
-    names = _renewed(model.graph)
+    names = running_statistics(model.graph)
     return {name: x for name, x in model.state.items() if name not in names}
-
-
-def statistics(model: Model) -> dict[str, jax.Array]:
-    """The part of a model's state that steps renew."""
-    renewed = {
-        use.name for use in uses(model.graph, model.state) if use.position in use.node.op.state
-    }
-    return {name: value for name, value in model.state.items() if name in renewed}
 
 
 def copy(tree: Any) -> Any:
@@ -82,8 +72,6 @@ def training(
 ) -> Callable[[Carry, Batch], tuple[Carry, jax.Array]]:
     """The step: (carry, batch) -> (carry, [loss, whether all is finite]).
 
-    It is a partial application, to the state that no step changes, of a compiled function.
-
     Args:
       fixed: the state that no step changes.
       accumulate: finite steps that the optimizer makes an update of; the average moves after each.
@@ -98,9 +86,8 @@ def training(
         key = jax.random.fold_in(jax.random.key(seed), carry.count)
 
         def objective(params):
-            params = storage.view(params)
             state = {**fixed, **carry.state}
-            outputs, state = model.apply_train(params, state, key, *batch.inputs)
+            outputs, state = model.apply_train(storage.given(params), state, key, *batch.inputs)
             renewed = {name: state[name] for name in carry.state}
             return goal.mean(outputs, batch.targets, batch.weight), renewed
 
@@ -158,18 +145,6 @@ def evaluation(
         return goal.add(sums, outputs, batch)
 
     return lambda sums, carry, batch: evaluate(sums, carry, fixed, batch)
-
-
-def _renewed(graph: Graph) -> set[str]:
-    """The names of all running statistics, those of functions as the graph calls them."""
-    names = set()
-    for node in graph.nodes:
-        if node.body is None:
-            names |= {n for i, n in enumerate(node.inputs) if node.op.role(i) == "state"}
-        else:
-            outer = dict(zip(node.body.inputs, node.inputs, strict=False))
-            names |= {outer.get(name, name) for name in _renewed(node.body)}
-    return names
 
 
 def _finite(tree: Any) -> jax.Array:

@@ -15,6 +15,8 @@ import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from jaxonnx.layout import KernelFirst
+
 _PROGRAM = (ClosedJaxpr, Jaxpr)
 
 SHORT = 16
@@ -61,6 +63,10 @@ class Storage:
             lambda axes: tuple(int(a) for a in np.argsort(axes)),
             lambda shape, axes: tuple(shape[a] for a in axes),
         )
+
+    def given(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Stored parameters for `Model.apply_train`, whose convolutions take them as they are."""
+        return {n: KernelFirst(x) if n in self.names else x for n, x in params.items()}
 
     def _turned(self, tree: Any, axes_of: Any, shape_of: Any) -> Any:
         def turn(path, x):
