@@ -94,8 +94,8 @@ def jaxonnx(network: Network, phase: str, path: Path) -> tuple[Run, int]:
     storage = Storage(model.params, optimizer)
     carry = step.start(model, optimizer, False, storage)
     examples: Any = Batch((x,), y, jnp.ones(len(x)))  # type: ignore[arg-type]
-    update = step.training(goal.model, goal, optimizer, 0, storage)
-    compiled = update.lower(carry, examples).compile()
+    update = step.training(goal.model, goal, optimizer, 0, storage, step.frozen(model))
+    compiled = jax.jit(update, donate_argnums=0).lower(carry, examples).compile()
 
     def training(count):
         nonlocal carry

@@ -56,13 +56,17 @@ def graph_tensors(graph: Graph) -> list[str]:
 
 
 def running_statistics(graph: Graph) -> set[str]:
-    """The names at the inputs of the graph's nodes where running statistics stand."""
-    return {
-        name
-        for node in graph.nodes
-        for i, name in enumerate(node.inputs)
-        if node.op.role(i) == "state"
-    }
+    """The names at inputs where running statistics stand, also in subgraphs and functions."""
+    names = set()
+    for node in graph.nodes:
+        names |= {name for i, name in enumerate(node.inputs) if node.op.role(i) == "state"}
+        for inner in node.graphs.values():
+            for g in inner if isinstance(inner, list) else [inner]:
+                names |= running_statistics(g)
+        if node.body is not None:
+            outer = dict(zip(node.body.inputs, node.inputs, strict=False)) | dict(node.body.lifted)
+            names |= {outer[name] for name in running_statistics(node.body) if name in outer}
+    return names
 
 
 def roles(

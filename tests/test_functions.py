@@ -5,6 +5,7 @@ import numpy as np
 import onnx
 import onnx.parser
 import onnxruntime
+import optax
 import pytest
 
 import jaxonnx
@@ -195,3 +196,24 @@ def test_functions_that_are_cut_off_are_dropped():
     assert not model.params
     assert not model.to_onnx().functions
     assert len(jaxonnx.load(proto, outputs="y").to_onnx().functions) == 1
+
+
+def test_statistics_in_constants_of_functions_are_renewed():
+    function = """f (a) => (b) {
+      s = Constant <value: tensor = float[3] {1, 2, 3}> ()
+      m = Constant <value: tensor = float[3] {0, 0, 0}> ()
+      n = Constant <value: tensor = float[3] {0, 1, 0}> ()
+      v = Constant <value: tensor = float[3] {1, 1, 1}> ()
+      b = BatchNormalization (a, s, m, n, v)
+    }"""
+    model = jaxonnx.load(parse(graph("y = l.f (x)"), function))
+    assert {*model.params} == {"l.f/s", "l.f/m"}
+    assert {*model.state} == {"l.f/n", "l.f/v"}
+    x = np.random.default_rng(0).standard_normal((8, 3)).astype(np.float32)
+    _, state = model.apply_train(model.params, model.state, None, x)
+    mean = 0.9 * np.array([0, 1, 0]) + 0.1 * x.mean(0)
+    np.testing.assert_allclose(state["l.f/n"], mean, rtol=1e-5, atol=1e-6)
+    assert "l.f/v" not in model.with_trainable(".*").params
+    data = x, x
+    run = jaxonnx.train(model, data, loss="squared_error", optimizer=optax.sgd(0.1), batch_size=8)
+    np.testing.assert_allclose(run.model.state["l.f/n"], mean, rtol=1e-5, atol=1e-6)
