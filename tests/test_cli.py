@@ -199,6 +199,18 @@ def test_adapters(small, capsys):
     np.testing.assert_allclose(with_adapters.params["w"], jaxonnx.load("out.onnx").params["w"])
 
 
+def test_a_fixed_batch_is_opened(small, capsys):
+    proto = onnx.load("net.onnx")
+    for value in (proto.graph.input[0], proto.graph.output[0]):
+        value.type.tensor_type.shape.dim[0].dim_value = 2
+    onnx.save(proto, "fixed.onnx")
+    assert command("run fixed.onnx data.npz -o out.npz") == 2
+    assert command("run fixed.onnx data.npz -o out.npz --any-batch") == 0
+    assert np.load("out.npz")["y"].shape == (8, 3)
+    assert command("info net.onnx --dequantize") == 2
+    assert "dequantize" in capsys.readouterr().err
+
+
 def fail(*_, **__):
     raise OSError(28, "No space left on device")
 
@@ -226,7 +238,7 @@ def test_a_trained_model_that_cannot_be_written_is_kept_elsewhere(small, monkeyp
 
 
 def test_interruption(small, monkeypatch, capsys):
-    def stop(_):
+    def stop(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("jaxonnx.cli.verbs.load", stop)
@@ -256,6 +268,15 @@ def test_bench_of_shapes_that_depend_on_values(small, capsys):
     row = result(capsys)["measurements"]["forward"]
     assert row["ms"] > 0
     assert "compile_seconds" not in row
+
+
+def test_bench_where_onnxruntime_refuses(small, capsys):
+    domains = '"" : 17, "ai.onnx.preview.training" : 1'
+    text = f"<ir_version: 8, opset_import: [{domains}]> g (float[n] x) => (float[n] y) "
+    body = '{ y = ai.onnx.preview.training.Gradient<xs = ["x"], y = "x">(x) }'
+    onnx.save(onnx.parser.parse_model(text + body), "net.onnx")
+    assert command("bench net.onnx --rounds 1 --no-train --json") == 0
+    assert "onnxruntime refuses the model" in result(capsys)["notes"][0]
 
 
 def test_sizes_for_bench(small, capsys):

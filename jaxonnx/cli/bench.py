@@ -4,7 +4,6 @@ import argparse
 import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,9 +12,8 @@ import numpy as np
 import optax
 from rich.table import Table
 
-from jaxonnx.cli.verbs import Report, arrays
+from jaxonnx.cli.verbs import Report, arrays, read
 from jaxonnx.errors import Error, InputError, StaticError
-from jaxonnx.loading import load
 from jaxonnx.model import Model
 from jaxonnx.values import Value
 
@@ -26,7 +24,7 @@ _BATCH = 32
 
 def run(options: argparse.Namespace) -> Report:
     """Forward pass, training step if there is one, and onnxruntime if it is installed."""
-    model = load(options.model)
+    model = read(options)
     if options.data is not None:
         inputs, _ = arrays(options.data, model, None)
     else:
@@ -41,8 +39,11 @@ def run(options: argparse.Namespace) -> Report:
             notes.append(f"no training step: {error}")
     if find_spec("onnxruntime") is None:
         notes.append("onnxruntime is not installed")
-    elif options.model.suffix == ".onnx":
-        rows["forward, onnxruntime"] = _onnxruntime(options.model, model, inputs)
+    else:
+        try:
+            rows["forward, onnxruntime"] = _onnxruntime(options, model, inputs)
+        except Error as error:
+            notes.append(str(error))
     calls = {name: row.pop("call") for name, row in rows.items()}
     for name, times in measure(calls, options.rounds).items():
         rows[name] |= {
@@ -175,13 +176,28 @@ def _training_step(model: Model, inputs: tuple) -> dict[str, Any]:
     return costs | {"call": call}
 
 
-def _onnxruntime(path: Path, model: Model, inputs: tuple) -> dict[str, Any]:
+def _onnxruntime(options: argparse.Namespace, model: Model, inputs: tuple) -> dict[str, Any]:
+    """The file itself, or the model as it is after flags that change it."""
     import onnxruntime
+    from onnxruntime.capi.onnxruntime_pybind11_state import (  # type: ignore[import-not-found]
+        Fail,
+        InvalidArgument,
+        InvalidGraph,
+        NotImplemented,
+        RuntimeException,
+    )
 
-    begin = time.perf_counter()
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    seconds = time.perf_counter() - begin
+    changed = options.any_batch or options.dequantize or options.model.suffix == ".npz"
+    file = model.to_onnx().SerializeToString() if changed else options.model
     feed = {value.name: x for value, x in zip(model.inputs, inputs, strict=True)}
+    refusals = Fail, InvalidArgument, InvalidGraph, NotImplemented, RuntimeException, RuntimeError
+    begin = time.perf_counter()
+    try:
+        session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+        seconds = time.perf_counter() - begin
+        session.run(None, feed)
+    except refusals as error:
+        raise InputError(f"onnxruntime refuses the model: {str(error).splitlines()[0]}") from error
     return {"compile_seconds": seconds, "call": lambda: session.run(None, feed)}
 
 

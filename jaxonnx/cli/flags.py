@@ -86,6 +86,12 @@ COMMON = {
         ),
     ]
 }
+_READING = {
+    "how the file is read": [
+        Flag("--any-batch", "of a file that was exported for one batch size", _SWITCH),
+        Flag("--dequantize", "integer weights become trainable ones of floating point", _SWITCH),
+    ]
+}
 _PICTURES = {
     "pictures: (pixel * scale - mean) / std is what the network takes; a file may say this": [
         Flag("--scale", "1/255 if nothing says it", _REAL),
@@ -164,7 +170,10 @@ VERBS: Mapping[str, Verb] = {
     "info": Verb(
         "show inputs, outputs, operators and parameters of a model",
         "jaxonnx info net.onnx --layers\njaxonnx info net.onnx --json",
-        {"": [_MODEL, Flag("--layers", "every layer: shape, parameters, notes", _SWITCH)]},
+        {
+            "": [_MODEL, Flag("--layers", "every layer: shape, parameters, notes", _SWITCH)],
+            **_READING,
+        },
     ),
     "run": Verb(
         "run a model on the arrays of a .npz file",
@@ -175,14 +184,15 @@ VERBS: Mapping[str, Verb] = {
                 Flag("data", "a .npz with the inputs by name (or one as 'x')", _PATH),
                 Flag("-o --output", "the .npz to write", _NEEDED),
                 Flag("--outputs", "inner value, node or module to give instead; repeatable", _MANY),
-            ]
+            ],
+            **_READING,
         },
     ),
     "train": Verb(
         "train a model and write it with the new weights",
         "jaxonnx train net.onnx data.npz -o trained.onnx --epochs 3\n"
         "jaxonnx train --config run.toml --rate 3e-4",
-        {"": _TRAINING, "adapters": _LORA, "long runs": _LONG, **_PICTURES},
+        {"": _TRAINING, "adapters": _LORA, "long runs": _LONG, **_READING, **_PICTURES},
     ),
     "sparsify": Verb(
         "the same with transposable 2:4 weights",
@@ -195,6 +205,7 @@ VERBS: Mapping[str, Verb] = {
                 Flag("--select", "name or regular expression of what is sparse; repeatable", _MANY),
                 *(Flag(f"--{phase}", "epochs of this phase", _COUNT) for phase in PHASES),
             ],
+            **_READING,
             **_PICTURES,
         },
     ),
@@ -237,7 +248,8 @@ VERBS: Mapping[str, Verb] = {
                 Flag("--data", "a .npz with inputs to use instead of random ones", _FILE),
                 Flag("--train", "the training step too", {**_SWITCH, "default": True}),
                 Flag("--rounds", "measurements to take the median of", {**_COUNT, "default": 11}),
-            ]
+            ],
+            **_READING,
         },
     ),
 }

@@ -4,7 +4,7 @@ import argparse
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,8 +46,14 @@ class Failed(Error):
     """What failed after the work began, not because it was refused."""
 
 
+def read(options: argparse.Namespace, outputs: Sequence[str] | None = None) -> Model:
+    """The model of a command."""
+    batch = "any" if options.any_batch else None
+    return load(options.model, outputs=outputs, batch=batch, dequantize=options.dequantize)
+
+
 def info(options: argparse.Namespace) -> Report:
-    model = load(options.model)
+    model = read(options)
     sparsity = model.sparsity
     data = {
         "graph": model.proto.graph.name,
@@ -73,7 +79,7 @@ def _described(value: Any) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace) -> Report:
-    model = load(options.model, outputs=options.outputs)
+    model = read(options, options.outputs)
     check_writable(options.output)
     inputs, _ = arrays(options.data, model, None)
     outputs = model(*inputs)
@@ -92,7 +98,7 @@ def run(options: argparse.Namespace) -> Report:
 def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None) -> Report:
     from jaxonnx.train import train
 
-    model = load(options.model)
+    model = read(options)
     check_writable(options.output)
     given, targets = arrays(_examples(options), model, "y")
     inputs = _prepared(given, model, options)
