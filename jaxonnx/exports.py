@@ -110,8 +110,8 @@ def _metadata(node: NodeProto, key: str) -> str:
     return next((entry.value for entry in node.metadata_props if entry.key == key), "")
 
 
-def notes(graph: GraphProto) -> Iterator[str]:
-    """What these traces mean for training, in sentences."""
+def notes(graph: GraphProto, drops: bool) -> Iterator[str]:
+    """What these traces mean for training, in sentences; `drops` if Dropout was put back."""
     count, why = folded(graph)
     if count:
         yield (
@@ -120,7 +120,7 @@ def notes(graph: GraphProto) -> Iterator[str]:
             "as the network did; PyTorch writes one with torch.onnx.export(..., dynamo=False, "
             "training=torch.onnx.TrainingMode.PRESERVE)"
         )
-    places = undropped(graph)
+    places = [] if drops else undropped(graph)
     if places:
         listed = ", ".join(f"'{name}'" for name in places[:3])
         more = f" and {len(places) - 3} more" if len(places) > 3 else ""

@@ -16,6 +16,9 @@ from jaxonnx.registry import lookup
 _RATIO_INPUT = 12
 """The opset from which on the ratio of Dropout is an input, not an attribute."""
 
+UNDROPPED = "/undropped"
+"""What the name of a value ends with before a Dropout that is put there, which has the name."""
+
 
 def with_statistics(graph: Graph, frozen: bool) -> Graph:
     """The graph with running statistics kept and used in training, or renewed."""
@@ -66,7 +69,7 @@ def _dropped(graph: Graph, ratios: Mapping[str, np.ndarray]) -> Graph:
             nodes.append(_with_ratio(node, f"{mine[0]}/ratio"))
             initializers[f"{mine[0]}/ratio"] = ratios[mine[0]]
         else:
-            outputs = tuple(f"{n}/undropped" if n in mine else n for n in node.outputs)
+            outputs = tuple(n + UNDROPPED if n in mine else n for n in node.outputs)
             nodes.append(dataclasses.replace(node, outputs=outputs))
             for name in mine:
                 index += 1
@@ -78,7 +81,7 @@ def _dropped(graph: Graph, ratios: Mapping[str, np.ndarray]) -> Graph:
 def _dropout(name: str, index: int) -> Node:
     op = lookup("", "Dropout", _RATIO_INPUT)
     assert op is not None
-    inputs = (f"{name}/undropped", f"{name}/ratio")
+    inputs = (name + UNDROPPED, f"{name}/ratio")
     return Node(f"Dropout behind '{name}'", op, inputs, (name,), {}, {}, inputs, index)
 
 

@@ -33,5 +33,6 @@ def warnings(model: Model) -> Iterator[str]:
             f"exported in training mode: {', '.join(active)}; apply and save use inference "
             "semantics"
         )
-    yield from exports.notes(model.proto.graph)
+    drops = any(node.op.name == "Dropout" for node in model.graph.nodes)
+    yield from exports.notes(model.proto.graph, drops)
     yield from integers.notes(model.graph, model.tensors)

@@ -16,6 +16,7 @@ from rich.text import Text
 from jaxonnx.bind import Node
 from jaxonnx.cut import modules
 from jaxonnx.exports import is_folded
+from jaxonnx.modes import UNDROPPED
 from jaxonnx.shapes import evaluated, inferred
 from jaxonnx.values import Value, declared
 
@@ -157,7 +158,7 @@ def summary(model: Model) -> Summary:
         if node.op.view and node.inputs[0] in views:
             views[first] = views[node.inputs[0]]
         elif not node.op.view and first not in known:
-            origin, value = origins.get(first), values.get(first)
+            origin, value = origins.get(first.removesuffix(UNDROPPED)), values.get(first)
             layers.append(_layer(model, node, origin, value, weights, counted))
             counted.update(weights)
     trained, frozen = (sum(v.size for v in group.values()) for group in (model.params, model.state))
@@ -191,6 +192,9 @@ def _layer(
     notes = [f"adapters of rank {tensors[f'{w}.lora_A'].shape[-2]}" for w in adapted[:1]]
     if node.op.state:
         notes.append("frozen statistics" if node.inference else "batch statistics in training")
+    if node.op.name == "Dropout":
+        where = "in training" if origin and origin.op_type == "Dropout" else "put here for training"
+        notes.append(f"{_ratio(model, node):.2g} {where}")
     if origin is not None and is_folded(origin):
         notes.append("BatchNormalization folded?")
     if shared := [w for w in learned if w in counted]:
@@ -205,6 +209,14 @@ def _layer(
         trained=sum(tensors[w].size for w in trained),
         notes="; ".join(notes),
     )
+
+
+def _ratio(model: Model, node: Node) -> float:
+    """Of a Dropout node; NaN where it is computed."""
+    if len(node.inputs) < 2 or not node.inputs[1]:
+        return node.attributes.get("ratio", 0.5)
+    known = {**model.graph.initializers, **model.program.constants}
+    return float(known.get(node.inputs[1], float("nan")))
 
 
 def _shape(shape: tuple) -> str:

@@ -68,3 +68,15 @@ def test_shapes_that_depend_on_values():
     layers = {layer.name: layer for layer in jaxonnx.load(proto).summary().layers}
     assert layers["h"].shape == ("n", 4)
     assert layers["y"].operator == "Exp"
+
+
+def test_dropout():
+    model = load("mobilenet.legacy")
+    assert "left out" in model.warnings[0]
+    place = "/ReduceMean_output_0"
+    dropped = model.with_dropout({place: 0.2})
+    assert not dropped.warnings[1:]
+    assert "random operators" in dropped.warnings[0]
+    before, dropout, _ = dropped.summary().layers[-3:]
+    assert before[:3] == ("/ReduceMean", "ReduceMean", ("batch", 40))
+    assert dropout[1:] == ("Dropout", ("batch", 40), 0, 0, "0.2 put here for training")
