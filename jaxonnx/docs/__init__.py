@@ -13,7 +13,15 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-MODULES = ("jaxonnx", "jaxonnx.optim", "jaxonnx.sparse", "jaxonnx.flax", "jaxonnx.training_info")
+MODULES = (
+    "jaxonnx",
+    "jaxonnx.losses",
+    "jaxonnx.loggers",
+    "jaxonnx.optim",
+    "jaxonnx.sparse",
+    "jaxonnx.flax",
+    "jaxonnx.training_info",
+)
 """Their public names, and those alone, are the interface of the package."""
 
 _SECTION = re.compile(r"(Args|Attributes|Raises|References|Returns|Yields):")
