@@ -22,6 +22,7 @@ from onnx import GraphProto, ModelProto, TensorProto, helper
 from jaxonnx.bind import Graph, Node
 from jaxonnx.errors import Error, InputError
 from jaxonnx.evaluate import Context, Scope
+from jaxonnx.modes import UNDROPPED
 from jaxonnx.program import Program
 from jaxonnx.values import Value, declared
 
@@ -245,6 +246,8 @@ def _declare(graph: GraphProto, inputs: list[str], changes: _Changes, size: int)
     del graph.value_info[:]
     for node in graph.node:
         first = node.output[0] if node.output else ""
+        if f"{first}{UNDROPPED}" in {*changes.stateless, *(name for name, _ in changes.inputs)}:
+            first += UNDROPPED
         for at, value in changes.inputs.items():
             if at[0] == first:
                 node.input[at[1]] = _named(*at)
