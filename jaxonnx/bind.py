@@ -36,6 +36,8 @@ class Graph:
     nodes: tuple[Node, ...]
     lifted: Mapping[str, str] = field(default_factory=dict)
     """In the body of a function: names of it whose values come from outside, by the names there."""
+    cuts: tuple[int, ...] = ()
+    """Positions among the nodes: what lies between is computed again for a gradient."""
 
 
 @dataclass(frozen=True)

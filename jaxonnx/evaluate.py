@@ -7,22 +7,20 @@ is folded, so shape arithmetic never reaches the jaxpr.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxonnx import layout
+from jaxonnx import layout, lowering
 from jaxonnx.bind import Graph, Node
 from jaxonnx.errors import Error, NodeError, StaticError
+from jaxonnx.folding import FOLD_LIMIT, fold, on_device, repeated, size_of
 from jaxonnx.registry import Rounded, known
-
-FOLD_LIMIT = 1 << 16
-"""Bytes; a folded result above it is computed in the graph instead of becoming a constant."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,12 @@ def run(
 ) -> tuple:
     """Evaluates a bound graph; `inputs` by name, outputs in file order."""
     scope = Scope(graph, context, outer, inputs)
-    for node in graph.nodes:
-        scope.step(node)
+    if graph.cuts and context.training:
+        for start, end in pairwise((0, *graph.cuts, len(graph.nodes))):
+            scope.segment(start, end)
+    else:
+        for node in graph.nodes:
+            scope.step(node)
     return tuple(_plain(scope[name]) for name in graph.outputs)
 
 
@@ -102,6 +104,34 @@ class Scope:
                 node,
             )
         self.values.update((n, r) for n, r in zip(node.outputs, results, strict=False) if n)
+
+    def segment(self, start: int, end: int) -> None:
+        """Evaluates the nodes from `start` to `end`, whose gradient computes them again."""
+        nodes = self.graph.nodes[start:end]
+        later = {name for node in self.graph.nodes[end:] for name in node.reads}
+        later.update(self.graph.outputs)
+        made = {name for node in nodes for name in node.outputs}
+        read = {name: self[name] for node in nodes for name in node.reads if name not in made}
+        given = {name: value for name, value in read.items() if not known(value)}
+        weights = {name: given.pop(name) for name in self.graph.weights if name in given}
+        constants = {}
+
+        def evaluate(weights, values):
+            key, given = values
+            context = replace(self.context, key=key, updates=None if renewed is None else {})
+            scope = Scope(_NOTHING, context, self, weights | given)
+            for node in nodes:
+                scope.step(node)
+            kept = {n: v for n, v in scope.values.items() if n in later and n in made}
+            constants.update((name, value) for name, value in kept.items() if known(value))
+            return {n: v for n, v in kept.items() if n not in constants}, context.updates
+
+        renewed = self.context.updates
+        results: Any = lowering.remat(evaluate, weights, (self.context.key, given))
+        values, updates = results
+        self.values.update(values | constants)
+        if renewed is not None:
+            renewed.update(updates)
 
     def depends(self, target: str, names: Iterable[str]) -> bool:
         """Whether `target` is computed from any of `names` in this or an enclosing graph."""
@@ -167,16 +197,16 @@ class Scope:
             keywords[name] = self._context_value(node, arguments, what)
         foldable = not node.graphs and not any(what in ("key", "scope") for _, what in op.context)
         if foldable and known(*arguments):
-            results = _fold(op.function, arguments, keywords)
-            if all(_size(result) <= FOLD_LIMIT for result in results):
+            results = fold(op.function, arguments, keywords)
+            if all(size_of(result) <= FOLD_LIMIT for result in results):
                 return results
             arguments = [
-                a if i in op.static or op.dynamic else _device(a) for i, a in enumerate(arguments)
+                a if i in op.static or op.dynamic else on_device(a) for i, a in enumerate(arguments)
             ]
         elif not node.graphs:  # a body checks what it uses; trip counts stay known
             _check_range([a for i, a in enumerate(arguments) if i not in op.static])
         results = layout.call(op, arguments, keywords)
-        results = tuple(map(_repeated, results if isinstance(results, tuple) else (results,)))
+        results = tuple(map(repeated, results if isinstance(results, tuple) else (results,)))
         if op.state and self._training(node) and op.state[0] < len(node.inputs):
             self._renew(node, results)
         return results
@@ -301,43 +331,6 @@ def _exact(value: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     return layout.first(_exact(value))
-
-
-def _fold(function: Callable, arguments: list, keywords: dict) -> tuple:
-    """Evaluates on known values: on the CPU, with 64-bit types intact, results back as NumPy."""
-    with (
-        jax.ensure_compile_time_eval(),
-        jax.enable_x64(True),
-        jax.default_device(jax.local_devices(backend="cpu")[0]),
-        np.errstate(all="ignore"),
-    ):
-        results = function(*arguments, **keywords)
-        results = results if isinstance(results, tuple) else (results,)
-        return tuple(_to_numpy(result) for result in results)
-
-
-def _to_numpy(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_to_numpy(item) for item in value]
-    return value if value is None or isinstance(value, dict) else np.asarray(value)
-
-
-def _device(value: Any) -> Any:
-    """A known value as a traced one; strings, maps and sequences stay as they are."""
-    is_number = isinstance(value, np.ndarray) and value.dtype != object
-    return jnp.asarray(value, jax.dtypes.canonicalize_dtype(value.dtype)) if is_number else value
-
-
-def _repeated(value: Any) -> Any:
-    """A large NumPy broadcast as the same broadcast in the graph, so that it never takes memory."""
-    if _size(value) <= FOLD_LIMIT or 0 not in value.strides:
-        return value
-    once = value[tuple(slice(None if stride else 1) for stride in value.strides)]
-    return jnp.broadcast_to(_device(once), value.shape)
-
-
-def _size(value: Any) -> int:
-    return value.nbytes if isinstance(value, np.ndarray) and value.dtype != object else 0
 
 
 def _traced(values: Iterable[Any]) -> bool:

@@ -23,6 +23,7 @@ from jaxonnx.errors import InputError
 from jaxonnx.program import Program
 from jaxonnx.restart import Initializer, restarted
 from jaxonnx.roles import graph_tensors, running_statistics
+from jaxonnx.segments import cuts
 from jaxonnx.select import Select, select
 from jaxonnx.show import Summary, overview, summary, text
 from jaxonnx.training_info import Training
@@ -284,6 +285,15 @@ class Model:
           InputError: there is no Dropout node, no such value, or a ratio is not in [0, 1).
         """
         graph = modes.with_dropout(self.graph, self.proto.graph, ratio)
+        return dataclasses.replace(self, program=self.program.with_graph(graph))
+
+    def with_remat(self) -> Model:
+        """A model that keeps few values for a gradient in training and computes the rest again.
+
+        About the square root of its nodes is kept (`jaxonnx.segments`); a step takes up to a third
+        longer.
+        """
+        graph = dataclasses.replace(self.graph, cuts=cuts(self.graph))
         return dataclasses.replace(self, program=self.program.with_graph(graph))
 
     @property

@@ -19,7 +19,8 @@ from onnx import GraphProto, ModelProto, StringStringEntryProto, TensorProto, he
 
 from jaxonnx.bind import Graph, bind
 from jaxonnx.errors import InputError, ModelError
-from jaxonnx.evaluate import FOLD_LIMIT, Context, run
+from jaxonnx.evaluate import Context, run
+from jaxonnx.folding import FOLD_LIMIT
 from jaxonnx.load import subgraphs, tensor_of_constant, to_array
 from jaxonnx.values import declared, fit
 

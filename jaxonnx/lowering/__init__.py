@@ -2,12 +2,14 @@
 
 from jaxonnx.lowering.conv import convolution, transposed_convolution
 from jaxonnx.lowering.pool import first_max, first_winner, max_pool, window_sum
+from jaxonnx.lowering.remat import remat
 
 __all__ = [
     "convolution",
     "first_max",
     "first_winner",
     "max_pool",
+    "remat",
     "transposed_convolution",
     "window_sum",
 ]

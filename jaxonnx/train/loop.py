@@ -43,6 +43,7 @@ def train(
     accumulate: int = 1,
     ema: float | None = None,
     precision: Literal["bf16"] | None = None,
+    remat: bool = False,
     nan: Literal["stop", "skip", "rollback"] = "stop",
     patience: int | None = None,
     monitor: str | tuple[str, str] | None = None,
@@ -126,6 +127,8 @@ def train(
         gradients take their factors in bfloat16, which accelerators are quick at (CPUs are not).
         The weights and their updates, norms, softmaxes and losses stay in float32, and so do
         validation and the resulting model.
+      remat: keep few values for the gradient and compute the rest again (`Model.with_remat`), for
+        networks whose activations do not fit into memory.
       nan: what happens when a loss or a gradient is NaN or infinite. Such a step never changes the
         weights. "stop" ends the run; "skip" goes on with the next batch, up to 10 times in a row;
         "rollback" takes the weights, statistics and optimizer state that were last kept (at the end
@@ -186,6 +189,7 @@ def train(
         statistics=statistics,
         dropout=dropout,
         sparsity=sparsity,
+        remat=remat,
         seed=seed,
     )
     hooks = settings.hooks(on_log)
@@ -203,6 +207,7 @@ def train(
             "accumulate": accumulate != 1,
             "ema": ema,
             "precision": precision,
+            "remat": remat,
             "nan": nan != "stop",
             "patience": patience,
             "checkpoint_dir": checkpoint_dir,

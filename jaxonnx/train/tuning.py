@@ -21,6 +21,7 @@ def tuned(
     statistics: Statistics | None,
     dropout: float | Mapping[str, float] | None,
     sparsity: Any,
+    remat: bool,
     seed: int,
 ) -> Model:
     """The model whose parameters the run trains.
@@ -54,6 +55,10 @@ def tuned(
         model = lora.attach(model)
     elif trainable is not None:
         model = model.with_trainable(trainable)
+    if not isinstance(remat, bool):
+        raise TrainingError(f"remat must be True or False, and is {remat!r}")
+    if remat:
+        model = model.with_remat()
     if not model.params:
         raise TrainingError("no parameter is to be trained; print(model) shows what the model has")
     return model

@@ -1,0 +1,48 @@
+"""Operators on known values, and known values that become traced ones."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FOLD_LIMIT = 1 << 16
+"""Bytes; a folded result above it is computed in the graph instead of becoming a constant."""
+
+
+def fold(function: Callable, arguments: list, keywords: dict) -> tuple:
+    """Evaluates on known values: on the CPU, with 64-bit types intact, results back as NumPy."""
+    with (
+        jax.ensure_compile_time_eval(),
+        jax.enable_x64(True),
+        jax.default_device(jax.local_devices(backend="cpu")[0]),
+        np.errstate(all="ignore"),
+    ):
+        results = function(*arguments, **keywords)
+        results = results if isinstance(results, tuple) else (results,)
+        return tuple(_to_numpy(result) for result in results)
+
+
+def _to_numpy(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_to_numpy(item) for item in value]
+    return value if value is None or isinstance(value, dict) else np.asarray(value)
+
+
+def on_device(value: Any) -> Any:
+    """A known value as a traced one; strings, maps and sequences stay as they are."""
+    is_number = isinstance(value, np.ndarray) and value.dtype != object
+    return jnp.asarray(value, jax.dtypes.canonicalize_dtype(value.dtype)) if is_number else value
+
+
+def repeated(value: Any) -> Any:
+    """A large NumPy broadcast as the same broadcast in the graph, so that it never takes memory."""
+    if size_of(value) <= FOLD_LIMIT or 0 not in value.strides:
+        return value
+    once = value[tuple(slice(None if stride else 1) for stride in value.strides)]
+    return jnp.broadcast_to(on_device(once), value.shape)
+
+
+def size_of(value: Any) -> int:
+    return value.nbytes if isinstance(value, np.ndarray) and value.dtype != object else 0

@@ -1,0 +1,55 @@
+"""Functions whose gradient computes them again instead of keeping what they compute.
+
+It is what `jax.checkpoint` does, except that it works on CPU. Memory is saved only if the compiler
+neither finds that it has computed something before nor computes it again too early. An
+optimization barrier tells it so, but XLA:CPU drops these. There the second computation starts
+behind a loop that ends after one round, which only a run can tell, and that waits for the gradient.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def remat(function: Callable[[Any, Any], Any], weights: Any, values: Any) -> Any:
+    """`function(weights, values)`, computed again for its gradient, which has no forward mode.
+
+    The trees `weights` and `values` are kept; a compiler may take for the same what is computed
+    from `weights` alone.
+    """
+    return function(weights, values)
+
+
+def _forward(function, weights, values):
+    return function(weights, values), (weights, values)
+
+
+def _backward(function, kept, cotangents):
+    weights, values = kept
+    real = (x for x in jax.tree.leaves(cotangents) if x.size and x.dtype != jax.dtypes.float0)
+    first = next(real, None)
+    if first is not None:
+        values = lax.platform_dependent(values, first.ravel()[0], cpu=_loop, default=_barrier)
+    return jax.vjp(function, weights, values)[1](cotangents)
+
+
+remat.defvjp(_forward, _backward)
+
+
+def _barrier(values, signal):
+    return lax.optimization_barrier((values, signal))[0]
+
+
+def _loop(values, signal):
+    start = lax.clamp(0, (signal != 0).astype(jnp.int32), 0)
+
+    def once(carry):
+        i, tree = carry
+        return i + 1, jax.tree.map(lambda x: jnp.where(i > 0, jnp.zeros_like(x), x), tree)
+
+    return lax.while_loop(lambda carry: carry[0] < 1, once, (start, values))[1]
