@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import onnx
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from PIL import Image
 
 from jaxonnx import demo, docs
@@ -59,17 +60,19 @@ def folder(tmp_path, monkeypatch):
     Image.fromarray(pixels[0]).save("picture.png")
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[n, sequence] x) => (float[n, m] y) '
     onnx.save(onnx.parser.parse_model(text + "{ y = Relu(x) }"), "encoder.onnx")
+    settings = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: jax.config.values[name] for name in settings}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_python(page, folder):
     names = {}
-    before = jax.config.values["jax_compilation_cache_dir"]
-    try:
-        for code in blocks(page, "python"):
-            exec(compile(code, page.name, "exec"), names)
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
+    for code in blocks(page, "python"):
+        exec(compile(code, page.name, "exec"), names)
     if page.stem == "README":
         assert names["result"].history.epochs[-1]["validation_accuracy"] > 0.9
 
