@@ -293,6 +293,12 @@ def test_sizes_for_bench(small, capsys):
     assert said["notes"] == ["no training step: the model has no parameters"]
 
 
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.strip() == jaxonnx.__version__
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_has_examples(verb, capsys):
     with pytest.raises(SystemExit) as stop:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jaxonnx
 from jaxonnx.cli.flags import COMMON, VERBS, Gather
 
 _EXITS = (
@@ -24,6 +25,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=jaxonnx.__version__)
     added = parser.add_subparsers(dest="verb", required=True, metavar="command")
     for name, verb in VERBS.items():
         own = added.add_parser(
