@@ -108,7 +108,7 @@ _TRAINING = [
     Flag(
         "-o --output --out",
         "the .onnx to write, or a packed .npz",
-        {"type": Path, "required": True},
+        _NEEDED,
     ),
     Flag(
         "--validation",
@@ -143,6 +143,7 @@ _TRAINING = [
         "bf16: factors of products in bfloat16, weights in float32",
         {"choices": ("bf16",)},
     ),
+    Flag("--remat", "keep few values for the gradient, compute the rest again", _SWITCH),
     Flag("--ema", "share that a moving average of the weights keeps of itself, as 0.999", _REAL),
     Flag(
         "--nan",

@@ -27,7 +27,7 @@ from jaxonnx.values import Value
 _PREPARATION = ("scale", "mean", "std", "labels")
 _SETTINGS = (
     "batch_size", "seed", "trainable", "statistics", "metrics", "accumulate", "ema", "nan",
-    "precision", "patience", "monitor", "checkpoint_dir", "checkpoint_every", "resume",
+    "precision", "remat", "patience", "monitor", "checkpoint_dir", "checkpoint_every", "resume",
 )  # fmt: skip
 """Flags that are arguments of `jaxonnx.train` by the same name."""
 
