@@ -178,10 +178,8 @@ def test_a_run_that_stops_says_so_in_its_status(small, capsys):
 def test_settings_of_train(small, capsys):
     line = "train net.onnx data.npz -o out.onnx --epochs 40 --batch-size 2 --json --rate 0.5"
     more = "--validation 0.25 --metrics f1 --metrics top_2 --patience 1 --monitor validation_f1"
-    assert (
-        command(f"{line} {more} --remat --ema 0.9 --accumulate 2 --checkpoints kept --log l.csv")
-        == 0
-    )
+    more += " --remat --ema 0.9 --accumulate 2 --checkpoints kept --log l.csv"
+    assert command(f"{line} {more}") == 0
     history = result(capsys)["history"]
     assert history["early"]
     assert "validation_f1" in history["stopped"]
