@@ -255,7 +255,7 @@ def test_bench(small, capsys):
     assert command("bench net.onnx --data data.npz --rounds 1 --no-train --json") == 0
     said = result(capsys)
     assert said["inputs"] == {"x": {"dtype": "float32", "shape": [8, 4]}}
-    assert said["measurements"].keys() == {"forward", "forward, onnxruntime"}
+    assert said["measurements"].keys() == {"forward", "onnxruntime"}
     row = said["measurements"]["forward"]
     assert row["samples_per_second"] == pytest.approx(8e3 / row["ms"])
     # the input, the weight and the output at least

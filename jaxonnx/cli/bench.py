@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> Report:
         notes.append("onnxruntime is not installed")
     else:
         try:
-            rows["forward, onnxruntime"] = _onnxruntime(options, model, inputs)
+            rows["onnxruntime"] = _onnxruntime(options, model, inputs)
         except Error as error:
             notes.append(str(error))
     calls = {name: row.pop("call") for name, row in rows.items()}
@@ -144,34 +144,33 @@ def _forward(model: Model, inputs: tuple) -> dict[str, Any]:
 
 
 def _training_step(model: Model, inputs: tuple) -> dict[str, Any]:
-    """Forward, backward and Adam, for the mean square of all outputs that are real numbers."""
+    """The step of `jaxonnx.train` with Adam, for the mean square of outputs that are real."""
+    from jaxonnx.train import objective, step
+    from jaxonnx.train.data import Batch
+    from jaxonnx.train.storage import Storage
+
     if not model.params:
         raise InputError("the model has no parameters")
-    optimizer = optax.adam(1e-3)
 
-    def step(carry, key, *inputs):
-        params, state, memory = carry
+    def loss(outputs, _):
+        real = [y for y in jax.tree.leaves(outputs) if jnp.issubdtype(y.dtype, jnp.floating)]
+        if not real:
+            raise InputError("no output is a real number, so there is no gradient")
+        return sum(jnp.square(y.astype(jnp.float32)).mean() for y in real)
 
-        def loss(params):
-            outputs, new = model.apply_train(params, state, key, *inputs)
-            real = [y for y in jax.tree.leaves(outputs) if jnp.issubdtype(y.dtype, jnp.floating)]
-            if not real:
-                raise InputError("no output is a real number, so there is no gradient")
-            return sum(jnp.square(y.astype(jnp.float32)).mean() for y in real), new
-
-        gradients, state = jax.grad(loss, has_aux=True)(params)
-        updates, memory = optimizer.update(gradients, memory, params)
-        return optax.apply_updates(params, updates), state, memory
-
-    params, state = jax.tree.map(jnp.copy, (model.params, model.state))
-    carry: Any = (params, state, optimizer.init(params))
-    key = jax.random.key(0)
-    program, costs = _compiled(step, carry, key, *inputs, donate_argnums=0)
+    goal = objective.find(model, loss, None)
+    optimizer = optax.with_extra_args_support(optax.adam(1e-3))
+    storage = Storage(model.params, optimizer)
+    carry = step.start(model, optimizer, False, storage)
+    size = len(inputs[0])
+    examples: Any = Batch(inputs, jnp.zeros(size), jnp.ones(size))  # type: ignore[arg-type]
+    update = step.training(goal.model, goal, optimizer, 0, storage, step.frozen(model))
+    program, costs = _compiled(update, carry, examples, donate_argnums=0)
 
     def call():
         nonlocal carry
-        carry = program(carry, key, *inputs)
-        return carry
+        carry, seen = program(carry, examples)
+        return seen
 
     return costs | {"call": call}
 
@@ -206,15 +205,15 @@ def _table(data: Mapping[str, Any]) -> Table:
     table = Table(title=f"{data['model']}, {shapes}, {data['device']}", caption_justify="left")
     table.caption = "\n".join(data["notes"]) or None
     table.add_column("", no_wrap=True)
-    for column in ("ms", "quartiles", "samples/s", "compile, s", "memory, MB"):
-        table.add_column(column, justify="right")
+    for column in ("ms", "quartiles", "samples/s", "compile s", "MB"):
+        table.add_column(column, justify="right", no_wrap=True)
     for name, row in data["measurements"].items():
         low, high = row["ms_quartiles"]
         costs = [row.get(key) for key in ("compile_seconds", "memory_bytes")]
         table.add_row(
             name,
-            f"{row['ms']:.3f}",
-            f"{low:.3f}-{high:.3f}",
+            f"{row['ms']:.3g}",
+            f"{low:.3g}-{high:.3g}",
             f"{row['samples_per_second']:,.0f}",
             "-" if costs[0] is None else f"{costs[0]:.2f}",
             "-" if costs[1] is None else f"{costs[1] / 1e6:.1f}",
