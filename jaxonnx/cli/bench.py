@@ -212,10 +212,14 @@ def _table(data: Mapping[str, Any]) -> Table:
         costs = [row.get(key) for key in ("compile_seconds", "memory_bytes")]
         table.add_row(
             name,
-            f"{row['ms']:.3g}",
-            f"{low:.3g}-{high:.3g}",
+            _short(row["ms"]),
+            f"{_short(low)}-{_short(high)}",
             f"{row['samples_per_second']:,.0f}",
             "-" if costs[0] is None else f"{costs[0]:.2f}",
             "-" if costs[1] is None else f"{costs[1] / 1e6:.1f}",
         )
     return table
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
