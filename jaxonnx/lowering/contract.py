@@ -34,6 +34,10 @@ class Form(Protocol):
 
     def fast(self, out: int, u: Any, v: Any) -> Any: ...
 
+    def mapped(self, out: int, u: Any, v: Any) -> Any:
+        """The same, to be mapped over an axis that is not a batch of examples."""
+        ...
+
 
 def contract(form: Form, out: int, u, v):
     """The contraction of `form` with all its arguments but number `out`."""
@@ -102,7 +106,10 @@ class Batched:
         return self._contract(self.form.plain, out, u, v)
 
     def fast(self, out, u, v):
-        return self._contract(self.form.fast, out, u, v)
+        merged = self.slots == self.form.batch
+        return self._contract(self.form.fast if merged else self.form.mapped, out, u, v)
+
+    mapped = fast
 
 
 def _batch(arguments, axes, *, form, out):

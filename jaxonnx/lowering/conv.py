@@ -6,6 +6,7 @@ rules below is chosen from the shapes; `benchmarks/lowerings.py` measures each o
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -94,11 +95,21 @@ class Conv:
         return jax.linear_transpose(lambda w: forward(u, w), w)(v)[0]
 
     def fast(self, out, u, v):
-        """XLA:CPU accumulates half precision in half precision, hence float32."""
+        return self._in_float32(self._fast, out, u, v)
+
+    def mapped(self, out, u, v):
+        """A map over weights makes groups of a convolution, which XLA:CPU is slow at, but one
+        product of a batch of matrices."""
+        if self.groups > 1:
+            return self.fast(out, u, v)
+        return self._in_float32(partial(self._derived, self._gathered), out, u, v)
+
+    def _in_float32(self, function, out, u, v):
+        """XLA:CPU accumulates half precision in half precision."""
         if not u.size or not v.size:
             return self.plain(out, u, v)
         wide = jnp.promote_types(u.dtype, jnp.float32)
-        y: Any = self._fast(out, u.astype(wide), v.astype(wide))
+        y: Any = function(out, u.astype(wide), v.astype(wide))
         return y.astype(u.dtype)
 
     def _fast(self, out, u, v):

@@ -37,7 +37,7 @@ class Choice:
         won = lambda number, index, y: jnp.where(index == number, y, 0)  # noqa: E731
         return self.taps.add((u, v), (-1, 0), won)
 
-    fast = plain
+    fast = mapped = plain
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -157,6 +157,8 @@ class Sum:
         if self.taps.count > UNROLLED or out == 0:
             return self.plain(out, u, v)
         return u * (sum(self.taps.read(v)) if out == 2 else self.taps.add((v,), (0,), _itself))
+
+    mapped = fast
 
 
 def _itself(_, y):
