@@ -212,6 +212,7 @@ def onnxruntime_training(network: Network, phase: str, path: Path) -> tuple[Run,
         if node.op_type == "BatchNormalization"
         for name in node.input[3:]
     }
+    del model.graph.output[1:]  # it takes each output for one that the loss is computed of
     floats = [w for w in model.graph.initializer if w.data_type == 1]
     trained = {w.name for w in floats if w.dims} - statistics
     folder = path.with_suffix("")
@@ -224,10 +225,10 @@ def onnxruntime_training(network: Network, phase: str, path: Path) -> tuple[Run,
         optimizer=artifacts.OptimType.AdamW,
         artifact_directory=folder,
     )
-    names = ("training_model.onnx", "eval_model.onnx", "optimizer_model.onnx")
-    training_model, eval_model, optimizer_model = (str(folder / name) for name in names)
+    names = ("training_model.onnx", "optimizer_model.onnx")
+    training_model, optimizer_model = (str(folder / name) for name in names)
     state = api.CheckpointState.load_checkpoint(str(folder / "checkpoint"))
-    module = api.Module(training_model, state, eval_model)
+    module = api.Module(training_model, state)
     optimizer = api.Optimizer(optimizer_model, module)
     x, y = batch(network)
     y = y.astype(np.int64)

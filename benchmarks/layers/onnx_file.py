@@ -119,7 +119,11 @@ class Onnx:
 
     def layer_norm(self, x):
         vectors = self.filled(1, x.shape[-1]), self.filled(0, x.shape[-1])
-        return self.node("LayerNormalization", x, *vectors, shape=x.shape, axis=-1)
+        # onnxruntime-training wants the statistics, which nobody else asks for
+        extra = (
+            [f"v{len(self.nodes)}.{name}" for name in ("mean", "scale")] if self.training else []
+        )
+        return self.node("LayerNormalization", x, *vectors, shape=x.shape, outputs=extra, axis=-1)
 
     def embed(self, tokens, vocabulary, features):
         table = self.weight(vocabulary, features, fan_in=features)
