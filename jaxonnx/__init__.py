@@ -14,6 +14,7 @@ from jaxonnx.errors import (
     TrainingError,
     UnsupportedError,
 )
+from jaxonnx.layout import kernels_first
 from jaxonnx.loading import load
 from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.model import Model, Value
@@ -37,6 +38,7 @@ __all__ = [
     "UnsupportedError",
     "Value",
     "add_training",
+    "kernels_first",
     "labels",
     "load",
     "losses",

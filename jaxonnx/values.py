@@ -10,6 +10,7 @@ import numpy as np
 from onnx import TensorProto, ValueInfoProto, helper
 
 from jaxonnx.errors import InputError, ModelError
+from jaxonnx.layout import first
 
 
 @dataclass(frozen=True)
@@ -158,4 +159,4 @@ def matching(what: str, current: dict, given: Mapping[str, Any] | None) -> dict[
                 f"{what} '{name}' has shape {list(value.shape)}, the model's is "
                 f"{list(current[name].shape)}"
             )
-    return {name: given[name] for name in current}
+    return {name: first(given[name]) for name in current}

@@ -106,3 +106,31 @@ def test_a_run_gives_what_it_gives_in_the_order_of_the_file(ema, tmp_path):
     run(plain, epochs=2, checkpoint_dir=tmp_path)
     resumed = run(plain, checkpoint_dir=tmp_path, resume=True)
     jax.tree.map(np.testing.assert_array_equal, resumed.model.params, one.model.params)
+
+
+def test_a_loop_of_ones_own():
+    model = jaxonnx.load(network())
+    x, y = rng.normal(size=(8, 2, 5, 5)).astype(np.float32), rng.integers(0, 3, 8)
+    optimizer = optax.adam(1e-2)
+
+    def trained(params):
+        @jax.jit
+        def step(params, memory):
+            def loss(params):
+                logits = model.apply(params, x)
+                return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+            updates, memory = optimizer.update(jax.grad(loss)(params), memory, params)
+            return optax.apply_updates(params, updates), memory
+
+        memory = optimizer.init(params)
+        for _ in range(5):
+            params, memory = step(params, memory)
+        return params
+
+    params = trained(jaxonnx.kernels_first(model.params))
+    assert params["w"].value.shape == (3, 3, 2, 6)
+    one, other = model.replace(params=params), model.replace(params=trained(model.params))
+    for name, value in one.params.items():
+        np.testing.assert_allclose(value, other.params[name], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(one(x), other(x), rtol=1e-4, atol=1e-5)

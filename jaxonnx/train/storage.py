@@ -7,7 +7,7 @@ and what the optimizer has for them, in the latter order, if the optimizer canno
 program for one order and its program for the other are the same, element by element.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -15,12 +15,9 @@ import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from jaxonnx.layout import KernelFirst
+from jaxonnx.layout import KernelFirst, kernel_first
 
 _PROGRAM = (ClosedJaxpr, Jaxpr)
-
-SHORT = 16
-"""A last axis below it is short."""
 
 _POINTWISE = {
     *("abs", "add", "add_any", "and", "ceil", "clamp", "convert_element_type", "copy", "div", "eq"),
@@ -31,21 +28,13 @@ _POINTWISE = {
 _TOTALS = {"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"}
 
 
-def order(shape: Sequence[int]) -> tuple[int, ...] | None:
-    """The axes in the order to store, or None for an array that stays as it is."""
-    rank = len(shape)
-    if rank < 3 or shape[-1] >= SHORT or shape[-1] >= max(shape[:2]):
-        return None
-    return (*range(2, rank), 1, 0)
-
-
 class Storage:
     """How the arrays of a run are stored; `names` are the parameters that are stored otherwise."""
 
     def __init__(
         self, params: Mapping[str, jax.Array], optimizer: optax.GradientTransformationExtraArgs
     ):
-        self.names = frozenset(n for n, x in params.items() if order(x.shape) is not None)
+        self.names = frozenset(n for n, x in params.items() if kernel_first(x.shape) is not None)
         self._shapes = {name: params[name].shape for name in self.names}
         if self.names and not (
             jax.default_backend() == "cpu" and indifferent(optimizer, params, self.store(params))
@@ -73,7 +62,7 @@ class Storage:
             shape = self._shapes.get(getattr(path[-1], "key", "")) if path and self.names else None
             if shape is None:
                 return x
-            axes: Any = order(shape)
+            axes: Any = kernel_first(shape)
             return x.transpose(axes_of(axes)) if x.shape == shape_of(shape, axes) else x
 
         return jax.tree_util.tree_map_with_path(turn, tree)
