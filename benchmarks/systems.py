@@ -63,16 +63,30 @@ def _jax(phase, params, state, x, y, train, infer) -> tuple[Run, int]:
     return training, parameters
 
 
+def train_step(model, x, y) -> tuple[Callable, Any, Any]:
+    """The step of `jaxonnx.train`, the first carry, and a batch: `step(carry, batch)`."""
+    import jax.numpy as jnp
+    import optax
+
+    from jaxonnx.train import objective, step
+    from jaxonnx.train.data import Batch
+    from jaxonnx.train.storage import Storage
+
+    goal = objective.find(model, "softmax_cross_entropy_with_integer_labels", None)
+    optimizer = optax.with_extra_args_support(optax.adam(LEARNING_RATE))
+    storage = Storage(model.params, optimizer)
+    carry = step.start(model, optimizer, False, storage)
+    examples: Any = Batch((x,), y, jnp.ones(len(x)))  # type: ignore[arg-type]
+    update = step.training(goal.model, goal, optimizer, 0, storage, step.frozen(model))
+    return update, carry, examples
+
+
 def jaxonnx(network: Network, phase: str, path: Path) -> tuple[Run, int]:
     """The step of `jaxonnx.train`, and calling a model."""
     import jax
     import jax.numpy as jnp
-    import optax
 
     import jaxonnx
-    from jaxonnx.train import objective, step
-    from jaxonnx.train.data import Batch
-    from jaxonnx.train.storage import Storage
 
     model = jaxonnx.load(path)
     # a table of positions that is added may be learned or not: the file does not tell
@@ -89,12 +103,7 @@ def jaxonnx(network: Network, phase: str, path: Path) -> tuple[Run, int]:
     if phase == "forward":
         return forward, parameters
 
-    goal = objective.find(model, "softmax_cross_entropy_with_integer_labels", None)
-    optimizer = optax.with_extra_args_support(optax.adam(LEARNING_RATE))
-    storage = Storage(model.params, optimizer)
-    carry = step.start(model, optimizer, False, storage)
-    examples: Any = Batch((x,), y, jnp.ones(len(x)))  # type: ignore[arg-type]
-    update = step.training(goal.model, goal, optimizer, 0, storage, step.frozen(model))
+    update, carry, examples = train_step(model, x, y)
     compiled = jax.jit(update, donate_argnums=0).lower(carry, examples).compile()
 
     def training(count):

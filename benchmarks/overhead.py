@@ -1,0 +1,179 @@
+"""What jaxonnx adds to its compiled functions: to a call of a model, and to the steps of a run.
+
+    python -m benchmarks.overhead [--networks mlp lenet] [--rounds 15] [--calls 1000]
+                                  [--epochs 12] [--steps 100] [--chart FILE.png]
+
+First table: microseconds of a call `model(x)` of a tiny network, of the same function under a
+`jax.jit` of the caller, and the difference, for inputs of JAX and of NumPy. Second table: an epoch
+of `jaxonnx.train` over arrays in memory beside a bare loop of as many steps of the same compiled
+function on one batch; the two take turns, epoch by epoch, in one process. Printed are medians and
+quartiles of what is added. With `--chart` both are drawn, and the figures written to .json beside.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from rich.console import Console
+from rich.table import Table
+
+import jaxonnx
+from benchmarks.layers.onnx_file import write
+from benchmarks.networks import NETWORKS, Network, batch
+from benchmarks.systems import LEARNING_RATE, train_step
+
+TINY = Network(lambda layers, x: layers.dense(layers.relu(layers.dense(x, 16)), 4), (4, 8), 4)
+LOSS = "softmax_cross_entropy_with_integer_labels"
+TARGETS = {"call": 20.0, "loop": 2.0}
+"""Microseconds and per cent."""
+
+
+def seconds(function, count: int) -> float:
+    """Of one of so many calls, the last of which has ended."""
+    start = time.perf_counter()
+    for _ in range(count):
+        result = function()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / count
+
+
+def calls(path: Path, rounds: int, count: int) -> dict[str, np.ndarray]:
+    """Microseconds of (`model(x)`, the jitted function) in each round, by the kind of input."""
+    write(TINY, path)
+    model = jaxonnx.load(path)
+
+    @jax.jit
+    def jitted(params, state, x):
+        return model.apply(params, x, state=state)
+
+    x = batch(TINY)[0]
+    times = {}
+    for kind, given in (("jax", jnp.asarray(x)), ("numpy", x)):
+        systems = (
+            lambda given=given: model(given),
+            lambda given=given: jitted(model.params, model.state, given),
+        )
+        for system in systems:
+            seconds(system, count)
+        pairs = [[seconds(system, count) for system in systems] for _ in range(rounds)]
+        times[f"{kind} arrays"] = np.array(pairs) * 1e6
+    return times
+
+
+def loops(path: Path, network: Network, epochs: int, steps: int) -> np.ndarray:
+    """Seconds of a step (in `train`, in a bare loop) in each epoch but the first."""
+    write(network, path)
+    model = jaxonnx.load(path)
+    x, y = batch(network)
+    update, carry, examples = train_step(model, jnp.asarray(x), jnp.asarray(y))
+    compiled = jax.jit(update, donate_argnums=0).lower(carry, examples).compile()
+
+    def bare() -> float:
+        nonlocal carry
+        start = time.perf_counter()
+        for _ in range(steps):
+            carry, seen = compiled(carry, examples)
+        jax.block_until_ready(seen)
+        return time.perf_counter() - start
+
+    pairs, start = [], 0.0
+
+    def watch(step, metrics):
+        nonlocal start
+        if "epoch" in metrics:  # all its steps have ended
+            pairs.append((time.perf_counter() - start, bare()))
+            start = time.perf_counter()
+
+    random = np.random.default_rng(1)
+    order = random.permutation(np.resize(np.arange(len(x)), steps * len(x)))
+    jaxonnx.train(
+        model,
+        (x[order], y[order]),
+        loss=LOSS,
+        optimizer=optax.adam(LEARNING_RATE),
+        batch_size=len(x),
+        epochs=epochs + 1,
+        on_log=watch,
+        progress=False,
+    )
+    return np.array(pairs[1:]) / steps
+
+
+def summary(pairs: np.ndarray, relative: bool) -> dict:
+    """Medians of both, and quartiles of what the first adds."""
+    added = pairs[:, 0] - pairs[:, 1]
+    if relative:
+        added = 100 * added / pairs[:, 1]
+    both = np.median(pairs, axis=0)
+    return {
+        "whole": float(both[0]),
+        "compiled": float(both[1]),
+        "added": [float(q) for q in np.quantile(added, (0.25, 0.5, 0.75))],
+    }
+
+
+def show(results: dict[str, dict[str, dict]]) -> None:
+    console = Console()
+    heads = {
+        "call": ("input", "model(x), us", "jitted, us", "added, us"),
+        "loop": ("network", "train, ms a step", "compiled, ms a step", "added, %"),
+    }
+    for kind, rows in results.items():
+        table = Table(*heads[kind], "target", title=f"what a {kind} adds")
+        scale = 1e3 if kind == "loop" else 1
+        for name, row in rows.items():
+            low, middle, high = row["added"]
+            both = (f"{scale * row[part]:.2f}" for part in ("whole", "compiled"))
+            added = f"{middle:.2f} ({low:.2f} to {high:.2f})"
+            met = "met" if middle < TARGETS[kind] else "missed"
+            table.add_row(name, *both, added, f"< {TARGETS[kind]:g}, {met}")
+        console.print(table)
+
+
+def draw(results: dict[str, dict[str, dict]], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    units = {"call": "added to a call, us", "loop": "added to a step by train, %"}
+    figure = Figure(figsize=(8, 2.4), layout="constrained")
+    for axes, (kind, rows) in zip(figure.subplots(1, len(results)), results.items(), strict=True):
+        low, middle, high = np.array([row["added"] for row in rows.values()]).T
+        axes.barh(list(rows), middle, xerr=[middle - low, high - middle], height=0.5)
+        axes.axvline(TARGETS[kind], color="black", linestyle=":", label="target")
+        axes.set_xlabel(units[kind])
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=150)
+    path.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--networks", choices=NETWORKS, nargs="+", default=["mlp", "lenet"])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--calls", type=int, default=1000)
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=100, help="of an epoch")
+    parser.add_argument("--chart", type=Path, help="png, svg or pdf")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "network.onnx"
+        times = calls(path, options.rounds, options.calls)
+        results = {"call": {kind: summary(pairs, False) for kind, pairs in times.items()}}
+        results["loop"] = {
+            name: summary(loops(path, NETWORKS[name], options.epochs, options.steps), True)
+            for name in options.networks
+        }
+    show(results)
+    if options.chart:
+        draw(results, options.chart)
+
+
+if __name__ == "__main__":
+    main()
