@@ -27,6 +27,7 @@ import jaxonnx
 from benchmarks.layers.onnx_file import write
 from benchmarks.networks import NETWORKS, Network, batch
 from benchmarks.systems import LEARNING_RATE, train_step
+from jaxonnx.cli.process import keep_pages
 
 TINY = Network(lambda layers, x: layers.dense(layers.relu(layers.dense(x, 16)), 4), (4, 8), 4)
 LOSS = "softmax_cross_entropy_with_integer_labels"
@@ -162,6 +163,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="of an epoch")
     parser.add_argument("--chart", type=Path, help="png, svg or pdf")
     options = parser.parse_args()
+    keep_pages()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "network.onnx"
         times = calls(path, options.rounds, options.calls)

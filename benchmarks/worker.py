@@ -16,7 +16,7 @@ from benchmarks.networks import NETWORKS
 from benchmarks.systems import SYSTEMS
 
 
-def _resident(field: str) -> int:
+def resident(field: str) -> int:
     """Bytes: VmRSS is the present, VmHWM the peak since the last reset."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
@@ -35,13 +35,13 @@ def main() -> None:
     start = time.perf_counter()
     run, parameters = SYSTEMS[system](NETWORKS[network], phase, Path(path))
     run(1)
-    answer(seconds=time.perf_counter() - start, parameters=parameters, memory=_resident("VmHWM"))
+    answer(seconds=time.perf_counter() - start, parameters=parameters, memory=resident("VmHWM"))
     Path("/proc/self/clear_refs").write_text("5")
     for line in sys.stdin:
         count = int(line)
         start = clock()
         run(count)
-        answer(seconds=(clock() - start) / count, memory=_resident("VmHWM"))
+        answer(seconds=(clock() - start) / count, memory=resident("VmHWM"))
 
 
 if __name__ == "__main__":
