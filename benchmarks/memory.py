@@ -1,0 +1,93 @@
+"""Memory of a training step, as XLA reserves it: jaxonnx, with `remat`, and hand-written Flax.
+
+    python -m benchmarks.memory [--networks lenet encoder ...]
+
+Megabytes of arguments (parameters, moments, batch) and of what the step needs meanwhile; they are
+the same in every run, so this is no measurement of time. The peak of a process, which also has
+libraries and what the allocator keeps, is in the table of `python -m benchmarks`.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+from rich.console import Console
+from rich.table import Table
+
+import jaxonnx
+from benchmarks.layers.linen import Net
+from benchmarks.layers.onnx_file import write
+from benchmarks.networks import NETWORKS, Network, batch
+from jaxonnx.train import objective, step
+from jaxonnx.train.data import Batch
+from jaxonnx.train.storage import Storage
+
+LOSS = "softmax_cross_entropy_with_integer_labels"
+
+
+def ours(network: Network, path: Path, remat: bool):
+    model = jaxonnx.load(path)
+    model = model.with_remat() if remat else model
+    x, y = batch(network)
+    optimizer = optax.with_extra_args_support(optax.adam(1e-3))
+    storage = Storage(model.params, optimizer)
+    goal = objective.find(model, LOSS, None)
+    update = step.training(goal.model, goal, optimizer, 0, storage, step.frozen(model))
+    carry = step.start(model, optimizer, False, storage)
+    examples = Batch((x,), y, jnp.ones(len(x)))  # type: ignore[arg-type]
+    return jax.jit(update, donate_argnums=0).lower(carry, examples).compile()
+
+
+def flax(network: Network):
+    x, y = batch(network)
+    x = x.transpose(0, 2, 3, 1) if x.ndim == 4 else x
+    net, optimizer = Net(network), optax.adam(1e-3)
+    state = dict(net.init(jax.random.key(0), x, False))
+    params = state.pop("params")
+
+    def train(carry, x, y):
+        params, state, memory = carry
+
+        def loss(params):
+            variables = {"params": params, **state}
+            logits, renewed = net.apply(variables, x, True, mutable=["batch_stats"])
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)  # type: ignore[arg-type]
+            return losses.mean(), renewed
+
+        (value, state), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+        updates, memory = optimizer.update(gradients, memory, params)
+        return (optax.apply_updates(params, updates), state, memory), value
+
+    carry = params, state, optimizer.init(params)
+    return jax.jit(train, donate_argnums=0).lower(carry, x, y).compile()
+
+
+def reserved(compiled) -> int:
+    sizes = compiled.memory_analysis()
+    return sizes.argument_size_in_bytes + sizes.temp_size_in_bytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--networks", choices=NETWORKS, default=[*NETWORKS], nargs="+")
+    table = Table(
+        "network", "jaxonnx, MB", "with remat", "Flax", "jaxonnx / Flax", "remat / without"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        for name in parser.parse_args().networks:
+            network, path = NETWORKS[name], Path(folder) / "network.onnx"
+            write(network, path)
+            steps = ours(network, path, False), ours(network, path, True), flax(network)
+            plain, again, other = map(reserved, steps)
+            sizes = (f"{n / 1e6:.1f}" for n in (plain, again, other))
+            table.add_row(name, *sizes, f"{plain / other:.2f}", f"{again / plain:.2f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
