@@ -1,0 +1,107 @@
+"""A training step does the work of the step that one writes by hand: counted, not timed.
+
+XLA counts the program as it was lowered, before its own passes, so the counts are the same on every
+machine.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxonnx
+from benchmarks.layers.naive import Naive
+from benchmarks.layers.onnx_file import write
+from benchmarks.networks import Network, batch
+from benchmarks.systems import train_step
+
+
+def mlp(layers, x):
+    return layers.dense(layers.relu(layers.dense(x, 64)), 10)
+
+
+def cnn(layers, x):
+    x = layers.relu(layers.batch_norm(layers.conv(x, 16, 3, pad=1)))
+    x = layers.relu(layers.conv(layers.max_pool(x, 2, 2), 32, 3, bias=True))
+    return layers.dense(layers.flatten(x), 10)
+
+
+def encoder(depth):
+    def build(layers, tokens):
+        x = layers.positions(layers.embed(tokens, 50, 16))
+        for _ in range(depth):
+            x = x + layers.attention(layers.layer_norm(x), 2)
+            x = x + layers.dense(layers.gelu(layers.dense(layers.layer_norm(x), 64)), 16)
+        return layers.dense(layers.sequence_mean(layers.layer_norm(x)), 10)
+
+    return Network(build, (4, 8), 10, tokens=50)
+
+
+NETWORKS = {
+    "mlp": Network(mlp, (16, 32), 10),
+    "cnn": Network(cnn, (4, 3, 12, 12), 10),
+    "encoder": encoder(2),
+}
+
+
+def imported(network, folder):
+    """The step of `train` of an ONNX file, traced."""
+    write(network, folder / "network.onnx")
+    model = jaxonnx.load(folder / "network.onnx")
+    tables = {n for n, v in model.state.items() if v.ndim == 2}
+    model = model.with_trainable(lambda name, _: name in model.params or name in tables)
+    step, *arguments = train_step(model, *map(jnp.asarray, batch(network)))
+    return jax.jit(step).trace(*arguments)
+
+
+def written(network):
+    """The same in plain JAX, traced: forward, softmax cross-entropy, backward and Adam."""
+    optimizer = optax.adam(1e-3)
+    params, state = {}, {}
+    x, y = map(jnp.asarray, batch(network))
+    network.build(Naive(params, state, train=False), x)
+
+    def step(params, state, memory, x, y):
+        def objective(params):
+            layers = Naive(params, state, train=True)
+            logits = network.build(layers, x)
+            loss = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+            return loss, layers.renewed
+
+        (loss, renewed), gradients = jax.value_and_grad(objective, has_aux=True)(params)
+        updates, memory = optimizer.update(gradients, memory, params)
+        return optax.apply_updates(params, updates), renewed, memory, loss
+
+    return jax.jit(step).trace(params, state, optimizer.init(params), x, y)
+
+
+def count(text, operation):
+    return len(re.findall(rf"stablehlo\.{operation}\b", text))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_step_costs_what_it_costs_by_hand(name, tmp_path):
+    ours, theirs = (
+        t.lower() for t in (imported(NETWORKS[name], tmp_path), written(NETWORKS[name]))
+    )
+    flops, plain = (lowered.cost_analysis()["flops"] for lowered in (ours, theirs))
+    np.testing.assert_allclose(flops, plain, rtol=0.02)
+    text, other = ours.as_text(), theirs.as_text()
+    # a convolution may become a product
+    products = [count(t, "convolution") + count(t, "dot_general") for t in (text, other)]
+    assert products[0] == products[1]
+    assert count(text, "while") == count(other, "while") == 0
+    # the conditional around the update, and no other
+    assert count(text, "case") == 1
+
+
+def test_a_traced_step_grows_by_no_more_with_every_layer(tmp_path):
+    two, three, four = (
+        len(str(imported(encoder(n), tmp_path).jaxpr).splitlines()) for n in (2, 3, 4)
+    )
+    assert four - three <= three - two  # the printed program has what layers share once
+    by_hand = [len(str(written(encoder(n)).jaxpr).splitlines()) for n in (2, 4)]
+    assert four - two < 1.3 * (by_hand[1] - by_hand[0])
