@@ -20,6 +20,7 @@ import tempfile
 import time
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -76,7 +77,7 @@ def measure(depth: int, width: int, count: int, rounds: int) -> tuple[float, ...
     marks.append(time.perf_counter())
     compiled = lowered.compile()
     marks.append(time.perf_counter())
-    plan = compiled.memory_analysis()
+    plan: Any = compiled.memory_analysis()
     planned = plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes
     planned -= plan.alias_size_in_bytes
 
