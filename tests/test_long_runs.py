@@ -328,6 +328,15 @@ def interrupting(step):
     return press
 
 
+@pytest.fixture
+def listening():
+    """Ctrl-C does what it does in a terminal, also where tests were started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("listening")
 def test_ctrl_c_gives_the_result_and_a_checkpoint(tmp_path):
     settings = {"epochs": 6, "checkpoint_dir": tmp_path}
     with pytest.warns(UserWarning, match="interrupted; the weights are those of step") as caught:

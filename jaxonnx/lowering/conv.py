@@ -26,6 +26,10 @@ SLOW_WORK = 2**18
 """Multiplications from which XLA:CPU's slow path is avoided; below, what a small product costs to
 start outweighs it."""
 
+FEW_WINDOWS = 16
+"""Gradients of images with at most this many windows are gathered, which uses all cores, if the
+weight is turned."""
+
 LARGE_WEIGHT = 2**18
 """Elements from which bringing the axes of a weight in another order costs more than it saves."""
 
@@ -124,7 +128,8 @@ class Conv:
             return self._derived(self._pointwise, out, u, v)
         batch = (v, u, u)[out].shape[0]
         work = batch * inputs * outputs * count * math.prod(self.out)
-        if self._slow(out) and work >= SLOW_WORK:
+        few = self.turned and out != 2 and math.prod(self.out) <= FEW_WINDOWS
+        if (few or self._slow(out)) and work >= SLOW_WORK:
             return self._derived(self._gathered, out, u, v)
         if out == 2 and inputs > 1 and inputs * count <= FEW_INPUTS:
             return self._derived(self._gathered, out, u, v)
