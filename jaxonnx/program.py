@@ -18,7 +18,6 @@ import numpy as np
 from jaxonnx.bind import Graph, Node
 from jaxonnx.errors import StaticError
 from jaxonnx.evaluate import Context, run
-from jaxonnx.values import data
 
 FIXING = 64
 """An input that fixes shapes is a scalar or a vector of at most so many elements."""
@@ -78,7 +77,7 @@ class Program:
     ) -> tuple:
         """The outputs in file order; `updates` receives renewed statistics by input name."""
         weights = self._weights(params, state)
-        return run(self.graph, data(inputs), Context(weights, key, training, updates))
+        return run(self.graph, inputs, Context(weights, key, training, updates))
 
     def __call__(
         self,
@@ -102,7 +101,7 @@ class Program:
                 self._give_way(error, arrays)
         if parts.rest is None:
             return values
-        given = {**data(inputs), **fixed, **dict(zip(parts.boundary, values, strict=True))}
+        given = {**inputs, **fixed, **dict(zip(parts.boundary, values, strict=True))}
         return run(parts.rest, given, Context(self._weights(params, state), key, training))
 
     def _weights(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
