@@ -27,7 +27,7 @@ from jaxonnx.segments import cuts
 from jaxonnx.select import Select, select
 from jaxonnx.show import Summary, overview, summary, text
 from jaxonnx.training_info import Training
-from jaxonnx.values import Value, arguments, declared, listed, matching
+from jaxonnx.values import Value, arguments, data, declared, listed, matching
 
 Trainable = Select
 Statistics = Literal["batch", "frozen"]
@@ -116,7 +116,7 @@ class Model:
         of a function that is compiled around this call.
         """
         state = self.state if state is None else state
-        given = self._given(inputs, named)
+        given = data(self._given(inputs, named))
         return _one(self.program.evaluate(params, state, given, key=rng, training=False))
 
     def apply_train(
@@ -133,7 +133,7 @@ class Model:
         state; Dropout is active with its own ratio and draws from `rng`.
         """
         updates: dict[str, Any] = {}
-        given = self._given(inputs, named)
+        given = data(self._given(inputs, named))
         outputs = self.program.evaluate(
             params, state, given, key=rng, training=True, updates=updates
         )

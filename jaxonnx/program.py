@@ -18,6 +18,7 @@ import numpy as np
 from jaxonnx.bind import Graph, Node
 from jaxonnx.errors import StaticError
 from jaxonnx.evaluate import Context, run
+from jaxonnx.values import data
 
 FIXING = 64
 """An input that fixes shapes is a scalar or a vector of at most so many elements."""
@@ -93,7 +94,7 @@ class Program:
         while True:
             fixed = {name: np.asarray(arrays[name]) for name in self._fixed & arrays.keys()}
             parts = self._find(others, fixed)
-            traced = {name: value for name, value in arrays.items() if name not in fixed}
+            traced = {name: _owned(value) for name, value in arrays.items() if name not in fixed}
             try:
                 values = parts.compiled(params, state, key, traced, training=training)
                 break
@@ -101,7 +102,7 @@ class Program:
                 self._give_way(error, arrays)
         if parts.rest is None:
             return values
-        given = {**inputs, **fixed, **dict(zip(parts.boundary, values, strict=True))}
+        given = {**data(inputs), **fixed, **dict(zip(parts.boundary, values, strict=True))}
         return run(parts.rest, given, Context(self._weights(params, state), key, training))
 
     def _weights(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,6 +178,11 @@ def _dynamic(node: Node) -> bool:
         g for v in node.graphs.values() for g in (v if isinstance(v, list) else [v])
     ]
     return node.op.dynamic or any(_dynamic(inner) for graph in graphs for inner in graph.nodes)
+
+
+def _owned(value: Any) -> Any:
+    """A compiled function may still read an array of NumPy when its caller has it back."""
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def _is_array(value: Any) -> bool:

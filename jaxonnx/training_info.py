@@ -22,7 +22,7 @@ from jaxonnx.errors import InputError, ModelError
 from jaxonnx.evaluate import Context, run
 from jaxonnx.folding import FOLD_LIMIT
 from jaxonnx.load import subgraphs, tensor_of_constant, to_array
-from jaxonnx.values import declared, fit
+from jaxonnx.values import data, declared, fit
 
 State = dict[str, jax.Array]
 
@@ -189,7 +189,7 @@ class Training:
 
     def _fit(self, values: Mapping[str, Any]) -> dict[str, Any]:
         sizes: dict[str, tuple[int, str]] = {}
-        return {name: fit(self._declared[name], value, sizes) for name, value in values.items()}
+        return data({n: fit(self._declared[n], value, sizes) for n, value in values.items()})
 
     def _init(self, state: State, key: jax.Array) -> State:
         for i, method in enumerate(self._initializations):

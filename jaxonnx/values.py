@@ -135,9 +135,17 @@ def fit(value: Value, array: Any, sizes: dict[str, tuple[int, str]]) -> Any:
                     f"input {value} needs size {wanted} along axis {axis}, but was given shape "
                     f"{list(shape)}{way}"
                 )
-    if isinstance(array, np.ndarray) and jnp.issubdtype(array.dtype, jnp.floating):
-        return jnp.asarray(array)  # data, not a shape: it need not be known while tracing
     return array
+
+
+def data(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments with numbers, which are no shapes, as JAX arrays: they need not be known."""
+    return {
+        name: jnp.asarray(value)
+        if isinstance(value, np.ndarray) and jnp.issubdtype(value.dtype, jnp.floating)
+        else value
+        for name, value in values.items()
+    }
 
 
 def matching(what: str, current: dict, given: Mapping[str, Any] | None) -> dict[str, Any]:

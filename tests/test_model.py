@@ -48,6 +48,31 @@ def test_call_and_apply():
     np.testing.assert_array_equal(jax.jit(model.apply)(model.params, X, z=Z), Y)
 
 
+def test_arrays_of_numpy_and_of_jax_share_one_compiled_function(caplog):
+    model = load(MODEL)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        model(X, Z)
+        assert caplog.text.count("Finished XLA compilation") == 1  # nothing is converted outside
+        np.testing.assert_array_equal(model(jnp.asarray(X), Z), Y)
+        np.testing.assert_array_equal(model(jnp.asarray(X), jnp.asarray(Z)), Y)
+    assert caplog.text.count("Finished XLA compilation") == 1
+
+
+def test_an_array_may_change_once_the_call_has_returned():
+    size = 1200
+    model = load(f"""g (float[{size},{size}] x) => (float[{size},{size}] y) {{
+      h = MatMul(x, x) k = MatMul(h, h) l = MatMul(k, k) m = MatMul(l, x) y = Add(m, x) }}""")
+    memory = np.zeros(4 * size**2 + 64, np.uint8)
+    start = -memory.ctypes.data % 64  # so aligned, XLA reads it where it is
+    x = memory[start : start + 4 * size**2].view(np.float32).reshape(size, size)
+    model(x).block_until_ready()
+    x[0, 0] = 1
+    y = model(x)
+    x[:] = 7
+    assert y[0, 0] == 2
+    assert y[-1, -1] == 0
+
+
 def test_transformations():
     model = load(MODEL)
 
