@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxonnx
-from jaxonnx.train.data import sources
+from jaxonnx.train.data import Arrays, sources
+from jaxonnx.train.memory import Memory
 from jaxonnx.values import Value
 
 ONE = (Value("x", None, None),)
@@ -291,3 +292,41 @@ def test_refused(net, case):
     data, wanted, message = BAD[case]
     with pytest.raises(jaxonnx.TrainingError, match=message):
         train(net, data, **wanted)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(2.0**18, dtype=np.float32).reshape(64, 64, 64),
+        np.arange(2**18).astype(jnp.bfloat16).reshape(64, -1),
+        np.arange(2**18).reshape(-1, 64).T,
+        np.arange(64),
+    ],
+    ids=["float32", "bfloat16", "transposed", "small"],
+)
+def test_memory_of_batches_is_used_again_once_nothing_refers_to_it(array):
+    memory = Memory(array, 16)
+    chosen = np.random.default_rng(0).permutation(64)[:48].reshape(3, 16)
+    one, two = (memory.rows(rows) for rows in chosen[:2])
+    np.testing.assert_array_equal(one, array[chosen[0]])
+    part, where = one[3:, 1:] if one.ndim > 1 else one[3:], one.ctypes.data
+    del one
+    three = memory.rows(chosen[2])
+    assert not np.shares_memory(part, three)
+    assert not np.shares_memory(two, three)
+    np.testing.assert_array_equal(two, array[chosen[1]])
+    np.testing.assert_array_equal(three, array[chosen[2]])
+    if memory.again:
+        assert where % 64 == 0
+        del part
+        assert memory.rows(chosen[0]).ctypes.data == where
+
+
+def test_a_batch_keeps_its_values_while_a_step_may_read_it():
+    x = np.random.default_rng(0).standard_normal((1600, 512)).astype(np.float32)
+    w = jnp.ones((512, 512)) / 32
+    slow = jax.jit(lambda x, w: (x @ w @ w @ w @ w @ w @ w).sum() * 0 + x.sum(1))
+    batches = Arrays((x,), np.arange(1600), 32, 0, np.arange(1600)).batches(0)
+    seen = [(slow(batch.inputs[0], w), batch.targets) for batch in batches]
+    for sums, rows in seen:
+        np.testing.assert_allclose(sums, x[rows].sum(1), rtol=1e-3, atol=1e-3)

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxonnx.errors import TrainingError
+from jaxonnx.train.memory import Memory
 from jaxonnx.values import Value
 
 
@@ -207,11 +208,15 @@ class Arrays:
         if self.seed is not None:
             np.random.default_rng((self.seed, epoch)).shuffle(order)
         order = np.resize(order, self.steps * self.size)
+        arrays, form = jax.tree.flatten((self.inputs, self.targets))
+        memories = [Memory(array, self.size) for array in arrays]
+        weight = np.ones(self.size, np.float32)
         for first in range(start * self.size, len(order), self.size):
             rows = order[first : first + self.size]
-            inputs, targets = jax.tree.map(lambda a: a[rows], (self.inputs, self.targets))  # noqa: B023
-            weight = np.arange(first, first + self.size) < len(self.rows)
-            yield Batch(inputs, targets, weight.astype(np.float32))
+            inputs, targets = form.unflatten([memory.rows(rows) for memory in memories])
+            if len(self.rows) - first < self.size:
+                weight = (np.arange(first, first + self.size) < len(self.rows)).astype(np.float32)
+            yield Batch(inputs, targets, weight)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from jaxonnx.train.history import History
 
-_SECONDS = 0.5
-"""Between two pictures of the bar in a notebook."""
+_SECONDS, _SECONDS_IN_NOTEBOOK = 0.1, 0.5
+"""Between two pictures of the bar: making one costs as much as a small step."""
 
 
 class Bar:
@@ -33,6 +33,7 @@ class Bar:
         self._done = self._first = done
         self._began: float | None = None
         self._drawn = 0.0
+        self._history: History | None = None
         # rich draws in notebooks only with ipywidgets, and warns without
         self._cell: Any = None
         self._in_notebook = console.is_jupyter
@@ -51,33 +52,39 @@ class Bar:
         return self
 
     def __exit__(self, *_) -> None:
-        if self._cell is not None:
-            self._draw()
+        if self._history is not None:
+            self._draw(self._history)
         self._progress.stop()
 
     def show(self, history: History) -> None:
         """The state after some step."""
         if not self._shown:
             return
+        self._history, now = history, time.perf_counter()
+        if self._began is None:  # the first step is compiled
+            self._began, self._first = now, len(history.losses)
+        if now - self._drawn > (_SECONDS_IN_NOTEBOOK if self._in_notebook else _SECONDS):
+            self._drawn = now
+            self._draw(history)
+
+    def _draw(self, history: History) -> None:
         self._done = len(history.losses)
         row = history.epochs[-1] if history.epochs else {}
-        if self._began is None:  # the first step is compiled
-            self._began, self._first = time.perf_counter(), self._done
         if self._steps is None and row:
             self._steps = -(-row["step"] // len(history.epochs))
         under_way = self._done > row.get("step", 0)
-        self._description = f"epoch {len(history.epochs) + under_way}/{self._epochs}"
-        self._numbers = _numbers(history.losses, row)
-        if not self._in_notebook:
+        description = f"epoch {len(history.epochs) + under_way}/{self._epochs}"
+        told = [*_numbers(history.losses, row), *self._speed()]
+        if self._in_notebook:
+            self._draw_cell(", ".join([description, *told]))
+        else:
             self._progress.update(
                 self._task,
                 completed=self._done,
                 total=self._total,
-                description=self._description,
-                told=", ".join([*self._numbers, *self._speed()]),
+                description=description,
+                told=", ".join(told),
             )
-        elif time.perf_counter() - self._drawn > _SECONDS:
-            self._draw()
 
     @property
     def _total(self) -> int | None:
@@ -93,14 +100,12 @@ class Bar:
         left = None if self._total is None else self._total - self._done
         return told if not left or left < 0 else [*told, f"{_clock(left / rate)} left"]
 
-    def _draw(self) -> None:
+    def _draw_cell(self, told: str) -> None:
         """The bar as HTML, in place of the one before."""
         from IPython.display import HTML, display
 
-        self._drawn = time.perf_counter()
         total = "" if self._total is None else f' max="{self._total}"'
-        told = [self._description, *self._numbers, *self._speed()]
-        text = f'<progress value="{self._done}"{total}></progress> ' + html.escape(", ".join(told))
+        text = f'<progress value="{self._done}"{total}></progress> {html.escape(told)}'
         if self._cell is None:
             self._cell = display(HTML(text), display_id=True)
         else:

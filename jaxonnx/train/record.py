@@ -10,8 +10,10 @@ import numpy as np
 from jaxonnx.train.history import History
 from jaxonnx.train.progress import Bar
 
-_LAG = 8
-"""Steps under way when the host reads the oldest loss: it never waits for the newest."""
+_AHEAD = 8
+_BEHIND = 4
+"""Once more steps than `_AHEAD` are under way, the host waits until `_BEHIND` are, and reads the
+losses of the others: it never waits for the newest, and is not woken up by each."""
 
 _IN_A_ROW = 10
 """Steps that are skipped one after the other before the run stops."""
@@ -51,7 +53,10 @@ class Record:
     def add(self, seen: jax.Array) -> bool:
         """Takes [loss, whether all is finite] of a step under way; whether the run can go on."""
         self._pending.append(seen)
-        return self._read(_LAG)
+        if len(self._pending) > _AHEAD:
+            self._read(_BEHIND)
+        self._bar.show(self.history)
+        return self.trouble is None
 
     def flush(self) -> bool:
         """Waits for all steps; whether the run can go on."""
@@ -77,6 +82,8 @@ class Record:
                 close()
 
     def _read(self, keep: int) -> bool:
+        if len(self._pending) > keep:
+            jax.block_until_ready(self._pending[-1 - keep])
         while len(self._pending) > keep and self.trouble is None:
             value, finite = np.asarray(self._pending.popleft())
             self.history.losses.append(float(value))
@@ -84,7 +91,6 @@ class Record:
             self._skipped = 0 if finite else self._skipped + 1
             if not finite:
                 self._not_finite("the gradient" if np.isfinite(value) else f"the loss, {value},")
-        self._bar.show(self.history)
         return self.trouble is None
 
     def _not_finite(self, what: str) -> None:

@@ -1,0 +1,52 @@
+"""Memory in which the batches of a run are collected, used again and again.
+
+A fresh array of some hundred kilobytes costs more in page faults than what is written into it: of a
+batch of 200 kB 140 us instead of 12. And XLA:CPU reads an array of NumPy where it is, if it begins
+at a multiple of 64 bytes, which saves another copy.
+"""
+
+import math
+
+import numpy as np
+
+_SMALL = 2**15
+"""Bytes of a batch below which none of that matters."""
+
+_ALIGNED = 64
+
+
+class Memory:
+    """Rows of an array, collected in memory that no array refers to any more."""
+
+    def __init__(self, array: np.ndarray, count: int):
+        self._array = array
+        self._shape = (count, *array.shape[1:])
+        self._size = math.prod(self._shape) * array.itemsize
+        # `take` would copy the whole of an array whose elements do not lie in order
+        self.again = self._size >= _SMALL and array.flags.c_contiguous
+        self._free: list[np.ndarray] = []
+
+    def rows(self, rows: np.ndarray) -> np.ndarray:
+        """`array[rows]`, for rows that there are."""
+        if not self.again:
+            return self._array[rows]
+        block = np.asarray(_Lent(self._free.pop() if self._free else self._block(), self._free))
+        batch = block.view(self._array.dtype).reshape(self._shape)
+        # with bounds to be checked NumPy would collect elsewhere first
+        return self._array.take(rows, axis=0, out=batch, mode="clip")
+
+    def _block(self) -> np.ndarray:
+        block = np.empty(self._size + _ALIGNED, np.uint8)
+        start = -block.ctypes.data % _ALIGNED
+        return block[start : start + self._size]
+
+
+class _Lent:
+    """A block that goes back when the last array in it is gone; JAX holds those that it reads."""
+
+    def __init__(self, block: np.ndarray, free: list[np.ndarray]):
+        self._block, self._free = block, free
+        self.__array_interface__ = block.__array_interface__
+
+    def __del__(self):
+        self._free.append(self._block)
