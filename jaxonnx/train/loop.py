@@ -21,6 +21,7 @@ from jaxonnx.train.result import Result, changes
 from jaxonnx.train.run import run
 from jaxonnx.train.sparsity import forget, sparsify
 from jaxonnx.train.stopping import Monitor
+from jaxonnx.train.storage import Storage
 from jaxonnx.train.tuning import tuned
 
 
@@ -226,8 +227,10 @@ def train(
         wide = jnp.result_type(jnp.float32, *net.params.values())
         steps = optax.MultiSteps(optimizer, accumulate, accumulator_dtype=wide)
         optimizer = steps.gradient_transformation()
+    optimizer = optax.with_extra_args_support(optimizer)
+    storage = Storage(net.params, optimizer)
     if sparsity is not None:
-        optimizer, net = sparsify(net, optimizer, sparsity, epochs, examples.steps)
+        optimizer, net = sparsify(net, optimizer, sparsity, epochs, examples.steps, storage)
     else:
         net = forget(net)
 
@@ -235,6 +238,7 @@ def train(
         net,
         goal,
         optimizer,
+        storage,
         (examples, held_out),
         watched,
         epochs=epochs,

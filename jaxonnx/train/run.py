@@ -27,7 +27,8 @@ from jaxonnx.train.storage import Storage
 def run(
     net: Model,
     goal: Objective,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformationExtraArgs,
+    storage: Storage,
     data: tuple[Arrays | Stream, Arrays | Stream | None],
     watched: Monitor,
     *,
@@ -47,13 +48,12 @@ def run(
 
     Args:
       goal: has a model with the parameters of `net`.
+      storage: of parameters in an order that the optimizer takes.
       data: examples to train with, and those held out.
 
     Returns:
       `net` with the weights that the run gives, and what happened.
     """
-    optimizer = optax.with_extra_args_support(optimizer)
-    storage = Storage(net.params, optimizer)
     carry = step.start(net, optimizer, ema is not None, storage)
     history, at = History(), Position()
     fixed = step.frozen(net)

@@ -15,6 +15,7 @@ from jaxonnx.model import Model
 from jaxonnx.sparse.masks import parse
 from jaxonnx.sparse.templates import Axes
 from jaxonnx.sparse_export import set_record
+from jaxonnx.train.storage import Storage
 
 _PRODUCTS = {
     "Conv": (1,),
@@ -36,10 +37,12 @@ def sparsify(
     sparsity: str | Mapping[str, Any],
     epochs: int,
     steps: int | None,
+    storage: Storage,
 ) -> tuple[optax.GradientTransformationExtraArgs, Model]:
     """The optimizer inside `sparse.three_phase`, phases in epochs, and the model with its record.
 
     Without lengths, a third of the epochs is dense, half have a dynamic mask, the rest a fixed one.
+    The result is for parameters as they are stored; the options speak of those of the file.
     """
     if steps is None:
         raise TrainingError(
@@ -55,12 +58,18 @@ def sparsify(
         raise TrainingError(
             f"a dense phase of {options['dense']} epochs leaves no sparse one in {epochs} epochs"
         )
-    options = layouts(model) | options
-    chosen = {name: options[name] for name in _CHOICE if name in options}
-    return (
-        sparse.three_phase(optimizer, steps_per_epoch=steps, **options),
-        record(model, **chosen),
+    choice = {name: options.pop(name) for name in _CHOICE if name in options}
+    pattern, axes = _plan(model, **choice)
+    where = {name: storage.axes(name, pair) for name, pair in axes.items()}
+    phases = sparse.three_phase(
+        optimizer,
+        steps_per_epoch=steps,
+        pattern=pattern,
+        select=lambda name, _: name in where,
+        axes=lambda name, _: where.get(name),
+        **options,
     )
+    return phases, _recorded(model, pattern, axes)
 
 
 def is_sparse(memory: Any) -> bool:
@@ -92,9 +101,16 @@ def record(
     Args:
       pattern, transposable, choice: as in `sparse.layers`; what the graph excludes stays dense.
     """
+    return _recorded(model, *_plan(model, pattern, transposable=transposable, **choice))
+
+
+def _plan(
+    model: Model, pattern: str | sparse.Pattern = "2:4", *, transposable: bool = True, **choice: Any
+) -> tuple[sparse.Pattern, dict[str, Axes]]:
+    """The pattern, and the axes of each weight that becomes sparse."""
     pattern = parse(pattern, transposable)
     report = sparse.layers(model.params, pattern, **layouts(model) | choice)
-    return _recorded(model, pattern, {x.name: x.axes for x in report if x.axes is not None})
+    return pattern, {x.name: x.axes for x in report if x.axes is not None}
 
 
 def forget(model: Model) -> Model:

@@ -4,10 +4,12 @@ XLA:CPU runs an elementwise loop along the last axis. That of a 3x3 kernel (M, C
 elements, and an update of Adam takes five times as long there as on (3, 3, C, M), which is also the
 order that the convolution itself reads and its gradient comes in. So the run keeps such weights,
 and what the optimizer has for them, in the latter order, if the optimizer cannot tell: if its
-program for one order and its program for the other are the same, element by element.
+program for one order and its program for the other are the same, element by element. What makes it
+sparse goes around it and is told the axes as they are stored (`jaxonnx.train.sparsity`).
 """
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +18,9 @@ import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from jaxonnx.layout import KernelFirst, kernel_first
+from jaxonnx.sparse import ThreePhaseState
+from jaxonnx.sparse.masks import from_bits, to_bits
+from jaxonnx.sparse.templates import Axes
 
 _PROGRAM = (ClosedJaxpr, Jaxpr)
 
@@ -43,29 +48,60 @@ class Storage:
 
     def store(self, tree: Any) -> Any:
         """The parameters in a tree (dictionaries by name) in the order to store."""
-        return self._turned(tree, lambda axes: axes, lambda shape, _: shape)
+        return self._turned(tree, stored=False)
 
     def view(self, tree: Any) -> Any:
         """A stored tree in the order of the file."""
-        return self._turned(
-            tree,
-            lambda axes: tuple(int(a) for a in np.argsort(axes)),
-            lambda shape, axes: tuple(shape[a] for a in axes),
-        )
+        return self._turned(tree, stored=True)
 
     def given(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Stored parameters for `Model.apply_train`, whose convolutions take them as they are."""
         return {n: KernelFirst(x) if n in self.names else x for n, x in params.items()}
 
-    def _turned(self, tree: Any, axes_of: Any, shape_of: Any) -> Any:
-        def turn(path, x):
-            shape = self._shapes.get(getattr(path[-1], "key", "")) if path and self.names else None
-            if shape is None:
-                return x
-            axes: Any = kernel_first(shape)
-            return x.transpose(axes_of(axes)) if x.shape == shape_of(shape, axes) else x
+    def axes(self, name: str, axes: Axes) -> Axes:
+        """Where axes of a parameter are as it is stored."""
+        order: Any = kernel_first(self._shapes[name]) if name in self.names else None
+        return axes if order is None else (order.index(axes[0]), order.index(axes[1]))
 
-        return jax.tree_util.tree_map_with_path(turn, tree)
+    def _turned(self, tree: Any, stored: bool) -> Any:
+        """A tree in the other order, of the two that its parameters can have."""
+
+        def turn(path, x):
+            if isinstance(x, ThreePhaseState):
+                return self._turned_phases(x, stored)
+            name = getattr(path[-1], "key", "") if path else ""
+            if name not in self.names or x.shape != self._shape(name, stored):
+                return x
+            return x.transpose(self._order(name, stored))
+
+        def is_leaf(x):
+            return isinstance(x, ThreePhaseState) and x is not tree
+
+        return jax.tree_util.tree_map_with_path(turn, tree, is_leaf=is_leaf) if self.names else tree
+
+    def _turned_phases(self, state: ThreePhaseState, stored: bool) -> ThreePhaseState:
+        """Masks are bits, in the order of their parameter."""
+        masks = {
+            name: _turned_bits(bits, self._shape(name, stored), self._order(name, stored))
+            if name in self.names
+            else bits
+            for name, bits in state.masks.items()
+        }
+        return self._turned(state._replace(masks={}), stored)._replace(masks=masks)
+
+    def _shape(self, name: str, stored: bool) -> tuple[int, ...]:
+        shape = self._shapes[name]
+        return tuple(shape[a] for a in self._order(name, False)) if stored else shape
+
+    def _order(self, name: str, stored: bool) -> tuple[int, ...]:
+        """The axes of a parameter, stored or as in the file, in the other order."""
+        order: Any = kernel_first(self._shapes[name])
+        return tuple(order.index(a) for a in range(len(order))) if stored else order
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _turned_bits(bits: jax.Array, shape: tuple[int, ...], order: tuple[int, ...]) -> jax.Array:
+    return to_bits(from_bits(bits, shape).transpose(order))
 
 
 def indifferent(optimizer: optax.GradientTransformationExtraArgs, params: Any, stored: Any) -> bool:
