@@ -16,6 +16,8 @@ Run = Callable[[int], Any]
 """Runs so many steps and returns when the last has ended."""
 
 LEARNING_RATE = 1e-3
+FOREVER = 10**9
+"""Steps of a phase that no benchmark leaves."""
 
 
 def _jax(phase, params, state, x, y, train, infer) -> tuple[Run, int]:
@@ -63,18 +65,24 @@ def _jax(phase, params, state, x, y, train, infer) -> tuple[Run, int]:
     return training, parameters
 
 
-def train_step(model, x, y) -> tuple[Callable, Any, Any]:
-    """The step of `jaxonnx.train`, the first carry, and a batch: `step(carry, batch)`."""
+def train_step(model, x, y, sparsity=None) -> tuple[Callable, Any, Any]:
+    """The step of `jaxonnx.train`, the first carry, and a batch: `step(carry, batch)`.
+
+    The epochs of `sparsity` are steps.
+    """
     import jax.numpy as jnp
     import optax
 
     from jaxonnx.train import objective, step
     from jaxonnx.train.data import Batch
+    from jaxonnx.train.sparsity import sparsify
     from jaxonnx.train.storage import Storage
 
     goal = objective.find(model, "softmax_cross_entropy_with_integer_labels", None)
     optimizer = optax.with_extra_args_support(optax.adam(LEARNING_RATE))
     storage = Storage(model.params, optimizer)
+    if sparsity is not None:
+        optimizer, _ = sparsify(model, optimizer, sparsity, FOREVER, 1, storage)
     carry = step.start(model, optimizer, False, storage)
     examples: Any = Batch((x,), y, jnp.ones(len(x)))  # type: ignore[arg-type]
     update = step.training(goal.model, goal, optimizer, 0, storage, step.frozen(model))

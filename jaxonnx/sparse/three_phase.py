@@ -11,8 +11,9 @@ With u the inner optimizer's update for the dense gradient at W_u, and m the mas
   W = W_u + W_p, m = mask(W), W_u = W * m, W_p = W * (1 - m), or 0 with `reset`;
 - phase 3 (fixed): W_u <- W_u + u * m.
 
-One of W_u and W_p is zero at every weight. So the three are one rule: with W = W_u + W_p + u and m'
-the mask after the step, W_u <- W * m' and W_p <- W * (1 - m').
+One of W_u and W_p is zero at every weight. So the three are one rule: with v = W_p + u, W = W_u + v
+and m' the mask after the step, W_u <- W_u + (v where m', -W_u elsewhere) and W_p <- W * (1 - m'),
+where W is v unless the mask is new.
 """
 
 from collections.abc import Mapping
@@ -43,7 +44,7 @@ class ThreePhaseState(NamedTuple):
     """int32: 1, 2 or 3, the phase of the next step."""
     inner: Any
     pruned: dict[str, jax.Array]
-    """W_p: what the mask hides, zero where the mask is one."""
+    """W_p where the mask is zero; where it is one, the last update."""
     masks: dict[str, jax.Array]
     """The masks as bits; `state_masks` expands them."""
     flips: jax.Array
@@ -144,42 +145,39 @@ def three_phase(
         where = plan(params)
         names = sorted(where)
         if decay:
+            hidden = _hidden(state)
             updates = _replace(
-                updates, {n: g + decay * state.pruned[n] for n, g in _pick(updates, names)}
+                updates, {n: g + decay * hidden[n] for n, g in _pick(updates, names)}
             )
         updates, inner_state = inner.update(updates, state.inner, params, **extra_args)
         w = dict(_pick(params, names))
         # in the wider of the two types, in which -W is exact
         u = {n: x.astype(jnp.promote_types(x.dtype, w[n].dtype)) for n, x in _pick(updates, names)}
         count = jnp.asarray(optax.safe_increment(state.count))
-        is_dynamic = (count >= start) & (count <= end)
-        is_refresh = is_dynamic & ((count - start) % every == 0)
-
-        def collect(turn, pruned):
-            # `turn` is 0, but XLA does not know: it would expand the masks before the loop, always
-            masks = {n: bits ^ turn.astype(jnp.uint8) for n, bits in state.masks.items()}
-            return {
-                n: jnp.where(shown(masks, n), 0, x + u[n]).astype(x.dtype)
-                for n, x in pruned.items()
-            }
-
-        def renew(_, carry):
-            u, pruned, old, _, _ = carry
-            total = {n: jnp.where(shown(old, n), w[n], pruned[n]) + u[n] for n in names}
-            total = {n: x.astype(w[n].dtype) for n, x in total.items()}
-            masks, flips, kept = _refresh(is_refresh, total, old, pattern, where)
-            hidden = {
-                n: jnp.where(reset | shown(masks, n), 0, x).astype(w[n].dtype)
-                for n, x in total.items()
-            }
-            return {n: pruned[n] + u[n] for n in names}, hidden, masks, flips, kept
+        is_refresh = (count >= start) & (count <= end) & ((count - start) % every == 0)
 
         def shown(masks, n):
             return from_bits(masks[n], w[n].shape)
 
-        pruned = _when(is_dynamic & ~is_refresh, collect, state.pruned)
-        u, pruned, masks, flips, kept = _when(
-            is_refresh, renew, (u, pruned, state.masks, state.flips, state.kept)
+        # W_p is 0 at what is shown, and -0 + u is u, bit for bit. W_u and W_p both go on with the
+        # sum: in the place of W_p it is all that a step writes beyond what `inner` does
+        moved = {n: jnp.where(shown(state.masks, n), -0.0, state.pruned[n]) + u[n] for n in names}
+
+        def renew(_, carry):
+            moved, old, _, _ = carry
+            # zero, unless this is the first step and the weights were not pruned
+            stray = {n: jnp.where(shown(old, n), 0, w[n]) for n in names}
+            total = {n: (w[n] - stray[n] + x).astype(w[n].dtype) for n, x in moved.items()}
+            masks, flips, kept = _refresh(is_refresh, total, old, pattern, where)
+            hidden = {n: 0 if reset else x for n, x in total.items()}
+            moved = {
+                n: jnp.where(shown(masks, n), x - stray[n], hidden[n]).astype(x.dtype)
+                for n, x in moved.items()
+            }
+            return moved, masks, flips, kept
+
+        moved, masks, flips, kept = _when(
+            is_refresh, renew, (moved, state.masks, state.flips, state.kept)
         )
         flips = jnp.where(count == start, 0, flips)  # there was no mask before
         if moments == "zero":
@@ -187,7 +185,8 @@ def three_phase(
                 is_refresh, _zero_lost(inner, params, state.masks, masks), inner_state
             )
         # a difference, from which apply_updates makes exactly W_u + u, W or 0
-        u = {n: jnp.where(shown(masks, n), u[n], -w[n]) for n in names}
+        u = {n: jnp.where(shown(masks, n), x, -w[n]) for n, x in moved.items()}
+        pruned = {n: x.astype(w[n].dtype) for n, x in moved.items()}
         return _replace(updates, u), ThreePhaseState(
             count, phase(count), inner_state, pruned, masks, flips, kept
         )
@@ -239,6 +238,11 @@ def _schedule(dense, dynamic, fixed, steps_per_epoch, refresh) -> tuple[int, int
             f"the dynamic phase of {end - start} steps ends before the first refresh, after {every}"
         )
     return start, end, every
+
+
+def _hidden(state: ThreePhaseState) -> dict[str, jax.Array]:
+    """W_p."""
+    return {n: jnp.where(from_bits(state.masks[n], x.shape), 0, x) for n, x in state.pruned.items()}
 
 
 def _named(tree) -> dict[str, jax.Array]:
