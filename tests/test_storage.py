@@ -59,9 +59,9 @@ def test_an_optimizer_that_can_tell_keeps_the_order_of_the_file(name):
     assert not stored(TELLING[name])
 
 
-def network():
-    w = rng.normal(size=(6, 2, 3, 3)).astype(np.float32)
-    head = rng.normal(size=(3, 6)).astype(np.float32)
+def network(channels=2, features=6, classes=3):
+    w = rng.normal(size=(features, channels, 3, 3)).astype(np.float32)
+    head = rng.normal(size=(classes, features)).astype(np.float32)
     graph = helper.make_graph(
         [
             helper.make_node("Conv", ["x", "w"], ["c"], pads=[1] * 4),
@@ -71,8 +71,8 @@ def network():
             helper.make_node("Gemm", ["f", "head"], ["y"], transB=1),
         ],
         "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 2, 5, 5])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 3])],
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", channels, 5, 5])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", classes])],
         [numpy_helper.from_array(w, "w"), numpy_helper.from_array(head, "head")],
     )
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
@@ -106,6 +106,57 @@ def test_a_run_gives_what_it_gives_in_the_order_of_the_file(ema, tmp_path):
     run(plain, epochs=2, checkpoint_dir=tmp_path)
     resumed = run(plain, checkpoint_dir=tmp_path, resume=True)
     jax.tree.map(np.testing.assert_array_equal, resumed.model.params, one.model.params)
+
+
+class Cut(Exception):
+    pass
+
+
+@pytest.mark.parametrize("options", [{}, {"ema": 0.5, "accumulate": 2}], ids=["plain", "averages"])
+def test_sparse_runs_give_what_they_give_in_the_order_of_the_file(options, tmp_path):
+    x, y = rng.normal(size=(16, 4, 5, 5)).astype(np.float32), rng.integers(0, 4, 16)
+    model = jaxonnx.load(network(4, 8, 4))
+    rules = {"a": optax.adam(1e-2), "b": optax.sgd(0.1, 0.9)}
+    rules = optax.multi_transform(rules, {"w": "a", "head": "b"})
+    plain = optax.chain(rules, optax.identity())
+    told = optax.chain(rules, optax.stateless(lambda g, p: jax.tree.map(reshaped, g)))
+    options |= {"sparsity": {"dense": 1, "dynamic": 1, "fixed": 1, "refresh": 0.5}}
+
+    def run(optimizer, folder=None, cut=None):
+        def stop(step, numbers):
+            if step == cut:
+                raise Cut
+
+        given = {"loss": "softmax_cross_entropy_with_integer_labels", "progress": False}
+        given |= {"epochs": 3, "batch_size": 4, "validation": (x, y), "on_log": stop}
+        if folder is not None:
+            given |= {"checkpoint_dir": tmp_path / folder, "checkpoint_every": 1, "resume": True}
+        return jaxonnx.train(model, (x, y), optimizer=optimizer, **given, **options)
+
+    straight, other = run(plain), run(told)
+    for name, value in straight.model.params.items():
+        assert Storage(model.params, plain).names == {"w"}
+        assert not Storage(model.params, told).names
+        np.testing.assert_array_equal(value == 0, other.model.params[name] == 0)
+        np.testing.assert_allclose(value, other.model.params[name], rtol=1e-4, atol=1e-6)
+    jaxonnx.sparse.verify(straight.model)
+    # inside each of the phases, of four steps each
+    for cut in (2, 6, 10):
+        with pytest.raises(Cut):
+            run(plain, "stored", cut)
+    resumed = run(plain, "stored")
+    jax.tree.map(np.testing.assert_array_equal, resumed.model.params, straight.model.params)
+    # checkpoints have the order of the file, whoever writes them
+    with pytest.raises(Cut):
+        run(told, "file", 7)
+    resumed = run(plain, "file")
+    for name, value in resumed.model.params.items():
+        np.testing.assert_array_equal(value == 0, straight.model.params[name] == 0)
+        np.testing.assert_allclose(value, straight.model.params[name], rtol=1e-4, atol=1e-6)
+
+
+def reshaped(x):
+    return x.reshape(-1).reshape(x.shape)
 
 
 def test_a_loop_of_ones_own():
