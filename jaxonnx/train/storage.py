@@ -60,8 +60,10 @@ class Storage:
 
     def axes(self, name: str, axes: Axes) -> Axes:
         """Where axes of a parameter are as it is stored."""
-        order: Any = kernel_first(self._shapes[name]) if name in self.names else None
-        return axes if order is None else (order.index(axes[0]), order.index(axes[1]))
+        if name not in self.names:
+            return axes
+        places = self._order(name, stored=True)
+        return places[axes[0]], places[axes[1]]
 
     def _turned(self, tree: Any, stored: bool) -> Any:
         """A tree in the other order, of the two that its parameters can have."""
@@ -91,7 +93,7 @@ class Storage:
 
     def _shape(self, name: str, stored: bool) -> tuple[int, ...]:
         shape = self._shapes[name]
-        return tuple(shape[a] for a in self._order(name, False)) if stored else shape
+        return tuple(shape[a] for a in self._order(name, stored=False)) if stored else shape
 
     def _order(self, name: str, stored: bool) -> tuple[int, ...]:
         """The axes of a parameter, stored or as in the file, in the other order."""
