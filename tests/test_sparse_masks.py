@@ -106,29 +106,43 @@ def test_the_mask_of_the_transpose_keeps_as_much():
 
 
 SHARDED = """
+import sys
 import jax, numpy as np, optax
 from jaxonnx import sparse
-mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+kind = getattr(jax.sharding.AxisType, sys.argv[1])
+mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2)
 w = np.random.default_rng(4).normal(size=(16, 24)).astype(np.float32)
-put = jax.device_put(w, jax.NamedSharding(mesh, jax.P("x", "y")))
-assert (np.asarray(jax.jit(sparse.mask)(put)) == np.asarray(sparse.mask(w))).all()
-tx = sparse.three_phase(optax.adam(0.1), dense=1, dynamic=2, refresh=1)
-for x in ({"w": w}, {"w": put}):
-    state = tx.init(x)
-    for _ in range(4):
-        updates, state = jax.jit(tx.update)(x, state, x)
-        x = optax.apply_updates(x, updates)
-    if x["w"].sharding.num_devices == 1:
-        alone = x
-np.testing.assert_allclose(alone["w"], x["w"], rtol=1e-6)
-assert ((np.asarray(alone["w"]) == 0) == (np.asarray(x["w"]) == 0)).all()
-assert x["w"].sharding.num_devices == 4
+shard = jax.NamedSharding(mesh, jax.P("x", "y"))
+put = jax.device_put(w, shard)
+for pattern in ("2:4", "2:8"):
+    for find in (sparse.mask, jax.jit(sparse.mask, static_argnums=1)):
+        mask = find(put, pattern)
+        np.testing.assert_array_equal(mask, sparse.mask(w, pattern))
+        if kind == jax.sharding.AxisType.Explicit:
+            assert jax.typeof(mask).sharding.spec == shard.spec, mask.sharding
+inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+for schedule in ({"dense": 1, "dynamic": 2, "moments": "zero"}, {"dense": 0, "dynamic": None}):
+    tx = sparse.three_phase(inner, refresh=1, **schedule)
+    update = jax.jit(tx.update)
+    ends = []
+    for x in ({"w": w}, {"w": put}):
+        state = tx.init(x)
+        for _ in range(4):
+            updates, state = update(x, state, x)
+            x = optax.apply_updates(x, updates)
+        ends.append((x["w"], sparse.state_masks(state)["w"]))
+    (alone, mask), (sharded, sharded_mask) = ends
+    np.testing.assert_allclose(alone, sharded, rtol=1e-5, atol=1e-7)
+    np.testing.assert_array_equal(mask, sharded_mask)
+    assert sharded.sharding.is_equivalent_to(shard, 2)
 """
 
 
-def test_sharded_weights_get_the_same_masks_and_training():
+@pytest.mark.parametrize("axes", ["Auto", "Explicit"])
+def test_sharded_weights_get_the_same_masks_and_training(axes):
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    subprocess.run([sys.executable, "-c", SHARDED], check=True, env={**os.environ, **flags})
+    command = [sys.executable, "-W", "error", "-c", SHARDED, axes]
+    subprocess.run(command, check=True, env={**os.environ, **flags})
 
 
 @functools.cache

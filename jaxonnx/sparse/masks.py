@@ -10,6 +10,7 @@ from jax.core import Tracer
 
 from ..errors import SparsityError
 from . import nm
+from .sharding import on_auto_axes
 from .templates import Axes, codes, expand
 
 
@@ -89,10 +90,14 @@ def mask(
     axes = check(w, pattern, axes)
     if not isinstance(w, Tracer) and not np.isfinite(np.asarray(w, np.float32)).all():
         raise SparsityError("the weight has NaN or infinite entries: it has no best mask")
-    if (pattern.n, pattern.m, pattern.transposable) == (2, 4, True):
-        # two programs: in one, XLA would search anew for every cell of the mask
-        return _expand(_codes(jnp.asarray(w), axes), axes)
-    return _search(jnp.asarray(w), pattern, axes)
+
+    def find(w):
+        if (pattern.n, pattern.m, pattern.transposable) == (2, 4, True):
+            # two programs: in one, XLA would search anew for every cell of the mask
+            return _expand(_codes(w, axes), axes)
+        return _search(w, pattern, axes)
+
+    return on_auto_axes(find, lambda w: w, jnp.asarray(w))
 
 
 def check(w, pattern: Pattern, axes: Axes | None) -> Axes:
@@ -128,6 +133,10 @@ def to_bits(mask: jax.Array) -> jax.Array:
     Bit k of word j is element k * words + j of the flattened mask: consecutive weights then read
     consecutive words, which vectorises, and the packing does not depend on the pattern.
     """
+    return on_auto_axes(_to_bits, None, mask)
+
+
+def _to_bits(mask: jax.Array) -> jax.Array:
     words = -(-mask.size // 8)
     planes = jnp.pad(mask.reshape(-1), (0, 8 * words - mask.size)).reshape(8, words)
     place = jnp.arange(8, dtype=jnp.uint8)[:, None]

@@ -27,6 +27,7 @@ import optax
 from ..errors import SparsityError
 from .layers import Select, layers, name_of
 from .masks import Pattern, from_bits, mask, parse, search, to_bits
+from .sharding import on_auto_axes
 from .templates import codes, expand
 
 _FOREVER = np.iinfo(np.int32).max
@@ -142,6 +143,11 @@ def three_phase(
     def update(updates, state, params=None, **extra_args):
         if params is None:
             raise SparsityError("three_phase needs the parameters: update(grads, state, params)")
+        return on_auto_axes(
+            move, lambda g, state, w, _: (w, state), updates, state, params, extra_args
+        )
+
+    def move(updates, state, params, extra_args):
         where = plan(params)
         names = sorted(where)
         if decay:
