@@ -159,16 +159,19 @@ def optimum(block, n):
     return -found.fun
 
 
-@pytest.mark.parametrize(("n", "m"), [(1, 4), (2, 8), (4, 8), (8, 16), (16, 32)])
+PATTERNS = [(1, 4), (3, 4), (2, 5), (2, 8), (4, 8), (8, 16), (16, 32)]
+
+
+@pytest.mark.parametrize(("n", "m"), PATTERNS)
 @pytest.mark.parametrize("kind", ["normal", "heavy-tailed"])
-def test_transposable_n_m_masks_are_within_a_thousandth_of_the_optimum(n, m, kind):
+def test_every_block_of_a_transposable_n_m_mask_is_near_the_optimum(n, m, kind):
     w = WEIGHTS[kind](np.random.default_rng(5), (2 * m, max(2, 64 // m) * m)).astype(np.float32)
     mask = blocks(np.asarray(sparse.mask(w, f"{n}:{m}")), m)
     assert (mask.sum(1) == n).all()
     assert (mask.sum(2) == n).all()
     size = blocks(np.abs(w), m)
     share = [(b * keep).sum() / optimum(b, n) for b, keep in zip(size, mask, strict=True)]
-    assert np.mean(share) >= 0.999
+    assert np.min(share) >= (1 - 1e-5 if m <= 8 else 0.999)
 
 
 @pytest.mark.parametrize("kind", ["zero", "binary", "integers with ties"])

@@ -59,8 +59,8 @@ def mask(
     """The 0/1 mask of the pattern that keeps the most of sum |w|, per block.
 
     2:4 transposable is exact; ties go to the template that comes first in `templates()`. Other
-    transposable patterns are within 0.1 % of the optimum (`jaxonnx.sparse.nm`). A one-axis mask is
-    exact, ties go to the lower index.
+    transposable patterns are exact up to M = 8 but for ties and rounding, and within 0.1 % of the
+    optimum beyond (`jaxonnx.sparse.nm`). A one-axis mask is exact, ties go to the lower index.
 
     >>> w = jnp.array([[4.0, 3, 2, 1], [3, 4, 1, 2], [1, 2, 3, 4], [2, 1, 4, 3]])
     >>> print(mask(w).astype(int))
