@@ -25,6 +25,9 @@ ROUNDS, REPEATS = 5, 3
 
 # batch, input channels, output channels, image, kernel, stride, groups
 CONVOLUTIONS = {
+    "Winograd": (4, 64, 64, 56, 3, 1, 1),
+    "Winograd, more channels": (4, 256, 256, 14, 3, 1, 1),
+    "Winograd, small image": (16, 256, 256, 4, 3, 1, 1),
     "pointwise": (16, 32, 16, 32, 1, 1, 1),
     "pointwise, small image": (16, 960, 160, 2, 1, 1, 1),
     "image below kernel": (16, 512, 512, 2, 3, 1, 1),

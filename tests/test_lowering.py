@@ -20,6 +20,8 @@ rng = np.random.default_rng(0)
 # batch, input and output channels, image, kernel, stride, dilation, pads, groups
 CONVOLUTIONS = {
     "general": (2, 40, 5, (6, 7), (3, 2), (1, 2), (2, 1), (1, 0, 2, 1), 1),
+    "Winograd": (2, 48, 64, (7, 9), (3, 3), (1, 1), (1, 1), (1, 0, 2, 1), 1),
+    "Winograd, wide pads": (1, 64, 48, (8, 9), (3, 3), (1, 1), (1, 1), (3, 0, 4, 1), 1),
     "pointwise": (2, 3, 5, (4, 5), (1, 1), (1, 1), (1, 1), (0,) * 4, 1),
     "pointwise, stride": (2, 3, 5, (4, 5), (1, 1), (2, 3), (1, 1), (0,) * 4, 1),
     "image below kernel": (4, 64, 64, (2, 2), (3, 3), (1, 1), (1, 1), (1,) * 4, 1),
@@ -62,6 +64,17 @@ def test_contractions_of_convolutions(name):
         other = dataclasses.replace(form, turned=True)
         for function in (other.plain, other.fast):
             np.testing.assert_allclose(function(out, u, v), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("out", range(3))
+def test_winograd_rounds_like_the_plain_form(out):
+    form, values = arrays(2, 64, 64, (14, 14), (3, 3), (1, 1), (1, 1), (1,) * 4, 1)
+    assert form._few_multiplications(out, 2, 64, 64)
+    u, v = (a for i, a in enumerate(values) if i != out)
+    with jax.enable_x64(True):
+        exact = np.asarray(form.plain(out, *(jnp.asarray(a, np.float64) for a in (u, v))))
+    fast, plain = (np.abs(f(out, u, v) - exact).max() for f in (form.fast, form.plain))
+    assert fast < min(2 * plain, 2e-6 * np.abs(exact).max())
 
 
 @pytest.mark.parametrize("name", ["grouped", "depthwise, stride", "image below kernel"])

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxonnx.lowering import winograd
 from jaxonnx.lowering.contract import contract
 from jaxonnx.lowering.taps import Taps
 
@@ -32,6 +33,12 @@ weight is turned."""
 
 LARGE_WEIGHT = 2**18
 """Elements from which bringing the axes of a weight in another order costs more than it saves."""
+
+MANY_CHANNELS = 24
+"""Half the harmonic mean of input and output channels from which Winograd's transforms pay."""
+
+MANY_TILES = 32
+"""Tiles of 2x2 in a batch from which its transform of the weight pays."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +134,8 @@ class Conv:
         if count == 1 and not any(map(any, self.pads)):
             return self._derived(self._pointwise, out, u, v)
         batch = (v, u, u)[out].shape[0]
+        if self._few_multiplications(out, batch, inputs, outputs):
+            return self._winograd(out, u, v)
         work = batch * inputs * outputs * count * math.prod(self.out)
         few = self.turned and out != 2 and math.prod(self.out) <= FEW_WINDOWS
         if (few or self._slow(out)) and work >= SLOW_WORK:
@@ -153,6 +162,26 @@ class Conv:
             return jnp.concatenate(taps, -1) @ self._rows(w)
         columns = jnp.stack(taps, -1)
         return columns.reshape(*columns.shape[:-2], -1) @ w.reshape(w.shape[0], -1).T
+
+    def _few_multiplications(self, out, batch, inputs, outputs) -> bool:
+        """Whether Winograd's form can be used and pays."""
+        if (self.kernel, self.strides, self.dilations) != ((3, 3), (1, 1), (1, 1)):
+            return False
+        tiles = batch * math.prod(-(-n // 2) for n in (self.size if out == 0 else self.out))
+        order = self.turned or 9 * inputs * outputs < LARGE_WEIGHT
+        many = inputs * outputs >= MANY_CHANNELS * (inputs + outputs)
+        return order and many and tiles >= MANY_TILES
+
+    def _winograd(self, out, u, v):
+        if out == 1:
+            w = winograd.kernel(u, v, self.pads)
+            return w if self.turned else w.transpose(3, 2, 0, 1)
+        w = u if out == 0 else v
+        w = w if self.turned else w.transpose(2, 3, 1, 0)
+        if out == 2:
+            return winograd.images(u, w, self.pads, self.out)
+        pads = [(2 - begin, 2 - end) for begin, end in self.pads]
+        return winograd.images(v, w, pads, self.size, flipped=True)
 
     def _merged(self, x, w):
         """Grouped filter gradients are loops in XLA:CPU; dense ones, even half empty, are not."""
