@@ -110,6 +110,7 @@ def _last(value: Any, rank: int) -> Any:
     """An array that broadcasts against rank `rank`, in the order in which it broadcasts there."""
     if isinstance(value, ChannelsLast) or value is None or not np.ndim(value):
         return value
+    value = first(value)
     value = value.reshape((1,) * (rank - value.ndim) + value.shape)
     is_known = isinstance(value, np.ndarray)
     return ChannelsLast(np.moveaxis(value, 1, -1) if is_known else jnp.moveaxis(value, 1, -1))

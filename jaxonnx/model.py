@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from onnx import ModelProto
 
-from jaxonnx import modes, notes, sparse, sparse_export
+from jaxonnx import modes, notes, sparse_export
 from jaxonnx import save as saving
 from jaxonnx.batch import freed
 from jaxonnx.bind import Graph
@@ -99,7 +99,11 @@ class Model:
         Raises:
           InputError: arguments that do not fit the inputs.
         """
-        return _one(self.program(self.params, self.state, rng, self._given(inputs, named)))
+        return _one(self.program(*self._stored, rng, self._given(inputs, named)))
+
+    @cached_property
+    def _stored(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return self.program.stored(self.params), self.program.stored(self.state)
 
     def apply(
         self,
@@ -251,9 +255,9 @@ class Model:
         proto, program = freed(self.proto, self.program, self.params, self.state)
         if proto is self.proto:
             return self
-        model = dataclasses.replace(self, proto=proto, program=program)
+        net = dataclasses.replace(self, proto=proto, program=program)
         # what the changes leave over is dropped; an algorithm of the file may read it
-        return model if proto.training_info else model.with_outputs(program.graph.outputs)
+        return net if proto.training_info else net.with_outputs(program.graph.outputs)
 
     def with_statistics(self, statistics: Statistics) -> Model:
         """A model whose training uses other statistics in BatchNormalization.
@@ -290,27 +294,23 @@ class Model:
     def with_remat(self) -> Model:
         """A model that keeps few values for a gradient in training and computes the rest again.
 
-        About the square root of its nodes is kept (`jaxonnx.segments`); a step takes up to a third
-        longer.
+        About the square root of its nodes is kept; a step takes up to a third longer.
         """
         graph = dataclasses.replace(self.graph, cuts=cuts(self.graph))
         return dataclasses.replace(self, program=self.program.with_graph(graph))
 
     @property
-    def sparsity(self) -> tuple[sparse.Pattern, list[sparse.Layer]] | None:
+    def sparsity(self) -> sparse_export.Recorded | None:
         """Which weights the file records as sparse (`jaxonnx.sparse_export`), if it does."""
-        pattern, axes = sparse_export.record(self.proto)
-        shapes = {n: x.shape for n, x in self.params.items()}
-        layers = [sparse.Layer(n, shapes[n], a, "") for n, a in axes.items() if n in shapes]
-        return (pattern, layers) if layers else None
+        return sparse_export.recorded(self.proto, self.params)
 
     def to_onnx(self) -> ModelProto:
         """The original graph with these weights, in inference form.
 
         A record of sparse weights stays for those that have the pattern.
         """
-        model = self.merged()
-        return saving.to_onnx(self.proto, model._values(), {*model.params}, {*model.state})
+        net = self.merged()
+        return saving.to_onnx(self.proto, net._values(), {*net.params}, {*net.state})
 
     def save(
         self, path: str | os.PathLike, *, external_data: bool = False, sparse: bool = False

@@ -18,6 +18,8 @@ import numpy as np
 from jaxonnx.bind import Graph, Node
 from jaxonnx.errors import StaticError
 from jaxonnx.evaluate import Context, run
+from jaxonnx.layout import kernel_first, kernels_first
+from jaxonnx.uses import uses
 from jaxonnx.values import data
 
 FIXING = 64
@@ -60,6 +62,21 @@ class Program:
     def with_graph(self, graph: Graph) -> Program:
         """A program of another graph of the same tensors."""
         return Program(graph, self.constants, self.adaption)
+
+    def stored(self, tensors: Mapping[str, jax.Array]) -> dict[str, Any]:
+        """Parameters or state as programs that run many times take them.
+
+        On CPU the weights of convolutions have their kernels first (`layout.kernels_first`).
+        """
+        if self.adaption is not None or jax.default_backend() != "cpu":
+            return {**tensors}
+        found = [
+            (use.name, use.position in use.node.op.kernels) for use in uses(self.graph, tensors)
+        ]
+        others = {name for name, is_kernel in found if not is_kernel}
+        kernels = {name: tensors[name] for name, _ in found if name not in others}
+        turned = {name: x for name, x in kernels.items() if kernel_first(x.shape)}
+        return {**tensors, **_kernels_first(turned)} if turned else {**tensors}
 
     @property
     def compiled(self) -> bool:
@@ -163,6 +180,9 @@ class Program:
             return run(graph, {**inputs, **fixed}, Context(weights, key, training))
 
         return jax.jit(compiled, static_argnames="training")
+
+
+_kernels_first = jax.jit(lambda tensors: kernels_first(tensors))
 
 
 @dataclass(frozen=True)

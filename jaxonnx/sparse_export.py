@@ -21,6 +21,8 @@ from jaxonnx.errors import ModelError, SparsityError
 from jaxonnx.sparse.masks import Pattern, is_pattern, parse
 from jaxonnx.sparse.templates import Axes
 
+Recorded = tuple[Pattern, list[sparse.Layer]]
+
 KEY = "jaxonnx.sparsity"
 _GRAPH = "jaxonnx.graph"
 """The array of a packed file that holds the ModelProto."""
@@ -44,6 +46,13 @@ def record(proto: ModelProto) -> tuple[Pattern, dict[str, Axes]]:
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise ModelError(f"metadata_props: '{KEY}' is malformed ({error!r})") from error
     return Pattern(), {}
+
+
+def recorded(proto: ModelProto, params: Mapping[str, Any]) -> Recorded | None:
+    """The pattern and those of the parameters that the file records as sparse, if it does."""
+    pattern, axes = record(proto)
+    layers = [sparse.Layer(n, params[n].shape, a, "") for n, a in axes.items() if n in params]
+    return (pattern, layers) if layers else None
 
 
 def set_record(proto: ModelProto, pattern: Pattern, axes: Mapping[str, Axes]) -> None:

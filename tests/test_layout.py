@@ -9,6 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 import jaxonnx
+from jaxonnx import demo
 
 rng = np.random.default_rng(0)
 
@@ -103,3 +104,17 @@ def test_a_chain_changes_the_order_twice():
     lowered = jax.jit(model.apply).trace(model.params, x).lower(lowering_platforms=("cuda",))
     images = re.findall(r"stablehlo.transpose .*: \(tensor<2x", lowered.as_text())
     assert len(images) == 2
+
+
+def test_a_compiled_call_has_kernels_first_and_nothing_else():
+    shared = network(
+        node("Mul", "c", "s", "d"),
+        node("Conv", "d", "k", "e"),
+        node("Add", "e", "k", "y"),
+        s=np.array(2.0),
+        k=rng.normal(size=(4, 4, 1, 1)),
+    )
+    cases = (demo.model(), ["0.weight", "3.weight", "7.weight"]), (jaxonnx.load(shared), ["w"])
+    for model, turned in cases:
+        given = model.program.stored(model.params)
+        assert [n for n, x in given.items() if not isinstance(x, jax.Array)] == turned

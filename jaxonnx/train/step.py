@@ -115,22 +115,27 @@ def training(
         return carry, jnp.stack([value, finite.astype(value.dtype)])
 
     # an argument: a constant of the program would be compiled with it
-    return lambda carry, batch: step(carry, fixed, batch)
+    given = model.program.stored(fixed)
+    return lambda carry, batch: step(carry, given, batch)
 
 
 def weights(carry: Carry, storage: Storage) -> dict[str, jax.Array]:
+    """The parameters to hand out, in the order of the file."""
+    return storage.view(_weights(carry))
+
+
+def _weights(carry: Carry) -> dict[str, jax.Array]:
     """The parameters to validate and to hand out: the average if there is one.
 
     Sparse weights are averaged over masks that change; what the mask hides now is zero.
     """
     if carry.average is None:
-        return storage.view(carry.params)
+        return carry.params
     shown = masks(carry.optimizer)
-    averages = {
+    return {
         name: jnp.where(shown.get(name, True), x, 0).astype(carry.params[name].dtype)
         for name, x in carry.average.items()
     }
-    return storage.view(averages)
 
 
 def evaluation(
@@ -141,10 +146,12 @@ def evaluation(
     @jax.jit
     def evaluate(sums, carry, fixed, batch):
         state = {**fixed, **carry.state}
-        outputs = goal.model.apply(weights(carry, storage), *batch.inputs, state=state)
+        params = storage.given(_weights(carry))
+        outputs = goal.model.apply(params, *batch.inputs, state=state)
         return goal.add(sums, outputs, batch)
 
-    return lambda sums, carry, batch: evaluate(sums, carry, fixed, batch)
+    given = goal.model.program.stored(fixed)
+    return lambda sums, carry, batch: evaluate(sums, carry, given, batch)
 
 
 def _finite(tree: Any) -> jax.Array:
