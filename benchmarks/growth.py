@@ -132,24 +132,37 @@ def show(results: dict[str, dict[int, tuple[float, ...]]]) -> None:
 
 
 def draw(results: dict[str, dict[int, tuple[float, ...]]], path: Path) -> None:
-    """A panel for each of time, compiling and memory, by what grows."""
-    from matplotlib.figure import Figure
+    """A panel for each of time, compiling and memory, by what grows.
 
-    panels = (("step, ms", (0,)), ("compiling, s", (1, 2, 3)), ("MB of a step", (4, 5)))
+    Dotted is what grows with the work alone, from the last size of the first curve backwards.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    panels = (("step, ms", (0,)), ("compiling, s", (1, 2, 3)), ("memory of a step, MB", (4, 5)))
     figure = Figure(figsize=(10, 8), layout="constrained")
-    grid = figure.subplots(len(panels), len(results), squeeze=False)
+    grid = figure.subplots(len(panels), len(results), squeeze=False, sharex="col", sharey="row")
     for row, (label, columns) in zip(grid, panels, strict=True):
         for axes, (kind, rows) in zip(row, results.items(), strict=True):
+            sizes = np.array([*rows])
             for column in columns:
                 values = [row[column] for row in rows.values()]
-                axes.plot([*rows], values, "o-", label=COLUMNS[column])
+                axes.plot(sizes, values, "o-", label=COLUMNS[column].split(",")[0])
+            work, last = WORK[kind][columns[0]], rows[sizes[-1]][columns[0]]
+            guide = last * (sizes / sizes[-1]) ** work
+            axes.plot(sizes, guide, ":", color="black", label="as the work")
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
-            axes.set_xticks([*rows], [str(size) for size in rows])
-            axes.set_xlabel(kind)
-            axes.set_ylabel(label)
+            axes.set_xticks(sizes, map(str, sizes))
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+            axes.yaxis.set_minor_formatter(NullFormatter())
             axes.grid(alpha=0.3)
-            axes.legend(fontsize="small")
+        row[0].set_ylabel(label)
+        row[0].legend(fontsize="small")
+    for axes, kind in zip(grid[-1], results, strict=True):
+        rest = ", ".join(f"{name} {size}" for name, size in BASE.items() if name != kind)
+        axes.set_xlabel(f"{kind} ({rest})")
     figure.savefig(path, dpi=150)
     path.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
 
