@@ -1,11 +1,16 @@
 """Recurrent layers: empty sequences, program size, refusals."""
 
+import re
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.test_util import check_grads
 
 import jaxonnx.ops  # noqa: F401 - registers the operators
 from jaxonnx.errors import NodeError
+from jaxonnx.lowering.recurrence import elementwise, transposed
 from jaxonnx.registry import lookup
 
 rnn, lstm = (lookup("", name, 22).function for name in ("RNN", "LSTM"))
@@ -43,10 +48,34 @@ def test_accelerators_project_the_input_of_all_steps_at_once():
         assert (every in text) == at_once
 
 
-def test_steps_may_be_absent():
-    y, h, _ = lstm(X[:0], W, R)
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_steps_may_be_absent(direction):
+    y, h, _ = lstm(X[:0], W, R, direction=direction)
     assert y.shape == (0, 1, 2, 4)
     np.testing.assert_array_equal(h, 0)
+    gradient = jax.grad(lambda r: lstm(X[:0], W, r, direction=direction)[0].sum())(R)
+    np.testing.assert_array_equal(gradient, 0)
+
+
+def test_a_gradient_multiplies_for_the_weights_once():
+    """No loop carries a gradient of a weight, and the program has five products."""
+    text = jax.jit(jax.grad(lambda w, r: lstm(X, w, r)[1].sum(), (0, 1))).lower(W, R).as_text()
+    assert text.count("stablehlo.dot_general") == 5
+    loops = re.findall(r"stablehlo\.while.*", text)
+    assert len(loops) == 2
+    carried = re.findall(r"tensor<([0-9x]+)xf32>", " ".join(loops))
+    constant = sorted(x for x in carried if sorted(x.split("x")) in (["16", "3"], ["16", "4"]))
+    assert constant == ["16x4", "3x16", "4x16"]
+
+
+@pytest.mark.parametrize("hidden", [3, 5, 8])
+def test_transposed(hidden):
+    w = rng.normal(size=(hidden, 2))
+    np.testing.assert_array_equal(transposed(w), w.T)
+
+
+def test_a_function_element_by_element_has_derivatives_of_all_orders():
+    check_grads(lambda x, y: elementwise(lambda x, y: jnp.tanh(x) * y * x, x, y), (0.3, 0.7), 3)
 
 
 def test_refusals():

@@ -1,19 +1,15 @@
 """Recurrent layers: RNN, GRU, LSTM.
 
-All three share `_recur`, a `lax.scan` whose step adds the input's share of the gates to the
-recurrent one. Accelerators compute the input's share of all steps as one matrix product; a CPU,
-which would have to fetch it from memory again, does so step by step. A reversed direction scans
-from the end; steps beyond a sequence's length leave the state alone, so that it starts where its
-own data ends.
+All three share `_recur`, which scans over the steps (`jaxonnx.lowering.recurrence`). A reversed
+direction scans from the end; steps beyond a sequence's length leave the state alone, so that it
+starts where its own data ends.
 """
-
-from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxonnx.errors import NodeError
+from jaxonnx.lowering.recurrence import elementwise, recur
 from jaxonnx.registry import op
 
 # function, then the defaults of the parameters (alpha, beta) that it takes
@@ -61,14 +57,15 @@ def _functions(default, names, alphas, betas, clip, direction):
 
 
 def _recur(cell, x, w, r, bias, sequence_lens, initial, hidden_size, direction, layout):
-    """Y and the last states of `cell(d)(gates, *states) -> states` over every direction d.
+    """Y and the last states over every direction d.
 
-    Shapes as in the specification; `bias` (directions, gates * hidden) joins the input's share.
+    Shapes as in the specification; `cell(d)` is (step, recurrent weight, extra) of
+    `jaxonnx.lowering.recurrence`; `bias` (directions, gates * hidden) joins the input's share.
     """
     reversals = _REVERSED[direction]
     if layout:
         x = x.swapaxes(0, 1)
-    steps, batch, features = x.shape
+    steps, batch, _ = x.shape
     hidden = r.shape[-1]
     if hidden_size not in (None, hidden):
         raise NodeError(f"hidden_size is {hidden_size}, but R has shape {r.shape}")
@@ -87,30 +84,13 @@ def _recur(cell, x, w, r, bias, sequence_lens, initial, hidden_size, direction, 
         return state[:, d] if layout else state[d]
 
     def one_direction(d, reverse):
-        step, weight = cell(d), w[d].T
-
-        def share(x):
-            return x @ weight if bias is None else x @ weight + bias[d]
-
-        def body(states, inputs, share=lambda gates: gates):
-            x, valid = inputs
-            new = step(share(x), *states)
-            if valid is None:
-                return new, new[0]
-            kept = tuple(jnp.where(valid, n, s) for n, s in zip(new, states, strict=True))
-            return kept, jnp.where(valid, new[0], 0)
-
-        def at_once(x):
-            gates = share(x.reshape(steps * batch, features)).reshape(steps, batch, -1)
-            return lax.scan(body, states, (gates, valid), reverse=reverse)
-
-        def step_by_step(x):
-            return lax.scan(partial(body, share=share), states, (x, valid), reverse=reverse)
-
+        step, recurrent, extra = cell(d)
         states = tuple(start(state, d) for state in initial)
-        return lax.platform_dependent(x, cpu=step_by_step, default=at_once)
+        added = None if bias is None else bias[d]
+        y, last = recur(step, reverse, x, w[d], recurrent, added, extra, valid, states)
+        return y if valid is None else jnp.where(valid, y, 0), last
 
-    lasts, ys = zip(*(one_direction(d, rev) for d, rev in enumerate(reversals)), strict=True)
+    ys, lasts = zip(*(one_direction(d, rev) for d, rev in enumerate(reversals)), strict=True)
     y = jnp.stack(ys, axis=1)
     if layout:
         y = y.transpose(2, 0, 1, 3)
@@ -145,8 +125,8 @@ def rnn(
     functions = _functions(["Tanh"], names, activation_alpha, activation_beta, clip, direction)
 
     def cell(d):
-        (f,), recurrent = functions[d], r[d].T
-        return lambda gates, h: (f(gates + h @ recurrent),)
+        (f,) = functions[d]
+        return (lambda gates, _, h: (f(gates),)), r[d], None
 
     bias = _sum_of_biases(b)
     return _recur(cell, x, w, r, bias, sequence_lens, (initial_h,), hidden_size, direction, layout)
@@ -189,21 +169,23 @@ def gru(
 
     def cell(d):
         f, g = functions[d]
-        r_zr, r_h = jnp.split(r[d].T, [2 * hidden], axis=1)
+        weights = jnp.split(r[d].T, [2 * hidden], axis=1)
 
-        def step(gates, h):
+        def step(gates, extra, h):
+            r_zr, r_h, bias_h = extra
             x_zr, x_h = jnp.split(gates, [2 * hidden], axis=-1)
             z, reset = jnp.split(f(x_zr + h @ r_zr), 2, axis=-1)
             if linear_before_reset:
                 share = h @ r_h
-                if inner_bias is not None:
-                    share += inner_bias[d, 2 * hidden :]
+                if bias_h is not None:
+                    share += bias_h
                 new = g(x_h + reset * share)
             else:
                 new = g(x_h + (reset * h) @ r_h)
             return ((1 - z) * new + z * h,)
 
-        return step
+        # the reset comes between the product and the gates, or before the product
+        return step, None, (*weights, None if inner_bias is None else inner_bias[d, 2 * hidden :])
 
     return _recur(cell, x, w, r, bias, sequence_lens, (initial_h,), hidden_size, direction, layout)
 
@@ -275,17 +257,28 @@ def lstm(
     )
 
     def cell(d):
-        (f, g, h), recurrent = functions[d], r[d].T
-        p_i, p_o, p_f = (0, 0, 0) if p is None else jnp.split(p[d], 3)
+        f, g, h = functions[d]
 
-        def step(gates, hidden, c):
-            i, o, forget, new = jnp.split(gates + hidden @ recurrent, 4, axis=-1)
-            i = f(i + p_i * c)
-            forget = 1 - i if input_forget else f(forget + p_f * c)
-            c = forget * c + i * g(new)
-            return f(o + p_o * c) * h(c), c
+        def step(gates, peepholes, _, c):
+            i, o, forget, new = jnp.split(gates, 4, axis=-1)
+            if peepholes is not None:
+                p_i, p_o, p_f = jnp.split(peepholes, 3)
+                i, forget = i + p_i * c, forget + p_f * c
+            if input_forget:
+                c = elementwise(coupled, i, new, c)
+            else:
+                c = elementwise(separate, i, forget, new, c)
+            o = o if peepholes is None else o + p_o * c
+            return elementwise(lambda o, c: f(o) * h(c), o, c), c
 
-        return step
+        def separate(i, forget, new, c):
+            return f(forget) * c + f(i) * g(new)
+
+        def coupled(i, new, c):
+            i = f(i)
+            return (1 - i) * c + i * g(new)
+
+        return step, r[d], None if p is None else p[d]
 
     initial = initial_h, initial_c
     bias = _sum_of_biases(b)

@@ -1,0 +1,162 @@
+"""A recurrence over the steps of a sequence, whose gradient multiplies once for all steps.
+
+Reverse mode of a `lax.scan` adds to the gradient of a weight in every step: a small product, and
+the whole of the gradient read and written. Here the weights' share of a derivative is taken of all
+steps at once, outside of the loop, which leaves it what really depends on the step before. JAX
+derives the rest, and this rule as well: forward mode and all orders work.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+Step = Callable[..., tuple]
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def elementwise(function: Callable, *values):
+    """`function(*values)` of arrays of one shape, whose derivative keeps one array for each.
+
+    What a gradient needs of every step is written to memory and read again: here it is the partial
+    derivatives, not all factors of them.
+    """
+    return function(*values)
+
+
+@elementwise.defjvp
+def _(function, values, tangents):
+    def part(i):
+        varied = lambda x: function(*values[:i], x, *values[i + 1 :])  # noqa: E731
+        return jax.jvp(varied, (values[i],), (jnp.ones_like(values[i]),))[1] * tangents[i]
+
+    return function(*values), sum(map(part, range(1, len(values))), part(0))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def recur(step: Step, reverse: bool, x, w, r, bias, extra, valid, states) -> tuple[Any, Any]:
+    """The first state after every step, and all states after the last.
+
+    A step is `states = step(x @ w.T + bias + states[0] @ r.T, extra, *states)`.
+
+    Args:
+      step: a function that closes over no array.
+      reverse: begin with the last element of the sequence.
+      x: (steps, batch, features).
+      w: (gates, features).
+      r: (gates, hidden), or None for a step that multiplies the state itself.
+      bias: (gates,) or None.
+      extra: a pytree of further arrays for every step, or None.
+      valid: bool (steps, batch, 1), where it is false the states stay; or None.
+      states: before the first step, a tuple of (batch, hidden).
+    """
+    return _scan(step, reverse, None, x, w, r, bias, extra, valid, states)
+
+
+@partial(recur.defjvp, symbolic_zeros=True)
+def _(step, reverse, primals, tangents):
+    x, w, r, bias, extra, valid, states = primals
+    dx, dw, dr, dbias, dextra, _, dstates = tangents
+    dextra, dstates = jax.tree.map(_array, (dextra, dstates), is_leaf=_is_zero)
+    gates = jnp.zeros((*x.shape[:2], len(w)), x.dtype)
+
+    def scan(gates, extra, states):
+        return _scan(step, reverse, gates, x, w, r, bias, extra, valid, states)
+
+    (hidden, last), linear = jax.linearize(scan, gates, extra, states)
+    ends = [hidden, states[0][None]]
+    before = jnp.concatenate(ends)[1:] if reverse else jnp.concatenate(ends[::-1])[: len(x)]
+    if not _is_zero(dx):
+        gates += lax.dot_general(dx, w, (((2,), (1,)), ((), ())))
+    for factor, tangent in ((x, dw), (before, dr)):
+        if not (tangent is None or _is_zero(tangent)):
+            gates += _at_once(factor, transposed(tangent))
+    if not (dbias is None or _is_zero(dbias)):
+        gates += dbias
+    return (hidden, last), linear(gates, dextra, dstates)
+
+
+def _scan(step: Step, reverse: bool, added, x, w, r, bias, extra, valid, states):
+    """As `recur`; `added` (steps, batch, gates) has tangents of the gates, its value is ignored.
+
+    Accelerators multiply the input of all steps at once; a CPU, which would have to fetch the
+    product from memory again, does so step by step.
+    """
+    w_t, r_t = (None if a is None else transposed(a) for a in (w, r))
+
+    def body(states, inputs, share=lambda gates: gates):
+        x, valid, added = inputs
+        gates = share(x)
+        if r is not None:
+            gates += _product(states[0], r, r_t)
+        if added is not None:
+            gates = _with_tangent(gates, added)
+        new = step(gates, extra, *states)
+        if valid is not None:
+            new = tuple(jnp.where(valid, n, s) for n, s in zip(new, states, strict=True))
+        return new, new[0]
+
+    def at_once(x):
+        return lax.scan(body, states, (_at_once(x, w_t, bias), valid, added), reverse=reverse)
+
+    def step_by_step(x):
+        project = partial(body, share=partial(_affine, w_t=w_t, bias=bias))
+        return lax.scan(project, states, (x, valid, added), reverse=reverse)
+
+    last, hidden = lax.platform_dependent(x, cpu=step_by_step, default=at_once)
+    return hidden, last
+
+
+def transposed(w):
+    """`w.T`, in two parts at least.
+
+    XLA takes a plain transposition into the product that makes what is transposed, here a gradient
+    (gates, features). On CPU that one takes up to twice as long as the product (features, gates).
+    """
+    rows, columns = w.shape
+    parts = next(n for n in (4, 3, 2, 1) if rows % n == 0)
+    return w.reshape(parts, rows // parts, columns).transpose(2, 0, 1).reshape(columns, rows)
+
+
+def _affine(x, w_t, bias=None):
+    return x @ w_t if bias is None else x @ w_t + bias
+
+
+def _at_once(x, w_t, bias=None):
+    """Of all steps, as one matrix product."""
+    steps, batch, features = x.shape
+    gates = _affine(x.reshape(steps * batch, features), w_t, bias)
+    return gates.reshape(steps, batch, w_t.shape[1])
+
+
+@jax.custom_jvp
+def _product(h, r, r_t):
+    """`h @ r.T`; each of the products that its gradient is made of finds the weight in order."""
+    return h @ r_t
+
+
+@partial(_product.defjvp, symbolic_zeros=True)
+def _(primals, tangents):
+    (h, r, r_t), (dh, _, dr_t) = primals, tangents
+    tangent = 0 if _is_zero(dh) else lax.dot_general(dh, r, (((1,), (1,)), ((), ())))
+    return h @ r_t, tangent if _is_zero(dr_t) else tangent + h @ dr_t
+
+
+@jax.custom_jvp
+def _with_tangent(gates, added):
+    return gates
+
+
+_with_tangent.defjvp(lambda primals, tangents: (primals[0], tangents[0] + tangents[1]))
+
+
+def _is_zero(x) -> bool:
+    return isinstance(x, SymbolicZero)
+
+
+def _array(x):
+    return jnp.zeros(x.shape, x.dtype) if _is_zero(x) else x
