@@ -198,7 +198,7 @@ def test_one_axis_masks_keep_the_largest_along_the_input_axis(pattern):
 
 @pytest.mark.parametrize("pattern", ["2:4", "4:8"])
 def test_nan_and_infinity_are_errors_outside_jit_and_valid_masks_inside(pattern):
-    w = np.random.default_rng(8).normal(size=(8, 8)).astype(np.float32)
+    w = np.random.default_rng(8).normal(size=(8, 16)).astype(np.float32)
     w[1, 2], w[5, 5], w[6, 1] = np.nan, np.inf, -np.inf
     with pytest.raises(SparsityError, match="NaN"):
         sparse.mask(w, pattern)
@@ -206,6 +206,10 @@ def test_nan_and_infinity_are_errors_outside_jit_and_valid_masks_inside(pattern)
     parsed = masks.parse(pattern)
     assert (blocks(mask, parsed.m).sum(1) == parsed.n).all()
     assert (blocks(mask, parsed.m).sum(2) == parsed.n).all()
+    # blocks without them are as they would be alone
+    finite = np.isfinite(blocks(w, parsed.m)).all((1, 2))
+    alone = blocks(np.asarray(sparse.mask(np.nan_to_num(w, posinf=0, neginf=0), pattern)), parsed.m)
+    np.testing.assert_array_equal(blocks(mask, parsed.m)[finite], alone[finite])
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,16 @@ def test_sparse(net):
     weight = np.asarray(result.model.params["classifier.0.weight"])
     for axis in (weight, weight.T):
         assert ((axis.reshape(-1, 4) != 0).sum(1) <= 2).all()
-    assert [row["phase"] for row in result.history.epochs] == [1, 2, 2, 2, 3, 3]
+    rows = result.history.epochs
+    assert [row["phase"] for row in rows] == [1, 2, 2, 2, 3, 3]
+    assert rows[0]["sparsity"] == 0
+    assert all(row["sparsity"] == 0.5 for row in rows[1:])
+    assert 0.6 < rows[1]["kept"] < 1
+    layers = [layer.name for layer in result.model.sparsity[1]]
+    assert rows[1]["flip_rate/classifier.0.weight"] == 0  # there was no mask before
+    assert {name for name in rows[2] if "/" in name} == {f"flip_rate/{name}" for name in layers}
+    rates = [rows[2][f"flip_rate/{name}"] for name in layers]
+    assert min(rates) <= rows[2]["flip_rate"] <= max(rates)
     with pytest.raises(jaxonnx.TrainingError, match="number of batches"):
         train(net, iter([]), batch_size=None, sparsity="2:4")
 

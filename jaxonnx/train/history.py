@@ -15,8 +15,9 @@ class History:
     epochs: list[dict[str, Any]] = field(default_factory=list)
     """One dict an epoch: `epoch`, `step` (steps so far), `loss` (mean over its steps), `seconds`;
     `validation_loss` and `validation_<metric>` where there is validation data, with several outputs
-    `validation_<output>_loss` and `validation_<output>_<metric>`; with
-    sparsity `phase` (of the step to come), `sparsity` and `flip_rate` (of the last refresh)."""
+    `validation_<output>_loss` and `validation_<output>_<metric>`; with sparsity `phase` (of the
+    step to come), `sparsity`, and of the last refresh `flip_rate`, `flip_rate/<weight>` and `kept`,
+    the share of sum |W|."""
     notes: list[str] = field(default_factory=list)
     """What was trained otherwise than the file says: a loss of logits before its last node."""
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -61,7 +62,10 @@ class History:
         numbers = [
             f"{name} {first[name]:.4g} -> {value:.4g}"
             for name, value in last.items()
-            if isinstance(value, float) and name in first and name != "seconds"
+            if isinstance(value, float)
+            and name in first
+            and name != "seconds"
+            and not name.startswith("flip_rate/")
         ]
         seconds = sum(row["seconds"] for row in self.epochs)
         text = f"{len(self.epochs)} epochs, {last['step']} steps, {seconds:.1f} s: "

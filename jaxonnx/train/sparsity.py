@@ -88,7 +88,8 @@ def sparse_numbers(memory: Any) -> dict[str, Any]:
     if not is_sparse(memory):
         return {}
     numbers = sparse.metrics(memory)
-    return {name: numbers[name] for name in ("phase", "sparsity", "flip_rate")}
+    row = {name: numbers[name] for name in ("phase", "sparsity", "flip_rate", "kept")}
+    return row | {f"flip_rate/{name}": rate for name, rate in numbers["flips"].items()}
 
 
 def record(
