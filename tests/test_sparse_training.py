@@ -285,6 +285,31 @@ def test_a_flax_model_that_never_saw_onnx():
     assert {p.weight for p in proof.products} == {r.name for r in report if not r.reason}
 
 
+def test_a_plain_function_that_never_saw_onnx():
+    def net(params, x):
+        return jax.nn.relu(x @ params["first"]) @ params["second"]
+
+    rng = np.random.default_rng(1)
+    params = {n: jnp.asarray(rng.normal(size=(8, 8)) / 3, jnp.float32) for n in ("first", "second")}
+    x = jnp.asarray(rng.normal(size=(16, 8)), jnp.float32)
+    y = jnp.roll(x, 1, axis=1)
+    tx = sparse.three_phase(optax.adam(0.02), dense=5, dynamic=10, fixed=5, refresh=5)
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state):
+        loss, g = jax.value_and_grad(lambda p: jnp.mean((net(p, x) - y) ** 2))(params)
+        updates, state = tx.update(g, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    losses = []
+    for _ in range(20):
+        params, state, loss = step(params, state)
+        losses.append(float(loss))
+    assert losses[-1] < losses[5]
+    assert len(sparse.verify(net, params, x).products) == 4
+
+
 def test_layers_say_why_they_stay_dense():
     params = weights(10) | {
         "table": jnp.zeros((4, 4), jnp.int32),
