@@ -25,7 +25,16 @@ KERNEL = np.kron(*2 * [np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [
 """The 16 places of a kernel from its 9 taps."""
 
 
-def _tiles(x, pads: Pairs, counts: Sequence[int], rule):
+def _after(x, table):
+    """The table, which x tells from its equal: for whatever uses it, x must be there.
+
+    XLA:CPU starts all work as early as it can, and would keep what has four times the size of an
+    image or the double of a kernel until it is needed.
+    """
+    return jnp.stack([table, table])[(x[0, 0, 0, 0] > 0).astype(int)]
+
+
+def _tiles(x, pads: Pairs, counts: Sequence[int], rule, after=None):
     """x (N, H, W, C), whose tiles lie two apart, by the places of the rule: (16, N * tiles, C)."""
     side = 1 + max(a for a, _, _ in rule)
     need = [2 * (count - 1) + side for count in counts]
@@ -33,11 +42,11 @@ def _tiles(x, pads: Pairs, counts: Sequence[int], rule):
     config = [(pair[0], end, 0) for pair, end in zip(pads, ends, strict=True)]
     x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *config, (0, 0, 0)])
     for axis, count in zip((1, 2), counts, strict=True):
-        starts = 2 * np.arange(count)
-        a, b = (np.add.outer([row[i] for row in rule], starts).ravel() for i in (0, 1))
+        starts, before = 2 * np.arange(count), (slice(None),) * axis
+        indices = np.stack([np.add.outer([row[i] for row in rule], starts).ravel() for i in (0, 1)])
+        indices = indices if after is None else _after(after, indices)
+        a, b = (x.at[*before, i].get(mode="promise_in_bounds") for i in indices)
         f = np.repeat(np.array([row[2] for row in rule], x.dtype), count)
-        before = (slice(None),) * axis
-        a, b = (x.at[*before, i].get(mode="promise_in_bounds") for i in (a, b))
         x = a + np.expand_dims(f, tuple(range(1, 4 - axis))) * b
     x = x.reshape(x.shape[0], 4, counts[0], 4, counts[1], -1)
     return x.transpose(1, 3, 0, 2, 4, 5).reshape(16, -1, x.shape[-1])
@@ -56,8 +65,8 @@ def images(x, w, pads: Pairs, out: Sequence[int], flipped: bool = False):
     is the gradient of the image.
     """
     counts = [-(-n // 2) for n in out]
-    taps = KERNEL[:, ::-1] if flipped else KERNEL
-    places = (taps.astype(w.dtype) @ w.reshape(9, -1)).reshape(16, *w.shape[2:])
+    taps = _after(x, (KERNEL[:, ::-1] if flipped else KERNEL).astype(w.dtype))
+    places = (taps @ w.reshape(9, -1)).reshape(16, *w.shape[2:])
     contracted = (((2,), (2 if flipped else 1,)), ((0,), (0,)))
     y = lax.dot_general(_tiles(x, pads, counts, IMAGE), places, contracted)
     y = y.reshape(4, 4, len(x), *counts, -1)
@@ -69,7 +78,7 @@ def images(x, w, pads: Pairs, out: Sequence[int], flipped: bool = False):
 def kernel(x, y, pads: Pairs):
     """The gradient of w (3, 3, C, M) of a convolution of x (N, H, W, C), y that of its result."""
     counts = [-(-n // 2) for n in y.shape[1:3]]
-    v = _tiles(x, pads, counts, IMAGE)
+    v = _tiles(x, pads, counts, IMAGE, after=y)
     z = _tiles(y, ((0, 0), (0, 0)), counts, RESULT)
     places = lax.dot_general(v, z, (((1,), (1,)), ((0,), (0,))))
     w = KERNEL.T.astype(x.dtype) @ places.reshape(16, -1)
