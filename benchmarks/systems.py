@@ -3,6 +3,8 @@
 A step of training is forward, softmax cross-entropy, backward and Adam.
 """
 
+import os
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -169,6 +171,9 @@ def pytorch(
     from benchmarks.layers.pytorch import build
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    compiler = os.environ.get("CXX", "g++")
+    if compiled and device == "cpu" and shutil.which(compiler) is None:
+        raise RuntimeError(f"torch.compile needs a C++ compiler, and there is no {compiler}")
     x, y = (torch.from_numpy(a).to(device) for a in batch(network))
     y = y.long()
     net = build(network, x.cpu()).to(device)
@@ -198,8 +203,6 @@ def pytorch(
 
 
 def onnxruntime(network: Network, phase: str, path: Path) -> tuple[Run, int]:
-    import os
-
     import onnx
     import onnxruntime
 
