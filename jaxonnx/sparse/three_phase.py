@@ -26,9 +26,9 @@ import optax
 
 from ..errors import SparsityError
 from .layers import Select, layers, name_of
-from .masks import Pattern, from_bits, mask, parse, search, to_bits
+from .masks import Pattern, from_bits, mask, parse, to_bits
+from .refresh import kept_share, renewed, when, zero_lost
 from .sharding import on_auto_axes
-from .templates import codes, expand
 
 _FOREVER = np.iinfo(np.int32).max
 
@@ -137,7 +137,7 @@ def three_phase(
             },
             masks={name: to_bits(m != 0) for name, m in masks.items()},
             flips=jnp.zeros(len(where), jnp.float32),
-            kept=jnp.stack([_kept(leaves[n], m != 0) for n, m in sorted(masks.items())]),
+            kept=jnp.stack([kept_share(leaves[n], m != 0) for n, m in sorted(masks.items())]),
         )
 
     def update(updates, state, params=None, **extra_args):
@@ -174,7 +174,7 @@ def three_phase(
             # zero, unless this is the first step and the weights were not pruned
             stray = {n: jnp.where(shown(old, n), 0, w[n]) for n in names}
             total = {n: (w[n] - stray[n] + x).astype(w[n].dtype) for n, x in moved.items()}
-            masks, flips, kept = _refresh(is_refresh, total, old, pattern, where)
+            masks, flips, kept = renewed(is_refresh, total, old, pattern, where)
             hidden = {n: 0 if reset else x for n, x in total.items()}
             moved = {
                 n: jnp.where(shown(masks, n), x - stray[n], hidden[n]).astype(x.dtype)
@@ -182,13 +182,13 @@ def three_phase(
             }
             return moved, masks, flips, kept
 
-        moved, masks, flips, kept = _when(
+        moved, masks, flips, kept = when(
             is_refresh, renew, (moved, state.masks, state.flips, state.kept)
         )
         flips = jnp.where(count == start, 0, flips)  # there was no mask before
         if moments == "zero":
-            inner_state = _when(
-                is_refresh, _zero_lost(inner, params, state.masks, masks), inner_state
+            inner_state = when(
+                is_refresh, zero_lost(inner, params, state.masks, masks), inner_state
             )
         # a difference, from which apply_updates makes exactly W_u + u, W or 0
         u = {n: jnp.where(shown(masks, n), x, -w[n]) for n, x in moved.items()}
@@ -262,67 +262,6 @@ def _pick(tree, names):
 
 def _replace(tree, new):
     return jax.tree_util.tree_map_with_path(lambda path, x: new.get(name_of(path), x), tree)
-
-
-def _kept(w: jax.Array, mask: jax.Array) -> jax.Array:
-    size = jnp.abs(w.astype(jnp.float32))
-    everything = jnp.sum(size)
-    share = jnp.sum(jnp.where(mask, size, 0)) / jnp.where(everything > 0, everything, 1)
-    return jnp.where(everything > 0, share, 1.0)
-
-
-def _when(condition, function, carry):
-    """`function(0, carry)` if the condition holds, else `carry`, in place.
-
-    A loop of one turn or none, because XLA copies whatever a conditional passes through.
-    """
-    return jax.lax.fori_loop(0, condition.astype(jnp.int32), function, carry)
-
-
-def _refresh(true, total, old, pattern, where):
-    """Masks as bits, the fraction of each that differs from `old`, and the fraction of |W| kept."""
-    names = sorted(total)
-    if (pattern.n, pattern.m, pattern.transposable) == (2, 4, True):
-
-        def find():
-            return {n: codes(total[n], where[n]) for n in names}
-
-        # The conditional (on what is true here) parts the search from its expansion: within one
-        # fusion XLA would search a block anew for each of its 16 cells.
-        found = jax.lax.cond(
-            true,
-            find,
-            lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(find)),
-        )
-        masks = {n: expand(found[n], where[n]) for n in names}
-    else:
-        masks = {n: search(total[n], pattern, where[n]) for n in names}
-    bits = {n: to_bits(m) for n, m in masks.items()}
-    flips = [
-        jnp.sum(jnp.bitwise_count(bits[n] ^ old[n]), dtype=jnp.float32) / masks[n].size
-        for n in names
-    ]
-    return bits, jnp.stack(flips), jnp.stack([_kept(total[n], masks[n]) for n in names])
-
-
-def _zero_lost(inner, params, old, new):
-    """A body for `_when` that sets the moments of newly hidden weights to zero."""
-
-    def lost(path, w):
-        n = name_of(path)
-        if n not in new:
-            return jnp.zeros_like(w, bool)
-        return from_bits(old[n] & ~new[n], w.shape)
-
-    def zero(_, inner_state):
-        return optax.tree_utils.tree_map_params(
-            inner,
-            lambda moment, gone: jnp.where(gone, 0, moment).astype(moment.dtype),
-            inner_state,
-            jax.tree_util.tree_map_with_path(lost, params),
-        )
-
-    return zero
 
 
 def prune(
