@@ -6,8 +6,10 @@ Gradients are those of PyTorch 2.13 at the same points.
 import jax
 import jax.numpy as jnp
 import numpy as np
+import onnx.parser
 import pytest
 
+import jaxonnx
 from jaxonnx.errors import NodeError
 from tests.points import assert_point, operator
 
@@ -110,3 +112,21 @@ def test_traced_regions_sample_like_known_ones(mode):
 def test_bad_shapes(name, inputs, attributes, message):
     with pytest.raises(NodeError, match=message):
         operator(name)(*(np.zeros(s, np.float32) for s in inputs), **attributes)
+
+
+def test_nan_survives_activation_and_pooling():
+    """XLA:CPU joins convolution, maximum and reduce_window into a kernel that loses NaNs."""
+    model = jaxonnx.load(
+        onnx.parser.parse_model("""
+            <ir_version: 8, opset_import: ["" : 17]>
+            g (float[64,1,28,28] x, float[32,1,3,3] w, float[32] b) => (float[64,32,13,13] y) {
+                c = Conv (x, w, b)
+                r = Relu (c)
+                y = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (r)
+            }""").SerializeToString()
+    )
+    x = np.zeros((64, 1, 28, 28), np.float32)
+    x[0, 0, 5, 5] = np.nan
+    found = np.isnan(model(x, np.ones((32, 1, 3, 3), np.float32), np.zeros(32, np.float32)))
+    assert found[0, :, 1:3, 1:3].all()
+    assert found.sum() == 32 * 4

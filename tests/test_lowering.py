@@ -180,3 +180,10 @@ def test_only_cpu_leaves_the_plain_form():
         for platform in ("cpu", "cuda", "tpu")
     }
     assert counts == {"cpu": 0, "cuda": 2, "tpu": 2}
+
+
+def test_operation_by_operation():
+    form, values = arrays(*CONVOLUTIONS["few inputs"])
+    with jax.disable_jit():
+        y = contract(form, 2, *values[:2])
+    np.testing.assert_allclose(y, form.plain(2, *values[:2]), rtol=1e-5, atol=1e-5)

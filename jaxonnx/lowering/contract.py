@@ -54,7 +54,11 @@ def _apply(u, v, *, form, out):
     return contract_p.bind(u, v, form=form, out=out)
 
 
-contract_p.def_impl(_apply)
+@contract_p.def_impl
+def _eager(u, v, *, form, out):
+    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        return form.plain(out, u, v)
+    return _apply(u, v, form=form, out=out)
 
 
 @contract_p.def_abstract_eval
