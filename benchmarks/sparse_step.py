@@ -1,7 +1,7 @@
 """What sparse training adds to a step of ResNet-18: each phase beside the dense step.
 
-    python -m benchmarks.sparse_step [--networks resnet18-64 resnet18-224] [--rounds 15]
-                                     [--steps 3] [--clock cpu] [--out sparse_step.json]
+    python -m benchmarks.sparse_step [--networks resnet18-64 resnet18-224] [--rounds 11]
+                                     [--steps 2] [--clock cpu] [--out sparse_step.json]
 
 The steps are those of `jaxonnx.train` with Adam, compiled. The dense one and those of the phases
 take turns, round by round, in one process; a ratio is that of two times of one round, so that a
@@ -125,8 +125,8 @@ def main() -> None:
     )
     default = ["resnet18-64", "resnet18-224"]
     parser.add_argument("--networks", choices=NETWORKS, nargs="+", default=default)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=3, help="of a round")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--steps", type=int, default=2, help="of a round")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--out", type=Path, help="json")
     options = parser.parse_args()

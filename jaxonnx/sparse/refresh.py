@@ -60,12 +60,18 @@ def zero_lost(inner, params, old, new):
             return jnp.zeros_like(w, bool)
         return from_bits(old[n] & ~new[n], w.shape)
 
+    def is_masked(x):
+        return isinstance(x, optax.MaskedNode)  # of another group of multi_transform
+
     def zero(_, inner_state):
         return optax.tree_utils.tree_map_params(
             inner,
-            lambda moment, gone: jnp.where(gone, 0, moment).astype(moment.dtype),
+            lambda moment, gone: (
+                moment if is_masked(moment) else jnp.where(gone, 0, moment).astype(moment.dtype)
+            ),
             inner_state,
             jax.tree_util.tree_map_with_path(lost, params),
+            is_leaf=is_masked,
         )
 
     return zero
