@@ -34,7 +34,7 @@ weight is turned."""
 LARGE_WEIGHT = 2**18
 """Elements from which bringing the axes of a weight in another order costs more than it saves."""
 
-MANY_CHANNELS = 24
+MANY_CHANNELS = 20
 """Half the harmonic mean of input and output channels from which Winograd's transforms pay."""
 
 MANY_TILES = 32
