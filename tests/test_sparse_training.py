@@ -165,6 +165,7 @@ def test_it_chains_with_clipping_schedules_accumulation_and_multi_transform():
         optax.chain(optax.clip(0.5), sparse.three_phase(inner, **schedule)),
         optax.MultiSteps(sparse.three_phase(inner, **schedule), 2),
         sparse.three_phase(optax.MultiSteps(inner, 2), **schedule),
+        sparse.three_phase(optax.adafactor(0.1), moments="zero", **schedule),
         optax.multi_transform(
             {"sparse": sparse.three_phase(inner, **schedule), "plain": optax.sgd(0.1)}, labels
         ),

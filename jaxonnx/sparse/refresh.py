@@ -63,15 +63,15 @@ def zero_lost(inner, params, old, new):
     def is_masked(x):
         return isinstance(x, optax.MaskedNode)  # of another group of multi_transform
 
+    def cleared(moment, gone):
+        if is_masked(moment) or moment.shape != gone.shape:
+            return moment
+        return jnp.where(gone, 0, moment).astype(moment.dtype)
+
     def zero(_, inner_state):
+        gone = jax.tree_util.tree_map_with_path(lost, params)
         return optax.tree_utils.tree_map_params(
-            inner,
-            lambda moment, gone: (
-                moment if is_masked(moment) else jnp.where(gone, 0, moment).astype(moment.dtype)
-            ),
-            inner_state,
-            jax.tree_util.tree_map_with_path(lost, params),
-            is_leaf=is_masked,
+            inner, cleared, inner_state, gone, is_leaf=is_masked
         )
 
     return zero

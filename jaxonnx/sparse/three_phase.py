@@ -97,7 +97,8 @@ def three_phase(
       reset: whether a refresh sets the newly hidden part to zero, as the procedure was published,
         or keeps it for weights to come back (by default: it is the better one on average, see
         benchmarks/sparse_accuracy.py).
-      moments: whether the inner optimizer's moments of newly hidden weights stay or become zero.
+      moments: whether the inner optimizer's moments of newly hidden weights stay or become zero
+        (sums over rows, as Adafactor has them, stay).
       decay: adds `decay` * W_p to the gradient, which pulls hidden weights to zero (SR-STE,
         https://arxiv.org/abs/2102.04010).
 
