@@ -6,7 +6,9 @@
 Every system runs in a process of its own with the same cores, threads and allocator settings; the
 processes take turns, round by round. A ratio is jaxonnx's time over the other's in the same round,
 so that a machine under load treats both alike: printed are the median and the quartiles. Below 1
-jaxonnx is faster. A peer that is not installed, or fails, is named and left out.
+jaxonnx is faster. A peer that is not installed, or fails, is named and left out. On a GPU there are
+products of bfloat16 numbers as well, and a table of the fractions of what the device can do at most
+(with --ceilings on CPU, too; see benchmarks.ceilings).
 """
 
 import argparse
@@ -49,6 +51,8 @@ class Worker:
     parameters: int = 0
     start_memory: int = 0
     memory: int = 0
+    cost: dict[str, float] = field(default_factory=dict)
+    """Operations and bytes of a step."""
     times: list[float] = field(default_factory=list)
 
     def answer(self) -> dict | None:
@@ -62,7 +66,7 @@ class Worker:
         if first is None:
             return False
         self.start, self.parameters = first["seconds"], first["parameters"]
-        self.start_memory = first["memory"]
+        self.start_memory, self.cost = first["memory"], first["cost"]
         return True
 
     def measure(self, count: int) -> float:
@@ -86,11 +90,16 @@ class Worker:
         self.process.stdout.close()
 
 
+def environment(options) -> dict[str, str]:
+    """Of every process that measures."""
+    found = dict(os.environ, OMP_NUM_THREADS=str(options.threads))
+    if options.allocator == "keep":
+        found["GLIBC_TUNABLES"] = KEEP_PAGES
+    return found
+
+
 def spawn(network, system, phase, path: Path, options) -> Worker:
     other = system == "onnxruntime-training" and options.ort_python
-    environment = dict(os.environ, OMP_NUM_THREADS=str(options.threads))
-    if options.allocator == "keep":
-        environment["GLIBC_TUNABLES"] = KEEP_PAGES
     log = path.parent / f"{network}.{system}.{phase}.log"
     with log.open("w") as errors:
         process = subprocess.Popen(
@@ -102,7 +111,7 @@ def spawn(network, system, phase, path: Path, options) -> Worker:
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env=environment,
+            env=environment(options),
             cwd=Path(__file__).parent.parent,
         )
     return Worker(process, log)
@@ -148,6 +157,7 @@ def figures(workers: dict[str, Worker]) -> dict[str, dict]:
             "to first step, s": worker.start,
             "MB, first step": worker.start_memory / 1e6,
             "MB, steps": worker.memory / 1e6,
+            **worker.cost,
         }
         if ours is not None and system != "jaxonnx":
             rows[system]["ratio"] = [float(q) for q in np.quantile(ours / times, (0.25, 0.5, 0.75))]
@@ -175,6 +185,40 @@ def show(results: dict[str, dict], options) -> None:
         costs.add_row(name, *cells)
     console.print(ratios)
     console.print(costs)
+
+
+def ceilings(options) -> dict:
+    """What the device can do at most, measured in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.ceilings"]
+    folder = Path(__file__).parent.parent
+    found = subprocess.run(
+        command, env=environment(options), cwd=folder, check=True, capture_output=True, text=True
+    )
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+def show_fractions(results: dict[str, dict], most: dict) -> None:
+    """The products' share of the product of two large matrices, and that of a copy in memory.
+
+    The operations are those of the network as plain JAX has it, whatever a system makes of them.
+    """
+    rates = ", ".join(
+        f"{name} {rate / 1e9:.0f} {'GB/s' if name == 'copy' else 'GFLOP/s'}"
+        for name, rate in most.items()
+        if name != "device"
+    )
+    table = Table("network", "system", "GFLOP", "of the matrix ceiling", "of the copy ceiling")
+    table.title = f"fractions of {most['device']}: {rates}"
+    for name, rows in results.items():
+        plain = rows.get("naive", rows.get("flax", {})).get("flops")
+        for system, row in rows.items():
+            if plain and (system.startswith("jaxonnx") or "flops" in row):
+                ceiling = most.get("bfloat16" if system.endswith("bf16") else "float32", 0)
+                seconds, moved = row["ms"] / 1e3, row.get("bytes")
+                products = f"{plain / seconds / ceiling:.2f}" if ceiling else "-"
+                copies = f"{moved / seconds / most['copy']:.2f}" if moved else "-"
+                table.add_row(name, system, f"{plain / 1e9:.2f}", products, copies)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
 def draw(results: dict[str, dict], title: str, path: Path) -> None:
@@ -215,8 +259,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--networks", choices=NETWORKS, default=[*NETWORKS], nargs="+")
-    default = [s for s in SYSTEMS if s not in ("torch-compile", "onnxruntime-training")]
-    parser.add_argument("--systems", choices=SYSTEMS, default=default, nargs="+")
+    rare = ("jaxonnx-bf16", "torch-compile", "onnxruntime-training")
+    default = [s for s in SYSTEMS if s not in rare]
+    parser.add_argument("--systems", choices=SYSTEMS, nargs="+", help=f"default: not {rare}")
     parser.add_argument("--phases", choices=PHASES, default=[*PHASES], nargs="+")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -227,11 +272,15 @@ def main() -> None:
         help="cpu, with --threads 1, is for a machine that is busy with other work",
     )
     parser.add_argument("--allocator", choices=("keep", "default"), default="keep")
+    parser.add_argument("--ceilings", action="store_true", help="fractions of what is possible")
     parser.add_argument("--ort-python", help="interpreter that has onnxruntime-training 1.19.2")
     parser.add_argument(
         "--out", type=Path, help="the chart (png, svg, pdf); figures go to .json beside"
     )
     options = parser.parse_args()
+    most = ceilings(options)
+    on_gpu = "bfloat16" in most
+    options.systems = options.systems or [*default, *(["jaxonnx-bf16"] if on_gpu else [])]
     if options.ort_python and "onnxruntime-training" not in options.systems:
         options.systems.append("onnxruntime-training")
 
@@ -246,6 +295,8 @@ def main() -> None:
             for phase in options.phases:
                 results[f"{network}, {phase}"] = figures(compare(network, phase, folder, options))
     show(results, options)
+    if on_gpu or options.ceilings:
+        show_fractions(results, most)
     if options.out:
         title = (
             f"{platform.machine()}, {len(cores)} cores, {options.clock} clock, "

@@ -51,10 +51,12 @@ def _jax(phase, params, state, x, y, train, infer) -> tuple[Run, int]:
                 result = infer(params, state, x)
             jax.block_until_ready(result)
 
+        forward.cost = lambda: cost(infer.lower(params, state, x))
         return forward, parameters
 
     carry = jax.tree.map(jnp.copy, (params, state, optimizer.init(params)))
-    compiled = jax.jit(step, donate_argnums=0).lower(carry, x, y).compile()
+    lowered = jax.jit(step, donate_argnums=0).lower(carry, x, y)
+    compiled = lowered.compile()
 
     def training(count):
         nonlocal carry
@@ -64,10 +66,19 @@ def _jax(phase, params, state, x, y, train, infer) -> tuple[Run, int]:
         if not np.isfinite(loss):
             raise FloatingPointError("the loss is not finite")
 
+    training.cost = lambda: cost(lowered, compiled)
     return training, parameters
 
 
-def train_step(model, x, y, sparsity=None) -> tuple[Callable, Any, Any]:
+def cost(lowered, compiled=None) -> dict[str, float]:
+    """Operations of a program as it is written, and the bytes that it reads and writes."""
+    found = {"flops": lowered.cost_analysis()["flops"]}
+    if compiled is not None:
+        found["bytes"] = compiled.cost_analysis()["bytes accessed"]
+    return found
+
+
+def train_step(model, x, y, sparsity=None, precision=None) -> tuple[Callable, Any, Any]:
     """The step of `jaxonnx.train`, the first carry, and a batch: `step(carry, batch)`.
 
     The epochs of `sparsity` are steps.
@@ -87,16 +98,18 @@ def train_step(model, x, y, sparsity=None) -> tuple[Callable, Any, Any]:
         optimizer, _ = sparsify(model, optimizer, sparsity, FOREVER, 1, storage)
     carry = step.start(model, optimizer, False, storage)
     examples: Any = Batch((x,), y, jnp.ones(len(x)))  # type: ignore[arg-type]
-    update = step.training(goal.model, goal, optimizer, 0, storage, step.frozen(model))
+    fixed = step.frozen(model)
+    update = step.training(goal.model, goal, optimizer, 0, storage, fixed, precision=precision)
     return update, carry, examples
 
 
-def jaxonnx(network: Network, phase: str, path: Path) -> tuple[Run, int]:
+def jaxonnx(network: Network, phase: str, path: Path, *, precision=None) -> tuple[Run, int]:
     """The step of `jaxonnx.train`, and calling a model."""
     import jax
     import jax.numpy as jnp
 
     import jaxonnx
+    from jaxonnx.train.precision import products_in_bfloat16
 
     model = jaxonnx.load(path)
     # a table of positions that is added may be learned or not: the file does not tell
@@ -105,16 +118,22 @@ def jaxonnx(network: Network, phase: str, path: Path) -> tuple[Run, int]:
     parameters = sum(w.size for w in model.params.values())
     x, y = (jnp.asarray(array) for array in batch(network))
 
+    call = model
+    if precision == "bf16":
+        rounded = jax.jit(products_in_bfloat16(lambda p, s, x: model.apply(p, x, state=s)))
+        call = partial(rounded, model.params, model.state)
+
     def forward(count):
         for _ in range(count):
-            result = model(x)
+            result = call(x)
         jax.block_until_ready(result)
 
     if phase == "forward":
         return forward, parameters
 
-    update, carry, examples = train_step(model, x, y)
-    compiled = jax.jit(update, donate_argnums=0).lower(carry, examples).compile()
+    update, carry, examples = train_step(model, x, y, precision=precision)
+    lowered = jax.jit(update, donate_argnums=0).lower(carry, examples)
+    compiled = lowered.compile()
 
     def training(count):
         nonlocal carry
@@ -123,6 +142,7 @@ def jaxonnx(network: Network, phase: str, path: Path) -> tuple[Run, int]:
         if not seen[1]:
             raise FloatingPointError("the loss or a gradient is not finite")
 
+    training.cost = lambda: cost(lowered, compiled)
     return training, parameters
 
 
@@ -265,6 +285,7 @@ def onnxruntime_training(network: Network, phase: str, path: Path) -> tuple[Run,
 
 SYSTEMS: dict[str, Callable[..., tuple[Run, int]]] = {
     "jaxonnx": jaxonnx,
+    "jaxonnx-bf16": partial(jaxonnx, precision="bf16"),
     "flax": flax,
     "naive": naive,
     "torch": pytorch,

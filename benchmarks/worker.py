@@ -2,9 +2,9 @@
 
     python -m benchmarks.worker <network> <system> <train | forward> <file> <clock>
 
-Prints a line of JSON when the first step has ended. Then, for each line with a number on standard
-input, runs so many steps and prints the seconds of one and the peak of memory so far. The clock is
-"wall" or "cpu".
+Prints a line of JSON when the first step has ended, with what XLA says that a step costs. Then, for
+each line with a number on standard input, runs so many steps and prints the seconds of one and the
+peak of memory so far. The clock is "wall" or "cpu".
 """
 
 import json
@@ -35,7 +35,9 @@ def main() -> None:
     start = time.perf_counter()
     run, parameters = SYSTEMS[system](NETWORKS[network], phase, Path(path))
     run(1)
-    answer(seconds=time.perf_counter() - start, parameters=parameters, memory=resident("VmHWM"))
+    seconds, memory = time.perf_counter() - start, resident("VmHWM")
+    cost = getattr(run, "cost", dict)()
+    answer(seconds=seconds, parameters=parameters, memory=memory, cost=cost)
     Path("/proc/self/clear_refs").write_text("5")
     for line in sys.stdin:
         count = int(line)
