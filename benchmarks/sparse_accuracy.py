@@ -207,7 +207,7 @@ def chart(path, results):
         ax.axvline(0, color="gray", linewidth=0.8)
         ax.set_yticks(range(len(names)), names)
         ax.set_xlabel("test accuracy less that of the dense net, points")
-        ax.set_title(title, fontsize=9)
+        ax.set_title(title.replace(", ", "\n", 1), fontsize=9)
     figure.savefig(path, dpi=150)
 
 
