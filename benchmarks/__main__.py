@@ -248,8 +248,13 @@ def draw(results: dict[str, dict], title: str, path: Path) -> None:
         axes.set_xlabel("time of jaxonnx / time of the other (left of 1: jaxonnx is faster)")
         axes.set_title({"train": "training step", "forward": "forward pass"}[phase])
         axes.grid(axis="x", alpha=0.3)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize="small")
+    found = {}
+    for axes in panels:
+        handles, labels = axes.get_legend_handles_labels()
+        found |= dict(zip(labels, handles, strict=True))
+    figure.legend(
+        [*found.values()], [*found], loc="outside lower center", ncols=4, fontsize="small"
+    )
     figure.suptitle(title, fontsize="small")
     figure.savefig(path, dpi=150)
 

@@ -3,7 +3,8 @@
     python -m benchmarks.lowerings [rule ...]
 
 Above 1 the rule pays on this CPU. Columns: forward, gradient for x, gradient for w (convolutions),
-or forward, forward and backward (the rest). Both are jitted, with the channels last.
+or forward, forward and backward (the rest). Both are jitted, with channels last and kernels first,
+and with an allocator that keeps its pages.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxonnx import lowering
+from jaxonnx.cli.process import keep_pages
 from jaxonnx.lowering.conv import Conv
 from jaxonnx.ops.windows import window
 
@@ -70,10 +72,10 @@ def _normal(*shape):
 def convolution(n, c, m, size, kernel, stride, groups):
     pads = [kernel // 2] * 4
     windows = window((size,) * 2, (kernel,) * 2, strides=(stride,) * 2, pads=pads)
-    form = Conv((size,) * 2, *windows, groups)
+    form = Conv((size,) * 2, *windows, groups, turned=True)
     arrays = [
         _normal(n, size, size, c),
-        _normal(m, c // groups, kernel, kernel),
+        _normal(kernel, kernel, c // groups, m),
         _normal(n, *windows.out, m),
     ]
     for out in (2, 0, 1):
@@ -109,6 +111,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rules", nargs="*", help=f"some of: {', '.join(rules)}")
     chosen = parser.parse_args().rules or rules
+    keep_pages()
     table = Table("rule", "shape", "forward", "x / both", "w", title="plain / fast")
     for name in chosen:
         measure, shape = rules[name]
