@@ -13,6 +13,7 @@ import json
 import math
 import os
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -59,7 +60,7 @@ def tensorboard(folder: str | os.PathLike) -> Logger:
     return _Events(folder)
 
 
-class _Rows:
+class _Rows(ABC):
     """A file of rows with a step each, which is replaced as a whole when a run begins."""
 
     def __init__(self, path: str | os.PathLike):
@@ -72,11 +73,11 @@ class _Rows:
         except (KeyError, TypeError, ValueError) as error:
             raise Error(f"'{path}' exists, and is no log of a run; pass another name") from error
 
-    def _read(self) -> list[dict[str, Any]]:
-        raise NotImplementedError
+    @abstractmethod
+    def _read(self) -> list[dict[str, Any]]: ...
 
-    def _write(self, file: Any, rows: list[dict[str, Any]]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _write(self, file: Any, rows: list[dict[str, Any]]) -> None: ...
 
     def _begin(self, step: int) -> None:
         if not self._begun:

@@ -182,7 +182,7 @@ class Program:
         return jax.jit(compiled, static_argnames="training")
 
 
-_kernels_first = jax.jit(lambda tensors: kernels_first(tensors))
+_kernels_first = jax.jit(kernels_first)
 
 
 @dataclass(frozen=True)

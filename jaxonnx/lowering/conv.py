@@ -138,7 +138,7 @@ class Conv:
             return self._winograd(out, u, v)
         work = batch * inputs * outputs * count * math.prod(self.out)
         few = self.turned and out != 2 and math.prod(self.out) <= FEW_WINDOWS
-        if (few or self._slow(out)) and work >= SLOW_WORK:
+        if (few or self._slow(out)) and _reaches(work, SLOW_WORK):
             return self._derived(self._gathered, out, u, v)
         if out == 2 and inputs > 1 and inputs * count <= FEW_INPUTS:
             return self._derived(self._gathered, out, u, v)
@@ -170,7 +170,7 @@ class Conv:
         tiles = batch * math.prod(-(-n // 2) for n in (self.size if out == 0 else self.out))
         order = self.turned or 9 * inputs * outputs < LARGE_WEIGHT
         many = inputs * outputs >= MANY_CHANNELS * (inputs + outputs)
-        return order and many and tiles >= MANY_TILES
+        return order and many and _reaches(tiles, MANY_TILES)
 
     def _winograd(self, out, u, v):
         if out == 1:
@@ -218,6 +218,11 @@ class Conv:
         if out == 0:
             return taps.add((v,), (0,), lambda tap, y: y * w[tap])
         return sum(tap * w[i] for i, tap in enumerate(taps.read(u)))
+
+
+def _reaches(size, bound: int) -> bool:
+    """Whether a size is known to be so large; the symbolic ones of `jax.export` are not."""
+    return isinstance(size, int) and size >= bound
 
 
 def convolution(x, w, window, groups: int, channels: int = 1, turned: bool = False):

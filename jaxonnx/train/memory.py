@@ -23,7 +23,8 @@ class Memory:
         self._shape = (count, *array.shape[1:])
         self._size = math.prod(self._shape) * array.itemsize
         # `take` would copy the whole of an array whose elements do not lie in order
-        self.again = self._size >= _SMALL and array.flags.c_contiguous
+        in_order = array.flags.c_contiguous and not array.dtype.hasobject
+        self.again = self._size >= _SMALL and in_order
         self._free: list[np.ndarray] = []
 
     def rows(self, rows: np.ndarray) -> np.ndarray:
