@@ -20,7 +20,7 @@ from rich.table import Table
 
 from jaxonnx import lowering
 from jaxonnx.cli.process import keep_pages
-from jaxonnx.lowering.conv import Conv
+from jaxonnx.lowering._conv import Conv
 from jaxonnx.ops.windows import window
 
 ROUNDS, REPEATS = 5, 3

@@ -21,9 +21,10 @@ import jaxonnx
 from benchmarks.layers.linen import Net
 from benchmarks.layers.onnx_file import write
 from benchmarks.networks import NETWORKS, Network, batch
-from jaxonnx.train import objective, step
-from jaxonnx.train.data import Batch
-from jaxonnx.train.storage import Storage
+from jaxonnx.train import _objective as objective
+from jaxonnx.train import _step as step
+from jaxonnx.train._data import Batch
+from jaxonnx.train._storage import Storage
 
 LOSS = "softmax_cross_entropy_with_integer_labels"
 

@@ -86,10 +86,11 @@ def train_step(model, x, y, sparsity=None, precision=None) -> tuple[Callable, An
     import jax.numpy as jnp
     import optax
 
-    from jaxonnx.train import objective, step
-    from jaxonnx.train.data import Batch
-    from jaxonnx.train.sparsity import sparsify
-    from jaxonnx.train.storage import Storage
+    from jaxonnx.train import _objective as objective
+    from jaxonnx.train import _step as step
+    from jaxonnx.train._data import Batch
+    from jaxonnx.train._sparsity import sparsify
+    from jaxonnx.train._storage import Storage
 
     goal = objective.find(model, "softmax_cross_entropy_with_integer_labels", None)
     optimizer = optax.with_extra_args_support(optax.adam(LEARNING_RATE))
@@ -109,7 +110,7 @@ def jaxonnx(network: Network, phase: str, path: Path, *, precision=None) -> tupl
     import jax.numpy as jnp
 
     import jaxonnx
-    from jaxonnx.train.precision import products_in_bfloat16
+    from jaxonnx.train._precision import products_in_bfloat16
 
     model = jaxonnx.load(path)
     # a table of positions that is added may be learned or not: the file does not tell

@@ -14,13 +14,10 @@ from jaxonnx.errors import (
     TrainingError,
     UnsupportedError,
 )
-from jaxonnx.layout import kernels_first
-from jaxonnx.loading import load
 from jaxonnx.lora import Adapters, LoRA
-from jaxonnx.model import Model, Value
-from jaxonnx.select import labels
+from jaxonnx.lowering import kernels_first
+from jaxonnx.model import Model, Value, add_training, labels, load
 from jaxonnx.train import History, Result, train
-from jaxonnx.training_graph import add_training
 
 __all__ = [
     "Adapters",

@@ -12,8 +12,7 @@ import numpy as np
 from onnx import ModelProto, NodeProto, helper
 from onnx.backend.base import Backend, BackendRep, Device, DeviceType, namedtupledict
 
-from jaxonnx.loading import load
-from jaxonnx.model import Model
+from jaxonnx.model import Model, load
 
 
 class Rep(BackendRep):

@@ -14,12 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxonnx import sparse
+from jaxonnx._file.save import check_writable, whole
 from jaxonnx.errors import Error
-from jaxonnx.loading import load
-from jaxonnx.model import Model
-from jaxonnx.save import check_writable, whole
+from jaxonnx.model import Model, load
 from jaxonnx.train import History, train
-from jaxonnx.train.sparsity import layouts
+from jaxonnx.train._sparsity import layouts
 
 EPOCHS = 24
 BATCH = 32

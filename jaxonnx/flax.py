@@ -9,9 +9,9 @@ from typing import Any
 import jax
 from flax import linen, nnx
 
+from jaxonnx._graph.roles import running_statistics
 from jaxonnx.errors import InputError
 from jaxonnx.model import Model
-from jaxonnx.roles import running_statistics
 
 
 class Module(nnx.Module):

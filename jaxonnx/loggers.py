@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from jaxonnx._file.save import check_writable
 from jaxonnx.errors import Error
-from jaxonnx.save import check_writable
 
 
 class Logger(Protocol):

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx import sparse
+from jaxonnx._graph.roles import running_statistics
+from jaxonnx._graph.uses import Layout, layouts
+from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError, ModelError, SparsityError
 from jaxonnx.model import Model
-from jaxonnx.program import Program
-from jaxonnx.roles import running_statistics
-from jaxonnx.select import Select, select
-from jaxonnx.uses import Layout, layouts
+from jaxonnx.model._select import Select, select
 
 _ABOUT = "jaxonnx.lora"
 """The array of a file that holds its metadata, as JSON."""

@@ -47,11 +47,11 @@ Outputs = Annotated[int, "outputs"]
 """The number of outputs that the node lists (trailing omitted ones not counted)."""
 
 Names = Annotated[Any, "scope"]
-"""The scope the node stands in (`jaxonnx.evaluate.Scope`); only `Gradient` asks for it."""
+"""The scope the node stands in (`jaxonnx._run.scope.Scope`); only `Gradient` asks for it."""
 
 Channels = Annotated[int, "channels"]
 """The axis of the channels in the first input and the first output: 1 as in the specification, or
--1 where the evaluator keeps images with their channels last (`jaxonnx.layout`)."""
+-1 where the evaluator keeps images with their channels last (`jaxonnx.lowering._layout`)."""
 
 _CONTEXT = {
     "key": Key,

@@ -12,9 +12,9 @@ import onnxruntime
 from onnx import ModelProto, TypeProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from jaxonnx.bind import bind
-from jaxonnx.load import read
-from jaxonnx.program import Program
+from jaxonnx._file.read import read
+from jaxonnx._graph.bind import bind
+from jaxonnx._run.program import Program
 from jaxonnx.registry import Op, lookup
 
 RUNTIME_OPSETS = range(7, 27)

@@ -9,7 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
 import jaxonnx
-from jaxonnx import images
+from jaxonnx.cli import _images as images
 from jaxonnx.cli import main
 from jaxonnx.errors import InputError, ModelError
 

@@ -11,8 +11,8 @@ import pytest
 
 import jaxonnx
 from jaxonnx.cli import main
-from jaxonnx.cli.flags import VERBS
-from jaxonnx.cli.options import parse
+from jaxonnx.cli._flags import VERBS
+from jaxonnx.cli._options import parse
 
 NET = str(Path(__file__).parent / "data" / "lenet_bn.legacy.onnx")
 
@@ -242,7 +242,7 @@ def test_interruption(small, monkeypatch, capsys):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jaxonnx.cli.verbs.load", stop)
+    monkeypatch.setattr("jaxonnx.cli._verbs.load", stop)
     assert main(["info", "net.onnx"]) == 130
     assert "interrupted" in capsys.readouterr().err
 

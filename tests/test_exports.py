@@ -7,7 +7,8 @@ import onnx.parser
 import pytest
 
 import jaxonnx
-from jaxonnx import demo, exports
+from jaxonnx import demo
+from jaxonnx._graph import exports
 
 DATA = Path(__file__).parent / "data"
 

@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import jaxonnx
-from jaxonnx.train import checkpoint
+from jaxonnx.train import _checkpoint as checkpoint
 from tests.tiny import examples, mlp, same, train, weights
 
 

@@ -11,10 +11,10 @@ from jax import export
 from jax.test_util import check_grads
 
 from jaxonnx import lowering
-from jaxonnx.lowering.contract import contract
-from jaxonnx.lowering.conv import Conv
-from jaxonnx.lowering.pool import Sum
-from jaxonnx.lowering.taps import Taps
+from jaxonnx.lowering._contract import contract
+from jaxonnx.lowering._conv import Conv
+from jaxonnx.lowering._pool import Sum
+from jaxonnx.lowering._taps import Taps
 from jaxonnx.ops.windows import window
 
 rng = np.random.default_rng(0)

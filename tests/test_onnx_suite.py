@@ -47,7 +47,7 @@ UNCOMPILED = re.compile(
 class CompiledBackend(JaxBackend):
     """The backend, which must compile a whole case with its inputs traced.
 
-    Inputs that fix shapes are known, as they are in `jaxonnx.program`.
+    Inputs that fix shapes are known, as they are in `jaxonnx._run.program`.
     """
 
     @classmethod

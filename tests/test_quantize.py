@@ -6,9 +6,9 @@ import numpy as np
 import onnx
 import pytest
 
-from jaxonnx.bind import bind
+from jaxonnx._graph.bind import bind
+from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import NodeError
-from jaxonnx.evaluate import Context, run
 from tests.points import operator
 
 X = np.array([0.3, -12.8, 100, -5.26], np.float32)

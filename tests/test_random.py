@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from jaxonnx.bind import bind
+from jaxonnx._graph.bind import bind
+from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import NodeError
-from jaxonnx.evaluate import Context, run
 
 N = 20_000
 ROW = np.zeros((1, N), np.float32)

@@ -13,7 +13,7 @@ from PIL import Image
 
 from jaxonnx import demo, docs
 from jaxonnx.cli import main
-from jaxonnx.cli.flags import VERBS
+from jaxonnx.cli._flags import VERBS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "jaxonnx" / "docs").glob("*.md"))]

@@ -10,7 +10,7 @@ from jax.test_util import check_grads
 
 import jaxonnx.ops  # noqa: F401 - registers the operators
 from jaxonnx.errors import NodeError
-from jaxonnx.lowering.recurrence import elementwise, transposed
+from jaxonnx.lowering._recurrence import elementwise, transposed
 from jaxonnx.registry import lookup
 
 rnn, lstm = (lookup("", name, 22).function for name in ("RNN", "LSTM"))

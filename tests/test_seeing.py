@@ -8,8 +8,8 @@ import pytest
 from rich import console
 
 from jaxonnx.train import History, Result
-from jaxonnx.train.progress import Bar
-from jaxonnx.train.result import changes
+from jaxonnx.train._progress import Bar
+from jaxonnx.train._result import changes
 from tests.tiny import examples, train
 
 

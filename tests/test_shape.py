@@ -8,9 +8,9 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from jaxonnx.bind import bind
+from jaxonnx._graph.bind import bind
+from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import NodeError
-from jaxonnx.evaluate import Context, run
 from tests.points import operator
 
 X = np.arange(24, dtype=np.float32).reshape(2, 3, 4)

@@ -14,9 +14,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
 from jaxonnx import sparse
+from jaxonnx._file.packed import KEY
 from jaxonnx.errors import InputError, ModelError, SparsityError, TrainingError
-from jaxonnx.sparse_export import KEY
-from jaxonnx.train.sparsity import layouts, record
+from jaxonnx.train._sparsity import layouts, record
 
 RNG = np.random.default_rng(0)
 SHAPES = {"k": (16, 8, 3, 3), "w": (16, 32), "odd": (32, 10)}

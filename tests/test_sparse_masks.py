@@ -19,10 +19,10 @@ from scipy.optimize import linprog
 
 from jaxonnx import sparse
 from jaxonnx.errors import SparsityError
-from jaxonnx.sparse import masks, nm
+from jaxonnx.sparse import _masks as masks
+from jaxonnx.sparse import _nm as nm
 
-# `sparse.templates` is the function
-templates = importlib.import_module("jaxonnx.sparse.templates")
+templates = importlib.import_module("jaxonnx.sparse._templates")
 
 search = jax.jit(templates.codes, static_argnums=1)
 define = jax.jit(templates.codes_by_definition, static_argnums=1)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxonnx import sparse
 from jaxonnx.errors import SparsityError
-from jaxonnx.sparse import masks
+from jaxonnx.sparse import _masks as masks
 
 RNG = np.random.default_rng(0)
 W = jnp.asarray(RNG.normal(size=(8, 12)), jnp.float32)  # (in, out) of x @ w

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxonnx import sparse
 from jaxonnx.errors import SparsityError
-from jaxonnx.sparse import masks
+from jaxonnx.sparse import _masks as masks
 
 INNER = {
     "sgd": lambda: optax.sgd(0.1),

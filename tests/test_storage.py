@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
-from jaxonnx.train.storage import Storage
+from jaxonnx.train._storage import Storage
 
 rng = np.random.default_rng(0)
 PARAMS = {

@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
-from jaxonnx.train.sparsity import layouts
+from jaxonnx.train._sparsity import layouts
 
 DATA = Path(__file__).parent / "data"
 LABELS = "softmax_cross_entropy_with_integer_labels"

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxonnx
-from jaxonnx.train.data import Arrays, sources
-from jaxonnx.train.memory import Memory
-from jaxonnx.values import Value
+from jaxonnx._graph.values import Value
+from jaxonnx.train._data import Arrays, sources
+from jaxonnx.train._memory import Memory
 
 ONE = (Value("x", None, None),)
 TEXT = """<ir_version: 8, opset_import: ["": 17]>

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 import jaxonnx
-from jaxonnx.train import objective
-from jaxonnx.train.data import Batch, sources
+from jaxonnx.train import _objective as objective
+from jaxonnx.train._data import Batch, sources
 
 CLASSES = 4
 LABELS = "softmax_cross_entropy_with_integer_labels"

@@ -11,8 +11,10 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from jaxonnx.cli import bench, process, verbs
-from jaxonnx.cli.options import parse
+from jaxonnx.cli import _bench as bench
+from jaxonnx.cli import _verbs as verbs
+from jaxonnx.cli import process
+from jaxonnx.cli._options import parse
 from jaxonnx.errors import Error
 
 _VERBS = {

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxonnx import layout, lowering
+from jaxonnx import lowering
 from jaxonnx.errors import NodeError
+from jaxonnx.lowering import _layout as layout
 from jaxonnx.ops.windows import (
     kernel_of,
     pad_pairs,

@@ -1,6 +1,6 @@
 """Recurrent layers: RNN, GRU, LSTM.
 
-All three share `_recur`, which scans over the steps (`jaxonnx.lowering.recurrence`). A reversed
+All three share `_recur`, which scans over the steps (`jaxonnx.lowering._recurrence`). A reversed
 direction scans from the end; steps beyond a sequence's length leave the state alone, so that it
 starts where its own data ends.
 """
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxonnx.errors import NodeError
-from jaxonnx.lowering.recurrence import elementwise, recur
+from jaxonnx.lowering._recurrence import elementwise, recur
 from jaxonnx.registry import op
 
 # function, then the defaults of the parameters (alpha, beta) that it takes
@@ -60,7 +60,7 @@ def _recur(cell, x, w, r, bias, sequence_lens, initial, hidden_size, direction, 
     """Y and the last states over every direction d.
 
     Shapes as in the specification; `cell(d)` is (step, recurrent weight, extra) of
-    `jaxonnx.lowering.recurrence`; `bias` (directions, gates * hidden) joins the input's share.
+    `jaxonnx.lowering._recurrence`; `bias` (directions, gates * hidden) joins the input's share.
     """
     reversals = _REVERSED[direction]
     if layout:

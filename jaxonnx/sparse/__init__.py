@@ -1,12 +1,12 @@
 """Transposable 2:4 (and N:M) sparsity for any JAX program: masks, training, proof and storage."""
 
-from .layers import Layer, layers
-from .masks import Pattern, mask
-from .metrics import metrics, state_masks
-from .pack import Packed, load, pack, save, unpack, unpack_mask
-from .templates import templates
-from .three_phase import ThreePhaseState, fixed_mask, prune, sr_ste, three_phase
-from .verify import Verification, verify
+from jaxonnx.sparse._layers import Layer, layers
+from jaxonnx.sparse._masks import Pattern, mask
+from jaxonnx.sparse._metrics import metrics, state_masks
+from jaxonnx.sparse._pack import Packed, load, pack, save, unpack, unpack_mask
+from jaxonnx.sparse._templates import templates
+from jaxonnx.sparse._three_phase import ThreePhaseState, fixed_mask, prune, sr_ste, three_phase
+from jaxonnx.sparse._verify import Verification, verify
 
 __all__ = [
     "Layer",

@@ -1,7 +1,7 @@
 """`train`: one readable loop around any optax transformation."""
 
-from jaxonnx.train.history import History
-from jaxonnx.train.loop import train
-from jaxonnx.train.result import Result
+from jaxonnx.train._history import History
+from jaxonnx.train._result import Result
+from jaxonnx.train._train import train
 
 __all__ = ["History", "Result", "train"]

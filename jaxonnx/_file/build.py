@@ -1,0 +1,65 @@
+"""A graph under construction, for what jaxonnx writes itself."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from onnx import GraphProto, helper, numpy_helper
+
+from jaxonnx._file.read import subgraphs
+
+
+class Writer:
+    """A graph whose new names are unused in the model; `taken` is shared by its writers."""
+
+    def __init__(self, name: str, taken: set[str]):
+        self.graph = GraphProto(name=name)
+        self.taken = taken
+
+    def fresh(self, name: str) -> str:
+        """`name`, or with a number behind where it is taken."""
+        unused, number = name, 1
+        while unused in self.taken:
+            number += 1
+            unused = f"{name}_{number}"
+        self.taken.add(unused)
+        return unused
+
+    def node(self, operator: str, *inputs: str, name: str = "", **attributes: Any) -> str:
+        """Appends a node with one output, called like `name`; returns the output's name."""
+        output = self.fresh(name or operator.lower())
+        self.nodes(operator, inputs, [output], **attributes)
+        return output
+
+    def nodes(
+        self, operator: str, inputs: Iterable[str], outputs: Iterable[str], **attributes: Any
+    ) -> None:
+        """Appends a node with these outputs."""
+        self.graph.node.append(helper.make_node(operator, [*inputs], [*outputs], **attributes))
+
+    def constant(self, name: str, value: Any, dtype: Any) -> str:
+        """Appends an initializer called like `name`; returns its name."""
+        name = self.fresh(name)
+        self.graph.initializer.append(numpy_helper.from_array(np.asarray(value, dtype), name))
+        return name
+
+    def output(self, name: str, value: Any) -> None:
+        """Declares an output with the shape and dtype of `value`."""
+        kind = onnx_type(value.dtype)
+        self.graph.output.append(helper.make_tensor_value_info(name, kind, value.shape))
+
+
+def onnx_type(dtype: Any) -> int:
+    """The TensorProto.DataType of a NumPy dtype."""
+    return helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+
+
+def names(graph: GraphProto) -> Iterator[str]:
+    """Every name that a graph or one of its subgraphs defines."""
+    yield from (value.name for value in graph.input)
+    yield from (tensor.name for tensor in graph.initializer)
+    yield from (sparse.values.name for sparse in graph.sparse_initializer)
+    for node in graph.node:
+        yield from node.output
+        for inner in subgraphs(node):
+            yield from names(inner)

@@ -1,0 +1,187 @@
+"""Sparse weights in files: the record of their pattern, and the forms that store what is kept.
+
+The record is an entry of the ModelProto's `metadata_props`, which runtimes ignore. Its axes are the
+(output, input) axes of each sparse weight:
+
+    jaxonnx.sparsity: {"pattern": "2:4", "transposable": true, "axes": {"fc.weight": [0, 1]}}
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from google.protobuf.message import DecodeError
+from onnx import ModelProto, SparseTensorProto, TensorProto, load_model_from_string, numpy_helper
+
+from jaxonnx import sparse
+from jaxonnx.errors import ModelError, SparsityError
+from jaxonnx.sparse._masks import Pattern, is_pattern, parse
+from jaxonnx.sparse._templates import Axes
+
+Recorded = tuple[Pattern, list[sparse.Layer]]
+
+KEY = "jaxonnx.sparsity"
+_GRAPH = "jaxonnx.graph"
+"""The array of a packed file that holds the ModelProto."""
+_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
+_SPARSE_IR = 6
+"""The first IR version with sparse initializers."""
+
+
+def record(proto: ModelProto) -> tuple[Pattern, dict[str, Axes]]:
+    """The pattern and the axes of each sparse weight, as the file says; no axes if it does not.
+
+    Raises:
+      ModelError: the entry is not one of these.
+    """
+    for entry in proto.metadata_props:
+        if entry.key == KEY:
+            try:
+                found = json.loads(entry.value)
+                pattern = parse(found["pattern"], bool(found["transposable"]))
+                return pattern, {n: (int(o), int(i)) for n, (o, i) in found["axes"].items()}
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise ModelError(f"metadata_props: '{KEY}' is malformed ({error!r})") from error
+    return Pattern(), {}
+
+
+def recorded(proto: ModelProto, params: Mapping[str, Any]) -> Recorded | None:
+    """The pattern and those of the parameters that the file records as sparse, if it does."""
+    pattern, axes = record(proto)
+    layers = [sparse.Layer(n, params[n].shape, a, "") for n, a in axes.items() if n in params]
+    return (pattern, layers) if layers else None
+
+
+def set_record(proto: ModelProto, pattern: Pattern, axes: Mapping[str, Axes]) -> None:
+    """Replaces the record of `proto`; without axes there is none."""
+    kept = [entry for entry in proto.metadata_props if entry.key != KEY]
+    del proto.metadata_props[:]
+    proto.metadata_props.extend(kept)
+    if axes:
+        value = {
+            "pattern": f"{pattern.n}:{pattern.m}",
+            "transposable": pattern.transposable,
+            "axes": axes,
+        }
+        proto.metadata_props.add(key=KEY, value=json.dumps(value))
+
+
+def keep_true(proto: ModelProto, values: Mapping[str, np.ndarray]) -> None:
+    """Takes out of the record what the weights do not have (any more)."""
+    pattern, axes = record(proto)
+    set_record(
+        proto,
+        pattern,
+        {n: a for n, a in axes.items() if n in values and _holds(values[n], pattern, a)},
+    )
+
+
+def _holds(w: np.ndarray, pattern: Pattern, axes: Axes) -> bool:
+    fits = w.ndim > max(axes) and not pattern.misfit(w.shape, axes)
+    return fits and is_pattern(w != 0, pattern, axes)
+
+
+def packed_nbytes(tensors: Mapping[str, Any], pattern: Pattern, axes: Mapping[str, Axes]) -> int:
+    """Bytes of the tensors with those in `axes` packed."""
+    return sum(
+        sparse.pack(w, None, pattern, axis=axes[name][1]).nbytes if name in axes else w.nbytes
+        for name, w in tensors.items()
+    )
+
+
+def _mask(w: Any, pattern: Pattern, axes: Axes) -> np.ndarray | None:
+    """A mask of the pattern over all nonzeros: a kept weight that is 0 has its place as well.
+
+    None where the search does not find one; packing then fills the places up along one axis.
+    """
+    mask = np.asarray(sparse.mask(w, pattern, axes=axes))
+    return mask if not np.asarray(w)[~mask].any() else None
+
+
+def to_sparse_initializers(proto: ModelProto) -> None:
+    """Makes the recorded weights of the main graph `sparse_initializer`s (linear indices).
+
+    Raises:
+      SparsityError: nothing is recorded, or the IR version of the file does not have them.
+    """
+    pattern, axes = _recorded(proto)
+    if proto.ir_version < _SPARSE_IR:
+        raise SparsityError(
+            f"sparse initializers came with IR version {_SPARSE_IR}, the file has "
+            f"{proto.ir_version}: save it with the zeros in place"
+        )
+    graph = proto.graph
+    inputs = {value.name for value in graph.input}  # these may be overridden: they stay
+    for tensor in [t for t in graph.initializer if t.name in axes and t.name not in inputs]:
+        w = numpy_helper.to_array(tensor)
+        mask = _mask(w, pattern, axes[tensor.name])
+        kept = (w != 0) | np.signbit(w)  # -0.0 comes back as it was
+        kept = np.flatnonzero(kept if mask is None else kept | mask)
+        graph.sparse_initializer.append(
+            SparseTensorProto(
+                values=numpy_helper.from_array(w.reshape(-1)[kept], tensor.name),
+                indices=numpy_helper.from_array(kept.astype(np.int64), f"{tensor.name}.indices"),
+                dims=w.shape,
+            )
+        )
+        graph.initializer.remove(tensor)
+
+
+def save_packed(proto: ModelProto, path: str | os.PathLike) -> None:
+    """Writes a `.npz` with the graph and its tensors, the recorded ones packed (`sparse.save`).
+
+    Raises:
+      SparsityError: nothing is recorded.
+    """
+    pattern, axes = _recorded(proto)
+    tensors, masks, layers = {}, {}, []
+    for tensor in proto.graph.initializer:
+        if tensor.data_type not in _FLOATS or not tensor.HasField("raw_data"):
+            continue
+        name = tensor.name
+        tensors[name] = w = numpy_helper.to_array(tensor)
+        tensor.ClearField("raw_data")
+        if name in axes:
+            mask = _mask(w, pattern, axes[name])
+            masks[name] = w != 0 if mask is None else mask
+            layers.append(sparse.Layer(name, w.shape, axes[name], ""))
+    tensors[_GRAPH] = np.frombuffer(proto.SerializeToString(), np.uint8)
+    sparse.save(path, tensors, masks, layers=layers, pattern=pattern)
+
+
+def load_packed(path: str | os.PathLike) -> ModelProto:
+    """The ModelProto of a file that `save_packed` wrote.
+
+    Raises:
+      SparsityError: the file is truncated, not one of these, or inconsistent.
+      ModelError: it has weights only, or a graph that is no ModelProto.
+    """
+    tensors, packed = sparse.load(path)
+    if _GRAPH not in tensors:
+        raise ModelError(
+            f"'{path}' has weights, but no graph: load them with jaxonnx.sparse.load, and put them "
+            "into a model of the graph with model.replace(params=...)"
+        )
+    try:
+        proto = load_model_from_string(tensors.pop(_GRAPH).tobytes())
+    except DecodeError as error:
+        raise ModelError(f"the graph in '{path}' is damaged ({error})") from error
+    with jax.enable_x64(True):  # weights may be float64
+        tensors |= {name: np.asarray(sparse.unpack(p)) for name, p in packed.items()}
+    for tensor in proto.graph.initializer:
+        if tensor.name in tensors:
+            tensor.raw_data = tensors[tensor.name].tobytes()
+    return proto
+
+
+def _recorded(proto: ModelProto) -> tuple[Pattern, dict[str, Axes]]:
+    pattern, axes = record(proto)
+    if not axes:
+        raise SparsityError(
+            "the model has no weights that are recorded as sparse: train it with sparsity=, or say "
+            "what is sparse with jaxonnx.train._sparsity.record"
+        )
+    return pattern, axes

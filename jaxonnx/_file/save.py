@@ -1,0 +1,179 @@
+"""Parameters back into the ModelProto, and that into a file."""
+
+import errno
+import os
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
+
+from jaxonnx._file import packed as sparse_export
+from jaxonnx._file.read import names_of_constants, subgraphs, tensor_of_constant
+from jaxonnx.errors import InputError
+
+_LIMIT = 2**31 - 2**20
+"""Bytes that fit one protobuf file, with room for the graph."""
+
+
+def to_onnx(
+    proto: ModelProto,
+    values: Mapping[str, np.ndarray],
+    params: Collection[str],
+    state: Collection[str],
+) -> ModelProto:
+    """A copy of `proto` with the values of its named tensors, in inference form.
+
+    A file that carries its training (`training_info`) keeps the form it has.
+
+    Each parameter becomes an initializer of its own, also where the file had it in a Constant node
+    or as an Identity over another initializer.
+    """
+    result = ModelProto()
+    result.CopyFrom(proto)
+    _fill(result.graph, values, params, state)
+    for function in result.functions:
+        names = dict(names_of_constants(function))
+        for node in function.node:
+            constant = tensor_of_constant(node)
+            name = names.get(node.output[0], "") if node.output else ""
+            if constant is not None and name in values:
+                _set(constant, values[name])
+    if result.ir_version < 4:
+        _declare_initializers(result.graph)
+    opset = next((e.version for e in proto.opset_import if e.domain in ("", "ai.onnx")), 1)
+    for node in _nodes(result.graph):
+        # A training algorithm of the file's own may read what inference form would remove.
+        if _is_training(node, result.graph) and not proto.training_info:
+            _infer(node, opset)
+    sparse_export.keep_true(result, values)
+    return result
+
+
+def save(proto: ModelProto, path: str | os.PathLike, external_data: bool, sparse: bool) -> None:
+    """Writes a model so that a failure leaves what was at `path` before."""
+    path = Path(path)
+    if path.suffix == ".npz":
+        if external_data or sparse:
+            raise InputError("a packed .npz has neither external data nor sparse initializers")
+        sparse_export.save_packed(proto, path)
+        return
+    if sparse:
+        sparse_export.to_sparse_initializers(proto)
+    size = sum(len(t.raw_data) for t in proto.graph.initializer)
+    with tempfile.TemporaryDirectory(prefix=".jaxonnx-", dir=path.parent) as folder:
+        written = Path(folder) / path.name
+        data = f"{path.name}.data"
+        if external_data or size > _LIMIT:
+            onnx.save_model(
+                proto, written, save_as_external_data=True, location=data, size_threshold=1024
+            )
+        else:
+            onnx.save_model(proto, written)
+        if (Path(folder) / data).exists():
+            os.replace(Path(folder) / data, path.parent / data)
+        os.replace(written, path)
+
+
+@contextmanager
+def whole(path: str | os.PathLike) -> Iterator[Path]:
+    """A path to write to; what was written takes the place of `path` if nothing fails."""
+    path = Path(path)
+    with tempfile.TemporaryDirectory(prefix=".jaxonnx-", dir=path.parent) as folder:
+        yield Path(folder) / path.name
+        os.replace(Path(folder) / path.name, path)
+
+
+def check_writable(path: str | os.PathLike) -> None:
+    """Raises now the OSError that writing a file there would raise later."""
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
+
+
+def training_nodes(graph: GraphProto) -> list[str]:
+    """BatchNormalization and Dropout nodes that the file runs in training mode."""
+    return [
+        f"{node.op_type} '{node.name or node.output[0]}'"
+        for node in _nodes(graph)
+        if _is_training(node, graph)
+    ]
+
+
+def _fill(graph: GraphProto, values, params, state) -> None:
+    for tensor in graph.initializer:
+        if tensor.name in values:
+            _set(tensor, values[tensor.name])
+    for sparse in list(graph.sparse_initializer):
+        name = sparse.values.name
+        if name in params:
+            graph.sparse_initializer.remove(sparse)
+            graph.initializer.append(numpy_helper.from_array(values[name], name))
+    for node in list(graph.node):
+        for inner in subgraphs(node):
+            _fill(inner, values, params, state)
+        name = node.output[0] if node.output else ""
+        if name not in values:
+            continue
+        constant = tensor_of_constant(node)
+        if name in params or (constant is None and name in state):
+            graph.node.remove(node)
+            graph.initializer.append(numpy_helper.from_array(values[name], name))
+        elif constant is not None:
+            _set(constant, values[name])
+
+
+def _declare_initializers(graph: GraphProto) -> None:
+    """Makes every initializer an input too, as IR version 3 demands."""
+    inputs = {value.name for value in graph.input}
+    for tensor in graph.initializer:
+        if tensor.name not in inputs:
+            graph.input.append(
+                onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+            )
+
+
+def _set(tensor: TensorProto, value: np.ndarray) -> None:
+    new = numpy_helper.from_array(value, tensor.name)
+    if not tensor.name:
+        new.ClearField("name")
+    if tensor.doc_string:
+        new.doc_string = tensor.doc_string
+    tensor.CopyFrom(new)
+
+
+def _nodes(graph: GraphProto) -> Iterator[NodeProto]:
+    for node in graph.node:
+        yield node
+        for inner in subgraphs(node):
+            yield from _nodes(inner)
+
+
+def _is_training(node: NodeProto, graph: GraphProto) -> bool:
+    if node.domain not in ("", "ai.onnx"):
+        return False
+    if node.op_type == "BatchNormalization":
+        flag = any(a.name == "training_mode" and a.i for a in node.attribute)
+        return flag or sum(map(bool, node.output)) > 1
+    return node.op_type == "Dropout" and len(node.input) > 2 and bool(node.input[2])
+
+
+def _infer(node: NodeProto, opset: int) -> None:
+    """Puts a BatchNormalization or Dropout node into inference mode."""
+    if node.op_type == "Dropout":
+        del node.input[2:]
+        return
+    for attribute in list(node.attribute):
+        if attribute.name == "training_mode":
+            node.attribute.remove(attribute)
+    if opset < 7:
+        for attribute in list(node.attribute):
+            if attribute.name == "is_test":
+                node.attribute.remove(attribute)
+        node.attribute.append(onnx.helper.make_attribute("is_test", 1))
+    del node.output[1:]

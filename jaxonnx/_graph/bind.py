@@ -1,0 +1,317 @@
+"""A GraphProto with everything looked up once: operators, attributes, functions, subgraphs.
+
+Binding finds at load time what can be found then: unknown operators (all of them at once), missing
+or unknown attributes, names without a value, recursion.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto
+
+import jaxonnx.ops  # noqa: F401  (importing the operators registers them)
+from jaxonnx._file.read import names_of_constants, to_array, to_dense
+from jaxonnx._graph.check import check_call, check_node
+from jaxonnx.errors import ModelError, UnsupportedError
+from jaxonnx.registry import Op, lookup
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A graph whose nodes are bound."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    output_types: tuple[onnx.TypeProto | None, ...]
+    weights: tuple[str, ...]
+    """The names of the graph's tensors whose values come from outside (`Context.weights`)."""
+    initializers: Mapping[str, np.ndarray]
+    nodes: tuple[Node, ...]
+    lifted: Mapping[str, str] = field(default_factory=dict)
+    """In the body of a function: names of it whose values come from outside, by the names there."""
+    cuts: tuple[int, ...] = ()
+    """Positions among the nodes: what lies between is computed again for a gradient."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node with its operator, or with the body of the function that it calls."""
+
+    label: str
+    op: Op
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: Mapping[str, Any]
+    graphs: Mapping[str, Graph | list[Graph]]
+    reads: tuple[str, ...]
+    """Every name that the node reads: its inputs and what its subgraphs capture."""
+    index: int
+    """Unique within the model; what random nodes fold into the caller's key."""
+    body: Graph | None = None
+    """The body, if the node calls a function of the model."""
+    inference: bool = False
+    """The node does in training what it does in inference."""
+
+
+def bind(model: ModelProto, graph: GraphProto, taken: Collection[str]) -> Graph:
+    """Binds a graph of `model`; `taken` names the tensors whose values come from outside.
+
+    Raises:
+      UnsupportedError: naming every operator that has no implementation, with its nodes.
+      ModelError: a malformed graph (names, attributes, recursion).
+    """
+    opsets = {_domain(entry.domain): entry.version for entry in model.opset_import}
+    functions = {}
+    for function in model.functions:
+        key = (_domain(function.domain), function.name, function.overload)
+        if key in functions:
+            raise ModelError(f"the function '{'.'.join(filter(None, key))}' is defined twice")
+        functions[key] = function
+    binder = _Binder(functions, frozenset(taken), lifted=frozenset(taken))
+    bound = binder.graph(graph, opsets or {"": 1})
+    if binder.missing:
+        lines = [f"  {what}: {', '.join(nodes)}" for what, nodes in binder.missing.items()]
+        raise UnsupportedError("no implementation of these operators:\n" + "\n".join(lines))
+    return bound
+
+
+def _domain(name: str) -> str:
+    return "" if name == "ai.onnx" else name
+
+
+@dataclass
+class _Binder:
+    functions: dict[tuple[str, str, str], FunctionProto]
+    taken: frozenset[str]
+    missing: dict[str, list[str]] = field(default_factory=dict)
+    count: int = 0
+    calls: tuple[tuple[str, str, str], ...] = ()
+    lifted: frozenset[str] = frozenset()
+    """The constants of functions whose values come from outside, by their names in the model."""
+
+    def graph(
+        self, proto: GraphProto, opsets: dict[str, int], visible: Collection[str] = (), refs=None
+    ) -> Graph:
+        initializers = {}
+        weights = []
+        for tensor in proto.initializer:
+            if tensor.name in self.taken:
+                weights.append(tensor.name)
+            else:
+                initializers[tensor.name] = to_array(tensor)
+        for sparse in proto.sparse_initializer:
+            if sparse.values.name in self.taken:
+                weights.append(sparse.values.name)
+            else:
+                initializers[sparse.values.name] = to_dense(sparse)
+        inputs = [v.name for v in proto.input]
+        stored = [t.name for t in proto.initializer]
+        stored += [t.values.name for t in proto.sparse_initializer]
+        for kind, names in (("input", inputs), ("initializer", stored)):
+            for name, count in Counter(names).items():
+                if count > 1 or not name:
+                    raise ModelError(
+                        f"graph '{proto.name}' has {count} {kind}s named '{name}'; names must be "
+                        "unique and not empty"
+                    )
+        for node in proto.node:
+            weights += [name for name in node.output if name in self.taken]
+        own = {*inputs, *weights, *initializers}
+        nodes = self.nodes(proto.node, opsets, {*visible, *own}, own, refs)
+        names = {*visible, *own, *(name for node in nodes for name in node.outputs)}
+        for value in proto.output:
+            if value.name not in names:
+                raise ModelError(f"graph '{proto.name}': output '{value.name}' is never computed")
+        return Graph(
+            name=proto.name,
+            inputs=tuple(n for n in inputs if n not in initializers and n not in weights),
+            outputs=tuple(v.name for v in proto.output),
+            output_types=tuple(v.type if v.HasField("type") else None for v in proto.output),
+            weights=tuple(weights),
+            initializers=initializers,
+            nodes=nodes,
+        )
+
+    def nodes(self, protos, opsets, visible: set[str], own: set[str], refs) -> tuple[Node, ...]:
+        bound = []
+        for proto in protos:
+            if proto.output and proto.output[0] in own and proto.output[0] in self.taken:
+                continue
+            node = self.node(proto, opsets, visible, refs)
+            for name in node.reads:
+                if name not in visible:
+                    raise ModelError(
+                        f"{node.label} reads '{name}', which no input, initializer or earlier node "
+                        "defines (nodes must be sorted and acyclic)"
+                    )
+            for name in filter(None, node.outputs):
+                if name in own:
+                    raise ModelError(f"{node.label} defines '{name}', which is already defined")
+                own.add(name)
+                visible.add(name)
+            bound.append(node)
+        return tuple(bound)
+
+    def node(self, proto: NodeProto, opsets: dict[str, int], visible: set[str], refs) -> Node:
+        domain = _domain(proto.domain)
+        label = (
+            f"node '{proto.name or (proto.output[0] if proto.output else '?')}' ({proto.op_type})"
+        )
+        self.count += 1
+        inputs, outputs = _trimmed(proto.input), _trimmed(proto.output)
+        given = _resolved(proto, refs, label)
+        attributes, graphs = {}, {}
+        for name, attribute in given.items():
+            if attribute.type == AttributeProto.GRAPH:
+                graphs[name] = self.graph(attribute.g, opsets, visible, refs)
+            elif attribute.type == AttributeProto.GRAPHS:
+                graphs[name] = [self.graph(g, opsets, visible, refs) for g in attribute.graphs]
+            else:
+                attributes[name] = _value(attribute, label)
+        inner = [g for v in graphs.values() for g in (v if isinstance(v, list) else [v])]
+        captured = [name for graph in inner for name in _free_names(graph)]
+        index, body, op = self.count, None, None
+        function = self.functions.get((domain, proto.op_type, proto.overload))
+        if function is not None:
+            check_call(proto, function, given, label)
+            op, body = _CALL, self.function(function, given, opsets, label)
+        elif domain in opsets:
+            version = opsets[domain]
+            label = f"{label[:-1]}, opset {version})"
+            op = lookup(domain, proto.op_type, version)
+        if op is None:
+            version = opsets.get(domain)
+            what = f"{domain or 'ai.onnx'}.{proto.op_type}" + (
+                f" (opset {version})" if version else f" (domain '{domain}' is not imported)"
+            )
+            self.missing.setdefault(what, []).append(label.partition(" ")[2].rpartition(" (")[0])
+            op = _CALL
+        elif body is None:
+            check_node(proto, op, opsets[domain], given, label)
+            attributes.pop("consumed_inputs", None)
+            if any(what == "scope" for _, what in op.context):
+                # Such an operator names tensors in its attributes.
+                strings = [v if isinstance(v, list) else [v] for v in attributes.values()]
+                captured += [s for value in strings for s in value if isinstance(s, str) and s]
+        reads = tuple(dict.fromkeys([*(n for n in inputs if n), *captured]))
+        return Node(label, op, inputs, outputs, attributes, graphs, reads, index, body)
+
+    def function(
+        self, function: FunctionProto, given: Mapping[str, AttributeProto], opsets, label
+    ) -> Graph:
+        """The body of a function for one call: attribute references replaced by their values."""
+        key = (function.domain, function.name, function.overload)
+        name = ".".join(filter(None, key))
+        if key in self.calls:
+            raise ModelError(f"{label}: function '{name}' calls itself; ONNX forbids recursion")
+        defaults = {a.name: a for a in function.attribute_proto}
+        refs = dict.fromkeys(function.attribute) | defaults | dict(given)
+        own = {_domain(e.domain): e.version for e in function.opset_import} or opsets
+        inner = _Binder(self.functions, frozenset(), self.missing, self.count, (*self.calls, key))
+        inner.lifted = self.lifted
+        lifted = {
+            local: whole for local, whole in names_of_constants(function) if whole in self.lifted
+        }
+        names = {*function.input, *lifted}
+        computed = [node for node in function.node if not {*node.output} & lifted.keys()]
+        nodes = inner.nodes(computed, own, names, set(names), refs)
+        self.count = inner.count
+        for output in function.output:
+            if output not in names:
+                raise ModelError(f"function '{name}': output '{output}' is never computed")
+        return Graph(
+            name=name,
+            inputs=tuple(function.input),
+            outputs=tuple(function.output),
+            output_types=(None,) * len(function.output),
+            weights=(),
+            initializers={},
+            nodes=nodes,
+            lifted=lifted,
+        )
+
+
+_CALL = Op(
+    name="",
+    domain="",
+    since=0,
+    function=lambda: None,
+    params=(),
+    vectors=(),
+    state=(),
+    view=False,
+    dynamic=False,
+    static=frozenset(),
+    context=(),
+    attributes=frozenset(),
+    required=frozenset(),
+    inputs=None,
+)
+
+
+def _trimmed(names) -> tuple[str, ...]:
+    names = list(names)
+    while names and not names[-1]:
+        names.pop()
+    return tuple(names)
+
+
+def _value(attribute: AttributeProto, label: str) -> Any:
+    kind = attribute.type
+    if kind == AttributeProto.TENSOR:
+        return to_array(attribute.t)
+    if kind == AttributeProto.TENSORS:
+        return [to_array(t) for t in attribute.tensors]
+    if kind == AttributeProto.SPARSE_TENSOR:
+        return to_dense(attribute.sparse_tensor)
+    if kind == AttributeProto.STRING:
+        return _text(attribute.s)
+    if kind == AttributeProto.STRINGS:
+        return [_text(s) for s in attribute.strings]
+    try:
+        value = onnx.helper.get_attribute_value(attribute)
+    except ValueError as error:
+        raise ModelError(f"{label}: attribute '{attribute.name}' is malformed ({error})") from error
+    return list(value) if kind in (AttributeProto.INTS, AttributeProto.FLOATS) else value
+
+
+def _text(data: bytes) -> str | bytes:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data
+
+
+def _resolved(proto: NodeProto, refs, label: str) -> dict[str, AttributeProto]:
+    """The attributes by name; a reference to one of the enclosing function has that one's value."""
+    result = {}
+    for attribute in proto.attribute:
+        if attribute.name in result:
+            raise ModelError(f"{label} has the attribute '{attribute.name}' twice")
+        value, wanted = attribute, attribute.ref_attr_name
+        if wanted:
+            if refs is None or wanted not in refs:
+                raise ModelError(
+                    f"{label}: attribute '{attribute.name}' refers to '{wanted}', which is no "
+                    "attribute of an enclosing function"
+                )
+            value = refs[wanted]
+        if value is not None:
+            result[attribute.name] = value
+    return result
+
+
+def _free_names(graph: Graph) -> Iterator[str]:
+    """The names that a subgraph takes from the scopes around it."""
+    own = {*graph.inputs, *graph.weights, *graph.initializers}
+    for node in graph.nodes:
+        yield from (name for name in node.reads if name not in own)
+        own.update(node.outputs)
+    yield from (name for name in graph.outputs if name not in own)

@@ -1,0 +1,54 @@
+"""The modules that exporters record for the nodes of a graph, and values found by their names."""
+
+import ast
+import difflib
+
+from onnx import GraphProto, NodeProto
+
+from jaxonnx.errors import InputError
+
+
+def resolve(graph: GraphProto, name: str) -> str:
+    """The value that is meant by the name of a value, a node or a module of PyTorch.
+
+    Raises:
+      InputError: there is none; the message has similar names.
+    """
+    values = [output for node in graph.node for output in node.output if output]
+    if name in values:
+        return name
+    for node in graph.node:
+        if name == node.name:
+            return node.output[0]
+    for node in reversed(graph.node):
+        if name in modules(node):
+            return node.output[0]
+    scopes = dict.fromkeys(scope for node in graph.node for scope in modules(node))
+    known = [*scopes, *values]
+    near = difflib.get_close_matches(str(name), known, n=5)
+    near += [other for other in known if str(name) in other and other not in near][-5:]
+    raise InputError(
+        f"the graph has no value, node or module '{name}'; "
+        + (f"near it are {', '.join(near)}" if near else f"it ends with {', '.join(values[-5:])}")
+    )
+
+
+def modules(node: NodeProto) -> list[str]:
+    """The modules of PyTorch that a node stems from, outermost first, as its exporters tell.
+
+    The current exporter records them in the node's metadata, the older one in its name:
+    '/encoder/layers.1/linear2/MatMul' is of encoder, encoder.layers.1, encoder.layers.1.linear2.
+    """
+    for entry in node.metadata_props:
+        if entry.key == "pkg.torch.onnx.name_scopes":
+            try:
+                scopes = ast.literal_eval(entry.value)
+            except (ValueError, SyntaxError):
+                return []
+            return [s for s in scopes[:-1] if s] if isinstance(scopes, list) else []
+    found: list[str] = []
+    if node.name.startswith("/"):
+        for part in node.name.split("/")[1:-1]:
+            outer = f"{found[-1]}." if found else ""
+            found.append(part if part.startswith(outer) else outer + part)
+    return found

@@ -1,0 +1,170 @@
+"""Inputs and outputs as the file declares them, and arguments checked against them."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from onnx import TensorProto, ValueInfoProto, helper
+
+from jaxonnx.errors import InputError, ModelError
+from jaxonnx.lowering._layout import first
+
+
+@dataclass(frozen=True)
+class Value:
+    """An input or output: its name, NumPy dtype and shape (names or None for dynamic dimensions).
+
+    `dtype` is None for sequences, maps and optionals, `shape` is None where the rank is unknown.
+    """
+
+    name: str
+    dtype: np.dtype | None
+    shape: tuple[int | str | None, ...] | None
+
+    def __str__(self) -> str:
+        shape = (
+            ""
+            if self.shape is None
+            else ", ".join("?" if d is None else str(d) for d in self.shape)
+        )
+        return f"{self.name}: {self.dtype or 'sequence, map or optional'}[{shape}]"
+
+
+def declared(info: ValueInfoProto) -> Value:
+    """What a ValueInfoProto says."""
+    if not info.type.HasField("tensor_type"):
+        return Value(info.name, None, None)
+    tensor = info.type.tensor_type
+    dtype = None
+    if tensor.elem_type not in (TensorProto.UNDEFINED, TensorProto.STRING):
+        try:
+            dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+        except KeyError:
+            raise ModelError(
+                f"'{info.name}' has element type {tensor.elem_type}, which ONNX does not define"
+            ) from None
+    elif tensor.elem_type == TensorProto.STRING:
+        dtype = np.dtype(object)
+    if not tensor.HasField("shape"):
+        return Value(info.name, dtype, None)
+    shape = tuple(
+        d.dim_value if d.HasField("dim_value") else (d.dim_param or None) for d in tensor.shape.dim
+    )
+    return Value(info.name, dtype, shape)
+
+
+def listed(values: Sequence[Value]) -> str:
+    """Values in a sentence."""
+    return ", ".join(map(str, values)) or "nothing"
+
+
+def arguments(
+    values: Sequence[Value],
+    optional: Collection[str],
+    inputs: Sequence[Any],
+    named: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The arguments of a call by the names of the inputs.
+
+    Args:
+      values: the inputs that must be given, in order.
+      optional: further inputs, that may be given by name.
+      inputs: the arguments by position.
+      named: those by name.
+
+    Raises:
+      InputError: too many, missing, unknown or twice; or an argument does not fit.
+    """
+    if len(inputs) > len(values):
+        raise InputError(
+            f"the model takes {len(values)} inputs, {len(inputs)} were given: {listed(values)}"
+        )
+    given = dict(zip((v.name for v in values), inputs, strict=False))
+    known = {*optional, *(value.name for value in values)}
+    for name, value in named.items():
+        if name in given:
+            raise InputError(f"input '{name}' was given twice, by position and by name")
+        if name not in known:
+            raise InputError(f"the model has no input '{name}'; it has {listed(values)}")
+        given[name] = value
+    sizes: dict[str, tuple[int, str]] = {}
+    for value in values:
+        if value.name not in given:
+            raise InputError(f"input '{value.name}' is missing; the model takes {listed(values)}")
+        given[value.name] = fit(value, given[value.name], sizes)
+    return given
+
+
+def fit(value: Value, array: Any, sizes: dict[str, tuple[int, str]]) -> Any:
+    """An argument as the program takes it, or an InputError that says what was expected."""
+    if value.dtype is None or value.dtype == object:
+        return array
+    if isinstance(array, bool | int | float | list | tuple):
+        try:
+            array = np.asarray(array, value.dtype)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InputError(f"input {value} cannot be made of what was given: {error}") from error
+    dtype = getattr(array, "dtype", None)
+    if dtype is None:
+        raise InputError(f"input '{value.name}' must be an array, not {type(array).__name__}")
+    if dtype != value.dtype and dtype != jax.dtypes.canonicalize_dtype(value.dtype):
+        raise InputError(
+            f"input {value} was given {dtype}; convert it with .astype('{value.dtype}'), jaxonnx "
+            "casts nothing silently"
+        )
+    if value.shape is not None:
+        shape = tuple(array.shape)
+        if len(shape) != len(value.shape):
+            raise InputError(
+                f"input {value} has rank {len(value.shape)}, but was given shape {list(shape)}"
+            )
+        for axis, (size, wanted) in enumerate(zip(shape, value.shape, strict=True)):
+            if isinstance(wanted, str):
+                before, where = sizes.setdefault(wanted, (size, value.name))
+                if before != size:
+                    raise InputError(
+                        f"input '{value.name}' has size {size} along axis {axis}, but '{wanted}' "
+                        f"was {before} in input '{where}': the two must agree"
+                    )
+            elif wanted is not None and wanted != size:
+                way = "" if axis else "; jaxonnx.load(path, batch='any') may open the batch"
+                raise InputError(
+                    f"input {value} needs size {wanted} along axis {axis}, but was given shape "
+                    f"{list(shape)}{way}"
+                )
+    return array
+
+
+def data(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments with numbers, which are no shapes, as JAX arrays: they need not be known."""
+    return {
+        name: jnp.asarray(value)
+        if isinstance(value, np.ndarray) and jnp.issubdtype(value.dtype, jnp.floating)
+        else value
+        for name, value in values.items()
+    }
+
+
+def matching(what: str, current: dict, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Other values for `current`, in its order; itself for None.
+
+    Raises:
+      InputError: names or shapes differ.
+    """
+    if given is None:
+        return current
+    if given.keys() != current.keys():
+        odd = sorted(given.keys() ^ current.keys())
+        raise InputError(
+            f"{what} must have the names of the model's; these differ: {', '.join(odd)}"
+        )
+    for name, value in given.items():
+        if value.shape != current[name].shape:
+            raise InputError(
+                f"{what} '{name}' has shape {list(value.shape)}, the model's is "
+                f"{list(current[name].shape)}"
+            )
+    return {name: first(given[name]) for name in current}

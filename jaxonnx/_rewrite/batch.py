@@ -1,0 +1,303 @@
+"""Files that were exported for one batch size, made to take any.
+
+An exporter that was given no dynamic axes writes the batch size of its example into targets of
+Reshape and initial states of recurrent layers. Two evaluations on shapes, one with the size of the
+file and one with another, tell which axis of every value is the batch; a target that hides it gets
+a -1 in its place. Where there were several places to choose from, the new graph is run on two
+batches in one, and must give what the old one gives for each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from onnx import GraphProto, ModelProto, TensorProto, helper
+
+from jaxonnx._graph.bind import Graph, Node
+from jaxonnx._graph.values import Value, declared
+from jaxonnx._rewrite.modes import UNDROPPED
+from jaxonnx._run.program import Program
+from jaxonnx._run.scope import Context, Scope
+from jaxonnx.errors import Error, InputError
+
+Shape = tuple[int, ...]
+_RECURRENT = ("GRU", "LSTM", "RNN")
+_INITIAL = (5, 6)
+"""The inputs of recurrent layers that hold initial states."""
+_WAY_OUT = (
+    "export the network with a dynamic batch: dynamic_shapes= of torch.onnx.export, or "
+    "dynamic_axes= with dynamo=False"
+)
+
+
+def freed(
+    proto: ModelProto, program: Program, params: Mapping[str, Any], state: Mapping[str, Any]
+) -> tuple[ModelProto, Program]:
+    """A file and its program whose inputs' first axis is fixed, with that axis open.
+
+    They come back as they are if it is open already. The new file declares the dimension "batch"
+    in inputs and outputs.
+
+    Raises:
+      InputError: a node fixes the batch in a way that is not understood; the message names it.
+    """
+    inputs = [declared(v) for v in proto.graph.input if v.name in program.graph.inputs]
+    sizes = {v.name: v.shape[0] for v in inputs if v.shape and isinstance(v.shape[0], int)}
+    if not sizes:
+        return proto, program
+    if len({*sizes.values()}) > 1:
+        raise InputError(f"the first axes of the inputs are not one batch: {sizes}; {_WAY_OUT}")
+    (size,) = {*sizes.values()}
+    tensors = {**program.constants, **state, **params}
+    changes = _find(program.graph, inputs, tensors, size)
+    result = ModelProto()
+    result.CopyFrom(proto)
+    _declare(result.graph, [*sizes], changes, size)
+    constants = program.constants | {_named(*at): value for at, value in changes.inputs.items()}
+    nodes = tuple(changes.applied(node) for node in program.graph.nodes)
+    added = tuple(_named(*at) for at in changes.inputs)
+    graph = replace(program.graph, nodes=nodes, weights=program.graph.weights + added)
+    new = Program(graph, constants)
+    if changes.ambiguous:
+        _compare(program, new, params, state, inputs, changes, size)
+    return result, new
+
+
+@dataclass
+class _Changes:
+    """What differs in the graph for any batch, by the first output of a node."""
+
+    inputs: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
+    """New constants at an input: targets of Reshape, what Expand repeats."""
+    stateless: set[str] = field(default_factory=set)
+    """Recurrent layers whose initial states are zero, as they are without any."""
+    ambiguous: bool = False
+    outputs: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
+    """The outputs' shapes with the size of the file and with the other one."""
+
+    def applied(self, node: Node) -> Node:
+        first = node.outputs[0] if node.outputs else ""
+        inputs = tuple(
+            _named(first, i) if (first, i) in self.inputs else name
+            for i, name in enumerate(node.inputs)
+        )
+        if first in self.stateless:
+            inputs = tuple("" if i in _INITIAL else name for i, name in enumerate(inputs))
+        reads = (*(n for n in inputs if n), *(n for n in node.reads if n not in node.inputs))
+        return replace(node, inputs=inputs, reads=tuple(dict.fromkeys(reads)))
+
+
+def _named(output: str, position: int) -> str:
+    return f"{output}/input_{position}"
+
+
+def _find(graph: Graph, inputs: list[Value], tensors: Mapping[str, Any], size: int) -> _Changes:
+    changes = _Changes()
+    targets: dict[str, np.ndarray] = {}
+
+    def look(node: Node, scope: Scope) -> Node:
+        if node.op.name == "Reshape" and len(node.inputs) > 1:
+            target = scope[node.inputs[1]]
+            if isinstance(target, np.ndarray):
+                targets[node.outputs[0]] = target
+        return node
+
+    def free(node: Node, scope: Scope) -> Node:
+        first = node.outputs[0] if node.outputs else ""
+        if first in targets and np.array_equal(scope[node.inputs[1]], targets[first]):
+            before, now = old[node.inputs[0]], tuple(scope[node.inputs[0]].shape)
+            places = _places(before, now, old[first], size)
+            if places:
+                new = list(old[first])
+                new[places[0]] = -1
+                rest = math.prod(d for d in new if d > 0)
+                new[places[0]] = math.prod(now) // max(rest, 1)
+                if new != _resolved(targets[first], now):
+                    new[places[0]] = -1
+                    put(first, 1, np.array(new, np.int64), scope)
+                    changes.ambiguous |= len(places) > 1
+        elif node.op.name in _RECURRENT and _starts_at_zero(node, scope):
+            changes.stateless.add(first)
+        elif node.op.name == "Expand" and isinstance(data := scope[node.inputs[0]], np.ndarray):
+            target = scope[node.inputs[1]]
+            for axis, (a, b) in enumerate(zip(data.shape[::-1], target[::-1], strict=False)):
+                repeated = np.take(data, [0], -1 - axis)
+                if a == size and b not in (1, a) and np.array_equal(data, data * 0 + repeated):
+                    put(first, 0, repeated, scope)
+        return changes.applied(node)
+
+    def put(first: str, position: int, value: np.ndarray, scope: Scope) -> None:
+        changes.inputs[first, position] = scope.values[_named(first, position)] = value
+
+    old = _trace(graph, inputs, tensors, size, size, look)
+    new = _trace(graph, inputs, tensors, size, 2 * size + 1, free)
+    for name in graph.outputs:
+        if name in old and old[name][:1] == (size,) and new.get(name) == old[name]:
+            raise InputError(
+                f"the output '{name}' has the shape {list(old[name])} whatever the batch is; "
+                f"{_WAY_OUT}"
+            )
+        if name in old and name in new:
+            changes.outputs[name] = old[name], new[name]
+    return changes
+
+
+def _trace(
+    graph: Graph,
+    inputs: list[Value],
+    tensors: Mapping[str, Any],
+    size: int,
+    other: int,
+    visit: Callable[[Node, Scope], Node],
+) -> dict[str, Shape]:
+    """The shapes of all values with batches of `other`; `visit` may change nodes on the way."""
+    given = {}
+    for value in inputs:
+        if value.dtype is None or value.shape is None or None in value.shape[1:]:
+            raise InputError(f"input {value} has no fixed shape; {_WAY_OUT}")
+        if any(isinstance(d, str) for d in value.shape):
+            raise InputError(f"input {value} is open in other axes; {_WAY_OUT}")
+        shape = (other if value.shape[:1] == (size,) else d for d in value.shape[:1])
+        dtype = jax.dtypes.canonicalize_dtype(value.dtype)
+        given[value.name] = jax.ShapeDtypeStruct((*shape, *value.shape[1:]), dtype)
+    shapes: dict[str, Shape] = {}
+
+    def body(given):
+        scope = Scope(graph, Context(tensors, jax.random.key(0), False), None, given)
+        for node in graph.nodes:
+            node = visit(node, scope)
+            try:
+                scope.step(node)
+            except Error as error:
+                raise InputError(
+                    f"{node.label} fixes the batch to {size} ({error}); {_WAY_OUT}"
+                ) from error
+        shapes.update((n, tuple(v.shape)) for n, v in scope.values.items() if hasattr(v, "shape"))
+
+    jax.eval_shape(body, given)
+    return shapes
+
+
+def _places(before: Shape, now: Shape, after: Shape, size: int) -> list[int]:
+    """The axes of a Reshape's result that the batch can be in, the likeliest first.
+
+    Args:
+      before, now: the shape of the data with the size of the file, and with the other one.
+      after: the shape of the result with the size of the file.
+    """
+    moved = [axis for axis, (a, b) in enumerate(zip(before, now, strict=True)) if a != b]
+    if len(moved) != 1:
+        return []
+    (axis,) = moved
+    start, end = math.prod(before[axis:]), math.prod(before[axis + 1 :])
+    found = []
+    for place, length in enumerate(after):
+        if length % size:
+            continue
+        starts = math.prod(after[place:]) == start
+        ends = math.prod(after[place + 1 :]) == end
+        if starts or ends:
+            # an axis of its own; or the outer part of one with the axes behind it (heads), rather
+            # than of the last one (features); or the inner part of one with those before it (time)
+            last = place == len(after) - 1
+            rank = 0 if length == size else 1 if starts and not last else 2 if ends else 3
+            found.append((rank, abs(place - axis), place))
+    return [place for _, _, place in sorted(found)]
+
+
+def _resolved(target: np.ndarray, shape: Shape) -> list[int] | None:
+    """The shape that a target gives; None where it does not fit."""
+    new = [shape[i] if d == 0 and i < len(shape) else int(d) for i, d in enumerate(target)]
+    rest = math.prod(d for d in new if d != -1)
+    if -1 in new:
+        if rest == 0 or math.prod(shape) % rest:
+            return None
+        new[new.index(-1)] = math.prod(shape) // rest
+    return new if math.prod(new) == math.prod(shape) else None
+
+
+def _starts_at_zero(node: Node, scope: Scope) -> bool:
+    states = [scope[node.inputs[i]] for i in _INITIAL if i < len(node.inputs) and node.inputs[i]]
+    zero = [not isinstance(s, Tracer) and not np.any(np.asarray(s)) for s in states]
+    return bool(states) and all(zero)
+
+
+def _declare(graph: GraphProto, inputs: list[str], changes: _Changes, size: int) -> None:
+    """Writes the changes into the file."""
+    taken = {d.dim_param for v in graph.input for d in v.type.tensor_type.shape.dim}
+    batch = "batch" if "batch" not in taken else "batch_size"
+    for value in graph.input:
+        if value.name in inputs:
+            value.type.tensor_type.shape.dim[0].dim_param = batch
+    for value in graph.output:
+        old, new = changes.outputs.get(value.name, ((), ()))
+        dims = value.type.tensor_type.shape.dim
+        for dim, a, b in zip(dims, old, new, strict=False):
+            if a != b:
+                dim.Clear()
+                if a == size:
+                    dim.dim_param = batch
+    del graph.value_info[:]
+    for node in graph.node:
+        first = node.output[0] if node.output else ""
+        if f"{first}{UNDROPPED}" in {*changes.stateless, *(name for name, _ in changes.inputs)}:
+            first += UNDROPPED
+        for at, value in changes.inputs.items():
+            if at[0] == first:
+                node.input[at[1]] = _named(*at)
+                kind = helper.np_dtype_to_tensor_dtype(value.dtype)
+                graph.initializer.append(
+                    TensorProto(name=_named(*at), data_type=kind, dims=value.shape)
+                )
+        if first in changes.stateless:
+            for i in _INITIAL:
+                if i < len(node.input):
+                    node.input[i] = ""
+
+
+def _compare(
+    old: Program,
+    new: Program,
+    params: Mapping[str, Any],
+    state: Mapping[str, Any],
+    inputs: list[Value],
+    changes: _Changes,
+    size: int,
+) -> None:
+    """Runs both on random numbers: two batches in one are two batches."""
+    draw = np.random.default_rng(0)
+    halves = []
+    for _ in range(2):
+        half = {}
+        for v in inputs:
+            assert v.shape is not None
+            assert v.dtype is not None
+            shape = tuple(d for d in v.shape if isinstance(d, int))
+            whole = v.dtype.kind in "iub"
+            drawn = draw.integers(0, 2, shape) if whole else draw.standard_normal(shape)
+            half[v.name] = np.asarray(drawn, jax.dtypes.canonicalize_dtype(v.dtype))
+        halves.append(half)
+    batched = {v.name for v in inputs if v.shape and v.shape[0] == size}
+    both = {
+        n: np.concatenate([half[n] for half in halves]) if n in batched else x
+        for n, x in halves[0].items()
+    }
+    parts = [old(params, state, None, half) for half in halves]
+    whole = new(params, state, None, both)
+    for name, found, *expected in zip(old.graph.outputs, whole, *parts, strict=True):
+        a, b = changes.outputs.get(name, ((), ()))
+        axes = [axis for axis, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
+        if len(axes) == 1:
+            together = np.concatenate([np.asarray(x) for x in expected], axes[0])
+            if not np.allclose(np.asarray(found), together, rtol=1e-2, atol=1e-3):
+                listed = ", ".join(f"'{first}'" for first, _ in changes.inputs)
+                raise InputError(
+                    f"the batch cannot be told from other axes in the Reshape of {listed}: two "
+                    f"batches in one give other values of '{name}' than each of them; {_WAY_OUT}"
+                )

@@ -1,0 +1,117 @@
+"""A graph cut at other outputs: features of an inner layer, a backbone for a new head."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, ValueInfoProto
+
+from jaxonnx._file.read import subgraphs
+from jaxonnx._graph.bind import Graph
+from jaxonnx._graph.scopes import resolve
+from jaxonnx._run.shapes import evaluated, inferred, type_of
+from jaxonnx.errors import InputError
+
+
+def cut(
+    proto: ModelProto, graph: Graph, tensors: Mapping[str, Any], outputs: str | Iterable[str]
+) -> tuple[ModelProto, Graph]:
+    """Cuts a model at values of its main graph; returns the smaller file and its bound graph.
+
+    Nodes, initializers, inputs and types that the new outputs do not need are dropped, and with
+    them training_info, which belongs to the whole graph. Types of the outputs are those of the
+    file, else those that ONNX's shape inference finds, else those of an evaluation on shapes.
+
+    Args:
+      proto: the file.
+      graph: its main graph, bound.
+      tensors: the values of its named tensors.
+      outputs: names of values or nodes (then: the node's first output), or of modules as PyTorch's
+        exporters record them (then: what the last node of the module gives).
+
+    Raises:
+      InputError: there is no such value; the message has those with similar names.
+    """
+    listed = [outputs] if isinstance(outputs, str) else [*outputs]
+    names = [resolve(proto.graph, name) for name in listed]
+    if not names or len({*names}) < len(names):
+        raise InputError(f"outputs must be different values of the graph, and are {listed}")
+    needed = _needed(proto.graph, graph, names)
+    result = ModelProto()
+    result.CopyFrom(proto)
+    del result.training_info[:]
+    _keep(result.graph, needed)
+    called = _called(result, result.graph.node)
+    _filter(result.functions, lambda function: _key(function, function.name) in called)
+    smaller = replace(
+        graph,
+        inputs=tuple(name for name in graph.inputs if name in needed),
+        outputs=tuple(names),
+        weights=tuple(name for name in graph.weights if name in needed),
+        initializers={n: v for n, v in graph.initializers.items() if n in needed},
+        nodes=tuple(node for node in graph.nodes if not needed.isdisjoint(node.outputs)),
+    )
+    known = inferred(result, tensors, names)
+    if len(known) < len(names):
+        shapes = evaluated(result, smaller, tensors)
+        known |= {n: type_of(v) for n, v in (shapes.values if shapes else {}).items() if n in names}
+    kinds = [known.get(name) for name in names]
+    _filter(result.graph.value_info, lambda value: value.name not in names)
+    for name, kind in zip(names, kinds, strict=True):
+        result.graph.output.append(ValueInfoProto(name=name, type=kind))
+    return result, replace(smaller, output_types=tuple(kinds))
+
+
+def _needed(proto: GraphProto, graph: Graph, names: Iterable[str]) -> set[str]:
+    """The values from which `names` are computed, themselves included."""
+    needed = {*names}
+    for node in reversed(graph.nodes):
+        if not needed.isdisjoint(node.outputs):
+            needed.update(node.reads)
+    bound = {name for node in graph.nodes for name in node.outputs}
+    for node in reversed(proto.node):
+        # one that is not bound gives a named tensor: a Constant, or an Identity over another
+        if bound.isdisjoint(node.output) and not needed.isdisjoint(node.output):
+            needed.update(node.input)
+    return needed - {""}
+
+
+def _keep(graph: GraphProto, needed: set[str]) -> None:
+    """Drops what is not needed, and all outputs."""
+    _filter(graph.node, lambda node: not needed.isdisjoint(node.output))
+    for values in (graph.input, graph.initializer, graph.value_info):
+        _filter(values, lambda value: value.name in needed)
+    _filter(graph.sparse_initializer, lambda sparse: sparse.values.name in needed)
+    _filter(graph.quantization_annotation, lambda entry: entry.tensor_name in needed)
+    # an output that stays keeps what the file says of it
+    known = {value.name for value in (*graph.input, *graph.value_info)}
+    graph.value_info.extend(
+        value for value in graph.output if value.name in needed and value.name not in known
+    )
+    del graph.output[:]
+
+
+def _called(proto: ModelProto, nodes: Iterable[NodeProto]) -> set[tuple[str, str, str]]:
+    """The functions that nodes, and those in their subgraphs and functions, call."""
+    functions = {_key(function, function.name): function for function in proto.functions}
+    found: set[tuple[str, str, str]] = set()
+    waiting = [*nodes]
+    while waiting:
+        node = waiting.pop()
+        waiting += [inner for graph in subgraphs(node) for inner in graph.node]
+        key = _key(node, node.op_type)
+        if key in functions and key not in found:
+            found.add(key)
+            waiting += functions[key].node
+    return found
+
+
+def _key(item: NodeProto | FunctionProto, name: str) -> tuple[str, str, str]:
+    return "" if item.domain == "ai.onnx" else item.domain, name, item.overload
+
+
+def _filter(repeated: Any, keep: Any) -> None:
+    kept = [item for item in repeated if keep(item)]
+    if len(kept) < len(repeated):
+        del repeated[:]
+        repeated.extend(kept)

@@ -1,0 +1,1 @@
+"""A bound graph on values, compiled as far as it can be."""

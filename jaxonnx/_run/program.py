@@ -1,0 +1,211 @@
+"""A bound graph as compiled functions: everything that can be compiled is.
+
+A graph without data-dependent shapes is one compiled function. An input that fixes shapes (sizes,
+axes, k) is known while compiling: there is one compiled function for each of its values. If shapes
+depend on computed values, the nodes that do not depend on such a result are compiled, and the rest
+is evaluated node by node on concrete values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jaxonnx._graph.bind import Graph, Node
+from jaxonnx._graph.uses import uses
+from jaxonnx._graph.values import data
+from jaxonnx._run.scope import Context, run
+from jaxonnx.errors import StaticError
+from jaxonnx.lowering._layout import kernel_first, kernels_first
+
+FIXING = 64
+"""An input that fixes shapes is a scalar or a vector of at most so many elements."""
+
+VARIANTS = 32
+"""Compiled functions for different values of such inputs; with more the nodes run one by one."""
+
+
+class Adaption(Protocol):
+    """A change of weights that is trained in their place: a pure function of all tensors."""
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        """The tensors that are parameters once the change is merged into them."""
+        ...
+
+    def __call__(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of the graph's tensors."""
+        ...
+
+
+class Program:
+    """A graph and its constants; `evaluate` is pure, calling the program runs it compiled."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        constants: Mapping[str, np.ndarray],
+        adaption: Adaption | None = None,
+    ):
+        self.graph = graph
+        self.constants = dict(constants)
+        self.adaption = adaption
+        self._cuts = {node.index for node in graph.nodes if _dynamic(node)}
+        self._fixes = True
+        self._fixed: set[str] = set()
+        self._parts: dict[tuple, _Parts] = {}
+
+    def with_graph(self, graph: Graph) -> Program:
+        """A program of another graph of the same tensors."""
+        return Program(graph, self.constants, self.adaption)
+
+    def stored(self, tensors: Mapping[str, jax.Array]) -> dict[str, Any]:
+        """Parameters or state as programs that run many times take them.
+
+        On CPU the weights of convolutions have their kernels first (`layout.kernels_first`).
+        """
+        if self.adaption is not None or jax.default_backend() != "cpu":
+            return {**tensors}
+        found = [
+            (use.name, use.position in use.node.op.kernels) for use in uses(self.graph, tensors)
+        ]
+        others = {name for name, is_kernel in found if not is_kernel}
+        kernels = {name: tensors[name] for name, _ in found if name not in others}
+        turned = {name: x for name, x in kernels.items() if kernel_first(x.shape)}
+        return {**tensors, **_kernels_first(turned)} if turned else {**tensors}
+
+    @property
+    def compiled(self) -> bool:
+        """Whether all calls until now were compiled as a whole."""
+        return bool(self._parts) and all(parts.rest is None for parts in self._parts.values())
+
+    def evaluate(
+        self,
+        params: Mapping[str, Any],
+        state: Mapping[str, Any],
+        inputs: Mapping[str, Any],
+        *,
+        key: jax.Array | None = None,
+        training: bool | None = None,
+        updates: dict[str, Any] | None = None,
+    ) -> tuple:
+        """The outputs in file order; `updates` receives renewed statistics by input name."""
+        weights = self._weights(params, state)
+        return run(self.graph, inputs, Context(weights, key, training, updates))
+
+    def __call__(
+        self,
+        params: Mapping[str, Any],
+        state: Mapping[str, Any],
+        key: jax.Array | None,
+        inputs: Mapping[str, Any],
+        training: bool | None = False,
+    ) -> tuple:
+        """Evaluates with as much compiled as the graph allows."""
+        arrays = {n: v for n, v in inputs.items() if _is_array(v)}
+        others = frozenset(inputs.keys() - arrays.keys())
+        while True:
+            fixed = {name: np.asarray(arrays[name]) for name in self._fixed & arrays.keys()}
+            parts = self._find(others, fixed)
+            traced = {name: _owned(value) for name, value in arrays.items() if name not in fixed}
+            try:
+                values = parts.compiled(params, state, key, traced, training=training)
+                break
+            except StaticError as error:
+                self._give_way(error, arrays)
+        if parts.rest is None:
+            return values
+        given = {**data(inputs), **fixed, **dict(zip(parts.boundary, values, strict=True))}
+        return run(parts.rest, given, Context(self._weights(params, state), key, training))
+
+    def _weights(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of the graph's tensors."""
+        tensors = {**self.constants, **state, **params}
+        return tensors if self.adaption is None else self.adaption(tensors)
+
+    def _find(self, others: frozenset[str], fixed: Mapping[str, np.ndarray]) -> _Parts:
+        """The parts for these values of the inputs that fix shapes."""
+        values = [(name, v.dtype.str, v.shape, v.tobytes()) for name, v in sorted(fixed.items())]
+        place = (others, *values)
+        if place not in self._parts:
+            if len(self._parts) >= VARIANTS:
+                self._parts.clear()
+                self._fixes, self._fixed = False, set()
+            self._parts[place] = self._split(others, fixed)
+        return self._parts[place]
+
+    def _give_way(self, error: StaticError, arrays: Mapping[str, Any]) -> None:
+        """A node wants a value that compiling hides: fixes its inputs, or cuts the graph there."""
+        small = all(np.ndim(arrays[n]) <= 1 and np.size(arrays[n]) <= FIXING for n in error.inputs)
+        if error.inputs and small and self._fixes:
+            self._fixed.update(error.inputs)
+        elif error.index is None or error.index in self._cuts:
+            raise error
+        else:
+            self._cuts.add(error.index)
+            self._parts.clear()
+
+    def _split(self, others: frozenset[str], fixed: Mapping[str, np.ndarray]) -> _Parts:
+        """Cuts the graph where compiling must stop; `others` are inputs that are no arrays."""
+        if not self._cuts and not others:
+            return _Parts(self._compile(self.graph, fixed), (), None)
+        outside, constant = set(others), {*self.constants, *fixed}
+        before: list[Node] = []
+        after: list[Node] = []
+        for node in self.graph.nodes:
+            if node.index in self._cuts or not outside.isdisjoint(node.reads):
+                outside.update(node.outputs)
+                after.append(node)
+            elif constant.issuperset(node.reads):
+                # Cheap, and known where a compiled function would only give an array.
+                constant.update(node.outputs)
+                before.append(node)
+                after.append(node)
+            else:
+                before.append(node)
+        made = {name for node in before for name in node.outputs} - constant
+        wanted = {name for node in after for name in node.reads} | {*self.graph.outputs}
+        boundary = tuple(sorted(made & wanted))
+        first = replace(self.graph, nodes=tuple(before), outputs=boundary)
+        rest = replace(self.graph, nodes=tuple(after))
+        return _Parts(self._compile(first, fixed), boundary, rest)
+
+    def _compile(self, graph: Graph, fixed: Mapping[str, np.ndarray]):
+        def compiled(params, state, key, inputs, *, training):
+            weights = self._weights(params, state)
+            return run(graph, {**inputs, **fixed}, Context(weights, key, training))
+
+        return jax.jit(compiled, static_argnames="training")
+
+
+_kernels_first = jax.jit(kernels_first)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    compiled: Any
+    boundary: tuple[str, ...]
+    """The values that the compiled part hands to the rest."""
+    rest: Graph | None
+
+
+def _dynamic(node: Node) -> bool:
+    graphs: Collection = [
+        g for v in node.graphs.values() for g in (v if isinstance(v, list) else [v])
+    ]
+    return node.op.dynamic or any(_dynamic(inner) for graph in graphs for inner in graph.nodes)
+
+
+def _owned(value: Any) -> Any:
+    """A compiled function may still read an array of NumPy when its caller has it back."""
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def _is_array(value: Any) -> bool:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.dtype != object and value.dtype.kind not in "US"
+    return isinstance(value, jax.Array | bool | int | float)

@@ -1,0 +1,369 @@
+"""A graph on values: the name environment, folding, subgraph closures, function bodies.
+
+`bind` looks everything up once (operators, attributes, functions); `run` evaluates the bound graph
+on values. A value that is an `np.ndarray` is known while tracing: a node whose inputs are all known
+is folded, so shape arithmetic never reaches the jaxpr.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from jaxonnx import lowering
+from jaxonnx._graph.bind import Graph, Node
+from jaxonnx._run.folding import FOLD_LIMIT, fold, on_device, repeated, size_of
+from jaxonnx.errors import Error, NodeError, StaticError
+from jaxonnx.lowering import _layout as layout
+from jaxonnx.registry import Rounded, known
+
+
+@dataclass(frozen=True)
+class Context:
+    """What an evaluation is given besides its inputs."""
+
+    weights: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the graph's named tensors (`Graph.weights`)."""
+    key: jax.Array | None = None
+    training: bool | None = None
+    """True: training semantics, False: inference, None: what the file says."""
+    updates: dict[str, Any] | None = None
+    """Receives renewed running statistics by the name of the statistic's input."""
+
+
+def run(
+    graph: Graph, inputs: Mapping[str, Any], context: Context, outer: Scope | None = None
+) -> tuple:
+    """Evaluates a bound graph; `inputs` by name, outputs in file order."""
+    scope = Scope(graph, context, outer, inputs)
+    if graph.cuts and context.training:
+        for start, end in pairwise((0, *graph.cuts, len(graph.nodes))):
+            scope.segment(start, end)
+    else:
+        for node in graph.nodes:
+            scope.step(node)
+    return tuple(_plain(scope[name]) for name in graph.outputs)
+
+
+class Scope:
+    """The names visible to a graph: its own values, then those of the enclosing scopes."""
+
+    def __init__(
+        self, graph: Graph, context: Context, outer: Scope | None, given: Mapping[str, Any]
+    ):
+        self.graph = graph
+        self.context = context
+        self.outer = outer
+        self.values: dict[str, Any] = dict(graph.initializers)
+        self.values.update((name, context.weights[name]) for name in graph.weights)
+        self.values.update((own, context.weights[name]) for own, name in graph.lifted.items())
+        self.values.update(given)
+
+    def __getitem__(self, name: str) -> Any:
+        scope: Scope | None = self
+        while scope is not None:
+            if name in scope.values:
+                return scope.values[name]
+            scope = scope.outer
+        raise NodeError(f"the graph '{self.graph.name}' has no value named '{name}'")
+
+    def step(self, node: Node) -> None:
+        """Evaluates one node and binds its outputs."""
+        arguments = [self[name] if name else None for name in node.inputs]
+        for i, value in enumerate(arguments):
+            arguments[i] = value if i in node.op.through else _exact(value)
+        arguments = layout.choose(node.op, arguments)
+        try:
+            results = self._results(node, arguments)
+        except Error as error:
+            if error.node is None:
+                error.node = node.label
+                if isinstance(error, StaticError):
+                    names = [
+                        n for n, v in zip(node.inputs, arguments, strict=False) if _traced([v])
+                    ]
+                    inputs, others = self._roots(names)
+                    error.inputs = () if others else tuple(inputs)
+                error.args = (f"{node.label}: {error}{_describe(node, arguments)}",)
+            error.index = node.index  # the outermost node comes last
+            raise
+        except jax.errors.ConcretizationTypeError as error:
+            raise self._static_error(node, arguments, "its inputs", arguments) from error
+        except (TypeError, ValueError, IndexError, KeyError, ArithmeticError) as error:
+            raise _located(
+                NodeError(f"{node.label}: {error}{_describe(node, arguments)}"), node
+            ) from error
+        if len(results) < len(node.outputs):
+            raise _located(
+                NodeError(f"{node.label} gives {len(results)} outputs, not {len(node.outputs)}"),
+                node,
+            )
+        self.values.update((n, r) for n, r in zip(node.outputs, results, strict=False) if n)
+
+    def segment(self, start: int, end: int) -> None:
+        """Evaluates the nodes from `start` to `end`, whose gradient computes them again."""
+        nodes = self.graph.nodes[start:end]
+        later = {name for node in self.graph.nodes[end:] for name in node.reads}
+        later.update(self.graph.outputs)
+        made = {name for node in nodes for name in node.outputs}
+        read = {name: self[name] for node in nodes for name in node.reads if name not in made}
+        given = {name: value for name, value in read.items() if not known(value)}
+        weights = {name: given.pop(name) for name in self.graph.weights if name in given}
+        constants = {}
+
+        def evaluate(weights, values):
+            key, given = values
+            context = replace(self.context, key=key, updates=None if renewed is None else {})
+            scope = Scope(_NOTHING, context, self, weights | given)
+            for node in nodes:
+                scope.step(node)
+            kept = {n: v for n, v in scope.values.items() if n in later and n in made}
+            constants.update((name, value) for name, value in kept.items() if known(value))
+            return {n: v for n, v in kept.items() if n not in constants}, context.updates
+
+        renewed = self.context.updates
+        results: Any = lowering.remat(evaluate, weights, (self.context.key, given))
+        values, updates = results
+        self.values.update(values | constants)
+        if renewed is not None:
+            renewed.update(updates)
+
+    def depends(self, target: str, names: Iterable[str]) -> bool:
+        """Whether `target` is computed from any of `names` in this or an enclosing graph."""
+        names = set(names)
+        return target in names or bool(self._between([target], names))
+
+    def recompute(self, targets: Sequence[str], given: Mapping[str, Any]) -> tuple:
+        """The values of `targets` if the values in `given` were those passed: a pure function.
+
+        Only the nodes between `given` and `targets` are evaluated anew; the graph is cut at the
+        names in `given`, and everything else is read as it was computed.
+        """
+        for name in (*targets, *given):
+            self[name]  # raises if the name is unknown
+        # Statistics are renewed by the nodes themselves, not by what is evaluated anew here.
+        context = replace(self.context, updates=None if self.context.updates is None else {})
+        scope = Scope(_NOTHING, context, self, given)
+        for node in self._between(targets, set(given)):
+            scope.step(node)
+            # A node that renews a given value does not undo the cut.
+            scope.values.update(given)
+        return tuple(_plain(scope[name]) for name in targets)
+
+    def _between(self, targets: Iterable[str], names: set[str]) -> list[Node]:
+        """The nodes, in order, on the paths from `names` to `targets`."""
+        scopes = []
+        scope: Scope | None = self
+        while scope is not None:
+            scopes.append(scope)
+            scope = scope.outer
+        nodes = [node for scope in reversed(scopes) for node in scope.graph.nodes]
+        affected = set(names)
+        below = []
+        for node in nodes:
+            if any(name in affected for name in node.reads):
+                affected.update(name for name in node.outputs if name)
+                below.append(node)
+        needed = set(targets) - names
+        path = []
+        for node in reversed(below):
+            if any(name in needed for name in node.outputs):
+                needed.update(name for name in node.reads if name not in names)
+                path.append(node)
+        return path[::-1]
+
+    def _results(self, node: Node, arguments: list) -> tuple:
+        if node.body is not None:
+            return self._call(node, node.body, arguments)
+        op = node.op
+        for i in op.static:
+            if i < len(arguments):
+                arguments[i] = self._known(node, arguments, i)
+        if op.dynamic and _traced(arguments):
+            raise self._static_error(node, arguments, "its inputs", arguments)
+        keywords = dict(node.attributes)
+        for name, graph in node.graphs.items():
+            keywords[name] = (
+                Closure(graph, self, node)
+                if isinstance(graph, Graph)
+                else [Closure(g, self, node) for g in graph]
+            )
+        for name, what in op.context:
+            keywords[name] = self._context_value(node, arguments, what)
+        foldable = not node.graphs and not any(what in ("key", "scope") for _, what in op.context)
+        if foldable and known(*arguments):
+            results = fold(op.function, arguments, keywords)
+            if all(size_of(result) <= FOLD_LIMIT for result in results):
+                return results
+            arguments = [
+                a if i in op.static or op.dynamic else on_device(a) for i, a in enumerate(arguments)
+            ]
+        elif not node.graphs:  # a body checks what it uses; trip counts stay known
+            _check_range([a for i, a in enumerate(arguments) if i not in op.static])
+        results = layout.call(op, arguments, keywords)
+        results = tuple(map(repeated, results if isinstance(results, tuple) else (results,)))
+        if op.state and self._training(node) and op.state[0] < len(node.inputs):
+            self._renew(node, results)
+        return results
+
+    def _call(self, node: Node, body: Graph, arguments: list) -> tuple:
+        """Evaluates a function of the model, which sees its arguments only."""
+        updates = self.context.updates
+        inner = replace(self.context, updates=None if updates is None else {})
+        given = dict.fromkeys(body.inputs) | dict(zip(body.inputs, arguments, strict=False))
+        results = run(body, given, inner)
+        if inner.updates and updates is not None:
+            actual = dict(zip(body.inputs, node.inputs, strict=False)) | dict(body.lifted)
+            updates.update((actual.get(name, name), new) for name, new in inner.updates.items())
+        return results
+
+    def _renew(self, node: Node, results: tuple) -> None:
+        if self.context.updates is None:
+            raise NodeError(
+                "running statistics inside a control-flow body cannot be renewed in training; "
+                "keep those of the file, with .with_statistics('frozen') or statistics='frozen'"
+            )
+        for k, i in enumerate(node.op.state):
+            self.context.updates[node.inputs[i]] = results[k + 1]
+
+    def _context_value(self, node: Node, arguments: list, what: str) -> Any:
+        if what == "key":
+            return lambda seed=None: self._key(node, seed)
+        if what == "training":
+            return self._training(node)
+        if what == "channels":
+            return -1 if isinstance(arguments[0], layout.ChannelsLast) else 1
+        return len(node.outputs) if what == "outputs" else self
+
+    def _training(self, node: Node) -> bool | None:
+        return False if node.inference else self.context.training
+
+    def _key(self, node: Node, seed: float | None) -> jax.Array:
+        data = node.index if seed is None else np.float32(seed).view(np.uint32)
+        return jax.random.fold_in(_key(self.context), data)
+
+    def _known(self, node: Node, arguments: list, i: int) -> Any:
+        value = arguments[i]
+        if known(value):
+            return value
+        if _traced([value]):
+            raise self._static_error(node, arguments, f"input {i} ('{node.inputs[i]}')", [value])
+        return np.asarray(value)
+
+    def _static_error(self, node: Node, arguments: list, what: str, values: list) -> StaticError:
+        names = [n for n, v in zip(node.inputs, arguments, strict=False) if _traced([v])]
+        if len(values) == 1:
+            names = [n for n, v in zip(node.inputs, arguments, strict=False) if v is values[0]]
+        inputs, others = self._roots(names)
+        roots = [f"input '{name}'" for name in inputs] + others
+        error = StaticError(
+            f"{node.label}: {what} must be known while tracing, because the shape of the result "
+            f"depends on its value, and is computed from {', '.join(roots) or 'what is traced'}. "
+            "Pass that input as a NumPy array that is not an argument of jit (a constant of the "
+            "traced function), or call the model outside jit."
+        )
+        error.inputs = () if others else tuple(inputs)
+        return _located(error, node)
+
+    def _roots(self, names: Iterable[str]) -> tuple[list[str], list[str]]:
+        """What the traced `names` are computed from: inputs of the main graph, and the rest."""
+        scope = self
+        needed, others = set(names), []
+        while True:
+            for node in reversed(scope.graph.nodes):
+                if any(name in needed for name in node.outputs):
+                    needed.update(name for name in node.reads if _traced([self[name]]))
+            others += [f"tensor '{name}'" for name in scope.graph.weights if name in needed]
+            inputs = [name for name in scope.graph.inputs if name in needed]
+            if scope.outer is None:
+                return inputs, others
+            others += [f"'{name}' of the body '{scope.graph.name}'" for name in inputs]
+            scope = scope.outer
+
+
+class Closure:
+    """A subgraph as a function over the scope it stands in: `body(*inputs) -> outputs`."""
+
+    def __init__(self, graph: Graph, scope: Scope, node: Node):
+        self.graph = graph
+        self.inputs = graph.inputs
+        self.outputs = graph.outputs
+        self.output_types = graph.output_types
+        self._scope = scope
+        self._node = node
+
+    @property
+    def known(self) -> bool:
+        """Whether all that the node reads is known: its inputs and what its bodies capture."""
+        return known(*(self._scope[name] for name in self._node.reads))
+
+    def __call__(self, *inputs: Any, step: Any = None) -> tuple:
+        """Evaluates the body; `step` (the iteration) makes random nodes differ between steps."""
+        if len(inputs) != len(self.inputs):
+            raise NodeError(
+                f"the body '{self.graph.name}' takes {len(self.inputs)} inputs, and was given "
+                f"{len(inputs)}"
+            )
+        context = replace(self._scope.context, updates=None)
+        if step is not None:
+            context = replace(context, key=jax.random.fold_in(_key(context), step))
+        given = dict(zip(self.inputs, inputs, strict=True))
+        return run(self.graph, given, context, self._scope)
+
+
+_NOTHING = Graph(
+    name="", inputs=(), outputs=(), output_types=(), weights=(), initializers={}, nodes=()
+)
+
+
+def _key(context: Context) -> jax.Array:
+    return jax.random.key(0) if context.key is None else context.key
+
+
+def _exact(value: Any) -> Any:
+    return value.value if isinstance(value, Rounded) else value
+
+
+def _plain(value: Any) -> Any:
+    return layout.first(_exact(value))
+
+
+def _traced(values: Iterable[Any]) -> bool:
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(list(values)))
+
+
+def _check_range(arguments: list) -> None:
+    """Refuses 64-bit constants that 32-bit arithmetic would cut silently."""
+    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        return
+    for value in arguments:
+        if isinstance(value, np.ndarray) and value.dtype in (np.int64, np.uint64) and value.size:
+            limits = np.iinfo(np.int32 if value.dtype == np.int64 else np.uint32)
+            if value.min() < limits.min or value.max() > limits.max:
+                raise NodeError(
+                    f"a constant of type {value.dtype} ({value.min()} to {value.max()}) does not "
+                    "fit 32 bits, and 64-bit types are off; set jax_enable_x64"
+                )
+
+
+def _located(error: Error, node: Node) -> Any:
+    error.node, error.index = node.label, node.index
+    return error
+
+
+def _describe(node: Node, arguments: Sequence[Any]) -> str:
+    def one(value: Any) -> str:
+        if hasattr(value, "dtype"):
+            return f"{value.dtype}{list(value.shape)}"
+        return "omitted" if value is None else type(value).__name__
+
+    listed = ", ".join(
+        f"{name or '-'}: {one(value)}" for name, value in zip(node.inputs, arguments, strict=False)
+    )
+    return f" [inputs {listed}]" if listed else ""

@@ -1,0 +1,136 @@
+"""Shapes and types of the values of a graph: by evaluation on shapes, or by ONNX's inference."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+import onnx
+from onnx import ModelProto, TypeProto, ValueInfoProto, helper
+
+from jaxonnx._file import save as saving
+from jaxonnx._graph.bind import Graph
+from jaxonnx._graph.values import Value, declared
+from jaxonnx._run.scope import Context, run
+from jaxonnx.errors import Error, InputError
+
+_SMALL = 4096
+"""Bytes; a tensor that shape inference may read: axes, sizes and the like."""
+
+_SIZES = {True: (2, 3), False: (32, 48)}
+"""Two sizes of an open dimension, where it is the first one of an input, and elsewhere."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What an evaluation tells of values that are arrays.
+
+    Attributes:
+      values: dtype and shape by name; open dimensions have a name, a multiple of one, or None.
+      known: the values that do not depend on inputs other than by their shapes.
+    """
+
+    values: Mapping[str, Value]
+    known: frozenset[str]
+
+
+def evaluated(proto: ModelProto, graph: Graph, tensors: Mapping[str, Any]) -> Shapes | None:
+    """The shapes of all values of the main graph, by an evaluation on inputs of two sizes.
+
+    None where such an evaluation fails: shapes that depend on values, or sizes that do not fit.
+    """
+    inputs = [declared(v) for v in proto.graph.input if v.name in graph.inputs]
+    sizes: dict[Any, tuple[int, int]] = {}
+    for value in inputs:
+        for axis, size in enumerate(value.shape or ()):
+            if not isinstance(size, int):
+                sizes.setdefault(size or (value.name, axis), _SIZES[axis == 0])
+    found = []
+    for which in (0, 1):
+        try:
+            at = {name: pair[which] for name, pair in sizes.items()}
+            found.append(evaluated_at(inputs, graph, tensors, at))
+        except Error:
+            return None
+    (first, known), (second, _) = found
+    names = {name: pair for name, pair in sizes.items() if isinstance(name, str)}
+    values = {}
+    for name, value in first.items():
+        pair = value.shape, second[name].shape
+        if len(pair[0]) == len(pair[1]):
+            shape = tuple(_dimension(a, b, names) for a, b in zip(*pair, strict=True))
+            values[name] = Value(name, np.dtype(value.dtype), shape)
+    return Shapes(values, frozenset(known))
+
+
+def evaluated_at(
+    inputs: Iterable[Value], graph: Graph, tensors: Mapping[str, Any], sizes: Mapping[Any, int]
+) -> tuple[dict[str, Any], set[str]]:
+    """Shapes and dtypes of all values if open dimensions had these sizes, and which are known.
+
+    Raises:
+      Error: of the node that the evaluation fails at; or an input has no shape.
+    """
+    given = {}
+    for value in inputs:
+        if value.dtype is None or value.dtype == object or value.shape is None:
+            raise InputError(f"input {value} has no shape")
+        shape = [
+            d if isinstance(d, int) else sizes[d or (value.name, axis)]
+            for axis, d in enumerate(value.shape)
+        ]
+        given[value.name] = jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(value.dtype))
+    names = tuple(name for node in graph.nodes for name in node.outputs if name)
+    known = set()
+
+    def outputs(given):
+        context = Context(tensors, jax.random.key(0), False)
+        results = dict(zip(names, run(replace(graph, outputs=names), given, context), strict=True))
+        known.update(name for name, value in results.items() if isinstance(value, np.ndarray))
+        arrays = {name: value for name, value in results.items() if hasattr(value, "shape")}
+        return {name: value for name, value in arrays.items() if value.dtype != object}
+
+    return jax.eval_shape(outputs, given), known
+
+
+def _dimension(a: int, b: int, names: Mapping[str, tuple[int, int]]) -> int | str | None:
+    """A size that is `a` in one evaluation and `b` in the other."""
+    if a == b:
+        return a
+    for name, (first, second) in names.items():
+        if a * second == b * first and a % first == 0:
+            return name if a == first else f"{a // first}*{name}"
+    return None
+
+
+def inferred(
+    proto: ModelProto, tensors: Mapping[str, Any], names: Iterable[str]
+) -> dict[str, TypeProto]:
+    """The types of values as the file or ONNX's shape inference tells them; fewer than `names`
+    where neither knows."""
+    found = _complete((*proto.graph.input, *proto.graph.value_info, *proto.graph.output))
+    if not {*names} <= found.keys():
+        small = {n: np.asarray(v) for n, v in tensors.items() if v.nbytes <= _SMALL}
+        filled = saving.to_onnx(proto, small, (), ())
+        graph = onnx.shape_inference.infer_shapes(filled, data_prop=True).graph
+        found = _complete(graph.value_info) | found
+    return {name: found[name] for name in names if name in found}
+
+
+def _complete(values: Iterable[ValueInfoProto]) -> dict[str, TypeProto]:
+    """Types that ONNX's checker takes: of tensors, with an element type and a rank."""
+    return {
+        value.name: value.type
+        for value in values
+        if value.type.tensor_type.elem_type and value.type.tensor_type.HasField("shape")
+    }
+
+
+def type_of(value: Value) -> TypeProto:
+    """A value as ONNX writes it; a multiple of a dimension has no name there."""
+    assert value.dtype is not None
+    shape = None
+    if value.shape is not None:
+        shape = [None if isinstance(d, str) and "*" in d else d for d in value.shape]
+    return helper.make_tensor_type_proto(helper.np_dtype_to_tensor_dtype(value.dtype), shape)

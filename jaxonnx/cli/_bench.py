@@ -1,0 +1,226 @@
+"""`jaxonnx bench`: how long a model of one's own takes."""
+
+import argparse
+import time
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from rich.table import Table
+
+from jaxonnx._graph.values import Value
+from jaxonnx.cli._verbs import Report, arrays, read
+from jaxonnx.errors import Error, InputError, StaticError
+from jaxonnx.model import Model
+
+_ROUND_S = 0.1
+"""Calls are repeated within a round until they take about this long."""
+_BATCH = 32
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Forward pass, training step if there is one, and onnxruntime if it is installed."""
+    model = read(options)
+    if options.data is not None:
+        inputs, _ = arrays(options.data, model, None)
+    else:
+        inputs = tuple(random_inputs(model.inputs, options.batch, dict(options.dim or ())))
+    given = jax.device_put(inputs)
+    rows = {"forward": _forward(model, given)}
+    notes = []
+    if options.train:
+        try:
+            rows["training step"] = _training_step(model, given)
+        except Error as error:
+            notes.append(f"no training step: {error}")
+    if find_spec("onnxruntime") is None:
+        notes.append("onnxruntime is not installed")
+    else:
+        try:
+            rows["onnxruntime"] = _onnxruntime(options, model, inputs)
+        except Error as error:
+            notes.append(str(error))
+    calls = {name: row.pop("call") for name, row in rows.items()}
+    for name, times in measure(calls, options.rounds).items():
+        rows[name] |= {
+            "ms": 1e3 * float(np.median(times)),
+            "ms_quartiles": [1e3 * float(q) for q in np.quantile(times, (0.25, 0.75))],
+            "samples_per_second": len(inputs[0]) / float(np.median(times)),
+        }
+    data = {
+        "model": options.model,
+        "inputs": {
+            value.name: {"dtype": str(x.dtype), "shape": x.shape}
+            for value, x in zip(model.inputs, inputs, strict=True)
+        },
+        "device": str(jax.devices()[0]),
+        "measurements": rows,
+        "notes": notes,
+    }
+    return Report(data, _table(data))
+
+
+def random_inputs(
+    values: tuple[Value, ...], batch: int | None, sizes: Mapping[str, int]
+) -> list[np.ndarray]:
+    """Normal numbers, or zeros where an input takes integers (a table of any length has row 0).
+
+    Raises:
+      InputError: a dimension is open and no size is given for it, or one that does not fit.
+    """
+    random = np.random.default_rng(0)
+    made = []
+    for value in values:
+        if value.dtype is None or value.dtype == object or value.shape is None:
+            raise InputError(f"there are no random numbers for input {value}: give --data")
+        shape = []
+        for axis, size in enumerate(value.shape):
+            if not isinstance(size, int):
+                first = batch or _BATCH if axis == 0 else None
+                size = sizes.get(size or "", first)
+            elif axis == 0 and batch not in (None, size):
+                raise InputError(f"--batch {batch}, but input {value} is fixed to {size}")
+            if size is None:
+                raise InputError(
+                    f"dimension {axis} of input {value} is open: give --dim NAME=N, or --data"
+                )
+            shape.append(size)
+        real = jnp.issubdtype(value.dtype, jnp.floating)
+        made.append(
+            (random.standard_normal(shape) if real else np.zeros(shape)).astype(value.dtype)
+        )
+    return made
+
+
+def measure(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of a call in each round; the calls take turns, so that load hits all alike."""
+    counts = {}
+    for name, call in calls.items():
+        call()
+        counts[name] = max(1, round(_ROUND_S / max(_seconds(call, 1), 1e-6)))
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            times[name].append(_seconds(call, counts[name]))
+    return times
+
+
+def _seconds(call: Callable[[], Any], count: int) -> float:
+    begin = time.perf_counter()
+    result = None
+    for _ in range(count):
+        result = call()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - begin) / count
+
+
+def _compiled(function: Any, *arguments: Any, **settings: Any) -> tuple[Any, dict[str, Any]]:
+    """The program, and what it costs to compile and to hold."""
+    begin = time.perf_counter()
+    program = jax.jit(function, **settings).lower(*arguments).compile()
+    seconds = time.perf_counter() - begin
+    memory: Any = program.memory_analysis()
+    sizes = ("argument", "output", "temp")
+    held = sum(getattr(memory, f"{kind}_size_in_bytes") for kind in sizes)
+    return program, {
+        "compile_seconds": seconds,
+        "memory_bytes": held - memory.alias_size_in_bytes,
+    }
+
+
+def _forward(model: Model, inputs: tuple) -> dict[str, Any]:
+    def forward(params, state, *inputs):
+        return model.apply(params, *inputs, state=state)
+
+    try:
+        program, costs = _compiled(forward, model.params, model.state, *inputs)
+    except StaticError:  # results whose shape depends on values: compiled as far as it goes
+        return {"call": lambda: model(*inputs)}
+    return costs | {"call": lambda: program(model.params, model.state, *inputs)}
+
+
+def _training_step(model: Model, inputs: tuple) -> dict[str, Any]:
+    """The step of `jaxonnx.train` with Adam, for the mean square of outputs that are real."""
+    from jaxonnx.train import _objective as objective
+    from jaxonnx.train import _step as step
+    from jaxonnx.train._data import Batch
+    from jaxonnx.train._storage import Storage
+
+    if not model.params:
+        raise InputError("the model has no parameters")
+
+    def loss(outputs, _):
+        real = [y for y in jax.tree.leaves(outputs) if jnp.issubdtype(y.dtype, jnp.floating)]
+        if not real:
+            raise InputError("no output is a real number, so there is no gradient")
+        return sum(jnp.square(y.astype(jnp.float32)).mean() for y in real)
+
+    goal = objective.find(model, loss, None)
+    optimizer = optax.with_extra_args_support(optax.adam(1e-3))
+    storage = Storage(model.params, optimizer)
+    carry = step.start(model, optimizer, False, storage)
+    size = len(inputs[0])
+    examples: Any = Batch(inputs, jnp.zeros(size), jnp.ones(size))  # type: ignore[arg-type]
+    update = step.training(goal.model, goal, optimizer, 0, storage, step.frozen(model))
+    program, costs = _compiled(update, carry, examples, donate_argnums=0)
+
+    def call():
+        nonlocal carry
+        carry, seen = program(carry, examples)
+        return seen
+
+    return costs | {"call": call}
+
+
+def _onnxruntime(options: argparse.Namespace, model: Model, inputs: tuple) -> dict[str, Any]:
+    """The file itself, or the model as it is after flags that change it."""
+    import onnxruntime
+    from onnxruntime.capi.onnxruntime_pybind11_state import (  # type: ignore[import-not-found]
+        Fail,
+        InvalidArgument,
+        InvalidGraph,
+        NotImplemented,
+        RuntimeException,
+    )
+
+    changed = options.any_batch or options.dequantize or options.model.suffix == ".npz"
+    file = model.to_onnx().SerializeToString() if changed else options.model
+    feed = {value.name: x for value, x in zip(model.inputs, inputs, strict=True)}
+    refusals = Fail, InvalidArgument, InvalidGraph, NotImplemented, RuntimeException, RuntimeError
+    begin = time.perf_counter()
+    try:
+        session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+        seconds = time.perf_counter() - begin
+        session.run(None, feed)
+    except refusals as error:
+        raise InputError(f"onnxruntime refuses the model: {str(error).splitlines()[0]}") from error
+    return {"compile_seconds": seconds, "call": lambda: session.run(None, feed)}
+
+
+def _table(data: Mapping[str, Any]) -> Table:
+    shapes = ", ".join(f"{n} {'x'.join(map(str, v['shape']))}" for n, v in data["inputs"].items())
+    table = Table(title=f"{data['model']}, {shapes}, {data['device']}", caption_justify="left")
+    table.caption = "\n".join(data["notes"]) or None
+    table.add_column("", no_wrap=True)
+    for column in ("ms", "quartiles", "samples/s", "compile s", "MB"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, row in data["measurements"].items():
+        low, high = row["ms_quartiles"]
+        costs = [row.get(key) for key in ("compile_seconds", "memory_bytes")]
+        table.add_row(
+            name,
+            _short(row["ms"]),
+            f"{_short(low)}-{_short(high)}",
+            f"{row['samples_per_second']:,.0f}",
+            "-" if costs[0] is None else f"{costs[0]:.2f}",
+            "-" if costs[1] is None else f"{costs[1] / 1e6:.1f}",
+        )
+    return table
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

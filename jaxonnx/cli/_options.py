@@ -1,0 +1,102 @@
+"""Flags, and a TOML file that gives the same by the same names, as the options of a command."""
+
+import argparse
+import difflib
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jaxonnx
+from jaxonnx.cli._flags import COMMON, VERBS, Gather
+
+_EXITS = (
+    "exit status: 0 done, 1 stopped before the end or failed after the work began, "
+    "2 refused (usage, files, model, data), 130 interrupted"
+)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of one command, from flags and `--config`; leaves the process where they err."""
+    parser = argparse.ArgumentParser(
+        prog="jaxonnx",
+        description="Train ONNX files with JAX.",
+        epilog=f"{_EXITS}.\njaxonnx COMMAND --help has the flags of a command, and examples.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=jaxonnx.__version__)
+    added = parser.add_subparsers(dest="verb", required=True, metavar="command")
+    for name, verb in VERBS.items():
+        own = added.add_parser(
+            name,
+            help=verb.what,
+            description=f"{verb.what[0].upper()}{verb.what[1:]}.",
+            epilog=f"examples:\n{_indented(verb.examples)}\n\n{_EXITS}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        actions = {}
+        for title, flags in {**verb.groups, **COMMON}.items():
+            group = own.add_argument_group(title) if title else own
+            for flag in flags:
+                action = group.add_argument(*flag.names.split(), help=flag.help, **flag.settings)
+                long = [name for name in action.option_strings if name.startswith("--")]
+                actions[(long or [action.dest])[0].removeprefix("--")] = action
+        if arguments and arguments[0] == name and (path := _config(arguments)) is not None:
+            _configure(own, actions, path)
+    return parser.parse_args(arguments)
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def _config(arguments: Sequence[str]) -> Path | None:
+    """The file that `--config` names; other mistakes are left to the parser itself."""
+    early = argparse.ArgumentParser(prog=f"jaxonnx {arguments[0]}", add_help=False)
+    early.add_argument("--config", type=Path)
+    return early.parse_known_args(arguments)[0].config
+
+
+def _configure(
+    parser: argparse.ArgumentParser, actions: Mapping[str, argparse.Action], path: Path
+) -> None:
+    """Makes the values of a TOML file the defaults of a command's flags."""
+    try:
+        given = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        parser.error(f"--config {path}: {error}")
+    for key, value in given.items():
+        name = key.replace("_", "-")
+        if name not in actions or name == "config":
+            near = difflib.get_close_matches(name, actions, n=3) or sorted(actions)
+            parser.error(f"--config {path}: unknown '{key}'; try {', '.join(near)}")
+        action = actions[name]
+        try:
+            action.default = _default(action, value)
+        except ValueError as error:
+            parser.error(f"--config {path}: {key} = {value!r} {error}")
+        action.required = False
+        if not action.option_strings:
+            action.nargs = "*" if action.nargs == "+" else "?"
+
+
+def _default(action: argparse.Action, value: Any) -> Any:
+    """A value of a TOML file as a flag would give it."""
+    if isinstance(action, argparse.BooleanOptionalAction):
+        if not isinstance(value, bool):
+            raise ValueError("must be true or false")
+        return value
+    if isinstance(value, bool | dict):
+        raise ValueError("must be a number or a text")
+    convert: Callable[[str], Any] = action.type or str  # type: ignore[assignment]
+    if isinstance(action, Gather) or action.nargs == "+":
+        return [convert(str(x)) for x in (value if isinstance(value, list) else [value])]
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    if action.choices and text not in action.choices:
+        raise ValueError(f"is none of {', '.join(action.choices)}")
+    try:
+        return convert(text)
+    except ValueError:
+        raise ValueError(f"does not fit --{action.dest.replace('_', '-')}") from None

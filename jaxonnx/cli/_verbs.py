@@ -1,0 +1,274 @@
+"""The verbs: options in, a report out."""
+
+import argparse
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import optax
+from rich.console import Console
+
+from jaxonnx import loggers, sparse
+from jaxonnx._file.packed import packed_nbytes, record
+from jaxonnx._file.save import check_writable, whole
+from jaxonnx._graph.values import Value
+from jaxonnx.cli import _images as images
+from jaxonnx.cli._flags import LOSS, PHASES
+from jaxonnx.errors import Error, InputError
+from jaxonnx.lora import LoRA
+from jaxonnx.model import Model, load
+from jaxonnx.model._show import operator
+
+_PREPARATION = ("scale", "mean", "std", "labels")
+_SETTINGS = (
+    "batch_size", "seed", "trainable", "statistics", "metrics", "accumulate", "ema", "nan",
+    "precision", "remat", "patience", "monitor", "checkpoint_dir", "checkpoint_every", "resume",
+)  # fmt: skip
+"""Flags that are arguments of `jaxonnx.train` by the same name."""
+
+
+class Report(NamedTuple):
+    """What a verb did."""
+
+    data: Mapping[str, Any]
+    """For `--json`."""
+    shown: Any
+    """For people: a text, something that rich renders, or None if all is said."""
+    status: int = 0
+
+
+class Failed(Error):
+    """What failed after the work began, not because it was refused."""
+
+
+def read(options: argparse.Namespace, outputs: Sequence[str] | None = None) -> Model:
+    """The model of a command."""
+    batch = "any" if options.any_batch else None
+    return load(options.model, outputs=outputs, batch=batch, dequantize=options.dequantize)
+
+
+def info(options: argparse.Namespace) -> Report:
+    model = read(options)
+    sparsity = model.sparsity
+    data = {
+        "graph": model.proto.graph.name,
+        "producer": f"{model.proto.producer_name} {model.proto.producer_version}".strip(),
+        "ir_version": model.proto.ir_version,
+        "opsets": {entry.domain or "ai.onnx": entry.version for entry in model.proto.opset_import},
+        "inputs": [_described(value) for value in model.inputs],
+        "outputs": [_described(value) for value in model.outputs],
+        "operators": Counter(map(operator, model.graph.nodes)),
+        "params": {name: _described(x) for name, x in model.params.items()},
+        "state": {name: _described(x) for name, x in model.state.items()},
+        "sparse": [layer.name for layer in sparsity[1]] if sparsity else [],
+        "training": len(model.proto.training_info),
+        "warnings": model.warnings,
+    }
+    return Report(data, model.summary() if options.layers else model)
+
+
+def _described(value: Any) -> dict[str, Any]:
+    """Shape and type of an input, an output or a tensor."""
+    name = {"name": value.name} if isinstance(value, Value) else {}
+    return {**name, "dtype": value.dtype and str(value.dtype), "shape": value.shape}
+
+
+def run(options: argparse.Namespace) -> Report:
+    model = read(options, options.outputs)
+    check_writable(options.output)
+    inputs, _ = arrays(options.data, model, None)
+    outputs = model(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    names = [value.name for value in model.outputs]
+    named: dict[str, Any] = dict(zip(names, map(np.asarray, outputs), strict=True))
+    try:
+        with whole(options.output) as path, path.open("wb") as file:
+            np.savez(file, **named)
+    except OSError as error:
+        raise Failed(f"the outputs could not be written: {error}") from error
+    data = {"output": options.output, "outputs": {n: _described(x) for n, x in named.items()}}
+    return Report(data, "\n".join(f"{n}: {x.dtype}{[*x.shape]}" for n, x in named.items()))
+
+
+def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None) -> Report:
+    from jaxonnx.train import train
+
+    model = read(options)
+    check_writable(options.output)
+    given, targets = arrays(_examples(options), model, "y")
+    inputs = _prepared(given, model, options)
+    validation = options.validation
+    if isinstance(validation, Path):
+        held_out, truth = arrays(validation, model, "y")
+        validation = (_prepared(held_out, model, options), truth)
+    carried = bool(model.proto.training_info) and not (options.loss or options.optimizer)
+    settings = {name: getattr(options, name) for name in _SETTINGS}
+    result = train(
+        model,
+        (inputs, targets),
+        loss=None if carried else options.loss or LOSS,
+        optimizer=None if carried else getattr(optax, options.optimizer or "adam")(options.rate),
+        epochs=10 if options.epochs is None else options.epochs,
+        validation=validation,
+        dropout=_dropout(options),
+        sparsity=sparsity,
+        lora=_lora(options) if sparsity is None else None,
+        on_log=[_logger(path) for path in options.log or ()],
+        progress=False if options.json else None,
+        **{name: value for name, value in settings.items() if value is not None},
+    )
+    trained = result.model
+    if inputs is not given or any(getattr(options, name) is not None for name in _PREPARATION):
+        trained = images.with_preparation(trained, _preparation(trained, options))
+    _save(trained, options.output)
+    if result.lora is not None and options.adapters is not None:
+        result.lora.save(options.adapters)
+    history = result.history
+    report = Report(
+        {"output": options.output, "history": asdict(history), "changes": result.changes},
+        str(result),
+        bool(history.stopped) and not history.early,
+    )
+    if trained.sparsity is None or report.status:
+        return report
+    return _with_proof(report, trained, inputs)
+
+
+def _dropout(options: argparse.Namespace) -> float | dict[str, float] | None:
+    """One ratio, or ratios by name."""
+    ratios = dict(options.dropout or ())
+    if "" in ratios and len(ratios) > 1:
+        raise InputError("--dropout takes one ratio for all nodes, or NAME=X for each, not both")
+    return ratios.get("", ratios) if ratios else None
+
+
+def _logger(path: Path) -> loggers.Logger:
+    kinds = {".csv": loggers.csv, ".jsonl": loggers.jsonl, "": loggers.tensorboard}
+    if path.suffix not in kinds:
+        raise InputError(f"--log {path}: neither .csv, nor .jsonl, nor a folder")
+    return kinds[path.suffix](path)
+
+
+def _lora(options: argparse.Namespace) -> LoRA | None:
+    if options.adapters is not None:
+        check_writable(options.adapters)
+    if options.lora is not None:
+        return LoRA(options.lora, where=options.lora_where)
+    if options.lora_where or options.adapters:
+        raise InputError("--lora-where and --adapters go with --lora RANK")
+    return None
+
+
+def _save(model: Model, path: Path) -> None:
+    """Writes the result of a training, which took long: elsewhere, if it cannot be written here."""
+    try:
+        model.save(path)
+    except OSError as error:
+        folder = Path(tempfile.mkdtemp(prefix="jaxonnx-"))
+        model.save(folder / path.name)
+        raise Failed(f"{error}; the trained model is in {folder / path.name}") from error
+
+
+def _with_proof(report: Report, model: Model, inputs: tuple) -> Report:
+    pattern, axes = record(model.proto)
+    layers = [sparse.Layer(n, model.params[n].shape, a, "") for n, a in axes.items()]
+    size = (model.inputs[0].shape or (None,))[0]
+    few = [x[: size if isinstance(size, int) else 2] for x in inputs]
+    proof = sparse.verify(model.apply, model.params, *few, layers=layers, pattern=pattern)
+    dense = sum(w.nbytes for w in model.params.values())
+    packed = packed_nbytes(model.params, pattern, axes)
+    sizes = f"{dense:,} bytes of weights, {packed:,} packed ({packed / dense:.0%})"
+    data = {
+        **report.data,
+        "pattern": str(pattern),
+        "products": [asdict(product) for product in proof.products],
+        "bytes": dense,
+        "bytes_packed": packed,
+    }
+    return report._replace(data=data, shown=f"{report.shown}\n{proof}\n{sizes}")
+
+
+def sparsify(options: argparse.Namespace) -> Report:
+    phases = {name: getattr(options, name) for name in PHASES}
+    phases = {name: length for name, length in phases.items() if length is not None}
+    if phases and options.epochs is None:
+        options.epochs = sum(phases.values())
+    return train(options, {"pattern": options.pattern, "select": options.select, **phases})
+
+
+def classify(options: argparse.Namespace) -> Report:
+    model = load(options.model)
+    where = images.layout(model, options.size)
+    if images.preparation(model) is None and options.scale is None and where.dtype != np.uint8:
+        warnings.warn(f"'{options.model}' does not say how pixels are scaled: 1/255", stacklevel=1)
+    prepare = _preparation(model, options)
+    data, lines = [], []
+    for path in options.pictures:
+        found = images.classify(model, images.read(path, where), prepare, where)[: options.top]
+        data.append({"picture": path, "classes": [{"label": n, "share": p} for n, p in found]})
+        lines += [str(path), *(f"  {share:7.2%}  {label}" for label, share in found)]
+    return Report({"pictures": data}, "\n".join(lines))
+
+
+def demo(options: argparse.Namespace) -> Report:
+    from jaxonnx import demo
+
+    console = Console(stderr=options.json)
+    rows = demo.run(
+        options.output,
+        epochs=options.epochs,
+        seed=options.seed,
+        console=console,
+        progress=False if options.json else None,
+    )
+    left_out = ("weights", "history")
+    data = [{k: v for k, v in vars(row).items() if k not in left_out} for row in rows]
+    return Report({"networks": data}, None)
+
+
+def _preparation(model: Model, options: argparse.Namespace) -> images.Preparation:
+    """What the flags say, or else the file, or else what is usual."""
+    said = images.preparation(model)
+    if said is None:
+        said = images.Preparation(scale=1 if model.inputs[0].dtype == np.uint8 else 1 / 255)
+    flags = {name: getattr(options, name) for name in _PREPARATION}
+    if flags["labels"] is not None:
+        flags["labels"] = tuple(flags["labels"].read_text("utf-8").splitlines())
+    return replace(said, **{name: value for name, value in flags.items() if value is not None})
+
+
+def _prepared(inputs: tuple, model: Model, options: argparse.Namespace) -> tuple:
+    """The inputs themselves, or prepared if they are pixels and the network takes other numbers."""
+    if len(inputs) != 1 or not inputs[0].dtype == np.uint8 != model.inputs[0].dtype:
+        return inputs
+    where = images.layout(model, options.size)
+    return (images.batch(inputs[0], _preparation(model, options), where),)
+
+
+def _examples(options: argparse.Namespace) -> Path:
+    """The data, given with or without the name of its flag."""
+    given = [path for path in (options.examples, options.data) if path is not None]
+    if len(given) != 1:
+        raise InputError("give the data once: jaxonnx train MODEL DATA, or --data DATA")
+    return given[0]
+
+
+def arrays(path: Path, model: Model, targets: str | None) -> tuple[tuple[Any, ...], Any]:
+    """The model's inputs in order, and the targets, from a .npz file."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            found = dict(file)
+    except (OSError, ValueError) as error:
+        raise InputError(f"'{path}' is no .npz file ({error})") from error
+    names = [value.name for value in model.inputs]
+    if len(names) == 1 and names[0] not in found:
+        names = ["x"] if "x" in found else names
+    wanted = [*names, *([targets] if targets else [])]
+    if missing := [name for name in wanted if name not in found]:
+        raise InputError(f"'{path}' has {', '.join(found) or 'no arrays'}, and needs {missing[0]}")
+    return tuple(found[name] for name in names), found[targets] if targets else None

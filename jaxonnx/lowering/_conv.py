@@ -1,0 +1,243 @@
+"""Convolution, forward and both gradients.
+
+On accelerators it is `lax.conv_general_dilated` and what JAX derives from it. On CPU one of the
+rules below is chosen from the shapes; `benchmarks/lowerings.py` measures each of them again.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxonnx.lowering import _winograd as winograd
+from jaxonnx.lowering._contract import contract
+from jaxonnx.lowering._taps import Taps
+
+MERGED_CHANNELS = 32
+"""Groups with fewer input channels are joined, as blocks of a larger weight, up to this many."""
+
+FEW_INPUTS = 32
+"""Forward, a window of at most this many elements in some channels is gathered (im2col)."""
+
+SLOW_WORK = 2**18
+"""Multiplications from which XLA:CPU's slow path is avoided; below, what a small product costs to
+start outweighs it."""
+
+FEW_WINDOWS = 16
+"""Gradients of images with at most this many windows are gathered, which uses all cores, if the
+weight is turned."""
+
+LARGE_WEIGHT = 2**18
+"""Elements from which bringing the axes of a weight in another order costs more than it saves."""
+
+MANY_CHANNELS = 20
+"""Half the harmonic mean of input and output channels from which Winograd's transforms pay."""
+
+MANY_TILES = 32
+"""Tiles of 2x2 in a batch from which its transform of the weight pays."""
+
+
+@dataclass(frozen=True)
+class Conv:
+    """T(x, w, y) of a convolution: x (N, *size, C), w (M, C / groups, *kernel), y (N, *out, M).
+
+    If `turned`, w is (*kernel, C / groups, M).
+    """
+
+    size: tuple[int, ...]
+    kernel: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilations: tuple[int, ...]
+    pads: tuple[tuple[int, int], ...]
+    out: tuple[int, ...]
+    groups: int
+    turned: bool = False
+    batch: tuple[int, ...] = field(default=(0, 2), init=False)
+
+    @property
+    def _taps(self) -> Taps:
+        return Taps(self.size, self.kernel, self.strides, self.dilations, self.pads, self.out, 1)
+
+    def _weight(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        """The shape of w."""
+        inputs //= self.groups
+        return (*self.kernel, inputs, outputs) if self.turned else (outputs, inputs, *self.kernel)
+
+    def _channels(self, w) -> tuple[int, int]:
+        """(outputs, inputs of a group) of a weight."""
+        return w.shape[:-3:-1] if self.turned else w.shape[:2]
+
+    def _rows(self, w):
+        """w as a matrix (taps and input channels, output channels), the taps first."""
+        if not self.turned:
+            w = w.transpose(*range(2, w.ndim), 1, 0)
+        return w.reshape(-1, w.shape[-1])
+
+    def dense(self, x, w):
+        rank = len(self.kernel)
+        image = (0, rank + 1, *range(1, rank + 1))
+        weight = (rank + 1, rank, *range(rank)) if self.turned else (*range(rank + 2),)
+        return lax.conv_general_dilated(
+            x,
+            w,
+            self.strides,
+            self.pads,
+            rhs_dilation=self.dilations,
+            dimension_numbers=lax.ConvDimensionNumbers(image, weight, image),
+            feature_group_count=self.groups,
+        )
+
+    def plain(self, out, u, v):
+        return self._derived(self.dense, out, u, v)
+
+    def _derived(self, forward, out, u, v):
+        """A contraction of the form whose forward pass is given."""
+        if out == 2:
+            return forward(u, v)
+        if out == 0:
+            inputs = self._channels(u)[1] * self.groups
+            x = jax.ShapeDtypeStruct((v.shape[0], *self.size, inputs), v.dtype)
+            return jax.linear_transpose(lambda x: forward(x, u), x)(v)[0]
+        w = jax.ShapeDtypeStruct(self._weight(v.shape[-1], u.shape[-1]), u.dtype)
+        return jax.linear_transpose(lambda w: forward(u, w), w)(v)[0]
+
+    def fast(self, out, u, v):
+        return self._in_float32(self._fast, out, u, v)
+
+    def mapped(self, out, u, v):
+        """A map over weights makes groups of a convolution, which XLA:CPU is slow at, but one
+        product of a batch of matrices."""
+        if self.groups > 1:
+            return self.fast(out, u, v)
+        return self._in_float32(partial(self._derived, self._gathered), out, u, v)
+
+    def _in_float32(self, function, out, u, v):
+        """XLA:CPU accumulates half precision in half precision."""
+        if not u.size or not v.size:
+            return self.plain(out, u, v)
+        wide = jnp.promote_types(u.dtype, jnp.float32)
+        y: Any = function(out, u.astype(wide), v.astype(wide))
+        return y.astype(u.dtype)
+
+    def _fast(self, out, u, v):
+        inputs = self._channels(u)[1] * self.groups if out == 0 else u.shape[-1]
+        outputs = v.shape[-1] if out == 1 else self._channels((u, None, v)[out])[0]
+        if self.groups > 1:
+            if self.groups == inputs and outputs == inputs:
+                return self._depthwise(out, u, v)
+            return self._derived(self._merged, out, u, v)
+        count = math.prod(self.kernel)
+        if count == 1 and not any(map(any, self.pads)):
+            return self._derived(self._pointwise, out, u, v)
+        batch = (v, u, u)[out].shape[0]
+        if self._few_multiplications(out, batch, inputs, outputs):
+            return self._winograd(out, u, v)
+        work = batch * inputs * outputs * count * math.prod(self.out)
+        few = self.turned and out != 2 and math.prod(self.out) <= FEW_WINDOWS
+        if (few or self._slow(out)) and _reaches(work, SLOW_WORK):
+            return self._derived(self._gathered, out, u, v)
+        if out == 2 and inputs > 1 and inputs * count <= FEW_INPUTS:
+            return self._derived(self._gathered, out, u, v)
+        return self.plain(out, u, v)
+
+    def _slow(self, out):
+        """XLA:CPU leaves its fast path where the image that it reads is smaller than the kernel;
+        with large weights it is 40 times slower then. The filter gradient is not concerned."""
+        read = (self.out, self.kernel, self.size)[out]
+        return any(n < k for n, k in zip(read, self.kernel, strict=True))
+
+    def _pointwise(self, x, w):
+        """A kernel of one element: one matrix product."""
+        (tap,) = self._taps.read(x)
+        return tap @ (self._rows(w) if self.turned else w.reshape(w.shape[:2]).T)
+
+    def _gathered(self, x, w):
+        """The windows side by side (im2col), then one product."""
+        taps = self._taps.read(x)
+        if self.turned or w.size < LARGE_WEIGHT:
+            return jnp.concatenate(taps, -1) @ self._rows(w)
+        columns = jnp.stack(taps, -1)
+        return columns.reshape(*columns.shape[:-2], -1) @ w.reshape(w.shape[0], -1).T
+
+    def _few_multiplications(self, out, batch, inputs, outputs) -> bool:
+        """Whether Winograd's form can be used and pays."""
+        if (self.kernel, self.strides, self.dilations) != ((3, 3), (1, 1), (1, 1)):
+            return False
+        tiles = batch * math.prod(-(-n // 2) for n in (self.size if out == 0 else self.out))
+        order = self.turned or 9 * inputs * outputs < LARGE_WEIGHT
+        many = inputs * outputs >= MANY_CHANNELS * (inputs + outputs)
+        return order and many and _reaches(tiles, MANY_TILES)
+
+    def _winograd(self, out, u, v):
+        if out == 1:
+            w = winograd.kernel(u, v, self.pads)
+            return w if self.turned else w.transpose(3, 2, 0, 1)
+        w = u if out == 0 else v
+        w = w if self.turned else w.transpose(2, 3, 1, 0)
+        if out == 2:
+            return winograd.images(u, w, self.pads, self.out)
+        pads = [(2 - begin, 2 - end) for begin, end in self.pads]
+        return winograd.images(v, w, pads, self.size, flipped=True)
+
+    def _merged(self, x, w):
+        """Grouped filter gradients are loops in XLA:CPU; dense ones, even half empty, are not."""
+        if self.turned:
+            w = w.transpose(w.ndim - 1, w.ndim - 2, *range(w.ndim - 2))
+        groups, per_group = self.groups, w.shape[1]
+        joined = next(
+            j
+            for j in range(1, groups + 1)
+            if groups % j == 0 and (j * per_group >= MERGED_CHANNELS or j == groups)
+        )
+        parts, rows = groups // joined, w.shape[0] // groups
+        # a product with the identity: a masked sum instead crashes XLA:CPU's library fusion
+        blocks = w.reshape(parts, joined, rows, -1)
+        blocks = jnp.einsum("pjrc,jk->pjrkc", blocks, jnp.eye(joined, dtype=w.dtype))
+        blocks = blocks.reshape(parts, joined * rows, joined * per_group, *self.kernel)
+        single = replace(self, groups=1, turned=False)
+        pieces = [
+            contract(single, 2, piece, block)
+            for piece, block in zip(jnp.split(x, parts, -1), blocks, strict=True)
+        ]
+        return jnp.concatenate(pieces, -1)
+
+    def _depthwise(self, out, u, v):
+        """One output channel per channel: multiply and add shifted images."""
+        taps = self._taps
+        if out == 1:
+            axes = tuple(range(v.ndim - 2))
+            sums = [(tap * v).sum(0).sum(axes) for tap in taps.read(u)]
+            return jnp.stack(sums, 0 if self.turned else 1).reshape(
+                self._weight(len(sums[0]), self.groups)
+            )
+        w = self._rows(u if out == 0 else v)
+        if out == 0:
+            return taps.add((v,), (0,), lambda tap, y: y * w[tap])
+        return sum(tap * w[i] for i, tap in enumerate(taps.read(u)))
+
+
+def _reaches(size, bound: int) -> bool:
+    """Whether a size is known to be so large; the symbolic ones of `jax.export` are not."""
+    return isinstance(size, int) and size >= bound
+
+
+def convolution(x, w, window, groups: int, channels: int = 1, turned: bool = False):
+    """Cross-correlation of x (N, C, *size) with w (M, C / groups, *kernel) at these windows.
+
+    `channels` is the axis of the channels of the images: 1, or -1 for (N, *size, C). If `turned`, w
+    is (*kernel, C / groups, M).
+    """
+    x = jnp.moveaxis(x, channels, -1)
+    y = contract(Conv(x.shape[1:-1], *window, groups=groups, turned=turned), 2, x, w)
+    return jnp.moveaxis(y, -1, channels)
+
+
+def transposed_convolution(x, w, *, size, strides, dilations, pads, groups: int, channels: int = 1):
+    """The transpose of `convolution` as a map of images; x (N, M, *out) -> (N, C, *size)."""
+    x = jnp.moveaxis(x, channels, -1)
+    form = Conv(size, w.shape[2:], strides, dilations, pads, x.shape[1:-1], groups)
+    return jnp.moveaxis(contract(form, 0, w, x), -1, channels)

@@ -1,0 +1,9 @@
+"""Model: what a user holds of a file, and `load`, which makes it."""
+
+from jaxonnx._graph.values import Value
+from jaxonnx.model._add_training import add_training
+from jaxonnx.model._load import load
+from jaxonnx.model._model import Model, Statistics, Trainable
+from jaxonnx.model._select import labels
+
+__all__ = ["Model", "Statistics", "Trainable", "Value", "add_training", "labels", "load"]

@@ -1,0 +1,87 @@
+"""`load`: a file becomes a Model."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from onnx import ModelProto
+
+from jaxonnx._file.read import give_back_memory, read
+from jaxonnx._graph.bind import bind
+from jaxonnx._graph.roles import split
+from jaxonnx._rewrite import dequantize as integers
+from jaxonnx._run.program import Program
+from jaxonnx.errors import InputError
+from jaxonnx.model._model import Model, Trainable
+
+TRIM_LIMIT = 1 << 26
+"""Bytes; reading weights above it leaves gaps in memory that are worth giving back."""
+
+
+def load(
+    source: str | os.PathLike | bytes | ModelProto,
+    *,
+    outputs: str | Iterable[str] | None = None,
+    batch: Literal["any"] | None = None,
+    dequantize: bool = False,
+    trainable: Trainable | None = None,
+) -> Model:
+    """Loads an ONNX model.
+
+    >>> from jaxonnx import demo
+    >>> proto = demo.model().to_onnx()
+    >>> load(proto, trainable="14.*")
+    Model(x: float32[batch, 1, 8, 8] -> logits: float32[batch, 10]; 2 parameters)
+
+    Args:
+      source: a path (of an ONNX file, or of a packed .npz that `Model.save` wrote), the bytes of a
+        file, or a ModelProto (which is left as it is).
+      outputs: inner values to give instead of the file's outputs, as in `Model.with_outputs`.
+      batch: "any" opens the batch of a file that was exported for one size, as in
+        `Model.with_any_batch`.
+      dequantize: weights that are stored as integers behind DequantizeLinear become floating-point
+        parameters, by the name of its result; saved, they are initializers of that type.
+        Activations that pass QuantizeLinear and DequantizeLinear are still rounded, with a
+        gradient that passes straight through.
+      trainable: names or regular expressions (matched in full), or a predicate of name and value:
+        exactly these floating-point tensors become parameters, instead of those that stand at a
+        weight or bias of an operator.
+
+    Raises:
+      ModelError: the file is corrupt, truncated or malformed.
+      SparsityError: a packed file is.
+      UnsupportedError: operators without an implementation (all of them named), or a newer opset.
+      InputError: `outputs` or `trainable` name what the model does not have, or the batch cannot be
+        opened, or nothing is to be dequantized.
+    """
+    if batch not in (None, "any"):
+        raise InputError(f"batch is 'any' or None, and was {batch!r}")
+    proto, tensors = read(source)
+    graph = bind(proto, proto.graph, tensors.keys())
+    if dequantize:
+        graph = integers.dequantized(proto, graph, tensors)
+    params, state, constants = split(graph, tensors, proto.graph)
+    originals = {
+        name: tensors[name]
+        for name in (*params, *state)
+        if tensors[name].dtype != jax.dtypes.canonicalize_dtype(tensors[name].dtype)
+    }
+    for group in (params, state):
+        for name in group:
+            tensors.pop(name)
+            group[name] = jnp.array(group[name])
+    if sum(value.nbytes for group in (params, state) for value in group.values()) > TRIM_LIMIT:
+        jax.block_until_ready((params, state))
+        give_back_memory()
+    model = Model(params, state, proto, Program(graph, constants), originals)
+    model = model if outputs is None else model.with_outputs(outputs)
+    model = model if batch is None else model.with_any_batch()
+    for warning in model.warnings:
+        if warning.startswith("64-bit"):
+            warnings.warn(warning, stacklevel=2)
+    return model if trainable is None else model.with_trainable(trainable)

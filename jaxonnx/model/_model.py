@@ -1,0 +1,402 @@
+"""Model: pure functions over a graph; which initializer is a parameter, which is state."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from onnx import ModelProto
+
+from jaxonnx._file import packed as sparse_export
+from jaxonnx._file import save as saving
+from jaxonnx._graph.bind import Graph
+from jaxonnx._graph.roles import graph_tensors, running_statistics
+from jaxonnx._graph.values import Value, arguments, data, declared, listed, matching
+from jaxonnx._rewrite import modes
+from jaxonnx._rewrite.batch import freed
+from jaxonnx._rewrite.outputs import cut
+from jaxonnx._run.program import Program
+from jaxonnx._run.remat import cuts
+from jaxonnx.errors import InputError
+from jaxonnx.model import _notes as notes
+from jaxonnx.model._restart import Initializer, restarted
+from jaxonnx.model._select import Select, select
+from jaxonnx.model._show import Summary, overview, summary, text
+from jaxonnx.training_info._run import Training
+
+Trainable = Select
+Statistics = Literal["batch", "frozen"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Model:
+    """An ONNX graph as pure functions of its parameters. A Model never changes.
+
+    >>> from jaxonnx import demo
+    >>> model = demo.model()
+    >>> x = jnp.ones((2, 1, 8, 8))
+    >>> model(x).shape
+    (2, 10)
+    >>> gradients = jax.grad(lambda params: model.apply(params, x).sum())(model.params)
+    >>> gradients["14.bias"].shape
+    (10,)
+
+    Attributes:
+      params: what training changes, by tensor name.
+      state: running statistics and other tensors that are not trained, by name.
+    """
+
+    params: dict[str, jax.Array]
+    state: dict[str, jax.Array]
+    proto: ModelProto = field(repr=False)
+    """The file without the data of its tensors."""
+    program: Program
+    originals: Mapping[str, np.ndarray]
+    """64-bit tensors of the file, which the 32-bit arrays of JAX cannot hold."""
+
+    @property
+    def graph(self) -> Graph:
+        return self.program.graph
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """All named tensors: parameters, state, and constants as NumPy arrays."""
+        return {**self.program.constants, **self.state, **self.params}
+
+    @cached_property
+    def inputs(self) -> tuple[Value, ...]:
+        """The inputs that a call must give, in order."""
+        wanted = set(self.graph.inputs)
+        return tuple(declared(v) for v in self.proto.graph.input if v.name in wanted)
+
+    @cached_property
+    def outputs(self) -> tuple[Value, ...]:
+        """The outputs, in file order."""
+        return tuple(map(declared, self.proto.graph.output))
+
+    @cached_property
+    def training(self) -> Training:
+        """The training that the file itself carries (`training_info`) as pure functions."""
+        return Training(self.proto, self.merged()._values())
+
+    @cached_property
+    def warnings(self) -> tuple[str, ...]:
+        """What a user of the model should know."""
+        return tuple(notes.warnings(self))
+
+    def __call__(self, *inputs: Any, rng: jax.Array | None = None, **named: Any) -> Any:
+        """Inference, compiled: an array if there is one output, else a tuple in file order.
+
+        Args:
+          inputs: arrays in the order of `self.inputs`; any may be given by name instead.
+          rng: a key for random operators; without it they use `jax.random.key(0)`.
+
+        Raises:
+          InputError: arguments that do not fit the inputs.
+        """
+        return _one(self.program(*self._stored, rng, self._given(inputs, named)))
+
+    @cached_property
+    def _stored(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return self.program.stored(self.params), self.program.stored(self.state)
+
+    def apply(
+        self,
+        params: Mapping[str, Any],
+        *inputs: Any,
+        state: Mapping[str, Any] | None = None,
+        rng: jax.Array | None = None,
+        **named: Any,
+    ) -> Any:
+        """Inference as a pure function, for `jax.jit`, `grad`, `vmap` and the like.
+
+        BatchNormalization uses its running statistics and Dropout is inactive, whatever the file's
+        training flags say. `state` replaces `self.state`, whose arrays otherwise become constants
+        of a function that is compiled around this call.
+        """
+        state = self.state if state is None else state
+        given = data(self._given(inputs, named))
+        return _one(self.program.evaluate(params, state, given, key=rng, training=False))
+
+    def apply_train(
+        self,
+        params: Mapping[str, Any],
+        state: Mapping[str, Any],
+        rng: jax.Array | None,
+        *inputs: Any,
+        **named: Any,
+    ) -> tuple[Any, dict[str, Any]]:
+        """Training semantics as a pure function: `(outputs, new state)`.
+
+        BatchNormalization uses the statistics of the batch and renews the running ones in the
+        state; Dropout is active with its own ratio and draws from `rng`.
+        """
+        updates: dict[str, Any] = {}
+        given = data(self._given(inputs, named))
+        outputs = self.program.evaluate(
+            params, state, given, key=rng, training=True, updates=updates
+        )
+        renewed = {name: updates.get(name, value) for name, value in state.items()}
+        return _one(outputs), renewed
+
+    def replace(
+        self,
+        *,
+        params: Mapping[str, jax.Array] | None = None,
+        state: Mapping[str, jax.Array] | None = None,
+    ) -> Model:
+        """A model with other values of the same tensors.
+
+        Raises:
+          InputError: names or shapes differ from the model's.
+        """
+        return dataclasses.replace(
+            self,
+            params=matching("params", self.params, params),
+            state=matching("state", self.state, state),
+        )
+
+    def with_trainable(self, trainable: Trainable) -> Model:
+        """A model whose parameters are exactly the floating-point tensors that are chosen.
+
+        Args:
+          trainable: names or regular expressions (matched in full), or a predicate. Running
+            statistics are chosen only by their exact names.
+
+        Raises:
+          InputError: a name or expression matches no floating-point tensor.
+        """
+        self._has_no_adapters("trainable")
+        tensors = self.tensors
+        floats = {n: v for n, v in tensors.items() if jnp.issubdtype(v.dtype, jnp.floating)}
+        # A running statistic is renewed, not trained, unless it is asked for by its name.
+        chosen = select(trainable, floats, "trainable", running_statistics(self.graph))
+        constants = {n: v for n, v in self.program.constants.items() if n not in chosen}
+        return dataclasses.replace(
+            self,
+            params={name: jnp.asarray(tensors[name]) for name in tensors if name in chosen},
+            state={n: v for n, v in tensors.items() if n not in chosen and n not in constants},
+            program=Program(self.graph, constants),
+        )
+
+    def reinitialize(
+        self,
+        rng: jax.Array,
+        names: Select,
+        initializer: Initializer = jax.nn.initializers.he_normal(),  # noqa: B008
+    ) -> Model:
+        """A model in which some weights start anew: a head for other data, or a whole network.
+
+        Vectors become 0, scales of a normalization 1, running means 0 and variances 1, slopes of
+        PRelu 0.25. All else is drawn by the initializer, with inputs and outputs of the layer as
+        its fans whatever the layout of the weight; an embedding has its columns as inputs.
+
+        Args:
+          rng: a key.
+          names: names or regular expressions (matched in full), or a predicate of name and value.
+          initializer: one of `jax.nn.initializers`, or any function `(key, shape, dtype)` that
+            takes the axes in the order (kernel..., inputs, outputs).
+
+        Raises:
+          InputError: a name or expression matches no floating-point tensor.
+        """
+        self._has_no_adapters("weights")
+        tensors = {**self.params, **self.state}
+        floats = {n: v for n, v in tensors.items() if jnp.issubdtype(v.dtype, jnp.floating)}
+        chosen = select(names, floats, "names")
+        ordered = [name for name in floats if name in chosen]
+        new = restarted(self.graph, tensors, ordered, rng, initializer)
+        return self.replace(
+            params={name: new.get(name, value) for name, value in self.params.items()},
+            state={name: new.get(name, value) for name, value in self.state.items()},
+        )
+
+    def with_outputs(self, outputs: str | Iterable[str]) -> Model:
+        """A model of the same graph cut at other outputs: features, or a backbone for a new head.
+
+        What these outputs do not need is neither evaluated nor saved: nodes, tensors and inputs.
+        A new head is a function, or a module of Flax, of what this model gives.
+
+        Args:
+          outputs: names of values or nodes of the main graph, or of modules as PyTorch's exporters
+            record them ("layer4": what the last node of that module gives).
+
+        Raises:
+          InputError: there is no such value; the message has those with similar names.
+        """
+        self._has_no_adapters("outputs")
+        proto, graph = cut(self.proto, self.graph, self.tensors, outputs)
+        kept = {*graph_tensors(graph)}
+        constants = {n: v for n, v in self.program.constants.items() if n in kept}
+        return dataclasses.replace(
+            self,
+            params={name: value for name, value in self.params.items() if name in kept},
+            state={name: value for name, value in self.state.items() if name in kept},
+            proto=proto,
+            program=Program(graph, constants),
+        )
+
+    def with_any_batch(self) -> Model:
+        """A model that takes batches of any size, of a file that was exported for one.
+
+        Targets of Reshape and zero initial states that hold the size are changed, in what `save`
+        writes as well. Where the batch could be in several axes, the result is checked on random
+        numbers, which runs the model three times.
+
+        Raises:
+          InputError: a node fixes the size in another way; the message names it.
+        """
+        self._has_no_adapters("the batch size")
+        proto, program = freed(self.proto, self.program, self.params, self.state)
+        if proto is self.proto:
+            return self
+        net = dataclasses.replace(self, proto=proto, program=program)
+        # what the changes leave over is dropped; an algorithm of the file may read it
+        return net if proto.training_info else net.with_outputs(program.graph.outputs)
+
+    def with_statistics(self, statistics: Statistics) -> Model:
+        """A model whose training uses other statistics in BatchNormalization.
+
+        Args:
+          statistics: "batch" uses those of the batch and renews the running ones, as a file that is
+            loaded does; "frozen" uses the running ones and keeps them, while scale and bias are
+            trained like all else. That suits small batches, and new data of little variety.
+
+        Raises:
+          InputError: it is neither.
+        """
+        if statistics not in ("batch", "frozen"):
+            raise InputError(f"statistics is 'batch' or 'frozen', and was {statistics!r}")
+        graph = modes.with_statistics(self.graph, statistics == "frozen")
+        return dataclasses.replace(self, program=self.program.with_graph(graph))
+
+    def with_dropout(self, ratio: float | Mapping[str, float]) -> Model:
+        """A model with other ratios of Dropout in training; inference and `save` are as before.
+
+        Dropout nodes of the file are active in training with their own ratio anyway; most
+        exporters leave none in a file for inference.
+
+        Args:
+          ratio: of all Dropout nodes; or a ratio for each of some values, nodes or modules (as in
+            `with_outputs`), behind which Dropout is put where it is none itself.
+
+        Raises:
+          InputError: there is no Dropout node, no such value, or a ratio is not in [0, 1).
+        """
+        graph = modes.with_dropout(self.graph, self.proto.graph, ratio)
+        return dataclasses.replace(self, program=self.program.with_graph(graph))
+
+    def with_remat(self) -> Model:
+        """A model that keeps few values for a gradient in training and computes the rest again.
+
+        About the square root of its nodes is kept; a step takes up to a third longer.
+        """
+        graph = dataclasses.replace(self.graph, cuts=cuts(self.graph))
+        return dataclasses.replace(self, program=self.program.with_graph(graph))
+
+    @property
+    def sparsity(self) -> sparse_export.Recorded | None:
+        """Which weights the file records as sparse (`jaxonnx._file.packed`), if it does."""
+        return sparse_export.recorded(self.proto, self.params)
+
+    def to_onnx(self) -> ModelProto:
+        """The original graph with these weights, in inference form.
+
+        A record of sparse weights stays for those that have the pattern.
+        """
+        net = self.merged()
+        return saving.to_onnx(self.proto, net._values(), {*net.params}, {*net.state})
+
+    def save(
+        self, path: str | os.PathLike, *, external_data: bool = False, sparse: bool = False
+    ) -> None:
+        """Writes the original graph with these weights; never leaves half a file behind.
+
+        Sparse weights are written with their zeros in place, which every runtime takes and
+        compilers look for (TensorRT: `trtexec --sparsity=enable`, or the builder flag
+        `SPARSE_WEIGHTS`).
+
+        Args:
+          path: of the .onnx file; if it ends in .npz, the graph and the weights are written with
+            the sparse ones packed, and `jaxonnx.load` unpacks them.
+          external_data: put the weights into a file beside it; done anyway above 2 GB.
+          sparse: write the sparse weights as ONNX sparse initializers, which few runtimes take.
+
+        Raises:
+          OSError: the path cannot be written.
+          SparsityError: a packed or sparse form of a model without a record of sparse weights.
+        """
+        saving.save(self.to_onnx(), path, external_data, sparse)
+
+    def merged(self) -> Model:
+        """A plain model in which adapters (`jaxonnx.LoRA`) are merged into the weights.
+
+        Its parameters are those of the model that the adapters were attached to, and what was
+        trained beside them. A model without adapters is given back as it is.
+        """
+        adaption = self.program.adaption
+        if adaption is None:
+            return self
+        tensors = {**self.state, **self.params}
+        params = jax.jit(lambda t: {n: adaption(t)[n] for n in adaption.params})(tensors)
+        state = {n: v for n, v in tensors.items() if n in self.state and n not in params}
+        program = Program(self.graph, self.program.constants)
+        return dataclasses.replace(self, params=params, state=state, program=program)
+
+    def _has_no_adapters(self, what: str) -> None:
+        if self.program.adaption is not None:
+            raise InputError(
+                f"{what} of a model with adapters cannot be changed: set it before they are "
+                "attached, or merge them first with .merged()"
+            )
+
+    def _values(self) -> dict[str, np.ndarray]:
+        values = dict(self.program.constants)
+        for name, value in {**self.state, **self.params}.items():
+            original = self.originals.get(name)
+            array = np.asarray(value)
+            if original is not None:
+                same = np.array_equal(original.astype(array.dtype), array, equal_nan=True)
+                array = original if same else array.astype(original.dtype)
+            values[name] = array
+        return values
+
+    def _given(self, inputs: tuple, named: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments by input name, checked."""
+        return arguments(self.inputs, self._defaults, inputs, named)
+
+    @cached_property
+    def _defaults(self) -> frozenset[str]:
+        """Inputs that an initializer gives a value to: they may be given by name."""
+        return frozenset(v.name for v in self.proto.graph.input) - set(self.graph.inputs)
+
+    def summary(self) -> Summary:
+        """A table of the layers: operator, output shape, parameters, what is trained, notes.
+
+        It renders in terminals and notebooks; `.layers` has its rows.
+        """
+        return summary(self)
+
+    def __str__(self) -> str:
+        return text(overview(self))
+
+    def __repr__(self) -> str:
+        signature = f"{listed(self.inputs)} -> {listed(self.outputs)}"
+        return f"Model({signature}; {len(self.params)} parameters)"
+
+    def __rich__(self) -> Any:
+        return overview(self)
+
+    def _repr_html_(self) -> str:
+        return text(overview(self), html=True)
+
+
+def _one(outputs: tuple) -> Any:
+    return outputs[0] if len(outputs) == 1 else outputs

@@ -1,0 +1,232 @@
+"""What `print(model)` and `model.summary()` show."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from onnx import NodeProto, TensorProto, TrainingInfoProto, ValueInfoProto, numpy_helper
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from jaxonnx._graph.bind import Node
+from jaxonnx._graph.exports import is_folded
+from jaxonnx._graph.scopes import modules
+from jaxonnx._graph.values import Value, declared
+from jaxonnx._rewrite.modes import UNDROPPED
+from jaxonnx._run.shapes import evaluated, inferred
+
+if TYPE_CHECKING:
+    from jaxonnx.model._model import Model
+
+_ROWS = 60
+"""Tensors listed one by one; the rest is counted."""
+
+
+def overview(model: Model) -> Group:
+    """Inputs, outputs, operators, tensors and warnings, as something that rich renders."""
+    opsets = ", ".join(f"{e.domain or 'ai.onnx'} {e.version}" for e in model.proto.opset_import)
+    producer = " ".join(filter(None, [model.proto.producer_name, model.proto.producer_version]))
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row(
+        "graph", f"{model.proto.graph.name or '(unnamed)'}, {opsets}, by {producer or '?'}"
+    )
+    for title, values in (("input", model.inputs), ("output", model.outputs)):
+        for value in values:
+            facts.add_row(title, Text(str(value)))
+    operators = Counter(map(operator, model.graph.nodes))
+    listed = ", ".join(f"{name} {count}" for name, count in operators.most_common())
+    facts.add_row("operators", listed or "none")
+    trained = sum(v.size for v in model.params.values())
+    frozen = sum(v.size for v in model.state.values())
+    facts.add_row("trained", f"{trained:,} numbers in {len(model.params)} tensors")
+    facts.add_row("frozen", f"{frozen:,} numbers in {len(model.state)} tensors")
+    if model.sparsity is not None:
+        pattern, layers = model.sparsity
+        facts.add_row("sparse", f"{len(layers)} tensors, {pattern}, as the file records")
+    for info in model.proto.training_info:
+        facts.add_row("training", Text(_training(info)))
+    for warning in model.warnings:
+        facts.add_row(Text("warning", "yellow"), Text(warning))
+
+    table = Table()
+    for column in ("tensor", "shape", "type"):
+        table.add_column(column)
+    table.add_column("trained", justify="center")
+    rows = [(n, v, "yes") for n, v in model.params.items()]
+    rows += [(n, v, "no") for n, v in model.state.items()]
+    for name, value, role in rows[:_ROWS]:
+        table.add_row(
+            Text(name), "x".join(map(str, value.shape)) or "scalar", str(value.dtype), role
+        )
+    if len(rows) > _ROWS:
+        table.add_row(f"... {len(rows) - _ROWS} more", "", "", "")
+    return Group(facts, table) if rows else Group(facts)
+
+
+def operator(node: Node) -> str:
+    """The name of the operator or function that a node calls."""
+    return node.op.name or node.label.split("(")[-1].rstrip(")")
+
+
+def _training(info: TrainingInfoProto) -> str:
+    """The algorithm that the file carries, with its update count."""
+    operators = [node.op_type for node in info.algorithm.node if "training" in node.domain]
+    bound = {entry.key for entry in info.update_binding}
+    counts = [
+        f"{tensor.name} = {numpy_helper.to_array(tensor).item()}"
+        for tensor in info.algorithm.initializer
+        if tensor.name in bound and tensor.data_type == TensorProto.INT64 and not tensor.dims
+    ]
+    inputs = [value.name for value in info.algorithm.input]
+    facts = [f"updates {len(bound)} tensors"] + ([f"takes {', '.join(inputs)}"] if inputs else [])
+    return f"by {', '.join(operators) or 'other operators'}; {'; '.join([*facts, *counts])}"
+
+
+class Layer(NamedTuple):
+    """A node of the graph that computes with what the model is given."""
+
+    name: str
+    """The module of PyTorch that it stems from, as its exporter tells, or the node's own name."""
+    operator: str
+    shape: tuple[int | str | None, ...] | None
+    """Of its first output; names or None for dynamic dimensions, None where it is not known."""
+    parameters: int
+    """Numbers in its weights, at the first layer that has them."""
+    trained: int
+    """How many numbers of its weights or adapters are trained."""
+    notes: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A table of layers, for terminals (`print`) and notebooks."""
+
+    layers: tuple[Layer, ...]
+    trained: int
+    """Numbers in parameters."""
+    frozen: int
+    """Numbers in state."""
+    size: int
+    """Bytes of both."""
+
+    def __rich__(self) -> Group:
+        table = Table()
+        table.add_column("layer", overflow="fold")
+        table.add_column("operator", no_wrap=True)
+        table.add_column("output")
+        table.add_column("parameters", justify="right", no_wrap=True)
+        table.add_column("trained", justify="right", no_wrap=True)
+        table.add_column("notes")
+        for layer in self.layers:
+            count = trained = ""
+            if layer.parameters:
+                count = f"{layer.parameters:,}"
+                trained = f"{layer.trained:,}" if layer.trained else "no"
+                trained = "yes" if layer.trained == layer.parameters else trained
+            shape = "?" if layer.shape is None else _shape(layer.shape)
+            table.add_row(
+                Text(layer.name), Text(layer.operator), Text(shape), count, trained, layer.notes
+            )
+        size, unit = (self.size / 2**20, "MiB") if self.size > 2**20 else (self.size / 2**10, "KiB")
+        total = f"{self.trained:,} numbers trained, {self.frozen:,} frozen, {size:.1f} {unit}"
+        return Group(table, Text(total))
+
+    def __str__(self) -> str:
+        return text(self)
+
+    def _repr_html_(self) -> str:
+        return text(self, html=True)
+
+
+def summary(model: Model) -> Summary:
+    """The layers of a model: nodes that are no views, constants or shape arithmetic."""
+    tensors, graph = model.tensors, model.graph
+    shapes = evaluated(model.proto, graph, tensors)
+    values, known = (shapes.values, shapes.known) if shapes else _inferred(model)
+    origins = {name: node for node in model.proto.graph.node for name in node.output}
+    views = {name: (name,) for name in tensors}
+    layers: list[Layer] = []
+    counted: set[str] = set()
+    for node in graph.nodes:
+        weights = list(dict.fromkeys(w for name in node.reads for w in views.get(name, ())))
+        first = node.outputs[0] if node.outputs else ""
+        if node.op.view and node.inputs[0] in views:
+            views[first] = views[node.inputs[0]]
+        elif not node.op.view and first not in known:
+            origin, value = origins.get(first.removesuffix(UNDROPPED)), values.get(first)
+            layers.append(_layer(model, node, origin, value, weights, counted))
+            counted.update(weights)
+    trained, frozen = (sum(v.size for v in group.values()) for group in (model.params, model.state))
+    size = sum(v.nbytes for v in (*model.params.values(), *model.state.values()))
+    return Summary(tuple(layers), trained, frozen, size)
+
+
+def _inferred(model: Model) -> tuple[dict[str, Value], frozenset[str]]:
+    """Shapes from the file and from ONNX's inference; whole numbers count as known."""
+    names = [name for node in model.graph.nodes for name in node.outputs if name]
+    kinds = inferred(model.proto, model.tensors, names)
+    values = {n: declared(ValueInfoProto(name=n, type=kind)) for n, kind in kinds.items()}
+    whole = [n for n, v in values.items() if v.dtype is not None and v.dtype.kind in "iub"]
+    return values, frozenset(whole)
+
+
+def _layer(
+    model: Model,
+    node: Node,
+    origin: NodeProto | None,
+    value: Value | None,
+    weights: list[str],
+    counted: Collection[str],
+) -> Layer:
+    tensors = model.tensors
+    learned = [w for w in weights if w in model.params or w in model.state]
+    adapted = [w for w in learned if f"{w}.lora_A" in model.params]
+    new = [w for w in learned if w not in counted]
+    trained = [w for w in new if w in model.params]
+    trained += [f"{w}.lora_{end}" for w in adapted if w in new for end in "AB"]
+    notes = [f"adapters of rank {tensors[f'{w}.lora_A'].shape[-2]}" for w in adapted[:1]]
+    if node.op.state:
+        notes.append("frozen statistics" if node.inference else "batch statistics in training")
+    if node.op.name == "Dropout":
+        where = "in training" if origin and origin.op_type == "Dropout" else "put here for training"
+        notes.append(f"{_ratio(model, node):.2g} {where}")
+    if origin is not None and is_folded(origin):
+        notes.append("BatchNormalization folded?")
+    if shared := [w for w in learned if w in counted]:
+        notes.append(f"shares {', '.join(shared)}")
+    path = [] if origin is None else modules(origin)
+    name = path[-1] if path else (origin and origin.name) or node.outputs[0]
+    return Layer(
+        name=name,
+        operator=operator(node),
+        shape=None if value is None else value.shape,
+        parameters=sum(tensors[w].size for w in new),
+        trained=sum(tensors[w].size for w in trained),
+        notes="; ".join(notes),
+    )
+
+
+def _ratio(model: Model, node: Node) -> float:
+    """Of a Dropout node; NaN where it is computed."""
+    if len(node.inputs) < 2 or not node.inputs[1]:
+        return node.attributes.get("ratio", 0.5)
+    known = {**model.graph.initializers, **model.program.constants}
+    return float(known.get(node.inputs[1], float("nan")))
+
+
+def _shape(shape: tuple) -> str:
+    return ", ".join("?" if d is None else str(d) for d in shape) or "scalar"
+
+
+def text(shown: Any, html: bool = False) -> str:
+    """What rich renders, as plain text, or as HTML for a notebook."""
+    console = Console(file=io.StringIO(), record=html, width=100, force_jupyter=False)
+    console.print(shown)
+    if html:
+        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+    return console.file.getvalue().rstrip("\n")  # type: ignore[attr-defined]

@@ -1,0 +1,288 @@
+"""Three-phase transposable N:M training as an optax transformation.
+
+The parameters are the masked weights W_u at all times. What the mask hides (W_p), the mask (one bit
+per weight) and the counter live in the optimizer state, so the forward pass needs no hook and any
+training loop that calls `update` and `apply_updates` trains sparse.
+
+With u the inner optimizer's update for the dense gradient at W_u, and m the mask:
+
+- phase 1 (dense): W <- W + u, m all ones;
+- phase 2 (dynamic): W_u <- W_u + u * m, W_p <- W_p + u * (1 - m); at every refresh
+  W = W_u + W_p, m = mask(W), W_u = W * m, W_p = W * (1 - m), or 0 with `reset`;
+- phase 3 (fixed): W_u <- W_u + u * m.
+
+One of W_u and W_p is zero at every weight. So the three are one rule: with v = W_p + u, W = W_u + v
+and m' the mask after the step, W_u <- W_u + (v where m', -W_u elsewhere) and W_p <- W * (1 - m'),
+where W is v unless the mask is new.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxonnx.errors import SparsityError
+from jaxonnx.sparse._layers import Select, layers, name_of
+from jaxonnx.sparse._masks import Pattern, from_bits, mask, parse, to_bits
+from jaxonnx.sparse._refresh import kept_share, renewed, when, zero_lost
+from jaxonnx.sparse._sharding import on_auto_axes
+
+_FOREVER = np.iinfo(np.int32).max
+
+
+class ThreePhaseState(NamedTuple):
+    """State of `three_phase`. The dictionaries have the sparse weights by name.
+
+    Beyond the inner optimizer's state this is one copy of the sparse weights and one bit for each.
+    """
+
+    count: jax.Array
+    """int32: steps done."""
+    phase: jax.Array
+    """int32: 1, 2 or 3, the phase of the next step."""
+    inner: Any
+    pruned: dict[str, jax.Array]
+    """W_p where the mask is zero; where it is one, the last update."""
+    masks: dict[str, jax.Array]
+    """The masks as bits; `state_masks` expands them."""
+    flips: jax.Array
+    """float32[layers], by sorted name: fraction of the mask that the last refresh changed."""
+    kept: jax.Array
+    """float32[layers], by sorted name: fraction of sum |W| under the mask at the last refresh."""
+
+
+def three_phase(
+    inner: optax.GradientTransformation,
+    *,
+    dense: float,
+    dynamic: float | None,
+    fixed: float | None = None,
+    steps_per_epoch: int | None = None,
+    refresh: float | None = None,
+    pattern: str | Pattern = "2:4",
+    transposable: bool = True,
+    select: Select | None = None,
+    exclude: Mapping[str, str] | None = None,
+    axes: Any = None,
+    reset: bool = False,
+    moments: Literal["keep", "zero"] = "keep",
+    decay: float = 0.0,
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps `inner` so that it trains sparse weights. It must be the last member of a chain.
+
+    Phase 1 equals `inner` bit for bit. From the last dense step on each sparse weight has the
+    pattern after every step, and hidden weights are exactly 0 under any inner optimizer. The phases
+    switch inside `update`, by the counter.
+
+    >>> params = {"w": jnp.arange(16.0).reshape(4, 4)}
+    >>> optimizer = three_phase(optax.sgd(0.1), dense=1, dynamic=1, refresh=1)
+    >>> state = optimizer.init(params)
+    >>> updates, state = optimizer.update({"w": jnp.ones((4, 4))}, state, params)
+    >>> params = optax.apply_updates(params, updates)
+    >>> [int(n) for n in jnp.count_nonzero(params["w"], axis=0)]  # the next step is sparse
+    [2, 2, 2, 2]
+
+    Args:
+      inner: any optax transformation that ends in the final update (step size and sign applied).
+      dense, dynamic, fixed: lengths of the phases, in epochs if `steps_per_epoch` is given, else in
+        steps. `dynamic=None` never ends. Training on after `fixed` stays in phase 3. With `dense=0`
+        the mask is that of the initial weights, and is applied by the first step unless the weights
+        were pruned before (`prune`).
+      steps_per_epoch: the unit of the lengths.
+      refresh: steps or epochs between mask refreshes in phase 2; one epoch by default.
+      pattern, transposable, select, exclude, axes: which weights become sparse: see `layers`.
+      reset: whether a refresh sets the newly hidden part to zero, as the procedure was published,
+        or keeps it for weights to come back (by default: it is the better one on average, see
+        benchmarks/sparse_accuracy.py).
+      moments: whether the inner optimizer's moments of newly hidden weights stay or become zero
+        (sums over rows, as Adafactor has them, stay).
+      decay: adds `decay` * W_p to the gradient, which pulls hidden weights to zero (SR-STE,
+        https://arxiv.org/abs/2102.04010).
+
+    Raises:
+      SparsityError: a schedule without a sparse phase, lengths without a refresh interval, or
+        nothing to make sparse (at `init`).
+    """
+    pattern = parse(pattern, transposable)
+    start, end, every = _schedule(dense, dynamic, fixed, steps_per_epoch, refresh)
+    inner = optax.with_extra_args_support(inner)
+
+    def plan(params):
+        report = layers(params, pattern, select=select, exclude=exclude, axes=axes)
+        return {layer.name: layer.axes for layer in report if layer.axes is not None}
+
+    def phase(count):
+        return jnp.where(count < start, 1, jnp.where(count < end, 2, 3)).astype(jnp.int32)
+
+    def init(params):
+        leaves = _named(params)
+        where = plan(params)
+        masks = {
+            name: mask(leaves[name], pattern, axes=ax)
+            if start == 0
+            else jnp.ones_like(leaves[name])
+            for name, ax in where.items()
+        }
+        count = jnp.zeros((), jnp.int32)
+        return ThreePhaseState(
+            count=count,
+            phase=phase(count),
+            inner=inner.init(params),
+            pruned={
+                # without a reset a mask from the start hides weights that may come back
+                name: jnp.where((m != 0) | reset, 0, leaves[name]).astype(leaves[name].dtype)
+                for name, m in masks.items()
+            },
+            masks={name: to_bits(m != 0) for name, m in masks.items()},
+            flips=jnp.zeros(len(where), jnp.float32),
+            kept=jnp.stack([kept_share(leaves[n], m != 0) for n, m in sorted(masks.items())]),
+        )
+
+    def update(updates, state, params=None, **extra_args):
+        if params is None:
+            raise SparsityError("three_phase needs the parameters: update(grads, state, params)")
+        return on_auto_axes(
+            move, lambda g, state, w, _: (w, state), updates, state, params, extra_args
+        )
+
+    def move(updates, state, params, extra_args):
+        where = plan(params)
+        names = sorted(where)
+        if decay:
+            hidden = _hidden(state)
+            updates = _replace(
+                updates, {n: g + decay * hidden[n] for n, g in _pick(updates, names)}
+            )
+        updates, inner_state = inner.update(updates, state.inner, params, **extra_args)
+        w = dict(_pick(params, names))
+        # in the wider of the two types, in which -W is exact
+        u = {n: x.astype(jnp.promote_types(x.dtype, w[n].dtype)) for n, x in _pick(updates, names)}
+        count = jnp.asarray(optax.safe_increment(state.count))
+        is_refresh = (count >= start) & (count <= end) & ((count - start) % every == 0)
+
+        def shown(masks, n):
+            return from_bits(masks[n], w[n].shape)
+
+        # W_p is 0 at what is shown, and -0 + u is u, bit for bit. W_u and W_p both go on with the
+        # sum: in the place of W_p it is all that a step writes beyond what `inner` does
+        moved = {n: jnp.where(shown(state.masks, n), -0.0, state.pruned[n]) + u[n] for n in names}
+
+        def renew(_, carry):
+            moved, old, _, _ = carry
+            # zero, unless this is the first step and the weights were not pruned
+            stray = {n: jnp.where(shown(old, n), 0, w[n]) for n in names}
+            total = {n: (w[n] - stray[n] + x).astype(w[n].dtype) for n, x in moved.items()}
+            masks, flips, kept = renewed(is_refresh, total, old, pattern, where)
+            hidden = {n: 0 if reset else x for n, x in total.items()}
+            moved = {
+                n: jnp.where(shown(masks, n), x - stray[n], hidden[n]).astype(x.dtype)
+                for n, x in moved.items()
+            }
+            return moved, masks, flips, kept
+
+        moved, masks, flips, kept = when(
+            is_refresh, renew, (moved, state.masks, state.flips, state.kept)
+        )
+        flips = jnp.where(count == start, 0, flips)  # there was no mask before
+        if moments == "zero":
+            inner_state = when(
+                is_refresh, zero_lost(inner, params, state.masks, masks), inner_state
+            )
+        # a difference, from which apply_updates makes exactly W_u + u, W or 0
+        u = {n: jnp.where(shown(masks, n), x, -w[n]) for n, x in moved.items()}
+        pruned = {n: x.astype(w[n].dtype) for n, x in moved.items()}
+        return _replace(updates, u), ThreePhaseState(
+            count, phase(count), inner_state, pruned, masks, flips, kept
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def fixed_mask(inner: optax.GradientTransformation, **options) -> optax.GradientTransformation:
+    """Trains under the mask of the initial weights: `three_phase` with phase 3 only.
+
+    With the weights of a trained model this is one-shot pruning and fine-tuning (as ASP does it),
+    with fresh ones a static mask. Start from `prune(params)`, or the first forward pass is dense.
+    """
+    return three_phase(inner, dense=0, dynamic=0, **options)
+
+
+def sr_ste(
+    inner: optax.GradientTransformation, *, decay: float = 2e-4, refresh: int = 1, **options
+) -> optax.GradientTransformation:
+    """Sparse-refined straight-through estimation (https://arxiv.org/abs/2102.04010).
+
+    From the first step on the mask follows the dense weights; what is hidden is kept and decays.
+    """
+    return three_phase(
+        inner, dense=0, dynamic=None, refresh=refresh, reset=False, decay=decay, **options
+    )
+
+
+def _schedule(dense, dynamic, fixed, steps_per_epoch, refresh) -> tuple[int, int, int]:
+    """Steps at which phases 2 and 3 begin, and between refreshes."""
+    lengths = {"dense": dense, "dynamic": dynamic, "fixed": fixed, "refresh": refresh}
+    for name, length in lengths.items():
+        if length is not None and length < 0:
+            raise SparsityError(f"{name}={length} is negative")
+    if steps_per_epoch is not None and steps_per_epoch < 1:
+        raise SparsityError(f"steps_per_epoch={steps_per_epoch}: an epoch has at least one step")
+    if dynamic == 0 and fixed == 0:
+        raise SparsityError("dynamic=0 and fixed=0 leave no phase in which the weights are sparse")
+    if dynamic != 0 and refresh is None and steps_per_epoch is None:
+        raise SparsityError("say refresh= (steps between mask refreshes) or steps_per_epoch=")
+    unit = steps_per_epoch or 1
+    every = round((1 if refresh is None else refresh) * unit)
+    if every < 1:
+        raise SparsityError(f"refresh={refresh} is less than a step")
+    start = round(dense * unit)
+    end = _FOREVER if dynamic is None else start + round(dynamic * unit)
+    if start < end < start + every:
+        raise SparsityError(
+            f"the dynamic phase of {end - start} steps ends before the first refresh, after {every}"
+        )
+    return start, end, every
+
+
+def _hidden(state: ThreePhaseState) -> dict[str, jax.Array]:
+    """W_p."""
+    return {n: jnp.where(from_bits(state.masks[n], x.shape), 0, x) for n, x in state.pruned.items()}
+
+
+def _named(tree) -> dict[str, jax.Array]:
+    return {name_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _pick(tree, names):
+    leaves = _named(tree)
+    return [(name, leaves[name]) for name in names]
+
+
+def _replace(tree, new):
+    return jax.tree_util.tree_map_with_path(lambda path, x: new.get(name_of(path), x), tree)
+
+
+def prune(
+    params: Any,
+    pattern: str | Pattern = "2:4",
+    *,
+    transposable: bool = True,
+    select: Select | None = None,
+    exclude: Mapping[str, str] | None = None,
+    axes: Any = None,
+) -> Any:
+    """`params` with every weight that `layers` selects under its mask (one-shot pruning)."""
+    pattern = parse(pattern, transposable)
+    report = layers(params, pattern, select=select, exclude=exclude, axes=axes)
+    where = {layer.name: layer.axes for layer in report if layer.axes is not None}
+    weights = dict(_pick(params, where))
+    return _replace(
+        params,
+        {
+            n: jnp.where(mask(weights[n], pattern, axes=ax), weights[n], 0)
+            for n, ax in where.items()
+        },
+    )

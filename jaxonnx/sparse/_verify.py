@@ -1,0 +1,377 @@
+"""Proof, from the program itself, that products with a sparse weight contract along its N:M axis.
+
+The jaxprs of the forward pass and of its vjp are walked. Every array that is a rearrangement of
+sparse weights (transposed, reshaped, sliced, flipped, concatenated, scaled...) is followed as an
+array of integers: which weight element stands where. At each matrix product and convolution these
+integers say which elements the product sums over, and thus whether it sums over whole groups of M
+along the one blocked axis of the weight, the other, or neither.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from jaxonnx.errors import SparsityError
+from jaxonnx.sparse._layers import Layer, name_of
+from jaxonnx.sparse._layers import layers as report
+from jaxonnx.sparse._masks import Pattern, parse
+from jaxonnx.sparse._nm import group_sums
+
+_ZERO = -1  # an element that is zero by construction: padding, a `where` against zero
+_OTHER = -2  # an element of something else that stands beside a weight
+
+_MOVES = {
+    "broadcast_in_dim", "copy", "copy_p", "optimization_barrier", "reshape", "rev", "slice",
+    "split", "squeeze", "transpose",
+}  # fmt: skip
+"""Primitives that rearrange their only operand: they are executed on the integers."""
+_KEEPS = {
+    "abs", "convert_element_type", "device_put", "div", "mul", "name", "neg",
+    "reduce_precision", "sharding_constraint", "sign", "sqrt", "stop_gradient",
+}  # fmt: skip
+"""Elementwise primitives that give 0 where their first (for mul: any) operand is 0."""
+
+_OPAQUE = {"custom_call", "ffi_call", "pallas_call", "ragged_dot_general"}
+"""Primitives that may multiply by a weight where this walk cannot follow."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A kind of matrix product or convolution with a sparse weight, and how often it occurs."""
+
+    weight: str
+    primitive: str
+    part: str
+    """`"forward"` or `"backward"`."""
+    sums: str
+    """What the product sums the weight over: `"axis 1"`, or why that is no proof."""
+    ok: bool
+    count: int
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` found; printing it gives a table."""
+
+    pattern: Pattern
+    products: tuple[Product, ...]
+    failures: tuple[str, ...]
+
+    def __str__(self) -> str:
+        head = ("weight", "product", "pass", "sums over", "", "times")
+        rows = [
+            (p.weight, p.primitive, p.part, p.sums, str(self.pattern) if p.ok else "FAILS",
+             str(p.count))
+            for p in self.products
+        ]  # fmt: skip
+        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+        lines = [
+            "  ".join(x.ljust(n) for x, n in zip(row, widths, strict=True)).rstrip()
+            for row in (head, *rows)
+        ]
+        return "\n".join([*lines, *self.failures])
+
+
+def verify(
+    function: Any,
+    params: Any = None,
+    *inputs: Any,
+    layers: Iterable[Layer] | None = None,
+    pattern: str | Pattern | None = None,
+    transposable: bool = True,
+) -> Verification:
+    """Proves that each product with a sparse weight is N:M along that product's contraction axis.
+
+    >>> from jaxonnx import sparse
+    >>> w = jnp.arange(16.0).reshape(4, 4)
+    >>> params = {"w": jnp.where(sparse.mask(w), w, 0)}
+    >>> print(verify(lambda params, x: x @ params["w"].T, params, jnp.ones((2, 4))))
+    weight  product      pass      sums over                    times
+    w       dot_general  forward   axis 1     2:4 transposable  1
+    w       dot_general  backward  axis 0     2:4 transposable  1
+
+    Args:
+      function: `function(params, *inputs)`, the forward pass; it is traced, not run. Or, alone, a
+        model that has `apply`, `params`, and `inputs` with their `shape` and `dtype` (a
+        `jaxonnx.Model`); dynamic dimensions are then taken as 2.
+      params: a pytree with the concrete weights.
+      inputs: arrays or `jax.ShapeDtypeStruct`; the vjp is taken for parameters and inputs.
+      layers: which weights are sparse along which axes, as `layers(params)` reports it. By default
+        those that the model says (`sparsity`, a pattern and layers), or else those that the pattern
+        fits and that have as many zeros as it asks for.
+      pattern, transposable: what to prove, "2:4" if the model does not say. A one-axis pattern is
+        proved for the forward pass only.
+
+    Returns:
+      The products found; `str()` of it is a table.
+
+    Raises:
+      SparsityError: a weight has too many nonzeros in a group along a product's contraction axis,
+        is summed over something that is not made of its groups, or is found in no product at all
+        (because something was added to it, say). The message has the table.
+    """
+    said = getattr(function, "sparsity", None) if layers is None and pattern is None else None
+    goal, layers = said or (parse(pattern or "2:4", transposable), layers)
+    if params is None:
+        inputs = tuple(
+            jax.ShapeDtypeStruct([d if isinstance(d, int) else 2 for d in x.shape], x.dtype)
+            for x in function.inputs
+        )
+        function, params = function.apply, function.params
+    elements = _Elements(_sparse(params, goal) if layers is None else layers, params, goal)
+
+    def shape_of(x):
+        return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+
+    arguments = jax.tree.map(shape_of, (params, *inputs))
+    numbers = [elements.numbers.get(name_of(path))
+               for path, _ in jax.tree_util.tree_leaves_with_path(params)]  # fmt: skip
+    numbers += [None] * (len(jax.tree.leaves(arguments)) - len(numbers))
+
+    def products(f) -> Counter:
+        walk = _Walk(elements)
+        closed = jax.make_jaxpr(f)(*arguments)
+        walk(closed, numbers)
+        return walk.found
+
+    forward, backward = products(function), Counter()
+    if goal.transposable:
+        backward = products(lambda *a: _pull_ones(function, *a)) - forward
+    found = tuple(
+        Product(weight, primitive, part, sums, ok, count)
+        for part, counter in (("forward", forward), ("backward", backward))
+        for (weight, primitive, sums, ok), count in counter.items()
+    )
+    seen = {p.weight for p in found}
+    failures = [f"{p.weight}: {p.primitive} ({p.part}) sums over {p.sums}"
+                for p in found if not p.ok]  # fmt: skip
+    failures += [f"{n}: found in no product" for n in elements.numbers if n not in seen]
+    result = Verification(goal, found, tuple(failures))
+    if failures:
+        raise SparsityError(f"the weights are not proved to be {goal}:\n{result}")
+    return result
+
+
+def _sparse(params: Any, pattern: Pattern) -> list[Layer]:
+    def zeros(name: str, w: Any) -> bool:
+        return np.mean(np.asarray(w) == 0) >= 1 - pattern.n / pattern.m
+
+    return report(params, pattern, select=zeros)
+
+
+def _pull_ones(function, *arguments):
+    out, pull = jax.vjp(function, *arguments)
+    return pull(
+        jax.tree.map(
+            lambda y: (
+                jnp.ones_like(y)
+                if jnp.issubdtype(y.dtype, jnp.inexact)
+                else np.zeros(y.shape, jax.dtypes.float0)
+            ),
+            out,
+        )
+    )
+
+
+class _Elements:
+    """All elements of all sparse weights, numbered, and the groups of M that they belong to."""
+
+    def __init__(self, layers: Iterable[Layer], params: Any, pattern: Pattern):
+        self.m = pattern.m
+        self.numbers: dict[str, np.ndarray] = {}
+        leaves = {name_of(p): x for p, x in jax.tree_util.tree_leaves_with_path(params)}
+        owner, axis, group, full = [], ([], []), ([], []), ([], [])
+        begin = 0
+        for layer in layers:
+            if layer.axes is None:
+                continue
+            if layer.name not in leaves:
+                raise SparsityError(f"the parameters have no {layer.name!r}")
+            used = np.asarray(leaves[layer.name]) != 0
+            owner.append(np.full(used.size, len(self.numbers)))
+            for side, a in enumerate(layer.axes):
+                axis[side].append(a)
+                if used.shape[a] % self.m:  # the free axis of a one-axis pattern
+                    ids, over = np.full(used.shape, -1), np.ones(used.shape, bool)
+                else:
+                    over = group_sums(used, self.m, a) > pattern.n
+                    ids = np.arange(begin, begin + over.size).reshape(over.shape)
+                    ids, over = (np.repeat(x, self.m, a) for x in (ids, over))
+                group[side].append(ids.ravel())
+                full[side].append(over.ravel())
+            self.numbers[layer.name] = np.arange(begin, begin + used.size).reshape(used.shape)
+            begin += used.size
+        if not self.numbers:
+            raise SparsityError("no layer is sparse: there is nothing to verify")
+        self._names = list(self.numbers)
+        self._owner = np.concatenate(owner)
+        self._axis, self._group, self._full = (
+            axis, *([np.concatenate(x) for x in pair] for pair in (group, full)),
+        )  # fmt: skip
+
+    def weights(self, operands: list) -> list[str]:
+        """The weights that occur in some numbers."""
+        present = [x[x >= 0] for x in operands if x is not None]
+        return [self._names[k] for k in np.unique(self._owner[np.concatenate(present)])]
+
+    def judge(self, rows: np.ndarray) -> list[tuple[str, str, bool]]:
+        """(weight, what is summed over, is that N:M) for an operand as [free, summed] numbers."""
+        return [
+            (name, *self._judge(np.where(self._owner[rows] == k, rows, _OTHER), k))
+            for k, name in enumerate(self._names)
+            if k in np.unique(self._owner[rows[rows >= 0]])
+        ]
+
+    def _judge(self, rows: np.ndarray, k: int) -> tuple[str, bool]:
+        rows = rows[(rows >= 0).any(axis=1)]
+        for side in (1, 0):
+            if self._whole(np.where(rows >= 0, self._group[side][rows], -1)):
+                full = self._full[side][rows[rows >= 0]].any()
+                axis = f"axis {self._axis[side][k]}"
+                return (f"{axis}, groups too full", False) if full else (axis, True)
+        return "no whole groups", False
+
+    def _whole(self, groups: np.ndarray) -> bool:
+        """Whether each group in a row is there with all its M elements (-1 is no group)."""
+        groups = np.sort(groups, axis=1)
+        absent = (groups < 0).sum(axis=1)
+        for n in np.unique(absent):
+            present = groups[absent == n, n:]
+            if present.shape[1] % self.m:
+                return False
+            runs = present.reshape(len(present), -1, self.m)
+            if (runs != runs[:, :, :1]).any() or (runs[:, 1:, 0] == runs[:, :-1, 0]).any():
+                return False
+        return True
+
+
+class _Walk:
+    """Carries the numbers through a jaxpr and judges the products on the way."""
+
+    def __init__(self, elements: _Elements):
+        self.elements = elements
+        self.found: Counter[tuple[str, str, str, bool]] = Counter()
+
+    def __call__(self, program: ClosedJaxpr | Jaxpr, arguments: list) -> list:
+        jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
+        known = dict(zip(jaxpr.invars, arguments, strict=True))
+
+        def read(atom):
+            if isinstance(atom, Literal):
+                number = np.ndim(atom.val) == 0 and np.asarray(atom.val).dtype != jax.dtypes.float0
+                return np.asarray(_ZERO) if number and atom.val == 0 else None
+            return known.get(atom)
+
+        for eqn in jaxpr.eqns:
+            operands = [read(x) for x in eqn.invars]
+            if any(x is not None for x in operands):
+                results = self._step(eqn, operands)
+                known.update(
+                    (var, x) for var, x in zip(eqn.outvars, results, strict=False) if x is not None
+                )
+        return [read(x) for x in jaxpr.outvars]
+
+    def _step(self, eqn, operands: list) -> list:
+        name, params = eqn.primitive.name, eqn.params
+        first = operands[0]
+        if name == "dot_general":
+            contract, batch = params["dimension_numbers"]
+            for x, summed, shared in zip(operands, contract, batch, strict=True):
+                self._judge(name, x, summed, shared)
+        elif name == "conv_general_dilated":
+            dims = params["dimension_numbers"]
+            self._judge(name, first, dims.lhs_spec[1:], ())
+            self._judge(name, operands[1], dims.rhs_spec[1:], ())
+        elif name == "cond":
+            branches = [self(branch, operands[1:]) for branch in params["branches"]]
+            return [
+                x[0] if all(y is not None and np.array_equal(x[0], y) for y in x) else None
+                for x in zip(*branches, strict=True)
+            ]
+        elif name == "scan":
+            return self._scan(params, operands)
+        elif name == "while":
+            self._loop(params, operands)
+        elif name in _OPAQUE:
+            for weight in self.elements.weights(operands):
+                self.found[weight, name, "out of sight", False] += 1
+        elif (inner := self._called(eqn)) is not None:
+            return self(inner, operands)
+        elif name in _MOVES and first is not None:
+            out = eqn.primitive.bind(jnp.asarray(first), **params)
+            return [np.asarray(x) for x in (out if eqn.primitive.multiple_results else [out])]
+        elif name in _KEEPS:
+            kept = [x for x in operands[: 2 if name == "mul" else 1] if x is not None]
+            return [np.broadcast_to(x, eqn.outvars[0].aval.shape) for x in kept[:1]]
+        elif name in ("add", "add_any", "sub", "select_n"):
+            return [_merge(operands[name == "select_n" :], eqn.outvars[0].aval.shape)]
+        elif name == "concatenate":
+            parts = [
+                np.full(v.aval.shape, _OTHER) if x is None else x
+                for v, x in zip(eqn.invars, operands, strict=True)
+            ]
+            return [np.concatenate(parts, params["dimension"])]
+        elif name == "pad" and first is not None and operands[1] is not None:
+            return [np.asarray(jax.lax.pad(jnp.asarray(first), _ZERO, params["padding_config"]))]
+        return []
+
+    @staticmethod
+    def _called(eqn) -> ClosedJaxpr | Jaxpr | None:
+        """The program that a primitive does nothing but run.
+
+        A primitive with an attribute `plain` is one of its own, which this function of its operands
+        and parameters expresses in those of JAX.
+        """
+        if (plain := getattr(eqn.primitive, "plain", None)) is not None:
+            avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
+            return jax.make_jaxpr(partial(plain, **eqn.params))(*avals)
+        found = [
+            eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params
+        ]
+        return found[0] if found else None
+
+    def _scan(self, params, operands: list) -> list:
+        body, consts, carry = params["jaxpr"], params["num_consts"], params["num_carry"]
+        fixed, sliced = operands[:consts], operands[consts + carry :]
+        # what a weight becomes in the carry is not followed
+        steps = range(params["length"] if any(x is not None for x in sliced) else 1)
+        ys = [
+            self(body, [*fixed, *[None] * carry, *(None if x is None else x[i] for x in sliced)])
+            for i in steps
+        ]
+        stacked = zip(*(y[carry:] for y in ys), strict=True)
+        whole = len(steps) == params["length"]
+        return [None] * carry + [
+            np.stack(y) if whole and all(x is not None for x in y) else None for y in stacked
+        ]
+
+    def _loop(self, params, operands: list) -> None:
+        n, m = params["cond_nconsts"], params["body_nconsts"]
+        state = [None] * (len(operands) - n - m)
+        self(params["cond_jaxpr"], [*operands[:n], *state])
+        self(params["body_jaxpr"], [*operands[n : n + m], *state])
+
+    def _judge(self, primitive: str, x, summed, shared) -> None:
+        if x is None or not (x >= 0).any():
+            return
+        free = [a for a in range(x.ndim) if a not in summed]
+        size = int(np.prod([x.shape[a] for a in summed]))
+        rows = x.transpose(*free, *summed).reshape(-1, size)
+        for weight, sums, ok in self.elements.judge(rows):
+            self.found[weight, primitive, sums, ok] += 1
+
+
+def _merge(operands: list, shape: tuple[int, ...]) -> np.ndarray | None:
+    """Of several alternatives or summands: the one that is not zero everywhere, if only one is."""
+    if any(x is None for x in operands):
+        return None
+    weights = [x for x in operands if (x != _ZERO).any()]
+    same = all(np.array_equal(x, weights[0]) for x in weights)
+    return np.broadcast_to((weights or operands)[0], shape) if same else None

@@ -1,0 +1,278 @@
+"""Checkpoints of a run through Orbax: all that the rest of the run depends on."""
+
+import dataclasses
+import json
+import math
+import os
+import warnings
+import zlib
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx._file.save import check_writable
+from jaxonnx.errors import TrainingError
+from jaxonnx.train._history import History
+
+_KEPT = 3
+_UNREADABLE = (
+    AssertionError,
+    AttributeError,
+    KeyError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What Orbax raises for files that are truncated, altered or missing."""
+_UNWRITABLE = (OSError, RuntimeError, ValueError)
+"""What Orbax raises when it cannot write; errors of the system come as ValueError, too."""
+
+
+class Position(NamedTuple):
+    """Where a run is in its data: the next batch."""
+
+    epoch: int = 0
+    batch: int = 0
+    first: int = 0
+    """The steps before this epoch."""
+
+
+class NotWritten(Exception):
+    """A checkpoint could not be written; the message is the reason of the system."""
+
+
+class Checkpoints:
+    """The last three checkpoints of a run in a folder, and the best.
+
+    They are written in the background, and appear under their name only when they are complete.
+    Leaves are stored as a list, because names of tensors may hold anything; names, shapes and
+    dtypes are compared with those of the run that reads them, and the bytes with their CRC.
+
+    Args:
+      folder: is made if need be.
+      resume: whether a run in the folder is to be continued.
+      settings: what must be the same in the run that continues, by the name of the argument.
+      fixed: arrays that the run does not change: they are not stored, but must be the same, too.
+
+    Raises:
+      TrainingError: the folder cannot be written, or holds a run and `resume` is false.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        resume: bool,
+        settings: dict[str, Any],
+        fixed: dict[str, jax.Array],
+    ):
+        # takes seconds to import
+        from orbax import checkpoint as orbax
+        from orbax.checkpoint import checkpoint_managers as managers
+
+        self._orbax = orbax
+        self._settings = settings
+        self._fixed = [f"{name} {_crc(np.asarray(x))}" for name, x in fixed.items()]
+        self.folder = os.fspath(folder)
+        path = Path(folder).absolute()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            check_writable(path / "checkpoint")
+        except OSError as error:
+            raise TrainingError(
+                f"checkpoint_dir '{folder}' cannot be written ({error.strerror})"
+            ) from error
+        self._directory = path
+        for file in path.glob("*/metrics/metrics"):  # Orbax reads them all at once
+            try:
+                float(json.loads(file.read_text())["score"])
+            except _UNREADABLE as error:
+                self._set_aside(file.parent.parent.name, error)
+
+        def score(metrics):
+            return metrics["score"]
+
+        policies = [managers.LatestN(_KEPT), managers.BestN(get_metric_fn=score, n=1)]
+        self._manager = orbax.CheckpointManager(
+            path,
+            options=orbax.CheckpointManagerOptions(
+                best_fn=score,  # else the scores are not stored
+                preservation_policy=managers.AnyPreservationPolicy(policies),
+                cleanup_tmp_directories=True,
+            ),
+        )
+        latest = self._manager.latest_step()
+        if latest is not None and not resume:
+            self._manager.close()
+            raise TrainingError(
+                f"checkpoint_dir '{folder}' holds a run up to step {latest}; pass resume=True to "
+                "continue it, or another folder"
+            )
+
+    def restore(self, tree: Any) -> tuple[Position, Any, History]:
+        """The newest checkpoint that can be read: position, arrays like those of `tree`, history.
+
+        Raises:
+          TrainingError: it is of another run, or there are checkpoints and none can be read.
+        """
+        steps = sorted(self._manager.all_steps(), reverse=True)
+        for step in steps:
+            try:
+                about = self._about(step)
+            except _UNREADABLE as error:
+                self._set_aside(step, error)
+                self._manager.reload()
+                continue
+            self._compare(about, tree)
+            try:
+                found = self._arrays(step, tree, about["crc"])
+            except _UNREADABLE as error:
+                self._set_aside(step, error)
+                self._manager.reload()
+                continue
+            return Position(*about["position"]), found, History(**about["history"])
+        if steps:
+            raise TrainingError(
+                f"no checkpoint in '{self.folder}' can be read; pass another checkpoint_dir to "
+                "start anew"
+            )
+        return Position(), tree, History()
+
+    def save(self, at: Position, tree: Any, history: History, score: float | None) -> None:
+        """Stores the run at its present step; the next steps may reuse the memory of the tree.
+
+        Args:
+          score: greater is better; None does not compete for the best.
+
+        Raises:
+          NotWritten: this checkpoint or the one before it.
+        """
+        leaves = [np.array(_data(x)) for x in jax.tree.leaves(tree)]
+        about = {
+            "leaves": _leaves(tree),
+            "fixed": self._fixed,
+            "settings": self._settings,
+            "position": list(at),
+            "history": dataclasses.asdict(history),
+            "crc": [_crc(x) for x in leaves],
+        }
+        text = json.dumps(about)
+        sealed = {"about": text, "crc": zlib.crc32(text.encode())}
+        args = self._orbax.args
+        try:
+            self._manager.save(
+                len(history.losses),
+                args=args.Composite(leaves=args.StandardSave(leaves), about=args.JsonSave(sealed)),
+                metrics={"score": -math.inf if score is None else score},
+            )
+        except _UNWRITABLE as error:
+            raise NotWritten(_reason(error)) from error
+
+    def wait(self) -> None:
+        """Until all is written.
+
+        Raises:
+          NotWritten: the last checkpoint.
+        """
+        try:
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
+        except _UNWRITABLE as error:
+            raise NotWritten(_reason(error)) from error
+
+    @property
+    def where(self) -> str:
+        """The newest checkpoint that is complete, in words."""
+        with suppress(NotWritten):  # whoever saves or waits says it
+            self.wait()
+        self._manager.reload()
+        steps = self._manager.all_steps()
+        if not steps:
+            return f"there is no checkpoint in '{self.folder}'"
+        return (
+            f"the last checkpoint is that of step {max(steps)} in '{self.folder}', from which "
+            "resume=True goes on"
+        )
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_) -> None:
+        try:
+            self._manager.close()
+        except _UNWRITABLE as error:  # an error of the run may have come before it was said
+            warnings.warn(f"a checkpoint was not written ({_reason(error)})", stacklevel=2)
+
+    def _about(self, step: int) -> dict[str, Any]:
+        args = self._orbax.args
+        found = self._manager.restore(step, args=args.Composite(about=args.JsonRestore()))["about"]
+        if zlib.crc32(found["about"].encode()) != found["crc"]:
+            raise ValueError("its text is not the one that was written")
+        return json.loads(found["about"])
+
+    def _arrays(self, step: int, tree: Any, crc: list[int]) -> Any:
+        args = self._orbax.args
+        leaves, structure = jax.tree.flatten(tree)
+        like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(_data, leaves)]
+        found = self._manager.restore(step, args=args.Composite(leaves=args.StandardRestore(like)))
+        if [_crc(np.asarray(x)) for x in found["leaves"]] != crc:
+            raise ValueError("its numbers are not those that were written")
+        return jax.tree.unflatten(structure, map(_like, found["leaves"], leaves))
+
+    def _compare(self, about: dict[str, Any], tree: Any) -> None:
+        for name, value in self._settings.items():
+            before = about["settings"].get(name)
+            if before != value:
+                raise TrainingError(
+                    f"the run in '{self.folder}' has {name}={before}, and {name}={value} would not "
+                    f"continue it; pass {name}={before}, or another checkpoint_dir"
+                )
+        if (about["leaves"], about["fixed"]) != (_leaves(tree), self._fixed):
+            raise TrainingError(
+                f"the checkpoint in '{self.folder}' is of another run: its parameters, state or "
+                "optimizer are not those of this one; pass the same model, trainable and "
+                "optimizer, or another checkpoint_dir"
+            )
+
+    def _set_aside(self, step: int | str, error: Exception) -> None:
+        """Renames a checkpoint that cannot be read, because its number will be used again."""
+        names = (f"unreadable.{step}" + ("" if n == 1 else f".{n}") for n in count(1))
+        aside = next(path for path in map(self._directory.joinpath, names) if not path.exists())
+        os.rename(self._directory / str(step), aside)
+        warnings.warn(
+            f"the checkpoint of step {step} in '{self.folder}' cannot be read ({_reason(error)}), "
+            f"and is called {aside.name} now; the one before it is taken",
+            stacklevel=2,
+        )
+
+
+def _leaves(tree: Any) -> list[str]:
+    found = jax.tree_util.tree_leaves_with_path(tree)
+    return [f"{jax.tree_util.keystr(path)} {x.dtype}{list(x.shape)}" for path, x in found]
+
+
+def _data(x: jax.Array) -> jax.Array:
+    """A key as the numbers in it; optimizers that draw have one."""
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def _like(data: jax.Array, x: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return data
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+
+
+def _crc(x: np.ndarray) -> int:
+    numbers: Any = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    return zlib.crc32(numbers)
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what happened."""
+    strerror = getattr(error, "strerror", None)
+    return strerror or (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -1,0 +1,126 @@
+"""The progress bar of a run, in a terminal or a notebook."""
+
+import html
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from jaxonnx.train._history import History
+
+_SECONDS, _SECONDS_IN_NOTEBOOK = 0.1, 0.5
+"""Between two pictures of the bar: making one costs as much as a small step."""
+
+
+class Bar:
+    """One bar over all steps of a run, with rate and remaining time.
+
+    Args:
+      show: None shows the bar where the output is a terminal or a notebook. Elsewhere nothing is
+        written, or, if it is true, the last state of the bar.
+      epochs: the epochs of the run.
+      steps: the steps of an epoch, where known.
+      done: steps of the run that were done before.
+    """
+
+    def __init__(self, show: bool | None, epochs: int, steps: int | None, done: int = 0):
+        console = Console()
+        visible = console.is_terminal or console.is_jupyter
+        self._shown = visible if show is None else show
+        self._epochs = epochs
+        self._steps = steps
+        self._done = self._first = done
+        self._began: float | None = None
+        self._drawn = 0.0
+        self._history: History | None = None
+        # rich draws in notebooks only with ipywidgets, and warns without
+        self._cell: Any = None
+        self._in_notebook = console.is_jupyter
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("[progress.remaining]{task.fields[told]}"),
+            console=console,
+            disable=not self._shown or self._in_notebook,
+        )
+        self._task = self._progress.add_task("compiling", completed=done, total=None, told="")
+
+    def __enter__(self) -> "Bar":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._history is not None:
+            self._draw(self._history)
+        self._progress.stop()
+
+    def show(self, history: History) -> None:
+        """The state after some step."""
+        if not self._shown:
+            return
+        self._history, now = history, time.perf_counter()
+        if self._began is None:  # the first step is compiled
+            self._began, self._first = now, len(history.losses)
+        if now - self._drawn > (_SECONDS_IN_NOTEBOOK if self._in_notebook else _SECONDS):
+            self._drawn = now
+            self._draw(history)
+
+    def _draw(self, history: History) -> None:
+        self._done = len(history.losses)
+        row = history.epochs[-1] if history.epochs else {}
+        if self._steps is None and row:
+            self._steps = -(-row["step"] // len(history.epochs))
+        under_way = self._done > row.get("step", 0)
+        description = f"epoch {len(history.epochs) + under_way}/{self._epochs}"
+        told = [*_numbers(history.losses, row), *self._speed()]
+        if self._in_notebook:
+            self._draw_cell(", ".join([description, *told]))
+        else:
+            self._progress.update(
+                self._task,
+                completed=self._done,
+                total=self._total,
+                description=description,
+                told=", ".join(told),
+            )
+
+    @property
+    def _total(self) -> int | None:
+        return None if self._steps is None else self._epochs * self._steps
+
+    def _speed(self) -> list[str]:
+        """Rate and remaining time, once they are known."""
+        done = self._done - self._first
+        if self._began is None or not done:
+            return []
+        rate = done / max(time.perf_counter() - self._began, 1e-9)
+        told = [f"{rate:.3g} steps/s" if rate >= 1 else f"{1 / rate:.3g} s/step"]
+        left = None if self._total is None else self._total - self._done
+        return told if not left or left < 0 else [*told, f"{_clock(left / rate)} left"]
+
+    def _draw_cell(self, told: str) -> None:
+        """The bar as HTML, in place of the one before."""
+        from IPython.display import HTML, display
+
+        total = "" if self._total is None else f' max="{self._total}"'
+        text = f'<progress value="{self._done}"{total}></progress> {html.escape(told)}'
+        if self._cell is None:
+            self._cell = display(HTML(text), display_id=True)
+        else:
+            self._cell.update(HTML(text))
+
+
+def _numbers(losses: list[float], row: dict[str, Any]) -> list[str]:
+    told = [f"loss {losses[-1]:.4g}"] if losses else []
+    found = [name for name in row if name.startswith("validation_")]
+    if "validation_accuracy" in row:
+        return [*told, f"accuracy {row['validation_accuracy']:.2%}"]
+    return told + [f"{name.replace('_', ' ')} {row[name]:.4g}" for name in found[:1]]
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,108 @@
+"""What a run reports: losses read late, in the history, in hooks and on the progress bar."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxonnx.train._history import History
+from jaxonnx.train._progress import Bar
+
+_AHEAD = 8
+_BEHIND = 4
+"""Once more steps than `_AHEAD` are under way, the host waits until `_BEHIND` are, and reads the
+losses of the others: it never waits for the newest, and is not woken up by each."""
+
+_IN_A_ROW = 10
+"""Steps that are skipped one after the other before the run stops."""
+
+Hook = Callable[[int, dict[str, Any]], None]
+
+
+class Record:
+    """Reads what steps report into the history, some steps after they were started.
+
+    Args:
+      history: what happened before, which is continued.
+      hooks: called with the number of a step and its metrics.
+      skip: whether steps that are not finite are passed over.
+    """
+
+    def __init__(self, history: History, hooks: Sequence[Hook], bar: Bar, skip: bool = False):
+        self.history = history
+        self.trouble: str | None = None
+        """What was not finite, and at which step, once something was not and is not skipped."""
+        self._hooks = hooks
+        self._bar = bar
+        self._skip = skip
+        self._skipped = 0
+        self._pending: deque[jax.Array] = deque()
+
+    @property
+    def step(self) -> int:
+        """The steps whose loss was read."""
+        return len(self.history.losses)
+
+    @property
+    def started(self) -> int:
+        """The steps that were started."""
+        return self.step + len(self._pending)
+
+    def add(self, seen: jax.Array) -> bool:
+        """Takes [loss, whether all is finite] of a step under way; whether the run can go on."""
+        self._pending.append(seen)
+        if len(self._pending) > _AHEAD:
+            self._read(_BEHIND)
+        self._bar.show(self.history)
+        return self.trouble is None
+
+    def flush(self) -> bool:
+        """Waits for all steps; whether the run can go on."""
+        return self._read(0)
+
+    def go_back(self, to: int) -> None:
+        """Notes that the run goes on with the weights of step `to`."""
+        why, _, _ = (self.trouble or "").rpartition(" at step ")
+        event = {"step": self.step, "event": "rolled back", "why": why, "to": to}
+        self.history.events.append(event)
+        self.trouble = None
+
+    def close_epoch(self, row: dict[str, Any]) -> None:
+        """Takes the numbers of an epoch."""
+        self.history.epochs.append(row)
+        self._tell(row)
+        self._bar.show(self.history)
+
+    def close(self) -> None:
+        """Closes the hooks that can be closed."""
+        for hook in self._hooks:
+            if callable(close := getattr(hook, "close", None)):
+                close()
+
+    def _read(self, keep: int) -> bool:
+        if len(self._pending) > keep:
+            jax.block_until_ready(self._pending[-1 - keep])
+        while len(self._pending) > keep and self.trouble is None:
+            value, finite = np.asarray(self._pending.popleft())
+            self.history.losses.append(float(value))
+            self._tell({"loss": float(value)})
+            self._skipped = 0 if finite else self._skipped + 1
+            if not finite:
+                self._not_finite("the gradient" if np.isfinite(value) else f"the loss, {value},")
+        return self.trouble is None
+
+    def _not_finite(self, what: str) -> None:
+        what = f"{what} is not finite"
+        if self._skip:
+            self.history.events.append({"step": self.step, "event": "skipped", "why": what})
+            what = f"{what} in {_IN_A_ROW} steps one after the other, the last"
+        if not self._skip or self._skipped == _IN_A_ROW:
+            self.trouble = f"{what} at step {self.step}"
+            # without skip the steps that were started since change nothing
+            self._pending.clear()
+
+    def _tell(self, metrics: dict[str, Any]) -> None:
+        for hook in self._hooks:
+            hook(self.step, dict(metrics))

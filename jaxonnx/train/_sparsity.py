@@ -1,0 +1,167 @@
+"""Which parameters become sparse, and when."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import optax
+from onnx import ModelProto
+
+from jaxonnx import sparse
+from jaxonnx._file.packed import set_record
+from jaxonnx._graph.bind import Node
+from jaxonnx.errors import TrainingError
+from jaxonnx.model import Model
+from jaxonnx.sparse._masks import parse
+from jaxonnx.sparse._templates import Axes
+from jaxonnx.train._storage import Storage
+
+_PRODUCTS = {
+    "Conv": (1,),
+    "ConvTranspose": (1,),
+    "Gemm": (0, 1),
+    "GRU": (1, 2),
+    "LSTM": (1, 2),
+    "MatMul": (0, 1),
+    "RNN": (1, 2),
+}
+"""Operators that are matrix products, and the inputs at which their weights stand."""
+_CHOICE = ("pattern", "transposable", "select", "exclude", "axes")
+"""The options of `sparse.layers` among those of `sparse.three_phase`."""
+
+
+def sparsify(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    sparsity: str | Mapping[str, Any],
+    epochs: int,
+    steps: int | None,
+    storage: Storage,
+) -> tuple[optax.GradientTransformationExtraArgs, Model]:
+    """The optimizer inside `sparse.three_phase`, phases in epochs, and the model with its record.
+
+    Without lengths, a third of the epochs is dense, half have a dynamic mask, the rest a fixed one.
+    The result is for parameters as they are stored; the options speak of those of the file.
+    """
+    if steps is None:
+        raise TrainingError(
+            "sparsity needs the number of batches in an epoch: pass arrays, or an iterable with a "
+            "length"
+        )
+    options: dict[str, Any]
+    options = {"pattern": sparsity} if isinstance(sparsity, str) else dict(sparsity)
+    if not {"dense", "dynamic", "fixed"} & {*options}:
+        options |= {"dense": epochs // 3, "dynamic": max(1, epochs // 2)}
+    options = {"dense": 0, "dynamic": None} | options
+    if options["dense"] >= epochs:
+        raise TrainingError(
+            f"a dense phase of {options['dense']} epochs leaves no sparse one in {epochs} epochs"
+        )
+    choice = {name: options.pop(name) for name in _CHOICE if name in options}
+    pattern, axes = _plan(model, **choice)
+    where = {name: storage.axes(name, pair) for name, pair in axes.items()}
+    phases = sparse.three_phase(
+        optimizer,
+        steps_per_epoch=steps,
+        pattern=pattern,
+        select=lambda name, _: name in where,
+        axes=lambda name, _: where.get(name),
+        **options,
+    )
+    return phases, _recorded(model, pattern, axes)
+
+
+def is_sparse(memory: Any) -> bool:
+    """Whether the state of an optimizer is that of `sparsify`."""
+    leaves = jax.tree.leaves(memory, is_leaf=lambda x: isinstance(x, sparse.ThreePhaseState))
+    return any(isinstance(x, sparse.ThreePhaseState) for x in leaves)
+
+
+def masks(memory: Any) -> dict[str, jax.Array]:
+    """The boolean masks of now by name, from the state of an optimizer; none where it is dense."""
+    return sparse.state_masks(memory) if is_sparse(memory) else {}
+
+
+def sparse_numbers(memory: Any) -> dict[str, Any]:
+    """What an epoch's row has of the state of an optimizer; nothing where it is dense."""
+    if not is_sparse(memory):
+        return {}
+    numbers = sparse.metrics(memory)
+    row = {name: numbers[name] for name in ("phase", "sparsity", "flip_rate", "kept")}
+    return row | {f"flip_rate/{name}": rate for name, rate in numbers["flips"].items()}
+
+
+def record(
+    model: Model, pattern: str | sparse.Pattern = "2:4", *, transposable: bool = True, **choice: Any
+) -> Model:
+    """The model with a record of what is sparse, for `Model.save` and `sparse.verify`.
+
+    For weights of a training loop other than `jaxonnx.train`, which records by itself.
+
+    Args:
+      pattern, transposable, choice: as in `sparse.layers`; what the graph excludes stays dense.
+    """
+    return _recorded(model, *_plan(model, pattern, transposable=transposable, **choice))
+
+
+def _plan(
+    model: Model, pattern: str | sparse.Pattern = "2:4", *, transposable: bool = True, **choice: Any
+) -> tuple[sparse.Pattern, dict[str, Axes]]:
+    """The pattern, and the axes of each weight that becomes sparse."""
+    pattern = parse(pattern, transposable)
+    report = sparse.layers(model.params, pattern, **layouts(model) | choice)
+    return pattern, {x.name: x.axes for x in report if x.axes is not None}
+
+
+def forget(model: Model) -> Model:
+    """The model without a record: what is about to be trained dense."""
+    return _recorded(model, sparse.Pattern(), {})
+
+
+def _recorded(model: Model, pattern: sparse.Pattern, axes: Mapping[str, Axes]) -> Model:
+    proto = ModelProto()
+    proto.CopyFrom(model.proto)
+    set_record(proto, pattern, axes)
+    return replace(model, proto=proto)
+
+
+def layouts(model: Model) -> dict[str, Any]:
+    """What the graph says of its weights, as the options `exclude` and `axes` of `sparse.layers`.
+
+    A weight that is used in anything but dense matrix products and convolutions (an embedding, a
+    grouped convolution, a table that is added) cannot be sparse. The input axis is the one that the
+    product sums over, at the first use of a weight that has several.
+    """
+    behind = {name: (name, False) for name in model.params}
+    exclude: dict[str, str] = {}
+    axes: dict[str, Axes] = {}
+    for node in model.graph.nodes:
+        weights = [(i, *behind[name]) for i, name in enumerate(node.inputs) if name in behind]
+        if node.op.view and weights and weights[0][0] == 0:
+            _, name, turned = weights[0]
+            turns = node.op.name == "Transpose" and model.params[name].ndim == 2
+            turns = turns and node.attributes.get("perm", [1, 0]) == [1, 0]
+            behind[node.outputs[0]] = (name, turned != turns)
+            continue
+        for i, name, turned in weights:
+            if i not in _PRODUCTS.get(node.op.name, ()):
+                exclude[name] = f"input {i} of {node.op.name}, no factor of a matrix product"
+            elif node.attributes.get("group", 1) != 1:
+                exclude[name] = "a grouped convolution"
+            elif (where := _axes(node, i)) is not None:
+                axes.setdefault(name, (where[1], where[0]) if turned else where)
+    return {"exclude": exclude, "axes": lambda name, w: axes.get(name)}
+
+
+def _axes(node: Node, i: int) -> Axes | None:
+    """The (output, input) axes of the factor at input `i`; None where `default_axes` has them."""
+    if node.op.name in ("GRU", "LSTM", "RNN"):
+        return 1, 2  # of (directions, output, input)
+    if node.op.name == "ConvTranspose":
+        return 1, 0
+    if node.op.name in ("Gemm", "MatMul"):
+        # the first factor is summed over its last axis, the second over the one before
+        last = (i == 0) != bool(node.attributes.get("transB" if i else "transA", 0))
+        return (-2, -1) if last else (-1, -2)
+    return None

@@ -1,0 +1,293 @@
+"""`train`: what is to be trained, how and with what; `jaxonnx.train._loop` has the loop."""
+
+import os
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import optax
+from onnx import ModelProto
+
+from jaxonnx.errors import TrainingError
+from jaxonnx.lora import Adapters, LoRA
+from jaxonnx.model import Model, Statistics, Trainable, load
+from jaxonnx.train import _carried as carried
+from jaxonnx.train import _objective as objective
+from jaxonnx.train import _settings as settings
+from jaxonnx.train._data import sources
+from jaxonnx.train._loop import run
+from jaxonnx.train._objective import Objective
+from jaxonnx.train._record import Hook
+from jaxonnx.train._result import Result, changes
+from jaxonnx.train._sparsity import forget, sparsify
+from jaxonnx.train._stopping import Monitor
+from jaxonnx.train._storage import Storage
+from jaxonnx.train._tuning import tuned
+
+
+def train(
+    model: Model | str | os.PathLike | bytes | ModelProto,
+    data: Any,
+    *,
+    loss: Any = None,
+    optimizer: optax.GradientTransformation | None = None,
+    epochs: int = 1,
+    batch_size: int | None = None,
+    seed: int = 0,
+    validation: Any = None,
+    metrics: Any = None,
+    trainable: Trainable | None = None,
+    lora: LoRA | Adapters | None = None,
+    statistics: Statistics | None = None,
+    dropout: float | Mapping[str, float] | None = None,
+    sparsity: str | Mapping[str, Any] | None = None,
+    accumulate: int = 1,
+    ema: float | None = None,
+    precision: Literal["bf16"] | None = None,
+    remat: bool = False,
+    nan: Literal["stop", "skip", "rollback"] = "stop",
+    patience: int | None = None,
+    monitor: str | tuple[str, str] | None = None,
+    checkpoint_dir: str | os.PathLike | None = None,
+    checkpoint_every: int | None = None,
+    resume: bool = False,
+    on_log: Hook | Sequence[Hook] | None = None,
+    progress: bool | None = None,
+) -> Result:
+    """Trains a model and returns it with the history of the run.
+
+    The whole step is one program, compiled once. BatchNormalization and Dropout behave as in
+    training, and running statistics are renewed.
+
+    >>> import numpy as np
+    >>> from jaxonnx import demo
+    >>> x, y = np.zeros((8, 1, 8, 8), np.float32), np.arange(8)
+    >>> loss = "softmax_cross_entropy_with_integer_labels"
+    >>> result = train(demo.model(), (x, y), loss=loss, optimizer=optax.sgd(0.1), trainable="14.*")
+    >>> sorted(name for name in result.model.params if result.changes[name])
+    ['14.bias', '14.weight']
+
+    Args:
+      model: a Model, or anything that `jaxonnx.load` takes. It is not changed.
+      data: `(x, y)`, a dict of arrays by input name with the targets beside them (one array under
+        any other name, or several, which are then a dict; "x" and "y" will do for one input), the
+        path of an .npz file with such arrays, or a Hugging Face Dataset, which is read in one
+        piece; `x` is an array, a tuple of arrays, or a dict by input name. Or batches of such
+        pairs or dicts: an iterable (a Grain or torch DataLoader, tf.data, a list), or a function
+        from the epoch to one. Data in one piece is shuffled in an order that depends on `seed` and
+        the epoch only; iterables are taken as they come. A short batch is filled up with other
+        examples of the data, which the loss ignores but batch statistics see.
+      loss: a loss of `optax.losses`, by name or itself, "absolute_error", one of `jaxonnx.losses`
+        (ONNX's, with weights of classes and labels to ignore), or a callable `(outputs, targets)`
+        that gives a scalar or has the examples along its first axis. Losses are averaged over the
+        examples of the batch; a scalar loss sees the fill of a short batch as well. For a model
+        with several outputs a dict of losses by output name, or of pairs (loss, weight); the
+        targets are then a dict by output name, too, and the losses are added. If the file ends in
+        the Softmax, LogSoftmax or Sigmoid that a named loss has inside, the loss takes the logits
+        before it (`history.notes` says so); the saved model keeps the ending, and metrics see its
+        outputs. Loss and optimizer may be left out for a file that carries its training_info: then
+        its own algorithm runs, from the state and update count in the file (the fill of a short
+        batch counts), and the resulting model carries them on.
+      optimizer: any optax transformation.
+      batch_size: of data in one piece; 32 if not given, or what the model's inputs are fixed to.
+      seed: of the order of the examples and of random operators.
+      validation: like `data`, or a share of data in one piece, like 0.2, whose choice depends on
+        `seed` only; evaluated in inference mode after each epoch, in order.
+      metrics: what is computed on the validation data, as `validation_<name>` in the history: one
+        or a list of "accuracy", "top_5" (or any number), "precision", "recall", "f1" (of classes:
+        the mean over those that occur; for targets of yes and no like the outputs: the mean over
+        the labels, of which one is the binary case), "mae", "mse", "r2" (the mean over the columns
+        of the outputs), or functions `(outputs, targets)` that give a scalar or one value for each
+        example; for several outputs a dict of these by output name. All but functions that give
+        scalars are exact over the epoch. Yes is an output above 0.5, or above 0 where the loss
+        takes logits and the file does not end in Sigmoid. By default the accuracy, for losses of
+        labels.
+      trainable: exactly these tensors are trained, as in `jaxonnx.load`: names or regular
+        expressions (matched in full), or a predicate of name and value. They are the parameters of
+        the resulting model. With `lora` they are trained beside the adapters.
+      lora: a `jaxonnx.LoRA`: only low-rank adapters of weights are trained. The resulting model has
+        them merged into its weights; `.lora` of the result holds them alone, to be saved as a small
+        file (`Adapters.save`), or to be passed here again to go on with.
+      statistics: "batch": BatchNormalization uses those of the batch and renews the running ones,
+        the default; "frozen": it uses the running ones and keeps them (`Model.with_statistics`).
+      dropout: the ratio of all Dropout nodes; or ratios by value, node or module, behind which
+        Dropout is put if an exporter left none (`Model.with_dropout`).
+      sparsity: "2:4", or options of `sparse.three_phase` whose phases are in epochs. By default a
+        third of the epochs is dense, half have a dynamic mask, and the rest a fixed one. Embeddings
+        and grouped convolutions stay dense. The saved model records what is sparse
+        (`Model.sparsity`).
+      accumulate: batches whose mean gradient makes one update (`optax.MultiSteps`); groups go on
+        across epochs, and one that is not full at the end of the run makes no update. A step of the
+        history is a batch, and so is one of the schedule of `sparsity`, whose phases stay whole
+        epochs.
+      ema: between 0 and 1, like 0.999: the share of itself that a moving average of the parameters
+        keeps at each update. The average, which starts from the given weights, is what is
+        validated and what the resulting model has; running statistics are those of training.
+        With `sparsity` it is taken under the mask of the moment.
+      precision: "bf16" lets the matrix products and convolutions of the forward pass and of both
+        gradients take their factors in bfloat16, which accelerators are quick at (CPUs are not).
+        The weights and their updates, norms, softmaxes and losses stay in float32, and so do
+        validation and the resulting model.
+      remat: keep few values for the gradient and compute the rest again (`Model.with_remat`), for
+        networks whose activations do not fit into memory.
+      nan: what happens when a loss or a gradient is NaN or infinite. Such a step never changes the
+        weights. "stop" ends the run; "skip" goes on with the next batch, up to 10 times in a row;
+        "rollback" takes the weights, statistics and optimizer state that were last kept (at the end
+        of an epoch, or as `checkpoint_every` says) and goes on with the batches after this one, of
+        which up to 8 are lost, too, up to 3 times in a row. `history.events` lists what happened.
+      patience: epochs without a better value of `monitor` after which the run ends. The result has
+        the weights of the best epoch, whether it ends early or not. With `sparsity` only the
+        epochs with the fixed mask count.
+      monitor: a number of `history.epochs` that tells the best epoch: "validation_loss" if there is
+        validation data, or else "loss". For metrics that are not jaxonnx's own a pair like
+        `("validation_perplexity", "min")`.
+      checkpoint_dir: a folder for checkpoints: parameters, statistics, optimizer, position in data
+        and random numbers, history. They are written in the background and appear when they are
+        complete; the last three and that of the best epoch are kept.
+      checkpoint_every: steps between checkpoints, which may fall inside an epoch; the best epoch
+        and the end of the run have one as well. By default each epoch has one.
+      resume: continue from the newest checkpoint that can be read, if there is one. The weights
+        are then bit for bit those of the uninterrupted run, wherever it was cut off; the data must
+        be the same, and an iterator must give the batches of its epoch from the first on.
+      on_log: called as `on_log(step, metrics)` with the loss of each step, some steps after it was
+        started (the device is never waited for), and with the numbers of each epoch, as in
+        `history.epochs`; or a list of such functions.
+        `jaxonnx.loggers` has some that write files. Those with a method `close` are closed at
+        the end.
+      progress: show a progress bar; by default where the output is a terminal or a notebook.
+
+    Returns:
+      `.model` and `.history`; printing it says what changed. A run that ends before its last epoch
+      gives the best that it has, says in `history.stopped` why, which weights these are and where
+      the last checkpoint is, and warns (but not of `patience`). These are a loss or gradient that
+      is not finite, a checkpoint that could not be written (a full disk), and Ctrl-C, which ends
+      the run after the present step, with a checkpoint; a second Ctrl-C does not wait for it.
+
+    Raises:
+      TrainingError: data, labels, loss or settings that do not fit, before anything is compiled;
+        or a later batch that does not fit those before it.
+    """
+    net = model if isinstance(model, Model) else load(model)
+    settings.check(
+        epochs=epochs,
+        seed=seed,
+        optimizer=optimizer,
+        accumulate=accumulate,
+        ema=ema,
+        precision=precision,
+        nan=nan,
+        patience=patience,
+        monitor=monitor,
+        checkpoint_dir=checkpoint_dir,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
+        progress=progress,
+    )
+    net = tuned(
+        net,
+        trainable=trainable,
+        lora=lora,
+        statistics=statistics,
+        dropout=dropout,
+        sparsity=sparsity,
+        remat=remat,
+        seed=seed,
+    )
+    hooks = settings.hooks(on_log)
+    examples, held_out = sources(data, validation, net.inputs, batch_size, seed)
+    if metrics is not None and held_out is None:
+        raise TrainingError("metrics are computed on validation data: pass validation= as well")
+    if loss is None or optimizer is None:
+        given = {
+            "trainable": trainable,
+            "lora": lora,
+            "statistics": statistics,
+            "dropout": dropout,
+            "sparsity": sparsity,
+            "metrics": metrics,
+            "accumulate": accumulate != 1,
+            "ema": ema,
+            "precision": precision,
+            "remat": remat,
+            "nan": nan != "stop",
+            "patience": patience,
+            "checkpoint_dir": checkpoint_dir,
+        }
+        _check_carried(net, loss, optimizer, given)
+        start = net
+        net, history = carried.follow(
+            net, examples, held_out, epochs=epochs, seed=seed, hooks=hooks, progress=progress
+        )
+        if history.stopped:
+            warnings.warn(history.stopped, stacklevel=2)
+        return Result(net, history, _changes(start, net))
+    goal = objective.find(net, loss, metrics)
+    watched = Monitor(monitor, _columns(goal, held_out is not None), patience)
+    if accumulate > 1:
+        wide = jnp.result_type(jnp.float32, *net.params.values())
+        steps = optax.MultiSteps(optimizer, accumulate, accumulator_dtype=wide)
+        optimizer = steps.gradient_transformation()
+    optimizer = optax.with_extra_args_support(optimizer)
+    storage = Storage(net.params, optimizer)
+    if sparsity is not None:
+        optimizer, net = sparsify(net, optimizer, sparsity, epochs, examples.steps, storage)
+    else:
+        net = forget(net)
+
+    trained, history = run(
+        net,
+        goal,
+        optimizer,
+        storage,
+        (examples, held_out),
+        watched,
+        epochs=epochs,
+        seed=seed,
+        accumulate=accumulate,
+        ema=ema,
+        precision=precision,
+        nan=nan,
+        checkpoint_dir=checkpoint_dir,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
+        hooks=hooks,
+        progress=progress,
+    )
+    if history.stopped and not history.early:
+        warnings.warn(history.stopped, stacklevel=2)
+    if lora is None:
+        return Result(trained, history, _changes(net, trained))
+    adapters, trained = Adapters.of(trained), trained.merged()
+    changed = _changes(net.merged(), trained, {*adapters.layouts, *adapters.values})
+    return Result(trained, history, changed, adapters)
+
+
+def _check_carried(net: Model, loss: Any, optimizer: Any, given: Mapping[str, Any]) -> None:
+    """Refuses what does not go with the algorithm of a file."""
+    if loss is not None or optimizer is not None or not net.proto.training_info:
+        raise TrainingError(
+            "training needs loss= and optimizer=; only a file that carries its training_info "
+            "(jaxonnx.add_training writes one) can be trained without both"
+        )
+    if names := [name for name, value in given.items() if value]:
+        raise TrainingError(
+            f"{', '.join(names)}: such settings go with loss= and optimizer=, not with the "
+            "algorithm of the file; its saved model continues where the run ended"
+        )
+
+
+def _columns(goal: Objective, validated: bool) -> list[str]:
+    """The numbers of an epoch that can tell the best one."""
+    if not validated:
+        return ["loss"]
+    several = [term.output for term in goal.terms] if len(goal.terms) > 1 else []
+    names = ["loss", *(f"{output}_loss" for output in several), *goal.measures]
+    return ["loss", *(f"validation_{name}" for name in names)]
+
+
+def _changes(before: Model, after: Model, names: Collection[str] | None = None) -> dict[str, float]:
+    """Of all parameters and statistics, or of those named."""
+    tensors = {**after.params, **after.state}
+    shown = {n: v for n, v in tensors.items() if names is None or n in names}
+    return changes({**before.state, **before.params}, shown)

@@ -1,0 +1,200 @@
+"""Writing training_info: a network gets a loss, an optimizer and initializers in its own file."""
+
+from collections.abc import Callable, Collection, Mapping
+
+import numpy as np
+from onnx import GraphProto, ModelProto, TensorProto, helper, numpy_helper
+
+from jaxonnx._file.build import Writer, names
+from jaxonnx.errors import TrainingError
+from jaxonnx.optim import OnnxTransformation
+from jaxonnx.training_info import _initialization as initialization
+from jaxonnx.training_info import _schedule as schedule
+
+DOMAIN = "ai.onnx.preview.training"
+OPSET = 12
+"""The first opset that has all operators written here."""
+
+
+def _classes(g: Writer, y: str, t: str) -> str:
+    return g.node("SoftmaxCrossEntropyLoss", y, t, name="loss")
+
+
+def _likelihood(g: Writer, y: str, t: str) -> str:
+    return g.node("NegativeLogLikelihoodLoss", y, t, name="loss")
+
+
+def _squared(g: Writer, y: str, t: str) -> str:
+    error = g.node("Sub", y, t)
+    return g.node("ReduceMean", g.node("Mul", error, error), name="loss", keepdims=0)
+
+
+def _absolute(g: Writer, y: str, t: str) -> str:
+    return g.node("ReduceMean", g.node("Abs", g.node("Sub", y, t)), name="loss", keepdims=0)
+
+
+def _binary(g: Writer, y: str, t: str) -> str:
+    # -log p(y) if t = 1, -log(1 - p(y)) if t = 0, where p is the logistic function.
+    values = g.node("Sub", g.node("Softplus", y), g.node("Mul", y, t))
+    return g.node("ReduceMean", values, name="loss", keepdims=0)
+
+
+_LOSSES: dict[str, tuple[Callable[[Writer, str, str], str], bool]] = {
+    "softmax_cross_entropy_with_integer_labels": (_classes, True),
+    "SoftmaxCrossEntropyLoss": (_classes, True),
+    "NegativeLogLikelihoodLoss": (_likelihood, True),
+    "squared_error": (_squared, False),
+    "absolute_error": (_absolute, False),
+    "sigmoid_binary_cross_entropy": (_binary, False),
+}
+"""The mean losses by name, and whether their targets are labels."""
+
+
+def add(
+    proto: ModelProto,
+    params: Collection[str],
+    loss: str,
+    optimizer: OnnxTransformation,
+    init: str | Mapping[str, str] | None,
+) -> None:
+    """Write the training of these initializers into `proto`, as `jaxonnx.add_training` says."""
+    stored = {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer}
+    _check(proto, loss, optimizer, {name: stored.get(name) for name in params})
+    values = {name: stored[name] for name in params}
+    taken = set(names(proto.graph))
+    step = Writer("algorithm", taken)
+    reset = Writer("initialization", taken)
+    inputs = _loss(step, proto.graph, loss)
+    updates, state = _update(step, optimizer, values, inputs)
+    starts = {name: initialization.fill(reset, name, value) for name, value in state.items()}
+    for name, kind in initialization.kinds(init, values, proto.graph).items():
+        starts[name] = initialization.draw(reset, kind, name, values[name], proto.graph)
+    info = proto.training_info.add(algorithm=step.graph, initialization=reset.graph)
+    for name, output in updates.items():
+        info.update_binding.add(key=name, value=output)
+    for name, output in starts.items():
+        info.initialization_binding.add(key=name, value=output)
+    proto.ir_version = max(proto.ir_version, 7)  # the first with training_info
+    if all(entry.domain != DOMAIN for entry in proto.opset_import):
+        proto.opset_import.append(helper.make_opsetid(DOMAIN, 1))
+
+
+def _check(
+    proto: ModelProto,
+    loss: str,
+    optimizer: OnnxTransformation,
+    values: Mapping[str, np.ndarray | None],
+) -> None:
+    if proto.training_info:
+        raise TrainingError(
+            "the model carries training_info already; remove it first "
+            "(`del model_proto.training_info[:]`) or train with it"
+        )
+    if loss not in _LOSSES:
+        raise TrainingError(f"the loss is {loss!r}; there are {', '.join(_LOSSES)}")
+    if not isinstance(optimizer, OnnxTransformation):
+        raise TrainingError(
+            "the optimizer must be jaxonnx.optim.adam, adagrad or momentum, which ONNX has "
+            "operators for; with any other use jaxonnx.train"
+        )
+    opset = next((e.version for e in proto.opset_import if e.domain in ("", "ai.onnx")), 1)
+    if opset < OPSET:
+        raise TrainingError(
+            f"the model has opset {opset}, training needs {OPSET}; convert it with "
+            "onnx.version_converter.convert_version"
+        )
+    if len(proto.graph.output) != 1:
+        raise TrainingError(f"the model has {len(proto.graph.output)} outputs; a loss takes one")
+    if not values:
+        raise TrainingError("the model has no parameter to train; choose some by trainable=")
+    dtypes = {value.dtype for value in values.values() if value is not None}
+    for name, value in values.items():
+        if value is None:
+            raise TrainingError(
+                f"'{name}' is no initializer of the main graph, as training_info demands; leave it "
+                "out by trainable="
+            )
+        if value.dtype not in (np.float32, np.float64) or len(dtypes) > 1:
+            raise TrainingError(
+                f"'{name}' is {value.dtype}; ONNX's optimizers take tensors that are all float32 "
+                "or all float64; leave others out by trainable="
+            )
+
+
+def _dtype(values: Mapping[str, np.ndarray]) -> np.dtype:
+    return next(iter(values.values())).dtype
+
+
+def _loss(g: Writer, main: GraphProto, loss: str) -> tuple[list[str], str]:
+    """Writes the target and the loss; the names of all inputs and of the loss."""
+    (output,) = main.output
+    write, counts_classes = _LOSSES[loss]
+    kind = output.type.tensor_type
+    if not kind.HasField("shape"):
+        raise TrainingError(
+            f"the output '{output.name}' has no declared shape; add it with onnx.shape_inference"
+        )
+    y, shape = output.name, [dim.dim_param or dim.dim_value for dim in kind.shape.dim]
+    if counts_classes:
+        last = len(shape) - 1
+        if loss[0].islower() and last > 1:  # optax has the classes last, ONNX on axis 1
+            y = g.node("Transpose", y, perm=[0, last, *range(1, last)])
+            del shape[-1]
+        else:
+            del shape[1]
+    target = g.fresh("target")
+    element = TensorProto.INT64 if counts_classes else kind.elem_type
+    g.graph.input.append(helper.make_tensor_value_info(target, element, shape))
+    value = write(g, y, target)
+    stored = {tensor.name for tensor in main.initializer}
+    inputs = [v.name for v in main.input if v.name not in stored]
+    g.graph.output.append(helper.make_tensor_value_info(value, kind.elem_type, []))
+    return [*inputs, target], value
+
+
+def _update(
+    g: Writer,
+    optimizer: OnnxTransformation,
+    values: Mapping[str, np.ndarray],
+    cut: tuple[list[str], str],
+) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+    """Writes gradients, learning rate and update.
+
+    Returns which output each variable becomes, and the optimizer's state at the beginning.
+    """
+    inputs, loss = cut
+    gradients = [g.fresh(f"gradient.{name}") for name in values]
+    g.nodes(
+        "Gradient", [*values, *inputs], gradients, xs=[*values], zs=inputs, y=loss, domain=DOMAIN
+    )
+    first = np.array(optimizer.first, np.int64)
+    count = g.constant("T", first, np.int64)
+    rate = _learning_rate(g, optimizer, count, _dtype(values))
+    variables, state = dict(values), {count: first}
+    for slot in _SLOTS[optimizer.operator]:
+        zeros = {f"{slot}.{name}": np.zeros_like(value) for name, value in values.items()}
+        state |= {g.constant(name, value, value.dtype): value for name, value in zeros.items()}
+    variables |= {name: value for name, value in state.items() if name != count}
+    updates = {name: g.fresh(f"{name}.new") for name in variables}
+    tensors = list(variables)
+    tensors[len(values) : len(values)] = gradients
+    results = updates.values()
+    g.nodes(
+        optimizer.operator, [rate, count, *tensors], results, domain=DOMAIN, **optimizer.attributes
+    )
+    for name, value in variables.items():
+        g.output(updates[name], value)
+    updates[count] = g.node("Add", count, g.constant("one", 1, np.int64), name=f"{count}.new")
+    g.output(updates[count], first)
+    return updates, state
+
+
+_SLOTS = {"Adam": "VH", "Adagrad": "H", "Momentum": "V"}
+
+
+def _learning_rate(g: Writer, optimizer: OnnxTransformation, count: str, dtype: np.dtype) -> str:
+    if not callable(optimizer.learning_rate):
+        return g.constant("learning_rate", optimizer.learning_rate, dtype)
+    if optimizer.first:  # a schedule counts the updates made, from 0 on
+        count = g.node("Sub", count, g.constant("first", optimizer.first, np.int64))
+    return schedule.append(g, optimizer.learning_rate, count, dtype)

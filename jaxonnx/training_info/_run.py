@@ -1,0 +1,347 @@
+"""The training that a file carries (`ModelProto.training_info`) as pure functions.
+
+ONNX describes a training model as a stateful object with three methods (IR.md, "Model Semantics"
+and "Training Related Information"); here the state goes in and comes out instead. The state holds
+the state variables, that is the initializers named by the keys of the bindings, and nothing else.
+
+A training step evaluates one combined graph, the inference graph followed by the algorithm, in
+one scope: an algorithm reads inference tensors by name, and Gradient differentiates through them.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from onnx import GraphProto, ModelProto, StringStringEntryProto, TensorProto, helper, numpy_helper
+
+from jaxonnx._file.read import subgraphs, tensor_of_constant, to_array
+from jaxonnx._graph.bind import Graph, bind
+from jaxonnx._graph.values import data, declared, fit
+from jaxonnx._run.folding import FOLD_LIMIT
+from jaxonnx._run.scope import Context, run
+from jaxonnx.errors import InputError, ModelError
+
+State = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class _Method:
+    """A graph, and the state variables (keys) that its outputs (values) are assigned to."""
+
+    graph: Graph
+    bindings: Mapping[str, str]
+
+
+class Training:
+    """The three methods of a model that carries its own training: init, step and inference.
+
+    All are pure and compiled; state, batch and outputs are dicts by tensor name. Operators do
+    what the file says: Dropout drops if its `training_mode` input is true, and so on.
+
+    >>> import jaxonnx
+    >>> from jaxonnx import demo
+    >>> loss = "softmax_cross_entropy_with_integer_labels"
+    >>> file = jaxonnx.add_training(demo.model(), loss=loss, optimizer=jaxonnx.optim.adam(1e-3))
+    >>> training = jaxonnx.load(file).training
+    >>> batch = {"x": np.ones((4, 1, 8, 8), np.float32), "target": np.arange(4)}
+    >>> state, outputs = training.step(training.state, batch)
+    >>> proto = training.to_onnx(state)  # training continues from there
+
+    Attributes:
+      variables: the names of the state variables.
+      inputs: for each algorithm, the names of the values that a batch must hold.
+      outputs: for each algorithm, the names of what `step` returns.
+      metrics: the outputs of the algorithms that are bound to no variable, such as a loss.
+    """
+
+    def __init__(self, proto: ModelProto, tensors: Mapping[str, Any]):
+        """Binds the graphs.
+
+        Args:
+          proto: a model with training_info; the named tensors of its main graph may lack data.
+          tensors: the values of the main graph's named tensors, by name.
+
+        Raises:
+          ModelError: there is no training_info, or it breaks a rule of the specification.
+          UnsupportedError: naming every operator that has no implementation.
+        """
+        if not proto.training_info:
+            raise ModelError(
+                "the model carries no training_info; jaxonnx.add_training writes one, and "
+                "jaxonnx.train trains without"
+            )
+        self._proto = proto
+        self._stored = stored = {
+            name: tensors[name] for name, _ in _tensors(proto.graph) if name in tensors
+        }
+        self._initial = _variables(proto, stored)
+        taken = stored.keys() | self._initial.keys()
+        self._initializations = [
+            _Method(bind(proto, info.initialization, ()), _bindings(info.initialization_binding))
+            for info in proto.training_info
+        ]
+        self._algorithms = [
+            _Method(
+                bind(proto, _combined(proto.graph, info.algorithm), taken),
+                _bindings(info.update_binding),
+            )
+            for info in proto.training_info
+        ]
+        self._inference = bind(proto, proto.graph, taken)
+        self.variables = tuple(self._initial)
+        self.inputs = tuple(method.graph.inputs for method in self._algorithms)
+        self.outputs = tuple(method.graph.outputs for method in self._algorithms)
+        bound = {name for method in self._algorithms for name in method.bindings.values()}
+        listed = [value for info in proto.training_info for value in info.algorithm.output]
+        self.metrics = tuple(dict.fromkeys(v.name for v in listed if v.name not in bound))
+        algorithms = (info.algorithm for info in proto.training_info)
+        inputs = (value for graph in (proto.graph, *algorithms) for value in graph.input)
+        self._declared = {value.name: declared(value) for value in inputs}
+        # Large constants are arguments of the compiled functions; small ones are known, and fold.
+        constants = {name: value for name, value in stored.items() if name not in self._initial}
+        self._known = {n: v for n, v in constants.items() if v.nbytes <= FOLD_LIMIT}
+        self._large = {n: jnp.asarray(v) for n, v in constants.items() if n not in self._known}
+        self._jitted_init = jax.jit(self._init)
+        self._jitted_step = jax.jit(self._step, static_argnames="algorithm")
+        self._jitted_inference = jax.jit(self._infer)
+
+    @property
+    def state(self) -> State:
+        """The state variables as the file has them: a run that was saved continues from here."""
+        return {name: jnp.asarray(value) for name, value in self._initial.items()}
+
+    def init(self, key: jax.Array) -> State:
+        """The state as if no training had happened.
+
+        All variables get the values of their initializers; then every initialization graph is
+        evaluated in order, its random operators with `key`, and its outputs are assigned.
+        """
+        return self._jitted_init(self.state, key)
+
+    def step(
+        self,
+        state: State,
+        batch: Mapping[str, Any],
+        *,
+        key: jax.Array | None = None,
+        algorithm: int | None = None,
+    ) -> tuple[State, dict[str, jax.Array]]:
+        """One training iteration: every algorithm in order, each on the state that the last left.
+
+        Args:
+          state: the values of the state variables.
+          batch: the values of the inputs, those of the model and those of the algorithms.
+          key: for random operators. Without it every step draws the same numbers (from
+            `jax.random.key(0)`), as a file can hold no random state.
+          algorithm: run only this one (an index into training_info); callers that interleave
+            algorithms in an order of their own need it.
+
+        Returns:
+          The new state, and the outputs of the inference graph and of the algorithms by name; of
+          a name that several algorithms give, the last value.
+
+        Raises:
+          InputError: state or batch lacks a name or has an unknown one, or a value of the batch
+            does not have the declared type and shape.
+          ModelError: an output does not have the shape and type of the variable it is bound to.
+        """
+        count = len(self._algorithms)
+        if algorithm is not None and not 0 <= algorithm < count:
+            raise InputError(f"algorithm is {algorithm}; the model has {count}, counted from 0")
+        names = self.inputs if algorithm is None else self.inputs[algorithm : algorithm + 1]
+        _check_names("state", state, self.variables)
+        _check_names("batch", batch, {name: None for inputs in names for name in inputs})
+        key = jax.random.key(0) if key is None else key
+        given = self._fit(batch)
+        return self._jitted_step(dict(state), given, key, self._large, algorithm=algorithm)
+
+    def inference(
+        self, state: State, inputs: Mapping[str, Any], *, key: jax.Array | None = None
+    ) -> dict[str, jax.Array]:
+        """The outputs of the inference graph with the current values of the state variables."""
+        _check_names("state", state, self.variables)
+        _check_names("inputs", inputs, self._inference.inputs)
+        key = jax.random.key(0) if key is None else key
+        return self._jitted_inference(dict(state), self._fit(inputs), key, self._large)
+
+    def to_onnx(self, state: State) -> ModelProto:
+        """The file with the values of `state` as its initializers.
+
+        Its inference graph uses the trained weights, and training continues where it stopped: the
+        state of a model loaded from it is exactly `state`.
+        """
+        _check_names("state", state, self.variables)
+        proto = ModelProto()
+        proto.CopyFrom(self._proto)
+        sparse = {entry.values.name for entry in proto.graph.sparse_initializer}
+        values = self._stored | state
+        for name, tensor in _tensors(proto.graph):
+            if name in values and name not in sparse:
+                _write(tensor, values[name])
+        for info in proto.training_info:
+            for tensor in info.algorithm.initializer:
+                if tensor.name in state:
+                    _write(tensor, state[tensor.name])
+        return proto
+
+    def _fit(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        sizes: dict[str, tuple[int, str]] = {}
+        return data({n: fit(self._declared[n], value, sizes) for n, value in values.items()})
+
+    def _init(self, state: State, key: jax.Array) -> State:
+        for i, method in enumerate(self._initializations):
+            context = Context(key=jax.random.fold_in(key, i))
+            outputs = dict(zip(method.graph.outputs, run(method.graph, {}, context), strict=True))
+            state = _assign(state, method.bindings, outputs)
+        return state
+
+    def _step(self, state: State, batch, key, large, *, algorithm):
+        chosen = range(len(self._algorithms)) if algorithm is None else [algorithm]
+        outputs: dict[str, Any] = {}
+        for i in chosen:
+            method = self._algorithms[i]
+            context = Context(self._known | large | state, jax.random.fold_in(key, i))
+            given = {name: batch[name] for name in method.graph.inputs}
+            results = run(method.graph, given, context)
+            outputs |= zip(method.graph.outputs, results, strict=True)
+            state = _assign(state, method.bindings, outputs)
+        return state, outputs
+
+    def _infer(self, state: State, inputs, key, large):
+        results = run(self._inference, inputs, Context(self._known | large | state, key))
+        return dict(zip(self._inference.outputs, results, strict=True))
+
+
+def _variables(proto: ModelProto, stored: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The state variables and their values in the file; checks all bindings.
+
+    A variable is an initializer of the main graph or of an algorithm that is the key of a binding.
+    Graphs share it by name (IR.md: "mutable variables shared by multiple graphs"), constants of an
+    algorithm are its own.
+    """
+    main = {tensor.name for tensor in proto.graph.initializer}
+    local = [{t.name: t for t in info.algorithm.initializer} for info in proto.training_info]
+    keys: dict[str, None] = {}
+    for i, info in enumerate(proto.training_info):
+        initialization = [value.name for value in info.initialization.output]
+        algorithm = [value.name for value in (*proto.graph.output, *info.algorithm.output)]
+        variables = main | local[i].keys()
+        where = f"training_info[{i}]"
+        if info.initialization.input:
+            raise ModelError(f"{where}: the initialization graph has inputs; it must have none")
+        _check_bindings(
+            f"{where}.initialization_binding",
+            info.initialization_binding,
+            variables,
+            initialization,
+        )
+        _check_bindings(f"{where}.update_binding", info.update_binding, variables, algorithm)
+        for entry in (*info.initialization_binding, *info.update_binding):
+            keys[entry.key] = None
+        both = main & local[i].keys()
+        if both:
+            raise ModelError(
+                f"{where}: initializers {sorted(both)} of the algorithm are initializers of the "
+                "main graph too; the combined graph must define each name once"
+            )
+    result = {}
+    for name in keys:
+        values = [stored[name]] if name in main else []
+        values += [to_array(tensors[name]) for tensors in local if name in tensors]
+        if any(not np.array_equal(value, values[0]) for value in values):
+            raise ModelError(
+                f"the algorithms give the variable '{name}' different values; they share it by its "
+                "name, rename one"
+            )
+        result[name] = values[0]
+    return result
+
+
+def _check_bindings(
+    field: str,
+    entries: Iterable[StringStringEntryProto],
+    variables: Collection[str],
+    outputs: Collection[str],
+) -> None:
+    seen = set()
+    for entry in entries:
+        if entry.key in seen:
+            raise ModelError(f"{field} assigns '{entry.key}' twice; its keys must be unique")
+        if entry.key not in variables:
+            raise ModelError(
+                f"{field} assigns '{entry.key}', which is no initializer of the main graph or of "
+                "the algorithm"
+            )
+        if entry.value not in outputs:
+            raise ModelError(
+                f"{field} assigns '{entry.value}' to '{entry.key}', no output of the graph"
+            )
+        seen.add(entry.key)
+
+
+def _bindings(entries: Iterable[StringStringEntryProto]) -> dict[str, str]:
+    return {entry.key: entry.value for entry in entries}
+
+
+def _combined(main: GraphProto, algorithm: GraphProto) -> GraphProto:
+    """The inference graph and then the algorithm, as one graph (onnx.proto, "algorithm")."""
+    graph = GraphProto()
+    graph.CopyFrom(main)
+    graph.MergeFrom(algorithm)  # concatenates every list
+    graph.name = f"{main.name}+{algorithm.name}"
+    inputs = [value.name for value in graph.input]
+    twice = {name for name in inputs if inputs.count(name) > 1}
+    if twice:
+        raise ModelError(
+            f"the algorithm declares the inputs {sorted(twice)} of the main graph again; the "
+            "combined graph has them already, leave them out"
+        )
+    return graph
+
+
+def _tensors(graph: GraphProto) -> Iterator[tuple[str, TensorProto]]:
+    """The named tensors that a graph and its subgraphs store.
+
+    An Identity over one is not among them: it follows the variable it is computed from.
+    """
+    yield from ((tensor.name, tensor) for tensor in graph.initializer)
+    yield from ((sparse.values.name, sparse.values) for sparse in graph.sparse_initializer)
+    for node in graph.node:
+        constant = tensor_of_constant(node)
+        if constant is not None:
+            yield node.output[0], constant
+        for inner in subgraphs(node):
+            yield from _tensors(inner)
+
+
+def _write(tensor: TensorProto, value: Any) -> None:
+    dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    written = numpy_helper.from_array(np.asarray(value).astype(dtype, copy=False), tensor.name)
+    written.doc_string = tensor.doc_string
+    tensor.CopyFrom(written)
+
+
+def _assign(state: State, bindings: Mapping[str, str], outputs: Mapping[str, Any]) -> State:
+    new = dict(state)
+    for name, output in bindings.items():
+        old, value = state[name], outputs[output]
+        if value.shape != old.shape or jax.dtypes.canonicalize_dtype(value.dtype) != old.dtype:
+            raise ModelError(
+                f"'{output}' ({value.dtype}{list(value.shape)}) is bound to '{name}' "
+                f"({old.dtype}{list(old.shape)}); shapes and types must agree"
+            )
+        new[name] = value
+    return new
+
+
+def _check_names(what: str, given: Mapping[str, Any], expected: Iterable[str]) -> None:
+    expected = set(expected)
+    missing, unknown = sorted(expected - given.keys()), sorted(given.keys() - expected)
+    if missing or unknown:
+        raise InputError(
+            f"{what} has the names {sorted(given)}; "
+            + "; ".join(f"{w} {n}" for w, n in (("missing", missing), ("unknown", unknown)) if n)
+        )
