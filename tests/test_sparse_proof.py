@@ -64,6 +64,14 @@ PROGRAMS = {
         lambda p, x: jax.lax.scan(lambda c, _: (jnp.tanh(c @ p["w"] @ p["w"].T), c), x, None, 3)[0],
         W, X,
     ),
+    "scan over weights": (
+        lambda p, x: jax.lax.scan(
+            lambda c, w: (c + x @ w, None),
+            jnp.zeros((2, 12)),
+            jax.lax.scan(lambda c, w: (c, w * 2), 0, jnp.stack([p["w"], p["w"]]))[1],
+        )[0],
+        W, X,
+    ),
     "while": (lambda p, x: jax.lax.fori_loop(0, 3, lambda _, c: c @ p["w"] @ p["w"].T, x), W, X),
     "cond": (
         lambda p, x: jax.lax.cond(x.sum() > 0, lambda: x @ p["w"], lambda: -x @ p["w"]), W, X,

@@ -296,7 +296,7 @@ class _Walk:
                 for x in zip(*branches, strict=True)
             ]
         elif name == "scan":
-            return self._scan(params, operands)
+            return self._scan(eqn, operands)
         elif name == "while":
             self._loop(params, operands)
         elif name in _OPAQUE:
@@ -337,8 +337,12 @@ class _Walk:
         ]
         return found[0] if found else None
 
-    def _scan(self, params, operands: list) -> list:
-        body, consts, carry = params["jaxpr"], params["num_consts"], params["num_carry"]
+    def _scan(self, eqn, operands: list) -> list:
+        params, body = eqn.params, eqn.params["jaxpr"]
+        # what is scanned over has one axis more outside the body; JAX 0.11 took the counts away
+        xs = _outranked(eqn.invars, body.in_avals)
+        carry = len(eqn.outvars) - _outranked(eqn.outvars, body.out_avals)
+        consts = len(operands) - carry - xs
         fixed, sliced = operands[:consts], operands[consts + carry :]
         # what a weight becomes in the carry is not followed
         steps = range(params["length"] if any(x is not None for x in sliced) else 1)
@@ -366,6 +370,11 @@ class _Walk:
         rows = x.transpose(*free, *summed).reshape(-1, size)
         for weight, sums, ok in self.elements.judge(rows):
             self.found[weight, primitive, sums, ok] += 1
+
+
+def _outranked(atoms: list, avals: list) -> int:
+    """Return how many of the atoms have an axis that their counterpart in `avals` lacks."""
+    return sum(x.aval.ndim > aval.ndim for x, aval in zip(atoms, avals, strict=True))
 
 
 def _merge(operands: list, shape: tuple[int, ...]) -> np.ndarray | None:
