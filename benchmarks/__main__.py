@@ -8,7 +8,8 @@ processes take turns, round by round. A ratio is jaxonnx's time over the other's
 so that a machine under load treats both alike: printed are the median and the quartiles. Below 1
 jaxonnx is faster. A peer that is not installed, or fails, is named and left out. On a GPU there are
 products of bfloat16 numbers as well, and a table of the fractions of what the device can do at most
-(with --ceilings on CPU, too; see benchmarks.ceilings).
+(with --ceilings on CPU, too; see benchmarks.ceilings). --against <folder of another checkout> takes
+jaxonnx as it is there as one more system, to compare a change with what was before it.
 """
 
 import argparse
@@ -30,6 +31,8 @@ from benchmarks.networks import NETWORKS
 from benchmarks.systems import SYSTEMS, applies
 
 PHASES = ("train", "forward")
+BEFORE = "jaxonnx-before"
+"""The system of `--against`."""
 MEASURE_S = 0.2
 """Steps are repeated within a round until they take about this long."""
 
@@ -100,19 +103,20 @@ def environment(options) -> dict[str, str]:
 
 def spawn(network, system, phase, path: Path, options) -> Worker:
     other = system == "onnxruntime-training" and options.ort_python
+    folder = options.against if system == BEFORE else Path(__file__).parent.parent
     log = path.parent / f"{network}.{system}.{phase}.log"
     with log.open("w") as errors:
         process = subprocess.Popen(
             [
                 *(other or sys.executable, "-m", "benchmarks.worker"),
-                *(network, system, phase, path, options.clock),
+                *(network, system.removesuffix("-before"), phase, path, options.clock),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
             env=environment(options),
-            cwd=Path(__file__).parent.parent,
+            cwd=folder,  # where Python looks for modules first
         )
     return Worker(process, log)
 
@@ -267,6 +271,7 @@ def main() -> None:
     rare = ("jaxonnx-bf16", "torch-compile", "onnxruntime-training")
     default = [s for s in SYSTEMS if s not in rare]
     parser.add_argument("--systems", choices=SYSTEMS, nargs="+", help=f"default: not {rare}")
+    parser.add_argument("--against", type=Path, help="a checkout whose jaxonnx is a system as well")
     parser.add_argument("--phases", choices=PHASES, default=[*PHASES], nargs="+")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -286,6 +291,8 @@ def main() -> None:
     most = ceilings(options)
     on_gpu = "bfloat16" in most
     options.systems = options.systems or [*default, *(["jaxonnx-bf16"] if on_gpu else [])]
+    if options.against:
+        options.systems.append(BEFORE)
     if options.ort_python and "onnxruntime-training" not in options.systems:
         options.systems.append("onnxruntime-training")
 
