@@ -312,12 +312,13 @@ class _Walk:
             return [np.broadcast_to(x, eqn.outvars[0].aval.shape) for x in kept[:1]]
         elif name in ("add", "add_any", "sub", "select_n"):
             return [_merge(operands[name == "select_n" :], eqn.outvars[0].aval.shape)]
-        elif name == "concatenate":
+        elif name in ("concatenate", "stack"):
             parts = [
                 np.full(v.aval.shape, _OTHER) if x is None else x
                 for v, x in zip(eqn.invars, operands, strict=True)
             ]
-            return [np.concatenate(parts, params["dimension"])]
+            return [np.stack(parts, params["axis"]) if name == "stack"
+                    else np.concatenate(parts, params["dimension"])]  # fmt: skip
         elif name == "pad" and first is not None and operands[1] is not None:
             return [np.asarray(jax.lax.pad(jnp.asarray(first), _ZERO, params["padding_config"]))]
         return []
