@@ -280,7 +280,7 @@ def test_the_part_before_a_dynamic_node_is_compiled():
         x = np.random.default_rng(count).standard_normal((count, 3)).astype(np.float32)
         r = np.tanh(x @ w)
         np.testing.assert_allclose(model(x), np.exp(r[r > 0]), rtol=1e-5)
-    (parts,) = model.program._parts.values()
+    (parts,) = model.program._plan.parts.values()
     assert set(parts.boundary) == {"c", "r"}
     assert [node.op.name for node in parts.rest.nodes if node.op.dynamic] == ["NonZero"]
     assert (
@@ -330,7 +330,7 @@ def test_a_detector():
     assert len(chosen)
     np.testing.assert_array_equal(model(image)[0], chosen)
     np.testing.assert_allclose(model(image)[1], found, rtol=1e-4, atol=1e-5)
-    (parts,) = model.program._parts.values()
+    (parts,) = model.program._plan.parts.values()
     assert set(parts.boundary) == {"boxes", "scores", "row"}
 
 
@@ -361,7 +361,7 @@ def test_no_large_constant_is_compiled_in(trainable):
     model = jaxonnx.load(proto, trainable=trainable)
     x = np.ones((64, 64), np.float32)
     model(x)
-    (parts,) = model.program._parts.values()
+    (parts,) = model.program._plan.parts.values()
     lowered = parts.compiled.lower(model.params, model.state, None, {"x": x}, training=False)
     assert constants(lowered.as_text()) < 2000
     with_state = jax.jit(lambda p, s, x: model.apply(p, x, state=s))

@@ -9,7 +9,7 @@ is evaluated node by node on concrete values.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import jax
@@ -42,26 +42,24 @@ class Adaption(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class Program:
-    """A graph and its constants; `evaluate` is pure, calling the program runs it compiled."""
+    """A graph and its constants; `evaluate` is pure, calling the program runs it compiled.
 
-    def __init__(
-        self,
-        graph: Graph,
-        constants: Mapping[str, np.ndarray],
-        adaption: Adaption | None = None,
-    ):
-        self.graph = graph
-        self.constants = dict(constants)
-        self.adaption = adaption
-        self._cuts = {node.index for node in graph.nodes if _dynamic(node)}
-        self._fixes = True
-        self._fixed: set[str] = set()
-        self._parts: dict[tuple, _Parts] = {}
+    The fields never change. What calls find out about the graph is a plan, which is replaced as a
+    whole: of two threads that do so at once one may have to compile again what the other had.
+    """
+
+    graph: Graph
+    constants: Mapping[str, np.ndarray]
+    adaption: Adaption | None = None
+
+    def __post_init__(self) -> None:
+        self._plan = _Plan(frozenset(n.index for n in self.graph.nodes if _dynamic(n)))
 
     def with_graph(self, graph: Graph) -> Program:
         """A program of another graph of the same tensors."""
-        return Program(graph, self.constants, self.adaption)
+        return replace(self, graph=graph)
 
     def stored(self, tensors: Mapping[str, jax.Array]) -> dict[str, Any]:
         """Parameters or state as programs that run many times take them.
@@ -81,7 +79,8 @@ class Program:
     @property
     def compiled(self) -> bool:
         """Whether all calls until now were compiled as a whole."""
-        return bool(self._parts) and all(parts.rest is None for parts in self._parts.values())
+        found = self._plan.parts.values()
+        return bool(found) and all(parts.rest is None for parts in found)
 
     def evaluate(
         self,
@@ -108,15 +107,23 @@ class Program:
         """Evaluates with as much compiled as the graph allows."""
         arrays = {n: v for n, v in inputs.items() if _is_array(v)}
         others = frozenset(inputs.keys() - arrays.keys())
+        plan = self._plan
         while True:
-            fixed = {name: np.asarray(arrays[name]) for name in self._fixed & arrays.keys()}
-            parts = self._find(others, fixed)
+            fixed = {name: np.asarray(arrays[name]) for name in plan.fixed & arrays.keys()}
+            place = _place(others, fixed)
+            if place not in plan.parts:
+                if len(plan.parts) >= VARIANTS:
+                    plan = self._plan = _Plan(plan.cuts, fixes=False)
+                    continue
+                parts = self._split(plan.cuts, others, fixed)
+                plan = self._plan = replace(plan, parts={**plan.parts, place: parts})
+            parts = plan.parts[place]
             traced = {name: _owned(value) for name, value in arrays.items() if name not in fixed}
             try:
                 values = parts.compiled(params, state, key, traced, training=training)
                 break
             except StaticError as error:
-                self._give_way(error, arrays)
+                plan = self._plan = plan.giving_way(error, arrays)
         if parts.rest is None:
             return values
         given = {**data(inputs), **fixed, **dict(zip(parts.boundary, values, strict=True))}
@@ -127,37 +134,17 @@ class Program:
         tensors = {**self.constants, **state, **params}
         return tensors if self.adaption is None else self.adaption(tensors)
 
-    def _find(self, others: frozenset[str], fixed: Mapping[str, np.ndarray]) -> _Parts:
-        """The parts for these values of the inputs that fix shapes."""
-        values = [(name, v.dtype.str, v.shape, v.tobytes()) for name, v in sorted(fixed.items())]
-        place = (others, *values)
-        if place not in self._parts:
-            if len(self._parts) >= VARIANTS:
-                self._parts.clear()
-                self._fixes, self._fixed = False, set()
-            self._parts[place] = self._split(others, fixed)
-        return self._parts[place]
-
-    def _give_way(self, error: StaticError, arrays: Mapping[str, Any]) -> None:
-        """A node wants a value that compiling hides: fixes its inputs, or cuts the graph there."""
-        small = all(np.ndim(arrays[n]) <= 1 and np.size(arrays[n]) <= FIXING for n in error.inputs)
-        if error.inputs and small and self._fixes:
-            self._fixed.update(error.inputs)
-        elif error.index is None or error.index in self._cuts:
-            raise error
-        else:
-            self._cuts.add(error.index)
-            self._parts.clear()
-
-    def _split(self, others: frozenset[str], fixed: Mapping[str, np.ndarray]) -> _Parts:
+    def _split(
+        self, cuts: Collection[int], others: Collection[str], fixed: Mapping[str, np.ndarray]
+    ) -> _Parts:
         """Cuts the graph where compiling must stop; `others` are inputs that are no arrays."""
-        if not self._cuts and not others:
+        if not cuts and not others:
             return _Parts(self._compile(self.graph, fixed), (), None)
         outside, constant = set(others), {*self.constants, *fixed}
         before: list[Node] = []
         after: list[Node] = []
         for node in self.graph.nodes:
-            if node.index in self._cuts or not outside.isdisjoint(node.reads):
+            if node.index in cuts or not outside.isdisjoint(node.reads):
                 outside.update(node.outputs)
                 after.append(node)
             elif constant.issuperset(node.reads):
@@ -191,6 +178,35 @@ class _Parts:
     boundary: tuple[str, ...]
     """The values that the compiled part hands to the rest."""
     rest: Graph | None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What calls have found out: where compiling must stop, and what is compiled."""
+
+    cuts: frozenset[int]
+    """Indices of nodes that want a value known which compiling hides."""
+    fixed: frozenset[str] = frozenset()
+    """Inputs whose values are known while compiling."""
+    fixes: bool = True
+    """Whether inputs are fixed before the graph is cut."""
+    parts: Mapping[tuple, _Parts] = field(default_factory=dict)
+    """By the values of the fixed inputs."""
+
+    def giving_way(self, error: StaticError, arrays: Mapping[str, Any]) -> _Plan:
+        """Fix the inputs that a node wants known, or cut the graph there; else raise the error."""
+        small = all(np.ndim(arrays[n]) <= 1 and np.size(arrays[n]) <= FIXING for n in error.inputs)
+        if error.inputs and small and self.fixes:
+            return replace(self, fixed=self.fixed.union(error.inputs))
+        if error.index is None or error.index in self.cuts:
+            raise error
+        return replace(self, cuts=self.cuts | {error.index}, parts={})
+
+
+def _place(others: frozenset[str], fixed: Mapping[str, np.ndarray]) -> tuple:
+    """A hashable form of the inputs that are no arrays and of the values of those fixed."""
+    values = ((name, v.dtype.str, v.shape, v.tobytes()) for name, v in sorted(fixed.items()))
+    return (others, *values)
 
 
 def _dynamic(node: Node) -> bool:

@@ -1,0 +1,98 @@
+"""Calls that run at once, and what they find out about a graph."""
+
+import threading
+
+import jax
+import numpy as np
+import onnx.parser
+import pytest
+
+import jaxonnx
+
+THREADS = 8
+
+FIXING = """
+<ir_version: 9, opset_import: ["": 18]>
+g (float[n] x, int64[1] size, int64 count) => (float[m] y, float[k] z) {
+  y = Expand(x, size)
+  none = Sub(count, count)
+  one = Div(count, count)
+  steps = Range(none, count, one)
+  shifted = Cast <to = 1> (steps)
+  z = Neg(shifted)
+}
+"""
+
+CUT = """
+<ir_version: 9, opset_import: ["": 18]>
+g (float[n] x, int64[m] sizes) => (float[k] y) {
+  total = ReduceSum <keepdims = 0> (sizes)
+  none = Sub(total, total)
+  one = Div(total, total)
+  steps = Range(none, total, one)
+  numbers = Cast <to = 1> (steps)
+  largest = ReduceMax <keepdims = 0> (x)
+  y = Add(numbers, largest)
+}
+"""
+
+
+def at_once(call):
+    """Runs `call(i)` in every thread, all starting together; returns what went wrong."""
+    start, failures = threading.Barrier(THREADS), []
+
+    def work(i):
+        start.wait()
+        try:
+            call(i)
+        except Exception as error:  # noqa: BLE001  (reported by the test that asked)
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return failures
+
+
+def test_threads_that_fix_shapes_differently():
+    model = jaxonnx.load(onnx.parser.parse_model(FIXING))
+
+    def call(i):
+        for j in range(5):  # 40 pairs of values, more than are compiled
+            size, count = 1 + i, 1 + j
+            y, z = model(np.ones(1, np.float32), np.array([size]), np.array(count))
+            np.testing.assert_array_equal(y, np.ones(size))
+            np.testing.assert_array_equal(z, -np.arange(count))
+
+    assert not at_once(call)
+    assert not at_once(call)
+
+
+def test_threads_that_cut_a_graph():
+    for _ in range(2):
+        model = jaxonnx.load(onnx.parser.parse_model(CUT))
+
+        def call(i, model=model):
+            sizes = np.ones(100 + i, np.int64)  # too many to be fixed
+            y = model(np.ones(3, np.float32), sizes)
+            np.testing.assert_array_equal(y, np.arange(len(sizes)) + 1)
+
+        assert not at_once(call)
+        (parts,) = model.program._plan.parts.values()
+        assert parts.rest is not None
+
+
+def test_a_plan_is_never_changed():
+    model = jaxonnx.load(onnx.parser.parse_model(FIXING))
+    before = model.program._plan
+    model(np.ones(1, np.float32), np.array([2]), np.array(3))
+    after = model.program._plan
+    assert (before.fixed, {*before.parts}) == (frozenset(), set())
+    assert after.fixed == {"size", "count"}
+    with pytest.raises(AttributeError):
+        after.fixed = frozenset()
+    # other weights do not begin anew
+    assert model.replace(params=model.params).program._plan is after
+    assert jax.tree.leaves(model.params) == []
