@@ -110,6 +110,24 @@ def test_floor_modulus_of_infinities():
     np.testing.assert_array_equal(result, [2, 1, -inf, inf, nan, nan])
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_zero_of_the_floor_modulus_has_the_sign_of_the_divisor(dtype, compiled):
+    mod = operator("Mod")
+    a, b = np.array([0, -0.0, 0, -0.0, 4, -4, 4, -4, 5]), np.array([2, 2, -2, -2, 2, 2, -2, -2, -3])
+    a, b = a.astype(dtype), b.astype(dtype)
+    negative = b < 0
+    with jax.enable_x64(True):
+        result = (jax.jit(mod) if compiled else mod)(jnp.asarray(a), jnp.asarray(b))
+        assert result.dtype == dtype
+        np.testing.assert_array_equal(result, [0] * 8 + [-1])
+        np.testing.assert_array_equal(np.signbit(result), negative)
+        np.testing.assert_array_equal(np.signbit(mod(a, b)), negative)
+        by_a, by_b = jax.grad(lambda a, b: mod(a, b).sum(), (0, 1))(jnp.asarray(a), jnp.asarray(b))
+        np.testing.assert_array_equal(by_a, np.ones_like(a))
+        np.testing.assert_array_equal(by_b, -np.floor(a / b))
+
+
 @pytest.mark.parametrize("place", [np.asarray, jnp.asarray])
 @pytest.mark.parametrize("dtype", [np.int8, np.int32])
 def test_bit_shift_beyond_the_width(place, dtype):

@@ -162,7 +162,15 @@ binary("Pow", power)
 
 @op("Mod", since=10, pointwise=True)
 def mod(a, b, *, fmod=0):
-    return xp(a, b).fmod(a, b) if fmod else xp(a, b).mod(a, b)
+    if fmod:
+        return xp(a, b).fmod(a, b)
+    y = xp(a, b).mod(a, b)
+    if xp(a, b) is np or not jnp.issubdtype(y.dtype, jnp.floating):
+        return y
+    # A zero has the sign of the divisor, in jnp.mod that of the dividend. Subtracting what is +0
+    # with the derivative of -y leaves the sign as it is and gives the zero the derivative of y.
+    zero = jnp.copysign(jnp.zeros_like(y), jax.lax.stop_gradient(b))
+    return jnp.where(y == 0, zero - (jax.lax.stop_gradient(y) - y), y)
 
 
 @op("Max", since=1, pointwise=True)
