@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx import sparse
+from jaxonnx._axes import Matrix
 from jaxonnx._graph.roles import running_statistics
-from jaxonnx._graph.uses import Layout, layouts
+from jaxonnx._graph.uses import weights
 from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError, ModelError, SparsityError
 from jaxonnx.model import Model
@@ -81,7 +82,8 @@ class LoRA:
         full = {} if trainable is None else model.with_trainable(trainable).params
         tensors = model.tensors
         floats = {n: v for n, v in tensors.items() if jnp.issubdtype(v.dtype, jnp.floating)}
-        places = layouts(model.graph, {n: v for n, v in floats.items() if n not in full})
+        found = weights(model.graph, {n: v for n, v in floats.items() if n not in full})
+        places = {name: w.matrix for name, w in found.items() if w.matrix is not None}
         places = self._chosen(places, floats)
         values = dict(full)
         for name, key in zip(places, jax.random.split(rng, len(places)), strict=True):
@@ -89,7 +91,7 @@ class LoRA:
         alpha = self.rank if self.alpha is None else self.alpha
         return Adapters(self.rank, alpha, places, values).attach(model)
 
-    def _chosen(self, places: dict[str, Layout], tensors: Mapping[str, Any]) -> dict[str, Layout]:
+    def _chosen(self, places: dict[str, Matrix], tensors: Mapping[str, Any]) -> dict[str, Matrix]:
         """The weights to be adapted."""
         sizes = {name: place.sizes(tensors[name].shape) for name, place in places.items()}
         if self.where is None:
@@ -116,7 +118,7 @@ class LoRA:
                 )
         return {name: place for name, place in places.items() if name in chosen}
 
-    def _start(self, name: str, w: Any, place: Layout, key: jax.Array) -> dict[str, jax.Array]:
+    def _start(self, name: str, w: Any, place: Matrix, key: jax.Array) -> dict[str, jax.Array]:
         rows, columns = place.sizes(w.shape)
         batch = [w.shape[axis] for axis in place.batch]
         dtype = jnp.promote_types(w.dtype, jnp.float32)
@@ -141,7 +143,7 @@ class Adapters:
 
     rank: int
     alpha: float
-    layouts: Mapping[str, Layout]
+    layouts: Mapping[str, Matrix]
     values: Mapping[str, jax.Array]
 
     @classmethod
@@ -214,7 +216,7 @@ class Adapters:
             values, _ = sparse.load(path)
             about = json.loads(values.pop(_ABOUT).tobytes())
             places = {
-                name: Layout(p["output"], p["input"], (*p["kernel"],), (*p["batch"],), p["lookup"])
+                name: Matrix(**{k: tuple(v) if isinstance(v, list) else v for k, v in p.items()})
                 for name, p in about["layouts"].items()
             }
             rank, alpha = int(about["rank"]), float(about["alpha"])
@@ -251,7 +253,7 @@ class _Merge:
     params: tuple[str, ...]
     rank: int
     alpha: float
-    layouts: Mapping[str, Layout]
+    layouts: Mapping[str, Matrix]
 
     def __call__(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         result = dict(tensors)

@@ -2,7 +2,7 @@
 
 An operator is a plain function that reads like its specification::
 
-    @op("Gemm", since=7, params=("b", "c"))
+    @op("Gemm", since=7, weights={"b": matrix(transpose="transB")}, params={"c": 0.0})
     def gemm(a, b, c=None, *, alpha=1.0, beta=1.0, transA=0, transB=0):
         y = alpha * (a.T if transA else a) @ (b.T if transB else b)
         return y if c is None else y + beta * c
@@ -12,6 +12,12 @@ keyword-only parameters are the attributes with the specification's spelling and
 tuple means several outputs. There is one function per semantic change; the one with the greatest
 `since` not above the model's opset is used.
 
+The decorator says at which inputs trained tensors stand. `weights` says of factors what their axes
+mean (`matrix`, `convolution`, `recurrent` and `table` of `jaxonnx._axes`): LoRA, initializers,
+sparsity and `Model.summary` go by it. `params` are biases, scales and the like, `vectors` are what
+only counts as trained if it is a vector (of Add, Mul), `state` are running statistics; each with
+the value that it starts from. The inputs and attributes named there must be those of the function.
+
 Annotations say what a parameter needs beyond its value: `Static` on an input that must be known
 while tracing; `Key`, `Training`, `Outputs` and `Names` on keyword-only parameters that the
 evaluator fills in and that are no attributes.
@@ -19,13 +25,15 @@ evaluator fills in and that are no attributes.
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxonnx._axes import Form
 
 Static = Annotated[np.ndarray, "static"]
 """An input whose value must be known while tracing; the function receives an `np.ndarray`."""
@@ -105,6 +113,10 @@ class Op:
     """The names of the inputs that must be given."""
     last: int = 0
     """The position of the last input; a variadic one stands there and after."""
+    forms: Mapping[int, Form] = field(default_factory=dict, hash=False)
+    """Among `params`: the factors, and what their axes mean."""
+    starts: Mapping[int, float] = field(default_factory=dict, hash=False)
+    """The values that trained tensors and statistics start from, where the operator says."""
 
     @property
     def channels(self) -> bool:
@@ -119,6 +131,17 @@ class Op:
                 return role
         return "state" if position in self.state else None
 
+    def form(self, position: int) -> Form | None:
+        """What the operator says of the axes of a weight at an input."""
+        return self.forms.get(min(position, self.last))
+
+    def start(self, position: int) -> float | None:
+        """The value that a tensor at an input starts from; None where the operator does not say."""
+        return self.starts.get(min(position, self.last))
+
+
+Starts = Mapping[str, float] | tuple[str, ...]
+"""Inputs with the values that they start from, or only their names: vectors then start at 0."""
 
 _OPS: dict[tuple[str, str], list[Op]] = defaultdict(list)
 
@@ -128,18 +151,22 @@ def op(
     since: int,
     *,
     domain: str = "",
-    params: tuple[str, ...] = (),
-    vectors: tuple[str, ...] = (),
-    state: tuple[str, ...] = (),
+    weights: Mapping[str, Form] | None = None,
+    params: Starts = (),
+    vectors: Starts = (),
+    state: Starts = (),
     view: bool = False,
     dynamic: bool = False,
     pointwise: bool = False,
 ):
     """Registers the decorated function as operator `name` of `domain` from opset `since` on.
 
-    `params`, `vectors` and `state` name the inputs at which a trained weight, a bias or scale
-    vector, or a running statistic stands; a variadic input is named without its asterisk and means
-    every position from there on.
+    `weights`, `params`, `vectors` and `state` name the inputs at which a factor, a bias or another
+    trained tensor, a bias or scale vector, or a running statistic stands; a variadic input is named
+    without its asterisk and means every position from there on.
+
+    Raises:
+      ValueError: a name that is no input, or an attribute of `weights` that is none.
     """
 
     def register(function):
@@ -156,13 +183,19 @@ def op(
         )
         filled = {parameter for parameter, _ in context}
         attributes = [p for p in keywords if p.name not in filled]
+        forms = weights or {}
+        named = {*order, *(p.name for p in attributes)}
+        for given in (forms, params, vectors, state, *(form.attributes for form in forms.values())):
+            if unknown := [*filter(lambda what: what not in named, given)]:
+                raise ValueError(f"operator {name} has no input or attribute {unknown[0]!r}")
+        starts = [g for g in (params, vectors, state) if isinstance(g, Mapping)]
         _OPS[domain, name].append(
             Op(
                 name=name,
                 domain=domain,
                 since=since,
                 function=function,
-                params=tuple(map(order.index, params)),
+                params=tuple(map(order.index, (*forms, *params))),
                 vectors=tuple(map(order.index, vectors)),
                 state=tuple(map(order.index, state)),
                 view=view,
@@ -177,6 +210,8 @@ def op(
                 inputs=None if variadic else len(positional),
                 needed=tuple(p.name for p in positional if p.default is p.empty),
                 last=len(order) - 1,
+                forms={order.index(what): form for what, form in forms.items()},
+                starts={order.index(w): x for given in starts for w, x in given.items()},
             )
         )
         _OPS[domain, name].sort(key=lambda o: o.since)

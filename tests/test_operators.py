@@ -213,7 +213,15 @@ def test_lookup_finds_every_version():
 
 @pytest.mark.parametrize("op", [pytest.param(o, id=f"{o.name}-{o.since}") for o in registered()])
 def test_signature_is_that_of_the_schema(op):
-    """Inputs and attributes as onnx.defs has them, for every version that the function covers."""
+    """Inputs and attributes as onnx.defs has them, for every version that the function covers.
+
+    What an operator declares of its weights names inputs and attributes that it has.
+    """
+    trained = {*op.params, *op.vectors, *op.state}
+    assert {*op.forms} <= {*op.params}
+    assert {*op.starts} <= trained - {*op.forms}
+    assert all(0 <= position <= op.last for position in trained)
+    assert all({*form.attributes} <= op.attributes for form in op.forms.values())
     if (op.domain, op.name) not in schema_versions():
         assert op.domain == "com.microsoft" or op.name == "SimplifiedLayerNormalization"
         return

@@ -1,11 +1,12 @@
-"""Where the tensors of a graph stand: at which input of which node, and how it sees their axes."""
+"""Where the tensors of a graph stand: at which input of which node, and what they are there."""
 
 import math
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxonnx._axes import Matrix
 from jaxonnx._graph.bind import Graph, Node
 
 _SAME_AXES = ("Cast", "CastLike", "DequantizeLinear", "Identity", "QuantizeLinear")
@@ -21,6 +22,28 @@ class Use:
     position: int
     axes: tuple[int, ...] | None
     """The tensor's own axes in the order in which the node sees them; None behind a Reshape."""
+    outer: Node
+    """The node of the main graph that the node is or lies in."""
+
+    @property
+    def matrix(self) -> Matrix | None:
+        """What the tensor's own axes mean here; None where it is no factor, or is reshaped."""
+        form = self.node.op.form(self.position)
+        if form is None or self.axes is None:
+            return None
+        seen = form.axes(len(self.axes), self.node.attributes)
+        return None if seen is None else seen.of(self.axes)
+
+    @property
+    def dense(self) -> str:
+        """Why a tensor that is used like this cannot be sparse; empty if it can."""
+        form, place = self.node.op.form(self.position), self.matrix
+        where = f"input {self.position} of {self.node.op.name}"
+        if form is not None and self.axes is None:
+            return f"reshaped before {where}, so that its axes are not known"
+        if place is None or place.lookup:
+            return f"{where}, no factor of a matrix product"
+        return "a grouped convolution" if place.grouped else ""
 
 
 def uses(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[Use]:
@@ -29,29 +52,30 @@ def uses(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[Use]:
     Subgraphs and the bodies of functions are seen as well. Tensors are any that have `ndim`.
     """
 
-    def walk(graph: Graph, behind: ChainMap) -> Iterator[Use]:
+    def walk(graph: Graph, behind: ChainMap, outer: Node | None) -> Iterator[Use]:
         """`behind` tells which tensor a name is a view of, and how."""
         for name in tensors.keys() & graph.weights:
             behind[name] = name, tuple(range(tensors[name].ndim))
         for node in graph.nodes:
+            top = outer or node
             for i, name in enumerate(node.inputs):
                 if behind.get(name):
-                    yield Use(behind[name][0], node, i, behind[name][1])
+                    yield Use(behind[name][0], node, i, behind[name][1], top)
             if node.op.view and behind.get(node.inputs[0]):
                 root, axes = behind[node.inputs[0]]
                 behind[node.outputs[0]] = root, _viewed(node, axes)
             for inner in node.graphs.values():
                 for g in inner if isinstance(inner, list) else [inner]:
-                    yield from walk(g, behind.new_child(dict.fromkeys(g.inputs)))
+                    yield from walk(g, behind.new_child(dict.fromkeys(g.inputs)), top)
             if node.body is not None:
                 given = (behind.get(name) for name in node.inputs)
                 inner = dict(zip(node.body.inputs, given, strict=False))
                 for local, name in node.body.lifted.items():
                     if name in tensors:
                         inner[local] = name, tuple(range(tensors[name].ndim))
-                yield from walk(node.body, ChainMap(inner))
+                yield from walk(node.body, ChainMap(inner), top)
 
-    return walk(graph, ChainMap())
+    return walk(graph, ChainMap(), None)
 
 
 def _viewed(node: Node, axes: tuple[int, ...] | None) -> tuple[int, ...] | None:
@@ -63,59 +87,39 @@ def _viewed(node: Node, axes: tuple[int, ...] | None) -> tuple[int, ...] | None:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A weight as a linear map: what each of its own axes means."""
+class Weight:
+    """What a tensor is to all the operators that read it."""
 
-    output: int
-    input: int
-    kernel: tuple[int, ...] = ()
-    """The window of a convolution."""
-    batch: tuple[int, ...] = ()
-    """Axes along which there are separate maps: directions of an LSTM, experts."""
-    lookup: bool = False
-    """Rows are read, as in an embedding, and no product is formed."""
-
-    def sizes(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Rows and columns of the matrix: outputs, and inputs at every place of the kernel."""
-        return shape[self.output], math.prod(shape[a] for a in (self.input, *self.kernel))
+    matrix: Matrix | None
+    """What its axes mean, by the first use that tells; None where it is no matrix."""
+    start: float | None
+    """The value that it starts from; None where it is drawn."""
+    dense: str
+    """Why it cannot be sparse; empty where every use is a product in which it can."""
 
 
-def layout(use: Use) -> Layout | None:
-    """What the axes of a weight mean where it is used; None where it is no factor of a product."""
-    if use.axes is None or len(use.axes) < 2:
-        return None
-    name, rank, get = use.node.op.name, len(use.axes), use.node.attributes.get
-    place = None
-    if name in ("Conv", "FusedConv") and use.position == 1:
-        place = Layout(0, 1, tuple(range(2, rank)))
-    elif name == "ConvTranspose" and use.position == 1:
-        place = Layout(1, 0, tuple(range(2, rank)))
-    elif name in ("Gemm", "FusedGemm", "MatMul", "FusedMatMul") and use.position < 2:
-        # the first factor is summed over its last axis, the second over the one before
-        last = (use.position == 0) != bool(get("transB" if use.position else "transA", 0))
-        output, input = (rank - 2, rank - 1) if last else (rank - 1, rank - 2)
-        place = Layout(output, input, batch=tuple(range(rank - 2)))
-    elif name in ("GRU", "LSTM", "RNN") and use.position in (1, 2):
-        place = Layout(1, 2, batch=(0,))
-    elif name == "Gather" and use.position == 0 and rank == 2:
-        row = get("axis", 0) % 2
-        place = Layout(1 - row, row, lookup=True)
-    if place is None:
-        return None
-    own = use.axes
-    return Layout(
-        own[place.output],
-        own[place.input],
-        tuple(own[a] for a in place.kernel),
-        tuple(own[a] for a in place.batch),
-        place.lookup,
-    )
+def weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, Weight]:
+    """What each tensor is to the operators that read it: those that are used first, in that order.
 
-
-def layouts(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, Layout]:
-    """The layout of every weight, by its first use that has one."""
-    found: dict[str, Layout] = {}
+    This is what adapters, first values, sparsity and the summary go by.
+    """
+    found: dict[str, list[Use]] = {}
     for use in uses(graph, tensors):
-        if use.name not in found and (place := layout(use)) is not None:
-            found[use.name] = place
-    return found
+        passed = use.node.body is not None or (use.node.op.view and use.position == 0)
+        found.setdefault(use.name, []).extend([] if passed else [use])
+    return {
+        name: _weight(tensors[name].shape, found.get(name, ()))
+        for name in dict.fromkeys([*found, *tensors])
+    }
+
+
+def _weight(shape: tuple[int, ...], used: Sequence[Use]) -> Weight:
+    matrix = next((place for use in used if (place := use.matrix) is not None), None)
+    start = None
+    if matrix is None:
+        trained = [use for use in used if use.node.op.role(use.position) is not None]
+        start = trained[0].node.op.start(trained[0].position) if trained else None
+        if start is None and math.prod(shape) == max(shape, default=1):
+            start = 0.0  # a vector of which nothing is said is a bias
+    reasons = [use.dense for use in used] or ["no factor of a matrix product"]
+    return Weight(matrix, start, next(filter(None, reasons), ""))

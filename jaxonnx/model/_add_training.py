@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from onnx import ModelProto
 
+from jaxonnx._graph.uses import weights
 from jaxonnx.model._load import load
 from jaxonnx.model._model import Model, Trainable
 from jaxonnx.optim import OnnxTransformation
@@ -47,8 +48,8 @@ def add_training(
         `model.params`.
       init: writes an initialization graph, with which the network can be trained from scratch:
         "glorot", "he", "normal" (0.01 wide) or "zeros" for all trained tensors, of which vectors
-        become 0, or 1 if they are the scale of a normalization; or such kinds (and "ones") by name
-        or regular expression, the other parameters keeping the values of the file.
+        become 0, scales 1 and slopes of PRelu 0.25; or such kinds (and "ones") by name or regular
+        expression, the other parameters keeping the values of the file.
 
     Returns:
       A ModelProto with one TrainingInfoProto. Its initialization also resets the optimizer's state
@@ -62,5 +63,5 @@ def add_training(
     model = model if isinstance(model, Model) else load(model)
     model = model if trainable is None else model.with_trainable(trainable)
     proto = model.to_onnx()
-    add(proto, [*model.params], loss, optimizer, init)
+    add(proto, [*model.params], loss, optimizer, init, weights(model.graph, model.params))
     return proto

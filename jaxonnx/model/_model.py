@@ -194,7 +194,7 @@ class Model:
     ) -> Model:
         """A model in which some weights start anew: a head for other data, or a whole network.
 
-        Vectors become 0, scales of a normalization 1, running means 0 and variances 1, slopes of
+        Vectors become 0, scales 1, running means 0 and variances 1, slopes of
         PRelu 0.25. All else is drawn by the initializer, with inputs and outputs of the layer as
         its fans whatever the layout of the weight; an embedding has its columns as inputs.
 

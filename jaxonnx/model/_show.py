@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from onnx import NodeProto, TensorProto, TrainingInfoProto, ValueInfoProto, numpy_helper
@@ -16,6 +16,7 @@ from rich.text import Text
 from jaxonnx._graph.bind import Node
 from jaxonnx._graph.exports import is_folded
 from jaxonnx._graph.scopes import modules
+from jaxonnx._graph.uses import uses, weights
 from jaxonnx._graph.values import Value, declared
 from jaxonnx._rewrite.modes import UNDROPPED
 from jaxonnx._run.shapes import evaluated, inferred
@@ -113,6 +114,8 @@ class Summary:
     """Numbers in state."""
     size: int
     """Bytes of both."""
+    matrices: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Outputs and inputs of each weight that is a matrix: a rank of LoRA is below both."""
 
     def __rich__(self) -> Group:
         table = Table()
@@ -149,21 +152,27 @@ def summary(model: Model) -> Summary:
     shapes = evaluated(model.proto, graph, tensors)
     values, known = (shapes.values, shapes.known) if shapes else _inferred(model)
     origins = {name: node for node in model.proto.graph.node for name in node.output}
-    views = {name: (name,) for name in tensors}
+    used: dict[int, list[str]] = {}
+    for use in uses(graph, tensors):
+        used.setdefault(use.outer.index, []).append(use.name)
     layers: list[Layer] = []
     counted: set[str] = set()
     for node in graph.nodes:
-        weights = list(dict.fromkeys(w for name in node.reads for w in views.get(name, ())))
+        # what a subgraph gives out as it is has no use within it
+        read = [*used.get(node.index, ()), *(name for name in node.reads if name in tensors)]
         first = node.outputs[0] if node.outputs else ""
-        if node.op.view and node.inputs[0] in views:
-            views[first] = views[node.inputs[0]]
-        elif not node.op.view and first not in known:
+        if not node.op.view and first not in known:
             origin, value = origins.get(first.removesuffix(UNDROPPED)), values.get(first)
-            layers.append(_layer(model, node, origin, value, weights, counted))
-            counted.update(weights)
+            layers.append(_layer(model, node, origin, value, list(dict.fromkeys(read)), counted))
+            counted.update(read)
     trained, frozen = (sum(v.size for v in group.values()) for group in (model.params, model.state))
     size = sum(v.nbytes for v in (*model.params.values(), *model.state.values()))
-    return Summary(tuple(layers), trained, frozen, size)
+    matrices = {
+        name: weight.matrix.sizes(tensors[name].shape)
+        for name, weight in weights(graph, {**model.params, **model.state}).items()
+        if weight.matrix is not None
+    }
+    return Summary(tuple(layers), trained, frozen, size, matrices)
 
 
 def _inferred(model: Model) -> tuple[dict[str, Value], frozenset[str]]:

@@ -46,12 +46,12 @@ def leaky_relu(x, *, alpha=0.01):
     return jnp.where(x > 0, x, alpha * x)
 
 
-@activation("PRelu", since=7, params=("slope",), pointwise=True)
+@activation("PRelu", since=7, params={"slope": 0.25}, pointwise=True)
 def prelu(x, slope):
     return jnp.where(x > 0, x, slope * x)
 
 
-@activation("PRelu", since=1, params=("slope",))
+@activation("PRelu", since=1, params={"slope": 0.25})
 def prelu_1(x, slope):
     """One slope for all or one a channel (axis 1), before there was broadcasting."""
     if slope.ndim == 1 and slope.size > 1 and x.ndim > 1:

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._axes import convolution, matrix, table
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.activation import elu, gelu, hard_sigmoid, hard_swish, leaky_relu, relu, sigmoid
 from jaxonnx.ops.conv import conv
-from jaxonnx.ops.linear import gemm, matmul
+from jaxonnx.ops.linear import FACTORS, gemm, matmul
 from jaxonnx.registry import op
 
 DOMAIN = "com.microsoft"
@@ -38,7 +39,15 @@ def _activate(x, name, parameters):
     return function(x, **dict(zip(names, given, strict=False)))
 
 
-@op("FusedMatMul", since=1, domain=DOMAIN, params=("a", "b"))
+@op(
+    "FusedMatMul",
+    since=1,
+    domain=DOMAIN,
+    weights={
+        "a": matrix(first=True, transpose="transA", batch="transBatchA"),
+        "b": matrix(transpose="transB", batch="transBatchB"),
+    },
+)
 def fused_matmul(a, b, *, alpha=1.0, transA=0, transB=0, transBatchA=0, transBatchB=0):
     """alpha * A' B'; `transBatch` moves the first axis behind the batch axes."""
 
@@ -52,7 +61,7 @@ def fused_matmul(a, b, *, alpha=1.0, transA=0, transB=0, transBatchA=0, transBat
     return y if alpha == 1 else alpha * y
 
 
-@op("FusedGemm", since=1, domain=DOMAIN, params=("b", "c"))
+@op("FusedGemm", since=1, domain=DOMAIN, weights=FACTORS, params=("c",))
 def fused_gemm(
     a,
     b,
@@ -71,7 +80,7 @@ def fused_gemm(
     return _activate(y, activation, (activation_alpha, activation_beta, activation_gamma))
 
 
-@op("FusedConv", since=1, domain=DOMAIN, params=("w", "b"))
+@op("FusedConv", since=1, domain=DOMAIN, weights={"w": convolution()}, params=("b",))
 def fused_conv(
     x,
     w,
@@ -139,13 +148,18 @@ def rms_norm(x, gamma, epsilon):
     return (wide * inverse).astype(x.dtype) * gamma, inverse
 
 
-@op("SkipLayerNormalization", since=1, domain=DOMAIN, params=("gamma", "beta", "bias"))
+@op(
+    "SkipLayerNormalization",
+    since=1,
+    domain=DOMAIN,
+    params={"gamma": 1.0, "beta": 0.0, "bias": 0.0},
+)
 def skip_layer_normalization(x, skip, gamma, beta=None, bias=None, *, epsilon=1e-12):
     total = x + skip if bias is None else x + skip + bias
     return *layer_norm(total, gamma, beta, epsilon), total
 
 
-@op("SkipSimplifiedLayerNormalization", since=1, domain=DOMAIN, params=("gamma", "bias"))
+@op("SkipSimplifiedLayerNormalization", since=1, domain=DOMAIN, params={"gamma": 1.0, "bias": 0.0})
 def skip_simplified_layer_normalization(x, skip, gamma, bias=None, *, epsilon=1e-12):
     total = x + skip if bias is None else x + skip + bias
     y, inverse = rms_norm(total, gamma, epsilon)
@@ -153,8 +167,8 @@ def skip_simplified_layer_normalization(x, skip, gamma, bias=None, *, epsilon=1e
 
 
 # onnxruntime keeps this operator in the default domain, though ONNX does not know it.
-@op("SimplifiedLayerNormalization", since=1, params=("scale",))
-@op("SimplifiedLayerNormalization", since=1, domain=DOMAIN, params=("scale",))
+@op("SimplifiedLayerNormalization", since=1, params={"scale": 1.0})
+@op("SimplifiedLayerNormalization", since=1, domain=DOMAIN, params={"scale": 1.0})
 def simplified_layer_normalization(x, scale, *, axis=-1, epsilon=1e-5, stash_type=1):
     """Root mean square normalization over the axes from `axis` on, at least in float32."""
     shape = x.shape[:axis] if axis < 0 else x.shape[: axis - x.ndim]
@@ -166,7 +180,12 @@ def simplified_layer_normalization(x, scale, *, axis=-1, epsilon=1e-5, stash_typ
     "EmbedLayerNormalization",
     since=1,
     domain=DOMAIN,
-    params=("word_embedding", "position_embedding", "segment_embedding", "gamma", "beta"),
+    weights={
+        "word_embedding": table(),
+        "position_embedding": table(),
+        "segment_embedding": table(),
+    },
+    params={"gamma": 1.0, "beta": 0.0},
 )
 def embed_layer_normalization(
     input_ids,

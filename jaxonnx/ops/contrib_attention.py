@@ -6,6 +6,7 @@ Meaning as in onnxruntime's ContribOperators.md; padding masks add `mask_filter_
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._axes import matrix
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.attention import (
     apply_mask,
@@ -57,7 +58,7 @@ def _attend(q, k, v, bias, scale, unidirectional, offset):
     return merge_heads(weighted_values(masked_softmax(x), v)), x
 
 
-@op("Attention", since=1, domain=DOMAIN, params=("weights", "bias"))
+@op("Attention", since=1, domain=DOMAIN, weights={"weights": matrix()}, params=("bias",))
 def attention_contrib(
     x,
     weights,

@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from jaxonnx import lowering
+from jaxonnx._axes import convolution
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import _layout as layout
 from jaxonnx.ops.windows import (
@@ -38,7 +39,7 @@ def _channels(b, rank: int, channels: int = 1):
     return b.reshape(-1, *(1,) * (rank - 2)) if channels == 1 else b
 
 
-@op("Conv", since=1, params=("w", "b"))
+@op("Conv", since=1, weights={"w": convolution()}, params=("b",))
 def conv(
     x,
     w: Kernel,
@@ -65,7 +66,7 @@ def conv(
     return y if b is None else y + _channels(b, x.ndim, channels)
 
 
-@op("ConvTranspose", since=1, params=("w", "b"))
+@op("ConvTranspose", since=1, weights={"w": convolution(transposed=True)}, params=("b",))
 def conv_transpose(
     x,
     w,
@@ -216,7 +217,12 @@ def qlinear_conv(
     return jnp.clip(rounded, limits.min, limits.max).astype(y_zero_point.dtype)
 
 
-@op("CausalConvWithState", since=27, params=("weight", "bias"))
+@op(
+    "CausalConvWithState",
+    since=27,
+    weights={"weight": convolution(depthwise=True)},
+    params=("bias",),
+)
 def causal_conv_with_state(x, weight, bias=None, past_state=None, *, activation="none"):
     """Depthwise convolution over current and past positions; x (N, C, L), weight (C, 1, k).
 
@@ -234,7 +240,7 @@ def causal_conv_with_state(x, weight, bias=None, past_state=None, *, activation=
     return y, padded[:, :, padded.shape[2] - past :]
 
 
-@op("DeformConv", since=19, params=("w", "b"))
+@op("DeformConv", since=19, weights={"w": convolution()}, params=("b",))
 def deform_conv(
     x,
     w,

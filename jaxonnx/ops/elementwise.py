@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import axis_of, canonical
-from jaxonnx.registry import known, op, xp
+from jaxonnx.registry import Starts, known, op, xp
 
 # operator -> first opset, name of the function in numpy and in jax.numpy
 _UNARY = {
@@ -94,7 +94,7 @@ def aligned(a, b, axis: int | None, broadcast: int):
     return b.reshape(b.shape + (1,) * (a.ndim - start - b.ndim))
 
 
-def binary(name: str, function: Callable[[Any, Any], Any], vectors: tuple[str, ...] = ()) -> None:
+def binary(name: str, function: Callable[[Any, Any], Any], vectors: Starts = ()) -> None:
     """Registers `function(a, b)` with NumPy's broadcasting from opset 7 on, `aligned` before."""
 
     @op(name, since=1, vectors=vectors)
@@ -153,9 +153,9 @@ def power(x, y):
     return function(x.astype(wide), y.astype(wide)).astype(x.dtype)
 
 
-binary("Add", lambda a, b: xp(a, b).add(a, b), vectors=("a", "b"))
+binary("Add", lambda a, b: xp(a, b).add(a, b), vectors={"a": 0.0, "b": 0.0})
 binary("Sub", lambda a, b: xp(a, b).subtract(a, b))
-binary("Mul", lambda a, b: xp(a, b).multiply(a, b), vectors=("a", "b"))
+binary("Mul", lambda a, b: xp(a, b).multiply(a, b), vectors={"a": 1.0, "b": 1.0})
 binary("Div", div)
 binary("Pow", power)
 

@@ -4,12 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxonnx._axes import table
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import axis_of, index_of
 from jaxonnx.registry import Static, known, op, xp
 
 
-@op("Gather", since=1, params=("x",))
+@op("Gather", since=1, weights={"x": table("axis")})
 def gather(x, indices, *, axis=0):
     """Slices of `x` along `axis`: the shape of `indices` takes the place of that axis."""
     axis = axis_of(axis, x.ndim)

@@ -5,11 +5,15 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._axes import matrix
 from jaxonnx.errors import NodeError
 from jaxonnx.registry import op, xp
 
+FACTORS = {"a": matrix(first=True, transpose="transA"), "b": matrix(transpose="transB")}
+"""Of Gemm: A and B."""
 
-@op("MatMul", since=1, params=("a", "b"))
+
+@op("MatMul", since=1, weights={"a": matrix(first=True), "b": matrix()})
 def matmul(a, b):
     """`numpy.matmul`; a matrix on the right makes one product of all leading axes of `a`."""
     np_ = xp(a, b)
@@ -36,7 +40,7 @@ def _gemm(a, b, c, alpha, beta, transpose_a, transpose_b):
     return y + (c if beta == 1 else (beta * c).astype(dtype))
 
 
-@op("Gemm", since=1, params=("b", "c"))
+@op("Gemm", since=1, weights=FACTORS, params=("c",))
 def gemm_1(a, b, c, *, alpha=1.0, beta=1.0, transA=0, transB=0, broadcast=0):
     shape = a.shape[-1 if transA else 0], b.shape[0 if transB else -1]
     if not broadcast and c.shape != shape:
@@ -44,7 +48,7 @@ def gemm_1(a, b, c, *, alpha=1.0, beta=1.0, transA=0, transB=0, broadcast=0):
     return _gemm(a, b, c, alpha, beta, transA, transB)
 
 
-@op("Gemm", since=7, params=("b", "c"))
+@op("Gemm", since=7, weights=FACTORS, params=("c",))
 def gemm(a, b, c=None, *, alpha=1.0, beta=1.0, transA=0, transB=0):
     """Y = alpha * A' B' + beta * C; as in BLAS, C is not read at all when beta is 0."""
     return _gemm(a, b, c, alpha, beta, transA, transB)

@@ -14,6 +14,9 @@ from jaxonnx.ops.elementwise import absolute
 from jaxonnx.ops.windows import window
 from jaxonnx.registry import Channels, Key, Outputs, Training, op
 
+SCALED = {"scale": 1.0, "b": 0.0}
+STATISTICS = {"mean": 0.0, "var": 1.0}
+
 
 def _wide(x, dtype: Any = np.float32):
     return jnp.asarray(x).astype(jnp.promote_types(x.dtype, dtype))
@@ -63,7 +66,7 @@ def _batch_norm(
     return y.astype(x.dtype), new_mean, new_var, *saved
 
 
-@op("BatchNormalization", since=1, params=("scale", "b"), state=("mean", "var"))
+@op("BatchNormalization", since=1, params=SCALED, state=STATISTICS)
 def batch_normalization_1(
     x,
     scale,
@@ -82,7 +85,7 @@ def batch_normalization_1(
     return _batch_norm(x, scale, b, mean, var, momentum, epsilon, batch, channels, bool(spatial))
 
 
-@op("BatchNormalization", since=7, params=("scale", "b"), state=("mean", "var"))
+@op("BatchNormalization", since=7, params=SCALED, state=STATISTICS)
 def batch_normalization_7(
     x,
     scale,
@@ -102,7 +105,7 @@ def batch_normalization_7(
     return _batch_norm(x, scale, b, mean, var, momentum, epsilon, batch, channels, bool(spatial))
 
 
-@op("BatchNormalization", since=14, params=("scale", "b"), state=("mean", "var"))
+@op("BatchNormalization", since=14, params=SCALED, state=STATISTICS)
 def batch_normalization(
     x,
     scale,
@@ -124,7 +127,7 @@ def _over_channels(v, rank: int):
     return v.reshape(-1, *(1,) * (rank - 2))
 
 
-@op("InstanceNormalization", since=1, params=("scale", "b"))
+@op("InstanceNormalization", since=1, params=SCALED)
 def instance_normalization(x, scale, b, *, epsilon=1e-5):
     unit, *_ = _standardize(_wide(x), tuple(range(2, x.ndim)), epsilon)
     y = unit * _over_channels(scale, x.ndim) + _over_channels(b, x.ndim)
@@ -141,7 +144,7 @@ def _group_norm(x, scale, bias, num_groups, epsilon, stash):
     return unit * _over_channels(scale, x.ndim) + _over_channels(bias, x.ndim)
 
 
-@op("GroupNormalization", since=18, params=("scale", "bias"))
+@op("GroupNormalization", since=18, params={"scale": 1.0, "bias": 0.0})
 def group_normalization_18(x, scale, bias, *, epsilon=1e-5, num_groups):
     """`scale` and `bias` have one entry per group."""
     each = x.shape[1] // num_groups
@@ -149,13 +152,13 @@ def group_normalization_18(x, scale, bias, *, epsilon=1e-5, num_groups):
     return _group_norm(x, scale, bias, num_groups, epsilon, np.float32)
 
 
-@op("GroupNormalization", since=21, params=("scale", "bias"))
+@op("GroupNormalization", since=21, params={"scale": 1.0, "bias": 0.0})
 def group_normalization(x, scale, bias, *, epsilon=1e-5, num_groups, stash_type=1):
     """`scale` and `bias` have one entry per channel."""
     return _group_norm(x, scale, bias, num_groups, epsilon, element_dtype(stash_type))
 
 
-@op("LayerNormalization", since=17, params=("scale", "b"))
+@op("LayerNormalization", since=17, params=SCALED)
 def layer_normalization(x, scale, b=None, *, axis=-1, epsilon=1e-5, stash_type=1):
     """(y, mean, 1 / standard deviation) over the axes from `axis` on.
 
@@ -170,7 +173,7 @@ def layer_normalization(x, scale, b=None, *, axis=-1, epsilon=1e-5, stash_type=1
     return y, mean.astype(stash), lax.rsqrt(var + epsilon).astype(stash)
 
 
-@op("RMSNormalization", since=23, params=("scale",))
+@op("RMSNormalization", since=23, params={"scale": 1.0})
 def rms_normalization(x, scale, *, axis=-1, epsilon=1e-5, stash_type=1):
     axes = tuple(range(axis_of(axis, x.ndim), x.ndim))
     wide = _wide(x, element_dtype(stash_type))

@@ -8,9 +8,12 @@ starts where its own data ends.
 import jax
 import jax.numpy as jnp
 
+from jaxonnx._axes import recurrent
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering._recurrence import elementwise, recur
 from jaxonnx.registry import op
+
+MATRICES = {"w": recurrent(), "r": recurrent()}
 
 # function, then the defaults of the parameters (alpha, beta) that it takes
 _ACTIVATIONS = {
@@ -102,7 +105,7 @@ def _sum_of_biases(b):
     return None if b is None else sum(jnp.split(b, 2, axis=1))
 
 
-@op("RNN", since=1, params=("w", "r", "b"))
+@op("RNN", since=1, weights=MATRICES, params={"b": 0.0})
 def rnn(
     x,
     w,
@@ -132,7 +135,7 @@ def rnn(
     return _recur(cell, x, w, r, bias, sequence_lens, (initial_h,), hidden_size, direction, layout)
 
 
-@op("GRU", since=3, params=("w", "r", "b"))
+@op("GRU", since=3, weights=MATRICES, params={"b": 0.0})
 def gru(
     x,
     w,
@@ -190,7 +193,7 @@ def gru(
     return _recur(cell, x, w, r, bias, sequence_lens, (initial_h,), hidden_size, direction, layout)
 
 
-@op("GRU", since=1, params=("w", "r", "b"))
+@op("GRU", since=1, weights=MATRICES, params={"b": 0.0})
 def gru_1(
     x,
     w,
@@ -225,7 +228,7 @@ def gru_1(
     )
 
 
-@op("LSTM", since=1, params=("w", "r", "b", "p"))
+@op("LSTM", since=1, weights=MATRICES, params={"b": 0.0, "p": 0.0})
 def lstm(
     x,
     w,

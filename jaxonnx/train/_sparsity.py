@@ -10,23 +10,13 @@ from onnx import ModelProto
 
 from jaxonnx import sparse
 from jaxonnx._file.packed import set_record
-from jaxonnx._graph.bind import Node
+from jaxonnx._graph.uses import weights
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
 from jaxonnx.sparse._masks import parse
 from jaxonnx.sparse._templates import Axes
 from jaxonnx.train._storage import Storage
 
-_PRODUCTS = {
-    "Conv": (1,),
-    "ConvTranspose": (1,),
-    "Gemm": (0, 1),
-    "GRU": (1, 2),
-    "LSTM": (1, 2),
-    "MatMul": (0, 1),
-    "RNN": (1, 2),
-}
-"""Operators that are matrix products, and the inputs at which their weights stand."""
 _CHOICE = ("pattern", "transposable", "select", "exclude", "axes")
 """The options of `sparse.layers` among those of `sparse.three_phase`."""
 
@@ -127,41 +117,13 @@ def _recorded(model: Model, pattern: sparse.Pattern, axes: Mapping[str, Axes]) -
 
 
 def layouts(model: Model) -> dict[str, Any]:
-    """What the graph says of its weights, as the options `exclude` and `axes` of `sparse.layers`.
+    """Return what the graph says of its weights, as `exclude` and `axes` of `sparse.layers`.
 
     A weight that is used in anything but dense matrix products and convolutions (an embedding, a
     grouped convolution, a table that is added) cannot be sparse. The input axis is the one that the
     product sums over, at the first use of a weight that has several.
     """
-    behind = {name: (name, False) for name in model.params}
-    exclude: dict[str, str] = {}
-    axes: dict[str, Axes] = {}
-    for node in model.graph.nodes:
-        weights = [(i, *behind[name]) for i, name in enumerate(node.inputs) if name in behind]
-        if node.op.view and weights and weights[0][0] == 0:
-            _, name, turned = weights[0]
-            turns = node.op.name == "Transpose" and model.params[name].ndim == 2
-            turns = turns and node.attributes.get("perm", [1, 0]) == [1, 0]
-            behind[node.outputs[0]] = (name, turned != turns)
-            continue
-        for i, name, turned in weights:
-            if i not in _PRODUCTS.get(node.op.name, ()):
-                exclude[name] = f"input {i} of {node.op.name}, no factor of a matrix product"
-            elif node.attributes.get("group", 1) != 1:
-                exclude[name] = "a grouped convolution"
-            elif (where := _axes(node, i)) is not None:
-                axes.setdefault(name, (where[1], where[0]) if turned else where)
+    found = weights(model.graph, model.params)
+    exclude = {name: weight.dense for name, weight in found.items() if weight.dense}
+    axes = {name: (w.matrix.output, w.matrix.input) for name, w in found.items() if w.matrix}
     return {"exclude": exclude, "axes": lambda name, w: axes.get(name)}
-
-
-def _axes(node: Node, i: int) -> Axes | None:
-    """The (output, input) axes of the factor at input `i`; None where `default_axes` has them."""
-    if node.op.name in ("GRU", "LSTM", "RNN"):
-        return 1, 2  # of (directions, output, input)
-    if node.op.name == "ConvTranspose":
-        return 1, 0
-    if node.op.name in ("Gemm", "MatMul"):
-        # the first factor is summed over its last axis, the second over the one before
-        last = (i == 0) != bool(node.attributes.get("transB" if i else "transA", 0))
-        return (-2, -1) if last else (-1, -2)
-    return None

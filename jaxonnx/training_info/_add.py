@@ -6,6 +6,7 @@ import numpy as np
 from onnx import GraphProto, ModelProto, TensorProto, helper, numpy_helper
 
 from jaxonnx._file.build import Writer, names
+from jaxonnx._graph.uses import Weight
 from jaxonnx.errors import TrainingError
 from jaxonnx.optim import OnnxTransformation
 from jaxonnx.training_info import _initialization as initialization
@@ -56,8 +57,12 @@ def add(
     loss: str,
     optimizer: OnnxTransformation,
     init: str | Mapping[str, str] | None,
+    found: Mapping[str, Weight],
 ) -> None:
-    """Write the training of these initializers into `proto`, as `jaxonnx.add_training` says."""
+    """Write the training of these initializers into `proto`, as `jaxonnx.add_training` says.
+
+    `found` tells what the weights are to the graph.
+    """
     stored = {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer}
     _check(proto, loss, optimizer, {name: stored.get(name) for name in params})
     values = {name: stored[name] for name in params}
@@ -67,8 +72,8 @@ def add(
     inputs = _loss(step, proto.graph, loss)
     updates, state = _update(step, optimizer, values, inputs)
     starts = {name: initialization.fill(reset, name, value) for name, value in state.items()}
-    for name, kind in initialization.kinds(init, values, proto.graph).items():
-        starts[name] = initialization.draw(reset, kind, name, values[name], proto.graph)
+    for name, kind in initialization.kinds(init, values, found).items():
+        starts[name] = initialization.draw(reset, kind, name, values[name], found[name].matrix)
     info = proto.training_info.add(algorithm=step.graph, initialization=reset.graph)
     for name, output in updates.items():
         info.update_binding.add(key=name, value=output)

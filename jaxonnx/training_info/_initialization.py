@@ -5,20 +5,25 @@ import re
 from collections.abc import Mapping
 
 import numpy as np
-from onnx import GraphProto, NodeProto, helper
+from onnx import helper
 
+from jaxonnx._axes import Matrix
 from jaxonnx._file.build import Writer, onnx_type
+from jaxonnx._graph.uses import Weight
 from jaxonnx.errors import TrainingError
 
+_NUMBERS = {"zeros": 0.0, "ones": 1.0}
 KINDS = ("glorot", "he", "normal", "zeros", "ones")
 
 
 def kinds(
-    init: str | Mapping[str, str] | None, values: Mapping[str, np.ndarray], graph: GraphProto
-) -> dict[str, str]:
-    """The kind of initializer of each tensor that gets one.
+    init: str | Mapping[str, str] | None,
+    values: Mapping[str, np.ndarray],
+    found: Mapping[str, Weight],
+) -> dict[str, str | float]:
+    """Return the kind of initializer, or the number, of each tensor that gets one.
 
-    One kind is meant for weights: vectors become 0, or 1 where they scale a normalization. A
+    One kind is meant for weights: other tensors start from the number that their operator says. A
     mapping goes by names or regular expressions, the first that matches a name in full counts.
 
     Raises:
@@ -30,25 +35,28 @@ def kinds(
             raise TrainingError(f"init is {kind!r}; there are {', '.join(KINDS)}")
         if not any(name == pattern or re.fullmatch(pattern, name) for name in values):
             raise TrainingError(f"init={{{pattern!r}: ...}} matches none of {', '.join(values)}")
-    result = {}
-    for name, value in values.items():
+    result: dict[str, str | float] = {}
+    for name in values:
+        start = found[name].start if isinstance(init, str) else None
         for pattern, kind in chosen.items():
             if name == pattern or re.fullmatch(pattern, name):
-                vector = isinstance(init, str) and value.ndim < 2
-                result[name] = _of_vector(name, graph) if vector else kind
+                result[name] = kind if start is None else start
                 break
     return result
 
 
-def draw(writer: Writer, kind: str, name: str, value: np.ndarray, graph: GraphProto) -> str:
-    """Appends nodes that draw a tensor like `value`; returns their output.
+def draw(
+    writer: Writer, kind: str | float, name: str, value: np.ndarray, place: Matrix | None
+) -> str:
+    """Append nodes that draw a tensor like `value`, with these axes; return their output.
 
     glorot: uniform within sqrt(6 / (fan_in + fan_out)) (Glorot and Bengio, 2010); he: normal with
     standard deviation sqrt(2 / fan_in) (He et al., 2015); normal: standard deviation 0.01.
     """
-    if kind in ("zeros", "ones"):
-        return fill(writer, name, np.full_like(value, kind == "ones"))
-    fan_in, fan_out = _fans(name, value.shape, graph)
+    number = _NUMBERS.get(kind, kind)
+    if not isinstance(number, str):
+        return fill(writer, name, np.full_like(value, number))
+    fan_in, fan_out = _fans(value.shape, place)
     if kind == "glorot":
         limit = math.sqrt(6 / max(fan_in + fan_out, 1))
         operator, settings = "RandomUniform", {"low": -limit, "high": limit}
@@ -70,25 +78,13 @@ def fill(writer: Writer, name: str, value: np.ndarray) -> str:
     return result
 
 
-def _of_vector(name: str, graph: GraphProto) -> str:
-    scales = any(
-        node.op_type.endswith("Normalization") and list(node.input[1:2]) == [name]
-        for node in graph.node
-    )
-    return "ones" if scales else "zeros"
+def _fans(shape: tuple[int, ...], place: Matrix | None) -> tuple[int, int]:
+    """Return how many numbers go into one output of the layer, and how many outputs it reaches.
 
-
-def _fans(name: str, shape: tuple[int, ...], graph: GraphProto) -> tuple[int, int]:
-    """How many numbers go into one output of the layer, and how many outputs one input reaches."""
-    if len(shape) < 2:
+    Where that is not known, the last two axes are inputs and outputs, as `jax.nn.initializers` has
+    it.
+    """
+    rank = len(shape)
+    if rank < 2:
         return 1, 1
-    node = next((node for node in graph.node if name in node.input), NodeProto())
-    if node.op_type.startswith("Conv"):
-        a, b = shape[:2]
-        kernel = math.prod(shape[2:])
-        return (a * kernel, b * kernel) if "Transpose" in node.op_type else (b * kernel, a * kernel)
-    rows, columns = shape[-2:]
-    outputs_first = node.op_type in ("Transpose", "RNN", "GRU", "LSTM") or any(
-        attribute.name == "transB" and attribute.i for attribute in node.attribute
-    )
-    return (columns, rows) if outputs_first else (rows, columns)
+    return (place or Matrix(rank - 1, rank - 2, kernel=tuple(range(rank - 2)))).fans(shape)

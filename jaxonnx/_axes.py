@@ -1,0 +1,119 @@
+"""What the axes of a weight mean: the vocabulary in which operators declare it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight as a linear map: what each of its axes means."""
+
+    output: int
+    input: int
+    kernel: tuple[int, ...] = ()
+    """The window of a convolution."""
+    batch: tuple[int, ...] = ()
+    """Axes along which there are separate maps: directions of an LSTM, experts."""
+    lookup: bool = False
+    """Rows are read, as in an embedding, and no product is formed."""
+    grouped: bool = False
+    """An output depends only on the inputs of its own group."""
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The axes as initializers take them: batch, kernel, inputs, outputs.
+
+        What is summed over an embedding is its columns, so these count as its inputs.
+        """
+        ends = (self.output, self.input) if self.lookup else (self.input, self.output)
+        return (*self.batch, *self.kernel, *ends)
+
+    def sizes(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Rows and columns of the matrix: outputs, and inputs at every place of the kernel."""
+        return shape[self.output], math.prod(shape[a] for a in (self.input, *self.kernel))
+
+    def fans(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """How many numbers go into an output, and how many outputs an input reaches."""
+        window = math.prod(shape[a] for a in self.kernel)
+        fan_in, fan_out = (shape[a] * window for a in self.order[-2:])
+        return fan_in, fan_out
+
+    def of(self, axes: tuple[int, ...]) -> Matrix:
+        """The same of a tensor whose own `axes` are seen in this order."""
+        return replace(
+            self,
+            output=axes[self.output],
+            input=axes[self.input],
+            kernel=tuple(axes[a] for a in self.kernel),
+            batch=tuple(axes[a] for a in self.batch),
+        )
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an operator says of the axes of a weight."""
+
+    axes: Callable[[int, Mapping[str, Any]], Matrix | None]
+    """Of a weight of some rank at a node with some attributes; None where it is no matrix."""
+    attributes: tuple[str, ...] = ()
+    """The attributes that this depends on."""
+
+
+def matrix(*, first: bool = False, transpose: str | None = None, batch: str | None = None) -> Form:
+    """Declare a factor of `a @ b`, the second one unless `first`; leading axes are separate maps.
+
+    Args:
+      first: the weight is `a`, and its last axis is summed over.
+      transpose: an attribute that exchanges the last two axes before the product.
+      batch: an attribute that moves the first axis behind the other leading ones before that.
+    """
+
+    def axes(rank: int, attributes: Mapping[str, Any]) -> Matrix | None:
+        if rank < 2:
+            return None
+        order = [*range(rank)]
+        if batch and attributes.get(batch, 0):
+            order.insert(rank - 2, order.pop(0))
+        *separate, rows, columns = order
+        turned = bool(transpose and attributes.get(transpose, 0))
+        output, input = (rows, columns) if first != turned else (columns, rows)
+        return Matrix(output, input, batch=tuple(separate))
+
+    return Form(axes, tuple(filter(None, (transpose, batch))))
+
+
+def convolution(*, transposed: bool = False, depthwise: bool = False) -> Form:
+    """Declare a kernel (outputs, inputs, *window), or (inputs, outputs, *window) if `transposed`.
+
+    The attribute `group` tells groups; `depthwise`, every channel is one.
+    """
+
+    def axes(rank: int, attributes: Mapping[str, Any]) -> Matrix | None:
+        if rank < 3:
+            return None
+        output, input = (1, 0) if transposed else (0, 1)
+        grouped = depthwise or attributes.get("group", 1) != 1
+        return Matrix(output, input, tuple(range(2, rank)), grouped=grouped)
+
+    return Form(axes, () if depthwise else ("group",))
+
+
+def recurrent() -> Form:
+    """Declare matrices (directions, outputs, inputs)."""
+    return Form(lambda rank, attributes: Matrix(1, 2, batch=(0,)) if rank == 3 else None)
+
+
+def table(axis: str | None = None) -> Form:
+    """Declare an embedding, whose rows are read along the first axis or that of an attribute."""
+
+    def axes(rank: int, attributes: Mapping[str, Any]) -> Matrix | None:
+        if rank != 2:
+            return None
+        row = attributes.get(axis, 0) % 2 if axis else 0
+        return Matrix(1 - row, row, lookup=True)
+
+    return Form(axes, (axis,) if axis else ())
