@@ -195,6 +195,18 @@ def test_schedules_become_part_of_the_file(name):
     assert domains == {"", "ai.onnx.preview.training"}
 
 
+def test_a_schedule_with_a_loop_is_refused():
+    optimizer = optim.momentum(lambda n: 0.1 * jax.lax.fori_loop(0, 3, lambda i, x: x / 2, n * 1.0))
+    with pytest.raises(jaxonnx.UnsupportedError, match="scan"):
+        jaxonnx.add_training(mlp(), loss="squared_error", optimizer=optimizer)
+
+
+def test_a_schedule_may_be_computed_again():
+    x, t = normal(16, 4), targets(False)
+    optimizer = optim.momentum(jax.checkpoint(optax.cosine_decay_schedule(0.1, 10)))
+    assert_same_training(mlp(), "squared_error", optimizer, x, t)
+
+
 def test_schedule_counts_updates_even_if_T_starts_at_one():
     x, t = normal(16, 4), targets(False)
     optimizer = optim.adam(lambda count: jnp.where(count < 3, 0.0, 0.01), T=1)

@@ -72,6 +72,12 @@ PROGRAMS = {
         )[0],
         W, X,
     ),
+    "unstacked": (
+        lambda p, x: sum(
+            map(jnp.matmul, jnp.split(x, 2, 1), jnp.unstack(p["w"].reshape(2, 4, 12)))
+        ),
+        W, X,
+    ),
     "while": (lambda p, x: jax.lax.fori_loop(0, 3, lambda _, c: c @ p["w"] @ p["w"].T, x), W, X),
     "cond": (
         lambda p, x: jax.lax.cond(x.sum() > 0, lambda: x @ p["w"], lambda: -x @ p["w"]), W, X,

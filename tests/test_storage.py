@@ -44,6 +44,12 @@ TELLING = {
     "captured, square": optax.stateless_with_tree_map(
         lambda g, p: g + (PARAMS["square"] if g.shape == (3, 3, 3, 3) else 0)
     ),
+    "scattered": optax.stateless_with_tree_map(
+        lambda g, p: g.at[0].multiply(0.0, wrap_negative_indices=False)
+    ),
+    "sums of rows": optax.stateless_with_tree_map(
+        lambda g, p: g * jax.lax.reduce(g, 0.0, lambda a, b: a + 2 * b, (g.ndim - 1,)).sum()
+    ),
     "rows": optax.stateless_with_tree_map(lambda g, p: g - g.mean(0)),
     "sparse": jaxonnx.sparse.three_phase(optax.sgd(0.1), dense=0, dynamic=1, steps_per_epoch=1),
 }

@@ -10,14 +10,14 @@ along the one blocked axis of the weight, the other, or neither.
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import JaxprEqn
 
+from jaxonnx._jaxpr import Program, Scan, called, interpret, scan, while_loop
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._layers import Layer, name_of
 from jaxonnx.sparse._layers import layers as report
@@ -29,7 +29,7 @@ _OTHER = -2  # an element of something else that stands beside a weight
 
 _MOVES = {
     "broadcast_in_dim", "copy", "copy_p", "optimization_barrier", "reshape", "rev", "slice",
-    "split", "squeeze", "transpose",
+    "split", "squeeze", "tile", "transpose", "unstack",
 }  # fmt: skip
 """Primitives that rearrange their only operand: they are executed on the integers."""
 _KEEPS = {
@@ -253,32 +253,23 @@ class _Elements:
 
 
 class _Walk:
-    """Carries the numbers through a jaxpr and judges the products on the way."""
+    """Carries the numbers through a program and judges the products on the way."""
 
     def __init__(self, elements: _Elements):
         self.elements = elements
         self.found: Counter[tuple[str, str, str, bool]] = Counter()
 
-    def __call__(self, program: ClosedJaxpr | Jaxpr, arguments: list) -> list:
-        jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
-        known = dict(zip(jaxpr.invars, arguments, strict=True))
+    def __call__(self, program: Program, arguments: list) -> list:
+        return interpret(program, self._step, arguments, constant=_constant, enter=_entered)
 
-        def read(atom):
-            if isinstance(atom, Literal):
-                number = np.ndim(atom.val) == 0 and np.asarray(atom.val).dtype != jax.dtypes.float0
-                return np.asarray(_ZERO) if number and atom.val == 0 else None
-            return known.get(atom)
+    def _step(self, equation: JaxprEqn, operands: list) -> list:
+        """Return the numbers of the results; None for what is followed no further."""
+        results = []
+        if any(x is not None for x in operands):
+            results = self._results(equation, operands)
+        return [*results, *[None] * (len(equation.outvars) - len(results))]
 
-        for eqn in jaxpr.eqns:
-            operands = [read(x) for x in eqn.invars]
-            if any(x is not None for x in operands):
-                results = self._step(eqn, operands)
-                known.update(
-                    (var, x) for var, x in zip(eqn.outvars, results, strict=False) if x is not None
-                )
-        return [read(x) for x in jaxpr.outvars]
-
-    def _step(self, eqn, operands: list) -> list:
+    def _results(self, eqn: JaxprEqn, operands: list) -> list:
         name, params = eqn.primitive.name, eqn.params
         first = operands[0]
         if name == "dot_general":
@@ -296,72 +287,51 @@ class _Walk:
                 for x in zip(*branches, strict=True)
             ]
         elif name == "scan":
-            return self._scan(eqn, operands)
+            return self._scan(scan(eqn, operands))
         elif name == "while":
-            self._loop(params, operands)
+            loop = while_loop(eqn, operands)
+            state = [None] * len(loop.carry)
+            self(loop.condition, [*loop.tested, *state])
+            self(loop.body, [*loop.fixed, *state])
         elif name in _OPAQUE:
             for weight in self.elements.weights(operands):
                 self.found[weight, name, "out of sight", False] += 1
-        elif (inner := self._called(eqn)) is not None:
-            return self(inner, operands)
         elif name in _MOVES and first is not None:
             out = eqn.primitive.bind(jnp.asarray(first), **params)
             return [np.asarray(x) for x in (out if eqn.primitive.multiple_results else [out])]
         elif name in _KEEPS:
             kept = [x for x in operands[: 2 if name == "mul" else 1] if x is not None]
-            return [np.broadcast_to(x, eqn.outvars[0].aval.shape) for x in kept[:1]]
+            return [np.broadcast_to(x, _shape(eqn.outvars[0])) for x in kept[:1]]
         elif name in ("add", "add_any", "sub", "select_n"):
-            return [_merge(operands[name == "select_n" :], eqn.outvars[0].aval.shape)]
+            return [_merge(operands[name == "select_n" :], _shape(eqn.outvars[0]))]
         elif name in ("concatenate", "stack"):
             parts = [
-                np.full(v.aval.shape, _OTHER) if x is None else x
+                np.full(_shape(v), _OTHER) if x is None else x
                 for v, x in zip(eqn.invars, operands, strict=True)
             ]
-            return [np.stack(parts, params["axis"]) if name == "stack"
-                    else np.concatenate(parts, params["dimension"])]  # fmt: skip
+            if name == "stack":
+                return [np.stack(parts, params["axis"])]
+            return [np.concatenate(parts, params["dimension"])]
         elif name == "pad" and first is not None and operands[1] is not None:
             return [np.asarray(jax.lax.pad(jnp.asarray(first), _ZERO, params["padding_config"]))]
         return []
 
-    @staticmethod
-    def _called(eqn) -> ClosedJaxpr | Jaxpr | None:
-        """The program that a primitive does nothing but run.
-
-        A primitive with an attribute `plain` is one of its own, which this function of its operands
-        and parameters expresses in those of JAX.
-        """
-        if (plain := getattr(eqn.primitive, "plain", None)) is not None:
-            avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
-            return jax.make_jaxpr(partial(plain, **eqn.params))(*avals)
-        found = [
-            eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params
-        ]
-        return found[0] if found else None
-
-    def _scan(self, eqn, operands: list) -> list:
-        params, body = eqn.params, eqn.params["jaxpr"]
-        # what is scanned over has one axis more outside the body; JAX 0.11 took the counts away
-        xs = _outranked(eqn.invars, body.in_avals)
-        carry = len(eqn.outvars) - _outranked(eqn.outvars, body.out_avals)
-        consts = len(operands) - carry - xs
-        fixed, sliced = operands[:consts], operands[consts + carry :]
+    def _scan(self, loop: Scan) -> list:
         # what a weight becomes in the carry is not followed
-        steps = range(params["length"] if any(x is not None for x in sliced) else 1)
+        carry = [None] * len(loop.carry)
+        steps = range(loop.length if any(x is not None for x in loop.sliced) else 1)
         ys = [
-            self(body, [*fixed, *[None] * carry, *(None if x is None else x[i] for x in sliced)])
+            self(
+                loop.body,
+                [*loop.fixed, *carry, *(None if x is None else x[i] for x in loop.sliced)],
+            )
             for i in steps
         ]
-        stacked = zip(*(y[carry:] for y in ys), strict=True)
-        whole = len(steps) == params["length"]
-        return [None] * carry + [
+        stacked = zip(*(y[len(carry) :] for y in ys), strict=True)
+        whole = len(steps) == loop.length
+        return carry + [
             np.stack(y) if whole and all(x is not None for x in y) else None for y in stacked
         ]
-
-    def _loop(self, params, operands: list) -> None:
-        n, m = params["cond_nconsts"], params["body_nconsts"]
-        state = [None] * (len(operands) - n - m)
-        self(params["cond_jaxpr"], [*operands[:n], *state])
-        self(params["body_jaxpr"], [*operands[n : n + m], *state])
 
     def _judge(self, primitive: str, x, summed, shared) -> None:
         if x is None or not (x >= 0).any():
@@ -373,9 +343,21 @@ class _Walk:
             self.found[weight, primitive, sums, ok] += 1
 
 
-def _outranked(atoms: list, avals: list) -> int:
-    """Return how many of the atoms have an axis that their counterpart in `avals` lacks."""
-    return sum(x.aval.ndim > aval.ndim for x, aval in zip(atoms, avals, strict=True))
+def _entered(equation: JaxprEqn) -> Program | None:
+    """Return the program that an equation runs, on shards as well if it has their shapes."""
+    if equation.primitive.name == "shard_map":
+        return equation.params["jaxpr"]
+    return called(equation)
+
+
+def _constant(value: Any, aval: Any) -> np.ndarray | None:
+    """Return the numbers of a constant: only a zero is of interest."""
+    number = aval.shape == () and jnp.issubdtype(aval.dtype, np.number)
+    return np.asarray(_ZERO) if number and value == 0 else None
+
+
+def _shape(variable: Any) -> tuple[int, ...]:
+    return variable.aval.shape
 
 
 def _merge(operands: list, shape: tuple[int, ...]) -> np.ndarray | None:

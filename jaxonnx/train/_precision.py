@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, primitives
+from jax.extend.core import JaxprEqn, Primitive, primitives
 
+from jaxonnx._jaxpr import Program, called, interpret, retraced
 from jaxonnx.lowering._contract import contract_p
 
 _WIDE = {"preferred_element_type": jnp.dtype(jnp.float32), "precision": None}
@@ -31,47 +32,29 @@ def products_in_bfloat16(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def rounded(*args):
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-        found = _evaluate(closed, *jax.tree.leaves(args))
+        found = _run(closed, *jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shape), found)
 
     return rounded
 
 
-def _evaluate(closed: ClosedJaxpr, *args: Any) -> list[Any]:
-    """Evaluates a jaxpr with its products in bfloat16."""
-    jaxpr = closed.jaxpr
-    values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    values.update(zip(jaxpr.invars, args, strict=True))
-
-    def value(atom):
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    for equation in jaxpr.eqns:
-        given = [value(atom) for atom in equation.invars]
-        primitive, params = equation.primitive, equation.params
-        if "call_jaxpr" in params:  # what has a derivative of its own, which was taken before
-            results = _evaluate(params["call_jaxpr"], *given)
-        else:
-            product = primitive in _PRODUCTS and all(x.dtype == jnp.float32 for x in given)
-            if product:
-                given = [x.astype(jnp.bfloat16) for x in given]
-                params = params | _PRODUCTS[primitive]
-            params = {name: _rounded(x) for name, x in params.items()}
-            with equation.ctx.manager:
-                found = primitive.bind(*given, **params)
-            results = found if primitive.multiple_results else [found]
-            results = [x.astype(jnp.float32) for x in results] if product else results
-        values.update(zip(equation.outvars, results, strict=True))
-    return [value(atom) for atom in jaxpr.outvars]
+def _run(program: Program, *args: Any) -> list[Any]:
+    """Evaluate a program with its products in bfloat16."""
+    return interpret(program, _step, args, enter=_derived)
 
 
-def _rounded(parameter: Any) -> Any:
-    """A parameter of a primitive; the programs in it with their products in bfloat16."""
-    if type(parameter) is tuple:
-        return tuple(map(_rounded, parameter))
-    if isinstance(parameter, ClosedJaxpr):
-        given = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in parameter.jaxpr.invars]
-        return jax.make_jaxpr(lambda *args: _evaluate(parameter, *args))(*given)
-    if isinstance(parameter, Jaxpr):
-        return _rounded(ClosedJaxpr(parameter, ())).jaxpr
-    return parameter
+def _derived(equation: JaxprEqn) -> Program | None:
+    """Return what has a derivative of its own, which was taken before; other calls stay calls."""
+    return called(equation) if "call_jaxpr" in equation.params else None
+
+
+def _step(equation: JaxprEqn, inputs: list) -> list:
+    primitive, params = equation.primitive, retraced(equation.params, _run)
+    product = primitive in _PRODUCTS and all(x.dtype == jnp.float32 for x in inputs)
+    if product:
+        inputs = [x.astype(jnp.bfloat16) for x in inputs]
+        params |= _PRODUCTS[primitive]
+    with equation.ctx.manager:
+        results = primitive.bind(*inputs, **params)
+    results = results if primitive.multiple_results else [results]
+    return [x.astype(jnp.float32) for x in results] if product else results

@@ -8,21 +8,20 @@ program for one order and its program for the other are the same, element by ele
 sparse goes around it and is told the axes as they are stored (`jaxonnx.train._sparsity`).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 import optax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import JaxprEqn
 
+from jaxonnx._jaxpr import Program, interpret, programs
 from jaxonnx.lowering._layout import KernelFirst, kernel_first
 from jaxonnx.sparse import ThreePhaseState
 from jaxonnx.sparse._masks import from_bits, to_bits
 from jaxonnx.sparse._templates import Axes
-
-_PROGRAM = (ClosedJaxpr, Jaxpr)
 
 _POINTWISE = {
     *("abs", "add", "add_any", "and", "ceil", "clamp", "convert_element_type", "copy", "div", "eq"),
@@ -107,54 +106,74 @@ def _turned_bits(bits: jax.Array, shape: tuple[int, ...], order: tuple[int, ...]
 
 
 def indifferent(optimizer: optax.GradientTransformationExtraArgs, params: Any, stored: Any) -> bool:
-    """Whether the optimizer does the same, element by element, to weights in either order."""
+    """Return whether the optimizer does the same, element by element, to weights in either order.
 
-    def program(params):
+    Its programs for the one order and for the other must be made of the same operations on the same
+    values, and no operation on large arrays (of more than two axes) may see where an element is.
+    """
+
+    def told(params):
         def run(params, gradients, value):
             state = optimizer.init(params)
             return optimizer.update(gradients, state, params, value=value, grad=gradients)
 
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        return jax.make_jaxpr(run)(like, like, np.float32(0))
+        return _described(jax.make_jaxpr(run)(like, like, np.float32(0)))
 
-    one = program(params)
     try:
-        other = program(stored)
-    except (AssertionError, IndexError, TypeError, ValueError):
+        return told(params) == told(stored)
+    except (AssertionError, IndexError, TypeError, ValueError, _Tells):
         return False  # it has something of the shape that it was made for
-    return _same(one, other)
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether two programs differ in the order of axes only, which no operation depends on."""
-    programs = [getattr(p, "jaxpr", p) for p in (one, other)]
-    steps, others = (p.eqns for p in programs)
-    known = [c for p in (one, other) for c in getattr(p, "consts", ())]
-    return not _large(known) and len(steps) == len(others) and all(map(_same_step, steps, others))
+class _Tells(Exception):
+    """Raised by an operation that can tell the order of the axes of a large array."""
 
 
-def _same_step(a: Any, b: Any) -> bool:
-    literals = [[v.val for v in e.invars if isinstance(v, Literal)] for e in (a, b)]
-    same = a.primitive is b.primitive and len(literals[0]) == len(literals[1])
-    if not same or _large(literals[0]) or not all(map(np.array_equal, *literals)):
-        return False
-    name, large = a.primitive.name, _large(v.aval for v in (*a.invars, *a.outvars))
-    inner, others = (_programs(e.params) for e in (a, b))
-    if inner:
-        return not (large and name in ("scan", "while")) and all(map(_same, inner, others))
+def _described(program: Program) -> tuple[list, list]:
+    """Return the operations of a program and its results, whatever order its axes have.
+
+    A value is (number of the operation, which of its results), so that equal descriptions have
+    equal flows of data.
+    """
+    steps: list[tuple] = []
+
+    def rule(equation, inputs):
+        results = [(len(steps), i) for i in range(len(equation.outvars))]
+        steps.append((equation.primitive.name, inputs, _parameters(equation)))
+        return results
+
+    arguments = [(-1, i) for i in range(len(getattr(program, "jaxpr", program).invars))]
+    return steps, interpret(program, rule, arguments, constant=_constant)
+
+
+def _constant(value: Any, aval: Any) -> tuple:
+    if _large(aval):
+        raise _Tells
+    is_key = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+    return str(aval), str(value) if is_key else np.asarray(value).tobytes()
+
+
+def _parameters(equation: JaxprEqn) -> Any:
+    """Return what an operation does besides its name."""
+    name, inner = equation.primitive.name, programs(equation.params)
+    large = any(_large(v.aval) for v in (*equation.invars, *equation.outvars))
+    if inner and not (large and name != "cond"):
+        return [*map(_described, inner)]
     if not large:
-        return str(a.params) == str(b.params)
-    results, shapes = {v.aval.shape for v in a.outvars}, {v.aval.shape for v in a.invars} - {()}
-    if name in _POINTWISE:
-        return shapes <= results
-    return results == {()} if name in _TOTALS else name == "broadcast_in_dim" and not shapes
+        return str(equation.params)
+    results = {_shape(v) for v in equation.outvars}
+    shapes = {_shape(v) for v in equation.invars} - {()}
+    pointwise = name in _POINTWISE and shapes <= results
+    total = name in _TOTALS and results == {()}
+    if not (pointwise or total or (name == "broadcast_in_dim" and not shapes)):
+        raise _Tells
+    return None
 
 
-def _programs(params: Mapping[str, Any]) -> list:
-    """The programs among the parameters of an operation."""
-    found = jax.tree.leaves([*params.values()], is_leaf=lambda v: isinstance(v, _PROGRAM))
-    return [v for v in found if isinstance(v, _PROGRAM)]
+def _large(aval: Any) -> bool:
+    return len(getattr(aval, "shape", ())) > 2
 
 
-def _large(values: Iterable[Any]) -> bool:
-    return any(len(getattr(v, "shape", ())) > 2 for v in values)
+def _shape(variable: Any) -> tuple[int, ...]:
+    return variable.aval.shape

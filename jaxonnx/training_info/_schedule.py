@@ -5,16 +5,16 @@ primitives that ONNX has as operators. So constant, step, polynomial, exponentia
 warm-up schedules, joined or not, and those that users write need no case of their own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
 from jaxonnx._file.build import Writer, onnx_type
+from jaxonnx._jaxpr import interpret
 from jaxonnx.errors import UnsupportedError
 
 _OPERATORS = {
@@ -72,38 +72,20 @@ def append(
     with jax.enable_x64(dtype == np.float64):
         closed = jax.make_jaxpr(schedule)(jax.ShapeDtypeStruct((), jnp.int32))
     argument = writer.node("Cast", count, name="schedule", to=onnx_type(np.int32))
-    (value,) = _jaxpr(writer, closed.jaxpr, closed.consts, [argument])
+    (value,) = interpret(
+        closed,
+        partial(_equation, writer),
+        [argument],
+        constant=lambda value, aval: writer.constant("schedule", value, aval.dtype),
+    )
     return writer.node("Cast", value, name="learning_rate", to=onnx_type(dtype))
 
 
-def _jaxpr(
-    writer: Writer, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[str]
-) -> list[str]:
-    names = dict(zip(jaxpr.invars, arguments, strict=True))
-    for variable, value in zip(jaxpr.constvars, consts, strict=True):
-        names[variable] = writer.constant("schedule", value, variable.aval.dtype)
-
-    def read(atom: Any) -> str:
-        if isinstance(atom, core.Literal):
-            aval: Any = atom.aval
-            return writer.constant("schedule", atom.val, aval.dtype)
-        return names[atom]
-
-    for equation in jaxpr.eqns:
-        inputs = [read(atom) for atom in equation.invars]
-        names |= zip(equation.outvars, _equation(writer, equation, inputs), strict=True)
-    return [read(atom) for atom in jaxpr.outvars]
-
-
 def _equation(writer: Writer, equation: Any, inputs: list[str]) -> list[str]:
-    name, params = equation.primitive.name, equation.params
-    inner = params.get("jaxpr") or params.get("call_jaxpr")
-    if isinstance(inner, core.ClosedJaxpr):
-        return _jaxpr(writer, inner.jaxpr, inner.consts, inputs)
     if any(atom.aval.shape for atom in (*equation.invars, *equation.outvars)):
         raise UnsupportedError(
-            f"the schedule computes with arrays ({name}); only schedules of scalars become part "
-            "of the file: give one of those or a number"
+            f"the schedule computes with arrays ({equation.primitive.name}); only schedules of "
+            "scalars become part of the file: give one of those or a number"
         )
     return [_primitive(partial(writer.node, name="schedule"), writer, equation, inputs)]
 
