@@ -74,7 +74,7 @@ class JaxBackend(Backend):
         kind = Device(device).type
         if kind == DeviceType.CPU:
             return True
-        return kind == DeviceType.CUDA and jax.default_backend() == "gpu"
+        return kind == DeviceType.CUDA and any(d.platform == "gpu" for d in jax.devices())
 
 
 def _array(value: Any) -> Any:

@@ -43,7 +43,7 @@ Through = Annotated[Any, "through"]
 it is, of which every other one receives the `value` alone."""
 
 Kernel = Annotated[Any, "kernel"]
-"""A weight (M, C, *kernel) that may arrive as a `layout.KernelFirst`."""
+"""A weight (M, C, *kernel) that may be kept in another order, for `lowering` alone to read."""
 
 Key = Annotated[Callable[..., Any], "key"]
 """`key(seed=None)` gives this node's own PRNG key; equal seeds give equal keys."""
@@ -59,7 +59,7 @@ Names = Annotated[Any, "scope"]
 
 Channels = Annotated[int, "channels"]
 """The axis of the channels in the first input and the first output: 1 as in the specification, or
--1 where the evaluator keeps images with their channels last (`jaxonnx.lowering._layout`)."""
+-1 where the evaluator keeps images with their channels last (`jaxonnx._run.channels`)."""
 
 _CONTEXT = {
     "key": Key,

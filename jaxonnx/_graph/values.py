@@ -10,7 +10,7 @@ import numpy as np
 from onnx import TensorProto, ValueInfoProto, helper
 
 from jaxonnx.errors import InputError, ModelError
-from jaxonnx.lowering._layout import first
+from jaxonnx.lowering import in_file
 
 
 @dataclass(frozen=True)
@@ -167,4 +167,4 @@ def matching(what: str, current: dict, given: Mapping[str, Any] | None) -> dict[
                 f"{what} '{name}' has shape {list(value.shape)}, the model's is "
                 f"{list(current[name].shape)}"
             )
-    return {name: first(given[name]) for name in current}
+    return {name: in_file(given[name]) for name in current}

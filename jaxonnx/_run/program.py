@@ -20,7 +20,7 @@ from jaxonnx._graph.uses import uses
 from jaxonnx._graph.values import data
 from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import StaticError
-from jaxonnx.lowering._layout import kernel_first, kernels_first
+from jaxonnx.lowering import store
 
 FIXING = 64
 """An input that fixes shapes is a scalar or a vector of at most so many elements."""
@@ -62,19 +62,17 @@ class Program:
         return replace(self, graph=graph)
 
     def stored(self, tensors: Mapping[str, jax.Array]) -> dict[str, Any]:
-        """Parameters or state as programs that run many times take them.
+        """Return parameters or state as programs that run many times take them.
 
-        On CPU the weights of convolutions have their kernels first (`layout.kernels_first`).
+        Weights of convolutions have the order of the platform that they are on (`lowering.store`).
         """
-        if self.adaption is not None or jax.default_backend() != "cpu":
+        if self.adaption is not None:
             return {**tensors}
         found = [
             (use.name, use.position in use.node.op.kernels) for use in uses(self.graph, tensors)
         ]
         others = {name for name, is_kernel in found if not is_kernel}
-        kernels = {name: tensors[name] for name, _ in found if name not in others}
-        turned = {name: x for name, x in kernels.items() if kernel_first(x.shape)}
-        return {**tensors, **_kernels_first(turned)} if turned else {**tensors}
+        return store(tensors, {name for name, _ in found} - others)
 
     @property
     def compiled(self) -> bool:
@@ -167,9 +165,6 @@ class Program:
             return run(graph, {**inputs, **fixed}, Context(weights, key, training))
 
         return jax.jit(compiled, static_argnames="training")
-
-
-_kernels_first = jax.jit(kernels_first)
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from jax.core import Tracer
 
 from jaxonnx import lowering
 from jaxonnx._graph.bind import Graph, Node
+from jaxonnx._run import channels
 from jaxonnx._run.folding import FOLD_LIMIT, fold, on_device, repeated, size_of
 from jaxonnx.errors import Error, NodeError, StaticError
-from jaxonnx.lowering import _layout as layout
 from jaxonnx.registry import Rounded, known
 
 
@@ -78,7 +78,7 @@ class Scope:
         arguments = [self[name] if name else None for name in node.inputs]
         for i, value in enumerate(arguments):
             arguments[i] = value if i in node.op.through else _exact(value)
-        arguments = layout.choose(node.op, arguments)
+        arguments = channels.choose(node.op, arguments)
         try:
             results = self._results(node, arguments)
         except Error as error:
@@ -206,7 +206,7 @@ class Scope:
             ]
         elif not node.graphs:  # a body checks what it uses; trip counts stay known
             _check_range([a for i, a in enumerate(arguments) if i not in op.static])
-        results = layout.call(op, arguments, keywords)
+        results = channels.call(op, arguments, keywords)
         results = tuple(map(repeated, results if isinstance(results, tuple) else (results,)))
         if op.state and self._training(node) and op.state[0] < len(node.inputs):
             self._renew(node, results)
@@ -238,7 +238,7 @@ class Scope:
         if what == "training":
             return self._training(node)
         if what == "channels":
-            return -1 if isinstance(arguments[0], layout.ChannelsLast) else 1
+            return -1 if isinstance(arguments[0], channels.ChannelsLast) else 1
         return len(node.outputs) if what == "outputs" else self
 
     def _training(self, node: Node) -> bool | None:
@@ -331,7 +331,7 @@ def _exact(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    return layout.first(_exact(value))
+    return channels.first(_exact(value))
 
 
 def _traced(values: Iterable[Any]) -> bool:

@@ -1,7 +1,7 @@
 """Formulations that are fast on each platform, equal to the plain ones up to rounding."""
 
 from jaxonnx.lowering._conv import convolution, transposed_convolution
-from jaxonnx.lowering._layout import kernels_first
+from jaxonnx.lowering._order import in_file, kernels_first, store
 from jaxonnx.lowering._pool import first_max, first_winner, max_pool, window_sum
 from jaxonnx.lowering._remat import remat
 
@@ -9,9 +9,11 @@ __all__ = [
     "convolution",
     "first_max",
     "first_winner",
+    "in_file",
     "kernels_first",
     "max_pool",
     "remat",
+    "store",
     "transposed_convolution",
     "window_sum",
 ]

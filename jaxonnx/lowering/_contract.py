@@ -7,10 +7,10 @@ transpose of a shifted read into a scatter-like pad. Here every contraction is w
 they are each other's derivatives, so that forward mode, reverse mode and every higher order work.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,24 +19,49 @@ from jax.interpreters import ad, batching, mlir
 
 
 class Form(Protocol):
-    """A hashable description of T(a, b, c), linear in its floating point arguments.
-
-    `plain` and `fast` (the latter is used on CPU) contract T with all arguments but number `out`;
-    `u` and `v` are the others in their order.
-    """
+    """A hashable description of T(a, b, c), linear in its floating point arguments."""
 
     @property
     def batch(self) -> tuple[int, ...]:
         """The arguments whose axis 0 runs over independent examples."""
         ...
 
-    def plain(self, out: int, u: Any, v: Any) -> Any: ...
-
-    def fast(self, out: int, u: Any, v: Any) -> Any: ...
-
-    def mapped(self, out: int, u: Any, v: Any) -> Any:
-        """The same, to be mapped over an axis that is not a batch of examples."""
+    def plain(self, out: int, u: Any, v: Any) -> Any:
+        """Contract T with all arguments but number `out`; `u` and `v` are these in their order."""
         ...
+
+
+class Rule(NamedTuple):
+    """What a contraction is on one platform: functions like `Form.plain` of a form."""
+
+    contract: Callable[[Any, int, Any, Any], Any]
+    mapped: Callable[[Any, int, Any, Any], Any]
+    """The same, to be mapped over an axis that is not a batch of examples."""
+
+
+RULES: dict[type, Mapping[str, Rule]] = {}
+"""For each type of form {platform: rule}; where there is none, forms are plain."""
+
+
+def on_platforms(form: type, rules: Mapping[str, Rule]) -> None:
+    """Set what a type of form is lowered to, by platform ("cpu", "cuda", "rocm", "tpu")."""
+    RULES[form] = rules
+    for platform in rules:
+        lower = partial(_lower, platform)
+        mlir.register_lowering(
+            contract_p, mlir.lower_fun(lower, multiple_results=False), platform=platform
+        )
+
+
+def on_platform(platform: str, form: Any, mapped: bool = False) -> Callable[[int, Any, Any], Any]:
+    """Return the contraction of a form as one platform has it."""
+    if isinstance(form, Batched):
+        inner = on_platform(platform, form.form, mapped=form.slots != form.form.batch)
+        return partial(form.over, inner)
+    rule = RULES.get(type(form), {}).get(platform)
+    if rule is None:
+        return form.plain
+    return partial(rule.mapped if mapped else rule.contract, form)
 
 
 def contract(form: Form, out: int, u, v):
@@ -88,7 +113,8 @@ class Batched:
     def batch(self):
         return self.slots if self.slots == self.form.batch else ()
 
-    def _contract(self, function: Callable, out: int, u, v):
+    def over(self, function: Callable, out: int, u, v):
+        """Contract with `function`, which contracts the form without that axis."""
         if self.slots == self.form.batch:
             return self._merged(function, out, u, v)
         axes = tuple(0 if i in self.slots else None for i in range(3) if i != out)
@@ -107,13 +133,7 @@ class Batched:
         return result.reshape(*lead, *result.shape[1:]) if out in self.slots else result
 
     def plain(self, out, u, v):
-        return self._contract(self.form.plain, out, u, v)
-
-    def fast(self, out, u, v):
-        merged = self.slots == self.form.batch
-        return self._contract(self.form.fast if merged else self.form.mapped, out, u, v)
-
-    mapped = fast
+        return self.over(self.form.plain, out, u, v)
 
 
 def _batch(arguments, axes, *, form, out):
@@ -129,11 +149,8 @@ def _batch(arguments, axes, *, form, out):
 batching.primitive_batchers[contract_p] = _batch
 
 
-def _lower(which: str, u, v, *, form, out):
-    return getattr(form, which)(out, u, v)
+def _lower(platform: str, u, v, *, form, out):
+    return on_platform(platform, form)(out, u, v)
 
 
-mlir.register_lowering(contract_p, mlir.lower_fun(partial(_lower, "plain"), multiple_results=False))
-mlir.register_lowering(
-    contract_p, mlir.lower_fun(partial(_lower, "fast"), multiple_results=False), platform="cpu"
-)
+mlir.register_lowering(contract_p, mlir.lower_fun(partial(_lower, ""), multiple_results=False))

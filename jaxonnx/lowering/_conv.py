@@ -1,7 +1,7 @@
 """Convolution, forward and both gradients.
 
-On accelerators it is `lax.conv_general_dilated` and what JAX derives from it. On CPU one of the
-rules below is chosen from the shapes; `benchmarks/lowerings.py` measures each of them again.
+It is `lax.conv_general_dilated` and what JAX derives from it, except on platforms with a rule of
+their own. That of CPU chooses from the shapes; `benchmarks/lowerings.py` measures each case again.
 """
 
 import math
@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxonnx.lowering import _winograd as winograd
-from jaxonnx.lowering._contract import contract
+from jaxonnx.lowering._contract import Rule, contract, on_platforms
+from jaxonnx.lowering._order import KernelFirst
 from jaxonnx.lowering._taps import Taps
 
 MERGED_CHANNELS = 32
@@ -220,19 +221,24 @@ class Conv:
         return sum(tap * w[i] for i, tap in enumerate(taps.read(u)))
 
 
+on_platforms(Conv, {"cpu": Rule(Conv.fast, Conv.mapped)})
+
+
 def _reaches(size, bound: int) -> bool:
     """Whether a size is known to be so large; the symbolic ones of `jax.export` are not."""
     return isinstance(size, int) and size >= bound
 
 
-def convolution(x, w, window, groups: int, channels: int = 1, turned: bool = False):
-    """Cross-correlation of x (N, C, *size) with w (M, C / groups, *kernel) at these windows.
+def convolution(x, w, window, groups: int, channels: int = 1):
+    """Cross-correlate x (N, C, *size) with w (M, C / groups, *kernel) at these windows.
 
-    `channels` is the axis of the channels of the images: 1, or -1 for (N, *size, C). If `turned`, w
-    is (*kernel, C / groups, M).
+    `channels` is the axis of the channels of the images: 1, or -1 for (N, *size, C). The weight may
+    be a `KernelFirst`.
     """
+    turned = isinstance(w, KernelFirst)
     x = jnp.moveaxis(x, channels, -1)
-    y = contract(Conv(x.shape[1:-1], *window, groups=groups, turned=turned), 2, x, w)
+    form = Conv(x.shape[1:-1], *window, groups=groups, turned=turned)
+    y = contract(form, 2, x, w.value if turned else w)
     return jnp.moveaxis(y, -1, channels)
 
 

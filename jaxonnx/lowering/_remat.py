@@ -34,7 +34,7 @@ def _backward(function, kept, cotangents):
     real = (x for x in jax.tree.leaves(cotangents) if x.size and x.dtype != jax.dtypes.float0)
     first = next(real, None)
     if first is not None:
-        values = lax.platform_dependent(values, first.ravel()[0], cpu=_loop, default=_barrier)
+        values = lax.platform_dependent(values, first.ravel()[0], **_AFTER, default=_barrier)
     return jax.vjp(function, weights, values)[1](cotangents)
 
 
@@ -53,3 +53,7 @@ def _loop(values, signal):
         return i + 1, jax.tree.map(lambda x: jnp.where(i > 0, jnp.zeros_like(x), x), tree)
 
     return lax.while_loop(lambda carry: carry[0] < 1, once, (start, values))[1]
+
+
+_AFTER = {"cpu": _loop}
+"""By platform, what makes values wait for a signal; elsewhere it is a barrier."""

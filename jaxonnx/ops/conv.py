@@ -10,7 +10,6 @@ from jax import lax
 from jaxonnx import lowering
 from jaxonnx._axes import convolution
 from jaxonnx.errors import NodeError
-from jaxonnx.lowering import _layout as layout
 from jaxonnx.ops.windows import (
     kernel_of,
     pad_pairs,
@@ -60,9 +59,7 @@ def conv(
     windows = window(
         size, kernel, strides=strides, pads=pads, dilations=dilations, auto_pad=auto_pad
     )
-    turned = isinstance(w, layout.KernelFirst)
-    w = w.value if turned else w
-    y = lowering.convolution(x, w, windows, group, channels, turned)
+    y = lowering.convolution(x, w, windows, group, channels)
     return y if b is None else y + _channels(b, x.ndim, channels)
 
 

@@ -1,0 +1,95 @@
+"""Proof that an optimizer treats large arrays element by element, whatever the order of their axes.
+
+Its update is traced for either order, and the two programs are compared.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.extend.core import JaxprEqn
+
+from jaxonnx._jaxpr import Program, interpret, programs
+
+_POINTWISE = {
+    *("abs", "add", "add_any", "and", "ceil", "clamp", "convert_element_type", "copy", "div", "eq"),
+    *("erf", "exp", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p"),
+    *("logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "round", "rsqrt"),
+    *("select_n", "sign", "sqrt", "square", "stop_gradient", "sub", "tanh"),
+}
+_TOTALS = {"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"}
+
+
+def indifferent(optimizer: optax.GradientTransformationExtraArgs, params: Any, stored: Any) -> bool:
+    """Return whether the optimizer does the same, element by element, to weights in either order.
+
+    Its programs for the one order and for the other must be made of the same operations on the same
+    values, and no operation on large arrays (of more than two axes) may see where an element is.
+    """
+
+    def told(params):
+        def run(params, gradients, value):
+            state = optimizer.init(params)
+            return optimizer.update(gradients, state, params, value=value, grad=gradients)
+
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        return _described(jax.make_jaxpr(run)(like, like, np.float32(0)))
+
+    try:
+        return told(params) == told(stored)
+    except (AssertionError, IndexError, TypeError, ValueError, _Tells):
+        return False  # it has something of the shape that it was made for
+
+
+class _Tells(Exception):
+    """Raised by an operation that can tell the order of the axes of a large array."""
+
+
+def _described(program: Program) -> tuple[list, list]:
+    """Return the operations of a program and its results, whatever order its axes have.
+
+    A value is (number of the operation, which of its results), so that equal descriptions have
+    equal flows of data.
+    """
+    steps: list[tuple] = []
+
+    def rule(equation, inputs):
+        results = [(len(steps), i) for i in range(len(equation.outvars))]
+        steps.append((equation.primitive.name, inputs, _parameters(equation)))
+        return results
+
+    arguments = [(-1, i) for i in range(len(getattr(program, "jaxpr", program).invars))]
+    return steps, interpret(program, rule, arguments, constant=_constant)
+
+
+def _constant(value: Any, aval: Any) -> tuple:
+    if _large(aval):
+        raise _Tells
+    is_key = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+    return str(aval), str(value) if is_key else np.asarray(value).tobytes()
+
+
+def _parameters(equation: JaxprEqn) -> Any:
+    """Return what an operation does besides its name."""
+    name, inner = equation.primitive.name, programs(equation.params)
+    large = any(_large(v.aval) for v in (*equation.invars, *equation.outvars))
+    if inner and not (large and name != "cond"):
+        return [*map(_described, inner)]
+    if not large:
+        return str(equation.params)
+    results = {_shape(v) for v in equation.outvars}
+    shapes = {_shape(v) for v in equation.invars} - {()}
+    pointwise = name in _POINTWISE and shapes <= results
+    total = name in _TOTALS and results == {()}
+    if not (pointwise or total or (name == "broadcast_in_dim" and not shapes)):
+        raise _Tells
+    return None
+
+
+def _large(aval: Any) -> bool:
+    return len(getattr(aval, "shape", ())) > 2
+
+
+def _shape(variable: Any) -> tuple[int, ...]:
+    return variable.aval.shape

@@ -1,0 +1,149 @@
+"""The order in which weights of convolutions (M, C, *kernel) are kept while a program runs.
+
+Loops along a short last axis are slow on CPU, and on TPU it fills few of 128 lanes. With the kernel
+first, (*kernel, C, M), an update of Adam takes a fifth of the time on CPU, and a step of ResNet-18
+on a TPU reads and writes 1783 MB instead of 1957, with 6 copies instead of 108. Files, checkpoints
+and whatever a user sees have ONNX's order.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+SHORT = 16
+"""A last axis below it is short."""
+
+Axes = tuple[int, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KernelFirst:
+    """A weight (M, C, *kernel) that is kept as (*kernel, C, M); `shape` is the former."""
+
+    value: Any
+
+    @property
+    def ndim(self) -> int:
+        return self.value.ndim
+
+    @property
+    def dtype(self) -> Any:
+        return self.value.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *kernel, c, m = self.value.shape
+        return (m, c, *kernel)
+
+    def first(self) -> Any:
+        """Return the array in ONNX's order."""
+        return self.value.transpose(self.ndim - 1, self.ndim - 2, *range(self.ndim - 2))
+
+
+def kernel_first(shape: Sequence[int]) -> Axes | None:
+    """Return the axes of a weight in the order of a KernelFirst, if it has a short last axis."""
+    rank = len(shape)
+    if rank < 3 or shape[-1] >= SHORT or shape[-1] >= max(shape[:2]):
+        return None
+    return (*range(2, rank), 1, 0)
+
+
+ORDERS: dict[str, Callable[[Sequence[int]], Axes | None]] = {
+    "cpu": kernel_first,
+    "tpu": kernel_first,
+}
+"""The axes of a weight in the order to keep it in, by platform; where there is none, as it is."""
+
+
+def order(x: Any, platform: str | None = None) -> Axes | None:
+    """Return the axes of a weight in the order to keep it in, None to keep it as it is.
+
+    Args:
+      x: an array, or a `jax.ShapeDtypeStruct`, whose sharding says where it will be.
+      platform: where it will be used; by default where it is.
+    """
+    rule = ORDERS.get(platform or _platform(x))
+    return None if rule is None else rule(x.shape)
+
+
+def _platform(x: Any) -> str:
+    """Return the platform that an array is on; nothing of a traced one, which a caller chose."""
+    if isinstance(x, jax.core.Tracer):
+        return ""
+    sharding = getattr(x, "sharding", None)
+    return next(iter(sharding.device_set)).platform if sharding else jax.default_backend()
+
+
+def store(tensors: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return the tensors, those of `names` in the order of the platform that they are on."""
+    kept = {name: x for name, x in tensors.items() if name in names and order(x)}
+    return {**tensors, **_kernels_first(kept)} if kept else {**tensors}
+
+
+def kernels_first(params: Mapping[str, jax.Array]) -> dict[str, Any]:
+    """Parameters whose convolution weights (M, C, *kernel) are kept as (*kernel, C, M).
+
+    For a training loop of your own on CPU, where loops run along the last axis: an update of Adam
+    takes five times as long on (M, C, 3, 3). `jaxonnx.train` does it by itself.
+
+    Returns:
+      a pytree for `Model.apply`, `Model.apply_train`, `jax.grad`, optax and `Model.replace`. An
+      optimizer sees the arrays as they are kept.
+
+    >>> import jaxonnx, jax.numpy as jnp
+    >>> params = jaxonnx.kernels_first({"w": jnp.ones((8, 4, 3, 3)), "b": jnp.ones(8)})
+    >>> params["w"].value.shape, params["w"].first().shape, params["b"].shape
+    ((3, 3, 4, 8), (8, 4, 3, 3), (8,))
+    """
+    orders = {name: kernel_first(x.shape) for name, x in params.items()}
+    return {
+        name: x if orders[name] is None else KernelFirst(x.transpose(orders[name]))
+        for name, x in params.items()
+    }
+
+
+_kernels_first = jax.jit(kernels_first)
+
+
+def in_file(value: Any) -> Any:
+    """Return a value in ONNX's order, if it is a weight that is kept in another."""
+    return value.first() if isinstance(value, KernelFirst) else value
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The way of an array of one shape to another order of its axes."""
+
+    shape: tuple[int, ...]
+    axes: Axes
+
+    def __call__(self, x: Any) -> Any:
+        return x.transpose(self.axes)
+
+    @property
+    def back(self) -> "Turn":
+        inverse = tuple(self.axes.index(a) for a in range(len(self.axes)))
+        return Turn(tuple(self.shape[a] for a in self.axes), inverse)
+
+
+def turned(tree: Any, turns: Mapping[str, Turn], special: Mapping[type, Callable] | None = None):
+    """Return a tree in which each array under the key of a turn, if it has its shape, is turned.
+
+    What an optimizer has for a parameter has its name and its shape. `special` has functions for
+    nodes of some types, which are not looked into; the root is none of them.
+    """
+    types = tuple(special or ())
+
+    def turn(path, x):
+        if special and isinstance(x, types):
+            return special[type(x)](x)
+        found = turns.get(getattr(path[-1], "key", "")) if path else None
+        return found(x) if found is not None and x.shape == found.shape else x
+
+    def is_leaf(x):
+        return isinstance(x, types) and x is not tree
+
+    return jax.tree_util.tree_map_with_path(turn, tree, is_leaf=is_leaf) if turns else tree
