@@ -57,8 +57,9 @@ class Matrix:
 class Form:
     """What an operator says of the axes of a weight."""
 
-    axes: Callable[[int, Mapping[str, Any]], Matrix | None]
-    """Of a weight of some rank at a node with some attributes; None where it is no matrix."""
+    axes: Callable[[int, Mapping[str, Any], int], Matrix | None]
+    """Of a weight of some rank, at a node with some attributes, at one of its inputs; None where it
+    is no matrix."""
     attributes: tuple[str, ...] = ()
     """The attributes that this depends on."""
 
@@ -72,7 +73,7 @@ def matrix(*, first: bool = False, transpose: str | None = None, batch: str | No
       batch: an attribute that moves the first axis behind the other leading ones before that.
     """
 
-    def axes(rank: int, attributes: Mapping[str, Any]) -> Matrix | None:
+    def axes(rank: int, attributes: Mapping[str, Any], position: int = 0) -> Matrix | None:
         if rank < 2:
             return None
         order = [*range(rank)]
@@ -92,7 +93,7 @@ def convolution(*, transposed: bool = False, depthwise: bool = False) -> Form:
     The attribute `group` tells groups; `depthwise`, every channel is one.
     """
 
-    def axes(rank: int, attributes: Mapping[str, Any]) -> Matrix | None:
+    def axes(rank: int, attributes: Mapping[str, Any], position: int = 0) -> Matrix | None:
         if rank < 3:
             return None
         output, input = (1, 0) if transposed else (0, 1)
@@ -104,16 +105,44 @@ def convolution(*, transposed: bool = False, depthwise: bool = False) -> Form:
 
 def recurrent() -> Form:
     """Declare matrices (directions, outputs, inputs)."""
-    return Form(lambda rank, attributes: Matrix(1, 2, batch=(0,)) if rank == 3 else None)
+    return Form(lambda rank, *_: Matrix(1, 2, batch=(0,)) if rank == 3 else None)
 
 
 def table(axis: str | None = None) -> Form:
     """Declare an embedding, whose rows are read along the first axis or that of an attribute."""
 
-    def axes(rank: int, attributes: Mapping[str, Any]) -> Matrix | None:
+    def axes(rank: int, attributes: Mapping[str, Any], position: int = 0) -> Matrix | None:
         if rank != 2:
             return None
         row = attributes.get(axis, 0) % 2 if axis else 0
         return Matrix(1 - row, row, lookup=True)
 
     return Form(axes, (axis,) if axis else ())
+
+
+def einsum(equation: str) -> Form:
+    """Declare factors of a sum that an attribute writes, `bi,oi->bo`.
+
+    A weight is a matrix where one of its letters is summed with another factor and one is only its
+    own and stays; letters that it shares with another factor and that stay are separate maps.
+    """
+
+    def axes(rank: int, attributes: Mapping[str, Any], position: int = 0) -> Matrix | None:
+        text = "".join(attributes[equation].split())
+        left, arrow, result = text.partition("->")
+        terms = left.split(",")
+        if position >= len(terms):
+            return None
+        own = terms.pop(position)
+        if not arrow:  # what stands once is what stays
+            result = {letter for letter in left if left.count(letter) == 1}
+        others = "".join(terms)
+        output = [i for i, x in enumerate(own) if x in result and x not in others]
+        input = [i for i, x in enumerate(own) if x not in result and x in others]
+        batch = [i for i, x in enumerate(own) if x in result and x in others]
+        unlike = len({*own}) == rank == len(output) + len(input) + len(batch)
+        if not unlike or len(output) != 1 or len(input) != 1:
+            return None
+        return Matrix(*output, *input, batch=tuple(batch))
+
+    return Form(axes, (equation,))

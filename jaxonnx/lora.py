@@ -31,12 +31,13 @@ _ABOUT = "jaxonnx.lora"
 class LoRA:
     """What `jaxonnx.train(..., lora=)` adapts: W becomes W + alpha / rank * B A.
 
-    W (outputs x inputs) is the matrix of a MatMul, a Gemm (with or without transB), a recurrent
-    layer, a Conv (inputs: the channels of a group at every place of the kernel) or an embedding
-    (inputs: its rows), also behind a Transpose. A (rank x inputs) starts normal with variance
-    1 / inputs (1 / rank for an embedding), B (outputs x rank) starts at zero, so that training
-    starts from the model as it is. Weights of half precision have adapters in float32. Hu et al.,
-    "LoRA: Low-Rank Adaptation of Large Language Models", 2021 (arXiv:2106.09685).
+    W (outputs x inputs) is the matrix of a MatMul, a Gemm (with or without transB), an Einsum, a
+    recurrent layer, a Conv (inputs: the channels of a group at every place of the kernel) or an
+    embedding (inputs: its rows), also of a fused operator and behind a Transpose. A (rank x inputs)
+    starts normal with variance 1 / inputs (1 / rank for an embedding), B (outputs x rank) starts at
+    zero, so that training starts from the model as it is. Weights of half precision have adapters
+    in float32. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021
+    (arXiv:2106.09685).
 
     The memory of the optimizer and the exported file are small. The change is merged into the
     weights in each step, so a dense gradient of each weight exists for a moment.

@@ -13,10 +13,11 @@ tuple means several outputs. There is one function per semantic change; the one 
 `since` not above the model's opset is used.
 
 The decorator says at which inputs trained tensors stand. `weights` says of factors what their axes
-mean (`matrix`, `convolution`, `recurrent` and `table` of `jaxonnx._axes`): LoRA, initializers,
-sparsity and `Model.summary` go by it. `params` are biases, scales and the like, `vectors` are what
-only counts as trained if it is a vector (of Add, Mul), `state` are running statistics; each with
-the value that it starts from. The inputs and attributes named there must be those of the function.
+mean (`matrix`, `convolution`, `recurrent`, `einsum` and `table` of `jaxonnx._axes`): LoRA,
+initializers, sparsity and `Model.summary` go by it. `params` are biases, scales and the like,
+`vectors` are what only counts as trained if it is a vector (of Add, Mul), `state` are running
+statistics; each with the value that it starts from. The inputs and attributes named there must be
+those of the function.
 
 Annotations say what a parameter needs beyond its value: `Static` on an input that must be known
 while tracing; `Key`, `Training`, `Outputs` and `Names` on keyword-only parameters that the

@@ -10,9 +10,9 @@ import pytest
 
 import jaxonnx
 from jaxonnx import registry, sparse
-from jaxonnx._axes import Matrix, convolution, matrix, table
+from jaxonnx._axes import Matrix, convolution, einsum, matrix, table
 from jaxonnx.registry import op
-from jaxonnx.train._sparsity import layouts
+from jaxonnx.train._sparsity import layouts, record
 
 DATA = Path(__file__).parent / "data"
 KEY = jax.random.key(0)
@@ -152,6 +152,37 @@ def test_what_is_declared_must_exist():
 )
 def test_forms(form, rank, attributes, expected):
     assert form.axes(rank, attributes) == expected
+
+
+@pytest.mark.parametrize(
+    ("equation", "position", "expected"),
+    [
+        ("bi,oi->bo", 1, Matrix(0, 1)),
+        ("io, ...i -> ...o", 0, Matrix(1, 0)),
+        ("bsi,io", 1, Matrix(1, 0)),
+        ("ebi,eoi->ebo", 1, Matrix(1, 2, batch=(0,))),
+        ("bi,ij,jo->bo", 1, None),  # both are summed
+        ("bi,iho->bho", 1, None),  # two axes of outputs
+        ("bi,ii->bi", 1, None),  # a diagonal
+        ("bi,oi->b", 1, None),  # a sum of the outputs
+        ("io->oi", 0, None),
+        ("b,o->bo", 1, None),
+    ],
+)
+def test_factors_of_einsum(equation, position, expected):
+    rank = len(equation.partition("->")[0].split(",")[position].strip())
+    assert einsum("equation").axes(rank, {"equation": equation}, position) == expected
+
+
+def test_weights_of_einsum_are_sparse_along_the_sum():
+    model = load(
+        'h = Einsum <equation = "bi,oi->bo"> (x, w) y = MatMul(h, v)', w=[16, 8], v=[16, 4]
+    )
+    assert sparse_axes(model)[0] == {"w": (0, 1), "v": (1, 0)}
+    assert adapted_axes(model) == {"w": Matrix(0, 1), "v": Matrix(1, 0)}
+    assert fans(model, "w") == (8, 16)
+    pruned = sparse.prune(model.params, **layouts(model))
+    sparse.verify(record(model.replace(params=pruned)))
 
 
 # Fused operators.

@@ -31,7 +31,7 @@ class Use:
         form = self.node.op.form(self.position)
         if form is None or self.axes is None:
             return None
-        seen = form.axes(len(self.axes), self.node.attributes)
+        seen = form.axes(len(self.axes), self.node.attributes, self.position)
         return None if seen is None else seen.of(self.axes)
 
     @property

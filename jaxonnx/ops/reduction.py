@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._axes import einsum as summed
 from jaxonnx.ops.common import INDEX, axes_of, axis_of, cast
 from jaxonnx.ops.elementwise import absolute, div, is_integer
 from jaxonnx.registry import Static, known, op, xp
@@ -159,7 +160,7 @@ _cumulative("CumSum", 11, "cumsum", identity=0)
 _cumulative("CumProd", 26, "cumprod", identity=1)
 
 
-@op("Einsum", since=12, params=("xs",))
+@op("Einsum", since=12, weights={"xs": summed("equation")})
 def einsum(*xs, equation):
     return jnp.einsum(equation, *xs)
 
