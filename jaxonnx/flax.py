@@ -66,7 +66,7 @@ class Module(nnx.Module):
         params = {name: variable[...] for name, variable in self.params.items()}
         state = {name: variable[...] for name, variable in self.state.items()}
         key = None
-        if _draws(model, not self.deterministic):
+        if model.program.draws(not self.deterministic):
             if self.rngs is None:
                 raise InputError(
                     "the model has operators that draw random numbers: make the module with "
@@ -127,19 +127,13 @@ class LinenModule(linen.Module):
         if frozen:
             frozen = self.variable("constants", "onnx", lambda: frozen).value
         state = {**frozen, **running.value}
-        key = self.make_rng("dropout") if _draws(model, train) else None
+        key = self.make_rng("dropout") if model.program.draws(train) else None
         if not train:
             return model.apply(params, *inputs, state=state, rng=key)
         outputs, renewed = model.apply_train(params, state, key, *inputs)
         if not self.is_initializing():
             running.value = {name: renewed[name] for name in running.value}
         return outputs
-
-
-def _draws(model: Model, training: bool) -> bool:
-    """Whether an operator draws random numbers; Dropout does in training only."""
-    contexts = ({what for _, what in node.op.context} for node in model.graph.nodes)
-    return any("key" in kinds and (training or "training" not in kinds) for kinds in contexts)
 
 
 class _Functions:

@@ -18,7 +18,6 @@ from jaxonnx import sparse
 from jaxonnx._axes import Matrix
 from jaxonnx._graph.roles import running_statistics
 from jaxonnx._graph.uses import weights
-from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError, ModelError, SparsityError
 from jaxonnx.model import Model
 from jaxonnx.model._select import Select, select
@@ -192,7 +191,7 @@ class Adapters:
             model,
             params=params,
             state={name: value for name, value in tensors.items() if name not in params},
-            program=Program(model.graph, constants, merge),
+            program=dataclasses.replace(model.program, constants=constants, adaption=merge),
         )
 
     def save(self, path: str | os.PathLike) -> None:

@@ -36,8 +36,6 @@ class Graph:
     nodes: tuple[Node, ...]
     lifted: Mapping[str, str] = field(default_factory=dict)
     """In the body of a function: names of it whose values come from outside, by the names there."""
-    cuts: tuple[int, ...] = ()
-    """Positions among the nodes: what lies between is computed again for a gradient."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,6 @@ class Node:
     """Unique within the model; what random nodes fold into the caller's key."""
     body: Graph | None = None
     """The body, if the node calls a function of the model."""
-    inference: bool = False
-    """The node does in training what it does in inference."""
 
 
 def bind(model: ModelProto, graph: GraphProto, taken: Collection[str]) -> Graph:

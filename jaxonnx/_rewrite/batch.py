@@ -19,9 +19,8 @@ import numpy as np
 from jax.core import Tracer
 from onnx import GraphProto, ModelProto, TensorProto, helper
 
-from jaxonnx._graph.bind import Graph, Node
+from jaxonnx._graph.bind import Graph, Node, bind
 from jaxonnx._graph.values import Value, declared
-from jaxonnx._rewrite.modes import UNDROPPED
 from jaxonnx._run.program import Program
 from jaxonnx._run.scope import Context, Scope
 from jaxonnx.errors import Error, InputError
@@ -38,11 +37,16 @@ _WAY_OUT = (
 
 def freed(
     proto: ModelProto, program: Program, params: Mapping[str, Any], state: Mapping[str, Any]
-) -> tuple[ModelProto, Program]:
-    """A file and its program whose inputs' first axis is fixed, with that axis open.
+) -> tuple[ModelProto, dict[str, np.ndarray]]:
+    """Open the first axis of the inputs; return the new file and the constants that it adds.
 
-    They come back as they are if it is open already. The new file declares the dimension "batch"
-    in inputs and outputs.
+    The new file declares the dimension "batch" in inputs and outputs. Where the axis is open
+    already, the file comes back as it is.
+
+    Args:
+      proto: the file.
+      program: its program, which evaluates it.
+      params, state: the other tensors of the program.
 
     Raises:
       InputError: a node fixes the batch in a way that is not understood; the message names it.
@@ -50,7 +54,7 @@ def freed(
     inputs = [declared(v) for v in proto.graph.input if v.name in program.graph.inputs]
     sizes = {v.name: v.shape[0] for v in inputs if v.shape and isinstance(v.shape[0], int)}
     if not sizes:
-        return proto, program
+        return proto, {}
     if len({*sizes.values()}) > 1:
         raise InputError(f"the first axes of the inputs are not one batch: {sizes}; {_WAY_OUT}")
     (size,) = {*sizes.values()}
@@ -59,14 +63,12 @@ def freed(
     result = ModelProto()
     result.CopyFrom(proto)
     _declare(result.graph, [*sizes], changes, size)
-    constants = program.constants | {_named(*at): value for at, value in changes.inputs.items()}
-    nodes = tuple(changes.applied(node) for node in program.graph.nodes)
-    added = tuple(_named(*at) for at in changes.inputs)
-    graph = replace(program.graph, nodes=nodes, weights=program.graph.weights + added)
-    new = Program(graph, constants)
+    added = {_named(*at): value for at, value in changes.inputs.items()}
     if changes.ambiguous:
+        graph = bind(result, result.graph, {*tensors, *added})
+        new = replace(program, graph=graph, constants={**program.constants, **added})
         _compare(program, new, params, state, inputs, changes, size)
-    return result, new
+    return result, added
 
 
 @dataclass
@@ -246,8 +248,6 @@ def _declare(graph: GraphProto, inputs: list[str], changes: _Changes, size: int)
     del graph.value_info[:]
     for node in graph.node:
         first = node.output[0] if node.output else ""
-        if f"{first}{UNDROPPED}" in {*changes.stateless, *(name for name, _ in changes.inputs)}:
-            first += UNDROPPED
         for at, value in changes.inputs.items():
             if at[0] == first:
                 node.input[at[1]] = _named(*at)

@@ -27,14 +27,17 @@ _INTEGER_PRODUCTS = (
 )
 
 
-def dequantized(proto: ModelProto, graph: Graph, tensors: dict[str, np.ndarray]) -> Graph:
-    """Puts floating-point tensors in the place of each DequantizeLinear over constants.
+def dequantized(
+    proto: ModelProto, tensors: Mapping[str, np.ndarray]
+) -> tuple[ModelProto, dict[str, np.ndarray]]:
+    """Return the file and its tensors with a floating-point one for each DequantizeLinear of them.
 
-    They have the names of its results. Changes `proto` and `tensors`; returns the graph bound anew.
+    They have the names of its results.
 
     Raises:
       InputError: there is no such node.
     """
+    graph = bind(proto, proto.graph, tensors.keys())
     nodes = [n for n in graph.nodes if n.op.name == _DEQUANTIZE and tensors.keys() >= {*n.reads}]
     names = tuple(node.outputs[0] for node in nodes)
     if not names:
@@ -43,26 +46,26 @@ def dequantized(proto: ModelProto, graph: Graph, tensors: dict[str, np.ndarray])
             "what is trained"
         )
     values = run(replace(graph, nodes=tuple(nodes), outputs=names), {}, Context(tensors))
-    tensors.update(zip(names, map(np.asarray, values), strict=True))
-    for node in [node for node in proto.graph.node if node.output and node.output[0] in names]:
-        proto.graph.node.remove(node)
-    for name in names:
-        kind = helper.np_dtype_to_tensor_dtype(tensors[name].dtype)
-        tensor = TensorProto(name=name, data_type=kind, dims=tensors[name].shape)
-        proto.graph.initializer.append(tensor)
-    bound = bind(proto, proto.graph, tensors.keys())
-    _forget(proto, bound, {name for node in nodes for name in node.reads})
-    return bind(proto, proto.graph, tensors.keys())
-
-
-def _forget(proto: ModelProto, graph: Graph, names: set[str]) -> None:
-    """Drops those of the tensors `names` that nothing reads any more."""
-    names -= {*graph.outputs, *(value.name for value in proto.graph.input)}
-    names -= {name for node in graph.nodes for name in node.reads}
-    for tensor in [t for t in proto.graph.initializer if t.name in names]:
-        proto.graph.initializer.remove(tensor)
-    for node in [n for n in proto.graph.node if n.op_type == "Constant" and n.output[0] in names]:
-        proto.graph.node.remove(node)
+    new = dict(zip(names, map(np.asarray, values), strict=True))
+    replaced = {node.index for node in nodes}
+    others = {n for node in graph.nodes if node.index not in replaced for n in node.reads}
+    others.update((*graph.outputs, *(value.name for value in proto.graph.input)))
+    unused = {name for node in nodes for name in node.reads} - others
+    result = ModelProto()
+    result.CopyFrom(proto)
+    for i, node in reversed([*enumerate(proto.graph.node)]):
+        first = node.output[0] if node.output else ""
+        if first in new or (node.op_type == "Constant" and first in unused):
+            del result.graph.node[i]
+    for i, tensor in reversed([*enumerate(proto.graph.initializer)]):
+        if tensor.name in unused:
+            del result.graph.initializer[i]
+    for name, value in new.items():
+        kind = helper.np_dtype_to_tensor_dtype(value.dtype)
+        tensor = TensorProto(name=name, data_type=kind, dims=value.shape)
+        result.graph.initializer.append(tensor)
+    kept = {name: value for name, value in tensors.items() if name not in unused}
+    return result, kept | new
 
 
 def notes(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[str]:

@@ -1,13 +1,12 @@
 """A graph cut at other outputs: features of an inner layer, a backbone for a new head."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, ValueInfoProto
 
 from jaxonnx._file.read import subgraphs
-from jaxonnx._graph.bind import Graph
+from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.scopes import resolve
 from jaxonnx._run.shapes import evaluated, inferred, type_of
 from jaxonnx.errors import InputError
@@ -15,8 +14,8 @@ from jaxonnx.errors import InputError
 
 def cut(
     proto: ModelProto, graph: Graph, tensors: Mapping[str, Any], outputs: str | Iterable[str]
-) -> tuple[ModelProto, Graph]:
-    """Cuts a model at values of its main graph; returns the smaller file and its bound graph.
+) -> ModelProto:
+    """Cut a model at values of its main graph; return the smaller file.
 
     Nodes, initializers, inputs and types that the new outputs do not need are dropped, and with
     them training_info, which belongs to the whole graph. Types of the outputs are those of the
@@ -43,23 +42,17 @@ def cut(
     _keep(result.graph, needed)
     called = _called(result, result.graph.node)
     _filter(result.functions, lambda function: _key(function, function.name) in called)
-    smaller = replace(
-        graph,
-        inputs=tuple(name for name in graph.inputs if name in needed),
-        outputs=tuple(names),
-        weights=tuple(name for name in graph.weights if name in needed),
-        initializers={n: v for n, v in graph.initializers.items() if n in needed},
-        nodes=tuple(node for node in graph.nodes if not needed.isdisjoint(node.outputs)),
-    )
-    known = inferred(result, tensors, names)
-    if len(known) < len(names):
-        shapes = evaluated(result, smaller, tensors)
-        known |= {n: type_of(v) for n, v in (shapes.values if shapes else {}).items() if n in names}
-    kinds = [known.get(name) for name in names]
+    kinds = inferred(result, tensors, names)
     _filter(result.graph.value_info, lambda value: value.name not in names)
-    for name, kind in zip(names, kinds, strict=True):
-        result.graph.output.append(ValueInfoProto(name=name, type=kind))
-    return result, replace(smaller, output_types=tuple(kinds))
+    result.graph.output.extend(ValueInfoProto(name=name) for name in names)
+    if len(kinds) < len(names):
+        shapes = evaluated(result, bind(result, result.graph, tensors.keys()), tensors)
+        found = shapes.values if shapes else {}
+        kinds = {name: type_of(found[name]) for name in names if name in found} | kinds
+    for value in result.graph.output:
+        if value.name in kinds:
+            value.type.CopyFrom(kinds[value.name])
+    return result
 
 
 def _needed(proto: GraphProto, graph: Graph, names: Iterable[str]) -> set[str]:

@@ -18,6 +18,7 @@ import numpy as np
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.uses import uses
 from jaxonnx._graph.values import data
+from jaxonnx._run.overlay import Overlay
 from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import StaticError
 from jaxonnx.lowering import store
@@ -53,13 +54,24 @@ class Program:
     graph: Graph
     constants: Mapping[str, np.ndarray]
     adaption: Adaption | None = None
+    overlay: Overlay = field(default_factory=Overlay)
 
     def __post_init__(self) -> None:
         self._plan = _Plan(frozenset(n.index for n in self.graph.nodes if _dynamic(n)))
 
-    def with_graph(self, graph: Graph) -> Program:
-        """A program of another graph of the same tensors."""
-        return replace(self, graph=graph)
+    def giving(self, values: Collection[str]) -> Program:
+        """Return a program that gives these inner values after the outputs."""
+        outputs = (*self.graph.outputs, *values)
+        types = (*self.graph.output_types, *(None for _ in values))
+        return replace(self, graph=replace(self.graph, outputs=outputs, output_types=types))
+
+    def draws(self, training: bool) -> bool:
+        """Whether an evaluation draws random numbers; Dropout does in training only."""
+        nodes = self.graph.nodes
+        contexts = ({what for _, what in node.op.context} for node in nodes)
+        if any("key" in kinds and (training or "training" not in kinds) for kinds in contexts):
+            return True
+        return training and any(self.overlay.added(node) for node in nodes)
 
     def stored(self, tensors: Mapping[str, jax.Array]) -> dict[str, Any]:
         """Return parameters or state as programs that run many times take them.
@@ -91,8 +103,8 @@ class Program:
         updates: dict[str, Any] | None = None,
     ) -> tuple:
         """The outputs in file order; `updates` receives renewed statistics by input name."""
-        weights = self._weights(params, state)
-        return run(self.graph, inputs, Context(weights, key, training, updates))
+        context = self._context(params, state, key, training, updates)
+        return run(self.graph, inputs, context)
 
     def __call__(
         self,
@@ -125,12 +137,19 @@ class Program:
         if parts.rest is None:
             return values
         given = {**data(inputs), **fixed, **dict(zip(parts.boundary, values, strict=True))}
-        return run(parts.rest, given, Context(self._weights(params, state), key, training))
+        return run(parts.rest, given, self._context(params, state, key, training))
 
-    def _weights(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of the graph's tensors."""
+    def _context(
+        self,
+        params: Mapping[str, Any],
+        state: Mapping[str, Any],
+        key: jax.Array | None,
+        training: bool | None,
+        updates: dict[str, Any] | None = None,
+    ) -> Context:
         tensors = {**self.constants, **state, **params}
-        return tensors if self.adaption is None else self.adaption(tensors)
+        weights = tensors if self.adaption is None else self.adaption(tensors)
+        return Context(weights, key, training, updates, self.overlay)
 
     def _split(
         self, cuts: Collection[int], others: Collection[str], fixed: Mapping[str, np.ndarray]
@@ -161,8 +180,8 @@ class Program:
 
     def _compile(self, graph: Graph, fixed: Mapping[str, np.ndarray]):
         def compiled(params, state, key, inputs, *, training):
-            weights = self._weights(params, state)
-            return run(graph, {**inputs, **fixed}, Context(weights, key, training))
+            context = self._context(params, state, key, training)
+            return run(graph, {**inputs, **fixed}, context)
 
         return jax.jit(compiled, static_argnames="training")
 

@@ -20,6 +20,8 @@ from jaxonnx import lowering
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._run import channels
 from jaxonnx._run.folding import FOLD_LIMIT, fold, on_device, repeated, size_of
+from jaxonnx._run.overlay import Overlay
+from jaxonnx._run.remat import cuts
 from jaxonnx.errors import Error, NodeError, StaticError
 from jaxonnx.registry import Rounded, known
 
@@ -35,6 +37,13 @@ class Context:
     """True: training semantics, False: inference, None: what the file says."""
     updates: dict[str, Any] | None = None
     """Receives renewed running statistics by the name of the statistic's input."""
+    overlay: Overlay = field(default_factory=Overlay)
+    """What training does beside what the graph says."""
+
+    @property
+    def inside(self) -> Context:
+        """The context of a body."""
+        return replace(self, overlay=self.overlay.inside)
 
 
 def run(
@@ -42,8 +51,8 @@ def run(
 ) -> tuple:
     """Evaluates a bound graph; `inputs` by name, outputs in file order."""
     scope = Scope(graph, context, outer, inputs)
-    if graph.cuts and context.training:
-        for start, end in pairwise((0, *graph.cuts, len(graph.nodes))):
+    if context.training and context.overlay.remat:
+        for start, end in pairwise((0, *cuts(graph), len(graph.nodes))):
             scope.segment(start, end)
     else:
         for node in graph.nodes:
@@ -74,7 +83,11 @@ class Scope:
         raise NodeError(f"the graph '{self.graph.name}' has no value named '{name}'")
 
     def step(self, node: Node) -> None:
-        """Evaluates one node and binds its outputs."""
+        """Evaluates one node, as training sees it, and binds its outputs."""
+        for one in self.context.overlay.steps(node) if self.context.training else (node,):
+            self._step(one)
+
+    def _step(self, node: Node) -> None:
         arguments = [self[name] if name else None for name in node.inputs]
         for i, value in enumerate(arguments):
             arguments[i] = value if i in node.op.through else _exact(value)
@@ -215,7 +228,7 @@ class Scope:
     def _call(self, node: Node, body: Graph, arguments: list) -> tuple:
         """Evaluates a function of the model, which sees its arguments only."""
         updates = self.context.updates
-        inner = replace(self.context, updates=None if updates is None else {})
+        inner = replace(self.context.inside, updates=None if updates is None else {})
         given = dict.fromkeys(body.inputs) | dict(zip(body.inputs, arguments, strict=False))
         results = run(body, given, inner)
         if inner.updates and updates is not None:
@@ -242,7 +255,7 @@ class Scope:
         return len(node.outputs) if what == "outputs" else self
 
     def _training(self, node: Node) -> bool | None:
-        return False if node.inference else self.context.training
+        return False if self.context.overlay.frozen and node.op.state else self.context.training
 
     def _key(self, node: Node, seed: float | None) -> jax.Array:
         data = node.index if seed is None else np.float32(seed).view(np.uint32)
@@ -310,7 +323,7 @@ class Closure:
                 f"the body '{self.graph.name}' takes {len(self.inputs)} inputs, and was given "
                 f"{len(inputs)}"
             )
-        context = replace(self._scope.context, updates=None)
+        context = replace(self._scope.context.inside, updates=None)
         if step is not None:
             context = replace(context, key=jax.random.fold_in(_key(context), step))
         given = dict(zip(self.inputs, inputs, strict=True))

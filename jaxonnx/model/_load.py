@@ -14,7 +14,7 @@ from onnx import ModelProto
 from jaxonnx._file.read import give_back_memory, read
 from jaxonnx._graph.bind import bind
 from jaxonnx._graph.roles import split
-from jaxonnx._rewrite import dequantize as integers
+from jaxonnx._rewrite.dequantize import dequantized
 from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError
 from jaxonnx.model._model import Model, Trainable
@@ -62,9 +62,9 @@ def load(
     if batch not in (None, "any"):
         raise InputError(f"batch is 'any' or None, and was {batch!r}")
     proto, tensors = read(source)
-    graph = bind(proto, proto.graph, tensors.keys())
     if dequantize:
-        graph = integers.dequantized(proto, graph, tensors)
+        proto, tensors = dequantized(proto, tensors)
+    graph = bind(proto, proto.graph, tensors.keys())
     params, state, constants = split(graph, tensors, proto.graph)
     originals = {
         name: tensors[name]

@@ -16,14 +16,13 @@ from onnx import ModelProto
 
 from jaxonnx._file import packed as sparse_export
 from jaxonnx._file import save as saving
-from jaxonnx._graph.bind import Graph
+from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.roles import graph_tensors, running_statistics
 from jaxonnx._graph.values import Value, arguments, data, declared, listed, matching
-from jaxonnx._rewrite import modes
 from jaxonnx._rewrite.batch import freed
 from jaxonnx._rewrite.outputs import cut
+from jaxonnx._run.overlay import ratios
 from jaxonnx._run.program import Program
-from jaxonnx._run.remat import cuts
 from jaxonnx.errors import InputError
 from jaxonnx.model import _notes as notes
 from jaxonnx.model._restart import Initializer, restarted
@@ -89,7 +88,7 @@ class Model:
     @cached_property
     def warnings(self) -> tuple[str, ...]:
         """What a user of the model should know."""
-        return tuple(notes.warnings(self))
+        return tuple(notes.warnings(self.proto.graph, self.program, self.tensors, self.outputs))
 
     def __call__(self, *inputs: Any, rng: jax.Array | None = None, **named: Any) -> Any:
         """Inference, compiled: an array if there is one output, else a tuple in file order.
@@ -183,7 +182,7 @@ class Model:
             self,
             params={name: jnp.asarray(tensors[name]) for name in tensors if name in chosen},
             state={n: v for n, v in tensors.items() if n not in chosen and n not in constants},
-            program=Program(self.graph, constants),
+            program=dataclasses.replace(self.program, constants=constants),
         )
 
     def reinitialize(
@@ -209,14 +208,9 @@ class Model:
         """
         self._has_no_adapters("weights")
         tensors = {**self.params, **self.state}
-        floats = {n: v for n, v in tensors.items() if jnp.issubdtype(v.dtype, jnp.floating)}
-        chosen = select(names, floats, "names")
-        ordered = [name for name in floats if name in chosen]
-        new = restarted(self.graph, tensors, ordered, rng, initializer)
-        return self.replace(
-            params={name: new.get(name, value) for name, value in self.params.items()},
-            state={name: new.get(name, value) for name, value in self.state.items()},
-        )
+        new = restarted(self.graph, tensors, names, rng, initializer)
+        params, state = ({name: new[name] for name in old} for old in (self.params, self.state))
+        return self.replace(params=params, state=state)
 
     def with_outputs(self, outputs: str | Iterable[str]) -> Model:
         """A model of the same graph cut at other outputs: features, or a backbone for a new head.
@@ -232,16 +226,7 @@ class Model:
           InputError: there is no such value; the message has those with similar names.
         """
         self._has_no_adapters("outputs")
-        proto, graph = cut(self.proto, self.graph, self.tensors, outputs)
-        kept = {*graph_tensors(graph)}
-        constants = {n: v for n, v in self.program.constants.items() if n in kept}
-        return dataclasses.replace(
-            self,
-            params={name: value for name, value in self.params.items() if name in kept},
-            state={name: value for name, value in self.state.items() if name in kept},
-            proto=proto,
-            program=Program(graph, constants),
-        )
+        return self._rewritten(cut(self.proto, self.graph, self.tensors, outputs))
 
     def with_any_batch(self) -> Model:
         """A model that takes batches of any size, of a file that was exported for one.
@@ -254,12 +239,24 @@ class Model:
           InputError: a node fixes the size in another way; the message names it.
         """
         self._has_no_adapters("the batch size")
-        proto, program = freed(self.proto, self.program, self.params, self.state)
+        proto, added = freed(self.proto, self.program, self.params, self.state)
         if proto is self.proto:
             return self
-        net = dataclasses.replace(self, proto=proto, program=program)
+        net = self._rewritten(proto, added)
         # what the changes leave over is dropped; an algorithm of the file may read it
-        return net if proto.training_info else net.with_outputs(program.graph.outputs)
+        return net if proto.training_info else net.with_outputs(net.graph.outputs)
+
+    def _rewritten(self, proto: ModelProto, added: Mapping[str, np.ndarray] | None = None) -> Model:
+        """The model of a changed file: tensors keep their roles, those added are constants."""
+        constants = {**self.program.constants, **(added or {})}
+        graph = bind(proto, proto.graph, {*self.params, *self.state, *constants})
+        kept = {*graph_tensors(graph)}
+        params, state, constants = (
+            {name: value for name, value in group.items() if name in kept}
+            for group in (self.params, self.state, constants)
+        )
+        program = dataclasses.replace(self.program, graph=graph, constants=constants)
+        return dataclasses.replace(self, params=params, state=state, proto=proto, program=program)
 
     def with_statistics(self, statistics: Statistics) -> Model:
         """A model whose training uses other statistics in BatchNormalization.
@@ -274,8 +271,7 @@ class Model:
         """
         if statistics not in ("batch", "frozen"):
             raise InputError(f"statistics is 'batch' or 'frozen', and was {statistics!r}")
-        graph = modes.with_statistics(self.graph, statistics == "frozen")
-        return dataclasses.replace(self, program=self.program.with_graph(graph))
+        return self._seen(frozen=statistics == "frozen")
 
     def with_dropout(self, ratio: float | Mapping[str, float]) -> Model:
         """A model with other ratios of Dropout in training; inference and `save` are as before.
@@ -290,16 +286,20 @@ class Model:
         Raises:
           InputError: there is no Dropout node, no such value, or a ratio is not in [0, 1).
         """
-        graph = modes.with_dropout(self.graph, self.proto.graph, ratio)
-        return dataclasses.replace(self, program=self.program.with_graph(graph))
+        new = ratios(self.program.overlay, self.graph, self.proto.graph, ratio)
+        return self._seen(dropout=new)
 
     def with_remat(self) -> Model:
         """A model that keeps few values for a gradient in training and computes the rest again.
 
         About the square root of its nodes is kept; a step takes up to a third longer.
         """
-        graph = dataclasses.replace(self.graph, cuts=cuts(self.graph))
-        return dataclasses.replace(self, program=self.program.with_graph(graph))
+        return self._seen(remat=True)
+
+    def _seen(self, **changes: Any) -> Model:
+        """The model with another overlay for training."""
+        overlay = dataclasses.replace(self.program.overlay, **changes)
+        return dataclasses.replace(self, program=dataclasses.replace(self.program, overlay=overlay))
 
     @property
     def sparsity(self) -> sparse_export.Recorded | None:
@@ -347,7 +347,7 @@ class Model:
         tensors = {**self.state, **self.params}
         params = jax.jit(lambda t: {n: adaption(t)[n] for n in adaption.params})(tensors)
         state = {n: v for n, v in tensors.items() if n in self.state and n not in params}
-        program = Program(self.graph, self.program.constants)
+        program = dataclasses.replace(self.program, adaption=None)
         return dataclasses.replace(self, params=params, state=state, program=program)
 
     def _has_no_adapters(self, what: str) -> None:

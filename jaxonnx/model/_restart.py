@@ -1,7 +1,7 @@
 """First values of weights drawn anew, by what a weight is to its operator."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.uses import Weight, weights
+from jaxonnx.model._select import Select, select
 
 Initializer = Callable[..., jax.Array]
 """`(key, shape, dtype) -> array`, like those of `jax.nn.initializers`."""
@@ -17,18 +18,21 @@ Initializer = Callable[..., jax.Array]
 def restarted(
     graph: Graph,
     tensors: Mapping[str, Any],
-    names: Iterable[str],
+    wanted: Select,
     rng: jax.Array,
     initializer: Initializer,
-) -> dict[str, jax.Array]:
-    """Return new values of the tensors `names`: as `Model.reinitialize` says."""
+) -> dict[str, Any]:
+    """Return the tensors, with new values of those wanted: as `Model.reinitialize` says."""
+    floats = {n: v for n, v in tensors.items() if jnp.issubdtype(v.dtype, jnp.floating)}
+    chosen = select(wanted, floats, "names")
+    names = [name for name in floats if name in chosen]
     found = weights(graph, tensors)
-    names = list(names)
     keys = jax.random.split(rng, len(names))
-    return {
+    new = {
         name: _restarted(tensors[name], found[name], key, initializer)
         for name, key in zip(names, keys, strict=True)
     }
+    return {**tensors, **new}
 
 
 def _restarted(value: Any, weight: Weight, key: jax.Array, initializer: Initializer) -> jax.Array:

@@ -4,31 +4,54 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from onnx import NodeProto, TensorProto, TrainingInfoProto, ValueInfoProto, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, TrainingInfoProto, ValueInfoProto, numpy_helper
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxonnx._graph.bind import Node
+from jaxonnx._file.packed import Recorded
+from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.exports import is_folded
 from jaxonnx._graph.scopes import modules
 from jaxonnx._graph.uses import uses, weights
 from jaxonnx._graph.values import Value, declared
-from jaxonnx._rewrite.modes import UNDROPPED
+from jaxonnx._run.program import Program
 from jaxonnx._run.shapes import evaluated, inferred
-
-if TYPE_CHECKING:
-    from jaxonnx.model._model import Model
 
 _ROWS = 60
 """Tensors listed one by one; the rest is counted."""
 
 
-def overview(model: Model) -> Group:
+class Shown(Protocol):
+    """What is shown of a model."""
+
+    @property
+    def proto(self) -> ModelProto: ...
+    @property
+    def program(self) -> Program: ...
+    @property
+    def graph(self) -> Graph: ...
+    @property
+    def params(self) -> Mapping[str, Any]: ...
+    @property
+    def state(self) -> Mapping[str, Any]: ...
+    @property
+    def tensors(self) -> Mapping[str, Any]: ...
+    @property
+    def inputs(self) -> Sequence[Value]: ...
+    @property
+    def outputs(self) -> Sequence[Value]: ...
+    @property
+    def warnings(self) -> Sequence[str]: ...
+    @property
+    def sparsity(self) -> Recorded | None: ...
+
+
+def overview(model: Shown) -> Group:
     """Inputs, outputs, operators, tensors and warnings, as something that rich renders."""
     opsets = ", ".join(f"{e.domain or 'ai.onnx'} {e.version}" for e in model.proto.opset_import)
     producer = " ".join(filter(None, [model.proto.producer_name, model.proto.producer_version]))
@@ -39,7 +62,7 @@ def overview(model: Model) -> Group:
     for title, values in (("input", model.inputs), ("output", model.outputs)):
         for value in values:
             facts.add_row(title, Text(str(value)))
-    operators = Counter(map(operator, model.graph.nodes))
+    operators = Counter(map(operator, _steps(model)))
     listed = ", ".join(f"{name} {count}" for name, count in operators.most_common())
     facts.add_row("operators", listed or "none")
     trained = sum(v.size for v in model.params.values())
@@ -67,6 +90,11 @@ def overview(model: Model) -> Group:
     if len(rows) > _ROWS:
         table.add_row(f"... {len(rows) - _ROWS} more", "", "", "")
     return Group(facts, table) if rows else Group(facts)
+
+
+def _steps(model: Shown) -> Iterator[Node]:
+    """The nodes as training sees them."""
+    return (step for node in model.graph.nodes for step in model.program.overlay.steps(node))
 
 
 def operator(node: Node) -> str:
@@ -146,7 +174,7 @@ class Summary:
         return text(self, html=True)
 
 
-def summary(model: Model) -> Summary:
+def summary(model: Shown) -> Summary:
     """The layers of a model: nodes that are no views, constants or shape arithmetic."""
     tensors, graph = model.tensors, model.graph
     shapes = evaluated(model.proto, graph, tensors)
@@ -157,12 +185,12 @@ def summary(model: Model) -> Summary:
         used.setdefault(use.outer.index, []).append(use.name)
     layers: list[Layer] = []
     counted: set[str] = set()
-    for node in graph.nodes:
+    for node in _steps(model):
         # what a subgraph gives out as it is has no use within it
         read = [*used.get(node.index, ()), *(name for name in node.reads if name in tensors)]
         first = node.outputs[0] if node.outputs else ""
         if not node.op.view and first not in known:
-            origin, value = origins.get(first.removesuffix(UNDROPPED)), values.get(first)
+            origin, value = origins.get(first), values.get(first)
             layers.append(_layer(model, node, origin, value, list(dict.fromkeys(read)), counted))
             counted.update(read)
     trained, frozen = (sum(v.size for v in group.values()) for group in (model.params, model.state))
@@ -175,7 +203,7 @@ def summary(model: Model) -> Summary:
     return Summary(tuple(layers), trained, frozen, size, matrices)
 
 
-def _inferred(model: Model) -> tuple[dict[str, Value], frozenset[str]]:
+def _inferred(model: Shown) -> tuple[dict[str, Value], frozenset[str]]:
     """Shapes from the file and from ONNX's inference; whole numbers count as known."""
     names = [name for node in model.graph.nodes for name in node.outputs if name]
     kinds = inferred(model.proto, model.tensors, names)
@@ -185,7 +213,7 @@ def _inferred(model: Model) -> tuple[dict[str, Value], frozenset[str]]:
 
 
 def _layer(
-    model: Model,
+    model: Shown,
     node: Node,
     origin: NodeProto | None,
     value: Value | None,
@@ -200,7 +228,9 @@ def _layer(
     trained += [f"{w}.lora_{end}" for w in adapted if w in new for end in "AB"]
     notes = [f"adapters of rank {tensors[f'{w}.lora_A'].shape[-2]}" for w in adapted[:1]]
     if node.op.state:
-        notes.append("frozen statistics" if node.inference else "batch statistics in training")
+        notes.append(
+            "frozen statistics" if model.program.overlay.frozen else "batch statistics in training"
+        )
     if node.op.name == "Dropout":
         where = "in training" if origin and origin.op_type == "Dropout" else "put here for training"
         notes.append(f"{_ratio(model, node):.2g} {where}")
@@ -220,8 +250,11 @@ def _layer(
     )
 
 
-def _ratio(model: Model, node: Node) -> float:
+def _ratio(model: Shown, node: Node) -> float:
     """Of a Dropout node; NaN where it is computed."""
+    changed = model.program.overlay.dropout.get(node.outputs[0])
+    if changed is not None:
+        return changed
     if len(node.inputs) < 2 or not node.inputs[1]:
         return node.attributes.get("ratio", 0.5)
     known = {**model.graph.initializers, **model.program.constants}

@@ -195,13 +195,7 @@ def find(model: Model, loss: Any, wanted: Any) -> Objective:
         terms = (term(None, loss, 1.0),)
     measures = _measures(model, names, terms, wanted)
     if logits:
-        graph = model.graph
-        graph = replace(
-            graph,
-            outputs=(*graph.outputs, *logits),
-            output_types=(*graph.output_types, *(None for _ in logits)),
-        )
-        model = replace(model, program=model.program.with_graph(graph))
+        model = replace(model, program=model.program.giving(logits))
     return Objective(model, terms, measures, names, tuple(notes))
 
 

@@ -1,0 +1,96 @@
+"""What training sees of a graph and inference and `save` do not: Dropout, statistics, remat."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+from onnx import GraphProto
+
+from jaxonnx._graph.bind import Graph, Node
+from jaxonnx._graph.scopes import resolve
+from jaxonnx.errors import InputError
+from jaxonnx.registry import lookup
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """What training does beside what the graph says."""
+
+    frozen: bool = False
+    """Running statistics are used as they are, and kept."""
+    dropout: Mapping[str, float] = field(default_factory=dict)
+    """Ratios by value of the main graph: of the Dropout that gives it, or that is put behind it."""
+    remat: bool = False
+    """Few values are kept for the gradient, the others computed again."""
+
+    @property
+    def inside(self) -> Overlay:
+        """What the bodies of functions and control flow see: names mean other values there."""
+        return Overlay(self.frozen)
+
+    def steps(self, node: Node) -> tuple[Node, ...]:
+        """Return what training evaluates for a node of the main graph."""
+        ratios = [(name, self.dropout[name]) for name in node.outputs if name in self.dropout]
+        if not ratios:
+            return (node,)
+        if node.op.name == "Dropout":
+            return (_with_ratio(node, ratios[0][1]),)
+        return (node, *(_behind(name, ratio) for name, ratio in ratios))
+
+    def added(self, node: Node) -> list[str]:
+        """Return the outputs of a node behind which training puts Dropout."""
+        is_dropout = node.op.name == "Dropout"
+        return [n for n in node.outputs if n in self.dropout and not is_dropout]
+
+
+def ratios(
+    overlay: Overlay, graph: Graph, proto: GraphProto, ratio: float | Mapping[str, float]
+) -> dict[str, float]:
+    """Return the ratios of Dropout of an overlay with others.
+
+    Raises:
+      InputError: as `Model.with_dropout`.
+    """
+    if isinstance(ratio, Mapping):
+        new = {resolve(proto, name): _checked(value) for name, value in ratio.items()}
+        for name in new.keys() - {name for node in graph.nodes for name in node.outputs}:
+            raise InputError(f"dropout={{'{name}': ...}}: it is a weight, not a value to drop from")
+        return {**overlay.dropout, **new}
+    names = [node.outputs[0] for node in graph.nodes if node.op.name == "Dropout"]
+    names += [name for node in graph.nodes for name in overlay.added(node)]
+    if not names:
+        raise InputError(
+            f"dropout={ratio}: the graph has no Dropout node, exporters leave it out for "
+            "inference; name the values or modules that it stood behind, dropout={'name': 0.1}"
+        )
+    return {**overlay.dropout, **dict.fromkeys(names, _checked(ratio))}
+
+
+def _checked(ratio: float) -> float:
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio < 1:
+        raise InputError(f"a ratio of Dropout is a number in [0, 1), and was {ratio!r}")
+    return float(ratio)
+
+
+def _with_ratio(node: Node, ratio: float) -> Node:
+    """The Dropout node, of whatever opset, with another ratio."""
+    op = lookup("", "Dropout", 12)
+    assert op is not None
+    op = dataclasses.replace(op, function=partial(op.function, ratio=np.array(ratio, np.float32)))
+    seed = {name: value for name, value in node.attributes.items() if name == "seed"}
+    data = node.inputs[:1]
+    return dataclasses.replace(node, op=op, inputs=data, reads=data, attributes=seed)
+
+
+def _behind(name: str, ratio: float) -> Node:
+    """Dropout that takes the value's place; what it draws depends on the name alone."""
+    op = lookup("", "Dropout", 12)
+    assert op is not None
+    index = zlib.crc32(name.encode())
+    node = Node(f"Dropout behind '{name}'", op, (name,), (name,), {}, {}, (name,), index)
+    return _with_ratio(node, ratio)
