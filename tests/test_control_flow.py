@@ -1,5 +1,6 @@
 """If, Loop and Scan: values, gradients, what is compiled how, and what is refused."""
 
+import re
 import time
 
 import jax
@@ -167,6 +168,49 @@ def test_a_body_that_needs_its_counter_is_unrolled():
     np.testing.assert_allclose(f(X)[1], np.cumsum(X)[:, None], rtol=1e-6)
     gradient = jax.grad(lambda x: f(x)[1].sum())(X)
     np.testing.assert_array_equal(gradient, [3, 2, 1])
+
+
+UNROLLED = """
+g (float[k] x) => (float[n] y) {
+  m = Constant<value_int = COUNT>()
+  c = Constant<value = bool {1}>()
+  y = Loop (m, c, x) <body = b (int64 i, bool go, float[a] v) => (bool stay, float[b] w) {
+    stay = Identity(go)
+    w = Concat<axis = 0>(v, x)
+  }>
+}
+"""
+
+
+def unrolled(count):
+    text = UNROLLED.replace("COUNT", str(count))
+    header = '<ir_version: 10, opset_import: ["": 22]>'
+    return jaxonnx.load(onnx.parser.parse_model(f"{header} {text}"))
+
+
+def test_many_iterations_in_one_program_are_said_once():
+    model = unrolled(20)
+    before = model.warnings
+    words = r"'y' \(Loop, opset 22\) is unrolled.*carried values change.*20 iterations"
+    with pytest.warns(UserWarning, match=words) as caught:
+        assert model(X).shape == (63,)
+    assert len(caught) == 1
+    (note,) = model.warnings
+    assert not before
+    assert re.search(words, note)
+    model(np.ones(5, np.float32))  # compiled again; warnings are errors here
+    jax.jit(model.apply)(model.params, X)
+    assert model.replace(params=model.params).warnings == (note,)
+    assert "is unrolled" in str(model)
+
+
+def test_few_or_known_iterations_are_not_worth_a_word():
+    model = unrolled(16)
+    model(X)
+    assert not model.warnings
+    known = unrolled(20)
+    known.apply(known.params, X)  # op by op: nothing is compiled
+    assert not known.warnings
 
 
 GROWING = """

@@ -19,7 +19,7 @@ from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.uses import uses
 from jaxonnx._graph.values import data
 from jaxonnx._run.overlay import Overlay
-from jaxonnx._run.scope import Context, run
+from jaxonnx._run.scope import Context, run, warn
 from jaxonnx.errors import StaticError
 from jaxonnx.lowering import store
 
@@ -48,7 +48,8 @@ class Program:
     """A graph and its constants; `evaluate` is pure, calling the program runs it compiled.
 
     The fields never change. What calls find out about the graph is a plan, which is replaced as a
-    whole: of two threads that do so at once one may have to compile again what the other had.
+    whole, as are the notes for the user: of two threads that do so at once one may have to compile
+    again what the other had.
     """
 
     graph: Graph
@@ -58,6 +59,7 @@ class Program:
 
     def __post_init__(self) -> None:
         self._plan = _Plan(frozenset(n.index for n in self.graph.nodes if _dynamic(n)))
+        self._notes: Mapping[str, str] = {}
 
     def giving(self, values: Collection[str]) -> Program:
         """Return a program that gives these inner values after the outputs."""
@@ -85,6 +87,11 @@ class Program:
         ]
         others = {name for name, is_kernel in found if not is_kernel}
         return store(tensors, {name for name, _ in found} - others)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What evaluations found that a user should know, one sentence for a node."""
+        return tuple(self._notes.values())
 
     @property
     def compiled(self) -> bool:
@@ -149,7 +156,12 @@ class Program:
     ) -> Context:
         tensors = {**self.constants, **state, **params}
         weights = tensors if self.adaption is None else self.adaption(tensors)
-        return Context(weights, key, training, updates, self.overlay)
+        return Context(weights, key, training, updates, self.overlay, self._note)
+
+    def _note(self, node: str, text: str) -> None:
+        if node not in self._notes:
+            self._notes = {**self._notes, node: text}
+            warn(node, text)
 
     def _split(
         self, cuts: Collection[int], others: Collection[str], fixed: Mapping[str, np.ndarray]

@@ -7,7 +7,8 @@ is folded, so shape arithmetic never reaches the jaxpr.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -39,6 +40,8 @@ class Context:
     """Receives renewed running statistics by the name of the statistic's input."""
     overlay: Overlay = field(default_factory=Overlay)
     """What training does beside what the graph says."""
+    note: Callable[[str, str], None] | None = None
+    """Receives what the user should know of a node: its label, and a sentence."""
 
     @property
     def inside(self) -> Context:
@@ -316,6 +319,17 @@ class Closure:
         """Whether all that the node reads is known: its inputs and what its bodies capture."""
         return known(*(self._scope[name] for name in self._node.reads))
 
+    def unrolled(self, count: int, why: Error | None) -> None:
+        """Tell the user that the program holds `count` copies of the body, and why."""
+        label, note = self._node.label, self._scope.context.note
+        reason = "" if why is None else f", as lax.scan does not take it ({why.node or why})"
+        if note is not None:
+            note(
+                label,
+                f"{label} is unrolled{reason}: its {count} iterations are compiled one by one, "
+                "which takes time and memory in proportion",
+            )
+
     def __call__(self, *inputs: Any, step: Any = None) -> tuple:
         """Evaluates the body; `step` (the iteration) makes random nodes differ between steps."""
         if len(inputs) != len(self.inputs):
@@ -333,6 +347,11 @@ class Closure:
 _NOTHING = Graph(
     name="", inputs=(), outputs=(), output_types=(), weights=(), initializers={}, nodes=()
 )
+
+
+def warn(_: str, text: str) -> None:
+    """A `Context.note` that warns."""
+    warnings.warn(text, stacklevel=2)
 
 
 def _key(context: Context) -> jax.Array:

@@ -85,9 +85,13 @@ class Model:
         """The training that the file itself carries (`training_info`) as pure functions."""
         return Training(self.proto, self.merged()._values())
 
-    @cached_property
+    @property
     def warnings(self) -> tuple[str, ...]:
-        """What a user of the model should know."""
+        """What a user of the model should know: of the file, and of loops that were unrolled."""
+        return (*self._warnings, *self.program.notes)
+
+    @cached_property
+    def _warnings(self) -> tuple[str, ...]:
         return tuple(notes.warnings(self.proto.graph, self.program, self.tensors, self.outputs))
 
     def __call__(self, *inputs: Any, rng: jax.Array | None = None, **named: Any) -> Any:

@@ -26,6 +26,9 @@ SCAN_LIMIT = 2**31 - 1
 MASKED_LIMIT = 10_000
 """Up to this trip count a loop with a traced condition is a scan, above it a while loop."""
 
+UNROLLED = 16
+"""Iterations that are compiled one after the other without a word: that takes hardly longer."""
+
 _TRUE = np.array(True)
 
 
@@ -79,26 +82,28 @@ def loop(m=None, cond=None, *v_initial, body):
         return (*carry, *_empty(lambda: step(np.array(0, INDEX), carry)[2], body, stacked))
     definite = count is not None and begins is not None
     if definite and body.known:
-        return _python_loop(step, count, carry)
+        return _python_loop(step, count, carry, body)
+    why = None
     if begins and count is not None and count <= SCAN_LIMIT:
         try:
             return _scan_loop(step, count, carry)
         except _TracedCondition:
             pass
-        except Error:
-            return _python_loop(step, count, carry)  # works, or says better what is wrong
+        except Error as error:  # the Python loop works, or says better what is wrong
+            return _python_loop(step, count, carry, body, error)
     if not stacked:
         try:
             return _conditional_loop(step, count, m, cond, carry)
-        except Error:
+        except Error as error:
             if not definite:
                 raise
+            why = error
     if not definite:
         raise StaticError(
             "the number of iterations is computed from traced values, and it is the length of a "
             "scan output. Make trip count and condition known, or call the model outside jax.jit"
         )
-    return _python_loop(step, count, carry)
+    return _python_loop(step, count, carry, body, why)
 
 
 class _TracedCondition(Exception):
@@ -119,7 +124,7 @@ def _scan_loop(step, count, carry):
     return (*carry, *outputs)
 
 
-def _python_loop(step, count, carry):
+def _python_loop(step, count, carry, body, why=None):
     rows = []
     while len(rows) < count:
         condition, carry, outputs = step(np.array(len(rows), INDEX), carry)
@@ -132,7 +137,15 @@ def _python_loop(step, count, carry):
             )
         if not _item(condition):
             break
-    return (*carry, *_stack(rows))
+    results = (*carry, *_stack(rows))
+    _tell(body, len(rows), results, why)
+    return results
+
+
+def _tell(body, count, results, why):
+    """Reports many iterations in one program; on concrete values none is compiled."""
+    if count > UNROLLED and traced(results):
+        body.unrolled(count, why)
 
 
 def _conditional_loop(step, count, m, cond, carry):
@@ -213,14 +226,15 @@ def _scan(body, carry, inputs, length):
         new, outputs = step(x[0], carry, x[1])
         return _alike(carry, new), [array(value) for value in outputs]
 
+    why = None
     if not body.known:
         steps = jnp.arange(length, dtype=canonical(INDEX))
         xs = [array(x) for x in inputs]
         try:
             carry, outputs = jax.lax.scan(one, [array(value) for value in carry], (steps, xs))
             return (*carry, *outputs)
-        except Error:
-            pass  # the Python loop works, or says better what is wrong
+        except Error as error:  # the Python loop works, or says better what is wrong
+            why = error
     rows = []
     for i in range(length):
         carry, outputs = step(np.array(i, INDEX), carry, [x[i] for x in inputs])
@@ -228,7 +242,9 @@ def _scan(body, carry, inputs, length):
     if not rows:
         blank = [np.zeros(x.shape[1:], x.dtype) for x in inputs]
         return (*carry, *_empty(lambda: step(np.array(0, INDEX), carry, blank)[1], body, stacked))
-    return (*carry, *_stack(rows))
+    results = (*carry, *_stack(rows))
+    _tell(body, length, results, why)
+    return results
 
 
 @op("Scan", since=8)

@@ -21,7 +21,7 @@ from jaxonnx._file.read import subgraphs, tensor_of_constant, to_array
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.values import data, declared, fit
 from jaxonnx._run.folding import FOLD_LIMIT
-from jaxonnx._run.scope import Context, run
+from jaxonnx._run.scope import Context, run, warn
 from jaxonnx.errors import InputError, ModelError
 
 State = dict[str, jax.Array]
@@ -203,7 +203,8 @@ class Training:
         outputs: dict[str, Any] = {}
         for i in chosen:
             method = self._algorithms[i]
-            context = Context(self._known | large | state, jax.random.fold_in(key, i))
+            tensors = self._known | large | state
+            context = Context(tensors, jax.random.fold_in(key, i), note=warn)
             given = {name: batch[name] for name in method.graph.inputs}
             results = run(method.graph, given, context)
             outputs |= zip(method.graph.outputs, results, strict=True)
@@ -211,7 +212,8 @@ class Training:
         return state, outputs
 
     def _infer(self, state: State, inputs, key, large):
-        results = run(self._inference, inputs, Context(self._known | large | state, key))
+        context = Context(self._known | large | state, key, note=warn)
+        results = run(self._inference, inputs, context)
         return dict(zip(self._inference.outputs, results, strict=True))
 
 
