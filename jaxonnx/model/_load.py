@@ -33,6 +33,9 @@ def load(
 ) -> Model:
     """Loads an ONNX model.
 
+    Where its weights are more than 64 MiB, glibc is asked at the end to give freed memory of the
+    process back to the system (`malloc_trim`), half of the file's size.
+
     >>> from jaxonnx import demo
     >>> proto = demo.model().to_onnx()
     >>> load(proto, trainable="14.*")

@@ -162,7 +162,8 @@ def train(
       gives the best that it has, says in `history.stopped` why, which weights these are and where
       the last checkpoint is, and warns (but not of `patience`). These are a loss or gradient that
       is not finite, a checkpoint that could not be written (a full disk), and Ctrl-C, which ends
-      the run after the present step, with a checkpoint; a second Ctrl-C does not wait for it.
+      the run after the present step, with a checkpoint; a second Ctrl-C does not wait for it. In
+      the main thread `train` has a SIGINT handler of its own until it returns, for that.
 
     Raises:
       TrainingError: data, labels, loss or settings that do not fit, before anything is compiled;

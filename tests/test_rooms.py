@@ -1,0 +1,118 @@
+"""The plan of the house: which module may import which, and what `import jaxonnx` brings in."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxonnx
+
+ROOT = Path(jaxonnx.__file__).parent
+
+ORDER = (
+    *("__main__", "docs", "cli", "demo", "flax", "backend", "jaxonnx"),
+    *("train", "losses", "lora", "loggers", "model", "training_info"),
+    *("_rewrite", "_run", "_graph", "_file"),
+    *("ops", "registry", "lowering", "sparse", "optim", "_jaxpr", "_axes", "errors"),
+)
+"""The rooms and modules of the package, from the top: each imports only those after it."""
+
+ONLY = {
+    "_file": {"sparse", "errors"},
+    "ops": {"registry", "lowering", "optim", "_axes", "errors"},
+    "registry": {"_axes"},
+    "lowering": {"_jaxpr"},
+    "sparse": {"_jaxpr", "errors"},
+    "optim": {"errors"},
+    "losses": {"ops", "errors"},
+}
+"""Rooms that know nothing of graphs and Models, and all that they may import."""
+
+PUBLIC = {"cli.process"}
+"""Modules with a public name within a public room, but for the families of `ops`."""
+
+
+HEAVY = {"jaxonnx.cli", "flax", "matplotlib", "PIL", "orbax", "pandas", "torch"}
+"""What `import jaxonnx` does without."""
+
+
+def modules():
+    """The source of each module, by its name."""
+    for path in ROOT.rglob("*.py"):
+        parts = ("jaxonnx", *path.relative_to(ROOT).with_suffix("").parts)
+        yield ".".join(parts).removesuffix(".__init__"), path.read_text()
+
+
+def imports(source, known):
+    """The modules of the package that a source names, at whatever depth and for whatever use."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & known
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "relative imports hide where a name comes from"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names & known
+            if not names <= known:
+                found |= {node.module} & known
+    return found
+
+
+def room(name):
+    return name.split(".")[1] if "." in name else name
+
+
+@pytest.fixture(scope="module")
+def edges():
+    sources = dict(modules())
+    return {name: imports(source, sources.keys()) for name, source in sources.items()}
+
+
+def test_there_is_no_cycle(edges):
+    waiting = dict(edges)
+    while waiting:
+        done = [name for name, needed in waiting.items() if not needed & waiting.keys()]
+        assert done, f"these import each other: {sorted(waiting)}"
+        for name in done:
+            del waiting[name]
+
+
+def test_rooms_import_downwards_only(edges):
+    assert {room(name) for name in edges} == {*ORDER}
+    place = ORDER.index
+    for name, needed in edges.items():
+        for other in needed:
+            assert place(room(name)) <= place(room(other)), f"{name} imports {other}"
+            allowed = ONLY.get(room(name))
+            same = room(name) == room(other)
+            assert same or allowed is None or room(other) in allowed, f"{name} imports {other}"
+
+
+def test_private_modules_have_an_underscore(edges):
+    for name in edges:
+        _, *path = name.split(".")
+        if len(path) > 1 and path[0] != "ops" and ".".join(path) not in PUBLIC:
+            assert any(part.startswith("_") for part in path), f"{name} looks public"
+
+
+def test_an_import_that_is_wrong_is_seen():
+    """The tests above see every form of an import."""
+    known = {"jaxonnx", "jaxonnx.model", "jaxonnx.model._show", "jaxonnx.errors"}
+    source = """
+    from typing import TYPE_CHECKING
+    if TYPE_CHECKING:
+        from jaxonnx.model import _show, Model
+    def late():
+        import jaxonnx.errors
+        from jaxonnx import __version__
+    """
+    source = "\n".join(line[4:] for line in source.splitlines())
+    assert imports(source, known) == known
+
+
+def test_importing_the_package_is_lean():
+    source = f"import sys, jaxonnx; print({HEAVY} & sys.modules.keys() or '')"
+    done = subprocess.run([sys.executable, "-c", source], check=True, capture_output=True)
+    assert not done.stdout.strip(), done.stdout
