@@ -21,6 +21,7 @@ from jaxonnx import sparse
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse import _masks as masks
 from jaxonnx.sparse import _nm as nm
+from jaxonnx.sparse._pattern import parse
 
 templates = importlib.import_module("jaxonnx.sparse._templates")
 
@@ -203,7 +204,7 @@ def test_nan_and_infinity_are_errors_outside_jit_and_valid_masks_inside(pattern)
     with pytest.raises(SparsityError, match="NaN"):
         sparse.mask(w, pattern)
     mask = np.asarray(jax.jit(sparse.mask, static_argnums=1)(w, pattern))
-    parsed = masks.parse(pattern)
+    parsed = parse(pattern)
     assert (blocks(mask, parsed.m).sum(1) == parsed.n).all()
     assert (blocks(mask, parsed.m).sum(2) == parsed.n).all()
     # blocks without them are as they would be alone
@@ -244,5 +245,5 @@ def test_masks_survive_as_bits(mask):
 def test_group_sums_and_pattern_check():
     mask = np.asarray(sparse.mask(np.random.default_rng(9).normal(size=(8, 8)), transposable=False))
     np.testing.assert_array_equal(nm.group_sums(mask, 4, 1), np.full((8, 2), 2))
-    assert masks.is_pattern(mask, masks.parse("2:4", transposable=False), (0, 1))
-    assert not masks.is_pattern(mask, masks.parse("2:4"), (0, 1))
+    assert parse("2:4", transposable=False).holds(mask, (0, 1))
+    assert not parse("2:4").holds(mask, (0, 1))

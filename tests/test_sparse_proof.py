@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxonnx import sparse
 from jaxonnx.errors import SparsityError
-from jaxonnx.sparse import _masks as masks
+from jaxonnx.sparse._pattern import default_axes
 
 RNG = np.random.default_rng(0)
 W = jnp.asarray(RNG.normal(size=(8, 12)), jnp.float32)  # (in, out) of x @ w
@@ -195,7 +195,7 @@ def test_packing_loses_nothing_along_either_axis(pattern, dtype):
         w = jnp.asarray(RNG.normal(size=shape)).astype(dtype)
         mask = sparse.mask(w, pattern)
         w = jnp.where(mask, w, 0)
-        for axis in masks.default_axes(w.ndim):
+        for axis in default_axes(w.ndim):
             packed = sparse.pack(w, mask, pattern, axis=axis)
             back = jax.jit(sparse.unpack)(packed)
             assert back.dtype == w.dtype

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxonnx import sparse
 from jaxonnx.errors import SparsityError
-from jaxonnx.sparse import _masks as masks
+from jaxonnx.sparse._pattern import parse
 
 INNER = {
     "sgd": lambda: optax.sgd(0.1),
@@ -64,7 +64,7 @@ def same(a, b):
 def assert_pattern(params, state, pattern="2:4"):
     kept = sparse.state_masks(state)
     for name in SPARSE:
-        assert masks.is_pattern(kept[name], masks.parse(pattern), (0, 1))
+        assert parse(pattern).holds(kept[name], (0, 1))
         assert not np.any(np.asarray(params[name])[~np.asarray(kept[name])])
 
 
@@ -228,8 +228,8 @@ def test_one_shot_static_and_sr_ste_share_the_parts():
             np.testing.assert_array_equal(np.asarray(now[name]) != 0, mask)
     one_axis = sparse.fixed_mask(optax.sgd(0.1), transposable=False)
     *_, (now, _) = run(one_axis, jax.jit(one_axis.update), params, 2)
-    assert masks.is_pattern(now["linear"], masks.parse("2:4", transposable=False), (0, 1))
-    assert not masks.is_pattern(now["linear"], masks.parse("2:4"), (0, 1))
+    assert parse("2:4", transposable=False).holds(now["linear"], (0, 1))
+    assert not parse("2:4").holds(now["linear"], (0, 1))
 
     # SR-STE by its formula: dense W, W <- W - rate * (g + decay * (1 - m) * W)
     tx = sparse.sr_ste(optax.sgd(0.1), decay=0.01)
@@ -276,7 +276,7 @@ def test_a_flax_model_that_never_saw_onnx():
     for _ in range(8):
         step(net, optimizer, x, y)
     for kernel in (net.conv.kernel[...], net.dense.kernel[...]):
-        assert masks.is_pattern(kernel, masks.parse("2:4"), (-1, -2))
+        assert parse("2:4").holds(kernel, (-1, -2))
     assert np.all(np.asarray(net.head.kernel[...]) != 0)
 
     net.eval()

@@ -18,10 +18,11 @@ from onnx import ModelProto, SparseTensorProto, TensorProto, load_model_from_str
 
 from jaxonnx import sparse
 from jaxonnx.errors import ModelError, SparsityError
-from jaxonnx.sparse._masks import Pattern, is_pattern, parse
+from jaxonnx.sparse import Pattern, SparsityPattern
+from jaxonnx.sparse._pattern import parse
 from jaxonnx.sparse._templates import Axes
 
-Recorded = tuple[Pattern, list[sparse.Layer]]
+Recorded = tuple[SparsityPattern, list[sparse.Layer]]
 
 KEY = "jaxonnx.sparsity"
 _GRAPH = "jaxonnx.graph"
@@ -31,7 +32,7 @@ _SPARSE_IR = 6
 """The first IR version with sparse initializers."""
 
 
-def record(proto: ModelProto) -> tuple[Pattern, dict[str, Axes]]:
+def record(proto: ModelProto) -> tuple[SparsityPattern, dict[str, Axes]]:
     """The pattern and the axes of each sparse weight, as the file says; no axes if it does not.
 
     Raises:
@@ -55,14 +56,14 @@ def recorded(proto: ModelProto, params: Mapping[str, Any]) -> Recorded | None:
     return (pattern, layers) if layers else None
 
 
-def set_record(proto: ModelProto, pattern: Pattern, axes: Mapping[str, Axes]) -> None:
+def set_record(proto: ModelProto, pattern: SparsityPattern, axes: Mapping[str, Axes]) -> None:
     """Replaces the record of `proto`; without axes there is none."""
     kept = [entry for entry in proto.metadata_props if entry.key != KEY]
     del proto.metadata_props[:]
     proto.metadata_props.extend(kept)
     if axes:
         value = {
-            "pattern": f"{pattern.n}:{pattern.m}",
+            "pattern": pattern.name,
             "transposable": pattern.transposable,
             "axes": axes,
         }
@@ -79,12 +80,14 @@ def keep_true(proto: ModelProto, values: Mapping[str, np.ndarray]) -> None:
     )
 
 
-def _holds(w: np.ndarray, pattern: Pattern, axes: Axes) -> bool:
+def _holds(w: np.ndarray, pattern: SparsityPattern, axes: Axes) -> bool:
     fits = w.ndim > max(axes) and not pattern.misfit(w.shape, axes)
-    return fits and is_pattern(w != 0, pattern, axes)
+    return fits and pattern.holds(w, axes)
 
 
-def packed_nbytes(tensors: Mapping[str, Any], pattern: Pattern, axes: Mapping[str, Axes]) -> int:
+def packed_nbytes(
+    tensors: Mapping[str, Any], pattern: SparsityPattern, axes: Mapping[str, Axes]
+) -> int:
     """Bytes of the tensors with those in `axes` packed."""
     return sum(
         sparse.pack(w, None, pattern, axis=axes[name][1]).nbytes if name in axes else w.nbytes
@@ -92,7 +95,7 @@ def packed_nbytes(tensors: Mapping[str, Any], pattern: Pattern, axes: Mapping[st
     )
 
 
-def _mask(w: Any, pattern: Pattern, axes: Axes) -> np.ndarray | None:
+def _mask(w: Any, pattern: SparsityPattern, axes: Axes) -> np.ndarray | None:
     """A mask of the pattern over all nonzeros: a kept weight that is 0 has its place as well.
 
     None where the search does not find one; packing then fills the places up along one axis.
@@ -177,7 +180,7 @@ def load_packed(path: str | os.PathLike) -> ModelProto:
     return proto
 
 
-def _recorded(proto: ModelProto) -> tuple[Pattern, dict[str, Axes]]:
+def _recorded(proto: ModelProto) -> tuple[SparsityPattern, dict[str, Axes]]:
     pattern, axes = record(proto)
     if not axes:
         raise SparsityError(

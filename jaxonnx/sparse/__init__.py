@@ -1,9 +1,11 @@
-"""Transposable 2:4 (and N:M) sparsity for any JAX program: masks, training, proof and storage."""
+"""Transposable 2:4, N:M and other sparsity for any JAX program: masks, training, proof, storage."""
 
 from jaxonnx.sparse._layers import Layer, layers
-from jaxonnx.sparse._masks import Pattern, mask
+from jaxonnx.sparse._masks import mask
 from jaxonnx.sparse._metrics import metrics, state_masks
+from jaxonnx.sparse._nm import Pattern
 from jaxonnx.sparse._pack import Packed, load, pack, save, unpack, unpack_mask
+from jaxonnx.sparse._pattern import SparsityPattern, register
 from jaxonnx.sparse._templates import templates
 from jaxonnx.sparse._three_phase import ThreePhaseState, fixed_mask, prune, sr_ste, three_phase
 from jaxonnx.sparse._verify import Verification, verify
@@ -12,6 +14,7 @@ __all__ = [
     "Layer",
     "Packed",
     "Pattern",
+    "SparsityPattern",
     "ThreePhaseState",
     "Verification",
     "fixed_mask",
@@ -21,6 +24,7 @@ __all__ = [
     "metrics",
     "pack",
     "prune",
+    "register",
     "save",
     "sr_ste",
     "state_masks",

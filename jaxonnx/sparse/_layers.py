@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxonnx.errors import SparsityError
-from jaxonnx.sparse._masks import Pattern, default_axes, parse
+from jaxonnx.sparse._pattern import SparsityPattern, default_axes, parse
 from jaxonnx.sparse._templates import Axes
 
 Select = str | re.Pattern | Iterable[str | re.Pattern] | Callable[[str, Any], bool]
@@ -35,7 +35,7 @@ def name_of(path: tuple) -> str:
 
 def layers(
     params: Any,
-    pattern: str | Pattern = "2:4",
+    pattern: str | SparsityPattern = "2:4",
     *,
     transposable: bool = True,
     select: Select | None = None,

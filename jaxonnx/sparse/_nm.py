@@ -1,155 +1,148 @@
-"""N:M masks beyond the 90 templates: along one axis exactly, along both by optimal transport.
+"""N:M sparsity: at most N of every M consecutive weights are kept, along one axis or both."""
 
-The best transposable mask of an M x M block is a transport problem: maximise sum |w| s over
-0 <= s <= 1 with all row and column sums N. With an entropy term it is solved for all blocks at once
-by alternating projections (https://arxiv.org/abs/2505.23949), rounded, and improved by exchanges
-until there is no better one.
-"""
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx.sparse._templates import Axes, blocks, cell_axes
+from jaxonnx.errors import SparsityError
+from jaxonnx.sparse._pattern import SparsityPattern, register
+from jaxonnx.sparse._templates import Axes, codes, expand
+from jaxonnx.sparse._transport import rank, transposable
 
-_ITERATIONS = 60
-_COLDEST = 15.0  # inverse temperature of the last iteration, times the block's mean |w|
-_LONGEST = 8  # rows in a cycle
-_TURNS = 64
-_UNITS = 1 << 24  # to which the largest |w| of a block counts; a cycle is a sum of 8 such
-_NEVER = -(1 << 27)
+_TEMPLATES = {(2, 4, True): (codes, expand)}
+"""The (n, m, transposable) with a search of their own, and what expands its result to a mask."""
+
+
+@dataclass(frozen=True)
+class Pattern(SparsityPattern):
+    """`n` of every `m` consecutive weights are kept, along one axis or (transposable) both."""
+
+    n: int = 2
+    m: int = 4
+    transposable: bool = True
+
+    def __str__(self) -> str:
+        return self.name + (" transposable" if self.transposable else " one-axis")
+
+    @property
+    def name(self) -> str:
+        return f"{self.n}:{self.m}"
+
+    @property
+    def density(self) -> float:
+        return self.n / self.m
+
+    @property
+    def _key(self) -> tuple[int, int, bool]:
+        return self.n, self.m, self.transposable
+
+    def misfit(self, shape: tuple[int, ...], axes: Axes) -> str:
+        """Say why a weight of this shape cannot take the pattern; empty if it can."""
+        for name, axis in zip(("output", "input"), axes, strict=True):
+            if (self.transposable or name == "input") and (shape[axis] % self.m or not shape[axis]):
+                return f"{name} axis of {shape[axis]} is not a multiple of {self.m}"
+        return ""
+
+    def search(self, w: jax.Array, axes: Axes) -> jax.Array:
+        if self._key in _TEMPLATES:
+            return _TEMPLATES[self._key][0](w, axes)
+        if self.transposable:
+            return transposable(w, self.n, self.m, axes)
+        return one_axis(w, self.n, self.m, axes[1])
+
+    def expand(self, found: jax.Array, axes: Axes) -> jax.Array:
+        return _TEMPLATES[self._key][1](found, axes) if self._key in _TEMPLATES else found
+
+    def groups(self, kept: np.ndarray, axes: Axes, along: int) -> tuple[np.ndarray, np.ndarray]:
+        if kept.shape[along] % self.m:  # the free axis of a one-axis pattern
+            return np.full(kept.shape, -1), np.ones(kept.shape, bool)
+        full = group_sums(kept, self.m, along) > self.n
+        numbers = np.arange(full.size).reshape(full.shape)
+        return np.repeat(numbers, self.m, along), np.repeat(full, self.m, along)
+
+    def holds(self, mask: jax.Array | np.ndarray, axes: Axes) -> bool:
+        kept = np.asarray(mask) != 0
+        wanted = axes if self.transposable else axes[1:]
+        return all(int(group_sums(kept, self.m, a).max(initial=0)) <= self.n for a in wanted)
+
+    def pack(self, w: np.ndarray, kept: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
+        if w.shape[axis] % self.m:
+            raise SparsityError(f"axis {axis} of {w.shape[axis]} is not a multiple of {self.m}")
+        w, kept = (np.moveaxis(x, axis, -1) for x in (w, kept))
+        w, kept = (x.reshape(*x.shape[:-1], -1, self.m) for x in (w, kept))
+        if (most := int(kept.sum(-1).max(initial=0))) > self.n:
+            raise SparsityError(
+                f"a group along axis {axis} keeps {most} of {self.m}, not at most {self.n}"
+            )
+        # the kept places, filled up to N with the first others, in ascending order
+        places = np.sort(np.argsort(~kept, axis=-1, kind="stable")[..., : self.n], axis=-1)
+        return np.take_along_axis(w, places, -1), _to_bits(places, _width(self.m))
+
+    def unpack(
+        self, values: jax.Array, indices: jax.Array, shape: tuple[int, ...], axis: int
+    ) -> jax.Array:
+        places = _from_bits(jnp.asarray(indices), values.shape, _width(self.m))
+        hit = places[..., None] == jnp.arange(self.m, dtype=jnp.uint8)
+        values = jnp.asarray(values)[..., None]
+        # one place is hit by one value at most, and a select keeps its bits where a sum would not
+        dense = jnp.zeros(hit.shape[:-2] + hit.shape[-1:], values.dtype)
+        for k in range(self.n):
+            dense = jnp.where(hit[..., k, :], values[..., k, :], dense)
+        return jnp.moveaxis(dense.reshape(*dense.shape[:-2], -1), -1, axis)
+
+    def damage(
+        self, values: np.ndarray, indices: np.ndarray, shape: tuple[int, ...], axis: int
+    ) -> str:
+        n, m = self.n, self.m
+        moved = (*shape[:axis], *shape[axis + 1 :], shape[axis] // m, n)
+        words = -(-int(np.prod(moved)) * _width(m) // 8)
+        if values.shape != moved or shape[axis] % m:
+            return f"values of shape {values.shape} do not fill {list(shape)}"
+        if indices.dtype != np.uint8 or indices.shape != (words,):
+            return f"{indices.size} bytes of indices, not {words}"
+        places = np.asarray(_from_bits(jnp.asarray(indices), moved, _width(m))).astype(int)
+        if (np.diff(places, axis=-1) <= 0).any() or (places >= m).any():
+            return f"the indices of a group are not {n} different places of {m}"
+        return ""
+
+
+def _named(found, transposable: bool) -> Pattern | None:
+    n, m = map(int, found.groups())
+    return Pattern(n, m, transposable) if 0 < n < m <= 32 else None
+
+
+register("N:M with 0 < N < M <= 32", r"(\d+):(\d+)", _named)
 
 
 def group_sums(x: np.ndarray, m: int, axis: int) -> np.ndarray:
-    """The sum over every `m` consecutive entries along `axis`."""
+    """Return the sum over every `m` consecutive entries along `axis`."""
     axis %= x.ndim
     return x.reshape(*x.shape[:axis], -1, m, *x.shape[axis + 1 :]).sum(axis + 1)
 
 
 def one_axis(w: jax.Array, n: int, m: int, axis: int) -> jax.Array:
-    """Keeps the `n` largest |w| of every `m` consecutive along `axis`; ties: the lower index."""
+    """Keep the `n` largest |w| of every `m` consecutive along `axis`; ties: the lower index."""
     axis %= w.ndim
-    groups = jnp.abs(w).reshape(*w.shape[:axis], -1, m, *w.shape[axis + 1 :])
-    lower = jax.lax.broadcasted_iota(jnp.int32, groups.shape, axis + 1)
-    return (_rank(groups, lower, axis + 1) < n).reshape(w.shape)
+    grouped = jnp.abs(w).reshape(*w.shape[:axis], -1, m, *w.shape[axis + 1 :])
+    lower = jax.lax.broadcasted_iota(jnp.int32, grouped.shape, axis + 1)
+    return (rank(grouped, lower, axis + 1) < n).reshape(w.shape)
 
 
-def transposable(w: jax.Array, n: int, m: int, axes: Axes) -> jax.Array:
-    """A boolean mask with exactly `n` ones in every row and column of every m x m block.
-
-    Of the greatest sum |w| for m up to 8 (to 2^-24 of the block's largest), and within 0.1 % of it
-    beyond; a NaN counts as 0. Deterministic.
-    """
-    view = blocks(w, axes, m)
-    cells = cell_axes(w.ndim, axes)
-    size = jnp.nan_to_num(jnp.moveaxis(jnp.abs(view), cells, (-2, -1)).astype(jnp.float32))
-    flat = size.reshape(-1, m, m)
-    flat = flat / jnp.maximum(flat.mean((1, 2), keepdims=True), np.finfo(np.float32).tiny)
-    mask = _improve(_repair(_round(_transport(flat, n), n), flat, n), flat)
-    return jnp.moveaxis(mask.reshape(size.shape), (-2, -1), cells).reshape(w.shape)
+def _width(m: int) -> int:
+    """Return the bits of a place in a group of `m`."""
+    return (m - 1).bit_length()
 
 
-def _transport(w: jax.Array, n: int) -> jax.Array:
-    """log s of the entropic plan of blocks [b, m, m], by Dykstra's projections while it cools."""
-    log_n = np.log(n).astype(np.float32)
-
-    def step(k, carry):
-        log_s, dual = carry
-        # the potentials grow with the inverse temperature, and so stay where they were in w
-        log_s, dual = (x * (k + 1) / jnp.maximum(k, 1) for x in (log_s, dual))
-        log_s += log_n - jax.nn.logsumexp(log_s, axis=2, keepdims=True)
-        log_s += log_n - jax.nn.logsumexp(log_s, axis=1, keepdims=True)
-        capped = jnp.minimum(log_s + dual, 0)
-        return capped, log_s + dual - capped
-
-    start = (w * (_COLDEST / _ITERATIONS), jnp.zeros_like(w))
-    return jax.lax.fori_loop(0, _ITERATIONS, step, start)[0]
+def _to_bits(places: np.ndarray, width: int) -> np.ndarray:
+    bits = (places.reshape(-1, 1) >> np.arange(width)) & 1
+    return np.packbits(bits.astype(np.uint8), bitorder="little")
 
 
-def _rank(x: jax.Array, first: jax.Array, axis: int) -> jax.Array:
-    """How many entries along `axis` come before each: greater ones, or equal and less in `first`.
-
-    All pairs are compared: for the few entries of a block that is far quicker than XLA's sort.
-    """
-    mine, mine_first = jnp.expand_dims(x, axis), jnp.expand_dims(first, axis)
-    other, other_first = jnp.expand_dims(x, axis + 1), jnp.expand_dims(first, axis + 1)
-    before = (other > mine) | ((other == mine) & (other_first < mine_first))
-    return jnp.sum(before, axis=axis, dtype=jnp.int32)
-
-
-def _round(log_s: jax.Array, n: int) -> jax.Array:
-    """The entries that are among the `n` greatest of both their row and their column."""
-    index = jnp.arange(log_s.shape[1])
-    # at equal entries diagonals come first: a constant block is then complete at once
-    diagonal = jnp.broadcast_to((index - index[:, None]) % len(index), log_s.shape)
-    return (_rank(log_s, diagonal, 1) < n) & (_rank(log_s, diagonal, 2) < n)
-
-
-def _repair(mask: jax.Array, w: jax.Array, n: int) -> jax.Array:
-    """Fills rows and columns up to `n`, one entry a step, at the least loss.
-
-    With row i and column j short, either (i, j) is free and is set, or some set (r, c) with (i, c)
-    and (r, j) free gives way to those two; when no short pair is free there always is one, since
-    every column that is free in row i is then full.
-    """
-    b, m, _ = mask.shape
-    block = jnp.arange(b)
-
-    def short(mask):
-        return mask.sum(2) < n, mask.sum(1) < n
-
-    def step(mask):
-        rows, columns = short(mask)
-        pairs = rows[:, :, None] & columns[:, None, :]
-        preferred = jnp.where(pairs, jnp.where(mask, 0, 1 + w), -1).reshape(b, -1)
-        i, j = jnp.divmod(jnp.argmax(preferred, axis=1), m)
-        needed, free = pairs.any((1, 2)), ~mask[block, i, j]
-        row, column = mask[block, i], mask[block, :, j]
-        movable = mask & ~row[:, None, :] & ~column[:, :, None]
-        gain = w[block, i][:, None, :] + w[block, :, j][:, :, None] - w
-        r, c = jnp.divmod(jnp.argmax(jnp.where(movable, gain, -jnp.inf).reshape(b, -1), axis=1), m)
-        add, move = needed & free, needed & ~free
-        mask = mask.at[block, i, j].set(jnp.where(add, True, mask[block, i, j]))
-        mask = mask.at[block, i, c].set(mask[block, i, c] | move)
-        mask = mask.at[block, r, j].set(mask[block, r, j] | move)
-        return mask.at[block, r, c].set(mask[block, r, c] & ~move)
-
-    return jax.lax.while_loop(lambda mask: short(mask)[0].any(), step, mask)
-
-
-def _improve(mask: jax.Array, w: jax.Array) -> jax.Array:
-    """Turns cycles of rows, each of which hands a column on to the next, until none gains.
-
-    A mask that no cycle improves is the best. The best of the shortest cycles that gain shows in
-    the max-plus powers of the gains between two rows; it meets no row twice, or a part of it would
-    gain. In integers, so that it does end.
-    """
-    b, m, _ = mask.shape
-    block, same = jnp.arange(b), jnp.eye(m, dtype=bool)
-    top = jnp.maximum(w.max((1, 2), keepdims=True), np.finfo(np.float32).tiny)
-    units = (w / top * _UNITS).astype(jnp.int32)
-
-    def turn(carry):
-        mask, _, count = carry
-        free = mask[:, :, None] & ~mask[:, None]
-        gain = jnp.where(free, units[:, None] - units[:, :, None], _NEVER).max(3)
-        walks = [jnp.where(same, 0, gain)]  # of one step, two steps, ...
-        while len(walks) < min(m, _LONGEST):
-            walks.append((walks[-1][..., None] + walks[0][:, None]).max(2))
-        tours = jnp.stack([jnp.diagonal(walk, axis1=1, axis2=2) for walk in walks])
-        steps = jnp.argmax((tours > 0).any(2), axis=0)  # but one; 0 if none gains
-        start = jnp.argmax(tours[steps, block], axis=1)
-        turned, row = mask, start
-        for i in reversed(range(len(walks))):
-            to, row = row, start
-            if i:
-                before = jnp.argmax(walks[i - 1][block, start] + walks[0][block, :, to], axis=1)
-                row = jnp.where(i <= steps, before, start)
-            free = mask[block, row] & ~mask[block, to]
-            gain = jnp.where(free, units[block, to] - units[block, row], _NEVER)
-            column, moves = jnp.argmax(gain, axis=1), row != to
-            turned = turned.at[block, row, column].set(turned[block, row, column] & ~moves)
-            turned = turned.at[block, to, column].set(turned[block, to, column] | moves)
-        return turned, steps.any(), count + 1
-
-    return jax.lax.while_loop(lambda c: c[1] & (c[2] < _TURNS), turn, (mask, True, 0))[0]
+def _from_bits(words: jax.Array, shape: tuple[int, ...], width: int) -> jax.Array:
+    count = int(np.prod(shape))
+    bits = jnp.unpackbits(words, count=count * width, bitorder="little").reshape(count, width)
+    return jnp.sum(bits << jnp.arange(width, dtype=jnp.uint8), axis=1, dtype=jnp.uint8).reshape(
+        shape
+    )

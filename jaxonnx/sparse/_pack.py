@@ -1,7 +1,8 @@
-"""The storage form of N:M sparse weights: values and small indices, and a packed `.npz`.
+"""The storage form of sparse weights: values and small indices, and a packed `.npz`.
 
-Of every M weights along one axis the N kept values are stored, and for each its place in the group
-in ceil(log2 M) bits. For 2:4 in float32 that is 53 % of the dense bytes, in bfloat16 56 %.
+Each pattern has its form. That of N:M stores, of every M weights along one axis, the N kept values,
+and for each its place in the group in ceil(log2 M) bits. For 2:4 in float32 that is 53 % of the
+dense bytes, in bfloat16 56 %.
 """
 
 import json
@@ -9,7 +10,7 @@ import os
 import tempfile
 import zipfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import numpy as np
 
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._layers import Layer, name_of
-from jaxonnx.sparse._masks import Pattern, default_axes, parse
+from jaxonnx.sparse._pattern import SparsityPattern, default_axes, parse
 
 _INDEX = "__packed__"
 
@@ -28,20 +29,29 @@ _INDEX = "__packed__"
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["values", "indices"],
-    meta_fields=["shape", "axis", "n", "m"],
+    meta_fields=["shape", "axis", "pattern"],
 )
 @dataclass(frozen=True)
 class Packed:
     """One weight in the storage form along `axis`; a pytree, so `unpack` can be jitted over it."""
 
     values: np.ndarray | jax.Array
-    """[..., groups, n]: the kept weights in ascending place, `axis` moved to the end."""
+    """What is kept. Of N:M [..., groups, n], in ascending place, `axis` moved to the end."""
     indices: np.ndarray | jax.Array
-    """uint8: their places in the group, ceil(log2 m) bits each, low bits first."""
+    """uint8: where. Of N:M the places in the group, ceil(log2 m) bits each, low bits first."""
     shape: tuple[int, ...]
     axis: int
-    n: int
-    m: int
+    pattern: SparsityPattern
+
+    @property
+    def n(self) -> int:
+        """N of an N:M pattern."""
+        return self.pattern.n  # type: ignore[attr-defined]
+
+    @property
+    def m(self) -> int:
+        """M of an N:M pattern."""
+        return self.pattern.m  # type: ignore[attr-defined]
 
     @property
     def nbytes(self) -> int:
@@ -51,7 +61,7 @@ class Packed:
 def pack(
     w: jax.Array | np.ndarray,
     mask: jax.Array | np.ndarray | None = None,
-    pattern: str | Pattern = "2:4",
+    pattern: str | SparsityPattern = "2:4",
     *,
     axis: int | None = None,
 ) -> Packed:
@@ -67,7 +77,7 @@ def pack(
       w: weight, zero outside the mask.
       mask: what is kept, shaped like `w`; by default the nonzero weights. A kept weight may be 0:
         with a mask its place is stored as such.
-      pattern: "N:M".
+      pattern: "N:M", or any `SparsityPattern`.
       axis: the axis that the groups lie along; by default the input axis of the layout (see
         `mask`). A transposable weight packs along either axis; a product with its transpose needs
         the pack along the output axis.
@@ -82,26 +92,9 @@ def pack(
     kept = w != 0 if mask is None else np.asarray(mask) != 0
     if kept.shape != w.shape:
         raise SparsityError(f"a mask of shape {kept.shape} for a weight of shape {w.shape}")
-    if w.shape[axis] % pattern.m:
-        raise SparsityError(f"axis {axis} of {w.shape[axis]} is not a multiple of {pattern.m}")
     if (w[~kept] != 0).any():
         raise SparsityError("the weight is not zero outside its mask: packing would lose weights")
-    groups, kept = (np.moveaxis(x, axis, -1) for x in (w, kept))
-    groups, kept = (x.reshape(*x.shape[:-1], -1, pattern.m) for x in (groups, kept))
-    if (most := int(kept.sum(-1).max(initial=0))) > pattern.n:
-        raise SparsityError(
-            f"a group along axis {axis} keeps {most} of {pattern.m}, not at most {pattern.n}"
-        )
-    # the kept places, filled up to N with the first others, in ascending order
-    places = np.sort(np.argsort(~kept, axis=-1, kind="stable")[..., : pattern.n], axis=-1)
-    return Packed(
-        values=np.take_along_axis(groups, places, -1),
-        indices=_to_bits(places, _width(pattern.m)),
-        shape=w.shape,
-        axis=axis,
-        n=pattern.n,
-        m=pattern.m,
-    )
+    return Packed(*pattern.pack(w, kept, axis), w.shape, axis, pattern)
 
 
 def unpack(packed: Any) -> Any:
@@ -117,40 +110,13 @@ def unpack(packed: Any) -> Any:
 
 
 def _dense(packed: Packed) -> jax.Array:
-    places = _from_bits(jnp.asarray(packed.indices), packed.values.shape, _width(packed.m))
-    hit = places[..., None] == jnp.arange(packed.m, dtype=jnp.uint8)
-    values = jnp.asarray(packed.values)[..., None]
-    # one place is hit by one value at most, and a select keeps its bits where a sum would not
-    dense = jnp.zeros(hit.shape[:-2] + hit.shape[-1:], values.dtype)
-    for k in range(packed.n):
-        dense = jnp.where(hit[..., k, :], values[..., k, :], dense)
-    return jnp.moveaxis(dense.reshape(*dense.shape[:-2], -1), -1, packed.axis)
+    values, indices = jnp.asarray(packed.values), jnp.asarray(packed.indices)
+    return packed.pattern.unpack(values, indices, packed.shape, packed.axis)
 
 
 def unpack_mask(packed: Packed) -> jax.Array:
-    """The mask of the stored places, exactly N of every M."""
-    return unpack(Packed(np.ones(packed.values.shape, bool), packed.indices, *_form(packed)))
-
-
-def _form(packed: Packed) -> tuple:
-    return packed.shape, packed.axis, packed.n, packed.m
-
-
-def _width(m: int) -> int:
-    return (m - 1).bit_length()
-
-
-def _to_bits(places: np.ndarray, width: int) -> np.ndarray:
-    bits = (places.reshape(-1, 1) >> np.arange(width)) & 1
-    return np.packbits(bits.astype(np.uint8), bitorder="little")
-
-
-def _from_bits(words: jax.Array, shape: tuple[int, ...], width: int) -> jax.Array:
-    count = int(np.prod(shape))
-    bits = jnp.unpackbits(words, count=count * width, bitorder="little").reshape(count, width)
-    return jnp.sum(bits << jnp.arange(width, dtype=jnp.uint8), axis=1, dtype=jnp.uint8).reshape(
-        shape
-    )
+    """Return the mask of the stored places; of N:M exactly N of every M."""
+    return _dense(replace(packed, values=np.ones(packed.values.shape, bool)))
 
 
 def save(
@@ -159,7 +125,7 @@ def save(
     masks: dict[str, Any],
     *,
     layers: Iterable[Layer],
-    pattern: str | Pattern = "2:4",
+    pattern: str | SparsityPattern = "2:4",
 ) -> None:
     """Writes all of `params` to a `.npz`, the sparse weights packed along their input axis.
 
@@ -182,7 +148,8 @@ def save(
         if name in masks:
             packed = pack(x, masks[name], pattern, axis=axes[name][1])
             arrays[f"indices:{name}"], x = packed.indices, packed.values
-            entry |= {"shape": packed.shape, "axis": packed.axis, "n": packed.n, "m": packed.m}
+            entry |= {"shape": packed.shape, "axis": packed.axis, "pattern": pattern.name}
+            entry["transposable"] = pattern.transposable
         # npz knows no bfloat16 or float8: those go as plain integers of their width
         arrays[f"values:{name}"] = x if x.dtype.isbuiltin else x.view(f"u{x.dtype.itemsize}")
         index[name] = entry
@@ -225,16 +192,10 @@ def load(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[str, Pack
 
 
 def _checked(name: str, values: np.ndarray, indices: np.ndarray, entry: dict) -> Packed:
-    packed = Packed(values, indices, tuple(entry["shape"]), entry["axis"], entry["n"], entry["m"])
-    shape, axis, n, m = _form(packed)
-    parse(f"{n}:{m}")
-    moved = [*shape[:axis], *shape[axis + 1 :], shape[axis] // m, n]
-    words = -(-int(np.prod(moved)) * _width(m) // 8)
-    if list(values.shape) != moved or shape[axis] % m:
-        raise SparsityError(f"{name}: values of shape {values.shape} do not fill {list(shape)}")
-    if indices.dtype != np.uint8 or indices.shape != (words,):
-        raise SparsityError(f"{name}: {indices.size} bytes of indices, not {words}")
-    places = np.asarray(_from_bits(jnp.asarray(indices), values.shape, _width(m))).astype(int)
-    if (np.diff(places, axis=-1) <= 0).any() or (places >= m).any():
-        raise SparsityError(f"{name}: the indices of a group are not {n} different places of {m}")
-    return packed
+    # files of before there were other patterns have n and m
+    named = entry["pattern"] if "pattern" in entry else f"{entry['n']}:{entry['m']}"
+    pattern = parse(named, bool(entry.get("transposable", True)))
+    shape, axis = tuple(entry["shape"]), entry["axis"]
+    if damage := pattern.damage(values, indices, shape, axis):
+        raise SparsityError(f"{name}: {damage}")
+    return Packed(values, indices, shape, axis, pattern)

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxonnx.sparse._layers import name_of
-from jaxonnx.sparse._masks import from_bits, search, to_bits
-from jaxonnx.sparse._templates import codes, expand
+from jaxonnx.sparse._masks import from_bits, to_bits
 
 
 def kept_share(w: jax.Array, mask: jax.Array) -> jax.Array:
@@ -28,21 +27,18 @@ def when(condition, function, carry):
 def renewed(true, total, old, pattern, where):
     """Masks as bits, the fraction of each that differs from `old`, and the fraction of |W| kept."""
     names = sorted(total)
-    if (pattern.n, pattern.m, pattern.transposable) == (2, 4, True):
 
-        def find():
-            return {n: codes(total[n], where[n]) for n in names}
+    def find():
+        return {n: pattern.search(total[n], where[n]) for n in names}
 
-        # The conditional (on what is true here) parts the search from its expansion: within one
-        # fusion XLA would search a block anew for each of its 16 cells.
-        found = jax.lax.cond(
-            true,
-            find,
-            lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(find)),
-        )
-        masks = {n: expand(found[n], where[n]) for n in names}
-    else:
-        masks = {n: search(total[n], pattern, where[n]) for n in names}
+    # The conditional (on what is true here) parts the search from its expansion: within one
+    # fusion XLA would search a block anew for each of its 16 cells.
+    found = jax.lax.cond(
+        true,
+        find,
+        lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(find)),
+    )
+    masks = {n: pattern.expand(found[n], where[n]) for n in names}
     bits = {n: to_bits(m) for n, m in masks.items()}
     flips = [
         jnp.sum(jnp.bitwise_count(bits[n] ^ old[n]), dtype=jnp.float32) / masks[n].size

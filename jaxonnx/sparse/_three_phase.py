@@ -26,7 +26,8 @@ import optax
 
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._layers import Select, layers, name_of
-from jaxonnx.sparse._masks import Pattern, from_bits, mask, parse, to_bits
+from jaxonnx.sparse._masks import from_bits, mask, to_bits
+from jaxonnx.sparse._pattern import SparsityPattern, parse
 from jaxonnx.sparse._refresh import kept_share, renewed, when, zero_lost
 from jaxonnx.sparse._sharding import on_auto_axes
 
@@ -62,7 +63,7 @@ def three_phase(
     fixed: float | None = None,
     steps_per_epoch: int | None = None,
     refresh: float | None = None,
-    pattern: str | Pattern = "2:4",
+    pattern: str | SparsityPattern = "2:4",
     transposable: bool = True,
     select: Select | None = None,
     exclude: Mapping[str, str] | None = None,
@@ -267,7 +268,7 @@ def _replace(tree, new):
 
 def prune(
     params: Any,
-    pattern: str | Pattern = "2:4",
+    pattern: str | SparsityPattern = "2:4",
     *,
     transposable: bool = True,
     select: Select | None = None,

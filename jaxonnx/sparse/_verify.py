@@ -21,8 +21,7 @@ from jaxonnx._jaxpr import Program, Scan, called, interpret, scan, while_loop
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._layers import Layer, name_of
 from jaxonnx.sparse._layers import layers as report
-from jaxonnx.sparse._masks import Pattern, parse
-from jaxonnx.sparse._nm import group_sums
+from jaxonnx.sparse._pattern import SparsityPattern, parse
 
 _ZERO = -1  # an element that is zero by construction: padding, a `where` against zero
 _OTHER = -2  # an element of something else that stands beside a weight
@@ -60,7 +59,7 @@ class Product:
 class Verification:
     """What `verify` found; printing it gives a table."""
 
-    pattern: Pattern
+    pattern: SparsityPattern
     products: tuple[Product, ...]
     failures: tuple[str, ...]
 
@@ -84,7 +83,7 @@ def verify(
     params: Any = None,
     *inputs: Any,
     layers: Iterable[Layer] | None = None,
-    pattern: str | Pattern | None = None,
+    pattern: str | SparsityPattern | None = None,
     transposable: bool = True,
 ) -> Verification:
     """Proves that each product with a sparse weight is N:M along that product's contraction axis.
@@ -159,9 +158,9 @@ def verify(
     return result
 
 
-def _sparse(params: Any, pattern: Pattern) -> list[Layer]:
+def _sparse(params: Any, pattern: SparsityPattern) -> list[Layer]:
     def zeros(name: str, w: Any) -> bool:
-        return np.mean(np.asarray(w) == 0) >= 1 - pattern.n / pattern.m
+        return np.mean(np.asarray(w) == 0) >= 1 - pattern.density
 
     return report(params, pattern, select=zeros)
 
@@ -181,10 +180,9 @@ def _pull_ones(function, *arguments):
 
 
 class _Elements:
-    """All elements of all sparse weights, numbered, and the groups of M that they belong to."""
+    """All elements of all sparse weights, numbered, and the groups that they belong to."""
 
-    def __init__(self, layers: Iterable[Layer], params: Any, pattern: Pattern):
-        self.m = pattern.m
+    def __init__(self, layers: Iterable[Layer], params: Any, pattern: SparsityPattern):
         self.numbers: dict[str, np.ndarray] = {}
         leaves = {name_of(p): x for p, x in jax.tree_util.tree_leaves_with_path(params)}
         owner, axis, group, full = [], ([], []), ([], []), ([], [])
@@ -198,13 +196,8 @@ class _Elements:
             owner.append(np.full(used.size, len(self.numbers)))
             for side, a in enumerate(layer.axes):
                 axis[side].append(a)
-                if used.shape[a] % self.m:  # the free axis of a one-axis pattern
-                    ids, over = np.full(used.shape, -1), np.ones(used.shape, bool)
-                else:
-                    over = group_sums(used, self.m, a) > pattern.n
-                    ids = np.arange(begin, begin + over.size).reshape(over.shape)
-                    ids, over = (np.repeat(x, self.m, a) for x in (ids, over))
-                group[side].append(ids.ravel())
+                ids, over = pattern.groups(used, layer.axes, a)
+                group[side].append(np.where(ids < 0, -1, ids + begin).ravel())
                 full[side].append(over.ravel())
             self.numbers[layer.name] = np.arange(begin, begin + used.size).reshape(used.shape)
             begin += used.size
@@ -215,6 +208,7 @@ class _Elements:
         self._axis, self._group, self._full = (
             axis, *([np.concatenate(x) for x in pair] for pair in (group, full)),
         )  # fmt: skip
+        self._sizes = [np.bincount(x[x >= 0], minlength=1) for x in self._group]
 
     def weights(self, operands: list) -> list[str]:
         """The weights that occur in some numbers."""
@@ -232,24 +226,22 @@ class _Elements:
     def _judge(self, rows: np.ndarray, k: int) -> tuple[str, bool]:
         rows = rows[(rows >= 0).any(axis=1)]
         for side in (1, 0):
-            if self._whole(np.where(rows >= 0, self._group[side][rows], -1)):
+            if _whole(np.where(rows >= 0, self._group[side][rows], -1), self._sizes[side]):
                 full = self._full[side][rows[rows >= 0]].any()
                 axis = f"axis {self._axis[side][k]}"
                 return (f"{axis}, groups too full", False) if full else (axis, True)
         return "no whole groups", False
 
-    def _whole(self, groups: np.ndarray) -> bool:
-        """Whether each group in a row is there with all its M elements (-1 is no group)."""
-        groups = np.sort(groups, axis=1)
-        absent = (groups < 0).sum(axis=1)
-        for n in np.unique(absent):
-            present = groups[absent == n, n:]
-            if present.shape[1] % self.m:
-                return False
-            runs = present.reshape(len(present), -1, self.m)
-            if (runs != runs[:, :, :1]).any() or (runs[:, 1:, 0] == runs[:, :-1, 0]).any():
-                return False
-        return True
+
+def _whole(groups: np.ndarray, sizes: np.ndarray) -> bool:
+    """Return whether each row has each of its groups once, with all elements (-1 is no group)."""
+    groups = np.sort(groups, axis=1)
+    starts = np.ones(groups.shape, bool)
+    starts[:, 1:] = groups[:, 1:] != groups[:, :-1]
+    starts = np.flatnonzero(starts)
+    numbers = groups.reshape(-1)[starts]
+    lengths = np.diff(starts, append=groups.size)
+    return bool((lengths == sizes[numbers])[numbers >= 0].all())
 
 
 class _Walk:

@@ -13,7 +13,7 @@ from jaxonnx._file.packed import set_record
 from jaxonnx._graph.uses import weights
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
-from jaxonnx.sparse._masks import parse
+from jaxonnx.sparse._pattern import parse
 from jaxonnx.sparse._templates import Axes
 from jaxonnx.train._storage import Storage
 

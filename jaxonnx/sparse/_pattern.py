@@ -1,0 +1,133 @@
+"""What a sparsity pattern is to the rest of the package, and the names that patterns have in files.
+
+A kind of sparsity is one subclass of `SparsityPattern` and one call of `register`.
+"""
+
+import re
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx.errors import SparsityError
+from jaxonnx.sparse._templates import Axes
+
+
+class SparsityPattern(Protocol):
+    """The interface of a sparsity pattern; a subclass is a pattern of another kind.
+
+    Patterns are compared and hashed by value, as a frozen dataclass is. `axes` are always the
+    (output, input) axes of a weight; all other axes are batch axes.
+    """
+
+    density: float
+    """The greatest fraction of the weights that is kept."""
+    transposable: bool = True
+    """Whether the pattern holds along the output axis as well as along the input axis."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What files record, and `register` makes the pattern from."""
+
+    @abstractmethod
+    def misfit(self, shape: tuple[int, ...], axes: Axes) -> str:
+        """Say why a weight of this shape cannot take the pattern; empty if it can."""
+
+    @abstractmethod
+    def search(self, w: jax.Array, axes: Axes) -> jax.Array:
+        """Find the best mask of a weight, under a trace, as `expand` takes it."""
+
+    def expand(self, found: jax.Array, axes: Axes) -> jax.Array:
+        """Return the boolean mask that `search` found; the two are compiled apart."""
+        return found
+
+    @abstractmethod
+    def groups(self, kept: np.ndarray, axes: Axes, along: int) -> tuple[np.ndarray, np.ndarray]:
+        """Number the groups that a product over the axis `along` must sum as a whole.
+
+        Returns:
+          For each weight the number of its group, or -1 where it has none along this axis, and
+          whether what is kept breaks the pattern there.
+        """
+
+    def holds(self, mask: jax.Array | np.ndarray, axes: Axes) -> bool:
+        """Return whether the nonzero entries have the pattern."""
+        kept = np.asarray(mask) != 0
+        wanted = axes if self.transposable else axes[1:]
+        return not any(self.groups(kept, axes, along)[1].any() for along in wanted)
+
+    def pack(self, w: np.ndarray, kept: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return what is kept, and where it stands as `uint8`; by default with a bit per weight.
+
+        Raises:
+          SparsityError: the weight does not have the pattern along this axis.
+        """
+        return w[kept], np.packbits(kept.reshape(-1), bitorder="little")
+
+    def unpack(
+        self, values: jax.Array, indices: jax.Array, shape: tuple[int, ...], axis: int
+    ) -> jax.Array:
+        """Return the dense weight back from `pack`, under a trace."""
+        kept = jnp.unpackbits(indices, count=int(np.prod(shape)), bitorder="little") != 0
+        padded = jnp.append(values, jnp.zeros(1, values.dtype))
+        places = jnp.cumsum(kept, dtype=jnp.int32) - 1
+        return padded[jnp.where(kept, places, len(values))].reshape(shape)
+
+    def damage(
+        self, values: np.ndarray, indices: np.ndarray, shape: tuple[int, ...], axis: int
+    ) -> str:
+        """Say why two arrays of a file are not what `pack` gives; empty if they are."""
+        if indices.dtype != np.uint8 or indices.shape != (-(-int(np.prod(shape)) // 8),):
+            return f"{indices.size} bytes of indices do not have a bit for each of {list(shape)}"
+        if values.shape != (ones := int(np.bitwise_count(indices).sum()),):
+            return f"values of shape {values.shape} where {ones} are kept"
+        return ""
+
+
+_FORMS: dict[str, tuple[str, Callable[[re.Match, bool], SparsityPattern | None]]] = {}
+
+
+def register(
+    form: str, expression: str, make: Callable[[re.Match, bool], SparsityPattern | None]
+) -> None:
+    """Make a kind of pattern known by its name, as `pattern="2:4"` and the files that record it.
+
+    Args:
+      form: what such names look like, for the error about a name that is of no form.
+      expression: a regular expression that matches their names in full.
+      make: the pattern, from the match and `transposable`; None if the name is not valid.
+    """
+    _FORMS[form] = expression, make
+
+
+def parse(pattern: str | SparsityPattern, transposable: bool = True) -> SparsityPattern:
+    """Return the pattern of a name such as `"2:4"`; `SparsityError` if none has it."""
+    if not isinstance(pattern, str):
+        return pattern
+    for expression, make in _FORMS.values():
+        found = re.fullmatch(expression, pattern)
+        if found and (made := make(found, transposable)) is not None:
+            return made
+    raise SparsityError(f"pattern {pattern!r} is not of the form {' or '.join(_FORMS)}")
+
+
+def default_axes(ndim: int) -> Axes:
+    """Return (-2, -1) for a matrix, (0, 1) for a convolution kernel in ONNX's (O, I, kH, kW)."""
+    return (-2, -1) if ndim == 2 else (0, 1)
+
+
+def check(w: Any, pattern: SparsityPattern, axes: Axes | None) -> Axes:
+    """Return the axes as non-negative numbers; `SparsityError` if the weight does not fit."""
+    if w.ndim < 2 or not jnp.issubdtype(w.dtype, jnp.floating):
+        raise SparsityError(f"{w.dtype}{list(w.shape)} is not a floating-point matrix or kernel")
+    axes = default_axes(w.ndim) if axes is None else axes
+    if not all(-w.ndim <= a < w.ndim for a in axes) or len({a % w.ndim for a in axes}) != 2:
+        raise SparsityError(f"axes {axes} do not name two axes of a weight of rank {w.ndim}")
+    axes = (axes[0] % w.ndim, axes[1] % w.ndim)
+    if misfit := pattern.misfit(w.shape, axes):
+        raise SparsityError(f"a weight of shape {list(w.shape)} cannot be {pattern}: {misfit}")
+    return axes
