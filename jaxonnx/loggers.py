@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxonnx._file.save import check_writable
+from jaxonnx._file.disk import check_writable
 from jaxonnx.errors import Error
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-OPTIONAL = "flax grain IPython matplotlib onnxruntime orbax pandas PIL sklearn tensorboardX torch"
+OPTIONAL = "flax grain IPython matplotlib onnxruntime orbax pandas PIL safetensors sklearn "
+OPTIONAL += "tensorboardX torch"
 
 CACHED = """
 import json, sys, jax, numpy as np, optax, jaxonnx

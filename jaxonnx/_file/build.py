@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from onnx import GraphProto, helper, numpy_helper
 
-from jaxonnx._file.read import subgraphs
+from jaxonnx._file.protos import all_graphs
 
 
 class Writer:
@@ -56,10 +56,9 @@ def onnx_type(dtype: Any) -> int:
 
 def names(graph: GraphProto) -> Iterator[str]:
     """Every name that a graph or one of its subgraphs defines."""
-    yield from (value.name for value in graph.input)
-    yield from (tensor.name for tensor in graph.initializer)
-    yield from (sparse.values.name for sparse in graph.sparse_initializer)
-    for node in graph.node:
-        yield from node.output
-        for inner in subgraphs(node):
-            yield from names(inner)
+    for inner in all_graphs(graph):
+        yield from (value.name for value in inner.input)
+        yield from (tensor.name for tensor in inner.initializer)
+        yield from (sparse.values.name for sparse in inner.sparse_initializer)
+        for node in inner.node:
+            yield from node.output

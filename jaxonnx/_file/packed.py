@@ -6,7 +6,6 @@ The record is an entry of the ModelProto's `metadata_props`, which runtimes igno
     jaxonnx.sparsity: {"pattern": "2:4", "transposable": true, "axes": {"fc.weight": [0, 1]}}
 """
 
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -17,14 +16,18 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto, SparseTensorProto, TensorProto, load_model_from_string, numpy_helper
 
 from jaxonnx import sparse
+from jaxonnx._file import records
 from jaxonnx.errors import ModelError, SparsityError
 from jaxonnx.sparse import Pattern, SparsityPattern
+from jaxonnx.sparse import _pack as sparse_pack
 from jaxonnx.sparse._pattern import parse
 from jaxonnx.sparse._templates import Axes
 
 Recorded = tuple[SparsityPattern, list[sparse.Layer]]
 
-KEY = "jaxonnx.sparsity"
+KEY = records.SPARSITY
+INDEX = sparse_pack.INDEX
+"""The array that every packed file has."""
 _GRAPH = "jaxonnx.graph"
 """The array of a packed file that holds the ModelProto."""
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
@@ -38,15 +41,12 @@ def record(proto: ModelProto) -> tuple[SparsityPattern, dict[str, Axes]]:
     Raises:
       ModelError: the entry is not one of these.
     """
-    for entry in proto.metadata_props:
-        if entry.key == KEY:
-            try:
-                found = json.loads(entry.value)
-                pattern = parse(found["pattern"], bool(found["transposable"]))
-                return pattern, {n: (int(o), int(i)) for n, (o, i) in found["axes"].items()}
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise ModelError(f"metadata_props: '{KEY}' is malformed ({error!r})") from error
-    return Pattern(), {}
+    return records.get(proto, KEY, _made) or (Pattern(), {})
+
+
+def _made(found: Any) -> tuple[SparsityPattern, dict[str, Axes]]:
+    pattern = parse(found["pattern"], bool(found["transposable"]))
+    return pattern, {n: (int(o), int(i)) for n, (o, i) in found["axes"].items()}
 
 
 def recorded(proto: ModelProto, params: Mapping[str, Any]) -> Recorded | None:
@@ -58,16 +58,8 @@ def recorded(proto: ModelProto, params: Mapping[str, Any]) -> Recorded | None:
 
 def set_record(proto: ModelProto, pattern: SparsityPattern, axes: Mapping[str, Axes]) -> None:
     """Replaces the record of `proto`; without axes there is none."""
-    kept = [entry for entry in proto.metadata_props if entry.key != KEY]
-    del proto.metadata_props[:]
-    proto.metadata_props.extend(kept)
-    if axes:
-        value = {
-            "pattern": pattern.name,
-            "transposable": pattern.transposable,
-            "axes": axes,
-        }
-        proto.metadata_props.add(key=KEY, value=json.dumps(value))
+    value = {"pattern": pattern.name, "transposable": pattern.transposable, "axes": axes}
+    records.put(proto, KEY, value if axes else None)
 
 
 def keep_true(proto: ModelProto, values: Mapping[str, np.ndarray]) -> None:
@@ -162,22 +154,37 @@ def load_packed(path: str | os.PathLike) -> ModelProto:
       SparsityError: the file is truncated, not one of these, or inconsistent.
       ModelError: it has weights only, or a graph that is no ModelProto.
     """
-    tensors, packed = sparse.load(path)
+    tensors = _load(path)
     if _GRAPH not in tensors:
         raise ModelError(
-            f"'{path}' has weights, but no graph: load them with jaxonnx.sparse.load, and put them "
-            "into a model of the graph with model.replace(params=...)"
+            f"'{path}' has weights, but no graph: give it to the file of the graph, "
+            f"jaxonnx.load('net.onnx', weights={str(path)!r})"
         )
     try:
         proto = load_model_from_string(tensors.pop(_GRAPH).tobytes())
     except DecodeError as error:
         raise ModelError(f"the graph in '{path}' is damaged ({error})") from error
-    with jax.enable_x64(True):  # weights may be float64
-        tensors |= {name: np.asarray(sparse.unpack(p)) for name, p in packed.items()}
     for tensor in proto.graph.initializer:
         if tensor.name in tensors:
             tensor.raw_data = tensors[tensor.name].tobytes()
     return proto
+
+
+def load_weights(path: str | os.PathLike) -> dict[str, np.ndarray]:
+    """The dense weights of a packed file, with a graph or without.
+
+    Raises:
+      SparsityError: the file is truncated, not one of these, or inconsistent.
+    """
+    tensors = _load(path)
+    tensors.pop(_GRAPH, None)
+    return tensors
+
+
+def _load(path: str | os.PathLike) -> dict[str, np.ndarray]:
+    tensors, packed = sparse.load(path)
+    with jax.enable_x64(True):  # weights may be float64
+        return tensors | {name: np.asarray(sparse.unpack(p)) for name, p in packed.items()}
 
 
 def _recorded(proto: ModelProto) -> tuple[SparsityPattern, dict[str, Axes]]:

@@ -1,22 +1,13 @@
-"""Parameters back into the ModelProto, and that into a file."""
+"""Parameters back into the ModelProto."""
 
-import errno
-import os
-import tempfile
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
-from jaxonnx._file import packed as sparse_export
-from jaxonnx._file.read import names_of_constants, subgraphs, tensor_of_constant
-from jaxonnx.errors import InputError
-
-_LIMIT = 2**31 - 2**20
-"""Bytes that fit one protobuf file, with room for the graph."""
+from jaxonnx._file.protos import all_nodes, names_of_constants, subgraphs, tensor_of_constant
+from jaxonnx._file.records import SPARSITY, has
 
 
 def to_onnx(
@@ -45,62 +36,22 @@ def to_onnx(
     if result.ir_version < 4:
         _declare_initializers(result.graph)
     opset = next((e.version for e in proto.opset_import if e.domain in ("", "ai.onnx")), 1)
-    for node in _nodes(result.graph):
+    for node in all_nodes(result.graph):
         # A training algorithm of the file's own may read what inference form would remove.
         if _is_training(node, result.graph) and not proto.training_info:
             _infer(node, opset)
-    sparse_export.keep_true(result, values)
+    if has(result, SPARSITY):
+        from jaxonnx._file.packed import keep_true
+
+        keep_true(result, values)
     return result
-
-
-def save(proto: ModelProto, path: str | os.PathLike, external_data: bool, sparse: bool) -> None:
-    """Writes a model so that a failure leaves what was at `path` before."""
-    path = Path(path)
-    if path.suffix == ".npz":
-        if external_data or sparse:
-            raise InputError("a packed .npz has neither external data nor sparse initializers")
-        sparse_export.save_packed(proto, path)
-        return
-    if sparse:
-        sparse_export.to_sparse_initializers(proto)
-    size = sum(len(t.raw_data) for t in proto.graph.initializer)
-    with tempfile.TemporaryDirectory(prefix=".jaxonnx-", dir=path.parent) as folder:
-        written = Path(folder) / path.name
-        data = f"{path.name}.data"
-        if external_data or size > _LIMIT:
-            onnx.save_model(
-                proto, written, save_as_external_data=True, location=data, size_threshold=1024
-            )
-        else:
-            onnx.save_model(proto, written)
-        if (Path(folder) / data).exists():
-            os.replace(Path(folder) / data, path.parent / data)
-        os.replace(written, path)
-
-
-@contextmanager
-def whole(path: str | os.PathLike) -> Iterator[Path]:
-    """A path to write to; what was written takes the place of `path` if nothing fails."""
-    path = Path(path)
-    with tempfile.TemporaryDirectory(prefix=".jaxonnx-", dir=path.parent) as folder:
-        yield Path(folder) / path.name
-        os.replace(Path(folder) / path.name, path)
-
-
-def check_writable(path: str | os.PathLike) -> None:
-    """Raises now the OSError that writing a file there would raise later."""
-    path = Path(path)
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    with tempfile.TemporaryFile(dir=path.parent):
-        pass
 
 
 def training_nodes(graph: GraphProto) -> list[str]:
     """BatchNormalization and Dropout nodes that the file runs in training mode."""
     return [
         f"{node.op_type} '{node.name or node.output[0]}'"
-        for node in _nodes(graph)
+        for node in all_nodes(graph)
         if _is_training(node, graph)
     ]
 
@@ -145,13 +96,6 @@ def _set(tensor: TensorProto, value: np.ndarray) -> None:
     if tensor.doc_string:
         new.doc_string = tensor.doc_string
     tensor.CopyFrom(new)
-
-
-def _nodes(graph: GraphProto) -> Iterator[NodeProto]:
-    for node in graph.node:
-        yield node
-        for inner in subgraphs(node):
-            yield from _nodes(inner)
 
 
 def _is_training(node: NodeProto, graph: GraphProto) -> bool:

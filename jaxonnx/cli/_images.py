@@ -1,6 +1,5 @@
 """Pictures as the numbers that a network takes, and its answers with their names."""
 
-import json
 from dataclasses import asdict, dataclass, fields, replace
 from math import isqrt
 from pathlib import Path
@@ -11,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from onnx import ModelProto
 
-from jaxonnx.errors import Error, InputError, ModelError
+from jaxonnx._file import records
+from jaxonnx.errors import Error, InputError
 from jaxonnx.model import Model
 
 KEY = "jaxonnx.image"
@@ -75,27 +75,21 @@ def preparation(model: Model) -> Preparation | None:
     Raises:
       ModelError: the entry is malformed.
     """
-    for entry in model.proto.metadata_props:
-        if entry.key == KEY:
-            try:
-                found = json.loads(entry.value)
-                if odd := found.keys() - {field.name for field in fields(Preparation)}:
-                    raise ValueError(f"unknown: {', '.join(sorted(odd))}")
-                lists = {k: tuple(v) for k, v in found.items() if k != "scale"}
-                return Preparation(**found | lists)
-            except (TypeError, ValueError, AttributeError) as error:
-                raise ModelError(f"metadata_props: '{KEY}' is malformed ({error})") from error
-    return None
+    return records.get(model.proto, KEY, _made)
+
+
+def _made(found: Any) -> Preparation:
+    if odd := found.keys() - {field.name for field in fields(Preparation)}:
+        raise ValueError(f"unknown: {', '.join(sorted(odd))}")
+    lists = {k: tuple(v) for k, v in found.items() if k != "scale"}
+    return Preparation(**found | lists)
 
 
 def with_preparation(model: Model, value: Preparation) -> Model:
     """The model with the entry that `preparation` reads."""
     proto = ModelProto()
     proto.CopyFrom(model.proto)
-    kept = [entry for entry in proto.metadata_props if entry.key != KEY]
-    del proto.metadata_props[:]
-    proto.metadata_props.extend(kept)
-    proto.metadata_props.add(key=KEY, value=json.dumps(asdict(value)))
+    records.put(proto, KEY, asdict(value))
     return replace(model, proto=proto)
 
 

@@ -14,8 +14,8 @@ import optax
 from rich.console import Console
 
 from jaxonnx import loggers, sparse
+from jaxonnx._file.disk import check_writable, whole
 from jaxonnx._file.packed import packed_nbytes, record
-from jaxonnx._file.save import check_writable, whole
 from jaxonnx._graph.values import Value
 from jaxonnx.cli import _images as images
 from jaxonnx.cli._flags import LOSS, PHASES

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from onnx import ModelProto
 
-from jaxonnx._file.read import give_back_memory, read
+from jaxonnx._file.read import give_back_memory, read, replaced
 from jaxonnx._graph.bind import bind
 from jaxonnx._graph.roles import split
 from jaxonnx._rewrite.dequantize import dequantized
@@ -30,6 +30,7 @@ def load(
     batch: Literal["any"] | None = None,
     dequantize: bool = False,
     trainable: Trainable | None = None,
+    weights: str | os.PathLike | Mapping[str, Any] | None = None,
 ) -> Model:
     """Loads an ONNX model.
 
@@ -54,17 +55,22 @@ def load(
       trainable: names or regular expressions (matched in full), or a predicate of name and value:
         exactly these floating-point tensors become parameters, instead of those that stand at a
         weight or bias of an operator.
+      weights: other values for tensors of the file, by their names, with the same shapes and types:
+        a .safetensors file, an .npz of NumPy's or `sparse.save`, any file that is a source itself,
+        or arrays by name. Tensors that it does not have keep the values of `source`.
 
     Raises:
-      ModelError: the file is corrupt, truncated or malformed.
+      ModelError: a file is corrupt, truncated or malformed.
       SparsityError: a packed file is.
       UnsupportedError: operators without an implementation (all of them named), or a newer opset.
       InputError: `outputs` or `trainable` name what the model does not have, or the batch cannot be
-        opened, or nothing is to be dequantized.
+        opened, or nothing is to be dequantized, or weights do not fit the model's.
     """
     if batch not in (None, "any"):
         raise InputError(f"batch is 'any' or None, and was {batch!r}")
     proto, tensors = read(source)
+    if weights is not None:
+        tensors = replaced(tensors, weights)
     if dequantize:
         proto, tensors = dequantized(proto, tensors)
     graph = bind(proto, proto.graph, tensors.keys())

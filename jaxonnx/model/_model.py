@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from onnx import ModelProto
 
-from jaxonnx._file import packed as sparse_export
+from jaxonnx._file import formats, records
 from jaxonnx._file import save as saving
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.roles import graph_tensors, running_statistics
@@ -29,6 +29,9 @@ from jaxonnx.model._restart import Initializer, restarted
 from jaxonnx.model._select import Select, select
 from jaxonnx.model._show import Summary, overview, summary, text
 from jaxonnx.training_info._run import Training
+
+if TYPE_CHECKING:  # only who asks for the sparsity imports what knows of it
+    from jaxonnx._file.packed import Recorded
 
 Trainable = Select
 Statistics = Literal["batch", "frozen"]
@@ -306,9 +309,13 @@ class Model:
         return dataclasses.replace(self, program=dataclasses.replace(self.program, overlay=overlay))
 
     @property
-    def sparsity(self) -> sparse_export.Recorded | None:
+    def sparsity(self) -> Recorded | None:
         """Which weights the file records as sparse (`jaxonnx._file.packed`), if it does."""
-        return sparse_export.recorded(self.proto, self.params)
+        if not records.has(self.proto, records.SPARSITY):
+            return None
+        from jaxonnx._file.packed import recorded
+
+        return recorded(self.proto, self.params)
 
     def to_onnx(self) -> ModelProto:
         """The original graph with these weights, in inference form.
@@ -329,15 +336,17 @@ class Model:
 
         Args:
           path: of the .onnx file; if it ends in .npz, the graph and the weights are written with
-            the sparse ones packed, and `jaxonnx.load` unpacks them.
+            the sparse ones packed, and `jaxonnx.load` unpacks them. If it ends in .safetensors,
+            parameters and state are written by name, for `jaxonnx.load(..., weights=path)`.
           external_data: put the weights into a file beside it; done anyway above 2 GB.
           sparse: write the sparse weights as ONNX sparse initializers, which few runtimes take.
 
         Raises:
+          InputError: options that are not of this kind of file.
           OSError: the path cannot be written.
           SparsityError: a packed or sparse form of a model without a record of sparse weights.
         """
-        saving.save(self.to_onnx(), path, external_data, sparse)
+        formats.save(path, self.to_onnx, self._weights, external_data=external_data, sparse=sparse)
 
     def merged(self) -> Model:
         """A plain model in which adapters (`jaxonnx.LoRA`) are merged into the weights.
@@ -360,6 +369,10 @@ class Model:
                 f"{what} of a model with adapters cannot be changed: set it before they are "
                 "attached, or merge them first with .merged()"
             )
+
+    def _weights(self) -> dict[str, np.ndarray]:
+        net = self.merged()
+        return {n: w for n, w in net._values().items() if n in net.params or n in net.state}
 
     def _values(self) -> dict[str, np.ndarray]:
         values = dict(self.program.constants)

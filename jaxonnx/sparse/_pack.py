@@ -23,7 +23,8 @@ from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._layers import Layer, name_of
 from jaxonnx.sparse._pattern import SparsityPattern, default_axes, parse
 
-_INDEX = "__packed__"
+INDEX = "__packed__"
+"""The array of a packed file that tells of the others."""
 
 
 @partial(
@@ -153,7 +154,7 @@ def save(
         # npz knows no bfloat16 or float8: those go as plain integers of their width
         arrays[f"values:{name}"] = x if x.dtype.isbuiltin else x.view(f"u{x.dtype.itemsize}")
         index[name] = entry
-    arrays[_INDEX] = np.frombuffer(json.dumps(index).encode(), np.uint8)
+    arrays[INDEX] = np.frombuffer(json.dumps(index).encode(), np.uint8)
     path = Path(path)
     with tempfile.TemporaryDirectory(prefix=".jaxonnx-", dir=path.parent) as folder:
         written = Path(folder) / path.name
@@ -172,7 +173,7 @@ def load(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[str, Pack
         # opened here, because np.load does not close a file that it cannot read
         with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
             arrays = dict(file.items())
-        index = json.loads(arrays.pop(_INDEX).tobytes())
+        index = json.loads(arrays.pop(INDEX).tobytes())
         dense, packed = {}, {}
         for name, entry in index.items():
             x = arrays.pop(f"values:{name}")

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._file.save import check_writable
+from jaxonnx._file.disk import check_writable
 from jaxonnx.errors import TrainingError
 from jaxonnx.train._history import History
 

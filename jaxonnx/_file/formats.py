@@ -1,0 +1,135 @@
+"""The table of file formats: by suffix, how a graph and weights are read, and how both are written.
+
+Another format for weights is one entry, and a function each that reads and writes it.
+"""
+
+import os
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+from google.protobuf.message import DecodeError
+from onnx import ModelProto
+
+from jaxonnx._file.disk import whole
+from jaxonnx.errors import Error, InputError, ModelError
+
+_LIMIT = 2**31 - 2**20
+"""Bytes that fit one protobuf file, with room for the graph."""
+
+Graph = Callable[[], ModelProto]
+Weights = Callable[[], Mapping[str, np.ndarray]]
+"""What is to be written, made when a format asks for it."""
+
+
+class Format(NamedTuple):
+    """What is done with the files of one suffix."""
+
+    graph: Callable[[Path], ModelProto] | None
+    """Reads a ModelProto; None where files have weights only."""
+    weights: Callable[[Path], dict[str, np.ndarray]] | None
+    """Reads weights by name; None where they are the tensors of the graph."""
+    write: Callable[..., None]
+    """Writes a path, given a `Graph` and `Weights`; options of `Model.save` by name."""
+
+
+def of(path: str | os.PathLike) -> Format:
+    """Return the format of a path: that of ONNX files unless its suffix is another's."""
+    return _FORMATS.get(Path(path).suffix, _ONNX)
+
+
+def save(path: str | os.PathLike, graph: Graph, weights: Weights, **options: bool) -> None:
+    """Write a model so that a failure leaves what was at `path` before.
+
+    Raises:
+      InputError: options that the format does not have.
+    """
+    path, form = Path(path), of(path)
+    chosen = {name: True for name, wanted in options.items() if wanted}
+    if chosen and form is not _ONNX:
+        raise InputError(f"a {path.suffix} file has neither external data nor sparse initializers")
+    form.write(path, graph, weights, **chosen)
+
+
+def _read_onnx(path: Path) -> ModelProto:
+    try:
+        return onnx.load(path, "protobuf", load_external_data=False)
+    except (DecodeError, ValueError) as error:
+        raise ModelError(f"'{path}' is not an ONNX file, or is truncated ({error})") from error
+
+
+def _write_onnx(
+    path: Path, graph: Graph, _: Weights, external_data: bool = False, sparse: bool = False
+) -> None:
+    proto = graph()
+    if sparse:
+        _packed().to_sparse_initializers(proto)
+    size = sum(len(t.raw_data) for t in proto.graph.initializer)
+    data: dict[str, Any] = {}
+    if external_data or size > _LIMIT:
+        data = {"save_as_external_data": True, "size_threshold": 1024}
+        data["location"] = f"{path.name}.data"
+    with whole(path) as written:
+        onnx.save_model(proto, written, **data)
+
+
+def _read_npz(path: Path) -> dict[str, np.ndarray]:
+    try:
+        # opened here, because np.load does not close a file that it cannot read
+        with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
+            if _packed().INDEX not in file:
+                return dict(file.items())
+    except (zipfile.BadZipFile, EOFError, TypeError, ValueError, AttributeError) as error:
+        raise ModelError(f"'{path}' is not an .npz file, or is damaged ({error})") from error
+    return _packed().load_weights(path)
+
+
+def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    safetensors = _safetensors()
+    try:
+        return safetensors.numpy.load_file(path)
+    except (safetensors.SafetensorError, AttributeError) as error:  # a type that NumPy lacks
+        raise ModelError(f"'{path}' is not a safetensors file, or is damaged ({error})") from error
+
+
+def _write_safetensors(path: Path, _: Graph, weights: Weights) -> None:
+    safetensors = _safetensors()
+    # the package would write the memory of a transposed array in the order that it lies in
+    arrays = {name: np.require(w, requirements="C") for name, w in weights().items()}
+    try:
+        with whole(path) as written:
+            safetensors.numpy.save_file(arrays, written)
+    except safetensors.SafetensorError as error:
+        raise InputError(f"safetensors cannot hold these weights: {error}") from error
+
+
+def _safetensors() -> ModuleType:
+    try:
+        import safetensors.numpy
+    except ImportError as error:
+        raise Error(
+            "safetensors files need safetensors: pip install 'jaxonnx[safetensors]'"
+        ) from error
+    return safetensors
+
+
+def _packed() -> ModuleType:
+    """Import what knows of sparsity, at the first use."""
+    from jaxonnx._file import packed
+
+    return packed
+
+
+_ONNX = Format(_read_onnx, None, _write_onnx)
+_FORMATS = {
+    ".npz": Format(
+        lambda path: _packed().load_packed(path),
+        _read_npz,
+        lambda path, graph, _: _packed().save_packed(graph(), path),
+    ),
+    ".safetensors": Format(None, _read_safetensors, _write_safetensors),
+}

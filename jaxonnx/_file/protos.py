@@ -1,0 +1,48 @@
+"""Walks over graphs, and the tensors of Constant nodes."""
+
+from collections.abc import Iterator
+
+from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorProto
+
+
+def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
+    """Yield the graphs among the attributes of a node."""
+    for attribute in node.attribute:
+        if attribute.type == AttributeProto.GRAPH:
+            yield attribute.g
+        elif attribute.type == AttributeProto.GRAPHS:
+            yield from attribute.graphs
+
+
+def all_graphs(graph: GraphProto) -> Iterator[GraphProto]:
+    """Yield a graph and the subgraphs within it, outer ones first."""
+    yield graph
+    for node in graph.node:
+        for inner in subgraphs(node):
+            yield from all_graphs(inner)
+
+
+def all_nodes(graph: GraphProto) -> Iterator[NodeProto]:
+    """Yield the nodes of a graph, each before those of its subgraphs."""
+    for node in graph.node:
+        yield node
+        for inner in subgraphs(node):
+            yield from all_nodes(inner)
+
+
+def tensor_of_constant(node: NodeProto) -> TensorProto | None:
+    """Return the tensor of a Constant node that holds one, else None."""
+    if node.op_type == "Constant" and node.domain in ("", "ai.onnx"):
+        for attribute in node.attribute:
+            if attribute.name == "value" and attribute.type == AttributeProto.TENSOR:
+                return attribute.t
+    return None
+
+
+def names_of_constants(function: FunctionProto) -> Iterator[tuple[str, str]]:
+    """Yield the name of each tensor of a function's Constant nodes, there and in the model."""
+    key = function.domain, function.name, function.overload
+    path = ".".join(str(part) for part in key if part)
+    for node in function.node:
+        if tensor_of_constant(node) is not None and node.output:
+            yield node.output[0], f"{path}/{node.output[0]}"

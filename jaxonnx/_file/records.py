@@ -1,0 +1,43 @@
+"""Records in a file: entries of the ModelProto's `metadata_props` that hold JSON."""
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from onnx import ModelProto
+
+from jaxonnx.errors import ModelError
+
+SPARSITY = "jaxonnx.sparsity"
+"""Which weights are sparse, and how (`jaxonnx._file.packed`)."""
+
+T = TypeVar("T")
+
+
+def has(proto: ModelProto, key: str) -> bool:
+    """Return whether there is a record under this key."""
+    return any(entry.key == key for entry in proto.metadata_props)
+
+
+def get(proto: ModelProto, key: str, make: Callable[[Any], T]) -> T | None:
+    """Return `make` of the record under this key, None if there is no such record.
+
+    Raises:
+      ModelError: the entry is no JSON, or not what `make` takes.
+    """
+    for entry in proto.metadata_props:
+        if entry.key == key:
+            try:
+                return make(json.loads(entry.value))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise ModelError(f"metadata_props: '{key}' is malformed ({error!r})") from error
+    return None
+
+
+def put(proto: ModelProto, key: str, value: Any) -> None:
+    """Replace the record under this key; None leaves none."""
+    kept = [entry for entry in proto.metadata_props if entry.key != key]
+    del proto.metadata_props[:]
+    proto.metadata_props.extend(kept)
+    if value is not None:
+        proto.metadata_props.add(key=key, value=json.dumps(value))

@@ -1,0 +1,114 @@
+"""The values of TensorProtos: inline, in external files, sparse, or of types that share bytes."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from jaxonnx.errors import ModelError
+
+_BITS: dict[int, int] = {
+    TensorProto.UINT4: 4,
+    TensorProto.INT4: 4,
+    TensorProto.FLOAT4E2M1: 4,
+    TensorProto.UINT2: 2,
+    TensorProto.INT2: 2,
+    TensorProto.FLOAT6E2M3: 6,
+    TensorProto.FLOAT6E3M2: 6,
+}
+"""Bits of the element types that share bytes."""
+
+
+def to_array(tensor: TensorProto, folder: Path | None = None) -> np.ndarray:
+    """The value of a TensorProto; external data is memory-mapped from `folder`.
+
+    Raises:
+      ModelError: the element type is unknown, or the data does not fill the shape.
+    """
+    shape = tuple(tensor.dims)
+    try:
+        dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    except KeyError:
+        raise ModelError(
+            f"tensor '{tensor.name}' has element type {tensor.data_type}, unknown to ONNX"
+        ) from None
+    if any(dim < 0 for dim in shape):
+        raise ModelError(f"tensor '{tensor.name}' has a negative dimension: {list(shape)}")
+    if tensor.data_location == TensorProto.EXTERNAL:
+        data = _external(tensor, folder)
+    elif tensor.HasField("raw_data"):
+        data = np.frombuffer(tensor.raw_data, np.uint8)
+    else:
+        try:
+            return numpy_helper.to_array(tensor)
+        except (ValueError, TypeError) as error:
+            raise ModelError(
+                f"the data of tensor '{tensor.name}' does not fit its shape {list(shape)} ({error})"
+            ) from error
+    if tensor.data_type == TensorProto.STRING:
+        raise ModelError(f"tensor '{tensor.name}' holds strings, which must lie in string_data")
+    bits = _BITS.get(tensor.data_type, 8 * dtype.itemsize)
+    expected = -(-math.prod(shape) * bits // 8)
+    if data.nbytes != expected:
+        raise ModelError(
+            f"tensor '{tensor.name}' of shape {list(shape)}, type {dtype}, needs {expected} bytes "
+            f"but has {data.nbytes}; the file is truncated or inconsistent"
+        )
+    if tensor.data_type in _BITS:
+        inline = TensorProto(data_type=tensor.data_type, dims=shape, raw_data=data.tobytes())
+        return numpy_helper.to_array(inline)
+    return data.view(dtype).reshape(shape)
+
+
+def to_dense(sparse: onnx.SparseTensorProto, folder: Path | None = None) -> np.ndarray:
+    """A SparseTensorProto as an array (IR: indices are linear, or one row per value)."""
+    values, indices = to_array(sparse.values, folder), to_array(sparse.indices, folder)
+    shape = tuple(sparse.dims)
+    try:
+        dense = np.zeros(shape, values.dtype)
+        flat = indices if indices.ndim == 1 else np.ravel_multi_index(tuple(indices.T), shape)
+        dense.reshape(-1)[flat] = values
+    except (ValueError, TypeError, IndexError, MemoryError) as error:
+        raise ModelError(
+            f"sparse tensor '{sparse.values.name}': indices {list(indices.shape)} do not fit "
+            f"{values.size} values in shape {list(shape)} ({error})"
+        ) from error
+    return dense
+
+
+def _external(tensor: TensorProto, folder: Path | None) -> np.ndarray:
+    """The bytes of external data as a read-only memory map (IR.md, "External Tensor Data")."""
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    location = entries.get("location", "")
+    if folder is None:
+        raise ModelError(
+            f"tensor '{tensor.name}' lies in external file '{location}'; load the model by its "
+            "path, or read the data first with onnx.load_external_data_for_model"
+        )
+    path = (folder / location).resolve()
+    if not location or not path.is_relative_to(folder):
+        raise ModelError(
+            f"tensor '{tensor.name}' points to '{location}', outside the model's folder; "
+            "external data must lie beside or below the model"
+        )
+    if not path.is_file():
+        raise ModelError(
+            f"tensor '{tensor.name}' needs the external file '{path}', which does not exist; "
+            "copy it beside the model"
+        )
+    size = path.stat().st_size
+    try:
+        offset = int(entries.get("offset", 0))
+        length = int(entries.get("length", size - offset))
+    except ValueError as error:
+        raise ModelError(f"tensor '{tensor.name}': bad external data entry ({error})") from error
+    if offset < 0 or length < 0 or offset + length > size:
+        raise ModelError(
+            f"tensor '{tensor.name}' needs bytes {offset} to {offset + length} of '{path}', "
+            f"which has {size}; the file is truncated"
+        )
+    if length == 0:
+        return np.zeros(0, np.uint8)
+    return np.memmap(path, np.uint8, "r", offset, (length,))
