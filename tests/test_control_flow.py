@@ -120,11 +120,12 @@ def test_a_known_trip_count_is_a_scan_with_gradients_both_ways():
 
 def test_a_thousand_steps_compile_in_seconds():
     f = function(POWER)
-    loss = jax.jit(jax.grad(lambda x: f(np.array(1000), x)[0].sum()))
+    scale = 1 + time.time() % 1  # a program that is in no cache
+    loss = jax.jit(jax.grad(lambda x: scale * f(np.array(1000), x)[0].sum()))
     start = time.perf_counter()
     gradient = loss(np.ones(3, np.float32) * 2)
     assert time.perf_counter() - start < 10
-    np.testing.assert_allclose(gradient, np.full(3, 1001), rtol=1e-4)
+    np.testing.assert_allclose(gradient, np.full(3, 1001 * scale), rtol=1e-4)
 
 
 @pytest.mark.parametrize("m", [0, -1])

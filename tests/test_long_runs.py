@@ -20,21 +20,6 @@ from jaxonnx.train import _checkpoint as checkpoint
 from tests.tiny import examples, mlp, same, train, weights
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """Programs that several runs share are compiled once."""
-    names = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("cache")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: getattr(jax.config, name) for name in names}
-    for name, value in names.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
 def steps_in(folder):
     return sorted(int(path.name) for path in Path(folder).iterdir() if path.name.isdigit())
 

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import math
 import pkgutil
 
 import jax
@@ -9,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import onnx
 import pytest
-from jax.flatten_util import ravel_pytree
 
 import tests.operators
 from jaxonnx.registry import lookup, registered
@@ -129,48 +129,58 @@ def differentiable(case):
 def test_gradient(case):
     """Derivatives in float64 against central differences, reverse and forward mode.
 
-    That is what `jax.test_util.check_grads` does, in one program instead of a dozen to compile.
+    That is what `jax.test_util.check_grads` does, in one program instead of a dozen to compile,
+    which gives the values at the points beside as well.
     """
     with jax.enable_x64(True):
         positions = differentiable(case)
         inputs = [v.astype(np.float64) if is_float(v) else v for v in case.inputs]
         function = partial(case.function(newest(case), inputs), inputs, positions)
-        point, unravel = ravel_pytree([jnp.asarray(inputs[i]) for i in positions])
+        shapes = [inputs[i].shape for i in positions]
+        point = np.concatenate([inputs[i].ravel() for i in positions])
+
+        def real(x):
+            parts = jnp.split(x, np.cumsum([math.prod(shape) for shape in shapes])[:-1])
+            parts = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+            return [y for y in function(*parts) if is_real(y)]
 
         def smooth(x):
-            results = function(*unravel(x))
-            return ravel_pytree([y for y in results if is_real(y)])[0]
+            return jnp.concatenate([y.ravel() for y in real(x)])
 
-        results = jax.eval_shape(lambda x: function(*unravel(x)), point)
-        assert any(map(is_real, results)), "no output is real; set grad=()"
-        size = jax.eval_shape(smooth, point).shape
+        results = jax.eval_shape(real, point)
+        assert results, "no output is real; set grad=()"
         random = np.random.default_rng(0)
-        direction = jnp.asarray(random.standard_normal(point.shape))
-        weights = jnp.asarray(random.standard_normal(size))
+        direction = random.standard_normal(point.shape)
+        weights = random.standard_normal(sum(math.prod(y.shape) for y in results))
 
         def reverse(x):
             return jax.vjp(smooth, x)[1](weights)[0]
 
+        def forward(f, x):
+            return jax.jvp(f, (x,), (direction,))[1]
+
         @jax.jit
-        def derivatives(x):
-            """Pairs that must agree."""
-
-            def forward(f):
-                return jax.jvp(f, (x,), (direction,))[1]
-
-            def differences(f):
-                low, high = jax.lax.map(lambda h: f(x + h * direction), jnp.array([-STEP, STEP]))
-                return (high - low) / (2 * STEP)
-
-            slope = differences(smooth)
-            pairs = [(forward(smooth), slope), (reverse(x) @ direction, slope @ weights)]
+        def values(x):
+            """Functions and their derivatives in one direction."""
+            found = {"value": smooth(x), "slope": forward(smooth, x), "reverse": reverse(x)}
             if case.order > 1:
-                slope = differences(reverse)
-                twice = jax.grad(lambda x: reverse(x) @ direction)
-                pairs += [(forward(reverse), slope), (twice(x), slope)]
-            return pairs
+                found["slope of reverse"] = forward(reverse, x)
+                found["reverse twice"] = jax.grad(lambda x: reverse(x) @ direction)(x)
+            return found
 
-        for exact, approximate in derivatives(point):
+        def differences(name):
+            return (after[name] - before[name]) / (2 * STEP)
+
+        before, at, after = (
+            {name: np.asarray(y) for name, y in values(point + h * direction).items()}
+            for h in (-STEP, 0, STEP)
+        )
+        slope = differences("value")
+        pairs = [(at["slope"], slope), (at["reverse"] @ direction, slope @ weights)]
+        if case.order > 1:
+            slope = differences("reverse")
+            pairs += [(at["slope of reverse"], slope), (at["reverse twice"], slope)]
+        for exact, approximate in pairs:
             np.testing.assert_allclose(exact, approximate, rtol=1e-4, atol=1e-4)
 
 
@@ -185,7 +195,8 @@ def test_vmap(case):
         version = newest(case)
         positions = traced(case, version)
         function = jax.jit(jax.vmap(partial(case.function(version), case.inputs, positions)))
-        batch = function(*(np.stack([case.inputs[i]] * 2) for i in positions))
+        batch = map(np.asarray, function(*(np.stack([case.inputs[i]] * 2) for i in positions)))
+        batch = [*batch]
         wanted = case.wanted(version)
         for row in (0, 1):
             assert_same([y[row] for y in batch], wanted, case)

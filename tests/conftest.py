@@ -1,0 +1,50 @@
+"""What all tests share: programs are compiled once for all runs, and forgotten when a file ends."""
+
+import gc
+import os
+import resource
+
+import jax
+import pytest
+
+PER_CLEARING = 100
+"""Tests after which the programs in memory are forgotten, in the middle of a file too."""
+
+CACHE = {
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+
+
+def pytest_configure(config):
+    """Keep compiled programs in pytest's cache, for this process and those that it starts.
+
+    `pytest --cache-clear` compiles anew, `pytest -p no:cacheprovider` leaves JAX as it is.
+    """
+    if hasattr(config, "cache") and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = {"jax_compilation_cache_dir": str(config.cache.mkdir("jax"))}
+        for name, value in (CACHE | folder).items():
+            os.environ[name.upper()] = str(value)
+            jax.config.update(name, value)
+    # Another worker may be writing the very entry: what cannot be read is compiled.
+    config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Forget compiled programs, each of which takes memory."""
+    done = item.session.stash[DONE] = item.session.stash.get(DONE, 0) + 1
+    if nextitem is None or nextitem.path != item.path or done % PER_CLEARING == 0:
+        jax.clear_caches()
+        gc.collect()
+
+
+DONE = pytest.StashKey[int]()
+
+
+def pytest_sessionfinish():
+    """Add the most memory that this process had to the file JAXONNX_TEST_MEMORY."""
+    if file := os.environ.get("JAXONNX_TEST_MEMORY"):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+        with open(file, "a") as out:
+            print(os.environ.get("PYTEST_XDIST_WORKER", "main"), peak, "MB", file=out)
