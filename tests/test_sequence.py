@@ -22,7 +22,7 @@ def function(text, opset=22):
 
 
 def models():
-    """The sequence models of ONNX's suite, some of which its runner does not write to disk."""
+    """The sequence models of ONNX's suite, here also under `jax.jit`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from onnx.backend.test.case.model import collect_testcases
