@@ -6,6 +6,7 @@ Its update is traced for either order, and the two programs are compared.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.extend.core import JaxprEqn
@@ -66,7 +67,7 @@ def _described(program: Program) -> tuple[list, list]:
 def _constant(value: Any, aval: Any) -> tuple:
     if _large(aval):
         raise _Tells
-    is_key = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+    is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
     return str(aval), str(value) if is_key else np.asarray(value).tobytes()
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 SHORT = 16
 """A last axis below it is short."""
@@ -71,7 +72,7 @@ def order(x: Any, platform: str | None = None) -> Axes | None:
 
 def _platform(x: Any) -> str:
     """Return the platform that an array is on; nothing of a traced one, which a caller chose."""
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         return ""
     sharding = getattr(x, "sharding", None)
     return next(iter(sharding.device_set)).platform if sharding else jax.default_backend()

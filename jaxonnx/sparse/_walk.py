@@ -1,0 +1,159 @@
+"""The walk through a program that follows the elements of sparse weights to the products.
+
+A value is an array of integers, which weight element stands where, or None.
+"""
+
+from collections import Counter
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from jaxonnx._jaxpr import Program, Scan, called, interpret, scan, while_loop
+
+_ZERO = -1  # an element that is zero by construction: padding, a `where` against zero
+OTHER = -2  # an element of something else that stands beside a weight
+
+_MOVES = {
+    "broadcast_in_dim", "copy", "copy_p", "optimization_barrier", "reshape", "rev", "slice",
+    "split", "squeeze", "tile", "transpose", "unstack",
+}  # fmt: skip
+"""Primitives that rearrange their only operand: they are executed on the integers."""
+_KEEPS = {
+    "abs", "convert_element_type", "device_put", "div", "mul", "name", "neg",
+    "reduce_precision", "sharding_constraint", "sign", "sqrt", "stop_gradient",
+}  # fmt: skip
+"""Elementwise primitives that give 0 where their first (for mul: any) operand is 0."""
+
+_OPAQUE = {"custom_call", "ffi_call", "pallas_call", "ragged_dot_general"}
+"""Primitives that may multiply by a weight where this walk cannot follow."""
+
+
+class Elements(Protocol):
+    """Numbered elements of weights, and what a product that sums over them proves."""
+
+    def weights(self, operands: list) -> list[str]:
+        """Return the weights that occur in some numbers."""
+        ...
+
+    def judge(self, rows: np.ndarray) -> list[tuple[str, str, bool]]:
+        """Return (weight, what is summed over, is that proof) of [free, summed] numbers."""
+        ...
+
+
+class Walk:
+    """Carries the numbers through a program and judges the products on the way.
+
+    Calling it with a program and the numbers of its inputs gives those of its results; None stands
+    for what has no weight in it.
+    """
+
+    def __init__(self, elements: Elements):
+        self.elements = elements
+        self.found: Counter[tuple[str, str, str, bool]] = Counter()
+
+    def __call__(self, program: Program, arguments: list) -> list:
+        return interpret(program, self._step, arguments, constant=_constant, enter=_entered)
+
+    def _step(self, equation: JaxprEqn, operands: list) -> list:
+        """Return the numbers of the results; None for what is followed no further."""
+        results = []
+        if any(x is not None for x in operands):
+            results = self._results(equation, operands)
+        return [*results, *[None] * (len(equation.outvars) - len(results))]
+
+    def _results(self, eqn: JaxprEqn, operands: list) -> list:
+        name, params = eqn.primitive.name, eqn.params
+        first = operands[0]
+        if name == "dot_general":
+            contract, batch = params["dimension_numbers"]
+            for x, summed, shared in zip(operands, contract, batch, strict=True):
+                self._judge(name, x, summed, shared)
+        elif name == "conv_general_dilated":
+            dims = params["dimension_numbers"]
+            self._judge(name, first, dims.lhs_spec[1:], ())
+            self._judge(name, operands[1], dims.rhs_spec[1:], ())
+        elif name == "cond":
+            branches = [self(branch, operands[1:]) for branch in params["branches"]]
+            return [
+                x[0] if all(y is not None and np.array_equal(x[0], y) for y in x) else None
+                for x in zip(*branches, strict=True)
+            ]
+        elif name == "scan":
+            return self._scan(scan(eqn, operands))
+        elif name == "while":
+            loop = while_loop(eqn, operands)
+            state = [None] * len(loop.carry)
+            self(loop.condition, [*loop.tested, *state])
+            self(loop.body, [*loop.fixed, *state])
+        elif name in _OPAQUE:
+            for weight in self.elements.weights(operands):
+                self.found[weight, name, "out of sight", False] += 1
+        elif name in _MOVES and first is not None:
+            out = eqn.primitive.bind(jnp.asarray(first), **params)
+            return [np.asarray(x) for x in (out if eqn.primitive.multiple_results else [out])]
+        elif name in _KEEPS:
+            kept = [x for x in operands[: 2 if name == "mul" else 1] if x is not None]
+            return [np.broadcast_to(x, _shape(eqn.outvars[0])) for x in kept[:1]]
+        elif name in ("add", "add_any", "sub", "select_n"):
+            return [_merge(operands[name == "select_n" :], _shape(eqn.outvars[0]))]
+        elif name in ("concatenate", "stack"):
+            parts = [
+                np.full(_shape(v), OTHER) if x is None else x
+                for v, x in zip(eqn.invars, operands, strict=True)
+            ]
+            if name == "stack":
+                return [np.stack(parts, params["axis"])]
+            return [np.concatenate(parts, params["dimension"])]
+        elif name == "pad" and first is not None and operands[1] is not None:
+            return [np.asarray(jax.lax.pad(jnp.asarray(first), _ZERO, params["padding_config"]))]
+        return []
+
+    def _scan(self, loop: Scan) -> list:
+        # what a weight becomes in the carry is not followed
+        carry = [None] * len(loop.carry)
+        steps = range(loop.length if any(x is not None for x in loop.sliced) else 1)
+        slices = ([None if x is None else x[i] for x in loop.sliced] for i in steps)
+        ys = [self(loop.body, [*loop.fixed, *carry, *values]) for values in slices]
+        stacked = zip(*(y[len(carry) :] for y in ys), strict=True)
+        whole = len(steps) == loop.length
+        return carry + [
+            np.stack(y) if whole and all(x is not None for x in y) else None for y in stacked
+        ]
+
+    def _judge(self, primitive: str, x, summed, shared) -> None:
+        if x is None or not (x >= 0).any():
+            return
+        free = [a for a in range(x.ndim) if a not in summed]
+        size = int(np.prod([x.shape[a] for a in summed]))
+        rows = x.transpose(*free, *summed).reshape(-1, size)
+        for weight, sums, ok in self.elements.judge(rows):
+            self.found[weight, primitive, sums, ok] += 1
+
+
+def _entered(equation: JaxprEqn) -> Program | None:
+    """Return the program that an equation runs, on shards as well."""
+    if equation.primitive.name == "shard_map":
+        return equation.params["jaxpr"]
+    return called(equation)
+
+
+def _constant(value: Any, aval: Any) -> np.ndarray | None:
+    """Return the numbers of a constant: only a zero is of interest."""
+    number = aval.shape == () and jnp.issubdtype(aval.dtype, np.number)
+    return np.asarray(_ZERO) if number and value == 0 else None
+
+
+def _shape(variable: Any) -> tuple[int, ...]:
+    return variable.aval.shape
+
+
+def _merge(operands: list, shape: tuple[int, ...]) -> np.ndarray | None:
+    """Return the only one of several alternatives or summands that is not zero everywhere."""
+    if any(x is None for x in operands):
+        return None
+    weights = [x for x in operands if (x != _ZERO).any()]
+    same = all(np.array_equal(x, weights[0]) for x in weights)
+    return np.broadcast_to((weights or operands)[0], shape) if same else None
