@@ -68,10 +68,10 @@ def measure(depth: int, width: int, count: int, rounds: int) -> tuple[float, ...
         write(net, path)
         model = jaxonnx.load(path)
     x, y = map(jnp.asarray, batch(net))
-    update, carry, examples = train_step(model, x, y)
-    jax.block_until_ready(carry)
+    update, state, *rest = train_step(model, x, y)
+    jax.block_until_ready(state)
     marks = [time.perf_counter()]
-    traced = jax.jit(update, donate_argnums=0).trace(carry, examples)
+    traced = jax.jit(update, donate_argnums=0).trace(state, *rest)
     marks.append(time.perf_counter())
     lowered = traced.lower()
     marks.append(time.perf_counter())
@@ -82,10 +82,10 @@ def measure(depth: int, width: int, count: int, rounds: int) -> tuple[float, ...
     planned -= plan.alias_size_in_bytes
 
     def run(steps: int) -> float:
-        nonlocal carry
+        nonlocal state
         start = time.perf_counter()
         for _ in range(steps):
-            carry, seen = compiled(carry, examples)
+            state, seen = compiled(state, *rest)
         jax.block_until_ready(seen)
         return (time.perf_counter() - start) / steps
 

@@ -12,7 +12,6 @@ import tempfile
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import optax
 from rich.console import Console
 from rich.table import Table
@@ -21,25 +20,14 @@ import jaxonnx
 from benchmarks.layers.linen import Net
 from benchmarks.layers.onnx_file import write
 from benchmarks.networks import NETWORKS, Network, batch
-from jaxonnx.train import _objective as objective
-from jaxonnx.train import _step as step
-from jaxonnx.train._data import Batch
-from jaxonnx.train._storage import Storage
-
-LOSS = "softmax_cross_entropy_with_integer_labels"
+from benchmarks.systems import train_step
 
 
 def ours(network: Network, path: Path, remat: bool):
     model = jaxonnx.load(path)
     model = model.with_remat() if remat else model
-    x, y = batch(network)
-    optimizer = optax.with_extra_args_support(optax.adam(1e-3))
-    storage = Storage(model.params, optimizer)
-    goal = objective.find(model, LOSS, None)
-    update = step.training(goal.model, goal, optimizer, 0, storage, step.frozen(model))
-    carry = step.start(model, optimizer, False, storage)
-    examples = Batch((x,), y, jnp.ones(len(x)))  # type: ignore[arg-type]
-    return jax.jit(update, donate_argnums=0).lower(carry, examples).compile()
+    update, *arguments = train_step(model, *batch(network))
+    return jax.jit(update, donate_argnums=0).lower(*arguments).compile()
 
 
 def flax(network: Network):

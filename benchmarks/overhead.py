@@ -31,7 +31,7 @@ from benchmarks.layers.onnx_file import write
 from benchmarks.networks import NETWORKS, Network, batch
 from benchmarks.systems import LEARNING_RATE, train_step
 from jaxonnx.cli.process import keep_pages
-from jaxonnx.train._data import Batch
+from jaxonnx.train import Batch
 
 TINY = Network(lambda layers, x: layers.dense(layers.relu(layers.dense(x, 16)), 4), (4, 8), 4)
 LOSS = "softmax_cross_entropy_with_integer_labels"
@@ -80,10 +80,11 @@ def loops(path: Path, network: Network, epochs: int, steps: int) -> np.ndarray:
     random = np.random.default_rng(1)
     order = random.permutation(np.resize(np.arange(size), steps * size))
     x, y = x[order], y[order]
-    update, carry, examples = train_step(model, jnp.asarray(x[:size]), jnp.asarray(y[:size]))
+    update, state, like, frozen = train_step(model, jnp.asarray(x[:size]), jnp.asarray(y[:size]))
+    update = jax.jit(update, donate_argnums=0)
     weight = np.ones(size, np.float32)
     ready = [
-        examples._replace(inputs=(jnp.asarray(xs),), targets=jnp.asarray(ys))
+        like._replace(inputs=(jnp.asarray(xs),), targets=jnp.asarray(ys))
         for xs, ys in zip(np.split(x, steps), np.split(y, steps), strict=True)
     ]
 
@@ -92,10 +93,10 @@ def loops(path: Path, network: Network, epochs: int, steps: int) -> np.ndarray:
             yield Batch((x[rows],), y[rows], weight)
 
     def bare(batches: Iterable) -> float:
-        nonlocal carry
+        nonlocal state
         start = time.perf_counter()
         for examples in batches:
-            carry, seen = update(carry, examples)
+            state, seen = update(state, examples, frozen)
         jax.block_until_ready(seen)
         return time.perf_counter() - start
 

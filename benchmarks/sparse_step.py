@@ -46,15 +46,15 @@ def steps(path: Path, name: str) -> tuple[dict, dict]:
     x, y = (jnp.asarray(array) for array in batch(NETWORKS[name]))
     runs, states = {}, {}
     for variant, sparsity in VARIANTS.items():
-        update, carry, examples = train_step(model, x, y, sparsity)
+        update, state, *rest = train_step(model, x, y, sparsity)
         states[variant] = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), carry.optimizer
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.optimizer
         )
-        compiled = jax.jit(update, donate_argnums=0).lower(carry, examples).compile()
+        compiled = jax.jit(update, donate_argnums=0).lower(state, *rest).compile()
 
-        def run(count, compiled=compiled, held=[carry], examples=examples):  # noqa: B006
+        def run(count, compiled=compiled, held=[state], rest=rest):  # noqa: B006
             for _ in range(count):
-                held[0], seen = compiled(held[0], examples)
+                held[0], seen = compiled(held[0], *rest)
             if not seen[1]:
                 raise FloatingPointError("the loss or a gradient is not finite")
 

@@ -78,30 +78,20 @@ def cost(lowered, compiled=None) -> dict[str, float]:
     return found
 
 
-def train_step(model, x, y, sparsity=None, precision=None) -> tuple[Callable, Any, Any]:
-    """The step of `jaxonnx.train`, the first carry, and a batch: `step(carry, batch)`.
+def train_step(model, x, y, sparsity=None, precision=None) -> tuple[Callable, Any, Any, Any]:
+    """What `jaxonnx.train` compiles, and its arguments: `update`, state, batch, frozen.
 
     The epochs of `sparsity` are steps.
     """
     import jax.numpy as jnp
     import optax
 
-    from jaxonnx.train import _objective as objective
-    from jaxonnx.train import _step as step
-    from jaxonnx.train._data import Batch
-    from jaxonnx.train._sparsity import sparsify
-    from jaxonnx.train._storage import Storage
+    from jaxonnx.train import Batch, step
 
-    goal = objective.find(model, "softmax_cross_entropy_with_integer_labels", None)
-    optimizer = optax.with_extra_args_support(optax.adam(LEARNING_RATE))
-    storage = Storage(model.params, optimizer)
-    if sparsity is not None:
-        optimizer, _ = sparsify(model, optimizer, sparsity, FOREVER, 1, storage)
-    carry = step.start(model, optimizer, False, storage)
-    examples: Any = Batch((x,), y, jnp.ones(len(x)))  # type: ignore[arg-type]
-    fixed = step.frozen(model)
-    update = step.training(goal.model, goal, optimizer, 0, storage, fixed, precision=precision)
-    return update, carry, examples
+    loss = "softmax_cross_entropy_with_integer_labels"
+    settings: Any = {"sparsity": sparsity, "epochs": FOREVER, "precision": precision}
+    one = step(model, loss, optax.adam(LEARNING_RATE), **settings)
+    return one.update, one.init(), Batch((x,), y, jnp.ones(len(x))), one.frozen
 
 
 def jaxonnx(network: Network, phase: str, path: Path, *, precision=None) -> tuple[Run, int]:
@@ -132,14 +122,14 @@ def jaxonnx(network: Network, phase: str, path: Path, *, precision=None) -> tupl
     if phase == "forward":
         return forward, parameters
 
-    update, carry, examples = train_step(model, x, y, precision=precision)
-    lowered = jax.jit(update, donate_argnums=0).lower(carry, examples)
+    update, state, *rest = train_step(model, x, y, precision=precision)
+    lowered = jax.jit(update, donate_argnums=0).lower(state, *rest)
     compiled = lowered.compile()
 
     def training(count):
-        nonlocal carry
+        nonlocal state
         for _ in range(count):
-            carry, seen = compiled(carry, examples)
+            state, seen = compiled(state, *rest)
         if not seen[1]:
             raise FloatingPointError("the loss or a gradient is not finite")
 

@@ -145,10 +145,7 @@ def _forward(model: Model, inputs: tuple) -> dict[str, Any]:
 
 def _training_step(model: Model, inputs: tuple) -> dict[str, Any]:
     """The step of `jaxonnx.train` with Adam, for the mean square of outputs that are real."""
-    from jaxonnx.train import _objective as objective
-    from jaxonnx.train import _step as step
-    from jaxonnx.train._data import Batch
-    from jaxonnx.train._storage import Storage
+    from jaxonnx.train import Batch, step
 
     if not model.params:
         raise InputError("the model has no parameters")
@@ -159,18 +156,14 @@ def _training_step(model: Model, inputs: tuple) -> dict[str, Any]:
             raise InputError("no output is a real number, so there is no gradient")
         return sum(jnp.square(y.astype(jnp.float32)).mean() for y in real)
 
-    goal = objective.find(model, loss, None)
-    optimizer = optax.with_extra_args_support(optax.adam(1e-3))
-    storage = Storage(model.params, optimizer)
-    carry = step.start(model, optimizer, False, storage)
-    size = len(inputs[0])
-    examples: Any = Batch(inputs, jnp.zeros(size), jnp.ones(size))  # type: ignore[arg-type]
-    update = step.training(goal.model, goal, optimizer, 0, storage, step.frozen(model))
-    program, costs = _compiled(update, carry, examples, donate_argnums=0)
+    one = step(model, loss, optax.adam(1e-3))
+    state, size = one.init(), len(inputs[0])
+    batch = Batch(inputs, jnp.zeros(size), jnp.ones(size))
+    program, costs = _compiled(one.update, state, batch, one.frozen, donate_argnums=0)
 
     def call():
-        nonlocal carry
-        carry, seen = program(carry, examples)
+        nonlocal state
+        state, seen = program(state, batch, one.frozen)
         return seen
 
     return costs | {"call": call}

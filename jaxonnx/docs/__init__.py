@@ -15,6 +15,7 @@ from typing import Any
 
 MODULES = (
     "jaxonnx",
+    "jaxonnx.train",
     "jaxonnx.losses",
     "jaxonnx.loggers",
     "jaxonnx.optim",
@@ -36,11 +37,14 @@ _ENTRY = re.compile(r"  (\S[^:]*): (.*)")
 def reference() -> str:
     """The reference in Markdown."""
     lines = ["# Reference", "", "Made from the docstrings by `python -m jaxonnx.docs`.", ""]
+    shown: list[Any] = []
     for name in MODULES:
         module = importlib.import_module(name)
         lines += [f"## {name}", "", *markdown(module.__doc__ or ""), ""]
         for public, value in _public(module):
-            lines += _entry(f"{name}.{public}", value)
+            if value not in shown:
+                shown.append(value)
+                lines += _entry(f"{name}.{public}", value)
     return "\n".join(lines).rstrip() + "\n"
 
 

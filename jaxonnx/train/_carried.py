@@ -1,9 +1,6 @@
-"""Training a file by the algorithm that it carries (`training_info`)."""
+"""The step that a file carries itself (`training_info`)."""
 
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from itertools import chain
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,86 +9,125 @@ import numpy as np
 
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model, load
-from jaxonnx.train._data import Arrays, Batch, Stream
-from jaxonnx.train._history import History
-from jaxonnx.train._progress import Bar
-from jaxonnx.train._record import Hook, Record
+from jaxonnx.train._data import Batch
+from jaxonnx.train._objective import Objective
+from jaxonnx.train._settings import Settings
+from jaxonnx.train._step import State, Step, as_batch, copy
 
 
-def follow(
-    model: Model,
-    examples: Arrays | Stream,
-    held_out: Arrays | Stream | None,
-    *,
-    epochs: int,
-    seed: int,
-    hooks: Sequence[Hook],
-    progress: bool | None,
-) -> tuple[Model, History]:
-    """Runs `model.training` from the state in the file; the result carries the new state.
+class Carried(Step):
+    """The step of `model.training`, whose variables are the parameters of its states.
 
-    The loss that is recorded is the first scalar among the metrics of the algorithm. A short batch
-    is filled up with other examples, which count: the file's loss knows no weights.
+    The loss is the first scalar among the metrics of the algorithm. The fill of a short batch
+    counts: the file's loss knows no weights.
+
+    Args:
+      goal: metrics of the file's outputs, and no loss.
+      settings: `seed` and `nan`.
     """
-    training, history = model.training, History()
-    names = [value.name for value in model.inputs]
-    targets = [n for n in dict.fromkeys(sum(training.inputs, ())) if n not in names]
 
-    def as_inputs(batch: Batch) -> dict[str, Any]:
-        given = batch.targets if isinstance(batch.targets, Mapping) else {None: batch.targets}
-        if None in given and len(targets) == 1:
-            given = {targets[0]: batch.targets}
-        if {*given} != {*targets}:
+    def __init__(self, model: Model, goal: Objective, settings: Settings):
+        self.model = model
+        self.frozen = {}
+        self.notes = ()
+        self._training = model.training
+        self._goal = goal
+        self._settings = settings
+        self._inputs = [value.name for value in model.inputs]
+        known = dict.fromkeys(name for names in self._training.inputs for name in names)
+        self._targets = [name for name in known if name not in self._inputs]
+
+    def init(self, params: Any = None) -> State:
+        params = copy(self._training.state if params is None else dict(params))
+        return State(params, {}, (), None, jnp.int32(0), jnp.int32(0), jnp.bool(True))
+
+    def update(self, state: State, batch: Any, frozen: Any = None) -> tuple[State, jax.Array]:
+        key = jax.random.fold_in(jax.random.key(self._settings.seed), state.count)
+        new, outputs = self._training.step(state.params, self._values(batch), key=key)
+        loss = self._loss(outputs)
+        good = state.finite & jnp.isfinite(loss) & _stays_finite(state.params, new)
+        params = jax.tree.map(lambda new, old: jnp.where(good, new, old), new, state.params)
+        skip = self._settings.nan == "skip"
+        state = state.replace(
+            params=params,
+            count=jnp.where(good | skip, state.count + 1, state.count),
+            taken=jnp.where(good, state.taken + 1, state.taken),
+            finite=state.finite | skip if skip else good,
+        )
+        return state, jnp.stack([loss, good.astype(loss.dtype)])
+
+    def check(self, batch: Any) -> Any:
+        values = self._values(batch)
+        _, outputs = jax.eval_shape(self._training.step, self._training.state, values)
+        shapes = self._goal.check(self._measured(batch)) if self._goal.measures else None
+        return shapes, self._loss(outputs).dtype
+
+    def check_labels(self, targets: Any, shapes: Any, what: str) -> None:
+        """Accept any: what a loss of the file makes of them is the file's affair."""
+
+    def sums(self, batch: Any, shapes: Any = None) -> Any:
+        shapes, dtype = self.check(batch) if shapes is None else shapes
+        return np.zeros((), dtype), np.int32(0), self._goal.start(shapes, self._measured(batch))
+
+    def evaluate(self, sums: Any, state: State, batch: Any, frozen: Any = None) -> Any:
+        total, count, measures = sums
+        # a step whose new state is dropped: the file's own loss at these weights
+        _, outputs = self._training.step(state.params, self._values(batch))
+        if self._goal.measures:
+            batch = self._measured(batch)
+            inputs = dict(zip(self._inputs, batch.inputs, strict=True))
+            values = self._training.inference(state.params, inputs)
+            values = tuple(values[name] for name in self._goal.names)
+            measures = self._goal.add(measures, values, batch)
+        return total + self._loss(outputs), count + 1, measures
+
+    def row(self, sums: Any) -> dict[str, float]:
+        total, count, measures = sums
+        return self._goal.row(measures) | {"validation_loss": float(total) / float(count)}
+
+    def view(self, state: State) -> dict[str, jax.Array]:
+        return state.params
+
+    def trained(self, params: Any, state: Any) -> Model:
+        return load(self._training.to_onnx(params))
+
+    def columns(self, validated: bool) -> list[str]:
+        return self._goal.columns(validated)
+
+    def _values(self, batch: Any) -> dict[str, Any]:
+        """The inputs of the network and of its algorithms, by name."""
+        inputs, targets, _ = as_batch(batch, self.model)
+        if not isinstance(targets, Mapping) and len(self._targets) == 1:
+            targets = {self._targets[0]: targets}
+        if not isinstance(targets, Mapping) or {*targets} != {*self._targets}:
             raise TrainingError(
-                f"the file's algorithm takes {', '.join(targets) or 'nothing'} besides the inputs "
-                "of the network; give one array for one, or a dict by these names"
+                f"the file's algorithm takes {', '.join(self._targets) or 'nothing'} besides the "
+                "inputs of the network; give one array for one, or a dict by these names"
             )
-        return {**dict(zip(names, batch.inputs, strict=True)), **given}
+        return {**dict(zip(self._inputs, inputs, strict=True)), **targets}
 
-    # the first batch tells the shapes; an iterator cannot be asked for it again
-    batches = examples.batches(0)
-    first = next(batches)
-    batches = chain([first], batches)
-    state, finite = training.state, jnp.bool(True)
-    metric = _metric(training, state, as_inputs(first))
+    def _measured(self, batch: Any) -> Batch:
+        """The batch for metrics, for which the only target needs no name."""
+        batch = as_batch(batch, self.model)
+        single = len(self._targets) == 1 and isinstance(batch.targets, Mapping)
+        return batch._replace(targets=batch.targets[self._targets[0]]) if single else batch
 
-    @jax.jit
-    def update(state, finite, batch, key):
-        new, outputs = training.step(state, batch, key=key)
-        loss = outputs[metric]
-        finite &= jnp.isfinite(loss)
-        state = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
-        return state, finite, jnp.stack([loss, finite.astype(loss.dtype)])
-
-    with Bar(progress, epochs, examples.steps) as bar, ExitStack() as stack:
-        record = Record(history, hooks, bar)
-        stack.callback(record.close)
-        for epoch in range(epochs):
-            began, before = time.perf_counter(), record.step
-            for batch in batches if epoch == 0 else examples.batches(epoch):
-                key = jax.random.fold_in(jax.random.key(seed), record.started)
-                state, finite, seen = update(state, finite, as_inputs(batch), key)
-                if not record.add(seen):
-                    break
-            if not record.flush():
-                history.stopped = f"{record.trouble}; the weights are those before it"
-                break
-            row: dict[str, Any] = {"epoch": epoch, "step": record.step}
-            row["loss"] = float(np.mean(history.losses[before:]))
-            if held_out is not None:
-                # A step whose new state is dropped: the file's own loss at these weights.
-                steps = [training.step(state, as_inputs(b)) for b in held_out.batches(epoch)]
-                row["validation_loss"] = float(np.mean([out[metric] for _, out in steps]))
-            record.close_epoch(row | {"seconds": time.perf_counter() - began})
-    return load(training.to_onnx(state)), history
+    def _loss(self, outputs: Mapping[str, Any]) -> Any:
+        for name in self._training.metrics:
+            x = outputs[name]
+            if x.shape == () and jnp.issubdtype(x.dtype, jnp.floating):
+                return x
+        raise TrainingError(
+            "the file's algorithm has no scalar output besides the values of its variables, so "
+            "there is no loss to follow; run model.training.step yourself"
+        )
 
 
-def _metric(training: Any, state: Any, batch: Any) -> str:
-    _, outputs = jax.eval_shape(training.step, state, batch)
-    for name in training.metrics:
-        if outputs[name].shape == () and jnp.issubdtype(outputs[name].dtype, jnp.floating):
-            return name
-    raise TrainingError(
-        "the file's algorithm has no scalar output besides the values of its variables, so there "
-        "is no loss to follow; run model.training.step yourself"
-    )
+def _stays_finite(old: Mapping[str, Any], new: Mapping[str, Any]) -> jax.Array:
+    """Whether all that was finite is so still; a variable may be infinite by design."""
+    sums = [
+        jnp.sum(jnp.where(jnp.isfinite(old[name]), x, 0))
+        for name, x in new.items()
+        if jnp.issubdtype(x.dtype, jnp.floating)
+    ]
+    return jnp.stack([jnp.bool(True), *map(jnp.isfinite, sums)]).all()

@@ -22,11 +22,13 @@ from jaxonnx.train._memory import Memory
 
 
 class Batch(NamedTuple):
-    inputs: tuple[np.ndarray, ...]
+    """Examples for a step, some of which may be fill that the loss ignores."""
+
+    inputs: tuple[Any, ...]
     """In the order of the model's inputs."""
     targets: Any
     """A pytree of arrays with the examples along the first axis."""
-    weight: np.ndarray
+    weight: Any
     """float32, 1 for an example and 0 for fill."""
 
 
@@ -127,14 +129,7 @@ def _split(examples: "Arrays | Stream", share: float) -> tuple["Arrays", "Arrays
 
 def _pair(given: Any, names: list[str], what: str) -> tuple[tuple[np.ndarray, ...], Any]:
     """Inputs in the model's order and targets, as NumPy arrays of one length."""
-    x, y = _parted(given, names, what)
-    if isinstance(x, Mapping):
-        if {*x} != {*names}:
-            raise TrainingError(f"{what} has the inputs {sorted(x)}; the model has {sorted(names)}")
-        x = tuple(x[name] for name in names)
-    x = x if isinstance(x, tuple) else (x,)
-    if len(x) != len(names):
-        raise TrainingError(f"{what} has {len(x)} inputs; the model has {len(names)}: {names}")
+    x, y = ordered(given, names, what)
     inputs, targets = jax.tree.map(np.asarray, (x, y), is_leaf=lambda v: isinstance(v, list))
     named = [(f"input {n!r}", a) for n, a in zip(names, inputs, strict=True)]
     named += [
@@ -159,8 +154,21 @@ def _pair(given: Any, names: list[str], what: str) -> tuple[tuple[np.ndarray, ..
     return inputs, targets
 
 
+def ordered(given: Any, names: list[str], what: str) -> tuple[tuple[Any, ...], Any]:
+    """Return inputs in the model's order and targets, of a pair or of a dict of both."""
+    x, y = _parted(given, names, what)
+    if isinstance(x, Mapping):
+        if {*x} != {*names}:
+            raise TrainingError(f"{what} has the inputs {sorted(x)}; the model has {sorted(names)}")
+        x = tuple(x[name] for name in names)
+    x = x if isinstance(x, tuple) else (x,)
+    if len(x) != len(names):
+        raise TrainingError(f"{what} has {len(x)} inputs; the model has {len(names)}: {names}")
+    return x, y
+
+
 def _parted(given: Any, names: list[str], what: str) -> tuple[Any, Any]:
-    """Inputs and targets, of a pair or of a dict of both."""
+    """Inputs and targets, each as it comes."""
     if isinstance(given, tuple | list) and len(given) == 2:
         return given[0], given[1]
     if not isinstance(given, Mapping):

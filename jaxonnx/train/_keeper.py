@@ -3,14 +3,14 @@
 import jax
 import jax.numpy as jnp
 
-from jaxonnx.train import _step as step
 from jaxonnx.train._checkpoint import Checkpoints, NotWritten, Position
 from jaxonnx.train._record import Record
+from jaxonnx.train._settings import Settings
+from jaxonnx.train._step import State, Step, copy
 from jaxonnx.train._stopping import Interrupted, Stop
-from jaxonnx.train._storage import Storage
 
 Weights = tuple[dict[str, jax.Array], dict[str, jax.Array]] | None
-"""Parameters and state."""
+"""Parameters in the order of the file, and statistics."""
 
 _RETRIES = 3
 """Times in a row that a run goes back to the same weights."""
@@ -20,28 +20,25 @@ class Keeper:
     """Keeps the state on disk, if there are checkpoints, and in memory, to roll back to.
 
     Args:
-      every: steps between checkpoints; None is an epoch.
-      rollback: whether the run goes back to what was kept when a step is not finite.
-      carry: what the run starts from.
-      storage: how it is stored; checkpoints have the order of the file.
+      settings: `checkpoint_every` and `nan`.
+      state: what the run starts from.
     """
 
     def __init__(
         self,
         checkpoints: Checkpoints | None,
-        every: int | None,
-        rollback: bool,
+        settings: Settings,
         record: Record,
-        carry: step.Carry,
-        storage: Storage,
+        step: Step,
+        state: State,
     ):
-        self._storage = storage
+        self._step = step
         self._checkpoints = checkpoints
-        self._every = every
+        self._every = settings.checkpoint_every
         self._record = record
-        self._rollback = rollback
+        self._rollback = settings.nan == "rollback"
         self._at = record.step
-        self._spare = step.copy(carry) if rollback else None
+        self._spare = copy(state) if self._rollback else None
         self._retries = 0
         self._back = 0
 
@@ -55,10 +52,8 @@ class Keeper:
         done = self._record.step
         return done > self._at and (self._every is None or best or last or done % self._every == 0)
 
-    def keep(
-        self, at: Position, carry: step.Carry, best: Weights, score: float | None = None
-    ) -> step.Carry:
-        """Keeps the state after all steps under way; the carry to go on with, as `settle` has it.
+    def keep(self, at: Position, state: State, best: Weights, score: float | None = None) -> State:
+        """Keep the state after all steps under way; return that to go on with, as `settle` does.
 
         Args:
           at: the next batch.
@@ -68,30 +63,30 @@ class Keeper:
         Raises:
           Stop: a checkpoint could not be written, or as in `settle`.
         """
-        settled = self.settle(carry)
-        if settled is not carry:
+        settled = self.settle(state)
+        if settled is not state:
             return settled
         done = self._record.step
         self._retries = 0 if done > self._back else self._retries
         self._at = done
         if self._rollback:
-            self._spare = step.copy(carry)
+            self._spare = copy(state)
         if self._checkpoints is not None:
             try:
-                state = self._storage.view(carry), best
-                self._checkpoints.save(at, state, self._record.history, score)
+                tree = self._step.to_file(state), best
+                self._checkpoints.save(at, tree, self._record.history, score)
             except NotWritten as error:
                 raise self._lost(error) from error
-        return carry
+        return state
 
-    def settle(self, carry: step.Carry) -> step.Carry:
-        """Waits for the steps under way; the carry after them, or what was kept.
+    def settle(self, state: State) -> State:
+        """Wait for the steps under way; return the state after them, or what was kept.
 
         Raises:
           Stop: a step was not finite, and the run does not go back.
         """
         if self._record.flush():
-            return carry
+            return state
         what = str(self._record.trouble)
         if self._spare is None:
             raise Stop(what, self._record.step - 1)
@@ -102,10 +97,10 @@ class Keeper:
         self._record.go_back(self._at)
         self._back = self._record.step
         # the data goes on after the batch that did it, and so do the random numbers
-        return step.copy(self._spare)._replace(count=jnp.int32(self._record.step))
+        return copy(self._spare).replace(count=jnp.int32(self._record.step))
 
     def finish(self) -> None:
-        """Waits for the last checkpoint.
+        """Wait for the last checkpoint.
 
         Raises:
           Stop: it could not be written.
@@ -117,27 +112,27 @@ class Keeper:
                 raise self._lost(error) from error
 
     def leave(
-        self, end: Stop | KeyboardInterrupt, at: Position, carry: step.Carry, best: Weights
-    ) -> tuple[step.Carry, Stop]:
-        """What a run that ends before its end leaves: the carry, and why it ends.
+        self, end: Stop | KeyboardInterrupt, at: Position, state: State, best: Weights
+    ) -> tuple[State, Stop]:
+        """Return what a run that ends before its end leaves, and why it ends.
 
         An interrupted run keeps its state, unless a second Ctrl-C interrupted that or a step, whose
-        carry may be lost: then there is nothing to leave.
+        state may be lost: then there is nothing to leave.
         """
         if isinstance(end, KeyboardInterrupt):
-            if any(x.is_deleted() for x in jax.tree.leaves(carry)):
+            if any(x.is_deleted() for x in jax.tree.leaves(state)):
                 raise end
-            return carry, Stop("interrupted at once", int(carry.count))
-        if self._spare is not None and end.step == self._at and not carry.finite:
-            carry = self._spare
+            return state, Stop("interrupted at once", int(state.count))
+        if self._spare is not None and end.step == self._at and not state.finite:
+            state = self._spare
         if not isinstance(end, Interrupted):
-            return carry, end
+            return state, end
         try:
-            carry = self.keep(at, carry, best)
+            state = self.keep(at, state, best)
             self.finish()
         except Stop as stop:
-            return carry, Stop(f"interrupted; {stop}", stop.step)
-        return carry, Stop("interrupted", self._record.step)
+            return state, Stop(f"interrupted; {stop}", stop.step)
+        return state, Stop("interrupted", self._record.step)
 
     @property
     def where(self) -> str:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._graph.bind import Node
-from jaxonnx.errors import Error, TrainingError
+from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
 from jaxonnx.train import _losses as losses
 from jaxonnx.train import _metrics as metrics
@@ -102,6 +102,14 @@ class Objective:
             row[f"validation_{name}"] = float(measure.metric.value(sums[name]))
         return row
 
+    def columns(self, validated: bool) -> list[str]:
+        """Return the names of the numbers of an epoch that can tell the best one."""
+        if not validated:
+            return ["loss"]
+        several = [term.output for term in self.terms] if len(self.terms) > 1 else []
+        names = ["loss", *(f"{output}_loss" for output in several), *self.measures]
+        return ["loss", *(f"validation_{name}" for name in names)]
+
     def check(self, batch: Batch) -> Any:
         """Refuses inputs and targets that do not fit; returns the shapes of what is computed."""
         model, key = self.model, jax.random.key(0)
@@ -125,13 +133,6 @@ class Objective:
             given = self._seen(measure.output, shapes, targets)
             metrics.check(name, measure.given, measure.reader, *given)
         return shapes
-
-    def check_validation(self, batch: Batch) -> None:
-        """Refuses a batch of the validation data that does not fit."""
-        try:
-            self.check(batch)
-        except Error as error:
-            raise TrainingError(f"validation: {error}") from error
 
     def check_labels(self, targets: Any, shapes: Any, what: str) -> None:
         """Refuses labels that are no classes."""
@@ -162,7 +163,7 @@ def _own(targets: Any, output: str | None) -> Any:
 
 
 def find(model: Model, loss: Any, wanted: Any) -> Objective:
-    """The objective of `train`'s arguments `loss` and `metrics`.
+    """Return the objective of `train`'s arguments `loss` and `metrics`; metrics alone, without.
 
     Raises:
       TrainingError: names, weights or outputs that there are not.
@@ -192,7 +193,7 @@ def find(model: Model, loss: Any, wanted: Any) -> Objective:
             term(o, *_weighted(o, given)) for o, given in _of_outputs("loss", loss, names)
         )
     else:
-        terms = (term(None, loss, 1.0),)
+        terms = () if loss is None else (term(None, loss, 1.0),)
     measures = _measures(model, names, terms, wanted)
     if logits:
         model = replace(model, program=model.program.giving(logits))

@@ -1,7 +1,7 @@
 """What a run reports: losses read late, in the history, in hooks and on the progress bar."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxonnx.train._history import History
 from jaxonnx.train._progress import Bar
+from jaxonnx.train._settings import Hook
 
 _AHEAD = 8
 _BEHIND = 4
@@ -17,8 +18,6 @@ losses of the others: it never waits for the newest, and is not woken up by each
 
 _IN_A_ROW = 10
 """Steps that are skipped one after the other before the run stops."""
-
-Hook = Callable[[int, dict[str, Any]], None]
 
 
 class Record:
@@ -51,7 +50,7 @@ class Record:
         return self.step + len(self._pending)
 
     def add(self, seen: jax.Array) -> bool:
-        """Takes [loss, whether all is finite] of a step under way; whether the run can go on."""
+        """Take [loss, whether all is finite] of a step under way; return if the run can go on."""
         self._pending.append(seen)
         if len(self._pending) > _AHEAD:
             self._read(_BEHIND)
@@ -59,24 +58,24 @@ class Record:
         return self.trouble is None
 
     def flush(self) -> bool:
-        """Waits for all steps; whether the run can go on."""
+        """Wait for all steps; return whether the run can go on."""
         return self._read(0)
 
     def go_back(self, to: int) -> None:
-        """Notes that the run goes on with the weights of step `to`."""
+        """Note that the run goes on with the weights of step `to`."""
         why, _, _ = (self.trouble or "").rpartition(" at step ")
         event = {"step": self.step, "event": "rolled back", "why": why, "to": to}
         self.history.events.append(event)
         self.trouble = None
 
     def close_epoch(self, row: dict[str, Any]) -> None:
-        """Takes the numbers of an epoch."""
+        """Take the numbers of an epoch."""
         self.history.epochs.append(row)
         self._tell(row)
         self._bar.show(self.history)
 
     def close(self) -> None:
-        """Closes the hooks that can be closed."""
+        """Close the hooks that can be closed."""
         for hook in self._hooks:
             if callable(close := getattr(hook, "close", None)):
                 close()

@@ -1,90 +1,154 @@
 """The settings of a run, checked before anything is compiled."""
 
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import numpy as np
+import optax
 
 from jaxonnx.errors import TrainingError
+from jaxonnx.lora import Adapters, LoRA
+from jaxonnx.model import Statistics, Trainable
+
+Hook = Callable[[int, dict[str, Any]], None]
 
 NAN_POLICIES = ("stop", "skip", "rollback")
 
+_OF_OPTIMIZERS = (
+    *("trainable", "lora", "statistics", "dropout", "sparsity", "accumulate", "ema", "precision"),
+    "remat",
+)
+"""What changes how a loss is computed or minimized, which a file with an algorithm says itself."""
 
-def check(
-    *,
-    epochs: Any,
-    seed: Any,
-    optimizer: Any,
-    accumulate: Any,
-    ema: Any,
-    precision: Any,
-    nan: Any,
-    patience: Any,
-    monitor: Any,
-    checkpoint_dir: Any,
-    checkpoint_every: Any,
-    resume: Any,
-    progress: Any,
-) -> None:
-    """Refuses what no run can have.
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The arguments of `train` besides model and data; its docstring explains each.
 
     Raises:
       TrainingError: a sentence that says what was expected and what came.
     """
-    _integer("epochs", epochs, 1)
-    _integer("seed", seed, 0)
-    _integer("accumulate", accumulate, 1)
-    if nan not in NAN_POLICIES:
-        raise TrainingError(f"nan must be one of {', '.join(NAN_POLICIES)}, and is {nan!r}")
-    if ema is not None and not (isinstance(ema, float) and 0 < ema < 1):
-        raise TrainingError(
-            "ema must be the share of itself that the average keeps at each update, a number "
-            f"between 0 and 1 like 0.999, and is {ema!r}"
-        )
-    if precision not in (None, "bf16"):
-        raise TrainingError(
-            f"precision must be 'bf16' (or None, for that of the file), and is {precision!r}"
-        )
-    if patience is not None:
-        _integer("patience", patience, 1)
-    if optimizer is not None and not callable(getattr(optimizer, "update", None)):
-        raise TrainingError(
-            "optimizer must be an optax transformation, like optax.adam(1e-3), and is "
-            f"{_told(optimizer)}"
-        )
-    _flag("resume", resume)
-    if progress is not None:
-        _flag("progress", progress)
-    if checkpoint_dir is not None and not isinstance(checkpoint_dir, str | os.PathLike):
-        raise TrainingError(f"checkpoint_dir must be the path of a folder, not {checkpoint_dir!r}")
-    if checkpoint_every is not None:
-        _integer("checkpoint_every", checkpoint_every, 1)
-        if checkpoint_dir is None and nan != "rollback":
-            raise TrainingError(
-                f"checkpoint_every={checkpoint_every} needs a checkpoint_dir, or nan='rollback'"
-            )
-    if monitor is not None and patience is None and checkpoint_dir is None:
-        raise TrainingError(
-            f"monitor={monitor!r} chooses the best epoch for patience= or checkpoint_dir=, and "
-            "neither is given"
-        )
-    if resume and checkpoint_dir is None:
-        raise TrainingError("resume=True needs the checkpoint_dir of the run to continue")
 
+    loss: Any = None
+    optimizer: optax.GradientTransformation | None = None
+    epochs: int = 1
+    batch_size: int | None = None
+    seed: int = 0
+    validation: Any = None
+    metrics: Any = None
+    trainable: Trainable | None = None
+    lora: LoRA | Adapters | None = None
+    statistics: Statistics | None = None
+    dropout: float | Mapping[str, float] | None = None
+    sparsity: str | Mapping[str, Any] | None = None
+    accumulate: int = 1
+    ema: float | None = None
+    precision: Literal["bf16"] | None = None
+    remat: bool = False
+    nan: Literal["stop", "skip", "rollback"] = "stop"
+    patience: int | None = None
+    monitor: str | tuple[str, str] | None = None
+    checkpoint_dir: str | os.PathLike | None = None
+    checkpoint_every: int | None = None
+    resume: bool = False
+    on_log: Hook | Sequence[Hook] | None = None
+    progress: bool | None = None
 
-def hooks(on_log: Any) -> tuple[Callable[[int, dict[str, Any]], None], ...]:
-    """`on_log` as functions: none, one or several."""
-    if on_log is None:
-        return ()
-    given = tuple(on_log) if isinstance(on_log, list | tuple) else (on_log,)
-    for hook in given:
-        if not callable(hook):
+    def __post_init__(self):
+        _integer("epochs", self.epochs, 1)
+        _integer("seed", self.seed, 0)
+        _integer("accumulate", self.accumulate, 1)
+        if self.patience is not None:
+            _integer("patience", self.patience, 1)
+        if self.checkpoint_every is not None:
+            _integer("checkpoint_every", self.checkpoint_every, 1)
+        _flag("remat", self.remat)
+        _flag("resume", self.resume)
+        if self.progress is not None:
+            _flag("progress", self.progress)
+        self._check_step()
+        self._check_checkpoints()
+        for hook in self.hooks:
+            if not callable(hook):
+                raise TrainingError(
+                    "on_log must be a function of the step and its metrics, or a list of such, "
+                    f"and has {_told(hook)}"
+                )
+
+    def _check_step(self) -> None:
+        if self.nan not in NAN_POLICIES:
+            policies = ", ".join(NAN_POLICIES)
+            raise TrainingError(f"nan must be one of {policies}, and is {self.nan!r}")
+        if self.ema is not None and not (isinstance(self.ema, float) and 0 < self.ema < 1):
             raise TrainingError(
-                "on_log must be a function of the step and its metrics, or a list of such, and "
-                f"has {_told(hook)}"
+                "ema must be the share of itself that the average keeps at each update, a number "
+                f"between 0 and 1 like 0.999, and is {self.ema!r}"
             )
-    return given
+        if self.precision not in (None, "bf16"):
+            raise TrainingError(
+                "precision must be 'bf16' (or None, for that of the file), and is "
+                f"{self.precision!r}"
+            )
+        if self.optimizer is not None and not callable(getattr(self.optimizer, "update", None)):
+            raise TrainingError(
+                "optimizer must be an optax transformation, like optax.adam(1e-3), and is "
+                f"{_told(self.optimizer)}"
+            )
+        if self.lora is not None and not isinstance(self.lora, LoRA | Adapters):
+            raise TrainingError(
+                "lora must be a jaxonnx.LoRA, like LoRA(rank=8), or Adapters to go on with, and is "
+                f"a {type(self.lora).__name__}"
+            )
+        if self.lora is not None and self.sparsity is not None:
+            raise TrainingError(
+                "lora keeps the weights as they are and sparsity makes them sparse: merge the "
+                "adapters into the model first, or leave one of the two out"
+            )
+        if isinstance(self.lora, Adapters) and self.trainable is not None:
+            raise TrainingError(
+                "trainable cannot be chosen for Adapters: they hold what is trained"
+            )
+
+    def _check_checkpoints(self) -> None:
+        if self.checkpoint_dir is not None and not isinstance(
+            self.checkpoint_dir, str | os.PathLike
+        ):
+            raise TrainingError(
+                f"checkpoint_dir must be the path of a folder, not {self.checkpoint_dir!r}"
+            )
+        every, monitor = self.checkpoint_every, self.monitor
+        if every is not None and self.checkpoint_dir is None and self.nan != "rollback":
+            raise TrainingError(
+                f"checkpoint_every={every} needs a checkpoint_dir, or nan='rollback'"
+            )
+        if monitor is not None and self.patience is None and self.checkpoint_dir is None:
+            raise TrainingError(
+                f"monitor={monitor!r} chooses the best epoch for patience= or checkpoint_dir=, and "
+                "neither is given"
+            )
+        if self.resume and self.checkpoint_dir is None:
+            raise TrainingError("resume=True needs the checkpoint_dir of the run to continue")
+
+    @property
+    def hooks(self) -> tuple[Hook, ...]:
+        """The functions of `on_log`: none, one or several."""
+        several = isinstance(self.on_log, list | tuple)
+        hooks: Any = self.on_log if several else () if self.on_log is None else [self.on_log]
+        return tuple(hooks)
+
+    @property
+    def continued(self) -> dict[str, Any]:
+        """What must be the same in a run that continues from a checkpoint of this one."""
+        return {name: getattr(self, name) for name in ("seed", "accumulate", "ema", "precision")}
+
+    @property
+    def of_optimizers(self) -> list[str]:
+        """The names of those that say more than the default and need a loss and an optimizer."""
+        defaults = {field.name: field.default for field in fields(self)}
+        values = [(name, getattr(self, name)) for name in _OF_OPTIMIZERS]
+        return [name for name, value in values if value and value != defaults[name]]
 
 
 def _integer(name: str, value: Any, least: int) -> None:

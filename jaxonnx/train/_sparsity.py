@@ -25,7 +25,7 @@ def sparsify(
     model: Model,
     optimizer: optax.GradientTransformation,
     sparsity: str | Mapping[str, Any],
-    epochs: int,
+    epochs: int | None,
     steps: int | None,
     storage: Storage,
 ) -> tuple[optax.GradientTransformationExtraArgs, Model]:
@@ -42,9 +42,13 @@ def sparsify(
     options: dict[str, Any]
     options = {"pattern": sparsity} if isinstance(sparsity, str) else dict(sparsity)
     if not {"dense", "dynamic", "fixed"} & {*options}:
+        if epochs is None:
+            raise TrainingError(
+                "sparsity needs the lengths of its phases (dense, dynamic), or epochs= to share out"
+            )
         options |= {"dense": epochs // 3, "dynamic": max(1, epochs // 2)}
     options = {"dense": 0, "dynamic": None} | options
-    if options["dense"] >= epochs:
+    if epochs is not None and options["dense"] >= epochs:
         raise TrainingError(
             f"a dense phase of {options['dense']} epochs leaves no sparse one in {epochs} epochs"
         )

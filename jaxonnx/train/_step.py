@@ -1,31 +1,36 @@
-"""The two compiled programs of a run: a training step and the evaluation of a batch."""
+"""One training step as pure functions: its face, and the state that goes through it."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import optax
+import numpy as np
 
-from jaxonnx._graph.roles import running_statistics
 from jaxonnx.model import Model
-from jaxonnx.train._data import Batch
-from jaxonnx.train._objective import Objective
-from jaxonnx.train._precision import products_in_bfloat16
-from jaxonnx.train._sparsity import masks
-from jaxonnx.train._storage import Storage
+from jaxonnx.train._data import Batch, ordered
 
 
-class Carry(NamedTuple):
-    """All that a step changes; the parameters and what goes with them as a Storage has them."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """All that a step changes; a pytree of arrays.
+
+    A loop of your own may carry more: a subclass with further fields, which is a frozen dataclass
+    and registered (`jax.tree_util.register_dataclass`) as well, goes through `update` as it is.
+    """
 
     params: dict[str, jax.Array]
+    """As the step keeps them; `Step.view` has them as the file does."""
     state: dict[str, jax.Array]
-    """What training renews of the model's state; the rest of it is `frozen`."""
+    """Running statistics: what training renews of the model's state."""
     optimizer: Any
+    """The state of the optimizer, of parameters as the step keeps them."""
     average: dict[str, jax.Array] | None
-    """The moving average of the parameters, in float32 at least, where one is taken."""
+    """The moving average of the parameters, in float32 at least, where one is taken (`ema`)."""
     count: jax.Array
     """The steps until now; random operators draw by it."""
     taken: jax.Array
@@ -33,134 +38,121 @@ class Carry(NamedTuple):
     finite: jax.Array
     """False once a loss or a gradient is not finite; from then on nothing changes."""
 
-
-def start(
-    model: Model, optimizer: optax.GradientTransformation, average: bool, storage: Storage
-) -> Carry:
-    """The first carry. Steps give its memory to their results: the arrays are copies."""
-    names = running_statistics(model.graph)
-    state = {name: x for name, x in model.state.items() if name in names}
-    params, state = copy((storage.store(model.params), state))
-    memory = jax.tree.map(jnp.asarray, optimizer.init(params))
-    averages = {name: copy(_wide(x)) for name, x in params.items()} if average else None
-    return Carry(params, state, memory, averages, jnp.int32(0), jnp.int32(0), jnp.bool(True))
+    def replace(self, **changes: Any) -> Self:
+        """Return a state with other values of some fields."""
+        return replace(self, **changes)
 
 
-def frozen(model: Model) -> dict[str, jax.Array]:
-    """The state that no step changes."""
-    names = running_statistics(model.graph)
-    return {name: x for name, x in model.state.items() if name not in names}
+class Step(ABC):
+    """One training step, as pure functions that `jax.jit`, `lax.scan`, a mesh or an exporter take.
 
+    `jaxonnx.train.step` makes one. Nothing here is compiled: `train` compiles `update` with its
+    first argument donated, and so does a loop of your own.
 
-def copy(tree: Any) -> Any:
-    """The same in memory of its own."""
-    return jax.tree.map(jnp.copy, tree)
-
-
-def training(
-    model: Model,
-    goal: Objective,
-    optimizer: optax.GradientTransformationExtraArgs,
-    seed: int,
-    storage: Storage,
-    fixed: dict[str, jax.Array],
-    *,
-    accumulate: int = 1,
-    ema: float | None = None,
-    skip: bool = False,
-    precision: str | None = None,
-) -> Callable[[Carry, Batch], tuple[Carry, jax.Array]]:
-    """The step: (carry, batch) -> (carry, [loss, whether all is finite]).
-
-    Args:
-      fixed: the state that no step changes.
-      accumulate: finite steps that the optimizer makes an update of; the average moves after each.
-      ema: the share of itself that the average keeps.
-      skip: whether a step that is not finite changes nothing but the count. Otherwise no step after
-        it changes anything either.
-      precision: "bf16" for products of bfloat16 numbers, see `jaxonnx.train._precision`.
+    Attributes:
+      model: the model that is trained, with adapters where `lora` puts them.
+      frozen: the tensors that no step changes. `update` and `evaluate` use them anyway; where they
+        are large, pass them as an argument of what you compile, or they become constants in it.
+      notes: what is trained otherwise than the file says.
     """
 
-    @partial(jax.jit, donate_argnums=0)
-    def step(carry, fixed, batch):
-        key = jax.random.fold_in(jax.random.key(seed), carry.count)
+    model: Model
+    frozen: dict[str, Any]
+    notes: tuple[str, ...]
 
-        def objective(params):
-            state = {**fixed, **carry.state}
-            outputs, state = model.apply_train(storage.given(params), state, key, *batch.inputs)
-            renewed = {name: state[name] for name in carry.state}
-            return goal.mean(outputs, batch.targets, batch.weight), renewed
+    @abstractmethod
+    def init(self, params: Any = None) -> State:
+        """Return the state before the first step, in memory of its own, which may be donated.
 
-        gradient = jax.value_and_grad(objective, has_aux=True)
-        if precision == "bf16":
-            gradient = products_in_bfloat16(gradient)
-        (value, state), gradients = gradient(carry.params)
+        Args:
+          params: the model's parameters as the file has them; those of the model by default.
+        """
 
-        def move():
-            updates, memory = optimizer.update(
-                gradients, carry.optimizer, carry.params, value=value, grad=gradients
-            )
-            params: Any = optax.apply_updates(carry.params, updates)
-            count, taken = carry.count + 1, carry.taken + 1
-            average: Any = carry.average
-            if ema is not None:
-                part = jnp.where(taken % accumulate == 0, 1 - ema, 0)
-                average = optax.incremental_update(jax.tree.map(_wide, params), average, part)
-            return Carry(params, state, memory, average, count, taken, finite)
+    @abstractmethod
+    def update(self, state: State, batch: Any, frozen: Any = None) -> tuple[State, jax.Array]:
+        """Return the state after a step, and [the loss before it, whether all is finite].
 
-        # a conditional, because selecting old or new values would copy all of them in each step
-        finite = carry.finite & _finite((value, gradients))
-        stay = {"count": carry.count + 1} if skip else {"finite": finite}
-        carry = jax.lax.cond(finite, move, lambda: carry._replace(**stay))
-        return carry, jnp.stack([value, finite.astype(value.dtype)])
+        Args:
+          state: of `init` or of the step before.
+          batch: a `Batch`, or inputs and targets in one of the other forms that `train` documents,
+            like `(x, y)`.
+          frozen: `self.frozen`.
+        """
 
-    # an argument: a constant of the program would be compiled with it
-    given = model.program.stored(fixed)
-    return lambda carry, batch: step(carry, given, batch)
+    @abstractmethod
+    def check(self, batch: Any) -> Any:
+        """Return the shapes of what the model computes of a batch in training.
+
+        Raises:
+          TrainingError: the batch does not fit the model, the loss or the metrics.
+        """
+
+    @abstractmethod
+    def check_labels(self, targets: Any, shapes: Any, what: str) -> None:
+        """Refuse labels that are no classes of the loss.
+
+        Args:
+          targets: as NumPy arrays, of a batch or of all data.
+          shapes: what `check` returned.
+          what: where the targets are, for the error.
+        """
+
+    @abstractmethod
+    def sums(self, batch: Any, shapes: Any = None) -> Any:
+        """Return what `evaluate` starts from, the sums of no examples, for batches like this one.
+
+        Args:
+          shapes: what `check` returned, where it was asked.
+        """
+
+    @abstractmethod
+    def evaluate(self, sums: Any, state: State, batch: Any, frozen: Any = None) -> Any:
+        """Return the sums with those of a batch, of losses and metrics in inference mode."""
+
+    @abstractmethod
+    def row(self, sums: Any) -> dict[str, float]:
+        """Return the numbers that sums come to, by the name that `History.epochs` has for them."""
+
+    @abstractmethod
+    def view(self, state: State) -> dict[str, jax.Array]:
+        """Return the parameters to validate and to save, in the order of the file.
+
+        These are the averages where there are any.
+        """
+
+    @abstractmethod
+    def trained(self, params: Any, state: Any) -> Model:
+        """Return the model with parameters of `view` and statistics (`State.state`)."""
+
+    def to_file(self, state: State) -> State:
+        """Return a state with all arrays in the order of the file, as checkpoints have it."""
+        return state
+
+    def from_file(self, state: State) -> State:
+        """Return a state as steps take it, the inverse of `to_file`."""
+        return state
+
+    def columns(self, validated: bool) -> list[str]:
+        """Return the names of the numbers of an epoch that can tell the best one."""
+        return ["loss", "validation_loss"] if validated else ["loss"]
 
 
-def weights(carry: Carry, storage: Storage) -> dict[str, jax.Array]:
-    """The parameters to hand out, in the order of the file."""
-    return storage.view(_weights(carry))
+def as_batch(batch: Any, model: Model) -> Batch:
+    """Return a batch of any form, traced or not, with a weight of one for each example."""
+    if isinstance(batch, Batch):
+        return batch
+    x, y = ordered(batch, [value.name for value in model.inputs], "the batch")
+    return Batch(x, y, np.ones(len(x[0]), np.float32))
 
 
-def _weights(carry: Carry) -> dict[str, jax.Array]:
-    """The parameters to validate and to hand out: the average if there is one.
-
-    Sparse weights are averaged over masks that change; what the mask hides now is zero.
-    """
-    if carry.average is None:
-        return carry.params
-    shown = masks(carry.optimizer)
-    return {
-        name: jnp.where(shown.get(name, True), x, 0).astype(carry.params[name].dtype)
-        for name, x in carry.average.items()
-    }
-
-
-def evaluation(
-    goal: Objective, storage: Storage, fixed: dict[str, jax.Array]
-) -> Callable[[Any, Carry, Batch], Any]:
-    """Adds the sums of a batch to those of `goal`, in inference mode."""
-
-    @jax.jit
-    def evaluate(sums, carry, fixed, batch):
-        state = {**fixed, **carry.state}
-        params = storage.given(_weights(carry))
-        outputs = goal.model.apply(params, *batch.inputs, state=state)
-        return goal.add(sums, outputs, batch)
-
-    given = goal.model.program.stored(fixed)
-    return lambda sums, carry, batch: evaluate(sums, carry, given, batch)
-
-
-def _finite(tree: Any) -> jax.Array:
-    """Whether every number is finite; sums are several times as fast as tests of each number."""
+def finite(tree: Any) -> jax.Array:
+    """Return whether every number is finite; sums are quicker than tests of each number."""
     sums = [
         jnp.sum(x, dtype=jnp.promote_types(x.dtype, jnp.float32)) for x in jax.tree.leaves(tree)
     ]
     return jnp.isfinite(jnp.stack(sums)).all()
 
 
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+def copy(tree: Any) -> Any:
+    """Copy into fresh buffers."""
+    return jax.tree.map(jnp.copy, tree)

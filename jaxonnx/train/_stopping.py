@@ -16,7 +16,7 @@ _GREATER = ("accuracy", "f1", "precision", "r2", "recall")
 
 
 class Stop(Exception):
-    """Ends a run, whose result is what was reached; the message is the reason.
+    """Raised to end a run, whose result is what was reached; the message is the reason.
 
     Args:
       step: the weights are those after this one.
@@ -28,11 +28,11 @@ class Stop(Exception):
 
 
 class Interrupted(Stop):
-    """Ctrl-C."""
+    """Raised when Ctrl-C was pressed."""
 
 
 class Spent(Stop):
-    """Patience."""
+    """Raised when patience runs out."""
 
 
 class Interrupt:
@@ -58,7 +58,7 @@ class Interrupt:
             signal.signal(signal.SIGINT, self._before)
 
     def check(self) -> None:
-        """Raises `Interrupted` if it was asked for."""
+        """Raise `Interrupted` if it was asked for."""
         if self._asked:
             raise Interrupted("interrupted")
 
@@ -93,7 +93,7 @@ class Monitor:
         """The best epoch and its value."""
 
     def see(self, rows: list[dict[str, Any]]) -> bool:
-        """Whether the last of these epochs is the best; NaN never is."""
+        """Return whether the last of these epochs is the best; NaN never is."""
         self.best = None
         for row in rows:
             value = self._value(row)
@@ -102,7 +102,7 @@ class Monitor:
         return bool(rows) and self.best is not None and self.best[0] == rows[-1]["epoch"]
 
     def check(self, rows: list[dict[str, Any]]) -> None:
-        """Raises `Spent` when the best epoch is too long ago."""
+        """Raise `Spent` when the best epoch is too long ago."""
         if self.patience is not None and self.best is not None:
             epoch, value = self.best
             if rows[-1]["epoch"] - epoch >= self.patience:

@@ -1,31 +1,49 @@
-"""`train`: what is to be trained, how and with what; `jaxonnx.train._loop` has the loop."""
+"""`train`: documentation and assembly; `jaxonnx.train._loop` has the loop."""
 
 import os
 import warnings
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast
 
-import jax.numpy as jnp
 import optax
 from onnx import ModelProto
 
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.model import Model, Statistics, Trainable, load
-from jaxonnx.train import _carried as carried
-from jaxonnx.train import _objective as objective
-from jaxonnx.train import _settings as settings
-from jaxonnx.train._data import sources
+from jaxonnx.train._assembly import assembled, step
+from jaxonnx.train._data import Batch, sources
 from jaxonnx.train._loop import run
-from jaxonnx.train._objective import Objective
-from jaxonnx.train._record import Hook
 from jaxonnx.train._result import Result, changes
-from jaxonnx.train._sparsity import forget, sparsify
-from jaxonnx.train._stopping import Monitor
-from jaxonnx.train._storage import Storage
+from jaxonnx.train._settings import Hook, Settings
+from jaxonnx.train._step import State, Step
 from jaxonnx.train._tuning import tuned
 
+P = ParamSpec("P")
+R_co = TypeVar("R_co", covariant=True)
 
+
+class _WithSteps(Protocol[P, R_co]):
+    """The type of `train`: a function that also has what the package `jaxonnx.train` has.
+
+    `jaxonnx.train` is the function, where Python would have the package.
+    """
+
+    step = staticmethod(step)
+    Step = Step
+    State = State
+    Batch = Batch
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+
+
+def _with_steps(function: Callable[P, R_co]) -> _WithSteps[P, R_co]:
+    vars(function).update(step=step, Step=Step, State=State, Batch=Batch)
+    return cast(_WithSteps[P, R_co], function)
+
+
+@_with_steps
 def train(
     model: Model | str | os.PathLike | bytes | ModelProto,
     data: Any,
@@ -55,7 +73,7 @@ def train(
     on_log: Hook | Sequence[Hook] | None = None,
     progress: bool | None = None,
 ) -> Result:
-    """Trains a model and returns it with the history of the run.
+    """Train a model and return it with the history of the run.
 
     The whole step is one program, compiled once. BatchNormalization and Dropout behave as in
     training, and running statistics are renewed.
@@ -88,7 +106,9 @@ def train(
         before it (`history.notes` says so); the saved model keeps the ending, and metrics see its
         outputs. Loss and optimizer may be left out for a file that carries its training_info: then
         its own algorithm runs, from the state and update count in the file (the fill of a short
-        batch counts), and the resulting model carries them on.
+        batch counts), and the resulting model carries them on. All that follows applies to it but
+        what changes the network or the update (`trainable` to `precision`, `remat`), and `nan` sees
+        a gradient in the variables that it makes infinite.
       optimizer: any optax transformation.
       batch_size: of data in one piece; 32 if not given, or what the model's inputs are fixed to.
       seed: of the order of the examples and of random operators.
@@ -169,126 +189,26 @@ def train(
       TrainingError: data, labels, loss or settings that do not fit, before anything is compiled;
         or a later batch that does not fit those before it.
     """
+    arguments = dict(locals())
     net = model if isinstance(model, Model) else load(model)
-    settings.check(
-        epochs=epochs,
-        seed=seed,
-        optimizer=optimizer,
-        accumulate=accumulate,
-        ema=ema,
-        precision=precision,
-        nan=nan,
-        patience=patience,
-        monitor=monitor,
-        checkpoint_dir=checkpoint_dir,
-        checkpoint_every=checkpoint_every,
-        resume=resume,
-        progress=progress,
-    )
-    net = tuned(
-        net,
-        trainable=trainable,
-        lora=lora,
-        statistics=statistics,
-        dropout=dropout,
-        sparsity=sparsity,
-        remat=remat,
-        seed=seed,
-    )
-    hooks = settings.hooks(on_log)
+    settings = Settings(**{field.name: arguments[field.name] for field in fields(Settings)})
+    net = tuned(net, settings)
     examples, held_out = sources(data, validation, net.inputs, batch_size, seed)
     if metrics is not None and held_out is None:
         raise TrainingError("metrics are computed on validation data: pass validation= as well")
-    if loss is None or optimizer is None:
-        given = {
-            "trainable": trainable,
-            "lora": lora,
-            "statistics": statistics,
-            "dropout": dropout,
-            "sparsity": sparsity,
-            "metrics": metrics,
-            "accumulate": accumulate != 1,
-            "ema": ema,
-            "precision": precision,
-            "remat": remat,
-            "nan": nan != "stop",
-            "patience": patience,
-            "checkpoint_dir": checkpoint_dir,
-        }
-        _check_carried(net, loss, optimizer, given)
-        start = net
-        net, history = carried.follow(
-            net, examples, held_out, epochs=epochs, seed=seed, hooks=hooks, progress=progress
-        )
-        if history.stopped:
-            warnings.warn(history.stopped, stacklevel=2)
-        return Result(net, history, _changes(start, net))
-    goal = objective.find(net, loss, metrics)
-    watched = Monitor(monitor, _columns(goal, held_out is not None), patience)
-    if accumulate > 1:
-        wide = jnp.result_type(jnp.float32, *net.params.values())
-        steps = optax.MultiSteps(optimizer, accumulate, accumulator_dtype=wide)
-        optimizer = steps.gradient_transformation()
-    optimizer = optax.with_extra_args_support(optimizer)
-    storage = Storage(net.params, optimizer)
-    if sparsity is not None:
-        optimizer, net = sparsify(net, optimizer, sparsity, epochs, examples.steps, storage)
-    else:
-        net = forget(net)
-
-    trained, history = run(
-        net,
-        goal,
-        optimizer,
-        storage,
-        (examples, held_out),
-        watched,
-        epochs=epochs,
-        seed=seed,
-        accumulate=accumulate,
-        ema=ema,
-        precision=precision,
-        nan=nan,
-        checkpoint_dir=checkpoint_dir,
-        checkpoint_every=checkpoint_every,
-        resume=resume,
-        hooks=hooks,
-        progress=progress,
-    )
+    one = assembled(net, settings, epochs, examples.steps)
+    trained, history = run(one, examples, held_out, settings)
     if history.stopped and not history.early:
         warnings.warn(history.stopped, stacklevel=2)
     if lora is None:
-        return Result(trained, history, _changes(net, trained))
+        return Result(trained, history, _changes(one.model, trained))
     adapters, trained = Adapters.of(trained), trained.merged()
-    changed = _changes(net.merged(), trained, {*adapters.layouts, *adapters.values})
+    changed = _changes(one.model.merged(), trained, {*adapters.layouts, *adapters.values})
     return Result(trained, history, changed, adapters)
 
 
-def _check_carried(net: Model, loss: Any, optimizer: Any, given: Mapping[str, Any]) -> None:
-    """Refuses what does not go with the algorithm of a file."""
-    if loss is not None or optimizer is not None or not net.proto.training_info:
-        raise TrainingError(
-            "training needs loss= and optimizer=; only a file that carries its training_info "
-            "(jaxonnx.add_training writes one) can be trained without both"
-        )
-    if names := [name for name, value in given.items() if value]:
-        raise TrainingError(
-            f"{', '.join(names)}: such settings go with loss= and optimizer=, not with the "
-            "algorithm of the file; its saved model continues where the run ended"
-        )
-
-
-def _columns(goal: Objective, validated: bool) -> list[str]:
-    """The numbers of an epoch that can tell the best one."""
-    if not validated:
-        return ["loss"]
-    several = [term.output for term in goal.terms] if len(goal.terms) > 1 else []
-    names = ["loss", *(f"{output}_loss" for output in several), *goal.measures]
-    return ["loss", *(f"validation_{name}" for name in names)]
-
-
 def _changes(before: Model, after: Model, names: Collection[str] | None = None) -> dict[str, float]:
-    """Of all parameters and statistics, or of those named."""
+    """Return the changes of all parameters and statistics, or of those named."""
     tensors = {**after.params, **after.state}
     shown = {n: v for n, v in tensors.items() if names is None or n in names}
     return changes({**before.state, **before.params}, shown)

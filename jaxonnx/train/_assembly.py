@@ -1,0 +1,130 @@
+"""Steps put together from their settings."""
+
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import optax
+from onnx import ModelProto
+
+from jaxonnx.errors import TrainingError
+from jaxonnx.lora import Adapters, LoRA
+from jaxonnx.model import Model, Statistics, Trainable, load
+from jaxonnx.train import _objective as objective
+from jaxonnx.train._carried import Carried
+from jaxonnx.train._minimize import Minimize
+from jaxonnx.train._settings import Settings
+from jaxonnx.train._sparsity import forget, sparsify
+from jaxonnx.train._step import Step
+from jaxonnx.train._storage import Storage
+from jaxonnx.train._tuning import tuned
+
+
+def step(
+    model: Model | str | os.PathLike | bytes | ModelProto,
+    loss: Any = None,
+    optimizer: optax.GradientTransformation | None = None,
+    *,
+    metrics: Any = None,
+    seed: int = 0,
+    trainable: Trainable | None = None,
+    lora: LoRA | Adapters | None = None,
+    statistics: Statistics | None = None,
+    dropout: float | Mapping[str, float] | None = None,
+    sparsity: str | Mapping[str, Any] | None = None,
+    epochs: int | None = None,
+    steps_per_epoch: int = 1,
+    accumulate: int = 1,
+    ema: float | None = None,
+    precision: Literal["bf16"] | None = None,
+    remat: bool = False,
+    nan: Literal["stop", "skip"] = "stop",
+) -> Step:
+    """Make the step that `train` loops over, for a loop of your own.
+
+    Nothing is compiled, and no array of the model is changed or donated.
+
+    >>> import jax, numpy as np
+    >>> from jaxonnx import demo
+    >>> loss = "softmax_cross_entropy_with_integer_labels"
+    >>> one = step(demo.model(), loss, optax.sgd(0.1))
+    >>> update = jax.jit(one.update, donate_argnums=0)
+    >>> batch = np.zeros((8, 1, 8, 8), np.float32), np.arange(8)
+    >>> state, (value, finite) = update(one.init(), batch)
+    >>> sums = one.evaluate(one.sums(batch), state, batch)
+    >>> one.row(sums)["validation_loss"] < value
+    True
+    >>> trained = one.trained(one.view(state), state.state)
+
+    Args:
+      model, loss, optimizer, metrics, seed, trainable, lora, statistics, dropout, accumulate, ema,
+        precision, remat: as in `train`. Without loss and optimizer it is the step of a file that
+        carries its training_info; the parameters of its states are the variables of the file.
+      sparsity: as in `train`; the lengths of its phases are in units of `steps_per_epoch`.
+      epochs: of the run, in the same unit; `sparsity` without lengths shares them out.
+      steps_per_epoch: steps in the unit of these lengths.
+      nan: "stop": once a loss or a gradient is not finite, no step changes anything; "skip": only
+        that step does not.
+
+    Raises:
+      TrainingError: settings that do not fit.
+    """
+    settings = Settings(
+        loss=loss,
+        optimizer=optimizer,
+        metrics=metrics,
+        epochs=1 if epochs is None else epochs,
+        seed=seed,
+        trainable=trainable,
+        lora=lora,
+        statistics=statistics,
+        dropout=dropout,
+        sparsity=sparsity,
+        accumulate=accumulate,
+        ema=ema,
+        precision=precision,
+        remat=remat,
+        nan=nan,
+    )
+    model = model if isinstance(model, Model) else load(model)
+    return assembled(tuned(model, settings), settings, epochs, steps_per_epoch)
+
+
+def assembled(
+    model: Model, settings: Settings, epochs: int | None, steps_per_epoch: int | None
+) -> Step:
+    """Return the step of a model that `tuned` returned."""
+    if settings.loss is None or settings.optimizer is None:
+        _check_carried(model, settings)
+        return Carried(model, objective.find(model, None, settings.metrics), settings)
+    goal = objective.find(model, settings.loss, settings.metrics)
+    optimizer = settings.optimizer
+    if settings.accumulate > 1:
+        wide = jnp.result_type(jnp.float32, *model.params.values())
+        steps = optax.MultiSteps(optimizer, settings.accumulate, accumulator_dtype=wide)
+        optimizer = steps.gradient_transformation()
+    optimizer = optax.with_extra_args_support(optimizer)
+    storage = Storage(model.params, optimizer)
+    if settings.sparsity is None:
+        model = forget(model)
+    else:
+        optimizer, model = sparsify(
+            model, optimizer, settings.sparsity, epochs, steps_per_epoch, storage
+        )
+    return Minimize(model, goal, optimizer, storage, settings)
+
+
+def _check_carried(model: Model, settings: Settings) -> None:
+    """Refuse what does not go with the algorithm of a file."""
+    neither = settings.loss is None and settings.optimizer is None
+    if not (neither and model.proto.training_info):
+        raise TrainingError(
+            "training needs loss= and optimizer=; only a file that carries its training_info "
+            "(jaxonnx.add_training writes one) can be trained without both"
+        )
+    if names := settings.of_optimizers:
+        raise TrainingError(
+            f"{', '.join(names)}: such settings go with loss= and optimizer=, not with the "
+            "algorithm of the file; its saved model continues where the run ended"
+        )

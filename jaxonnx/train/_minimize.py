@@ -1,0 +1,152 @@
+"""The step of a loss and an optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxonnx._graph.roles import running_statistics
+from jaxonnx.model import Model
+from jaxonnx.train._objective import Objective
+from jaxonnx.train._precision import products_in_bfloat16
+from jaxonnx.train._settings import Settings
+from jaxonnx.train._sparsity import masks
+from jaxonnx.train._step import State, Step, as_batch, copy, finite
+from jaxonnx.train._storage import Storage
+
+
+class Minimize(Step):
+    """The step that minimizes an objective.
+
+    Args:
+      goal: has a model with the parameters of `model`.
+      optimizer: of parameters as they are stored.
+      settings: `seed`, `accumulate`, `ema`, `precision` and `nan`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        goal: Objective,
+        optimizer: optax.GradientTransformationExtraArgs,
+        storage: Storage,
+        settings: Settings,
+    ):
+        renewed = running_statistics(model.graph)
+        fixed = {name: x for name, x in model.state.items() if name not in renewed}
+        self.model = model
+        self.frozen = model.program.stored(fixed)
+        self.notes = goal.notes
+        self._goal = goal
+        self._optimizer = optimizer
+        self._storage = storage
+        self._settings = settings
+
+    def init(self, params: Any = None) -> State:
+        model = self.model.replace(params=params)
+        names = running_statistics(model.graph)
+        state = {name: x for name, x in model.state.items() if name in names}
+        params, state = copy((self._storage.store(model.params), state))
+        memory = jax.tree.map(jnp.asarray, self._optimizer.init(params))
+        average = None
+        if self._settings.ema is not None:
+            average = {name: copy(_wide(x)) for name, x in params.items()}
+        return State(params, state, memory, average, jnp.int32(0), jnp.int32(0), jnp.bool(True))
+
+    def update(self, state: State, batch: Any, frozen: Any = None) -> tuple[State, jax.Array]:
+        batch = as_batch(batch, self.model)
+        frozen = self.frozen if frozen is None else frozen
+        key = jax.random.fold_in(jax.random.key(self._settings.seed), state.count)
+
+        def objective(params):
+            outputs, new = self._goal.model.apply_train(
+                self._storage.given(params), {**frozen, **state.state}, key, *batch.inputs
+            )
+            renewed = {name: new[name] for name in state.state}
+            return self._goal.mean(outputs, batch.targets, batch.weight), renewed
+
+        gradient = jax.value_and_grad(objective, has_aux=True)
+        if self._settings.precision == "bf16":
+            gradient = products_in_bfloat16(gradient)
+        (value, renewed), gradients = gradient(state.params)
+        good = state.finite & finite((value, gradients))
+        skip = self._settings.nan == "skip"
+        stay = {"count": state.count + 1} if skip else {"finite": good}
+        # a conditional, because selecting old or new values would copy all of them in each step
+        state = jax.lax.cond(
+            good,
+            lambda: self._moved(state, value, gradients).replace(state=renewed, finite=good),
+            lambda: state.replace(**stay),
+        )
+        return state, jnp.stack([value, good.astype(value.dtype)])
+
+    def _moved(self, state: State, value: jax.Array, gradients: Any) -> State:
+        """The state after an update of the parameters."""
+        updates, memory = self._optimizer.update(
+            gradients, state.optimizer, state.params, value=value, grad=gradients
+        )
+        params: Any = optax.apply_updates(state.params, updates)
+        taken, average = state.taken + 1, state.average
+        if self._settings.ema is not None:
+            # the parameters move once in `accumulate` steps, and so does their average
+            part = jnp.where(taken % self._settings.accumulate == 0, 1 - self._settings.ema, 0)
+            average: Any = optax.incremental_update(jax.tree.map(_wide, params), average, part)
+        return state.replace(
+            params=params, optimizer=memory, average=average, count=state.count + 1, taken=taken
+        )
+
+    def check(self, batch: Any) -> Any:
+        return self._goal.check(as_batch(batch, self.model))
+
+    def check_labels(self, targets: Any, shapes: Any, what: str) -> None:
+        self._goal.check_labels(targets, shapes, what)
+
+    def sums(self, batch: Any, shapes: Any = None) -> Any:
+        shapes = self.check(batch) if shapes is None else shapes
+        return self._goal.start(shapes, as_batch(batch, self.model))
+
+    def evaluate(self, sums: Any, state: State, batch: Any, frozen: Any = None) -> Any:
+        batch = as_batch(batch, self.model)
+        frozen = self.frozen if frozen is None else frozen
+        params = self._storage.given(_shown(state))
+        outputs = self._goal.model.apply(params, *batch.inputs, state={**frozen, **state.state})
+        return self._goal.add(sums, outputs, batch)
+
+    def row(self, sums: Any) -> dict[str, float]:
+        return self._goal.row(sums)
+
+    def view(self, state: State) -> dict[str, jax.Array]:
+        return self._storage.view(_shown(state))
+
+    def trained(self, params: Any, state: Any) -> Model:
+        return self.model.replace(params=params, state={**self.model.state, **state})
+
+    def to_file(self, state: State) -> State:
+        return self._storage.view(state)
+
+    def from_file(self, state: State) -> State:
+        return self._storage.store(state)
+
+    def columns(self, validated: bool) -> list[str]:
+        return self._goal.columns(validated)
+
+
+def _shown(state: State) -> dict[str, jax.Array]:
+    """The parameters to validate and to hand out: the average if there is one.
+
+    Sparse weights are averaged over masks that change; what the mask hides now is zero.
+    """
+    if state.average is None:
+        return state.params
+    shown = masks(state.optimizer)
+    return {
+        name: jnp.where(shown.get(name, True), x, 0).astype(state.params[name].dtype)
+        for name, x in state.average.items()
+    }
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
