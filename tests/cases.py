@@ -21,7 +21,7 @@ RUNTIME_OPSETS = range(7, 27)
 """What the installed onnxruntime implements in the default domain."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """An operator on inputs; None stands for an omitted one.
 
@@ -96,8 +96,9 @@ class Case:
 
         return call
 
+    @cache  # noqa: B019 - cases live as long as the process
     def wanted(self, version: int) -> tuple:
-        """The expected outputs."""
+        """The expected outputs, which forward, compiled and batched results are compared with."""
         if callable(self.expected):
             results = self.expected(*self.inputs)
             return results if isinstance(results, tuple) else (results,)

@@ -30,6 +30,18 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache")
 
 
+def pytest_collection_modifyitems(items):
+    """Put the tests of one case side by side, in one worker: they share what is expected."""
+    places: dict[object, int] = {}
+
+    def place(item):
+        case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
+        key = item.nodeid if case is None else (item.path, id(case))
+        return places.setdefault(key, len(places))
+
+    items.sort(key=place)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
     """Forget compiled programs, each of which takes memory."""

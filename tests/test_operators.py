@@ -90,12 +90,19 @@ def partial(function, inputs, positions):
 
 @pytest.mark.parametrize("case", CASES)
 def test_forward(case):
-    """Known inputs, for every version, against the oracle; concrete ones if none can be traced."""
+    """Known inputs, for every version, against the oracle; concrete ones if none can be traced.
+
+    Versions with one implementation are bound each and evaluated once.
+    """
     with jax.enable_x64(True):
         assert case.versions(), "the case covers no version of the schema"
+        results = {}
         for version in case.versions():
             function, wanted = case.function(version), case.wanted(version)
-            assert_same(function(*case.inputs), wanted, case)
+            since = case.operator(version).since
+            if since not in results:
+                results[since] = function(*case.inputs)
+            assert_same(results[since], wanted, case)
         if not compilable(case):
             arrays = partial(function, case.inputs, traced(case, version))
             values = [jnp.asarray(case.inputs[i]) for i in traced(case, version)]
@@ -195,8 +202,8 @@ def test_vmap(case):
         version = newest(case)
         positions = traced(case, version)
         function = jax.jit(jax.vmap(partial(case.function(version), case.inputs, positions)))
-        batch = map(np.asarray, function(*(np.stack([case.inputs[i]] * 2) for i in positions)))
-        batch = [*batch]
+        batch = function(*(np.stack([case.inputs[i]] * 2) for i in positions))
+        batch = [np.asarray(y) for y in batch]
         wanted = case.wanted(version)
         for row in (0, 1):
             assert_same([y[row] for y in batch], wanted, case)
