@@ -42,10 +42,6 @@ class Shown(Protocol):
     @property
     def tensors(self) -> Mapping[str, Any]: ...
     @property
-    def inputs(self) -> Sequence[Value]: ...
-    @property
-    def outputs(self) -> Sequence[Value]: ...
-    @property
     def warnings(self) -> Sequence[str]: ...
     @property
     def sparsity(self) -> Recorded | None: ...
@@ -59,9 +55,10 @@ def overview(model: Shown) -> Group:
     facts.add_row(
         "graph", f"{model.proto.graph.name or '(unnamed)'}, {opsets}, by {producer or '?'}"
     )
-    for title, values in (("input", model.inputs), ("output", model.outputs)):
+    given = [value for value in model.proto.graph.input if value.name in model.graph.inputs]
+    for title, values in (("input", given), ("output", model.proto.graph.output)):
         for value in values:
-            facts.add_row(title, Text(str(value)))
+            facts.add_row(title, Text(str(declared(value))))
     operators = Counter(map(operator, _steps(model)))
     listed = ", ".join(f"{name} {count}" for name, count in operators.most_common())
     facts.add_row("operators", listed or "none")
