@@ -50,8 +50,11 @@ def model() -> Model:
 
 def digits(seed: int = 0) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """scikit-learn's 1797 digits as (images, labels): three quarters to train, the rest to test."""
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
+    try:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+    except ImportError as error:
+        raise Error("the digits need scikit-learn: pip install 'jaxonnx[demo]'") from error
 
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32).reshape(-1, 1, 8, 8)

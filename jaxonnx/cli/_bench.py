@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> Report:
         except Error as error:
             notes.append(f"no training step: {error}")
     if find_spec("onnxruntime") is None:
-        notes.append("onnxruntime is not installed")
+        notes.append("onnxruntime is not installed: pip install 'jaxonnx[demo]'")
     else:
         try:
             rows["onnxruntime"] = _onnxruntime(options, model, inputs)

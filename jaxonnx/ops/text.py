@@ -28,7 +28,7 @@ def string_split(x, *, delimiter=None, maxsplit=None):
     limit = -1 if maxsplit is None else maxsplit
     parts = _each(lambda s: s.split(delimiter or None, limit), x, object)
     counts = _each(len, parts, INDEX)
-    padded = np.full((*x.shape, counts.max(initial=0)), "", object)
+    padded = np.full((*x.shape, int(counts.max(initial=0))), "", object)
     for i in np.ndindex(x.shape):
         padded[i][: counts[i]] = parts[i]
     return padded, counts
