@@ -19,8 +19,8 @@ from jaxonnx.cli import main
 from jaxonnx.cli._images import layout, read
 
 OPTIONAL = [
-    "matplotlib", "PIL", "onnxruntime", "sklearn", "datasets", "grain", "safetensors", "tensorboardX",
-    "torch",
+    "matplotlib", "PIL", "onnxruntime", "sklearn", "datasets", "grain", "safetensors",
+    "tensorboardX", "torch",
 ]  # fmt: skip
 PICTURE = """<ir_version: 10, opset_import: ["": 20]>
 g (uint8[n] x) => (uint8[h,w,c] y) { y = ImageDecoder(x) }"""
@@ -61,6 +61,8 @@ def check(folder: Path) -> None:
     assert "jaxonnx[tensorboard]" in complaint(lambda: loggers.tensorboard(folder / "log"))
     assert "jaxonnx[demo]" in complaint(lambda: demo.run(folder / "demo"))
     assert "jaxonnx[demo]" in complaint(demo.digits)
+    weights = folder / "weights.safetensors"
+    assert "jaxonnx[safetensors]" in complaint(lambda: model.save(weights))
     decoder = jaxonnx.load(onnx.parser.parse_model(PICTURE))
     assert "jaxonnx[image]" in complaint(lambda: decoder(np.zeros(9, np.uint8)))
     assert "jaxonnx[image]" in complaint(lambda: read(folder / "picture.png", layout(model)))
