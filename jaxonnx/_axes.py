@@ -42,14 +42,22 @@ class Matrix:
         fan_in, fan_out = (shape[a] * window for a in self.order[-2:])
         return fan_in, fan_out
 
-    def of(self, axes: tuple[int, ...]) -> Matrix:
-        """The same of a tensor whose own `axes` are seen in this order."""
+    def of(self, axes: tuple[int | None, ...], rank: int) -> Matrix | None:
+        """Return the same of a tensor of this rank whose own `axes` are seen in this order.
+
+        None stands for an axis of length one that the tensor lacks; of one that is not seen, it is
+        the window. The result is None where outputs or inputs are no axis of the tensor.
+        """
+        output, input = axes[self.output], axes[self.input]
+        if output is None or input is None:
+            return None
+        kernel = [axes[a] for a in self.kernel] + [a for a in range(rank) if a not in axes]
         return replace(
             self,
-            output=axes[self.output],
-            input=axes[self.input],
-            kernel=tuple(axes[a] for a in self.kernel),
-            batch=tuple(axes[a] for a in self.batch),
+            output=output,
+            input=input,
+            kernel=tuple(a for a in kernel if a is not None),
+            batch=tuple(a for i in self.batch if (a := axes[i]) is not None),
         )
 
 

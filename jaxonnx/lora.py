@@ -82,8 +82,8 @@ class LoRA:
         full = {} if trainable is None else model.with_trainable(trainable).params
         tensors = model.tensors
         floats = {n: v for n, v in tensors.items() if jnp.issubdtype(v.dtype, jnp.floating)}
-        found = weights(model.graph, {n: v for n, v in floats.items() if n not in full})
-        places = {name: w.matrix for name, w in found.items() if w.matrix is not None}
+        found = weights(model.graph, tensors).items()
+        places = {name: w.matrix for name, w in found if w.matrix and name in floats.keys() - full}
         places = self._chosen(places, floats)
         values = dict(full)
         for name, key in zip(places, jax.random.split(rng, len(places)), strict=True):

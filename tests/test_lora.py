@@ -81,6 +81,12 @@ FORMS = {
         (2, 4, 6, 6),
         lambda x, a, b: conv(x, a.reshape(-1, 4, 3, 3), b),
     ),
+    "Conv, unsqueezed": (
+        "a = Constant <value = int64[1] {-1}> () u = Unsqueeze(w, a) y = Conv(x, u)",
+        (5, 4, 1),
+        (2, 4, 6, 6),
+        lambda x, a, b: conv(x, a.reshape(-1, 4, 1, 1), b),
+    ),
     "Conv, groups": (
         "y = Conv <group = 2> (x, w)",
         (4, 3, 3, 3),

@@ -312,10 +312,36 @@ def test_weights_that_a_subgraph_captures_have_their_true_axes(product):
     assert adapted_axes(model) == {"w": Matrix(1, 0)}
 
 
-def test_the_axes_of_a_weight_that_is_reshaped_are_not_known():
-    model = load(
-        "s = Constant <value_ints = [8, 4]> () v = Reshape(w, s) y = MatMul(x, v)", w=[4, 8]
-    )
+@pytest.mark.parametrize(
+    ("view", "shape", "expected"),
+    [
+        ("s = Constant <value = int64[2] {8, -1}> () v = Reshape(w, s)", [8, 4], Matrix(1, 0)),
+        (
+            "s = Constant <value = int64[2] {0, -1}> () v = Reshape(w, s)",
+            [8, 1, 4],
+            Matrix(2, 0, (1,)),
+        ),
+        ("v = Squeeze(w)", [1, 8, 4], Matrix(2, 1, (0,))),
+        ("f = Flatten(w) v = Transpose(f)", [4, 8, 1], Matrix(0, 1, (2,))),
+    ],
+)
+def test_axes_of_length_one_may_come_and_go(view, shape, expected):
+    model = load(f"{view} y = MatMul(x, v)", w=shape)
+    assert adapted_axes(model) == {"w": expected}
+    assert sparse_axes(model)[0] == {"w": (expected.output, expected.input)}
+    assert fans(model, "w") == (8, 4)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "Constant <value = int64[2] {8, 4}> ()",
+        "Constant <value = int64[2] {3, -1}> ()",  # an error of the file, which runs until there
+        "Shape(x)",
+    ],
+)
+def test_the_axes_of_a_weight_that_a_reshape_mixes_are_not_known(shape):
+    model = load(f"s = {shape} v = Reshape(w, s) y = MatMul(x, v)", w=[4, 8])
     assert sparse_axes(model) == (
         {},
         {"w": "reshaped before input 1 of MatMul, so that its axes are not known"},

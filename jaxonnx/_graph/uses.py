@@ -6,11 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from jaxonnx._axes import Matrix
 from jaxonnx._graph.bind import Graph, Node
+from jaxonnx.errors import Error
 
 _SAME_AXES = ("Cast", "CastLike", "DequantizeLinear", "Identity", "QuantizeLinear")
-"""Views that leave the axes as they are; all but Transpose mix them."""
+"""Views that leave the axes as they are."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +23,11 @@ class Use:
     name: str
     node: Node
     position: int
-    axes: tuple[int, ...] | None
-    """The tensor's own axes in the order in which the node sees them; None behind a Reshape."""
+    axes: tuple[int | None, ...] | None
+    """The tensor's own axes in the order in which the node sees them, with None for those of length
+    one that it sees besides; None as a whole behind a Reshape that mixes axes or is not known."""
+    rank: int
+    """Of the tensor."""
     outer: Node
     """The node of the main graph that the node is or lies in."""
 
@@ -32,7 +38,7 @@ class Use:
         if form is None or self.axes is None:
             return None
         seen = form.axes(len(self.axes), self.node.attributes, self.position)
-        return None if seen is None else seen.of(self.axes)
+        return None if seen is None else seen.of(self.axes, self.rank)
 
     @property
     def dense(self) -> str:
@@ -49,21 +55,24 @@ class Use:
 def uses(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[Use]:
     """Every use of the named tensors, in the order of the nodes.
 
-    Subgraphs and the bodies of functions are seen as well. Tensors are any that have `ndim`.
+    Subgraphs and the bodies of functions are seen as well. Tensors are any that have a shape; those
+    in NumPy also tell to which shape others are brought.
     """
 
     def walk(graph: Graph, behind: ChainMap, outer: Node | None) -> Iterator[Use]:
         """`behind` tells which tensor a name is a view of, and how."""
         for name in tensors.keys() & graph.weights:
-            behind[name] = name, tuple(range(tensors[name].ndim))
+            behind[name] = name, tuple(range(len(tensors[name].shape)))
         for node in graph.nodes:
             top = outer or node
             for i, name in enumerate(node.inputs):
                 if behind.get(name):
-                    yield Use(behind[name][0], node, i, behind[name][1], top)
+                    root, axes = behind[name]
+                    yield Use(root, node, i, axes, len(tensors[root].shape), top)
             if node.op.view and behind.get(node.inputs[0]):
                 root, axes = behind[node.inputs[0]]
-                behind[node.outputs[0]] = root, _viewed(node, axes)
+                given = [tensors.get(name) for name in node.inputs[1:]]
+                behind[node.outputs[0]] = root, _viewed(node, axes, tensors[root].shape, given)
             for inner in node.graphs.values():
                 for g in inner if isinstance(inner, list) else [inner]:
                     yield from walk(g, behind.new_child(dict.fromkeys(g.inputs)), top)
@@ -72,18 +81,34 @@ def uses(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[Use]:
                 inner = dict(zip(node.body.inputs, given, strict=False))
                 for local, name in node.body.lifted.items():
                     if name in tensors:
-                        inner[local] = name, tuple(range(tensors[name].ndim))
+                        inner[local] = name, tuple(range(len(tensors[name].shape)))
                 yield from walk(node.body, ChainMap(inner), top)
 
     return walk(graph, ChainMap(), None)
 
 
-def _viewed(node: Node, axes: tuple[int, ...] | None) -> tuple[int, ...] | None:
+def _viewed(
+    node: Node, axes: tuple[int | None, ...] | None, shape: tuple[int, ...], given: Sequence[Any]
+) -> tuple[int | None, ...] | None:
+    """Return a tensor's own axes as they are seen behind one more view, which is given this."""
     if axes is None or node.op.name in _SAME_AXES:
         return axes
     if node.op.name == "Transpose":
         return tuple(axes[i] for i in node.attributes.get("perm", range(len(axes))[::-1]))
-    return None
+    if not all(isinstance(value, np.ndarray) for value in given):
+        return None
+    # Reshape, Flatten, Squeeze, Unsqueeze: followed where only axes of length one come and go
+    before = tuple(1 if a is None else shape[a] for a in axes)
+    try:
+        after = node.op.function(np.zeros(before, np.int8), *given, **node.attributes).shape
+    except (Error, ValueError):  # a shape that does not fit: running the graph says so
+        return None
+    if after == before:
+        return axes
+    kept = [a for a, n in zip(axes, before, strict=True) if n != 1]
+    if [n for n in after if n != 1] != [n for n in before if n != 1]:
+        return None
+    return tuple(None if n == 1 else kept.pop(0) for n in after)
 
 
 @dataclass(frozen=True)

@@ -63,5 +63,5 @@ def add_training(
     model = model if isinstance(model, Model) else load(model)
     model = model if trainable is None else model.with_trainable(trainable)
     proto = model.to_onnx()
-    add(proto, [*model.params], loss, optimizer, init, weights(model.graph, model.params))
+    add(proto, [*model.params], loss, optimizer, init, weights(model.graph, model.tensors))
     return proto

@@ -200,9 +200,9 @@ class Model:
     ) -> Model:
         """A model in which some weights start anew: a head for other data, or a whole network.
 
-        Vectors become 0, scales 1, running means 0 and variances 1, slopes of
-        PRelu 0.25. All else is drawn by the initializer, with inputs and outputs of the layer as
-        its fans whatever the layout of the weight; an embedding has its columns as inputs.
+        Vectors become 0, scales 1, running means 0 and variances 1, slopes of PRelu 0.25. All else
+        is drawn by the initializer, with inputs and outputs of the layer as its fans whatever the
+        layout of the weight; an embedding has its columns as inputs.
 
         Args:
           rng: a key.
@@ -215,7 +215,8 @@ class Model:
         """
         self._has_no_adapters("weights")
         tensors = {**self.params, **self.state}
-        new = restarted(self.graph, tensors, names, rng, initializer)
+        constants = self.program.constants
+        new = restarted(self.graph, tensors, constants, names, rng, initializer)
         params, state = ({name: new[name] for name in old} for old in (self.params, self.state))
         return self.replace(params=params, state=state)
 

@@ -18,6 +18,7 @@ Initializer = Callable[..., jax.Array]
 def restarted(
     graph: Graph,
     tensors: Mapping[str, Any],
+    constants: Mapping[str, Any],
     wanted: Select,
     rng: jax.Array,
     initializer: Initializer,
@@ -26,7 +27,7 @@ def restarted(
     floats = {n: v for n, v in tensors.items() if jnp.issubdtype(v.dtype, jnp.floating)}
     chosen = select(wanted, floats, "names")
     names = [name for name in floats if name in chosen]
-    found = weights(graph, tensors)
+    found = weights(graph, {**constants, **tensors})
     keys = jax.random.split(rng, len(names))
     new = {
         name: _restarted(tensors[name], found[name], key, initializer)

@@ -194,8 +194,8 @@ def summary(model: Shown) -> Summary:
     size = sum(v.nbytes for v in (*model.params.values(), *model.state.values()))
     matrices = {
         name: weight.matrix.sizes(tensors[name].shape)
-        for name, weight in weights(graph, {**model.params, **model.state}).items()
-        if weight.matrix is not None
+        for name, weight in weights(graph, tensors).items()
+        if weight.matrix is not None and (name in model.params or name in model.state)
     }
     return Summary(tuple(layers), trained, frozen, size, matrices)
 

@@ -127,7 +127,7 @@ def layouts(model: Model) -> dict[str, Any]:
     grouped convolution, a table that is added) cannot be sparse. The input axis is the one that the
     product sums over, at the first use of a weight that has several.
     """
-    found = weights(model.graph, model.params)
-    exclude = {name: weight.dense for name, weight in found.items() if weight.dense}
+    found = weights(model.graph, model.tensors)
+    exclude = {name: found[name].dense for name in model.params if found[name].dense}
     axes = {name: (w.matrix.output, w.matrix.input) for name, w in found.items() if w.matrix}
     return {"exclude": exclude, "axes": lambda name, w: axes.get(name)}
