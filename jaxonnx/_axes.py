@@ -151,6 +151,6 @@ def einsum(equation: str) -> Form:
         unlike = len({*own}) == rank == len(output) + len(input) + len(batch)
         if not unlike or len(output) != 1 or len(input) != 1:
             return None
-        return Matrix(*output, *input, batch=tuple(batch))
+        return Matrix(output[0], input[0], batch=tuple(batch))
 
     return Form(axes, (equation,))

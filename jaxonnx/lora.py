@@ -216,7 +216,14 @@ class Adapters:
             values, _ = sparse.load(path)
             about = json.loads(values.pop(_ABOUT).tobytes())
             places = {
-                name: Matrix(**{k: tuple(v) if isinstance(v, list) else v for k, v in p.items()})
+                name: Matrix(
+                    p["output"],
+                    p["input"],
+                    (*p["kernel"],),
+                    (*p["batch"],),
+                    p["lookup"],
+                    p.get("grouped", False),  # older files lack it
+                )
                 for name, p in about["layouts"].items()
             }
             rank, alpha = int(about["rank"]), float(about["alpha"])

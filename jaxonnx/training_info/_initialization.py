@@ -53,7 +53,7 @@ def draw(
     glorot: uniform within sqrt(6 / (fan_in + fan_out)) (Glorot and Bengio, 2010); he: normal with
     standard deviation sqrt(2 / fan_in) (He et al., 2015); normal: standard deviation 0.01.
     """
-    number = _NUMBERS.get(kind, kind)
+    number = _NUMBERS.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(number, str):
         return fill(writer, name, np.full_like(value, number))
     fan_in, fan_out = _fans(value.shape, place)
