@@ -85,10 +85,10 @@ def store(tensors: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
 
 
 def kernels_first(params: Mapping[str, jax.Array]) -> dict[str, Any]:
-    """Parameters whose convolution weights (M, C, *kernel) are kept as (*kernel, C, M).
+    """Return parameters whose convolution weights (M, C, *kernel) are kept as (*kernel, C, M).
 
-    For a training loop of your own on CPU, where loops run along the last axis: an update of Adam
-    takes five times as long on (M, C, 3, 3). `jaxonnx.train` does it by itself.
+    For a training loop of your own on CPU, where loops run along the last axis (an update of Adam
+    takes five times as long on (M, C, 3, 3)), or on TPU. `jaxonnx.train` does it by itself.
 
     Returns:
       a pytree for `Model.apply`, `Model.apply_train`, `jax.grad`, optax and `Model.replace`. An
