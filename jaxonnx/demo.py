@@ -18,7 +18,6 @@ from jaxonnx._file.disk import check_writable, whole
 from jaxonnx.errors import Error
 from jaxonnx.model import Model, load
 from jaxonnx.train import History, train
-from jaxonnx.train._sparsity import layouts
 
 EPOCHS = 24
 BATCH = 32
@@ -127,7 +126,9 @@ def _row(name: str, path: Path, trained: Model, history: History, test: Any) -> 
     images, labels = test
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     logits: Any = session.run(None, {"x": images})[0]
-    layers = [layer for layer in sparse.layers(trained.params, **layouts(trained)) if layer.axes]
+    layers = [
+        layer for layer in sparse.layers(trained.params, **trained.sparsity_options()) if layer.axes
+    ]
     weights = {layer.name: np.asarray(trained.params[layer.name]) for layer in layers}
     dense = packed = sum(value.nbytes for value in trained.params.values())
     if name == "sparse":

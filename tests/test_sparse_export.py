@@ -16,7 +16,6 @@ import jaxonnx
 from jaxonnx import sparse
 from jaxonnx._file.packed import KEY
 from jaxonnx.errors import InputError, ModelError, SparsityError, TrainingError
-from jaxonnx.train._sparsity import layouts, record
 
 RNG = np.random.default_rng(0)
 SHAPES = {"k": (16, 8, 3, 3), "w": (16, 32), "odd": (32, 10)}
@@ -57,8 +56,10 @@ def net(dtype="float32", ir_version=10):
 def pruned(proto=None, pattern="2:4", trainable=None, **options):
     model = jaxonnx.load(net() if proto is None else proto, trainable=trainable)
     options = {"select": ["k", "w"], **options}
-    model = model.replace(params=sparse.prune(model.params, pattern, **layouts(model), **options))
-    return record(model, pattern, **options)
+    model = model.replace(
+        params=sparse.prune(model.params, pattern, **model.sparsity_options(), **options)
+    )
+    return model.with_sparsity(pattern, **options)
 
 
 def bits(array):
@@ -259,7 +260,7 @@ def test_what_cannot_be_saved_leaves_nothing(tmp_path):
     path = tmp_path / "a.npz"
     path.write_bytes(b"before")
     dense = jaxonnx.load(net())
-    with pytest.raises(SparsityError, match="no weights that are recorded as sparse"):
+    with pytest.raises(SparsityError, match=r"recorded as sparse: .*model\.with_sparsity\(\)"):
         dense.save(path)
     with pytest.raises(SparsityError, match="no weights that are recorded as sparse"):
         dense.save(tmp_path / "a.onnx", sparse=True)

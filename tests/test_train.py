@@ -12,7 +12,6 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
-from jaxonnx.train._sparsity import layouts
 
 DATA = Path(__file__).parent / "data"
 LABELS = "softmax_cross_entropy_with_integer_labels"
@@ -149,7 +148,7 @@ def test_sparse(net):
 def test_only_factors_of_dense_products_become_sparse():
     def sparse_and_dense(name):
         model = jaxonnx.load(DATA / f"{name}.legacy.onnx")
-        layers = jaxonnx.sparse.layers(model.params, **layouts(model))
+        layers = jaxonnx.sparse.layers(model.params, **model.sparsity_options())
         return {x.name: x.axes for x in layers if x.axes}, {x.name: x.reason for x in layers}
 
     recurrent, reasons = sparse_and_dense("lstm")

@@ -12,7 +12,6 @@ import jaxonnx
 from jaxonnx import registry, sparse
 from jaxonnx._axes import Matrix, convolution, einsum, matrix, table
 from jaxonnx.registry import op
-from jaxonnx.train._sparsity import layouts, record
 
 DATA = Path(__file__).parent / "data"
 KEY = jax.random.key(0)
@@ -35,7 +34,7 @@ def load(nodes, functions="", **shapes):
 
 def sparse_axes(model):
     """(output, input) axes of what can be sparse, and why the rest stays dense."""
-    options = layouts(model)
+    options = model.sparsity_options()
     axes, reasons = {}, dict(options["exclude"])
     for name, value in model.params.items():
         if name not in reasons and np.ndim(value) > 1:
@@ -181,8 +180,8 @@ def test_weights_of_einsum_are_sparse_along_the_sum():
     assert sparse_axes(model)[0] == {"w": (0, 1), "v": (1, 0)}
     assert adapted_axes(model) == {"w": Matrix(0, 1), "v": Matrix(1, 0)}
     assert fans(model, "w") == (8, 16)
-    pruned = sparse.prune(model.params, **layouts(model))
-    sparse.verify(record(model.replace(params=pruned)))
+    pruned = sparse.prune(model.params, **model.sparsity_options())
+    sparse.verify(model.replace(params=pruned).with_sparsity())
 
 
 # Fused operators.

@@ -56,10 +56,14 @@ def recorded(proto: ModelProto, params: Mapping[str, Any]) -> Recorded | None:
     return (pattern, layers) if layers else None
 
 
-def set_record(proto: ModelProto, pattern: SparsityPattern, axes: Mapping[str, Axes]) -> None:
-    """Replaces the record of `proto`; without axes there is none."""
-    value = {"pattern": pattern.name, "transposable": pattern.transposable, "axes": axes}
-    records.put(proto, KEY, value if axes else None)
+def set_record(
+    proto: ModelProto, pattern: SparsityPattern | None, axes: Mapping[str, Axes]
+) -> None:
+    """Replace the record of `proto`; without a pattern or axes there is none."""
+    value = None
+    if pattern is not None and axes:
+        value = {"pattern": pattern.name, "transposable": pattern.transposable, "axes": axes}
+    records.put(proto, KEY, value)
 
 
 def keep_true(proto: ModelProto, values: Mapping[str, np.ndarray]) -> None:
@@ -192,6 +196,6 @@ def _recorded(proto: ModelProto) -> tuple[SparsityPattern, dict[str, Axes]]:
     if not axes:
         raise SparsityError(
             "the model has no weights that are recorded as sparse: train it with sparsity=, or say "
-            "what is sparse with jaxonnx.train._sparsity.record"
+            "what is sparse with model.with_sparsity()"
         )
     return pattern, axes

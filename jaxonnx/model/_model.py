@@ -18,6 +18,7 @@ from jaxonnx._file import formats, records
 from jaxonnx._file import save as saving
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.roles import graph_tensors, running_statistics
+from jaxonnx._graph.uses import weights
 from jaxonnx._graph.values import Value, arguments, data, declared, listed, matching
 from jaxonnx._rewrite.batch import freed
 from jaxonnx._rewrite.outputs import cut
@@ -32,6 +33,7 @@ from jaxonnx.training_info._run import Training
 
 if TYPE_CHECKING:  # only who asks for the sparsity imports what knows of it
     from jaxonnx._file.packed import Recorded
+    from jaxonnx.sparse import SparsityPattern
 
 Trainable = Select
 Statistics = Literal["batch", "frozen"]
@@ -317,6 +319,52 @@ class Model:
         from jaxonnx._file.packed import recorded
 
         return recorded(self.proto, self.params)
+
+    def sparsity_options(self) -> dict[str, Any]:
+        """Return what the graph says of its weights, as `exclude` and `axes` of `sparse.layers`.
+
+        A weight that is used in anything but dense matrix products and convolutions (an embedding,
+        a grouped convolution, a table that is added) cannot be sparse. The input axis is the one
+        that the product sums over, at the first use of a weight that has several.
+        """
+        found = weights(self.graph, self.tensors)
+        exclude = {name: found[name].dense for name in self.params if found[name].dense}
+        axes = {name: (w.matrix.output, w.matrix.input) for name, w in found.items() if w.matrix}
+        return {"exclude": exclude, "axes": lambda name, _: axes.get(name)}
+
+    def with_sparsity(
+        self,
+        pattern: str | SparsityPattern | None = "2:4",
+        *,
+        transposable: bool = True,
+        **choice: Any,
+    ) -> Model:
+        """Return a model with a record of what is sparse, for `save` and `sparse.verify`.
+
+        For weights of a training loop of your own: `jaxonnx.train` records by itself. The weights
+        stay as they are; `sparse.prune` makes them sparse.
+
+        Args:
+          pattern, transposable: as in `sparse.layers`; None takes the record away.
+          choice: `select`, `exclude` and `axes` as in `sparse.layers`; without them the graph
+            says which weights have the pattern, and along which axes (`sparsity_options`).
+
+        Raises:
+          SparsityError: no weight is left to be sparse.
+        """
+        proto = ModelProto()
+        proto.CopyFrom(self.proto)
+        records.put(proto, records.SPARSITY, None)
+        if pattern is not None:
+            from jaxonnx import sparse
+            from jaxonnx._file.packed import set_record
+            from jaxonnx.sparse._pattern import parse
+
+            choice = self.sparsity_options() | choice
+            pattern = parse(pattern, transposable)
+            report = sparse.layers(self.params, pattern, **choice)
+            set_record(proto, pattern, {x.name: x.axes for x in report if x.axes is not None})
+        return dataclasses.replace(self, proto=proto)
 
     def to_onnx(self) -> ModelProto:
         """The original graph with these weights, in inference form.
