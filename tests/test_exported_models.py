@@ -93,7 +93,8 @@ def test_loss_and_every_gradient_agree_with_pytorch(name):
 @pytest.mark.parametrize("name", ALL)
 def test_saved_with_new_weights(name, tmp_path):
     model, x = load(name), goldens(name)["x"]
-    changed = model.replace(params={k: 1.25 * v + 0.01 for k, v in model.params.items()})
+    params = {k: 1.25 * np.asarray(v) + 0.01 for k, v in model.params.items()}
+    changed = model.replace(params=params)
     path = tmp_path / "changed.onnx"
     changed.save(path)
     onnx.checker.check_model(path, full_check=True)

@@ -503,13 +503,14 @@ def test_gradients_share_the_forward_pass(file):
 
         return jax.value_and_grad(objective, has_aux=True)(params)
 
-    def flops(function):
-        return jax.jit(function).lower(model.params).compile().cost_analysis()["flops"]
-
-    by_graph = flops(lambda params: extended.apply(params, x, t))
-    np.testing.assert_allclose(by_graph, flops(by_hand), rtol=0.01)
-    outputs = jax.jit(lambda params: extended.apply(params, x, t))(model.params)
-    (_, logits), gradients = jax.jit(by_hand)(model.params)
+    by_graph, by_hand = (
+        jax.jit(function).lower(model.params).compile()
+        for function in (lambda params: extended.apply(params, x, t), by_hand)
+    )
+    flops = (program.cost_analysis()["flops"] for program in (by_graph, by_hand))
+    np.testing.assert_allclose(*flops, rtol=0.01)
+    outputs = by_graph(model.params)
+    (_, logits), gradients = by_hand(model.params)
     close(outputs[0], logits, rtol=1e-4, atol=1e-5)
     for name, got in zip(model.params, outputs[1:], strict=True):
         close(got, gradients[name], rtol=1e-4, atol=1e-5)
