@@ -2,8 +2,9 @@
 
 import importlib
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-from jaxonnx import losses, optim, sparse
+from jaxonnx import losses, optim
 from jaxonnx.errors import (
     Error,
     InputError,
@@ -18,6 +19,9 @@ from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.lowering import kernels_first
 from jaxonnx.model import Model, Value, add_training, labels, load
 from jaxonnx.train import History, Result, train
+
+if TYPE_CHECKING:
+    from jaxonnx import sparse
 
 __all__ = [
     "Adapters",
@@ -48,6 +52,6 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> ModuleType:
     """The submodules that few programs need, imported at first use."""
-    if name in ("backend", "flax", "loggers"):
+    if name in ("backend", "flax", "loggers", "sparse"):
         return importlib.import_module(f"jaxonnx.{name}")
     raise AttributeError(f"module 'jaxonnx' has no attribute '{name}'")

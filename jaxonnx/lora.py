@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx import sparse
 from jaxonnx._axes import Matrix
 from jaxonnx._graph.roles import running_statistics
 from jaxonnx._graph.uses import weights
@@ -203,6 +202,8 @@ class Adapters:
         places = {name: dataclasses.asdict(place) for name, place in self.layouts.items()}
         about = json.dumps({"rank": self.rank, "alpha": self.alpha, "layouts": places})
         arrays = {**self.values, _ABOUT: np.frombuffer(about.encode(), np.uint8)}
+        from jaxonnx import sparse
+
         sparse.save(path, arrays, {}, layers=())
 
     @classmethod
@@ -213,6 +214,8 @@ class Adapters:
           ModelError: the file holds no adapters, or is damaged.
         """
         try:
+            from jaxonnx import sparse
+
             values, _ = sparse.load(path)
             about = json.loads(values.pop(_ABOUT).tobytes())
             places = {

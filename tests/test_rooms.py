@@ -34,7 +34,17 @@ PUBLIC = {"cli.process"}
 """Modules with a public name within a public room, but for the families of `ops`."""
 
 
-HEAVY = {"jaxonnx.cli", "flax", "matplotlib", "PIL", "orbax", "pandas", "torch"}
+HEAVY = {
+    "jaxonnx.cli",
+    "jaxonnx.sparse",
+    "jaxonnx.cli._images",
+    "flax",
+    "matplotlib",
+    "PIL",
+    "orbax",
+    "pandas",
+    "torch",
+}
 """What `import jaxonnx` does without."""
 
 

@@ -6,14 +6,13 @@ import io
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from onnx import ModelProto, NodeProto, TensorProto, TrainingInfoProto, ValueInfoProto, numpy_helper
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxonnx._file.packed import Recorded
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.exports import is_folded
 from jaxonnx._graph.scopes import modules
@@ -21,6 +20,9 @@ from jaxonnx._graph.uses import uses, weights
 from jaxonnx._graph.values import Value, declared
 from jaxonnx._run.program import Program
 from jaxonnx._run.shapes import evaluated, inferred
+
+if TYPE_CHECKING:
+    from jaxonnx._file.packed import Recorded
 
 _ROWS = 60
 """Tensors listed one by one; the rest is counted."""

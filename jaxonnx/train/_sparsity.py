@@ -1,4 +1,7 @@
-"""Which parameters become sparse, and when."""
+"""Which parameters become sparse, and when.
+
+The functions import `jaxonnx.sparse`, so that importing jaxonnx does not.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +9,6 @@ from typing import Any
 import jax
 import optax
 
-from jaxonnx import sparse
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
 from jaxonnx.train._storage import Storage
@@ -28,6 +30,8 @@ def sparsify(
     Without lengths, a third of the epochs is dense, half have a dynamic mask, the rest a fixed one.
     The result is for parameters as they are stored; the options speak of those of the file.
     """
+    from jaxonnx import sparse
+
     if steps is None:
         raise TrainingError(
             "sparsity needs the number of batches in an epoch: pass arrays, or an iterable with a "
@@ -64,12 +68,16 @@ def sparsify(
 
 def is_sparse(memory: Any) -> bool:
     """Whether the state of an optimizer is that of `sparsify`."""
+    from jaxonnx import sparse
+
     leaves = jax.tree.leaves(memory, is_leaf=lambda x: isinstance(x, sparse.ThreePhaseState))
     return any(isinstance(x, sparse.ThreePhaseState) for x in leaves)
 
 
 def masks(memory: Any) -> dict[str, jax.Array]:
     """The boolean masks of now by name, from the state of an optimizer; none where it is dense."""
+    from jaxonnx import sparse
+
     return sparse.state_masks(memory) if is_sparse(memory) else {}
 
 
@@ -77,6 +85,8 @@ def sparse_numbers(memory: Any) -> dict[str, Any]:
     """What an epoch's row has of the state of an optimizer; nothing where it is dense."""
     if not is_sparse(memory):
         return {}
+    from jaxonnx import sparse
+
     numbers = sparse.metrics(memory)
     row = {name: numbers[name] for name in ("phase", "sparsity", "flip_rate", "kept")}
     return row | {f"flip_rate/{name}": rate for name, rate in numbers["flips"].items()}

@@ -15,9 +15,6 @@ import optax
 
 from jaxonnx.lowering._indifferent import indifferent
 from jaxonnx.lowering._order import KernelFirst, Turn, order, turned
-from jaxonnx.sparse import ThreePhaseState
-from jaxonnx.sparse._masks import from_bits, to_bits
-from jaxonnx.sparse._templates import Axes
 
 
 class Storage:
@@ -58,7 +55,7 @@ class Storage:
         """Return stored parameters for `Model.apply_train`, which takes them as they are."""
         return {n: KernelFirst(x) if n in self.names else x for n, x in params.items()}
 
-    def axes(self, name: str, axes: Axes) -> Axes:
+    def axes(self, name: str, axes: tuple[int, int]) -> tuple[int, int]:
         """Return where axes of a parameter are as it is stored."""
         if name not in self.names:
             return axes
@@ -75,9 +72,13 @@ def _turned(tree: Any, turns: Mapping[str, Turn]) -> Any:
         }
         return _turned(state._replace(masks={}), turns)._replace(masks=masks)
 
+    from jaxonnx.sparse import ThreePhaseState  # not before something is trained
+
     return turned(tree, turns, {ThreePhaseState: phases})
 
 
 @partial(jax.jit, static_argnums=1)
 def _turned_bits(bits: jax.Array, turn: Turn) -> jax.Array:
+    from jaxonnx.sparse._masks import from_bits, to_bits
+
     return to_bits(turn(from_bits(bits, turn.shape)))
