@@ -69,31 +69,16 @@ def step(
     Raises:
       TrainingError: settings that do not fit.
     """
-    settings = Settings(
-        loss=loss,
-        optimizer=optimizer,
-        metrics=metrics,
-        epochs=1 if epochs is None else epochs,
-        seed=seed,
-        trainable=trainable,
-        lora=lora,
-        statistics=statistics,
-        dropout=dropout,
-        sparsity=sparsity,
-        accumulate=accumulate,
-        ema=ema,
-        precision=precision,
-        remat=remat,
-        nan=nan,
-    )
+    settings = Settings.of(locals() | {"epochs": 1 if epochs is None else epochs})
     model = model if isinstance(model, Model) else load(model)
-    return assembled(tuned(model, settings), settings, epochs, steps_per_epoch)
+    return assembled(model, settings, epochs, steps_per_epoch)
 
 
 def assembled(
     model: Model, settings: Settings, epochs: int | None, steps_per_epoch: int | None
 ) -> Step:
-    """Return the step of a model that `tuned` returned."""
+    """Return the step that trains a model as the settings say."""
+    model = tuned(model, settings)
     if settings.loss is None or settings.optimizer is None:
         _check_carried(model, settings)
         return Carried(model, objective.find(model, None, settings.metrics), settings)

@@ -95,7 +95,7 @@ class Carried(Step):
         return self._goal.columns(validated)
 
     def _values(self, batch: Any) -> dict[str, Any]:
-        """The inputs of the network and of its algorithms, by name."""
+        """Return the inputs of the network and of its algorithms, by name."""
         inputs, targets, _ = as_batch(batch, self.model)
         if not isinstance(targets, Mapping) and len(self._targets) == 1:
             targets = {self._targets[0]: targets}
@@ -107,7 +107,7 @@ class Carried(Step):
         return {**dict(zip(self._inputs, inputs, strict=True)), **targets}
 
     def _measured(self, batch: Any) -> Batch:
-        """The batch for metrics, for which the only target needs no name."""
+        """Return the batch for metrics, for which the only target needs no name."""
         batch = as_batch(batch, self.model)
         single = len(self._targets) == 1 and isinstance(batch.targets, Mapping)
         return batch._replace(targets=batch.targets[self._targets[0]]) if single else batch
@@ -124,7 +124,7 @@ class Carried(Step):
 
 
 def _stays_finite(old: Mapping[str, Any], new: Mapping[str, Any]) -> jax.Array:
-    """Whether all that was finite is so still; a variable may be infinite by design."""
+    """Return whether all that was finite is so still; a variable may be infinite by design."""
     sums = [
         jnp.sum(jnp.where(jnp.isfinite(old[name]), x, 0))
         for name, x in new.items()

@@ -115,7 +115,7 @@ class Checkpoints:
             )
 
     def restore(self, tree: Any) -> tuple[Position, Any, History]:
-        """The newest checkpoint that can be read: position, arrays like those of `tree`, history.
+        """Return the newest checkpoint that can be read: position, arrays like `tree`'s, history.
 
         Raises:
           TrainingError: it is of another run, or there are checkpoints and none can be read.
@@ -144,7 +144,7 @@ class Checkpoints:
         return Position(), tree, History()
 
     def save(self, at: Position, tree: Any, history: History, score: float | None) -> None:
-        """Stores the run at its present step; the next steps may reuse the memory of the tree.
+        """Store the run at its present step; the next steps may reuse the memory of the tree.
 
         Args:
           score: greater is better; None does not compete for the best.
@@ -174,7 +174,7 @@ class Checkpoints:
             raise NotWritten(_reason(error)) from error
 
     def wait(self) -> None:
-        """Until all is written.
+        """Wait until all is written.
 
         Raises:
           NotWritten: the last checkpoint.
@@ -240,7 +240,7 @@ class Checkpoints:
             )
 
     def _set_aside(self, step: int | str, error: Exception) -> None:
-        """Renames a checkpoint that cannot be read, because its number will be used again."""
+        """Rename a checkpoint that cannot be read, because its number will be used again."""
         names = (f"unreadable.{step}" + ("" if n == 1 else f".{n}") for n in count(1))
         aside = next(path for path in map(self._directory.joinpath, names) if not path.exists())
         os.rename(self._directory / str(step), aside)
@@ -257,7 +257,7 @@ def _leaves(tree: Any) -> list[str]:
 
 
 def _data(x: jax.Array) -> jax.Array:
-    """A key as the numbers in it; optimizers that draw have one."""
+    """Return a key as the numbers in it; optimizers that draw have one."""
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
@@ -273,6 +273,6 @@ def _crc(x: np.ndarray) -> int:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what happened."""
+    """Return the first line of what happened."""
     strerror = getattr(error, "strerror", None)
     return strerror or (str(error).strip() or type(error).__name__).splitlines()[0][:200]

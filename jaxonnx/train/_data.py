@@ -35,7 +35,7 @@ class Batch(NamedTuple):
 def sources(
     data: Any, validation: Any, inputs: Sequence[Value], batch_size: int | None, seed: int
 ) -> tuple["Arrays | Stream", "Arrays | Stream | None"]:
-    """The examples to train with and those held out, in the forms that `train` documents.
+    """Return the examples to train with and those held out, in the forms that `train` documents.
 
     Args:
       validation: like `data`, a share of it between 0 and 1, or None.
@@ -80,7 +80,7 @@ def _source(
 
 
 def _read(path: str | os.PathLike) -> dict[str, np.ndarray]:
-    """The arrays of an .npz file."""
+    """Return the arrays of an .npz file."""
     try:
         with np.load(path, allow_pickle=False) as file:
             if isinstance(file, np.lib.npyio.NpzFile):
@@ -94,7 +94,7 @@ def _read(path: str | os.PathLike) -> dict[str, np.ndarray]:
 
 
 def _batch_size(inputs: Sequence[Value], wanted: int | None) -> int:
-    """The size that the inputs are fixed to, or what was asked for, or 32."""
+    """Return the size that the inputs are fixed to, or what was asked for, or 32."""
     fixed = [value.shape[0] for value in inputs if value.shape]
     size = next((size for size in fixed if isinstance(size, int)), None)
     if size is None:
@@ -108,7 +108,7 @@ def _batch_size(inputs: Sequence[Value], wanted: int | None) -> int:
 
 
 def _split(examples: "Arrays | Stream", share: float) -> tuple["Arrays", "Arrays"]:
-    """Examples without a share of them, and that share, in order; the seed alone chooses."""
+    """Return examples without a share of them, and that share; the seed alone chooses."""
     if not isinstance(examples, Arrays):
         raise TrainingError(
             f"validation={share} is a share of data in one piece; data is an iterable: pass "
@@ -128,7 +128,7 @@ def _split(examples: "Arrays | Stream", share: float) -> tuple["Arrays", "Arrays
 
 
 def _pair(given: Any, names: list[str], what: str) -> tuple[tuple[np.ndarray, ...], Any]:
-    """Inputs in the model's order and targets, as NumPy arrays of one length."""
+    """Return inputs in the model's order and targets, as NumPy arrays of one length."""
     x, y = ordered(given, names, what)
     inputs, targets = jax.tree.map(np.asarray, (x, y), is_leaf=lambda v: isinstance(v, list))
     named = [(f"input {n!r}", a) for n, a in zip(names, inputs, strict=True)]
@@ -168,7 +168,7 @@ def ordered(given: Any, names: list[str], what: str) -> tuple[tuple[Any, ...], A
 
 
 def _parted(given: Any, names: list[str], what: str) -> tuple[Any, Any]:
-    """Inputs and targets, each as it comes."""
+    """Return inputs and targets, each as it comes."""
     if isinstance(given, tuple | list) and len(given) == 2:
         return given[0], given[1]
     if not isinstance(given, Mapping):
@@ -211,7 +211,7 @@ class Arrays:
         return -(-len(self.rows) // self.size)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch from number `start` on."""
+        """Return the batches of an epoch from number `start` on."""
         order = self.rows.copy()
         if self.seed is not None:
             np.random.default_rng((self.seed, epoch)).shuffle(order)
@@ -246,7 +246,7 @@ class Stream:
             return None
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch from number `start` on; those before it are made and dropped.
+        """Return the batches from number `start` on; those before it are made and dropped.
 
         Fill comes from the batch before, so skipping gives the batches of the whole epoch.
         """
@@ -278,7 +278,7 @@ class Stream:
 
 
 def _same(pair: Any, first: Any, what: str) -> None:
-    """Refuses a batch whose shapes or dtypes, other than its length, are not those before it."""
+    """Refuse a batch whose shapes or dtypes, but for its length, are not those before it."""
     new, old = ([(a.shape[1:], a.dtype) for a in jax.tree.leaves(p)] for p in (pair, first))
     if jax.tree.structure(pair) != jax.tree.structure(first):
         raise TrainingError(

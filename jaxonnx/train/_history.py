@@ -29,7 +29,7 @@ class History:
     """Whether it ended because `patience` was spent, as was asked for."""
 
     def plot(self, axes: Any = None) -> Any:
-        """Draws the loss of every step and the validation curves; returns the matplotlib axes."""
+        """Draw the loss of every step and the validation curves; return the matplotlib axes."""
         if axes is None:
             try:
                 from matplotlib import pyplot

@@ -43,12 +43,12 @@ class Keeper:
         self._back = 0
 
     def due(self) -> bool:
-        """Whether it is time inside an epoch, before the next step."""
+        """Return whether it is time inside an epoch, before the next step."""
         done = self._record.started
         return self._every is not None and done % self._every == 0 and done > self._at
 
     def due_after_epoch(self, best: bool, last: bool) -> bool:
-        """Whether it is time after an epoch, which is the best or the last one."""
+        """Return whether it is time after an epoch, which is the best or the last one."""
         done = self._record.step
         return done > self._at and (self._every is None or best or last or done % self._every == 0)
 

@@ -39,7 +39,7 @@ _LOGITS = {
 
 @cache
 def _named() -> dict[str, Callable[..., Any]]:
-    """The losses of optax that need predictions and targets and nothing else, and ONNX's."""
+    """Return the losses of optax that need predictions and targets and nothing else, and ONNX's."""
     found = {}
     for name in dir(optax.losses):
         function = getattr(optax.losses, name)
@@ -82,18 +82,18 @@ class Loss:
         return _LOGITS.get(self.name or "")
 
     def mean(self, outputs: Any, targets: Any, weight: jax.Array) -> jax.Array:
-        """The mean over the examples of weight 1; a scalar loss sees the fill as well."""
+        """Return the mean over the examples of weight 1; a scalar loss sees the fill as well."""
         total, count = self.totals(outputs, targets, weight)
         return total / jnp.where(count > 0, count, 1)
 
     def totals(self, outputs: Any, targets: Any, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """A sum over a batch and its divisor; the means of an epoch are quotients of such sums."""
+        """Return a sum over a batch and its divisor, which add up to the mean of an epoch."""
         if isinstance(self.function, ClassLoss) and self.function.reduction != "none":
             return self.function.totals(outputs, targets, weight)
         return totals(self.function(outputs, targets), weight)
 
     def check(self, outputs: Any, targets: Any, what: str = "the loss") -> None:
-        """Refuses shapes that do not fit, given arrays or `jax.ShapeDtypeStruct`s."""
+        """Refuse shapes that do not fit, given arrays or `jax.ShapeDtypeStruct`s."""
         if self.name is not None:
             self._check_named(outputs, targets, what)
         loss = jax.eval_shape(self.function, outputs, targets)
@@ -137,7 +137,7 @@ class Loss:
             )
 
     def check_labels(self, targets: Any, outputs: Any, what: str) -> None:
-        """Refuses labels outside of 0 ... classes - 1, which optax would take for others."""
+        """Refuse labels outside of 0 ... classes - 1, which optax would take for others."""
         if self.class_axis is None:
             return
         classes = outputs.shape[self.class_axis]
@@ -153,7 +153,7 @@ class Loss:
 
 
 def totals(values: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The sum of values of examples, or of their means, where the weight is 1, and their number.
+    """Return the sum of values of examples of weight 1, or of their means, and their number.
 
     Half precision, whose sums end at 65504, is summed in float32.
     """
@@ -166,7 +166,7 @@ def totals(values: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def find(loss: Any) -> Loss:
-    """The loss of that name, or around that callable, which may be one of optax's itself."""
+    """Return the loss of that name, or around that callable, which may be one of optax's itself."""
     if isinstance(loss, ClassLoss):
         return Loss(loss, loss.name)
     named = _named()

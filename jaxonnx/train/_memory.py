@@ -28,7 +28,7 @@ class Memory:
         self._free: list[np.ndarray] = []
 
     def rows(self, rows: np.ndarray) -> np.ndarray:
-        """`array[rows]`, for rows that there are."""
+        """Return `array[rows]`, for rows that there are."""
         if not self.again:
             return self._array[rows]
         block = np.asarray(_Lent(self._free.pop() if self._free else self._block(), self._free))

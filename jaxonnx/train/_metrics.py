@@ -64,7 +64,7 @@ class Reader:
     ending: str | None
 
     def decisions(self, outputs: Any, targets: Any, weight: jax.Array) -> Choices | Answers:
-        """Predictions in rows, from labels, distributions or yes-and-no targets."""
+        """Return predictions in rows, from labels, distributions or yes-and-no targets."""
         axis = self.class_axis(outputs.shape, targets.shape)
         if axis is None:
             return self._binary(outputs, targets, weight)
@@ -94,7 +94,7 @@ class Reader:
         return 0.0 if self.loss.logits_of == "Sigmoid" else 0.5
 
     def class_axis(self, outputs: tuple[int, ...], targets: tuple[int, ...]) -> int | None:
-        """The axis of the classes; None for targets that say yes or no to each output.
+        """Return the axis of the classes; None for targets that say yes or no to each output.
 
         Where the loss does not tell, labels have the classes of the outputs on the last axis, or on
         axis 1 if only that fits.
@@ -198,7 +198,7 @@ def _spread(outputs, targets, weight) -> Sums:
 
 
 def _merge_spread(a: _Spread, b: _Spread) -> _Spread:
-    """Chan, Golub, LeVeque 1983: no difference of large sums."""
+    """Merge as Chan, Golub and LeVeque (1983) do: no difference of large sums."""
     count = a.count + b.count
     step = b.mean - a.mean
     share = _divide(b.count, count)
@@ -231,7 +231,7 @@ _NAMES = ", ".join([*_CLASSES, *_NUMBERS, "top_5 (and any number)"])
 
 
 def find(metric: Any, reader: Reader) -> tuple[str, Metric]:
-    """The metric of that name, or around that callable, and its name.
+    """Return the metric of that name, or around that callable, and its name.
 
     Raises:
       TrainingError: there is none of that name, or a callable without one.
@@ -270,7 +270,7 @@ def find(metric: Any, reader: Reader) -> tuple[str, Metric]:
 
 
 def check(name: str, metric: Any, reader: Reader, outputs: Any, targets: Any) -> None:
-    """Refuses a metric that does not fit outputs and targets, given their shapes."""
+    """Refuse a metric that does not fit outputs and targets, given their shapes."""
     if callable(metric):
         value = jax.eval_shape(metric, outputs, targets)
         size = len(jax.tree.leaves(targets)[0])

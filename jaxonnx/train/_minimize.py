@@ -84,7 +84,7 @@ class Minimize(Step):
         return state, jnp.stack([value, good.astype(value.dtype)])
 
     def _moved(self, state: State, value: jax.Array, gradients: Any) -> State:
-        """The state after an update of the parameters."""
+        """Return the state after an update of the parameters."""
         updates, memory = self._optimizer.update(
             gradients, state.optimizer, state.params, value=value, grad=gradients
         )
@@ -135,7 +135,7 @@ class Minimize(Step):
 
 
 def _shown(state: State) -> dict[str, jax.Array]:
-    """The parameters to validate and to hand out: the average if there is one.
+    """Return the parameters to validate and to hand out: the average if there is one.
 
     Sparse weights are averaged over masks that change; what the mask hides now is zero.
     """

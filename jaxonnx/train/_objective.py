@@ -59,7 +59,7 @@ class Objective:
     notes: tuple[str, ...]
 
     def mean(self, outputs: Any, targets: Any, weight: jax.Array) -> jax.Array:
-        """The loss of a batch, given all values that the model computes."""
+        """Return the loss of a batch, given all values that the model computes."""
         means = [
             term.share * term.loss.mean(*self._given(term, outputs, targets), weight)
             for term in self.terms
@@ -67,7 +67,7 @@ class Objective:
         return sum(means[1:], means[0])
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Any]:
-        """What `add` sums up of a batch: losses first, then metrics by name."""
+        """Return what `add` sums up of a batch: losses first, then metrics by name."""
         targets, weight = batch.targets, jnp.asarray(batch.weight)
         found = {
             f"loss {i}": term.loss.totals(*self._given(term, outputs, targets), weight)
@@ -79,18 +79,18 @@ class Objective:
         return jax.tree.map(jnp.asarray, found)
 
     def start(self, shapes: Any, batch: Batch) -> dict[str, Any]:
-        """The sums of no examples, given the shapes of outputs."""
+        """Return the sums of no examples, given the shapes of outputs."""
         sums = jax.eval_shape(self.sums, shapes, batch)
         return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), sums)
 
     def add(self, sums: dict[str, Any], outputs: Any, batch: Batch) -> dict[str, Any]:
-        """The sums with those of a batch."""
+        """Return the sums with those of a batch."""
         new = self.sums(outputs, batch)
         merge = {name: measure.metric.merge for name, measure in self.measures.items()}
         return {n: merge.get(n, metrics.add)(sums[n], x) for n, x in new.items()}
 
     def row(self, sums: dict[str, Any]) -> dict[str, float]:
-        """What an epoch's sums come to, as the history has it."""
+        """Return what an epoch's sums come to, as the history has it."""
         row = {"validation_loss": 0.0}
         for i, term in enumerate(self.terms):
             total, count = sums[f"loss {i}"]
@@ -111,7 +111,7 @@ class Objective:
         return ["loss", *(f"validation_{name}" for name in names)]
 
     def check(self, batch: Batch) -> Any:
-        """Refuses inputs and targets that do not fit; returns the shapes of what is computed."""
+        """Refuse inputs and targets that do not fit; return the shapes of what is computed."""
         model, key = self.model, jax.random.key(0)
         shapes, _ = jax.eval_shape(
             lambda *inputs: model.apply_train(model.params, model.state, key, *inputs),
@@ -135,21 +135,21 @@ class Objective:
         return shapes
 
     def check_labels(self, targets: Any, shapes: Any, what: str) -> None:
-        """Refuses labels that are no classes."""
+        """Refuse labels that are no classes."""
         for term in self.terms:
             outputs, labels = self._given(term, shapes, targets)
             of = what if term.output is None else f"{what}, '{term.output}',"
             term.loss.check_labels(labels, outputs, of)
 
     def _given(self, term: Term, outputs: Any, targets: Any) -> tuple[Any, Any]:
-        """What a loss takes of all values."""
+        """Return what a loss takes of all values."""
         if term.value is None:
             return self._seen(None, outputs, targets)
         values = outputs if isinstance(outputs, tuple) else (outputs,)
         return values[term.value], _own(targets, term.output)
 
     def _seen(self, output: str | None, outputs: Any, targets: Any) -> tuple[Any, Any]:
-        """Outputs as the file has them, one or all, and their targets."""
+        """Return outputs as the file has them, one or all, and their targets."""
         values = outputs if isinstance(outputs, tuple) else (outputs,)
         if output is not None:
             return values[self.names.index(output)], _own(targets, output)
@@ -158,7 +158,7 @@ class Objective:
 
 
 def _own(targets: Any, output: str | None) -> Any:
-    """The targets of an output, which need not be in a dict if they are all there are."""
+    """Return the targets of an output, which need not be in a dict if they are all there are."""
     return targets[output] if output is not None and isinstance(targets, Mapping) else targets
 
 
@@ -210,7 +210,7 @@ def _of_outputs(what: str, given: Mapping[str, Any], names: tuple[str, ...]) -> 
 
 
 def _weighted(output: str, given: Any) -> tuple[Any, float]:
-    """A loss and its weight, 1 if it has none."""
+    """Return a loss and its weight, 1 if it has none."""
     if not isinstance(given, tuple):
         return given, 1.0
     if len(given) != 2 or not isinstance(given[1], int | float) or not np.isfinite(given[1]):
@@ -223,7 +223,7 @@ def _weighted(output: str, given: Any) -> tuple[Any, float]:
 def _measures(
     model: Model, names: tuple[str, ...], terms: tuple[Term, ...], wanted: Any
 ) -> dict[str, Measure]:
-    """Metrics by the name that the history has for them."""
+    """Return metrics by the name that the history has for them."""
     losses_of = {term.output: term.loss for term in terms}
     if isinstance(wanted, Mapping):
         listed = [(o, m) for o, ms in _of_outputs("metrics", wanted, names) for m in _list(ms)]
@@ -249,7 +249,7 @@ def _list(given: Any) -> list[Any]:
 
 
 def _ending(model: Model, output: str) -> Node | None:
-    """The node of `_ENDINGS` that gives an output."""
+    """Return the node of `_ENDINGS` that gives an output."""
     for node in reversed(model.graph.nodes):
         if node.outputs and node.outputs[0] == output:
             if node.op.name == "Identity" and not node.op.domain:
@@ -260,7 +260,7 @@ def _ending(model: Model, output: str) -> Node | None:
 
 
 def _fits(node: Node, loss: losses.Loss, shape: tuple | None) -> bool:
-    """Whether the ending is the one that the loss has inside, over the same axis."""
+    """Return whether the ending is the one that the loss has inside, over the same axis."""
     if _ENDINGS[node.op.name] != loss.logits_of:
         return False
     if node.op.name == "Sigmoid":

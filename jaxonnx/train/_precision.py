@@ -25,7 +25,7 @@ _PRODUCTS: dict[Primitive, dict[str, Any]] = {
 
 
 def products_in_bfloat16(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, whose products of two float32 arrays take them rounded to bfloat16.
+    """Return a function whose products of two float32 arrays take them rounded to bfloat16.
 
     Apply it to a gradient, not to what is differentiated.
     """

@@ -57,7 +57,7 @@ class Bar:
         self._progress.stop()
 
     def show(self, history: History) -> None:
-        """The state after some step."""
+        """Show the state after some step."""
         if not self._shown:
             return
         self._history, now = history, time.perf_counter()
@@ -91,7 +91,7 @@ class Bar:
         return None if self._steps is None else self._epochs * self._steps
 
     def _speed(self) -> list[str]:
-        """Rate and remaining time, once they are known."""
+        """Return rate and remaining time, once they are known."""
         done = self._done - self._first
         if self._began is None or not done:
             return []
@@ -101,7 +101,7 @@ class Bar:
         return told if not left or left < 0 else [*told, f"{_clock(left / rate)} left"]
 
     def _draw_cell(self, told: str) -> None:
-        """The bar as HTML, in place of the one before."""
+        """Draw the bar as HTML, in place of the one before."""
         from IPython.display import HTML, display
 
         total = "" if self._total is None else f' max="{self._total}"'

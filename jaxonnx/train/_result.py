@@ -31,7 +31,7 @@ class Result:
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
-    """How much each tensor changed, relative to what it was."""
+    """Return how much each tensor changed, relative to what it was."""
     return {name: _change(np.asarray(before[name]), np.asarray(x)) for name, x in after.items()}
 
 
@@ -44,7 +44,7 @@ def _change(before: np.ndarray, after: np.ndarray) -> float:
 
 
 def _listed(result: Result) -> list[str]:
-    """What changed, the largest changes first."""
+    """Return what changed, the largest changes first."""
     if not result.changes:
         return []
     params = {n: c for n, c in result.changes.items() if n in result.model.params}

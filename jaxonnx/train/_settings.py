@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import optax
@@ -55,6 +55,12 @@ class Settings:
     resume: bool = False
     on_log: Hook | Sequence[Hook] | None = None
     progress: bool | None = None
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """Return the settings among the arguments of a function."""
+        names = [field.name for field in fields(cls) if field.name in arguments]
+        return cls(**{name: arguments[name] for name in names})
 
     def __post_init__(self):
         _integer("epochs", self.epochs, 1)

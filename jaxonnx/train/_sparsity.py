@@ -25,10 +25,11 @@ def sparsify(
     steps: int | None,
     storage: Storage,
 ) -> tuple[optax.GradientTransformationExtraArgs, Model]:
-    """The optimizer inside `sparse.three_phase`, phases in epochs, and the model with its record.
+    """Return the optimizer inside `sparse.three_phase`, and the model with its record.
 
-    Without lengths, a third of the epochs is dense, half have a dynamic mask, the rest a fixed one.
-    The result is for parameters as they are stored; the options speak of those of the file.
+    Lengths are in epochs of `steps`. Without any, a third of the epochs is dense, half have a
+    dynamic mask, the rest a fixed one. The result is for parameters as they are stored; the options
+    speak of those of the file.
     """
     from jaxonnx import sparse
 
@@ -67,7 +68,7 @@ def sparsify(
 
 
 def is_sparse(memory: Any) -> bool:
-    """Whether the state of an optimizer is that of `sparsify`."""
+    """Return whether the state of an optimizer is that of `sparsify`."""
     from jaxonnx import sparse
 
     leaves = jax.tree.leaves(memory, is_leaf=lambda x: isinstance(x, sparse.ThreePhaseState))
@@ -75,14 +76,14 @@ def is_sparse(memory: Any) -> bool:
 
 
 def masks(memory: Any) -> dict[str, jax.Array]:
-    """The boolean masks of now by name, from the state of an optimizer; none where it is dense."""
+    """Return the present masks by name, from the state of an optimizer; none where it is dense."""
     from jaxonnx import sparse
 
     return sparse.state_masks(memory) if is_sparse(memory) else {}
 
 
 def sparse_numbers(memory: Any) -> dict[str, Any]:
-    """What an epoch's row has of the state of an optimizer; nothing where it is dense."""
+    """Return what an epoch's row has of the state of an optimizer; nothing where it is dense."""
     if not is_sparse(memory):
         return {}
     from jaxonnx import sparse

@@ -119,7 +119,7 @@ class Monitor:
         return f"epoch {self.best[0]}, the best"
 
     def score(self, row: dict[str, Any]) -> float | None:
-        """Greater is better; None for what does not compete."""
+        """Return a score; greater is better, None does not compete."""
         value = self._value(row)
         return None if np.isnan(value) else -self._sign * value
 
@@ -129,7 +129,7 @@ class Monitor:
 
 
 def _direction(monitor: Any) -> tuple[str, int]:
-    """The name, and 1 for what is better when smaller or -1."""
+    """Return the name, and 1 for what is better when smaller or -1."""
     if isinstance(monitor, tuple) and len(monitor) == 2 and monitor[1] in ("min", "max"):
         return monitor[0], 1 if monitor[1] == "min" else -1
     if not isinstance(monitor, str):

@@ -3,7 +3,6 @@
 import os
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast
 
 import optax
@@ -18,7 +17,6 @@ from jaxonnx.train._loop import run
 from jaxonnx.train._result import Result, changes
 from jaxonnx.train._settings import Hook, Settings
 from jaxonnx.train._step import State, Step
-from jaxonnx.train._tuning import tuned
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
@@ -189,10 +187,8 @@ def train(
       TrainingError: data, labels, loss or settings that do not fit, before anything is compiled;
         or a later batch that does not fit those before it.
     """
-    arguments = dict(locals())
+    settings = Settings.of(locals())
     net = model if isinstance(model, Model) else load(model)
-    settings = Settings(**{field.name: arguments[field.name] for field in fields(Settings)})
-    net = tuned(net, settings)
     examples, held_out = sources(data, validation, net.inputs, batch_size, seed)
     if metrics is not None and held_out is None:
         raise TrainingError("metrics are computed on validation data: pass validation= as well")
