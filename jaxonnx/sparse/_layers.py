@@ -27,10 +27,15 @@ class Layer:
 
 
 def name_of(path: tuple) -> str:
-    """The name of a leaf of a pytree: its keys joined by dots."""
+    """Return the name of a leaf of a pytree: its keys joined by dots."""
     if path and path[-1] == jax.tree_util.GetAttrKey("value"):
         path = path[:-1]  # the box of an nnx variable, which optimizers see with and without
     return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def by_name(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a pytree by name."""
+    return {name_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def layers(
@@ -42,7 +47,7 @@ def layers(
     exclude: Mapping[str, str] | None = None,
     axes: Axes | Callable[[str, Any], Axes | None] | None = None,
 ) -> list[Layer]:
-    """What becomes sparse and what stays dense, with the reason, for every array of `params`.
+    """Report for every array of `params` whether it becomes sparse, or why it stays dense.
 
     >>> import numpy as np
     >>> for layer in layers({"w": np.ones((8, 4)), "b": np.ones(8)}):
@@ -97,10 +102,10 @@ def _chosen(select: Select | None, leaves: list[tuple[str, Any]]) -> set[str]:
         return {name for name, leaf in leaves if select(name, leaf)}
     chosen = set()
     for wanted in [select] if isinstance(select, str | re.Pattern) else select:
-        found = {n for n, _ in leaves if n == wanted or re.fullmatch(wanted, n)}
-        if not found:
+        matches = {n for n, _ in leaves if n == wanted or re.fullmatch(wanted, n)}
+        if not matches:
             raise SparsityError(
                 f"{wanted!r} selects no parameter; there are {', '.join(n for n, _ in leaves)}"
             )
-        chosen |= found
+        chosen |= matches
     return chosen

@@ -18,11 +18,11 @@ def mask(
     transposable: bool = True,
     axes: Axes | None = None,
 ) -> jax.Array:
-    """The 0/1 mask of the pattern that keeps the most of sum |w|, per block.
+    """Find the mask of the pattern that keeps the most of sum |w| in every block.
 
     2:4 transposable is exact; ties go to the template that comes first in `templates()`. Other
     transposable N:M patterns are exact up to M = 8 but for ties and rounding, and within 0.1 % of
-    the optimum beyond (`jaxonnx.sparse._transport`). A one-axis mask is exact, ties go to the lower
+    the optimum beyond (`jaxonnx.sparse._transport`). A one-axis mask is exact; ties go to the lower
     index.
 
     >>> w = jnp.array([[4.0, 3, 2, 1], [3, 4, 1, 2], [1, 2, 3, 4], [2, 1, 4, 3]])
@@ -47,7 +47,7 @@ def mask(
 
     Raises:
       SparsityError: not floating point, axes that are not multiples of M, NaN or infinity. Under a
-        trace the values are not looked at: a block with a NaN gets some valid template.
+        trace the values are not checked: a block with a NaN gets some valid template.
     """
     pattern = parse(pattern, transposable)
     axes = check(w, pattern, axes)
@@ -62,11 +62,11 @@ def mask(
 
 
 _search = jax.jit(lambda w, pattern, axes: pattern.search(w, axes), static_argnums=(1, 2))
-_expand = jax.jit(lambda found, pattern, axes: pattern.expand(found, axes), static_argnums=(1, 2))
+_expand = jax.jit(lambda best, pattern, axes: pattern.expand(best, axes), static_argnums=(1, 2))
 
 
 def to_bits(mask: jax.Array) -> jax.Array:
-    """A mask as `uint8[ceil(size / 8)]`.
+    """Pack a mask into `uint8[ceil(size / 8)]`.
 
     Bit k of word j is element k * words + j of the flattened mask: consecutive weights then read
     consecutive words, which vectorises, and the packing does not depend on the pattern.
@@ -82,6 +82,6 @@ def _to_bits(mask: jax.Array) -> jax.Array:
 
 
 def from_bits(bits: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The boolean mask of the given shape back from `to_bits`."""
+    """Unpack the boolean mask of this shape from the result of `to_bits`."""
     planes = (bits[None] >> jnp.arange(8, dtype=jnp.uint8)[:, None]) & 1
     return planes.reshape(-1)[: int(np.prod(shape))].reshape(shape).astype(bool)

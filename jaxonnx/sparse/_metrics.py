@@ -11,25 +11,25 @@ from jaxonnx.sparse._three_phase import ThreePhaseState
 
 
 def find_state(opt_state: Any) -> ThreePhaseState:
-    """The `ThreePhaseState` in an optimizer state; `SparsityError` if there is not just one."""
-    found = [
+    """Return the `ThreePhaseState` in an optimizer state; `SparsityError` unless there is one."""
+    states = [
         x
         for x in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, ThreePhaseState))
         if isinstance(x, ThreePhaseState)
     ]
-    if len(found) != 1:
-        raise SparsityError(f"the optimizer state has {len(found)} three-phase states, not one")
-    return found[0]
+    if len(states) != 1:
+        raise SparsityError(f"the optimizer state has {len(states)} three-phase states, not one")
+    return states[0]
 
 
 def state_masks(opt_state: Any) -> dict[str, jax.Array]:
-    """The current boolean masks by name."""
+    """Return the current boolean masks by name."""
     state = find_state(opt_state)
     return {n: from_bits(bits, state.pruned[n].shape) for n, bits in state.masks.items()}
 
 
 def metrics(opt_state: Any) -> dict[str, Any]:
-    """What the state says about the sparsity, as plain numbers.
+    """Summarise the sparsity of an optimizer state in plain numbers.
 
     `phase` (of the next step), `sparsity` (fraction of weights hidden), `flip_rate` and `kept` (of
     sum |W|, at the last refresh) over all sparse weights, `flips` and `kept_by_layer` by name.

@@ -12,7 +12,7 @@ from jaxonnx.sparse._templates import Axes, codes, expand
 from jaxonnx.sparse._transport import rank, transposable
 
 _TEMPLATES = {(2, 4, True): (codes, expand)}
-"""The (n, m, transposable) with a search of their own, and what expands its result to a mask."""
+"""The (n, m, transposable) with a search of their own, which comes with its expansion to a mask."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,7 @@ class Pattern(SparsityPattern):
     def pack(self, w: np.ndarray, kept: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
         if w.shape[axis] % self.m:
             raise SparsityError(f"axis {axis} of {w.shape[axis]} is not a multiple of {self.m}")
-        w, kept = (np.moveaxis(x, axis, -1) for x in (w, kept))
-        w, kept = (x.reshape(*x.shape[:-1], -1, self.m) for x in (w, kept))
+        w, kept = (_grouped(np.moveaxis(x, axis, -1), self.m, -1) for x in (w, kept))
         if (most := int(kept.sum(-1).max(initial=0))) > self.n:
             raise SparsityError(
                 f"a group along axis {axis} keeps {most} of {self.m}, not at most {self.n}"
@@ -108,30 +107,35 @@ class Pattern(SparsityPattern):
         return ""
 
 
-def _named(found, transposable: bool) -> Pattern | None:
-    n, m = map(int, found.groups())
+def _named(match, transposable: bool) -> Pattern | None:
+    n, m = map(int, match.groups())
     return Pattern(n, m, transposable) if 0 < n < m <= 32 else None
 
 
 register("N:M with 0 < N < M <= 32", r"(\d+):(\d+)", _named)
 
 
+def _grouped(x, m: int, axis: int):
+    """Split `axis` into (groups, m)."""
+    axis %= x.ndim
+    return x.reshape(*x.shape[:axis], -1, m, *x.shape[axis + 1 :])
+
+
 def group_sums(x: np.ndarray, m: int, axis: int) -> np.ndarray:
     """Return the sum over every `m` consecutive entries along `axis`."""
-    axis %= x.ndim
-    return x.reshape(*x.shape[:axis], -1, m, *x.shape[axis + 1 :]).sum(axis + 1)
+    return _grouped(x, m, axis).sum(axis % x.ndim + 1)
 
 
 def one_axis(w: jax.Array, n: int, m: int, axis: int) -> jax.Array:
     """Keep the `n` largest |w| of every `m` consecutive along `axis`; ties: the lower index."""
     axis %= w.ndim
-    grouped = jnp.abs(w).reshape(*w.shape[:axis], -1, m, *w.shape[axis + 1 :])
+    grouped = _grouped(jnp.abs(w), m, axis)
     lower = jax.lax.broadcasted_iota(jnp.int32, grouped.shape, axis + 1)
     return (rank(grouped, lower, axis + 1) < n).reshape(w.shape)
 
 
 def _width(m: int) -> int:
-    """Return the bits of a place in a group of `m`."""
+    """Return how many bits a place in a group of `m` takes."""
     return (m - 1).bit_length()
 
 

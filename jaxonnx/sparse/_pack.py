@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx.errors import SparsityError
-from jaxonnx.sparse._layers import Layer, name_of
+from jaxonnx.sparse._layers import Layer, by_name
 from jaxonnx.sparse._pattern import SparsityPattern, default_axes, parse
 
 INDEX = "__packed__"
-"""The array of a packed file that tells of the others."""
+"""The name of the array in a packed file that describes the others."""
 
 
 @partial(
@@ -37,9 +37,9 @@ class Packed:
     """One weight in the storage form along `axis`; a pytree, so `unpack` can be jitted over it."""
 
     values: np.ndarray | jax.Array
-    """What is kept. Of N:M [..., groups, n], in ascending place, `axis` moved to the end."""
+    """The kept weights. Of N:M [..., groups, n], in ascending place, `axis` moved to the end."""
     indices: np.ndarray | jax.Array
-    """uint8: where. Of N:M the places in the group, ceil(log2 m) bits each, low bits first."""
+    """uint8: their places. Of N:M those in the group, ceil(log2 m) bits each, low bits first."""
     shape: tuple[int, ...]
     axis: int
     pattern: SparsityPattern
@@ -66,7 +66,7 @@ def pack(
     *,
     axis: int | None = None,
 ) -> Packed:
-    """The storage form of a weight, lossless.
+    """Convert a weight to its storage form, without loss.
 
     >>> packed = pack(np.array([[0.0, 5.0, 7.0, 0.0]], np.float32))
     >>> packed.values.tolist(), packed.nbytes  # of 16
@@ -76,8 +76,8 @@ def pack(
 
     Args:
       w: weight, zero outside the mask.
-      mask: what is kept, shaped like `w`; by default the nonzero weights. A kept weight may be 0:
-        with a mask its place is stored as such.
+      mask: nonzero where a weight is kept, shaped like `w`; by default the nonzero weights are. A
+        kept weight may be 0: with a mask its place is stored as kept.
       pattern: "N:M", or any `SparsityPattern`.
       axis: the axis that the groups lie along; by default the input axis of the layout (see
         `mask`). A transposable weight packs along either axis; a product with its transpose needs
@@ -99,7 +99,7 @@ def pack(
 
 
 def unpack(packed: Any) -> Any:
-    """The dense weight back from `pack`, or a pytree with every packed weight in it unpacked.
+    """Return the dense weight of a `Packed`, or a pytree with every packed weight unpacked.
 
     Works under jit: `jax.jit(lambda params, x: f(unpack(params), x))` runs from packed weights.
     """
@@ -116,7 +116,7 @@ def _dense(packed: Packed) -> jax.Array:
 
 
 def unpack_mask(packed: Packed) -> jax.Array:
-    """Return the mask of the stored places; of N:M exactly N of every M."""
+    """Return the mask of the stored places; for N:M it has exactly N ones in every M."""
     return _dense(replace(packed, values=np.ones(packed.values.shape, bool)))
 
 
@@ -128,18 +128,18 @@ def save(
     layers: Iterable[Layer],
     pattern: str | SparsityPattern = "2:4",
 ) -> None:
-    """Writes all of `params` to a `.npz`, the sparse weights packed along their input axis.
+    """Write all of `params` to a `.npz`, the sparse weights packed along their input axis.
 
     The file appears under its name when it is complete, or not at all.
 
     Args:
       params: a pytree; arrays are stored by name, those without a mask as they are.
       masks: the masks of the sparse weights by name (`state_masks`).
-      layers: the report that says their axes.
+      layers: the report with their axes (`layers`).
     """
     pattern = parse(pattern)
     axes = {layer.name: layer.axes for layer in layers if layer.axes is not None}
-    leaves = {name_of(p): np.asarray(x) for p, x in jax.tree_util.tree_leaves_with_path(params)}
+    leaves = {name: np.asarray(x) for name, x in by_name(params).items()}
     for name in masks:
         if name not in leaves or name not in axes:
             raise SparsityError(f"there is a mask for {name!r}, but no such sparse weight")
@@ -164,10 +164,10 @@ def save(
 
 
 def load(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[str, Packed]]:
-    """The arrays and the packed weights of a file that `save` wrote, both by name.
+    """Return the arrays and the packed weights of a file that `save` wrote, both by name.
 
     Raises:
-      SparsityError: the file is truncated, not one of these, or inconsistent.
+      SparsityError: the file is truncated, inconsistent, or was not written by `save`.
     """
     try:
         # opened here, because np.load does not close a file that it cannot read
@@ -193,7 +193,7 @@ def load(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[str, Pack
 
 
 def _checked(name: str, values: np.ndarray, indices: np.ndarray, entry: dict) -> Packed:
-    # files of before there were other patterns have n and m
+    # older files, which could only be N:M, have n and m
     named = entry["pattern"] if "pattern" in entry else f"{entry['n']}:{entry['m']}"
     pattern = parse(named, bool(entry.get("transposable", True)))
     shape, axis = tuple(entry["shape"]), entry["axis"]

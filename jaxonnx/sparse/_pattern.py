@@ -1,4 +1,4 @@
-"""What a sparsity pattern is to the rest of the package, and the names that patterns have in files.
+"""The interface of a sparsity pattern, and the names of patterns in files.
 
 A kind of sparsity is one subclass of `SparsityPattern` and one call of `register`.
 """
@@ -31,7 +31,7 @@ class SparsityPattern(Protocol):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What files record, and `register` makes the pattern from."""
+        """The name that files record, from which `register` makes the pattern."""
 
     @abstractmethod
     def misfit(self, shape: tuple[int, ...], axes: Axes) -> str:
@@ -39,10 +39,10 @@ class SparsityPattern(Protocol):
 
     @abstractmethod
     def search(self, w: jax.Array, axes: Axes) -> jax.Array:
-        """Find the best mask of a weight, under a trace, as `expand` takes it."""
+        """Find the best mask of a weight, under a trace, in the form that `expand` takes."""
 
     def expand(self, found: jax.Array, axes: Axes) -> jax.Array:
-        """Return the boolean mask that `search` found; the two are compiled apart."""
+        """Return the boolean mask from the result of `search`; the two are compiled apart."""
         return found
 
     @abstractmethod
@@ -50,18 +50,18 @@ class SparsityPattern(Protocol):
         """Number the groups that a product over the axis `along` must sum as a whole.
 
         Returns:
-          For each weight the number of its group, or -1 where it has none along this axis, and
-          whether what is kept breaks the pattern there.
+          For each weight the number of its group, or -1 if it has none along this axis, and
+          whether the kept weights break the pattern there.
         """
 
     def holds(self, mask: jax.Array | np.ndarray, axes: Axes) -> bool:
-        """Return whether the nonzero entries have the pattern."""
+        """Check whether the nonzero entries have the pattern."""
         kept = np.asarray(mask) != 0
         wanted = axes if self.transposable else axes[1:]
         return not any(self.groups(kept, axes, along)[1].any() for along in wanted)
 
     def pack(self, w: np.ndarray, kept: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return what is kept, and where it stands as `uint8`; by default with a bit per weight.
+        """Return the kept weights, and their places as `uint8`: by default one bit per weight.
 
         Raises:
           SparsityError: the weight does not have the pattern along this axis.
@@ -71,7 +71,7 @@ class SparsityPattern(Protocol):
     def unpack(
         self, values: jax.Array, indices: jax.Array, shape: tuple[int, ...], axis: int
     ) -> jax.Array:
-        """Return the dense weight back from `pack`, under a trace."""
+        """Return the dense weight from the results of `pack`, under a trace."""
         kept = jnp.unpackbits(indices, count=int(np.prod(shape)), bitorder="little") != 0
         padded = jnp.append(values, jnp.zeros(1, values.dtype))
         places = jnp.cumsum(kept, dtype=jnp.int32) - 1
@@ -80,7 +80,7 @@ class SparsityPattern(Protocol):
     def damage(
         self, values: np.ndarray, indices: np.ndarray, shape: tuple[int, ...], axis: int
     ) -> str:
-        """Say why two arrays of a file are not what `pack` gives; empty if they are."""
+        """Say why two arrays of a file cannot come from `pack`; empty if they can."""
         if indices.dtype != np.uint8 or indices.shape != (-(-int(np.prod(shape)) // 8),):
             return f"{indices.size} bytes of indices do not have a bit for each of {list(shape)}"
         if values.shape != (ones := int(np.bitwise_count(indices).sum()),):
@@ -97,7 +97,7 @@ def register(
     """Make a kind of pattern known by its name, as `pattern="2:4"` and the files that record it.
 
     Args:
-      form: what such names look like, for the error about a name that is of no form.
+      form: what the names look like, for the error about a name that nothing matches.
       expression: a regular expression that matches their names in full.
       make: the pattern, from the match and `transposable`; None if the name is not valid.
     """
@@ -105,12 +105,12 @@ def register(
 
 
 def parse(pattern: str | SparsityPattern, transposable: bool = True) -> SparsityPattern:
-    """Return the pattern of a name such as `"2:4"`; `SparsityError` if none has it."""
+    """Return the pattern of a name like `"2:4"`; raise `SparsityError` for any other name."""
     if not isinstance(pattern, str):
         return pattern
     for expression, make in _FORMS.values():
-        found = re.fullmatch(expression, pattern)
-        if found and (made := make(found, transposable)) is not None:
+        match = re.fullmatch(expression, pattern)
+        if match and (made := make(match, transposable)) is not None:
             return made
     raise SparsityError(f"pattern {pattern!r} is not of the form {' or '.join(_FORMS)}")
 
@@ -121,7 +121,7 @@ def default_axes(ndim: int) -> Axes:
 
 
 def check(w: Any, pattern: SparsityPattern, axes: Axes | None) -> Axes:
-    """Return the axes as non-negative numbers; `SparsityError` if the weight does not fit."""
+    """Return non-negative axes; raise `SparsityError` if the weight does not fit the pattern."""
     if w.ndim < 2 or not jnp.issubdtype(w.dtype, jnp.floating):
         raise SparsityError(f"{w.dtype}{list(w.shape)} is not a floating-point matrix or kernel")
     axes = default_axes(w.ndim) if axes is None else axes

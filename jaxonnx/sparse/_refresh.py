@@ -1,4 +1,4 @@
-"""New masks inside a compiled step: work that is done only when it is due, and copies nothing."""
+"""New masks inside a compiled step: computed only when they are due, without copies."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jaxonnx.sparse._masks import from_bits, to_bits
 
 
 def kept_share(w: jax.Array, mask: jax.Array) -> jax.Array:
-    """The share of sum |w| under the mask; 1 of nothing."""
+    """Return the share of sum |w| under the mask; 1 if the sum is 0."""
     size = jnp.abs(w.astype(jnp.float32))
     everything = jnp.sum(size)
     share = jnp.sum(jnp.where(mask, size, 0)) / jnp.where(everything > 0, everything, 1)
@@ -17,28 +17,28 @@ def kept_share(w: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def when(condition, function, carry):
-    """`function(0, carry)` if the condition holds, else `carry`, in place.
+    """Return `function(0, carry)` if the condition holds, else `carry`, in place.
 
-    A loop of one turn or none, because XLA copies whatever a conditional passes through.
+    This is a loop of one turn or none, because XLA copies whatever a conditional passes through.
     """
     return jax.lax.fori_loop(0, condition.astype(jnp.int32), function, carry)
 
 
 def renewed(true, total, old, pattern, where):
-    """Masks as bits, the fraction of each that differs from `old`, and the fraction of |W| kept."""
+    """Find new masks as bits, the fraction of each that changed, and the fraction of |W| kept."""
     names = sorted(total)
 
     def find():
         return {n: pattern.search(total[n], where[n]) for n in names}
 
-    # The conditional (on what is true here) parts the search from its expansion: within one
-    # fusion XLA would search a block anew for each of its 16 cells.
-    found = jax.lax.cond(
+    # A conditional, though the condition holds whenever this runs, keeps the search and its
+    # expansion apart: fused, XLA would search a block anew for each of its 16 cells.
+    best = jax.lax.cond(
         true,
         find,
         lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(find)),
     )
-    masks = {n: pattern.expand(found[n], where[n]) for n in names}
+    masks = {n: pattern.expand(best[n], where[n]) for n in names}
     bits = {n: to_bits(m) for n, m in masks.items()}
     flips = [
         jnp.sum(jnp.bitwise_count(bits[n] ^ old[n]), dtype=jnp.float32) / masks[n].size
@@ -47,8 +47,31 @@ def renewed(true, total, old, pattern, where):
     return bits, jnp.stack(flips), jnp.stack([kept_share(total[n], masks[n]) for n in names])
 
 
+def refreshed(is_refresh, w, pattern, where, reset):
+    """Return a body for `when` that finds the masks of W = W_u + v and hides what they hide.
+
+    Its carry is (v, masks, flips, kept). Where the new mask is 0, it leaves the new W_p in v.
+    """
+
+    def refresh(_, carry):
+        v, old, _, _ = carry
+        # what W_u has under a zero of its mask: nothing, unless this is the first step and the
+        # weights were not pruned. W_p has it as well (with `reset`: it is dropped).
+        stray = {n: jnp.where(from_bits(old[n], x.shape), 0, x) for n, x in w.items()}
+        total = {n: (w[n] - stray[n] + x).astype(w[n].dtype) for n, x in v.items()}
+        masks, flips, kept = renewed(is_refresh, total, old, pattern, where)
+        hidden = {n: 0 if reset else x for n, x in total.items()}
+        v = {
+            n: jnp.where(from_bits(masks[n], x.shape), x - stray[n], hidden[n]).astype(x.dtype)
+            for n, x in v.items()
+        }
+        return v, masks, flips, kept
+
+    return refresh
+
+
 def zero_lost(inner, params, old, new):
-    """A body for `when` that sets the moments of newly hidden weights to zero."""
+    """Return a body for `when` that sets the moments of newly hidden weights to zero."""
 
     def lost(path, w):
         n = name_of(path)

@@ -8,12 +8,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 
 def on_auto_axes(function: Callable, like: Callable[..., Any] | None, *args: Any) -> Any:
-    """`function(*args)`, with the axes of an explicit mesh automatic inside.
+    """Call `function(*args)` with the axes of an explicit mesh automatic inside.
 
-    Blocks and bits are reshapes of a weight, whose sharding XLA follows, and explicit axes do not.
+    Blocks and bits are reshapes of a weight. XLA propagates its sharding through them; the rules of
+    explicit axes do not.
 
     Args:
-      like: takes `args` to arrays with the sharding of the results; None for whole arrays.
+      like: maps `args` to arrays with the sharding of the results; None if they are replicated.
     """
     arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
     shardings = [jax.typeof(x).sharding for x in arrays]

@@ -21,16 +21,16 @@ Axes = tuple[int, int]
 @cache
 def _templates() -> np.ndarray:
     rows = [tuple(int(c in pair) for c in range(4)) for pair in combinations(range(4), 2)]
-    found = [
+    valid = [
         sum(t, ()) for t in product(rows, repeat=4) if {*map(sum, zip(*t, strict=True))} == {2}
     ]
-    matrix = np.array(sorted(found, reverse=True), np.uint8)
+    matrix = np.array(sorted(valid, reverse=True), np.uint8)
     matrix.flags.writeable = False
     return matrix
 
 
 def templates() -> np.ndarray:
-    """The 90 templates as a read-only `uint8[90, 16]`, in descending lexicographic order.
+    """Return the 90 templates as a read-only `uint8[90, 16]`, in descending lexicographic order.
 
     >>> templates()[0].reshape(4, 4)
     array([[1, 1, 0, 0],
@@ -42,12 +42,12 @@ def templates() -> np.ndarray:
 
 
 def template_codes() -> np.ndarray:
-    """The 90 templates as `uint16[90]` codes, descending."""
+    """Return the 90 templates as `uint16[90]` codes, descending."""
     return templates() @ (1 << np.arange(15, -1, -1)).astype(np.uint16)
 
 
 def blocks(w: jax.Array, axes: Axes, size: int = 4) -> jax.Array:
-    """`w` with each of the two axes split into (blocks, size); needs multiples of `size`."""
+    """Split each of the two axes into (blocks, size); they must be multiples of `size`."""
     first, second = sorted(axis % w.ndim for axis in axes)
     s = w.shape
     return w.reshape(
@@ -57,13 +57,13 @@ def blocks(w: jax.Array, axes: Axes, size: int = 4) -> jax.Array:
 
 
 def cell_axes(ndim: int, axes: Axes) -> tuple[int, int]:
-    """Where `blocks` puts the row and the column of a cell: its place along each of `axes`."""
+    """Return the axes along which `blocks` puts the row and the column of a cell."""
     first, second = (axis % ndim for axis in axes)
     return (first + 1, second + 2) if first < second else (first + 2, second + 1)
 
 
 def _cells(w: jax.Array, axes: Axes) -> list[jax.Array]:
-    """The 16 cells of every block, in the order of a template's cells, as float32 |w|."""
+    """Return the 16 cells of every block, in the order of a template's cells, as float32 |w|."""
     row, column = cell_axes(w.ndim, axes)
     view = blocks(w, axes)
     at: list[int | slice] = [slice(None)] * view.ndim
@@ -77,12 +77,12 @@ def _cells(w: jax.Array, axes: Axes) -> list[jax.Array]:
 
 
 def codes_by_definition(w: jax.Array, axes: Axes = (-2, -1)) -> jax.Array:
-    """What `codes` must equal: argmax over |w| @ templates.T, the first index on ties.
+    """Compute what `codes` must equal: argmax over |w| @ templates.T, the first index on ties.
 
-    The sums are exact: |w| counts in integers, in units of 2^-28 of the block's largest cell (of
-    its power of two), rounded down. So a float32 cell within 2^-4 of the largest one counts with
-    all its bits, a bfloat16 cell within 2^-20; ties are ties, and the order of a sum, which differs
-    from device to device, does not matter. Blocks below 2^-99 count in units of 2^-127.
+    The sums are exact, because |w| is rounded down to an integer, in units of 2^-28 of the block's
+    largest cell (of its power of two). So a float32 cell within 2^-4 of the largest one keeps all
+    its bits, a bfloat16 cell within 2^-20; ties are ties, and the order of a sum, which differs
+    from device to device, does not matter. Blocks below 2^-99 are in units of 2^-127.
     """
     cells = jnp.stack(_cells(w, axes), axis=-1)
     _, exponent = jnp.frexp(jnp.max(cells, axis=-1, keepdims=True))
@@ -92,7 +92,7 @@ def codes_by_definition(w: jax.Array, axes: Axes = (-2, -1)) -> jax.Array:
 
 
 def _units(cells: list[jax.Array]) -> list[jax.Array]:
-    """`cells` as the integers of `codes_by_definition`."""
+    """Convert `cells` to the integers of `codes_by_definition`."""
     # non-negative floats are ordered like their bits, and integers have a plain maximum
     bits = reduce(jnp.maximum, (jax.lax.bitcast_convert_type(x, jnp.int32) for x in cells))
     exponent = jnp.maximum(bits >> 23, 27)
@@ -111,8 +111,9 @@ class _Scored(NamedTuple):
 
 
 def _better(a: _Scored, b: _Scored) -> _Scored:
-    """The greater score, at equal scores the greater code."""
+    """Return the candidate with the greater score, at equal scores that with the greater code."""
     if isinstance(a.code, int) and isinstance(b.code, int):
+        # the tie is decided now, and costs the compiled search nothing
         high, low = (a, b) if a.code > b.code else (b, a)
         wins = high.score >= low.score
     else:
@@ -129,7 +130,7 @@ def _best(candidates: list[_Scored]) -> _Scored:
 
 
 def codes(w: jax.Array, axes: Axes = (-2, -1)) -> jax.Array:
-    """The code of the best template for every block: the fast search, equal to the definition.
+    """Find the code of the best template for every block, fast; equal to the definition.
 
     Args:
       w: floating-point weight; both `axes` are multiples of 4, all other axes are batch axes.
@@ -141,11 +142,11 @@ def codes(w: jax.Array, axes: Axes = (-2, -1)) -> jax.Array:
     The top half of a template (rows 0 and 1) has column sums of 0, 1 or 2, and the bottom half has
     the complementary ones. So a template is one of: one column pair on both halves (each side a
     permutation of its 2x2 cells) with full columns for the other two; full columns only; or
-    permutations on both complementary column pairs of each half. With
-    M_bc, N_bc the better permutation on columns b, c of the top and bottom half, and X_bc the
-    better of "b full above, c full below" and the reverse, the candidates are M_bc + N_bc + X_rest
-    for the six pairs, X_01 + X_23, X_02 + X_13, and max(M_01 + M_23, M_02 + M_13) + the same in N.
-    That is 63 additions and 28 selections a block instead of 90 sums of eight.
+    permutations on both complementary column pairs of each half. With M_bc, N_bc the better
+    permutation on columns b, c of the top and bottom half, and X_bc the better of "b full above, c
+    full below" and the reverse, the candidates are M_bc + N_bc + X_rest for the six pairs,
+    X_01 + X_23, X_02 + X_13, and max(M_01 + M_23, M_02 + M_13) + the same in N. That is 63
+    additions and 28 selections a block instead of 90 sums of eight.
     """
     cells = [_Scored(x, 1 << (15 - i)) for i, x in enumerate(_units(_cells(w, axes)))]
     a = [cells[i : i + 4] for i in range(0, 16, 4)]
@@ -168,7 +169,7 @@ def codes(w: jax.Array, axes: Axes = (-2, -1)) -> jax.Array:
 
 
 def expand(code: jax.Array, axes: Axes = (-2, -1)) -> jax.Array:
-    """The boolean mask of `codes`: each of the two axes four times as long."""
+    """Expand `codes` to the boolean mask: each of the two axes four times as long."""
     row, column = cell_axes(code.ndim, axes)
     shape = [1] * (code.ndim + 2)
     r = jax.lax.broadcasted_iota(jnp.uint16, (*shape[:row], 4, *shape[row + 1 :]), row)

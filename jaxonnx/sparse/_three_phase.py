@@ -16,7 +16,8 @@ and m' the mask after the step, W_u <- W_u + (v where m', -W_u elsewhere) and W_
 where W is v unless the mask is new.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -25,23 +26,24 @@ import numpy as np
 import optax
 
 from jaxonnx.errors import SparsityError
-from jaxonnx.sparse._layers import Select, layers, name_of
+from jaxonnx.sparse._layers import Select, by_name, layers, name_of
 from jaxonnx.sparse._masks import from_bits, mask, to_bits
 from jaxonnx.sparse._pattern import SparsityPattern, parse
-from jaxonnx.sparse._refresh import kept_share, renewed, when, zero_lost
+from jaxonnx.sparse._refresh import kept_share, refreshed, when, zero_lost
 from jaxonnx.sparse._sharding import on_auto_axes
+from jaxonnx.sparse._templates import Axes
 
 _FOREVER = np.iinfo(np.int32).max
 
 
 class ThreePhaseState(NamedTuple):
-    """State of `three_phase`. The dictionaries have the sparse weights by name.
+    """State of `three_phase`. The dictionaries have an entry for each sparse weight, by name.
 
     Beyond the inner optimizer's state this is one copy of the sparse weights and one bit for each.
     """
 
     count: jax.Array
-    """int32: steps done."""
+    """int32: number of steps done."""
     phase: jax.Array
     """int32: 1, 2 or 3, the phase of the next step."""
     inner: Any
@@ -72,7 +74,7 @@ def three_phase(
     moments: Literal["keep", "zero"] = "keep",
     decay: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps `inner` so that it trains sparse weights. It must be the last member of a chain.
+    """Wrap `inner` so that it trains sparse weights. It must be the last member of a chain.
 
     Phase 1 equals `inner` bit for bit. From the last dense step on each sparse weight has the
     pattern after every step, and hidden weights are exactly 0 under any inner optimizer. The phases
@@ -88,20 +90,20 @@ def three_phase(
 
     Args:
       inner: any optax transformation that ends in the final update (step size and sign applied).
-      dense, dynamic, fixed: lengths of the phases, in epochs if `steps_per_epoch` is given, else in
+      dense, dynamic, fixed: lengths of the phases, in epochs with `steps_per_epoch`, else in
         steps. `dynamic=None` never ends. Training on after `fixed` stays in phase 3. With `dense=0`
         the mask is that of the initial weights, and is applied by the first step unless the weights
         were pruned before (`prune`).
       steps_per_epoch: the unit of the lengths.
       refresh: steps or epochs between mask refreshes in phase 2; one epoch by default.
       pattern, transposable, select, exclude, axes: which weights become sparse: see `layers`.
-      reset: whether a refresh sets the newly hidden part to zero, as the procedure was published,
-        or keeps it for weights to come back (by default: it is the better one on average, see
+      reset: whether a refresh sets newly hidden weights to zero, as in the published procedure. By
+        default it keeps them, so that they can come back, which is better on average (see
         benchmarks/sparse_accuracy.py).
       moments: whether the inner optimizer's moments of newly hidden weights stay or become zero
-        (sums over rows, as Adafactor has them, stay).
-      decay: adds `decay` * W_p to the gradient, which pulls hidden weights to zero (SR-STE,
-        https://arxiv.org/abs/2102.04010).
+        (sums over rows, as in Adafactor, stay).
+      decay: the factor of W_p that is added to the gradient, which pulls hidden weights to zero
+        (SR-STE, https://arxiv.org/abs/2102.04010).
 
     Raises:
       SparsityError: a schedule without a sparse phase, lengths without a refresh interval, or
@@ -111,15 +113,13 @@ def three_phase(
     start, end, every = _schedule(dense, dynamic, fixed, steps_per_epoch, refresh)
     inner = optax.with_extra_args_support(inner)
 
-    def plan(params):
-        report = layers(params, pattern, select=select, exclude=exclude, axes=axes)
-        return {layer.name: layer.axes for layer in report if layer.axes is not None}
+    plan = partial(_plan, pattern=pattern, select=select, exclude=exclude, axes=axes)
 
     def phase(count):
         return jnp.where(count < start, 1, jnp.where(count < end, 2, 3)).astype(jnp.int32)
 
     def init(params):
-        leaves = _named(params)
+        leaves = by_name(params)
         where = plan(params)
         masks = {
             name: mask(leaves[name], pattern, axes=ax)
@@ -151,50 +151,35 @@ def three_phase(
 
     def move(updates, state, params, extra_args):
         where = plan(params)
-        names = sorted(where)
         if decay:
-            hidden = _hidden(state)
-            updates = _replace(
-                updates, {n: g + decay * hidden[n] for n, g in _pick(updates, names)}
-            )
+            updates = _decayed(updates, state, decay)
         updates, inner_state = inner.update(updates, state.inner, params, **extra_args)
-        w = dict(_pick(params, names))
+        w, u = _pick(params, where), _pick(updates, where)
         # in the wider of the two types, in which -W is exact
-        u = {n: x.astype(jnp.promote_types(x.dtype, w[n].dtype)) for n, x in _pick(updates, names)}
+        u = {n: x.astype(jnp.promote_types(x.dtype, w[n].dtype)) for n, x in u.items()}
         count = jnp.asarray(optax.safe_increment(state.count))
+        # the last dense step finds the first mask already, for the next forward pass
         is_refresh = (count >= start) & (count <= end) & ((count - start) % every == 0)
 
         def shown(masks, n):
             return from_bits(masks[n], w[n].shape)
 
-        # W_p is 0 at what is shown, and -0 + u is u, bit for bit. W_u and W_p both go on with the
-        # sum: in the place of W_p it is all that a step writes beyond what `inner` does
-        moved = {n: jnp.where(shown(state.masks, n), -0.0, state.pruned[n]) + u[n] for n in names}
-
-        def renew(_, carry):
-            moved, old, _, _ = carry
-            # zero, unless this is the first step and the weights were not pruned
-            stray = {n: jnp.where(shown(old, n), 0, w[n]) for n in names}
-            total = {n: (w[n] - stray[n] + x).astype(w[n].dtype) for n, x in moved.items()}
-            masks, flips, kept = renewed(is_refresh, total, old, pattern, where)
-            hidden = {n: 0 if reset else x for n, x in total.items()}
-            moved = {
-                n: jnp.where(shown(masks, n), x - stray[n], hidden[n]).astype(x.dtype)
-                for n, x in moved.items()
-            }
-            return moved, masks, flips, kept
-
-        moved, masks, flips, kept = when(
-            is_refresh, renew, (moved, state.masks, state.flips, state.kept)
+        # v = W_p + u, with -0 for the W_p of shown weights: -0 + u is u bit for bit. The one array
+        # serves W_u (as its update) and W_p, and is all that a step writes beyond `inner`
+        v = {n: jnp.where(shown(state.masks, n), -0.0, state.pruned[n]) + x for n, x in u.items()}
+        v, masks, flips, kept = when(
+            is_refresh,
+            refreshed(is_refresh, w, pattern, where, reset),
+            (v, state.masks, state.flips, state.kept),
         )
-        flips = jnp.where(count == start, 0, flips)  # there was no mask before
+        flips = jnp.where(count == start, 0, flips)  # the first mask: there was none before
         if moments == "zero":
             inner_state = when(
                 is_refresh, zero_lost(inner, params, state.masks, masks), inner_state
             )
-        # a difference, from which apply_updates makes exactly W_u + u, W or 0
-        u = {n: jnp.where(shown(masks, n), x, -w[n]) for n, x in moved.items()}
-        pruned = {n: x.astype(w[n].dtype) for n, x in moved.items()}
+        # apply_updates adds these to W_u, which gives exactly W_u + u, W or 0
+        u = {n: jnp.where(shown(masks, n), x, -w[n]) for n, x in v.items()}
+        pruned = {n: x.astype(w[n].dtype) for n, x in v.items()}
         return _replace(updates, u), ThreePhaseState(
             count, phase(count), inner_state, pruned, masks, flips, kept
         )
@@ -203,10 +188,10 @@ def three_phase(
 
 
 def fixed_mask(inner: optax.GradientTransformation, **options) -> optax.GradientTransformation:
-    """Trains under the mask of the initial weights: `three_phase` with phase 3 only.
+    """Train under the mask of the initial weights: `three_phase` with phase 3 only.
 
-    With the weights of a trained model this is one-shot pruning and fine-tuning (as ASP does it),
-    with fresh ones a static mask. Start from `prune(params)`, or the first forward pass is dense.
+    With the weights of a trained model this is one-shot pruning and fine-tuning (as in ASP), with
+    fresh ones a static mask. Start from `prune(params)`, or the first forward pass is dense.
     """
     return three_phase(inner, dense=0, dynamic=0, **options)
 
@@ -214,9 +199,9 @@ def fixed_mask(inner: optax.GradientTransformation, **options) -> optax.Gradient
 def sr_ste(
     inner: optax.GradientTransformation, *, decay: float = 2e-4, refresh: int = 1, **options
 ) -> optax.GradientTransformation:
-    """Sparse-refined straight-through estimation (https://arxiv.org/abs/2102.04010).
+    """Train by sparse-refined straight-through estimation (https://arxiv.org/abs/2102.04010).
 
-    From the first step on the mask follows the dense weights; what is hidden is kept and decays.
+    From the first step on the mask follows the dense weights; hidden weights are kept and decay.
     """
     return three_phase(
         inner, dense=0, dynamic=None, refresh=refresh, reset=False, decay=decay, **options
@@ -224,7 +209,7 @@ def sr_ste(
 
 
 def _schedule(dense, dynamic, fixed, steps_per_epoch, refresh) -> tuple[int, int, int]:
-    """Steps at which phases 2 and 3 begin, and between refreshes."""
+    """Return the steps at which phases 2 and 3 begin, and the steps between refreshes."""
     lengths = {"dense": dense, "dynamic": dynamic, "fixed": fixed, "refresh": refresh}
     for name, length in lengths.items():
         if length is not None and length < 0:
@@ -249,17 +234,28 @@ def _schedule(dense, dynamic, fixed, steps_per_epoch, refresh) -> tuple[int, int
 
 
 def _hidden(state: ThreePhaseState) -> dict[str, jax.Array]:
-    """W_p."""
+    """Return W_p."""
     return {n: jnp.where(from_bits(state.masks[n], x.shape), 0, x) for n, x in state.pruned.items()}
 
 
-def _named(tree) -> dict[str, jax.Array]:
-    return {name_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+def _decayed(gradients, state: ThreePhaseState, decay: float):
+    """Return the gradients with `decay` * W_p added."""
+    hidden = _hidden(state)
+    return _replace(
+        gradients, {n: g + decay * hidden[n] for n, g in _pick(gradients, hidden).items()}
+    )
 
 
-def _pick(tree, names):
-    leaves = _named(tree)
-    return [(name, leaves[name]) for name in names]
+def _plan(params, pattern: SparsityPattern, **options) -> dict[str, Axes]:
+    """Return the axes of the weights that become sparse, by name."""
+    report = layers(params, pattern, **options)
+    return {layer.name: layer.axes for layer in report if layer.axes is not None}
+
+
+def _pick(tree, names: Iterable[str]) -> dict[str, Any]:
+    """Return the leaves of these names, sorted by name."""
+    leaves = by_name(tree)
+    return {name: leaves[name] for name in sorted(names)}
 
 
 def _replace(tree, new):
@@ -275,15 +271,10 @@ def prune(
     exclude: Mapping[str, str] | None = None,
     axes: Any = None,
 ) -> Any:
-    """`params` with every weight that `layers` selects under its mask (one-shot pruning)."""
+    """Apply its mask to every weight of `params` that `layers` selects (one-shot pruning)."""
     pattern = parse(pattern, transposable)
-    report = layers(params, pattern, select=select, exclude=exclude, axes=axes)
-    where = {layer.name: layer.axes for layer in report if layer.axes is not None}
-    weights = dict(_pick(params, where))
+    where = _plan(params, pattern, select=select, exclude=exclude, axes=axes)
+    weights = _pick(params, where).items()
     return _replace(
-        params,
-        {
-            n: jnp.where(mask(weights[n], pattern, axes=ax), weights[n], 0)
-            for n, ax in where.items()
-        },
+        params, {n: jnp.where(mask(w, pattern, axes=where[n]), w, 0) for n, w in weights}
     )

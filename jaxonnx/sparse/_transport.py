@@ -16,15 +16,15 @@ _ITERATIONS = 60
 _COLDEST = 15.0  # inverse temperature of the last iteration, times the block's mean |w|
 _LONGEST = 8  # rows in a cycle
 _TURNS = 64
-_UNITS = 1 << 24  # to which the largest |w| of a block counts; a cycle is a sum of 8 such
-_NEVER = -(1 << 27)
+_UNITS = 1 << 24  # the integer that stands for a block's largest |w|; a cycle sums up to 8 of them
+_NEVER = -(1 << 27)  # no walk with such a step gains; eight of it fit an int32
 
 
 def transposable(w: jax.Array, n: int, m: int, axes: Axes) -> jax.Array:
-    """A boolean mask with exactly `n` ones in every row and column of every m x m block.
+    """Find a boolean mask with exactly `n` ones in every row and column of every m x m block.
 
-    Of the greatest sum |w| for m up to 8 (to 2^-24 of the block's largest), and within 0.1 % of it
-    beyond; a NaN counts as 0. Deterministic.
+    It has the greatest sum |w| for m up to 8 (to 2^-24 of the block's largest), and is within 0.1 %
+    of it beyond; a NaN counts as 0. Deterministic.
     """
     view = blocks(w, axes, m)
     cells = cell_axes(w.ndim, axes)
@@ -36,13 +36,14 @@ def transposable(w: jax.Array, n: int, m: int, axes: Axes) -> jax.Array:
 
 
 def _transport(w: jax.Array, n: int) -> jax.Array:
-    """log s of the entropic plan of blocks [b, m, m], by Dykstra's projections while it cools."""
+    """Compute log s of the entropic plan of blocks [b, m, m]: Dykstra's projections, cooling."""
     log_n = np.log(n).astype(np.float32)
 
     def step(k, carry):
         log_s, dual = carry
         # the potentials grow with the inverse temperature, and so stay where they were in w
         log_s, dual = (x * (k + 1) / jnp.maximum(k, 1) for x in (log_s, dual))
+        # onto row sums n, column sums n, and s <= 1, which alone is no subspace: it needs the dual
         log_s += log_n - jax.nn.logsumexp(log_s, axis=2, keepdims=True)
         log_s += log_n - jax.nn.logsumexp(log_s, axis=1, keepdims=True)
         capped = jnp.minimum(log_s + dual, 0)
@@ -53,7 +54,7 @@ def _transport(w: jax.Array, n: int) -> jax.Array:
 
 
 def rank(x: jax.Array, first: jax.Array, axis: int) -> jax.Array:
-    """How many entries along `axis` come before each: greater ones, or equal and less in `first`.
+    """Count the entries along `axis` before each: greater ones, or equal and less in `first`.
 
     All pairs are compared: for the few entries of a block that is far quicker than XLA's sort.
     """
@@ -64,7 +65,7 @@ def rank(x: jax.Array, first: jax.Array, axis: int) -> jax.Array:
 
 
 def _round(log_s: jax.Array, n: int) -> jax.Array:
-    """The entries that are among the `n` greatest of both their row and their column."""
+    """Choose the entries that are among the `n` greatest of both their row and their column."""
     index = jnp.arange(log_s.shape[1])
     # at equal entries diagonals come first: a constant block is then complete at once
     diagonal = jnp.broadcast_to((index - index[:, None]) % len(index), log_s.shape)
@@ -72,11 +73,11 @@ def _round(log_s: jax.Array, n: int) -> jax.Array:
 
 
 def _repair(mask: jax.Array, w: jax.Array, n: int) -> jax.Array:
-    """Fills rows and columns up to `n`, one entry a step, at the least loss.
+    """Fill rows and columns up to `n`, one entry a step, at the least loss.
 
     With row i and column j short, either (i, j) is free and is set, or some set (r, c) with (i, c)
-    and (r, j) free gives way to those two; when no short pair is free there always is one, since
-    every column that is free in row i is then full.
+    and (r, j) free gives way to those two; such an (r, c) always exists when no short pair is free,
+    since every column that is free in row i is then full.
     """
     b, m, _ = mask.shape
     block = jnp.arange(b)
@@ -104,11 +105,11 @@ def _repair(mask: jax.Array, w: jax.Array, n: int) -> jax.Array:
 
 
 def _improve(mask: jax.Array, w: jax.Array) -> jax.Array:
-    """Turns cycles of rows, each of which hands a column on to the next, until none gains.
+    """Turn cycles of rows, each of which hands a column on to the next, until none gains.
 
     A mask that no cycle improves is the best. The best of the shortest cycles that gain shows in
     the max-plus powers of the gains between two rows; it meets no row twice, or a part of it would
-    gain. In integers, so that it does end.
+    gain. The gains are integers, so that it does end.
     """
     b, m, _ = mask.shape
     block, same = jnp.arange(b), jnp.eye(m, dtype=bool)
@@ -117,14 +118,16 @@ def _improve(mask: jax.Array, w: jax.Array) -> jax.Array:
 
     def turn(carry):
         mask, _, count = carry
+        # gain[b, p, q]: the best column that row p can hand on to row q
         free = mask[:, :, None] & ~mask[:, None]
         gain = jnp.where(free, units[:, None] - units[:, :, None], _NEVER).max(3)
         walks = [jnp.where(same, 0, gain)]  # of one step, two steps, ...
         while len(walks) < min(m, _LONGEST):
             walks.append((walks[-1][..., None] + walks[0][:, None]).max(2))
         tours = jnp.stack([jnp.diagonal(walk, axis1=1, axis2=2) for walk in walks])
-        steps = jnp.argmax((tours > 0).any(2), axis=0)  # but one; 0 if none gains
+        steps = jnp.argmax((tours > 0).any(2), axis=0)  # of the shortest, minus 1; 0 if none gains
         start = jnp.argmax(tours[steps, block], axis=1)
+        # walk back from the end of the tour, and do each step on the way
         turned, row = mask, start
         for i in reversed(range(len(walks))):
             to, row = row, start

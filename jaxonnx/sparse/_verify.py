@@ -2,9 +2,9 @@
 
 The jaxprs of the forward pass and of its vjp are walked. Every array that is a rearrangement of
 sparse weights (transposed, reshaped, sliced, flipped, concatenated, scaled...) is followed as an
-array of integers: which weight element stands where. At each matrix product and convolution these
-integers say which elements the product sums over, and thus whether it sums over whole groups of M
-along the one blocked axis of the weight, the other, or neither.
+array of integers that say which weight element stands where. At each matrix product and convolution
+these integers say which elements the product sums over, and thus whether it sums over whole groups
+of M along the one blocked axis of the weight, the other, or neither.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx.errors import SparsityError
-from jaxonnx.sparse._layers import Layer, name_of
+from jaxonnx.sparse._layers import Layer, by_name, name_of
 from jaxonnx.sparse._layers import layers as report
 from jaxonnx.sparse._pattern import SparsityPattern, parse
 from jaxonnx.sparse._walk import OTHER, Walk
@@ -39,7 +39,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found; printing it gives a table."""
+    """The result of `verify`; printing it gives a table."""
 
     pattern: SparsityPattern
     products: tuple[Product, ...]
@@ -68,7 +68,7 @@ def verify(
     pattern: str | SparsityPattern | None = None,
     transposable: bool = True,
 ) -> Verification:
-    """Proves that each product with a sparse weight is N:M along that product's contraction axis.
+    """Prove that each product with a sparse weight is N:M along that product's contraction axis.
 
     >>> from jaxonnx import sparse
     >>> w = jnp.arange(16.0).reshape(4, 4)
@@ -85,21 +85,21 @@ def verify(
       params: a pytree with the concrete weights.
       inputs: arrays or `jax.ShapeDtypeStruct`; the vjp is taken for parameters and inputs.
       layers: which weights are sparse along which axes, as `layers(params)` reports it. By default
-        those that the model says (`sparsity`, a pattern and layers), or else those that the pattern
-        fits and that have as many zeros as it asks for.
-      pattern, transposable: what to prove, "2:4" if the model does not say. A one-axis pattern is
-        proved for the forward pass only.
+        those that the model names (`sparsity`, a pattern and layers), or else those that the
+        pattern fits and that have as many zeros as it asks for.
+      pattern, transposable: what to prove, by default the pattern of the model, or else "2:4". A
+        one-axis pattern is proved for the forward pass only.
 
     Returns:
       The products found; `str()` of it is a table.
 
     Raises:
       SparsityError: a weight has too many nonzeros in a group along a product's contraction axis,
-        is summed over something that is not made of its groups, or is found in no product at all
-        (because something was added to it, say). The message has the table.
+        is summed over something other than its groups, or is found in no product at all (because
+        something was added to it, say). The message has the table.
     """
-    said = getattr(function, "sparsity", None) if layers is None and pattern is None else None
-    goal, layers = said or (parse(pattern or "2:4", transposable), layers)
+    recorded = getattr(function, "sparsity", None) if layers is None and pattern is None else None
+    goal, layers = recorded or (parse(pattern or "2:4", transposable), layers)
     if params is None:
         inputs = tuple(
             jax.ShapeDtypeStruct([d if isinstance(d, int) else 2 for d in x.shape], x.dtype)
@@ -125,16 +125,16 @@ def verify(
     forward, backward = products(function), Counter()
     if goal.transposable:
         backward = products(lambda *a: _pull_ones(function, *a)) - forward
-    found = tuple(
+    rows = tuple(
         Product(weight, primitive, part, sums, ok, count)
         for part, counter in (("forward", forward), ("backward", backward))
         for (weight, primitive, sums, ok), count in counter.items()
     )
-    seen = {p.weight for p in found}
+    proved = {p.weight for p in rows}
     failures = [f"{p.weight}: {p.primitive} ({p.part}) sums over {p.sums}"
-                for p in found if not p.ok]  # fmt: skip
-    failures += [f"{n}: found in no product" for n in elements.numbers if n not in seen]
-    result = Verification(goal, found, tuple(failures))
+                for p in rows if not p.ok]  # fmt: skip
+    failures += [f"{n}: found in no product" for n in elements.numbers if n not in proved]
+    result = Verification(goal, rows, tuple(failures))
     if failures:
         raise SparsityError(f"the weights are not proved to be {goal}:\n{result}")
     return result
@@ -166,7 +166,7 @@ class _Elements:
 
     def __init__(self, layers: Iterable[Layer], params: Any, pattern: SparsityPattern):
         self.numbers: dict[str, np.ndarray] = {}
-        leaves = {name_of(p): x for p, x in jax.tree_util.tree_leaves_with_path(params)}
+        leaves = by_name(params)
         owner, axis, group, full = [], ([], []), ([], []), ([], [])
         begin = 0
         for layer in layers:
@@ -193,12 +193,12 @@ class _Elements:
         self._sizes = [np.bincount(x[x >= 0], minlength=1) for x in self._group]
 
     def weights(self, operands: list) -> list[str]:
-        """The weights that occur in some numbers."""
+        """Return the weights that occur in some numbers."""
         present = [x[x >= 0] for x in operands if x is not None]
         return [self._names[k] for k in np.unique(self._owner[np.concatenate(present)])]
 
     def judge(self, rows: np.ndarray) -> list[tuple[str, str, bool]]:
-        """(weight, what is summed over, is that N:M) for an operand as [free, summed] numbers."""
+        """Return (weight, what is summed over, is that N:M) of an operand [free, summed]."""
         return [
             (name, *self._judge(np.where(self._owner[rows] == k, rows, OTHER), k))
             for k, name in enumerate(self._names)
@@ -216,7 +216,7 @@ class _Elements:
 
 
 def _whole(groups: np.ndarray, sizes: np.ndarray) -> bool:
-    """Return whether each row has each of its groups once, with all elements (-1 is no group)."""
+    """Check whether each row has each of its groups once, with all elements (-1 is no group)."""
     groups = np.sort(groups, axis=1)
     starts = np.ones(groups.shape, bool)
     starts[:, 1:] = groups[:, 1:] != groups[:, :-1]

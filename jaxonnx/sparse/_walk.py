@@ -1,6 +1,6 @@
 """The walk through a program that follows the elements of sparse weights to the products.
 
-A value is an array of integers, which weight element stands where, or None.
+A value is an array of integers that say which weight element stands where, or None.
 """
 
 from collections import Counter
@@ -39,7 +39,7 @@ class Elements(Protocol):
         ...
 
     def judge(self, rows: np.ndarray) -> list[tuple[str, str, bool]]:
-        """Return (weight, what is summed over, is that proof) of [free, summed] numbers."""
+        """Return (weight, what is summed over, whether that is proof) of numbers [free, summed]."""
         ...
 
 
@@ -58,7 +58,7 @@ class Walk:
         return interpret(program, self._step, arguments, constant=_constant, enter=_entered)
 
     def _step(self, equation: JaxprEqn, operands: list) -> list:
-        """Return the numbers of the results; None for what is followed no further."""
+        """Return the numbers of the results; None for those that are followed no further."""
         results = []
         if any(x is not None for x in operands):
             results = self._results(equation, operands)
@@ -134,7 +134,7 @@ class Walk:
 
 
 def _entered(equation: JaxprEqn) -> Program | None:
-    """Return the program that an equation runs, on shards as well."""
+    """Return the program that an equation runs, also that of a `shard_map`."""
     if equation.primitive.name == "shard_map":
         return equation.params["jaxpr"]
     return called(equation)
