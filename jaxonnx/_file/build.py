@@ -17,7 +17,7 @@ class Writer:
         self.taken = taken
 
     def fresh(self, name: str) -> str:
-        """`name`, or with a number behind where it is taken."""
+        """Return an unused name: `name`, or `name_2` and so on if another writer has it."""
         unused, number = name, 1
         while unused in self.taken:
             number += 1
@@ -26,7 +26,7 @@ class Writer:
         return unused
 
     def node(self, operator: str, *inputs: str, name: str = "", **attributes: Any) -> str:
-        """Appends a node with one output, called like `name`; returns the output's name."""
+        """Append a node with one output, called like `name`; return the output's name."""
         output = self.fresh(name or operator.lower())
         self.nodes(operator, inputs, [output], **attributes)
         return output
@@ -34,28 +34,28 @@ class Writer:
     def nodes(
         self, operator: str, inputs: Iterable[str], outputs: Iterable[str], **attributes: Any
     ) -> None:
-        """Appends a node with these outputs."""
+        """Append a node with these outputs."""
         self.graph.node.append(helper.make_node(operator, [*inputs], [*outputs], **attributes))
 
     def constant(self, name: str, value: Any, dtype: Any) -> str:
-        """Appends an initializer called like `name`; returns its name."""
+        """Append an initializer called like `name`; return its name."""
         name = self.fresh(name)
         self.graph.initializer.append(numpy_helper.from_array(np.asarray(value, dtype), name))
         return name
 
     def output(self, name: str, value: Any) -> None:
-        """Declares an output with the shape and dtype of `value`."""
+        """Declare an output with the shape and dtype of `value`."""
         kind = onnx_type(value.dtype)
         self.graph.output.append(helper.make_tensor_value_info(name, kind, value.shape))
 
 
 def onnx_type(dtype: Any) -> int:
-    """The TensorProto.DataType of a NumPy dtype."""
+    """Return the TensorProto.DataType of a NumPy dtype."""
     return helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
 
 
 def names(graph: GraphProto) -> Iterator[str]:
-    """Every name that a graph or one of its subgraphs defines."""
+    """Yield every name that a graph or one of its subgraphs defines."""
     for inner in all_graphs(graph):
         yield from (value.name for value in inner.input)
         yield from (tensor.name for tensor in inner.initializer)

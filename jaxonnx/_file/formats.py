@@ -1,6 +1,6 @@
-"""The table of file formats: by suffix, how a graph and weights are read, and how both are written.
+"""The table of file formats: how graphs and weights are read and written, by suffix.
 
-Another format for weights is one entry, and a function each that reads and writes it.
+A new format is one entry, with a function that reads it and one that writes it.
 """
 
 import os
@@ -23,11 +23,11 @@ _LIMIT = 2**31 - 2**20
 
 Graph = Callable[[], ModelProto]
 Weights = Callable[[], Mapping[str, np.ndarray]]
-"""What is to be written, made when a format asks for it."""
+"""What is to be written, made only when a format asks for it."""
 
 
 class Format(NamedTuple):
-    """What is done with the files of one suffix."""
+    """How files of one suffix are read and written."""
 
     graph: Callable[[Path], ModelProto] | None
     """Reads a ModelProto; None where files have weights only."""
@@ -43,7 +43,7 @@ def of(path: str | os.PathLike) -> Format:
 
 
 def save(path: str | os.PathLike, graph: Graph, weights: Weights, **options: bool) -> None:
-    """Write a model so that a failure leaves what was at `path` before.
+    """Write a model; if that fails, the file that was at `path` stays as it was.
 
     Raises:
       InputError: options that the format does not have.
@@ -118,7 +118,7 @@ def _safetensors() -> ModuleType:
 
 
 def _packed() -> ModuleType:
-    """Import what knows of sparsity, at the first use."""
+    """Import the module for packed weights at its first use: it imports `jaxonnx.sparse`."""
     from jaxonnx._file import packed
 
     return packed

@@ -1,4 +1,4 @@
-"""Sparse weights in files: the record of their pattern, and the forms that store what is kept.
+"""Sparse weights in files: the record of their pattern, and forms that leave out the zeros.
 
 The record is an entry of the ModelProto's `metadata_props`, which runtimes ignore. Its axes are the
 (output, input) axes of each sparse weight:
@@ -36,21 +36,21 @@ _SPARSE_IR = 6
 
 
 def record(proto: ModelProto) -> tuple[SparsityPattern, dict[str, Axes]]:
-    """The pattern and the axes of each sparse weight, as the file says; no axes if it does not.
+    """Return the recorded pattern and the axes of each sparse weight; no axes without a record.
 
     Raises:
-      ModelError: the entry is not one of these.
+      ModelError: the entry is malformed.
     """
     return records.get(proto, KEY, _made) or (Pattern(), {})
 
 
-def _made(found: Any) -> tuple[SparsityPattern, dict[str, Axes]]:
-    pattern = parse(found["pattern"], bool(found["transposable"]))
-    return pattern, {n: (int(o), int(i)) for n, (o, i) in found["axes"].items()}
+def _made(entry: Any) -> tuple[SparsityPattern, dict[str, Axes]]:
+    pattern = parse(entry["pattern"], bool(entry["transposable"]))
+    return pattern, {n: (int(o), int(i)) for n, (o, i) in entry["axes"].items()}
 
 
 def recorded(proto: ModelProto, params: Mapping[str, Any]) -> Recorded | None:
-    """The pattern and those of the parameters that the file records as sparse, if it does."""
+    """Return the pattern and the parameters that the file records as sparse, None if none."""
     pattern, axes = record(proto)
     layers = [sparse.Layer(n, params[n].shape, a, "") for n, a in axes.items() if n in params]
     return (pattern, layers) if layers else None
@@ -67,7 +67,7 @@ def set_record(
 
 
 def keep_true(proto: ModelProto, values: Mapping[str, np.ndarray]) -> None:
-    """Takes out of the record what the weights do not have (any more)."""
+    """Drop weights from the record that do not have the pattern (any more)."""
     pattern, axes = record(proto)
     set_record(
         proto,
@@ -84,7 +84,7 @@ def _holds(w: np.ndarray, pattern: SparsityPattern, axes: Axes) -> bool:
 def packed_nbytes(
     tensors: Mapping[str, Any], pattern: SparsityPattern, axes: Mapping[str, Axes]
 ) -> int:
-    """Bytes of the tensors with those in `axes` packed."""
+    """Return the bytes that the tensors take with those in `axes` packed."""
     return sum(
         sparse.pack(w, None, pattern, axis=axes[name][1]).nbytes if name in axes else w.nbytes
         for name, w in tensors.items()
@@ -92,16 +92,16 @@ def packed_nbytes(
 
 
 def _mask(w: Any, pattern: SparsityPattern, axes: Axes) -> np.ndarray | None:
-    """A mask of the pattern over all nonzeros: a kept weight that is 0 has its place as well.
+    """Return a mask of the pattern that covers all nonzeros, so that a kept weight may be 0.
 
-    None where the search does not find one; packing then fills the places up along one axis.
+    None if the search finds no such mask; packing then fills groups up along one axis.
     """
     mask = np.asarray(sparse.mask(w, pattern, axes=axes))
     return mask if not np.asarray(w)[~mask].any() else None
 
 
 def to_sparse_initializers(proto: ModelProto) -> None:
-    """Makes the recorded weights of the main graph `sparse_initializer`s (linear indices).
+    """Turn the recorded weights of the main graph into `sparse_initializer`s (linear indices).
 
     Raises:
       SparsityError: nothing is recorded, or the IR version of the file does not have them.
@@ -130,7 +130,7 @@ def to_sparse_initializers(proto: ModelProto) -> None:
 
 
 def save_packed(proto: ModelProto, path: str | os.PathLike) -> None:
-    """Writes a `.npz` with the graph and its tensors, the recorded ones packed (`sparse.save`).
+    """Write a `.npz` with the graph and its tensors, the recorded ones packed (`sparse.save`).
 
     Raises:
       SparsityError: nothing is recorded.
@@ -152,11 +152,11 @@ def save_packed(proto: ModelProto, path: str | os.PathLike) -> None:
 
 
 def load_packed(path: str | os.PathLike) -> ModelProto:
-    """The ModelProto of a file that `save_packed` wrote.
+    """Load the ModelProto of a file that `save_packed` wrote.
 
     Raises:
       SparsityError: the file is truncated, not one of these, or inconsistent.
-      ModelError: it has weights only, or a graph that is no ModelProto.
+      ModelError: it has weights only, or a graph that is not a ModelProto.
     """
     tensors = _load(path)
     if _GRAPH not in tensors:
@@ -175,7 +175,7 @@ def load_packed(path: str | os.PathLike) -> ModelProto:
 
 
 def load_weights(path: str | os.PathLike) -> dict[str, np.ndarray]:
-    """The dense weights of a packed file, with a graph or without.
+    """Load the weights of a packed file as dense arrays, whether or not it has a graph.
 
     Raises:
       SparsityError: the file is truncated, not one of these, or inconsistent.

@@ -40,7 +40,7 @@ def tensor_of_constant(node: NodeProto) -> TensorProto | None:
 
 
 def names_of_constants(function: FunctionProto) -> Iterator[tuple[str, str]]:
-    """Yield the name of each tensor of a function's Constant nodes, there and in the model."""
+    """Yield two names for each tensor of a function's Constant nodes: its own and the model's."""
     key = function.domain, function.name, function.overload
     path = ".".join(str(part) for part in key if part)
     for node in function.node:

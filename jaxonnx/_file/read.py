@@ -1,4 +1,4 @@
-"""A file, bytes or a ModelProto becomes a checked ModelProto without weights, and its tensors."""
+"""Reading a model: a checked ModelProto without its weights, and the weights as arrays."""
 
 import ctypes
 import difflib
@@ -158,7 +158,7 @@ def _check_header(proto: ModelProto, what: str) -> None:
 
 
 def _take_tensors(main: GraphProto, folder: Path | None) -> dict[str, np.ndarray]:
-    """Moves the data of all uniquely named tensors out of the graphs."""
+    """Move the data of all uniquely named tensors out of the graphs."""
     graphs = list(all_graphs(main))
     defined = Counter(name for graph in graphs for name in _definitions(graph))
     tensors: dict[str, np.ndarray] = {}
@@ -191,7 +191,7 @@ def _take_tensors(main: GraphProto, folder: Path | None) -> dict[str, np.ndarray
 
 
 def _take_constants(function: FunctionProto, tensors: dict[str, np.ndarray]) -> None:
-    """Moves floating-point tensors, but no scalars, out of the Constant nodes of a function."""
+    """Move floating-point tensors other than scalars out of a function's Constant nodes."""
     names = dict(names_of_constants(function))
     for node in function.node:
         constant = tensor_of_constant(node)
@@ -206,7 +206,7 @@ def _take_constants(function: FunctionProto, tensors: dict[str, np.ndarray]) -> 
 
 
 def _inline(main: GraphProto, folder: Path | None) -> None:
-    """Reads the external data of a graph whose tensors stay where they are."""
+    """Read the external data of a graph into its tensors."""
     for graph in all_graphs(main):
         constants = filter(None, map(tensor_of_constant, graph.node))
         for tensor in (*graph.initializer, *constants):
@@ -215,7 +215,7 @@ def _inline(main: GraphProto, folder: Path | None) -> None:
 
 
 def _definitions(graph: GraphProto) -> Iterator[str]:
-    """Each name that the graph gives a value to, once for each definition."""
+    """Yield each name that the graph gives a value to, once for each definition."""
     initialized = {tensor.name for tensor in graph.initializer}
     yield from initialized
     yield from (sparse.values.name for sparse in graph.sparse_initializer)

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def has(proto: ModelProto, key: str) -> bool:
-    """Return whether there is a record under this key."""
+    """Check whether there is a record under this key."""
     return any(entry.key == key for entry in proto.metadata_props)
 
 
@@ -23,7 +23,7 @@ def get(proto: ModelProto, key: str, make: Callable[[Any], T]) -> T | None:
     """Return `make` of the record under this key, None if there is no such record.
 
     Raises:
-      ModelError: the entry is no JSON, or not what `make` takes.
+      ModelError: the entry is not JSON, or not what `make` takes.
     """
     for entry in proto.metadata_props:
         if entry.key == key:
@@ -35,7 +35,7 @@ def get(proto: ModelProto, key: str, make: Callable[[Any], T]) -> T | None:
 
 
 def put(proto: ModelProto, key: str, value: Any) -> None:
-    """Replace the record under this key; None leaves none."""
+    """Replace the record under this key; None removes it."""
     kept = [entry for entry in proto.metadata_props if entry.key != key]
     del proto.metadata_props[:]
     proto.metadata_props.extend(kept)

@@ -1,4 +1,4 @@
-"""Parameters back into the ModelProto."""
+"""Writing parameters back into the ModelProto."""
 
 from collections.abc import Collection, Mapping
 
@@ -16,12 +16,11 @@ def to_onnx(
     params: Collection[str],
     state: Collection[str],
 ) -> ModelProto:
-    """A copy of `proto` with the values of its named tensors, in inference form.
+    """Return a copy of `proto` with the values of its named tensors, in inference form.
 
-    A file that carries its training (`training_info`) keeps the form it has.
-
-    Each parameter becomes an initializer of its own, also where the file had it in a Constant node
-    or as an Identity over another initializer.
+    A file that carries its training (`training_info`) keeps its form. Each parameter becomes an
+    initializer of its own, also where the file had it in a Constant node or as an Identity over
+    another initializer.
     """
     result = ModelProto()
     result.CopyFrom(proto)
@@ -48,7 +47,7 @@ def to_onnx(
 
 
 def training_nodes(graph: GraphProto) -> list[str]:
-    """BatchNormalization and Dropout nodes that the file runs in training mode."""
+    """Return the BatchNormalization and Dropout nodes that the file runs in training mode."""
     return [
         f"{node.op_type} '{node.name or node.output[0]}'"
         for node in all_nodes(graph)
@@ -80,7 +79,7 @@ def _fill(graph: GraphProto, values, params, state) -> None:
 
 
 def _declare_initializers(graph: GraphProto) -> None:
-    """Makes every initializer an input too, as IR version 3 demands."""
+    """Declare every initializer as an input too, as IR version 3 demands."""
     inputs = {value.name for value in graph.input}
     for tensor in graph.initializer:
         if tensor.name not in inputs:
@@ -108,7 +107,7 @@ def _is_training(node: NodeProto, graph: GraphProto) -> bool:
 
 
 def _infer(node: NodeProto, opset: int) -> None:
-    """Puts a BatchNormalization or Dropout node into inference mode."""
+    """Put a BatchNormalization or Dropout node into inference mode."""
     if node.op_type == "Dropout":
         del node.input[2:]
         return

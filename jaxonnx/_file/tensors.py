@@ -22,7 +22,7 @@ _BITS: dict[int, int] = {
 
 
 def to_array(tensor: TensorProto, folder: Path | None = None) -> np.ndarray:
-    """The value of a TensorProto; external data is memory-mapped from `folder`.
+    """Return the value of a TensorProto; external data is memory-mapped from `folder`.
 
     Raises:
       ModelError: the element type is unknown, or the data does not fill the shape.
@@ -63,7 +63,7 @@ def to_array(tensor: TensorProto, folder: Path | None = None) -> np.ndarray:
 
 
 def to_dense(sparse: onnx.SparseTensorProto, folder: Path | None = None) -> np.ndarray:
-    """A SparseTensorProto as an array (IR: indices are linear, or one row per value)."""
+    """Convert a SparseTensorProto to an array (IR: indices are linear, or one row per value)."""
     values, indices = to_array(sparse.values, folder), to_array(sparse.indices, folder)
     shape = tuple(sparse.dims)
     try:
@@ -79,7 +79,7 @@ def to_dense(sparse: onnx.SparseTensorProto, folder: Path | None = None) -> np.n
 
 
 def _external(tensor: TensorProto, folder: Path | None) -> np.ndarray:
-    """The bytes of external data as a read-only memory map (IR.md, "External Tensor Data")."""
+    """Return external data as a read-only memory map (IR.md, "External Tensor Data")."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
     location = entries.get("location", "")
     if folder is None:

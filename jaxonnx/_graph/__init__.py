@@ -1,1 +1,1 @@
-"""A ModelProto with everything looked up once, and what its graph says of tensors."""
+"""Bound graphs: everything looked up once, and what a graph says of its tensors."""

@@ -36,7 +36,7 @@ class Graph:
     initializers: Mapping[str, np.ndarray]
     nodes: tuple[Node, ...]
     lifted: Mapping[str, str] = field(default_factory=dict)
-    """In the body of a function: names of it whose values come from outside, by the names there."""
+    """In a function's body: local names whose values come from outside, to names in the model."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Node:
     """The body, if the node calls a function of the model."""
 
 
-def bind(model: ModelProto, graph: GraphProto, taken: Collection[str]) -> Graph:
-    """Binds a graph of `model`; `taken` names the tensors whose values come from outside.
+def bind(model: ModelProto, graph: GraphProto, external: Collection[str]) -> Graph:
+    """Bind a graph of `model`; `external` names the tensors whose values come from outside.
 
     Raises:
       UnsupportedError: naming every operator that has no implementation, with its nodes.
@@ -71,7 +71,7 @@ def bind(model: ModelProto, graph: GraphProto, taken: Collection[str]) -> Graph:
         if key in functions:
             raise ModelError(f"the function '{'.'.join(filter(None, key))}' is defined twice")
         functions[key] = function
-    binder = _Binder(functions, frozenset(taken), lifted=frozenset(taken))
+    binder = _Binder(functions, frozenset(external), lifted=frozenset(external))
     bound = binder.graph(graph, opsets or {"": 1})
     if binder.missing:
         lines = [f"  {what}: {', '.join(nodes)}" for what, nodes in binder.missing.items()]
@@ -86,10 +86,14 @@ def _domain(name: str) -> str:
 @dataclass
 class _Binder:
     functions: dict[tuple[str, str, str], FunctionProto]
-    taken: frozenset[str]
+    external: frozenset[str]
+    """The tensors of the main graph and its subgraphs whose values come from outside."""
     missing: dict[str, list[str]] = field(default_factory=dict)
+    """Operators without an implementation, with the nodes that need them."""
     count: int = 0
+    """Nodes bound so far, in functions too: the next node's index."""
     calls: tuple[tuple[str, str, str], ...] = ()
+    """The functions whose bodies are being bound, outermost first."""
     lifted: frozenset[str] = frozenset()
     """The constants of functions whose values come from outside, by their names in the model."""
 
@@ -99,12 +103,12 @@ class _Binder:
         initializers = {}
         weights = []
         for tensor in proto.initializer:
-            if tensor.name in self.taken:
+            if tensor.name in self.external:
                 weights.append(tensor.name)
             else:
                 initializers[tensor.name] = to_array(tensor)
         for sparse in proto.sparse_initializer:
-            if sparse.values.name in self.taken:
+            if sparse.values.name in self.external:
                 weights.append(sparse.values.name)
             else:
                 initializers[sparse.values.name] = to_dense(sparse)
@@ -119,7 +123,7 @@ class _Binder:
                         "unique and not empty"
                     )
         for node in proto.node:
-            weights += [name for name in node.output if name in self.taken]
+            weights += [name for name in node.output if name in self.external]
         own = {*inputs, *weights, *initializers}
         nodes = self.nodes(proto.node, opsets, {*visible, *own}, own, refs)
         names = {*visible, *own, *(name for node in nodes for name in node.outputs)}
@@ -139,8 +143,8 @@ class _Binder:
     def nodes(self, protos, opsets, visible: set[str], own: set[str], refs) -> tuple[Node, ...]:
         bound = []
         for proto in protos:
-            if proto.output and proto.output[0] in own and proto.output[0] in self.taken:
-                continue
+            if proto.output and proto.output[0] in own and proto.output[0] in self.external:
+                continue  # a constant whose value comes from outside: nothing is left to compute
             node = self.node(proto, opsets, visible, refs)
             for name in node.reads:
                 if name not in visible:
@@ -163,9 +167,9 @@ class _Binder:
         )
         self.count += 1
         inputs, outputs = _trimmed(proto.input), _trimmed(proto.output)
-        given = _resolved(proto, refs, label)
+        passed = _resolved(proto, refs, label)
         attributes, graphs = {}, {}
-        for name, attribute in given.items():
+        for name, attribute in passed.items():
             if attribute.type == AttributeProto.GRAPH:
                 graphs[name] = self.graph(attribute.g, opsets, visible, refs)
             elif attribute.type == AttributeProto.GRAPHS:
@@ -175,15 +179,17 @@ class _Binder:
         inner = [g for v in graphs.values() for g in (v if isinstance(v, list) else [v])]
         captured = [name for graph in inner for name in _free_names(graph)]
         index, body, op = self.count, None, None
+        # a function of the model shadows an operator of the same name (IR.md, "Functions")
         function = self.functions.get((domain, proto.op_type, proto.overload))
         if function is not None:
-            check_call(proto, function, given, label)
-            op, body = _CALL, self.function(function, given, opsets, label)
+            check_call(proto, function, passed, label)
+            op, body = _CALL, self.function(function, passed, opsets, label)
         elif domain in opsets:
             version = opsets[domain]
             label = f"{label[:-1]}, opset {version})"
             op = lookup(domain, proto.op_type, version)
         if op is None:
+            # go on, so that the error names every missing operator of the model at once
             version = opsets.get(domain)
             what = f"{domain or 'ai.onnx'}.{proto.op_type}" + (
                 f" (opset {version})" if version else f" (domain '{domain}' is not imported)"
@@ -191,26 +197,27 @@ class _Binder:
             self.missing.setdefault(what, []).append(label.partition(" ")[2].rpartition(" (")[0])
             op = _CALL
         elif body is None:
-            check_node(proto, op, opsets[domain], given, label)
-            attributes.pop("consumed_inputs", None)
+            check_node(proto, op, opsets[domain], passed, label)
+            attributes.pop("consumed_inputs", None)  # an attribute of opset 1 without a meaning
             if any(what == "scope" for _, what in op.context):
-                # Such an operator names tensors in its attributes.
+                # an operator that sees the scope (Gradient) names values in its attributes
                 strings = [v if isinstance(v, list) else [v] for v in attributes.values()]
                 captured += [s for value in strings for s in value if isinstance(s, str) and s]
         reads = tuple(dict.fromkeys([*(n for n in inputs if n), *captured]))
         return Node(label, op, inputs, outputs, attributes, graphs, reads, index, body)
 
     def function(
-        self, function: FunctionProto, given: Mapping[str, AttributeProto], opsets, label
+        self, function: FunctionProto, passed: Mapping[str, AttributeProto], opsets, label
     ) -> Graph:
-        """The body of a function for one call: attribute references replaced by their values."""
+        """Bind a function's body for one call, with attribute references replaced by values."""
         key = (function.domain, function.name, function.overload)
         name = ".".join(filter(None, key))
         if key in self.calls:
             raise ModelError(f"{label}: function '{name}' calls itself; ONNX forbids recursion")
         defaults = {a.name: a for a in function.attribute_proto}
-        refs = dict.fromkeys(function.attribute) | defaults | dict(given)
+        refs = dict.fromkeys(function.attribute) | defaults | dict(passed)
         own = {_domain(e.domain): e.version for e in function.opset_import} or opsets
+        # names in a function are its own: only what was lifted out of it comes from outside
         inner = _Binder(self.functions, frozenset(), self.missing, self.count, (*self.calls, key))
         inner.lifted = self.lifted
         lifted = {
@@ -287,7 +294,7 @@ def _text(data: bytes) -> str | bytes:
 
 
 def _resolved(proto: NodeProto, refs, label: str) -> dict[str, AttributeProto]:
-    """The attributes by name; a reference to one of the enclosing function has that one's value."""
+    """Return the attributes by name, with references to the enclosing function's resolved."""
     result = {}
     for attribute in proto.attribute:
         if attribute.name in result:
@@ -306,7 +313,7 @@ def _resolved(proto: NodeProto, refs, label: str) -> dict[str, AttributeProto]:
 
 
 def _free_names(graph: Graph) -> Iterator[str]:
-    """The names that a subgraph takes from the scopes around it."""
+    """Yield the names that a subgraph reads from the scopes around it."""
     own = {*graph.inputs, *graph.weights, *graph.initializers}
     for node in graph.nodes:
         yield from (name for name in node.reads if name not in own)

@@ -1,4 +1,4 @@
-"""What the schema of an operator demands of a node: attributes and their types, inputs, outputs."""
+"""Nodes checked against their operator's schema: attributes and types, inputs, outputs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from jaxonnx.registry import Op
 
 @dataclass(frozen=True)
 class _Rules:
-    """Of one version of a schema."""
+    """The rules of one version of a schema."""
 
     inputs: tuple[str | None, ...]
-    """The names of the inputs that must be given, None for those that may be omitted."""
+    """The names of the required inputs, None for those that may be omitted."""
     fewest: int
     most: int | None
     outputs: int | None
@@ -27,11 +27,11 @@ class _Rules:
 def check_node(
     proto: NodeProto, op: Op, version: int, attributes: Mapping[str, AttributeProto], label: str
 ) -> None:
-    """Raises a ModelError if a node does not fit its operator.
+    """Raise a ModelError if a node does not fit its operator.
 
     Args:
       proto: the node.
-      op: the operator that was found for it.
+      op: its operator.
       version: the opset that the graph imports.
       attributes: those of the node, references resolved.
       label: what messages call the node.
@@ -69,7 +69,7 @@ def check_node(
 def check_call(
     proto: NodeProto, function: onnx.FunctionProto, attributes: Iterable[str], label: str
 ) -> None:
-    """Raises a ModelError if a node passes or takes what the function that it calls has not."""
+    """Raise a ModelError if a node uses attributes, inputs or outputs that its function lacks."""
     declared = {*function.attribute, *(a.name for a in function.attribute_proto)}
     unknown = sorted(map(str, {*attributes} - declared))
     name = f"{function.domain}.{function.name}"
@@ -89,7 +89,7 @@ def check_call(
 
 
 def _count(names: Sequence[str]) -> int:
-    """How many are listed, omitted ones at the end aside."""
+    """Return how many are listed, not counting omitted ones at the end."""
     return max((i + 1 for i, name in enumerate(names) if name), default=0)
 
 

@@ -1,8 +1,8 @@
 """What an exporter seems to have done to a network for inference: guesses, from traces in the file.
 
 A file does not say that BatchNormalization was folded into a convolution, or that Dropout was left
-out. What is told here rests on these traces, each of which can deceive, and a file without them
-can have been changed all the same:
+out. The guesses here rest on these traces. Each can deceive, and a file without them may have been
+changed all the same:
 
 - PyTorch's current exporter names the module of each node and the rewriting that made it: a
   convolution that stems from a BatchNorm module, or from a rule that fuses it, is a folded one. Its
@@ -27,7 +27,7 @@ _OF_CLONE = re.compile(r"aten\.(linear|addmm|mm|add)\.\w+\]\(args = \((%\w+, )?%
 
 
 def folded(graph: GraphProto) -> tuple[int, str]:
-    """How many convolutions seem to have BatchNormalization folded into them, and why."""
+    """Count convolutions that seem to have BatchNormalization folded into them; return why too."""
     convolutions = [node for node in graph.node if node.op_type in ("Conv", "ConvTranspose")]
     traced = [node for node in convolutions if is_folded(node)]
     if traced:
@@ -44,31 +44,31 @@ def folded(graph: GraphProto) -> tuple[int, str]:
 
 
 def is_folded(node: NodeProto) -> bool:
-    """Whether the exporter recorded that BatchNormalization went into a convolution."""
+    """Check whether the exporter recorded that BatchNormalization went into a convolution."""
     recorded = _recorded(node).lower().replace("_", "")
     return node.op_type.startswith("Conv") and "batchnorm" in recorded
 
 
 def undropped(graph: GraphProto) -> list[str]:
-    """The values behind which Dropout seems to have been left out."""
-    seen = {name for node in graph.node for name in modules(node)}
+    """Return the values behind which Dropout seems to have been left out."""
+    present = {name for node in graph.node for name in modules(node)}
     maker = {name: node for node in graph.node for name in node.output}
-    found = []
+    values = []
     for node in graph.node:
         if node.op_type == "Dropout":
             return []
-        name = _dropped_in(node) or _behind_a_gap(node, seen)
+        name = _dropped_in(node) or _behind_a_gap(node, present)
         before = maker.get(name)
         if before is None or before.op_type in ("Reshape", "Transpose"):
             continue  # a clone also makes a transposed array contiguous
         # a module that is used twice goes by one of its names
         if node.op_type == "Add" or modules(before)[-1:] != modules(node)[-1:]:
-            found.append(name)
-    return list(dict.fromkeys(found))
+            values.append(name)
+    return list(dict.fromkeys(values))
 
 
 def _dropped_in(node: NodeProto) -> str:
-    """The input of a linear layer or a sum that the graph of PyTorch says to be a clone."""
+    """Return the input of a linear layer or a sum that is a clone in PyTorch's own graph."""
     match = _OF_CLONE.search(_metadata(node, "pkg.torch.onnx.fx_node"))
     if match is None:
         return ""
@@ -77,13 +77,13 @@ def _dropped_in(node: NodeProto) -> str:
     return node.input[0] if node.op_type in _LINEAR and not match[2] else ""
 
 
-def _behind_a_gap(node: NodeProto, seen: Collection[str]) -> str:
-    """The input of a linear layer whose neighbour in a Sequential has no node."""
+def _behind_a_gap(node: NodeProto, present: Collection[str]) -> str:
+    """Return the input of a linear layer whose neighbour in a Sequential has no node."""
     path = modules(node)
     if node.op_type not in _LINEAR or not path:
         return ""
     match = re.fullmatch(r"(.*\.)?([1-9]\d*)", path[-1])
-    if match is None or f"{match[1] or ''}{int(match[2]) - 1}" in seen:
+    if match is None or f"{match[1] or ''}{int(match[2]) - 1}" in present:
         return ""
     return node.input[0]
 
@@ -93,7 +93,7 @@ def _is_computed(name: str) -> bool:
 
 
 def _named(convolutions: Iterable[NodeProto]) -> bool:
-    """Whether biases have the names that PyTorch gives to a convolution's own."""
+    """Check whether biases have the names that PyTorch gives to a convolution's own."""
     return all(
         n.input[1].endswith(".weight") and n.input[2] == f"{n.input[1][:-7]}.bias"
         for n in convolutions
@@ -101,7 +101,7 @@ def _named(convolutions: Iterable[NodeProto]) -> bool:
 
 
 def _recorded(node: NodeProto) -> str:
-    """What the exporter says of the node's origin."""
+    """Return what the exporter recorded about the node's origin."""
     keys = ("pkg.torch.onnx.class_hierarchy", "pkg.onnxscript.rewriter.rule_name", "namespace")
     return " ".join(_metadata(node, key) for key in keys)
 
@@ -111,7 +111,7 @@ def _metadata(node: NodeProto, key: str) -> str:
 
 
 def notes(graph: GraphProto, drops: bool) -> Iterator[str]:
-    """What these traces mean for training, in sentences; `drops` if Dropout was put back."""
+    """Yield what these traces mean for training, in sentences; `drops` if Dropout was put back."""
     count, why = folded(graph)
     if count:
         yield (

@@ -1,4 +1,4 @@
-"""Which tensor of a file is a parameter, and which a running statistic: by the place of its use.
+"""Which tensors are parameters and which are running statistics, by where they are used.
 
 `jaxonnx.registry` says what stands at the inputs of an operator; a tensor keeps its role behind
 Transpose, Reshape, Cast, Identity and the like, in subgraphs and in functions of the model.
@@ -25,20 +25,20 @@ _HOST_ONLY = (object, ml_dtypes.float6_e2m3fn, ml_dtypes.float6_e3m2fn)
 def split(
     graph: Graph, tensors: Mapping[str, np.ndarray], proto: GraphProto
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]:
-    """The tensors of a graph as parameters, state and constants.
+    """Split the tensors of a graph into parameters, state and constants.
 
     Args:
       graph: the bound main graph.
       tensors: its named tensors.
       proto: the graph as the file has it.
     """
-    found = roles(graph, tensors, {tensor.name for tensor in proto.initializer})
+    role_of = roles(graph, tensors, {tensor.name for tensor in proto.initializer})
     params, state, constants = {}, {}, {}
     for name in graph_tensors(graph):
         value = tensors[name]
-        if found.get(name) == "param":
+        if role_of.get(name) == "param":
             params[name] = value
-        elif name in found or (value.nbytes > KNOWN_LIMIT and value.dtype not in _HOST_ONLY):
+        elif name in role_of or (value.nbytes > KNOWN_LIMIT and value.dtype not in _HOST_ONLY):
             state[name] = value
         else:
             constants[name] = value
@@ -46,7 +46,7 @@ def split(
 
 
 def graph_tensors(graph: Graph) -> list[str]:
-    """The named tensors of a graph, of the subgraphs within it and of the functions it calls."""
+    """Return the named tensors of a graph, its subgraphs and the functions that it calls."""
     names = [*graph.weights, *graph.lifted.values()]
     for node in graph.nodes:
         for inner in (*node.graphs.values(), *([] if node.body is None else [node.body])):
@@ -56,7 +56,7 @@ def graph_tensors(graph: Graph) -> list[str]:
 
 
 def running_statistics(graph: Graph) -> set[str]:
-    """The names at inputs where running statistics stand, also in subgraphs and functions."""
+    """Return the names that are used as running statistics, also in subgraphs and functions."""
     names = set()
     for node in graph.nodes:
         names |= {name for i, name in enumerate(node.inputs) if node.op.role(i) == "state"}
@@ -72,14 +72,14 @@ def running_statistics(graph: Graph) -> set[str]:
 def roles(
     graph: Graph, tensors: Mapping[str, np.ndarray], initializers: set[str]
 ) -> dict[str, str]:
-    """The role, "param" or "state", of each tensor that has one.
+    """Return the role, "param" or "state", of each tensor that has one.
 
     Args:
       graph: the bound main graph.
       tensors: its named tensors.
       initializers: the names of those that are initializers; the others sit in Constant nodes.
     """
-    found: dict[str, str] = {}
+    role_of: dict[str, str] = {}
 
     def is_vector(name: str, node: Node) -> bool:
         shape = tensors[name].shape
@@ -93,7 +93,7 @@ def roles(
         if role is None or not jnp.issubdtype(tensors[use.name].dtype, jnp.floating):
             continue
         if role != "vector":
-            found.setdefault(use.name, role)
+            role_of.setdefault(use.name, role)
         elif is_vector(use.name, use.node):
-            found.setdefault(use.name, "param")
-    return found
+            role_of.setdefault(use.name, "param")
+    return role_of

@@ -1,4 +1,4 @@
-"""The modules that exporters record for the nodes of a graph, and values found by their names."""
+"""Modules that exporters record for the nodes of a graph, and the lookup of values by name."""
 
 import ast
 import difflib
@@ -9,7 +9,7 @@ from jaxonnx.errors import InputError
 
 
 def resolve(graph: GraphProto, name: str) -> str:
-    """The value that is meant by the name of a value, a node or a module of PyTorch.
+    """Return the value that the name of a value, a node or a PyTorch module means.
 
     Raises:
       InputError: there is none; the message has similar names.
@@ -34,10 +34,10 @@ def resolve(graph: GraphProto, name: str) -> str:
 
 
 def modules(node: NodeProto) -> list[str]:
-    """The modules of PyTorch that a node stems from, outermost first, as its exporters tell.
+    """Return the PyTorch modules that a node comes from, outermost first.
 
     The current exporter records them in the node's metadata, the older one in its name:
-    '/encoder/layers.1/linear2/MatMul' is of encoder, encoder.layers.1, encoder.layers.1.linear2.
+    '/encoder/layers.1/linear2/MatMul' is in encoder, encoder.layers.1, encoder.layers.1.linear2.
     """
     for entry in node.metadata_props:
         if entry.key == "pkg.torch.onnx.name_scopes":
@@ -46,9 +46,9 @@ def modules(node: NodeProto) -> list[str]:
             except (ValueError, SyntaxError):
                 return []
             return [s for s in scopes[:-1] if s] if isinstance(scopes, list) else []
-    found: list[str] = []
+    path: list[str] = []
     if node.name.startswith("/"):
         for part in node.name.split("/")[1:-1]:
-            outer = f"{found[-1]}." if found else ""
-            found.append(part if part.startswith(outer) else outer + part)
-    return found
+            outer = f"{path[-1]}." if path else ""
+            path.append(part if part.startswith(outer) else outer + part)
+    return path

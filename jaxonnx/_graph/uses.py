@@ -1,4 +1,4 @@
-"""Where the tensors of a graph stand: at which input of which node, and what they are there."""
+"""Where the tensors of a graph are used: at which input of which node, and as what."""
 
 import math
 from collections import ChainMap
@@ -27,13 +27,13 @@ class Use:
     """The tensor's own axes in the order in which the node sees them, with None for those of length
     one that it sees besides; None as a whole behind a Reshape that mixes axes or is not known."""
     rank: int
-    """Of the tensor."""
+    """The tensor's rank."""
     outer: Node
     """The node of the main graph that the node is or lies in."""
 
     @property
     def matrix(self) -> Matrix | None:
-        """What the tensor's own axes mean here; None where it is no factor, or is reshaped."""
+        """What the tensor's own axes mean here; None if it is not a factor, or is reshaped."""
         form = self.node.op.form(self.position)
         if form is None or self.axes is None:
             return None
@@ -53,14 +53,14 @@ class Use:
 
 
 def uses(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[Use]:
-    """Every use of the named tensors, in the order of the nodes.
+    """Yield every use of the named tensors, in the order of the nodes.
 
-    Subgraphs and the bodies of functions are seen as well. Tensors are any that have a shape; those
-    in NumPy also tell to which shape others are brought.
+    Subgraphs and the bodies of functions are included. Tensors are anything with a shape; NumPy
+    arrays among them also tell the target shapes of Reshape and the like.
     """
 
     def walk(graph: Graph, behind: ChainMap, outer: Node | None) -> Iterator[Use]:
-        """`behind` tells which tensor a name is a view of, and how."""
+        """Yield the uses in one graph; `behind` maps names to the tensors that they view."""
         for name in tensors.keys() & graph.weights:
             behind[name] = name, tuple(range(len(tensors[name].shape)))
         for node in graph.nodes:
@@ -71,14 +71,14 @@ def uses(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[Use]:
                     yield Use(root, node, i, axes, len(tensors[root].shape), top)
             if node.op.view and behind.get(node.inputs[0]):
                 root, axes = behind[node.inputs[0]]
-                given = [tensors.get(name) for name in node.inputs[1:]]
-                behind[node.outputs[0]] = root, _viewed(node, axes, tensors[root].shape, given)
+                others = [tensors.get(name) for name in node.inputs[1:]]
+                behind[node.outputs[0]] = root, _viewed(node, axes, tensors[root].shape, others)
             for inner in node.graphs.values():
                 for g in inner if isinstance(inner, list) else [inner]:
                     yield from walk(g, behind.new_child(dict.fromkeys(g.inputs)), top)
             if node.body is not None:
-                given = (behind.get(name) for name in node.inputs)
-                inner = dict(zip(node.body.inputs, given, strict=False))
+                passed = (behind.get(name) for name in node.inputs)
+                inner = dict(zip(node.body.inputs, passed, strict=False))
                 for local, name in node.body.lifted.items():
                     if name in tensors:
                         inner[local] = name, tuple(range(len(tensors[name].shape)))
@@ -88,19 +88,19 @@ def uses(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[Use]:
 
 
 def _viewed(
-    node: Node, axes: tuple[int | None, ...] | None, shape: tuple[int, ...], given: Sequence[Any]
+    node: Node, axes: tuple[int | None, ...] | None, shape: tuple[int, ...], others: Sequence[Any]
 ) -> tuple[int | None, ...] | None:
-    """Return a tensor's own axes as they are seen behind one more view, which is given this."""
+    """Return a tensor's own axes as seen behind one more view; `others` are its other inputs."""
     if axes is None or node.op.name in _SAME_AXES:
         return axes
     if node.op.name == "Transpose":
         return tuple(axes[i] for i in node.attributes.get("perm", range(len(axes))[::-1]))
-    if not all(isinstance(value, np.ndarray) for value in given):
+    if not all(isinstance(value, np.ndarray) for value in others):
         return None
     # Reshape, Flatten, Squeeze, Unsqueeze: followed where only axes of length one come and go
     before = tuple(1 if a is None else shape[a] for a in axes)
     try:
-        after = node.op.function(np.zeros(before, np.int8), *given, **node.attributes).shape
+        after = node.op.function(np.zeros(before, np.int8), *others, **node.attributes).shape
     except (Error, ValueError):  # a shape that does not fit: running the graph says so
         return None
     if after == before:
@@ -113,28 +113,28 @@ def _viewed(
 
 @dataclass(frozen=True)
 class Weight:
-    """What a tensor is to all the operators that read it."""
+    """The meaning of a tensor to all the operators that read it."""
 
     matrix: Matrix | None
-    """What its axes mean, by the first use that tells; None where it is no matrix."""
+    """What its axes mean, by the first use that tells; None if it is not a matrix."""
     start: float | None
-    """The value that it starts from; None where it is drawn."""
+    """The value that it starts from; None if it is drawn at random."""
     dense: str
     """Why it cannot be sparse; empty where every use is a product in which it can."""
 
 
 def weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, Weight]:
-    """What each tensor is to the operators that read it: those that are used first, in that order.
+    """Return what each tensor is to the operators that read it, in the order of first use.
 
-    This is what adapters, first values, sparsity and the summary go by.
+    LoRA, `reinitialize`, sparsity and the summary all go by this.
     """
-    found: dict[str, list[Use]] = {}
+    read: dict[str, list[Use]] = {}
     for use in uses(graph, tensors):
         passed = use.node.body is not None or (use.node.op.view and use.position == 0)
-        found.setdefault(use.name, []).extend([] if passed else [use])
+        read.setdefault(use.name, []).extend([] if passed else [use])
     return {
-        name: _weight(tensors[name].shape, found.get(name, ()))
-        for name in dict.fromkeys([*found, *tensors])
+        name: _weight(tensors[name].shape, read.get(name, ()))
+        for name in dict.fromkeys([*read, *tensors])
     }
 
 

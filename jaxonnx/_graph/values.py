@@ -34,7 +34,7 @@ class Value:
 
 
 def declared(info: ValueInfoProto) -> Value:
-    """What a ValueInfoProto says."""
+    """Return the Value that a ValueInfoProto declares."""
     if not info.type.HasField("tensor_type"):
         return Value(info.name, None, None)
     tensor = info.type.tensor_type
@@ -57,7 +57,7 @@ def declared(info: ValueInfoProto) -> Value:
 
 
 def listed(values: Sequence[Value]) -> str:
-    """Values in a sentence."""
+    """Return values as a list for a sentence."""
     return ", ".join(map(str, values)) or "nothing"
 
 
@@ -67,11 +67,11 @@ def arguments(
     inputs: Sequence[Any],
     named: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The arguments of a call by the names of the inputs.
+    """Return the arguments of a call by the names of the inputs, checked.
 
     Args:
-      values: the inputs that must be given, in order.
-      optional: further inputs, that may be given by name.
+      values: the required inputs, in order.
+      optional: further inputs, which may be passed by name.
       inputs: the arguments by position.
       named: those by name.
 
@@ -99,7 +99,7 @@ def arguments(
 
 
 def fit(value: Value, array: Any, sizes: dict[str, tuple[int, str]]) -> Any:
-    """An argument as the program takes it, or an InputError that says what was expected."""
+    """Return an argument as the program takes it, or raise an InputError if it does not fit."""
     if value.dtype is None or value.dtype == object:
         return array
     if isinstance(array, bool | int | float | list | tuple):
@@ -139,7 +139,7 @@ def fit(value: Value, array: Any, sizes: dict[str, tuple[int, str]]) -> Any:
 
 
 def data(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments with numbers, which are no shapes, as JAX arrays: they need not be known."""
+    """Convert floating-point arguments to JAX arrays: no shape depends on their values."""
     return {
         name: jnp.asarray(value)
         if isinstance(value, np.ndarray) and jnp.issubdtype(value.dtype, jnp.floating)
@@ -149,7 +149,7 @@ def data(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def matching(what: str, current: dict, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Other values for `current`, in its order; itself for None.
+    """Return `given` in the order of `current`; `current` itself if `given` is None.
 
     Raises:
       InputError: names or shapes differ.
