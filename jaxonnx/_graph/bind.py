@@ -179,7 +179,7 @@ class _Binder:
         inner = [g for v in graphs.values() for g in (v if isinstance(v, list) else [v])]
         captured = [name for graph in inner for name in _free_names(graph)]
         index, body, op = self.count, None, None
-        # a function of the model shadows an operator of the same name (IR.md, "Functions")
+        # a function of the model comes before an operator of the same name
         function = self.functions.get((domain, proto.op_type, proto.overload))
         if function is not None:
             check_call(proto, function, passed, label)
@@ -198,7 +198,7 @@ class _Binder:
             op = _CALL
         elif body is None:
             check_node(proto, op, opsets[domain], passed, label)
-            attributes.pop("consumed_inputs", None)  # an attribute of opset 1 without a meaning
+            attributes.pop("consumed_inputs", None)  # a hint of opset 1
             if any(what == "scope" for _, what in op.context):
                 # an operator that sees the scope (Gradient) names values in its attributes
                 strings = [v if isinstance(v, list) else [v] for v in attributes.values()]

@@ -1,1 +1,1 @@
-"""Graphs changed: what `save` writes is changed as a ModelProto, what only training sees is not."""
+"""Rewrites of the graph that `save` writes: from ModelProto to ModelProto, bound again."""

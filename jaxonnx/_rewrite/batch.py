@@ -1,10 +1,10 @@
-"""Files that were exported for one batch size, made to take any.
+"""Rewriting a file that was exported for one batch size to take any.
 
-An exporter that was given no dynamic axes writes the batch size of its example into targets of
-Reshape and initial states of recurrent layers. Two evaluations on shapes, one with the size of the
-file and one with another, tell which axis of every value is the batch; a target that hides it gets
-a -1 in its place. Where there were several places to choose from, the new graph is run on two
-batches in one, and must give what the old one gives for each.
+Without dynamic axes an exporter writes the batch size of its example into targets of Reshape and
+initial states of recurrent layers. Two evaluations on shapes, one with the file's size and one with
+another, tell which axis of every value is the batch; a target that holds the size gets a -1 in its
+place. If there are several places to choose from, the new graph is run on two batches in one, and
+must give what the old one gives for each.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def freed(
       params, state: the other tensors of the program.
 
     Raises:
-      InputError: a node fixes the batch in a way that is not understood; the message names it.
+      InputError: a node fixes the batch in a way that cannot be opened; the message names it.
     """
     inputs = [declared(v) for v in proto.graph.input if v.name in program.graph.inputs]
     sizes = {v.name: v.shape[0] for v in inputs if v.shape and isinstance(v.shape[0], int)}
@@ -73,7 +73,7 @@ def freed(
 
 @dataclass
 class _Changes:
-    """What differs in the graph for any batch, by the first output of a node."""
+    """The changes that open the batch, by the first output of a node."""
 
     inputs: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
     """New constants at an input: targets of Reshape, what Expand repeats."""
@@ -103,6 +103,7 @@ def _find(graph: Graph, inputs: list[Value], tensors: Mapping[str, Any], size: i
     changes = _Changes()
     targets: dict[str, np.ndarray] = {}
 
+    # first pass, with the file's size: note the targets of Reshape that are known
     def look(node: Node, scope: Scope) -> Node:
         if node.op.name == "Reshape" and len(node.inputs) > 1:
             target = scope[node.inputs[1]]
@@ -110,6 +111,7 @@ def _find(graph: Graph, inputs: list[Value], tensors: Mapping[str, Any], size: i
                 targets[node.outputs[0]] = target
         return node
 
+    # second pass, with another size: a target that is the same as before holds the file's size
     def free(node: Node, scope: Scope) -> Node:
         first = node.outputs[0] if node.outputs else ""
         if first in targets and np.array_equal(scope[node.inputs[1]], targets[first]):
@@ -120,6 +122,7 @@ def _find(graph: Graph, inputs: list[Value], tensors: Mapping[str, Any], size: i
                 new[places[0]] = -1
                 rest = math.prod(d for d in new if d > 0)
                 new[places[0]] = math.prod(now) // max(rest, 1)
+                # a target with 0 or -1 in the right places gives this shape as it is
                 if new != _resolved(targets[first], now):
                     new[places[0]] = -1
                     put(first, 1, np.array(new, np.int64), scope)
@@ -127,6 +130,7 @@ def _find(graph: Graph, inputs: list[Value], tensors: Mapping[str, Any], size: i
         elif node.op.name in _RECURRENT and _starts_at_zero(node, scope):
             changes.stateless.add(first)
         elif node.op.name == "Expand" and isinstance(data := scope[node.inputs[0]], np.ndarray):
+            # a constant that is one row, repeated to the file's size: keep the row alone
             target = scope[node.inputs[1]]
             for axis, (a, b) in enumerate(zip(data.shape[::-1], target[::-1], strict=False)):
                 repeated = np.take(data, [0], -1 - axis)
@@ -134,10 +138,12 @@ def _find(graph: Graph, inputs: list[Value], tensors: Mapping[str, Any], size: i
                     put(first, 0, repeated, scope)
         return changes.applied(node)
 
+    # the rest of this pass goes on with the new value, so that later nodes see the batch too
     def put(first: str, position: int, value: np.ndarray, scope: Scope) -> None:
         changes.inputs[first, position] = scope.values[_named(first, position)] = value
 
     old = _trace(graph, inputs, tensors, size, size, look)
+    # 2 n + 1 has no factor in common with n: a target that holds n rarely fits by chance
     new = _trace(graph, inputs, tensors, size, 2 * size + 1, free)
     for name in graph.outputs:
         if name in old and old[name][:1] == (size,) and new.get(name) == old[name]:
@@ -158,8 +164,8 @@ def _trace(
     other: int,
     visit: Callable[[Node, Scope], Node],
 ) -> dict[str, Shape]:
-    """The shapes of all values with batches of `other`; `visit` may change nodes on the way."""
-    given = {}
+    """Return the shapes of all values with batches of `other`; `visit` may change the nodes."""
+    arguments = {}
     for value in inputs:
         if value.dtype is None or value.shape is None or None in value.shape[1:]:
             raise InputError(f"input {value} has no fixed shape; {_WAY_OUT}")
@@ -167,11 +173,11 @@ def _trace(
             raise InputError(f"input {value} is open in other axes; {_WAY_OUT}")
         shape = (other if value.shape[:1] == (size,) else d for d in value.shape[:1])
         dtype = jax.dtypes.canonicalize_dtype(value.dtype)
-        given[value.name] = jax.ShapeDtypeStruct((*shape, *value.shape[1:]), dtype)
+        arguments[value.name] = jax.ShapeDtypeStruct((*shape, *value.shape[1:]), dtype)
     shapes: dict[str, Shape] = {}
 
-    def body(given):
-        scope = Scope(graph, Context(tensors, jax.random.key(0), False), None, given)
+    def body(arguments):
+        scope = Scope(graph, Context(tensors, jax.random.key(0), False), None, arguments)
         for node in graph.nodes:
             node = visit(node, scope)
             try:
@@ -182,12 +188,12 @@ def _trace(
                 ) from error
         shapes.update((n, tuple(v.shape)) for n, v in scope.values.items() if hasattr(v, "shape"))
 
-    jax.eval_shape(body, given)
+    jax.eval_shape(body, arguments)
     return shapes
 
 
 def _places(before: Shape, now: Shape, after: Shape, size: int) -> list[int]:
-    """The axes of a Reshape's result that the batch can be in, the likeliest first.
+    """Return the axes of a Reshape's result that the batch can be in, the likeliest first.
 
     Args:
       before, now: the shape of the data with the size of the file, and with the other one.
@@ -198,7 +204,7 @@ def _places(before: Shape, now: Shape, after: Shape, size: int) -> list[int]:
         return []
     (axis,) = moved
     start, end = math.prod(before[axis:]), math.prod(before[axis + 1 :])
-    found = []
+    ranked = []
     for place, length in enumerate(after):
         if length % size:
             continue
@@ -209,12 +215,12 @@ def _places(before: Shape, now: Shape, after: Shape, size: int) -> list[int]:
             # than of the last one (features); or the inner part of one with those before it (time)
             last = place == len(after) - 1
             rank = 0 if length == size else 1 if starts and not last else 2 if ends else 3
-            found.append((rank, abs(place - axis), place))
-    return [place for _, _, place in sorted(found)]
+            ranked.append((rank, abs(place - axis), place))
+    return [place for _, _, place in sorted(ranked)]
 
 
 def _resolved(target: np.ndarray, shape: Shape) -> list[int] | None:
-    """The shape that a target gives; None where it does not fit."""
+    """Return the shape that a target of Reshape gives; None if it does not fit."""
     new = [shape[i] if d == 0 and i < len(shape) else int(d) for i, d in enumerate(target)]
     rest = math.prod(d for d in new if d != -1)
     if -1 in new:
@@ -231,7 +237,7 @@ def _starts_at_zero(node: Node, scope: Scope) -> bool:
 
 
 def _declare(graph: GraphProto, inputs: list[str], changes: _Changes, size: int) -> None:
-    """Writes the changes into the file."""
+    """Write the changes into the file."""
     taken = {d.dim_param for v in graph.input for d in v.type.tensor_type.shape.dim}
     batch = "batch" if "batch" not in taken else "batch_size"
     for value in graph.input:
@@ -270,7 +276,7 @@ def _compare(
     changes: _Changes,
     size: int,
 ) -> None:
-    """Runs both on random numbers: two batches in one are two batches."""
+    """Run both on random numbers: two batches in one must give what each gives alone."""
     draw = np.random.default_rng(0)
     halves = []
     for _ in range(2):
@@ -290,12 +296,12 @@ def _compare(
     }
     parts = [old(params, state, None, half) for half in halves]
     whole = new(params, state, None, both)
-    for name, found, *expected in zip(old.graph.outputs, whole, *parts, strict=True):
+    for name, result, *expected in zip(old.graph.outputs, whole, *parts, strict=True):
         a, b = changes.outputs.get(name, ((), ()))
         axes = [axis for axis, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
         if len(axes) == 1:
             together = np.concatenate([np.asarray(x) for x in expected], axes[0])
-            if not np.allclose(np.asarray(found), together, rtol=1e-2, atol=1e-3):
+            if not np.allclose(np.asarray(result), together, rtol=1e-2, atol=1e-3):
                 listed = ", ".join(f"'{first}'" for first, _ in changes.inputs)
                 raise InputError(
                     f"the batch cannot be told from other axes in the Reshape of {listed}: two "

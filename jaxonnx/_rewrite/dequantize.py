@@ -30,9 +30,9 @@ _INTEGER_PRODUCTS = (
 def dequantized(
     proto: ModelProto, tensors: Mapping[str, np.ndarray]
 ) -> tuple[ModelProto, dict[str, np.ndarray]]:
-    """Return the file and its tensors with a floating-point one for each DequantizeLinear of them.
+    """Replace each DequantizeLinear of stored tensors with a floating-point tensor of its result.
 
-    They have the names of its results.
+    Returns the new file and its tensors; the new ones have the names of the nodes' results.
 
     Raises:
       InputError: there is no such node.
@@ -69,7 +69,7 @@ def dequantized(
 
 
 def notes(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[str]:
-    """What integers mean for training, in sentences."""
+    """Yield what integers mean for training, in sentences."""
     weights = {
         use.name: None
         for use in uses(graph, tensors)

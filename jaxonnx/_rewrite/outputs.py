@@ -56,7 +56,7 @@ def cut(
 
 
 def _needed(proto: GraphProto, graph: Graph, names: Iterable[str]) -> set[str]:
-    """The values from which `names` are computed, themselves included."""
+    """Return the values from which `names` are computed, themselves included."""
     needed = {*names}
     for node in reversed(graph.nodes):
         if not needed.isdisjoint(node.outputs):
@@ -70,7 +70,7 @@ def _needed(proto: GraphProto, graph: Graph, names: Iterable[str]) -> set[str]:
 
 
 def _keep(graph: GraphProto, needed: set[str]) -> None:
-    """Drops what is not needed, and all outputs."""
+    """Drop all outputs, and everything else that is not needed."""
     _filter(graph.node, lambda node: not needed.isdisjoint(node.output))
     for values in (graph.input, graph.initializer, graph.value_info):
         _filter(values, lambda value: value.name in needed)
@@ -85,18 +85,18 @@ def _keep(graph: GraphProto, needed: set[str]) -> None:
 
 
 def _called(proto: ModelProto, nodes: Iterable[NodeProto]) -> set[tuple[str, str, str]]:
-    """The functions that nodes, and those in their subgraphs and functions, call."""
+    """Return the functions that nodes, and those in their subgraphs and functions, call."""
     functions = {_key(function, function.name): function for function in proto.functions}
-    found: set[tuple[str, str, str]] = set()
+    reached: set[tuple[str, str, str]] = set()
     waiting = [*nodes]
     while waiting:
         node = waiting.pop()
         waiting += [inner for graph in subgraphs(node) for inner in graph.node]
         key = _key(node, node.op_type)
-        if key in functions and key not in found:
-            found.add(key)
+        if key in functions and key not in reached:
+            reached.add(key)
             waiting += functions[key].node
-    return found
+    return reached
 
 
 def _key(item: NodeProto | FunctionProto, name: str) -> tuple[str, str, str]:

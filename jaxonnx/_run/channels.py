@@ -21,7 +21,7 @@ from jaxonnx.registry import Op
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ChannelsLast:
-    """An array (N, C, *D) that is kept as (N, *D, C); `shape` is the former."""
+    """An array (N, C, *D) that is stored as (N, *D, C); `shape` is the former."""
 
     value: Any
 

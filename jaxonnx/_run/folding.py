@@ -1,18 +1,19 @@
 """Operators on known values, and known values that become traced ones."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 FOLD_LIMIT = 1 << 16
 """Bytes; a folded result above it is computed in the graph instead of becoming a constant."""
 
 
 def fold(function: Callable, arguments: list, keywords: dict) -> tuple:
-    """Evaluates on known values: on the CPU, with 64-bit types intact, results back as NumPy."""
+    """Evaluate on known values, on the CPU and with 64-bit types; return NumPy arrays."""
     with (
         jax.ensure_compile_time_eval(),
         jax.enable_x64(True),
@@ -31,13 +32,18 @@ def _to_numpy(value: Any) -> Any:
 
 
 def on_device(value: Any) -> Any:
-    """A known value as a traced one; strings, maps and sequences stay as they are."""
+    """Convert a known value to a traced one; strings, maps and sequences stay as they are."""
     is_number = isinstance(value, np.ndarray) and value.dtype != object
     return jnp.asarray(value, jax.dtypes.canonicalize_dtype(value.dtype)) if is_number else value
 
 
+def traced(values: Iterable[Any]) -> bool:
+    """Check whether any of the values is traced, or holds one that is."""
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(list(values)))
+
+
 def repeated(value: Any) -> Any:
-    """A large NumPy broadcast as the same broadcast in the graph, so that it never takes memory."""
+    """Turn a large NumPy broadcast into one of the graph, so that it never takes memory."""
     if size_of(value) <= FOLD_LIMIT or 0 not in value.strides:
         return value
     once = value[tuple(slice(None if stride else 1) for stride in value.strides)]

@@ -19,7 +19,7 @@ from jaxonnx.registry import lookup
 
 @dataclass(frozen=True)
 class Overlay:
-    """What training does beside what the graph says."""
+    """What training does on top of what the graph says."""
 
     frozen: bool = False
     """Running statistics are used as they are, and kept."""
@@ -78,7 +78,7 @@ def _checked(ratio: float) -> float:
 
 
 def _with_ratio(node: Node, ratio: float) -> Node:
-    """The Dropout node, of whatever opset, with another ratio."""
+    """Return the Dropout node, of whatever opset, with another ratio."""
     op = lookup("", "Dropout", 12)
     assert op is not None
     op = dataclasses.replace(op, function=partial(op.function, ratio=np.array(ratio, np.float32)))
@@ -88,7 +88,7 @@ def _with_ratio(node: Node, ratio: float) -> Node:
 
 
 def _behind(name: str, ratio: float) -> Node:
-    """Dropout that takes the value's place; what it draws depends on the name alone."""
+    """Return a Dropout that replaces the value; what it draws depends on the name alone."""
     op = lookup("", "Dropout", 12)
     assert op is not None
     index = zlib.crc32(name.encode())

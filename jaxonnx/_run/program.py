@@ -18,8 +18,9 @@ import numpy as np
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.uses import uses
 from jaxonnx._graph.values import data
+from jaxonnx._run.failures import warn
 from jaxonnx._run.overlay import Overlay
-from jaxonnx._run.scope import Context, run, warn
+from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import StaticError
 from jaxonnx.lowering import store
 
@@ -39,7 +40,7 @@ class Adaption(Protocol):
         ...
 
     def __call__(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of the graph's tensors."""
+        """Compute the values of the graph's tensors."""
         ...
 
 
@@ -47,9 +48,9 @@ class Adaption(Protocol):
 class Program:
     """A graph and its constants; `evaluate` is pure, calling the program runs it compiled.
 
-    The fields never change. What calls find out about the graph is a plan, which is replaced as a
-    whole, as are the notes for the user: of two threads that do so at once one may have to compile
-    again what the other had.
+    The fields never change. What calls learn about the graph is a plan, which is replaced as a
+    whole, as are the notes for the user: if two threads do so at once, one may have to compile
+    again what the other had compiled.
     """
 
     graph: Graph
@@ -68,7 +69,7 @@ class Program:
         return replace(self, graph=replace(self.graph, outputs=outputs, output_types=types))
 
     def draws(self, training: bool) -> bool:
-        """Whether an evaluation draws random numbers; Dropout does in training only."""
+        """Check whether an evaluation draws random numbers; Dropout does in training only."""
         nodes = self.graph.nodes
         contexts = ({what for _, what in node.op.context} for node in nodes)
         if any("key" in kinds and (training or "training" not in kinds) for kinds in contexts):
@@ -76,28 +77,28 @@ class Program:
         return training and any(self.overlay.added(node) for node in nodes)
 
     def stored(self, tensors: Mapping[str, jax.Array]) -> dict[str, Any]:
-        """Return parameters or state as programs that run many times take them.
+        """Return parameters or state in the form for programs that run many times.
 
-        Weights of convolutions have the order of the platform that they are on (`lowering.store`).
+        Weights of convolutions get the order of the platform that they are on (`lowering.store`).
         """
         if self.adaption is not None:
             return {**tensors}
-        found = [
+        used = [
             (use.name, use.position in use.node.op.kernels) for use in uses(self.graph, tensors)
         ]
-        others = {name for name, is_kernel in found if not is_kernel}
-        return store(tensors, {name for name, _ in found} - others)
+        others = {name for name, is_kernel in used if not is_kernel}
+        return store(tensors, {name for name, _ in used} - others)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What evaluations found that a user should know, one sentence for a node."""
+        """What a user should know of past evaluations, one sentence for each node."""
         return tuple(self._notes.values())
 
     @property
     def compiled(self) -> bool:
         """Whether all calls until now were compiled as a whole."""
-        found = self._plan.parts.values()
-        return bool(found) and all(parts.rest is None for parts in found)
+        made = self._plan.parts.values()
+        return bool(made) and all(parts.rest is None for parts in made)
 
     def evaluate(
         self,
@@ -109,7 +110,7 @@ class Program:
         training: bool | None = None,
         updates: dict[str, Any] | None = None,
     ) -> tuple:
-        """The outputs in file order; `updates` receives renewed statistics by input name."""
+        """Return the outputs in file order; `updates` receives renewed statistics by input name."""
         context = self._context(params, state, key, training, updates)
         return run(self.graph, inputs, context)
 
@@ -121,7 +122,7 @@ class Program:
         inputs: Mapping[str, Any],
         training: bool | None = False,
     ) -> tuple:
-        """Evaluates with as much compiled as the graph allows."""
+        """Evaluate with as much compiled as the graph allows."""
         arrays = {n: v for n, v in inputs.items() if _is_array(v)}
         others = frozenset(inputs.keys() - arrays.keys())
         plan = self._plan
@@ -143,8 +144,8 @@ class Program:
                 plan = self._plan = plan.giving_way(error, arrays)
         if parts.rest is None:
             return values
-        given = {**data(inputs), **fixed, **dict(zip(parts.boundary, values, strict=True))}
-        return run(parts.rest, given, self._context(params, state, key, training))
+        known = {**data(inputs), **fixed, **dict(zip(parts.boundary, values, strict=True))}
+        return run(parts.rest, known, self._context(params, state, key, training))
 
     def _context(
         self,
@@ -166,7 +167,7 @@ class Program:
     def _split(
         self, cuts: Collection[int], others: Collection[str], fixed: Mapping[str, np.ndarray]
     ) -> _Parts:
-        """Cuts the graph where compiling must stop; `others` are inputs that are no arrays."""
+        """Cut the graph where compiling must stop; `others` are inputs that are not arrays."""
         if not cuts and not others:
             return _Parts(self._compile(self.graph, fixed), (), None)
         outside, constant = set(others), {*self.constants, *fixed}
@@ -208,10 +209,10 @@ class _Parts:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What calls have found out: where compiling must stop, and what is compiled."""
+    """The knowledge from past calls: where compiling must stop, and what is compiled."""
 
     cuts: frozenset[int]
-    """Indices of nodes that want a value known which compiling hides."""
+    """Indices of nodes that need to know a value which compiling hides."""
     fixed: frozenset[str] = frozenset()
     """Inputs whose values are known while compiling."""
     fixes: bool = True
@@ -220,7 +221,7 @@ class _Plan:
     """By the values of the fixed inputs."""
 
     def giving_way(self, error: StaticError, arrays: Mapping[str, Any]) -> _Plan:
-        """Fix the inputs that a node wants known, or cut the graph there; else raise the error."""
+        """Fix the inputs that a node needs to know, or cut the graph there, or raise the error."""
         small = all(np.ndim(arrays[n]) <= 1 and np.size(arrays[n]) <= FIXING for n in error.inputs)
         if error.inputs and small and self.fixes:
             return replace(self, fixed=self.fixed.union(error.inputs))
@@ -230,7 +231,7 @@ class _Plan:
 
 
 def _place(others: frozenset[str], fixed: Mapping[str, np.ndarray]) -> tuple:
-    """A hashable form of the inputs that are no arrays and of the values of those fixed."""
+    """Return a key for compiled parts: inputs that are not arrays, values of the fixed ones."""
     values = ((name, v.dtype.str, v.shape, v.tobytes()) for name, v in sorted(fixed.items()))
     return (others, *values)
 
@@ -243,7 +244,7 @@ def _dynamic(node: Node) -> bool:
 
 
 def _owned(value: Any) -> Any:
-    """A compiled function may still read an array of NumPy when its caller has it back."""
+    """Copy a NumPy array: a compiled function may still read it when its caller has it back."""
     return value.copy() if isinstance(value, np.ndarray) else value
 
 

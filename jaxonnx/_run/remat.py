@@ -13,7 +13,7 @@ from jaxonnx._graph.bind import Graph
 
 
 def cuts(graph: Graph) -> tuple[int, ...]:
-    """Positions between nodes, about sqrt(nodes) of them, where few values cross.
+    """Return positions between nodes, about sqrt(nodes) of them, where few values cross.
 
     Each is the one with the fewest values in its share of the nodes, the last one on a tie.
     """
@@ -28,7 +28,7 @@ def cuts(graph: Graph) -> tuple[int, ...]:
 
 
 def _crossing(graph: Graph) -> list[int]:
-    """For each position the number of values made before it and read at it or after it."""
+    """Count for each position the values made before it and read at it or after it."""
     made, read = {}, {}
     for i, node in enumerate(graph.nodes):
         made.update((name, i) for name in node.outputs if name)

@@ -7,20 +7,19 @@ is folded, so shape arithmetic never reaches the jaxpr.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
 from jaxonnx import lowering
 from jaxonnx._graph.bind import Graph, Node
-from jaxonnx._run import channels
-from jaxonnx._run.folding import FOLD_LIMIT, fold, on_device, repeated, size_of
+from jaxonnx._graph.paths import between
+from jaxonnx._run import channels, failures
+from jaxonnx._run.folding import FOLD_LIMIT, fold, on_device, repeated, size_of, traced
 from jaxonnx._run.overlay import Overlay
 from jaxonnx._run.remat import cuts
 from jaxonnx.errors import Error, NodeError, StaticError
@@ -29,7 +28,7 @@ from jaxonnx.registry import Rounded, known
 
 @dataclass(frozen=True)
 class Context:
-    """What an evaluation is given besides its inputs."""
+    """The arguments of an evaluation besides its inputs."""
 
     weights: Mapping[str, Any] = field(default_factory=dict)
     """Values of the graph's named tensors (`Graph.weights`)."""
@@ -41,7 +40,7 @@ class Context:
     overlay: Overlay = field(default_factory=Overlay)
     """What training does beside what the graph says."""
     note: Callable[[str, str], None] | None = None
-    """Receives what the user should know of a node: its label, and a sentence."""
+    """Receives what the user should know about a node: its label, and a sentence."""
 
     @property
     def inside(self) -> Context:
@@ -52,7 +51,7 @@ class Context:
 def run(
     graph: Graph, inputs: Mapping[str, Any], context: Context, outer: Scope | None = None
 ) -> tuple:
-    """Evaluates a bound graph; `inputs` by name, outputs in file order."""
+    """Evaluate a bound graph; `inputs` by name, outputs in file order."""
     scope = Scope(graph, context, outer, inputs)
     if context.training and context.overlay.remat:
         for start, end in pairwise((0, *cuts(graph), len(graph.nodes))):
@@ -67,7 +66,7 @@ class Scope:
     """The names visible to a graph: its own values, then those of the enclosing scopes."""
 
     def __init__(
-        self, graph: Graph, context: Context, outer: Scope | None, given: Mapping[str, Any]
+        self, graph: Graph, context: Context, outer: Scope | None, inputs: Mapping[str, Any]
     ):
         self.graph = graph
         self.context = context
@@ -75,7 +74,7 @@ class Scope:
         self.values: dict[str, Any] = dict(graph.initializers)
         self.values.update((name, context.weights[name]) for name in graph.weights)
         self.values.update((own, context.weights[name]) for own, name in graph.lifted.items())
-        self.values.update(given)
+        self.values.update(inputs)
 
     def __getitem__(self, name: str) -> Any:
         scope: Scope | None = self
@@ -85,8 +84,15 @@ class Scope:
             scope = scope.outer
         raise NodeError(f"the graph '{self.graph.name}' has no value named '{name}'")
 
+    def _enclosing(self) -> Iterator[Scope]:
+        """Yield this scope and those around it, inner ones first."""
+        scope: Scope | None = self
+        while scope is not None:
+            yield scope
+            scope = scope.outer
+
     def step(self, node: Node) -> None:
-        """Evaluates one node, as training sees it, and binds its outputs."""
+        """Evaluate one node, as training sees it, and bind its outputs."""
         for one in self.context.overlay.steps(node) if self.context.training else (node,):
             self._step(one)
 
@@ -101,42 +107,37 @@ class Scope:
             if error.node is None:
                 error.node = node.label
                 if isinstance(error, StaticError):
-                    names = [
-                        n for n, v in zip(node.inputs, arguments, strict=False) if _traced([v])
-                    ]
-                    inputs, others = self._roots(names)
+                    inputs, others = self._roots(_traced_names(node, arguments))
                     error.inputs = () if others else tuple(inputs)
-                error.args = (f"{node.label}: {error}{_describe(node, arguments)}",)
+                error.args = (failures.told(node, arguments, error),)
             error.index = node.index  # the outermost node comes last
             raise
         except jax.errors.ConcretizationTypeError as error:
             raise self._static_error(node, arguments, "its inputs", arguments) from error
         except (TypeError, ValueError, IndexError, KeyError, ArithmeticError) as error:
-            raise _located(
-                NodeError(f"{node.label}: {error}{_describe(node, arguments)}"), node
-            ) from error
+            text = failures.told(node, arguments, error)
+            raise failures.at(node, NodeError(text)) from error
         if len(results) < len(node.outputs):
-            raise _located(
-                NodeError(f"{node.label} gives {len(results)} outputs, not {len(node.outputs)}"),
-                node,
-            )
+            text = f"{node.label} gives {len(results)} outputs, not {len(node.outputs)}"
+            raise failures.at(node, NodeError(text))
         self.values.update((n, r) for n, r in zip(node.outputs, results, strict=False) if n)
 
     def segment(self, start: int, end: int) -> None:
-        """Evaluates the nodes from `start` to `end`, whose gradient computes them again."""
+        """Evaluate the nodes from `start` to `end`, which the gradient computes again."""
         nodes = self.graph.nodes[start:end]
         later = {name for node in self.graph.nodes[end:] for name in node.reads}
         later.update(self.graph.outputs)
         made = {name for node in nodes for name in node.outputs}
         read = {name: self[name] for node in nodes for name in node.reads if name not in made}
-        given = {name: value for name, value in read.items() if not known(value)}
-        weights = {name: given.pop(name) for name in self.graph.weights if name in given}
+        crossing = {name: value for name, value in read.items() if not known(value)}
+        weights = {name: crossing.pop(name) for name in self.graph.weights if name in crossing}
+        # a known value must not become a tracer: it leaves the segment by this dictionary
         constants = {}
 
         def evaluate(weights, values):
-            key, given = values
+            key, crossing = values
             context = replace(self.context, key=key, updates=None if renewed is None else {})
-            scope = Scope(_NOTHING, context, self, weights | given)
+            scope = Scope(_NOTHING, context, self, weights | crossing)
             for node in nodes:
                 scope.step(node)
             kept = {n: v for n, v in scope.values.items() if n in later and n in made}
@@ -144,19 +145,19 @@ class Scope:
             return {n: v for n, v in kept.items() if n not in constants}, context.updates
 
         renewed = self.context.updates
-        results: Any = lowering.remat(evaluate, weights, (self.context.key, given))
+        results: Any = lowering.remat(evaluate, weights, (self.context.key, crossing))
         values, updates = results
         self.values.update(values | constants)
         if renewed is not None:
             renewed.update(updates)
 
     def depends(self, target: str, names: Iterable[str]) -> bool:
-        """Whether `target` is computed from any of `names` in this or an enclosing graph."""
+        """Check whether `target` is computed from any of `names`, here or in an enclosing graph."""
         names = set(names)
-        return target in names or bool(self._between([target], names))
+        return target in names or bool(self._between(names, [target]))
 
     def recompute(self, targets: Sequence[str], given: Mapping[str, Any]) -> tuple:
-        """The values of `targets` if the values in `given` were those passed: a pure function.
+        """Compute `targets` with other values for the names in `given`: a pure function.
 
         Only the nodes between `given` and `targets` are evaluated anew; the graph is cut at the
         names in `given`, and everything else is read as it was computed.
@@ -166,33 +167,16 @@ class Scope:
         # Statistics are renewed by the nodes themselves, not by what is evaluated anew here.
         context = replace(self.context, updates=None if self.context.updates is None else {})
         scope = Scope(_NOTHING, context, self, given)
-        for node in self._between(targets, set(given)):
+        for node in self._between(given, targets):
             scope.step(node)
             # A node that renews a given value does not undo the cut.
             scope.values.update(given)
         return tuple(_plain(scope[name]) for name in targets)
 
-    def _between(self, targets: Iterable[str], names: set[str]) -> list[Node]:
-        """The nodes, in order, on the paths from `names` to `targets`."""
-        scopes = []
-        scope: Scope | None = self
-        while scope is not None:
-            scopes.append(scope)
-            scope = scope.outer
-        nodes = [node for scope in reversed(scopes) for node in scope.graph.nodes]
-        affected = set(names)
-        below = []
-        for node in nodes:
-            if any(name in affected for name in node.reads):
-                affected.update(name for name in node.outputs if name)
-                below.append(node)
-        needed = set(targets) - names
-        path = []
-        for node in reversed(below):
-            if any(name in needed for name in node.outputs):
-                needed.update(name for name in node.reads if name not in names)
-                path.append(node)
-        return path[::-1]
+    def _between(self, names: Iterable[str], targets: Iterable[str]) -> list[Node]:
+        """Return the nodes on the paths from `names` to `targets`, those of outer graphs first."""
+        scopes = reversed([*self._enclosing()])
+        return between([*chain(*(s.graph.nodes for s in scopes))], names, targets)
 
     def _results(self, node: Node, arguments: list) -> tuple:
         if node.body is not None:
@@ -201,7 +185,7 @@ class Scope:
         for i in op.static:
             if i < len(arguments):
                 arguments[i] = self._known(node, arguments, i)
-        if op.dynamic and _traced(arguments):
+        if op.dynamic and traced(arguments):
             raise self._static_error(node, arguments, "its inputs", arguments)
         keywords = dict(node.attributes)
         for name, graph in node.graphs.items():
@@ -221,7 +205,7 @@ class Scope:
                 a if i in op.static or op.dynamic else on_device(a) for i, a in enumerate(arguments)
             ]
         elif not node.graphs:  # a body checks what it uses; trip counts stay known
-            _check_range([a for i, a in enumerate(arguments) if i not in op.static])
+            failures.check_range([a for i, a in enumerate(arguments) if i not in op.static])
         results = channels.call(op, arguments, keywords)
         results = tuple(map(repeated, results if isinstance(results, tuple) else (results,)))
         if op.state and self._training(node) and op.state[0] < len(node.inputs):
@@ -229,12 +213,13 @@ class Scope:
         return results
 
     def _call(self, node: Node, body: Graph, arguments: list) -> tuple:
-        """Evaluates a function of the model, which sees its arguments only."""
+        """Evaluate a function of the model, which sees its arguments only."""
         updates = self.context.updates
         inner = replace(self.context.inside, updates=None if updates is None else {})
-        given = dict.fromkeys(body.inputs) | dict(zip(body.inputs, arguments, strict=False))
-        results = run(body, given, inner)
+        inputs = dict.fromkeys(body.inputs) | dict(zip(body.inputs, arguments, strict=False))
+        results = run(body, inputs, inner)
         if inner.updates and updates is not None:
+            # statistics are renewed under the caller's names for them
             actual = dict(zip(body.inputs, node.inputs, strict=False)) | dict(body.lifted)
             updates.update((actual.get(name, name), new) for name, new in inner.updates.items())
         return results
@@ -268,39 +253,28 @@ class Scope:
         value = arguments[i]
         if known(value):
             return value
-        if _traced([value]):
+        if traced([value]):
             raise self._static_error(node, arguments, f"input {i} ('{node.inputs[i]}')", [value])
         return np.asarray(value)
 
     def _static_error(self, node: Node, arguments: list, what: str, values: list) -> StaticError:
-        names = [n for n, v in zip(node.inputs, arguments, strict=False) if _traced([v])]
+        names = _traced_names(node, arguments)
         if len(values) == 1:
             names = [n for n, v in zip(node.inputs, arguments, strict=False) if v is values[0]]
-        inputs, others = self._roots(names)
-        roots = [f"input '{name}'" for name in inputs] + others
-        error = StaticError(
-            f"{node.label}: {what} must be known while tracing, because the shape of the result "
-            f"depends on its value, and is computed from {', '.join(roots) or 'what is traced'}. "
-            "Pass that input as a NumPy array that is not an argument of jit (a constant of the "
-            "traced function), or call the model outside jit."
-        )
-        error.inputs = () if others else tuple(inputs)
-        return _located(error, node)
+        return failures.static_error(node, what, *self._roots(names))
 
     def _roots(self, names: Iterable[str]) -> tuple[list[str], list[str]]:
-        """What the traced `names` are computed from: inputs of the main graph, and the rest."""
-        scope = self
-        needed, others = set(names), []
-        while True:
+        """Return what traced values are computed from: inputs of the main graph, and the rest."""
+        needed, others, inputs = set(names), [], []
+        for scope in self._enclosing():
             for node in reversed(scope.graph.nodes):
                 if any(name in needed for name in node.outputs):
-                    needed.update(name for name in node.reads if _traced([self[name]]))
+                    needed.update(name for name in node.reads if traced([self[name]]))
             others += [f"tensor '{name}'" for name in scope.graph.weights if name in needed]
             inputs = [name for name in scope.graph.inputs if name in needed]
-            if scope.outer is None:
-                return inputs, others
-            others += [f"'{name}' of the body '{scope.graph.name}'" for name in inputs]
-            scope = scope.outer
+            if scope.outer is not None:
+                others += [f"'{name}' of the body '{scope.graph.name}'" for name in inputs]
+        return inputs, others
 
 
 class Closure:
@@ -316,7 +290,7 @@ class Closure:
 
     @property
     def known(self) -> bool:
-        """Whether all that the node reads is known: its inputs and what its bodies capture."""
+        """Whether the node's inputs and all that its bodies capture are known while tracing."""
         return known(*(self._scope[name] for name in self._node.reads))
 
     def unrolled(self, count: int, why: Error | None) -> None:
@@ -331,7 +305,7 @@ class Closure:
             )
 
     def __call__(self, *inputs: Any, step: Any = None) -> tuple:
-        """Evaluates the body; `step` (the iteration) makes random nodes differ between steps."""
+        """Evaluate the body; `step` (the iteration) makes random nodes differ between steps."""
         if len(inputs) != len(self.inputs):
             raise NodeError(
                 f"the body '{self.graph.name}' takes {len(self.inputs)} inputs, and was given "
@@ -340,18 +314,13 @@ class Closure:
         context = replace(self._scope.context.inside, updates=None)
         if step is not None:
             context = replace(context, key=jax.random.fold_in(_key(context), step))
-        given = dict(zip(self.inputs, inputs, strict=True))
-        return run(self.graph, given, context, self._scope)
+        named = dict(zip(self.inputs, inputs, strict=True))
+        return run(self.graph, named, context, self._scope)
 
 
 _NOTHING = Graph(
     name="", inputs=(), outputs=(), output_types=(), weights=(), initializers={}, nodes=()
 )
-
-
-def warn(_: str, text: str) -> None:
-    """A `Context.note` that warns."""
-    warnings.warn(text, stacklevel=2)
 
 
 def _key(context: Context) -> jax.Array:
@@ -366,36 +335,5 @@ def _plain(value: Any) -> Any:
     return channels.first(_exact(value))
 
 
-def _traced(values: Iterable[Any]) -> bool:
-    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(list(values)))
-
-
-def _check_range(arguments: list) -> None:
-    """Refuses 64-bit constants that 32-bit arithmetic would cut silently."""
-    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-        return
-    for value in arguments:
-        if isinstance(value, np.ndarray) and value.dtype in (np.int64, np.uint64) and value.size:
-            limits = np.iinfo(np.int32 if value.dtype == np.int64 else np.uint32)
-            if value.min() < limits.min or value.max() > limits.max:
-                raise NodeError(
-                    f"a constant of type {value.dtype} ({value.min()} to {value.max()}) does not "
-                    "fit 32 bits, and 64-bit types are off; set jax_enable_x64"
-                )
-
-
-def _located(error: Error, node: Node) -> Any:
-    error.node, error.index = node.label, node.index
-    return error
-
-
-def _describe(node: Node, arguments: Sequence[Any]) -> str:
-    def one(value: Any) -> str:
-        if hasattr(value, "dtype"):
-            return f"{value.dtype}{list(value.shape)}"
-        return "omitted" if value is None else type(value).__name__
-
-    listed = ", ".join(
-        f"{name or '-'}: {one(value)}" for name, value in zip(node.inputs, arguments, strict=False)
-    )
-    return f" [inputs {listed}]" if listed else ""
+def _traced_names(node: Node, arguments: Sequence[Any]) -> list[str]:
+    return [n for n, v in zip(node.inputs, arguments, strict=False) if traced([v])]

@@ -1,4 +1,4 @@
-"""Shapes and types of the values of a graph: by evaluation on shapes, or by ONNX's inference."""
+"""Shapes and types of a graph's values: by evaluation on shapes, or by ONNX's inference."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ _SIZES = {True: (2, 3), False: (32, 48)}
 
 @dataclass(frozen=True)
 class Shapes:
-    """What an evaluation tells of values that are arrays.
+    """The values of a graph that are arrays, as an evaluation on shapes sees them.
 
     Attributes:
       values: dtype and shape by name; open dimensions have a name, a multiple of one, or None.
@@ -36,9 +36,9 @@ class Shapes:
 
 
 def evaluated(proto: ModelProto, graph: Graph, tensors: Mapping[str, Any]) -> Shapes | None:
-    """The shapes of all values of the main graph, by an evaluation on inputs of two sizes.
+    """Return the shapes of all values of the main graph, evaluated on inputs of two sizes.
 
-    None where such an evaluation fails: shapes that depend on values, or sizes that do not fit.
+    None if the evaluation fails: shapes that depend on values, or sizes that do not fit.
     """
     inputs = [declared(v) for v in proto.graph.input if v.name in graph.inputs]
     sizes: dict[Any, tuple[int, int]] = {}
@@ -46,14 +46,14 @@ def evaluated(proto: ModelProto, graph: Graph, tensors: Mapping[str, Any]) -> Sh
         for axis, size in enumerate(value.shape or ()):
             if not isinstance(size, int):
                 sizes.setdefault(size or (value.name, axis), _SIZES[axis == 0])
-    found = []
+    results = []
     for which in (0, 1):
         try:
             at = {name: pair[which] for name, pair in sizes.items()}
-            found.append(evaluated_at(inputs, graph, tensors, at))
+            results.append(evaluated_at(inputs, graph, tensors, at))
         except Error:
             return None
-    (first, known), (second, _) = found
+    (first, known), (second, _) = results
     names = {name: pair for name, pair in sizes.items() if isinstance(name, str)}
     values = {}
     for name, value in first.items():
@@ -67,12 +67,12 @@ def evaluated(proto: ModelProto, graph: Graph, tensors: Mapping[str, Any]) -> Sh
 def evaluated_at(
     inputs: Iterable[Value], graph: Graph, tensors: Mapping[str, Any], sizes: Mapping[Any, int]
 ) -> tuple[dict[str, Any], set[str]]:
-    """Shapes and dtypes of all values if open dimensions had these sizes, and which are known.
+    """Return shapes and dtypes of all values for these sizes of open dimensions, and the known.
 
     Raises:
-      Error: of the node that the evaluation fails at; or an input has no shape.
+      Error: a node fails, or an input has no shape.
     """
-    given = {}
+    arguments = {}
     for value in inputs:
         if value.dtype is None or value.dtype == object or value.shape is None:
             raise InputError(f"input {value} has no shape")
@@ -80,22 +80,24 @@ def evaluated_at(
             d if isinstance(d, int) else sizes[d or (value.name, axis)]
             for axis, d in enumerate(value.shape)
         ]
-        given[value.name] = jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(value.dtype))
+        dtype = jax.dtypes.canonicalize_dtype(value.dtype)
+        arguments[value.name] = jax.ShapeDtypeStruct(shape, dtype)
     names = tuple(name for node in graph.nodes for name in node.outputs if name)
     known = set()
 
-    def outputs(given):
+    def arrays(arguments):
         context = Context(tensors, jax.random.key(0), False)
-        results = dict(zip(names, run(replace(graph, outputs=names), given, context), strict=True))
+        outputs = run(replace(graph, outputs=names), arguments, context)
+        results = dict(zip(names, outputs, strict=True))
         known.update(name for name, value in results.items() if isinstance(value, np.ndarray))
-        arrays = {name: value for name, value in results.items() if hasattr(value, "shape")}
-        return {name: value for name, value in arrays.items() if value.dtype != object}
+        shaped = {name: value for name, value in results.items() if hasattr(value, "shape")}
+        return {name: value for name, value in shaped.items() if value.dtype != object}
 
-    return jax.eval_shape(outputs, given), known
+    return jax.eval_shape(arrays, arguments), known
 
 
 def _dimension(a: int, b: int, names: Mapping[str, tuple[int, int]]) -> int | str | None:
-    """A size that is `a` in one evaluation and `b` in the other."""
+    """Return the name of a dimension that is `a` in one evaluation and `b` in the other."""
     if a == b:
         return a
     for name, (first, second) in names.items():
@@ -107,8 +109,7 @@ def _dimension(a: int, b: int, names: Mapping[str, tuple[int, int]]) -> int | st
 def inferred(
     proto: ModelProto, tensors: Mapping[str, Any], names: Iterable[str]
 ) -> dict[str, TypeProto]:
-    """The types of values as the file or ONNX's shape inference tells them; fewer than `names`
-    where neither knows."""
+    """Return the types of values from the file or ONNX's shape inference, where one knows."""
     found = _complete((*proto.graph.input, *proto.graph.value_info, *proto.graph.output))
     if not {*names} <= found.keys():
         small = {n: np.asarray(v) for n, v in tensors.items() if v.nbytes <= _SMALL}
@@ -119,7 +120,7 @@ def inferred(
 
 
 def _complete(values: Iterable[ValueInfoProto]) -> dict[str, TypeProto]:
-    """Types that ONNX's checker takes: of tensors, with an element type and a rank."""
+    """Return the types that ONNX's checker takes: tensors with an element type and a rank."""
     return {
         value.name: value.type
         for value in values
@@ -128,7 +129,7 @@ def _complete(values: Iterable[ValueInfoProto]) -> dict[str, TypeProto]:
 
 
 def type_of(value: Value) -> TypeProto:
-    """A value as ONNX writes it; a multiple of a dimension has no name there."""
+    """Convert a value to ONNX's type, where a multiple of a dimension has no name."""
     assert value.dtype is not None
     shape = None
     if value.shape is not None:

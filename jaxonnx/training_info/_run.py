@@ -21,8 +21,9 @@ from jaxonnx._file.protos import subgraphs, tensor_of_constant
 from jaxonnx._file.tensors import to_array
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.values import data, declared, fit
+from jaxonnx._run.failures import warn
 from jaxonnx._run.folding import FOLD_LIMIT
-from jaxonnx._run.scope import Context, run, warn
+from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import InputError, ModelError
 
 State = dict[str, jax.Array]
