@@ -19,7 +19,7 @@ from jaxonnx.registry import op
 
 
 def activation(name: str, since: int, **options):
-    """`op` for functions of JAX arrays only.
+    """Register an operator whose inputs are made JAX arrays first.
 
     In NumPy a known bfloat16 times a Python number would be a float32.
     """
@@ -53,7 +53,7 @@ def prelu(x, slope):
 
 @activation("PRelu", since=1, params={"slope": 0.25})
 def prelu_1(x, slope):
-    """One slope for all or one a channel (axis 1), before there was broadcasting."""
+    """One slope for all or one a channel (axis 1): opsets 1 to 6 do not broadcast."""
     if slope.ndim == 1 and slope.size > 1 and x.ndim > 1:
         slope = slope.reshape((-1,) + (1,) * (x.ndim - 2))
     return prelu(x, slope)
@@ -149,7 +149,7 @@ def mish(x):
 
 
 def softmax(x, axis):
-    """exp(x - max) over its sum.
+    """Compute exp(x - max) over its sum.
 
     The difference is held at or below 0: when XLA computes x twice, once for the maximum and once
     for the difference, the two round differently, and what should be 0 can be large for large x.
@@ -176,7 +176,7 @@ def _along_axis(name, function):
 
     @activation(name, since=1)
     def on_matrix(x, *, axis=1):
-        """The axes from `axis` on are one."""
+        """The axes before `axis` are one, and those from it on."""
         start = axis_of(axis, x.ndim)
         matrix = x.reshape(math.prod(x.shape[:start]), math.prod(x.shape[start:]))
         return function(matrix, 1).reshape(x.shape)

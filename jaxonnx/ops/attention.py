@@ -18,7 +18,7 @@ from jaxonnx.registry import op
 
 
 def split_heads(x: Any, heads: int | None) -> jax.Array:
-    """(batch, sequence, heads * size) to (batch, heads, sequence, size); rank 4 stays."""
+    """Split (batch, sequence, heads * size) into (batch, heads, sequence, size); keep rank 4."""
     if x.ndim == 4:
         return x
     if not heads or x.shape[-1] % heads:
@@ -27,20 +27,20 @@ def split_heads(x: Any, heads: int | None) -> jax.Array:
 
 
 def merge_heads(x):
-    """The inverse of `split_heads`."""
+    """Invert `split_heads`."""
     x = x.swapaxes(1, 2)
     return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3])
 
 
 def _grouped(x, kv_heads):
-    """Query heads as (batch, key heads, queries per key head, ...)."""
+    """Reshape query heads to (batch, key heads, query heads per key head, ...)."""
     if x.shape[1] % kv_heads:
         raise NodeError(f"{x.shape[1]} query heads are no multiple of {kv_heads} key heads")
     return x.reshape(x.shape[0], kv_heads, x.shape[1] // kv_heads, *x.shape[2:])
 
 
 def scores(q, k, scale=None):
-    """scale * Q K', by default 1 / sqrt(head size); each factor is scaled by sqrt(scale).
+    """Compute scale * Q K', by default 1 / sqrt(head size); each factor is scaled by its root.
 
     Shapes (batch, heads, queries, size) and (batch, key heads, keys, size) to (batch, heads,
     queries, keys).
@@ -51,13 +51,13 @@ def scores(q, k, scale=None):
 
 
 def weighted_values(probabilities, v):
-    """P V for (batch, heads, queries, keys) and (batch, key heads, keys, size)."""
+    """Compute P V of (batch, heads, queries, keys) and (batch, key heads, keys, size)."""
     y = jnp.einsum("bhgqk,bhkd->bhgqd", _grouped(probabilities, v.shape[1]), v)
     return y.reshape(*probabilities.shape[:3], v.shape[-1])
 
 
 def masked_softmax(x):
-    """Softmax over the last axis; a row of -inf gives zeros, and no gradient is NaN."""
+    """Compute softmax over the last axis; a row of -inf gives zeros, and no gradient is NaN."""
     top = x.max(axis=-1, keepdims=True, initial=-jnp.inf)
     e = jnp.exp(x - lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top)))
     total = e.sum(axis=-1, keepdims=True)
@@ -65,14 +65,15 @@ def masked_softmax(x):
 
 
 def soft_cap(x, cap):
-    """cap * tanh(x / cap), or x if cap is 0."""
+    """Return cap * tanh(x / cap), or x if cap is 0."""
     return cap * jnp.tanh(x / cap) if cap else x
 
 
 def reach(queries, keys, offset, *, left=-1, right=-1):
-    """Which keys each query sees: (queries, keys), or (batch, 1, queries, keys) for an offset each.
+    """Return which keys each query sees: (queries, keys), with offsets (batch, 1, queries, keys).
 
-    Query i stands at position i + offset; `left` and `right` bound the distance unless -1.
+    Query i stands at position i + offset, which is one number or one for each batch entry; `left`
+    and `right` bound the distance unless -1.
     """
     position = np.arange(queries)[:, None]
     if np.ndim(offset):
@@ -87,7 +88,7 @@ def reach(queries, keys, offset, *, left=-1, right=-1):
 
 
 def apply_mask(x, mask):
-    """Adds a float mask, or puts -inf where a boolean one is False; -inf in a mask always wins.
+    """Add a float mask, or put -inf where a boolean one is False; -inf in a mask always wins.
 
     A mask whose last axis is shorter hides the keys beyond it.
     """
@@ -207,10 +208,10 @@ def linear_attention(
     rules = {"linear": (0, 0), "gated": (1, 0), "delta": (0, 1), "gated_delta": (1, 1)}
     if update_rule not in rules:
         raise NodeError(f"update_rule is {update_rule!r}, not one of {', '.join(rules)}")
-    for name, needed, given in zip(
+    for name, needed, tensor in zip(
         ("decay", "beta"), rules[update_rule], (decay, beta), strict=True
     ):
-        if needed != (given is not None):
+        if needed != (tensor is not None):
             verb = "needs" if needed else "takes no"
             raise NodeError(f"update_rule {update_rule!r} {verb} {name}")
     wide = jnp.promote_types(query.dtype, np.float32)
@@ -241,10 +242,10 @@ def linear_attention(
 
 
 def rotate(x, cos, sin, interleaved):
-    """Rotates pairs of the last axis, which are neighbours if `interleaved`, else halves apart.
+    """Rotate pairs of the last axis: neighbours if `interleaved`, else elements half of it apart.
 
-    `cos` and `sin` have half the last axis of `x`, and what `x` has beyond twice their length
-    is left alone (RoFormer, arXiv 2104.09864).
+    `cos` and `sin` hold one number a pair; what `x` has beyond twice their length stays as it is
+    (RoFormer, arXiv 2104.09864).
     """
     half = cos.shape[-1]
     turned, rest = x[..., : 2 * half], x[..., 2 * half :]

@@ -1,7 +1,7 @@
 """Conversion between element types.
 
-Where the specification leaves a conversion undefined, a known value and a traced one still give
-the same: floating point to an integer truncates towards zero, NaN gives 0; 32- and 64-bit targets
+Where the specification leaves a conversion undefined, a known value and a traced one still
+agree: floating point to an integer truncates towards zero, NaN gives 0; 32- and 64-bit targets
 saturate, and narrower ones keep the low bits of the 32-bit result.
 """
 
@@ -24,7 +24,7 @@ _FLOAT8 = tuple(
 
 
 def convert(x, dtype, saturate=1, round_mode="up"):
-    """`x` as elements of `dtype`, by the rules of Cast; strings only where `x` is known."""
+    """Convert `x` to `dtype` by the rules of Cast; strings only where `x` is known."""
     dtype = np.dtype(dtype)
     if object in (dtype, x.dtype):
         return _convert_strings(x, dtype)
@@ -55,7 +55,7 @@ def _is_float(dtype):
 
 
 def _truncate(x, dtype):
-    """Floating point to an integer type, as the module's first lines say."""
+    """Convert floating point to an integer type, as the docstring of the module says."""
     wide = dtype if dtype.itemsize >= 4 else np.dtype(np.int32)
     if not known(x):
         return lax.convert_element_type(lax.convert_element_type(x, wide), dtype)
@@ -68,10 +68,10 @@ def _truncate(x, dtype):
 
 
 def _to_e8m0(x, saturate, round_mode):
-    """The exponent alone: 2^(e - 127), 255 for NaN. 0 gives the least power, as does what is below.
+    """Round the magnitude of `x` to a power of two 2^(e - 127), stored as e; 255 is NaN.
 
-    `up`, `down` and `nearest` round the magnitude; nearest rounds ties up. Without saturation,
-    what is not within the range of the type is NaN.
+    0 and what is below the range give the least power; `nearest` rounds ties up. Without
+    saturation, what is not within the range of the type is NaN.
     """
     threshold = {"up": 1, "nearest": 1 << 22, "down": 1 << 23}.get(round_mode)
     if threshold is None:
@@ -100,7 +100,7 @@ def _convert_strings(x, dtype):
 
 
 def _text(value) -> str:
-    """Plain notation with the fewest digits that name the value; INF, -INF and NaN."""
+    """Format a number plainly, with the fewest digits that identify it; INF, -INF and NaN."""
     if not _is_float(np.dtype(type(value))):
         return str(int(value))
     if np.isnan(value):

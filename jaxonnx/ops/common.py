@@ -1,8 +1,9 @@
-"""What operators of several families need: element types, axes and indices."""
+"""Helpers for operators of several families: element types, axes and indices."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import onnx
 
@@ -13,7 +14,7 @@ INDEX = np.dtype(np.int64)
 
 
 def element_dtype(code: int) -> np.dtype:
-    """The dtype of a `TensorProto.DataType`, the value of attributes such as `dtype` and `to`."""
+    """Return the dtype of a `TensorProto.DataType`: of attributes such as `dtype` and `to`."""
     try:
         return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(int(code)))
     except KeyError:
@@ -21,24 +22,29 @@ def element_dtype(code: int) -> np.dtype:
 
 
 def canonical(dtype: Any) -> np.dtype:
-    """The dtype that a traced value of this type has: 64-bit ones are cut where x64 is off."""
+    """Return the dtype of a traced value of this type: 64-bit ones are cut where x64 is off."""
     return jax.dtypes.canonicalize_dtype(dtype)
 
 
 def cast(x, dtype):
-    """`x` as `dtype`, or for a traced value as JAX's canonical form of it; no ONNX rules."""
+    """Cast `x` to `dtype`, a traced value to JAX's canonical form of it; no ONNX rules."""
     return x.astype(dtype if isinstance(x, np.ndarray) else canonical(dtype))
 
 
+def widen(x, dtype: Any = np.float32) -> jax.Array:
+    """Return `x` as a JAX array of `dtype`, or of its own where that is wider."""
+    return jnp.asarray(x).astype(jnp.promote_types(x.dtype, dtype))
+
+
 def axis_of(axis: int, rank: int) -> int:
-    """A possibly negative axis as one in [0, rank)."""
+    """Return a possibly negative axis as one in [0, rank)."""
     if not -rank <= axis < rank:
         raise NodeError(f"axis {axis} is out of range for a tensor of rank {rank}")
     return int(axis) % rank
 
 
 def axes_of(axes, rank: int) -> tuple[int, ...]:
-    """Axes as distinct numbers in [0, rank); all of them where `axes` is None."""
+    """Return axes as distinct numbers in [0, rank); all of them where `axes` is None."""
     if axes is None:
         return tuple(range(rank))
     normal = tuple(axis_of(int(axis), rank) for axis in np.ravel(axes))
@@ -48,7 +54,7 @@ def axes_of(axes, rank: int) -> tuple[int, ...]:
 
 
 def index_of(indices, size: int):
-    """Known indices along an axis of `size` brought into [0, size), or an error; traced ones as is.
+    """Bring known indices along an axis of `size` into [0, size), or raise; keep traced ones.
 
     Traced indices cannot be checked. Those outside [-size, size) read NaN (the least integer) and
     write nothing, as in JAX.

@@ -14,12 +14,12 @@ from jaxonnx.ops.common import canonical
 
 
 def traced(*values) -> bool:
-    """Whether any value, or any part of it, is only known when the compiled program runs."""
+    """Check whether any value, or any part of it, is known only when the compiled program runs."""
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(values))
 
 
 def concrete(value, what: str) -> np.ndarray:
-    """`value` as an `np.ndarray`; a StaticError that says what it is needed for if traced."""
+    """Return `value` as an `np.ndarray`; raise a StaticError that names `what` if it is traced."""
     if traced(value):
         raise StaticError(
             f"{what} cannot be compiled: it needs the values themselves. Call the model outside "
@@ -29,7 +29,7 @@ def concrete(value, what: str) -> np.ndarray:
 
 
 def array(value) -> Any:
-    """A known value as one that compiled control flow can carry; sequences item by item."""
+    """Turn a known value into one that compiled control flow can carry; sequences item by item."""
     if isinstance(value, list):
         return [array(item) for item in value]
     if value is None or isinstance(value, jax.Array):
@@ -40,7 +40,7 @@ def array(value) -> Any:
 
 
 def table(values, dtype=None) -> np.ndarray:
-    """A list or tensor of the file as NumPy, in the dtype that JAX computes in."""
+    """Return a list or tensor of the file as a NumPy array, in the dtype that JAX computes in."""
     values = np.asarray(values, dtype)
     if values.dtype == object:
         return values
@@ -51,7 +51,7 @@ def table(values, dtype=None) -> np.ndarray:
 
 
 def forward_only(value, message: str):
-    """`value`; differentiating it in reverse mode raises a StaticError with `message`."""
+    """Return `value`; reverse-mode differentiation of it raises a StaticError with `message`."""
     return jax.tree.map(lambda leaf: _forward_only.bind(leaf, message=message), value)
 
 

@@ -27,8 +27,8 @@ def constant(
     value_string=None,
     value_strings=None,
 ):
-    """The one attribute that is given: a tensor, or Python numbers or strings."""
-    given = [
+    """The one attribute that is set: a tensor, or Python numbers or strings."""
+    attributes = [
         (value, None),
         (sparse_value, None),
         (value_float, np.float32),
@@ -38,10 +38,10 @@ def constant(
         (value_string, object),
         (value_strings, object),
     ]
-    given = [(v, dtype) for v, dtype in given if v is not None]
-    if len(given) != 1:
-        raise NodeError(f"exactly one attribute must hold the value, not {len(given)}")
-    return np.array(*given[0], copy=None)
+    present = [(v, dtype) for v, dtype in attributes if v is not None]
+    if len(present) != 1:
+        raise NodeError(f"exactly one attribute must hold the value, not {len(present)}")
+    return np.array(*present[0], copy=None)
 
 
 @op("ConstantOfShape", since=9)

@@ -35,8 +35,8 @@ def _activate(x, name, parameters):
     if name not in _ACTIVATIONS:
         raise NodeError(f"activation {name!r} is not one of {', '.join(_ACTIVATIONS)}")
     function, names = _ACTIVATIONS[name]
-    given = [p for p in parameters or () if p is not None]
-    return function(x, **dict(zip(names, given, strict=False)))
+    values = [p for p in parameters or () if p is not None]
+    return function(x, **dict(zip(names, values, strict=False)))
 
 
 @op(
@@ -132,7 +132,10 @@ def quick_gelu(x, *, alpha=1.7020000219345093):
 
 
 def layer_norm(x, gamma, beta, epsilon):
-    """(x - mean) / sqrt(var + epsilon) * gamma + beta over the last axis; mean, 1 / deviation."""
+    """Return (x - mean) / deviation * gamma + beta over the last axis, mean and 1 / deviation.
+
+    The deviation is sqrt(var + epsilon).
+    """
     wide = x.astype(jnp.promote_types(x.dtype, np.float32))
     mean = wide.mean(axis=-1, keepdims=True)
     centred = wide - mean
@@ -142,7 +145,7 @@ def layer_norm(x, gamma, beta, epsilon):
 
 
 def rms_norm(x, gamma, epsilon):
-    """x / sqrt(mean(x^2) + epsilon) * gamma over the last axis, and 1 / root mean square."""
+    """Return x / sqrt(mean(x^2) + epsilon) * gamma over the last axis, and 1 / root mean square."""
     wide = x.astype(jnp.promote_types(x.dtype, np.float32))
     inverse = jax.lax.rsqrt((wide**2).mean(axis=-1, keepdims=True) + epsilon)
     return (wide * inverse).astype(x.dtype) * gamma, inverse

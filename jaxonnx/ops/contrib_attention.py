@@ -23,15 +23,15 @@ from jaxonnx.ops.contrib import DOMAIN, rms_norm
 from jaxonnx.registry import Static, op
 
 
-def _refuse(**given):
-    """An error for whatever is set of what only other execution providers have."""
-    for name, value in given.items():
+def _refuse(**options):
+    """Raise for an option that is set and that only other execution providers support."""
+    for name, value in options.items():
         if value is not None and (isinstance(value, str | int | float) is False or value):
             raise NodeError(f"{name} is not supported; export the model without it")
 
 
 def _padding_bias(mask, batch, keys, filter_value, dtype):
-    """The additive mask for key lengths (b,), ends and starts (2b,) or ones at valid keys."""
+    """Return an additive mask from key lengths (b,), ends and starts (2b,), or ones at keys."""
     if mask is None:
         return jnp.zeros((), dtype)
     at = np.arange(keys)
@@ -51,7 +51,7 @@ def _padding_bias(mask, batch, keys, filter_value, dtype):
 
 
 def _attend(q, k, v, bias, scale, unidirectional, offset):
-    """Output with heads merged, and the biased scores; q, k, v as (batch, heads, steps, size)."""
+    """Return the output, heads merged, and biased scores; q, k, v (batch, heads, steps, size)."""
     x = scores(q, k, scale or None) + bias
     if unidirectional:
         x = apply_mask(x, reach(q.shape[2], k.shape[2], offset, right=0))
@@ -116,7 +116,7 @@ def multi_head_attention(
 ):
     """Attention over projected Q, K, V; packed ones have the shape (b, s, heads, 3 or 2, size).
 
-    A key and value of rank 4 are a cache of another attention: they get no bias.
+    A key and value of rank 4 are the cache of another attention and get no bias.
     """
     _refuse(past_sequence_length=past_sequence_length, cache_indirection=cache_indirection)
     if query.ndim == 5:
@@ -145,7 +145,7 @@ def multi_head_attention(
 
 
 def _cached(past, new, start, length):
-    """A cache of `length` steps: `past` up to each sample's `start`, then `new`, then zeros."""
+    """Return a cache of `length` steps: `past` up to a sample's `start`, then `new`, then zeros."""
     at = np.arange(length)
     old = jnp.zeros((*new.shape[:2], length, new.shape[3]), new.dtype)
     if past is not None:
@@ -249,7 +249,7 @@ def rotary_embedding_contrib(
     rotary_embedding_dim=0,
     scale=1.0,
 ):
-    """Rotary position embedding; one position id counts on from there."""
+    """Rotary position embedding; a vector of position ids holds those of the first steps."""
     _refuse(is_packed_batching=is_packed_batching, scale=None if scale == 1 else scale)
     heads = split_heads(x, num_heads or x.shape[-1] // (2 * cos_cache.shape[-1]))
     if rotary_embedding_dim and cos_cache.shape[-1] != rotary_embedding_dim // 2:

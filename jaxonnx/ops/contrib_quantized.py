@@ -63,7 +63,7 @@ def qlinear_concat(y_scale, y_zero_point, *inputs, axis):
 
 
 def _scaled_product(a, a_scale, a_zero_point, b, b_scale, b_zero_point, bias):
-    """The product of the centred integers, which float32 holds, times both scales, plus bias."""
+    """Multiply the centred integers, which float32 holds, by both scales and add the bias."""
     one = np.ones((), np.float32)
     y = matmul(
         dequantize_linear(a, one, _row(a_zero_point), axis=-1),
@@ -91,7 +91,7 @@ def matmul_integer_to_float(
 
 
 def _unpacked(packed, bits):
-    """The numbers of `bits` bits in the bytes of the last axis, lowest bits first."""
+    """Unpack numbers of `bits` bits from the bytes of the last axis, lowest bits first."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     numbers = (packed[..., None] >> shifts) & np.uint8(2**bits - 1)
     return numbers.reshape(*packed.shape[:-1], packed.shape[-1] * len(shifts))
@@ -115,7 +115,7 @@ def matmul_n_bits(
 ):
     """A ((Q - zero point) * scale)', where Q (N, K) is packed along K and scales stand per block.
 
-    `accuracy_level` only allows coarser arithmetic, of which no use is made.
+    `accuracy_level` only allows coarser arithmetic, which is not used.
     """
     if weight_prepacked or bits not in (2, 4, 8):
         raise NodeError(f"weights must not be prepacked and have 2, 4 or 8 bits, not {bits}")

@@ -21,13 +21,13 @@ from jaxonnx.ops.concrete import array, forward_only, traced
 from jaxonnx.registry import known, op, xp
 
 SCAN_LIMIT = 2**31 - 1
-"""Trip counts above it (exporters write the greatest int64) are none: a condition ends the loop."""
+"""Above this trip count (exporters write the greatest int64) a loop ends by its condition only."""
 
 MASKED_LIMIT = 10_000
 """Up to this trip count a loop with a traced condition is a scan, above it a while loop."""
 
 UNROLLED = 16
-"""Iterations that are compiled one after the other without a word: that takes hardly longer."""
+"""Up to this many unrolled iterations nothing is reported: compiling them is quick."""
 
 _TRUE = np.array(True)
 
@@ -37,11 +37,11 @@ def if_(cond, *, then_branch, else_branch):
     """The outputs of one branch; a traced condition needs branches of equal shapes and types."""
     if not traced(cond):
         return (then_branch if _item(cond) else else_branch)()
-    given = {}
+    shapes = {}
 
     def run(name, branch):
         outputs = [array(value) for value in branch()]
-        given[name] = _shapes(outputs)
+        shapes[name] = _shapes(outputs)
         return outputs
 
     try:
@@ -49,10 +49,10 @@ def if_(cond, *, then_branch, else_branch):
             cond.reshape(()), lambda: run("then", then_branch), lambda: run("else", else_branch)
         )
     except TypeError as error:
-        if len(given) < 2 or given["then"] == given["else"]:
+        if len(shapes) < 2 or shapes["then"] == shapes["else"]:
             raise
         raise StaticError(
-            f"one branch gives {given['then']}, the other {given['else']}: the condition chooses "
+            f"one branch gives {shapes['then']}, the other {shapes['else']}: the condition chooses "
             "the shape of the result, so it must be known while tracing; it is not. Call the model "
             "outside jax.jit"
         ) from error
@@ -63,9 +63,9 @@ def if_(cond, *, then_branch, else_branch):
 def loop(m=None, cond=None, *v_initial, body):
     """Final carried values, then the scan outputs stacked over the iterations.
 
-    The body maps (counter, condition, *carried) to (condition, *carried, *scan outputs). What it
-    says about the condition counts only if the node has one; as it runs only while the condition
-    holds, it is always given a true one.
+    The body maps (counter, condition, *carried) to (condition, *carried, *scan outputs). The
+    condition that it returns counts only if the node has one; the one that it takes is always
+    true, because it runs only while the condition holds.
     """
     carry, size = list(v_initial), len(v_initial)
     stacked = len(body.outputs) - 1 - size
@@ -107,7 +107,7 @@ def loop(m=None, cond=None, *v_initial, body):
 
 
 class _TracedCondition(Exception):
-    """The body's condition is traced, so the number of iterations is not known."""
+    """Raised when the body's condition is traced, so that the number of iterations is not known."""
 
 
 def _scan_loop(step, count, carry):
@@ -143,13 +143,13 @@ def _python_loop(step, count, carry, body, why=None):
 
 
 def _tell(body, count, results, why):
-    """Reports many iterations in one program; on concrete values none is compiled."""
+    """Report many iterations in one program; on concrete values none is compiled."""
     if count > UNROLLED and traced(results):
         body.unrolled(count, why)
 
 
 def _conditional_loop(step, count, m, cond, carry):
-    """A loop without scan outputs that ends by a traced condition or trip count."""
+    """Run a loop without scan outputs that ends by a traced condition or trip count."""
     carry = [array(value) for value in carry]
     active = jnp.array(True) if cond is None else array(cond).reshape(())
 
@@ -281,7 +281,7 @@ def scan_8(
 
 
 def _item(value):
-    """The only element of a tensor of shape [] or [1]."""
+    """Return the only element of a tensor of shape [] or [1]."""
     return np.asarray(value).reshape(()).item()
 
 
@@ -290,7 +290,7 @@ def _shapes(values):
 
 
 def _alike(old, new):
-    """`new` for the next step, if it has the shapes and types of `old`."""
+    """Return `new` for the next step; raise unless it has the shapes and types of `old`."""
     new = [array(value) for value in new]
     if jax.tree.structure(old) != jax.tree.structure(new) or _avals(old) != _avals(new):
         raise StaticError(f"the carried values change from {_shapes(old)} to {_shapes(new)}")
@@ -302,7 +302,7 @@ def _avals(values):
 
 
 def _stack(rows):
-    """The scan outputs of all iterations, each stacked along a new first axis."""
+    """Stack the scan outputs of all iterations, each along a new first axis."""
     return tuple(
         np.stack(column) if known(*column) else jnp.stack([array(value) for value in column])
         for column in zip(*rows, strict=True)
@@ -310,7 +310,7 @@ def _stack(rows):
 
 
 def _empty(outputs, body, stacked):
-    """The scan outputs of no iteration: empty, of the shapes that the body would give."""
+    """Return the scan outputs of no iteration: empty, of the shapes that the body would give."""
     if not stacked:
         return ()
     try:

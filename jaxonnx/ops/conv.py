@@ -34,7 +34,7 @@ def _check_channels(x, w, group, channels=1):
 
 
 def _channels(b, rank: int, channels: int = 1):
-    """A vector over the channels in the shape that broadcasts to images of this rank."""
+    """Reshape a vector over the channels to broadcast to images of this rank."""
     return b.reshape(-1, *(1,) * (rank - 2)) if channels == 1 else b
 
 
@@ -81,8 +81,8 @@ def conv_transpose(
 ):
     """The transpose of Conv as a map of images; x (N, C, *D), w (C, M / group, *kernel).
 
-    Opset 1 words the side of the odd padding element two ways that exclude each other; like
-    onnxruntime this follows the wording of opset 11 for every opset.
+    Opset 1 contradicts itself about the side of the odd padding element; like onnxruntime this
+    follows the wording of opset 11 for every opset.
     """
     if x.ndim != w.ndim or x.shape[channels] != w.shape[0] or w.shape[0] % group:
         raise NodeError(
@@ -121,7 +121,7 @@ def conv_transpose(
 
 
 def _integer_convolution(x, w, windows, group):
-    """Exact in int32: windows gathered, then one integer product, which every platform has."""
+    """Convolve exactly in int32: gather windows, then one product, which every platform has."""
     n, c = x.shape[:2]
     patches = jnp.pad(x, ((0, 0), (0, 0), *windows.pads))
     rank = len(windows.out)
@@ -265,6 +265,7 @@ def deform_conv(
     if offset.shape != (n, offset_group * taps * rank, *windows.out):
         raise NodeError(f"offset {offset.shape} does not fit {windows.out} windows of {kernel}")
     offset = jnp.asarray(offset).reshape(n, offset_group, *kernel, rank, *windows.out)
+    # (flat index, weight) of the pixels around each position: every axis doubles their number
     corners = [(jnp.zeros((), jnp.int32), jnp.ones((), x.dtype))]
     for axis, at in enumerate(positions(windows)):
         shape = [1] * (2 * rank)
@@ -296,7 +297,7 @@ def deform_conv(
 
 @op("Col2Im", since=18)
 def col2im(x, image_shape: Static, block_shape: Static, *, dilations=None, pads=None, strides=None):
-    """Sums blocks back into an image: x (N, C * prod(block), L) -> (N, C, *image)."""
+    """Sum blocks back into an image: x (N, C * prod(block), L) -> (N, C, *image)."""
     size = tuple(int(n) for n in image_shape)
     windows = window(size, block_shape, strides=strides, pads=pads, dilations=dilations)
     taps, blocks = int(np.prod(windows.kernel)), int(np.prod(windows.out))

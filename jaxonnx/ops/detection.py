@@ -9,7 +9,7 @@ from jaxonnx.registry import op
 
 
 def _corners(boxes, center_point_box):
-    """Lower and upper corners (..., 2) each, whatever diagonal a box is given by."""
+    """Return the lower and upper corners, (..., 2) each, of boxes stored by either diagonal."""
     if center_point_box:
         half = boxes[..., 2:] / 2
         return boxes[..., :2] - half, boxes[..., :2] + half
@@ -17,7 +17,7 @@ def _corners(boxes, center_point_box):
 
 
 def _suppress(low, high, scores, count, iou_threshold):
-    """Indices of the boxes that remain, best first; equal scores in the order of the boxes."""
+    """Return the indices of the boxes that remain, best first; equal scores in their order."""
     area = np.prod(high - low, axis=-1)
     order = np.argsort(-scores, kind="stable")
     kept = []

@@ -45,7 +45,7 @@ _UNARY = {
 
 
 def unary(name: str, since: int, function: str) -> None:
-    """Registers operator `name` as the function that numpy and jax.numpy both call `function`."""
+    """Register operator `name` as the function that numpy and jax.numpy both call `function`."""
 
     @op(name, since=since, pointwise=True)
     def apply(x):
@@ -73,7 +73,7 @@ def erf(x):
 
 
 def aligned(a, b, axis: int | None, broadcast: int):
-    """`b` shaped so that NumPy's broadcasting does what opsets 1 to 6 define.
+    """Reshape `b` so that NumPy's broadcasting does what opsets 1 to 6 define.
 
     There `b` matches a contiguous part of a's shape, from `axis` on or at its end, or has one
     element; and `broadcast` must be set unless the shapes are equal (specification of Add-1).
@@ -95,7 +95,7 @@ def aligned(a, b, axis: int | None, broadcast: int):
 
 
 def binary(name: str, function: Callable[[Any, Any], Any], vectors: Starts = ()) -> None:
-    """Registers `function(a, b)` with NumPy's broadcasting from opset 7 on, `aligned` before."""
+    """Register `function(a, b)` with NumPy's broadcasting from opset 7 on, `aligned` before."""
 
     @op(name, since=1, vectors=vectors)
     def limited(a, b, *, axis=None, broadcast=0):
@@ -107,9 +107,9 @@ def binary(name: str, function: Callable[[Any, Any], Any], vectors: Starts = ())
 
 
 def div(a, b):
-    """`a / b`, truncated towards zero for integers."""
+    """Return `a / b`, truncated towards zero for integers."""
     if is_integer(a):
-        # what is left after the C remainder is taken away divides exactly, so nothing is rounded
+        # `a` less the remainder of C divides exactly, so nothing is rounded
         return (a - xp(a, b).fmod(a, b)) // b
     return xp(a, b).true_divide(a, b)
 
@@ -138,7 +138,7 @@ def _float_power_jvp(primals, tangents):
 
 
 def power(x, y):
-    """`x ** y` in the dtype of `x`; an integer base is truncated back.
+    """Return `x ** y` in the dtype of `x`; an integer base is truncated back.
 
     The gradient in `x` at 0 is that of the mathematics (0 for y = 0 and y > 1, 1 for y = 1, inf for
     0 < y < 1), in every order; the gradient in `y` at x = 0 is 0.

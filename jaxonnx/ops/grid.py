@@ -33,7 +33,7 @@ def affine_grid(theta, size: Static, *, align_corners=0):
 
 
 def _reflect(x, low, high):
-    """x mirrored at the borders until it lies between them."""
+    """Mirror x at the borders until it lies between them."""
     if low == high:
         return jnp.full_like(x, low)
     span = high - low
@@ -45,7 +45,7 @@ def _linear_weights(t):
 
 
 def _cubic_weights(t, a=-0.75):
-    """Cubic convolution (Keys 1981) at distances t + 1, t, 1 - t, 2 - t."""
+    """Return the weights of cubic convolution (Keys 1981) at distances t + 1, t, 1 - t, 2 - t."""
 
     def near(x):
         return ((a + 2) * x - (a + 3)) * x * x + 1
@@ -74,7 +74,7 @@ def _grid_sample(x, grid, mode, padding_mode, align_corners):
     )
 
     def taps(position, size):
-        """Per tap the index along one axis, its weight and whether it lies inside."""
+        """Yield per tap the index along one axis, its weight and whether it lies inside."""
         low, high = (0, size - 1) if align_corners else (-0.5, size - 0.5)
         at = (position + 1) / 2 * (high - low) + low
         if mode == "nearest":
@@ -124,9 +124,9 @@ def grid_sample_16(x, grid, *, align_corners=0, mode="bilinear", padding_mode="z
 
 @op("GridSample", since=20)
 def grid_sample(x, grid, *, align_corners=0, mode="linear", padding_mode="zeros"):
-    """Samples x (N, C, D1..Dr) at grid (N, ..., r), whose coordinates lie in [-1, 1].
+    """Sample x (N, C, D1..Dr) at grid (N, ..., r), whose coordinates lie in [-1, 1].
 
-    In cubic mode the single pixels are clamped or reflected, not the position, as in PyTorch and
+    In cubic mode each pixel is clamped or reflected, not the position, as in PyTorch and
     onnxruntime (ONNX's reference clamps the position).
     """
     if mode not in ("linear", "cubic", "nearest"):

@@ -30,7 +30,7 @@ def gather(x, indices, *, axis=0):
 
 
 def _mesh(indices, axis):
-    """The index of every element of `indices`, with `indices` itself at `axis`."""
+    """Return the index of every element of `indices`, with `indices` itself at `axis`."""
     mesh = list(np.ogrid[tuple(slice(n) for n in indices.shape)])
     mesh[axis] = indices
     return tuple(mesh)
@@ -50,7 +50,7 @@ def gather_elements(x, indices, *, axis=0):
 
 
 def _tuples(indices, shape, batch=0):
-    """The last axis of `indices` taken apart: one array of indices for each axis of `shape`."""
+    """Split the last axis of `indices`: one array of indices for each axis of `shape`."""
     count = indices.shape[-1]
     if count > len(shape) - batch:
         raise NodeError(f"index tuples of length {count} do not fit shape {tuple(shape)}")
@@ -77,7 +77,7 @@ _REDUCE = {"add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minim
 
 
 def _scatter(x, index, updates, reduction):
-    """`x` with `updates` put at `index`, or combined with what is there.
+    """Return `x` with `updates` put at `index`, or combined with what is there.
 
     With reduction none and an index that occurs twice, which of the updates wins is not defined.
     """
@@ -101,7 +101,7 @@ def _scatter(x, index, updates, reduction):
 
 
 def _scatter_product(x, index, updates):
-    """Products with updates that may share a place, with derivatives also where one is zero.
+    """Multiply by updates that may share a place, with derivatives also where one is zero.
 
     XLA's own scatter-multiply has none for shared places. So the updates are sorted by place, each
     run of equal places is multiplied by a segmented scan, and the last of a run holds its product.
@@ -166,7 +166,7 @@ def scatter_nd(x, indices, updates, *, reduction="none"):
 
 @op("TensorScatter", since=24)
 def tensor_scatter(past, update, write_indices=None, *, axis=-2, mode="linear"):
-    """Writes `update` into a cache along `axis`, from `write_indices[b]` on for batch entry b."""
+    """Write `update` into a cache along `axis`, from `write_indices[b]` on for batch entry b."""
     axis = axis_of(axis, past.ndim)
     if axis == 0:
         raise NodeError("axis must not be the batch axis 0")

@@ -10,7 +10,7 @@ from jaxonnx.errors import NodeError
 from jaxonnx.registry import op, xp
 
 FACTORS = {"a": matrix(first=True, transpose="transA"), "b": matrix(transpose="transB")}
-"""Of Gemm: A and B."""
+"""The weights of Gemm: A and B."""
 
 
 @op("MatMul", since=1, weights={"a": matrix(first=True), "b": matrix()})

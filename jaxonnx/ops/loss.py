@@ -5,13 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx.errors import NodeError
-from jaxonnx.ops.common import canonical
+from jaxonnx.ops.common import canonical, widen
 from jaxonnx.registry import op
 
 
 def _negative_log_likelihood(log_prob, target, weight, ignore_index, reduction):
-    """log_prob (N, C, *D), target (N, *D). A label outside [0, C) that is not ignored gives NaN,
-    or an error where it is known."""
+    """Compute the loss of log_prob (N, C, *D) at target (N, *D).
+
+    A label outside [0, C) that is not ignored gives NaN, or an error where it is known.
+    """
     if reduction not in ("none", "mean", "sum"):
         raise NodeError(f"reduction is {reduction!r}: none, mean or sum")
     classes = log_prob.shape[1]
@@ -34,14 +36,10 @@ def _negative_log_likelihood(log_prob, target, weight, ignore_index, reduction):
     return loss.sum() if reduction == "sum" else loss.sum() / share.sum()
 
 
-def _wide(x):
-    return jnp.asarray(x).astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
 @op("NegativeLogLikelihoodLoss", since=12)
 def negative_log_likelihood_loss(x, target, weight=None, *, ignore_index=None, reduction="mean"):
     """-x[n, target[n]], weighted by class; "mean" divides by the sum of the weights."""
-    return _negative_log_likelihood(_wide(x), target, weight, ignore_index, reduction).astype(
+    return _negative_log_likelihood(widen(x), target, weight, ignore_index, reduction).astype(
         x.dtype
     )
 
@@ -51,6 +49,6 @@ def softmax_cross_entropy_loss(
     scores, labels, weights=None, *, ignore_index=None, reduction="mean"
 ):
     """(loss, log_softmax(scores)) over axis 1."""
-    log_prob = jax.nn.log_softmax(_wide(scores), axis=1)
+    log_prob = jax.nn.log_softmax(widen(scores), axis=1)
     loss = _negative_log_likelihood(log_prob, labels, weights, ignore_index, reduction)
     return loss.astype(scores.dtype), log_prob.astype(scores.dtype)

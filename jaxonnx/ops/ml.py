@@ -15,16 +15,16 @@ ML = "ai.onnx.ml"
 
 
 def real(x):
-    """`x` itself if it is real-valued, else in float32."""
+    """Return `x` itself if it is real-valued, else in float32."""
     return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(np.float32)
 
 
 def exactly_one(**options):
-    """The only option that is given, as (name, value)."""
-    given = [(name, value) for name, value in options.items() if value is not None]
-    if len(given) != 1:
-        raise NodeError(f"exactly one of {', '.join(options)} must be given, not {len(given)}")
-    return given[0]
+    """Return the only option that is set, as (name, value)."""
+    present = [(name, value) for name, value in options.items() if value is not None]
+    if len(present) != 1:
+        raise NodeError(f"exactly one of {', '.join(options)} must be given, not {len(present)}")
+    return present[0]
 
 
 @op("ArrayFeatureExtractor", since=1, domain=ML)
@@ -102,7 +102,7 @@ def _sum_abs(x, **reduction):
 
 @op("OneHotEncoder", since=1, domain=ML)
 def one_hot_encoder(x, *, cats_int64s=None, cats_strings=None, zeros=1):
-    """One more axis, over the categories. `zeros=0` forbids others, which only values can show."""
+    """One more axis, over the categories. `zeros=0` forbids others, which needs concrete values."""
     _, categories = exactly_one(cats_int64s=cats_int64s, cats_strings=cats_strings)
     if x.dtype != object:
         x = x.astype(table(categories).dtype)

@@ -12,7 +12,7 @@ from jaxonnx.registry import op
 
 
 def _softmax_zero(scores):
-    """Softmax over the scores that are not 0; a row of zeros gives 1/2 each, as onnx.reference."""
+    """Compute softmax over the nonzero scores; zeros alone give 1/2 each, as in onnx.reference."""
     used = jnp.abs(scores) > 1e-7
     top = jnp.max(scores, axis=-1, keepdims=True)
     exponents = jnp.where(used, jnp.exp(scores - top), scores * jnp.exp(-top))
@@ -31,7 +31,7 @@ _TRANSFORMS = {
 
 
 def transform(scores, post_transform, dtype=np.float32):
-    """`post_transform` of scores [N, classes or targets]."""
+    """Apply `post_transform` to scores [N, classes or targets]."""
     if post_transform not in _TRANSFORMS:
         raise NodeError(f"post_transform must be one of {', '.join(_TRANSFORMS)}")
     scores = scores.astype(jnp.promote_types(scores.dtype, np.float32))
@@ -39,7 +39,7 @@ def transform(scores, post_transform, dtype=np.float32):
 
 
 def transform_binary(score, post_transform, opposite=False):
-    """The two scores [N, 2] that one score [N] of the positive class stands for.
+    """Return the two scores [N, 2] that one score [N] of the positive class stands for.
 
     1 - s and s without a transform or for PROBIT (-s and s if `opposite`); the others are
     transforms of -s and s. onnxruntime does the same for NONE and LOGISTIC and ignores the rest.
@@ -49,7 +49,7 @@ def transform_binary(score, post_transform, opposite=False):
 
 
 def labels_of(index, ints, strings):
-    """The class labels at `index`; strings exist only as concrete values."""
+    """Return the class labels at `index`; strings exist only as concrete values."""
     kind, labels = exactly_one(classlabels_ints=ints, classlabels_strings=strings)
     if kind == "classlabels_ints":
         return jnp.asarray(table(np.asarray(labels, np.int64)))[index]

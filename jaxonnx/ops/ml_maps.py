@@ -10,7 +10,7 @@ from jaxonnx.registry import op
 
 
 def translate(x, keys, values, default, *, last: bool):
-    """`values` at the place of each x among `keys`, `default` where there is none.
+    """Look up each x among `keys`: its entry of `values`, or `default` where there is none.
 
     NaN equals NaN. Of equal keys the last or the first counts. Strings have no compiled form.
     """
@@ -24,8 +24,8 @@ def translate(x, keys, values, default, *, last: bool):
         module, values = jnp, jnp.asarray(values)
     place = module.searchsorted(keys, x, side="right") - 1 if last else module.searchsorted(keys, x)
     place = module.clip(place, 0, len(keys) - 1)
-    found = module.asarray(keys)[place]
-    hit = (found == x) | ((found != found) & (x != x))
+    key = module.asarray(keys)[place]
+    hit = (key == x) | ((key != key) & (x != x))
     return module.where(hit, values[place], default)
 
 
@@ -87,8 +87,8 @@ def label_encoder_4(
     defaults = {"floats": default_float, "int64s": default_int64, "strings": default_string}
     if values_tensor is not None:
         kind = {"O": "strings", "i": "int64s"}.get(values_tensor.dtype.kind, "floats")
-        given = default_tensor is not None
-        defaults["tensor"] = default_tensor.reshape(()) if given else defaults[kind]
+        default = defaults[kind] if default_tensor is None else default_tensor.reshape(())
+        defaults["tensor"] = default
     return _encode(x, keys, values, defaults, last=True)
 
 
@@ -166,7 +166,7 @@ def dict_vectorizer(x, *, int64_vocabulary=None, string_vocabulary=None):
 
 
 def _kind(value):
-    """The dtype of a map's value; a bare Python number has that of the specification's default."""
+    """Return the dtype of a map's value; a bare Python number has the specification's default."""
     bare = {str: object, float: np.float32, int: np.int64}
     return np.dtype(bare.get(type(value)) or value.dtype)
 

@@ -13,7 +13,7 @@ from jaxonnx.registry import op
 
 
 def _kernel(x, vectors, kind, params):
-    """The kernel [N, V] between the rows of x [N, C] and the support vectors [V, C]."""
+    """Compute the kernel [N, V] between the rows of x [N, C] and the support vectors [V, C]."""
     gamma, coef0, degree = (float(p) for p in params) if params else (0.0, 0.0, 0.0)
     dot = jnp.matmul(x, vectors.T, precision=jax.lax.Precision.HIGHEST)
     if kind == "LINEAR":
@@ -78,9 +78,8 @@ def svm_classifier(
 
     With support vectors there is one decision for each pair of classes and the class with most
     votes wins. The scores are the probabilities [N, classes] if prob_a and prob_b are given, else
-    the decisions [N, pairs], for two classes minus and plus the decision (1 - it and it before
-    SOFTMAX_ZERO's peers, see `transform_binary`). Without support vectors there is one linear
-    score for each class, all with the same rho, and the greatest wins.
+    the decisions [N, pairs], for two classes minus and plus the decision. Without support vectors
+    there is one linear score for each class, all with the same rho, and the greatest wins.
     """
     if not coefficients or not rho:
         raise NodeError("coefficients and rho must be given")
@@ -114,7 +113,7 @@ def svm_classifier(
 
 
 def _pair_weights(weights, vectors_per_class, pairs):
-    """The weights [pairs, V] of every support vector in every decision.
+    """Return the weights [pairs, V] of every support vector in every decision.
 
     Row k of LIBSVM's [classes - 1, V] holds what the vectors of a class count against its k-th
     rival, the class itself left out.
@@ -128,10 +127,10 @@ def _pair_weights(weights, vectors_per_class, pairs):
 
 
 def _couple(pairwise, pairs, classes):
-    """Class probabilities from pairwise ones: Wu, Lin, Weng 2004, algorithm 2, at most 100 rounds.
+    """Compute class probabilities from pairwise ones: Wu, Lin, Weng 2004, algorithm 2.
 
-    A round that starts within the tolerance 0.005 / classes changes nothing, so that the number
-    of rounds is fixed and the whole can be differentiated.
+    Of 100 rounds those that start within the tolerance 0.005 / classes change nothing, so that
+    the number of rounds is fixed and the whole can be differentiated.
     """
     i, j = np.array(pairs).T
     r = jnp.zeros((classes, classes), pairwise.dtype).at[i, j].set(pairwise)
@@ -144,6 +143,7 @@ def _couple(pairwise, pairs, classes):
         pqp = p @ qp
         converged = jnp.max(jnp.abs(qp - pqp)) < 0.005 / classes
 
+        # the minimum of p' Q p along one coordinate; the division by 1 + step keeps the sum at 1
         def one_class(t, state):
             new, qp, pqp = state
             step = (pqp - qp[t]) / q[t, t]

@@ -43,7 +43,7 @@ class Forest(NamedTuple):
 
 
 def _depth(forest: Forest) -> int:
-    """The number of steps until every walk has reached a leaf."""
+    """Count the steps until every walk has reached a leaf."""
     node, depth = np.unique(forest.roots), 0
     while True:
         node = node[forest.mode[node] != _LEAF]
@@ -56,7 +56,7 @@ def _depth(forest: Forest) -> int:
 
 
 def walk(x, forest: Forest):
-    """The leaf [N, trees] that each row of x [N, C] falls into."""
+    """Return the leaf [N, trees] that each row of x [N, C] falls into."""
     used = np.unique(forest.mode[forest.mode != _LEAF])
     if forest.feature.max() >= x.shape[1]:
         raise NodeError(f"the trees look at feature {forest.feature.max()} of {x.shape[1]}")
@@ -74,12 +74,13 @@ def walk(x, forest: Forest):
             goes |= holds & (mode == name)
         return jnp.where(goes, tables.true[node], tables.false[node])
 
+    # a leaf is its own child, so a walk that ends early waits there for the longest one
     start = jnp.broadcast_to(tables.roots, (x.shape[0], len(forest.roots)))
     return jax.lax.fori_loop(0, _depth(forest), step, start)
 
 
 def vote(x, forest: Forest, votes, n_targets, function):
-    """The votes of the leaves that each row of x reaches, per target: [N, n_targets].
+    """Aggregate the votes of the leaves that each row of x reaches, per target: [N, n_targets].
 
     `votes` are nodes, targets and weights, in parallel. A target without a vote has 0.
     """
@@ -154,7 +155,7 @@ def _missing(tracks, count, leaves=0):
 
 
 def _members(values, modes, dtype):
-    """The sets of the BRANCH_MEMBER nodes, in their order, from one list delimited by NaNs."""
+    """Read the sets of the BRANCH_MEMBER nodes, in their order, from one list delimited by NaNs."""
     nodes = np.flatnonzero(modes == _MODES.index("BRANCH_MEMBER"))
     values = np.zeros(0, dtype) if values is None else values
     ends = np.flatnonzero(np.isnan(values))
@@ -168,7 +169,7 @@ def _members(values, modes, dtype):
 
 
 def _required(**attributes):
-    """The values, all of which must be given and have one length."""
+    """Return the values; raise unless all are there and have one length."""
     missing = [name for name, values in attributes.items() if values is None]
     if missing:
         raise NodeError(f"the attributes {missing} are missing")
@@ -179,14 +180,14 @@ def _required(**attributes):
 
 
 def _either(floats, tensor):
-    """float32 from a list of floats, or the doubles of the tensor that may stand in its place."""
+    """Return a list of floats in float32, or the doubles of the tensor that may replace it."""
     if floats is not None and tensor is not None:
         raise NodeError("an attribute and its _as_tensor form must not both be given")
     return np.asarray(floats or [], np.float32) if tensor is None else tensor
 
 
 def _forest(nodes, values, tracks):
-    """The forest of the two older operators, and where it has the node of a (tree, node id)."""
+    """Build the forest of the two older operators, and a function from (tree, node id) to node."""
     modes, treeids, nodeids, featureids, trueids, falseids = nodes
     keys = list(zip(treeids, nodeids, strict=True))
     place = {key: i for i, key in enumerate(keys)}

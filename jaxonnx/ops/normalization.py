@@ -1,7 +1,5 @@
 """Normalization over a batch, an instance, a group of channels, a layer or neighbours; Dropout."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,7 @@ from jax import lax
 
 from jaxonnx import lowering
 from jaxonnx.errors import NodeError
-from jaxonnx.ops.common import axes_of, axis_of, element_dtype
+from jaxonnx.ops.common import axes_of, axis_of, element_dtype, widen
 from jaxonnx.ops.elementwise import absolute
 from jaxonnx.ops.windows import window
 from jaxonnx.registry import Channels, Key, Outputs, Training, op
@@ -18,12 +16,8 @@ SCALED = {"scale": 1.0, "b": 0.0}
 STATISTICS = {"mean": 0.0, "var": 1.0}
 
 
-def _wide(x, dtype: Any = np.float32):
-    return jnp.asarray(x).astype(jnp.promote_types(x.dtype, dtype))
-
-
 def _standardize(x, axes, epsilon):
-    """((x - mean) / sqrt(var + epsilon), mean, var), the population variance, axes kept.
+    """Return ((x - mean) / sqrt(var + epsilon), mean, var): population variance, axes kept.
 
     Two passes: E[x^2] - mean^2 saves one and loses the variance of data far from zero. A gradient
     written by hand is no faster than the derived one (measured on CPU).
@@ -31,7 +25,7 @@ def _standardize(x, axes, epsilon):
     mean = x.mean(axes, keepdims=True)
     centred = x - mean
     var = jnp.square(centred).mean(axes)
-    # The root is taken before the axes come back. Otherwise XLA moves their reshape one way in a
+    # The root is computed before the axes come back. Otherwise XLA moves their reshape one way in a
     # forward pass and another in its derivative, and computes the whole network twice.
     root = jnp.expand_dims(lax.rsqrt(var + epsilon), axes)
     return centred * root, mean, jnp.expand_dims(var, axes)
@@ -40,7 +34,7 @@ def _standardize(x, axes, epsilon):
 def _batch_norm(
     x, scale, bias, mean, var, momentum, epsilon, batch: bool, channels: int, spatial: bool = True
 ):
-    """(y, running mean, running var, mean, var), the last two as used for y.
+    """Return (y, running mean, running var, mean, var), the last two as used for y.
 
     The variance of the batch is the population's. Half precision is computed in float32.
     """
@@ -50,18 +44,18 @@ def _batch_norm(
         return jnp.moveaxis(y, 1, -1), *statistics
     shape = x.shape[1:] if not spatial else (-1, *(1,) * (x.ndim - 2))
     shape = shape if channels == 1 else -1
-    gain, shift = (_wide(v).reshape(shape) for v in (scale, bias))
+    gain, shift = (widen(v).reshape(shape) for v in (scale, bias))
     if batch:
         axes = tuple(a for a in range(x.ndim) if a == 0 or (spatial and a != channels % x.ndim))
-        unit, batch_mean, batch_var = _standardize(_wide(x), axes, epsilon)
+        unit, batch_mean, batch_var = _standardize(widen(x), axes, epsilon)
         batch_mean, batch_var = batch_mean.reshape(mean.shape), batch_var.reshape(var.shape)
         y = unit * gain + shift
         new_mean = (mean * momentum + batch_mean * (1 - momentum)).astype(mean.dtype)
         new_var = (var * momentum + batch_var * (1 - momentum)).astype(var.dtype)
         saved = batch_mean.astype(mean.dtype), batch_var.astype(var.dtype)
     else:
-        gain = gain * lax.rsqrt(_wide(var).reshape(shape) + epsilon)
-        y = (_wide(x) - _wide(mean).reshape(shape)) * gain + shift
+        gain = gain * lax.rsqrt(widen(var).reshape(shape) + epsilon)
+        y = (widen(x) - widen(mean).reshape(shape)) * gain + shift
         new_mean, new_var, saved = mean, var, (mean, var)
     return y.astype(x.dtype), new_mean, new_var, *saved
 
@@ -100,7 +94,7 @@ def batch_normalization_7(
     training: Training,
     channels: Channels = 1,
 ):
-    """Without a word from the caller, a node that lists more outputs than Y is in training."""
+    """Unless the caller sets the mode, a node that lists more outputs than Y is in training."""
     batch = outputs > 1 if training is None else training
     return _batch_norm(x, scale, b, mean, var, momentum, epsilon, batch, channels, bool(spatial))
 
@@ -129,16 +123,16 @@ def _over_channels(v, rank: int):
 
 @op("InstanceNormalization", since=1, params=SCALED)
 def instance_normalization(x, scale, b, *, epsilon=1e-5):
-    unit, *_ = _standardize(_wide(x), tuple(range(2, x.ndim)), epsilon)
+    unit, *_ = _standardize(widen(x), tuple(range(2, x.ndim)), epsilon)
     y = unit * _over_channels(scale, x.ndim) + _over_channels(b, x.ndim)
     return y.astype(x.dtype)
 
 
 def _group_norm(x, scale, bias, num_groups, epsilon, stash):
-    """Normalized in the wider type, then scaled and shifted in x's own (the function body)."""
+    """Normalize in the wider type, then scale and shift in x's own: the function body."""
     if x.shape[1] % num_groups:
         raise NodeError(f"{x.shape[1]} channels do not divide into {num_groups} groups")
-    groups = _wide(x, stash).reshape(x.shape[0], num_groups, -1)
+    groups = widen(x, stash).reshape(x.shape[0], num_groups, -1)
     unit, *_ = _standardize(groups, (2,), epsilon)
     unit = unit.astype(x.dtype).reshape(x.shape)
     return unit * _over_channels(scale, x.ndim) + _over_channels(bias, x.ndim)
@@ -167,7 +161,7 @@ def layer_normalization(x, scale, b=None, *, axis=-1, epsilon=1e-5, stash_type=1
     """
     stash = element_dtype(stash_type)
     axes = tuple(range(axis_of(axis, x.ndim), x.ndim))
-    unit, mean, var = _standardize(_wide(x, stash), axes, epsilon)
+    unit, mean, var = _standardize(widen(x, stash), axes, epsilon)
     y = unit.astype(x.dtype) * scale
     y = y if b is None else y + b
     return y, mean.astype(stash), lax.rsqrt(var + epsilon).astype(stash)
@@ -176,7 +170,7 @@ def layer_normalization(x, scale, b=None, *, axis=-1, epsilon=1e-5, stash_type=1
 @op("RMSNormalization", since=23, params={"scale": 1.0})
 def rms_normalization(x, scale, *, axis=-1, epsilon=1e-5, stash_type=1):
     axes = tuple(range(axis_of(axis, x.ndim), x.ndim))
-    wide = _wide(x, element_dtype(stash_type))
+    wide = widen(x, element_dtype(stash_type))
     root = lax.rsqrt(jnp.square(wide).mean(axes) + epsilon)
     unit = wide * jnp.expand_dims(root, axes)  # in this order: see _standardize
     return unit.astype(x.dtype).astype(scale.dtype) * scale
@@ -185,7 +179,7 @@ def rms_normalization(x, scale, *, axis=-1, epsilon=1e-5, stash_type=1):
 @op("LRN", since=1)
 def lrn(x, *, alpha=1e-4, beta=0.75, bias=1.0, size):
     """x / (bias + alpha / size * sum of squares over `size` neighbouring channels) ** beta."""
-    wide = _wide(x)
+    wide = widen(x)
     channels = jnp.square(wide).reshape(x.shape[0], 1, x.shape[1], -1)
     around = window(channels.shape[2:], (size, 1), pads=((size - 1) // 2, 0, size // 2, 0))
     total = lowering.window_sum(channels, around).reshape(x.shape)
@@ -198,7 +192,7 @@ def lp_normalization(x, *, axis=-1, p=2):
     if p not in (1, 2):
         raise NodeError(f"p is {p}: only 1 and 2 are defined")
     axis = axis_of(axis, x.ndim)
-    wide = _wide(x)
+    wide = widen(x)
     total = (absolute(wide) if p == 1 else jnp.square(wide)).sum(axis, keepdims=True)
     norm = jnp.where(total > 0, total, 1)
     return jnp.where(total > 0, wide / (norm if p == 1 else jnp.sqrt(norm)), 0).astype(x.dtype)
@@ -207,7 +201,7 @@ def lp_normalization(x, *, axis=-1, p=2):
 @op("MeanVarianceNormalization", since=9)
 def mean_variance_normalization(x, *, axes=(0, 2, 3)):
     """(x - mean) / (standard deviation + 1e-9), the schema's function body."""
-    wide = _wide(x)
+    wide = widen(x)
     axes = axes_of(axes, x.ndim)
     centred = wide - wide.mean(axes, keepdims=True)
     var = jnp.square(centred).mean(axes, keepdims=True)
@@ -216,7 +210,7 @@ def mean_variance_normalization(x, *, axes=(0, 2, 3)):
 
 
 def _dropout(x, ratio, active, key, mask_type=np.bool_):
-    """(x / (1 - ratio) where kept, kept); `ratio` and `active` may be traced."""
+    """Return (x / (1 - ratio) where kept, kept); `ratio` and `active` may be traced."""
     known = isinstance(active, bool | np.bool_) and isinstance(ratio, int | float)
     if known and (not active or ratio == 0):
         return x, jnp.ones(x.shape, mask_type)
@@ -229,7 +223,7 @@ def _dropout(x, ratio, active, key, mask_type=np.bool_):
 
 
 def _scalar(value, default):
-    """A known scalar input as a Python number, a traced one as it is."""
+    """Return a known scalar input as a Python number, a traced one as it is."""
     if value is None:
         return default
     return value.item() if isinstance(value, np.ndarray) else value.reshape(())
@@ -243,7 +237,7 @@ def dropout_1(data, *, is_test=0, ratio=0.5, key: Key, training: Training):
 
 @op("Dropout", since=7, pointwise=True)
 def dropout_7(data, *, ratio=0.5, key: Key, training: Training):
-    """The mode is the caller's: without a word from it, inference. The mask has data's type."""
+    """The caller sets the mode; the default is inference. The mask has the type of `data`."""
     return _dropout(data, float(ratio), bool(training), key(), data.dtype)
 
 

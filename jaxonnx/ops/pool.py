@@ -15,7 +15,7 @@ from jaxonnx.registry import Channels, Outputs, Static, op
 
 
 def _wide(x):
-    """Half precision is accumulated in float32."""
+    """Widen half precision to float32, in which it is accumulated."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
@@ -132,14 +132,14 @@ def _indices(x, windows: Window, column_major: int):
 
 
 def _power(x, p):
-    """|x| ** p, by multiplication where p is whole."""
+    """Return |x| ** p, by multiplication where p is whole."""
     if p == 2:
         return x * x
     return absolute(x) if p == 1 else absolute(x) ** (int(p) if p == int(p) else p)
 
 
 def _root(total, p):
-    """total ** (1 / p); at 0 the gradient, infinite times zero, is taken as 0."""
+    """Return total ** (1 / p); its gradient at 0, infinite times zero, is set to 0."""
     if p == 1:
         return total
     positive = total > 0
@@ -183,8 +183,8 @@ def lp_pool(
 
 @op("GlobalAveragePool", since=1)
 def global_average_pool(x, *, channels: Channels = 1):
-    # Divided before the sum: XLA would join a division after it to a subtraction that follows, as
-    # in Softmax, where the result then is not what its maximum was taken of.
+    # Divided before the sum: XLA would fuse a division after it with a subtraction that follows, as
+    # in Softmax, whose maximum would then be that of differently rounded numbers.
     share = _wide(x) * (1 / max(1, math.prod(spatial(x.shape, channels))))
     return share.sum(_spatial(x, channels), keepdims=True).astype(x.dtype)
 
@@ -211,7 +211,7 @@ def global_lp_pool(x, *, p: float = 2):
 def max_unpool(
     x, indices, output_shape: Static | None = None, *, kernel_shape, pads=None, strides=None
 ):
-    """Puts each value at its index in the flattened output, zeros elsewhere.
+    """Put each value at its index in the flattened output, zeros elsewhere.
 
     With `output_shape` the indices count in that shape, as onnxruntime and PyTorch have it.
     """

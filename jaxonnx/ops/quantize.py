@@ -19,7 +19,7 @@ from jaxonnx.registry import Rounded, Through, known, op, xp
 
 
 def _granular(value, x, axis, block_size) -> Any:
-    """A scale or zero point that broadcasts against `x`: per tensor, per axis, or per block."""
+    """Reshape a scale or zero point to broadcast to `x`: per tensor, axis or block."""
     if value is None:
         return None
     if value.size == 1:
@@ -42,7 +42,7 @@ def _is_integer(dtype):
 
 
 def quantized(ratio, zero_point, dtype, saturate=1):
-    """`ratio` (x / scale) rounded to the nearest even, shifted, and saturated to `dtype`."""
+    """Round `ratio` (x / scale), halves to even, shift it, and saturate it to `dtype`."""
     np_ = xp(ratio, zero_point)
     if not _is_integer(dtype):
         shifted = ratio if zero_point is None else ratio + zero_point.astype(ratio.dtype)
@@ -56,7 +56,7 @@ def quantized(ratio, zero_point, dtype, saturate=1):
 
 
 def _rounded(value, ratio, zero_point):
-    """`value` with the real numbers behind it; those that saturated are constants."""
+    """Pair `value` with the real numbers behind it; those that saturated are constants."""
     if known(value):
         return value
     is_integer = _is_integer(value.dtype)
@@ -70,7 +70,7 @@ def _rounded(value, ratio, zero_point):
 
 @jax.custom_jvp
 def _through(value, real):
-    """`value` in float32, with the derivative of `real`."""
+    """Return `value` in float32, with the derivative of `real`."""
     return convert(value, np.float32)
 
 
@@ -104,7 +104,7 @@ def quantize_linear(
 
 
 def _wide(dtype):
-    """The type that scales of `dtype` are divided and multiplied in."""
+    """Return the type that scales of `dtype` are divided and multiplied in."""
     return np.dtype(np.float32) if dtype.itemsize == 1 or _is_integer(dtype) else dtype
 
 
@@ -143,7 +143,7 @@ def dynamic_quantize_linear(x):
 
 
 def _centred(x, zero_point, column):
-    """`x` less its zero point; a vector of zero points is one per row of A, or column of B."""
+    """Subtract the zero point from `x`; a vector holds one per row of A, or column of B."""
     wide = np.int32 if _is_integer(x.dtype) else np.float32
     x = x.astype(wide)
     return x if zero_point is None else x - _rows(zero_point, column).astype(wide)

@@ -40,7 +40,7 @@ def reduce_mean(x, axis, keepdims):
 
 
 def _nothing(x, sign: int) -> dict[str, Any]:
-    """The value of an extremum over no elements, where there are none."""
+    """Return the `initial` that an extremum needs if there are no elements."""
     if x.size:
         return {}
     if jnp.issubdtype(x.dtype, jnp.floating):
@@ -167,7 +167,7 @@ def einsum(*xs, equation):
 
 @op("TopK", since=11)
 def top_k(x, k: Static, *, axis=-1, largest=1, sorted=1):
-    """Sorted with either value of `sorted`: with 0 the order is free. Lower indices come first."""
+    """Sorted even with `sorted=0`, where any order is right; of equal values the first is first."""
     # order-reversing without overflow: not for integers, minus for floats
     turned = x if largest else ~x if is_integer(x) else -x
     values, indices = jax.lax.top_k(jnp.moveaxis(turned, axis, -1), k.item())

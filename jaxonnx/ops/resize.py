@@ -16,7 +16,7 @@ from jaxonnx.registry import Static, op, xp
 
 
 def _coordinates(mode, size, out, scale, start, end):
-    """The coordinate in the input of each output position along an axis.
+    """Return the coordinate in the input of each output position along an axis.
 
     `scale * size` is the resized length of the formulas, which may be fractional.
     """
@@ -58,7 +58,7 @@ def _triangle(x):
 
 
 def _keys(a):
-    """The cubic convolution kernel (Keys 1981, equation 4)."""
+    """Return the cubic convolution kernel (Keys 1981, equation 4)."""
 
     def kernel(x):
         x = np.abs(x)
@@ -70,7 +70,7 @@ def _keys(a):
 
 
 def _taps(x, size, kernel, radius, shrink, exclude_outside):
-    """Pixels (out, taps) around the coordinates x and their weights under the stretched kernel.
+    """Return pixels (out, taps) around the coordinates x and their weights in a stretched kernel.
 
     The edge pixel stands for all pixels beyond it, unless these are excluded.
     """
@@ -85,7 +85,7 @@ def _taps(x, size, kernel, radius, shrink, exclude_outside):
 
 
 def _pick(x, index, axis):
-    """`x.take(index, axis)`, but repetition and regular steps need no gather."""
+    """Take pixels `index` along `axis`, without a gather where they repeat or step regularly."""
     size, out = x.shape[axis], len(index)
     if out == 0:
         return x[(slice(None),) * axis + (slice(0),)]
@@ -98,7 +98,7 @@ def _pick(x, index, axis):
 
 
 def _blend(x, index, weight, axis):
-    """Weighted sums of pixels along an axis: gathers, with a matrix product as derivative.
+    """Sum weighted pixels along an axis by gathers, with a matrix product as derivative.
 
     The matrix would do for the values, too, but one infinite pixel would spoil its whole line.
     """
@@ -125,19 +125,20 @@ def _blend(x, index, weight, axis):
 
 
 def _extents(lengths, scales, sizes, policy):
-    """Scale and output size of each axis from what is given of both."""
-    given = [v for v in (scales, sizes) if v is not None and v.size]
-    if len(given) != 1:
+    """Return the scale and output size of each axis from the one of both that is present."""
+    present = [v for v in (scales, sizes) if v is not None and v.size]
+    if len(present) != 1:
         raise NodeError("exactly one of scales and sizes must be given")
-    if given[0].shape != lengths.shape:
-        raise NodeError(f"{given[0].size} scales or sizes are given for {len(lengths)} axes")
-    if given[0] is scales:
+    (extents,) = present
+    if extents.shape != lengths.shape:
+        raise NodeError(f"{extents.size} scales or sizes are given for {len(lengths)} axes")
+    if extents is scales:
         # In the scales' own precision: 10 pixels at float32(0.7) are 7, as in onnxruntime.
-        out = np.floor(lengths.astype(given[0].dtype) * given[0])
-        return given[0].astype(np.float64), out.astype(int)
-    ratios = given[0] / lengths
+        out = np.floor(lengths.astype(extents.dtype) * extents)
+        return extents.astype(np.float64), out.astype(int)
+    ratios = extents / lengths
     if policy == "stretch":
-        return ratios, given[0]
+        return ratios, extents
     if policy not in ("not_larger", "not_smaller"):
         raise NodeError(f"unknown keep_aspect_ratio_policy {policy!r}")
     scale = ratios.min() if policy == "not_larger" else ratios.max()
@@ -160,7 +161,7 @@ def _resize(
     exclude_outside=0,
     extrapolation_value=0.0,
 ):
-    """Resizes `axes`; a `nearest_mode` of None is the rule before opset 11.
+    """Resize `axes`; a `nearest_mode` of None is the rule before opset 11.
 
     As in onnxruntime and ONNX's shape inference, `roi` has no part in the output's size.
     """

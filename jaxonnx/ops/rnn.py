@@ -34,7 +34,7 @@ _REVERSED = {"forward": (False,), "reverse": (True,), "bidirectional": (False, T
 
 
 def _functions(default, names, alphas, betas, clip, direction):
-    """The activation functions of each direction, their inputs clipped.
+    """Return the activation functions of each direction, their inputs clipped.
 
     Each function takes what it needs from the front of the lists of alphas and betas.
     """
@@ -44,13 +44,13 @@ def _functions(default, names, alphas, betas, clip, direction):
     names = names or default * directions
     if len(names) != count * directions:
         raise NodeError(f"{count * directions} activations are needed, {len(names)} are given")
-    given = iter(alphas or ()), iter(betas or ())
+    remaining = iter(alphas or ()), iter(betas or ())
 
     def function(name):
         if name.lower() not in _ACTIVATIONS:
             raise NodeError(f"unknown activation {name!r}; known are {', '.join(_ACTIVATIONS)}")
         apply, *defaults = _ACTIVATIONS[name.lower()]
-        parameters = [next(g, d) for g, d in zip(given, defaults, strict=False)]
+        parameters = [next(g, d) for g, d in zip(remaining, defaults, strict=False)]
         if clip is None:
             return lambda x: apply(x, *parameters)
         return lambda x: apply(jnp.clip(x, -clip, clip), *parameters)
@@ -60,7 +60,7 @@ def _functions(default, names, alphas, betas, clip, direction):
 
 
 def _recur(cell, x, w, r, bias, sequence_lens, initial, hidden_size, direction, layout):
-    """Y and the last states over every direction d.
+    """Compute Y and the last states over every direction d.
 
     Shapes as in the specification; `cell(d)` is (step, recurrent weight, extra) of
     `jaxonnx.lowering._recurrence`; `bias` (directions, gates * hidden) joins the input's share.
@@ -101,7 +101,7 @@ def _recur(cell, x, w, r, bias, sequence_lens, initial, hidden_size, direction, 
 
 
 def _sum_of_biases(b):
-    """The sum of the input's and the recurrence's bias."""
+    """Add the biases of the input and the recurrence."""
     return None if b is None else sum(jnp.split(b, 2, axis=1))
 
 

@@ -14,12 +14,12 @@ ROIS_AT_ONCE = 16
 
 
 def _per_roi(function, *arguments):
-    """`function` on every region, a few at a time, with nothing kept for the gradient."""
+    """Apply `function` to every region, a few at a time, keeping nothing for the gradient."""
     return lax.map(lambda a: jax.checkpoint(function)(*a), arguments, batch_size=ROIS_AT_ONCE)
 
 
 def _round(v):
-    """To the nearest integer, halves away from zero."""
+    """Round to the nearest integer, halves away from zero."""
     return jnp.sign(v) * jnp.floor(jnp.abs(v) + 0.5)
 
 
@@ -32,7 +32,7 @@ def max_roi_pool(x, rois, *, pooled_shape, spatial_scale=1.0):
     x, rois = jnp.asarray(x), lax.stop_gradient(jnp.asarray(rois))
 
     def bins(first, last, count, size):
-        """(count, size): which pixels each bin covers."""
+        """Return which pixels each bin covers, (count, size)."""
         first, last = (_round(v * spatial_scale) for v in (first, last))
         step = jnp.maximum(last - first + 1, 1) / count
         number = jnp.arange(count)
@@ -65,7 +65,7 @@ def roi_align_10(
     sampling_ratio=0,
     spatial_scale=1.0,
 ):
-    """Without the half-pixel shift of opset 16."""
+    """RoiAlign without the half-pixel shift of opset 16."""
     return roi_align(
         x,
         rois,
@@ -94,7 +94,7 @@ def roi_align(
 ):
     """Mean or maximum of bilinear samples in the bins of each region (x1, y1, x2, y2).
 
-    Both axes are independent of each other: the mean is a product with one matrix per axis, the
+    The axes are independent of each other: the mean is a product with one matrix per axis, the
     maximum (of weighted corner pixels, as onnxruntime and the suite have it) is taken axis by
     axis. https://arxiv.org/abs/1703.06870
     """
@@ -111,7 +111,7 @@ def roi_align(
     length = length if half_pixel else xp(rois).maximum(length, 1)
 
     def most(axis, size, bins):
-        """How many samples of a bin can lie on the image: their distance is above one half."""
+        """Bound the samples of a bin on the image, which are more than half a pixel apart."""
         if sampling_ratio:
             return sampling_ratio
         if known(rois):
@@ -133,9 +133,9 @@ def roi_align(
 
 
 def _samples(start, extent, bins, size, most, ratio):
-    """Samples of every bin along one axis.
+    """Sample every bin along one axis.
 
-    Returns the two pixels and weights of each sample (bins, most, 2), which samples exist
+    Return the two pixels and weights of each sample (bins, most, 2), which samples exist
     (bins, most), the number of samples of a bin, and whether some sample beyond `most` lies off
     the image, where samples are 0.
     """
@@ -159,13 +159,13 @@ def _samples(start, extent, bins, size, most, ratio):
 
 
 def _mean(pixels, weights, exists, count, rest, size):
-    """The matrix (bins, size) that averages the samples of each bin."""
+    """Return the matrix (bins, size) that averages the samples of each bin."""
     hits = pixels[..., None] == jnp.arange(size)
     return jnp.where(hits, weights[..., None], 0).sum((1, 2)) / jnp.maximum(count, 1)
 
 
 def _weighted_max(image, pixels, weights, exists, count, rest):
-    """Maximum over the samples' weighted pixels on the last axis of (C, M, size); 0 for none."""
+    """Return the maximum of the samples' weighted pixels on the last axis of (C, M, size), or 0."""
     values = image[..., pixels] * weights
     values = jnp.where(exists[..., None], values, -jnp.inf)
     y = lowering.first_max(values.reshape(*values.shape[:-2], -1), values.ndim - 2)

@@ -10,7 +10,7 @@ from jaxonnx.registry import Static, known, op, xp
 
 
 def _position(position, length, *, end):
-    """A possibly negative position in a sequence; `end` also allows the place after the last."""
+    """Resolve a possibly negative position; `end` also allows the place after the last element."""
     i = int(position.reshape(()))
     if not -length <= i < length + end:
         raise NodeError(f"position {i} is out of range for a sequence of {length}")
@@ -29,7 +29,7 @@ def sequence_construct(*inputs):
 
 @op("SequenceEmpty", since=11)
 def sequence_empty(*, dtype=None):
-    """The empty sequence; a list holds no element type, so `dtype` leaves no trace."""
+    """The empty sequence; a list has no element type, so `dtype` is not kept."""
     del dtype
     return []
 
@@ -57,7 +57,7 @@ def sequence_length(input_sequence):
 
 @op("SequenceMap", since=17)
 def sequence_map(input_sequence, *additional_inputs, body):
-    """The body on every element; of the additional inputs, sequences go along item by item."""
+    """The body applied to every element; further inputs that are sequences go along with it."""
     length = len(input_sequence)
     for sequence in additional_inputs:
         if isinstance(sequence, list) and len(sequence) != length:

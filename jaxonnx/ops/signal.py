@@ -10,7 +10,7 @@ from jaxonnx.registry import Static, op
 
 
 def _dft(x, length, axis, inverse, onesided):
-    """DFT along `axis` of x (..., 1 or 2).
+    """Compute the DFT along `axis` of x (..., 1 or 2).
 
     The last axis of the result is the complex pair, or 1 for the real result of a onesided inverse.
     Where x64 is on, the transform is in float64: in single precision its rounding errors depend on
@@ -72,7 +72,7 @@ def stft(
 
 
 def _window(size, periodic, output_datatype, coefficients):
-    """sum_k (-1)^k a_k cos(2 pi k n / N) with N = size, or size - 1 if symmetric."""
+    """Compute sum_k (-1)^k a_k cos(2 pi k n / N) with N = size, or size - 1 if symmetric."""
     size = int(size.item())
     n = np.arange(size) / max(size if periodic else size - 1, 1)
     terms = [(-1) ** k * a * np.cos(2 * np.pi * k * n) for k, a in enumerate(coefficients)]

@@ -1,4 +1,4 @@
-"""Parts of tensors put together, taken apart, padded, masked and reversed."""
+"""Joining, splitting, slicing, padding, masking and reversing tensors."""
 
 import math
 
@@ -56,7 +56,7 @@ def split_2(x, *, axis=0, split=None, outputs: Outputs):
 
 @op("Split", since=13)
 def split(x, sizes: Static | None = None, *, axis=0, num_outputs=None, outputs: Outputs):
-    """Parts of the given sizes, or `num_outputs` of equal size of which the last may be smaller."""
+    """Parts of these sizes, or `num_outputs` of equal size, the last of which may be smaller."""
     if sizes is None and num_outputs is not None:
         length = x.shape[axis_of(axis, x.ndim)]
         chunk = math.ceil(length / num_outputs)
@@ -77,8 +77,7 @@ def _slice(x, starts, ends, axes=None, steps=None):
 
 
 def _window(start, end, step, size):
-    """The specification's clamping, which differs from Python's for a start far left of a
-    backward slice."""
+    """Clamp as specified, which for a backward slice from far left differs from Python."""
     if step == 0:
         raise NodeError("a step of 0 selects nothing")
     start += size if start < 0 else 0
@@ -142,7 +141,7 @@ def pad(x, pads: Static, value=None, axes: Static | None = None, *, mode="consta
 
 @op("CenterCropPad", since=18)
 def center_crop_pad(x, shape: Static, *, axes=None):
-    """Crops or zero-pads `axes` to `shape` around the centre; an odd rest goes to the end."""
+    """Crop or zero-pad `axes` to `shape` around the centre; an odd rest goes to the end."""
     axes = axes_of(axes, x.ndim)
     rest = [int(target) - x.shape[axis] for target, axis in zip(shape, axes, strict=True)]
     begins = [math.trunc(r / 2) for r in rest]
@@ -152,7 +151,7 @@ def center_crop_pad(x, shape: Static, *, axes=None):
 
 @op("Trilu", since=14)
 def trilu(x, k=None, *, upper=1):
-    """Keeps the elements on and above (or below) the k-th diagonal of the innermost matrices."""
+    """Keep the elements on and above (or below) the k-th diagonal of the innermost matrices."""
     np_ = xp(x, k)
     offset = np_.arange(x.shape[-1]) - np_.arange(x.shape[-2])[:, None]
     k = 0 if k is None else k.reshape(())
@@ -161,7 +160,7 @@ def trilu(x, k=None, *, upper=1):
 
 @op("ReverseSequence", since=10)
 def reverse_sequence(x, lengths, *, batch_axis=1, time_axis=0):
-    """Reverses the first `lengths[b]` steps of each sequence b and keeps the rest in place."""
+    """Reverse the first `lengths[b]` steps of each sequence b and keep the rest in place."""
     if {batch_axis, time_axis} != {0, 1}:
         raise NodeError(f"batch_axis {batch_axis} and time_axis {time_axis} must be 0 and 1")
     np_ = xp(x, lengths)

@@ -10,7 +10,7 @@ from jaxonnx.registry import op
 
 
 def _each(function, x, dtype):
-    """`function` of every element of x, in an array of `dtype`."""
+    """Apply `function` to every element of x; the results are an array of `dtype`."""
     y = np.empty(x.shape, dtype)
     for i in np.ndindex(x.shape):
         y[i] = function(x[i])
@@ -36,7 +36,7 @@ def string_split(x, *, delimiter=None, maxsplit=None):
 
 @op("RegexFullMatch", since=20, dynamic=True)
 def regex_full_match(x, *, pattern=None):
-    r"""Whether each string as a whole matches `pattern`, in the syntax of RE2.
+    r"""Check whether each string as a whole matches `pattern`, in the syntax of RE2.
 
     Python's `re` does the work. What only one of the two can read (\pN, \C and \Q...\E;
     lookaround, back references and atomic groups) is an error.
@@ -71,7 +71,7 @@ _POSIX = {
 
 
 def _from_re2(pattern):
-    """The pattern in the syntax of `re`."""
+    """Translate the pattern to the syntax of `re`."""
     tokens, inside = [], False
     for token in _RE2_TOKEN.findall(pattern):
         if token.startswith("(?") or (token[0] == "\\" and token[1:] in "123456789"):

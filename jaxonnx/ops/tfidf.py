@@ -84,7 +84,7 @@ def _trie(pool, ngram_counts, size, lengths) -> _Trie:
 
 
 def _number(x, tokens):
-    """The tokens of x by number; those that are not in the pool are number `len(tokens)`."""
+    """Number the tokens of x; those that are not in the pool get `len(tokens)`."""
     if x.dtype == object:
         numbers = [tokens.get(token, len(tokens)) for token in x.ravel()]
         return jnp.asarray(np.reshape(numbers, x.shape).astype(np.int32))
@@ -92,7 +92,7 @@ def _number(x, tokens):
 
 
 def _lookup(entries: dict, x, missing):
-    """The integer that `entries` has for each integer of x, or `missing`."""
+    """Return the integer that `entries` has for each integer of x, or `missing`."""
     keys, values = np.array(sorted(entries.items()), np.int64).reshape(-1, 2).T
     if not len(keys):
         return jnp.full(x.shape, missing)
@@ -102,11 +102,12 @@ def _lookup(entries: dict, x, missing):
 
 
 def _count(tokens, trie: _Trie, size, longest, most_skips):
-    """How often each n-gram of the pool occurs: int [N, size]."""
+    """Count each n-gram of the pool: int [N, size]."""
     rows, length = tokens.shape
+    # an edge (node, token) as one integer, which a sorted table can look up
     base = len(trie.tokens) + 1
     edges = {node * base + token: child for (node, token), child in trie.edges.items()}
-    dead = len(trie.edges) + 1
+    dead = len(trie.edges) + 1  # where a walk goes that leaves the trie
     gram_of = np.full(dead + 1, size)  # one more than there are, for nodes where none ends
     gram_of[list(trie.grams)] = list(trie.grams.values())
     counts = jnp.zeros((rows, size + 1), jnp.int32)

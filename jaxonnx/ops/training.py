@@ -26,16 +26,16 @@ def gradient(*inputs, xs, y, zs=None, scope: Names, outputs: Outputs):
     if outputs > len(xs):
         raise NodeError(f"xs names {len(xs)} tensors, so there are no {outputs} outputs")
     if len(inputs) != len(names) or any(value is None for value in inputs):
-        given = sum(value is not None for value in inputs)
-        raise NodeError(f"xs and zs name {len(names)} tensors, but {given} inputs are given")
+        present = sum(value is not None for value in inputs)
+        raise NodeError(f"xs and zs name {len(names)} tensors, but {present} inputs are given")
     values = dict(zip(names, inputs, strict=True))
     for name in xs:
         _check_float(values[name], f"'{name}' in xs")
     constants = {name: values[name] for name in names[len(xs) :]}
 
     def target(*variables):
-        given = dict(zip(xs, variables, strict=True)) | constants
-        return jnp.asarray(scope.recompute([y], given)[0])
+        feeds = dict(zip(xs, variables, strict=True)) | constants
+        return jnp.asarray(scope.recompute([y], feeds)[0])
 
     value, pull_back = jax.vjp(target, *(jnp.asarray(values[name]) for name in xs))
     _check_float(value, f"y, '{y}',")
@@ -62,7 +62,7 @@ def _check_float(value, what):
 
 
 def _optimize(rule, R, T, tensors, slots):
-    """Applies `rule` to each tensor; `tensors` are all X, then all G, then each kind of state."""
+    """Apply `rule` to each tensor; `tensors` are all X, then all G, then each kind of state."""
     kinds = 2 + slots
     count, rest = divmod(len(tensors), kinds)
     if rest or not count or any(tensor is None for tensor in tensors):

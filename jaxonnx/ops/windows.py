@@ -24,12 +24,12 @@ class Window(NamedTuple):
 
 
 def spatial(shape, channels: int = 1) -> tuple[int, ...]:
-    """The sizes of the spatial axes of images whose channels are axis 1 or -1."""
+    """Return the sizes of the spatial axes of images whose channels are axis 1 or -1."""
     return tuple(shape[2:] if channels == 1 else shape[1:-1])
 
 
 def per_axis(values, rank: int, name: str, default: int = 1) -> tuple[int, ...]:
-    """A list attribute with one entry per axis, `default` everywhere when it is absent or empty."""
+    """Return a list attribute with one entry per axis, each `default` if it is absent or empty."""
     values = tuple(int(v) for v in values) if values is not None and len(values) else ()
     values = values or (default,) * rank
     if len(values) != rank:
@@ -43,13 +43,13 @@ def pad_pairs(pads, rank: int) -> tuple[tuple[int, int], ...]:
 
 
 def split_padding(total: int, auto_pad: str) -> tuple[int, int]:
-    """SAME_UPPER puts the odd element at the end, everything else at the beginning."""
+    """Split padding in two: SAME_UPPER puts the odd element at the end, others at the beginning."""
     begin = total // 2 if auto_pad == "SAME_UPPER" else total - total // 2
     return begin, total - begin
 
 
 def kernel_of(w, kernel_shape) -> tuple[int, ...]:
-    """The kernel of a convolution, which the attribute may repeat but not contradict."""
+    """Return the kernel of a convolution, which the attribute may repeat but not contradict."""
     kernel = per_axis(kernel_shape, w.ndim - 2, "kernel_shape") if kernel_shape else w.shape[2:]
     if tuple(kernel) != w.shape[2:]:
         raise NodeError(f"kernel_shape {kernel} is not that of the weight, {w.shape[2:]}")
@@ -57,7 +57,7 @@ def kernel_of(w, kernel_shape) -> tuple[int, ...]:
 
 
 def same_padding(size: int, reach: int, stride: int, auto_pad: str) -> tuple[int, int]:
-    """Padding for ceil(size / stride) windows of `reach` elements."""
+    """Return the padding for ceil(size / stride) windows of `reach` elements."""
     return split_padding(max((-(-size // stride) - 1) * stride + reach - size, 0), auto_pad)
 
 
@@ -71,7 +71,7 @@ def window(
     auto_pad: str = "NOTSET",
     ceil_mode: int = 0,
 ) -> Window:
-    """The windows over spatial axes of the given sizes.
+    """Return the windows over spatial axes of these sizes.
 
     With `ceil_mode` a last window may reach beyond the padding, but must start inside the
     padded input (as in PyTorch); it has no effect on an automatic padding.
@@ -106,7 +106,7 @@ def window(
 
 
 def positions(w: Window) -> list[np.ndarray]:
-    """For each axis the coordinates (out, kernel) in the unpadded input that the windows read."""
+    """Return per axis the coordinates (out, kernel) in the unpadded input that the windows read."""
     return [
         np.arange(o)[:, None] * s - begin + np.arange(k) * d
         for k, s, d, (begin, _), o in zip(*w, strict=True)
@@ -114,7 +114,7 @@ def positions(w: Window) -> list[np.ndarray]:
 
 
 def counts(w: Window, size, pads=None) -> np.ndarray:
-    """How many elements of the input, or of the input with `pads` around it, each window holds."""
+    """Count the elements of the input, or of the input padded by `pads`, that each window holds."""
     total = np.ones((), np.int64)
     for at, n, (begin, end) in zip(positions(w), size, pad_pairs(pads, len(size)), strict=True):
         total = total[..., None] * ((at >= -begin) & (at < n + end)).sum(1)
