@@ -59,7 +59,7 @@ class Worker:
     times: list[float] = field(default_factory=list)
 
     def answer(self) -> dict | None:
-        """A line of the process, or None if it has ended instead."""
+        """Return a line of the process, or None if it has ended instead."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         return json.loads(line) if line else None
@@ -94,11 +94,11 @@ class Worker:
 
 
 def environment(options) -> dict[str, str]:
-    """Of every process that measures."""
-    found = dict(os.environ, OMP_NUM_THREADS=str(options.threads))
+    """Return the environment of every process that measures."""
+    variables = dict(os.environ, OMP_NUM_THREADS=str(options.threads))
     if options.allocator == "keep":
-        found["GLIBC_TUNABLES"] = KEEP_PAGES
-    return found
+        variables["GLIBC_TUNABLES"] = KEEP_PAGES
+    return variables
 
 
 def spawn(network, system, phase, path: Path, options) -> Worker:
@@ -122,7 +122,7 @@ def spawn(network, system, phase, path: Path, options) -> Worker:
 
 
 def compare(network: str, phase: str, folder: Path, options) -> dict[str, Worker]:
-    """Measures every system on a network; the rounds are interleaved."""
+    """Measure every system on a network; the rounds are interleaved."""
     path = folder / f"{network}.onnx"
     workers: dict[str, Worker] = {}
     counts = {}
@@ -192,17 +192,17 @@ def show(results: dict[str, dict], options) -> None:
 
 
 def ceilings(options) -> dict:
-    """What the device can do at most, measured in a process of its own."""
+    """Measure what the device can do at most, in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.ceilings"]
     folder = Path(__file__).parent.parent
-    found = subprocess.run(
+    done = subprocess.run(
         command, env=environment(options), cwd=folder, check=True, capture_output=True, text=True
     )
-    return json.loads(found.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def show_fractions(results: dict[str, dict], most: dict) -> None:
-    """The products' share of the product of two large matrices, and that of a copy in memory.
+    """Print what share steps reach of the rates of a large matrix product and of a copy.
 
     The operations are those of the network as plain JAX has it, whatever a system makes of them.
     """
@@ -226,7 +226,7 @@ def show_fractions(results: dict[str, dict], most: dict) -> None:
 
 
 def draw(results: dict[str, dict], title: str, path: Path) -> None:
-    """One panel per phase: ratios with their quartiles, on a logarithmic axis."""
+    """Draw one panel per phase: ratios with their quartiles, on a logarithmic axis."""
     from matplotlib.figure import Figure
 
     phases = [p for p in PHASES if any(name.endswith(p) for name in results)]
@@ -252,12 +252,12 @@ def draw(results: dict[str, dict], title: str, path: Path) -> None:
         axes.set_xlabel("time of jaxonnx / time of the other (left of 1: jaxonnx is faster)")
         axes.set_title({"train": "training step", "forward": "forward pass"}[phase])
         axes.grid(axis="x", alpha=0.3)
-    found = {}
+    entries = {}
     for axes in panels:
         handles, labels = axes.get_legend_handles_labels()
-        found |= dict(zip(labels, handles, strict=True))
+        entries |= dict(zip(labels, handles, strict=True))
     figure.legend(
-        [*found.values()], [*found], loc="outside lower center", ncols=4, fontsize="small"
+        [*entries.values()], [*entries], loc="outside lower center", ncols=4, fontsize="small"
     )
     figure.suptitle(title, fontsize="small")
     figure.savefig(path, dpi=150)

@@ -16,7 +16,7 @@ ROUNDS = 12
 
 
 def best(function, *arguments) -> float:
-    """Seconds of the fastest call."""
+    """Return the seconds of the fastest call."""
     compiled = jax.jit(function).lower(*arguments).compile()
     jax.block_until_ready(compiled(*arguments))
     times = []

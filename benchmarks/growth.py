@@ -41,7 +41,7 @@ WORK = {
     "width": (2, 0, 0, 0, 2, 2),
     "batch": (1, 0, 0, 0, 1, 1),
 }
-"""Exponents of the work itself, where it is large."""
+"""Exponents of the work itself where the sizes are large."""
 
 
 def network(depth: int, width: int, count: int) -> Network:
@@ -56,7 +56,7 @@ def network(depth: int, width: int, count: int) -> Network:
 
 
 def measure(depth: int, width: int, count: int, rounds: int) -> tuple[float, ...]:
-    """What `COLUMNS` says, in a process that has done nothing else."""
+    """Measure what `COLUMNS` lists, in a process that has done nothing else."""
     import jax
     import jax.numpy as jnp
 
@@ -98,7 +98,7 @@ def measure(depth: int, width: int, count: int, rounds: int) -> tuple[float, ...
 
 
 def exponents(sizes: list[int], values: list[float]) -> tuple[float, float]:
-    """Of the power of the size that the values follow: over all, and between the last two."""
+    """Fit the power of the size that the values follow: over all, and between the last two."""
     x, y = np.log(sizes), np.log(values)
     return float(np.polyfit(x, y, 1)[0]), float((y[-1] - y[-2]) / (x[-1] - x[-2]))
 
@@ -132,7 +132,7 @@ def show(results: dict[str, dict[int, tuple[float, ...]]]) -> None:
 
 
 def draw(results: dict[str, dict[int, tuple[float, ...]]], path: Path) -> None:
-    """A panel for each of time, compiling and memory, by what grows.
+    """Draw a panel for each of time, compiling and memory, by what grows.
 
     Dotted is what grows with the work alone, from the last size of the first curve backwards.
     """

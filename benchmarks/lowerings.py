@@ -1,4 +1,4 @@
-"""Measures every rule of jaxonnx.lowering again: time of the plain form over that of the fast one.
+"""Every rule of jaxonnx.lowering measured: time of the plain form over that of the fast one.
 
     python -m benchmarks.lowerings [rule ...]
 
@@ -52,7 +52,7 @@ SUMS = {"window sum": (64, 32, 28, 2, 2), "window sum, overlapping": (16, 64, 16
 
 
 def ratio(plain, fast, arguments) -> float:
-    """Median time of `plain` over that of `fast`, in interleaved rounds."""
+    """Return the median time of `plain` over that of `fast`, in interleaved rounds."""
     systems = [jax.jit(f).lower(*arguments).compile() for f in (plain, fast)]
     times = ([], [])
     for _ in range(ROUNDS + 1):

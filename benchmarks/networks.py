@@ -84,7 +84,7 @@ def lstm(layers, x):
 class Network:
     build: Callable[[Any, Any], Any]
     shape: tuple[int, ...]
-    """Of a batch of inputs, images as NCHW."""
+    """The shape of a batch of inputs, images as NCHW."""
     classes: int
     tokens: int = 0
     """The size of the vocabulary where the inputs are tokens."""
@@ -102,7 +102,7 @@ NETWORKS = {
 
 
 def batch(network: Network):
-    """Inputs and labels as NumPy arrays, always the same."""
+    """Return inputs and labels as NumPy arrays, always the same."""
     rng = np.random.default_rng(0)
     if network.tokens:
         x = rng.integers(0, network.tokens, network.shape).astype(np.int32)

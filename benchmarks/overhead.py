@@ -4,8 +4,8 @@
                                   [--epochs 12] [--steps 100] [--chart FILE.png]
 
 First table: microseconds of a call `model(x)` of a tiny network, of the same function under a
-`jax.jit` of the caller, and the difference, for inputs of JAX and of NumPy. Second table: an epoch
-of `jaxonnx.train` over arrays in memory beside two loops of as many steps of the same compiled
+`jax.jit` of the caller, and the difference, for JAX and NumPy arrays. Second table: an epoch of
+`jaxonnx.train` over arrays in memory beside two loops of as many steps of the same compiled
 function on the same examples, one over batches that are ready on the device, one that collects them
 (`x[rows]`) and does nothing else; all take turns, epoch by epoch, in one process. Printed are
 medians and quartiles of what `train` adds to the first, and the median of what collecting adds.
@@ -36,11 +36,11 @@ from jaxonnx.train import Batch
 TINY = Network(lambda layers, x: layers.dense(layers.relu(layers.dense(x, 16)), 4), (4, 8), 4)
 LOSS = "softmax_cross_entropy_with_integer_labels"
 TARGETS = {"call": 20.0, "loop": 2.0}
-"""Microseconds and per cent."""
+"""In microseconds and per cent."""
 
 
 def seconds(function, count: int) -> float:
-    """Of one of so many calls, the last of which has ended."""
+    """Return the seconds of one call, the mean of `count` of which the last has ended."""
     start = time.perf_counter()
     for _ in range(count):
         result = function()
@@ -49,7 +49,7 @@ def seconds(function, count: int) -> float:
 
 
 def calls(path: Path, rounds: int, count: int) -> dict[str, np.ndarray]:
-    """Microseconds of (`model(x)`, the jitted function) in each round, by the kind of input."""
+    """Time (`model(x)`, the jitted function) in microseconds, each round, by the kind of input."""
     write(TINY, path)
     model = jaxonnx.load(path)
 
@@ -59,10 +59,10 @@ def calls(path: Path, rounds: int, count: int) -> dict[str, np.ndarray]:
 
     x = batch(TINY)[0]
     times = {}
-    for kind, given in (("jax", jnp.asarray(x)), ("numpy", x)):
+    for kind, array in (("jax", jnp.asarray(x)), ("numpy", x)):
         systems = (
-            lambda given=given: model(given),
-            lambda given=given: jitted(model.params, model.state, given),
+            lambda array=array: model(array),
+            lambda array=array: jitted(model.params, model.state, array),
         )
         for system in systems:
             seconds(system, count)
@@ -72,7 +72,7 @@ def calls(path: Path, rounds: int, count: int) -> dict[str, np.ndarray]:
 
 
 def loops(path: Path, network: Network, epochs: int, steps: int) -> np.ndarray:
-    """Seconds of a step (in `train`, on ready batches, collecting) in each epoch but the first."""
+    """Time a step (in `train`, on ready batches, collecting) in each epoch but the first."""
     write(network, path)
     model = jaxonnx.load(path)
     x, y = batch(network)
@@ -123,17 +123,17 @@ def loops(path: Path, network: Network, epochs: int, steps: int) -> np.ndarray:
 
 
 def summary(times: np.ndarray, relative: bool) -> dict:
-    """Medians of the first two, and quartiles of what all but the second add to that."""
+    """Return medians of the first two columns and quartiles of what others add to the second."""
     added = times - times[:, 1:2]
     if relative:
         added = 100 * added / times[:, 1:2]
     medians = np.median(times, axis=0)
-    found = {
+    figures = {
         "whole": float(medians[0]),
         "compiled": float(medians[1]),
         "added": [float(q) for q in np.quantile(added[:, 0], (0.25, 0.5, 0.75))],
     }
-    return found | ({"collecting": float(np.median(added[:, 2]))} if relative else {})
+    return figures | ({"collecting": float(np.median(added[:, 2]))} if relative else {})
 
 
 def show(results: dict[str, dict[str, dict]]) -> None:

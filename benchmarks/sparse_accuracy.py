@@ -25,7 +25,7 @@ from jaxonnx import sparse
 
 
 def phases(dense, dynamic, **options):
-    """Three phases as fractions of the epochs; the rest has a fixed mask."""
+    """Return a wrapper with three phases as fractions of the epochs; the rest has a fixed mask."""
 
     def wrap(inner, epochs, steps):
         lengths = {"dense": round(dense * epochs), "dynamic": round(dynamic * epochs)}
@@ -73,7 +73,7 @@ def load(path):
 
 
 def shapes(widths):
-    """Those of the weights; a network whose input has one channel starts with convolutions."""
+    """Return the shapes of the weights; with one input channel the first are convolutions."""
     matrices = list(itertools.pairwise(widths))
     if widths[0] != 1:
         return matrices
@@ -81,7 +81,7 @@ def shapes(widths):
 
 
 def initial(widths, seed):
-    """Convolutions have their weights in the layout of ONNX, matrices are (input, output)."""
+    """Draw weights: those of convolutions in the layout of ONNX, matrices as (input, output)."""
     keys = jax.random.split(jax.random.key(seed), len(widths) - 1)
     return [
         {"w": jax.random.normal(k, s) * np.sqrt(2 * m / math.prod(s)), "b": jnp.zeros(m)}
@@ -90,7 +90,7 @@ def initial(widths, seed):
 
 
 def apply(params, x):
-    """The logits of images (N, side, side)."""
+    """Compute the logits of images (N, side, side)."""
     convolutional = params[0]["w"].ndim == 4
     x = x[..., None] if convolutional else x.reshape(len(x), -1)
     for layer in params[:-1]:
@@ -101,7 +101,7 @@ def apply(params, x):
 
 
 def convolve(x, w):
-    """One product of all taps, the quickest in a loop on CPU; halves a side of more than 4."""
+    """Convolve by one product of all taps, the quickest on CPU; halve a side of more than 4."""
     stride = 2 if x.shape[1] > 4 else 1
     side = -(-x.shape[1] // stride)
     x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
@@ -111,7 +111,7 @@ def convolve(x, w):
 
 
 def trainer(tx, x, y):
-    """A whole training run as one program."""
+    """Return a whole training run as one program."""
 
     def loss(params, batch):
         logits = apply(params, x[batch])
@@ -130,7 +130,7 @@ def trainer(tx, x, y):
 
 
 def halved(widths):
-    """Hidden widths of a dense net with as many weights as the sparse net has nonzeros."""
+    """Return the widths of a dense net with as many weights as the sparse net has nonzeros."""
     dense = widths[-2] * widths[-1]  # the head, and a convolution of one channel
     if widths[0] == 1:
         dense += 9 * widths[1]

@@ -25,11 +25,11 @@ templates = importlib.import_module("jaxonnx.sparse.templates")
 PART = 32
 """The share of the weight that the slower searches are timed on."""
 TARGETS = {"x definition": 80, "x copy": 0.5}
-"""Of the search on CPU."""
+"""Targets of the search on CPU."""
 
 
 def definition(w):
-    """argmax over |w| @ templates.T, as one would write it."""
+    """Compute argmax over |w| @ templates.T, as one would write it."""
     r, c = w.shape
     blocks = jnp.abs(w).reshape(r // 4, 4, c // 4, 4).transpose(0, 2, 1, 3).reshape(-1, 16)
     return jnp.argmax(blocks @ sparse.templates().T.astype(np.float32), axis=1)
@@ -101,9 +101,9 @@ def main():
     result = {"device": device, "selection": selection(options.size, options.rounds)}
     show("selection", result["selection"])
     for name, target in TARGETS.items():
-        seen = result["selection"]["search -> codes"][name]
-        met = "met" if seen >= target else "missed"
-        print(f"search -> codes, {name}: {seen:.3g}, target {target:g}, {met}")
+        value = result["selection"]["search -> codes"][name]
+        met = "met" if value >= target else "missed"
+        print(f"search -> codes, {name}: {value:.3g}, target {target:g}, {met}")
     if options.out:
         with open(options.out, "w") as file:
             json.dump(result, file, indent=1)

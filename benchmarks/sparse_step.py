@@ -36,11 +36,11 @@ VARIANTS = {
     "phase 3": {"dynamic": 0},
 }
 TARGETS = {"phase 2": 1.05, "phase 3": 1.05, "refresh": 1.0}
-"""Times the dense step."""
+"""In multiples of the dense step."""
 
 
 def steps(path: Path, name: str) -> tuple[dict, dict]:
-    """For each variant a function that runs so many steps, and the state of its optimizer."""
+    """Build for each variant a function that runs so many steps, and its optimizer's state."""
     write(NETWORKS[name], path)
     model = jaxonnx.load(path)
     x, y = (jnp.asarray(array) for array in batch(NETWORKS[name]))
@@ -63,7 +63,7 @@ def steps(path: Path, name: str) -> tuple[dict, dict]:
 
 
 def measure(runs: dict, rounds: int, count: int, clock) -> dict[str, np.ndarray]:
-    """Seconds of a step in each round; every other round has the order reversed."""
+    """Time a step in seconds, each round; every other round has the order reversed."""
     for run in runs.values():
         run(1)
     times = {variant: [] for variant in runs}
@@ -72,7 +72,7 @@ def measure(runs: dict, rounds: int, count: int, clock) -> dict[str, np.ndarray]
             start = clock()
             runs[variant](count)
             times[variant].append((clock() - start) / count)
-    return {variant: np.array(seen) for variant, seen in times.items()}
+    return {variant: np.array(values) for variant, values in times.items()}
 
 
 def summary(times: dict[str, np.ndarray]) -> dict[str, dict]:
@@ -80,15 +80,15 @@ def summary(times: dict[str, np.ndarray]) -> dict[str, dict]:
     times = times | {"refresh": times["phase 2, new mask"] - times["phase 2"]}
     return {
         variant: {
-            "ms": float(1e3 * np.median(seen)),
-            "ratio": [float(q) for q in np.quantile(seen / dense, (0.25, 0.5, 0.75))],
+            "ms": float(1e3 * np.median(values)),
+            "ratio": [float(q) for q in np.quantile(values / dense, (0.25, 0.5, 0.75))],
         }
-        for variant, seen in times.items()
+        for variant, values in times.items()
     }
 
 
 def memory(states: dict) -> dict[str, float]:
-    """Bytes of the optimizer, in all and what it has beyond Adam's for a sparse weight."""
+    """Count the bytes of the optimizer, in all and beyond Adam's for each sparse weight."""
 
     def size(tree):
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -60,7 +60,7 @@ MARKS = ((0, 1), (1, 2), (3, 4), (5, 6), (6, 7), (7, 8))
 
 
 def measure(network: str, path: Path, cache: Path | None) -> list[tuple[float, float]]:
-    """(wall, CPU) of each part."""
+    """Measure the (wall, CPU) seconds of each part."""
     environment = dict(os.environ)
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
     if cache is not None:

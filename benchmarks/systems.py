@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.networks import Network, batch
 
 Run = Callable[[int], Any]
-"""Runs so many steps and returns when the last has ended."""
+"""A function that runs so many steps and returns when the last has ended."""
 
 LEARNING_RATE = 1e-3
 FOREVER = 10**9
@@ -23,7 +23,7 @@ FOREVER = 10**9
 
 
 def _jax(phase, params, state, x, y, train, infer) -> tuple[Run, int]:
-    """`train(params, state, x) -> (logits, state)`, `infer(params, state, x) -> logits`."""
+    """Return a run of `train(params, state, x) -> (logits, state)` or `infer(...) -> logits`."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -71,15 +71,15 @@ def _jax(phase, params, state, x, y, train, infer) -> tuple[Run, int]:
 
 
 def cost(lowered, compiled=None) -> dict[str, float]:
-    """Operations of a program as it is written, and the bytes that it reads and writes."""
-    found = {"flops": lowered.cost_analysis()["flops"]}
+    """Return the operations of a program as written, and the bytes that it reads and writes."""
+    costs = {"flops": lowered.cost_analysis()["flops"]}
     if compiled is not None:
-        found["bytes"] = compiled.cost_analysis()["bytes accessed"]
-    return found
+        costs["bytes"] = compiled.cost_analysis()["bytes accessed"]
+    return costs
 
 
 def train_step(model, x, y, sparsity=None, precision=None) -> tuple[Callable, Any, Any, Any]:
-    """What `jaxonnx.train` compiles, and its arguments: `update`, state, batch, frozen.
+    """Return what `jaxonnx.train` compiles, and its arguments: `update`, state, batch, frozen.
 
     The epochs of `sparsity` are steps.
     """
@@ -95,7 +95,7 @@ def train_step(model, x, y, sparsity=None, precision=None) -> tuple[Callable, An
 
 
 def jaxonnx(network: Network, phase: str, path: Path, *, precision=None) -> tuple[Run, int]:
-    """The step of `jaxonnx.train`, and calling a model."""
+    """Return a run of the step of `jaxonnx.train`, or of calls of a model."""
     import jax
     import jax.numpy as jnp
 
@@ -220,18 +220,18 @@ def onnxruntime(network: Network, phase: str, path: Path) -> tuple[Run, int]:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = len(os.sched_getaffinity(0))
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    given = {"x": batch(network)[0]}
+    feeds = {"x": batch(network)[0]}
 
     def forward(count):
         for _ in range(count):
-            session.run(None, given)
+            session.run(None, feeds)
 
     weights = onnx.load(path).graph.initializer
     return forward, sum(int(np.prod(w.dims)) for w in weights if w.data_type == 1)
 
 
 def onnxruntime_training(network: Network, phase: str, path: Path) -> tuple[Run, int]:
-    """Runs in an environment of its own, of which `--ort-python` is the interpreter."""
+    """Return a run for an environment of its own, of which `--ort-python` is the interpreter."""
     import onnx
     from onnxruntime.training import api, artifacts  # type: ignore[import-not-found]
 
@@ -243,7 +243,7 @@ def onnxruntime_training(network: Network, phase: str, path: Path) -> tuple[Run,
         if node.op_type == "BatchNormalization"
         for name in node.input[3:]
     }
-    del model.graph.output[1:]  # it takes each output for one that the loss is computed of
+    del model.graph.output[1:]  # it would compute the loss of every output
     floats = [w for w in model.graph.initializer if w.data_type == 1]
     trained = {w.name for w in floats if w.dims} - statistics
     folder = path.with_suffix("")
@@ -288,7 +288,7 @@ SYSTEMS: dict[str, Callable[..., tuple[Run, int]]] = {
 
 
 def applies(system: str, network: Network, phase: str) -> bool:
-    """Whether a system has this phase, and a form of its own for this network."""
+    """Check whether a system has this phase, and a form of its own for this network."""
     if system == "torch-channels-last":
         return len(network.shape) == 4
     only = {"onnxruntime": "forward", "onnxruntime-training": "train"}

@@ -22,11 +22,11 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 HEADS = 4
 TOO_WIDE = 1180
-"""From here on the weights are more than the 2 GB that a message of protobuf can have."""
+"""The width from which the weights exceed the 2 GB that a protobuf message can hold."""
 
 
 class Writer:
-    """Collects the nodes and initializers of a graph."""
+    """A graph that is being written: its nodes and initializers."""
 
     def __init__(self, width: int):
         self.width = width
@@ -51,11 +51,11 @@ class Writer:
         return name
 
     def size(self, x: str, axis: int) -> str:
-        found = self.node("Gather", self.node("Shape", x), self.constant(np.int64(axis)), axis=0)
-        return self.node("Unsqueeze", found, self.constant(np.array([0])))
+        size = self.node("Gather", self.node("Shape", x), self.constant(np.int64(axis)), axis=0)
+        return self.node("Unsqueeze", size, self.constant(np.array([0])))
 
     def reshape(self, x: str, like: str, *sizes: int) -> str:
-        """To the first two dimensions of `like` and then `sizes`."""
+        """Reshape to the first two dimensions of `like` and then `sizes`."""
         parts = [self.size(like, 0), self.size(like, 1)]
         parts += [self.constant(np.array([size])) for size in sizes]
         return self.node("Reshape", x, self.node("Concat", *parts, axis=0))
@@ -105,7 +105,7 @@ class Writer:
 
 
 def transformer(layers: int = 29, width: int = 64, words: int = 100) -> ModelProto:
-    """An encoder over (batch, length) word numbers, opset 17."""
+    """Build an encoder over (batch, length) word numbers, opset 17."""
     writer = Writer(width)
     x = writer.node("Gather", writer.weight("embedding", words, width), "tokens")
     for i in range(layers):
@@ -158,13 +158,13 @@ print(memory("RssAnon") - before[0], memory("VmHWM") - before[1])
 
 
 def memory(kind: str) -> int:
-    """Bytes of this process in memory: "RssAnon" (of no file) now, "VmHWM" (all) at the peak."""
+    """Return the bytes of this process: "RssAnon" (of no file) now, "VmHWM" (all) at the peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(kind))
 
 
 def measure_memory(external: bool, width: int = 384) -> tuple[float, float]:
-    """Resident memory after loading and at its peak, in multiples of the weights."""
+    """Measure resident memory after loading and at its peak, in multiples of the weights."""
     import onnx
 
     proto = transformer(width=width)

@@ -17,7 +17,7 @@ from benchmarks.systems import SYSTEMS
 
 
 def resident(field: str) -> int:
-    """Bytes: VmRSS is the present, VmHWM the peak since the last reset."""
+    """Return bytes: VmRSS is the present, VmHWM the peak since the last reset."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024

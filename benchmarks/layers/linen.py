@@ -1,4 +1,4 @@
-"""As Flax modules, images in NHWC: what one writes in Flax by hand."""
+"""The layers as Flax modules, images in NHWC: what one writes in Flax by hand."""
 
 from flax import linen
 

@@ -1,4 +1,4 @@
-"""As plain JAX in the layout of the ONNX file (NCHW), without any of jaxonnx's lowerings."""
+"""The layers as plain JAX in the layout of the ONNX file (NCHW), without jaxonnx's lowerings."""
 
 import jax
 import jax.numpy as jnp

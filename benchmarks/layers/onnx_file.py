@@ -1,4 +1,4 @@
-"""As ONNX nodes (opset 17, the operators that exporters write), with random weights."""
+"""The layers as ONNX nodes (opset 17, the operators that exporters write), with random weights."""
 
 from dataclasses import dataclass
 
@@ -176,7 +176,7 @@ class Onnx:
 
 
 def write(network: Network, path, training: bool = False) -> None:
-    """The network as an ONNX file with a symbolic batch dimension."""
+    """Write the network as an ONNX file with a symbolic batch dimension."""
     layers = Onnx(training)
     kind = TensorProto.INT32 if network.tokens else TensorProto.FLOAT
     output = network.build(layers, Tensor(layers, "x", network.shape))

@@ -1,4 +1,4 @@
-"""As PyTorch modules."""
+"""The layers as PyTorch modules."""
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ class LSTM(nn.LSTM):
 
 
 class Builder(nn.Module):
-    """Makes the modules at the first call, which sees every shape."""
+    """A module that makes its layers at the first call, which sees every shape."""
 
     def __init__(self, network: Network):
         super().__init__()
@@ -109,7 +109,7 @@ class Tracer(torch.fx.Tracer):
 
 
 def build(network: Network, x: torch.Tensor) -> nn.Module:
-    """A module without the builder around it, so that its calls cost what modules cost."""
+    """Build a module without the builder around it, so that its calls cost what modules cost."""
     builder = Builder(network)
     builder(x)
     return torch.fx.GraphModule(builder, Tracer().trace(builder))
