@@ -1,10 +1,10 @@
 """Trilinear forms whose three contractions are chosen by hand, per platform.
 
-A convolution, say, is a form T(x, w, y), and its forward pass and its two gradients are the three
-ways to leave one of the arguments out. Automatic differentiation knows only how to transpose a
-formulation, and the transpose of a fast formulation is often a slow one: XLA:CPU turns the
-transpose of a shifted read into a scatter-like pad. Here every contraction is written on its own;
-they are each other's derivatives, so that forward mode, reverse mode and every higher order work.
+A convolution, say, is a form T(x, w, y): its forward pass and its two gradients are the three ways
+to leave one of the arguments out. Automatic differentiation can only transpose a formulation, and
+the transpose of a fast formulation is often a slow one: XLA:CPU turns the transpose of a shifted
+read into a scatter-like pad. Here every contraction is written on its own; they are each other's
+derivatives, so that forward mode, reverse mode and every higher order work.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,12 +27,12 @@ class Form(Protocol):
         ...
 
     def plain(self, out: int, u: Any, v: Any) -> Any:
-        """Contract T with all arguments but number `out`; `u` and `v` are these in their order."""
+        """Contract T with all arguments but number `out`, which are `u` and `v` in this order."""
         ...
 
 
 class Rule(NamedTuple):
-    """What a contraction is on one platform: functions like `Form.plain` of a form."""
+    """The contractions of a form on one platform: functions like `Form.plain`."""
 
     contract: Callable[[Any, int, Any, Any], Any]
     mapped: Callable[[Any, int, Any, Any], Any]
@@ -40,11 +40,11 @@ class Rule(NamedTuple):
 
 
 RULES: dict[type, Mapping[str, Rule]] = {}
-"""For each type of form {platform: rule}; where there is none, forms are plain."""
+"""For each type of form {platform: rule}; without a rule a form is plain."""
 
 
 def on_platforms(form: type, rules: Mapping[str, Rule]) -> None:
-    """Set what a type of form is lowered to, by platform ("cpu", "cuda", "rocm", "tpu")."""
+    """Register the rules of a type of form by platform ("cpu", "cuda", "rocm", "tpu")."""
     RULES[form] = rules
     for platform in rules:
         lower = partial(_lower, platform)
@@ -54,7 +54,7 @@ def on_platforms(form: type, rules: Mapping[str, Rule]) -> None:
 
 
 def on_platform(platform: str, form: Any, mapped: bool = False) -> Callable[[int, Any, Any], Any]:
-    """Return the contraction of a form as one platform has it."""
+    """Return the contraction of a form on one platform."""
     if isinstance(form, Batched):
         inner = on_platform(platform, form.form, mapped=form.slots != form.form.batch)
         return partial(form.over, inner)
@@ -65,12 +65,12 @@ def on_platform(platform: str, form: Any, mapped: bool = False) -> Callable[[int
 
 
 def contract(form: Form, out: int, u, v):
-    """The contraction of `form` with all its arguments but number `out`."""
+    """Contract `form` with all its arguments but number `out`."""
     return contract_p.bind(jnp.asarray(u), jnp.asarray(v), form=form, out=out)
 
 
 contract_p = Primitive("contract")
-# what the primitive means in terms of JAX's own, for whoever reads a jaxpr (sparse.verify)
+# the primitive in terms of JAX's own, for readers of a jaxpr (sparse.verify)
 contract_p.plain = lambda u, v, *, form, out: form.plain(out, u, v)  # type: ignore[attr-defined]
 
 
@@ -92,7 +92,7 @@ def _abstract(u, v, *, form, out):
 
 
 def _transpose(slot, cotangent, u, v, *, form, out):
-    """The cotangent takes the place of the argument that was left out."""
+    """Contract with the cotangent in the place of the argument that was left out."""
     u_slot, v_slot = (i for i in range(3) if i != out)
     missing, other = ((u_slot, (v_slot, v)), (v_slot, (u_slot, u)))[slot]
     (_, first), (_, second) = sorted([other, (out, cotangent)], key=lambda pair: pair[0])
@@ -114,7 +114,7 @@ class Batched:
         return self.slots if self.slots == self.form.batch else ()
 
     def over(self, function: Callable, out: int, u, v):
-        """Contract with `function`, which contracts the form without that axis."""
+        """Contract with `function`, which contracts the form without the leading axis."""
         if self.slots == self.form.batch:
             return self._merged(function, out, u, v)
         axes = tuple(0 if i in self.slots else None for i in range(3) if i != out)
@@ -122,7 +122,7 @@ class Batched:
         return result if out in self.slots else result.sum(0)
 
     def _merged(self, function: Callable, out: int, u, v):
-        """One larger batch instead of a batch of batches."""
+        """Contract one larger batch instead of a batch of batches."""
         others = [i for i in range(3) if i != out]
         lead = next(a.shape[:2] for i, a in zip(others, (u, v), strict=True) if i in self.slots)
         u, v = (

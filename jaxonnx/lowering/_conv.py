@@ -1,7 +1,7 @@
 """Convolution, forward and both gradients.
 
-It is `lax.conv_general_dilated` and what JAX derives from it, except on platforms with a rule of
-their own. That of CPU chooses from the shapes; `benchmarks/lowerings.py` measures each case again.
+It is `lax.conv_general_dilated` and its derivatives, except on platforms with a rule of their own.
+The rule of CPU chooses by the shapes; `benchmarks/lowerings.py` measures each case again.
 """
 
 import math
@@ -19,27 +19,28 @@ from jaxonnx.lowering._order import KernelFirst
 from jaxonnx.lowering._taps import Taps
 
 MERGED_CHANNELS = 32
-"""Groups with fewer input channels are joined, as blocks of a larger weight, up to this many."""
+"""Groups with fewer input channels are joined up to this many, as blocks of a larger weight."""
 
 FEW_INPUTS = 32
-"""Forward, a window of at most this many elements in some channels is gathered (im2col)."""
+"""In the forward pass, windows of at most this many elements, over more than one channel, are
+gathered (im2col)."""
 
 SLOW_WORK = 2**18
-"""Multiplications from which XLA:CPU's slow path is avoided; below, what a small product costs to
-start outweighs it."""
+"""Multiplications from which XLA:CPU's slow path is avoided; below, starting a product costs more
+than it saves."""
 
 FEW_WINDOWS = 16
-"""Gradients of images with at most this many windows are gathered, which uses all cores, if the
+"""Gradients over at most this many windows an image are gathered, which uses all cores, if the
 weight is turned."""
 
 LARGE_WEIGHT = 2**18
-"""Elements from which bringing the axes of a weight in another order costs more than it saves."""
+"""Elements of a weight from which transposing it costs more than it saves."""
 
 MANY_CHANNELS = 20
 """Half the harmonic mean of input and output channels from which Winograd's transforms pay."""
 
 MANY_TILES = 32
-"""Tiles of 2x2 in a batch from which its transform of the weight pays."""
+"""Tiles of 2x2 in a batch from which transforming the weight pays."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,16 @@ class Conv:
         return Taps(self.size, self.kernel, self.strides, self.dilations, self.pads, self.out, 1)
 
     def _weight(self, outputs: int, inputs: int) -> tuple[int, ...]:
-        """The shape of w."""
+        """Return the shape of w."""
         inputs //= self.groups
         return (*self.kernel, inputs, outputs) if self.turned else (outputs, inputs, *self.kernel)
 
     def _channels(self, w) -> tuple[int, int]:
-        """(outputs, inputs of a group) of a weight."""
+        """Return (outputs, inputs of a group) of a weight."""
         return w.shape[:-3:-1] if self.turned else w.shape[:2]
 
     def _rows(self, w):
-        """w as a matrix (taps and input channels, output channels), the taps first."""
+        """Return w as a matrix (taps and input channels, output channels), the taps first."""
         if not self.turned:
             w = w.transpose(*range(2, w.ndim), 1, 0)
         return w.reshape(-1, w.shape[-1])
@@ -96,7 +97,7 @@ class Conv:
         return self._derived(self.dense, out, u, v)
 
     def _derived(self, forward, out, u, v):
-        """A contraction of the form whose forward pass is given."""
+        """Contract with `forward`, or its transpose as JAX derives it."""
         if out == 2:
             return forward(u, v)
         if out == 0:
@@ -110,14 +111,17 @@ class Conv:
         return self._in_float32(self._fast, out, u, v)
 
     def mapped(self, out, u, v):
-        """A map over weights makes groups of a convolution, which XLA:CPU is slow at, but one
-        product of a batch of matrices."""
+        """Contract in a form to map over weights.
+
+        That makes one product of a batch of matrices; of a plain convolution it would make groups,
+        at which XLA:CPU is slow.
+        """
         if self.groups > 1:
             return self.fast(out, u, v)
         return self._in_float32(partial(self._derived, self._gathered), out, u, v)
 
     def _in_float32(self, function, out, u, v):
-        """XLA:CPU accumulates half precision in half precision."""
+        """Contract in float32 at least: XLA:CPU accumulates half precision in half precision."""
         if not u.size or not v.size:
             return self.plain(out, u, v)
         wide = jnp.promote_types(u.dtype, jnp.float32)
@@ -146,18 +150,21 @@ class Conv:
         return self.plain(out, u, v)
 
     def _slow(self, out):
-        """XLA:CPU leaves its fast path where the image that it reads is smaller than the kernel;
-        with large weights it is 40 times slower then. The filter gradient is not concerned."""
+        """Check whether XLA:CPU would leave its fast path.
+
+        It does if the image that it reads is smaller than the kernel, and is 40 times slower then
+        with large weights. The filter gradient is not affected.
+        """
         read = (self.out, self.kernel, self.size)[out]
         return any(n < k for n, k in zip(read, self.kernel, strict=True))
 
     def _pointwise(self, x, w):
-        """A kernel of one element: one matrix product."""
+        """Convolve with a kernel of one element: one matrix product."""
         (tap,) = self._taps.read(x)
         return tap @ (self._rows(w) if self.turned else w.reshape(w.shape[:2]).T)
 
     def _gathered(self, x, w):
-        """The windows side by side (im2col), then one product."""
+        """Lay the windows side by side (im2col), then multiply once."""
         taps = self._taps.read(x)
         if self.turned or w.size < LARGE_WEIGHT:
             return jnp.concatenate(taps, -1) @ self._rows(w)
@@ -165,7 +172,7 @@ class Conv:
         return columns.reshape(*columns.shape[:-2], -1) @ w.reshape(w.shape[0], -1).T
 
     def _few_multiplications(self, out, batch, inputs, outputs) -> bool:
-        """Whether Winograd's form can be used and pays."""
+        """Check whether Winograd's form applies and pays."""
         if (self.kernel, self.strides, self.dilations) != ((3, 3), (1, 1), (1, 1)):
             return False
         tiles = batch * math.prod(-(-n // 2) for n in (self.size if out == 0 else self.out))
@@ -185,7 +192,10 @@ class Conv:
         return winograd.images(v, w, pads, self.size, flipped=True)
 
     def _merged(self, x, w):
-        """Grouped filter gradients are loops in XLA:CPU; dense ones, even half empty, are not."""
+        """Convolve with groups joined.
+
+        XLA:CPU makes loops of grouped filter gradients, but not of dense ones, even half empty.
+        """
         if self.turned:
             w = w.transpose(w.ndim - 1, w.ndim - 2, *range(w.ndim - 2))
         groups, per_group = self.groups, w.shape[1]
@@ -207,7 +217,7 @@ class Conv:
         return jnp.concatenate(pieces, -1)
 
     def _depthwise(self, out, u, v):
-        """One output channel per channel: multiply and add shifted images."""
+        """Multiply and add shifted images, for one output channel per channel."""
         taps = self._taps
         if out == 1:
             axes = tuple(range(v.ndim - 2))
@@ -225,7 +235,7 @@ on_platforms(Conv, {"cpu": Rule(Conv.fast, Conv.mapped)})
 
 
 def _reaches(size, bound: int) -> bool:
-    """Whether a size is known to be so large; the symbolic ones of `jax.export` are not."""
+    """Check whether a size is known to reach a bound; symbolic sizes of `jax.export` are not."""
     return isinstance(size, int) and size >= bound
 
 
@@ -243,7 +253,7 @@ def convolution(x, w, window, groups: int, channels: int = 1):
 
 
 def transposed_convolution(x, w, *, size, strides, dilations, pads, groups: int, channels: int = 1):
-    """The transpose of `convolution` as a map of images; x (N, M, *out) -> (N, C, *size)."""
+    """Apply the transpose of `convolution` as a map of images, x (N, M, *out) -> (N, C, *size)."""
     x = jnp.moveaxis(x, channels, -1)
     form = Conv(size, w.shape[2:], strides, dilations, pads, x.shape[1:-1], groups)
     return jnp.moveaxis(contract(form, 0, w, x), -1, channels)

@@ -1,6 +1,6 @@
 """Proof that an optimizer treats large arrays element by element, whatever the order of their axes.
 
-Its update is traced for either order, and the two programs are compared.
+Its programs for the two orders are traced and compared.
 """
 
 from typing import Any
@@ -19,17 +19,19 @@ _POINTWISE = {
     *("logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "round", "rsqrt"),
     *("select_n", "sign", "sqrt", "square", "stop_gradient", "sub", "tanh"),
 }
+"""Operations whose element of the result depends only on the same element of each operand."""
 _TOTALS = {"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"}
+"""Operations that may make one number of a large array: its order changes the rounding only."""
 
 
 def indifferent(optimizer: optax.GradientTransformationExtraArgs, params: Any, stored: Any) -> bool:
-    """Return whether the optimizer does the same, element by element, to weights in either order.
+    """Check whether the optimizer does the same, element by element, to weights in either order.
 
-    Its programs for the one order and for the other must be made of the same operations on the same
-    values, and no operation on large arrays (of more than two axes) may see where an element is.
+    Its programs for the two orders must be made of the same operations on the same values, and no
+    operation on large arrays (of more than two axes) may depend on where an element is.
     """
 
-    def told(params):
+    def description(params):
         def run(params, gradients, value):
             state = optimizer.init(params)
             return optimizer.update(gradients, state, params, value=value, grad=gradients)
@@ -38,9 +40,10 @@ def indifferent(optimizer: optax.GradientTransformationExtraArgs, params: Any, s
         return _described(jax.make_jaxpr(run)(like, like, np.float32(0)))
 
     try:
-        return told(params) == told(stored)
+        return description(params) == description(stored)
     except (AssertionError, IndexError, TypeError, ValueError, _Tells):
-        return False  # it has something of the shape that it was made for
+        # besides ours: what an optimizer made for certain shapes raises for others
+        return False
 
 
 class _Tells(Exception):
@@ -48,10 +51,10 @@ class _Tells(Exception):
 
 
 def _described(program: Program) -> tuple[list, list]:
-    """Return the operations of a program and its results, whatever order its axes have.
+    """Return the operations and results of a program, without what depends on orders of axes.
 
-    A value is (number of the operation, which of its results), so that equal descriptions have
-    equal flows of data.
+    A value is (number of its operation, number among the results), so that programs of equal
+    descriptions pass the same values to the same operations.
     """
     steps: list[tuple] = []
 
@@ -66,7 +69,7 @@ def _described(program: Program) -> tuple[list, list]:
 
 def _constant(value: Any, aval: Any) -> tuple:
     if _large(aval):
-        raise _Tells
+        raise _Tells  # its elements may differ from place to place
     is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
     return str(aval), str(value) if is_key else np.asarray(value).tobytes()
 
@@ -75,10 +78,13 @@ def _parameters(equation: JaxprEqn) -> Any:
     """Return what an operation does besides its name."""
     name, inner = equation.primitive.name, programs(equation.params)
     large = any(_large(v.aval) for v in (*equation.invars, *equation.outvars))
+    # branches are compared, but a loop over large arrays, which may slice them, is refused below
     if inner and not (large and name != "cond"):
         return [*map(_described, inner)]
     if not large:
         return str(equation.params)
+    # on large arrays only what cannot tell one axis from another: operations on equal shapes (and
+    # scalars), totals, and scalars spread over an array
     results = {_shape(v) for v in equation.outvars}
     shapes = {_shape(v) for v in equation.invars} - {()}
     pointwise = name in _POINTWISE and shapes <= results

@@ -1,9 +1,9 @@
-"""The order in which weights of convolutions (M, C, *kernel) are kept while a program runs.
+"""The order in which convolution weights (M, C, *kernel) are kept while a program runs.
 
 Loops along a short last axis are slow on CPU, and on TPU it fills few of 128 lanes. With the kernel
 first, (*kernel, C, M), an update of Adam takes a fifth of the time on CPU, and a step of ResNet-18
 on a TPU reads and writes 1783 MB instead of 1957, with 6 copies instead of 108. Files, checkpoints
-and whatever a user sees have ONNX's order.
+and all that a user sees have ONNX's order.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,7 +14,7 @@ import jax
 from jax.core import Tracer
 
 SHORT = 16
-"""A last axis below it is short."""
+"""A last axis below this is short."""
 
 Axes = tuple[int, ...]
 
@@ -45,7 +45,7 @@ class KernelFirst:
 
 
 def kernel_first(shape: Sequence[int]) -> Axes | None:
-    """Return the axes of a weight in the order of a KernelFirst, if it has a short last axis."""
+    """Return the axes that make a weight kernel first, if its last axis is short."""
     rank = len(shape)
     if rank < 3 or shape[-1] >= SHORT or shape[-1] >= max(shape[:2]):
         return None
@@ -56,14 +56,14 @@ ORDERS: dict[str, Callable[[Sequence[int]], Axes | None]] = {
     "cpu": kernel_first,
     "tpu": kernel_first,
 }
-"""The axes of a weight in the order to keep it in, by platform; where there is none, as it is."""
+"""The rule for the axes to keep a weight in, by platform; without one it is kept as it is."""
 
 
 def order(x: Any, platform: str | None = None) -> Axes | None:
-    """Return the axes of a weight in the order to keep it in, None to keep it as it is.
+    """Return the order of the axes to keep a weight in; None to keep it as it is.
 
     Args:
-      x: an array, or a `jax.ShapeDtypeStruct`, whose sharding says where it will be.
+      x: an array, or a `jax.ShapeDtypeStruct` with the sharding it will have.
       platform: where it will be used; by default where it is.
     """
     rule = ORDERS.get(platform or _platform(x))
@@ -71,7 +71,7 @@ def order(x: Any, platform: str | None = None) -> Axes | None:
 
 
 def _platform(x: Any) -> str:
-    """Return the platform that an array is on; nothing of a traced one, which a caller chose."""
+    """Return the platform that an array is on; "" for a traced one, whose caller chose."""
     if isinstance(x, Tracer):
         return ""
     sharding = getattr(x, "sharding", None)
@@ -79,7 +79,7 @@ def _platform(x: Any) -> str:
 
 
 def store(tensors: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return the tensors, those of `names` in the order of the platform that they are on."""
+    """Return the tensors, those of `names` in the order of their platform."""
     kept = {name: x for name, x in tensors.items() if name in names and order(x)}
     return {**tensors, **_kernels_first(kept)} if kept else {**tensors}
 
@@ -91,7 +91,7 @@ def kernels_first(params: Mapping[str, jax.Array]) -> dict[str, Any]:
     takes five times as long on (M, C, 3, 3)), or on TPU. `jaxonnx.train` does it by itself.
 
     Returns:
-      a pytree for `Model.apply`, `Model.apply_train`, `jax.grad`, optax and `Model.replace`. An
+      A pytree for `Model.apply`, `Model.apply_train`, `jax.grad`, optax and `Model.replace`. An
       optimizer sees the arrays as they are kept.
 
     >>> import jaxonnx, jax.numpy as jnp
@@ -110,13 +110,13 @@ _kernels_first = jax.jit(kernels_first)
 
 
 def in_file(value: Any) -> Any:
-    """Return a value in ONNX's order, if it is a weight that is kept in another."""
+    """Return a value in ONNX's order: a `KernelFirst` turned back, any other as it is."""
     return value.first() if isinstance(value, KernelFirst) else value
 
 
 @dataclass(frozen=True)
 class Turn:
-    """The way of an array of one shape to another order of its axes."""
+    """A transposition of arrays of one shape."""
 
     shape: tuple[int, ...]
     axes: Axes
@@ -131,20 +131,20 @@ class Turn:
 
 
 def turned(tree: Any, turns: Mapping[str, Turn], special: Mapping[type, Callable] | None = None):
-    """Return a tree in which each array under the key of a turn, if it has its shape, is turned.
+    """Transpose each array in a tree that has the key and the shape of a turn.
 
-    What an optimizer has for a parameter has its name and its shape. `special` has functions for
-    nodes of some types, which are not looked into; the root is none of them.
+    What an optimizer keeps for a parameter has its name and its shape. `special` has functions that
+    replace nodes of some types as a whole; the root is not one of them.
     """
     types = tuple(special or ())
 
-    def turn(path, x):
+    def replaced(path, x):
         if special and isinstance(x, types):
             return special[type(x)](x)
-        found = turns.get(getattr(path[-1], "key", "")) if path else None
-        return found(x) if found is not None and x.shape == found.shape else x
+        turn = turns.get(getattr(path[-1], "key", "")) if path else None
+        return turn(x) if turn is not None and x.shape == turn.shape else x
 
     def is_leaf(x):
         return isinstance(x, types) and x is not tree
 
-    return jax.tree_util.tree_map_with_path(turn, tree, is_leaf=is_leaf) if turns else tree
+    return jax.tree_util.tree_map_with_path(replaced, tree, is_leaf=is_leaf) if turns else tree

@@ -1,7 +1,7 @@
 """Pooling: maximum and sum over windows, and the first maximum over an axis.
 
-Max pooling is a maximum of shifted slices and its gradient is gathered from the windows that an
-element won, on CPU 3 to 30 times faster than the derivative of reduce_window; small sums likewise.
+Max pooling is a maximum of shifted slices, and its gradient is gathered from the windows that an
+element won: on CPU 3 to 30 times faster than the derivative of reduce_window; small sums likewise.
 The maximum of a large window is taken one axis after the other, which keeps the program small.
 """
 
@@ -51,7 +51,7 @@ def _plain_maximum(x, taps: Taps):
 
 
 def _winner(x, y, taps: Taps):
-    """The number of the element that is each window's first maximum `y` (or first NaN)."""
+    """Return the number of the element that is each window's first maximum `y` (or NaN)."""
     index = jnp.zeros(y.shape, np.int8 if taps.count < 128 else np.int32)
     # padding is not in the window, even where it equals the maximum
     outer = (1,) * (x.ndim - taps.lead - len(taps.size))
@@ -65,19 +65,19 @@ def _winner(x, y, taps: Taps):
 
 @_maximum.defjvp
 def _(taps, primals, tangents):
-    # The same maximum as without a derivative, so that XLA merges both where a graph has both.
+    # the same maximum as without a derivative, so that XLA merges the two if a graph has both
     (x,), (dx,) = primals, tangents
     y = _plain_maximum(x, taps)
     return y, contract(Choice(taps), 2, _winner(x, y, taps), dx)
 
 
 def _taps(x, window, channels: int) -> Taps:
-    """The windows over images whose channels are axis 1 or -1."""
+    """Return the windows over images whose channels are axis 1 or -1."""
     return Taps(x.shape[2:] if channels == 1 else x.shape[1:-1], *window, lead=1 + (channels == 1))
 
 
 def max_pool(x, window, channels: int = 1):
-    """Maximum of each window of x (N, C, *size); its gradient goes to the first maximum."""
+    """Return the maximum of each window of x (N, C, *size); its gradient goes to the first one."""
     taps = _taps(x, window, channels)
     if taps.count <= UNROLLED:
         return _maximum(x, taps)
@@ -87,7 +87,7 @@ def max_pool(x, window, channels: int = 1):
 
 
 def _along(taps: Taps, axis: int) -> Taps:
-    """The windows over one axis, the axes after it being pooled already."""
+    """Return the windows over one axis, after the axes behind it were pooled."""
 
     def only(values, other):
         return tuple(v if i == axis else other for i, v in enumerate(values))
@@ -106,7 +106,7 @@ def _along(taps: Taps, axis: int) -> Taps:
 
 
 def first_winner(x, window):
-    """The number, row-major in the window, of each window's first maximum (or NaN)."""
+    """Return the number, row-major in the window, of each window's first maximum (or NaN)."""
     taps = _taps(x, window, 1)
     return _winner(x, _plain_maximum(x, taps), taps)
 
@@ -165,13 +165,13 @@ def _itself(_, y):
 
 
 def window_sum(x, window, channels: int = 1):
-    """Sum of each window of x (N, C, *size), zeros in the padding."""
+    """Return the sum of each window of x (N, C, *size), with zeros in the padding."""
     return contract(Sum(_taps(x, window, channels)), 2, np.ones((), x.dtype), x)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def first_max(x, axis: int):
-    """Maximum over an axis; the gradient goes to the first maximum, as in PyTorch."""
+    """Return the maximum over an axis; its gradient goes to the first one, as in PyTorch."""
     return x.max(axis)
 
 

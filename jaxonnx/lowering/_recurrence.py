@@ -1,9 +1,9 @@
 """A recurrence over the steps of a sequence, whose gradient multiplies once for all steps.
 
 Reverse mode of a `lax.scan` adds to the gradient of a weight in every step: a small product, and
-the whole of the gradient read and written. Here the weights' share of a derivative is taken of all
-steps at once, outside of the loop, which leaves it what really depends on the step before. JAX
-derives the rest, and this rule as well: forward mode and all orders work.
+the whole of the gradient read and written. Here the weights' share of a derivative is computed for
+all steps at once, outside of the loop, to which only the part remains that really depends on the
+step before. JAX derives the rest, and this rule as well: forward mode and all orders work.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,10 @@ Step = Callable[..., tuple]
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def elementwise(function: Callable, *values):
-    """`function(*values)` of arrays of one shape, whose derivative keeps one array for each.
+    """Apply a function to arrays of one shape; its derivative keeps one array for each of them.
 
-    What a gradient needs of every step is written to memory and read again: here it is the partial
-    derivatives, not all factors of them.
+    A gradient writes to memory what it needs of every step, and reads it again: here that is the
+    partial derivatives, not all their factors.
     """
     return function(*values)
 
@@ -39,19 +39,19 @@ def _(function, values, tangents):
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def recur(step: Step, reverse: bool, x, w, r, bias, extra, valid, states) -> tuple[Any, Any]:
-    """The first state after every step, and all states after the last.
+    """Return the first state after every step, and all states after the last.
 
     A step is `states = step(x @ w.T + bias + states[0] @ r.T, extra, *states)`.
 
     Args:
       step: a function that closes over no array.
-      reverse: begin with the last element of the sequence.
+      reverse: whether to begin with the last element of the sequence.
       x: (steps, batch, features).
       w: (gates, features).
       r: (gates, hidden), or None for a step that multiplies the state itself.
       bias: (gates,) or None.
       extra: a pytree of further arrays for every step, or None.
-      valid: bool (steps, batch, 1), where it is false the states stay; or None.
+      valid: bool (steps, batch, 1), the states stay where it is false; or None.
       states: before the first step, a tuple of (batch, hidden).
     """
     return _scan(step, reverse, None, x, w, r, bias, extra, valid, states)
@@ -81,10 +81,10 @@ def _(step, reverse, primals, tangents):
 
 
 def _scan(step: Step, reverse: bool, added, x, w, r, bias, extra, valid, states):
-    """As `recur`; `added` (steps, batch, gates) has tangents of the gates, its value is ignored.
+    """Run `recur`; `added` (steps, batch, gates) only lends the gates its tangents, if not None.
 
-    Accelerators multiply the input of all steps at once; a CPU, which would have to fetch the
-    product from memory again, does so step by step.
+    Accelerators multiply the input of all steps at once; a CPU does it step by step, since it would
+    have to fetch the product from memory again.
     """
     w_t, r_t = (None if a is None else transposed(a) for a in (w, r))
 
@@ -112,10 +112,10 @@ def _scan(step: Step, reverse: bool, added, x, w, r, bias, extra, valid, states)
 
 
 def transposed(w):
-    """`w.T`, in two parts at least.
+    """Return `w.T`, made of several parts if its rows can be split.
 
-    XLA takes a plain transposition into the product that makes what is transposed, here a gradient
-    (gates, features). On CPU that one takes up to twice as long as the product (features, gates).
+    XLA merges a plain transposition into the product whose result it transposes, here a gradient
+    (gates, features). On CPU that product takes up to twice as long as the one (features, gates).
     """
     rows, columns = w.shape
     parts = next(n for n in (4, 3, 2, 1) if rows % n == 0)
@@ -127,7 +127,7 @@ def _affine(x, w_t, bias=None):
 
 
 def _at_once(x, w_t, bias=None):
-    """Of all steps, as one matrix product."""
+    """Project all steps, in one matrix product."""
     steps, batch, features = x.shape
     gates = _affine(x.reshape(steps * batch, features), w_t, bias)
     return gates.reshape(steps, batch, w_t.shape[1])
@@ -135,7 +135,7 @@ def _at_once(x, w_t, bias=None):
 
 @jax.custom_jvp
 def _product(h, r, r_t):
-    """`h @ r.T`; each of the products that its gradient is made of finds the weight in order."""
+    """Return `h @ r.T`; every product in its gradient reads the weight in the order it needs."""
     return h @ r_t
 
 

@@ -1,9 +1,9 @@
-"""Functions whose gradient computes them again instead of keeping what they compute.
+"""Functions whose gradient computes them again instead of keeping their intermediate values.
 
-It is what `jax.checkpoint` does, except that it works on CPU. Memory is saved only if the compiler
-neither finds that it has computed something before nor computes it again too early. An
-optimization barrier tells it so, but XLA:CPU drops these. There the second computation starts
-behind a loop that ends after one round, which only a run can tell, and that waits for the gradient.
+This is `jax.checkpoint`, except that it works on CPU. Memory is saved only if the compiler neither
+merges the second computation with the first nor starts it too early. An optimization barrier
+prevents both, but XLA:CPU drops barriers. There the second computation starts behind a loop that
+waits for the gradient, and ends after one round, which the compiler cannot know.
 """
 
 from collections.abc import Callable
@@ -17,10 +17,10 @@ from jax import lax
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def remat(function: Callable[[Any, Any], Any], weights: Any, values: Any) -> Any:
-    """`function(weights, values)`, computed again for its gradient, which has no forward mode.
+    """Call `function(weights, values)`, and again for its gradient, which has no forward mode.
 
-    The trees `weights` and `values` are kept; a compiler may take for the same what is computed
-    from `weights` alone.
+    The trees `weights` and `values` are kept; a compiler may still merge the computations from
+    `weights` alone.
     """
     return function(weights, values)
 
@@ -56,4 +56,4 @@ def _loop(values, signal):
 
 
 _AFTER = {"cpu": _loop}
-"""By platform, what makes values wait for a signal; elsewhere it is a barrier."""
+"""How values are made to wait for a signal, by platform; elsewhere by a barrier."""

@@ -17,7 +17,7 @@ from jax import lax
 
 @dataclass(frozen=True)
 class Taps:
-    """Where windows lie (`jaxonnx.ops.windows.Window`); the spatial axes start at axis `lead`."""
+    """Geometry of windows (`jaxonnx.ops.windows.Window`); spatial axes start at axis `lead`."""
 
     size: tuple[int, ...]
     kernel: tuple[int, ...]
@@ -33,7 +33,7 @@ class Taps:
 
     @property
     def offsets(self) -> list[tuple[int, ...]]:
-        """Where in its window each tap lies, row-major."""
+        """Offset of each tap in its window, row-major."""
         steps = (range(0, k * d, d) for k, d in zip(self.kernel, self.dilations, strict=True))
         return list(itertools.product(*steps))
 
@@ -54,17 +54,18 @@ class Taps:
         )
 
     def read(self, x, fill: Any = 0) -> list:
-        """For each tap the elements of x at it, one per window; `fill` in the padding."""
+        """Return for each tap its elements of x, one per window; `fill` in the padding."""
         padded = self._pad(x, fill, self.pads)
         return [self._slice(padded, o, self.out, self.strides) for o in self.offsets]
 
     def add(self, arrays, fills, term: Callable):
-        """The transpose of `read`: for each element of x the sum, over the taps and windows that
-        read it, of term(tap, *arrays at that window).
+        """Apply the transpose of `read`.
 
-        `arrays` have one entry per window; beyond them lie windows of `fills`. An element of x at
-        stride phase p is only read by the taps at offsets congruent to p, so each phase is a sum
-        of shifted contiguous slices, and the phases are interleaved in the end.
+        For each element of x that is the sum, over the taps and windows that read it, of
+        term(tap, *arrays at that window). `arrays` have one entry per window; beyond them lie
+        windows of `fills`. An element of x at stride phase p is only read by the taps at offsets
+        congruent to p, so each phase is a sum of shifted contiguous slices, and the phases are
+        interleaved in the end.
         """
         rank = len(self.size)
         spatial = range(rank)
@@ -104,7 +105,7 @@ class Taps:
         )
 
     def _interleave(self, phases, shape):
-        """Phases (row-major) side by side along every spatial axis, the last axis first."""
+        """Interleave the phases (row-major) along every spatial axis, the last axis first."""
         for axis in reversed(range(len(self.size))):
             at, step = self.lead + axis, self.strides[axis]
             if step == 1:

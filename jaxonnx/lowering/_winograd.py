@@ -5,8 +5,8 @@ it reads and the kernel are transformed along both axes, multiplied place by pla
 channels is one matrix product for each of the 16 places), and transformed back; the transforms only
 add and halve. Both gradients have the same structure. See https://arxiv.org/abs/1509.09308.
 
-The transforms read with constant index tables, which makes one loop of XLA each: as sums of slices,
-a loop for each of the 16 places, they take six times as long to compile.
+The transforms read with constant index tables, and XLA makes one loop of each: as sums of slices,
+with a loop for each of the 16 places, they take six times as long to compile.
 """
 
 from collections.abc import Sequence
@@ -18,30 +18,32 @@ from jax import lax
 Pairs = Sequence[tuple[int, int]]
 
 IMAGE = ((0, 2, -1), (1, 2, 1), (2, 1, -1), (3, 1, -1))
-"""For each place: element a of a tile of the image, element b, and f, for a + f * b."""
+"""The transform of an image tile along one axis: (a, b, f) for place = x[a] + f * x[b]."""
 RESULT = ((0, 1, 0), (0, 1, 1), (0, 1, -1), (1, 0, 0))
-"""The same for a tile of results; its transpose makes results of the products."""
+"""The same for a tile of results; the transpose (`_results`) turns products into results."""
 KERNEL = np.kron(*2 * [np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]])])
 """The 16 places of a kernel from its 9 taps."""
 
 
 def _after(x, table):
-    """The table, which x tells from its equal: for whatever uses it, x must be there.
+    """Return the table, in a form that nothing can use before x is computed.
 
-    XLA:CPU starts all work as early as it can, and would keep what has four times the size of an
-    image or the double of a kernel until it is needed.
+    It is one of two equal tables, and x says which. XLA:CPU starts all work as early as it can, and
+    would keep transforms, four times the size of an image and twice that of a kernel, until they
+    are needed.
     """
     return jnp.stack([table, table])[(x[0, 0, 0, 0] > 0).astype(int)]
 
 
 def _tiles(x, pads: Pairs, counts: Sequence[int], rule, after=None):
-    """x (N, H, W, C), whose tiles lie two apart, by the places of the rule: (16, N * tiles, C)."""
+    """Transform the tiles, two apart, of x (N, H, W, C) by the rule: (16, N * tiles, C)."""
     side = 1 + max(a for a, _, _ in rule)
     need = [2 * (count - 1) + side for count in counts]
     ends = [n - pair[0] - size for n, pair, size in zip(need, pads, x.shape[1:3], strict=True)]
     config = [(pair[0], end, 0) for pair, end in zip(pads, ends, strict=True)]
     x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *config, (0, 0, 0)])
     for axis, count in zip((1, 2), counts, strict=True):
+        # each axis is gathered twice, once for all a and once for all b of the rule
         starts, before = 2 * np.arange(count), (slice(None),) * axis
         indices = np.stack([np.add.outer([row[i] for row in rule], starts).ravel() for i in (0, 1)])
         indices = indices if after is None else _after(after, indices)
@@ -53,18 +55,19 @@ def _tiles(x, pads: Pairs, counts: Sequence[int], rule, after=None):
 
 
 def _results(places):
-    """A tile of two results from its four places along axis 0."""
+    """Return a tile of two results from its four places along axis 0."""
     p0, p1, p2, p3 = jnp.unstack(places)
     return p0 + p1 + p2, p1 - p2 + p3
 
 
 def images(x, w, pads: Pairs, out: Sequence[int], flipped: bool = False):
-    """Cross-correlation of x (N, H, W, C) with w (3, 3, C, M): (N, *out, M).
+    """Cross-correlate x (N, H, W, C) with w (3, 3, C, M): (N, *out, M).
 
     If `flipped`, w is (3, 3, M, C) and read from its end: with the gradient of a result as x, that
-    is the gradient of the image.
+    gives the gradient of the image.
     """
     counts = [-(-n // 2) for n in out]
+    # the weight too is transformed only when x is there (see _after)
     taps = _after(x, (KERNEL[:, ::-1] if flipped else KERNEL).astype(w.dtype))
     places = (taps @ w.reshape(9, -1)).reshape(16, *w.shape[2:])
     contracted = (((2,), (2 if flipped else 1,)), ((0,), (0,)))
@@ -76,7 +79,7 @@ def images(x, w, pads: Pairs, out: Sequence[int], flipped: bool = False):
 
 
 def kernel(x, y, pads: Pairs):
-    """The gradient of w (3, 3, C, M) of a convolution of x (N, H, W, C), y that of its result."""
+    """Return the gradient of w (3, 3, C, M); x is the image, y the gradient of the result."""
     counts = [-(-n // 2) for n in y.shape[1:3]]
     v = _tiles(x, pads, counts, IMAGE, after=y)
     z = _tiles(y, ((0, 0), (0, 0)), counts, RESULT)
