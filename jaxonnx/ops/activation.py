@@ -176,7 +176,7 @@ def _along_axis(name, function):
 
     @activation(name, since=1)
     def on_matrix(x, *, axis=1):
-        """The axes before `axis` are one, and those from it on."""
+        """On a matrix: the axes before `axis` are its rows, the others its columns."""
         start = axis_of(axis, x.ndim)
         matrix = x.reshape(math.prod(x.shape[:start]), math.prod(x.shape[start:]))
         return function(matrix, 1).reshape(x.shape)

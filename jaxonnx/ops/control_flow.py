@@ -158,7 +158,7 @@ def _conditional_loop(step, count, m, cond, carry):
         return array(condition).reshape(()), _alike(carry, new)
 
     if count is not None and count <= MASKED_LIMIT:
-
+        # after the end the carried values go through unchanged, so that a scan can do it
         def masked(state, i):
             return jax.lax.cond(state[0], lambda c: advance(i, c), lambda c: state, state[1]), None
 

@@ -93,6 +93,7 @@ def vote(x, forest: Forest, votes, n_targets, function):
         "MIN": (np.inf, np.minimum, jnp.min),
         "MAX": (-np.inf, np.maximum, jnp.max),
     }.get(function, (0, np.add, jnp.sum))
+    # one row a node: a leaf may hold several votes, even for one target
     ballot = np.full((len(forest.true), n_targets), neutral, weights.dtype)
     accumulate.at(ballot, (nodes, targets), weights)
     scores = reduce(jnp.asarray(table(ballot))[walk(x, forest)], axis=1)
@@ -206,6 +207,7 @@ def _forest(nodes, values, tracks):
         rows = enumerate(zip(modes, treeids, ids, strict=True))
         return np.array([i if m == "LEAF" else find(tree, child) for i, (m, tree, child) in rows])
 
+    # the first node of a tree is its root: in reverse order it is the last to be written
     first = {tree: i for i, tree in reversed(list(enumerate(treeids)))}
     forest = Forest(
         roots=np.array(sorted(first.values())),
