@@ -1,6 +1,7 @@
 """Writing parameters back into the ModelProto."""
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import numpy as np
 import onnx
@@ -44,6 +45,23 @@ def to_onnx(
 
         keep_true(result, values)
     return result
+
+
+def in_file_types(
+    values: Mapping[str, Any], originals: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Return values as NumPy arrays in the 64-bit types that the file has for some.
+
+    Args:
+      values: parameters and state, in the 32 bits of JAX.
+      originals: the 64-bit tensors as the file has them; they come back where nothing changed.
+    """
+    arrays = {name: np.asarray(value) for name, value in values.items()}
+    for name in originals.keys() & arrays.keys():
+        array, original = arrays[name], originals[name]
+        same = np.array_equal(original.astype(array.dtype), array, equal_nan=True)
+        arrays[name] = original if same else array.astype(original.dtype)
+    return arrays
 
 
 def training_nodes(graph: GraphProto) -> list[str]:

@@ -1,4 +1,4 @@
-"""Model: what a user holds of a file, and `load`, which makes it."""
+"""`Model`, a loaded file, and `load`, which makes it."""
 
 from jaxonnx._graph.values import Value
 from jaxonnx.model._add_training import add_training

@@ -20,9 +20,9 @@ def add_training(
     trainable: Trainable | None = None,
     init: str | Mapping[str, str] | None = None,
 ) -> ModelProto:
-    """A file that carries its own training: the network with loss, optimizer and count.
+    """Return a file that carries its own training: the network with loss, optimizer and count.
 
-    Inference is unchanged, and runtimes that know no training ignore the rest.
+    Inference is unchanged, and runtimes without training ignore the rest.
     `jaxonnx.load(...).training` executes it; its batches hold the inputs of the network and the
     targets, an input named "target" (or "target_2", where the network uses that name).
     BatchNormalization and Dropout train as they infer, with the statistics of the file and without

@@ -1,4 +1,4 @@
-"""`load`: a file becomes a Model."""
+"""`load`: from a file to a Model."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def load(
     trainable: Trainable | None = None,
     weights: str | os.PathLike | Mapping[str, Any] | None = None,
 ) -> Model:
-    """Loads an ONNX model.
+    """Load an ONNX model.
 
-    Where its weights are more than 64 MiB, glibc is asked at the end to give freed memory of the
+    If its weights are more than 64 MiB, glibc is asked at the end to give freed memory of the
     process back to the system (`malloc_trim`), half of the file's size.
 
     >>> from jaxonnx import demo
@@ -45,7 +45,7 @@ def load(
     Args:
       source: a path (of an ONNX file, or of a packed .npz that `Model.save` wrote), the bytes of a
         file, or a ModelProto (which is left as it is).
-      outputs: inner values to give instead of the file's outputs, as in `Model.with_outputs`.
+      outputs: inner values to return instead of the file's outputs, as in `Model.with_outputs`.
       batch: "any" opens the batch of a file that was exported for one size, as in
         `Model.with_any_batch`.
       dequantize: weights that are stored as integers behind DequantizeLinear become floating-point
@@ -61,7 +61,7 @@ def load(
 
     Raises:
       ModelError: a file is corrupt, truncated or malformed.
-      SparsityError: a packed file is.
+      SparsityError: a packed file is damaged.
       UnsupportedError: operators without an implementation (all of them named), or a newer opset.
       InputError: `outputs` or `trainable` name what the model does not have, or the batch cannot be
         opened, or nothing is to be dequantized, or weights do not fit the model's.

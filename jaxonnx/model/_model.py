@@ -1,4 +1,4 @@
-"""Model: pure functions over a graph; which initializer is a parameter, which is state."""
+"""Model: a graph as pure functions of its parameters and state, and the models made from it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from onnx import ModelProto
+from rich.console import Group
 
-from jaxonnx._file import formats, records
+from jaxonnx._file import formats
 from jaxonnx._file import save as saving
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.roles import graph_tensors, running_statistics
-from jaxonnx._graph.uses import weights
 from jaxonnx._graph.values import Value, arguments, data, declared, listed, matching
 from jaxonnx._rewrite.batch import freed
 from jaxonnx._rewrite.outputs import cut
@@ -28,10 +28,11 @@ from jaxonnx.errors import InputError
 from jaxonnx.model import _notes as notes
 from jaxonnx.model._restart import Initializer, restarted
 from jaxonnx.model._select import Select, select
-from jaxonnx.model._show import Summary, overview, summary, text
+from jaxonnx.model._show import Rendered, Summary, overview, summary
+from jaxonnx.model._sparsity import options, recorded, with_record
 from jaxonnx.training_info._run import Training
 
-if TYPE_CHECKING:  # only who asks for the sparsity imports what knows of it
+if TYPE_CHECKING:  # a model without sparse weights does not import these
     from jaxonnx._file.packed import Recorded
     from jaxonnx.sparse import SparsityPattern
 
@@ -40,7 +41,7 @@ Statistics = Literal["batch", "frozen"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Model:
+class Model(Rendered):
     """An ONNX graph as pure functions of its parameters. A Model never changes.
 
     >>> from jaxonnx import demo
@@ -92,7 +93,7 @@ class Model:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a user of the model should know: of the file, and of loops that were unrolled."""
+        """What a user of the model should know: about the file, and about unrolled loops."""
         return (*self._warnings, *self.program.notes)
 
     @cached_property
@@ -100,16 +101,16 @@ class Model:
         return tuple(notes.warnings(self.proto.graph, self.program, self.tensors, self.outputs))
 
     def __call__(self, *inputs: Any, rng: jax.Array | None = None, **named: Any) -> Any:
-        """Inference, compiled: an array if there is one output, else a tuple in file order.
+        """Run inference, compiled: an array if there is one output, else a tuple in file order.
 
         Args:
-          inputs: arrays in the order of `self.inputs`; any may be given by name instead.
+          inputs: arrays in the order of `self.inputs`; any may be passed by name instead.
           rng: a key for random operators; without it they use `jax.random.key(0)`.
 
         Raises:
           InputError: arguments that do not fit the inputs.
         """
-        return _one(self.program(*self._stored, rng, self._given(inputs, named)))
+        return _one(self.program(*self._stored, rng, self._arguments(inputs, named)))
 
     @cached_property
     def _stored(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -123,15 +124,15 @@ class Model:
         rng: jax.Array | None = None,
         **named: Any,
     ) -> Any:
-        """Inference as a pure function, for `jax.jit`, `grad`, `vmap` and the like.
+        """Run inference as a pure function, for `jax.jit`, `grad`, `vmap` and the like.
 
         BatchNormalization uses its running statistics and Dropout is inactive, whatever the file's
         training flags say. `state` replaces `self.state`, whose arrays otherwise become constants
         of a function that is compiled around this call.
         """
         state = self.state if state is None else state
-        given = data(self._given(inputs, named))
-        return _one(self.program.evaluate(params, state, given, key=rng, training=False))
+        values = data(self._arguments(inputs, named))
+        return _one(self.program.evaluate(params, state, values, key=rng, training=False))
 
     def apply_train(
         self,
@@ -141,15 +142,15 @@ class Model:
         *inputs: Any,
         **named: Any,
     ) -> tuple[Any, dict[str, Any]]:
-        """Training semantics as a pure function: `(outputs, new state)`.
+        """Run with training semantics as a pure function; return `(outputs, new state)`.
 
         BatchNormalization uses the statistics of the batch and renews the running ones in the
         state; Dropout is active with its own ratio and draws from `rng`.
         """
         updates: dict[str, Any] = {}
-        given = data(self._given(inputs, named))
+        values = data(self._arguments(inputs, named))
         outputs = self.program.evaluate(
-            params, state, given, key=rng, training=True, updates=updates
+            params, state, values, key=rng, training=True, updates=updates
         )
         renewed = {name: updates.get(name, value) for name, value in state.items()}
         return _one(outputs), renewed
@@ -160,7 +161,7 @@ class Model:
         params: Mapping[str, jax.Array] | None = None,
         state: Mapping[str, jax.Array] | None = None,
     ) -> Model:
-        """A model with other values of the same tensors.
+        """Return a model with other values of the same tensors.
 
         Raises:
           InputError: names or shapes differ from the model's.
@@ -172,7 +173,7 @@ class Model:
         )
 
     def with_trainable(self, trainable: Trainable) -> Model:
-        """A model whose parameters are exactly the floating-point tensors that are chosen.
+        """Return a model whose parameters are exactly the chosen floating-point tensors.
 
         Args:
           trainable: names or regular expressions (matched in full), or a predicate. Running
@@ -184,7 +185,7 @@ class Model:
         self._has_no_adapters("trainable")
         tensors = self.tensors
         floats = {n: v for n, v in tensors.items() if jnp.issubdtype(v.dtype, jnp.floating)}
-        # A running statistic is renewed, not trained, unless it is asked for by its name.
+        # a running statistic is renewed, not trained, unless it is asked for by its name
         chosen = select(trainable, floats, "trainable", running_statistics(self.graph))
         constants = {n: v for n, v in self.program.constants.items() if n not in chosen}
         return dataclasses.replace(
@@ -200,7 +201,7 @@ class Model:
         names: Select,
         initializer: Initializer = jax.nn.initializers.he_normal(),  # noqa: B008
     ) -> Model:
-        """A model in which some weights start anew: a head for other data, or a whole network.
+        """Return a model in which some weights start anew: a head for other data, or all of them.
 
         Vectors become 0, scales 1, running means 0 and variances 1, slopes of PRelu 0.25. All else
         is drawn by the initializer, with inputs and outputs of the layer as its fans whatever the
@@ -223,23 +224,23 @@ class Model:
         return self.replace(params=params, state=state)
 
     def with_outputs(self, outputs: str | Iterable[str]) -> Model:
-        """A model of the same graph cut at other outputs: features, or a backbone for a new head.
+        """Return a model cut at other outputs: features, or a backbone for a new head.
 
-        What these outputs do not need is neither evaluated nor saved: nodes, tensors and inputs.
-        A new head is a function, or a module of Flax, of what this model gives.
+        Nodes, tensors and inputs that these outputs do not need are neither evaluated nor saved. A
+        new head is a function, or a module of Flax, of this model's outputs.
 
         Args:
           outputs: names of values or nodes of the main graph, or of modules as PyTorch's exporters
-            record them ("layer4": what the last node of that module gives).
+            record them ("layer4": the output of that module's last node).
 
         Raises:
-          InputError: there is no such value; the message has those with similar names.
+          InputError: a name is unknown; the message has similar ones.
         """
         self._has_no_adapters("outputs")
         return self._rewritten(cut(self.proto, self.graph, self.tensors, outputs))
 
     def with_any_batch(self) -> Model:
-        """A model that takes batches of any size, of a file that was exported for one.
+        """Return a model for batches of any size, from a file that was exported for one.
 
         Targets of Reshape and zero initial states that hold the size are changed, in what `save`
         writes as well. Where the batch could be in several axes, the result is checked on random
@@ -257,7 +258,7 @@ class Model:
         return net if proto.training_info else net.with_outputs(net.graph.outputs)
 
     def _rewritten(self, proto: ModelProto, added: Mapping[str, np.ndarray] | None = None) -> Model:
-        """The model of a changed file: tensors keep their roles, those added are constants."""
+        """Return the model of a changed file: tensors keep their roles, new ones are constants."""
         constants = {**self.program.constants, **(added or {})}
         graph = bind(proto, proto.graph, {*self.params, *self.state, *constants})
         kept = {*graph_tensors(graph)}
@@ -269,55 +270,50 @@ class Model:
         return dataclasses.replace(self, params=params, state=state, proto=proto, program=program)
 
     def with_statistics(self, statistics: Statistics) -> Model:
-        """A model whose training uses other statistics in BatchNormalization.
+        """Return a model whose training uses other statistics in BatchNormalization.
 
         Args:
-          statistics: "batch" uses those of the batch and renews the running ones, as a file that is
-            loaded does; "frozen" uses the running ones and keeps them, while scale and bias are
+          statistics: "batch" uses those of the batch and renews the running ones, as a loaded file
+            does; "frozen" uses the running ones and keeps them, while scale and bias are
             trained like all else. That suits small batches, and new data of little variety.
 
         Raises:
-          InputError: it is neither.
+          InputError: `statistics` is neither.
         """
         if statistics not in ("batch", "frozen"):
             raise InputError(f"statistics is 'batch' or 'frozen', and was {statistics!r}")
-        return self._seen(frozen=statistics == "frozen")
+        return self._overlaid(frozen=statistics == "frozen")
 
     def with_dropout(self, ratio: float | Mapping[str, float]) -> Model:
-        """A model with other ratios of Dropout in training; inference and `save` are as before.
+        """Return a model with other ratios of Dropout in training; inference and `save` stay.
 
-        Dropout nodes of the file are active in training with their own ratio anyway; most
-        exporters leave none in a file for inference.
+        Dropout nodes of the file are active in training with their own ratio anyway; most exporters
+        leave none in a file for inference.
 
         Args:
           ratio: of all Dropout nodes; or a ratio for each of some values, nodes or modules (as in
-            `with_outputs`), behind which Dropout is put where it is none itself.
+            `with_outputs`), behind which Dropout is put unless it is one itself.
 
         Raises:
           InputError: there is no Dropout node, no such value, or a ratio is not in [0, 1).
         """
         new = ratios(self.program.overlay, self.graph, self.proto.graph, ratio)
-        return self._seen(dropout=new)
+        return self._overlaid(dropout=new)
 
     def with_remat(self) -> Model:
-        """A model that keeps few values for a gradient in training and computes the rest again.
+        """Return a model that keeps few values for a gradient in training and recomputes the rest.
 
         About the square root of its nodes is kept; a step takes up to a third longer.
         """
-        return self._seen(remat=True)
+        return self._overlaid(remat=True)
 
-    def _seen(self, **changes: Any) -> Model:
-        """The model with another overlay for training."""
+    def _overlaid(self, **changes: Any) -> Model:
         overlay = dataclasses.replace(self.program.overlay, **changes)
         return dataclasses.replace(self, program=dataclasses.replace(self.program, overlay=overlay))
 
     @property
     def sparsity(self) -> Recorded | None:
-        """Which weights the file records as sparse (`jaxonnx._file.packed`), if it does."""
-        if not records.has(self.proto, records.SPARSITY):
-            return None
-        from jaxonnx._file.packed import recorded
-
+        """The pattern and the weights that the file records as sparse; None without a record."""
         return recorded(self.proto, self.params)
 
     def sparsity_options(self) -> dict[str, Any]:
@@ -327,10 +323,7 @@ class Model:
         a grouped convolution, a table that is added) cannot be sparse. The input axis is the one
         that the product sums over, at the first use of a weight that has several.
         """
-        found = weights(self.graph, self.tensors)
-        exclude = {name: found[name].dense for name in self.params if found[name].dense}
-        axes = {name: (w.matrix.output, w.matrix.input) for name, w in found.items() if w.matrix}
-        return {"exclude": exclude, "axes": lambda name, _: axes.get(name)}
+        return options(self.graph, self.tensors, self.params)
 
     def with_sparsity(
         self,
@@ -352,22 +345,12 @@ class Model:
         Raises:
           SparsityError: no weight is left to be sparse.
         """
-        proto = ModelProto()
-        proto.CopyFrom(self.proto)
-        records.put(proto, records.SPARSITY, None)
-        if pattern is not None:
-            from jaxonnx import sparse
-            from jaxonnx._file.packed import set_record
-            from jaxonnx.sparse._pattern import parse
-
-            choice = self.sparsity_options() | choice
-            pattern = parse(pattern, transposable)
-            report = sparse.layers(self.params, pattern, **choice)
-            set_record(proto, pattern, {x.name: x.axes for x in report if x.axes is not None})
+        choice = self.sparsity_options() | choice
+        proto = with_record(self.proto, self.params, pattern, transposable, choice)
         return dataclasses.replace(self, proto=proto)
 
     def to_onnx(self) -> ModelProto:
-        """The original graph with these weights, in inference form.
+        """Return the original graph with these weights, in inference form.
 
         A record of sparse weights stays for those that have the pattern.
         """
@@ -377,7 +360,7 @@ class Model:
     def save(
         self, path: str | os.PathLike, *, external_data: bool = False, sparse: bool = False
     ) -> None:
-        """Writes the original graph with these weights; never leaves half a file behind.
+        """Write the original graph with these weights; never leave half a file behind.
 
         Sparse weights are written with their zeros in place, which every runtime takes and
         compilers look for (TensorRT: `trtexec --sparsity=enable`, or the builder flag
@@ -391,17 +374,17 @@ class Model:
           sparse: write the sparse weights as ONNX sparse initializers, which few runtimes take.
 
         Raises:
-          InputError: options that are not of this kind of file.
+          InputError: this kind of file does not have the option.
           OSError: the path cannot be written.
-          SparsityError: a packed or sparse form of a model without a record of sparse weights.
+          SparsityError: a packed or sparse form, but the model has no record of sparse weights.
         """
         formats.save(path, self.to_onnx, self._weights, external_data=external_data, sparse=sparse)
 
     def merged(self) -> Model:
-        """A plain model in which adapters (`jaxonnx.LoRA`) are merged into the weights.
+        """Return a plain model in which adapters (`jaxonnx.LoRA`) are merged into the weights.
 
         Its parameters are those of the model that the adapters were attached to, and what was
-        trained beside them. A model without adapters is given back as it is.
+        trained beside them. A model without adapters is returned as it is.
         """
         adaption = self.program.adaption
         if adaption is None:
@@ -424,18 +407,10 @@ class Model:
         return {n: w for n, w in net._values().items() if n in net.params or n in net.state}
 
     def _values(self) -> dict[str, np.ndarray]:
-        values = dict(self.program.constants)
-        for name, value in {**self.state, **self.params}.items():
-            original = self.originals.get(name)
-            array = np.asarray(value)
-            if original is not None:
-                same = np.array_equal(original.astype(array.dtype), array, equal_nan=True)
-                array = original if same else array.astype(original.dtype)
-            values[name] = array
-        return values
+        values = saving.in_file_types({**self.state, **self.params}, self.originals)
+        return {**self.program.constants, **values}
 
-    def _given(self, inputs: tuple, named: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments by input name, checked."""
+    def _arguments(self, inputs: tuple, named: Mapping[str, Any]) -> dict[str, Any]:
         return arguments(self.inputs, self._defaults, inputs, named)
 
     @cached_property
@@ -444,24 +419,18 @@ class Model:
         return frozenset(v.name for v in self.proto.graph.input) - set(self.graph.inputs)
 
     def summary(self) -> Summary:
-        """A table of the layers: operator, output shape, parameters, what is trained, notes.
+        """Return a table of the layers: operator, output shape, parameters, what is trained, notes.
 
         It renders in terminals and notebooks; `.layers` has its rows.
         """
         return summary(self)
 
-    def __str__(self) -> str:
-        return text(overview(self))
-
     def __repr__(self) -> str:
         signature = f"{listed(self.inputs)} -> {listed(self.outputs)}"
         return f"Model({signature}; {len(self.params)} parameters)"
 
-    def __rich__(self) -> Any:
+    def __rich__(self) -> Group:
         return overview(self)
-
-    def _repr_html_(self) -> str:
-        return text(overview(self), html=True)
 
 
 def _one(outputs: tuple) -> Any:

@@ -1,4 +1,4 @@
-"""What a user of a model should know: types, random operators, what its exporter did to it."""
+"""Warnings for the user of a model: types, random operators, what its exporter did to it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from jaxonnx._run.program import Program
 def warnings(
     proto: GraphProto, program: Program, tensors: Mapping[str, Any], outputs: Sequence[Value]
 ) -> Iterator[str]:
-    """Sentences for `Model.warnings`."""
+    """Yield the sentences of `Model.warnings`."""
     if not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         types = {np.dtype(t) for t in (np.int64, np.uint64, np.float64)}
         wide = [value.name for value in outputs if value.dtype in types]

@@ -1,4 +1,4 @@
-"""First values of weights drawn anew, by what a weight is to its operator."""
+"""New first values of weights, by what a weight is to its operator."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ def restarted(
     rng: jax.Array,
     initializer: Initializer,
 ) -> dict[str, Any]:
-    """Return the tensors, with new values of those wanted: as `Model.reinitialize` says."""
+    """Return the tensors, with new values of the wanted ones, as `Model.reinitialize` says."""
     floats = {n: v for n, v in tensors.items() if jnp.issubdtype(v.dtype, jnp.floating)}
     chosen = select(wanted, floats, "names")
     names = [name for name in floats if name in chosen]

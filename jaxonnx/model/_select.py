@@ -21,17 +21,17 @@ def select(
     by_name: Collection[str] = (),
     kind: str = "floating-point tensor of the model",
 ) -> set[str]:
-    """The names of the chosen tensors.
+    """Return the names of the chosen tensors.
 
     Args:
       wanted: the choice.
-      tensors: what there is to choose from, by name.
+      tensors: the tensors to choose from, by name.
       what: the name of the argument, for errors.
       by_name: tensors that are chosen by their exact names only.
-      kind: what errors call the tensors.
+      kind: the noun for the tensors in errors.
 
     Raises:
-      InputError: a name or expression matches nothing, or is no expression.
+      InputError: a name or expression matches nothing, or is not an expression.
     """
     open_to_all = tensors.keys() - by_name
     if callable(wanted):
@@ -39,26 +39,26 @@ def select(
     chosen = set()
     for one in [wanted] if isinstance(wanted, str) else wanted:
         try:
-            found = {name for name in open_to_all if re.fullmatch(one, name)}
+            matches = {name for name in open_to_all if re.fullmatch(one, name)}
         except re.error as error:
             if one not in tensors:
                 raise InputError(f"{what}={one!r}: {error}") from error
-            found = set()
-        found |= {one} & tensors.keys()
-        if not found:
+            matches = set()
+        matches |= {one} & tensors.keys()
+        if not matches:
             near = difflib.get_close_matches(one, tensors, n=8) or sorted(tensors)
             raise InputError(
                 f"{what}={one!r} matches no {kind}; there are "
                 f"{', '.join(near[:40]) or 'none'}{', ...' if len(near) > 40 else ''}"
             )
-        chosen |= found
+        chosen |= matches
     return chosen
 
 
 def labels(
     groups: Mapping[str, Select], default: str | None = None
 ) -> Callable[[Mapping[str, Any]], dict[str, str]]:
-    """A label for every parameter, as `optax.multi_transform` wants them: an optimizer per group.
+    """Return a function that labels parameters for `optax.multi_transform`: an optimizer per group.
 
     >>> import optax
     >>> from jaxonnx import demo, labels
@@ -83,13 +83,13 @@ def labels(
     """
 
     def label(params: Mapping[str, Any]) -> dict[str, str]:
-        found: dict[str, str] = {}
+        chosen: dict[str, str] = {}
         for group, wanted in groups.items():
             for name in select(wanted, params, f"labels: {group}"):
-                found.setdefault(name, group)
-        missing = [name for name in params if name not in found]
+                chosen.setdefault(name, group)
+        missing = [name for name in params if name not in chosen]
         if missing and default is None:
             raise InputError(f"no group has {', '.join(missing)}; give them one, or a default")
-        return {name: found.get(name) or str(default) for name in params}
+        return {name: chosen.get(name) or str(default) for name in params}
 
     return label

@@ -1,8 +1,9 @@
-"""What `print(model)` and `model.summary()` show."""
+"""The text of `print(model)` and the table of `model.summary()`."""
 
 from __future__ import annotations
 
 import io
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ _ROWS = 60
 
 
 class Shown(Protocol):
-    """What is shown of a model."""
+    """The part of a model that is shown."""
 
     @property
     def proto(self) -> ModelProto: ...
@@ -50,15 +51,15 @@ class Shown(Protocol):
 
 
 def overview(model: Shown) -> Group:
-    """Inputs, outputs, operators, tensors and warnings, as something that rich renders."""
+    """Return inputs, outputs, operators, tensors and warnings for rich to render."""
     opsets = ", ".join(f"{e.domain or 'ai.onnx'} {e.version}" for e in model.proto.opset_import)
     producer = " ".join(filter(None, [model.proto.producer_name, model.proto.producer_version]))
     facts = Table.grid(padding=(0, 2))
     facts.add_row(
         "graph", f"{model.proto.graph.name or '(unnamed)'}, {opsets}, by {producer or '?'}"
     )
-    given = [value for value in model.proto.graph.input if value.name in model.graph.inputs]
-    for title, values in (("input", given), ("output", model.proto.graph.output)):
+    inputs = [value for value in model.proto.graph.input if value.name in model.graph.inputs]
+    for title, values in (("input", inputs), ("output", model.proto.graph.output)):
         for value in values:
             facts.add_row(title, Text(str(declared(value))))
     operators = Counter(map(operator, _steps(model)))
@@ -92,17 +93,17 @@ def overview(model: Shown) -> Group:
 
 
 def _steps(model: Shown) -> Iterator[Node]:
-    """The nodes as training sees them."""
+    """Yield the nodes as training sees them."""
     return (step for node in model.graph.nodes for step in model.program.overlay.steps(node))
 
 
 def operator(node: Node) -> str:
-    """The name of the operator or function that a node calls."""
+    """Return the name of the operator or function that a node calls."""
     return node.op.name or node.label.split("(")[-1].rstrip(")")
 
 
 def _training(info: TrainingInfoProto) -> str:
-    """The algorithm that the file carries, with its update count."""
+    """Describe the algorithm that the file carries, with its update count."""
     operators = [node.op_type for node in info.algorithm.node if "training" in node.domain]
     bound = {entry.key for entry in info.update_binding}
     counts = [
@@ -116,22 +117,35 @@ def _training(info: TrainingInfoProto) -> str:
 
 
 class Layer(NamedTuple):
-    """A node of the graph that computes with what the model is given."""
+    """A node of the graph that computes with the model's inputs."""
 
     name: str
-    """The module of PyTorch that it stems from, as its exporter tells, or the node's own name."""
+    """The PyTorch module that it comes from, if its exporter tells, or the node's own name."""
     operator: str
     shape: tuple[int | str | None, ...] | None
-    """Of its first output; names or None for dynamic dimensions, None where it is not known."""
+    """The shape of its first output: names or None for dynamic dimensions; None if unknown."""
     parameters: int
-    """Numbers in its weights, at the first layer that has them."""
+    """The count of numbers in its weights, at the first layer that has them."""
     trained: int
-    """How many numbers of its weights or adapters are trained."""
+    """The count of numbers in its weights or adapters that are trained."""
     notes: str
 
 
+class Rendered(ABC):
+    """Something that rich renders (`__rich__`), as text in terminals and HTML in notebooks."""
+
+    @abstractmethod
+    def __rich__(self) -> Group: ...
+
+    def __str__(self) -> str:
+        return _text(self)
+
+    def _repr_html_(self) -> str:
+        return _text(self, html=True)
+
+
 @dataclass(frozen=True)
-class Summary:
+class Summary(Rendered):
     """A table of layers, for terminals (`print`) and notebooks."""
 
     layers: tuple[Layer, ...]
@@ -166,15 +180,9 @@ class Summary:
         total = f"{self.trained:,} numbers trained, {self.frozen:,} frozen, {size:.1f} {unit}"
         return Group(table, Text(total))
 
-    def __str__(self) -> str:
-        return text(self)
-
-    def _repr_html_(self) -> str:
-        return text(self, html=True)
-
 
 def summary(model: Shown) -> Summary:
-    """The layers of a model: nodes that are no views, constants or shape arithmetic."""
+    """Return the layers of a model: nodes other than views, constants and shape arithmetic."""
     tensors, graph = model.tensors, model.graph
     shapes = evaluated(model.proto, graph, tensors)
     values, known = (shapes.values, shapes.known) if shapes else _inferred(model)
@@ -203,7 +211,7 @@ def summary(model: Shown) -> Summary:
 
 
 def _inferred(model: Shown) -> tuple[dict[str, Value], frozenset[str]]:
-    """Shapes from the file and from ONNX's inference; whole numbers count as known."""
+    """Return shapes from the file and ONNX's inference; whole numbers count as known."""
     names = [name for node in model.graph.nodes for name in node.outputs if name]
     kinds = inferred(model.proto, model.tensors, names)
     values = {n: declared(ValueInfoProto(name=n, type=kind)) for n, kind in kinds.items()}
@@ -250,7 +258,7 @@ def _layer(
 
 
 def _ratio(model: Shown, node: Node) -> float:
-    """Of a Dropout node; NaN where it is computed."""
+    """Return the ratio of a Dropout node, NaN if it is computed."""
     changed = model.program.overlay.dropout.get(node.outputs[0])
     if changed is not None:
         return changed
@@ -264,8 +272,8 @@ def _shape(shape: tuple) -> str:
     return ", ".join("?" if d is None else str(d) for d in shape) or "scalar"
 
 
-def text(shown: Any, html: bool = False) -> str:
-    """What rich renders, as plain text, or as HTML for a notebook."""
+def _text(shown: Any, html: bool = False) -> str:
+    """Render with rich as plain text, or as HTML for a notebook."""
     console = Console(file=io.StringIO(), record=html, width=100, force_jupyter=False)
     console.print(shown)
     if html:

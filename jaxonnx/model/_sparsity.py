@@ -1,0 +1,55 @@
+"""The sparse weights of a model: what its file records, and what its graph allows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from onnx import ModelProto
+
+from jaxonnx._file import records
+from jaxonnx._graph.bind import Graph
+from jaxonnx._graph.uses import weights
+
+if TYPE_CHECKING:  # only a model with sparse weights imports what reads and writes them
+    from jaxonnx._file.packed import Recorded
+    from jaxonnx.sparse import SparsityPattern
+
+
+def recorded(proto: ModelProto, params: Mapping[str, Any]) -> Recorded | None:
+    """Return the pattern and the parameters that the file records as sparse, None if none."""
+    if not records.has(proto, records.SPARSITY):
+        return None
+    from jaxonnx._file import packed
+
+    return packed.recorded(proto, params)
+
+
+def options(graph: Graph, tensors: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a graph says of its weights, as `Model.sparsity_options` does."""
+    found = weights(graph, tensors)
+    exclude = {name: found[name].dense for name in params if found[name].dense}
+    axes = {name: (w.matrix.output, w.matrix.input) for name, w in found.items() if w.matrix}
+    return {"exclude": exclude, "axes": lambda name, _: axes.get(name)}
+
+
+def with_record(
+    proto: ModelProto,
+    params: Mapping[str, Any],
+    pattern: str | SparsityPattern | None,
+    transposable: bool,
+    choice: Mapping[str, Any],
+) -> ModelProto:
+    """Return a copy of `proto` with another record, as `Model.with_sparsity` says."""
+    result = ModelProto()
+    result.CopyFrom(proto)
+    records.put(result, records.SPARSITY, None)
+    if pattern is not None:
+        from jaxonnx import sparse
+        from jaxonnx._file.packed import set_record
+        from jaxonnx.sparse._pattern import parse
+
+        pattern = parse(pattern, transposable)
+        report = sparse.layers(params, pattern, **choice)
+        set_record(result, pattern, {x.name: x.axes for x in report if x.axes is not None})
+    return result
