@@ -1,4 +1,4 @@
-"""An ONNX file in, a pure JAX function and its parameters out; trained and handed back as ONNX."""
+"""From an ONNX file to a pure JAX function and its parameters, trained, and back to ONNX."""
 
 import importlib
 from types import ModuleType
@@ -51,7 +51,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> ModuleType:
-    """The submodules that few programs need, imported at first use."""
+    """Import the submodules that few programs need at first use."""
     if name in ("backend", "flax", "loggers", "sparse"):
         return importlib.import_module(f"jaxonnx.{name}")
     raise AttributeError(f"module 'jaxonnx' has no attribute '{name}'")

@@ -1,4 +1,4 @@
-"""What the axes of a weight mean: the vocabulary in which operators declare it."""
+"""The meaning of a weight's axes: the vocabulary in which operators declare it."""
 
 from __future__ import annotations
 
@@ -27,26 +27,31 @@ class Matrix:
     def order(self) -> tuple[int, ...]:
         """The axes as initializers take them: batch, kernel, inputs, outputs.
 
-        What is summed over an embedding is its columns, so these count as its inputs.
+        The columns of an embedding are what is summed over, so they count as its inputs.
         """
         ends = (self.output, self.input) if self.lookup else (self.input, self.output)
         return (*self.batch, *self.kernel, *ends)
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Rows and columns of the matrix: outputs, and inputs at every place of the kernel."""
+        """Return rows (outputs) and columns (inputs at every place of the kernel)."""
         return shape[self.output], math.prod(shape[a] for a in (self.input, *self.kernel))
 
     def fans(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """How many numbers go into an output, and how many outputs an input reaches."""
+        """Return how many numbers go into an output, and how many outputs an input reaches."""
         window = math.prod(shape[a] for a in self.kernel)
         fan_in, fan_out = (shape[a] * window for a in self.order[-2:])
         return fan_in, fan_out
 
     def of(self, axes: tuple[int | None, ...], rank: int) -> Matrix | None:
-        """Return the same of a tensor of this rank whose own `axes` are seen in this order.
+        """Return this map in terms of the axes of a tensor that is read through a view.
 
-        None stands for an axis of length one that the tensor lacks; of one that is not seen, it is
-        the window. The result is None where outputs or inputs are no axis of the tensor.
+        Args:
+          axes: the tensor's own axes in the order that the view shows; None stands for an axis of
+            length one that the tensor lacks. Axes that it does not show count to the window.
+          rank: the tensor's rank.
+
+        Returns:
+          None if outputs or inputs are not an axis of the tensor.
         """
         output, input = axes[self.output], axes[self.input]
         if output is None or input is None:
@@ -63,13 +68,13 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Form:
-    """What an operator says of the axes of a weight."""
+    """An operator's declaration of the axes of a weight."""
 
     axes: Callable[[int, Mapping[str, Any], int], Matrix | None]
-    """Of a weight of some rank, at a node with some attributes, at one of its inputs; None where it
-    is no matrix."""
+    """By the weight's rank, the node's attributes and the input's position; None if the weight is
+    not a matrix."""
     attributes: tuple[str, ...] = ()
-    """The attributes that this depends on."""
+    """The attributes that `axes` depends on."""
 
 
 def matrix(*, first: bool = False, transpose: str | None = None, batch: str | None = None) -> Form:
@@ -98,7 +103,7 @@ def matrix(*, first: bool = False, transpose: str | None = None, batch: str | No
 def convolution(*, transposed: bool = False, depthwise: bool = False) -> Form:
     """Declare a kernel (outputs, inputs, *window), or (inputs, outputs, *window) if `transposed`.
 
-    The attribute `group` tells groups; `depthwise`, every channel is one.
+    The attribute `group` is the number of groups; with `depthwise`, every channel is one.
     """
 
     def axes(rank: int, attributes: Mapping[str, Any], position: int = 0) -> Matrix | None:
@@ -129,10 +134,10 @@ def table(axis: str | None = None) -> Form:
 
 
 def einsum(equation: str) -> Form:
-    """Declare factors of a sum that an attribute writes, `bi,oi->bo`.
+    """Declare factors of the sum in an attribute, such as `bi,oi->bo`.
 
-    A weight is a matrix where one of its letters is summed with another factor and one is only its
-    own and stays; letters that it shares with another factor and that stay are separate maps.
+    A weight is a matrix if one of its letters is summed with another factor and one is its own and
+    stays; letters that it shares with another factor and that stay are separate maps.
     """
 
     def axes(rank: int, attributes: Mapping[str, Any], position: int = 0) -> Matrix | None:
@@ -142,7 +147,7 @@ def einsum(equation: str) -> Form:
         if position >= len(terms):
             return None
         own = terms.pop(position)
-        if not arrow:  # what stands once is what stays
+        if not arrow:  # without an arrow, the letters that stand once stay
             result = {letter for letter in left if left.count(letter) == 1}
         others = "".join(terms)
         output = [i for i, x in enumerate(own) if x in result and x not in others]

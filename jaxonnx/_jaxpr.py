@@ -1,8 +1,8 @@
 """Programs as JAX traces them: one interpreter of jaxprs, on values of any kind.
 
-Values may be arrays, names of ONNX tensors, or what is known of an array. A rule says what an
-equation makes of them. Here alone is how a jaxpr holds other programs, which calls only run one of
-them, and how the operands of loops are laid out, whichever release of JAX made it.
+Values may be arrays, names of ONNX tensors, or facts about an array. A rule says what an equation
+makes of them. Only this module knows how a jaxpr holds other programs, which equations only run one
+of them, and how the operands of loops are laid out, for every release of JAX.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 Program = Any
-"""A jaxpr, closed or not; JAX 0.11 made one type of the two that there were."""
+"""A jaxpr, closed or not; JAX 0.11 made the two types one."""
 
 Rule = Callable[[JaxprEqn, list], Sequence[Any]]
 
@@ -28,8 +28,8 @@ _CALLS = {
 def called(equation: JaxprEqn) -> Program | None:
     """Return the program that an equation does nothing but run, None for all other equations.
 
-    A primitive with an attribute `plain` is one of its own, which this function of its operands and
-    parameters expresses in those of JAX.
+    A primitive of jaxonnx has an attribute `plain`: a function of its operands and parameters that
+    computes the same with primitives of JAX.
     """
     primitive, params = equation.primitive, equation.params
     if (plain := getattr(primitive, "plain", None)) is not None:
@@ -51,8 +51,8 @@ def interpret(
       program: a jaxpr, as `jax.make_jaxpr` or a parameter of an equation has it.
       rule: `rule(equation, inputs)` gives the values of the equation's results, one for each.
       arguments: the values of the program's inputs.
-      constant: `constant(value, aval)` gives what stands for a literal or a captured array.
-      enter: gives the program to evaluate in place of an equation, or None where the rule holds.
+      constant: `constant(value, aval)` gives the value for a literal or a captured array.
+      enter: gives the program to evaluate in place of an equation, or None to apply the rule.
     """
     jaxpr = getattr(program, "jaxpr", program)
     consts = getattr(program, "consts", ())
@@ -105,15 +105,15 @@ class Scan:
     fixed: list
     carry: list
     sliced: list
-    """What it takes a slice of along axis 0 in each step."""
+    """The arrays of which each step takes a slice along axis 0."""
     length: int
     reverse: bool
 
 
 def scan(equation: JaxprEqn, values: Sequence[Any]) -> Scan:
-    """Return the parts of an equation of `scan` on these values.
+    """Return the parts of a `scan` equation on these values.
 
-    What is sliced has one axis more outside the body; JAX 0.11 took the numbers out of the params.
+    Sliced operands have one axis more outside the body; JAX 0.11 took their number out of params.
     """
     body = equation.params["jaxpr"]
     inner = getattr(body, "jaxpr", body)
@@ -142,7 +142,7 @@ class While:
 
 
 def while_loop(equation: JaxprEqn, values: Sequence[Any]) -> While:
-    """Return the parts of an equation of `while` on these values."""
+    """Return the parts of a `while` equation on these values."""
     params = equation.params
     m = params["cond_nconsts"]
     n = m + params["body_nconsts"]

@@ -26,8 +26,8 @@ class Rep(BackendRep):
         if not isinstance(inputs, Mapping):
             inputs = dict(zip((value.name for value in model.inputs), inputs, strict=False))
         with jax.enable_x64(True):
-            given = {name: _array(value) for name, value in inputs.items()}
-            results = model.program(model.params, model.state, None, given, training=None)
+            arrays = {name: _array(value) for name, value in inputs.items()}
+            results = model.program(model.params, model.state, None, arrays, training=None)
             results = tuple(jax.tree.map(np.asarray, result) for result in results)
         return namedtupledict("Outputs", [value.name for value in model.outputs])(*results)
 
@@ -37,13 +37,13 @@ class JaxBackend(Backend):
 
     @classmethod
     def prepare(cls, model: ModelProto, device: str = "CPU", **kwargs: Any) -> Rep:
-        """Loads a model."""
+        """Load a model."""
         with jax.enable_x64(True):
             return Rep(load(model))
 
     @classmethod
     def run_model(cls, model: ModelProto, inputs: Any, device: str = "CPU", **kwargs: Any) -> tuple:
-        """Loads a model and runs it once."""
+        """Load a model and run it once."""
         return cls.prepare(model, device, **kwargs).run(inputs)
 
     @classmethod
@@ -55,7 +55,7 @@ class JaxBackend(Backend):
         outputs_info: Sequence[tuple[np.dtype, tuple[int, ...]]] | None = None,
         **kwargs: Any,
     ) -> tuple:
-        """Runs a single node; `opset_imports` (ids) may say which operator sets are meant."""
+        """Run a single node; `opset_imports` (ids) may say which operator sets are meant."""
         names = [name for name in node.input if name]
         if isinstance(inputs, Mapping):
             inputs = [inputs[name] for name in names]
@@ -70,7 +70,7 @@ class JaxBackend(Backend):
 
     @classmethod
     def supports_device(cls, device: str) -> bool:
-        """Whether JAX has such a device here."""
+        """Check whether JAX has this kind of device here."""
         kind = Device(device).type
         if kind == DeviceType.CPU:
             return True
@@ -78,7 +78,7 @@ class JaxBackend(Backend):
 
 
 def _array(value: Any) -> Any:
-    """Sequences and maps stay as they are; strings become arrays of objects."""
+    """Convert to an array, strings to one of objects; sequences and maps stay as they are."""
     if not isinstance(value, np.ndarray | np.generic):
         return value
     return np.asarray(value, object) if value.dtype.kind in "USO" else np.asarray(value)

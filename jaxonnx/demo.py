@@ -26,7 +26,7 @@ _PACKAGES = ("matplotlib", "onnxruntime", "sklearn")
 
 @dataclass(frozen=True)
 class Row:
-    """What the table says of one network. Accuracies are of the test images."""
+    """A row of the table: one network. Accuracies are of the test images."""
 
     name: str
     path: Path
@@ -43,12 +43,12 @@ class Row:
 
 
 def model() -> Model:
-    """A small untrained CNN for 8x8 digits, as PyTorch's exporter wrote it."""
+    """Load a small untrained CNN for 8x8 digits, as PyTorch's exporter wrote it."""
     return load((files("jaxonnx") / "assets" / "digits_cnn.onnx").read_bytes())
 
 
 def digits(seed: int = 0) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """scikit-learn's 1797 digits as (images, labels): three quarters to train, the rest to test."""
+    """Load scikit-learn's 1797 digits as (images, labels): three quarters to train, one to test."""
     try:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
@@ -72,7 +72,7 @@ def run(
     progress: bool | None = None,
     console: Console | None = None,
 ) -> list[Row]:
-    """Trains dense, then three-phase sparse; writes dense.onnx, sparse.onnx and report.png.
+    """Train dense, then three-phase sparse; write dense.onnx, sparse.onnx and report.png.
 
     Raises:
       Error: a package of the extra `demo` is missing.
@@ -112,7 +112,7 @@ def run(
 
 
 def _check(folder: Path) -> None:
-    """Fails now rather than after the training."""
+    """Raise now the errors that would otherwise come after the training."""
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         raise Error(f"the demo needs {', '.join(missing)}: pip install 'jaxonnx[demo]'")
@@ -165,7 +165,7 @@ def _table(rows: list[Row]) -> Table:
 
 
 def _report(path: Path, rows: list[Row]) -> None:
-    """Curves of both runs, the flip rate of the sparse one, and the mask of its largest layer."""
+    """Draw curves of both runs, the sparse one's flip rate and the mask of its largest layer."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 7), layout="constrained")

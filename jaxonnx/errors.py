@@ -11,31 +11,31 @@ class Error(Exception):
 
 
 class ModelError(Error, ValueError):
-    """The file is not a valid ONNX model: corrupt, truncated, cyclic, or against its own schema."""
+    """Raised when a file is not a valid ONNX model: corrupt, truncated, cyclic, off its schema."""
 
 
 class UnsupportedError(Error, NotImplementedError):
-    """The model is valid, but uses an operator or a feature that jaxonnx does not have."""
+    """Raised when a valid model uses an operator or a feature that jaxonnx does not have."""
 
 
 class NodeError(Error, ValueError):
-    """An operator refused its inputs or attributes; the message names the node."""
+    """Raised when an operator refuses its inputs or attributes; the message names the node."""
 
 
 class StaticError(Error, TypeError):
-    """A value that shapes the computation must be known while tracing, and is not."""
+    """Raised when a value that shapes the computation is not known while tracing."""
 
     inputs: tuple[str, ...] = ()
     """The inputs of the main graph that it is computed from, if from nothing else."""
 
 
 class InputError(Error, TypeError, ValueError):
-    """Arguments that do not fit the model: number, name, rank, shape or dtype."""
+    """Raised when arguments do not fit the model: number, name, rank, shape or dtype."""
 
 
 class TrainingError(Error, ValueError):
-    """A training run that cannot start or must not go on: bad data, settings, or a NaN loss."""
+    """Raised when training cannot start or must not go on: bad data, settings, or a NaN loss."""
 
 
 class SparsityError(Error, ValueError):
-    """Weights, masks or schedules that do not fit the sparsity pattern."""
+    """Raised when weights, masks or schedules do not fit the sparsity pattern."""

@@ -37,7 +37,7 @@ class Module(nnx.Module):
     def __init__(
         self, model: Model, *, deterministic: bool = True, rngs: nnx.Rngs | None = None
     ) -> None:
-        """The module starts with the weights of `model`, in inference mode unless told otherwise.
+        """Make a module with the weights of `model`, in inference mode unless told otherwise.
 
         Args:
           model: what `jaxonnx.load` returns.
@@ -57,7 +57,9 @@ class Module(nnx.Module):
         self._functions = _Functions(model)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """An array if there is one output, else a tuple in file order; inputs as in a Model.
+        """Run the network on inputs as in a Model, with this module's weights.
+
+        Returns an array if there is one output, else a tuple in file order.
 
         Raises:
           InputError: arguments that do not fit the inputs, or random numbers without `rngs`.
@@ -82,7 +84,7 @@ class Module(nnx.Module):
         return outputs
 
     def set_view(self, deterministic: bool | None = None) -> None:
-        """Called by `nnx.view`.
+        """Set the mode; `nnx.view` calls this.
 
         Args:
           deterministic: if True, inference: running statistics, and no Dropout.
@@ -91,7 +93,7 @@ class Module(nnx.Module):
             self.deterministic = deterministic
 
     def to_model(self) -> Model:
-        """A Model with the present weights, to be saved as ONNX."""
+        """Return a Model with the present weights, to be saved as ONNX."""
         return self._functions.model.replace(
             params={name: variable[...] for name, variable in self.params.items()},
             state={name: variable[...] for name, variable in self.state.items()},
@@ -112,7 +114,7 @@ class LinenModule(linen.Module):
 
     @linen.compact
     def __call__(self, *inputs: Any, train: bool = False) -> Any:
-        """An array if there is one output, else a tuple in file order.
+        """Run the network; return an array if there is one output, else a tuple in file order.
 
         `train=True` is training semantics: "batch_stats" must then be mutable, and a model with
         random operators needs the generator "dropout".
@@ -137,10 +139,10 @@ class LinenModule(linen.Module):
 
 
 class _Functions:
-    """A model without its weights, of which a module's own variables hold the only copy.
+    """A model without its weights: a module's own variables hold the only copy of them.
 
-    Equal to that of another module with the same network, so that nothing is compiled twice and
-    the modules can be stacked.
+    Equal for all modules with the same network, so that nothing is compiled twice and the modules
+    can be stacked.
     """
 
     def __init__(self, model: Model):

@@ -23,7 +23,7 @@ from jaxonnx.errors import Error
 
 
 class Logger(Protocol):
-    """What `on_log` takes; `close` is called at the end of a run, and a later call goes on."""
+    """A log for `on_log`; `close` is called at the end of a run, and a later call goes on."""
 
     def __call__(self, step: int, metrics: Mapping[str, Any], /) -> None: ...
 
@@ -31,7 +31,7 @@ class Logger(Protocol):
 
 
 def csv(path: str | os.PathLike) -> Logger:
-    """A table with a row for each epoch: `step`, then what `history.epochs` has.
+    """Log a table with a row for each epoch: `step`, then the numbers of `history.epochs`.
 
     Raises:
       Error: there is another file with this name.
@@ -41,7 +41,7 @@ def csv(path: str | os.PathLike) -> Logger:
 
 
 def jsonl(path: str | os.PathLike) -> Logger:
-    """A JSON object a line, for each step and each epoch, `step` first; null is no finite number.
+    """Log a JSON object a line for each step and epoch, `step` first; null is NaN or infinite.
 
     Raises:
       Error: there is another file with this name.
@@ -51,7 +51,7 @@ def jsonl(path: str | os.PathLike) -> Logger:
 
 
 def tensorboard(folder: str | os.PathLike) -> Logger:
-    """Scalars for TensorBoard: `step/loss`, and `epoch/...` for the numbers of an epoch.
+    """Log scalars for TensorBoard: `step/loss`, and `epoch/...` for the numbers of an epoch.
 
     Raises:
       Error: the package tensorboardX is missing.

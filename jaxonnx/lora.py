@@ -1,4 +1,4 @@
-"""LoRA: low-rank changes of weights, trained while the weights themselves stay as they are."""
+"""LoRA: low-rank changes of weights, trained while the weights themselves stay fixed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ABOUT = "jaxonnx.lora"
 
 @dataclass(frozen=True)
 class LoRA:
-    """What `jaxonnx.train(..., lora=)` adapts: W becomes W + alpha / rank * B A.
+    """Low-rank adapters for `jaxonnx.train(..., lora=)`: W becomes W + alpha / rank * B A.
 
     W (outputs x inputs) is the matrix of a MatMul, a Gemm (with or without transB), an Einsum, a
     recurrent layer, a Conv (inputs: the channels of a group at every place of the kernel) or an
@@ -48,10 +48,10 @@ class LoRA:
 
     Attributes:
       rank: of B A; at most the number of outputs and of inputs of each weight.
-      alpha: the change is scaled by alpha / rank; None is the rank, a scale of one.
+      alpha: the change is scaled by alpha / rank; None means the rank, a scale of one.
       where: names or regular expressions (matched in full), or a predicate of name and value, that
-        choose among the weights that can be adapted. None is every matrix product and convolution
-        whose adapter is smaller than the weight.
+        choose among the weights that can be adapted. None means every matrix product and
+        convolution whose adapter is smaller than the weight.
     """
 
     rank: int = 8
@@ -65,10 +65,10 @@ class LoRA:
             raise InputError(f"alpha must be a positive number, and is {self.alpha!r}")
 
     def attach(self, model: Model, rng: jax.Array, *, trainable: Select | None = None) -> Model:
-        """The model with adapters as its parameters; its weights become state.
+        """Return the model with adapters as its parameters; its weights become state.
 
         It is a Model like any other: `apply`, `apply_train` and `jaxonnx.flax` take it, `save`
-        writes the merged weights, and `merged()` gives a plain model.
+        writes the merged weights, and `merged()` returns a plain model.
 
         Args:
           model: a model without adapters.
@@ -81,8 +81,11 @@ class LoRA:
         full = {} if trainable is None else model.with_trainable(trainable).params
         tensors = model.tensors
         floats = {n: v for n, v in tensors.items() if jnp.issubdtype(v.dtype, jnp.floating)}
-        found = weights(model.graph, tensors).items()
-        places = {name: w.matrix for name, w in found if w.matrix and name in floats.keys() - full}
+        places = {
+            name: weight.matrix
+            for name, weight in weights(model.graph, tensors).items()
+            if weight.matrix and name in floats.keys() - full
+        }
         places = self._chosen(places, floats)
         values = dict(full)
         for name, key in zip(places, jax.random.split(rng, len(places)), strict=True):
@@ -91,7 +94,7 @@ class LoRA:
         return Adapters(self.rank, alpha, places, values).attach(model)
 
     def _chosen(self, places: dict[str, Matrix], tensors: Mapping[str, Any]) -> dict[str, Matrix]:
-        """The weights to be adapted."""
+        """Return the weights to be adapted."""
         sizes = {name: place.sizes(tensors[name].shape) for name, place in places.items()}
         if self.where is None:
             chosen = {
@@ -147,10 +150,10 @@ class Adapters:
 
     @classmethod
     def of(cls, model: Model) -> Adapters:
-        """The adapters of a model that has some, with their present values.
+        """Return the adapters of a model, with their present values.
 
         Raises:
-          InputError: it has none.
+          InputError: the model has none.
         """
         merge = model.program.adaption
         if not isinstance(merge, _Merge):
@@ -160,7 +163,7 @@ class Adapters:
         return cls(merge.rank, merge.alpha, merge.layouts, {**model.params, **renewed})
 
     def apply(self, model: Model) -> Model:
-        """A plain model with the adapters merged into its weights.
+        """Return a plain model with the adapters merged into its weights.
 
         Raises:
           InputError: the model does not have these weights, or in other shapes.
@@ -168,7 +171,7 @@ class Adapters:
         return self.attach(model).merged()
 
     def attach(self, model: Model) -> Model:
-        """The model with these adapters as its parameters, to be trained further.
+        """Return the model with these adapters as its parameters, to be trained further.
 
         Raises:
           InputError: the model does not have these weights, or in other shapes; or it has adapters.
@@ -194,10 +197,10 @@ class Adapters:
         )
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes a small `.npz`: the values, and rank, alpha and layouts as JSON beside them.
+        """Write a small `.npz`: the values, and rank, alpha and layouts as JSON beside them.
 
         Raises:
-          OSError: the path cannot be written; what was there stays.
+          OSError: the path cannot be written; a file that was there stays.
         """
         places = {name: dataclasses.asdict(place) for name, place in self.layouts.items()}
         about = json.dumps({"rank": self.rank, "alpha": self.alpha, "layouts": places})
@@ -208,7 +211,7 @@ class Adapters:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Adapters:
-        """Reads what `save` wrote.
+        """Load the adapters that `save` wrote.
 
         Raises:
           ModelError: the file holds no adapters, or is damaged.
@@ -258,7 +261,7 @@ class Adapters:
 
 @dataclass(frozen=True)
 class _Merge:
-    """The weights of the graph from those of the file and adapters (`program.Adaption`)."""
+    """The sum of the file's weights and the adapters (a `program.Adaption`)."""
 
     params: tuple[str, ...]
     rank: int

@@ -20,7 +20,7 @@ from jaxonnx.ops import loss as operators
 class ClassLoss:
     """A loss of scores (N, classes, *D) and integer labels (N, *D).
 
-    Called with `(outputs, targets)` it gives what the operator gives: a scalar, or (N, *D) for the
+    Called with `(outputs, targets)` it returns the operator's result: a scalar, or (N, *D) for the
     reduction "none".
     """
 
@@ -36,7 +36,7 @@ class ClassLoss:
     def totals(
         self, outputs: jax.Array, targets: jax.Array, weight: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """The sum over the examples of weight 1, and what the reduction divides it by.
+        """Return the sum over the examples of weight 1, and the divisor of the reduction.
 
         Half precision, whose sums end at 65504, is summed in float32.
         """
@@ -61,10 +61,10 @@ class ClassLoss:
 def cross_entropy(
     *, weight: Any = None, ignore_index: int | None = None, reduction: str = "mean"
 ) -> ClassLoss:
-    """The loss of the operator SoftmaxCrossEntropyLoss, of logits.
+    """Return the loss of the operator SoftmaxCrossEntropyLoss, for logits.
 
     Args:
-      weight: of each class, (classes,); all are 1 if not given.
+      weight: one for each class, (classes,); None means 1 for all.
       ignore_index: labels of this value do not count; it need not be a class.
       reduction: "mean" divides by the sum of the weights of the labels that count, over the whole
         batch; "sum" does not divide; "none" keeps the loss of each label.
@@ -77,7 +77,7 @@ def cross_entropy(
     0.6931
 
     Raises:
-      TrainingError: arguments that are none of these.
+      TrainingError: an argument is none of these.
     """
     return _loss("cross_entropy", _softmax_cross_entropy, weight, ignore_index, reduction)
 
@@ -85,7 +85,7 @@ def cross_entropy(
 def negative_log_likelihood(
     *, weight: Any = None, ignore_index: int | None = None, reduction: str = "mean"
 ) -> ClassLoss:
-    """The loss of the operator NegativeLogLikelihoodLoss, of log-probabilities.
+    """Return the loss of the operator NegativeLogLikelihoodLoss, for log-probabilities.
 
     The arguments are those of `cross_entropy`.
     """

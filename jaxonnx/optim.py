@@ -2,7 +2,7 @@
 
 Each rule is one function on one tensor, in the letters of the specification: X is the tensor,
 G its gradient, R the learning rate, T the update count. The operators of
-`ai.onnx.preview.training` and the optax transformations below are both made of it, so 100 updates
+`ai.onnx.preview.training` and the optax transformations below both use it, so 100 updates
 of a transformation are 100 executions of the operator. Nothing here needs an ONNX file.
 
 The transformations work wherever optax takes one: `optax.chain`, `optax.multi_transform`,
@@ -27,7 +27,7 @@ MODES = ("standard", "nesterov")
 def adam_rule(
     X, G, V, H, *, R, T, alpha, beta, epsilon, norm_coefficient=0.0, norm_coefficient_post=0.0
 ):
-    """One update of Adam: `(dX, V_new, H_new)`, where X_new is X + dX.
+    """Compute one update of Adam: `(dX, V_new, H_new)`, where X_new is X + dX.
 
     All arrays have the shape and dtype of X, R and T are scalars.
     """
@@ -41,7 +41,7 @@ def adam_rule(
 
 
 def adagrad_rule(X, G, H, *, R, T, decay_factor, epsilon, norm_coefficient=0.0):
-    """One update of Adagrad: `(dX, H_new)`, where X_new is X + dX."""
+    """Compute one update of Adagrad: `(dX, H_new)`, where X_new is X + dX."""
     G = _regularized(G, X, norm_coefficient)
     H = H + G * G
     r = R / (1 + _like(R, T) * _like(R, decay_factor))
@@ -49,7 +49,10 @@ def adagrad_rule(X, G, H, *, R, T, decay_factor, epsilon, norm_coefficient=0.0):
 
 
 def momentum_rule(X, G, V, *, R, T, alpha, beta, mode, norm_coefficient=0.0):
-    """One update of SGD with momentum, `mode` one of MODES: `(dX, V_new)`, X_new is X + dX."""
+    """Compute one update of SGD with momentum: `(dX, V_new)`, where X_new is X + dX.
+
+    `mode` is one of MODES.
+    """
     G = _regularized(G, X, norm_coefficient)
     V = _like(X, alpha) * V + _like(X, jnp.where(T > 0, beta, 1.0)) * G
     direction = V if mode == "standard" else G + _like(X, alpha) * V
@@ -105,7 +108,7 @@ class OnnxTransformation(optax.GradientTransformation):
 
 
 class AdamState(NamedTuple):
-    """`count` updates were made; V and H average the gradient and its square."""
+    """The state of Adam: `count` updates were made; V and H average gradient and its square."""
 
     count: jax.Array
     V: optax.Updates
@@ -113,14 +116,14 @@ class AdamState(NamedTuple):
 
 
 class AdagradState(NamedTuple):
-    """`count` updates were made; H sums the squared gradients."""
+    """The state of Adagrad: `count` updates were made; H sums the squared gradients."""
 
     count: jax.Array
     H: optax.Updates
 
 
 class MomentumState(NamedTuple):
-    """`count` updates were made; V is the momentum."""
+    """The state of Momentum: `count` updates were made; V is the momentum."""
 
     count: jax.Array
     V: optax.Updates
@@ -136,7 +139,7 @@ def adam(
     norm_coefficient_post: float = 0.0,
     T: int = 0,
 ) -> OnnxTransformation:
-    r"""Adam as the ONNX operator of that name defines it.
+    r"""Return Adam as the ONNX operator of that name defines it.
 
     .. math::
         G' &= G + \text{norm\_coefficient} \cdot X \\
@@ -194,7 +197,7 @@ def adagrad(
     norm_coefficient: float = 0.0,
     T: int = 0,
 ) -> OnnxTransformation:
-    r"""Adagrad as the ONNX operator of that name defines it.
+    r"""Return Adagrad as the ONNX operator of that name defines it.
 
     .. math::
         G' &= G + \text{norm\_coefficient} \cdot X \\
@@ -239,7 +242,7 @@ def momentum(
     mode: str = "standard",
     norm_coefficient: float = 0.0,
 ) -> OnnxTransformation:
-    r"""Stochastic gradient descent with momentum as the ONNX operator Momentum defines it.
+    r"""Return stochastic gradient descent with momentum as the ONNX operator Momentum defines it.
 
     .. math::
         G' &= G + \text{norm\_coefficient} \cdot X \\
@@ -284,7 +287,7 @@ def momentum(
 
 
 def as_attribute(value: Any) -> Any:
-    """The coefficient as ONNX stores it: a number rounded to float32.
+    """Round a number to float32, as ONNX stores it.
 
     Arrays, which `optax.inject_hyperparams` passes, have a dtype of their own and stay.
     """

@@ -1,4 +1,4 @@
-"""Which Python function is which ONNX operator, since which opset.
+"""The table of operators: the Python function of each ONNX operator, from an opset on.
 
 An operator is a plain function that reads like its specification::
 
@@ -12,16 +12,16 @@ keyword-only parameters are the attributes with the specification's spelling and
 tuple means several outputs. There is one function per semantic change; the one with the greatest
 `since` not above the model's opset is used.
 
-The decorator says at which inputs trained tensors stand. `weights` says of factors what their axes
-mean (`matrix`, `convolution`, `recurrent`, `einsum` and `table` of `jaxonnx._axes`): LoRA,
+The decorator names the inputs for trained tensors. `weights` are factors, with the meaning of their
+axes (`matrix`, `convolution`, `recurrent`, `einsum` and `table` of `jaxonnx._axes`): LoRA,
 initializers, sparsity and `Model.summary` go by it. `params` are biases, scales and the like,
-`vectors` are what only counts as trained if it is a vector (of Add, Mul), `state` are running
-statistics; each with the value that it starts from. The inputs and attributes named there must be
-those of the function.
+`vectors` are operands that count as trained only if they are vectors (of Add, Mul), `state` are
+running statistics; each with the value that it starts from. All names must be those of the
+function's inputs and attributes.
 
 Annotations say what a parameter needs beyond its value: `Static` on an input that must be known
 while tracing; `Key`, `Training`, `Outputs` and `Names` on keyword-only parameters that the
-evaluator fills in and that are no attributes.
+evaluator fills in and that are not attributes.
 """
 
 import inspect
@@ -40,8 +40,8 @@ Static = Annotated[np.ndarray, "static"]
 """An input whose value must be known while tracing; the function receives an `np.ndarray`."""
 
 Through = Annotated[Any, "through"]
-"""An input through which gradients pass to what was rounded: the function receives a `Rounded` as
-it is, of which every other one receives the `value` alone."""
+"""An input through which gradients pass to the numbers before rounding: the function receives the
+`Rounded` itself, where all other functions receive its `value` alone."""
 
 Kernel = Annotated[Any, "kernel"]
 """A weight (M, C, *kernel) that may be kept in another order, for `lowering` alone to read."""
@@ -50,7 +50,7 @@ Key = Annotated[Callable[..., Any], "key"]
 """`key(seed=None)` gives this node's own PRNG key; equal seeds give equal keys."""
 
 Training = Annotated[bool | None, "training"]
-"""True in training, False in inference, None to do what the file says."""
+"""True in training, False in inference, None to do as the file says."""
 
 Outputs = Annotated[int, "outputs"]
 """The number of outputs that the node lists (trailing omitted ones not counted)."""
@@ -89,18 +89,18 @@ class Op:
     since: int
     function: Callable[..., Any]
     params: tuple[int, ...]
-    """Inputs that a trained weight or bias may stand at."""
+    """Inputs for a trained weight or bias."""
     vectors: tuple[int, ...]
-    """Inputs that a trained bias or scale vector may stand at, but no table or scalar."""
+    """Inputs for a trained bias or scale vector, but not for a table or a scalar."""
     state: tuple[int, ...]
     """Inputs that hold running statistics; in training the k-th is renewed by output k + 1."""
     view: bool
-    """The first input is only viewed differently: what stands behind it keeps its role."""
+    """The result is a view of the first input: a tensor keeps its role behind it."""
     dynamic: bool
     """The shape of the result depends on values, so that it cannot be compiled."""
     static: frozenset[int]
     context: tuple[tuple[str, str], ...]
-    """Pairs of keyword-only parameter and what the evaluator passes there."""
+    """Pairs of keyword-only parameter and the name of what the evaluator passes there."""
     attributes: frozenset[str]
     required: frozenset[str]
     inputs: int | None
@@ -111,9 +111,9 @@ class Op:
     through: frozenset[int] = frozenset()
     kernels: frozenset[int] = frozenset()
     needed: tuple[str, ...] = ()
-    """The names of the inputs that must be given."""
+    """The names of the required inputs."""
     last: int = 0
-    """The position of the last input; a variadic one stands there and after."""
+    """The position of the last input; a variadic one starts there."""
     forms: Mapping[int, Form] = field(default_factory=dict, hash=False)
     """Among `params`: the factors, and what their axes mean."""
     starts: Mapping[int, float] = field(default_factory=dict, hash=False)
@@ -125,7 +125,7 @@ class Op:
         return any(what == "channels" for _, what in self.context)
 
     def role(self, position: int) -> str | None:
-        """What stands at an input: "param", "vector", "state", or nothing that is trained."""
+        """Return the role of an input: "param", "vector", "state", or None if it is not trained."""
         position = min(position, self.last)
         for role, positions in (("param", self.params), ("vector", self.vectors)):
             if position in positions:
@@ -133,11 +133,11 @@ class Op:
         return "state" if position in self.state else None
 
     def form(self, position: int) -> Form | None:
-        """What the operator says of the axes of a weight at an input."""
+        """Return what the operator declares of the axes of a weight at an input."""
         return self.forms.get(min(position, self.last))
 
     def start(self, position: int) -> float | None:
-        """The value that a tensor at an input starts from; None where the operator does not say."""
+        """Return the value that a tensor at an input starts from; None if it is not declared."""
         return self.starts.get(min(position, self.last))
 
 
@@ -160,14 +160,14 @@ def op(
     dynamic: bool = False,
     pointwise: bool = False,
 ):
-    """Registers the decorated function as operator `name` of `domain` from opset `since` on.
+    """Register the decorated function as operator `name` of `domain` from opset `since` on.
 
-    `weights`, `params`, `vectors` and `state` name the inputs at which a factor, a bias or another
-    trained tensor, a bias or scale vector, or a running statistic stands; a variadic input is named
-    without its asterisk and means every position from there on.
+    `weights`, `params`, `vectors` and `state` name the inputs for factors, for biases and other
+    trained tensors, for bias or scale vectors, and for running statistics; a variadic input is
+    named without its asterisk and means every position from there on.
 
     Raises:
-      ValueError: a name that is no input, or an attribute of `weights` that is none.
+      ValueError: a name is not an input, or one in `weights` not an attribute.
     """
 
     def register(function):
@@ -186,10 +186,11 @@ def op(
         attributes = [p for p in keywords if p.name not in filled]
         forms = weights or {}
         named = {*order, *(p.name for p in attributes)}
-        for given in (forms, params, vectors, state, *(form.attributes for form in forms.values())):
-            if unknown := [*filter(lambda what: what not in named, given)]:
+        read = (form.attributes for form in forms.values())
+        for group in (forms, params, vectors, state, *read):
+            if unknown := [*filter(lambda what: what not in named, group)]:
                 raise ValueError(f"operator {name} has no input or attribute {unknown[0]!r}")
-        starts = [g for g in (params, vectors, state) if isinstance(g, Mapping)]
+        starts = [group for group in (params, vectors, state) if isinstance(group, Mapping)]
         _OPS[domain, name].append(
             Op(
                 name=name,
@@ -212,7 +213,7 @@ def op(
                 needed=tuple(p.name for p in positional if p.default is p.empty),
                 last=len(order) - 1,
                 forms={order.index(what): form for what, form in forms.items()},
-                starts={order.index(w): x for given in starts for w, x in given.items()},
+                starts={order.index(w): x for group in starts for w, x in group.items()},
             )
         )
         _OPS[domain, name].sort(key=lambda o: o.since)
@@ -222,7 +223,7 @@ def op(
 
 
 def _marked(parameters, marker) -> frozenset[int]:
-    """The positions annotated with `marker`, alone or in a union."""
+    """Return the positions annotated with `marker`, alone or in a union."""
     return frozenset(
         i
         for i, p in enumerate(parameters)
@@ -231,20 +232,20 @@ def _marked(parameters, marker) -> frozenset[int]:
 
 
 def lookup(domain: str, name: str, opset: int) -> Op | None:
-    """The operator with the greatest `since` not above `opset`, or None."""
+    """Return the operator with the greatest `since` not above `opset`, or None."""
     known = _OPS.get(("" if domain == "ai.onnx" else domain, name), ())
     return next((o for o in reversed(known) if o.since <= opset), None)
 
 
 def registered() -> list[Op]:
-    """All operators, sorted by domain, name and opset."""
+    """Return all operators, sorted by domain, name and opset."""
     return sorted(
         (o for ops in _OPS.values() for o in ops), key=lambda o: (o.domain, o.name, o.since)
     )
 
 
 def known(*values: Any) -> bool:
-    """Whether all values are known while tracing: NumPy arrays, omitted, or sequences of such."""
+    """Check whether all values are known while tracing: NumPy arrays, None, sequences of these."""
     return all(
         value is None
         or isinstance(value, np.ndarray | np.generic)
@@ -255,5 +256,5 @@ def known(*values: Any) -> bool:
 
 
 def xp(*values: Any) -> Any:
-    """`numpy` if all values are known, else `jax.numpy`: shape arithmetic then costs no compile."""
+    """Return `numpy` if all values are known, so that they cost no compile, else `jax.numpy`."""
     return np if known(*values) else jnp

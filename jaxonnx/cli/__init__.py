@@ -29,10 +29,10 @@ _VERBS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command.
+    """Run a command.
 
     Args:
-      arguments: those of this process if not given.
+      arguments: those of the command line; None means those of this process.
 
     Returns:
       The exit status: 0 if all is done, 1 if the run stopped before its end or failed after it had
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.showwarning = lambda message, *_: _complain(options.verb, message)
         try:
             if arguments is None and options.allocator == "keep":
-                process.keep_pages()  # of a program that calls this, the process is not ours
+                process.keep_pages()  # in a program that calls this, the process is not ours
             if options.cache is not None:
                 jax.config.update("jax_compilation_cache_dir", str(options.cache))
             report = _VERBS[options.verb](options)
@@ -74,7 +74,7 @@ def _complain(verb: str, message: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: numbers of NumPy as Python's, what is not finite as null."""
+    """Convert to what JSON holds: NumPy numbers to Python's, infinite and NaN ones to null."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

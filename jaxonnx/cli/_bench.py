@@ -1,4 +1,4 @@
-"""`jaxonnx bench`: how long a model of one's own takes."""
+"""`jaxonnx bench`: the time that a user's own model takes."""
 
 import argparse
 import time
@@ -23,18 +23,18 @@ _BATCH = 32
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Forward pass, training step if there is one, and onnxruntime if it is installed."""
+    """Time the forward pass, the training step if there is one, and onnxruntime if installed."""
     model = read(options)
     if options.data is not None:
         inputs, _ = arrays(options.data, model, None)
     else:
         inputs = tuple(random_inputs(model.inputs, options.batch, dict(options.dim or ())))
-    given = jax.device_put(inputs)
-    rows = {"forward": _forward(model, given)}
+    placed = jax.device_put(inputs)
+    rows = {"forward": _forward(model, placed)}
     notes = []
     if options.train:
         try:
-            rows["training step"] = _training_step(model, given)
+            rows["training step"] = _training_step(model, placed)
         except Error as error:
             notes.append(f"no training step: {error}")
     if find_spec("onnxruntime") is None:
@@ -67,10 +67,10 @@ def run(options: argparse.Namespace) -> Report:
 def random_inputs(
     values: tuple[Value, ...], batch: int | None, sizes: Mapping[str, int]
 ) -> list[np.ndarray]:
-    """Normal numbers, or zeros where an input takes integers (a table of any length has row 0).
+    """Draw normal numbers, or zeros for inputs of integers (a table of any length has row 0).
 
     Raises:
-      InputError: a dimension is open and no size is given for it, or one that does not fit.
+      InputError: an open dimension has no size, or a size does not fit.
     """
     random = np.random.default_rng(0)
     made = []
@@ -97,7 +97,7 @@ def random_inputs(
 
 
 def measure(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of a call in each round; the calls take turns, so that load hits all alike."""
+    """Return seconds a call in each round; calls take turns, so that load hits all alike."""
     counts = {}
     for name, call in calls.items():
         call()
@@ -119,7 +119,7 @@ def _seconds(call: Callable[[], Any], count: int) -> float:
 
 
 def _compiled(function: Any, *arguments: Any, **settings: Any) -> tuple[Any, dict[str, Any]]:
-    """The program, and what it costs to compile and to hold."""
+    """Compile a function; return it with its costs: seconds to compile, bytes to hold."""
     begin = time.perf_counter()
     program = jax.jit(function, **settings).lower(*arguments).compile()
     seconds = time.perf_counter() - begin
@@ -144,7 +144,7 @@ def _forward(model: Model, inputs: tuple) -> dict[str, Any]:
 
 
 def _training_step(model: Model, inputs: tuple) -> dict[str, Any]:
-    """The step of `jaxonnx.train` with Adam, for the mean square of outputs that are real."""
+    """Compile the step of `jaxonnx.train` with Adam, for the mean square of real outputs."""
     from jaxonnx.train import Batch, step
 
     if not model.params:
@@ -163,14 +163,14 @@ def _training_step(model: Model, inputs: tuple) -> dict[str, Any]:
 
     def call():
         nonlocal state
-        state, seen = program(state, batch, one.frozen)
-        return seen
+        state, observed = program(state, batch, one.frozen)
+        return observed
 
     return costs | {"call": call}
 
 
 def _onnxruntime(options: argparse.Namespace, model: Model, inputs: tuple) -> dict[str, Any]:
-    """The file itself, or the model as it is after flags that change it."""
+    """Run the file itself in onnxruntime, or the model as flags changed it."""
     import onnxruntime
     from onnxruntime.capi.onnxruntime_pybind11_state import (  # type: ignore[import-not-found]
         Fail,

@@ -14,7 +14,7 @@ class Flag(NamedTuple):
     names: str
     help: str
     settings: Mapping[str, Any] = {}
-    """What `argparse.ArgumentParser.add_argument` takes besides."""
+    """Other arguments of `argparse.ArgumentParser.add_argument`."""
 
 
 class Verb(NamedTuple):
@@ -25,11 +25,11 @@ class Verb(NamedTuple):
 
 
 class Gather(argparse.Action):
-    """Collects the values of a flag that is repeated; they replace those of the configuration."""
+    """An action that collects a repeated flag's values; they replace the configuration's."""
 
     def __call__(self, parser, namespace, values, option_string=None):
-        given = getattr(namespace, self.dest)
-        setattr(namespace, self.dest, [values] if given is self.default else [*given, values])
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, [values] if before is self.default else [*before, values])
 
 
 def numbers(text: str) -> tuple[float, ...]:
@@ -42,7 +42,7 @@ def size(text: str) -> tuple[int, int]:
 
 
 def share(text: str) -> Path | float:
-    """A number as a share, anything else as a file."""
+    """Parse a number as a share, anything else as a file."""
     try:
         return float(text)
     except ValueError:
@@ -50,7 +50,7 @@ def share(text: str) -> Path | float:
 
 
 def ratio(text: str) -> tuple[str, float]:
-    """NAME=X, or X alone."""
+    """Parse NAME=X, or X alone."""
     name, _, number = text.rpartition("=")
     return name, float(number)
 

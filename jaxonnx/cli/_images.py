@@ -1,4 +1,4 @@
-"""Pictures as the numbers that a network takes, and its answers with their names."""
+"""Pictures as inputs of a network, and its outputs as named classes."""
 
 from dataclasses import asdict, dataclass, fields, replace
 from math import isqrt
@@ -29,15 +29,15 @@ class Preparation:
     """The names of the classes, in the order of the network's output."""
 
     def __call__(self, pixels: np.ndarray, layout: "Layout") -> np.ndarray:
-        """uint8[n, height, width, channels] as the network's input.
+        """Convert uint8[n, height, width, channels] to the network's input.
 
         Raises:
-          InputError: mean or std do not fit the channels, or a network of pixels is given others.
+          InputError: mean or std do not fit the channels, or are set for a network of pixels.
         """
-        for name, given in (("mean", self.mean), ("std", self.std)):
-            if len(given) not in (1, layout.channels) or (name == "std" and min(given) <= 0):
+        for name, value in (("mean", self.mean), ("std", self.std)):
+            if len(value) not in (1, layout.channels) or (name == "std" and min(value) <= 0):
                 raise InputError(
-                    f"{name} {given} does not fit a network that takes {layout.channels} channels"
+                    f"{name} {value} does not fit a network that takes {layout.channels} channels"
                 )
         if layout.dtype == np.uint8:
             if (self.scale, {*self.mean}, {*self.std}) != (1, {0}, {1}):
@@ -50,7 +50,7 @@ class Preparation:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the picture stands in a network's input."""
+    """The place of the picture in a network's input."""
 
     size: tuple[int, int]
     """Height and width."""
@@ -61,7 +61,7 @@ class Layout:
     """A floating-point type, or uint8."""
 
     def place(self, x: np.ndarray) -> np.ndarray:
-        """[n, height, width, channels] as this input."""
+        """Convert [n, height, width, channels] to this input."""
         if self.kind == "NCHW":
             return np.ascontiguousarray(x.transpose(0, 3, 1, 2))
         if self.kind == "NHWC":
@@ -70,7 +70,7 @@ class Layout:
 
 
 def preparation(model: Model) -> Preparation | None:
-    """What the file says about its pictures, if it does.
+    """Return what the file says about its pictures, None if nothing.
 
     Raises:
       ModelError: the entry is malformed.
@@ -78,15 +78,15 @@ def preparation(model: Model) -> Preparation | None:
     return records.get(model.proto, KEY, _made)
 
 
-def _made(found: Any) -> Preparation:
-    if odd := found.keys() - {field.name for field in fields(Preparation)}:
+def _made(entry: Any) -> Preparation:
+    if odd := entry.keys() - {field.name for field in fields(Preparation)}:
         raise ValueError(f"unknown: {', '.join(sorted(odd))}")
-    lists = {k: tuple(v) for k, v in found.items() if k != "scale"}
-    return Preparation(**found | lists)
+    lists = {k: tuple(v) for k, v in entry.items() if k != "scale"}
+    return Preparation(**entry | lists)
 
 
 def with_preparation(model: Model, value: Preparation) -> Model:
-    """The model with the entry that `preparation` reads."""
+    """Return the model with the entry that `preparation` reads."""
     proto = ModelProto()
     proto.CopyFrom(model.proto)
     records.put(proto, KEY, asdict(value))
@@ -94,10 +94,10 @@ def with_preparation(model: Model, value: Preparation) -> Model:
 
 
 def layout(model: Model, size: tuple[int, int] | None = None) -> Layout:
-    """How the model's only input takes a picture; `size` where the file leaves it open.
+    """Return how the model's only input takes a picture; `size` if the file leaves it open.
 
     Raises:
-      InputError: it takes no picture, or its size is not known.
+      InputError: it does not take a picture, or its size is not known.
     """
     if len(model.inputs) != 1:
         raise InputError(f"the network takes {len(model.inputs)} inputs, not one picture")
@@ -124,20 +124,20 @@ def layout(model: Model, size: tuple[int, int] | None = None) -> Layout:
             f"input {value} takes no picture: neither one nor three channels of pixels"
         )
     wanted = size or (None, None)
-    found: Any = tuple(s if isinstance(s, int) else w for s, w in zip(sides, wanted, strict=True))
-    if None in found:
+    known: Any = tuple(s if isinstance(s, int) else w for s, w in zip(sides, wanted, strict=True))
+    if None in known:
         raise InputError(f"input {value} takes pictures of any size: say which (--size HxW)")
-    if size and found != size:
-        raise InputError(f"input {value} takes pictures of {found[0]}x{found[1]}")
-    return Layout(found, channels, kind, value.dtype)
+    if size and known != size:
+        raise InputError(f"input {value} takes pictures of {known[0]}x{known[1]}")
+    return Layout(known, channels, kind, value.dtype)
 
 
 def read(path: Path, where: Layout) -> np.ndarray:
-    """A picture file as uint8[1, height, width, channels], its middle resized to fill the size.
+    """Read a picture as uint8[1, height, width, channels], its middle resized to fill the size.
 
     Raises:
       Error: Pillow is not installed.
-      InputError: the file is no picture.
+      InputError: the file is not a picture.
     """
     try:
         from PIL import Image, ImageOps
@@ -162,10 +162,10 @@ def read(path: Path, where: Layout) -> np.ndarray:
 def classify(
     model: Model, pixels: np.ndarray, prepare: Preparation, where: Layout
 ) -> list[tuple[str, float]]:
-    """The classes of one picture (`read`) with their probabilities, the most probable first.
+    """Return the classes of one picture (`read`) with probabilities, the most probable first.
 
     Raises:
-      InputError: the output is no row of class scores, or the labels do not fit it.
+      InputError: the output is not a row of class scores, or the labels do not fit it.
     """
     (value,) = model.inputs
     size = value.shape[0] if value.shape and isinstance(value.shape[0], int) else 1
@@ -185,10 +185,10 @@ def classify(
 
 
 def batch(images: np.ndarray, prepare: Preparation, where: Layout) -> np.ndarray:
-    """uint8 pictures [n, h, w], [n, h, w, c] or [n, c, h, w] as the network's input.
+    """Convert uint8 pictures [n, h, w], [n, h, w, c] or [n, c, h, w] to the network's input.
 
     Raises:
-      InputError: their shape is another than the network takes.
+      InputError: their shape does not fit the network.
     """
     pixels = images[..., None] if images.ndim == 3 else images
     wanted = (*where.size, where.channels)

@@ -1,4 +1,4 @@
-"""Flags, and a TOML file that gives the same by the same names, as the options of a command."""
+"""The options of a command, from flags and from a TOML file with the same names."""
 
 import argparse
 import difflib
@@ -17,7 +17,7 @@ _EXITS = (
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of one command, from flags and `--config`; leaves the process where they err."""
+    """Parse the options of one command, from flags and `--config`; exit if they are wrong."""
     parser = argparse.ArgumentParser(
         prog="jaxonnx",
         description="Train ONNX files with JAX.",
@@ -53,7 +53,7 @@ def _indented(text: str) -> str:
 
 
 def _config(arguments: Sequence[str]) -> Path | None:
-    """The file that `--config` names; other mistakes are left to the parser itself."""
+    """Return the file that `--config` names; leave other mistakes to the parser itself."""
     early = argparse.ArgumentParser(prog=f"jaxonnx {arguments[0]}", add_help=False)
     early.add_argument("--config", type=Path)
     return early.parse_known_args(arguments)[0].config
@@ -62,12 +62,12 @@ def _config(arguments: Sequence[str]) -> Path | None:
 def _configure(
     parser: argparse.ArgumentParser, actions: Mapping[str, argparse.Action], path: Path
 ) -> None:
-    """Makes the values of a TOML file the defaults of a command's flags."""
+    """Make the values of a TOML file the defaults of a command's flags."""
     try:
-        given = tomllib.loads(path.read_text("utf-8"))
+        values = tomllib.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         parser.error(f"--config {path}: {error}")
-    for key, value in given.items():
+    for key, value in values.items():
         name = key.replace("_", "-")
         if name not in actions or name == "config":
             near = difflib.get_close_matches(name, actions, n=3) or sorted(actions)
@@ -83,7 +83,7 @@ def _configure(
 
 
 def _default(action: argparse.Action, value: Any) -> Any:
-    """A value of a TOML file as a flag would give it."""
+    """Convert a value of a TOML file to what the flag gives."""
     if isinstance(action, argparse.BooleanOptionalAction):
         if not isinstance(value, bool):
             raise ValueError("must be true or false")

@@ -33,21 +33,21 @@ _SETTINGS = (
 
 
 class Report(NamedTuple):
-    """What a verb did."""
+    """The result of a verb."""
 
     data: Mapping[str, Any]
     """For `--json`."""
     shown: Any
-    """For people: a text, something that rich renders, or None if all is said."""
+    """For people: a text, something that rich renders, or None if nothing is left to say."""
     status: int = 0
 
 
 class Failed(Error):
-    """What failed after the work began, not because it was refused."""
+    """Raised when a command fails after its work began, not because it was refused."""
 
 
 def read(options: argparse.Namespace, outputs: Sequence[str] | None = None) -> Model:
-    """The model of a command."""
+    """Load the model of a command."""
     batch = "any" if options.any_batch else None
     return load(options.model, outputs=outputs, batch=batch, dequantize=options.dequantize)
 
@@ -73,7 +73,7 @@ def info(options: argparse.Namespace) -> Report:
 
 
 def _described(value: Any) -> dict[str, Any]:
-    """Shape and type of an input, an output or a tensor."""
+    """Return shape and type of an input, an output or a tensor."""
     name = {"name": value.name} if isinstance(value, Value) else {}
     return {**name, "dtype": value.dtype and str(value.dtype), "shape": value.shape}
 
@@ -100,8 +100,8 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
 
     model = read(options)
     check_writable(options.output)
-    given, targets = arrays(_examples(options), model, "y")
-    inputs = _prepared(given, model, options)
+    raw, targets = arrays(_examples(options), model, "y")
+    inputs = _prepared(raw, model, options)
     validation = options.validation
     if isinstance(validation, Path):
         held_out, truth = arrays(validation, model, "y")
@@ -123,7 +123,7 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
         **{name: value for name, value in settings.items() if value is not None},
     )
     trained = result.model
-    if inputs is not given or any(getattr(options, name) is not None for name in _PREPARATION):
+    if inputs is not raw or any(getattr(options, name) is not None for name in _PREPARATION):
         trained = images.with_preparation(trained, _preparation(trained, options))
     _save(trained, options.output)
     if result.lora is not None and options.adapters is not None:
@@ -140,7 +140,7 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
 
 
 def _dropout(options: argparse.Namespace) -> float | dict[str, float] | None:
-    """One ratio, or ratios by name."""
+    """Return one ratio, or ratios by name."""
     ratios = dict(options.dropout or ())
     if "" in ratios and len(ratios) > 1:
         raise InputError("--dropout takes one ratio for all nodes, or NAME=X for each, not both")
@@ -165,7 +165,7 @@ def _lora(options: argparse.Namespace) -> LoRA | None:
 
 
 def _save(model: Model, path: Path) -> None:
-    """Writes the result of a training, which took long: elsewhere, if it cannot be written here."""
+    """Write the result of a long training; elsewhere, if it cannot be written here."""
     try:
         model.save(path)
     except OSError as error:
@@ -209,9 +209,9 @@ def classify(options: argparse.Namespace) -> Report:
     prepare = _preparation(model, options)
     data, lines = [], []
     for path in options.pictures:
-        found = images.classify(model, images.read(path, where), prepare, where)[: options.top]
-        data.append({"picture": path, "classes": [{"label": n, "share": p} for n, p in found]})
-        lines += [str(path), *(f"  {share:7.2%}  {label}" for label, share in found)]
+        classes = images.classify(model, images.read(path, where), prepare, where)[: options.top]
+        data.append({"picture": path, "classes": [{"label": n, "share": p} for n, p in classes]})
+        lines += [str(path), *(f"  {share:7.2%}  {label}" for label, share in classes)]
     return Report({"pictures": data}, "\n".join(lines))
 
 
@@ -232,7 +232,7 @@ def demo(options: argparse.Namespace) -> Report:
 
 
 def _preparation(model: Model, options: argparse.Namespace) -> images.Preparation:
-    """What the flags say, or else the file, or else what is usual."""
+    """Return the preparation by the flags, or else by the file, or else the usual one."""
     said = images.preparation(model)
     if said is None:
         said = images.Preparation(scale=1 if model.inputs[0].dtype == np.uint8 else 1 / 255)
@@ -243,7 +243,7 @@ def _preparation(model: Model, options: argparse.Namespace) -> images.Preparatio
 
 
 def _prepared(inputs: tuple, model: Model, options: argparse.Namespace) -> tuple:
-    """The inputs themselves, or prepared if they are pixels and the network takes other numbers."""
+    """Prepare the inputs if they are pixels and the network takes other numbers."""
     if len(inputs) != 1 or not inputs[0].dtype == np.uint8 != model.inputs[0].dtype:
         return inputs
     where = images.layout(model, options.size)
@@ -251,24 +251,24 @@ def _prepared(inputs: tuple, model: Model, options: argparse.Namespace) -> tuple
 
 
 def _examples(options: argparse.Namespace) -> Path:
-    """The data, given with or without the name of its flag."""
-    given = [path for path in (options.examples, options.data) if path is not None]
-    if len(given) != 1:
+    """Return the path of the data, named with or without its flag."""
+    paths = [path for path in (options.examples, options.data) if path is not None]
+    if len(paths) != 1:
         raise InputError("give the data once: jaxonnx train MODEL DATA, or --data DATA")
-    return given[0]
+    return paths[0]
 
 
 def arrays(path: Path, model: Model, targets: str | None) -> tuple[tuple[Any, ...], Any]:
-    """The model's inputs in order, and the targets, from a .npz file."""
+    """Load the model's inputs in order, and the targets, from a .npz file."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            found = dict(file)
+            values = dict(file)
     except (OSError, ValueError) as error:
         raise InputError(f"'{path}' is no .npz file ({error})") from error
     names = [value.name for value in model.inputs]
-    if len(names) == 1 and names[0] not in found:
-        names = ["x"] if "x" in found else names
+    if len(names) == 1 and names[0] not in values:
+        names = ["x"] if "x" in values else names
     wanted = [*names, *([targets] if targets else [])]
-    if missing := [name for name in wanted if name not in found]:
-        raise InputError(f"'{path}' has {', '.join(found) or 'no arrays'}, and needs {missing[0]}")
-    return tuple(found[name] for name in names), found[targets] if targets else None
+    if missing := [name for name in wanted if name not in values]:
+        raise InputError(f"'{path}' has {', '.join(values) or 'no arrays'}, and needs {missing[0]}")
+    return tuple(values[name] for name in names), values[targets] if targets else None

@@ -1,4 +1,4 @@
-"""What the command line sets for its own process; the library sets nothing."""
+"""Settings of the command line's own process; the library sets none."""
 
 import ctypes
 import sys
@@ -12,11 +12,11 @@ _SETTINGS = {
 
 
 def keep_pages() -> None:
-    """Has glibc's allocator keep what is freed, instead of faulting the same pages in again.
+    """Make glibc's allocator keep freed memory, instead of faulting the same pages in again.
 
-    A training step frees and allocates the same large arrays each time. To be called before the
-    first array is made; does nothing where the C library is another than glibc. The environment
-    variable GLIBC_TUNABLES can do the same for a program of one's own.
+    A training step frees and allocates the same large arrays each time. Call it before the first
+    array is made; with a C library other than glibc it does nothing. The environment variable
+    GLIBC_TUNABLES can do the same for a program of your own.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

@@ -1,4 +1,4 @@
-"""The pages of documentation, and the one among them that is made from docstrings.
+"""The reference page, made from docstrings; the other pages lie beside it.
 
 python -m jaxonnx.docs          # writes reference.md beside the other pages
 """
@@ -23,19 +23,19 @@ MODULES = (
     "jaxonnx.flax",
     "jaxonnx.training_info",
 )
-"""Their public names, and those alone, are the interface of the package."""
+"""The modules whose public names, and nothing else, are the interface of the package."""
 
 _SECTION = re.compile(r"(Args|Attributes|Raises|References|Returns|Yields):")
 _LINK = re.compile(r"`([^`]+?) <(\S+)>`_")
 _UNREADABLE = re.compile(r"=<.*?>(?=[,)])")
-"""Defaults that are functions, made anew each time, or unknown to readers."""
+"""Defaults whose text differs from run to run, such as functions, or says nothing."""
 _STARTS = {"pycon": ["```pycon"], "math": ["```math", r"\begin{aligned}"]}
 _ENDS = {"pycon": ["```"], "math": [r"\end{aligned}", "```", ""]}
 _ENTRY = re.compile(r"  (\S[^:]*): (.*)")
 
 
 def reference() -> str:
-    """The reference in Markdown."""
+    """Return the reference in Markdown."""
     lines = ["# Reference", "", "Made from the docstrings by `python -m jaxonnx.docs`.", ""]
     shown: list[Any] = []
     for name in MODULES:
@@ -49,7 +49,7 @@ def reference() -> str:
 
 
 def _public(module: Any) -> Iterator[tuple[str, Any]]:
-    """Functions and classes: those of `__all__`, or else those that the module defines."""
+    """Yield functions and classes: those of `__all__`, or else those that the module defines."""
     names = getattr(module, "__all__", None)
     for name in names or vars(module):
         value = getattr(module, name)
@@ -85,17 +85,17 @@ def _text(value: Any) -> list[str]:
 
 
 def _signature(name: str, value: Any) -> list[str]:
-    """As it is called: names and defaults; the types are in the text."""
-    given = inspect.signature(value)
-    shown = [p.replace(annotation=p.empty) for p in given.parameters.values() if p.name != "self"]
-    text = str(given.replace(parameters=shown, return_annotation=given.empty))
+    """Return the signature as it is called: names and defaults; types are in the text."""
+    full = inspect.signature(value)
+    shown = [p.replace(annotation=p.empty) for p in full.parameters.values() if p.name != "self"]
+    text = str(full.replace(parameters=shown, return_annotation=full.empty))
     text = _UNREADABLE.sub("=...", text)
     wrapped = textwrap.wrap(f"{name}{text}", 96, subsequent_indent="    ", break_on_hyphens=False)
     return ["```text", *wrapped, "```", ""]
 
 
 def _fields(value: type) -> Iterator[tuple[str, str]]:
-    """The fields of a dataclass or named tuple that have a text below them in the source."""
+    """Yield the fields of a dataclass or named tuple that have a text below them in the source."""
     if not (dataclasses.is_dataclass(value) or hasattr(value, "_fields")):
         return
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(value))).body
@@ -107,7 +107,7 @@ def _fields(value: type) -> Iterator[tuple[str, str]]:
 
 
 def markdown(text: str) -> list[str]:
-    """A docstring as Markdown: sections with their entries as lists; examples and formulas."""
+    """Convert a docstring to Markdown: sections with entries as lists; examples and formulas."""
     lines: list[str] = []
     section, fence = False, None
     for line in inspect.cleandoc(_LINK.sub(r"[\1](\2)", text)).splitlines():
@@ -125,8 +125,8 @@ def markdown(text: str) -> list[str]:
             section = True
             lines += [f"**{line[:-1]}**", ""]
         elif section and line.startswith("  "):
-            found = _ENTRY.fullmatch(line)
-            lines.append(f"* `{found[1]}`: {found[2]}" if found else line[2:])
+            entry = _ENTRY.fullmatch(line)
+            lines.append(f"* `{entry[1]}`: {entry[2]}" if entry else line[2:])
         else:
             section = section and not line
             lines.append(line)

@@ -57,23 +57,23 @@ def add(
     loss: str,
     optimizer: OnnxTransformation,
     init: str | Mapping[str, str] | None,
-    found: Mapping[str, Weight],
+    meanings: Mapping[str, Weight],
 ) -> None:
     """Write the training of these initializers into `proto`, as `jaxonnx.add_training` says.
 
-    `found` tells what the weights are to the graph.
+    `meanings` tells what the weights are to the graph.
     """
     stored = {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer}
     _check(proto, loss, optimizer, {name: stored.get(name) for name in params})
     values = {name: stored[name] for name in params}
-    taken = set(names(proto.graph))
-    step = Writer("algorithm", taken)
-    reset = Writer("initialization", taken)
+    used = set(names(proto.graph))
+    step = Writer("algorithm", used)
+    reset = Writer("initialization", used)
     inputs = _loss(step, proto.graph, loss)
     updates, state = _update(step, optimizer, values, inputs)
     starts = {name: initialization.fill(reset, name, value) for name, value in state.items()}
-    for name, kind in initialization.kinds(init, values, found).items():
-        starts[name] = initialization.draw(reset, kind, name, values[name], found[name].matrix)
+    for name, kind in initialization.kinds(init, values, meanings).items():
+        starts[name] = initialization.draw(reset, kind, name, values[name], meanings[name].matrix)
     info = proto.training_info.add(algorithm=step.graph, initialization=reset.graph)
     for name, output in updates.items():
         info.update_binding.add(key=name, value=output)
@@ -116,8 +116,8 @@ def _check(
     for name, value in values.items():
         if value is None:
             raise TrainingError(
-                f"'{name}' is no initializer of the main graph, as training_info demands; leave it "
-                "out by trainable="
+                f"'{name}' is not an initializer of the main graph, as training_info demands; "
+                "leave it out by trainable="
             )
         if value.dtype not in (np.float32, np.float64) or len(dtypes) > 1:
             raise TrainingError(
@@ -131,7 +131,7 @@ def _dtype(values: Mapping[str, np.ndarray]) -> np.dtype:
 
 
 def _loss(g: Writer, main: GraphProto, loss: str) -> tuple[list[str], str]:
-    """Writes the target and the loss; the names of all inputs and of the loss."""
+    """Write the target and the loss; return the names of all inputs and of the loss."""
     (output,) = main.output
     write, counts_classes = _LOSSES[loss]
     kind = output.type.tensor_type
@@ -163,9 +163,9 @@ def _update(
     values: Mapping[str, np.ndarray],
     cut: tuple[list[str], str],
 ) -> tuple[dict[str, str], dict[str, np.ndarray]]:
-    """Writes gradients, learning rate and update.
+    """Write gradients, learning rate and update.
 
-    Returns which output each variable becomes, and the optimizer's state at the beginning.
+    Returns the output that each variable becomes, and the optimizer's first state.
     """
     inputs, loss = cut
     gradients = [g.fresh(f"gradient.{name}") for name in values]

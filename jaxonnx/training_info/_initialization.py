@@ -19,12 +19,12 @@ KINDS = ("glorot", "he", "normal", "zeros", "ones")
 def kinds(
     init: str | Mapping[str, str] | None,
     values: Mapping[str, np.ndarray],
-    found: Mapping[str, Weight],
+    meanings: Mapping[str, Weight],
 ) -> dict[str, str | float]:
     """Return the kind of initializer, or the number, of each tensor that gets one.
 
-    One kind is meant for weights: other tensors start from the number that their operator says. A
-    mapping goes by names or regular expressions, the first that matches a name in full counts.
+    A single kind is for weights: other tensors start from the number that their operator says. In a
+    mapping, the first name or regular expression that matches a name in full counts.
 
     Raises:
       TrainingError: an unknown kind, or an expression that matches no tensor.
@@ -37,7 +37,7 @@ def kinds(
             raise TrainingError(f"init={{{pattern!r}: ...}} matches none of {', '.join(values)}")
     result: dict[str, str | float] = {}
     for name in values:
-        start = found[name].start if isinstance(init, str) else None
+        start = meanings[name].start if isinstance(init, str) else None
         for pattern, kind in chosen.items():
             if name == pattern or re.fullmatch(pattern, name):
                 result[name] = kind if start is None else start
@@ -70,7 +70,7 @@ def draw(
 
 
 def fill(writer: Writer, name: str, value: np.ndarray) -> str:
-    """Appends nodes for a tensor of one repeated number; returns their output."""
+    """Append nodes for a tensor of one repeated number; return their output."""
     number = helper.make_tensor("value", onnx_type(value.dtype), [1], value.reshape(-1)[:1])
     shape = writer.constant("shape", value.shape, np.int64)
     result = writer.node("ConstantOfShape", shape, name=f"{name}.start", value=number)
@@ -79,10 +79,9 @@ def fill(writer: Writer, name: str, value: np.ndarray) -> str:
 
 
 def _fans(shape: tuple[int, ...], place: Matrix | None) -> tuple[int, int]:
-    """Return how many numbers go into one output of the layer, and how many outputs it reaches.
+    """Return how many numbers go into one output of the layer, and how many outputs one reaches.
 
-    Where that is not known, the last two axes are inputs and outputs, as `jax.nn.initializers` has
-    it.
+    If that is not known, the last two axes are inputs and outputs, as in `jax.nn.initializers`.
     """
     rank = len(shape)
     if rank < 2:

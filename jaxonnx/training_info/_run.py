@@ -38,10 +38,10 @@ class _Method:
 
 
 class Training:
-    """The three methods of a model that carries its own training: init, step and inference.
+    """The methods of a model that carries its own training: init, step and inference.
 
-    All are pure and compiled; state, batch and outputs are dicts by tensor name. Operators do
-    what the file says: Dropout drops if its `training_mode` input is true, and so on.
+    All are pure and compiled; state, batch and outputs are dicts by tensor name. Operators do what
+    the file says: Dropout drops if its `training_mode` input is true, and so on.
 
     >>> import jaxonnx
     >>> from jaxonnx import demo
@@ -60,7 +60,7 @@ class Training:
     """
 
     def __init__(self, proto: ModelProto, tensors: Mapping[str, Any]):
-        """Binds the graphs.
+        """Bind the graphs.
 
         Args:
           proto: a model with training_info; the named tensors of its main graph may lack data.
@@ -80,19 +80,19 @@ class Training:
             name: tensors[name] for name, _ in _tensors(proto.graph) if name in tensors
         }
         self._initial = _variables(proto, stored)
-        taken = stored.keys() | self._initial.keys()
+        external = stored.keys() | self._initial.keys()
         self._initializations = [
             _Method(bind(proto, info.initialization, ()), _bindings(info.initialization_binding))
             for info in proto.training_info
         ]
         self._algorithms = [
             _Method(
-                bind(proto, _combined(proto.graph, info.algorithm), taken),
+                bind(proto, _combined(proto.graph, info.algorithm), external),
                 _bindings(info.update_binding),
             )
             for info in proto.training_info
         ]
-        self._inference = bind(proto, proto.graph, taken)
+        self._inference = bind(proto, proto.graph, external)
         self.variables = tuple(self._initial)
         self.inputs = tuple(method.graph.inputs for method in self._algorithms)
         self.outputs = tuple(method.graph.outputs for method in self._algorithms)
@@ -102,7 +102,7 @@ class Training:
         algorithms = (info.algorithm for info in proto.training_info)
         inputs = (value for graph in (proto.graph, *algorithms) for value in graph.input)
         self._declared = {value.name: declared(value) for value in inputs}
-        # Large constants are arguments of the compiled functions; small ones are known, and fold.
+        # large constants are arguments of the compiled functions; small ones are known, and fold
         constants = {name: value for name, value in stored.items() if name not in self._initial}
         self._known = {n: v for n, v in constants.items() if v.nbytes <= FOLD_LIMIT}
         self._large = {n: jnp.asarray(v) for n, v in constants.items() if n not in self._known}
@@ -112,11 +112,11 @@ class Training:
 
     @property
     def state(self) -> State:
-        """The state variables as the file has them: a run that was saved continues from here."""
+        """The state variables as the file has them: a saved run continues from here."""
         return {name: jnp.asarray(value) for name, value in self._initial.items()}
 
     def init(self, key: jax.Array) -> State:
-        """The state as if no training had happened.
+        """Return the state as if no training had happened.
 
         All variables get the values of their initializers; then every initialization graph is
         evaluated in order, its random operators with `key`, and its outputs are assigned.
@@ -131,7 +131,7 @@ class Training:
         key: jax.Array | None = None,
         algorithm: int | None = None,
     ) -> tuple[State, dict[str, jax.Array]]:
-        """One training iteration: every algorithm in order, each on the state that the last left.
+        """Run one training iteration: every algorithm in order, each on the state after the last.
 
         Args:
           state: the values of the state variables.
@@ -142,8 +142,8 @@ class Training:
             algorithms in an order of their own need it.
 
         Returns:
-          The new state, and the outputs of the inference graph and of the algorithms by name; of
-          a name that several algorithms give, the last value.
+          The new state, and the outputs of the inference graph and of the algorithms by name; for
+          a name of several algorithms, the last value.
 
         Raises:
           InputError: state or batch lacks a name or has an unknown one, or a value of the batch
@@ -157,23 +157,23 @@ class Training:
         _check_names("state", state, self.variables)
         _check_names("batch", batch, {name: None for inputs in names for name in inputs})
         key = jax.random.key(0) if key is None else key
-        given = self._fit(batch)
-        return self._jitted_step(dict(state), given, key, self._large, algorithm=algorithm)
+        values = self._fit(batch)
+        return self._jitted_step(dict(state), values, key, self._large, algorithm=algorithm)
 
     def inference(
         self, state: State, inputs: Mapping[str, Any], *, key: jax.Array | None = None
     ) -> dict[str, jax.Array]:
-        """The outputs of the inference graph with the current values of the state variables."""
+        """Return the outputs of the inference graph with the current values of the variables."""
         _check_names("state", state, self.variables)
         _check_names("inputs", inputs, self._inference.inputs)
         key = jax.random.key(0) if key is None else key
         return self._jitted_inference(dict(state), self._fit(inputs), key, self._large)
 
     def to_onnx(self, state: State) -> ModelProto:
-        """The file with the values of `state` as its initializers.
+        """Return the file with the values of `state` as its initializers.
 
-        Its inference graph uses the trained weights, and training continues where it stopped: the
-        state of a model loaded from it is exactly `state`.
+        Its inference graph uses the trained weights, and training continues where it stopped: a
+        model loaded from it has exactly this `state`.
         """
         _check_names("state", state, self.variables)
         proto = ModelProto()
@@ -207,8 +207,8 @@ class Training:
             method = self._algorithms[i]
             tensors = self._known | large | state
             context = Context(tensors, jax.random.fold_in(key, i), note=warn)
-            given = {name: batch[name] for name in method.graph.inputs}
-            results = run(method.graph, given, context)
+            inputs = {name: batch[name] for name in method.graph.inputs}
+            results = run(method.graph, inputs, context)
             outputs |= zip(method.graph.outputs, results, strict=True)
             state = _assign(state, method.bindings, outputs)
         return state, outputs
@@ -220,7 +220,7 @@ class Training:
 
 
 def _variables(proto: ModelProto, stored: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The state variables and their values in the file; checks all bindings.
+    """Return the state variables and their values in the file; check all bindings.
 
     A variable is an initializer of the main graph or of an algorithm that is the key of a binding.
     Graphs share it by name (IR.md: "mutable variables shared by multiple graphs"), constants of an
@@ -270,9 +270,9 @@ def _check_bindings(
     variables: Collection[str],
     outputs: Collection[str],
 ) -> None:
-    seen = set()
+    assigned = set()
     for entry in entries:
-        if entry.key in seen:
+        if entry.key in assigned:
             raise ModelError(f"{field} assigns '{entry.key}' twice; its keys must be unique")
         if entry.key not in variables:
             raise ModelError(
@@ -283,7 +283,7 @@ def _check_bindings(
             raise ModelError(
                 f"{field} assigns '{entry.value}' to '{entry.key}', no output of the graph"
             )
-        seen.add(entry.key)
+        assigned.add(entry.key)
 
 
 def _bindings(entries: Iterable[StringStringEntryProto]) -> dict[str, str]:
@@ -291,7 +291,7 @@ def _bindings(entries: Iterable[StringStringEntryProto]) -> dict[str, str]:
 
 
 def _combined(main: GraphProto, algorithm: GraphProto) -> GraphProto:
-    """The inference graph and then the algorithm, as one graph (onnx.proto, "algorithm")."""
+    """Return the inference graph followed by the algorithm (onnx.proto, "algorithm")."""
     graph = GraphProto()
     graph.CopyFrom(main)
     graph.MergeFrom(algorithm)  # concatenates every list
@@ -307,9 +307,9 @@ def _combined(main: GraphProto, algorithm: GraphProto) -> GraphProto:
 
 
 def _tensors(graph: GraphProto) -> Iterator[tuple[str, TensorProto]]:
-    """The named tensors that a graph and its subgraphs store.
+    """Yield the named tensors that a graph and its subgraphs store.
 
-    An Identity over one is not among them: it follows the variable it is computed from.
+    An Identity over one is not among them: it follows the variable that it is computed from.
     """
     yield from ((tensor.name, tensor) for tensor in graph.initializer)
     yield from ((sparse.values.name, sparse.values) for sparse in graph.sparse_initializer)

@@ -58,7 +58,7 @@ _OPERATORS = {
 def append(
     writer: Writer, schedule: Callable[[jax.Array], Any], count: str, dtype: np.dtype
 ) -> str:
-    """Appends nodes that compute schedule(count); returns their output's name.
+    """Append nodes that compute schedule(count); return their output's name.
 
     Args:
       writer: receives nodes and the initializers that they need.
