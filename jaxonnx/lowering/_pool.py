@@ -93,16 +93,9 @@ def _along(taps: Taps, axis: int) -> Taps:
         return tuple(v if i == axis else other for i, v in enumerate(values))
 
     size, out = taps.size[: axis + 1] + taps.out[axis + 1 :], taps.size[:axis] + taps.out[axis:]
-    pads = only(taps.pads, (0, 0))
-    return Taps(
-        size,
-        only(taps.kernel, 1),
-        only(taps.strides, 1),
-        only(taps.dilations, 1),
-        pads,
-        out,
-        taps.lead,
-    )
+    kernel, strides = only(taps.kernel, 1), only(taps.strides, 1)
+    dilations, pads = only(taps.dilations, 1), only(taps.pads, (0, 0))
+    return Taps(size, kernel, strides, dilations, pads, out, taps.lead)
 
 
 def first_winner(x, window):
@@ -154,14 +147,12 @@ class Sum:
     def fast(self, out, u, v):
         if self.taps.count > UNROLLED or out == 0:
             return self.plain(out, u, v)
-        return u * (sum(self.taps.read(v)) if out == 2 else self.taps.add((v,), (0,), _itself))
+        if out == 2:
+            return u * sum(self.taps.read(v))
+        return u * self.taps.add((v,), (0,), lambda _, y: y)
 
 
 on_platforms(Sum, {"cpu": Rule(Sum.fast, mapped=Sum.fast)})
-
-
-def _itself(_, y):
-    return y
 
 
 def window_sum(x, window, channels: int = 1):

@@ -89,22 +89,14 @@ class Taps:
                 part = term(tap, *(self._slice(x, starts, blocks, (1,) * rank) for x in padded))
                 total = part if total is None else total + part
             phases.append(total)
-        shape = next(p.shape for p in phases if p is not None)
-        dtype = next(p.dtype for p in phases if p is not None)
-        phases = [jnp.zeros(shape, dtype) if p is None else p for p in phases]
-        x = self._interleave(phases, shape)
-        return self._pad(
-            x,
-            0,
-            [
-                (-begin, n + begin - b * s)
-                for n, (begin, _), b, s in zip(
-                    self.size, self.pads, blocks, self.strides, strict=True
-                )
-            ],
-        )
+        like = next(p for p in phases if p is not None)  # no tap reads a phase beyond the kernel
+        phases = [jnp.zeros(like.shape, like.dtype) if p is None else p for p in phases]
+        starts = (begin for begin, _ in self.pads)
+        lengths = zip(self.size, starts, blocks, self.strides, strict=True)
+        image = [(-begin, n + begin - b * s) for n, begin, b, s in lengths]
+        return self._pad(self._interleave(phases), 0, image)
 
-    def _interleave(self, phases, shape):
+    def _interleave(self, phases):
         """Interleave the phases (row-major) along every spatial axis, the last axis first."""
         for axis in reversed(range(len(self.size))):
             at, step = self.lead + axis, self.strides[axis]

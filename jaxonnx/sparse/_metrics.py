@@ -12,11 +12,11 @@ from jaxonnx.sparse._three_phase import ThreePhaseState
 
 def find_state(opt_state: Any) -> ThreePhaseState:
     """Return the `ThreePhaseState` in an optimizer state; `SparsityError` unless there is one."""
-    states = [
-        x
-        for x in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, ThreePhaseState))
-        if isinstance(x, ThreePhaseState)
-    ]
+
+    def is_state(x):
+        return isinstance(x, ThreePhaseState)
+
+    states = [x for x in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(x)]
     if len(states) != 1:
         raise SparsityError(f"the optimizer state has {len(states)} three-phase states, not one")
     return states[0]

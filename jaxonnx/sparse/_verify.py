@@ -148,17 +148,13 @@ def _sparse(params: Any, pattern: SparsityPattern) -> list[Layer]:
 
 
 def _pull_ones(function, *arguments):
+    def one(y):
+        if jnp.issubdtype(y.dtype, jnp.inexact):
+            return jnp.ones_like(y)
+        return np.zeros(y.shape, jax.dtypes.float0)
+
     out, pull = jax.vjp(function, *arguments)
-    return pull(
-        jax.tree.map(
-            lambda y: (
-                jnp.ones_like(y)
-                if jnp.issubdtype(y.dtype, jnp.inexact)
-                else np.zeros(y.shape, jax.dtypes.float0)
-            ),
-            out,
-        )
-    )
+    return pull(jax.tree.map(one, out))
 
 
 class _Elements:
@@ -187,9 +183,8 @@ class _Elements:
             raise SparsityError("no layer is sparse: there is nothing to verify")
         self._names = list(self.numbers)
         self._owner = np.concatenate(owner)
-        self._axis, self._group, self._full = (
-            axis, *([np.concatenate(x) for x in pair] for pair in (group, full)),
-        )  # fmt: skip
+        self._axis = axis
+        self._group, self._full = ([np.concatenate(x) for x in pair] for pair in (group, full))
         self._sizes = [np.bincount(x[x >= 0], minlength=1) for x in self._group]
 
     def weights(self, operands: list) -> list[str]:
