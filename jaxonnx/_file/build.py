@@ -10,19 +10,19 @@ from jaxonnx._file.protos import all_graphs
 
 
 class Writer:
-    """A graph whose new names are unused in the model; `taken` is shared by its writers."""
+    """A graph whose new names are unused in the model; `used` is shared by its writers."""
 
-    def __init__(self, name: str, taken: set[str]):
+    def __init__(self, name: str, used: set[str]):
         self.graph = GraphProto(name=name)
-        self.taken = taken
+        self.used = used
 
     def fresh(self, name: str) -> str:
         """Return an unused name: `name`, or `name_2` and so on if another writer has it."""
         unused, number = name, 1
-        while unused in self.taken:
+        while unused in self.used:
             number += 1
             unused = f"{name}_{number}"
-        self.taken.add(unused)
+        self.used.add(unused)
         return unused
 
     def node(self, operator: str, *inputs: str, name: str = "", **attributes: Any) -> str:

@@ -30,11 +30,11 @@ class Format(NamedTuple):
     """How files of one suffix are read and written."""
 
     graph: Callable[[Path], ModelProto] | None
-    """Reads a ModelProto; None where files have weights only."""
+    """Read a ModelProto; None for files with weights only."""
     weights: Callable[[Path], dict[str, np.ndarray]] | None
-    """Reads weights by name; None where they are the tensors of the graph."""
+    """Read weights by name; None if they are the tensors of the graph."""
     write: Callable[..., None]
-    """Writes a path, given a `Graph` and `Weights`; options of `Model.save` by name."""
+    """Write to a path from a `Graph` and `Weights`; options of `Model.save` by name."""
 
 
 def of(path: str | os.PathLike) -> Format:

@@ -20,7 +20,7 @@ def has(proto: ModelProto, key: str) -> bool:
 
 
 def get(proto: ModelProto, key: str, make: Callable[[Any], T]) -> T | None:
-    """Return `make` of the record under this key, None if there is no such record.
+    """Return `make` of the record under this key, None if there is none.
 
     Raises:
       ModelError: the entry is not JSON, or not what `make` takes.

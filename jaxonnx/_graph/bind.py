@@ -303,8 +303,8 @@ def _resolved(proto: NodeProto, refs, label: str) -> dict[str, AttributeProto]:
         if wanted:
             if refs is None or wanted not in refs:
                 raise ModelError(
-                    f"{label}: attribute '{attribute.name}' refers to '{wanted}', which is no "
-                    "attribute of an enclosing function"
+                    f"{label}: attribute '{attribute.name}' refers to '{wanted}', which is not "
+                    "an attribute of an enclosing function"
                 )
             value = refs[wanted]
         if value is not None:

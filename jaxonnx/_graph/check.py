@@ -51,16 +51,16 @@ def check_node(
     for name, attribute in attributes.items():
         wanted = rules.types.get(name, attribute.type)
         if attribute.type != wanted:
-            found, right = map(AttributeProto.AttributeType.Name, (attribute.type, wanted))
-            raise ModelError(f"{label}: attribute '{name}' is {found}, it must be {right}")
-    given = _count(proto.input)
-    if rules.most is not None and given > rules.most:
-        raise ModelError(f"{label} has {given} inputs; {op.name} takes at most {rules.most}")
+            actual, right = map(AttributeProto.AttributeType.Name, (attribute.type, wanted))
+            raise ModelError(f"{label}: attribute '{name}' is {actual}, it must be {right}")
+    count = _count(proto.input)
+    if rules.most is not None and count > rules.most:
+        raise ModelError(f"{label} has {count} inputs; {op.name} takes at most {rules.most}")
     for i, name in enumerate(rules.inputs):
-        if name is not None and (i >= given or not proto.input[i]):
+        if name is not None and (i >= count or not proto.input[i]):
             raise ModelError(f"{label} lacks input {i} ({name}), which {op.name} requires")
-    if given < rules.fewest:
-        raise ModelError(f"{label} has {given} inputs; {op.name} takes at least {rules.fewest}")
+    if count < rules.fewest:
+        raise ModelError(f"{label} has {count} inputs; {op.name} takes at least {rules.fewest}")
     listed = _count(proto.output)
     if rules.outputs is not None and listed > rules.outputs:
         raise ModelError(f"{label} has {listed} outputs; {op.name} gives at most {rules.outputs}")

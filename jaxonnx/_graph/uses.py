@@ -37,8 +37,8 @@ class Use:
         form = self.node.op.form(self.position)
         if form is None or self.axes is None:
             return None
-        seen = form.axes(len(self.axes), self.node.attributes, self.position)
-        return None if seen is None else seen.of(self.axes, self.rank)
+        place = form.axes(len(self.axes), self.node.attributes, self.position)
+        return None if place is None else place.of(self.axes, self.rank)
 
     @property
     def dense(self) -> str:

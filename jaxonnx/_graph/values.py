@@ -82,20 +82,20 @@ def arguments(
         raise InputError(
             f"the model takes {len(values)} inputs, {len(inputs)} were given: {listed(values)}"
         )
-    given = dict(zip((v.name for v in values), inputs, strict=False))
+    bound = dict(zip((v.name for v in values), inputs, strict=False))
     known = {*optional, *(value.name for value in values)}
     for name, value in named.items():
-        if name in given:
+        if name in bound:
             raise InputError(f"input '{name}' was given twice, by position and by name")
         if name not in known:
             raise InputError(f"the model has no input '{name}'; it has {listed(values)}")
-        given[name] = value
+        bound[name] = value
     sizes: dict[str, tuple[int, str]] = {}
     for value in values:
-        if value.name not in given:
+        if value.name not in bound:
             raise InputError(f"input '{value.name}' is missing; the model takes {listed(values)}")
-        given[value.name] = fit(value, given[value.name], sizes)
-    return given
+        bound[value.name] = fit(value, bound[value.name], sizes)
+    return bound
 
 
 def fit(value: Value, array: Any, sizes: dict[str, tuple[int, str]]) -> Any:

@@ -238,8 +238,8 @@ def _starts_at_zero(node: Node, scope: Scope) -> bool:
 
 def _declare(graph: GraphProto, inputs: list[str], changes: _Changes, size: int) -> None:
     """Write the changes into the file."""
-    taken = {d.dim_param for v in graph.input for d in v.type.tensor_type.shape.dim}
-    batch = "batch" if "batch" not in taken else "batch_size"
+    used = {d.dim_param for v in graph.input for d in v.type.tensor_type.shape.dim}
+    batch = "batch" if "batch" not in used else "batch_size"
     for value in graph.input:
         if value.name in inputs:
             value.type.tensor_type.shape.dim[0].dim_param = batch

@@ -29,7 +29,7 @@ def cut(
         exporters record them (then: what the last node of the module gives).
 
     Raises:
-      InputError: there is no such value; the message has those with similar names.
+      InputError: a name is unknown; the message has similar ones.
     """
     listed = [outputs] if isinstance(outputs, str) else [*outputs]
     names = [resolve(proto.graph, name) for name in listed]
@@ -47,8 +47,8 @@ def cut(
     result.graph.output.extend(ValueInfoProto(name=name) for name in names)
     if len(kinds) < len(names):
         shapes = evaluated(result, bind(result, result.graph, tensors.keys()), tensors)
-        found = shapes.values if shapes else {}
-        kinds = {name: type_of(found[name]) for name in names if name in found} | kinds
+        values = shapes.values if shapes else {}
+        kinds = {name: type_of(values[name]) for name in names if name in values} | kinds
     for value in result.graph.output:
         if value.name in kinds:
             value.type.CopyFrom(kinds[value.name])

@@ -22,7 +22,7 @@ def at(node: Node, error: Error) -> Any:
     return error
 
 
-def told(node: Node, arguments: Sequence[Any], error: Exception) -> str:
+def message(node: Node, arguments: Sequence[Any], error: Exception) -> str:
     """Return the message of an error with the node and its inputs."""
 
     def one(value: Any) -> str:

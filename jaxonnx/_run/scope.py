@@ -109,13 +109,13 @@ class Scope:
                 if isinstance(error, StaticError):
                     inputs, others = self._roots(_traced_names(node, arguments))
                     error.inputs = () if others else tuple(inputs)
-                error.args = (failures.told(node, arguments, error),)
+                error.args = (failures.message(node, arguments, error),)
             error.index = node.index  # the outermost node comes last
             raise
         except jax.errors.ConcretizationTypeError as error:
             raise self._static_error(node, arguments, "its inputs", arguments) from error
         except (TypeError, ValueError, IndexError, KeyError, ArithmeticError) as error:
-            text = failures.told(node, arguments, error)
+            text = failures.message(node, arguments, error)
             raise failures.at(node, NodeError(text)) from error
         if len(results) < len(node.outputs):
             text = f"{node.label} gives {len(results)} outputs, not {len(node.outputs)}"

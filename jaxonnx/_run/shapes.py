@@ -110,13 +110,13 @@ def inferred(
     proto: ModelProto, tensors: Mapping[str, Any], names: Iterable[str]
 ) -> dict[str, TypeProto]:
     """Return the types of values from the file or ONNX's shape inference, where one knows."""
-    found = _complete((*proto.graph.input, *proto.graph.value_info, *proto.graph.output))
-    if not {*names} <= found.keys():
+    types = _complete((*proto.graph.input, *proto.graph.value_info, *proto.graph.output))
+    if not {*names} <= types.keys():
         small = {n: np.asarray(v) for n, v in tensors.items() if v.nbytes <= _SMALL}
         filled = saving.to_onnx(proto, small, (), ())
         graph = onnx.shape_inference.infer_shapes(filled, data_prop=True).graph
-        found = _complete(graph.value_info) | found
-    return {name: found[name] for name in names if name in found}
+        types = _complete(graph.value_info) | types
+    return {name: types[name] for name in names if name in types}
 
 
 def _complete(values: Iterable[ValueInfoProto]) -> dict[str, TypeProto]:

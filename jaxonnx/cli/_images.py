@@ -118,7 +118,7 @@ def layout(model: Model, size: tuple[int, int] | None = None) -> Layout:
         kind, channels = "N", 1
         sides = size or (side, side)
         if sides[0] * sides[1] != dims[0]:
-            raise InputError(f"input {value} is no square of pixels: say its size (--size HxW)")
+            raise InputError(f"input {value} is not a square of pixels: say its size (--size HxW)")
     else:
         raise InputError(
             f"input {value} takes no picture: neither one nor three channels of pixels"

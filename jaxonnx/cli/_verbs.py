@@ -264,7 +264,7 @@ def arrays(path: Path, model: Model, targets: str | None) -> tuple[tuple[Any, ..
         with np.load(path, allow_pickle=False) as file:
             values = dict(file)
     except (OSError, ValueError) as error:
-        raise InputError(f"'{path}' is no .npz file ({error})") from error
+        raise InputError(f"'{path}' is not a .npz file ({error})") from error
     names = [value.name for value in model.inputs]
     if len(names) == 1 and names[0] not in values:
         names = ["x"] if "x" in values else names

@@ -415,7 +415,7 @@ class Model(Rendered):
 
     @cached_property
     def _defaults(self) -> frozenset[str]:
-        """Inputs that an initializer gives a value to: they may be given by name."""
+        """Inputs with an initializer as their default: they may be passed by name."""
         return frozenset(v.name for v in self.proto.graph.input) - set(self.graph.inputs)
 
     def summary(self) -> Summary:

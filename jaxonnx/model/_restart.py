@@ -27,10 +27,10 @@ def restarted(
     floats = {n: v for n, v in tensors.items() if jnp.issubdtype(v.dtype, jnp.floating)}
     chosen = select(wanted, floats, "names")
     names = [name for name in floats if name in chosen]
-    found = weights(graph, {**constants, **tensors})
+    meanings = weights(graph, {**constants, **tensors})
     keys = jax.random.split(rng, len(names))
     new = {
-        name: _restarted(tensors[name], found[name], key, initializer)
+        name: _restarted(tensors[name], meanings[name], key, initializer)
         for name, key in zip(names, keys, strict=True)
     }
     return {**tensors, **new}

@@ -27,9 +27,10 @@ def recorded(proto: ModelProto, params: Mapping[str, Any]) -> Recorded | None:
 
 def options(graph: Graph, tensors: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a graph says of its weights, as `Model.sparsity_options` does."""
-    found = weights(graph, tensors)
-    exclude = {name: found[name].dense for name in params if found[name].dense}
-    axes = {name: (w.matrix.output, w.matrix.input) for name, w in found.items() if w.matrix}
+    meanings = weights(graph, tensors)
+    exclude = {name: meanings[name].dense for name in params if meanings[name].dense}
+    matrices = {name: w.matrix for name, w in meanings.items() if w.matrix}
+    axes = {name: (matrix.output, matrix.input) for name, matrix in matrices.items()}
     return {"exclude": exclude, "axes": lambda name, _: axes.get(name)}
 
 

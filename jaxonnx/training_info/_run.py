@@ -341,11 +341,11 @@ def _assign(state: State, bindings: Mapping[str, str], outputs: Mapping[str, Any
     return new
 
 
-def _check_names(what: str, given: Mapping[str, Any], expected: Iterable[str]) -> None:
+def _check_names(what: str, values: Mapping[str, Any], expected: Iterable[str]) -> None:
     expected = set(expected)
-    missing, unknown = sorted(expected - given.keys()), sorted(given.keys() - expected)
+    missing, unknown = sorted(expected - values.keys()), sorted(values.keys() - expected)
     if missing or unknown:
         raise InputError(
-            f"{what} has the names {sorted(given)}; "
+            f"{what} has the names {sorted(values)}; "
             + "; ".join(f"{w} {n}" for w, n in (("missing", missing), ("unknown", unknown)) if n)
         )
