@@ -8,7 +8,7 @@ only, though the loss does not count the fill.
 
 import os
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -61,11 +61,8 @@ def _source(
     data: Any, inputs: Sequence[Value], batch_size: int | None, seed: int | None, what: str
 ) -> "Arrays | Stream":
     names = [value.name for value in inputs]
-    if isinstance(data, str | os.PathLike):
-        data, what = _read(data), f"{what} '{os.fspath(data)}'"
-    elif hasattr(data, "column_names") and hasattr(data, "format") and hasattr(data, "__len__"):
-        # a Dataset of Hugging Face, whose iterator would give single examples
-        data = (data if data.format["type"] else data.with_format("numpy"))[:]
+    what = f"{what} '{os.fspath(data)}'" if isinstance(data, str | os.PathLike) else what
+    data = next((read(data) for applies, read in SOURCES if applies(data)), data)
     if isinstance(data, Mapping) or (isinstance(data, tuple) and len(data) == 2):
         arrays, targets = _pair(data, names, what)
         rows = np.arange(len(arrays[0]))
@@ -91,6 +88,18 @@ def _read(path: str | os.PathLike) -> dict[str, np.ndarray]:
         f"the data '{os.fspath(path)}' must be an .npz file, which numpy.savez writes, with arrays "
         "by name"
     )
+
+
+def _rows(dataset: Any) -> Mapping[str, Any]:
+    """Return the columns of a Hugging Face Dataset, whose iterator would give single examples."""
+    return (dataset if dataset.format["type"] else dataset.with_format("numpy"))[:]
+
+
+SOURCES: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any]], ...] = (
+    (lambda data: isinstance(data, str | os.PathLike), _read),
+    (lambda data: all(hasattr(data, n) for n in ("column_names", "format", "__len__")), _rows),
+)
+"""Kinds of data besides arrays and iterables: how one is told, and how it becomes one of these."""
 
 
 def _batch_size(inputs: Sequence[Value], wanted: int | None) -> int:
