@@ -16,7 +16,9 @@ def functions(tree):
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             marks = [ast.unparse(mark) for mark in node.decorator_list]
-            plain = not any("property" in mark or mark.startswith("op(") for mark in marks)
+            plain = not any(
+                "property" in mark or mark.startswith(("op(", "activation(")) for mark in marks
+            )
             if plain and ast.get_docstring(node):
                 yield node.name, ast.get_docstring(node)
         yield from functions(node)
