@@ -111,7 +111,7 @@ def _find(graph: Graph, inputs: list[Value], tensors: Mapping[str, Any], size: i
                 targets[node.outputs[0]] = target
         return node
 
-    # second pass, with another size: a target that is the same as before holds the file's size
+    # second pass, with another size: a target that stays the same may hold the file's size
     def free(node: Node, scope: Scope) -> Node:
         first = node.outputs[0] if node.outputs else ""
         if first in targets and np.array_equal(scope[node.inputs[1]], targets[first]):

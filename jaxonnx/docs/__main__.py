@@ -1,4 +1,4 @@
-"""Writes reference.md."""
+"""Write reference.md."""
 
 from pathlib import Path
 

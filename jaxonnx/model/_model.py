@@ -285,10 +285,10 @@ class Model(Rendered):
         return self._overlaid(frozen=statistics == "frozen")
 
     def with_dropout(self, ratio: float | Mapping[str, float]) -> Model:
-        """Return a model with other ratios of Dropout in training; inference and `save` stay.
+        """Return a model with other ratios of Dropout in training.
 
-        Dropout nodes of the file are active in training with their own ratio anyway; most exporters
-        leave none in a file for inference.
+        Inference and `save` are as before. Dropout nodes of the file are active in training with
+        their own ratio anyway; most exporters leave none in a file for inference.
 
         Args:
           ratio: of all Dropout nodes; or a ratio for each of some values, nodes or modules (as in
