@@ -11,7 +11,7 @@ class Error(Exception):
 
 
 class ModelError(Error, ValueError):
-    """Raised when a file is not a valid ONNX model: corrupt, truncated, cyclic or off its schema."""
+    """Raised when a file is not a valid ONNX model: corrupt, truncated, cyclic, off its schema."""
 
 
 class UnsupportedError(Error, NotImplementedError):
