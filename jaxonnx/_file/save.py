@@ -50,11 +50,9 @@ def to_onnx(
 def in_file_types(
     values: Mapping[str, Any], originals: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Return values as NumPy arrays in the 64-bit types that the file has for some.
+    """Return values as NumPy arrays, in 64 bits where the file has them.
 
-    Args:
-      values: parameters and state, in the 32 bits of JAX.
-      originals: the 64-bit tensors as the file has them; they come back where nothing changed.
+    `originals` are the file's 64-bit tensors; an unchanged one comes back exactly as it was.
     """
     arrays = {name: np.asarray(value) for name, value in values.items()}
     for name in originals.keys() & arrays.keys():

@@ -40,11 +40,7 @@ def static_error(
 ) -> StaticError:
     """Return the error of a node that needs to know a value while tracing.
 
-    Args:
-      node: the node.
-      what: what it needs to know.
-      inputs: the inputs of the main graph that this is computed from.
-      others: descriptions of all else that it is computed from.
+    The value is computed from `inputs` of the main graph, by name, and from `others`, in words.
     """
     roots = [f"input '{name}'" for name in inputs] + [*others]
     error = StaticError(
