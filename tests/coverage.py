@@ -1,6 +1,6 @@
 """The table of the README: which operator is proven how, from the results of a test run.
 
-    python -m pytest --junitxml=results.xml
+    python -m pytest -m "deep or not deep" --junitxml=results.xml
     python -m tests.coverage results.xml
 
 Several files of results are read together. The table is put between the markers of README.md.

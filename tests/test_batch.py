@@ -13,6 +13,7 @@ import jaxonnx
 DATA = Path(__file__).parent / "data"
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", sorted(path.stem for path in (DATA / "fixed").glob("*.onnx")))
 def test_real_files_take_any_batch(name, tmp_path):
     path = DATA / "fixed" / f"{name}.onnx"

@@ -9,6 +9,7 @@ from rich.console import Console
 from jaxonnx import demo
 
 
+@pytest.mark.deep
 def test_demo(tmp_path):
     text = io.StringIO()
     dense, sparse = demo.run(tmp_path / "new", epochs=8, console=Console(file=text, width=120))

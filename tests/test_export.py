@@ -33,6 +33,7 @@ np.savez(f"{folder}/result.npz", logits=logits, loss=outputs["loss"], **state)
 """
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("file", "sizes"),
     [("lenet.dynamo.onnx", (3, 5)), ("transformer.dynamo.onnx", (4,))],

@@ -68,6 +68,7 @@ def mean_loss(name, result, y):
     return optax.softmax_cross_entropy_with_integer_labels(result, y).mean()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ALL)
 def test_loss_and_every_gradient_agree_with_pytorch(name):
     golden = goldens(name)

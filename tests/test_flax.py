@@ -227,6 +227,7 @@ def test_wrong_input_is_refused(model):
         jaxonnx.flax.Module(model)(jnp.zeros((28, 28)))
 
 
+@pytest.mark.deep
 def test_ensemble_by_vmap(model, batch):
     """Three sets of parameters in one call: those of separate calls, stacked."""
     x, y = batch
@@ -253,6 +254,7 @@ def test_ensemble_by_vmap(model, batch):
             np.testing.assert_allclose(found[name][i], value, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.deep
 def test_ensemble_of_modules(model, batch):
     """Modules of one model are stacked to a module that `nnx.vmap` maps over, and taken apart."""
     x, _ = batch
@@ -280,6 +282,7 @@ def test_modules_of_one_model_share_what_is_compiled(model, batch):
     assert len(traced) == 1
 
 
+@pytest.mark.deep
 def test_per_example_gradients(model, batch):
     """Their mean is the gradient of the mean loss; each is that of its example alone."""
     x, y = batch

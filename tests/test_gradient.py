@@ -473,6 +473,7 @@ def test_integer_z_shapes_the_graph():
     close(load(text)(x), np.cos(x))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("file", ["lenet.dynamo.onnx", "transformer.dynamo.onnx"])
 def test_gradients_share_the_forward_pass(file):
     """The compiled FLOPs of the outputs and one Gradient per parameter are value_and_grad's."""

@@ -4,10 +4,12 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 KILLS = 20
 
 
+@pytest.mark.deep
 def test_twenty_kills_leave_no_trace(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "tests.killed_run", tmp_path, str(KILLS)],

@@ -98,6 +98,7 @@ def test_export_for_any_batch(name):
 DIFFERENTIATED = ["grouped", "depthwise, stride", "image below kernel", "Winograd"]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", DIFFERENTIATED)
 def test_derivatives_of_all_orders_and_batches(name):
     form, (x, w, y) = arrays(*CONVOLUTIONS[name])

@@ -130,6 +130,7 @@ def differentiable(case):
     return list(positions)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "case", [c for c in CASES if compilable(c.values[0]) and differentiable(c.values[0])]
 )
@@ -195,6 +196,7 @@ def batchable(case):
     return compilable(case) and case.vmap and traced(case, newest(case))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("case", [c for c in CASES if batchable(c.values[0])])
 def test_vmap(case):
     """Each row of a batch of two is a single result."""

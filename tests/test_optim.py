@@ -355,6 +355,7 @@ def operator(name, tensors, results, attributes, dtype=np.float32):
     return jaxonnx.load(onnx.helper.make_model(graph, opset_imports=opsets))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("schedule", [False, True])

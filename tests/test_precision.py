@@ -36,6 +36,7 @@ def gradients(name):
     return function, (model.params, model.state), products_in_bfloat16(function)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["lenet", "transformer"])
 def test_gradients_are_close_and_their_products_in_bfloat16(name):
     function, args, rounded = gradients(name)

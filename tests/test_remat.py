@@ -57,6 +57,7 @@ def step(model):
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_same_gradients_and_statistics(name, tmp_path):
     model, x = load(name, tmp_path)
@@ -71,6 +72,7 @@ def test_the_same_gradients_and_statistics(name, tmp_path):
     np.testing.assert_allclose(batches[0][0][1], one[0][0], rtol=1e-4)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["residual", "encoder"])
 def test_less_memory_at_the_price_of_a_forward_pass(name, tmp_path):
     model, x = load(name, tmp_path)
@@ -83,6 +85,7 @@ def test_less_memory_at_the_price_of_a_forward_pass(name, tmp_path):
     assert flops < more < 1.4 * flops
 
 
+@pytest.mark.deep
 def test_a_run(tmp_path):
     model, x = load("residual", tmp_path)
     y = rng.integers(0, 3, len(x))

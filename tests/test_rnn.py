@@ -74,6 +74,7 @@ def test_transposed(hidden):
     np.testing.assert_array_equal(transposed(w), w.T)
 
 
+@pytest.mark.deep
 def test_a_function_element_by_element_has_derivatives_of_all_orders():
     check_grads(lambda x, y: elementwise(lambda x, y: jnp.tanh(x) * y * x, x, y), (0.3, 0.7), 3)
 

@@ -123,6 +123,7 @@ def test_a_kept_weight_may_be_zero(tmp_path):
     np.testing.assert_array_equal(jaxonnx.load(tmp_path / "a.npz").params["w"], w)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("pattern", "transposable"), [("1:4", True), ("2:8", True), ("2:4", False), ("3:8", False)]
 )

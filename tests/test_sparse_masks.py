@@ -139,6 +139,7 @@ for schedule in ({"dense": 1, "dynamic": 2, "moments": "zero"}, {"dense": 0, "dy
 """
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("axes", ["Auto", "Explicit"])
 def test_sharded_weights_get_the_same_masks_and_training(axes):
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
@@ -163,6 +164,7 @@ def optimum(block, n):
 PATTERNS = [(1, 4), (3, 4), (2, 5), (2, 8), (4, 8), (8, 16), (16, 32)]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("n", "m"), PATTERNS)
 @pytest.mark.parametrize("kind", ["normal", "heavy-tailed"])
 def test_every_block_of_a_transposable_n_m_mask_is_near_the_optimum(n, m, kind):

@@ -187,6 +187,7 @@ def test_several_weights_and_integer_inputs_give_one_table():
     assert all("2:4 transposable" in line for line in table[1:])
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("pattern", ["1:4", "2:4", "4:8", "8:16", "3:5"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_packing_loses_nothing_along_either_axis(pattern, dtype):

@@ -46,6 +46,7 @@ def test_import_leaves_the_optional_and_the_slow_alone():
     assert not {*OPTIONAL.split()} & {*loaded}
 
 
+@pytest.mark.deep
 def test_a_second_process_compiles_nothing(tmp_path):
     settings = {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path),

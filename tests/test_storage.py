@@ -118,6 +118,7 @@ class Cut(Exception):
     pass
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("options", "phases"),
     [({}, {"moments": "zero"}), ({"ema": 0.5, "accumulate": 2}, {"transposable": False})],

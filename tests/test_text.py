@@ -127,6 +127,7 @@ TOKENS = np.array([[1, 1, 3, 3, 3, 7], [8, 6, 7, 5, 6, 8]], np.int64)
 WEIGHTS = [0.5, 0.25, 0.75, 1.5, 2.0, 2.5, 3.0, 0.125]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", ["TF", "IDF", "TFIDF"])
 @pytest.mark.parametrize(
     ("shortest", "longest", "skips"), [(1, 3, 2), (2, 3, 0), (1, 1, 5), (2, 2, 5), (3, 3, 1)]

@@ -66,6 +66,7 @@ def onnx_adam(lr, weight_decay):
     return jaxonnx.optim.adam(lr, T=1, norm_coefficient_post=lr * weight_decay)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("file", "name", "make"),
     [
@@ -88,6 +89,7 @@ def test_fifty_steps_follow_pytorch(file, name, make):
     check(follow(file, golden, make(**options), end), golden["losses"], end)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("file", "name"),
     [("transformer.legacy", "transformer"), ("digits.training", "digits")],

@@ -112,7 +112,13 @@ def unpack(packed: Any) -> Any:
 
 def _dense(packed: Packed) -> jax.Array:
     values, indices = jnp.asarray(packed.values), jnp.asarray(packed.indices)
-    return packed.pattern.unpack(values, indices, packed.shape, packed.axis)
+    return _unpacked(packed.pattern, values, indices, packed.shape, packed.axis)
+
+
+@partial(jax.jit, static_argnums=(0, 3, 4))
+def _unpacked(pattern, values, indices, shape, axis):
+    """Unpack in one program instead of one for each of its dozens of operations."""
+    return pattern.unpack(values, indices, shape, axis)
 
 
 def unpack_mask(packed: Packed) -> jax.Array:
