@@ -102,7 +102,7 @@ def test_train_follows_the_algorithm_of_the_file(data, tmp_path, capsys):
     ("change", "message"),
     [
         ({"net": "nothing.onnx"}, "nothing.onnx"),
-        ({"data": NET}, "no .npz"),
+        ({"data": NET}, "not a .npz"),
         ({"output": "/dev/null/out.onnx"}, "Not a directory"),
         ({"output": "/"}, "Is a directory"),
         ({"more": ["--loss", "hinge"]}, "hinge_loss"),
