@@ -391,7 +391,8 @@ def test_an_optimised_file_runs_and_trains(tmp_path, caplog):
         return jnp.abs(of.apply(params, tokens)).mean()
 
     gradient, reference = jax.grad(loss)(model.params, model), jax.grad(loss)(plain.params, plain)
-    assert len(gradient) == 25
+    # however the optimizer of this onnxruntime packs them, the learned numbers are the same ones
+    assert sum(x.size for x in gradient.values()) == sum(x.size for x in reference.values())
     for name, value in gradient.items():
         assert np.isfinite(value).all()
         assert np.abs(value).max() > 0, name

@@ -54,7 +54,8 @@ class Bar:
     def __exit__(self, *_) -> None:
         if self._history is not None:
             self._draw(self._history)
-        self._progress.stop()
+        if not self._progress.disable:  # older releases of rich would print an empty line
+            self._progress.stop()
 
     def show(self, history: History) -> None:
         """Show the state after some step."""
