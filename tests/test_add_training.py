@@ -172,6 +172,19 @@ def test_softmax_cross_entropy_of_sequences():
     assert [d.dim_param or d.dim_value for d in target.shape.dim] == ["N", 3]
 
 
+@pytest.mark.parametrize("open_dimension", [None, -1])
+def test_the_target_of_an_open_batch_is_open(open_dimension):
+    proto = mlp()
+    dim = proto.graph.output[0].type.tensor_type.shape.dim[0]
+    dim.Clear()
+    if open_dimension:
+        dim.dim_value = open_dimension
+    written = jaxonnx.add_training(proto, loss="squared_error", optimizer=optim.adam(1e-3))
+    target = written.training_info[0].algorithm.input[0].type.tensor_type
+    assert not target.shape.dim[0].WhichOneof("value")
+    assert target.shape.dim[1].dim_value == 3
+
+
 SCHEDULES = {
     "constant": optax.constant_schedule(0.05),
     "step": optax.piecewise_constant_schedule(0.1, {20: 0.5, 60: 0.1}),

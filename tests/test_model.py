@@ -116,6 +116,27 @@ def test_arguments_that_do_not_fit(arguments, named, words):
             assert word in str(caught.value)
 
 
+@pytest.mark.parametrize("open_dimension", [-1, -7, "", "?", "-1"])
+def test_an_open_dimension_without_a_name_is_one_of_its_own(open_dimension):
+    proto = parse("""g (float[a,3] x, float[b,2] z) => (float[a,3] y, float[b,2] t) {
+      y = Relu(x) t = Relu(z) }""")
+    for value in (*proto.graph.input, *proto.graph.output):
+        dim = value.type.tensor_type.shape.dim[0]
+        if isinstance(open_dimension, int):
+            dim.dim_value = open_dimension
+        else:
+            dim.dim_param = open_dimension
+    session = onnxruntime.InferenceSession(proto.SerializeToString())
+    model = jaxonnx.load(proto)
+    assert [value.shape for value in model.inputs] == [(None, 3), (None, 2)]
+    assert "x: float32[?, 3]" in str(model)
+    for x, z in ((X, Z), (X[:1], Z)):
+        expected = session.run(None, {"x": x, "z": z})
+        for result, array in zip(model(x, z), expected, strict=True):
+            np.testing.assert_array_equal(result, array)
+    assert model.to_onnx().graph.input == proto.graph.input
+
+
 def test_replace():
     model = load(MODEL)
     doubled = model.replace(params={k: 2 * v for k, v in model.params.items()})

@@ -7,10 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from onnx import TensorProto, ValueInfoProto, helper
+from onnx import TensorProto, TensorShapeProto, ValueInfoProto, helper
 
 from jaxonnx.errors import InputError, ModelError
 from jaxonnx.lowering import in_file
+
+_NAMELESS = ("", "?", "-1")
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,18 @@ def declared(info: ValueInfoProto) -> Value:
         dtype = np.dtype(object)
     if not tensor.HasField("shape"):
         return Value(info.name, dtype, None)
-    shape = tuple(
-        d.dim_value if d.HasField("dim_value") else (d.dim_param or None) for d in tensor.shape.dim
-    )
-    return Value(info.name, dtype, shape)
+    return Value(info.name, dtype, tuple(map(dimension, tensor.shape.dim)))
+
+
+def dimension(dim: TensorShapeProto.Dimension) -> int | str | None:
+    """Return the size of a dimension, or its name, or None where it is open without a name.
+
+    A negative size is an open one, as in onnxruntime. Exporters that know no name write "?" or "-1"
+    for every open dimension, so that two of them need not be equal.
+    """
+    if dim.HasField("dim_value"):
+        return dim.dim_value if dim.dim_value >= 0 else None
+    return None if dim.dim_param in _NAMELESS else dim.dim_param
 
 
 def listed(values: Sequence[Value]) -> str:

@@ -81,7 +81,7 @@ def random_inputs(
         for axis, size in enumerate(value.shape):
             if not isinstance(size, int):
                 first = batch or _BATCH if axis == 0 else None
-                size = sizes.get(size or "", first)
+                size = sizes.get(size or "?", first)
             elif axis == 0 and batch not in (None, size):
                 raise InputError(f"--batch {batch}, but input {value} is fixed to {size}")
             if size is None:

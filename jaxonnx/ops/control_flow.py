@@ -319,6 +319,6 @@ def _empty(outputs, body, stacked):
     except Error:
         types = [declared.tensor_type for declared in body.output_types[-stacked:]]
         return tuple(
-            np.zeros((0, *(d.dim_value for d in t.shape.dim)), element_dtype(t.elem_type))
+            np.zeros((0, *(max(d.dim_value, 0) for d in t.shape.dim)), element_dtype(t.elem_type))
             for t in types
         )

@@ -7,6 +7,7 @@ from onnx import GraphProto, ModelProto, TensorProto, helper, numpy_helper
 
 from jaxonnx._file.build import Writer, names
 from jaxonnx._graph.uses import Weight
+from jaxonnx._graph.values import dimension
 from jaxonnx.errors import TrainingError
 from jaxonnx.optim import OnnxTransformation
 from jaxonnx.training_info import _initialization as initialization
@@ -139,7 +140,7 @@ def _loss(g: Writer, main: GraphProto, loss: str) -> tuple[list[str], str]:
         raise TrainingError(
             f"the output '{output.name}' has no declared shape; add it with onnx.shape_inference"
         )
-    y, shape = output.name, [dim.dim_param or dim.dim_value for dim in kind.shape.dim]
+    y, shape = output.name, [*map(dimension, kind.shape.dim)]
     if counts_classes:
         last = len(shape) - 1
         if loss[0].islower() and last > 1:  # optax has the classes last, ONNX on axis 1
