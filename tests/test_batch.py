@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import onnx.checker
 import onnx.parser
 import onnxruntime
 import optax
@@ -82,6 +83,24 @@ def test_targets_of_reshape(nodes, out):
     np.testing.assert_allclose(np.concatenate(one_by_one), y, rtol=1e-5)
 
 
+def test_tensors_of_one_example_beside_images(tmp_path):
+    # a constant pad of the channels (BlazeFace), and a class token, which is trained
+    nodes = """<float[1,1,2,2] z = {0,0,0,0}, float[2,1,1,1] w = {1,2}, float[1,2,3] c,
+        float[3,2] v = {1,2,3,4,5,6}, int64[3] t = {1,3,4}> {
+      h = Conv(x, w) p = Concat <axis = 1> (h, z) r = Reshape(p, t)
+      s = Transpose <perm = [0,2,1]> (r) k = Concat <axis = -2> (c, s) y = MatMul(k, v)
+    }""".replace("float[1,2,3] c", "float[1,2,3] c = {1,2,3,4,5,6}")
+    model = load(nodes, size="1,1,2,2", out="1,6,2")
+    x = np.random.default_rng(0).standard_normal((3, 1, 2, 2)).astype(np.float32)
+    y = np.asarray(model(x))
+    assert y.shape == (3, 6, 2)
+    np.testing.assert_allclose(y, np.concatenate([model(row[None]) for row in x]), rtol=1e-5)
+    model.save(tmp_path / "any.onnx")
+    onnx.checker.check_model(tmp_path / "any.onnx", full_check=True)
+    session = onnxruntime.InferenceSession(tmp_path / "any.onnx")
+    np.testing.assert_allclose(session.run(None, {"x": x})[0], y, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("nodes", "words"),
     [
@@ -95,6 +114,15 @@ def test_targets_of_reshape(nodes, out):
 def test_what_fixes_the_batch_is_named(nodes, words):
     with pytest.raises(jaxonnx.InputError, match=words):
         load(nodes)
+
+
+def test_messages_have_the_axes_of_the_file():
+    # images are kept with their channels last inside, where JAX speaks of other shapes
+    nodes = """<float[2,1,1,1] w = {1,2}, int64[4] s = {2,2,4,7}> {
+      h = Conv(x, w) z = ConstantOfShape(s) y = Add(h, z)
+    }"""
+    with pytest.raises(jaxonnx.InputError, match=r"\(5, 2, 4, 7\), \(2, 2, 4, 7\)"):
+        load(nodes, size="2,1,4,7", out="2,2,4,7")
 
 
 def test_an_axis_that_cannot_be_told_from_the_batch():

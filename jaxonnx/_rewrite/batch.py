@@ -21,6 +21,8 @@ from onnx import GraphProto, ModelProto, TensorProto, helper
 
 from jaxonnx._graph.bind import Graph, Node, bind
 from jaxonnx._graph.values import Value, declared
+from jaxonnx._rewrite.rows import Row, rows
+from jaxonnx._rewrite.targets import places, resolved
 from jaxonnx._run.program import Program
 from jaxonnx._run.scope import Context, Scope
 from jaxonnx.errors import Error, InputError
@@ -77,6 +79,8 @@ class _Changes:
 
     inputs: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
     """New constants at an input: targets of Reshape, what Expand repeats."""
+    rows: dict[tuple[str, int], Row] = field(default_factory=dict)
+    """Inputs of Concat that are to be repeated for each example."""
     stateless: set[str] = field(default_factory=set)
     """Recurrent layers whose initial states are zero, as they are without any."""
     ambiguous: bool = False
@@ -86,7 +90,7 @@ class _Changes:
     def applied(self, node: Node) -> Node:
         first = node.outputs[0] if node.outputs else ""
         inputs = tuple(
-            _named(first, i) if (first, i) in self.inputs else name
+            _named(first, i) if (first, i) in {*self.inputs, *self.rows} else name
             for i, name in enumerate(node.inputs)
         )
         if first in self.stateless:
@@ -116,17 +120,17 @@ def _find(graph: Graph, inputs: list[Value], tensors: Mapping[str, Any], size: i
         first = node.outputs[0] if node.outputs else ""
         if first in targets and np.array_equal(scope[node.inputs[1]], targets[first]):
             before, now = old[node.inputs[0]], tuple(scope[node.inputs[0]].shape)
-            places = _places(before, now, old[first], size)
-            if places:
+            found = places(before, now, old[first], size)
+            if found:
                 new = list(old[first])
-                new[places[0]] = -1
+                new[found[0]] = -1
                 rest = math.prod(d for d in new if d > 0)
-                new[places[0]] = math.prod(now) // max(rest, 1)
+                new[found[0]] = math.prod(now) // max(rest, 1)
                 # a target with 0 or -1 in the right places gives this shape as it is
-                if new != _resolved(targets[first], now):
-                    new[places[0]] = -1
+                if new != resolved(targets[first], now):
+                    new[found[0]] = -1
                     put(first, 1, np.array(new, np.int64), scope)
-                    changes.ambiguous |= len(places) > 1
+                    changes.ambiguous |= len(found) > 1
         elif node.op.name in _RECURRENT and _starts_at_zero(node, scope):
             changes.stateless.add(first)
         elif node.op.name == "Expand" and isinstance(data := scope[node.inputs[0]], np.ndarray):
@@ -136,6 +140,11 @@ def _find(graph: Graph, inputs: list[Value], tensors: Mapping[str, Any], size: i
                 repeated = np.take(data, [0], -1 - axis)
                 if a == size and b not in (1, a) and np.array_equal(data, data * 0 + repeated):
                     put(first, 0, repeated, scope)
+        elif node.op.name == "Concat" and size == 1:
+            for i, row in rows(node, scope, old).items():
+                changes.rows[first, i] = row
+                count = scope[row.like].shape[row.axis]
+                scope.values[_named(first, i)] = np.repeat(scope[row.name], count, row.axis)
         return changes.applied(node)
 
     # the rest of this pass goes on with the new value, so that later nodes see the batch too
@@ -192,44 +201,6 @@ def _trace(
     return shapes
 
 
-def _places(before: Shape, now: Shape, after: Shape, size: int) -> list[int]:
-    """Return the axes of a Reshape's result that the batch can be in, the likeliest first.
-
-    Args:
-      before, now: the shape of the data with the size of the file, and with the other one.
-      after: the shape of the result with the size of the file.
-    """
-    moved = [axis for axis, (a, b) in enumerate(zip(before, now, strict=True)) if a != b]
-    if len(moved) != 1:
-        return []
-    (axis,) = moved
-    start, end = math.prod(before[axis:]), math.prod(before[axis + 1 :])
-    ranked = []
-    for place, length in enumerate(after):
-        if length % size:
-            continue
-        starts = math.prod(after[place:]) == start
-        ends = math.prod(after[place + 1 :]) == end
-        if starts or ends:
-            # an axis of its own; or the outer part of one with the axes behind it (heads), rather
-            # than of the last one (features); or the inner part of one with those before it (time)
-            last = place == len(after) - 1
-            rank = 0 if length == size else 1 if starts and not last else 2 if ends else 3
-            ranked.append((rank, abs(place - axis), place))
-    return [place for _, _, place in sorted(ranked)]
-
-
-def _resolved(target: np.ndarray, shape: Shape) -> list[int] | None:
-    """Return the shape that a target of Reshape gives; None if it does not fit."""
-    new = [shape[i] if d == 0 and i < len(shape) else int(d) for i, d in enumerate(target)]
-    rest = math.prod(d for d in new if d != -1)
-    if -1 in new:
-        if rest == 0 or math.prod(shape) % rest:
-            return None
-        new[new.index(-1)] = math.prod(shape) // rest
-    return new if math.prod(new) == math.prod(shape) else None
-
-
 def _starts_at_zero(node: Node, scope: Scope) -> bool:
     states = [scope[node.inputs[i]] for i in _INITIAL if i < len(node.inputs) and node.inputs[i]]
     zero = [not isinstance(s, Tracer) and not np.any(np.asarray(s)) for s in states]
@@ -265,6 +236,14 @@ def _declare(graph: GraphProto, inputs: list[str], changes: _Changes, size: int)
             for i in _INITIAL:
                 if i < len(node.input):
                     node.input[i] = ""
+    nodes = [*graph.node]
+    del graph.node[:]
+    for node in nodes:
+        for at, row in changes.rows.items():
+            if node.output and at[0] == node.output[0]:
+                graph.node.extend(row.nodes(_named(*at)))
+                node.input[at[1]] = _named(*at)
+        graph.node.append(node)
 
 
 def _compare(

@@ -86,11 +86,16 @@ def call(op: Op, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
     images = [a for a in arguments if isinstance(a, ChannelsLast)]
     if not images:
         return op.function(*arguments, **keywords)
-    rank = images[0].ndim
+    rank, given = images[0].ndim, keywords
     if "axis" in keywords and op.pointwise:
         keywords = keywords | {"axis": _axis(keywords["axis"], rank)}
     values = [a.value if isinstance(a, ChannelsLast) else a for a in arguments]
-    results = op.function(*values, **keywords)
+    try:
+        results = op.function(*values, **keywords)
+    except (TypeError, ValueError):
+        if op.pointwise:  # in ONNX's order the message has the shapes that the file has
+            op.function(*map(first, arguments), **given)
+        raise
     if op.channels:
         y, *others = results if isinstance(results, tuple) else (results,)
         return (ChannelsLast(y), *others)

@@ -63,6 +63,7 @@ def average_pool(
         dilations=dilations,
         auto_pad=auto_pad,
         ceil_mode=ceil_mode,
+        pooling=True,
     )
     own = sum(zip(*windows.pads, strict=True), ()) if auto_pad != "NOTSET" else pads
     number = np.maximum(counts(windows, size, own if count_include_pad else None), 1)
@@ -75,10 +76,15 @@ def average_pool(
 def max_pool_1(
     x, *, auto_pad="NOTSET", kernel_shape, pads=None, strides=None, channels: Channels = 1
 ):
-    _spatial(x)
-    size = spatial(x.shape, channels)
-    windows = window(size, kernel_shape, strides=strides, pads=pads, auto_pad=auto_pad)
-    return lowering.max_pool(x, windows, channels)
+    return max_pool(
+        x,
+        auto_pad=auto_pad,
+        kernel_shape=kernel_shape,
+        pads=pads,
+        strides=strides,
+        channels=channels,
+        outputs=1,
+    )
 
 
 @op("MaxPool", since=8)
@@ -108,6 +114,7 @@ def max_pool(
         dilations=dilations,
         auto_pad=auto_pad,
         ceil_mode=ceil_mode,
+        pooling=True,
     )
     y = lowering.max_pool(x, windows, channels)
     if outputs < 2:
@@ -177,6 +184,7 @@ def lp_pool(
         dilations=dilations,
         auto_pad=auto_pad,
         ceil_mode=ceil_mode,
+        pooling=True,
     )
     return _root(lowering.window_sum(_power(_wide(x), p), windows), p).astype(x.dtype)
 

@@ -70,11 +70,14 @@ def window(
     dilations=None,
     auto_pad: str = "NOTSET",
     ceil_mode: int = 0,
+    pooling: bool = False,
 ) -> Window:
     """Return the windows over spatial axes of these sizes.
 
     With `ceil_mode` a last window may reach beyond the padding, but must start inside the
-    padded input (as in PyTorch); it has no effect on an automatic padding.
+    padded input (as in PyTorch); it has no effect on an automatic padding. A window that is larger
+    than a padded axis is an error, except in `pooling`: there its part of the axis counts if less
+    than a stride is missing, and there are none if a stride is missing.
     """
     rank = len(size)
     kernel = per_axis(kernel, rank, "kernel_shape")
@@ -91,18 +94,21 @@ def window(
     if auto_pad.startswith("SAME"):
         axes = zip(size, reach, strides, strict=True)
         pairs = tuple(same_padding(n, r, s, auto_pad) for n, r, s in axes)
-    out, padding = [], []
+    out, padding, steps = [], [], []
     for n, r, s, (begin, end) in zip(size, reach, strides, pairs, strict=True):
         room = n + begin + end - r
-        count = room // s + 1
+        # onnxruntime's division rounds towards zero, which lets too large windows of pooling in
+        count = (-(-room // s) if pooling and room < 0 else room // s) + 1
         if ceil_mode and auto_pad == "NOTSET":
             count = -(-room // s) + 1
             count -= (count - 1) * s >= n + begin
-        if count < 1:
+        if count < (0 if pooling else 1):
             raise NodeError(f"a kernel that reaches over {r} elements does not fit an axis of {n}")
+        step = s if count else 1  # the padding below then leaves no room for a window
         out.append(count)
-        padding.append((begin, max(end, (count - 1) * s + r - n - begin)))
-    return Window(kernel, strides, dilations, tuple(padding), tuple(out))
+        steps.append(step)
+        padding.append((begin, max(end, (count - 1) * step + r - n - begin)))
+    return Window(kernel, tuple(steps), dilations, tuple(padding), tuple(out))
 
 
 def positions(w: Window) -> list[np.ndarray]:

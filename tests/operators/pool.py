@@ -62,6 +62,20 @@ CASES = [
             Case(name, [LINE], {"kernel_shape": [3]}, since=since, id="1d", expected="ort"),
         )
     ),
+    # windows larger than the axis: part of one (less than a stride is missing), none
+    *(
+        Case(
+            name,
+            [distinct(1, 1, 2, 3)],
+            {"kernel_shape": [4, 5], "strides": strides, "pads": [1, 0, 0, 0]},
+            since=since,
+            expected="ort",
+            id=f"large_{strides[1]}",
+            vmap=False,
+        )
+        for name, since in (("AveragePool", 7), ("MaxPool", 1), ("LpPool", 2))
+        for strides in ([2, 3], [3, 2])
+    ),
     Case("AveragePool", [X], STRIDED, until=6, expected=strided_mean),
     Case("AveragePool", [X], K | {"auto_pad": "VALID"}, until=6, id="VALID"),
     Case(

@@ -1,0 +1,45 @@
+"""Targets of Reshape: where the batch can be in them."""
+
+import math
+
+import numpy as np
+
+Shape = tuple[int, ...]
+
+
+def places(before: Shape, now: Shape, after: Shape, size: int) -> list[int]:
+    """Return the axes of a Reshape's result that the batch can be in, the likeliest first.
+
+    Args:
+      before, now: the shape of the data with the size of the file, and with the other one.
+      after: the shape of the result with the size of the file.
+    """
+    moved = [axis for axis, (a, b) in enumerate(zip(before, now, strict=True)) if a != b]
+    if len(moved) != 1:
+        return []
+    (axis,) = moved
+    start, end = math.prod(before[axis:]), math.prod(before[axis + 1 :])
+    ranked = []
+    for place, length in enumerate(after):
+        if length % size:
+            continue
+        starts = math.prod(after[place:]) == start
+        ends = math.prod(after[place + 1 :]) == end
+        if starts or ends:
+            # an axis of its own; or the outer part of one with the axes behind it (heads), rather
+            # than of the last one (features); or the inner part of one with those before it (time)
+            last = place == len(after) - 1
+            rank = 0 if length == size else 1 if starts and not last else 2 if ends else 3
+            ranked.append((rank, abs(place - axis), place))
+    return [place for _, _, place in sorted(ranked)]
+
+
+def resolved(target: np.ndarray, shape: Shape) -> list[int] | None:
+    """Return the shape that a target of Reshape gives; None if it does not fit."""
+    new = [shape[i] if d == 0 and i < len(shape) else int(d) for i, d in enumerate(target)]
+    rest = math.prod(d for d in new if d != -1)
+    if -1 in new:
+        if rest == 0 or math.prod(shape) % rest:
+            return None
+        new[new.index(-1)] = math.prod(shape) // rest
+    return new if math.prod(new) == math.prod(shape) else None
