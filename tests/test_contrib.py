@@ -363,6 +363,7 @@ SMOOTH = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", SMOOTH)
 def test_gradients(name):
     case = SMOOTH[name]

@@ -43,6 +43,7 @@ def test_norm_of_zeros_has_gradient_zero():
         assert_point("GlobalLpPool", [zeros], [[[0]]], zeros, p=p)
 
 
+@pytest.mark.deep
 def test_large_windows():
     """Pooled one axis after the other; index and gradient still follow the first maximum."""
     x = jnp.zeros((1, 1, 6, 6)).at[0, 0, 2, 3].set(1).at[0, 0, 4, 1].set(1)
@@ -77,6 +78,7 @@ def test_regions_off_the_image_are_zero():
         np.testing.assert_array_equal(y, np.zeros((1, 1, 1, 1)))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", ["avg", "max"])
 def test_traced_regions_sample_like_known_ones(mode):
     """The adaptive number of samples depends on values; traced, it is bounded by the image."""

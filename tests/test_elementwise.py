@@ -187,6 +187,7 @@ UNARY = [
 ]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("o", UNARY, ids=lambda o: f"{o.name}-{o.since}")
 def test_half_precision_is_kept_known_and_traced(o, dtype):

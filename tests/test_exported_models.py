@@ -91,6 +91,7 @@ def test_loss_and_every_gradient_agree_with_pytorch(name):
         np.testing.assert_allclose(gradient, expected[key], rtol=1e-3, atol=atol, err_msg=key)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ALL)
 def test_saved_with_new_weights(name, tmp_path):
     model, x = load(name), goldens(name)["x"]

@@ -538,6 +538,7 @@ def smooth_graphs(draw):
     return "\n".join(lines), values[-1]
 
 
+@pytest.mark.deep
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(smooth_graphs())
 def test_random_graphs_against_finite_differences(graph):

@@ -51,6 +51,7 @@ def arrays(n, c, m, size, kernel, strides, dilations, pads, groups):
     ]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_contractions_of_convolutions(name):
     form, values = arrays(*CONVOLUTIONS[name])
@@ -69,6 +70,7 @@ def test_contractions_of_convolutions(name):
             np.testing.assert_allclose(function(out, u, v), expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("out", range(3))
 def test_winograd_rounds_like_the_plain_form(out):
     form, values = arrays(2, 64, 64, (14, 14), (3, 3), (1, 1), (1, 1), (1,) * 4, 1)
@@ -144,6 +146,7 @@ def test_half_precision_accumulates_in_float32(dtype):
     assert y[0, 0, 1, 1] == 512 * 9 / 64
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("size", "kernel", "strides", "dilations", "pads"),
     [

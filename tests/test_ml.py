@@ -158,6 +158,7 @@ CHANCES = {"prob_a": [-1.5, -0.5, -2.0], "prob_b": [0.1, 0.2, -0.3]}
 AFFINE = {"coefficients": [0.5, 0.25, -0.5, 1.0, 0.0, 0.25], "intercepts": [0.125, 0.5]}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "f",
     [

@@ -23,6 +23,7 @@ def x():
     return np.load(DATA / "lenet_bn.legacy.npz")["x"]
 
 
+@pytest.mark.deep
 def test_frozen_statistics(net, x):
     frozen = net.with_statistics("frozen")
 

@@ -57,6 +57,7 @@ def test_gradients_are_close_and_their_products_in_bfloat16(name):
         assert not re.search(rf"stablehlo\.{operator} .*bf16", text)
 
 
+@pytest.mark.deep
 def test_training_converges_alike_with_float32_weights():
     data = examples(160)
     settings = {"epochs": 5, "optimizer": optax.adam(3e-2), "validation": examples(80, seed=3)}

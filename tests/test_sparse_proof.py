@@ -1,5 +1,6 @@
 """`verify` proves the contraction axes from the jaxpr; `pack` stores the weights without loss."""
 
+from functools import cache
 from types import SimpleNamespace
 
 import jax
@@ -187,15 +188,21 @@ def test_several_weights_and_integer_inputs_give_one_table():
     assert all("2:4 transposable" in line for line in table[1:])
 
 
+@cache
+def masked(pattern, shape):
+    w = jnp.asarray(RNG.normal(size=shape), jnp.float32)
+    mask = sparse.mask(w, pattern)
+    return jnp.where(mask, w, 0), mask
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("pattern", ["1:4", "2:4", "4:8", "8:16", "3:5"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_packing_loses_nothing_along_either_axis(pattern, dtype):
     m = int(pattern.split(":")[1])
     for shape in ((2 * m, m), (m, 2 * m, 3, 1)):
-        w = jnp.asarray(RNG.normal(size=shape)).astype(dtype)
-        mask = sparse.mask(w, pattern)
-        w = jnp.where(mask, w, 0)
+        w, mask = masked(pattern, shape)
+        w = w.astype(dtype)
         for axis in default_axes(w.ndim):
             packed = sparse.pack(w, mask, pattern, axis=axis)
             back = jax.jit(sparse.unpack)(packed)

@@ -154,6 +154,7 @@ def test_moments_of_newly_hidden_weights(moments):
     assert np.all(np.asarray(trace["head"]) != 0)
 
 
+@pytest.mark.deep
 def test_it_chains_with_clipping_schedules_accumulation_and_multi_transform():
     params = weights(5)
     schedule = {"dense": 1, "dynamic": 2, "refresh": 1}

@@ -58,6 +58,7 @@ def test_a_second_process_compiles_nothing(tmp_path):
     assert second == {"misses": 0, "hits": first["misses"] + first["hits"]}
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_what_is_freed_is_kept_if_asked():
     code = """

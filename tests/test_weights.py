@@ -384,6 +384,7 @@ def test_a_matrix_with_one_output_is_drawn():
 # Every file.
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("file", FILES, ids=str)
 def test_all_agree_on_every_weight(file):
     """LoRA, first values, sparsity, the written initialization and the summary: the same axes."""

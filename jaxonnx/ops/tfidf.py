@@ -1,7 +1,8 @@
 """TfIdfVectorizer: the n-grams of a pool, as a trie that every position of the input walks down.
 
 A step is one lookup in the sorted edges for all positions at once, so that integer inputs are
-compiled and the work grows only with the logarithm of the pool.
+compiled and the work grows only with the logarithm of the pool. Words are never compiled: NumPy
+counts those, whatever their shape is.
 """
 
 from itertools import pairwise
@@ -58,9 +59,21 @@ def tfidf_vectorizer(
     scores = (counts > 0 if mode == "IDF" else counts).astype(np.float32)
     if mode != "TF" and weights:
         scores = scores * np.asarray(weights, np.float32)
-    y = jnp.zeros((len(tokens), max(ngram_indexes) + 1), np.float32)
-    y = y.at[:, np.asarray(ngram_indexes)].add(scores)
+    xp = _namespace(tokens)
+    y = xp.zeros((len(tokens), max(ngram_indexes) + 1), np.float32)
+    y = jnp.asarray(_add_at(y, (slice(None), np.asarray(ngram_indexes)), scores))
     return y if x.ndim == 2 else y[0]
+
+
+def _namespace(x):
+    return np if isinstance(x, np.ndarray) else jnp
+
+
+def _add_at(x, index, values):
+    if isinstance(x, np.ndarray):
+        np.add.at(x, index, values)
+        return x
+    return x.at[index].add(values)
 
 
 def _trie(pool, ngram_counts, size, lengths) -> _Trie:
@@ -87,18 +100,19 @@ def _number(x, tokens):
     """Number the tokens of x; those that are not in the pool get `len(tokens)`."""
     if x.dtype == object:
         numbers = [tokens.get(token, len(tokens)) for token in x.ravel()]
-        return jnp.asarray(np.reshape(numbers, x.shape).astype(np.int32))
+        return np.reshape(numbers, x.shape).astype(np.int32)
     return _lookup(tokens, x, len(tokens))
 
 
 def _lookup(entries: dict, x, missing):
     """Return the integer that `entries` has for each integer of x, or `missing`."""
+    xp = _namespace(x)
     keys, values = np.array(sorted(entries.items()), np.int64).reshape(-1, 2).T
     if not len(keys):
-        return jnp.full(x.shape, missing)
-    keys, values = table(keys), table(values)
-    place = jnp.clip(jnp.searchsorted(keys, x), 0, len(keys) - 1)
-    return jnp.where(jnp.asarray(keys)[place] == x, jnp.asarray(values)[place], missing)
+        return xp.full(x.shape, missing)
+    keys, values = xp.asarray(table(keys)), xp.asarray(table(values))
+    place = xp.clip(xp.searchsorted(keys, x), 0, len(keys) - 1)
+    return xp.where(keys[place] == x, values[place], missing)
 
 
 def _count(tokens, trie: _Trie, size, longest, most_skips):
@@ -110,9 +124,10 @@ def _count(tokens, trie: _Trie, size, longest, most_skips):
     dead = len(trie.edges) + 1  # where a walk goes that leaves the trie
     gram_of = np.full(dead + 1, size)  # one more than there are, for nodes where none ends
     gram_of[list(trie.grams)] = list(trie.grams.values())
-    counts = jnp.zeros((rows, size + 1), jnp.int32)
+    xp = _namespace(tokens)
+    counts, gram_of = xp.zeros((rows, size + 1), np.int32), xp.asarray(gram_of)
     for skip in range(most_skips + 1):
-        node = jnp.zeros_like(tokens)
+        node = xp.zeros_like(tokens)
         for n in range(1, longest + 1):
             offset = (n - 1) * (skip + 1)
             if offset >= length:
@@ -120,5 +135,5 @@ def _count(tokens, trie: _Trie, size, longest, most_skips):
             node = _lookup(edges, node[:, : length - offset] * base + tokens[:, offset:], dead)
             if n > 1 or skip == 0:
                 row = np.arange(rows)[:, None]
-                counts = counts.at[row, jnp.asarray(gram_of)[node]].add(1)
+                counts = _add_at(counts, (row, gram_of[node]), 1)
     return counts[:, :size]
