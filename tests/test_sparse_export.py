@@ -261,7 +261,7 @@ def test_what_cannot_be_saved_leaves_nothing(tmp_path):
     path = tmp_path / "a.npz"
     path.write_bytes(b"before")
     dense = jaxonnx.load(net())
-    with pytest.raises(SparsityError, match=r"recorded as sparse: .*model\.with_sparsity\(\)"):
+    with pytest.raises(SparsityError, match=r"recorded as sparse: .*sparse\.record\(model\)"):
         dense.save(path)
     with pytest.raises(SparsityError, match="no weights that are recorded as sparse"):
         dense.save(tmp_path / "a.onnx", sparse=True)
@@ -329,3 +329,30 @@ def test_bfloat16_is_what_it_was(tmp_path):
     model = pruned(net("bfloat16"))
     model.save(tmp_path / "a.npz")
     assert jaxonnx.load(tmp_path / "a.npz").params["w"].dtype == ml_dtypes.bfloat16
+
+
+def test_what_is_sparse_already_is_recorded(tmp_path):
+    model = pruned().with_sparsity(None)
+    with pytest.warns(UserWarning, match=r"'k' and 1 more have 2:4 zeros.*sparse\.record\(model\)"):
+        model.save(tmp_path / "a.onnx")
+    model.save(tmp_path / "a.safetensors")
+    with pytest.raises(SparsityError, match=r"sparse\.record\(model\)"):
+        model.save(tmp_path / "a.npz")
+    again = sparse.record(model)
+    assert {layer.name for layer in again.sparsity[1]} == {"k", "w"}
+    again.save(tmp_path / "a.onnx")  # a warning would be an error
+    again.save(tmp_path / "a.npz")
+    same(jaxonnx.load(tmp_path / "a.npz"), model)
+    assert {layer.name for layer in sparse.record(model, select="w").sparsity[1]} == {"w"}
+    dense = model.replace(params={**model.params, "k": model.params["k"] + 1})
+    assert {layer.name for layer in sparse.record(dense).sparsity[1]} == {"w"}
+    with pytest.raises(SparsityError, match=r"^k: not 2:4 transposable; sparse\.prune"):
+        sparse.record(dense, select=["k", "w"])
+    with pytest.raises(SparsityError, match=r"^k, w: not 1:4"):
+        sparse.record(model, "1:4")
+    one = pruned(pattern=sparse.Pattern(transposable=False)).with_sparsity(None)
+    with pytest.warns(UserWarning, match="2:4 zeros"):
+        one.save(tmp_path / "a.onnx")
+    assert str(sparse.record(one, transposable=False).sparsity[0]) == "2:4 one-axis"
+    zero = model.replace(params={name: x * 0 for name, x in model.params.items()})
+    zero.save(tmp_path / "a.onnx")  # starts from zero are not sparsity

@@ -195,7 +195,7 @@ def _recorded(proto: ModelProto) -> tuple[SparsityPattern, dict[str, Axes]]:
     pattern, axes = record(proto)
     if not axes:
         raise SparsityError(
-            "the model has no weights that are recorded as sparse: train it with sparsity=, or say "
-            "what is sparse with model.with_sparsity()"
+            "the model has no weights that are recorded as sparse: train it with sparsity=, or "
+            "record weights that are sparse already with jaxonnx.sparse.record(model)"
         )
     return pattern, axes

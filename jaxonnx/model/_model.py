@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,7 +30,7 @@ from jaxonnx.model import _notes as notes
 from jaxonnx.model._restart import Initializer, restarted
 from jaxonnx.model._select import Select, select
 from jaxonnx.model._show import Rendered, Summary, overview, summary
-from jaxonnx.model._sparsity import options, recorded, with_record
+from jaxonnx.model._sparsity import options, recorded, unrecorded, with_record
 from jaxonnx.training_info._run import Training
 
 if TYPE_CHECKING:  # a model without sparse weights does not import these
@@ -362,7 +363,8 @@ class Model(Rendered):
     ) -> None:
         """Write the original graph with these weights; never leave half a file behind.
 
-        Sparse weights are written with their zeros in place, which every runtime takes and
+        A warning says if weights have 2:4 zeros and nothing is recorded (`sparse.record`). Sparse
+        weights are written with their zeros in place, which every runtime takes and
         compilers look for (TensorRT: `trtexec --sparsity=enable`, or the builder flag
         `SPARSE_WEIGHTS`).
 
@@ -379,6 +381,17 @@ class Model(Rendered):
           SparsityError: a packed or sparse form, but the model has no record of sparse weights.
         """
         formats.save(path, self.to_onnx, self._weights, external_data=external_data, sparse=sparse)
+        if formats.of(path).graph is None or self.sparsity is not None:
+            return
+        if names := unrecorded(self.graph, self.tensors, self.params):
+            many = (
+                f"{names[0]!r} and {len(names) - 1} more have" if names[1:] else f"{names[0]!r} has"
+            )
+            warnings.warn(
+                f"{many} 2:4 zeros, which '{os.fspath(path)}' does not record: "
+                "jaxonnx.sparse.record(model) does, for packed files and for sparse.verify",
+                stacklevel=2,
+            )
 
     def merged(self) -> Model:
         """Return a plain model in which adapters (`jaxonnx.LoRA`) are merged into the weights.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from onnx import ModelProto
 
 from jaxonnx._file import records
@@ -32,6 +33,26 @@ def options(graph: Graph, tensors: Mapping[str, Any], params: Mapping[str, Any])
     matrices = {name: w.matrix for name, w in meanings.items() if w.matrix}
     axes = {name: (matrix.output, matrix.input) for name, matrix in matrices.items()}
     return {"exclude": exclude, "axes": lambda name, _: axes.get(name)}
+
+
+def unrecorded(graph: Graph, tensors: Mapping[str, Any], params: Mapping[str, Any]) -> list[str]:
+    """Return the parameters that have 2:4 zeros along their input axis, recorded or not."""
+    axes = options(graph, tensors, params)["axes"]
+    weights = {name: (np.asarray(w), axes(name, w)) for name, w in params.items()}
+    # the first groups tell of nearly every dense weight that it is dense
+    likely = {name: pair for name, pair in weights.items() if pair[1] and _starts_sparse(*pair)}
+    if not likely:
+        return []
+    from jaxonnx.sparse import Pattern
+    from jaxonnx.sparse._record import has
+
+    return [name for name, (w, where) in likely.items() if has(w, Pattern(2, 4, False), where)]
+
+
+def _starts_sparse(w: np.ndarray, axes: tuple[int, int]) -> bool:
+    """Check whether at most two of the first four inputs of the first outputs are not zero."""
+    first = [slice(4) if axis in axes else slice(1) for axis in range(w.ndim)]
+    return int(np.count_nonzero(w[tuple(first)], axis=axes[1]).max(initial=0)) <= 2
 
 
 def with_record(

@@ -6,6 +6,7 @@ from jaxonnx.sparse._metrics import metrics, state_masks
 from jaxonnx.sparse._nm import Pattern
 from jaxonnx.sparse._pack import Packed, load, pack, save, unpack, unpack_mask
 from jaxonnx.sparse._pattern import SparsityPattern, register
+from jaxonnx.sparse._record import record
 from jaxonnx.sparse._templates import templates
 from jaxonnx.sparse._three_phase import ThreePhaseState, fixed_mask, prune, sr_ste, three_phase
 from jaxonnx.sparse._verify import Verification, verify
@@ -24,6 +25,7 @@ __all__ = [
     "metrics",
     "pack",
     "prune",
+    "record",
     "register",
     "save",
     "sr_ste",
