@@ -12,13 +12,12 @@ import csv as tables
 import json
 import math
 import os
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxonnx._file.disk import check_writable
+from jaxonnx._file.disk import check_writable, whole
 from jaxonnx.errors import Error
 
 
@@ -86,10 +85,8 @@ class _Rows(ABC):
             self._replace()
 
     def _replace(self) -> None:
-        descriptor, name = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}")
-        with open(descriptor, "w", encoding="utf-8", newline="") as file:
+        with whole(self._path) as path, path.open("w", encoding="utf-8", newline="") as file:
             self._write(file, self._rows)
-        os.replace(name, self._path)
 
 
 class _Table(_Rows):

@@ -11,6 +11,7 @@ import onnx.parser
 import pytest
 
 import jaxonnx
+from jaxonnx.ops import control_flow
 
 
 def function(text, opset=22):
@@ -51,6 +52,27 @@ def test_a_traced_condition_is_compiled_and_differentiable():
     np.testing.assert_array_equal(gradient(False, X), -np.ones(3))
     both = jax.vmap(f, (0, None))(np.array([True, False]), X)
     np.testing.assert_array_equal(both, [X * X, -X])
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 63, 64, 65])
+def test_a_while_loop_counts_with_two_digits(count, monkeypatch):
+    """One counter of 32 bits would end at 2**31 - 1: smaller digits show the same in less time."""
+    monkeypatch.setattr(control_flow, "_DIGIT_BITS", 3)
+    monkeypatch.setattr(control_flow, "SCAN_LIMIT", 0)
+    monkeypatch.setattr(control_flow, "MASKED_LIMIT", 0)
+    f = function(f"""
+      g (int32 a) => (int32 n, int32 last) <int64 m = {{{count}}}> {{
+        n, last = Loop (m, , a, a) <
+          body = b (int64 i, bool c, int32 x, int32 y) => (bool d, int32 s, int32 t) {{
+            d = Identity(c)
+            one = Constant <value = int32 {{1}}> ()
+            s = Add(x, one)
+            t = Cast <to = 6> (i)
+          }}
+        >
+      }}
+    """)
+    assert [int(value) for value in f(np.int32(0))] == [count, count - 1]
 
 
 def test_branches_of_different_shapes_need_a_known_condition():

@@ -369,6 +369,21 @@ def test_sparse_initializer():
     refused(proto, "sparse tensor 'w'")
 
 
+@pytest.mark.parametrize(
+    ("count", "indices"),
+    [(1, [0, 1, 2]), (1, [-1]), (1, [6]), (2, [4, 1]), (2, [1, 1]), (2, [[0, 1]]), (1, [[0, 2]])],
+)
+def test_sparse_initializers_that_the_checker_refuses(count, indices):
+    proto = parse(MODEL)
+    del proto.graph.initializer[0]
+    values = numpy_helper.from_array(np.ones(count, np.float32), "w")
+    sparse = helper.make_sparse_tensor(values, numpy_helper.from_array(np.array(indices)), [3, 2])
+    proto.graph.sparse_initializer.append(sparse)
+    with pytest.raises(onnx.checker.ValidationError):
+        onnx.checker.check_sparse_tensor(sparse)
+    refused(proto, "sparse tensor 'w'", "indices")
+
+
 def test_the_given_proto_stays_as_it_is():
     proto = parse(MODEL)
     before = proto.SerializeToString()

@@ -1,5 +1,13 @@
 """Saving: what is written, where, and what stays if it cannot be written."""
 
+import itertools
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import numpy as np
 import onnx
 import onnx.parser
@@ -103,8 +111,59 @@ def test_saving_over_the_file_that_was_loaded(tmp_path):
     doubled.save(path, external_data=True)
     np.testing.assert_allclose(jaxonnx.load(path)(x), expected, rtol=1e-6)
     np.testing.assert_allclose(run_onnxruntime(path, x), expected, rtol=1e-5)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["big.onnx", "big.onnx.data"]
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names[0] == "big.onnx"
+    assert re.fullmatch(r"big\.onnx\.[0-9a-f]{16}\.data", names[1])
+    assert len(names) == 2
     np.testing.assert_allclose(2 * loaded(x), expected)
+
+
+@pytest.mark.deep
+def test_a_killed_save_leaves_the_old_or_the_new_model(tmp_path):
+    """Killed before each change of the folder in turn, with `os._exit`, as `kill -9` would."""
+    path, x = big(tmp_path), np.ones((1, 32), np.float32)
+    old = jaxonnx.load(path)(x)
+    script = """
+import os, sys
+import jaxonnx
+model = jaxonnx.load(sys.argv[1])
+model = model.replace(params={k: (2 if k == "w" else 1) * v for k, v in model.params.items()})
+left = int(sys.argv[2])
+def dies(event, arguments):
+    global left
+    if event in ("os.rename", "os.remove") and (left := left - 1) < 0:
+        os._exit(9)
+sys.addaudithook(dies)
+model.save(sys.argv[1], external_data=True)
+"""
+    command, seen = [sys.executable, "-c", script, str(path)], []
+    for moment in itertools.count():
+        code = subprocess.run([*command, str(moment)], check=False).returncode
+        seen.append(float((jaxonnx.load(path)(x) / old)[0, 0]))
+        np.testing.assert_allclose(jaxonnx.load(path)(x), seen[-1] * old, rtol=1e-6)
+        if code == 0:
+            break
+        assert code == 9
+    assert seen[0] == 1
+    assert len(seen) >= 4  # killed before and after each replacement
+    assert seen[-1] > 1
+    assert len([*tmp_path.glob("big.onnx.*.data")]) == 1
+
+
+def test_what_is_not_a_regular_file_is_written_to(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    loaded = model()
+    with ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(pipe.read_bytes)
+        loaded.save(pipe)
+        np.testing.assert_array_equal(jaxonnx.load(reader.result())(X), loaded(X))
+    assert pipe.is_fifo()
+    with pytest.raises(OSError, match="No space left"):
+        loaded.save("/dev/full")
+    assert Path("/dev/full").is_char_device()
+    with pytest.raises(OSError, match="several files"):
+        jaxonnx.load(big(tmp_path)).save("/dev/null", external_data=True)
 
 
 def test_external_data_becomes_part_of_the_file(tmp_path):

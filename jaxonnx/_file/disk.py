@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,13 +11,25 @@ from pathlib import Path
 
 @contextmanager
 def whole(path: str | os.PathLike) -> Iterator[Path]:
-    """Give a path to write to; the files written beside it take their places if nothing fails."""
+    """Give a path to write to; the files written beside it take their places if nothing fails.
+
+    A device or a pipe at `path` is written to, never replaced.
+    """
     path = Path(path)
-    with tempfile.TemporaryDirectory(prefix=".jaxonnx-", dir=path.parent) as folder:
+    replace = not _is_special(path)
+    beside = path.parent if replace else None
+    with tempfile.TemporaryDirectory(prefix=".jaxonnx-", dir=beside) as folder:
         yield Path(folder) / path.name
         # the file that names the others comes last
         for written in sorted(Path(folder).iterdir(), key=lambda p: p.name == path.name):
-            os.replace(written, path.parent / written.name)
+            if replace:
+                os.replace(written, path.parent / written.name)
+            elif written.name == path.name:
+                with written.open("rb") as source, path.open("wb") as target:
+                    shutil.copyfileobj(source, target)
+            else:
+                message = "several files cannot be written to what is not a regular file"
+                raise OSError(errno.EINVAL, message, str(path))
 
 
 def check_writable(path: str | os.PathLike) -> None:
@@ -24,5 +37,12 @@ def check_writable(path: str | os.PathLike) -> None:
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    with tempfile.TemporaryFile(dir=path.parent):
-        pass
+    if not _is_special(path):
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    elif not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def _is_special(path: Path) -> bool:
+    return path.exists() and not path.is_file()

@@ -3,7 +3,9 @@
 A new format is one entry, with a function that reads it and one that writes it.
 """
 
+import hashlib
 import os
+import re
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +18,7 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
 from jaxonnx._file.disk import whole
+from jaxonnx._file.protos import all_graphs
 from jaxonnx.errors import Error, InputError, ModelError
 
 _LIMIT = 2**31 - 2**20
@@ -71,10 +74,39 @@ def _write_onnx(
     size = sum(len(t.raw_data) for t in proto.graph.initializer)
     data: dict[str, Any] = {}
     if external_data or size > _LIMIT:
+        # Each content has a name of its own, so that the file at `path` finds its own data
+        # whenever the process is killed.
         data = {"save_as_external_data": True, "size_threshold": 1024}
-        data["location"] = f"{path.name}.data"
+        data["location"] = f"{path.name}.{_digest(proto)}.data"
+    before = _data_files(path)
     with whole(path) as written:
         onnx.save_model(proto, written, **data)
+    for unused in before - {data.get("location")}:
+        (path.parent / unused).unlink(missing_ok=True)
+
+
+def _digest(proto: ModelProto) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for graph in all_graphs(proto.graph):
+        for tensor in graph.initializer:
+            digest.update(len(tensor.raw_data).to_bytes(8))
+            digest.update(tensor.raw_data)
+    return digest.hexdigest()
+
+
+def _data_files(path: Path) -> set[str]:
+    """Return the data files that belong to the model at `path` alone, by their names."""
+    if not path.is_file():
+        return set()
+    own = re.compile(re.escape(path.name) + r"\.[0-9a-f]{16}\.data")
+    files = {other.name for other in path.parent.iterdir() if own.fullmatch(other.name)}
+    try:
+        graphs = [*all_graphs(_read_onnx(path).graph)]
+    except ModelError:
+        return files
+    entries = (e for g in graphs for tensor in g.initializer for e in tensor.external_data)
+    usual = f"{path.name}.data"  # what other exporters call it
+    return files | {usual for e in entries if (e.key, e.value) == ("location", usual)}
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:

@@ -63,18 +63,29 @@ def to_array(tensor: TensorProto, folder: Path | None = None) -> np.ndarray:
 
 
 def to_dense(sparse: onnx.SparseTensorProto, folder: Path | None = None) -> np.ndarray:
-    """Convert a SparseTensorProto to an array (IR: indices are linear, or one row per value)."""
+    """Convert a SparseTensorProto to an array (IR: indices are linear, or one row per value).
+
+    Raises:
+      ModelError: what onnx.checker refuses: values that are not one-dimensional, another number
+        of indices, indices outside the shape or not in ascending order.
+    """
     values, indices = to_array(sparse.values, folder), to_array(sparse.indices, folder)
     shape = tuple(sparse.dims)
+    what = f"sparse tensor '{sparse.values.name}' of shape {list(shape)}"
+    rows = (values.size,) if indices.ndim == 1 else (values.size, len(shape))
+    if values.ndim != 1 or indices.shape != rows or indices.dtype != np.int64:
+        raise ModelError(
+            f"{what}: indices {indices.dtype}{list(indices.shape)} do not fit values "
+            f"{list(values.shape)}"
+        )
     try:
         dense = np.zeros(shape, values.dtype)
         flat = indices if indices.ndim == 1 else np.ravel_multi_index(tuple(indices.T), shape)
-        dense.reshape(-1)[flat] = values
-    except (ValueError, TypeError, IndexError, MemoryError) as error:
-        raise ModelError(
-            f"sparse tensor '{sparse.values.name}': indices {list(indices.shape)} do not fit "
-            f"{values.size} values in shape {list(shape)} ({error})"
-        ) from error
+    except (ValueError, TypeError, MemoryError) as error:
+        raise ModelError(f"{what}: its indices do not fit ({error})") from error
+    if flat.size and not (flat[0] >= 0 and flat[-1] < dense.size and (np.diff(flat) > 0).all()):
+        raise ModelError(f"{what}: the indices must be in the shape and in ascending order")
+    dense.reshape(-1)[flat] = values
     return dense
 
 

@@ -65,8 +65,8 @@ def masked_softmax(x):
 
 
 def soft_cap(x, cap):
-    """Return cap * tanh(x / cap), or x if cap is 0."""
-    return cap * jnp.tanh(x / cap) if cap else x
+    """Return cap * tanh(x / cap), or x if cap is not positive, as in onnx.reference."""
+    return cap * jnp.tanh(x / cap) if cap > 0 else x
 
 
 def reach(queries, keys, offset, *, left=-1, right=-1):

@@ -26,6 +26,9 @@ SCAN_LIMIT = 2**31 - 1
 MASKED_LIMIT = 10_000
 """Up to this trip count a loop with a traced condition is a scan, above it a while loop."""
 
+_DIGIT_BITS = 31
+"""Of each of the two counters of a while loop."""
+
 UNROLLED = 16
 """Up to this many unrolled iterations nothing is reported: compiling them is quick."""
 
@@ -165,13 +168,25 @@ def _conditional_loop(step, count, m, cond, carry):
         steps = jnp.arange(count, dtype=canonical(INDEX))
         return tuple(jax.lax.scan(masked, (active, carry), steps)[0][1])
 
-    largest = np.iinfo(canonical(INDEX)).max
-    limit = array(m).reshape(()) if count is None else min(count, largest)
-    _, _, carry = jax.lax.while_loop(
-        lambda state: state[1] & (state[0] < limit),
-        lambda state: (state[0] + 1, *advance(state[0], state[2])),
-        (jnp.zeros((), canonical(INDEX)), active, carry),
-    )
+    # Two digits, because without 64-bit types one counter would end at 2**31 - 1. What the body
+    # sees of them wraps there, as any other integer does.
+    index, digit = canonical(INDEX), 1 << _DIGIT_BITS
+    limit = jnp.maximum(array(m).reshape(()), 0) if count is None else min(count, 2**63 - 1)
+    end = [jnp.asarray(x, np.uint32) for x in (limit >> _DIGIT_BITS, limit & (digit - 1))]
+
+    def proceeds(state):
+        (high, low), active, _ = state
+        return active & ((high != end[0]) | (low != end[1]))
+
+    def iterate(state):
+        (high, low), _, carry = state
+        i = (high.astype(index) << _DIGIT_BITS) | low.astype(index)
+        full = low == digit - 1
+        digits = (high + full.astype(np.uint32), jnp.where(full, 0, low + 1).astype(np.uint32))
+        return (digits, *advance(i, carry))
+
+    zero = jnp.zeros((), np.uint32)
+    _, _, carry = jax.lax.while_loop(proceeds, iterate, ((zero, zero), active, carry))
     return tuple(forward_only(value, _NO_REVERSE) for value in carry)
 
 
@@ -180,6 +195,13 @@ _NO_REVERSE = (
     "(jax.jvp and jax.jacfwd work). Give it a known trip count, at most "
     f"{MASKED_LIMIT} if its condition is computed from traced values"
 )
+
+
+def _states(values, scanned):
+    """Return the number of states before the scan inputs."""
+    if not 1 <= scanned <= len(values):
+        raise NodeError(f"num_scan_inputs is {scanned}, of {len(values)} inputs")
+    return len(values) - scanned
 
 
 @op("Scan", since=9)
@@ -193,7 +215,7 @@ def scan_9(
     scan_output_directions=None,
 ):
     """Final states, then the scan outputs along their axes; direction 1 is from the end."""
-    size = len(initial_state_and_scan_inputs) - num_scan_inputs
+    size = _states(initial_state_and_scan_inputs, num_scan_inputs)
     carry, inputs = (
         list(initial_state_and_scan_inputs[:size]),
         list(initial_state_and_scan_inputs[size:]),
@@ -256,7 +278,7 @@ def scan_8(
     directions=None,
 ):
     """Batched along axis 0 and scanned along axis 1; scan outputs after a sequence's end are 0."""
-    size = len(initial_state_and_scan_inputs) - num_scan_inputs
+    size = _states(initial_state_and_scan_inputs, num_scan_inputs)
     values = [array(value) for value in initial_state_and_scan_inputs]
     batch, length = values[size].shape[:2]
     ends = jnp.full(batch, length) if sequence_lens is None else array(sequence_lens)

@@ -132,6 +132,9 @@ def _extents(lengths, scales, sizes, policy):
     (extents,) = present
     if extents.shape != lengths.shape:
         raise NodeError(f"{extents.size} scales or sizes are given for {len(lengths)} axes")
+    smallest = np.finfo(extents.dtype).tiny if extents is scales else 0
+    if not (np.isfinite(extents) & (extents >= smallest)).all():
+        raise NodeError(f"scales must be positive, sizes not negative: {extents.tolist()}")
     if extents is scales:
         # In the scales' own precision: 10 pixels at float32(0.7) are 7, as in onnxruntime.
         out = np.floor(lengths.astype(extents.dtype) * extents)

@@ -178,6 +178,8 @@ def one_hot(indices, depth: Static, values, *, axis=-1):
     """`values` is [off, on]; an index outside [-depth, depth) gives a row of off values."""
     np_ = xp(indices, values)
     count = int(depth.item())
+    if count <= 0:
+        raise NodeError(f"depth must be positive, not {count}")
     axis = axis_of(axis, indices.ndim + 1)
     indices = np_.expand_dims(cast(indices, INDEX), axis)
     indices = np_.where(indices < 0, indices + count, indices)
