@@ -56,7 +56,7 @@ class Module(nnx.Module):
         self.deterministic = deterministic
         self._functions = _Functions(model)
 
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
+    def __call__(self, /, *inputs: Any, **named: Any) -> Any:
         """Run the network on inputs as in a Model, with this module's weights.
 
         Returns an array if there is one output, else a tuple in file order.
@@ -76,7 +76,7 @@ class Module(nnx.Module):
                 )
             key = self.rngs.dropout()
         if self.deterministic:
-            return model.apply(params, *inputs, state=state, rng=key, **named)
+            return model.apply(params, *inputs, state_=state, rng_=key, **named)
         outputs, renewed = model.apply_train(params, state, key, *inputs, **named)
         for name, variable in self.state.items():
             if renewed[name] is not state[name]:

@@ -27,6 +27,7 @@ from jaxonnx._run.overlay import ratios
 from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError
 from jaxonnx.model import _notes as notes
+from jaxonnx.model._calls import inputs_first, unmarked
 from jaxonnx.model._restart import Initializer, restarted
 from jaxonnx.model._select import Select, select
 from jaxonnx.model._show import Rendered, Summary, overview, summary
@@ -101,12 +102,14 @@ class Model(Rendered):
     def _warnings(self) -> tuple[str, ...]:
         return tuple(notes.warnings(self.proto.graph, self.program, self.tensors, self.outputs))
 
-    def __call__(self, *inputs: Any, rng: jax.Array | None = None, **named: Any) -> Any:
+    @inputs_first
+    def __call__(self, /, *inputs: Any, rng: jax.Array | None = None, **named: Any) -> Any:
         """Run inference, compiled: an array if there is one output, else a tuple in file order.
 
         Args:
           inputs: arrays in the order of `self.inputs`; any may be passed by name instead.
-          rng: a key for random operators; without it they use `jax.random.key(0)`.
+          rng: a key for random operators; without it they use `jax.random.key(0)`. Where an input
+            is called "rng", the key is `rng_`.
 
         Raises:
           InputError: arguments that do not fit the inputs.
@@ -117,8 +120,10 @@ class Model(Rendered):
     def _stored(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return self.program.stored(self.params), self.program.stored(self.state)
 
+    @inputs_first
     def apply(
         self,
+        /,
         params: Mapping[str, Any],
         *inputs: Any,
         state: Mapping[str, Any] | None = None,
@@ -130,13 +135,18 @@ class Model(Rendered):
         BatchNormalization uses its running statistics and Dropout is inactive, whatever the file's
         training flags say. `state` replaces `self.state`, whose arrays otherwise become constants
         of a function that is compiled around this call.
+
+        The name of an input means the input: where one is called "state", "rng" or "params", the
+        argument is `state_`, `rng_` or `params_`, which also work where none is.
         """
         state = self.state if state is None else state
         values = data(self._arguments(inputs, named))
         return _one(self.program.evaluate(params, state, values, key=rng, training=False))
 
+    @inputs_first
     def apply_train(
         self,
+        /,
         params: Mapping[str, Any],
         state: Mapping[str, Any],
         rng: jax.Array | None,
@@ -146,7 +156,8 @@ class Model(Rendered):
         """Run with training semantics as a pure function; return `(outputs, new state)`.
 
         BatchNormalization uses the statistics of the batch and renews the running ones in the
-        state; Dropout is active with its own ratio and draws from `rng`.
+        state; Dropout is active with its own ratio and draws from `rng`. Inputs with the names of
+        these arguments are as in `apply`.
         """
         updates: dict[str, Any] = {}
         values = data(self._arguments(inputs, named))
@@ -424,7 +435,11 @@ class Model(Rendered):
         return {**self.program.constants, **values}
 
     def _arguments(self, inputs: tuple, named: Mapping[str, Any]) -> dict[str, Any]:
-        return arguments(self.inputs, self._defaults, inputs, named)
+        return arguments(self.inputs, self._defaults, inputs, unmarked(named))
+
+    @cached_property
+    def _input_names(self) -> frozenset[str]:
+        return self._defaults.union(self.graph.inputs)
 
     @cached_property
     def _defaults(self) -> frozenset[str]:

@@ -1,0 +1,45 @@
+"""Calls of a model: names of inputs beside names of its own arguments."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_INPUT = " (input)"
+"""What follows the name of an input while an argument of the method has the same name."""
+
+
+def inputs_first(method: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a method of a model that takes inputs by name beside arguments of its own.
+
+    The name of an input means the input. An argument of the method goes by its own name where no
+    input has it, and with an underscore behind it (`state_=`) always.
+    """
+    kinds = inspect.Parameter
+    own = [
+        name
+        for name, parameter in inspect.signature(method).parameters.items()
+        if parameter.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY) and name != "self"
+    ]
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: Any, **named: Any) -> Any:
+        taken = self._input_names
+        for name in own if named else ():
+            if name in taken and name in named:
+                named[name + _INPUT] = named.pop(name)
+            if f"{name}_" in named and f"{name}_" not in taken:
+                if name in named:
+                    raise TypeError(f"{method.__name__} got both '{name}' and '{name}_'")
+                named[name] = named.pop(f"{name}_")
+        return method(self, *args, **named)  # type: ignore[call-arg]
+
+    return call  # type: ignore[return-value]
+
+
+def unmarked(named: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs that were passed by name, by their names in the file."""
+    return {name.removesuffix(_INPUT): value for name, value in named.items()}
