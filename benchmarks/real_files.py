@@ -14,7 +14,9 @@ them. A file `net.onnx.npz` beside `net.onnx` has arrays by the names of the inp
 """
 
 import argparse
+import collections
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -23,6 +25,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks import real_worker
 
 WORKER = Path(__file__).with_name("real_worker.py")
 PAIRS = {
@@ -76,6 +80,59 @@ def measure(path: Path, options) -> dict[str, dict]:
     return rows
 
 
+def check(path: Path, options, server) -> dict[str, dict]:
+    """Return the figures of a file by part, from one process of the fork server."""
+    with tempfile.TemporaryDirectory() as name:
+        answers = Path(name) / "answers"
+        process = server.Process(
+            target=real_worker.check, args=(path, Path(name), answers, options.memory)
+        )
+        process.start()
+        process.join(options.timeout)
+        late = process.is_alive()
+        process.kill()
+        process.join()
+        rows: dict[str, dict] = collections.defaultdict(dict)
+        for line in answers.read_text().splitlines() if answers.exists() else ():
+            part, figures = json.loads(line)
+            rows[part] |= figures
+        if process.exitcode:
+            last = [*rows][-1] if rows else "onnxruntime"
+            rows[last]["error"] = (
+                f"takes more than {options.timeout} s"
+                if late
+                else f"ended with code {process.exitcode}"
+            )
+    return dict(rows)
+
+
+def count(results: dict[str, dict[str, dict]]) -> None:
+    """Print the failures of --check, and how many files passed each part."""
+    parts: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+    for path, rows in results.items():
+        theirs, ours = rows.get("onnxruntime", {}), rows.get("jaxonnx", {})
+        agree = "difference" in ours
+        right = agree and ours["difference"] < (1e-2 if ours.get("half") else 1e-3)
+        outcomes = {
+            "onnxruntime runs it": None if "error" in theirs else True,
+            "loaded": "parameters" in ours,
+            "run": "first" in ours if "first" in theirs else None,
+            "same results": right if agree else None,
+            "same tensors when saved": ours.get("same tensors"),
+            "same bits in onnxruntime when saved": rows.get("again", {}).get("same bits"),
+            "gradient finite": ours.get("finite"),
+        }
+        errors = [f"{part}: {row['error']}" for part, row in rows.items() if "error" in row]
+        wrong = [name for name, passed in outcomes.items() if passed is False]
+        for name, passed in outcomes.items():
+            parts[name][passed] += 1
+        if wrong or any("jaxonnx" in error or "again" in error for error in errors):
+            details = [*errors, *([f"difference {ours['difference']:.1e}"] if agree else [])]
+            print(f"{path}: {', '.join(wrong)}: {'; '.join(details)}")
+    for name, passed in parts.items():
+        print(f"{name}: {passed[True]} of {passed[True] + passed[False]}, {passed[None]} not asked")
+
+
 def cells(row: dict, other: dict) -> list[str]:
     """Return the cells of jaxonnx's figures beside onnxruntime's."""
     both = [
@@ -118,16 +175,21 @@ def main() -> None:
     )
     parser.add_argument("paths", type=Path, nargs="+", help="files, or folders of files")
     parser.add_argument("--against", type=Path, help="a checkout whose jaxonnx has a row as well")
+    parser.add_argument("--check", action="store_true", help="measure nothing: for many files")
+    parser.add_argument("--memory", type=float, default=8, help="GB for a process of --check")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for each process")
     parser.add_argument("--json", type=Path, help="write all figures there")
     options = parser.parse_args()
     results = {}
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["benchmarks.real_worker", "jax", "jaxonnx", "onnxruntime"])
     for path in files(options.paths):
         print(path, file=sys.stderr)
-        results[str(path)] = measure(path, options)
+        once = check(path, options, server) if options.check else measure(path, options)
+        results[str(path)] = once
         if options.json:
             options.json.write_text(json.dumps(results, indent=1) + "\n")
-    show(results)
+    (count if options.check else show)(results)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,20 @@ took, its outputs, and the file that jaxonnx saved.
 """
 
 import json
+import os
 import pickle
+import resource
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+
+CHECK = "JAXONNX_CHECK"
+"""The environment variable of processes that measure nothing."""
 
 OPEN = (16, 64, 224, 256, 128, 512, 32, 1, 2, 8)
 """Sizes tried for open dimensions other than the first, which is 1."""
@@ -43,6 +49,8 @@ def fastest(run) -> float:
     """Return the least milliseconds of a call, of up to 20 within two seconds."""
     times, end = [], time.perf_counter() + 2
     while len(times) < 3 or (len(times) < 20 and time.perf_counter() < end):
+        if CHECK in os.environ:
+            return 0.0
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
@@ -149,6 +157,28 @@ def run_again(path: Path, folder: Path) -> Iterator[dict]:
     yield {"same bits": all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in pairs)}
 
 
+def stored(path: Path) -> dict[str, list[tuple]]:
+    """Return the tensors of a file's graphs and functions by name; a Constant has its output's."""
+    import onnx
+
+    tensors: dict[str, list[tuple]] = {}
+    messages: list[tuple] = [(onnx.load(path), "")]
+    while messages:
+        message, constant = messages.pop()
+        if isinstance(message, onnx.TensorProto):
+            array = onnx.numpy_helper.to_array(message)
+            data = str(array.tolist()) if array.dtype == object else array.tobytes()
+            about = (message.data_type, tuple(message.dims), hash(data))
+            tensors.setdefault(constant or message.name, []).append(about)
+            continue
+        if isinstance(message, onnx.NodeProto):
+            constant = message.output[0] if message.op_type == "Constant" else ""
+        for field, value in message.ListFields():
+            if field.message_type:
+                messages += [(v, constant) for v in (value if field.is_repeated else [value])]
+    return tensors
+
+
 def run_jaxonnx(path: Path, folder: Path) -> Iterator[dict]:
     """Measure jaxonnx on the inputs that onnxruntime took; leave the saved file in the folder."""
     import jax
@@ -161,7 +191,14 @@ def run_jaxonnx(path: Path, folder: Path) -> Iterator[dict]:
     model = jaxonnx.load(path)
     jax.block_until_ready((model.params, model.state))
     yield {"load": clock.read(), "load MB": resident("VmHWM"), "parameters": len(model.params)}
-    yield {"warnings": model.warnings}
+    half = any("16" in str(value.dtype) for value in model.params.values())
+    yield {
+        "warnings": model.warnings,
+        "half": half,
+        "trained": sum(value.size for value in model.params.values()),
+        "frozen": {name: list(value.shape) for name, value in model.state.items()},
+        "operators": sorted({node.op.name for node in model.graph.nodes}),
+    }
     if (folder / "results").exists():
         inputs, expected = pickle.loads((folder / "results").read_bytes())
     else:
@@ -182,6 +219,7 @@ def run_jaxonnx(path: Path, folder: Path) -> Iterator[dict]:
     model.save(folder / "saved.onnx")
     size = sum(f.stat().st_size for f in folder.glob("saved.onnx*"))
     yield {"save": clock.read(), "saved MB": size / 1e6, "save MB": resident("VmHWM")}
+    yield {"same tensors": stored(path) == stored(folder / "saved.onnx")}
     del expected
     if not model.params or not model.program.compiled:
         return  # evaluated node by node: no gradient to compile
@@ -201,6 +239,30 @@ def run_jaxonnx(path: Path, folder: Path) -> Iterator[dict]:
 
 
 PARTS = {"onnxruntime": run_onnxruntime, "jaxonnx": run_jaxonnx, "again": run_again}
+
+
+def check(path: Path, folder: Path, answers: Path, gigabytes: float) -> None:
+    """Run all parts in this process; write their figures to `answers`, a line [part, figures]."""
+    os.environ[CHECK] = "1"
+    resource.setrlimit(resource.RLIMIT_DATA, (int(gigabytes * 1e9),) * 2)
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    with answers.open("w") as file:
+        for name, part in PARTS.items():
+            try:
+                if name != "again":
+                    steps = part(path, folder)
+                elif (folder / "saved.onnx").exists() and (folder / "results").exists():
+                    steps = part(folder / "saved.onnx", folder)
+                else:
+                    return
+                for figures in steps:
+                    print(json.dumps([name, figures]), file=file, flush=True)
+            except BaseException as error:  # the process ends here: whatever it is, it is reported
+                lines = traceback.format_exception_only(error)
+                figures = {"error": lines[-1].strip()[:2000]}
+                print(json.dumps([name, figures]), file=file, flush=True)
 
 
 def main() -> None:

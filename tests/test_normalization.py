@@ -7,8 +7,11 @@ sample's to the population's, as the specification has it).
 import jax
 import jax.numpy as jnp
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
 
+import jaxonnx
 from jaxonnx.errors import NodeError
 from jaxonnx.registry import lookup
 from tests.points import assert_point, operator
@@ -132,3 +135,18 @@ def test_bad_groups():
         operator("GroupNormalization")(X.reshape(1, 4, 2), SCALE, BIAS, num_groups=3)
     with pytest.raises(NodeError, match="only 1 and 2"):
         operator("LpNormalization")(X, p=3)
+
+
+def test_layer_normalization_in_a_file_older_than_it():
+    """Opset 12, as Deeploy's files and those of onnxruntime's optimizer have it."""
+    proto = onnx.parser.parse_model("""
+    <ir_version: 8, opset_import: ["": 12]>
+    g (float[2,3,4] x) => (float[2,3,4] y)
+    <float[4] scale = {1,2,3,4}, float[4] bias = {1,0,-1,0.5}> {
+      y = LayerNormalization<epsilon = 0.1>(x, scale, bias)
+    }""")
+    x = rng.normal(size=(2, 3, 4)).astype(np.float32)
+    model = jaxonnx.load(proto)
+    assert {*model.params} == {"scale", "bias"}
+    (expected,) = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, {"x": x})
+    np.testing.assert_allclose(model(x), expected, rtol=1e-5, atol=1e-6)

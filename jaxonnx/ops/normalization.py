@@ -152,7 +152,8 @@ def group_normalization(x, scale, bias, *, epsilon=1e-5, num_groups, stash_type=
     return _group_norm(x, scale, bias, num_groups, epsilon, element_dtype(stash_type))
 
 
-@op("LayerNormalization", since=17, params=SCALED)
+# ONNX has it from opset 17 on; onnxruntime takes it at any, and exporters wrote it before.
+@op("LayerNormalization", since=1, params=SCALED)
 def layer_normalization(x, scale, b=None, *, axis=-1, epsilon=1e-5, stash_type=1):
     """(y, mean, 1 / standard deviation) over the axes from `axis` on.
 
