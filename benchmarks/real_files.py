@@ -40,27 +40,48 @@ PAIRS = {
 
 
 def part(name: str, path: Path, folder: Path, options, checkout: Path | None = None) -> dict:
-    """Return the figures of a worker; "error" is the last line of one that failed."""
-    root = checkout or Path(__file__).parent.parent
-    figures, log = {}, folder / "log"
-    with log.open("w") as errors, (folder / "answers").open("w+") as answers:
-        try:
-            done = subprocess.run(
-                [sys.executable, WORKER, name, path, folder],
-                env=dict(os.environ, PYTHONPATH=str(root)),
-                stdout=answers,
-                stderr=errors,
-                timeout=options.timeout,
-            )
-            lines = [line for line in log.read_text().splitlines() if line.strip()]
-            if done.returncode:
-                figures["error"] = lines[-1] if lines else f"ended with code {done.returncode}"
-        except subprocess.TimeoutExpired:
-            figures["error"] = f"takes more than {options.timeout} s"
-        answers.seek(0)
-        for line in answers:
-            figures |= json.loads(line)
-    return figures
+    """Return the figures of a worker; "error" is the end of what one that failed said."""
+    log, answers = folder / "log", folder / "answers"
+    answers.write_text("")
+    if options.check:
+        code = forked(name, path, folder, options)
+    else:
+        command = [sys.executable, WORKER, name, path, folder]
+        environment = dict(os.environ, PYTHONPATH=str(checkout or Path(__file__).parent.parent))
+        with log.open("w") as errors, answers.open("w") as figures:
+            try:
+                code = subprocess.run(
+                    command,
+                    env=environment,
+                    stdout=figures,
+                    stderr=errors,
+                    timeout=options.timeout,
+                ).returncode
+            except subprocess.TimeoutExpired:
+                code = None
+    result = {}
+    for line in answers.read_text().splitlines():
+        result |= json.loads(line)
+    if code is None:
+        result["error"] = f"takes more than {options.timeout} s"
+    elif code:
+        lines = [line.strip() for line in log.read_text().splitlines() if line.strip()]
+        result["error"] = " ".join(lines[-2:]) or f"ended with code {code}"
+    return result
+
+
+def forked(name: str, path: Path, folder: Path, options) -> int | None:
+    """Run a worker in a copy of a process that has the libraries; None if it takes too long."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.real_worker", "jax", "jaxonnx", "onnxruntime"])
+    process = context.Process(target=real_worker.check, args=(name, path, folder, options.memory))
+    process.start()
+    process.join(options.timeout)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        return None
+    return process.exitcode
 
 
 def measure(path: Path, options) -> dict[str, dict]:
@@ -80,37 +101,11 @@ def measure(path: Path, options) -> dict[str, dict]:
     return rows
 
 
-def check(path: Path, options, server) -> dict[str, dict]:
-    """Return the figures of a file by part, from one process of the fork server."""
-    with tempfile.TemporaryDirectory() as name:
-        answers = Path(name) / "answers"
-        process = server.Process(
-            target=real_worker.check, args=(path, Path(name), answers, options.memory)
-        )
-        process.start()
-        process.join(options.timeout)
-        late = process.is_alive()
-        process.kill()
-        process.join()
-        rows: dict[str, dict] = collections.defaultdict(dict)
-        for line in answers.read_text().splitlines() if answers.exists() else ():
-            part, figures = json.loads(line)
-            rows[part] |= figures
-        if process.exitcode:
-            last = [*rows][-1] if rows else "onnxruntime"
-            rows[last]["error"] = (
-                f"takes more than {options.timeout} s"
-                if late
-                else f"ended with code {process.exitcode}"
-            )
-    return dict(rows)
-
-
 def count(results: dict[str, dict[str, dict]]) -> None:
     """Print the failures of --check, and how many files passed each part."""
     parts: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
     for path, rows in results.items():
-        theirs, ours = rows.get("onnxruntime", {}), rows.get("jaxonnx", {})
+        theirs, ours = rows["onnxruntime"], rows["jaxonnx"]
         agree = "difference" in ours
         right = agree and ours["difference"] < (1e-2 if ours.get("half") else 1e-3)
         outcomes = {
@@ -119,14 +114,14 @@ def count(results: dict[str, dict[str, dict]]) -> None:
             "run": "first" in ours if "first" in theirs else None,
             "same results": right if agree else None,
             "same tensors when saved": ours.get("same tensors"),
-            "same bits in onnxruntime when saved": rows.get("again", {}).get("same bits"),
+            "same bits in onnxruntime when saved": ours.get("same bits"),
             "gradient finite": ours.get("finite"),
         }
-        errors = [f"{part}: {row['error']}" for part, row in rows.items() if "error" in row]
+        errors = [f"{key}: {ours[key]}" for key in ours if key.endswith("error")]
         wrong = [name for name, passed in outcomes.items() if passed is False]
         for name, passed in outcomes.items():
             parts[name][passed] += 1
-        if wrong or any("jaxonnx" in error or "again" in error for error in errors):
+        if wrong or errors:
             details = [*errors, *([f"difference {ours['difference']:.1e}"] if agree else [])]
             print(f"{path}: {', '.join(wrong)}: {'; '.join(details)}")
     for name, passed in parts.items():
@@ -181,12 +176,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all figures there")
     options = parser.parse_args()
     results = {}
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["benchmarks.real_worker", "jax", "jaxonnx", "onnxruntime"])
     for path in files(options.paths):
         print(path, file=sys.stderr)
-        once = check(path, options, server) if options.check else measure(path, options)
-        results[str(path)] = once
+        results[str(path)] = measure(path, options)
         if options.json:
             options.json.write_text(json.dumps(results, indent=1) + "\n")
     (count if options.check else show)(results)

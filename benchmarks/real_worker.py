@@ -6,13 +6,13 @@ Prints lines of JSON with figures, as it gets them. The folder hands on the inpu
 took, its outputs, and the file that jaxonnx saved.
 """
 
+import itertools
 import json
 import os
 import pickle
 import resource
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,15 +57,15 @@ def fastest(run) -> float:
     return 1e3 * min(times)
 
 
-def made(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """Return random numbers that most networks take at an input of this name."""
+def made(name: str, dtype: np.dtype, shape: tuple[int, ...], below: int) -> np.ndarray:
+    """Return random numbers that most networks take at an input of this name, integers < below."""
     rng = np.random.default_rng(0)
     if dtype.kind == "O":
         return np.full(shape, "a", object)
     if dtype.kind == "b" or "mask" in name.lower():
         return np.ones(shape, dtype)
     if dtype.kind in "iu":
-        return rng.integers(0, 2 if "type" in name.lower() else 10, shape).astype(dtype)
+        return rng.integers(0, 2 if "type" in name.lower() else below, shape).astype(dtype)
     return rng.uniform(0, 1, shape).astype(dtype)
 
 
@@ -76,14 +76,14 @@ def candidates(path: Path, values) -> Iterator[dict[str, np.ndarray]]:
         yield dict(np.load(beside))
         return
     is_open = any(not isinstance(d, int) or d < 1 for _, _, shape in values for d in shape)
-    for size in OPEN if is_open else OPEN[:1]:
+    for size, below in itertools.product(OPEN if is_open else OPEN[:1], (10, 2)):
         inputs = {}
         for name, dtype, shape in values:
             first = 1 if len(shape) > 1 else size
             sizes = (first, *[size] * (len(shape) - 1))
             known = [isinstance(d, int) and d > 0 for d in shape]
             shape = tuple(d if k else s for d, k, s in zip(shape, known, sizes, strict=True))
-            inputs[name] = made(name, np.dtype(dtype), shape)
+            inputs[name] = made(name, np.dtype(dtype), shape, below)
         yield inputs
 
 
@@ -120,6 +120,8 @@ def session(path: Path):
 
     options = ort.SessionOptions()
     options.log_severity_level = 4
+    if CHECK in os.environ:
+        options.intra_op_num_threads = 1
     return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
@@ -241,28 +243,16 @@ def run_jaxonnx(path: Path, folder: Path) -> Iterator[dict]:
 PARTS = {"onnxruntime": run_onnxruntime, "jaxonnx": run_jaxonnx, "again": run_again}
 
 
-def check(path: Path, folder: Path, answers: Path, gigabytes: float) -> None:
-    """Run all parts in this process; write their figures to `answers`, a line [part, figures]."""
+def check(name: str, path: Path, folder: Path, gigabytes: float) -> None:
+    """Run a part in this process, without measuring, as `main` would."""
     os.environ[CHECK] = "1"
     resource.setrlimit(resource.RLIMIT_DATA, (int(gigabytes * 1e9),) * 2)
-    quiet = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(quiet, 1)
-    os.dup2(quiet, 2)
-    with answers.open("w") as file:
-        for name, part in PARTS.items():
-            try:
-                if name != "again":
-                    steps = part(path, folder)
-                elif (folder / "saved.onnx").exists() and (folder / "results").exists():
-                    steps = part(folder / "saved.onnx", folder)
-                else:
-                    return
-                for figures in steps:
-                    print(json.dumps([name, figures]), file=file, flush=True)
-            except BaseException as error:  # the process ends here: whatever it is, it is reported
-                lines = traceback.format_exception_only(error)
-                figures = {"error": lines[-1].strip()[:2000]}
-                print(json.dumps([name, figures]), file=file, flush=True)
+    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    with (folder / "answers").open("w") as answers:
+        for figures in PARTS[name](path, folder):
+            print(json.dumps(figures), file=answers, flush=True)
 
 
 def main() -> None:
