@@ -202,25 +202,36 @@ class Adapters:
         Raises:
           OSError: the path cannot be written; a file that was there stays.
         """
-        places = {name: dataclasses.asdict(place) for name, place in self.layouts.items()}
-        about = json.dumps({"rank": self.rank, "alpha": self.alpha, "layouts": places})
-        arrays = {**self.values, _ABOUT: np.frombuffer(about.encode(), np.uint8)}
+        about = json.dumps(self.about).encode()
+        arrays = {**self.values, _ABOUT: np.frombuffer(about, np.uint8)}
         from jaxonnx import sparse
 
         sparse.save(path, arrays, {}, layers=())
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """Rank, alpha and layouts, as JSON has them."""
+        places = {name: dataclasses.asdict(place) for name, place in self.layouts.items()}
+        return {"rank": self.rank, "alpha": self.alpha, "layouts": places}
+
     @classmethod
     def load(cls, path: str | os.PathLike) -> Adapters:
-        """Load the adapters that `save` wrote.
+        """Load the adapters that `save` wrote, or those of the newest checkpoint in a folder.
 
         Raises:
-          ModelError: the file holds no adapters, or is damaged.
+          ModelError: the file or folder holds no adapters, or is damaged.
         """
         try:
-            from jaxonnx import sparse
+            if os.path.isdir(path):
+                from jaxonnx._file import checkpoints
 
-            values, _ = sparse.load(path)
-            about = json.loads(values.pop(_ABOUT).tobytes())
+                newest = checkpoints.read(path)
+                values, about = newest.tensors, newest.adapters or {}
+            else:
+                from jaxonnx import sparse
+
+                values, _ = sparse.load(path)
+                about = json.loads(values.pop(_ABOUT).tobytes())
             places = {
                 name: Matrix(
                     p["output"],

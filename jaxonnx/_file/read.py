@@ -13,8 +13,10 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import FunctionProto, GraphProto, ModelProto, TensorProto, numpy_helper
 
-from jaxonnx._file import formats
+from jaxonnx._file import checkpoints, formats
 from jaxonnx._file.protos import all_graphs, names_of_constants, tensor_of_constant
+from jaxonnx._file.records import SPARSITY, has
+from jaxonnx._file.save import in_file_types
 from jaxonnx._file.tensors import to_array, to_dense
 from jaxonnx.errors import InputError, ModelError, UnsupportedError
 
@@ -34,7 +36,7 @@ _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorP
 
 
 def read(
-    source: str | os.PathLike | bytes | ModelProto,
+    source: str | os.PathLike | bytes | ModelProto, checkpoint: str | None = None
 ) -> tuple[ModelProto, dict[str, np.ndarray]]:
     """Read a model; the caller's ModelProto is left as it is.
 
@@ -44,12 +46,20 @@ def read(
     Floating-point tensors of Constant nodes in functions have the name of the function before it.
     External data is memory-mapped.
 
+    Args:
+      checkpoint: "newest" or "best", where the source is a folder of checkpoints.
+
     Raises:
+      InputError: `checkpoint` is neither, or the source is not a folder.
       ModelError: not an ONNX model, or its (external) data is missing, short or inconsistent.
       SparsityError: a damaged packed file (.npz).
       UnsupportedError: the IR or an opset is newer than the installed `onnx` package knows.
     """
     folder = None
+    if isinstance(source, str | os.PathLike) and os.path.isdir(source):
+        return _checkpoint(source, "newest" if checkpoint is None else checkpoint)
+    if checkpoint is not None:
+        raise InputError(f"checkpoint={checkpoint!r} goes with a folder of checkpoints")
     if isinstance(source, ModelProto):
         proto = ModelProto()
         proto.CopyFrom(source)
@@ -77,6 +87,36 @@ def read(
             _inline(graph, folder)
     # Clearing fields keeps protobuf's arena; only a fresh message gives the memory back.
     return ModelProto.FromString(proto.SerializeToString()), tensors
+
+
+def _checkpoint(folder: str | os.PathLike, which: str) -> tuple[ModelProto, dict[str, np.ndarray]]:
+    """Read the file that lies in a folder of checkpoints, with the tensors of one of them."""
+    if which not in ("newest", "best"):
+        raise InputError(f"checkpoint is 'newest' or 'best', and was {which!r}")
+    stored = checkpoints.read(folder, which)
+    file = Path(folder, checkpoints.MODEL)
+    if stored.adapters is not None:
+        raise ModelError(
+            f"'{folder}' has checkpoints of adapters: "
+            f"jaxonnx.Adapters.load({os.fspath(folder)!r}).apply(jaxonnx.load({str(file)!r}))"
+        )
+    proto, tensors = read(file)
+    values = in_file_types(stored.tensors, tensors)
+    for info in proto.training_info:  # variables of the algorithm alone
+        for tensor in info.algorithm.initializer:
+            if tensor.name in values:
+                value = values[tensor.name].astype(to_array(tensor).dtype)
+                tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))
+    tensors |= {name: value for name, value in values.items() if name in tensors}
+    if has(proto, SPARSITY):
+        from jaxonnx._file import packed
+
+        # an average is taken over masks that change; what the mask hides now is zero
+        for name in packed.record(proto)[1].keys() & stored.averaged.keys():
+            tensors[name] = np.array(tensors[name])
+            tensors[name][stored.averaged[name] == 0] = 0
+        packed.keep_true(proto, tensors)
+    return proto, tensors
 
 
 def replaced(

@@ -31,6 +31,7 @@ def load(
     dequantize: bool = False,
     trainable: Trainable | None = None,
     weights: str | os.PathLike | Mapping[str, Any] | None = None,
+    checkpoint: Literal["newest", "best"] | None = None,
 ) -> Model:
     """Load an ONNX model.
 
@@ -44,7 +45,8 @@ def load(
 
     Args:
       source: a path (of an ONNX file, or of a packed .npz that `Model.save` wrote), the bytes of a
-        file, or a ModelProto (which is left as it is).
+        file, or a ModelProto (which is left as it is). Or the `checkpoint_dir` of a run: the model
+        of its newest checkpoint.
       outputs: inner values to return instead of the file's outputs, as in `Model.with_outputs`.
       batch: "any" opens the batch of a file that was exported for one size, as in
         `Model.with_any_batch`.
@@ -58,17 +60,20 @@ def load(
       weights: other values for tensors of the file, by their names, with the same shapes and types:
         a .safetensors file, an .npz of NumPy's or `sparse.save`, any file that is a source itself,
         or arrays by name. Tensors that it does not have keep the values of `source`.
+      checkpoint: of a folder of checkpoints "newest", the default, or "best": that of the best
+        epoch, as `monitor` of `jaxonnx.train` chose it.
 
     Raises:
       ModelError: a file is corrupt, truncated or malformed.
       SparsityError: a packed file is damaged.
       UnsupportedError: operators without an implementation (all of them named), or a newer opset.
       InputError: `outputs` or `trainable` name what the model does not have, or the batch cannot be
-        opened, or nothing is to be dequantized, or weights do not fit the model's.
+        opened, or nothing is to be dequantized, or weights do not fit the model's, or
+        `checkpoint` goes with a file.
     """
     if batch not in (None, "any"):
         raise InputError(f"batch is 'any' or None, and was {batch!r}")
-    proto, tensors = read(source)
+    proto, tensors = read(source, checkpoint)
     if weights is not None:
         tensors = replaced(tensors, weights)
     if dequantize:

@@ -1,11 +1,9 @@
 """Checkpoints of a run through Orbax: all that the rest of the run depends on."""
 
 import dataclasses
-import json
 import math
 import os
 import warnings
-import zlib
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -15,21 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._file import formats
+from jaxonnx._file.checkpoints import MODEL, UNREADABLE, reason, score, sealed, unsealed
+from jaxonnx._file.checkpoints import crc as _crc
 from jaxonnx._file.disk import check_writable
 from jaxonnx.errors import TrainingError
+from jaxonnx.lora import Adapters
+from jaxonnx.model import Model
 from jaxonnx.train._history import History
 
 _KEPT = 3
-_UNREADABLE = (
-    AssertionError,
-    AttributeError,
-    KeyError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What Orbax raises for files that are truncated, altered or missing."""
 _UNWRITABLE = (OSError, RuntimeError, ValueError)
 """What Orbax raises when it cannot write; errors of the system come as ValueError, too."""
 
@@ -52,13 +45,15 @@ class Checkpoints:
 
     They are written in the background, and appear under their name only when they are complete.
     Leaves are stored as a list, because names of tensors may hold anything; names, shapes and
-    dtypes are compared with those of the run that reads them, and the bytes with their CRC.
+    dtypes are compared with those of the run that reads them, and the bytes with their CRC. The
+    model that the run begins with lies beside them, so that `jaxonnx.load` opens the folder.
 
     Args:
       folder: is made if need be.
       resume: whether a run in the folder is to be continued.
       settings: what must be the same in the run that continues, by the name of the argument.
-      fixed: arrays that the run does not change: they are not stored, but must be the same, too.
+      model: the model that is trained.
+      fixed: arrays of it that the run does not change: they must be the same, too.
 
     Raises:
       TrainingError: the folder cannot be written, or holds a run and `resume` is false.
@@ -69,6 +64,7 @@ class Checkpoints:
         folder: str | os.PathLike,
         resume: bool,
         settings: dict[str, Any],
+        model: Model,
         fixed: dict[str, jax.Array],
     ):
         # takes seconds to import
@@ -90,18 +86,18 @@ class Checkpoints:
         self._directory = path
         for file in path.glob("*/metrics/metrics"):  # Orbax reads them all at once
             try:
-                float(json.loads(file.read_text())["score"])
-            except _UNREADABLE as error:
+                score(file.parent.parent)
+            except UNREADABLE as error:
                 self._set_aside(file.parent.parent.name, error)
 
-        def score(metrics):
+        def of_metrics(metrics):
             return metrics["score"]
 
-        policies = [managers.LatestN(_KEPT), managers.BestN(get_metric_fn=score, n=1)]
+        policies = [managers.LatestN(_KEPT), managers.BestN(get_metric_fn=of_metrics, n=1)]
         self._manager = orbax.CheckpointManager(
             path,
             options=orbax.CheckpointManagerOptions(
-                best_fn=score,  # else the scores are not stored
+                best_fn=of_metrics,  # else the scores are not stored
                 preservation_policy=managers.AnyPreservationPolicy(policies),
                 cleanup_tmp_directories=True,
             ),
@@ -113,6 +109,15 @@ class Checkpoints:
                 f"checkpoint_dir '{folder}' holds a run up to step {latest}; pass resume=True to "
                 "continue it, or another folder"
             )
+        self._adapters = None if model.program.adaption is None else Adapters.of(model).about
+        if latest is None or not (path / MODEL).exists():
+            try:
+                _write(model, path / MODEL)
+            except OSError as error:
+                self._manager.close()
+                raise TrainingError(
+                    f"'{path / MODEL}' cannot be written ({reason(error)})"
+                ) from error
 
     def restore(self, tree: Any) -> tuple[Position, Any, History]:
         """Return the newest checkpoint that can be read: position, arrays like `tree`'s, history.
@@ -124,14 +129,14 @@ class Checkpoints:
         for step in steps:
             try:
                 about = self._about(step)
-            except _UNREADABLE as error:
+            except UNREADABLE as error:
                 self._set_aside(step, error)
                 self._manager.reload()
                 continue
             self._compare(about, tree)
             try:
                 found = self._arrays(step, tree, about["crc"])
-            except _UNREADABLE as error:
+            except UNREADABLE as error:
                 self._set_aside(step, error)
                 self._manager.reload()
                 continue
@@ -147,31 +152,34 @@ class Checkpoints:
         """Store the run at its present step; the next steps may reuse the memory of the tree.
 
         Args:
+          tree: a `State` in the order of the file, and what else there is.
           score: greater is better; None does not compete for the best.
 
         Raises:
           NotWritten: this checkpoint or the one before it.
         """
         leaves = [np.array(_data(x)) for x in jax.tree.leaves(tree)]
+        state, *_ = jax.tree.unflatten(jax.tree.structure(tree), range(len(leaves)))
         about = {
             "leaves": _leaves(tree),
+            "tensors": {**state.state, **(state.average or state.params)},
+            "averaged": state.params if state.average else {},
+            "adapters": self._adapters,
             "fixed": self._fixed,
             "settings": self._settings,
             "position": list(at),
             "history": dataclasses.asdict(history),
             "crc": [_crc(x) for x in leaves],
         }
-        text = json.dumps(about)
-        sealed = {"about": text, "crc": zlib.crc32(text.encode())}
-        args = self._orbax.args
+        args, text = self._orbax.args, sealed(about)
         try:
             self._manager.save(
                 len(history.losses),
-                args=args.Composite(leaves=args.StandardSave(leaves), about=args.JsonSave(sealed)),
+                args=args.Composite(leaves=args.StandardSave(leaves), about=args.JsonSave(text)),
                 metrics={"score": -math.inf if score is None else score},
             )
         except _UNWRITABLE as error:
-            raise NotWritten(_reason(error)) from error
+            raise NotWritten(reason(error)) from error
 
     def wait(self) -> None:
         """Wait until all is written.
@@ -183,7 +191,7 @@ class Checkpoints:
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
         except _UNWRITABLE as error:
-            raise NotWritten(_reason(error)) from error
+            raise NotWritten(reason(error)) from error
 
     @property
     def where(self) -> str:
@@ -206,14 +214,12 @@ class Checkpoints:
         try:
             self._manager.close()
         except _UNWRITABLE as error:  # an error of the run may have come before it was said
-            warnings.warn(f"a checkpoint was not written ({_reason(error)})", stacklevel=2)
+            warnings.warn(f"a checkpoint was not written ({reason(error)})", stacklevel=2)
 
     def _about(self, step: int) -> dict[str, Any]:
         args = self._orbax.args
         found = self._manager.restore(step, args=args.Composite(about=args.JsonRestore()))["about"]
-        if zlib.crc32(found["about"].encode()) != found["crc"]:
-            raise ValueError("its text is not the one that was written")
-        return json.loads(found["about"])
+        return unsealed(found)
 
     def _arrays(self, step: int, tree: Any, crc: list[int]) -> Any:
         args = self._orbax.args
@@ -245,7 +251,7 @@ class Checkpoints:
         aside = next(path for path in map(self._directory.joinpath, names) if not path.exists())
         os.rename(self._directory / str(step), aside)
         warnings.warn(
-            f"the checkpoint of step {step} in '{self.folder}' cannot be read ({_reason(error)}), "
+            f"the checkpoint of step {step} in '{self.folder}' cannot be read ({reason(error)}), "
             f"and is called {aside.name} now; the one before it is taken",
             stacklevel=2,
         )
@@ -267,12 +273,14 @@ def _like(data: jax.Array, x: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
 
 
-def _crc(x: np.ndarray) -> int:
-    numbers: Any = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-    return zlib.crc32(numbers)
+def _write(model: Model, path: Path) -> None:
+    """Write a model without its adapters; its sparse weights may be dense as yet."""
+    plain = dataclasses.replace(model, program=dataclasses.replace(model.program, adaption=None))
 
+    def graph() -> Any:
+        proto = plain.to_onnx()
+        del proto.metadata_props[:]
+        proto.metadata_props.extend(model.proto.metadata_props)
+        return proto
 
-def _reason(error: Exception) -> str:
-    """Return the first line of what happened."""
-    strerror = getattr(error, "strerror", None)
-    return strerror or (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    formats.save(path, graph, dict)

@@ -103,7 +103,7 @@ def _checkpoints(step: Step, state: State, examples: Data, settings: Settings) -
     same = {**settings.continued, "batch_size": getattr(examples, "size", None)}
     tensors = {**step.model.params, **step.model.state}
     fixed = {n: x for n, x in tensors.items() if n not in state.params and n not in state.state}
-    return Checkpoints(settings.checkpoint_dir, settings.resume, same, fixed)
+    return Checkpoints(settings.checkpoint_dir, settings.resume, same, step.model, fixed)
 
 
 def _opened(examples: Data, at: Position, epochs: int) -> tuple[Any, Batch]:

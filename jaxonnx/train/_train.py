@@ -162,7 +162,8 @@ def train(
         `("validation_perplexity", "min")`.
       checkpoint_dir: a folder for checkpoints: parameters, statistics, optimizer, position in data
         and random numbers, history. They are written in the background and appear when they are
-        complete; the last three and that of the best epoch are kept.
+        complete; the last three and that of the best epoch are kept. The folder has the file of the
+        model as well, so that `jaxonnx.load` opens it.
       checkpoint_every: steps between checkpoints, which may fall inside an epoch; the best epoch
         and the end of the run have one as well. By default each epoch has one.
       resume: continue from the newest checkpoint that can be read, if there is one. The weights

@@ -1,0 +1,139 @@
+"""Reading the checkpoints of a run: a folder with the file of a model and, by step, its tensors.
+
+checkpoints/model.onnx             the model that the run began with
+checkpoints/120/leaves             all arrays of the run after step 120, as a list (Orbax)
+checkpoints/120/about              which of them is which tensor, and more, as JSON with its CRC
+checkpoints/120/metrics/metrics    the score of the epoch, if it had one
+"""
+
+import json
+import os
+import warnings
+import zlib
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxonnx.errors import ModelError
+
+MODEL = "model.onnx"
+UNREADABLE = (
+    AssertionError,
+    AttributeError,
+    KeyError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What Orbax raises for files that are truncated, altered or missing."""
+
+
+class Checkpoint(NamedTuple):
+    """What a checkpoint says of a model."""
+
+    tensors: dict[str, np.ndarray]
+    """Parameters, their average where the run takes one, and statistics by name."""
+    averaged: dict[str, np.ndarray]
+    """The parameters themselves where there is an average: zero where a mask hides them."""
+    adapters: dict[str, Any] | None
+    """The metadata of adapters, where these are the parameters."""
+
+
+def read(folder: str | os.PathLike, which: str = "newest") -> Checkpoint:
+    """Read the newest checkpoint that can be read, or that of the best epoch.
+
+    Raises:
+      ModelError: there is none.
+    """
+    # takes seconds to import
+    from orbax import checkpoint as orbax
+
+    folder = Path(folder).absolute()
+    steps = sorted(orbax.utils.checkpoint_steps(folder), reverse=True)
+    if not steps or not (folder / MODEL).is_file():
+        raise ModelError(
+            f"'{folder}' is a folder without checkpoints; give the checkpoint_dir of a run, or an "
+            ".onnx file"
+        )
+    if which == "best":
+        steps = [_best(folder, steps)]
+    for step in steps:
+        try:
+            return _read(orbax, folder / str(step))
+        except UNREADABLE as error:
+            warnings.warn(
+                f"the checkpoint of step {step} in '{folder}' cannot be read ({reason(error)})",
+                stacklevel=2,
+            )
+    raise ModelError(f"no checkpoint in '{folder}' can be read")
+
+
+def _best(folder: Path, steps: list[int]) -> int:
+    """Return the step with the greatest score."""
+    scores = dict.fromkeys(steps, -np.inf)
+    for step in steps:
+        with suppress(*UNREADABLE):
+            scores[step] = score(folder / str(step))
+    best = max(steps, key=scores.__getitem__)
+    if scores[best] == -np.inf:
+        raise ModelError(
+            f"no checkpoint in '{folder}' is of an epoch that competes for the best; the newest is "
+            f"that of step {steps[0]}"
+        )
+    return best
+
+
+def score(path: Path) -> float:
+    """Return the score of a checkpoint, infinitely small if it does not compete.
+
+    Raises:
+      OSError: the file is missing.
+      KeyError, TypeError, ValueError: it is damaged.
+    """
+    return float(json.loads((path / "metrics" / "metrics").read_text())["score"])
+
+
+def _read(orbax: Any, path: Path) -> Checkpoint:
+    def restored(handler: Any, item: str) -> Any:
+        with orbax.Checkpointer(handler) as checkpointer:
+            return checkpointer.restore(path / item)
+
+    about = unsealed(restored(orbax.JsonCheckpointHandler(), "about"))
+    leaves = [np.asarray(x) for x in restored(orbax.StandardCheckpointHandler(), "leaves")]
+    if [crc(x) for x in leaves] != about["crc"]:
+        raise ValueError("its numbers are not those that were written")
+    tensors, averaged = (
+        {name: leaves[i] for name, i in about[kind].items()} for kind in ("tensors", "averaged")
+    )
+    return Checkpoint(tensors, averaged, about["adapters"])
+
+
+def sealed(about: dict[str, Any]) -> dict[str, Any]:
+    """Return JSON with its CRC."""
+    text = json.dumps(about)
+    return {"about": text, "crc": zlib.crc32(text.encode())}
+
+
+def unsealed(stored: dict[str, Any]) -> dict[str, Any]:
+    """Return what `sealed` took.
+
+    Raises:
+      ValueError: it was altered.
+    """
+    if zlib.crc32(stored["about"].encode()) != stored["crc"]:
+        raise ValueError("its text is not the one that was written")
+    return json.loads(stored["about"])
+
+
+def crc(x: np.ndarray) -> int:
+    numbers: Any = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    return zlib.crc32(numbers)
+
+
+def reason(error: Exception) -> str:
+    """Return the first line of what happened."""
+    strerror = getattr(error, "strerror", None)
+    return strerror or (str(error).strip() or type(error).__name__).splitlines()[0][:200]
