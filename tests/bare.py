@@ -16,7 +16,7 @@ import optax
 import jaxonnx
 from jaxonnx import demo, flax, loggers
 from jaxonnx.cli import main
-from jaxonnx.cli._images import layout, read
+from jaxonnx.model._images import layout, read
 
 OPTIONAL = [
     "matplotlib", "PIL", "onnxruntime", "sklearn", "datasets", "grain", "safetensors",

@@ -9,9 +9,10 @@ from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
 import jaxonnx
-from jaxonnx.cli import _images as images
 from jaxonnx.cli import main
+from jaxonnx.cli._images import batch, classify
 from jaxonnx.errors import InputError, ModelError
+from jaxonnx.model import _images as images
 
 RNG = np.random.default_rng(0)
 LAYOUTS = {
@@ -64,7 +65,7 @@ def test_layouts(name, picture):
     where = images.layout(model, (8, 6) if name == "N" else None)
     assert (where.size, where.kind) == ((8, 6), name.split()[0] if "batch" not in name else "NCHW")
     prepare = images.Preparation(mean=(0.5,), std=(0.25,), labels=("a", "b", "c"))
-    found = images.classify(model, images.read(path, where), prepare, where)
+    found = classify(model, images.read(path, where), prepare, where)
 
     gray = "color" not in name
     x = np.asarray(Image.fromarray(pixels).convert("L"))[..., None] if gray else pixels
@@ -94,7 +95,7 @@ def test_probabilities_stay_as_they_are(picture):
     _, path = picture
     model = net(["n", 1, 8, 6], softmax=True)
     where = images.layout(model)
-    found = images.classify(model, images.read(path, where), images.Preparation(), where)
+    found = classify(model, images.read(path, where), images.Preparation(), where)
     x = images.Preparation()(images.read(path, where), where)
     np.testing.assert_allclose([p for _, p in found], np.sort(model(x)[0])[::-1])
     assert sorted(label for label, _ in found) == ["0", "1", "2"]
@@ -122,9 +123,9 @@ def test_batches_of_pictures(picture):
     prepare, where = images.Preparation(), images.layout(net(["n", 3, 8, 6]))
     expected = (pixels / 255).astype(np.float32).transpose(2, 0, 1)[None]
     for given in (pixels[None], pixels.transpose(2, 0, 1)[None]):
-        np.testing.assert_allclose(images.batch(given, prepare, where), expected, rtol=1e-6)
+        np.testing.assert_allclose(batch(given, prepare, where), expected, rtol=1e-6)
     with pytest.raises(InputError, match=r"\[8, 6\]"):
-        images.batch(pixels[None, ..., 0], prepare, where)
+        batch(pixels[None, ..., 0], prepare, where)
 
 
 def test_the_file_says_how(tmp_path):
@@ -132,7 +133,8 @@ def test_the_file_says_how(tmp_path):
     model = images.with_preparation(net(["n", 3, 8, 6]), said)
     model.save(tmp_path / "a.onnx")
     assert images.preparation(jaxonnx.load(tmp_path / "a.onnx")) == said
-    assert images.preparation(net(["n", 3, 8, 6])) is None
+    assert images.preparation(net(["n", 3, 8, 6])) == images.Preparation()
+    assert not images.says_numbers(net(["n", 3, 8, 6]))
     for value in ("1", '{"size": 3}', '{"mean": 3}', "{"):
         with pytest.raises(ModelError, match="malformed"):
             images.preparation(net(["n", 3, 8, 6], metadata={images.KEY: value}))

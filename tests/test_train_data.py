@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import jaxonnx
 from jaxonnx._graph.values import Value
-from jaxonnx.train._data import Arrays, sources
+from jaxonnx.train._batches import Arrays
+from jaxonnx.train._data import sources
 from jaxonnx.train._memory import Memory
 
 ONE = (Value("x", None, None),)

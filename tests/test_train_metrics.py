@@ -14,7 +14,8 @@ from onnx import TensorProto, helper
 
 import jaxonnx
 from jaxonnx.train import _objective as objective
-from jaxonnx.train._data import Batch, sources
+from jaxonnx.train._batches import Batch
+from jaxonnx.train._data import sources
 
 CLASSES = 4
 LABELS = "softmax_cross_entropy_with_integer_labels"

@@ -99,12 +99,19 @@ _PICTURES = {
         Flag("--std", "the same; 1 if nothing says it", _NUMBERS),
         Flag("--labels", "a file with the names of the classes, one a line", _FILE),
         Flag("--size", "of the pictures, where the network takes any", _SIZE),
+        Flag("--order", "of the channels; RGB if nothing says it", {"choices": ("RGB", "BGR")}),
+        Flag("--crop", "share of a picture's sides that is shown, as 0.875; or 1", _REAL),
     ]
 }
 _TRAINING = [
     _MODEL,
     Flag("examples", "like --data", {"type": Path, "nargs": "?", "metavar": "data"}),
-    Flag("--data", "a .npz with the inputs by name (or one as 'x'), the targets as 'y'", _FILE),
+    Flag(
+        "--data",
+        "a .npz with the inputs by name (or one as 'x') and the targets as 'y', or a folder of "
+        "pictures with a folder for each class",
+        _FILE,
+    ),
     Flag(
         "-o --output --out",
         "the .onnx to write, or a packed .npz",
@@ -112,8 +119,8 @@ _TRAINING = [
     ),
     Flag(
         "--validation",
-        "a .npz like the data, or the share of the data that is held out",
-        {"type": share, "metavar": "FILE|SHARE"},
+        "a .npz or a folder like the data, or the share of the data that is held out",
+        {"type": share, "metavar": "PATH|SHARE"},
     ),
     Flag("--loss", f"of optax; {LOSS}, or what the file's training_info has"),
     Flag(
@@ -135,6 +142,11 @@ _TRAINING = [
         "--dropout",
         "ratio of all Dropout nodes, or NAME=X behind a value or module; repeatable",
         {**_MANY, "type": ratio, "metavar": "X"},
+    ),
+    Flag(
+        "--augment",
+        "crop: random parts of pictures; flip: some mirrored; in training; repeatable",
+        {**_MANY, "choices": ("crop", "flip")},
     ),
     Flag("--metrics", "accuracy, top_5, f1, r2...: of the validation data; repeatable", _MANY),
     Flag("--accumulate", "batches whose mean gradient makes an update", _COUNT),

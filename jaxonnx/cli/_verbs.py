@@ -17,14 +17,16 @@ from jaxonnx import loggers, sparse
 from jaxonnx._file.disk import check_writable, whole
 from jaxonnx._file.packed import packed_nbytes, record
 from jaxonnx._graph.values import Value
-from jaxonnx.cli import _images as images
+from jaxonnx.cli import _images as pictures
 from jaxonnx.cli._flags import LOSS, PHASES
 from jaxonnx.errors import Error, InputError
 from jaxonnx.lora import LoRA
 from jaxonnx.model import Model, load
+from jaxonnx.model import _images as images
 from jaxonnx.model._show import operator
 
-_PREPARATION = ("scale", "mean", "std", "labels")
+_PREPARATION = ("scale", "mean", "std", "labels", "order", "crop", "size")
+"""Flags that are fields of `images.Preparation` by the same name."""
 _SETTINGS = (
     "batch_size", "seed", "trainable", "statistics", "metrics", "accumulate", "ema", "nan",
     "precision", "remat", "patience", "monitor", "checkpoint_dir", "checkpoint_every", "resume",
@@ -100,21 +102,24 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
 
     model = read(options)
     check_writable(options.output)
-    raw, targets = arrays(_examples(options), model, "y")
-    inputs = _prepared(raw, model, options)
-    validation = options.validation
+    data, recorded = _data(_examples(options), model, options)
+    validation, preprocess = options.validation, None
     if isinstance(validation, Path):
-        held_out, truth = arrays(validation, model, "y")
-        validation = (_prepared(held_out, model, options), truth)
+        validation, _ = _data(validation, model, options)
+    if isinstance(data, Path):
+        preprocess = {**_said(options), "augment": options.augment}
+    elif options.augment:
+        raise InputError("--augment goes with a folder of pictures")
     carried = bool(model.proto.training_info) and not (options.loss or options.optimizer)
     settings = {name: getattr(options, name) for name in _SETTINGS}
     result = train(
         model,
-        (inputs, targets),
+        data,
         loss=None if carried else options.loss or LOSS,
         optimizer=None if carried else getattr(optax, options.optimizer or "adam")(options.rate),
         epochs=10 if options.epochs is None else options.epochs,
         validation=validation,
+        preprocess=preprocess,
         dropout=_dropout(options),
         sparsity=sparsity,
         lora=_lora(options) if sparsity is None else None,
@@ -123,7 +128,7 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
         **{name: value for name, value in settings.items() if value is not None},
     )
     trained = result.model
-    if inputs is not raw or any(getattr(options, name) is not None for name in _PREPARATION):
+    if recorded:
         trained = images.with_preparation(trained, _preparation(trained, options))
     _save(trained, options.output)
     if result.lora is not None and options.adapters is not None:
@@ -136,7 +141,7 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
     )
     if trained.sparsity is None or report.status:
         return report
-    return _with_proof(report, trained, inputs)
+    return _with_proof(report, trained, data)
 
 
 def _dropout(options: argparse.Namespace) -> float | dict[str, float] | None:
@@ -174,11 +179,17 @@ def _save(model: Model, path: Path) -> None:
         raise Failed(f"{error}; the trained model is in {folder / path.name}") from error
 
 
-def _with_proof(report: Report, model: Model, inputs: tuple) -> Report:
+def _with_proof(report: Report, model: Model, data: Any) -> Report:
     pattern, axes = record(model.proto)
     layers = [sparse.Layer(n, model.params[n].shape, a, "") for n, a in axes.items()]
     size = (model.inputs[0].shape or (None,))[0]
-    few = [x[: size if isinstance(size, int) else 2] for x in inputs]
+    size = size if isinstance(size, int) else 2
+    if isinstance(data, Path):
+        prepare = _preparation(model, argparse.Namespace())
+        where = images.layout(model, prepare.size)
+        few = [prepare(np.zeros((size, *where.size, where.channels), np.uint8), where)]
+    else:
+        few = [x[:size] for x in data[0]]
     proof = sparse.verify(model.apply, model.params, *few, layers=layers, pattern=pattern)
     dense = sum(w.nbytes for w in model.params.values())
     packed = packed_nbytes(model.params, pattern, axes)
@@ -203,13 +214,14 @@ def sparsify(options: argparse.Namespace) -> Report:
 
 def classify(options: argparse.Namespace) -> Report:
     model = load(options.model)
-    where = images.layout(model, options.size)
-    if images.preparation(model) is None and options.scale is None and where.dtype != np.uint8:
-        warnings.warn(f"'{options.model}' does not say how pixels are scaled: 1/255", stacklevel=1)
     prepare = _preparation(model, options)
+    where = images.layout(model, prepare.size)
+    if not images.says_numbers(model) and options.scale is None:
+        warnings.warn(f"'{options.model}' does not say how pixels are scaled: 1/255", stacklevel=1)
     data, lines = [], []
     for path in options.pictures:
-        classes = images.classify(model, images.read(path, where), prepare, where)[: options.top]
+        pixels = images.read(path, where, prepare.crop)
+        classes = pictures.classify(model, pixels, prepare, where)[: options.top]
         data.append({"picture": path, "classes": [{"label": n, "share": p} for n, p in classes]})
         lines += [str(path), *(f"  {share:7.2%}  {label}" for label, share in classes)]
     return Report({"pictures": data}, "\n".join(lines))
@@ -233,21 +245,30 @@ def demo(options: argparse.Namespace) -> Report:
 
 def _preparation(model: Model, options: argparse.Namespace) -> images.Preparation:
     """Return the preparation by the flags, or else by the file, or else the usual one."""
-    said = images.preparation(model)
-    if said is None:
-        said = images.Preparation(scale=1 if model.inputs[0].dtype == np.uint8 else 1 / 255)
-    flags = {name: getattr(options, name) for name in _PREPARATION}
+    return replace(images.preparation(model), **_said(options))
+
+
+def _said(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what the flags say of pictures."""
+    flags = {name: getattr(options, name, None) for name in _PREPARATION}
     if flags["labels"] is not None:
         flags["labels"] = tuple(flags["labels"].read_text("utf-8").splitlines())
-    return replace(said, **{name: value for name, value in flags.items() if value is not None})
+    return {name: value for name, value in flags.items() if value is not None}
 
 
-def _prepared(inputs: tuple, model: Model, options: argparse.Namespace) -> tuple:
-    """Prepare the inputs if they are pixels and the network takes other numbers."""
+def _data(path: Path, model: Model, options: argparse.Namespace) -> tuple[Any, bool]:
+    """Return inputs and targets, or the path of a folder; and whether the file is to say how.
+
+    Pixels are prepared if the network takes other numbers.
+    """
+    if path.is_dir():
+        return path, False
+    inputs, targets = arrays(path, model, "y")
     if len(inputs) != 1 or not inputs[0].dtype == np.uint8 != model.inputs[0].dtype:
-        return inputs
-    where = images.layout(model, options.size)
-    return (images.batch(inputs[0], _preparation(model, options), where),)
+        return (inputs, targets), bool(_said(options))
+    prepare = _preparation(model, options)
+    where = images.layout(model, prepare.size)
+    return ((pictures.batch(inputs[0], prepare, where),), targets), True
 
 
 def _examples(options: argparse.Namespace) -> Path:

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model, load
-from jaxonnx.train._data import Batch
+from jaxonnx.train._batches import Batch
 from jaxonnx.train._objective import Objective
 from jaxonnx.train._settings import Settings
 from jaxonnx.train._step import State, Step, as_batch, copy
@@ -62,7 +62,7 @@ class Carried(Step):
         shapes = self._goal.check(self._measured(batch)) if self._goal.measures else None
         return shapes, self._loss(outputs).dtype
 
-    def check_labels(self, targets: Any, shapes: Any, what: str) -> None:
+    def check_labels(self, targets: Any, shapes: Any, what: str, classes: Any = None) -> None:
         """Accept any: what a loss of the file makes of them is the file's affair."""
 
     def sums(self, batch: Any, shapes: Any = None) -> Any:

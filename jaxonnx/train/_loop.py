@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxonnx.errors import Error, TrainingError
 from jaxonnx.model import Model
+from jaxonnx.train._batches import Batch, Examples, Stream
 from jaxonnx.train._checkpoint import Checkpoints, Position
-from jaxonnx.train._data import Arrays, Batch, Stream
 from jaxonnx.train._history import History
 from jaxonnx.train._keeper import Keeper
 from jaxonnx.train._progress import Bar
@@ -22,7 +22,7 @@ from jaxonnx.train._sparsity import sparse_numbers
 from jaxonnx.train._step import State, Step, copy
 from jaxonnx.train._stopping import Interrupt, Monitor, Spent, Stop
 
-Data = Arrays | Stream
+Data = Examples | Stream
 
 
 def run(
@@ -101,6 +101,7 @@ def _checkpoints(step: Step, state: State, examples: Data, settings: Settings) -
     """Open the folder of a run, whose tensors that no step changes are compared, not stored."""
     assert settings.checkpoint_dir is not None
     same = {**settings.continued, "batch_size": getattr(examples, "size", None)}
+    same["preprocess"] = getattr(examples, "continued", None)
     tensors = {**step.model.params, **step.model.state}
     fixed = {n: x for n, x in tensors.items() if n not in state.params and n not in state.state}
     return Checkpoints(settings.checkpoint_dir, settings.resume, same, step.model, fixed)
@@ -122,7 +123,7 @@ def _check_arrays(step: Step, shapes: Any, examples: Data, held_out: Data | None
     """Refuse data in one piece that does not fit, before anything is compiled."""
     for data, what in ((examples, "data"), (held_out, "validation")):
         if data is not None and data.targets is not None:
-            step.check_labels(data.targets, shapes, what)
+            step.check_labels(data.targets, shapes, what, getattr(data, "classes", None))
     if held_out is not None and held_out.targets is not None:
         _check_validation(step, next(held_out.batches(0)))
 

@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -35,6 +35,8 @@ _LOGITS = {
     ),
 }
 """Losses that take what comes before that operator, and the operator."""
+
+_SHOWN = 8
 
 
 @cache
@@ -136,11 +138,19 @@ class Loss:
                 f"{what} has weights of {len(weight)} classes; the outputs have {outputs.shape[1]}"
             )
 
-    def check_labels(self, targets: Any, outputs: Any, what: str) -> None:
+    def check_labels(
+        self, targets: Any, outputs: Any, what: str, names: Sequence[str] | None = None
+    ) -> None:
         """Refuse labels outside of 0 ... classes - 1, which optax would take for others."""
         if self.class_axis is None:
             return
         classes = outputs.shape[self.class_axis]
+        if names is not None and len(names) != classes:
+            shown = ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)
+            raise TrainingError(
+                f"{what} has {len(names)} classes ({shown}), and the outputs have {classes}: the "
+                f"model needs a last layer for {len(names)}"
+            )
         wrong = (targets < 0) | (targets >= classes)
         if self.ignore_index is not None:
             wrong &= targets != self.ignore_index

@@ -31,10 +31,13 @@ class Memory:
         """Return `array[rows]`, for rows that there are."""
         if not self.again:
             return self._array[rows]
-        block = np.asarray(_Lent(self._free.pop() if self._free else self._block(), self._free))
-        batch = block.view(self._array.dtype).reshape(self._shape)
         # with bounds to be checked NumPy would collect elsewhere first
-        return self._array.take(rows, axis=0, out=batch, mode="clip")
+        return self._array.take(rows, axis=0, out=self.lend(), mode="clip")
+
+    def lend(self) -> np.ndarray:
+        """Return memory for a batch, with whatever is in it."""
+        block = np.asarray(_Lent(self._free.pop() if self._free else self._block(), self._free))
+        return block.view(self._array.dtype).reshape(self._shape)
 
     def _block(self) -> np.ndarray:
         block = np.empty(self._size + _ALIGNED, np.uint8)

@@ -101,8 +101,8 @@ class Minimize(Step):
     def check(self, batch: Any) -> Any:
         return self._goal.check(as_batch(batch, self.model))
 
-    def check_labels(self, targets: Any, shapes: Any, what: str) -> None:
-        self._goal.check_labels(targets, shapes, what)
+    def check_labels(self, targets: Any, shapes: Any, what: str, classes: Any = None) -> None:
+        self._goal.check_labels(targets, shapes, what, classes)
 
     def sums(self, batch: Any, shapes: Any = None) -> Any:
         shapes = self.check(batch) if shapes is None else shapes

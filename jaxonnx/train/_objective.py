@@ -15,7 +15,7 @@ from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
 from jaxonnx.train import _losses as losses
 from jaxonnx.train import _metrics as metrics
-from jaxonnx.train._data import Batch
+from jaxonnx.train._batches import Batch
 
 _ENDINGS = {"Softmax": "Softmax", "LogSoftmax": "Softmax", "Sigmoid": "Sigmoid"}
 """Operators that a network may end in, and whose input their losses take."""
@@ -134,12 +134,12 @@ class Objective:
             metrics.check(name, measure.given, measure.reader, *given)
         return shapes
 
-    def check_labels(self, targets: Any, shapes: Any, what: str) -> None:
-        """Refuse labels that are no classes."""
+    def check_labels(self, targets: Any, shapes: Any, what: str, classes: Any = None) -> None:
+        """Refuse labels that are no classes, and other classes than those of the outputs."""
         for term in self.terms:
             outputs, labels = self._given(term, shapes, targets)
             of = what if term.output is None else f"{what}, '{term.output}',"
-            term.loss.check_labels(labels, outputs, of)
+            term.loss.check_labels(labels, outputs, of, classes)
 
     def _given(self, term: Term, outputs: Any, targets: Any) -> tuple[Any, Any]:
         """Return what a loss takes of all values."""

@@ -37,6 +37,7 @@ class Settings:
     batch_size: int | None = None
     seed: int = 0
     validation: Any = None
+    preprocess: Mapping[str, Any] | None = None
     metrics: Any = None
     trainable: Trainable | None = None
     lora: LoRA | Adapters | None = None

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx.model import Model
-from jaxonnx.train._data import Batch, ordered
+from jaxonnx.train._batches import Batch, ordered
 
 
 @jax.tree_util.register_dataclass
@@ -88,13 +88,14 @@ class Step(ABC):
         """
 
     @abstractmethod
-    def check_labels(self, targets: Any, shapes: Any, what: str) -> None:
+    def check_labels(self, targets: Any, shapes: Any, what: str, classes: Any = None) -> None:
         """Refuse labels that are no classes of the loss.
 
         Args:
           targets: as NumPy arrays, of a batch or of all data.
           shapes: what `check` returned.
           what: where the targets are, for the error.
+          classes: the names of all classes, where the data have them.
         """
 
     @abstractmethod

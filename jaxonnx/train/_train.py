@@ -12,7 +12,9 @@ from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.model import Model, Statistics, Trainable, load
 from jaxonnx.train._assembly import assembled, step
-from jaxonnx.train._data import Batch, sources
+from jaxonnx.train._batches import Batch
+from jaxonnx.train._data import sources
+from jaxonnx.train._folder import notes, pictured
 from jaxonnx.train._loop import run
 from jaxonnx.train._result import Result, changes
 from jaxonnx.train._settings import Hook, Settings
@@ -52,6 +54,7 @@ def train(
     batch_size: int | None = None,
     seed: int = 0,
     validation: Any = None,
+    preprocess: Mapping[str, Any] | None = None,
     metrics: Any = None,
     trainable: Trainable | None = None,
     lora: LoRA | Adapters | None = None,
@@ -89,11 +92,12 @@ def train(
       data: `(x, y)`, a dict of arrays by input name with the targets beside them (one array under
         any other name, or several, which are then a dict; "x" and "y" will do for one input), the
         path of an .npz file with such arrays, or a Hugging Face Dataset, which is read in one
-        piece; `x` is an array, a tuple of arrays, or a dict by input name. Or batches of such
-        pairs or dicts: an iterable (a Grain or torch DataLoader, tf.data, a list), or a function
-        from the epoch to one. Data in one piece is shuffled in an order that depends on `seed` and
-        the epoch only; iterables are taken as they come. A short batch is filled up with other
-        examples of the data, which the loss ignores but batch statistics see.
+        piece; `x` is an array, a tuple of arrays, or a dict by input name. Or the path of a folder
+        of pictures, with one folder in it for each class, whose number is the target. Or batches of
+        such pairs or dicts: an iterable (a Grain or torch DataLoader, tf.data, a list), or a
+        function from the epoch to one. Data in one piece is shuffled in an order that depends on
+        `seed` and the epoch only; iterables are taken as they come. A short batch is filled up with
+        other examples of the data, which the loss ignores but batch statistics see.
       loss: a loss of `optax.losses`, by name or itself, "absolute_error", one of `jaxonnx.losses`
         (ONNX's, with weights of classes and labels to ignore), or a callable `(outputs, targets)`
         that gives a scalar or has the examples along its first axis. Losses are averaged over the
@@ -112,6 +116,19 @@ def train(
       seed: of the order of the examples and of random operators.
       validation: like `data`, or a share of data in one piece, like 0.2, whose choice depends on
         `seed` only; evaluated in inference mode after each epoch, in order.
+      preprocess: how the pictures of a folder become inputs. The file's metadata says it, or a dict
+        in its place, with any of "scale", "mean", "std" ((pixel * scale - mean) / std, for pixels
+        from 0 to 255), "order" ("RGB" or "BGR"), "crop" (the share of a picture's sides that its
+        middle has, 1 by default; 0.875 where 224 of 256 are cut), "size" ((height, width), for a
+        network that takes any), "labels" (the classes in the order of the outputs; otherwise that
+        of the file if it has them all, or the folders sorted by name). "augment" is for training
+        only: "crop" shows random parts of the pictures, "flip" mirrors half of them; or a list of
+        both, or a dict with the least share of the area and the share that is mirrored, like
+        {"crop": 0.35, "flip": 0.5} (0.08 for "crop" if not given). They depend on `seed`, epoch and
+        batch only. "workers" threads decode (as many as there are processors, up to 16), "memory"
+        bounds the bytes of decoded pictures that are kept (2**30); others are decoded again in each
+        epoch. Pictures that cannot be read are left out, with a warning. The saved file has all but
+        these last three in its metadata, for `jaxonnx classify` or the next training.
       metrics: what is computed on the validation data, as `validation_<name>` in the history: one
         or a list of "accuracy", "top_5" (or any number), "precision", "recall", "f1" (of classes:
         the mean over those that occur; for targets of yes and no like the outputs: the mean over
@@ -190,11 +207,13 @@ def train(
     """
     settings = Settings.of(locals())
     net = model if isinstance(model, Model) else load(model)
+    data, validation, net = pictured(data, validation, net, preprocess)
     examples, held_out = sources(data, validation, net.inputs, batch_size, seed)
     if metrics is not None and held_out is None:
         raise TrainingError("metrics are computed on validation data: pass validation= as well")
     one = assembled(net, settings, epochs, examples.steps)
     trained, history = run(one, examples, held_out, settings)
+    history.notes += notes(data, validation)
     if history.stopped and not history.early:
         warnings.warn(history.stopped, stacklevel=2)
     if lora is None:
