@@ -9,6 +9,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
 from jaxonnx._file.protos import all_nodes, names_of_constants, subgraphs, tensor_of_constant
 from jaxonnx._file.records import SPARSITY, has
+from jaxonnx._file.tensors import same
 
 
 def to_onnx(
@@ -16,16 +17,19 @@ def to_onnx(
     values: Mapping[str, np.ndarray],
     params: Collection[str],
     state: Collection[str],
+    *,
+    repeat: bool = False,
 ) -> ModelProto:
     """Return a copy of `proto` with the values of its named tensors, in inference form.
 
     A file that carries its training (`training_info`) keeps its form. Each parameter becomes an
     initializer of its own, also where the file had it in a Constant node or as an Identity over
-    another initializer.
+    another initializer; such an Identity stays where the two are still equal, unless `repeat`.
     """
     result = ModelProto()
     result.CopyFrom(proto)
-    _fill(result.graph, values, params, state)
+    repeat = repeat or has(proto, SPARSITY)
+    _fill(result.graph, values, params, state, repeat)
     for function in result.functions:
         names = dict(names_of_constants(function))
         for node in function.node:
@@ -71,7 +75,7 @@ def training_nodes(graph: GraphProto) -> list[str]:
     ]
 
 
-def _fill(graph: GraphProto, values, params, state) -> None:
+def _fill(graph: GraphProto, values, params, state, repeat: bool) -> None:
     for tensor in graph.initializer:
         if tensor.name in values:
             _set(tensor, values[tensor.name])
@@ -82,9 +86,12 @@ def _fill(graph: GraphProto, values, params, state) -> None:
             graph.initializer.append(numpy_helper.from_array(values[name], name))
     for node in list(graph.node):
         for inner in subgraphs(node):
-            _fill(inner, values, params, state)
+            _fill(inner, values, params, state, repeat)
         name = node.output[0] if node.output else ""
         if name not in values:
+            continue
+        of = values.get(node.input[0]) if node.op_type == "Identity" and not repeat else None
+        if of is not None and same(values[name], of):
             continue
         constant = tensor_of_constant(node)
         if name in params or (constant is None and name in state):

@@ -123,3 +123,13 @@ def _external(tensor: TensorProto, folder: Path | None) -> np.ndarray:
     if length == 0:
         return np.zeros(0, np.uint8)
     return np.memmap(path, np.uint8, "r", offset, (length,))
+
+
+def same(a: np.ndarray, b: np.ndarray) -> bool:
+    """Check whether two arrays are equal bit for bit."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    if a is b or a.dtype == object:
+        return a is b or bool(np.array_equal(a, b))
+    flat = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b))
+    return np.array_equal(*flat)

@@ -62,6 +62,6 @@ def add_training(
     """
     model = model if isinstance(model, Model) else load(model)
     model = model if trainable is None else model.with_trainable(trainable)
-    proto = model.to_onnx()
+    proto = model._written(repeat=True)  # what is trained must be an initializer
     add(proto, [*model.params], loss, optimizer, init, weights(model.graph, model.tensors))
     return proto

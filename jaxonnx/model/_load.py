@@ -9,15 +9,18 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from onnx import ModelProto
+from onnx import GraphProto, ModelProto
 
 from jaxonnx._file.read import give_back_memory, read, replaced
-from jaxonnx._graph.bind import bind
-from jaxonnx._graph.roles import split
+from jaxonnx._file.tensors import same
+from jaxonnx._graph.bind import Graph, bind
+from jaxonnx._graph.roles import running_statistics, split
+from jaxonnx._graph.ties import shared, sources
 from jaxonnx._rewrite.dequantize import dequantized
 from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError
 from jaxonnx.model._model import Model, Trainable
+from jaxonnx.model._select import Select, select
 
 TRIM_LIMIT = 1 << 26
 """Bytes; reading weights above it leaves gaps in memory that are worth giving back."""
@@ -32,6 +35,7 @@ def load(
     trainable: Trainable | None = None,
     weights: str | os.PathLike | Mapping[str, Any] | None = None,
     checkpoint: Literal["newest", "best"] | None = None,
+    tied: Select | None = None,
 ) -> Model:
     """Load an ONNX model.
 
@@ -62,13 +66,17 @@ def load(
         or arrays by name. Tensors that it does not have keep the values of `source`.
       checkpoint: of a folder of checkpoints "newest", the default, or "best": that of the best
         epoch, as `monitor` of `jaxonnx.train` chose it.
+      tied: the results of Identity nodes that stay one weight with the tensor that the node reads:
+        names or regular expressions (matched in full), or a predicate of name and value; all others
+        become parameters of their own. None ties those that are equal on purpose: with more than
+        two different numbers, and no running statistic.
 
     Raises:
       ModelError: a file is corrupt, truncated or malformed.
       SparsityError: a packed file is damaged.
       UnsupportedError: operators without an implementation (all of them named), or a newer opset.
-      InputError: `outputs` or `trainable` name what the model does not have, or the batch cannot be
-        opened, or nothing is to be dequantized, or weights do not fit the model's, or
+      InputError: `outputs`, `trainable` or `tied` name what the model does not have, or the batch
+        cannot be opened, or nothing is to be dequantized, or weights do not fit the model's, or
         `checkpoint` goes with a file.
     """
     if batch not in (None, "any"):
@@ -79,6 +87,9 @@ def load(
     if dequantize:
         proto, tensors = dequantized(proto, tensors)
     graph = bind(proto, proto.graph, tensors.keys())
+    if names := _ties(graph, tensors, proto.graph, tied):
+        tensors = {name: value for name, value in tensors.items() if name not in names}
+        graph = bind(proto, proto.graph, tensors.keys())
     params, state, constants = split(graph, tensors, proto.graph)
     originals = {
         name: tensors[name]
@@ -99,3 +110,29 @@ def load(
         if warning.startswith("64-bit"):
             warnings.warn(warning, stacklevel=2)
     return model if trainable is None else model.with_trainable(trainable)
+
+
+def _ties(
+    graph: Graph, tensors: Mapping[str, Any], proto: GraphProto, wanted: Select | None
+) -> set[str]:
+    """Return the tensors that stay one with what an Identity node reads, as `load` says."""
+    statistics = running_statistics(graph)
+    pairs = {
+        name: of
+        for name, of in sources(proto, tensors).items()
+        if name not in statistics
+        and of not in statistics
+        and jnp.issubdtype(tensors[name].dtype, jnp.floating)
+    }
+    if wanted is None:
+        return {name for name, of in pairs.items() if shared(tensors[name], tensors[of])}
+    chosen = select(
+        wanted, {n: tensors[n] for n in pairs}, "tied", kind="Identity of a weight in the model"
+    )
+    for name in chosen:
+        if not same(tensors[name], tensors[pairs[name]]):
+            raise InputError(
+                f"tied={name!r}: it has other values than '{pairs[name]}', so that one of them "
+                "would be lost; leave it out of tied="
+            )
+    return chosen

@@ -366,8 +366,7 @@ class Model(Rendered):
 
         A record of sparse weights stays for those that have the pattern.
         """
-        net = self.merged()
-        return saving.to_onnx(self.proto, net._values(), {*net.params}, {*net.state})
+        return self._written()
 
     def save(
         self, path: str | os.PathLike, *, external_data: bool = False, sparse: bool = False
@@ -425,6 +424,12 @@ class Model(Rendered):
                 f"{what} of a model with adapters cannot be changed: set it before they are "
                 "attached, or merge them first with .merged()"
             )
+
+    def _written(self, *, repeat: bool = False) -> ModelProto:
+        """Return the file; `repeat` writes a parameter that equals another one a second time."""
+        net = self.merged()
+        names = {*net.params}, {*net.state}
+        return saving.to_onnx(self.proto, net._values(), *names, repeat=repeat)
 
     def _weights(self) -> dict[str, np.ndarray]:
         net = self.merged()

@@ -17,6 +17,7 @@ from rich.text import Text
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.exports import is_folded
 from jaxonnx._graph.scopes import modules
+from jaxonnx._graph.ties import sources, tied
 from jaxonnx._graph.uses import uses, weights
 from jaxonnx._graph.values import Value, declared
 from jaxonnx._run.program import Program
@@ -72,6 +73,8 @@ def overview(model: Shown) -> Group:
     if model.sparsity is not None:
         pattern, layers = model.sparsity
         facts.add_row("sparse", f"{len(layers)} tensors, {pattern}, as the file records")
+    for text in _ties(model):
+        facts.add_row("tied", Text(text))
     for info in model.proto.training_info:
         facts.add_row("training", Text(_training(info)))
     for warning in model.warnings:
@@ -90,6 +93,26 @@ def overview(model: Shown) -> Group:
     if len(rows) > _ROWS:
         table.add_row(f"... {len(rows) - _ROWS} more", "", "", "")
     return Group(facts, table) if rows else Group(facts)
+
+
+def _ties(model: Shown) -> Iterator[str]:
+    """Yield what was decided of the Identity nodes over weights, as `load(tied=)` has it."""
+    kept = tied(model.proto.graph, model.tensors)
+    kept = {name: of for name, of in kept.items() if of in model.params}
+    for of in dict.fromkeys(kept.values()):
+        names = [name for name, root in kept.items() if root == of]
+        yield f"'{of}' is also {_listed(names)}: one weight, trained as one"
+    own = [name for name in sources(model.proto.graph, model.tensors) if name in model.params]
+    if own:
+        yield (
+            f"not {_listed(own)}: an Identity of another weight in the file, equal to it by "
+            "coincidence; load(..., tied=) decides otherwise"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(f"'{name}'" for name in names[:3]) + more
 
 
 def _steps(model: Shown) -> Iterator[Node]:
