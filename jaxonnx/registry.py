@@ -43,6 +43,9 @@ Through = Annotated[Any, "through"]
 """An input through which gradients pass to the numbers before rounding: the function receives the
 `Rounded` itself, where all other functions receive its `value` alone."""
 
+Omissible = Annotated[Any, "omissible"]
+"""An input that may be omitted although others after it may not."""
+
 Kernel = Annotated[Any, "kernel"]
 """A weight (M, C, *kernel) that may be kept in another order, for `lowering` alone to read."""
 
@@ -110,8 +113,8 @@ class Op:
     broadcast as in NumPy; an attribute `axis` names the only axis of which that is not true."""
     through: frozenset[int] = frozenset()
     kernels: frozenset[int] = frozenset()
-    needed: tuple[str, ...] = ()
-    """The names of the required inputs."""
+    needed: tuple[str | None, ...] = ()
+    """The names of the inputs up to the last required one, None for those that may be omitted."""
     last: int = 0
     """The position of the last input; a variadic one starts there."""
     forms: Mapping[int, Form] = field(default_factory=dict, hash=False)
@@ -210,7 +213,11 @@ def op(
                 attributes=frozenset(p.name for p in attributes),
                 required=frozenset(p.name for p in attributes if p.default is p.empty),
                 inputs=None if variadic else len(positional),
-                needed=tuple(p.name for p in positional if p.default is p.empty),
+                needed=tuple(
+                    None if p.annotation == Omissible else p.name
+                    for p in positional
+                    if p.default is p.empty
+                ),
                 last=len(order) - 1,
                 forms={order.index(what): form for what, form in forms.items()},
                 starts={order.index(w): x for group in starts for w, x in group.items()},

@@ -11,8 +11,8 @@ import pytest
 from jax.test_util import check_grads
 from onnx import helper
 
-import jaxonnx.ops  # noqa: F401 - registers the operators
-from jaxonnx.errors import NodeError
+import jaxonnx
+from jaxonnx.errors import ModelError, NodeError
 from jaxonnx.registry import lookup
 
 DOMAIN = "com.microsoft"
@@ -421,3 +421,20 @@ def test_what_only_other_providers_have_is_refused():
         rotary(f(2, 2, 3, 16), np.array([0]), *ROTARY, is_packed_batching=1)
     with pytest.raises(NodeError, match="do_rotary"):
         attention(f(2, 3, 4), f(4, 24), num_heads=2, do_rotary=1)
+
+
+def test_an_input_omitted_before_required_ones():
+    """As onnxruntime's optimizer writes the embeddings of a GPT-2."""
+    proto = onnx.parser.parse_model("""
+    <ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]>
+    g (int32[2,3] ids) => (float[2,3,2] y)
+    <float[4,2] words = {1,2,3,4,5,6,7,9}, float[3,2] places = {1,0,0,1,2,2},
+     float[2] gamma = {1,2}, float[2] beta = {0,1}> {
+      y, mask = com.microsoft.EmbedLayerNormalization(ids, , words, places, , gamma, beta)
+    }""")
+    model = jaxonnx.load(proto)
+    session = onnxruntime.InferenceSession(proto.SerializeToString())
+    np.testing.assert_allclose(model(IDS), *session.run(None, {"ids": IDS}), rtol=1e-5)
+    proto.graph.node[0].input[2] = ""
+    with pytest.raises(ModelError, match=r"lacks input 2 \(word_embedding\)"):
+        jaxonnx.load(proto)

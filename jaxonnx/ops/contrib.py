@@ -12,7 +12,7 @@ from jaxonnx.errors import NodeError
 from jaxonnx.ops.activation import elu, gelu, hard_sigmoid, hard_swish, leaky_relu, relu, sigmoid
 from jaxonnx.ops.conv import conv
 from jaxonnx.ops.linear import FACTORS, gemm, matmul
-from jaxonnx.registry import op
+from jaxonnx.registry import Omissible, op
 
 DOMAIN = "com.microsoft"
 
@@ -192,10 +192,10 @@ def simplified_layer_normalization(x, scale, *, axis=-1, epsilon=1e-5, stash_typ
 )
 def embed_layer_normalization(
     input_ids,
-    segment_ids,
+    segment_ids: Omissible,
     word_embedding,
     position_embedding,
-    segment_embedding,
+    segment_embedding: Omissible,
     gamma,
     beta,
     mask=None,
