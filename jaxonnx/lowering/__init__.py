@@ -3,6 +3,7 @@
 from jaxonnx.lowering._conv import convolution, transposed_convolution
 from jaxonnx.lowering._order import in_file, kernels_first, store
 from jaxonnx.lowering._pool import first_max, first_winner, max_pool, window_sum
+from jaxonnx.lowering._product import is_half, product, rounded
 from jaxonnx.lowering._remat import remat
 
 __all__ = [
@@ -10,9 +11,12 @@ __all__ = [
     "first_max",
     "first_winner",
     "in_file",
+    "is_half",
     "kernels_first",
     "max_pool",
+    "product",
     "remat",
+    "rounded",
     "store",
     "transposed_convolution",
     "window_sum",

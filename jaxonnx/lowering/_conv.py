@@ -16,6 +16,7 @@ from jax import lax
 from jaxonnx.lowering import _winograd as winograd
 from jaxonnx.lowering._contract import Rule, contract, on_platforms
 from jaxonnx.lowering._order import KernelFirst
+from jaxonnx.lowering._product import is_half
 from jaxonnx.lowering._taps import Taps
 
 MERGED_CHANNELS = 32
@@ -58,6 +59,8 @@ class Conv:
     out: tuple[int, ...]
     groups: int
     turned: bool = False
+    wide: int | None = None
+    """The argument in float32, where the others are in half precision."""
     batch: tuple[int, ...] = field(default=(0, 2), init=False)
 
     @property
@@ -79,7 +82,12 @@ class Conv:
             w = w.transpose(*range(2, w.ndim), 1, 0)
         return w.reshape(-1, w.shape[-1])
 
-    def dense(self, x, w):
+    def _dtype(self, out, u, v):
+        """Return the type of a contraction."""
+        least = min(u.dtype, v.dtype, key=lambda dtype: dtype.itemsize)
+        return jnp.promote_types(least, jnp.float32) if out == self.wide else least
+
+    def dense(self, x, w, dtype=None):
         rank = len(self.kernel)
         image = (0, rank + 1, *range(1, rank + 1))
         weight = (rank + 1, rank, *range(rank)) if self.turned else (*range(rank + 2),)
@@ -91,10 +99,14 @@ class Conv:
             rhs_dilation=self.dilations,
             dimension_numbers=lax.ConvDimensionNumbers(image, weight, image),
             feature_group_count=self.groups,
+            preferred_element_type=dtype,
         )
 
     def plain(self, out, u, v):
-        return self._derived(self.dense, out, u, v)
+        dtype = self._dtype(out, u, v)
+        if out == self.wide == 2:
+            return self.dense(u, v, dtype)
+        return self._derived(self.dense, out, u.astype(dtype), v.astype(dtype))
 
     def _derived(self, forward, out, u, v):
         """Contract with `forward`, or its transpose as JAX derives it."""
@@ -126,7 +138,7 @@ class Conv:
             return self.plain(out, u, v)
         wide = jnp.promote_types(u.dtype, jnp.float32)
         y: Any = function(out, u.astype(wide), v.astype(wide))
-        return y.astype(u.dtype)
+        return y.astype(self._dtype(out, u, v))
 
     def _fast(self, out, u, v):
         inputs = self._channels(u)[1] * self.groups if out == 0 else u.shape[-1]
@@ -239,21 +251,26 @@ def _reaches(size, bound: int) -> bool:
     return isinstance(size, int) and size >= bound
 
 
-def convolution(x, w, window, groups: int, channels: int = 1):
+def convolution(x, w, window, groups: int, channels: int = 1, wide: bool = False):
     """Cross-correlate x (N, C, *size) with w (M, C / groups, *kernel) at these windows.
 
     `channels` is the axis of the channels of the images: 1, or -1 for (N, *size, C). The weight may
-    be a `KernelFirst`.
+    be a `KernelFirst`. With `wide`, half precision gives float32, which is still to be rounded.
     """
     turned = isinstance(w, KernelFirst)
     x = jnp.moveaxis(x, channels, -1)
-    form = Conv(x.shape[1:-1], *window, groups=groups, turned=turned)
+    slot = 2 if wide and is_half(x) else None
+    form = Conv(x.shape[1:-1], *window, groups=groups, turned=turned, wide=slot)
     y = contract(form, 2, x, w.value if turned else w)
     return jnp.moveaxis(y, -1, channels)
 
 
-def transposed_convolution(x, w, *, size, strides, dilations, pads, groups: int, channels: int = 1):
+def transposed_convolution(
+    x, w, *, size, strides, dilations, pads, groups: int, channels: int = 1, wide: bool = False
+):
     """Apply the transpose of `convolution` as a map of images, x (N, M, *out) -> (N, C, *size)."""
     x = jnp.moveaxis(x, channels, -1)
-    form = Conv(size, w.shape[2:], strides, dilations, pads, x.shape[1:-1], groups)
+    slot = 0 if wide and is_half(x) else None
+    out = x.shape[1:-1]
+    form = Conv(size, w.shape[2:], strides, dilations, pads, out, groups, wide=slot)
     return jnp.moveaxis(contract(form, 0, w, x), -1, channels)

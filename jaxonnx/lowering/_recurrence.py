@@ -4,8 +4,11 @@ Reverse mode of a `lax.scan` adds to the gradient of a weight in every step: a s
 the whole of the gradient read and written. Here the weights' share of a derivative is computed for
 all steps at once, outside of the loop, to which only the part remains that really depends on the
 step before. JAX derives the rest, and this rule as well: forward mode and all orders work.
+
+Half precision is multiplied as it is, and gives gates in float32.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+
+from jaxonnx.lowering._product import is_half, product
 
 Step = Callable[..., tuple]
 
@@ -62,7 +67,8 @@ def _(step, reverse, primals, tangents):
     x, w, r, bias, extra, valid, states = primals
     dx, dw, dr, dbias, dextra, _, dstates = tangents
     dextra, dstates = jax.tree.map(_array, (dextra, dstates), is_leaf=_is_zero)
-    gates = jnp.zeros((*x.shape[:2], len(w)), x.dtype)
+    kind = jnp.float32 if is_half(x) else x.dtype
+    gates = jnp.zeros((*x.shape[:2], len(w)), kind)
 
     def scan(gates, extra, states):
         return _scan(step, reverse, gates, x, w, r, bias, extra, valid, states)
@@ -71,7 +77,7 @@ def _(step, reverse, primals, tangents):
     ends = [hidden, states[0][None]]
     before = jnp.concatenate(ends)[1:] if reverse else jnp.concatenate(ends[::-1])[: len(x)]
     if not _is_zero(dx):
-        gates += lax.dot_general(dx, w, (((2,), (1,)), ((), ())))
+        gates += _by_rows(dx, w)
     for factor, tangent in ((x, dw), (before, dr)):
         if not (tangent is None or _is_zero(tangent)):
             gates += _at_once(factor, transposed(tangent))
@@ -96,6 +102,7 @@ def _scan(step: Step, reverse: bool, added, x, w, r, bias, extra, valid, states)
         if added is not None:
             gates = _with_tangent(gates, added)
         new = step(gates, extra, *states)
+        new = tuple(n.astype(s.dtype) for n, s in zip(new, states, strict=True))
         if valid is not None:
             new = tuple(jnp.where(valid, n, s) for n, s in zip(new, states, strict=True))
         return new, new[0]
@@ -123,7 +130,7 @@ def transposed(w):
 
 
 def _affine(x, w_t, bias=None):
-    return x @ w_t if bias is None else x @ w_t + bias
+    return product(x, w_t) if bias is None else product(x, w_t) + bias
 
 
 def _at_once(x, w_t, bias=None):
@@ -136,14 +143,22 @@ def _at_once(x, w_t, bias=None):
 @jax.custom_jvp
 def _product(h, r, r_t):
     """Return `h @ r.T`; every product in its gradient reads the weight in the order it needs."""
-    return h @ r_t
+    return product(h, r_t)
 
 
 @partial(_product.defjvp, symbolic_zeros=True)
 def _(primals, tangents):
     (h, r, r_t), (dh, _, dr_t) = primals, tangents
-    tangent = 0 if _is_zero(dh) else lax.dot_general(dh, r, (((1,), (1,)), ((), ())))
-    return h @ r_t, tangent if _is_zero(dr_t) else tangent + h @ dr_t
+    tangent = 0 if _is_zero(dh) else _by_rows(dh, r)
+    return product(h, r_t), tangent if _is_zero(dr_t) else tangent + product(h, dr_t)
+
+
+def _by_rows(x, w):
+    """Return `x @ w.T` without a transposition."""
+    if is_half(x):
+        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        return product(rows, w.T).reshape(*x.shape[:-1], w.shape[0])
+    return lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())))
 
 
 @jax.custom_jvp

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxonnx.errors import NodeError
-from jaxonnx.ops.common import axis_of
+from jaxonnx.ops.common import axis_of, widen
 from jaxonnx.ops.elementwise import absolute
 from jaxonnx.registry import op
 
@@ -156,13 +156,14 @@ def softmax(x, axis):
     """
     if x.size == 0:
         return x
-    shifted = x - jax.lax.stop_gradient(jnp.max(x, axis, keepdims=True))
+    wide = widen(x)
+    shifted = wide - jax.lax.stop_gradient(jnp.max(wide, axis, keepdims=True))
     e = jnp.exp(shifted - jax.lax.stop_gradient(jnp.maximum(shifted, 0)))
-    return e / jnp.sum(e, axis, keepdims=True)
+    return (e / jnp.sum(e, axis, keepdims=True)).astype(x.dtype)
 
 
 def log_softmax(x, axis):
-    return jax.nn.log_softmax(x, axis=axis) if x.size else x
+    return jax.nn.log_softmax(widen(x), axis=axis).astype(x.dtype) if x.size else x
 
 
 def hardmax(x, axis):

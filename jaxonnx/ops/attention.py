@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from jaxonnx.errors import NodeError
+from jaxonnx.lowering import is_half, product, rounded
 from jaxonnx.ops.common import canonical, element_dtype
 from jaxonnx.registry import op
 
@@ -43,17 +44,29 @@ def scores(q, k, scale=None):
     """Compute scale * Q K', by default 1 / sqrt(head size); each factor is scaled by its root.
 
     Shapes (batch, heads, queries, size) and (batch, key heads, keys, size) to (batch, heads,
-    queries, keys).
+    queries, keys). Half precision gives float32, so that the softmax is of numbers not yet rounded.
     """
-    root = math.sqrt(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    product = jnp.einsum("bhgqd,bhkd->bhgqk", _grouped(q * root, k.shape[1]), k * root)
-    return product.reshape(*q.shape[:3], k.shape[2])
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if is_half(q):
+        return scale * product(_rows(q, k.shape[1]), k.mT).reshape(*q.shape[:3], k.shape[2])
+    root = math.sqrt(scale)
+    y = jnp.einsum("bhgqd,bhkd->bhgqk", _grouped(q * root, k.shape[1]), k * root)
+    return y.reshape(*q.shape[:3], k.shape[2])
 
 
 def weighted_values(probabilities, v):
     """Compute P V of (batch, heads, queries, keys) and (batch, key heads, keys, size)."""
-    y = jnp.einsum("bhgqk,bhkd->bhgqd", _grouped(probabilities, v.shape[1]), v)
+    if is_half(v):
+        y = rounded(_rows(probabilities, v.shape[1]), v)
+    else:
+        y = jnp.einsum("bhgqk,bhkd->bhgqd", _grouped(probabilities, v.shape[1]), v)
     return y.reshape(*probabilities.shape[:3], v.shape[-1])
+
+
+def _rows(x, kv_heads):
+    """Return (batch, key heads, rows, size): the queries of the heads that share a key head."""
+    x = _grouped(x, kv_heads)
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
 
 
 def masked_softmax(x):
@@ -165,10 +178,10 @@ def attention(
         biased = apply_mask(biased, reach(queries, keys, offset, left=left, right=right))
     if nonpad_kv_seqlen is not None:
         biased = apply_mask(biased, np.arange(keys) < nonpad_kv_seqlen[:, None, None, None])
-    wide = biased.astype(_softmax_dtype(softmax_precision, q.dtype))
-    probabilities = masked_softmax(wide).astype(q.dtype)
+    wide = biased.astype(_softmax_dtype(softmax_precision, biased.dtype))
+    probabilities = masked_softmax(wide)
     y = weighted_values(probabilities, v)
-    exposed = (raw, capped, biased, probabilities)[qk_matmul_output_mode]
+    exposed = (raw, capped, biased, probabilities)[qk_matmul_output_mode].astype(q.dtype)
     return merge_heads(y) if packed else y, k, v, exposed
 
 

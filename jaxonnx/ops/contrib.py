@@ -140,15 +140,15 @@ def layer_norm(x, gamma, beta, epsilon):
     mean = wide.mean(axis=-1, keepdims=True)
     centred = wide - mean
     inverse = jax.lax.rsqrt((centred**2).mean(axis=-1, keepdims=True) + epsilon)
-    y = (centred * inverse).astype(x.dtype) * gamma
-    return y if beta is None else y + beta, mean, inverse
+    y = centred * inverse * gamma
+    return (y if beta is None else y + beta).astype(x.dtype), mean, inverse
 
 
 def rms_norm(x, gamma, epsilon):
     """Return x / sqrt(mean(x^2) + epsilon) * gamma over the last axis, and 1 / root mean square."""
     wide = x.astype(jnp.promote_types(x.dtype, np.float32))
     inverse = jax.lax.rsqrt((wide**2).mean(axis=-1, keepdims=True) + epsilon)
-    return (wide * inverse).astype(x.dtype) * gamma, inverse
+    return (wide * inverse * gamma).astype(x.dtype), inverse
 
 
 @op(

@@ -20,6 +20,7 @@ from jaxonnx.ops.attention import (
     weighted_values,
 )
 from jaxonnx.ops.contrib import DOMAIN, rms_norm
+from jaxonnx.ops.linear import affine
 from jaxonnx.registry import Static, op
 
 
@@ -55,7 +56,7 @@ def _attend(q, k, v, bias, scale, unidirectional, offset):
     x = scores(q, k, scale or None) + bias
     if unidirectional:
         x = apply_mask(x, reach(q.shape[2], k.shape[2], offset, right=0))
-    return merge_heads(weighted_values(masked_softmax(x), v)), x
+    return merge_heads(weighted_values(masked_softmax(x), v)), x.astype(q.dtype)
 
 
 @op("Attention", since=1, domain=DOMAIN, weights={"weights": matrix()}, params=("bias",))
@@ -79,7 +80,7 @@ def attention_contrib(
 ):
     """Self-attention with the projection of x to Q, K and V; `past` (2, b, heads, p, size)."""
     _refuse(do_rotary=do_rotary, past_present_share_buffer=past_present_share_buffer)
-    qkv = x @ weights if bias is None else x @ weights + bias
+    qkv = affine(x, weights, bias)
     sizes = qkv_hidden_sizes or [qkv.shape[-1] // 3] * 3
     parts = jnp.split(qkv, np.cumsum(sizes)[:2], axis=-1)
     q, k, v = (split_heads(part, num_heads) for part in parts)
@@ -233,7 +234,8 @@ def group_query_attention(
         p = masked_softmax(jnp.concatenate([x, column], axis=-1))[..., :-1]
     else:
         p = masked_softmax(x)
-    return merge_heads(weighted_values(p, v[:, :, :total])), k, v, p if qk_output == 2 else x
+    y = merge_heads(weighted_values(p, v[:, :, :total]))
+    return y, k, v, (p if qk_output == 2 else x).astype(query.dtype)
 
 
 @op("RotaryEmbedding", since=1, domain=DOMAIN)

@@ -59,8 +59,8 @@ def conv(
     windows = window(
         size, kernel, strides=strides, pads=pads, dilations=dilations, auto_pad=auto_pad
     )
-    y = lowering.convolution(x, w, windows, group, channels)
-    return y if b is None else y + _channels(b, x.ndim, channels)
+    y = lowering.convolution(x, w, windows, group, channels, wide=b is not None)
+    return y if b is None else (y + _channels(b, x.ndim, channels)).astype(x.dtype)
 
 
 @op("ConvTranspose", since=1, weights={"w": convolution(transposed=True)}, params=("b",))
@@ -116,8 +116,9 @@ def conv_transpose(
         pads=padding,
         groups=group,
         channels=channels,
+        wide=b is not None,
     )
-    return y if b is None else y + _channels(b, x.ndim, channels)
+    return y if b is None else (y + _channels(b, x.ndim, channels)).astype(x.dtype)
 
 
 def _integer_convolution(x, w, windows, group):

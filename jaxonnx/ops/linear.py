@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxonnx._axes import matrix
 from jaxonnx.errors import NodeError
+from jaxonnx.lowering import product
 from jaxonnx.registry import op, xp
 
 FACTORS = {"a": matrix(first=True, transpose="transA"), "b": matrix(transpose="transB")}
@@ -26,18 +27,28 @@ def matmul(a, b):
     return y.astype(a.dtype)
 
 
+def affine(x, w, bias=None):
+    """Return x @ w + bias of a matrix w; the sum is rounded once."""
+    if bias is None:
+        return matmul(x, w)
+    y = product(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), w) + bias
+    return y.astype(x.dtype).reshape(*x.shape[:-1], w.shape[-1])
+
+
 def _gemm(a, b, c, alpha, beta, transpose_a, transpose_b):
     if a.ndim != 2 or b.ndim != 2:
         raise NodeError(f"A and B must be matrices, but have shapes {a.shape} and {b.shape}")
-    dtype = a.dtype
-    y = ((a.T if transpose_a else a) @ (b.T if transpose_b else b)).astype(dtype)
+    a, b = a.T if transpose_a else a, b.T if transpose_b else b
+    single = alpha == 1 and (c is None or beta == 0)  # nothing is left to round
+    y = (a @ b).astype(a.dtype) if single else product(a, b)
+    dtype = y.dtype
     if alpha != 1:
         y = (alpha * y).astype(dtype)
     if c is None or beta == 0:
-        return y
+        return y.astype(a.dtype)
     if jnp.broadcast_shapes(y.shape, c.shape) != y.shape:
         raise NodeError(f"C of shape {c.shape} does not broadcast to the product's {y.shape}")
-    return y + (c if beta == 1 else (beta * c).astype(dtype))
+    return (y + (c if beta == 1 else (beta * c.astype(dtype)).astype(dtype))).astype(a.dtype)
 
 
 @op("Gemm", since=1, weights=FACTORS, params=("c",))

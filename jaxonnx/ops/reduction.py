@@ -14,22 +14,30 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._axes import einsum as summed
+from jaxonnx.lowering import is_half
 from jaxonnx.ops.common import INDEX, axes_of, axis_of, cast
 from jaxonnx.ops.elementwise import absolute, div, is_integer
 from jaxonnx.registry import Static, known, op, xp
 
 
 def _xp(x):
-    # NumPy accumulates float16 and bfloat16 in their own precision, XLA in float32
+    # NumPy accumulates float16 and bfloat16 in their own precision
     return np if known(x) and x.dtype.kind in "biu" else jnp
 
 
+def _accumulator(x):
+    """Return the type of a sum before it is rounded."""
+    return np.dtype(np.float32) if is_half(x) else x.dtype
+
+
 def reduce_sum(x, axis, keepdims):
-    return _xp(x).sum(x, axis=axis, keepdims=keepdims, dtype=x.dtype)
+    y = _xp(x).sum(x, axis=axis, keepdims=keepdims, dtype=_accumulator(x))
+    return y.astype(x.dtype)
 
 
 def reduce_prod(x, axis, keepdims):
-    return _xp(x).prod(x, axis=axis, keepdims=keepdims, dtype=x.dtype)
+    y = _xp(x).prod(x, axis=axis, keepdims=keepdims, dtype=_accumulator(x))
+    return y.astype(x.dtype)
 
 
 def reduce_mean(x, axis, keepdims):
@@ -64,7 +72,8 @@ def reduce_l1(x, axis, keepdims):
 
 
 def reduce_sum_square(x, axis, keepdims):
-    return reduce_sum(x * x, axis, keepdims)
+    wide = x.astype(_accumulator(x))
+    return reduce_sum(wide * wide, axis, keepdims).astype(x.dtype)
 
 
 def _float(x):
@@ -72,13 +81,14 @@ def _float(x):
 
 
 def reduce_l2(x, axis, keepdims):
-    squares = _float(reduce_sum_square(x, axis, keepdims))
+    squares = _float(reduce_sum_square(x.astype(_accumulator(x)), axis, keepdims))
     zero = squares == 0
     return jnp.where(zero, 0, jnp.sqrt(jnp.where(zero, 1, squares))).astype(x.dtype)
 
 
 def reduce_log_sum(x, axis, keepdims):
-    return jnp.log(_float(reduce_sum(x, axis, keepdims))).astype(x.dtype)
+    total = reduce_sum(x.astype(_accumulator(x)), axis, keepdims)
+    return jnp.log(_float(total)).astype(x.dtype)
 
 
 def reduce_log_sum_exp(x, axis, keepdims):
@@ -148,7 +158,7 @@ def _cumulative(name, since, function, identity):
         m, along = xp(x), axis_of(axis.item(), x.ndim)
         if reverse:
             x = m.flip(x, along)
-        y = getattr(m, function)(x, axis=along, dtype=x.dtype)
+        y = getattr(m, function)(x, axis=along, dtype=_accumulator(x)).astype(x.dtype)
         if exclusive:
             before, after = [(0, 0)] * x.ndim, [slice(None)] * x.ndim
             before[along], after[along] = (1, 0), slice(x.shape[along])
@@ -162,7 +172,9 @@ _cumulative("CumProd", 26, "cumprod", identity=1)
 
 @op("Einsum", since=12, weights={"xs": summed("equation")})
 def einsum(*xs, equation):
-    return jnp.einsum(equation, *xs)
+    # what the sum of several factors has in between is not rounded
+    wide = np.float32 if len(xs) > 2 and is_half(xs[0]) else None
+    return jnp.einsum(equation, *xs, preferred_element_type=wide).astype(xs[0].dtype)
 
 
 @op("TopK", since=11)

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 
 from jaxonnx._axes import recurrent
 from jaxonnx.errors import NodeError
+from jaxonnx.lowering import product
 from jaxonnx.lowering._recurrence import elementwise, recur
+from jaxonnx.ops.common import widen
 from jaxonnx.registry import op
 
 MATRICES = {"w": recurrent(), "r": recurrent()}
@@ -88,9 +90,11 @@ def _recur(cell, x, w, r, bias, sequence_lens, initial, hidden_size, direction, 
 
     def one_direction(d, reverse):
         step, recurrent, extra = cell(d)
-        states = tuple(start(state, d) for state in initial)
+        hidden, *others = (start(state, d) for state in initial)
+        states = hidden, *map(widen, others)  # what no product reads is rounded at the end
         added = None if bias is None else bias[d]
         y, last = recur(step, reverse, x, w[d], recurrent, added, extra, valid, states)
+        last = [state.astype(x.dtype) for state in last]
         return y if valid is None else jnp.where(valid, y, 0), last
 
     ys, lasts = zip(*(one_direction(d, rev) for d, rev in enumerate(reversals)), strict=True)
@@ -177,14 +181,14 @@ def gru(
         def step(gates, extra, h):
             r_zr, r_h, bias_h = extra
             x_zr, x_h = jnp.split(gates, [2 * hidden], axis=-1)
-            z, reset = jnp.split(f(x_zr + h @ r_zr), 2, axis=-1)
+            z, reset = jnp.split(f(x_zr + product(h, r_zr)), 2, axis=-1)
             if linear_before_reset:
-                share = h @ r_h
+                share = product(h, r_h)
                 if bias_h is not None:
                     share += bias_h
                 new = g(x_h + reset * share)
             else:
-                new = g(x_h + (reset * h) @ r_h)
+                new = g(x_h + product((reset * h).astype(h.dtype), r_h))
             return ((1 - z) * new + z * h,)
 
         # the reset comes between the product and the gates, or before the product

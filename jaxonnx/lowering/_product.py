@@ -1,0 +1,59 @@
+"""Products of half-precision matrices into float32: what follows is rounded once, with them.
+
+The gradients round the cotangent, which comes from rounded numbers, and multiply in half precision
+as those of a plain product do: no accelerator leaves its units for half precision.
+"""
+
+from dataclasses import dataclass, field
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx.lowering._contract import Rule, contract, on_platforms
+
+
+@dataclass(frozen=True)
+class Product:
+    """T(a, b, y) = sum of (a @ b) * y, in half precision but for one in float32."""
+
+    wide: int
+    batch: tuple[int, ...] = field(default=(), init=False)
+
+    def plain(self, out, u, v):
+        half = min(u.dtype, v.dtype, key=lambda dtype: dtype.itemsize)
+        return self._in(half, out, u, v).astype(self._dtype(out, u, v))
+
+    def exact(self, out, u, v):
+        """Multiply without rounding what is in float32; CPUs have no units for half precision."""
+        return self._in(np.dtype(np.float32), out, u, v).astype(self._dtype(out, u, v))
+
+    def _dtype(self, out, u, v):
+        least = min(u.dtype, v.dtype, key=lambda dtype: dtype.itemsize)
+        return np.dtype(np.float32) if out == self.wide else least
+
+    def _in(self, dtype, out, u, v):
+        u, v = u.astype(dtype), v.astype(dtype)
+        factors = ((v, u.mT), (u.mT, v), (u, v))[out]
+        return jnp.matmul(*factors, preferred_element_type=self._dtype(out, u, v))
+
+
+on_platforms(Product, {"cpu": Rule(Product.exact, mapped=Product.exact)})
+
+
+def is_half(x) -> bool:
+    """Check whether an array has a floating point type of 16 bits."""
+    return x.dtype.itemsize == 2 and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def rounded(a, b):
+    """Multiply a matrix in float32 with one in half precision; the product is as the latter."""
+    return contract(Product(0), 2, a, b)
+
+
+def product(a, b):
+    """Multiply matrices (with the same leading axes); half precision gives float32."""
+    if not (is_half(a) and is_half(b)):
+        return a @ b
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return a.astype(np.float32) @ b.astype(np.float32)
+    return contract(Product(2), 2, a, b)
