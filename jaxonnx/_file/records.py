@@ -11,6 +11,9 @@ from jaxonnx.errors import ModelError
 SPARSITY = "jaxonnx.sparsity"
 """Which weights are sparse, and how (`jaxonnx._file.packed`)."""
 
+IMAGE = "jaxonnx.image"
+"""What the network's inputs are as pictures, and the names of its classes."""
+
 T = TypeVar("T")
 
 

@@ -16,7 +16,7 @@ from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import InputError
 
 _DEQUANTIZE = "DequantizeLinear"
-_INTEGER_PRODUCTS = (
+INTEGER_PRODUCTS = (
     "ConvInteger",
     "DynamicQuantizeMatMul",
     "MatMulInteger",
@@ -81,7 +81,7 @@ def notes(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[str]:
             "...) and are not trained; jaxonnx.load(path, dequantize=True) makes floating-point "
             "tensors of them, which save writes as such"
         )
-    products = Counter(n.op.name for n in graph.nodes if n.op.name in _INTEGER_PRODUCTS)
+    products = Counter(n.op.name for n in graph.nodes if n.op.name in INTEGER_PRODUCTS)
     if products:
         listed = ", ".join(f"{name} {count}" for name, count in products.items())
         yield (

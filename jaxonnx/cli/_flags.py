@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "rmsprop", "sgd")
 LOSS = "softmax_cross_entropy_with_integer_labels"
+RATE = 1e-3
 PHASES = ("dense", "dynamic", "fixed")
 
 
@@ -55,6 +56,12 @@ def ratio(text: str) -> tuple[str, float]:
     return name, float(number)
 
 
+def counted(text: str) -> tuple[str, int]:
+    """Parse OUTPUT=N, or N alone."""
+    name, _, number = text.rpartition("=")
+    return name, int(number)
+
+
 def dimension(text: str) -> tuple[str, int]:
     name, number = text.rsplit("=", 1)
     return name, int(number)
@@ -97,7 +104,12 @@ _PICTURES = {
         Flag("--scale", "1/255 if nothing says it", _REAL),
         Flag("--mean", "number, or one for each channel (0.5,0.5,0.5); or 0", _NUMBERS),
         Flag("--std", "the same; 1 if nothing says it", _NUMBERS),
-        Flag("--labels", "a file with the names of the classes, one a line", _FILE),
+        Flag(
+            "--labels",
+            "a file with the names of the classes, one a line; train: if the network has another "
+            "number of outputs, with a new last layer",
+            _FILE,
+        ),
         Flag("--size", "of the pictures, where the network takes any", _SIZE),
         Flag("--order", "of the channels; RGB if nothing says it", {"choices": ("RGB", "BGR")}),
         Flag("--crop", "share of a picture's sides that is shown, as 0.875; or 1", _REAL),
@@ -128,10 +140,15 @@ _TRAINING = [
         f"{', '.join(OPTIMIZERS)}; adam, or what the file's training_info has",
         {"choices": OPTIMIZERS, "metavar": "NAME"},
     ),
-    Flag("--rate", "learning rate", {**_REAL, "default": 1e-3}),
+    Flag("--rate", f"learning rate; {RATE}, with a new head a tenth of it for all else", _REAL),
     Flag("--epochs", "10, or the sum of the phases", _COUNT),
     Flag("--batch-size", "32, or what the network is fixed to", _COUNT),
     Flag(*_SEED[:2], {**_COUNT, "default": 0}),
+    Flag(
+        "--head",
+        "a new last layer for N classes; OUTPUT=N for one of several, repeatable",
+        {**_MANY, "type": counted, "metavar": "N"},
+    ),
     Flag("--trainable", "name or regular expression of what is trained; repeatable", _MANY),
     Flag(
         "--statistics",
@@ -204,6 +221,7 @@ VERBS: Mapping[str, Verb] = {
     "train": Verb(
         "train a model and write it with the new weights",
         "jaxonnx train net.onnx data.npz -o trained.onnx --epochs 3\n"
+        "jaxonnx train net.onnx data.npz -o new.onnx --head 10\n"
         "jaxonnx train --config run.toml --rate 3e-4",
         {"": _TRAINING, "adapters": _LORA, "long runs": _LONG, **_READING, **_PICTURES},
     ),

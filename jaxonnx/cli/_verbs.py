@@ -18,7 +18,7 @@ from jaxonnx._file.disk import check_writable, whole
 from jaxonnx._file.packed import packed_nbytes, record
 from jaxonnx._graph.values import Value
 from jaxonnx.cli import _images as pictures
-from jaxonnx.cli._flags import LOSS, PHASES
+from jaxonnx.cli._flags import LOSS, PHASES, RATE
 from jaxonnx.errors import Error, InputError
 from jaxonnx.lora import LoRA
 from jaxonnx.model import Model, load
@@ -110,13 +110,16 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
         preprocess = {**_said(options), "augment": options.augment}
     elif options.augment:
         raise InputError("--augment goes with a folder of pictures")
-    carried = bool(model.proto.training_info) and not (options.loss or options.optimizer)
+    head = _head(model, options)
+    chosen = options.loss or options.optimizer or head
+    carried = bool(model.proto.training_info) and not chosen
     settings = {name: getattr(options, name) for name in _SETTINGS}
     result = train(
         model,
         data,
-        loss=None if carried else options.loss or LOSS,
-        optimizer=None if carried else getattr(optax, options.optimizer or "adam")(options.rate),
+        loss=options.loss or (None if carried or head else LOSS),
+        optimizer=None if carried else _optimizer(options, head),
+        head=head,
         epochs=10 if options.epochs is None else options.epochs,
         validation=validation,
         preprocess=preprocess,
@@ -142,6 +145,14 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
     if trained.sparsity is None or report.status:
         return report
     return _with_proof(report, trained, data)
+
+
+def _optimizer(options: argparse.Namespace, head: Any) -> optax.GradientTransformation | None:
+    """Return the optimizer; None for the two rates that `train` has for a new head."""
+    if head is not None and not options.optimizer and options.rate is None:
+        return None
+    rate = RATE if options.rate is None else options.rate
+    return getattr(optax, options.optimizer or "adam")(rate)
 
 
 def _dropout(options: argparse.Namespace) -> float | dict[str, float] | None:
@@ -252,8 +263,31 @@ def _said(options: argparse.Namespace) -> dict[str, Any]:
     """Return what the flags say of pictures."""
     flags = {name: getattr(options, name, None) for name in _PREPARATION}
     if flags["labels"] is not None:
-        flags["labels"] = tuple(flags["labels"].read_text("utf-8").splitlines())
+        flags["labels"] = _names(flags["labels"])
     return {name: value for name, value in flags.items() if value is not None}
+
+
+def _names(path: Path) -> tuple[str, ...]:
+    return tuple(path.read_text("utf-8").splitlines())
+
+
+def _head(model: Model, options: argparse.Namespace) -> Any:
+    """Return the new heads: their classes by output, or those of the only one; None for none.
+
+    Labels that are more or less than the outputs of the network need a new head as well.
+    """
+    heads = dict(options.head or ())
+    names = _names(options.labels) if options.labels is not None else ()
+    shape = model.outputs[0].shape if len(model.outputs) == 1 else None
+    if not heads and names and shape and len(shape) == 2 and shape[1] not in (None, len(names)):
+        heads[""] = len(names)
+    for output, count in heads.items() if names else ():
+        if count != len(names):
+            raise InputError(f"--head {count}, but '{options.labels}' has {len(names)} names")
+        heads[output] = names
+    if "" in heads and len(heads) > 1:
+        raise InputError("--head takes one number, or OUTPUT=N for each of several, not both")
+    return heads.get("", heads) or None
 
 
 def _data(path: Path, model: Model, options: argparse.Namespace) -> tuple[Any, bool]:

@@ -14,7 +14,7 @@ from jaxonnx._file import records
 from jaxonnx.errors import Error, InputError
 from jaxonnx.model._model import Model
 
-KEY = "jaxonnx.image"
+KEY = records.IMAGE
 """The entry of `metadata_props` with the fields of `Preparation` as JSON."""
 
 _RANGES = {

@@ -22,6 +22,7 @@ from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.roles import graph_tensors, running_statistics
 from jaxonnx._graph.values import Value, arguments, data, declared, listed, matching
 from jaxonnx._rewrite.batch import freed
+from jaxonnx._rewrite.head import Classes, Head, replaced
 from jaxonnx._rewrite.outputs import cut
 from jaxonnx._run.overlay import ratios
 from jaxonnx._run.program import Program
@@ -67,6 +68,13 @@ class Model(Rendered):
     program: Program
     originals: Mapping[str, np.ndarray]
     """64-bit tensors of the file, which the 32-bit arrays of JAX cannot hold."""
+    heads: tuple[Head, ...] = ()
+    """The layers that `with_head` put in the place of others."""
+
+    @property
+    def head(self) -> tuple[str, ...]:
+        """The names of the tensors of new heads (`with_head`), for `trainable` and `labels`."""
+        return tuple(name for head in self.heads for name in head.tensors)
 
     @property
     def graph(self) -> Graph:
@@ -251,6 +259,65 @@ class Model(Rendered):
         self._has_no_adapters("outputs")
         return self._rewritten(cut(self.proto, self.graph, self.tensors, outputs))
 
+    def with_head(
+        self,
+        classes: Classes,
+        at: str | None = None,
+        *,
+        ending: bool = False,
+        rng: jax.Array | None = None,
+        initializer: Initializer = jax.nn.initializers.lecun_normal(),  # noqa: B008
+    ) -> Model:
+        """Return a model whose last layer is a new one, for other classes.
+
+        The last layer is the last Gemm, MatMul or convolution before the output, behind which only
+        stands what keeps its outputs apart: a bias, activations, pooling over images, Flatten,
+        Reshape, Squeeze and the like. Its node and its tensors keep their names, and `head` has
+        those of the tensors; a tensor that other layers read as well stays with them, and one that
+        is computed (behind DequantizeLinear, from a normalized weight) with what it is computed
+        from. Outputs of the file that are computed from the old classes are dropped.
+
+        >>> from jaxonnx import demo
+        >>> model = demo.model().with_head(["even", "odd"])
+        >>> model(jnp.ones((2, 1, 8, 8))).shape
+        (2, 2)
+        >>> model.head
+        ('14.weight', '14.bias')
+
+        Args:
+          classes: their number, or their names, which `save` writes and `jaxonnx classify` reads.
+          at: which one, where several layers could be meant: an output; or a value, node or module
+            (as in `with_outputs`) of the layer itself.
+          ending: keep a Softmax, LogSoftmax or Sigmoid that the graph ends in. Without it the
+            output has logits, by the same name.
+          rng: a key for the new weights; without it they are drawn with `jax.random.key(0)`.
+          initializer: as in `reinitialize`.
+
+        Raises:
+          InputError: there is no such layer, or several could be meant: the message names them.
+        """
+        self._has_no_adapters("the head")
+        tensors, trained = self.tensors, self.params
+        new = replaced(self.proto, self.graph, tensors, trained, classes, at, ending=ending)
+        fresh = {name: jnp.asarray(value) for name, value in new.tensors.items()}
+        wide = {n: x for n, x in new.tensors.items() if x.dtype != fresh[n].dtype}
+        constants = {n: v for n, v in self.program.constants.items() if n not in fresh}
+        net = dataclasses.replace(
+            self,
+            params={**self.params, **fresh},
+            state={name: x for name, x in self.state.items() if name not in fresh},
+            program=dataclasses.replace(self.program, constants=constants),
+            originals={**self.originals, **wide},
+            heads=(*(h for h in self.heads if fresh.keys().isdisjoint(h.tensors)), new.head),
+        )._rewritten(new.proto, new.constants)
+        net = net.with_outputs(net.graph.outputs)
+        statistics = running_statistics(net.graph) & fresh.keys()
+        params = {name: x for name, x in net.params.items() if name not in statistics}
+        state = {**net.state, **{name: fresh[name] for name in statistics}}
+        net = dataclasses.replace(net, params=params, state=state)
+        key = jax.random.key(0) if rng is None else rng
+        return net.reinitialize(key, lambda name, _: name in fresh, initializer)
+
     def with_any_batch(self) -> Model:
         """Return a model for batches of any size, from a file that was exported for one.
 
@@ -279,7 +346,10 @@ class Model(Rendered):
             for group in (self.params, self.state, constants)
         )
         program = dataclasses.replace(self.program, graph=graph, constants=constants)
-        return dataclasses.replace(self, params=params, state=state, proto=proto, program=program)
+        heads = tuple(head for head in self.heads if kept.issuperset(head.tensors))
+        return dataclasses.replace(
+            self, params=params, state=state, proto=proto, program=program, heads=heads
+        )
 
     def with_statistics(self, statistics: Statistics) -> Model:
         """Return a model whose training uses other statistics in BatchNormalization.

@@ -20,6 +20,7 @@ from jaxonnx._graph.scopes import modules
 from jaxonnx._graph.ties import sources, tied
 from jaxonnx._graph.uses import uses, weights
 from jaxonnx._graph.values import Value, declared
+from jaxonnx._rewrite.head import Head
 from jaxonnx._run.program import Program
 from jaxonnx._run.shapes import evaluated, inferred
 
@@ -47,6 +48,8 @@ class Shown(Protocol):
     def tensors(self) -> Mapping[str, Any]: ...
     @property
     def warnings(self) -> Sequence[str]: ...
+    @property
+    def heads(self) -> Sequence[Head]: ...
     @property
     def sparsity(self) -> Recorded | None: ...
 
@@ -77,6 +80,8 @@ def overview(model: Shown) -> Group:
         facts.add_row("tied", Text(text))
     for info in model.proto.training_info:
         facts.add_row("training", Text(_training(info)))
+    for head in model.heads:
+        facts.add_row("head", Text(head.note))
     for warning in model.warnings:
         facts.add_row(Text("warning", "yellow"), Text(warning))
 

@@ -2,17 +2,20 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax.numpy as jnp
 import optax
 from onnx import ModelProto
 
+from jaxonnx._rewrite.head import Classes
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.model import Model, Statistics, Trainable, load
 from jaxonnx.train import _objective as objective
 from jaxonnx.train._carried import Carried
+from jaxonnx.train._head import completed, headed
 from jaxonnx.train._minimize import Minimize
 from jaxonnx.train._settings import Settings
 from jaxonnx.train._sparsity import forget, sparsify
@@ -28,6 +31,7 @@ def step(
     *,
     metrics: Any = None,
     seed: int = 0,
+    head: Classes | Mapping[str, Classes] | None = None,
     trainable: Trainable | None = None,
     lora: LoRA | Adapters | None = None,
     statistics: Statistics | None = None,
@@ -71,7 +75,7 @@ def step(
     """
     settings = Settings.of(locals() | {"epochs": 1 if epochs is None else epochs})
     model = model if isinstance(model, Model) else load(model)
-    return assembled(model, settings, epochs, steps_per_epoch)
+    return assembled(headed(model, settings), settings, epochs, steps_per_epoch)
 
 
 def assembled(
@@ -79,10 +83,12 @@ def assembled(
 ) -> Step:
     """Return the step that trains a model as the settings say."""
     model = tuned(model, settings)
+    settings, notes = completed(model, settings)
     if settings.loss is None or settings.optimizer is None:
         _check_carried(model, settings)
         return Carried(model, objective.find(model, None, settings.metrics), settings)
     goal = objective.find(model, settings.loss, settings.metrics)
+    goal = replace(goal, notes=(*notes, *goal.notes))
     optimizer = settings.optimizer
     if settings.accumulate > 1:
         wide = jnp.result_type(jnp.float32, *model.params.values())

@@ -11,14 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._graph.bind import Node
+from jaxonnx._rewrite.last import ENDINGS
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
 from jaxonnx.train import _losses as losses
 from jaxonnx.train import _metrics as metrics
 from jaxonnx.train._batches import Batch
-
-_ENDINGS = {"Softmax": "Softmax", "LogSoftmax": "Softmax", "Sigmoid": "Sigmoid"}
-"""Operators that a network may end in, and whose input their losses take."""
 
 
 @dataclass(frozen=True)
@@ -249,19 +247,19 @@ def _list(given: Any) -> list[Any]:
 
 
 def _ending(model: Model, output: str) -> Node | None:
-    """Return the node of `_ENDINGS` that gives an output."""
+    """Return the node of `ENDINGS` that gives an output."""
     for node in reversed(model.graph.nodes):
         if node.outputs and node.outputs[0] == output:
             if node.op.name == "Identity" and not node.op.domain:
                 output = node.inputs[0]
             else:
-                return node if node.op.name in _ENDINGS and not node.op.domain else None
+                return node if node.op.name in ENDINGS and not node.op.domain else None
     return None
 
 
 def _fits(node: Node, loss: losses.Loss, shape: tuple | None) -> bool:
     """Return whether the ending is the one that the loss has inside, over the same axis."""
-    if _ENDINGS[node.op.name] != loss.logits_of:
+    if ENDINGS[node.op.name] != loss.logits_of:
         return False
     if node.op.name == "Sigmoid":
         return True

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import optax
 
+from jaxonnx._rewrite.head import Classes
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.model import Statistics, Trainable
@@ -39,6 +40,7 @@ class Settings:
     validation: Any = None
     preprocess: Mapping[str, Any] | None = None
     metrics: Any = None
+    head: Classes | Mapping[str, Classes] | None = None
     trainable: Trainable | None = None
     lora: LoRA | Adapters | None = None
     statistics: Statistics | None = None

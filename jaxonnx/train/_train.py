@@ -8,6 +8,7 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast
 import optax
 from onnx import ModelProto
 
+from jaxonnx._rewrite.head import Classes
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.model import Model, Statistics, Trainable, load
@@ -15,6 +16,7 @@ from jaxonnx.train._assembly import assembled, step
 from jaxonnx.train._batches import Batch
 from jaxonnx.train._data import sources
 from jaxonnx.train._folder import notes, pictured
+from jaxonnx.train._head import headed
 from jaxonnx.train._loop import run
 from jaxonnx.train._result import Result, changes
 from jaxonnx.train._settings import Hook, Settings
@@ -56,6 +58,7 @@ def train(
     validation: Any = None,
     preprocess: Mapping[str, Any] | None = None,
     metrics: Any = None,
+    head: Classes | Mapping[str, Classes] | None = None,
     trainable: Trainable | None = None,
     lora: LoRA | Adapters | None = None,
     statistics: Statistics | None = None,
@@ -138,6 +141,11 @@ def train(
         scalars are exact over the epoch. Yes is an output above 0.5, or above 0 where the loss
         takes logits and the file does not end in Sigmoid. By default the accuracy, for losses of
         labels.
+      head: a new last layer, by the number of its classes or their names; for one of several a dict
+        by output. It is drawn by `seed`, the Softmax or Sigmoid at the end is left out, and
+        `history.notes` has what was replaced (`Model.with_head`). Loss and optimizer may be left
+        out: then they are softmax cross entropy of integer labels, and Adam with a rate of 0.001
+        for the head and 0.0001 for all else. With `lora` the head is trained in full.
       trainable: exactly these tensors are trained, as in `jaxonnx.load`: names or regular
         expressions (matched in full), or a predicate of name and value. They are the parameters of
         the resulting model. With `lora` they are trained beside the adapters.
@@ -206,7 +214,7 @@ def train(
         or a later batch that does not fit those before it.
     """
     settings = Settings.of(locals())
-    net = model if isinstance(model, Model) else load(model)
+    net = headed(model if isinstance(model, Model) else load(model), settings)
     data, validation, net = pictured(data, validation, net, preprocess)
     examples, held_out = sources(data, validation, net.inputs, batch_size, seed)
     if metrics is not None and held_out is None:

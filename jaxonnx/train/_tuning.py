@@ -5,6 +5,7 @@ import jax
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import LoRA
 from jaxonnx.model import Model
+from jaxonnx.train._head import beside_adapters
 from jaxonnx.train._settings import Settings
 
 _ADAPTERS = 2**32 - 1
@@ -25,7 +26,7 @@ def tuned(model: Model, settings: Settings) -> Model:
     lora, trainable = settings.lora, settings.trainable
     if isinstance(lora, LoRA):
         key = jax.random.fold_in(jax.random.key(settings.seed), _ADAPTERS)
-        model = lora.attach(model, key, trainable=trainable)
+        model = lora.attach(model, key, trainable=beside_adapters(model, trainable))
     elif lora is not None:
         model = lora.attach(model)
     elif trainable is not None:

@@ -1,0 +1,244 @@
+"""A new last layer: the classes of another problem on the features of the same network.
+
+The layer keeps its node, its name and its attributes; its weight, its bias and what else has one
+number for each class become tensors of other lengths. A tensor that something else reads as well,
+or that is computed, stays with that, and the layer gets one of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto, helper
+
+from jaxonnx._file import records
+from jaxonnx._graph.bind import Graph, bind
+from jaxonnx._graph.values import declared
+from jaxonnx._rewrite.last import ENDINGS, chosen
+from jaxonnx._rewrite.lengths import Change
+from jaxonnx._run.shapes import Shapes, evaluated, inferred
+from jaxonnx.errors import InputError
+
+Classes = int | Sequence[str]
+"""The number of classes, or their names."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """A layer that was put in the place of a network's last one."""
+
+    output: str
+    classes: int
+    axis: int
+    """The axis of the classes in the output; -1 if it is the last one."""
+    logits: bool
+    """Whether the output is what the layer gives, and not what a Softmax or Sigmoid makes of it."""
+    tensors: tuple[str, ...]
+    """The tensors that start anew."""
+    note: str
+    """What it replaces, in a sentence."""
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A file with a new last layer."""
+
+    proto: ModelProto
+    tensors: dict[str, np.ndarray]
+    """The tensors that start anew, still zero."""
+    constants: dict[str, np.ndarray]
+    """Shapes that hold the number of classes."""
+    head: Head
+
+
+def replaced(
+    proto: ModelProto,
+    graph: Graph,
+    tensors: Mapping[str, Any],
+    trained: Collection[str],
+    classes: Classes,
+    at: str | None = None,
+    *,
+    ending: bool = False,
+) -> Replaced:
+    """Give a model's last layer another number of outputs.
+
+    Other outputs that are computed from the layer are dropped. What only they needed stays in the
+    file, for `outputs.cut` to remove.
+
+    Args:
+      proto: the file.
+      graph: its main graph, bound.
+      tensors: the values of its named tensors.
+      trained: the names of its parameters.
+      classes: their number, or their names, which the file records.
+      at: an output, or a value, node or module of the layer itself.
+      ending: keep a Softmax, LogSoftmax or Sigmoid at the end.
+
+    Raises:
+      InputError: there is no such layer, or several could be meant; the message names them.
+    """
+    count, labels = _counted(classes)
+    seen = _evaluated(proto, graph, tensors)
+    types, known = ({}, frozenset()) if seen is None else (seen.values, seen.known)
+    missing = [n for node in graph.nodes for n in node.outputs if n and n not in types]
+    if missing:
+        kinds = inferred(proto, tensors, missing).items()
+        types = {n: declared(ValueInfoProto(name=n, type=t)) for n, t in kinds} | {**types}
+    shapes = {name: value.shape for name, value in types.items() if value.shape is not None}
+    shapes |= {name: tuple(value.shape) for name, value in tensors.items()}
+    layer = chosen(proto.graph, graph, shapes, known, at, ending)
+    sure = seen is not None and layer.output in seen.values
+    change = Change(proto, graph, tensors, trained, types, shapes, layer, count, sure)
+    change.follow(ending)
+    result = _written(proto, graph, change)
+    if sure:
+        _check(result, tensors, change)
+    _record(result, labels, change.fresh)
+    axis = -1 if change.axis == change.rank - 1 else change.axis
+    logits = change.ending is None or not ending
+    note = _note(proto, graph, change)
+    head = Head(layer.output, count, axis, logits, (*change.fresh,), note)
+    return Replaced(result, change.fresh, change.constants, head)
+
+
+def _counted(classes: Classes) -> tuple[int, list[str]]:
+    """Return the number of classes, and their names if there are any."""
+    if isinstance(classes, int | np.integer) and not isinstance(classes, bool) and classes >= 1:
+        return int(classes), []
+    names: Any = [] if isinstance(classes, str) or not isinstance(classes, Sequence) else classes
+    if not names or not all(isinstance(name, str) for name in names):
+        raise InputError(f"a head takes the number of classes or their names, not {classes!r}")
+    if repeated := [name for name, times in Counter(names).items() if times > 1]:
+        raise InputError(f"the names of classes must differ, and {repeated[0]!r} comes twice")
+    return len(names), [*names]
+
+
+def _record(result: ModelProto, labels: list[str], fresh: Collection[str]) -> None:
+    """Write the names of the classes, and take the new tensors out of the record of sparse ones."""
+    entry = records.get(result, records.IMAGE, dict) or {}
+    entry = {key: value for key, value in entry.items() if key != "labels"}
+    records.put(result, records.IMAGE, entry | ({"labels": labels} if labels else {}) or None)
+    sparse = records.get(result, records.SPARSITY, dict)
+    if sparse is not None:
+        sparse["axes"] = {n: axes for n, axes in sparse["axes"].items() if n not in fresh}
+        records.put(result, records.SPARSITY, sparse if sparse["axes"] else None)
+
+
+def _evaluated(proto: ModelProto, graph: Graph, tensors: Mapping[str, Any]) -> Shapes | None:
+    """Return the shapes of what does not depend on nodes whose results have no fixed shapes."""
+    dynamic: set[str] = set()
+    for node in graph.nodes:
+        if node.op.dynamic or not dynamic.isdisjoint(node.reads):
+            dynamic.update(node.outputs)
+    nodes = tuple(node for node in graph.nodes if dynamic.isdisjoint(node.outputs))
+    return evaluated(proto, replace(graph, nodes=nodes), tensors)
+
+
+def _behind(graph: Graph, change: Change) -> set[str]:
+    """Return the values that are computed from the layer, its own among them."""
+    behind = {name for name in change.layer.node.outputs if name}
+    for node in graph.nodes:
+        if not behind.isdisjoint(node.reads):
+            behind.update(name for name in node.outputs if name)
+    return behind
+
+
+def _written(proto: ModelProto, graph: Graph, change: Change) -> ModelProto:
+    """Return the changed file."""
+    result = ModelProto()
+    result.CopyFrom(proto)
+    main, output = result.graph, change.layer.output
+    nodes = {node.output[0]: node for node in main.node if node.output}
+    for (first, position), name in change.inputs.items():
+        nodes[first].input[position] = name
+    # the path without what is left out; its last node gives the output by its name
+    value = change.layer.node.outputs[0]
+    path = [value]
+    left = {node.index for node in change.left}
+    for node, data in change.layer.path:
+        if node.index not in left:
+            nodes[node.outputs[0]].input[data] = value
+            value = node.outputs[0]
+            path.append(value)
+    behind = _behind(graph, change)
+    for i, node in reversed([*enumerate(main.node)]):
+        if not behind.isdisjoint(node.output) and node.output[0] not in path:
+            del main.node[i]
+    next(node for node in main.node if value in node.output).output[0] = output
+    stale = {*behind, *change.fresh} - {output}
+    for values in (main.value_info, main.output):
+        for i, entry in reversed([*enumerate(values)]):
+            if entry.name in stale:
+                del values[i]
+    for i, entry in reversed([*enumerate(main.quantization_annotation)]):
+        if entry.tensor_name in stale:
+            del main.quantization_annotation[i]
+    for entry in (*main.value_info, *main.output):
+        dims = entry.type.tensor_type.shape.dim
+        if entry.name == output and len(dims) == change.rank:
+            dims[change.axis].Clear()
+            dims[change.axis].dim_value = change.count
+    for name, array in {**change.fresh, **change.constants}.items():
+        _define(main, name, array)
+    return result
+
+
+def _define(graph: GraphProto, name: str, value: np.ndarray) -> None:
+    """Make a tensor an initializer of this shape, whatever it was."""
+    for entry in graph.input:
+        if entry.name == name:
+            kind = entry.type.tensor_type.elem_type
+            entry.CopyFrom(helper.make_tensor_value_info(name, kind, value.shape))
+    for tensor in graph.initializer:
+        if tensor.name == name:
+            tensor.dims[:] = value.shape
+            return
+    for sparse in [s for s in graph.sparse_initializer if s.values.name == name]:
+        graph.sparse_initializer.remove(sparse)
+    for node in [n for n in graph.node if name in n.output]:
+        graph.node.remove(node)
+    kind = helper.np_dtype_to_tensor_dtype(value.dtype)
+    graph.initializer.append(TensorProto(name=name, data_type=kind, dims=value.shape))
+
+
+def _check(result: ModelProto, tensors: Mapping[str, Any], change: Change) -> None:
+    """Refuse a file whose output does not have the shape that it should have."""
+    tensors = {**tensors, **change.fresh, **change.constants}
+    shapes = _evaluated(result, bind(result, result.graph, tensors.keys()), tensors)
+    layer = change.layer
+    wanted = [*change.shapes[layer.output]]
+    wanted[change.axis] = change.count
+    value = None if shapes is None else shapes.values.get(layer.output)
+    if value is None or value.shape != tuple(wanted):
+        nodes = ", ".join(node.label for node, _ in layer.path) or layer.node.label
+        raise InputError(
+            f"the output '{layer.output}' does not follow when the last layer has {change.count} "
+            f"outputs in place of {change.old}; behind it are {nodes}. model.with_outputs"
+            f"({layer.node.outputs[0]!r}) ends the graph before them"
+        )
+
+
+def _note(proto: ModelProto, graph: Graph, change: Change) -> str:
+    """Return what was replaced and left out, in a sentence."""
+    layer = change.layer
+    shapes = ", ".join(f"{name} {[*value.shape]}" for name, value in change.fresh.items())
+    parts = [
+        f"{layer.node.label} is a new layer with {change.count} outputs in place of {change.old}: "
+        + shapes
+    ]
+    endings = [node.op.name for node in change.left if node.op.name in ENDINGS]
+    if endings:
+        parts.append(f"the {endings[0]} at the end is left out, '{layer.output}' has logits")
+    if len(change.left) > len(endings):
+        parts.append("its results are not rounded to integers")
+    gone = _behind(graph, change) - {layer.output}
+    if outputs := [name for name in graph.outputs if name in gone]:
+        parts.append(f"outputs computed from the old one are left out: {', '.join(outputs)}")
+    if proto.training_info:
+        parts.append("the training_info of the file, which trains the old one, is left out")
+    return "; ".join(parts)

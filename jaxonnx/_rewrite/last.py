@@ -1,0 +1,214 @@
+"""The last matrix product before an output, and the nodes between the two."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from onnx import GraphProto
+
+from jaxonnx._axes import Matrix
+from jaxonnx._graph.bind import Graph, Node
+from jaxonnx._graph.scopes import resolve
+from jaxonnx._rewrite.dequantize import INTEGER_PRODUCTS
+from jaxonnx.errors import InputError
+
+ENDINGS = {"Softmax": "Softmax", "LogSoftmax": "Softmax", "Sigmoid": "Sigmoid"}
+"""Operators that a network may end in, and which of two a loss of logits has inside."""
+
+_CONVOLUTIONS = ("Conv", "ConvTranspose", "FusedConv")
+_PRODUCTS = ("FusedGemm", "FusedMatMul", "Gemm", "MatMul", *_CONVOLUTIONS)
+
+_LISTED = 5
+
+Shape = tuple[int | str | None, ...]
+
+
+@dataclass(frozen=True)
+class Last:
+    """The last layer before an output."""
+
+    output: str
+    node: Node
+    data: int
+    """The position of its input that is computed from the model's inputs."""
+    weight: int
+    """The position of the weight."""
+    matrix: Matrix
+    """What the axes of the weight mean, as the node reads it."""
+    path: tuple[tuple[Node, int], ...]
+    """The nodes behind it, in order, each with the position of what it reads of the one before."""
+
+    @property
+    def values(self) -> set[str]:
+        """What the layer gives, and what becomes of it."""
+        return {node.outputs[0] for node in (self.node, *(node for node, _ in self.path))}
+
+    @property
+    def convolves(self) -> bool:
+        return self.node.op.name in _CONVOLUTIONS
+
+    def axis(self, rank: int) -> int:
+        """Return the axis of the layer's outputs in its result, which has this rank."""
+        if self.convolves:
+            return 1
+        return rank - 1 if self.weight else rank - 2
+
+
+def chosen(
+    proto: GraphProto,
+    graph: Graph,
+    shapes: Mapping[str, Shape],
+    known: Collection[str],
+    at: str | None,
+    ending: bool,
+) -> Last:
+    """Return the last layer of a graph.
+
+    Args:
+      proto, graph: the main graph, and the same bound.
+      shapes: of all values and tensors, where they are known.
+      known: values that do not depend on inputs other than by their shapes.
+      at: the output, or a value, node or module of the layer itself, if there are several.
+      ending: of outputs of the same layer, take the last one instead of the first.
+
+    Raises:
+      InputError: there is none, or there are several.
+    """
+    ranks = {name: len(shape) for name, shape in shapes.items()}
+    if at in graph.outputs:
+        return _last(graph, ranks, known, at)
+    found: list[Last] = []
+    errors: list[str] = []
+    for output in graph.outputs:
+        try:
+            found.append(_last(graph, ranks, known, output))
+        except InputError as error:
+            errors.append(str(error))
+    if at is not None:
+        value = resolve(proto, at)
+        found = [layer for layer in found if value in layer.values]
+        if not found:
+            raise InputError(
+                f"'{at}' is not a last layer, whose outputs come apart until the end: model"
+                f".with_outputs({at!r}) ends the graph there, and that model can have another head"
+            )
+    if not found:
+        raise InputError("; ".join(errors))
+    if len({layer.node.index for layer in found}) > 1:
+        listed = "; ".join(f"'{x.output}' has {_described(x, shapes)}" for x in found)
+        raise InputError(
+            "several layers could be the last one: name the output that is meant, "
+            f"model.with_head(number, at=NAME) or train(..., head={{NAME: number}}). {listed}"
+        )
+    return sorted(found, key=lambda layer: len(layer.path))[-1 if ending else 0]
+
+
+def _last(graph: Graph, ranks: Mapping[str, int], known: Collection[str], output: str) -> Last:
+    producers = {name: node for node in graph.nodes for name in node.outputs}
+    traced = _traced(graph, known)
+    path: list[tuple[Node, int]] = []
+    value = output
+    while value in producers:
+        node = producers[value]
+        data = [i for i, n in enumerate(node.inputs) if n in traced and i not in node.op.static]
+        factor = _factor(node, data, ranks)
+        if factor is not None:
+            return Last(output, node, data[0], *factor, tuple(path[::-1]))
+        if reason := _obstacle(node, data, value):
+            raise InputError(
+                f"the output '{output}' has no last layer that could get other classes: before it "
+                f"is {node.label}, {reason}{_way_out(node, producers, traced, ranks)}"
+            )
+        path.append((node, data[0]))
+        value = node.inputs[data[0]]
+    raise InputError(
+        f"the output '{output}' has no last layer: no matrix product or convolution is before it"
+    )
+
+
+def _described(layer: Last, shapes: Mapping[str, Shape]) -> str:
+    weight = shapes[layer.node.inputs[layer.weight]]
+    ends = (weight[layer.matrix.input], weight[layer.matrix.output])
+    return f"{layer.node.label}, {ends[0]} -> {ends[1]}"
+
+
+def _traced(graph: Graph, known: Collection[str]) -> set[str]:
+    """Return the values that are computed from the inputs, other than by shapes."""
+    traced = {*graph.inputs}
+    for node in graph.nodes:
+        if not traced.isdisjoint(node.reads):
+            traced.update(name for name in node.outputs if name and name not in known)
+    return traced
+
+
+def _factor(node: Node, data: list[int], ranks: Mapping[str, int]) -> tuple[int, Matrix] | None:
+    """Return the position and the meaning of the weight, if the node is such a layer."""
+    if node.op.name not in _PRODUCTS or len(data) != 1 or _activation(node) in ENDINGS:
+        return None
+    for position, form in node.op.forms.items():
+        name = node.inputs[position]
+        if position not in data and name in ranks:
+            matrix = form.axes(ranks[name], node.attributes, position)
+            if matrix is not None and not matrix.grouped:
+                return position, matrix
+    return None
+
+
+def _activation(node: Node) -> str:
+    return node.attributes.get("activation", "")
+
+
+def _obstacle(node: Node, data: list[int], value: str) -> str:
+    """Return why the layer before a node cannot get other classes; nothing if it can."""
+    if node.body is not None:
+        return (
+            "a function of the file: put its nodes in the place of the call with "
+            "onnx.inliner.inline_local_functions before loading"
+        )
+    if node.op.name in INTEGER_PRODUCTS:
+        return "which computes with integers: take the file from before quantization"
+    if node.op.domain == "ai.onnx.ml":
+        return "which is no layer of a neural network"
+    if node.graphs:
+        return "which has subgraphs"
+    if len(data) != 1:
+        return "which is computed from several values"
+    if value != node.outputs[0]:
+        return "which has several results"
+    if _activation(node) in ENDINGS:
+        return f"with {_activation(node)} fused into it"
+    return "whose weights give it no plain outputs" if node.op.forms else ""
+
+
+def _way_out(
+    node: Node, producers: Mapping[str, Node], traced: set[str], ranks: Mapping[str, int]
+) -> str:
+    """Return the layers before a node, and what to do with one of them, for an error."""
+    layers = [*_before(node, producers, traced, ranks)]
+    if not layers:
+        return ""
+    names = [f"'{layer.outputs[0]}' ({layer.op.name})" for layer in layers[:_LISTED]]
+    more = ", ..." if len(layers) > _LISTED else ""
+    return (
+        f". Before it are {', '.join(names)}{more}: model.with_outputs(NAME) ends the graph at one "
+        "of them, and the model that it gives can have another head"
+    )
+
+
+def _before(
+    node: Node, producers: Mapping[str, Node], traced: set[str], ranks: Mapping[str, int]
+) -> Iterator[Node]:
+    """Yield the nearest layers before a node, on all paths."""
+    waiting, seen = [node], {node.index}
+    while waiting:
+        for name in waiting.pop(0).reads:
+            before = producers.get(name)
+            if before is None or name not in traced or before.index in seen:
+                continue
+            seen.add(before.index)
+            data = [i for i, n in enumerate(before.inputs) if n in traced]
+            if _factor(before, data, ranks) is not None:
+                yield before
+            else:
+                waiting.append(before)
