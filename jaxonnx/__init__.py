@@ -18,7 +18,7 @@ from jaxonnx.errors import (
 from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.lowering import kernels_first
 from jaxonnx.model import Model, Value, add_training, labels, load
-from jaxonnx.train import History, Result, train
+from jaxonnx.train import History, Result, evaluate, train
 
 if TYPE_CHECKING:
     from jaxonnx import sparse
@@ -39,6 +39,7 @@ __all__ = [
     "UnsupportedError",
     "Value",
     "add_training",
+    "evaluate",
     "kernels_first",
     "labels",
     "load",

@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from matplotlib import pyplot
 
 import jaxonnx
 from jaxonnx.cli import main
@@ -73,6 +74,25 @@ def test_run_gives_inner_values(small, capsys):
     assert command("run net.onnx data.npz -o out.npz --outputs y") == 0
     assert command("run net.onnx data.npz -o out.npz --outputs z") == 2
     assert "no value" in capsys.readouterr().err
+
+
+def test_evaluate(small, capsys):
+    line = "evaluate net.onnx data.npz --batch-size 3"
+    assert command(f"{line} --json") == 0
+    assert [*result(capsys)] == ["loss", "accuracy"]
+    names = ("accuracy", "confusion_matrix", "roc_curve")
+    line += "".join(f" --metrics {name}" for name in names)
+    assert command(f"{line} --json --plots .") == 0
+    pyplot.close("all")
+    said = result(capsys)
+    assert [*said] == [*names]
+    assert np.sum(said["confusion_matrix"]["counts"]) == 8
+    assert said["roc_curve"]["points"][0]["thresholds"][0] is None  # infinite
+    assert {"confusion_matrix.png", "roc_curve.png"} < {path.name for path in Path().iterdir()}
+    assert command(line) == 0
+    assert "true \\ predicted" in capsys.readouterr().out
+    assert command("evaluate net.onnx data.npz --metrics mse") == 2
+    assert "shape of the outputs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", ["train", "sparsify"])

@@ -21,6 +21,7 @@ _VERBS = {
     "info": verbs.info,
     "run": verbs.run,
     "train": verbs.train,
+    "evaluate": verbs.evaluate,
     "sparsify": verbs.sparsify,
     "classify": verbs.classify,
     "demo": verbs.demo,

@@ -115,7 +115,7 @@ _PICTURES = {
         Flag("--crop", "share of a picture's sides that is shown, as 0.875; or 1", _REAL),
     ]
 }
-_TRAINING = [
+_EXAMPLES = [
     _MODEL,
     Flag("examples", "like --data", {"type": Path, "nargs": "?", "metavar": "data"}),
     Flag(
@@ -124,6 +124,9 @@ _TRAINING = [
         "pictures with a folder for each class",
         _FILE,
     ),
+]
+_TRAINING = [
+    *_EXAMPLES,
     Flag(
         "-o --output --out",
         "the .onnx to write, or a packed .npz",
@@ -225,8 +228,28 @@ VERBS: Mapping[str, Verb] = {
         "jaxonnx train --config run.toml --rate 3e-4",
         {"": _TRAINING, "adapters": _LORA, "long runs": _LONG, **_READING, **_PICTURES},
     ),
+    "evaluate": Verb(
+        "compute losses and metrics of a model over all of some data",
+        "jaxonnx evaluate net.onnx data.npz --metrics accuracy --metrics confusion_matrix",
+        {
+            "": [
+                *_EXAMPLES,
+                Flag("--loss", f"of optax; {LOSS} if there are no --metrics"),
+                Flag(
+                    "--metrics",
+                    "accuracy, top_5, f1, r2..., also roc_auc, average_precision, "
+                    "confusion_matrix, per_class, roc_curve, precision_recall_curve; repeatable",
+                    _MANY,
+                ),
+                Flag("--batch-size", "32, or what the network is fixed to", _COUNT),
+                Flag("--plots", "an existing folder for pictures of tables and curves", _FOLDER),
+            ],
+            **_READING,
+            **_PICTURES,
+        },
+    ),
     "sparsify": Verb(
-        "the same with transposable 2:4 weights",
+        "train with transposable 2:4 weights",
         "jaxonnx sparsify net.onnx data.npz -o sparse.onnx --dense 2 --dynamic 6 --fixed 2",
         {
             "": _TRAINING,

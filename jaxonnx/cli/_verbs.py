@@ -155,6 +155,31 @@ def _optimizer(options: argparse.Namespace, head: Any) -> optax.GradientTransfor
     return getattr(optax, options.optimizer or "adam")(rate)
 
 
+def evaluate(options: argparse.Namespace) -> Report:
+    from jaxonnx.train import evaluate
+
+    model = read(options)
+    if options.plots is not None:
+        check_writable(options.plots / "plot.png")
+    data, _ = _data(_examples(options), model, options)
+    result = evaluate(
+        model,
+        data,
+        metrics=options.metrics,
+        loss=options.loss or (None if options.metrics else LOSS),
+        batch_size=options.batch_size,
+        preprocess=_said(options) if isinstance(data, Path) else None,
+        progress=False if options.json else None,
+    )
+    tables = {name: x for name, x in result.items() if not isinstance(x, float)}
+    if options.plots is not None:
+        for name, table in tables.items():
+            table.plot().figure.savefig(options.plots / f"{name}.png")
+    lines = [f"{name}: {x:.6g}" for name, x in result.items() if isinstance(x, float)]
+    lines += [f"\n{name}\n{table}" for name, table in tables.items()]
+    return Report(result | {n: table.plain() for n, table in tables.items()}, "\n".join(lines))
+
+
 def _dropout(options: argparse.Namespace) -> float | dict[str, float] | None:
     """Return one ratio, or ratios by name."""
     ratios = dict(options.dropout or ())
@@ -309,7 +334,7 @@ def _examples(options: argparse.Namespace) -> Path:
     """Return the path of the data, named with or without its flag."""
     paths = [path for path in (options.examples, options.data) if path is not None]
     if len(paths) != 1:
-        raise InputError("give the data once: jaxonnx train MODEL DATA, or --data DATA")
+        raise InputError(f"give the data once: jaxonnx {options.verb} MODEL DATA, or --data DATA")
     return paths[0]
 
 

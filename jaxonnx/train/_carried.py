@@ -83,7 +83,7 @@ class Carried(Step):
 
     def row(self, sums: Any) -> dict[str, float]:
         total, count, measures = sums
-        return self._goal.row(measures) | {"validation_loss": float(total) / float(count)}
+        return {"validation_loss": float(total) / float(count)} | self._goal.row(measures)
 
     def view(self, state: State) -> dict[str, jax.Array]:
         return state.params

@@ -27,17 +27,25 @@ def sources(
       seed: of the order of data in one piece, which depends on it and on the epoch only, and of
         which examples are held out; validation data keeps its order.
     """
+    examples = source(data, inputs, batch_size, seed)
+    if validation is None:
+        return examples, None
+    if isinstance(validation, int | float):
+        return _split(examples, validation)
+    return examples, _source(validation, inputs, batch_size, None, "validation")
+
+
+def source(
+    data: Any, inputs: Sequence[Value], batch_size: int | None, seed: int | None = None
+) -> Examples | Stream:
+    """Return examples, in their own order if there is no seed."""
     examples = _source(data, inputs, batch_size, seed, "data")
     if isinstance(examples, Stream) and batch_size is not None:
         raise TrainingError(
             f"batch_size={batch_size} goes with data in one piece; data is an iterable, whose "
             "batches have their own size"
         )
-    if validation is None:
-        return examples, None
-    if isinstance(validation, int | float):
-        return _split(examples, validation)
-    return examples, _source(validation, inputs, batch_size, None, "validation")
+    return examples
 
 
 def _source(

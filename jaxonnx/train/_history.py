@@ -30,12 +30,7 @@ class History:
 
     def plot(self, axes: Any = None) -> Any:
         """Draw the loss of every step and the validation curves; return the matplotlib axes."""
-        if axes is None:
-            try:
-                from matplotlib import pyplot
-            except ImportError as error:
-                raise Error("plotting needs matplotlib: pip install 'jaxonnx[plot]'") from error
-            _, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+        axes = new_axes(axes)
         axes.plot(range(1, len(self.losses) + 1), self.losses, lw=0.6, alpha=0.5, label="loss")
         steps = [row["step"] for row in self.epochs]
         axes.plot(steps, [row["loss"] for row in self.epochs], "C0", label="loss, mean of an epoch")
@@ -76,3 +71,18 @@ class History:
         return f"{text}; stopped: {self.stopped}" if self.stopped else text
 
     __repr__ = __str__
+
+
+def new_axes(axes: Any) -> Any:
+    """Return the matplotlib axes to draw on, new ones if there are none.
+
+    Raises:
+      Error: matplotlib is not installed.
+    """
+    if axes is not None:
+        return axes
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise Error("plotting needs matplotlib: pip install 'jaxonnx[plot]'") from error
+    return pyplot.subplots(figsize=(7, 4), layout="constrained")[1]

@@ -151,15 +151,20 @@ class Loss:
                 f"{what} has {len(names)} classes ({shown}), and the outputs have {classes}: the "
                 f"model needs a last layer for {len(names)}"
             )
-        wrong = (targets < 0) | (targets >= classes)
-        if self.ignore_index is not None:
-            wrong &= targets != self.ignore_index
-        if wrong.any():
-            first = tuple(np.argwhere(wrong)[0])
-            raise TrainingError(
-                f"{what} has {wrong.sum()} labels outside of 0 ... {classes - 1}, "
-                f"the first is {targets[first]} at {', '.join(map(str, first))}"
-            )
+        check_classes(targets, classes, self.ignore_index, what)
+
+
+def check_classes(targets: np.ndarray, classes: int, ignored: int | None, what: str) -> None:
+    """Refuse labels outside of 0 ... classes - 1 but for one that is ignored."""
+    wrong = (targets < 0) | (targets >= classes)
+    if ignored is not None:
+        wrong &= targets != ignored
+    if wrong.any():
+        first = tuple(np.argwhere(wrong)[0])
+        raise TrainingError(
+            f"{what} has {wrong.sum()} labels outside of 0 ... {classes - 1}, "
+            f"the first is {targets[first]} at {', '.join(map(str, first))}"
+        )
 
 
 def totals(values: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -6,14 +6,16 @@ Each metric is exact over the epoch: nothing is a mean of the batches' values. E
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxonnx.errors import TrainingError
-from jaxonnx.train._losses import Loss, totals
+from jaxonnx.train import _tables as tables
+from jaxonnx.train._losses import check_classes, totals
+from jaxonnx.train._reader import Answers, Choices, Reader
 
 Sums = Any
 """A pytree of float32 arrays; zeros are the sums of no examples."""
@@ -24,98 +26,11 @@ class Metric(NamedTuple):
 
     sums: Callable[[Any, Any, jax.Array], Sums]
     """Of a batch: (outputs, targets, weight of each example)."""
-    value: Callable[[Sums], jax.Array]
-    """The metric of the examples in the sums."""
-    merge: Callable[[Sums, Sums], Sums]
-
-
-class Choices(NamedTuple):
-    """Predictions of one among several classes."""
-
-    scores: jax.Array
-    """(predictions, classes)"""
-    labels: jax.Array
-    """(predictions,), which need not be classes."""
-    weight: jax.Array
-    """(predictions,)"""
-
-
-class Answers(NamedTuple):
-    """Predictions of yes or no."""
-
-    given: jax.Array
-    """bool (predictions, labels)"""
-    true: jax.Array
-    """bool (predictions, labels)"""
-    weight: jax.Array
-    """(predictions,)"""
-
-
-@dataclass(frozen=True)
-class Reader:
-    """What outputs and targets mean.
-
-    Attributes:
-      loss: of this output, if it is known.
-      ending: the operator that the output comes from.
-    """
-
-    loss: Loss | None
-    ending: str | None
-
-    def decisions(self, outputs: Any, targets: Any, weight: jax.Array) -> Choices | Answers:
-        """Return predictions in rows, from labels, distributions or yes-and-no targets."""
-        axis = self.class_axis(outputs.shape, targets.shape)
-        if axis is None:
-            return self._binary(outputs, targets, weight)
-        scores = jnp.moveaxis(outputs, axis, -1)
-        if targets.ndim == outputs.ndim:
-            targets = jnp.moveaxis(targets, axis, -1).argmax(-1)
-        weight = jnp.broadcast_to(_beside(weight, targets.ndim), targets.shape)
-        if self.loss is not None and self.loss.ignore_index is not None:
-            weight = jnp.where(targets == self.loss.ignore_index, 0, weight)
-        scores = scores.reshape(-1, scores.shape[-1])
-        return Choices(scores, targets.reshape(-1), weight.reshape(-1))
-
-    def _binary(self, outputs: Any, targets: Any, weight: jax.Array) -> Answers:
-        weight = jnp.broadcast_to(_beside(weight, targets.ndim), targets.shape)
-        given, true = outputs > self.threshold, targets > 0.5
-        if targets.ndim == 2:  # (examples, labels)
-            return Answers(given, true, weight[:, 0])
-        return Answers(given.reshape(-1, 1), true.reshape(-1, 1), weight.reshape(-1))
-
-    @property
-    def threshold(self) -> float | None:
-        """Above it an output means yes; None where neither loss nor file tell."""
-        if self.ending == "Sigmoid":
-            return 0.5
-        if self.loss is None or self.loss.name is None:
-            return None
-        return 0.0 if self.loss.logits_of == "Sigmoid" else 0.5
-
-    def class_axis(self, outputs: tuple[int, ...], targets: tuple[int, ...]) -> int | None:
-        """Return the axis of the classes; None for targets that say yes or no to each output.
-
-        Where the loss does not tell, labels have the classes of the outputs on the last axis, or on
-        axis 1 if only that fits.
-        """
-        if self.loss is not None and self.loss.class_axis is not None:
-            return self.loss.class_axis
-        if outputs == targets:
-            one_hot = self.loss is not None and self.loss.one_hot
-            return -1 if one_hot or self.ending in ("Softmax", "LogSoftmax") else None
-        for axis in (-1, 1):
-            rest = [size for i, size in enumerate(outputs) if i != axis % len(outputs)]
-            if rest == [*targets] and len(outputs) > 1:
-                return axis
-        raise TrainingError(
-            f"metrics of classes need labels of shape {outputs[:-1]}, or targets like the outputs "
-            f"{outputs}; they have {targets}"
-        )
-
-
-def _beside(weight: jax.Array, rank: int) -> jax.Array:
-    return weight.reshape(-1, *(1,) * (rank - 1))
+    value: Callable[[Sums], Any]
+    """The metric of the examples in the sums: a number, or one of the tables of `evaluate`."""
+    merge: Callable[[Sums, Sums], Sums] | None
+    """None for a metric that needs the predictions of all examples, which are gathered."""
+    number: bool = True
 
 
 def add(a: Sums, b: Sums) -> Sums:
@@ -142,6 +57,24 @@ def _among_best(count: int, found: Choices) -> Sums:
     _, best = jax.lax.top_k(found.scores, count)
     right = (best == found.labels[:, None]).any(1)
     return (right * found.weight).sum(), found.weight.sum()
+
+
+def _matrix(found: Choices | Answers) -> Sums:
+    """Count the predictions by true and chosen class."""
+    if isinstance(found, Choices):
+        classes, true, chosen = found.scores.shape[1], found.labels, found.scores.argmax(1)
+    else:
+        classes, true, chosen = 2, found.true[:, 0].astype(int), found.given[:, 0].astype(int)
+    counts = (true >= 0) & (true < classes) & (found.weight > 0)
+    place = jnp.where(counts, true * classes + chosen, classes**2)
+    return jnp.zeros(classes**2, jnp.int32).at[place].add(1, mode="drop").reshape(classes, classes)
+
+
+def _gathered(found: Choices | Answers) -> Sums:
+    """Return scores, truth and weight of each prediction."""
+    if isinstance(found, Choices):
+        return found.scores, found.labels, found.weight
+    return found.scores, found.true, found.weight
 
 
 class _Confusion(NamedTuple):
@@ -220,6 +153,20 @@ _CLASSES = {
 }
 """Metrics of decisions: their sums, and the value."""
 
+_TABLES = {
+    "confusion_matrix": (_matrix, tables.ConfusionMatrix.of, add),
+    "per_class": (_confusion, lambda sums: tables.PerClass.of(*sums[0]), add),
+    "roc_curve": (_gathered, partial(tables.Curves.of, "roc"), None),
+    "precision_recall_curve": (_gathered, partial(tables.Curves.of, "precision_recall"), None),
+}
+"""Metrics of decisions that are no number, for `evaluate`."""
+
+_AREAS = {
+    "roc_auc": lambda gathered: tables.Curves.of("roc", gathered).area,
+    "average_precision": lambda gathered: tables.Curves.of("precision_recall", gathered).area,
+}
+"""Numbers that need the scores of all examples, for `evaluate`."""
+
 _NUMBERS = {
     "mae": (lambda *batch: _error(1, *batch), _ratio, add),
     "mse": (lambda *batch: _error(2, *batch), _ratio, add),
@@ -228,6 +175,7 @@ _NUMBERS = {
 """Metrics of outputs that are like their targets."""
 
 _NAMES = ", ".join([*_CLASSES, *_NUMBERS, "top_5 (and any number)"])
+_OF_EVALUATE = ", ".join([*_AREAS, *_TABLES])
 
 
 def find(metric: Any, reader: Reader) -> tuple[str, Metric]:
@@ -253,10 +201,11 @@ def find(metric: Any, reader: Reader) -> tuple[str, Metric]:
     if known and metric in _NUMBERS:
         return metric, Metric(*_NUMBERS[metric])
     best = re.fullmatch(r"top_([1-9]\d*)", metric) if known else None
-    if best is None and not (known and metric in _CLASSES):
+    if best is None and not (known and metric in {**_CLASSES, **_TABLES, **_AREAS}):
         raise TrainingError(
-            f"there is no metric {metric!r}; there are {_NAMES}, or pass a function "
-            "(outputs, targets) -> scalar or one value for each example"
+            f"there is no metric {metric!r}; there are {_NAMES}, for jaxonnx.evaluate also "
+            f"{_OF_EVALUATE}, or pass a function (outputs, targets) -> scalar or one value for "
+            "each example"
         )
 
     def read(outputs, targets, weight) -> Any:
@@ -265,6 +214,11 @@ def find(metric: Any, reader: Reader) -> tuple[str, Metric]:
     if best is not None:
         count = int(best[1])
         return metric, Metric(lambda *batch: _among_best(count, read(*batch)), _ratio, add)
+    if metric in _AREAS:
+        return metric, Metric(lambda *batch: _gathered(read(*batch)), _AREAS[metric], None)
+    if metric in _TABLES:
+        sums, value, merge = _TABLES[metric]
+        return metric, Metric(lambda *batch: sums(read(*batch)), value, merge, number=False)
     sums, value = _CLASSES[metric]
     return metric, Metric(lambda *batch: sums(read(*batch)), value, add)
 
@@ -295,8 +249,14 @@ def check(name: str, metric: Any, reader: Reader, outputs: Any, targets: Any) ->
     axis = reader.class_axis(outputs.shape, targets.shape)
     if axis is None and reader.threshold is None:
         raise TrainingError(
-            f"the metric '{name}' cannot know which outputs mean yes, because the loss is a "
-            "callable and the model does not end in Sigmoid; pass the metric as a callable as well"
+            f"the metric '{name}' cannot know which outputs mean yes: no named loss says so, and "
+            "the model does not end in Sigmoid; pass the loss by its name, or the metric as a "
+            "callable"
+        )
+    if metric == "confusion_matrix" and axis is None and outputs.shape[1:] not in ((), (1,)):
+        raise TrainingError(
+            f"the metric '{name}' is of one choice, and outputs of shape {outputs.shape} are "
+            "several of yes and no: 'per_class' counts each of them"
         )
     if metric.startswith("top_"):
         classes = None if axis is None else outputs.shape[axis]
@@ -304,3 +264,13 @@ def check(name: str, metric: Any, reader: Reader, outputs: Any, targets: Any) ->
             raise TrainingError(
                 f"the metric '{name}' needs as many classes; the outputs have shape {outputs.shape}"
             )
+
+
+def check_labels(metric: Any, reader: Reader, outputs: Any, targets: Any, what: str) -> None:
+    """Refuse labels that are not classes of the outputs, which no loss has seen before."""
+    if callable(metric) or metric in _NUMBERS or targets.ndim == outputs.ndim:
+        return
+    axis = reader.class_axis((len(targets), *outputs.shape[1:]), targets.shape)
+    if axis is not None:
+        ignored = None if reader.loss is None else reader.loss.ignore_index
+        check_classes(targets, outputs.shape[axis], ignored, what)

@@ -17,6 +17,7 @@ from jaxonnx.model import Model
 from jaxonnx.train import _losses as losses
 from jaxonnx.train import _metrics as metrics
 from jaxonnx.train._batches import Batch
+from jaxonnx.train._reader import Reader
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Measure:
 
     metric: metrics.Metric
     given: Any
-    reader: metrics.Reader
+    reader: Reader
     output: str | None
 
 
@@ -79,25 +80,43 @@ class Objective:
     def start(self, shapes: Any, batch: Batch) -> dict[str, Any]:
         """Return the sums of no examples, given the shapes of outputs."""
         sums = jax.eval_shape(self.sums, shapes, batch)
+        sums = {name: x for name, x in sums.items() if name not in self.gathered}
         return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), sums)
+
+    @property
+    def gathered(self) -> set[str]:
+        """The metrics that need the predictions of all examples."""
+        return {name for name, m in self.measures.items() if m.metric.merge is None}
 
     def add(self, sums: dict[str, Any], outputs: Any, batch: Batch) -> dict[str, Any]:
         """Return the sums with those of a batch."""
+        return self.add_and_gather(sums, outputs, batch)[0]
+
+    def add_and_gather(
+        self, sums: dict[str, Any], outputs: Any, batch: Batch
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the sums with those of a batch, and its predictions for metrics of all."""
         new = self.sums(outputs, batch)
-        merge = {name: measure.metric.merge for name, measure in self.measures.items()}
-        return {n: merge.get(n, metrics.add)(sums[n], x) for n, x in new.items()}
+        merge: Any = {name: measure.metric.merge for name, measure in self.measures.items()}
+        added = {n: merge.get(n, metrics.add)(x, new[n]) for n, x in sums.items()}
+        return added, {name: new[name] for name in self.gathered}
 
     def row(self, sums: dict[str, Any]) -> dict[str, float]:
         """Return what an epoch's sums come to, as the history has it."""
-        row = {"validation_loss": 0.0}
+        return {f"validation_{name}": value for name, value in self.values(sums).items()}
+
+    def values(self, sums: dict[str, Any]) -> dict[str, Any]:
+        """Return what sums come to: numbers, and tables where metrics are no numbers."""
+        row: dict[str, Any] = {"loss": 0.0} if self.terms else {}
         for i, term in enumerate(self.terms):
             total, count = sums[f"loss {i}"]
             value = float(total) / max(float(count), 1e-30)
-            row["validation_loss"] += term.share * value
+            row["loss"] += term.share * value
             if len(self.terms) > 1:
-                row[f"validation_{term.output}_loss"] = value
+                row[f"{term.output}_loss"] = value
         for name, measure in self.measures.items():
-            row[f"validation_{name}"] = float(measure.metric.value(sums[name]))
+            value = measure.metric.value(sums[name])
+            row[name] = float(value) if measure.metric.number else value
         return row
 
     def columns(self, validated: bool) -> list[str]:
@@ -115,7 +134,17 @@ class Objective:
             lambda *inputs: model.apply_train(model.params, model.state, key, *inputs),
             *batch.inputs,
         )
-        targets = batch.targets
+        for name, measure in self.measures.items():
+            if name in self.gathered or not measure.metric.number:
+                raise TrainingError(
+                    f"the metric '{name}' needs all predictions, or is no number: pass it to "
+                    "jaxonnx.evaluate after the run"
+                )
+        self.fit(shapes, batch.targets)
+        return shapes
+
+    def fit(self, shapes: Any, targets: Any) -> None:
+        """Refuse targets that do not fit the outputs."""
         wanted = [part.output for part in (*self.terms, *self.measures.values()) if part.output]
         for output in wanted if isinstance(targets, Mapping) or len({*wanted}) > 1 else ():
             if not isinstance(targets, Mapping) or output not in targets:
@@ -130,7 +159,6 @@ class Objective:
         for name, measure in self.measures.items():
             given = self._seen(measure.output, shapes, targets)
             metrics.check(name, measure.given, measure.reader, *given)
-        return shapes
 
     def check_labels(self, targets: Any, shapes: Any, what: str, classes: Any = None) -> None:
         """Refuse labels that are no classes, and other classes than those of the outputs."""
@@ -138,6 +166,10 @@ class Objective:
             outputs, labels = self._given(term, shapes, targets)
             of = what if term.output is None else f"{what}, '{term.output}',"
             term.loss.check_labels(labels, outputs, of, classes)
+        if not self.terms:
+            for measure in self.measures.values():
+                outputs, labels = self._seen(measure.output, shapes, targets)
+                metrics.check_labels(measure.given, measure.reader, outputs, labels, what)
 
     def _given(self, term: Term, outputs: Any, targets: Any) -> tuple[Any, Any]:
         """Return what a loss takes of all values."""
@@ -233,7 +265,7 @@ def _measures(
     for output, given in listed:
         node = _ending(model, names[0] if output is None else output)
         loss = losses_of.get(output, losses_of.get(None) if len(names) == 1 else None)
-        reader = metrics.Reader(loss, None if node is None else node.op.name)
+        reader = Reader(loss, None if node is None else node.op.name)
         name, metric = metrics.find(given, reader)
         name = name if output is None else f"{output}_{name}"
         if name in found or name in ("loss", *(f"{term.output}_loss" for term in terms)):

@@ -21,6 +21,7 @@ from jaxonnx.train._loop import run
 from jaxonnx.train._result import Result, changes
 from jaxonnx.train._settings import Hook, Settings
 from jaxonnx.train._step import State, Step
+from jaxonnx.train._tables import ConfusionMatrix, Curve, Curves, PerClass
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
@@ -36,12 +37,25 @@ class _WithSteps(Protocol[P, R_co]):
     Step = Step
     State = State
     Batch = Batch
+    ConfusionMatrix = ConfusionMatrix
+    PerClass = PerClass
+    Curve = Curve
+    Curves = Curves
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
 
 def _with_steps(function: Callable[P, R_co]) -> _WithSteps[P, R_co]:
-    vars(function).update(step=step, Step=Step, State=State, Batch=Batch)
+    vars(function).update(
+        step=step,
+        Step=Step,
+        State=State,
+        Batch=Batch,
+        ConfusionMatrix=ConfusionMatrix,
+        PerClass=PerClass,
+        Curve=Curve,
+        Curves=Curves,
+    )
     return cast(_WithSteps[P, R_co], function)
 
 

@@ -1,0 +1,96 @@
+"""`evaluate`: losses and metrics of a model over all of some data."""
+
+import os
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from onnx import ModelProto
+
+from jaxonnx.errors import TrainingError
+from jaxonnx.model import Model, load
+from jaxonnx.model import _images as images
+from jaxonnx.model._progress import tracked
+from jaxonnx.train import _objective as objective
+from jaxonnx.train._data import source
+from jaxonnx.train._folder import pictured
+
+_AHEAD = 4
+"""Batches under way; more would only take memory."""
+
+
+def evaluate(
+    model: Model | str | os.PathLike | bytes | ModelProto,
+    data: Any,
+    *,
+    metrics: Any = None,
+    loss: Any = None,
+    batch_size: int | None = None,
+    preprocess: Mapping[str, Any] | None = None,
+    progress: bool | None = None,
+) -> dict[str, Any]:
+    """Return the loss and metrics of a model, in inference mode, over all of some data.
+
+    Nothing is a mean over batches, and the fill of a short last batch does not count: the numbers
+    are those of the whole data.
+
+    >>> import numpy as np
+    >>> from jaxonnx import demo
+    >>> data = np.zeros((10, 1, 8, 8), np.float32), np.arange(10)
+    >>> evaluate(demo.model(), data, metrics=["accuracy", "top_10"], batch_size=4)
+    {'accuracy': 0.1..., 'top_10': 1.0}
+
+    Args:
+      model: a Model, or anything that `jaxonnx.load` takes.
+      data: with its targets, in any of the forms that `jaxonnx.train` takes.
+      metrics: as in `jaxonnx.train`: numbers. Further numbers are "roc_auc" and
+        "average_precision" (the mean over the classes, each against all others, or over columns of
+        yes and no). Results that are not numbers are "confusion_matrix" (`train.ConfusionMatrix`),
+        "per_class" (precision, recall, F1 and support: `train.PerClass`), "roc_curve" and
+        "precision_recall_curve" (`train.Curves`): each prints as a table, has its arrays as
+        attributes, and `plot()`. The curves and areas keep the outputs of all examples in memory.
+      loss: as in `jaxonnx.train`. It also says what outputs mean: whether they are logits, of
+        classes or of yes and no.
+      batch_size: of data in one piece; 32 if not given, or what the model's inputs are fixed to.
+      preprocess: as in `jaxonnx.train`, for folders of pictures.
+      progress: show a bar after two seconds; by default where the output is a terminal.
+
+    Returns:
+      By name "loss" and the metrics, of several outputs "<output>_loss" and "<output>_<metric>".
+
+    Raises:
+      TrainingError: data, labels, loss or metrics that do not fit.
+    """
+    if loss is None and metrics is None:
+        raise TrainingError("evaluate computes metrics=, like ['accuracy'], or loss=, or both")
+    net = model if isinstance(model, Model) else load(model)
+    data, _, net = pictured(data, None, net, preprocess)
+    examples = source(data, net.inputs, batch_size)
+    goal = objective.find(net, loss, metrics)
+    add = jax.jit(goal.add_and_gather)
+    sums: Any = None
+    shapes: Any = None
+    gathered: list[Any] = []
+    waiting: deque[Any] = deque()
+    for number, batch in enumerate(tracked(examples.batches(0), examples.steps, progress)):
+        outputs = goal.model(*batch.inputs)
+        if shapes is None:
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs)
+            goal.fit(shapes, batch.targets)
+            sums = goal.start(shapes, batch)
+            if examples.targets is not None:
+                names = getattr(examples, "classes", None)
+                goal.check_labels(examples.targets, shapes, "data", names)
+        if examples.targets is None:
+            goal.check_labels(batch.targets, shapes, f"batch {number} of the data")
+        sums, predictions = add(sums, outputs, batch)
+        waiting.append((sums, predictions))
+        if len(waiting) > _AHEAD:
+            gathered.append(jax.device_get(jax.block_until_ready(waiting.popleft())[1]))
+    gathered += [jax.device_get(predictions) for _, predictions in waiting]
+    whole = jax.tree.map(lambda *parts: np.concatenate(parts), *gathered)
+    labels = images.preparation(net).labels
+    values = goal.values({**sums, **whole})
+    return {n: x.named(labels) if hasattr(x, "named") else x for n, x in values.items()}
