@@ -20,6 +20,7 @@ from onnx.backend.test.loader import load_model_tests
 
 from jaxonnx.registry import registered
 from tests.cases import schema_versions
+from tests.test_contrib import CASES as FUSED
 from tests.test_onnx_suite import UNWRITTEN
 from tests.test_operators import CASES
 
@@ -98,7 +99,7 @@ def shown(module: str, test: str, parameters: str) -> Iterator[tuple[tuple[str, 
     elif module == "test_contrib" and test in ("test_same_as_onnxruntime", "test_gradients"):
         jit = "jit" if parameters.endswith("-jit") else "forward"
         name = parameters.split("-")[0]
-        domain = "" if ("", name) in {(o.domain, o.name) for o in registered()} else "com.microsoft"
+        domain = next(case.domain for case in FUSED if case.op == name)
         yield (domain, name), "grad" if test == "test_gradients" else jit
     for plain_module, plain_test, columns, operators in PLAIN:
         if (module, test) == (f"test_{plain_module}", plain_test):

@@ -29,7 +29,8 @@ _ACTIVATIONS = {
 }
 
 
-def _activate(x, name, parameters):
+def activate(x, name, parameters):
+    """Apply a fused activation by name; an empty name is none."""
     if not name:
         return x
     if name not in _ACTIVATIONS:
@@ -77,7 +78,7 @@ def fused_gemm(
     transB=0,
 ):
     y = gemm(a, b, c, alpha=alpha, beta=beta, transA=transA, transB=transB)
-    return _activate(y, activation, (activation_alpha, activation_beta, activation_gamma))
+    return activate(y, activation, (activation_alpha, activation_beta, activation_gamma))
 
 
 @op("FusedConv", since=1, domain=DOMAIN, weights={"w": convolution()}, params=("b",))
@@ -108,7 +109,7 @@ def fused_conv(
         pads=pads,
         strides=strides,
     )
-    return _activate(y if z is None else y + z, activation, activation_params)
+    return activate(y if z is None else y + z, activation, activation_params)
 
 
 @op("Gelu", since=1, domain=DOMAIN)

@@ -1,0 +1,152 @@
+"""Operators of com.microsoft for images, most with their channels last: diffusion and vision.
+
+Only the GPU providers of onnxruntime have most of them; tests compare with the formulas of
+ContribOperators.md.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxonnx._axes import convolution
+from jaxonnx.errors import NodeError
+from jaxonnx.ops.activation import gelu
+from jaxonnx.ops.common import widen
+from jaxonnx.ops.contrib import DOMAIN, activate
+from jaxonnx.ops.conv import conv
+from jaxonnx.ops.pool import max_pool
+from jaxonnx.registry import op
+
+
+@op("BiasAdd", since=1, domain=DOMAIN, params=("bias",))
+def bias_add(x, bias, skip):
+    return x + bias + skip
+
+
+@op("BiasSplitGelu", since=1, domain=DOMAIN, params=("bias",))
+def bias_split_gelu(x, bias):
+    """The left half of x + bias times Gelu of the right half."""
+    left, right = jnp.split(x + bias, 2, axis=-1)
+    return left * gelu(right)
+
+
+def _group_norm(x, gamma, beta, groups, epsilon, activation, channels_last):
+    """Normalize each group of channels in float32, scale and shift each channel, round once."""
+    if activation not in (0, 1):
+        raise NodeError(f"activation is {activation}, not 0 (none) or 1 (SiLU)")
+    wide = widen(x) if channels_last else jnp.moveaxis(widen(x), 1, -1)
+    n, *size, channels = wide.shape
+    if channels % groups:
+        raise NodeError(f"{channels} channels do not divide into {groups} groups")
+    parts = wide.reshape(n, *size, groups, channels // groups)
+    axes = (*range(1, 1 + len(size)), parts.ndim - 1)
+    centred = parts - parts.mean(axes, keepdims=True)
+    unit = centred * jax.lax.rsqrt((centred**2).mean(axes, keepdims=True) + epsilon)
+    y = unit.reshape(wide.shape) * gamma + beta
+    y = (jax.nn.silu(y) if activation else y).astype(x.dtype)
+    return y if channels_last else jnp.moveaxis(y, -1, 1)
+
+
+@op("GroupNorm", since=1, domain=DOMAIN, params={"gamma": 1.0, "beta": 0.0})
+def group_norm(x, gamma, beta, *, activation, channels_last=1, epsilon=1e-5, groups):
+    return _group_norm(x, gamma, beta, groups, epsilon, activation, channels_last)
+
+
+@op("SkipGroupNorm", since=1, domain=DOMAIN, params={"gamma": 1.0, "beta": 0.0, "bias": 0.0})
+def skip_group_norm(
+    x, gamma, beta, skip, bias=None, *, activation, channels_last=1, epsilon=1e-5, groups
+):
+    """GroupNorm of x + skip + bias, and that sum; `skip` is an image or (N, C)."""
+
+    def spread(v):
+        inner = (1,) * (x.ndim - 2)
+        lead, channels = v.shape[:-1], v.shape[-1:]
+        return v.reshape(*lead, *inner, *channels) if channels_last else v.reshape(*v.shape, *inner)
+
+    total = x + (spread(skip) if skip.ndim == 2 else skip)
+    total = total if bias is None else total + spread(bias)
+    y = _group_norm(total, gamma, beta, groups, epsilon, activation, channels_last)
+    return y, total
+
+
+@op("NhwcConv", since=1, domain=DOMAIN, weights={"w": convolution()}, params=("b",))
+def nhwc_conv(
+    x,
+    w,
+    b=None,
+    *,
+    auto_pad="NOTSET",
+    dilations=None,
+    group=1,
+    kernel_shape=None,
+    pads=None,
+    strides=None,
+):
+    """Conv of images (N, *D, C); the weight (M, C / group, *kernel) is as in Conv."""
+    return conv(
+        x,
+        w,
+        b,
+        auto_pad=auto_pad,
+        dilations=dilations,
+        group=group,
+        kernel_shape=kernel_shape,
+        pads=pads,
+        strides=strides,
+        channels=-1,
+    )
+
+
+@op("NhwcFusedConv", since=1, domain=DOMAIN, weights={"w": convolution()}, params=("b",))
+def nhwc_fused_conv(
+    x,
+    w,
+    b=None,
+    z=None,
+    *,
+    activation="",
+    activation_params=None,
+    auto_pad="NOTSET",
+    dilations=None,
+    group=1,
+    kernel_shape=None,
+    pads=None,
+    strides=None,
+):
+    """activation(NhwcConv(x, w, b) + z)."""
+    y = nhwc_conv(
+        x,
+        w,
+        b,
+        auto_pad=auto_pad,
+        dilations=dilations,
+        group=group,
+        kernel_shape=kernel_shape,
+        pads=pads,
+        strides=strides,
+    )
+    return activate(y if z is None else y + z, activation, activation_params)
+
+
+@op("NhwcMaxPool", since=1, domain=DOMAIN)
+def nhwc_max_pool(
+    x,
+    *,
+    auto_pad="NOTSET",
+    ceil_mode=0,
+    dilations=None,
+    kernel_shape,
+    pads=None,
+    strides=None,
+):
+    """MaxPool of images (N, *D, C)."""
+    return max_pool(
+        x,
+        auto_pad=auto_pad,
+        ceil_mode=ceil_mode,
+        dilations=dilations,
+        kernel_shape=kernel_shape,
+        pads=pads,
+        strides=strides,
+        channels=-1,
+        outputs=1,
+    )
