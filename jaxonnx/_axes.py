@@ -42,13 +42,16 @@ class Matrix:
         fan_in, fan_out = (shape[a] * window for a in self.order[-2:])
         return fan_in, fan_out
 
-    def of(self, axes: tuple[int | None, ...], rank: int) -> Matrix | None:
+    def of(
+        self, axes: tuple[int | None, ...], rank: int, apart: tuple[int, ...] = ()
+    ) -> Matrix | None:
         """Return this map in terms of the axes of a tensor that is read through a view.
 
         Args:
           axes: the tensor's own axes in the order that the view shows; None stands for an axis of
             length one that the tensor lacks. Axes that it does not show count to the window.
           rank: the tensor's rank.
+          apart: its axes of which the view shows one place; there is a map for each.
 
         Returns:
           None if outputs or inputs are not an axis of the tensor.
@@ -56,13 +59,14 @@ class Matrix:
         output, input = axes[self.output], axes[self.input]
         if output is None or input is None:
             return None
-        kernel = [axes[a] for a in self.kernel] + [a for a in range(rank) if a not in axes]
+        hidden = [a for a in range(rank) if a not in axes and a not in apart]
+        kernel = [axes[a] for a in self.kernel] + hidden
         return replace(
             self,
             output=output,
             input=input,
             kernel=tuple(a for a in kernel if a is not None),
-            batch=tuple(a for i in self.batch if (a := axes[i]) is not None),
+            batch=(*apart, *(a for i in self.batch if (a := axes[i]) is not None)),
         )
 
 

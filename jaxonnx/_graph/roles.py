@@ -1,7 +1,8 @@
 """Which tensors are parameters and which are running statistics, by where they are used.
 
 `jaxonnx.registry` says what stands at the inputs of an operator; a tensor keeps its role behind
-Transpose, Reshape, Cast, Identity and the like, in subgraphs and in functions of the model.
+Transpose, Reshape, Cast, Identity and the like, in parts (Slice, Split, Concat, Gather of constant
+indices), repeated (Expand), in subgraphs and in functions of the model.
 """
 
 from collections.abc import Mapping
@@ -12,8 +13,9 @@ import ml_dtypes
 import numpy as np
 from onnx import GraphProto
 
-from jaxonnx._graph.bind import Graph, Node
-from jaxonnx._graph.uses import uses
+from jaxonnx._graph.bind import Graph
+from jaxonnx._graph.normalizations import normalizations
+from jaxonnx._graph.uses import Use, uses
 
 KNOWN_LIMIT = 4096
 """Bytes; a frozen tensor above it is an argument of the compiled function, not a constant in it."""
@@ -81,19 +83,57 @@ def roles(
     """
     role_of: dict[str, str] = {}
 
-    def is_vector(name: str, node: Node) -> bool:
-        shape = tensors[name].shape
-        if tensors[name].size == 1:
+    def is_vector(use: Use) -> bool:
+        value = tensors[use.name]
+        if value.size == 1:
             # An epsilon is a Constant and a factor of sqrt(d) is multiplied; a bias is neither.
-            return len(shape) > 0 and node.op.name == "Add" and name in initializers
-        return sum(d != 1 for d in shape) == 1
+            return value.ndim > 0 and use.node.op.name == "Add" and use.name in initializers
+        if sum(d != 1 for d in value.shape) != 1:
+            return False
+        if use.node.op.name == "Sub":  # ones less a mask
+            return len(np.unique(value)) > 1
+        # the first places of a list of positions are no bias, of zeros are one
+        return not (use.view.part and _evenly_spaced(value))
 
+    spelled = normalizations(graph, tensors)
     for use in uses(graph, tensors):
         role = use.node.op.role(use.position)
-        if role is None or not jnp.issubdtype(tensors[use.name].dtype, jnp.floating):
+        if not jnp.issubdtype(tensors[use.name].dtype, jnp.floating):
             continue
-        if role != "vector":
+        if use.name in spelled.learned and role in (None, "vector"):
+            several = sum(d != 1 for d in tensors[use.name].shape)
+            role = "param" if several <= spelled.learned[use.name] else None
+        elif role == "vector":
+            role = "param" if is_vector(use) and use.name not in spelled.statistics else None
+        elif role == "param" and use.view.expanded and use.node.op.form(use.position):
+            # frequencies of a rotary table, repeated for an outer product with positions
+            role = "param" if use.summed else None
+        elif role is None and use.name in initializers and _is_token(use, tensors[use.name]):
+            role = "param"
+        if role is not None:
             role_of.setdefault(use.name, role)
-        elif is_vector(use.name, use.node):
-            role_of.setdefault(use.name, "param")
     return role_of
+
+
+def _evenly_spaced(value: np.ndarray) -> bool:
+    """Check whether a vector counts: 0, 1, 2, ... or the like."""
+    steps = np.diff(value.reshape(-1).astype(np.float64))
+    return bool(steps.size and steps[0] != 0 and np.allclose(steps, steps[0]))
+
+
+def _is_token(use: Use, value: np.ndarray) -> bool:
+    """Check whether a tensor is a learned token (or a few) that is put before a sequence.
+
+    It is joined to data of rank 3 along the first or second axis, has numbers along the last, and
+    is repeated for each example, unless the batch is one.
+    """
+    axes = use.view.axes
+    if use.passes or (use.node.op.name, use.node.op.domain) != ("Concat", ""):
+        return False
+    if axes is None or len(axes) != 3 or use.view.part:
+        return False
+    joined = use.node.attributes.get("axis", 1) % 3
+    lengths = [1 if a is None else value.shape[a] for a in axes]
+    if joined == 2 or lengths[2] == 1 or lengths[1 - joined] != 1:
+        return False
+    return use.view.expanded or len(np.unique(value)) > 2

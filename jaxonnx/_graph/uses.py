@@ -3,7 +3,7 @@
 import math
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,38 +17,70 @@ _SAME_AXES = ("Cast", "CastLike", "DequantizeLinear", "Identity", "QuantizeLinea
 
 
 @dataclass(frozen=True)
-class Use:
-    """A tensor at an input of a node, directly or behind views (Transpose, Reshape, Cast, ...)."""
+class View:
+    """A tensor as a value of the graph shows it."""
 
     name: str
+    axes: tuple[int | None, ...] | None
+    """The tensor's own axes in the order of the value's, with None for those that it lacks; None as
+    a whole behind a Reshape that mixes axes or is not known."""
+    shape: tuple[int, ...]
+    """The sizes of the value's axes, where `axes` is known; at most these behind a Slice."""
+    apart: tuple[int, ...] = ()
+    """Own axes of which a Gather took one place: the tensor holds a weight for each."""
+    part: bool = False
+    """It is not all that is shown, or beside others: behind Slice, Split, Gather or Concat."""
+    expanded: bool = False
+    """It is repeated along axes, behind Expand."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """A tensor at an input of a node, directly or behind views (Transpose, Reshape, Slice, ...)."""
+
+    view: View
     node: Node
     position: int
-    axes: tuple[int | None, ...] | None
-    """The tensor's own axes in the order in which the node sees them, with None for those of length
-    one that it sees besides; None as a whole behind a Reshape that mixes axes or is not known."""
     rank: int
     """The tensor's rank."""
     outer: Node
     """The node of the main graph that the node is or lies in."""
+    passes: bool
+    """The node's results are views of the tensor."""
+
+    @property
+    def name(self) -> str:
+        return self.view.name
 
     @property
     def matrix(self) -> Matrix | None:
         """What the tensor's own axes mean here; None if it is not a factor, or is reshaped."""
-        form = self.node.op.form(self.position)
-        if form is None or self.axes is None:
+        form, axes = self.node.op.form(self.position), self.view.axes
+        if form is None or axes is None:
             return None
-        place = form.axes(len(self.axes), self.node.attributes, self.position)
-        return None if place is None else place.of(self.axes, self.rank)
+        place = form.axes(len(axes), self.node.attributes, self.position)
+        return None if place is None else place.of(axes, self.rank, self.view.apart)
+
+    @property
+    def summed(self) -> bool:
+        """Whether a product here sums over an axis of the tensor's own."""
+        form, axes = self.node.op.form(self.position), self.view.axes
+        if form is None or axes is None:
+            return False
+        place = form.axes(len(axes), self.node.attributes, self.position)
+        return place is not None and axes[place.input] is not None
 
     @property
     def dense(self) -> str:
         """Why a tensor that is used like this cannot be sparse; empty if it can."""
         form, place = self.node.op.form(self.position), self.matrix
         where = f"input {self.position} of {self.node.op.name}"
-        if form is not None and self.axes is None:
+        if form is not None and self.view.axes is None:
             return f"reshaped before {where}, so that its axes are not known"
         if place is None or place.lookup:
             return f"{where}, no factor of a matrix product"
+        if self.view.part:
+            return f"taken apart or joined before {where}"
         return "a grouped convolution" if place.grouped else ""
 
 
@@ -59,56 +91,152 @@ def uses(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[Use]:
     arrays among them also tell the target shapes of Reshape and the like.
     """
 
-    def walk(graph: Graph, behind: ChainMap, outer: Node | None) -> Iterator[Use]:
-        """Yield the uses in one graph; `behind` maps names to the tensors that they view."""
+    def whole(name: str) -> tuple[View, ...]:
+        shape = tuple(tensors[name].shape)
+        return (View(name, tuple(range(len(shape))), shape),)
+
+    def walk(graph: Graph, behind: ChainMap, fed: set[str], outer: Node | None) -> Iterator[Use]:
+        """Yield the uses in one graph.
+
+        `behind` has the views that values are, `fed` the values that depend on the graph's inputs.
+        """
         for name in tensors.keys() & graph.weights:
-            behind[name] = name, tuple(range(len(tensors[name].shape)))
+            behind[name] = whole(name)
         for node in graph.nodes:
             top = outer or node
+            new = _views(node, behind, fed, tensors)
+            first = 1 if node.op.name != "Concat" else len(node.inputs)  # the inputs that are seen
             for i, name in enumerate(node.inputs):
-                if behind.get(name):
-                    root, axes = behind[name]
-                    yield Use(root, node, i, axes, len(tensors[root].shape), top)
-            if node.op.view and behind.get(node.inputs[0]):
-                root, axes = behind[node.inputs[0]]
-                others = [tensors.get(name) for name in node.inputs[1:]]
-                behind[node.outputs[0]] = root, _viewed(node, axes, tensors[root].shape, others)
+                for view in behind.get(name) or ():
+                    rank = len(tensors[view.name].shape)
+                    passes = node.body is not None or (bool(new) and i < first)
+                    yield Use(view, node, i, rank, top, passes)
+            if new:
+                behind.update(dict.fromkeys(filter(None, node.outputs), new))
+            if not fed.isdisjoint(node.reads):
+                fed.update(node.outputs)
             for inner in node.graphs.values():
                 for g in inner if isinstance(inner, list) else [inner]:
-                    yield from walk(g, behind.new_child(dict.fromkeys(g.inputs)), top)
+                    own = behind.new_child(dict.fromkeys(g.inputs))
+                    yield from walk(g, own, {*fed, *g.inputs}, top)
             if node.body is not None:
-                passed = (behind.get(name) for name in node.inputs)
-                inner = dict(zip(node.body.inputs, passed, strict=False))
+                pairs = [*zip(node.body.inputs, node.inputs, strict=False)]
+                inner = {local: behind.get(name) for local, name in pairs}
                 for local, name in node.body.lifted.items():
                     if name in tensors:
-                        inner[local] = name, tuple(range(len(tensors[name].shape)))
-                yield from walk(node.body, ChainMap(inner), top)
+                        inner[local] = whole(name)
+                given = {local for local, name in pairs if name in fed}
+                yield from walk(node.body, ChainMap(inner), given, top)
 
-    return walk(graph, ChainMap(), None)
+    return walk(graph, ChainMap(), {*graph.inputs}, None)
 
 
-def _viewed(
-    node: Node, axes: tuple[int | None, ...] | None, shape: tuple[int, ...], others: Sequence[Any]
-) -> tuple[int | None, ...] | None:
-    """Return a tensor's own axes as seen behind one more view; `others` are its other inputs."""
+def _views(
+    node: Node, behind: Mapping[str, Any], fed: set[str], tensors: Mapping[str, Any]
+) -> tuple[View, ...]:
+    """Return the views of tensors that the results of a node are."""
+    name, inputs = node.op.name, node.inputs
+    seen: tuple[View, ...] = (behind.get(inputs[0]) if inputs else None) or ()
+    others = [tensors.get(name) for name in inputs[1:]]
+    if node.op.view:
+        return tuple(_viewed(view, node, others) for view in seen)
+    if node.op.domain:
+        return ()
+    if name == "Concat" and fed.isdisjoint(inputs):
+        joined = [view for i in inputs for view in behind.get(i) or ()]
+        return _joined(joined, node.attributes.get("axis", 1))
+    if name in ("Slice", "Split"):
+        return tuple(_sliced(view, node, others) for view in seen)
+    if name == "Gather" and inputs[1] not in fed:
+        return tuple(_gathered(view, node, others[0]) for view in seen)
+    if name == "Expand":
+        return tuple(_expanded(view, others[0]) for view in seen)
+    return ()
+
+
+def _viewed(view: View, node: Node, others: Sequence[Any]) -> View:
+    """Return a view behind one that keeps all numbers; `others` are the node's other inputs."""
+    axes, before = view.axes, view.shape
     if axes is None or node.op.name in _SAME_AXES:
-        return axes
+        return view
     if node.op.name == "Transpose":
-        return tuple(axes[i] for i in node.attributes.get("perm", range(len(axes))[::-1]))
+        order = node.attributes.get("perm", range(len(axes))[::-1])
+        shape = tuple(before[i] for i in order)
+        return replace(view, axes=tuple(axes[i] for i in order), shape=shape)
+    unknown = replace(view, axes=None, shape=())
     if not all(isinstance(value, np.ndarray) for value in others):
-        return None
+        return unknown
     # Reshape, Flatten, Squeeze, Unsqueeze: followed where only axes of length one come and go
-    before = tuple(1 if a is None else shape[a] for a in axes)
     try:
         after = node.op.function(np.zeros(before, np.int8), *others, **node.attributes).shape
     except (Error, ValueError):  # a shape that does not fit: running the graph says so
-        return None
+        return unknown
     if after == before:
-        return axes
+        return view
     kept = [a for a, n in zip(axes, before, strict=True) if n != 1]
     if [n for n in after if n != 1] != [n for n in before if n != 1]:
-        return None
-    return tuple(None if n == 1 else kept.pop(0) for n in after)
+        return unknown
+    axes = tuple(None if n == 1 else kept.pop(0) for n in after)
+    return replace(view, axes=axes, shape=after)
+
+
+def _sliced(view: View, node: Node, others: Sequence[Any]) -> View:
+    """Return a view of which some places are taken; the axes stay."""
+    shape = view.shape
+    if view.axes is not None and all(isinstance(value, np.ndarray) for value in others):
+        counts = {"outputs": len(node.outputs)} if node.op.name == "Split" else {}
+        try:
+            y = node.op.function(np.zeros(shape, np.int8), *others, **node.attributes, **counts)
+            shape = y[0].shape if isinstance(y, tuple) else y.shape
+        except (Error, ValueError, TypeError):  # running the graph says so
+            pass
+    return replace(view, shape=shape, part=True)
+
+
+def _gathered(view: View, node: Node, indices: Any) -> View:
+    """Return a view of the places along an axis that indices name."""
+    axes, shape = view.axes, view.shape
+    if axes is None or not isinstance(indices, np.ndarray) or indices.ndim > 1:
+        return replace(view, axes=None, shape=(), part=True)
+    axis = node.attributes.get("axis", 0) % len(axes)
+    if indices.ndim:
+        shape = (*shape[:axis], indices.size, *shape[axis + 1 :])
+        return replace(view, shape=shape, part=True)
+    own = axes[axis]
+    return replace(
+        view,
+        axes=(*axes[:axis], *axes[axis + 1 :]),
+        shape=(*shape[:axis], *shape[axis + 1 :]),
+        apart=view.apart if own is None else (*view.apart, own),
+        part=True,
+    )
+
+
+def _expanded(view: View, target: Any) -> View:
+    """Return a view that is repeated along axes of length one; of the same rank if not known."""
+    axes, before = view.axes, view.shape
+    if axes is None or not isinstance(target, np.ndarray):
+        return replace(view, expanded=True)
+    more = max(0, len(target) - len(before))
+    axes, before = (None,) * more + axes, (1,) * more + before
+    wanted = (1,) * (len(before) - len(target)) + tuple(int(n) for n in target)
+    pairs = [*zip(before, wanted, strict=True)]
+    kept = tuple(a if n != 1 or m == 1 else None for a, (n, m) in zip(axes, pairs, strict=True))
+    return replace(view, axes=kept, shape=tuple(map(max, pairs)), expanded=True)
+
+
+def _joined(views: Sequence[View], axis: int) -> tuple[View, ...]:
+    """Return views beside each other along an axis; each tensor once, if it is seen in one way."""
+    total = sum(view.shape[axis] for view in views if -len(view.shape) <= axis < len(view.shape))
+    once: dict[str, View] = {}
+    for view in views:
+        seen = replace(view, part=True)
+        if -len(view.shape) <= axis < len(view.shape):
+            at = axis % len(view.shape)
+            seen = replace(seen, shape=(*view.shape[:at], total, *view.shape[at + 1 :]))
+        if once.setdefault(view.name, seen) != seen:
+            once[view.name] = replace(seen, axes=None, shape=())
+    return tuple(once.values())
 
 
 @dataclass(frozen=True)
@@ -130,16 +258,17 @@ def weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, Weight]:
     """
     read: dict[str, list[Use]] = {}
     for use in uses(graph, tensors):
-        passed = use.node.body is not None or (use.node.op.view and use.position == 0)
-        read.setdefault(use.name, []).extend([] if passed else [use])
+        read.setdefault(use.name, []).extend([] if use.node.body is not None else [use])
     return {
         name: _weight(tensors[name].shape, read.get(name, ()))
         for name in dict.fromkeys([*read, *tensors])
     }
 
 
-def _weight(shape: tuple[int, ...], used: Sequence[Use]) -> Weight:
-    matrix = next((place for use in used if (place := use.matrix) is not None), None)
+def _weight(shape: tuple[int, ...], all_uses: Sequence[Use]) -> Weight:
+    used = [use for use in all_uses if not use.passes]
+    told = [*used, *(use for use in all_uses if use.passes)]  # such as a row of a table
+    matrix = next((place for use in told if (place := use.matrix) is not None), None)
     start = None
     if matrix is None:
         trained = [use for use in used if use.node.op.role(use.position) is not None]

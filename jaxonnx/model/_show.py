@@ -216,7 +216,10 @@ def summary(model: Shown) -> Summary:
     values, known = (shapes.values, shapes.known) if shapes else _inferred(model)
     origins = {name: node for node in model.proto.graph.node for name in node.output}
     used: dict[int, list[str]] = {}
+    views: set[int] = set()
     for use in uses(graph, tensors):
+        if use.passes and use.node is use.outer and use.node.body is None:
+            views.add(use.node.index)
         used.setdefault(use.outer.index, []).append(use.name)
     layers: list[Layer] = []
     counted: set[str] = set()
@@ -224,7 +227,7 @@ def summary(model: Shown) -> Summary:
         # what a subgraph gives out as it is has no use within it
         read = [*used.get(node.index, ()), *(name for name in node.reads if name in tensors)]
         first = node.outputs[0] if node.outputs else ""
-        if not node.op.view and first not in known:
+        if not node.op.view and node.index not in views and first not in known:
             origin, value = origins.get(first), values.get(first)
             layers.append(_layer(model, node, origin, value, list(dict.fromkeys(read)), counted))
             counted.update(read)

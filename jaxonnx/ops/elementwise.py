@@ -154,7 +154,7 @@ def power(x, y):
 
 
 binary("Add", lambda a, b: xp(a, b).add(a, b), vectors={"a": 0.0, "b": 0.0})
-binary("Sub", lambda a, b: xp(a, b).subtract(a, b))
+binary("Sub", lambda a, b: xp(a, b).subtract(a, b), vectors={"a": 0.0})
 binary("Mul", lambda a, b: xp(a, b).multiply(a, b), vectors={"a": 1.0, "b": 1.0})
 binary("Div", div)
 binary("Pow", power)

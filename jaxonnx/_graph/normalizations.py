@@ -1,0 +1,179 @@
+"""Normalizations that a file spells out in arithmetic.
+
+Older exports and converters write LayerNormalization and the like as ReduceMean, Sub, Mul, Sqrt and
+Div, and BatchNormalization of inference as arithmetic with its constants. What the normalized
+values are multiplied by is a scale and what is added to them a bias, also if they have several
+axes; stored means and variances are statistics.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxonnx._graph.bind import Graph, Node
+
+_SAME = ("Abs", "Cast", "Clip", "Expand", "Identity", "Max", "Neg", "Relu", "Reshape", "Squeeze")
+_SAME += ("Transpose", "Unsqueeze")
+_ALL = 99
+"""The number of axes that a mean over all of them goes over."""
+
+
+class Part(NamedTuple):
+    """What a value is to a normalization, and over how many axes its mean goes."""
+
+    kind: str
+    """A mean, square, variance or deviation, an inverse deviation, a value that is normalized, or a
+    shift: a mean over a deviation."""
+    axes: int
+
+
+@dataclass
+class Normalizations:
+    """The tensors that the spelled-out normalizations of a graph read."""
+
+    learned: dict[str, int] = field(default_factory=dict)
+    """Scales and biases, with the number of axes over which the mean goes."""
+    statistics: set[str] = field(default_factory=set)
+    """Stored means and variances, and what is added to a variance."""
+
+
+def normalizations(graph: Graph, tensors: Mapping[str, np.ndarray]) -> Normalizations:
+    """Return what the spelled-out normalizations of the main graph read.
+
+    Args:
+      graph: the bound graph.
+      tensors: its named tensors.
+    """
+    walk = _Walk({**graph.initializers, **tensors})
+    for node in graph.nodes:
+        part = walk.step(node) if not node.op.domain and node.inputs else None
+        if part is not None:
+            walk.parts[node.outputs[0]] = part
+    scales = {name: axes for name, axes in walk.factors.values() if name not in walk.statistics}
+    return Normalizations(walk.biases | scales, walk.statistics)
+
+
+@dataclass
+class _Walk:
+    tensors: Mapping[str, Any]
+    parts: dict[str, Part] = field(default_factory=dict)
+    roots: dict[str, str] = field(default_factory=dict)
+    """The tensor behind a view, or behind one with a small number added."""
+    factors: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """By value: the tensor that was multiplied into it, and the axes."""
+    epsilons: dict[str, str] = field(default_factory=dict)
+    """By value: the number that was added last."""
+    biases: dict[str, int] = field(default_factory=dict)
+    statistics: set[str] = field(default_factory=set)
+
+    def step(self, node: Node) -> Part | None:
+        """Return what the result of a node is, if it is part of a normalization."""
+        name, inputs = node.op.name, node.inputs
+        first, second = (self.parts.get(x) for x in (*inputs[:2], "", "")[:2])
+        if name in ("ReduceMean", "ReduceSum", "GlobalAveragePool", "ReduceSumSquare", "ReduceL2"):
+            return self._mean(node, first)
+        if name in _SAME:
+            if root := self._tensor(inputs[0]):
+                self.roots[node.outputs[0]] = root
+            return first
+        if name == "Reciprocal":
+            return _as("inverse", first, "deviation")
+        if name == "Sqrt":
+            return _as("deviation", self._variance(inputs[0]), "variance")
+        if name == "Pow":
+            exponent = self._number(inputs[1])
+            kind = {0.5: "deviation", -0.5: "inverse"}.get(exponent or 0.0)
+            if kind:
+                return _as(kind, self._variance(inputs[0]), "variance")
+            return Part("square", 0) if exponent == 2 else None
+        if name == "Mul":
+            return self._mul(node, first, second)
+        if name == "Div":
+            if second is not None and second.kind == "deviation":
+                kind = "normalized" if self._number(inputs[0]) is None else "inverse"
+                return Part(kind, second.axes)
+            return first if self._number(inputs[1]) is not None else None
+        if name == "Add":
+            return self._add(node, first, second)
+        return self._sub(inputs, first, second) if name == "Sub" else None
+
+    def _tensor(self, name: str) -> str:
+        """Return the tensor of several numbers that a value is, or a view of; else ""."""
+        root = self.roots.get(name, name)
+        return root if np.size(self.tensors.get(root, 0)) > 1 else ""
+
+    def _number(self, name: str) -> float | None:
+        value = self.tensors.get(name)
+        return float(np.reshape(value, ())) if value is not None and np.size(value) == 1 else None
+
+    def _variance(self, name: str) -> Part | None:
+        """Return a variance that is computed, or that is stored and has a small number added."""
+        stored = self.roots.get(name, "")
+        self.statistics.add(self.epsilons.get(name, ""))
+        if name not in self.parts and self._tensor(name) and stored:
+            self.statistics.add(stored)
+            return Part("variance", 1)
+        return self.parts.get(name)
+
+    def _mean(self, node: Node, first: Part | None) -> Part | None:
+        if node.inputs[0] in self.tensors:
+            return None
+        axes = node.attributes.get("axes")
+        if axes is None and len(node.inputs) > 1:
+            axes = self.tensors.get(node.inputs[1])
+        count = 1 if node.op.name == "GlobalAveragePool" else _ALL if axes is None else len(axes)
+        if node.op.name == "ReduceL2":
+            return Part("deviation", count)
+        squared = node.op.name == "ReduceSumSquare" or (first is not None and first[0] == "square")
+        return Part("variance" if squared else "mean", count)
+
+    def _mul(self, node: Node, first: Part | None, second: Part | None) -> Part | None:
+        a, b = node.inputs
+        if a == b:
+            return Part("square", 0)
+        for other, part in ((a, second), (b, first)):
+            if part is None:
+                continue
+            if self._number(other) is not None:
+                return part
+            if part.kind in ("inverse", "normalized") and (tensor := self._tensor(other)):
+                self.factors[node.outputs[0]] = tensor, part.axes
+                return part
+            if part.kind == "inverse":
+                shift = _as("shift", self.parts.get(other), "mean")
+                return shift or Part("normalized", part.axes)
+        return None
+
+    def _add(self, node: Node, first: Part | None, second: Part | None) -> Part | None:
+        for other, name, part in (
+            (node.inputs[0], node.inputs[1], second),
+            (node.inputs[1], node.inputs[0], first),
+        ):
+            if self._number(other) is not None:
+                self.epsilons[node.outputs[0]] = other
+                if tensor := self._tensor(name):
+                    self.roots[node.outputs[0]] = tensor
+                return part
+            if part is not None and part.kind == "normalized" and (tensor := self._tensor(other)):
+                self.biases[tensor] = part.axes
+        return None
+
+    def _sub(self, inputs: tuple[str, ...], first: Part | None, second: Part | None) -> Part | None:
+        if second is None:
+            return None
+        if first is not None and first.kind == "variance":
+            return first  # the mean of squares less the square of the mean
+        if second.kind in ("shift", "inverse"):
+            if inputs[1] in self.factors:  # a stored mean over the deviation
+                self.statistics.add(self.factors[inputs[1]][0])
+            if tensor := self._tensor(inputs[0]):
+                self.biases[tensor] = second.axes
+            return first
+        return None
+
+
+def _as(kind: str, part: Part | None, wanted: str) -> Part | None:
+    """Return a part as another kind, None if it is not of the wanted one."""
+    return Part(kind, part.axes) if part is not None and part.kind == wanted else None
