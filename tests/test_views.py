@@ -167,3 +167,18 @@ SEQUENCE = "float[n,3,8] x"
 def test_class_tokens(nodes, value, trained):
     model = load(f"{nodes} y = Flatten(c)", SEQUENCE, w=value)
     assert [*model.params] == (["w"] if trained else [])
+
+
+def test_print_says_what_may_be_learned_and_lists_small_tensors():
+    model = jaxonnx.load(DATA / "unfolded.attention.onnx")
+    text = " ".join(str(model).split())
+    assert "'position' (at Add): not trained, because no operator" in text
+    assert "position │ 1x5x8 │ float32 │ no" in text  # 160 bytes, a constant of the program
+    chosen = str(model.with_trainable("position"))
+    assert "learned?" not in chosen  # the others are frozen by choice
+    masked = load(
+        "m = Add(x, mask) y = Add(m, count)",
+        mask=np.triu(np.ones((8, 8))),
+        count=np.arange(16.0).reshape(2, 8),
+    )
+    assert "learned?" not in str(masked)

@@ -39,7 +39,7 @@ class Normalizations:
     """Stored means and variances, and what is added to a variance."""
 
 
-def normalizations(graph: Graph, tensors: Mapping[str, np.ndarray]) -> Normalizations:
+def normalizations(graph: Graph, tensors: Mapping[str, Any]) -> Normalizations:
     """Return what the spelled-out normalizations of the main graph read.
 
     Args:

@@ -5,7 +5,7 @@ Transpose, Reshape, Cast, Identity and the like, in parts (Slice, Split, Concat,
 indices), repeated (Expand), in subgraphs and in functions of the model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,6 +19,9 @@ from jaxonnx._graph.uses import Use, uses
 
 KNOWN_LIMIT = 4096
 """Bytes; a frozen tensor above it is an argument of the compiled function, not a constant in it."""
+
+_QUANTIZED = ("Quant", "QLinear", "Integer", "NBits")
+"""Operators with such names have scales, which come from the weights."""
 
 _HOST_ONLY = (object, ml_dtypes.float6_e2m3fn, ml_dtypes.float6_e3m2fn)
 """Element types that XLA does not have: such tensors stay in NumPy."""
@@ -72,7 +75,7 @@ def running_statistics(graph: Graph) -> set[str]:
 
 
 def roles(
-    graph: Graph, tensors: Mapping[str, np.ndarray], initializers: set[str]
+    graph: Graph, tensors: Mapping[str, Any], initializers: Collection[str]
 ) -> dict[str, str]:
     """Return the role, "param" or "state", of each tensor that has one.
 
@@ -115,9 +118,40 @@ def roles(
     return role_of
 
 
+def unplaced(
+    graph: Graph, tensors: Mapping[str, Any], initializers: Collection[str]
+) -> dict[str, str]:
+    """Return the tensors that look learned but have no role, with the operator that reads each.
+
+    They are floating-point initializers with several different numbers that do not just count up.
+    """
+    placed = roles(graph, tensors, initializers)
+    statistics = normalizations(graph, tensors).statistics
+    readers: dict[str, str] = {}
+    for use in uses(graph, tensors):
+        op = use.node.op
+        scale = (op.view and use.position > 0) or any(part in op.name for part in _QUANTIZED)
+        if not (use.passes or scale or op.domain == "ai.onnx.ml"):
+            readers.setdefault(use.name, op.name)
+    return {
+        name: reader
+        for name, reader in readers.items()
+        if name in initializers
+        and name not in placed
+        and name not in statistics
+        and jnp.issubdtype(tensors[name].dtype, jnp.floating)
+        and _is_irregular(np.asarray(tensors[name]))
+    }
+
+
+def _is_irregular(value: np.ndarray) -> bool:
+    first = value.reshape(-1)[:KNOWN_LIMIT]
+    return len(np.unique(first)) > 2 and not _evenly_spaced(first)
+
+
 def _evenly_spaced(value: np.ndarray) -> bool:
     """Check whether a vector counts: 0, 1, 2, ... or the like."""
-    steps = np.diff(value.reshape(-1).astype(np.float64))
+    steps = np.diff(np.asarray(value).reshape(-1).astype(np.float64))
     return bool(steps.size and steps[0] != 0 and np.allclose(steps, steps[0]))
 
 

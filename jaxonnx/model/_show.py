@@ -17,12 +17,12 @@ from rich.text import Text
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.exports import is_folded
 from jaxonnx._graph.scopes import modules
-from jaxonnx._graph.ties import sources, tied
 from jaxonnx._graph.uses import uses, weights
 from jaxonnx._graph.values import Value, declared
 from jaxonnx._rewrite.head import Head
 from jaxonnx._run.program import Program
 from jaxonnx._run.shapes import evaluated, inferred
+from jaxonnx.model._decided import small, ties, unsure
 
 if TYPE_CHECKING:
     from jaxonnx._file.packed import Recorded
@@ -70,13 +70,16 @@ def overview(model: Shown) -> Group:
     listed = ", ".join(f"{name} {count}" for name, count in operators.most_common())
     facts.add_row("operators", listed or "none")
     trained = sum(v.size for v in model.params.values())
-    frozen = sum(v.size for v in model.state.values())
+    kept = {**model.state, **small(model.program.constants)}
+    frozen = sum(v.size for v in kept.values())
     facts.add_row("trained", f"{trained:,} numbers in {len(model.params)} tensors")
-    facts.add_row("frozen", f"{frozen:,} numbers in {len(model.state)} tensors")
+    facts.add_row("frozen", f"{frozen:,} numbers in {len(kept)} tensors")
+    for text in unsure(model.proto.graph, model.graph, model.tensors, model.params):
+        facts.add_row("learned?", Text(text))
     if model.sparsity is not None:
         pattern, layers = model.sparsity
         facts.add_row("sparse", f"{len(layers)} tensors, {pattern}, as the file records")
-    for text in _ties(model):
+    for text in ties(model.proto.graph, model.tensors, model.params):
         facts.add_row("tied", Text(text))
     for info in model.proto.training_info:
         facts.add_row("training", Text(_training(info)))
@@ -90,7 +93,7 @@ def overview(model: Shown) -> Group:
         table.add_column(column)
     table.add_column("trained", justify="center")
     rows = [(n, v, "yes") for n, v in model.params.items()]
-    rows += [(n, v, "no") for n, v in model.state.items()]
+    rows += [(n, v, "no") for n, v in kept.items()]
     for name, value, role in rows[:_ROWS]:
         table.add_row(
             Text(name), "x".join(map(str, value.shape)) or "scalar", str(value.dtype), role
@@ -98,26 +101,6 @@ def overview(model: Shown) -> Group:
     if len(rows) > _ROWS:
         table.add_row(f"... {len(rows) - _ROWS} more", "", "", "")
     return Group(facts, table) if rows else Group(facts)
-
-
-def _ties(model: Shown) -> Iterator[str]:
-    """Yield what was decided of the Identity nodes over weights, as `load(tied=)` has it."""
-    kept = tied(model.proto.graph, model.tensors)
-    kept = {name: of for name, of in kept.items() if of in model.params}
-    for of in dict.fromkeys(kept.values()):
-        names = [name for name, root in kept.items() if root == of]
-        yield f"'{of}' is also {_listed(names)}: one weight, trained as one"
-    own = [name for name in sources(model.proto.graph, model.tensors) if name in model.params]
-    if own:
-        yield (
-            f"not {_listed(own)}: an Identity of another weight in the file, equal to it by "
-            "coincidence; load(..., tied=) decides otherwise"
-        )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(f"'{name}'" for name in names[:3]) + more
 
 
 def _steps(model: Shown) -> Iterator[Node]:
