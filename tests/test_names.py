@@ -32,8 +32,8 @@ FILES = {
     "txt",
     "safetensors",
 }
-NO_NAMES = {"jaxonnx.sparsity", "jaxonnx.graph", "jaxonnx.image", "onnx.proto"}
-"""Keys of records in files, and a file of ONNX's specification."""
+NO_NAMES = {"jaxonnx.sparsity", "jaxonnx.graph", "jaxonnx.image", "onnx.proto", "onnx.quantize"}
+"""Keys of records in files, a file of ONNX's specification, and a producer's name."""
 
 PROPERTIES = property, cached_property
 
