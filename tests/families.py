@@ -52,6 +52,7 @@ NETWORKS = {
     "transformers_albert": "transformers: ALBERT, its layers share weights",
     "transformers_bert": "transformers: BERT",
     "transformers_llama": "transformers: Llama, rotary positions",
+    "unfolded": "PyTorch: recurrent layers and attention, constants not folded",
     "xgboost": "XGBoost: trees",
 }
 """The framework and the kind of network, by the first part of a file's name."""
