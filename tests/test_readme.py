@@ -58,6 +58,9 @@ def folder(tmp_path, monkeypatch):
     pixels = (x[:256, 0] * 255).astype(np.uint8)
     np.savez("images.npz", x=pixels, y=y[:256])
     Image.fromarray(pixels[0]).save("picture.png")
+    for number, (image, label) in enumerate(zip(pixels[:60], y, strict=False)):
+        Path("photos", str(label)).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(f"photos/{label}/{number}.png")
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[n, sequence] x) => (float[n, m] y) '
     onnx.save(onnx.parser.parse_model(text + "{ y = Relu(x) }"), "encoder.onnx")
     settings = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")

@@ -148,8 +148,8 @@ class Loss:
         if names is not None and len(names) != classes:
             shown = ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)
             raise TrainingError(
-                f"{what} has {len(names)} classes ({shown}), and the outputs have {classes}: the "
-                f"model needs a last layer for {len(names)}"
+                f"{what} has {len(names)} classes ({shown}), and the outputs have {classes}: "
+                f"head={len(names)} puts a new last layer for them into the model"
             )
         check_classes(targets, classes, self.ignore_index, what)
 
