@@ -473,3 +473,14 @@ def test_what_is_left_out_is_said(photos, tmp_path):
     assert "not named like a picture: 1 .heic" in notes
     assert "pictures that lie in no folder of a class: 1" in notes
     assert not re.search("hidden|Macintosh", notes)
+
+
+def test_a_new_head_for_the_classes_of_a_folder(photos, tmp_path):
+    """A network for other classes, whose labels are in the file, is given those of the folder."""
+    labels = ["dark", "gray", "light"]
+    three = model(3, metadata={images.KEY: json.dumps({"mean": [0.5], "labels": labels})})
+    assert opened(photos, net=three)[0].classes == (*labels,)
+    result = jaxonnx.train(three, photos, head=2, batch_size=4)
+    result.model.save(tmp_path / "two.onnx")
+    said = images.preparation(jaxonnx.load(tmp_path / "two.onnx"))
+    assert (said.mean, said.labels) == ((0.5,), ("dark", "light"))
