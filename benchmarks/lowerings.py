@@ -36,10 +36,14 @@ CONVOLUTIONS = {
     "image below kernel, narrow": (16, 32, 32, 2, 3, 1, 1),
     "output below kernel": (16, 256, 512, 4, 3, 2, 1),
     "few inputs": (16, 3, 32, 64, 3, 2, 1),
+    "few inputs, large image": (1, 3, 16, 512, 3, 1, 1),
+    "patches": (8, 3, 192, 224, 16, 16, 1),
+    "image below a large kernel": (1, 16, 16, 40, 41, 1, 1),
     "grouped": (16, 64, 64, 16, 3, 1, 4),
     "grouped, narrow": (4, 128, 128, 14, 3, 1, 32),
     "depthwise": (16, 32, 32, 32, 3, 1, 32),
     "depthwise, stride": (16, 96, 96, 32, 3, 2, 96),
+    "depthwise, large kernel": (1, 64, 64, 56, 31, 1, 64),
     "depthwise, small image": (16, 960, 960, 2, 3, 1, 960),
 }
 # batch, channels, image, kernel, stride

@@ -1,6 +1,7 @@
 """The fast formulations against the plain ones: all contractions, gradients, batches, dtypes."""
 
 import dataclasses
+import re
 from functools import partial
 
 import jax
@@ -14,7 +15,7 @@ from jaxonnx import lowering
 from jaxonnx.lowering._contract import contract
 from jaxonnx.lowering._conv import Conv
 from jaxonnx.lowering._pool import Sum
-from jaxonnx.lowering._taps import Taps
+from jaxonnx.lowering._taps import UNROLLED, Taps
 from jaxonnx.ops.windows import window
 
 rng = np.random.default_rng(0)
@@ -39,6 +40,25 @@ CONVOLUTIONS = {
     "depthwise, dilation": (3, 4, 4, (8, 7), (3, 2), (2, 1), (2, 3), (1, 0, 2, 1), 4),
     "depthwise, stride above kernel": (2, 4, 4, (7, 7), (2, 2), (3, 3), (1, 1), (0,) * 4, 4),
     "depthwise, line": (2, 4, 4, (9,), (4,), (2,), (1,), (3, 1), 4),
+    "few inputs and outputs": (2, 3, 4, (7, 6), (3, 3), (2, 1), (1, 2), (1, 0, 2, 1), 1),
+    "patches": (2, 20, 9, (6, 40), (3, 20), (3, 20), (1, 1), (0,) * 4, 1),
+    "patches, overlapping": (2, 4, 64, (6, 72), (4, 20), (3, 7), (1, 1), (0, 3, 1, 2), 1),
+    "one window, apart": (4, 40, 20, (12, 13), (6, 6), (1, 1), (2, 2), (0,) * 4, 1),
+    "kernel above image": (4, 48, 16, (7, 30), (2, 33), (1, 1), (2, 1), (1, 17, 0, 16), 1),
+    "kernel above image, stride": (
+        4,
+        16,
+        48,
+        (12, 70),
+        (1, 102),
+        (2, 3),
+        (1, 1),
+        (0, 50, 0, 50),
+        1,
+    ),
+    "depthwise, long": (2, 4, 4, (50,), (37,), (1,), (1,), (18, 17), 4),
+    "depthwise, large": (2, 4, 4, (14, 15), (7, 9), (2, 1), (1, 2), (3, 8, 4, 7), 4),
+    "depthwise, wide stride": (2, 4, 4, (90,), (40,), (41,), (1,), (0, 0), 4),
 }
 
 
@@ -134,6 +154,73 @@ def test_gradient_for_shared_weights_is_one_contraction():
     np.testing.assert_allclose(jax.grad(loss)(w), expected, rtol=1e-3, atol=1e-3)
     text = jax.jit(jax.grad(loss)).lower(w).as_text()
     assert "x".join(map(str, (8, *w.shape))) not in text
+
+
+# kernels whose elements, or steps, a program must not have one by one
+LONG = {
+    "patches": (1, 1, 36, (1, 44032), (1, 256), (1, 256), (1, 1), (0,) * 4, 1),
+    "patches of images": (1, 3, 192, (224, 224), (16, 16), (16, 16), (1, 1), (0,) * 4, 1),
+    "kernel above image": (4, 32, 32, (100,), (128,), (1,), (1,), (64, 63), 1),
+    "few windows": (4, 32, 32, (140,), (130,), (1,), (1,), (0, 0), 1),
+    "few windows, dilation": (4, 32, 32, (270,), (130,), (1,), (2,), (0, 0), 1),
+    "depthwise": (1, 64, 64, (56, 56), (31, 31), (1, 1), (1, 1), (15,) * 4, 64),
+    "depthwise line": (1, 64, 64, (2000,), (1024,), (1,), (2,), (512, 511), 64),
+    "depthwise, wide stride": (1, 64, 64, (5000,), (7,), (999,), (1,), (0, 0), 64),
+}
+
+
+def slices(text):
+    """How many slices, and their transposes, a program has."""
+    return len(re.findall(r"= (?:slice|pad)\[", text))
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_kernels_are_not_unrolled(name):
+    form, values = arrays(*LONG[name])
+    for turned in (False, True):
+        rule = dataclasses.replace(form, turned=turned)
+        x, w, y = values
+        w = w.transpose(*range(2, w.ndim), 1, 0) if turned else w
+        for out in range(3):
+            given = [a for i, a in enumerate((x, w, y)) if i != out]
+            for function in (rule.fast, rule.mapped):
+                program = jax.make_jaxpr(partial(function, out))(*given)
+                assert slices(str(program)) < 2 * UNROLLED
+
+
+@pytest.mark.parametrize(("size", "step"), [(98, 98), (97, 1), (512, 256)])
+def test_long_windows_of_pools_are_not_unrolled(size, step):
+    windows = window((1024, 1), (size, 1), strides=(step, 1))
+    x = np.zeros((2, 3, 1024, 1), np.float32)
+    for pool in (lowering.max_pool, lowering.window_sum):
+        gradient = jax.jit(jax.grad(lambda x, pool=pool: pool(x, windows).sum()))
+        program = gradient.trace(x).lower(lowering_platforms=("cpu",)).as_text()
+        assert len(re.findall(r"stablehlo\.(?:slice|pad)", program)) < 6 * UNROLLED
+    program = jax.make_jaxpr(lambda x: lowering.first_winner(x, windows))(x)
+    assert slices(str(program)) < 4 * UNROLLED
+
+
+@pytest.mark.parametrize("outputs", [16, 64])
+def test_an_image_of_few_channels_is_read_in_place(outputs):
+    """Windows laid side by side would be nine times the image, and for 16 results three of them."""
+    form, (x, w, y) = arrays(1, 3, outputs, (128, 128), (3, 3), (1, 1), (1, 1), (1,) * 4, 1)
+    program = jax.make_jaxpr(partial(form.fast, 2))(x, w)
+    sizes = [v.aval.size for e in program.jaxpr.eqns for v in e.outvars]
+    assert max(sizes) <= max(y.size, 130 * 130 * 3)
+
+
+def test_long_windows_of_pools():
+    """The loops over pieces of a window, and long windows side by side, by NumPy."""
+    x = rng.integers(0, 5, (2, 3, 150)).astype(np.float32)  # many ties
+    for size, step, pad in ((70, 70, 0), (70, 1, 0), (66, 3, 20), (150, 1, 0)):
+        windows = window((150,), (size,), strides=(step,), pads=(pad, pad))
+        pooled, pull = jax.vjp(lambda x, windows=windows: lowering.max_pool(x, windows), x)
+        y = rng.normal(size=pooled.shape).astype(np.float32)
+        np.testing.assert_allclose(pull(y)[0], first_wins(x, y, windows), rtol=1e-5, atol=1e-6)
+        around = np.pad(x, ((0, 0), (0, 0), (pad, pad)), constant_values=-np.inf)
+        parts = np.lib.stride_tricks.sliding_window_view(around, size, 2)[..., ::step, :]
+        np.testing.assert_array_equal(pooled, parts.max(-1))
+        np.testing.assert_array_equal(lowering.first_winner(x, windows), parts.argmax(-1))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])

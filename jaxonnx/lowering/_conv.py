@@ -17,14 +17,14 @@ from jaxonnx.lowering import _winograd as winograd
 from jaxonnx.lowering._contract import Rule, contract, on_platforms
 from jaxonnx.lowering._order import KernelFirst
 from jaxonnx.lowering._product import is_half
-from jaxonnx.lowering._taps import Taps
+from jaxonnx.lowering._taps import UNROLLED, Taps
 
 MERGED_CHANNELS = 32
 """Groups with fewer input channels are joined up to this many, as blocks of a larger weight."""
 
-FEW_INPUTS = 32
-"""In the forward pass, windows of at most this many elements, over more than one channel, are
-gathered (im2col)."""
+NARROW = 32
+"""In the forward pass, windows of at most this many elements, with at most this many results, are
+multiplied element by element, which reads the image in place."""
 
 SLOW_WORK = 2**18
 """Multiplications from which XLA:CPU's slow path is avoided; below, starting a product costs more
@@ -128,7 +128,7 @@ class Conv:
         That makes one product of a batch of matrices; of a plain convolution it would make groups,
         at which XLA:CPU is slow.
         """
-        if self.groups > 1:
+        if self.groups > 1 or self._taps.slices > UNROLLED:
             return self.fast(out, u, v)
         return self._in_float32(partial(self._derived, self._gathered), out, u, v)
 
@@ -156,9 +156,11 @@ class Conv:
         work = batch * inputs * outputs * count * math.prod(self.out)
         few = self.turned and out != 2 and math.prod(self.out) <= FEW_WINDOWS
         if (few or self._slow(out)) and _reaches(work, SLOW_WORK):
-            return self._derived(self._gathered, out, u, v)
-        if out == 2 and inputs > 1 and inputs * count <= FEW_INPUTS:
-            return self._derived(self._gathered, out, u, v)
+            if self._taps.slices <= UNROLLED:
+                return self._derived(self._gathered, out, u, v)
+            return self.plain(out, u, v) if out == 1 else self._padded(out, u, v)
+        if out == 2 and inputs * count <= NARROW and outputs <= NARROW:
+            return self._narrow(u, v)
         return self.plain(out, u, v)
 
     def _slow(self, out):
@@ -177,11 +179,42 @@ class Conv:
 
     def _gathered(self, x, w):
         """Lay the windows side by side (im2col), then multiply once."""
-        taps = self._taps.read(x)
+        columns = self._taps.windows(x)
         if self.turned or w.size < LARGE_WEIGHT:
-            return jnp.concatenate(taps, -1) @ self._rows(w)
-        columns = jnp.stack(taps, -1)
+            return columns.reshape(*columns.shape[:-2], -1) @ self._rows(w)
+        columns = columns.swapaxes(-1, -2)
         return columns.reshape(*columns.shape[:-2], -1) @ w.reshape(w.shape[0], -1).T
+
+    def _padded(self, out, u, v):
+        """Convolve images that were padded before, so that none is smaller than the kernel.
+
+        The gradient of the image is a convolution with the kernel read from its end.
+        """
+        x, w = (u, v) if out == 2 else (v, u)
+        pads, form = [(*pair, 0) for pair in self.pads], self
+        if out == 0:
+            strict = partial(zip, strict=True)
+            begins = (begin for begin, _ in self.pads)
+            axes = strict(self.size, self.kernel, self.strides, self.dilations, begins, self.out)
+            pads = [
+                ((k - 1) * d - begin, n + begin - (count - 1) * s - 1, s - 1)
+                for n, k, s, d, begin, count in axes
+            ]
+            spatial = range(len(self.kernel)) if self.turned else range(2, w.ndim)
+            w = jnp.flip(w, [*spatial]).swapaxes(*((-1, -2) if self.turned else (0, 1)))
+            form = replace(self, strides=(1,) * len(self.kernel), out=self.size)
+        x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *pads, (0, 0, 0)])
+        x = lax.optimization_barrier(x)  # or XLA makes the pads those of the convolution again
+        return replace(form, size=x.shape[1:-1], pads=((0, 0),) * len(pads)).dense(x, w)
+
+    def _narrow(self, x, w):
+        """Multiply each element of the windows with its row of the weight, and add, in one loop."""
+        rows = self._rows(w).reshape(-1, *self._channels(w)[::-1])
+        return sum(
+            tap[..., c, None] * row
+            for tap, matrix in zip(self._taps.read(x), rows, strict=True)
+            for c, row in enumerate(matrix)
+        )
 
     def _few_multiplications(self, out, batch, inputs, outputs) -> bool:
         """Check whether Winograd's form applies and pays."""
@@ -233,14 +266,13 @@ class Conv:
         taps = self._taps
         if out == 1:
             axes = tuple(range(v.ndim - 2))
-            sums = [(tap * v).sum(0).sum(axes) for tap in taps.read(u)]
-            return jnp.stack(sums, 0 if self.turned else 1).reshape(
-                self._weight(len(sums[0]), self.groups)
-            )
-        w = self._rows(u if out == 0 else v)
+            sums = taps.each(u, lambda tap: (tap * v).sum(0).sum(axes))
+            return (sums if self.turned else sums.T).reshape(self._weight(self.groups, self.groups))
+        w = self._rows(jnp.asarray(u if out == 0 else v))
         if out == 0:
             return taps.add((v,), (0,), lambda tap, y: y * w[tap])
-        return sum(tap * w[i] for i, tap in enumerate(taps.read(u)))
+        start = jnp.zeros(taps.around(u.shape, taps.out), u.dtype)
+        return taps.fold((u,), (0,), lambda y, i, tap: y + tap * w[i], start)
 
 
 on_platforms(Conv, {"cpu": Rule(Conv.fast, Conv.mapped)})

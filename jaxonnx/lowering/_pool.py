@@ -6,7 +6,7 @@ The maximum of a large window is taken one axis after the other, which keeps the
 """
 
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -30,10 +30,8 @@ class Choice:
 
     def plain(self, out, u, v):
         if out == 2:
-            y = jnp.zeros(u.shape, v.dtype)
-            for number, tap in enumerate(self.taps.read(v)):
-                y = jnp.where(u == number, tap, y)
-            return y
+            chosen = lambda y, number, tap: jnp.where(u == number, tap, y)  # noqa: E731
+            return self.taps.fold((v,), (0,), chosen, jnp.zeros(u.shape, v.dtype))
         won = lambda number, index, y: jnp.where(index == number, y, 0)  # noqa: E731
         return self.taps.add((u, v), (-1, 0), won)
 
@@ -44,23 +42,25 @@ def _maximum(x, taps: Taps):
 
 
 def _plain_maximum(x, taps: Taps):
-    first, *others = taps.read(x, lowest(x.dtype))
-    for tap in others:
-        first = jnp.maximum(first, tap)
-    return first
+    low = lowest(x.dtype)
+    if taps.unrolled:
+        return reduce(jnp.maximum, taps.read(x, low))
+    start = jnp.full(taps.around(x.shape, taps.out), low)
+    return taps.fold((x,), (low,), lambda y, _, tap: jnp.maximum(y, tap), start)
 
 
 def _winner(x, y, taps: Taps):
     """Return the number of the element that is each window's first maximum `y` (or NaN)."""
-    index = jnp.zeros(y.shape, np.int8 if taps.count < 128 else np.int32)
     # padding is not in the window, even where it equals the maximum
     outer = (1,) * (x.ndim - taps.lead - len(taps.size))
-    inside = taps.read(jnp.ones((*(1,) * taps.lead, *taps.size, *outer), bool), False)
-    pairs = zip(taps.read(x, lowest(x.dtype)), inside, strict=True)
-    for number, (tap, real) in reversed([*enumerate(pairs)]):
+    inside = jnp.ones((*(1,) * taps.lead, *taps.size, *outer), bool)
+
+    def first(index, number, tap, real):
         won = ((tap == y) | (tap != tap)) & real
-        index = jnp.where(won, index.dtype.type(number), index)
-    return index
+        return jnp.where(won, jnp.asarray(number, index.dtype), index)
+
+    index = jnp.zeros(y.shape, np.int8 if taps.count < 128 else np.int32)
+    return taps.fold((x, inside), (lowest(x.dtype), False), first, index, reverse=True)
 
 
 @_maximum.defjvp
@@ -82,8 +82,20 @@ def max_pool(x, window, channels: int = 1):
     if taps.count <= UNROLLED:
         return _maximum(x, taps)
     for axis in reversed(range(len(taps.size))):
-        x = _maximum(x, _along(taps, axis))
+        windows = _along(taps, axis)
+        x = _maximum(x, windows) if windows.unrolled else _long_maximum(x, windows, axis)
     return x
+
+
+def _long_maximum(x, taps: Taps, axis: int):
+    """Return the maximum of long windows over one axis."""
+    size, step, count = taps.kernel[axis], taps.strides[axis], taps.out[axis]
+    disjoint = count == 1 or step == size
+    if not disjoint or taps.dilations[axis] != 1 or any(taps.pads[axis]):
+        return _maximum(x, taps)
+    at = taps.lead + axis
+    x = lax.slice_in_dim(x, 0, count * size, axis=at)
+    return first_max(x.reshape(*x.shape[:at], count, size, *x.shape[at + 1 :]), at + 1)
 
 
 def _along(taps: Taps, axis: int) -> Taps:

@@ -3,16 +3,25 @@
 Shifted slices are what XLA fuses into one vectorised loop. Reading taps and adding into taps are
 each other's transposes; the transpose that JAX derives for a strided read is a dilated pad, which
 is several times slower than gathering the contributions of each stride phase as done here.
+
+Compiling a slice takes as long as thousands of readings. A program has `UNROLLED` of them at most:
+larger windows are read by a loop over pieces.
 """
 
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+
+UNROLLED = 32
+"""Taps, or phases of the strides, up to which a program has a slice for each."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,11 @@ class Taps:
         steps = (range(0, k * d, d) for k, d in zip(self.kernel, self.dilations, strict=True))
         return list(itertools.product(*steps))
 
+    @property
+    def unrolled(self) -> bool:
+        """Whether a program has a slice for each tap."""
+        return self.count <= UNROLLED
+
     def _pad(self, x, fill, pairs):
         rest = x.ndim - self.lead - len(self.size)
         config = [(0, 0)] * self.lead + list(pairs) + [(0, 0)] * rest
@@ -58,14 +72,148 @@ class Taps:
         padded = self._pad(x, fill, self.pads)
         return [self._slice(padded, o, self.out, self.strides) for o in self.offsets]
 
+    @property
+    def _blocks(self) -> list[int]:
+        """Contiguous slices, each as long as a step, that make up the windows along each axis."""
+        axes = zip(self.kernel, self.strides, self.dilations, self.out, strict=True)
+        return [1 if n == 1 else -(-k // s) if d == 1 else k for k, s, d, n in axes]
+
+    @property
+    def slices(self) -> int:
+        """How many slices `windows` takes."""
+        return self.count if self.unrolled else sum(self._blocks)
+
+    def windows(self, x):
+        """Return x as (*lead, *out, taps, channels); `x` has one axis behind the spatial ones."""
+        if self.unrolled:
+            return jnp.stack(self.read(x), -2)
+        # one axis after the other becomes two: windows and taps
+        x, rank, lead = self._pad(x, 0, self.pads), len(self.kernel), self.lead
+        for a, blocks in enumerate(self._blocks):
+            axis, n, k = lead + 2 * a, self.out[a], self.kernel[a]
+            cut = partial(lax.slice_in_dim, axis=axis)
+            step, apart = self.strides[a], self.dilations[a]
+            if n == 1:
+                x = cut(x, 0, (k - 1) * apart + 1, apart)
+                step, apart = k, 1
+            if apart == 1:
+                short = (n - 1 + blocks) * step - x.shape[axis]
+                pads = [(0, short if i == axis else 0, 0) for i in range(x.ndim)]
+                x = lax.pad(x, jnp.zeros((), x.dtype), pads)
+                shape = (*x.shape[:axis], n, step, *x.shape[axis + 1 :])
+                parts = [cut(x, i * step, (i + n) * step).reshape(shape) for i in range(blocks)]
+                x = lax.slice_in_dim(jnp.concatenate(parts, axis + 1), 0, k, axis=axis + 1)
+            else:
+                ends = [(n - 1) * step + i * apart + 1 for i in range(k)]
+                x = jnp.stack(
+                    [cut(x, i * apart, end, step) for i, end in enumerate(ends)], axis + 1
+                )
+        pairs = range(lead, lead + 2 * rank)
+        x = x.transpose(*range(lead), *pairs[::2], *pairs[1::2], x.ndim - 1)
+        return x.reshape(*x.shape[: lead + rank], -1, x.shape[-1])
+
+    def fold(self, arrays, fills, step: Callable, carry: Any, reverse: bool = False):
+        """Compute carry = step(carry, number, *elements of the arrays) for each tap in order."""
+
+        def steps(taps, first, carry):
+            numbered = [*enumerate(zip(*taps, strict=True))]
+            for number, elements in reversed(numbered) if reverse else numbered:
+                carry = step(carry, first + number, *elements)
+            return carry
+
+        def body(piece, number, starts, carry):
+            parts = (lax.dynamic_slice(x, *piece._place(x.shape, starts)) for x in padded)
+            return steps(map(piece.read, parts), number, carry)
+
+        if self.unrolled:
+            return steps(map(self.read, arrays, fills), 0, carry)
+        padded = [self._pad(x, f, self.pads) for x, f in zip(arrays, fills, strict=True)]
+        return self._loop(body, carry, reverse)
+
+    def each(self, x, function: Callable):
+        """Return function(elements of x) for each tap, stacked."""
+        if self.unrolled:
+            return jnp.stack([function(tap) for tap in self.read(x)])
+        padded = self._pad(x, 0, self.pads)
+        piece = self._piece((1,) * len(self.kernel))
+
+        def at(starts):
+            (tap,) = piece.read(lax.dynamic_slice(padded, *piece._place(x.shape, [*starts])))
+            return function(tap)
+
+        return lax.map(at, jnp.asarray(self.offsets, np.int32))
+
     def add(self, arrays, fills, term: Callable):
         """Apply the transpose of `read`.
 
         For each element of x that is the sum, over the taps and windows that read it, of
         term(tap, *arrays at that window). `arrays` have one entry per window; beyond them lie
-        windows of `fills`. An element of x at stride phase p is only read by the taps at offsets
-        congruent to p, so each phase is a sum of shifted contiguous slices, and the phases are
-        interleaved in the end.
+        windows of `fills`.
+        """
+        if math.prod(self.strides) > UNROLLED:
+            # windows in steps of one, most of which are of fills
+            steps = self.around([1] * arrays[0].ndim, self.strides)
+            spread = [[(0, 0, step - 1) for step in steps]] * len(arrays)
+            fills = [jnp.asarray(f, x.dtype) for x, f in zip(arrays, fills, strict=True)]
+            arrays = map(lax.pad, arrays, fills, spread)
+            out = tuple((n - 1) * s + 1 for n, s in zip(self.out, self.strides, strict=True))
+            return replace(self, strides=(1,) * len(out), out=out).add([*arrays], fills, term)
+        if self.unrolled:
+            return self._add(arrays, fills, term)
+
+        def body(piece, number, starts, total):
+            part = piece._add(arrays, fills, lambda tap, *values: term(number + tap, *values))
+            starts, sizes = piece._place(total.shape, starts)
+            return lax.dynamic_update_slice(
+                total, lax.dynamic_slice(total, starts, sizes) + part, starts
+            )
+
+        like = jax.eval_shape(lambda *values: term(0, *values), *arrays)
+        total = self._pad(jnp.zeros(self.around(like.shape, self.size), like.dtype), 0, self.pads)
+        total = self._loop(body, total)
+        return self._pad(total, 0, [(-begin, -end) for begin, end in self.pads])
+
+    def _loop(self, body: Callable, carry: Any, reverse: bool = False):
+        """Compute carry = body(piece, number, starts, carry) for pieces of the windows in order.
+
+        The pieces are of one kind, without padding. Each reads the part of the padded images that
+        begins at `starts`; `number` is that of its first tap.
+        """
+        axis = 0
+        while (behind := math.prod(self.kernel[axis + 1 :])) > UNROLLED:
+            axis += 1
+        size = self.kernel[axis]
+        width = max(n for n in range(1, min(UNROLLED // behind, size) + 1) if size % n == 0)
+        kernel = (*(1 for _ in range(axis)), width, *self.kernel[axis + 1 :])
+        piece = self._piece(kernel)
+        offsets = jnp.asarray(self.offsets[:: piece.count], np.int32)
+
+        def step(i, carry):
+            i = len(offsets) - 1 - i if reverse else i
+            return body(piece, i * piece.count, [*offsets[i]], carry)
+
+        return lax.fori_loop(0, len(offsets), step, carry)
+
+    def _piece(self, kernel: tuple[int, ...]) -> "Taps":
+        """Return the windows of a smaller kernel over just the elements that they read."""
+        sizes = zip(self.out, self.strides, kernel, self.dilations, strict=True)
+        size = tuple((n - 1) * s + (k - 1) * d + 1 for n, s, k, d in sizes)
+        return replace(self, size=size, kernel=kernel, pads=((0, 0),) * len(size))
+
+    def around(self, shape, middle):
+        """Return a shape of images with other sizes."""
+        return (*shape[: self.lead], *middle, *shape[self.lead + len(middle) :])
+
+    def _place(self, shape, starts):
+        """Return starts and sizes of this piece's part of padded images of a shape."""
+        zeros = [0] * len(shape)
+        return [*self.around(zeros, starts)], self.around(shape, self.size)
+
+    def _add(self, arrays, fills, term: Callable):
+        """Add as `add` does, with a slice for each tap.
+
+        An element of x at stride phase p is only read by the taps at offsets congruent to p, so
+        each phase is a sum of shifted contiguous slices, and the phases are interleaved in the end.
         """
         rank = len(self.size)
         spatial = range(rank)
