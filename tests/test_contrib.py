@@ -4,18 +4,20 @@ import inspect
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
 from jax.test_util import check_grads
-from onnx import helper
+from onnx import helper, numpy_helper
 from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 
 import jaxonnx
 from jaxonnx.errors import ModelError, NodeError
+from jaxonnx.ops.quantize import dequantize_linear, quantize_linear
 from jaxonnx.registry import lookup, registered
-from tests import fused_cases
+from tests import fused_cases, fused_quantized
 from tests.fused import DOMAIN, Fused, f, i8, i32, rng, s, u8, weights
 
 
@@ -29,6 +31,9 @@ def wanted(case):
 def onnxruntime_result(case):
     names = ["" if x is None else f"x{i}" for i, x in enumerate(case.inputs)]
     given = {n: x for n, x in zip(names, case.inputs, strict=True) if n}
+    # onnxruntime does not take arrays of 4 bits
+    packed = [n for n, x in given.items() if x.dtype == ml_dtypes.int4]
+    stored = [numpy_helper.from_array(given.pop(n), n) for n in packed]
     node = helper.make_node(case.op, names, case.outputs, domain=case.domain, **case.attributes)
     graph = helper.make_graph(
         [node],
@@ -43,6 +48,7 @@ def onnxruntime_result(case):
             for n in case.outputs
             if n
         ],
+        stored,
     )
     opsets = [helper.make_opsetid("", case.opset), helper.make_opsetid(DOMAIN, 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
@@ -307,6 +313,7 @@ CASES = [
         id="partial",
     ),
     *fused_cases.CASES,
+    *fused_quantized.LAYERS,
 ]
 
 
@@ -336,7 +343,7 @@ def test_same_as_onnxruntime(case, jit):
             np.testing.assert_allclose(y, e, rtol=1e-4, atol=case.atol)
 
 
-ROUNDED = ("QuantizeLinear", "DynamicQuantizeMatMul", "GemmFloat8", "Range")
+ROUNDED = ("QuantizeLinear", "DynamicQuantizeMatMul", "GemmFloat8", "Range", "DynamicQuantizeLSTM")
 """Operators whose result is of a type of its own, or known."""
 SMOOTH = {
     case.op: case
@@ -393,6 +400,36 @@ def test_gradient_goes_through_dynamic_quantization():
     plain = ((w.astype(np.float32) - 120) * 0.02).sum(axis=1)
     inner = (x > x.min()) & (x < x.max())  # the extremes also set the scale
     np.testing.assert_allclose(gradient[inner], np.tile(plain, (2, 1))[inner], rtol=1e-4)
+
+
+def test_gradient_goes_through_quantized_layers():
+    weight, x, past = i8(4, 24), f(2, 3, 4), f(2, 2, 2, 2, 4)
+    scale, zero = s(0.02), np.int8(3)
+    attention = lookup(DOMAIN, "QAttention", 1).function
+    plain = lookup(DOMAIN, "Attention", 1).function
+
+    def quantized(bias, past):
+        q = quantize_linear(x, s(0.01), np.uint8(120))
+        return attention(
+            q, weight, bias, s(0.01), scale, None, np.uint8(120), zero, past, num_heads=2
+        )[0].sum()
+
+    def exact(bias, past):
+        units = s(0.01), np.uint8(120)
+        rounded = dequantize_linear(quantize_linear(x, *units), *units)
+        w = (weight.astype(np.float32) - zero) * scale
+        return plain(rounded, w, bias, past=past, num_heads=2)[0].sum()
+
+    arguments = f(24), past
+    found, wanted = (jax.jit(jax.grad(g, (0, 1)))(*arguments) for g in (quantized, exact))
+    for y, e in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(y, e, rtol=1e-4, atol=1e-5)
+    case = next(c for c in CASES if named(c) == "MatMulBnb4-nf4")
+    product = lookup(DOMAIN, case.op, 1).function
+    a, b, absmax = case.inputs
+    columns = product(np.eye(32, dtype=np.float32), b, absmax, **case.attributes)
+    slope = jax.grad(lambda a: product(a, b, absmax, **case.attributes).sum())(a)
+    np.testing.assert_allclose(slope[0], columns.sum(1), rtol=1e-5)
 
 
 def test_what_only_other_providers_have_is_refused():

@@ -24,7 +24,7 @@ from jaxonnx.ops.linear import affine
 from jaxonnx.registry import Static, op
 
 
-def _refuse(**options):
+def refuse(**options):
     """Raise for an option that is set and that only other execution providers support."""
     for name, value in options.items():
         if value is not None and (isinstance(value, str | int | float) is False or value):
@@ -79,11 +79,27 @@ def attention_contrib(
     unidirectional=0,
 ):
     """Self-attention with the projection of x to Q, K and V; `past` (2, b, heads, p, size)."""
-    _refuse(do_rotary=do_rotary, past_present_share_buffer=past_present_share_buffer)
-    qkv = affine(x, weights, bias)
-    sizes = qkv_hidden_sizes or [qkv.shape[-1] // 3] * 3
+    refuse(do_rotary=do_rotary, past_present_share_buffer=past_present_share_buffer)
+    return self_attention(
+        affine(x, weights, bias),
+        num_heads,
+        qkv_hidden_sizes,
+        mask_index,
+        past,
+        attention_bias,
+        mask_filter_value,
+        scale,
+        unidirectional,
+    )
+
+
+def self_attention(
+    qkv, heads, sizes, mask, past, attention_bias, filter_value, scale, unidirectional
+):
+    """Return the attention of projected Q, K and V, side by side, and the cache behind it."""
+    sizes = sizes or [qkv.shape[-1] // 3] * 3
     parts = jnp.split(qkv, np.cumsum(sizes)[:2], axis=-1)
-    q, k, v = (split_heads(part, num_heads) for part in parts)
+    q, k, v = (split_heads(part, heads) for part in parts)
     offset = 0
     present = None
     if past is not None:
@@ -91,7 +107,7 @@ def attention_contrib(
         k, v = (jnp.concatenate(pair, axis=2) for pair in ((past[0], k), (past[1], v)))
     if k.shape == v.shape:
         present = jnp.stack([k, v])
-    added = _padding_bias(mask_index, x.shape[0], k.shape[2], mask_filter_value, x.dtype)
+    added = _padding_bias(mask, qkv.shape[0], k.shape[2], filter_value, qkv.dtype)
     if attention_bias is not None:
         added = added + attention_bias
     return _attend(q, k, v, added, scale, unidirectional, offset)[0], present
@@ -119,7 +135,7 @@ def multi_head_attention(
 
     A key and value of rank 4 are the cache of another attention and get no bias.
     """
-    _refuse(past_sequence_length=past_sequence_length, cache_indirection=cache_indirection)
+    refuse(past_sequence_length=past_sequence_length, cache_indirection=cache_indirection)
     if query.ndim == 5:
         q, k, v = (part.squeeze(3).swapaxes(1, 2) for part in jnp.split(query, 3, axis=3))
     elif key is not None and key.ndim == 5:
@@ -198,7 +214,7 @@ def group_query_attention(
     A sample's valid length after this step is seqlens_k + 1; the new steps are its last ones, save
     in the first prompt (as many steps as `total_sequence_length`), which may be padded at its end.
     """
-    _refuse(kv_cache_bit_width=kv_cache_bit_width, sliding_window_cache=sliding_window_cache)
+    refuse(kv_cache_bit_width=kv_cache_bit_width, sliding_window_cache=sliding_window_cache)
     if (k_quant_type, v_quant_type) != ("NONE", "NONE"):
         raise NodeError("a quantized cache is not supported; export the model without it")
     if key is None:
@@ -252,7 +268,7 @@ def rotary_embedding_contrib(
     scale=1.0,
 ):
     """Rotary position embedding; a vector of position ids holds those of the first steps."""
-    _refuse(is_packed_batching=is_packed_batching, scale=None if scale == 1 else scale)
+    refuse(is_packed_batching=is_packed_batching, scale=None if scale == 1 else scale)
     heads = split_heads(x, num_heads or x.shape[-1] // (2 * cos_cache.shape[-1]))
     if rotary_embedding_dim and cos_cache.shape[-1] != rotary_embedding_dim // 2:
         raise NodeError(f"the caches hold {cos_cache.shape[-1]} angles for {rotary_embedding_dim}")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx.errors import NodeError
+from jaxonnx.ops.common import axis_of
 from jaxonnx.ops.contrib import DOMAIN
 from jaxonnx.ops.linear import matmul
 from jaxonnx.ops.quantize import dequantize_linear, dynamic_quantize_linear, quantize_linear
@@ -132,3 +133,66 @@ def matmul_n_bits(
     weight = (weight - jnp.take(zero, block, axis=1)) * jnp.take(scale, block, axis=1)
     y = matmul(a, weight.T)
     return y if bias is None else y + bias
+
+
+# bitsandbytes' types of 4 bits: the numbers that the codes 0 to 15 stand for
+_FP4 = [0, 0.0625 / 12, 8 / 12, 1, 4 / 12, 6 / 12, 2 / 12, 3 / 12]
+_BNB4 = (
+    np.array(_FP4 + [-x for x in _FP4], np.float32),
+    np.float32(
+        # quantiles of the normal distribution (QLoRA, arXiv 2305.14314, appendix E)
+        [
+            *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+            *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+            *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+            *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+        ]
+    ),
+)
+
+
+@op("MatMulBnb4", since=1, domain=DOMAIN, params=("absmax",))
+def matmul_bnb4(a, b, absmax, *, K, N, block_size, quant_type, training_mode=0, transB=1):
+    """A W' (or A W) with W (N, K) of 4 bits, the first in the high ones, scaled per block."""
+    codes = _unpacked(b.reshape(-1), 4).reshape(-1, 2)[:, ::-1].reshape(-1)[: N * K]
+    scale = jnp.repeat(absmax.reshape(-1), block_size)[: N * K]
+    weight = (jnp.asarray(_BNB4[quant_type], a.dtype)[codes] * scale).reshape(N, K)
+    return matmul(a, weight.T if transB else weight)
+
+
+@op("GatherBlockQuantized", since=1, domain=DOMAIN, params=("scales",))
+def gather_block_quantized(
+    data,
+    indices,
+    scales,
+    zero_points=None,
+    *,
+    bits=4,
+    block_size=128,
+    gather_axis=0,
+    quantize_axis=1,
+):
+    """Gather of (data - zero point) * scale, whose scales stand per block of `quantize_axis`.
+
+    Bytes hold numbers of `bits` bits along the last axis, unsigned ones, 2^(bits - 1) for zero. An
+    index out of range gives zeros.
+    """
+    axis, along = axis_of(gather_axis, data.ndim), axis_of(quantize_axis, data.ndim)
+    packed = data.dtype == np.uint8
+
+    def whole(x):
+        return _unpacked(x, bits) if packed and bits < 8 else x
+
+    values = whole(data).astype(scales.dtype)
+    if zero_points is not None:
+        zero = whole(zero_points).astype(scales.dtype)[tuple(map(slice, scales.shape))]
+    else:
+        zero = jnp.full(scales.shape, 2 ** (bits - 1) if packed else 0, scales.dtype)
+    block = block_size or values.shape[along]
+
+    def spread(x):
+        x = jnp.repeat(x, block, along)
+        return jnp.take(x, np.arange(values.shape[along]), along)
+
+    y = (values - spread(zero)) * spread(scales)
+    return jnp.take(y, jnp.asarray(indices), axis, mode="fill", fill_value=0)

@@ -1,6 +1,6 @@
 """Recurrent layers: RNN, GRU, LSTM.
 
-All three share `_recur`, which scans over the steps (`jaxonnx.lowering._recurrence`). A reversed
+All three share `scan_over`, which scans over the steps (`jaxonnx.lowering._recurrence`). A reverse
 direction scans from the end; steps beyond a sequence's length leave the state alone, so that it
 starts where its own data ends.
 """
@@ -35,7 +35,7 @@ _ACTIVATIONS = {
 _REVERSED = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
 
 
-def _functions(default, names, alphas, betas, clip, direction):
+def activations_of(default, names, alphas, betas, clip, direction):
     """Return the activation functions of each direction, their inputs clipped.
 
     Each function takes what it needs from the front of the lists of alphas and betas.
@@ -61,7 +61,7 @@ def _functions(default, names, alphas, betas, clip, direction):
     return [functions[i * count : (i + 1) * count] for i in range(directions)]
 
 
-def _recur(cell, x, w, r, bias, sequence_lens, initial, hidden_size, direction, layout):
+def scan_over(cell, x, w, r, bias, sequence_lens, initial, hidden_size, direction, layout):
     """Compute Y and the last states over every direction d.
 
     Shapes as in the specification; `cell(d)` is (step, recurrent weight, extra) of
@@ -104,7 +104,7 @@ def _recur(cell, x, w, r, bias, sequence_lens, initial, hidden_size, direction, 
     return y, *(jnp.stack(states, axis=1 if layout else 0) for states in zip(*lasts, strict=True))
 
 
-def _sum_of_biases(b):
+def sum_of_biases(b):
     """Add the biases of the input and the recurrence."""
     return None if b is None else sum(jnp.split(b, 2, axis=1))
 
@@ -129,14 +129,16 @@ def rnn(
 ):
     """H = f(X Wi' + H Ri' + Wbi + Rbi). Y is always returned, whatever `output_sequence` says."""
     names = list(activations)[: len(_REVERSED.get(direction, ()))]
-    functions = _functions(["Tanh"], names, activation_alpha, activation_beta, clip, direction)
+    functions = activations_of(["Tanh"], names, activation_alpha, activation_beta, clip, direction)
 
     def cell(d):
         (f,) = functions[d]
         return (lambda gates, _, h: (f(gates),)), r[d], None
 
-    bias = _sum_of_biases(b)
-    return _recur(cell, x, w, r, bias, sequence_lens, (initial_h,), hidden_size, direction, layout)
+    bias = sum_of_biases(b)
+    return scan_over(
+        cell, x, w, r, bias, sequence_lens, (initial_h,), hidden_size, direction, layout
+    )
 
 
 @op("GRU", since=3, weights=MATRICES, params={"b": 0.0})
@@ -165,7 +167,7 @@ def gru(
     h = g(X Wh' + r * (H Rh' + Rbh) + Wbh); H = (1 - z) * h + z * H.
     """
     hidden = r.shape[-1]
-    functions = _functions(
+    functions = activations_of(
         ["Sigmoid", "Tanh"], activations, activation_alpha, activation_beta, clip, direction
     )
     bias = inner_bias = None
@@ -194,7 +196,9 @@ def gru(
         # the reset comes between the product and the gates, or before the product
         return step, None, (*weights, None if inner_bias is None else inner_bias[d, 2 * hidden :])
 
-    return _recur(cell, x, w, r, bias, sequence_lens, (initial_h,), hidden_size, direction, layout)
+    return scan_over(
+        cell, x, w, r, bias, sequence_lens, (initial_h,), hidden_size, direction, layout
+    )
 
 
 @op("GRU", since=1, weights=MATRICES, params={"b": 0.0})
@@ -259,34 +263,38 @@ def lstm(
     C = f * C + i * g(X Wc' + H Rc' + Wbc + Rbc), o = f(X Wo' + H Ro' + Po * C + Wbo + Rbo),
     H = o * h(C).
     """
-    functions = _functions(
+    functions = activations_of(
         ["Sigmoid", "Tanh", "Tanh"], activations, activation_alpha, activation_beta, clip, direction
     )
 
     def cell(d):
-        f, g, h = functions[d]
-
-        def step(gates, peepholes, _, c):
-            i, o, forget, new = jnp.split(gates, 4, axis=-1)
-            if peepholes is not None:
-                p_i, p_o, p_f = jnp.split(peepholes, 3)
-                i, forget = i + p_i * c, forget + p_f * c
-            if input_forget:
-                c = elementwise(coupled, i, new, c)
-            else:
-                c = elementwise(separate, i, forget, new, c)
-            o = o if peepholes is None else o + p_o * c
-            return elementwise(lambda o, c: f(o) * h(c), o, c), c
-
-        def separate(i, forget, new, c):
-            return f(forget) * c + f(i) * g(new)
-
-        def coupled(i, new, c):
-            i = f(i)
-            return (1 - i) * c + i * g(new)
-
-        return step, r[d], None if p is None else p[d]
+        return lstm_step(*functions[d], input_forget), r[d], None if p is None else p[d]
 
     initial = initial_h, initial_c
-    bias = _sum_of_biases(b)
-    return _recur(cell, x, w, r, bias, sequence_lens, initial, hidden_size, direction, layout)
+    bias = sum_of_biases(b)
+    return scan_over(cell, x, w, r, bias, sequence_lens, initial, hidden_size, direction, layout)
+
+
+def lstm_step(f, g, h, input_forget):
+    """Return the step of an LSTM with these activations: gates, peepholes, H and C to H and C."""
+
+    def step(gates, peepholes, _, c):
+        i, o, forget, new = jnp.split(gates, 4, axis=-1)
+        if peepholes is not None:
+            p_i, p_o, p_f = jnp.split(peepholes, 3)
+            i, forget = i + p_i * c, forget + p_f * c
+        if input_forget:
+            c = elementwise(coupled, i, new, c)
+        else:
+            c = elementwise(separate, i, forget, new, c)
+        o = o if peepholes is None else o + p_o * c
+        return elementwise(lambda o, c: f(o) * h(c), o, c), c
+
+    def separate(i, forget, new, c):
+        return f(forget) * c + f(i) * g(new)
+
+    def coupled(i, new, c):
+        i = f(i)
+        return (1 - i) * c + i * g(new)
+
+    return step

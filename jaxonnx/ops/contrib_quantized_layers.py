@@ -1,0 +1,311 @@
+"""Quantized layers of com.microsoft: convolution, Gemm, pooling, attention, embeddings, LSTM.
+
+As in `jaxonnx.ops.contrib_quantized`, gradients go straight through.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx.errors import NodeError
+from jaxonnx.lowering import product
+from jaxonnx.ops.activation import leaky_relu, sigmoid, softmax
+from jaxonnx.ops.common import axis_of
+from jaxonnx.ops.contrib import DOMAIN, layer_norm
+from jaxonnx.ops.contrib_attention import refuse, self_attention
+from jaxonnx.ops.conv import qlinear_conv
+from jaxonnx.ops.pool import average_pool
+from jaxonnx.ops.quantize import dequantize_linear, dynamic_quantize_linear, quantize_linear
+from jaxonnx.ops.reduction import reduce_mean
+from jaxonnx.ops.rnn import activations_of, lstm_step, scan_over, sum_of_biases
+from jaxonnx.registry import Rounded, Through, op
+
+
+def _value(x):
+    return x.value if isinstance(x, Rounded) else x
+
+
+def _between(function, x, x_scale, x_zero, y_scale, y_zero):
+    """Dequantize, apply a function and quantize again."""
+    y = function(dequantize_linear(x, x_scale, x_zero))
+    zero = np.zeros((), _value(x).dtype) if y_zero is None else y_zero
+    return quantize_linear(y, y_scale, zero)
+
+
+@op("QLinearLeakyRelu", since=1, domain=DOMAIN)
+def qlinear_leaky_relu(x: Through, x_scale, x_zero, y_scale, y_zero=None, *, alpha=0.01):
+    return _between(lambda x: leaky_relu(x, alpha=alpha), x, x_scale, x_zero, y_scale, y_zero)
+
+
+@op("QLinearSigmoid", since=1, domain=DOMAIN)
+def qlinear_sigmoid(x: Through, x_scale, x_zero, y_scale, y_zero=None):
+    return _between(sigmoid, x, x_scale, x_zero, y_scale, y_zero)
+
+
+@op("QLinearSoftmax", since=1, domain=DOMAIN)
+def qlinear_softmax(x: Through, x_scale, x_zero, y_scale, y_zero, *, axis=-1, opset):
+    """Softmax over `axis`; before opset 13 over the axes from `axis` on."""
+
+    def over(x):
+        if opset >= 13:
+            return softmax(x, axis)
+        rows = x.reshape(*x.shape[: axis_of(axis, x.ndim)], -1)
+        return softmax(rows, -1).reshape(x.shape)
+
+    return _between(over, x, x_scale, x_zero, y_scale, y_zero)
+
+
+@op("QLinearReduceMean", since=1, domain=DOMAIN)
+def qlinear_reduce_mean(x: Through, x_scale, x_zero, y_scale, y_zero=None, *, axes, keepdims):
+    def mean(x):
+        return reduce_mean(x, tuple(axes), bool(keepdims))
+
+    return _between(mean, x, x_scale, x_zero, y_scale, y_zero)
+
+
+@op("QLinearAveragePool", since=1, domain=DOMAIN)
+def qlinear_average_pool(
+    x: Through,
+    x_scale,
+    x_zero,
+    y_scale,
+    y_zero=None,
+    *,
+    auto_pad="NOTSET",
+    ceil_mode=0,
+    channels_last=0,
+    count_include_pad=0,
+    kernel_shape,
+    pads=None,
+    strides=None,
+):
+    def pool(x):
+        return average_pool(
+            x,
+            auto_pad=auto_pad,
+            ceil_mode=ceil_mode,
+            count_include_pad=count_include_pad,
+            kernel_shape=kernel_shape,
+            pads=pads,
+            strides=strides,
+            channels=-1 if channels_last else 1,
+        )
+
+    return _between(pool, x, x_scale, x_zero, y_scale, y_zero)
+
+
+@op("QLinearWhere", since=1, domain=DOMAIN)
+def qlinear_where(
+    condition, x: Through, x_scale, x_zero, y: Through, y_scale, y_zero, z_scale, z_zero
+):
+    x, y = dequantize_linear(x, x_scale, x_zero), dequantize_linear(y, y_scale, y_zero)
+    return quantize_linear(jnp.where(condition, x, y), z_scale, z_zero)
+
+
+@op("QLinearConv", since=1, domain=DOMAIN)
+def qlinear_conv_contrib(
+    x,
+    x_scale,
+    x_zero_point,
+    w,
+    w_scale,
+    w_zero_point,
+    y_scale,
+    y_zero_point,
+    b=None,
+    *,
+    auto_pad="NOTSET",
+    channels_last=0,
+    dilations=None,
+    group=1,
+    kernel_shape=None,
+    pads=None,
+    strides=None,
+):
+    """QLinearConv, of images (N, *D, C) with `channels_last`; the weight is as in Conv."""
+    y = qlinear_conv(
+        jnp.moveaxis(x, -1, 1) if channels_last else x,
+        x_scale,
+        x_zero_point,
+        w,
+        w_scale,
+        w_zero_point,
+        y_scale,
+        y_zero_point,
+        b,
+        auto_pad=auto_pad,
+        dilations=dilations,
+        group=group,
+        kernel_shape=kernel_shape,
+        pads=pads,
+        strides=strides,
+    )
+    return jnp.moveaxis(y, 1, -1) if channels_last else y
+
+
+def _matrix(x, scale, zero):
+    """Dequantize a matrix by one scale, or one a column."""
+    return dequantize_linear(x, scale, zero, axis=-1)
+
+
+@op("QGemm", since=1, domain=DOMAIN)
+def qgemm(
+    a: Through,
+    a_scale,
+    a_zero_point,
+    b: Through,
+    b_scale,
+    b_zero_point,
+    c=None,
+    y_scale=None,
+    y_zero_point=None,
+    *,
+    alpha=1.0,
+    transA=0,
+    transB=0,
+):
+    """alpha * A' B' + C, where C counts in a_scale * b_scale; in float32 without `y_scale`."""
+    a = dequantize_linear(a, a_scale, a_zero_point)
+    b = dequantize_linear(b, b_scale, b_zero_point, axis=0 if transB else 1)
+    y = alpha * ((a.T if transA else a) @ (b.T if transB else b))
+    if c is not None:
+        y = y + c * (alpha * a_scale * b_scale)
+    return y if y_scale is None else quantize_linear(y, y_scale, y_zero_point)
+
+
+@op("QAttention", since=1, domain=DOMAIN, params=("bias",))
+def qattention(
+    x: Through,
+    weight: Through,
+    bias,
+    x_scale,
+    weight_scale,
+    mask_index=None,
+    x_zero_point=None,
+    weight_zero_point=None,
+    past=None,
+    *,
+    do_rotary=None,
+    mask_filter_value=None,
+    num_heads,
+    past_present_share_buffer=None,
+    scale=None,
+    unidirectional=0,
+):
+    """Attention with a quantized projection to Q, K and V."""
+    refuse(do_rotary=do_rotary, past_present_share_buffer=past_present_share_buffer)
+    x = dequantize_linear(x, x_scale, x_zero_point)
+    qkv = x @ _matrix(weight, weight_scale, weight_zero_point) + bias
+    hidden = -10000.0 if mask_filter_value is None else mask_filter_value
+    return self_attention(
+        qkv, num_heads, None, mask_index, past, None, hidden, scale, unidirectional
+    )
+
+
+@op("QEmbedLayerNormalization", since=1, domain=DOMAIN)
+def qembed_layer_normalization(
+    input_ids,
+    segment_ids,
+    word: Through,
+    position: Through,
+    segment: Through,
+    gamma: Through,
+    beta: Through,
+    mask,
+    word_scale,
+    position_scale,
+    segment_scale,
+    gamma_scale,
+    beta_scale,
+    word_zero_point,
+    position_zero_point,
+    segment_zero_point,
+    gamma_zero_point,
+    beta_zero_point,
+    *,
+    epsilon=1e-12,
+):
+    """EmbedLayerNormalization with quantized tables, scale and shift."""
+    batch, steps = input_ids.shape
+    total = dequantize_linear(word, word_scale, word_zero_point)[input_ids]
+    total = total + dequantize_linear(position, position_scale, position_zero_point)[:steps]
+    if segment_ids is not None:
+        table = dequantize_linear(segment, segment_scale, segment_zero_point)
+        total = total + table[segment_ids]
+    counts = jnp.zeros(batch, np.int32) if mask is None else (mask == 1).sum(axis=1, dtype=np.int32)
+    gamma = dequantize_linear(gamma, gamma_scale, gamma_zero_point)
+    beta = dequantize_linear(beta, beta_scale, beta_zero_point)
+    return layer_norm(total, gamma, beta, epsilon)[0], counts
+
+
+def _rounded(x):
+    """Return x as its 8-bit quantization by its own range has it."""
+    return dequantize_linear(*dynamic_quantize_linear(x))
+
+
+@op("DynamicQuantizeLSTM", since=1, domain=DOMAIN, params={"b": 0.0, "p": 0.0})
+def dynamic_quantize_lstm(
+    x,
+    w: Through,
+    r: Through,
+    b,
+    sequence_lens,
+    initial_h,
+    initial_c,
+    p,
+    w_scale,
+    w_zero_point,
+    r_scale,
+    r_zero_point,
+    *,
+    activation_alpha=None,
+    activation_beta=None,
+    activations=None,
+    clip=None,
+    direction="forward",
+    hidden_size=None,
+    input_forget=0,
+):
+    """LSTM whose weights are quantized, and whose inputs and hidden states are as it goes.
+
+    W (directions, features, 4 hidden) and R (directions, hidden, 4 hidden) lie transposed.
+    """
+    functions = activations_of(
+        ["Sigmoid", "Tanh", "Tanh"], activations, activation_alpha, activation_beta, clip, direction
+    )
+    w, r = (
+        jnp.stack([_matrix(*parts) for parts in _directions(*factor)])
+        for factor in ((w, w_scale, w_zero_point), (r, r_scale, r_zero_point))
+    )
+
+    def cell(d):
+        step = lstm_step(*functions[d], input_forget)
+
+        def quantized(gates, extra, h, c):
+            recurrent, peepholes = extra
+            return step(gates + product(_rounded(h), recurrent), peepholes, h, c)
+
+        return quantized, None, (r[d], None if p is None else p[d])
+
+    return scan_over(
+        cell,
+        _rounded(x),
+        w.mT,
+        r.mT,
+        sum_of_biases(b),
+        sequence_lens,
+        (initial_h, initial_c),
+        hidden_size,
+        direction,
+        0,
+    )
+
+
+def _directions(x, scale, zero):
+    """Return the matrix, scale and zero point of each direction."""
+    values, reals = (x.value, x.real) if isinstance(x, Rounded) else (x, None)
+    if values.ndim != 3 or scale.shape[0] != values.shape[0]:
+        raise NodeError(f"weights {values.shape} and scales {scale.shape} must be of one direction")
+    return [
+        (values[d] if reals is None else Rounded(values[d], reals[d]), scale[d], zero[d])
+        for d in range(values.shape[0])
+    ]
