@@ -70,6 +70,17 @@ def test_run(data, tmp_path, capsys):
     np.testing.assert_allclose(np.load(output)["logits"], expected, rtol=1e-5, atol=1e-6)
 
 
+def test_run_in_batches(small, capsys):
+    for size in ("", " --batch-size 3", " --batch-size 100"):
+        assert command(f"run net.onnx data.npz -o out.npz{size}") == 0
+        outputs = np.load("out.npz")["y"]
+        np.testing.assert_allclose(
+            outputs, jaxonnx.load("net.onnx")(np.load("data.npz")["x"]), 1e-5
+        )
+    assert command("run net.onnx data.npz -o out.npz --batch-size 0") == 2
+    assert "batch_size must be a positive integer" in capsys.readouterr().err
+
+
 def test_run_gives_inner_values(small, capsys):
     assert command("run net.onnx data.npz -o out.npz --outputs y") == 0
     assert command("run net.onnx data.npz -o out.npz --outputs z") == 2

@@ -14,7 +14,7 @@ ROOT = Path(jaxonnx.__file__).parent
 ORDER = (
     *("__main__", "docs", "cli", "demo", "flax", "backend", "jaxonnx"),
     *("train", "losses", "lora", "loggers", "model", "training_info"),
-    *("_rewrite", "_run", "_graph", "_file"),
+    *("_data", "_rewrite", "_run", "_graph", "_file"),
     *("ops", "registry", "lowering", "sparse", "optim", "_jaxpr", "_axes", "errors"),
 )
 """The rooms and modules of the package, from the top: each imports only those after it."""

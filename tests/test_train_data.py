@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxonnx
+from jaxonnx._data.batches import Arrays
+from jaxonnx._data.memory import Memory
 from jaxonnx._graph.values import Value
-from jaxonnx.train._batches import Arrays
 from jaxonnx.train._data import sources
-from jaxonnx.train._memory import Memory
 
 ONE = (Value("x", None, None),)
 TEXT = """<ir_version: 8, opset_import: ["": 17]>

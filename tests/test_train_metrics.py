@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 import jaxonnx
+from jaxonnx._data.batches import Batch
 from jaxonnx.train import _objective as objective
-from jaxonnx.train._batches import Batch
 from jaxonnx.train._data import sources
 
 CLASSES = 4

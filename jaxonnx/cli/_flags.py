@@ -210,13 +210,14 @@ VERBS: Mapping[str, Verb] = {
     ),
     "run": Verb(
         "run a model on the arrays of a .npz file",
-        "jaxonnx run net.onnx inputs.npz -o outputs.npz",
+        "jaxonnx run net.onnx inputs.npz -o outputs.npz --batch-size 32",
         {
             "": [
                 _MODEL,
                 Flag("data", "a .npz with the inputs by name (or one as 'x')", _PATH),
                 Flag("-o --output", "the .npz to write", _NEEDED),
                 Flag("--outputs", "inner value, node or module to give instead; repeatable", _MANY),
+                Flag("--batch-size", "run so many at a time; otherwise all at once", _COUNT),
             ],
             **_READING,
         },

@@ -84,9 +84,14 @@ def run(options: argparse.Namespace) -> Report:
     model = read(options, options.outputs)
     check_writable(options.output)
     inputs, _ = arrays(options.data, model, None)
-    outputs = model(*inputs)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     names = [value.name for value in model.outputs]
+    if options.batch_size is not None:
+        progress = False if options.json else None
+        outputs = model.predict(inputs, batch_size=options.batch_size, progress=progress)
+        outputs = tuple(outputs.values()) if isinstance(outputs, dict) else outputs
+    else:
+        outputs = model(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     named: dict[str, Any] = dict(zip(names, map(np.asarray, outputs), strict=True))
     try:
         with whole(options.output) as path, path.open("wb") as file:

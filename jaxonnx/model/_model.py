@@ -16,6 +16,7 @@ import numpy as np
 from onnx import ModelProto
 from rich.console import Group
 
+from jaxonnx._data.forms import check_size, examples_of
 from jaxonnx._file import formats
 from jaxonnx._file import save as saving
 from jaxonnx._graph.bind import Graph, bind
@@ -29,6 +30,7 @@ from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError
 from jaxonnx.model import _notes as notes
 from jaxonnx.model._calls import inputs_first, unmarked
+from jaxonnx.model._predict import predictions
 from jaxonnx.model._restart import Initializer, restarted
 from jaxonnx.model._select import Select, select
 from jaxonnx.model._show import Rendered, Summary, overview, summary
@@ -123,6 +125,34 @@ class Model(Rendered):
           InputError: arguments that do not fit the inputs.
         """
         return _one(self.program(*self._stored, rng, self._arguments(inputs, named)))
+
+    def predict(
+        self, data: Any, *, batch_size: int | None = None, progress: bool | None = None
+    ) -> Any:
+        """Run inference over any number of examples, batch by batch.
+
+        >>> from jaxonnx import demo
+        >>> demo.model().predict(np.zeros((100, 1, 8, 8), np.float32)).shape
+        (100, 10)
+
+        Args:
+          data: inputs in any of the forms of data that `jaxonnx.train` takes, but for folders of
+            pictures: arrays, a tuple or dict of them, the path of an .npz file, a Hugging Face
+            Dataset, or batches of these. Targets beside them are left out.
+          batch_size: of data in one piece; 32 if not given, or what the inputs are fixed to.
+          progress: show a bar after two seconds; by default where the output is a terminal.
+
+        Returns:
+          A NumPy array with the examples along the first axis, in their order; if there are several
+          outputs a dict of these by name.
+
+        Raises:
+          TrainingError: data that do not fit.
+          InputError: inputs that do not fit, or an output that does not have one row per example.
+        """
+        examples = examples_of(data, self.inputs, batch_size, None, "data", labels=False)
+        check_size(examples, batch_size)
+        return predictions(self, [value.name for value in self.outputs], examples, progress)
 
     @cached_property
     def _stored(self) -> tuple[dict[str, Any], dict[str, Any]]:

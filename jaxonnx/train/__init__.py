@@ -3,8 +3,8 @@
 `evaluate`: losses and metrics of a model over all of some data.
 """
 
+from jaxonnx._data.batches import Batch
 from jaxonnx.train._assembly import step
-from jaxonnx.train._batches import Batch
 from jaxonnx.train._evaluate import evaluate
 from jaxonnx.train._history import History
 from jaxonnx.train._result import Result

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._data.batches import Batch
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model, load
-from jaxonnx.train._batches import Batch
 from jaxonnx.train._objective import Objective
 from jaxonnx.train._settings import Settings
 from jaxonnx.train._step import State, Step, as_batch, copy

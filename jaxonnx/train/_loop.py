@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxonnx._data.batches import Batch, Examples, Stream
 from jaxonnx.errors import Error, TrainingError
 from jaxonnx.model import Model
-from jaxonnx.train._batches import Batch, Examples, Stream
 from jaxonnx.train._checkpoint import Checkpoints, Position
 from jaxonnx.train._history import History
 from jaxonnx.train._keeper import Keeper

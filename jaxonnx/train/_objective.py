@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._data.batches import Batch
 from jaxonnx._graph.bind import Node
 from jaxonnx._rewrite.last import ENDINGS
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
 from jaxonnx.train import _losses as losses
 from jaxonnx.train import _metrics as metrics
-from jaxonnx.train._batches import Batch
 from jaxonnx.train._reader import Reader
 
 

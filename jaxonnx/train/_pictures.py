@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxonnx._data.batches import Batch, Examples
+from jaxonnx._data.memory import Memory
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.train._augment import Augment, prepared
-from jaxonnx.train._batches import Batch, Examples
 from jaxonnx.train._folder import Folder
-from jaxonnx.train._memory import Memory
 
 _AHEAD = 2
 """Batches that are decoded while one is used."""

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._data.batches import Batch, ordered
 from jaxonnx.model import Model
-from jaxonnx.train._batches import Batch, ordered
 
 
 @jax.tree_util.register_dataclass

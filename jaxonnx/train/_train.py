@@ -8,12 +8,12 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast
 import optax
 from onnx import ModelProto
 
+from jaxonnx._data.batches import Batch
 from jaxonnx._rewrite.head import Classes
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.model import Model, Statistics, Trainable, load
 from jaxonnx.train._assembly import assembled, step
-from jaxonnx.train._batches import Batch
 from jaxonnx.train._data import sources
 from jaxonnx.train._folder import notes, pictured
 from jaxonnx.train._head import headed

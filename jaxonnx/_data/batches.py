@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxonnx._data.memory import Memory
 from jaxonnx.errors import TrainingError
-from jaxonnx.train._memory import Memory
 
 
 class Batch(NamedTuple):
@@ -30,16 +30,18 @@ class Batch(NamedTuple):
     """float32, 1 for an example and 0 for fill."""
 
 
-def as_pair(given: Any, names: list[str], what: str) -> tuple[tuple[np.ndarray, ...], Any]:
+def as_pair(
+    given: Any, names: list[str], what: str, labels: bool = True
+) -> tuple[tuple[np.ndarray, ...], Any]:
     """Return inputs in the model's order and targets, as NumPy arrays of one length."""
-    x, y = ordered(given, names, what)
+    x, y = ordered(given if labels else (_unlabelled(given, names), ()), names, what)
     inputs, targets = jax.tree.map(np.asarray, (x, y), is_leaf=lambda v: isinstance(v, list))
     named = [(f"input {n!r}", a) for n, a in zip(names, inputs, strict=True)]
     named += [
         (f"the targets{jax.tree_util.keystr(path)}", a)
         for path, a in jax.tree_util.tree_leaves_with_path(targets)
     ]
-    if len(named) == len(names):
+    if labels and len(named) == len(names):
         raise TrainingError(f"{what} has no targets")
     for name, array in named:
         if array.dtype.kind in "OSUMm":
@@ -68,6 +70,20 @@ def ordered(given: Any, names: list[str], what: str) -> tuple[tuple[Any, ...], A
     if len(x) != len(names):
         raise TrainingError(f"{what} has {len(x)} inputs; the model has {len(names)}: {names}")
     return x, y
+
+
+def _unlabelled(given: Any, names: list[str]) -> Any:
+    """Return inputs as they come, without the targets beside them."""
+    if isinstance(given, Mapping):
+        if len(names) == 1 and names[0] not in given and "x" in given:
+            return given["x"]
+        return {name: given[name] for name in names if name in given}
+    if not isinstance(given, tuple | list):
+        return given
+    nested = any(isinstance(x, tuple | list | Mapping) for x in given)
+    if len(given) == len(names) and not nested:
+        return tuple(given)
+    return given[0] if len(given) == 2 else given
 
 
 def _parted(given: Any, names: list[str], what: str) -> tuple[Any, Any]:
@@ -152,6 +168,8 @@ class Stream:
     what: str
     targets: None = None
     """They are not known before they come."""
+    labels: bool = True
+    """Whether there are targets, or only inputs are wanted."""
 
     @property
     def steps(self) -> int | None:
@@ -174,7 +192,7 @@ class Stream:
         pairs: Any = self.data(epoch) if callable(self.data) else self.data
         for number, pair in enumerate(pairs):
             what = f"batch {number} of {self.what} in epoch {epoch}"
-            pair = as_pair(pair, self.names, what)
+            pair = as_pair(pair, self.names, what, self.labels)
             full = pair if full is None else full
             _same(pair, full, what)
             size, count = len(full[0][0]), len(pair[0][0])

@@ -1,0 +1,1 @@
+"""Examples in any form, as batches of one size."""

@@ -1,0 +1,97 @@
+"""The forms of data, one entry of `SOURCES` for each but arrays and iterables."""
+
+import os
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxonnx._data.batches import Arrays, Examples, Stream, as_pair
+from jaxonnx._graph.values import Value
+from jaxonnx.errors import TrainingError
+
+
+def examples_of(
+    data: Any,
+    inputs: Sequence[Value],
+    batch_size: int | None,
+    seed: int | None,
+    what: str,
+    labels: bool = True,
+) -> Examples | Stream:
+    """Return examples in any form as batches.
+
+    Args:
+      inputs: the model's; where they are fixed to a batch size, data in one piece takes it.
+      batch_size: of data in one piece.
+      seed: of the order of data in one piece; None keeps it.
+      what: the data, for errors.
+      labels: whether the targets are wanted. Else they may be missing, and are left out.
+    """
+    names = [value.name for value in inputs]
+    what = f"{what} '{os.fspath(data)}'" if isinstance(data, str | os.PathLike) else what
+    data = next((read(data) for applies, read in SOURCES if applies(data)), data)
+    whole = isinstance(data, Mapping) or (isinstance(data, tuple) and len(data) == 2)
+    if not labels:
+        whole |= isinstance(data, tuple) or hasattr(data, "__array__")
+    if whole:
+        arrays, targets = as_pair(data, names, what, labels)
+        rows = np.arange(len(arrays[0]))
+        return Arrays(arrays, targets, size_of_batches(inputs, batch_size), seed, rows)
+    if not (callable(data) or isinstance(data, Iterable)):
+        raise TrainingError(
+            f"{what} must be a pair (x, y) of arrays, a dict of arrays, the path of an .npz file "
+            "with them or of a folder of pictures, an iterable of batches, or a function from the "
+            f"epoch to such an iterable; it is a {type(data).__name__}"
+        )
+    return Stream(data, names, what, labels=labels)
+
+
+def _read(path: str | os.PathLike) -> dict[str, np.ndarray]:
+    """Return the arrays of an .npz file."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            if isinstance(file, np.lib.npyio.NpzFile):
+                return {name: file[name] for name in file.files}
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+        raise TrainingError(f"the data '{os.fspath(path)}' cannot be read: {error}") from error
+    raise TrainingError(
+        f"the data '{os.fspath(path)}' must be an .npz file, which numpy.savez writes, with arrays "
+        "by name"
+    )
+
+
+def _rows(dataset: Any) -> Mapping[str, Any]:
+    """Return the columns of a Hugging Face Dataset, whose iterator would give single examples."""
+    return (dataset if dataset.format["type"] else dataset.with_format("numpy"))[:]
+
+
+SOURCES: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any]], ...] = (
+    (lambda data: isinstance(data, str | os.PathLike), _read),
+    (lambda data: all(hasattr(data, n) for n in ("column_names", "format", "__len__")), _rows),
+)
+"""Kinds of data besides arrays and iterables: how one is told, and how it becomes one of these."""
+
+
+def size_of_batches(inputs: Sequence[Value], wanted: int | None) -> int:
+    """Return the size that the inputs are fixed to, or what was asked for, or 32."""
+    fixed = [value.shape[0] for value in inputs if value.shape]
+    size = next((size for size in fixed if isinstance(size, int)), None)
+    if size is None:
+        return 32 if wanted is None else wanted
+    if wanted not in (None, size):
+        raise TrainingError(
+            f"batch_size={wanted}, but the model's inputs are fixed to batches of {size}; "
+            "jaxonnx.load(path, batch='any') may open it"
+        )
+    return size
+
+
+def check_size(examples: Examples | Stream, batch_size: int | None) -> None:
+    """Refuse a batch size for batches that have their own."""
+    if isinstance(examples, Stream) and batch_size is not None:
+        raise TrainingError(
+            f"batch_size={batch_size} goes with data in one piece; data is an iterable, whose "
+            "batches have their own size"
+        )
