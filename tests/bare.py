@@ -66,6 +66,13 @@ def check(folder: Path) -> None:
     decoder = jaxonnx.load(onnx.parser.parse_model(PICTURE))
     assert "jaxonnx[image]" in complaint(lambda: decoder(np.zeros(9, np.uint8)))
     assert "jaxonnx[image]" in complaint(lambda: read(folder / "picture.png", layout(model)))
+    (folder / "photos" / "a").mkdir(parents=True)
+    (folder / "photos" / "a" / "1.png").write_bytes(b"")
+    (folder / "photos" / "b").mkdir()
+    (folder / "photos" / "b" / "2.png").write_bytes(b"")
+    pictures = {"loss": settings["loss"], "optimizer": optax.sgd(0.1), "preprocess": {"scale": 1}}
+    photos = folder / "photos"
+    assert "jaxonnx[image]" in complaint(lambda: jaxonnx.train(model, photos, **pictures))
 
 
 if __name__ == "__main__":

@@ -388,6 +388,17 @@ def test_a_network_of_pixels(photos):
     assert batch.inputs[0].shape == (4, 8, 6, 3)
 
 
+def test_other_types_and_open_sizes(photos):
+    """Double precision is what JAX has of it; the size that is chosen stays in the file."""
+    data, _ = opened(photos, net=model(kind=onnx.TensorProto.DOUBLE))
+    assert next(data.batches(0)).inputs[0].dtype == np.float32
+    any_size = model(shape=["n", 3, "h", "w"])
+    with pytest.raises(jaxonnx.InputError, match=r"say which .*preprocess=\{'size'"):
+        opened(photos, net=any_size)
+    data, _, said = pictured(photos, None, any_size, {"size": (9, 7)})
+    assert data.size(False) == images.preparation(said).size == (9, 7)
+
+
 def test_from_the_command_line(photos, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     model(2, metadata=None).save("net.onnx")

@@ -4,7 +4,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -47,9 +47,11 @@ class Pictures(Examples):
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         settings = self.inputs.settings
+        dtype = jax.dtypes.canonicalize_dtype(settings.where.dtype)
+        where = replace(settings.where, dtype=dtype)
         augment = settings.augment if self.seed is not None else Augment()
         whole = augment.crop is not None
-        like = np.empty((0, *self.inputs.size(whole), settings.where.channels), np.uint8)
+        like = np.empty((0, *self.inputs.size(whole), where.channels), np.uint8)
         memory = Memory(like, self.size)
         key = jax.random.fold_in(jax.random.key(self.seed or 0), _KEY)
 
@@ -62,7 +64,7 @@ class Pictures(Examples):
                 np.uint32(epoch),
                 np.uint32(number),
                 how=settings.how,
-                where=settings.where,
+                where=where,
                 augment=augment,
             )
             return Batch((x,), self.targets[rows], weight)
