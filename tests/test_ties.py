@@ -44,6 +44,8 @@ def test_a_matrix_behind_identity_is_one_weight(tmp_path):
     net = jaxonnx.load(twice())
     assert [*net.params] == ["w"]
     assert "'w' is also 'w2': one weight" in str(net)
+    assert [*net.with_trainable("w2").params] == ["w"]  # by either name
+    assert [*jaxonnx.load(twice(), trainable=["w2", "w"]).params] == ["w"]
     x = RNG.standard_normal((8, 4)).astype(np.float32)
     gradient = jax.grad(lambda params: net.apply(params, x).sum())(net.params)["w"]
     apart = jaxonnx.load(twice(), tied=[])

@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import onnx.parser
+import onnxruntime
 import optax
 import pytest
 
@@ -78,15 +79,14 @@ def test_parts_train_with_adapters_sparsity_and_anew():
     for name in ("cls_token", "cross.in_proj_weight", "cross.in_proj_bias", "experts"):
         assert not np.array_equal(run.model.params[name], model.params[name])
     sparse.verify(run.model)
+    session = onnxruntime.InferenceSession(run.model.to_onnx().SerializeToString())
+    np.testing.assert_allclose(session.run(None, {"x": x})[0], run.model(x), rtol=1e-4, atol=1e-5)
     adapted = jaxonnx.train(
         model, data, epochs=1, lora=jaxonnx.LoRA(2, where="cross.in_proj_weight"), **settings
     )
-    assert (
-        np.linalg.matrix_rank(
-            adapted.model.params["cross.in_proj_weight"] - model.params["cross.in_proj_weight"]
-        )
-        <= 2
-    )
+    change = adapted.model.params["cross.in_proj_weight"] - model.params["cross.in_proj_weight"]
+    first, _, third, *_ = np.linalg.svd(change, compute_uv=False)
+    assert 0 < third + first < 1.01 * first  # of rank two, but for rounding
     new = model.reinitialize(KEY, "cls_token|cross.*").params
     np.testing.assert_array_equal(new["cls_token"], 0)
     np.testing.assert_array_equal(new["cross.in_proj_bias"], 0)

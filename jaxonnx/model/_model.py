@@ -21,6 +21,7 @@ from jaxonnx._file import formats
 from jaxonnx._file import save as saving
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.roles import graph_tensors, running_statistics
+from jaxonnx._graph.ties import tied
 from jaxonnx._graph.values import Value, arguments, data, declared, listed, matching
 from jaxonnx._rewrite.batch import freed
 from jaxonnx._rewrite.head import Classes, Head, replaced
@@ -227,7 +228,8 @@ class Model(Rendered):
 
         Args:
           trainable: names or regular expressions (matched in full), or a predicate. Running
-            statistics are chosen only by their exact names.
+            statistics are chosen only by their exact names. A tensor that Identity nodes give
+            other names (`jaxonnx.load`, `tied`) is chosen by any of them.
 
         Raises:
           InputError: a name or expression matches no floating-point tensor.
@@ -236,6 +238,10 @@ class Model(Rendered):
         tensors = self.tensors
         floats = {n: v for n, v in tensors.items() if jnp.issubdtype(v.dtype, jnp.floating)}
         # a running statistic is renewed, not trained, unless it is asked for by its name
+        if not callable(trainable):
+            names = [trainable] if isinstance(trainable, str) else trainable
+            also = tied(self.proto.graph, tensors)
+            trainable = [also.get(name, name) for name in names]
         chosen = select(trainable, floats, "trainable", running_statistics(self.graph))
         constants = {n: v for n, v in self.program.constants.items() if n not in chosen}
         return dataclasses.replace(
