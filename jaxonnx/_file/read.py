@@ -13,7 +13,7 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import FunctionProto, GraphProto, ModelProto, TensorProto, numpy_helper
 
-from jaxonnx._file import checkpoints, formats
+from jaxonnx._file import checkpoints, formats, order
 from jaxonnx._file.protos import all_graphs, names_of_constants, tensor_of_constant
 from jaxonnx._file.records import SPARSITY, has
 from jaxonnx._file.save import in_file_types
@@ -78,6 +78,7 @@ def read(
             )
         proto = read_graph(path)
     _check_header(proto, what)
+    order.sort(proto.graph)
     tensors = _take_tensors(proto.graph, folder)
     if not proto.training_info:  # the graphs of an algorithm call the functions as they are
         for function in proto.functions:
