@@ -72,6 +72,7 @@ def part(name: str, path: Path, folder: Path, options, checkout: Path | None = N
 
 def forked(name: str, path: Path, folder: Path, options) -> int | None:
     """Run a worker in a copy of a process that has the libraries; None if it takes too long."""
+    os.environ["JAX_TRACEBACK_FILTERING"] = "off"  # an error is the last thing in the log
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.real_worker", "jax", "jaxonnx", "onnxruntime"])
     process = context.Process(target=real_worker.check, args=(name, path, folder, options.memory))

@@ -77,13 +77,16 @@ def candidates(path: Path, values) -> Iterator[dict[str, np.ndarray]]:
         return
     is_open = any(not isinstance(d, int) or d < 1 for _, _, shape in values for d in shape)
     for size, below in itertools.product(OPEN if is_open else OPEN[:1], (10, 2)):
-        inputs = {}
-        for name, dtype, shape in values:
-            first = 1 if len(shape) > 1 else size
-            sizes = (first, *[size] * (len(shape) - 1))
-            known = [isinstance(d, int) and d > 0 for d in shape]
-            shape = tuple(d if k else s for d, k, s in zip(shape, known, sizes, strict=True))
-            inputs[name] = made(name, np.dtype(dtype), shape, below)
+        inputs: dict[str, np.ndarray] = {}
+        sizes: dict[str, int] = {}
+        for name, dtype, shape in sorted(values, key=lambda value: -len(value[2])):
+            made_shape = []
+            for axis, d in enumerate(shape):
+                open_size = 1 if axis == 0 and len(shape) > 1 else size
+                if isinstance(d, str):  # a name has one size
+                    open_size = sizes.setdefault(d, open_size)
+                made_shape.append(d if isinstance(d, int) and d > 0 else open_size)
+            inputs[name] = made(name, np.dtype(dtype), tuple(made_shape), below)
         yield inputs
 
 
