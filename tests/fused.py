@@ -44,6 +44,8 @@ class Fused:
     domain: str = DOMAIN
     opset: int = 17
     atol: float = 2e-6
+    shared: tuple[int, ...] = ()
+    """Inputs whose buffers are those of the second output on."""
     expected: Callable | None = None
     """What onnxruntime's CPU provider lacks, from the inputs; without it onnxruntime is asked."""
 
