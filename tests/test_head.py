@@ -106,6 +106,10 @@ FORMS = {
         ),
         ["w"],
     ),
+    "a shape that is taken from the layer": (
+        file("m = MatMul(x, w) s = Shape(m) r = Expand(m, s) y = Softmax(r)", w=(4, 6)),
+        ["w"],
+    ),
     "segmentation": (
         file(
             'c = Conv(x, w) y = Resize <mode = "linear"> (c, , , s)',
@@ -260,6 +264,14 @@ SEVERAL = file(
     v=(4, 6),
     w=(4, 3),
 )
+
+
+def test_an_output_that_is_a_constant_stays():
+    proto = file("y = Gemm(x, w)", outputs="float[n,6] y, float[6] c", w=(4, 6), c=(6,))
+    new = jaxonnx.load(proto).with_head(5)
+    assert [str(v) for v in new.outputs] == ["y: float32[n, 5]", "c: float32[6]"]
+    _, c = session(new.to_onnx()).run(None, {"x": np.ones((2, 4), np.float32)})
+    np.testing.assert_array_equal(c, numpy_helper.to_array(proto.graph.initializer[1]))
 
 
 def test_one_of_several():

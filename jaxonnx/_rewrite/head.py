@@ -157,19 +157,26 @@ def _written(proto: ModelProto, graph: Graph, change: Change) -> ModelProto:
     for (first, position), name in change.inputs.items():
         nodes[first].input[position] = name
     # the path without what is left out; its last node gives the output by its name
+    left = {node.outputs[0] for node in change.left}
     value = change.layer.node.outputs[0]
-    path = [value]
-    left = {node.index for node in change.left}
-    for node, data in change.layer.path:
-        if node.index not in left:
-            nodes[node.outputs[0]].input[data] = value
-            value = node.outputs[0]
-            path.append(value)
-    behind = _behind(graph, change)
+    reads = {value: value}
+    for node, _ in change.layer.path:
+        value = value if node.outputs[0] in left else node.outputs[0]
+        reads[node.outputs[0]] = value
+    behind, needed = _behind(graph, change), {*reads}
+    for node in reversed(graph.nodes):
+        if not needed.isdisjoint(node.outputs):
+            needed.update(node.reads)
+    gone = left | (behind - needed)
     for i, node in reversed([*enumerate(main.node)]):
-        if not behind.isdisjoint(node.output) and node.output[0] not in path:
+        if not gone.isdisjoint(node.output):
             del main.node[i]
-    next(node for node in main.node if value in node.output).output[0] = output
+    for node in main.node:
+        for i, name in enumerate(node.input):
+            if name in reads:
+                node.input[i] = output if reads[name] == value else reads[name]
+        if value in node.output:
+            node.output[0] = output
     stale = {*behind, *change.fresh} - {output}
     for values in (main.value_info, main.output):
         for i, entry in reversed([*enumerate(values)]):

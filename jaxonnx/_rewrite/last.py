@@ -173,7 +173,7 @@ def _obstacle(node: Node, data: list[int], value: str) -> str:
     if node.graphs:
         return "which has subgraphs"
     if len(data) != 1:
-        return "which is computed from several values"
+        return "which is computed from several values" if data else "which is a constant"
     if value != node.outputs[0]:
         return "which has several results"
     if _activation(node) in ENDINGS:

@@ -32,7 +32,8 @@ def cut(
       InputError: a name is unknown; the message has similar ones.
     """
     listed = [outputs] if isinstance(outputs, str) else [*outputs]
-    names = [resolve(proto.graph, name) for name in listed]
+    own = {value.name for value in proto.graph.output}  # one of these may be a constant
+    names = [name if name in own else resolve(proto.graph, name) for name in listed]
     if not names or len({*names}) < len(names):
         raise InputError(f"outputs must be different values of the graph, and are {listed}")
     needed = _needed(proto.graph, graph, names)
