@@ -2,6 +2,8 @@
 
 import contextlib
 import random
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -412,3 +414,33 @@ def test_the_given_proto_stays_as_it_is():
     before = proto.SerializeToString()
     jaxonnx.load(proto)
     assert proto.SerializeToString() == before
+
+
+LOADING = """
+import sys
+import jax
+import jaxonnx
+from benchmarks.worker import resident
+
+jax.block_until_ready(jax.numpy.ones(3))
+before = resident("VmRSS")
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")
+model = jaxonnx.load(sys.argv[1])
+print(resident("VmRSS") - before, resident("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells the peak")
+def test_a_large_file_is_in_memory_once(tmp_path):
+    """The peak is that of protobuf: the bytes of the file and the parsed message."""
+    w = np.zeros((5000, 5000), np.float32)
+    proto = parse("g (float[n,5000] x) => (float[n,5000] y) { y = MatMul(x, w) }")
+    proto.graph.initializer.append(numpy_helper.from_array(w, "w"))
+    onnx.save(proto, tmp_path / "net.onnx")
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "-c", LOADING, str(tmp_path / "net.onnx")]
+    done = subprocess.run(command, cwd=root, check=True, stdout=subprocess.PIPE, text=True)
+    after, peak = map(int, done.stdout.split())
+    assert after < 1.4 * w.nbytes
+    assert peak < 2.5 * w.nbytes

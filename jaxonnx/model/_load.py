@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from collections.abc import Iterable, Mapping
@@ -9,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from onnx import GraphProto, ModelProto
 
 from jaxonnx._file.read import give_back_memory, read, replaced
@@ -88,7 +90,8 @@ def load(
         proto, tensors = dequantized(proto, tensors)
     graph = bind(proto, proto.graph, tensors.keys())
     if names := _ties(graph, tensors, proto.graph, tied):
-        tensors = {name: value for name, value in tensors.items() if name not in names}
+        for name in names:
+            del tensors[name]
         graph = bind(proto, proto.graph, tensors.keys())
     params, state, constants = split(graph, tensors, proto.graph)
     originals = {
@@ -96,12 +99,13 @@ def load(
         for name in (*params, *state)
         if tensors[name].dtype != jax.dtypes.canonicalize_dtype(tensors[name].dtype)
     }
+    tensors.clear()  # so that each array is freed as soon as it is copied
     for group in (params, state):
         for name in group:
-            tensors.pop(name)
-            group[name] = jnp.array(group[name])
+            group[name] = _on_device(group[name])
     if sum(value.nbytes for group in (params, state) for value in group.values()) > TRIM_LIMIT:
         jax.block_until_ready((params, state))
+        gc.collect(0)  # JAX lets go of the arrays that it has copied when Python collects
         give_back_memory()
     model = Model(params, state, proto, Program(graph, constants), originals)
     model = model if outputs is None else model.with_outputs(outputs)
@@ -110,6 +114,15 @@ def load(
         if warning.startswith("64-bit"):
             warnings.warn(warning, stacklevel=2)
     return model if trainable is None else model.with_trainable(trainable)
+
+
+def _on_device(value: np.ndarray) -> jax.Array:
+    """Return an array whose values nothing else can change."""
+    base = value.base
+    while isinstance(base, np.ndarray):
+        base = base.base
+    # jnp.array copies twice; of a file's own bytes, which nobody changes, one copy is enough
+    return jax.device_put(value) if isinstance(base, bytes) else jnp.array(value)
 
 
 def _ties(
