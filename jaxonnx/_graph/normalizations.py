@@ -46,6 +46,8 @@ def normalizations(graph: Graph, tensors: Mapping[str, Any]) -> Normalizations:
       graph: the bound graph.
       tensors: its named tensors.
     """
+    if not any(node.op.name in ("Pow", "ReduceL2", "Sqrt") for node in graph.nodes):
+        return Normalizations({}, set())
     walk = _Walk({**graph.initializers, **tensors})
     for node in graph.nodes:
         part = walk.step(node) if not node.op.domain and node.inputs else None

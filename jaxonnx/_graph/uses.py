@@ -15,6 +15,9 @@ from jaxonnx.errors import Error
 _SAME_AXES = ("Cast", "CastLike", "DequantizeLinear", "Identity", "QuantizeLinear")
 """Views that leave the axes as they are."""
 
+_PARTS = ("Concat", "Expand", "Gather", "Slice", "Split")
+"""Operators whose results are parts of tensors, several beside each other, or repeated ones."""
+
 
 @dataclass(frozen=True)
 class View:
@@ -136,6 +139,8 @@ def _views(
 ) -> tuple[View, ...]:
     """Return the views of tensors that the results of a node are."""
     name, inputs = node.op.name, node.inputs
+    if not node.op.view and name not in _PARTS:
+        return ()
     seen: tuple[View, ...] = (behind.get(inputs[0]) if inputs else None) or ()
     others = [tensors.get(name) for name in inputs[1:]]
     if node.op.view:
