@@ -63,7 +63,7 @@ def test_not_an_onnx_file(content, words, tmp_path):
 
 def test_no_file(tmp_path):
     refused(tmp_path / "nothing.onnx", "nothing.onnx", "not a file")
-    refused(tmp_path, "not a file")
+    refused(tmp_path, "a folder without checkpoints", "an .onnx file")
 
 
 def test_every_truncation_is_noticed(tmp_path):
