@@ -54,7 +54,7 @@ def draw(root: Path, count: int, size: tuple[int, int]) -> list[Path]:
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
         small = random.integers(0, 256, (size[0] // 8, size[1] // 8, 3), np.uint8)
-        image = Image.fromarray(small).resize(size[::-1], Image.Resampling.BICUBIC)
+        image = Image.fromarray(small).resize((size[1], size[0]), Image.Resampling.BICUBIC)
         image.save(path, quality=90)
     return paths
 
