@@ -3,13 +3,13 @@
     python -m benchmarks.pictures [--network mobilenetv2] [--batch 16] [--size 224] [--count 128]
                                   [--from 224x224] [--epochs 3] [--workers N]
 
-The pictures are JPEGs of smooth noise, written by the program itself. First table: milliseconds of
-one picture in one thread (read and decode, resize), and of a batch (copy from the kept pictures,
-numbers on the device without and with random parts and mirroring). Second table: an epoch of
-`jaxonnx.train` over the folder beside a loop of as many steps of the same compiled function over
-batches that are ready on the device; both take turns, epoch by epoch, in one process. Pictures are
-decoded in each epoch, kept, or kept and augmented. "waited" is the time in which the loop had no
-batch, part of which passes while the device works on the steps before.
+The pictures are JPEGs of smooth noise, written by the program itself. A table has the milliseconds
+of one picture in one thread (read and decode, resize), and of a batch (to the device, its numbers;
+the same with random parts and mirroring). Then an epoch of `jaxonnx.train` over the folder stands
+beside a loop of as many steps of the same compiled function over a batch that is ready on the
+device; both take turns, epoch by epoch, in one process. Pictures are decoded in each epoch, or
+kept, with augmentation or without. "waited" is the time in which the loop had no batch, part of
+which passes while the device works on the steps before.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def parts(paths: list[Path], where: images.Layout, batch: int) -> dict[str, floa
 
 
 def loop(model: jaxonnx.Model, root: Path, options: argparse.Namespace, way: dict) -> np.ndarray:
-    """Time (a step in `train`, on ready batches, the wait of the first) in all epochs but one."""
+    """Time (a step in `train`, on a ready batch, the wait of the first) in all epochs but one."""
     labels = [str(i) for i in range(CLASSES)]
     preprocess = {"scale": 1 / 255, "labels": labels, **way}
     if options.workers:
@@ -183,17 +183,17 @@ def main() -> None:
         for part, value in parts(paths, images.layout(model), options.batch).items():
             table.add_row(part, f"{value:.2f}")
         console.print(table)
-        title = (
-            f"{options.network}, {options.batch} pictures a step, {jax.devices()[0].device_kind}"
-        )
-        table = Table("pictures", "train, ms", "bare, ms", "added, %", "waited, ms", title=title)
+        console.print(f"{options.network}, {options.batch} a step, {jax.devices()[0].device_kind}")
         for way, said in WAYS.items():
             times = loop(model, folder / "photos", options, said)
             whole, bare, waited = np.median(times, axis=0)
-            added = np.quantile(100 * (times[:, 0] / times[:, 1] - 1), (0.25, 0.5, 0.75))
-            shown = f"{added[1]:.1f} ({added[0]:.1f} to {added[2]:.1f})"
-            table.add_row(way, f"{whole:.1f}", f"{bare:.1f}", shown, f"{waited:.1f}")
-        console.print(table)
+            low, middle, high = np.quantile(
+                100 * (times[:, 0] / times[:, 1] - 1), (0.25, 0.5, 0.75)
+            )
+            console.print(
+                f"{way}: train {whole:.1f} ms, bare {bare:.1f} ms, added {middle:.1f} % "
+                f"({low:.1f} to {high:.1f}), waited {waited:.1f} ms"
+            )
 
 
 if __name__ == "__main__":
