@@ -3,13 +3,16 @@
 import jax
 import matplotlib as mpl
 import numpy as np
+import onnx
 import optax
 import pytest
 import sklearn.metrics as oracle
 from onnx import TensorProto, helper
+from PIL import Image
 
 import jaxonnx
 from jaxonnx.train import ConfusionMatrix, Curves, PerClass
+from jaxonnx.train import _objective as objective
 from tests.tiny import LABELS, examples, mlp, train
 
 mpl.use("Agg")
@@ -39,7 +42,7 @@ def test_numbers_are_those_of_the_whole_data():
     assert all(type(value) is float for value in result.values())
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
     np.testing.assert_allclose(result["loss"], losses.mean(), rtol=1e-5)
-    assert result["accuracy"] == pytest.approx(oracle.accuracy_score(y, logits.argmax(1)))
+    assert result["accuracy"] == oracle.accuracy_score(y, logits.argmax(1))  # to the last bit
     f1 = oracle.f1_score(y, logits.argmax(1), average="macro", zero_division=0)
     assert result["f1"] == pytest.approx(f1)
     # in any form of data, and as training validates
@@ -85,6 +88,32 @@ def test_tables_and_curves_of_classes(ending):
     assert result["roc_auc"] == pytest.approx(oracle.roc_auc_score(one_hot, shares))
     average = oracle.average_precision_score(one_hot, shares)
     assert result["average_precision"] == pytest.approx(average)
+
+
+def test_more_predictions_than_single_precision_counts():
+    goal = objective.find(jaxonnx.load(network()), None, ["accuracy"])
+    with jax.enable_x64(True):
+        many, one = (np.float64(2**24),) * 2, (np.float32(1),) * 2
+        sums = jax.jit(goal.merged)({"accuracy": many}, {"accuracy": one})
+    assert [int(x) for x in sums["accuracy"]] == [2**24 + 1] * 2
+
+
+def test_a_folder_of_pictures_names_the_classes(tmp_path):
+    for name, light in (("dark", 10), ("light", 240)):
+        (tmp_path / name).mkdir()
+        for i in range(3):
+            pixels = np.full((2, 2), light + i, np.uint8)
+            Image.fromarray(pixels).save(tmp_path / name / f"{i}.png")
+    proto = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["" : 17]>
+        net (float[n, 2, 2] x) => (float[n, 2] y) <float[4, 2] w = {-1, 1, -1, 1, -1, 1, -1, 1},
+        float[2] b = {2, -2}> { f = Flatten(x)  y = Gemm(f, w, b) }""")
+    settings = {"scale": 1 / 255}
+    result = jaxonnx.evaluate(
+        proto, tmp_path, metrics=["accuracy", "confusion_matrix"], preprocess=settings, batch_size=4
+    )
+    assert result["accuracy"] == 1
+    assert result["confusion_matrix"].classes == ("dark", "light")
 
 
 def test_yes_and_no():

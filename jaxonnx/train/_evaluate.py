@@ -69,7 +69,7 @@ def evaluate(
     data, _, net = pictured(data, None, net, preprocess)
     examples = source(data, net.inputs, batch_size)
     goal = objective.find(net, loss, metrics)
-    add = jax.jit(goal.add_and_gather)
+    sums_of, merged = jax.jit(goal.sums), jax.jit(goal.merged)
     sums: Any = None
     shapes: Any = None
     gathered: list[Any] = []
@@ -79,18 +79,26 @@ def evaluate(
         if shapes is None:
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs)
             goal.fit(shapes, batch.targets)
-            sums = goal.start(shapes, batch)
+            sums = jax.tree.map(_wide, goal.start(shapes, batch))
             if examples.targets is not None:
                 names = getattr(examples, "classes", None)
                 goal.check_labels(examples.targets, shapes, "data", names)
         if examples.targets is None:
             goal.check_labels(batch.targets, shapes, f"batch {number} of the data")
-        sums, predictions = add(sums, outputs, batch)
-        waiting.append((sums, predictions))
+        new = sums_of(outputs, batch)
+        with jax.enable_x64(True):  # single precision would stop counting at 2**24
+            sums = merged(sums, {name: new[name] for name in sums})
+        waiting.append((sums, {name: new[name] for name in goal.gathered}))
         if len(waiting) > _AHEAD:
             gathered.append(jax.device_get(jax.block_until_ready(waiting.popleft())[1]))
     gathered += [jax.device_get(predictions) for _, predictions in waiting]
     whole = jax.tree.map(lambda *parts: np.concatenate(parts), *gathered)
     labels = images.preparation(net).labels
-    values = goal.values({**sums, **whole})
+    with jax.enable_x64(True):
+        values = goal.values({**sums, **whole})
     return {n: x.named(labels) if hasattr(x, "named") else x for n, x in values.items()}
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    """Return a number in 64 bits."""
+    return x.astype(np.int64 if np.issubdtype(x.dtype, np.integer) else np.float64)

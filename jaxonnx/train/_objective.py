@@ -90,16 +90,13 @@ class Objective:
 
     def add(self, sums: dict[str, Any], outputs: Any, batch: Batch) -> dict[str, Any]:
         """Return the sums with those of a batch."""
-        return self.add_and_gather(sums, outputs, batch)[0]
+        return self.merged(sums, self.sums(outputs, batch))
 
-    def add_and_gather(
-        self, sums: dict[str, Any], outputs: Any, batch: Batch
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the sums with those of a batch, and its predictions for metrics of all."""
-        new = self.sums(outputs, batch)
+    def merged(self, sums: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+        """Return the sums of both, with the types of the first."""
         merge: Any = {name: measure.metric.merge for name, measure in self.measures.items()}
-        added = {n: merge.get(n, metrics.add)(x, new[n]) for n, x in sums.items()}
-        return added, {name: new[name] for name in self.gathered}
+        new = {n: jax.tree.map(lambda a, b: b.astype(a.dtype), x, new[n]) for n, x in sums.items()}
+        return {n: merge.get(n, metrics.add)(x, new[n]) for n, x in sums.items()}
 
     def row(self, sums: dict[str, Any]) -> dict[str, float]:
         """Return what an epoch's sums come to, as the history has it."""

@@ -65,8 +65,8 @@ class Reader:
         given, true = outputs > self.threshold, targets > 0.5
         if targets.ndim == 2:  # (examples, labels)
             return Answers(outputs, given, true, weight[:, 0])
-        columns = (x.reshape(-1, 1) for x in (outputs, given, true))
-        return Answers(*columns, weight.reshape(-1))
+        outputs, given, true = (x.reshape(-1, 1) for x in (outputs, given, true))
+        return Answers(outputs, given, true, weight.reshape(-1))
 
     @property
     def threshold(self) -> float | None:

@@ -181,11 +181,13 @@ class Curves(_Named):
 
     def plot(self, axes: Any = None) -> Any:
         """Draw the curves; return the matplotlib axes."""
-        axes = new_axes(axes)
+        axes, roc = new_axes(axes), self.kind == "roc"
         for name, curve in self.by_class.items():
             label = f"{name} ({curve.area:.3f})" if len(self.classes) <= _CURVES else None
-            axes.step(curve.x, curve.y, where="post", label=label, lw=1)
-        roc = self.kind == "roc"
+            if roc:
+                axes.plot(curve.x, curve.y, label=label, lw=1)
+            else:  # the precision of a threshold holds from the recall before it on
+                axes.step(curve.x, curve.y, where="pre", label=label, lw=1)
         if roc:
             axes.plot([0, 1], [0, 1], "--", color="0.6", lw=0.8)
         axes.set_xlabel("false positive rate" if roc else "recall")
