@@ -24,9 +24,6 @@ EXCLUDED = {
     "test_training_dropout_default_cpu": "the mask of NumPy's legacy generator",
     "test_training_dropout_mask_cpu": "the mask of NumPy's legacy generator",
     "test_training_dropout_default_mask_cpu": "the mask of NumPy's legacy generator",
-    # Recorded with the sums of Softmax rounded to half precision, which moves two of 192 elements
-    # by two units in the last place; test_half.py asks that Softmax is rounded once.
-    "test_attention_4d_causal_fp16_expanded_cpu": "rounded data",
     # onnx/onnx#2398: the recorded data contradicts the specification and every runtime.
     "test_maxunpool_export_with_output_shape_cpu": "wrong data",
 }
