@@ -95,8 +95,10 @@ def test_results_whose_shape_depends_on_values():
         model.predict(np.array([1, 0, 1], np.float32))
 
 
-def test_what_does_not_fit(model):
+def test_what_does_not_fit(model, tmp_path):
     x, _ = examples()
+    with pytest.raises(jaxonnx.TrainingError, match=r"is a folder: .*jaxonnx\.evaluate"):
+        model.predict(tmp_path)
     with pytest.raises(jaxonnx.TrainingError, match="batch_size=8 goes with data in one piece"):
         model.predict([x], batch_size=8)
     with pytest.raises(jaxonnx.TrainingError, match="has no examples"):

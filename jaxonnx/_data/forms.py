@@ -50,6 +50,11 @@ def examples_of(
 
 def _read(path: str | os.PathLike) -> dict[str, np.ndarray]:
     """Return the arrays of an .npz file."""
+    if os.path.isdir(path):
+        raise TrainingError(
+            f"the data '{os.fspath(path)}' is a folder: jaxonnx.train and jaxonnx.evaluate take "
+            "one of pictures; 'jaxonnx classify' predicts the classes of picture files"
+        )
     try:
         with np.load(path, allow_pickle=False) as file:
             if isinstance(file, np.lib.npyio.NpzFile):
