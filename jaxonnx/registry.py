@@ -33,6 +33,7 @@ from typing import Annotated, Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 
 from jaxonnx._axes import Form
 
@@ -249,6 +250,15 @@ def registered() -> list[Op]:
     return sorted(
         (o for ops in _OPS.values() for o in ops), key=lambda o: (o.domain, o.name, o.since)
     )
+
+
+def symbolic(value: Any) -> bool:
+    """Check whether a known value holds sizes that `jax.export` leaves open (`symbolic_shape`).
+
+    Such a value is an array of objects: integers, and expressions of the open sizes.
+    """
+    is_object = isinstance(value, np.ndarray) and value.dtype == object
+    return is_object and any(map(export.is_symbolic_dim, value.flat))
 
 
 def known(*values: Any) -> bool:

@@ -15,7 +15,7 @@ ORDER = (
     *("__main__", "docs", "cli", "demo", "flax", "backend", "jaxonnx"),
     *("train", "losses", "lora", "loggers", "model", "training_info"),
     *("_data", "_rewrite", "_run", "_graph", "_file"),
-    *("ops", "registry", "lowering", "sparse", "optim", "_jaxpr", "_axes", "errors"),
+    *("ops", "registry", "lowering", "sparse", "optim", "_jaxpr", "_axes", "_mesh", "errors"),
 )
 """The rooms and modules of the package, from the top: each imports only those after it."""
 
@@ -24,7 +24,7 @@ ONLY = {
     "ops": {"registry", "lowering", "optim", "_axes", "errors"},
     "registry": {"_axes"},
     "lowering": {"_jaxpr"},
-    "sparse": {"_jaxpr", "errors"},
+    "sparse": {"_jaxpr", "_mesh", "errors"},
     "optim": {"errors"},
     "losses": {"ops", "errors"},
 }

@@ -7,9 +7,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from onnx import TensorProto
+
+from jaxonnx.registry import Op, known, symbolic
 
 FOLD_LIMIT = 1 << 16
 """Bytes; a folded result above it is computed in the graph instead of becoming a constant."""
+
+SIZES = {
+    *("Shape", "Size", "Identity", "Cast", "Gather", "Slice", "Split", "Concat", "Where"),
+    *("Squeeze", "Unsqueeze", "Reshape", "Flatten", "Transpose", "ReduceProd", "ReduceSum"),
+    *("Add", "Sub", "Mul", "Div", "Mod", "Neg", "Max", "Min"),
+    *("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"),
+}
+"""Operators that compute with the open sizes of `jax.export`; for others these are traced."""
+
+
+def folds(op: Op, arguments: list, keywords: dict) -> bool:
+    """Check whether an operator is evaluated while tracing."""
+    opened = {i for i, value in enumerate(arguments) if symbolic(value)}
+    if not known(*arguments) or not opened:
+        return known(*arguments)
+    whole = keywords.get("to", TensorProto.INT64) in (TensorProto.INT32, TensorProto.INT64)
+    return op.name in SIZES and whole and opened.isdisjoint(op.static)
 
 
 def fold(function: Callable, arguments: list, keywords: dict) -> tuple:
@@ -28,11 +48,17 @@ def fold(function: Callable, arguments: list, keywords: dict) -> tuple:
 def _to_numpy(value: Any) -> Any:
     if isinstance(value, list):
         return [_to_numpy(item) for item in value]
-    return value if value is None or isinstance(value, dict) else np.asarray(value)
+    if value is None or isinstance(value, dict):
+        return value
+    value = np.asarray(value)
+    is_whole = value.dtype == object and all(isinstance(x, int) for x in value.flat)
+    return value.astype(np.int64) if is_whole and value.size else value
 
 
 def on_device(value: Any) -> Any:
     """Convert a known value to a traced one; strings, maps and sequences stay as they are."""
+    if symbolic(value):
+        return jnp.stack([jnp.asarray(size) for size in value.flat]).reshape(value.shape)
     is_number = isinstance(value, np.ndarray) and value.dtype != object
     return jnp.asarray(value, jax.dtypes.canonicalize_dtype(value.dtype)) if is_number else value
 

@@ -18,6 +18,7 @@ import numpy as np
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.uses import uses
 from jaxonnx._graph.values import data
+from jaxonnx._mesh import by_size, like, on_auto_axes
 from jaxonnx._run.failures import warn
 from jaxonnx._run.overlay import Overlay
 from jaxonnx._run.scope import Context, run
@@ -111,8 +112,7 @@ class Program:
         updates: dict[str, Any] | None = None,
     ) -> tuple:
         """Return the outputs in file order; `updates` receives renewed statistics by input name."""
-        context = self._context(params, state, key, training, updates)
-        return run(self.graph, inputs, context)
+        return self._run(self.graph, params, state, key, inputs, training, updates)
 
     def __call__(
         self,
@@ -145,19 +145,37 @@ class Program:
         if parts.rest is None:
             return values
         known = {**data(inputs), **fixed, **dict(zip(parts.boundary, values, strict=True))}
-        return run(parts.rest, known, self._context(params, state, key, training))
+        return self._run(parts.rest, params, state, key, known, training)
 
-    def _context(
+    def _run(
         self,
+        graph: Graph,
         params: Mapping[str, Any],
         state: Mapping[str, Any],
         key: jax.Array | None,
+        inputs: Mapping[str, Any],
         training: bool | None,
         updates: dict[str, Any] | None = None,
-    ) -> Context:
-        tensors = {**self.constants, **state, **params}
-        weights = tensors if self.adaption is None else self.adaption(tensors)
-        return Context(weights, key, training, updates, self.overlay, self._note)
+    ) -> tuple:
+        """Evaluate a graph of this program; outputs are sharded as the inputs are."""
+
+        def evaluate(tensors, key, inputs):
+            renewed = None if updates is None else {}
+            tensors = {**self.constants, **tensors}
+            weights = tensors if self.adaption is None else self.adaption(tensors)
+            context = Context(weights, key, training, renewed, self.overlay, self._note)
+            return run(graph, inputs, context), renewed
+
+        def specs(results, tensors, key, inputs):
+            outputs, renewed = results
+            replaced = renewed and {n: tensors.get(n, value) for n, value in renewed.items()}
+            return by_size(outputs, inputs), like(replaced)
+
+        tensors, inputs = {**state, **params}, {**inputs}
+        outputs, renewed = on_auto_axes(evaluate, specs, tensors, key, inputs)
+        if updates is not None:
+            updates.update(renewed)
+        return outputs
 
     def _note(self, node: str, text: str) -> None:
         if node not in self._notes:
@@ -193,8 +211,7 @@ class Program:
 
     def _compile(self, graph: Graph, fixed: Mapping[str, np.ndarray]):
         def compiled(params, state, key, inputs, *, training):
-            context = self._context(params, state, key, training)
-            return run(graph, {**inputs, **fixed}, context)
+            return self._run(graph, params, state, key, {**inputs, **fixed}, training)
 
         return jax.jit(compiled, static_argnames="training")
 

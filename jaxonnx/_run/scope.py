@@ -19,11 +19,11 @@ from jaxonnx import lowering
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.paths import between
 from jaxonnx._run import channels, failures
-from jaxonnx._run.folding import FOLD_LIMIT, fold, on_device, repeated, size_of, traced
+from jaxonnx._run.folding import FOLD_LIMIT, fold, folds, on_device, repeated, size_of, traced
 from jaxonnx._run.overlay import Overlay
 from jaxonnx._run.remat import cuts
 from jaxonnx.errors import Error, NodeError, StaticError
-from jaxonnx.registry import Rounded, known
+from jaxonnx.registry import Op, Rounded, known, symbolic
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Scope:
             raise
         except jax.errors.ConcretizationTypeError as error:
             raise self._static_error(node, arguments, "its inputs", arguments) from error
-        except (TypeError, ValueError, IndexError, KeyError, ArithmeticError) as error:
+        except _ERRORS as error:
             text = failures.message(node, arguments, error)
             raise failures.at(node, NodeError(text)) from error
         if len(results) < len(node.outputs):
@@ -197,13 +197,13 @@ class Scope:
         for name, what in op.context:
             keywords[name] = self._context_value(node, arguments, what)
         foldable = not node.graphs and not any(what in ("key", "scope") for _, what in op.context)
-        if foldable and known(*arguments):
+        if foldable and folds(op, arguments, keywords):
             results = fold(op.function, arguments, keywords)
             if all(size_of(result) <= FOLD_LIMIT for result in results):
                 return results
-            arguments = [
-                a if i in op.static or op.dynamic else on_device(a) for i, a in enumerate(arguments)
-            ]
+            arguments = _on_device(op, arguments)
+        elif any(map(symbolic, arguments)):
+            arguments = _on_device(op, arguments)
         elif not node.graphs:  # a body checks what it uses; trip counts stay known
             failures.check_range([a for i, a in enumerate(arguments) if i not in op.static])
         results = channels.call(op, arguments, keywords)
@@ -321,6 +321,17 @@ class Closure:
 _NOTHING = Graph(
     name="", inputs=(), outputs=(), output_types=(), weights=(), initializers={}, nodes=()
 )
+
+
+_ERRORS = (
+    *(TypeError, ValueError, IndexError, KeyError, ArithmeticError),
+    jax.errors.InconclusiveDimensionOperation,
+)
+
+
+def _on_device(op: Op, arguments: list) -> list:
+    skipped = range(len(arguments)) if op.dynamic else op.static
+    return [a if i in skipped else on_device(a) for i, a in enumerate(arguments)]
 
 
 def _key(context: Context) -> jax.Array:

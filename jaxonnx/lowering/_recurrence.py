@@ -135,6 +135,8 @@ def _affine(x, w_t, bias=None):
 
 def _at_once(x, w_t, bias=None):
     """Project all steps, in one matrix product."""
+    if not jax.sharding.get_abstract_mesh().empty:
+        return _affine(x, w_t, bias)  # steps that are merged with a sharded batch would be gathered
     steps, batch, features = x.shape
     gates = _affine(x.reshape(steps * batch, features), w_t, bias)
     return gates.reshape(steps, batch, w_t.shape[1])

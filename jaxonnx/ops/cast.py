@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import canonical, element_dtype
-from jaxonnx.registry import known, op, xp
+from jaxonnx.registry import known, op, symbolic, xp
 
 _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 _FLOAT6 = (np.dtype(ml_dtypes.float6_e2m3fn), np.dtype(ml_dtypes.float6_e3m2fn))
@@ -91,7 +91,7 @@ def _to_e8m0(x, saturate, round_mode):
 def _convert_strings(x, dtype):
     if not known(x):
         raise NodeError("strings exist only outside of jit: the input must be a known value")
-    if dtype == x.dtype:
+    if dtype == x.dtype or symbolic(x):
         return x
     if x.dtype == object:
         numbers = [_number(text, dtype) for text in x.reshape(-1)]

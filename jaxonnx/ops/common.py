@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 
 from jaxonnx.errors import NodeError
+from jaxonnx.registry import symbolic
 
 INDEX = np.dtype(np.int64)
 """The element type of shapes and indices; `canonical(INDEX)` for traced ones."""
@@ -19,6 +20,12 @@ def element_dtype(code: int) -> np.dtype:
         return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(int(code)))
     except KeyError:
         raise NodeError(f"{code} is not the number of a tensor element type") from None
+
+
+def sizes(dimensions: Any) -> np.ndarray:
+    """Return a dimension or several as a known value; open ones of `jax.export` stay symbolic."""
+    value = np.array(dimensions, object)
+    return value if symbolic(value) else value.astype(INDEX)
 
 
 def canonical(dtype: Any) -> np.dtype:

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import canonical, element_dtype
-from jaxonnx.registry import Static, op, xp
+from jaxonnx.registry import Static, op, symbolic, xp
 
 
 @op("Constant", since=1)
@@ -48,19 +48,20 @@ def constant(
 def constant_of_shape(shape: Static, *, value=None):
     """One number, float32 0 by default, throughout `shape`; as a view, which takes no memory."""
     fill = np.zeros((), np.float32) if value is None else value.reshape(())
-    return np.broadcast_to(fill, tuple(shape.tolist()))
+    m = jnp if symbolic(shape) else np
+    return m.broadcast_to(fill, tuple(shape.tolist()))
 
 
 @op("Range", since=11)
 def range_(start: Static, limit: Static, delta: Static, *, stash_type=1):
     """start + i delta, i < (limit - start) / delta; halves are computed in `stash_type`."""
-    dtype = start.dtype
+    dtype = delta.dtype
     first, last, step = (value.item() for value in (start, limit, delta))
     if step == 0:
         raise NodeError("a delta of 0 never reaches the limit")
-    exact = isinstance(first, int)
+    exact = dtype.kind in "iu"
     count = max(0, -((first - last) // step) if exact else math.ceil((last - first) / step))
-    if exact and count * dtype.itemsize <= 1 << 16:
+    if exact and isinstance(count, int) and count * dtype.itemsize <= 1 << 16:
         return np.arange(count, dtype=dtype) * dtype.type(step) + dtype.type(first)
     wide = dtype if exact or dtype.itemsize > 2 else element_dtype(stash_type)
     steps = jnp.arange(count, dtype=canonical(wide))

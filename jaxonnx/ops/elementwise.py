@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import axis_of, canonical
-from jaxonnx.registry import Starts, known, op, xp
+from jaxonnx.registry import Starts, known, op, symbolic, xp
 
 # operator -> first opset, name of the function in numpy and in jax.numpy
 _UNARY = {
@@ -108,6 +108,8 @@ def binary(name: str, function: Callable[[Any, Any], Any], vectors: Starts = ())
 
 def div(a, b):
     """Return `a / b`, truncated towards zero for integers."""
+    if symbolic(a) or symbolic(b):
+        return a // b  # sizes are not negative
     if is_integer(a):
         # `a` less the remainder of C divides exactly, so nothing is rounded
         return (a - xp(a, b).fmod(a, b)) // b

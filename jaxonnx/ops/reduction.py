@@ -17,12 +17,12 @@ from jaxonnx._axes import einsum as summed
 from jaxonnx.lowering import is_half
 from jaxonnx.ops.common import INDEX, axes_of, axis_of, cast
 from jaxonnx.ops.elementwise import absolute, div, is_integer
-from jaxonnx.registry import Static, known, op, xp
+from jaxonnx.registry import Static, known, op, symbolic, xp
 
 
 def _xp(x):
     # NumPy accumulates float16 and bfloat16 in their own precision
-    return np if known(x) and x.dtype.kind in "biu" else jnp
+    return np if known(x) and (x.dtype.kind in "biu" or symbolic(x)) else jnp
 
 
 def _accumulator(x):

@@ -2,10 +2,11 @@
 
 import math
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx.errors import NodeError
-from jaxonnx.ops.common import INDEX, axes_of, axis_of
+from jaxonnx.ops.common import axes_of, axis_of, sizes
 from jaxonnx.registry import Static, op, xp
 
 
@@ -18,16 +19,16 @@ def identity(x):
 @op("Shape", since=1)
 def shape(x, *, start=0, end=None):
     """The dimensions [start, end), always known; bounds are clamped as Python clamps slices."""
-    return np.array(x.shape[start:end], INDEX)
+    return sizes(x.shape[start:end])
 
 
 @op("Size", since=1)
 def size(x):
-    return np.array(x.size, INDEX)
+    return sizes(x.size)
 
 
 def _reshape(x, shape, allowzero=0):
-    shape = [int(d) for d in shape]
+    shape = np.ravel(shape).tolist()
     if allowzero and 0 in shape and -1 in shape:
         raise NodeError(f"with allowzero=1 the target {shape} must not hold both 0 and -1")
     copied = [] if allowzero else [i for i, d in enumerate(shape) if d == 0]
@@ -114,7 +115,7 @@ def transpose(x, *, perm=None):
 @op("Expand", since=8)
 def expand(x, shape: Static):
     """Broadcast in both directions: a 1 in either shape gives way to the other's size."""
-    target = np.broadcast_shapes(x.shape, tuple(shape.tolist()))
+    target = jnp.broadcast_shapes(x.shape, tuple(shape.tolist()))
     return xp(x).broadcast_to(x, target)
 
 

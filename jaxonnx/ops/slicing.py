@@ -70,9 +70,10 @@ def _slice(x, starts, ends, axes=None, steps=None):
     if not len(starts) == len(ends) == len(axes) == len(steps):
         raise NodeError("starts, ends, axes and steps must have the same length")
     window = [slice(None)] * x.ndim
-    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+    bounds = (np.ravel(x).tolist() for x in (starts, ends))
+    for start, end, axis, step in zip(*bounds, axes, steps, strict=True):
         axis = axis_of(int(axis), x.ndim)
-        window[axis] = _window(int(start), int(end), int(step), x.shape[axis])
+        window[axis] = _window(start, end, int(step), x.shape[axis])
     return x[tuple(window)]
 
 
@@ -80,6 +81,8 @@ def _window(start, end, step, size):
     """Clamp as specified, which for a backward slice from far left differs from Python."""
     if step == 0:
         raise NodeError("a step of 0 selects nothing")
+    if not isinstance(size, int) and end >= np.iinfo(np.int32).max:  # an open size
+        end = size
     start += size if start < 0 else 0
     end += size if end < 0 else 0
     if step > 0:

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jaxonnx._mesh import like, on_auto_axes, whole
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._pattern import SparsityPattern, check, parse
-from jaxonnx.sparse._sharding import on_auto_axes
 from jaxonnx.sparse._templates import Axes
 
 
@@ -58,7 +58,7 @@ def mask(
         # two programs: in one, XLA would search anew for every cell of the mask
         return _expand(_search(w, pattern, axes), pattern, axes)
 
-    return on_auto_axes(find, lambda w: w, jnp.asarray(w))
+    return on_auto_axes(find, lambda _, w: like(w), jnp.asarray(w))
 
 
 _search = jax.jit(lambda w, pattern, axes: pattern.search(w, axes), static_argnums=(1, 2))
@@ -71,7 +71,7 @@ def to_bits(mask: jax.Array) -> jax.Array:
     Bit k of word j is element k * words + j of the flattened mask: consecutive weights then read
     consecutive words, which vectorises, and the packing does not depend on the pattern.
     """
-    return on_auto_axes(_to_bits, None, mask)
+    return on_auto_axes(_to_bits, lambda bits, _: whole(bits), mask)
 
 
 def _to_bits(mask: jax.Array) -> jax.Array:

@@ -25,12 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxonnx._mesh import like, on_auto_axes
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._layers import Select, by_name, layers, name_of
 from jaxonnx.sparse._masks import from_bits, mask, to_bits
 from jaxonnx.sparse._pattern import SparsityPattern, parse
 from jaxonnx.sparse._refresh import kept_share, refreshed, when, zero_lost
-from jaxonnx.sparse._sharding import on_auto_axes
 from jaxonnx.sparse._templates import Axes
 
 _FOREVER = np.iinfo(np.int32).max
@@ -146,7 +146,7 @@ def three_phase(
         if params is None:
             raise SparsityError("three_phase needs the parameters: update(grads, state, params)")
         return on_auto_axes(
-            move, lambda g, state, w, _: (w, state), updates, state, params, extra_args
+            move, lambda _, g, state, w, *rest: like((w, state)), updates, state, params, extra_args
         )
 
     def move(updates, state, params, extra_args):

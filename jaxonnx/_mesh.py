@@ -1,0 +1,84 @@
+"""Meshes with explicit axes: functions for which XLA chooses the shardings inside."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+
+def on_auto_axes(function: Callable, specs: Callable[..., Any], *args: Any) -> Any:
+    """Call `function(*args)` with the axes of an explicit mesh automatic inside.
+
+    With explicit axes every operation must tell the sharding of its result by those of its
+    arguments, which an embedding, a reshape of a sharded axis and others cannot. XLA propagates
+    shardings through all of them.
+
+    Args:
+      specs: `specs(results, *args)` returns the `PartitionSpec` of each result.
+    """
+    meshes = [jax.sharding.get_abstract_mesh()]
+    meshes += [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(args) if _is_array(x)]
+    mesh = next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+    if mesh is None:
+        return function(*args)
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = (name for name, kind in types if kind == AxisType.Explicit)
+    auto = mesh.update_axis_types(dict.fromkeys(explicit, AxisType.Auto))
+
+    def enter(x):
+        is_explicit = _is_array(x) and jax.typeof(x).sharding.mesh == mesh
+        return jax.sharding.reshard(x, PartitionSpec()) if is_explicit else x
+
+    def leave(x, spec):
+        return jax.sharding.reshard(x, NamedSharding(mesh, spec)) if _is_array(x) else x
+
+    with jax.sharding.use_abstract_mesh(auto):
+        results = function(*jax.tree.map(enter, args))
+    return jax.tree.map(leave, results, specs(results, *args))
+
+
+def like(tree: Any) -> Any:
+    """Return the `PartitionSpec` of each array in a tree."""
+    return jax.tree.map(_spec, tree)
+
+
+def whole(tree: Any) -> Any:
+    """Return a replicating `PartitionSpec` for each array in a tree."""
+    return jax.tree.map(lambda _: PartitionSpec(), tree)
+
+
+def by_size(results: Any, inputs: Any) -> Any:
+    """Return for each result the `PartitionSpec` that the sizes of its axes suggest.
+
+    An axis is sharded as the axis of an input with the same size, preferably the one at the same
+    place; a first axis also as one of an input that divides it: axes were merged into the batch.
+    """
+    arrays = [x for x in jax.tree.leaves(inputs) if _is_array(x)]
+    sharded = [
+        (axis, size, names)
+        for x in arrays
+        for axis, (size, names) in enumerate(zip(x.shape, _spec(x), strict=True))
+        if names is not None
+    ]
+
+    def spec(x):
+        axes: list[Any] = [None] * np.ndim(x)
+        for place, size, names in sharded:
+            same = [a for a, n in enumerate(np.shape(x)) if n == size and axes[a] is None]
+            if not same and place == 0 and axes and axes[0] is None and np.shape(x)[0] % size == 0:
+                same = [0]
+            if same and names not in axes:
+                axes[place if place in same else same[0]] = names
+        return PartitionSpec(*axes)
+
+    return jax.tree.map(spec, results)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array)
+
+
+def _spec(x: Any) -> PartitionSpec:
+    return jax.typeof(x).sharding.spec

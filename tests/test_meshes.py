@@ -1,0 +1,102 @@
+"""Every real file on a mesh with explicit axes, on eight devices against one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DATA = Path(__file__).parent / "data"
+FILES = sorted(path.relative_to(DATA).as_posix() for path in DATA.rglob("*.onnx"))
+
+MESH = """
+import sys
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+import jax.numpy as jnp, numpy as np, optax
+import jaxonnx
+from jax import P
+
+folder, how, *files = sys.argv[1:]
+mesh = jax.make_mesh((4, 2), ("data", "model"))
+assert set(mesh.axis_types) == {jax.sharding.AxisType.Explicit}
+rng = np.random.default_rng(0)
+
+
+def cross_entropy(outputs, y):
+    logits = outputs[-1] if isinstance(outputs, tuple) else outputs
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
+def arguments(model):
+    (value,) = model.inputs
+    shape = 8, *value.shape[1:]
+    whole = np.issubdtype(value.dtype, np.integer)
+    x = rng.integers(0, 5, shape, np.int32) if whole else rng.normal(size=shape)
+    return x.astype(jax.dtypes.canonicalize_dtype(value.dtype)), rng.integers(0, 3, 8)
+
+
+def functions(model):
+    def trained(params, state, x, y):
+        outputs, state = model.apply_train(params, state, jax.random.key(0), x)
+        return cross_entropy(outputs, y), (outputs, state)
+
+    def applied(params, state, x, y):
+        outputs = model.apply(params, x, state=state)
+        return cross_entropy(outputs, y), (outputs, state)
+
+    for function in (trained, applied):
+        yield jax.jit(jax.value_and_grad(function, has_aux=True))
+
+
+def split(w):
+    # the last axis over "model" where it divides
+    return P(*(None,) * (w.ndim - 1), "model") if w.ndim and w.shape[-1] % 2 == 0 else P()
+
+
+for name in files:
+    model = jaxonnx.load(f"{folder}/{name}")
+    model = model.with_any_batch() if name.startswith("fixed") else model
+    x, y = arguments(model)
+    for function in functions(model):
+        with jax.set_mesh(mesh):
+            batch = jax.device_put((x, y), P("data"))
+            params, state = jax.device_put((model.params, model.state), P())
+            if how == "split":
+                params = {n: jax.device_put(w, split(w)) for n, w in params.items()}
+            traced = function.trace(params, state, *batch)
+            shardings = jax.tree.map(lambda a: a.sharding.spec, traced.out_info)
+        expect = lambda tree: jax.tree.map(lambda w: jax.typeof(w).sharding.spec, tree)
+        (loss, (outputs, renewed)), gradients = shardings
+        assert all(spec[0] == "data" for spec in jax.tree.leaves(outputs)), (name, outputs)
+        assert gradients == expect(params) and renewed == expect(state), name
+        if how == "trace":
+            continue
+        compiled = traced.lower().compile()
+        if how == "run" and "transformer" not in name:
+            assert "all-gather" not in compiled.as_text(), name
+        actual = compiled(params, state, *batch)
+        expected = function(model.params, model.state, x, y)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5),
+                     actual, expected)
+"""
+
+
+def on_eight_devices(how, files):
+    """Check the shardings ("trace") and the values ("run"), or both with weights over "model"."""
+    command = [sys.executable, "-W", "ignore", "-c", MESH, DATA, how, *files]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    subprocess.run(command, check=True, env=environment)
+
+
+def test_explicit_axes():
+    families = ("lenet_bn", "lstm", "transformer")
+    on_eight_devices("trace", [f"{family}.legacy.onnx" for family in families])
+    on_eight_devices("split", ["sklearn_mlp.onnx"])
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("how", ["run", "split"])
+def test_explicit_axes_on_all_files(how):
+    on_eight_devices(how, FILES)
