@@ -121,3 +121,14 @@ def test_progress_is_shown_when_it_takes_long(model, monkeypatch, later):
     assert ("5/5" in file.getvalue()) == (later == 0)
     assert file.getvalue() == "" or not later
     model.predict(x, batch_size=8, progress=False)
+
+
+def test_progress_in_a_notebook(model, monkeypatch):
+    drawn = []
+    notebook = Console(file=io.StringIO(), force_jupyter=True)
+    monkeypatch.setattr(progress, "Console", lambda: notebook)
+    monkeypatch.setattr(progress, "_LATER", 0.0)
+    monkeypatch.setattr(progress.Cell, "draw", lambda self, *numbers: drawn.append(numbers))
+    x, _ = examples()
+    model.predict([x[:8]] * 5)
+    assert (drawn[0], drawn[-1]) == ((0, 5), (5, 5))

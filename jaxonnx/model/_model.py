@@ -141,7 +141,7 @@ class Model(Rendered):
             pictures: arrays, a tuple or dict of them, the path of an .npz file, a Hugging Face
             Dataset, or batches of these. Targets beside them are left out.
           batch_size: of data in one piece; 32 if not given, or what the inputs are fixed to.
-          progress: show a bar after two seconds; by default where the output is a terminal.
+          progress: show a bar after two seconds; by default in terminals and notebooks.
 
         Returns:
           A NumPy array with the examples along the first axis, in their order; if there are several

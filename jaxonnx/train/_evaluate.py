@@ -55,7 +55,7 @@ def evaluate(
         classes or of yes and no.
       batch_size: of data in one piece; 32 if not given, or what the model's inputs are fixed to.
       preprocess: as in `jaxonnx.train`, for folders of pictures.
-      progress: show a bar after two seconds; by default where the output is a terminal.
+      progress: show a bar after two seconds; by default in terminals and notebooks.
 
     Returns:
       By name "loss" and the metrics, of several outputs "<output>_loss" and "<output>_<metric>".

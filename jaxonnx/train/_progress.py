@@ -1,12 +1,12 @@
 """The progress bar of a run, in a terminal or a notebook."""
 
-import html
 import time
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from jaxonnx.model._progress import Cell
 from jaxonnx.train._history import History
 
 _SECONDS, _SECONDS_IN_NOTEBOOK = 0.1, 0.5
@@ -34,8 +34,7 @@ class Bar:
         self._began: float | None = None
         self._drawn = 0.0
         self._history: History | None = None
-        # rich draws in notebooks only with ipywidgets, and warns without
-        self._cell: Any = None
+        self._cell = Cell()
         self._in_notebook = console.is_jupyter
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -77,7 +76,7 @@ class Bar:
         description = f"epoch {len(history.epochs) + under_way}/{self._epochs}"
         told = [*_numbers(history.losses, row), *self._speed()]
         if self._in_notebook:
-            self._draw_cell(", ".join([description, *told]))
+            self._cell.draw(self._done, self._total, ", ".join([description, *told]))
         else:
             self._progress.update(
                 self._task,
@@ -100,17 +99,6 @@ class Bar:
         told = [f"{rate:.3g} steps/s" if rate >= 1 else f"{1 / rate:.3g} s/step"]
         left = None if self._total is None else self._total - self._done
         return told if not left or left < 0 else [*told, f"{_clock(left / rate)} left"]
-
-    def _draw_cell(self, told: str) -> None:
-        """Draw the bar as HTML, in place of the one before."""
-        from IPython.display import HTML, display
-
-        total = "" if self._total is None else f' max="{self._total}"'
-        text = f'<progress value="{self._done}"{total}></progress> {html.escape(told)}'
-        if self._cell is None:
-            self._cell = display(HTML(text), display_id=True)
-        else:
-            self._cell.update(HTML(text))
 
 
 def _numbers(losses: list[float], row: dict[str, Any]) -> list[str]:
