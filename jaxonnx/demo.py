@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx.parser
 import optax
 from rich.console import Console
 from rich.table import Table
@@ -45,6 +46,25 @@ class Row:
 def model() -> Model:
     """Load a small untrained CNN for 8x8 digits, as PyTorch's exporter wrote it."""
     return load((files("jaxonnx") / "assets" / "digits_cnn.onnx").read_bytes())
+
+
+def mlp(hidden: int = 32) -> Model:
+    """Make an untrained network for 8x8 digits with two layers, `body` and `head`."""
+    proto = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        digits (float[n, 1, 8, 8] x) => (float[n, 10] logits) {
+            [flat] pixels = Flatten(x)
+            [body] features = Gemm(pixels, body_weight, body_bias)
+            [relu] rectified = Relu(features)
+            [head] logits = Gemm(rectified, head_weight, head_bias)
+        }""")
+    random = np.random.default_rng(0)
+    for name, *shape in (("body", 64, hidden), ("head", hidden, 10)):
+        weight = random.normal(size=shape, scale=shape[0] ** -0.5)
+        for part, value in (("weight", weight), ("bias", np.zeros(shape[1]))):
+            tensor = onnx.numpy_helper.from_array(value.astype(np.float32), f"{name}_{part}")
+            proto.graph.initializer.append(tensor)
+    return load(proto)
 
 
 def digits(seed: int = 0) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
