@@ -50,7 +50,7 @@ def jsonl(path: str | os.PathLike) -> Logger:
 
 
 def tensorboard(folder: str | os.PathLike) -> Logger:
-    """Log scalars for TensorBoard: `step/loss`, and `epoch/...` for the numbers of an epoch.
+    """Log scalars for TensorBoard: `step/loss`, `step/rate`, and the numbers of `epoch/...`.
 
     Raises:
       Error: the package tensorboardX is missing.

@@ -7,6 +7,7 @@ from jaxonnx._data.batches import Batch
 from jaxonnx.train._assembly import step
 from jaxonnx.train._evaluate import evaluate
 from jaxonnx.train._history import History
+from jaxonnx.train._optimizers import optimizer
 from jaxonnx.train._result import Result
 from jaxonnx.train._step import State, Step
 from jaxonnx.train._tables import ConfusionMatrix, Curve, Curves, PerClass
@@ -23,6 +24,7 @@ __all__ = [
     "State",
     "Step",
     "evaluate",
+    "optimizer",
     "step",
     "train",
 ]

@@ -17,7 +17,8 @@ from jaxonnx.train import _objective as objective
 from jaxonnx.train._carried import Carried
 from jaxonnx.train._head import completed, headed
 from jaxonnx.train._minimize import Minimize
-from jaxonnx.train._settings import Settings
+from jaxonnx.train._optimizers import planned
+from jaxonnx.train._settings import Optimizer, Settings
 from jaxonnx.train._sparsity import forget, sparsify
 from jaxonnx.train._step import Step
 from jaxonnx.train._storage import Storage
@@ -27,7 +28,7 @@ from jaxonnx.train._tuning import tuned
 def step(
     model: Model | str | os.PathLike | bytes | ModelProto,
     loss: Any = None,
-    optimizer: optax.GradientTransformation | None = None,
+    optimizer: Optimizer | None = None,
     *,
     metrics: Any = None,
     seed: int = 0,
@@ -65,7 +66,8 @@ def step(
 
     Args:
       sparsity: as in `train`; the lengths of its phases are in units of `steps_per_epoch`.
-      epochs: of the run, in the same unit; `sparsity` without lengths shares them out.
+      epochs: of the run, in the same unit; `sparsity` without lengths shares them out, and an
+        optimizer that is a function of the updates of the run needs them.
       steps_per_epoch: steps in the unit of these lengths.
       nan: "stop": once a loss or a gradient is not finite, no step changes anything; "skip": only
         that step does not.
@@ -89,7 +91,9 @@ def assembled(
         return Carried(model, objective.find(model, None, settings.metrics), settings)
     goal = objective.find(model, settings.loss, settings.metrics)
     goal = replace(goal, notes=(*notes, *goal.notes))
-    optimizer = settings.optimizer
+    optimizer: Any = settings.optimizer
+    if planned(optimizer):
+        optimizer = optimizer(steps=_updates(epochs, steps_per_epoch, settings.accumulate))
     if settings.accumulate > 1:
         wide = jnp.result_type(jnp.float32, *model.params.values())
         steps = optax.MultiSteps(optimizer, settings.accumulate, accumulator_dtype=wide)
@@ -103,6 +107,17 @@ def assembled(
             model, optimizer, settings.sparsity, epochs, steps_per_epoch, storage
         )
     return Minimize(model, goal, optimizer, storage, settings)
+
+
+def _updates(epochs: int | None, steps_per_epoch: int | None, accumulate: int) -> int:
+    """Return the updates of a run."""
+    if epochs is None or steps_per_epoch is None:
+        raise TrainingError(
+            "the optimizer is a function of the updates of the run, whose number is not known: "
+            "pass arrays, or an iterable with a length (to step: epochs= and steps_per_epoch=), or "
+            "an optimizer that knows them"
+        )
+    return max(1, epochs * steps_per_epoch // accumulate)
 
 
 def _check_carried(model: Model, settings: Settings) -> None:

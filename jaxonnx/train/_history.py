@@ -12,8 +12,12 @@ class History:
 
     losses: list[float] = field(default_factory=list)
     """The loss of every step, before its update."""
+    rates: list[float] = field(default_factory=list)
+    """The learning rate of every step, if the optimizer's state has one: those of `train.optimizer`
+    and of `optax.inject_hyperparams` have. With `accumulate`, that of the last update."""
     epochs: list[dict[str, Any]] = field(default_factory=list)
-    """One dict an epoch: `epoch`, `step` (steps so far), `loss` (mean over its steps), `seconds`;
+    """One dict an epoch: `epoch`, `step` (steps so far), `loss` (mean over its steps), `seconds`,
+    `rate` (of its last step, where there are `rates`);
     `validation_loss` and `validation_<metric>` where there is validation data, with several outputs
     `validation_<output>_loss` and `validation_<output>_<metric>`; with sparsity `phase` (of the
     step to come), `sparsity`, and of the last refresh `flip_rate`, `flip_rate/<weight>` and `kept`,

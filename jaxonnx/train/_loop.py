@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._data.batches import Batch, Examples, Stream
@@ -15,6 +16,7 @@ from jaxonnx.model import Model
 from jaxonnx.train._checkpoint import Checkpoints, Position
 from jaxonnx.train._history import History
 from jaxonnx.train._keeper import Keeper
+from jaxonnx.train._optimizers import rate_of
 from jaxonnx.train._progress import Bar
 from jaxonnx.train._record import Record
 from jaxonnx.train._settings import Settings
@@ -30,7 +32,7 @@ def run(
 ) -> tuple[Model, History]:
     """Run the epochs; return the model with the weights that they give, and what happened."""
     watched = Monitor(settings.monitor, step.columns(held_out is not None), settings.patience)
-    update = jax.jit(step.update, donate_argnums=0)
+    update = jax.jit(_with_rate(step), donate_argnums=0)
     epochs = settings.epochs
     state, history, at = step.init(), History(), Position()
     best = None if settings.patience is None else copy((step.view(state), state.state))
@@ -73,6 +75,7 @@ def run(
                 state = keeper.settle(state)
                 row: dict[str, Any] = {"epoch": epoch, "step": record.step}
                 row["loss"] = _mean(history.losses[at.first :])
+                row |= {"rate": rate for rate in history.rates[-1:]}
                 row |= validate(state, epoch) if validate is not None else {}
                 row |= sparse_numbers(state.optimizer)
                 record.close_epoch(row | {"seconds": time.perf_counter() - began})
@@ -95,6 +98,17 @@ def run(
     if best is not None and watched.chosen:
         return step.trained(*best), history
     return step.trained(step.view(state), state.state), history
+
+
+def _with_rate(step: Step) -> Callable[..., tuple[State, jax.Array]]:
+    """Return the update of a step that reports the learning rate, too, where there is one."""
+
+    def update(state: State, batch: Batch, frozen: Any) -> tuple[State, jax.Array]:
+        state, seen = step.update(state, batch, frozen)
+        rate = rate_of(state.optimizer)
+        return state, seen if rate is None else jnp.append(seen, rate.astype(seen.dtype))
+
+    return update
 
 
 def _checkpoints(step: Step, state: State, examples: Data, settings: Settings) -> Checkpoints:

@@ -74,7 +74,7 @@ class Bar:
             self._steps = -(-row["step"] // len(history.epochs))
         under_way = self._done > row.get("step", 0)
         description = f"epoch {len(history.epochs) + under_way}/{self._epochs}"
-        told = [*_numbers(history.losses, row), *self._speed()]
+        told = [*_numbers(history, row), *self._speed()]
         if self._in_notebook:
             self._cell.draw(self._done, self._total, ", ".join([description, *told]))
         else:
@@ -101,8 +101,9 @@ class Bar:
         return told if not left or left < 0 else [*told, f"{_clock(left / rate)} left"]
 
 
-def _numbers(losses: list[float], row: dict[str, Any]) -> list[str]:
-    told = [f"loss {losses[-1]:.4g}"] if losses else []
+def _numbers(history: History, row: dict[str, Any]) -> list[str]:
+    told = [f"loss {value:.4g}" for value in history.losses[-1:]]
+    told += [f"rate {value:.3g}" for value in history.rates[-1:]]
     found = [name for name in row if name.startswith("validation_")]
     if "validation_accuracy" in row:
         return [*told, f"accuracy {row['validation_accuracy']:.2%}"]

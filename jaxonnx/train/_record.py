@@ -50,7 +50,7 @@ class Record:
         return self.step + len(self._pending)
 
     def add(self, seen: jax.Array) -> bool:
-        """Take [loss, whether all is finite] of a step under way; return if the run can go on."""
+        """Take [loss, whether all is finite(, rate)] of a step under way; return if the run goes on."""
         self._pending.append(seen)
         if len(self._pending) > _AHEAD:
             self._read(_BEHIND)
@@ -84,9 +84,10 @@ class Record:
         if len(self._pending) > keep:
             jax.block_until_ready(self._pending[-1 - keep])
         while len(self._pending) > keep and self.trouble is None:
-            value, finite = np.asarray(self._pending.popleft())
-            self.history.losses.append(float(value))
-            self._tell({"loss": float(value)})
+            value, finite, *rate = np.asarray(self._pending.popleft()).tolist()
+            self.history.losses.append(value)
+            self.history.rates += rate
+            self._tell({"loss": value} | {"rate": x for x in rate})
             self._skipped = 0 if finite else self._skipped + 1
             if not finite:
                 self._not_finite("the gradient" if np.isfinite(value) else f"the loss, {value},")

@@ -12,8 +12,10 @@ from jaxonnx._rewrite.head import Classes
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.model import Statistics, Trainable
+from jaxonnx.train._optimizers import planned
 
 Hook = Callable[[int, dict[str, Any]], None]
+Optimizer = optax.GradientTransformation | Callable[[int], optax.GradientTransformation]
 
 NAN_POLICIES = ("stop", "skip", "rollback")
 
@@ -33,7 +35,7 @@ class Settings:
     """
 
     loss: Any = None
-    optimizer: optax.GradientTransformation | None = None
+    optimizer: Optimizer | None = None
     epochs: int = 1
     batch_size: int | None = None
     seed: int = 0
@@ -100,10 +102,11 @@ class Settings:
                 "precision must be 'bf16' (or None, for that of the file), and is "
                 f"{self.precision!r}"
             )
-        if self.optimizer is not None and not callable(getattr(self.optimizer, "update", None)):
+        made = callable(getattr(self.optimizer, "update", None)) or planned(self.optimizer)
+        if self.optimizer is not None and not made:
             raise TrainingError(
-                "optimizer must be an optax transformation, like optax.adam(1e-3), and is "
-                f"{_told(self.optimizer)}"
+                "optimizer must be an optax transformation, like optax.adam(1e-3), or a function "
+                f"of steps (the updates of the run) to one, and is {_told(self.optimizer)}"
             )
         if self.lora is not None and not isinstance(self.lora, LoRA | Adapters):
             raise TrainingError(

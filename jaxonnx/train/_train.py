@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast
 
-import optax
 from onnx import ModelProto
 
 from jaxonnx._data.batches import Batch
@@ -18,8 +17,9 @@ from jaxonnx.train._data import sources
 from jaxonnx.train._folder import notes, pictured
 from jaxonnx.train._head import headed
 from jaxonnx.train._loop import run
+from jaxonnx.train._optimizers import optimizer as make_optimizer
 from jaxonnx.train._result import Result, changes
-from jaxonnx.train._settings import Hook, Settings
+from jaxonnx.train._settings import Hook, Optimizer, Settings
 from jaxonnx.train._step import State, Step
 from jaxonnx.train._tables import ConfusionMatrix, Curve, Curves, PerClass
 
@@ -34,6 +34,7 @@ class _WithSteps(Protocol[P, R_co]):
     """
 
     step = staticmethod(step)
+    optimizer = staticmethod(make_optimizer)
     Step = Step
     State = State
     Batch = Batch
@@ -48,6 +49,7 @@ class _WithSteps(Protocol[P, R_co]):
 def _with_steps(function: Callable[P, R_co]) -> _WithSteps[P, R_co]:
     vars(function).update(
         step=step,
+        optimizer=make_optimizer,
         Step=Step,
         State=State,
         Batch=Batch,
@@ -65,7 +67,7 @@ def train(
     data: Any,
     *,
     loss: Any = None,
-    optimizer: optax.GradientTransformation | None = None,
+    optimizer: Optimizer | None = None,
     epochs: int = 1,
     batch_size: int | None = None,
     seed: int = 0,
@@ -96,7 +98,7 @@ def train(
     The whole step is one program, compiled once. BatchNormalization and Dropout behave as in
     training, and running statistics are renewed.
 
-    >>> import numpy as np
+    >>> import numpy as np, optax
     >>> from jaxonnx import demo
     >>> x, y = np.zeros((8, 1, 8, 8), np.float32), np.arange(8)
     >>> loss = "softmax_cross_entropy_with_integer_labels"
@@ -128,7 +130,8 @@ def train(
         batch counts), and the resulting model carries them on. All that follows applies to it but
         what changes the network or the update (`trainable` to `precision`, `remat`), and `nan` sees
         a gradient in the variables that it makes infinite.
-      optimizer: any optax transformation.
+      optimizer: any optax transformation, such as `jaxonnx.train.optimizer` makes with a schedule;
+        or a function `lambda steps: ...` to one, of the number of updates in the run.
       batch_size: of data in one piece; 32 if not given, or what the model's inputs are fixed to.
       seed: of the order of the examples and of random operators.
       validation: like `data`, or a share of data in one piece, like 0.2, whose choice depends on
@@ -208,9 +211,9 @@ def train(
       resume: continue from the newest checkpoint that can be read, if there is one. The weights
         are then bit for bit those of the uninterrupted run, wherever it was cut off; the data must
         be the same, and an iterator must give the batches of its epoch from the first on.
-      on_log: called as `on_log(step, metrics)` with the loss of each step, some steps after it was
-        started (the device is never waited for), and with the numbers of each epoch, as in
-        `history.epochs`; or a list of such functions.
+      on_log: called as `on_log(step, metrics)` with the "loss" of each step (and the "rate", where
+        `history.rates` has it), some steps after it was started (the device is never waited for),
+        and with the numbers of each epoch, as in `history.epochs`; or a list of such functions.
         `jaxonnx.loggers` has some that write files. Those with a method `close` are closed at
         the end.
       progress: show a progress bar; by default where the output is a terminal or a notebook.
