@@ -192,13 +192,13 @@ def _report(path: Path, rows: list[Row]) -> None:
     (loss, accuracy), (flips, mask) = figure.subplots(2, 2)
     for row in rows:
         epochs = row.history.epochs
-        number = [e["epoch"] + 1 for e in epochs]
+        number = [e["epoch"] for e in epochs]
         loss.plot(number, [e["loss"] for e in epochs], label=row.name)
         error = [100 * (1 - e["validation_accuracy"]) for e in epochs]
         accuracy.plot(number, error, label=row.name)
     last = rows[-1]
     epochs = last.history.epochs
-    flips.bar([e["epoch"] + 1 for e in epochs], [100 * e["flip_rate"] for e in epochs], color="C1")
+    flips.bar([e["epoch"] for e in epochs], [100 * e["flip_rate"] for e in epochs], color="C1")
     for axes, title in (
         (loss, "training loss"),
         (accuracy, "test images that are wrong, %"),
@@ -206,7 +206,7 @@ def _report(path: Path, rows: list[Row]) -> None:
     ):
         for before, after in pairwise(epochs):
             if before["phase"] != after["phase"]:
-                axes.axvline(after["epoch"] + 1, color="0.7", ls="--", lw=1)
+                axes.axvline(after["epoch"], color="0.7", ls="--", lw=1)
         axes.set(title=title, xlabel="epoch")
     loss.set_yscale("log")
     loss.legend()

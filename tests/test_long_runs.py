@@ -150,7 +150,7 @@ def test_patience_gives_the_best_epoch(tmp_path):
     best = int(np.argmin(values))
     assert len(rows) == best + 4 < 30
     assert result.history.early
-    assert f"the weights are those of epoch {best}, the best" in result.history.stopped
+    assert f"the weights are those of epoch {best + 1}, the best" in result.history.stopped
     found = optax.softmax_cross_entropy_with_integer_labels(result.model(x), np.roll(y, 1)).mean()
     np.testing.assert_allclose(found, values[best], rtol=1e-5)
     # resumed it has spent its patience already

@@ -1,13 +1,16 @@
 """The progress bar and what print(result) says."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import optax
 import pytest
 from rich import console
 
+import jaxonnx
 from jaxonnx.train import History, Result
+from jaxonnx.train import _progress as progress
 from jaxonnx.train._progress import Bar
 from jaxonnx.train._result import changes
 from tests.tiny import examples, train
@@ -71,6 +74,46 @@ def test_printing_a_result_says_what_changed():
     still = train(optimizer=optax.sgd(0.0))
     assert "0 of 4 trained tensors changed (0 numbers)" in str(still)
     assert "not changed: w1, b1, w2, b2" in str(still)
+
+
+def test_one_epoch_says_its_first_and_last_loss():
+    result = train()
+    first, *_, last = result.history.losses
+    assert "1 epoch, 5 steps, " in str(result)
+    assert f": loss {first:.4g} -> {last:.4g} (first and last step)\n" in str(result)
+    single = train(data=examples(8))
+    assert re.search(r"1 epoch, 1 step, .* s: loss \S+$", str(single.history))
+
+
+def test_many_tensors_are_listed_from_both_ends():
+    names = [f"t{i:03}" for i in range(100)]
+    model = SimpleNamespace(params={name: np.zeros(2) for name in names}, state={})
+    shares = {name: 10.0**-i for i, name in enumerate(names[:9])} | dict.fromkeys(names[9:], 1e-9)
+    history = History(stopped="why")
+    lines = str(Result(model, history, shares)).splitlines()  # type: ignore[arg-type]
+    assert lines[1] == "100 of 100 trained tensors changed (200 numbers)"
+    assert lines[2] == "  t000 [2]: 100.00%"
+    assert lines[8] == "  ... 92 more; half of all by more than 1e-07%"
+    assert lines[-1] == "  t099 [2]: 1e-07%"
+    assert len(lines) == 1 + 1 + 6 + 1 + 2
+
+
+def test_adapters_are_counted_rather_than_what_they_change():
+    result = train(lora=jaxonnx.LoRA(2, where=["w1", "w2"]))
+    sizes = 2 * (8 + 16) + 2 * (16 + 4)
+    line = f"{sizes} numbers trained, with adapters of 2 weights; merged, they change 2 tensors"
+    assert f"{line} (192 numbers)" in str(result)
+
+
+def test_a_line_now_and_then_where_there_is_no_terminal(monkeypatch, capsys):
+    train(epochs=2)
+    assert not capsys.readouterr().out
+    monkeypatch.setattr(progress, "_SECONDS_OF_LINES", 0.0)
+    train(epochs=2, progress=False)
+    assert not capsys.readouterr().out
+    train(epochs=2)
+    *_, last = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"epoch 2/2, loss \S+, \S+ \S+", last)
 
 
 def test_changes_are_relative():

@@ -206,7 +206,7 @@ def test_the_algorithm_of_a_file_stops_when_patience_runs_out():
     settings = {"patience": 1, "validation": examples(24)}
     result = follow(rate=-1.0, epochs=6, **settings)  # it gets ever worse
     assert result.history.early
-    assert "epoch 0, the best" in result.history.stopped
+    assert "epoch 1, the best" in result.history.stopped
     assert len(result.history.epochs) == 2
     assert equal(result, follow(rate=-1.0, epochs=1))
 

@@ -98,7 +98,7 @@ def test_validation_and_history(net):
     data = digits(16)
     result = train(net, data, epochs=2, validation=data)
     last = result.history.epochs[-1]
-    assert (last["epoch"], last["step"]) == (1, 4)
+    assert (last["epoch"], last["step"]) == (2, 4)
     logits = result.model(data[0])
     expected = optax.softmax_cross_entropy_with_integer_labels(logits, data[1]).mean()
     np.testing.assert_allclose(last["validation_loss"], expected, rtol=1e-5)
@@ -196,7 +196,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(net, tmp_path):
         train(net, digits(20), epochs=3, checkpoint_dir=tmp_path, **settings)
     rest = train(net, digits(20), epochs=3, checkpoint_dir=tmp_path, resume=True, **settings)
     assert rest.history.losses == whole.history.losses
-    assert [row["epoch"] for row in rest.history.epochs] == [0, 1, 2]
+    assert [row["epoch"] for row in rest.history.epochs] == [1, 2, 3]
     for kind in ("params", "state"):
         for name, value in getattr(whole.model, kind).items():
             np.testing.assert_array_equal(value, getattr(rest.model, kind)[name])

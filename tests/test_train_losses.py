@@ -199,7 +199,7 @@ BAD = {
     ),
     "ignored": (
         lambda: train(network(ONE), (X, Y - 1), cross_entropy(ignore_index=-2)),
-        "labels outside of 0 ... 2, the first is -1",
+        "data has 1 label outside of 0 ... 2, the first is -1",
     ),
     "axis": (
         lambda: train(network(ONE), (X, np.zeros((12, 3), int)), cross_entropy()),
@@ -233,6 +233,10 @@ BAD = {
         r"with 'r'; they are \['y'\]",
     ),
     "several": (lambda: train(network(TWO, OUTPUTS), (X, Y), LABELS), "a dict of losses by output"),
+    "columns": (
+        lambda: train(network(ONE), {"x": X, "label": Y, "index": Y}, LABELS),
+        "beside the inputs the data has 'index', 'label': leave out what is none",
+    ),
     "list": (lambda: train(network(ONE), (X, Y), [LABELS]), r"no loss \['softmax_"),
     "unknown": (lambda: train(network(ONE), (X, Y), {"y": "mse"}), "no loss 'mse'"),
 }
@@ -243,3 +247,22 @@ def test_refused(case):
     call, message = BAD[case]
     with pytest.raises(jaxonnx.TrainingError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("CrossEntropyLoss", r"SoftmaxCrossEntropyLoss \(ONNX's; classes on axis 1, labels"),
+        ("sparse_categorical_crossentropy", rf"try {LABELS} \(labels: the number of the class\)"),
+        ("categorical_crossentropy", r"try softmax_cross_entropy \(a probability for each class\)"),
+        ("softmax_cross_entropy_with_integer_label", f"try {LABELS} "),
+        ("NLLLoss", "try NegativeLogLikelihoodLoss "),
+        ("BCEWithLogitsLoss", r"try sigmoid_binary_cross_entropy \(0 or 1 for each output\)"),
+        ("MSELoss", r"try squared_error \(targets of the shape of the outputs\)"),
+        ("hinge", r"hinge_loss \(-1 or 1 for each output\)"),
+        ("?", "absolute_error .*squared_error"),
+    ],
+)
+def test_losses_are_suggested_with_what_they_take(name, near):
+    with pytest.raises(jaxonnx.TrainingError, match=near):
+        losses.find(name)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxonnx.errors import Error
+from jaxonnx.train._words import counted
 
 
 @dataclass(repr=False)
@@ -16,9 +17,9 @@ class History:
     """The learning rate of every step, if the optimizer's state has one: those of `train.optimizer`
     and of `optax.inject_hyperparams` have. With `accumulate`, that of the last update."""
     epochs: list[dict[str, Any]] = field(default_factory=list)
-    """One dict an epoch: `epoch`, `step` (steps so far), `loss` (mean over its steps), `seconds`,
-    `rate` (of its last step, where there are `rates`);
-    `validation_loss` and `validation_<metric>` where there is validation data, with several outputs
+    """One dict an epoch: `epoch` (from 1), `step` (steps so far), `loss` (mean over its steps),
+    `seconds`, `rate` (of its last step, where there are `rates`); `validation_loss` and
+    `validation_<metric>` where there is validation data, with several outputs
     `validation_<output>_loss` and `validation_<output>_<metric>`; with sparsity `phase` (of the
     step to come), `sparsity`, and of the last refresh `flip_rate`, `flip_rate/<weight>` and `kept`,
     the share of sum |W|."""
@@ -57,24 +58,36 @@ class History:
     def __str__(self) -> str:
         if not self.epochs:
             return self.stopped or "no epoch"
+        seconds = sum(row["seconds"] for row in self.epochs)
+        text = f"{counted(len(self.epochs), 'epoch')}, {counted(len(self.losses), 'step')}, "
+        text += f"{seconds:.1f} s: {', '.join(self._numbers())}"
+        for event in ("skipped", "rolled back"):
+            if count := sum(1 for e in self.events if e["event"] == event):
+                text += f"; {counted(count, 'time')} {event}"
+        return f"{text}; stopped: {self.stopped}" if self.stopped else text
+
+    __repr__ = __str__
+
+    def _numbers(self) -> list[str]:
+        """Return the numbers of the first and the last epoch, or of the steps of the only one."""
         first, last = self.epochs[0], self.epochs[-1]
-        numbers = [
-            f"{name} {first[name]:.4g} -> {value:.4g}"
+        names = [
+            name
             for name, value in last.items()
             if isinstance(value, float)
             and name in first
             and name != "seconds"
             and not name.startswith("flip_rate/")
         ]
-        seconds = sum(row["seconds"] for row in self.epochs)
-        text = f"{len(self.epochs)} epochs, {last['step']} steps, {seconds:.1f} s: "
-        text += ", ".join(numbers)
-        for event in ("skipped", "rolled back"):
-            if count := sum(1 for e in self.events if e["event"] == event):
-                text += f"; {count} times {event}"
-        return f"{text}; stopped: {self.stopped}" if self.stopped else text
-
-    __repr__ = __str__
+        if len(self.epochs) > 1:
+            return [f"{name} {first[name]:.4g} -> {last[name]:.4g}" for name in names]
+        told = {name: f"{name} {last[name]:.4g}" for name in names}
+        for name, steps in (("rate", self.rates), ("loss", self.losses)):
+            if name in told and len(steps) > 1:
+                told[name] = f"{name} {steps[0]:.4g} -> {steps[-1]:.4g}"
+        if len(self.losses) > 1:
+            told["loss"] += " (first and last step)"
+        return [*told.values()]
 
 
 def new_axes(axes: Any) -> Any:

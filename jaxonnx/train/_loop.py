@@ -66,16 +66,17 @@ def run(
                     if keeper.due():
                         state = keeper.keep(at, state, best)
                     if examples.targets is None:
-                        step.check_labels(batch.targets, shapes, f"a batch of epoch {epoch}")
+                        step.check_labels(batch.targets, shapes, f"a batch of epoch {epoch + 1}")
                     state, seen = update(state, batch, step.frozen)
                     at = at._replace(batch=at.batch + 1)
                     if not record.add(seen):
                         state = keeper.settle(state)
                     interrupt.check()
                 state = keeper.settle(state)
-                row: dict[str, Any] = {"epoch": epoch, "step": record.step}
+                row: dict[str, Any] = {"epoch": epoch + 1, "step": record.step}
                 row["loss"] = _mean(history.losses[at.first :])
-                row |= {"rate": rate for rate in history.rates[-1:]}
+                if history.rates:
+                    row["rate"] = history.rates[-1]
                 row |= validate(state, epoch) if validate is not None else {}
                 row |= sparse_numbers(state.optimizer)
                 record.close_epoch(row | {"seconds": time.perf_counter() - began})

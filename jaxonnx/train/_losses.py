@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,6 +14,7 @@ import optax
 
 from jaxonnx.errors import TrainingError
 from jaxonnx.losses import ClassLoss, cross_entropy, negative_log_likelihood
+from jaxonnx.train._words import counted
 
 _CLASSES = (
     "softmax_cross_entropy_with_integer_labels",
@@ -35,6 +36,20 @@ _LOGITS = {
     ),
 }
 """Losses that take what comes before that operator, and the operator."""
+
+_ALSO_CALLED = {
+    "ce crossentropy sparsecategoricalcrossentropy softmax": _CLASSES[0],
+    "crossentropy nllcrossentropy": "SoftmaxCrossEntropyLoss",
+    "categoricalcrossentropy onehot": "softmax_cross_entropy",
+    "nll": "NegativeLogLikelihoodLoss",
+    "bce bcewithlogits binarycrossentropy sigmoid": "sigmoid_binary_cross_entropy",
+    "focal": "sigmoid_focal_loss",
+    "mse l2 meansquarederror": "squared_error",
+    "mae l1 meanabsoluteerror": "absolute_error",
+    "huber smoothl1": "huber_loss",
+    "kl kldiv": "kl_divergence",
+}
+"""What Keras and PyTorch call a loss, in small letters, and its name here."""
 
 _SHOWN = 8
 
@@ -111,9 +126,13 @@ class Loss:
     def _check_named(self, outputs: Any, targets: Any, what: str) -> None:
         what = f"{what} {self.name!r}"
         if not hasattr(outputs, "shape") or not hasattr(targets, "shape"):
+            hint = ""
+            if isinstance(targets, Mapping):
+                columns = ", ".join(map(repr, targets))
+                hint = f", and beside the inputs the data has {columns}: leave out what is none"
             raise TrainingError(
-                f"{what} takes one output and one target; for a model with several pass a dict of "
-                "losses by output name, or a callable (outputs, targets) -> loss"
+                f"{what} takes one output and one target{hint}; for a model with several pass a "
+                "dict of losses by output name, or a callable (outputs, targets) -> loss"
             )
         wanted = outputs.shape
         if self.class_axis is not None:
@@ -162,7 +181,7 @@ def check_classes(targets: np.ndarray, classes: int, ignored: int | None, what: 
     if wrong.any():
         first = tuple(np.argwhere(wrong)[0])
         raise TrainingError(
-            f"{what} has {wrong.sum()} labels outside of 0 ... {classes - 1}, "
+            f"{what} has {counted(int(wrong.sum()), 'label')} outside of 0 ... {classes - 1}, "
             f"the first is {targets[first]} at {', '.join(map(str, first))}"
         )
 
@@ -180,6 +199,38 @@ def totals(values: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(weight > 0, values, 0).sum(), examples
 
 
+def _near(name: str) -> list[str]:
+    """Return the losses that somebody may mean: by what others call them, and by spelling."""
+    named = {_plain(own): own for own in _named()}
+    plain = _plain(name)
+    meant = [own for other, own in _ALSO_CALLED.items() if plain in other.split()]
+    spelled = difflib.get_close_matches(plain, named, n=3)
+    parts = [key for key in named if plain and (plain in key or key in plain)]
+    near = dict.fromkeys([*meant, *(named[key] for key in (*spelled, *parts))])
+    return [own for own in near if own in _named()][:4] or sorted(_named())
+
+
+def _plain(name: str) -> str:
+    """Return the letters of a name, without the words that say that it is a loss."""
+    letters = "".join(filter(str.isalnum, name.lower()))
+    return letters.removesuffix("loss")
+
+
+def _takes(name: str) -> str:
+    """Return which targets a loss takes."""
+    if name in _CLASSES:
+        return "labels: the number of the class"
+    if name in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"):
+        return "ONNX's; classes on axis 1, labels: the number of the class"
+    if name in _ONE_HOT:
+        return "a probability for each class"
+    if name in ("hinge_loss", "perceptron_loss"):
+        return "-1 or 1 for each output"
+    if _LOGITS.get(name) == "Sigmoid":
+        return "0 or 1 for each output"
+    return "targets of the shape of the outputs"
+
+
 def find(loss: Any) -> Loss:
     """Return the loss of that name, or around that callable, which may be one of optax's itself."""
     if isinstance(loss, ClassLoss):
@@ -188,9 +239,9 @@ def find(loss: Any) -> Loss:
     if callable(loss):
         return Loss(loss, next((name for name, own in named.items() if own is loss), None))
     if not isinstance(loss, str) or loss not in named:
-        near = difflib.get_close_matches(str(loss), named, n=3) or sorted(named)
+        near = ", ".join(f"{name} ({_takes(name)})" for name in _near(str(loss)))
         raise TrainingError(
-            f"there is no loss {loss!r} of predictions and targets; try {', '.join(near)}, "
+            f"there is no loss {loss!r} of predictions and targets; try {near}, "
             "or pass a callable (outputs, targets) -> loss"
         )
     found = named[loss]

@@ -11,14 +11,16 @@ from jaxonnx.train._history import History
 
 _SECONDS, _SECONDS_IN_NOTEBOOK = 0.1, 0.5
 """Between two pictures of the bar: making one costs as much as a small step."""
+_SECONDS_OF_LINES = 10.0
+"""Between two lines where there is neither a terminal nor a notebook."""
 
 
 class Bar:
     """One bar over all steps of a run, with rate and remaining time.
 
     Args:
-      show: None shows the bar where the output is a terminal or a notebook. Elsewhere nothing is
-        written, or, if it is true, the last state of the bar.
+      show: None shows the bar where the output is a terminal or a notebook. Elsewhere a line is
+        written now and then, and, if it is true, the last state of the bar.
       epochs: the epochs of the run.
       steps: the steps of an epoch, where known.
       done: steps of the run that were done before.
@@ -28,11 +30,12 @@ class Bar:
         console = Console()
         visible = console.is_terminal or console.is_jupyter
         self._shown = visible if show is None else show
+        self._lines = not visible and show is not False
         self._epochs = epochs
         self._steps = steps
         self._done = self._first = done
         self._began: float | None = None
-        self._drawn = 0.0
+        self._drawn = time.perf_counter() if self._lines else 0.0
         self._history: History | None = None
         self._cell = Cell()
         self._in_notebook = console.is_jupyter
@@ -58,16 +61,20 @@ class Bar:
 
     def show(self, history: History) -> None:
         """Show the state after some step."""
-        if not self._shown:
+        if not self._shown and not self._lines:
             return
         self._history, now = history, time.perf_counter()
         if self._began is None:  # the first step is compiled
             self._began, self._first = now, len(history.losses)
-        if now - self._drawn > (_SECONDS_IN_NOTEBOOK if self._in_notebook else _SECONDS):
+        pause = _SECONDS_IN_NOTEBOOK if self._in_notebook else _SECONDS
+        if now - self._drawn > (_SECONDS_OF_LINES if self._lines else pause):
             self._drawn = now
-            self._draw(history)
+            line = self._draw(history)
+            if self._lines and history.losses:
+                print(line, flush=True)
 
-    def _draw(self, history: History) -> None:
+    def _draw(self, history: History) -> str:
+        """Draw the bar, if it is shown; return what it says."""
         self._done = len(history.losses)
         row = history.epochs[-1] if history.epochs else {}
         if self._steps is None and row:
@@ -75,8 +82,9 @@ class Bar:
         under_way = self._done > row.get("step", 0)
         description = f"epoch {len(history.epochs) + under_way}/{self._epochs}"
         told = [*_numbers(history, row), *self._speed()]
+        line = ", ".join([description, *told])
         if self._in_notebook:
-            self._cell.draw(self._done, self._total, ", ".join([description, *told]))
+            self._cell.draw(self._done, self._total, line)
         else:
             self._progress.update(
                 self._task,
@@ -85,6 +93,7 @@ class Bar:
                 description=description,
                 told=", ".join(told),
             )
+        return line
 
     @property
     def _total(self) -> int | None:

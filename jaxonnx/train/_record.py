@@ -50,7 +50,10 @@ class Record:
         return self.step + len(self._pending)
 
     def add(self, seen: jax.Array) -> bool:
-        """Take [loss, whether all is finite(, rate)] of a step under way; return if the run goes on."""
+        """Take [loss, whether all is finite] of a step under way; return if the run can go on.
+
+        A learning rate may follow the two numbers.
+        """
         self._pending.append(seen)
         if len(self._pending) > _AHEAD:
             self._read(_BEHIND)
@@ -87,7 +90,7 @@ class Record:
             value, finite, *rate = np.asarray(self._pending.popleft()).tolist()
             self.history.losses.append(value)
             self.history.rates += rate
-            self._tell({"loss": value} | {"rate": x for x in rate})
+            self._tell(dict(zip(("loss", "rate"), (value, *rate), strict=False)))
             self._skipped = 0 if finite else self._skipped + 1
             if not finite:
                 self._not_finite("the gradient" if np.isfinite(value) else f"the loss, {value},")

@@ -9,8 +9,10 @@ import numpy as np
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model
 from jaxonnx.train._history import History
+from jaxonnx.train._words import counted
 
-_LISTED = 8
+_MOST, _LEAST = 6, 2
+"""How many tensors are listed, of those that changed most and least."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,17 +51,37 @@ def _listed(result: Result) -> list[str]:
         return []
     params = {n: c for n, c in result.changes.items() if n in result.model.params}
     moved = {n: c for n, c in params.items() if c}
-    numbers = sum(result.model.params[name].size for name in moved)
-    lines = [f"{len(moved)} of {len(params)} trained tensors changed ({numbers:,} numbers)"]
-    order = sorted(moved.items(), key=lambda item: -item[1])
-    for name, change in order[:_LISTED]:
-        shape = list(result.model.params[name].shape)
-        lines.append(f"  {name} {shape}: " + ("from zero" if np.isinf(change) else f"{change:.2%}"))
-    if len(order) > _LISTED:
-        lines.append(f"  and {len(order) - _LISTED} more, by {order[-1][1]:.2%} or more")
+    lines = _numbers(result, len(params), moved)
+    order = sorted(moved, key=lambda name: -moved[name])
+    told = [f"  {n} {[*result.model.params[n].shape]}: {_share(moved[n])}" for n in order]
+    if between := order[_MOST:-_LEAST]:
+        half = _share(float(np.median([moved[name] for name in order])))
+        told[_MOST:-_LEAST] = [f"  ... {len(between)} more; half of all by more than {half}"]
+    lines += told
     if still := [name for name in params if name not in moved]:
         lines.append(f"not changed: {', '.join(still)}")
     renewed = sum(1 for n, c in result.changes.items() if n in result.model.state and c)
     if renewed:
-        lines.append(f"{renewed} running statistics renewed")
+        lines.append(f"{counted(renewed, 'running statistic')} renewed")
     return lines
+
+
+def _numbers(result: Result, count: int, moved: Mapping[str, float]) -> list[str]:
+    """Return how much was trained, and how many tensors of the model changed by that."""
+    numbers = sum(result.model.params[name].size for name in moved)
+    changed = counted(numbers, "number")
+    if result.lora is None:
+        return [f"{len(moved)} of {counted(count, 'trained tensor')} changed ({changed})"]
+    values = result.lora.values
+    trained = sum(x.size for name, x in values.items() if name not in result.model.state)
+    weights = counted(len(result.lora.layouts), "weight")
+    return [
+        f"{counted(trained, 'number')} trained, with adapters of {weights}; merged, they change "
+        f"{counted(len(moved), 'tensor')} ({changed})"
+    ]
+
+
+def _share(change: float) -> str:
+    if np.isinf(change):
+        return "from zero"
+    return f"{change:.2%}" if change > 1e-3 else f"{100 * change:.2g}%"

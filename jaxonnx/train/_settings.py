@@ -68,6 +68,11 @@ class Settings:
         return cls(**{name: arguments[name] for name in names})
 
     def __post_init__(self):
+        if isinstance(self.epochs, int) and self.epochs == 0:
+            raise TrainingError(
+                "epochs must be an integer of at least 1, and is 0; jaxonnx.evaluate(model, data, "
+                "loss=, metrics=) or the command jaxonnx evaluate has the numbers without training"
+            )
         _integer("epochs", self.epochs, 1)
         _integer("seed", self.seed, 0)
         _integer("accumulate", self.accumulate, 1)

@@ -216,7 +216,8 @@ def train(
         and with the numbers of each epoch, as in `history.epochs`; or a list of such functions.
         `jaxonnx.loggers` has some that write files. Those with a method `close` are closed at
         the end.
-      progress: show a progress bar; by default where the output is a terminal or a notebook.
+      progress: show a progress bar; by default where the output is a terminal or a notebook, and a
+        line every ten seconds where it is neither.
 
     Returns:
       `.model` and `.history`; printing it says what changed. A run that ends before its last epoch
