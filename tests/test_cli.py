@@ -1,5 +1,6 @@
 """The command line, in this process; the installed command is the same function."""
 
+import inspect
 import json
 import tempfile
 from pathlib import Path
@@ -162,6 +163,15 @@ def test_a_configuration_gives_what_flags_do_not(small, capsys):
     assert "'nothing'" in capsys.readouterr().err
 
 
+def test_defaults_are_those_of_python():
+    options = vars(parse(["train", "net.onnx", "data.npz", "-o", "out.onnx"]))
+    python = {name: p.default for name, p in inspect.signature(jaxonnx.train).parameters.items()}
+    both = options.keys() & python.keys()
+    assert {"epochs", "batch_size", "seed", "accumulate", "ema", "nan"} <= both
+    for name in both - {"model", "data"}:
+        assert options[name] is None or options[name] == python[name], name
+
+
 def test_lists_and_texts_of_a_configuration(small):
     Path("run.toml").write_text('model = "m"\npictures = ["a", "b"]\nmean = [0.5, 1]\nsize = "8x6"')
     options = parse(["classify", "--config", "run.toml"])
@@ -174,7 +184,7 @@ def test_lists_and_texts_of_a_configuration(small):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("epoch = 3", "unknown 'epoch'; try epochs"),
+        ("epoch = 3", "unknown 'epoch'; try epochs or "),
         ("config = 'other.toml'", "unknown 'config'"),
         ("epochs = 'three'", "epochs = 'three' does not fit"),
         ("epochs = true", "must be a number or a text"),
@@ -273,7 +283,7 @@ def test_interruption(small, monkeypatch, capsys):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jaxonnx.cli._verbs.load", stop)
+    monkeypatch.setattr("jaxonnx.cli._reading.load", stop)
     assert main(["info", "net.onnx"]) == 130
     assert "interrupted" in capsys.readouterr().err
 
@@ -339,3 +349,100 @@ def test_help_has_examples(verb, capsys):
     said = capsys.readouterr().out
     assert f"jaxonnx {verb} " in said
     assert "exit status" in said
+
+
+def test_the_optimizer_of_flags_and_of_a_file(small, capsys):
+    line = "train net.onnx data.npz -o out.onnx --batch-size 2 --epochs 2 --json"
+    more = "--optimizer sgd --rate 0.5 --schedule linear --warmup 0.25 --clip 1 --weight-decay 0.1"
+    assert command(f"{line} {more}") == 0
+    said = result(capsys)
+    rates = 0.5 * np.array([0, 0.5, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
+    np.testing.assert_allclose(said["history"]["rates"], rates, rtol=1e-5)
+    assert said["written"] == ["out.onnx"]
+    trained = jaxonnx.load("out.onnx").params["w"]
+    Path("run.toml").write_text(
+        'optimizer = "sgd"\nrate = 0.5\nschedule = "linear"\nwarmup = 0.25\nclip = 1\n'
+        "weight-decay = 0.1\n"
+    )
+    assert command(f"{line} --config run.toml") == 0
+    np.testing.assert_array_equal(jaxonnx.load("out.onnx").params["w"], trained)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "train --epochs 2 --schedule cosine --warmup 0.2 --clip 0.5 --optimizer adamw --ema 0.9",
+        "train --lora 1 --lora-where w --adapters adapters.npz --log log.csv --accumulate 2",
+        "train --head 4 --validation 0.25 --metrics top_2",
+        "sparsify --select w --dense 1 --dynamic 1 --validation data.npz",
+    ],
+)
+def test_the_python_that_explain_prints_gives_the_same_weights(flags, small, capsys):
+    verb, flags = flags.split(" ", 1)
+    if verb == "sparsify":
+        proto = onnx.load("net.onnx")
+        weight = np.random.default_rng(1).normal(size=(4, 4)).astype(np.float32)
+        proto.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(weight, "w"))
+        proto.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 4
+        onnx.save(proto, "net.onnx")
+    line = f"{verb} net.onnx data.npz -o out.onnx --batch-size 2 --seed 3 {flags}"
+    assert command(f"{line} --explain") == 0
+    assert not Path("out.onnx").exists()
+    program = capsys.readouterr().out
+    exec(compile(program, "explained", "exec"), {})
+    explained = jaxonnx.load("out.onnx").params
+    Path("out.onnx").unlink()
+    assert command(line) == 0
+    trained = jaxonnx.load("out.onnx").params
+    assert explained.keys() == trained.keys()
+    for name, value in trained.items():
+        np.testing.assert_array_equal(value, explained[name])
+
+
+def test_what_explain_cannot_say(small, capsys):
+    assert command("train net.onnx data.npz -o out.onnx --scale 2 --explain") == 2
+    assert "no Python for pictures in 'data.npz'" in capsys.readouterr().err
+
+
+def test_targets_are_called_y_or_are_all_else(small, capsys):
+    x, y = (np.load("data.npz")[name] for name in "xy")
+    np.savez("labels.npz", x=x, labels=y)
+    np.savez("more.npz", x=x, y=y, index=np.arange(8))
+    weights = []
+    for name in ("data", "labels", "more"):
+        assert command(f"train net.onnx {name}.npz -o out.onnx") == 0
+        assert "1 epoch, 1 step" in capsys.readouterr().out
+        weights.append(jaxonnx.load("out.onnx").params["w"])
+    np.testing.assert_array_equal(weights[0], weights[1])
+    np.testing.assert_array_equal(weights[0], weights[2])
+    np.savez("none.npz", x=x)
+    assert command("train net.onnx none.npz -o out.onnx") == 2
+    assert "needs the targets, as 'y'" in capsys.readouterr().err
+
+
+def test_names_of_classes_without_a_file(small, capsys):
+    assert command("train net.onnx data.npz -o out.onnx --labels red,green,blue,none") == 0
+    assert jaxonnx.load("out.onnx").outputs[0].shape == ("n", 4)
+
+
+def test_every_file_that_is_written_is_named(small, capsys):
+    more = "--checkpoints kept --log log.csv --lora 1 --lora-where w --adapters a.npz"
+    assert command(f"train net.onnx data.npz -o out.onnx {more}") == 0
+    said = capsys.readouterr().out
+    for path in ("out.onnx", "kept", "log.csv", "a.npz"):
+        assert Path(path).exists()
+        assert f"wrote {path}\n" in said
+    assert command("run net.onnx data.npz -o out.npz") == 0
+    assert "wrote out.npz\n" in capsys.readouterr().out
+
+
+def test_a_rate_for_a_file_with_its_own_is_refused(small, capsys):
+    loss, optimizer = "softmax_cross_entropy_with_integer_labels", jaxonnx.optim.adam(1e-3)
+    onnx.save(jaxonnx.add_training("net.onnx", loss=loss, optimizer=optimizer), "own.onnx")
+    assert command("train own.onnx data.npz -o out.onnx --weight-decay 0.1") == 2
+    assert "--weight-decay goes with --optimizer" in capsys.readouterr().err
+
+
+def test_no_epochs_are_refused_with_what_evaluates(small, capsys):
+    assert command("train net.onnx data.npz -o out.onnx --epochs 0") == 2
+    assert "evaluate" in capsys.readouterr().err

@@ -12,17 +12,19 @@ import numpy as np
 from rich.console import Console
 
 from jaxonnx.cli import _bench as bench
+from jaxonnx.cli import _training as training
 from jaxonnx.cli import _verbs as verbs
 from jaxonnx.cli import process
 from jaxonnx.cli._options import parse
+from jaxonnx.cli._reading import Failed
 from jaxonnx.errors import Error
 
 _VERBS = {
     "info": verbs.info,
     "run": verbs.run,
-    "train": verbs.train,
+    "train": training.train,
     "evaluate": verbs.evaluate,
-    "sparsify": verbs.sparsify,
+    "sparsify": training.sparsify,
     "classify": verbs.classify,
     "demo": verbs.demo,
     "bench": bench.run,
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.cache is not None:
                 jax.config.update("jax_compilation_cache_dir", str(options.cache))
             report = _VERBS[options.verb](options)
-        except verbs.Failed as error:
+        except Failed as error:
             _complain(options.verb, error)
             return 1
         except (Error, OSError) as error:
@@ -63,10 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 130
     if options.json:
         print(json.dumps(_plain(report.data), allow_nan=False))
-    elif isinstance(report.shown, str):
+        return report.status
+    if isinstance(report.shown, str):
         print(report.shown)
     elif report.shown is not None:
         Console().print(report.shown)
+    for path in report.written:
+        print(f"wrote {path}")
     return report.status
 
 

@@ -13,7 +13,7 @@ import optax
 from rich.table import Table
 
 from jaxonnx._graph.values import Value
-from jaxonnx.cli._verbs import Report, arrays, read
+from jaxonnx.cli._reading import Report, arrays, read
 from jaxonnx.errors import Error, InputError, StaticError
 from jaxonnx.model import Model
 
@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> Report:
     """Time the forward pass, the training step if there is one, and onnxruntime if installed."""
     model = read(options)
     if options.data is not None:
-        inputs, _ = arrays(options.data, model, None)
+        inputs, _ = arrays(options.data, model)
     else:
         inputs = tuple(random_inputs(model.inputs, options.batch, dict(options.dim or ())))
     placed = jax.device_put(inputs)

@@ -1,91 +1,39 @@
 """The verbs and their flags, as one table."""
 
-import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
 
-OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "rmsprop", "sgd")
+from jaxonnx.cli._kinds import (
+    COUNT,
+    FILE,
+    FOLDER,
+    MANY,
+    NEEDED,
+    NUMBERS,
+    PATH,
+    REAL,
+    SIZE,
+    SWITCH,
+    Flag,
+    Verb,
+    counted,
+    dimension,
+    ratio,
+    share,
+)
+from jaxonnx.train._optimizers import OPTIMIZERS, RATE, SCHEDULES
+
 LOSS = "softmax_cross_entropy_with_integer_labels"
-RATE = 1e-3
 PHASES = ("dense", "dynamic", "fixed")
+SPARSE_EPOCHS = 10
 
-
-class Flag(NamedTuple):
-    names: str
-    help: str
-    settings: Mapping[str, Any] = {}
-    """Other arguments of `argparse.ArgumentParser.add_argument`."""
-
-
-class Verb(NamedTuple):
-    what: str
-    examples: str
-    groups: Mapping[str, Sequence[Flag]]
-    """Flags by the title of their group; "" is the parser itself."""
-
-
-class Gather(argparse.Action):
-    """An action that collects a repeated flag's values; they replace the configuration's."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        before = getattr(namespace, self.dest)
-        setattr(namespace, self.dest, [values] if before is self.default else [*before, values])
-
-
-def numbers(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(","))
-
-
-def size(text: str) -> tuple[int, int]:
-    height, width = map(int, text.split("x"))
-    return height, width
-
-
-def share(text: str) -> Path | float:
-    """Parse a number as a share, anything else as a file."""
-    try:
-        return float(text)
-    except ValueError:
-        return Path(text)
-
-
-def ratio(text: str) -> tuple[str, float]:
-    """Parse NAME=X, or X alone."""
-    name, _, number = text.rpartition("=")
-    return name, float(number)
-
-
-def counted(text: str) -> tuple[str, int]:
-    """Parse OUTPUT=N, or N alone."""
-    name, _, number = text.rpartition("=")
-    return name, int(number)
-
-
-def dimension(text: str) -> tuple[str, int]:
-    name, number = text.rsplit("=", 1)
-    return name, int(number)
-
-
-_PATH: Mapping[str, Any] = {"type": Path}
-_FILE: Mapping[str, Any] = {"type": Path, "metavar": "FILE"}
-_FOLDER: Mapping[str, Any] = {"type": Path, "metavar": "FOLDER"}
-_REAL: Mapping[str, Any] = {"type": float, "metavar": "X"}
-_COUNT: Mapping[str, Any] = {"type": int, "metavar": "N"}
-_NUMBERS: Mapping[str, Any] = {"type": numbers, "metavar": "X,..."}
-_SIZE: Mapping[str, Any] = {"type": size, "metavar": "HxW"}
-_SWITCH: Mapping[str, Any] = {"action": argparse.BooleanOptionalAction, "default": False}
-_MANY: Mapping[str, Any] = {"action": Gather, "metavar": "NAME"}
-
-_NEEDED: Mapping[str, Any] = {**_FILE, "required": True}
-
-_MODEL = Flag("model", "an .onnx file, or a packed .npz", _PATH)
-_SEED = Flag("--seed", "of the order of the examples and of random operators", _COUNT)
+_MODEL = Flag("model", "an .onnx file, or a packed .npz", PATH)
+_SEED = Flag("--seed", "of the order of the examples and of random operators", COUNT)
 COMMON = {
     "every command": [
-        Flag("--json", "print the result as JSON, and nothing else on stdout", _SWITCH),
-        Flag("--config", "a TOML file with any of these by name; flags win", _FILE),
-        Flag("--cache", "a folder to keep compiled programs in, for the next run", _FOLDER),
+        Flag("--json", "print the result as JSON, and nothing else on stdout", SWITCH),
+        Flag("--config", "a TOML file with any of these by name; flags win", FILE),
+        Flag("--cache", "a folder to keep compiled programs in, for the next run", FOLDER),
         Flag(
             "--allocator",
             "keep (what is freed is kept for the next step: faster on Linux) or default",
@@ -95,24 +43,24 @@ COMMON = {
 }
 _READING = {
     "how the file is read": [
-        Flag("--any-batch", "of a file that was exported for one batch size", _SWITCH),
-        Flag("--dequantize", "integer weights become trainable ones of floating point", _SWITCH),
+        Flag("--any-batch", "of a file that was exported for one batch size", SWITCH),
+        Flag("--dequantize", "integer weights become trainable ones of floating point", SWITCH),
     ]
 }
 _PICTURES = {
     "pictures: (pixel * scale - mean) / std is what the network takes; a file may say this": [
-        Flag("--scale", "1/255 if nothing says it", _REAL),
-        Flag("--mean", "number, or one for each channel (0.5,0.5,0.5); or 0", _NUMBERS),
-        Flag("--std", "the same; 1 if nothing says it", _NUMBERS),
+        Flag("--scale", "1/255 if nothing says it", REAL),
+        Flag("--mean", "number, or one for each channel (0.5,0.5,0.5); or 0", NUMBERS),
+        Flag("--std", "the same; 1 if nothing says it", NUMBERS),
         Flag(
             "--labels",
-            "a file with the names of the classes, one a line; train: if the network has another "
-            "number of outputs, with a new last layer",
-            _FILE,
+            "a file with the names of the classes, one a line, or the names with commas; train: if "
+            "the network has another number of outputs, with a new last layer",
+            {**FILE, "metavar": "FILE|A,B"},
         ),
-        Flag("--size", "of the pictures, where the network takes any", _SIZE),
+        Flag("--size", "of the pictures, where the network takes any", SIZE),
         Flag("--order", "of the channels; RGB if nothing says it", {"choices": ("RGB", "BGR")}),
-        Flag("--crop", "share of a picture's sides that is shown, as 0.875; or 1", _REAL),
+        Flag("--crop", "share of a picture's sides that is shown, as 0.875; or 1", REAL),
     ]
 }
 _EXAMPLES = [
@@ -120,9 +68,9 @@ _EXAMPLES = [
     Flag("examples", "like --data", {"type": Path, "nargs": "?", "metavar": "data"}),
     Flag(
         "--data",
-        "a .npz with the inputs by name (or one as 'x') and the targets as 'y', or a folder of "
-        "pictures with a folder for each class",
-        _FILE,
+        "a .npz with the inputs by name (or one as 'x') and the targets (as 'y', or all else), or "
+        "a folder of pictures with a folder for each class",
+        FILE,
     ),
 ]
 _TRAINING = [
@@ -130,7 +78,7 @@ _TRAINING = [
     Flag(
         "-o --output --out",
         "the .onnx to write, or a packed .npz",
-        _NEEDED,
+        NEEDED,
     ),
     Flag(
         "--validation",
@@ -138,21 +86,15 @@ _TRAINING = [
         {"type": share, "metavar": "PATH|SHARE"},
     ),
     Flag("--loss", f"of optax; {LOSS}, or what the file's training_info has"),
-    Flag(
-        "--optimizer",
-        f"{', '.join(OPTIMIZERS)}; adam, or what the file's training_info has",
-        {"choices": OPTIMIZERS, "metavar": "NAME"},
-    ),
-    Flag("--rate", f"learning rate; {RATE}, with a new head a tenth of it for all else", _REAL),
-    Flag("--epochs", "10, or the sum of the phases", _COUNT),
-    Flag("--batch-size", "32, or what the network is fixed to", _COUNT),
-    Flag(*_SEED[:2], {**_COUNT, "default": 0}),
+    Flag("--epochs", f"1; sparsify: the sum of the phases, or {SPARSE_EPOCHS}", COUNT),
+    Flag("--batch-size", "32, or what the network is fixed to", COUNT),
+    Flag(*_SEED[:2], {**COUNT, "default": 0}),
     Flag(
         "--head",
         "a new last layer for N classes; OUTPUT=N for one of several, repeatable",
-        {**_MANY, "type": counted, "metavar": "N"},
+        {**MANY, "type": counted, "metavar": "N"},
     ),
-    Flag("--trainable", "name or regular expression of what is trained; repeatable", _MANY),
+    Flag("--trainable", "name or regular expression of what is trained; repeatable", MANY),
     Flag(
         "--statistics",
         "of BatchNormalization: of the batch, or frozen as they are in the file",
@@ -161,42 +103,64 @@ _TRAINING = [
     Flag(
         "--dropout",
         "ratio of all Dropout nodes, or NAME=X behind a value or module; repeatable",
-        {**_MANY, "type": ratio, "metavar": "X"},
+        {**MANY, "type": ratio, "metavar": "X"},
     ),
     Flag(
         "--augment",
         "crop: random parts of pictures; flip: some mirrored; in training; repeatable",
-        {**_MANY, "choices": ("crop", "flip")},
+        {**MANY, "choices": ("crop", "flip")},
     ),
-    Flag("--metrics", "accuracy, top_5, f1, r2...: of the validation data; repeatable", _MANY),
-    Flag("--accumulate", "batches whose mean gradient makes an update", _COUNT),
+    Flag("--metrics", "accuracy, top_5, f1, r2...: of the validation data; repeatable", MANY),
     Flag(
         "--precision",
         "bf16: factors of products in bfloat16, weights in float32",
         {"choices": ("bf16",)},
     ),
-    Flag("--remat", "keep few values for the gradient, compute the rest again", _SWITCH),
-    Flag("--ema", "share that a moving average of the weights keeps of itself, as 0.999", _REAL),
+    Flag("--remat", "keep few values for the gradient, compute the rest again", SWITCH),
     Flag(
         "--nan",
         "what a loss that is not finite does to the run",
         {"choices": ("stop", "skip", "rollback")},
     ),
+    Flag("--explain", "print the Python that does the same, and do nothing else", SWITCH),
+]
+_OPTIMIZER = [
+    Flag(
+        "--optimizer",
+        f"{', '.join(OPTIMIZERS)}; adam, or what the file's training_info has",
+        {"choices": OPTIMIZERS, "metavar": "NAME"},
+    ),
+    Flag(
+        "--rate",
+        f"learning rate, the greatest one; {RATE}, and a tenth of it for all but a new --head "
+        "where none of these flags is given",
+        REAL,
+    ),
+    Flag(
+        "--schedule",
+        f"{', '.join(SCHEDULES)}: how the rate falls to zero at the end of the run, if it does",
+        {"choices": SCHEDULES, "metavar": "NAME"},
+    ),
+    Flag("--warmup", "updates in which the rate rises from zero; below 1, their share", REAL),
+    Flag("--clip", "greatest norm of the gradients together", REAL),
+    Flag("--weight-decay", "share of the weights, times the rate, that an update takes", REAL),
+    Flag("--accumulate", "batches whose mean gradient makes an update", COUNT),
+    Flag("--ema", "share that a moving average of the weights keeps of itself, as 0.999", REAL),
 ]
 _LORA = [
-    Flag("--lora", "train adapters of this rank instead of the weights", _COUNT),
-    Flag("--lora-where", "name or regular expression of what is adapted; repeatable", _MANY),
-    Flag("--adapters", "a file for the adapters alone", _FILE),
+    Flag("--lora", "train adapters of this rank instead of the weights", COUNT),
+    Flag("--lora-where", "name or regular expression of what is adapted; repeatable", MANY),
+    Flag("--adapters", "a file for the adapters alone", FILE),
 ]
 _LONG = [
-    Flag("--patience", "epochs without a better value of what is monitored, then stop", _COUNT),
+    Flag("--patience", "epochs without a better value of what is monitored, then stop", COUNT),
     Flag(
         "--monitor", "a number of the epochs; validation_loss if there is one", {"metavar": "NAME"}
     ),
-    Flag("--checkpoints", "a folder for checkpoints", {**_FOLDER, "dest": "checkpoint_dir"}),
-    Flag("--checkpoint-every", "steps between checkpoints; otherwise one an epoch", _COUNT),
-    Flag("--resume", "continue from the newest checkpoint, if there is one", _SWITCH),
-    Flag("--log", ".csv, .jsonl, or a folder for TensorBoard; repeatable", {**_MANY, **_FILE}),
+    Flag("--checkpoints", "a folder for checkpoints", {**FOLDER, "dest": "checkpoint_dir"}),
+    Flag("--checkpoint-every", "steps between checkpoints; otherwise one an epoch", COUNT),
+    Flag("--resume", "continue from the newest checkpoint, if there is one", SWITCH),
+    Flag("--log", ".csv, .jsonl, or a folder for TensorBoard; repeatable", {**MANY, **FILE}),
 ]
 
 VERBS: Mapping[str, Verb] = {
@@ -204,7 +168,7 @@ VERBS: Mapping[str, Verb] = {
         "show inputs, outputs, operators and parameters of a model",
         "jaxonnx info net.onnx --layers\njaxonnx info net.onnx --json",
         {
-            "": [_MODEL, Flag("--layers", "every layer: shape, parameters, notes", _SWITCH)],
+            "": [_MODEL, Flag("--layers", "every layer: shape, parameters, notes", SWITCH)],
             **_READING,
         },
     ),
@@ -214,10 +178,10 @@ VERBS: Mapping[str, Verb] = {
         {
             "": [
                 _MODEL,
-                Flag("data", "a .npz with the inputs by name (or one as 'x')", _PATH),
-                Flag("-o --output", "the .npz to write", _NEEDED),
-                Flag("--outputs", "inner value, node or module to give instead; repeatable", _MANY),
-                Flag("--batch-size", "run so many at a time; otherwise all at once", _COUNT),
+                Flag("data", "a .npz with the inputs by name (or one as 'x')", PATH),
+                Flag("-o --output", "the .npz to write", NEEDED),
+                Flag("--outputs", "inner value, node or module to give instead; repeatable", MANY),
+                Flag("--batch-size", "run so many at a time; otherwise all at once", COUNT),
             ],
             **_READING,
         },
@@ -226,8 +190,17 @@ VERBS: Mapping[str, Verb] = {
         "train a model and write it with the new weights",
         "jaxonnx train net.onnx data.npz -o trained.onnx --epochs 3\n"
         "jaxonnx train net.onnx data.npz -o new.onnx --head 10\n"
+        "jaxonnx train net.onnx data.npz -o tuned.onnx --optimizer adamw --rate 3e-4 "
+        "--schedule cosine --warmup 0.1 --clip 1 --explain\n"
         "jaxonnx train --config run.toml --rate 3e-4",
-        {"": _TRAINING, "adapters": _LORA, "long runs": _LONG, **_READING, **_PICTURES},
+        {
+            "": _TRAINING,
+            "optimizer": _OPTIMIZER,
+            "adapters": _LORA,
+            "long runs": _LONG,
+            **_READING,
+            **_PICTURES,
+        },
     ),
     "evaluate": Verb(
         "compute losses and metrics of a model over all of some data",
@@ -240,10 +213,10 @@ VERBS: Mapping[str, Verb] = {
                     "--metrics",
                     "accuracy, top_5, f1, r2..., also roc_auc, average_precision, "
                     "confusion_matrix, per_class, roc_curve, precision_recall_curve; repeatable",
-                    _MANY,
+                    MANY,
                 ),
-                Flag("--batch-size", "32, or what the network is fixed to", _COUNT),
-                Flag("--plots", "an existing folder for pictures of tables and curves", _FOLDER),
+                Flag("--batch-size", "32, or what the network is fixed to", COUNT),
+                Flag("--plots", "an existing folder for pictures of tables and curves", FOLDER),
             ],
             **_READING,
             **_PICTURES,
@@ -254,11 +227,12 @@ VERBS: Mapping[str, Verb] = {
         "jaxonnx sparsify net.onnx data.npz -o sparse.onnx --dense 2 --dynamic 6 --fixed 2",
         {
             "": _TRAINING,
+            "optimizer": _OPTIMIZER,
             "long runs": _LONG,
             "sparsity": [
                 Flag("--pattern", "N:M along both axes", {"default": "2:4"}),
-                Flag("--select", "name or regular expression of what is sparse; repeatable", _MANY),
-                *(Flag(f"--{phase}", "epochs of this phase", _COUNT) for phase in PHASES),
+                Flag("--select", "name or regular expression of what is sparse; repeatable", MANY),
+                *(Flag(f"--{phase}", "epochs of this phase", COUNT) for phase in PHASES),
             ],
             **_READING,
             **_PICTURES,
@@ -271,7 +245,7 @@ VERBS: Mapping[str, Verb] = {
             "": [
                 _MODEL,
                 Flag("pictures", "files that Pillow reads", {"type": Path, "nargs": "+"}),
-                Flag("--top", "classes to print", {**_COUNT, "default": 5}),
+                Flag("--top", "classes to print", {**COUNT, "default": 5}),
             ],
             **_PICTURES,
         },
@@ -281,9 +255,9 @@ VERBS: Mapping[str, Verb] = {
         "jaxonnx demo --output report",
         {
             "": [
-                Flag("-o --output", "folder to write to", {**_FOLDER, "default": Path()}),
-                Flag(*_SEED[:2], {**_COUNT, "default": 0}),
-                Flag("--epochs", "of both trainings", {**_COUNT, "default": 24}),
+                Flag("-o --output", "folder to write to", {**FOLDER, "default": Path()}),
+                Flag(*_SEED[:2], {**COUNT, "default": 0}),
+                Flag("--epochs", "of both trainings", {**COUNT, "default": 24}),
             ]
         },
     ),
@@ -294,15 +268,15 @@ VERBS: Mapping[str, Verb] = {
         {
             "": [
                 _MODEL,
-                Flag("--batch", "the first dimension of inputs that leave it open", _COUNT),
+                Flag("--batch", "the first dimension of inputs that leave it open", COUNT),
                 Flag(
                     "--dim",
                     "NAME=N for any other dimension that is left open; repeatable",
-                    {**_MANY, "type": dimension, "metavar": "NAME=N"},
+                    {**MANY, "type": dimension, "metavar": "NAME=N"},
                 ),
-                Flag("--data", "a .npz with inputs to use instead of random ones", _FILE),
-                Flag("--train", "the training step too", {**_SWITCH, "default": True}),
-                Flag("--rounds", "measurements to take the median of", {**_COUNT, "default": 11}),
+                Flag("--data", "a .npz with inputs to use instead of random ones", FILE),
+                Flag("--train", "the training step too", {**SWITCH, "default": True}),
+                Flag("--rounds", "measurements to take the median of", {**COUNT, "default": 11}),
             ],
             **_READING,
         },

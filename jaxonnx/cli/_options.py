@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import jaxonnx
-from jaxonnx.cli._flags import COMMON, VERBS, Gather
+from jaxonnx.cli._flags import COMMON, VERBS
+from jaxonnx.cli._kinds import Gather
 
 _EXITS = (
     "exit status: 0 done, 1 stopped before the end or failed after the work began, "
@@ -70,8 +71,9 @@ def _configure(
     for key, value in values.items():
         name = key.replace("_", "-")
         if name not in actions or name == "config":
-            near = difflib.get_close_matches(name, actions, n=3) or sorted(actions)
-            parser.error(f"--config {path}: unknown '{key}'; try {', '.join(near)}")
+            others = [other for other in actions if other != "config"]
+            near = difflib.get_close_matches(name, others, n=2, cutoff=0)
+            parser.error(f"--config {path}: unknown '{key}'; try {' or '.join(near)}")
         action = actions[name]
         try:
             action.default = _default(action, value)

@@ -1,0 +1,75 @@
+"""What flags are, and what their values are made of."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Flag(NamedTuple):
+    names: str
+    help: str
+    settings: Mapping[str, Any] = {}
+    """Other arguments of `argparse.ArgumentParser.add_argument`."""
+
+
+class Verb(NamedTuple):
+    what: str
+    examples: str
+    groups: Mapping[str, Sequence[Flag]]
+    """Flags by the title of their group; "" is the parser itself."""
+
+
+class Gather(argparse.Action):
+    """An action that collects a repeated flag's values; they replace the configuration's."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, [values] if before is self.default else [*before, values])
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
+
+
+def size(text: str) -> tuple[int, int]:
+    height, width = map(int, text.split("x"))
+    return height, width
+
+
+def share(text: str) -> Path | float:
+    """Parse a number as a share, anything else as a file."""
+    try:
+        return float(text)
+    except ValueError:
+        return Path(text)
+
+
+def ratio(text: str) -> tuple[str, float]:
+    """Parse NAME=X, or X alone."""
+    name, _, number = text.rpartition("=")
+    return name, float(number)
+
+
+def counted(text: str) -> tuple[str, int]:
+    """Parse OUTPUT=N, or N alone."""
+    name, _, number = text.rpartition("=")
+    return name, int(number)
+
+
+def dimension(text: str) -> tuple[str, int]:
+    name, number = text.rsplit("=", 1)
+    return name, int(number)
+
+
+PATH: Mapping[str, Any] = {"type": Path}
+FILE: Mapping[str, Any] = {"type": Path, "metavar": "FILE"}
+FOLDER: Mapping[str, Any] = {"type": Path, "metavar": "FOLDER"}
+REAL: Mapping[str, Any] = {"type": float, "metavar": "X"}
+COUNT: Mapping[str, Any] = {"type": int, "metavar": "N"}
+NUMBERS: Mapping[str, Any] = {"type": numbers, "metavar": "X,..."}
+SIZE: Mapping[str, Any] = {"type": size, "metavar": "HxW"}
+SWITCH: Mapping[str, Any] = {"action": argparse.BooleanOptionalAction, "default": False}
+MANY: Mapping[str, Any] = {"action": Gather, "metavar": "NAME"}
+
+NEEDED: Mapping[str, Any] = {**FILE, "required": True}

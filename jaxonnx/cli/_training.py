@@ -1,0 +1,236 @@
+"""`jaxonnx train` and `jaxonnx sparsify`."""
+
+import argparse
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxonnx import loggers, sparse
+from jaxonnx._file.disk import check_writable
+from jaxonnx._file.packed import packed_nbytes, record
+from jaxonnx.cli import _explain as explain
+from jaxonnx.cli import _reading as reading
+from jaxonnx.cli._explain import Planned
+from jaxonnx.cli._flags import LOSS, PHASES, SPARSE_EPOCHS
+from jaxonnx.cli._reading import Failed, Report
+from jaxonnx.errors import InputError
+from jaxonnx.lora import LoRA
+from jaxonnx.model import Model
+from jaxonnx.model import _images as images
+from jaxonnx.train._optimizers import RATE, optimizer
+
+_SETTINGS = (
+    "epochs", "batch_size", "seed", "trainable", "statistics", "metrics", "accumulate", "ema",
+    "precision", "remat", "nan", "patience", "monitor", "checkpoint_dir", "checkpoint_every",
+    "resume",
+)  # fmt: skip
+"""Flags that are arguments of `jaxonnx.train` by the same name."""
+_RATES = ("rate", "schedule", "warmup", "clip", "weight_decay")
+"""Flags that say more of an optimizer than its name."""
+
+
+def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None) -> Report:
+    from jaxonnx.train import train
+
+    model = reading.read(options)
+    check_writable(options.output)
+    path = reading.examples(options)
+    settings = _settings(options, model, path, sparsity)
+    if options.explain:
+        text = _explained(options, model, path, settings)
+        return Report({"python": text}, text)
+    data, recorded = reading.data(path, model, options)
+    if isinstance(options.validation, Path):
+        settings["validation"], _ = reading.data(options.validation, model, options)
+    progress = False if options.json else None
+    made = {name: explain.made(value) for name, value in settings.items()}
+    result = train(model, data, progress=progress, **made)
+    trained = result.model
+    if recorded:
+        trained = images.with_preparation(trained, reading.preparation(trained, options))
+    _save(trained, options.output)
+    if result.lora is not None and options.adapters is not None:
+        result.lora.save(options.adapters)
+    history, written = result.history, _written(options)
+    about = {"output": options.output, "written": written}
+    about |= {"history": asdict(history), "changes": result.changes}
+    stopped = bool(history.stopped) and not history.early
+    report = Report(about, str(result), stopped, written)
+    if trained.sparsity is None or report.status:
+        return report
+    return _with_proof(report, trained, data)
+
+
+def sparsify(options: argparse.Namespace) -> Report:
+    phases = {name: getattr(options, name) for name in PHASES}
+    phases = {name: length for name, length in phases.items() if length is not None}
+    if options.epochs is None:
+        options.epochs = sum(phases.values()) if phases else SPARSE_EPOCHS
+    select = {} if options.select is None else {"select": options.select}
+    return train(options, {"pattern": options.pattern, **select, **phases})
+
+
+def _settings(
+    options: argparse.Namespace, model: Model, path: Path, sparsity: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the arguments of `jaxonnx.train` that are not its defaults, calls as `partial`."""
+    preprocess = reading.said(options) if path.is_dir() else {}
+    if path.is_dir() and options.augment:
+        preprocess["augment"] = options.augment
+    elif options.augment:
+        raise InputError("--augment goes with a folder of pictures")
+    head = _head(model, options)
+    carried = bool(model.proto.training_info) and not (options.loss or options.optimizer or head)
+    said = [name for name in _RATES if getattr(options, name) is not None]
+    if carried and said:
+        raise InputError(
+            f"--{said[0].replace('_', '-')} goes with --optimizer and --loss: '{options.model}' "
+            "carries an algorithm of its own, which has its rate"
+        )
+    settings = {
+        "loss": options.loss or (None if carried or head else LOSS),
+        "optimizer": None if carried else _optimizer(options, head),
+        "head": head,
+        "validation": options.validation,
+        "preprocess": preprocess,
+        "dropout": _dropout(options),
+        "sparsity": sparsity,
+        "lora": _lora(options) if sparsity is None else None,
+        "on_log": [_logger(path) for path in options.log or ()],
+        **{name: getattr(options, name) for name in _SETTINGS},
+    }
+    settings = {name: x for name, x in settings.items() if x is not None and x is not False}
+    return {name: x for name, x in settings.items() if x not in ([], {})}
+
+
+def _optimizer(options: argparse.Namespace, head: Any) -> partial | Planned | None:
+    """Return the optimizer; None for the two rates that `train` has for a new head."""
+    said = {name: getattr(options, name) for name in _RATES}
+    said = {name: value for name, value in said.items() if value is not None}
+    if head is not None and not options.optimizer and not said:
+        return None
+    call = partial(optimizer, options.optimizer or "adam", said.pop("rate", RATE), **said)
+    return Planned(call) if {"schedule", "warmup"} & {*said} else call
+
+
+def _explained(
+    options: argparse.Namespace, model: Model, path: Path, settings: Mapping[str, Any]
+) -> str:
+    """Return the Python that does what the command does."""
+    ways: dict[str, Any] = {"batch": "any"} if options.any_batch else {}
+    ways |= {"dequantize": True} if options.dequantize else {}
+    lines = [explain.loading(options.model, **ways)]
+    sources = {"data": path, "validation": settings.get("validation")}
+    for name, source in sources.items():
+        if isinstance(source, Path) and not source.is_dir():
+            _, prepared = reading.data(source, model, options)
+            if prepared:
+                raise InputError(
+                    f"--explain has no Python for pictures in '{source}', which the command "
+                    "prepares; it has for a folder of pictures"
+                )
+            with np.load(source) as file:
+                columns = reading.columns(source, file.files, model, labelled=True)
+            lines += explain.reading(name, source, columns)
+        elif source is not None:
+            lines.append(f"{name} = {explain.source(source)}")
+    if "validation" in settings:
+        settings = {**settings, "validation": explain.Name("validation")}
+    lines += explain.training(settings)
+    lines.append(f"result.model.save({explain.source(options.output)})")
+    if "lora" in settings and options.adapters is not None:
+        lines.append(f"result.lora.save({explain.source(options.adapters)})")
+    numpy = "import numpy as np\n" if any("np." in line for line in lines) else ""
+    return "\n".join([f"{numpy}import jaxonnx\n", *lines, "print(result)"])
+
+
+def _written(options: argparse.Namespace) -> list[Path]:
+    """Return the paths of what a training writes."""
+    paths = [options.output, *(options.log or ()), options.checkpoint_dir]
+    paths.append(getattr(options, "adapters", None))
+    return [path for path in paths if path is not None]
+
+
+def _head(model: Model, options: argparse.Namespace) -> Any:
+    """Return the new heads: their classes by output, or those of the only one; None for none.
+
+    Labels that are more or less than the outputs of the network need a new head as well.
+    """
+    heads = dict(options.head or ())
+    names = reading.class_names(options.labels) if options.labels is not None else ()
+    shape = model.outputs[0].shape if len(model.outputs) == 1 else None
+    if not heads and names and shape and len(shape) == 2 and shape[1] not in (None, len(names)):
+        heads[""] = len(names)
+    for output, count in heads.items() if names else ():
+        if count != len(names):
+            raise InputError(f"--head {count}, but '{options.labels}' has {len(names)} names")
+        heads[output] = names
+    if "" in heads and len(heads) > 1:
+        raise InputError("--head takes one number, or OUTPUT=N for each of several, not both")
+    return heads.get("", heads) or None
+
+
+def _dropout(options: argparse.Namespace) -> float | dict[str, float] | None:
+    """Return one ratio, or ratios by name."""
+    ratios = dict(options.dropout or ())
+    if "" in ratios and len(ratios) > 1:
+        raise InputError("--dropout takes one ratio for all nodes, or NAME=X for each, not both")
+    return ratios.get("", ratios) if ratios else None
+
+
+def _logger(path: Path) -> partial:
+    kinds = {".csv": loggers.csv, ".jsonl": loggers.jsonl, "": loggers.tensorboard}
+    if path.suffix not in kinds:
+        raise InputError(f"--log {path}: neither .csv, nor .jsonl, nor a folder")
+    return partial(kinds[path.suffix], path)
+
+
+def _lora(options: argparse.Namespace) -> partial | None:
+    if options.adapters is not None:
+        check_writable(options.adapters)
+    if options.lora is not None:
+        where = {} if options.lora_where is None else {"where": options.lora_where}
+        return partial(LoRA, options.lora, **where)
+    if options.lora_where or options.adapters:
+        raise InputError("--lora-where and --adapters go with --lora RANK")
+    return None
+
+
+def _save(model: Model, path: Path) -> None:
+    """Write the result of a long training; elsewhere, if it cannot be written here."""
+    try:
+        model.save(path)
+    except OSError as error:
+        folder = Path(tempfile.mkdtemp(prefix="jaxonnx-"))
+        model.save(folder / path.name)
+        raise Failed(f"{error}; the trained model is in {folder / path.name}") from error
+
+
+def _with_proof(report: Report, model: Model, data: Any) -> Report:
+    pattern, axes = record(model.proto)
+    layers = [sparse.Layer(n, model.params[n].shape, a, "") for n, a in axes.items()]
+    size = (model.inputs[0].shape or (None,))[0]
+    size = size if isinstance(size, int) else 2
+    if isinstance(data, Path):
+        prepare = reading.preparation(model, argparse.Namespace())
+        where = images.layout(model, prepare.size)
+        few = [prepare(np.zeros((size, *where.size, where.channels), np.uint8), where)]
+    else:
+        few = [x[:size] for x in data[0]]
+    proof = sparse.verify(model.apply, model.params, *few, layers=layers, pattern=pattern)
+    dense = sum(w.nbytes for w in model.params.values())
+    packed = packed_nbytes(model.params, pattern, axes)
+    sizes = f"{dense:,} bytes of weights, {packed:,} packed ({packed / dense:.0%})"
+    data = {
+        **report.data,
+        "pattern": str(pattern),
+        "products": [asdict(product) for product in proof.products],
+        "bytes": dense,
+        "bytes_packed": packed,
+    }
+    return report._replace(data=data, shown=f"{report.shown}\n{proof}\n{sizes}")
