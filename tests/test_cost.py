@@ -92,9 +92,9 @@ def test_a_step_costs_what_it_costs_by_hand(name, tmp_path):
     flops, plain = (cost["flops"] for cost in costs)
     np.testing.assert_allclose(flops, plain, rtol=0.02)
     text, other = ours.as_text(), theirs.as_text()
-    # a convolution may become a product
+    # a convolution may become a product, or sums where there are few channels
     products = [count(t, "convolution") + count(t, "dot_general") for t in (text, other)]
-    assert products[0] == products[1]
+    assert products[0] <= products[1]
     assert count(text, "while") == count(other, "while") == 0
     # the conditional around the update, and no other
     assert count(text, "case") == 1

@@ -141,7 +141,7 @@ class Taps:
             (tap,) = piece.read(lax.dynamic_slice(padded, *piece._place(x.shape, [*starts])))
             return function(tap)
 
-        return lax.map(at, jnp.asarray(self.offsets, np.int32))
+        return lax.map(at, jnp.asarray(self.offsets))
 
     def add(self, arrays, fills, term: Callable):
         """Apply the transpose of `read`.
@@ -186,7 +186,7 @@ class Taps:
         width = max(n for n in range(1, min(UNROLLED // behind, size) + 1) if size % n == 0)
         kernel = (*(1 for _ in range(axis)), width, *self.kernel[axis + 1 :])
         piece = self._piece(kernel)
-        offsets = jnp.asarray(self.offsets[:: piece.count], np.int32)
+        offsets = jnp.asarray(self.offsets[:: piece.count])
 
         def step(i, carry):
             i = len(offsets) - 1 - i if reverse else i

@@ -59,7 +59,8 @@ def weighted_values(probabilities, v):
     if is_half(v):
         y = rounded(_rows(probabilities, v.shape[1]), v)
     else:
-        y = jnp.einsum("bhgqk,bhkd->bhgqd", _grouped(probabilities, v.shape[1]), v)
+        p = _grouped(probabilities.astype(v.dtype), v.shape[1])
+        y = jnp.einsum("bhgqk,bhkd->bhgqd", p, v)
     return y.reshape(*probabilities.shape[:3], v.shape[-1])
 
 
