@@ -1,11 +1,11 @@
 """The losses that ONNX has operators for, as callables `(outputs, targets)`.
 
 optax has the losses with classes on the last axis and one target for each example; these have the
-classes on axis 1, weights of classes, and labels that do not count.
+classes on axis 1 or the last one, weights of classes, and labels that do not count.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jaxonnx.ops import loss as operators
 
 @dataclass(frozen=True, eq=False)
 class ClassLoss:
-    """A loss of scores (N, classes, *D) and integer labels (N, *D).
+    """A loss of scores (N, classes, *D), or (N, *D, classes), and integer labels (N, *D).
 
     Called with `(outputs, targets)` it returns the operator's result: a scalar, or (N, *D) for the
     reduction "none".
@@ -29,9 +29,18 @@ class ClassLoss:
     weight: np.ndarray | None
     ignore_index: int | None
     reduction: str
+    axis: int = 1
+    """The axis of the classes, 1 or -1."""
+    shift: bool = False
+    """Whether the scores at each place are those of the label at the next one."""
 
     def __call__(self, outputs: jax.Array, targets: jax.Array) -> jax.Array:
-        return self._apply(outputs, targets, self.ignore_index, self.reduction)
+        outputs, targets = self.aligned(outputs, targets)
+        return self._apply(self.operator, outputs, targets, self.ignore_index, self.reduction)
+
+    def aligned(self, outputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Return the scores that have labels, and the labels that have scores, place by place."""
+        return (outputs[:, :-1], targets[:, 1:]) if self.shift else (outputs, targets)
 
     def totals(
         self, outputs: jax.Array, targets: jax.Array, weight: jax.Array
@@ -40,26 +49,32 @@ class ClassLoss:
 
         Half precision, whose sums end at 65504, is summed in float32.
         """
+        outputs, targets = self.aligned(outputs, targets)
         outputs = outputs.astype(jnp.promote_types(outputs.dtype, jnp.float32))
         ignored = -1 if self.ignore_index is None else self.ignore_index
         counted = weight.reshape(-1, *(1,) * (targets.ndim - 1)) > 0
         targets = jnp.where(counted, targets, ignored)
-        total = self._apply(outputs, targets, ignored, "sum")
+        total = self._apply(self.operator, outputs, targets, ignored, "sum")
         if self.reduction == "sum":
             return total, jnp.ones_like(total)
         # the weights of the labels that count: each has the negative log-likelihood 1
-        return total, operators.negative_log_likelihood_loss(
-            jnp.full_like(outputs, -1), targets, self.weight, ignore_index=ignored, reduction="sum"
-        )
+        count = operators.negative_log_likelihood_loss
+        return total, self._apply(count, jnp.full_like(outputs, -1), targets, ignored, "sum")
 
-    def _apply(self, outputs, targets, ignored, reduction) -> jax.Array:
-        return self.operator(
-            outputs, targets, self.weight, ignore_index=ignored, reduction=reduction
-        )
+    def _apply(self, operator, outputs, targets, ignored, reduction) -> jax.Array:
+        shape = targets.shape
+        if self.axis == -1:  # the operators have the classes on axis 1
+            outputs, targets = outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1)
+        loss = operator(outputs, targets, self.weight, ignore_index=ignored, reduction=reduction)
+        return loss.reshape(shape) if reduction == "none" else loss
 
 
 def cross_entropy(
-    *, weight: Any = None, ignore_index: int | None = None, reduction: str = "mean"
+    *,
+    weight: Any = None,
+    ignore_index: int | None = None,
+    reduction: str = "mean",
+    axis: int = 1,
 ) -> ClassLoss:
     """Return the loss of the operator SoftmaxCrossEntropyLoss, for logits.
 
@@ -68,6 +83,7 @@ def cross_entropy(
       ignore_index: labels of this value do not count; it need not be a class.
       reduction: "mean" divides by the sum of the weights of the labels that count, over the whole
         batch; "sum" does not divide; "none" keeps the loss of each label.
+      axis: of the classes: 1, as in ONNX, or -1, as labels of tokens have it.
 
     `jaxonnx.train` gives a batch without a label that counts the loss 0, where the operator's mean
     is NaN.
@@ -79,25 +95,51 @@ def cross_entropy(
     Raises:
       TrainingError: an argument is none of these.
     """
-    return _loss("cross_entropy", _softmax_cross_entropy, weight, ignore_index, reduction)
+    return _loss("cross_entropy", _softmax_cross_entropy, weight, ignore_index, reduction, axis)
 
 
 def negative_log_likelihood(
-    *, weight: Any = None, ignore_index: int | None = None, reduction: str = "mean"
+    *,
+    weight: Any = None,
+    ignore_index: int | None = None,
+    reduction: str = "mean",
+    axis: int = 1,
 ) -> ClassLoss:
     """Return the loss of the operator NegativeLogLikelihoodLoss, for log-probabilities.
 
     The arguments are those of `cross_entropy`.
     """
     operator = operators.negative_log_likelihood_loss
-    return _loss("negative_log_likelihood", operator, weight, ignore_index, reduction)
+    return _loss("negative_log_likelihood", operator, weight, ignore_index, reduction, axis)
+
+
+def causal_lm(*, ignore_index: int = -100, reduction: str = "mean") -> ClassLoss:
+    """Return the loss of language models: cross entropy of each next token.
+
+    Outputs are logits (N, length, tokens), labels (N, length) are the tokens themselves: those at
+    each place are scored by the logits at the place before it.
+
+    >>> loss = causal_lm()
+    >>> print(loss(jnp.zeros((1, 4, 2)), jnp.array([[1, 0, 1, -100]])).round(4))  # log 2
+    0.6931
+
+    Args:
+      ignore_index: the label of padding, which does not count.
+      reduction: as in `cross_entropy`; "mean" is over all labels of the batch that count.
+    """
+    loss = _loss("causal_lm", _softmax_cross_entropy, None, ignore_index, reduction, -1)
+    return replace(loss, shift=True)
 
 
 def _softmax_cross_entropy(*arrays, **attributes) -> jax.Array:
     return operators.softmax_cross_entropy_loss(*arrays, **attributes)[0]
 
 
-def _loss(name: str, operator: Any, weight: Any, ignore_index: Any, reduction: str) -> ClassLoss:
+def _loss(
+    name: str, operator: Any, weight: Any, ignore_index: Any, reduction: str, axis: int
+) -> ClassLoss:
+    if axis not in (1, -1):
+        raise TrainingError(f"{name}: axis is 1 or -1, and is {axis!r}")
     if reduction not in ("mean", "sum", "none"):
         raise TrainingError(f"{name}: reduction is {reduction!r}; there are 'mean', 'sum', 'none'")
     if ignore_index is not None and not isinstance(ignore_index, int):
@@ -112,4 +154,4 @@ def _loss(name: str, operator: Any, weight: Any, ignore_index: Any, reduction: s
         weight = weight.astype(np.float32)
         if not (np.isfinite(weight) & (weight >= 0)).all():
             raise TrainingError(f"{name}: a weight is negative or not finite: {weight}")
-    return ClassLoss(name, operator, weight, ignore_index, reduction)
+    return ClassLoss(name, operator, weight, ignore_index, reduction, axis)

@@ -1,6 +1,9 @@
-"""A small network and data for it, for tests of the loop rather than of what it trains."""
+"""Small networks and data for them, for tests of the loop rather than of what it trains."""
+
+import math
 
 import numpy as np
+import onnx.parser
 import optax
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
@@ -57,3 +60,28 @@ def same(one: jaxonnx.Result, other: jaxonnx.Result) -> bool:
     """Bit for bit."""
     a, b = weights(one), weights(other)
     return {*a} == {*b} and all(a[name].tobytes() == b[name].tobytes() for name in a)
+
+
+def text(tokens: int = 7, dims: str = "n, t", outputs: str = "float[n, t, 7] logits") -> ModelProto:
+    """Logits of each token, or scores of the whole text; the mean is over what the mask has."""
+
+    def weights(name: str, seed: int, *shape: int) -> str:
+        numbers = np.random.default_rng(seed).normal(size=math.prod(shape))
+        return f"float{[*shape]} {name} = {{{', '.join(f'{x:.3f}' for x in numbers)}}}"
+
+    return onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 17]>
+    text (int64[{dims}] input_ids, int64[{dims}] attention_mask) => ({outputs})
+    <{weights("table", 0, tokens, 4)}, {weights("head", 1, 4, tokens)},
+     int64[1] one = {{1}}, int64[1] two = {{2}}> {{
+        embedded = Gather(table, input_ids)
+        real = Cast <to = 1> (attention_mask)
+        mask = Unsqueeze(real, two)
+        masked = Mul(embedded, mask)
+        sum = ReduceSum(masked, one)
+        count = ReduceSum(mask, one)
+        mean = Div(sum, count)
+        seen = Add(embedded, mean)
+        logits = MatMul(seen, head)
+        flat = Squeeze(mean, one)
+        scores = MatMul(flat, head)
+    }}""")

@@ -1,1 +1,1 @@
-"""Examples in any form, as batches of one size."""
+"""Examples in any form, as batches of one size and of a few widths."""

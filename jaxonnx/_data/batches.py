@@ -2,12 +2,13 @@
 
 A short batch is filled up with further examples of weight zero: with arrays, with those that the
 epoch began with; with an iterable, with those of the batch before it (its own where there is none).
-So every batch has the same shape, nothing is compiled twice, and batch statistics see real examples
-only, though the loss does not count the fill.
+So batches of one width have one shape, nothing is compiled twice, and batch statistics see real
+examples only, though the loss does not count the fill.
 """
 
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -16,7 +17,12 @@ import jax
 import numpy as np
 
 from jaxonnx._data.memory import Memory
+from jaxonnx._data.ragged import PLAIN, Padding, column, masks, next_tokens, with_masks
+from jaxonnx._graph.values import Value
 from jaxonnx.errors import TrainingError
+
+_SHAPES = 16
+"""Shapes of the batches of a stream beyond which there is a warning."""
 
 
 class Batch(NamedTuple):
@@ -31,11 +37,30 @@ class Batch(NamedTuple):
 
 
 def as_pair(
-    given: Any, names: list[str], what: str, labels: bool = True
-) -> tuple[tuple[np.ndarray, ...], Any]:
-    """Return inputs in the model's order and targets, as NumPy arrays of one length."""
-    x, y = ordered(given if labels else (_unlabelled(given, names), ()), names, what)
-    inputs, targets = jax.tree.map(np.asarray, (x, y), is_leaf=lambda v: isinstance(v, list))
+    given: Any,
+    values: Sequence[Value],
+    what: str,
+    labels: bool = True,
+    padding: Padding = PLAIN,
+) -> tuple[tuple[Any, ...], Any]:
+    """Return inputs in the model's order and targets, as many of each.
+
+    They are NumPy arrays, and Ragged where they are sequences of unequal length.
+    """
+    names = [value.name for value in values]
+    x, y = ordered(given if labels else (_unlabelled(given, names), ()), names, what, masks(values))
+    inputs = [
+        None if a is None else column(a, f"{what}: input {n!r}")
+        for n, a in zip(names, x, strict=True)
+    ]
+    inputs = with_masks(inputs, values)
+    targets = jax.tree_util.tree_map_with_path(
+        lambda path, a: column(a, f"{what}: the targets{jax.tree_util.keystr(path)}"),
+        y,
+        is_leaf=lambda v: isinstance(v, list),
+    )
+    if labels and padding.next_token and not jax.tree.leaves(targets):
+        targets = next_tokens(inputs, values, padding.ignored, what)
     named = [(f"input {n!r}", a) for n, a in zip(names, inputs, strict=True)]
     named += [
         (f"the targets{jax.tree_util.keystr(path)}", a)
@@ -59,14 +84,23 @@ def as_pair(
     return inputs, targets
 
 
-def ordered(given: Any, names: list[str], what: str) -> tuple[tuple[Any, ...], Any]:
-    """Return inputs in the model's order and targets, of a pair or of a dict of both."""
-    x, y = _parted(given, names, what)
+def ordered(
+    given: Any, names: list[str], what: str, spare: Collection[str] = ()
+) -> tuple[tuple[Any, ...], Any]:
+    """Return inputs in the model's order and targets, of a pair or of a dict of both.
+
+    Args:
+      spare: inputs that may be missing; they are None then.
+    """
+    x, y = _parted(given, names, what, spare)
     if isinstance(x, Mapping):
-        if {*x} != {*names}:
+        if not {*names} - {*spare} <= {*x} <= {*names}:
             raise TrainingError(f"{what} has the inputs {sorted(x)}; the model has {sorted(names)}")
-        x = tuple(x[name] for name in names)
+        x = tuple(x.get(name) for name in names)
     x = x if isinstance(x, tuple) else (x,)
+    if spare and len(x) == len(names) - len(spare):
+        rest = iter(x)
+        x = tuple(None if name in spare else next(rest) for name in names)
     if len(x) != len(names):
         raise TrainingError(f"{what} has {len(x)} inputs; the model has {len(names)}: {names}")
     return x, y
@@ -80,13 +114,13 @@ def _unlabelled(given: Any, names: list[str]) -> Any:
         return {name: given[name] for name in names if name in given}
     if not isinstance(given, tuple | list):
         return given
-    nested = any(isinstance(x, tuple | list | Mapping) for x in given)
+    nested = any(isinstance(x, tuple | Mapping) for x in given)
     if len(given) == len(names) and not nested:
         return tuple(given)
     return given[0] if len(given) == 2 else given
 
 
-def _parted(given: Any, names: list[str], what: str) -> tuple[Any, Any]:
+def _parted(given: Any, names: list[str], what: str, spare: Collection[str]) -> tuple[Any, Any]:
     """Return inputs and targets, each as it comes."""
     if isinstance(given, tuple | list) and len(given) == 2:
         return given[0], given[1]
@@ -97,13 +131,13 @@ def _parted(given: Any, names: list[str], what: str) -> tuple[Any, Any]:
         )
     if len(names) == 1 and names[0] not in given and {*given} == {"x", "y"}:
         return given["x"], given["y"]
-    if missing := [name for name in names if name not in given]:
+    if missing := [name for name in names if name not in given and name not in spare]:
         raise TrainingError(
             f"{what} has {', '.join(map(repr, given)) or 'nothing'}; it lacks the model's inputs "
             f"{', '.join(map(repr, missing))}"
         )
     targets = {name: value for name, value in given.items() if name not in names}
-    inputs = {name: given[name] for name in names}
+    inputs = {name: given[name] for name in names if name in given}
     return inputs, next(iter(targets.values())) if len(targets) == 1 else targets
 
 
@@ -134,12 +168,16 @@ class Examples(ABC):
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Return the batches of an epoch from number `start` on."""
 
-    def chosen(self, epoch: int, start: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the rows of each batch from number `start` on, and what they weigh."""
+    def order(self, epoch: int) -> np.ndarray:
+        """Return the rows in the order of an epoch."""
         order = self.rows.copy()
         if self.seed is not None:
             np.random.default_rng((self.seed, epoch)).shuffle(order)
-        order = np.resize(order, self.steps * self.size)
+        return order
+
+    def chosen(self, epoch: int, start: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the rows of each batch from number `start` on, and what they weigh."""
+        order = np.resize(self.order(epoch), self.steps * self.size)
         weight = np.ones(self.size, np.float32)
         for first in range(start * self.size, len(order), self.size):
             if len(self.rows) - first < self.size:
@@ -164,12 +202,14 @@ class Stream:
     """Batches that something else makes."""
 
     data: Any
-    names: list[str]
+    values: Sequence[Value]
+    """The inputs of the model."""
     what: str
     targets: None = None
     """They are not known before they come."""
     labels: bool = True
     """Whether there are targets, or only inputs are wanted."""
+    padding: Padding = PLAIN
 
     @property
     def steps(self) -> int | None:
@@ -187,22 +227,30 @@ class Stream:
         return islice(self._all(epoch), start, None)
 
     def _all(self, epoch: int) -> Iterator[Batch]:
-        full = None
-        number = -1
+        latest: dict[Any, Any] = {}  # of each shape
         pairs: Any = self.data(epoch) if callable(self.data) else self.data
-        for number, pair in enumerate(pairs):
+        for number, given in enumerate(pairs):
             what = f"batch {number} of {self.what} in epoch {epoch}"
-            pair = as_pair(pair, self.names, what, self.labels)
-            full = pair if full is None else full
-            _same(pair, full, what)
-            size, count = len(full[0][0]), len(pair[0][0])
-            if count > size:
+            pair = as_pair(given, self.values, what, self.labels, self.padding)
+            columns = self.padding.sequences(*pair, self.values, what, whole=False)
+            if columns is not None:
+                pair = columns.rows(np.arange(len(pair[0][0])))
+            shape = tuple(x.shape[1:] for x in pair[0])
+            if shape in latest:
+                _same(pair, latest[shape], what)
+            elif latest:
+                _same(pair, next(iter(latest.values())), what, self.values)
+                if len(latest) == _SHAPES:
+                    self._warn()
+            before = latest.get(shape, pair)
+            size, count = len(before[0][0]), len(pair[0][0])
+            if count > size and len(latest) == 1:
                 raise TrainingError(f"{what} has {count} examples, more than the {size} before it")
-            fill = size - count
-            filled = jax.tree.map(lambda a, b: np.concatenate([a, b[:fill]]), pair, full)  # noqa: B023
-            full = filled
-            yield Batch(filled[0], filled[1], (np.arange(size) < count).astype(np.float32))
-        if number < 0:
+            fill = max(size - count, 0)
+            filled = jax.tree.map(lambda a, b: np.concatenate([a, b[:fill]]), pair, before)  # noqa: B023
+            latest[shape] = filled
+            yield Batch(*filled, (np.arange(count + fill) < count).astype(np.float32))
+        if not latest:
             hint = (
                 "; an iterator serves one epoch: pass a list, a loader or a function of the epoch"
             )
@@ -210,14 +258,37 @@ class Stream:
                 f"{self.what} has no batches in epoch {epoch}{hint if epoch else ''}"
             )
 
+    def _warn(self) -> None:
+        warnings.warn(
+            f"{self.what} has batches of more than {_SHAPES} shapes, and a program is compiled for "
+            "each; length_buckets=(32, 64, 128) fills them up to a few",
+            stacklevel=3,
+        )
 
-def _same(pair: Any, first: Any, what: str) -> None:
-    """Refuse a batch whose shapes or dtypes, but for its length, are not those before it."""
-    new, old = ([(a.shape[1:], a.dtype) for a in jax.tree.leaves(p)] for p in (pair, first))
+
+def _same(pair: Any, first: Any, what: str, values: Sequence[Value] = ()) -> None:
+    """Refuse a batch whose shapes or dtypes, but for its length, are not those before it.
+
+    Args:
+      values: the inputs of the model, where sizes may differ that it leaves open.
+    """
     if jax.tree.structure(pair) != jax.tree.structure(first):
         raise TrainingError(
             f"{what} has targets {jax.tree.structure(pair[1])}, those before it "
             f"{jax.tree.structure(first[1])}"
         )
-    if new != old:
+    new, old = ([(a.shape[1:], a.dtype) for a in jax.tree.leaves(p)] for p in (pair, first))
+    if new != old and not (values and _of_one_kind(new, old, values)):
         raise TrainingError(f"{what} has (shape, dtype) {new} for each example, those before {old}")
+
+
+def _of_one_kind(new: list[Any], old: list[Any], values: Sequence[Value]) -> bool:
+    """Return whether two batches differ only in sizes that the model leaves open."""
+    if any((len(a), b) != (len(c), d) for (a, b), (c, d) in zip(new, old, strict=True)):
+        return False
+    for value, (shape, _), (before, _) in zip(values, new, old, strict=False):
+        sizes = () if value.shape is None else value.shape[1:]
+        pairs = enumerate(zip(shape, before, strict=True))
+        if any(a != b and i < len(sizes) and isinstance(sizes[i], int) for i, (a, b) in pairs):
+            return False
+    return True

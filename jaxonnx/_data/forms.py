@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from jaxonnx._data.batches import Arrays, Examples, Stream, as_pair
+from jaxonnx._data.padded import Padded
+from jaxonnx._data.ragged import PLAIN, Padding
 from jaxonnx._graph.values import Value
 from jaxonnx.errors import TrainingError
 
@@ -19,6 +21,7 @@ def examples_of(
     seed: int | None,
     what: str,
     labels: bool = True,
+    padding: Padding = PLAIN,
 ) -> Examples | Stream:
     """Return examples in any form as batches.
 
@@ -28,24 +31,27 @@ def examples_of(
       seed: of the order of data in one piece; None keeps it.
       what: the data, for errors.
       labels: whether the targets are wanted. Else they may be missing, and are left out.
+      padding: what sequences of unequal length are filled up with, and how far.
     """
-    names = [value.name for value in inputs]
     what = f"{what} '{os.fspath(data)}'" if isinstance(data, str | os.PathLike) else what
     data = next((read(data) for applies, read in SOURCES if applies(data)), data)
     whole = isinstance(data, Mapping) or (isinstance(data, tuple) and len(data) == 2)
     if not labels:
         whole |= isinstance(data, tuple) or hasattr(data, "__array__")
     if whole:
-        arrays, targets = as_pair(data, names, what, labels)
-        rows = np.arange(len(arrays[0]))
-        return Arrays(arrays, targets, size_of_batches(inputs, batch_size), seed, rows)
+        arrays, targets = as_pair(data, inputs, what, labels, padding)
+        rows, size = np.arange(len(arrays[0])), size_of_batches(inputs, batch_size)
+        columns = padding.sequences(arrays, targets, inputs, what, whole=True)
+        if columns is not None:
+            return Padded(None, None, size, seed, rows, columns)
+        return Arrays(arrays, targets, size, seed, rows)
     if not (callable(data) or isinstance(data, Iterable)):
         raise TrainingError(
             f"{what} must be a pair (x, y) of arrays, a dict of arrays, the path of an .npz file "
             "with them or of a folder of pictures, an iterable of batches, or a function from the "
             f"epoch to such an iterable; it is a {type(data).__name__}"
         )
-    return Stream(data, names, what, labels=labels)
+    return Stream(data, inputs, what, labels=labels, padding=padding)
 
 
 def _read(path: str | os.PathLike) -> dict[str, np.ndarray]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +17,7 @@ from onnx import ModelProto
 from rich.console import Group
 
 from jaxonnx._data.forms import check_size, examples_of
+from jaxonnx._data.ragged import Padding
 from jaxonnx._file import formats
 from jaxonnx._file import save as saving
 from jaxonnx._graph.bind import Graph, bind
@@ -128,7 +129,13 @@ class Model(Rendered):
         return _one(self.program(*self._stored, rng, self._arguments(inputs, named)))
 
     def predict(
-        self, data: Any, *, batch_size: int | None = None, progress: bool | None = None
+        self,
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        pad: Mapping[str, Any] | None = None,
+        length_buckets: int | Sequence[int] | None = None,
+        progress: bool | None = None,
     ) -> Any:
         """Run inference over any number of examples, batch by batch.
 
@@ -141,19 +148,24 @@ class Model(Rendered):
             pictures: arrays, a tuple or dict of them, the path of an .npz file, a Hugging Face
             Dataset, or batches of these. Targets beside them are left out.
           batch_size: of data in one piece; 32 if not given, or what the inputs are fixed to.
+          pad: as in `jaxonnx.train`, for sequences of unequal length.
+          length_buckets: as in `jaxonnx.train`.
           progress: show a bar after two seconds; by default in terminals and notebooks.
 
         Returns:
           A NumPy array with the examples along the first axis, in their order; if there are several
           outputs a dict of these by name.
+          For sequences of unequal length, an output that has them along its second axis is a list
+          of arrays, one for each example, without padding.
 
         Raises:
           TrainingError: data that do not fit.
           InputError: inputs that do not fit, or an output that does not have one row per example.
         """
-        examples = examples_of(data, self.inputs, batch_size, None, "data", labels=False)
+        padding = Padding.of(pad, length_buckets)
+        examples = examples_of(data, self.inputs, batch_size, None, "data", False, padding)
         check_size(examples, batch_size)
-        return predictions(self, [value.name for value in self.outputs], examples, progress)
+        return predictions(self, self.outputs, examples, progress)
 
     @cached_property
     def _stored(self) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -9,7 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxonnx._data.batches import Examples, Stream
+from jaxonnx._data.batches import Batch, Examples, Stream
+from jaxonnx._data.padded import Padded
+from jaxonnx._graph.values import Value
 from jaxonnx.errors import InputError
 from jaxonnx.model._progress import tracked
 
@@ -18,13 +20,22 @@ _AHEAD = 4
 
 
 def predictions(
-    run: Callable[..., Any], names: Sequence[str], examples: Examples | Stream, show: bool | None
+    run: Callable[..., Any],
+    values: Sequence[Value],
+    examples: Examples | Stream,
+    show: bool | None,
 ) -> Any:
     """Return the outputs for all examples as NumPy arrays, in a dict if there are several.
+
+    Args:
+      values: the outputs as the model declares them.
 
     Raises:
       InputError: an output does not have the examples along its first axis.
     """
+    names = [value.name for value in values]
+    lengths = examples.lengths if isinstance(examples, Padded) else None
+    widths: list[Any] = []
     parts: list[tuple[np.ndarray, ...]] = []
     waiting: deque[tuple[Any, np.ndarray]] = deque()
 
@@ -35,14 +46,16 @@ def predictions(
 
     for batch in tracked(examples.batches(0), examples.steps, show):
         outputs = run(*batch.inputs)
+        varied = examples.width(batch) if isinstance(examples, Padded) else _shapes(batch)
+        widths.append(varied)
         waiting.append((outputs if isinstance(outputs, tuple) else (outputs,), batch.weight > 0))
         if len(waiting) > _AHEAD:
             collect()
     while waiting:
         collect()
     whole = {
-        name: _joined(name, columns)
-        for name, columns in zip(names, zip(*parts, strict=True), strict=True)
+        value.name: _joined(value, columns, widths, lengths)
+        for value, columns in zip(values, zip(*parts, strict=True), strict=True)
     }
     return whole if len(names) > 1 else whole[names[0]]
 
@@ -60,10 +73,34 @@ def _rows(name: str, output: Any, real: np.ndarray) -> np.ndarray:
     return rows if real.all() else rows[real]
 
 
-def _joined(name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
+def _joined(
+    value: Value, parts: Sequence[np.ndarray], widths: Sequence[Any], lengths: np.ndarray | None
+) -> np.ndarray | list[np.ndarray]:
+    """Return the rows of all batches as an array, or as a list where they have lengths.
+
+    Args:
+      widths: what each batch was filled up to, or the shapes of its inputs.
+      lengths: of the examples, without what filled them up.
+    """
+    if lengths is not None and _along(value, parts, widths):
+        rows = (row for part in parts for row in part)
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
     if shapes := {part.shape[1:] for part in parts} - {parts[0].shape[1:]}:
+        if lengths is None and len({*widths}) > 1:
+            return [row for part in parts for row in part]
         raise InputError(
-            f"output '{name}' has rows of shape {parts[0].shape[1:]} in one batch and of "
+            f"output '{value.name}' has rows of shape {parts[0].shape[1:]} in one batch and of "
             f"{shapes.pop()} in another: call the model itself"
         )
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _along(value: Value, parts: Sequence[np.ndarray], widths: Sequence[int]) -> bool:
+    """Return whether an output has a row for each place of a sequence."""
+    if value.shape is not None and (len(value.shape) < 2 or isinstance(value.shape[1], int)):
+        return False
+    return all(p.ndim > 1 and p.shape[1] == width for p, width in zip(parts, widths, strict=True))
+
+
+def _shapes(batch: Batch) -> tuple[Any, ...]:
+    return tuple(x.shape[1:] for x in batch.inputs)

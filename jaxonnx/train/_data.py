@@ -1,6 +1,6 @@
 """Data in the forms that `train` documents, as batches."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,14 +8,39 @@ import numpy as np
 
 from jaxonnx._data.batches import Examples, Stream
 from jaxonnx._data.forms import check_size, examples_of, size_of_batches
+from jaxonnx._data.ragged import IGNORED, PLAIN, Padding
 from jaxonnx._graph.values import Value
 from jaxonnx.errors import TrainingError
 from jaxonnx.train._folder import Folder
+from jaxonnx.train._losses import find
 from jaxonnx.train._pictures import Pictures
 
 
+def padding_of(pad: Any, length_buckets: Any, loss: Any) -> Padding:
+    """Return how sequences of unequal length are filled up, and which labels padding has.
+
+    Raises:
+      TrainingError: arguments that are no such, or there is no such loss.
+    """
+
+    def ignored(loss: Any) -> int:
+        index = None if loss is None else find(loss).ignore_index
+        return IGNORED if index is None else index
+
+    if not isinstance(loss, Mapping):
+        next_token = loss is not None and find(loss).next_token
+        return Padding.of(pad, length_buckets, ignored=ignored(loss), next_token=next_token)
+    own = {o: ignored(one[0] if isinstance(one, tuple) and one else one) for o, one in loss.items()}
+    return Padding.of(pad, length_buckets, ignored=own)
+
+
 def sources(
-    data: Any, validation: Any, inputs: Sequence[Value], batch_size: int | None, seed: int
+    data: Any,
+    validation: Any,
+    inputs: Sequence[Value],
+    batch_size: int | None,
+    seed: int,
+    padding: Padding = PLAIN,
 ) -> tuple[Examples | Stream, Examples | Stream | None]:
     """Return the examples to train with and those held out, in the forms that `train` documents.
 
@@ -25,31 +50,41 @@ def sources(
       batch_size: for data in one piece; the batches of an iterable have their own size.
       seed: of the order of data in one piece, which depends on it and on the epoch only, and of
         which examples are held out; validation data keeps its order.
+      padding: of sequences of unequal length.
     """
-    examples = source(data, inputs, batch_size, seed)
+    examples = source(data, inputs, batch_size, seed, padding)
     if validation is None:
         return examples, None
     if isinstance(validation, int | float):
         return _split(examples, validation)
-    return examples, _source(validation, inputs, batch_size, None, "validation")
+    return examples, _source(validation, inputs, batch_size, None, "validation", padding)
 
 
 def source(
-    data: Any, inputs: Sequence[Value], batch_size: int | None, seed: int | None = None
+    data: Any,
+    inputs: Sequence[Value],
+    batch_size: int | None,
+    seed: int | None = None,
+    padding: Padding = PLAIN,
 ) -> Examples | Stream:
     """Return examples, in their own order if there is no seed."""
-    examples = _source(data, inputs, batch_size, seed, "data")
+    examples = _source(data, inputs, batch_size, seed, "data", padding)
     check_size(examples, batch_size)
     return examples
 
 
 def _source(
-    data: Any, inputs: Sequence[Value], batch_size: int | None, seed: int | None, what: str
+    data: Any,
+    inputs: Sequence[Value],
+    batch_size: int | None,
+    seed: int | None,
+    what: str,
+    padding: Padding,
 ) -> Examples | Stream:
     if isinstance(data, Folder):
         rows = np.arange(len(data.paths))
         return Pictures(data, data.targets, size_of_batches(inputs, batch_size), seed, rows)
-    return examples_of(data, inputs, batch_size, seed, what)
+    return examples_of(data, inputs, batch_size, seed, what, padding=padding)
 
 
 def _split(examples: Examples | Stream, share: float) -> tuple[Examples, Examples]:

@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jaxonnx.model import Model, load
 from jaxonnx.model import _images as images
 from jaxonnx.model._progress import tracked
 from jaxonnx.train import _objective as objective
-from jaxonnx.train._data import source
+from jaxonnx.train._data import padding_of, source
 from jaxonnx.train._folder import pictured
 
 _AHEAD = 4
@@ -28,6 +28,8 @@ def evaluate(
     metrics: Any = None,
     loss: Any = None,
     batch_size: int | None = None,
+    pad: Mapping[str, Any] | None = None,
+    length_buckets: int | Sequence[int] | None = None,
     preprocess: Mapping[str, Any] | None = None,
     progress: bool | None = None,
 ) -> dict[str, Any]:
@@ -54,6 +56,8 @@ def evaluate(
       loss: as in `jaxonnx.train`. It also says what outputs mean: whether they are logits, of
         classes or of yes and no.
       batch_size: of data in one piece; 32 if not given, or what the model's inputs are fixed to.
+      pad: as in `jaxonnx.train`, for sequences of unequal length.
+      length_buckets: as in `jaxonnx.train`.
       preprocess: as in `jaxonnx.train`, for folders of pictures.
       progress: show a bar after two seconds; by default in terminals and notebooks.
 
@@ -67,18 +71,22 @@ def evaluate(
         raise TrainingError("evaluate computes metrics=, like ['accuracy'], or loss=, or both")
     net = model if isinstance(model, Model) else load(model)
     data, _, net = pictured(data, None, net, preprocess)
-    examples = source(data, net.inputs, batch_size)
+    padding = padding_of(pad, length_buckets, loss)
+    examples = source(data, net.inputs, batch_size, padding=padding)
     goal = objective.find(net, loss, metrics)
     sums_of, merged = jax.jit(goal.sums), jax.jit(goal.merged)
     sums: Any = None
-    shapes: Any = None
+    fitting: set[Any] = set()
     gathered: list[Any] = []
     waiting: deque[Any] = deque()
     for number, batch in enumerate(tracked(examples.batches(0), examples.steps, progress)):
         outputs = goal.model(*batch.inputs)
-        if shapes is None:
-            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs)
+        sizes = str((shapes, jax.tree.map(np.shape, batch.targets)))
+        if sizes not in fitting:
             goal.fit(shapes, batch.targets)
+            fitting.add(sizes)
+        if sums is None:
             sums = jax.tree.map(_wide, goal.start(shapes, batch))
             if examples.targets is not None:
                 names = getattr(examples, "classes", None)

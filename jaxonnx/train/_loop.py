@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._data.batches import Batch, Examples, Stream
+from jaxonnx._data.padded import Padded
 from jaxonnx.errors import Error, TrainingError
 from jaxonnx.model import Model
 from jaxonnx.train._checkpoint import Checkpoints, Position
@@ -45,10 +46,11 @@ def run(
         history.notes = list(step.notes)
         batches, first = _opened(examples, at, epochs)
         shapes = step.check(first)
-        _check_arrays(step, shapes, examples, held_out)
+        checks = _Checks(step, first, shapes)
+        _check_whole(step, checks, shapes, examples, held_out)
         validate = None
         if held_out is not None:
-            validate = _Validation(step, held_out, shapes, step.sums(first, shapes))
+            validate = _Validation(step, held_out, checks, step.sums(first, shapes))
 
         bar = stack.enter_context(
             Bar(settings.progress, epochs, examples.steps, len(history.losses))
@@ -66,7 +68,11 @@ def run(
                     if keeper.due():
                         state = keeper.keep(at, state, best)
                     if examples.targets is None:
+<<<<<<< HEAD
                         step.check_labels(batch.targets, shapes, f"a batch of epoch {epoch + 1}")
+=======
+                        checks(batch, f"a batch of epoch {epoch}")
+>>>>>>> ba25266 (Sequences of unequal length are data: padded to a few widths, shuffled by width, masks filled in; streams of several widths; the loss of the next token)
                     state, seen = update(state, batch, step.frozen)
                     at = at._replace(batch=at.batch + 1)
                     if not record.add(seen):
@@ -134,39 +140,57 @@ def _opened(examples: Data, at: Position, epochs: int) -> tuple[Any, Batch]:
     return chain([first], batches), first
 
 
-def _check_arrays(step: Step, shapes: Any, examples: Data, held_out: Data | None) -> None:
+class _Checks:
+    """Checks of batches as they come, whose shapes are checked once."""
+
+    def __init__(self, step: Step, first: Batch, shapes: Any):
+        self._step = step
+        self._known = {_shapes_of(first): shapes}
+
+    def __call__(self, batch: Batch, what: str) -> None:
+        key = _shapes_of(batch)
+        if key not in self._known:
+            try:
+                self._known[key] = self._step.check(batch)
+            except Error as error:
+                raise TrainingError(f"{what}: {error}") from error
+        self._step.check_labels(batch.targets, self._known[key], what)
+
+
+def _shapes_of(batch: Batch) -> tuple[Any, ...]:
+    leaves, structure = jax.tree.flatten(batch)
+    return structure, *((x.shape, x.dtype) for x in leaves)
+
+
+def _check_whole(
+    step: Step, checks: _Checks, shapes: Any, examples: Data, held_out: Data | None
+) -> None:
     """Refuse data in one piece that does not fit, before anything is compiled."""
     for data, what in ((examples, "data"), (held_out, "validation")):
-        if data is not None and data.targets is not None:
+        if isinstance(data, Padded):
+            for batch in data.batches(0):
+                checks(batch, what)
+        elif data is not None and data.targets is not None:
             step.check_labels(data.targets, shapes, what, getattr(data, "classes", None))
-    if held_out is not None and held_out.targets is not None:
-        _check_validation(step, next(held_out.batches(0)))
-
-
-def _check_validation(step: Step, batch: Batch) -> None:
-    try:
-        step.check(batch)
-    except Error as error:
-        raise TrainingError(f"validation: {error}") from error
+            if data is held_out:
+                checks(next(data.batches(0)), what)
 
 
 class _Validation:
     """The numbers of the validation data, in inference mode."""
 
-    def __init__(self, step: Step, held_out: Data, shapes: Any, sums: Any):
+    def __init__(self, step: Step, held_out: Data, checks: _Checks, sums: Any):
         self._step = step
         self._held_out = held_out
-        self._shapes = shapes
+        self._checks = checks
         self._sums = sums
         self._evaluate: Callable = jax.jit(step.evaluate)
 
     def __call__(self, state: State, epoch: int) -> dict[str, float]:
         sums = self._sums
-        for number, batch in enumerate(self._held_out.batches(epoch)):
+        for batch in self._held_out.batches(epoch):
             if self._held_out.targets is None:
-                if number == 0:
-                    _check_validation(self._step, batch)
-                self._step.check_labels(batch.targets, self._shapes, "a batch of validation")
+                self._checks(batch, "a batch of validation")
             sums = self._evaluate(sums, state, batch, self._step.frozen)
         return self._step.row(sums)
 

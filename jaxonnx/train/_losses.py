@@ -12,9 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxonnx._data.ragged import IGNORED
 from jaxonnx.errors import TrainingError
+<<<<<<< HEAD
 from jaxonnx.losses import ClassLoss, cross_entropy, negative_log_likelihood
 from jaxonnx.train._words import counted
+=======
+from jaxonnx.losses import ClassLoss, causal_lm, cross_entropy, negative_log_likelihood
+>>>>>>> ba25266 (Sequences of unequal length are data: padded to a few widths, shuffled by width, masks filled in; streams of several widths; the loss of the next token)
 
 _CLASSES = (
     "softmax_cross_entropy_with_integer_labels",
@@ -28,7 +33,7 @@ _ONE_HOT = ("poly_loss_cross_entropy", "safe_softmax_cross_entropy", "softmax_cr
 """Losses of scores (..., classes) and a distribution (..., classes)."""
 
 _LOGITS = {
-    **dict.fromkeys((*_CLASSES, *_ONE_HOT, "cross_entropy"), "Softmax"),
+    **dict.fromkeys((*_CLASSES, *_ONE_HOT, "cross_entropy", "causal_lm"), "Softmax"),
     **dict.fromkeys(("dice_loss", "multiclass_generalized_dice_loss"), "Softmax"),
     **dict.fromkeys(("binary_dice_loss", "hinge_loss", "perceptron_loss"), "Sigmoid"),
     **dict.fromkeys(
@@ -66,6 +71,7 @@ def _named() -> dict[str, Callable[..., Any]]:
             if len(needed) == 2:
                 found[name] = function
     found["absolute_error"] = lambda outputs, targets: jnp.abs(outputs - targets)
+    found["causal_lm"] = causal_lm()
     found["SoftmaxCrossEntropyLoss"] = cross_entropy()
     found["NegativeLogLikelihoodLoss"] = negative_log_likelihood()
     return found
@@ -81,12 +87,24 @@ class Loss:
     @property
     def class_axis(self) -> int | None:
         """The axis of the outputs that targets which are labels do not have."""
-        return 1 if isinstance(self.function, ClassLoss) else -1 if self.name in _CLASSES else None
+        if isinstance(self.function, ClassLoss):
+            return self.function.axis
+        return -1 if self.name in _CLASSES else None
 
     @property
     def ignore_index(self) -> int | None:
         """The label that does not count."""
         return self.function.ignore_index if isinstance(self.function, ClassLoss) else None
+
+    @property
+    def next_token(self) -> bool:
+        """Whether outputs are scored by the label at the next place."""
+        return isinstance(self.function, ClassLoss) and self.function.shift
+
+    def aligned(self, outputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Return the outputs and targets that belong together, place by place."""
+        own = self.function
+        return own.aligned(outputs, targets) if isinstance(own, ClassLoss) else (outputs, targets)
 
     @property
     def one_hot(self) -> bool:
@@ -152,9 +170,10 @@ class Loss:
         if not jnp.issubdtype(targets.dtype, jnp.integer):
             raise TrainingError(f"{what} needs integer labels; they are {targets.dtype}")
         weight = self.function.weight if isinstance(self.function, ClassLoss) else None
-        if weight is not None and len(weight) != outputs.shape[1]:
+        if weight is not None and len(weight) != outputs.shape[self.class_axis]:
             raise TrainingError(
-                f"{what} has weights of {len(weight)} classes; the outputs have {outputs.shape[1]}"
+                f"{what} has weights of {len(weight)} classes; the outputs have "
+                f"{outputs.shape[self.class_axis]}"
             )
 
     def check_labels(
@@ -180,9 +199,12 @@ def check_classes(targets: np.ndarray, classes: int, ignored: int | None, what: 
         wrong &= targets != ignored
     if wrong.any():
         first = tuple(np.argwhere(wrong)[0])
+        padding = ignored is None and targets[first] == IGNORED
         raise TrainingError(
             f"{what} has {counted(int(wrong.sum()), 'label')} outside of 0 ... {classes - 1}, "
             f"the first is {targets[first]} at {', '.join(map(str, first))}"
+            + "; jaxonnx.losses.cross_entropy(axis=-1, ignore_index=-100) leaves such out"
+            * bool(padding)
         )
 
 

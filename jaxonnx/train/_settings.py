@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import optax
 
+from jaxonnx._data.ragged import Padding
 from jaxonnx._rewrite.head import Classes
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters, LoRA
@@ -38,6 +39,8 @@ class Settings:
     optimizer: Optimizer | None = None
     epochs: int = 1
     batch_size: int | None = None
+    pad: Mapping[str, Any] | None = None
+    length_buckets: int | Sequence[int] | None = None
     seed: int = 0
     validation: Any = None
     preprocess: Mapping[str, Any] | None = None
@@ -158,7 +161,11 @@ class Settings:
     @property
     def continued(self) -> dict[str, Any]:
         """What must be the same in a run that continues from a checkpoint of this one."""
-        return {name: getattr(self, name) for name in ("seed", "accumulate", "ema", "precision")}
+        same = {name: getattr(self, name) for name in ("seed", "accumulate", "ema", "precision")}
+        padding = Padding.of(self.pad, self.length_buckets)
+        same["pad"] = {name: float(x) for name, x in padding.pad.items()} or None
+        same["length_buckets"] = None if padding.buckets is None else [*padding.buckets]
+        return same
 
     @property
     def of_optimizers(self) -> list[str]:

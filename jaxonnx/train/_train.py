@@ -13,7 +13,7 @@ from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.model import Model, Statistics, Trainable, load
 from jaxonnx.train._assembly import assembled, step
-from jaxonnx.train._data import sources
+from jaxonnx.train._data import padding_of, sources
 from jaxonnx.train._folder import notes, pictured
 from jaxonnx.train._head import headed
 from jaxonnx.train._loop import run
@@ -70,6 +70,8 @@ def train(
     optimizer: Optimizer | None = None,
     epochs: int = 1,
     batch_size: int | None = None,
+    pad: Mapping[str, Any] | None = None,
+    length_buckets: int | Sequence[int] | None = None,
     seed: int = 0,
     validation: Any = None,
     preprocess: Mapping[str, Any] | None = None,
@@ -116,6 +118,7 @@ def train(
         such pairs or dicts: an iterable (a Grain or torch DataLoader, tf.data, a list), or a
         function from the epoch to one. Data in one piece is shuffled in an order that depends on
         `seed` and the epoch only; iterables are taken as they come. A short batch is filled up with
+<<<<<<< HEAD
         other examples of the data, which the loss ignores but batch statistics see.
       loss: a loss of `optax.losses`, by name or itself, "absolute_error", one of `jaxonnx.losses`
         (ONNX's, with weights of classes and labels to ignore), or a callable `(outputs, targets)`
@@ -132,7 +135,39 @@ def train(
         a gradient in the variables that it makes infinite.
       optimizer: any optax transformation, such as `jaxonnx.train.optimizer` makes with a schedule;
         or a function `lambda steps: ...` to one, of the number of updates in the run.
+=======
+        other examples of the data, which the loss ignores but batch statistics see. Inputs and
+        targets may be sequences of unequal length along the second axis: lists of lists, lists or
+        object arrays of arrays, ragged columns of a dataset. The sequences of a batch are then
+        filled up to one width (`pad`, `length_buckets`), and those of one width are shuffled and
+        come together. A mask of the file ("attention_mask", "input_mask" or "mask") that the data
+        lack is 1 for each token and 0 for padding. Batches of an iterable may have several widths,
+        too; a program is compiled for each.
+      loss: a loss of `optax.losses`, by name or itself, "absolute_error", "causal_lm" (each token
+        is predicted from those before it; the targets may be left out: they are then the input of
+        tokens, without padding), one of `jaxonnx.losses` (ONNX's, with weights of classes and
+        labels to ignore), or a callable `(outputs, targets)` that gives a scalar or has the
+        examples along its first axis. Losses are averaged over the examples of the batch; a scalar
+        loss sees the fill of a short batch as well. For a model with several outputs a dict of
+        losses by output name, or of pairs (loss, weight); the targets are then a dict by output
+        name, too, and the losses are added. If the file ends in the Softmax, LogSoftmax or Sigmoid
+        that a named loss has inside, the loss takes the logits before it (`history.notes` says so);
+        the saved model keeps the ending, and metrics see its outputs. Loss and optimizer may be
+        left out for a file that carries its training_info: then its own algorithm runs, from the
+        state and update count in the file (the fill of a short batch counts), and the resulting
+        model carries them on. All that follows applies to it but what changes the network or the
+        update (`trainable` to `precision`, `remat`), and `nan` sees a gradient in the variables
+        that it makes infinite.
+      optimizer: any optax transformation.
+>>>>>>> ba25266 (Sequences of unequal length are data: padded to a few widths, shuffled by width, masks filled in; streams of several widths; the loss of the next token)
       batch_size: of data in one piece; 32 if not given, or what the model's inputs are fixed to.
+      pad: what fills up sequences behind their end, a dict by input name, like {"input_ids": 1}; 0
+        where it says nothing. Under the name of targets ("y", "targets" or "labels" for the only
+        ones) what fills these; labels have the `ignore_index` of the loss, or -100.
+      length_buckets: the widths that sequences are filled up to, like (32, 64, 128), or one: a
+        batch has the narrowest that its longest example fits into. With it, sequences of equal
+        length are filled up as well. By default powers of two from 8 on, of which the last is cut
+        to the longest example of the data; or the length that the file is fixed to.
       seed: of the order of the examples and of random operators.
       validation: like `data`, or a share of data in one piece, like 0.2, whose choice depends on
         `seed` only; evaluated in inference mode after each epoch, in order.
@@ -234,7 +269,8 @@ def train(
     settings = Settings.of(locals())
     net = headed(model if isinstance(model, Model) else load(model), settings)
     data, validation, net = pictured(data, validation, net, preprocess)
-    examples, held_out = sources(data, validation, net.inputs, batch_size, seed)
+    padding = padding_of(pad, length_buckets, loss)
+    examples, held_out = sources(data, validation, net.inputs, batch_size, seed, padding)
     if metrics is not None and held_out is None:
         raise TrainingError("metrics are computed on validation data: pass validation= as well")
     one = assembled(net, settings, epochs, examples.steps)

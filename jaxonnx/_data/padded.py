@@ -1,0 +1,50 @@
+"""Batches of sequences of unequal length."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxonnx._data.batches import Batch, Examples
+from jaxonnx._data.ragged import Columns, Ragged
+
+
+@dataclass(frozen=True)
+class Padded(Examples):
+    """Examples of unequal length, in batches that are as wide as their longest example needs.
+
+    With a seed, examples of one width come together: in each epoch those of each width are
+    shuffled, and then the batches. What is left over of one width goes into the next wider batch,
+    so that there are as many batches as of arrays. Without a seed the examples keep their order,
+    whatever their lengths.
+    """
+
+    columns: Columns
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        for rows, weight in self.chosen(epoch, start):
+            yield Batch(*self.columns.rows(rows), weight)
+
+    def order(self, epoch: int) -> np.ndarray:
+        order = super().order(epoch)
+        if self.seed is None:
+            return order
+        return order[np.argsort(self.columns.widths[order], kind="stable")]
+
+    def chosen(self, epoch: int, start: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        batches = [*super().chosen(epoch, 0)]
+        if self.seed is not None:
+            order = np.random.default_rng((self.seed, epoch, 1)).permutation(len(batches))
+            batches = [batches[number] for number in order]
+        yield from batches[start:]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """The length of each example, in order."""
+        return self.columns.lengths[self.rows]
+
+    def width(self, batch: Batch) -> int:
+        """Return what the sequences of a batch were filled up to."""
+        inputs, _ = self.columns.pair
+        pairs = zip(inputs, batch.inputs, strict=True)
+        return next(x.shape[1] for column, x in pairs if isinstance(column, Ragged))

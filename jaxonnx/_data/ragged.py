@@ -1,0 +1,307 @@
+"""Sequences of unequal length, and what fills them up to a few widths."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from jaxonnx._graph.values import Value
+from jaxonnx.errors import TrainingError
+
+IGNORED = -100
+"""The label of padding, where the loss has no other that it leaves out."""
+_LEAST = 8
+"""The least width that is chosen by itself."""
+_TARGETS = ("y", "targets", "labels")
+"""Names of the only target in `pad`."""
+_MASK = re.compile(r"(?P<side>(.*[._])?)((attention|input)_mask(\.\d+)?|(?<![._])mask)")
+"""Inputs that are 1 for each token and 0 for padding."""
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Sequences of unequal length, one behind the other in one array."""
+
+    values: np.ndarray
+    starts: np.ndarray
+    """Where each begins, and where the last ends."""
+
+    @classmethod
+    def of(cls, sequences: Any, what: str) -> Self:
+        """Return sequences of numbers, whose lengths may differ along their first axis only."""
+        try:
+            parts = [np.asarray(sequence) for sequence in sequences]
+        except ValueError:  # NumPy makes no array of lists of unequal length
+            parts = []
+        full = [part for part in parts if part.size]
+        if not all(part.ndim for part in parts) or len({part.shape[1:] for part in full}) != 1:
+            raise TrainingError(
+                f"{what} must be numbers, in arrays of one shape for all examples but for their "
+                "first axis, the length"
+            )
+        return cls(np.concatenate(full), np.cumsum([0, *map(len, parts)]))
+
+    @classmethod
+    def rectangular(cls, array: np.ndarray) -> Self:
+        """Return the rows of an array, which have one length."""
+        count, length, *rest = array.shape
+        return cls(array.reshape(-1, *rest), np.arange(count + 1) * length)
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.values.dtype
+
+    @property
+    def ndim(self) -> int:
+        return self.values.ndim + 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.starts)
+
+    def padded(self, rows: np.ndarray, width: int, fill: Any) -> np.ndarray:
+        """Return some of the sequences as an array, filled up behind their ends."""
+        there = np.arange(width) < self.lengths[rows, None]
+        array = np.full((*there.shape, *self.values.shape[1:]), fill, self.dtype)
+        array[there] = self.values[(self.starts[rows, None] + np.arange(width))[there]]
+        return array
+
+
+def column(values: Any, what: str) -> np.ndarray | Ragged:
+    """Return examples as an array, or sequences of unequal length as Ragged."""
+    try:
+        array = np.asarray(values)
+    except ValueError:  # NumPy makes no array of lists of unequal length
+        return Ragged.of(values, what)
+    several = array.dtype == object and array.ndim == 1 and len(array) > 0
+    if several and all(isinstance(part, list | np.ndarray) for part in array):
+        return Ragged.of(array, what)
+    return array
+
+
+def masks(inputs: Sequence[Value]) -> set[str]:
+    """Return the inputs that data may lack, since they say where tokens are."""
+    found = {v.name for v in inputs if _MASK.fullmatch(v.name) and _rank(v) in (None, 2)}
+    return found if len(found) < len(inputs) else set()
+
+
+def with_masks(columns: Sequence[Any], inputs: Sequence[Value]) -> tuple[Any, ...]:
+    """Return columns with masks for those that are None: 1 for all tokens that there are."""
+    known = {v.name: c for v, c in zip(inputs, columns, strict=True) if c is not None}
+
+    def mask(value: Value) -> Any:
+        match = _MASK.fullmatch(value.name)
+        side = "" if match is None else match["side"]
+        tokens = known.get(f"{side}input_ids", next(iter(known.values())))
+        dtype = np.dtype(np.int64) if value.dtype is None else value.dtype
+        if isinstance(tokens, Ragged):
+            return Ragged(np.ones(len(tokens.values), dtype), tokens.starts)
+        return np.ones(tokens.shape[:2], dtype)
+
+    pairs = zip(inputs, columns, strict=True)
+    return tuple(mask(value) if c is None else c for value, c in pairs)
+
+
+def next_tokens(
+    columns: Sequence[Any], inputs: Sequence[Value], ignored: int, what: str
+) -> np.ndarray | Ragged:
+    """Return the tokens of data as the labels of a model that predicts the next one.
+
+    Raises:
+      TrainingError: there are no tokens, or they are not as many as their mask has.
+    """
+    named = dict(zip((value.name for value in inputs), columns, strict=True))
+    found = [n for n, c in named.items() if c.dtype.kind in "iu" and not _MASK.fullmatch(n)]
+    if not found:
+        raise TrainingError(f"{what} has no targets, and no input of tokens that could be such")
+    name = "input_ids" if "input_ids" in found else found[0]
+    tokens, mask = named[name], None
+    for other, candidate in named.items():
+        mask = candidate if _MASK.fullmatch(other) else mask
+    if mask is None:
+        return tokens
+    if isinstance(tokens, Ragged) and isinstance(mask, Ragged):
+        if np.array_equal(tokens.starts, mask.starts):
+            values = np.where(mask.values > 0, tokens.values.astype(np.int64), ignored)
+            return Ragged(values, tokens.starts)
+    elif tokens.shape == mask.shape:
+        return np.where(mask > 0, tokens.astype(np.int64), ignored)
+    raise TrainingError(f"{what}: the lengths of '{name}' are not those of its mask")
+
+
+@dataclass(frozen=True)
+class Padding:
+    """How sequences of unequal length become arrays, as `train` documents it."""
+
+    pad: Mapping[str, Any] = field(default_factory=dict)
+    """What fills up inputs and targets, by name."""
+    buckets: tuple[int, ...] | None = None
+    """Widths of batches; None for powers of two."""
+    ignored: Any = IGNORED
+    """The label that fills up labels; a dict for several targets."""
+    next_token: bool = False
+    """Whether targets that data lack are the tokens themselves."""
+
+    @classmethod
+    def of(cls, pad: Any, length_buckets: Any, **settings: Any) -> Self:
+        """Return what the arguments of `train` say.
+
+        Raises:
+          TrainingError: they are no numbers by name, or no widths.
+        """
+        kinds = int | float | np.number
+        if pad is not None and not (
+            isinstance(pad, Mapping) and all(isinstance(x, kinds) for x in pad.values())
+        ):
+            raise TrainingError(
+                "pad is a dict of numbers by the names of inputs, like {'input_ids': 1}, and is "
+                f"{pad!r}"
+            )
+        if length_buckets is None:
+            return cls(pad or {}, None, **settings)
+        several = isinstance(length_buckets, Sequence | np.ndarray | set)
+        widths = [*length_buckets] if several else [length_buckets]
+        if not widths or any(
+            isinstance(x, bool) or not isinstance(x, int | np.integer) or x < 1 for x in widths
+        ):
+            raise TrainingError(
+                "length_buckets is a width or several, like (32, 64, 128), and is "
+                f"{length_buckets!r}"
+            )
+        return cls(pad or {}, tuple(sorted({*map(int, widths)})), **settings)
+
+    def sequences(
+        self,
+        inputs: Sequence[Any],
+        targets: Any,
+        values: Sequence[Value],
+        what: str,
+        whole: bool,
+    ) -> Columns | None:
+        """Return examples as columns of sequences, or None for arrays that stay as they are.
+
+        Args:
+          values: the inputs of the model.
+          whole: whether these are all the examples: no batch is then wider than the longest.
+        """
+        if self.buckets is not None:
+            inputs, targets = _opened(inputs, targets, values)
+        columns = (tuple(inputs), targets)
+        self._check_names(targets, values)
+        ragged = [x for x in jax.tree.leaves(columns) if isinstance(x, Ragged)]
+        if not ragged:
+            return None
+        lengths = np.max([x.lengths for x in ragged], axis=0)
+        pairs = zip(values, inputs, strict=True)
+        fixed = {_size(v) for v, x in pairs if isinstance(x, Ragged)} - {None}
+        widths = tuple(sorted(fixed)) or self.buckets  # type: ignore[type-var]
+        if widths is not None and lengths.max() > widths[-1]:
+            longer = int(np.argmax(lengths > widths[-1]))
+            limit = "what the file is fixed to" if fixed else "the last of length_buckets"
+            raise TrainingError(
+                f"{what}: example {longer} has the length {lengths[longer]}, more than "
+                f"{widths[-1]}, {limit}: cut it" + ("" if fixed else ", or add a wider bucket")
+            )
+        if widths is None:
+            longest = int(lengths.max())
+            longest = longest if whole else max(_LEAST, 1 << (longest - 1).bit_length())
+            widths = *(2**n for n in range(3, longest.bit_length()) if 2**n < longest), longest
+        each = np.array(widths)[np.searchsorted(widths, lengths)]
+        return Columns(columns, self._fills(columns, values, what), lengths, each)
+
+    def _check_names(self, targets: Any, values: Sequence[Value]) -> None:
+        named = [*targets] if isinstance(targets, Mapping) else [*_TARGETS]
+        known = [*(value.name for value in values), *named]
+        if odd := [name for name in self.pad if name not in known]:
+            raise TrainingError(
+                f"pad has {', '.join(map(repr, odd))}; there are {', '.join(map(repr, known))}"
+            )
+
+    def _fills(self, columns: Any, values: Sequence[Value], what: str) -> list[Any]:
+        """Return what fills up each column, in the order of their leaves."""
+        inputs = [self.pad.get(value.name, 0) for value in values]
+
+        def of_target(path: Any, target: Any) -> Any:
+            names = [path[0].key] if path and hasattr(path[0], "key") else _TARGETS
+            for name in names:
+                if name in self.pad:
+                    return self.pad[name]
+            if isinstance(target, Ragged) and target.dtype.kind not in "iu":
+                raise TrainingError(
+                    f"{what}: the targets{jax.tree_util.keystr(path)} are of unequal length and no "
+                    f"labels: pad={{{names[0]!r}: ...}} says what fills them up"
+                )
+            several = isinstance(self.ignored, Mapping)
+            return self.ignored.get(names[0], IGNORED) if several else self.ignored
+
+        targets = jax.tree_util.tree_map_with_path(of_target, columns[1])
+        fills = [*inputs, *jax.tree.leaves(targets)]
+        for x, fill in zip(jax.tree.leaves(columns), fills, strict=True):
+            if isinstance(x, Ragged) and np.asarray(fill).astype(x.dtype) != fill == fill:
+                raise TrainingError(f"{what}: {fill} fills up sequences, and is no {x.dtype}")
+        return fills
+
+
+PLAIN = Padding()
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Inputs and targets, some of which are sequences of unequal length.
+
+    Attributes:
+      pair: inputs and targets, as arrays or Ragged.
+      fills: what fills up each of their leaves.
+      lengths: of each example, that of its longest sequence.
+      widths: of the narrowest batch that each example fits into.
+    """
+
+    pair: tuple[tuple[Any, ...], Any]
+    fills: list[Any]
+    lengths: np.ndarray
+    widths: np.ndarray
+
+    def rows(self, rows: np.ndarray) -> tuple[tuple[np.ndarray, ...], Any]:
+        """Return inputs and targets of some examples as arrays, as wide as the longest needs."""
+        width = int(self.widths[rows].max())
+        leaves, form = jax.tree.flatten(self.pair)
+        return form.unflatten(
+            x.padded(rows, width, fill) if isinstance(x, Ragged) else x[rows]
+            for x, fill in zip(leaves, self.fills, strict=True)
+        )
+
+
+def _opened(
+    inputs: Sequence[Any], targets: Any, values: Sequence[Value]
+) -> tuple[tuple[Any, ...], Any]:
+    """Return columns of one length as sequences, along axes that the file leaves open."""
+
+    def of_input(value: Value, x: Any) -> Any:
+        plain = isinstance(x, Ragged) or x.ndim < 2 or _size(value) is not None
+        return x if plain else Ragged.rectangular(x)
+
+    sizes = {x.shape[:2] for x in inputs if isinstance(x, np.ndarray) and x.ndim > 1}
+    inputs = tuple(of_input(value, x) for value, x in zip(values, inputs, strict=True))
+
+    def of_target(x: Any) -> Any:
+        return Ragged.rectangular(x) if isinstance(x, np.ndarray) and x.shape[:2] in sizes else x
+
+    return inputs, jax.tree.map(of_target, targets)
+
+
+def _rank(value: Value) -> int | None:
+    return None if value.shape is None else len(value.shape)
+
+
+def _size(value: Value) -> int | None:
+    """Return the length that the file fixes an input to."""
+    size = value.shape[1] if value.shape is not None and len(value.shape) > 1 else None
+    return size if isinstance(size, int) else None
