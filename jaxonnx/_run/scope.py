@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import InconclusiveDimensionOperation
 
 from jaxonnx import lowering
 from jaxonnx._graph.bind import Graph, Node
@@ -325,7 +326,7 @@ _NOTHING = Graph(
 
 _ERRORS = (
     *(TypeError, ValueError, IndexError, KeyError, ArithmeticError),
-    jax.errors.InconclusiveDimensionOperation,
+    InconclusiveDimensionOperation,
 )
 
 
