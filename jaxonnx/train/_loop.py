@@ -68,11 +68,7 @@ def run(
                     if keeper.due():
                         state = keeper.keep(at, state, best)
                     if examples.targets is None:
-<<<<<<< HEAD
-                        step.check_labels(batch.targets, shapes, f"a batch of epoch {epoch + 1}")
-=======
-                        checks(batch, f"a batch of epoch {epoch}")
->>>>>>> ba25266 (Sequences of unequal length are data: padded to a few widths, shuffled by width, masks filled in; streams of several widths; the loss of the next token)
+                        checks(batch, f"a batch of epoch {epoch + 1}")
                     state, seen = update(state, batch, step.frozen)
                     at = at._replace(batch=at.batch + 1)
                     if not record.add(seen):

@@ -14,12 +14,8 @@ import optax
 
 from jaxonnx._data.ragged import IGNORED
 from jaxonnx.errors import TrainingError
-<<<<<<< HEAD
-from jaxonnx.losses import ClassLoss, cross_entropy, negative_log_likelihood
-from jaxonnx.train._words import counted
-=======
 from jaxonnx.losses import ClassLoss, causal_lm, cross_entropy, negative_log_likelihood
->>>>>>> ba25266 (Sequences of unequal length are data: padded to a few widths, shuffled by width, masks filled in; streams of several widths; the loss of the next token)
+from jaxonnx.train._words import counted
 
 _CLASSES = (
     "softmax_cross_entropy_with_integer_labels",

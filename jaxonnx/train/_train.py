@@ -118,24 +118,6 @@ def train(
         such pairs or dicts: an iterable (a Grain or torch DataLoader, tf.data, a list), or a
         function from the epoch to one. Data in one piece is shuffled in an order that depends on
         `seed` and the epoch only; iterables are taken as they come. A short batch is filled up with
-<<<<<<< HEAD
-        other examples of the data, which the loss ignores but batch statistics see.
-      loss: a loss of `optax.losses`, by name or itself, "absolute_error", one of `jaxonnx.losses`
-        (ONNX's, with weights of classes and labels to ignore), or a callable `(outputs, targets)`
-        that gives a scalar or has the examples along its first axis. Losses are averaged over the
-        examples of the batch; a scalar loss sees the fill of a short batch as well. For a model
-        with several outputs a dict of losses by output name, or of pairs (loss, weight); the
-        targets are then a dict by output name, too, and the losses are added. If the file ends in
-        the Softmax, LogSoftmax or Sigmoid that a named loss has inside, the loss takes the logits
-        before it (`history.notes` says so); the saved model keeps the ending, and metrics see its
-        outputs. Loss and optimizer may be left out for a file that carries its training_info: then
-        its own algorithm runs, from the state and update count in the file (the fill of a short
-        batch counts), and the resulting model carries them on. All that follows applies to it but
-        what changes the network or the update (`trainable` to `precision`, `remat`), and `nan` sees
-        a gradient in the variables that it makes infinite.
-      optimizer: any optax transformation, such as `jaxonnx.train.optimizer` makes with a schedule;
-        or a function `lambda steps: ...` to one, of the number of updates in the run.
-=======
         other examples of the data, which the loss ignores but batch statistics see. Inputs and
         targets may be sequences of unequal length along the second axis: lists of lists, lists or
         object arrays of arrays, ragged columns of a dataset. The sequences of a batch are then
@@ -158,8 +140,8 @@ def train(
         model carries them on. All that follows applies to it but what changes the network or the
         update (`trainable` to `precision`, `remat`), and `nan` sees a gradient in the variables
         that it makes infinite.
-      optimizer: any optax transformation.
->>>>>>> ba25266 (Sequences of unequal length are data: padded to a few widths, shuffled by width, masks filled in; streams of several widths; the loss of the next token)
+      optimizer: any optax transformation, such as `jaxonnx.train.optimizer` makes with a schedule;
+        or a function `lambda steps: ...` to one, of the number of updates in the run.
       batch_size: of data in one piece; 32 if not given, or what the model's inputs are fixed to.
       pad: what fills up sequences behind their end, a dict by input name, like {"input_ids": 1}; 0
         where it says nothing. Under the name of targets ("y", "targets" or "labels" for the only
