@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._axes import Matrix
+from jaxonnx._graph.places import Places
 from jaxonnx._graph.roles import running_statistics
 from jaxonnx._graph.uses import weights
 from jaxonnx.errors import InputError, ModelError, SparsityError
@@ -49,9 +50,9 @@ class LoRA:
     Attributes:
       rank: of B A; at most the number of outputs and of inputs of each weight.
       alpha: the change is scaled by alpha / rank; None means the rank, a scale of one.
-      where: names or regular expressions (matched in full), or a predicate of name and value, that
-        choose among the weights that can be adapted. None means every matrix product and
-        convolution whose adapter is smaller than the weight.
+      where: tensors, modules or nodes ("*.query"), as in `Model.with_trainable`, or a predicate of
+        name and value, that choose among the weights that can be adapted. None means every matrix
+        product and convolution whose adapter is smaller than the weight.
     """
 
     rank: int = 8
@@ -86,14 +87,16 @@ class LoRA:
             for name, weight in weights(model.graph, tensors).items()
             if weight.matrix and name in floats.keys() - full
         }
-        places = self._chosen(places, floats)
+        places = self._chosen(places, floats, model._places)
         values = dict(full)
         for name, key in zip(places, jax.random.split(rng, len(places)), strict=True):
             values |= self._start(name, tensors[name], places[name], key)
         alpha = self.rank if self.alpha is None else self.alpha
         return Adapters(self.rank, alpha, places, values).attach(model)
 
-    def _chosen(self, places: dict[str, Matrix], tensors: Mapping[str, Any]) -> dict[str, Matrix]:
+    def _chosen(
+        self, places: dict[str, Matrix], tensors: Mapping[str, Any], named: Places
+    ) -> dict[str, Matrix]:
         """Return the weights to be adapted."""
         sizes = {name: place.sizes(tensors[name].shape) for name, place in places.items()}
         if self.where is None:
@@ -109,7 +112,8 @@ class LoRA:
                 )
         else:
             matrices = {name: tensors[name] for name in places}
-            chosen = select(self.where, matrices, "where", kind="weight that can be adapted")
+            kind = "weight that can be adapted"
+            chosen = select(self.where, matrices, "where", kind=kind, places=named)
         for name in sorted(chosen):
             if self.rank > min(sizes[name]):
                 rows, columns = sizes[name]

@@ -28,7 +28,7 @@ def test_layers():
     assert summary.trained == sum(v.size for v in model.params.values())
     assert summary.frozen == sum(v.size for v in model.state.values())
     text = str(summary)
-    assert "│ features.0   │ Conv               │ batch, 6, 28, 28" in text
+    assert "\nfeatures.0    Conv                batch, 6, 28, 28          156  no\n" in text
     assert "10,680 numbers trained, 2,034 frozen, 49.7 KiB" in text
     assert "features.1" in summary._repr_html_()
 
@@ -80,3 +80,21 @@ def test_dropout():
     before, dropout, _ = dropped.summary().layers[-3:]
     assert before[:3] == ("/ReduceMean", "ReduceMean", ("batch", 40))
     assert dropout[1:] == ("Dropout", ("batch", 40), 0, 0, "0.2 put here for training")
+
+
+def test_dimensions_keep_their_names():
+    proto = onnx.parser.parse_model("""
+    <ir_version: 9, opset_import: ["": 17]>
+    g (float[batch,sequence,other] x) => (float[b,s,o] y) { h = Relu(x)
+      t = Transpose <perm = [0, 2, 1]> (h) c = Concat <axis = 1> (t, t) y = Exp(c) }
+    """)
+    layers = jaxonnx.load(proto).summary().layers
+    assert layers[0].shape == ("batch", "sequence", "other")
+    assert layers[-1].shape == ("batch", "2*other", "sequence")
+    # two names of one size: the evaluation falls back to equal ones
+    proto = onnx.parser.parse_model("""
+    <ir_version: 9, opset_import: ["": 17]>
+    g (float[batch,sequence] x, float[batch,length] m) => (float[b,s] y) {
+      s = Add(x, m) y = Exp(s) }
+    """)
+    assert jaxonnx.load(proto).summary().layers[-1].shape == ("batch", "sequence")

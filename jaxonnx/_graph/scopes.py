@@ -34,21 +34,29 @@ def resolve(graph: GraphProto, name: str) -> str:
 
 
 def modules(node: NodeProto) -> list[str]:
-    """Return the PyTorch modules that a node comes from, outermost first.
+    """Return the modules of PyTorch or scopes of TensorFlow that a node is in, outermost first.
 
-    The current exporter records them in the node's metadata, the older one in its name:
+    PyTorch's current exporter records them in the node's metadata, the older one in its name:
     '/encoder/layers.1/linear2/MatMul' is in encoder, encoder.layers.1, encoder.layers.1.linear2.
+    A node of TensorFlow, 'net/dense_1/MatMul', is in net and net/dense_1.
     """
-    for entry in node.metadata_props:
-        if entry.key == "pkg.torch.onnx.name_scopes":
-            try:
-                scopes = ast.literal_eval(entry.value)
-            except (ValueError, SyntaxError):
-                return []
-            return [s for s in scopes[:-1] if s] if isinstance(scopes, list) else []
+    recorded = {entry.key: entry.value for entry in node.metadata_props}
+    if "pkg.torch.onnx.name_scopes" in recorded:
+        try:
+            scopes = ast.literal_eval(recorded["pkg.torch.onnx.name_scopes"])
+        except (ValueError, SyntaxError):
+            return []
+        return [s for s in scopes[:-1] if s] if isinstance(scopes, list) else []
+    if "namespace" in recorded:
+        # ": networks.LeNet/features: torch.nn.Sequential/features.0: torch.nn.Conv2d/conv2d: aten"
+        scopes = [part.partition(":")[0] for part in recorded["namespace"].split("/")]
+        return [s for s in scopes[:-1] if s]
     path: list[str] = []
     if node.name.startswith("/"):
         for part in node.name.split("/")[1:-1]:
             outer = f"{path[-1]}." if path else ""
             path.append(part if part.startswith(outer) else outer + part)
+    else:
+        parts = node.name.split("/")
+        path = ["/".join(parts[:end]) for end in range(1, len(parts))]
     return path

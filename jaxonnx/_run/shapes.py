@@ -18,8 +18,12 @@ from jaxonnx.errors import Error, InputError
 _SMALL = 4096
 """Bytes; a tensor that shape inference may read: axes, sizes and the like."""
 
-_SIZES = {True: (2, 3), False: (32, 48)}
-"""Two sizes of an open dimension, where it is the first one of an input, and elsewhere."""
+_SIZES = {True: (2, 5), False: (32, 48)}
+"""Two sizes of an open dimension, where it is the first one of an input, and elsewhere. Their
+ratios differ, so that a multiple of one is not taken for a multiple of the other."""
+
+_APART = 16
+"""What further dimensions with a name add to the second size, so that their ratios differ too."""
 
 
 @dataclass(frozen=True)
@@ -41,19 +45,26 @@ def evaluated(proto: ModelProto, graph: Graph, tensors: Mapping[str, Any]) -> Sh
     None if the evaluation fails: shapes that depend on values, or sizes that do not fit.
     """
     inputs = [declared(v) for v in proto.graph.input if v.name in graph.inputs]
-    sizes: dict[Any, tuple[int, int]] = {}
+    shared: dict[Any, tuple[int, int]] = {}
     for value in inputs:
         for axis, size in enumerate(value.shape or ()):
             if not isinstance(size, int):
-                sizes.setdefault(size or (value.name, axis), _SIZES[axis == 0])
-    results = []
-    for which in (0, 1):
+                shared.setdefault(size or (value.name, axis), _SIZES[axis == 0])
+    inner = [n for n, pair in shared.items() if isinstance(n, str) and pair == _SIZES[False]]
+    apart = shared | {n: (32, 48 + _APART * i) for i, n in enumerate(inner)}
+
+    def at(sizes: Mapping[Any, tuple[int, int]], which: int) -> tuple[dict[str, Any], set[str]]:
+        chosen = {name: pair[which] for name, pair in sizes.items()}
+        return evaluated_at(inputs, graph, tensors, chosen)
+
+    try:
+        first, known = at(shared, 0)
         try:
-            at = {name: pair[which] for name, pair in sizes.items()}
-            results.append(evaluated_at(inputs, graph, tensors, at))
-        except Error:
-            return None
-    (first, known), (second, _) = results
+            sizes, (second, _) = apart, at(apart, 1)
+        except Error:  # two names that mean one size, as of tokens and their mask
+            sizes, (second, _) = shared, at(shared, 1)
+    except Error:
+        return None
     names = {name: pair for name, pair in sizes.items() if isinstance(name, str)}
     values = {}
     for name, value in first.items():

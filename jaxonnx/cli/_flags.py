@@ -94,7 +94,9 @@ _TRAINING = [
         "a new last layer for N classes; OUTPUT=N for one of several, repeatable",
         {**MANY, "type": counted, "metavar": "N"},
     ),
-    Flag("--trainable", "name or regular expression of what is trained; repeatable", MANY),
+    Flag(
+        "--trainable", "module, node or name of what is trained, or an expression; repeatable", MANY
+    ),
     Flag(
         "--statistics",
         "of BatchNormalization: of the batch, or frozen as they are in the file",
@@ -149,7 +151,11 @@ _OPTIMIZER = [
 ]
 _LORA = [
     Flag("--lora", "train adapters of this rank instead of the weights", COUNT),
-    Flag("--lora-where", "name or regular expression of what is adapted; repeatable", MANY),
+    Flag(
+        "--lora-where",
+        "module, node or name of what is adapted, or an expression; repeatable",
+        MANY,
+    ),
     Flag("--adapters", "a file for the adapters alone", FILE),
 ]
 _LONG = [
@@ -168,7 +174,10 @@ VERBS: Mapping[str, Verb] = {
         "show inputs, outputs, operators and parameters of a model",
         "jaxonnx info net.onnx --layers\njaxonnx info net.onnx --json",
         {
-            "": [_MODEL, Flag("--layers", "every layer: shape, parameters, notes", SWITCH)],
+            "": [
+                _MODEL,
+                Flag("--layers", "every layer: shape, parameters, names of weights", SWITCH),
+            ],
             **_READING,
         },
     ),
@@ -231,7 +240,11 @@ VERBS: Mapping[str, Verb] = {
             "long runs": _LONG,
             "sparsity": [
                 Flag("--pattern", "N:M along both axes", {"default": "2:4"}),
-                Flag("--select", "name or regular expression of what is sparse; repeatable", MANY),
+                Flag(
+                    "--select",
+                    "module, node or name of what is sparse, or an expression; repeatable",
+                    MANY,
+                ),
                 *(Flag(f"--{phase}", "epochs of this phase", COUNT) for phase in PHASES),
             ],
             **_READING,

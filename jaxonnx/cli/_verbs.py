@@ -36,7 +36,12 @@ def info(options: argparse.Namespace) -> Report:
         "training": len(model.proto.training_info),
         "warnings": model.warnings,
     }
-    return Report(data, model.summary() if options.layers else model)
+    if not options.layers:
+        return Report(data, model)
+    summary = model.summary()
+    pairs = zip(summary.layers, summary.origins, strict=True)
+    data["layers"] = [layer._asdict() | origin._asdict() for layer, origin in pairs]
+    return Report(data, summary)
 
 
 def _described(value: Any) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def add_training(
         (of log-probabilities), whose classes are on axis 1.
       optimizer: `jaxonnx.optim.adam`, `adagrad` or `momentum`. Its learning rate may be a schedule
         that computes with scalars, as those of optax do; it becomes part of the file.
-      trainable: the parameters to train by name, regular expression or predicate; None means
+      trainable: the parameters to train, as in `Model.with_trainable`; None means
         `model.params`.
       init: writes an initialization graph, with which the network can be trained from scratch:
         "glorot", "he", "normal" (0.01 wide) or "zeros" for all trained tensors, of which vectors

@@ -32,11 +32,13 @@ def unsure(
     """Yield which tensors are not trained, although they may be learned."""
     stored = {tensor.name for one in all_graphs(proto) for tensor in one.initializer}
     left = unplaced(graph, tensors, stored)
-    places = [f"'{name}' (at {reader})" for name, reader in left.items() if name not in params]
-    if places:
+    left = {name: reader for name, reader in left.items() if name not in params}
+    if left:
+        places = ", ".join(f"'{name}' (at {reader})" for name, reader in left.items())
+        names = ", ".join(map(repr, left))
         yield (
-            f"{_listed(places)}: not trained, because no operator has a weight there; trainable= "
-            "names what is trained"
+            f"{places}: not trained, because no operator has a weight there; "
+            f"trainable=[*model.params, {names}] trains what is learned among them"
         )
 
 

@@ -60,9 +60,9 @@ def load(
         parameters, by the name of its result; saved, they are initializers of that type.
         Activations that pass QuantizeLinear and DequantizeLinear are still rounded, with a
         gradient that passes straight through.
-      trainable: names or regular expressions (matched in full), or a predicate of name and value:
-        exactly these floating-point tensors become parameters, instead of those that stand at a
-        weight or bias of an operator.
+      trainable: what is trained instead of the tensors that stand at a weight or bias of an
+        operator: names of tensors, modules or nodes, regular expressions or wildcards, or a
+        predicate of name and value, as in `Model.with_trainable`.
       weights: other values for tensors of the file, by their names, with the same shapes and types:
         a .safetensors file, an .npz of NumPy's or `sparse.save`, any file that is a source itself,
         or arrays by name. Tensors that it does not have keep the values of `source`.

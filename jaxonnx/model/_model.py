@@ -21,8 +21,8 @@ from jaxonnx._data.ragged import Padding
 from jaxonnx._file import formats
 from jaxonnx._file import save as saving
 from jaxonnx._graph.bind import Graph, bind
+from jaxonnx._graph.places import Places
 from jaxonnx._graph.roles import graph_tensors, running_statistics
-from jaxonnx._graph.ties import tied
 from jaxonnx._graph.values import Value, arguments, data, declared, listed, matching
 from jaxonnx._rewrite.batch import freed
 from jaxonnx._rewrite.head import Classes, Head, replaced
@@ -35,8 +35,9 @@ from jaxonnx.model._calls import inputs_first, unmarked
 from jaxonnx.model._predict import predictions
 from jaxonnx.model._restart import Initializer, restarted
 from jaxonnx.model._select import Select, select
-from jaxonnx.model._show import Rendered, Summary, overview, summary
-from jaxonnx.model._sparsity import options, recorded, unrecorded, with_record
+from jaxonnx.model._show import Rendered, overview
+from jaxonnx.model._sparsity import options, recorded, selected, unrecorded, with_record
+from jaxonnx.model._summary import Summary, summary
 from jaxonnx.training_info._run import Training
 
 if TYPE_CHECKING:  # a model without sparse weights does not import these
@@ -88,6 +89,11 @@ class Model(Rendered):
     def tensors(self) -> dict[str, Any]:
         """All named tensors: parameters, state, and constants as NumPy arrays."""
         return {**self.program.constants, **self.state, **self.params}
+
+    @cached_property
+    def _places(self) -> Places:
+        """The modules and nodes of the weights, and their other names."""
+        return Places(self.proto.graph, self.graph, self.tensors, self.params)
 
     @cached_property
     def inputs(self) -> tuple[Value, ...]:
@@ -239,22 +245,22 @@ class Model(Rendered):
         """Return a model whose parameters are exactly the chosen floating-point tensors.
 
         Args:
-          trainable: names or regular expressions (matched in full), or a predicate. Running
-            statistics are chosen only by their exact names. A tensor that Identity nodes give
-            other names (`jaxonnx.load`, `tied`) is chosen by any of them.
+          trainable: names, regular expressions (matched in full) or wildcards ("*.query"), or a
+            predicate of name and value. A name is that of a tensor, also one that Identity nodes
+            give it (`jaxonnx.load`, `tied`); or, where no tensor has it, that of a module or node
+            (as in `with_outputs`), for the weights that are read there. `summary` lists all three.
+            Running statistics are chosen only by their exact names.
 
         Raises:
-          InputError: a name or expression matches no floating-point tensor.
+          InputError: a name or expression matches no floating-point tensor, module or node; the
+            message has similar ones.
         """
         self._has_no_adapters("trainable")
         tensors = self.tensors
         floats = {n: v for n, v in tensors.items() if jnp.issubdtype(v.dtype, jnp.floating)}
         # a running statistic is renewed, not trained, unless it is asked for by its name
-        if not callable(trainable):
-            names = [trainable] if isinstance(trainable, str) else trainable
-            also = tied(self.proto.graph, tensors)
-            trainable = [also.get(name, name) for name in names]
-        chosen = select(trainable, floats, "trainable", running_statistics(self.graph))
+        statistics = running_statistics(self.graph)
+        chosen = select(trainable, floats, "trainable", statistics, places=self._places)
         constants = {n: v for n, v in self.program.constants.items() if n not in chosen}
         return dataclasses.replace(
             self,
@@ -277,7 +283,8 @@ class Model(Rendered):
 
         Args:
           rng: a key.
-          names: names or regular expressions (matched in full), or a predicate of name and value.
+          names: tensors, modules or nodes, as in `with_trainable`, running statistics included; or
+            a predicate of name and value.
           initializer: one of `jax.nn.initializers`, or any function `(key, shape, dtype)` that
             takes the axes in the order (kernel..., inputs, outputs).
 
@@ -287,7 +294,7 @@ class Model(Rendered):
         self._has_no_adapters("weights")
         tensors = {**self.params, **self.state}
         constants = self.program.constants
-        new = restarted(self.graph, tensors, constants, names, rng, initializer)
+        new = restarted(self.graph, tensors, constants, names, rng, initializer, self._places)
         params, state = ({name: new[name] for name in old} for old in (self.params, self.state))
         return self.replace(params=params, state=state)
 
@@ -470,12 +477,15 @@ class Model(Rendered):
         Args:
           pattern, transposable: as in `sparse.layers`; None takes the record away.
           choice: `select`, `exclude` and `axes` as in `sparse.layers`; without them the graph
-            says which weights have the pattern, and along which axes (`sparsity_options`).
+            says which weights have the pattern, and along which axes (`sparsity_options`). `select`
+            takes modules and nodes too, as in `with_trainable`.
 
         Raises:
           SparsityError: no weight is left to be sparse.
         """
         choice = self.sparsity_options() | choice
+        if choice.get("select") is not None:
+            choice["select"] = selected(choice["select"], self.params, self._places)
         proto = with_record(self.proto, self.params, pattern, transposable, choice)
         return dataclasses.replace(self, proto=proto)
 

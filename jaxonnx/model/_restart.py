@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxonnx._graph.bind import Graph
+from jaxonnx._graph.places import Places
 from jaxonnx._graph.uses import Weight, weights
 from jaxonnx.model._select import Select, select
 
@@ -22,10 +23,11 @@ def restarted(
     wanted: Select,
     rng: jax.Array,
     initializer: Initializer,
+    places: Places,
 ) -> dict[str, Any]:
     """Return the tensors, with new values of the wanted ones, as `Model.reinitialize` says."""
     floats = {n: v for n, v in tensors.items() if jnp.issubdtype(v.dtype, jnp.floating)}
-    chosen = select(wanted, floats, "names")
+    chosen = select(wanted, floats, "names", places=places)
     names = [name for name in floats if name in chosen]
     meanings = weights(graph, {**constants, **tensors})
     keys = jax.random.split(rng, len(names))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +11,10 @@ from onnx import ModelProto
 
 from jaxonnx._file import records
 from jaxonnx._graph.bind import Graph
+from jaxonnx._graph.places import Places
 from jaxonnx._graph.uses import weights
+from jaxonnx.errors import SparsityError
+from jaxonnx.model._select import Select, matching, near
 
 if TYPE_CHECKING:  # only a model with sparse weights imports what reads and writes them
     from jaxonnx._file.packed import Recorded
@@ -33,6 +37,29 @@ def options(graph: Graph, tensors: Mapping[str, Any], params: Mapping[str, Any])
     matrices = {name: w.matrix for name, w in meanings.items() if w.matrix}
     axes = {name: (matrix.output, matrix.input) for name, matrix in matrices.items()}
     return {"exclude": exclude, "axes": lambda name, _: axes.get(name)}
+
+
+def selected(
+    select: Select | Iterable[re.Pattern], params: Mapping[str, Any], places: Places
+) -> Callable[[str, Any], bool]:
+    """Return `select` of `sparse.layers` as a predicate, by the names that a model has for weights.
+
+    Raises:
+      SparsityError: a name or expression selects no parameter.
+    """
+    if callable(select):
+        return select
+    chosen: set[str] = set()
+    for one in [select] if isinstance(select, str | re.Pattern) else select:
+        if isinstance(one, re.Pattern):
+            names = {name for name in params if one.fullmatch(name)}
+        else:
+            names = matching(one, params, places=places)
+        if not names:
+            text = one if isinstance(one, str) else one.pattern
+            raise SparsityError(f"{text!r} selects no parameter; {near(text, params, places)}")
+        chosen |= names
+    return lambda name, _: name in chosen
 
 
 def unrecorded(graph: Graph, tensors: Mapping[str, Any], params: Mapping[str, Any]) -> list[str]:

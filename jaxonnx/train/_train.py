@@ -180,9 +180,9 @@ def train(
         `history.notes` has what was replaced (`Model.with_head`). Loss and optimizer may be left
         out: then they are softmax cross entropy of integer labels, and Adam with a rate of 0.001
         for the head and 0.0001 for all else. With `lora` the head is trained in full.
-      trainable: exactly these tensors are trained, as in `jaxonnx.load`: names or regular
-        expressions (matched in full), or a predicate of name and value. They are the parameters of
-        the resulting model. With `lora` they are trained beside the adapters.
+      trainable: exactly these tensors are trained: names of tensors, modules or nodes, regular
+        expressions or wildcards, or a predicate of name and value (`Model.with_trainable`). They
+        are the parameters of the resulting model. With `lora` they are trained beside the adapters.
       lora: a `jaxonnx.LoRA`: only low-rank adapters of weights are trained. The resulting model has
         them merged into its weights; `.lora` of the result holds them alone, to be saved as a small
         file (`Adapters.save`), or to be passed here again to go on with.

@@ -1,0 +1,217 @@
+"""The table of `model.summary()`: the layers, and what else the file calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from onnx import NodeProto, ValueInfoProto
+from rich.console import Group
+from rich.text import Text
+
+from jaxonnx._graph.bind import Node
+from jaxonnx._graph.exports import is_folded
+from jaxonnx._graph.scopes import modules
+from jaxonnx._graph.uses import uses, weights
+from jaxonnx._graph.values import Value, declared
+from jaxonnx._run.shapes import evaluated, inferred
+from jaxonnx.model._show import WIDTH, Rendered, Shown, operator, steps
+
+_HEADS = ("layer", "operator", "output", "parameters", "trained")
+
+
+class Layer(NamedTuple):
+    """A node of the graph that computes with the model's inputs."""
+
+    name: str
+    """The PyTorch module that it comes from, if its exporter tells, or the node's own name."""
+    operator: str
+    shape: tuple[int | str | None, ...] | None
+    """The shape of its first output: names or None for dynamic dimensions; None if unknown."""
+    parameters: int
+    """The count of numbers in its weights, at the first layer that has them."""
+    trained: int
+    """The count of numbers in its weights or adapters that are trained."""
+    notes: str
+
+
+class Origin(NamedTuple):
+    """What a layer is called in the file; any of these chooses its weights (`with_trainable`)."""
+
+    module: str
+    """The innermost module, or scope, that its exporter recorded; empty if none."""
+    node: str
+    """The name of its node, or of the node's first output."""
+    tensors: tuple[str, ...]
+    """Its weights and running statistics."""
+
+
+@dataclass(frozen=True)
+class Summary(Rendered):
+    """A table of layers, for terminals (`print`) and notebooks, and the names of their weights."""
+
+    layers: tuple[Layer, ...]
+    trained: int
+    """Numbers in parameters."""
+    frozen: int
+    """Numbers in state."""
+    size: int
+    """Bytes of both."""
+    origins: tuple[Origin, ...]
+    """What each of the layers is called in the file."""
+    matrices: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Outputs and inputs of each weight that is a matrix: a rank of LoRA is below both."""
+
+    def __rich__(self) -> Group:
+        size, unit = (self.size / 2**20, "MiB") if self.size > 2**20 else (self.size / 2**10, "KiB")
+        total = f"{self.trained:,} numbers trained, {self.frozen:,} frozen, {size:.1f} {unit}"
+        return Group(*self._lines(), Text(f"\n{total}"))
+
+    def _lines(self) -> Iterator[Text]:
+        """Yield each layer in a line, and below it what else the file calls it, in full."""
+        rows = [_HEADS, *map(_cells, self.layers)]
+        wide = [max(len(row[i]) for row in rows) for i in range(len(_HEADS))]
+        # a name that is longer than its column has a line of its own, so that it can be copied
+        wide[0] = min(wide[0], max(WIDTH - sum(wide[1:]) - 2 * len(wide[1:]), 4))
+        details = [(), *map(_details, self.layers, self.origins)]
+        for (name, kind, shape, count, trained), below in zip(rows, details, strict=True):
+            if len(name) > wide[0]:
+                yield Text(name)
+                name = ""
+            cells = [name.ljust(wide[0]), kind.ljust(wide[1]), shape.ljust(wide[2])]
+            line = "  ".join([*cells, count.rjust(wide[3]), trained])
+            yield Text(line.rstrip(), "" if below != () else "bold")
+            yield from (Text(f"    {text}", "dim") for text in below)
+
+
+def _cells(layer: Layer) -> tuple[str, ...]:
+    """Return the row of a layer."""
+    count = trained = ""
+    if layer.parameters:
+        count = f"{layer.parameters:,}"
+        trained = f"{layer.trained:,}" if layer.trained else "no"
+        trained = "yes" if layer.trained == layer.parameters else trained
+    shape = "?" if layer.shape is None else _shape(layer.shape)
+    return layer.name, layer.operator, shape, count, trained
+
+
+def _details(layer: Layer, origin: Origin) -> Iterator[str]:
+    """Yield the notes of a layer, and module, node and tensors: beside each other if they fit."""
+    if layer.notes:
+        yield layer.notes
+    if not origin.tensors:
+        return
+    kinds = {"module": origin.module, "node": origin.node, "tensor": ", ".join(origin.tensors)}
+    parts = [f"{kind} {name}" for kind, name in kinds.items() if name and name != layer.name]
+    if len("  ".join(parts)) + 4 <= WIDTH:
+        yield "  ".join(parts)
+    elif len(parts[-1]) + 4 <= WIDTH:
+        yield from parts
+    else:
+        yield from [*parts[:-1], *(f"tensor {name}" for name in origin.tensors)]
+
+
+def summary(model: Shown) -> Summary:
+    """Return the layers of a model: nodes other than views, constants and shape arithmetic."""
+    tensors, graph = model.tensors, model.graph
+    shapes = evaluated(model.proto, graph, tensors)
+    values, known = (shapes.values, shapes.known) if shapes else _inferred(model)
+    origins = {name: node for node in model.proto.graph.node for name in node.output}
+    used: dict[int, list[str]] = {}
+    views: set[int] = set()
+    for use in uses(graph, tensors):
+        if use.passes and use.node is use.outer and use.node.body is None:
+            views.add(use.node.index)
+        used.setdefault(use.outer.index, []).append(use.name)
+    layers: list[Layer] = []
+    places: list[Origin] = []
+    counted: set[str] = set()
+    for node in steps(model):
+        # what a subgraph gives out as it is has no use within it
+        read = [*used.get(node.index, ()), *(name for name in node.reads if name in tensors)]
+        first = node.outputs[0] if node.outputs else ""
+        if not node.op.view and node.index not in views and first not in known:
+            origin, value = origins.get(first), values.get(first)
+            weights_of = list(dict.fromkeys(read))
+            layers.append(_layer(model, node, origin, value, weights_of, counted))
+            places.append(_origin(model, node, origin, weights_of))
+            counted.update(read)
+    trained, frozen = (sum(v.size for v in group.values()) for group in (model.params, model.state))
+    size = sum(v.nbytes for v in (*model.params.values(), *model.state.values()))
+    matrices = {
+        name: weight.matrix.sizes(tensors[name].shape)
+        for name, weight in weights(graph, tensors).items()
+        if weight.matrix is not None and (name in model.params or name in model.state)
+    }
+    return Summary(tuple(layers), trained, frozen, size, tuple(places), matrices)
+
+
+def _inferred(model: Shown) -> tuple[dict[str, Value], frozenset[str]]:
+    """Return shapes from the file and ONNX's inference; whole numbers count as known."""
+    names = [name for node in model.graph.nodes for name in node.outputs if name]
+    kinds = inferred(model.proto, model.tensors, names)
+    values = {n: declared(ValueInfoProto(name=n, type=kind)) for n, kind in kinds.items()}
+    whole = [n for n, v in values.items() if v.dtype is not None and v.dtype.kind in "iub"]
+    return values, frozenset(whole)
+
+
+def _layer(
+    model: Shown,
+    node: Node,
+    origin: NodeProto | None,
+    value: Value | None,
+    weights: list[str],
+    counted: Collection[str],
+) -> Layer:
+    tensors = model.tensors
+    learned = [w for w in weights if w in model.params or w in model.state]
+    adapted = [w for w in learned if f"{w}.lora_A" in model.params]
+    new = [w for w in learned if w not in counted]
+    trained = [w for w in new if w in model.params]
+    trained += [f"{w}.lora_{end}" for w in adapted if w in new for end in "AB"]
+    notes = [f"adapters of rank {tensors[f'{w}.lora_A'].shape[-2]}" for w in adapted[:1]]
+    if node.op.state:
+        notes.append(
+            "frozen statistics" if model.program.overlay.frozen else "batch statistics in training"
+        )
+    if node.op.name == "Dropout":
+        where = "in training" if origin and origin.op_type == "Dropout" else "put here for training"
+        notes.append(f"{_ratio(model, node):.2g} {where}")
+    if origin is not None and is_folded(origin):
+        notes.append("BatchNormalization folded?")
+    if shared := [w for w in learned if w in counted]:
+        notes.append(f"shares {', '.join(shared)}")
+    called = _origin(model, node, origin, weights)
+    # the name of a node of TensorFlow begins with its scope and says more
+    scope = called.module and not called.node.startswith(f"{called.module}/")
+    return Layer(
+        name=called.module if scope else called.node,
+        operator=operator(node),
+        shape=None if value is None else value.shape,
+        parameters=sum(tensors[w].size for w in new),
+        trained=sum(tensors[w].size for w in trained),
+        notes="; ".join(notes),
+    )
+
+
+def _origin(model: Shown, node: Node, origin: NodeProto | None, weights: Collection[str]) -> Origin:
+    path = [] if origin is None else modules(origin)
+    learned = tuple(w for w in weights if w in model.params or w in model.state)
+    name = (origin and origin.name) or node.outputs[0]
+    return Origin(path[-1] if path else "", name, learned)
+
+
+def _ratio(model: Shown, node: Node) -> float:
+    """Return the ratio of a Dropout node, NaN if it is computed."""
+    changed = model.program.overlay.dropout.get(node.outputs[0])
+    if changed is not None:
+        return changed
+    if len(node.inputs) < 2 or not node.inputs[1]:
+        return node.attributes.get("ratio", 0.5)
+    known = {**model.graph.initializers, **model.program.constants}
+    return float(known.get(node.inputs[1], float("nan")))
+
+
+def _shape(shape: tuple) -> str:
+    return ", ".join("?" if d is None else str(d) for d in shape) or "scalar"
