@@ -18,8 +18,6 @@ import jaxonnx
 DATA = Path(__file__).parent / "data"
 GOLDEN = [path for path in DATA.glob("*.*.onnx") if path.with_suffix(".npz").exists()]
 TORCH = sorted(path.name.removesuffix(".onnx") for path in GOLDEN)
-# A table that is added may be learned or not; the file does not tell, trainable= does.
-TABLES = {"position"}
 ALL = [*TORCH, "sklearn_mlp", "external/lenet"]
 
 
@@ -73,7 +71,7 @@ def mean_loss(name, result, y):
 def test_loss_and_every_gradient_agree_with_pytorch(name):
     golden = goldens(name)
     expected = {k.removeprefix("grad:"): v for k, v in golden.items() if k.startswith("grad:")}
-    assert {*load(name).params} == {*expected} - TABLES
+    assert {*load(name).params} == {*expected}
     model = load(name).with_trainable(expected)
     x, y = golden["x"], golden["y"].astype(np.int32)
 

@@ -33,7 +33,6 @@ def follow(file, golden, optimizer, end):
         [(x[i : i + size], y[i : i + size]) for i in starts],
         loss="softmax_cross_entropy_with_integer_labels",
         optimizer=optimizer,
-        # a transformer's table of positions is not trained unless asked for
         trainable=[name for name in end if "running" not in name],
     )
 

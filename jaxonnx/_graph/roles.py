@@ -15,6 +15,7 @@ from onnx import GraphProto
 
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.normalizations import normalizations
+from jaxonnx._graph.positions import embeddings, is_learned
 from jaxonnx._graph.uses import Use, uses
 
 KNOWN_LIMIT = 4096
@@ -99,7 +100,15 @@ def roles(
         return not (use.view.part and _evenly_spaced(value))
 
     spelled = normalizations(graph, tensors)
-    for use in uses(graph, tensors):
+    used = [*uses(graph, tensors)]
+    embedded = embeddings(graph, used)
+
+    def is_table(use: Use) -> bool:
+        value = tensors[use.name]
+        learned = use.name in initializers and is_learned(use, value, embedded)
+        return learned and _is_irregular(np.asarray(value))
+
+    for use in used:
         role = use.node.op.role(use.position)
         if not jnp.issubdtype(tensors[use.name].dtype, jnp.floating):
             continue
@@ -108,6 +117,7 @@ def roles(
             role = "param" if several <= spelled.learned[use.name] else None
         elif role == "vector":
             role = "param" if is_vector(use) and use.name not in spelled.statistics else None
+            role = "param" if role is None and is_table(use) else role
         elif role == "param" and use.view.expanded and use.node.op.form(use.position):
             # frequencies of a rotary table, repeated for an outer product with positions
             role = "param" if use.summed else None

@@ -1,0 +1,69 @@
+"""Tables of positions that are learned: added to embeddings, and neither sinusoids nor masks."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxonnx._graph.bind import Graph
+from jaxonnx._graph.uses import Use
+
+_ALIKE = 1e-3
+"""How little the lengths of the rows of a table of sinusoids differ, relative to the largest."""
+
+_LARGE = 1e3
+"""Numbers above it are those of a mask, which is added to rule places out."""
+
+_KEEPS = ("Add", "Cast", "Concat", "Dropout", "Flatten", "Identity", "Mul", "Reshape", "Slice")
+_KEEPS += ("Squeeze", "Transpose", "Unsqueeze")
+"""Operators behind which an embedding is still one: moved, scaled, or with others beside it."""
+
+
+def embeddings(graph: Graph, uses: Sequence[Use]) -> set[str]:
+    """Return the values of the main graph that are rows of a table, or patches of an image.
+
+    Args:
+      graph: the main graph.
+      uses: of its tensors.
+    """
+    looked_up = {
+        use.node.index
+        for use in uses
+        if use.node.op.name == "Gather" and use.position == 0 and not use.passes
+    }
+    values: set[str] = set()
+    for node in graph.nodes:
+        kernel, steps = (node.attributes.get(name) for name in ("kernel_shape", "strides"))
+        patches = node.op.name == "Conv" and kernel == steps and max(kernel or [1]) > 1
+        keeps = node.op.name in _KEEPS and not values.isdisjoint(node.inputs)
+        if not node.op.domain and (node.index in looked_up or patches or keeps):
+            values.update(filter(None, node.outputs))
+    return values
+
+
+def is_learned(use: Use, value: Any, embedded: Collection[str]) -> bool:
+    """Check whether a tensor with several different numbers is a learned table of positions here.
+
+    It is added to an embedding, is the same for all examples, and has a row of features for each
+    position. The rows of a sinusoid have one length, whatever the order of its sines and cosines.
+    """
+    node, axes = use.node, use.view.axes
+    if node is not use.outer or node.op.name != "Add" or axes is None:
+        return False
+    lengths = [1 if axis is None else use.view.shape[i] for i, axis in enumerate(axes)]
+    if node.inputs[1 - use.position] not in embedded or sum(n != 1 for n in lengths) < 2:
+        return False
+    if len(lengths) > 2 and lengths[0] != 1:
+        return False
+    table = np.asarray(value, np.float64)
+    if not np.abs(table).max() < _LARGE:  # nor NaN
+        return False
+    own = [axis for axis, n in zip(axes, lengths, strict=True) if axis is not None and n != 1]
+    return not any(_is_sinusoid(table, axis) for axis in (own[0], own[-1]))
+
+
+def _is_sinusoid(table: np.ndarray, axis: int) -> bool:
+    """Check whether all rows along an axis have one length, but for rows of zeros."""
+    lengths = np.linalg.norm(table, axis=axis).reshape(-1)
+    lengths = lengths[lengths > 0]
+    return bool(np.ptp(lengths) <= _ALIKE * lengths.max())
