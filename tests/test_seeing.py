@@ -29,9 +29,9 @@ def test_the_bar_has_rate_and_remaining_time(capsys):
     assert "loss 0.5, 2 steps/s, 0:08 left" in text  # 4 steps in 2 s, 16 to come
 
 
-def test_nothing_is_written_where_nobody_looks(capfd):
+def test_nothing_is_written_where_nobody_looks(capsys):
     train(epochs=2, validation=examples(8))
-    assert capfd.readouterr() == ("", "")
+    assert capsys.readouterr() == ("", "")
 
 
 def test_the_length_of_an_epoch_is_learned(capsys):
