@@ -153,5 +153,30 @@ def test_what_is_shown_fits_and_is_whole(name, capsys):
             for copied in (origin.node, *origin.tensors):
                 assert any(copied in line for line in lines), copied
     assert main(["info", str(DATA / f"{name}.onnx"), "--layers", "--json"]) == 0
-    layers = json.loads(capsys.readouterr().out)["layers"]
-    assert [tuple(layer["tensors"]) for layer in layers] == [o.tensors for o in summary.origins]
+    said = json.loads(capsys.readouterr().out)
+    tensors = [tuple(layer["tensors"]) for layer in said["layers"]]
+    assert tensors == [origin.tensors for origin in summary.origins]
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("families/transformers_albert", "tied"), ("mobilenet.legacy", "without_dropout")],
+)
+def test_names_that_a_sentence_leaves_out_are_in_the_json(name, key, capsys):
+    path = DATA / f"{name}.onnx"
+    assert main(["info", str(path), "--json"]) == 0
+    listed = [*json.loads(capsys.readouterr().out)[key]]
+    assert listed
+    assert f"'{listed[0]}'" in " ".join(str(jaxonnx.load(path)).split())
+
+
+def test_initializers_of_a_file_with_training():
+    written = jaxonnx.add_training(
+        load("lenet.dynamo"),
+        loss="softmax_cross_entropy_with_integer_labels",
+        optimizer=jaxonnx.optim.adam(0.01),
+        trainable="classifier",
+        init={"classifier.4": "zeros"},
+    )
+    bound = {entry.key for entry in written.training_info[0].initialization_binding}
+    assert {"classifier.4.weight", "classifier.4.bias"} == {n for n in bound if n[:2] == "cl"}

@@ -123,7 +123,7 @@ def notes(graph: GraphProto, drops: bool) -> Iterator[str]:
     places = [] if drops else undropped(graph)
     if places:
         listed = ", ".join(f"'{name}'" for name in places[:3])
-        more = f" and {len(places) - 3} more" if len(places) > 3 else ""
+        more = f" and {len(places) - 3} more (jaxonnx info --json)" if len(places) > 3 else ""
         yield (
             f"Dropout seems to be left out behind {listed}{more}: if the network was trained with "
             "it, dropout={'value': ratio} in training puts it back (Model.with_dropout)"

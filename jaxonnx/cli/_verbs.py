@@ -9,6 +9,7 @@ import numpy as np
 from rich.console import Console
 
 from jaxonnx._file.disk import check_writable, whole
+from jaxonnx._graph import exports
 from jaxonnx._graph.values import Value
 from jaxonnx.cli import _images as pictures
 from jaxonnx.cli import _reading as reading
@@ -33,6 +34,8 @@ def info(options: argparse.Namespace) -> Report:
         "params": {name: _described(x) for name, x in model.params.items()},
         "state": {name: _described(x) for name, x in model.state.items()},
         "sparse": [layer.name for layer in sparsity[1]] if sparsity else [],
+        "tied": {name: of for name, of in model._places.ties.items() if of in model.params},
+        "without_dropout": exports.undropped(model.proto.graph),
         "training": len(model.proto.training_info),
         "warnings": model.warnings,
     }

@@ -1,6 +1,7 @@
 """`add_training`: a model's file with its own training in it."""
 
 import os
+import re
 from collections.abc import Mapping
 
 from onnx import ModelProto
@@ -8,6 +9,7 @@ from onnx import ModelProto
 from jaxonnx._graph.uses import weights
 from jaxonnx.model._load import load
 from jaxonnx.model._model import Model, Trainable
+from jaxonnx.model._select import matching
 from jaxonnx.optim import OnnxTransformation
 from jaxonnx.training_info._add import add
 
@@ -48,8 +50,8 @@ def add_training(
         `model.params`.
       init: writes an initialization graph, with which the network can be trained from scratch:
         "glorot", "he", "normal" (0.01 wide) or "zeros" for all trained tensors, of which vectors
-        become 0, scales 1 and slopes of PRelu 0.25; or such kinds (and "ones") by name or regular
-        expression, the other parameters keeping the values of the file.
+        become 0, scales 1 and slopes of PRelu 0.25; or such kinds (and "ones") by names as those of
+        `trainable`, the other parameters keeping the values of the file.
 
     Returns:
       A ModelProto with one TrainingInfoProto. Its initialization also resets the optimizer's state
@@ -62,6 +64,18 @@ def add_training(
     """
     model = model if isinstance(model, Model) else load(model)
     model = model if trainable is None else model.with_trainable(trainable)
+    if isinstance(init, Mapping):
+        init = _by_tensor(init, model)
     proto = model._written(repeat=True)  # what is trained must be an initializer
     add(proto, [*model.params], loss, optimizer, init, weights(model.graph, model.tensors))
     return proto
+
+
+def _by_tensor(init: Mapping[str, str], model: Model) -> dict[str, str]:
+    """Return kinds of initializers by tensor, the first that a tensor has; and names of none."""
+    kinds: dict[str, str] = {}
+    for name, kind in init.items():
+        tensors = matching(name, model.params, places=model._places)
+        for tensor in tensors or [name]:
+            kinds.setdefault(re.escape(tensor) if tensors else name, kind)
+    return kinds

@@ -53,4 +53,5 @@ def small(constants: Mapping[str, Any]) -> dict[str, Any]:
 
 def _listed(texts: Iterable[str]) -> str:
     texts = [*texts]
-    return ", ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
+    more = f" and {len(texts) - 3} more (jaxonnx info --json)" if len(texts) > 3 else ""
+    return ", ".join(texts[:3]) + more
