@@ -45,21 +45,23 @@ class ClassLoss:
     def totals(
         self, outputs: jax.Array, targets: jax.Array, weight: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the sum over the examples of weight 1, and the divisor of the reduction.
+        """Return the weighted sum over the examples, and the divisor of the reduction.
 
         Half precision, whose sums end at 65504, is summed in float32.
         """
         outputs, targets = self.aligned(outputs, targets)
         outputs = outputs.astype(jnp.promote_types(outputs.dtype, jnp.float32))
         ignored = -1 if self.ignore_index is None else self.ignore_index
-        counted = weight.reshape(-1, *(1,) * (targets.ndim - 1)) > 0
-        targets = jnp.where(counted, targets, ignored)
-        total = self._apply(self.operator, outputs, targets, ignored, "sum")
+        weight = weight.reshape(-1, *(1,) * (targets.ndim - 1))
+        targets = jnp.where(weight > 0, targets, ignored)
+        losses = self._apply(self.operator, outputs, targets, ignored, "none")
+        total = (losses * weight).sum()
         if self.reduction == "sum":
             return total, jnp.ones_like(total)
         # the weights of the labels that count: each has the negative log-likelihood 1
         count = operators.negative_log_likelihood_loss
-        return total, self._apply(count, jnp.full_like(outputs, -1), targets, ignored, "sum")
+        shares = self._apply(count, jnp.full_like(outputs, -1), targets, ignored, "none")
+        return total, (shares * weight).sum()
 
     def _apply(self, operator, outputs, targets, ignored, reduction) -> jax.Array:
         shape = targets.shape

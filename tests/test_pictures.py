@@ -380,6 +380,16 @@ def test_resumed_bit_for_bit(photos, tmp_path):
     assert plain.history.losses != whole.history.losses
 
 
+def test_augment_by_name_or_function(photos):
+    one = model()
+    named = train(photos, one, augment="flip").history.losses
+    assert named == train(photos, one, preprocess={"augment": "flip"}).history.losses
+    mirrored = train(photos, one, augment=lambda key, x: x[..., ::-1]).history.losses
+    assert mirrored not in (named, train(photos, one).history.losses)
+    with pytest.raises(jaxonnx.TrainingError, match="say the same: leave one out"):
+        train(photos, preprocess={"augment": "flip"}, augment="flip")
+
+
 def test_a_network_of_pixels(photos):
     whole = model(shape=["n", 8, 6, 3], metadata=None, kind=onnx.TensorProto.UINT8)
     data, _ = opened(photos, {"augment": ["crop", "flip"]}, net=whole)

@@ -9,7 +9,7 @@ examples only, though the loss does not count the fill.
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxonnx._data.memory import Memory
 from jaxonnx._data.ragged import PLAIN, Padding, column, masks, next_tokens, with_masks
+from jaxonnx._data.weights import checked_weights, split_weights
 from jaxonnx._graph.values import Value
 from jaxonnx.errors import TrainingError
 
@@ -33,7 +34,7 @@ class Batch(NamedTuple):
     targets: Any
     """A pytree of arrays with the examples along the first axis."""
     weight: Any
-    """float32, 1 for an example and 0 for fill."""
+    """float32, what each example weighs in losses and metrics: 1, and 0 for fill."""
 
 
 def as_pair(
@@ -152,6 +153,8 @@ class Examples(ABC):
     """None for the order that they have."""
     rows: np.ndarray
     """Which of the examples."""
+    weights: np.ndarray | None = field(default=None, kw_only=True)
+    """What each example weighs, float32; None means 1 for all."""
 
     def __post_init__(self):
         if isinstance(self.size, bool) or not isinstance(self.size, int | np.integer):
@@ -182,7 +185,8 @@ class Examples(ABC):
         for first in range(start * self.size, len(order), self.size):
             if len(self.rows) - first < self.size:
                 weight = (np.arange(first, first + self.size) < len(self.rows)).astype(np.float32)
-            yield order[first : first + self.size], weight
+            rows = order[first : first + self.size]
+            yield rows, weight if self.weights is None else weight * self.weights[rows]
 
 
 @dataclass(frozen=True)
@@ -210,6 +214,8 @@ class Stream:
     labels: bool = True
     """Whether there are targets, or only inputs are wanted."""
     padding: Padding = PLAIN
+    target_names: Collection[str] = ()
+    """Names that are of targets."""
 
     @property
     def steps(self) -> int | None:
@@ -231,6 +237,10 @@ class Stream:
         pairs: Any = self.data(epoch) if callable(self.data) else self.data
         for number, given in enumerate(pairs):
             what = f"batch {number} of {self.what} in epoch {epoch}"
+            weights = None
+            if self.labels:
+                names = [value.name for value in self.values]
+                given, weights = split_weights(given, names, self.target_names)
             pair = as_pair(given, self.values, what, self.labels, self.padding)
             columns = self.padding.sequences(*pair, self.values, what, whole=False)
             if columns is not None:
@@ -249,7 +259,10 @@ class Stream:
             fill = max(size - count, 0)
             filled = jax.tree.map(lambda a, b: np.concatenate([a, b[:fill]]), pair, before)  # noqa: B023
             latest[shape] = filled
-            yield Batch(*filled, (np.arange(count + fill) < count).astype(np.float32))
+            weight = (np.arange(count + fill) < count).astype(np.float32)
+            if weights is not None:
+                weight[:count] = checked_weights(weights, count, what)
+            yield Batch(*filled, weight)
         if not latest:
             hint = (
                 "; an iterator serves one epoch: pass a list, a loader or a function of the epoch"

@@ -2,7 +2,7 @@
 
 import os
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from jaxonnx._data.batches import Arrays, Examples, Stream, as_pair
 from jaxonnx._data.padded import Padded
 from jaxonnx._data.ragged import PLAIN, Padding
+from jaxonnx._data.weights import checked_weights, split_weights
 from jaxonnx._graph.values import Value
 from jaxonnx.errors import TrainingError
 
@@ -22,6 +23,7 @@ def examples_of(
     what: str,
     labels: bool = True,
     padding: Padding = PLAIN,
+    target_names: Collection[str] = (),
 ) -> Examples | Stream:
     """Return examples in any form as batches.
 
@@ -32,26 +34,33 @@ def examples_of(
       what: the data, for errors.
       labels: whether the targets are wanted. Else they may be missing, and are left out.
       padding: what sequences of unequal length are filled up with, and how far.
+      target_names: names that are of targets, which weights of examples could have, too.
     """
     what = f"{what} '{os.fspath(data)}'" if isinstance(data, str | os.PathLike) else what
     data = next((read(data) for applies, read in SOURCES if applies(data)), data)
+    weights = None
+    if labels:
+        names = [value.name for value in inputs]
+        data, weights = split_weights(data, names, target_names)
     whole = isinstance(data, Mapping) or (isinstance(data, tuple) and len(data) == 2)
     if not labels:
         whole |= isinstance(data, tuple) or hasattr(data, "__array__")
     if whole:
         arrays, targets = as_pair(data, inputs, what, labels, padding)
         rows, size = np.arange(len(arrays[0])), size_of_batches(inputs, batch_size)
+        if weights is not None:
+            weights = checked_weights(weights, len(rows), what)
         columns = padding.sequences(arrays, targets, inputs, what, whole=True)
         if columns is not None:
-            return Padded(None, None, size, seed, rows, columns)
-        return Arrays(arrays, targets, size, seed, rows)
+            return Padded(None, None, size, seed, rows, columns, weights=weights)
+        return Arrays(arrays, targets, size, seed, rows, weights=weights)
     if not (callable(data) or isinstance(data, Iterable)):
         raise TrainingError(
-            f"{what} must be a pair (x, y) of arrays, a dict of arrays, the path of an .npz file "
-            "with them or of a folder of pictures, an iterable of batches, or a function from the "
-            f"epoch to such an iterable; it is a {type(data).__name__}"
+            f"{what} must be a pair (x, y) of arrays, or (x, y, weights), a dict of arrays, the "
+            "path of an .npz file with them or of a folder of pictures, an iterable of batches, or "
+            f"a function from the epoch to such an iterable; it is a {type(data).__name__}"
         )
-    return Stream(data, inputs, what, labels=labels, padding=padding)
+    return Stream(data, inputs, what, labels=labels, padding=padding, target_names=target_names)
 
 
 def _read(path: str | os.PathLike) -> dict[str, np.ndarray]:

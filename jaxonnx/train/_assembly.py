@@ -13,8 +13,10 @@ from jaxonnx._rewrite.head import Classes
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.model import Model, Statistics, Trainable, load
+from jaxonnx.model import _images as images
 from jaxonnx.train import _objective as objective
 from jaxonnx.train._carried import Carried
+from jaxonnx.train._class_weights import by_number
 from jaxonnx.train._head import completed, headed
 from jaxonnx.train._minimize import Minimize
 from jaxonnx.train._optimizers import planned
@@ -31,6 +33,7 @@ def step(
     optimizer: Optimizer | None = None,
     *,
     metrics: Any = None,
+    class_weights: Mapping[Any, float] | None = None,
     seed: int = 0,
     head: Classes | Mapping[str, Classes] | None = None,
     trainable: Trainable | None = None,
@@ -76,8 +79,18 @@ def step(
       TrainingError: settings that do not fit.
     """
     settings = Settings.of(locals() | {"epochs": 1 if epochs is None else epochs})
-    model = model if isinstance(model, Model) else load(model)
-    return assembled(headed(model, settings), settings, epochs, steps_per_epoch)
+    model = headed(model if isinstance(model, Model) else load(model), settings)
+    settings = replace(settings, class_weights=weights_of_classes(model, settings))
+    return assembled(model, settings, epochs, steps_per_epoch)
+
+
+def weights_of_classes(model: Model, settings: Settings, data: Any = None) -> Any:
+    """Return `settings.class_weights` by the number of the class."""
+    if settings.class_weights is None:
+        return None
+    labels = images.preparation(model).labels
+    ignored = getattr(settings.loss, "ignore_index", None)
+    return by_number(settings.class_weights, labels, data, ignored)
 
 
 def assembled(
@@ -89,7 +102,7 @@ def assembled(
     if settings.loss is None or settings.optimizer is None:
         _check_carried(model, settings)
         return Carried(model, objective.find(model, None, settings.metrics), settings)
-    goal = objective.find(model, settings.loss, settings.metrics)
+    goal = objective.find(model, settings.loss, settings.metrics, settings.class_weights)
     goal = replace(goal, notes=(*notes, *goal.notes))
     optimizer: Any = settings.optimizer
     if planned(optimizer):

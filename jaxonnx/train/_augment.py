@@ -47,6 +47,11 @@ class Augment(NamedTuple):
         return cls(**wanted)
 
 
+def key_of(key: jax.Array, epoch: Any, number: Any) -> jax.Array:
+    """Return the key of a batch, by its number in an epoch."""
+    return jax.random.fold_in(jax.random.fold_in(key, epoch), number)
+
+
 @partial(jax.jit, static_argnames=("how", "where", "augment"))
 def prepared(
     pixels: Any,
@@ -66,7 +71,7 @@ def prepared(
       aspects: float32[n], width / height of each picture before it was brought to its size.
       number: of the batch in its epoch.
     """
-    key = jax.random.fold_in(jax.random.fold_in(key, epoch), number)
+    key = key_of(key, epoch, number)
     parts, mirrors = jax.random.split(key)
     x = pixels
     if augment.crop is not None:

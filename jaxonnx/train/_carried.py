@@ -57,6 +57,11 @@ class Carried(Step):
         return state, jnp.stack([loss, good.astype(loss.dtype)])
 
     def check(self, batch: Any) -> Any:
+        if not np.isin(as_batch(batch, self.model).weight, (0, 1)).all():
+            raise TrainingError(
+                "the examples have weights, and the algorithm of the file knows none: leave them "
+                "out, or pass loss= and optimizer="
+            )
         values = self._values(batch)
         _, outputs = jax.eval_shape(self._training.step, self._training.state, values)
         shapes = self._goal.check(self._measured(batch)) if self._goal.measures else None

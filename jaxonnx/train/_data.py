@@ -1,6 +1,6 @@
 """Data in the forms that `train` documents, as batches."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +41,7 @@ def sources(
     batch_size: int | None,
     seed: int,
     padding: Padding = PLAIN,
+    target_names: Collection[str] = (),
 ) -> tuple[Examples | Stream, Examples | Stream | None]:
     """Return the examples to train with and those held out, in the forms that `train` documents.
 
@@ -51,13 +52,16 @@ def sources(
       seed: of the order of data in one piece, which depends on it and on the epoch only, and of
         which examples are held out; validation data keeps its order.
       padding: of sequences of unequal length.
+      target_names: names that are of targets, which weights of examples could have, too.
     """
-    examples = source(data, inputs, batch_size, seed, padding)
+    examples = source(data, inputs, batch_size, seed, padding, target_names)
     if validation is None:
         return examples, None
     if isinstance(validation, int | float):
         return _split(examples, validation)
-    return examples, _source(validation, inputs, batch_size, None, "validation", padding)
+    return examples, _source(
+        validation, inputs, batch_size, None, "validation", padding, target_names
+    )
 
 
 def source(
@@ -66,9 +70,10 @@ def source(
     batch_size: int | None,
     seed: int | None = None,
     padding: Padding = PLAIN,
+    target_names: Collection[str] = (),
 ) -> Examples | Stream:
     """Return examples, in their own order if there is no seed."""
-    examples = _source(data, inputs, batch_size, seed, "data", padding)
+    examples = _source(data, inputs, batch_size, seed, "data", padding, target_names)
     check_size(examples, batch_size)
     return examples
 
@@ -80,11 +85,14 @@ def _source(
     seed: int | None,
     what: str,
     padding: Padding,
+    target_names: Collection[str],
 ) -> Examples | Stream:
     if isinstance(data, Folder):
         rows = np.arange(len(data.paths))
         return Pictures(data, data.targets, size_of_batches(inputs, batch_size), seed, rows)
-    return examples_of(data, inputs, batch_size, seed, what, padding=padding)
+    return examples_of(
+        data, inputs, batch_size, seed, what, padding=padding, target_names=target_names
+    )
 
 
 def _split(examples: Examples | Stream, share: float) -> tuple[Examples, Examples]:

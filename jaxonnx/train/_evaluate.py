@@ -16,6 +16,7 @@ from jaxonnx.model._progress import tracked
 from jaxonnx.train import _objective as objective
 from jaxonnx.train._data import padding_of, source
 from jaxonnx.train._folder import pictured
+from jaxonnx.train._step import target_names
 
 _AHEAD = 4
 """Batches under way; more would only take memory."""
@@ -72,7 +73,7 @@ def evaluate(
     net = model if isinstance(model, Model) else load(model)
     data, _, net = pictured(data, None, net, preprocess)
     padding = padding_of(pad, length_buckets, loss)
-    examples = source(data, net.inputs, batch_size, padding=padding)
+    examples = source(data, net.inputs, batch_size, None, padding, target_names(net))
     goal = objective.find(net, loss, metrics)
     sums_of, merged = jax.jit(goal.sums), jax.jit(goal.merged)
     sums: Any = None
@@ -84,7 +85,7 @@ def evaluate(
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs)
         sizes = str((shapes, jax.tree.map(np.shape, batch.targets)))
         if sizes not in fitting:
-            goal.fit(shapes, batch.targets)
+            goal.fit(shapes, batch.targets, batch.weight)
             fitting.add(sizes)
         if sums is None:
             sums = jax.tree.map(_wide, goal.start(shapes, batch))

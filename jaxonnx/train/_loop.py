@@ -14,6 +14,7 @@ from jaxonnx._data.batches import Batch, Examples, Stream
 from jaxonnx._data.padded import Padded
 from jaxonnx.errors import Error, TrainingError
 from jaxonnx.model import Model
+from jaxonnx.train._augmented import Augmented
 from jaxonnx.train._checkpoint import Checkpoints, Position
 from jaxonnx.train._history import History
 from jaxonnx.train._keeper import Keeper
@@ -25,7 +26,7 @@ from jaxonnx.train._sparsity import sparse_numbers
 from jaxonnx.train._step import State, Step, copy
 from jaxonnx.train._stopping import Interrupt, Monitor, Spent, Stop
 
-Data = Examples | Stream
+Data = Examples | Stream | Augmented
 
 
 def run(
@@ -45,7 +46,7 @@ def run(
             state = step.from_file(state)
         history.notes = list(step.notes)
         batches, first = _opened(examples, at, epochs)
-        shapes = step.check(first)
+        shapes = step.check(_with_all_weights(first, examples))
         checks = _Checks(step, first, shapes)
         _check_whole(step, checks, shapes, examples, held_out)
         validate = None
@@ -169,7 +170,13 @@ def _check_whole(
         elif data is not None and data.targets is not None:
             step.check_labels(data.targets, shapes, what, getattr(data, "classes", None))
             if data is held_out:
-                checks(next(data.batches(0)), what)
+                checks(_with_all_weights(next(data.batches(0)), data), what)
+
+
+def _with_all_weights(batch: Batch, data: Data) -> Batch:
+    """Return a batch, for a check, with the weights of all examples where these are known."""
+    weights = getattr(data, "weights", None)
+    return batch if weights is None else batch._replace(weight=weights)
 
 
 class _Validation:

@@ -3,9 +3,9 @@
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +79,8 @@ class Loss:
 
     function: Callable[[Any, Any], Any]
     name: str | None = None
+    class_weights: Mapping[int, float] | None = None
+    """What labels weigh, 1 where nothing is said."""
 
     @property
     def class_axis(self) -> int | None:
@@ -113,18 +115,62 @@ class Loss:
         return _LOGITS.get(self.name or "")
 
     def mean(self, outputs: Any, targets: Any, weight: jax.Array) -> jax.Array:
-        """Return the mean over the examples of weight 1; a scalar loss sees the fill as well."""
+        """Return the weighted mean over the examples; a scalar loss sees the fill as well."""
         total, count = self.totals(outputs, targets, weight)
         return total / jnp.where(count > 0, count, 1)
 
     def totals(self, outputs: Any, targets: Any, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return a sum over a batch and its divisor, which add up to the mean of an epoch."""
-        if isinstance(self.function, ClassLoss) and self.function.reduction != "none":
-            return self.function.totals(outputs, targets, weight)
-        return totals(self.function(outputs, targets), weight)
+        function = self.function
+        if isinstance(function, ClassLoss) and function.reduction != "none":
+            if self.class_weights:
+                function = replace(function, weight=self._of_classes(outputs.shape[function.axis]))
+            return function.totals(outputs, targets, weight)
+        values = function(outputs, targets)
+        if not self.class_weights:
+            return totals(values, weight)
+        shares = self._shares(*self.aligned(outputs, targets))
+        total, _ = totals(values * shares, weight)
+        return total, totals(shares, weight)[0]
 
-    def check(self, outputs: Any, targets: Any, what: str = "the loss") -> None:
-        """Refuse shapes that do not fit, given arrays or `jax.ShapeDtypeStruct`s."""
+    def weighing(self, classes: Mapping[int, float]) -> Self:
+        """Return the same loss with weights of classes.
+
+        Raises:
+          TrainingError: the loss is not one of classes, or has such weights.
+        """
+        if self.class_axis is None and not self.one_hot:
+            raise TrainingError(
+                f"class_weights go with losses of classes, like {_CLASSES[0]!r}, not with "
+                f"{self.name or self.function!r}; weights of examples, beside x and y, go with any "
+                "loss that has one value for each"
+            )
+        if isinstance(self.function, ClassLoss) and self.function.weight is not None:
+            raise TrainingError(
+                f"the loss {self.name!r} has weights of classes already: leave them or "
+                "class_weights out"
+            )
+        return replace(self, class_weights=classes)
+
+    def _of_classes(self, count: int) -> np.ndarray:
+        """Return the weight of each class."""
+        weights = np.ones(count, np.float32)
+        for number, weight in (self.class_weights or {}).items():
+            weights[number] = weight
+        return weights
+
+    def _shares(self, outputs: Any, targets: Any) -> jax.Array:
+        """Return the weights of the classes that targets are, or of their mixture."""
+        if self.one_hot:
+            return targets @ self._of_classes(outputs.shape[-1])
+        return jnp.take(self._of_classes(outputs.shape[self.class_axis]), targets, mode="clip")
+
+    def check(self, outputs: Any, targets: Any, what: str = "the loss", weight: Any = None) -> None:
+        """Refuse shapes that do not fit, given arrays or `jax.ShapeDtypeStruct`s.
+
+        Args:
+          weight: of the examples, where it is known.
+        """
         if self.name is not None:
             self._check_named(outputs, targets, what)
         loss = jax.eval_shape(self.function, outputs, targets)
@@ -136,6 +182,23 @@ class Loss:
             )
         if not jnp.issubdtype(loss.dtype, jnp.floating):
             raise TrainingError(f"{what} must be a real floating number, and is {loss.dtype}")
+        of_examples = loss.shape or isinstance(self.function, ClassLoss)
+        if weight is not None and not of_examples and not np.isin(weight, (0, 1)).all():
+            raise TrainingError(
+                f"{what} is a scalar, which weights of examples cannot weigh: return one value for "
+                f"each of {size} examples"
+            )
+        self._check_classes(outputs, what)
+
+    def _check_classes(self, outputs: Any, what: str) -> None:
+        """Refuse weights of classes that there are not."""
+        if self.class_weights:
+            classes = outputs.shape[-1 if self.class_axis is None else self.class_axis]
+            if odd := [number for number in self.class_weights if not 0 <= number < classes]:
+                raise TrainingError(
+                    f"class_weights has {', '.join(map(str, odd))}; the classes of {what} are "
+                    f"0 ... {classes - 1}"
+                )
 
     def _check_named(self, outputs: Any, targets: Any, what: str) -> None:
         what = f"{what} {self.name!r}"
@@ -205,7 +268,7 @@ def check_classes(targets: np.ndarray, classes: int, ignored: int | None, what: 
 
 
 def totals(values: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the sum of values of examples of weight 1, or of their means, and their number.
+    """Return the weighted sum of the values of examples, or of their means, and of the weights.
 
     Half precision, whose sums end at 65504, is summed in float32.
     """
@@ -214,7 +277,7 @@ def totals(values: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
     if not values.ndim:
         return values * examples, examples
     values = values.reshape(len(values), -1).mean(1)
-    return jnp.where(weight > 0, values, 0).sum(), examples
+    return jnp.where(weight > 0, values * weight, 0).sum(), examples
 
 
 def _near(name: str) -> list[str]:

@@ -60,7 +60,7 @@ def _among_best(count: int, found: Choices) -> Sums:
 
 
 def _matrix(found: Choices | Answers) -> Sums:
-    """Count the predictions by true and chosen class."""
+    """Count the predictions by true and chosen class, whatever they weigh."""
     if isinstance(found, Choices):
         classes, true, chosen = found.scores.shape[1], found.labels, found.scores.argmax(1)
     else:
@@ -124,9 +124,9 @@ class _Spread(NamedTuple):
 def _spread(outputs, targets, weight) -> Sums:
     outputs, targets = (x.reshape(len(weight), -1).astype(float) for x in (outputs, targets))
     weight = weight[:, None]
-    mean = (targets * weight).sum(0) / weight.sum()
+    mean = _divide((targets * weight).sum(0), weight.sum())
     squares = ((targets - mean) ** 2 * weight).sum(0)
-    error = jnp.where(weight > 0, (outputs - targets) ** 2, 0).sum(0)
+    error = jnp.where(weight > 0, (outputs - targets) ** 2 * weight, 0).sum(0)
     return _Spread(weight.sum(), mean, squares, error)
 
 

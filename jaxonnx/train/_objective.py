@@ -137,11 +137,11 @@ class Objective:
                     f"the metric '{name}' needs all predictions, or is no number: pass it to "
                     "jaxonnx.evaluate after the run"
                 )
-        self.fit(shapes, batch.targets)
+        self.fit(shapes, batch.targets, batch.weight)
         return shapes
 
-    def fit(self, shapes: Any, targets: Any) -> None:
-        """Refuse targets that do not fit the outputs."""
+    def fit(self, shapes: Any, targets: Any, weight: Any) -> None:
+        """Refuse targets that do not fit the outputs, and weights that a loss cannot weigh."""
         wanted = [part.output for part in (*self.terms, *self.measures.values()) if part.output]
         for output in wanted if isinstance(targets, Mapping) or len({*wanted}) > 1 else ():
             if not isinstance(targets, Mapping) or output not in targets:
@@ -152,7 +152,7 @@ class Objective:
                 )
         for term in self.terms:
             what = "the loss" if term.output is None else f"the loss of '{term.output}',"
-            term.loss.check(*self._given(term, shapes, targets), what)
+            term.loss.check(*self._given(term, shapes, targets), what, weight)
         for name, measure in self.measures.items():
             given = self._seen(measure.output, shapes, targets)
             metrics.check(name, measure.given, measure.reader, *given)
@@ -189,7 +189,9 @@ def _own(targets: Any, output: str | None) -> Any:
     return targets[output] if output is not None and isinstance(targets, Mapping) else targets
 
 
-def find(model: Model, loss: Any, wanted: Any) -> Objective:
+def find(
+    model: Model, loss: Any, wanted: Any, class_weights: Mapping[int, float] | None = None
+) -> Objective:
     """Return the objective of `train`'s arguments `loss` and `metrics`; metrics alone, without.
 
     Raises:
@@ -221,6 +223,7 @@ def find(model: Model, loss: Any, wanted: Any) -> Objective:
         )
     else:
         terms = () if loss is None else (term(None, loss, 1.0),)
+    terms = _weighing(terms, class_weights)
     measures = _measures(model, names, terms, wanted)
     if logits:
         model = replace(model, program=model.program.giving(logits))
@@ -245,6 +248,22 @@ def _weighted(output: str, given: Any) -> tuple[Any, float]:
             f"the loss of '{output}' must be a loss or a pair (loss, weight), and is {given!r}"
         )
     return given[0], float(given[1])
+
+
+def _weighing(
+    terms: tuple[Term, ...], class_weights: Mapping[int, float] | None
+) -> tuple[Term, ...]:
+    """Return terms of which the one of classes weighs them."""
+    if not class_weights:
+        return terms
+    chosen = [t for t in terms if t.loss.class_axis is not None or t.loss.one_hot] or [*terms]
+    if len(chosen) != 1:
+        raise TrainingError(
+            f"class_weights go with one loss of classes; there are {len(chosen)}: pass "
+            "jaxonnx.losses.cross_entropy(weight=...) for each of them"
+        )
+    weighed = replace(chosen[0], loss=chosen[0].loss.weighing(class_weights))
+    return tuple(weighed if t is chosen[0] else t for t in terms)
 
 
 def _measures(

@@ -22,7 +22,7 @@ NAN_POLICIES = ("stop", "skip", "rollback")
 
 _OF_OPTIMIZERS = (
     *("trainable", "lora", "statistics", "dropout", "sparsity", "accumulate", "ema", "precision"),
-    "remat",
+    *("remat", "class_weights"),
 )
 """What changes how a loss is computed or minimized, which a file with an algorithm says itself."""
 
@@ -44,6 +44,8 @@ class Settings:
     seed: int = 0
     validation: Any = None
     preprocess: Mapping[str, Any] | None = None
+    augment: Any = None
+    class_weights: str | Mapping[Any, float] | None = None
     metrics: Any = None
     head: Classes | Mapping[str, Classes] | None = None
     trainable: Trainable | None = None

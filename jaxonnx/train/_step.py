@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._data.batches import Batch, ordered
+from jaxonnx._data.weights import split_weights
 from jaxonnx.model import Model
 
 
@@ -75,7 +76,7 @@ class Step(ABC):
         Args:
           state: of `init` or of the step before.
           batch: a `Batch`, or inputs and targets in one of the other forms that `train` documents,
-            like `(x, y)`.
+            like `(x, y)` or `(x, y, weight)`.
           frozen: `self.frozen`.
         """
 
@@ -139,11 +140,19 @@ class Step(ABC):
 
 
 def as_batch(batch: Any, model: Model) -> Batch:
-    """Return a batch of any form, traced or not, with a weight of one for each example."""
+    """Return a batch of any form, traced or not; examples weigh one where nothing is said."""
     if isinstance(batch, Batch):
         return batch
-    x, y = ordered(batch, [value.name for value in model.inputs], "the batch")
-    return Batch(x, y, np.ones(len(x[0]), np.float32))
+    names = [value.name for value in model.inputs]
+    batch, weight = split_weights(batch, names, target_names(model))
+    x, y = ordered(batch, names, "the batch")
+    return Batch(x, y, np.ones(len(x[0]), np.float32) if weight is None else weight)
+
+
+def target_names(model: Model) -> set[str]:
+    """Return names that targets can have: those of outputs, and of what a file trains with."""
+    training = [value for info in model.proto.training_info for value in info.algorithm.input]
+    return {value.name for value in (*model.outputs, *training)}
 
 
 def finite(tree: Any) -> jax.Array:

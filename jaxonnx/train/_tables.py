@@ -57,7 +57,7 @@ class ConfusionMatrix(_Named):
     """How often each class was predicted where each class is true; `print` shows it."""
 
     counts: np.ndarray
-    """int64 (true class, predicted class)."""
+    """int64 (true class, predicted class), of all predictions whose weight is not 0."""
     classes: tuple[str, ...]
 
     @classmethod
@@ -95,15 +95,16 @@ class PerClass(_Named):
     recall: np.ndarray
     f1: np.ndarray
     support: np.ndarray
-    """How many predictions have this class as the true one."""
+    """How many predictions have this class as the true one, or what these weigh together."""
     classes: tuple[str, ...]
 
     @classmethod
     def of(cls, predicted: Any, true: Any, both: Any) -> Self:
         predicted, true, both = (np.asarray(x, np.float64) for x in (predicted, true, both))
-        precision, recall = both / np.maximum(predicted, 1), both / np.maximum(true, 1)
-        f1 = 2 * both / np.maximum(predicted + true, 1)
-        return cls(precision, recall, f1, true.round().astype(np.int64), _names(len(true)))
+        precision, recall = _shares(both, predicted), _shares(both, true)
+        f1 = _shares(2 * both, predicted + true)
+        support = true if (true % 1).any() else true.astype(np.int64)
+        return cls(precision, recall, f1, support, _names(len(true)))
 
     def __str__(self) -> str:
         columns = self.classes, self.precision, self.recall, self.f1, self.support
@@ -198,6 +199,11 @@ class Curves(_Named):
         return axes
 
 
+def _shares(part: np.ndarray, whole: Any) -> np.ndarray:
+    """Return a part of the whole; 0 where there is nothing."""
+    return part / np.where(whole > 0, whole, 1)
+
+
 def _probabilities(scores: np.ndarray) -> np.ndarray:
     """Return probabilities of classes, from these themselves, their logarithms or logits."""
     if (scores >= 0).all() and (abs(scores.sum(1) - 1) < 1e-2).all():
@@ -217,13 +223,13 @@ def _counts(scores: np.ndarray, true: np.ndarray, weight: np.ndarray) -> tuple[n
 
 
 def _roc(thresholds: np.ndarray, yes: np.ndarray, no: np.ndarray) -> Curve:
-    x, y = no / max(no[-1], 1), yes / max(yes[-1], 1)
+    x, y = _shares(no, no[-1]), _shares(yes, yes[-1])
     area = np.trapezoid(y, x) if yes[-1] and no[-1] else np.nan
     return Curve(x, y, thresholds, float(area))
 
 
 def _precision_recall(thresholds: np.ndarray, yes: np.ndarray, no: np.ndarray) -> Curve:
-    recall = yes / max(yes[-1], 1)
+    recall = _shares(yes, yes[-1])
     precision = np.append(1.0, yes[1:] / (yes + no)[1:])
     area = (np.diff(recall) * precision[1:]).sum() if yes[-1] else np.nan
     return Curve(recall, precision, thresholds, float(area))

@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast
 
 from onnx import ModelProto
@@ -12,7 +13,8 @@ from jaxonnx._rewrite.head import Classes
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.model import Model, Statistics, Trainable, load
-from jaxonnx.train._assembly import assembled, step
+from jaxonnx.train._assembly import assembled, step, weights_of_classes
+from jaxonnx.train._augmented import asked, augmented
 from jaxonnx.train._data import padding_of, sources
 from jaxonnx.train._folder import notes, pictured
 from jaxonnx.train._head import headed
@@ -20,7 +22,7 @@ from jaxonnx.train._loop import run
 from jaxonnx.train._optimizers import optimizer as make_optimizer
 from jaxonnx.train._result import Result, changes
 from jaxonnx.train._settings import Hook, Optimizer, Settings
-from jaxonnx.train._step import State, Step
+from jaxonnx.train._step import State, Step, target_names
 from jaxonnx.train._tables import ConfusionMatrix, Curve, Curves, PerClass
 
 P = ParamSpec("P")
@@ -76,6 +78,8 @@ def train(
     validation: Any = None,
     preprocess: Mapping[str, Any] | None = None,
     metrics: Any = None,
+    augment: Any = None,
+    class_weights: str | Mapping[Any, float] | None = None,
     head: Classes | Mapping[str, Classes] | None = None,
     trainable: Trainable | None = None,
     lora: LoRA | Adapters | None = None,
@@ -113,9 +117,11 @@ def train(
       data: `(x, y)`, a dict of arrays by input name with the targets beside them (one array under
         any other name, or several, which are then a dict; "x" and "y" will do for one input), the
         path of an .npz file with such arrays, or a Hugging Face Dataset, which is read in one
-        piece; `x` is an array, a tuple of arrays, or a dict by input name. Or the path of a folder
-        of pictures, with one folder in it for each class, whose number is the target. Or batches of
-        such pairs or dicts: an iterable (a Grain or torch DataLoader, tf.data, a list), or a
+        piece; `x` is an array, a tuple of arrays, or a dict by input name. What each example weighs
+        in losses and metrics is a third array, `(x, y, weight)`, or "weight" in a dict beside other
+        targets: losses are divided by the sum of the weights. Or the path of a folder of pictures,
+        with one folder in it for each class, whose number is the target. Or batches of such pairs,
+        triples or dicts: an iterable (a Grain or torch DataLoader, tf.data, a list), or a
         function from the epoch to one. Data in one piece is shuffled in an order that depends on
         `seed` and the epoch only; iterables are taken as they come. A short batch is filled up with
         other examples of the data, which the loss ignores but batch statistics see. Inputs and
@@ -167,6 +173,16 @@ def train(
         epoch. Pictures that cannot be read are left out, with a warning. The saved file has all but
         these last three in its metadata, for `jaxonnx classify` or the next training.
       metrics: what is computed on the validation data, as `validation_<name>` in the history: one
+      augment: a function `(key, x)` that returns what the inputs of a batch become (an array, or a
+        tuple for several inputs), or `(key, batch)` for a `train.Batch` with its targets; other
+        shapes are fine, other numbers of examples are not. It runs on the device, compiled, for
+        `data` only. Its key depends on `seed`, epoch and batch only, so that a run that resumes
+        draws the same. For a folder of pictures it takes what the network would, and may be
+        "crop", "flip" and so on, as in `preprocess`.
+      class_weights: what labels weigh in the loss, in training and validation, beside the weights
+        of their examples: a dict by the name of the class (of the folder, the head or the file) or
+        its number, 1 for those left out; or "balanced", which gives each class of data in one piece
+        the same sum. It goes with losses of classes; metrics do not see it.
         or a list of "accuracy", "top_5" (or any number), "precision", "recall", "f1" (of classes:
         the mean over those that occur; for targets of yes and no like the outputs: the mean over
         the labels, of which one is the binary case), "mae", "mse", "r2" (the mean over the columns
@@ -250,9 +266,13 @@ def train(
     """
     settings = Settings.of(locals())
     net = headed(model if isinstance(model, Model) else load(model), settings)
+    function, preprocess = asked(augment, preprocess, data)
     data, validation, net = pictured(data, validation, net, preprocess)
     padding = padding_of(pad, length_buckets, loss)
-    examples, held_out = sources(data, validation, net.inputs, batch_size, seed, padding)
+    names = target_names(net)
+    examples, held_out = sources(data, validation, net.inputs, batch_size, seed, padding, names)
+    settings = replace(settings, class_weights=weights_of_classes(net, settings, examples))
+    examples = augmented(examples, function, seed)
     if metrics is not None and held_out is None:
         raise TrainingError("metrics are computed on validation data: pass validation= as well")
     one = assembled(net, settings, epochs, examples.steps)
