@@ -185,6 +185,7 @@ def test_lists_and_texts_of_a_configuration(small):
     ("text", "message"),
     [
         ("epoch = 3", "unknown 'epoch'; try epochs or "),
+        ("lr = 0.1", "unknown 'lr'; try rate or "),
         ("config = 'other.toml'", "unknown 'config'"),
         ("epochs = 'three'", "epochs = 'three' does not fit"),
         ("epochs = true", "must be a number or a text"),

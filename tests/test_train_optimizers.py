@@ -1,6 +1,7 @@
 """`train.optimizer`: optax's own numbers, and its learning rate in history, logs and bar."""
 
 import csv
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ OPTAX = {
 
 def walk(rule, steps=6):
     """The weights after some steps, and the rates in the state."""
-    w = {"w": jnp.linspace(-1.0, 1.0, 7)}
+    w: Any = {"w": jnp.linspace(-1.0, 1.0, 7)}
     state, rates = rule.init(w), []
     for _ in range(steps):
         updates, state = rule.update(jax.tree.map(lambda x: x**2 - 3.0, w), state, w)
@@ -101,6 +102,7 @@ def test_a_rate_that_the_user_injects_is_seen():
     rule = optax.inject_hyperparams(optax.sgd)(learning_rate=0.25)
     result = train(optimizer=optax.chain(optax.clip(1.0), rule), accumulate=2)
     np.testing.assert_allclose(result.history.rates, 0.25)
+    assert str(result.history).endswith(", rate 0.25")  # once, because it is constant
 
 
 @pytest.mark.parametrize(

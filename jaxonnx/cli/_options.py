@@ -16,6 +16,9 @@ _EXITS = (
     "2 refused (usage, files, model, data), 130 interrupted"
 )
 
+_ALSO_CALLED = {"lr": "rate", "learning-rate": "rate", "max-norm": "clip", "wd": "weight-decay"}
+"""What others call a flag."""
+
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the options of one command, from flags and `--config`; exit if they are wrong."""
@@ -72,7 +75,8 @@ def _configure(
         name = key.replace("_", "-")
         if name not in actions or name == "config":
             others = [other for other in actions if other != "config"]
-            near = difflib.get_close_matches(name, others, n=2, cutoff=0)
+            meant = _ALSO_CALLED.get(name, name)
+            near = difflib.get_close_matches(meant, others, n=2, cutoff=0)
             parser.error(f"--config {path}: unknown '{key}'; try {' or '.join(near)}")
         action = actions[name]
         try:

@@ -80,14 +80,19 @@ class History:
             and not name.startswith("flip_rate/")
         ]
         if len(self.epochs) > 1:
-            return [f"{name} {first[name]:.4g} -> {last[name]:.4g}" for name in names]
-        told = {name: f"{name} {last[name]:.4g}" for name in names}
-        for name, steps in (("rate", self.rates), ("loss", self.losses)):
-            if name in told and len(steps) > 1:
-                told[name] = f"{name} {steps[0]:.4g} -> {steps[-1]:.4g}"
+            return [_change(name, first[name], last[name]) for name in names]
+        steps = {"loss": self.losses, "rate": self.rates}
+        ends = {name: steps.get(name) or [last[name]] for name in names}
+        told = {name: _change(name, values[0], values[-1]) for name, values in ends.items()}
         if len(self.losses) > 1:
             told["loss"] += " (first and last step)"
         return [*told.values()]
+
+
+def _change(name: str, first: float, last: float) -> str:
+    """Return both numbers, or one where they are the same."""
+    before, after = f"{first:.4g}", f"{last:.4g}"
+    return f"{name} {after}" if before == after else f"{name} {before} -> {after}"
 
 
 def new_axes(axes: Any) -> Any:

@@ -113,7 +113,7 @@ def _one_of(what: str, value: Any, allowed: tuple[str, ...]) -> None:
 
 
 def _positive(what: str, value: Any, zero: bool = False) -> None:
-    number = isinstance(value, Real) and not isinstance(value, bool)
-    if not number or not (value > 0 or (zero and value == 0)):
+    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else -1.0
+    if not (number > 0 or (zero and number == 0)):
         least = "of at least zero" if zero else "greater than zero"
         raise TrainingError(f"{what} must be a number {least}, and is {value!r}")
