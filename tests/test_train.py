@@ -229,7 +229,7 @@ BAD = {
     "trainable": ((X, Y), {"trainable": "conv9"}, "'conv9' matches no"),
     "nothing to train": ((X, Y), {"trainable": lambda name, value: False}, "no parameter"),
     "iterator": (iter([(X, Y)]), {"epochs": 2, "batch_size": None}, "an iterator serves one epoch"),
-    "batch": (broken_batches(), {"batch_size": None}, "batch 1 of data in epoch 0"),
+    "batch": (broken_batches(), {"batch_size": None}, "batch 2 of data in epoch 1"),
     "checkpoints": ((X, Y), {"checkpoint_dir": "/dev/null/run"}, "cannot be written"),
     "nothing to resume": ((X, Y), {"resume": True}, "checkpoint_dir"),
     "no data": (3, {}, "pair"),

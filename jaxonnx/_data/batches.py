@@ -236,7 +236,7 @@ class Stream:
         latest: dict[Any, Any] = {}  # of each shape
         pairs: Any = self.data(epoch) if callable(self.data) else self.data
         for number, given in enumerate(pairs):
-            what = f"batch {number} of {self.what} in epoch {epoch}"
+            what = f"batch {number + 1} of {self.what} in epoch {epoch + 1}"
             weights = None
             if self.labels:
                 names = [value.name for value in self.values]
@@ -268,7 +268,7 @@ class Stream:
                 "; an iterator serves one epoch: pass a list, a loader or a function of the epoch"
             )
             raise TrainingError(
-                f"{self.what} has no batches in epoch {epoch}{hint if epoch else ''}"
+                f"{self.what} has no batches in epoch {epoch + 1}{hint if epoch else ''}"
             )
 
     def _warn(self) -> None:

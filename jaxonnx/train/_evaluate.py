@@ -93,7 +93,7 @@ def evaluate(
                 names = getattr(examples, "classes", None)
                 goal.check_labels(examples.targets, shapes, "data", names)
         if examples.targets is None:
-            goal.check_labels(batch.targets, shapes, f"batch {number} of the data")
+            goal.check_labels(batch.targets, shapes, f"batch {number + 1} of the data")
         new = sums_of(outputs, batch)
         with jax.enable_x64(True):  # single precision would stop counting at 2**24
             sums = merged(sums, {name: new[name] for name in sums})

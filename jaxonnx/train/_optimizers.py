@@ -103,7 +103,7 @@ def rate_of(memory: Any) -> jax.Array | None:
     kind = optax.InjectStatefulHyperparamsState
     leaves = jax.tree.leaves(memory, is_leaf=lambda x: isinstance(x, kind))
     held = [x.hyperparams for x in leaves if isinstance(x, kind)]
-    rates = [x["learning_rate"] for x in held if "learning_rate" in x]
+    rates: list[Any] = [x["learning_rate"] for x in held if "learning_rate" in x]
     return rates[0] if len(rates) == 1 else None
 
 
