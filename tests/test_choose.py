@@ -5,10 +5,12 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import onnx
 import optax
 import pytest
 
 import jaxonnx
+from jaxonnx._graph.scopes import modules
 from jaxonnx.cli import main
 
 DATA = Path(__file__).parent / "data"
@@ -72,6 +74,20 @@ def test_scopes_of_tensorflow():
     # a convolution with the normalization behind it folded in is in the modules of both
     for module in ("sequential_1/conv2d_1", "sequential_1/batch_normalization_1"):
         assert len(model.with_trainable(module).params) == 1
+
+    scope = "sequential_1/global_average_pooling2d_1"
+    assert model.with_outputs(scope)(np.zeros((2, 12, 12, 3), np.float32)).shape[:2] == (2, 8)
+
+
+def test_either_record_of_the_current_exporter():
+    """Its names of scopes, or where a tool dropped these, its namespace."""
+    for node in onnx.load(DATA / "transformer.dynamo.onnx").graph.node:
+        bare = onnx.NodeProto()
+        bare.CopyFrom(node)
+        kept = [entry for entry in node.metadata_props if "scopes" not in entry.key]
+        del bare.metadata_props[:]
+        bare.metadata_props.extend(kept)
+        assert modules(bare) == modules(node)
 
 
 def test_another_name_of_a_tie():

@@ -305,8 +305,8 @@ class Model(Rendered):
         new head is a function, or a module of Flax, of this model's outputs.
 
         Args:
-          outputs: names of values or nodes of the main graph, or of modules as PyTorch's exporters
-            record them ("layer4": the output of that module's last node).
+          outputs: names of values or nodes of the main graph, or of modules of PyTorch or scopes
+            of TensorFlow as exporters record them ("layer4": the output of its last node).
 
         Raises:
           InputError: a name is unknown; the message has similar ones.
