@@ -77,9 +77,9 @@ def train(
     seed: int = 0,
     validation: Any = None,
     preprocess: Mapping[str, Any] | None = None,
-    metrics: Any = None,
     augment: Any = None,
     class_weights: str | Mapping[Any, float] | None = None,
+    metrics: Any = None,
     head: Classes | Mapping[str, Classes] | None = None,
     trainable: Trainable | None = None,
     lora: LoRA | Adapters | None = None,
@@ -172,7 +172,6 @@ def train(
         bounds the bytes of decoded pictures that are kept (2**30); others are decoded again in each
         epoch. Pictures that cannot be read are left out, with a warning. The saved file has all but
         these last three in its metadata, for `jaxonnx classify` or the next training.
-      metrics: what is computed on the validation data, as `validation_<name>` in the history: one
       augment: a function `(key, x)` that returns what the inputs of a batch become (an array, or a
         tuple for several inputs), or `(key, batch)` for a `train.Batch` with its targets; other
         shapes are fine, other numbers of examples are not. It runs on the device, compiled, for
@@ -183,6 +182,7 @@ def train(
         of their examples: a dict by the name of the class (of the folder, the head or the file) or
         its number, 1 for those left out; or "balanced", which gives each class of data in one piece
         the same sum. It goes with losses of classes; metrics do not see it.
+      metrics: what is computed on the validation data, as `validation_<name>` in the history: one
         or a list of "accuracy", "top_5" (or any number), "precision", "recall", "f1" (of classes:
         the mean over those that occur; for targets of yes and no like the outputs: the mean over
         the labels, of which one is the binary case), "mae", "mse", "r2" (the mean over the columns
