@@ -210,6 +210,24 @@ def test_predictions_have_the_length_of_their_text(net):
     assert found == {"accuracy": pytest.approx((expected.argmax(1) == labels).mean())}
 
 
+def test_weights_of_texts_and_of_their_classes():
+    whole = network(outputs=f"float[n, {TOKENS}] scores")
+    data, labels = texts(), np.arange(len(LENGTHS)) % TOKENS
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        np.stack([alone(whole, text) for text in data]), labels
+    )
+    counts = np.bincount(labels)[labels]
+    wanted = {"loss": LABELS, "batch_size": len(data), "optimizer": optax.sgd(0.0)}
+    (found,) = train(
+        whole, {"input_ids": data, "y": labels, "weight": 1 / counts}, **wanted
+    ).history.losses
+    assert found == pytest.approx(np.average(losses, weights=1 / counts), rel=1e-5)
+    (same,) = train(
+        whole, {"input_ids": data, "y": labels}, class_weights="balanced", **wanted
+    ).history.losses
+    assert same == pytest.approx(found, rel=1e-5)
+
+
 def test_streams_of_a_few_widths(net):
     """Batches that come padded, or ragged; a short one of each width is filled up."""
     widths = [(4, 5), (2, 9), (4, 5), (3, 5), (2, 9), (1, 9)]

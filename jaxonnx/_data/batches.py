@@ -262,7 +262,7 @@ class Stream:
             weight = (np.arange(count + fill) < count).astype(np.float32)
             if weights is not None:
                 weight[:count] = checked_weights(weights, count, what)
-            yield Batch(*filled, weight)
+            yield Batch(filled[0], filled[1], weight)
         if not latest:
             hint = (
                 "; an iterator serves one epoch: pass a list, a loader or a function of the epoch"

@@ -132,7 +132,7 @@ def next_tokens(
         if np.array_equal(tokens.starts, mask.starts):
             values = np.where(mask.values > 0, tokens.values.astype(np.int64), ignored)
             return Ragged(values, tokens.starts)
-    elif tokens.shape == mask.shape:
+    elif isinstance(tokens, np.ndarray) and tokens.shape == getattr(mask, "shape", None):
         return np.where(mask > 0, tokens.astype(np.int64), ignored)
     raise TrainingError(f"{what}: the lengths of '{name}' are not those of its mask")
 
@@ -285,8 +285,9 @@ def _opened(
     """Return columns of one length as sequences, along axes that the file leaves open."""
 
     def of_input(value: Value, x: Any) -> Any:
-        plain = isinstance(x, Ragged) or x.ndim < 2 or _size(value) is not None
-        return x if plain else Ragged.rectangular(x)
+        if isinstance(x, Ragged) or x.ndim < 2 or _size(value) is not None:
+            return x
+        return Ragged.rectangular(x)
 
     sizes = {x.shape[:2] for x in inputs if isinstance(x, np.ndarray) and x.ndim > 1}
     inputs = tuple(of_input(value, x) for value, x in zip(values, inputs, strict=True))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxonnx._data.batches import Examples
+from jaxonnx._data.padded import Padded
 from jaxonnx.errors import TrainingError
 
 _SHOWN = 8
@@ -61,7 +62,7 @@ def _balanced(data: Any, ignored: int | None) -> dict[int, float]:
 
     They are those of scikit-learn: all labels / (classes * labels of the class).
     """
-    targets = getattr(data, "targets", None)
+    targets = data.columns.pair[1] if isinstance(data, Padded) else getattr(data, "targets", None)
     if not isinstance(targets, np.ndarray) or targets.dtype.kind not in "iu":
         raise TrainingError(
             "class_weights='balanced' counts the labels of data in one piece, in one array of "
@@ -76,4 +77,4 @@ def _balanced(data: Any, ignored: int | None) -> dict[int, float]:
 
 def _is_weight(value: Any) -> bool:
     number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    return number and bool(np.isfinite(value)) and value >= 0
+    return bool(number and np.isfinite(value) and value >= 0)
