@@ -4,7 +4,6 @@ import time
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,13 @@ from jaxonnx._file.disk import check_writable, whole
 from jaxonnx.errors import Error
 from jaxonnx.model import Model, load
 from jaxonnx.train import History, train
+from jaxonnx.train._plot import shade
 
 EPOCHS = 24
 BATCH = 32
 _PACKAGES = ("matplotlib", "onnxruntime", "sklearn")
+_DYNAMIC = 2
+"""The phase in which masks change."""
 
 
 @dataclass(frozen=True)
@@ -192,27 +194,31 @@ def _report(path: Path, rows: list[Row]) -> None:
     (loss, accuracy), (flips, mask) = figure.subplots(2, 2)
     for row in rows:
         epochs = row.history.epochs
-        number = [e["epoch"] for e in epochs]
+        number = range(1, len(epochs) + 1)
         loss.plot(number, [e["loss"] for e in epochs], label=row.name)
         error = [100 * (1 - e["validation_accuracy"]) for e in epochs]
         accuracy.plot(number, error, label=row.name)
     last = rows[-1]
-    epochs = last.history.epochs
-    flips.bar([e["epoch"] for e in epochs], [100 * e["flip_rate"] for e in epochs], color="C1")
+    phases = last.history.phases
+    # a mask that is fixed keeps the rate of its last change
+    rates = [
+        100 * e["flip_rate"] if phase == _DYNAMIC else 0.0
+        for e, phase in zip(last.history.epochs, phases, strict=True)
+    ]
+    number = range(1, len(rates) + 1)
+    flips.bar(number, rates, color="C1")
     for axes, title in (
         (loss, "training loss"),
         (accuracy, "test images that are wrong, %"),
-        (flips, "mask bits that changed, % (dense | dynamic mask | fixed mask)"),
+        (flips, "mask bits that changed, %"),
     ):
-        for before, after in pairwise(epochs):
-            if before["phase"] != after["phase"]:
-                axes.axvline(after["epoch"], color="0.7", ls="--", lw=1)
-        axes.set(title=title, xlabel="epoch")
+        shade(axes, [0.5, *(n + 0.5 for n in number)], phases)
+        axes.set(xlabel="epoch", ylabel=title)
     loss.set_yscale("log")
-    loss.legend()
+    loss.legend(loc="lower left")
     name, weight = max(last.weights.items(), key=lambda item: item[1].size)
     shown = weight if weight.ndim == 2 else weight[..., 0, 0]
     mask.imshow(shown != 0, cmap="Greys", interpolation="nearest")
-    mask.set(title=f"kept weights of {name}", xlabel="input", ylabel="output")
+    mask.set(title=f"kept weights of {name}", xlabel="input channel", ylabel="output channel")
     with whole(path) as written:
         figure.savefig(written, dpi=110)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from onnx import ModelProto
 
+from jaxonnx._data.batches import Examples, Stream
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model, load
 from jaxonnx.model import _images as images
@@ -75,6 +76,16 @@ def evaluate(
     padding = padding_of(pad, length_buckets, loss)
     examples = source(data, net.inputs, batch_size, None, padding, target_names(net))
     goal = objective.find(net, loss, metrics)
+    return over(goal, examples, images.preparation(net).labels, progress)
+
+
+def over(
+    goal: objective.Objective,
+    examples: Examples | Stream,
+    labels: Sequence[str],
+    progress: bool | None = None,
+) -> dict[str, Any]:
+    """Return what an objective comes to over all examples; tables take the names of classes."""
     sums_of, merged = jax.jit(goal.sums), jax.jit(goal.merged)
     sums: Any = None
     fitting: set[Any] = set()
@@ -102,7 +113,6 @@ def evaluate(
             gathered.append(jax.device_get(jax.block_until_ready(waiting.popleft())[1]))
     gathered += [jax.device_get(predictions) for _, predictions in waiting]
     whole = jax.tree.map(lambda *parts: np.concatenate(parts), *gathered)
-    labels = images.preparation(net).labels
     with jax.enable_x64(True):
         values = goal.values({**sums, **whole})
     return {n: x.named(labels) if hasattr(x, "named") else x for n, x in values.items()}

@@ -43,6 +43,12 @@ class Kept:
                     self._held[key] = held
         return held
 
+    def release(self) -> None:
+        """Drop what is kept, and keep nothing more."""
+        with self._lock:
+            self._free = 0
+            self._held.clear()
+
 
 @dataclass(frozen=True)
 class Preprocess:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxonnx.errors import Error
+from jaxonnx.train._plot import draw
 from jaxonnx.train._words import counted
 
 
@@ -32,28 +33,24 @@ class History:
     """Why the run ended before its last epoch, which weights it gave, where the checkpoint is."""
     early: bool = False
     """Whether it ended because `patience` was spent, as was asked for."""
+    best: int | None = None
+    """The `epoch` of the row with the best value of what `monitor` says."""
+    phase: int | None = None
+    """The phase of sparsity in which the run began; the rows have that of the step to come."""
 
     def plot(self, axes: Any = None) -> Any:
-        """Draw the loss of every step and the validation curves; return the matplotlib axes."""
-        axes = new_axes(axes)
-        axes.plot(range(1, len(self.losses) + 1), self.losses, lw=0.6, alpha=0.5, label="loss")
-        steps = [row["step"] for row in self.epochs]
-        axes.plot(steps, [row["loss"] for row in self.epochs], "C0", label="loss, mean of an epoch")
-        if any("validation_loss" in row for row in self.epochs):
-            axes.plot(steps, self._column("validation_loss"), "C1", label="validation loss")
-        lines = axes.get_lines()
-        if any("validation_accuracy" in row for row in self.epochs):
-            right = axes.twinx()
-            right.plot(steps, self._column("validation_accuracy"), "C2", label="accuracy")
-            right.set_ylabel("validation accuracy")
-            lines = [*lines, *right.get_lines()]
-        axes.set_xlabel("step")
-        axes.set_ylabel("loss")
-        axes.legend(handles=lines)
-        return axes
+        """Draw losses, metrics, the best epoch and phases of sparsity; return the matplotlib axes.
 
-    def _column(self, name: str) -> list[float]:
-        return [row.get(name, float("nan")) for row in self.epochs]
+        Metrics have axes of their own at the right.
+        """
+        return draw(self, new_axes(axes))
+
+    @property
+    def phases(self) -> list[int]:
+        """The phase of sparsity in which each epoch began: 1 dense, 2 dynamic, 3 fixed mask."""
+        after = [row["phase"] for row in self.epochs if "phase" in row]
+        first = after[:1] if self.phase is None else [self.phase]
+        return [*first, *after[:-1]] if after else []
 
     def __str__(self) -> str:
         if not self.epochs:

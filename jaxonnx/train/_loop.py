@@ -36,7 +36,8 @@ def run(
     watched = Monitor(settings.monitor, step.columns(held_out is not None), settings.patience)
     update = jax.jit(_with_rate(step), donate_argnums=0)
     epochs = settings.epochs
-    state, history, at = step.init(), History(), Position()
+    state, at = step.init(), Position()
+    history, phase = History(), sparse_numbers(state.optimizer).get("phase")
     best = None if settings.patience is None else copy((step.view(state), state.state))
     with ExitStack() as stack:
         checkpoints = None
@@ -44,6 +45,8 @@ def run(
             checkpoints = stack.enter_context(_checkpoints(step, state, examples, settings))
             at, (state, best), history = checkpoints.restore((step.to_file(state), best))
             state = step.from_file(state)
+        if not history.epochs:
+            history.phase = phase
         history.notes = list(step.notes)
         batches, first = _opened(examples, at, epochs)
         shapes = step.check(_with_all_weights(first, examples))
@@ -85,6 +88,7 @@ def run(
                 record.close_epoch(row | {"seconds": time.perf_counter() - began})
                 at = Position(epoch + 1, 0, record.step)
                 improved = watched.see(history.epochs)
+                history.best = watched.best and watched.best[0]
                 if improved and best is not None:
                     best = copy((step.view(state), state.state))
                 if keeper.due_after_epoch(improved, epoch + 1 == epochs):

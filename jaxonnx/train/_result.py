@@ -1,5 +1,6 @@
 """What a run gives."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model
 from jaxonnx.train._history import History
+from jaxonnx.train._report import Run, write
 from jaxonnx.train._words import counted
 
 _MOST, _LEAST = 6, 2
@@ -25,6 +27,24 @@ class Result:
     """|new - old| / |old| (Euclidean norms) of each parameter and statistic; infinite from zero."""
     lora: Adapters | None = None
     """What a run with `lora=` trained, apart from the weights of the model."""
+    run: Run | None = None
+    """Settings and validation data, for `report`."""
+
+    def report(
+        self, path: str | os.PathLike, configuration: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write one HTML page about the run, which needs no other file.
+
+        It has the curves, the numbers of each epoch, all tensors by their layers (trained, frozen,
+        sparse, how much they changed), the confusion matrix of validation data in one piece for up
+        to 30 classes, settings and versions. It needs matplotlib.
+
+        Args:
+          path: of the file.
+          configuration: to be shown as the settings; by default those of `train` that are not the
+            usual ones.
+        """
+        write(self, path, configuration)
 
     def __str__(self) -> str:
         return "\n".join([str(self.history), *self.history.notes, *_listed(self)])

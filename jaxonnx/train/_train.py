@@ -16,10 +16,11 @@ from jaxonnx.model import Model, Statistics, Trainable, load
 from jaxonnx.train._assembly import assembled, step, weights_of_classes
 from jaxonnx.train._augmented import asked, augmented
 from jaxonnx.train._data import padding_of, sources
-from jaxonnx.train._folder import notes, pictured
-from jaxonnx.train._head import headed
+from jaxonnx.train._folder import Folder, notes, pictured
+from jaxonnx.train._head import completed, headed
 from jaxonnx.train._loop import run
 from jaxonnx.train._optimizers import optimizer as make_optimizer
+from jaxonnx.train._report import Run
 from jaxonnx.train._result import Result, changes
 from jaxonnx.train._settings import Hook, Optimizer, Settings
 from jaxonnx.train._step import State, Step, target_names
@@ -278,13 +279,16 @@ def train(
     one = assembled(net, settings, epochs, examples.steps)
     trained, history = run(one, examples, held_out, settings)
     history.notes += notes(data, validation)
+    if isinstance(data, Folder):
+        data.settings.kept.release()  # the result refers to what is held out
     if history.stopped and not history.early:
         warnings.warn(history.stopped, stacklevel=2)
+    made = Run(completed(net, settings)[0], held_out)
     if lora is None:
-        return Result(trained, history, _changes(one.model, trained))
+        return Result(trained, history, _changes(one.model, trained), run=made)
     adapters, trained = Adapters.of(trained), trained.merged()
     changed = _changes(one.model.merged(), trained, {*adapters.layouts, *adapters.values})
-    return Result(trained, history, changed, adapters)
+    return Result(trained, history, changed, adapters, made)
 
 
 def _changes(before: Model, after: Model, names: Collection[str] | None = None) -> dict[str, float]:
