@@ -13,6 +13,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 import jaxonnx
+from jaxonnx.cli import main
 from jaxonnx.train import History
 from jaxonnx.train._report import confusion
 from tests.tiny import examples, mlp, train
@@ -152,3 +153,16 @@ def test_a_page_of_a_run_without_validation_and_with_adapters(tmp_path):
     status = {row[2]: row[5] for row in page.rows if len(row) == 8}
     assert status == {"w1": "adapters", "w2": "frozen", "b1": "frozen", "b2": "frozen"}
     assert ["rate", "0.1"] in page.rows
+
+
+def test_from_the_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    jaxonnx.load(mlp()).save("net.onnx")
+    np.savez("data.npz", x=X, y=Y)
+    line = "train net.onnx data.npz -o out.onnx --validation 0.25 --report run.html --rate 0.01"
+    assert main(line.split()) == 0
+    page = Page((tmp_path / "run.html").read_text("utf-8"))
+    settings = dict(row for row in page.rows if len(row) == 2)
+    assert settings["rate"] == "0.01"
+    assert len(page.pictures) == 2
+    assert "run.html" in capsys.readouterr().out

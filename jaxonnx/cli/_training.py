@@ -3,8 +3,9 @@
 import argparse
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
 
     model = reading.read(options)
     check_writable(options.output)
+    _check_report(options.report)
     path = reading.examples(options)
     settings = _settings(options, model, path, sparsity)
     if options.explain:
@@ -56,6 +58,9 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
     _save(trained, options.output)
     if result.lora is not None and options.adapters is not None:
         result.lora.save(options.adapters)
+    if options.report is not None:
+        said = {n: x for n, x in vars(options).items() if x not in (None, False, [])}
+        replace(result, model=trained).report(options.report, said)
     history, written = result.history, _written(options)
     about = {"output": options.output, "written": written}
     about |= {"history": asdict(history), "changes": result.changes}
@@ -64,6 +69,14 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
     if trained.sparsity is None or report.status:
         return report
     return _with_proof(report, trained, data)
+
+
+def _check_report(path: Path | None) -> None:
+    """Refuse before the training what could not be written after it."""
+    if path is not None:
+        check_writable(path)
+        if find_spec("matplotlib") is None:
+            raise InputError("--report needs matplotlib: pip install 'jaxonnx[plot]'")
 
 
 def sparsify(options: argparse.Namespace) -> Report:
@@ -151,7 +164,7 @@ def _explained(
 
 def _written(options: argparse.Namespace) -> list[Path]:
     """Return the paths of what a training writes."""
-    paths = [options.output, *(options.log or ()), options.checkpoint_dir]
+    paths = [options.output, *(options.log or ()), options.checkpoint_dir, options.report]
     paths.append(getattr(options, "adapters", None))
     return [path for path in paths if path is not None]
 
