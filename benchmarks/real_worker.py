@@ -249,7 +249,8 @@ PARTS = {"onnxruntime": run_onnxruntime, "jaxonnx": run_jaxonnx, "again": run_ag
 def check(name: str, path: Path, folder: Path, gigabytes: float) -> None:
     """Run a part in this process, without measuring, as `main` would."""
     os.environ[CHECK] = "1"
-    resource.setrlimit(resource.RLIMIT_DATA, (int(gigabytes * 1e9),) * 2)
+    limit = int(gigabytes * 1e9)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -80,7 +80,8 @@ def to_dense(sparse: onnx.SparseTensorProto, folder: Path | None = None) -> np.n
         )
     try:
         dense = np.zeros(shape, values.dtype)
-        flat = indices if indices.ndim == 1 else np.ravel_multi_index(tuple(indices.T), shape)
+        places = indices if indices.ndim == 1 else np.ravel_multi_index(tuple(indices.T), shape)
+        flat = np.asarray(places)
     except (ValueError, TypeError, MemoryError) as error:
         raise ModelError(f"{what}: its indices do not fit ({error})") from error
     if flat.size and not (flat[0] >= 0 and flat[-1] < dense.size and (np.diff(flat) > 0).all()):
@@ -131,5 +132,5 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
         return False
     if a is b or a.dtype == object:
         return a is b or bool(np.array_equal(a, b))
-    flat = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b))
-    return np.array_equal(*flat)
+    first, second = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b))
+    return np.array_equal(first, second)

@@ -5,6 +5,7 @@ as those of a plain product do: no accelerator leaves its units for half precisi
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +34,7 @@ class Product:
 
     def _in(self, dtype, out, u, v):
         u, v = u.astype(dtype), v.astype(dtype)
-        factors = ((v, u.mT), (u.mT, v), (u, v))[out]
+        factors: Any = ((v, u.mT), (u.mT, v), (u, v))[out]
         return jnp.matmul(*factors, preferred_element_type=self._dtype(out, u, v))
 
 

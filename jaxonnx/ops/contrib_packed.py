@@ -5,6 +5,7 @@ other: `token_offset` says where each row stands among (batch, steps), the real 
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,9 +65,8 @@ def decoder_masked_multi_head_attention(
         )
     refuse(mask_index=mask_index, attention_bias=attention_bias)
     if bias is not None:
-        query, key, value = (
-            x + b for x, b in zip((query, key, value), jnp.split(bias, 3), strict=True)
-        )
+        factors: Any = (query, key, value)
+        query, key, value = (x + b for x, b in zip(factors, jnp.split(bias, 3), strict=True))
     start = jnp.broadcast_to(jnp.asarray(past_sequence_length).reshape(-1), query.shape[:1])
     k, v = (
         _written(past, split_heads(new, num_heads), start)

@@ -278,7 +278,8 @@ def dynamic_quantize_lstm(
     )
 
     def cell(d):
-        step = lstm_step(*functions[d], input_forget)
+        f, g, h = functions[d]
+        step = lstm_step(f, g, h, input_forget)
 
         def quantized(gates, extra, h, c):
             recurrent, peepholes = extra

@@ -173,8 +173,9 @@ _cumulative("CumProd", 26, "cumprod", identity=1)
 @op("Einsum", since=12, weights={"xs": summed("equation")})
 def einsum(*xs, equation):
     # what the sum of several factors has in between is not rounded
-    wide = np.float32 if len(xs) > 2 and is_half(xs[0]) else None
-    return jnp.einsum(equation, *xs, preferred_element_type=wide).astype(xs[0].dtype)
+    first, *others = xs
+    wide = np.float32 if len(others) > 1 and is_half(first) else None
+    return jnp.einsum(equation, *xs, preferred_element_type=wide).astype(first.dtype)
 
 
 @op("TopK", since=11)

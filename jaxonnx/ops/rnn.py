@@ -268,7 +268,8 @@ def lstm(
     )
 
     def cell(d):
-        return lstm_step(*functions[d], input_forget), r[d], None if p is None else p[d]
+        f, g, h = functions[d]
+        return lstm_step(f, g, h, input_forget), r[d], None if p is None else p[d]
 
     initial = initial_h, initial_c
     bias = sum_of_biases(b)

@@ -102,7 +102,8 @@ def assembled(
     if settings.loss is None or settings.optimizer is None:
         _check_carried(model, settings)
         return Carried(model, objective.find(model, None, settings.metrics), settings)
-    goal = objective.find(model, settings.loss, settings.metrics, settings.class_weights)
+    weights: Any = settings.class_weights  # by number: `weights_of_classes`
+    goal = objective.find(model, settings.loss, settings.metrics, weights)
     goal = replace(goal, notes=(*notes, *goal.notes))
     optimizer: Any = settings.optimizer
     if planned(optimizer):

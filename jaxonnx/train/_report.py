@@ -172,7 +172,8 @@ def confusion(result: Reported) -> Any:
     goal = objective.find(result.model, run.settings.loss, None)
     axis = goal.terms[0].loss.class_axis if len(goal.terms) == 1 else None
     shape = result.model.outputs[0].shape
-    if axis is None or not shape or not isinstance(shape[axis], int) or shape[axis] > _CLASSES:
+    classes = shape[axis] if shape and axis is not None else None
+    if not isinstance(classes, int) or classes > _CLASSES:
         return None
     goal = objective.find(result.model, run.settings.loss, "confusion_matrix")
     labels = images.preparation(result.model).labels
@@ -200,7 +201,7 @@ def _text(value: Any) -> str:
         return ", ".join(map(_text, value))
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
+    if isinstance(value, np.ndarray | jax.Array):
         return f"{value.dtype}{[*value.shape]}"
     return getattr(value, "__name__", None) or f"a {type(value).__name__}"
 
