@@ -104,17 +104,20 @@ def matrix(*, first: bool = False, transpose: str | None = None, batch: str | No
     return Form(axes, tuple(filter(None, (transpose, batch))))
 
 
-def convolution(*, transposed: bool = False, depthwise: bool = False) -> Form:
+def convolution(*, transposed: bool = False, depthwise: bool = False, last: bool = False) -> Form:
     """Declare a kernel (outputs, inputs, *window), or (inputs, outputs, *window) if `transposed`.
 
-    The attribute `group` is the number of groups; with `depthwise`, every channel is one.
+    With `last` it is (outputs, *window, inputs). The attribute `group` is the number of groups;
+    with `depthwise`, every channel is one.
     """
 
     def axes(rank: int, attributes: Mapping[str, Any], position: int = 0) -> Matrix | None:
         if rank < 3:
             return None
-        output, input = (1, 0) if transposed else (0, 1)
         grouped = depthwise or attributes.get("group", 1) != 1
+        if last:
+            return Matrix(0, rank - 1, tuple(range(1, rank - 1)), grouped=grouped)
+        output, input = (1, 0) if transposed else (0, 1)
         return Matrix(output, input, tuple(range(2, rank)), grouped=grouped)
 
     return Form(axes, () if depthwise else ("group",))

@@ -1,10 +1,12 @@
 """What all tests share: programs are compiled once for all runs, and forgotten when a file ends."""
 
+import copy
 import gc
 import os
 import resource
 
 import jax
+import numpy as np
 import pytest
 
 PER_CLEARING = 100
@@ -42,6 +44,15 @@ def pytest_collection_modifyitems(items):
     items.sort(key=place)
 
 
+def pytest_runtest_setup(item):
+    """Let a test draw from its file's generators what it draws alone, after whatever tests."""
+    states = item.session.stash.setdefault(STATES, {})
+    for name, value in vars(getattr(item, "module", None) or item).items():
+        if isinstance(value, np.random.Generator):
+            state = states.setdefault((item.path, name), copy.deepcopy(value.bit_generator.state))
+            value.bit_generator.state = state
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
     """Forget compiled programs, each of which takes memory."""
@@ -52,6 +63,7 @@ def pytest_runtest_teardown(item, nextitem):
 
 
 DONE = pytest.StashKey[int]()
+STATES = pytest.StashKey[dict]()
 
 
 def pytest_sessionfinish():

@@ -15,6 +15,14 @@ from onnx import ModelProto
 import jaxonnx
 
 DATA = Path(__file__).parent / "data"
+OPEN = sorted(
+    name
+    for path in DATA.rglob("*.onnx")
+    if not (name := path.relative_to(DATA).as_posix()).startswith(
+        ("families/", "text/", "unfolded")
+    )
+)
+"""Files of one input with an open batch (or a batch that `with_any_batch` opens), and no maps."""
 PAGE = Path(__file__).parents[1] / "jaxonnx" / "docs" / "compatibility.md"
 MARKERS = "<!-- families -->", "<!-- /families -->"
 HEAD = "file", "what it is", "exporter, opsets", "trained", "frozen", "gradient against"

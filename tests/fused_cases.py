@@ -154,7 +154,11 @@ IMAGES = [
         ["y", "total"],
         expected=skip_group_norm,
     ),
-    Fused("NhwcConv", [f(1, 4, 5, 2), f(3, 2, 2, 2), f(3)], expected=conv),
+    Fused(
+        "NhwcConv",
+        [f(1, 4, 5, 4), f(3, 2, 3, 4), f(3)],
+        expected=lambda x, w, b: conv(x, np.moveaxis(w, -1, 1), b),
+    ),
     Fused(
         "NhwcFusedConv",
         [f(1, 4, 5, 2), f(3, 2, 2, 2), f(3), f(1, 3, 4, 3)],

@@ -37,6 +37,20 @@ def shapes(params):
     return sorted(tuple(value.shape) for value in params.values())
 
 
+def test_adapters_that_the_file_has_are_weights_of_their_own():
+    """As PEFT's exports name them; those of `jaxonnx.LoRA` are where their weight is."""
+    proto = onnx.parser.parse_model("""
+    <ir_version: 9, opset_import: ["": 17]>
+    g (float[n,4] x) => (float[n,4] y) { y = MatMul(x, w) }
+    """)
+    proto.graph.node[0].name = "/q_proj/lora_A/MatMul"
+    name = "q_proj.lora_A.default.weight"
+    proto.graph.node[0].input[1] = name
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.eye(4, dtype="f4"), name))
+    model = jaxonnx.load(proto)
+    assert [*model.with_trainable("/q_proj/lora_A/MatMul").params] == [name]
+
+
 def test_a_module_has_all_its_weights_whatever_the_exporter_calls_them(legacy):
     """Both exporters wrote the same network, one with `onnx::MatMul_...` for its matrices."""
     for module in ("encoder.layers.0", "encoder.layers.1.linear2", "encoder", "head"):

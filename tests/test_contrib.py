@@ -124,6 +124,17 @@ CASES = [
         {"activation": "LeakyRelu", "activation_alpha": 0.2, "transB": 1},
         id="leaky",
     ),
+    *(
+        Fused("FusedGemm", [f(2, 3), f(3, 4), f(4)], {"activation": name, **settings}, id=name)
+        for name, settings in {
+            "ParametricSoftplus": {"activation_alpha": 0.5, "activation_beta": 2.0},
+            "ScaledTanh": {"activation_alpha": 0.5, "activation_beta": 2.0},
+            "Selu": {"activation_alpha": 1.5, "activation_gamma": 0.9},
+            "Softplus": {},
+            "Softsign": {},
+            "ThresholdedRelu": {"activation_alpha": 0.3},
+        }.items()
+    ),
     Fused("FusedConv", [f(1, 2, 4, 4), f(3, 2, 3, 3), f(3)], {"activation": "Relu"}),
     Fused(
         "FusedConv",
@@ -494,3 +505,23 @@ def test_signatures_are_those_of_onnxruntime():
                 wanted = helper.get_attribute_value(wanted)
                 wanted = wanted.decode() if isinstance(wanted, bytes) else wanted
                 assert default == pytest.approx(wanted), (o.name, name)
+
+
+def test_bias_dropout_drops_in_training_only():
+    model = jaxonnx.load(
+        onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["": 22, "com.microsoft": 1]>
+        g (float[n,8] x, float[n,8] residual, bool training) => (float[n,8] y)
+        <float[8] b = {1,2,3,4,5,6,7,8}> {
+            rate = Constant <value = float {0.5}> ()
+            y = com.microsoft.BiasDropout (x, b, residual, rate, training)
+        }""")
+    )
+    x, residual = f(100, 8), f(100, 8)
+    shifted = x + np.arange(1, 9, dtype=np.float32)
+    kept = model.apply(model.params, x, residual, np.array(False))
+    np.testing.assert_allclose(kept, shifted + residual, rtol=1e-6)
+    y, _ = model.apply_train(model.params, {}, jax.random.key(0), x, residual, np.array(True))
+    dropped = np.isclose(y, residual, rtol=1e-6)
+    np.testing.assert_allclose(y, np.where(dropped, 0, 2 * shifted) + residual, rtol=1e-5)
+    assert 300 < dropped.sum() < 500  # of 800

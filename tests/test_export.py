@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +12,7 @@ import pytest
 
 import jaxonnx
 from jaxonnx import optim
-
-DATA = Path(__file__).parent / "data"
-OTHERS = ("families/", "text/", "unfolded")
-"""Files of several inputs, of a fixed batch or with maps as outputs, which this is not said of."""
-FILES = sorted(
-    name
-    for path in DATA.rglob("*.onnx")
-    if not (name := path.relative_to(DATA).as_posix()).startswith(OTHERS)
-)
+from tests.families import DATA, OPEN
 
 RUN = """
 import sys
@@ -104,7 +95,7 @@ def test_the_batch_may_be_symbolic(file):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", OPEN)
 def test_inference_and_gradients_of_all_files_for_any_batch(file):
     model = jaxonnx.load(DATA / file)
     if file.startswith("fixed/"):
@@ -191,7 +182,7 @@ def test_sizes_are_computed_from_symbolic_ones():
     random = np.random.default_rng(0)
     tensors = {n: random.normal(size=(20, 8)).astype(np.float32) for n in ("words", "table")}
     tensors["weight"] = random.normal(size=(8, 8)).astype(np.float32)
-    tensors["positions"] = np.arange(16)[None]
+    tensors["positions"] = np.arange(64)[None]
     for name, value in tensors.items():
         proto.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
     model = jaxonnx.load(proto)
@@ -202,7 +193,7 @@ def test_sizes_are_computed_from_symbolic_ones():
         return mean.sum(), (y, mean)
 
     function = jax.value_and_grad(mean, has_aux=True)
-    shape = jax.export.symbolic_shape("b, t", constraints=["t <= 16"])
+    shape = jax.export.symbolic_shape("b, t", constraints=["t <= 64"])
     ids = jax.ShapeDtypeStruct(shape, np.int32)
     program = jax.export.export(jax.jit(function))(model.params, ids)
     ids = random.integers(0, 20, (3, 5))

@@ -65,6 +65,10 @@ FORMS = {
         file("t = Transpose(w) m = MatMul(x, t) i = Identity(m) y = LogSoftmax(i)", w=(6, 4)),
         ["w"],
     ),
+    "a mask that nobody reads": (
+        file("m = MatMul(x, w) a, mask = Dropout(m) y = Add(a, b)", w=(4, 6), b=(6,)),
+        ["w", "b"],
+    ),
     "tokens": (
         file(
             "m = MatMul(x, w) y = Add(m, b)", "float[n,s,4] x", "float[n,s,6] y", w=(4, 6), b=(6,)

@@ -3,18 +3,10 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-DATA = Path(__file__).parent / "data"
-OTHERS = ("families/", "text/", "unfolded")
-"""Files of several inputs, of a fixed batch or with maps as outputs, which this is not said of."""
-FILES = sorted(
-    name
-    for path in DATA.rglob("*.onnx")
-    if not (name := path.relative_to(DATA).as_posix()).startswith(OTHERS)
-)
+from tests.families import DATA, OPEN
 
 MESH = """
 import sys
@@ -105,4 +97,4 @@ def test_explicit_axes():
 @pytest.mark.deep
 @pytest.mark.parametrize("how", ["run", "split"])
 def test_explicit_axes_on_all_files(how):
-    on_eight_devices(how, FILES)
+    on_eight_devices(how, OPEN)

@@ -25,6 +25,7 @@ WAVES = np.concatenate([np.sin(ANGLES), np.cos(ANGLES)], 1)
         ("y = Add(e, w)", np.tri(6, 16) * -1e4 + POSITIONS, False),
         ("r = Relu(e) y = Add(r, w)", POSITIONS, False),  # no embedding any more
         ("y = Mul(e, w)", POSITIONS, False),
+        ("y = Add(e, w)", np.zeros((6, 16)), False),  # before training
         ("y = Add(e, w)", np.stack([POSITIONS, POSITIONS]), False),  # not for all examples alike
     ],
 )

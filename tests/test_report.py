@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 
 import jax
 import numpy as np
+import onnx.parser
 import optax
 import pytest
 from matplotlib.colors import to_hex
@@ -143,6 +144,20 @@ def test_the_matrix_is_that_of_the_validation_data(sparse):
     expected = jaxonnx.evaluate(result.model, (X[rows], Y[rows]), metrics="confusion_matrix")
     assert (found == expected["confusion_matrix"].counts).all()
     assert found.sum() == 12
+
+
+def test_the_matrix_of_a_loss_by_output():
+    two = onnx.parser.parse_model("""
+    <ir_version: 9, opset_import: ["": 17]>
+    g (float[n,8] x) => (float[n,1] size, float[n,4] kind) {
+      kind = MatMul(x, w) size = MatMul(x, v) }""")
+    for name, width in (("w", 4), ("v", 1)):
+        value = np.eye(8, width, dtype=np.float32)
+        two.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+    targets = {"kind": Y}
+    loss = {"kind": "softmax_cross_entropy_with_integer_labels"}
+    result = train(two, (X, targets), loss=loss, validation=(X[:12], {"kind": Y[:12]}))
+    assert confusion(result).counts.sum() == 12
 
 
 def test_a_page_of_a_run_without_validation_and_with_adapters(tmp_path):

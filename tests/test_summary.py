@@ -91,6 +91,15 @@ def test_dimensions_keep_their_names():
     layers = jaxonnx.load(proto).summary().layers
     assert layers[0].shape == ("batch", "sequence", "other")
     assert layers[-1].shape == ("batch", "2*other", "sequence")
+    # many names, and an axis without one
+    proto = onnx.parser.parse_model("""
+    <ir_version: 9, opset_import: ["": 17]>
+    g (float[batch,a,b,c,d] x, float[batch,?] z) => (float[n,i,j,k,l] y, float[n,m] v) {
+      y = Exp(x) v = Exp(z) }
+    """)
+    layers = jaxonnx.load(proto).summary().layers
+    assert layers[0].shape == ("batch", "a", "b", "c", "d")
+    assert layers[1].shape == ("batch", None)
     # two names of one size: the evaluation falls back to equal ones
     proto = onnx.parser.parse_model("""
     <ir_version: 9, opset_import: ["": 17]>

@@ -72,7 +72,37 @@ def test_tied_decides_otherwise():
     with pytest.raises(jaxonnx.InputError, match="w3"):
         jaxonnx.load(twice(), tied="w3")
     with pytest.raises(jaxonnx.InputError, match="other values than 'w'"):
-        jaxonnx.load(twice(), tied="w2", weights={"w": 2 * W})
+        jaxonnx.load(twice(), tied="w2", weights={"w": 2 * W, "w2": 3 * W})
+
+
+def test_a_tie_holds_in_weights_and_checkpoints(tmp_path):
+    """A file of weights has a tied one once, by the initializer's name."""
+    net = jaxonnx.load(twice())
+    x = RNG.standard_normal((8, 4)).astype(np.float32)
+    after = jaxonnx.train(
+        net, (x, x[:, ::-1]), loss="squared_error", optimizer=optax.sgd(0.1), batch_size=8,
+        epochs=2, checkpoint_dir=tmp_path / "run",
+    ).model  # fmt: skip
+    after.save(tmp_path / "w.safetensors")
+    folder = jaxonnx.load(tmp_path / "run")
+    file = jaxonnx.load(twice(), weights=tmp_path / "w.safetensors")
+    named = jaxonnx.load(twice(), weights={"w": np.asarray(after.params["w"])})
+    for again in (folder, file, named):
+        assert [*again.params] == ["w"]
+        np.testing.assert_array_equal(again(x), after(x))
+
+
+def test_an_identity_that_is_not_trained_is_saved_as_it_is_used(tmp_path):
+    """A bias of zeros that training changes, and an addend that the exporter found equal to it."""
+    zeros = "z = Identity(b) p = MatMul(x, w) h = Add(p, b) s = Sin(z) y = Sub(h, s)"
+    net = jaxonnx.load(model(zeros, w=W, b=np.zeros(4)))
+    assert {*net.params} == {"w", "b"}
+    after = trained(net)
+    after.save(tmp_path / "out.onnx")
+    x = RNG.standard_normal((8, 4)).astype(np.float32)
+    session = onnxruntime.InferenceSession(tmp_path / "out.onnx")
+    np.testing.assert_allclose(session.run(None, {"x": x})[0], after(x), rtol=1e-4, atol=1e-5)
+    assert np.any(after.params["b"])
 
 
 def test_other_values_for_one_of_two_names_are_kept():

@@ -119,6 +119,9 @@ def test_balanced_classes_and_their_names():
     np.testing.assert_allclose(
         train(data=data, class_weights=dict(enumerate(wanted))).history.losses, balanced, rtol=1e-6
     )
+    one_hot = {"data": (data[0], np.eye(4, dtype=int)[labels], data[2])}
+    run = train(**one_hot, loss="softmax_cross_entropy", class_weights="balanced")
+    np.testing.assert_allclose(run.history.losses, balanced, rtol=1e-5)
     named = jaxonnx.load(mlp()).with_head(NAMES)
     runs = [
         train(named, data, class_weights=wanted).history.losses
@@ -127,6 +130,10 @@ def test_balanced_classes_and_their_names():
     assert runs[0] == runs[1] != runs[2]
     with pytest.raises(jaxonnx.TrainingError, match="'be', which is none of 4 classes: try 'bee'"):
         train(named, data, class_weights={"be": 2.0})
+
+
+def first_score(outputs, targets):
+    return outputs[0, 0]
 
 
 def noisy(key, x):
@@ -190,6 +197,17 @@ REFUSED = {
     "scalar in validation": (
         {"validation": (X, Y, W), "loss": lambda outputs, targets: outputs.mean()},
         "a scalar, which weights of examples cannot weigh",
+    ),
+    "scalar metric": (
+        {"validation": (X, Y, W), "metrics": [first_score]},
+        "metric .* is a scalar, which weights of examples cannot weigh",
+    ),
+    "scalar, later": (
+        {
+            "data": [(X[:8], Y[:8], np.ones(8)), (X[8:16], Y[8:16], W[8:16])],
+            "loss": lambda outputs, targets: outputs.mean(),
+        },
+        "batch of epoch 1: the loss is a scalar, which weights of examples cannot weigh",
     ),
     "no such class": ({"class_weights": {4: 1.0}}, "class_weights has 4; the classes .* 0 ... 3"),
     "no names": ({"class_weights": {"cat": 1.0}}, "does not say the names"),

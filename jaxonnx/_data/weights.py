@@ -52,3 +52,8 @@ def _numbers(value: Any) -> bool:
     if isinstance(value, list):
         return all(isinstance(x, int | float | np.number) for x in value)
     return hasattr(value, "__array__")
+
+
+def all_or_nothing(weight: Any) -> bool:
+    """Check whether each example counts fully or not at all."""
+    return weight is None or bool(np.isin(weight, (0, 1)).all())

@@ -18,12 +18,7 @@ class Writer:
 
     def fresh(self, name: str) -> str:
         """Return an unused name: `name`, or `name_2` and so on if another writer has it."""
-        unused, number = name, 1
-        while unused in self.used:
-            number += 1
-            unused = f"{name}_{number}"
-        self.used.add(unused)
-        return unused
+        return unused(name, self.used)
 
     def node(self, operator: str, *inputs: str, name: str = "", **attributes: Any) -> str:
         """Append a node with one output, called like `name`; return the output's name."""
@@ -47,6 +42,16 @@ class Writer:
         """Declare an output with the shape and dtype of `value`."""
         kind = onnx_type(value.dtype)
         self.graph.output.append(helper.make_tensor_value_info(name, kind, value.shape))
+
+
+def unused(name: str, used: set[str]) -> str:
+    """Return `name`, or `name_2` and so on if that is in `used`, which it joins."""
+    free, number = name, 1
+    while free in used:
+        number += 1
+        free = f"{name}_{number}"
+    used.add(free)
+    return free
 
 
 def onnx_type(dtype: Any) -> int:

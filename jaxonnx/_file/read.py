@@ -18,6 +18,7 @@ from jaxonnx._file.protos import all_graphs, names_of_constants, tensor_of_const
 from jaxonnx._file.records import SPARSITY, has
 from jaxonnx._file.save import in_file_types
 from jaxonnx._file.tensors import to_array, to_dense
+from jaxonnx._file.ties import renewed
 from jaxonnx.errors import InputError, ModelError, UnsupportedError
 
 _DATA_FIELDS = (
@@ -108,7 +109,7 @@ def _checkpoint(folder: str | os.PathLike, which: str) -> tuple[ModelProto, dict
             if tensor.name in values:
                 value = values[tensor.name].astype(to_array(tensor).dtype)
                 tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))
-    tensors |= {name: value for name, value in values.items() if name in tensors}
+    tensors = renewed(proto.graph, tensors, {n: v for n, v in values.items() if n in tensors})
     if has(proto, SPARSITY):
         from jaxonnx._file import packed
 
@@ -121,7 +122,9 @@ def _checkpoint(folder: str | os.PathLike, which: str) -> tuple[ModelProto, dict
 
 
 def replaced(
-    tensors: dict[str, np.ndarray], weights: str | os.PathLike | Mapping[str, Any]
+    graph: GraphProto,
+    tensors: dict[str, np.ndarray],
+    weights: str | os.PathLike | Mapping[str, Any],
 ) -> dict[str, np.ndarray]:
     """Return `tensors` with other weights in the place of those of the same names.
 
@@ -152,7 +155,7 @@ def replaced(
                 f"{what}: '{name}' is {value.dtype}{list(value.shape)}, the model's is "
                 f"{old.dtype}{list(old.shape)}"
             )
-    return tensors | new
+    return renewed(graph, tensors, new)
 
 
 def _existing(path: str | os.PathLike, wanted: str) -> Path:

@@ -61,8 +61,8 @@ def in_file_types(
     arrays = {name: np.asarray(value) for name, value in values.items()}
     for name in originals.keys() & arrays.keys():
         array, original = arrays[name], originals[name]
-        same = np.array_equal(original.astype(array.dtype), array, equal_nan=True)
-        arrays[name] = original if same else array.astype(original.dtype)
+        unchanged = np.array_equal(original.astype(array.dtype), array, equal_nan=True)
+        arrays[name] = original if unchanged else array.astype(original.dtype)
     return arrays
 
 
@@ -90,11 +90,12 @@ def _fill(graph: GraphProto, values, params, state, repeat: bool) -> None:
         name = node.output[0] if node.output else ""
         if name not in values:
             continue
-        of = values.get(node.input[0]) if node.op_type == "Identity" and not repeat else None
-        if of is not None and same(values[name], of):
+        of = values.get(node.input[0]) if node.op_type == "Identity" else None
+        apart = of is not None and not same(values[name], of)
+        if of is not None and not apart and not repeat:
             continue
         constant = tensor_of_constant(node)
-        if name in params or (constant is None and name in state):
+        if name in params or apart or (constant is None and name in state):
             graph.node.remove(node)
             graph.initializer.append(numpy_helper.from_array(values[name], name))
         elif constant is not None:

@@ -56,6 +56,15 @@ class Node:
     body: Graph | None = None
     """The body, if the node calls a function of the model."""
 
+    @property
+    def subgraphs(self) -> list[Graph]:
+        """Every graph among the attributes."""
+        return _listed(self.graphs)
+
+
+def _listed(graphs: Mapping[str, Graph | list[Graph]]) -> list[Graph]:
+    return [g for v in graphs.values() for g in (v if isinstance(v, list) else [v])]
+
 
 def bind(model: ModelProto, graph: GraphProto, external: Collection[str]) -> Graph:
     """Bind a graph of `model`; `external` names the tensors whose values come from outside.
@@ -176,8 +185,7 @@ class _Binder:
                 graphs[name] = [self.graph(g, opsets, visible, refs) for g in attribute.graphs]
             else:
                 attributes[name] = _value(attribute, label)
-        inner = [g for v in graphs.values() for g in (v if isinstance(v, list) else [v])]
-        captured = [name for graph in inner for name in _free_names(graph)]
+        captured = [name for graph in _listed(graphs) for name in _free_names(graph)]
         index, body, op = self.count, None, None
         # a function of the model comes before an operator of the same name
         function = self.functions.get((domain, proto.op_type, proto.overload))

@@ -10,10 +10,10 @@ from typing import Any
 
 from onnx import GraphProto
 
+from jaxonnx._file.ties import tied
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.roles import roles
 from jaxonnx._graph.scopes import modules
-from jaxonnx._graph.ties import tied
 from jaxonnx._graph.uses import uses
 
 Names = Mapping[str, Collection[str]]
@@ -68,8 +68,12 @@ class Places:
         """The tensors that have a role, or are trained, with the tensor that nodes read."""
         initializers = {tensor.name for tensor in self.proto.initializer}
         known = {*roles(self.graph, self.tensors, initializers), *self.params}
-        # an adapter is where its weight is
-        return {name: name.partition(".lora_")[0] for name in self.tensors if name in known}
+
+        def root(name: str) -> str:  # an adapter of ours is where its weight is
+            weight = name.partition(".lora_")[0]
+            return weight if weight in self.tensors else name
+
+        return {name: root(name) for name in self.tensors if name in known}
 
     @cached_property
     def _read(self) -> dict[str, list[str]]:

@@ -55,9 +55,8 @@ def graph_tensors(graph: Graph) -> list[str]:
     """Return the named tensors of a graph, its subgraphs and the functions that it calls."""
     names = [*graph.weights, *graph.lifted.values()]
     for node in graph.nodes:
-        for inner in (*node.graphs.values(), *([] if node.body is None else [node.body])):
-            for g in inner if isinstance(inner, list) else [inner]:
-                names += graph_tensors(g)
+        for g in (*node.subgraphs, *([] if node.body is None else [node.body])):
+            names += graph_tensors(g)
     return list(dict.fromkeys(names))
 
 
@@ -66,9 +65,8 @@ def running_statistics(graph: Graph) -> set[str]:
     names = set()
     for node in graph.nodes:
         names |= {name for i, name in enumerate(node.inputs) if node.op.role(i) == "state"}
-        for inner in node.graphs.values():
-            for g in inner if isinstance(inner, list) else [inner]:
-                names |= running_statistics(g)
+        for g in node.subgraphs:
+            names |= running_statistics(g)
         if node.body is not None:
             outer = dict(zip(node.body.inputs, node.inputs, strict=False)) | dict(node.body.lifted)
             names |= {outer[name] for name in running_statistics(node.body) if name in outer}
@@ -104,9 +102,9 @@ def roles(
     embedded = embeddings(graph, used)
 
     def is_table(use: Use) -> bool:
-        value = tensors[use.name]
-        learned = use.name in initializers and is_learned(use, value, embedded)
-        return learned and _is_irregular(np.asarray(value))
+        value = np.asarray(tensors[use.name])
+        irregular = use.name in initializers and _is_irregular(value)
+        return irregular and is_learned(use, value, embedded)
 
     for use in used:
         role = use.node.op.role(use.position)

@@ -118,10 +118,9 @@ def uses(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[Use]:
                 behind.update(dict.fromkeys(filter(None, node.outputs), new))
             if not fed.isdisjoint(node.reads):
                 fed.update(node.outputs)
-            for inner in node.graphs.values():
-                for g in inner if isinstance(inner, list) else [inner]:
-                    own = behind.new_child(dict.fromkeys(g.inputs))
-                    yield from walk(g, own, {*fed, *g.inputs}, top)
+            for g in node.subgraphs:
+                own = behind.new_child(dict.fromkeys(g.inputs))
+                yield from walk(g, own, {*fed, *g.inputs}, top)
             if node.body is not None:
                 pairs = [*zip(node.body.inputs, node.inputs, strict=False)]
                 inner = {local: behind.get(name) for local, name in pairs}

@@ -169,7 +169,8 @@ def _written(proto: ModelProto, graph: Graph, change: Change) -> ModelProto:
             needed.update(node.reads)
     gone = left | (behind - needed)
     for i, node in reversed([*enumerate(main.node)]):
-        if not gone.isdisjoint(node.output):
+        made = {*node.output} - {""}
+        if made and made <= gone:
             del main.node[i]
     for node in main.node:
         for i, name in enumerate(node.input):

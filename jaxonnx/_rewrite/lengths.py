@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from onnx import ModelProto, helper
 
-from jaxonnx._file.build import names
+from jaxonnx._file.build import names, unused
 from jaxonnx._file.protos import all_graphs, all_nodes
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.values import Value
@@ -127,7 +127,7 @@ class Change:
             shape, dtype = self.tensors[root].shape, self.tensors[root].dtype
         else:
             kind = "bias" if node.op.form(position) is None else "weight"
-            root = self._unused(f"{node.outputs[0]}.{kind}")
+            root = unused(f"{node.outputs[0]}.{kind}", self._used)
             shape = self.shapes[name]
             dtype = self._types.get(name) or self.types[name].dtype
             self.inputs[node.outputs[0], position] = root
@@ -148,14 +148,6 @@ class Change:
                 axis = node.attributes.get("perm", range(rank)[::-1])[axis]
             name = node.inputs[0]
         return None
-
-    def _unused(self, name: str) -> str:
-        unused, number = name, 1
-        while unused in self._used:
-            number += 1
-            unused = f"{name}_{number}"
-        self._used.add(unused)
-        return unused
 
     def _lengthen(self, node: Node, position: int, axis: int) -> None:
         """Put a new tensor in the place of one with a number for each class.
@@ -195,7 +187,7 @@ class Change:
             ):
                 new = target.copy()
                 new[axis] = self.count
-                name = self._unused(f"{node.outputs[0]}.shape")
+                name = unused(f"{node.outputs[0]}.shape", self._used)
                 self.inputs[node.outputs[0], position] = name
                 self.constants[name] = new
 

@@ -254,10 +254,8 @@ def _place(others: frozenset[str], fixed: Mapping[str, np.ndarray]) -> tuple:
 
 
 def _dynamic(node: Node) -> bool:
-    graphs: Collection = [
-        g for v in node.graphs.values() for g in (v if isinstance(v, list) else [v])
-    ]
-    return node.op.dynamic or any(_dynamic(inner) for graph in graphs for inner in graph.nodes)
+    inner = (n for graph in node.subgraphs for n in graph.nodes)
+    return node.op.dynamic or any(map(_dynamic, inner))
 
 
 def _owned(value: Any) -> Any:

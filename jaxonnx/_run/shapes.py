@@ -18,12 +18,13 @@ from jaxonnx.errors import Error, InputError
 _SMALL = 4096
 """Bytes; a tensor that shape inference may read: axes, sizes and the like."""
 
-_SIZES = {True: (2, 5), False: (32, 48)}
+_SIZES = {True: (3, 7), False: (32, 48)}
 """Two sizes of an open dimension, where it is the first one of an input, and elsewhere. Their
 ratios differ, so that a multiple of one is not taken for a multiple of the other."""
 
 _APART = 16
-"""What further dimensions with a name add to the second size, so that their ratios differ too."""
+"""What each dimension with a name adds to the second size, so that their ratios differ too, from
+that of those without."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def evaluated(proto: ModelProto, graph: Graph, tensors: Mapping[str, Any]) -> Sh
             if not isinstance(size, int):
                 shared.setdefault(size or (value.name, axis), _SIZES[axis == 0])
     inner = [n for n, pair in shared.items() if isinstance(n, str) and pair == _SIZES[False]]
-    apart = shared | {n: (32, 48 + _APART * i) for i, n in enumerate(inner)}
+    apart = shared | {n: (32, 48 + _APART * i) for i, n in enumerate(inner, 1)}
 
     def at(sizes: Mapping[Any, tuple[int, int]], which: int) -> tuple[dict[str, Any], set[str]]:
         chosen = {name: pair[which] for name, pair in sizes.items()}

@@ -158,6 +158,8 @@ def _explained(
     lines.append(f"result.model.save({explain.source(options.output)})")
     if "lora" in settings and options.adapters is not None:
         lines.append(f"result.lora.save({explain.source(options.adapters)})")
+    if options.report is not None:
+        lines.append(f"result.report({explain.source(options.report)})")
     numpy = "import numpy as np\n" if any("np." in line for line in lines) else ""
     return "\n".join([f"{numpy}import jaxonnx\n", *lines, "print(result)"])
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from onnx import GraphProto
 
 from jaxonnx._file.protos import all_graphs
+from jaxonnx._file.ties import sources, tied
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.roles import unplaced
-from jaxonnx._graph.ties import sources, tied
 
 
 def ties(proto: GraphProto, tensors: Mapping[str, Any], params: Collection[str]) -> Iterator[str]:

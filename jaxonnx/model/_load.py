@@ -15,9 +15,9 @@ from onnx import GraphProto, ModelProto
 
 from jaxonnx._file.read import give_back_memory, read, replaced
 from jaxonnx._file.tensors import same
+from jaxonnx._file.ties import shared, sources
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.roles import running_statistics, split
-from jaxonnx._graph.ties import shared, sources
 from jaxonnx._rewrite.dequantize import dequantized
 from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError
@@ -85,7 +85,7 @@ def load(
         raise InputError(f"batch is 'any' or None, and was {batch!r}")
     proto, tensors = read(source, checkpoint)
     if weights is not None:
-        tensors = replaced(tensors, weights)
+        tensors = replaced(proto.graph, tensors, weights)
     if dequantize:
         proto, tensors = dequantized(proto, tensors)
     graph = bind(proto, proto.graph, tensors.keys())

@@ -521,15 +521,8 @@ class Model(Rendered):
         formats.save(path, self.to_onnx, self._weights, external_data=external_data, sparse=sparse)
         if formats.of(path).graph is None or self.sparsity is not None:
             return
-        if names := unrecorded(self.graph, self.tensors, self.params):
-            many = (
-                f"{names[0]!r} and {len(names) - 1} more have" if names[1:] else f"{names[0]!r} has"
-            )
-            warnings.warn(
-                f"{many} 2:4 zeros, which '{os.fspath(path)}' does not record: "
-                "jaxonnx.sparse.record(model) does, for packed files and for sparse.verify",
-                stacklevel=2,
-            )
+        if message := unrecorded(self.graph, self.tensors, self.params):
+            warnings.warn(f"'{os.fspath(path)}': {message}", stacklevel=2)
 
     def merged(self) -> Model:
         """Return a plain model in which adapters (`jaxonnx.LoRA`) are merged into the weights.

@@ -62,18 +62,25 @@ def selected(
     return lambda name, _: name in chosen
 
 
-def unrecorded(graph: Graph, tensors: Mapping[str, Any], params: Mapping[str, Any]) -> list[str]:
-    """Return the parameters that have 2:4 zeros along their input axis, recorded or not."""
+def unrecorded(graph: Graph, tensors: Mapping[str, Any], params: Mapping[str, Any]) -> str:
+    """Say which parameters have 2:4 zeros along their input axis; return "" if none has."""
     axes = options(graph, tensors, params)["axes"]
     weights = {name: (np.asarray(w), axes(name, w)) for name, w in params.items()}
     # the first groups tell of nearly every dense weight that it is dense
     likely = {name: pair for name, pair in weights.items() if pair[1] and _starts_sparse(*pair)}
     if not likely:
-        return []
+        return ""
     from jaxonnx.sparse import Pattern
     from jaxonnx.sparse._record import has
 
-    return [name for name, (w, where) in likely.items() if has(w, Pattern(2, 4, False), where)]
+    names = [name for name, (w, where) in likely.items() if has(w, Pattern(2, 4, False), where)]
+    if not names:
+        return ""
+    which = f"{names[0]!r} and {len(names) - 1} more have" if names[1:] else f"{names[0]!r} has"
+    return (
+        f"{which} 2:4 zeros, which the file does not record: jaxonnx.sparse.record(model) does, "
+        "for packed files and for sparse.verify"
+    )
 
 
 def _starts_sparse(w: np.ndarray, axes: tuple[int, int]) -> bool:

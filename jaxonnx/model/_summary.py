@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from onnx import NodeProto, ValueInfoProto
 from rich.console import Group
@@ -134,8 +134,9 @@ def summary(model: Shown) -> Summary:
         if not node.op.view and node.index not in views and first not in known:
             origin, value = origins.get(first), values.get(first)
             weights_of = list(dict.fromkeys(read))
-            layers.append(_layer(model, node, origin, value, weights_of, counted))
             places.append(_origin(model, node, origin, weights_of))
+            named = origin, places[-1]
+            layers.append(_layer(model, tensors, node, named, value, weights_of, counted))
             counted.update(read)
     trained, frozen = (sum(v.size for v in group.values()) for group in (model.params, model.state))
     size = sum(v.nbytes for v in (*model.params.values(), *model.state.values()))
@@ -158,13 +159,14 @@ def _inferred(model: Shown) -> tuple[dict[str, Value], frozenset[str]]:
 
 def _layer(
     model: Shown,
+    tensors: Mapping[str, Any],
     node: Node,
-    origin: NodeProto | None,
+    named: tuple[NodeProto | None, Origin],
     value: Value | None,
     weights: list[str],
     counted: Collection[str],
 ) -> Layer:
-    tensors = model.tensors
+    origin, called = named
     learned = [w for w in weights if w in model.params or w in model.state]
     adapted = [w for w in learned if f"{w}.lora_A" in model.params]
     new = [w for w in learned if w not in counted]
@@ -182,7 +184,6 @@ def _layer(
         notes.append("BatchNormalization folded?")
     if shared := [w for w in learned if w in counted]:
         notes.append(f"shares {', '.join(shared)}")
-    called = _origin(model, node, origin, weights)
     # the name of a node of TensorFlow begins with its scope and says more
     scope = called.module and not called.node.startswith(f"{called.module}/")
     return Layer(

@@ -162,7 +162,8 @@ def softmax(x, axis):
         return x
     # The error of a sum in half precision grows with its length. Short ones stay as ONNX's own
     # data have them, which differ from exact ones by less than the rounding of the result.
-    wide = widen(x) if x.shape[axis] > _SHORT else x
+    size = x.shape[axis]
+    wide = x if isinstance(size, int) and size <= _SHORT else widen(x)
     shifted = wide - jax.lax.stop_gradient(jnp.max(wide, axis, keepdims=True))
     e = jnp.exp(shifted - jax.lax.stop_gradient(jnp.maximum(shifted, 0)))
     return (e / jnp.sum(e, axis, keepdims=True)).astype(x.dtype)

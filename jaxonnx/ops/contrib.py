@@ -9,8 +9,21 @@ import numpy as np
 
 from jaxonnx._axes import convolution, matrix, table
 from jaxonnx.errors import NodeError
-from jaxonnx.ops.activation import elu, gelu, hard_sigmoid, hard_swish, leaky_relu, relu, sigmoid
+from jaxonnx.ops.activation import (
+    elu,
+    gelu,
+    hard_sigmoid,
+    hard_swish,
+    leaky_relu,
+    relu,
+    selu,
+    sigmoid,
+    softplus,
+    softsign,
+    thresholded_relu,
+)
 from jaxonnx.ops.conv import conv
+from jaxonnx.ops.experimental import parametric_softplus, scaled_tanh
 from jaxonnx.ops.linear import FACTORS, gemm, matmul
 from jaxonnx.registry import Omissible, op
 
@@ -23,9 +36,15 @@ _ACTIVATIONS = {
     "HardSigmoid": (hard_sigmoid, ("alpha", "beta")),
     "HardSwish": (hard_swish, ()),
     "LeakyRelu": (leaky_relu, ("alpha",)),
+    "ParametricSoftplus": (parametric_softplus, ("alpha", "beta")),
     "Relu": (relu, ()),
+    "ScaledTanh": (scaled_tanh, ("alpha", "beta")),
+    "Selu": (selu, ("alpha", "gamma")),
     "Sigmoid": (sigmoid, ()),
+    "Softplus": (softplus, ()),
+    "Softsign": (softsign, ()),
     "Tanh": (jnp.tanh, ()),
+    "ThresholdedRelu": (thresholded_relu, ("alpha",)),
 }
 
 

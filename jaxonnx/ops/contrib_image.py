@@ -68,7 +68,7 @@ def skip_group_norm(
     return y, total
 
 
-@op("NhwcConv", since=1, domain=DOMAIN, weights={"w": convolution()}, params=("b",))
+@op("NhwcConv", since=1, domain=DOMAIN, weights={"w": convolution(last=True)}, params=("b",))
 def nhwc_conv(
     x,
     w,
@@ -81,10 +81,13 @@ def nhwc_conv(
     pads=None,
     strides=None,
 ):
-    """Conv of images (N, *D, C); the weight (M, C / group, *kernel) is as in Conv."""
+    """Conv of images (N, *D, C) with a weight (M, *kernel, C / group).
+
+    The schema does not say the order of the weight: onnxruntime's FusionNhwcConv writes this one.
+    """
     return conv(
         x,
-        w,
+        jnp.moveaxis(w, -1, 1),
         b,
         auto_pad=auto_pad,
         dilations=dilations,
@@ -112,8 +115,8 @@ def nhwc_fused_conv(
     pads=None,
     strides=None,
 ):
-    """activation(NhwcConv(x, w, b) + z)."""
-    y = nhwc_conv(
+    """activation(Conv(x, w, b) + z) of images (N, *D, C); the weight is in the order of Conv."""
+    y = conv(
         x,
         w,
         b,
@@ -123,6 +126,7 @@ def nhwc_fused_conv(
         kernel_shape=kernel_shape,
         pads=pads,
         strides=strides,
+        channels=-1,
     )
     return activate(y if z is None else y + z, activation, activation_params)
 

@@ -83,14 +83,14 @@ def _written(cache, new, start):
     return jax.lax.dynamic_update_slice_in_dim(cache, new, start, axis=1)
 
 
-def _block_mask(rows, columns, block, steps):
-    """Return bool (layouts, steps, steps) from the blocks that CSR indices list."""
+def _block_mask(rows, columns):
+    """Return bool (layouts, blocks, blocks) from the blocks that CSR indices list."""
     count = rows.shape[1] - 1
     mask = np.zeros((rows.shape[0], count, count), bool)
     for layout, (starts, listed) in enumerate(zip(rows, columns, strict=True)):
         for row in range(count):
             mask[layout, row, listed[starts[row] : starts[row + 1]]] = True
-    return mask.repeat(block, 1).repeat(block, 2)[:, :steps, :steps]
+    return mask
 
 
 @op("SparseAttention", since=1, domain=DOMAIN)
@@ -133,10 +133,12 @@ def sparse_attention(
         q, k = (rotate(part, cos, sin, rotary_interleaved) for part in (q, k))
     length = past_key.shape[2]
     k, v = _written(past_key, k, start), _written(past_value, v, start)
-    layouts = _block_mask(block_row_indices, block_col_indices, sparse_block_size, length)
-    layouts = jnp.asarray(np.resize(layouts, (num_heads, length, length)))
+    layouts = _block_mask(block_row_indices, block_col_indices)
     at = jnp.clip(start[:, None] + np.arange(steps), 0, length - 1)
-    visible = jnp.moveaxis(layouts[:, at, :total], 1, 0)  # (batch, heads, steps, total)
+    rows = jnp.asarray(layouts)[:, at // sparse_block_size, :]
+    visible = rows[..., np.arange(total) // sparse_block_size]
+    heads_of = np.arange(num_heads) % len(layouts)
+    visible = jnp.moveaxis(visible[heads_of], 1, 0)  # (batch, heads, steps, total)
     x = scores(q, k[:, :, :total], scale or None)
     x = apply_mask(apply_mask(x, visible), reach(steps, total, start, right=0))
     x = apply_mask(x, np.arange(total) < lengths[:, None, None, None])

@@ -1,6 +1,7 @@
 """Quantized layers of com.microsoft: convolution, Gemm, pooling, attention, embeddings, LSTM.
 
-As in `jaxonnx.ops.contrib_quantized`, gradients go straight through.
+As in `jaxonnx.ops.contrib_quantized`, gradients go straight through; QLinearConv, which is exact in
+integers, has none.
 """
 
 import jax.numpy as jnp
@@ -168,7 +169,7 @@ def qgemm(
     b = dequantize_linear(b, b_scale, b_zero_point, axis=0 if transB else 1)
     y = alpha * ((a.T if transA else a) @ (b.T if transB else b))
     if c is not None:
-        y = y + c * (alpha * a_scale * b_scale)
+        y = y + c.astype(y.dtype) * (alpha * a_scale * b_scale)
     return y if y_scale is None else quantize_linear(y, y_scale, y_zero_point)
 
 

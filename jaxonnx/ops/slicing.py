@@ -81,7 +81,7 @@ def _window(start, end, step, size):
     """Clamp as specified, which for a backward slice from far left differs from Python."""
     if step == 0:
         raise NodeError("a step of 0 selects nothing")
-    if not isinstance(size, int) and end >= np.iinfo(np.int32).max:  # an open size
+    if isinstance(end, int) and not isinstance(size, int) and end >= np.iinfo(np.int32).max:
         end = size
     start += size if start < 0 else 0
     end += size if end < 0 else 0

@@ -18,6 +18,7 @@ from jaxonnx.train import _objective as objective
 from jaxonnx.train._carried import Carried
 from jaxonnx.train._class_weights import by_number
 from jaxonnx.train._head import completed, headed
+from jaxonnx.train._losses import find
 from jaxonnx.train._minimize import Minimize
 from jaxonnx.train._optimizers import planned
 from jaxonnx.train._settings import Optimizer, Settings
@@ -89,8 +90,10 @@ def weights_of_classes(model: Model, settings: Settings, data: Any = None) -> An
     if settings.class_weights is None:
         return None
     labels = images.preparation(model).labels
-    ignored = getattr(settings.loss, "ignore_index", None)
-    return by_number(settings.class_weights, labels, data, ignored)
+    wanted = settings.loss.values() if isinstance(settings.loss, Mapping) else [settings.loss]
+    parts = (x[0] if isinstance(x, tuple) and x else x for x in wanted)
+    losses = [find(loss) for loss in parts if loss is not None]
+    return by_number(settings.class_weights, labels, data, losses)
 
 
 def assembled(

@@ -52,6 +52,8 @@ def asked(augment: Any, preprocess: Mapping[str, Any] | None, data: Any) -> tupl
             f"augment={augment!r}: names go with a folder of pictures; for other data pass a "
             "function (key, x) that returns what x becomes, or (key, batch)"
         )
+    if preprocess is not None and not isinstance(preprocess, Mapping):
+        return None, preprocess  # refused where it is read
     if preprocess is not None and "augment" in preprocess:
         raise TrainingError("augment= and preprocess={'augment': ...} say the same: leave one out")
     return None, {**(preprocess or {}), "augment": augment}
@@ -67,19 +69,16 @@ def augmented(
     """
     if function is None:
         return examples
-    apply = jax.jit(_on_batch(function) if _takes_batch(function) else _on_inputs(function))
+    takes_batch = [*inspect.signature(function).parameters][1:2] == ["batch"]
+    apply = jax.jit(_on_batch(function) if takes_batch else _on_inputs(function))
 
     def changed(key: jax.Array, epoch: Any, number: Any, batch: Batch) -> Batch:
-        if _takes_batch(function):
+        if takes_batch:
             return apply(key, epoch, number, batch)
         # targets stay on the host, where those of a stream are checked
         return batch._replace(inputs=apply(key, epoch, number, batch.inputs))
 
     return Augmented(examples, changed, jax.random.fold_in(jax.random.key(seed), _KEY))
-
-
-def _takes_batch(function: Callable) -> bool:
-    return [*inspect.signature(function).parameters][1:2] == ["batch"]
 
 
 def _on_inputs(function: Callable) -> Callable:

@@ -9,12 +9,13 @@ import numpy as np
 from jaxonnx._data.batches import Examples
 from jaxonnx._data.padded import Padded
 from jaxonnx.errors import TrainingError
+from jaxonnx.train._losses import Loss
 
 _SHOWN = 8
 
 
 def by_number(
-    wanted: Any, labels: Sequence[str], data: Any = None, ignored: int | None = None
+    wanted: Any, labels: Sequence[str], data: Any = None, losses: Sequence[Loss] = ()
 ) -> dict[int, float]:
     """Return weights by the number of the class.
 
@@ -22,13 +23,13 @@ def by_number(
       wanted: the argument `class_weights` of `train`.
       labels: the names of the classes, where they are known.
       data: to balance.
-      ignored: the label that does not count.
+      losses: what the targets are for: labels that they ignore do not count.
 
     Raises:
       TrainingError: there is no such class, or nothing to balance.
     """
     if isinstance(wanted, str) and wanted == "balanced":
-        return _balanced(data, ignored)
+        return _balanced(data, losses)
     if not isinstance(wanted, Mapping) or not all(map(_is_weight, wanted.values())):
         raise TrainingError(
             "class_weights must be 'balanced', or a dict from classes (their names, or numbers "
@@ -57,7 +58,7 @@ def _number(name: Any, labels: Sequence[str]) -> int:
     )
 
 
-def _balanced(data: Any, ignored: int | None) -> dict[int, float]:
+def _balanced(data: Any, losses: Sequence[Loss]) -> dict[int, float]:
     """Return weights with which each class that occurs weighs as much as any other, 1 on average.
 
     They are those of scikit-learn: all labels / (classes * labels of the class).
@@ -70,7 +71,10 @@ def _balanced(data: Any, ignored: int | None) -> dict[int, float]:
         )
     assert isinstance(data, Examples)
     chosen = targets[data.rows]
-    classes, counts = np.unique(chosen[chosen != ignored], return_counts=True)
+    if any(loss.one_hot for loss in losses):
+        chosen = chosen.argmax(-1)
+    ignored = [loss.ignore_index for loss in losses if loss.ignore_index is not None]
+    classes, counts = np.unique(chosen[~np.isin(chosen, ignored)], return_counts=True)
     weights = counts.sum() / (len(classes) * counts)
     return dict(zip(classes.tolist(), weights.tolist(), strict=True))
 

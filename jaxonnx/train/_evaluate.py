@@ -10,6 +10,7 @@ import numpy as np
 from onnx import ModelProto
 
 from jaxonnx._data.batches import Examples, Stream
+from jaxonnx._data.weights import all_or_nothing
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model, load
 from jaxonnx.model import _images as images
@@ -94,7 +95,8 @@ def over(
     for number, batch in enumerate(tracked(examples.batches(0), examples.steps, progress)):
         outputs = goal.model(*batch.inputs)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs)
-        sizes = str((shapes, jax.tree.map(np.shape, batch.targets)))
+        plain = all_or_nothing(batch.weight)
+        sizes = str((shapes, jax.tree.map(np.shape, batch.targets), plain))
         if sizes not in fitting:
             goal.fit(shapes, batch.targets, batch.weight)
             fitting.add(sizes)

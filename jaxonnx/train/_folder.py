@@ -211,6 +211,11 @@ def _labels(
     return tuple(found)
 
 
+def _sides(size: Any) -> tuple[int, int]:
+    height, width = map(int, size)
+    return height, width
+
+
 def _preprocess(model: Model, preprocess: Mapping[str, Any]) -> Preprocess:
     """Return what the file says, with what `preprocess` says in its place."""
     kinds: dict[str, Callable[[Any], Any]] = {
@@ -219,7 +224,7 @@ def _preprocess(model: Model, preprocess: Mapping[str, Any]) -> Preprocess:
         "std": _numbers,
         "order": str,
         "crop": float,
-        "size": lambda size: tuple(map(int, size)),
+        "size": _sides,
         "labels": lambda names: tuple(map(str, names)),
         "augment": Augment.of,
         "memory": int,

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxonnx._data.batches import Batch, Examples, Stream
 from jaxonnx._data.padded import Padded
+from jaxonnx._data.weights import all_or_nothing
 from jaxonnx.errors import Error, TrainingError
 from jaxonnx.model import Model
 from jaxonnx.train._augmented import Augmented
@@ -159,8 +160,14 @@ class _Checks:
 
 
 def _shapes_of(batch: Batch) -> tuple[Any, ...]:
+    """Return what decides whether a batch fits, labels left out."""
     leaves, structure = jax.tree.flatten(batch)
-    return structure, *((x.shape, x.dtype) for x in leaves)
+    return structure, _is_plain(batch.weight), *((x.shape, x.dtype) for x in leaves)
+
+
+def _is_plain(weight: Any) -> bool:
+    """Check whether weights are those of fill; what lies on a device is not waited for."""
+    return isinstance(weight, np.ndarray) and all_or_nothing(weight)
 
 
 def _check_whole(

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from jaxonnx._data.ragged import IGNORED
+from jaxonnx._data.weights import all_or_nothing
 from jaxonnx.errors import TrainingError
 from jaxonnx.losses import ClassLoss, causal_lm, cross_entropy, negative_log_likelihood
 from jaxonnx.train._words import counted
@@ -183,7 +184,7 @@ class Loss:
         if not jnp.issubdtype(loss.dtype, jnp.floating):
             raise TrainingError(f"{what} must be a real floating number, and is {loss.dtype}")
         of_examples = loss.shape or isinstance(self.function, ClassLoss)
-        if weight is not None and not of_examples and not np.isin(weight, (0, 1)).all():
+        if not of_examples and not all_or_nothing(weight):
             raise TrainingError(
                 f"{what} is a scalar, which weights of examples cannot weigh: return one value for "
                 f"each of {size} examples"

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxonnx._data.weights import all_or_nothing
 from jaxonnx.errors import TrainingError
 from jaxonnx.train import _tables as tables
 from jaxonnx.train._losses import check_classes, totals
@@ -223,8 +224,10 @@ def find(metric: Any, reader: Reader) -> tuple[str, Metric]:
     return metric, Metric(lambda *batch: sums(read(*batch)), value, add)
 
 
-def check(name: str, metric: Any, reader: Reader, outputs: Any, targets: Any) -> None:
-    """Refuse a metric that does not fit outputs and targets, given their shapes."""
+def check(
+    name: str, metric: Any, reader: Reader, outputs: Any, targets: Any, weight: Any = None
+) -> None:
+    """Refuse a metric that does not fit outputs and targets, given their shapes, or weights."""
     if callable(metric):
         value = jax.eval_shape(metric, outputs, targets)
         size = len(jax.tree.leaves(targets)[0])
@@ -232,6 +235,11 @@ def check(name: str, metric: Any, reader: Reader, outputs: Any, targets: Any) ->
             raise TrainingError(
                 f"the metric '{name}' must be a scalar or have one value for each of {size} "
                 f"examples, and is {value}"
+            )
+        if not value.shape and not all_or_nothing(weight):
+            raise TrainingError(
+                f"the metric '{name}' is a scalar, which weights of examples cannot weigh: return "
+                f"one value for each of {size} examples"
             )
         return
     if not hasattr(outputs, "shape") or not hasattr(targets, "shape"):

@@ -155,7 +155,7 @@ class Objective:
             term.loss.check(*self._given(term, shapes, targets), what, weight)
         for name, measure in self.measures.items():
             given = self._seen(measure.output, shapes, targets)
-            metrics.check(name, measure.given, measure.reader, *given)
+            metrics.check(name, measure.given, measure.reader, *given, weight)
 
     def check_labels(self, targets: Any, shapes: Any, what: str, classes: Any = None) -> None:
         """Refuse labels that are no classes, and other classes than those of the outputs."""

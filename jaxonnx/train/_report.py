@@ -170,14 +170,21 @@ def confusion(result: Reported) -> Any:
     if run is None or run.settings.loss is None or not isinstance(run.held_out, Examples):
         return None
     goal = objective.find(result.model, run.settings.loss, None)
-    axis = goal.terms[0].loss.class_axis if len(goal.terms) == 1 else None
-    shape = result.model.outputs[0].shape
+    if len(goal.terms) != 1:
+        return None
+    (term,) = goal.terms
+    output, axis = term.output, term.loss.class_axis
+    shape = result.model.outputs[0 if output is None else goal.names.index(output)].shape
     classes = shape[axis] if shape and axis is not None else None
     if not isinstance(classes, int) or classes > _CLASSES:
         return None
-    goal = objective.find(result.model, run.settings.loss, "confusion_matrix")
+    name = "confusion_matrix"
+    goal = objective.find(
+        result.model, run.settings.loss, name if output is None else {output: name}
+    )
     labels = images.preparation(result.model).labels
-    return over(goal, run.held_out, labels, progress=False)["confusion_matrix"]
+    values = over(goal, run.held_out, labels, progress=False)
+    return next(value for key, value in values.items() if key.endswith(name))
 
 
 def _said(settings: Settings) -> dict[str, Any]:

@@ -50,17 +50,8 @@ class _WithSteps(Protocol[P, R_co]):
 
 
 def _with_steps(function: Callable[P, R_co]) -> _WithSteps[P, R_co]:
-    vars(function).update(
-        step=step,
-        optimizer=make_optimizer,
-        Step=Step,
-        State=State,
-        Batch=Batch,
-        ConfusionMatrix=ConfusionMatrix,
-        PerClass=PerClass,
-        Curve=Curve,
-        Curves=Curves,
-    )
+    public = (name for name in vars(_WithSteps) if not name.startswith("_"))
+    vars(function).update({name: getattr(_WithSteps, name) for name in public})
     return cast(_WithSteps[P, R_co], function)
 
 

@@ -41,6 +41,17 @@ def tied(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str]:
     return roots
 
 
+def renewed(
+    graph: GraphProto, tensors: Mapping[str, np.ndarray], new: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Return the tensors with new values, which what is one tensor on purpose shares."""
+    result = {**tensors, **new}
+    for name, of in sources(graph, tensors).items():  # a chain follows its first
+        if name not in new and result[of] is not tensors[of] and shared(tensors[name], tensors[of]):
+            result[name] = result[of]
+    return result
+
+
 def shared(value: np.ndarray, other: np.ndarray) -> bool:
     """Check whether two floating-point tensors are equal on purpose."""
     if value is not other and not same(value, other):
