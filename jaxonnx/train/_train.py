@@ -115,14 +115,14 @@ def train(
         with one folder in it for each class, whose number is the target. Or batches of such pairs,
         triples or dicts: an iterable (a Grain or torch DataLoader, tf.data, a list), or a
         function from the epoch to one. Data in one piece is shuffled in an order that depends on
-        `seed` and the epoch only; iterables are taken as they come. A short batch is filled up with
+        `seed` and the epoch only; iterables are taken as they come. A short batch is padded with
         other examples of the data, which the loss ignores but batch statistics see. Inputs and
         targets may be sequences of unequal length along the second axis: lists of lists, lists or
         object arrays of arrays, ragged columns of a dataset. The sequences of a batch are then
-        filled up to one width (`pad`, `length_buckets`), and those of one width are shuffled and
-        come together. A mask of the file ("attention_mask", "input_mask" or "mask") that the data
-        lack is 1 for each token and 0 for padding. Batches of an iterable may have several widths,
-        too; a program is compiled for each.
+        padded to one width (`pad`, `length_buckets`), and those of one width are shuffled and
+        batched together. A mask input ("attention_mask", "input_mask" or "mask") that is missing
+        from the data is 1 for each token and 0 for padding. Batches of an iterable may have several
+        widths, too; a program is compiled for each.
       loss: a loss of `optax.losses`, by name or itself, "absolute_error", "causal_lm" (each token
         is predicted from those before it; the targets may be left out: they are then the input of
         tokens, without padding), one of `jaxonnx.losses` (ONNX's, with weights of classes and
@@ -141,13 +141,13 @@ def train(
       optimizer: any optax transformation, such as `jaxonnx.train.optimizer` makes with a schedule;
         or a function `lambda steps: ...` to one, of the number of updates in the run.
       batch_size: of data in one piece; 32 if not given, or what the model's inputs are fixed to.
-      pad: what fills up sequences behind their end, a dict by input name, like {"input_ids": 1}; 0
-        where it says nothing. Under the name of targets ("y", "targets" or "labels" for the only
-        ones) what fills these; labels have the `ignore_index` of the loss, or -100.
-      length_buckets: the widths that sequences are filled up to, like (32, 64, 128), or one: a
-        batch has the narrowest that its longest example fits into. With it, sequences of equal
-        length are filled up as well. By default powers of two from 8 on, of which the last is cut
-        to the longest example of the data; or the length that the file is fixed to.
+      pad: the values that sequences are padded with, a dict by input name, like {"input_ids": 1}; 0
+        by default. The name of the targets ("y", "targets" or "labels" for the only ones) sets
+        theirs; labels are padded with the `ignore_index` of the loss, or -100.
+      length_buckets: the widths that sequences are padded to, like (32, 64, 128), or one: a batch
+        has the narrowest that its longest example fits into. With it, sequences of equal length
+        are padded as well. By default powers of two from 8 on, of which the last is cut to the
+        longest example of the data; or the length that the file is fixed to.
       seed: of the order of the examples and of random operators.
       validation: like `data`, or a share of data in one piece, like 0.2, whose choice depends on
         `seed` only; evaluated in inference mode after each epoch, in order.
@@ -157,8 +157,8 @@ def train(
         middle has, 1 by default; 0.875 where 224 of 256 are cut), "size" ((height, width), for a
         network that takes any), "labels" (the classes in the order of the outputs; otherwise that
         of the file if it has them all, or the folders sorted by name). "augment" is for training
-        only: "crop" shows random parts of the pictures, "flip" mirrors half of them; or a list of
-        both, or a dict with the least share of the area and the share that is mirrored, like
+        only: "crop" cuts out random parts of the pictures, "flip" mirrors half of them; or a list
+        of both, or a dict with the least share of the area and the share that is mirrored, like
         {"crop": 0.35, "flip": 0.5} (0.08 for "crop" if not given). They depend on `seed`, epoch and
         batch only. "workers" threads decode (as many as there are processors, up to 16), "memory"
         bounds the bytes of decoded pictures that are kept (2**30); others are decoded again in each
@@ -193,7 +193,7 @@ def train(
         are the parameters of the resulting model. With `lora` they are trained beside the adapters.
       lora: a `jaxonnx.LoRA`: only low-rank adapters of weights are trained. The resulting model has
         them merged into its weights; `.lora` of the result holds them alone, to be saved as a small
-        file (`Adapters.save`), or to be passed here again to go on with.
+        file (`Adapters.save`), or passed here again to continue training them.
       statistics: "batch": BatchNormalization uses those of the batch and renews the running ones,
         the default; "frozen": it uses the running ones and keeps them (`Model.with_statistics`).
       dropout: the ratio of all Dropout nodes; or ratios by value, node or module, behind which
@@ -211,7 +211,7 @@ def train(
         validated and what the resulting model has; running statistics are those of training.
         With `sparsity` it is taken under the mask of the moment.
       precision: "bf16" lets the matrix products and convolutions of the forward pass and of both
-        gradients take their factors in bfloat16, which accelerators are quick at (CPUs are not).
+        gradients take their operands in bfloat16, which is fast on accelerators (not on CPUs).
         The weights and their updates, norms, softmaxes and losses stay in float32, and so do
         validation and the resulting model.
       remat: keep few values for the gradient and compute the rest again (`Model.with_remat`), for
@@ -224,9 +224,9 @@ def train(
       patience: epochs without a better value of `monitor` after which the run ends. The result has
         the weights of the best epoch, whether it ends early or not. With `sparsity` only the
         epochs with the fixed mask count.
-      monitor: a number of `history.epochs` that tells the best epoch: "validation_loss" if there is
-        validation data, or else "loss". For metrics that are not jaxonnx's own a pair like
-        `("validation_perplexity", "min")`.
+      monitor: a number of `history.epochs` that decides which epoch is the best: "validation_loss"
+        if there is validation data, or else "loss". For metrics that are not jaxonnx's own a pair
+        like `("validation_perplexity", "min")`.
       checkpoint_dir: a folder for checkpoints: parameters, statistics, optimizer, position in data
         and random numbers, history. They are written in the background and appear when they are
         complete; the last three and that of the best epoch are kept. The folder has the file of the
