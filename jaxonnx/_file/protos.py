@@ -4,6 +4,13 @@ from collections.abc import Iterator
 
 from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorProto
 
+_TENSORS = (
+    AttributeProto.TENSOR,
+    AttributeProto.TENSORS,
+    AttributeProto.SPARSE_TENSOR,
+    AttributeProto.SPARSE_TENSORS,
+)
+
 
 def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
     """Yield the graphs among the attributes of a node."""
@@ -22,12 +29,29 @@ def all_graphs(graph: GraphProto) -> Iterator[GraphProto]:
             yield from all_graphs(inner)
 
 
-def all_nodes(graph: GraphProto) -> Iterator[NodeProto]:
-    """Yield the nodes of a graph, each before those of its subgraphs."""
+def all_nodes(graph: GraphProto | FunctionProto) -> Iterator[NodeProto]:
+    """Yield the nodes of a graph or a body, each before those of its subgraphs."""
     for node in graph.node:
         yield node
         for inner in subgraphs(node):
             yield from all_nodes(inner)
+
+
+def all_tensors(main: GraphProto | FunctionProto) -> Iterator[TensorProto]:
+    """Yield the tensors of attributes and initializers, also of subgraphs."""
+    graphs = [main] if isinstance(main, GraphProto) else []
+    sparse = []
+    for node in all_nodes(main):
+        graphs += subgraphs(node)
+        for attribute in node.attribute:
+            if attribute.type in _TENSORS:
+                yield from (attribute.t, *attribute.tensors)
+                sparse += [attribute.sparse_tensor, *attribute.sparse_tensors]
+    for graph in graphs:
+        yield from graph.initializer
+        sparse += graph.sparse_initializer
+    for tensor in sparse:
+        yield from (tensor.values, tensor.indices)
 
 
 def tensor_of_constant(node: NodeProto) -> TensorProto | None:

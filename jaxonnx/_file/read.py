@@ -4,7 +4,7 @@ import ctypes
 import difflib
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import FunctionProto, GraphProto, ModelProto, TensorProto, numpy_helper
 
-from jaxonnx._file import checkpoints, formats, order
-from jaxonnx._file.protos import all_graphs, names_of_constants, tensor_of_constant
+from jaxonnx._file import checkpoints, external, formats, order
+from jaxonnx._file.external import Folder
+from jaxonnx._file.protos import all_graphs, all_tensors, names_of_constants, tensor_of_constant
 from jaxonnx._file.records import SPARSITY, has
 from jaxonnx._file.save import in_file_types
 from jaxonnx._file.tensors import to_array, to_dense
@@ -56,7 +57,7 @@ def read(
       SparsityError: a damaged packed file (.npz).
       UnsupportedError: the IR or an opset is newer than the installed `onnx` package knows.
     """
-    folder = None
+    folders: Sequence[Folder] = ()
     if isinstance(source, str | os.PathLike) and os.path.isdir(source):
         return _checkpoint(source, "newest" if checkpoint is None else checkpoint)
     if checkpoint is not None:
@@ -71,7 +72,7 @@ def read(
     else:
         path = _existing(source, "an .onnx file")
         what = f"'{path}'"
-        folder = path.resolve().parent
+        folders = external.folders(path)
         if (read_graph := formats.of(path).graph) is None:
             raise ModelError(
                 f"{what} has weights, but no graph: give it to the file of the graph, "
@@ -80,13 +81,15 @@ def read(
         proto = read_graph(path)
     _check_header(proto, what)
     order.sort(proto.graph)
-    tensors = _take_tensors(proto.graph, folder)
+    tensors = _take_tensors(proto.graph, folders)
     if not proto.training_info:  # the graphs of an algorithm call the functions as they are
         for function in proto.functions:
-            _take_constants(function, tensors)
+            _take_constants(function, tensors, folders)
+    for body in (proto.graph, *proto.functions):
+        _inline(body, folders)
     for info in proto.training_info:
         for graph in (info.initialization, info.algorithm):
-            _inline(graph, folder)
+            _inline(graph, folders)
     # Clearing fields keeps protobuf's arena; only a fresh message gives the memory back.
     return ModelProto.FromString(proto.SerializeToString()), tensors
 
@@ -201,7 +204,7 @@ def _check_header(proto: ModelProto, what: str) -> None:
             )
 
 
-def _take_tensors(main: GraphProto, folder: Path | None) -> dict[str, np.ndarray]:
+def _take_tensors(main: GraphProto, folders: Sequence[Folder]) -> dict[str, np.ndarray]:
     """Move the data of all uniquely named tensors out of the graphs."""
     graphs = list(all_graphs(main))
     defined = Counter(name for graph in graphs for name in _definitions(graph))
@@ -209,17 +212,15 @@ def _take_tensors(main: GraphProto, folder: Path | None) -> dict[str, np.ndarray
 
     def take(name: str, tensor: TensorProto) -> None:
         if defined[name] == 1:
-            tensors[name] = to_array(tensor, folder)
+            tensors[name] = to_array(tensor, folders)
             for field in _DATA_FIELDS:
                 tensor.ClearField(field)
-        elif tensor.data_location == TensorProto.EXTERNAL:
-            tensor.CopyFrom(numpy_helper.from_array(to_array(tensor, folder), tensor.name))
 
     for graph in graphs:
         for tensor in graph.initializer:
             take(tensor.name, tensor)
         for sparse in graph.sparse_initializer:
-            tensors[sparse.values.name] = to_dense(sparse, folder)
+            tensors[sparse.values.name] = to_dense(sparse, folders)
         for node in graph.node:
             if len(node.output) != 1:
                 continue
@@ -234,7 +235,9 @@ def _take_tensors(main: GraphProto, folder: Path | None) -> dict[str, np.ndarray
     return tensors
 
 
-def _take_constants(function: FunctionProto, tensors: dict[str, np.ndarray]) -> None:
+def _take_constants(
+    function: FunctionProto, tensors: dict[str, np.ndarray], folders: Sequence[Folder]
+) -> None:
     """Move floating-point tensors other than scalars out of a function's Constant nodes."""
     names = dict(names_of_constants(function))
     for node in function.node:
@@ -242,20 +245,18 @@ def _take_constants(function: FunctionProto, tensors: dict[str, np.ndarray]) -> 
         name = names.get(node.output[0]) if node.output else None
         if constant is None or name is None or name in tensors:
             continue
-        value = to_array(constant)
+        value = to_array(constant, folders)
         if value.size > 1 and constant.data_type in _FLOATS:
             tensors[name] = value
             for field in _DATA_FIELDS:
                 constant.ClearField(field)
 
 
-def _inline(main: GraphProto, folder: Path | None) -> None:
-    """Read the external data of a graph into its tensors."""
-    for graph in all_graphs(main):
-        constants = filter(None, map(tensor_of_constant, graph.node))
-        for tensor in (*graph.initializer, *constants):
-            if tensor.data_location == TensorProto.EXTERNAL:
-                tensor.CopyFrom(numpy_helper.from_array(to_array(tensor, folder), tensor.name))
+def _inline(main: GraphProto | FunctionProto, folders: Sequence[Folder]) -> None:
+    """Read the external data that a graph still has into its tensors."""
+    for tensor in all_tensors(main):
+        if tensor.data_location == TensorProto.EXTERNAL:
+            tensor.CopyFrom(numpy_helper.from_array(to_array(tensor, folders), tensor.name))
 
 
 def _definitions(graph: GraphProto) -> Iterator[str]:

@@ -1,12 +1,13 @@
 """The values of TensorProtos: inline, in external files, sparse, or of types that share bytes."""
 
 import math
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from jaxonnx._file.external import Folder, mapped
 from jaxonnx.errors import ModelError
 
 _BITS: dict[int, int] = {
@@ -21,8 +22,8 @@ _BITS: dict[int, int] = {
 """Bits of the element types that share bytes."""
 
 
-def to_array(tensor: TensorProto, folder: Path | None = None) -> np.ndarray:
-    """Return the value of a TensorProto; external data is memory-mapped from `folder`.
+def to_array(tensor: TensorProto, folders: Sequence[Folder] = ()) -> np.ndarray:
+    """Return the value of a TensorProto; external data is memory-mapped from one of `folders`.
 
     Raises:
       ModelError: the element type is unknown, or the data does not fill the shape.
@@ -37,7 +38,7 @@ def to_array(tensor: TensorProto, folder: Path | None = None) -> np.ndarray:
     if any(dim < 0 for dim in shape):
         raise ModelError(f"tensor '{tensor.name}' has a negative dimension: {list(shape)}")
     if tensor.data_location == TensorProto.EXTERNAL:
-        data = _external(tensor, folder)
+        data = mapped(tensor, folders)
     elif tensor.HasField("raw_data"):
         data = np.frombuffer(tensor.raw_data, np.uint8)
     else:
@@ -56,20 +57,23 @@ def to_array(tensor: TensorProto, folder: Path | None = None) -> np.ndarray:
             f"tensor '{tensor.name}' of shape {list(shape)}, type {dtype}, needs {expected} bytes "
             f"but has {data.nbytes}; the file is truncated or inconsistent"
         )
-    if tensor.data_type in _BITS:
-        inline = TensorProto(data_type=tensor.data_type, dims=shape, raw_data=data.tobytes())
-        return numpy_helper.to_array(inline)
-    return data.view(dtype).reshape(shape)
+    try:
+        if tensor.data_type in _BITS:
+            inline = TensorProto(data_type=tensor.data_type, dims=shape, raw_data=data.tobytes())
+            return numpy_helper.to_array(inline)
+        return data.view(dtype).reshape(shape)
+    except ValueError as error:  # more dimensions, or larger ones, than an array can have
+        raise ModelError(f"tensor '{tensor.name}' of shape {list(shape)}: {error}") from error
 
 
-def to_dense(sparse: onnx.SparseTensorProto, folder: Path | None = None) -> np.ndarray:
+def to_dense(sparse: onnx.SparseTensorProto, folders: Sequence[Folder] = ()) -> np.ndarray:
     """Convert a SparseTensorProto to an array (IR: indices are linear, or one row per value).
 
     Raises:
       ModelError: what onnx.checker refuses: values that are not one-dimensional, another number
         of indices, indices outside the shape or not in ascending order.
     """
-    values, indices = to_array(sparse.values, folder), to_array(sparse.indices, folder)
+    values, indices = to_array(sparse.values, folders), to_array(sparse.indices, folders)
     shape = tuple(sparse.dims)
     what = f"sparse tensor '{sparse.values.name}' of shape {list(shape)}"
     rows = (values.size,) if indices.ndim == 1 else (values.size, len(shape))
@@ -88,42 +92,6 @@ def to_dense(sparse: onnx.SparseTensorProto, folder: Path | None = None) -> np.n
         raise ModelError(f"{what}: the indices must be in the shape and in ascending order")
     dense.reshape(-1)[flat] = values
     return dense
-
-
-def _external(tensor: TensorProto, folder: Path | None) -> np.ndarray:
-    """Return external data as a read-only memory map (IR.md, "External Tensor Data")."""
-    entries = {entry.key: entry.value for entry in tensor.external_data}
-    location = entries.get("location", "")
-    if folder is None:
-        raise ModelError(
-            f"tensor '{tensor.name}' lies in external file '{location}'; load the model by its "
-            "path, or read the data first with onnx.load_external_data_for_model"
-        )
-    path = (folder / location).resolve()
-    if not location or not path.is_relative_to(folder):
-        raise ModelError(
-            f"tensor '{tensor.name}' points to '{location}', outside the model's folder; "
-            "external data must lie beside or below the model"
-        )
-    if not path.is_file():
-        raise ModelError(
-            f"tensor '{tensor.name}' needs the external file '{path}', which does not exist; "
-            "copy it beside the model"
-        )
-    size = path.stat().st_size
-    try:
-        offset = int(entries.get("offset", 0))
-        length = int(entries.get("length", size - offset))
-    except ValueError as error:
-        raise ModelError(f"tensor '{tensor.name}': bad external data entry ({error})") from error
-    if offset < 0 or length < 0 or offset + length > size:
-        raise ModelError(
-            f"tensor '{tensor.name}' needs bytes {offset} to {offset + length} of '{path}', "
-            f"which has {size}; the file is truncated"
-        )
-    if length == 0:
-        return np.zeros(0, np.uint8)
-    return np.memmap(path, np.uint8, "r", offset, (length,))
 
 
 def same(a: np.ndarray, b: np.ndarray) -> bool:
