@@ -28,7 +28,7 @@ MARKERS = "<!-- families -->", "<!-- /families -->"
 HEAD = "file", "what it is", "exporter, opsets", "trained", "frozen", "gradient against"
 FINITE = "finite differences"
 NETWORKS = {
-    "digits": "a training graph of onnxruntime-training: Gradient, Adam",
+    "digits": "PyTorch: convolutions, BatchNormalization in training mode",
     "lenet": "PyTorch: convolutions, pooling",
     "lenet_bn": "PyTorch: the same with BatchNormalization",
     "lstm": "PyTorch: recurrent layers",

@@ -135,6 +135,7 @@ def test_train_follows_the_algorithm_of_the_file(data, tmp_path, capsys):
     [
         ({"net": "nothing.onnx"}, "nothing.onnx"),
         ({"data": NET}, "not a .npz"),
+        ({"data": "nowhere"}, "no file or folder 'nowhere'"),
         ({"output": "/dev/null/out.onnx"}, "Not a directory"),
         ({"output": "/"}, "Is a directory"),
         ({"more": ["--loss", "hinge"]}, "hinge_loss"),

@@ -13,7 +13,7 @@ from jaxonnx.train import History, Result
 from jaxonnx.train import _progress as progress
 from jaxonnx.train._progress import Bar
 from jaxonnx.train._result import changes
-from tests.tiny import examples, train
+from tests.tiny import LABELS, examples, mlp, train
 
 
 def test_the_bar_has_rate_and_remaining_time(capsys):
@@ -124,3 +124,15 @@ def test_changes_are_relative():
 
 def test_a_result_without_changes_prints_its_history():
     assert str(Result(None, History(stopped="why"))) == "why"  # type: ignore[arg-type]
+
+
+def test_printing_a_model_counts_in_words():
+    shown = str(jaxonnx.load(mlp()).with_sparsity("2:4", select="w1"))
+    assert "sparse     1 tensor, 2:4" in shown
+    assert re.search(r"frozen +none *\n", shown)
+    assert re.search(r"graph +mlp, ai.onnx 17 *\n", shown)  # no exporter is named
+
+
+def test_an_optimizer_by_name_is_told_where_names_are_taken():
+    with pytest.raises(jaxonnx.Error, match=r"jaxonnx\.train\.optimizer\('adamw', 1e-3\)"):
+        jaxonnx.train(mlp(), examples(), loss=LABELS, optimizer="AdamW")

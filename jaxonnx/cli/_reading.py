@@ -67,6 +67,8 @@ def arrays(path: Path, model: Model, labelled: bool = False) -> tuple[tuple[Any,
     try:
         with np.load(path, allow_pickle=False) as file:
             values = dict(file)
+    except FileNotFoundError as error:
+        raise InputError(f"there is no file or folder '{path}'") from error
     except (OSError, ValueError) as error:
         raise InputError(f"'{path}' is not a .npz file ({error})") from error
     names, others = columns(path, [*values], model, labelled)

@@ -18,6 +18,7 @@ from jaxonnx._graph.values import declared
 from jaxonnx._rewrite.head import Head
 from jaxonnx._run.program import Program
 from jaxonnx.model._decided import small, ties, unsure
+from jaxonnx.model._words import counted
 
 if TYPE_CHECKING:
     from jaxonnx._file.packed import Recorded
@@ -60,7 +61,8 @@ def overview(model: Shown) -> Group:
     facts.add_column(no_wrap=True)
     facts.add_column(overflow="fold")
     named = model.proto.graph.name or "(unnamed)"
-    facts.add_row("graph", Text(f"{named}, {opsets}, by {producer or '?'}"))
+    by = f", by {producer}" if producer else ""
+    facts.add_row("graph", Text(f"{named}, {opsets}{by}"))
     inputs = [value for value in model.proto.graph.input if value.name in model.graph.inputs]
     for title, values in (("input", inputs), ("output", model.proto.graph.output)):
         for value in values:
@@ -71,13 +73,14 @@ def overview(model: Shown) -> Group:
     trained = sum(v.size for v in model.params.values())
     kept = {**model.state, **small(model.program.constants)}
     frozen = sum(v.size for v in kept.values())
-    facts.add_row("trained", f"{trained:,} numbers in {len(model.params)} tensors")
-    facts.add_row("frozen", f"{frozen:,} numbers in {len(kept)} tensors")
+    for title, numbers, tensors in (("trained", trained, model.params), ("frozen", frozen, kept)):
+        shown = f"{counted(numbers, 'number')} in {counted(len(tensors), 'tensor')}"
+        facts.add_row(title, shown if tensors else "none")
     for text in unsure(model.proto.graph, model.graph, model.tensors, model.params):
         facts.add_row("learned?", Text(text))
     if model.sparsity is not None:
         pattern, layers = model.sparsity
-        facts.add_row("sparse", f"{len(layers)} tensors, {pattern}, as the file records")
+        facts.add_row("sparse", f"{counted(len(layers), 'tensor')}, {pattern}, as the file records")
     for text in ties(model.proto.graph, model.tensors, model.params):
         facts.add_row("tied", Text(text))
     for info in model.proto.training_info:
@@ -124,7 +127,8 @@ def _training(info: TrainingInfoProto) -> str:
         if tensor.name in bound and tensor.data_type == TensorProto.INT64 and not tensor.dims
     ]
     inputs = [value.name for value in info.algorithm.input]
-    facts = [f"updates {len(bound)} tensors"] + ([f"takes {', '.join(inputs)}"] if inputs else [])
+    facts = [f"updates {counted(len(bound), 'tensor')}"]
+    facts += [f"takes {', '.join(inputs)}"] if inputs else []
     return f"by {', '.join(operators) or 'other operators'}; {'; '.join([*facts, *counts])}"
 
 

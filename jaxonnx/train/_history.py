@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxonnx.errors import Error
+from jaxonnx.model._words import counted
 from jaxonnx.train._plot import draw
-from jaxonnx.train._words import counted
 
 
 @dataclass(repr=False)

@@ -16,7 +16,7 @@ from jaxonnx._data.ragged import IGNORED
 from jaxonnx._data.weights import all_or_nothing
 from jaxonnx.errors import TrainingError
 from jaxonnx.losses import ClassLoss, causal_lm, cross_entropy, negative_log_likelihood
-from jaxonnx.train._words import counted
+from jaxonnx.model._words import counted
 
 _CLASSES = (
     "softmax_cross_entropy_with_integer_labels",

@@ -9,9 +9,9 @@ import numpy as np
 
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model
+from jaxonnx.model._words import counted
 from jaxonnx.train._history import History
 from jaxonnx.train._report import Run, write
-from jaxonnx.train._words import counted
 
 _MOST, _LEAST = 6, 2
 """How many tensors are listed, of those that changed most and least."""

@@ -115,8 +115,9 @@ class Settings:
         made = callable(getattr(self.optimizer, "update", None)) or planned(self.optimizer)
         if self.optimizer is not None and not made:
             raise TrainingError(
-                "optimizer must be an optax transformation, like optax.adam(1e-3), or a function "
-                f"of steps (the updates of the run) to one, and is {_told(self.optimizer)}"
+                "optimizer must be an optax transformation, like optax.adam(1e-3) or "
+                "jaxonnx.train.optimizer('adamw', 1e-3), or a function of steps (the updates of "
+                f"the run) to one, and is {_told(self.optimizer)}"
             )
         if self.lora is not None and not isinstance(self.lora, LoRA | Adapters):
             raise TrainingError(
