@@ -1,21 +1,32 @@
-"""What the values of a graph are computed from."""
+"""What the values of a graph are computed from, and what is computed from them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from jaxonnx._graph.bind import Node
 
 
+def behind(nodes: Sequence[Node], names: Iterable[str], without: Collection[str] = ()) -> set[str]:
+    """Return `names` and all values that are computed from them, but not those of `without`."""
+    values = {*names} - {""}
+    for node in nodes:
+        if not values.isdisjoint(node.reads):
+            values.update(name for name in node.outputs if name and name not in without)
+    return values
+
+
+def needed(nodes: Sequence[Node], names: Iterable[str], without: Collection[str] = ()) -> set[str]:
+    """Return `names` and all values that they are computed from, but not those of `without`."""
+    values = {*names} - {""}
+    for node in reversed(nodes):
+        if not values.isdisjoint(node.outputs):
+            values.update(name for name in node.reads if name not in without)
+    return values
+
+
 def between(nodes: Sequence[Node], names: Iterable[str], targets: Iterable[str]) -> list[Node]:
     """Return the nodes, in order, on the paths from `names` to `targets`."""
-    names = set(names)
-    affected, below = set(names), []
-    for node in nodes:
-        if not affected.isdisjoint(node.reads):
-            affected.update(name for name in node.outputs if name)
-            below.append(node)
-    needed, path = set(targets) - names, []
-    for node in reversed(below):
-        if not needed.isdisjoint(node.outputs):
-            needed.update(name for name in node.reads if name not in names)
-            path.append(node)
-    return path[::-1]
+    names = {*names}
+    affected = behind(nodes, names)
+    below = [node for node in nodes if not affected.isdisjoint(node.reads)]
+    path = needed(below, {*targets} - names, names)
+    return [node for node in below if not path.isdisjoint(node.outputs)]

@@ -17,6 +17,7 @@ from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto, helper
 
 from jaxonnx._file import records
 from jaxonnx._graph.bind import Graph, bind
+from jaxonnx._graph.paths import behind, needed
 from jaxonnx._graph.values import declared
 from jaxonnx._rewrite.last import ENDINGS, chosen
 from jaxonnx._rewrite.lengths import Change
@@ -131,21 +132,10 @@ def _record(result: ModelProto, labels: list[str], fresh: Collection[str]) -> No
 
 def _evaluated(proto: ModelProto, graph: Graph, tensors: Mapping[str, Any]) -> Shapes | None:
     """Return the shapes of what does not depend on nodes whose results have no fixed shapes."""
-    dynamic: set[str] = set()
-    for node in graph.nodes:
-        if node.op.dynamic or not dynamic.isdisjoint(node.reads):
-            dynamic.update(node.outputs)
+    unfixed = [name for node in graph.nodes if node.op.dynamic for name in node.outputs]
+    dynamic = behind(graph.nodes, unfixed)
     nodes = tuple(node for node in graph.nodes if dynamic.isdisjoint(node.outputs))
     return evaluated(proto, replace(graph, nodes=nodes), tensors)
-
-
-def _behind(graph: Graph, change: Change) -> set[str]:
-    """Return the values that are computed from the layer, its own among them."""
-    behind = {name for name in change.layer.node.outputs if name}
-    for node in graph.nodes:
-        if not behind.isdisjoint(node.reads):
-            behind.update(name for name in node.outputs if name)
-    return behind
 
 
 def _written(proto: ModelProto, graph: Graph, change: Change) -> ModelProto:
@@ -163,11 +153,8 @@ def _written(proto: ModelProto, graph: Graph, change: Change) -> ModelProto:
     for node, _ in change.layer.path:
         value = value if node.outputs[0] in left else node.outputs[0]
         reads[node.outputs[0]] = value
-    behind, needed = _behind(graph, change), {*reads}
-    for node in reversed(graph.nodes):
-        if not needed.isdisjoint(node.outputs):
-            needed.update(node.reads)
-    gone = left | (behind - needed)
+    changed = behind(graph.nodes, change.layer.node.outputs)
+    gone = left | (changed - needed(graph.nodes, reads))
     for i, node in reversed([*enumerate(main.node)]):
         made = {*node.output} - {""}
         if made and made <= gone:
@@ -178,7 +165,7 @@ def _written(proto: ModelProto, graph: Graph, change: Change) -> ModelProto:
                 node.input[i] = output if reads[name] == value else reads[name]
         if value in node.output:
             node.output[0] = output
-    stale = {*behind, *change.fresh} - {output}
+    stale = {*changed, *change.fresh} - {output}
     for values in (main.value_info, main.output):
         for i, entry in reversed([*enumerate(values)]):
             if entry.name in stale:
@@ -244,7 +231,7 @@ def _note(proto: ModelProto, graph: Graph, change: Change) -> str:
         parts.append(f"the {endings[0]} at the end is left out, '{layer.output}' has logits")
     if len(change.left) > len(endings):
         parts.append("its results are not rounded to integers")
-    gone = _behind(graph, change) - {layer.output}
+    gone = behind(graph.nodes, layer.node.outputs) - {layer.output}
     if outputs := [name for name in graph.outputs if name in gone]:
         parts.append(f"outputs computed from the old one are left out: {', '.join(outputs)}")
     if proto.training_info:

@@ -9,6 +9,7 @@ from onnx import GraphProto
 
 from jaxonnx._axes import Matrix
 from jaxonnx._graph.bind import Graph, Node
+from jaxonnx._graph.paths import behind
 from jaxonnx._graph.scopes import resolve
 from jaxonnx._rewrite.dequantize import INTEGER_PRODUCTS
 from jaxonnx.errors import InputError
@@ -106,7 +107,8 @@ def chosen(
 
 def _last(graph: Graph, ranks: Mapping[str, int], known: Collection[str], output: str) -> Last:
     producers = {name: node for node in graph.nodes for name in node.outputs}
-    traced = _traced(graph, known)
+    # what is known depends on inputs by their shapes only
+    traced = behind(graph.nodes, graph.inputs, known)
     path: list[tuple[Node, int]] = []
     value = output
     while value in producers:
@@ -131,15 +133,6 @@ def _described(layer: Last, shapes: Mapping[str, Shape]) -> str:
     weight = shapes[layer.node.inputs[layer.weight]]
     ends = (weight[layer.matrix.input], weight[layer.matrix.output])
     return f"{layer.node.label}, {ends[0]} -> {ends[1]}"
-
-
-def _traced(graph: Graph, known: Collection[str]) -> set[str]:
-    """Return the values that are computed from the inputs, other than by shapes."""
-    traced = {*graph.inputs}
-    for node in graph.nodes:
-        if not traced.isdisjoint(node.reads):
-            traced.update(name for name in node.outputs if name and name not in known)
-    return traced
 
 
 def _factor(node: Node, data: list[int], ranks: Mapping[str, int]) -> tuple[int, Matrix] | None:

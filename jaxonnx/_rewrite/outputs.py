@@ -7,6 +7,7 @@ from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, ValueInfoProt
 
 from jaxonnx._file.protos import subgraphs
 from jaxonnx._graph.bind import Graph, bind
+from jaxonnx._graph.paths import needed
 from jaxonnx._graph.scopes import resolve
 from jaxonnx._run.shapes import evaluated, inferred, type_of
 from jaxonnx.errors import InputError
@@ -36,11 +37,11 @@ def cut(
     names = [name if name in own else resolve(proto.graph, name) for name in listed]
     if not names or len({*names}) < len(names):
         raise InputError(f"outputs must be different values of the graph, and are {listed}")
-    needed = _needed(proto.graph, graph, names)
+    kept = _needed(proto.graph, graph, names)
     result = ModelProto()
     result.CopyFrom(proto)
     del result.training_info[:]
-    _keep(result.graph, needed)
+    _keep(result.graph, kept)
     called = _called(result, result.graph.node)
     _filter(result.functions, lambda function: _key(function, function.name) in called)
     kinds = inferred(result, tensors, names)
@@ -58,29 +59,26 @@ def cut(
 
 def _needed(proto: GraphProto, graph: Graph, names: Iterable[str]) -> set[str]:
     """Return the values from which `names` are computed, themselves included."""
-    needed = {*names}
-    for node in reversed(graph.nodes):
-        if not needed.isdisjoint(node.outputs):
-            needed.update(node.reads)
+    values = needed(graph.nodes, names)
     bound = {name for node in graph.nodes for name in node.outputs}
     for node in reversed(proto.node):
         # one that is not bound gives a named tensor: a Constant, or an Identity over another
-        if bound.isdisjoint(node.output) and not needed.isdisjoint(node.output):
-            needed.update(node.input)
-    return needed - {""}
+        if bound.isdisjoint(node.output) and not values.isdisjoint(node.output):
+            values.update(filter(None, node.input))
+    return values
 
 
-def _keep(graph: GraphProto, needed: set[str]) -> None:
-    """Drop all outputs, and everything else that is not needed."""
-    _filter(graph.node, lambda node: not needed.isdisjoint(node.output))
+def _keep(graph: GraphProto, kept: set[str]) -> None:
+    """Drop all outputs, and everything else that is not kept."""
+    _filter(graph.node, lambda node: not kept.isdisjoint(node.output))
     for values in (graph.input, graph.initializer, graph.value_info):
-        _filter(values, lambda value: value.name in needed)
-    _filter(graph.sparse_initializer, lambda sparse: sparse.values.name in needed)
-    _filter(graph.quantization_annotation, lambda entry: entry.tensor_name in needed)
+        _filter(values, lambda value: value.name in kept)
+    _filter(graph.sparse_initializer, lambda sparse: sparse.values.name in kept)
+    _filter(graph.quantization_annotation, lambda entry: entry.tensor_name in kept)
     # an output that stays keeps what the file says of it
     known = {value.name for value in (*graph.input, *graph.value_info)}
     graph.value_info.extend(
-        value for value in graph.output if value.name in needed and value.name not in known
+        value for value in graph.output if value.name in kept and value.name not in known
     )
     del graph.output[:]
 
