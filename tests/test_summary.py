@@ -1,5 +1,6 @@
 """model.summary(): the layers of a network as a table."""
 
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -8,6 +9,7 @@ import onnx.parser
 import pytest
 
 import jaxonnx
+from jaxonnx._graph import roles
 
 DATA = Path(__file__).parent / "data"
 
@@ -107,3 +109,16 @@ def test_dimensions_keep_their_names():
       s = Add(x, m) y = Exp(s) }
     """)
     assert jaxonnx.load(proto).summary().layers[-1].shape == ("batch", "sequence")
+
+
+def test_a_model_is_printed_after_one_walk(monkeypatch):
+    walks = Counter()
+    for name in ("uses", "normalizations"):
+        walk = getattr(roles, name)
+        monkeypatch.setattr(
+            roles, name, lambda *args, of=name, walk=walk: (walks.update([of]), walk(*args))[1]
+        )
+    model = load("transformer.legacy")
+    walks.clear()
+    str(model)
+    assert walks == {"uses": 1, "normalizations": 1}

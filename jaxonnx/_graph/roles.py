@@ -5,7 +5,7 @@ Transpose, Reshape, Cast, Identity and the like, in parts (Slice, Split, Concat,
 indices), repeated (Expand), in subgraphs and in functions of the model.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpy as np
 from onnx import GraphProto
 
 from jaxonnx._graph.bind import Graph
-from jaxonnx._graph.normalizations import normalizations
+from jaxonnx._graph.normalizations import Normalizations, normalizations
 from jaxonnx._graph.positions import embeddings, is_learned
 from jaxonnx._graph.uses import Use, uses
 
@@ -83,6 +83,19 @@ def roles(
       tensors: its named tensors.
       initializers: the names of those that are initializers; the others sit in Constant nodes.
     """
+    spelled, used = normalizations(graph, tensors), [*uses(graph, tensors)]
+    return _roles(graph, tensors, initializers, spelled, used)
+
+
+def _roles(
+    graph: Graph,
+    tensors: Mapping[str, Any],
+    initializers: Collection[str],
+    spelled: Normalizations,
+    used: Sequence[Use],
+) -> dict[str, str]:
+    """Return what `roles` returns, from what was read of the graph."""
+    embedded = embeddings(graph, used)
     role_of: dict[str, str] = {}
 
     def is_vector(use: Use) -> bool:
@@ -96,10 +109,6 @@ def roles(
             return len(np.unique(value)) > 1
         # the first places of a list of positions are no bias, of zeros are one
         return not (use.view.part and _evenly_spaced(value))
-
-    spelled = normalizations(graph, tensors)
-    used = [*uses(graph, tensors)]
-    embedded = embeddings(graph, used)
 
     def is_table(use: Use) -> bool:
         value = np.asarray(tensors[use.name])
@@ -133,10 +142,10 @@ def unplaced(
 
     They are floating-point initializers with several different numbers that do not just count up.
     """
-    placed = roles(graph, tensors, initializers)
-    statistics = normalizations(graph, tensors).statistics
+    spelled, used = normalizations(graph, tensors), [*uses(graph, tensors)]
+    placed = _roles(graph, tensors, initializers, spelled, used)
     readers: dict[str, str] = {}
-    for use in uses(graph, tensors):
+    for use in used:
         op = use.node.op
         scale = (op.view and use.position > 0) or any(part in op.name for part in _QUANTIZED)
         if not (use.passes or scale or op.domain == "ai.onnx.ml"):
@@ -146,7 +155,7 @@ def unplaced(
         for name, reader in readers.items()
         if name in initializers
         and name not in placed
-        and name not in statistics
+        and name not in spelled.statistics
         and jnp.issubdtype(tensors[name].dtype, jnp.floating)
         and _is_irregular(np.asarray(tensors[name]))
     }
