@@ -16,6 +16,7 @@ import jaxonnx
 from jaxonnx._graph.values import Value
 from jaxonnx.losses import causal_lm, cross_entropy
 from jaxonnx.train._data import padding_of, sources
+from jaxonnx.train._minimize import Minimize
 from tests import tiny
 
 LLAMA = Path(__file__).parent / "data" / "text" / "llama"
@@ -144,6 +145,17 @@ def test_batches_have_few_widths_in_an_order_of_each_epoch():
     padding = sum((batch.inputs[1] == 0).sum() for batch in epochs[0])
     together = sum(batch.inputs[1].size for batch in batches_of(data, seed=None)[0])
     assert padding < 0.35 * together
+
+
+def test_labels_of_texts_are_checked_once(net, monkeypatch):
+    checked = []
+    check = Minimize.check_labels
+    monkeypatch.setattr(
+        Minimize, "check_labels", lambda *args: (checked.append(args[3]), check(*args))
+    )
+    train(net, {"input_ids": texts()}, epochs=3, validation=0.2)
+    assert (checked.count("data"), checked.count("validation")) == (2, 1)
+    assert len(checked) == 3
 
 
 def test_what_fills_up():

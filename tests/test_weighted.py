@@ -13,6 +13,7 @@ from sklearn.utils.class_weight import compute_class_weight
 import jaxonnx
 from jaxonnx.losses import cross_entropy
 from jaxonnx.train import evaluate
+from jaxonnx.train._minimize import Minimize
 from tests.tiny import LABELS, examples, mlp, same, train, weights
 
 X, Y = examples(21)
@@ -182,6 +183,28 @@ def test_augmentation_of_batches_and_streams():
     wide = np.concatenate([X, X], axis=1)
     half = train(data=(wide, Y), augment=lambda key, x: x[:, :8]).history.losses
     assert half == train(data=(X, Y)).history.losses
+
+
+def test_labels_that_a_function_made_are_not_waited_for(monkeypatch):
+    """They lie on the device, and are checked some steps later."""
+    drawn, checked = [], []
+    check = Minimize.check_labels
+
+    def counted(*args):
+        checked.append(len(drawn))
+        check(*args)
+
+    def batches(epoch):
+        for i in range(12):
+            drawn.append(i)
+            yield X[:8], Y[:8]
+
+    monkeypatch.setattr(Minimize, "check_labels", counted)
+    train(data=batches, augment=lambda key, batch: batch._replace(targets=batch.targets * 1))
+    assert len(checked) == 12
+    assert checked[0] > 8
+    with pytest.raises(jaxonnx.TrainingError, match="a batch of epoch 1 has 8 labels outside"):
+        train(data=batches, augment=lambda key, batch: batch._replace(targets=batch.targets + 4))
 
 
 REFUSED = {

@@ -1,6 +1,7 @@
 """The training loop."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import chain
@@ -28,6 +29,9 @@ from jaxonnx.train._step import State, Step, copy
 from jaxonnx.train._stopping import Interrupt, Monitor, Spent, Stop
 
 Data = Examples | Stream | Augmented
+
+_LATE = 8
+"""Batches whose labels lie on the device, and are not waited for before the next step."""
 
 
 def run(
@@ -72,7 +76,7 @@ def run(
                 for batch in batches:
                     if keeper.due():
                         state = keeper.keep(at, state, best)
-                    if examples.targets is None:
+                    if _comes_unchecked(examples):
                         checks(batch, f"a batch of epoch {epoch + 1}")
                     state, seen = update(state, batch, step.frozen)
                     at = at._replace(batch=at.batch + 1)
@@ -80,6 +84,7 @@ def run(
                         state = keeper.settle(state)
                     interrupt.check()
                 state = keeper.settle(state)
+                checks.catch_up()
                 row: dict[str, Any] = {"epoch": epoch + 1, "step": record.step}
                 row["loss"] = _mean(history.losses[at.first :])
                 if history.rates:
@@ -100,6 +105,7 @@ def run(
                     batches = examples.batches(epoch + 1)
             keeper.finish()
         except (Stop, KeyboardInterrupt) as end:
+            checks.catch_up()  # wrong labels may be why a loss is not finite
             state, stop = keeper.leave(end, at, state, best)
             which = watched.chosen or f"step {stop.step}"
             history.stopped = f"{stop}; the weights are those of {which}{keeper.where}"
@@ -148,6 +154,7 @@ class _Checks:
     def __init__(self, step: Step, first: Batch, shapes: Any):
         self._step = step
         self._known = {_shapes_of(first): shapes}
+        self._late: deque[tuple[Any, Any, str]] = deque()
 
     def __call__(self, batch: Batch, what: str) -> None:
         key = _shapes_of(batch)
@@ -156,7 +163,17 @@ class _Checks:
                 self._known[key] = self._step.check(batch)
             except Error as error:
                 raise TrainingError(f"{what}: {error}") from error
-        self._step.check_labels(batch.targets, self._known[key], what)
+        if any(isinstance(x, jax.Array) for x in jax.tree.leaves(batch.targets)):
+            self._late.append((batch.targets, self._known[key], what))
+            self.catch_up(_LATE)
+        else:
+            self._step.check_labels(batch.targets, self._known[key], what)
+
+    def catch_up(self, keep: int = 0) -> None:
+        """Check labels that lie on the device, but for those of the newest batches."""
+        while len(self._late) > keep:
+            targets, shapes, what = self._late.popleft()
+            self._step.check_labels(jax.device_get(targets), shapes, what)
 
 
 def _shapes_of(batch: Batch) -> tuple[Any, ...]:
@@ -184,6 +201,11 @@ def _check_whole(
                 checks(_with_all_weights(next(data.batches(0)), data), what)
 
 
+def _comes_unchecked(data: Data) -> bool:
+    """Return whether `_check_whole` has not seen all labels."""
+    return data.targets is None and not isinstance(data, Padded)
+
+
 def _with_all_weights(batch: Batch, data: Data) -> Batch:
     """Return a batch, for a check, with the weights of all examples where these are known."""
     weights = getattr(data, "weights", None)
@@ -203,7 +225,7 @@ class _Validation:
     def __call__(self, state: State, epoch: int) -> dict[str, float]:
         sums = self._sums
         for batch in self._held_out.batches(epoch):
-            if self._held_out.targets is None:
+            if _comes_unchecked(self._held_out):
                 self._checks(batch, "a batch of validation")
             sums = self._evaluate(sums, state, batch, self._step.frozen)
         return self._step.row(sums)
