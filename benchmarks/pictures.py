@@ -34,8 +34,8 @@ from benchmarks.networks import NETWORKS
 from benchmarks.systems import LEARNING_RATE, train_step
 from jaxonnx.cli.process import keep_pages
 from jaxonnx.model import _images as images
-from jaxonnx.train._augment import Augment, prepared
-from jaxonnx.train._pictures import Pictures
+from jaxonnx.model._augment import Augment, prepared
+from jaxonnx.model._pictures import Pictures
 
 LOSS = "softmax_cross_entropy_with_integer_labels"
 CLASSES = 1000

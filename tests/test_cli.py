@@ -15,6 +15,7 @@ import jaxonnx
 from jaxonnx.cli import main
 from jaxonnx.cli._flags import VERBS
 from jaxonnx.cli._options import parse
+from tests import tiny
 
 NET = str(Path(__file__).parent / "data" / "lenet_bn.legacy.onnx")
 
@@ -191,6 +192,8 @@ def test_lists_and_texts_of_a_configuration(small):
         ("epochs = 'three'", "epochs = 'three' does not fit"),
         ("epochs = true", "must be a number or a text"),
         ("resume = 1", "must be true or false"),
+        ("class-weights = 2", "has no name before 2"),
+        ("mean = {red = 1}", "must be a number or a text"),
         ("optimizer = 'adamm'", "none of adam"),
         ("[train]\nepochs = 1", "unknown 'train'"),
         ("epochs =", "run.toml"),
@@ -376,6 +379,7 @@ def test_the_optimizer_of_flags_and_of_a_file(small, capsys):
         "train --epochs 2 --schedule cosine --warmup 0.2 --clip 0.5 --optimizer adamw --ema 0.9",
         "train --lora 1 --lora-where w --adapters adapters.npz --log log.csv --accumulate 2",
         "train --head 4 --validation 0.25 --metrics top_2",
+        "train --class-weights 2=0.5 --class-weights 0=3",
         "sparsify --select w --dense 1 --dynamic 1 --validation data.npz",
     ],
 )
@@ -448,3 +452,69 @@ def test_a_rate_for_a_file_with_its_own_is_refused(small, capsys):
 def test_no_epochs_are_refused_with_what_evaluates(small, capsys):
     assert command("train net.onnx data.npz -o out.onnx --epochs 0") == 2
     assert "evaluate" in capsys.readouterr().err
+
+
+def test_weights_of_examples_and_of_classes(small, capsys):
+    """In the file, as flags and in a configuration they come to the same."""
+    x, y = (np.load("data.npz")[name] for name in "xy")
+    np.savez("weighed.npz", x=x, labels=y, weight=np.where(y == 1, 2.0, 0.5))
+    Path("run.toml").write_text("[class-weights]\n1 = 2\n0 = 0.5\n2 = 0.5\n")
+    flags = "--class-weights 1=2 --class-weights 0=0.5 --class-weights 2=0.5"
+    weights = []
+    for data in ("weighed.npz", f"data.npz {flags}", "data.npz --config run.toml", "data.npz"):
+        assert command(f"train net.onnx {data} -o out.onnx") == 0
+        weights.append(np.asarray(jaxonnx.load("out.onnx").params["w"]))
+    for other in weights[1:3]:
+        np.testing.assert_allclose(weights[0], other, rtol=1e-6)
+    assert not np.allclose(weights[0], weights[3], rtol=1e-5)
+    capsys.readouterr()
+    assert command("evaluate net.onnx weighed.npz --json") == 0
+    data = x, y, np.load("weighed.npz")["weight"]
+    loss = "softmax_cross_entropy_with_integer_labels"
+    expected = jaxonnx.evaluate(jaxonnx.load("net.onnx"), data, loss=loss)["loss"]
+    assert result(capsys)["loss"] == pytest.approx(expected, rel=1e-6)
+    assert command("train net.onnx weighed.npz -o out.onnx --explain") == 0
+    assert 'arrays["labels"], arrays["weight"]\n' in capsys.readouterr().out
+    assert command(f"train net.onnx data.npz -o out.onnx {flags} --class-weights balanced") == 2
+    assert "not both" in capsys.readouterr().err
+
+
+def test_texts_of_unequal_length(small, capsys):
+    onnx.save(tiny.text(), "text.onnx")
+    texts = [[1, 2, 3], [4, 5, 6, 1, 2], [3], [6, 5]]
+    Path("texts.jsonl").write_text("".join(f'{{"input_ids": {ids}}}\n' for ids in texts))
+    lengths = "--pad input_ids=1 --length-buckets 4,8"
+    line = f"train text.onnx texts.jsonl -o out.onnx --loss causal_lm --batch-size 2 {lengths}"
+    assert command(f"{line} --explain") == 0
+    exec(compile(capsys.readouterr().out, "explained", "exec"), {})
+    explained = jaxonnx.load("out.onnx").params
+    Path("run.toml").write_text("pad = {input_ids = 1}\nlength-buckets = [4, 8]\n")
+    assert command(f"{line.removesuffix(lengths)}--config run.toml") == 0
+    trained = jaxonnx.load("out.onnx")
+    for name, value in trained.params.items():
+        np.testing.assert_array_equal(value, explained[name])
+    assert command(f"run out.onnx texts.jsonl -o out.npz {lengths}") == 0
+    saved = np.load("out.npz")
+    rows = np.split(saved["logits"], np.cumsum(saved["logits.lengths"])[:-1])
+    for row, ids in zip(rows, texts, strict=True):
+        alone = trained(np.array([ids]), np.ones((1, len(ids)), int))[0]
+        np.testing.assert_allclose(row, alone, rtol=1e-5, atol=1e-6)
+    capsys.readouterr()
+    assert command(f"evaluate out.onnx texts.jsonl --loss causal_lm {lengths} --json") == 0
+    data = {"input_ids": texts}
+    expected = jaxonnx.evaluate(trained, data, loss="causal_lm")["loss"]
+    assert result(capsys)["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--pad 1", "argument --pad"),
+        ("--class-weights 2", "argument --class-weights"),
+        ("--length-buckets wide", "argument --length-buckets"),
+    ],
+)
+def test_values_of_flags_that_are_refused(line, message, small, capsys):
+    with pytest.raises(SystemExit):
+        command(f"train net.onnx data.npz -o out.onnx {line}")
+    assert message in capsys.readouterr().err

@@ -48,7 +48,8 @@ def reachable(root, path):
     if root in ("Model", "model"):
         value, parts = jaxonnx.Model, path
         fields = {f for c in value.__mro__ for f in getattr(c, "__annotations__", {})}
-        if parts[0] in fields or isinstance(vars(value).get(parts[0]), PROPERTIES):
+        own = inspect.getattr_static(value, parts[0], None)
+        if parts[0] in fields or isinstance(own, PROPERTIES):
             return True  # of an instance
     else:
         value, parts = importlib.import_module(root), path

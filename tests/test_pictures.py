@@ -13,11 +13,11 @@ from PIL import Image
 
 import jaxonnx
 from jaxonnx.cli import main
+from jaxonnx.model import _folder as folders
 from jaxonnx.model import _images as images
-from jaxonnx.train import _folder as folders
-from jaxonnx.train._augment import Augment, part, prepared, resized
+from jaxonnx.model._augment import Augment, part, prepared, resized
+from jaxonnx.model._folder import pictured
 from jaxonnx.train._data import sources
-from jaxonnx.train._folder import pictured
 from tests.test_classify import net
 from tests.tiny import LABELS, same
 
@@ -259,6 +259,33 @@ def test_broken_pictures_are_named_and_weigh_nothing(broken):
     real = {row for row, one in zip(x, weight, strict=True) if one}
     assert weight.sum() == len(real) == 4
     assert {*x} == real  # what fills up for the others
+
+
+def test_predictions_of_a_folder(photos, broken, tmp_path, monkeypatch, capsys):
+    """Of all pictures, in the order of their paths, with classes or without."""
+    one = model()
+    expected = np.asarray(one(by_hand(photos)[0]))
+    outputs = one.predict(photos, batch_size=8, preprocess={"augment": "crop"})
+    np.testing.assert_allclose(outputs, expected, rtol=1e-4, atol=1e-5)
+    light = one.predict(photos / "light", batch_size=8)
+    np.testing.assert_allclose(light, expected[10:], rtol=1e-4, atol=1e-5)
+    monkeypatch.chdir(tmp_path)
+    one.save("net.onnx")
+    flags = "--mean 0.4,0.5,0.6 --std 0.5,0.5,0.25 --batch-size 8"
+    assert main(["run", "net.onnx", str(photos), "-o", "out.npz", *flags.split()]) == 0
+    saved = np.load("out.npz")
+    pictures = sorted(path for path in photos.rglob("*") if path.is_file())
+    assert [*saved["paths"]] == [*map(str, pictures)]
+    np.testing.assert_allclose(saved[one.outputs[0].name], outputs, rtol=1e-5, atol=1e-6)
+    np.savez("data.npz", x=by_hand(photos)[0])
+    assert main(["run", "net.onnx", "data.npz", "-o", "out.npz", "--mean", "0"]) == 2
+    assert "folder of pictures" in capsys.readouterr().err
+    with pytest.raises(jaxonnx.InputError, match=r"1\.png' is no picture"):
+        one.predict(broken)  # each row belongs to a picture
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(jaxonnx.TrainingError, match=r"no file that ends in \.bmp"):
+        one.predict(empty)
 
 
 def test_a_folder_of_broken_pictures(broken):

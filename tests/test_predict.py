@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 import jaxonnx
+from jaxonnx._data.ahead import ahead
 from jaxonnx.model import _progress as progress
 from tests.tiny import examples, mlp
 
@@ -97,8 +98,8 @@ def test_results_whose_shape_depends_on_values():
 
 def test_what_does_not_fit(model, tmp_path):
     x, _ = examples()
-    with pytest.raises(jaxonnx.TrainingError, match=r"is a folder: .*jaxonnx\.evaluate"):
-        model.predict(tmp_path)
+    with pytest.raises(jaxonnx.InputError, match="not a square of pixels"):
+        model.predict(tmp_path, preprocess={"scale": 1})
     with pytest.raises(jaxonnx.TrainingError, match="batch_size=8 goes with data in one piece"):
         model.predict([x], batch_size=8)
     with pytest.raises(jaxonnx.TrainingError, match="has no examples"):
@@ -132,3 +133,11 @@ def test_progress_in_a_notebook(model, monkeypatch):
     x, _ = examples()
     model.predict([x[:8]] * 5)
     assert (drawn[0], drawn[-1]) == ((0, 5), (5, 5))
+
+
+def test_a_few_are_under_way():
+    begun = []
+    late = ahead((begun.append(i) or i for i in range(5)), 2)
+    assert (next(late), begun) == (0, [0, 1, 2])
+    assert [*late] == [1, 2, 3, 4]
+    assert [*ahead(iter("ab"), 2)] == ["a", "b"]

@@ -1,8 +1,10 @@
 """The forms of data, one entry of `SOURCES` for each but arrays and iterables."""
 
+import json
 import os
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,20 +59,22 @@ def examples_of(
     if not (callable(data) or isinstance(data, Iterable)):
         raise TrainingError(
             f"{what} must be a pair (x, y) of arrays, or (x, y, weights), a dict of arrays, the "
-            "path of an .npz file with them or of a folder of pictures, an iterable of batches, or "
-            f"a function from the epoch to such an iterable; it is a {type(data).__name__}"
+            "path of an .npz or .jsonl file with them or of a folder of pictures, an iterable of "
+            "batches, or a function from the epoch to such an iterable; it is a "
+            f"{type(data).__name__}"
         )
     return Stream(data, inputs, what, labels=labels, padding=padding, target_names=target_names)
 
 
-def _read(path: str | os.PathLike) -> dict[str, np.ndarray]:
-    """Return the arrays of an .npz file."""
-    if os.path.isdir(path):
-        raise TrainingError(
-            f"the data '{os.fspath(path)}' is a folder: jaxonnx.train and jaxonnx.evaluate take "
-            "one of pictures; 'jaxonnx classify' predicts the classes of picture files"
-        )
+def table(path: str | os.PathLike) -> Mapping[str, Any]:
+    """Return the columns of an .npz file, or of a .jsonl file with one example in each line.
+
+    Raises:
+      TrainingError: the file cannot be read, or has no columns.
+    """
     try:
+        if Path(path).suffix == ".jsonl":
+            return _lines(Path(path).read_text("utf-8"))
         with np.load(path, allow_pickle=False) as file:
             if isinstance(file, np.lib.npyio.NpzFile):
                 return {name: file[name] for name in file.files}
@@ -82,13 +86,30 @@ def _read(path: str | os.PathLike) -> dict[str, np.ndarray]:
     )
 
 
+def _lines(text: str) -> dict[str, Any]:
+    """Return the columns of JSON objects, one a line."""
+    rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+    if not rows or not all(isinstance(row, dict) and row.keys() == rows[0].keys() for row in rows):
+        raise ValueError("each line must be a JSON object, and all must have the same keys")
+    return {name: _numbers([row[name] for row in rows]) for name in rows[0]}
+
+
+def _numbers(values: list[Any]) -> np.ndarray | list[Any]:
+    """Return an array, or several where lengths differ; real numbers are float32."""
+    try:
+        array = np.asarray(values)
+    except ValueError:  # NumPy makes no array of lists of unequal length
+        return [_numbers(part) if isinstance(part, list) else part for part in values]
+    return array.astype(np.float32) if array.dtype == np.float64 else array
+
+
 def _rows(dataset: Any) -> Mapping[str, Any]:
     """Return the columns of a Hugging Face Dataset, whose iterator would give single examples."""
     return (dataset if dataset.format["type"] else dataset.with_format("numpy"))[:]
 
 
 SOURCES: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any]], ...] = (
-    (lambda data: isinstance(data, str | os.PathLike), _read),
+    (lambda data: isinstance(data, str | os.PathLike), table),
     (lambda data: all(hasattr(data, n) for n in ("column_names", "format", "__len__")), _rows),
 )
 """Kinds of data besides arrays and iterables: how one is told, and how it becomes one of these."""

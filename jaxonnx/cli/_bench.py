@@ -13,7 +13,8 @@ import optax
 from rich.table import Table
 
 from jaxonnx._graph.values import Value
-from jaxonnx.cli._reading import Report, arrays, read
+from jaxonnx.cli._reading import Report, read
+from jaxonnx.cli._reading import inputs as given
 from jaxonnx.errors import Error, InputError, StaticError
 from jaxonnx.model import Model
 
@@ -26,7 +27,7 @@ def run(options: argparse.Namespace) -> Report:
     """Time the forward pass, the training step if there is one, and onnxruntime if installed."""
     model = read(options)
     if options.data is not None:
-        inputs, _ = arrays(options.data, model)
+        inputs = tuple(given(options.data, model).values())
     else:
         inputs = tuple(random_inputs(model.inputs, options.batch, dict(options.dim or ())))
     placed = jax.device_put(inputs)

@@ -1,12 +1,13 @@
 """`--explain`: a command as the Python that does the same."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jaxonnx
+from jaxonnx.cli._reading import Columns
 
 
 class Name(str):
@@ -56,15 +57,21 @@ def loading(path: Path, **settings: Any) -> str:
     return f"model = {source(partial(jaxonnx.load, path, **settings))}"
 
 
-def reading(name: str, path: Path, columns: tuple[Sequence[str], Sequence[str]]) -> list[str]:
-    """Return the lines that read inputs and targets from a .npz file."""
-    inputs, targets = ([f"arrays[{source(column)}]" for column in part] for part in columns)
-    by_name = [f"{source(n)}: {x}" for n, x in zip(columns[1], targets, strict=True)]
-    labels = targets[0] if len(targets) == 1 else "{" + ", ".join(by_name) + "}"
-    return [
-        f"arrays = np.load({source(path)})",
-        f"{name} = ({', '.join(inputs)},), {labels}",
-    ]
+def reading(name: str, path: Path, columns: Columns, complete: bool) -> list[str]:
+    """Return the lines that read inputs, targets and weights from a .npz file.
+
+    Args:
+      complete: whether the inputs are all that the model has.
+    """
+
+    def arrays(names: Mapping[str, str]) -> dict[str, Name]:
+        return {key: Name(f"arrays[{source(own)}]") for key, own in names.items()}
+
+    inputs, targets = arrays(columns.inputs), arrays({name: name for name in columns.targets})
+    parts: list[Any] = [tuple(inputs.values()) if complete else inputs]
+    parts += targets.values() if len(targets) == 1 else [targets]
+    parts += arrays({name: name for name in columns.weight}).values()
+    return [f"arrays = np.load({source(path)})", f"{name} = {', '.join(map(source, parts))}"]
 
 
 def training(settings: Mapping[str, Any]) -> list[str]:

@@ -14,10 +14,13 @@ from jaxonnx.cli._kinds import (
     REAL,
     SIZE,
     SWITCH,
+    WIDTHS,
     Flag,
     Verb,
+    class_weight,
     counted,
     dimension,
+    fill,
     ratio,
     share,
 )
@@ -68,11 +71,22 @@ _EXAMPLES = [
     Flag("examples", "like --data", {"type": Path, "nargs": "?", "metavar": "data"}),
     Flag(
         "--data",
-        "a .npz with the inputs by name (or one as 'x') and the targets (as 'y', or all else), or "
-        "a folder of pictures with a folder for each class",
+        "a .npz or .jsonl with the inputs by name (or one as 'x'), the targets (as 'y', or all "
+        "else) and, if examples differ in it, their 'weight'; or a folder of pictures with a "
+        "folder for each class",
         FILE,
     ),
 ]
+_LENGTHS = {
+    "sequences of unequal length, which a .jsonl may have": [
+        Flag(
+            "--pad",
+            "NAME=N: what pads an input, or the targets as y; 0, and -100 for labels; repeatable",
+            {**MANY, "type": fill, "metavar": "NAME=N"},
+        ),
+        Flag("--length-buckets", "widths that they are padded to; powers of two", WIDTHS),
+    ]
+}
 _TRAINING = [
     *_EXAMPLES,
     Flag(
@@ -111,6 +125,11 @@ _TRAINING = [
         "--augment",
         "crop: random parts of pictures; flip: some mirrored; in training; repeatable",
         {**MANY, "choices": ("crop", "flip")},
+    ),
+    Flag(
+        "--class-weights",
+        "NAME=X: what labels of a class (by name or number) weigh, repeatable; or balanced",
+        {**MANY, "type": class_weight, "metavar": "NAME=X"},
     ),
     Flag("--metrics", "accuracy, top_5, f1, r2...: of the validation data; repeatable", MANY),
     Flag(
@@ -183,17 +202,29 @@ VERBS: Mapping[str, Verb] = {
         },
     ),
     "run": Verb(
-        "run a model on the arrays of a .npz file",
-        "jaxonnx run net.onnx inputs.npz -o outputs.npz --batch-size 32",
+        "run a model on arrays, texts or pictures",
+        "jaxonnx run net.onnx inputs.npz -o outputs.npz --batch-size 32\n"
+        "jaxonnx run net.onnx photos -o scores.npz",
         {
             "": [
                 _MODEL,
-                Flag("data", "a .npz with the inputs by name (or one as 'x')", PATH),
+                Flag(
+                    "data",
+                    "a .npz or .jsonl with the inputs by name (or one as 'x'), or a folder of "
+                    "pictures",
+                    PATH,
+                ),
                 Flag("-o --output", "the .npz to write", NEEDED),
                 Flag("--outputs", "inner value, node or module to give instead; repeatable", MANY),
-                Flag("--batch-size", "run so many at a time; otherwise all at once", COUNT),
+                Flag(
+                    "--batch-size",
+                    "run so many at a time; otherwise all at once, or 32 pictures or texts",
+                    COUNT,
+                ),
             ],
+            **_LENGTHS,
             **_READING,
+            **_PICTURES,
         },
     ),
     "train": Verb(
@@ -208,6 +239,7 @@ VERBS: Mapping[str, Verb] = {
             "optimizer": _OPTIMIZER,
             "adapters": _LORA,
             "long runs": _LONG,
+            **_LENGTHS,
             **_READING,
             **_PICTURES,
         },
@@ -228,6 +260,7 @@ VERBS: Mapping[str, Verb] = {
                 Flag("--batch-size", "32, or what the network is fixed to", COUNT),
                 Flag("--plots", "an existing folder for pictures of tables and curves", FOLDER),
             ],
+            **_LENGTHS,
             **_READING,
             **_PICTURES,
         },
@@ -248,6 +281,7 @@ VERBS: Mapping[str, Verb] = {
                 ),
                 *(Flag(f"--{phase}", "epochs of this phase", COUNT) for phase in PHASES),
             ],
+            **_LENGTHS,
             **_READING,
             **_PICTURES,
         },

@@ -51,6 +51,28 @@ def ratio(text: str) -> tuple[str, float]:
     return name, float(number)
 
 
+def class_weight(text: str) -> tuple[str, float] | str:
+    """Parse NAME=X, or the word balanced."""
+    return text if text == "balanced" else _named(text)
+
+
+def fill(text: str) -> tuple[str, int | float]:
+    """Parse NAME=N; whole numbers stay whole."""
+    name, number = _named(text)
+    return name, int(number) if number.is_integer() else number
+
+
+def _named(text: str) -> tuple[str, float]:
+    name, number = ratio(text)
+    if not name:
+        raise ValueError(f"has no name before {text}")
+    return name, number
+
+
+def widths(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
 def counted(text: str) -> tuple[str, int]:
     """Parse OUTPUT=N, or N alone."""
     name, _, number = text.rpartition("=")
@@ -68,8 +90,12 @@ FOLDER: Mapping[str, Any] = {"type": Path, "metavar": "FOLDER"}
 REAL: Mapping[str, Any] = {"type": float, "metavar": "X"}
 COUNT: Mapping[str, Any] = {"type": int, "metavar": "N"}
 NUMBERS: Mapping[str, Any] = {"type": numbers, "metavar": "X,..."}
+WIDTHS: Mapping[str, Any] = {"type": widths, "metavar": "N,..."}
 SIZE: Mapping[str, Any] = {"type": size, "metavar": "HxW"}
 SWITCH: Mapping[str, Any] = {"action": argparse.BooleanOptionalAction, "default": False}
 MANY: Mapping[str, Any] = {"action": Gather, "metavar": "NAME"}
+
+PAIRS = (class_weight, counted, dimension, fill, ratio)
+"""Kinds of values with a name and "=", which are a table in a TOML file."""
 
 NEEDED: Mapping[str, Any] = {**FILE, "required": True}

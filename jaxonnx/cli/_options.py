@@ -9,7 +9,7 @@ from typing import Any
 
 import jaxonnx
 from jaxonnx.cli._flags import COMMON, VERBS
-from jaxonnx.cli._kinds import Gather
+from jaxonnx.cli._kinds import PAIRS, Gather
 
 _EXITS = (
     "exit status: 0 done, 1 stopped before the end or failed after the work began, "
@@ -94,6 +94,8 @@ def _default(action: argparse.Action, value: Any) -> Any:
         if not isinstance(value, bool):
             raise ValueError("must be true or false")
         return value
+    if isinstance(value, dict) and action.type in PAIRS:
+        value = [f"{name}={x}" for name, x in value.items()]
     if isinstance(value, bool | dict):
         raise ValueError("must be a number or a text")
     convert: Callable[[str], Any] = action.type or str  # type: ignore[assignment]

@@ -1,17 +1,22 @@
 """The model and the data of a command, and what it reports."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxonnx._data import forms
+from jaxonnx._data.ragged import masks
+from jaxonnx._data.weights import KEY
 from jaxonnx.cli import _images as pictures
-from jaxonnx.errors import Error, InputError
+from jaxonnx.errors import Error, InputError, TrainingError
 from jaxonnx.model import Model, load
 from jaxonnx.model import _images as images
+from jaxonnx.train._losses import find
+from jaxonnx.train._step import target_names
 
 _PREPARATION = ("scale", "mean", "std", "labels", "order", "crop", "size")
 """Flags that are fields of `images.Preparation` by the same name."""
@@ -47,54 +52,77 @@ def examples(options: argparse.Namespace) -> Path:
     return paths[0]
 
 
+class Columns(NamedTuple):
+    """Which columns of a file are what."""
+
+    inputs: Mapping[str, str]
+    """Their names in the file by those of the model, in order."""
+    targets: Sequence[str]
+    weight: Sequence[str]
+    """What says how much each example weighs, if one does."""
+
+
 def data(path: Path, model: Model, options: argparse.Namespace) -> tuple[Any, bool]:
-    """Return inputs and targets, or the path of a folder; and whether the file is to say how.
+    """Return inputs, targets and weights, or the path of a folder; and if the file is to say how.
 
     Pixels are prepared if the network takes other numbers.
     """
     if path.is_dir():
         return path, False
-    inputs, targets = arrays(path, model, labelled=True)
-    if len(inputs) != 1 or not inputs[0].dtype == np.uint8 != model.inputs[0].dtype:
-        return (inputs, targets), bool(said(options))
+    values = table(path)
+    found = columns(path, [*values], model)
+    if not found.targets and not (options.loss and find(options.loss).next_token):
+        raise _lacks(path, values, "the targets, as 'y'")
+    inputs = {name: values[own] for name, own in found.inputs.items()}
+    targets = {name: values[name] for name in found.targets}
+    labels = next(iter(targets.values())) if len(targets) == 1 else targets
+    rest = (labels, *(values[name] for name in found.weight))
+    x = next(iter(inputs.values())) if len(model.inputs) == 1 else None
+    if not getattr(x, "dtype", None) == np.uint8 != model.inputs[0].dtype:
+        return (inputs, *rest), bool(said(options))
     prepare = preparation(model, options)
     where = images.layout(model, prepare.size)
-    return ((pictures.batch(inputs[0], prepare, where),), targets), True
+    return (pictures.batch(x, prepare, where), *rest), True
 
 
-def arrays(path: Path, model: Model, labelled: bool = False) -> tuple[tuple[Any, ...], Any]:
-    """Load the model's inputs in order, and the targets, from a .npz file."""
+def inputs(path: Path, model: Model) -> dict[str, Any]:
+    """Load the model's inputs from a file, by name and in order."""
+    values = table(path)
+    return {name: values[own] for name, own in columns(path, [*values], model).inputs.items()}
+
+
+def table(path: Path) -> Mapping[str, Any]:
+    """Load the columns of a file."""
+    if not path.exists():
+        raise InputError(f"there is no file or folder '{path}'")
     try:
-        with np.load(path, allow_pickle=False) as file:
-            values = dict(file)
-    except FileNotFoundError as error:
-        raise InputError(f"there is no file or folder '{path}'") from error
-    except (OSError, ValueError) as error:
-        raise InputError(f"'{path}' is not a .npz file ({error})") from error
-    names, others = columns(path, [*values], model, labelled)
-    targets = {name: values[name] for name in others}
-    single = next(iter(targets.values()), None) if len(targets) < 2 else targets
-    return tuple(values[name] for name in names), single
+        return forms.table(path)
+    except TrainingError as error:
+        raise InputError(f"'{path}' is not a .npz or .jsonl file: {error}") from error
 
 
-def columns(
-    path: Path, names: Sequence[str], model: Model, labelled: bool
-) -> tuple[list[str], list[str]]:
-    """Return which arrays of a file are the inputs in order, and which are targets.
+def columns(path: Path, names: Sequence[str], model: Model) -> Columns:
+    """Return which columns of a file are the inputs, the targets and the weights.
 
-    One input may be called "x". The targets are "y", or else all that are no inputs.
+    One input may be called "x", and masks may be missing. The targets are "y", or else all that are
+    neither inputs nor "weight".
     """
-    inputs = [value.name for value in model.inputs]
-    if len(inputs) == 1 and inputs[0] not in names and "x" in names:
-        inputs = ["x"]
-    others = [name for name in names if name not in inputs]
-    targets = ["y"] if "y" in others else others
-    missing = [name for name in inputs if name not in names]
-    if labelled and not targets:
-        missing += ["the targets, as 'y'"]
-    if missing:
-        raise InputError(f"'{path}' has {', '.join(names) or 'no arrays'}, and needs {missing[0]}")
-    return inputs, targets if labelled else []
+    wanted = {value.name: value.name for value in model.inputs}
+    if len(wanted) == 1 and wanted.keys().isdisjoint(names) and "x" in names:
+        wanted = dict.fromkeys(wanted, "x")
+    spare = masks(model.inputs)
+    for name, own in wanted.items():
+        if own not in names and name not in spare:
+            raise _lacks(path, names, own)
+    others = [name for name in names if name not in wanted.values()]
+    weighed = KEY in others and len(others) > 1 and KEY not in target_names(model)
+    weight = [KEY] if weighed else []
+    targets = ["y"] if "y" in others else [name for name in others if name not in weight]
+    return Columns({name: own for name, own in wanted.items() if own in names}, targets, weight)
+
+
+def _lacks(path: Path, names: Iterable[str], what: str) -> InputError:
+    return InputError(f"'{path}' has {', '.join(names) or 'no arrays'}, and needs {what}")
 
 
 def preparation(model: Model, options: argparse.Namespace) -> images.Preparation:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxonnx import loggers, sparse
+from jaxonnx._data.ragged import Padding
 from jaxonnx._file.disk import check_writable
 from jaxonnx._file.packed import packed_nbytes, record
 from jaxonnx.cli import _explain as explain
@@ -23,12 +24,14 @@ from jaxonnx.errors import InputError
 from jaxonnx.lora import LoRA
 from jaxonnx.model import Model
 from jaxonnx.model import _images as images
+from jaxonnx.train._data import padding_of, source
 from jaxonnx.train._optimizers import RATE, optimizer
+from jaxonnx.train._step import target_names
 
 _SETTINGS = (
     "epochs", "batch_size", "seed", "trainable", "statistics", "metrics", "accumulate", "ema",
     "precision", "remat", "nan", "patience", "monitor", "checkpoint_dir", "checkpoint_every",
-    "resume",
+    "resume", "length_buckets",
 )  # fmt: skip
 """Flags that are arguments of `jaxonnx.train` by the same name."""
 _RATES = ("rate", "schedule", "warmup", "clip", "weight_decay")
@@ -68,7 +71,8 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
     report = Report(about, str(result), stopped, written)
     if trained.sparsity is None or report.status:
         return report
-    return _with_proof(report, trained, data)
+    padding = padding_of(settings.get("pad"), options.length_buckets, settings.get("loss"))
+    return _with_proof(report, trained, data, padding)
 
 
 def _check_report(path: Path | None) -> None:
@@ -111,6 +115,8 @@ def _settings(
         "head": head,
         "validation": options.validation,
         "preprocess": preprocess,
+        "pad": dict(options.pad or ()),
+        "class_weights": _class_weights(options),
         "dropout": _dropout(options),
         "sparsity": sparsity,
         "lora": _lora(options) if sparsity is None else None,
@@ -138,20 +144,11 @@ def _explained(
     ways: dict[str, Any] = {"batch": "any"} if options.any_batch else {}
     ways |= {"dequantize": True} if options.dequantize else {}
     lines = [explain.loading(options.model, **ways)]
-    sources = {"data": path, "validation": settings.get("validation")}
-    for name, source in sources.items():
-        if isinstance(source, Path) and not source.is_dir():
-            _, prepared = reading.data(source, model, options)
-            if prepared:
-                raise InputError(
-                    f"--explain has no Python for pictures in '{source}', which the command "
-                    "prepares; it has for a folder of pictures"
-                )
-            with np.load(source) as file:
-                columns = reading.columns(source, file.files, model, labelled=True)
-            lines += explain.reading(name, source, columns)
-        elif source is not None:
-            lines.append(f"{name} = {explain.source(source)}")
+    for name, one in (("data", path), ("validation", settings.get("validation"))):
+        if isinstance(one, Path) and not one.is_dir():
+            lines += _explained_reading(name, one, model, options)
+        elif one is not None:
+            lines.append(f"{name} = {explain.source(one)}")
     if "validation" in settings:
         settings = {**settings, "validation": explain.Name("validation")}
     lines += explain.training(settings)
@@ -162,6 +159,29 @@ def _explained(
         lines.append(f"result.report({explain.source(options.report)})")
     numpy = "import numpy as np\n" if any("np." in line for line in lines) else ""
     return "\n".join([f"{numpy}import jaxonnx\n", *lines, "print(result)"])
+
+
+def _explained_reading(
+    name: str, path: Path, model: Model, options: argparse.Namespace
+) -> list[str]:
+    """Return the lines that read data from a file."""
+    _, prepared = reading.data(path, model, options)
+    if prepared:
+        raise InputError(
+            f"--explain has no Python for pictures in '{path}', which the command prepares; it has "
+            "for a folder of pictures"
+        )
+    table = reading.table(path)
+    columns = reading.columns(path, [*table], model)
+    if path.suffix != ".jsonl":
+        return explain.reading(name, path, columns, len(columns.inputs) == len(model.inputs))
+    used = {*columns.inputs, *columns.targets, *columns.weight}
+    if odd := [column for column in table if column not in used]:
+        raise InputError(
+            f"--explain has no Python that leaves out what '{path}' has besides inputs and "
+            f"targets: {', '.join(odd)}"
+        )
+    return [f"{name} = {explain.source(path)}"]
 
 
 def _written(options: argparse.Namespace) -> list[Path]:
@@ -188,6 +208,14 @@ def _head(model: Model, options: argparse.Namespace) -> Any:
     if "" in heads and len(heads) > 1:
         raise InputError("--head takes one number, or OUTPUT=N for each of several, not both")
     return heads.get("", heads) or None
+
+
+def _class_weights(options: argparse.Namespace) -> str | dict[str, float]:
+    """Return weights by class, or the word balanced."""
+    wanted = options.class_weights or []
+    if "balanced" in wanted and len(wanted) > 1:
+        raise InputError("--class-weights takes balanced, or NAME=X for each class, not both")
+    return "balanced" if "balanced" in wanted else dict(wanted)
 
 
 def _dropout(options: argparse.Namespace) -> float | dict[str, float] | None:
@@ -226,7 +254,7 @@ def _save(model: Model, path: Path) -> None:
         raise Failed(f"{error}; the trained model is in {folder / path.name}") from error
 
 
-def _with_proof(report: Report, model: Model, data: Any) -> Report:
+def _with_proof(report: Report, model: Model, data: Any, padding: Padding) -> Report:
     pattern, axes = record(model.proto)
     layers = [sparse.Layer(n, model.params[n].shape, a, "") for n, a in axes.items()]
     size = (model.inputs[0].shape or (None,))[0]
@@ -236,7 +264,9 @@ def _with_proof(report: Report, model: Model, data: Any) -> Report:
         where = images.layout(model, prepare.size)
         few = [prepare(np.zeros((size, *where.size, where.channels), np.uint8), where)]
     else:
-        few = [x[:size] for x in data[0]]
+        names = target_names(model)
+        examples = source(data, model.inputs, size, padding=padding, target_names=names)
+        few = next(examples.batches(0)).inputs
     proof = sparse.verify(model.apply, model.params, *few, layers=layers, pattern=pattern)
     dense = sum(w.nbytes for w in model.params.values())
     packed = packed_nbytes(model.params, pattern, axes)

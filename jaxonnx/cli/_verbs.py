@@ -15,8 +15,9 @@ from jaxonnx.cli import _images as pictures
 from jaxonnx.cli import _reading as reading
 from jaxonnx.cli._flags import LOSS
 from jaxonnx.cli._reading import Failed, Report
+from jaxonnx.model import Model, load
 from jaxonnx.model import _images as images
-from jaxonnx.model import load
+from jaxonnx.model._folder import listed
 from jaxonnx.model._show import operator
 
 
@@ -56,16 +57,7 @@ def _described(value: Any) -> dict[str, Any]:
 def run(options: argparse.Namespace) -> Report:
     model = reading.read(options, options.outputs)
     check_writable(options.output)
-    inputs, _ = reading.arrays(options.data, model)
-    names = [value.name for value in model.outputs]
-    if options.batch_size is not None:
-        progress = False if options.json else None
-        outputs = model.predict(inputs, batch_size=options.batch_size, progress=progress)
-        outputs = tuple(outputs.values()) if isinstance(outputs, dict) else outputs
-    else:
-        outputs = model(*inputs)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    named: dict[str, Any] = dict(zip(names, map(np.asarray, outputs), strict=True))
+    named = _outputs(model, options)
     try:
         with whole(options.output) as path, path.open("wb") as file:
             np.savez(file, **named)
@@ -74,6 +66,34 @@ def run(options: argparse.Namespace) -> Report:
     data = {"output": options.output, "outputs": {n: _described(x) for n, x in named.items()}}
     shown = "\n".join(f"{n}: {x.dtype}{[*x.shape]}" for n, x in named.items())
     return Report(data, shown, written=[options.output])
+
+
+def _outputs(model: Model, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the outputs by name, with the paths of pictures and the lengths of texts."""
+    folder, said = options.data.is_dir(), reading.said(options)
+    given: Any = options.data if folder else reading.inputs(options.data, model)
+    names = [value.name for value in model.outputs]
+    flags = (options.batch_size, options.pad, options.length_buckets)
+    arrays = not folder and all(isinstance(x, np.ndarray) for x in given.values())
+    if arrays and len(given) == len(model.inputs) and not said and flags == (None, None, None):
+        outputs = model(*given.values())
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return dict(zip(names, map(np.asarray, outputs), strict=True))
+    outputs = model.predict(
+        given,
+        batch_size=options.batch_size,
+        pad=dict(options.pad or ()),
+        length_buckets=options.length_buckets,
+        preprocess=said or None,
+        progress=False if options.json else None,
+    )
+    named: dict[str, Any] = {"paths": [*map(str, listed(options.data))]} if folder else {}
+    for name, x in (outputs if isinstance(outputs, dict) else {names[0]: outputs}).items():
+        if isinstance(x, list):
+            named[f"{name}.lengths"] = [len(row) for row in x]
+            x = np.concatenate(x)
+        named[name] = x
+    return {name: np.asarray(x) for name, x in named.items()}
 
 
 def evaluate(options: argparse.Namespace) -> Report:
@@ -89,6 +109,8 @@ def evaluate(options: argparse.Namespace) -> Report:
         metrics=options.metrics,
         loss=options.loss or (None if options.metrics else LOSS),
         batch_size=options.batch_size,
+        pad=dict(options.pad or ()),
+        length_buckets=options.length_buckets,
         preprocess=reading.said(options) if where.is_dir() else None,
         progress=False if options.json else None,
     )

@@ -69,7 +69,8 @@ def _entry(name: str, value: Any) -> list[str]:
     lines += _text(value)
     if fields := [*_fields(value)]:
         lines += [*(f"* `{field}`: {text}" for field, text in fields), ""]
-    for member, inner in vars(value).items():
+    members = {name: inner for one in _classes(value) for name, inner in vars(one).items()}
+    for member, inner in members.items():
         if member.startswith("_") and member not in ("__call__", "__init__"):
             continue
         if inspect.isfunction(inner) and inner.__doc__:
@@ -78,6 +79,11 @@ def _entry(name: str, value: Any) -> list[str]:
         elif isinstance(inner, property | functools.cached_property) and inner.__doc__:
             lines += [f"#### {own}.{member}", "", *_text(inner)]
     return lines
+
+
+def _classes(value: type) -> list[type]:
+    """Return a class, after the dataclasses that it extends."""
+    return [own for own in reversed(value.__mro__) if own is value or dataclasses.is_dataclass(own)]
 
 
 def _text(value: Any) -> list[str]:
@@ -98,12 +104,13 @@ def _fields(value: type) -> Iterator[tuple[str, str]]:
     """Yield the fields of a dataclass or named tuple that have a text below them in the source."""
     if not (dataclasses.is_dataclass(value) or hasattr(value, "_fields")):
         return
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(value))).body
-    assert isinstance(body, ast.ClassDef)
-    for field, text in zip(body.body, body.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-            said = text.value.value if isinstance(text.value, ast.Constant) else ""
-            yield ast.unparse(field.target), " ".join(str(said).split())
+    for own in _classes(value):
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(own))).body
+        assert isinstance(body, ast.ClassDef)
+        for field, text in zip(body.body, body.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                said = text.value.value if isinstance(text.value, ast.Constant) else ""
+                yield ast.unparse(field.target), " ".join(str(said).split())
 
 
 def markdown(text: str) -> list[str]:

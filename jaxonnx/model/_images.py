@@ -4,7 +4,7 @@ import struct
 from dataclasses import asdict, dataclass, fields, replace
 from math import isqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +12,9 @@ from onnx import ModelProto
 
 from jaxonnx._file import records
 from jaxonnx.errors import Error, InputError
-from jaxonnx.model._model import Model
+from jaxonnx.model._held import Held
+
+M = TypeVar("M", bound=Held)
 
 KEY = records.IMAGE
 """The entry of `metadata_props` with the fields of `Preparation` as JSON."""
@@ -94,7 +96,7 @@ class Layout:
         return x[..., 0] if self.kind == "NHW" else x.reshape(len(x), -1)
 
 
-def preparation(model: Model) -> Preparation:
+def preparation(model: Held) -> Preparation:
     """Return what the file says about its pictures, or else the usual.
 
     The file's entry of jaxonnx goes before the metadata that ONNX itself defines for images.
@@ -107,7 +109,7 @@ def preparation(model: Model) -> Preparation:
     return replace(usual, **said)
 
 
-def says_numbers(model: Model) -> bool:
+def says_numbers(model: Held) -> bool:
     """Return whether the file says which numbers pixels become, or takes them as they are."""
     said = {**_standard(model.proto), **(records.get(model.proto, KEY, _entry) or {})}
     return model.inputs[0].dtype == np.uint8 or not said.keys().isdisjoint(("scale", "mean", "std"))
@@ -130,7 +132,7 @@ def _standard(proto: ModelProto) -> dict[str, Any]:
     }
 
 
-def with_preparation(model: Model, value: Preparation) -> Model:
+def with_preparation(model: M, value: Preparation) -> M:
     """Return the model with the entry that `preparation` reads."""
     proto = ModelProto()
     proto.CopyFrom(model.proto)
@@ -141,7 +143,7 @@ def with_preparation(model: Model, value: Preparation) -> Model:
     return replace(model, proto=proto)
 
 
-def layout(model: Model, size: tuple[int, int] | None = None) -> Layout:
+def layout(model: Held, size: tuple[int, int] | None = None) -> Layout:
     """Return how the model's only input takes a picture; `size` if the file leaves it open.
 
     Raises:

@@ -6,42 +6,35 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from onnx import ModelProto
 from rich.console import Group
 
-from jaxonnx._data.forms import check_size, examples_of
 from jaxonnx._data.ragged import Padding
 from jaxonnx._file import formats
 from jaxonnx._file import save as saving
-from jaxonnx._graph.bind import Graph, bind
-from jaxonnx._graph.places import Places
-from jaxonnx._graph.roles import graph_tensors, running_statistics
-from jaxonnx._graph.values import Value, arguments, data, declared, listed, matching
-from jaxonnx._rewrite.batch import freed
-from jaxonnx._rewrite.head import Classes, Head, replaced
-from jaxonnx._rewrite.outputs import cut
+from jaxonnx._graph.values import arguments, data, listed
+from jaxonnx._rewrite.head import Classes
 from jaxonnx._run.overlay import ratios
-from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError
-from jaxonnx.model import _notes as notes
+from jaxonnx.model import _changed as changed
 from jaxonnx.model._calls import inputs_first, unmarked
+from jaxonnx.model._folder import unlabelled
+from jaxonnx.model._held import Held
 from jaxonnx.model._predict import predictions
-from jaxonnx.model._restart import Initializer, restarted
-from jaxonnx.model._select import Select, select
+from jaxonnx.model._restart import Initializer
+from jaxonnx.model._select import Select
 from jaxonnx.model._show import Rendered, overview
-from jaxonnx.model._sparsity import options, recorded, selected, unrecorded, with_record
+from jaxonnx.model._sparsity import options, selected, unrecorded, with_record
 from jaxonnx.model._summary import Summary, summary
 from jaxonnx.training_info._run import Training
 
-if TYPE_CHECKING:  # a model without sparse weights does not import these
-    from jaxonnx._file.packed import Recorded
+if TYPE_CHECKING:  # a model without sparse weights does not import it
     from jaxonnx.sparse import SparsityPattern
 
 Trainable = Select
@@ -49,12 +42,12 @@ Statistics = Literal["batch", "frozen"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Model(Rendered):
+class Model(Held, Rendered):
     """An ONNX graph as pure functions of its parameters. A Model never changes.
 
     >>> from jaxonnx import demo
     >>> model = demo.model()
-    >>> x = jnp.ones((2, 1, 8, 8))
+    >>> x = jax.numpy.ones((2, 1, 8, 8))
     >>> model(x).shape
     (2, 10)
     >>> gradients = jax.grad(lambda params: model.apply(params, x).sum())(model.params)
@@ -66,59 +59,10 @@ class Model(Rendered):
       state: running statistics and other tensors that are not trained, by name.
     """
 
-    params: dict[str, jax.Array]
-    state: dict[str, jax.Array]
-    proto: ModelProto = field(repr=False)
-    """The file without the data of its tensors."""
-    program: Program
-    originals: Mapping[str, np.ndarray]
-    """64-bit tensors of the file, which the 32-bit arrays of JAX cannot hold."""
-    heads: tuple[Head, ...] = ()
-    """The layers that `with_head` put in the place of others."""
-
-    @property
-    def head(self) -> tuple[str, ...]:
-        """The names of the tensors of new heads (`with_head`), for `trainable` and `labels`."""
-        return tuple(name for head in self.heads for name in head.tensors)
-
-    @property
-    def graph(self) -> Graph:
-        return self.program.graph
-
-    @property
-    def tensors(self) -> dict[str, Any]:
-        """All named tensors: parameters, state, and constants as NumPy arrays."""
-        return {**self.program.constants, **self.state, **self.params}
-
-    @cached_property
-    def _places(self) -> Places:
-        """The modules and nodes of the weights, and their other names."""
-        return Places(self.proto.graph, self.graph, self.tensors, self.params)
-
-    @cached_property
-    def inputs(self) -> tuple[Value, ...]:
-        """The inputs that a call must give, in order."""
-        wanted = set(self.graph.inputs)
-        return tuple(declared(v) for v in self.proto.graph.input if v.name in wanted)
-
-    @cached_property
-    def outputs(self) -> tuple[Value, ...]:
-        """The outputs, in file order."""
-        return tuple(map(declared, self.proto.graph.output))
-
     @cached_property
     def training(self) -> Training:
         """The training that the file itself carries (`training_info`) as pure functions."""
         return Training(self.proto, self.merged()._values())
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What a user of the model should know: about the file, and about unrolled loops."""
-        return (*self._warnings, *self.program.notes)
-
-    @cached_property
-    def _warnings(self) -> tuple[str, ...]:
-        return tuple(notes.warnings(self.proto.graph, self.program, self.tensors, self.outputs))
 
     @inputs_first
     def __call__(self, /, *inputs: Any, rng: jax.Array | None = None, **named: Any) -> Any:
@@ -141,6 +85,7 @@ class Model(Rendered):
         batch_size: int | None = None,
         pad: Mapping[str, Any] | None = None,
         length_buckets: int | Sequence[int] | None = None,
+        preprocess: Mapping[str, Any] | None = None,
         progress: bool | None = None,
     ) -> Any:
         """Run inference over any number of examples, batch by batch.
@@ -150,12 +95,14 @@ class Model(Rendered):
         (100, 10)
 
         Args:
-          data: inputs in any of the forms of data that `jaxonnx.train` takes, but for folders of
-            pictures: arrays, a tuple or dict of them, the path of an .npz file, a Hugging Face
-            Dataset, or batches of these. Targets beside them are left out.
+          data: inputs in any of the forms of data that `jaxonnx.train` takes: arrays, a tuple or
+            dict of them, the path of an .npz or .jsonl file, a Hugging Face Dataset, or batches of
+            these. Targets beside them are left out. Or a folder, for all pictures in it and in
+            folders below, in the order of their sorted paths.
           batch_size: of data in one piece; 32 if not given, or what the inputs are fixed to.
           pad: as in `jaxonnx.train`, for sequences of unequal length.
           length_buckets: as in `jaxonnx.train`.
+          preprocess: as in `jaxonnx.train`, for folders of pictures.
           progress: show a bar after two seconds; by default in terminals and notebooks.
 
         Returns:
@@ -166,12 +113,11 @@ class Model(Rendered):
 
         Raises:
           TrainingError: data that do not fit.
-          InputError: inputs that do not fit, or an output that does not have one row per example.
+          InputError: inputs that do not fit, a picture that cannot be read, or an output that does
+            not have one row per example.
         """
-        padding = Padding.of(pad, length_buckets)
-        examples = examples_of(data, self.inputs, batch_size, None, "data", False, padding)
-        check_size(examples, batch_size)
-        return predictions(self, self.outputs, examples, progress)
+        data = unlabelled(data, self, preprocess)
+        return predictions(self, self, data, batch_size, Padding.of(pad, length_buckets), progress)
 
     @cached_property
     def _stored(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -235,11 +181,7 @@ class Model(Rendered):
         Raises:
           InputError: names or shapes differ from the model's.
         """
-        return dataclasses.replace(
-            self,
-            params=matching("params", self.params, params),
-            state=matching("state", self.state, state),
-        )
+        return changed.with_values(self, params, state)
 
     def with_trainable(self, trainable: Trainable) -> Model:
         """Return a model whose parameters are exactly the chosen floating-point tensors.
@@ -255,19 +197,7 @@ class Model(Rendered):
           InputError: a name or expression matches no floating-point tensor, module or node; the
             message has similar ones.
         """
-        self._has_no_adapters("trainable")
-        tensors = self.tensors
-        floats = {n: v for n, v in tensors.items() if jnp.issubdtype(v.dtype, jnp.floating)}
-        # a running statistic is renewed, not trained, unless it is asked for by its name
-        statistics = running_statistics(self.graph)
-        chosen = select(trainable, floats, "trainable", statistics, places=self._places)
-        constants = {n: v for n, v in self.program.constants.items() if n not in chosen}
-        return dataclasses.replace(
-            self,
-            params={name: jnp.asarray(tensors[name]) for name in tensors if name in chosen},
-            state={n: v for n, v in tensors.items() if n not in chosen and n not in constants},
-            program=dataclasses.replace(self.program, constants=constants),
-        )
+        return changed.with_params(self, trainable)
 
     def reinitialize(
         self,
@@ -291,12 +221,7 @@ class Model(Rendered):
         Raises:
           InputError: a name or expression matches no floating-point tensor.
         """
-        self._has_no_adapters("weights")
-        tensors = {**self.params, **self.state}
-        constants = self.program.constants
-        new = restarted(self.graph, tensors, constants, names, rng, initializer, self._places)
-        params, state = ({name: new[name] for name in old} for old in (self.params, self.state))
-        return self.replace(params=params, state=state)
+        return changed.with_new_values(self, rng, names, initializer)
 
     def with_outputs(self, outputs: str | Iterable[str]) -> Model:
         """Return a model cut at other outputs: features, or a backbone for a new head.
@@ -311,8 +236,7 @@ class Model(Rendered):
         Raises:
           InputError: a name is unknown; the message has similar ones.
         """
-        self._has_no_adapters("outputs")
-        return self._rewritten(cut(self.proto, self.graph, self.tensors, outputs))
+        return changed.with_outputs(self, outputs)
 
     def with_head(
         self,
@@ -334,7 +258,7 @@ class Model(Rendered):
 
         >>> from jaxonnx import demo
         >>> model = demo.model().with_head(["even", "odd"])
-        >>> model(jnp.ones((2, 1, 8, 8))).shape
+        >>> model(jax.numpy.ones((2, 1, 8, 8))).shape
         (2, 2)
         >>> model.head
         ('14.weight', '14.bias')
@@ -351,27 +275,7 @@ class Model(Rendered):
         Raises:
           InputError: there is no such layer, or several could be meant: the message names them.
         """
-        self._has_no_adapters("the head")
-        tensors, trained = self.tensors, self.params
-        new = replaced(self.proto, self.graph, tensors, trained, classes, at, ending=ending)
-        fresh = {name: jnp.asarray(value) for name, value in new.tensors.items()}
-        wide = {n: x for n, x in new.tensors.items() if x.dtype != fresh[n].dtype}
-        constants = {n: v for n, v in self.program.constants.items() if n not in fresh}
-        net = dataclasses.replace(
-            self,
-            params={**self.params, **fresh},
-            state={name: x for name, x in self.state.items() if name not in fresh},
-            program=dataclasses.replace(self.program, constants=constants),
-            originals={**self.originals, **wide},
-            heads=(*(h for h in self.heads if fresh.keys().isdisjoint(h.tensors)), new.head),
-        )._rewritten(new.proto, new.constants)
-        net = net.with_outputs(net.graph.outputs)
-        statistics = running_statistics(net.graph) & fresh.keys()
-        params = {name: x for name, x in net.params.items() if name not in statistics}
-        state = {**net.state, **{name: fresh[name] for name in statistics}}
-        net = dataclasses.replace(net, params=params, state=state)
-        key = jax.random.key(0) if rng is None else rng
-        return net.reinitialize(key, lambda name, _: name in fresh, initializer)
+        return changed.with_new_head(self, classes, at, ending, rng, initializer)
 
     def with_any_batch(self) -> Model:
         """Return a model for batches of any size, from a file that was exported for one.
@@ -383,28 +287,7 @@ class Model(Rendered):
         Raises:
           InputError: a node fixes the size in another way; the message names it.
         """
-        self._has_no_adapters("the batch size")
-        proto, added = freed(self.proto, self.program, self.params, self.state)
-        if proto is self.proto:
-            return self
-        net = self._rewritten(proto, added)
-        # what the changes leave over is dropped; an algorithm of the file may read it
-        return net if proto.training_info else net.with_outputs(net.graph.outputs)
-
-    def _rewritten(self, proto: ModelProto, added: Mapping[str, np.ndarray] | None = None) -> Model:
-        """Return the model of a changed file: tensors keep their roles, new ones are constants."""
-        constants = {**self.program.constants, **(added or {})}
-        graph = bind(proto, proto.graph, {*self.params, *self.state, *constants})
-        kept = {*graph_tensors(graph)}
-        params, state, constants = (
-            {name: value for name, value in group.items() if name in kept}
-            for group in (self.params, self.state, constants)
-        )
-        program = dataclasses.replace(self.program, graph=graph, constants=constants)
-        heads = tuple(head for head in self.heads if kept.issuperset(head.tensors))
-        return dataclasses.replace(
-            self, params=params, state=state, proto=proto, program=program, heads=heads
-        )
+        return changed.with_any_batch(self)
 
     def with_statistics(self, statistics: Statistics) -> Model:
         """Return a model whose training uses other statistics in BatchNormalization.
@@ -447,11 +330,6 @@ class Model(Rendered):
     def _overlaid(self, **changes: Any) -> Model:
         overlay = dataclasses.replace(self.program.overlay, **changes)
         return dataclasses.replace(self, program=dataclasses.replace(self.program, overlay=overlay))
-
-    @property
-    def sparsity(self) -> Recorded | None:
-        """The pattern and the weights that the file records as sparse; None without a record."""
-        return recorded(self.proto, self.params)
 
     def sparsity_options(self) -> dict[str, Any]:
         """Return what the graph says of its weights, as `exclude` and `axes` of `sparse.layers`.
@@ -530,21 +408,7 @@ class Model(Rendered):
         Its parameters are those of the model that the adapters were attached to, and what was
         trained beside them. A model without adapters is returned as it is.
         """
-        adaption = self.program.adaption
-        if adaption is None:
-            return self
-        tensors = {**self.state, **self.params}
-        params = jax.jit(lambda t: {n: adaption(t)[n] for n in adaption.params})(tensors)
-        state = {n: v for n, v in tensors.items() if n in self.state and n not in params}
-        program = dataclasses.replace(self.program, adaption=None)
-        return dataclasses.replace(self, params=params, state=state, program=program)
-
-    def _has_no_adapters(self, what: str) -> None:
-        if self.program.adaption is not None:
-            raise InputError(
-                f"{what} of a model with adapters cannot be changed: set it before they are "
-                "attached, or merge them first with .merged()"
-            )
+        return changed.without_adapters(self)
 
     def _written(self, *, repeat: bool = False) -> ModelProto:
         """Return the file; `repeat` writes a parameter that equals another one a second time."""
@@ -562,15 +426,6 @@ class Model(Rendered):
 
     def _arguments(self, inputs: tuple, named: Mapping[str, Any]) -> dict[str, Any]:
         return arguments(self.inputs, self._defaults, inputs, unmarked(named))
-
-    @cached_property
-    def _input_names(self) -> frozenset[str]:
-        return self._defaults.union(self.graph.inputs)
-
-    @cached_property
-    def _defaults(self) -> frozenset[str]:
-        """Inputs with an initializer as their default: they may be passed by name."""
-        return frozenset(v.name for v in self.proto.graph.input) - set(self.graph.inputs)
 
     def summary(self) -> Summary:
         """Return a table of the layers: operator, output shape, parameters, what is trained, notes.

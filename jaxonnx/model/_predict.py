@@ -2,57 +2,62 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxonnx._data.batches import Batch, Examples, Stream
+from jaxonnx._data.ahead import ahead
+from jaxonnx._data.batches import Batch
+from jaxonnx._data.forms import check_size, examples_of, size_of_batches
 from jaxonnx._data.padded import Padded
+from jaxonnx._data.ragged import Padding
 from jaxonnx._graph.values import Value
 from jaxonnx.errors import InputError
+from jaxonnx.model._folder import Folder
+from jaxonnx.model._held import Held
+from jaxonnx.model._pictures import Pictures
 from jaxonnx.model._progress import tracked
-
-_AHEAD = 4
-"""Batches under way; more would only take memory."""
 
 
 def predictions(
     run: Callable[..., Any],
-    values: Sequence[Value],
-    examples: Examples | Stream,
+    model: Held,
+    data: Any,
+    size: int | None,
+    padding: Padding,
     show: bool | None,
 ) -> Any:
     """Return the outputs for all examples as NumPy arrays, in a dict if there are several.
 
     Args:
-      values: the outputs as the model declares them.
+      size: of the batches of data in one piece.
 
     Raises:
       InputError: an output does not have the examples along its first axis.
     """
+    if isinstance(data, Folder):
+        examples = Pictures.of(data, size_of_batches(model.inputs, size), strict=True)
+    else:
+        examples = examples_of(data, model.inputs, size, None, "data", False, padding)
+        check_size(examples, size)
+    values = model.outputs
     names = [value.name for value in values]
     lengths = examples.lengths if isinstance(examples, Padded) else None
     widths: list[Any] = []
-    parts: list[tuple[np.ndarray, ...]] = []
-    waiting: deque[tuple[Any, np.ndarray]] = deque()
 
-    def collect() -> None:
-        outputs, real = waiting.popleft()
-        rows = tuple(_rows(*pair, real) for pair in zip(names, outputs, strict=True))
-        parts.append(rows)
+    def started() -> Iterator[tuple[Any, np.ndarray]]:
+        for batch in tracked(examples.batches(0), examples.steps, show):
+            outputs = run(*batch.inputs)
+            varied = examples.width(batch) if isinstance(examples, Padded) else _shapes(batch)
+            widths.append(varied)
+            yield outputs if isinstance(outputs, tuple) else (outputs,), batch.weight > 0
 
-    for batch in tracked(examples.batches(0), examples.steps, show):
-        outputs = run(*batch.inputs)
-        varied = examples.width(batch) if isinstance(examples, Padded) else _shapes(batch)
-        widths.append(varied)
-        waiting.append((outputs if isinstance(outputs, tuple) else (outputs,), batch.weight > 0))
-        if len(waiting) > _AHEAD:
-            collect()
-    while waiting:
-        collect()
+    parts = [
+        tuple(_rows(*pair, real) for pair in zip(names, outputs, strict=True))
+        for outputs, real in ahead(started())
+    ]
     whole = {
         value.name: _joined(value, columns, widths, lengths)
         for value, columns in zip(values, zip(*parts, strict=True), strict=True)

@@ -5,23 +5,19 @@ from __future__ import annotations
 import io
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
-from onnx import ModelProto, TensorProto, TrainingInfoProto, numpy_helper
+from onnx import TensorProto, TrainingInfoProto, numpy_helper
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxonnx._graph.bind import Graph, Node
+from jaxonnx._graph.bind import Node
 from jaxonnx._graph.values import declared
-from jaxonnx._rewrite.head import Head
-from jaxonnx._run.program import Program
 from jaxonnx.model._decided import small, ties, unsure
+from jaxonnx.model._held import Held
 from jaxonnx.model._words import counted
-
-if TYPE_CHECKING:
-    from jaxonnx._file.packed import Recorded
 
 _ROWS = 60
 """Tensors listed one by one; the rest is counted."""
@@ -30,30 +26,7 @@ WIDTH = 80
 """Characters in a line of text; only a longer name makes a longer one."""
 
 
-class Shown(Protocol):
-    """The part of a model that is shown."""
-
-    @property
-    def proto(self) -> ModelProto: ...
-    @property
-    def program(self) -> Program: ...
-    @property
-    def graph(self) -> Graph: ...
-    @property
-    def params(self) -> Mapping[str, Any]: ...
-    @property
-    def state(self) -> Mapping[str, Any]: ...
-    @property
-    def tensors(self) -> Mapping[str, Any]: ...
-    @property
-    def warnings(self) -> Sequence[str]: ...
-    @property
-    def heads(self) -> Sequence[Head]: ...
-    @property
-    def sparsity(self) -> Recorded | None: ...
-
-
-def overview(model: Shown) -> Group:
+def overview(model: Held) -> Group:
     """Return inputs, outputs, operators, tensors and warnings for rich to render."""
     opsets = ", ".join(f"{e.domain or 'ai.onnx'} {e.version}" for e in model.proto.opset_import)
     producer = " ".join(filter(None, [model.proto.producer_name, model.proto.producer_version]))
@@ -107,7 +80,7 @@ def overview(model: Shown) -> Group:
     return Group(facts, table) if rows else Group(facts)
 
 
-def steps(model: Shown) -> Iterator[Node]:
+def steps(model: Held) -> Iterator[Node]:
     """Yield the nodes as training sees them."""
     return (step for node in model.graph.nodes for step in model.program.overlay.steps(node))
 

@@ -16,7 +16,8 @@ from jaxonnx._graph.scopes import modules
 from jaxonnx._graph.uses import uses, weights
 from jaxonnx._graph.values import Value, declared
 from jaxonnx._run.shapes import evaluated, inferred
-from jaxonnx.model._show import WIDTH, Rendered, Shown, operator, steps
+from jaxonnx.model._held import Held
+from jaxonnx.model._show import WIDTH, Rendered, operator, steps
 
 _HEADS = ("layer", "operator", "output", "parameters", "trained")
 
@@ -112,7 +113,7 @@ def _details(layer: Layer, origin: Origin) -> Iterator[str]:
         yield from [*parts[:-1], *(f"tensor {name}" for name in origin.tensors)]
 
 
-def summary(model: Shown) -> Summary:
+def summary(model: Held) -> Summary:
     """Return the layers of a model: nodes other than views, constants and shape arithmetic."""
     tensors, graph = model.tensors, model.graph
     shapes = evaluated(model.proto, graph, tensors)
@@ -148,7 +149,7 @@ def summary(model: Shown) -> Summary:
     return Summary(tuple(layers), trained, frozen, size, tuple(places), matrices)
 
 
-def _inferred(model: Shown) -> tuple[dict[str, Value], frozenset[str]]:
+def _inferred(model: Held) -> tuple[dict[str, Value], frozenset[str]]:
     """Return shapes from the file and ONNX's inference; whole numbers count as known."""
     names = [name for node in model.graph.nodes for name in node.outputs if name]
     kinds = inferred(model.proto, model.tensors, names)
@@ -158,7 +159,7 @@ def _inferred(model: Shown) -> tuple[dict[str, Value], frozenset[str]]:
 
 
 def _layer(
-    model: Shown,
+    model: Held,
     tensors: Mapping[str, Any],
     node: Node,
     named: tuple[NodeProto | None, Origin],
@@ -196,14 +197,14 @@ def _layer(
     )
 
 
-def _origin(model: Shown, node: Node, origin: NodeProto | None, weights: Collection[str]) -> Origin:
+def _origin(model: Held, node: Node, origin: NodeProto | None, weights: Collection[str]) -> Origin:
     path = [] if origin is None else modules(origin)
     learned = tuple(w for w in weights if w in model.params or w in model.state)
     name = (origin and origin.name) or node.outputs[0]
     return Origin(path[-1] if path else "", name, learned)
 
 
-def _ratio(model: Shown, node: Node) -> float:
+def _ratio(model: Held, node: Node) -> float:
     """Return the ratio of a Dropout node, NaN if it is computed."""
     changed = model.program.overlay.dropout.get(node.outputs[0])
     if changed is not None:

@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxonnx._data.batches import Batch, Examples, Stream
 from jaxonnx.errors import TrainingError
-from jaxonnx.train._augment import key_of
-from jaxonnx.train._folder import is_folder
+from jaxonnx.model._augment import key_of
+from jaxonnx.model._folder import is_folder
 
 _KEY = 2**32 - 4
 """What is folded into the seed's key for the function; pictures and steps fold in others."""

@@ -11,9 +11,9 @@ from jaxonnx._data.forms import check_size, examples_of, size_of_batches
 from jaxonnx._data.ragged import IGNORED, PLAIN, Padding
 from jaxonnx._graph.values import Value
 from jaxonnx.errors import TrainingError
-from jaxonnx.train._folder import Folder
+from jaxonnx.model._folder import Folder
+from jaxonnx.model._pictures import Pictures
 from jaxonnx.train._losses import find
-from jaxonnx.train._pictures import Pictures
 
 
 def padding_of(pad: Any, length_buckets: Any, loss: Any) -> Padding:
@@ -88,8 +88,7 @@ def _source(
     target_names: Collection[str],
 ) -> Examples | Stream:
     if isinstance(data, Folder):
-        rows = np.arange(len(data.paths))
-        return Pictures(data, data.targets, size_of_batches(inputs, batch_size), seed, rows)
+        return Pictures.of(data, size_of_batches(inputs, batch_size), seed)
     return examples_of(
         data, inputs, batch_size, seed, what, padding=padding, target_names=target_names
     )

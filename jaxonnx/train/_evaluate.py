@@ -1,27 +1,24 @@
 """`evaluate`: losses and metrics of a model over all of some data."""
 
 import os
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from onnx import ModelProto
 
+from jaxonnx._data.ahead import ahead
 from jaxonnx._data.batches import Examples, Stream
 from jaxonnx._data.weights import all_or_nothing
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model, load
 from jaxonnx.model import _images as images
+from jaxonnx.model._folder import pictured
 from jaxonnx.model._progress import tracked
 from jaxonnx.train import _objective as objective
 from jaxonnx.train._data import padding_of, source
-from jaxonnx.train._folder import pictured
 from jaxonnx.train._step import target_names
-
-_AHEAD = 4
-"""Batches under way; more would only take memory."""
 
 
 def evaluate(
@@ -88,32 +85,36 @@ def over(
 ) -> dict[str, Any]:
     """Return what an objective comes to over all examples; tables take the names of classes."""
     sums_of, merged = jax.jit(goal.sums), jax.jit(goal.merged)
-    sums: Any = None
     fitting: set[Any] = set()
+
+    def started() -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Yield the sums until each batch, and the predictions of the batch that are gathered."""
+        sums: Any = None
+        for number, batch in enumerate(tracked(examples.batches(0), examples.steps, progress)):
+            outputs = goal.model(*batch.inputs)
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs)
+            plain = all_or_nothing(batch.weight)
+            sizes = str((shapes, jax.tree.map(np.shape, batch.targets), plain))
+            if sizes not in fitting:
+                goal.fit(shapes, batch.targets, batch.weight)
+                fitting.add(sizes)
+            if sums is None:
+                sums = jax.tree.map(_wide, goal.start(shapes, batch))
+                if examples.targets is not None:
+                    names = getattr(examples, "classes", None)
+                    goal.check_labels(examples.targets, shapes, "data", names)
+            if examples.targets is None:
+                goal.check_labels(batch.targets, shapes, f"batch {number + 1} of the data")
+            new = sums_of(outputs, batch)
+            with jax.enable_x64(True):  # single precision would stop counting at 2**24
+                sums = merged(sums, {name: new[name] for name in sums})
+            yield sums, {name: new[name] for name in goal.gathered}
+
+    sums: Any = {}
     gathered: list[Any] = []
-    waiting: deque[Any] = deque()
-    for number, batch in enumerate(tracked(examples.batches(0), examples.steps, progress)):
-        outputs = goal.model(*batch.inputs)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs)
-        plain = all_or_nothing(batch.weight)
-        sizes = str((shapes, jax.tree.map(np.shape, batch.targets), plain))
-        if sizes not in fitting:
-            goal.fit(shapes, batch.targets, batch.weight)
-            fitting.add(sizes)
-        if sums is None:
-            sums = jax.tree.map(_wide, goal.start(shapes, batch))
-            if examples.targets is not None:
-                names = getattr(examples, "classes", None)
-                goal.check_labels(examples.targets, shapes, "data", names)
-        if examples.targets is None:
-            goal.check_labels(batch.targets, shapes, f"batch {number + 1} of the data")
-        new = sums_of(outputs, batch)
-        with jax.enable_x64(True):  # single precision would stop counting at 2**24
-            sums = merged(sums, {name: new[name] for name in sums})
-        waiting.append((sums, {name: new[name] for name in goal.gathered}))
-        if len(waiting) > _AHEAD:
-            gathered.append(jax.device_get(jax.block_until_ready(waiting.popleft())[1]))
-    gathered += [jax.device_get(predictions) for _, predictions in waiting]
+    for sums, predictions in ahead(started()):
+        jax.block_until_ready(sums)
+        gathered.append(jax.device_get(predictions))
     whole = jax.tree.map(lambda *parts: np.concatenate(parts), *gathered)
     with jax.enable_x64(True):
         values = goal.values({**sums, **whole})

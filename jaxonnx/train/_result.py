@@ -79,7 +79,8 @@ def _listed(result: Result) -> list[str]:
         told[_MOST:-_LEAST] = [f"  ... {len(between)} more; half of all by more than {half}"]
     lines += told
     if still := [name for name in params if name not in moved]:
-        lines.append(f"not changed: {', '.join(still)}")
+        more = f" and {len(still) - _MOST} more (.changes has all)" if len(still) > _MOST else ""
+        lines.append(f"not changed: {', '.join(still[:_MOST])}{more}")
     renewed = sum(1 for n, c in result.changes.items() if n in result.model.state and c)
     if renewed:
         lines.append(f"{counted(renewed, 'running statistic')} renewed")

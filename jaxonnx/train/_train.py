@@ -13,10 +13,10 @@ from jaxonnx._rewrite.head import Classes
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.model import Model, Statistics, Trainable, load
+from jaxonnx.model._folder import Folder, notes, pictured
 from jaxonnx.train._assembly import assembled, step, weights_of_classes
 from jaxonnx.train._augmented import asked, augmented
 from jaxonnx.train._data import padding_of, sources
-from jaxonnx.train._folder import Folder, notes, pictured
 from jaxonnx.train._head import completed, headed
 from jaxonnx.train._loop import run
 from jaxonnx.train._optimizers import optimizer as make_optimizer
@@ -108,15 +108,16 @@ def train(
       model: a Model, or anything that `jaxonnx.load` takes. It is not changed.
       data: `(x, y)`, a dict of arrays by input name with the targets beside them (one array under
         any other name, or several, which are then a dict; "x" and "y" will do for one input), the
-        path of an .npz file with such arrays, or a Hugging Face Dataset, which is read in one
-        piece; `x` is an array, a tuple of arrays, or a dict by input name. What each example weighs
-        in losses and metrics is a third array, `(x, y, weight)`, or "weight" in a dict beside other
-        targets: losses are divided by the sum of the weights. Or the path of a folder of pictures,
-        with one folder in it for each class, whose number is the target. Or batches of such pairs,
-        triples or dicts: an iterable (a Grain or torch DataLoader, tf.data, a list), or a
-        function from the epoch to one. Data in one piece is shuffled in an order that depends on
-        `seed` and the epoch only; iterables are taken as they come. A short batch is padded with
-        other examples of the data, which the loss ignores but batch statistics see. Inputs and
+        path of an .npz file with such arrays or of a .jsonl file (an object with these names in
+        each line), or a Hugging Face Dataset, which is read in one piece; `x` is an array, a tuple
+        of arrays, or a dict by input name. What each example weighs in losses and metrics is a
+        third array, `(x, y, weight)`, or "weight" in a dict beside other targets: losses are
+        divided by the sum of the weights. Or the path of a folder of pictures, with one folder in
+        it for each class, whose number is the target. Or batches of such pairs, triples or dicts:
+        an iterable (a Grain or torch DataLoader, tf.data, a list), or a function from the epoch to
+        one. Data in one piece is shuffled in an order that depends on `seed` and the epoch only;
+        iterables are taken as they come. A short batch is padded with other examples of the
+        data, which the loss ignores but batch statistics see. Inputs and
         targets may be sequences of unequal length along the second axis: lists of lists, lists or
         object arrays of arrays, ragged columns of a dataset. The sequences of a batch are then
         padded to one width (`pad`, `length_buckets`), and those of one width are shuffled and

@@ -1,20 +1,21 @@
 """Batches of pictures, decoded by threads some batches ahead."""
 
 import warnings
-from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from itertools import starmap
+from typing import Any, Self
 
 import jax
 import numpy as np
 
+from jaxonnx._data.ahead import ahead
 from jaxonnx._data.batches import Batch, Examples
 from jaxonnx._data.memory import Memory
 from jaxonnx.errors import InputError, TrainingError
-from jaxonnx.train._augment import Augment, prepared
-from jaxonnx.train._folder import Folder
+from jaxonnx.model._augment import Augment, prepared
+from jaxonnx.model._folder import Folder
 
 _AHEAD = 2
 """Batches that are decoded while one is used."""
@@ -31,6 +32,13 @@ class Pictures(Examples):
     """
 
     inputs: Folder
+    strict: bool = field(default=False, kw_only=True)
+    """Whether a broken picture is an error, because each is to have a result."""
+
+    @classmethod
+    def of(cls, folder: Folder, size: int, seed: int | None = None, strict: bool = False) -> Self:
+        """Return all pictures of a folder."""
+        return cls(folder, folder.targets, size, seed, np.arange(len(folder.paths)), strict=strict)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -69,19 +77,17 @@ class Pictures(Examples):
             )
             return Batch((x,), self.targets[rows], weight)
 
-        pool = ThreadPoolExecutor(settings.workers, "jaxonnx-pictures")
-        try:
-            waiting: deque = deque()
+        def started() -> Iterator[tuple[int, Any, Any, np.ndarray, list[Future]]]:
             for number, (rows, weight) in enumerate(self.chosen(epoch, start), start):
                 block = memory.lend()
                 decoded = [
                     pool.submit(self._decode, row, block[i], whole) for i, row in enumerate(rows)
                 ]
-                waiting.append((number, rows, weight, block, decoded))
-                if len(waiting) > _AHEAD:
-                    yield shown(*waiting.popleft())
-            while waiting:
-                yield shown(*waiting.popleft())
+                yield number, rows, weight, block, decoded
+
+        pool = ThreadPoolExecutor(settings.workers, "jaxonnx-pictures")
+        try:
+            yield from starmap(shown, ahead(started(), _AHEAD))
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -108,6 +114,8 @@ class Pictures(Examples):
         aspects = np.ones(len(rows), np.float32)
         for i, one in enumerate(decoded):
             aspect = one.result()
+            if isinstance(aspect, InputError) and self.strict:
+                raise aspect
             if isinstance(aspect, InputError):
                 weight[i] = 0
                 rows[i], aspect = self._instead(rows[i], aspect, block[i], whole)

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from jaxonnx.errors import InputError, TrainingError
-from jaxonnx.model import Model
 from jaxonnx.model import _images as images
-from jaxonnx.model._images import Layout, Preparation
-from jaxonnx.train._augment import Augment
+from jaxonnx.model._augment import Augment
+from jaxonnx.model._held import Held
+from jaxonnx.model._images import Layout, M, Preparation
 
 SUFFIXES = {".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 _LARGER = 4 / 3
@@ -101,8 +101,8 @@ def is_folder(data: Any) -> bool:
 
 
 def pictured(
-    data: Any, validation: Any, model: Model, preprocess: Mapping[str, Any] | None
-) -> tuple[Any, Any, Model]:
+    data: Any, validation: Any, model: M, preprocess: Mapping[str, Any] | None
+) -> tuple[Any, Any, M]:
     """Return data and validation with folders listed, and the model with what its file will say.
 
     Raises:
@@ -118,12 +118,12 @@ def pictured(
             )
         return data, validation, model
     settings = _preprocess(model, preprocess or {})
-    found, notes = _listed(data)
+    found, notes = _classes(data)
     labels = _labels(data, found, settings.how.labels, model, "labels" in (preprocess or {}))
     settings = replace(settings, how=replace(settings.how, labels=labels))
     examples = _folder(data, found, settings, notes)
     if is_folder(validation):
-        found, notes = _listed(validation)
+        found, notes = _classes(validation)
         if odd := found.keys() - {*labels}:
             raise TrainingError(
                 f"validation '{validation}' has the classes {_names(sorted(odd))}, which "
@@ -131,6 +131,43 @@ def pictured(
             )
         validation = _folder(validation, found, settings, notes)
     return examples, validation, images.with_preparation(model, settings.how)
+
+
+def unlabelled(data: Any, model: Held, preprocess: Mapping[str, Any] | None) -> Any:
+    """Return all pictures of a folder, or other data as it is.
+
+    Raises:
+      TrainingError: the folder has no pictures, or `preprocess` does not fit.
+      InputError: the model takes no pictures.
+    """
+    if not is_folder(data):
+        if preprocess is not None:
+            raise TrainingError("preprocess goes with data that is a folder of pictures")
+        return data
+    settings = _preprocess(model, preprocess or {})
+    paths = listed(data)
+    if not paths:
+        kinds = ", ".join(sorted(SUFFIXES))
+        raise TrainingError(f"the folder '{data}' has no pictures: no file that ends in {kinds}")
+    return Folder(os.fspath(data), tuple(paths), np.zeros(len(paths), np.int32), settings, ())
+
+
+def listed(folder: Any) -> list[Path]:
+    """Return the pictures in a folder and in those below it, in the order of their paths."""
+    return sorted(filter(_is_picture, _files(folder)))
+
+
+def _files(root: Any) -> list[Path]:
+    """Return the files in a folder and then those below it, but for hidden ones."""
+    files: list[Path] = []
+    for folder, folders, names in os.walk(root, followlinks=True):
+        folders[:] = sorted(f for f in folders if not f.startswith("."))
+        files += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
+    return files
+
+
+def _is_picture(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES
 
 
 def notes(*data: Any) -> list[str]:
@@ -151,7 +188,7 @@ def _folder(
     return Folder(os.fspath(path), paths, targets, settings, (many, *notes))
 
 
-def _listed(root: Any) -> tuple[dict[str, list[Path]], list[str]]:
+def _classes(root: Any) -> tuple[dict[str, list[Path]], list[str]]:
     """Return the pictures of each class, and what was left out.
 
     Raises:
@@ -160,16 +197,11 @@ def _listed(root: Any) -> tuple[dict[str, list[Path]], list[str]]:
     found: dict[str, list[Path]] = {}
     others: Counter[str] = Counter()
     entries = [e for e in os.scandir(root) if not e.name.startswith(".")]  # .ipynb_checkpoints
-    loose = sum(e.is_file() and Path(e.name).suffix.lower() in SUFFIXES for e in entries)
+    loose = sum(e.is_file() and _is_picture(Path(e.name)) for e in entries)
     for name in sorted(entry.name for entry in entries if entry.is_dir()):
-        found[name] = []
-        for folder, folders, files in os.walk(os.path.join(root, name), followlinks=True):
-            folders[:] = sorted(f for f in folders if not f.startswith("."))
-            for file in sorted(f for f in files if not f.startswith(".")):
-                if Path(file).suffix.lower() in SUFFIXES:
-                    found[name].append(Path(folder, file))
-                else:
-                    others[Path(file).suffix.lower() or "no suffix"] += 1
+        files = _files(os.path.join(root, name))
+        found[name] = [path for path in files if _is_picture(path)]
+        others.update(p.suffix.lower() or "no suffix" for p in files if not _is_picture(p))
     wanted = "pictures lie in one folder for each class, like photos/cat/1.jpg and photos/dog/2.jpg"
     if not any(found.values()):
         raise TrainingError(f"the folder '{root}' has no classes of pictures: {wanted}")
@@ -186,7 +218,7 @@ def _listed(root: Any) -> tuple[dict[str, list[Path]], list[str]]:
 
 
 def _labels(
-    root: Any, found: Mapping[str, Any], known: tuple[str, ...], model: Model, given: bool
+    root: Any, found: Mapping[str, Any], known: tuple[str, ...], model: Held, given: bool
 ) -> tuple[str, ...]:
     """Return the names of all classes in the order of the outputs.
 
@@ -216,7 +248,7 @@ def _sides(size: Any) -> tuple[int, int]:
     return height, width
 
 
-def _preprocess(model: Model, preprocess: Mapping[str, Any]) -> Preprocess:
+def _preprocess(model: Held, preprocess: Mapping[str, Any]) -> Preprocess:
     """Return what the file says, with what `preprocess` says in its place."""
     kinds: dict[str, Callable[[Any], Any]] = {
         "scale": float,
