@@ -380,6 +380,7 @@ def test_the_optimizer_of_flags_and_of_a_file(small, capsys):
         "train --lora 1 --lora-where w --adapters adapters.npz --log log.csv --accumulate 2",
         "train --head 4 --validation 0.25 --metrics top_2",
         "train --class-weights 2=0.5 --class-weights 0=3",
+        "train --mesh data=1,model=1 --sharding fsdp",
         "sparsify --select w --dense 1 --dynamic 1 --validation data.npz",
     ],
 )
@@ -403,6 +404,19 @@ def test_the_python_that_explain_prints_gives_the_same_weights(flags, small, cap
     assert explained.keys() == trained.keys()
     for name, value in trained.items():
         np.testing.assert_array_equal(value, explained[name])
+
+
+def test_meshes(small, capsys):
+    line = "train net.onnx data.npz -o out.onnx --batch-size 2"
+    Path("run.toml").write_text('mesh = "all"\nsharding = "data"\n')
+    assert command(f"{line} --config run.toml --explain") == 0
+    assert 'mesh="all"' in capsys.readouterr().out
+    assert command(f"{line} --mesh data=64") == 2
+    assert "--mesh has 64 devices, and there are" in capsys.readouterr().err
+    assert command(f"{line} --sharding fsdp") == 2
+    assert "there is none: pass mesh='all'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command(f"{line} --mesh 4x2")
 
 
 def test_what_explain_cannot_say(small, capsys):

@@ -17,6 +17,7 @@ from jaxonnx.cli._kinds import (
     WIDTHS,
     Flag,
     Verb,
+    axes,
     class_weight,
     counted,
     dimension,
@@ -24,6 +25,7 @@ from jaxonnx.cli._kinds import (
     ratio,
     share,
 )
+from jaxonnx.model._rules import AUTOMATIC
 from jaxonnx.train._optimizers import OPTIMIZERS, RATE, SCHEDULES
 
 LOSS = "softmax_cross_entropy_with_integer_labels"
@@ -168,6 +170,19 @@ _OPTIMIZER = [
     Flag("--accumulate", "batches whose mean gradient makes an update", COUNT),
     Flag("--ema", "share that a moving average of the weights keeps of itself, as 0.999", REAL),
 ]
+_DEVICES = [
+    Flag(
+        "--mesh",
+        "all devices, or the axes of a mesh: 'data' shares each batch",
+        {"type": axes, "metavar": "all|NAME=N,..."},
+    ),
+    Flag(
+        "--sharding",
+        "of the weights: data (all of them on each device), fsdp (large ones split over all), "
+        "tensor (pairs of matrix products split over the axis 'model')",
+        {"choices": AUTOMATIC, "metavar": "NAME"},
+    ),
+]
 _LORA = [
     Flag("--lora", "train adapters of this rank instead of the weights", COUNT),
     Flag(
@@ -237,6 +252,7 @@ VERBS: Mapping[str, Verb] = {
         {
             "": _TRAINING,
             "optimizer": _OPTIMIZER,
+            "several devices": _DEVICES,
             "adapters": _LORA,
             "long runs": _LONG,
             **_LENGTHS,
@@ -271,6 +287,7 @@ VERBS: Mapping[str, Verb] = {
         {
             "": _TRAINING,
             "optimizer": _OPTIMIZER,
+            "several devices": _DEVICES,
             "long runs": _LONG,
             "sparsity": [
                 Flag("--pattern", "N:M along both axes", {"default": "2:4"}),

@@ -79,6 +79,14 @@ def counted(text: str) -> tuple[str, int]:
     return name, int(number)
 
 
+def axes(text: str) -> dict[str, int] | str:
+    """Parse NAME=N,..., or all."""
+    if text == "all":
+        return text
+    pairs = (part.split("=") for part in text.split(","))
+    return {name: int(size) for name, size in pairs}
+
+
 def dimension(text: str) -> tuple[str, int]:
     name, number = text.rsplit("=", 1)
     return name, int(number)

@@ -1,11 +1,14 @@
 """The model and the data of a command, and what it reports."""
 
 import argparse
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxonnx._data import forms
@@ -40,8 +43,20 @@ class Failed(Error):
 
 def read(options: argparse.Namespace, outputs: Sequence[str] | None = None) -> Model:
     """Load the model of a command."""
-    batch = "any" if options.any_batch else None
-    return load(options.model, outputs=outputs, batch=batch, dequantize=options.dequantize)
+    batch, on = "any" if options.any_batch else None, mesh(options)
+    on = on() if isinstance(on, partial) else on
+    return load(options.model, outputs=outputs, batch=batch, dequantize=options.dequantize, mesh=on)
+
+
+def mesh(options: argparse.Namespace) -> Any:
+    """Return the call that makes the mesh of a command, "all", or None for one device."""
+    axes = getattr(options, "mesh", None)
+    if not isinstance(axes, Mapping):
+        return axes
+    wanted, count = math.prod(axes.values()), jax.device_count()
+    if wanted > count:
+        raise InputError(f"--mesh has {wanted} devices, and there are {count}")
+    return partial(jax.make_mesh, (*axes.values(),), (*axes,))
 
 
 def examples(options: argparse.Namespace) -> Path:

@@ -30,8 +30,8 @@ from jaxonnx.train._step import target_names
 
 _SETTINGS = (
     "epochs", "batch_size", "seed", "trainable", "statistics", "metrics", "accumulate", "ema",
-    "precision", "remat", "nan", "patience", "monitor", "checkpoint_dir", "checkpoint_every",
-    "resume", "length_buckets",
+    "precision", "remat", "sharding", "nan", "patience", "monitor", "checkpoint_dir",
+    "checkpoint_every", "resume", "length_buckets",
 )  # fmt: skip
 """Flags that are arguments of `jaxonnx.train` by the same name."""
 _RATES = ("rate", "schedule", "warmup", "clip", "weight_decay")
@@ -120,6 +120,7 @@ def _settings(
         "dropout": _dropout(options),
         "sparsity": sparsity,
         "lora": _lora(options) if sparsity is None else None,
+        "mesh": reading.mesh(options),
         "on_log": [_logger(path) for path in options.log or ()],
         **{name: getattr(options, name) for name in _SETTINGS},
     }
@@ -157,8 +158,9 @@ def _explained(
         lines.append(f"result.lora.save({explain.source(options.adapters)})")
     if options.report is not None:
         lines.append(f"result.report({explain.source(options.report)})")
-    numpy = "import numpy as np\n" if any("np." in line for line in lines) else ""
-    return "\n".join([f"{numpy}import jaxonnx\n", *lines, "print(result)"])
+    uses = {"jax": "jax.make_mesh", "numpy as np": "np."}
+    first = "".join(f"import {x}\n" for x, y in uses.items() if any(y in line for line in lines))
+    return "\n".join([f"{first}import jaxonnx\n", *lines, "print(result)"])
 
 
 def _explained_reading(

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 from onnx import GraphProto, ModelProto
 
 from jaxonnx._file.read import give_back_memory, read, replaced
@@ -22,7 +23,9 @@ from jaxonnx._rewrite.dequantize import dequantized
 from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError
 from jaxonnx.model._model import Model, Trainable
+from jaxonnx.model._rules import Sharding
 from jaxonnx.model._select import Select, select
+from jaxonnx.model._shardings import placed
 
 TRIM_LIMIT = 1 << 26
 """Bytes; reading weights above it leaves gaps in memory that are worth giving back."""
@@ -38,6 +41,8 @@ def load(
     weights: str | os.PathLike | Mapping[str, Any] | None = None,
     checkpoint: Literal["newest", "best"] | None = None,
     tied: Select | None = None,
+    mesh: Mesh | Literal["all"] | None = None,
+    sharding: Sharding | None = None,
 ) -> Model:
     """Load an ONNX model.
 
@@ -72,6 +77,9 @@ def load(
         names or regular expressions (matched in full), or a predicate of name and value; all others
         become parameters of their own. None ties those that are equal on purpose: with more than
         two different numbers, and no running statistic.
+      mesh: of devices, as in `jaxonnx.train`: each tensor is read right into its parts, so that a
+        model may be larger than the memory of one device.
+      sharding: on a mesh, as in `jaxonnx.train`; "fsdp" by default, where it has an axis "data".
 
     Raises:
       ModelError: a file is corrupt, truncated or malformed.
@@ -79,7 +87,8 @@ def load(
       UnsupportedError: operators without an implementation (all of them named), or a newer opset.
       InputError: `outputs`, `trainable` or `tied` name what the model does not have, or the batch
         cannot be opened, or nothing is to be dequantized, or weights do not fit the model's, or
-        `checkpoint` goes with a file.
+        `checkpoint` goes with a file,
+        or `sharding` does not fit.
     """
     if batch not in (None, "any"):
         raise InputError(f"batch is 'any' or None, and was {batch!r}")
@@ -100,14 +109,18 @@ def load(
         if tensors[name].dtype != jax.dtypes.canonicalize_dtype(tensors[name].dtype)
     }
     tensors.clear()  # so that each array is freed as soon as it is copied
+    program = Program(graph, constants)
+    where = {}
+    if mesh is not None:
+        where = placed(Model(params, state, proto, program, originals), mesh, sharding)
     for group in (params, state):
         for name in group:
-            group[name] = _on_device(group[name])
+            group[name] = _on_device(group[name], where.get(name))
     if sum(value.nbytes for group in (params, state) for value in group.values()) > TRIM_LIMIT:
         jax.block_until_ready((params, state))
         gc.collect(0)  # JAX lets go of the arrays that it has copied when Python collects
         give_back_memory()
-    model = Model(params, state, proto, Program(graph, constants), originals)
+    model = Model(params, state, proto, program, originals)
     model = model if outputs is None else model.with_outputs(outputs)
     model = model if batch is None else model.with_any_batch()
     for warning in model.warnings:
@@ -116,13 +129,15 @@ def load(
     return model if trainable is None else model.with_trainable(trainable)
 
 
-def _on_device(value: np.ndarray) -> jax.Array:
+def _on_device(value: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
     """Return an array whose values nothing else can change."""
     base = value.base
     while isinstance(base, np.ndarray):
         base = base.base
     # jnp.array copies twice; of a file's own bytes, which nobody changes, one copy is enough
-    return jax.device_put(value) if isinstance(base, bytes) else jnp.array(value)
+    if isinstance(base, bytes):
+        return jax.device_put(value, sharding)
+    return jnp.array(value) if sharding is None else jax.device_put(np.array(value), sharding)
 
 
 def _ties(

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
+import optax
+from jax.sharding import Mesh
 from onnx import ModelProto
 from rich.console import Group
 
@@ -28,7 +30,9 @@ from jaxonnx.model._folder import unlabelled
 from jaxonnx.model._held import Held
 from jaxonnx.model._predict import predictions
 from jaxonnx.model._restart import Initializer
+from jaxonnx.model._rules import Sharding
 from jaxonnx.model._select import Select
+from jaxonnx.model._shardings import Shardings, shardings
 from jaxonnx.model._show import Rendered, overview
 from jaxonnx.model._sparsity import options, selected, unrecorded, with_record
 from jaxonnx.model._summary import Summary, summary
@@ -330,6 +334,30 @@ class Model(Held, Rendered):
     def _overlaid(self, **changes: Any) -> Model:
         overlay = dataclasses.replace(self.program.overlay, **changes)
         return dataclasses.replace(self, program=dataclasses.replace(self.program, overlay=overlay))
+
+    def shardings(
+        self,
+        mesh: Mesh | Literal["all"],
+        sharding: Sharding = "data",
+        *,
+        optimizer: optax.GradientTransformation | None = None,
+    ) -> Shardings:
+        """Return where each tensor would lie on a mesh, as a table; nothing is moved.
+
+        >>> from jaxonnx import demo
+        >>> table = demo.model().shardings("all", "fsdp")
+        >>> table.specs["14.bias"]
+        P()
+
+        Args:
+          mesh, sharding: as in `jaxonnx.train`.
+          optimizer: whose state counts, too; that of Adam by default, two numbers a parameter.
+
+        Raises:
+          InputError: a rule that fits no tensor, an axis that the devices do not divide, a name
+            that the mesh does not have.
+        """
+        return shardings(self, mesh, sharding, optimizer)
 
     def sparsity_options(self) -> dict[str, Any]:
         """Return what the graph says of its weights, as `exclude` and `axes` of `sparse.layers`.

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 from onnx import ModelProto
 
 from jaxonnx._rewrite.head import Classes
@@ -14,6 +15,7 @@ from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.model import Model, Statistics, Trainable, load
 from jaxonnx.model import _images as images
+from jaxonnx.model._rules import Sharding
 from jaxonnx.train import _objective as objective
 from jaxonnx.train._carried import Carried
 from jaxonnx.train._class_weights import by_number
@@ -22,6 +24,7 @@ from jaxonnx.train._losses import find
 from jaxonnx.train._minimize import Minimize
 from jaxonnx.train._optimizers import planned
 from jaxonnx.train._settings import Optimizer, Settings
+from jaxonnx.train._sharding import OnMesh
 from jaxonnx.train._sparsity import forget, sparsify
 from jaxonnx.train._step import Step
 from jaxonnx.train._storage import Storage
@@ -48,6 +51,8 @@ def step(
     ema: float | None = None,
     precision: Literal["bf16"] | None = None,
     remat: bool = False,
+    mesh: Mesh | Literal["all"] | None = None,
+    sharding: Sharding | None = None,
     nan: Literal["stop", "skip"] = "stop",
 ) -> Step:
     """Make the step that `train` loops over, for a loop of your own.
@@ -73,6 +78,8 @@ def step(
       epochs: of the run, in the same unit; `sparsity` without lengths shares them out, and an
         optimizer that is a function of the updates of the run needs them.
       steps_per_epoch: steps in the unit of these lengths.
+      mesh: as in `train`: the states of `init`, `frozen` and what `update` returns lie on it. `put`
+        lays a batch on it; one that is not laid there is, within `update`.
       nan: "stop": once a loss or a gradient is not finite, no step changes anything; "skip": only
         that step does not.
 
@@ -80,7 +87,7 @@ def step(
       TrainingError: settings that do not fit.
     """
     settings = Settings.of(locals() | {"epochs": 1 if epochs is None else epochs})
-    model = headed(model if isinstance(model, Model) else load(model), settings)
+    model = headed(model if isinstance(model, Model) else load(model, mesh=mesh), settings)
     settings = replace(settings, class_weights=weights_of_classes(model, settings))
     return assembled(model, settings, epochs, steps_per_epoch)
 
@@ -100,6 +107,13 @@ def assembled(
     model: Model, settings: Settings, epochs: int | None, steps_per_epoch: int | None
 ) -> Step:
     """Return the step that trains a model as the settings say."""
+    one = _assembled(model, settings, epochs, steps_per_epoch)
+    return one if settings.mesh is None else OnMesh(one, settings.mesh, settings.sharding)
+
+
+def _assembled(
+    model: Model, settings: Settings, epochs: int | None, steps_per_epoch: int | None
+) -> Step:
     model = tuned(model, settings)
     settings, notes = completed(model, settings)
     if settings.loss is None or settings.optimizer is None:

@@ -41,6 +41,10 @@ class Carried(Step):
         params = copy(self._training.state if params is None else dict(params))
         return State(params, {}, (), None, jnp.int32(0), jnp.int32(0), jnp.bool(True))
 
+    @property
+    def params(self) -> Mapping[str, Any]:
+        return self._training.state
+
     def update(self, state: State, batch: Any, frozen: Any = None) -> tuple[State, jax.Array]:
         key = jax.random.fold_in(jax.random.key(self._settings.seed), state.count)
         new, outputs = self._training.step(state.params, self._values(batch), key=key)

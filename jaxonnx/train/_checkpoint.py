@@ -224,7 +224,9 @@ class Checkpoints:
     def _arrays(self, step: int, tree: Any, crc: list[int]) -> Any:
         args = self._orbax.args
         leaves, structure = jax.tree.flatten(tree)
-        like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(_data, leaves)]
+        like = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_spread(x)) for x in map(_data, leaves)
+        ]
         found = self._manager.restore(step, args=args.Composite(leaves=args.StandardRestore(like)))
         if [_crc(np.asarray(x)) for x in found["leaves"]] != crc:
             raise ValueError("its numbers are not those that were written")
@@ -265,6 +267,11 @@ def _leaves(tree: Any) -> list[str]:
 def _data(x: jax.Array) -> jax.Array:
     """Return a key as the numbers in it; optimizers that draw have one."""
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def _spread(x: jax.Array) -> jax.sharding.Sharding | None:
+    """Return where the parts of an array lie, if it has several."""
+    return x.sharding if len(x.sharding.device_set) > 1 else None
 
 
 def _like(data: jax.Array, x: jax.Array) -> jax.Array:

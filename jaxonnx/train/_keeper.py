@@ -97,7 +97,8 @@ class Keeper:
         self._record.go_back(self._at)
         self._back = self._record.step
         # the data goes on after the batch that did it, and so do the random numbers
-        return copy(self._spare).replace(count=jnp.int32(self._record.step))
+        spare = copy(self._spare)
+        return spare.replace(count=jnp.full_like(spare.count, self._record.step))
 
     def finish(self) -> None:
         """Wait for the last checkpoint.

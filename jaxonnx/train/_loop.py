@@ -78,7 +78,7 @@ def run(
                         state = keeper.keep(at, state, best)
                     if _comes_unchecked(examples):
                         checks(batch, f"a batch of epoch {epoch + 1}")
-                    state, seen = update(state, batch, step.frozen)
+                    state, seen = update(state, step.put(batch), step.frozen)
                     at = at._replace(batch=at.batch + 1)
                     if not record.add(seen):
                         state = keeper.settle(state)
@@ -227,7 +227,7 @@ class _Validation:
         for batch in self._held_out.batches(epoch):
             if _comes_unchecked(self._held_out):
                 self._checks(batch, "a batch of validation")
-            sums = self._evaluate(sums, state, batch, self._step.frozen)
+            sums = self._evaluate(sums, state, self._step.put(batch), self._step.frozen)
         return self._step.row(sums)
 
 

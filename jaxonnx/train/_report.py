@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxonnx._data.batches import Examples, Stream
 from jaxonnx._file.disk import whole
@@ -202,6 +203,8 @@ def _text(value: Any) -> str:
         return f"{value:.6g}"
     if isinstance(value, str | int | None):
         return str(value)
+    if isinstance(value, Mesh):
+        value = dict(value.shape)
     if isinstance(value, Mapping):
         return ", ".join(f"{name}: {_text(x)}" for name, x in value.items())
     if isinstance(value, list | tuple) and type(value) in (list, tuple) and len(value) <= _CLASSES:

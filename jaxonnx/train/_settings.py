@@ -7,12 +7,14 @@ from typing import Any, Literal, Self
 
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from jaxonnx._data.ragged import Padding
 from jaxonnx._rewrite.head import Classes
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.model import Statistics, Trainable
+from jaxonnx.model._rules import Sharding
 from jaxonnx.train._optimizers import planned
 
 Hook = Callable[[int, dict[str, Any]], None]
@@ -57,6 +59,8 @@ class Settings:
     ema: float | None = None
     precision: Literal["bf16"] | None = None
     remat: bool = False
+    mesh: Mesh | Literal["all"] | None = None
+    sharding: Sharding | None = None
     nan: Literal["stop", "skip", "rollback"] = "stop"
     patience: int | None = None
     monitor: str | tuple[str, str] | None = None
@@ -111,6 +115,11 @@ class Settings:
             raise TrainingError(
                 "precision must be 'bf16' (or None, for that of the file), and is "
                 f"{self.precision!r}"
+            )
+        if self.sharding is not None and self.mesh is None:
+            raise TrainingError(
+                "sharding says how tensors are split over a mesh, and there is none: pass "
+                "mesh='all' for all devices, or a jax.sharding.Mesh"
             )
         made = callable(getattr(self.optimizer, "update", None)) or planned(self.optimizer)
         if self.optimizer is not None and not made:

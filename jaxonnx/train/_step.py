@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -125,6 +126,15 @@ class Step(ABC):
     @abstractmethod
     def trained(self, params: Any, state: Any) -> Model:
         """Return the model with parameters of `view` and statistics (`State.state`)."""
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """What `init` starts from by default, in the order of the file."""
+        return self.model.params
+
+    def put(self, batch: Batch) -> Batch:
+        """Return a batch with its arrays on the devices that share it, where there are several."""
+        return batch
 
     def to_file(self, state: State) -> State:
         """Return a state with all arrays in the order of the file, as checkpoints have it."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast
 
+from jax.sharding import Mesh
 from onnx import ModelProto
 
 from jaxonnx._data.batches import Batch
@@ -14,6 +15,7 @@ from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.model import Model, Statistics, Trainable, load
 from jaxonnx.model._folder import Folder, notes, pictured
+from jaxonnx.model._rules import Sharding
 from jaxonnx.train._assembly import assembled, step, weights_of_classes
 from jaxonnx.train._augmented import asked, augmented
 from jaxonnx.train._data import padding_of, sources
@@ -23,6 +25,7 @@ from jaxonnx.train._optimizers import optimizer as make_optimizer
 from jaxonnx.train._report import Run
 from jaxonnx.train._result import Result, changes
 from jaxonnx.train._settings import Hook, Optimizer, Settings
+from jaxonnx.train._sharding import automatic
 from jaxonnx.train._step import State, Step, target_names
 from jaxonnx.train._tables import ConfusionMatrix, Curve, Curves, PerClass
 
@@ -82,6 +85,8 @@ def train(
     ema: float | None = None,
     precision: Literal["bf16"] | None = None,
     remat: bool = False,
+    mesh: Mesh | Literal["all"] | None = None,
+    sharding: Sharding | None = None,
     nan: Literal["stop", "skip", "rollback"] = "stop",
     patience: int | None = None,
     monitor: str | tuple[str, str] | None = None,
@@ -217,6 +222,17 @@ def train(
         validation and the resulting model.
       remat: keep few values for the gradient and compute the rest again (`Model.with_remat`), for
         networks whose activations do not fit into memory.
+      mesh: a `jax.sharding.Mesh`, like `jax.make_mesh((4, 2), ("data", "model"))`, or "all" for all
+        devices on one axis "data". Its axis "data" shares the examples of each batch, of which
+        `batch_size` counts all; weights, statistics and the optimizer's state lie as `sharding`
+        says, and so do those of the resulting model. The numbers are those of one device up to
+        rounding, batch statistics those of the whole batch.
+      sharding: with a mesh, "data": all weights on each device, the default; "fsdp": each tensor is
+        split along the largest axis that the devices divide, small ones are not; "tensor": pairs of
+        matrix products (perceptrons, attention) are split over the axis "model". Or a dict of
+        rules, `{"blocks.*weight": P(None, "model"), ".*": "fsdp"}`, by name as in `trainable`, of
+        which the first counts and without which a tensor is not split; or a function of name and
+        shape. Shapes are those of the file. `model.shardings(mesh, sharding)` shows the outcome.
       nan: what happens when a loss or a gradient is NaN or infinite. Such a step never changes the
         weights. "stop" ends the run; "skip" goes on with the next batch, up to 10 times in a row;
         "rollback" takes the weights, statistics and optimizer state that were last kept (at the end
@@ -258,29 +274,30 @@ def train(
         or a later batch that does not fit those before it.
     """
     settings = Settings.of(locals())
-    net = headed(model if isinstance(model, Model) else load(model), settings)
-    function, preprocess = asked(augment, preprocess, data)
-    data, validation, net = pictured(data, validation, net, preprocess)
-    padding = padding_of(pad, length_buckets, loss)
-    names = target_names(net)
-    examples, held_out = sources(data, validation, net.inputs, batch_size, seed, padding, names)
-    settings = replace(settings, class_weights=weights_of_classes(net, settings, examples))
-    examples = augmented(examples, function, seed)
-    if metrics is not None and held_out is None:
-        raise TrainingError("metrics are computed on validation data: pass validation= as well")
-    one = assembled(net, settings, epochs, examples.steps)
-    trained, history = run(one, examples, held_out, settings)
-    history.notes += notes(data, validation)
-    if isinstance(data, Folder):
-        data.settings.kept.release()  # the result refers to what is held out
-    if history.stopped and not history.early:
-        warnings.warn(history.stopped, stacklevel=2)
-    made = Run(completed(net, settings)[0], held_out)
-    if lora is None:
-        return Result(trained, history, _changes(one.model, trained), run=made)
-    adapters, trained = Adapters.of(trained), trained.merged()
-    changed = _changes(one.model.merged(), trained, {*adapters.layouts, *adapters.values})
-    return Result(trained, history, changed, adapters, made)
+    with automatic(settings.mesh):
+        net = headed(model if isinstance(model, Model) else load(model, mesh=mesh), settings)
+        function, preprocess = asked(augment, preprocess, data)
+        data, validation, net = pictured(data, validation, net, preprocess)
+        padding = padding_of(pad, length_buckets, loss)
+        names = target_names(net)
+        examples, held_out = sources(data, validation, net.inputs, batch_size, seed, padding, names)
+        settings = replace(settings, class_weights=weights_of_classes(net, settings, examples))
+        examples = augmented(examples, function, seed)
+        if metrics is not None and held_out is None:
+            raise TrainingError("metrics are computed on validation data: pass validation= as well")
+        one = assembled(net, settings, epochs, examples.steps)
+        trained, history = run(one, examples, held_out, settings)
+        history.notes += notes(data, validation)
+        if isinstance(data, Folder):
+            data.settings.kept.release()  # the result refers to what is held out
+        if history.stopped and not history.early:
+            warnings.warn(history.stopped, stacklevel=2)
+        made = Run(completed(net, settings)[0], held_out)
+        if lora is None:
+            return Result(trained, history, _changes(one.model, trained), run=made)
+        adapters, trained = Adapters.of(trained), trained.merged()
+        changed = _changes(one.model.merged(), trained, {*adapters.layouts, *adapters.values})
+        return Result(trained, history, changed, adapters, made)
 
 
 def _changes(before: Model, after: Model, names: Collection[str] | None = None) -> dict[str, float]:

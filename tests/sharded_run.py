@@ -1,0 +1,320 @@
+"""Runs on eight devices against one, each in a process of its own (`test_sharding.py`).
+
+python -m tests.sharded_run CASE FOLDER
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax import P
+
+import jaxonnx
+from jaxonnx import demo
+from tests.tiny import LABELS
+
+DATA = Path(__file__).parent / "data"
+MOMENTUM = optax.sgd(0.05, momentum=0.9)
+
+
+def mesh():
+    """The axes are explicit, as `jax.make_mesh` makes them."""
+    return jax.make_mesh((4, 2), ("data", "model"))
+
+
+def halves(name, shape):
+    """The last axis over "model", the one before over "data", where they divide."""
+    last = "model" if shape and shape[-1] % 2 == 0 else None
+    first = "data" if len(shape) > 1 and shape[-2] % 4 == 0 else None
+    return P(*(None,) * (len(shape) - 2), *(first, last)[-len(shape) :]) if shape else P()
+
+
+SHARDINGS = {"data": "data", "fsdp": "fsdp", "tensor": "tensor", "own": halves}
+
+
+def batches(model, count=3, size=16):
+    """Random inputs, and labels of ten classes."""
+    random = np.random.default_rng(0)
+    (value,) = model.inputs
+    shape = (count * size, *value.shape[1:])
+    whole = np.issubdtype(value.dtype, np.integer)
+    x = random.integers(0, 50, shape) if whole else random.normal(size=shape)
+    return x.astype(jax.dtypes.canonicalize_dtype(value.dtype)), random.integers(0, 10, len(x))
+
+
+def train(model, data, **settings):
+    settings = {"loss": LABELS, "optimizer": MOMENTUM, "batch_size": 16} | settings
+    held_out = tuple(x[5:41] for x in data)  # its last batch is filled up
+    return jaxonnx.train(model, data, validation=held_out, progress=False, **settings)
+
+
+def spread(model, sharding, on):
+    """Check that each tensor of a model lies where the table of the model says."""
+    for name, spec in model.shardings(on, sharding).specs.items():
+        x = {**model.params, **model.state}[name]
+        wanted = jax.NamedSharding(on, spec)
+        assert x.sharding.is_equivalent_to(wanted, x.ndim), (name, x.sharding, spec)
+
+
+def close(result, alone, rtol=1e-3):
+    np.testing.assert_allclose(result.history.losses, alone.history.losses, rtol=1e-5)
+    for row, other in zip(result.history.epochs, alone.history.epochs, strict=True):
+        for name in ("loss", "validation_loss", "validation_accuracy"):
+            np.testing.assert_allclose(row[name], other[name], rtol=1e-4)
+    tensors, others = ({**r.model.params, **r.model.state} for r in (result, alone))
+    assert tensors.keys() == others.keys()
+    for name, x in tensors.items():
+        np.testing.assert_allclose(x, others[name], rtol=rtol, atol=2e-5, err_msg=name)
+
+
+def compared(model, shardings=SHARDINGS, check=close, **settings):
+    data = batches(model)
+    alone = train(model, data, **settings)
+    for sharding in map(SHARDINGS.__getitem__, shardings):
+        result = train(model, data, mesh=mesh(), sharding=sharding, **settings)
+        check(result, alone)
+        if "lora" not in settings:  # which is merged
+            spread(result.model, sharding, mesh())
+
+
+def load(name):
+    return jaxonnx.load(DATA / f"{name}.legacy.onnx")
+
+
+def cnn(folder):
+    compared(load("lenet_bn"))
+
+
+def transformer(folder):
+    model = load("transformer")
+    specs = model.shardings(mesh(), "tensor").specs
+    split = [name for name, spec in specs.items() if any(spec)]
+    # two blocks: queries, keys and values, which lie beside each other; what is made of them; two
+    # layers of a perceptron; and the biases before the second product of each pair
+    assert len(split) == 2 * (2 + 1 + 2 + 1), split
+    compared(model)
+
+
+def lstm(folder):
+    model = load("lstm")
+    compared(model, ("data", "fsdp", "own"))
+    refused("splits nothing of this model: no product", model.shardings, mesh(), "tensor")
+
+
+def lora(folder):
+    def check(result, alone):
+        close(result, alone)
+        for name, x in result.lora.values.items():
+            np.testing.assert_allclose(x, alone.lora.values[name], rtol=1e-3, atol=2e-5)
+
+    compared(demo.mlp(128), check=check, lora=jaxonnx.LoRA(rank=4), optimizer=optax.adam(1e-2))
+
+
+def sparse(folder):
+    def check(result, alone):
+        close(result, alone)
+        for name, x in result.model.params.items():
+            np.testing.assert_array_equal(
+                np.asarray(x) == 0, np.asarray(alone.model.params[name]) == 0
+            )
+
+    phases = {"pattern": "2:4", "dense": 1, "dynamic": 2}
+    compared(demo.mlp(128), check=check, sparsity=phases, epochs=4)
+    compared(demo.model(), ("fsdp",), check=check, sparsity=phases, epochs=4)  # kernels first
+
+
+def average(folder):
+    compared(demo.mlp(128), ema=0.9, accumulate=2, epochs=2, remat=True, trainable=".*weight")
+    compared(demo.mlp(128), ("fsdp",), partial(close, rtol=1e-2), precision="bf16")
+
+
+def carried(folder):
+    """A file's own algorithm, and a run that is interrupted and goes on with other devices."""
+    proto = jaxonnx.add_training(demo.mlp(128), loss=LABELS, optimizer=jaxonnx.optim.adam(1e-3))
+    data = batches(demo.mlp())
+    settings = {"loss": None, "optimizer": None, "metrics": ["accuracy"]}
+    alone = train(jaxonnx.load(proto), data, **settings)
+    for sharding in ("data", "fsdp"):
+        close(train(jaxonnx.load(proto), data, mesh=mesh(), sharding=sharding, **settings), alone)
+
+
+def resumed(folder):
+    """Checkpoints know of no mesh; a NaN goes back to what is in memory; the best epoch counts."""
+    model, settings = demo.model(), {"epochs": 3, "patience": 5, "ema": 0.9}
+    data = batches(model)
+    alone = train(model, data, **settings)
+    for at, (on, sharding) in enumerate([(mesh(), "fsdp"), ("all", "data"), (None, None)], 1):
+        result = train(
+            model,
+            data,
+            **settings | {"epochs": at},
+            mesh=on,
+            sharding=sharding,
+            checkpoint_dir=folder,
+            resume=True,
+        )
+    close(result, alone)
+    bad = [(x, y) for x, y in zip(*(np.split(part, 3) for part in data), strict=True)]
+    bad[1] = bad[1][0] * np.nan, bad[1][1]
+    for nan in ("skip", "rollback"):
+        runs = [
+            jaxonnx.train(model, bad, loss=LABELS, optimizer=MOMENTUM, nan=nan, **on)
+            for on in ({}, {"mesh": mesh(), "sharding": "fsdp"})
+        ]
+        assert [run.history.events for run in runs[1:]] == [runs[0].history.events]
+        np.testing.assert_allclose(runs[1].history.losses, runs[0].history.losses, rtol=1e-5)
+
+
+def size(tree):
+    """Bytes on the first device."""
+    shards = (s for x in jax.tree.leaves(tree) for s in x.addressable_shards)
+    return sum(s.data.nbytes for s in shards if s.device == jax.devices()[0])
+
+
+def quick(folder):
+    """What the default run of the tests has: one network, and all that compiles nothing."""
+    model = demo.mlp(128)
+    wrong(model)
+    stored()
+    data = batches(model)
+    settings = {"optimizer": optax.adam(1e-2), "epochs": 2}
+    alone = train(model, data, **settings)
+    model.save(folder / "first.onnx")
+    read = jaxonnx.load(folder / "first.onnx", mesh=mesh())
+    spread(read, "fsdp", mesh())
+    result = train(folder / "first.onnx", data, mesh=mesh(), sharding="fsdp", **settings)
+    close(result, alone)
+    idle = train(read, data, mesh=mesh(), sharding="data", **settings)
+    assert "the axis 'model' of the mesh splits nothing" in str(idle.history.notes)
+    close(idle, alone)
+    spread(result.model, "fsdp", mesh())
+    result.model.save(folder / "net.onnx")
+    again = jaxonnx.load(folder / "net.onnx")
+    np.testing.assert_array_equal(again.params["body_weight"], result.model.params["body_weight"])
+
+    # a loop of one's own, under the mesh or not, with batches that lie on it or do not
+    one = jaxonnx.train.step(model, LABELS, optax.adam(1e-2), mesh=mesh(), sharding="fsdp")
+    table = model.shardings(mesh(), "fsdp", optimizer=optax.adam(1e-2))
+    state, batch = one.init(), tuple(x[:16] for x in data)
+    counts = 16  # of steps, and of the optimizer
+    assert 0 <= size(state) - table.size <= counts
+    assert table.size < table.whole / 7
+    update = jax.jit(one.update, donate_argnums=0)
+    memory = update.lower(state, batch, one.frozen).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= table.size  # no copy of what is split, nor of a part
+    state, (first, _) = update(state, batch, one.frozen)
+    assert all(
+        x.sharding.is_equivalent_to(y.sharding, x.ndim)
+        for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(one.init()), strict=True)
+    )
+    with jax.set_mesh(mesh()):
+        laid = jax.device_put(batch, P("data"))
+        _, seen = update(state, laid, one.frozen)
+    second = float(np.asarray(seen)[0])
+    expected = alone.history.losses
+    assert second < first
+    before = jaxonnx.evaluate(model, batch, loss=LABELS)["loss"]
+    np.testing.assert_allclose(first, before, rtol=1e-5)
+    with jax.set_mesh(mesh()):
+        under = train(model, data, mesh=mesh(), sharding=halves, **settings)
+    np.testing.assert_allclose(under.history.losses, expected, rtol=1e-5)
+
+
+def stored():
+    """The optimizer's state lies as its parameters, in whatever order and form it has them."""
+    on = jax.make_mesh((8,), ("data",))
+
+    def state_of(model, optimizer, **settings):
+        one = jaxonnx.train.step(model, LABELS, optimizer, mesh=on, sharding="fsdp", **settings)
+        return one.init()
+
+    state = state_of(demo.mlp(256), optax.adafactor(1e-3, min_dim_size_to_factor=32))
+    (factored,) = (s for s in jax.tree.leaves(state.optimizer, is_leaf=_factored) if _factored(s))
+    specs = {"v_row": (64, P()), "v_col": (256, P("data"))}
+    for field, (length, spec) in specs.items():
+        x = getattr(factored, field)["body_weight"]
+        assert x.shape == (length,)
+        assert x.sharding.is_equivalent_to(jax.NamedSharding(on, spec), 1), (field, x.sharding)
+
+    # kernels first: (3, 3, 16, 32) of (32, 16, 3, 3), whose largest axis is that of the outputs
+    sparse = {"sparsity": {"dense": 0, "dynamic": 1}, "epochs": 2}
+    state = state_of(demo.model(), optax.adam(1e-3), ema=0.9, **sparse)
+    kernels = {name: x for name, x in state.params.items() if x.ndim == 4 and x.nbytes >= 4096}
+    assert kernels
+    for name, x in kernels.items():
+        moment = state.optimizer.inner[0].mu[name]
+        for one in (x, moment, state.average[name], state.optimizer.pruned[name]):
+            assert one.sharding.shard_shape(x.shape) == (*x.shape[:3], x.shape[3] // 8), name
+        bits = state.optimizer.masks[name]
+        assert bits.sharding.shard_shape(bits.shape) == (x.size // 64,)
+
+
+def _factored(state):
+    return type(state).__name__ == "FactoredState"
+
+
+def refused(message, function, *args, **settings):
+    with pytest.raises(jaxonnx.Error, match=message):
+        function(*args, **settings)
+
+
+def wrong(model):
+    table = partial(refused, function=model.shardings, mesh=mesh())
+    for message, sharding in {
+        "rule 'bodies' matches no tensor.*near it are": {"bodies": P()},
+        "'body_weight' .64, 128. by .*: the mesh has no axis 'modle', but 'data' .4., ": {
+            "body.*": P("modle")
+        },
+        "length 10 does not divide into 4 parts; axis 0 .128. or axis 1 over 'model' .2.": {
+            "head_weight": P(None, "data")
+        },
+        "and it has 1 axes": {"head_bias": P(None, "model")},
+        "one axis of a tensor, not two": {"body_weight": P("model", "model")},
+        "must be a jax.P": {"body_weight": 3},
+        "did you mean 'fsdp'": {"body_weight": "fdsp"},
+    }.items():
+        table(message, sharding=sharding)
+    alone = jax.make_mesh((8,), ("x",))
+    refused(
+        "splits over the axis 'model' of the mesh, which has 'x' .8.",
+        model.shardings,
+        alone,
+        "tensor",
+    )
+    refused("2 devices do not divide .*head", demo.mlp(31).shardings, mesh(), "tensor")
+    refused("mesh must be a jax.sharding.Mesh", model.shardings, "every")
+    run = partial(train, model, batches(model))
+    refused(
+        "does not divide over the 4 devices .*; 12 or 16 would", run, batch_size=14, mesh=mesh()
+    )
+    refused("there is none: pass mesh='all'", run, sharding="fsdp")
+    refused("'bodies' matches no tensor", run, mesh=mesh(), sharding={"bodies": P()})
+
+    # the first rule counts, names of nodes and automatic rules are rules too
+    rules = {"body_weight": P("model"), "body": None, ".*": "fsdp"}
+    specs = model.shardings(mesh(), rules).specs
+    assert specs["body_weight"] == P("model")
+    assert specs["body_bias"] == P()
+    assert specs["head_weight"] == P(("data", "model"))
+    assert model.shardings(mesh(), "tensor").specs == {
+        "body_weight": P(None, "model"),
+        "body_bias": P("model"),
+        "head_weight": P("model"),
+        "head_bias": P(),
+    }
+    text = str(model.shardings("all", "fsdp"))
+    assert "body_weight" in text
+    assert "-, data" in text
+    assert "each of 8 devices has" in text
+
+
+CASES = (quick, cnn, transformer, lstm, lora, sparse, average, carried, resumed)
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+    name, folder = sys.argv[1:]
+    {case.__name__: case for case in CASES}[name](Path(folder))
