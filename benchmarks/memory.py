@@ -12,15 +12,13 @@ import tempfile
 from pathlib import Path
 
 import jax
-import optax
 from rich.console import Console
 from rich.table import Table
 
 import jaxonnx
-from benchmarks.layers.linen import Net
 from benchmarks.layers.onnx_file import write
 from benchmarks.networks import NETWORKS, Network, batch
-from benchmarks.systems import train_step
+from benchmarks.systems import flax_functions, optax_step, train_step
 
 
 def ours(network: Network, path: Path, remat: bool):
@@ -33,25 +31,11 @@ def ours(network: Network, path: Path, remat: bool):
 def flax(network: Network):
     x, y = batch(network)
     x = x.transpose(0, 2, 3, 1) if x.ndim == 4 else x
-    net, optimizer = Net(network), optax.adam(1e-3)
-    state = dict(net.init(jax.random.key(0), x, False))
-    params = state.pop("params")
-
-    def train(carry, x, y):
-        params, state, memory = carry
-
-        def loss(params):
-            variables = {"params": params, **state}
-            logits, renewed = net.apply(variables, x, True, mutable=["batch_stats"])
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)  # type: ignore[arg-type]
-            return losses.mean(), renewed
-
-        (value, state), gradients = jax.value_and_grad(loss, has_aux=True)(params)
-        updates, memory = optimizer.update(gradients, memory, params)
-        return (optax.apply_updates(params, updates), state, memory), value
-
+    init, train, _ = flax_functions(network)
+    step, optimizer = optax_step(train)
+    params, state = init(jax.random.key(0), x)
     carry = params, state, optimizer.init(params)
-    return jax.jit(train, donate_argnums=0).lower(carry, x, y).compile()
+    return jax.jit(step, donate_argnums=0).lower(carry, x, y).compile()
 
 
 def reserved(compiled) -> int:

@@ -22,14 +22,15 @@ FOREVER = 10**9
 """Steps of a phase that no benchmark leaves."""
 
 
-def _jax(phase, params, state, x, y, train, infer) -> tuple[Run, int]:
-    """Return a run of `train(params, state, x) -> (logits, state)` or `infer(...) -> logits`."""
+def optax_step(train) -> tuple[Callable, Any]:
+    """Return `step(carry, x, y) -> (carry, loss)` and its optimizer.
+
+    The carry is (params, state, the optimizer's state), of `train(params, state, x) -> (logits,
+    state)`.
+    """
     import jax
-    import jax.numpy as jnp
     import optax
 
-    parameters = sum(w.size for w in jax.tree.leaves(params))
-    x, y = jnp.asarray(x), jnp.asarray(y)
     optimizer = optax.adam(LEARNING_RATE)
 
     def step(carry, x, y):
@@ -42,6 +43,18 @@ def _jax(phase, params, state, x, y, train, infer) -> tuple[Run, int]:
         (loss, state), gradients = jax.value_and_grad(objective, has_aux=True)(params)
         updates, memory = optimizer.update(gradients, memory, params)
         return (optax.apply_updates(params, updates), state, memory), loss
+
+    return step, optimizer
+
+
+def _jax(phase, params, state, x, y, train, infer) -> tuple[Run, int]:
+    """Return a run of `train(params, state, x) -> (logits, state)` or `infer(...) -> logits`."""
+    import jax
+    import jax.numpy as jnp
+
+    parameters = sum(w.size for w in jax.tree.leaves(params))
+    x, y = jnp.asarray(x), jnp.asarray(y)
+    step, optimizer = optax_step(train)
 
     if phase == "forward":
         infer = jax.jit(infer)
@@ -137,16 +150,15 @@ def jaxonnx(network: Network, phase: str, path: Path, *, precision=None) -> tupl
     return training, parameters
 
 
-def flax(network: Network, phase: str, path: Path) -> tuple[Run, int]:
-    import jax
-
+def flax_functions(network: Network) -> tuple[Callable, Callable, Callable]:
+    """Return `init(key, x) -> (params, state)`, and `train` and `infer` as `_jax` takes them."""
     from benchmarks.layers.linen import Net
 
-    x, y = batch(network)
-    x = x.transpose(0, 2, 3, 1) if x.ndim == 4 else x
     net = Net(network)
-    variables = jax.jit(net.init, static_argnums=2)(jax.random.key(0), x, False)
-    params = variables.pop("params")
+
+    def init(key, x):
+        variables = net.init(key, x, False)
+        return variables.pop("params"), variables
 
     def train(params, state, x):
         return net.apply({"params": params, **state}, x, True, mutable=["batch_stats"])
@@ -154,7 +166,17 @@ def flax(network: Network, phase: str, path: Path) -> tuple[Run, int]:
     def infer(params, state, x):
         return net.apply({"params": params, **state}, x, False)
 
-    return _jax(phase, params, variables, x, y, train, infer)
+    return init, train, infer
+
+
+def flax(network: Network, phase: str, path: Path) -> tuple[Run, int]:
+    import jax
+
+    x, y = batch(network)
+    x = x.transpose(0, 2, 3, 1) if x.ndim == 4 else x
+    init, train, infer = flax_functions(network)
+    params, state = jax.jit(init)(jax.random.key(0), x)
+    return _jax(phase, params, state, x, y, train, infer)
 
 
 def naive(network: Network, phase: str, path: Path) -> tuple[Run, int]:

@@ -3,7 +3,7 @@
 from jaxonnx.lowering._conv import convolution, transposed_convolution
 from jaxonnx.lowering._order import in_file, kernels_first, store
 from jaxonnx.lowering._pool import first_max, first_winner, max_pool, window_sum
-from jaxonnx.lowering._product import is_half, product, rounded
+from jaxonnx.lowering._product import is_half, merges, product, rounded, rows
 from jaxonnx.lowering._remat import remat
 
 __all__ = [
@@ -14,9 +14,11 @@ __all__ = [
     "is_half",
     "kernels_first",
     "max_pool",
+    "merges",
     "product",
     "remat",
     "rounded",
+    "rows",
     "store",
     "transposed_convolution",
     "window_sum",

@@ -37,6 +37,8 @@ class Rule(NamedTuple):
     contract: Callable[[Any, int, Any, Any], Any]
     mapped: Callable[[Any, int, Any, Any], Any]
     """The same, to be mapped over an axis that is not a batch of examples."""
+    split: Callable[[Any, int, Any, Any], Any] | None = None
+    """`contract` for programs that XLA splits over devices, if it is another."""
 
 
 RULES: dict[type, Mapping[str, Rule]] = {}
@@ -47,20 +49,25 @@ def on_platforms(form: type, rules: Mapping[str, Rule]) -> None:
     """Register the rules of a type of form by platform ("cpu", "cuda", "rocm", "tpu")."""
     RULES[form] = rules
     for platform in rules:
-        lower = partial(_lower, platform)
-        mlir.register_lowering(
-            contract_p, mlir.lower_fun(lower, multiple_results=False), platform=platform
-        )
+        mlir.register_lowering(contract_p, partial(_lower, platform), platform=platform)
 
 
-def on_platform(platform: str, form: Any, mapped: bool = False) -> Callable[[int, Any, Any], Any]:
-    """Return the contraction of a form on one platform."""
+def on_platform(
+    platform: str, form: Any, mapped: bool = False, split: bool = False
+) -> Callable[[int, Any, Any], Any]:
+    """Return the contraction of a form on one platform.
+
+    Args:
+      split: whether XLA splits the program over several devices.
+    """
     if isinstance(form, Batched):
-        inner = on_platform(platform, form.form, mapped=form.slots != form.form.batch)
+        inner = on_platform(platform, form.form, form.slots != form.form.batch, split)
         return partial(form.over, inner)
     rule = RULES.get(type(form), {}).get(platform)
     if rule is None:
         return form.plain
+    if split and rule.split is not None and not mapped:
+        return partial(rule.split, form)
     return partial(rule.mapped if mapped else rule.contract, form)
 
 
@@ -149,8 +156,11 @@ def _batch(arguments, axes, *, form, out):
 batching.primitive_batchers[contract_p] = _batch
 
 
-def _lower(platform: str, u, v, *, form, out):
-    return on_platform(platform, form)(out, u, v)
+def _lower(platform: str, context, u, v, *, form, out):
+    axes = context.module_context.axis_context  # without a number of devices under a shard_map
+    split = getattr(axes, "num_devices", 1) > 1
+    function = partial(on_platform(platform, form, split=split), out)
+    return mlir.lower_fun(function, multiple_results=False)(context, u, v)
 
 
-mlir.register_lowering(contract_p, mlir.lower_fun(partial(_lower, ""), multiple_results=False))
+mlir.register_lowering(contract_p, partial(_lower, ""))

@@ -4,9 +4,11 @@ The gradients round the cotangent, which comes from rounded numbers, and multipl
 as those of a plain product do: no accelerator leaves its units for half precision.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -58,3 +60,19 @@ def product(a, b):
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return a.astype(np.float32) @ b.astype(np.float32)
     return contract(Product(2), 2, a, b)
+
+
+def merges() -> bool:
+    """Return whether leading axes may be merged for one product.
+
+    Under a mesh the batch is sharded, and to merge it with an axis before it would gather it.
+    """
+    return jax.sharding.get_abstract_mesh().empty
+
+
+def rows(x, w):
+    """Multiply rows x (..., K) by a matrix w (K, M); half precision gives float32."""
+    if not (merges() or is_half(x)):
+        return x @ w
+    y = product(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), w)
+    return y.reshape(*x.shape[:-1], w.shape[1])

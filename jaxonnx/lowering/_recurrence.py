@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jaxonnx.lowering._product import is_half, product
+from jaxonnx.lowering._product import is_half, product, rows
 
 Step = Callable[..., tuple]
 
@@ -135,11 +135,8 @@ def _affine(x, w_t, bias=None):
 
 def _at_once(x, w_t, bias=None):
     """Project all steps, in one matrix product."""
-    if not jax.sharding.get_abstract_mesh().empty:
-        return _affine(x, w_t, bias)  # steps that are merged with a sharded batch would be gathered
-    steps, batch, features = x.shape
-    gates = _affine(x.reshape(steps * batch, features), w_t, bias)
-    return gates.reshape(steps, batch, w_t.shape[1])
+    gates = rows(x, w_t)
+    return gates if bias is None else gates + bias
 
 
 @jax.custom_jvp

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxonnx._axes import matrix
 from jaxonnx.errors import NodeError
-from jaxonnx.lowering import product
+from jaxonnx.lowering import merges, product, rows
 from jaxonnx.registry import op, xp
 
 FACTORS = {"a": matrix(first=True, transpose="transA"), "b": matrix(transpose="transB")}
@@ -18,9 +18,9 @@ FACTORS = {"a": matrix(first=True, transpose="transA"), "b": matrix(transpose="t
 def matmul(a, b):
     """`numpy.matmul`; a matrix on the right makes one product of all leading axes of `a`."""
     np_ = xp(a, b)
-    if a.ndim > 2 and b.ndim == 2:
-        rows = math.prod(a.shape[:-1])
-        y = (a.reshape(rows, a.shape[-1]) @ b).reshape(*a.shape[:-1], b.shape[-1])
+    if a.ndim > 2 and b.ndim == 2 and merges():
+        count = math.prod(a.shape[:-1])
+        y = (a.reshape(count, a.shape[-1]) @ b).reshape(*a.shape[:-1], b.shape[-1])
     else:
         y = np_.matmul(a, b)
     # NumPy gives a product of bfloat16 matrices in float32.
@@ -31,8 +31,7 @@ def affine(x, w, bias=None):
     """Return x @ w + bias of a matrix w; the sum is rounded once."""
     if bias is None:
         return matmul(x, w)
-    y = product(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), w) + bias
-    return y.astype(x.dtype).reshape(*x.shape[:-1], w.shape[-1])
+    return (rows(x, w) + bias).astype(x.dtype)
 
 
 def _gemm(a, b, c, alpha, beta, transpose_a, transpose_b):

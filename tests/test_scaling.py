@@ -1,0 +1,102 @@
+"""What training steps send between devices, from compiled programs (benchmarks.scaling)."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.scaling import collectives
+
+PROGRAM = """\
+HloModule jit_step, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%body (p: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %p = (s32[], f32[4]{0}) parameter(0)
+  %x = f32[4]{0} get-tuple-element(%p), index=1
+  %all-gather.1 = bf16[8,2]{1,0} all-gather(%x), replica_groups=[1,8]<=[8], dimensions={0}
+  ROOT %t = (s32[], f32[4]{0}) tuple(%i, %x)
+}
+
+%condition (p: (s32[], f32[4])) -> pred[] {
+  %p = (s32[], f32[4]{0}) parameter(0)
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %all-reduce = (f32[3,5]{1,0}, /*index=1*/f32[]) all-reduce(%x, %y), channel_id=1, to_apply=%add
+  %scattered = f32[2]{0} reduce-scatter(%x), replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %while = (s32[], f32[4]{0}) while(%t), condition=%condition, body=%body, \
+backend_config={"known_trip_count":{"n":"7"}}
+}
+"""
+
+
+def test_bytes_of_collectives():
+    sent = collectives(PROGRAM)
+    assert sent.count == {"all-reduce": 1, "all-gather": 7, "reduce-scatter": 1}
+    assert sent.bytes == {"all-reduce": 64, "all-gather": 7 * 32, "reduce-scatter": 32}
+
+
+STEPS = """
+import sys
+import jax
+from benchmarks.networks import NETWORKS, Network
+from benchmarks.scaling import SYSTEMS, collectives, compiled, fake
+
+fake(8)
+
+
+def cnn(layers, x):
+    # enough channels for Winograd's transforms
+    for _ in range(2):
+        x = layers.relu(layers.batch_norm(layers.conv(x, 48, 3, pad=1)))
+    return layers.dense(layers.flatten(x), 10)
+
+
+def lstm(layers, x):
+    return layers.dense(layers.lstm(x, 16), 10)
+
+
+OWN = {"cnn": Network(cnn, (4, 48, 8, 8), 10), "recurrent": Network(lstm, (4, 12, 8), 10)}
+
+
+def sent(system, name, sharding):
+    network = {**NETWORKS, **OWN}[name]
+    step = SYSTEMS[system](network, 8 * network.shape[0])
+    params = step.carry.params if system == "jaxonnx" else step.carry[0]
+    weights = sum(4 * w.size for w in jax.tree.leaves(params))
+    return collectives(compiled(step, sharding, 8).as_text()), weights
+"""
+
+
+def on_eight_devices(program):
+    command = [sys.executable, "-W", "ignore", "-c", STEPS + program]
+    subprocess.run(command, check=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+
+
+def test_gradients_are_all_that_is_sent():
+    on_eight_devices("""
+for name in ("cnn", "recurrent"):
+    found, weights = sent("jaxonnx", name, "data")
+    assert set(found.count) == {"all-reduce"}, (name, found)
+    # two biases of an LSTM have one gradient
+    assert 0.9 * weights < found.total < 1.1 * weights, (name, found, weights)
+""")
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("sharding", ["data", "fsdp"])
+@pytest.mark.parametrize("name", ["cnn", "lenet", "encoder", "lstm"])
+def test_no_more_than_hand_written_flax(name, sharding):
+    on_eight_devices(f"""
+ours, flax = (sent(system, {name!r}, {sharding!r})[0] for system in SYSTEMS)
+assert ours.total <= 1.1 * flax.total, (ours, ours.bytes, flax, flax.bytes)
+""")
