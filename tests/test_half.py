@@ -106,3 +106,13 @@ def test_recurrent_layers_round_what_a_product_reads(name, gates):
     exact_slopes, exact = exactly(run, *inputs)
     near(results, exact, 2e-3)
     near(slopes, exact_slopes, 1e-2)
+
+
+def test_gradient_of_an_lstm_under_a_mesh():
+    values = f(5, 4, 3), f(1, 8, 3), f(1, 8, 2)
+    x, w, r = (jax.numpy.asarray(v, ml_dtypes.bfloat16) for v in values)
+    mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
+    gradient = jax.grad(lambda w: of("LSTM", hidden_size=2)(x, w, r)[0].astype("float32").sum())
+    expected = gradient(w)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        np.testing.assert_array_equal(gradient(w), expected)
