@@ -137,6 +137,8 @@ def test_what_is_no_proof_fails():
         sparse.verify(lambda p, x: x, pruned, X, layers=sparse.layers({"v": W}))
     with pytest.raises(SparsityError, match="nothing to verify"):
         sparse.verify(lambda p, x: x, pruned, X, layers=[])
+    with pytest.raises(SparsityError, match="nothing is sparse: no weight has the zeros of 2:4"):
+        sparse.verify(lambda p, x: x @ p["w"] + p["b"], {"w": W, "b": jnp.zeros(12)}, X)
 
 
 def test_a_model_verifies_by_itself():

@@ -92,7 +92,7 @@ def data(path: Path, model: Model, options: argparse.Namespace) -> tuple[Any, bo
     targets = {name: values[name] for name in found.targets}
     labels = next(iter(targets.values())) if len(targets) == 1 else targets
     rest = (labels, *(values[name] for name in found.weight))
-    x = next(iter(inputs.values())) if len(model.inputs) == 1 else None
+    x: Any = next(iter(inputs.values())) if len(model.inputs) == 1 else None
     if not getattr(x, "dtype", None) == np.uint8 != model.inputs[0].dtype:
         return (inputs, *rest), bool(said(options))
     prepare = preparation(model, options)

@@ -142,8 +142,13 @@ def verify(
 
 def _sparse(params: Any, pattern: SparsityPattern) -> list[Layer]:
     def zeros(name: str, w: Any) -> bool:
-        return np.mean(np.asarray(w) == 0) >= 1 - pattern.density
+        return np.ndim(w) > 1 and np.mean(np.asarray(w) == 0) >= 1 - pattern.density
 
+    if not any(zeros(name, w) for name, w in by_name(params).items()):
+        raise SparsityError(
+            f"nothing is sparse: no weight has the zeros of {pattern}; jaxonnx.train(..., "
+            "sparsity=...) and sparse.prune make them"
+        )
     return report(params, pattern, select=zeros)
 
 
