@@ -4,7 +4,11 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from jaxonnx import losses, optim
+from jaxonnx import (
+    _command,  # noqa: F401, before the imports that take seconds
+    losses,
+    optim,
+)
 from jaxonnx.errors import (
     Error,
     InputError,

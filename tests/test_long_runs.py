@@ -399,7 +399,10 @@ def test_files_that_cannot_grow_end_the_run(tmp_path):
         ({"checkpoint_every": 3}, "needs a checkpoint_dir"),
         ({"checkpoint_every": 0, "checkpoint_dir": "x"}, "checkpoint_every must be an integer"),
         ({"checkpoint_dir": 3}, "checkpoint_dir must be the path of a folder, not 3"),
-        ({"resume": "yes", "checkpoint_dir": "x"}, "resume must be True or False, and is 'yes'"),
+        (
+            {"resume": "yes", "checkpoint_dir": "x"},
+            "resume must be True or False or .anyway., and is 'yes'",
+        ),
         ({"progress": "bar"}, "progress must be True or False"),
         ({"on_log": "log.csv"}, "on_log must be a function .* and has 'log.csv'"),
         ({"on_log": [print, 3]}, "on_log must be a function .* and has 3"),

@@ -16,6 +16,7 @@ ORDER = (
     *("train", "losses", "lora", "loggers", "model", "training_info"),
     *("_data", "_rewrite", "_run", "_graph", "_file"),
     *("ops", "registry", "lowering", "sparse", "optim", "_jaxpr", "_axes", "_mesh", "errors"),
+    "_command",
 )
 """The rooms and modules of the package, from the top: each imports only those after it."""
 

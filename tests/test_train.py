@@ -182,7 +182,7 @@ def test_a_loss_that_is_not_finite_stops_at_the_last_good_weights(net, bad):
 
 
 def test_a_gradient_that_is_not_finite_stops_as_well(net):
-    with pytest.warns(UserWarning, match="the gradient is not finite at step 1"):
+    with pytest.warns(UserWarning, match="the gradient or the update is not finite at step 1"):
         result = train(net, digits(8), loss=lambda outputs, targets: jnp.sqrt(outputs * 0).sum(1))
     for name, value in net.params.items():
         np.testing.assert_array_equal(result.model.params[name], value)

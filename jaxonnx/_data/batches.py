@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxonnx._data.identity import identity
 from jaxonnx._data.memory import Memory
 from jaxonnx._data.ragged import PLAIN, Padding, column, masks, next_tokens, with_masks
 from jaxonnx._data.weights import checked_weights, split_weights
@@ -48,10 +49,10 @@ def as_pair(
 
     They are NumPy arrays, and Ragged where they are sequences of unequal length.
     """
-    names = [value.name for value in values]
-    x, y = ordered(given if labels else (_unlabelled(given, names), ()), names, what, masks(values))
+    names, spare = [value.name for value in values], masks(values)
+    x, y = ordered(given if labels else (_unlabelled(given, names), ()), names, what, spare)
     inputs = [
-        None if a is None else column(a, f"{what}: input {n!r}")
+        None if a is None and n in spare else column(a, f"{what}: input {n!r}")
         for n, a in zip(names, x, strict=True)
     ]
     inputs = with_masks(inputs, values)
@@ -70,7 +71,7 @@ def as_pair(
     if labels and len(named) == len(names):
         raise TrainingError(f"{what} has no targets")
     for name, array in named:
-        if array.dtype.kind in "OSUMm":
+        if array.dtype.kind in "OSUMm" or array.dtype.type is np.void:
             raise TrainingError(f"{what}: {name} must be numbers, and is {array.dtype}")
         if not array.ndim:
             raise TrainingError(
@@ -159,13 +160,24 @@ class Examples(ABC):
     def __post_init__(self):
         if isinstance(self.size, bool) or not isinstance(self.size, int | np.integer):
             raise TrainingError(f"batch_size must be a positive integer, and is {self.size!r}")
-        if self.size < 1:
-            raise TrainingError(f"batch_size must be a positive integer, and is {self.size}")
+        if not 1 <= self.size < 2**31:
+            limit = f", at most {2**31 - 1}" if self.size > 0 else ""
+            raise TrainingError(f"batch_size must be a positive integer{limit}, and is {self.size}")
 
     @property
     def steps(self) -> int:
         """The number of batches in an epoch."""
         return -(-len(self.rows) // self.size)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells them from other examples: number, types and a checksum, as JSON holds it."""
+        weights = [] if self.weights is None else [self.weights]
+        return identity(self.rows, [*self.contents(), *weights])
+
+    @abstractmethod
+    def contents(self) -> Sequence[np.ndarray]:
+        """Return the arrays that the examples are in."""
 
     @abstractmethod
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
@@ -193,6 +205,9 @@ class Examples(ABC):
 class Arrays(Examples):
     """All examples as arrays; `inputs` is a tuple in the order of the model's."""
 
+    def contents(self) -> Sequence[np.ndarray]:
+        return jax.tree.leaves((self.inputs, self.targets))
+
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         arrays, form = jax.tree.flatten((self.inputs, self.targets))
         memories = [Memory(array, self.size) for array in arrays]
@@ -211,6 +226,8 @@ class Stream:
     what: str
     targets: None = None
     """They are not known before they come."""
+    identity: None = None
+    """Nor are they, for what could be told of them."""
     labels: bool = True
     """Whether there are targets, or only inputs are wanted."""
     padding: Padding = PLAIN

@@ -1,8 +1,10 @@
 """Batches of sequences of unequal length."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
+import jax
 import numpy as np
 
 from jaxonnx._data.batches import Batch, Examples
@@ -20,6 +22,11 @@ class Padded(Examples):
     """
 
     columns: Columns
+
+    def contents(self) -> Sequence[np.ndarray]:
+        leaves = jax.tree.leaves(self.columns.pair)
+        parts = [(x.values, x.starts) if isinstance(x, Ragged) else (x,) for x in leaves]
+        return [*chain.from_iterable(parts)]
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         for rows, weight in self.chosen(epoch, start):

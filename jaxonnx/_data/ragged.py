@@ -77,6 +77,8 @@ class Ragged:
 
 def column(values: Any, what: str) -> np.ndarray | Ragged:
     """Return examples as an array, or sequences of unequal length as Ragged."""
+    if values is None:
+        raise TrainingError(f"{what} is None")
     try:
         array = np.asarray(values)
     except ValueError:  # NumPy makes no array of lists of unequal length
@@ -84,7 +86,7 @@ def column(values: Any, what: str) -> np.ndarray | Ragged:
     several = array.dtype == object and array.ndim == 1 and len(array) > 0
     if several and all(isinstance(part, list | np.ndarray) for part in array):
         return Ragged.of(array, what)
-    return array
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def masks(inputs: Sequence[Value]) -> set[str]:

@@ -6,6 +6,7 @@ checkpoints/120/about              which of them is which tensor, and more, as J
 checkpoints/120/metrics/metrics    the score of the epoch, if it had one
 """
 
+import errno
 import json
 import os
 import warnings
@@ -22,7 +23,7 @@ MODEL = "model.onnx"
 UNREADABLE = (
     AssertionError,
     AttributeError,
-    KeyError,
+    LookupError,
     OSError,
     RuntimeError,
     TypeError,
@@ -96,6 +97,13 @@ def score(path: Path) -> float:
     return float(json.loads((path / "metrics" / "metrics").read_text())["score"])
 
 
+def check_form(path: Path) -> None:
+    """Raise an error that `UNREADABLE` has if a folder is no checkpoint, or its score damaged."""
+    if not all((path / item).is_dir() for item in ("about", "leaves")):
+        raise ValueError("it is no checkpoint of jaxonnx")
+    score(path)
+
+
 def _read(orbax: Any, path: Path) -> Checkpoint:
     def restored(handler: Any, item: str) -> Any:
         with orbax.Checkpointer(handler) as checkpointer:
@@ -133,7 +141,15 @@ def crc(x: np.ndarray) -> int:
     return zlib.crc32(numbers)
 
 
-def reason(error: Exception) -> str:
-    """Return the first line of what happened."""
-    strerror = getattr(error, "strerror", None)
-    return strerror or (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+def reason(error: BaseException) -> str:
+    """Return what the system says of an error, or else the first line of what happened.
+
+    Orbax has errors of the system as the cause of its own, or only in the middle of their text.
+    """
+    text, cause = str(error).strip(), error
+    while cause is not None:
+        if strerror := getattr(cause, "strerror", None):
+            return strerror
+        cause = cause.__cause__ or cause.__context__
+    said = [message for message in map(os.strerror, errno.errorcode) if message in text]
+    return max(said, key=len) if said else (text or type(error).__name__).splitlines()[0][:200]

@@ -1,5 +1,6 @@
 """The command line: thin verbs over the functions of the package."""
 
+import argparse
 import json
 import math
 import sys
@@ -11,13 +12,15 @@ import jax
 import numpy as np
 from rich.console import Console
 
+from jaxonnx._command import INTERRUPTED
 from jaxonnx.cli import _bench as bench
 from jaxonnx.cli import _training as training
 from jaxonnx.cli import _verbs as verbs
 from jaxonnx.cli import process
 from jaxonnx.cli._options import parse
-from jaxonnx.cli._reading import Failed
+from jaxonnx.cli._reading import Failed, Report
 from jaxonnx.errors import Error
+from jaxonnx.train._stopping import Interrupt
 
 _VERBS = {
     "info": verbs.info,
@@ -45,24 +48,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
       SystemExit: with status 2 for flags or a configuration that do not fit, 0 for `--help`.
     """
     options = parse(sys.argv[1:] if arguments is None else arguments)
-    with warnings.catch_warnings():
-        warnings.simplefilter("default", UserWarning)
-        warnings.showwarning = lambda message, *_: _complain(options.verb, message)
-        try:
-            if arguments is None and options.allocator == "keep":
-                process.keep_pages()  # in a program that calls this, the process is not ours
+    if arguments is not None:  # in a program that calls this, the process is not ours
+        with Interrupt():
+            return _run(options)
+    if options.allocator == "keep":
+        process.keep_pages()
+    with Interrupt() as interrupt:
+        status = _run(options)
+        process.ignore_interrupts()
+        if interrupt.presses:
+            process.end(status)
+        return status
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Run a command and print its report; return the exit status."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("default", UserWarning)
+            warnings.showwarning = lambda message, *_: _complain(options.verb, message)
             if options.cache is not None:
                 jax.config.update("jax_compilation_cache_dir", str(options.cache))
             report = _VERBS[options.verb](options)
-        except Failed as error:
-            _complain(options.verb, error)
-            return 1
-        except (Error, OSError) as error:
-            _complain(options.verb, error)
-            return 2
-        except KeyboardInterrupt:
-            _complain(options.verb, "interrupted")
-            return 130
+        return _print(report, options)
+    except Failed as error:
+        _complain(options.verb, error)
+        return 1
+    except (Error, OSError) as error:
+        _complain(options.verb, error)
+        return 2
+    except KeyboardInterrupt:
+        _complain(options.verb, "interrupted")
+        return INTERRUPTED
+
+
+def _print(report: Report, options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(_plain(report.data), allow_nan=False))
         return report.status

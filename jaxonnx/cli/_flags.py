@@ -200,6 +200,7 @@ _LONG = [
     Flag("--checkpoints", "a folder for checkpoints", {**FOLDER, "dest": "checkpoint_dir"}),
     Flag("--checkpoint-every", "steps between checkpoints; otherwise one an epoch", COUNT),
     Flag("--resume", "continue from the newest checkpoint, if there is one", SWITCH),
+    Flag("--resume-anyway", "the same, with other data than the checkpoint's, too", SWITCH),
     Flag("--report", "an .html page: curves, layers, confusion matrix, settings", FILE),
     Flag("--log", ".csv, .jsonl, or a folder for TensorBoard; repeatable", {**MANY, **FILE}),
 ]

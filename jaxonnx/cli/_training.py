@@ -124,6 +124,8 @@ def _settings(
         "on_log": [_logger(path) for path in options.log or ()],
         **{name: getattr(options, name) for name in _SETTINGS},
     }
+    if options.resume_anyway:
+        settings["resume"] = "anyway"
     settings = {name: x for name, x in settings.items() if x is not None and x is not False}
     return {name: x for name, x in settings.items() if x not in ([], {})}
 

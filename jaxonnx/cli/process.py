@@ -1,7 +1,10 @@
 """Settings of the command line's own process; the library sets none."""
 
 import ctypes
+import os
+import signal
 import sys
+from typing import NoReturn
 
 _SETTINGS = {
     -8: 1,  # M_ARENA_MAX: one arena, because those of threads give memory back in pieces of 64 MB
@@ -22,3 +25,18 @@ def keep_pages() -> None:
     if mallopt is not None:
         for setting, value in _SETTINGS.items():
             mallopt(setting, value)
+
+
+def ignore_interrupts() -> None:
+    """Ignore Ctrl-C from now on: all is done, and the end of Python would show a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def end(status: int) -> NoReturn:
+    """End the process without the end of Python, which aborts where libraries have threads at work.
+
+    After an interrupt they may have.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -12,7 +12,7 @@ from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model, load
 from jaxonnx.train._objective import Objective
 from jaxonnx.train._settings import Settings
-from jaxonnx.train._step import State, Step, as_batch, copy
+from jaxonnx.train._step import State, Step, as_batch, copy, stays_finite
 
 
 class Carried(Step):
@@ -49,7 +49,7 @@ class Carried(Step):
         key = jax.random.fold_in(jax.random.key(self._settings.seed), state.count)
         new, outputs = self._training.step(state.params, self._values(batch), key=key)
         loss = self._loss(outputs)
-        good = state.finite & jnp.isfinite(loss) & _stays_finite(state.params, new)
+        good = state.finite & jnp.isfinite(loss) & stays_finite(state.params, new)
         params = jax.tree.map(lambda new, old: jnp.where(good, new, old), new, state.params)
         skip = self._settings.nan == "skip"
         state = state.replace(
@@ -130,13 +130,3 @@ class Carried(Step):
             "the file's algorithm has no scalar output besides the values of its variables, so "
             "there is no loss to follow; run model.training.step yourself"
         )
-
-
-def _stays_finite(old: Mapping[str, Any], new: Mapping[str, Any]) -> jax.Array:
-    """Return whether all that was finite is so still; a variable may be infinite by design."""
-    sums = [
-        jnp.sum(jnp.where(jnp.isfinite(old[name]), x, 0))
-        for name, x in new.items()
-        if jnp.issubdtype(x.dtype, jnp.floating)
-    ]
-    return jnp.stack([jnp.bool(True), *map(jnp.isfinite, sums)]).all()

@@ -7,33 +7,26 @@ import warnings
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._data.identity import difference
 from jaxonnx._file import formats
-from jaxonnx._file.checkpoints import MODEL, UNREADABLE, reason, score, sealed, unsealed
+from jaxonnx._file.checkpoints import MODEL, UNREADABLE, check_form, reason, sealed, unsealed
 from jaxonnx._file.checkpoints import crc as _crc
 from jaxonnx._file.disk import check_writable
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model
+from jaxonnx.train._about import About, Position
 from jaxonnx.train._history import History
 
 _KEPT = 3
 _UNWRITABLE = (OSError, RuntimeError, ValueError)
 """What Orbax raises when it cannot write; errors of the system come as ValueError, too."""
-
-
-class Position(NamedTuple):
-    """Where a run is in its data: the next batch."""
-
-    epoch: int = 0
-    batch: int = 0
-    first: int = 0
-    """The steps before this epoch."""
 
 
 class NotWritten(Exception):
@@ -50,8 +43,9 @@ class Checkpoints:
 
     Args:
       folder: is made if need be.
-      resume: whether a run in the folder is to be continued.
-      settings: what must be the same in the run that continues, by the name of the argument.
+      resume: whether a run in the folder is to be continued; "anyway": with other data, too.
+      settings: what must be the same in the run that continues, by the name of the argument; under
+        "data" the identity of the examples, None where it is not known.
       model: the model that is trained.
       fixed: arrays of it that the run does not change: they must be the same, too.
 
@@ -62,7 +56,7 @@ class Checkpoints:
     def __init__(
         self,
         folder: str | os.PathLike,
-        resume: bool,
+        resume: bool | Literal["anyway"],
         settings: dict[str, Any],
         model: Model,
         fixed: dict[str, jax.Array],
@@ -73,6 +67,9 @@ class Checkpoints:
 
         self._orbax = orbax
         self._settings = settings
+        self._any_data = resume == "anyway"
+        self.notes: list[str] = []
+        """What `restore` took though it is not the same."""
         self._fixed = [f"{name} {_crc(np.asarray(x))}" for name, x in fixed.items()]
         self.folder = os.fspath(folder)
         path = Path(folder).absolute()
@@ -84,11 +81,12 @@ class Checkpoints:
                 f"checkpoint_dir '{folder}' cannot be written ({error.strerror})"
             ) from error
         self._directory = path
-        for file in path.glob("*/metrics/metrics"):  # Orbax reads them all at once
+        # Orbax reads the scores of all steps at once, and takes each step to be like all others
+        for step in (entry for entry in path.iterdir() if entry.name.isdigit()):
             try:
-                score(file.parent.parent)
+                check_form(step)
             except UNREADABLE as error:
-                self._set_aside(file.parent.parent.name, error)
+                self._set_aside(step.name, error)
 
         def of_metrics(metrics):
             return metrics["score"]
@@ -135,12 +133,12 @@ class Checkpoints:
                 continue
             self._compare(about, tree)
             try:
-                found = self._arrays(step, tree, about["crc"])
+                found = self._arrays(step, tree, about.crc)
             except UNREADABLE as error:
                 self._set_aside(step, error)
                 self._manager.reload()
                 continue
-            return Position(*about["position"]), found, History(**about["history"])
+            return about.position, found, about.history
         if steps:
             raise TrainingError(
                 f"no checkpoint in '{self.folder}' can be read; pass another checkpoint_dir to "
@@ -198,8 +196,11 @@ class Checkpoints:
         """The newest checkpoint that is complete, in words."""
         with suppress(NotWritten):  # whoever saves or waits says it
             self.wait()
-        self._manager.reload()
-        steps = self._manager.all_steps()
+        try:
+            self._manager.reload()
+            steps = self._manager.all_steps()
+        except _UNWRITABLE as error:
+            return f"the checkpoints in '{self.folder}' cannot be listed ({reason(error)})"
         if not steps:
             return f"there is no checkpoint in '{self.folder}'"
         return (
@@ -216,10 +217,10 @@ class Checkpoints:
         except _UNWRITABLE as error:  # an error of the run may have come before it was said
             warnings.warn(f"a checkpoint was not written ({reason(error)})", stacklevel=2)
 
-    def _about(self, step: int) -> dict[str, Any]:
+    def _about(self, step: int) -> About:
         args = self._orbax.args
         found = self._manager.restore(step, args=args.Composite(about=args.JsonRestore()))["about"]
-        return unsealed(found)
+        return About.of(unsealed(found))
 
     def _arrays(self, step: int, tree: Any, crc: list[int]) -> Any:
         args = self._orbax.args
@@ -232,20 +233,40 @@ class Checkpoints:
             raise ValueError("its numbers are not those that were written")
         return jax.tree.unflatten(structure, map(_like, found["leaves"], leaves))
 
-    def _compare(self, about: dict[str, Any], tree: Any) -> None:
-        for name, value in self._settings.items():
-            before = about["settings"].get(name)
+    def _compare(self, about: About, tree: Any) -> None:
+        settings = {name: x for name, x in self._settings.items() if name != "data"}
+        for name, value in settings.items():
+            before = about.settings.get(name)
             if before != value:
                 raise TrainingError(
                     f"the run in '{self.folder}' has {name}={before}, and {name}={value} would not "
                     f"continue it; pass {name}={before}, or another checkpoint_dir"
                 )
-        if (about["leaves"], about["fixed"]) != (_leaves(tree), self._fixed):
+        before, now = [*about.leaves, *about.fixed], [*_leaves(tree), *self._fixed]
+        if before != now:
+            odd = [
+                f"{kind} {next((line for line in one if line not in other), 'another order')}"
+                for kind, one, other in (("it has", before, now), ("this one has", now, before))
+            ]
             raise TrainingError(
                 f"the checkpoint in '{self.folder}' is of another run: its parameters, state or "
-                "optimizer are not those of this one; pass the same model, trainable and "
-                "optimizer, or another checkpoint_dir"
+                f"optimizer are not those of this one ({', '.join(odd)}); pass the same model, "
+                "trainable and optimizer, or another checkpoint_dir"
             )
+        self._compare_data(about.settings.get("data"))
+
+    def _compare_data(self, before: dict[str, Any] | None) -> None:
+        """Refuse other data, where both are known: earlier versions did not say which they had."""
+        now = self._settings["data"]
+        if before is None or now is None or before == now:
+            return
+        differ = f"the run in '{self.folder}' had {difference(before, now)}"
+        if not self._any_data:
+            raise TrainingError(
+                f"{differ}: pass the same data, another checkpoint_dir, or resume='anyway' to "
+                "continue with these"
+            )
+        self.notes.append(differ)
 
     def _set_aside(self, step: int | str, error: Exception) -> None:
         """Rename a checkpoint that cannot be read, because its number will be used again."""

@@ -102,8 +102,8 @@ def _split(examples: Examples | Stream, share: float) -> tuple[Examples, Example
             "validation data like it"
         )
     count = len(examples.rows)
-    held = round(count * share)
-    if isinstance(share, bool) or not 0 < share < 1 or not 0 < held < count:
+    held = round(count * share) if 0 < share < 1 else 0
+    if isinstance(share, bool) or not 0 < held < count:
         raise TrainingError(
             f"validation={share!r} must be a share between 0 and 1 of the {count} examples that "
             "leaves some on either side"

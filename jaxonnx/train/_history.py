@@ -7,6 +7,9 @@ from jaxonnx.errors import Error
 from jaxonnx.model._words import counted
 from jaxonnx.train._plot import draw
 
+SKIPPED, ROLLED_BACK, NOT_VALIDATED = "skipped", "rolled back", "not finite in validation"
+"""What `History.events` calls its events."""
+
 
 @dataclass(repr=False)
 class History:
@@ -28,7 +31,8 @@ class History:
     """What was trained otherwise than the file says: a loss of logits before its last node."""
     events: list[dict[str, Any]] = field(default_factory=list)
     """Steps that were not finite and did not end the run: `step`, `event` ("skipped" or "rolled
-    back"), `why`, and for the latter `to`, the step whose weights were taken again."""
+    back"), `why`, and for the latter `to`, the step whose weights were taken again. A validation
+    loss that is not finite is one, too ("not finite in validation")."""
     stopped: str | None = None
     """Why the run ended before its last epoch, which weights it gave, where the checkpoint is."""
     early: bool = False
@@ -58,7 +62,7 @@ class History:
         seconds = sum(row["seconds"] for row in self.epochs)
         text = f"{counted(len(self.epochs), 'epoch')}, {counted(len(self.losses), 'step')}, "
         text += f"{seconds:.1f} s: {', '.join(self._numbers())}"
-        for event in ("skipped", "rolled back"):
+        for event in (SKIPPED, ROLLED_BACK, NOT_VALIDATED):
             if count := sum(1 for e in self.events if e["event"] == event):
                 text += f"; {counted(count, 'time')} {event}"
         return f"{text}; stopped: {self.stopped}" if self.stopped else text

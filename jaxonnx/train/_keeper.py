@@ -3,11 +3,14 @@
 import jax
 import jax.numpy as jnp
 
-from jaxonnx.train._checkpoint import Checkpoints, NotWritten, Position
+from jaxonnx.model._words import counted
+from jaxonnx.train._about import Position
+from jaxonnx.train._checkpoint import Checkpoints, NotWritten
+from jaxonnx.train._history import ROLLED_BACK
 from jaxonnx.train._record import Record
 from jaxonnx.train._settings import Settings
 from jaxonnx.train._step import State, Step, copy
-from jaxonnx.train._stopping import Interrupted, Stop
+from jaxonnx.train._stopping import Interrupt, Interrupted, Stop
 
 Weights = tuple[dict[str, jax.Array], dict[str, jax.Array]] | None
 """Parameters in the order of the file, and statistics."""
@@ -31,11 +34,13 @@ class Keeper:
         record: Record,
         step: Step,
         state: State,
+        interrupt: Interrupt,
     ):
         self._step = step
         self._checkpoints = checkpoints
         self._every = settings.checkpoint_every
         self._record = record
+        self._interrupt = interrupt
         self._rollback = settings.nan == "rollback"
         self._at = record.step
         self._spare = copy(state) if self._rollback else None
@@ -100,12 +105,28 @@ class Keeper:
         spare = copy(self._spare)
         return spare.replace(count=jnp.full_like(spare.count, self._record.step))
 
-    def finish(self) -> None:
-        """Wait for the last checkpoint.
+    def finish(self, state: State) -> None:
+        """Wait for the last checkpoint of a run that has come to its end.
 
         Raises:
-          Stop: it could not be written.
+          Stop: it could not be written, or the run got nowhere: no step was taken, or all of them
+            were lost again and again.
         """
+        self._wait()
+        done = self._record.step
+        if done and not int(state.taken):
+            why = self._record.history.events[-1]["why"]
+            raise Stop(f"none of {counted(done, 'step')} was taken: {why} at step {done}", 0)
+        if self._retries > 1:
+            events = self._record.history.events
+            back = [event for event in events if event["event"] == ROLLED_BACK][-self._retries :]
+            raise Stop(
+                f"{back[-1]['why']} at step {back[-1]['step']}, and {self._retries} returns to the "
+                "same weights got no further",
+                back[0]["to"],
+            )
+
+    def _wait(self) -> None:
         if self._checkpoints is not None:
             try:
                 self._checkpoints.wait()
@@ -117,12 +138,14 @@ class Keeper:
     ) -> tuple[State, Stop]:
         """Return what a run that ends before its end leaves, and why it ends.
 
-        An interrupted run keeps its state, unless a second Ctrl-C interrupted that or a step, whose
-        state may be lost: then there is nothing to leave.
+        An interrupted run keeps its state, unless there was a second Ctrl-C.
+
+        Args:
+          end: a KeyboardInterrupt where data or a hook were interrupted.
         """
-        if isinstance(end, KeyboardInterrupt):
+        if isinstance(end, KeyboardInterrupt) or self._interrupt.at_once:
             if any(x.is_deleted() for x in jax.tree.leaves(state)):
-                raise end
+                raise end  # a handler of the program's own has interrupted a step
             return state, Stop("interrupted at once", int(state.count))
         if self._spare is not None and end.step == self._at and not state.finite:
             state = self._spare
@@ -130,7 +153,7 @@ class Keeper:
             return state, end
         try:
             state = self.keep(at, state, best)
-            self.finish()
+            self._wait()
         except Stop as stop:
             return state, Stop(f"interrupted; {stop}", stop.step)
         return state, Stop("interrupted", self._record.step)

@@ -16,8 +16,9 @@ from jaxonnx._data.padded import Padded
 from jaxonnx._data.weights import all_or_nothing
 from jaxonnx.errors import Error, TrainingError
 from jaxonnx.model import Model
+from jaxonnx.train._about import Position
 from jaxonnx.train._augmented import Augmented
-from jaxonnx.train._checkpoint import Checkpoints, Position
+from jaxonnx.train._checkpoint import Checkpoints
 from jaxonnx.train._history import History
 from jaxonnx.train._keeper import Keeper
 from jaxonnx.train._optimizers import rate_of
@@ -35,7 +36,7 @@ _LATE = 8
 
 
 def run(
-    step: Step, examples: Data, held_out: Data | None, settings: Settings
+    step: Step, examples: Data, held_out: Data | None, settings: Settings, interrupt: Interrupt
 ) -> tuple[Model, History]:
     """Run the epochs; return the model with the weights that they give, and what happened."""
     watched = Monitor(settings.monitor, step.columns(held_out is not None), settings.patience)
@@ -52,28 +53,29 @@ def run(
             state = step.from_file(state)
         if not history.epochs:
             history.phase = phase
-        history.notes = list(step.notes)
+        history.notes = [*step.notes, *(checkpoints.notes if checkpoints is not None else ())]
         batches, first = _opened(examples, at, epochs)
         shapes = step.check(_with_all_weights(first, examples))
         checks = _Checks(step, first, shapes)
         _check_whole(step, checks, shapes, examples, held_out)
         validate = None
         if held_out is not None:
-            validate = _Validation(step, held_out, checks, step.sums(first, shapes))
+            sums = step.sums(first, shapes)
+            validate = _Validation(step, held_out, checks, sums, interrupt)
 
         bar = stack.enter_context(
             Bar(settings.progress, epochs, examples.steps, len(history.losses))
         )
-        record = Record(history, settings.hooks, bar, skip=settings.nan == "skip")
+        record = Record(history, settings.hooks, bar, interrupt, skip=settings.nan == "skip")
         stack.callback(record.close)
-        keeper = Keeper(checkpoints, settings, record, step, state)
-        interrupt = stack.enter_context(Interrupt())
+        keeper = Keeper(checkpoints, settings, record, step, state, interrupt)
+        interrupt.begin()
         try:
             watched.see(history.epochs)
             watched.check(history.epochs)
             for epoch in range(at.epoch, epochs):
                 began = time.perf_counter()
-                for batch in batches:
+                for batch in interrupt.among(batches):
                     if keeper.due():
                         state = keeper.keep(at, state, best)
                     if _comes_unchecked(examples):
@@ -103,7 +105,7 @@ def run(
                 interrupt.check()
                 if epoch + 1 < epochs:
                     batches = examples.batches(epoch + 1)
-            keeper.finish()
+            keeper.finish(state)
         except (Stop, KeyboardInterrupt) as end:
             checks.catch_up()  # wrong labels may be why a loss is not finite
             state, stop = keeper.leave(end, at, state, best)
@@ -130,7 +132,7 @@ def _checkpoints(step: Step, state: State, examples: Data, settings: Settings) -
     """Open the folder of a run, whose tensors that no step changes are compared, not stored."""
     assert settings.checkpoint_dir is not None
     same = {**settings.continued, "batch_size": getattr(examples, "size", None)}
-    same["preprocess"] = getattr(examples, "continued", None)
+    same |= {"preprocess": getattr(examples, "continued", None), "data": examples.identity}
     tensors = {**step.model.params, **step.model.state}
     fixed = {n: x for n, x in tensors.items() if n not in state.params and n not in state.state}
     return Checkpoints(settings.checkpoint_dir, settings.resume, same, step.model, fixed)
@@ -215,7 +217,10 @@ def _with_all_weights(batch: Batch, data: Data) -> Batch:
 class _Validation:
     """The numbers of the validation data, in inference mode."""
 
-    def __init__(self, step: Step, held_out: Data, checks: _Checks, sums: Any):
+    def __init__(
+        self, step: Step, held_out: Data, checks: _Checks, sums: Any, interrupt: Interrupt
+    ):
+        self._interrupt = interrupt
         self._step = step
         self._held_out = held_out
         self._checks = checks
@@ -224,7 +229,7 @@ class _Validation:
 
     def __call__(self, state: State, epoch: int) -> dict[str, float]:
         sums = self._sums
-        for batch in self._held_out.batches(epoch):
+        for batch in self._interrupt.among(self._held_out.batches(epoch)):
             if _comes_unchecked(self._held_out):
                 self._checks(batch, "a batch of validation")
             sums = self._evaluate(sums, state, self._step.put(batch), self._step.frozen)

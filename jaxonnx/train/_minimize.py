@@ -14,7 +14,7 @@ from jaxonnx.train._objective import Objective
 from jaxonnx.train._precision import products_in_bfloat16
 from jaxonnx.train._settings import Settings
 from jaxonnx.train._sparsity import masks
-from jaxonnx.train._step import State, Step, as_batch, copy, finite
+from jaxonnx.train._step import State, Step, as_batch, copy, finite, stays_finite
 from jaxonnx.train._storage import Storage
 
 
@@ -72,7 +72,10 @@ class Minimize(Step):
         if self._settings.precision == "bf16":
             gradient = products_in_bfloat16(gradient)
         (value, renewed), gradients = gradient(state.params)
+        # of the new parameters only sums are needed here, into which their computation is fused
+        new = self._moved(state, value, gradients).params, renewed
         good = state.finite & finite((value, gradients))
+        good &= stays_finite((state.params, state.state), new)
         skip = self._settings.nan == "skip"
         stay = {"count": state.count + 1} if skip else {"finite": good}
         # a conditional, because selecting old or new values would copy all of them in each step

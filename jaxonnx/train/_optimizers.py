@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from numbers import Real
 from typing import Any, Literal
 
@@ -55,7 +56,7 @@ def optimizer(
     _one_of("schedule", schedule, SCHEDULES)
     _positive("rate", rate)
     _positive("warmup", warmup, zero=True)
-    if clip is not None:
+    if clip not in (None, math.inf):
         _positive("clip", clip)
     if weight_decay is not None:
         _positive("weight_decay", weight_decay, zero=True)
@@ -114,6 +115,6 @@ def _one_of(what: str, value: Any, allowed: tuple[str, ...]) -> None:
 
 def _positive(what: str, value: Any, zero: bool = False) -> None:
     number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else -1.0
-    if not (number > 0 or (zero and number == 0)):
+    if not (0 < number < math.inf or (zero and number == 0)):
         least = "of at least zero" if zero else "greater than zero"
-        raise TrainingError(f"{what} must be a number {least}, and is {value!r}")
+        raise TrainingError(f"{what} must be a number {least}, and finite, and is {value!r}")

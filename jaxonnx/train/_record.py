@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxonnx.train._history import History
+from jaxonnx.train._history import NOT_VALIDATED, ROLLED_BACK, SKIPPED, History
 from jaxonnx.train._progress import Bar
 from jaxonnx.train._settings import Hook
+from jaxonnx.train._stopping import Interrupt
 
 _AHEAD = 8
 _BEHIND = 4
@@ -29,11 +30,19 @@ class Record:
       skip: whether steps that are not finite are passed over.
     """
 
-    def __init__(self, history: History, hooks: Sequence[Hook], bar: Bar, skip: bool = False):
+    def __init__(
+        self,
+        history: History,
+        hooks: Sequence[Hook],
+        bar: Bar,
+        interrupt: Interrupt,
+        skip: bool = False,
+    ):
         self.history = history
         self.trouble: str | None = None
         """What was not finite, and at which step, once something was not and is not skipped."""
         self._hooks = hooks
+        self._interrupt = interrupt
         self._bar = bar
         self._skip = skip
         self._skipped = 0
@@ -67,13 +76,18 @@ class Record:
     def go_back(self, to: int) -> None:
         """Note that the run goes on with the weights of step `to`."""
         why, _, _ = (self.trouble or "").rpartition(" at step ")
-        event = {"step": self.step, "event": "rolled back", "why": why, "to": to}
+        event = {"step": self.step, "event": ROLLED_BACK, "why": why, "to": to}
         self.history.events.append(event)
         self.trouble = None
 
     def close_epoch(self, row: dict[str, Any]) -> None:
         """Take the numbers of an epoch."""
         self.history.epochs.append(row)
+        for name, value in row.items():
+            validated = name.startswith("validation_") and name.endswith("loss")
+            if validated and not np.isfinite(value):
+                event = {"step": self.step, "event": NOT_VALIDATED}
+                self.history.events.append(event | {"why": f"{name}, {value}, is not finite"})
         self._tell(row)
         self._bar.show(self.history)
 
@@ -93,13 +107,14 @@ class Record:
             self._tell(dict(zip(("loss", "rate"), (value, *rate), strict=False)))
             self._skipped = 0 if finite else self._skipped + 1
             if not finite:
-                self._not_finite("the gradient" if np.isfinite(value) else f"the loss, {value},")
+                what = "the gradient or the update" if np.isfinite(value) else f"the loss, {value},"
+                self._not_finite(what)
         return self.trouble is None
 
     def _not_finite(self, what: str) -> None:
         what = f"{what} is not finite"
         if self._skip:
-            self.history.events.append({"step": self.step, "event": "skipped", "why": what})
+            self.history.events.append({"step": self.step, "event": SKIPPED, "why": what})
             what = f"{what} in {_IN_A_ROW} steps one after the other, the last"
         if not self._skip or self._skipped == _IN_A_ROW:
             self.trouble = f"{what} at step {self.step}"
@@ -108,4 +123,5 @@ class Record:
 
     def _tell(self, metrics: dict[str, Any]) -> None:
         for hook in self._hooks:
-            hook(self.step, dict(metrics))
+            with self._interrupt.opened():
+                hook(self.step, dict(metrics))

@@ -1,5 +1,6 @@
 """The settings of a run, checked before anything is compiled."""
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -66,7 +67,7 @@ class Settings:
     monitor: str | tuple[str, str] | None = None
     checkpoint_dir: str | os.PathLike | None = None
     checkpoint_every: int | None = None
-    resume: bool = False
+    resume: bool | Literal["anyway"] = False
     on_log: Hook | Sequence[Hook] | None = None
     progress: bool | None = None
 
@@ -83,14 +84,15 @@ class Settings:
                 "loss=, metrics=) or the command jaxonnx evaluate has the numbers without training"
             )
         _integer("epochs", self.epochs, 1)
-        _integer("seed", self.seed, 0)
+        _integer("seed", self.seed, 0, 2**63 - 1)
         _integer("accumulate", self.accumulate, 1)
         if self.patience is not None:
             _integer("patience", self.patience, 1)
         if self.checkpoint_every is not None:
             _integer("checkpoint_every", self.checkpoint_every, 1)
         _flag("remat", self.remat)
-        _flag("resume", self.resume)
+        if self.resume != "anyway":
+            _flag("resume", self.resume, " or 'anyway'")
         if self.progress is not None:
             _flag("progress", self.progress)
         self._check_step()
@@ -150,6 +152,8 @@ class Settings:
             raise TrainingError(
                 f"checkpoint_dir must be the path of a folder, not {self.checkpoint_dir!r}"
             )
+        if self.checkpoint_dir is not None and "\0" in str(self.checkpoint_dir):
+            raise TrainingError(f"checkpoint_dir has a null byte: {str(self.checkpoint_dir)!r}")
         every, monitor = self.checkpoint_every, self.monitor
         if every is not None and self.checkpoint_dir is None and self.nan != "rollback":
             raise TrainingError(
@@ -187,14 +191,16 @@ class Settings:
         return [name for name, value in values if value and value != defaults[name]]
 
 
-def _integer(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise TrainingError(f"{name} must be an integer of at least {least}, and is {value!r}")
+def _integer(name: str, value: Any, least: int, most: float = math.inf) -> None:
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not whole or not least <= value <= most:
+        limits = f"of at least {least}" + (f", up to {most}" if whole and value > most else "")
+        raise TrainingError(f"{name} must be an integer {limits}, and is {value!r}")
 
 
-def _flag(name: str, value: Any) -> None:
+def _flag(name: str, value: Any, more: str = "") -> None:
     if not isinstance(value, bool | np.bool_):
-        raise TrainingError(f"{name} must be True or False, and is {value!r}")
+        raise TrainingError(f"{name} must be True or False{more}, and is {value!r}")
 
 
 def _told(value: Any) -> str:

@@ -3,6 +3,7 @@
 The functions import `jaxonnx.sparse`, so that importing jaxonnx does not.
 """
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +39,13 @@ def sparsify(
             "sparsity needs the number of batches in an epoch: pass arrays, or an iterable with a "
             "length"
         )
+    known = [*dict.fromkeys([*_CHOICE, *_lengths()])]
+    named = isinstance(sparsity, Mapping) and not sparsity.keys() - {*known}
+    if not (named or isinstance(sparsity, str)):
+        raise TrainingError(
+            "sparsity is a pattern like '2:4', or a dict of options of sparse.three_phase, any of "
+            f"{', '.join(known)}; not {sparsity!r}"
+        )
     options: dict[str, Any]
     options = {"pattern": sparsity} if isinstance(sparsity, str) else dict(sparsity)
     if not {"dense", "dynamic", "fixed"} & {*options}:
@@ -65,6 +73,15 @@ def sparsify(
         **options,
     )
     return phases, model
+
+
+def _lengths() -> list[str]:
+    """Return the options of `sparse.three_phase` that a run leaves to the user."""
+    from jaxonnx import sparse
+
+    parameters = inspect.signature(sparse.three_phase).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    return [name for name in names if name != "steps_per_epoch"]
 
 
 def is_sparse(memory: Any) -> bool:

@@ -165,6 +165,18 @@ def target_names(model: Model) -> set[str]:
     return {value.name for value in (*model.outputs, *training)}
 
 
+def stays_finite(old: Any, new: Any) -> jax.Array:
+    """Return whether every number that was finite still is; others may be infinite by design."""
+    # a sum of zeros cannot overflow, and 0 * x is 0 unless x is infinite or NaN
+    pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+    sums = [
+        jnp.sum(jnp.where(jnp.isfinite(a), 0 * b, 0), dtype=jnp.float32)
+        for a, b in pairs
+        if jnp.issubdtype(b.dtype, jnp.floating)
+    ]
+    return jnp.stack([jnp.bool(True), *map(jnp.isfinite, sums)]).all()
+
+
 def finite(tree: Any) -> jax.Array:
     """Return whether every number is finite; sums are quicker than tests of each number."""
     sums = [

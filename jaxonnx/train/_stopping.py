@@ -2,12 +2,18 @@
 
 import signal
 import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from jaxonnx import _command
 from jaxonnx.errors import TrainingError
+
+T = TypeVar("T")
+_END: Any = object()
 
 _SMALLER = ("loss", "mae", "mse")
 """Endings of names of what is better when smaller."""
@@ -36,35 +42,79 @@ class Spent(Stop):
 
 
 class Interrupt:
-    """Takes the first Ctrl-C as a wish, which `check` fulfils between two steps.
+    """Takes Ctrl-C as a wish, which `check` fulfils between two steps, once a run has begun.
 
-    A second one is a KeyboardInterrupt at once. Outside of the main thread, where Python handles no
-    signals, it does nothing.
+    Before that it is a KeyboardInterrupt, as usual. A second one makes the run end without another
+    checkpoint. It is a KeyboardInterrupt only in what belongs to the user and may wait for
+    anything, data and hooks: an update that is half done would lose the weights, and a checkpoint
+    would be half written.
+
+    Inside another `Interrupt` it is that one: so nothing that the command line does after a run
+    can be interrupted. Outside of the main thread, where Python handles no signals, and where the
+    program has a handler of its own, it does nothing.
     """
 
-    def __enter__(self) -> "Interrupt":
-        self._asked = False
+    def __init__(self):
+        self.presses = 0
+        self._begun = self._open = False
         self._before: Any = None
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.getsignal(signal.SIGINT)
-            if self._before is signal.default_int_handler:
-                signal.signal(signal.SIGINT, self._ask)
-            else:  # what the program has set itself stays
-                self._before = None
+
+    def __enter__(self) -> "Interrupt":
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        before = signal.getsignal(signal.SIGINT)
+        outer = getattr(before, "__self__", None)
+        if isinstance(outer, Interrupt):
+            return outer
+        if before in (signal.default_int_handler, _command.leave):
+            self._before = before
+            signal.signal(signal.SIGINT, self._press)
         return self
 
     def __exit__(self, *_) -> None:
-        if self._before is not None:
+        if self._before is not None and signal.getsignal(signal.SIGINT) == self._press:
             signal.signal(signal.SIGINT, self._before)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether there was a second Ctrl-C."""
+        return self.presses > 1
+
+    def begin(self) -> None:
+        """Take what comes as a wish from now on: there is something to lose."""
+        self._begun = True
 
     def check(self) -> None:
         """Raise `Interrupted` if it was asked for."""
-        if self._asked:
+        if self.presses:
             raise Interrupted("interrupted")
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
-        signal.signal(signal.SIGINT, self._before)
+    def among(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield items; a second Ctrl-C is a KeyboardInterrupt in whatever makes them."""
+        items = iter(items)
+        while True:
+            with self.opened():
+                item = next(items, _END)
+            if item is _END:
+                return
+            yield item
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Let a second Ctrl-C be a KeyboardInterrupt, also one from before."""
+        self._open = True
+        try:
+            if self.at_once:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._open = False
+
+    def _press(self, number: int, frame: FrameType | None) -> None:
+        self.presses += 1
+        if not self._begun or (self._open and self.at_once):
+            self._open = False
+            raise KeyboardInterrupt
 
 
 class Monitor:

@@ -27,6 +27,7 @@ from jaxonnx.train._result import Result, changes
 from jaxonnx.train._settings import Hook, Optimizer, Settings
 from jaxonnx.train._sharding import automatic
 from jaxonnx.train._step import State, Step, target_names
+from jaxonnx.train._stopping import Interrupt
 from jaxonnx.train._tables import ConfusionMatrix, Curve, Curves, PerClass
 
 P = ParamSpec("P")
@@ -92,7 +93,7 @@ def train(
     monitor: str | tuple[str, str] | None = None,
     checkpoint_dir: str | os.PathLike | None = None,
     checkpoint_every: int | None = None,
-    resume: bool = False,
+    resume: bool | Literal["anyway"] = False,
     on_log: Hook | Sequence[Hook] | None = None,
     progress: bool | None = None,
 ) -> Result:
@@ -233,11 +234,14 @@ def train(
         rules, `{"blocks.*weight": P(None, "model"), ".*": "fsdp"}`, by name as in `trainable`, of
         which the first counts and without which a tensor is not split; or a function of name and
         shape. Shapes are those of the file. `model.shardings(mesh, sharding)` shows the outcome.
-      nan: what happens when a loss or a gradient is NaN or infinite. Such a step never changes the
-        weights. "stop" ends the run; "skip" goes on with the next batch, up to 10 times in a row;
-        "rollback" takes the weights, statistics and optimizer state that were last kept (at the end
-        of an epoch, or as `checkpoint_every` says) and goes on with the batches after this one, of
-        which up to 8 are lost, too, up to 3 times in a row. `history.events` lists what happened.
+      nan: what happens when a loss, a gradient, or what the update would make of the weights is NaN
+        or infinite. Such a step never changes the weights. "stop" ends the run; "skip" goes on with
+        the next batch, up to 10 times in a row; "rollback" takes the weights, statistics and
+        optimizer state that were last kept (at the end of an epoch, or as `checkpoint_every` says)
+        and goes on with the batches after this one, of which up to 8 are lost, too, up to 3 times
+        in a row. `history.events` lists what happened, validation losses that are not finite
+        among it. A run in which no step was taken, or that ends where it returned to more than
+        once, says so like one that stops.
       patience: epochs without a better value of `monitor` after which the run ends. The result has
         the weights of the best epoch, whether it ends early or not. With `sparsity` only the
         epochs with the fixed mask count.
@@ -251,8 +255,10 @@ def train(
       checkpoint_every: steps between checkpoints, which may fall inside an epoch; the best epoch
         and the end of the run have one as well. By default each epoch has one.
       resume: continue from the newest checkpoint that can be read, if there is one. The weights
-        are then bit for bit those of the uninterrupted run, wherever it was cut off; the data must
-        be the same, and an iterator must give the batches of its epoch from the first on.
+        are then bit for bit those of the uninterrupted run, wherever it was cut off. Parameters,
+        the structure of the optimizer's state, and data in one piece (the number, types and a
+        checksum of the examples) must be the same; "anyway" takes other data, too. Iterables
+        cannot be checked: they must give the same batches, from the first of their epoch on.
       on_log: called as `on_log(step, metrics)` with the "loss" of each step (and the "rate", where
         `history.rates` has it), some steps after it was started (the device is never waited for),
         and with the numbers of each epoch, as in `history.epochs`; or a list of such functions.
@@ -264,17 +270,18 @@ def train(
     Returns:
       `.model` and `.history`; printing it says what changed. A run that ends before its last epoch
       gives the best that it has, says in `history.stopped` why, which weights these are and where
-      the last checkpoint is, and warns (but not of `patience`). These are a loss or gradient that
-      is not finite, a checkpoint that could not be written (a full disk), and Ctrl-C, which ends
-      the run after the present step, with a checkpoint; a second Ctrl-C does not wait for it. In
-      the main thread `train` has a SIGINT handler of its own until it returns, for that.
+      the last checkpoint is, and warns (but not of `patience`). These are steps that are not
+      finite, a checkpoint that could not be written (a full disk), and Ctrl-C, which ends the run
+      after the present step, with a checkpoint; after a second Ctrl-C it ends without one, also
+      where it waits for data. In the main thread `train` has a SIGINT handler of its own until it
+      returns, for that; before the first step Ctrl-C is a KeyboardInterrupt, as usual.
 
     Raises:
       TrainingError: data, labels, loss or settings that do not fit, before anything is compiled;
         or a later batch that does not fit those before it.
     """
     settings = Settings.of(locals())
-    with automatic(settings.mesh):
+    with automatic(settings.mesh), Interrupt() as interrupt:
         net = headed(model if isinstance(model, Model) else load(model, mesh=mesh), settings)
         function, preprocess = asked(augment, preprocess, data)
         data, validation, net = pictured(data, validation, net, preprocess)
@@ -286,7 +293,7 @@ def train(
         if metrics is not None and held_out is None:
             raise TrainingError("metrics are computed on validation data: pass validation= as well")
         one = assembled(net, settings, epochs, examples.steps)
-        trained, history = run(one, examples, held_out, settings)
+        trained, history = run(one, examples, held_out, settings, interrupt)
         history.notes += notes(data, validation)
         if isinstance(data, Folder):
             data.settings.kept.release()  # the result refers to what is held out

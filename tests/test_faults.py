@@ -1,0 +1,276 @@
+"""What must not be lost or silent: weights, runs and checkpoints, whatever comes in between."""
+
+import errno
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import onnx.parser
+import optax
+import pytest
+
+import jaxonnx
+from jaxonnx.train import step
+from jaxonnx.train._step import stays_finite
+from tests.tiny import LABELS, examples, mlp, same, train, weights
+
+
+def batches(epoch=0):
+    x, y = examples()
+    return [(x[i : i + 8], y[i : i + 8]) for i in range(0, 40, 8)]
+
+
+def with_nan(*numbers):
+    """Batches, of which those with these numbers hold NaN in each epoch."""
+    found = [
+        (x * np.float32(np.nan) if i in numbers else x, y) for i, (x, y) in enumerate(batches())
+    ]
+    return lambda epoch: found
+
+
+# Steps that are not finite.
+
+
+@pytest.mark.parametrize(
+    ("nan", "kept", "stopped"),
+    [
+        ("stop", 14, "the update is not finite at step 15; the weights are those of step 14"),
+        ("skip", 14, None),
+        ("rollback", 10, None),
+    ],
+)
+def test_weights_that_an_update_makes_infinite_are_not_taken(nan, kept, stopped, recwarn):
+    def rate(count):
+        return jnp.where(count == 14, jnp.inf, 1e-2)
+
+    settings = {"data": batches, "optimizer": optax.sgd(rate), "validation": examples(16)}
+    result = train(epochs=3, nan=nan, **settings)
+    expected = [str(result.history.stopped)] if stopped else []
+    assert [str(w.message) for w in recwarn if w.category is UserWarning] == expected
+    assert (stopped or "None") in str(result.history.stopped)
+    assert [event["event"] for event in result.history.events] == {
+        "stop": [],
+        "skip": ["skipped"],
+        "rollback": ["rolled back"],
+    }[nan]
+    update = jax.jit(step(mlp(), LABELS, optax.sgd(1e-2)).update)
+    state = step(mlp(), LABELS, optax.sgd(1e-2)).init()
+    for batch in (batches() * 3)[:kept]:
+        state, _ = update(state, batch)
+    for name, value in weights(result).items():
+        np.testing.assert_allclose(value, state.params[name], rtol=1e-5, atol=1e-7)
+
+
+def test_a_rate_that_is_infinite_changes_nothing():
+    with pytest.warns(UserWarning, match="the weights are those of step 0"):
+        result = train(optimizer=optax.sgd(float("inf")), nan="stop")
+    assert not any(result.changes.values())
+    for settings in ({"rate": np.inf}, {"rate": np.nan}, {"warmup": np.inf}):
+        with pytest.raises(jaxonnx.TrainingError, match="and finite, and is"):
+            jaxonnx.train.optimizer("sgd", **settings)
+
+
+NORMED = """<ir_version: 8, opset_import: ["": 17]>
+normed (float[n, 2] x) => (float[n, 2] y)
+<float[2] s = {1, 1}, float[2] b = {0, 0}, float[2] m = {0, 0}, float[2] v = {1, 1},
+ float[2, 2] w = {1, 0, 0, 1}> {
+    h = MatMul(x, w)
+    n1, m1, v1 = BatchNormalization <training_mode = 1> (h, s, b, m, v)
+    y = Tanh(n1)
+}"""
+
+
+def test_statistics_that_are_not_finite_are_not_taken():
+    def loss(outputs, _):
+        return (outputs * 0).sum(-1)  # whose gradient is 0
+
+    one = step(onnx.parser.parse_model(NORMED), loss, optax.sgd(0.1), trainable=["b"])
+    x = np.float32([[3e38, 1], [-3e38, 2]])  # the variance overflows, nothing else
+    state, (value, finite) = one.update(one.init(), (x, np.zeros(2)))
+    assert (value, finite) == (0, 0)
+    for name, x in one.init().state.items():
+        np.testing.assert_array_equal(state.state[name], x)
+
+
+def test_what_was_infinite_may_stay_so():
+    """As the zeros of a mask may, which a file adds: -inf, or numbers whose sum overflows."""
+    old = {"mask": jnp.float32([-np.inf, -3e38, -3e38]), "w": jnp.float16([6e4, 6e4])}
+    assert stays_finite(old, old)
+    for place, value in ((1, np.inf), (2, np.nan)):
+        assert not stays_finite(old, {**old, "mask": old["mask"].at[place].set(value)})
+    assert not stays_finite(old, {**old, "w": old["w"] * 2})
+
+
+def test_returns_that_get_nowhere_end_the_run():
+    message = "none of 6 steps was taken: the loss, nan, is not finite at step 6; .* of step 0"
+    with pytest.warns(UserWarning, match=message):
+        result = train(data=with_nan(1), epochs=3, nan="rollback")
+    assert not any(result.changes.values())
+    message = r"step 9, and 2 returns to the same weights got no further; the .* step 5"
+    with pytest.warns(UserWarning, match=message):
+        result = train(data=lambda e: with_nan(*[1] * e)(0), epochs=3, nan="rollback")
+    assert same(result, train(data=batches))
+
+
+def test_a_run_that_skips_all_steps_says_so():
+    with pytest.warns(UserWarning, match="none of 5 steps was taken: the loss, nan, .* step 0"):
+        train(data=with_nan(*range(5)), nan="skip")
+
+
+def test_a_validation_loss_that_is_not_finite_is_an_event():
+    x, y = examples(8)
+    result = train(validation=(np.where(x > 1, np.nan, x).astype(np.float32), y), epochs=2)
+    assert result.history.events == [
+        {
+            "step": number,
+            "event": "not finite in validation",
+            "why": "validation_loss, nan, is not finite",
+        }
+        for number in (5, 10)
+    ]
+    assert "2 times not finite in validation" in str(result)
+    assert result.history.stopped is None
+    json.dumps(result.history.events)
+
+
+# Checkpoints: of other data, of other programs, on a full disk.
+
+
+def test_other_data_do_not_resume(tmp_path):
+    settings = {"checkpoint_dir": tmp_path, "resume": True}
+    x, y = examples()
+    train(**settings)
+    others = [
+        ((x[:32], y[:32]), "had 40 examples, and now there are 32: pass the same data"),
+        ((x.astype(np.float64), y), r"had examples of float32\[8\], int64\[\], and now float64"),
+        ((np.where(np.arange(8) == 5, 0, x), y), "had examples with other numbers in them"),
+        ((x, y, np.ones(40)), "had examples of float32"),
+    ]
+    for data, message in others:
+        with pytest.raises(jaxonnx.TrainingError, match=message):
+            train(data=data, epochs=2, **settings)
+    result = train(data=(x[:32], y[:32]), epochs=2, **(settings | {"resume": "anyway"}))
+    assert len(result.history.losses) == 9
+    assert any("had 40 examples" in note for note in result.history.notes)
+
+
+def test_checkpoints_that_do_not_say_their_data_resume(tmp_path, monkeypatch):
+    """As those of earlier versions do not."""
+    from jaxonnx.train import _checkpoint as checkpoint
+
+    seal = checkpoint.sealed
+    with monkeypatch.context() as patch:
+
+        def sealed(about):
+            del about["settings"]["data"]
+            return seal(about)
+
+        patch.setattr(checkpoint, "sealed", sealed)
+        train(checkpoint_dir=tmp_path)
+    x, y = examples()
+    train(data=(-x, y), epochs=2, checkpoint_dir=tmp_path, resume=True)
+
+
+def test_another_optimizer_is_named(tmp_path):
+    train(checkpoint_dir=tmp_path)
+    message = r"it has .*\.count int32\[\], this one has .*\.trace\['b1'\] float32\[16\]"
+    with pytest.raises(jaxonnx.TrainingError, match=message):
+        train(checkpoint_dir=tmp_path, resume=True, optimizer=optax.sgd(0.1, momentum=0.9))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("position", None),
+        ("position", [1, -1, 0]),
+        ("history", {"losses": [], "invented": 1}),
+        ("history", {"epochs": [{}]}),
+        ("history", {"events": [1]}),
+        ("settings", 3),
+        ("leaves", 3),
+        ("crc", None),
+    ],
+)
+def test_checkpoints_of_another_program_give_way(tmp_path, monkeypatch, field, value):
+    from jaxonnx.train import _checkpoint as checkpoint
+
+    unseal = checkpoint.unsealed
+    train(epochs=2, checkpoint_dir=tmp_path)
+    told = iter([True])
+
+    def unsealed(stored):
+        about = unseal(stored)
+        if next(told, False):
+            about[field] = value
+            if value is None:
+                del about[field]
+        return about
+
+    monkeypatch.setattr(checkpoint, "unsealed", unsealed)
+    with pytest.warns(UserWarning, match="the checkpoint of step 10 .* cannot be read"):
+        result = train(epochs=2, checkpoint_dir=tmp_path, resume=True)
+    assert len(result.history.losses) == 10
+
+
+def test_what_is_no_checkpoint_stays_apart(tmp_path):
+    folder = tmp_path / "run"
+    train(checkpoint_dir=folder)
+    mine = folder / "mine" / "metrics" / "metrics"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    (folder / "notes").write_text("mine")
+    (tmp_path / "flat").mkdir()
+    (tmp_path / "flat" / "file").write_text("")
+    (folder / "77").symlink_to(tmp_path / "flat")
+    with pytest.warns(UserWarning, match="the checkpoint of step 77 .*no checkpoint of jaxonnx"):
+        result = train(epochs=2, checkpoint_dir=folder, resume=True)
+    assert same(result, train(epochs=2))
+    assert mine.read_text() == (folder / "notes").read_text() == "mine"
+    assert (tmp_path / "flat" / "file").exists()
+    assert not list(folder.glob("unreadable.5*"))
+
+
+def test_the_reason_of_the_system_is_said():
+    from jaxonnx._file.checkpoints import reason
+
+    inner = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    outer = ValueError("x" * 300)
+    outer.__cause__ = inner
+    assert reason(outer) == reason(inner) == "No space left on device"
+    text = f'{"y" * 300} [OS error 28: ENOSPC No space left on device] "folder"'
+    assert reason(RuntimeError(text)) == "No space left on device"
+    assert reason(RuntimeError("first\nsecond")) == "first"
+
+
+# Arguments that do not fit.
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"data": (None, examples()[1])}, "data: input 'x' is None"),
+        ({"data": (np.zeros(8, [("a", "f4")]), np.zeros(8))}, "input 'x' must be numbers, and is"),
+        ({"data": ([[1.0], [[2.0]]], [0, 1])}, "input 'x' must be numbers, in arrays of one shape"),
+        ({"validation": np.nan}, "validation=nan must be a share between 0 and 1"),
+        ({"validation": np.inf}, "validation=inf must be a share"),
+        ({"validation": True}, "validation=True must be a share"),
+        ({"seed": 2**70}, "seed must be an integer of at least 0, up to 9223372036854775807, and"),
+        ({"batch_size": 2**62}, "batch_size must be .* at most 2147483647"),
+        ({"sparsity": {"x": 1}}, "sparsity is a pattern like '2:4', or a dict .* not {'x': 1}"),
+        ({"sparsity": 3}, "sparsity is a pattern like '2:4', or a dict .* not 3"),
+        ({"checkpoint_dir": "a\0b"}, r"checkpoint_dir has a null byte: 'a\\x00b'"),
+    ],
+)
+def test_arguments_that_do_not_fit(settings, message, monkeypatch):
+    monkeypatch.setattr(jax, "jit", lambda *_, **__: pytest.fail("compiled"))
+    model = jaxonnx.load(mlp())
+    with pytest.raises(jaxonnx.TrainingError, match=message):
+        train(model, **settings)
+
+
+def test_arrays_of_another_byte_order_are_read():
+    x, y = examples()
+    result = train(data=(x.astype(">f4"), y.astype(">i8")))
+    assert same(result, train(data=(x, y)))

@@ -1,0 +1,102 @@
+"""Ctrl-C, once and twice, at any moment of the command: real signals to a real process."""
+
+import itertools
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import onnx
+import pytest
+
+import jaxonnx
+from tests.tiny import examples, mlp
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """Starts `jaxonnx train` for a run without end, with further flags."""
+    monkeypatch.chdir(tmp_path)
+    onnx.save(mlp(), "net.onnx")
+    x, y = examples()
+    np.savez("data.npz", x=x, y=y)
+    # where tests were started in the background, SIGINT is ignored from the start
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    line = "-m jaxonnx train net.onnx data.npz -o out.onnx --log log.csv --batch-size 8 --epochs"
+
+    def start(*flags):
+        arguments = [sys.executable, *line.split(), "100000000", *flags]
+        return subprocess.Popen(
+            arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    yield start
+    signal.signal(signal.SIGINT, before)
+
+
+def wait_for_steps(process, folder, steps):
+    """Wait until so many steps are logged."""
+    log = folder / "log.csv"
+    while process.poll() is None and not (log.exists() and log.read_text().count("\n") > steps):
+        time.sleep(0.02)
+
+
+def pressed(process, *pauses):
+    """Press Ctrl-C after each pause; return the exit status and all output."""
+    for pause in pauses:
+        time.sleep(pause)
+        process.send_signal(signal.SIGINT)
+    try:
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert "Traceback" not in out + err, err
+    assert "FATAL" not in err, err
+    return process.returncode, out + err
+
+
+def test_ctrl_c_twice_writes_the_weights(command, tmp_path):
+    process = command("--checkpoints", "kept")
+    wait_for_steps(process, tmp_path, 20)
+    status, said = pressed(process, 0, 0.05)
+    assert status == 1, said
+    assert "interrupted" in said
+    assert "wrote out.onnx" in said
+    before = jaxonnx.load("net.onnx").params
+    after = jaxonnx.load("out.onnx").params
+    assert all(not np.array_equal(before[name], after[name]) for name in before)
+
+
+PAUSES = (0.0, 0.001, 0.01, 0.05, 0.2, 0.5, 1.0)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("flags", [(), ("--checkpoints", "kept", "--checkpoint-every", "7")])
+@pytest.mark.parametrize("pause", PAUSES)
+def test_ctrl_c_twice_at_any_distance(command, tmp_path, flags, pause):
+    process = command(*flags)
+    wait_for_steps(process, tmp_path, 20)
+    status, said = pressed(process, 0.3 + pause / 7, pause)
+    assert status == 1, said
+    assert jaxonnx.load("out.onnx").params
+    if flags:
+        assert jaxonnx.load("kept").params
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("several", [False, True])
+def test_ctrl_c_from_the_start_to_the_first_steps(command, several):
+    """During imports, loading and compilation: 130, or 1 and a file once there were steps."""
+    seen = set()
+    for number in itertools.count():
+        process = command("--checkpoints", f"kept{number}")
+        moment = 0.15 + 0.25 * number
+        status, said = pressed(process, moment, *([0.02] * 3 if several else []))
+        assert status in (1, 130), said
+        assert "interrupted" in said
+        assert (status == 1) == ("wrote out.onnx" in said)
+        seen.add(status)
+        if status == 1:
+            break
+    assert seen == {1, 130}
