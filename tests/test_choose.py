@@ -161,6 +161,10 @@ def test_an_error_lists_near_names_of_all_kinds(legacy):
         "nodes /encoder/layers.0/linear1/MatMul",
     ):
         assert near in text
+    for wanted, said in (("*.linaer1", False), ("linear1(", True)):
+        with pytest.raises(jaxonnx.InputError) as caught:
+            legacy.with_trainable(wanted)
+        assert ("no regular expression" in str(caught.value)) == said
     with pytest.raises(jaxonnx.SparsityError, match=r"'linear9' selects no parameter; near it"):
         legacy.with_sparsity(select="linear9")
     with pytest.raises(jaxonnx.InputError, match=r"'linear1' matches no .*weight that can be"):

@@ -262,7 +262,7 @@ BAD = {
     "no file": ("missing.npz", {}, "'missing.npz' cannot be read"),
     "no npz": (__file__, {}, "cannot be read|must be an .npz"),
     "kind": (3, {}, "a pair .* or a function .* it is a int"),
-    "lacks": ({"z": X, "y": Y}, {}, "lacks the model's inputs 'x'"),
+    "lacks": ({"z": X, "y": Y}, {}, "lacks the model's input 'x'"),
     "no target": ({"x": X}, {}, "data has no targets"),
     "words": ((X, np.array(["a"] * 12)), {}, "the targets must be numbers, and is <U1"),
     "share of batches": (BATCHES, {"validation": 0.2}, "a share of data in one piece"),

@@ -331,7 +331,7 @@ BAD = {
     "inner": ({"input_ids": [np.ones((2, 2)), np.ones((3, 1))]}, {}, "arrays of one shape for all"),
     "words": ({"input_ids": [["a"], ["b", "c"]], "labels": IDS[:2]}, {}, "must be numbers, and is"),
     "number": ({"input_ids": [1, [2, 3]]}, {}, "input 'input_ids' must be numbers, in arrays"),
-    "tokens": ({"attention_mask": IDS}, {}, "it lacks the model's inputs 'input_ids'"),
+    "tokens": ({"attention_mask": IDS}, {}, "it lacks the model's input 'input_ids'"),
     "size": (
         [(np.ones((2, 3), int),) * 2, (np.ones((3, 3), int),) * 2],
         {"batch_size": None},

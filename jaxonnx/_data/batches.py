@@ -135,8 +135,8 @@ def _parted(given: Any, names: list[str], what: str, spare: Collection[str]) -> 
         return given["x"], given["y"]
     if missing := [name for name in names if name not in given and name not in spare]:
         raise TrainingError(
-            f"{what} has {', '.join(map(repr, given)) or 'nothing'}; it lacks the model's inputs "
-            f"{', '.join(map(repr, missing))}"
+            f"{what} has {', '.join(map(repr, given)) or 'nothing'}; it lacks the model's "
+            f"{'input' if len(missing) == 1 else 'inputs'} {', '.join(map(repr, missing))}"
         )
     targets = {name: value for name, value in given.items() if name not in names}
     inputs = {name: given[name] for name in names if name in given}

@@ -46,7 +46,7 @@ def source(value: Any) -> str:
         case Mapping():
             return "{" + ", ".join(f"{source(k)}: {source(x)}" for k, x in value.items()) + "}"
         case tuple():
-            return "(" + "".join(f"{source(x)}, " for x in value).rstrip() + ")"
+            return "(" + ", ".join(map(source, value)) + ("," if len(value) == 1 else "") + ")"
         case list():
             return "[" + ", ".join(map(source, value)) + "]"
     return repr(value)

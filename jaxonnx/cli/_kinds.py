@@ -76,6 +76,8 @@ def widths(text: str) -> tuple[int, ...]:
 def counted(text: str) -> tuple[str, int]:
     """Parse OUTPUT=N, or N alone."""
     name, _, number = text.rpartition("=")
+    if not number.isdigit():
+        raise argparse.ArgumentTypeError(f"{number!r} is no number; names go to --labels A,B")
     return name, int(number)
 
 

@@ -281,7 +281,7 @@ def _preprocess(model: Held, preprocess: Mapping[str, Any]) -> Preprocess:
     if not (images.says_numbers(model) or given.keys() & {"scale", "mean", "std"}):
         warnings.warn(
             "the file does not say which numbers pixels become: they are divided by 255; "
-            "preprocess={'mean': ..., 'std': ...} says otherwise",
+            "preprocess={'mean': ..., 'std': ...} says otherwise (--mean, --std)",
             stacklevel=4,
         )
     how = replace(images.preparation(model), **given)

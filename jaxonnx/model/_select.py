@@ -22,6 +22,9 @@ _LISTED, _NEAR = 40, 6
 
 _NOTHING = re.compile(r"(?!)")
 
+_EXPRESSION = r"()[]{}\|+^$"
+"""Characters of regular expressions that neither names of tensors nor wildcards have."""
+
 
 class Placed(Protocol):
     """The part of a model that tells what its weights are called."""
@@ -58,7 +61,8 @@ def select(
     for one in [wanted] if isinstance(wanted, str) else wanted:
         matches = matching(one, tensors, by_name, places)
         if not matches:
-            error = f" (no regular expression: {_error(one)})" if _error(one) else ""
+            meant = _error(one) and {*one} & {*_EXPRESSION}
+            error = f" (no regular expression: {_error(one)})" if meant else ""
             there = near(one, tensors, places)
             raise InputError(f"{what}={one!r} matches no {kind}{error}; {there}")
         chosen |= matches

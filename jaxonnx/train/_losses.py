@@ -247,7 +247,7 @@ class Loss:
             shown = ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)
             raise TrainingError(
                 f"{what} has {len(names)} classes ({shown}), and the outputs have {classes}: "
-                f"head={len(names)} puts a new last layer for them into the model"
+                f"head={len(names)} (--head {len(names)}) puts a new last layer for them into it"
             )
         check_classes(targets, classes, self.ignore_index, what)
 
