@@ -23,6 +23,26 @@ class Matrix:
     grouped: bool = False
     """An output depends only on the inputs of its own group."""
 
+    @classmethod
+    def read(cls, entry: Mapping[str, Any]) -> Matrix:
+        """Return the map whose fields a file holds as JSON.
+
+        Raises:
+          KeyError, TypeError, ValueError: the fields are not those of a map.
+        """
+        made = cls(
+            entry["output"],
+            entry["input"],
+            (*entry["kernel"],),
+            (*entry["batch"],),
+            bool(entry["lookup"]),
+            bool(entry.get("grouped", False)),  # older files lack it
+        )
+        whole = all(type(axis) is int for axis in made.order)
+        if not whole or sorted(made.order) != [*range(len(made.order))]:
+            raise ValueError(f"the axes of a weight are not {[*made.order]}")
+        return made
+
     @property
     def order(self) -> tuple[int, ...]:
         """The axes as initializers take them: batch, kernel, inputs, outputs.
@@ -35,6 +55,12 @@ class Matrix:
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return rows (outputs) and columns (inputs at every place of the kernel)."""
         return shape[self.output], math.prod(shape[a] for a in (self.input, *self.kernel))
+
+    def factors(self, shape: tuple[int, ...], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of A (rank x columns) and B (rows x rank), with a pair for each map."""
+        rows, columns = self.sizes(shape)
+        batch = tuple(shape[a] for a in self.batch)
+        return (*batch, rank, columns), (*batch, rows, rank)
 
     def fans(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return how many numbers go into an output, and how many outputs an input reaches."""

@@ -18,7 +18,8 @@ from jaxonnx._axes import Matrix
 from jaxonnx._graph.places import Places
 from jaxonnx._graph.roles import running_statistics
 from jaxonnx._graph.uses import weights
-from jaxonnx.errors import InputError, ModelError, SparsityError
+from jaxonnx._untrusted import reading
+from jaxonnx.errors import InputError, ModelError
 from jaxonnx.model import Model
 from jaxonnx.model._select import Select, select
 
@@ -60,10 +61,7 @@ class LoRA:
     where: Select | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
-            raise InputError(f"rank must be a positive integer, and is {self.rank!r}")
-        if self.alpha is not None and not 0 < self.alpha < math.inf:
-            raise InputError(f"alpha must be a positive number, and is {self.alpha!r}")
+        _check_scale(self.rank, self.alpha)
 
     def attach(self, model: Model, rng: jax.Array, *, trainable: Select | None = None) -> Model:
         """Return the model with adapters as its parameters; its weights become state.
@@ -125,15 +123,11 @@ class LoRA:
         return {name: place for name, place in places.items() if name in chosen}
 
     def _start(self, name: str, w: Any, place: Matrix, key: jax.Array) -> dict[str, jax.Array]:
-        rows, columns = place.sizes(w.shape)
-        batch = [w.shape[axis] for axis in place.batch]
+        a, b = place.factors(w.shape, self.rank)
         dtype = jnp.promote_types(w.dtype, jnp.float32)
-        scale = 1 / math.sqrt(self.rank if place.lookup else columns)
-        a, b = _pair(name)
-        return {
-            a: scale * jax.random.normal(key, (*batch, self.rank, columns), dtype),
-            b: jnp.zeros((*batch, rows, self.rank), dtype),
-        }
+        scale = 1 / math.sqrt(self.rank if place.lookup else a[-1])
+        values = scale * jax.random.normal(key, a, dtype), jnp.zeros(b, dtype)
+        return dict(zip(_pair(name), values, strict=True))
 
 
 @dataclass(frozen=True)
@@ -151,6 +145,14 @@ class Adapters:
     alpha: float
     layouts: Mapping[str, Matrix]
     values: Mapping[str, jax.Array]
+
+    def __post_init__(self) -> None:
+        _check_scale(self.rank, self.alpha)
+        for name in self.layouts:
+            a, b = (getattr(self.values.get(member), "shape", ()) for member in _pair(name))
+            if (a[-2:-1], b[-1:]) != ((self.rank,), (self.rank,)) or len(a) != len(b):
+                shapes = f"A {[*a]} and B {[*b]}"
+                raise InputError(f"'{name}': {shapes} are not of rank {self.rank}")
 
     @classmethod
     def of(cls, model: Model) -> Adapters:
@@ -225,7 +227,9 @@ class Adapters:
         Raises:
           ModelError: the file or folder holds no adapters, or is damaged.
         """
-        try:
+        with reading(
+            f"'{os.fspath(path)}' holds no adapters of jaxonnx, or is damaged", ModelError
+        ):
             if os.path.isdir(path):
                 from jaxonnx._file import checkpoints
 
@@ -236,33 +240,22 @@ class Adapters:
 
                 values, _ = sparse.load(path)
                 about = json.loads(values.pop(_ABOUT).tobytes())
-            places = {
-                name: Matrix(
-                    p["output"],
-                    p["input"],
-                    (*p["kernel"],),
-                    (*p["batch"],),
-                    p["lookup"],
-                    p.get("grouped", False),  # older files lack it
-                )
-                for name, p in about["layouts"].items()
-            }
-            rank, alpha = int(about["rank"]), float(about["alpha"])
-        except (SparsityError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ModelError(
-                f"'{os.fspath(path)}' holds no adapters of jaxonnx, or is damaged ({error})"
-            ) from error
-        return cls(rank, alpha, places, {n: jnp.asarray(v) for n, v in values.items()})
+            places = {name: Matrix.read(entry) for name, entry in about["layouts"].items()}
+            for name, value in values.items():
+                factor = name.endswith((".lora_A", ".lora_B"))
+                if (~np.isfinite(value) if factor else np.isnan(value)).any():
+                    raise ValueError(f"'{name}' has values that are not finite")
+            arrays = {name: jnp.asarray(value) for name, value in values.items()}
+            return cls(about["rank"], float(about["alpha"]), places, arrays)
 
     def _check(self, model: Model) -> None:
         shapes = {name: v.shape for name, v in model.tensors.items()}
         wanted = {name: v.shape for name, v in self.values.items()}
         for name, place in self.layouts.items():
-            a, b = _pair(name)
-            if name not in shapes or a not in wanted or b not in wanted:
+            if name not in shapes:
                 raise InputError(f"the adapters are of another model: it has no weight '{name}'")
-            rows, columns = place.sizes(shapes[name]) if len(shapes[name]) > 1 else (0, 0)
-            if (columns, rows) != (wanted.pop(a)[-1], wanted.pop(b)[-2]):
+            pair, axes = tuple(map(wanted.pop, _pair(name))), [*range(len(shapes[name]))]
+            if sorted(place.order) != axes or pair != place.factors(shapes[name], self.rank):
                 raise InputError(
                     f"the adapters are of another model: its '{name}' has shape "
                     f"{list(shapes[name])}"
@@ -293,6 +286,13 @@ class _Merge:
             change = (b @ a * (self.alpha / self.rank)).reshape([w.shape[i] for i in order])
             result[name] = (w + change.transpose(np.argsort(order))).astype(w.dtype)
         return result
+
+
+def _check_scale(rank: Any, alpha: Any) -> None:
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise InputError(f"rank must be a positive integer, and is {rank!r}")
+    if alpha is not None and not 0 < alpha < math.inf:
+        raise InputError(f"alpha must be a positive number, and is {alpha!r}")
 
 
 def _pair(name: str) -> tuple[str, str]:

@@ -15,17 +15,18 @@ ORDER = (
     *("__main__", "docs", "cli", "demo", "flax", "backend", "jaxonnx"),
     *("train", "losses", "lora", "loggers", "model", "training_info"),
     *("_data", "_rewrite", "_run", "_graph", "_file"),
-    *("ops", "registry", "lowering", "sparse", "optim", "_jaxpr", "_axes", "_mesh", "errors"),
-    "_command",
+    *("ops", "registry", "lowering", "sparse", "optim", "_jaxpr", "_axes", "_mesh"),
+    *("_untrusted", "errors", "_command"),
 )
 """The rooms and modules of the package, from the top: each imports only those after it."""
 
 ONLY = {
-    "_file": {"sparse", "errors"},
+    "_file": {"sparse", "_untrusted", "errors"},
     "ops": {"registry", "lowering", "optim", "_axes", "errors"},
     "registry": {"_axes"},
     "lowering": {"_jaxpr"},
-    "sparse": {"_jaxpr", "_mesh", "errors"},
+    "sparse": {"_jaxpr", "_mesh", "_untrusted", "errors"},
+    "_untrusted": {"errors"},
     "optim": {"errors"},
     "losses": {"ops", "errors"},
 }

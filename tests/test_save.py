@@ -1,10 +1,13 @@
 """Saving: what is written, where, and what stays if it cannot be written."""
 
 import itertools
+import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -148,6 +151,40 @@ model.save(sys.argv[1], external_data=True)
     assert len(seen) >= 4  # killed before and after each replacement
     assert seen[-1] > 1
     assert len([*tmp_path.glob("big.onnx.*.data")]) == 1
+
+
+def save_again_and_again(path, ready):
+    model = jaxonnx.load(path)
+    values = {name: np.asarray(value) for name, value in model.params.items()}
+    halved = {name: value / 2 for name, value in values.items()}
+    for params in itertools.cycle((halved, values)):
+        model.replace(params=params).save(path, external_data=True)
+        ready.set()
+
+
+@pytest.mark.deep
+def test_saves_that_are_killed_at_50_random_moments(tmp_path):
+    path = big(tmp_path)
+    whole = {name: np.asarray(value) for name, value in jaxonnx.load(path).params.items()}
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["jaxonnx"])
+    seen = []
+    for moment in np.random.default_rng(0).uniform(0, 0.02, 50):
+        ready = processes.Event()
+        saver = processes.Process(target=save_again_and_again, args=(path, ready), daemon=True)
+        saver.start()
+        assert ready.wait(60)
+        time.sleep(moment)
+        saver.kill()
+        saver.join()
+        assert saver.exitcode == -signal.SIGKILL
+        params = jaxonnx.load(path).params
+        seen.append(float(params["w"][0, 0] / whole["w"][0, 0]))
+        for name, value in whole.items():
+            np.testing.assert_array_equal(params[name], seen[-1] * value)
+        jaxonnx.load(path).replace(params=whole).save(path, external_data=True)
+        assert len([*tmp_path.glob("big.onnx.*.data")]) == 1
+    assert {*seen} == {0.5, 1}
 
 
 def test_what_is_not_a_regular_file_is_written_to(tmp_path):

@@ -308,16 +308,6 @@ def test_packed_files_without_a_graph(tmp_path):
         jaxonnx.load(path)
 
 
-@pytest.mark.parametrize(
-    "value", ["2:4", "{}", '{"pattern": "2:4", "transposable": true, "axes": {"w": [0]}}']
-)
-def test_malformed_records(value):
-    proto = net()
-    proto.metadata_props.add(key=KEY, value=value)
-    with pytest.raises(ModelError, match="malformed"):
-        _ = jaxonnx.load(proto).sparsity
-
-
 def test_records_of_weights_that_are_not_there():
     proto = net()
     value = {"pattern": "2:4", "transposable": True, "axes": {"z": [0, 1], "w": [0, 5]}}

@@ -2,13 +2,13 @@
 
 import json
 import os
-import zipfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxonnx import _untrusted
 from jaxonnx._data.batches import Arrays, Examples, Stream, as_pair
 from jaxonnx._data.padded import Padded
 from jaxonnx._data.ragged import PLAIN, Padding
@@ -72,18 +72,14 @@ def table(path: str | os.PathLike) -> Mapping[str, Any]:
     Raises:
       TrainingError: the file cannot be read, or has no columns.
     """
+    said = f"the data '{os.fspath(path)}' cannot be read"
     try:
         if Path(path).suffix == ".jsonl":
-            return _lines(Path(path).read_text("utf-8"))
-        with np.load(path, allow_pickle=False) as file:
-            if isinstance(file, np.lib.npyio.NpzFile):
-                return {name: file[name] for name in file.files}
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
-        raise TrainingError(f"the data '{os.fspath(path)}' cannot be read: {error}") from error
-    raise TrainingError(
-        f"the data '{os.fspath(path)}' must be an .npz file, which numpy.savez writes, with arrays "
-        "by name"
-    )
+            with _untrusted.reading(said, TrainingError):
+                return _lines(Path(path).read_text("utf-8"))
+        return _untrusted.arrays(path, said, TrainingError)
+    except OSError as error:
+        raise TrainingError(f"{said}: {error}") from error
 
 
 def _lines(text: str) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from jaxonnx.errors import InputError
+
 
 @contextmanager
 def whole(path: str | os.PathLike) -> Iterator[Path]:
@@ -15,7 +17,7 @@ def whole(path: str | os.PathLike) -> Iterator[Path]:
 
     A device or a pipe at `path` is written to, never replaced.
     """
-    path = Path(path)
+    path = _possible(path)
     replace = not _is_special(path)
     beside = path.parent if replace else None
     with tempfile.TemporaryDirectory(prefix=".jaxonnx-", dir=beside) as folder:
@@ -33,8 +35,8 @@ def whole(path: str | os.PathLike) -> Iterator[Path]:
 
 
 def check_writable(path: str | os.PathLike) -> None:
-    """Raise now the OSError that writing a file there would raise later."""
-    path = Path(path)
+    """Raise now the error that writing a file there would raise later."""
+    path = _possible(path)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not _is_special(path):
@@ -42,6 +44,12 @@ def check_writable(path: str | os.PathLike) -> None:
             pass
     elif not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def _possible(path: str | os.PathLike) -> Path:
+    if "\0" in os.fspath(path):
+        raise InputError(f"a file cannot have a NUL in its path: {os.fspath(path)!r}")
+    return Path(path)
 
 
 def _is_special(path: Path) -> bool:

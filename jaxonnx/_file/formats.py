@@ -17,6 +17,7 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
+from jaxonnx import _untrusted
 from jaxonnx._file.disk import whole
 from jaxonnx._file.protos import all_graphs
 from jaxonnx.errors import Error, InputError, ModelError
@@ -110,22 +111,17 @@ def _data_files(path: Path) -> set[str]:
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
-    try:
-        # opened here, because np.load does not close a file that it cannot read
-        with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
-            if _packed().INDEX not in file:
-                return dict(file.items())
-    except (zipfile.BadZipFile, EOFError, TypeError, ValueError, AttributeError) as error:
-        raise ModelError(f"'{path}' is not an .npz file, or is damaged ({error})") from error
-    return _packed().load_weights(path)
+    said = f"'{path}' is not an .npz file, or is damaged"
+    with _untrusted.reading(said, ModelError), zipfile.ZipFile(path) as archive:
+        packed = f"{_packed().INDEX}.npy" in archive.namelist()
+    return _packed().load_weights(path) if packed else _untrusted.arrays(path, said, ModelError)
 
 
 def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
     safetensors = _safetensors()
-    try:
+    said = f"'{path}' is not a safetensors file, or is damaged"
+    with _untrusted.reading(said, ModelError, safetensors.SafetensorError):
         return safetensors.numpy.load_file(path)
-    except (safetensors.SafetensorError, AttributeError) as error:  # a type that NumPy lacks
-        raise ModelError(f"'{path}' is not a safetensors file, or is damaged ({error})") from error
 
 
 def _write_safetensors(path: Path, _: Graph, weights: Weights) -> None:

@@ -7,7 +7,7 @@ The record is an entry of the ModelProto's `metadata_props`, which runtimes igno
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -44,15 +44,25 @@ def record(proto: ModelProto) -> tuple[SparsityPattern, dict[str, Axes]]:
     return records.get(proto, KEY, _made) or (Pattern(), {})
 
 
+def damage(proto: ModelProto) -> str:
+    """Say why the record is malformed; empty if it is not."""
+    return records.damage(proto, KEY, _made)
+
+
 def _made(entry: Any) -> tuple[SparsityPattern, dict[str, Axes]]:
-    pattern = parse(entry["pattern"], bool(entry["transposable"]))
-    return pattern, {n: (int(o), int(i)) for n, (o, i) in entry["axes"].items()}
+    pattern = parse(str(entry["pattern"]), bool(entry["transposable"]))
+    axes = {name: (o, i) for name, (o, i) in entry["axes"].items()}
+    for name, pair in axes.items():
+        if any(type(axis) is not int or axis < 0 for axis in pair) or len({*pair}) < 2:
+            raise ValueError(f"the axes of '{name}' are {[*pair]}")
+    return pattern, axes
 
 
 def recorded(proto: ModelProto, params: Mapping[str, Any]) -> Recorded | None:
     """Return the pattern and the parameters that the file records as sparse, None if none."""
     pattern, axes = record(proto)
-    layers = [sparse.Layer(n, params[n].shape, a, "") for n, a in axes.items() if n in params]
+    axes = {n: a for n, a in axes.items() if n in params and params[n].ndim > max(a)}
+    layers = [sparse.Layer(n, params[n].shape, a, "") for n, a in axes.items()]
     return (pattern, layers) if layers else None
 
 
@@ -68,12 +78,19 @@ def set_record(
 
 def keep_true(proto: ModelProto, values: Mapping[str, np.ndarray]) -> None:
     """Drop weights from the record that do not have the pattern (any more)."""
+    _keep(proto, lambda name, pattern, axes: name in values and _holds(values[name], pattern, axes))
+
+
+def without(proto: ModelProto, names: Collection[str]) -> None:
+    """Take weights out of the record."""
+    _keep(proto, lambda name, *_: name not in names)
+
+
+def _keep(proto: ModelProto, fits: Callable[[str, SparsityPattern, Axes], bool]) -> None:
+    if damage(proto):
+        return  # nobody can tell what it means: it stays as it is, and `Model.warnings` says so
     pattern, axes = record(proto)
-    set_record(
-        proto,
-        pattern,
-        {n: a for n, a in axes.items() if n in values and _holds(values[n], pattern, a)},
-    )
+    set_record(proto, pattern, {n: a for n, a in axes.items() if fits(n, pattern, a)})
 
 
 def _holds(w: np.ndarray, pattern: SparsityPattern, axes: Axes) -> bool:

@@ -1,6 +1,7 @@
 """Walks over graphs, and the tensors of Constant nodes."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorProto
 
@@ -10,6 +11,11 @@ _TENSORS = (
     AttributeProto.SPARSE_TENSOR,
     AttributeProto.SPARSE_TENSORS,
 )
+
+
+def text(value: Any) -> str:
+    """Return a text of a file; protobuf gives one that is not UTF-8 as bytes."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def subgraphs(node: NodeProto) -> Iterator[GraphProto]:

@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 import onnx
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, EncodeError
 from onnx import FunctionProto, GraphProto, ModelProto, TensorProto, numpy_helper
 
-from jaxonnx._file import checkpoints, external, formats, order
+from jaxonnx._file import checkpoints, external, formats, header, order
 from jaxonnx._file.external import Folder
 from jaxonnx._file.protos import all_graphs, all_tensors, names_of_constants, tensor_of_constant
 from jaxonnx._file.records import SPARSITY, has
 from jaxonnx._file.save import in_file_types
 from jaxonnx._file.tensors import to_array, to_dense
 from jaxonnx._file.ties import renewed
-from jaxonnx.errors import InputError, ModelError, UnsupportedError
+from jaxonnx.errors import InputError, ModelError
 
 _DATA_FIELDS = (
     "raw_data",
@@ -52,7 +52,7 @@ def read(
       checkpoint: "newest" or "best", where the source is a folder of checkpoints.
 
     Raises:
-      InputError: `checkpoint` is neither, or the source is not a folder.
+      InputError: the source is of another type, or `checkpoint` is neither or goes with a file.
       ModelError: not an ONNX model, or its (external) data is missing, short or inconsistent.
       SparsityError: a damaged packed file (.npz).
       UnsupportedError: the IR or an opset is newer than the installed `onnx` package knows.
@@ -69,6 +69,11 @@ def read(
     elif isinstance(source, bytes | bytearray | memoryview):
         what = "the bytes"
         proto = _parse(bytes(source), what)
+    elif not isinstance(source, str | os.PathLike):
+        raise InputError(
+            "a model is a path, the bytes of a file or a ModelProto, not of type "
+            f"{type(source).__name__}"
+        )
     else:
         path = _existing(source, "an .onnx file")
         what = f"'{path}'"
@@ -79,7 +84,7 @@ def read(
                 f"jaxonnx.load('net.onnx', weights={str(path)!r})"
             )
         proto = read_graph(path)
-    _check_header(proto, what)
+    header.check(proto, what)
     order.sort(proto.graph)
     tensors = _take_tensors(proto.graph, folders)
     if not proto.training_info:  # the graphs of an algorithm call the functions as they are
@@ -91,7 +96,11 @@ def read(
         for graph in (info.initialization, info.algorithm):
             _inline(graph, folders)
     # Clearing fields keeps protobuf's arena; only a fresh message gives the memory back.
-    return ModelProto.FromString(proto.SerializeToString()), tensors
+    try:
+        return ModelProto.FromString(proto.SerializeToString()), tensors
+    except (EncodeError, ValueError) as error:
+        text = f"{what} has more than 2 GB besides its initializers ({error})"
+        raise ModelError(text) from error
 
 
 def _checkpoint(folder: str | os.PathLike, which: str) -> tuple[ModelProto, dict[str, np.ndarray]]:
@@ -117,7 +126,8 @@ def _checkpoint(folder: str | os.PathLike, which: str) -> tuple[ModelProto, dict
         from jaxonnx._file import packed
 
         # an average is taken over masks that change; what the mask hides now is zero
-        for name in packed.record(proto)[1].keys() & stored.averaged.keys():
+        sparse = {} if packed.damage(proto) else packed.record(proto)[1]
+        for name in sparse.keys() & stored.averaged.keys():
             tensors[name] = np.array(tensors[name])
             tensors[name][stored.averaged[name] == 0] = 0
         packed.keep_true(proto, tensors)
@@ -141,6 +151,10 @@ def replaced(
     """
     if isinstance(weights, Mapping):
         what, new = "the weights", {name: np.asarray(value) for name, value in weights.items()}
+    elif not isinstance(weights, str | os.PathLike):
+        raise InputError(
+            f"weights are a path, or arrays by name, not of type {type(weights).__name__}"
+        )
     else:
         path = _existing(weights, "a file of weights")
         read_weights = formats.of(path).weights
@@ -183,25 +197,6 @@ def _parse(data: bytes, what: str) -> ModelProto:
         return onnx.load_model_from_string(data)
     except DecodeError as error:
         raise ModelError(f"{what} are not an ONNX model, or are truncated ({error})") from error
-
-
-def _check_header(proto: ModelProto, what: str) -> None:
-    if not proto.HasField("graph") or not proto.ir_version:
-        raise ModelError(f"{what} is not an ONNX model: it has no graph or no IR version")
-    if proto.ir_version > onnx.IR_VERSION:
-        raise UnsupportedError(
-            f"{what} has IR version {proto.ir_version}, the installed onnx {onnx.__version__} "
-            f"knows {onnx.IR_VERSION}; upgrade onnx or convert the file"
-        )
-    if not proto.opset_import and proto.ir_version >= 3:
-        raise ModelError(f"{what} imports no operator set (opset_import is empty)")
-    newest = onnx.defs.onnx_opset_version()
-    for entry in proto.opset_import:
-        if entry.domain in ("", "ai.onnx") and entry.version > newest:
-            raise UnsupportedError(
-                f"{what} uses opset {entry.version}, the installed onnx {onnx.__version__} knows "
-                f"{newest}; upgrade onnx or convert the file with onnx.version_converter"
-            )
 
 
 def _take_tensors(main: GraphProto, folders: Sequence[Folder]) -> dict[str, np.ndarray]:

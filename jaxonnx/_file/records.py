@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from onnx import ModelProto
 
+from jaxonnx._untrusted import reading
 from jaxonnx.errors import ModelError
 
 SPARSITY = "jaxonnx.sparsity"
@@ -30,11 +31,18 @@ def get(proto: ModelProto, key: str, make: Callable[[Any], T]) -> T | None:
     """
     for entry in proto.metadata_props:
         if entry.key == key:
-            try:
+            with reading(f"metadata_props: '{key}' is malformed", ModelError):
                 return make(json.loads(entry.value))
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise ModelError(f"metadata_props: '{key}' is malformed ({error!r})") from error
     return None
+
+
+def damage(proto: ModelProto, key: str, make: Callable[[Any], Any]) -> str:
+    """Say why `make` does not take the record under this key; empty if it does."""
+    try:
+        get(proto, key, make)
+    except ModelError as error:
+        return str(error)
+    return ""
 
 
 def put(proto: ModelProto, key: str, value: Any) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from onnx import GraphProto, NodeProto
 
+from jaxonnx._file.protos import text
 from jaxonnx._graph.scopes import modules
 
 _SEVERAL = 5
@@ -107,7 +108,7 @@ def _recorded(node: NodeProto) -> str:
 
 
 def _metadata(node: NodeProto, key: str) -> str:
-    return next((entry.value for entry in node.metadata_props if entry.key == key), "")
+    return next((text(entry.value) for entry in node.metadata_props if entry.key == key), "")
 
 
 def notes(graph: GraphProto, drops: bool) -> Iterator[str]:

@@ -5,6 +5,7 @@ import difflib
 
 from onnx import GraphProto, NodeProto
 
+from jaxonnx._file.protos import text
 from jaxonnx.errors import InputError
 
 
@@ -40,13 +41,14 @@ def modules(node: NodeProto) -> list[str]:
     '/encoder/layers.1/linear2/MatMul' is in encoder, encoder.layers.1, encoder.layers.1.linear2.
     A node of TensorFlow, 'net/dense_1/MatMul', is in net and net/dense_1.
     """
-    recorded = {entry.key: entry.value for entry in node.metadata_props}
+    recorded = {entry.key: text(entry.value) for entry in node.metadata_props}
     if "pkg.torch.onnx.name_scopes" in recorded:
         try:
             scopes = ast.literal_eval(recorded["pkg.torch.onnx.name_scopes"])
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
             return []
-        return [s for s in scopes[:-1] if s] if isinstance(scopes, list) else []
+        scopes = scopes[:-1] if isinstance(scopes, list) else []
+        return [s for s in scopes if s and isinstance(s, str)]
     if "namespace" in recorded:
         # ": networks.LeNet/features: torch.nn.Sequential/features.0: torch.nn.Conv2d/conv2d: aten"
         scopes = [part.partition(":")[0] for part in recorded["namespace"].split("/")]

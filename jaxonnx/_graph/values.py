@@ -110,8 +110,15 @@ def arguments(
 
 def fit(value: Value, array: Any, sizes: dict[str, tuple[int, str]]) -> Any:
     """Return an argument as the program takes it, or raise an InputError if it does not fit."""
-    if value.dtype is None or value.dtype == object:
+    if value.dtype is None:
         return array
+    if value.dtype == object:
+        return _strings(value, array)
+    if isinstance(array, np.ma.MaskedArray):
+        raise InputError(
+            f"input {value} was given a masked array, which has no values where its mask is; "
+            ".filled(0) puts some there"
+        )
     if isinstance(array, bool | int | float | list | tuple):
         try:
             array = np.asarray(array, value.dtype)
@@ -145,6 +152,19 @@ def fit(value: Value, array: Any, sizes: dict[str, tuple[int, str]]) -> Any:
                     f"input {value} needs size {wanted} along axis {axis}, but was given shape "
                     f"{list(shape)}{way}"
                 )
+    return array
+
+
+def _strings(value: Value, array: Any) -> np.ndarray:
+    """Return strings as an array of Python's, or raise an InputError."""
+    if isinstance(array, str | list | tuple):
+        array = np.asarray(array, object)
+    if isinstance(array, np.ndarray) and array.dtype.kind == "U":
+        array = array.astype(object)
+    if not isinstance(array, np.ndarray) or array.dtype != object:
+        raise InputError(f"input {value} takes strings, and was given {type(array).__name__}")
+    if others := {type(x).__name__ for x in array.flat if not isinstance(x, str | bytes)}:
+        raise InputError(f"input {value} takes strings, and was given {', '.join(others)}")
     return array
 
 

@@ -124,10 +124,10 @@ def _record(result: ModelProto, labels: list[str], fresh: Collection[str]) -> No
     entry = records.get(result, records.IMAGE, dict) or {}
     entry = {key: value for key, value in entry.items() if key != "labels"}
     records.put(result, records.IMAGE, entry | ({"labels": labels} if labels else {}) or None)
-    sparse = records.get(result, records.SPARSITY, dict)
-    if sparse is not None:
-        sparse["axes"] = {n: axes for n, axes in sparse["axes"].items() if n not in fresh}
-        records.put(result, records.SPARSITY, sparse if sparse["axes"] else None)
+    if records.has(result, records.SPARSITY):
+        from jaxonnx._file.packed import without  # imports jaxonnx.sparse
+
+        without(result, fresh)
 
 
 def _evaluated(proto: ModelProto, graph: Graph, tensors: Mapping[str, Any]) -> Shapes | None:

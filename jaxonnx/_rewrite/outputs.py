@@ -32,6 +32,8 @@ def cut(
     Raises:
       InputError: a name is unknown; the message has similar ones.
     """
+    if not isinstance(outputs, Iterable):
+        raise InputError(f"outputs are names of values of the graph, and were {outputs!r}")
     listed = [outputs] if isinstance(outputs, str) else [*outputs]
     own = {value.name for value in proto.graph.output}  # one of these may be a constant
     names = [name if name in own else resolve(proto.graph, name) for name in listed]

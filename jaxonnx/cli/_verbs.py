@@ -9,6 +9,7 @@ import numpy as np
 from rich.console import Console
 
 from jaxonnx._file.disk import check_writable, whole
+from jaxonnx._file.protos import text
 from jaxonnx._graph import exports
 from jaxonnx._graph.values import Value
 from jaxonnx.cli import _images as pictures
@@ -23,10 +24,10 @@ from jaxonnx.model._show import operator
 
 def info(options: argparse.Namespace) -> Report:
     model = reading.read(options)
-    sparsity = model.sparsity
+    sparsity, proto = model.sparsity, model.proto
     data = {
-        "graph": model.proto.graph.name,
-        "producer": f"{model.proto.producer_name} {model.proto.producer_version}".strip(),
+        "graph": text(proto.graph.name),
+        "producer": " ".join(map(text, (proto.producer_name, proto.producer_version))).strip(),
         "ir_version": model.proto.ir_version,
         "opsets": {entry.domain or "ai.onnx": entry.version for entry in model.proto.opset_import},
         "inputs": [_described(value) for value in model.inputs],

@@ -17,7 +17,7 @@ from jaxonnx._graph.values import Value, declared
 from jaxonnx._rewrite.head import Head
 from jaxonnx._run.program import Program
 from jaxonnx.model import _notes as notes
-from jaxonnx.model._sparsity import recorded
+from jaxonnx.model._sparsity import damage, recorded
 
 if TYPE_CHECKING:  # a model without sparse weights does not import it
     from jaxonnx._file.packed import Recorded
@@ -78,7 +78,10 @@ class Held:
 
     @property
     def sparsity(self) -> Recorded | None:
-        """The pattern and the weights that the file records as sparse; None without a record."""
+        """The pattern and the weights that the file records as sparse; None without a record.
+
+        A malformed one counts as none; `warnings` tells of it.
+        """
         return recorded(self.proto, self.params)
 
     @property
@@ -88,4 +91,5 @@ class Held:
 
     @cached_property
     def _warnings(self) -> tuple[str, ...]:
-        return tuple(notes.warnings(self.proto.graph, self.program, self.tensors, self.outputs))
+        texts = notes.warnings(self.proto.graph, self.program, self.tensors, self.outputs)
+        return tuple(filter(None, (*texts, damage(self.proto))))

@@ -11,6 +11,7 @@ import numpy as np
 from onnx import ModelProto
 
 from jaxonnx._file import records
+from jaxonnx._file.protos import text
 from jaxonnx.errors import Error, InputError
 from jaxonnx.model._held import Held
 
@@ -25,6 +26,9 @@ _RANGES = {
     "normalized_1_1": {"scale": 1 / 255, "mean": (0.5,), "std": (0.5,)},
 }
 """What ONNX's own metadata (MetadataProps.md) calls the numbers that a network takes."""
+
+_KINDS = {"labels": (str, int, float), "order": (str,), "size": (int,)}
+"""Types in the entry; the other fields are numbers."""
 
 _BROKEN = (OSError, SyntaxError, ValueError, struct.error)
 """What Pillow raises for files that are cut off or altered."""
@@ -119,12 +123,19 @@ def _entry(entry: Any) -> dict[str, Any]:
     if odd := entry.keys() - {field.name for field in fields(Preparation)}:
         raise ValueError(f"unknown: {', '.join(sorted(odd))}")
     lists = ("mean", "std", "labels", "size")
-    return {name: tuple(value) if name in lists else value for name, value in entry.items()}
+    said = {name: tuple(value) if name in lists else value for name, value in entry.items()}
+    for name, value in said.items():
+        parts = value if name in lists else (value,)
+        kinds = _KINDS.get(name, (int, float))
+        wrong = name == "size" and len(parts) != 2
+        if wrong or not all(isinstance(part, kinds) for part in parts):
+            raise ValueError(f"{name} is {value!r}")
+    return said
 
 
 def _standard(proto: ModelProto) -> dict[str, Any]:
     """Return what `Image.NominalPixelRange` and `Image.BitmapPixelFormat` say."""
-    said = {entry.key.lower(): entry.value.lower() for entry in proto.metadata_props}
+    said = {text(e.key).lower(): text(e.value).lower() for e in proto.metadata_props}
     bgr = said.get("image.bitmappixelformat", "").startswith("bgr")
     return {
         **_RANGES.get(said.get("image.nominalpixelrange", ""), {}),

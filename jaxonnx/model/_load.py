@@ -85,10 +85,10 @@ def load(
       ModelError: a file is corrupt, truncated or malformed.
       SparsityError: a packed file is damaged.
       UnsupportedError: operators without an implementation (all of them named), or a newer opset.
-      InputError: `outputs`, `trainable` or `tied` name what the model does not have, or the batch
-        cannot be opened, or nothing is to be dequantized, or weights do not fit the model's, or
-        `checkpoint` goes with a file,
-        or `sharding` does not fit.
+      InputError: `source` is of another type; `outputs`, `trainable` or `tied` name what the model
+        does not have, or the batch cannot be opened, or nothing is to be dequantized, or weights
+        do not fit the model's, or `checkpoint` goes with a file, or `sharding` does not fit.
+      OSError: a file cannot be read.
     """
     if batch not in (None, "any"):
         raise InputError(f"batch is 'any' or None, and was {batch!r}")
@@ -124,7 +124,7 @@ def load(
     model = model if outputs is None else model.with_outputs(outputs)
     model = model if batch is None else model.with_any_batch()
     for warning in model.warnings:
-        if warning.startswith("64-bit"):
+        if warning.startswith(("64-bit", "metadata_props")):
             warnings.warn(warning, stacklevel=2)
     return model if trainable is None else model.with_trainable(trainable)
 

@@ -57,8 +57,12 @@ def select(
     if callable(wanted):
         open_to_all = tensors.keys() - by_name
         return {name for name in open_to_all if wanted(name, jnp.asarray(tensors[name]))}
+    if not isinstance(wanted, Iterable):
+        raise InputError(f"{what} takes names or a predicate, not {wanted!r}")
     chosen = set()
     for one in [wanted] if isinstance(wanted, str) else wanted:
+        if not isinstance(one, str | re.Pattern):
+            raise InputError(f"{what} takes names or a predicate, not {one!r}")
         matches = matching(one, tensors, by_name, places)
         if not matches:
             meant = _error(one) and {*one} & {*_EXPRESSION}

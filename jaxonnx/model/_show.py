@@ -13,6 +13,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from jaxonnx._file import protos
 from jaxonnx._graph.bind import Node
 from jaxonnx._graph.values import declared
 from jaxonnx.model._decided import small, ties, unsure
@@ -29,11 +30,12 @@ WIDTH = 80
 def overview(model: Held) -> Group:
     """Return inputs, outputs, operators, tensors and warnings for rich to render."""
     opsets = ", ".join(f"{e.domain or 'ai.onnx'} {e.version}" for e in model.proto.opset_import)
-    producer = " ".join(filter(None, [model.proto.producer_name, model.proto.producer_version]))
+    who = model.proto.producer_name, model.proto.producer_version
+    producer = " ".join(filter(None, map(protos.text, who)))
     facts = Table.grid(padding=(0, 2))
     facts.add_column(no_wrap=True)
     facts.add_column(overflow="fold")
-    named = model.proto.graph.name or "(unnamed)"
+    named = protos.text(model.proto.graph.name) or "(unnamed)"
     by = f", by {producer}" if producer else ""
     facts.add_row("graph", Text(f"{named}, {opsets}{by}"))
     inputs = [value for value in model.proto.graph.input if value.name in model.graph.inputs]

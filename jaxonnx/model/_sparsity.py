@@ -22,12 +22,28 @@ if TYPE_CHECKING:  # only a model with sparse weights imports what reads and wri
 
 
 def recorded(proto: ModelProto, params: Mapping[str, Any]) -> Recorded | None:
-    """Return the pattern and the parameters that the file records as sparse, None if none."""
+    """Return the pattern and the parameters that the file records as sparse, None if none.
+
+    A malformed record counts as none; `damage` tells of it.
+    """
     if not records.has(proto, records.SPARSITY):
         return None
     from jaxonnx._file import packed
 
-    return packed.recorded(proto, params)
+    return None if packed.damage(proto) else packed.recorded(proto, params)
+
+
+def damage(proto: ModelProto) -> str:
+    """Say that the record is malformed, and what helps; empty if it is not."""
+    if not records.has(proto, records.SPARSITY):
+        return ""
+    from jaxonnx._file import packed
+
+    why = packed.damage(proto)
+    return why and (
+        f"{why}: no weight counts as sparse, and files keep the record as it is; "
+        "model.with_sparsity(None) drops it, jaxonnx.sparse.record(model) writes a new one"
+    )
 
 
 def options(graph: Graph, tensors: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:

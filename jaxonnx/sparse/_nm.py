@@ -1,5 +1,6 @@
 """N:M sparsity: at most N of every M consecutive weights are kept, along one axis or both."""
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -96,7 +97,7 @@ class Pattern(SparsityPattern):
     ) -> str:
         n, m = self.n, self.m
         moved = (*shape[:axis], *shape[axis + 1 :], shape[axis] // m, n)
-        words = -(-int(np.prod(moved)) * _width(m) // 8)
+        words = -(-math.prod(moved) * _width(m) // 8)
         if values.shape != moved or shape[axis] % m:
             return f"values of shape {values.shape} do not fill {list(shape)}"
         if indices.dtype != np.uint8 or indices.shape != (words,):
@@ -145,7 +146,7 @@ def _to_bits(places: np.ndarray, width: int) -> np.ndarray:
 
 
 def _from_bits(words: jax.Array, shape: tuple[int, ...], width: int) -> jax.Array:
-    count = int(np.prod(shape))
+    count = math.prod(shape)
     bits = jnp.unpackbits(words, count=count * width, bitorder="little").reshape(count, width)
     return jnp.sum(bits << jnp.arange(width, dtype=jnp.uint8), axis=1, dtype=jnp.uint8).reshape(
         shape

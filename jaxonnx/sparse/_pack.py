@@ -8,7 +8,6 @@ dense bytes, in bfloat16 56 %.
 import json
 import os
 import tempfile
-import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx import _untrusted
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._layers import Layer, by_name
 from jaxonnx.sparse._pattern import SparsityPattern, default_axes, parse
@@ -175,24 +175,21 @@ def load(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[str, Pack
     Raises:
       SparsityError: the file is truncated, inconsistent, or was not written by `save`.
     """
-    try:
-        # opened here, because np.load does not close a file that it cannot read
-        with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
-            arrays = dict(file.items())
+    said = f"{path} is not a packed file, or is damaged"
+    arrays = _untrusted.arrays(path, said, SparsityError)
+    with _untrusted.reading(said, SparsityError):
         index = json.loads(arrays.pop(INDEX).tobytes())
         dense, packed = {}, {}
         for name, entry in index.items():
             x = arrays.pop(f"values:{name}")
             dtype = jnp.dtype(entry["dtype"])
+            if not jnp.issubdtype(dtype, jnp.number) and dtype.kind != "b":
+                raise SparsityError(f"{said}: '{name}' has the type {dtype}")
             x = x if x.dtype == dtype else x.view(dtype)
             if "shape" in entry:
                 packed[name] = _checked(name, x, arrays.pop(f"indices:{name}"), entry)
             else:
                 dense[name] = x
-    except (zipfile.BadZipFile, KeyError, EOFError, TypeError, ValueError, AttributeError) as e:
-        if isinstance(e, SparsityError):
-            raise
-        raise SparsityError(f"{path} is not a packed file, or is damaged: {e!r}") from e
     if arrays:
         raise SparsityError(f"{path} has arrays that its index does not name: {', '.join(arrays)}")
     return dense, packed
@@ -203,6 +200,8 @@ def _checked(name: str, values: np.ndarray, indices: np.ndarray, entry: dict) ->
     named = entry["pattern"] if "pattern" in entry else f"{entry['n']}:{entry['m']}"
     pattern = parse(named, bool(entry.get("transposable", True)))
     shape, axis = tuple(entry["shape"]), entry["axis"]
+    if any(type(x) is not int or x < 0 for x in (*shape, axis)) or axis >= len(shape):
+        raise SparsityError(f"{name}: there is no axis {axis} of a weight of shape {[*shape]}")
     if damage := pattern.damage(values, indices, shape, axis):
         raise SparsityError(f"{name}: {damage}")
     return Packed(values, indices, shape, axis, pattern)

@@ -3,6 +3,7 @@
 A kind of sparsity is one subclass of `SparsityPattern` and one call of `register`.
 """
 
+import math
 import re
 from abc import abstractmethod
 from collections.abc import Callable
@@ -72,7 +73,7 @@ class SparsityPattern(Protocol):
         self, values: jax.Array, indices: jax.Array, shape: tuple[int, ...], axis: int
     ) -> jax.Array:
         """Return the dense weight from the results of `pack`, under a trace."""
-        kept = jnp.unpackbits(indices, count=int(np.prod(shape)), bitorder="little") != 0
+        kept = jnp.unpackbits(indices, count=math.prod(shape), bitorder="little") != 0
         padded = jnp.append(values, jnp.zeros(1, values.dtype))
         places = jnp.cumsum(kept, dtype=jnp.int32) - 1
         return padded[jnp.where(kept, places, len(values))].reshape(shape)
@@ -81,7 +82,7 @@ class SparsityPattern(Protocol):
         self, values: np.ndarray, indices: np.ndarray, shape: tuple[int, ...], axis: int
     ) -> str:
         """Say why two arrays of a file cannot come from `pack`; empty if they can."""
-        if indices.dtype != np.uint8 or indices.shape != (-(-int(np.prod(shape)) // 8),):
+        if indices.dtype != np.uint8 or indices.shape != (-(-math.prod(shape) // 8),):
             return f"{indices.size} bytes of indices do not have a bit for each of {list(shape)}"
         if values.shape != (ones := int(np.bitwise_count(indices).sum()),):
             return f"values of shape {values.shape} where {ones} are kept"

@@ -1,0 +1,131 @@
+"""Bytes that nobody vouches for: archives of arrays, and JSON.
+
+What their readers raise becomes an error of ours, and no file makes them allocate more than it
+holds, or more than the machine has.
+"""
+
+import errno
+import math
+import os
+import struct
+import tokenize
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxonnx.errors import Error
+
+_RAISED = (
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    RuntimeError,  # encryption, compression, JSON that is nested too deeply
+    SyntaxError,
+    TypeError,
+    ValueError,
+    struct.error,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+"""What zipfile, zlib, json, struct, tokenize and NumPy raise for bytes that are not theirs."""
+
+_COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2)
+
+_HEADERS: dict[tuple[int, int], Any] = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+"""Readers of a header by its version; a later one is of structured arrays only."""
+
+
+@contextmanager
+def reading(said: str, error: type[Error], *also: type[Exception]) -> Iterator[None]:
+    """Turn what the readers of bytes raise into `error`: `said`, and the reason.
+
+    An OSError whose reason is the system passes.
+
+    Args:
+      also: further exceptions of a reader.
+    """
+    try:
+        yield
+    except error:
+        raise
+    except (*_RAISED, *also) as raised:
+        raise error(f"{said} ({_reason(raised)})") from raised
+    except OSError as raised:
+        # seeking to where a damaged file says, and bz2, do not have the system's reasons
+        if raised.errno not in (None, errno.EINVAL):
+            raise
+        raise error(f"{said} ({_reason(raised)})") from raised
+
+
+def _reason(raised: Exception) -> str:
+    lines = str(raised).strip().splitlines()
+    return f"{type(raised).__name__}: {lines[0][:500]}" if lines else type(raised).__name__
+
+
+def arrays(path: str | os.PathLike, said: str, error: type[Error]) -> dict[str, np.ndarray]:
+    """Return the arrays of an .npz file by name.
+
+    Raises:
+      error: the file is none, or damaged, or its arrays are larger than it or the memory; the
+        message begins with `said` and names the array.
+      OSError: it cannot be opened or read.
+    """
+    result = {}
+    with reading(said, error), open(path, "rb") as opened:
+        if opened.read(2) != b"PK":
+            raise error(
+                f"{said}: it must be an .npz file, which numpy.savez writes, with arrays by name"
+            )
+        opened.seek(0)
+        with np.load(opened, allow_pickle=False) as file:
+            members = file.zip.infolist()
+            check_size(sum(member.file_size for member in members), said, error)
+            for name, member in zip(file.files, members, strict=True):
+                with reading(f"{said}: the array '{name}'", error):
+                    _check_header(file.zip, member)
+                    result[name] = file[name]
+    return result
+
+
+def _check_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
+    """Raise a ValueError if an array is not as large as its header says."""
+    if member.compress_type not in _COMPRESSIONS:
+        raise ValueError(f"compression {member.compress_type}, which NumPy does not write")
+    with archive.open(member) as stream:
+        if stream.read(len(np.lib.format.MAGIC_PREFIX)) != np.lib.format.MAGIC_PREFIX:
+            return  # no array: NumPy gives its bytes
+        stream.seek(0)
+        read = _HEADERS.get(np.lib.format.read_magic(stream))
+        if read is None:
+            return
+        shape, _, dtype = read(stream)
+        size, there = math.prod(shape) * dtype.itemsize, member.file_size - stream.tell()
+        if size != there and not dtype.hasobject:
+            raise ValueError(f"{dtype}{[*shape]} takes {size:,} bytes, there are {there:,}")
+
+
+def check_size(size: int, said: str, error: type[Error]) -> None:
+    """Raise `error` if this many bytes are more than the machine's memory."""
+    if (limit := memory()) is not None and size > limit:
+        raise error(f"{said}: it holds {size:,} bytes, and the memory {limit:,}")
+
+
+def memory() -> int | None:
+    """Return the bytes of memory that the machine or its container has, where it tells."""
+    sizes = []
+    with suppress(AttributeError, OSError, ValueError):  # Windows has no sysconf
+        sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    with suppress(OSError, ValueError):  # not Linux, or "max"
+        sizes.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(sizes, default=None)
