@@ -1,7 +1,9 @@
 """What the README and the pages print runs; the reference says what the docstrings say."""
 
+import json
 import re
 import shlex
+from base64 import b64decode
 from pathlib import Path
 
 import jax
@@ -16,6 +18,7 @@ from jaxonnx.cli._flags import VERBS
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "jaxonnx" / "docs").glob("*.md"))]
 PAGES = [page for page in PAGES if page.stem != "reference"]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 def blocks(page, language):
@@ -81,3 +84,11 @@ def test_links():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_gallery_has_a_picture_of_each_notebook(path):
+    outputs = [o for cell in json.loads(path.read_text())["cells"] for o in cell.get("outputs", ())]
+    drawn = [b64decode(o["data"]["image/png"]) for o in outputs if "image/png" in o.get("data", {})]
+    gallery = ROOT / "jaxonnx" / "docs" / "gallery"
+    assert (gallery / f"{path.stem}.png").read_bytes() in drawn
