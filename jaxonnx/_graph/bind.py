@@ -19,6 +19,7 @@ import jaxonnx.ops  # noqa: F401  (importing the operators registers them)
 from jaxonnx._file.protos import names_of_constants
 from jaxonnx._file.tensors import to_array, to_dense
 from jaxonnx._graph.check import check_call, check_node
+from jaxonnx._graph.expansion import check_expansion
 from jaxonnx.errors import ModelError, UnsupportedError
 from jaxonnx.registry import Op, lookup
 
@@ -80,8 +81,15 @@ def bind(model: ModelProto, graph: GraphProto, external: Collection[str]) -> Gra
         if key in functions:
             raise ModelError(f"the function '{'.'.join(filter(None, key))}' is defined twice")
         functions[key] = function
+    check_expansion(graph, functions)
     binder = _Binder(functions, frozenset(external), lifted=frozenset(external))
-    bound = binder.graph(graph, opsets or {"": 1})
+    try:
+        bound = binder.graph(graph, opsets or {"": 1})
+    except RecursionError:
+        raise ModelError(
+            f"graph '{graph.name}' nests graphs and functions deeper than Python's recursion limit "
+            "allows; sys.setrecursionlimit sets another"
+        ) from None
     if binder.missing:
         lines = [f"  {what}: {', '.join(nodes)}" for what, nodes in binder.missing.items()]
         raise UnsupportedError("no implementation of these operators:\n" + "\n".join(lines))

@@ -1,0 +1,89 @@
+"""How large a graph is once each call of a function stands for the nodes of its body."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto
+
+from jaxonnx.errors import ModelError
+
+Name = tuple[str, str, str]
+"""Domain, name and overload of a function."""
+
+MOST = 1_000_000
+"""Nodes that calls of functions stand for."""
+
+DEEPEST = 128
+"""Functions that call one another in a chain; each takes a few of Python's stack frames."""
+
+
+def check_expansion(graph: GraphProto, functions: Mapping[Name, FunctionProto]) -> None:
+    """Raise a ModelError if the calls of a graph stand for too many nodes, or nest too deep.
+
+    Two calls in each of thirty functions are 2**30 nodes, which no file lists. Recursion is not
+    looked for here.
+    """
+    if not functions:
+        return
+    calls = {name: _calls(function.node, functions) for name, function in functions.items()}
+    sizes = dict.fromkeys(functions, (0, 0))
+    for name in _inner_first(calls):
+        own, called = calls[name]
+        sizes[name] = _total(own, called, sizes)
+    size, depth = _total(0, _calls(graph.node, functions)[1], sizes)
+    if size > MOST:
+        raise ModelError(
+            f"the functions that graph '{graph.name}' calls stand for {size:,} nodes, as each call "
+            f"is evaluated on its own; at most {MOST:,} are taken"
+        )
+    if depth > DEEPEST:
+        raise ModelError(
+            f"graph '{graph.name}' calls functions that are nested {depth} deep; at most {DEEPEST} "
+            "are taken. onnx.inliner.inline_local_functions writes a file without functions"
+        )
+
+
+def _total(
+    own: int, called: Mapping[Name, int], sizes: Mapping[Name, tuple[int, int]]
+) -> tuple[int, int]:
+    """Return the nodes of a body with those that its calls stand for, and how deep they nest."""
+    size = own + sum(sizes[name][0] * times for name, times in called.items())
+    return size, 1 + max((sizes[name][1] for name in called), default=-1)
+
+
+def _calls(
+    nodes: Iterable[NodeProto], functions: Mapping[Name, FunctionProto]
+) -> tuple[int, Counter[Name]]:
+    """Count nodes, with those of subgraphs, and the calls of each function among them."""
+    size, called, waiting = 0, Counter(), [nodes]
+    while waiting:
+        for node in waiting.pop():
+            size += 1
+            domain = "" if node.domain == "ai.onnx" else node.domain
+            name = (domain, node.op_type, node.overload)
+            if name in functions:
+                called[name] += 1
+            for attribute in node.attribute:
+                if attribute.type == AttributeProto.GRAPH:
+                    waiting.append(attribute.g.node)
+                elif attribute.type == AttributeProto.GRAPHS:
+                    waiting.extend(g.node for g in attribute.graphs)
+    return size, called
+
+
+def _inner_first(calls: Mapping[Name, tuple[int, Counter[Name]]]) -> list[Name]:
+    """Return the functions so that each stands behind those that it calls, without recursion."""
+    order: dict[Name, None] = {}
+    for first in calls:
+        path = [(first, iter(calls[first][1]))]
+        entered = {first}
+        while path:
+            name, inner = path[-1]
+            below = next((n for n in inner if n not in order and n not in entered), None)
+            if below is None:
+                order[name] = None
+                path.pop()
+            else:
+                entered.add(below)
+                path.append((below, iter(calls[below][1])))
+    return [*order]
