@@ -12,6 +12,7 @@ from jaxonnx import (
 from jaxonnx.errors import (
     Error,
     InputError,
+    LimitError,
     ModelError,
     NodeError,
     SparsityError,
@@ -32,6 +33,7 @@ __all__ = [
     "Error",
     "History",
     "InputError",
+    "LimitError",
     "LoRA",
     "Model",
     "ModelError",

@@ -22,6 +22,10 @@ class NodeError(Error, ValueError):
     """Raised when an operator refuses its inputs or attributes; the message names the node."""
 
 
+class LimitError(NodeError, MemoryError):
+    """Raised when a value would be above the limit of `load`, or memory is not enough."""
+
+
 class StaticError(Error, TypeError):
     """Raised when a value that shapes the computation is not known while tracing."""
 

@@ -71,12 +71,12 @@ def test_known_indices_become_slices():
 def test_large_broadcasts_never_take_memory():
     f = evaluate("""
         g (float[1] x) => (y) {
-            s = Constant<value_ints = [1000000000000]>()
+            s = Constant<value_ints = [1000000000]>()
             c = ConstantOfShape(s)
             y = Add(c, x)
         }
     """)
-    assert jax.eval_shape(f, jnp.ones(1))[0].shape == (10**12,)
+    assert jax.eval_shape(f, jnp.ones(1))[0].shape == (10**9,)
 
 
 def test_large_ranges_and_identities_are_computed_in_the_graph():

@@ -8,6 +8,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from jaxonnx._file.external import Folder, mapped
+from jaxonnx._limits import room
 from jaxonnx.errors import ModelError
 
 _BITS: dict[int, int] = {
@@ -72,6 +73,7 @@ def to_dense(sparse: onnx.SparseTensorProto, folders: Sequence[Folder] = ()) -> 
     Raises:
       ModelError: what onnx.checker refuses: values that are not one-dimensional, another number
         of indices, indices outside the shape or not in ascending order.
+      LimitError: the array would be larger than memory.
     """
     values, indices = to_array(sparse.values, folders), to_array(sparse.indices, folders)
     shape = tuple(sparse.dims)
@@ -82,6 +84,7 @@ def to_dense(sparse: onnx.SparseTensorProto, folders: Sequence[Folder] = ()) -> 
             f"{what}: indices {indices.dtype}{list(indices.shape)} do not fit values "
             f"{list(values.shape)}"
         )
+    room(shape, values.dtype, host=True)
     try:
         dense = np.zeros(shape, values.dtype)
         places = indices if indices.ndim == 1 else np.ravel_multi_index(tuple(indices.T), shape)

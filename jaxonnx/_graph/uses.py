@@ -172,8 +172,15 @@ def _viewed(view: View, node: Node, others: Sequence[Any]) -> View:
         return unknown
     # Reshape, Flatten, Squeeze, Unsqueeze: followed where only axes of length one come and go
     try:
-        after = node.op.function(np.zeros(before, np.int8), *others, **node.attributes).shape
-    except (Error, ValueError):  # a shape that does not fit: running the graph says so
+        blank = np.broadcast_to(np.int8(0), before)  # which takes no memory
+        after = node.op.function(blank, *others, **node.attributes).shape
+    except (
+        Error,
+        ValueError,
+        TypeError,
+        ArithmeticError,
+        MemoryError,
+    ):  # a shape that does not fit: running the graph says so
         return unknown
     if after == before:
         return view
@@ -190,9 +197,16 @@ def _sliced(view: View, node: Node, others: Sequence[Any]) -> View:
     if view.axes is not None and all(isinstance(value, np.ndarray) for value in others):
         counts = {"outputs": len(node.outputs)} if node.op.name == "Split" else {}
         try:
-            y = node.op.function(np.zeros(shape, np.int8), *others, **node.attributes, **counts)
+            blank = np.broadcast_to(np.int8(0), shape)
+            y = node.op.function(blank, *others, **node.attributes, **counts)
             shape = y[0].shape if isinstance(y, tuple) else y.shape
-        except (Error, ValueError, TypeError):  # running the graph says so
+        except (
+            Error,
+            ValueError,
+            TypeError,
+            ArithmeticError,
+            MemoryError,
+        ):  # running the graph says so
             pass
     return replace(view, shape=shape, part=True)
 

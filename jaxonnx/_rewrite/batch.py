@@ -19,6 +19,7 @@ import numpy as np
 from jax.core import Tracer
 from onnx import GraphProto, ModelProto, TensorProto, helper
 
+from jaxonnx import _limits as limits
 from jaxonnx._graph.bind import Graph, Node, bind
 from jaxonnx._graph.values import Value, declared
 from jaxonnx._rewrite.rows import Row, rows
@@ -178,11 +179,14 @@ def _trace(
     for value in inputs:
         if value.dtype is None or value.shape is None or None in value.shape[1:]:
             raise InputError(f"input {value} has no fixed shape; {_WAY_OUT}")
+        if value.dtype == object:
+            raise InputError(f"input {value} has no numbers, whose shapes could be followed")
         if any(isinstance(d, str) for d in value.shape):
             raise InputError(f"input {value} is open in other axes; {_WAY_OUT}")
-        shape = (other if value.shape[:1] == (size,) else d for d in value.shape[:1])
-        dtype = jax.dtypes.canonicalize_dtype(value.dtype)
-        arguments[value.name] = jax.ShapeDtypeStruct((*shape, *value.shape[1:]), dtype)
+        first = (other if value.shape[:1] == (size,) else d for d in value.shape[:1])
+        shape, dtype = (*first, *value.shape[1:]), jax.dtypes.canonicalize_dtype(value.dtype)
+        limits.room(shape, dtype)
+        arguments[value.name] = jax.ShapeDtypeStruct(shape, dtype)
     shapes: dict[str, Shape] = {}
 
     def body(arguments):
@@ -197,7 +201,8 @@ def _trace(
                 ) from error
         shapes.update((n, tuple(v.shape)) for n, v in scope.values.items() if hasattr(v, "shape"))
 
-    jax.eval_shape(body, arguments)
+    with limits.inspecting():
+        jax.eval_shape(body, arguments)
     return shapes
 
 

@@ -1,14 +1,35 @@
 """Errors of a node, with what a user needs to find it: its label, its inputs, their origin."""
 
+import math
+import re
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+import onnx
+from jax.extend.core import InconclusiveDimensionOperation
+from jaxlib.mlir.ir import MLIRError
 
 from jaxonnx._graph.bind import Node
-from jaxonnx.errors import Error, NodeError, StaticError
+from jaxonnx._limits import amount
+from jaxonnx.errors import Error, LimitError, NodeError, StaticError
+
+FOREIGN = (
+    *(TypeError, ValueError, AttributeError, LookupError, ArithmeticError, MemoryError),
+    *(RuntimeError, InconclusiveDimensionOperation, MLIRError),
+)
+"""What NumPy and JAX raise inside an operator, JaxRuntimeError and RecursionError among it."""
+
+_INTERNAL = re.compile(
+    r"\blax\b|jnp|jax\.|jaxlib|mlir|loc\(|static extent|tuple index|unpack|itera(tor|ble)|"
+    r"object has|not callable|NoneType|Tracer|<.* at 0x|__|strict=|argument \d|positional|keyword|"
+    r"sequence item|division|modulo|_general|convert_element|reduce_window|_in_dim|select",
+    re.IGNORECASE,
+)
+"""Words of messages that speak of how an operator is computed, not of the model."""
 
 
 def warn(_: str, text: str) -> None:
@@ -22,17 +43,118 @@ def at(node: Node, error: Error) -> Any:
     return error
 
 
-def message(node: Node, arguments: Sequence[Any], error: Exception) -> str:
+def message(node: Node, arguments: Sequence[Any], error: Exception | str) -> str:
     """Return the message of an error with the node and its inputs."""
-
-    def one(value: Any) -> str:
-        if hasattr(value, "dtype"):
-            return f"{value.dtype}{list(value.shape)}"
-        return "omitted" if value is None else type(value).__name__
-
     pairs = zip(node.inputs, arguments, strict=False)
-    listed = ", ".join(f"{name or '-'}: {one(value)}" for name, value in pairs)
+    listed = ", ".join(f"{name or '-'}: {_kind(value)}" for name, value in pairs)
     return f"{node.label}: {error}" + (f" [inputs {listed}]" if listed else "")
+
+
+def _kind(value: Any) -> str:
+    """Describe a value by its element type and shape."""
+    if hasattr(value, "dtype"):
+        return f"{'string' if value.dtype == object else value.dtype}{list(value.shape)}"
+    names = {list: "sequence", dict: "map"}
+    return "omitted" if value is None else names.get(type(value), type(value).__name__)
+
+
+def translated(node: Node, arguments: Sequence[Any], error: Exception) -> NodeError:
+    """Return the error of a node for one that NumPy or JAX raised inside its operator."""
+    if exhausted(error):
+        return LimitError(message(node, arguments, f"memory is not enough{_asked(error)}"))
+    if isinstance(error, RecursionError):
+        return NodeError(
+            f"{node.label}: what it calls is nested deeper than Python's recursion limit of "
+            f"{sys.getrecursionlimit()} allows; sys.setrecursionlimit sets another"
+        )
+    text = str(error).strip().partition("\n")[0]
+    if clashes := "; ".join(_clashes(node, arguments)):
+        text = clashes
+    elif not text or isinstance(error, KeyError) or _INTERNAL.search(text):
+        listed = ", ".join(f"{k}={_short(v)}" for k, v in node.attributes.items())
+        text = f"{node.op.name} does not take these inputs" + (f" with {listed}" if listed else "")
+    return NodeError(message(node, arguments, text))
+
+
+def _short(value: Any) -> str:
+    text = _kind(value) if isinstance(value, np.ndarray) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _clashes(node: Node, arguments: Sequence[Any]) -> Iterator[str]:
+    """Yield the inputs whose types the specification does not allow, with what it does."""
+    try:
+        schema = onnx.defs.get_schema(node.op.name, domain=node.op.domain)
+    except onnx.defs.SchemaError:
+        return
+    allowed = {c.type_param_str: c.allowed_type_strs for c in schema.type_constraints}
+    first: dict[str, tuple[str, str]] = {}
+    for i, (name, value) in enumerate(zip(node.inputs, arguments, strict=False)):
+        kind = _onnx_type(value)
+        if kind is None or not schema.inputs:
+            continue
+        formal = schema.inputs[min(i, len(schema.inputs) - 1)]
+        types = allowed.get(formal.type_str, (formal.type_str,))
+        # where 64-bit types are off, a value that the file has in 64 bits is in 32 here
+        if not {kind, _WIDE.get(kind, kind)} & {*types}:
+            takes = " or ".join(sorted(map(_plain, types)))
+            yield f"{formal.name} ('{name}') is {_plain(kind)}, it takes {takes}"
+            continue
+        other, same = first.setdefault(formal.type_str, (formal.name, kind))
+        if _WIDE.get(kind, kind) != _WIDE.get(same, same) and formal.is_homogeneous:
+            yield (
+                f"{formal.name} ('{name}') is {_plain(kind)}, it must have the type of {other}, "
+                f"{_plain(same)}"
+            )
+
+
+_WIDE = {
+    "tensor(int32)": "tensor(int64)",
+    "tensor(uint32)": "tensor(uint64)",
+    "tensor(float)": "tensor(double)",
+}
+
+
+def _onnx_type(value: Any) -> str | None:
+    """Return what the specification calls the type of a tensor; None for what has none."""
+    if not hasattr(value, "dtype"):
+        return None
+    try:
+        code = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(value.dtype))
+    except (KeyError, ValueError, TypeError):  # of JAX alone, such as that of its random keys
+        return None
+    return f"tensor({onnx.TensorProto.DataType.Name(code).lower()})"
+
+
+def _plain(kind: str) -> str:
+    return kind.removeprefix("tensor(").removesuffix(")")
+
+
+def exhausted(error: Exception) -> bool:
+    """Check whether an error of NumPy or XLA says that memory is not enough."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+
+
+def _asked(error: Exception) -> str:
+    """Return what was asked for, as messages of NumPy and XLA have it."""
+    numbers = re.search(r"allocat\w* ([\d.]+) ?(bytes|[KMGTPE]i?B)", str(error))
+    if numbers is None:
+        return ""
+    size, unit = numbers.groups()
+    return f" for {amount(int(size)) if unit == 'bytes' else f'{size} {unit}'}"
+
+
+def out_of_memory(error: Exception, values: Mapping[str, Any]) -> LimitError:
+    """Return the error of a compiled call for which a device has too little memory."""
+    arrays = {name: value for name, value in values.items() if hasattr(value, "dtype")}
+    sizes = {n: math.prod(v.shape) * np.dtype(v.dtype).itemsize for n, v in arrays.items()}
+    large = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
+    listed = ", ".join(f"{name}: {_kind(arrays[name])}" for name in large)
+    return LimitError(
+        f"memory of the device is not enough{_asked(error)}; weights and inputs take "
+        f"{amount(sum(sizes.values()))} ({listed}). What helps: a smaller batch (model.predict has "
+        "batch_size), weights in 16 bits, or a mesh of devices"
+    )
 
 
 def static_error(

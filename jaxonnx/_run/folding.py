@@ -1,6 +1,7 @@
 """Operators on known values, and known values that become traced ones."""
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -9,6 +10,8 @@ import numpy as np
 from jax.core import Tracer
 from onnx import TensorProto
 
+from jaxonnx import _limits as limits
+from jaxonnx.errors import Error, LimitError
 from jaxonnx.registry import Op, known, symbolic
 
 FOLD_LIMIT = 1 << 16
@@ -32,17 +35,54 @@ def folds(op: Op, arguments: list, keywords: dict) -> bool:
     return op.name in SIZES and whole and opened.isdisjoint(op.static)
 
 
-def fold(function: Callable, arguments: list, keywords: dict) -> tuple:
-    """Evaluate on known values, on the CPU and with 64-bit types; return NumPy arrays."""
-    with (
-        jax.ensure_compile_time_eval(),
-        jax.enable_x64(True),
-        jax.default_device(jax.local_devices(backend="cpu")[0]),
-        np.errstate(all="ignore"),
-    ):
-        results = function(*arguments, **keywords)
-        results = results if isinstance(results, tuple) else (results,)
-        return tuple(_to_numpy(result) for result in results)
+def fold(op: Op, arguments: list, keywords: dict) -> tuple | None:
+    """Evaluate on known values, on the CPU and with 64-bit types; return NumPy arrays.
+
+    None if that takes too much memory or time, or gives more than `FOLD_LIMIT`: then it is better
+    computed in the graph.
+    """
+    vast = limits.may_exceed(arguments, limits.FOLDED) and not op.dynamic
+    try:
+        with limits.folding(), jax.enable_x64(True):
+            if vast and _largest(op, arguments, keywords) > FOLD_LIMIT:
+                return None
+            with (
+                jax.ensure_compile_time_eval(),
+                jax.default_device(jax.local_devices(backend="cpu")[0]),
+                np.errstate(all="ignore"),
+            ):
+                results = op.function(*arguments, **keywords)
+                results = results if isinstance(results, tuple) else (results,)
+                results = tuple(_to_numpy(result) for result in results)
+    except LimitError:
+        return None
+    return results if all(size_of(result) <= FOLD_LIMIT for result in results) else None
+
+
+def _largest(op: Op, arguments: list, keywords: dict) -> int:
+    """Return the bytes of the largest array that an operator gives, without computing it."""
+    shapes = abstract(op.function, arguments, keywords, op.static)
+    return max((math.prod(s.shape) * s.dtype.itemsize for s in shapes or ()), default=0)
+
+
+def abstract(
+    function: Callable, arguments: Sequence[Any], keywords: dict, static: Collection[int]
+) -> list | None:
+    """Return shapes and types of results; None where a function needs to see the values."""
+    kinds = np.ndarray | jax.Array
+    values = {
+        i: jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype))
+        for i, a in enumerate(arguments)
+        if i not in static and isinstance(a, kinds) and a.dtype != object
+    }
+
+    def call(values):
+        return function(*(values.get(i, a) for i, a in enumerate(arguments)), **keywords)
+
+    try:
+        return jax.tree.leaves(jax.eval_shape(call, values))
+    except (Error, TypeError, ValueError, AttributeError, IndexError, KeyError):
+        return None
 
 
 def _to_numpy(value: Any) -> Any:
@@ -72,6 +112,7 @@ def repeated(value: Any) -> Any:
     """Turn a large NumPy broadcast into one of the graph, so that it never takes memory."""
     if size_of(value) <= FOLD_LIMIT or 0 not in value.strides:
         return value
+    limits.room(value.shape, value.dtype)
     once = value[tuple(slice(None if stride else 1) for stride in value.strides)]
     return jnp.broadcast_to(on_device(once), value.shape)
 

@@ -61,7 +61,7 @@ def ratios(
         for name in new.keys() - {name for node in graph.nodes for name in node.outputs}:
             raise InputError(f"dropout={{'{name}': ...}}: it is a weight, not a value to drop from")
         return {**overlay.dropout, **new}
-    names = [node.outputs[0] for node in graph.nodes if node.op.name == "Dropout"]
+    names = [node.outputs[0] for node in graph.nodes if node.op.name == "Dropout" and node.outputs]
     names += [name for node in graph.nodes for name in overlay.added(node)]
     if not names:
         raise InputError(

@@ -19,10 +19,10 @@ from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.uses import uses
 from jaxonnx._graph.values import data
 from jaxonnx._mesh import by_size, like, on_auto_axes
-from jaxonnx._run.failures import warn
+from jaxonnx._run.failures import exhausted, out_of_memory, warn
 from jaxonnx._run.overlay import Overlay
 from jaxonnx._run.scope import Context, run
-from jaxonnx.errors import StaticError
+from jaxonnx.errors import Error, StaticError
 from jaxonnx.lowering import store
 
 FIXING = 64
@@ -58,6 +58,8 @@ class Program:
     constants: Mapping[str, np.ndarray]
     adaption: Adaption | None = None
     overlay: Overlay = field(default_factory=Overlay)
+    limit: int | None = None
+    """Bytes of a single value; None: those of the machine."""
 
     def __post_init__(self) -> None:
         self._plan = _Plan(frozenset(n.index for n in self.graph.nodes if _dynamic(n)))
@@ -142,6 +144,10 @@ class Program:
                 break
             except StaticError as error:
                 plan = self._plan = plan.giving_way(error, arrays)
+            except (jax.errors.JaxRuntimeError, MemoryError) as error:
+                if isinstance(error, Error) or not exhausted(error):
+                    raise
+                raise out_of_memory(error, {**params, **state, **traced}) from error
         if parts.rest is None:
             return values
         known = {**data(inputs), **fixed, **dict(zip(parts.boundary, values, strict=True))}
@@ -163,7 +169,8 @@ class Program:
             renewed = None if updates is None else {}
             tensors = {**self.constants, **tensors}
             weights = tensors if self.adaption is None else self.adaption(tensors)
-            context = Context(weights, key, training, renewed, self.overlay, self._note)
+            about = (self.overlay, self._note, self.limit)
+            context = Context(weights, key, training, renewed, *about)
             return run(graph, inputs, context), renewed
 
         def specs(results, tensors, key, inputs):

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import InconclusiveDimensionOperation
 
+from jaxonnx import _limits as limits
 from jaxonnx import lowering
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.paths import between
 from jaxonnx._run import channels, failures
-from jaxonnx._run.folding import FOLD_LIMIT, fold, folds, on_device, repeated, size_of, traced
+from jaxonnx._run.folding import abstract, fold, folds, on_device, repeated, traced
 from jaxonnx._run.overlay import Overlay
 from jaxonnx._run.remat import cuts
 from jaxonnx.errors import Error, NodeError, StaticError
@@ -42,6 +43,8 @@ class Context:
     """What training does beside what the graph says."""
     note: Callable[[str, str], None] | None = None
     """Receives what the user should know about a node: its label, and a sentence."""
+    limit: int | None = None
+    """Bytes of a single value; None: those of the machine."""
 
     @property
     def inside(self) -> Context:
@@ -54,12 +57,13 @@ def run(
 ) -> tuple:
     """Evaluate a bound graph; `inputs` by name, outputs in file order."""
     scope = Scope(graph, context, outer, inputs)
-    if context.training and context.overlay.remat:
-        for start, end in pairwise((0, *cuts(graph), len(graph.nodes))):
-            scope.segment(start, end)
-    else:
-        for node in graph.nodes:
-            scope.step(node)
+    with limits.evaluation(context.limit):
+        if context.training and context.overlay.remat:
+            for start, end in pairwise((0, *cuts(graph), len(graph.nodes))):
+                scope.segment(start, end)
+        else:
+            for node in graph.nodes:
+                scope.step(node)
     return tuple(_plain(scope[name]) for name in graph.outputs)
 
 
@@ -115,9 +119,8 @@ class Scope:
             raise
         except jax.errors.ConcretizationTypeError as error:
             raise self._static_error(node, arguments, "its inputs", arguments) from error
-        except _ERRORS as error:
-            text = failures.message(node, arguments, error)
-            raise failures.at(node, NodeError(text)) from error
+        except failures.FOREIGN as error:
+            raise failures.at(node, failures.translated(node, arguments, error)) from error
         if len(results) < len(node.outputs):
             text = f"{node.label} gives {len(results)} outputs, not {len(node.outputs)}"
             raise failures.at(node, NodeError(text))
@@ -199,16 +202,20 @@ class Scope:
             keywords[name] = self._context_value(node, arguments, what)
         foldable = not node.graphs and not any(what in ("key", "scope") for _, what in op.context)
         if foldable and folds(op, arguments, keywords):
-            results = fold(op.function, arguments, keywords)
-            if all(size_of(result) <= FOLD_LIMIT for result in results):
+            results = fold(op, arguments, keywords)
+            if results is not None:
                 return results
             arguments = _on_device(op, arguments)
         elif any(map(symbolic, arguments)):
             arguments = _on_device(op, arguments)
         elif not node.graphs:  # a body checks what it uses; trip counts stay known
             failures.check_range([a for i, a in enumerate(arguments) if i not in op.static])
+        if limits.may_exceed(arguments, limits.value_limit()) and not traced(arguments):
+            # nothing is traced: the operator would allocate before its results can be checked
+            limits.check(abstract(partial(_call, op), arguments, keywords, op.static) or ())
         results = channels.call(op, arguments, keywords)
         results = tuple(map(repeated, results if isinstance(results, tuple) else (results,)))
+        limits.check(results)
         if op.state and self._training(node) and op.state[0] < len(node.inputs):
             self._renew(node, results)
         return results
@@ -324,10 +331,8 @@ _NOTHING = Graph(
 )
 
 
-_ERRORS = (
-    *(TypeError, ValueError, IndexError, KeyError, ArithmeticError),
-    InconclusiveDimensionOperation,
-)
+def _call(op: Op, *arguments: Any, **keywords: Any) -> Any:
+    return channels.call(op, arguments, keywords)
 
 
 def _on_device(op: Op, arguments: list) -> list:

@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 import onnx
-from onnx import ModelProto, TypeProto, ValueInfoProto, helper
+from onnx import ModelProto, NodeProto, TypeProto, ValueInfoProto, helper
 
+from jaxonnx import _limits as limits
 from jaxonnx._file import save as saving
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.values import Value, declared
@@ -59,11 +60,12 @@ def evaluated(proto: ModelProto, graph: Graph, tensors: Mapping[str, Any]) -> Sh
         return evaluated_at(inputs, graph, tensors, chosen)
 
     try:
-        first, known = at(shared, 0)
-        try:
-            sizes, (second, _) = apart, at(apart, 1)
-        except Error:  # two names that mean one size, as of tokens and their mask
-            sizes, (second, _) = shared, at(shared, 1)
+        with limits.inspecting():
+            first, known = at(shared, 0)
+            try:
+                sizes, (second, _) = apart, at(apart, 1)
+            except Error:  # two names that mean one size, as of tokens and their mask
+                sizes, (second, _) = shared, at(shared, 1)
     except Error:
         return None
     names = {name: pair for name, pair in sizes.items() if isinstance(name, str)}
@@ -93,6 +95,7 @@ def evaluated_at(
             for axis, d in enumerate(value.shape)
         ]
         dtype = jax.dtypes.canonicalize_dtype(value.dtype)
+        limits.room(shape, dtype)
         arguments[value.name] = jax.ShapeDtypeStruct(shape, dtype)
     names = tuple(name for node in graph.nodes for name in node.outputs if name)
     known = set()
@@ -105,7 +108,8 @@ def evaluated_at(
         shaped = {name: value for name, value in results.items() if hasattr(value, "shape")}
         return {name: value for name, value in shaped.items() if value.dtype != object}
 
-    return jax.eval_shape(arrays, arguments), known
+    with limits.inspecting():
+        return jax.eval_shape(arrays, arguments), known
 
 
 def _dimension(a: int, b: int, names: Mapping[str, tuple[int, int]]) -> int | str | None:
@@ -126,9 +130,40 @@ def inferred(
     if not {*names} <= types.keys():
         small = {n: np.asarray(v) for n, v in tensors.items() if v.nbytes <= _SMALL}
         filled = saving.to_onnx(proto, small, (), ())
-        graph = onnx.shape_inference.infer_shapes(filled, data_prop=True).graph
+        try:
+            followed = _joined(proto) <= _FOLLOWED
+            graph = onnx.shape_inference.infer_shapes(filled, data_prop=followed).graph
+        except (onnx.shape_inference.InferenceError, MemoryError, ValueError, RuntimeError):
+            return {name: types[name] for name in names if name in types}
         types = _complete(graph.value_info) | types
     return {name: types[name] for name in names if name in types}
+
+
+_FOLLOWED = 1 << 20
+"""Elements of a value up to which ONNX's inference follows the numbers of shape arithmetic, as it
+has no bound of its own."""
+
+
+def _joined(proto: ModelProto) -> int:
+    """Bound the elements that ONNX's inference keeps of a value: only Concat adds to them."""
+    functions = {(f.domain, f.name, f.overload): f for f in proto.functions}
+
+    def most(nodes: Iterable[NodeProto], sizes: dict[str, int]) -> int:
+        top = _SMALL
+        for node in nodes:
+            read = [sizes.get(name, _SMALL) for name in node.input]
+            size = sum(read) if node.op_type == "Concat" else max(read, default=_SMALL)
+            function = functions.get((node.domain, node.op_type, node.overload))
+            if function is not None and size <= _FOLLOWED:
+                size = most(function.node, dict(zip(function.input, read, strict=False)))
+            for attribute in node.attribute:
+                for graph in (attribute.g, *attribute.graphs):
+                    size = max(size, most(graph.node, dict(sizes))) if graph.node else size
+            sizes.update(dict.fromkeys(node.output, size))
+            top = max(top, size)
+        return top
+
+    return most(proto.graph.node, {})
 
 
 def _complete(values: Iterable[ValueInfoProto]) -> dict[str, TypeProto]:

@@ -43,6 +43,7 @@ def load(
     tied: Select | None = None,
     mesh: Mesh | Literal["all"] | None = None,
     sharding: Sharding | None = None,
+    limit: int | None = None,
 ) -> Model:
     """Load an ONNX model.
 
@@ -80,6 +81,9 @@ def load(
       mesh: of devices, as in `jaxonnx.train`: each tensor is read right into its parts, so that a
         model may be larger than the memory of one device.
       sharding: on a mesh, as in `jaxonnx.train`; "fsdp" by default, where it has an axis "data".
+      limit: the bytes that a single value of the graph may take, for files that are not trusted;
+        by default the memory of the machine, or of its accelerators if they have more. It is
+        checked from shapes, before anything is allocated.
 
     Raises:
       ModelError: a file is corrupt, truncated or malformed.
@@ -90,6 +94,8 @@ def load(
         do not fit the model's, or `checkpoint` goes with a file, or `sharding` does not fit.
       OSError: a file cannot be read.
     """
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise InputError(f"limit is a number of bytes, and was {limit!r}")
     if batch not in (None, "any"):
         raise InputError(f"batch is 'any' or None, and was {batch!r}")
     proto, tensors = read(source, checkpoint)
@@ -109,7 +115,7 @@ def load(
         if tensors[name].dtype != jax.dtypes.canonicalize_dtype(tensors[name].dtype)
     }
     tensors.clear()  # so that each array is freed as soon as it is copied
-    program = Program(graph, constants)
+    program = Program(graph, constants, limit=limit)
     where = {}
     if mesh is not None:
         where = placed(Model(params, state, proto, program, originals), mesh, sharding)

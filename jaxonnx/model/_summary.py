@@ -200,13 +200,13 @@ def _layer(
 def _origin(model: Held, node: Node, origin: NodeProto | None, weights: Collection[str]) -> Origin:
     path = [] if origin is None else modules(origin)
     learned = tuple(w for w in weights if w in model.params or w in model.state)
-    name = (origin and origin.name) or node.outputs[0]
+    name = (origin and origin.name) or next(iter(node.outputs), operator(node))
     return Origin(path[-1] if path else "", name, learned)
 
 
 def _ratio(model: Held, node: Node) -> float:
     """Return the ratio of a Dropout node, NaN if it is computed."""
-    changed = model.program.overlay.dropout.get(node.outputs[0])
+    changed = model.program.overlay.dropout.get(next(iter(node.outputs), ""))
     if changed is not None:
         return changed
     if len(node.inputs) < 2 or not node.inputs[1]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import is_half, product, rounded
 from jaxonnx.ops.common import canonical, element_dtype
@@ -89,6 +90,7 @@ def reach(queries, keys, offset, *, left=-1, right=-1):
     Query i stands at position i + offset, which is one number or one for each batch entry; `left`
     and `right` bound the distance unless -1.
     """
+    room((queries, keys), np.int64, host=not np.ndim(offset))
     position = np.arange(queries)[:, None]
     if np.ndim(offset):
         offset = jnp.asarray(offset).reshape(-1, 1, 1, 1)

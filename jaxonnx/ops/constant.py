@@ -5,6 +5,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import canonical, element_dtype
 from jaxonnx.registry import Static, op, symbolic, xp
@@ -48,6 +49,7 @@ def constant(
 def constant_of_shape(shape: Static, *, value=None):
     """One number, float32 0 by default, throughout `shape`; as a view, which takes no memory."""
     fill = np.zeros((), np.float32) if value is None else value.reshape(())
+    room(shape.tolist(), fill.dtype)
     m = jnp if symbolic(shape) else np
     return m.broadcast_to(fill, tuple(shape.tolist()))
 
@@ -59,8 +61,11 @@ def range_(start: Static, limit: Static, delta: Static, *, stash_type=1):
     first, last, step = (value.item() for value in (start, limit, delta))
     if step == 0:
         raise NodeError("a delta of 0 never reaches the limit")
+    if not all(map(np.isfinite, (first, last, step))):
+        raise NodeError(f"start {first}, limit {last} and delta {step} must be finite")
     exact = dtype.kind in "iu"
     count = max(0, -((first - last) // step) if exact else math.ceil((last - first) / step))
+    room([count], dtype)
     if exact and isinstance(count, int) and count * dtype.itemsize <= 1 << 16:
         return np.arange(count, dtype=dtype) * dtype.type(step) + dtype.type(first)
     wide = dtype if exact or dtype.itemsize > 2 else element_dtype(stash_type)

@@ -10,11 +10,13 @@ Which form an iteration takes is decided while tracing:
 """
 
 import math
+from contextlib import nullcontext, suppress
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._limits import PATIENCE, OutOfTime, patience, tick
 from jaxonnx.errors import Error, NodeError, StaticError
 from jaxonnx.ops.common import INDEX, axis_of, canonical, element_dtype
 from jaxonnx.ops.concrete import array, forward_only, traced
@@ -85,7 +87,8 @@ def loop(m=None, cond=None, *v_initial, body):
         return (*carry, *_empty(lambda: step(np.array(0, INDEX), carry)[2], body, stacked))
     definite = count is not None and begins is not None
     if definite and body.known:
-        return _python_loop(step, count, carry, body)
+        with nullcontext() if math.isinf(count) else suppress(OutOfTime):
+            return _patient_loop(step, count, carry, body)
     why = None
     if begins and count is not None and count <= SCAN_LIMIT:
         try:
@@ -106,7 +109,9 @@ def loop(m=None, cond=None, *v_initial, body):
             "the number of iterations is computed from traced values, and it is the length of a "
             "scan output. Make trip count and condition known, or call the model outside jax.jit"
         )
-    return _python_loop(step, count, carry, body, why)
+    return (_patient_loop if math.isinf(count) and traced(carry) else _python_loop)(
+        step, count, carry, body, why
+    )
 
 
 class _TracedCondition(Exception):
@@ -130,6 +135,7 @@ def _scan_loop(step, count, carry):
 def _python_loop(step, count, carry, body, why=None):
     rows = []
     while len(rows) < count:
+        tick()
         condition, carry, outputs = step(np.array(len(rows), INDEX), carry)
         rows.append(outputs)
         if traced(condition):
@@ -143,6 +149,20 @@ def _python_loop(step, count, carry, body, why=None):
     results = (*carry, *_stack(rows))
     _tell(body, len(rows), results, why)
     return results
+
+
+def _patient_loop(step, count, carry, body, why=None):
+    """Run a loop of Python that may have no end."""
+    try:
+        with patience():
+            return _python_loop(step, count, carry, body, why)
+    except OutOfTime as error:
+        if not math.isinf(count):
+            raise
+        raise NodeError(
+            f"it has no trip count, and its condition still holds after {PATIENCE:g} s of tracing; "
+            "a Loop ends when its body gives a false condition"
+        ) from error
 
 
 def _tell(body, count, results, why):
@@ -248,8 +268,19 @@ def _scan(body, carry, inputs, length):
         new, outputs = step(x[0], carry, x[1])
         return _alike(carry, new), [array(value) for value in outputs]
 
-    why = None
-    if not body.known:
+    def unrolled(carry):
+        rows = []
+        for i in range(length):
+            tick()
+            carry, outputs = step(np.array(i, INDEX), carry, [x[i] for x in inputs])
+            rows.append(outputs)
+        return carry, rows
+
+    why, final = None, None
+    if body.known:
+        with suppress(OutOfTime), patience():
+            final = unrolled(carry)
+    if final is None:
         steps = jnp.arange(length, dtype=canonical(INDEX))
         xs = [array(x) for x in inputs]
         try:
@@ -257,10 +288,8 @@ def _scan(body, carry, inputs, length):
             return (*carry, *outputs)
         except Error as error:  # the Python loop works, or says better what is wrong
             why = error
-    rows = []
-    for i in range(length):
-        carry, outputs = step(np.array(i, INDEX), carry, [x[i] for x in inputs])
-        rows.append(outputs)
+        final = unrolled(carry)
+    carry, rows = final
     if not rows:
         blank = [np.zeros(x.shape[1:], x.dtype) for x in inputs]
         return (*carry, *_empty(lambda: step(np.array(0, INDEX), carry, blank)[1], body, stacked))

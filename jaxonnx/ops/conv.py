@@ -9,6 +9,7 @@ from jax import lax
 
 from jaxonnx import lowering
 from jaxonnx._axes import convolution
+from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.windows import (
     kernel_of,
@@ -27,10 +28,16 @@ def _check_channels(x, w, group, channels=1):
         raise NodeError(
             f"X {x.shape} and W {w.shape} must both have batch, channel and spatial axes"
         )
+    _check_types(x, w)
     if x.shape[channels] != w.shape[1] * group or w.shape[0] % group:
         raise NodeError(
             f"X with {x.shape[channels]} channels and W {w.shape} do not fit in {group} groups"
         )
+
+
+def _check_types(x, w):
+    if jnp.issubdtype(x.dtype, jnp.floating) != jnp.issubdtype(w.dtype, jnp.floating):
+        raise NodeError(f"W is {w.dtype}, and must have the type of X, {x.dtype}")
 
 
 def _channels(b, rank: int, channels: int = 1):
@@ -88,6 +95,7 @@ def conv_transpose(
         raise NodeError(
             f"X with {x.shape[channels]} channels and W {w.shape} do not fit in {group} groups"
         )
+    _check_types(x, w)
     kernel, images = kernel_of(w, kernel_shape), spatial(x.shape, channels)
     rank = len(kernel)
     strides, dilations = per_axis(strides, rank, "strides"), per_axis(dilations, rank, "dilations")
@@ -107,6 +115,7 @@ def conv_transpose(
     else:
         begins = [begin for begin, _ in pad_pairs(pads, rank)]
     padding = tuple((b, n - b - o) for b, n, o in zip(begins, span, size, strict=True))
+    room((x.shape[0], w.shape[1], *map(max, zip(span, size, strict=True))), x.dtype)
     y = lowering.transposed_convolution(
         x,
         w,
@@ -124,6 +133,7 @@ def conv_transpose(
 def _integer_convolution(x, w, windows, group):
     """Convolve exactly in int32: gather windows, then one product, which every platform has."""
     n, c = x.shape[:2]
+    room((n, c, *windows.out, *windows.kernel), x.dtype)
     patches = jnp.pad(x, ((0, 0), (0, 0), *windows.pads))
     rank = len(windows.out)
     for axis, at in enumerate(positions(windows)):
@@ -305,6 +315,7 @@ def col2im(x, image_shape: Static, block_shape: Static, *, dilations=None, pads=
     if x.shape[1] % taps or x.shape[2] != blocks:
         raise NodeError(f"input {x.shape} does not hold {blocks} blocks of {windows.kernel}")
     x = jnp.asarray(x).reshape(x.shape[0], -1, *windows.kernel, *windows.out)
+    room((*x.shape[:2], *size), x.dtype)
     image = jnp.zeros((*x.shape[:2], *size), x.dtype)
     index = []
     for axis, at in enumerate(positions(windows)):

@@ -4,6 +4,7 @@ import io
 
 import numpy as np
 
+from jaxonnx._limits import tick
 from jaxonnx.errors import NodeError
 from jaxonnx.registry import op
 
@@ -22,6 +23,7 @@ def _suppress(low, high, scores, count, iou_threshold):
     order = np.argsort(-scores, kind="stable")
     kept = []
     while order.size and len(kept) < count:
+        tick()
         best, order = order[0], order[1:]
         kept.append(best)
         overlap = np.minimum(high[best], high[order]) - np.maximum(low[best], low[order])
@@ -78,6 +80,8 @@ def image_decoder(encoded_stream, *, pixel_format="RGB"):
             pixels = np.asarray(image.convert(mode))
     except (OSError, SyntaxError):
         return np.zeros((0, 0, len(mode)), np.uint8)
+    except Image.DecompressionBombError as error:
+        raise NodeError(str(error)) from error
     if pixel_format == "Grayscale":
         return pixels[:, :, None]
     return pixels[:, :, ::-1].copy() if pixel_format == "BGR" else pixels

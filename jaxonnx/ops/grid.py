@@ -6,6 +6,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import canonical
 from jaxonnx.registry import Static, op
@@ -20,6 +21,8 @@ def affine_grid(theta, size: Static, *, align_corners=0):
     spatial = [int(n) for n in size[2:]]
     if theta.shape[1:] != (len(spatial), len(spatial) + 1):
         raise NodeError(f"theta of shape {theta.shape} does not fit {len(spatial)} dimensions")
+
+    room((*spatial, len(spatial) + 1), np.float64, host=True)
 
     def positions(n):
         centres = (2 * np.arange(n) + 1) / n - 1

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.concrete import concrete, table
 from jaxonnx.ops.ml import ML, exactly_one
@@ -136,6 +137,7 @@ def cast_map(x, *, cast_to="TO_FLOAT", map_form="DENSE", max_map=1):
         return np.asarray([list(values.values())], dtype)
     if any(not 0 <= key < max_map for key in values):
         raise NodeError(f"a sparse map's keys must be in [0, {max_map - 1}], got {list(values)}")
+    room([max_map], object, host=True)
     row = np.full((1, max_map), "0.f" if cast_to == "TO_STRING" else 0, dtype)
     for key, value in values.items():
         row[0, key] = value

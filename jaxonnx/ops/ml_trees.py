@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.concrete import table
 from jaxonnx.ops.ml import ML, real
@@ -94,6 +95,7 @@ def vote(x, forest: Forest, votes, n_targets, function):
         "MAX": (-np.inf, np.maximum, jnp.max),
     }.get(function, (0, np.add, jnp.sum))
     # one row a node: a leaf may hold several votes, even for one target
+    room((len(forest.true), n_targets), weights.dtype, host=True)
     ballot = np.full((len(forest.true), n_targets), neutral, weights.dtype)
     accumulate.at(ballot, (nodes, targets), weights)
     scores = reduce(jnp.asarray(table(ballot))[walk(x, forest)], axis=1)
@@ -339,4 +341,5 @@ def _base(floats, tensor, size):
     base = table(_either(floats, tensor))
     if base.size not in (0, size):
         raise NodeError(f"{size} base_values are needed, not {base.size}")
+    room([size], base.dtype, host=True)
     return base if base.size else np.zeros(size, base.dtype)

@@ -7,6 +7,7 @@ import numpy as np
 from jax import lax
 
 from jaxonnx import lowering
+from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import INDEX, canonical
 from jaxonnx.ops.elementwise import absolute
@@ -235,5 +236,6 @@ def max_unpool(
         shape = (*x.shape[:2], *((n - 1) * s + k - sum(pair) for n, k, s, pair in axes))
     else:
         shape = tuple(int(n) for n in output_shape)
-    flat = jnp.zeros(int(np.prod(shape)), x.dtype)
+    room(shape, x.dtype)
+    flat = jnp.zeros(math.prod(shape), x.dtype)
     return flat.at[indices.ravel()].set(x.ravel(), mode="drop").reshape(shape)

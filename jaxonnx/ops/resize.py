@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import axes_of, canonical
 from jaxonnx.registry import Static, op, xp
@@ -75,6 +76,7 @@ def _taps(x, size, kernel, radius, shrink, exclude_outside):
     The edge pixel stands for all pixels beyond it, unless these are excluded.
     """
     reach = int(np.ceil(radius / shrink))
+    room([len(x), 2 * reach], np.float64, host=True)
     index = np.floor(x)[:, None] + np.arange(1 - reach, reach + 1)
     weight = kernel((index - x[:, None]) * shrink)
     if exclude_outside:
@@ -138,14 +140,26 @@ def _extents(lengths, scales, sizes, policy):
     if extents is scales:
         # In the scales' own precision: 10 pixels at float32(0.7) are 7, as in onnxruntime.
         out = np.floor(lengths.astype(extents.dtype) * extents)
-        return extents.astype(np.float64), out.astype(int)
+        return extents.astype(np.float64), _whole(out)
     ratios = extents / lengths
     if policy == "stretch":
         return ratios, extents
     if policy not in ("not_larger", "not_smaller"):
         raise NodeError(f"unknown keep_aspect_ratio_policy {policy!r}")
     scale = ratios.min() if policy == "not_larger" else ratios.max()
-    return np.full(lengths.shape, scale), np.floor(scale * lengths + 0.5).astype(int)
+    return np.full(lengths.shape, scale), _whole(np.floor(scale * lengths + 0.5))
+
+
+def _whole(sizes):
+    if not np.isfinite(sizes).all():
+        raise NodeError(f"the sizes {sizes.tolist()} are not finite")
+    return np.minimum(sizes, 2.0**62).astype(int)
+
+
+def _largest(shape, axes, sizes):
+    """Return the shape of the largest image between the axes."""
+    after = dict(zip(axes, sizes, strict=True))
+    return [max(n, int(after.get(axis, 0))) for axis, n in enumerate(shape)]
 
 
 def _resize(
@@ -172,6 +186,7 @@ def _resize(
         raise NodeError(f"mode is {mode!r}, not one of {', '.join(_MODES)}")
     axes = axes_of(axes, x.ndim)
     scales, sizes = _extents(np.array([x.shape[a] for a in axes]), scales, sizes, policy)
+    room(_largest(x.shape, axes, sizes), x.dtype)
     crop = coordinates == "tf_crop_and_resize"
     starts, ends = np.zeros(len(axes)), np.ones(len(axes))
     if crop:
@@ -187,6 +202,7 @@ def _resize(
         size = x.shape[axis]
         if scale == 1 and size == out and (start, end) == (0, 1):
             continue
+        room([out], np.float64, host=True)
         at = _coordinates(coordinates, size, out, scale, start, end)
         if mode == "nearest":
             rule = nearest_mode or ("ceil" if scale < 1 else "floor")

@@ -6,6 +6,7 @@ import numpy as np
 from jax import lax
 
 from jaxonnx import lowering
+from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.registry import known, op, xp
 
@@ -30,6 +31,9 @@ def max_roi_pool(x, rois, *, pooled_shape, spatial_scale=1.0):
     Corners are rounded to pixels (halves away from zero), as in Fast R-CNN (https://arxiv.org/abs/1504.08083).
     """
     x, rois = jnp.asarray(x), lax.stop_gradient(jnp.asarray(rois))
+    room((len(rois), x.shape[1], *pooled_shape), x.dtype)
+    for count, size in zip(pooled_shape, x.shape[2:], strict=True):
+        room((x.shape[1], count, size), x.dtype)
 
     def bins(first, last, count, size):
         """Return which pixels each bin covers, (count, size)."""
@@ -119,6 +123,9 @@ def roi_align(
         return 2 * size + 4
 
     samples = most(1, height, output_height), most(0, width, output_width)
+    room((len(rois), x.shape[1], output_height, output_width), x.dtype)
+    room((output_height, samples[0], 2, height), wide)
+    room((output_width, samples[1], 2, width), wide)
 
     def pool(edge, extent, number):
         image = x[number].astype(wide)

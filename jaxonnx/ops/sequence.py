@@ -3,9 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._limits import room, tick
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import INDEX, axis_of
-from jaxonnx.ops.concrete import array
+from jaxonnx.ops.concrete import array, traced
 from jaxonnx.registry import Static, known, op, xp
 
 
@@ -15,6 +16,13 @@ def _position(position, length, *, end):
     if not -length <= i < length + end:
         raise NodeError(f"position {i} is out of range for a sequence of {length}")
     return i + length if i < 0 else i
+
+
+LONGEST = {True: 1 << 16, False: 1 << 22}
+"""The parts that a traced tensor splits into at most, each an operation to compile; and others."""
+
+_PART = 128
+"""Bytes that an array takes besides its elements, about."""
 
 
 @op("SequenceAt", since=11)
@@ -62,14 +70,11 @@ def sequence_map(input_sequence, *additional_inputs, body):
     for sequence in additional_inputs:
         if isinstance(sequence, list) and len(sequence) != length:
             raise NodeError(f"sequences of {length} and {len(sequence)} cannot be mapped together")
-    rows = [
-        body(
-            element,
-            *(x[i] if isinstance(x, list) else x for x in additional_inputs),
-            step=i,
-        )
-        for i, element in enumerate(input_sequence)
-    ]
+    rows = []
+    for i, element in enumerate(input_sequence):
+        tick()
+        others = (x[i] if isinstance(x, list) else x for x in additional_inputs)
+        rows.append(body(element, *others, step=i))
     return tuple([row[k] for row in rows] for k in range(len(body.outputs)))
 
 
@@ -91,6 +96,9 @@ def split_to_sequence(input, split: Static | None = None, *, axis=0, keepdims=1)
         if (split < 0).any() or split.sum() != size:
             raise NodeError(f"split {split.tolist()} does not add up to the axis length {size}")
         bounds, count = np.cumsum(split)[:-1].tolist(), len(split)
+    if count > LONGEST[traced(input)]:
+        raise NodeError(f"a sequence of {count} tensors is above the {LONGEST[traced(input)]} here")
+    room((count, _PART), host=True)
     parts = xp(input).split(input, list(bounds), axis=axis) if count else []
     return [part.squeeze(axis) for part in parts] if split is None and not keepdims else parts
 

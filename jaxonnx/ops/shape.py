@@ -5,6 +5,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import axes_of, axis_of, sizes
 from jaxonnx.registry import Static, op, xp
@@ -116,6 +117,7 @@ def transpose(x, *, perm=None):
 def expand(x, shape: Static):
     """Broadcast in both directions: a 1 in either shape gives way to the other's size."""
     target = jnp.broadcast_shapes(x.shape, tuple(shape.tolist()))
+    room(target, x.dtype)
     return xp(x).broadcast_to(x, target)
 
 
@@ -123,21 +125,28 @@ def expand(x, shape: Static):
 def tile_1(x, tiles: Static, axis: Static):
     repeats = [1] * x.ndim
     repeats[axis_of(int(axis.item()), x.ndim)] = int(tiles.item())
-    return xp(x).tile(x, repeats)
+    return _tile(x, repeats)
 
 
 @op("Tile", since=6)
 def tile(x, repeats: Static):
     if len(repeats) != x.ndim:
         raise NodeError(f"repeats {repeats.tolist()} must hold one number per axis of {x.shape}")
-    return xp(x).tile(x, tuple(repeats.tolist()))
+    return _tile(x, repeats.tolist())
+
+
+def _tile(x, repeats):
+    if any(isinstance(r, int) and r < 0 for r in repeats):
+        raise NodeError(f"repeats {repeats} must not be negative")
+    room([n * r for n, r in zip(x.shape, repeats, strict=True)], x.dtype)
+    return xp(x).tile(x, repeats)
 
 
 @op("DepthToSpace", since=1)
 def depth_to_space(x, *, blocksize, mode="DCR"):
     """(N, C, H, W) -> (N, C / b^2, H b, W b); blocks are the outer (DCR) or inner part of C."""
     n, c, h, w = x.shape
-    b = blocksize
+    b = _block(blocksize)
     if c % b**2:
         raise NodeError(f"{c} channels are no multiple of blocksize^2 = {b**2}")
     if _mode(mode) == "DCR":
@@ -151,12 +160,18 @@ def depth_to_space(x, *, blocksize, mode="DCR"):
 def space_to_depth(x, *, blocksize, mode="DCR"):
     """(N, C, H, W) -> (N, C b^2, H / b, W / b): the inverse of DepthToSpace."""
     n, c, h, w = x.shape
-    b = blocksize
+    b = _block(blocksize)
     if h % b or w % b:
         raise NodeError(f"height {h} and width {w} must be multiples of blocksize {b}")
     order = (0, 3, 5, 1, 2, 4) if _mode(mode) == "DCR" else (0, 1, 3, 5, 2, 4)
     blocks = x.reshape(n, c, h // b, b, w // b, b).transpose(order)
     return blocks.reshape(n, c * b**2, h // b, w // b)
+
+
+def _block(blocksize):
+    if blocksize < 1:
+        raise NodeError(f"blocksize must be positive, not {blocksize}")
+    return blocksize
 
 
 def _mode(mode):

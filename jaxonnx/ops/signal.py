@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import axis_of, canonical, element_dtype
 from jaxonnx.registry import Static, op
@@ -21,6 +22,10 @@ def _dft(x, length, axis, inverse, onesided):
         raise NodeError(
             f"the last axis of shape {x.shape} must be 1 (real) or 2 (complex) and not transformed"
         )
+    if length is not None and length.item() < 1:
+        raise NodeError(f"the length of the transform must be positive, not {length.item()}")
+    taken = x.shape[axis] if length is None else int(length.item())
+    room((*x.shape[:axis], taken, *x.shape[axis + 1 : -1], 2), x.dtype)
     real = x.shape[-1] == 1
     wide = x.astype(canonical(np.float64))
     signal = wide[..., 0] if real else lax.complex(wide[..., 0], wide[..., 1])
@@ -64,6 +69,7 @@ def stft(
     if step < 1 or length > signal.shape[1]:
         raise NodeError(f"frames of {length}, {step} apart, do not fit {signal.shape[1]} samples")
     frames = (signal.shape[1] - length) // step + 1
+    room((frames, length), np.int64, host=True)
     index = step * np.arange(frames)[:, None] + np.arange(length)
     framed = jnp.take(signal, index, axis=1)
     if window is not None:
@@ -74,6 +80,7 @@ def stft(
 def _window(size, periodic, output_datatype, coefficients):
     """Compute sum_k (-1)^k a_k cos(2 pi k n / N) with N = size, or size - 1 if symmetric."""
     size = int(size.item())
+    room([size], np.float64, host=True)
     n = np.arange(size) / max(size if periodic else size - 1, 1)
     terms = [(-1) ** k * a * np.cos(2 * np.pi * k * n) for k, a in enumerate(coefficients)]
     w = np.sum(terms, axis=0) if size > 1 else np.ones(size)
@@ -110,6 +117,7 @@ def mel_weight_matrix(
     The distance is the range over num_mel_bins + 2, as in onnxruntime and ONNX's reference.
     """
     count, length, rate = (int(v.item()) for v in (num_mel_bins, dft_length, sample_rate))
+    room((count + 2, length // 2 + 1), np.float64, host=True)
     edges = np.array([lower_edge_hertz.item(), upper_edge_hertz.item()], np.float64)
     low, high = 2595 * np.log10(1 + edges / 700)
     mels = low + np.arange(count + 2) * (high - low) / (count + 2)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import INDEX, axes_of, axis_of, cast
 from jaxonnx.registry import Outputs, Static, op, xp
@@ -58,9 +59,13 @@ def split_2(x, *, axis=0, split=None, outputs: Outputs):
 def split(x, sizes: Static | None = None, *, axis=0, num_outputs=None, outputs: Outputs):
     """Parts of these sizes, or `num_outputs` of equal size, the last of which may be smaller."""
     if sizes is None and num_outputs is not None:
+        if num_outputs < 1:
+            raise NodeError(f"num_outputs must be positive, not {num_outputs}")
         length = x.shape[axis_of(axis, x.ndim)]
         chunk = math.ceil(length / num_outputs)
-        sizes = np.clip(length - chunk * np.arange(num_outputs), 0, chunk)
+        listed = min(num_outputs, outputs)  # those that the node does not list are not made
+        sizes = np.clip(length - chunk * np.arange(listed), 0, chunk)
+        sizes = [*sizes, length - sum(sizes)] if listed < num_outputs else sizes
     return _split(x, axis, _equal(x, axis, outputs) if sizes is None else sizes)
 
 
@@ -83,6 +88,8 @@ def _window(start, end, step, size):
         raise NodeError("a step of 0 selects nothing")
     if isinstance(end, int) and not isinstance(size, int) and end >= np.iinfo(np.int32).max:
         end = size
+    if isinstance(size, int):  # a step beyond the end takes one element, whatever its length
+        step = max(-max(size, 1), min(step, max(size, 1)))
     start += size if start < 0 else 0
     end += size if end < 0 else 0
     if step > 0:
@@ -115,15 +122,34 @@ def _pad(x, pads, mode, value=None, axes=None):
         raise NodeError(f"pads {list(pads)} remove more than there is of shape {tuple(x.shape)}")
     if mode not in ("constant", "reflect", "edge", "wrap"):
         raise NodeError(f"mode must be constant, reflect, edge or wrap, not {mode!r}")
+    room([low + n + high for (low, high), n in zip(widths, x.shape, strict=True)], x.dtype)
     # A negative pad removes elements, before the rest is padded from what remains.
     sides = zip(widths, x.shape, strict=True)
     x = x[tuple(slice(max(0, -low), n - max(0, -high)) for (low, high), n in sides)]
     widths = [(max(0, low), max(0, high)) for low, high in widths]
+    if mode in ("reflect", "wrap"):
+        for axis, (low, high) in enumerate(widths):
+            n = x.shape[axis]
+            if isinstance(n, int) and 0 < n <= max(low, high):
+                # several turns, of which NumPy and JAX take one after the other
+                x = xp(x).take(x, _turned(low, n, high, mode), axis)
+                widths[axis] = (0, 0)
     if mode != "constant":
         return xp(x).pad(x, widths, mode)
     if value is None:
         value = np.array("" if x.dtype == object else 0, x.dtype)
     return xp(x, value).pad(x, widths, constant_values=value.reshape(()))
+
+
+def _turned(low, n, high, mode):
+    """Return the place of each element of a padded axis of `n` in that axis."""
+    room([low + n + high], INDEX, host=True)
+    place = np.arange(-low, n + high)
+    if mode == "wrap":
+        return place % n
+    period = max(2 * n - 2, 1)
+    place %= period
+    return np.where(place < n, place, period - place)
 
 
 @op("Pad", since=1)
@@ -184,6 +210,8 @@ def one_hot(indices, depth: Static, values, *, axis=-1):
     if count <= 0:
         raise NodeError(f"depth must be positive, not {count}")
     axis = axis_of(axis, indices.ndim + 1)
+    room((*indices.shape, count), values.dtype)
+    room((count,), INDEX)
     indices = np_.expand_dims(cast(indices, INDEX), axis)
     indices = np_.where(indices < 0, indices + count, indices)
     classes = np_.arange(count).reshape((count,) + (1,) * (indices.ndim - 1 - axis))

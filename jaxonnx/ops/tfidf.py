@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.concrete import table
 from jaxonnx.registry import op
@@ -60,6 +61,7 @@ def tfidf_vectorizer(
     if mode != "TF" and weights:
         scores = scores * np.asarray(weights, np.float32)
     xp = _namespace(tokens)
+    room((len(tokens), max(ngram_indexes) + 1), np.float32)
     y = xp.zeros((len(tokens), max(ngram_indexes) + 1), np.float32)
     y = jnp.asarray(_add_at(y, (slice(None), np.asarray(ngram_indexes)), scores))
     return y if x.ndim == 2 else y[0]
@@ -126,7 +128,8 @@ def _count(tokens, trie: _Trie, size, longest, most_skips):
     gram_of[list(trie.grams)] = list(trie.grams.values())
     xp = _namespace(tokens)
     counts, gram_of = xp.zeros((rows, size + 1), np.int32), xp.asarray(gram_of)
-    for skip in range(most_skips + 1):
+    # beyond these skips no second token of an n-gram is in the row
+    for skip in range(min(most_skips, length) + 1):
         node = xp.zeros_like(tokens)
         for n in range(1, longest + 1):
             offset = (n - 1) * (skip + 1)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxonnx import _limits as limits
 from jaxonnx.errors import NodeError
 
 
@@ -108,11 +109,15 @@ def window(
         out.append(count)
         steps.append(step)
         padding.append((begin, max(end, (count - 1) * step + r - n - begin)))
+    limits.room(kernel)
+    limits.room([begin + n + end for n, (begin, end) in zip(size, padding, strict=True)])
     return Window(kernel, tuple(steps), dilations, tuple(padding), tuple(out))
 
 
 def positions(w: Window) -> list[np.ndarray]:
     """Return per axis the coordinates (out, kernel) in the unpadded input that the windows read."""
+    for o, k in zip(w.out, w.kernel, strict=True):
+        limits.room([o, k], np.int64, host=True)
     return [
         np.arange(o)[:, None] * s - begin + np.arange(k) * d
         for k, s, d, (begin, _), o in zip(*w, strict=True)
@@ -121,7 +126,12 @@ def positions(w: Window) -> list[np.ndarray]:
 
 def counts(w: Window, size, pads=None) -> np.ndarray:
     """Count the elements of the input, or of the input padded by `pads`, that each window holds."""
+    limits.room(w.out, np.int64, host=True)
     total = np.ones((), np.int64)
-    for at, n, (begin, end) in zip(positions(w), size, pad_pairs(pads, len(size)), strict=True):
-        total = total[..., None] * ((at >= -begin) & (at < n + end)).sum(1)
+    bounds = zip(size, pad_pairs(pads, len(size)), strict=True)
+    for k, s, d, (pad, _), o, (n, (begin, end)) in zip(*w, bounds, strict=True):
+        start = np.arange(o) * s - pad
+        first = np.maximum(-((start + begin) // d), 0)
+        last = np.minimum((n + end - 1 - start) // d, k - 1)
+        total = total[..., None] * np.maximum(last - first + 1, 0)
     return total

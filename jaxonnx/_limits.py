@@ -1,0 +1,193 @@
+"""What a graph may ask for: a limit for each value, checked from its shape before it is allocated.
+
+An evaluation sets a `Budget`. The evaluator checks the results of every node against it (`check`);
+operators call `room` for what grows with the values of inputs and attributes, before they make it,
+and loops of Python on known values call `tick`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxonnx.errors import LimitError
+
+FOLDED = 1 << 28
+"""Bytes that a value may take which is computed while tracing, and a table of an operator while a
+model is printed."""
+
+SECONDS = 2.0
+"""Time for the loops of a node that is folded, and for all those of a print or summary."""
+
+PATIENCE = 10.0
+"""Seconds for a Loop over known values in a call, before it is left to the compiled program."""
+
+_LARGEST = 2**63 - 1
+"""XLA counts bytes and elements in 64 bits."""
+
+
+class OutOfTime(LimitError):
+    """Raised when loops on known values take too long."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What an evaluation may take."""
+
+    value: int
+    """Bytes of a single value of the graph."""
+    host: int
+    """Bytes of an array of NumPy that an operator makes while tracing."""
+    deadline: float = math.inf
+    """When loops of Python on known values must end (`time.monotonic`)."""
+
+
+_BUDGET: ContextVar[Budget | None] = ContextVar("budget", default=None)
+
+
+@contextmanager
+def _using(budget: Budget) -> Iterator[None]:
+    token = _BUDGET.set(budget)
+    try:
+        yield
+    finally:
+        _BUDGET.reset(token)
+
+
+@contextmanager
+def evaluation(limit: int | None) -> Iterator[None]:
+    """Hold an evaluation to a limit in bytes for a single value, unless an outer one is held."""
+    if _BUDGET.get() is not None:
+        yield
+        return
+    value = machine() if limit is None else limit
+    with _using(Budget(value, value)):
+        yield
+
+
+@contextmanager
+def inspecting() -> Iterator[None]:
+    """Hold evaluations on shapes, for a print or a summary, to little memory and time."""
+    if _BUDGET.get() is not None:
+        yield
+        return
+    with _using(Budget(machine(), FOLDED, time.monotonic() + SECONDS)):
+        yield
+
+
+@contextmanager
+def folding() -> Iterator[None]:
+    """Hold the evaluation of a node on known values to little memory and time."""
+    outer = _current()
+    value, host = min(outer.value, FOLDED), min(outer.host, FOLDED)
+    with _using(Budget(value, host, min(outer.deadline, time.monotonic() + SECONDS))):
+        yield
+
+
+@contextmanager
+def patience() -> Iterator[None]:
+    """Hold a loop over known values to `PATIENCE`."""
+    outer = _current()
+    with _using(replace(outer, deadline=min(outer.deadline, time.monotonic() + PATIENCE))):
+        yield
+
+
+def _current() -> Budget:
+    return _BUDGET.get() or Budget(machine(), machine())
+
+
+def tick() -> None:
+    """Raise an OutOfTime when the time for known values is over."""
+    budget = _BUDGET.get()
+    if budget is not None and time.monotonic() > budget.deadline:
+        raise OutOfTime("what it computes from known values takes too long while tracing")
+
+
+def room(shape: Sequence[Any], dtype: Any = np.uint8, *, host: bool = False) -> None:
+    """Raise a LimitError unless an array of this shape is within the limit.
+
+    Args:
+      shape: its shape; one that `jax.export` leaves open is not checked.
+      dtype: its element type.
+      host: NumPy makes it while tracing.
+    """
+    if not all(isinstance(n, int | np.integer) for n in shape):
+        return
+    budget = _current()
+    limit = min(budget.host if host else budget.value, _LARGEST)
+    size = math.prod(int(n) for n in shape) * np.dtype(dtype).itemsize
+    if size > limit:
+        raise LimitError(
+            f"{np.dtype(dtype)}{[int(n) for n in shape]} takes {amount(size)}, and a value may "
+            f"take {amount(limit)}; jaxonnx.load(..., limit=bytes) sets another limit"
+        )
+
+
+def check(values: Sequence[Any]) -> None:
+    """Raise a LimitError if the shape of a value is above the limit; NumPy arrays are there."""
+    for value in values:
+        if isinstance(value, list):
+            check(value)
+        elif hasattr(value, "shape") and not isinstance(value, np.ndarray):
+            room(value.shape, value.dtype)
+
+
+def may_exceed(arguments: Sequence[Any], limit: int) -> bool:
+    """Check whether a result could be above a limit, judged by the sizes of the arguments.
+
+    All operators but those that call `room` give at most the product of the sizes.
+    """
+    size = 8
+    for value in arguments:
+        for n in getattr(value, "shape", ()):
+            if not isinstance(n, int):
+                return False
+            size *= n or 1
+    return size > limit
+
+
+def value_limit() -> int:
+    """Return the bytes that a single value of the present evaluation may take."""
+    return min(_current().value, _LARGEST)
+
+
+def amount(size: int) -> str:
+    """Return a number of bytes for people to read."""
+    if size > _LARGEST:
+        return f"{size:.1e} bytes"
+    for power, unit in ((6, "EiB"), (5, "PiB"), (4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size >= 1 << 10 * power:
+            return f"{size / (1 << 10 * power):,.1f} {unit}"
+    return f"{size} bytes"
+
+
+@cache
+def machine() -> int:
+    """Return the bytes of memory of this machine, or of its accelerators if they have more."""
+    sizes = [_pages() or _LARGEST]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            sizes.append(int(Path(path).read_text()))
+        except (OSError, ValueError):  # no such group, or "max"
+            continue
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return max(min(sizes), stats.get("bytes_limit", 0) * jax.device_count())
+
+
+def _pages() -> int:
+    """Return the bytes of physical memory; 0 where the system does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # Windows
+        return 0

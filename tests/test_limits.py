@@ -1,0 +1,269 @@
+"""What a file may ask for: memory and time are bounded, and errors say what was asked for."""
+
+import json
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+
+import jaxonnx
+from jaxonnx import _limits
+from jaxonnx._graph import expansion
+from jaxonnx._run import failures
+from tests import bombs
+from tests.bombs import IMAGE, ints, model, node, one
+
+REFUSED = dict(bombs.refused())
+LASTING = dict(bombs.lasting())
+FINE = {name: total for name, _, total in bombs.fine()}
+
+INTERNAL = re.compile(
+    r"\blax\b|jaxlib|mlir|jnp|tuple index|iterator|Traceback|static extent|NoneType|\n",
+    re.IGNORECASE,
+)
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """What every bomb did, in a process with little memory."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bombs"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *LASTING])
+def test_a_print_asks_for_nothing(seen, name):
+    kind, text, seconds = seen[f"{name}: print"]
+    assert kind == "result", text
+    assert seconds < 20
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_call_is_refused_by_name(seen, name):
+    kind, text, seconds = seen[f"{name}: call"]
+    assert kind in ("LimitError", "NodeError"), f"{kind}: {text}"
+    assert text.startswith("node '"), text
+    assert not INTERNAL.search(text), text
+    assert seconds < 20
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_what_only_looks_large_is_computed(seen, name):
+    kind, text, seconds = seen[f"{name}: call"]
+    assert (kind, float(text)) == ("result", FINE[name])
+    assert seconds < 20
+
+
+def test_the_limit_is_the_callers():
+    proto = one("Expand", "xa", constants={"a": ints(1000, 2)})
+    assert jaxonnx.load(proto)(np.ones(2, np.float32)).shape == (1000, 2)
+    with pytest.raises(jaxonnx.LimitError, match=r"'n' \(Expand.*7\.8 KiB.*1\.0 KiB.*limit="):
+        jaxonnx.load(proto, limit=1024)(np.ones(2, np.float32))
+    small = jaxonnx.load(proto, limit=1024).with_outputs("y")
+    with pytest.raises(MemoryError):
+        small.apply(small.params, np.ones(2, np.float32))
+
+
+@pytest.mark.parametrize("limit", [0, -1, True, "1 GB", 1.5])
+def test_a_limit_is_a_number_of_bytes(limit):
+    with pytest.raises(jaxonnx.InputError, match="limit"):
+        jaxonnx.load(one("Relu"), limit=limit)
+
+
+def test_an_evaluation_that_is_not_compiled_is_checked_before_it_allocates():
+    # NonZero cuts the graph, so that what follows runs on concrete values
+    nodes = [node("NonZero", "x", "i"), node("Cast", "i", "f", to=1)]
+    nodes.append(node("Einsum", "ff", equation="ij,kl->ijkl"))
+    loaded = jaxonnx.load(model(nodes, (("x", [300]),)), limit=1 << 18)
+    with pytest.raises(jaxonnx.LimitError, match=r"Einsum.*351\.6 KiB"):
+        loaded(np.ones(300, np.float32))
+
+
+def test_a_loop_over_known_values_is_left_to_the_program(monkeypatch):
+    monkeypatch.setattr(_limits, "PATIENCE", 0.0)
+    proto = LASTING["Loop, long"]
+    next(t for t in proto.graph.initializer if t.name == "m").int64_data[:] = []
+    next(t for t in proto.graph.initializer if t.name == "m").raw_data = ints(101).tobytes()
+    assert jaxonnx.load(proto)().tolist() == [-1.0, -1.0]
+
+
+def test_a_loop_without_end_is_an_error(monkeypatch):
+    monkeypatch.setattr(_limits, "PATIENCE", 0.2)
+    with pytest.raises(jaxonnx.NodeError, match=r"Loop.*no trip count"):
+        jaxonnx.load(LASTING["Loop, endless"])()
+
+
+@pytest.mark.parametrize("mode", ["reflect", "wrap"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_padding_by_several_turns(mode, size):
+    x = np.arange(size, dtype=np.float32)
+    proto = one("Pad", "xp", (("x", [size]),), {"p": ints(7, 11)}, mode=mode)
+    np.testing.assert_array_equal(jaxonnx.load(proto)(x), np.pad(x, (7, 11), mode))
+
+
+# --- functions and size of the graph
+
+
+def function(name, calls, callee):
+    """A function of the domain "l" that calls another one some times after the other."""
+    nodes = [
+        node(callee, [f"v{i}"], [f"v{i + 1}"], "l" if "f" in callee else "") for i in range(calls)
+    ]
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("l", 1)]
+    return helper.make_function("l", name, ["v0"], [f"v{calls}"], nodes, opsets)
+
+
+def chained(count, calls):
+    functions = [function("f0", 1, "Neg")]
+    functions += [function(f"f{i}", calls, f"f{i - 1}") for i in range(1, count)]
+    return model([node(f"f{count - 1}", "x", domain="l")], functions=functions)
+
+
+def test_functions_that_call_one_another_twice_are_counted_before_they_are_bound():
+    with pytest.raises(jaxonnx.ModelError, match="stand for 1,610,612,7"):
+        jaxonnx.load(chained(30, 2))
+
+
+def test_a_chain_of_functions_has_a_bound():
+    with pytest.raises(jaxonnx.ModelError, match=r"nested 500 deep.*inline_local_functions"):
+        jaxonnx.load(chained(500, 1))
+    deepest = jaxonnx.load(chained(expansion.DEEPEST, 1))
+    assert deepest(np.ones(2, np.float32)).tolist() == [-1.0, -1.0]
+
+
+def test_recursion_is_still_told_by_its_name():
+    functions = [function("f0", 1, "f1"), function("f1", 2, "f0")]
+    with pytest.raises(jaxonnx.ModelError, match="calls itself"):
+        jaxonnx.load(model([node("f1", "x", domain="l")], functions=functions))
+
+
+@pytest.mark.deep
+def test_many_nodes_are_loaded():
+    nodes = [helper.make_node("Neg", [f"v{i}"], [f"v{i + 1}"]) for i in range(100_000)]
+    loaded = jaxonnx.load(model(nodes, (("v0", [2]),), ["v100000"]))
+    assert len(loaded.graph.nodes) == 100_000
+    assert "Neg 100000" in str(loaded)
+
+
+# --- messages
+
+
+MESSAGES = {
+    "Conv of two types": (
+        one("Conv", "xw", IMAGE, {"w": np.ones((1, 1, 2, 2), np.int8)}),
+        ["W is int8, and must have the type of X, float32"],
+    ),
+    "StringNormalizer": (one("StringNormalizer", "x"), ["X ('x') is float, it takes string"]),
+    "ArgMin": (one("ArgMin", "x", (("x", [0]),)), ["x: float32[0]"]),
+    "Neg": (one("Neg", "a", (), {"a": np.array(["a"], object)}), ["X ('a') is string, it "]),
+    "DepthToSpace": (one("DepthToSpace", "x", IMAGE, blocksize=0), ["blocksize must be positive"]),
+    "SpaceToDepth": (one("SpaceToDepth", "x", IMAGE, blocksize=0), ["blocksize must be positive"]),
+    "Split": (one("Split", "x", num_outputs=0), ["num_outputs must be positive"]),
+    "ConstantOfShape": (
+        REFUSED["ConstantOfShape"],
+        ["float32[4611686018427387904]", "1.8e+19 bytes"],
+    ),
+    "Range": (REFUSED["Range, float"], ["float32[", "4.0e+38 bytes"]),
+    "MatMul": (
+        one("MatMul", "xa", constants={"a": np.ones((3, 4), np.float32)}),
+        ["float32[3, 4]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_messages_speak_of_the_model(name):
+    proto, parts = MESSAGES[name]
+    loaded = jaxonnx.load(proto)
+    with pytest.raises(jaxonnx.NodeError) as raised:
+        loaded(**bombs.feed(proto))
+    text = str(raised.value)
+    assert not INTERNAL.search(text), text
+    for part in ["node 'n'", *parts]:
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("error", "part"),
+    [
+        (
+            MemoryError("Unable to allocate 7.5 GiB for an array"),
+            "memory is not enough for 7.5 GiB",
+        ),
+        (RecursionError("maximum recursion depth exceeded"), "sys.setrecursionlimit"),
+        (jax.errors.JaxRuntimeError("INTERNAL: lax.x\nloc(1)"), "does not take these inputs"),
+        (AttributeError("'NoneType' object has no attribute 'x'"), "does not take these inputs"),
+        (NotImplementedError("MLIR translation rule"), "does not take these inputs"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_what_is_raised_inside_an_operator_names_its_node(error, part):
+    (bound,) = jaxonnx.load(one("Relu")).graph.nodes
+    told = failures.translated(bound, [np.ones(2, np.float32)], error)
+    assert isinstance(told, jaxonnx.NodeError)
+    assert isinstance(told, jaxonnx.LimitError) == isinstance(error, MemoryError)
+    assert part in str(told)
+    assert str(told).startswith("node 'n' (Relu, opset 21): ")
+
+
+def test_a_device_without_memory_says_what_helps(monkeypatch):
+    loaded = jaxonnx.load(one("Relu"))
+
+    def fail(*_, **__):
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory allocating 3221225472 bytes."
+        )
+
+    compiled = loaded.program._split((), (), {})
+    monkeypatch.setattr(
+        type(loaded.program), "_split", lambda *_: compiled.__class__(fail, (), None)
+    )
+    with pytest.raises(jaxonnx.LimitError, match=r"3\.0 GiB.*x: float32\[2\].*batch.*mesh"):
+        loaded(np.ones(2, np.float32))
+
+
+# --- shapes for a summary
+
+
+def test_a_summary_outlives_what_shape_inference_raises():
+    # the declared shape contradicts the node's, which onnx.shape_inference raises
+    proto = model(
+        [node("NonZero", "x", "i"), node("MatMul", "xa", "y")],
+        constants={"a": np.ones((3, 4), np.float32)},
+    )
+    loaded = jaxonnx.load(proto)
+    assert "MatMul" in str(loaded.summary())
+
+
+def test_a_node_without_name_and_outputs_has_a_layer():
+    proto = model([node("Relu", "x"), helper.make_node("Relu", ["x"], [])])
+    assert [layer.operator for layer in jaxonnx.load(proto).summary().layers] == ["Relu", "Relu"]
+
+
+def test_strings_have_no_batch_to_open():
+    proto = model([node("StringNormalizer", "x")])
+    proto.graph.input[0].type.tensor_type.elem_type = TensorProto.STRING
+    with pytest.raises(jaxonnx.InputError, match="input x"):
+        jaxonnx.load(proto).with_any_batch()
+
+
+def test_a_sparse_tensor_is_not_made_dense_beyond_memory():
+    values = helper.make_tensor("w", TensorProto.FLOAT, [1], [1.0])
+    places = helper.make_tensor("p", TensorProto.INT64, [1], [0])
+    proto = model([node("Relu", "x")])
+    proto.graph.sparse_initializer.append(
+        helper.make_sparse_tensor(values, places, [2**20, 2**20, 2**10])
+    )
+    with pytest.raises(jaxonnx.LimitError, match="PiB"):
+        jaxonnx.load(proto)
+
+
+def test_the_machine_has_memory():
+    assert 1 << 28 < _limits.machine() <= 2**63 - 1
+    assert [_limits.amount(n) for n in (12, 1536, 3 << 30)] == ["12 bytes", "1.5 KiB", "3.0 GiB"]
