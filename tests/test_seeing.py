@@ -96,6 +96,9 @@ def test_many_tensors_are_listed_from_both_ends():
     assert lines[8] == "  ... 92 more; half of all by more than 1e-07%"
     assert lines[-1] == "  t099 [2]: 1e-07%"
     assert len(lines) == 1 + 1 + 6 + 1 + 2
+    zeros = dict.fromkeys(names[:60], np.inf) | dict.fromkeys(names[60:], 0.1)
+    lines = str(Result(model, history, zeros)).splitlines()  # type: ignore[arg-type]
+    assert lines[8] == "  ... 92 more; half of all from zero"
     still = Result(model, history, dict.fromkeys(names, 0.0))  # type: ignore[arg-type]
     last = str(still).splitlines()[-1]
     assert last == f"not changed: {', '.join(names[:6])} and 94 more (.changes has all)"

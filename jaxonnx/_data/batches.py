@@ -72,7 +72,12 @@ def as_pair(
         raise TrainingError(f"{what} has no targets")
     for name, array in named:
         if array.dtype.kind in "OSUMm" or array.dtype.type is np.void:
-            raise TrainingError(f"{what}: {name} must be numbers, and is {array.dtype}")
+            remedy = (
+                "; leave it out of the data if it is no target"
+                if name.startswith("the targets[")
+                else ""
+            )
+            raise TrainingError(f"{what}: {name} must be numbers, and is {array.dtype}{remedy}")
         if not array.ndim:
             raise TrainingError(
                 f"{what}: {name} must have the examples along the first axis; make batches of "

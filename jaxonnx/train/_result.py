@@ -75,8 +75,9 @@ def _listed(result: Result) -> list[str]:
     order = sorted(moved, key=lambda name: -moved[name])
     told = [f"  {n} {[*result.model.params[n].shape]}: {_share(moved[n])}" for n in order]
     if between := order[_MOST:-_LEAST]:
-        half = _share(float(np.median([moved[name] for name in order])))
-        told[_MOST:-_LEAST] = [f"  ... {len(between)} more; half of all by more than {half}"]
+        half = float(np.median([moved[name] for name in order]))
+        change = "from zero" if np.isinf(half) else f"by more than {_share(half)}"
+        told[_MOST:-_LEAST] = [f"  ... {len(between)} more; half of all {change}"]
     lines += told
     if still := [name for name in params if name not in moved]:
         more = f" and {len(still) - _MOST} more (.changes has all)" if len(still) > _MOST else ""
