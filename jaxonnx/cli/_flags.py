@@ -275,7 +275,7 @@ VERBS: Mapping[str, Verb] = {
                     MANY,
                 ),
                 Flag("--batch-size", "32, or what the network is fixed to", COUNT),
-                Flag("--plots", "an existing folder for pictures of tables and curves", FOLDER),
+                Flag("--plots", "a folder for pictures of tables and curves", FOLDER),
             ],
             **_LENGTHS,
             **_READING,

@@ -101,9 +101,10 @@ def evaluate(options: argparse.Namespace) -> Report:
     from jaxonnx.train import evaluate
 
     model = reading.read(options)
-    if options.plots is not None:
-        check_writable(options.plots / "plot.png")
     where = reading.examples(options)
+    if options.plots is not None:
+        options.plots.mkdir(parents=True, exist_ok=True)
+        check_writable(options.plots / "plot.png")
     result = evaluate(
         model,
         reading.data(where, model, options)[0],
