@@ -104,7 +104,7 @@ def _check_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
         raise ValueError(f"compression {member.compress_type}, which NumPy does not write")
     with archive.open(member) as stream:
         if stream.read(len(np.lib.format.MAGIC_PREFIX)) != np.lib.format.MAGIC_PREFIX:
-            return  # no array: NumPy gives its bytes
+            raise ValueError("it does not begin as NumPy's arrays do")
         stream.seek(0)
         read = _HEADERS.get(np.lib.format.read_magic(stream))
         if read is None:

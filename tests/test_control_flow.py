@@ -494,3 +494,21 @@ def test_batched_scan_of_opset_8():
     np.testing.assert_array_equal(backward(n, h, x)[1][:, :, 0], [[4, 6, 7, 7], [9, 15, 20, 24]])
     backward = function(text.replace("LENGTHS", "n"), 8)  # as onnxruntime: from its own end
     np.testing.assert_array_equal(backward(n, h, x)[1][:, :, 0], [[2, 2, 0, 0], [9, 15, 20, 24]])
+
+
+def test_loops_without_carried_values_and_bodies_with_defaults():
+    """A for-loop may list an omitted condition last; what a body is given replaces a default."""
+    y, z = function("""
+    g (float[2] x) => (float[n] y, float[2] z) <int64 count = {3}> {
+      y = Loop(count, "") <body = a (int64 i, bool on) => (bool go, float s) {
+          go = Identity(on)
+          s = Cast <to = 1> (i)
+      }>
+      z = Loop(count, "", x) <body = b (int64 j, bool yes, float[2] v) => (bool also, float[2] w)
+        <float[2] v = {5, 6}> {
+          also = Identity(yes)
+          w = Add(v, x)
+      }>
+    }""")(X[:2])
+    np.testing.assert_array_equal(y, [0, 1, 2])
+    np.testing.assert_array_equal(z, 4 * X[:2])

@@ -115,7 +115,12 @@ class _Binder:
     """The constants of functions whose values come from outside, by their names in the model."""
 
     def graph(
-        self, proto: GraphProto, opsets: dict[str, int], visible: Collection[str] = (), refs=None
+        self,
+        proto: GraphProto,
+        opsets: dict[str, int],
+        visible: Collection[str] = (),
+        refs=None,
+        nested: bool = False,
     ) -> Graph:
         initializers = {}
         weights = []
@@ -147,9 +152,11 @@ class _Binder:
         for value in proto.output:
             if value.name not in names:
                 raise ModelError(f"graph '{proto.name}': output '{value.name}' is never computed")
+        if not nested:  # a node always passes all inputs of its graphs
+            inputs = [n for n in inputs if n not in initializers and n not in weights]
         return Graph(
             name=proto.name,
-            inputs=tuple(n for n in inputs if n not in initializers and n not in weights),
+            inputs=tuple(inputs),
             outputs=tuple(v.name for v in proto.output),
             output_types=tuple(v.type if v.HasField("type") else None for v in proto.output),
             weights=tuple(weights),
@@ -188,9 +195,11 @@ class _Binder:
         attributes, graphs = {}, {}
         for name, attribute in passed.items():
             if attribute.type == AttributeProto.GRAPH:
-                graphs[name] = self.graph(attribute.g, opsets, visible, refs)
+                graphs[name] = self.graph(attribute.g, opsets, visible, refs, nested=True)
             elif attribute.type == AttributeProto.GRAPHS:
-                graphs[name] = [self.graph(g, opsets, visible, refs) for g in attribute.graphs]
+                graphs[name] = [
+                    self.graph(g, opsets, visible, refs, nested=True) for g in attribute.graphs
+                ]
             else:
                 attributes[name] = _value(attribute, label)
         captured = [name for graph in _listed(graphs) for name in _free_names(graph)]

@@ -59,8 +59,8 @@ def check_node(
     for i, name in enumerate(rules.inputs):
         if name is not None and (i >= count or not proto.input[i]):
             raise ModelError(f"{label} lacks input {i} ({name}), which {op.name} requires")
-    if count < rules.fewest:
-        raise ModelError(f"{label} has {count} inputs; {op.name} takes at least {rules.fewest}")
+    if (listed := len(proto.input)) < rules.fewest:  # omitted ones count: Loop(count, "")
+        raise ModelError(f"{label} has {listed} inputs; {op.name} takes at least {rules.fewest}")
     listed = _count(proto.output)
     if rules.outputs is not None and listed > rules.outputs:
         raise ModelError(f"{label} has {listed} outputs; {op.name} gives at most {rules.outputs}")

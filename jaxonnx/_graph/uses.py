@@ -165,6 +165,8 @@ def _viewed(view: View, node: Node, others: Sequence[Any]) -> View:
         return view
     if node.op.name == "Transpose":
         order = node.attributes.get("perm", range(len(axes))[::-1])
+        if {*order} != {*range(len(axes))}:  # running the graph says so
+            return replace(view, axes=None, shape=())
         shape = tuple(before[i] for i in order)
         return replace(view, axes=tuple(axes[i] for i in order), shape=shape)
     unknown = replace(view, axes=None, shape=())
