@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import onnx
 import onnxruntime
+import optax
 import pytest
 
 import jaxonnx
 from jaxonnx import optim
+from tests import tiny
 from tests.families import DATA, OPEN
 
 RUN = """
@@ -122,6 +124,31 @@ def test_inference_and_gradients_of_all_files_for_any_batch(file):
                 actual,
                 expected,
             )
+
+
+def test_a_step_of_train_for_any_batch():
+    one = jaxonnx.train.step(tiny.mlp(), tiny.LABELS, optax.sgd(0.1))
+    state, (x, y) = one.init(), tiny.examples(6)
+    (b,) = jax.export.symbolic_shape("b")
+    batch = jax.ShapeDtypeStruct((b, 8), x.dtype), jax.ShapeDtypeStruct((b,), jnp.int32)
+    program = jax.export.export(jax.jit(one.update))(state, batch, one.frozen)
+    new, seen = program.call(state, (x, y.astype(np.int32)), one.frozen)
+    expected, loss = jax.jit(one.update)(state, (x, y), one.frozen)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), new, expected)
+    np.testing.assert_allclose(seen, loss, rtol=1e-5)
+
+
+def test_a_row_of_an_axis_of_open_size():
+    """As the pooler of BERT takes its first token, by a scalar index."""
+    proto = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 17]> g (float[b, t, 4] x) => (float[b, 4] y)
+        <int64 zero = {0}> { y = Gather<axis = 1>(x, zero) }"""
+    )
+    model = jaxonnx.load(proto)
+    x = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b, t"), 4), jnp.float32)
+    program = jax.export.export(jax.jit(model.apply))(model.params, x)
+    x = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    np.testing.assert_array_equal(program.call(model.params, x), x[:, 0])
 
 
 # as PyTorch's exporters write BERT: a mask, positions, token types and heads from sizes

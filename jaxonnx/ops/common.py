@@ -68,7 +68,9 @@ def index_of(indices, size: int):
     """
     if not isinstance(indices, np.ndarray):
         return indices
-    wrong = (indices < -size) | (indices >= size)
+    # a comparison of a scalar with a symbolic size is a plain bool
+    wrong = np.asarray((indices < -size) | (indices >= size), bool)
     if wrong.any():
         raise NodeError(f"index {indices[wrong][0]} is out of range for an axis of size {size}")
-    return np.where(indices < 0, indices + size, indices)
+    negative = indices < 0
+    return np.where(negative, indices + size, indices) if negative.any() else indices

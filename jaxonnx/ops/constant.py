@@ -61,9 +61,9 @@ def range_(start: Static, limit: Static, delta: Static, *, stash_type=1):
     first, last, step = (value.item() for value in (start, limit, delta))
     if step == 0:
         raise NodeError("a delta of 0 never reaches the limit")
-    if not all(map(np.isfinite, (first, last, step))):
-        raise NodeError(f"start {first}, limit {last} and delta {step} must be finite")
     exact = dtype.kind in "iu"
+    if not exact and not all(map(np.isfinite, (first, last, step))):
+        raise NodeError(f"start {first}, limit {last} and delta {step} must be finite")
     count = max(0, -((first - last) // step) if exact else math.ceil((last - first) / step))
     room([count], dtype)
     if exact and isinstance(count, int) and count * dtype.itemsize <= 1 << 16:

@@ -277,7 +277,7 @@ def totals(values: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
     values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     if not values.ndim:
         return values * examples, examples
-    values = values.reshape(len(values), -1).mean(1)
+    values = values.reshape(values.shape[0], -1).mean(1)
     return jnp.where(weight > 0, values * weight, 0).sum(), examples
 
 

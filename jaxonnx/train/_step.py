@@ -156,7 +156,10 @@ def as_batch(batch: Any, model: Model) -> Batch:
     names = [value.name for value in model.inputs]
     batch, weight = split_weights(batch, names, target_names(model))
     x, y = ordered(batch, names, "the batch")
-    return Batch(x, y, np.ones(len(x[0]), np.float32) if weight is None else weight)
+    if weight is None:
+        count = jnp.shape(x[0])[0]
+        weight = (np if isinstance(count, int) else jnp).ones(count, np.float32)
+    return Batch(x, y, weight)
 
 
 def target_names(model: Model) -> set[str]:
