@@ -167,7 +167,7 @@ def test_saves_that_are_killed_at_50_random_moments(tmp_path):
     path = big(tmp_path)
     whole = {name: np.asarray(value) for name, value in jaxonnx.load(path).params.items()}
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["jaxonnx"])
+    processes.set_forkserver_preload(["pytest", "tests.test_save"])
     seen = []
     for moment in np.random.default_rng(0).uniform(0, 0.02, 50):
         ready = processes.Event()
