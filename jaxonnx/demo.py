@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxonnx import sparse
-from jaxonnx._file.disk import check_writable, whole
+from jaxonnx._disk import check_writable, whole
 from jaxonnx.errors import Error
 from jaxonnx.model import Model, load
 from jaxonnx.train import History, train

@@ -16,18 +16,19 @@ ORDER = (
     *("train", "losses", "lora", "loggers", "model", "training_info"),
     *("_data", "_rewrite", "_run", "_graph", "_file"),
     *("ops", "registry", "lowering", "sparse", "optim", "_jaxpr", "_axes", "_mesh"),
-    *("_limits", "_untrusted", "errors", "_command"),
+    *("_limits", "_untrusted", "_disk", "errors", "_command"),
 )
 """The rooms and modules of the package, from the top: each imports only those after it."""
 
 ONLY = {
-    "_file": {"sparse", "_limits", "_untrusted", "errors"},
+    "_file": {"sparse", "_limits", "_untrusted", "_disk", "errors"},
     "ops": {"registry", "lowering", "optim", "_axes", "_limits", "errors"},
-    "_limits": {"errors"},
+    "_limits": {"_untrusted", "errors"},
     "registry": {"_axes"},
     "lowering": {"_jaxpr"},
-    "sparse": {"_jaxpr", "_mesh", "_untrusted", "errors"},
+    "sparse": {"_jaxpr", "_mesh", "_untrusted", "_disk", "errors"},
     "_untrusted": {"errors"},
+    "_disk": {"errors"},
     "optim": {"errors"},
     "losses": {"ops", "errors"},
 }

@@ -19,6 +19,7 @@ import pytest
 from onnx import numpy_helper
 
 import jaxonnx
+from jaxonnx import sparse
 
 X = np.array([[1, 2, 3]], np.float32)
 
@@ -199,6 +200,12 @@ def test_what_is_not_a_regular_file_is_written_to(tmp_path):
     with pytest.raises(OSError, match="No space left"):
         loaded.save("/dev/full")
     assert Path("/dev/full").is_char_device()
+    with ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(pipe.read_bytes)
+        sparse.save(pipe, loaded.params, {}, layers=())
+        (tmp_path / "packed.npz").write_bytes(reader.result())
+    np.testing.assert_array_equal(sparse.load(tmp_path / "packed.npz")[0]["w"], loaded.params["w"])
+    assert pipe.is_fifo()
     with pytest.raises(OSError, match="several files"):
         jaxonnx.load(big(tmp_path)).save("/dev/null", external_data=True)
 

@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
 from jaxonnx import _untrusted
-from jaxonnx._file.disk import whole
+from jaxonnx._disk import whole
 from jaxonnx._file.protos import all_graphs
 from jaxonnx.errors import Error, InputError, ModelError
 

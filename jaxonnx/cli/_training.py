@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxonnx import loggers, sparse
 from jaxonnx._data.ragged import Padding
-from jaxonnx._file.disk import check_writable
+from jaxonnx._disk import check_writable
 from jaxonnx._file.packed import packed_nbytes, record
 from jaxonnx.cli import _explain as explain
 from jaxonnx.cli import _reading as reading

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from jaxonnx._file.disk import check_writable, whole
+from jaxonnx._disk import check_writable, whole
 from jaxonnx._file.protos import text
 from jaxonnx._graph import exports
 from jaxonnx._graph.values import Value

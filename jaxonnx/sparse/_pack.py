@@ -7,11 +7,9 @@ dense bytes, in bfloat16 56 %.
 
 import json
 import os
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx import _untrusted
+from jaxonnx._disk import whole
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._layers import Layer, by_name
 from jaxonnx.sparse._pattern import SparsityPattern, default_axes, parse
@@ -136,7 +135,8 @@ def save(
 ) -> None:
     """Write all of `params` to a `.npz`, the sparse weights packed along their input axis.
 
-    The file appears under its name when it is complete, or not at all.
+    The file appears under its name when it is complete, or not at all; a pipe or a device is
+    written to.
 
     Args:
       params: a pytree; arrays are stored by name, those without a mask as they are.
@@ -161,12 +161,8 @@ def save(
         arrays[f"values:{name}"] = x if x.dtype.isbuiltin else x.view(f"u{x.dtype.itemsize}")
         index[name] = entry
     arrays[INDEX] = np.frombuffer(json.dumps(index).encode(), np.uint8)
-    path = Path(path)
-    with tempfile.TemporaryDirectory(prefix=".jaxonnx-", dir=path.parent) as folder:
-        written = Path(folder) / path.name
-        with written.open("wb") as file:
-            np.savez(file, **arrays)
-        os.replace(written, path)
+    with whole(path) as written, written.open("wb") as file:
+        np.savez(file, **arrays)
 
 
 def load(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[str, Packed]]:

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._data.identity import difference
+from jaxonnx._disk import check_writable
 from jaxonnx._file import formats
 from jaxonnx._file.checkpoints import MODEL, UNREADABLE, check_form, reason, sealed, unsealed
 from jaxonnx._file.checkpoints import crc as _crc
-from jaxonnx._file.disk import check_writable
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model

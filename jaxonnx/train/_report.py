@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxonnx._data.batches import Examples, Stream
-from jaxonnx._file.disk import whole
+from jaxonnx._disk import whole
 from jaxonnx._graph.scopes import modules
 from jaxonnx._graph.uses import uses
 from jaxonnx.errors import Error
