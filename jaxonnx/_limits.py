@@ -8,19 +8,18 @@ and loops of Python on known values call `tick`.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxonnx._untrusted import memory
 from jaxonnx.errors import LimitError
 
 FOLDED = 1 << 28
@@ -175,19 +174,5 @@ def amount(size: int) -> str:
 @cache
 def machine() -> int:
     """Return the bytes of memory of this machine, or of its accelerators if they have more."""
-    sizes = [_pages() or _LARGEST]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            sizes.append(int(Path(path).read_text()))
-        except (OSError, ValueError):  # no such group, or "max"
-            continue
     stats = jax.local_devices()[0].memory_stats() or {}
-    return max(min(sizes), stats.get("bytes_limit", 0) * jax.device_count())
-
-
-def _pages() -> int:
-    """Return the bytes of physical memory; 0 where the system does not tell."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):  # Windows
-        return 0
+    return max(memory() or _LARGEST, stats.get("bytes_limit", 0) * jax.device_count())

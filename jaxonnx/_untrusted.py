@@ -126,6 +126,7 @@ def memory() -> int | None:
     sizes = []
     with suppress(AttributeError, OSError, ValueError):  # Windows has no sysconf
         sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    with suppress(OSError, ValueError):  # not Linux, or "max"
-        sizes.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    for group in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # not Linux, the other version of groups, or "max"
+            sizes.append(int(Path("/sys/fs/cgroup", group).read_text()))
     return min(sizes, default=None)
