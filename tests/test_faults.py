@@ -103,6 +103,26 @@ def test_what_was_infinite_may_stay_so():
     assert not stays_finite(old, {**old, "w": old["w"] * 2})
 
 
+def test_of_large_weights_no_number_becomes_nan():
+    """A step looks at some rows of them; what it did not see stays as it was, too."""
+    wide = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 17]>
+    wide (float[n, 300] x) => (float[n, 300] y) { y = MatMul(x, w) }""")
+    weight = np.full((300, 300), 0.5, np.float32)
+    wide.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+
+    def spoiling(row):
+        return optax.stateless(lambda u, _: {"w": u["w"].at[row, 0].set(np.nan) - 3})
+
+    batch = np.ones((1, 300), np.float32), np.zeros((1, 300), np.float32)
+    for row, taken in ((64, 0), (1, 1)):
+        one = step(wide, "squared_error", spoiling(row))
+        state, (_, finite) = one.update(one.init(), batch)
+        found = np.array(state.params["w"])
+        assert finite == taken
+        assert found[row, 0] == weight[row, 0]
+        assert (found != weight).sum() == taken * (weight.size - 1)
+
+
 def test_returns_that_get_nowhere_end_the_run():
     message = "none of 6 steps was taken: the loss, nan, is not finite at step 6; .* of step 0"
     with pytest.warns(UserWarning, match=message):

@@ -72,10 +72,10 @@ class Minimize(Step):
         if self._settings.precision == "bf16":
             gradient = products_in_bfloat16(gradient)
         (value, renewed), gradients = gradient(state.params)
-        # of the new parameters only sums are needed here, into which their computation is fused
-        new = self._moved(state, value, gradients).params, renewed
+        updates, _ = self._updates(state, value, gradients)
+        new = optax.apply_updates(state.params, updates), renewed
         good = state.finite & finite((value, gradients))
-        good &= stays_finite((state.params, state.state), new)
+        good &= stays_finite((state.params, state.state), new, sampled=True)
         skip = self._settings.nan == "skip"
         stay = {"count": state.count + 1} if skip else {"finite": good}
         # a conditional, because selecting old or new values would copy all of them in each step
@@ -86,12 +86,18 @@ class Minimize(Step):
         )
         return state, jnp.stack([value, good.astype(value.dtype)])
 
-    def _moved(self, state: State, value: jax.Array, gradients: Any) -> State:
-        """Return the state after an update of the parameters."""
-        updates, memory = self._optimizer.update(
+    def _updates(self, state: State, value: jax.Array, gradients: Any) -> tuple[Any, Any]:
+        """Return what is added to the parameters, and the new state of the optimizer."""
+        return self._optimizer.update(
             gradients, state.optimizer, state.params, value=value, grad=gradients
         )
+
+    def _moved(self, state: State, value: jax.Array, gradients: Any) -> State:
+        """Return the state after an update of the parameters."""
+        updates, memory = self._updates(state, value, gradients)
         params: Any = optax.apply_updates(state.params, updates)
+        # what `stays_finite` has not seen stays as it was, too
+        params = jax.tree.map(lambda a, b: jnp.where(jnp.isfinite(b), b, a), state.params, params)
         taken, average = state.taken + 1, state.average
         if self._settings.ema is not None:
             # the parameters move once in `accumulate` steps, and so does their average
