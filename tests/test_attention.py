@@ -82,6 +82,8 @@ def test_refusals():
         attention(Q, K, V, left_window_size=-2)
     with pytest.raises(NodeError, match="no multiple"):
         attention(Q[:, :1], K, V)
+    with pytest.raises(NodeError, match="softmax_precision must be of a floating-point type"):
+        attention(Q, K, V, softmax_precision=3)
     with pytest.raises(NodeError, match="into None heads"):
         attention(Q[0], K[0], V[0])
     with pytest.raises(NodeError, match="needs decay"):

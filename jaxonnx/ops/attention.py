@@ -122,7 +122,10 @@ def apply_mask(x, mask):
 def _softmax_dtype(precision, default):
     if precision is None:
         return default
-    return canonical(element_dtype(precision))
+    dtype = canonical(element_dtype(precision))
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise NodeError(f"softmax_precision must be of a floating-point type, and is {dtype}")
+    return dtype
 
 
 @op("Attention", since=23)

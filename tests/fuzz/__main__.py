@@ -12,7 +12,7 @@ from tests.fuzz.cases import examine, sources
 from tests.fuzz.check import Outcome
 from tests.fuzz.shrink import shrunk, written
 
-COMPARED = ("same", "both refuse", "we refuse", "they refuse", "differ")
+COMPARED = ("same", "both refuse", "explained", "we refuse", "they refuse", "differ")
 QUICK = {"JAX_TRACEBACK_FILTERING": "off", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 """For workers: programs are many and tiny."""
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +30,29 @@ RANDOM = ("Random", "Bernoulli", "Multinomial", "Dropout")
 OURS = str(Path(jaxonnx.__file__).parent)
 SHOWN = (str, jaxonnx.Model.summary, jaxonnx.Model.to_onnx, jaxonnx.Model.with_any_batch)
 
+EXPLAINED = {
+    "uses opset": "operator sets that are newer than onnx, where a runtime looks at nothing",
+    "out of range for|scales or sizes are given": "axes that do not exist: the reference takes "
+    "them modulo the rank, onnxruntime does not look where a tensor is empty",
+    "must be '|none, mean or sum|only 1 and 2|does not take these inputs": "values of attributes "
+    "that the specification does not list: others take a default, or do not look",
+    "element type": "numbers of no type, for an output that is not there",
+    "exactly one attribute": "a Constant with two values",
+    "is no permutation": "an empty perm",
+    "axes: int64\\[\\]": "axes that are a scalar, where the specification has a vector",
+    "dtype promotion|does not accept dtype": "types that the operator's schema does not have",
+    "coefficients do not fit|must have batch|Incompatible shapes": "shapes that do not fit, which "
+    "NumPy broadcasts",
+}
+"""Models that others run and jaxonnx refuses on purpose, by what it says.
+
+Results that differ, as far as they were looked at: booleans that are neither 0 nor 1 (keepdims,
+align_corners: onnxruntime cuts them to 32 bits, the reference compares with 1), an AffineGrid of
+size 1 (three results, ours is PyTorch's), negative p of LpPool, numbers below the least normal one
+(XLA takes them for zero), NaN in weights (onnxruntime's LSTM cuts it off), shapes of a Loop without
+iterations (onnxruntime has zeros), bodies whose inputs have defaults (the reference takes these).
+"""
+
 
 class Overtime(BaseException):
     """Raised by a worker's alarm when a case has had its time."""
@@ -39,7 +63,7 @@ class Outcome(NamedTuple):
 
     Attributes:
       kind: "refused", "ran" or "finding"; of those that were compared also "same", "both refuse",
-        "we refuse", "they refuse" or "differ".
+        "explained" (a refusal that is right), "we refuse", "they refuse" or "differ".
       bucket: what cases of one cause have in common.
       detail: for people.
     """
@@ -213,10 +237,14 @@ def compared(
     except Exception:  # noqa: BLE001 - whatever it raises, it does not accept the model
         return fallback
     theirs = dict(runs(proto, feeds))
+    if theirs.pop("invalid", None):  # onnx.checker does not look at types
+        return fallback
     if not theirs:
         kind = "both refuse" if results is None else "they refuse"
         return Outcome(kind, named)
     if results is None:
+        if reason := next((why for said, why in EXPLAINED.items() if re.search(said, refused)), ""):
+            return Outcome("explained", reason)
         return Outcome("we refuse", f"{named} ({', '.join(theirs)} run)", refused[:300])
     wrong = {name: _difference(results, other) for name, other in theirs.items()}
     if not all(wrong.values()):
@@ -226,7 +254,7 @@ def compared(
 
 
 def runs(proto: ModelProto, feeds: Mapping[str, Any]) -> Iterator[tuple[str, list]]:
-    """Yield the results of each runtime that runs a model."""
+    """Yield the results of each runtime that runs a model; "invalid" if its types are wrong."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
@@ -236,11 +264,14 @@ def runs(proto: ModelProto, feeds: Mapping[str, Any]) -> Iterator[tuple[str, lis
         # they raise whatever they meet
         with contextlib.suppress(Exception):
             yield "reference", [*ReferenceEvaluator(proto).run(None, dict(feeds))]
-        with contextlib.suppress(Exception):
+        try:
             session = onnxruntime.InferenceSession(
                 proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
             )
             yield "onnxruntime", [*session.run(None, dict(feeds))]
+        except Exception as error:  # noqa: BLE001 - its exceptions have no common class
+            if "Type Error" in str(error):
+                yield "invalid", [error]
 
 
 def _difference(ours: Any, theirs: Any) -> str:
