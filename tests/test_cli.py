@@ -409,9 +409,11 @@ def test_the_python_that_explain_prints_gives_the_same_weights(flags, small, cap
 
 def test_meshes(small, capsys):
     line = "train net.onnx data.npz -o out.onnx --batch-size 2"
-    Path("run.toml").write_text('mesh = "all"\nsharding = "data"\n')
-    assert command(f"{line} --config run.toml --explain") == 0
-    assert 'mesh="all"' in capsys.readouterr().out
+    calls = {'"all"': '"all"', "{data = 1}": 'jax.make_mesh((1,), ("data",))'}
+    for text, call in calls.items():
+        Path("run.toml").write_text(f'mesh = {text}\nsharding = "data"\n')
+        assert command(f"{line} --config run.toml --explain") == 0
+        assert f"mesh={call}," in capsys.readouterr().out
     assert command(f"{line} --mesh data=64") == 2
     assert "--mesh has 64 devices, and there are" in capsys.readouterr().err
     assert command(f"{line} --sharding fsdp") == 2

@@ -105,7 +105,7 @@ SIZE: Mapping[str, Any] = {"type": size, "metavar": "HxW"}
 SWITCH: Mapping[str, Any] = {"action": argparse.BooleanOptionalAction, "default": False}
 MANY: Mapping[str, Any] = {"action": Gather, "metavar": "NAME"}
 
-PAIRS = (class_weight, counted, dimension, fill, ratio)
+PAIRS = (axes, class_weight, counted, dimension, fill, ratio)
 """Kinds of values with a name and "=", which are a table in a TOML file."""
 
 NEEDED: Mapping[str, Any] = {**FILE, "required": True}

@@ -142,13 +142,11 @@ def _paired(model: Ruled, mesh: Mesh, tensors: Mapping[str, Any]) -> dict[str, P
     count, result = mesh.shape[TENSOR], dict.fromkeys(tensors, PartitionSpec())
     uneven: list[str] = []
     for pair in pairs(model.graph, model.tensors):
-        if not pair.keys() <= tensors.keys():
-            continue
-        odd = [n for n, axis in pair.items() if tensors[n].shape[axis] % count]
-        if odd:
-            uneven += [f"'{n}' {[*tensors[n].shape]} along axis {pair[n]}" for n in odd]
-            continue
-        result |= {name: _split(axis, TENSOR) for name, axis in pair.items()}
+        own = {name: axis for name, axis in pair.items() if name in tensors}
+        odd = [name for name, axis in own.items() if tensors[name].shape[axis] % count]
+        uneven += [f"'{n}' {[*tensors[n].shape]} along axis {own[n]}" for n in odd]
+        if not odd:
+            result |= {name: _split(axis, TENSOR) for name, axis in own.items()}
     if not any(result.values()):
         why = "no product of matrices leads to another one through activations or attention alone"
         if uneven:

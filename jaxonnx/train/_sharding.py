@@ -46,6 +46,7 @@ class OnMesh(Step):
         self._rows = self._by(PartitionSpec(DATA if DATA in self._mesh.shape else None))
         self._whole = self._by(PartitionSpec())
         self.frozen = {name: self._frozen(name, x) for name, x in step.frozen.items()}
+        step.frozen = self.frozen  # no copy of them stays on one device
         self.notes = (*step.notes, *_idle(self._mesh, split.values()))
 
     @property
@@ -67,7 +68,8 @@ class OnMesh(Step):
                 field.name: _laid(getattr(state, field.name), getattr(self._state, field.name))
                 for field in fields(State)
             }
-            return state.replace(**kept), _laid(seen, self._whole)
+            state, seen = state.replace(**kept), _laid(seen, self._whole)
+        return state, _left(seen)
 
     def evaluate(self, sums: Any, state: State, batch: Any, frozen: Any = None) -> Any:
         with self._propagating():
@@ -163,6 +165,13 @@ def _entered(x: Any) -> Any:
     """Return an array of an explicit mesh where the axes of that mesh are automatic."""
     typed = isinstance(x, jax.Array) and AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
     return jax.sharding.reshard(x, PartitionSpec()) if typed else x
+
+
+def _left(x: Any) -> Any:
+    """Return a small array as one of the mesh that the caller has set, if its axes are explicit."""
+    mesh = jax.sharding.get_abstract_mesh()
+    typed = AxisType.Explicit in mesh.axis_types
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec())) if typed else x
 
 
 def _laid(tree: Any, shardings: Any) -> Any:

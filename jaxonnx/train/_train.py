@@ -279,6 +279,7 @@ def train(
     Raises:
       TrainingError: data, labels, loss or settings that do not fit, before anything is compiled;
         or a later batch that does not fit those before it.
+      InputError: names, expressions or `sharding` that do not fit the model or the mesh.
     """
     settings = Settings.of(locals())
     with automatic(settings.mesh), Interrupt() as interrupt:
