@@ -6,6 +6,7 @@ python -m tests.sharded_run CASE FOLDER
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -206,7 +207,7 @@ def quick(folder):
     assert 0 <= size(state) - table.size <= counts
     assert table.size < table.whole / 7
     update = jax.jit(one.update, donate_argnums=0)
-    memory = update.lower(state, batch, one.frozen).compile().memory_analysis()
+    memory: Any = update.lower(state, batch, one.frozen).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= table.size  # no copy of what is split, nor of a part
     state, (first, _) = update(state, batch, one.frozen)
     assert all(
@@ -229,7 +230,7 @@ def stored():
     """The optimizer's state lies as its parameters, in whatever order and form it has them."""
     on = jax.make_mesh((8,), ("data",))
 
-    def state_of(model, optimizer, **settings):
+    def state_of(model, optimizer, **settings) -> Any:
         one = jaxonnx.train.step(model, LABELS, optimizer, mesh=on, sharding="fsdp", **settings)
         return one.init()
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.pairs import pairs
-from jaxonnx._graph.places import Places
 from jaxonnx.errors import InputError
+from jaxonnx.model._held import Held
 from jaxonnx.model._select import matching, near
 
 Rule = PartitionSpec | Literal["data", "fsdp", "tensor"] | tuple | None
@@ -25,21 +24,6 @@ DATA, TENSOR = "data", "model"
 
 _SMALL = 4096
 """Bytes; "fsdp" splits no tensor below."""
-
-
-class Ruled(Protocol):
-    """The part of a model that tells what its tensors are for."""
-
-    @property
-    def graph(self) -> Graph: ...
-    @property
-    def tensors(self) -> dict[str, Any]: ...
-    @property
-    def params(self) -> Mapping[str, Any]: ...
-    @property
-    def state(self) -> Mapping[str, Any]: ...
-    @property
-    def _places(self) -> Places: ...
 
 
 def mesh_of(mesh: Any) -> Mesh:
@@ -62,7 +46,7 @@ def mesh_of(mesh: Any) -> Mesh:
 
 
 def specs(
-    model: Ruled, mesh: Mesh, sharding: Any, tensors: Mapping[str, Any]
+    model: Held, mesh: Mesh, sharding: Any, tensors: Mapping[str, Any]
 ) -> dict[str, PartitionSpec]:
     """Return what each of some tensors of a model is split over.
 
@@ -84,10 +68,11 @@ def specs(
     }
 
 
-def _rules(model: Ruled, sharding: Any, tensors: Mapping[str, Any]) -> dict[str, tuple[Rule, str]]:
+def _rules(model: Held, sharding: Any, tensors: Mapping[str, Any]) -> dict[str, tuple[Rule, str]]:
     """Return the rule for each tensor, and how an error speaks of it."""
     if callable(sharding):
-        return {name: (sharding(name, tuple(x.shape)), "sharding") for name, x in tensors.items()}
+        choose: Callable[..., Any] = sharding
+        return {name: (choose(name, tuple(x.shape)), "sharding") for name, x in tensors.items()}
     if not isinstance(sharding, Mapping):
         return dict.fromkeys(tensors, (sharding, "sharding"))
     result: dict[str, tuple[Rule, str]] = {}
@@ -101,7 +86,7 @@ def _rules(model: Ruled, sharding: Any, tensors: Mapping[str, Any]) -> dict[str,
 
 
 def _automatic(
-    model: Ruled, mesh: Mesh, kind: str, tensors: Mapping[str, Any]
+    model: Held, mesh: Mesh, kind: str, tensors: Mapping[str, Any]
 ) -> dict[str, PartitionSpec]:
     """Return the splits of one of `AUTOMATIC`."""
     if kind not in AUTOMATIC:
@@ -129,7 +114,8 @@ def _largest(x: Any, mesh: Mesh) -> PartitionSpec:
     """Return the split of the largest axis that the devices divide: all of them, or of "data"."""
     if math.prod(x.shape) * x.dtype.itemsize < _SMALL:
         return PartitionSpec()
-    for axes in (mesh.axis_names, (DATA,)):
+    groups: list[tuple[str, ...]] = [mesh.axis_names, (DATA,)]
+    for axes in groups:
         count = math.prod(mesh.shape[axis] for axis in axes)
         fits = [size for size in x.shape if size % count == 0]
         if fits and count > 1:
@@ -137,7 +123,7 @@ def _largest(x: Any, mesh: Mesh) -> PartitionSpec:
     return PartitionSpec()
 
 
-def _paired(model: Ruled, mesh: Mesh, tensors: Mapping[str, Any]) -> dict[str, PartitionSpec]:
+def _paired(model: Held, mesh: Mesh, tensors: Mapping[str, Any]) -> dict[str, PartitionSpec]:
     """Return the splits of pairs of matrix products whose axes the devices divide."""
     count, result = mesh.shape[TENSOR], dict.fromkeys(tensors, PartitionSpec())
     uneven: list[str] = []

@@ -16,7 +16,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxonnx.model._rules import DATA, Ruled, axes_of, mesh_of, named, specs
+from jaxonnx.model._held import Held
+from jaxonnx.model._rules import DATA, axes_of, mesh_of, named, specs
 from jaxonnx.model._show import Rendered
 
 
@@ -119,9 +120,8 @@ class Shardings(Rendered):
         for x in self.tensors:
             shape, trained = "x".join(map(str, x.shape)) or "scalar", "yes" if x.trained else "no"
             table.add_row(Text(x.name), shape, trained, Text(_spelled(x.spec)), _bytes(x.size))
-        trained, frozen = (
-            sum(x.size for x in self.tensors if x.trained is y) for y in (True, False)
-        )
+        trained = sum(x.size for x in self.tensors if x.trained)
+        frozen = self.size - trained - self.optimizer
         sizes = {"trained": trained, "frozen": frozen, "optimizer": self.optimizer}
         parts = ", ".join(f"{name} {_bytes(size)}" for name, size in sizes.items())
         each = f"each of {self.mesh.size} devices has {_bytes(self.size)}: {parts}"
@@ -136,7 +136,7 @@ def _spelled(spec: PartitionSpec) -> str:
     return ", ".join("-" if part is None else "+".join(axes_of(part)) for part in spec)
 
 
-def _bytes(size: int) -> str:
+def _bytes(size: float) -> str:
     """Return a size as people read it."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
@@ -145,7 +145,7 @@ def _bytes(size: int) -> str:
     return f"{size:.1f} GiB"
 
 
-def placed(model: Ruled, mesh: Any, sharding: Any) -> dict[str, NamedSharding]:
+def placed(model: Held, mesh: Any, sharding: Any) -> dict[str, NamedSharding]:
     """Return where each tensor of a model lies on a mesh, by name."""
     mesh = mesh_of(mesh)
     if sharding is None:
@@ -155,7 +155,7 @@ def placed(model: Ruled, mesh: Any, sharding: Any) -> dict[str, NamedSharding]:
 
 
 def shardings(
-    model: Ruled,
+    model: Held,
     mesh: Any,
     sharding: Any,
     optimizer: optax.GradientTransformation | None,
