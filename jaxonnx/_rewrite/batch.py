@@ -177,7 +177,7 @@ def _trace(
     """Return the shapes of all values with batches of `other`; `visit` may change the nodes."""
     arguments = {}
     for value in inputs:
-        if value.dtype is None or value.shape is None or None in value.shape[1:]:
+        if value.dtype is None or value.shape is None or None in value.shape:
             raise InputError(f"input {value} has no fixed shape; {_WAY_OUT}")
         if value.dtype == object:
             raise InputError(f"input {value} has no numbers, whose shapes could be followed")

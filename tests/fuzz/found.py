@@ -22,6 +22,13 @@ MODELS: dict[str, tuple[str, int, str]] = {
             }>
         }""",
     ),
+    "with_any_batch where one batch is open without a name": (
+        "trace",
+        3960699276,
+        """<ir_version: 10, opset_import: ["": 24]> g (float["?", 4] x, int64[1] k) => (y, i) {
+            y, i = TopK(x, k)
+        }""",
+    ),
 }
 
 FILES: dict[str, tuple[str, dict[str, str]]] = {
