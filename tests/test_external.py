@@ -285,12 +285,13 @@ def swap(folder, secret, count, done):
 
 
 @pytest.mark.deep
-def test_swapped_100_000_times(tmp_path):
+def test_swapped_10_000_times(tmp_path):
+    """100,000 were tried once, in 18 minutes of a machine that had much else to do."""
     path = written(tmp_path / "model")
     process = multiprocessing.get_context("spawn")
     done = process.Event()
     swapper = process.Process(
-        target=swap, args=(path.parent, tmp_path / "secret", 100_000, done), daemon=True
+        target=swap, args=(path.parent, tmp_path / "secret", 10_000, done), daemon=True
     )
     swapper.start()
     loads = refusals = 0
@@ -301,8 +302,8 @@ def test_swapped_100_000_times(tmp_path):
         except jaxonnx.ModelError:
             refusals += 1
     swapper.join()
-    assert loads > 1000
-    assert refusals > 1000
+    assert loads > 100
+    assert refusals > 100
 
 
 EVERYWHERE = """

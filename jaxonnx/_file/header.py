@@ -1,6 +1,5 @@
 """What a ModelProto must have before its graphs are read: versions that there are, and names."""
 
-from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -48,37 +47,42 @@ def check(proto: ModelProto, what: str) -> None:
                 f"{onnx.__version__} knows {newest}; upgrade onnx or convert the file with "
                 "onnx.version_converter"
             )
-    for name in _names(proto):
-        if not isinstance(name, str):  # protobuf gives such a text as bytes
-            raise ModelError(
-                f"{what} has the name {name!r}, which is not UTF-8, as the specification demands; "
-                "rename it in the program that wrote the file"
-            )
+    names = _names(proto)
+    if {*map(type, names)} - {str}:  # protobuf gives a text that is not UTF-8 as bytes
+        name = next(name for name in names if not isinstance(name, str))
+        raise ModelError(
+            f"{what} has the name {name!r}, which is not UTF-8, as the specification demands; "
+            "rename it in the program that wrote the file"
+        )
 
 
-def _names(proto: ModelProto) -> Iterator[Any]:
-    """Yield what a model calls its values, nodes, operators, attributes and domains."""
+def _names(proto: ModelProto) -> list[Any]:
+    """Return what a model calls its values, nodes, operators and domains.
+
+    Attributes are not among them: those that an operator does not have are refused.
+    """
+    names: list[Any] = []
     graphs = [proto.graph]
     for info in proto.training_info:
         graphs += [info.initialization, info.algorithm]
         for entry in (*info.initialization_binding, *info.update_binding):
-            yield from (entry.key, entry.value)
+            names += (entry.key, entry.value)
     for function in proto.functions:
-        yield from (function.name, function.domain, function.overload)
-        yield from (*function.input, *function.output, *function.attribute)
-        yield from (attribute.name for attribute in function.attribute_proto)
+        names += (function.name, function.domain, function.overload)
+        names += (*function.input, *function.output, *function.attribute)
+        names += [attribute.name for attribute in function.attribute_proto]
     for owner in (proto, *proto.functions):
-        yield from (entry.domain for entry in owner.opset_import)
+        names += [entry.domain for entry in owner.opset_import]
     for body in (*graphs, *proto.functions):
         for node in all_nodes(body):
-            yield from (node.name, node.op_type, node.domain, node.overload)
-            yield from (*node.input, *node.output)
-            for attribute in node.attribute:
-                yield from (attribute.name, attribute.ref_attr_name)
+            names += (node.name, node.op_type, node.domain, node.overload)
+            names += node.input
+            names += node.output
     for graph in chain.from_iterable(map(all_graphs, graphs)):
-        yield from (tensor.name for tensor in graph.initializer)
-        yield from (sparse.values.name for sparse in graph.sparse_initializer)
+        names += [tensor.name for tensor in graph.initializer]
+        names += [sparse.values.name for sparse in graph.sparse_initializer]
         for value in chain(graph.input, graph.output, graph.value_info):
-            yield value.name
+            names.append(value.name)
             if value.type.HasField("tensor_type"):
-                yield from (dim.dim_param for dim in value.type.tensor_type.shape.dim)
+                names += [dim.dim_param for dim in value.type.tensor_type.shape.dim]
+    return names

@@ -5,8 +5,7 @@ from typing import Any
 
 from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorProto
 
-_TENSORS = (
-    AttributeProto.TENSOR,
+_SEVERAL = (
     AttributeProto.TENSORS,
     AttributeProto.SPARSE_TENSOR,
     AttributeProto.SPARSE_TENSORS,
@@ -50,8 +49,10 @@ def all_tensors(main: GraphProto | FunctionProto) -> Iterator[TensorProto]:
     for node in all_nodes(main):
         graphs += subgraphs(node)
         for attribute in node.attribute:
-            if attribute.type in _TENSORS:
-                yield from (attribute.t, *attribute.tensors)
+            if attribute.type == AttributeProto.TENSOR:
+                yield attribute.t
+            elif attribute.type in _SEVERAL:
+                yield from attribute.tensors
                 sparse += [attribute.sparse_tensor, *attribute.sparse_tensors]
     for graph in graphs:
         yield from graph.initializer
