@@ -535,3 +535,34 @@ def test_values_of_flags_that_are_refused(line, message, small, capsys):
     with pytest.raises(SystemExit):
         command(f"train net.onnx data.npz -o out.onnx {line}")
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("bench net.onnx --rounds 0", "invalid positive value: '0'"),
+        ("bench net.onnx --batch -1", "invalid positive value: '-1'"),
+        ("bench net.onnx --dim n=-1", "invalid dimension value"),
+        ("bench net.onnx --batch 1099511627776", "invalid positive value"),
+        ("bench net.onnx --batch 2147483647", "does not fit into memory"),
+        ("info a\0b", "invalid path value"),
+        ("train net.onnx data.npz -o o.onnx --labels net.onnx", "is no text in UTF-8"),
+        ("train net.onnx data.npz -o o.onnx --validation nan", "validation=nan must be a share"),
+        (f"train net.onnx data.npz -o o.onnx --seed {2**70}", "seed must be an integer"),
+        ("train net.onnx data.npz -o o.onnx --rate inf", "and finite, and is inf"),
+    ],
+)
+def test_numbers_and_files_that_do_not_fit_are_refused(small, line, message, capsys):
+    try:
+        status = command(line)
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    assert message in capsys.readouterr().err
+    assert not Path("o.onnx").exists()
+
+
+def test_resume_anyway_is_resume(small, capsys):
+    line = "train net.onnx data.npz -o o.onnx --checkpoints kept --explain"
+    assert command(f"{line} --resume-anyway") == 0
+    assert 'resume="anyway"' in capsys.readouterr().out

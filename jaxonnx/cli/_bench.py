@@ -1,6 +1,7 @@
 """`jaxonnx bench`: the time that a user's own model takes."""
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -13,6 +14,7 @@ import optax
 from rich.table import Table
 
 from jaxonnx._graph.values import Value
+from jaxonnx._limits import machine
 from jaxonnx.cli._reading import Report, read
 from jaxonnx.cli._reading import inputs as given
 from jaxonnx.errors import Error, InputError, StaticError
@@ -90,6 +92,9 @@ def random_inputs(
                     f"dimension {axis} of input {value} is open: give --dim NAME=N, or --data"
                 )
             shape.append(size)
+        bytes_of_normal_numbers = 8 * math.prod(shape)
+        if bytes_of_normal_numbers > machine():
+            raise InputError(f"input {value} of shape {shape} does not fit into memory")
         real = jnp.issubdtype(value.dtype, jnp.floating)
         made.append(
             (random.standard_normal(shape) if real else np.zeros(shape)).astype(value.dtype)

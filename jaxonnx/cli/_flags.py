@@ -11,6 +11,7 @@ from jaxonnx.cli._kinds import (
     NEEDED,
     NUMBERS,
     PATH,
+    POSITIVE,
     REAL,
     SIZE,
     SWITCH,
@@ -70,7 +71,7 @@ _PICTURES = {
 }
 _EXAMPLES = [
     _MODEL,
-    Flag("examples", "like --data", {"type": Path, "nargs": "?", "metavar": "data"}),
+    Flag("examples", "like --data", {**PATH, "nargs": "?", "metavar": "data"}),
     Flag(
         "--data",
         "a .npz or .jsonl with the inputs by name (or one as 'x'), the targets (as 'y', or all "
@@ -310,8 +311,8 @@ VERBS: Mapping[str, Verb] = {
         {
             "": [
                 _MODEL,
-                Flag("pictures", "files that Pillow reads", {"type": Path, "nargs": "+"}),
-                Flag("--top", "classes to print", {**COUNT, "default": 5}),
+                Flag("pictures", "files that Pillow reads", {**PATH, "nargs": "+"}),
+                Flag("--top", "classes to print", {**POSITIVE, "default": 5}),
             ],
             **_PICTURES,
         },
@@ -334,7 +335,7 @@ VERBS: Mapping[str, Verb] = {
         {
             "": [
                 _MODEL,
-                Flag("--batch", "the first dimension of inputs that leave it open", COUNT),
+                Flag("--batch", "the first dimension of inputs that leave it open", POSITIVE),
                 Flag(
                     "--dim",
                     "NAME=N for any other dimension that is left open; repeatable",
@@ -342,7 +343,7 @@ VERBS: Mapping[str, Verb] = {
                 ),
                 Flag("--data", "a .npz with inputs to use instead of random ones", FILE),
                 Flag("--train", "the training step too", {**SWITCH, "default": True}),
-                Flag("--rounds", "measurements to take the median of", {**COUNT, "default": 11}),
+                Flag("--rounds", "measurements to take the median of", {**POSITIVE, "default": 11}),
             ],
             **_READING,
         },

@@ -25,6 +25,8 @@ def classify(
     if scores.ndim < 2 or scores[0].size != scores.shape[1] or scores.shape[1] < 2:
         raise InputError(f"the output {list(scores.shape)} is not one score for each class")
     row = scores[0].reshape(-1)
+    if not np.isfinite(row).all():
+        raise InputError("the scores of the network are not all finite numbers")
     if not (row.min() >= 0 and abs(row.sum() - 1) < 1e-2):  # else the network ends in a softmax
         row = np.asarray(jax.nn.softmax(row), np.float64)
     labels = prepare.labels or tuple(map(str, range(row.size)))

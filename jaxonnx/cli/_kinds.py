@@ -28,6 +28,21 @@ class Gather(argparse.Action):
         setattr(namespace, self.dest, [values] if before is self.default else [*before, values])
 
 
+def path(text: str) -> Path:
+    """Parse a path, which no null byte is in: a TOML file may have one."""
+    if "\0" in text:
+        raise ValueError("a null byte")
+    return Path(text)
+
+
+def positive(text: str) -> int:
+    """Parse an integer from 1 to what an array can have along one axis."""
+    number = int(text)
+    if not 0 < number < 2**31:
+        raise ValueError("not positive, or too large")
+    return number
+
+
 def numbers(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split(","))
 
@@ -42,7 +57,7 @@ def share(text: str) -> Path | float:
     try:
         return float(text)
     except ValueError:
-        return Path(text)
+        return path(text)
 
 
 def ratio(text: str) -> tuple[str, float]:
@@ -91,14 +106,15 @@ def axes(text: str) -> dict[str, int] | str:
 
 def dimension(text: str) -> tuple[str, int]:
     name, number = text.rsplit("=", 1)
-    return name, int(number)
+    return name, positive(number)
 
 
-PATH: Mapping[str, Any] = {"type": Path}
-FILE: Mapping[str, Any] = {"type": Path, "metavar": "FILE"}
-FOLDER: Mapping[str, Any] = {"type": Path, "metavar": "FOLDER"}
+PATH: Mapping[str, Any] = {"type": path}
+FILE: Mapping[str, Any] = {"type": path, "metavar": "FILE"}
+FOLDER: Mapping[str, Any] = {"type": path, "metavar": "FOLDER"}
 REAL: Mapping[str, Any] = {"type": float, "metavar": "X"}
 COUNT: Mapping[str, Any] = {"type": int, "metavar": "N"}
+POSITIVE: Mapping[str, Any] = {"type": positive, "metavar": "N"}
 NUMBERS: Mapping[str, Any] = {"type": numbers, "metavar": "X,..."}
 WIDTHS: Mapping[str, Any] = {"type": widths, "metavar": "N,..."}
 SIZE: Mapping[str, Any] = {"type": size, "metavar": "HxW"}

@@ -157,4 +157,7 @@ def class_names(labels: Path) -> tuple[str, ...]:
     """Return the lines of a file, or names that are joined by commas."""
     if "," in str(labels) and not labels.exists():
         return tuple(name.strip() for name in str(labels).split(","))
-    return tuple(labels.read_text("utf-8").splitlines())
+    try:
+        return tuple(labels.read_text("utf-8").splitlines())
+    except UnicodeDecodeError as error:
+        raise InputError(f"--labels {labels} is no text in UTF-8 ({error.reason})") from error

@@ -53,10 +53,13 @@ class Preparation:
     def check(self, layout: "Layout") -> None:
         """Raise an InputError if this does not fit the network."""
         for name, value in (("mean", self.mean), ("std", self.std)):
-            if len(value) not in (1, layout.channels) or (name == "std" and min(value) <= 0):
+            wrong = not np.isfinite(value).all() or (name == "std" and min(value) <= 0)
+            if len(value) not in (1, layout.channels) or wrong:
                 raise InputError(
                     f"{name} {value} does not fit a network that takes {layout.channels} channels"
                 )
+        if not np.isfinite(self.scale):
+            raise InputError(f"scale must be a finite number, and is {self.scale!r}")
         if self.order not in ("RGB", "BGR"):
             raise InputError(f"order must be 'RGB' or 'BGR', and is {self.order!r}")
         if not 0 < self.crop <= 1:
