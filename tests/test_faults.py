@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import jaxonnx
+import jaxonnx.sparse  # which compiles nothing, but would with what a test puts in place of jit
 from jaxonnx.train import step
 from jaxonnx.train._step import stays_finite
 from tests.tiny import LABELS, examples, mlp, same, train, weights
@@ -277,7 +278,8 @@ def test_the_reason_of_the_system_is_said():
         ({"validation": np.inf}, "validation=inf must be a share"),
         ({"validation": True}, "validation=True must be a share"),
         ({"seed": 2**70}, "seed must be an integer of at least 0, up to 9223372036854775807, and"),
-        ({"batch_size": 2**62}, "batch_size must be .* at most 2147483647"),
+        ({"batch_size": 2**62}, "batch_size=4611686018427387904: a batch of these .* of memory"),
+        ({"batch_size": 2**31 - 1}, "batch_size=2147483647: a batch of these examples takes .*GiB"),
         ({"sparsity": {"x": 1}}, "sparsity is a pattern like '2:4', or a dict .* not {'x': 1}"),
         ({"sparsity": 3}, "sparsity is a pattern like '2:4', or a dict .* not 3"),
         ({"checkpoint_dir": "a\0b"}, r"checkpoint_dir has a null byte: 'a\\x00b'"),
@@ -294,3 +296,32 @@ def test_arrays_of_another_byte_order_are_read():
     x, y = examples()
     result = train(data=(x.astype(">f4"), y.astype(">i8")))
     assert same(result, train(data=(x, y)))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory allocating 1099511627776 bytes"
+        ),
+        MemoryError("Unable to allocate 1.00 TiB for an array"),
+    ],
+    ids=["device", "host"],
+)
+def test_memory_that_is_not_enough_says_what_helps(error, tmp_path):
+    def data(epoch):
+        yield from batches()[:2]
+        raise error
+
+    message = "not enough for 1.00? TiB: a smaller batch_size, with accumulate= .* remat=True"
+    with pytest.raises(jaxonnx.TrainingError, match=f"{message}.*; resume=True goes on from"):
+        train(data=data, checkpoint_dir=tmp_path)
+
+
+def test_pixels_become_finite_numbers():
+    from jaxonnx.model._images import Layout, Preparation
+
+    where = Layout((2, 2), 1, "NCHW", np.dtype(np.float32))
+    for wrong in ({"scale": np.nan}, {"std": (np.nan,)}, {"mean": (np.inf,)}):
+        with pytest.raises(jaxonnx.InputError):
+            Preparation(**wrong).check(where)

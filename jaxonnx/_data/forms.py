@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxonnx import _untrusted
@@ -14,6 +15,7 @@ from jaxonnx._data.padded import Padded
 from jaxonnx._data.ragged import PLAIN, Padding
 from jaxonnx._data.weights import checked_weights, split_weights
 from jaxonnx._graph.values import Value
+from jaxonnx._limits import amount, machine
 from jaxonnx.errors import TrainingError
 
 
@@ -52,6 +54,7 @@ def examples_of(
         rows, size = np.arange(len(arrays[0])), size_of_batches(inputs, batch_size)
         if weights is not None:
             weights = checked_weights(weights, len(rows), what)
+        _check_batch(arrays, targets, size)
         columns = padding.sequences(arrays, targets, inputs, what, whole=True)
         if columns is not None:
             return Padded(None, None, size, seed, rows, columns, weights=weights)
@@ -123,6 +126,17 @@ def size_of_batches(inputs: Sequence[Value], wanted: int | None) -> int:
             "jaxonnx.load(path, batch='any') may open it"
         )
     return size
+
+
+def _check_batch(arrays: Any, targets: Any, size: Any) -> None:
+    """Refuse batches that this machine cannot hold."""
+    columns = [getattr(x, "values", x) for x in (*arrays, *jax.tree.leaves(targets))]
+    needed = size * sum(x.nbytes for x in columns) // len(arrays[0]) if isinstance(size, int) else 0
+    if needed > machine():
+        raise TrainingError(
+            f"batch_size={size}: a batch of these examples takes {amount(needed)} of memory, and "
+            f"this machine has {amount(machine())}; accumulate= makes one update of several batches"
+        )
 
 
 def check_size(examples: Examples | Stream, batch_size: int | None) -> None:

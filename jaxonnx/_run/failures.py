@@ -61,7 +61,7 @@ def _kind(value: Any) -> str:
 def translated(node: Node, arguments: Sequence[Any], error: Exception) -> NodeError:
     """Return the error of a node for one that NumPy or JAX raised inside its operator."""
     if exhausted(error):
-        return LimitError(message(node, arguments, f"memory is not enough{_asked(error)}"))
+        return LimitError(message(node, arguments, f"memory is not enough{asked(error)}"))
     if isinstance(error, RecursionError):
         return NodeError(
             f"{node.label}: what it calls is nested deeper than Python's recursion limit of "
@@ -135,7 +135,7 @@ def exhausted(error: Exception) -> bool:
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
-def _asked(error: Exception) -> str:
+def asked(error: Exception) -> str:
     """Return what was asked for, as messages of NumPy and XLA have it."""
     numbers = re.search(r"allocat\w* ([\d.]+) ?(bytes|[KMGTPE]i?B)", str(error))
     if numbers is None:
@@ -151,7 +151,7 @@ def out_of_memory(error: Exception, values: Mapping[str, Any]) -> LimitError:
     large = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
     listed = ", ".join(f"{name}: {_kind(arrays[name])}" for name in large)
     return LimitError(
-        f"memory of the device is not enough{_asked(error)}; weights and inputs take "
+        f"memory of the device is not enough{asked(error)}; weights and inputs take "
         f"{amount(sum(sizes.values()))} ({listed}). What helps: a smaller batch (model.predict has "
         "batch_size), weights in 16 bits, or a mesh of devices"
     )

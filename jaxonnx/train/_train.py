@@ -21,6 +21,7 @@ from jaxonnx.train._augmented import asked, augmented
 from jaxonnx.train._data import padding_of, sources
 from jaxonnx.train._head import completed, headed
 from jaxonnx.train._loop import run
+from jaxonnx.train._memory import fitting
 from jaxonnx.train._optimizers import optimizer as make_optimizer
 from jaxonnx.train._report import Run
 from jaxonnx.train._result import Result, changes
@@ -282,7 +283,7 @@ def train(
       InputError: names, expressions or `sharding` that do not fit the model or the mesh.
     """
     settings = Settings.of(locals())
-    with automatic(settings.mesh), Interrupt() as interrupt:
+    with automatic(settings.mesh), fitting(settings), Interrupt() as interrupt:
         net = headed(model if isinstance(model, Model) else load(model, mesh=mesh), settings)
         function, preprocess = asked(augment, preprocess, data)
         data, validation, net = pictured(data, validation, net, preprocess)
