@@ -1,11 +1,12 @@
-"""Meshes with explicit axes: functions for which XLA chooses the shardings inside."""
+"""Arrays on meshes: functions for which XLA chooses the shardings inside, and several processes."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 
 def on_auto_axes(function: Callable, specs: Callable[..., Any], *args: Any) -> Any:
@@ -37,6 +38,25 @@ def on_auto_axes(function: Callable, specs: Callable[..., Any], *args: Any) -> A
     with jax.sharding.use_abstract_mesh(auto):
         results = function(*jax.tree.map(enter, args))
     return jax.tree.map(leave, results, specs(results, *args))
+
+
+def put(x: Any, sharding: Sharding) -> jax.Array:
+    """Return an array with a sharding, of which a process may have a part.
+
+    It is whole in each process, and the same; or lies on the devices of all of them already.
+    """
+    lies_there = isinstance(x, jax.Array) and not x.is_fully_addressable
+    if sharding.is_fully_addressable or lies_there:
+        return jax.device_put(x, sharding)
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def to_host(x: Any) -> np.ndarray:
+    """Return an array in the host's memory; if processes have parts of it, all must ask."""
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        return multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x)
 
 
 def like(tree: Any) -> Any:

@@ -21,7 +21,7 @@ ORDER = (
 """The rooms and modules of the package, from the top: each imports only those after it."""
 
 ONLY = {
-    "_file": {"sparse", "_limits", "_untrusted", "_disk", "errors"},
+    "_file": {"sparse", "_mesh", "_limits", "_untrusted", "_disk", "errors"},
     "ops": {"registry", "lowering", "optim", "_axes", "_limits", "errors"},
     "_limits": {"_untrusted", "errors"},
     "registry": {"_axes"},

@@ -11,12 +11,17 @@ import json
 import os
 import warnings
 import zlib
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from jaxonnx._mesh import to_host
 from jaxonnx.errors import ModelError
 
 MODEL = "model.onnx"
@@ -105,14 +110,16 @@ def check_form(path: Path) -> None:
 
 
 def _read(orbax: Any, path: Path) -> Checkpoint:
-    def restored(handler: Any, item: str) -> Any:
+    def restored(handler: Any, item: str, **given: Any) -> Any:
         with orbax.Checkpointer(handler) as checkpointer:
-            return checkpointer.restore(path / item)
+            return checkpointer.restore(path / item, **given)
 
     about = unsealed(restored(orbax.JsonCheckpointHandler(), "about"))
-    leaves = [np.asarray(x) for x in restored(orbax.StandardCheckpointHandler(), "leaves")]
-    if [crc(x) for x in leaves] != about["crc"]:
-        raise ValueError("its numbers are not those that were written")
+    # in the host's memory, on however many devices they were
+    wanted = [orbax.RestoreArgs(restore_type=np.ndarray)] * len(about["crc"])
+    args = orbax.args.PyTreeRestore(restore_args=wanted)
+    leaves = [*map(np.asarray, restored(orbax.PyTreeCheckpointHandler(), "leaves", args=args))]
+    check(leaves, about["crc"])
     tensors, averaged = (
         {name: leaves[i] for name, i in about[kind].items()} for kind in ("tensors", "averaged")
     )
@@ -139,6 +146,35 @@ def unsealed(stored: dict[str, Any]) -> dict[str, Any]:
 def crc(x: np.ndarray) -> int:
     numbers: Any = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
     return zlib.crc32(numbers)
+
+
+def seal(x: np.ndarray | jax.Array) -> int | str:
+    """Return what tells later whether an array is the one that was written.
+
+    That is the CRC of one in the host's memory. One that devices share is summed up where it lies.
+    """
+    return crc(x) if isinstance(x, np.ndarray) else f"sum {_sum(x)}"
+
+
+def check(arrays: Sequence[np.ndarray | jax.Array], seals: Sequence[int | str]) -> None:
+    """Raise ValueError if arrays, wherever they lie, are not those that were sealed."""
+    for x, given in zip(arrays, seals, strict=True):
+        if given != (crc(to_host(x)) if isinstance(given, int) else f"sum {_sum(x)}"):
+            raise ValueError("its numbers are not those that were written")
+
+
+@jax.jit
+def _sum(x: Any) -> jax.Array:
+    """Return the sum of the bits of numbers, each times an odd number by its place, mod 2**32."""
+    kinds = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+    x = x.astype(jnp.uint8) if x.dtype == bool else x
+    bits = lax.bitcast_convert_type(x, kinds[x.dtype.itemsize])
+    bits = bits ^ (bits >> 32) if x.dtype.itemsize == 8 else bits
+    place, stride = jnp.uint32(0), 1
+    for axis in reversed(range(x.ndim)):
+        place += lax.broadcasted_iota(jnp.uint32, x.shape, axis) * np.uint32(stride % 2**32)
+        stride *= x.shape[axis]
+    return (bits.astype(jnp.uint32) * (2 * place + 1)).sum(dtype=jnp.uint32)
 
 
 def reason(error: BaseException) -> str:

@@ -19,6 +19,7 @@ from jaxonnx._file.tensors import same
 from jaxonnx._file.ties import shared, sources
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.roles import running_statistics, split
+from jaxonnx._mesh import put
 from jaxonnx._rewrite.dequantize import dequantized
 from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError
@@ -141,9 +142,9 @@ def _on_device(value: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
     while isinstance(base, np.ndarray):
         base = base.base
     # jnp.array copies twice; of a file's own bytes, which nobody changes, one copy is enough
-    if isinstance(base, bytes):
-        return jax.device_put(value, sharding)
-    return jnp.array(value) if sharding is None else jax.device_put(np.array(value), sharding)
+    if sharding is None:
+        return jax.device_put(value) if isinstance(base, bytes) else jnp.array(value)
+    return put(value if isinstance(base, bytes) else np.array(value), sharding)
 
 
 def _ties(

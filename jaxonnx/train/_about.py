@@ -22,7 +22,7 @@ class About(NamedTuple):
     settings: dict[str, Any]
     leaves: list[str]
     fixed: list[str]
-    crc: list[int]
+    crc: list[int | str]
 
     @classmethod
     def of(cls, told: dict[str, Any]) -> "About":

@@ -16,13 +16,24 @@ import numpy as np
 from jaxonnx._data.identity import difference
 from jaxonnx._disk import check_writable
 from jaxonnx._file import formats
-from jaxonnx._file.checkpoints import MODEL, UNREADABLE, check_form, reason, sealed, unsealed
-from jaxonnx._file.checkpoints import crc as _crc
+from jaxonnx._file.checkpoints import (
+    MODEL,
+    UNREADABLE,
+    check,
+    check_form,
+    crc,
+    reason,
+    seal,
+    sealed,
+    unsealed,
+)
+from jaxonnx._mesh import to_host
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model
 from jaxonnx.train._about import About, Position
 from jaxonnx.train._history import History
+from jaxonnx.train._processes import Together
 
 _KEPT = 3
 _UNWRITABLE = (OSError, RuntimeError, ValueError)
@@ -48,6 +59,7 @@ class Checkpoints:
         "data" the identity of the examples, None where it is not known.
       model: the model that is trained.
       fixed: arrays of it that the run does not change: they must be the same, too.
+      together: the processes of the run, of which each writes its part.
 
     Raises:
       TrainingError: the folder cannot be written, or holds a run and `resume` is false.
@@ -60,6 +72,7 @@ class Checkpoints:
         settings: dict[str, Any],
         model: Model,
         fixed: dict[str, jax.Array],
+        together: Together,
     ):
         # takes seconds to import
         from orbax import checkpoint as orbax
@@ -70,7 +83,8 @@ class Checkpoints:
         self._any_data = resume == "anyway"
         self.notes: list[str] = []
         """What `restore` took though it is not the same."""
-        self._fixed = [f"{name} {_crc(np.asarray(x))}" for name, x in fixed.items()]
+        self._together = together
+        self._fixed = [f"{name} {crc(to_host(x))}" for name, x in fixed.items()]
         self.folder = os.fspath(folder)
         path = Path(folder).absolute()
         try:
@@ -82,11 +96,15 @@ class Checkpoints:
             ) from error
         self._directory = path
         # Orbax reads the scores of all steps at once, and takes each step to be like all others
+        damaged = []
         for step in (entry for entry in path.iterdir() if entry.name.isdigit()):
             try:
                 check_form(step)
             except UNREADABLE as error:
-                self._set_aside(step.name, error)
+                damaged.append((step.name, error))
+        together.agree(not damaged)  # all have looked before one changes anything
+        for name, error in sorted(damaged, key=lambda one: one[0]):
+            self._set_aside(name, error)
 
         def of_metrics(metrics):
             return metrics["score"]
@@ -108,9 +126,10 @@ class Checkpoints:
                 "continue it, or another folder"
             )
         self._adapters = None if model.program.adaption is None else Adapters.of(model).about
-        if latest is None or not (path / MODEL).exists():
+        if not together.agree(latest is not None and (path / MODEL).exists()):
+            plain = together.gathered(model)
             try:
-                _write(model, path / MODEL)
+                _write(plain, path / MODEL, together.first)
             except OSError as error:
                 self._manager.close()
                 raise TrainingError(
@@ -156,7 +175,7 @@ class Checkpoints:
         Raises:
           NotWritten: this checkpoint or the one before it.
         """
-        leaves = [np.array(_data(x)) for x in jax.tree.leaves(tree)]
+        leaves = [_kept(_data(x)) for x in jax.tree.leaves(tree)]
         state, *_ = jax.tree.unflatten(jax.tree.structure(tree), range(len(leaves)))
         about = {
             "leaves": _leaves(tree),
@@ -167,7 +186,7 @@ class Checkpoints:
             "settings": self._settings,
             "position": list(at),
             "history": dataclasses.asdict(history),
-            "crc": [_crc(x) for x in leaves],
+            "crc": [seal(x) for x in leaves],
         }
         args, text = self._orbax.args, sealed(about)
         try:
@@ -222,15 +241,15 @@ class Checkpoints:
         found = self._manager.restore(step, args=args.Composite(about=args.JsonRestore()))["about"]
         return About.of(unsealed(found))
 
-    def _arrays(self, step: int, tree: Any, crc: list[int]) -> Any:
+    def _arrays(self, step: int, tree: Any, seals: list[int | str]) -> Any:
         args = self._orbax.args
         leaves, structure = jax.tree.flatten(tree)
         like = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_spread(x)) for x in map(_data, leaves)
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_spread(x, given))
+            for x, given in zip(map(_data, leaves), seals, strict=True)
         ]
         found = self._manager.restore(step, args=args.Composite(leaves=args.StandardRestore(like)))
-        if [_crc(np.asarray(x)) for x in found["leaves"]] != crc:
-            raise ValueError("its numbers are not those that were written")
+        check(found["leaves"], seals)
         return jax.tree.unflatten(structure, map(_like, found["leaves"], leaves))
 
     def _compare(self, about: About, tree: Any) -> None:
@@ -272,7 +291,9 @@ class Checkpoints:
         """Rename a checkpoint that cannot be read, because its number will be used again."""
         names = (f"unreadable.{step}" + ("" if n == 1 else f".{n}") for n in count(1))
         aside = next(path for path in map(self._directory.joinpath, names) if not path.exists())
-        os.rename(self._directory / str(step), aside)
+        if self._together.first:
+            os.rename(self._directory / str(step), aside)
+        self._together.agree(True)
         warnings.warn(
             f"the checkpoint of step {step} in '{self.folder}' cannot be read ({reason(error)}), "
             f"and is called {aside.name} now; the one before it is taken",
@@ -290,9 +311,21 @@ def _data(x: jax.Array) -> jax.Array:
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
-def _spread(x: jax.Array) -> jax.sharding.Sharding | None:
-    """Return where the parts of an array lie, if it has several."""
-    return x.sharding if len(x.sharding.device_set) > 1 else None
+def _kept(x: jax.Array) -> Any:
+    """Return an array that the next steps cannot reuse.
+
+    One that devices share stays where it is: each process writes its parts. Orbax takes these to
+    the host before anything goes on, but on CPU, where they are there already.
+    """
+    if x.is_fully_replicated:
+        return np.array(x)
+    return jnp.copy(x) if next(iter(x.sharding.device_set)).platform == "cpu" else x
+
+
+def _spread(x: jax.Array, given: int | str) -> jax.sharding.Sharding | None:
+    """Return where the parts of an array lie, if it has several or had when it was sealed."""
+    several = len(x.sharding.device_set) > 1 or isinstance(given, str)
+    return x.sharding if several else None
 
 
 def _like(data: jax.Array, x: jax.Array) -> jax.Array:
@@ -301,8 +334,10 @@ def _like(data: jax.Array, x: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
 
 
-def _write(model: Model, path: Path) -> None:
+def _write(model: Model, path: Path, first: bool) -> None:
     """Write a model without its adapters; its sparse weights may be dense as yet."""
+    if not first:
+        return
     plain = dataclasses.replace(model, program=dataclasses.replace(model.program, adaption=None))
 
     def graph() -> Any:

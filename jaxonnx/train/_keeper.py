@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from jaxonnx.errors import TrainingError
 from jaxonnx.model._words import counted
 from jaxonnx.train._about import Position
 from jaxonnx.train._checkpoint import Checkpoints, NotWritten
@@ -25,6 +26,7 @@ class Keeper:
     Args:
       settings: `checkpoint_every` and `nan`.
       state: what the run starts from.
+      several: whether several processes make the run: what happens in one must not end it there.
     """
 
     def __init__(
@@ -35,8 +37,10 @@ class Keeper:
         step: Step,
         state: State,
         interrupt: Interrupt,
+        several: bool = False,
     ):
         self._step = step
+        self._several = several
         self._checkpoints = checkpoints
         self._every = settings.checkpoint_every
         self._record = record
@@ -143,7 +147,10 @@ class Keeper:
         Args:
           end: a KeyboardInterrupt where data or a hook were interrupted.
         """
-        if isinstance(end, KeyboardInterrupt) or self._interrupt.at_once:
+        if self._several and isinstance(end, KeyboardInterrupt):
+            raise end  # this process alone cannot end the run
+        at_once = self._interrupt.at_once and not self._several
+        if isinstance(end, KeyboardInterrupt) or at_once:
             if any(x.is_deleted() for x in jax.tree.leaves(state)):
                 raise end  # a handler of the program's own has interrupted a step
             return state, Stop("interrupted at once", int(state.count))
@@ -163,6 +170,7 @@ class Keeper:
         """Where the last checkpoint is, in words to add; none if there are no checkpoints."""
         return "" if self._checkpoints is None else f"; {self._checkpoints.where}"
 
-    def _lost(self, error: NotWritten) -> Stop:
+    def _lost(self, error: NotWritten) -> Exception:
         done = self._record.step
-        return Stop(f"a checkpoint could not be written at step {done} ({error})", done)
+        text = f"a checkpoint could not be written at step {done} ({error})"
+        return TrainingError(text) if self._several else Stop(text, done)

@@ -22,6 +22,7 @@ from jaxonnx.train._checkpoint import Checkpoints
 from jaxonnx.train._history import History
 from jaxonnx.train._keeper import Keeper
 from jaxonnx.train._optimizers import rate_of
+from jaxonnx.train._processes import Together
 from jaxonnx.train._progress import Bar
 from jaxonnx.train._record import Record
 from jaxonnx.train._settings import Settings
@@ -36,19 +37,25 @@ _LATE = 8
 
 
 def run(
-    step: Step, examples: Data, held_out: Data | None, settings: Settings, interrupt: Interrupt
+    step: Step,
+    examples: Data,
+    held_out: Data | None,
+    settings: Settings,
+    interrupt: Interrupt,
+    together: Together,
 ) -> tuple[Model, History]:
     """Run the epochs; return the model with the weights that they give, and what happened."""
     watched = Monitor(settings.monitor, step.columns(held_out is not None), settings.patience)
-    update = jax.jit(_with_rate(step), donate_argnums=0)
-    epochs = settings.epochs
+    update = jax.jit(_told(step, together), donate_argnums=0)
+    epochs, shared = settings.epochs, _comes_in_shares(examples)
     state, at = step.init(), Position()
     history, phase = History(), sparse_numbers(state.optimizer).get("phase")
     best = None if settings.patience is None else copy((step.view(state), state.state))
     with ExitStack() as stack:
         checkpoints = None
         if settings.checkpoint_dir is not None:
-            checkpoints = stack.enter_context(_checkpoints(step, state, examples, settings))
+            checkpoints = _checkpoints(step, state, examples, settings, together)
+            stack.enter_context(checkpoints)
             at, (state, best), history = checkpoints.restore((step.to_file(state), best))
             state = step.from_file(state)
         if not history.epochs:
@@ -63,12 +70,12 @@ def run(
             sums = step.sums(first, shapes)
             validate = _Validation(step, held_out, checks, sums, interrupt)
 
-        bar = stack.enter_context(
-            Bar(settings.progress, epochs, examples.steps, len(history.losses))
-        )
-        record = Record(history, settings.hooks, bar, interrupt, skip=settings.nan == "skip")
+        progress, hooks = (settings.progress, settings.hooks) if together.first else (False, ())
+        bar = stack.enter_context(Bar(progress, epochs, examples.steps, len(history.losses)))
+        skip, several = settings.nan == "skip", together.several
+        record = Record(history, hooks, bar, interrupt, skip, several)
         stack.callback(record.close)
-        keeper = Keeper(checkpoints, settings, record, step, state, interrupt)
+        keeper = Keeper(checkpoints, settings, record, step, state, interrupt, several)
         interrupt.begin()
         try:
             watched.see(history.epochs)
@@ -80,11 +87,14 @@ def run(
                         state = keeper.keep(at, state, best)
                     if _comes_unchecked(examples):
                         checks(batch, f"a batch of epoch {epoch + 1}")
-                    state, seen = update(state, step.put(batch), step.frozen)
+                    together.step(epoch, at.batch)
+                    batch, wish = step.put(batch, shared), together.wish(interrupt.presses > 0)
+                    state, seen = update(state, batch, step.frozen, wish)
                     at = at._replace(batch=at.batch + 1)
                     if not record.add(seen):
                         state = keeper.settle(state)
-                    interrupt.check()
+                    interrupt.check(record.asked)
+                together.close_epoch(epoch, at.batch)
                 state = keeper.settle(state)
                 checks.catch_up()
                 row: dict[str, Any] = {"epoch": epoch + 1, "step": record.step}
@@ -102,7 +112,7 @@ def run(
                 if keeper.due_after_epoch(improved, epoch + 1 == epochs):
                     state = keeper.keep(at, state, best, watched.score(row))
                 watched.check(history.epochs)
-                interrupt.check()
+                interrupt.check(record.asked)
                 if epoch + 1 < epochs:
                     batches = examples.batches(epoch + 1)
             keeper.finish(state)
@@ -117,25 +127,31 @@ def run(
     return step.trained(step.view(state), state.state), history
 
 
-def _with_rate(step: Step) -> Callable[..., tuple[State, jax.Array]]:
-    """Return the update of a step that reports the learning rate, too, where there is one."""
+def _told(step: Step, together: Together) -> Callable[..., tuple[State, jax.Array]]:
+    """Return the update of a step that reports more, where there is more.
 
-    def update(state: State, batch: Batch, frozen: Any) -> tuple[State, jax.Array]:
+    That is the learning rate, and a wish to stop of any of several processes.
+    """
+
+    def update(state: State, batch: Batch, frozen: Any, wish: Any) -> tuple[State, jax.Array]:
         state, seen = step.update(state, batch, frozen)
         rate = rate_of(state.optimizer)
-        return state, seen if rate is None else jnp.append(seen, rate.astype(seen.dtype))
+        seen = seen if rate is None else jnp.append(seen, rate.astype(seen.dtype))
+        return state, together.heard(seen, wish)
 
     return update
 
 
-def _checkpoints(step: Step, state: State, examples: Data, settings: Settings) -> Checkpoints:
+def _checkpoints(
+    step: Step, state: State, examples: Data, settings: Settings, together: Together
+) -> Checkpoints:
     """Open the folder of a run, whose tensors that no step changes are compared, not stored."""
     assert settings.checkpoint_dir is not None
     same = {**settings.continued, "batch_size": getattr(examples, "size", None)}
     same |= {"preprocess": getattr(examples, "continued", None), "data": examples.identity}
     tensors = {**step.model.params, **step.model.state}
     fixed = {n: x for n, x in tensors.items() if n not in state.params and n not in state.state}
-    return Checkpoints(settings.checkpoint_dir, settings.resume, same, step.model, fixed)
+    return Checkpoints(settings.checkpoint_dir, settings.resume, same, step.model, fixed, together)
 
 
 def _opened(examples: Data, at: Position, epochs: int) -> tuple[Any, Batch]:
@@ -203,6 +219,11 @@ def _check_whole(
                 checks(_with_all_weights(next(data.batches(0)), data), what)
 
 
+def _comes_in_shares(data: Data) -> bool:
+    """Return whether each of several processes has a share of each batch, not all of it."""
+    return isinstance(data.source if isinstance(data, Augmented) else data, Stream)
+
+
 def _comes_unchecked(data: Data) -> bool:
     """Return whether `_check_whole` has not seen all labels."""
     return data.targets is None and not isinstance(data, Padded)
@@ -232,7 +253,8 @@ class _Validation:
         for batch in self._interrupt.among(self._held_out.batches(epoch)):
             if _comes_unchecked(self._held_out):
                 self._checks(batch, "a batch of validation")
-            sums = self._evaluate(sums, state, self._step.put(batch), self._step.frozen)
+            batch = self._step.put(batch, _comes_in_shares(self._held_out))
+            sums = self._evaluate(sums, state, batch, self._step.frozen)
         return self._step.row(sums)
 
 

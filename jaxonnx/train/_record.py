@@ -28,6 +28,7 @@ class Record:
       history: what happened before, which is continued.
       hooks: called with the number of a step and its metrics.
       skip: whether steps that are not finite are passed over.
+      wishes: whether the last number of a step is not zero if a process wants to stop.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Record:
         bar: Bar,
         interrupt: Interrupt,
         skip: bool = False,
+        wishes: bool = False,
     ):
         self.history = history
         self.trouble: str | None = None
@@ -44,6 +46,8 @@ class Record:
         self._hooks = hooks
         self._interrupt = interrupt
         self._bar = bar
+        self.asked: bool | None = False if wishes else None
+        """Whether a process wanted to stop before one of the steps that were read."""
         self._skip = skip
         self._skipped = 0
         self._pending: deque[jax.Array] = deque()
@@ -102,6 +106,8 @@ class Record:
             jax.block_until_ready(self._pending[-1 - keep])
         while len(self._pending) > keep and self.trouble is None:
             value, finite, *rate = np.asarray(self._pending.popleft()).tolist()
+            if self.asked is not None:
+                self.asked = self.asked or bool(rate.pop())
             self.history.losses.append(value)
             self.history.rates += rate
             self._tell(dict(zip(("loss", "rate"), (value, *rate), strict=False)))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxonnx._mesh import to_host
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model
 from jaxonnx.model._words import counted
@@ -54,7 +55,7 @@ class Result:
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
     """Return how much each tensor changed, relative to what it was."""
-    return {name: _change(np.asarray(before[name]), np.asarray(x)) for name, x in after.items()}
+    return {name: _change(to_host(before[name]), to_host(x)) for name, x in after.items()}
 
 
 def _change(before: np.ndarray, after: np.ndarray) -> float:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxonnx._data.batches import Batch
+from jaxonnx._mesh import put
 from jaxonnx.errors import TrainingError
 from jaxonnx.lowering._order import KernelFirst, kernel_first
 from jaxonnx.model import Model
@@ -58,8 +61,14 @@ class OnMesh(Step):
         with self._propagating():
             return jax.jit(self._step.init, out_shardings=self._state)(self._put({**params}))
 
-    def put(self, batch: Batch) -> Batch:
-        return jax.device_put(batch, self._rows)
+    def put(self, batch: Batch, shared: bool = False) -> Batch:
+        if self._rows.is_fully_addressable:
+            return jax.device_put(batch, self._rows)
+        if not shared:
+            self._check_size(batch)
+            return jax.tree.map(lambda x: put(x, self._rows), batch)
+        own = partial(jax.make_array_from_process_local_data, self._rows)
+        return jax.tree.map(lambda x: own(np.asarray(x)), batch)
 
     def update(self, state: State, batch: Any, frozen: Any = None) -> tuple[State, jax.Array]:
         with self._propagating():
@@ -78,14 +87,15 @@ class OnMesh(Step):
 
     def check(self, batch: Any) -> Any:
         batch = as_batch(batch, self.model)
-        self._check_size(batch)
+        if self._rows.is_fully_addressable:  # else it may be the share of a process
+            self._check_size(batch)
         return self._step.check(batch)
 
     def check_labels(self, targets: Any, shapes: Any, what: str, classes: Any = None) -> None:
         self._step.check_labels(targets, shapes, what, classes)
 
     def sums(self, batch: Any, shapes: Any = None) -> Any:
-        return self._step.sums(batch, shapes)
+        return jax.tree.map(lambda x: put(x, self._whole), self._step.sums(batch, shapes))
 
     def row(self, sums: Any) -> dict[str, float]:
         return self._step.row(sums)
@@ -115,18 +125,16 @@ class OnMesh(Step):
     def _put(self, tensors: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Return tensors in the order of the file where they belong."""
         return {
-            name: jax.device_put(
-                x, self._laid[name].sharding if name in self._laid else self._whole
-            )
+            name: put(x, self._laid[name].sharding if name in self._laid else self._whole)
             for name, x in tensors.items()
         }
 
     def _frozen(self, name: str, x: Any) -> Any:
         laid = self._laid[name]
         if not isinstance(x, KernelFirst):
-            return jax.device_put(x, laid.sharding)
+            return put(x, laid.sharding)
         axes: Any = kernel_first(laid.shape)
-        return KernelFirst(jax.device_put(x.value, laid.transpose(axes).sharding))
+        return KernelFirst(put(x.value, laid.transpose(axes).sharding))
 
     def _or_own(self, frozen: Any) -> Any:
         return self.frozen if frozen is None else frozen

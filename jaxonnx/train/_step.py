@@ -135,8 +135,12 @@ class Step(ABC):
         """What `init` starts from by default, in the order of the file."""
         return self.model.params
 
-    def put(self, batch: Batch) -> Batch:
-        """Return a batch with its arrays on the devices that share it, where there are several."""
+    def put(self, batch: Batch, shared: bool = False) -> Batch:
+        """Return a batch with its arrays on the devices that share it, where there are several.
+
+        Args:
+          shared: each process has a share of the batch, instead of all of it.
+        """
         return batch
 
     def to_file(self, state: State) -> State:

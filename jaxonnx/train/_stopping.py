@@ -84,9 +84,9 @@ class Interrupt:
         """Take what comes as a wish from now on: there is something to lose."""
         self._begun = True
 
-    def check(self) -> None:
-        """Raise `Interrupted` if it was asked for."""
-        if self.presses:
+    def check(self, agreed: bool | None = None) -> None:
+        """Raise `Interrupted` if it was asked for; `agreed` says so of any of several processes."""
+        if self.presses if agreed is None else agreed:
             raise Interrupted("interrupted")
 
     def among(self, items: Iterable[T]) -> Iterator[T]:

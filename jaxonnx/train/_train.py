@@ -23,6 +23,7 @@ from jaxonnx.train._head import completed, headed
 from jaxonnx.train._loop import run
 from jaxonnx.train._memory import fitting
 from jaxonnx.train._optimizers import optimizer as make_optimizer
+from jaxonnx.train._processes import Together
 from jaxonnx.train._report import Run
 from jaxonnx.train._result import Result, changes
 from jaxonnx.train._settings import Hook, Optimizer, Settings
@@ -283,7 +284,12 @@ def train(
       InputError: names, expressions or `sharding` that do not fit the model or the mesh.
     """
     settings = Settings.of(locals())
-    with automatic(settings.mesh), fitting(settings), Interrupt() as interrupt:
+    with (
+        Together(settings.mesh) as together,
+        automatic(settings.mesh),
+        fitting(settings),
+        Interrupt() as interrupt,
+    ):
         net = headed(model if isinstance(model, Model) else load(model, mesh=mesh), settings)
         function, preprocess = asked(augment, preprocess, data)
         data, validation, net = pictured(data, validation, net, preprocess)
@@ -295,7 +301,8 @@ def train(
         if metrics is not None and held_out is None:
             raise TrainingError("metrics are computed on validation data: pass validation= as well")
         one = assembled(net, settings, epochs, examples.steps)
-        trained, history = run(one, examples, held_out, settings, interrupt)
+        trained, history = run(one, examples, held_out, settings, interrupt, together)
+        trained = together.gathered(trained)
         history.notes += notes(data, validation)
         if isinstance(data, Folder):
             data.settings.kept.release()  # the result refers to what is held out
