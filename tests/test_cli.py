@@ -420,6 +420,10 @@ def test_meshes(small, capsys):
     assert "there is none: pass mesh='all'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         command(f"{line} --mesh 4x2")
+    assert command(f"{line} --distributed host:1234,2,0 --explain") == 0
+    explained = capsys.readouterr().out
+    assert "jax.distributed.initialize('host:1234', 2, 0)" in explained
+    assert 'mesh="all"' in explained
 
 
 def test_what_explain_cannot_say(small, capsys):

@@ -20,6 +20,7 @@ from jaxonnx.cli._kinds import (
     Verb,
     axes,
     class_weight,
+    cluster,
     counted,
     dimension,
     fill,
@@ -182,6 +183,12 @@ _DEVICES = [
         "of the weights: data (all of them on each device), fsdp (large ones split over all), "
         "tensor (pairs of matrix products split over the axis 'model')",
         {"choices": AUTOMATIC, "metavar": "NAME"},
+    ),
+    Flag(
+        "--distributed",
+        "one of several processes that run this command, each with devices of the mesh, which are "
+        "all if --mesh does not say; SLURM, Open MPI, Kubernetes and TPU pods are found",
+        {"type": cluster, "nargs": "?", "const": "auto", "metavar": "HOST:PORT,COUNT,INDEX"},
     ),
 ]
 _LORA = [

@@ -104,6 +104,14 @@ def axes(text: str) -> dict[str, int] | str:
     return {name: int(size) for name, size in pairs}
 
 
+def cluster(text: str) -> tuple[str, int, int] | str:
+    """Parse HOST:PORT,COUNT,INDEX, or auto."""
+    if text == "auto":
+        return text
+    address, count, index = text.split(",")
+    return address, int(count), int(index)
+
+
 def dimension(text: str) -> tuple[str, int]:
     name, number = text.rsplit("=", 1)
     return name, positive(number)

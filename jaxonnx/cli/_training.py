@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxonnx import loggers, sparse
@@ -41,6 +42,7 @@ _RATES = ("rate", "schedule", "warmup", "clip", "weight_decay")
 def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None) -> Report:
     from jaxonnx.train import train
 
+    first = _connected(options)
     model = reading.read(options)
     check_writable(options.output)
     _check_report(options.report)
@@ -53,9 +55,14 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
     if isinstance(options.validation, Path):
         settings["validation"], _ = reading.data(options.validation, model, options)
     progress = False if options.json else None
+    if not first:  # the files are those of one process
+        settings.pop("on_log", None)
     made = {name: explain.made(value) for name, value in settings.items()}
     result = train(model, data, progress=progress, **made)
-    trained = result.model
+    history, trained = result.history, result.model
+    stopped = bool(history.stopped) and not history.early
+    if not first:
+        return Report({}, None, stopped)
     if recorded:
         trained = images.with_preparation(trained, reading.preparation(trained, options))
     _save(trained, options.output)
@@ -64,15 +71,32 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
     if options.report is not None:
         said = {n: x for n, x in vars(options).items() if x not in (None, False, [])}
         replace(result, model=trained).report(options.report, said)
-    history, written = result.history, _written(options)
+    written = _written(options)
     about = {"output": options.output, "written": written}
     about |= {"history": asdict(history), "changes": result.changes}
-    stopped = bool(history.stopped) and not history.early
     report = Report(about, str(result), stopped, written)
     if trained.sparsity is None or report.status:
         return report
     padding = padding_of(settings.get("pad"), options.length_buckets, settings.get("loss"))
     return _with_proof(report, trained, data, padding)
+
+
+def _connected(options: argparse.Namespace) -> bool:
+    """Connect the processes that run this command; return whether this one reports."""
+    if options.distributed is None:
+        return True
+    options.mesh = options.mesh or "all"
+    if options.explain:
+        return True
+    where = () if options.distributed == "auto" else options.distributed
+    try:
+        jax.distributed.initialize(*where)
+    except (ValueError, RuntimeError) as error:
+        raise InputError(
+            f"--distributed: {error} (without HOST:PORT,COUNT,INDEX it needs SLURM, Open MPI, "
+            "Kubernetes or a TPU pod)"
+        ) from error
+    return jax.process_index() == 0
 
 
 def _check_report(path: Path | None) -> None:
@@ -155,12 +179,16 @@ def _explained(
     if "validation" in settings:
         settings = {**settings, "validation": explain.Name("validation")}
     lines += explain.training(settings)
+    if options.distributed is not None:
+        where = () if options.distributed == "auto" else options.distributed
+        lines.insert(0, f"jax.distributed.initialize({', '.join(map(repr, where))})")
+        lines.append("# in process 0 alone:")
     lines.append(f"result.model.save({explain.source(options.output)})")
     if "lora" in settings and options.adapters is not None:
         lines.append(f"result.lora.save({explain.source(options.adapters)})")
     if options.report is not None:
         lines.append(f"result.report({explain.source(options.report)})")
-    uses = {"jax": "jax.make_mesh", "numpy as np": "np."}
+    uses = {"jax": "jax.", "numpy as np": "np."}
     first = "".join(f"import {x}\n" for x, y in uses.items() if any(y in line for line in lines))
     return "\n".join([f"{first}import jaxonnx\n", *lines, "print(result)"])
 
