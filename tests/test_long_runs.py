@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import jaxonnx
-from jaxonnx.train import _checkpoint as checkpoint
+from jaxonnx._file import checkpoints
 from tests.tiny import examples, mlp, same, train, weights
 
 
@@ -96,9 +96,9 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, where):
 
 def test_numbers_that_changed_on_disk_are_noticed(tmp_path, monkeypatch):
     train(epochs=2, checkpoint_dir=tmp_path)
-    crc = checkpoint._crc
+    crc = checkpoints.crc
     reads = itertools.count()
-    monkeypatch.setattr(checkpoint, "_crc", lambda x: crc(x) + (next(reads) == 0))
+    monkeypatch.setattr(checkpoints, "crc", lambda x: crc(x) + (next(reads) == 0))
     with pytest.warns(UserWarning, match="not those that were written"):
         rest = train(epochs=3, checkpoint_dir=tmp_path, resume=True)
     assert same(train(epochs=3), rest)
