@@ -1,6 +1,7 @@
 """Checkpoints of a run through Orbax: all that the rest of the run depends on."""
 
 import dataclasses
+import logging
 import math
 import os
 import warnings
@@ -35,6 +36,7 @@ from jaxonnx.train._about import About, Position
 from jaxonnx.train._history import History
 from jaxonnx.train._processes import Together
 
+_LOGGER = logging.getLogger("absl")
 _KEPT = 3
 _UNWRITABLE = (OSError, RuntimeError, ValueError)
 """What Orbax raises when it cannot write; errors of the system come as ValueError, too."""
@@ -228,6 +230,7 @@ class Checkpoints:
         )
 
     def __enter__(self) -> "Checkpoints":
+        _LOGGER.addFilter(_is_news)
         return self
 
     def __exit__(self, *_) -> None:
@@ -235,6 +238,8 @@ class Checkpoints:
             self._manager.close()
         except _UNWRITABLE as error:  # an error of the run may have come before it was said
             warnings.warn(f"a checkpoint was not written ({reason(error)})", stacklevel=2)
+        finally:
+            _LOGGER.removeFilter(_is_news)
 
     def _about(self, step: int) -> About:
         args = self._orbax.args
@@ -299,6 +304,11 @@ class Checkpoints:
             f"and is called {aside.name} now; the one before it is taken",
             stacklevel=2,
         )
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Drop tracebacks that Orbax logs of what it raises as well, and what is said in a line."""
+    return record.levelno < logging.ERROR or "orbax" not in record.pathname
 
 
 def _leaves(tree: Any) -> list[str]:
