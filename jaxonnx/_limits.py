@@ -12,9 +12,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -40,8 +39,7 @@ class OutOfTime(LimitError):
     """Raised when loops on known values take too long."""
 
 
-@dataclass(frozen=True)
-class Budget:
+class Budget(NamedTuple):
     """What an evaluation may take."""
 
     value: int
@@ -85,20 +83,26 @@ def inspecting() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def folding() -> Iterator[None]:
+class folding:
     """Hold the evaluation of a node on known values to little memory and time."""
-    outer = _current()
-    value, host = min(outer.value, FOLDED), min(outer.host, FOLDED)
-    with _using(Budget(value, host, min(outer.deadline, time.monotonic() + SECONDS))):
-        yield
+
+    # not a generator: every folded node enters one
+    def __enter__(self) -> None:
+        outer = _current()
+        deadline = min(outer.deadline, time.monotonic() + SECONDS)
+        self.token = _BUDGET.set(
+            Budget(min(outer.value, FOLDED), min(outer.host, FOLDED), deadline)
+        )
+
+    def __exit__(self, *_: object) -> None:
+        _BUDGET.reset(self.token)
 
 
 @contextmanager
 def patience() -> Iterator[None]:
     """Hold a loop over known values to `PATIENCE`."""
     outer = _current()
-    with _using(replace(outer, deadline=min(outer.deadline, time.monotonic() + PATIENCE))):
+    with _using(outer._replace(deadline=min(outer.deadline, time.monotonic() + PATIENCE))):
         yield
 
 
@@ -135,11 +139,14 @@ def room(shape: Sequence[Any], dtype: Any = np.uint8, *, host: bool = False) -> 
 
 def check(values: Sequence[Any]) -> None:
     """Raise a LimitError if the shape of a value is above the limit; NumPy arrays are there."""
+    limit = value_limit()
     for value in values:
         if isinstance(value, list):
             check(value)
-        elif hasattr(value, "shape") and not isinstance(value, np.ndarray):
-            room(value.shape, value.dtype)
+        elif not isinstance(value, np.ndarray) and hasattr(value, "shape"):
+            size = math.prod(value.shape)
+            if isinstance(size, int) and size * value.dtype.itemsize > limit:
+                room(value.shape, value.dtype)
 
 
 def may_exceed(arguments: Sequence[Any], limit: int) -> bool:
@@ -149,11 +156,8 @@ def may_exceed(arguments: Sequence[Any], limit: int) -> bool:
     """
     size = 8
     for value in arguments:
-        for n in getattr(value, "shape", ()):
-            if not isinstance(n, int):
-                return False
-            size *= n or 1
-    return size > limit
+        size *= math.prod(getattr(value, "shape", ())) or 1
+    return isinstance(size, int) and size > limit
 
 
 def value_limit() -> int:

@@ -174,8 +174,7 @@ def _viewed(view: View, node: Node, others: Sequence[Any]) -> View:
         return unknown
     # Reshape, Flatten, Squeeze, Unsqueeze: followed where only axes of length one come and go
     try:
-        blank = np.broadcast_to(np.int8(0), before)  # which takes no memory
-        after = node.op.function(blank, *others, **node.attributes).shape
+        after = node.op.function(np.zeros(before, np.int8), *others, **node.attributes).shape
     except (
         Error,
         ValueError,
@@ -199,8 +198,7 @@ def _sliced(view: View, node: Node, others: Sequence[Any]) -> View:
     if view.axes is not None and all(isinstance(value, np.ndarray) for value in others):
         counts = {"outputs": len(node.outputs)} if node.op.name == "Split" else {}
         try:
-            blank = np.broadcast_to(np.int8(0), shape)
-            y = node.op.function(blank, *others, **node.attributes, **counts)
+            y = node.op.function(np.zeros(shape, np.int8), *others, **node.attributes, **counts)
             shape = y[0].shape if isinstance(y, tuple) else y.shape
         except (
             Error,
