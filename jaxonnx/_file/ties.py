@@ -22,7 +22,8 @@ _FEW = 2
 def renamed(graph: GraphProto) -> Iterator[tuple[str, str]]:
     """Yield the result and the input of every Identity node, in the order of the graph."""
     for node in all_nodes(graph):
-        if node.op_type == "Identity" and node.domain in ("", "ai.onnx") and node.input:
+        is_identity = node.op_type == "Identity" and node.domain in ("", "ai.onnx")
+        if is_identity and node.input and node.output:
             yield node.output[0], node.input[0]
 
 

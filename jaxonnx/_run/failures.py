@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import onnx
 from jax.extend.core import InconclusiveDimensionOperation
@@ -22,6 +23,8 @@ FOREIGN = (
     *(RuntimeError, InconclusiveDimensionOperation, MLIRError),
 )
 """What NumPy and JAX raise inside an operator, JaxRuntimeError and RecursionError among it."""
+
+_SIX_BITS = {np.dtype(ml_dtypes.float6_e2m3fn), np.dtype(ml_dtypes.float6_e3m2fn)}
 
 _INTERNAL = re.compile(
     r"\blax\b|jnp|jax\.|jaxlib|mlir|loc\(|static extent|tuple index|unpack|itera(tor|ble)|"
@@ -74,6 +77,16 @@ def translated(node: Node, arguments: Sequence[Any], error: Exception) -> NodeEr
         listed = ", ".join(f"{k}={_short(v)}" for k, v in node.attributes.items())
         text = f"{node.op.name} does not take these inputs" + (f" with {listed}" if listed else "")
     return NodeError(message(node, arguments, text))
+
+
+def check_types(node: Node, arguments: Sequence[Any]) -> None:
+    """Raise a NodeError for types of six bits that the specification does not allow.
+
+    XLA ends the process at a constant of these types.
+    """
+    narrow = any(getattr(value, "dtype", None) in _SIX_BITS for value in arguments)
+    if narrow and (clashes := "; ".join(_clashes(node, arguments))):
+        raise NodeError(clashes)
 
 
 def _short(value: Any) -> str:

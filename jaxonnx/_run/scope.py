@@ -107,6 +107,7 @@ class Scope:
             arguments[i] = value if i in node.op.through else _exact(value)
         arguments = channels.choose(node.op, arguments)
         try:
+            failures.check_types(node, arguments)
             results = self._results(node, arguments)
         except Error as error:
             if error.node is None:

@@ -29,6 +29,18 @@ MODELS: dict[str, tuple[str, int, str]] = {
             y, i = TopK(x, k)
         }""",
     ),
+    "a float6 for an operator that does not take it (XLA aborts)": (
+        "compare",
+        0,
+        """<ir_version: 13, opset_import: ["": 13]> g (float6e2m3[3, 4] x) => (y) {
+            y = Hardmax(x)
+        }""",
+    ),
+    "an Identity without outputs": (
+        "trace",
+        0,
+        "c-rIOvhwEQ<zg&X;_ysK%`3?)spR70Vypm)2r*VFF*~ND2r;H>334zAFgh`odvP!@G}tpRFgQf<162ueadB`k3bAl8aWEw@b1_yrv2Za6hynnNK@9`",
+    ),
 }
 
 FILES: dict[str, tuple[str, dict[str, str]]] = {

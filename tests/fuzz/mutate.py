@@ -232,6 +232,8 @@ def _attribute(model: ModelProto, random: Random, _: ModelProto) -> None:
 def array(random: Random, shape: tuple[int, ...], dtype: np.dtype, nasty: bool) -> np.ndarray:
     """Return an array of small numbers; a nasty one has some that are not."""
     draws = np.random.default_rng(random.getrandbits(32))
+    if 0 in shape:  # the others may be more than NumPy counts
+        return np.zeros([min(size, 4) for size in shape], dtype)
     if dtype.kind == "O":
         words = [random.choice(TEXTS) for _ in range(math.prod(shape))]
         return np.array(words, object).reshape(shape)
