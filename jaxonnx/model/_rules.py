@@ -119,7 +119,7 @@ def _largest(x: Any, mesh: Mesh) -> PartitionSpec:
         count = math.prod(mesh.shape[axis] for axis in axes)
         fits = [size for size in x.shape if size % count == 0]
         if fits and count > 1:
-            return _split(x.shape.index(max(fits)), axes if len(axes) > 1 else axes[0])
+            return _split(x.shape.index(max(fits)), axes[0] if len(axes) == 1 else axes)
     return PartitionSpec()
 
 

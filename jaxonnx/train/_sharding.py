@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -42,10 +42,9 @@ class OnMesh(Step):
         split = specs(self.model, self._mesh, DATA if sharding is None else sharding, tensors)
         self._laid = {name: Laid(x.shape, self._by(split[name])) for name, x in tensors.items()}
         began = jax.eval_shape(step.init)
-        turned = step.from_file(
-            began.replace(params=self._laid, state={}, optimizer=(), average={})
-        )
-        self._state: State = inherited(began, turned.params, self._mesh)
+        bare = began.replace(params=self._laid, state={}, optimizer=(), average=None)
+        stored = cast(dict[str, Laid], step.from_file(bare).params)  # as steps keep them
+        self._state: State = inherited(began, stored, self._mesh)
         self._rows = self._by(PartitionSpec(DATA if DATA in self._mesh.shape else None))
         self._whole = self._by(PartitionSpec())
         self.frozen = {name: self._frozen(name, x) for name, x in step.frozen.items()}
