@@ -71,6 +71,8 @@ def test_workers_survive_what_files_do():
 
 @pytest.mark.deep
 def test_a_minute_finds_nothing():
-    command = [sys.executable, "-m", "tests.fuzz", "--minutes", "1", "--seed", "0"]
+    """The same cases wherever it runs: as many as a quiet machine tries in that time."""
+    limits = ["--minutes", "2", "--cases", "2500", "--seed", "0"]
+    command = [sys.executable, "-m", "tests.fuzz", *limits]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

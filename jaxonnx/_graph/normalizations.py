@@ -108,7 +108,8 @@ class _Walk:
 
     def _number(self, name: str) -> float | None:
         value = self.tensors.get(name)
-        return float(np.reshape(value, ())) if value is not None and np.size(value) == 1 else None
+        single = value is not None and np.size(value) == 1 and value.dtype.kind not in "cO"
+        return float(np.reshape(value, ())) if single else None
 
     def _variance(self, name: str) -> Part | None:
         """Return a variance that is computed, or that is stored and has a small number added."""
@@ -125,7 +126,9 @@ class _Walk:
         axes = node.attributes.get("axes")
         if axes is None and len(node.inputs) > 1:
             axes = self.tensors.get(node.inputs[1])
-        count = 1 if node.op.name == "GlobalAveragePool" else _ALL if axes is None else len(axes)
+        count = (
+            1 if node.op.name == "GlobalAveragePool" else _ALL if axes is None else np.size(axes)
+        )
         if node.op.name == "ReduceL2":
             return Part("deviation", count)
         squared = node.op.name == "ReduceSumSquare" or (first is not None and first[0] == "square")
