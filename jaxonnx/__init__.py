@@ -1,8 +1,7 @@
 """From an ONNX file to a pure JAX function and its parameters, trained, and back to ONNX."""
 
 import importlib
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxonnx import (
     _command,  # noqa: F401, before the imports that take seconds
@@ -27,6 +26,8 @@ from jaxonnx.train import History, Result, evaluate, train
 
 if TYPE_CHECKING:
     from jaxonnx import sparse
+    from jaxonnx.onnx_out import to_onnx
+    from jaxonnx.train._export_step import export_step
 
 __all__ = [
     "Adapters",
@@ -46,19 +47,26 @@ __all__ = [
     "Value",
     "add_training",
     "evaluate",
+    "export_step",
     "kernels_first",
     "labels",
     "load",
     "losses",
     "optim",
     "sparse",
+    "to_onnx",
     "train",
 ]
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> ModuleType:
-    """Import the submodules that few programs need at first use."""
+_LATER = {"to_onnx": "jaxonnx.onnx_out", "export_step": "jaxonnx.train._export_step"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import at first use what few programs need."""
     if name in ("backend", "flax", "loggers", "sparse"):
         return importlib.import_module(f"jaxonnx.{name}")
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name]), name)
     raise AttributeError(f"module 'jaxonnx' has no attribute '{name}'")

@@ -20,7 +20,7 @@ Rule = Callable[[JaxprEqn, list], Sequence[Any]]
 
 _CALLS = {
     *("call", "checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"),
-    *("custom_vjp_call_jaxpr", "jit", "pjit", "remat", "remat2"),
+    *("custom_vjp_call_jaxpr", "custom_vmap_call", "jit", "pjit", "remat", "remat2"),
 }
 """Primitives that do nothing but run a program on their operands."""
 
@@ -34,6 +34,8 @@ def called(equation: JaxprEqn) -> Program | None:
     primitive, params = equation.primitive, equation.params
     if (plain := getattr(primitive, "plain", None)) is not None:
         return jax.make_jaxpr(partial(plain, **params))(*map(_like, equation.invars))
+    if primitive.name == "call_hi_primitive":  # one that knows itself in terms of others
+        return jax.make_jaxpr(params["_prim"].expand)(*map(_like, equation.invars))
     return next(iter(programs(params)), None) if primitive.name in _CALLS else None
 
 

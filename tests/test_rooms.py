@@ -13,7 +13,7 @@ ROOT = Path(jaxonnx.__file__).parent
 
 ORDER = (
     *("__main__", "docs", "cli", "demo", "flax", "backend", "jaxonnx"),
-    *("train", "losses", "lora", "loggers", "model", "training_info"),
+    *("train", "losses", "lora", "loggers", "model", "training_info", "onnx_out"),
     *("_data", "_rewrite", "_run", "_graph", "_file"),
     *("ops", "registry", "lowering", "sparse", "optim", "_jaxpr", "_axes", "_mesh"),
     *("_limits", "_untrusted", "_disk", "errors", "_command"),

@@ -28,6 +28,7 @@ _VERBS = {
     "train": training.train,
     "evaluate": verbs.evaluate,
     "sparsify": training.sparsify,
+    "export-step": training.export_step,
     "classify": verbs.classify,
     "demo": verbs.demo,
     "bench": bench.run,

@@ -213,6 +213,12 @@ _LONG = [
     Flag("--log", ".csv, .jsonl, or a folder for TensorBoard; repeatable", {**MANY, **FILE}),
 ]
 
+_STEP = (
+    *("--loss", "--epochs", "--batch-size", "--seed", "--head", "--trainable", "--statistics"),
+    *("--dropout", "--class-weights", "--metrics", "--nan"),
+)
+"""Flags of a training that say what one step does."""
+
 VERBS: Mapping[str, Verb] = {
     "info": Verb(
         "show inputs, outputs, operators and parameters of a model",
@@ -307,6 +313,23 @@ VERBS: Mapping[str, Verb] = {
                 ),
                 *(Flag(f"--{phase}", "epochs of this phase", COUNT) for phase in PHASES),
             ],
+            **_LENGTHS,
+            **_READING,
+            **_PICTURES,
+        },
+    ),
+    "export-step": Verb(
+        "write the training step as plain ONNX, for any runtime to train with",
+        "jaxonnx export-step net.onnx data.npz -o step/ --optimizer adamw --batch-size 16",
+        {
+            "": [
+                *_EXAMPLES,
+                Flag("-o --output", "the folder to write", {**FOLDER, "required": True}),
+                Flag("--opset", "of ONNX; 18", {**COUNT, "default": 18}),
+                *(flag for flag in _TRAINING if flag.names.split()[-1] in _STEP),
+            ],
+            "optimizer": _OPTIMIZER,
+            "adapters": _LORA[:2],
             **_LENGTHS,
             **_READING,
             **_PICTURES,

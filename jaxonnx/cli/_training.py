@@ -1,6 +1,7 @@
 """`jaxonnx train` and `jaxonnx sparsify`."""
 
 import argparse
+import inspect
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -97,6 +98,31 @@ def _connected(options: argparse.Namespace) -> bool:
             "Kubernetes or a TPU pod)"
         ) from error
     return jax.process_index() == 0
+
+
+def export_step(options: argparse.Namespace) -> Report:
+    from jaxonnx.train import step
+    from jaxonnx.train._export_step import FILES, export_step
+
+    model = reading.read(options)
+    path = reading.examples(options)
+    if path.is_dir():
+        raise InputError("export-step reads a batch from a file, not from a folder of pictures")
+    of_runs = "validation", "augment", "adapters", "mesh", "resume_anyway", "log"
+    for name in (*of_runs, *_SETTINGS):  # flags that one step has not
+        vars(options).setdefault(name, None)
+    settings = _settings(options, model, path, None)
+    made = {name: explain.made(value) for name, value in settings.items()}
+    data, _ = reading.data(path, model, options)
+    size = options.batch_size or 32
+    batch = jax.tree.map(lambda x: np.asarray(x)[:size], data)
+    count = len(jax.tree.leaves(data)[0])
+    accepted = inspect.signature(step).parameters
+    made = {name: value for name, value in made.items() if name in accepted}
+    made |= {"epochs": options.epochs or 1, "steps_per_epoch": max(1, -(-count // size))}
+    manifest = export_step(model, options.output, batch, opset=options.opset, **made)
+    written = [options.output / name for name in (*FILES.values(), "manifest.json")]
+    return Report({"written": written, "manifest": manifest}, None, False, written)
 
 
 def _check_report(path: Path | None) -> None:

@@ -22,6 +22,7 @@ MODULES = (
     "jaxonnx.sparse",
     "jaxonnx.flax",
     "jaxonnx.training_info",
+    "jaxonnx.onnx_out",
 )
 """The modules whose public names, and nothing else, are the interface of the package."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from onnx import ModelProto
 
 from jaxonnx._graph.bind import bind
-from jaxonnx._graph.roles import graph_tensors, running_statistics
+from jaxonnx._graph.roles import graph_tensors, running_statistics, split
 from jaxonnx._graph.values import matching
 from jaxonnx._rewrite.batch import freed
 from jaxonnx._rewrite.head import Classes, replaced
@@ -21,6 +21,7 @@ from jaxonnx.errors import InputError
 from jaxonnx.model._held import Held
 from jaxonnx.model._restart import Initializer, restarted
 from jaxonnx.model._select import Select, select
+from jaxonnx.model._then import appended
 
 M = TypeVar("M", bound=Held)
 
@@ -118,6 +119,15 @@ def with_new_head(
     net = dataclasses.replace(net, params=params, state=state)
     key = jax.random.key(0) if rng is None else rng
     return with_new_values(net, key, lambda name, _: name in fresh, initializer)
+
+
+def continued(model: M, function: Callable, outputs: Sequence[str] | None) -> M:
+    """Return the model of `Model.then`."""
+    refuse_adapters(model, "outputs")
+    proto, added = appended(model.proto, model.graph, model.tensors, function, outputs)
+    new = with_file(model, proto, added)
+    learned, _, _ = split(new.graph, new.tensors, proto.graph)
+    return with_params(new, [*model.params, *(name for name in learned if name in added)])
 
 
 def with_file(model: M, proto: ModelProto, added: Mapping[str, np.ndarray] | None = None) -> M:

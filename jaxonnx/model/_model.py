@@ -281,6 +281,30 @@ class Model(Held, Rendered):
         """
         return changed.with_new_head(self, classes, at, ending, rng, initializer)
 
+    def then(self, function: Any, *, outputs: Sequence[str] | None = None) -> Model:
+        """Return a model that goes on with a JAX function or a module of Flax.
+
+        The nodes of the file stay as they are, those of the function follow, in what `save` writes
+        as well: one file, whatever was written in JAX. The weights of a module become trained
+        tensors by their path in the module.
+
+        >>> from jaxonnx import demo
+        >>> model = demo.model().then(jax.nn.softmax, outputs=["probabilities"])
+        >>> model
+        Model(x: float32[batch, 1, 8, 8] -> probabilities: float32[batch, 10]; 13 parameters)
+
+        Args:
+          function: of this model's outputs, in the order of the file; or an `nnx.Module`, or a
+            module of linen as `net.bind(variables)`.
+          outputs: the names of the results; "output" and the path to them by default.
+
+        Raises:
+          UnsupportedError: ONNX cannot say a primitive of the function; its line is named.
+          InputError: the file's opset is older than 13, or the shape of an output depends on the
+            values of inputs, or a name is taken.
+        """
+        return changed.continued(self, function, outputs)
+
     def with_any_batch(self) -> Model:
         """Return a model for batches of any size, from a file that was exported for one.
 

@@ -104,15 +104,23 @@ def weights_of_classes(model: Model, settings: Settings, data: Any = None) -> An
 
 
 def assembled(
-    model: Model, settings: Settings, epochs: int | None, steps_per_epoch: int | None
+    model: Model,
+    settings: Settings,
+    epochs: int | None,
+    steps_per_epoch: int | None,
+    platform: str | None = None,
 ) -> Step:
-    """Return the step that trains a model as the settings say."""
-    one = _assembled(model, settings, epochs, steps_per_epoch)
+    """Return the step that trains a model as the settings say, on the platform of its arrays."""
+    one = _assembled(model, settings, epochs, steps_per_epoch, platform)
     return one if settings.mesh is None else OnMesh(one, settings.mesh, settings.sharding)
 
 
 def _assembled(
-    model: Model, settings: Settings, epochs: int | None, steps_per_epoch: int | None
+    model: Model,
+    settings: Settings,
+    epochs: int | None,
+    steps_per_epoch: int | None,
+    platform: str | None,
 ) -> Step:
     model = tuned(model, settings)
     settings, notes = completed(model, settings)
@@ -130,7 +138,7 @@ def _assembled(
         steps = optax.MultiSteps(optimizer, settings.accumulate, accumulator_dtype=wide)
         optimizer = steps.gradient_transformation()
     optimizer = optax.with_extra_args_support(optimizer)
-    storage = Storage(model.params, optimizer)
+    storage = Storage(model.params, optimizer, platform)
     if settings.sparsity is None:
         model = forget(model)
     else:

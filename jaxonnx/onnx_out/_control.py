@@ -1,0 +1,135 @@
+"""Branches and loops: their programs become graphs that see the tensors around them."""
+
+from typing import Any
+
+import numpy as np
+from onnx import helper
+
+from jaxonnx._file.build import onnx_type
+from jaxonnx._jaxpr import scan as parts_of_scan
+from jaxonnx._jaxpr import while_loop as parts_of_while
+from jaxonnx.onnx_out._nodes import Nodes, Tensor, plain
+from jaxonnx.onnx_out._table import primitive
+
+
+@primitive("cond")
+def cond(g, index, *operands, branches, out):
+    if not out:
+        return []
+    graphs = [_branch(g, branch, operands) for branch in branches]
+    if len(graphs) == 1:
+        return g.program(branches[0], operands)
+    return _choose(g, index, graphs, out)
+
+
+def _choose(g: Nodes, index: Any, graphs: list, out: Any) -> list[str]:
+    """Append If for two branches, and one within another for more."""
+    if len(graphs) == 2:
+        which = g.cast(index, np.bool_)
+        return g.several("If", len(out), which, then_branch=graphs[1], else_branch=graphs[0])
+    first = g("Equal", g.cast(index, np.int32), np.int32(0))
+    inner = g.child("branch")
+    one_less = Tensor(inner("Sub", inner.name(g.cast(index, np.int32)), np.int32(1)), (), np.int32)
+    for name, like in zip(_choose(inner, one_less, graphs[1:], out), out, strict=True):
+        inner.writer.output(name, like)
+    return g.several("If", len(out), first, then_branch=graphs[0], else_branch=inner.graph)
+
+
+def _branch(g: Nodes, program: Any, operands: Any) -> Any:
+    inner = g.child("branch")
+    _outputs(inner, inner.program(program, operands), program)
+    return inner.graph
+
+
+def _outputs(inner: Nodes, results: Any, program: Any) -> None:
+    """Declare the outputs of a graph within another, each by a node of its own."""
+    for result, aval in zip(results, _out_avals(program), strict=True):
+        inner.writer.output(inner("Identity", result), plain(aval))
+
+
+def _out_avals(program: Any) -> list:
+    jaxpr = getattr(program, "jaxpr", program)
+    return [variable.aval for variable in jaxpr.outvars]
+
+
+def _in_avals(program: Any) -> list:
+    jaxpr = getattr(program, "jaxpr", program)
+    return [variable.aval for variable in jaxpr.invars]
+
+
+def _inputs(inner: Nodes, avals: Any) -> list[Tensor]:
+    """Declare inputs of a graph within another."""
+    tensors = []
+    for like in map(plain, avals):
+        name = inner.fresh("carry")
+        kind = onnx_type(like.dtype)
+        inner.graph.input.append(helper.make_tensor_value_info(name, kind, _sizes(like.shape)))
+        tensors.append(Tensor(name, like.shape, like.dtype))
+    return tensors
+
+
+def _sizes(shape: Any) -> list:
+    return [n if isinstance(n, int) else str(n) for n in shape]
+
+
+@primitive("scan")
+def scan(g, *operands, equation, out):
+    loop = parts_of_scan(equation, operands)
+    body, n = loop.body, len(loop.carry)
+    inner = g.child("body")
+    if not loop.sliced:
+        return _counted(g, inner, loop, out)
+    avals = _in_avals(body)[len(loop.fixed) :]
+    results = inner.program(body, [*loop.fixed, *_inputs(inner, avals)])
+    _outputs(inner, results, body)
+    turned = {}
+    if loop.reverse:
+        turned["scan_input_directions"] = [1] * len(loop.sliced)
+        turned["scan_output_directions"] = [1] * (len(out) - n)
+    if len(out) == n:
+        turned.pop("scan_output_directions", None)
+    return g.several(
+        "Scan", len(out), *loop.carry, *loop.sliced, body=inner.graph,
+        num_scan_inputs=len(loop.sliced), **turned,
+    )  # fmt: skip
+
+
+def _counted(g: Nodes, inner: Nodes, loop: Any, out: Any) -> list:
+    """Append a Loop that counts, for a scan over no arrays."""
+    n = len(loop.carry)
+    avals = _in_avals(loop.body)[len(loop.fixed) :]
+    going = _counter(inner)
+    results = inner.program(loop.body, [*loop.fixed, *_inputs(inner, avals)])
+    inner.writer.output(inner("Identity", going), going)
+    _outputs(inner, results, loop.body)
+    steps = np.int64(loop.length)
+    results = g.several("Loop", len(out), steps, np.bool_(True), *loop.carry, body=inner.graph)
+    if not loop.reverse:
+        return results
+    back = np.array([-1], np.int64), np.array([np.iinfo(np.int64).min + 1], np.int64)
+    axis, step = np.array([0], np.int64), np.array([-1], np.int64)
+    return [*results[:n], *(g("Slice", y, *back, axis, step) for y in results[n:])]
+
+
+def _counter(inner: Nodes) -> Tensor:
+    """Declare the first two inputs of a Loop's body; return the second."""
+    count, going = inner.fresh("count"), inner.fresh("going")
+    inner.graph.input.append(helper.make_tensor_value_info(count, onnx_type(np.int64), []))
+    inner.graph.input.append(helper.make_tensor_value_info(going, onnx_type(np.bool_), []))
+    return Tensor(going, (), np.bool_)
+
+
+@primitive("while")
+def while_(g, *operands, equation, out):
+    loop = parts_of_while(equation, operands)
+    if not out:
+        return []
+    (first,) = g.program(loop.condition, [*loop.tested, *loop.carry])
+    inner = g.child("body")
+    _counter(inner)
+    carry = _inputs(inner, _in_avals(loop.body)[len(loop.fixed) :])
+    results = inner.program(loop.body, [*loop.fixed, *carry])
+    (again,) = inner.program(loop.condition, [*loop.tested, *results])
+    inner.writer.output(inner("Identity", again), plain(_out_avals(loop.condition)[0]))
+    _outputs(inner, results, loop.body)
+    return g.several("Loop", len(out), None, first, *loop.carry, body=inner.graph)

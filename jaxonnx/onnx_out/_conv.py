@@ -1,0 +1,89 @@
+"""Convolutions in every form that forward passes and their gradients take."""
+
+from typing import Any
+
+import numpy as np
+
+from jaxonnx.onnx_out._nodes import Nodes, Refusal, Tensor
+from jaxonnx.onnx_out._shapes import padded
+from jaxonnx.onnx_out._table import primitive
+
+
+@primitive("conv_general_dilated")
+def conv_general_dilated(
+    g, x, w, *, out, dimension_numbers, window_strides, padding, lhs_dilation, rhs_dilation,
+    feature_group_count, batch_group_count,
+):  # fmt: skip
+    if out.dtype.kind in "iub":
+        raise Refusal("ONNX has convolutions of floating point numbers only")
+    dtype = np.dtype(np.float32) if out.dtype.itemsize < 4 and x.dtype != np.float16 else out.dtype
+    x, w = g.cast(x, dtype), g.cast(w, dtype)
+    x = g.transpose(x, dimension_numbers.lhs_spec)
+    w = g.transpose(w, dimension_numbers.rhs_spec)
+    groups = feature_group_count
+    if batch_group_count > 1:  # groups of examples, each with channels of its own
+        groups = batch_group_count
+        n, c, *space = x.shape
+        x = g.reshape(x, [groups, n // groups, c, *space])
+        x = g.transpose(x, [1, 0, *range(2, len(space) + 3)])
+        x = g.reshape(x, [n // groups, groups * c, *space])
+    flat = x.ndim == 2
+    if flat:  # no axis of space: one of size 1
+        x, w = g.reshape(x, [*x.shape, 1]), g.reshape(w, [*w.shape, 1])
+        window_strides = lhs_dilation = rhs_dilation = (1,)
+        padding = ((0, 0),)
+    spec = dimension_numbers.out_spec
+    shape = [out.shape[i] for i in spec] + [1] * flat
+    y = _convolve(g, x, w, window_strides, padding, lhs_dilation, rhs_dilation, groups)
+    y = Tensor(y, shape, dtype)
+    y = g.reshape(y, shape[:2]) if flat else y
+    return g.cast(g.transpose(y, np.argsort(spec)), out.dtype)
+
+
+def _convolve(g: Nodes, x, w, strides, padding, apart, dilations, groups) -> str:
+    """Convolve images (N, C, *space) with kernels (M, C / groups, *space)."""
+    reach = [(k - 1) * d for k, d in zip(w.shape[2:], dilations, strict=True)]
+    if any(s > 1 for s in apart):
+        pads = [(r - low, r - high) for r, (low, high) in zip(reach, padding, strict=True)]
+        more = [max(-high, 0) for _, high in pads]
+        if (
+            all(s == 1 for s in strides)
+            and all(low >= 0 for low, _ in pads)
+            and all(m < s for m, s in zip(more, apart, strict=True))
+        ):
+            return _transposed(g, x, w, pads, more, apart, dilations, groups)
+        config = [(0, 0, 0)] * 2 + [(0, 0, s - 1) for s in apart]
+        x = padded(g, x, np.zeros((), x.dtype), config)
+    if any(low < 0 or high < 0 for low, high in padding):
+        config = [(0, 0, 0)] * 2 + [(min(low, 0), min(high, 0), 0) for low, high in padding]
+        x = padded(g, x, np.zeros((), x.dtype), config)
+    pads = [max(low, 0) for low, _ in padding] + [max(high, 0) for _, high in padding]
+    return g(
+        "Conv", x, w, strides=strides, pads=pads, dilations=dilations, group=groups,
+        kernel_shape=w.shape[2:],
+    )  # fmt: skip
+
+
+def _transposed(g: Nodes, x, w, pads, more, strides, dilations, groups) -> str:
+    """Convolve elements that stand apart: the gradient of a convolution with strides."""
+    m, c, *kernel = w.shape
+    space = range(3, 3 + len(kernel))
+    w = g.transpose(g.reshape(w, [groups, m // groups, c, *kernel]), [0, 2, 1, *space])
+    w = g.reshape(w, [groups * c, m // groups, *kernel])
+    w = reversed_(g, w, range(2, w.ndim))
+    edges = [low for low, _ in pads] + [max(high, 0) for _, high in pads]
+    return g(
+        "ConvTranspose", x, w, strides=strides, pads=edges, output_padding=more,
+        dilations=dilations, group=groups, kernel_shape=kernel,
+    )  # fmt: skip
+
+
+def reversed_(g: Nodes, x: Any, axes: Any) -> Any:
+    """Return x with the order along these axes turned, but for those of size one."""
+    axes = [axis for axis in axes if x.shape[axis] != 1]
+    if not axes:
+        return x
+    end = np.full(len(axes), np.iinfo(np.int64).min + 1, np.int64)
+    back = np.full(len(axes), -1, np.int64)
+    turned = g("Slice", x, back, end, np.array(axes, np.int64), back)
+    return Tensor(turned, x.shape, x.dtype)

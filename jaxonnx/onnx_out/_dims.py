@@ -1,0 +1,68 @@
+"""Sizes of axes that are known at run time only: JAX's symbolic dimensions as nodes."""
+
+import ast
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+_OPERATORS = {ast.Add: "Add", ast.Sub: "Sub", ast.Mult: "Mul"}
+_FUNCTIONS = {"floordiv": "Div", "mod": "Mod", "max": "Max", "min": "Min"}
+
+
+def known(shape: Sequence) -> bool:
+    """Tell whether all sizes are numbers."""
+    return all(isinstance(size, (int, np.integer)) for size in shape)
+
+
+def same(sizes: Sequence, others: Sequence) -> bool:
+    """Tell whether sizes are certainly the same, symbolic or not."""
+    return all(type(a) is type(b) and a == b for a, b in zip(sizes, others, strict=True))
+
+
+def declare(g: Any, name: str, shape: Sequence) -> None:
+    """Note which input has which symbolic size."""
+    for axis, size in enumerate(shape):
+        if not known([size]):
+            g.sizes.setdefault(str(size), ("input", name, axis))
+
+
+def sizes(g: Any, shape: Sequence) -> Any:
+    """Return an int64 vector of sizes: an array, or the name of one."""
+    if known(shape):
+        return np.array(shape, np.int64)
+    parts = [np.array([n], np.int64) if known([n]) else size(g, str(n)) for n in shape]
+    return g("Concat", *parts, axis=0) if len(parts) > 1 else parts[0]
+
+
+def size(g: Any, expression: str) -> str:
+    """Return the name of an int64 vector of one element: a symbolic size, as JAX prints it."""
+    found = g.sizes.get(expression)
+    if isinstance(found, str):
+        return found
+    if found is not None:
+        _, name, axis = found
+        where = np.array([axis], np.int64)
+        value = g("Gather", g("Shape", name), where, axis=0)
+    else:
+        value = _evaluate(g, ast.parse(expression, mode="eval").body)
+    g.sizes[expression] = value
+    return value
+
+
+def _evaluate(g: Any, tree: ast.AST) -> Any:
+    match tree:
+        case ast.Constant(value):
+            return np.array([value], np.int64)
+        case ast.UnaryOp(ast.USub(), operand):
+            return g("Neg", _evaluate(g, operand))
+        case ast.BinOp(left, ast.Pow(), ast.Constant(power)):
+            return g("Pow", _evaluate(g, left), np.array([power], np.int64))
+        case ast.BinOp(left, operator, right):
+            name = _OPERATORS[type(operator)]
+            return g(name, _evaluate(g, left), _evaluate(g, right))
+        case ast.Call(ast.Name(function), operands):
+            return g(_FUNCTIONS[function], *(_evaluate(g, operand) for operand in operands))
+        case ast.Name(variable):
+            return size(g, variable)
+    raise NotImplementedError(ast.dump(tree))

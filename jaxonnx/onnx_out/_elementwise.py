@@ -1,0 +1,240 @@
+"""Element-wise primitives with an operator of the same meaning."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx._file.build import onnx_type
+from jaxonnx.onnx_out._nodes import WIDE, Nodes, Refusal, Tensor
+from jaxonnx.onnx_out._table import primitive
+
+OPERATORS = {
+    "abs": "Abs",
+    "acos": "Acos",
+    "acosh": "Acosh",
+    "add": "Add",
+    "add_any": "Add",
+    "asin": "Asin",
+    "asinh": "Asinh",
+    "atan": "Atan",
+    "atanh": "Atanh",
+    "ceil": "Ceil",
+    "cos": "Cos",
+    "cosh": "Cosh",
+    "div": "Div",
+    "erf": "Erf",
+    "exp": "Exp",
+    "floor": "Floor",
+    "log": "Log",
+    "logistic": "Sigmoid",
+    "max": "Max",
+    "min": "Min",
+    "mul": "Mul",
+    "neg": "Neg",
+    "pow": "Pow",
+    "sign": "Sign",
+    "sin": "Sin",
+    "sinh": "Sinh",
+    "sqrt": "Sqrt",
+    "sub": "Sub",
+    "tan": "Tan",
+    "tanh": "Tanh",
+}
+"""Primitives that are one operator on the same operands, in every dtype of arithmetic."""
+
+IDENTITIES = (
+    *("copy", "copy_p", "stop_gradient", "optimization_barrier", "name", "sharding_constraint"),
+    *("reshard", "pvary", "random_wrap", "random_unwrap", "random_clone", "layout_constraint"),
+)
+"""Primitives that give their operands as they are."""
+
+COMPARISONS = {"eq": "Equal", "lt": "Less", "le": "LessOrEqual", "gt": "Greater"}
+COMPARISONS["ge"] = "GreaterOrEqual"
+
+
+def elementwise(name: str, operator: str) -> None:
+    """Register a primitive that is one operator."""
+
+    @primitive(name)
+    def rule(g, *operands, out):
+        return g.wide(operator, *thin(operands, out), dtype=out.dtype)
+
+
+for _name, _operator in OPERATORS.items():
+    elementwise(_name, _operator)
+
+
+def thin(operands: Any, out: Any) -> list:
+    """Return operands as they were before they were broadcast, where ONNX does that itself.
+
+    One of them keeps the shape of the result.
+    """
+    slim = [_unbroadcast(x) for x in operands]
+    full = [i for i, x in enumerate(slim) if x is None]
+    if not full and len(slim) > 1:
+        full = [next((i for i, x in enumerate(operands) if isinstance(x, str)), 0)]
+    if len(operands) == 1 or not any(operands[i].shape == out.shape for i in full):
+        return list(operands)
+    return [x if i in full else slim[i] for i, x in enumerate(operands)]
+
+
+def _unbroadcast(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.thin
+    if x.size > 1 and (x == x.flat[0]).all():
+        return x.reshape(-1)[:1].reshape((1,) * x.ndim)
+    return x if x.size == 1 else None
+
+
+@primitive(*IDENTITIES)
+def identity(g, *operands):
+    return operands
+
+
+@primitive("convert_element_type")
+def convert_element_type(g, x, *, out):
+    if out.dtype == bool and x.dtype != bool:
+        return g("Not", g("Equal", *_comparable(g, [x, np.zeros((), x.dtype)])))
+    return _cast(g, x, out.dtype)
+
+
+def _cast(g: Nodes, x: Any, dtype: Any) -> Any:
+    thinner = getattr(x, "thin", None)
+    y = g.cast(x, dtype)
+    if thinner is not None and y is not x:
+        y.thin = g.cast(thinner, dtype)
+    return y
+
+
+@primitive("reduce_precision")
+def reduce_precision(g, x, *, exponent_bits, mantissa_bits):
+    widths = {(5, 10): np.float16, (8, 7): jnp.bfloat16, (8, 23): np.float32, (11, 52): np.float64}
+    if (exponent_bits, mantissa_bits) not in widths:
+        raise Refusal(f"no type has {exponent_bits} bits of exponent, {mantissa_bits} of mantissa")
+    return g.cast(g.cast(x, widths[exponent_bits, mantissa_bits]), x.dtype)
+
+
+@primitive("round")
+def round_(g, x, *, rounding_method):
+    if int(rounding_method):  # to the even one of two neighbours
+        return g.wide("Round", x, dtype=x.dtype)
+    half = g("Floor", g("Add", g("Abs", x), np.asarray(0.5, x.dtype)))
+    return g("Mul", g("Sign", x), half)
+
+
+@primitive("is_finite")
+def is_finite(g, x):
+    if x.dtype.itemsize < 4:
+        x = g.cast(x, np.float32)
+    return g("Not", g("Or", g("IsNaN", x), g("IsInf", x)))
+
+
+@primitive("square")
+def square(g, x, *, out):
+    return g.wide("Mul", x, x, dtype=out.dtype)
+
+
+@primitive("integer_pow")
+def integer_pow(g, x, *, y, out):
+    if y == 2:
+        return g.wide("Mul", x, x, dtype=out.dtype)
+    if y == -1:
+        return g.wide("Div", np.ones((), x.dtype), x, dtype=out.dtype)
+    return g.wide("Pow", x, np.asarray(y, x.dtype), dtype=out.dtype)
+
+
+@primitive("rsqrt")
+def rsqrt(g, x, *, out):
+    x = g.cast(x, np.float32) if out.dtype.itemsize < 4 else x
+    return g.cast(Tensor(g("Reciprocal", g("Sqrt", x)), out.shape, x.dtype), out.dtype)
+
+
+@primitive("rem")
+def rem(g, x, y, *, out):
+    return g.wide("Mod", *thin([x, y], out), dtype=out.dtype, fmod=1)
+
+
+for _name, _operator in COMPARISONS.items():
+
+    @primitive(_name, _name + "_to")
+    def compare(g, x, y, *, out, operator=_operator):
+        return g(operator, *_comparable(g, thin([x, y], out), order=operator != "Equal"))
+
+
+@primitive("ne")
+def ne(g, x, y, *, out):
+    return g("Not", g("Equal", *_comparable(g, thin([x, y], out))))
+
+
+def _comparable(g: Nodes, operands: Any, order: bool = False) -> list:
+    """Return operands in a dtype that runtimes compare."""
+    dtype = operands[0].dtype
+    if dtype == np.uint64 and order:  # the order of int64 after its highest bit is turned
+        top = np.asarray(2**63, np.uint64)
+        operands = [Tensor(g("BitwiseXor", x, top), x.shape, dtype) for x in operands]
+    if dtype.kind == "b" and not order:
+        return list(operands)
+    return [g.cast(x, WIDE.get(dtype, dtype)) for x in operands]
+
+
+for _name, _operator in {"and": "And", "or": "Or", "xor": "Xor"}.items():
+
+    @primitive(_name)
+    def logical(g, x, y, *, out, operator=_operator):
+        if out.dtype.kind != "b":
+            return g("Bitwise" + operator, *thin([x, y], out))
+        return g(operator, *thin([x, y], out))
+
+
+@primitive("not")
+def not_(g, x, *, out):
+    return g("Not" if out.dtype == bool else "BitwiseNot", x)
+
+
+@primitive("select_n")
+def select_n(g, which, *cases: Any, out):
+    if len(cases) > 2:
+        rest = Tensor(g("Sub", which, np.ones((), which.dtype)), which.shape, which.dtype)
+        first = Tensor(g("Equal", which, np.zeros((), which.dtype)), which.shape, bool)
+        others = select_n(g, rest, *cases[1:], out=out)
+        return _where(g, first, cases[0], Tensor(others, out.shape, out.dtype), out)
+    if which.dtype != bool:
+        which = Tensor(g("Cast", which, to=onnx_type(np.bool_)), which.shape, bool)
+    return _where(g, which, cases[-1], cases[-2], out)
+
+
+def _where(g: Nodes, which: Any, x: Any, y: Any, out: Any) -> Any:
+    """Choose x where `which` holds; runtimes choose bytes and wide numbers."""
+    if which.shape == out.shape or which.ndim:
+        which, x, y = thin([which, x, y], out)
+    dtype = np.dtype(np.uint8) if out.dtype == bool else WIDE.get(out.dtype, out.dtype)
+    chosen = g("Where", which, g.cast(x, dtype), g.cast(y, dtype))
+    return g.cast(Tensor(chosen, out.shape, dtype), out.dtype)
+
+
+@primitive("clamp")
+def clamp(g, low, x, high, *, out):
+    upper = Tensor(g.wide("Max", x, low, dtype=out.dtype), out.shape, out.dtype)
+    return g.wide("Min", upper, high, dtype=out.dtype)
+
+
+def _shift(direction: str):
+    def rule(g, x, amount, *, out):
+        bits = 8 * out.dtype.itemsize
+        unsigned = np.dtype(f"uint{max(32, bits)}")
+        narrow = np.dtype(f"uint{bits}")
+        x = g.cast(g.cast(x, narrow), unsigned)
+        amount = g.cast(amount, unsigned)
+        moved = Tensor(g("BitShift", x, amount, direction=direction), out.shape, unsigned)
+        if not (isinstance(amount, np.ndarray) and (amount < bits).all()):
+            inside = g("Less", g.cast(amount, np.int64), np.asarray(bits, np.int64))
+            wide = g("Where", inside, g.cast(moved, np.int64), np.zeros((), np.int64))
+            moved = g.cast(Tensor(wide, out.shape, np.int64), unsigned)
+        return g.cast(g.cast(moved, narrow), out.dtype)
+
+    return rule
+
+
+primitive("shift_left")(_shift("LEFT"))
+primitive("shift_right_logical")(_shift("RIGHT"))

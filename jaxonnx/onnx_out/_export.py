@@ -1,0 +1,211 @@
+"""`to_onnx`: a JAX function as a ModelProto."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from onnx import GraphProto, ModelProto, ValueInfoProto, helper
+
+from jaxonnx._file.build import Writer, onnx_type, unused
+from jaxonnx._file.build import names as names_of
+from jaxonnx._file.protos import subgraphs
+from jaxonnx.errors import InputError, UnsupportedError
+from jaxonnx.onnx_out import _dims as dims
+from jaxonnx.onnx_out._modules import parts
+from jaxonnx.onnx_out._nodes import Nodes, Tensor, plain
+
+OPSET = 18
+"""The opset that is written where none is asked for: the oldest that has bitwise operators."""
+
+OLDEST = 13
+"""The oldest opset that is written; bitwise operators and some scatters need a newer one."""
+
+IR_VERSION = 10
+"""What onnxruntime takes since its release 1.18."""
+
+
+def to_onnx(
+    function: Callable,
+    *examples: Any,
+    inputs: Sequence[str] | None = None,
+    outputs: Sequence[str] | None = None,
+    opset: int = OPSET,
+) -> ModelProto:
+    """Return a JAX function as an ONNX model of standard operators.
+
+    Gradients, `vmap`, random numbers, loops and branches become nodes like all else; arrays that
+    the function captures become initializers.
+
+    Args:
+      function: a pure function of pytrees of arrays; or a module of Flax (nnx, or linen as
+        `net.bind(variables)`), whose weights become initializers that have their path as a name.
+      *examples: its arguments: arrays, numbers or `jax.ShapeDtypeStruct`s, of which only shapes and
+        dtypes matter. Sizes may be symbolic (`jax.export.symbolic_shape("batch, 3")`).
+      inputs: the names of the graph's inputs, one for each array among the examples; by default
+        those of the function's parameters, with the path to the array within.
+      outputs: the names of its outputs; "output" by default, with the path.
+      opset: the version of ONNX's operators, 13 or newer.
+
+    >>> import jax, jax.numpy as jnp
+    >>> proto = to_onnx(jax.grad(lambda x: jnp.sin(x).sum()), jnp.ones(3))
+    >>> [node.op_type for node in proto.graph.node]
+    ['Cos', 'Identity']
+
+    Raises:
+      UnsupportedError: ONNX cannot say a primitive of the function; the message has its name and
+        the line of the program. Or the function has side effects.
+      InputError: names collide, or are not as many as there are arrays.
+    """
+    if opset < OLDEST:
+        raise InputError(f"opset {opset} is too old: functions become nodes of opset {OLDEST} on")
+    graph = GraphProto(name=getattr(function, "__name__", type(function).__name__))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(examples)
+    names = _names(inputs, [_input(function, path) for path, _ in leaves], "inputs")
+    added = append(graph, function, examples, names, outputs, opset)
+    for name, (path, leaf) in zip(names, leaves, strict=True):
+        graph.input.append(value_info(name, plain(_struct(leaf, path))))
+    graph.output.extend(added)
+    _prune(graph)
+    opsets = [helper.make_opsetid("", opset)]
+    return helper.make_model(
+        graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="jaxonnx"
+    )
+
+
+def append(
+    graph: GraphProto,
+    function: Callable,
+    examples: Any,
+    inputs: Sequence[str],
+    outputs: Sequence[str] | None,
+    opset: int,
+) -> list[ValueInfoProto]:
+    """Append what a function computes of tensors of a graph; return its outputs, undeclared.
+
+    Args:
+      graph: receives nodes and initializers with names of their own.
+      function: of pytrees, or a module of Flax, whose weights become initializers by their path.
+      examples: its arguments, of which shapes and dtypes matter.
+      inputs: the tensors of the graph that stand for the arrays among them.
+      outputs: the names of the results; "output" and the path by default.
+      opset: that of the graph.
+    """
+    call, weights = parts(function)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(examples)
+    structs = [_struct(leaf, path) for path, leaf in leaves]
+    arguments = jax.tree_util.tree_unflatten(tree, structs)
+    closed, shapes = jax.make_jaxpr(call, return_shape=True)(weights, *arguments)
+    _check_pure(closed)
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
+    used = {*names_of(graph), *inputs}
+    default = [unused("output" + _key(path), used) for path in paths]
+    results = default if outputs is None else _names(outputs, default, "outputs")
+    if taken := used.difference(default).intersection(results):
+        raise InputError(f"{sorted(taken)[0]!r} is the name of another tensor; give outputs=")
+    used.update(results)
+    writer = Writer(graph.name, used)
+    writer.graph = graph
+    g = Nodes(writer, opset)
+    tensors = [
+        Tensor(writer.constant(name, np.asarray(x), x.dtype), x.shape, x.dtype)
+        for name, x in weights.items()
+    ]
+    for name, struct in zip(inputs, map(plain, structs), strict=True):
+        tensors.append(Tensor(name, struct.shape, struct.dtype))
+        dims.declare(g, name, struct.shape)
+    values = g.program(closed, tensors)
+    for name, value in zip(results, values, strict=True):
+        writer.nodes("Identity", [g.name(value)], [name])
+    return [value_info(n, plain(a)) for n, a in zip(results, closed.out_avals, strict=True)]
+
+
+def value_info(name: str, like: Any) -> ValueInfoProto:
+    """Return the declaration of a tensor, symbolic sizes by their names."""
+    sizes = [n if dims.known([n]) else str(n) for n in like.shape]
+    return helper.make_tensor_value_info(name, onnx_type(like.dtype), sizes)
+
+
+def _check_pure(closed: Any) -> None:
+    if closed.effects:
+        effects = ", ".join(sorted(map(str, closed.effects)))
+        raise UnsupportedError(
+            f"the function has side effects ({effects}), which no ONNX model has; take callbacks "
+            "and prints out of it"
+        )
+
+
+def _prune(graph: GraphProto) -> None:
+    """Remove what no output needs."""
+    needed = {value.name for value in graph.output}
+    kept = []
+    for node in reversed(graph.node):
+        if needed.intersection(node.output):
+            needed.update(_reads(node))
+            kept.append(node)
+    kept.reverse()
+    del graph.node[:]
+    graph.node.extend(kept)
+    tensors = [tensor for tensor in graph.initializer if tensor.name in needed]
+    del graph.initializer[:]
+    graph.initializer.extend(tensors)
+
+
+def _reads(node: Any) -> set[str]:
+    """Return the names that a node reads, those that its graphs see around them included."""
+    names = {*node.input}
+    for graph in subgraphs(node):
+        names.update(value.name for value in graph.output)
+        for inner in graph.node:
+            names |= _reads(inner)
+    return names
+
+
+def _struct(leaf: Any, path: Any) -> jax.ShapeDtypeStruct:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    try:
+        array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+        dtype: Any = jax.dtypes.canonicalize_dtype(array.dtype, allow_extended_dtype=True)
+    except TypeError as error:
+        what = jax.tree_util.keystr(path)
+        raise InputError(f"example {what} is a {type(leaf).__name__}, no array: {error}") from None
+    numbers = jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_
+    if not numbers and not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        what = jax.tree_util.keystr(path)
+        raise InputError(f"example {what} is a {type(leaf).__name__}, no array of numbers")
+    return jax.ShapeDtypeStruct(array.shape, dtype)
+
+
+def _names(chosen: Sequence[str] | None, default: list[str], what: str) -> list[str]:
+    names = default if chosen is None else list(chosen)
+    if len(names) != len(default):
+        raise InputError(f"{what}= has {len(names)} names for {len(default)} arrays: {default}")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise InputError(f"{what}: two arrays have the name {twice[0]!r}; give names by {what}=")
+    return names
+
+
+def _input(function: Callable, path: Any) -> str:
+    """Return the name of an argument's parameter and the path within it."""
+    first, *rest = path
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    name = "input"
+    if first.idx < len(parameters):
+        parameter = parameters[first.idx]
+        if parameter.kind is not parameter.VAR_POSITIONAL:
+            return parameter.name + _key(rest)
+        name = parameter.name
+    elif parameters and parameters[-1].kind is inspect.Parameter.VAR_POSITIONAL:
+        name = parameters[-1].name
+    return f"{name}.{first.idx}" + _key(rest)
+
+
+def _key(path: Any) -> str:
+    text = jax.tree_util.keystr(tuple(path), simple=True, separator=".")
+    return f".{text}" if text else ""

@@ -1,0 +1,220 @@
+"""Gather and scatter: rows along one axis by their own operators, all else by places in the flat
+array."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxonnx.onnx_out._nodes import Nodes, Refusal, Tensor
+from jaxonnx.onnx_out._table import primitive
+
+REDUCTIONS = {
+    "scatter": "none",
+    "scatter-add": "add",
+    "scatter-sub": "sub",
+    "scatter_add": "add",
+    "scatter-mul": "mul",
+    "scatter_mul": "mul",
+    "scatter_min": "min",
+    "scatter-min": "min",
+    "scatter_max": "max",
+    "scatter-max": "max",
+}
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Slices of an array at given places, and where their elements stand in an array of all.
+
+    Attributes:
+      shape: that of the array that the slices are of.
+      sizes: those of a slice.
+      starts: the axes along which the last axis of the indices counts.
+      batch: pairs of an axis of the array and one of the indices that go together.
+      window: the axes of the array of all slices that run within a slice.
+      dropped: the axes of a slice, of size one, that are not among them.
+      all: the shape of the array of all slices.
+    """
+
+    shape: Sequence
+    sizes: Sequence
+    starts: Sequence[int]
+    batch: Sequence[tuple[int, int]]
+    window: Sequence[int]
+    dropped: Sequence[int]
+    all: Sequence
+
+    @property
+    def outer(self) -> list[int]:
+        """The axes of the array of all slices that run over slices."""
+        return [i for i in range(len(self.all)) if i not in self.window]
+
+    @property
+    def inner(self) -> list[int]:
+        """The axes of the array that run within a slice, in the order of `window`."""
+        batch = [axis for axis, _ in self.batch]
+        return [i for i in range(len(self.shape)) if i not in self.dropped and i not in batch]
+
+    def rows(self) -> int | None:
+        """Return the axis of which the slices are single rows, None if they are something else."""
+        if len(self.starts) != 1 or self.batch or tuple(self.dropped) != tuple(self.starts):
+            return None
+        (axis,) = self.starts
+        whole = all(self._same(i) for i in range(len(self.shape)) if i != axis)
+        return axis if whole and self.sizes[axis] == 1 else None
+
+    def _same(self, axis: int) -> bool:
+        a, b = self.sizes[axis], self.shape[axis]
+        return type(a) is type(b) and a == b
+
+    def flat(self, indices: Any) -> Any:
+        """Return the place of each element in the flat array, [all], for starts in bounds."""
+        strides = [prod(self.shape[i + 1 :], start=1) for i in range(len(self.shape))]
+        starts = jnp.zeros(indices.shape[:-1], jnp.int32)
+        for k, axis in enumerate(self.starts):
+            starts = starts + indices[..., k].astype(jnp.int32) * strides[axis]
+        for axis, place in self.batch:
+            line = lax.broadcasted_iota(jnp.int32, starts.shape, place)
+            starts = starts + line * strides[axis]
+        outer = self.outer
+        shape = [n if i in outer else 1 for i, n in enumerate(self.all)]
+        places = jnp.broadcast_to(starts.reshape(shape), self.all)
+        for axis, place in zip(self.inner, self.window, strict=True):
+            places = places + lax.broadcasted_iota(jnp.int32, self.all, place) * strides[axis]
+        return places
+
+    def bounds(self) -> list:
+        """Return the greatest start along each axis that is counted."""
+        return [self.shape[axis] - self.sizes[axis] for axis in self.starts]
+
+    def clipped(self, indices: Any) -> Any:
+        """Return starts as near as slices fit."""
+        last = jnp.stack([jnp.asarray(n, jnp.int32) for n in self.bounds()])
+        return jnp.clip(indices.astype(jnp.int32), 0, last)
+
+    def inside(self, indices: Any) -> Any:
+        """Return whether slices lie within the array, with the axes of the array of all."""
+        last = jnp.stack([jnp.asarray(n, jnp.int32) for n in self.bounds()])
+        fits = ((indices >= 0) & (indices.astype(jnp.int32) <= last)).all(-1)
+        return fits.reshape([n if i in self.outer else 1 for i, n in enumerate(self.all)])
+
+
+@primitive("gather")
+def gather(g, x, indices, *, out, dimension_numbers, slice_sizes, mode, fill_value):
+    d = dimension_numbers
+    batch = list(zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True))
+    windows = Windows(
+        x.shape, slice_sizes, d.start_index_map, batch, d.offset_dims, d.collapsed_slice_dims,
+        out.shape,
+    )  # fmt: skip
+    starts = _starts(g, windows, indices)
+    if (axis := windows.rows()) is not None:
+        y = _rows(g, x, starts, axis, windows)
+    else:
+        (places,) = g.run(windows.flat, starts)
+        y = Tensor(g("Gather", g.reshape(x, [-1]), places, axis=0), out.shape, x.dtype)
+    if "FILL" not in str(mode).upper() or _fit(windows, indices):
+        return y
+    fill = _fill(x.dtype) if fill_value is None else fill_value
+    (inside,) = g.run(windows.inside, indices)
+    return g.run(_or(fill), inside, y)[0]
+
+
+def _rows(g: Nodes, x: Any, starts: Any, axis: int, windows: Windows) -> Any:
+    """Return rows along an axis, with their axes where those of `windows` stand."""
+    places = g.reshape(starts, starts.shape[:-1])
+    y = g("Gather", x, places, axis=axis)
+    outer, window = windows.outer, list(windows.window)
+    order = [*window[:axis], *outer, *window[axis:]]
+    y = Tensor(y, [windows.all[i] for i in order], x.dtype)
+    return g.transpose(y, np.argsort(order))
+
+
+for _name, _reduction in REDUCTIONS.items():
+
+    @primitive(_name)
+    def scatter(g, x, indices, updates, *, out, dimension_numbers, mode, reduction=_reduction):
+        d = dimension_numbers
+        batch = list(zip(d.operand_batching_dims, d.scatter_indices_batching_dims, strict=True))
+        inner = iter(d.update_window_dims)
+        gone = {*d.inserted_window_dims, *d.operand_batching_dims}
+        sizes = [1 if i in gone else updates.shape[next(inner)] for i in range(x.ndim)]
+        windows = Windows(
+            x.shape, sizes, d.scatter_dims_to_operand_dims, batch, d.update_window_dims,
+            d.inserted_window_dims, updates.shape,
+        )  # fmt: skip
+        if reduction == "sub":
+            (updates,), reduction = g.run(jnp.negative, updates), "add"
+        return _scatter(g, x, indices, updates, windows, mode, reduction)
+
+
+def _scatter(g, x, indices, updates, windows, mode, reduction):
+    if reduction in ("min", "max") and g.opset < 18:
+        raise Refusal("ONNX can scatter the least and the greatest from opset 18 on")
+    starts = _starts(g, windows, indices)
+    dropping = "FILL" in str(mode).upper() and not _fit(windows, indices)
+    if windows.rows() == 0 and reduction == "add":
+        if dropping:
+            (inside,) = g.run(windows.inside, indices)
+            (updates,) = g.run(
+                lambda a, b: jnp.where(a, b, jnp.zeros((), b.dtype)), inside, updates
+            )
+        order = [*windows.outer, *windows.window]
+        return g(
+            "ScatterND",
+            x,
+            g.cast(starts, np.int64),
+            g.transpose(updates, order),
+            reduction=reduction,
+        )
+    (places,) = g.run(windows.flat, starts)
+    n = prod(x.shape, start=1)
+    line = g.reshape(x, [n])
+    if dropping:  # to one place more, which goes again
+        (inside,) = g.run(windows.inside, indices)
+        (places,) = g.run(_or(n), inside, places)
+        spare = Tensor(g("Concat", line, np.zeros(1, x.dtype), axis=0), (n + 1,), x.dtype)
+        y = _elements(g, spare, places, updates, reduction)
+        y = g.slice(Tensor(y, (n + 1,), x.dtype), [0], [n], [1])
+    else:
+        y = Tensor(_elements(g, line, places, updates, reduction), (n,), x.dtype)
+    return g.reshape(y, x.shape)
+
+
+def _elements(g, line, places, updates, reduction):
+    places, updates = g.reshape(places, [-1]), g.reshape(updates, [-1])
+    kind = {} if reduction == "none" else {"reduction": reduction}
+    return g("ScatterElements", line, places, updates, axis=0, **kind)
+
+
+def _starts(g: Nodes, windows: Windows, indices: Any) -> Any:
+    """Return starts that lie in bounds, as XLA takes them whatever was promised."""
+    if _fit(windows, indices):
+        return indices
+    return g.run(windows.clipped, indices)[0]
+
+
+def _fit(windows: Windows, indices: Any) -> bool:
+    """Tell whether starts are known to lie in bounds."""
+    if not windows.starts:
+        return True
+    if not isinstance(indices, np.ndarray):
+        return False
+    return bool((indices >= 0).all() and (indices <= np.array(windows.bounds())).all())
+
+
+def _or(value: Any) -> Any:
+    """Return the function that keeps what is inside and has `value` elsewhere."""
+    return lambda inside, x: jnp.where(inside, x, jnp.asarray(value, x.dtype))
+
+
+def _fill(dtype: np.dtype) -> Any:
+    """Return what JAX puts in the place of what lies outside."""
+    if dtype.kind in "iu":
+        return np.iinfo(dtype).min if dtype.kind == "i" else np.iinfo(dtype).max
+    return True if dtype.kind == "b" else np.nan

@@ -1,0 +1,286 @@
+"""The graph under construction, as rules see it: operators on tensors that know their shapes."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from onnx import GraphProto, defs
+
+from jaxonnx._file.build import Writer, onnx_type
+from jaxonnx._jaxpr import interpret, programs
+from jaxonnx.errors import UnsupportedError
+from jaxonnx.onnx_out import _dims as dims
+from jaxonnx.onnx_out._table import rule_of
+
+FOLDED = 4096
+"""Elements up to which a value that depends on no input is computed here, rather than by nodes."""
+
+WIDE = {
+    np.dtype(narrow): np.dtype(wide)
+    for wide, narrows in {
+        np.int32: (np.bool_, np.int8, np.int16, np.uint8, np.uint16),
+        np.int64: (np.uint32, np.uint64),
+        np.float32: (jnp.bfloat16,),
+    }.items()
+    for narrow in narrows
+}
+"""The dtypes in which runtimes have arithmetic, for those in which they have none. ONNX's Cast
+drops the higher bits of integers, so that sums and products are those of the narrow dtype."""
+
+
+class Tensor(str):
+    """The name of a tensor of the graph, which knows its shape and dtype.
+
+    Attributes:
+      thin: a tensor or array that broadcasts to this one, where there is one.
+    """
+
+    shape: tuple
+    dtype: np.dtype
+    thin: Any
+
+    def __new__(cls, name: str, shape: Sequence, dtype: Any, thin: Any = None):
+        """Return a name with a shape and dtype."""
+        tensor = super().__new__(cls, name)
+        tensor.shape, tensor.dtype, tensor.thin = tuple(shape), np.dtype(dtype), thin
+        return tensor
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+class Nodes:
+    """Appends nodes to a graph; calling it gives the name of a node's output.
+
+    Operands are tensors, or NumPy arrays for what is known, which become initializers of the main
+    graph. Attributes:
+      opset: the version of ONNX's operators.
+      out: the shape and dtype of the result of the equation at hand.
+    """
+
+    def __init__(self, writer: Writer, opset: int, main: "Nodes | None" = None):
+        self.writer, self.opset = writer, opset
+        self.main = main or self
+        if main is None:
+            self.constants: dict[tuple, str] = {}
+            self.sizes: dict[str, Any] = {}
+            self.numbers: dict[str, int] = {}
+
+    def __call__(self, operator: str, *operands: Any, **attributes: Any) -> str:
+        """Append a node with one output; return its name."""
+        return self.several(operator, 1, *operands, **attributes)[0]
+
+    def several(self, operator: str, count: int, *operands: Any, **attributes: Any) -> list[str]:
+        """Append a node with `count` outputs; return their names."""
+        if not _has(operator, self.opset):
+            newest = defs.get_schema(operator).since_version
+            raise Refusal(f"it needs {operator}, which ONNX has from opset {newest} on")
+        outputs = [self.fresh(operator.lower()) for _ in range(count)]
+        self.writer.nodes(operator, map(self.name, operands), outputs, **attributes)
+        return outputs
+
+    def fresh(self, name: str) -> str:
+        """Return an unused name like `name`."""
+        numbers = self.main.numbers
+        number = numbers[name] = numbers.get(name, 0) + 1
+        return self.writer.fresh(name if number == 1 else f"{name}_{number}")
+
+    def name(self, value: Any) -> str:
+        """Return the name of a tensor; an array becomes an initializer, None is left out."""
+        if value is None or isinstance(value, str):
+            return value or ""
+        array = np.asarray(value)
+        key = array.dtype, array.shape, array.tobytes()
+        constants = self.main.constants
+        if key not in constants:
+            constants[key] = self.main.writer.constant("constant", array, array.dtype)
+        return constants[key]
+
+    def child(self, name: str) -> "Nodes":
+        """Return the nodes of a new graph within this one, which sees all tensors of this one."""
+        return Nodes(Writer(self.fresh(name), self.writer.used), self.opset, self.main)
+
+    @property
+    def graph(self) -> GraphProto:
+        return self.writer.graph
+
+    # -- programs --
+
+    def run(self, function: Callable, *operands: Any) -> list:
+        """Append what a function of arrays computes of these operands; return its results."""
+        like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+        return self.program(jax.make_jaxpr(function)(*like), operands)
+
+    def program(self, program: Any, operands: Sequence[Any]) -> list:
+        """Append what a jaxpr computes; return its results."""
+        return interpret(program, self._equation, list(operands), constant=_known)
+
+    def _equation(self, equation: Any, operands: list) -> list:
+        outs = tuple(plain(variable.aval) for variable in equation.outvars)
+        if (folded := _folded(equation, operands, outs)) is not None:
+            return folded
+        rule = rule_of(equation.primitive.name, self.opset)
+        if rule is None:
+            raise UnsupportedError(
+                f"JAX's primitive '{equation.primitive.name}'{_line(equation)} has no form in ONNX "
+                f"(opset {self.opset}); compute it outside of the function, or register a rule "
+                "with jaxonnx.onnx_out.primitive"
+            )
+        several = equation.primitive.multiple_results
+        avals = [variable.aval for variable in equation.invars]
+        try:
+            params = {"avals": avals, "equation": equation, **equation.params}
+            results = rule(self, *operands, out=outs if several else outs[0], **params)
+        except Refusal as refusal:
+            raise UnsupportedError(
+                f"JAX's primitive '{equation.primitive.name}'{_line(equation)}: {refusal}"
+            ) from None
+        results = list(results) if isinstance(results, (list, tuple)) else [results]
+        return [self.typed(x, out) for x, out in zip(results, outs, strict=True)]
+
+    def typed(self, value: Any, out: Any) -> Any:
+        """Return a result with the shape and dtype that JAX gives it."""
+        if isinstance(value, str):
+            return Tensor(value, out.shape, out.dtype, getattr(value, "thin", None))
+        return value
+
+    # -- what many rules need --
+
+    def cast(self, x: Any, dtype: Any) -> Any:
+        """Return x in another dtype; x itself if it has that already."""
+        dtype = np.dtype(dtype)
+        if getattr(x, "dtype", None) == dtype:
+            return x
+        if isinstance(x, np.ndarray):
+            return x.astype(dtype)
+        return self._with("Cast", x, dtype=dtype, to=onnx_type(dtype))
+
+    def wide(self, operator: str, *operands: Any, dtype: Any, **attributes: Any) -> Any:
+        """Append an operator in a dtype in which runtimes have it; return its result in `dtype`."""
+        wide = WIDE.get(np.dtype(dtype))
+        if wide is None:
+            return self(operator, *operands, **attributes)
+        result = self(operator, *(self.cast(x, wide) for x in operands), **attributes)
+        return self.cast(Tensor(result, (), wide), dtype)
+
+    def reshape(self, x: Any, shape: Sequence) -> Any:
+        """Return x in another shape of as many elements."""
+        shape = tuple(shape)
+        if isinstance(x, np.ndarray) and dims.known(shape):
+            return x.reshape(shape)
+        if getattr(x, "shape", None) == shape:
+            return x
+        symbolic = [i for i, size in enumerate(shape) if not dims.known([size])]
+        if len(symbolic) == 1 and 0 not in shape:
+            sizes = np.array([-1 if i in symbolic else n for i, n in enumerate(shape)], np.int64)
+        else:
+            sizes = self.sizes_of(shape)
+        zero = {"allowzero": 1} if any(isinstance(n, int) and n == 0 for n in shape) else {}
+        return self._with("Reshape", x, sizes, shape=shape, **zero)
+
+    def transpose(self, x: Any, order: Iterable[int]) -> Any:
+        """Return x with its axes in another order."""
+        order = [int(i) for i in order]
+        if order == list(range(len(order))):
+            return x
+        if isinstance(x, np.ndarray):
+            return x.transpose(order)
+        shape = tuple(x.shape[i] for i in order)
+        return self._with("Transpose", x, shape=shape, perm=order)
+
+    def slice(self, x: Any, starts, stops, steps) -> Any:
+        """Return x[start:stop:step] along all axes; ends may be symbolic where the step is one."""
+        axes = [
+            i
+            for i, cut in enumerate(zip(starts, stops, steps, strict=True))
+            if not dims.same(cut, (0, x.shape[i], 1))
+        ]
+        if not axes:
+            return x
+        shape = list(x.shape)
+        for i in axes:
+            shape[i] = (stops[i] - starts[i] + steps[i] - 1) // steps[i]
+        parts = [self.sizes_of([cut[i] for i in axes]) for cut in (starts, stops)]
+        operands = *parts, np.array(axes, np.int64), np.array([steps[i] for i in axes], np.int64)
+        return self._with("Slice", x, *operands, shape=shape)
+
+    def sizes_of(self, shape: Sequence) -> Any:
+        """Return sizes as an array of int64, or the name of one where they depend on inputs."""
+        return dims.sizes(self.main, shape)
+
+    def reduce(self, operator: str, x: Any, axes: Sequence[int], keepdims: int = 0) -> str:
+        """Append a reduction; its axes were an attribute until opset 18 (13 for ReduceSum)."""
+        axes = [int(a) for a in axes]
+        if self.opset >= (13 if operator == "ReduceSum" else 18):
+            return self(operator, x, np.array(axes, np.int64), keepdims=keepdims)
+        return self(operator, x, axes=axes, keepdims=keepdims)
+
+    def _with(
+        self, operator: str, x: Any, *operands, shape=None, dtype=None, **attributes
+    ) -> Tensor:
+        """Append a node on x; its result has x's shape and dtype but for those that are said."""
+        shape = getattr(x, "shape", ()) if shape is None else shape
+        dtype = dtype or getattr(x, "dtype", np.float32)
+        return Tensor(self(operator, x, *operands, **attributes), shape, dtype)
+
+
+@cache
+def _has(operator: str, opset: int) -> bool:
+    return any(
+        schema.name == operator and schema.domain == "" and schema.since_version <= opset
+        for schema in _schemas()
+    )
+
+
+@cache
+def _schemas() -> Sequence[Any]:
+    return defs.get_all_schemas_with_history()
+
+
+class Refusal(Exception):
+    """Raised by a rule for what ONNX cannot say; becomes an `UnsupportedError` with the line."""
+
+
+def plain(aval: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of an array; a key is the integers that it consists of."""
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        key = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+        return jax.ShapeDtypeStruct(key.shape, key.dtype)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def _known(value: Any, aval: Any) -> np.ndarray:
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return np.asarray(jax.random.key_data(value))
+    return np.asarray(value, aval.dtype)
+
+
+def _folded(equation: Any, operands: list, outs: tuple) -> list | None:
+    """Return the results of an equation of known operands, None where nodes must compute them."""
+    if not operands or equation.effects or not all(isinstance(x, np.ndarray) for x in operands):
+        return None
+    if not all(dims.known(out.shape) and prod(out.shape) <= FOLDED for out in outs):
+        return None
+    atoms = (*equation.invars, *equation.outvars)
+    keys = any(jnp.issubdtype(atom.aval.dtype, jax.dtypes.prng_key) for atom in atoms)
+    if keys or programs(equation.params) or equation.primitive.name.startswith("random_"):
+        return None
+    with jax.ensure_compile_time_eval():
+        results = equation.primitive.bind(*operands, **equation.params)
+    results = results if equation.primitive.multiple_results else [results]
+    return [np.asarray(result) for result in results]
+
+
+def _line(equation: Any) -> str:
+    """Return where the user's program has an equation, as " in FILE:LINE"."""
+    traceback = equation.source_info.traceback
+    frames = traceback.frames if traceback else ()
+    for frame in frames:
+        if not any(part in frame.file_name for part in ("/jax/", "/jaxonnx/", "/flax/", "/optax/")):
+            return f" in {frame.file_name}:{frame.line_num}"
+    return ""

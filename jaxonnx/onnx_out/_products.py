@@ -1,0 +1,58 @@
+"""Matrix products in every contraction."""
+
+from typing import Any
+
+import numpy as np
+
+from jaxonnx.onnx_out._nodes import Nodes, Tensor
+from jaxonnx.onnx_out._table import primitive
+
+INTEGERS: dict[Any, Any] = {
+    np.dtype(t): np.dtype(np.int32) for t in (np.int8, np.int16, np.uint8, np.uint16)
+}
+
+
+@primitive("dot_general")
+def dot_general(g, x, y, *, dimension_numbers, out):
+    dtype = INTEGERS.get(out.dtype, out.dtype)
+    if dtype.name == "bfloat16":
+        dtype = np.dtype(np.float32)
+    z = contract(g, g.cast(x, dtype), g.cast(y, dtype), dimension_numbers, out.shape)
+    return g.cast(Tensor(z, out.shape, dtype), out.dtype)
+
+
+def contract(g: Nodes, x: Any, y: Any, numbers: Any, shape: Any) -> Any:
+    """Return a product: batch axes first, then the free ones of x, then those of y."""
+    (x_sum, y_sum), (x_batch, y_batch) = (tuple(map(tuple, pair)) for pair in numbers)
+    x_free = _others(x.ndim, x_sum, x_batch)
+    y_free = _others(y.ndim, y_sum, y_batch)
+    if x.ndim == y.ndim == 2 and len(x_sum) == 1 and x.dtype.kind == "f":
+        if (x_sum, y_sum) == ((1,), (0,)):
+            return g("MatMul", x, y)
+        return g("Gemm", x, y, transA=int(x_sum == (0,)), transB=int(y_sum == (1,)))
+    if not x_batch and x.ndim > 2 and y.ndim == 2 and x_sum == (x.ndim - 1,) and y_sum == (0,):
+        return g("MatMul", x, y)
+    batch = [x.shape[i] for i in x_batch]
+    left = _matrices(g, x, (x_batch, x_free, x_sum), batch)
+    right = _matrices(g, y, (y_batch, y_sum, y_free), batch)
+    z = Tensor(g("MatMul", left, right), (*batch, left.shape[-2], right.shape[-1]), x.dtype)
+    return g.reshape(z, shape)
+
+
+def _others(ndim: int, *taken: tuple) -> tuple:
+    return tuple(i for i in range(ndim) if not any(i in axes for axes in taken))
+
+
+def _matrices(g: Nodes, x: Any, groups: Any, batch: list) -> Any:
+    """Return x with its batch axes first and one axis for each of the other two groups."""
+    first, rows, columns = groups
+    sizes = x.shape
+    x = g.transpose(x, [*first, *rows, *columns])
+    return g.reshape(x, [*batch, _product(sizes, rows), _product(sizes, columns)])
+
+
+def _product(sizes: Any, axes: Any) -> Any:
+    result = 1
+    for axis in axes:
+        result = sizes[axis] * result
+    return result

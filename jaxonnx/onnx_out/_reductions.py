@@ -1,0 +1,104 @@
+"""Reductions, places of extremes, running sums and order."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxonnx.onnx_out._nodes import WIDE, Tensor
+from jaxonnx.onnx_out._table import composed, primitive
+
+OPERATORS = {
+    "reduce_max": "ReduceMax",
+    "reduce_min": "ReduceMin",
+    "reduce_prod": "ReduceProd",
+    "reduce_sum": "ReduceSum",
+}
+
+for _name, _operator in OPERATORS.items():
+
+    @primitive(_name)
+    def reduce_(g, x, *, axes, out, operator=_operator):
+        if not axes:
+            return x
+        dtype = WIDE.get(x.dtype, x.dtype)
+        y = Tensor(g.reduce(operator, g.cast(x, dtype), axes), out.shape, dtype)
+        return g.cast(y, out.dtype)
+
+
+for _name, _operator in {"reduce_and": "ReduceMin", "reduce_or": "ReduceMax"}.items():
+
+    @primitive(_name)
+    def reduce_logical(g, x, *, axes, out, operator=_operator):
+        y = Tensor(g.reduce(operator, g.cast(x, np.int32), axes), out.shape, np.int32)
+        return g.cast(y, bool)
+
+
+@composed("reduce_xor")
+def reduce_xor(x, *, axes):
+    return jnp.sum(x.astype(jnp.int32), axes) % 2 == 1
+
+
+for _name, _operator in {"argmax": "ArgMax", "argmin": "ArgMin"}.items():
+
+    @primitive(_name)
+    def place(g, x, *, axes, index_dtype, out, operator=_operator):
+        y = g(operator, g.cast(x, WIDE.get(x.dtype, x.dtype)), axis=int(axes[0]), keepdims=0)
+        return g.cast(Tensor(y, out.shape, np.int64), index_dtype)
+
+
+@primitive("cumsum")
+def cumsum(g, x, *, axis, reverse, out):
+    return g.wide("CumSum", x, np.int64(axis), reverse=int(reverse), dtype=out.dtype)
+
+
+def _running(name, combine, start):
+    """Register a running reduction, by combining with what stands 1, 2, 4, ... places before."""
+
+    @composed(name)
+    def rule(x, *, axis, reverse):
+        n, step = x.shape[axis], 1
+        fill = jnp.asarray(start(x.dtype), x.dtype)
+        while step < n:
+            edges = [(0, 0, 0)] * x.ndim
+            edges[axis] = (-step, step, 0) if reverse else (step, -step, 0)
+            x = combine(x, lax.pad(x, fill, edges))
+            step *= 2
+        return x
+
+
+def _least(dtype):
+    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
+
+
+def _greatest(dtype):
+    return jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
+
+
+_running("cummax", lax.max, _least)
+_running("cummin", lax.min, _greatest)
+_running("cumprod", lax.mul, lambda dtype: 1)
+_running("cumlogsumexp", jnp.logaddexp, _least)
+
+
+@primitive("sort")
+def sort(g, *operands, dimension, num_keys, out):
+    """Sort by the last key first: each sort keeps the order of equals, so the first one wins."""
+    operands = list(operands)
+    for key in reversed(range(num_keys)):
+        size = np.array([operands[key].shape[dimension]], np.int64)
+        x = operands[key]
+        wide = g.cast(x, WIDE.get(x.dtype, x.dtype))
+        _, order = g.several("TopK", 2, wide, size, axis=dimension, largest=0, sorted=1)
+        operands = [
+            Tensor(g("GatherElements", y, order, axis=dimension), y.shape, y.dtype)
+            for y in operands
+        ]
+    return operands
+
+
+@primitive("top_k")
+def top_k(g, x, *, k, out, axis=-1):
+    wide = g.cast(x, WIDE.get(x.dtype, x.dtype))
+    values, places = g.several("TopK", 2, wide, np.array([k], np.int64), axis=axis)
+    values, places = Tensor(values, out[0].shape, wide.dtype), Tensor(places, (), np.int64)
+    return g.cast(values, out[0].dtype), g.cast(places, out[1].dtype)

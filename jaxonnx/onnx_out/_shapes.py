@@ -1,0 +1,187 @@
+"""Primitives that move elements by their places alone."""
+
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from jaxonnx.onnx_out import _dims as dims
+from jaxonnx.onnx_out._nodes import FOLDED, Nodes, Refusal, Tensor
+from jaxonnx.onnx_out._table import primitive
+
+
+@primitive("reshape")
+def reshape(g, x, *, out, dimensions=None):
+    if dimensions is not None:
+        x = g.transpose(x, dimensions)
+    return g.reshape(x, out.shape)
+
+
+@primitive("squeeze", "expand_dims")
+def squeeze(g, x, *, out):
+    return g.reshape(x, out.shape)
+
+
+@primitive("transpose")
+def transpose(g, x, *, permutation):
+    return g.transpose(x, permutation)
+
+
+@primitive("broadcast_in_dim")
+def broadcast_in_dim(g, x, *, out, broadcast_dimensions):
+    x = x.thin if _is_scalar_like(x) else x
+    sizes = [1] * len(out.shape)
+    for axis, place in enumerate(broadcast_dimensions):
+        sizes[place] = x.shape[axis]
+    return expand(g, g.reshape(x, sizes), out.shape)
+
+
+def _is_scalar_like(x: Any) -> bool:
+    slim = getattr(x, "thin", None)
+    return slim is not None and slim.ndim == x.ndim
+
+
+def expand(g: Nodes, x: Any, shape: Any) -> Any:
+    """Broadcast x, of as many axes, to a shape; what it was before is kept for its users."""
+    if dims.known(shape) and dims.known(x.shape) and tuple(x.shape) == tuple(shape):
+        return x
+    if dims.same(x.shape, shape):
+        return x
+    if isinstance(x, np.ndarray) and dims.known(shape) and prod(shape) <= FOLDED:
+        return np.broadcast_to(x, shape)
+    return Tensor(g("Expand", x, g.sizes_of(shape)), shape, x.dtype, thin=x)
+
+
+@primitive("concatenate")
+def concatenate(g, *operands, dimension):
+    return g("Concat", *operands, axis=dimension)
+
+
+@primitive("stack")
+def stack(g, *operands, axis, out):
+    shape = [1 if i == axis else n for i, n in enumerate(out.shape)]
+    return g("Concat", *(g.reshape(x, shape) for x in operands), axis=axis)
+
+
+@primitive("tile")
+def tile(g, x, *, reps):
+    return g("Tile", x, g.sizes_of(reps))
+
+
+@primitive("split")
+def split(g, x, *, sizes, axis, out):
+    return g.several("Split", len(out), x, np.array(sizes, np.int64), axis=axis)
+
+
+@primitive("unstack")
+def unstack(g, x, *, axis, out):
+    parts = g.several("Split", len(out), x, np.ones(len(out), np.int64), axis=axis)
+    return [g.reshape(part, like.shape) for part, like in zip(parts, out, strict=True)]
+
+
+@primitive("slice")
+def slice_(g, x, *, start_indices, limit_indices, strides):
+    return g.slice(x, start_indices, limit_indices, strides or (1,) * x.ndim)
+
+
+@primitive("rev")
+def rev(g, x, *, dimensions):
+    if not dimensions:
+        return x
+    n = len(dimensions)
+    ends = np.full(n, np.iinfo(np.int64).min + 1, np.int64)
+    starts, steps = np.full(n, -1, np.int64), np.full(n, -1, np.int64)
+    return g("Slice", x, starts, ends, np.array(dimensions, np.int64), steps)
+
+
+@primitive("pad")
+def pad(g, x, value, *, padding_config, out):
+    y = padded(g, x, value, padding_config)
+    return g.typed(y, out)
+
+
+def padded(g: Nodes, x: Any, value: Any, config: Any) -> Any:
+    """Pad x; negative numbers cut, the third of each axis stands between any two elements."""
+    shape = list(x.shape)
+    for axis, (_, _, inner) in enumerate(config):
+        if inner and (not dims.known([shape[axis]]) or shape[axis] > 1):
+            n = shape[axis]
+            apart = g.reshape(x, [*shape[: axis + 1], 1, *shape[axis + 1 :]])
+            apart = _pad(
+                g, apart, value, [(0, inner * (i == axis + 1)) for i in range(len(shape) + 1)]
+            )
+            x = g.reshape(apart, [*shape[:axis], n * (inner + 1), *shape[axis + 1 :]])
+            ends = [*shape[:axis], n * (inner + 1) - inner, *shape[axis + 1 :]]
+            x = g.slice(x, [0] * len(shape), ends, [1] * len(shape))
+            shape = ends
+    x = _pad(g, x, value, [(max(low, 0), max(high, 0)) for low, high, _ in config])
+    shape = list(x.shape)
+    starts = [max(-low, 0) for low, _, _ in config]
+    ends = [n - max(-high, 0) for n, (_, high, _) in zip(shape, config, strict=True)]
+    return g.slice(x, starts, ends, [1] * len(shape))
+
+
+def _pad(g: Nodes, x: Any, value: Any, edges: Any) -> Any:
+    if not any(low or high for low, high in edges):
+        return x
+    if not dims.known([n for edge in edges for n in edge]):
+        raise Refusal("it pads by sizes that depend on an input's")
+    shape = [n + low + high for n, (low, high) in zip(x.shape, edges, strict=True)]
+    pads = np.array([low for low, _ in edges] + [high for _, high in edges], np.int64)
+    dtype = {2: np.float32 if x.dtype.kind not in "iu" else np.int32, 1: np.int8}.get(
+        x.dtype.itemsize, x.dtype
+    )
+    dtype = np.dtype(np.uint8 if x.dtype == bool else dtype)
+    y = g("Pad", g.cast(x, dtype), pads, g.cast(value, dtype), mode="constant")
+    return g.cast(Tensor(y, shape, dtype), x.dtype)
+
+
+@primitive("iota")
+def iota(g, *, out, dimension):
+    wide = out.dtype if out.dtype in (np.int32, np.int64, np.float32) else np.dtype(np.int64)
+    size = out.shape[dimension]
+    if dims.known([size]):
+        line = np.arange(size, dtype=wide)
+    else:
+        count = g.reshape(Tensor(g.sizes_of([size]), (1,), np.int64), ())
+        line = Tensor(g("Range", np.int64(0), count, np.int64(1)), (size,), np.int64)
+        line = g.cast(line, wide)
+    sizes = [size if i == dimension else 1 for i in range(len(out.shape))]
+    return expand(g, g.cast(g.reshape(line, sizes), out.dtype), out.shape)
+
+
+@primitive("dim_as_value")
+def dim_as_value(g, *, dim, out):
+    value = Tensor(g.sizes_of([dim]), (1,), np.int64)
+    return g.cast(g.reshape(value, ()), out.dtype)
+
+
+@primitive("dynamic_slice")
+def dynamic_slice(g, x, *starts, slice_sizes, out):
+    if not x.shape:
+        return x
+    begin = _starts(g, x.shape, starts[: x.ndim], slice_sizes)
+    end = g("Add", begin, g.sizes_of(slice_sizes))
+    return g("Slice", x, begin, end, np.arange(x.ndim, dtype=np.int64))
+
+
+@primitive("dynamic_update_slice")
+def dynamic_update_slice(g, x, update, *starts, out):
+    """Put `update` where the elements of x have its places, counted from the start."""
+    if not x.shape:
+        return update
+    begin = _starts(g, x.shape, starts, update.shape)
+    places = np.stack(np.meshgrid(*map(np.arange, update.shape), indexing="ij"), -1)
+    index = g("Add", places.astype(np.int64), begin)
+    return g("ScatterND", x, index, update)
+
+
+def _starts(g: Nodes, shape: Any, starts: Any, sizes: Any) -> str:
+    """Return where a slice begins, as near as it fits."""
+    ones = [g.reshape(g.cast(start, np.int64), (1,)) for start in starts]
+    if all(isinstance(one, np.ndarray) for one in ones):
+        begin = np.concatenate(ones)
+    else:
+        begin = g("Concat", *ones, axis=0) if len(ones) > 1 else ones[0]
+    last = g.sizes_of([n - size for n, size in zip(shape, sizes, strict=True)])
+    return g("Max", g("Min", begin, last), np.zeros(len(ones), np.int64))

@@ -1,0 +1,212 @@
+"""Functions that ONNX has no operator for, composed of those that it has, as XLA computes them."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxonnx.onnx_out._nodes import Refusal
+from jaxonnx.onnx_out._table import composed
+
+
+@composed("log1p")
+def log1p(x):
+    """Return log(1 + x) as Kahan does: the error of 1 + x is in u - 1 as well."""
+    u = 1 + x
+    log = jnp.log(u)
+    exact = u == 1
+    near = log * (x / jnp.where(exact, 1, u - 1))
+    return jnp.where(exact, x, jnp.where(jnp.isfinite(log), near, log))
+
+
+@composed("expm1")
+def expm1(x):
+    u = jnp.exp(x)
+    near = (u != 1) & (jnp.abs(x) < 0.5)
+    small = (u - 1) * (x / jnp.where(near, jnp.log(jnp.where(near, u, 2)), 1))
+    return jnp.where(u == 1, x, jnp.where(near, small, u - 1))
+
+
+@composed("one_minus_square")
+def one_minus_square(x):
+    return 1 - x * x
+
+
+@composed("log2")
+def log2(x):
+    return jnp.log(x) * np.asarray(1 / np.log(2), x.dtype)
+
+
+@composed("exp2")
+def exp2(x):
+    return lax.pow(jnp.full_like(x, 2), x)
+
+
+@composed("cbrt")
+def cbrt(x):
+    return jnp.sign(x) * lax.pow(jnp.abs(x), jnp.full_like(x, 1 / 3))
+
+
+@composed("erfc")
+def erfc(x):
+    return 1 - lax.erf(x)
+
+
+@composed("atan2")
+def atan2(y, x):
+    pi = np.pi
+    straight = jnp.arctan(y / jnp.where(x == 0, 1, x))
+    left = jnp.where(y < 0, straight - pi, straight + pi)
+    upright = jnp.sign(y) * (pi / 2)
+    return jnp.where(x > 0, straight, jnp.where(x < 0, left, upright)).astype(y.dtype)
+
+
+_SMALL = (
+    *(2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087),
+    *(-0.00125372503, -0.00417768164, 0.246640727, 1.50140941),
+)
+_LARGE = (
+    *(-0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773),
+    *(-0.0076224613, 0.00943887047, 1.00167406, 2.83297682),
+)
+
+
+@composed("erf_inv")
+def erf_inv(x):
+    """Follow Giles, "Approximating the erfinv function" (GPU Computing Gems, 2012), in float32."""
+    w = -jnp.log1p(-x * x)
+    small = w < 5
+    w = jnp.where(small, w - 2.5, jnp.sqrt(w) - 3)
+    p = jnp.where(small, _SMALL[0], _LARGE[0])
+    for a, b in zip(_SMALL[1:], _LARGE[1:], strict=True):
+        p = jnp.where(small, a, b) + p * w
+    return jnp.where(jnp.abs(x) == 1, x * jnp.inf, p * x).astype(x.dtype)
+
+
+_LANCZOS = (
+    *(676.520368121885098567009190444019, -1259.13921672240287047156078755283),
+    *(771.3234287776530788486528258894, -176.61502916214059906584551354),
+    *(12.507343278686904814458936853, -0.13857109526572011689554707),
+    *(9.984369578019570859563e-6, 1.50563273514931155834e-7),
+)
+
+
+@composed("lgamma")
+def lgamma(x):
+    """Take Lanczos' approximation and Euler's reflection, with the coefficients of XLA."""
+    reflected = x < 0.5
+    z = jnp.where(reflected, -x, x - 1)
+    total = 0.99999999999980993227684700473478 + jnp.zeros_like(z)
+    for i, c in enumerate(_LANCZOS):
+        total = total + c / (z + i + 1)
+    t = 7.5 + z
+    log_t = np.log(7.5) + jnp.log1p(z / 7.5)
+    y = (z + 0.5 - t / log_t) * log_t + 0.5 * np.log(2 * np.pi) + jnp.log(total)
+    fraction = jnp.abs(x) - jnp.floor(jnp.abs(x))
+    fraction = jnp.where(fraction > 0.5, 1 - fraction, fraction)
+    sine = jnp.log(jnp.sin(np.pi * fraction))
+    result = jnp.where(reflected, jnp.where(jnp.isfinite(sine), np.log(np.pi) - sine - y, -sine), y)
+    return jnp.where(jnp.isinf(x), jnp.inf, result).astype(x.dtype)
+
+
+@composed("digamma")
+def digamma(x):
+    """Return the derivative of `lgamma`."""
+    reflected = x < 0.5
+    z = jnp.where(reflected, -x, x - 1)
+    total, slope = 0.99999999999980993227684700473478 + jnp.zeros_like(z), jnp.zeros_like(z)
+    for i, c in enumerate(_LANCZOS):
+        slope = slope - c / jnp.square(z + i + 1)
+        total = total + c / (z + i + 1)
+    log_t = np.log(7.5) + jnp.log1p(z / 7.5)
+    y = log_t + slope / total - 7 / (7.5 + z)
+    turned = x + jnp.abs(jnp.floor(x + 0.5))
+    cotangent = np.pi * jnp.cos(np.pi * turned) / jnp.sin(np.pi * turned)
+    result = jnp.where(reflected, y - cotangent, y)
+    return jnp.where((x <= 0) & (x == jnp.floor(x)), jnp.nan, result).astype(x.dtype)
+
+
+@composed("shift_right_arithmetic")
+def shift_right_arithmetic(x, amount):
+    bits = 8 * x.dtype.itemsize
+    amount = jnp.minimum(amount, bits - 1)
+    if jnp.issubdtype(x.dtype, jnp.unsignedinteger):
+        return lax.shift_right_logical(x, amount)
+    return jnp.where(
+        x < 0, ~lax.shift_right_logical(~x, amount), lax.shift_right_logical(x, amount)
+    )
+
+
+@composed("population_count")
+def population_count(x):
+    total = jnp.zeros_like(x)
+    for bit in range(8 * x.dtype.itemsize):
+        total += lax.shift_right_logical(x, jnp.full_like(x, bit)) & jnp.ones_like(x)
+    return total
+
+
+@composed("clz")
+def clz(x):
+    total = jnp.zeros_like(x)
+    for bit in range(8 * x.dtype.itemsize):
+        total += (lax.shift_right_logical(x, jnp.full_like(x, bit)) == 0).astype(x.dtype)
+    return total
+
+
+@composed("bitcast_convert_type")
+def bitcast_convert_type(x, *, new_dtype):
+    """Read bits as another type: integers as integers, float32 and 32 bits by the formula."""
+    new_dtype = jnp.dtype(new_dtype)
+    integers = jnp.issubdtype(x.dtype, jnp.integer), jnp.issubdtype(new_dtype, jnp.integer)
+    if x.dtype.itemsize == new_dtype.itemsize and all(integers):
+        return x.astype(new_dtype)
+    if x.dtype == jnp.float32 and integers[1] and new_dtype.itemsize == 4:
+        return _bits(x).astype(new_dtype)
+    if not (integers[0] and x.dtype.itemsize == 4 and new_dtype == jnp.float32):
+        raise Refusal(f"ONNX cannot read the bits of {x.dtype} as {new_dtype}")
+    return _float(x.astype(jnp.uint32))
+
+
+def _float(bits):
+    """Return the float32 that has these bits."""
+    sign = jnp.where(bits >> 31 == 1, -1.0, 1.0).astype(jnp.float32)
+    exponent = ((bits >> 23) & 255).astype(jnp.int32)
+    fraction = (bits & 0x7FFFFF).astype(jnp.int32).astype(jnp.float32) * jnp.float32(2.0**-23)
+    small = fraction * jnp.float32(2.0**-126)
+    power = jnp.power(jnp.float32(2), jnp.clip(exponent - 127, -126, 127).astype(jnp.float32))
+    special = jnp.where(fraction == 0, jnp.inf, jnp.nan)
+    normal = jnp.where(exponent == 255, special, (1 + fraction) * power)
+    return sign * jnp.where(exponent == 0, small, normal)
+
+
+def _bits(x):
+    """Return the bits of a float32 as uint32; of NaN, those of one."""
+    size = jnp.abs(x)
+    finite = jnp.isfinite(x)
+    normal = jnp.where(finite & (size >= 2.0**-126), size, 1)
+    exponent = jnp.floor(jnp.log(normal) * np.float32(1 / np.log(2)))
+
+    def scaled(exponent):  # by two powers, each of which is a normal number
+        half = jnp.floor(exponent / 2)
+        return normal * jnp.power(np.float32(2), -half) * jnp.power(np.float32(2), half - exponent)
+
+    exponent = exponent + (scaled(exponent) >= 2) - (scaled(exponent) < 1)
+    fraction = ((scaled(exponent) - 1) * np.float32(2.0**23)).astype(jnp.uint32)
+    bits = ((exponent.astype(jnp.int32) + 127).astype(jnp.uint32) << 23) | fraction
+    # a subnormal number in two steps: the factor itself is larger than any number
+    small = (size * np.float32(2.0**75) * np.float32(2.0**74)).astype(jnp.uint32)
+    special = jnp.where(jnp.isnan(x), jnp.uint32(0x7FC00000), jnp.uint32(0x7F800000))
+    bits = jnp.where(finite, jnp.where(size < 2.0**-126, small, bits), special)
+    negative = (x < 0) | ((x == 0) & (1 / x < 0))
+    return bits | jnp.where(negative, jnp.uint32(2**31), jnp.uint32(0))
+
+
+@composed("mulhi")
+def mulhi(x, y):
+    """Return the upper half of a product of 32-bit integers, from their 16-bit halves."""
+    if x.dtype != jnp.uint32:
+        raise Refusal(f"it multiplies {x.dtype}, where it is written for uint32")
+    low, high = x & 0xFFFF, x >> 16
+    below, above = y & 0xFFFF, y >> 16
+    middle = high * below + ((low * below) >> 16)
+    other = low * above + (middle & 0xFFFF)
+    return high * above + (middle >> 16) + (other >> 16)

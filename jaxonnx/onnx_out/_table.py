@@ -1,0 +1,80 @@
+"""The table of primitives: how the graph says each of them, from an opset on.
+
+A rule is a plain function that reads like the primitive::
+
+    @primitive("concatenate")
+    def concatenate(g, *operands, dimension):
+        return g("Concat", *operands, axis=dimension)
+
+`g` appends nodes (`Nodes`), the positional parameters are the operands, the keyword-only parameters
+are those of the primitive's parameters that the rule needs; `out`, if it is among them, is the
+shape and dtype of the result, or a tuple of them. A primitive that ONNX has no operator for may be
+composed of others, in JAX::
+
+    @composed("erfc")
+    def erfc(x):
+        return 1 - lax.erf(x)
+"""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+Rule = Callable[..., Any]
+
+_RULES: dict[str, dict[int, Rule]] = defaultdict(dict)
+
+
+def primitive(*names: str, since: int = 0) -> Callable[[Rule], Rule]:
+    """Register the rule of primitives from an opset on, where ONNX changed with it."""
+
+    def register(rule: Rule) -> Rule:
+        accepted = _keywords(rule)
+
+        def call(g, *operands, out, **params):
+            known = {**params, "out": out}
+            return rule(g, *operands, **{name: known[name] for name in accepted if name in known})
+
+        for name in names:
+            _RULES[name][since] = call
+        return rule
+
+    return register
+
+
+def composed(*names: str) -> Callable[[Rule], Rule]:
+    """Register a function of arrays, written with other primitives, as the rule of primitives."""
+
+    def register(function: Rule) -> Rule:
+        accepted = _keywords(function)
+
+        def call(g, *operands, **params):
+            settings = {name: params[name] for name in accepted if name in params}
+            results = g.run(lambda *arrays: function(*arrays, **settings), *operands)
+            return results[0] if len(results) == 1 else results
+
+        for name in names:
+            _RULES[name][0] = call
+        return function
+
+    return register
+
+
+def rule_of(name: str, opset: int) -> Rule | None:
+    """Return the rule with the greatest opset not above this one."""
+    return max(
+        ((since, rule) for since, rule in _RULES.get(name, {}).items() if since <= opset),
+        key=lambda pair: pair[0],
+        default=(0, None),
+    )[1]
+
+
+def names() -> list[str]:
+    """Return the primitives that have a rule."""
+    return sorted(_RULES)
+
+
+def _keywords(function: Rule) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]

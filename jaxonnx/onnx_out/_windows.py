@@ -1,0 +1,124 @@
+"""Reductions over windows, and the gradient of their maximum."""
+
+from itertools import product
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxonnx.onnx_out._nodes import Nodes, Tensor
+from jaxonnx.onnx_out._shapes import padded
+from jaxonnx.onnx_out._table import composed, primitive
+
+
+def _least(dtype: Any) -> Any:
+    return np.asarray(-np.inf if dtype.kind not in "iu" else np.iinfo(dtype).min, dtype)
+
+
+def _greatest(dtype: Any) -> Any:
+    return np.asarray(np.inf if dtype.kind not in "iu" else np.iinfo(dtype).max, dtype)
+
+
+NEUTRAL = {
+    "reduce_window_max": ("Max", _least),
+    "reduce_window_min": ("Min", _greatest),
+    "reduce_window_sum": ("Add", lambda dtype: np.zeros((), dtype)),
+}
+
+for _name, (_operator, _neutral) in NEUTRAL.items():
+
+    @primitive(_name)
+    def reduce_window(
+        g, x, *, out, window_dimensions, window_strides, padding, base_dilation,
+        window_dilation, operator=_operator, neutral=_neutral,
+    ):  # fmt: skip
+        edges = [(low, high, b - 1) for (low, high), b in zip(padding, base_dilation, strict=True)]
+        if operator == "Max" and x.dtype == np.float32:
+            y = _max_pool(g, x, window_dimensions, window_strides, edges, window_dilation, out)
+            if y is not None:
+                return y
+        x = padded(g, x, neutral(x.dtype), edges)
+        for axis, size in enumerate(window_dimensions):  # a window is a box: axis by axis
+            x = _along(g, x, axis, size, window_strides[axis], window_dilation[axis], operator)
+        return x
+
+
+def _along(g: Nodes, x: Any, axis: int, size: int, stride: int, dilation: int, operator: str):
+    """Reduce windows along one axis."""
+    if size == 1 and stride == 1:
+        return x
+    count = (x.shape[axis] - (size - 1) * dilation - 1) // stride + 1
+    shape = [count if i == axis else n for i, n in enumerate(x.shape)]
+    result = None
+    for tap in range(size):
+        starts, ends, steps = [0] * x.ndim, list(x.shape), [1] * x.ndim
+        starts[axis], steps[axis] = tap * dilation, stride
+        ends[axis] = tap * dilation + (count - 1) * stride + 1
+        part = g.slice(x, starts, ends, steps)
+        if result is not None:
+            part = Tensor(g.wide(operator, result, part, dtype=x.dtype), shape, x.dtype)
+        result = part
+    return result
+
+
+def _max_pool(g: Nodes, x, sizes, strides, edges, dilations, out) -> Any:
+    """Return MaxPool of windows along the last axes, None where it cannot say this."""
+    space = [i for i in range(x.ndim) if (sizes[i], strides[i], edges[i]) != (1, 1, (0, 0, 0))]
+    fits = all(
+        inner == 0 and 0 <= low < sizes[i] and 0 <= high < sizes[i]
+        for i, (low, high, inner) in ((i, edges[i]) for i in space)
+    )
+    others = [i for i in range(x.ndim) if i not in space]
+    if not fits or not 1 <= len(space) <= 3 or len(others) > 2:
+        return None
+    order = [*others, *space]
+    missing = 2 - len(others)
+    y = g.transpose(x, order)
+    y = g.reshape(y, [1] * missing + list(y.shape))
+    y = g(
+        "MaxPool", y, kernel_shape=[sizes[i] for i in space],
+        strides=[strides[i] for i in space], dilations=[dilations[i] for i in space],
+        pads=[edges[i][0] for i in space] + [edges[i][1] for i in space],
+    )  # fmt: skip
+    shape = [out.shape[i] for i in order]
+    y = g.reshape(Tensor(y, [1] * missing + shape, x.dtype), shape)
+    return g.transpose(y, np.argsort(order))
+
+
+@composed("select_and_scatter_add")
+def select_and_scatter_add(
+    source, operand, *, select_prim, window_dimensions, window_strides, padding
+):
+    """Add each number of `source` to the first greatest (or least) element of its window."""
+    least = select_prim.name == "ge"
+    fill = (_least if least else _greatest)(np.dtype(operand.dtype))
+    edges = [(low, high, 0) for low, high in padding]
+    x = lax.pad(operand, jnp.asarray(fill), edges)
+    zero = jnp.zeros((), source.dtype)
+    better = jnp.greater if least else jnp.less
+    taps = list(product(*map(range, window_dimensions)))
+
+    def read(tap):
+        ends = [
+            t + (n - 1) * s + 1 for t, n, s in zip(tap, source.shape, window_strides, strict=True)
+        ]
+        return lax.slice(x, tap, ends, window_strides)
+
+    best, winner = read(taps[0]), jnp.zeros(source.shape, jnp.int32)
+    for i, tap in enumerate(taps[1:], 1):
+        value = read(tap)
+        ahead = better(value, best)
+        best, winner = jnp.where(ahead, value, best), jnp.where(ahead, i, winner)
+    total = None
+    for i, tap in enumerate(taps):
+        part = jnp.where(winner == i, source, zero)
+        config = [
+            (t - low, low + n - t - (m - 1) * s - 1, s - 1)
+            for t, (low, _), n, m, s in zip(
+                tap, padding, operand.shape, source.shape, window_strides, strict=True
+            )
+        ]
+        part = lax.pad(part, zero, config)
+        total = part if total is None else total + part
+    return total

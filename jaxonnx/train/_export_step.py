@@ -1,0 +1,206 @@
+"""A training step as plain ONNX: what any runtime needs to go on with the training."""
+
+import inspect
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from onnx import ModelProto
+
+from jaxonnx._disk import whole
+from jaxonnx._file.build import unused
+from jaxonnx._graph.values import declared
+from jaxonnx.errors import InputError
+from jaxonnx.model import Model, load
+from jaxonnx.onnx_out import to_onnx
+from jaxonnx.train._assembly import assembled, weights_of_classes
+from jaxonnx.train._assembly import step as make
+from jaxonnx.train._head import headed
+from jaxonnx.train._settings import Settings
+from jaxonnx.train._step import Batch, State, Step, as_batch
+
+FORMAT = "jaxonnx training step 1"
+
+FILES = {"step": "step.onnx", "evaluate": "evaluate.onnx", "init": "init.onnx"}
+
+LIMIT = 2**31 - 2**20
+"""Bytes that fit one protobuf file."""
+
+OPSET = 18
+
+
+def export_step(
+    model: Model | str | os.PathLike | bytes | ModelProto,
+    path: str | os.PathLike,
+    batch: Any,
+    loss: Any,
+    optimizer: Any,
+    *,
+    opset: int = OPSET,
+    epochs: int | None = None,
+    steps_per_epoch: int = 1,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Write the training step of a network as plain ONNX, for any runtime to train with.
+
+    The folder gets `step.onnx`, a graph of standard operators that computes one step: its inputs
+    are a batch and the training state, its outputs the loss and the renewed state. Beside it are
+    `init.onnx`, a graph without inputs that gives the state to start from, `evaluate.onnx` with the
+    sums of loss and metrics over a batch in inference mode, and `manifest.json`, which says what is
+    what: which output feeds which input at the next step. Parameters and running statistics have
+    the names of the file's tensors, so that weights go back by `jaxonnx.load(net, weights=...)`.
+
+    The numbers are those of `jaxonnx.train`: random operators draw the same from the seed and the
+    count of steps, which is part of the state.
+
+    Args:
+      model: what `jaxonnx.load` takes, or a Model.
+      path: the folder, which is made.
+      batch: a batch of examples, of which shapes and dtypes matter, in one of the forms that
+        `train` documents, like `(x, y)`; weights of examples become an input where it has them.
+      loss: as in `train`.
+      optimizer: as in `train`.
+      opset: the version of ONNX's operators; random numbers need 18.
+      epochs: as in `jaxonnx.train.step`.
+      steps_per_epoch: as in `jaxonnx.train.step`.
+      **settings: what `jaxonnx.train.step` takes besides: metrics, trainable, lora, sparsity...
+
+    Returns:
+      The manifest.
+
+    Raises:
+      UnsupportedError: ONNX cannot say a part of the step.
+      TrainingError: settings or batch do not fit.
+    """
+    if unknown := settings.keys() - inspect.signature(make).parameters.keys():
+        raise TypeError(f"export_step() got an unexpected argument {sorted(unknown)[0]!r}")
+    settings |= {"loss": loss, "optimizer": optimizer, "epochs": 1 if epochs is None else epochs}
+    chosen = Settings.of(settings)
+    model = headed(model if isinstance(model, Model) else load(model), chosen)
+    chosen = replace(chosen, class_weights=weights_of_classes(model, chosen))
+    step = assembled(model, chosen, epochs, steps_per_epoch, platform="onnx")
+    exporter = _Exporter(step, batch, opset)
+    graphs = {name: getattr(exporter, name)() for name in FILES}
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, (proto, _) in graphs.items():
+        if proto.ByteSize() > LIMIT:
+            raise InputError(
+                f"{FILES[name]} would have {proto.ByteSize():,} bytes, more than one file holds; "
+                "train less of the network (trainable=, lora=) or one with fewer weights"
+            )
+        with whole(folder / FILES[name]) as file:
+            file.write_bytes(proto.SerializeToString())
+    manifest = {
+        "format": FORMAT,
+        "opset": opset,
+        "params": [*exporter.state.params],
+        "statistics": [*exporter.state.state],
+        **{name: {"file": FILES[name], **told} for name, (_, told) in graphs.items()},
+    }
+    with whole(folder / "manifest.json") as file:
+        file.write_text(json.dumps(manifest, indent=1) + "\n")
+    return manifest
+
+
+class _Exporter:
+    """The graphs of a step, for batches like one of them."""
+
+    def __init__(self, step: Step, batch: Any, opset: int):
+        self._step, self.opset = step, opset
+        self.state = step.init()
+        self.frozen = {name: step.model.state[name] for name in step.frozen}
+        example = as_batch(batch, step.model)
+        step.check(example)
+        self.example = example
+        used: set[str] = set()
+        leaves, self._structure = jax.tree_util.tree_flatten_with_path(self.state)
+        self.names = [unused(_state_name(path), used) for path, _ in leaves]
+        self.values = [np.asarray(value) for _, value in leaves]
+        inputs = [value.name for value in step.model.inputs]
+        targets = [_key("targets", path) for path, _ in _leaves(example.targets)]
+        names = [*inputs, *targets, "weight"]
+        self.batch = [unused(name, used) for name in names]
+        self.next = [unused(f"next.{name}", used) for name in self.names]
+        self.results = unused("loss", used), unused("is_finite", used)
+        self.examples = jax.tree.leaves(example)
+
+    def _unpacked(self, values: Any, arrays: Any) -> tuple[State, Batch]:
+        state = jax.tree_util.tree_unflatten(self._structure, values)
+        return state, jax.tree.unflatten(jax.tree.structure(self.example), arrays)
+
+    def step(self) -> tuple[ModelProto, dict[str, Any]]:
+        """Return the graph of an update."""
+
+        def update(values, arrays):
+            state, (loss, good) = self._step.update(*self._unpacked(values, arrays), self.frozen)
+            return [*jax.tree.leaves(state), loss, good.astype(bool)]
+
+        loss, finite = self.results
+        proto = self._graph(update, [*self.next, loss, finite])
+        told = {
+            "batch": self._batch(proto),
+            "state": dict(zip(self.names, self.next, strict=True)),
+            "loss": loss,
+            "finite": finite,
+        }
+        return proto, told
+
+    def evaluate(self) -> tuple[ModelProto, dict[str, Any]]:
+        """Return the graph of the sums over a batch, in inference mode."""
+        sums = self._step.sums(self.example)
+        one = "loss 1" not in sums  # a loss that is a sum of several has their numbers
+        paths = [path for path, _ in _leaves(sums)]
+        metrics = ["loss" if one and p[0].key == "loss 0" else str(p[0].key) for p in paths]
+        outputs = [_key(metric, path[1:]) for metric, path in zip(metrics, paths, strict=True)]
+
+        def evaluate(values, arrays):
+            found = self._step.evaluate(sums, *self._unpacked(values, arrays), self.frozen)
+            return jax.tree.leaves(found)
+
+        proto = self._graph(evaluate, outputs)
+        read = {name for node in proto.graph.node for name in node.input}
+        for value in [v for v in proto.graph.input if v.name in {*self.names} - read]:
+            proto.graph.input.remove(value)
+        groups: dict[str, list[str]] = {}
+        for metric, name in zip(metrics, outputs, strict=True):
+            groups.setdefault(metric, []).append(name)
+        state = [value.name for value in proto.graph.input if value.name in self.names]
+        return proto, {"batch": self._batch(proto), "state": state, "sums": groups}
+
+    def init(self) -> tuple[ModelProto, dict[str, Any]]:
+        """Return a graph without inputs that gives the state to start from."""
+        proto = to_onnx(lambda: self.values, outputs=self.names, opset=self.opset)
+        return proto, {"state": self.names}
+
+    def _graph(self, function: Any, outputs: list[str]) -> ModelProto:
+        names = [*self.names, *self.batch]
+        return to_onnx(
+            function, self.values, self.examples, inputs=names, outputs=outputs, opset=self.opset
+        )
+
+    def _batch(self, proto: ModelProto) -> dict[str, Any]:
+        known = {value.name: declared(value) for value in proto.graph.input}
+        return {
+            name: {"dtype": str(known[name].dtype), "shape": list(known[name].shape or ())}
+            for name in self.batch
+        }
+
+
+def _leaves(tree: Any) -> list:
+    return jax.tree_util.tree_flatten_with_path(tree)[0]
+
+
+def _key(name: str, path: Any) -> str:
+    text = jax.tree_util.keystr(path, simple=True, separator=".")
+    return f"{name}.{text}" if text else name
+
+
+def _state_name(path: Any) -> str:
+    """Return the name of a leaf of the state: that of the tensor, for those of the file."""
+    text = jax.tree_util.keystr(path, simple=True, separator=".")
+    return text.removeprefix("params.").removeprefix("state.")

@@ -1,0 +1,311 @@
+"""JAX functions as ONNX: what onnxruntime computes is what JAX computes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from flax import linen, nnx
+from jax import lax
+
+import jaxonnx
+from jaxonnx.onnx_out import composed, primitive, to_onnx
+from jaxonnx.onnx_out._table import names
+
+random = np.random.default_rng(0)
+x = random.standard_normal((3, 4)).astype(np.float32)
+y = random.standard_normal((4, 5)).astype(np.float32)
+line = random.standard_normal(6).astype(np.float32)
+images = random.standard_normal((2, 3, 8, 8)).astype(np.float32)
+kernel = random.standard_normal((4, 3, 3, 3)).astype(np.float32)
+depthwise = random.standard_normal((6, 1, 3, 3)).astype(np.float32)
+integers = np.array([1, -5, 7, 3], np.int32)
+divisors = np.array([3, 3, -2, 2], np.int32)
+rows = np.array([2, 0, 2], np.int32)
+key = np.array([0, 3], np.uint32)
+
+
+def conv(a, b, strides=(1, 1), padding="SAME", **settings):
+    return lax.conv_general_dilated(a, b, strides, padding, **settings)
+
+
+def gradient(function):
+    return jax.grad(lambda *arrays: jnp.square(function(*arrays)).sum(), (0, 1))
+
+
+def pooled(window, stride, padding):
+    return lambda a: lax.reduce_window(
+        a, -jnp.inf, lax.max, (1, 1, window, window), (1, 1, stride, stride), padding
+    )
+
+
+def recurrent(a):
+    return lax.scan(lambda c, t: (jnp.tanh(c * 0.5 + t), c + t), jnp.zeros(4), a)
+
+
+FUNCTIONS = {
+    **{
+        f"nn.{name}": (getattr(jax.nn, name), x)
+        for name in (
+            *("relu", "relu6", "sigmoid", "softplus", "soft_sign", "silu", "log_sigmoid"),
+            *("leaky_relu", "hard_sigmoid", "hard_silu", "hard_tanh", "elu", "celu", "selu"),
+            *("gelu", "mish", "squareplus", "softmax", "log_softmax", "standardize", "logsumexp"),
+        )
+    },
+    **{
+        f"jnp.{name}": (getattr(jnp, name), x)
+        for name in (
+            *("log1p", "expm1", "cbrt", "sinh", "arctan", "exp2", "log2", "square", "sign"),
+            *("round", "floor", "tril", "median", "isfinite", "signbit", "nan_to_num", "ptp"),
+        )
+    },
+    "erf_inv": (lambda a: lax.erf_inv(jnp.tanh(a)), x),
+    "lgamma": (lambda a: lax.lgamma(a * 3), x),
+    "digamma": (lambda a: lax.digamma(jnp.abs(a) + 0.1), x),
+    "erfc": (lax.erfc, x),
+    "atan2": (jnp.arctan2, x, x[::-1]),
+    "power": (lambda a: jnp.abs(a) ** 2.5, x),
+    "dot": (lambda a, b: a @ b, x, y),
+    "dot of turned": (lambda a, b: jnp.einsum("ij,kj->ki", a, b), x, y.T),
+    "dot of batches": (jnp.matmul, np.stack([x, x]), np.stack([y, -y])),
+    "dot of many": (lambda a, b: jnp.einsum("abcd,ebdf->aecf", a, b), images, images),
+    "dot of halves": (lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32),
+                      x.astype(np.float16), y.astype(np.float16)),
+    "gradient": (jax.grad(lambda a, b: jnp.tanh(a @ b).sum()), x, y),
+    "conv": (conv, images, kernel),
+    "conv of channels last": (
+        lambda a, b: conv(a, b, dimension_numbers=("NHWC", "HWIO", "NHWC")),
+        images.transpose(0, 2, 3, 1), kernel.transpose(2, 3, 1, 0),
+    ),
+    "conv gradients": (gradient(conv), images, kernel),
+    "conv gradients, strides": (gradient(lambda a, b: conv(a, b, (2, 2))), images, kernel),
+    "conv gradients, strides, valid": (
+        gradient(lambda a, b: conv(a, b, (2, 3), "VALID")), images, kernel),
+    "conv gradients, dilation": (
+        gradient(lambda a, b: conv(a, b, rhs_dilation=(2, 2))), images, kernel),
+    "conv gradients, depthwise": (
+        gradient(lambda a, b: conv(a, b, (2, 2), feature_group_count=3)), images, depthwise),
+    "conv, transposed": (
+        lambda a, b: lax.conv_transpose(
+            a, b, (2, 2), "SAME", dimension_numbers=("NCHW", "OIHW", "NCHW")), images, kernel),
+    "conv, apart and cut": (
+        lambda a, b: conv(a, b, (2, 1), ((-1, 2), (1, -1)), lhs_dilation=(3, 2)), images, kernel),
+    "max pool": (pooled(2, 2, "VALID"), images),
+    "max pool gradient": (jax.grad(lambda a: jnp.square(pooled(3, 2, "SAME")(a)).sum()), images),
+    "sum pool gradient": (
+        jax.grad(lambda a: jnp.square(nnx.avg_pool(a, (2, 3), (2, 1), "SAME")).sum()), images),
+    "min pool": (lambda a: -lax.reduce_window(a, jnp.inf, lax.min, (1, 3), (1, 1), "SAME"), x),
+    "take": (lambda a, i: a[i], x, rows),
+    "take from the end": (lambda a, i: a[i], x, np.array([-1, 0], np.int32)),
+    "take beyond": (lambda a, i: a.at[i].get(mode="fill"), x, np.array([7, 0, -9], np.int32)),
+    "take gradient": (jax.grad(lambda a, i: jnp.square(a[i]).sum()), x, rows),
+    "take along": (lambda a, i: jnp.take_along_axis(a, i[:, None], 1), x, rows),
+    "take pairs": (lambda a, i, j: a[i, j], x, rows, np.array([3, 9, 1], np.int32)),
+    "cross entropy gradient": (
+        jax.grad(lambda a, i: -jnp.take_along_axis(jax.nn.log_softmax(a), i[:, None], 1).mean()),
+        x, rows),
+    "set beyond": (lambda a, i: a.at[i].set(7), x, np.array([2, 5], np.int32)),
+    "add columns": (lambda a, i: a.at[:, i].add(7), x, np.array([2, 1], np.int32)),
+    "greatest at": (lambda a, i: a.at[i, 1].max(0.5), x, rows),
+    "dynamic slice": (lambda a, i: lax.dynamic_slice(a, (i, 1), (2, 2)), x, np.int32(2)),
+    "dynamic update": (
+        lambda a, i: lax.dynamic_update_slice(a, jnp.zeros((2, 2)), (i, 1)), x, np.int32(2)),
+    "sort": (lambda a: jnp.sort(a, 0), x),
+    "argsort": (jnp.argsort, x),
+    "lexsort": (lambda a, b: jnp.lexsort((a, b)), integers, np.array([1, 1, 0, 0], np.int32)),
+    "top k": (lambda a: lax.top_k(a, 2), x),
+    "searchsorted": (lambda a: jnp.searchsorted(jnp.arange(-2.0, 3), a), x),
+    "cumsum": (lambda a: jnp.cumsum(a, 1), x),
+    "cumprod": (lambda a: jnp.cumprod(a, 1), x),
+    "cummax": (lambda a: lax.cummax(a, 1, reverse=True), x),
+    "cumlogsumexp": (lambda a: lax.cumlogsumexp(a, 0), x),
+    "argmax": (lambda a: jnp.argmax(a, 1), x),
+    "variance": (lambda a: a.var(0), x),
+    "any": (lambda a: jnp.any(a > 1, 0) ^ jnp.all(a > -1, 0), x),
+    "remainder": (lambda a, b: (a % b, a // b, lax.rem(a, b)), integers, divisors),
+    "bits": (lambda a: ((a << 2) ^ (a >> 1) & ~a, lax.population_count(a), lax.clz(a)), integers),
+    "uint32": (
+        lambda a: a * np.uint32(3000000000) + np.uint32(4000000000),
+        np.array([3, 4000000001], np.uint32)),
+    "int8": (lambda a: a * np.int8(100) + np.int8(100), np.array([3, -100], np.int8)),
+    "bits of floats": (
+        lambda a: lax.bitcast_convert_type(a, jnp.int32),
+        np.array([0, -0.0, 1, -1.5, 3e38, 1e-40, np.inf, 2**-126], np.float32)),
+    "floats of bits": (
+        lambda a: lax.bitcast_convert_type(a, jnp.float32),
+        np.array([0, 1, 0x3F800001, 0x7F7FFFFF, 0x7F800000, -0x40800000], np.int32)),
+    "half": (lambda a: jnp.tanh(a.astype(jnp.float16)) * 2, x),
+    "bfloat16": (lambda a: a.astype(jnp.bfloat16).astype(jnp.float32) * 2, x),
+    "where of bools": (lambda a: jnp.where(a > 0, a > 1, a < -1), x),
+    "clip": (lambda a: jnp.clip(a, -0.5, 0.5), x),
+    "pad": (lambda a: lax.pad(a, 0.0, [(1, -1, 2), (-1, 2, 0)]), x),
+    "flip": (lambda a: a[::-1, ::-2], x),
+    "roll": (lambda a: jnp.roll(a, 1, 0), x),
+    "convolve": (jax.vmap(jnp.convolve), x, x),
+    "hessian": (jax.hessian(lambda a: jnp.sin(a).prod()), line),
+    "cond": (lambda p, a: lax.cond(p, jnp.sin, jnp.cos, a), np.bool_(True), x),
+    "switch": (lambda i, a: lax.switch(i, [jnp.sin, jnp.cos, jnp.exp], a), np.int32(2), x),
+    "scan": (recurrent, x),
+    "scan gradient": (jax.grad(lambda a: recurrent(a)[1].sum()), x),
+    "scan over nothing": (lambda a: lax.scan(lambda c, _: (c + 1, c), a, None, length=3), x),
+    "fori": (lambda a: lax.fori_loop(0, 5, lambda i, c: c + i * a, a), x),
+    "while": (lambda a: lax.while_loop(lambda c: c.sum() < 100, lambda c: c * 2 + 1, a + 9), x),
+    "uniform": (lambda k: jax.random.uniform(k, (3, 5)), key),
+    "normal": (lambda k: jax.random.normal(jax.random.split(k)[1], (7,)), key),
+    "bits of a new key": (
+        lambda n: jax.random.bits(jax.random.fold_in(jax.random.key(1), n), (4,)), np.int32(5)),
+    "permutation": (lambda k: jax.random.permutation(k, 10), key),
+    "remat": (jax.grad(lambda a: jax.checkpoint(jnp.sin)(a).sum()), x),
+}  # fmt: skip
+
+
+def run(model, *arrays):
+    """What onnxruntime computes."""
+    onnx.checker.check_model(model, full_check=True)
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    feeds = dict(zip((value.name for value in model.graph.input), arrays, strict=True))
+    needed = {value.name for value in session.get_inputs()}
+    return session.run(None, {name: np.asarray(v) for name, v in feeds.items() if name in needed})
+
+
+def close(results, wanted):
+    wanted = jax.tree.leaves(wanted)
+    assert [(a.shape, a.dtype) for a in results] == [(b.shape, b.dtype) for b in wanted]
+    for a, b in zip(results, wanted, strict=True):
+        tolerance = 1e-3 if a.dtype == np.float16 else 2e-5
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_onnxruntime_computes_the_same(name):
+    function, *arrays = FUNCTIONS[name]
+    close(run(to_onnx(function, *arrays), *arrays), jax.jit(function)(*arrays))
+
+
+@pytest.mark.parametrize("opset", [13, 15, 23])
+def test_other_opsets(opset):
+    def function(a):
+        a = jax.nn.standardize(a) @ a.T
+        return jnp.max(a, 0), jnp.prod(a, 1), jnp.concatenate([a, a])[1:]
+
+    close(run(to_onnx(function, x, opset=opset), x), jax.jit(function)(x))
+
+
+SYMBOLIC = {
+    "softmax": jax.nn.softmax,
+    "gradient of a mean": jax.grad(lambda a: jnp.square(a).mean()),
+    "reshape": lambda a: a.reshape(-1, 2),
+    "concatenate": lambda a: jnp.concatenate([a, a * 2])[1:],
+    "arange": lambda a: a + jnp.arange(a.shape[0])[:, None],
+    "take": lambda a: a[:, jnp.array([0, 2])] * a.shape[0],
+    "outer": lambda a: jnp.einsum("ij,kj->ik", a, a),
+    "halves": lambda a: a[: a.shape[0] // 2] + (a.shape[0] % 2),
+}
+
+
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_symbolic_sizes(name):
+    shape = jax.export.symbolic_shape("batch, 4")
+    model = to_onnx(SYMBOLIC[name], jax.ShapeDtypeStruct(shape, np.float32))
+    assert model.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
+    for array in (x, y):
+        array = array[:, :4]
+        close(run(model, array), SYMBOLIC[name](array))
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.conv = nnx.Conv(3, 8, (3, 3), rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.out = nnx.Linear(8, 5, rngs=rngs)
+
+    def __call__(self, images):
+        h = nnx.max_pool(nnx.relu(self.norm(self.conv(images))), (2, 2), (2, 2))
+        h = self.attention(h.reshape(h.shape[0], -1, 8))
+        return self.out(self.dropout(h).mean(1))
+
+
+def test_a_module_of_nnx_and_back():
+    net = Net(nnx.Rngs(0))
+    net.eval()
+    shape = jax.export.symbolic_shape("n, 8, 8, 3")
+    proto = to_onnx(net, jax.ShapeDtypeStruct(shape, np.float32))
+    last = images.transpose(0, 2, 3, 1)
+    close(run(proto, last), net(last))
+    model = jaxonnx.load(proto)
+    assert {"conv.kernel", "conv.bias", "attention.query.kernel", "out.bias"} <= {*model.params}
+    assert "norm.mean" not in model.params
+    close([np.asarray(model(last))], net(last))
+
+
+def test_a_module_of_linen():
+    net = linen.Sequential([linen.Dense(4), linen.relu, linen.Dense(2)])
+    variables = net.init(jax.random.key(0), x)
+    proto = to_onnx(net.bind(variables), x, outputs=["logits"])
+    close(run(proto, x), net.apply(variables, x))
+    names = {tensor.name for tensor in proto.graph.initializer}
+    assert {"layers_0.kernel", "layers_2.bias"} <= names
+    assert proto.graph.output[0].name == "logits"
+
+
+def test_names_are_those_of_the_arguments():
+    model = to_onnx(lambda params, n: params["w"] * n, {"w": x, "b": x}, 2.0)
+    assert [value.name for value in model.graph.input] == ["params.b", "params.w", "n"]
+    with pytest.raises(jaxonnx.InputError, match=r"inputs= has 1 names for 2 arrays"):
+        to_onnx(lambda a, b: a + b, x, x, inputs=["a"])
+    with pytest.raises(jaxonnx.InputError, match=r"two arrays have the name 'a'"):
+        to_onnx(lambda a, b: a + b, x, x, inputs=["a", "a"])
+    with pytest.raises(jaxonnx.InputError, match=r"'a' is the name of another tensor"):
+        to_onnx(lambda a: a + 1, x, outputs=["a"])
+    with pytest.raises(jaxonnx.InputError, match="is a str, no array of numbers"):
+        to_onnx(lambda a: a, "text")
+    with pytest.raises(jaxonnx.InputError, match="opset 9 is too old"):
+        to_onnx(lambda a: a, x, opset=9)
+
+
+def test_what_onnx_cannot_say_is_refused_by_its_line():
+    with pytest.raises(jaxonnx.UnsupportedError, match=r"'cholesky' in .*test_to_onnx.py:\d+"):
+        to_onnx(lambda a: lax.linalg.cholesky(a @ a.T), x)
+    with pytest.raises(jaxonnx.UnsupportedError, match="side effects"):
+        to_onnx(lambda a: (jax.debug.print("{}", a), a)[1], x)
+    with pytest.raises(jaxonnx.UnsupportedError, match=r"'and'.* needs BitwiseAnd, .* opset 18"):
+        to_onnx(lambda a: a & 3, integers, opset=17)
+    with pytest.raises(jaxonnx.UnsupportedError, match="floating point numbers only"):
+        to_onnx(conv, images.astype(np.int32), kernel.astype(np.int32))
+
+
+def test_a_rule_is_added_in_one_place():
+    @composed("igamma")
+    def igamma(a, x):
+        return a * x  # not what it means
+
+    assert "igamma" in names()
+    close(run(to_onnx(lax.igamma, x, x), x, x), x * x)
+
+    @primitive("igamma", since=19)
+    def newer(g, a, x):
+        return g("Add", a, x)
+
+    close(run(to_onnx(lax.igamma, x, x, opset=19), x, x), x + x)
+    close(run(to_onnx(lax.igamma, x, x, opset=18), x, x), x * x)
+
+
+def test_then_continues_a_network():
+    from tests.tiny import mlp
+
+    model = jaxonnx.load(mlp())
+    head = nnx.Sequential(jax.nn.relu, nnx.Linear(4, 2, rngs=nnx.Rngs(0)))
+    longer = model.then(head, outputs=["scores"])
+    data = random.standard_normal((5, 8)).astype(np.float32)
+    close(run(longer.to_onnx(), data), head(model(data)))
+    close([np.asarray(longer(data))], head(model(data)))
+    assert {*longer.params} == {*model.params, "layers.1.kernel", "layers.1.bias"}
+    before, after = model.to_onnx().graph.node, longer.to_onnx().graph.node
+    assert list(after[: len(before)]) == list(before)
+    again = jaxonnx.load(longer.to_onnx())
+    assert {*again.params} == {*longer.params}
+    with pytest.raises(jaxonnx.InputError, match="'h' is the name of another tensor"):
+        model.then(head, outputs=["h"])
