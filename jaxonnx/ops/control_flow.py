@@ -87,7 +87,7 @@ def loop(m=None, cond=None, *v_initial, body):
         return (*carry, *_empty(lambda: step(np.array(0, INDEX), carry)[2], body, stacked))
     definite = count is not None and begins is not None
     if definite and body.known:
-        with nullcontext() if math.isinf(count) else suppress(OutOfTime):
+        with nullcontext() if count == math.inf else suppress(OutOfTime):
             return _patient_loop(step, count, carry, body)
     why = None
     if begins and count is not None and count <= SCAN_LIMIT:
@@ -109,7 +109,7 @@ def loop(m=None, cond=None, *v_initial, body):
             "the number of iterations is computed from traced values, and it is the length of a "
             "scan output. Make trip count and condition known, or call the model outside jax.jit"
         )
-    return (_patient_loop if math.isinf(count) and traced(carry) else _python_loop)(
+    return (_patient_loop if count == math.inf and traced(carry) else _python_loop)(
         step, count, carry, body, why
     )
 
@@ -157,7 +157,7 @@ def _patient_loop(step, count, carry, body, why=None):
         with patience():
             return _python_loop(step, count, carry, body, why)
     except OutOfTime as error:
-        if not math.isinf(count):
+        if count != math.inf:
             raise
         raise NodeError(
             f"it has no trip count, and its condition still holds after {PATIENCE:g} s of tracing; "
