@@ -4,6 +4,7 @@ XLA counts the program as it was lowered, before its own passes, so the counts a
 machine.
 """
 
+import math
 import re
 from typing import Any
 
@@ -90,7 +91,11 @@ def test_a_step_costs_what_it_costs_by_hand(name, tmp_path):
     )
     costs: Any = [lowered.cost_analysis() for lowered in (ours, theirs)]
     flops, plain = (cost["flops"] for cost in costs)
-    np.testing.assert_allclose(flops, plain, rtol=0.02)
+    # a number whose update is not finite stays as it was: two operations, in the same pass; four
+    # more see it in small arrays
+    sizes = [math.prod(x.shape) for x in jax.tree.leaves(theirs.args_info[0][0])]
+    guard = sum(2 * n + 4 * n * (n <= 1024) for n in sizes)
+    np.testing.assert_allclose(flops, plain + guard, rtol=0.02)
     text, other = ours.as_text(), theirs.as_text()
     # a convolution may become a product, or sums where there are few channels
     products = [count(t, "convolution") + count(t, "dot_general") for t in (text, other)]

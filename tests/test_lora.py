@@ -185,7 +185,7 @@ def test_what_is_adapted():
         ({"rank": 16}, ["no weight is larger than its adapter of rank 16"]),
         ({"rank": 5, "where": "w2"}, ["rank=5", "'w2'", "[4, 16]", "at most 4"]),
         ({"where": "b1"}, ["where='b1'", "no weight that can be adapted", "w1, w2"]),
-        ({"where": "*"}, ["nothing to repeat"]),
+        ({"where": "*"}, ["matches no weight that can be adapted"]),
     ],
 )
 def test_settings_that_do_not_fit(settings, words):

@@ -26,7 +26,7 @@ def check_expansion(graph: GraphProto, functions: Mapping[Name, FunctionProto]) 
     if not functions:
         return
     calls = {name: _calls(function.node, functions) for name, function in functions.items()}
-    sizes = dict.fromkeys(functions, (0, 0))
+    sizes: dict[Name, tuple[int, int]] = dict.fromkeys(functions, (0, 0))
     for name in _inner_first(calls):
         own, called = calls[name]
         sizes[name] = _total(own, called, sizes)

@@ -193,15 +193,18 @@ def not_(g, x, *, out):
 
 
 @primitive("select_n")
-def select_n(g, which, *cases: Any, out):
-    if len(cases) > 2:
+def select_n(g, which, otherwise, chosen=None, *more, out):
+    if chosen is None:
+        return otherwise
+    cases = otherwise, chosen, *more
+    if more:
         rest = Tensor(g("Sub", which, np.ones((), which.dtype)), which.shape, which.dtype)
         first = Tensor(g("Equal", which, np.zeros((), which.dtype)), which.shape, bool)
         others = select_n(g, rest, *cases[1:], out=out)
         return _where(g, first, cases[0], Tensor(others, out.shape, out.dtype), out)
     if which.dtype != bool:
         which = Tensor(g("Cast", which, to=onnx_type(np.bool_)), which.shape, bool)
-    return _where(g, which, cases[-1], cases[-2], out)
+    return _where(g, which, chosen, otherwise, out)
 
 
 def _where(g: Nodes, which: Any, x: Any, y: Any, out: Any) -> Any:

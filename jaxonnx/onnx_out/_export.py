@@ -52,7 +52,7 @@ def to_onnx(
     >>> import jax, jax.numpy as jnp
     >>> proto = to_onnx(jax.grad(lambda x: jnp.sin(x).sum()), jnp.ones(3))
     >>> [node.op_type for node in proto.graph.node]
-    ['Cos', 'Identity']
+    ['Cos', 'Mul', 'Identity']
 
     Raises:
       UnsupportedError: ONNX cannot say a primitive of the function; the message has its name and

@@ -78,12 +78,15 @@ def stft(
 
 
 def _window(size, periodic, output_datatype, coefficients):
-    """Compute sum_k (-1)^k a_k cos(2 pi k n / N) with N = size, or size - 1 if symmetric."""
+    """Compute sum_k (-1)^k a_k cos(2 pi k n / N) with N = size, or size - 1 if symmetric.
+
+    A symmetric window of one sample, where the formula divides by zero, is 1 as SciPy has it.
+    """
     size = int(size.item())
     room([size], np.float64, host=True)
     n = np.arange(size) / max(size if periodic else size - 1, 1)
     terms = [(-1) ** k * a * np.cos(2 * np.pi * k * n) for k, a in enumerate(coefficients)]
-    w = np.sum(terms, axis=0) if size > 1 else np.ones(size)
+    w = np.sum(terms, axis=0) if size > 1 or periodic else np.ones(size)
     return w.astype(element_dtype(output_datatype))
 
 

@@ -64,8 +64,8 @@ def split(x, sizes: Static | None = None, *, axis=0, num_outputs=None, outputs: 
         length = x.shape[axis_of(axis, x.ndim)]
         chunk = math.ceil(length / num_outputs)
         listed = min(num_outputs, outputs)  # those that the node does not list are not made
-        sizes = np.clip(length - chunk * np.arange(listed), 0, chunk)
-        sizes = [*sizes, length - sum(sizes)] if listed < num_outputs else sizes
+        parts = np.clip(length - chunk * np.arange(listed), 0, chunk).tolist()
+        return _split(x, axis, parts + [length - sum(parts)] * (listed < num_outputs))
     return _split(x, axis, _equal(x, axis, outputs) if sizes is None else sizes)
 
 

@@ -34,7 +34,7 @@ class About(NamedTuple):
         position, history = Position(*told["position"]), History(**told["history"])
         counts = [*position, *(row[name] for row in history.epochs for name in ("epoch", "step"))]
         for event in history.events:
-            event["event"], event["why"], event["step"]
+            _ = event["event"], event["why"], event["step"]
         if not all(isinstance(n, int) and n >= 0 for n in counts):
             raise ValueError("its position is not of numbers")
         if not all(isinstance(x, float | int) for x in (*history.losses, *history.rates)):

@@ -72,39 +72,42 @@ class Minimize(Step):
         if self._settings.precision == "bf16":
             gradient = products_in_bfloat16(gradient)
         (value, renewed), gradients = gradient(state.params)
-        updates, _ = self._updates(state, value, gradients)
-        new = optax.apply_updates(state.params, updates), renewed
-        good = state.finite & finite((value, gradients))
-        good &= stays_finite((state.params, state.state), new, sampled=True)
+        good = state.finite & finite((value, gradients)) & stays_finite(state.state, renewed)
         skip = self._settings.nan == "skip"
         stay = {"count": state.count + 1} if skip else {"finite": good}
         # a conditional, because selecting old or new values would copy all of them in each step
-        state = jax.lax.cond(
+        moved = jax.lax.cond(
             good,
-            lambda: self._moved(state, value, gradients).replace(state=renewed, finite=good),
+            lambda: self._moved(state, value, gradients, skip).replace(state=renewed),
             lambda: state.replace(**stay),
         )
-        return state, jnp.stack([value, good.astype(value.dtype)])
+        good = moved.taken > state.taken
+        return moved, jnp.stack([value, good.astype(value.dtype)])
 
-    def _updates(self, state: State, value: jax.Array, gradients: Any) -> tuple[Any, Any]:
-        """Return what is added to the parameters, and the new state of the optimizer."""
-        return self._optimizer.update(
+    def _moved(self, state: State, value: jax.Array, gradients: Any, skip: bool) -> State:
+        """Return the state after an update of the parameters.
+
+        A number whose update is not finite stays as it was. If a small array has such a
+        number, as all have after an infinite rate, the step does not count as taken.
+        """
+        updates, memory = self._optimizer.update(
             gradients, state.optimizer, state.params, value=value, grad=gradients
         )
-
-    def _moved(self, state: State, value: jax.Array, gradients: Any) -> State:
-        """Return the state after an update of the parameters."""
-        updates, memory = self._updates(state, value, gradients)
-        params: Any = optax.apply_updates(state.params, updates)
-        # what `stays_finite` has not seen stays as it was, too
-        params = jax.tree.map(lambda a, b: jnp.where(jnp.isfinite(b), b, a), state.params, params)
-        taken, average = state.taken + 1, state.average
+        new: Any = optax.apply_updates(state.params, updates)
+        good = stays_finite(state.params, new, small=True)
+        params: Any = jax.tree.map(_kept, state.params, new)
+        taken, average = state.taken + good, state.average
         if self._settings.ema is not None:
             # the parameters move once in `accumulate` steps, and so does their average
             part = jnp.where(taken % self._settings.accumulate == 0, 1 - self._settings.ema, 0)
             average: Any = optax.incremental_update(jax.tree.map(_wide, params), average, part)
         return state.replace(
-            params=params, optimizer=memory, average=average, count=state.count + 1, taken=taken
+            params=params,
+            optimizer=memory,
+            average=average,
+            count=state.count + 1,
+            taken=taken,
+            finite=good | skip,
         )
 
     def check(self, batch: Any) -> Any:
@@ -155,6 +158,11 @@ def _shown(state: State) -> dict[str, jax.Array]:
         name: jnp.where(shown.get(name, True), x, 0).astype(state.params[name].dtype)
         for name, x in state.average.items()
     }
+
+
+@jax.jit
+def _kept(old: jax.Array, new: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(new), new, old)
 
 
 def _wide(x: jax.Array) -> jax.Array:

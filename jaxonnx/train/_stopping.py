@@ -112,6 +112,8 @@ class Interrupt:
 
     def _press(self, number: int, frame: FrameType | None) -> None:
         self.presses += 1
+        if not self._begun and self._before is _command.leave:  # the command, with nothing to lose
+            _command.leave(number, frame)
         if not self._begun or (self._open and self.at_once):
             self._open = False
             raise KeyboardInterrupt
