@@ -135,6 +135,20 @@ def test_a_finished_run_resumes_to_its_result(tmp_path):
     assert same(train(**settings), train(**settings))
 
 
+def test_the_best_of_a_resumed_run_is_kept_on(tmp_path):
+    settings = {
+        "checkpoint_dir": tmp_path,
+        "validation": examples(16),
+        "patience": 100,
+        "optimizer": optax.sgd(-0.05),  # every epoch is worse than the first
+    }
+    train(epochs=2, **settings)
+    result = train(epochs=4, resume=True, **settings)
+    assert result.history.best == 1
+    first = train(epochs=1, **{**settings, "checkpoint_dir": None})
+    assert same(result, first)
+
+
 def test_patience_gives_the_best_epoch(tmp_path):
     # the labels of validation are shuffled: it gets worse the better the training goes
     x, y = examples(16, seed=2)

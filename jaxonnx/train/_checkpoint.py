@@ -321,13 +321,15 @@ def _data(x: jax.Array) -> jax.Array:
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
-def _kept(x: jax.Array) -> Any:
+def _kept(x: Any) -> Any:
     """Return an array that the next steps cannot reuse.
 
     One that devices share stays where it is: each process writes its parts. Orbax takes these to
     the host before anything goes on, but on CPU, where they are there already.
     """
-    if x.is_fully_replicated:
+    if (
+        isinstance(x, np.ndarray) or x.is_fully_replicated
+    ):  # the former is the best of a resumed run
         return np.array(x)
     return jnp.copy(x) if next(iter(x.sharding.device_set)).platform == "cpu" else x
 
