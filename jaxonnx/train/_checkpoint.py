@@ -327,9 +327,7 @@ def _kept(x: Any) -> Any:
     One that devices share stays where it is: each process writes its parts. Orbax takes these to
     the host before anything goes on, but on CPU, where they are there already.
     """
-    if (
-        isinstance(x, np.ndarray) or x.is_fully_replicated
-    ):  # the former is the best of a resumed run
+    if isinstance(x, np.ndarray) or x.is_fully_replicated:  # a resumed run has its best in NumPy
         return np.array(x)
     return jnp.copy(x) if next(iter(x.sharding.device_set)).platform == "cpu" else x
 

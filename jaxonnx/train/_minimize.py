@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -88,14 +89,14 @@ class Minimize(Step):
         """Return the state after an update of the parameters.
 
         A number whose update is not finite stays as it was. If a small array has such a
-        number, as all have after an infinite rate, the step does not count as taken.
+        number, as all have after an infinite rate, all weights do, and the step is not taken.
         """
         updates, memory = self._optimizer.update(
             gradients, state.optimizer, state.params, value=value, grad=gradients
         )
         new: Any = optax.apply_updates(state.params, updates)
         good = stays_finite(state.params, new, small=True)
-        params: Any = jax.tree.map(_kept, state.params, new)
+        params: Any = jax.tree.map(partial(_kept, good), state.params, new)
         taken, average = state.taken + good, state.average
         if self._settings.ema is not None:
             # the parameters move once in `accumulate` steps, and so does their average
@@ -161,8 +162,8 @@ def _shown(state: State) -> dict[str, jax.Array]:
 
 
 @jax.jit
-def _kept(old: jax.Array, new: jax.Array) -> jax.Array:
-    return jnp.where(jnp.isfinite(new), new, old)
+def _kept(good: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
+    return jnp.where(good & jnp.isfinite(new), new, old)
 
 
 def _wide(x: jax.Array) -> jax.Array:
