@@ -7,7 +7,9 @@ import sys
 from dataclasses import dataclass
 
 HEAD = """
+import signal
 import sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
 import jax
 coordinator, count, index = sys.argv[1], *map(int, sys.argv[2:4])
 if count > 1:
