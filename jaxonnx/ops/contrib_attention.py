@@ -192,14 +192,17 @@ def group_query_attention(
     v_scale=None,
     q_norm_weight=None,
     k_norm_weight=None,
+    query_seqlens=None,
     *,
     causal=1,
     do_rotary=0,
+    k_norm_epsilon=None,
     k_quant_type="NONE",
     kv_cache_bit_width=None,
     kv_num_heads,
     local_window_size=-1,
     num_heads,
+    q_norm_epsilon=None,
     qk_norm_epsilon=9.999999974752427e-07,
     qk_output=0,
     rotary_interleaved=0,
@@ -211,8 +214,8 @@ def group_query_attention(
 ):
     """Attention of `num_heads` over `kv_num_heads`, with a cache of keys and values.
 
-    A sample's valid length after this step is seqlens_k + 1; the new steps are its last ones, save
-    in the first prompt (as many steps as `total_sequence_length`), which may be padded at its end.
+    A sample's valid length after this step is seqlens_k + 1, of which `query_seqlens` are new, or
+    as many as there can be; the new steps may be padded at their end.
     """
     refuse(kv_cache_bit_width=kv_cache_bit_width, sliding_window_cache=sliding_window_cache)
     if (k_quant_type, v_quant_type) != ("NONE", "NONE"):
@@ -227,10 +230,10 @@ def group_query_attention(
     )
     steps, total = q.shape[2], int(total_sequence_length.item())
     if q_norm_weight is not None and k_norm_weight is not None:
-        q = rms_norm(q, q_norm_weight, qk_norm_epsilon)[0]
-        k = rms_norm(k, k_norm_weight, qk_norm_epsilon)[0]
+        q = rms_norm(q, q_norm_weight, q_norm_epsilon or qk_norm_epsilon)[0]
+        k = rms_norm(k, k_norm_weight, k_norm_epsilon or qk_norm_epsilon)[0]
     lengths = jnp.asarray(seqlens_k).reshape(-1) + 1
-    start = jnp.zeros_like(lengths) if steps == total else lengths - steps
+    start = lengths - (jnp.minimum(steps, lengths) if query_seqlens is None else query_seqlens)
     if do_rotary:
         positions = start[:, None] + np.arange(steps) if position_ids is None else position_ids
         cos, sin = (jnp.asarray(c)[positions][:, None] for c in (cos_cache, sin_cache))
