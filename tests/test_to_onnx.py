@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import onnx
+import onnx.parser
 import onnxruntime
 import pytest
 from flax import linen, nnx
@@ -138,6 +139,7 @@ FUNCTIONS = {
     "half": (lambda a: jnp.tanh(a.astype(jnp.float16)) * 2, x),
     "bfloat16": (lambda a: a.astype(jnp.bfloat16).astype(jnp.float32) * 2, x),
     "where of bools": (lambda a: jnp.where(a > 0, a > 1, a < -1), x),
+    "round away": (lax.round, np.array([0.5, -0.5, 1.5, 0.49999997, -2.4, 2.6], np.float32)),
     "clip": (lambda a: jnp.clip(a, -0.5, 0.5), x),
     "pad": (lambda a: lax.pad(a, 0.0, [(1, -1, 2), (-1, 2, 0)]), x),
     "flip": (lambda a: a[::-1, ::-2], x),
@@ -200,6 +202,9 @@ SYMBOLIC = {
     "arange": lambda a: a + jnp.arange(a.shape[0])[:, None],
     "take": lambda a: a[:, jnp.array([0, 2])] * a.shape[0],
     "outer": lambda a: jnp.einsum("ij,kj->ik", a, a),
+    "powers": lambda a: jnp.broadcast_to(a.sum(), (a.shape[0] ** 2 + 1,)),
+    "scan": lambda a: lax.scan(lambda c, t: (c + t, c * t), jnp.zeros(a.shape[0]), a.T),
+    "cond": lambda a: lax.cond(a[0, 0] > 0, jnp.sin, jnp.cos, a),
     "halves": lambda a: a[: a.shape[0] // 2] + (a.shape[0] % 2),
 }
 
@@ -273,6 +278,10 @@ def test_what_onnx_cannot_say_is_refused_by_its_line():
         to_onnx(lambda a: (jax.debug.print("{}", a), a)[1], x)
     with pytest.raises(jaxonnx.UnsupportedError, match=r"'and'.* needs BitwiseAnd, .* opset 18"):
         to_onnx(lambda a: a & 3, integers, opset=17)
+    with pytest.raises(jaxonnx.UnsupportedError, match="scatters by add from opset 16 on"):
+        to_onnx(lambda a: a.at[rows].add(1), x, opset=15)
+    with pytest.raises(jaxonnx.UnsupportedError, match="gives complex numbers"):
+        to_onnx(lambda a: a * 1j, x)
     with pytest.raises(jaxonnx.UnsupportedError, match="floating point numbers only"):
         to_onnx(conv, images.astype(np.int32), kernel.astype(np.int32))
 
@@ -291,6 +300,25 @@ def test_a_rule_is_added_in_one_place():
 
     close(run(to_onnx(lax.igamma, x, x, opset=19), x, x), x + x)
     close(run(to_onnx(lax.igamma, x, x, opset=18), x, x), x * x)
+
+
+def test_what_is_not_needed_is_not_written():
+    large = np.ones((100, 100), np.float32)
+    model = to_onnx(lambda a: (a @ large, (jnp.exp(a) @ large)[:0])[0] @ large, large)
+    assert [node.op_type for node in model.graph.node] == ["MatMul", "MatMul", "Identity"]
+    assert len(model.graph.initializer) == 1
+
+
+def test_then_knows_the_sizes_of_what_it_continues():
+    text = """<ir_version: 8, opset_import: ["": 17]>
+    g (float[batch, 4] x) => (float[n, 2] y) <int64[2] s = {-1, 2}> { y = Reshape(x, s) }"""
+    model = jaxonnx.load(onnx.parser.parse_model(text))
+    longer = model.then(lambda y: jax.nn.softmax(y.reshape(-1, 4)) * y.shape[0])
+    for array in (x, y[:, :4]):
+        close(run(longer.to_onnx(), array), jax.nn.softmax(array) * 2 * len(array))
+    old = jaxonnx.load(onnx.parser.parse_model(text.replace('"": 17', '"": 9')))
+    with pytest.raises(jaxonnx.InputError, match="opset 9"):
+        old.then(jax.nn.softmax)
 
 
 def test_then_continues_a_network():

@@ -22,7 +22,7 @@ from jaxonnx._disk import whole
 from jaxonnx._file.protos import all_graphs
 from jaxonnx.errors import Error, InputError, ModelError
 
-_LIMIT = 2**31 - 2**20
+LIMIT = 2**31 - 2**20
 """Bytes that fit one protobuf file, with room for the graph."""
 
 Graph = Callable[[], ModelProto]
@@ -74,7 +74,7 @@ def _write_onnx(
         _packed().to_sparse_initializers(proto)
     size = sum(len(t.raw_data) for t in proto.graph.initializer)
     data: dict[str, Any] = {}
-    if external_data or size > _LIMIT:
+    if external_data or size > LIMIT:
         # Each content has a name of its own, so that the file at `path` finds its own data
         # whenever the process is killed.
         data = {"save_as_external_data": True, "size_threshold": 1024}

@@ -3,7 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
-from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorProto
+from onnx import (
+    AttributeProto,
+    FunctionProto,
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    TensorProto,
+)
 
 _SEVERAL = (
     AttributeProto.TENSORS,
@@ -59,6 +66,11 @@ def all_tensors(main: GraphProto | FunctionProto) -> Iterator[TensorProto]:
         sparse += graph.sparse_initializer
     for tensor in sparse:
         yield from (tensor.values, tensor.indices)
+
+
+def opset_of(proto: ModelProto) -> int:
+    """Return the version of ONNX's own operators that a model imports; 1 where it names none."""
+    return next((e.version for e in proto.opset_import if e.domain in ("", "ai.onnx")), 1)
 
 
 def tensor_of_constant(node: NodeProto) -> TensorProto | None:

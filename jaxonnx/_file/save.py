@@ -7,7 +7,13 @@ import numpy as np
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
-from jaxonnx._file.protos import all_nodes, names_of_constants, subgraphs, tensor_of_constant
+from jaxonnx._file.protos import (
+    all_nodes,
+    names_of_constants,
+    opset_of,
+    subgraphs,
+    tensor_of_constant,
+)
 from jaxonnx._file.records import SPARSITY, has
 from jaxonnx._file.tensors import same
 
@@ -39,7 +45,7 @@ def to_onnx(
                 _set(constant, values[name])
     if result.ir_version < 4:
         _declare_initializers(result.graph)
-    opset = next((e.version for e in proto.opset_import if e.domain in ("", "ai.onnx")), 1)
+    opset = opset_of(proto)
     for node in all_nodes(result.graph):
         # A training algorithm of the file's own may read what inference form would remove.
         if _is_training(node, result.graph) and not proto.training_info:

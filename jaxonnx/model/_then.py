@@ -8,6 +8,7 @@ import numpy as np
 from onnx import ModelProto
 from onnx.numpy_helper import to_array
 
+from jaxonnx._file.protos import opset_of
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.values import Value
 from jaxonnx._run.shapes import evaluated
@@ -28,8 +29,7 @@ def appended(
       InputError: the opset is too old, a shape is not known, or a name is taken.
       UnsupportedError: ONNX cannot say the function.
     """
-    opset = next((e.version for e in proto.opset_import if e.domain in ("", "ai.onnx")), 1)
-    if opset < OLDEST:
+    if (opset := opset_of(proto)) < OLDEST:
         raise InputError(
             f"the file has opset {opset}, and functions become nodes of opset {OLDEST} on; convert "
             "it with onnx.version_converter.convert_version"
@@ -49,18 +49,27 @@ def appended(
     return result, new
 
 
+_FUNCTIONS = {"floordiv", "max", "min", "mod"}
+"""Names that are no dimensions for JAX."""
+
+
 def _structs(values: Sequence[Value]) -> list[jax.ShapeDtypeStruct]:
     """Return what a function may know of values: symbolic sizes where they are open."""
-    texts = [
-        ", ".join(
-            str(n) if n is not None else f"_{i}_{axis}" for axis, n in enumerate(v.shape or ())
-        )
-        for i, v in enumerate(values)
-    ]
+    others: dict[str, str] = {}
+
+    def text(size: int | str | None, place: str) -> str:
+        if isinstance(size, int):
+            return str(size)
+        variable = str(size).rpartition("*")[2]  # of "2*batch" as well
+        if size is not None and variable.isidentifier() and variable not in _FUNCTIONS:
+            return size
+        return others.setdefault(size or place, f"size_{len(others)}")
+
     scope = jax.export.SymbolicScope()
     structs = []
-    for value, text in zip(values, texts, strict=True):
-        shape = jax.export.symbolic_shape(text, scope=scope) if text else ()
+    for value in values:
+        sizes = [text(n, f"{value.name} {axis}") for axis, n in enumerate(value.shape or ())]
+        shape = jax.export.symbolic_shape(", ".join(sizes), scope=scope) if sizes else ()
         dtype = jax.dtypes.canonicalize_dtype(np.dtype(value.dtype or np.float32))
         structs.append(jax.ShapeDtypeStruct(shape, dtype))
     return structs

@@ -3,12 +3,10 @@
 from typing import Any
 
 import numpy as np
-from onnx import helper
 
-from jaxonnx._file.build import onnx_type
 from jaxonnx._jaxpr import scan as parts_of_scan
 from jaxonnx._jaxpr import while_loop as parts_of_while
-from jaxonnx.onnx_out._nodes import Nodes, Tensor, plain
+from jaxonnx.onnx_out._nodes import Nodes, Tensor, plain, value_info
 from jaxonnx.onnx_out._table import primitive
 
 
@@ -30,8 +28,8 @@ def _choose(g: Nodes, index: Any, graphs: list, out: Any) -> list[str]:
     first = g("Equal", g.cast(index, np.int32), np.int32(0))
     inner = g.child("branch")
     one_less = Tensor(inner("Sub", inner.name(g.cast(index, np.int32)), np.int32(1)), (), np.int32)
-    for name, like in zip(_choose(inner, one_less, graphs[1:], out), out, strict=True):
-        inner.writer.output(name, like)
+    names = _choose(inner, one_less, graphs[1:], out)
+    inner.graph.output.extend(map(value_info, names, out))
     return g.several("If", len(out), first, then_branch=graphs[0], else_branch=inner.graph)
 
 
@@ -44,7 +42,7 @@ def _branch(g: Nodes, program: Any, operands: Any) -> Any:
 def _outputs(inner: Nodes, results: Any, program: Any) -> None:
     """Declare the outputs of a graph within another, each by a node of its own."""
     for result, aval in zip(results, _out_avals(program), strict=True):
-        inner.writer.output(inner("Identity", result), plain(aval))
+        inner.graph.output.append(value_info(inner("Identity", result), plain(aval)))
 
 
 def _out_avals(program: Any) -> list:
@@ -62,14 +60,9 @@ def _inputs(inner: Nodes, avals: Any) -> list[Tensor]:
     tensors = []
     for like in map(plain, avals):
         name = inner.fresh("carry")
-        kind = onnx_type(like.dtype)
-        inner.graph.input.append(helper.make_tensor_value_info(name, kind, _sizes(like.shape)))
+        inner.graph.input.append(value_info(name, like))
         tensors.append(Tensor(name, like.shape, like.dtype))
     return tensors
-
-
-def _sizes(shape: Any) -> list:
-    return [n if isinstance(n, int) else str(n) for n in shape]
 
 
 @primitive("scan")
@@ -100,7 +93,7 @@ def _counted(g: Nodes, inner: Nodes, loop: Any, out: Any) -> list:
     avals = _in_avals(loop.body)[len(loop.fixed) :]
     going = _counter(inner)
     results = inner.program(loop.body, [*loop.fixed, *_inputs(inner, avals)])
-    inner.writer.output(inner("Identity", going), going)
+    inner.graph.output.append(value_info(inner("Identity", going), going))
     _outputs(inner, results, loop.body)
     steps = np.int64(loop.length)
     results = g.several("Loop", len(out), steps, np.bool_(True), *loop.carry, body=inner.graph)
@@ -113,10 +106,10 @@ def _counted(g: Nodes, inner: Nodes, loop: Any, out: Any) -> list:
 
 def _counter(inner: Nodes) -> Tensor:
     """Declare the first two inputs of a Loop's body; return the second."""
-    count, going = inner.fresh("count"), inner.fresh("going")
-    inner.graph.input.append(helper.make_tensor_value_info(count, onnx_type(np.int64), []))
-    inner.graph.input.append(helper.make_tensor_value_info(going, onnx_type(np.bool_), []))
-    return Tensor(going, (), np.bool_)
+    count = Tensor(inner.fresh("count"), (), np.int64)
+    going = Tensor(inner.fresh("going"), (), np.bool_)
+    inner.graph.input.extend(value_info(tensor, tensor) for tensor in (count, going))
+    return going
 
 
 @primitive("while")
@@ -130,6 +123,7 @@ def while_(g, *operands, equation, out):
     carry = _inputs(inner, _in_avals(loop.body)[len(loop.fixed) :])
     results = inner.program(loop.body, [*loop.fixed, *carry])
     (again,) = inner.program(loop.condition, [*loop.tested, *results])
-    inner.writer.output(inner("Identity", again), plain(_out_avals(loop.condition)[0]))
+    condition = plain(_out_avals(loop.condition)[0])
+    inner.graph.output.append(value_info(inner("Identity", again), condition))
     _outputs(inner, results, loop.body)
     return g.several("Loop", len(out), None, first, *loop.carry, body=inner.graph)

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxonnx.onnx_out._nodes import Nodes, Refusal, Tensor
+from jaxonnx.onnx_out._nodes import Nodes, Tensor
 from jaxonnx.onnx_out._shapes import padded
-from jaxonnx.onnx_out._table import primitive
+from jaxonnx.onnx_out._table import Refusal, primitive
 
 
 @primitive("conv_general_dilated")

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxonnx.onnx_out._table import Refusal
+
 _OPERATORS = {ast.Add: "Add", ast.Sub: "Sub", ast.Mult: "Mul"}
-_FUNCTIONS = {"floordiv": "Div", "mod": "Mod", "max": "Max", "min": "Min"}
+_FUNCTIONS = {"mod": "Mod", "max": "Max", "min": "Min"}
 
 
 def known(shape: Sequence) -> bool:
@@ -24,7 +26,10 @@ def declare(g: Any, name: str, shape: Sequence) -> None:
     """Note which input has which symbolic size."""
     for axis, size in enumerate(shape):
         if not known([size]):
-            g.sizes.setdefault(str(size), ("input", name, axis))
+            # JAX prints a multiple as 2*batch; the name of it is known by what it is a multiple of
+            times, _, variable = str(size).rpartition("*")
+            if variable.isidentifier() and (not times or times.isdecimal()):
+                g.sizes.setdefault(variable, (name, axis, int(times or 1)))
 
 
 def sizes(g: Any, shape: Sequence) -> Any:
@@ -41,11 +46,12 @@ def size(g: Any, expression: str) -> str:
     if isinstance(found, str):
         return found
     if found is not None:
-        _, name, axis = found
-        where = np.array([axis], np.int64)
-        value = g("Gather", g("Shape", name), where, axis=0)
+        name, axis, times = found
+        value = g("Gather", g("Shape", name), np.array([axis], np.int64), axis=0)
+        if times > 1:
+            value = g("Div", value, np.array([times], np.int64))
     else:
-        value = _evaluate(g, ast.parse(expression, mode="eval").body)
+        value = _evaluate(g, ast.parse(expression.replace("^", "**"), mode="eval").body)
     g.sizes[expression] = value
     return value
 
@@ -58,11 +64,14 @@ def _evaluate(g: Any, tree: ast.AST) -> Any:
             return g("Neg", _evaluate(g, operand))
         case ast.BinOp(left, ast.Pow(), ast.Constant(power)):
             return g("Pow", _evaluate(g, left), np.array([power], np.int64))
-        case ast.BinOp(left, operator, right):
+        case ast.BinOp(left, operator, right) if type(operator) in _OPERATORS:
             name = _OPERATORS[type(operator)]
             return g(name, _evaluate(g, left), _evaluate(g, right))
-        case ast.Call(ast.Name(function), operands):
+        case ast.Call(ast.Name("floordiv"), [over, under]):  # ONNX rounds to zero
+            a, b = _evaluate(g, over), _evaluate(g, under)
+            return g("Div", g("Sub", a, g("Mod", a, b)), b)
+        case ast.Call(ast.Name(function), operands) if function in _FUNCTIONS:
             return g(_FUNCTIONS[function], *(_evaluate(g, operand) for operand in operands))
-        case ast.Name(variable):
+        case ast.Name(variable) if variable in g.sizes:
             return size(g, variable)
-    raise NotImplementedError(ast.dump(tree))
+    raise Refusal(f"the size {ast.unparse(tree)} is not that of an input's axis")

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._file.build import onnx_type
-from jaxonnx.onnx_out._nodes import WIDE, Nodes, Refusal, Tensor
-from jaxonnx.onnx_out._table import primitive
+from jaxonnx.onnx_out._nodes import WIDE, Nodes, Tensor, ordered
+from jaxonnx.onnx_out._table import Refusal, primitive
 
 OPERATORS = {
     "abs": "Abs",
@@ -119,8 +119,12 @@ def reduce_precision(g, x, *, exponent_bits, mantissa_bits):
 def round_(g, x, *, rounding_method):
     if int(rounding_method):  # to the even one of two neighbours
         return g.wide("Round", x, dtype=x.dtype)
-    half = g("Floor", g("Add", g("Abs", x), np.asarray(0.5, x.dtype)))
-    return g("Mul", g("Sign", x), half)
+    return g.run(_away_from_zero, x)[0]
+
+
+def _away_from_zero(x: Any) -> Any:
+    below = jnp.floor(jnp.abs(x))  # to add a half to x would round the number before a half up
+    return jnp.sign(x) * jnp.where(jnp.abs(x) - below >= 0.5, below + 1, below)
 
 
 @primitive("is_finite")
@@ -170,12 +174,9 @@ def ne(g, x, y, *, out):
 def _comparable(g: Nodes, operands: Any, order: bool = False) -> list:
     """Return operands in a dtype that runtimes compare."""
     dtype = operands[0].dtype
-    if dtype == np.uint64 and order:  # the order of int64 after its highest bit is turned
-        top = np.asarray(2**63, np.uint64)
-        operands = [Tensor(g("BitwiseXor", x, top), x.shape, dtype) for x in operands]
     if dtype.kind == "b" and not order:
         return list(operands)
-    return [g.cast(x, WIDE.get(dtype, dtype)) for x in operands]
+    return [g.cast(x, ordered(dtype)) for x in operands]
 
 
 for _name, _operator in {"and": "And", "or": "Or", "xor": "Xor"}.items():

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from onnx import GraphProto, ModelProto, ValueInfoProto, helper
 
-from jaxonnx._file.build import Writer, onnx_type, unused
+from jaxonnx._file.build import Writer, unused
 from jaxonnx._file.build import names as names_of
 from jaxonnx._file.protos import subgraphs
 from jaxonnx.errors import InputError, UnsupportedError
 from jaxonnx.onnx_out import _dims as dims
 from jaxonnx.onnx_out._modules import parts
-from jaxonnx.onnx_out._nodes import Nodes, Tensor, plain
+from jaxonnx.onnx_out._nodes import Nodes, Tensor, plain, value_info
 
 OPSET = 18
 """The opset that is written where none is asked for: the oldest that has bitwise operators."""
@@ -68,7 +68,6 @@ def to_onnx(
     for name, (path, leaf) in zip(names, leaves, strict=True):
         graph.input.append(value_info(name, plain(_struct(leaf, path))))
     graph.output.extend(added)
-    _prune(graph)
     opsets = [helper.make_opsetid("", opset)]
     return helper.make_model(
         graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="jaxonnx"
@@ -106,6 +105,7 @@ def append(
     if taken := used.difference(default).intersection(results):
         raise InputError(f"{sorted(taken)[0]!r} is the name of another tensor; give outputs=")
     used.update(results)
+    before = len(graph.node), len(graph.initializer)
     writer = Writer(graph.name, used)
     writer.graph = graph
     g = Nodes(writer, opset)
@@ -119,13 +119,8 @@ def append(
     values = g.program(closed, tensors)
     for name, value in zip(results, values, strict=True):
         writer.nodes("Identity", [g.name(value)], [name])
+    _prune(graph, results, *before)
     return [value_info(n, plain(a)) for n, a in zip(results, closed.out_avals, strict=True)]
-
-
-def value_info(name: str, like: Any) -> ValueInfoProto:
-    """Return the declaration of a tensor, symbolic sizes by their names."""
-    sizes = [n if dims.known([n]) else str(n) for n in like.shape]
-    return helper.make_tensor_value_info(name, onnx_type(like.dtype), sizes)
 
 
 def _check_pure(closed: Any) -> None:
@@ -137,20 +132,18 @@ def _check_pure(closed: Any) -> None:
         )
 
 
-def _prune(graph: GraphProto) -> None:
-    """Remove what no output needs."""
-    needed = {value.name for value in graph.output}
-    kept = []
-    for node in reversed(graph.node):
+def _prune(graph: GraphProto, results: Sequence[str], nodes: int, tensors: int) -> None:
+    """Remove what the results do not need, from these nodes and initializers on."""
+    needed, kept = {*results}, []
+    for node in reversed(graph.node[nodes:]):
         if needed.intersection(node.output):
             needed.update(_reads(node))
             kept.append(node)
-    kept.reverse()
-    del graph.node[:]
-    graph.node.extend(kept)
-    tensors = [tensor for tensor in graph.initializer if tensor.name in needed]
-    del graph.initializer[:]
-    graph.initializer.extend(tensors)
+    weights = [tensor for tensor in graph.initializer[tensors:] if tensor.name in needed]
+    del graph.node[nodes:]
+    graph.node.extend(reversed(kept))
+    del graph.initializer[tensors:]
+    graph.initializer.extend(weights)
 
 
 def _reads(node: Any) -> set[str]:

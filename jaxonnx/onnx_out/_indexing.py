@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxonnx.onnx_out._nodes import Nodes, Refusal, Tensor
-from jaxonnx.onnx_out._table import primitive
+from jaxonnx.onnx_out import _dims as dims
+from jaxonnx.onnx_out._nodes import Nodes, Tensor
+from jaxonnx.onnx_out._table import Refusal, primitive
 
 REDUCTIONS = {
     "scatter": "none",
@@ -25,6 +26,13 @@ REDUCTIONS = {
     "scatter_max": "max",
     "scatter-max": "max",
 }
+
+
+SINCE = {"add": 16, "mul": 16, "min": 18, "max": 18}
+"""The opsets that brought reductions of ScatterElements and ScatterND."""
+
+FURTHEST = 2**31 - 1
+"""The last place that int32 counts to, in which places are computed."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,8 @@ class Windows:
 
     def flat(self, indices: Any) -> Any:
         """Return the place of each element in the flat array, [all], for starts in bounds."""
+        if dims.known(self.shape) and prod(self.shape) > FURTHEST:
+            raise Refusal(f"places in an array of {prod(self.shape):,} numbers pass 2**31")
         strides = [prod(self.shape[i + 1 :], start=1) for i in range(len(self.shape))]
         starts = jnp.zeros(indices.shape[:-1], jnp.int32)
         for k, axis in enumerate(self.starts):
@@ -154,8 +164,8 @@ for _name, _reduction in REDUCTIONS.items():
 
 
 def _scatter(g, x, indices, updates, windows, mode, reduction):
-    if reduction in ("min", "max") and g.opset < 18:
-        raise Refusal("ONNX can scatter the least and the greatest from opset 18 on")
+    if g.opset < SINCE.get(reduction, 0):
+        raise Refusal(f"ONNX scatters by {reduction} from opset {SINCE[reduction]} on")
     starts = _starts(g, windows, indices)
     dropping = "FILL" in str(mode).upper() and not _fit(windows, indices)
     if windows.rows() == 0 and reduction == "add":
@@ -203,7 +213,7 @@ def _fit(windows: Windows, indices: Any) -> bool:
     """Tell whether starts are known to lie in bounds."""
     if not windows.starts:
         return True
-    if not isinstance(indices, np.ndarray):
+    if not isinstance(indices, np.ndarray) or not dims.known(windows.bounds()):
         return False
     return bool((indices >= 0).all() and (indices <= np.array(windows.bounds())).all())
 

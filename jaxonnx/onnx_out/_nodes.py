@@ -1,20 +1,22 @@
 """The graph under construction, as rules see it: operators on tensors that know their shapes."""
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from onnx import GraphProto, defs
+from onnx import GraphProto, ValueInfoProto, defs, helper
 
 from jaxonnx._file.build import Writer, onnx_type
 from jaxonnx._jaxpr import interpret, programs
 from jaxonnx.errors import UnsupportedError
 from jaxonnx.onnx_out import _dims as dims
-from jaxonnx.onnx_out._table import rule_of
+from jaxonnx.onnx_out._table import Refusal, rule_of
 
 FOLDED = 4096
 """Elements up to which a value that depends on no input is computed here, rather than by nodes."""
@@ -30,6 +32,19 @@ WIDE = {
 }
 """The dtypes in which runtimes have arithmetic, for those in which they have none. ONNX's Cast
 drops the higher bits of integers, so that sums and products are those of the narrow dtype."""
+
+
+MODULAR = {"Add", "Sub", "Mul"}
+"""Operators whose result of wrapped integers is the wrapped result."""
+
+
+def ordered(dtype: Any) -> np.dtype:
+    """Return the dtype in which numbers have the same order, and runtimes more operators.
+
+    No signed type holds all numbers of uint64, so that they stay as they are.
+    """
+    dtype = np.dtype(dtype)
+    return dtype if dtype == np.uint64 else np.dtype(WIDE.get(dtype, dtype))
 
 
 class Tensor(str):
@@ -60,14 +75,14 @@ class Nodes:
     Operands are tensors, or NumPy arrays for what is known, which become initializers of the main
     graph. Attributes:
       opset: the version of ONNX's operators.
-      out: the shape and dtype of the result of the equation at hand.
+      main: the nodes of the outermost graph.
     """
 
     def __init__(self, writer: Writer, opset: int, main: "Nodes | None" = None):
         self.writer, self.opset = writer, opset
         self.main = main or self
         if main is None:
-            self.constants: dict[tuple, str] = {}
+            self.constants: dict[Any, tuple[str, Any]] = {}
             self.sizes: dict[str, Any] = {}
             self.numbers: dict[str, int] = {}
 
@@ -95,11 +110,13 @@ class Nodes:
         if value is None or isinstance(value, str):
             return value or ""
         array = np.asarray(value)
-        key = array.dtype, array.shape, array.tobytes()
+        small = array.size <= FOLDED
+        key = (array.dtype, array.shape, array.tobytes()) if small else id(array)
         constants = self.main.constants
         if key not in constants:
-            constants[key] = self.main.writer.constant("constant", array, array.dtype)
-        return constants[key]
+            name = self.main.writer.constant("constant", array, array.dtype)
+            constants[key] = name, array  # which is kept, so that no other one has its id
+        return constants[key][0]
 
     def child(self, name: str) -> "Nodes":
         """Return the nodes of a new graph within this one, which sees all tensors of this one."""
@@ -122,6 +139,12 @@ class Nodes:
 
     def _equation(self, equation: Any, operands: list) -> list:
         outs = tuple(plain(variable.aval) for variable in equation.outvars)
+        if any(out.dtype.kind == "c" for out in outs):
+            name = equation.primitive.name
+            raise UnsupportedError(
+                f"JAX's primitive '{name}'{_line(equation)} gives complex numbers, with which "
+                "runtimes cannot compute; use pairs of real ones"
+            )
         if (folded := _folded(equation, operands, outs)) is not None:
             return folded
         rule = rule_of(equation.primitive.name, self.opset)
@@ -162,8 +185,8 @@ class Nodes:
 
     def wide(self, operator: str, *operands: Any, dtype: Any, **attributes: Any) -> Any:
         """Append an operator in a dtype in which runtimes have it; return its result in `dtype`."""
-        wide = WIDE.get(np.dtype(dtype))
-        if wide is None:
+        wide = ordered(dtype) if operator not in MODULAR else WIDE.get(np.dtype(dtype))
+        if wide in (None, dtype):
             return self(operator, *operands, **attributes)
         result = self(operator, *(self.cast(x, wide) for x in operands), **attributes)
         return self.cast(Tensor(result, (), wide), dtype)
@@ -180,7 +203,8 @@ class Nodes:
             sizes = np.array([-1 if i in symbolic else n for i, n in enumerate(shape)], np.int64)
         else:
             sizes = self.sizes_of(shape)
-        zero = {"allowzero": 1} if any(isinstance(n, int) and n == 0 for n in shape) else {}
+        empty = self.opset >= 14 and any(isinstance(n, int) and n == 0 for n in shape)
+        zero = {"allowzero": 1} if empty else {}
         return self._with("Reshape", x, sizes, shape=shape, **zero)
 
     def transpose(self, x: Any, order: Iterable[int]) -> Any:
@@ -242,16 +266,18 @@ def _schemas() -> Sequence[Any]:
     return defs.get_all_schemas_with_history()
 
 
-class Refusal(Exception):
-    """Raised by a rule for what ONNX cannot say; becomes an `UnsupportedError` with the line."""
-
-
 def plain(aval: Any) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of an array; a key is the integers that it consists of."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         key = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
         return jax.ShapeDtypeStruct(key.shape, key.dtype)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def value_info(name: str, like: Any) -> ValueInfoProto:
+    """Return the declaration of a tensor, symbolic sizes by their names."""
+    sizes = [n if dims.known([n]) else str(n) for n in like.shape]
+    return helper.make_tensor_value_info(name, onnx_type(like.dtype), sizes)
 
 
 def _known(value: Any, aval: Any) -> np.ndarray:
@@ -276,11 +302,18 @@ def _folded(equation: Any, operands: list, outs: tuple) -> list | None:
     return [np.asarray(result) for result in results]
 
 
+@cache
+def _folders() -> tuple[str, ...]:
+    """Return the folders of packages whose lines are not the user's."""
+    packages = (sys.modules.get(name) for name in ("jax", "jaxonnx", "flax", "optax"))
+    return tuple(str(Path(p.__file__).parent) for p in packages if p and p.__file__)
+
+
 def _line(equation: Any) -> str:
     """Return where the user's program has an equation, as " in FILE:LINE"."""
     traceback = equation.source_info.traceback
     frames = traceback.frames if traceback else ()
     for frame in frames:
-        if not any(part in frame.file_name for part in ("/jax/", "/jaxonnx/", "/flax/", "/optax/")):
+        if not frame.file_name.startswith(_folders()):
             return f" in {frame.file_name}:{frame.line_num}"
     return ""

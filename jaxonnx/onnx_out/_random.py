@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxonnx.onnx_out._nodes import Refusal
-from jaxonnx.onnx_out._table import composed, primitive
+from jaxonnx.onnx_out._table import Refusal, composed, primitive
 
 ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxonnx.onnx_out._nodes import WIDE, Tensor
+from jaxonnx.onnx_out._nodes import Tensor, ordered
 from jaxonnx.onnx_out._table import composed, primitive
 
 OPERATORS = {
@@ -20,7 +20,8 @@ for _name, _operator in OPERATORS.items():
     def reduce_(g, x, *, axes, out, operator=_operator):
         if not axes:
             return x
-        dtype = WIDE.get(x.dtype, x.dtype)
+        wraps = x.dtype == np.uint64 and operator == "ReduceSum"
+        dtype = np.dtype(np.int64) if wraps else ordered(x.dtype)
         y = Tensor(g.reduce(operator, g.cast(x, dtype), axes), out.shape, dtype)
         return g.cast(y, out.dtype)
 
@@ -42,7 +43,7 @@ for _name, _operator in {"argmax": "ArgMax", "argmin": "ArgMin"}.items():
 
     @primitive(_name)
     def place(g, x, *, axes, index_dtype, out, operator=_operator):
-        y = g(operator, g.cast(x, WIDE.get(x.dtype, x.dtype)), axis=int(axes[0]), keepdims=0)
+        y = g(operator, g.cast(x, ordered(x.dtype)), axis=int(axes[0]), keepdims=0)
         return g.cast(Tensor(y, out.shape, np.int64), index_dtype)
 
 
@@ -87,7 +88,7 @@ def sort(g, *operands, dimension, num_keys, out):
     for key in reversed(range(num_keys)):
         size = np.array([operands[key].shape[dimension]], np.int64)
         x = operands[key]
-        wide = g.cast(x, WIDE.get(x.dtype, x.dtype))
+        wide = g.cast(x, ordered(x.dtype))
         _, order = g.several("TopK", 2, wide, size, axis=dimension, largest=0, sorted=1)
         operands = [
             Tensor(g("GatherElements", y, order, axis=dimension), y.shape, y.dtype)
@@ -98,7 +99,7 @@ def sort(g, *operands, dimension, num_keys, out):
 
 @primitive("top_k")
 def top_k(g, x, *, k, out, axis=-1):
-    wide = g.cast(x, WIDE.get(x.dtype, x.dtype))
+    wide = g.cast(x, ordered(x.dtype))
     values, places = g.several("TopK", 2, wide, np.array([k], np.int64), axis=axis)
     values, places = Tensor(values, out[0].shape, wide.dtype), Tensor(places, (), np.int64)
     return g.cast(values, out[0].dtype), g.cast(places, out[1].dtype)

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from jaxonnx.onnx_out import _dims as dims
-from jaxonnx.onnx_out._nodes import FOLDED, Nodes, Refusal, Tensor
-from jaxonnx.onnx_out._table import primitive
+from jaxonnx.onnx_out._nodes import FOLDED, Nodes, Tensor
+from jaxonnx.onnx_out._table import Refusal, primitive
 
 
 @primitive("reshape")
@@ -140,10 +140,14 @@ def _pad(g: Nodes, x: Any, value: Any, edges: Any) -> Any:
 def iota(g, *, out, dimension):
     wide = out.dtype if out.dtype in (np.int32, np.int64, np.float32) else np.dtype(np.int64)
     size = out.shape[dimension]
-    if dims.known([size]):
+    if dims.known([size]) and size <= FOLDED:
         line = np.arange(size, dtype=wide)
     else:
-        count = g.reshape(Tensor(g.sizes_of([size]), (1,), np.int64), ())
+        count = (
+            np.int64(size)
+            if dims.known([size])
+            else g.reshape(Tensor(g.sizes_of([size]), (1,), np.int64), ())
+        )
         line = Tensor(g("Range", np.int64(0), count, np.int64(1)), (size,), np.int64)
         line = g.cast(line, wide)
     sizes = [size if i == dimension else 1 for i in range(len(out.shape))]
@@ -158,11 +162,18 @@ def dim_as_value(g, *, dim, out):
 
 @primitive("dynamic_slice")
 def dynamic_slice(g, x, *starts, slice_sizes, out):
+    """Gather where the sizes are known: the bounds of a Slice do not show that they are."""
     if not x.shape:
         return x
     begin = _starts(g, x.shape, starts[: x.ndim], slice_sizes)
-    end = g("Add", begin, g.sizes_of(slice_sizes))
-    return g("Slice", x, begin, end, np.arange(x.ndim, dtype=np.int64))
+    if not dims.known(slice_sizes):
+        end = g("Add", begin, g.sizes_of(slice_sizes))
+        return g("Slice", x, begin, end, np.arange(x.ndim, dtype=np.int64))
+    for axis, (whole, size) in enumerate(zip(x.shape, slice_sizes, strict=True)):
+        if not dims.same([whole], [size]):
+            first = g("Gather", begin, np.array([axis], np.int64), axis=0)
+            x = g("Gather", x, g("Add", first, np.arange(size, dtype=np.int64)), axis=axis)
+    return x
 
 
 @primitive("dynamic_update_slice")

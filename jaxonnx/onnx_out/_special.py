@@ -4,8 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxonnx.onnx_out._nodes import Refusal
-from jaxonnx.onnx_out._table import composed
+from jaxonnx.onnx_out._table import Refusal, composed
 
 
 @composed("log1p")

@@ -23,6 +23,11 @@ from typing import Any
 
 Rule = Callable[..., Any]
 
+
+class Refusal(Exception):
+    """Raised by a rule for what ONNX cannot say; becomes an `UnsupportedError` with the line."""
+
+
 _RULES: dict[str, dict[int, Rule]] = defaultdict(dict)
 
 

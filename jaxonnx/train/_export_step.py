@@ -12,11 +12,13 @@ import numpy as np
 from onnx import ModelProto
 
 from jaxonnx._disk import whole
+from jaxonnx._file import formats
 from jaxonnx._file.build import unused
 from jaxonnx._graph.values import declared
-from jaxonnx.errors import InputError
+from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.model import Model, load
 from jaxonnx.onnx_out import to_onnx
+from jaxonnx.onnx_out._export import OPSET
 from jaxonnx.train._assembly import assembled, weights_of_classes
 from jaxonnx.train._assembly import step as make
 from jaxonnx.train._head import headed
@@ -26,11 +28,6 @@ from jaxonnx.train._step import Batch, State, Step, as_batch
 FORMAT = "jaxonnx training step 1"
 
 FILES = {"step": "step.onnx", "evaluate": "evaluate.onnx", "init": "init.onnx"}
-
-LIMIT = 2**31 - 2**20
-"""Bytes that fit one protobuf file."""
-
-OPSET = 18
 
 
 def export_step(
@@ -76,6 +73,8 @@ def export_step(
       UnsupportedError: ONNX cannot say a part of the step.
       TrainingError: settings or batch do not fit.
     """
+    if settings.get("mesh") is not None:
+        raise TrainingError("mesh: a step that is exported runs on one device")
     if unknown := settings.keys() - inspect.signature(make).parameters.keys():
         raise TypeError(f"export_step() got an unexpected argument {sorted(unknown)[0]!r}")
     settings |= {"loss": loss, "optimizer": optimizer, "epochs": 1 if epochs is None else epochs}
@@ -88,7 +87,7 @@ def export_step(
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     for name, (proto, _) in graphs.items():
-        if proto.ByteSize() > LIMIT:
+        if proto.ByteSize() > formats.LIMIT:
             raise InputError(
                 f"{FILES[name]} would have {proto.ByteSize():,} bytes, more than one file holds; "
                 "train less of the network (trainable=, lora=) or one with fewer weights"

@@ -6,6 +6,7 @@ import numpy as np
 from onnx import GraphProto, ModelProto, TensorProto, helper, numpy_helper
 
 from jaxonnx._file.build import Writer, names
+from jaxonnx._file.protos import opset_of
 from jaxonnx._graph.uses import Weight
 from jaxonnx._graph.values import dimension
 from jaxonnx.errors import TrainingError
@@ -71,7 +72,7 @@ def add(
     step = Writer("algorithm", used)
     reset = Writer("initialization", used)
     inputs = _loss(step, proto.graph, loss)
-    updates, state = _update(step, optimizer, values, inputs)
+    updates, state = _update(step, optimizer, values, inputs, opset_of(proto))
     starts = {name: initialization.fill(reset, name, value) for name, value in state.items()}
     for name, kind in initialization.kinds(init, values, meanings).items():
         starts[name] = initialization.draw(reset, kind, name, values[name], meanings[name].matrix)
@@ -103,8 +104,7 @@ def _check(
             "the optimizer must be jaxonnx.optim.adam, adagrad or momentum, which ONNX has "
             "operators for; with any other use jaxonnx.train"
         )
-    opset = next((e.version for e in proto.opset_import if e.domain in ("", "ai.onnx")), 1)
-    if opset < OPSET:
+    if (opset := opset_of(proto)) < OPSET:
         raise TrainingError(
             f"the model has opset {opset}, training needs {OPSET}; convert it with "
             "onnx.version_converter.convert_version"
@@ -163,6 +163,7 @@ def _update(
     optimizer: OnnxTransformation,
     values: Mapping[str, np.ndarray],
     cut: tuple[list[str], str],
+    opset: int,
 ) -> tuple[dict[str, str], dict[str, np.ndarray]]:
     """Write gradients, learning rate and update.
 
@@ -175,7 +176,7 @@ def _update(
     )
     first = np.array(optimizer.first, np.int64)
     count = g.constant("T", first, np.int64)
-    rate = _learning_rate(g, optimizer, count, _dtype(values))
+    rate = _learning_rate(g, optimizer, count, _dtype(values), opset)
     variables, state = dict(values), {count: first}
     for slot in _SLOTS[optimizer.operator]:
         zeros = {f"{slot}.{name}": np.zeros_like(value) for name, value in values.items()}
@@ -198,9 +199,11 @@ def _update(
 _SLOTS = {"Adam": "VH", "Adagrad": "H", "Momentum": "V"}
 
 
-def _learning_rate(g: Writer, optimizer: OnnxTransformation, count: str, dtype: np.dtype) -> str:
+def _learning_rate(
+    g: Writer, optimizer: OnnxTransformation, count: str, dtype: np.dtype, opset: int
+) -> str:
     if not callable(optimizer.learning_rate):
         return g.constant("learning_rate", optimizer.learning_rate, dtype)
     if optimizer.first:  # a schedule counts the updates made, from 0 on
         count = g.node("Sub", count, g.constant("first", optimizer.first, np.int64))
-    return schedule.append(g, optimizer.learning_rate, count, dtype)
+    return schedule.append(g, optimizer.learning_rate, count, dtype, opset)
