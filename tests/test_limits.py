@@ -13,9 +13,13 @@ from onnx import TensorProto, helper
 import jaxonnx
 from jaxonnx import _limits
 from jaxonnx._graph import expansion
-from jaxonnx._run import failures
+from jaxonnx._graph.values import declared
+from jaxonnx._run import failures, folding, scope
+from jaxonnx._run.channels import ChannelsLast
+from jaxonnx._run.shapes import inferred
+from jaxonnx.lowering._order import KernelFirst
 from tests import bombs
-from tests.bombs import IMAGE, ints, model, node, one
+from tests.bombs import IMAGE, body, ints, model, node, one
 
 REFUSED = dict(bombs.refused())
 LASTING = dict(bombs.lasting())
@@ -83,6 +87,41 @@ def test_an_evaluation_that_is_not_compiled_is_checked_before_it_allocates():
     loaded = jaxonnx.load(model(nodes, (("x", [300]),)), limit=1 << 18)
     with pytest.raises(jaxonnx.LimitError, match=r"Einsum.*351\.6 KiB"):
         loaded(np.ones(300, np.float32))
+
+
+def test_shapes_are_followed_without_the_numbers():
+    image, kernel = ChannelsLast(np.ones((1, 4, 4, 3))), KernelFirst(np.ones((3, 3, 3, 8)))
+    seen = []
+
+    def function(*arguments):
+        seen.extend(jax.tree.leaves(arguments))
+        return arguments[0]
+
+    (result,) = folding.abstract(function, [image, kernel, np.ones(8)], {}, ())
+    assert result.shape == (1, 4, 4, 3)
+    assert len(seen) == 3
+    assert all(isinstance(x, jax.core.Tracer) for x in seen)
+
+
+def test_a_body_that_is_not_compiled_is_evaluated_once(monkeypatch):
+    # what grows with the sizes of its inputs are the results of its own nodes
+    seen = []
+
+    def followed(function, *rest):
+        seen.append(function.args[0].name)
+        return abstract(function, *rest)
+
+    abstract = scope.abstract
+    monkeypatch.setattr(scope, "abstract", followed)
+    step = [node("Identity", ["c"], ["d"]), node("Add", ["v0", "v1"], ["a"])]
+    step.append(node("Identity", ["v1"], ["b"]))
+    nodes = [node("NonZero", "x", "i"), node("Cast", "i", "f", to=1)]
+    nodes.append(node("Loop", ["m", "", "f", "f"], ["y", "z"], body=body(step, 2, "dab")))
+    loaded = jaxonnx.load(
+        model(nodes, (("x", [300]),), constants={"m": np.array(2)}), limit=1 << 18
+    )
+    assert float(loaded(np.ones(300, np.float32)).sum()) == 3 * sum(range(300))
+    assert not seen
 
 
 def test_a_loop_over_known_values_is_left_to_the_program(monkeypatch):
@@ -239,6 +278,22 @@ def test_a_summary_outlives_what_shape_inference_raises():
     )
     loaded = jaxonnx.load(proto)
     assert "MatMul" in str(loaded.summary())
+
+
+def test_shape_arithmetic_is_followed_behind_many_concatenations():
+    nodes = []
+    for i in range(10):  # each layer stands beside what it reads, as in a dense block
+        nodes.append(node("MatMul", [f"v{i}", "w"], [f"m{i}"]))
+        nodes.append(node("Concat", [f"v{i}", f"m{i}"], [f"v{i + 1}"], axis=1))
+    nodes.append(node("Shape", ["v10"], ["s"], end=2))
+    nodes += [node("Concat", ["s", "rest"], ["t"], axis=0), node("Reshape", ["v10", "t"])]
+    proto = model(
+        nodes,
+        (("v0", [2, 1, 6, 3]),),
+        constants={"w": np.eye(3, dtype=np.float32), "rest": ints(18)},
+    )
+    kinds = inferred(proto, {"rest": ints(18)}, ["y"])
+    assert declared(helper.make_value_info("y", kinds["y"])).shape == (2, 1024, 18)
 
 
 def test_a_node_without_name_and_outputs_has_a_layer():

@@ -433,7 +433,8 @@ def test_arguments_of_a_call():
           y = StringNormalizer <case_change_action = "UPPER"> (x)
         }""")
     )
-    for given in (["a", "b"], ("a", "b"), np.array(["a", "b"]), np.array(["a", "b"], object)):
+    kinds = (None, object, np.dtypes.StringDType())
+    for given in (["a", "b"], ("a", "b"), *(np.array(["a", "b"], kind) for kind in kinds)):
         assert strings(given).tolist() == ["A", "B"]
     for given in ([1, 2], [["a"], ["b", "c"]], np.ones(2), np.array([b"a"]), 3, None, [None]):
         with pytest.raises(jaxonnx.InputError, match="takes strings"):

@@ -110,9 +110,9 @@ def check_form(path: Path) -> None:
 
 
 def _read(orbax: Any, path: Path) -> Checkpoint:
-    def restored(handler: Any, item: str, **given: Any) -> Any:
+    def restored(handler: Any, item: str, **options: Any) -> Any:
         with orbax.Checkpointer(handler) as checkpointer:
-            return checkpointer.restore(path / item, **given)
+            return checkpointer.restore(path / item, **options)
 
     about = unsealed(restored(orbax.JsonCheckpointHandler(), "about"))
     # in the host's memory, on however many devices they were
@@ -158,8 +158,8 @@ def seal(x: np.ndarray | jax.Array) -> int | str:
 
 def check(arrays: Sequence[np.ndarray | jax.Array], seals: Sequence[int | str]) -> None:
     """Raise ValueError if arrays, wherever they lie, are not those that were sealed."""
-    for x, given in zip(arrays, seals, strict=True):
-        if given != (crc(to_host(x)) if isinstance(given, int) else f"sum {_sum(x)}"):
+    for x, sealed in zip(arrays, seals, strict=True):
+        if sealed != (crc(to_host(x)) if isinstance(sealed, int) else f"sum {_sum(x)}"):
             raise ValueError("its numbers are not those that were written")
 
 

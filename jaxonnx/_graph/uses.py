@@ -173,15 +173,8 @@ def _viewed(view: View, node: Node, others: Sequence[Any]) -> View:
     if not all(isinstance(value, np.ndarray) for value in others):
         return unknown
     # Reshape, Flatten, Squeeze, Unsqueeze: followed where only axes of length one come and go
-    try:
-        after = node.op.function(np.zeros(before, np.int8), *others, **node.attributes).shape
-    except (
-        Error,
-        ValueError,
-        TypeError,
-        ArithmeticError,
-        MemoryError,
-    ):  # a shape that does not fit: running the graph says so
+    after = _result(node, before, others)
+    if after is None:
         return unknown
     if after == before:
         return view
@@ -197,18 +190,20 @@ def _sliced(view: View, node: Node, others: Sequence[Any]) -> View:
     shape = view.shape
     if view.axes is not None and all(isinstance(value, np.ndarray) for value in others):
         counts = {"outputs": len(node.outputs)} if node.op.name == "Split" else {}
-        try:
-            y = node.op.function(np.zeros(shape, np.int8), *others, **node.attributes, **counts)
-            shape = y[0].shape if isinstance(y, tuple) else y.shape
-        except (
-            Error,
-            ValueError,
-            TypeError,
-            ArithmeticError,
-            MemoryError,
-        ):  # running the graph says so
-            pass
+        after = _result(node, shape, others, **counts)
+        shape = shape if after is None else after
     return replace(view, shape=shape, part=True)
+
+
+def _result(
+    node: Node, shape: tuple[int, ...], others: Sequence[Any], **counts: int
+) -> tuple[int, ...] | None:
+    """Return the shape of the first result, None if running the graph will say what is wrong."""
+    try:
+        y = node.op.function(np.zeros(shape, np.int8), *others, **node.attributes, **counts)
+    except (Error, ArithmeticError, MemoryError, TypeError, ValueError):
+        return None
+    return (y[0] if isinstance(y, tuple) else y).shape
 
 
 def _gathered(view: View, node: Node, indices: Any) -> View:

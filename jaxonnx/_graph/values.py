@@ -159,7 +159,7 @@ def _strings(value: Value, array: Any) -> np.ndarray:
     """Return strings as an array of Python's, or raise an InputError."""
     if isinstance(array, str | list | tuple):
         array = np.asarray(array, object)
-    if isinstance(array, np.ndarray) and array.dtype.kind == "U":
+    if isinstance(array, np.ndarray) and array.dtype.kind in "UT":
         array = array.astype(object)
     if not isinstance(array, np.ndarray) or array.dtype != object:
         raise InputError(f"input {value} takes strings, and was given {type(array).__name__}")

@@ -11,6 +11,7 @@ from jax.core import Tracer
 from onnx import TensorProto
 
 from jaxonnx import _limits as limits
+from jaxonnx._run.failures import FOREIGN
 from jaxonnx.errors import Error, LimitError
 from jaxonnx.registry import Op, known, symbolic
 
@@ -69,11 +70,14 @@ def abstract(
     function: Callable, arguments: Sequence[Any], keywords: dict, static: Collection[int]
 ) -> list | None:
     """Return shapes and types of results; None where a function needs to see the values."""
-    kinds = np.ndarray | jax.Array
-    values = {
-        i: jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype))
+
+    def shape_of(x):
+        return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+
+    values = {  # images and kernels in orders of their own are trees of one array
+        i: jax.tree.map(shape_of, a)
         for i, a in enumerate(arguments)
-        if i not in static and isinstance(a, kinds) and a.dtype != object
+        if i not in static and hasattr(a, "dtype") and a.dtype != object
     }
 
     def call(values):
@@ -81,7 +85,7 @@ def abstract(
 
     try:
         return jax.tree.leaves(jax.eval_shape(call, values))
-    except (Error, TypeError, ValueError, AttributeError, IndexError, KeyError):
+    except (Error, *FOREIGN):
         return None
 
 

@@ -201,8 +201,8 @@ class Scope:
             )
         for name, what in op.context:
             keywords[name] = self._context_value(node, arguments, what)
-        foldable = not node.graphs and not any(what in ("key", "scope") for _, what in op.context)
-        if foldable and folds(op, arguments, keywords):
+        alone = not node.graphs and not any(what in ("key", "scope") for _, what in op.context)
+        if alone and folds(op, arguments, keywords):
             results = fold(op, arguments, keywords)
             if results is not None:
                 return results
@@ -211,8 +211,10 @@ class Scope:
             arguments = _on_device(op, arguments)
         elif not node.graphs:  # a body checks what it uses; trip counts stay known
             failures.check_range([a for i, a in enumerate(arguments) if i not in op.static])
-        if limits.may_exceed(arguments, limits.value_limit()) and not traced(arguments):
-            # nothing is traced: the operator would allocate before its results can be checked
+        vast = alone and limits.may_exceed(arguments, limits.value_limit())
+        if vast and not traced(arguments):
+            # the operator would allocate before its results can be checked; the nodes of a body are
+            # checked one by one
             limits.check(abstract(partial(_call, op), arguments, keywords, op.static) or ())
         results = channels.call(op, arguments, keywords)
         results = tuple(map(repeated, results if isinstance(results, tuple) else (results,)))

@@ -154,7 +154,9 @@ def _joined(proto: ModelProto) -> int:
             read = [sizes.get(name, _SMALL) for name in node.input]
             size = sum(read) if node.op_type == "Concat" else max(read, default=_SMALL)
             function = functions.get((node.domain, node.op_type, node.overload))
-            if function is not None and size <= _FOLLOWED:
+            if function is None and not _follows(node):
+                size = _SMALL
+            elif function is not None and size <= _FOLLOWED:
                 size = most(function.node, dict(zip(function.input, read, strict=False)))
             for attribute in node.attribute:
                 for graph in (attribute.g, *attribute.graphs):
@@ -164,6 +166,17 @@ def _joined(proto: ModelProto) -> int:
         return top
 
     return most(proto.graph.node, {})
+
+
+def _follows(node: NodeProto) -> bool:
+    """Check whether ONNX's inference follows numbers through an operator, as it may in its body."""
+    domain = "" if node.domain == "ai.onnx" else node.domain
+    try:
+        schema: Any = onnx.defs.get_schema(node.op_type, domain=domain)
+    except onnx.defs.SchemaError:
+        return False
+    body = schema.has_function or schema.has_context_dependent_function
+    return schema.has_data_propagation_function or body
 
 
 def _complete(values: Iterable[ValueInfoProto]) -> dict[str, TypeProto]:
