@@ -131,6 +131,45 @@ def test_of_large_weights_no_number_becomes_nan():
             np.testing.assert_array_equal(found != value, moved)
 
 
+def test_a_step_that_is_not_taken_moves_nothing_else():
+    """Neither statistics, averages, moments nor hidden weights and masks."""
+    ones, zeros = (", ".join([x] * 8) for x in "10")
+    normed = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 17]>
+    normed (float[n, 8] x) => (float[n, 8] y)
+    <float[8] s = {{{ones}}}, float[8] b = {{{zeros}}}, float[8] m = {{{zeros}}},
+     float[8] v = {{{ones}}}> {{
+        h = MatMul(x, w)
+        y, m1, v1 = BatchNormalization <training_mode = 1> (h, s, b, m, v)
+    }}""")
+    weight = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    normed.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+
+    def infinite(updates, memory, _=None, *, value, **__):
+        return jax.tree.map(lambda u: jnp.where(value > 1e6, jnp.inf, u), updates), memory
+
+    spoiled = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), infinite)
+    optimizer = optax.chain(optax.adam(1e-1), spoiled)
+    settings = {"sparsity": {"dynamic": 9}, "ema": 0.5, "nan": "skip"}
+    one = step(normed, "squared_error", optimizer, steps_per_epoch=2, **settings)
+    update = jax.jit(one.update)
+
+    def after(pairs):
+        state = one.init()
+        for pair in pairs:
+            state, (_, finite) = update(state, pair)
+            assert finite == (pair[1].max() < 1e6)
+        return state
+
+    random = np.random.default_rng(1)
+    pairs = [tuple(random.normal(size=(2, 8, 8)).astype(np.float32)) for _ in range(4)]
+    wanted = after(pairs)
+    for place in range(5):
+        bad = pairs[0][0] + 1, pairs[0][1] + 1e7  # its loss and its gradient are finite
+        state = after([*pairs[:place], bad, *pairs[place:]])
+        assert (state.count, state.taken) == (5, 4)
+        jax.tree.map(np.testing.assert_array_equal, state.replace(count=wanted.count), wanted)
+
+
 def test_returns_that_get_nowhere_end_the_run():
     message = "none of 6 steps was taken: the loss, nan, is not finite at step 6; .* of step 0"
     with pytest.warns(UserWarning, match=message):

@@ -80,8 +80,8 @@ def step(
       steps_per_epoch: steps in the unit of these lengths.
       mesh: as in `train`: the states of `init`, `frozen` and what `update` returns lie on it. `put`
         lays a batch on it; one that is not laid there is, within `update`.
-      nan: "stop": once a loss or a gradient is not finite, no step changes anything; "skip": only
-        that step does not.
+      nan: "stop": once a step is not finite, neither it nor a later one changes anything; "skip":
+        only that step does not.
 
     Raises:
       TrainingError: settings that do not fit.

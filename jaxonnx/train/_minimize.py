@@ -75,21 +75,21 @@ class Minimize(Step):
         (value, renewed), gradients = gradient(state.params)
         good = state.finite & finite((value, gradients)) & stays_finite(state.state, renewed)
         skip = self._settings.nan == "skip"
-        stay = {"count": state.count + 1} if skip else {"finite": good}
+        stay = state.replace(**{"count": state.count + 1} if skip else {"finite": jnp.bool(False)})
         # a conditional, because selecting old or new values would copy all of them in each step
         moved = jax.lax.cond(
             good,
-            lambda: self._moved(state, value, gradients, skip).replace(state=renewed),
-            lambda: state.replace(**stay),
+            lambda: self._moved(state.replace(state=renewed), stay, value, gradients),
+            lambda: stay,
         )
         good = moved.taken > state.taken
         return moved, jnp.stack([value, good.astype(value.dtype)])
 
-    def _moved(self, state: State, value: jax.Array, gradients: Any, skip: bool) -> State:
-        """Return the state after an update of the parameters.
+    def _moved(self, state: State, stay: State, value: jax.Array, gradients: Any) -> State:
+        """Return the state after an update of the parameters, or `stay`.
 
         A number whose update is not finite stays as it was. If a small array has such a
-        number, as all have after an infinite rate, all weights do, and the step is not taken.
+        number, as all have after an infinite rate, the step is not taken.
         """
         updates, memory = self._optimizer.update(
             gradients, state.optimizer, state.params, value=value, grad=gradients
@@ -97,19 +97,17 @@ class Minimize(Step):
         new: Any = optax.apply_updates(state.params, updates)
         good = stays_finite(state.params, new, small=True)
         params: Any = jax.tree.map(partial(_kept, good), state.params, new)
-        taken, average = state.taken + good, state.average
+        taken, average = state.taken + 1, state.average
         if self._settings.ema is not None:
             # the parameters move once in `accumulate` steps, and so does their average
             part = jnp.where(taken % self._settings.accumulate == 0, 1 - self._settings.ema, 0)
             average: Any = optax.incremental_update(jax.tree.map(_wide, params), average, part)
-        return state.replace(
-            params=params,
-            optimizer=memory,
-            average=average,
-            count=state.count + 1,
-            taken=taken,
-            finite=good | skip,
+        moved = state.replace(
+            params={}, optimizer=memory, average=average, count=state.count + 1, taken=taken
         )
+        # selected within what computes the new values, where a conditional would copy them
+        moved = jax.tree.map(partial(_either, good), moved, stay.replace(params={}))
+        return moved.replace(params=params)
 
     def check(self, batch: Any) -> Any:
         return self._goal.check(as_batch(batch, self.model))
@@ -164,6 +162,11 @@ def _shown(state: State) -> dict[str, jax.Array]:
 @jax.jit
 def _kept(good: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
     return jnp.where(good & jnp.isfinite(new), new, old)
+
+
+@jax.jit
+def _either(condition: jax.Array, one: jax.Array, other: jax.Array) -> jax.Array:
+    return jnp.where(condition, one, other)
 
 
 def _wide(x: jax.Array) -> jax.Array:

@@ -39,9 +39,9 @@ class State:
     count: jax.Array
     """The steps until now; random operators draw by it."""
     taken: jax.Array
-    """Those of them that were finite."""
+    """Those of them that were finite: their loss, gradients, statistics and update."""
     finite: jax.Array
-    """False once a loss or a gradient is not finite; from then on nothing changes."""
+    """False once a step was not finite and none is skipped; from then on nothing changes."""
 
     def replace(self, **changes: Any) -> Self:
         """Return a state with other values of some fields."""
@@ -188,7 +188,7 @@ def stays_finite(old: Any, new: Any, small: bool = False) -> jax.Array:
         limit = max(_SMALL, min(b.size for _, b in floats))
         floats = [(a, b) for a, b in floats if b.size <= limit]
     sums = [_spoiled(a, b) for a, b in floats]
-    return jnp.stack([jnp.bool(True), *map(jnp.isfinite, sums)]).all()
+    return jnp.isfinite(jnp.stack([jnp.float32(0), *sums])).all()
 
 
 @jax.jit
