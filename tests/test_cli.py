@@ -525,6 +525,10 @@ def test_texts_of_unequal_length(small, capsys):
     data = {"input_ids": texts}
     expected = jaxonnx.evaluate(trained, data, loss="causal_lm")["loss"]
     assert result(capsys)["loss"] == pytest.approx(expected, rel=1e-5)
+    line = f"export-step text.onnx texts.jsonl -o step --loss causal_lm --batch-size 2 {lengths}"
+    assert command(line) == 0
+    batch = json.loads(Path("step/manifest.json").read_text())["step"]["batch"]
+    assert batch["input_ids"]["shape"] in ([2, 4], [2, 8])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxonnx import loggers, sparse
-from jaxonnx._data.ragged import Padding
+from jaxonnx._data.batches import Examples, Stream
 from jaxonnx._disk import check_writable
 from jaxonnx._file.packed import packed_nbytes, record
 from jaxonnx.cli import _explain as explain
@@ -78,8 +78,7 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
     report = Report(about, str(result), stopped, written)
     if trained.sparsity is None or report.status:
         return report
-    padding = padding_of(settings.get("pad"), options.length_buckets, settings.get("loss"))
-    return _with_proof(report, trained, data, padding)
+    return _with_proof(report, trained, data, settings)
 
 
 def _connected(options: argparse.Namespace) -> bool:
@@ -114,12 +113,11 @@ def export_step(options: argparse.Namespace) -> Report:
     settings = _settings(options, model, path, None)
     made = {name: explain.made(value) for name, value in settings.items()}
     data, _ = reading.data(path, model, options)
-    size = options.batch_size or 32
-    batch = jax.tree.map(lambda x: np.asarray(x)[:size], data)
-    count = len(jax.tree.leaves(data)[0])
+    examples = _examples(data, model, settings, options.batch_size)
     accepted = inspect.signature(step).parameters
     made = {name: value for name, value in made.items() if name in accepted}
-    made |= {"epochs": options.epochs or 1, "steps_per_epoch": max(1, -(-count // size))}
+    made |= {"epochs": options.epochs or 1, "steps_per_epoch": examples.steps}
+    batch = next(examples.batches(0))
     manifest = export_step(model, options.output, batch, opset=options.opset, **made)
     written = [options.output / name for name in (*FILES.values(), "manifest.json")]
     return Report({"written": written, "manifest": manifest}, None, False, written)
@@ -312,7 +310,15 @@ def _save(model: Model, path: Path) -> None:
         raise Failed(f"{error}; the trained model is in {folder / path.name}") from error
 
 
-def _with_proof(report: Report, model: Model, data: Any, padding: Padding) -> Report:
+def _examples(
+    data: Any, model: Model, settings: Mapping[str, Any], size: int | None
+) -> Examples | Stream:
+    """Return the examples of a file in their order, padded as the settings say."""
+    padding = padding_of(settings.get("pad"), settings.get("length_buckets"), settings.get("loss"))
+    return source(data, model.inputs, size, padding=padding, target_names=target_names(model))
+
+
+def _with_proof(report: Report, model: Model, data: Any, settings: Mapping[str, Any]) -> Report:
     pattern, axes = record(model.proto)
     layers = [sparse.Layer(n, model.params[n].shape, a, "") for n, a in axes.items()]
     size = (model.inputs[0].shape or (None,))[0]
@@ -322,9 +328,7 @@ def _with_proof(report: Report, model: Model, data: Any, padding: Padding) -> Re
         where = images.layout(model, prepare.size)
         few = [prepare(np.zeros((size, *where.size, where.channels), np.uint8), where)]
     else:
-        names = target_names(model)
-        examples = source(data, model.inputs, size, padding=padding, target_names=names)
-        few = next(examples.batches(0)).inputs
+        few = next(_examples(data, model, settings, size).batches(0)).inputs
     proof = sparse.verify(model.apply, model.params, *few, layers=layers, pattern=pattern)
     dense = sum(w.nbytes for w in model.params.values())
     packed = packed_nbytes(model.params, pattern, axes)

@@ -58,7 +58,8 @@ class Together:
         self.several = self._mesh is not None and self._mesh.is_multi_process
         self.first = not self.several or jax.process_index() == 0
         self._client: Any = distributed.global_state.client if self.several else None
-        self._run = f"jaxonnx/run/{next(_RUNS)}"
+        # a process may have trained alone, and the number must be the same in all
+        self._run = f"jaxonnx/run/{next(_RUNS)}" if self.several else ""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._failure: str | None = None
