@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import jax
@@ -54,6 +55,8 @@ def child(folder: Path, resume: bool) -> tuple[int, int]:
         run(folder, resume, steps)
         status = 0
     finally:
+        if status:
+            traceback.print_exc()
         sys.stderr.flush()
         os._exit(status)
 

@@ -10,10 +10,11 @@ HEAD = """
 import signal
 import sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
+signal.alarm(300)  # what hangs ends, whatever waits for it
 import jax
 coordinator, count, index = sys.argv[1], *map(int, sys.argv[2:4])
 if count > 1:
-    jax.distributed.initialize(coordinator, count, index)
+    jax.distributed.initialize(coordinator, count, index, heartbeat_timeout_seconds=20)
 import numpy as np
 from jax import P
 import jaxonnx
@@ -59,7 +60,8 @@ def ended(processes: list[subprocess.Popen], timeout: float = 240) -> list[Ended
         outputs = [process.communicate(timeout=timeout) for process in processes]
     finally:
         for process in processes:
-            process.kill()
+            with process:  # whose end closes its pipes
+                process.kill()
     return [Ended(p.returncode, *output) for p, output in zip(processes, outputs, strict=True)]
 
 
