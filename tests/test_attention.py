@@ -24,6 +24,7 @@ def finite(tree):
     return all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(tree))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mask", [EMPTY_ROW, HIDDEN], ids=["boolean", "float"])
 def test_a_query_without_keys_gives_zeros_and_gradients_without_nan(mask):
     def loss(q, k, v):

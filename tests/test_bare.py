@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import tests.bare
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +28,7 @@ runpy.run_path({str(ROOT / "tests" / "bare.py")!r}, run_name="__main__")
 """
 
 
+@pytest.mark.deep
 def test_without_the_optional_packages():
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", WITHOUT],

@@ -19,6 +19,7 @@ def equal(model, other):
         assert np.asarray(x).tobytes() == np.asarray(others[name]).tobytes(), name
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "settings",
     [
@@ -84,6 +85,7 @@ def test_checkpoints_of_a_file_that_trains_itself(tmp_path):
     onnx.checker.check_model(model.to_onnx())
 
 
+@pytest.mark.deep
 def test_a_state_is_kept_by_orbax_in_three_lines(tmp_path):
     from orbax import checkpoint
 

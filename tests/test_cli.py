@@ -122,6 +122,7 @@ def test_train(verb, data, tmp_path, capsys):
     onnxruntime.InferenceSession(output, providers=["CPUExecutionProvider"])
 
 
+@pytest.mark.deep
 def test_train_follows_the_algorithm_of_the_file(data, tmp_path, capsys):
     loss, optimizer = "softmax_cross_entropy_with_integer_labels", jaxonnx.optim.adam(1e-3)
     onnx.save(jaxonnx.add_training(NET, loss=loss, optimizer=optimizer), tmp_path / "net.onnx")
@@ -374,6 +375,7 @@ def test_the_optimizer_of_flags_and_of_a_file(small, capsys):
     np.testing.assert_array_equal(jaxonnx.load("out.onnx").params["w"], trained)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "flags",
     [
@@ -475,6 +477,7 @@ def test_no_epochs_are_refused_with_what_evaluates(small, capsys):
     assert "evaluate" in capsys.readouterr().err
 
 
+@pytest.mark.deep
 def test_weights_of_examples_and_of_classes(small, capsys):
     """In the file, as flags and in a configuration they come to the same."""
     x, y = (np.load("data.npz")[name] for name in "xy")
@@ -500,6 +503,7 @@ def test_weights_of_examples_and_of_classes(small, capsys):
     assert "not both" in capsys.readouterr().err
 
 
+@pytest.mark.deep
 def test_texts_of_unequal_length(small, capsys):
     onnx.save(tiny.text(), "text.onnx")
     texts = [[1, 2, 3], [4, 5, 6, 1, 2], [3], [6, 5]]

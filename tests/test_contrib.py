@@ -353,7 +353,10 @@ COMPILED = [case for case in CASES if not lookup(case.domain, case.op, 1).dynami
     ("case", "jit"),
     [
         *(pytest.param(case, False, id=f"{named(case)}-eager") for case in CASES),
-        *(pytest.param(case, True, id=f"{named(case)}-jit") for case in COMPILED),
+        *(
+            pytest.param(case, True, id=f"{named(case)}-jit", marks=pytest.mark.deep)
+            for case in COMPILED
+        ),
     ],
 )
 def test_same_as_onnxruntime(case, jit):

@@ -24,6 +24,7 @@ def test_ties_go_to_the_first_maximum():
     assert_point("GlobalMaxPool", [[[[[1, 3], [3, 3]]]]], [[[[3]]]], [[[[0, 1], [0, 0]]]])
 
 
+@pytest.mark.deep
 def test_maximum_of_nan_and_of_minus_infinity():
     pool = operator("MaxPool")
     x = np.array([[[1, nan, 2, -inf, -inf, -inf]]], np.float32)
@@ -69,6 +70,7 @@ def test_transposed_convolution_larger_than_its_windows():
     np.testing.assert_array_equal(y, [[[1, 1, 1, 1, 0, 0]]])
 
 
+@pytest.mark.deep
 def test_regions_off_the_image_are_zero():
     x = np.ones((1, 1, 3, 3), np.float32)
     far = np.array([[50, 50, 60, 60]], np.float32)

@@ -21,6 +21,7 @@ def onnxruntime_runs(path, x):
     return session.run(None, {"x": x})
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("name", "outputs", "values"),
     [

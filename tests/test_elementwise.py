@@ -149,6 +149,7 @@ def test_a_row_of_minus_infinity_has_no_softmax():
     np.testing.assert_array_equal(operator("LogSoftmax")(x), [[nan, nan], [0, -inf]])
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["Softmax", "LogSoftmax"])
 def test_masked_entries_have_no_gradient(name):
     x = np.array([0, -inf, 1], np.float32)

@@ -51,6 +51,7 @@ def assert_close(actual, expected):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("count", [1, 3, 8])
 @pytest.mark.parametrize("name", ALL)
 def test_outputs_agree_with_onnxruntime(name, count):

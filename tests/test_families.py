@@ -42,6 +42,7 @@ def inputs(model) -> dict[str, np.ndarray]:
     return made
 
 
+@pytest.mark.deep
 @each_file
 def test_results_are_those_of_onnxruntime_and_an_untouched_save_changes_none(path, tmp_path):
     """Within the rounding of the types: one step of int8 changes an output by 1 / 255 of it."""

@@ -247,6 +247,7 @@ def test_another_optimizer_is_named(tmp_path):
         train(checkpoint_dir=tmp_path, resume=True, optimizer=optax.sgd(0.1, momentum=0.9))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -141,6 +141,7 @@ def test_backbone_and_head_fine_tuned_and_saved(model, batch, tmp_path):
     np.testing.assert_allclose(run_onnxruntime(onnx.load(LENET), x), model(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.deep
 def test_adapters_are_the_parameters_and_are_merged_in_the_file(model, batch):
     x, y = batch
     lora = jaxonnx.LoRA(rank=2, where="classifier.*weight")
@@ -352,6 +353,7 @@ def test_linen_with_frozen_tensors_and_dropout(model, batch):
     assert (first != second).any()
 
 
+@pytest.mark.deep
 def test_linen_is_mapped_over():
     """Members of an ensemble, gradients of examples and of the input."""
     model = jaxonnx.load(mlp())
@@ -376,6 +378,7 @@ def test_linen_is_mapped_over():
     np.testing.assert_allclose(saliency, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.deep
 def test_flax_is_imported_at_first_use():
     code = (
         "import sys, jaxonnx; assert 'flax' not in sys.modules; jaxonnx.flax.Module; "

@@ -57,6 +57,7 @@ def misbehave(case, stage):
     return Outcome("ran", str(os.getpid()))
 
 
+@pytest.mark.deep
 def test_workers_survive_what_files_do():
     bounds = pool.Bounds(seconds=1, clock=10, memory=1 << 25)
     cases = ["fine", "abort", "fine", "spin", "sleep", "fine", "fill", "raise", "fine"]

@@ -42,6 +42,7 @@ CASES = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
 def test_results_are_rounded_once(dtype):
     with jax.enable_x64(True):
@@ -73,6 +74,7 @@ def near(results, exact, tolerance):
         assert abs(np.asarray(y, np.float64) - e).max() < tolerance * abs(e).max()
 
 
+@pytest.mark.deep
 def test_gradients_are_of_half_precision_and_so_are_their_products():
     names = ("Gemm", "Conv", "ConvTranspose", "Attention")
 
@@ -89,6 +91,7 @@ def test_gradients_are_of_half_precision_and_so_are_their_products():
     assert kinds.count(["f16", "f16"]) == len(kinds) - 1
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("name", "gates"), [("RNN", 1), ("GRU", 3), ("LSTM", 4)])
 def test_recurrent_layers_round_what_a_product_reads(name, gates):
     shapes = (12, 2, 8), (1, gates * 16, 8), (1, gates * 16, 16), (1, 2 * gates * 16)

@@ -224,6 +224,7 @@ def test_forms(name):
         assert each in str(new)  # print says what was replaced
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "path", sorted(p for p in DATA.glob("*.onnx") if "training" not in p.name), ids=lambda p: p.stem
 )
@@ -459,6 +460,7 @@ def test_a_probe_then_everything():
     assert numbers(adapted, model)["w2"] is False
 
 
+@pytest.mark.deep
 def test_losses_of_heads():
     several = jaxonnx.load(SEVERAL)
     x, y = tiny.examples()

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tests.points import operator
 
@@ -22,6 +23,7 @@ def gradients(reduction, x, updates):
     return y[0].tolist(), by[0][0].tolist(), by[1][0].tolist()
 
 
+@pytest.mark.deep
 def test_products_with_a_zero_have_gradients():
     """y0 = 2 u0 u1, y1 = 3 u2 u3 with u2 = 0, y2 = 0 u4."""
     y, by_x, by_updates = gradients("mul", [2, 3, 0], [5, 7, 0, 4, 6])
@@ -30,6 +32,7 @@ def test_products_with_a_zero_have_gradients():
     assert by_updates == [14, 10, 12, 0, 0]
 
 
+@pytest.mark.deep
 def test_products_with_two_zeros_have_second_derivatives():
     def f(u):
         x = jnp.ones(1)

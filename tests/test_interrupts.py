@@ -63,6 +63,7 @@ def pressed(process, *pauses):
     return process.returncode, out + err
 
 
+@pytest.mark.deep
 def test_ctrl_c_twice_writes_the_weights(command, tmp_path):
     process = command("--checkpoints", "kept")
     wait_for_steps(process, tmp_path, 20)

@@ -431,6 +431,7 @@ print(resident("VmRSS") - before, resident("VmHWM") - before)
 """
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells the peak")
 def test_a_large_file_is_in_memory_once(tmp_path):
     """The peak is that of protobuf: the bytes of the file and the parsed message."""

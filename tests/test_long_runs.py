@@ -203,6 +203,7 @@ def test_accumulated_batches_are_one_large_batch():
     assert len(small.history.losses) == 16
 
 
+@pytest.mark.deep
 def test_accumulation_leaves_the_phases_whole_epochs():
     result = train(epochs=6, accumulate=2, sparsity="2:4")
     assert [row["phase"] for row in result.history.epochs] == [1, 2, 2, 2, 3, 3]
@@ -211,6 +212,7 @@ def test_accumulation_leaves_the_phases_whole_epochs():
         assert (np.count_nonzero(found.reshape(-1, 4), 1) <= 2).all()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_average_is_what_is_validated_and_given(accumulate):
     kept = 0.8
@@ -389,6 +391,7 @@ print(train(epochs=6, checkpoint_dir=sys.argv[1]).history.stopped)
 """
 
 
+@pytest.mark.deep
 def test_files_that_cannot_grow_end_the_run(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, tmp_path], capture_output=True, text=True, timeout=120

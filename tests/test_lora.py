@@ -114,6 +114,7 @@ FORMS = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", FORMS)
 def test_adapters_add_what_a_layer_of_pytorch_adds(form, tmp_path):
     nodes, shape, size, expected = FORMS[form]

@@ -209,6 +209,7 @@ def test_an_image_of_few_channels_is_read_in_place(outputs):
     assert max(sizes) <= max(y.size, 130 * 130 * 3)
 
 
+@pytest.mark.deep
 def test_long_windows_of_pools():
     """The loops over pieces of a window, and long windows side by side, by NumPy."""
     x = rng.integers(0, 5, (2, 3, 150)).astype(np.float32)  # many ties

@@ -88,6 +88,7 @@ def on_eight_devices(how, files):
     subprocess.run(command, check=True, env=environment)
 
 
+@pytest.mark.deep
 def test_explicit_axes():
     families = ("lenet_bn", "lstm", "transformer")
     on_eight_devices("trace", [f"{family}.legacy.onnx" for family in families])

@@ -389,6 +389,7 @@ def test_no_large_constant_is_compiled_in(trainable):
     assert constants(with_state.lower(model.params, model.state, x).as_text()) < 2000
 
 
+@pytest.mark.deep
 def test_an_optimised_file_runs_and_trains(tmp_path, caplog):
     from onnxruntime.transformers import optimizer
 
@@ -432,6 +433,7 @@ def test_three_thousand_nodes_load_and_trace_in_seconds():
     assert not any(eqn.primitive.name in ("gather", "concatenate") for eqn in jaxpr.eqns[5:])
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("external", [False, True])
 def test_weights_lie_in_memory_once(external):
@@ -439,6 +441,7 @@ def test_weights_lie_in_memory_once(external):
     assert steady < 1.3
 
 
+@pytest.mark.deep
 def test_importing_and_loading_change_nothing_global():
     code = """
 import jax, sys, warnings, numpy

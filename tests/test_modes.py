@@ -104,6 +104,7 @@ def test_the_ratio_of_dropout_nodes(opset, ratio):
     assert changed.to_onnx() == model.to_onnx()
 
 
+@pytest.mark.deep
 def test_dropout_where_the_exporter_left_none(net, x):
     with pytest.raises(jaxonnx.InputError, match=r"no Dropout node.*dropout=\{'name': 0.1\}"):
         net.with_dropout(0.1)
@@ -133,6 +134,7 @@ def test_dropout_that_does_not_fit(net, ratio, words):
         net.with_dropout(ratio)
 
 
+@pytest.mark.deep
 def test_training_with_frozen_statistics_and_dropout(net, x):
     settings = {"loss": "squared_error", "optimizer": optax.sgd(0.01), "batch_size": 4}
     y = np.zeros((len(x), 10), np.float32)

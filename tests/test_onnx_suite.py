@@ -81,6 +81,11 @@ if os.environ.get("JAXONNX_DEVICE", "cpu") == "cpu":
     runner.exclude(".*_cuda$")
 
 _cases = runner.enable_report().test_cases
+for _name, _case in _cases.items():
+    for _test in dir(_case):
+        # the same operators once more: what functions expand to, and networks of many layers
+        if "expanded" in _test or (("Real" in _name or "Converted" in _name) and "test_" in _test):
+            setattr(_case, _test, pytest.mark.deep(getattr(_case, _test)))
 globals().update(_cases)
 _names = {name for case in _cases.values() for name in dir(case)}
 UNWRITTEN = [case for case in collect_testcases() if f"{case.name}_cpu" not in _names]

@@ -109,6 +109,7 @@ def test_forward(case):
             assert_same(arrays(*values), wanted, case)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("case", [c for c in CASES if compilable(c.values[0])])
 def test_jit(case):
     with jax.enable_x64(True):

@@ -298,6 +298,7 @@ def test_a_folder_of_broken_pictures(broken):
         train(broken)
 
 
+@pytest.mark.deep
 def test_random_parts():
     """Their areas and ratios are those of the paper, whatever the picture's own ratio."""
     keys = jax.random.split(jax.random.key(0), 4000)
@@ -386,6 +387,7 @@ class Stopped(Exception):
     pass
 
 
+@pytest.mark.deep
 def test_resumed_bit_for_bit(photos, tmp_path):
     def stop(step, metrics):
         if step == 7:
@@ -436,6 +438,7 @@ def test_other_types_and_open_sizes(photos):
     assert data.size(False) == images.preparation(said).size == (9, 7)
 
 
+@pytest.mark.deep
 def test_from_the_command_line(photos, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     model(2, metadata=None).save("net.onnx")

@@ -18,6 +18,7 @@ from jaxonnx.cli._flags import VERBS
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "jaxonnx" / "docs").glob("*.md"))]
 PAGES = [page for page in PAGES if page.stem != "reference"]
+LONG = {"back_to_onnx", "command_line", "many_devices", "onnx_training", "recipes", "training"}
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
@@ -48,7 +49,13 @@ def folder(tmp_path, monkeypatch):
     compilation_cache.reset_cache()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=[pytest.mark.deep] * (page.stem in LONG))
+        for page in PAGES
+    ],
+)
 def test_page(page, folder):
     """A page makes the files of its examples itself: first its Python runs, then its commands."""
     names = python(page)

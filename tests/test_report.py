@@ -111,6 +111,7 @@ def sparse(tmp_path_factory):
     return result, path.read_text("utf-8")
 
 
+@pytest.mark.deep
 def test_a_page_has_curves_layers_matrix_settings_and_versions(sparse):
     result, text = sparse
     page = Page(text)

@@ -82,6 +82,7 @@ def on_eight_devices(program):
     subprocess.run(command, check=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
 
 
+@pytest.mark.deep
 def test_gradients_are_all_that_is_sent():
     on_eight_devices("""
 for name in ("cnn", "recurrent"):

@@ -196,6 +196,7 @@ def train(model, **options):
     return jaxonnx.train(model, data, loss=loss, optimizer=optimizer, batch_size=2, **options).model
 
 
+@pytest.mark.deep
 def test_training_records_what_it_makes_sparse(tmp_path):
     phases = {"dense": 1, "dynamic": 1, "fixed": 1, "select": ["k", "w"]}
     model = train(net(), epochs=3, sparsity=phases)

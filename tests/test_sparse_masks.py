@@ -82,6 +82,7 @@ def test_any_weights_get_a_best_template(w):
     np.testing.assert_array_equal(search(w, (0, 1)), define(w, (0, 1)))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_convolutions_batches_vmap_and_either_order_of_the_axes_agree(dtype):
     rng = np.random.default_rng(2)
@@ -199,6 +200,7 @@ def test_one_axis_masks_keep_the_largest_along_the_input_axis(pattern):
     np.testing.assert_array_equal(np.transpose(other), mask)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("pattern", ["2:4", "4:8"])
 def test_nan_and_infinity_are_errors_outside_jit_and_valid_masks_inside(pattern):
     w = np.random.default_rng(8).normal(size=(8, 16)).astype(np.float32)
@@ -235,6 +237,7 @@ def test_weights_that_do_not_fit_are_refused_in_words(w, options, message):
         sparse.mask(w, **options)
 
 
+@pytest.mark.deep
 @settings(deadline=None, max_examples=25)
 @given(hnp.arrays(bool, hnp.array_shapes(min_dims=1, max_dims=4, max_side=6)))
 def test_masks_survive_as_bits(mask):

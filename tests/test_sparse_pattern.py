@@ -65,6 +65,7 @@ class Blocks(sparse.SparsityPattern):
 sparse.register("blocksB", r"blocks(\d+)", lambda found, _: Blocks(int(found[1])))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("shape", "axes"),
     [((8, 16), (0, 1)), ((16, 8), (1, 0)), ((8, 16, 3, 3), (0, 1)), ((2, 16, 8), (-1, -2))],
@@ -104,6 +105,7 @@ def test_it_trains_in_three_phases():
     assert sparse.metrics(state)["sparsity"] == 0.5
 
 
+@pytest.mark.deep
 def test_a_model_is_trained_recorded_proved_saved_and_read(tmp_path):
     data = (RNG.normal(size=(16, 1, 8, 8)).astype(np.float32), RNG.integers(0, 10, 16))
     result = jaxonnx.train(

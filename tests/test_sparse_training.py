@@ -218,6 +218,7 @@ def test_the_state_is_one_copy_of_the_weights_and_one_bit_each():
     assert sum(x.nbytes for x in jax.tree.leaves(state)) == copy + bits + 4 * (2 + 2 * len(SPARSE))
 
 
+@pytest.mark.deep
 def test_one_shot_static_and_sr_ste_share_the_parts():
     params = weights(9)
     pruned = sparse.prune(params)
@@ -245,6 +246,7 @@ def test_one_shot_static_and_sr_ste_share_the_parts():
         np.testing.assert_allclose(params["linear"], w * m, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.deep
 def test_a_flax_model_that_never_saw_onnx():
     class Net(nnx.Module):
         def __init__(self, rngs):

@@ -41,6 +41,7 @@ def python(code, **environment):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.deep
 def test_import_leaves_the_optional_and_the_slow_alone():
     loaded = python("import json, sys, jaxonnx; print(json.dumps([*sys.modules]))")
     assert not {*OPTIONAL.split()} & {*loaded}

@@ -74,6 +74,7 @@ def test_sparsity_in_steps():
         step(mlp(), LABELS, optax.sgd(0.1), sparsity="2:4")
 
 
+@pytest.mark.deep
 def test_pairs_dicts_scan_and_params_of_ones_own():
     one = step(mlp(), LABELS, optax.sgd(0.1))
     mine = {name: x + 1 for name, x in one.model.params.items()}
@@ -182,6 +183,7 @@ def bad_at(*places):
     return data
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("every", [2, None])
 def test_the_algorithm_of_a_file_resumes_bit_for_bit(tmp_path, every):
     def cut_off(epoch):

@@ -84,6 +84,7 @@ def network(channels=2, features=6, classes=3):
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("ema", [None, 0.5])
 def test_a_run_gives_what_it_gives_in_the_order_of_the_file(ema, tmp_path):
     x, y = rng.normal(size=(16, 2, 5, 5)).astype(np.float32), rng.integers(0, 3, 16)

@@ -65,6 +65,7 @@ def test_short_batches_are_not_compiled_again(net):
     assert traced == [(8, 10)] * 4  # two checks of shapes, the step, the validation
 
 
+@pytest.mark.deep
 def test_the_fill_of_a_short_batch_does_not_count():
     net = jaxonnx.load(DATA / "lenet.legacy.onnx")
     x, y = digits(11)
@@ -83,6 +84,7 @@ def test_inputs_by_name_and_targets_in_lists(net):
     assert train(net, ((x,), y)).history.losses == plain
 
 
+@pytest.mark.deep
 def test_order_depends_on_seed_and_epoch_only(net):
     def losses(seed):
         settings = {"optimizer": optax.sgd(0.0), "epochs": 2, "seed": seed}

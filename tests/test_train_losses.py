@@ -86,6 +86,7 @@ def test_a_batch_without_labels_that_count_changes_nothing():
     np.testing.assert_array_equal(gradient, 0)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("name", "ending"),
     [
@@ -155,6 +156,7 @@ TWO = "z = MatMul(x, w) y = Softmax(z) r = MatMul(x, v)"
 OUTPUTS = "float[n, 3] y, float[n, 1] r"
 
 
+@pytest.mark.deep
 def test_several_outputs():
     net = network(TWO, OUTPUTS)
     x, y = examples()

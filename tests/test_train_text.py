@@ -52,6 +52,7 @@ def train(net, data, **wanted):
     return jaxonnx.train(net, data, **wanted)
 
 
+@pytest.mark.deep
 def test_the_loss_is_that_of_each_text_alone(net):
     """Whatever form they come in, and however they are filled up."""
     data = texts()
@@ -147,6 +148,7 @@ def test_batches_have_few_widths_in_an_order_of_each_epoch():
     assert padding < 0.35 * together
 
 
+@pytest.mark.deep
 def test_labels_of_texts_are_checked_once(net, monkeypatch):
     checked = []
     check = Minimize.check_labels
@@ -185,6 +187,7 @@ def test_what_fills_up():
     assert [x.shape for x in (*inputs, labels)] == [(2, 3)] * 3
 
 
+@pytest.mark.deep
 def test_a_run_resumes_bit_for_bit(net, tmp_path):
     data = {"input_ids": texts(LENGTHS * 2)}
     wanted = {"epochs": 3, "batch_size": 3, "validation": 0.25, "checkpoint_every": 2}
@@ -240,6 +243,7 @@ def test_weights_of_texts_and_of_their_classes():
     assert same == pytest.approx(found, rel=1e-5)
 
 
+@pytest.mark.deep
 def test_streams_of_a_few_widths(net):
     """Batches that come padded, or ragged; a short one of each width is filled up."""
     widths = [(4, 5), (2, 9), (4, 5), (3, 5), (2, 9), (1, 9)]
@@ -286,6 +290,7 @@ def test_a_file_of_transformers():
     assert min(errors) < 1e-5 * np.abs(golden["grad"]).max()
 
 
+@pytest.mark.deep
 def test_losses_over_tokens():
     random = np.random.default_rng(0)
     scores = jnp.asarray(random.normal(size=(2, 5, 3)), jnp.float32)

@@ -35,6 +35,7 @@ def adapted_axes(model):
     return dict(jaxonnx.lora.Adapters.of(jaxonnx.LoRA(1, where=".*").attach(model, KEY)).layouts)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("network", ["recurrent", "attention"])
 def test_exports_without_constant_folding_train_every_weight(network):
     model = jaxonnx.load(DATA / f"unfolded.{network}.onnx")
@@ -68,6 +69,7 @@ def test_axes_of_weights_in_parts():
     assert counts == {"Concat", "Add", "Mul", "MatMul", "Gemm"}
 
 
+@pytest.mark.deep
 def test_parts_train_with_adapters_sparsity_and_anew():
     model = jaxonnx.load(DATA / "unfolded.attention.onnx")
     x = np.random.default_rng(0).standard_normal((4, 4, 8)).astype(np.float32)

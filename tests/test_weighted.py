@@ -97,6 +97,7 @@ def test_a_target_may_be_called_weight():
     assert alone == train(data=(X, Y)).history.losses
 
 
+@pytest.mark.deep
 def test_weights_of_classes():
     once = {"epochs": 1, "validation": 0.2}
     by_hand = train(data=(X, Y), loss=cross_entropy(weight=[1, 2, 1, 0.5]), **once)
@@ -112,6 +113,7 @@ def test_weights_of_classes():
     np.testing.assert_allclose(run.history.losses, by_hand.history.losses, rtol=1e-5)
 
 
+@pytest.mark.deep
 def test_balanced_classes_and_their_names():
     labels = np.r_[Y, np.zeros(9, int)]
     data = np.r_[X, X[:9]], labels, np.r_[W, W[:9]]

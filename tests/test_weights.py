@@ -214,6 +214,7 @@ FUSED = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", FUSED)
 def test_weights_of_fused_operators_are_trained_sparse(name):
     nodes, shapes, axes = FUSED[name]
