@@ -137,6 +137,7 @@ def assert_same_training(proto, loss, optimizer, x, t, rtol=1e-6, **settings):
     return written, state, losses
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name):
     x, t = normal(16, 4), targets(True)
@@ -145,6 +146,7 @@ def test_optimizers(name):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("loss", LOSSES)
 def test_losses(loss):
     proto = mlp("y = LogSoftmax(s)" if "Likelihood" in loss else "y = Identity(s)")
@@ -201,6 +203,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_become_part_of_the_file(name):
     x, t = normal(16, 4), targets(False)

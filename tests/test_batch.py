@@ -151,6 +151,7 @@ def test_dropout_behind_a_target_that_changes():
     np.testing.assert_array_equal(again(x), expected(x))
 
 
+@pytest.mark.deep
 def test_training_with_any_batch():
     model = jaxonnx.load(DATA / "fixed" / "lenet.dynamo.1.onnx", batch="any")
     x = np.random.default_rng(0).random((8, 1, 28, 28), np.float32)

@@ -420,6 +420,7 @@ def test_packed_heads_are_those_of_the_separate_inputs():
     np.testing.assert_allclose(half_packed, expected, rtol=1e-6)
 
 
+@pytest.mark.deep
 def test_gradient_goes_through_dynamic_quantization():
     w = u8(8, 3)
     product = lookup(DOMAIN, "DynamicQuantizeMatMul", 1).function

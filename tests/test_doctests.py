@@ -15,6 +15,7 @@ MODULES = [
 ]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name):
     result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)

@@ -17,6 +17,7 @@ inf, nan = np.inf, np.nan
 MODULES = ("elementwise", "activation", "logic", "reduction")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("name", "inputs", "values", "gradients", "attributes"),
     [
@@ -110,6 +111,7 @@ def test_floor_modulus_of_infinities():
     np.testing.assert_array_equal(result, [2, 1, -inf, inf, nan, nan])
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_zero_of_the_floor_modulus_has_the_sign_of_the_divisor(dtype, compiled):

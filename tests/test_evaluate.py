@@ -33,6 +33,7 @@ def draw(count=50, classes=4, seed=0):
     return scores, (scores + random.normal(size=scores.shape)).argmax(1)
 
 
+@pytest.mark.deep
 def test_numbers_are_those_of_the_whole_data():
     model, (x, y) = jaxonnx.load(mlp()), examples(21)
     logits = np.asarray(model(x))

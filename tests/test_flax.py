@@ -105,6 +105,7 @@ def test_frozen_tensors_are_plain_variables(model):
     assert type(net.state["features.1.running_mean"]) is nnx.BatchStat
 
 
+@pytest.mark.deep
 def test_same_outputs_as_the_model(model, batch):
     x, _ = batch
     net = jaxonnx.flax.Module(model)
@@ -112,6 +113,7 @@ def test_same_outputs_as_the_model(model, batch):
     np.testing.assert_array_equal(net(x=x), net(x))
 
 
+@pytest.mark.deep
 def test_backbone_and_head_fine_tuned_and_saved(model, batch, tmp_path):
     x, y = batch
     net = Classifier(model, nnx.Rngs(0))

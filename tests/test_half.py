@@ -111,6 +111,7 @@ def test_recurrent_layers_round_what_a_product_reads(name, gates):
     near(slopes, exact_slopes, 1e-2)
 
 
+@pytest.mark.deep
 def test_gradient_of_an_lstm_under_a_mesh():
     values = f(5, 4, 3), f(1, 8, 3), f(1, 8, 2)
     x, w, r = (jax.numpy.asarray(v, ml_dtypes.bfloat16) for v in values)

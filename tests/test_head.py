@@ -424,6 +424,7 @@ def numbers(result, model):
     }
 
 
+@pytest.mark.deep
 def test_training_with_a_head_alone():
     """Loss and optimizer have defaults, and what is saved is what onnxruntime computes."""
     model = jaxonnx.load(tiny.mlp())
@@ -445,6 +446,7 @@ def test_training_with_a_head_alone():
     assert result.model.head == ("w2", "b2")
 
 
+@pytest.mark.deep
 def test_a_probe_then_everything():
     model = jaxonnx.load(tiny.mlp()).with_head(3)
     x, y = tiny.examples()

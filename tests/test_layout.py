@@ -69,6 +69,7 @@ CHAINS = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", CHAINS)
 def test_every_order_gives_what_the_specification_says(name):
     file = CHAINS[name]

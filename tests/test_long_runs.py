@@ -44,6 +44,7 @@ def batches(epoch):
     return [(x[i : i + 8], y[i : i + 8]) for i in range(0, 40, 8)]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("every", [2, None])
 def test_a_run_resumes_inside_an_epoch(tmp_path, every):
     settings = {
@@ -64,6 +65,7 @@ def test_a_run_resumes_inside_an_epoch(tmp_path, every):
         assert {**one, "seconds": 0} == {**other, "seconds": 0}
 
 
+@pytest.mark.deep
 def test_the_last_three_checkpoints_and_the_best_are_kept(tmp_path):
     settings = {"optimizer": optax.sgd(-0.1), "checkpoint_dir": tmp_path}  # it gets ever worse
     train(epochs=5, **settings)
@@ -74,6 +76,7 @@ def test_the_last_three_checkpoints_and_the_best_are_kept(tmp_path):
     assert steps_in(tmp_path / "steps") == [30, 32, 35]
 
 
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     "where",
@@ -114,6 +117,7 @@ def test_without_a_readable_checkpoint_nothing_starts_anew(tmp_path):
         train(epochs=2, checkpoint_dir=tmp_path, resume=True)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -102,6 +102,7 @@ def test_winograd_rounds_like_the_plain_form(out):
     assert fast < min(2 * plain, 2e-6 * np.abs(exact).max())
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_export_for_any_batch(name):
     form, (x, w, y) = arrays(*CONVOLUTIONS[name])

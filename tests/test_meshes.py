@@ -89,13 +89,6 @@ def on_eight_devices(how, files):
 
 
 @pytest.mark.deep
-def test_explicit_axes():
-    families = ("lenet_bn", "lstm", "transformer")
-    on_eight_devices("trace", [f"{family}.legacy.onnx" for family in families])
-    on_eight_devices("split", ["sklearn_mlp.onnx"])
-
-
-@pytest.mark.deep
 @pytest.mark.parametrize("how", ["run", "split"])
 def test_explicit_axes_on_all_files(how):
     on_eight_devices(how, OPEN)

@@ -355,6 +355,7 @@ def test_a_scikit_learn_pipeline_with_zip_map(labels):
     np.testing.assert_array_equal(label, np.array(labels)[forest.predict(x)])
 
 
+@pytest.mark.deep
 def test_gradient_boosting_is_compiled_whole():
     iris = load_iris()
     x, y = iris.data[:, :3].astype(np.float32), iris.data[:, 3]

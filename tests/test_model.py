@@ -73,6 +73,7 @@ def test_an_array_may_change_once_the_call_has_returned():
     assert y[-1, -1] == 0
 
 
+@pytest.mark.deep
 def test_transformations():
     model = load(MODEL)
 

@@ -69,6 +69,7 @@ def test_page(page, folder):
             assert main(shlex.split(line, comments=True)[1:]) == 0, line
 
 
+@pytest.mark.deep
 def test_examples_of_help(folder):
     python(ROOT / "jaxonnx" / "docs" / "command_line.md")
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[n, sequence] x) => (float[n, m] y) '

@@ -138,6 +138,7 @@ def test_a_page_has_curves_layers_matrix_settings_and_versions(sparse):
     assert result.history.phases == [1, 2, 3]
 
 
+@pytest.mark.deep
 def test_the_matrix_is_that_of_the_validation_data(sparse):
     result, _ = sparse
     rows = result.run.held_out.rows

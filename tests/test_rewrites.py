@@ -70,6 +70,7 @@ def test_a_changed_model_is_the_model_of_its_file(change):
     jax.tree.map(np.testing.assert_array_equal, changed(*inputs, rng=key), again(*inputs, rng=key))
 
 
+@pytest.mark.deep
 def test_what_training_sees_is_kept_by_rewrites():
     net = jaxonnx.load(DATA / "lenet_bn.legacy.onnx")
     model = net.with_dropout({"features": 0.5}).with_statistics("frozen").with_remat()

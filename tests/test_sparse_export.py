@@ -85,6 +85,7 @@ FORMS = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.filterwarnings("ignore:64-bit")

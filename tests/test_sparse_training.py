@@ -143,6 +143,7 @@ def test_epochs_are_steps():
     assert same(list(run(*a, params, 12))[-1], list(run(*b, params, 12))[-1])
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("moments", ["keep", "zero"])
 def test_moments_of_newly_hidden_weights(moments):
     tx, update = wrapped("momentum", dense=2, dynamic=0, moments=moments)

@@ -42,6 +42,7 @@ def test_train_is_the_function_and_has_what_the_package_has():
     assert (jaxonnx.train.State, jaxonnx.train.Step, jaxonnx.train.Batch) == (State, Step, Batch)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "settings",
     [
@@ -125,6 +126,7 @@ def test_a_state_may_carry_more():
     assert (state.seconds, state.count) == (3, 1)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("nan", ["stop", "skip"])
 def test_a_step_that_is_not_finite_changes_nothing(nan):
     one = step(mlp(), LABELS, optax.sgd(0.1), nan=nan)

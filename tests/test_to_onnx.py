@@ -233,6 +233,7 @@ class Net(nnx.Module):
         return self.out(self.dropout(h).mean(1))
 
 
+@pytest.mark.deep
 def test_a_module_of_nnx_and_back():
     net = Net(nnx.Rngs(0))
     net.eval()

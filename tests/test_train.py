@@ -33,6 +33,7 @@ def train(model, data, **settings):
     return jaxonnx.train(model, data, **settings)
 
 
+@pytest.mark.deep
 def test_running_statistics_are_renewed_and_exported(net, tmp_path):
     x, y = digits(16)
     result = train(net, (x, y), epochs=2)

@@ -273,6 +273,7 @@ def test_streams_of_a_few_widths(net):
         batches_of(many, batch_size=None)
 
 
+@pytest.mark.deep
 def test_a_file_of_transformers():
     """The loss and a gradient are those of Hugging Face's own code, of text without padding."""
     golden = np.load(LLAMA.with_suffix(".npz"))

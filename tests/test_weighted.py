@@ -177,6 +177,7 @@ def test_augmentation_is_for_training_and_resumes(tmp_path):
         assert a["validation_loss"] == b["validation_loss"]
 
 
+@pytest.mark.deep
 def test_augmentation_of_batches_and_streams():
     mixing = {"loss": "softmax_cross_entropy", "augment": mixed}
     run = train(data=[(X[:8], Y[:8]), (X[8:16], Y[8:16])], **mixing)
