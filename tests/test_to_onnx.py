@@ -1,5 +1,7 @@
 """JAX functions as ONNX: what onnxruntime computes is what JAX computes."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import onnxruntime
 import pytest
 from flax import linen, nnx
 from jax import lax
+from jax.experimental import io_callback
 
 import jaxonnx
 from jaxonnx.onnx_out import composed, primitive, to_onnx
@@ -24,6 +27,8 @@ depthwise = random.standard_normal((6, 1, 3, 3)).astype(np.float32)
 integers = np.array([1, -5, 7, 3], np.int32)
 divisors = np.array([3, 3, -2, 2], np.int32)
 rows = np.array([2, 0, 2], np.int32)
+square = random.standard_normal((4, 4)).astype(np.float32)
+pair = random.standard_normal((2, 4, 3)).astype(np.float32)
 key = np.array([0, 3], np.uint32)
 
 
@@ -70,6 +75,7 @@ FUNCTIONS = {
     "dot": (lambda a, b: a @ b, x, y),
     "dot of turned": (lambda a, b: jnp.einsum("ij,kj->ki", a, b), x, y.T),
     "dot of batches": (jnp.matmul, np.stack([x, x]), np.stack([y, -y])),
+    "dot of rows": (jnp.vecdot, x, x[::-1]),
     "dot of many": (lambda a, b: jnp.einsum("abcd,ebdf->aecf", a, b), images, images),
     "dot of halves": (lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32),
                       x.astype(np.float16), y.astype(np.float16)),
@@ -158,6 +164,19 @@ FUNCTIONS = {
     "bits of a new key": (
         lambda n: jax.random.bits(jax.random.fold_in(jax.random.key(1), n), (4,)), np.int32(5)),
     "permutation": (lambda k: jax.random.permutation(k, 10), key),
+    "solve": (jax.vmap(jnp.linalg.solve), np.stack([square, square.T]), pair),
+    "cholesky": (lambda a: jnp.linalg.cholesky(a @ a.T + jnp.eye(4)), square),
+    "not positive": (lambda a: jnp.linalg.cholesky(a - 9 * jnp.eye(4)), square),
+    "determinant gradient": (jax.grad(jnp.linalg.det), square),
+    "qr": (lambda a: (jnp.linalg.qr(a), jnp.linalg.qr(a.T, mode="complete")), y),
+    "eigh": (lambda a: jax.tree.map(jnp.abs, jnp.linalg.eigh(a + a.T)), square),
+    "svd": (lambda a: jax.tree.map(jnp.abs, jnp.linalg.svd(a, full_matrices=False)), y),
+    "fft": (lambda a: jnp.abs(jnp.fft.fft2(a)), x),
+    "rfft": (lambda a: jnp.fft.irfft(jnp.fft.rfft(a, 7) * jnp.fft.rfft(a[::-1], 7), 7), x),
+    "fft gradient": (jax.grad(lambda a: jnp.abs(jnp.fft.rfft(jnp.fft.fft(a).real)).sum()), x),
+    "complex": (lambda a: jnp.angle(jnp.exp(1j * a) * (a + 2j) / (a - 1j) ** 2), x),
+    "powers of complex": (lambda a: (jnp.sqrt(a * 1j) + (a + 1j) ** (0.5j * a)).imag, x),
+    "bessel": (lambda a: jnp.i0(a * 20), x),
     "remat": (jax.grad(lambda a: jax.checkpoint(jnp.sin)(a).sum()), x),
 }  # fmt: skip
 
@@ -272,19 +291,96 @@ def test_names_are_those_of_the_arguments():
         to_onnx(lambda a: a, x, opset=9)
 
 
-def test_what_onnx_cannot_say_is_refused_by_its_line():
-    with pytest.raises(jaxonnx.UnsupportedError, match=r"'cholesky' in .*test_to_onnx.py:\d+"):
-        to_onnx(lambda a: lax.linalg.cholesky(a @ a.T), x)
-    with pytest.raises(jaxonnx.UnsupportedError, match="side effects"):
-        to_onnx(lambda a: (jax.debug.print("{}", a), a)[1], x)
-    with pytest.raises(jaxonnx.UnsupportedError, match=r"'and'.* needs BitwiseAnd, .* opset 18"):
-        to_onnx(lambda a: a & 3, integers, opset=17)
+def references(a):
+    reference = jax.new_ref(a)
+    reference[...] += 1
+    return reference[...]
+
+
+SYMBOLIC_ROWS = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 4"), np.float32)
+
+BAD = {
+    "a print": (lambda a: (jax.debug.print("{}", a), a)[1], x, r"'debug_\w+' in .* side effects"),
+    "a callback": (
+        lambda a: (jax.debug.callback(print, a), a)[1], x, r"'debug_callback' in .* side effects"),
+    "an ordered callback": (
+        lambda a: io_callback(np.sin, a, a, ordered=True), x, r"'io_callback' in .* side effects"),
+    "a pure callback": (lambda a: jax.pure_callback(np.sin, a, a), x, r"'pure_callback' in "),
+    "a reference": (references, x, r"'\w+' in "),
+    "a primitive": (
+        lambda a: jnp.abs(jnp.linalg.eigvals(a)), square, r"'eig' in .* has no form in ONNX"),
+    "a dtype": (
+        lambda a: a.astype(jnp.float8_e4m3fn) + 1, x, r"in .*: it computes with float8_e4m3fn"),
+    "complex results": (lambda a: a * 1j, x, "the function gives complex numbers"),
+    "a complex input": (lambda a: a.real, x * 1j, "the function takes complex numbers"),
+    "complex branches": (
+        lambda a: lax.cond(a[0, 0] > 0, jnp.exp, jnp.sin, a * 1j).real, x,
+        r"'cond' in .* complex numbers"),
+    "an operator of later opsets": (
+        lambda a: a & 3, integers, r"'and' in .* needs BitwiseAnd, .* opset 18"),
+    "integers in convolutions": (
+        lambda a: conv(a, a), images.astype(np.int32), "'conv_.* floating point numbers only"),
+    "a choice by a size": (
+        lambda a: a if a.shape[0] > 2 else -a, SYMBOLIC_ROWS, r"the function in .* symbolic size"),
+    "padding by a size": (
+        lambda a: jnp.pad(a, ((0, a.shape[0]), (0, 0))), SYMBOLIC_ROWS, r"'pad' in .* pads by"),
+    "a choice by values": (
+        lambda a: a if a[0, 0] > 0 else -a, x, r"the function in .* values while it is traced"),
+    "a selection by values": (lambda a: a[a > 0], x, r"the function in .* values while"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_onnx_cannot_say_is_refused_by_its_line(name):
+    function, example, message = BAD[name]
+    opset = 17 if "opset" in name else 18
+    with pytest.raises(jaxonnx.UnsupportedError, match=message) as raised:
+        to_onnx(function, example, opset=opset)
+    assert "complex numbers" in message or re.search(r"test_to_onnx.py:\d+", str(raised.value))
+
+
+def test_examples_that_do_not_fit_are_said_with_the_line():
+    with pytest.raises(
+        jaxonnx.InputError, match=r"\(float32\[3,4\], float32\[3,4\]\) in .*py:\d+: dot_general"
+    ):
+        to_onnx(lambda a, b: a @ b, x, x)
+    with pytest.raises(jaxonnx.InputError, match=r"does not take .* missing 1 required"):
+        to_onnx(lambda a, b: a @ b, x)
     with pytest.raises(jaxonnx.UnsupportedError, match="scatters by add from opset 16 on"):
         to_onnx(lambda a: a.at[rows].add(1), x, opset=15)
-    with pytest.raises(jaxonnx.UnsupportedError, match="gives complex numbers"):
-        to_onnx(lambda a: a * 1j, x)
-    with pytest.raises(jaxonnx.UnsupportedError, match="floating point numbers only"):
-        to_onnx(conv, images.astype(np.int32), kernel.astype(np.int32))
+
+
+def test_programs_that_are_called_again_are_functions_of_the_model():
+    @jax.jit
+    def block(a, w):
+        for _ in range(3):
+            a = jnp.tanh(a @ w) + jnp.sin(a) * 0.5
+        return a
+
+    def network(a, w):
+        return block(block(a, w), w * 2), lax.scan(lambda c, _: (block(c, w), None), a, None, 2)[0]
+
+    w = y[:, :4]
+    model = to_onnx(network, x, w)
+    assert [function.name for function in model.functions] == ["block"]
+    assert sum(node.op_type == "block" for node in model.graph.node) == 2
+    close(run(model, x, w), network(x, w))
+    close([np.asarray(a) for a in jaxonnx.load(model)(x, w)], network(x, w))
+    assert not to_onnx(lambda a, w: block(a, w), x, w).functions
+    symbolic = to_onnx(network, SYMBOLIC_ROWS, w)
+    assert not symbolic.functions  # whose sizes would have to be handed on
+    close(run(symbolic, x, w), network(x, w))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("family", ["jax.nn", "jax.numpy.fft"])
+def test_families_of_the_scoreboard(family):
+    from benchmarks.to_onnx_cases import cases
+    from benchmarks.to_onnx_worker import outcome
+
+    reasons = {f"{name}, {kind}": outcome("jaxonnx", *case) for kind, name, case in cases(family)}
+    assert sum(reason is not None for reason in reasons.values()) > 50
+    assert not {name: reason for name, reason in reasons.items() if reason}
 
 
 def test_a_rule_is_added_in_one_place():
@@ -338,3 +434,8 @@ def test_then_continues_a_network():
     assert {*again.params} == {*longer.params}
     with pytest.raises(jaxonnx.InputError, match="'h' is the name of another tensor"):
         model.then(head, outputs=["h"])
+    head = linen.Dense(2)
+    variables = head.init(jax.random.key(0), model(data))
+    longer = model.then(head.bind(variables))
+    close(run(longer.to_onnx(), data), head.apply(variables, model(data)))
+    assert {*longer.params} == {*model.params, "kernel", "bias"}

@@ -1,10 +1,12 @@
 """JAX functions as ONNX models: the way back, one rule for each primitive of JAX."""
 
 from jaxonnx.onnx_out import (  # noqa: F401  (each registers its rules)
+    _complex,
     _control,
     _conv,
     _elementwise,
     _indexing,
+    _linalg,
     _products,
     _random,
     _reductions,

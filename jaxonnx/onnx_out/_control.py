@@ -10,10 +10,19 @@ from jaxonnx.onnx_out._nodes import Nodes, Tensor, plain, value_info
 from jaxonnx.onnx_out._table import primitive
 
 
+@primitive("platform_index")
+def platform_index(g, *, platforms):
+    """Choose the branch of no platform, or that of the CPU."""
+    fitting = [i for i, names in enumerate(platforms) if names is None or "cpu" in names]
+    return np.int32(fitting[-1])  # the one of no platform is the last
+
+
 @primitive("cond")
 def cond(g, index, *operands, branches, out):
     if not out:
         return []
+    if isinstance(index, np.generic | np.ndarray):
+        return g.program(branches[int(np.clip(index, 0, len(branches) - 1))], operands)
     graphs = [_branch(g, branch, operands) for branch in branches]
     if len(graphs) == 1:
         return g.program(branches[0], operands)

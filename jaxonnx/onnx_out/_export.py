@@ -7,15 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from onnx import GraphProto, ModelProto, ValueInfoProto, helper
+from onnx import FunctionProto, GraphProto, ModelProto, ValueInfoProto, helper
 
 from jaxonnx._file.build import Writer, unused
 from jaxonnx._file.build import names as names_of
 from jaxonnx._file.protos import subgraphs
-from jaxonnx.errors import InputError, UnsupportedError
+from jaxonnx.errors import InputError
 from jaxonnx.onnx_out import _dims as dims
+from jaxonnx.onnx_out._functions import DOMAIN, Functions
 from jaxonnx.onnx_out._modules import parts
 from jaxonnx.onnx_out._nodes import Nodes, Tensor, plain, value_info
+from jaxonnx.onnx_out._tracing import traced
 
 OPSET = 18
 """The opset that is written where none is asked for: the oldest that has bitwise operators."""
@@ -64,14 +66,18 @@ def to_onnx(
     graph = GraphProto(name=getattr(function, "__name__", type(function).__name__))
     leaves, _ = jax.tree_util.tree_flatten_with_path(examples)
     names = _names(inputs, [_input(function, path) for path, _ in leaves], "inputs")
-    added = append(graph, function, examples, names, outputs, opset)
+    functions: list[FunctionProto] = []
+    added = append(graph, function, examples, names, outputs, opset, functions)
     for name, (path, leaf) in zip(names, leaves, strict=True):
         graph.input.append(value_info(name, plain(_struct(leaf, path))))
     graph.output.extend(added)
     opsets = [helper.make_opsetid("", opset)]
+    if functions:
+        opsets.append(helper.make_opsetid(DOMAIN, 1))
     return helper.make_model(
-        graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="jaxonnx"
-    )
+        graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="jaxonnx",
+        functions=functions,
+    )  # fmt: skip
 
 
 def append(
@@ -81,6 +87,7 @@ def append(
     inputs: Sequence[str],
     outputs: Sequence[str] | None,
     opset: int,
+    functions: list[FunctionProto] | None = None,
 ) -> list[ValueInfoProto]:
     """Append what a function computes of tensors of a graph; return its outputs, undeclared.
 
@@ -91,13 +98,14 @@ def append(
       inputs: the tensors of the graph that stand for the arrays among them.
       outputs: the names of the results; "output" and the path by default.
       opset: that of the graph.
+      functions: receives the programs of `jit` that are called more than once, which are written
+        out at each call where this is None.
     """
     call, weights = parts(function)
     leaves, tree = jax.tree_util.tree_flatten_with_path(examples)
     structs = [_struct(leaf, path) for path, leaf in leaves]
     arguments = jax.tree_util.tree_unflatten(tree, structs)
-    closed, shapes = jax.make_jaxpr(call, return_shape=True)(weights, *arguments)
-    _check_pure(closed)
+    closed, shapes = traced(call, weights, arguments)
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
     used = {*names_of(graph), *inputs}
     default = [unused("output" + _key(path), used) for path in paths]
@@ -109,6 +117,9 @@ def append(
     writer = Writer(graph.name, used)
     writer.graph = graph
     g = Nodes(writer, opset)
+    g.whole = closed
+    if functions is not None:
+        g.functions = Functions(closed, opset)
     tensors = [
         Tensor(writer.constant(name, np.asarray(x), x.dtype), x.shape, x.dtype)
         for name, x in weights.items()
@@ -120,16 +131,9 @@ def append(
     for name, value in zip(results, values, strict=True):
         writer.nodes("Identity", [g.name(value)], [name])
     _prune(graph, results, *before)
+    if functions is not None:
+        functions.extend(g.functions.protos)
     return [value_info(n, plain(a)) for n, a in zip(results, closed.out_avals, strict=True)]
-
-
-def _check_pure(closed: Any) -> None:
-    if closed.effects:
-        effects = ", ".join(sorted(map(str, closed.effects)))
-        raise UnsupportedError(
-            f"the function has side effects ({effects}), which no ONNX model has; take callbacks "
-            "and prints out of it"
-        )
 
 
 def _prune(graph: GraphProto, results: Sequence[str], nodes: int, tensors: int) -> None:

@@ -1,10 +1,8 @@
 """The graph under construction, as rules see it: operators on tensors that know their shapes."""
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,10 +11,12 @@ import numpy as np
 from onnx import GraphProto, ValueInfoProto, defs, helper
 
 from jaxonnx._file.build import Writer, onnx_type
-from jaxonnx._jaxpr import interpret, programs
+from jaxonnx._jaxpr import called, interpret, programs
 from jaxonnx.errors import UnsupportedError
 from jaxonnx.onnx_out import _dims as dims
+from jaxonnx.onnx_out._pairs import computed, is_complex, knows
 from jaxonnx.onnx_out._table import Refusal, rule_of
+from jaxonnx.onnx_out._tracing import named
 
 FOLDED = 4096
 """Elements up to which a value that depends on no input is computed here, rather than by nodes."""
@@ -33,6 +33,8 @@ WIDE = {
 """The dtypes in which runtimes have arithmetic, for those in which they have none. ONNX's Cast
 drops the higher bits of integers, so that sums and products are those of the narrow dtype."""
 
+COMPUTED = {*map(np.dtype, ("float16", "float32", "float64", "int32", "int64")), *WIDE}
+"""The dtypes of what nodes compute."""
 
 MODULAR = {"Add", "Sub", "Mul"}
 """Operators whose result of wrapped integers is the wrapped result."""
@@ -76,7 +78,12 @@ class Nodes:
     graph. Attributes:
       opset: the version of ONNX's operators.
       main: the nodes of the outermost graph.
+      functions: the programs that are functions of the model, None where it has no functions.
+      whole: the program that becomes this graph.
     """
+
+    functions: Any = None
+    whole: Any = None
 
     def __init__(self, writer: Writer, opset: int, main: "Nodes | None" = None):
         self.writer, self.opset = writer, opset
@@ -92,7 +99,7 @@ class Nodes:
 
     def several(self, operator: str, count: int, *operands: Any, **attributes: Any) -> list[str]:
         """Append a node with `count` outputs; return their names."""
-        if not _has(operator, self.opset):
+        if "domain" not in attributes and not _has(operator, self.opset):
             newest = defs.get_schema(operator).since_version
             raise Refusal(f"it needs {operator}, which ONNX has from opset {newest} on")
         outputs = [self.fresh(operator.lower()) for _ in range(count)]
@@ -135,34 +142,42 @@ class Nodes:
 
     def program(self, program: Any, operands: Sequence[Any]) -> list:
         """Append what a jaxpr computes; return its results."""
-        return interpret(program, self._equation, list(operands), constant=_known)
+        return interpret(
+            program, self._equation, list(operands), constant=_known, enter=self._entered
+        )
+
+    def _entered(self, equation: Any) -> Any:
+        """Return the program to write in place of an equation, None for one with a rule."""
+        program, functions = called(equation), self.main.functions
+        return None if functions and functions.has(program) else program
 
     def _equation(self, equation: Any, operands: list) -> list:
         outs = tuple(plain(variable.aval) for variable in equation.outvars)
-        if any(out.dtype.kind == "c" for out in outs):
-            name = equation.primitive.name
-            raise UnsupportedError(
-                f"JAX's primitive '{name}'{_line(equation)} gives complex numbers, with which "
-                "runtimes cannot compute; use pairs of real ones"
-            )
         if (folded := _folded(equation, operands, outs)) is not None:
             return folded
-        rule = rule_of(equation.primitive.name, self.opset)
-        if rule is None:
+        name = equation.primitive.name
+        rule = rule_of(name, self.opset)
+        if rule is None and not knows(name):
             raise UnsupportedError(
-                f"JAX's primitive '{equation.primitive.name}'{_line(equation)} has no form in ONNX "
-                f"(opset {self.opset}); compute it outside of the function, or register a rule "
-                "with jaxonnx.onnx_out.primitive"
+                f"{named(self.main.whole, equation)} has no form in ONNX (opset {self.opset}); "
+                "compute it outside of the function, or register a rule with "
+                "jaxonnx.onnx_out.primitive"
             )
+        try:
+            if any(map(is_complex, (*operands, *outs))):
+                return computed(self, equation, operands, outs)
+            return self._applied(rule, equation, operands, outs)
+        except Refusal as refusal:
+            raise UnsupportedError(f"{named(self.main.whole, equation)}: {refusal}") from None
+
+    def _applied(self, rule: Any, equation: Any, operands: list, outs: tuple) -> list:
+        """Append what a rule says of an equation; return its results."""
+        if strange := next((out.dtype for out in outs if out.dtype not in COMPUTED), None):
+            raise Refusal(f"it computes with {strange}, in which ONNX has no arithmetic")
         several = equation.primitive.multiple_results
         avals = [variable.aval for variable in equation.invars]
-        try:
-            params = {"avals": avals, "equation": equation, **equation.params}
-            results = rule(self, *operands, out=outs if several else outs[0], **params)
-        except Refusal as refusal:
-            raise UnsupportedError(
-                f"JAX's primitive '{equation.primitive.name}'{_line(equation)}: {refusal}"
-            ) from None
+        params = {"avals": avals, "equation": equation, **equation.params}
+        results = rule(self, *operands, out=outs if several else outs[0], **params)
         results = list(results) if isinstance(results, (list, tuple)) else [results]
         return [self.typed(x, out) for x, out in zip(results, outs, strict=True)]
 
@@ -300,20 +315,3 @@ def _folded(equation: Any, operands: list, outs: tuple) -> list | None:
         results = equation.primitive.bind(*operands, **equation.params)
     results = results if equation.primitive.multiple_results else [results]
     return [np.asarray(result) for result in results]
-
-
-@cache
-def _folders() -> tuple[str, ...]:
-    """Return the folders of packages whose lines are not the user's."""
-    packages = (sys.modules.get(name) for name in ("jax", "jaxonnx", "flax", "optax"))
-    return tuple(str(Path(p.__file__).parent) for p in packages if p and p.__file__)
-
-
-def _line(equation: Any) -> str:
-    """Return where the user's program has an equation, as " in FILE:LINE"."""
-    traceback = equation.source_info.traceback
-    frames = traceback.frames if traceback else ()
-    for frame in frames:
-        if not frame.file_name.startswith(_folders()):
-            return f" in {frame.file_name}:{frame.line_num}"
-    return ""

@@ -26,7 +26,7 @@ def contract(g: Nodes, x: Any, y: Any, numbers: Any, shape: Any) -> Any:
     (x_sum, y_sum), (x_batch, y_batch) = (tuple(map(tuple, pair)) for pair in numbers)
     x_free = _others(x.ndim, x_sum, x_batch)
     y_free = _others(y.ndim, y_sum, y_batch)
-    if x.ndim == y.ndim == 2 and len(x_sum) == 1 and x.dtype.kind == "f":
+    if x.ndim == y.ndim == 2 and len(x_sum) == 1 and not x_batch and x.dtype.kind == "f":
         if (x_sum, y_sum) == ((1,), (0,)):
             return g("MatMul", x, y)
         return g("Gemm", x, y, transA=int(x_sum == (0,)), transB=int(y_sum == (1,)))

@@ -1,0 +1,254 @@
+"""Decompositions of matrices, composed in JAX: loops of rows and columns, each a Loop of ONNX.
+
+ONNX has Det alone. What LAPACK leaves open, the signs of eigenvectors and singular vectors, is open
+here as well.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxonnx.onnx_out._table import Refusal, composed, primitive
+
+SWEEPS = 12
+"""Times that Jacobi's method goes over all pairs of columns; its error squares with each."""
+
+
+def _each(function: Callable, *arrays: Any) -> Any:
+    """Apply a function of matrices to those along the leading axes."""
+    for _ in range(arrays[0].ndim - 2):
+        function = jax.vmap(function)
+    return function(*arrays)
+
+
+def _places(a: Any) -> tuple[Any, Any]:
+    """Return the numbers of rows, as a column, and of columns, as a row."""
+    m, n = a.shape
+    return jnp.arange(m)[:, None], jnp.arange(n)[None]
+
+
+def _row(a: Any, k: Any) -> Any:
+    return lax.dynamic_index_in_dim(a, k, 0, keepdims=False)
+
+
+def _column(a: Any, k: Any) -> Any:
+    return lax.dynamic_index_in_dim(a, k, 1, keepdims=False)
+
+
+@composed("cholesky")
+def cholesky(a):
+    return _each(_cholesky, a)
+
+
+def _cholesky(a):
+    rows, columns = _places(a)
+
+    def step(k, done):
+        column = _column(a, k) - done @ _row(done, k)
+        column = column / jnp.sqrt(_row(column, k))
+        return jnp.where((columns == k) & (rows >= k), column[:, None], done)
+
+    done = lax.fori_loop(0, a.shape[0], step, jnp.zeros_like(a))
+    return jnp.where(jnp.isnan(done).any(), jnp.nan, done)
+
+
+@composed("triangular_solve")
+def triangular_solve(a, b, *, left_side, lower, transpose_a, unit_diagonal):
+    def solve(a, b):
+        if not left_side:  # x a = b, where a' x' = b'
+            b = b.T
+        if turned := transpose_a == left_side:
+            a = a.T
+        forward = lower != turned
+        x = _substituted(a, b, unit_diagonal) if forward else _backwards(a, b, unit_diagonal)
+        return x if left_side else x.T
+
+    return _each(solve, a, b)
+
+
+def _substituted(a, b, unit):
+    """Return x of a x = b, for a lower triangle."""
+    rows, _ = _places(b)
+
+    def step(k, x):
+        row = jnp.where(jnp.arange(a.shape[0]) < k, _row(a, k), 0)
+        value = _row(b, k) - row @ x
+        return jnp.where(rows == k, value if unit else value / _row(_row(a, k), k), x)
+
+    return lax.fori_loop(0, a.shape[0], step, jnp.zeros_like(b))
+
+
+def _backwards(a, b, unit):
+    return _substituted(a[::-1, ::-1], b[::-1], unit)[::-1]
+
+
+@composed("lu")
+def lu(a):
+    return _each(_lu, a)
+
+
+def _lu(a):
+    """Eliminate column by column, with the greatest number of each as its pivot."""
+    rows, columns = _places(a)
+    places = jnp.arange(a.shape[0])
+
+    def step(k, carry):
+        a, pivots, permutation = carry
+        best = jnp.argmax(jnp.where(places >= k, jnp.abs(_column(a, k)), -1))
+        best = best.astype(places.dtype)
+        order = jnp.where(places == k, best, jnp.where(places == best, k, places))
+        a, permutation = a[order], permutation[order]
+        pivot = _row(_row(a, k), k)
+        factors = jnp.where(places > k, _column(a, k) / jnp.where(pivot == 0, 1, pivot), 0)
+        rest = jnp.where(columns[0] > k, _row(a, k), 0)
+        a = jnp.where((rows > k) & (columns == k), factors[:, None], a - jnp.outer(factors, rest))
+        return a, jnp.where(jnp.arange(pivots.size) == k, best, pivots), permutation
+
+    steps = min(a.shape)
+    carry = a, jnp.zeros(steps, places.dtype), places
+    a, pivots, permutation = lax.fori_loop(0, steps, step, carry)
+    return a, pivots.astype(jnp.int32), permutation.astype(jnp.int32)
+
+
+@composed("lu_pivots_to_permutation")
+def lu_pivots_to_permutation(pivots, *, permutation_size):
+    places = jnp.arange(permutation_size, dtype=jnp.int32)
+
+    def permuted(pivots):
+        def step(k, permutation):
+            other = _row(pivots, k)
+            order = jnp.where(places == k, other, jnp.where(places == other, k, places))
+            return permutation[order]
+
+        return lax.fori_loop(0, pivots.size, step, places)
+
+    for _ in range(pivots.ndim - 1):
+        permuted = jax.vmap(permuted)
+    return permuted(pivots)
+
+
+@primitive("custom_linear_solve")
+def custom_linear_solve(g, *operands, const_lengths, jaxprs):
+    """Run the program that solves; those of the products are for its gradient."""
+    before = const_lengths.matvec + const_lengths.vecmat
+    known = operands[before : before + const_lengths.solve]
+    return g.program(jaxprs.solve, [*known, *operands[sum(const_lengths) :]])
+
+
+@composed("qr")
+def qr(a, *, full_matrices, pivoting):
+    if pivoting:
+        raise Refusal("it is written without pivoting")
+    return _each(lambda a: _qr(a, full_matrices), a)
+
+
+def _qr(a, full):
+    """Reflect column by column, as Householder does, with LAPACK's signs."""
+    m, n = a.shape
+    places = jnp.arange(m)
+    _, columns = _places(a)
+
+    def step(k, carry):
+        q, r = carry
+        column = jnp.where(places >= k, _column(r, k), 0)
+        first = _row(column, k)
+        below = jnp.where(places > k, column, 0)
+        length = jnp.sqrt(jnp.sum(column * column))
+        still = jnp.all(below == 0)
+        target = jnp.where(first < 0, length, -length)
+        v = jnp.where(places == k, first - target, below)
+        v = v / jnp.where(still, 1, first - target)
+        tau = jnp.where(still, 0, (target - first) / jnp.where(still, 1, target))
+        r = r - tau * jnp.outer(v, v @ r)
+        r = jnp.where((columns == k) & (places[:, None] > k), 0, r)
+        return q - tau * jnp.outer(q @ v, v), r
+
+    q, r = lax.fori_loop(0, min(m, n), step, (jnp.eye(m, dtype=a.dtype), a))
+    size = m if full else min(m, n)
+    return q[:, :size], r[:size]
+
+
+def _rotation(n, p, q, tangent_of_double):
+    """Return the rotation of axes p and q that Jacobi's method takes: by at most 45 degrees."""
+    t = tangent_of_double
+    tangent = jnp.where(t < 0, -1, 1) / (jnp.abs(t) + jnp.sqrt(1 + t * t))
+    tangent = jnp.where(jnp.isfinite(t), tangent, 0)
+    cosine = lax.rsqrt(1 + tangent * tangent)
+    sine = tangent * cosine
+    rows, columns = jnp.arange(n)[:, None], jnp.arange(n)[None]
+    same = (rows == columns) & ((rows == p) | (rows == q))
+    turn = jnp.where(same, cosine, jnp.eye(n, dtype=t.dtype))
+    turn = jnp.where((rows == p) & (columns == q), sine, turn)
+    return jnp.where((rows == q) & (columns == p), -sine, turn)
+
+
+def _swept(n: int, turn: Callable, carry: Any) -> Any:
+    """Apply `turn(p, q, carry)` to all pairs of columns, again and again."""
+    if n < 2:
+        return carry
+    first, second = np.triu_indices(n, 1)
+    pairs = np.tile(np.stack([first, second], 1).astype(np.int32), (SWEEPS, 1))
+    return lax.scan(lambda carry, pair: (turn(pair[0], pair[1], carry), None), carry, pairs)[0]
+
+
+@composed("eigh")
+def eigh(a, *, lower, sort_eigenvalues=True, subset_by_index=None):
+    if subset_by_index not in (None, (0, a.shape[-1])):
+        raise Refusal("it is written for all eigenvalues")
+
+    def decompose(a):
+        n = a.shape[0]
+        half = jnp.tril(a, -1) if lower else jnp.triu(a, 1).T
+        a = half + half.T + jnp.diag(jnp.diagonal(a))
+
+        def turn(p, q, carry):
+            a, v = carry
+            off = _row(_row(a, p), q)
+            apart = _row(_row(a, q), q) - _row(_row(a, p), p)
+            g = _rotation(n, p, q, apart / (2 * off))
+            return g.T @ a @ g, v @ g
+
+        a, v = _swept(n, turn, (a, jnp.eye(n, dtype=a.dtype)))
+        values = jnp.diagonal(a)
+        order = jnp.argsort(values)
+        return v[:, order], values[order]
+
+    return _each(decompose, a)
+
+
+@composed("svd")
+def svd(a, *, full_matrices, compute_uv, subset_by_index=None):
+    if subset_by_index is not None:
+        raise Refusal("it is written for all singular values")
+
+    def decompose(a):
+        wide = a.shape[0] < a.shape[1]
+        s, u, v = _svd(a.T if wide else a, full_matrices)
+        return (s, v, u.T) if wide else (s, u, v.T)
+
+    s, u, v = _each(decompose, a)
+    return (s, u, v) if compute_uv else (s,)
+
+
+def _svd(a, full):
+    """Turn pairs of columns until they are orthogonal; their lengths are the singular values."""
+    n = a.shape[1]
+
+    def turn(p, q, carry):
+        b, v = carry
+        x, y = _column(b, p), _column(b, q)
+        g = _rotation(n, p, q, (y @ y - x @ x) / (2 * (x @ y)))
+        return b @ g, v @ g
+
+    b, v = _swept(n, turn, (a, jnp.eye(n, dtype=a.dtype)))
+    s = jnp.sqrt(jnp.sum(b * b, 0))
+    order = jnp.argsort(-s)
+    s, b, v = s[order], b[:, order], v[:, order]
+    u, r = _qr(b, full)
+    signs = jnp.where(jnp.diagonal(r) < 0, -1, 1).astype(a.dtype)
+    signs = jnp.concatenate([signs, jnp.ones(u.shape[1] - n, a.dtype)])
+    return s, u * signs, v

@@ -1,0 +1,109 @@
+"""Complex numbers within a graph: pairs of real tensors, and the rules that compute with them."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx.onnx_out._table import Refusal, Rule, rule_of
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A complex value: the tensors of its real and of its imaginary part."""
+
+    re: Any
+    im: Any
+
+    @property
+    def shape(self) -> tuple:
+        return self.re.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.result_type(self.re.dtype, np.complex64)
+
+
+jax.tree_util.register_dataclass(Pair, ["re", "im"], [])
+
+_RULES: dict[str, Rule] = {}
+
+PARTS: set[str] = set()
+"""Primitives that do with complex numbers what they do with each part."""
+
+
+def paired(*names: str) -> Callable[[Rule], Rule]:
+    """Register a function of pairs and arrays, in JAX, as the rule for complex numbers."""
+
+    def register(function: Rule) -> Rule:
+        parameters = inspect.signature(function).parameters.values()
+        accepted = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+
+        def call(g, operands, out, params):
+            settings = {name: params[name] for name in accepted if name in params}
+            tree = jax.tree.structure(tuple(operands))
+
+            def flat(*arrays):
+                parts = jax.tree.leaves(function(*jax.tree.unflatten(tree, arrays), **settings))
+                return [jnp.broadcast_to(part, out.shape) for part in parts]  # of a scalar operand
+
+            results = g.run(flat, *jax.tree.leaves(tuple(operands)))
+            return [Pair(*results) if len(results) == 2 else results[0]]
+
+        for name in names:
+            _RULES[name] = call
+        return function
+
+    return register
+
+
+def by_nodes(name: str) -> Callable[[Rule], Rule]:
+    """Register `rule(g, operands, out, params)`, which appends nodes, for complex numbers."""
+
+    def register(rule: Rule) -> Rule:
+        _RULES[name] = lambda *arguments: [rule(*arguments)]
+        return rule
+
+    return register
+
+
+def knows(name: str) -> bool:
+    """Tell whether a primitive has a rule of its own for complex numbers."""
+    return name in _RULES
+
+
+def is_complex(value: Any) -> bool:
+    return np.dtype(value.dtype).kind == "c"
+
+
+def computed(g: Any, equation: Any, operands: list, outs: tuple) -> list:
+    """Return the results of an equation that takes or gives complex numbers."""
+    name = equation.primitive.name
+    operands = [_split(x) if isinstance(x, np.ndarray) and is_complex(x) else x for x in operands]
+    if name in _RULES:
+        return _RULES[name](g, operands, outs[0], equation.params)
+    rule = rule_of(name, g.opset) if name in PARTS else None
+    if rule is None:
+        raise Refusal("it is not written for complex numbers, which are pairs in ONNX")
+    real = [jax.ShapeDtypeStruct(out.shape, _part(out.dtype)) for out in outs]
+    like = real if equation.primitive.multiple_results else real[0]
+    params = {**equation.params, "avals": [v.aval for v in equation.invars], "equation": equation}
+    halves = []
+    for half in ("re", "im"):
+        chosen = [getattr(x, half) if isinstance(x, Pair) else x for x in operands]
+        results = rule(g, *chosen, out=like, **params)
+        results = results if isinstance(results, (list, tuple)) else [results]
+        halves.append([g.typed(x, out) for x, out in zip(results, real, strict=True)])
+    return [Pair(*both) for both in zip(*halves, strict=True)]
+
+
+def _split(array: np.ndarray) -> Pair:
+    return Pair(np.ascontiguousarray(array.real), np.ascontiguousarray(array.imag))
+
+
+def _part(dtype: Any) -> np.dtype:
+    return np.dtype(np.float64 if np.dtype(dtype) == np.complex128 else np.float32)
