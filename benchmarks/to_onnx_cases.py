@@ -86,7 +86,7 @@ UNARY = """
     cos cosh count_nonzero corrcoef cov cumprod cumsum deg2rad degrees diag diagflat diagonal diff
     ediff1d empty_like exp exp2 expm1 fabs flip fliplr flipud floor frexp gradient i0 imag
     iscomplex isfinite isinf isnan isneginf isposinf isreal matrix_transpose max mean median min
-    modf nan_to_num nanargmax nanargmin negative ones_like permute_dims positive prod ptp rad2deg
+    modf nan_to_num nanargmax nanargmin negative ones_like positive prod ptp rad2deg
     radians ravel real reciprocal rint rot90 round sign signbit sin sinc sinh sort square squeeze
     std sum tan tanh trace transpose trapezoid tril triu trunc unstack unwrap var vstack
     hstack dstack zeros_like
@@ -195,6 +195,7 @@ def jax_numpy() -> dict[str, Case]:
         "pad, reflect": (lambda a: m.pad(a, 2, mode="reflect"), (x,)),
         "partition": (lambda a: m.partition(a, 2)[..., 2], (v,)),
         "percentile": (lambda a: m.percentile(a, 30), (x,)),
+        "permute_dims": (lambda a: m.permute_dims(a, (1, 0)), (x,)),
         "piecewise": (lambda a: m.piecewise(a, [a < 0, a >= 0], pieces), (x,)),
         "place": (lambda a, c: m.place(a, c, v, inplace=False), (x, bools)),
         "polyder": (m.polyder, (v,)),

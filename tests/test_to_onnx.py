@@ -27,6 +27,7 @@ depthwise = random.standard_normal((6, 1, 3, 3)).astype(np.float32)
 integers = np.array([1, -5, 7, 3], np.int32)
 divisors = np.array([3, 3, -2, 2], np.int32)
 rows = np.array([2, 0, 2], np.int32)
+rows4 = np.array([6, 0, 4, 9], np.int32)
 square = random.standard_normal((4, 4)).astype(np.float32)
 pair = random.standard_normal((2, 4, 3)).astype(np.float32)
 key = np.array([0, 3], np.uint32)
@@ -131,6 +132,12 @@ FUNCTIONS = {
     "variance": (lambda a: a.var(0), x),
     "any": (lambda a: jnp.any(a > 1, 0) ^ jnp.all(a > -1, 0), x),
     "remainder": (lambda a, b: (a % b, a // b, lax.rem(a, b)), integers, divisors),
+    "remainder by zero": (
+        lambda a, b: (lax.rem(a, b), lax.div(a, b), a.astype(jnp.uint8) // b.astype(jnp.uint8)),
+        integers, np.array([0, 0, 3, 0], np.int32)),
+    "gcd, mapped": (jax.vmap(jnp.gcd), np.stack([integers, divisors]), np.stack([divisors, rows4])),
+    "unique": (lambda a: jnp.unique(a, size=3), rows),
+    "next": (jnp.nextafter, np.array([0, 1, -1, 3e38, 1e-40], np.float32), line[:5]),
     "bits": (lambda a: ((a << 2) ^ (a >> 1) & ~a, lax.population_count(a), lax.clz(a)), integers),
     "uint32": (
         lambda a: a * np.uint32(3000000000) + np.uint32(4000000000),

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._jaxpr import scan as parts_of_scan
@@ -131,8 +133,16 @@ def while_(g, *operands, equation, out):
     _counter(inner)
     carry = _inputs(inner, _in_avals(loop.body)[len(loop.fixed) :])
     results = inner.program(loop.body, [*loop.fixed, *carry])
+    if first.shape:  # several loops as one: where one has ended, its carry stays
+        (going,) = inner.program(loop.condition, [*loop.tested, *carry])
+        pairs = zip(results, carry, strict=True)
+        results = [inner.run(_where_going, going, new, old)[0] for new, old in pairs]
     (again,) = inner.program(loop.condition, [*loop.tested, *results])
-    condition = plain(_out_avals(loop.condition)[0])
-    inner.graph.output.append(value_info(inner("Identity", again), condition))
+    (first,), (again,) = g.run(jnp.any, first), inner.run(jnp.any, again)
+    inner.graph.output.append(value_info(inner("Identity", again), jax.ShapeDtypeStruct((), bool)))
     _outputs(inner, results, loop.body)
     return g.several("Loop", len(out), None, first, *loop.carry, body=inner.graph)
+
+
+def _where_going(going: Any, new: Any, old: Any) -> Any:
+    return jnp.where(going.reshape(going.shape + (1,) * (new.ndim - going.ndim)), new, old)

@@ -22,7 +22,6 @@ OPERATORS = {
     "ceil": "Ceil",
     "cos": "Cos",
     "cosh": "Cosh",
-    "div": "Div",
     "erf": "Erf",
     "exp": "Exp",
     "floor": "Floor",
@@ -154,9 +153,24 @@ def rsqrt(g, x, *, out):
     return g.cast(Tensor(g("Reciprocal", g("Sqrt", x)), out.shape, x.dtype), out.dtype)
 
 
+@primitive("div")
+def div(g, x, y, *, out):
+    return _divided(g, x, y, out, "Div", lambda x: jnp.full_like(x, -1))
+
+
 @primitive("rem")
 def rem(g, x, y, *, out):
-    return g.wide("Mod", *thin([x, y], out), dtype=out.dtype, fmod=1)
+    return _divided(g, x, y, out, "Mod", lambda x: x, fmod=1)
+
+
+def _divided(g: Nodes, x: Any, y: Any, out: Any, operator: str, by_zero: Any, **settings: int):
+    """Divide; integers by zero, which runtimes refuse, give what they give in XLA."""
+    known = getattr(y, "thin", None) if isinstance(y, Tensor) else y
+    if out.dtype.kind not in "iu" or (isinstance(known, np.ndarray) and known.all()):
+        return g.wide(operator, *thin([x, y], out), dtype=out.dtype, **settings)
+    zero, safe = g.run(lambda y: (y == 0, jnp.where(y == 0, 1, y)), y)
+    result = Tensor(g.wide(operator, x, safe, dtype=out.dtype, **settings), out.shape, out.dtype)
+    return g.run(lambda zero, x, y: jnp.where(zero, by_zero(x), y), zero, x, result)[0]
 
 
 for _name, _operator in COMPARISONS.items():

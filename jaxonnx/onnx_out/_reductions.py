@@ -30,6 +30,8 @@ for _name, _operator in {"reduce_and": "ReduceMin", "reduce_or": "ReduceMax"}.it
 
     @primitive(_name)
     def reduce_logical(g, x, *, axes, out, operator=_operator):
+        if not axes:
+            return x
         y = Tensor(g.reduce(operator, g.cast(x, np.int32), axes), out.shape, np.int32)
         return g.cast(y, bool)
 

@@ -17,6 +17,11 @@ def reshape(g, x, *, out, dimensions=None):
     return g.reshape(x, out.shape)
 
 
+@primitive("empty")
+def empty(g, *, out):
+    return expand(g, np.zeros((1,) * len(out.shape), out.dtype), out.shape)
+
+
 @primitive("squeeze", "expand_dims")
 def squeeze(g, x, *, out):
     return g.reshape(x, out.shape)

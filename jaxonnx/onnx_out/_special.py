@@ -234,6 +234,18 @@ def _bits(x):
     return bits | jnp.where(negative, jnp.uint32(2**31), jnp.uint32(0))
 
 
+@composed("nextafter")
+def nextafter(x, y):
+    """Return the number beside x on the way to y: the bits of one sign count as numbers do."""
+    if x.dtype != jnp.float32:
+        raise Refusal(f"it takes {x.dtype}, where it is written for float32")
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    beside = lax.bitcast_convert_type(jnp.where((x < y) == (x > 0), bits + 1, bits - 1), x.dtype)
+    least = jnp.where(y > 0, np.float32(1e-45), np.float32(-1e-45))
+    beside = jnp.where(x == 0, least, beside)
+    return jnp.where(jnp.isnan(x) | jnp.isnan(y), jnp.nan, jnp.where(x == y, y, beside))
+
+
 @composed("mulhi")
 def mulhi(x, y):
     """Return the upper half of a product of 32-bit integers, from their 16-bit halves."""
