@@ -14,6 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxonnx import docs
 from jaxonnx.cli import main
 from jaxonnx.cli._flags import VERBS
+from jaxonnx.cli._options import parse
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "jaxonnx" / "docs").glob("*.md"))]
@@ -69,7 +70,23 @@ def test_page(page, folder):
             assert main(shlex.split(line, comments=True)[1:]) == 0, line
 
 
-@pytest.mark.deep
+def test_commands_for_other_machines_are_understood():
+    """Those of several processes, which do not run here."""
+    found = []
+    for page in PAGES:
+        text = page.read_text().replace("\\\n", " ")
+        for block in re.findall(r"```(?:ba)?sh\n(.*?)```", text, re.DOTALL):
+            commands = re.findall(r"jaxonnx (?:train|evaluate|run|info) [^;\n]*", block)
+            commands = [command.strip().rstrip("'") for command in commands]
+            found += [(page.stem, one) for one in commands if "--config" not in one]
+    assert len(found) > 20
+    for page, command in found:
+        try:
+            parse(shlex.split(command, comments=True)[1:])
+        except SystemExit:
+            pytest.fail(f"{page}: {command}")
+
+
 def test_examples_of_help(folder):
     python(ROOT / "jaxonnx" / "docs" / "command_line.md")
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[n, sequence] x) => (float[n, m] y) '
