@@ -91,20 +91,33 @@ def cost(lowered, compiled=None) -> dict[str, float]:
     return costs
 
 
-def train_step(model, x, y, sparsity=None, precision=None) -> tuple[Callable, Any, Any, Any]:
+def train_step(
+    model, x, y, sparsity=None, precision=None, lora=None, platform=None
+) -> tuple[Callable, Any, Any, Any]:
     """Return what `jaxonnx.train` compiles, and its arguments: `update`, state, batch, frozen.
 
-    The epochs of `sparsity` are steps.
+    The epochs of `sparsity` are steps. With a platform they are for that one, and shapes only.
     """
+    import jax
     import jax.numpy as jnp
     import optax
 
-    from jaxonnx.train import Batch, step
+    from jaxonnx.train import Batch
+    from jaxonnx.train._assembly import assembled
+    from jaxonnx.train._settings import Settings
 
     loss = "softmax_cross_entropy_with_integer_labels"
-    settings: Any = {"sparsity": sparsity, "epochs": FOREVER, "precision": precision}
-    one = step(model, loss, optax.adam(LEARNING_RATE), **settings)
-    return one.update, one.init(), Batch((x,), y, jnp.ones(len(x))), one.frozen
+    settings = Settings(
+        loss=loss,
+        optimizer=optax.adam(LEARNING_RATE),
+        epochs=FOREVER,
+        sparsity=sparsity,
+        precision=precision,
+        lora=lora,
+    )
+    one = assembled(model, settings, FOREVER, 1, platform)
+    state = one.init() if platform is None else jax.eval_shape(one.init)
+    return one.update, state, Batch((x,), y, jnp.ones(len(x))), one.frozen
 
 
 def jaxonnx(network: Network, phase: str, path: Path, *, precision=None) -> tuple[Run, int]:

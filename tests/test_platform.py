@@ -14,7 +14,10 @@ from onnx import TensorProto, helper, numpy_helper
 import jaxonnx
 from jaxonnx.lowering import _contract, _order
 from jaxonnx.lowering._conv import Conv
+from jaxonnx.train._assembly import assembled
+from jaxonnx.train._settings import Settings
 from jaxonnx.train._storage import Storage
+from tests.tiny import LABELS, examples, mlp
 
 rng = np.random.default_rng(0)
 
@@ -141,3 +144,22 @@ def test_where_arrays_are_says_their_order_and_nothing_is_asked_while_tracing(mo
         return params
 
     jax.eval_shape(inside, model.params)
+
+
+@pytest.mark.parametrize("nan", ["skip", pytest.param("stop", marks=pytest.mark.deep)])
+def test_accelerators_select_what_a_conditional_gives_on_cpu(nan):
+    settings = Settings(loss=LABELS, optimizer=optax.sgd(0.1), nan=nan)
+    x, y = examples(8)
+    states, conditionals = [], []
+    for platform in ("cpu", "tpu"):
+        one = assembled(jaxonnx.load(mlp()), settings, None, 1, platform)
+        update, state = jax.jit(one.update), one.init()
+        conditionals.append("cond[" in str(update.trace(state, (x, y)).jaxpr))
+        seen = []
+        for factor in (1, np.nan, 1):
+            state, (_, finite) = update(state, (factor * x, y))
+            seen.append(bool(finite))
+        assert seen == [True, False, nan == "skip"]
+        states.append(state)
+    assert conditionals == [True, False]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *states)

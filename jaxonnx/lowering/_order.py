@@ -66,11 +66,11 @@ def order(x: Any, platform: str | None = None) -> Axes | None:
       x: an array, or a `jax.ShapeDtypeStruct` with the sharding it will have.
       platform: where it will be used; by default where it is.
     """
-    rule = ORDERS.get(platform or _platform(x))
+    rule = ORDERS.get(platform or platform_of(x))
     return None if rule is None else rule(x.shape)
 
 
-def _platform(x: Any) -> str:
+def platform_of(x: Any) -> str:
     """Return the platform that an array is on; "" for a traced one, whose caller chose."""
     if isinstance(x, Tracer):
         return ""

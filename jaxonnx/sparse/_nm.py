@@ -9,7 +9,8 @@ import numpy as np
 
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._pattern import SparsityPattern, register
-from jaxonnx.sparse._templates import Axes, codes, expand
+from jaxonnx.sparse._search import codes, expand
+from jaxonnx.sparse._templates import Axes
 from jaxonnx.sparse._transport import rank, transposable
 
 _TEMPLATES = {(2, 4, True): (codes, expand)}

@@ -138,6 +138,12 @@ def codes(w: jax.Array, axes: Axes = (-2, -1)) -> jax.Array:
 
     Returns:
       `uint16`, shaped like `w` with the two axes divided by 4.
+    """
+    return best_codes(_cells(w, axes)).astype(jnp.uint16)
+
+
+def best_codes(cells: list[jax.Array]) -> jax.Array:
+    """Return the code of the best template as int32, from the cells of blocks as float32 |w|.
 
     The top half of a template (rows 0 and 1) has column sums of 0, 1 or 2, and the bottom half has
     the complementary ones. So a template is one of: one column pair on both halves (each side a
@@ -148,8 +154,8 @@ def codes(w: jax.Array, axes: Axes = (-2, -1)) -> jax.Array:
     X_01 + X_23, X_02 + X_13, and max(M_01 + M_23, M_02 + M_13) + the same in N. That is 63
     additions and 28 selections a block instead of 90 sums of eight.
     """
-    cells = [_Scored(x, 1 << (15 - i)) for i, x in enumerate(_units(_cells(w, axes)))]
-    a = [cells[i : i + 4] for i in range(0, 16, 4)]
+    scored = [_Scored(x, 1 << (15 - i)) for i, x in enumerate(_units(cells))]
+    a = [scored[i : i + 4] for i in range(0, 16, 4)]
     pairs = list(combinations(range(4), 2))
     rest = dict(zip(pairs, reversed(pairs), strict=True))  # complements, as the pairs are sorted
     top = {(b, c): _better(a[0][b] + a[1][c], a[0][c] + a[1][b]) for b, c in pairs}
@@ -165,7 +171,7 @@ def codes(w: jax.Array, axes: Axes = (-2, -1)) -> jax.Array:
             + _better(bottom[0, 1] + bottom[2, 3], bottom[0, 2] + bottom[1, 3]),
         ]
     )
-    return jnp.asarray(best.code).astype(jnp.uint16)
+    return jnp.asarray(best.code)
 
 
 def expand(code: jax.Array, axes: Axes = (-2, -1)) -> jax.Array:

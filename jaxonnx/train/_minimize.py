@@ -18,6 +18,10 @@ from jaxonnx.train._sparsity import masks
 from jaxonnx.train._step import State, Step, as_batch, copy, finite, stays_finite
 from jaxonnx.train._storage import Storage
 
+SELECTING = {"tpu", "gpu"}
+"""Platforms whose compilers select old or new values in the pass that computes them, and turn all
+weights for a conditional and back. Elsewhere selecting would copy all weights in each step."""
+
 
 class Minimize(Step):
     """The step that minimizes an objective.
@@ -76,17 +80,21 @@ class Minimize(Step):
         good = state.finite & finite((value, gradients)) & stays_finite(state.state, renewed)
         skip = self._settings.nan == "skip"
         stay = state.replace(**{"count": state.count + 1} if skip else {"finite": jnp.bool(False)})
-        # a conditional, because selecting old or new values would copy all of them in each step
-        moved = jax.lax.cond(
-            good,
-            lambda: self._moved(state.replace(state=renewed), stay, value, gradients),
-            lambda: stay,
-        )
+
+        def move(good=None):
+            return self._moved(state.replace(state=renewed), stay, value, gradients, good)
+
+        if self._storage.platform in SELECTING:
+            moved = move(good)
+        else:
+            moved = jax.lax.cond(good, move, lambda: stay)
         good = moved.taken > state.taken
         return moved, jnp.stack([value, good.astype(value.dtype)])
 
-    def _moved(self, state: State, stay: State, value: jax.Array, gradients: Any) -> State:
-        """Return the state after an update of the parameters, or `stay`.
+    def _moved(
+        self, state: State, stay: State, value: jax.Array, gradients: Any, good: Any = None
+    ) -> State:
+        """Return the state after an update of the parameters, or `stay` where `good` is false.
 
         A number whose update is not finite stays as it was. If a small array has such a
         number, as all have after an infinite rate, the step is not taken.
@@ -95,7 +103,8 @@ class Minimize(Step):
             gradients, state.optimizer, state.params, value=value, grad=gradients
         )
         new: Any = optax.apply_updates(state.params, updates)
-        good = stays_finite(state.params, new, small=True)
+        small = stays_finite(state.params, new, small=True)
+        good = small if good is None else good & small
         params: Any = jax.tree.map(partial(_kept, good), state.params, new)
         taken, average = state.taken + 1, state.average
         if self._settings.ema is not None:

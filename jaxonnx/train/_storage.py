@@ -14,7 +14,7 @@ import jax
 import optax
 
 from jaxonnx.lowering._indifferent import indifferent
-from jaxonnx.lowering._order import KernelFirst, Turn, order, turned
+from jaxonnx.lowering._order import KernelFirst, Turn, order, platform_of, turned
 
 
 class Storage:
@@ -27,6 +27,7 @@ class Storage:
 
     Attributes:
       names: the parameters that are stored in another order than the file's.
+      platform: where the run takes place; "" if the arrays are traced.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Storage:
         optimizer: optax.GradientTransformationExtraArgs,
         platform: str | None = None,
     ):
+        self.platform = platform or next(map(platform_of, params.values()), "")
         orders = {name: order(x, platform) for name, x in params.items()}
         turns = {name: Turn(params[name].shape, axes) for name, axes in orders.items() if axes}
         if turns and not indifferent(optimizer, params, turned(params, turns)):

@@ -1,0 +1,157 @@
+"""Programs for TPU, CUDA and ROCm, lowered and compiled where there is none of them.
+
+What is marked `compiled` takes long, and in part needs libtpu (the extra `tpu-compile`).
+"""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxonnx
+from benchmarks.compiled import ENVIRONMENT, SEARCHED, apart, compiled, device
+from jaxonnx import demo
+from jaxonnx.sparse import _kernels, _search, _templates
+from tests.test_operators import CASES, compilable, newest, partial, traced
+
+PLATFORMS = ("tpu", "cuda", "rocm")
+COMPILABLE = [case for case in CASES if compilable(case.values[0])]
+EVERY = 80
+"""Of so many cases of operators one is in the sample."""
+
+
+def lower(case):
+    function = partial(case.function(newest(case)), case.inputs, traced(case, newest(case)))
+    values = [jnp.asarray(case.inputs[i]) for i in traced(case, newest(case))]
+    program = jax.jit(function).trace(*values)
+    for platform in PLATFORMS:
+        assert program.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("case", COMPILABLE[::EVERY])
+def test_operators_lower_for_accelerators(case):
+    lower(case)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("case", COMPILABLE)
+def test_every_operator_lowers_for_accelerators(case):
+    lower(case)
+
+
+def mask(w):
+    return _search.expand(_search.codes(w, (0, 1)), (0, 1))
+
+
+W = np.random.default_rng(0).normal(size=(64, 72)).astype(np.float32)
+
+
+def test_masks_are_searched_by_kernels_on_one_tpu_alone():
+    traced = jax.jit(mask).trace(W)
+    kernels = {
+        platform: traced.lower(lowering_platforms=(platform,)).as_text().count("tpu_custom_call")
+        for platform in ("cpu", *PLATFORMS)
+    }
+    assert kernels == {"cpu": 0, "tpu": 2, "cuda": 0, "rocm": 0}
+    mesh = jax.sharding.AbstractMesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.ShapeDtypeStruct(W.shape, W.dtype, sharding=jax.NamedSharding(mesh, jax.P("x")))
+    split = jax.jit(mask).trace(sharded).lower(lowering_platforms=("tpu",))
+    assert "tpu_custom_call" not in split.as_text()
+
+
+@pytest.mark.deep
+def test_the_primitives_of_a_search_are_its_functions_under_every_transformation():
+    wanted = _templates.expand(_templates.codes(W))
+    np.testing.assert_array_equal(mask(W), wanted)
+    with jax.disable_jit():
+        np.testing.assert_array_equal(mask(W), wanted)
+    np.testing.assert_array_equal(jax.grad(lambda w: (w * mask(w)).sum())(W), wanted)
+    batch = jnp.stack([W, W + 1])
+    each = jnp.stack([*map(mask, batch)], 1)
+    np.testing.assert_array_equal(jax.vmap(mask, 1, 1)(batch.swapaxes(0, 1)), each)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    ("shape", "axes", "dtype"),
+    [((8, 12, 3), (1, 0), "float32"), ((1, 520, 12), (1, 2), "bfloat16")],
+)
+def test_the_kernels_of_tpu_are_the_search_bit_for_bit(shape, axes, dtype):
+    w = jnp.asarray(np.random.default_rng(1).integers(-9, 9, shape), dtype)
+    codes = _templates.codes(w, axes)
+    np.testing.assert_array_equal(_kernels.codes(w, axes, interpret=True), codes)
+    expanded = _templates.expand(codes, axes)
+    np.testing.assert_array_equal(_kernels.expand(codes, axes, interpret=True), expanded)
+
+
+@pytest.mark.deep
+def test_an_exported_step_has_the_choice_of_every_platform():
+    loss = "softmax_cross_entropy_with_integer_labels"
+    step = jaxonnx.train.step(demo.model(), loss, jaxonnx.optim.momentum(0.1))
+    batch = np.zeros((2, 1, 8, 8), np.float32), np.arange(2)
+
+    def update(state, x, y):
+        return step.update(state, (x, y))[1]
+
+    arguments = (step.init(), *batch)
+    leaves, tree = jax.tree.flatten(arguments)
+    exported = jax.export.export(
+        jax.jit(lambda *leaves: update(*jax.tree.unflatten(tree, leaves))),
+        platforms=("cpu", "tpu", "cuda"),
+    )(*leaves)
+    again = jax.export.deserialize(exported.serialize())
+    assert again.platforms == ("cpu", "tpu", "cuda")
+    np.testing.assert_allclose(again.call(*leaves), update(*arguments), rtol=1e-6)
+    traced = jax.jit(update).trace(*arguments)
+    convolutions = {
+        platform: traced.lower(lowering_platforms=(platform,)).as_text().count("convolution(")
+        for platform in ("cpu", "tpu")
+    }
+    assert convolutions["cpu"] < convolutions["tpu"]
+    # a program for several platforms has them all, of which each runs its own
+    assert again.mlir_module().count("convolution(") >= sum(convolutions.values())
+
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="XLA's compiler for TPU is missing: pip install 'jaxonnx[tpu-compile]'",
+)
+
+
+@pytest.fixture(scope="module")
+def v5e():
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield device("tpu-v5e")
+
+
+@needs_libtpu
+@pytest.mark.compiled
+@pytest.mark.parametrize("case", COMPILABLE[::EVERY])
+def test_a_sample_of_operators_compiles_for_tpu(case, v5e):
+    function = partial(case.function(newest(case)), case.inputs, traced(case, newest(case)))
+    values = [jnp.asarray(case.inputs[i]) for i in traced(case, newest(case))]
+    assert compiled(function, v5e, *values).as_text()
+
+
+@needs_libtpu
+@pytest.mark.compiled
+def test_a_search_on_tpu_moves_little_more_than_the_weight():
+    counts = apart("tpu-v5e", "", "mask codes", "jaxonnx")
+    weight = 4 * SEARCHED**2 / 1e6
+    assert counts["calls"] == {"tpu_custom_call": 1}
+    assert counts["MB accessed"] < 1.2 * weight
+    assert counts["MB of temporaries"] < 0.1 * weight
+
+
+@needs_libtpu
+@pytest.mark.compiled
+@pytest.mark.parametrize(("name", "accessed", "copies"), [("mlp", 1.1, 3), ("lstm", 1.8, 8)])
+def test_steps_for_tpu_stay_near_those_of_flax(name, accessed, copies):
+    ours, theirs = (apart("tpu-v5e", name, "step", system) for system in ("jaxonnx", "flax"))
+    assert ours["MB accessed"] < accessed * theirs["MB accessed"]
+    assert ours["MB of temporaries"] < 1.2 * theirs["MB of temporaries"]
+    assert ours["copies"] <= theirs["copies"] + copies
