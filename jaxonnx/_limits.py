@@ -16,10 +16,13 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+from jax.core import Tracer
 
 from jaxonnx._untrusted import memory
-from jaxonnx.errors import LimitError
+from jaxonnx.errors import LimitError, NodeError
 
 FOLDED = 1 << 28
 """Bytes that a value may take which is computed while tracing, and a table of an operator while a
@@ -30,6 +33,9 @@ SECONDS = 2.0
 
 PATIENCE = 10.0
 """Seconds for a Loop over known values in a call, before it is left to the compiled program."""
+
+SIX_BITS = frozenset(map(np.dtype, (ml_dtypes.float6_e2m3fn, ml_dtypes.float6_e3m2fn)))
+"""Types that XLA does not have: it ends the process at a constant of one."""
 
 _LARGEST = 2**63 - 1
 """XLA counts bytes and elements in 64 bits."""
@@ -147,6 +153,18 @@ def check(values: Sequence[Any]) -> None:
             size = math.prod(value.shape)
             if isinstance(size, int) and size * value.dtype.itemsize > limit:
                 room(value.shape, value.dtype)
+
+
+def compilable(value: Any) -> Any:
+    """Return a known value that compiled code is to hold; raise a NodeError if XLA cannot."""
+    types = {getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(value)}
+    if (narrow := types & SIX_BITS) and isinstance(jnp.zeros(()), Tracer):
+        raise NodeError(
+            f"{min(map(str, narrow))} is a type that XLA does not have, and compiled code "
+            "cannot hold it: cast it to another in the graph, or call the model under "
+            "jax.disable_jit()"
+        )
+    return value
 
 
 def may_exceed(arguments: Sequence[Any], limit: int) -> bool:

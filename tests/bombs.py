@@ -80,6 +80,16 @@ def refused():
         "Range, infinite",
         one("Range", "abc", (), dict(zip("abc", np.float32([0, np.inf, 1]), strict=True))),
     )
+    # XLA ends the process at a constant of six bits
+    for kind in (TensorProto.FLOAT6E2M3, TensorProto.FLOAT6E3M2):
+        yield f"Cast, type {kind}", one("Cast", "a", (), {"a": np.float32([1, 2])}, to=kind)
+        cast = [helper.make_node("Cast", ["a"], ["s"], to=kind)]
+        branch = helper.make_graph(cast, "six", [], [helper.make_empty_tensor_value_info("s")])
+        nodes = [
+            helper.make_node("Cast", ["x"], ["b"], to=TensorProto.BOOL),
+            node("If", "b", then_branch=branch, else_branch=branch),
+        ]
+        yield f"If, type {kind}", model(nodes, (("x", []),), constants={"a": np.float32([1, 2])})
     yield "ConstantOfShape", one("ConstantOfShape", "a", (), {"a": ints(2**62)})
     yield "ConstantOfShape, two axes", one("ConstantOfShape", "a", (), {"a": ints(2**20, 2**20)})
     yield "Expand", one("Expand", "xa", constants={"a": ints(HUGE, 2)})

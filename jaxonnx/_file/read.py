@@ -202,7 +202,7 @@ def _parse(data: bytes, what: str) -> ModelProto:
 def _take_tensors(main: GraphProto, folders: Sequence[Folder]) -> dict[str, np.ndarray]:
     """Move the data of all uniquely named tensors out of the graphs."""
     graphs = list(all_graphs(main))
-    defined = Counter(name for graph in graphs for name in _definitions(graph))
+    defined = Counter(name for graph in graphs for name in _definitions(graph, graph is not main))
     tensors: dict[str, np.ndarray] = {}
 
     def take(name: str, tensor: TensorProto) -> None:
@@ -254,10 +254,13 @@ def _inline(main: GraphProto | FunctionProto, folders: Sequence[Folder]) -> None
             tensor.CopyFrom(numpy_helper.from_array(to_array(tensor, folders), tensor.name))
 
 
-def _definitions(graph: GraphProto) -> Iterator[str]:
-    """Yield each name that the graph gives a value to, once for each definition."""
+def _definitions(graph: GraphProto, nested: bool) -> Iterator[str]:
+    """Yield each name that the graph gives a value to, once for each definition.
+
+    An input of a body is one even if an initializer has its name: the node always passes it.
+    """
     initialized = {tensor.name for tensor in graph.initializer}
     yield from initialized
     yield from (sparse.values.name for sparse in graph.sparse_initializer)
-    yield from (value.name for value in graph.input if value.name not in initialized)
+    yield from (value.name for value in graph.input if nested or value.name not in initialized)
     yield from (name for node in graph.node for name in node.output if name)

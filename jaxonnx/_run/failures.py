@@ -8,14 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 import onnx
 from jax.extend.core import InconclusiveDimensionOperation
 from jaxlib.mlir.ir import MLIRError
 
 from jaxonnx._graph.bind import Node
-from jaxonnx._limits import amount
+from jaxonnx._limits import SIX_BITS, amount
 from jaxonnx.errors import Error, LimitError, NodeError, StaticError
 
 FOREIGN = (
@@ -24,12 +23,10 @@ FOREIGN = (
 )
 """What NumPy and JAX raise inside an operator, JaxRuntimeError and RecursionError among it."""
 
-_SIX_BITS = {np.dtype(ml_dtypes.float6_e2m3fn), np.dtype(ml_dtypes.float6_e3m2fn)}
-
 _INTERNAL = re.compile(
     r"\blax\b|jnp|jax\.|jaxlib|mlir|loc\(|static extent|tuple index|unpack|itera(tor|ble)|"
     r"object has|not callable|NoneType|Tracer|<.* at 0x|__|strict=|argument \d|positional|keyword|"
-    r"sequence item|division|modulo|_general|convert_element|reduce_window|_in_dim|select",
+    r"jaxpr|sequence item|division|modulo|_general|convert_element|reduce_window|_in_dim|select",
     re.IGNORECASE,
 )
 """Words of messages that speak of how an operator is computed, not of the model."""
@@ -84,7 +81,7 @@ def check_types(node: Node, arguments: Sequence[Any]) -> None:
 
     XLA ends the process at a constant of these types.
     """
-    narrow = any(getattr(value, "dtype", None) in _SIX_BITS for value in arguments)
+    narrow = any(getattr(value, "dtype", None) in SIX_BITS for value in arguments)
     if narrow and (clashes := "; ".join(_clashes(node, arguments))):
         raise NodeError(clashes)
 

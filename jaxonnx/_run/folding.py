@@ -104,7 +104,9 @@ def on_device(value: Any) -> Any:
     if symbolic(value):
         return jnp.stack([jnp.asarray(size) for size in value.flat]).reshape(value.shape)
     is_number = isinstance(value, np.ndarray) and value.dtype != object
-    return jnp.asarray(value, jax.dtypes.canonicalize_dtype(value.dtype)) if is_number else value
+    if not is_number:
+        return value
+    return jnp.asarray(limits.compilable(value), jax.dtypes.canonicalize_dtype(value.dtype))
 
 
 def traced(values: Iterable[Any]) -> bool:

@@ -18,11 +18,12 @@ import numpy as np
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.uses import uses
 from jaxonnx._graph.values import data
+from jaxonnx._limits import compilable
 from jaxonnx._mesh import by_size, like, on_auto_axes
-from jaxonnx._run.failures import exhausted, out_of_memory, warn
+from jaxonnx._run.failures import at, exhausted, out_of_memory, warn
 from jaxonnx._run.overlay import Overlay
 from jaxonnx._run.scope import Context, run
-from jaxonnx.errors import Error, StaticError
+from jaxonnx.errors import Error, NodeError, StaticError
 from jaxonnx.lowering import store
 
 FIXING = 64
@@ -171,7 +172,7 @@ class Program:
             weights = tensors if self.adaption is None else self.adaption(tensors)
             about = (self.overlay, self._note, self.limit)
             context = Context(weights, key, training, renewed, *about)
-            return run(graph, inputs, context), renewed
+            return _compilable(graph, run(graph, inputs, context)), renewed
 
         def specs(results, tensors, key, inputs):
             outputs, renewed = results
@@ -252,6 +253,19 @@ class _Plan:
         if error.index is None or error.index in self.cuts:
             raise error
         return replace(self, cuts=self.cuts | {error.index}, parts={})
+
+
+def _compilable(graph: Graph, outputs: tuple) -> tuple:
+    """Return the outputs; raise a NodeError for one that compiled code cannot give."""
+    for name, value in zip(graph.outputs, outputs, strict=True):
+        try:
+            compilable(value)
+        except NodeError as error:
+            nodes = (node for node in graph.nodes if name in node.outputs)
+            if node := next(nodes, None):
+                raise at(node, NodeError(f"{node.label}: {error}")) from None
+            raise NodeError(f"'{name}': {error}") from None
+    return outputs
 
 
 def _place(others: frozenset[str], fixed: Mapping[str, np.ndarray]) -> tuple:

@@ -50,8 +50,9 @@ def scores(q, k, scale=None):
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if is_half(q):
         return scale * product(_rows(q, k.shape[1]), k.mT).reshape(*q.shape[:3], k.shape[2])
-    root = math.sqrt(scale)
-    y = jnp.einsum("bhgqd,bhkd->bhgqk", _grouped(q * root, k.shape[1]), k * root)
+    root = math.sqrt(abs(scale))
+    signed = math.copysign(root, scale)
+    y = jnp.einsum("bhgqd,bhkd->bhgqk", _grouped(q * signed, k.shape[1]), k * root)
     return y.reshape(*q.shape[:3], k.shape[2])
 
 

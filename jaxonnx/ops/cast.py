@@ -11,12 +11,12 @@ import numpy as np
 import onnx
 from jax import lax
 
+from jaxonnx._limits import SIX_BITS
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import canonical, element_dtype
 from jaxonnx.registry import known, op, symbolic, xp
 
 _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
-_FLOAT6 = (np.dtype(ml_dtypes.float6_e2m3fn), np.dtype(ml_dtypes.float6_e3m2fn))
 _FLOAT8 = tuple(
     np.dtype(name)
     for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
@@ -30,7 +30,7 @@ def convert(x, dtype, saturate=1, round_mode="up"):
         return _convert_strings(x, dtype)
     if not known(x):
         dtype = canonical(dtype)
-        if not {dtype, x.dtype}.isdisjoint(_FLOAT6):
+        if not {dtype, x.dtype}.isdisjoint(SIX_BITS):
             raise NodeError("XLA has no 6-bit floating-point types: such a value must be known")
     if x.dtype == dtype:
         return x

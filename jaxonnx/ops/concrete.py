@@ -9,6 +9,7 @@ from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jaxonnx._limits import compilable
 from jaxonnx.errors import NodeError, StaticError
 from jaxonnx.ops.common import canonical
 
@@ -36,7 +37,7 @@ def array(value) -> Any:
         return value
     if isinstance(value, dict) or value.dtype == object:
         raise StaticError("strings and maps cannot be carried by compiled control flow")
-    return jnp.asarray(table(value))
+    return jnp.asarray(compilable(table(value)))
 
 
 def table(values, dtype=None) -> np.ndarray:

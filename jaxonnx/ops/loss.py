@@ -16,7 +16,9 @@ def _negative_log_likelihood(log_prob, target, weight, ignore_index, reduction):
     """
     if reduction not in ("none", "mean", "sum"):
         raise NodeError(f"reduction is {reduction!r}: none, mean or sum")
-    classes = log_prob.shape[1]
+    n, classes, *rest = log_prob.shape
+    if tuple(target.shape) != (n, *rest):
+        raise NodeError(f"labels of shape {list(target.shape)}, where {[n, *rest]} are needed")
     counted = np.True_ if ignore_index is None else target != ignore_index
     inside = (target >= 0) & (target < classes)
     if isinstance(target, np.ndarray) and not (inside | ~counted).all():

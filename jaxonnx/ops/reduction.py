@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._axes import einsum as summed
+from jaxonnx.errors import NodeError
 from jaxonnx.lowering import is_half
 from jaxonnx.ops.common import INDEX, axes_of, axis_of, cast
 from jaxonnx.ops.elementwise import absolute, div, is_integer
@@ -106,6 +107,8 @@ def reduce_log_sum_exp(x, axis, keepdims):
 
 def _reduction(name, function, axes_are_input):
     def reduce(data, axes, keepdims, noop):
+        if axes is not None and np.ndim(axes) != 1:
+            raise NodeError(f"axes must be a vector, and have shape {[*np.shape(axes)]}")
         if axes is None or not len(axes):
             axes = () if noop else None
         return function(data, axes_of(axes, data.ndim), bool(keepdims))

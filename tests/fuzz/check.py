@@ -39,7 +39,13 @@ EXPLAINED = {
     "element type": "numbers of no type, for an output that is not there",
     "exactly one attribute": "a Constant with two values",
     "is no permutation": "an empty perm",
-    "axes: int64\\[\\]": "axes that are a scalar, where the specification has a vector",
+    "axes must be a vector|axes: int64\\[\\]": "axes that are a scalar or a matrix",
+    "a label is outside|labels of shape": "labels that do not fit, which others read beyond "
+    "the end of memory, wrap or broadcast",
+    "do(es)? not add up to|must be between 0 and 1|coefficients|ngram_indexes|must be positive|"
+    "does not fit an input|negative dimensions|be broadcast|takes \\d+ inputs, and was given|"
+    "knows standard and nesterov|exactly one of|softmax_precision|needs broadcast=1": "values that "
+    "the specification does not allow, where onnx.reference or an old runtime does not look",
     "dtype promotion|does not accept dtype": "types that the operator's schema does not have",
     "coefficients do not fit|must have batch|Incompatible shapes": "shapes that do not fit, which "
     "NumPy broadcasts",
@@ -50,7 +56,9 @@ Results that differ, as far as they were looked at: booleans that are neither 0 
 align_corners: onnxruntime cuts them to 32 bits, the reference compares with 1), an AffineGrid of
 size 1 (three results, ours is PyTorch's), negative p of LpPool, numbers below the least normal one
 (XLA takes them for zero), NaN in weights (onnxruntime's LSTM cuts it off), shapes of a Loop without
-iterations (onnxruntime has zeros), bodies whose inputs have defaults (the reference takes these).
+iterations (onnxruntime has zeros), bodies whose inputs have defaults (the reference takes these),
+a negative min_gram_length of TfIdfVectorizer, where the reference counts some twice, infinite
+places of GridSample (ours is NaN), and a Momentum whose R is an integer.
 """
 
 

@@ -46,6 +46,29 @@ MODELS: dict[str, tuple[str, int, str]] = {
         0,
         "c-rM!-*4Mg6z+|aHa&D&Fw<1%9wrM3DHGE8A&~l%uAy{o+OAD0QeL7P`<5A}c4A+rDdJDynKz(FlX#fMct8RKLcH-8z#oCMiC-_%B;eYPLsHzeNMEH%i{v!Tb-wf6bI&>Voa0+Or_Z#w=?K?)QHns$e_&Bxuhnc<aDPEc;Y!<co6%6S9e>&6!*4BNdX{JgQgoW4-{Gz$tmba$n(^qmcxS^EFIA1=qUQ#ZyRv+V3O(KqMY&XDrKx%PJAJW3mY<)XwtgKU`KZ`uQn6F9ST>O6>Z=H8%iUPeBjn{1dGBNNy6p6h3cQ>Oyihv7Qu^lI*YB{OKYVRs@Jgijsn89De}ExzjZ5=p)!s7-^_#pS$}?0@RD3zBq~*#)nlh+arRSWIe2_|BLrAWRZcVsZqS=V(Tq61-jiA#d>=X!TfCTkgjG1i4OY~~hm{b%^F3V3*p7-q_HWRfzciF%;2r3R^X`5Rji0~|9YVb)h{+baMTz?Y+r*u5M?Q=Kic!4NCP5F-S_bRM1QOQ-bLpG(TfAW|+12j5<y#X@S)twXE;d4fsBMt~F4MhGdy<rvW4XdZ{hA-G)(|jzoy>ph@-oa{n=M>uhQfXVEaJX%6BH*eKvn-AOzz8n@lXk|Cr_lVzPeRmB<22#w2YmygH6i&4L0`E>zNKy>v_Sm^3NXtxzGno-*H=)8r*I5xL9|)pfy}B(awAoVmaKSxu=8Lf@B9zR_ZUHE3oT$U#eda_bfH!4o|^A{(0o%JV{=r{gnJ_sc8EHPs=Aj;fpMpL1a;NOFDl&fH07k17WTIo;g$^J3{|IY@;3L4sk(A*@t#PsYA7~n|8|zz9+z2q{ge?>1jr1!zN|V%KKiRT-ev@Z#ca0G@`xpFO3ycFOPF@Y_taNW#D%pqxA(nAwlx1b($f6)DgnKaP|X5D)melpAqbfj6EKm`*AZAtw#(b`B4TWPBb1#`E|_Mxr+m`nZuugecf-AApguQkR}BWUg(w5~>Wa!QJ?r4*+gIo_hFPy}6SR3LpyqB?3`8+?P)wb(X4*qB?H$MTE@)qg3wgzM4G5Oa_zq~7iRvpwxQ4^Z=6eg&p&2R#lodsAZ}dBcrrs3Ihp3EbfD3N6-avAD%MH55bo8F)gAYKnk8^AlY6;F4r~zTcn~tHag;65(8z^Ouqak?NA;ebYqSqc@Z&asZRG+}oYCEe_F;QU^t&&SR6~8iI4!KP@J!5u&Eg^kd^n_(hu5p>z=>t$89b$uRbpuMS-W{!1?}2<Y&I1U|R9}YplD)fYX!WqA=KBjM9;X{K!5D%XG@>ne8i4;q^-LmAf>yPdT;pxumSW4>ACJNJ88GY+lql%TQ7DB!62SgAgH4BUOfiu=$$-328rp(o0n>{vG`&cy8$xVT{>QXYbB>`2yDpek<(A-<vYHX={vA|F4v@hsy@H}PzAvlLjc!vCkSeB6<;8uaxW3hfkqnHC>p|6!#EfE8(AR87Ew*0z7sQQ!*jUF_jg9LtHK3pz9F)pE8*9*RQ=^7#1+_N7k+uagkJK0sSwZ>UkD!n<(k<4vae%|R)jIKM`%k$i=okv-R8pej_@VwQ$DSVfj?tMcDB-7|PbS7adWvM9z)x4ko`0X~_##jM$-iUqy?lBxjk)xsh)$&<(`P7G%&Cj1>vH4S_{e7F&|G@XBWv*aF{T&kg1VzLxFfHwVsu3ias11KcrH0OlrffXU7~@uvwqonfyPyHocwEfnkdcv19UYTO8",
     ),
+    "a body whose input has an initializer": (
+        "compare",
+        0,
+        """<ir_version: 8, opset_import: ["": 17]> g (seq(float[n]) x) => (seq(float[n]) y) {
+            y = SequenceMap (x) <body = b (float[n] i) => (float[n] o) <float[0] i = {}> {
+                o = Identity (i)
+            }>
+        }""",
+    ),
+    "fewer labels than rows": (
+        "trace",
+        0,
+        """<ir_version: 8, opset_import: ["": 17]> g (float[3, 5] x, int64[1] y) => (float z) {
+            z = NegativeLogLikelihoodLoss (x, y)
+        }""",
+    ),
+    "axes of two dimensions": (
+        "compare",
+        0,
+        """<ir_version: 8, opset_import: ["": 17]> g (float[3, 2] x, int64[1, 0] a) => (float[n, m] y) {
+            y = ReduceSum (x, a)
+        }""",
+    ),
     "an Identity without outputs": (
         "trace",
         0,

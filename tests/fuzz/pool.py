@@ -27,13 +27,16 @@ class Bounds(NamedTuple):
 
     Attributes:
       seconds: of the processor, after which it is interrupted.
-      clock: seconds on the clock, after which its worker is killed; others may be at work.
+      clock: seconds on the clock for a stage, after which its worker is killed; others may be at
+        work.
+      theirs: the same while another runtime runs the model: NumPy does not hear an interrupt.
       memory: bytes that a worker may have more than before the case.
       address_space: bytes, beyond which the system gives a worker nothing.
     """
 
     seconds: float = 10
     clock: float = 300
+    theirs: float = 30
     memory: int = 3 << 29
     address_space: int = 12 << 30
 
@@ -98,7 +101,7 @@ class _Worker:
             while outcome is None and self.pipe.poll():
                 said = self.pipe.recv()
                 if isinstance(said, str):
-                    self._stage = said
+                    self._stage, self._since = said, time.monotonic()
                 else:
                     outcome = said
         except EOFError:
@@ -106,7 +109,8 @@ class _Worker:
             said = (self._folder / ERRORS).read_text(errors="replace").strip().splitlines()
             bucket = f"death in {self._stage} ({self._process.exitcode})"
             outcome = self._end(bucket, "\n".join(said[-9:]))
-        if outcome is None and time.monotonic() - self._since > self._bounds.clock:
+        clock = self._bounds.theirs if self._stage == THEIRS else self._bounds.clock
+        if outcome is None and time.monotonic() - self._since > clock:
             outcome = self._end(f"time in {self._stage}", "it had to be killed")
             self._process.kill()
             self._process.join()
