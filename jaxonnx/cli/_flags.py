@@ -326,6 +326,12 @@ VERBS: Mapping[str, Verb] = {
                 *_EXAMPLES,
                 Flag("-o --output", "the folder to write", {**FOLDER, "required": True}),
                 Flag("--opset", "of ONNX; 18", {**COUNT, "default": 18}),
+                Flag(
+                    "--web",
+                    "a page as well, which trains in a browser; FOLDER is that of npm's "
+                    "onnxruntime-web, without which npm brings it",
+                    {**FOLDER, "nargs": "?", "const": True},
+                ),
                 *(flag for flag in _TRAINING if flag.names.split()[-1] in _STEP),
             ],
             "optimizer": _OPTIMIZER,

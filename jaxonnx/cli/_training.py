@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxonnx import loggers, sparse
-from jaxonnx._data.batches import Examples, Stream
+from jaxonnx._data.batches import Batch, Examples, Stream
 from jaxonnx._disk import check_writable
 from jaxonnx._file.packed import packed_nbytes, record
 from jaxonnx.cli import _explain as explain
@@ -117,10 +117,25 @@ def export_step(options: argparse.Namespace) -> Report:
     accepted = inspect.signature(step).parameters
     made = {name: value for name, value in made.items() if name in accepted}
     made |= {"epochs": options.epochs or 1, "steps_per_epoch": examples.steps}
-    batch = next(examples.batches(0))
-    manifest = export_step(model, options.output, batch, opset=options.opset, **made)
-    written = [options.output / name for name in (*FILES.values(), "manifest.json")]
+    batches = [*examples.batches(0)] if options.web else [next(examples.batches(0))]
+    if options.web:
+        made |= {"web": _joined(batches), "runtime": None if options.web is True else options.web}
+    manifest = export_step(model, options.output, batches[0], opset=options.opset, **made)
+    names = [part["file"] for name, part in manifest.items() if name in FILES]
+    names += ["index.html", "manifest.json"] if options.web else ["manifest.json"]
+    written = [options.output / name for name in names]
     return Report({"written": written, "manifest": manifest}, None, False, written)
+
+
+def _joined(batches: list[Batch]) -> Batch:
+    """Return the examples of batches as one, without what fills them up."""
+    if len({tuple(x.shape[1:] for x in jax.tree.leaves(batch)) for batch in batches}) > 1:
+        raise InputError("--web takes examples of one shape: pad them to one width")
+    real = [batch.weight > 0 for batch in batches]
+    return jax.tree.map(
+        lambda *arrays: np.concatenate([x[keep] for x, keep in zip(arrays, real, strict=True)]),
+        *batches,
+    )
 
 
 def _check_report(path: Path | None) -> None:

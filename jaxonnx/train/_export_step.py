@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.model import Model, load
 from jaxonnx.onnx_out import to_onnx
 from jaxonnx.onnx_out._export import OPSET
+from jaxonnx.train import _web
 from jaxonnx.train._assembly import assembled, weights_of_classes
 from jaxonnx.train._assembly import step as make
 from jaxonnx.train._head import headed
@@ -27,7 +29,12 @@ from jaxonnx.train._step import Batch, State, Step, as_batch
 
 FORMAT = "jaxonnx training step 1"
 
-FILES = {"step": "step.onnx", "evaluate": "evaluate.onnx", "init": "init.onnx"}
+FILES = {
+    "step": "step.onnx",
+    "evaluate": "evaluate.onnx",
+    "init": "init.onnx",
+    "weights": "weights.onnx",
+}
 
 
 def export_step(
@@ -40,6 +47,8 @@ def export_step(
     opset: int = OPSET,
     epochs: int | None = None,
     steps_per_epoch: int = 1,
+    web: Any = None,
+    runtime: str | os.PathLike | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Write the training step of a network as plain ONNX, for any runtime to train with.
@@ -64,6 +73,11 @@ def export_step(
       opset: the version of ONNX's operators; random numbers need 18.
       epochs: as in `jaxonnx.train.step`.
       steps_per_epoch: as in `jaxonnx.train.step`.
+      web: examples, in the form of `batch`. The folder gets a page, too, which trains with them in
+        a browser: it shows loss and accuracy of a fifth that is held out, and gives the trained
+        file to download. Any server of files serves it (`python -m http.server`).
+      runtime: the folder of npm's package onnxruntime-web, whose files the page needs; without it
+        they are taken from `node_modules`, or else npm brings them.
       **settings: what `jaxonnx.train.step` takes besides: metrics, trainable, lora, sparsity...
 
     Returns:
@@ -83,26 +97,12 @@ def export_step(
     chosen = replace(chosen, class_weights=weights_of_classes(model, chosen))
     step = assembled(model, chosen, epochs, steps_per_epoch, platform="onnx")
     exporter = _Exporter(step, batch, opset)
-    graphs = {name: getattr(exporter, name)() for name in FILES}
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, (proto, _) in graphs.items():
-        if proto.ByteSize() > formats.LIMIT:
-            raise InputError(
-                f"{FILES[name]} would have {proto.ByteSize():,} bytes, more than one file holds; "
-                "train less of the network (trainable=, lora=) or one with fewer weights"
-            )
-        with whole(folder / FILES[name]) as file:
-            file.write_bytes(proto.SerializeToString())
-    manifest = {
-        "format": FORMAT,
-        "opset": opset,
-        "params": [*exporter.state.params],
-        "statistics": [*exporter.state.state],
-        **{name: {"file": FILES[name], **told} for name, (_, told) in graphs.items()},
-    }
-    with whole(folder / "manifest.json") as file:
-        file.write_text(json.dumps(manifest, indent=1) + "\n")
+    with nullcontext() if web is None else _web.runtime(runtime) as source:
+        manifest = exporter.write(Path(path), [n for n in FILES if source or n != "weights"])
+        if source is not None:
+            manifest["web"] = _web.write(Path(path), source, step.model, web, manifest)
+        with whole(Path(path) / "manifest.json") as file:
+            file.write_text(json.dumps(manifest, indent=1) + "\n")
     return manifest
 
 
@@ -127,6 +127,26 @@ class _Exporter:
         self.next = [unused(f"next.{name}", used) for name in self.names]
         self.results = unused("loss", used), unused("is_finite", used)
         self.examples = jax.tree.leaves(example)
+
+    def write(self, folder: Path, names: list[str]) -> dict[str, Any]:
+        """Write these graphs; return the manifest."""
+        graphs = {name: getattr(self, name)() for name in names}
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, (proto, _) in graphs.items():
+            if proto.ByteSize() > formats.LIMIT:
+                raise InputError(
+                    f"{FILES[name]} would have {proto.ByteSize():,} bytes, more than one file "
+                    "holds; train less of the network (trainable=, lora=) or one with fewer weights"
+                )
+            with whole(folder / FILES[name]) as file:
+                file.write_bytes(proto.SerializeToString())
+        return {
+            "format": FORMAT,
+            "opset": self.opset,
+            "params": [*self.state.params],
+            "statistics": [*self.state.state],
+            **{name: {"file": FILES[name], **told} for name, (_, told) in graphs.items()},
+        }
 
     def _unpacked(self, values: Any, arrays: Any) -> tuple[State, Batch]:
         state = jax.tree_util.tree_unflatten(self._structure, values)
@@ -175,6 +195,26 @@ class _Exporter:
         """Return a graph without inputs that gives the state to start from."""
         proto = to_onnx(lambda: self.values, outputs=self.names, opset=self.opset)
         return proto, {"state": self.names}
+
+    def weights(self) -> tuple[ModelProto, dict[str, Any]]:
+        """Return a graph from the state to the tensors of the file that training renews."""
+
+        def tensors(values):
+            state = jax.tree_util.tree_unflatten(self._structure, values)
+            trained = self._step.trained(self._step.view(state), state.state).merged()
+            return {n: x for n, x in trained.tensors.items() if n in names}
+
+        trained = self._step.model.merged()
+        names = {*trained.params, *self.state.state}
+        found = {name: f"file.{name}" for name in trained.tensors if name in names}
+        proto = to_onnx(
+            lambda values: [tensors(values)[name] for name in found],
+            self.values,
+            inputs=self.names,
+            outputs=[*found.values()],
+            opset=self.opset,
+        )
+        return proto, {"tensors": found}
 
     def _graph(self, function: Any, outputs: list[str]) -> ModelProto:
         names = [*self.names, *self.batch]
