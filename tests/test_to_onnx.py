@@ -70,6 +70,7 @@ FUNCTIONS = {
     "erf_inv": (lambda a: lax.erf_inv(jnp.tanh(a)), x),
     "lgamma": (lambda a: lax.lgamma(a * 3), x),
     "digamma": (lambda a: lax.digamma(jnp.abs(a) + 0.1), x),
+    "polygamma": (lambda a: jax.scipy.special.polygamma(np.arange(4), jnp.abs(a) + 0.3), x),
     "erfc": (lax.erfc, x),
     "atan2": (jnp.arctan2, x, x[::-1]),
     "power": (lambda a: jnp.abs(a) ** 2.5, x),
@@ -101,6 +102,8 @@ FUNCTIONS = {
         lambda a, b: conv(a, b, (2, 1), ((-1, 2), (1, -1)), lhs_dilation=(3, 2)), images, kernel),
     "max pool": (pooled(2, 2, "VALID"), images),
     "max pool gradient": (jax.grad(lambda a: jnp.square(pooled(3, 2, "SAME")(a)).sum()), images),
+    "max pool, forward": (
+        lambda a: jax.jvp(pooled(3, 2, "SAME"), (a,), (jnp.sin(a),))[1], images),
     "sum pool gradient": (
         jax.grad(lambda a: jnp.square(nnx.avg_pool(a, (2, 3), (2, 1), "SAME")).sum()), images),
     "min pool": (lambda a: -lax.reduce_window(a, jnp.inf, lax.min, (1, 3), (1, 1), "SAME"), x),
@@ -123,6 +126,7 @@ FUNCTIONS = {
     "argsort": (jnp.argsort, x),
     "lexsort": (lambda a, b: jnp.lexsort((a, b)), integers, np.array([1, 1, 0, 0], np.int32)),
     "top k": (lambda a: lax.top_k(a, 2), x),
+    "approximate top k": (lambda a: lax.approx_min_k(jax.device_put(a), 2, 0, 1.0), x),
     "searchsorted": (lambda a: jnp.searchsorted(jnp.arange(-2.0, 3), a), x),
     "cumsum": (lambda a: jnp.cumsum(a, 1), x),
     "cumprod": (lambda a: jnp.cumprod(a, 1), x),
@@ -353,6 +357,8 @@ def test_examples_that_do_not_fit_are_said_with_the_line():
         to_onnx(lambda a, b: a @ b, x, x)
     with pytest.raises(jaxonnx.InputError, match=r"does not take .* missing 1 required"):
         to_onnx(lambda a, b: a @ b, x)
+    with pytest.raises(jaxonnx.UnsupportedError, match=r"'fft' in .* needs DFT, .* opset 17 on"):
+        to_onnx(lambda a: jnp.abs(jnp.fft.fft(a)), x, opset=16)
     with pytest.raises(jaxonnx.UnsupportedError, match="scatters by add from opset 16 on"):
         to_onnx(lambda a: a.at[rows].add(1), x, opset=15)
 

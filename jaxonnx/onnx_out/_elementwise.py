@@ -44,7 +44,15 @@ OPERATORS = {
 
 IDENTITIES = (
     *("copy", "copy_p", "stop_gradient", "optimization_barrier", "name", "sharding_constraint"),
-    *("reshard", "pvary", "random_wrap", "random_unwrap", "random_clone", "layout_constraint"),
+    *(
+        "device_put",
+        "reshard",
+        "pvary",
+        "random_wrap",
+        "random_unwrap",
+        "random_clone",
+        "layout_constraint",
+    ),
 )
 """Primitives that give their operands as they are."""
 

@@ -33,8 +33,8 @@ class Functions:
         """Find the programs that are called more than once."""
         self.whole, self.opset = program, opset
         self.protos: list[FunctionProto] = []
-        counts = Counter()
-        self._programs = {}
+        counts: Counter[int] = Counter()
+        self._programs: dict[int, Any] = {}
         for called in _calls(program, set()):
             counts[id(called)] += 1
             self._programs[id(called)] = called  # which is kept, so that no other has its id

@@ -99,9 +99,8 @@ class Nodes:
 
     def several(self, operator: str, count: int, *operands: Any, **attributes: Any) -> list[str]:
         """Append a node with `count` outputs; return their names."""
-        if "domain" not in attributes and not _has(operator, self.opset):
-            newest = defs.get_schema(operator).since_version
-            raise Refusal(f"it needs {operator}, which ONNX has from opset {newest} on")
+        if "domain" not in attributes and (oldest := _since(operator)) > self.opset:
+            raise Refusal(f"it needs {operator}, which ONNX has from opset {oldest} on")
         outputs = [self.fresh(operator.lower()) for _ in range(count)]
         self.writer.nodes(operator, map(self.name, operands), outputs, **attributes)
         return outputs
@@ -269,10 +268,12 @@ class Nodes:
 
 
 @cache
-def _has(operator: str, opset: int) -> bool:
-    return any(
-        schema.name == operator and schema.domain == "" and schema.since_version <= opset
+def _since(operator: str) -> int:
+    """Return the opset that brought an operator."""
+    return min(
+        schema.since_version
         for schema in _schemas()
+        if schema.name == operator and schema.domain == ""
     )
 
 

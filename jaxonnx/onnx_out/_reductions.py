@@ -105,3 +105,11 @@ def top_k(g, x, *, k, out, axis=-1):
     values, places = g.several("TopK", 2, wide, np.array([k], np.int64), axis=axis)
     values, places = Tensor(values, out[0].shape, wide.dtype), Tensor(places, (), np.int64)
     return g.cast(values, out[0].dtype), g.cast(places, out[1].dtype)
+
+
+@composed("approx_top_k")
+def approx_top_k(x, *, k, reduction_dimension, is_max_k):
+    """Take exactly the greatest or least, which any approximation may."""
+    x = jnp.moveaxis(x if is_max_k else -x, reduction_dimension, -1)
+    values, places = (jnp.moveaxis(y, -1, reduction_dimension) for y in lax.top_k(x, k))
+    return values if is_max_k else -values, places

@@ -159,6 +159,33 @@ def digamma(x):
     return jnp.where((x <= 0) & (x == jnp.floor(x)), jnp.nan, result).astype(x.dtype)
 
 
+_BERNOULLI = 1 / 12, -1 / 720, 1 / 30240, -1 / 1209600, 1 / 47900160
+"""Bernoulli's numbers B(2k) / (2k)!."""
+
+
+@composed("zeta")
+def zeta(x, q):
+    """Add ten terms of Hurwitz' series, and the rest as Euler and Maclaurin do."""
+    total = jnp.zeros_like(x)
+    for k in range(10):
+        total = total + (q + k) ** -x
+    a = q + 10
+    power = a**-x
+    total = total + power * (a / (x - 1) + 0.5)
+    factor = x * power / a
+    for k, coefficient in enumerate(_BERNOULLI):
+        total = total + coefficient * factor
+        factor = factor * (x + 2 * k + 1) * (x + 2 * k + 2) / (a * a)
+    return jnp.where(x > 1, total, jnp.where(x == 1, jnp.inf, jnp.nan)).astype(x.dtype)
+
+
+@composed("polygamma")
+def polygamma(order, x):
+    sign = 1 - 2 * jnp.mod(order + 1, 2)
+    value = sign * jnp.exp(lax.lgamma(order + 1)) * lax.zeta(order + 1, x)
+    return jnp.where(order == 0, lax.digamma(x), value).astype(x.dtype)
+
+
 @composed("shift_right_arithmetic")
 def shift_right_arithmetic(x, amount):
     bits = 8 * x.dtype.itemsize

@@ -20,6 +20,9 @@ UNTRACEABLE = (
 )
 """What JAX raises where a program depends on values in a way that is not in its jaxpr."""
 
+SHOWN = 8
+"""Examples that a message shows."""
+
 
 def traced(call: Callable, weights: Any, arguments: Any) -> tuple[Any, Any]:
     """Return the jaxpr of a function of weights and arguments, and the shapes of its results.
@@ -43,7 +46,9 @@ def traced(call: Callable, weights: Any, arguments: Any) -> tuple[Any, Any]:
             f"the function{_raised(error)} depends on values while it is traced: {_first(error)}"
         ) from error
     except (TypeError, ValueError) as error:
-        shapes = ", ".join(jax.typeof(leaf).str_short() for leaf in jax.tree.leaves(arguments))
+        leaves = jax.tree.leaves(arguments)
+        shapes = ", ".join(jax.typeof(leaf).str_short() for leaf in leaves[:SHOWN])
+        shapes += ", ..." if len(leaves) > SHOWN else ""
         raise InputError(
             f"the function does not take the examples ({shapes}){_raised(error)}: {_first(error)}"
         ) from error

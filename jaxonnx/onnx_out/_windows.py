@@ -122,3 +122,31 @@ def select_and_scatter_add(
         part = lax.pad(part, zero, config)
         total = part if total is None else total + part
     return total
+
+
+@composed("select_and_gather_add")
+def select_and_gather_add(
+    tangents, operand, *, select_prim, window_dimensions, window_strides, padding, base_dilation,
+    window_dilation,
+):  # fmt: skip
+    """Return the tangent of the first greatest (or least) element of each window."""
+    least = select_prim.name == "ge"
+    fill = (_least if least else _greatest)(np.dtype(operand.dtype))
+    edges = [(low, high, b - 1) for (low, high), b in zip(padding, base_dilation, strict=True)]
+    x = lax.pad(operand, jnp.asarray(fill), edges)
+    slopes = lax.pad(tangents, jnp.zeros((), tangents.dtype), edges)
+    better = jnp.greater if least else jnp.less
+    best = result = None
+    for tap in product(*map(range, window_dimensions)):
+        starts = [t * d for t, d in zip(tap, window_dilation, strict=True)]
+        ends = [
+            n - (w - 1 - t) * d
+            for n, w, t, d in zip(x.shape, window_dimensions, tap, window_dilation, strict=True)
+        ]
+        value, slope = (lax.slice(a, starts, ends, window_strides) for a in (x, slopes))
+        if best is None:
+            best, result = value, slope
+        else:
+            ahead = better(value, best)
+            best, result = jnp.where(ahead, value, best), jnp.where(ahead, slope, result)
+    return result
