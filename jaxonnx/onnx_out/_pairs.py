@@ -101,7 +101,7 @@ def computed(g: Any, equation: Any, operands: list, outs: tuple) -> list:
     return [Pair(*both) for both in zip(*halves, strict=True)]
 
 
-def _split(array: np.ndarray) -> Pair:
+def _split(array: Any) -> Pair:
     return Pair(np.ascontiguousarray(array.real), np.ascontiguousarray(array.imag))
 
 

@@ -136,7 +136,8 @@ def select_and_gather_add(
     x = lax.pad(operand, jnp.asarray(fill), edges)
     slopes = lax.pad(tangents, jnp.zeros((), tangents.dtype), edges)
     better = jnp.greater if least else jnp.less
-    best = result = None
+    best: Any = None
+    result: Any = None
     for tap in product(*map(range, window_dimensions)):
         starts = [t * d for t, d in zip(tap, window_dilation, strict=True)]
         ends = [
