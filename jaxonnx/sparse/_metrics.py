@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxonnx._mesh import to_host
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._masks import from_bits
 from jaxonnx.sparse._three_phase import ThreePhaseState
@@ -43,7 +44,7 @@ def metrics(opt_state: Any) -> dict[str, Any]:
     state = find_state(opt_state)
     names = sorted(state.masks)
     sizes = np.array([state.pruned[n].size for n in names])
-    ones = np.array([np.bitwise_count(np.asarray(state.masks[n])).sum() for n in names])
+    ones = np.array([np.bitwise_count(to_host(state.masks[n])).sum() for n in names])
     flips, kept = np.asarray(state.flips, float), np.asarray(state.kept, float)
     return {
         "phase": int(state.phase),
