@@ -33,17 +33,22 @@ class Ended:
     errors: str
 
 
-def start(program: str, count: int, *arguments, devices: int = 2) -> list[subprocess.Popen]:
-    """Starts processes with so many devices each; `program` has `mesh`, `index` and `RULES`."""
+def coordinator() -> str:
+    """Returns an address that is free now."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        coordinator = f"localhost:{free.getsockname()[1]}"
+        return f"localhost:{free.getsockname()[1]}"
+
+
+def start(program: str, count: int, *arguments, devices: int = 2) -> list[subprocess.Popen]:
+    """Starts processes with so many devices each; `program` has `mesh`, `index` and `RULES`."""
+    address = coordinator()
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     return [
         subprocess.Popen(
             [
                 *(sys.executable, "-W", "ignore", "-c", HEAD + program),
-                *(coordinator, str(count), str(index), *map(str, arguments)),
+                *(address, str(count), str(index), *map(str, arguments)),
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -25,3 +25,21 @@ def test_twenty_kills_leave_no_trace(tmp_path):
     assert {*whole} == {*resumed}
     for name, value in whole.items():
         assert value.tobytes() == resumed[name].tobytes(), name
+
+
+@pytest.mark.deep
+def test_a_killed_process_leaves_no_trace(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.killed_processes", tmp_path, "3"],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    whole, same, other = (
+        dict(np.load(tmp_path / name / "end.npz")) for name in ("whole", "same", "other")
+    )
+    assert {*whole} == {*same} == {*other}
+    for name, value in whole.items():
+        assert value.tobytes() == same[name].tobytes(), name
+        np.testing.assert_allclose(other[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
