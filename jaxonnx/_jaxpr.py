@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.interpreters.partial_eval import dce_jaxpr
 
 Program = Any
 """A jaxpr, closed or not; JAX 0.11 made the two types one."""
@@ -73,6 +74,13 @@ def interpret(
             results = rule(equation, inputs)
         values.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def live(program: Program) -> Program:
+    """Return a closed program without the equations that its results do not need."""
+    jaxpr = getattr(program, "jaxpr", program)
+    left, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    return program.replace(jaxpr=left) if hasattr(program, "jaxpr") else left
 
 
 def programs(params: Mapping[str, Any]) -> list[Program]:

@@ -14,8 +14,11 @@ from jax import lax
 from jax.experimental import io_callback
 
 import jaxonnx
+from jaxonnx import lowering
 from jaxonnx.onnx_out import composed, primitive, to_onnx
+from jaxonnx.onnx_out._blocks import in_blocks
 from jaxonnx.onnx_out._table import names
+from jaxonnx.ops.windows import Window
 
 random = np.random.default_rng(0)
 x = random.standard_normal((3, 4)).astype(np.float32)
@@ -45,6 +48,24 @@ def pooled(window, stride, padding):
     return lambda a: lax.reduce_window(
         a, -jnp.inf, lax.max, (1, 1, window, window), (1, 1, stride, stride), padding
     )
+
+
+def windows(size, kernel, stride, edge):
+    out = (size + 2 * edge - kernel) // stride + 1
+    return Window((kernel,) * 2, (stride,) * 2, (1, 1), ((edge, edge),) * 2, (out, out))
+
+
+def layer(size, kernel, stride, edge, groups=1, channels=1, pool=False):
+    """A convolution of ours, with pooling behind it."""
+
+    def function(a, w):
+        y = lowering.convolution(a, w, windows(size, kernel, stride, edge), groups, channels)
+        if pool:
+            y = lowering.max_pool(jnp.tanh(y), windows(y.shape[2], 3, 2, 1), channels)
+        scale = jnp.arange(y.shape[channels]) / 8
+        return y * scale.reshape((-1, 1, 1) if channels == 1 else -1)
+
+    return function
 
 
 def recurrent(a):
@@ -100,6 +121,15 @@ FUNCTIONS = {
             a, b, (2, 2), "SAME", dimension_numbers=("NCHW", "OIHW", "NCHW")), images, kernel),
     "conv, apart and cut": (
         lambda a, b: conv(a, b, (2, 1), ((-1, 2), (1, -1)), lhs_dilation=(3, 2)), images, kernel),
+    "layer": (gradient(layer(8, 3, 1, 1, pool=True)), images, kernel),
+    "layer, channels last": (
+        gradient(layer(8, 3, 1, 1, channels=-1, pool=True)), images.transpose(0, 2, 3, 1), kernel),
+    "layer, strides": (gradient(layer(8, 3, 2, 0)), images, kernel),
+    "layer, few places": (gradient(layer(8, 5, 2, 1)), images,
+        np.arange(300, dtype=np.float32).reshape(4, 3, 5, 5) / 300),
+    "layer of points": (gradient(layer(8, 1, 1, 0)), images, kernel[:, :, :1, :1]),
+    "layer of points, strides": (gradient(layer(8, 1, 3, 0)), images, kernel[:, :, :1, :1]),
+    "layer, groups": (gradient(layer(8, 3, 2, 1, groups=3)), images, depthwise),
     "max pool": (pooled(2, 2, "VALID"), images),
     "max pool gradient": (jax.grad(lambda a: jnp.square(pooled(3, 2, "SAME")(a)).sum()), images),
     "max pool, forward": (
@@ -415,7 +445,7 @@ def test_a_rule_is_added_in_one_place():
 def test_what_is_not_needed_is_not_written():
     large = np.ones((100, 100), np.float32)
     model = to_onnx(lambda a: (a @ large, (jnp.exp(a) @ large)[:0])[0] @ large, large)
-    assert [node.op_type for node in model.graph.node] == ["MatMul", "MatMul", "Identity"]
+    assert [node.op_type for node in model.graph.node] == ["MatMul", "MatMul"]
     assert len(model.graph.initializer) == 1
 
 
@@ -452,3 +482,34 @@ def test_then_continues_a_network():
     longer = model.then(head.bind(variables))
     close(run(longer.to_onnx(), data), head.apply(variables, model(data)))
     assert {*longer.params} == {*model.params, "kernel", "bias"}
+
+
+def test_convolutions_stay_operators():
+    """No transposition, and one operator for each layer, where images have their channels last."""
+
+    def loss(a, w):
+        return jnp.square(layer(8, 3, 1, 1, pool=True)(a, w)).sum()
+
+    nodes = [n.op_type for n in to_onnx(loss, images, kernel).graph.node]
+    assert nodes == ["Conv", "Tanh", "MaxPool", "Mul", "Mul", "ReduceSum"]
+    nodes = [n.op_type for n in to_onnx(jax.grad(loss), images, kernel).graph.node]
+    assert nodes.count("MaxPool") == nodes.count("ScatterElements") == 1
+    assert nodes.count("Conv") == nodes.count("ConvTranspose") == 1
+
+
+def test_chains_on_large_arrays_run_in_blocks():
+    def function(a, b, c):
+        first = jnp.tanh(a) * b + c
+        total = first.sum()  # a detour: what needs it is another chain
+        other = jnp.abs(first * total) - b[:1, :1]
+        return jnp.where(total > 0, jnp.sqrt(other + 9) * 2, first), -first, other[0]
+
+    large = np.random.default_rng(1).standard_normal((2, 512, 256)).astype(np.float32)
+    arrays = large[0], large[1], np.float32(2)
+    plain = to_onnx(function, *arrays)
+    model = in_blocks(plain)
+    onnx.checker.check_model(model, full_check=True)
+    scans = [node for node in model.graph.node if node.op_type == "Scan"]
+    assert [len(scan.attribute[0].g.node) for scan in scans] == [4, 7]
+    for found, wanted in zip(run(model, *arrays), run(plain, *arrays), strict=True):
+        np.testing.assert_array_equal(found, wanted)

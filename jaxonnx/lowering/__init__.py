@@ -1,12 +1,14 @@
 """Formulations that are fast on each platform, equal to the plain ones up to rounding."""
 
-from jaxonnx.lowering._conv import convolution, transposed_convolution
+from jaxonnx.lowering._conv import Conv, convolution, transposed_convolution
 from jaxonnx.lowering._order import in_file, kernels_first, store
-from jaxonnx.lowering._pool import first_max, first_winner, max_pool, window_sum
+from jaxonnx.lowering._pool import Choice, first_max, first_winner, max_pool, window_sum
 from jaxonnx.lowering._product import is_half, merges, product, rounded, rows
 from jaxonnx.lowering._remat import remat
 
 __all__ = [
+    "Choice",
+    "Conv",
     "convolution",
     "first_max",
     "first_winner",

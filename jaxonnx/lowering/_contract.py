@@ -81,6 +81,29 @@ contract_p = Primitive("contract")
 contract_p.plain = lambda u, v, *, form, out: form.plain(out, u, v)  # type: ignore[attr-defined]
 
 
+def named(name: str, function: Callable, static: str) -> Primitive:
+    """Return a primitive that is a function of arrays, for readers of a jaxpr.
+
+    It has no derivative; XLA sees the function's own primitives.
+
+    Args:
+      static: the parameter of the function that is no array.
+    """
+    primitive = Primitive(name)
+
+    def batch(arguments, axes, **params):
+        return jax.vmap(partial(function, **params), axes)(*arguments), 0
+
+    primitive.plain = function  # type: ignore[attr-defined]
+    primitive.def_impl(jax.jit(function, static_argnames=static))
+    primitive.def_abstract_eval(
+        lambda *avals, **params: jax.make_jaxpr(partial(function, **params))(*avals).out_avals[0]
+    )
+    batching.primitive_batchers[primitive] = batch
+    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=False))
+    return primitive
+
+
 @partial(jax.jit, static_argnames=("form", "out"))
 def _apply(u, v, *, form, out):
     return contract_p.bind(u, v, form=form, out=out)

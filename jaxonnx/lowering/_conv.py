@@ -64,7 +64,7 @@ class Conv:
     batch: tuple[int, ...] = field(default=(0, 2), init=False)
 
     @property
-    def _taps(self) -> Taps:
+    def taps(self) -> Taps:
         return Taps(self.size, self.kernel, self.strides, self.dilations, self.pads, self.out, 1)
 
     def _weight(self, outputs: int, inputs: int) -> tuple[int, ...]:
@@ -135,7 +135,7 @@ class Conv:
         That makes one product of a batch of matrices; of a plain convolution it would make groups,
         at which XLA:CPU is slow.
         """
-        if self.groups > 1 or self._taps.slices > UNROLLED:
+        if self.groups > 1 or self.taps.slices > UNROLLED:
             return self.fast(out, u, v)
         return self._in_float32(partial(self._derived, self._gathered), out, u, v)
 
@@ -164,7 +164,7 @@ class Conv:
         work = batch * inputs * outputs * count * math.prod(self.out)
         few = self.turned and out != 2 and math.prod(self.out) <= FEW_WINDOWS
         if (few or self._slow(out)) and _reaches(work, SLOW_WORK):
-            if self._taps.slices <= UNROLLED:
+            if self.taps.slices <= UNROLLED:
                 return self._derived(self._gathered, out, u, v)
             return self.plain(out, u, v) if out == 1 else self._padded(out, u, v)
         if out == 2 and inputs * count <= NARROW and outputs <= NARROW:
@@ -182,12 +182,12 @@ class Conv:
 
     def _pointwise(self, x, w):
         """Convolve with a kernel of one element: one matrix product."""
-        (tap,) = self._taps.read(x)
+        (tap,) = self.taps.read(x)
         return tap @ (self._rows(w) if self.turned else w.reshape(w.shape[:2]).T)
 
     def _gathered(self, x, w):
         """Lay the windows side by side (im2col), then multiply once."""
-        columns = self._taps.windows(x)
+        columns = self.taps.windows(x)
         if self.turned or w.size < LARGE_WEIGHT:
             return columns.reshape(*columns.shape[:-2], -1) @ self._rows(w)
         columns = columns.swapaxes(-1, -2)
@@ -220,7 +220,7 @@ class Conv:
         rows = self._rows(w).reshape(-1, *self._channels(w)[::-1])
         return sum(
             tap[..., c, None] * row
-            for tap, matrix in zip(self._taps.read(x), rows, strict=True)
+            for tap, matrix in zip(self.taps.read(x), rows, strict=True)
             for c, row in enumerate(matrix)
         )
 
@@ -271,7 +271,7 @@ class Conv:
 
     def _depthwise(self, out, u, v):
         """Multiply and add shifted images, for one output channel per channel."""
-        taps = self._taps
+        taps = self.taps
         if out == 1:
             axes = tuple(range(v.ndim - 2))
             sums = taps.each(u, lambda tap: (tap * v).sum(0).sum(axes))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxonnx.lowering._contract import Rule, contract, on_platforms
+from jaxonnx.lowering._contract import Rule, contract, named, on_platforms
 from jaxonnx.lowering._taps import Taps
 
 UNROLLED = 16
@@ -38,7 +38,7 @@ class Choice:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _maximum(x, taps: Taps):
-    return _plain_maximum(x, taps)
+    return maximum_p.bind(x, taps=taps)
 
 
 def _plain_maximum(x, taps: Taps):
@@ -63,12 +63,17 @@ def _winner(x, y, taps: Taps):
     return taps.fold((x, inside), (lowest(x.dtype), False), first, index, reverse=True)
 
 
+maximum_p = named("window_maximum", _plain_maximum, "taps")
+winner_p = named("window_winner", _winner, "taps")
+
+
 @_maximum.defjvp
 def _(taps, primals, tangents):
     # the same maximum as without a derivative, so that XLA merges the two if a graph has both
     (x,), (dx,) = primals, tangents
-    y = _plain_maximum(x, taps)
-    return y, contract(Choice(taps), 2, _winner(x, y, taps), dx)
+    y = _maximum(x, taps)
+    fixed = map(lax.stop_gradient, (x, y))
+    return y, contract(Choice(taps), 2, winner_p.bind(*fixed, taps=taps), dx)
 
 
 def _taps(x, window, channels: int) -> Taps:

@@ -5,6 +5,7 @@ from jaxonnx.onnx_out import (  # noqa: F401  (each registers its rules)
     _control,
     _conv,
     _elementwise,
+    _forms,
     _indexing,
     _linalg,
     _products,

@@ -31,7 +31,6 @@ OPERATORS = {
     "min": "Min",
     "mul": "Mul",
     "neg": "Neg",
-    "pow": "Pow",
     "sign": "Sign",
     "sin": "Sin",
     "sinh": "Sinh",
@@ -63,7 +62,7 @@ COMPARISONS["ge"] = "GreaterOrEqual"
 def elementwise(name: str, operator: str) -> None:
     """Register a primitive that is one operator."""
 
-    @primitive(name)
+    @primitive(name, elementwise=True)
     def rule(g, *operands, out):
         return g.wide(operator, *thin(operands, out), dtype=out.dtype)
 
@@ -99,7 +98,7 @@ def identity(g, *operands):
     return operands
 
 
-@primitive("convert_element_type")
+@primitive("convert_element_type", elementwise=True)
 def convert_element_type(g, x, *, out):
     if out.dtype == bool and x.dtype != bool:
         return g("Not", g("Equal", *_comparable(g, [x, np.zeros((), x.dtype)])))
@@ -122,7 +121,7 @@ def reduce_precision(g, x, *, exponent_bits, mantissa_bits):
     return g.cast(g.cast(x, widths[exponent_bits, mantissa_bits]), x.dtype)
 
 
-@primitive("round")
+@primitive("round", elementwise=True)
 def round_(g, x, *, rounding_method):
     if int(rounding_method):  # to the even one of two neighbours
         return g.wide("Round", x, dtype=x.dtype)
@@ -134,20 +133,22 @@ def _away_from_zero(x: Any) -> Any:
     return jnp.sign(x) * jnp.where(jnp.abs(x) - below >= 0.5, below + 1, below)
 
 
-@primitive("is_finite")
+@primitive("is_finite", elementwise=True)
 def is_finite(g, x):
     if x.dtype.itemsize < 4:
         x = g.cast(x, np.float32)
-    return g("Not", g("Or", g("IsNaN", x), g("IsInf", x)))
+    return g("Less", g("Abs", x), np.asarray(np.inf, x.dtype))
 
 
-@primitive("square")
+@primitive("square", elementwise=True)
 def square(g, x, *, out):
     return g.wide("Mul", x, x, dtype=out.dtype)
 
 
-@primitive("integer_pow")
+@primitive("integer_pow", elementwise=True)
 def integer_pow(g, x, *, y, out):
+    if y == 1:
+        return x
     if y == 2:
         return g.wide("Mul", x, x, dtype=out.dtype)
     if y == -1:
@@ -155,18 +156,33 @@ def integer_pow(g, x, *, y, out):
     return g.wide("Pow", x, np.asarray(y, x.dtype), dtype=out.dtype)
 
 
-@primitive("rsqrt")
+@primitive("pow", elementwise=True)
+def pow_(g, x, y, *, out):
+    x, y = thin([x, y], out)
+    if isinstance(y, np.ndarray) and y.size == 1 and x.dtype == y.dtype and _fills(x, out):
+        if y.item() == 1:
+            return x
+        if y.item() in (2, -1):
+            return integer_pow(g, x, y=int(y.item()), out=out)
+    return g.wide("Pow", x, y, dtype=out.dtype)
+
+
+def _fills(x: Any, out: Any) -> bool:
+    return isinstance(x, Tensor) and x.shape == out.shape
+
+
+@primitive("rsqrt", elementwise=True)
 def rsqrt(g, x, *, out):
     x = g.cast(x, np.float32) if out.dtype.itemsize < 4 else x
     return g.cast(Tensor(g("Reciprocal", g("Sqrt", x)), out.shape, x.dtype), out.dtype)
 
 
-@primitive("div")
+@primitive("div", elementwise=True)
 def div(g, x, y, *, out):
     return _divided(g, x, y, out, "Div", lambda x: jnp.full_like(x, -1))
 
 
-@primitive("rem")
+@primitive("rem", elementwise=True)
 def rem(g, x, y, *, out):
     return _divided(g, x, y, out, "Mod", lambda x: x, fmod=1)
 
@@ -183,12 +199,12 @@ def _divided(g: Nodes, x: Any, y: Any, out: Any, operator: str, by_zero: Any, **
 
 for _name, _operator in COMPARISONS.items():
 
-    @primitive(_name, _name + "_to")
+    @primitive(_name, _name + "_to", elementwise=True)
     def compare(g, x, y, *, out, operator=_operator):
         return g(operator, *_comparable(g, thin([x, y], out), order=operator != "Equal"))
 
 
-@primitive("ne")
+@primitive("ne", elementwise=True)
 def ne(g, x, y, *, out):
     return g("Not", g("Equal", *_comparable(g, thin([x, y], out))))
 
@@ -203,19 +219,19 @@ def _comparable(g: Nodes, operands: Any, order: bool = False) -> list:
 
 for _name, _operator in {"and": "And", "or": "Or", "xor": "Xor"}.items():
 
-    @primitive(_name)
+    @primitive(_name, elementwise=True)
     def logical(g, x, y, *, out, operator=_operator):
         if out.dtype.kind != "b":
             return g("Bitwise" + operator, *thin([x, y], out))
         return g(operator, *thin([x, y], out))
 
 
-@primitive("not")
+@primitive("not", elementwise=True)
 def not_(g, x, *, out):
     return g("Not" if out.dtype == bool else "BitwiseNot", x)
 
 
-@primitive("select_n")
+@primitive("select_n", elementwise=True)
 def select_n(g, which, otherwise, chosen=None, *more, out):
     if chosen is None:
         return otherwise
@@ -239,7 +255,7 @@ def _where(g: Nodes, which: Any, x: Any, y: Any, out: Any) -> Any:
     return g.cast(Tensor(chosen, out.shape, dtype), out.dtype)
 
 
-@primitive("clamp")
+@primitive("clamp", elementwise=True)
 def clamp(g, low, x, high, *, out):
     upper = Tensor(g.wide("Max", x, low, dtype=out.dtype), out.shape, out.dtype)
     return g.wide("Min", upper, high, dtype=out.dtype)

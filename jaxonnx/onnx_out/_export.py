@@ -12,6 +12,7 @@ from onnx import FunctionProto, GraphProto, ModelProto, ValueInfoProto, helper
 from jaxonnx._file.build import Writer, unused
 from jaxonnx._file.build import names as names_of
 from jaxonnx._file.protos import subgraphs
+from jaxonnx._jaxpr import live
 from jaxonnx.errors import InputError
 from jaxonnx.onnx_out import _dims as dims
 from jaxonnx.onnx_out._functions import DOMAIN, Functions
@@ -54,20 +55,33 @@ def to_onnx(
     >>> import jax, jax.numpy as jnp
     >>> proto = to_onnx(jax.grad(lambda x: jnp.sin(x).sum()), jnp.ones(3))
     >>> [node.op_type for node in proto.graph.node]
-    ['Cos', 'Mul', 'Identity']
+    ['Cos', 'Mul']
 
     Raises:
       UnsupportedError: ONNX cannot say a primitive of the function; the message has its name and
         the line of the program. Or the function has side effects.
       InputError: names collide, or are not as many as there are arrays.
     """
+    return written(function, examples, inputs, outputs, opset)
+
+
+def written(
+    function: Callable,
+    examples: Sequence[Any],
+    inputs: Sequence[str] | None,
+    outputs: Sequence[str] | None,
+    opset: int,
+    flat: bool = False,
+) -> ModelProto:
+    """Return what `to_onnx` does; without functions of the model if it is to be `flat`."""
     if opset < OLDEST:
         raise InputError(f"opset {opset} is too old: functions become nodes of opset {OLDEST} on")
     graph = GraphProto(name=getattr(function, "__name__", type(function).__name__))
     leaves, _ = jax.tree_util.tree_flatten_with_path(examples)
     names = _names(inputs, [_input(function, path) for path, _ in leaves], "inputs")
     functions: list[FunctionProto] = []
-    added = append(graph, function, examples, names, outputs, opset, functions)
+    receiver = None if flat else functions
+    added = append(graph, function, examples, names, outputs, opset, receiver)
     for name, (path, leaf) in zip(names, leaves, strict=True):
         graph.input.append(value_info(name, plain(_struct(leaf, path))))
     graph.output.extend(added)
@@ -106,6 +120,7 @@ def append(
     structs = [_struct(leaf, path) for path, leaf in leaves]
     arguments = jax.tree_util.tree_unflatten(tree, structs)
     closed, shapes = traced(call, weights, arguments)
+    closed = live(closed)
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
     used = {*names_of(graph), *inputs}
     default = [unused("output" + _key(path), used) for path in paths]
@@ -131,6 +146,7 @@ def append(
     for name, value in zip(results, values, strict=True):
         writer.nodes("Identity", [g.name(value)], [name])
     _prune(graph, results, *before)
+    _rename(graph, before[0])
     if functions is not None:
         functions.extend(g.functions.protos)
     return [value_info(n, plain(a)) for n, a in zip(results, closed.out_avals, strict=True)]
@@ -148,6 +164,35 @@ def _prune(graph: GraphProto, results: Sequence[str], nodes: int, tensors: int) 
     graph.node.extend(reversed(kept))
     del graph.initializer[tensors:]
     graph.initializer.extend(weights)
+
+
+def _rename(graph: GraphProto, first: int) -> None:
+    """Give results the names of the Identities behind them, in nodes from this one on."""
+    made = {name for node in graph.node[first:] for name in node.output}
+    names: dict[str, str] = {}
+    kept = []
+    for node in graph.node[first:]:
+        (source, *_) = [*node.input, ""]
+        if node.op_type == "Identity" and source in made and source not in names:
+            names[source] = node.output[0]
+        else:
+            kept.append(node)
+    for node in kept:
+        _renamed(node, names)
+    del graph.node[first:]
+    graph.node.extend(kept)
+
+
+def _renamed(node: Any, names: dict[str, str]) -> None:
+    """Rename what a node reads and makes, in the graphs within it as well."""
+    for values in (node.input, node.output):
+        for i, name in enumerate(values):
+            values[i] = names.get(name, name)
+    for inner in subgraphs(node):
+        for value in inner.output:
+            value.name = names.get(value.name, value.name)
+        for other in inner.node:
+            _renamed(other, names)
 
 
 def _reads(node: Any) -> set[str]:

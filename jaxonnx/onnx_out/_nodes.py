@@ -2,74 +2,31 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from math import prod
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from onnx import GraphProto, ValueInfoProto, defs, helper
 
 from jaxonnx._file.build import Writer, onnx_type
-from jaxonnx._jaxpr import called, interpret, programs
+from jaxonnx._jaxpr import called, interpret
 from jaxonnx.errors import UnsupportedError
 from jaxonnx.onnx_out import _dims as dims
 from jaxonnx.onnx_out._pairs import computed, is_complex, knows
-from jaxonnx.onnx_out._table import Refusal, rule_of
+from jaxonnx.onnx_out._table import Refusal, is_elementwise, rule_of
+from jaxonnx.onnx_out._tensors import (
+    COMPUTED,
+    FOLDED,
+    MODULAR,
+    WIDE,
+    Tensor,
+    folded,
+    known,
+    order_of,
+    ordered,
+    plain,
+)
 from jaxonnx.onnx_out._tracing import named
-
-FOLDED = 4096
-"""Elements up to which a value that depends on no input is computed here, rather than by nodes."""
-
-WIDE = {
-    np.dtype(narrow): np.dtype(wide)
-    for wide, narrows in {
-        np.int32: (np.bool_, np.int8, np.int16, np.uint8, np.uint16),
-        np.int64: (np.uint32, np.uint64),
-        np.float32: (jnp.bfloat16,),
-    }.items()
-    for narrow in narrows
-}
-"""The dtypes in which runtimes have arithmetic, for those in which they have none. ONNX's Cast
-drops the higher bits of integers, so that sums and products are those of the narrow dtype."""
-
-COMPUTED = {*map(np.dtype, ("float16", "float32", "float64", "int32", "int64")), *WIDE}
-"""The dtypes of what nodes compute."""
-
-MODULAR = {"Add", "Sub", "Mul"}
-"""Operators whose result of wrapped integers is the wrapped result."""
-
-
-def ordered(dtype: Any) -> np.dtype:
-    """Return the dtype in which numbers have the same order, and runtimes more operators.
-
-    No signed type holds all numbers of uint64, so that they stay as they are.
-    """
-    dtype = np.dtype(dtype)
-    return dtype if dtype == np.uint64 else np.dtype(WIDE.get(dtype, dtype))
-
-
-class Tensor(str):
-    """The name of a tensor of the graph, which knows its shape and dtype.
-
-    Attributes:
-      thin: a tensor or array that broadcasts to this one, where there is one.
-    """
-
-    shape: tuple
-    dtype: np.dtype
-    thin: Any
-
-    def __new__(cls, name: str, shape: Sequence, dtype: Any, thin: Any = None):
-        """Return a name with a shape and dtype."""
-        tensor = super().__new__(cls, name)
-        tensor.shape, tensor.dtype, tensor.thin = tuple(shape), np.dtype(dtype), thin
-        return tensor
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
 
 class Nodes:
     """Appends nodes to a graph; calling it gives the name of a node's output.
@@ -88,6 +45,7 @@ class Nodes:
     def __init__(self, writer: Writer, opset: int, main: "Nodes | None" = None):
         self.writer, self.opset = writer, opset
         self.main = main or self
+        self.pools: dict[Any, tuple[Tensor, Tensor]] = {}
         if main is None:
             self.constants: dict[Any, tuple[str, Any]] = {}
             self.sizes: dict[str, Any] = {}
@@ -142,18 +100,20 @@ class Nodes:
     def program(self, program: Any, operands: Sequence[Any]) -> list:
         """Append what a jaxpr computes; return its results."""
         return interpret(
-            program, self._equation, list(operands), constant=_known, enter=self._entered
+            program, self._equation, list(operands), constant=known, enter=self._entered
         )
 
     def _entered(self, equation: Any) -> Any:
         """Return the program to write in place of an equation, None for one with a rule."""
+        if hasattr(equation.primitive, "plain") and rule_of(equation.primitive.name, self.opset):
+            return None
         program, functions = called(equation), self.main.functions
         return None if functions and functions.has(program) else program
 
     def _equation(self, equation: Any, operands: list) -> list:
         outs = tuple(plain(variable.aval) for variable in equation.outvars)
-        if (folded := _folded(equation, operands, outs)) is not None:
-            return folded
+        if (values := folded(equation, operands, outs)) is not None:
+            return values
         name = equation.primitive.name
         rule = rule_of(name, self.opset)
         if rule is None and not knows(name):
@@ -174,11 +134,28 @@ class Nodes:
         if strange := next((out.dtype for out in outs if out.dtype not in COMPUTED), None):
             raise Refusal(f"it computes with {strange}, in which ONNX has no arithmetic")
         several = equation.primitive.multiple_results
+        order = None
+        if not several and is_elementwise(equation.primitive.name):
+            order = order_of(operands, outs[0])
+        if order is not None:
+            operands = [self._ordered(x, order) for x in operands]
+            outs = (jax.ShapeDtypeStruct([outs[0].shape[i] for i in order], outs[0].dtype),)
         avals = [variable.aval for variable in equation.invars]
         params = {"avals": avals, "equation": equation, **equation.params}
-        results = rule(self, *operands, out=outs if several else outs[0], **params)
+        params["out"] = outs if several else outs[0]
+        results = rule(self, *operands, **params)
         results = list(results) if isinstance(results, (list, tuple)) else [results]
-        return [self.typed(x, out) for x, out in zip(results, outs, strict=True)]
+        results = [self.typed(x, out) for x, out in zip(results, outs, strict=True)]
+        return results if order is None else [self.transpose(results[0], np.argsort(order))]
+
+    def _ordered(self, x: Any, order: Sequence[int]) -> Any:
+        """Return an operand with its axes in another order, and what it was broadcast from."""
+        if not x.shape:
+            return x
+        y = self.transpose(x, order)
+        if getattr(x, "thin", None) is not None and x.thin.ndim == x.ndim:
+            y = Tensor(y, y.shape, y.dtype, thin=self.transpose(x.thin, order))
+        return y
 
     def typed(self, value: Any, out: Any) -> Any:
         """Return a result with the shape and dtype that JAX gives it."""
@@ -212,6 +189,9 @@ class Nodes:
             return x.reshape(shape)
         if getattr(x, "shape", None) == shape:
             return x
+        x = getattr(x, "flat", None) or x
+        if getattr(x, "shape", None) == shape:
+            return x
         symbolic = [i for i, size in enumerate(shape) if not dims.known([size])]
         if len(symbolic) == 1 and 0 not in shape:
             sizes = np.array([-1 if i in symbolic else n for i, n in enumerate(shape)], np.int64)
@@ -219,7 +199,9 @@ class Nodes:
             sizes = self.sizes_of(shape)
         empty = self.opset >= 14 and any(isinstance(n, int) and n == 0 for n in shape)
         zero = {"allowzero": 1} if empty else {}
-        return self._with("Reshape", x, sizes, shape=shape, **zero)
+        y = self._with("Reshape", x, sizes, shape=shape, **zero)
+        y.flat = x if isinstance(x, Tensor) else None
+        return y
 
     def transpose(self, x: Any, order: Iterable[int]) -> Any:
         """Return x with its axes in another order."""
@@ -228,8 +210,18 @@ class Nodes:
             return x
         if isinstance(x, np.ndarray):
             return x.transpose(order)
-        shape = tuple(x.shape[i] for i in order)
-        return self._with("Transpose", x, shape=shape, perm=order)
+        source, before = getattr(x, "turned", None) or (x, range(len(order)))
+        order = [before[i] for i in order]
+        if order == list(range(len(order))):
+            return source
+        shape = tuple(source.shape[i] for i in order)
+        moved = [i for i in order if source.shape[i] != 1]
+        if moved == sorted(moved):
+            y = self.reshape(source, shape)
+        else:
+            y = self._with("Transpose", source, shape=shape, perm=order)
+        y.turned = source, tuple(order)
+        return y
 
     def slice(self, x: Any, starts, stops, steps) -> Any:
         """Return x[start:stop:step] along all axes; ends may be symbolic where the step is one."""
@@ -250,6 +242,16 @@ class Nodes:
     def sizes_of(self, shape: Sequence) -> Any:
         """Return sizes as an array of int64, or the name of one where they depend on inputs."""
         return dims.sizes(self.main, shape)
+
+    def reduced(self, operator: str, x: Any, axes: Sequence[int]) -> Tensor:
+        """Append a reduction of x, or of what x is a transpose of."""
+        rest = [i for i in range(x.ndim) if i not in axes]
+        source, order = getattr(x, "turned", None) or (x, range(x.ndim))
+        rest = [order[i] for i in rest]
+        left = sorted(rest)
+        y = self.reduce(operator, source, sorted(order[i] for i in axes))
+        y = Tensor(y, [source.shape[i] for i in left], x.dtype)
+        return self.transpose(y, [left.index(i) for i in rest])
 
     def reduce(self, operator: str, x: Any, axes: Sequence[int], keepdims: int = 0) -> str:
         """Append a reduction; its axes were an attribute until opset 18 (13 for ReduceSum)."""
@@ -282,37 +284,7 @@ def _schemas() -> Sequence[Any]:
     return defs.get_all_schemas_with_history()
 
 
-def plain(aval: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of an array; a key is the integers that it consists of."""
-    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        key = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-        return jax.ShapeDtypeStruct(key.shape, key.dtype)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-
-
 def value_info(name: str, like: Any) -> ValueInfoProto:
     """Return the declaration of a tensor, symbolic sizes by their names."""
     sizes = [n if dims.known([n]) else str(n) for n in like.shape]
     return helper.make_tensor_value_info(name, onnx_type(like.dtype), sizes)
-
-
-def _known(value: Any, aval: Any) -> np.ndarray:
-    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        return np.asarray(jax.random.key_data(value))
-    return np.asarray(value, aval.dtype)
-
-
-def _folded(equation: Any, operands: list, outs: tuple) -> list | None:
-    """Return the results of an equation of known operands, None where nodes must compute them."""
-    if not operands or equation.effects or not all(isinstance(x, np.ndarray) for x in operands):
-        return None
-    if not all(dims.known(out.shape) and prod(out.shape) <= FOLDED for out in outs):
-        return None
-    atoms = (*equation.invars, *equation.outvars)
-    keys = any(jnp.issubdtype(atom.aval.dtype, jax.dtypes.prng_key) for atom in atoms)
-    if keys or programs(equation.params) or equation.primitive.name.startswith("random_"):
-        return None
-    with jax.ensure_compile_time_eval():
-        results = equation.primitive.bind(*operands, **equation.params)
-    results = results if equation.primitive.multiple_results else [results]
-    return [np.asarray(result) for result in results]

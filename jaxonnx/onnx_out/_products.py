@@ -27,9 +27,10 @@ def contract(g: Nodes, x: Any, y: Any, numbers: Any, shape: Any) -> Any:
     x_free = _others(x.ndim, x_sum, x_batch)
     y_free = _others(y.ndim, y_sum, y_batch)
     if x.ndim == y.ndim == 2 and len(x_sum) == 1 and not x_batch and x.dtype.kind == "f":
-        if (x_sum, y_sum) == ((1,), (0,)):
+        (x, first), (y, second) = _as_stored(x, x_sum[0] == 0), _as_stored(y, y_sum[0] == 1)
+        if not first and not second:
             return g("MatMul", x, y)
-        return g("Gemm", x, y, transA=int(x_sum == (0,)), transB=int(y_sum == (1,)))
+        return g("Gemm", x, y, transA=int(first), transB=int(second))
     if not x_batch and x.ndim > 2 and y.ndim == 2 and x_sum == (x.ndim - 1,) and y_sum == (0,):
         return g("MatMul", x, y)
     batch = [x.shape[i] for i in x_batch]
@@ -37,6 +38,13 @@ def contract(g: Nodes, x: Any, y: Any, numbers: Any, shape: Any) -> Any:
     right = _matrices(g, y, (y_batch, y_sum, y_free), batch)
     z = Tensor(g("MatMul", left, right), (*batch, left.shape[-2], right.shape[-1]), x.dtype)
     return g.reshape(z, shape)
+
+
+def _as_stored(x: Any, turned: bool) -> tuple[Any, bool]:
+    """Return what a matrix is a transpose of, and whether a product still has to turn it."""
+    if getattr(x, "turned", None) is None or x.shape[0] == 1 or x.shape[1] == 1:
+        return x, turned
+    return x.turned[0], not turned
 
 
 def _others(ndim: int, *taken: tuple) -> tuple:

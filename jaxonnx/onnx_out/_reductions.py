@@ -22,8 +22,7 @@ for _name, _operator in OPERATORS.items():
             return x
         wraps = x.dtype == np.uint64 and operator == "ReduceSum"
         dtype = np.dtype(np.int64) if wraps else ordered(x.dtype)
-        y = Tensor(g.reduce(operator, g.cast(x, dtype), axes), out.shape, dtype)
-        return g.cast(y, out.dtype)
+        return g.cast(g.reduced(operator, g.cast(x, dtype), axes), out.dtype)
 
 
 for _name, _operator in {"reduce_and": "ReduceMin", "reduce_or": "ReduceMax"}.items():

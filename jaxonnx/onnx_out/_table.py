@@ -31,8 +31,15 @@ class Refusal(Exception):
 _RULES: dict[str, dict[int, Rule]] = defaultdict(dict)
 
 
-def primitive(*names: str, since: int = 0) -> Callable[[Rule], Rule]:
-    """Register the rule of primitives from an opset on, where ONNX changed with it."""
+_ELEMENTWISE: set[str] = set()
+
+
+def primitive(*names: str, since: int = 0, elementwise: bool = False) -> Callable[[Rule], Rule]:
+    """Register the rule of primitives from an opset on, where ONNX changed with it.
+
+    Args:
+      elementwise: whether each number of the result depends on those in its own place only.
+    """
 
     def register(rule: Rule) -> Rule:
         accepted = _keywords(rule)
@@ -43,9 +50,16 @@ def primitive(*names: str, since: int = 0) -> Callable[[Rule], Rule]:
 
         for name in names:
             _RULES[name][since] = call
+        if elementwise:
+            _ELEMENTWISE.update(names)
         return rule
 
     return register
+
+
+def is_elementwise(name: str) -> bool:
+    """Tell whether a primitive's rule works on axes in any order."""
+    return name in _ELEMENTWISE
 
 
 def composed(*names: str) -> Callable[[Rule], Rule]:

@@ -1,0 +1,220 @@
+"""Long chains of element-wise operators on large arrays, block by block.
+
+Runtimes that do not fuse operators read and write all of an array in each of them: an update by
+Adam is twenty passes over the memory of the weights. A Scan over blocks that fit the cache makes it
+one pass.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from math import prod
+
+from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto, helper
+from onnx.shape_inference import infer_shapes
+
+from jaxonnx._file.build import names as names_of
+from jaxonnx._file.build import unused
+from jaxonnx._file.protos import subgraphs
+
+LARGE = 2**17
+"""Elements from which an array is more than a cache holds, with the others of its chain."""
+
+BLOCK = 2**14, 2**16
+"""Bounds of a block's elements."""
+
+CHAIN = 4
+"""Operators from which a chain is worth a Scan."""
+
+COMPARISONS = {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "And", "Or", "Not"}
+OPERATORS = COMPARISONS | {
+    *("Abs", "Add", "Div", "Exp", "Log", "Max", "Min", "Mul", "Neg", "Pow", "Reciprocal", "Sign"),
+    *("Sqrt", "Sub", "Tanh", "Where"),
+}
+
+
+Kind = tuple[int, tuple[int, ...]]
+"""The type of a tensor's elements, and its shape."""
+
+
+def in_blocks(proto: ModelProto) -> ModelProto:
+    """Return a model in which chains on large arrays are computed block by block."""
+    inferred = infer_shapes(proto)
+    used = {*names_of(inferred.graph)}
+    result = ModelProto()
+    result.CopyFrom(proto)
+    _rewrite(result.graph, _kinds(inferred.graph), used)
+    return result
+
+
+def _kinds(graph: GraphProto) -> dict[str, Kind]:
+    """Return the kinds of the tensors of a graph, and of those within it, where all is known."""
+    kinds = {t.name: (t.data_type, tuple(t.dims)) for t in graph.initializer}
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        kind = value.type.tensor_type
+        if kind.HasField("shape") and all(d.HasField("dim_value") for d in kind.shape.dim):
+            kinds[value.name] = kind.elem_type, tuple(d.dim_value for d in kind.shape.dim)
+    for node in graph.node:
+        for inner in subgraphs(node):
+            kinds |= _kinds(inner)
+    return kinds
+
+
+def _rewrite(graph: GraphProto, kinds: dict[str, Kind], used: set[str]) -> None:
+    for node in graph.node:
+        if node.op_type == "If":
+            for inner in subgraphs(node):
+                _rewrite(inner, kinds, used)
+    wanted = {value.name for value in graph.output}
+    nodes = [*graph.node]
+    if not (chains := _chains(nodes, kinds)):
+        return
+    readers = Counter(name for node in nodes for name in _reads(node))
+    chained = {id(node) for chain in chains for node in chain}
+    result = [node for node in nodes if id(node) not in chained]
+    for chain in chains:
+        within = Counter(name for node in chain for name in _reads(node))
+        made = {node.output[0] for node in chain}
+        needed = wanted.union(name for name in made if readers[name] > within[name])
+        result += _scan(chain, needed, kinds, used)
+    result = _sorted(result)
+    del graph.node[:]
+    graph.node.extend(result)
+
+
+def _chains(nodes: Sequence[NodeProto], kinds: dict[str, Kind]) -> list[list[NodeProto]]:
+    """Return connected element-wise operators on large arrays of one shape.
+
+    No path leads from a chain through other operators back into it: its operators are as many
+    such detours away from the inputs.
+    """
+    depths: dict[str, Counter] = {}
+    groups: dict[str, list[NodeProto]] = {}
+    for node in nodes:
+        detours: Counter = Counter()
+        shape = _shape(node, kinds)
+        for name in _reads(node):
+            same = shape is not None and name in groups and kinds[name][1] == shape
+            for other, depth in depths.get(name, {}).items():
+                leaves = name in groups and kinds[name][1] == other and not same
+                detours[other] = max(detours[other], depth + leaves)
+        if shape is not None:
+            detours[shape] += 0
+            chain = [node]
+            for name in dict.fromkeys(node.input):
+                before = groups.get(name)
+                if before is None or before is chain or kinds[name][1] != shape:
+                    continue
+                if depths[name][shape] == detours[shape]:
+                    before.extend(chain)
+                    for other in chain:
+                        groups[other.output[0]] = before
+                    chain = before
+            groups[node.output[0]] = chain
+        for name in node.output:
+            depths[name] = Counter(detours)
+            if shape is not None:
+                depths[name][shape] = detours[shape]
+    chains = {id(chain): chain for chain in groups.values() if len(chain) >= CHAIN}
+    return list(chains.values())
+
+
+def _shape(node: NodeProto, kinds: dict[str, Kind]) -> tuple[int, ...] | None:
+    """Return the shape of a large result of numbers in the same places, or of single ones."""
+    if node.op_type not in OPERATORS or node.output[0] not in kinds:
+        return None
+    shape = kinds[node.output[0]][1]
+    if prod(shape) < LARGE or _block(prod(shape)) is None:
+        return None
+    operands = [kinds.get(name) for name in node.input]
+    fits = all(k is not None and (k[1] == shape or prod(k[1]) == 1) for k in operands)
+    return shape if fits else None
+
+
+def _block(size: int) -> int | None:
+    """Return the elements of a block, of which a whole number makes the array."""
+    least, most = BLOCK
+    return next(
+        (size // n for n in range(-(-size // most), size // least + 1) if size % n == 0), None
+    )
+
+
+def _scan(
+    chain: Sequence[NodeProto], needed: set[str], kinds: dict[str, Kind], used: set[str]
+) -> list[NodeProto]:
+    """Return the nodes that compute a chain by a Scan."""
+    shape = kinds[chain[0].output[0]][1]
+    block = _block(prod(shape)) or 1
+    chain = _sorted(chain)
+    made = {node.output[0] for node in chain}
+    read = dict.fromkeys(name for node in chain for name in node.input if name not in made)
+    whole = [name for name in read if kinds[name][1] == shape]
+    results = [node.output[0] for node in chain if node.output[0] in needed]
+    ranked = [name for name in read if kinds[name][1] not in ((), shape)]
+    sizes = [
+        helper.make_node("Constant", [], [unused("sizes", used)], value_ints=values)
+        for values in ([prod(shape) // block, block], [*shape], *([[1]] if ranked else []))
+    ]
+    rows, back, *one = (node.output[0] for node in sizes)
+    names = {name: unused(f"{name}.block", used) for name in (*whole, *results)}
+    names |= {name: unused(f"{name}.single", used) for name in ranked}
+
+    def reshaped(name: str, sizes: str, other: str) -> NodeProto:
+        return helper.make_node("Reshape", [name, sizes], [other])
+
+    def declared(name: str) -> ValueInfoProto:
+        return helper.make_tensor_value_info(names[name], kinds[name][0], [block])
+
+    body = GraphProto(name=unused("block", used))
+    body.input.extend(map(declared, whole))
+    body.output.extend(map(declared, results))
+    for node in chain:
+        inner = body.node.add()
+        inner.CopyFrom(node)
+        inner.input[:] = [names.get(name, name) for name in node.input]
+        inner.output[:] = [names.get(name, name) for name in node.output]
+    rows_of = {name: unused(f"{name}.rows", used) for name in (*whole, *results)}
+    before = [reshaped(name, rows, rows_of[name]) for name in whole]
+    before += [reshaped(name, *one, names[name]) for name in ranked]
+    scan = helper.make_node(
+        "Scan",
+        [rows_of[name] for name in whole],
+        [rows_of[name] for name in results],
+        body=body,
+        num_scan_inputs=len(whole),
+    )
+    return [*sizes, *before, scan, *(reshaped(rows_of[name], back, name) for name in results)]
+
+
+def _reads(node: NodeProto) -> set[str]:
+    """Return the names that a node reads, those that graphs within it see around them included."""
+    names = {*node.input}
+    for graph in subgraphs(node):
+        names.update(value.name for value in graph.output)
+        for inner in graph.node:
+            names |= _reads(inner)
+    return names
+
+
+def _sorted(nodes: Iterable[NodeProto]) -> list[NodeProto]:
+    """Return nodes in an order in which each comes after those that it reads."""
+    nodes = list(nodes)
+    makers = {name: i for i, node in enumerate(nodes) for name in node.output if name}
+    result: list[NodeProto] = []
+    state = [0] * len(nodes)
+
+    for start in range(len(nodes)):
+        stack = [start]
+        while stack:
+            i = stack[-1]
+            if state[i] == 2:
+                stack.pop()
+                continue
+            before = [makers[n] for n in sorted(_reads(nodes[i])) if n in makers]
+            open_ = [j for j in before if state[j] == 0]
+            if state[i] == 0 and open_:
+                state[i] = 1
+                stack.extend(open_)
+                continue
+            state[i] = 2
+            result.append(nodes[stack.pop()])
+    return result

@@ -1,0 +1,169 @@
+"""Contractions and windows of jaxonnx, by the operators that they came from."""
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from jaxonnx._jaxpr import called
+from jaxonnx.lowering import Choice, Conv
+from jaxonnx.onnx_out import _dims as dims
+from jaxonnx.onnx_out._nodes import Nodes, Tensor
+from jaxonnx.onnx_out._shapes import expand, padded
+from jaxonnx.onnx_out._table import primitive
+
+RULES: dict[type, Callable[..., Any]] = {}
+"""How to write a form: `rule(g, form, out, u, v, like)`, None where its plain meaning must do."""
+
+FEW_PLACES = 16
+"""Results an image up to which onnxruntime is quicker at the gradient of a weight as a product of
+windows laid side by side, and not as a convolution over the batch (measured on CPU)."""
+
+
+@primitive("contract")
+def contract(g, u, v, *, form, equation, out):
+    number = equation.params["out"]
+    rule = RULES.get(type(form))
+    result = None if rule is None else rule(g, form, number, u, v, out)
+    return g.program(called(equation), [u, v])[0] if result is None else result
+
+
+def _conv(g: Nodes, form: Conv, out: int, u: Any, v: Any, like: Any) -> Any:
+    """Write a convolution or one of its gradients on images (N, C, *size)."""
+    if u.dtype != v.dtype or u.dtype.name not in ("float32", "float64"):
+        return None
+    if not dims.known([*form.size, *form.out]) or min(map(min, form.pads)) < 0:
+        return None
+    rank = len(form.kernel)
+    first, last = (0, rank + 1, *range(1, rank + 1)), (0, *range(2, rank + 2), 1)
+    weight = (rank + 1, rank, *range(rank)) if form.turned else tuple(range(rank + 2))
+    if out == 1:
+        y = _of_weight(g, form, g.transpose(u, first), g.transpose(v, first))
+        return y if y is None else g.transpose(y, np.argsort(weight))
+    images, w = (u, v) if out == 2 else (v, u)
+    write = _forward if out == 2 else _of_images
+    y = write(g, form, g.transpose(images, first), g.transpose(w, weight))
+    return y if y is None else g.transpose(y, last)
+
+
+RULES[Conv] = _conv
+
+
+def _attributes(form: Any, *chosen: str) -> dict[str, Any]:
+    every = {
+        "kernel_shape": form.kernel,
+        "strides": form.strides,
+        "dilations": form.dilations,
+        "pads": [*(low for low, _ in form.pads), *(high for _, high in form.pads)],
+        "group": getattr(form, "groups", 1),
+    }
+    return {name: every[name] for name in chosen or every}
+
+
+def _axes(form: Any) -> list[tuple]:
+    """Return (size, kernel, stride, dilation, (low, high), windows) of each axis."""
+    parts = form.size, form.kernel, form.strides, form.dilations, form.pads, form.out
+    return [*zip(*parts, strict=True)]
+
+
+def _forward(g: Nodes, form: Conv, x: Any, w: Any) -> Any:
+    shape = (x.shape[0], w.shape[0], *form.out)
+    return Tensor(g("Conv", x, w, **_attributes(form)), shape, x.dtype)
+
+
+def _of_images(g: Nodes, form: Conv, dy: Any, w: Any) -> Any:
+    """Write the gradient of the images as ConvTranspose where that is the quicker one."""
+    few = form.groups == 1 and w.shape[1] < w.shape[0] and prod(form.kernel) > 1
+    if max(form.strides) == 1 and not few:
+        return None
+    more = [n - (m - 1) * s - (k - 1) * d - 1 + sum(p) for n, k, s, d, p, m in _axes(form)]
+    if min(more) < 0 or any(m >= s for m, s in zip(more, form.strides, strict=True)):
+        return None
+    y = g("ConvTranspose", dy, w, output_padding=more, **_attributes(form))
+    return Tensor(y, (dy.shape[0], w.shape[1] * form.groups, *form.size), dy.dtype)
+
+
+def _of_weight(g: Nodes, form: Conv, x: Any, dy: Any) -> Any:
+    """Write the gradient of the weight as a product, where that is the quicker one."""
+    taps, rows, columns = prod(form.kernel), dy.shape[1], x.shape[1]
+    few = prod(form.out) <= FEW_PLACES
+    if form.groups > 1 or not (few or (taps == 1 and not any(map(any, form.pads)))):
+        return None
+    shape = (rows, columns, *form.kernel)
+    if taps == 1 and rows * columns <= (rows + columns) * prod(form.out):
+        x = g.slice(x, [0] * x.ndim, x.shape, [1, 1, *form.strides])
+        x, dy = (g.reshape(a, [*a.shape[:2], prod(form.out)]) for a in (x, dy))
+        y = g("MatMul", dy, g.transpose(x, (0, 2, 1)))
+        y = g.reduced("ReduceSum", Tensor(y, (x.shape[0], rows, columns), x.dtype), [0])
+        return g.reshape(y, shape)
+    edges = [(0, 0, 0)] * 2
+    for size, k, s, d, (low, _), n in _axes(form):
+        edges.append((low, (n - 1) * s + (k - 1) * d + 1 - size - low, 0))
+    turned = (1, 0, *range(2, x.ndim))
+    x = padded(g, g.transpose(x, turned), np.zeros((), x.dtype), edges)
+    count = x.shape[1] * prod(form.out)
+    parts = []
+    for offset in form.taps.offsets:
+        ends = [o + (n - 1) * s + 1 for o, n, s in zip(offset, form.out, form.strides, strict=True)]
+        part = g.slice(x, [0, 0, *offset], [*x.shape[:2], *ends], [1, 1, *form.strides])
+        parts.append(g.reshape(part, [columns, 1, count]))
+    cells = Tensor(g("Concat", *parts, axis=1), (columns, taps, count), x.dtype)
+    cells = g.reshape(cells, [columns * taps, count])
+    dy = g.reshape(g.transpose(dy, turned), [rows, count])
+    return g.reshape(Tensor(g("Gemm", dy, cells, transB=1), (rows, columns * taps), x.dtype), shape)
+
+
+@primitive("window_maximum")
+def window_maximum(g, x, *, taps, equation):
+    """Write MaxPool, whose second result `_choice` asks for where there is a gradient."""
+    if x.dtype not in (np.float32, np.float64) or (pooled := _max_pool(g, x, taps)) is None:
+        return g.program(called(equation), [x])[0]
+    return pooled[0]
+
+
+@primitive("window_winner")
+def window_winner(g, x, y, *, equation, out):
+    """Write the number of each window's winner, of which `_choice` needs to know the images."""
+    winner = g.program(called(equation), [x, y])[0]
+    winner.windows = x
+    return winner
+
+
+def _max_pool(g: Nodes, x: Any, taps: Any) -> tuple[Tensor, Tensor] | None:
+    """Return the maxima of windows and, with channels first, their places in the flat images."""
+    last, rank = taps.lead == 1, len(taps.size)
+    if isinstance(x, np.ndarray) or rank > 3 or x.ndim != rank + 2:
+        return None
+    inside = all(0 <= edge < k for _, k, _, _, edges, _ in _axes(taps) for edge in edges)
+    if not inside or not dims.known([*taps.size, *taps.out]):
+        return None
+    images = g.transpose(x, (0, rank + 1, *range(1, rank + 1))) if last else x
+    if (key := (str(images), taps)) not in g.pools:
+        attributes = _attributes(taps, "kernel_shape", "strides", "dilations", "pads")
+        y, places = g.several("MaxPool", 2, images, **attributes)
+        shape = (*images.shape[:2], *taps.out)
+        g.pools[key] = Tensor(y, shape, x.dtype), Tensor(places, shape, np.int64)
+    y, places = g.pools[key]
+    return (g.transpose(y, (0, *range(2, rank + 2), 1)) if last else y), places
+
+
+def _choice(g: Nodes, form: Choice, out: int, winner: Any, dy: Any, like: Any) -> Any:
+    """Write the gradient of maxima: add each number to the place that it came from."""
+    taps, x = form.taps, getattr(winner, "windows", None)
+    if out != 1 or x is None or g.opset < 16 or dy.dtype != x.dtype:
+        return None
+    if (pooled := _max_pool(g, x, taps)) is None:
+        return None
+    last, rank = taps.lead == 1, len(taps.size)
+    first = (0, rank + 1, *range(1, rank + 1)) if last else tuple(range(rank + 2))
+    dy = g.transpose(dy, first)
+    shape = [like.shape[i] for i in first]
+    zeros = expand(g, np.zeros(1, dy.dtype), [prod(shape)])
+    places, dy = g.reshape(pooled[1], [-1]), g.reshape(dy, [-1])
+    y = g("ScatterElements", zeros, places, dy, axis=0, reduction="add")
+    y = g.reshape(Tensor(y, (prod(shape),), like.dtype), shape)
+    return g.transpose(y, np.argsort(first))
+
+
+RULES[Choice] = _choice
