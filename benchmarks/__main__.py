@@ -102,7 +102,8 @@ def environment(options) -> dict[str, str]:
 
 
 def spawn(network, system, phase, path: Path, options) -> Worker:
-    other = system == "onnxruntime-training" and options.ort_python
+    others = {"onnxruntime-training": options.ort_python, "onnxsim": options.sim_python}
+    other = others.get(system)
     folder = options.against if system == BEFORE else Path(__file__).parent.parent
     log = path.parent / f"{network}.{system}.{phase}.log"
     with log.open("w") as errors:
@@ -268,7 +269,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--networks", choices=NETWORKS, default=[*NETWORKS], nargs="+")
-    rare = ("jaxonnx-bf16", "torch-compile", "onnxruntime-training")
+    rare = ("jaxonnx-bf16", "torch-compile", "onnxruntime-training", "exported", "onnxsim")
     default = [s for s in SYSTEMS if s not in rare]
     parser.add_argument("--systems", choices=SYSTEMS, nargs="+", help=f"default: not {rare}")
     parser.add_argument("--against", type=Path, help="a checkout whose jaxonnx is a system as well")
@@ -284,6 +285,7 @@ def main() -> None:
     parser.add_argument("--allocator", choices=("keep", "default"), default="keep")
     parser.add_argument("--ceilings", action="store_true", help="fractions of what is possible")
     parser.add_argument("--ort-python", help="interpreter that has onnxruntime-training 1.19.2")
+    parser.add_argument("--sim-python", help="interpreter that has onnxsim 0.8")
     parser.add_argument(
         "--out", type=Path, help="the chart (png, svg, pdf); figures go to .json beside"
     )

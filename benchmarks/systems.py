@@ -3,8 +3,11 @@
 A step of training is forward, softmax cross-entropy, backward and Adam.
 """
 
+import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +21,7 @@ Run = Callable[[int], Any]
 """A function that runs so many steps and returns when the last has ended."""
 
 LEARNING_RATE = 1e-3
+LOSS = "softmax_cross_entropy_with_integer_labels"
 FOREVER = 10**9
 """Steps of a phase that no benchmark leaves."""
 
@@ -106,9 +110,8 @@ def train_step(
     from jaxonnx.train._assembly import assembled
     from jaxonnx.train._settings import Settings
 
-    loss = "softmax_cross_entropy_with_integer_labels"
     settings = Settings(
-        loss=loss,
+        loss=LOSS,
         optimizer=optax.adam(LEARNING_RATE),
         epochs=FOREVER,
         sparsity=sparsity,
@@ -120,6 +123,15 @@ def train_step(
     return one.update, state, Batch((x,), y, jnp.ones(len(x))), one.frozen
 
 
+def all_trained(model):
+    """Return the model with tables of positions as parameters.
+
+    One that is added may be learned or not: the file does not tell.
+    """
+    tables = {n for n, v in model.state.items() if v.ndim == 2}
+    return model.with_trainable(lambda name, _: name in model.params or name in tables)
+
+
 def jaxonnx(network: Network, phase: str, path: Path, *, precision=None) -> tuple[Run, int]:
     """Return a run of the step of `jaxonnx.train`, or of calls of a model."""
     import jax
@@ -128,10 +140,7 @@ def jaxonnx(network: Network, phase: str, path: Path, *, precision=None) -> tupl
     import jaxonnx
     from jaxonnx.train._precision import products_in_bfloat16
 
-    model = jaxonnx.load(path)
-    # a table of positions that is added may be learned or not: the file does not tell
-    tables = {n for n, v in model.state.items() if v.ndim == 2}
-    model = model.with_trainable(lambda name, _: name in model.params or name in tables)
+    model = all_trained(jaxonnx.load(path))
     parameters = sum(w.size for w in model.params.values())
     x, y = (jnp.asarray(array) for array in batch(network))
 
@@ -265,6 +274,121 @@ def onnxruntime(network: Network, phase: str, path: Path) -> tuple[Run, int]:
     return forward, sum(int(np.prod(w.dims)) for w in weights if w.data_type == 1)
 
 
+class Exported:
+    """A folder of `jaxonnx.export_step` in onnxruntime, with the state in its own memory."""
+
+    def __init__(self, folder: Path):
+        import onnxruntime as ort
+
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = len(os.sched_getaffinity(0))
+        manifest = json.loads((folder / "manifest.json").read_text())
+        self._told = manifest["step"]
+        session = partial(
+            ort.InferenceSession, sess_options=options, providers=["CPUExecutionProvider"]
+        )
+        self._session = session(folder / "step.onnx")
+        init = session(folder / "init.onnx")
+        self._names = [value.name for value in self._session.get_outputs()]
+        self._read = {value.name for value in self._session.get_inputs()}
+        values = init.run_with_ort_values([value.name for value in init.get_outputs()], {})
+        self._state = dict(zip(manifest["init"]["state"], values, strict=True))
+        self._value = ort.OrtValue.ortvalue_from_numpy
+
+    def step(self, x, y) -> float:
+        """Train with a batch; return the loss before it."""
+        arrays = x, y, np.ones(len(x), np.float32)
+        batch = {n: self._value(a) for n, a in zip(self._told["batch"], arrays, strict=True)}
+        feeds = {n: v for n, v in (self._state | batch).items() if n in self._read}
+        values = self._session.run_with_ort_values(self._names, feeds)
+        found = dict(zip(self._names, values, strict=True))
+        self._state = {name: found[new] for name, new in self._told["state"].items()}
+        return float(found[self._told["loss"]].numpy())
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        return {name: value.numpy() for name, value in self._state.items()}
+
+
+def exported(network: Network, phase: str, path: Path) -> tuple[Run, int]:
+    """Return a run of the exported step; another process writes it, as it would for a phone."""
+    folder = path.with_suffix(".step")
+    subprocess.run([sys.executable, "-c", _EXPORT, path, folder], check=True)
+    there = Exported(folder)
+    x, y = batch(network)
+    weights = json.loads((folder / "manifest.json").read_text())["params"]
+    tensors = there.tensors()
+
+    def training(count):
+        for _ in range(count):
+            loss = there.step(x, y)
+        if not np.isfinite(loss):
+            raise FloatingPointError("the loss is not finite")
+
+    return training, sum(tensors[name].size for name in weights)
+
+
+_EXPORT = """
+import sys
+from pathlib import Path
+import optax, jaxonnx
+from benchmarks.networks import NETWORKS, batch
+from benchmarks.systems import LEARNING_RATE, LOSS, all_trained
+path = Path(sys.argv[1])
+model = all_trained(jaxonnx.load(path))
+jaxonnx.export_step(
+    model, sys.argv[2], batch(NETWORKS[path.stem]), LOSS, optax.adam(LEARNING_RATE)
+)
+"""
+
+
+def onnxsim(network: Network, phase: str, path: Path) -> tuple[Run, int]:
+    """Return a run for an environment of its own, of which `--sim-python` is the interpreter.
+
+    The loss is an output of the file, of labels that are written out as ones and zeros.
+    """
+    import onnx
+    import onnxsim as sim  # type: ignore[import-not-found]
+    from onnx import helper
+
+    model = onnx.load(path.with_suffix(".training.onnx"))
+    graph = model.graph
+    x, y = batch(network)
+    (logits, *_) = graph.output
+    axes = onnx.numpy_helper.from_array(np.array([1]), "loss.axes")
+    graph.initializer.append(axes)
+    graph.node.extend(
+        [
+            helper.make_node("Softmax", [logits.name], ["loss.p"], axis=-1),
+            helper.make_node("Log", ["loss.p"], ["loss.log"]),
+            helper.make_node("Mul", ["loss.log", "labels"], ["loss.chosen"]),
+            helper.make_node("ReduceSum", ["loss.chosen", "loss.axes"], ["loss.each"], keepdims=0),
+            helper.make_node("Neg", ["loss.each"], ["loss.minus"]),
+            helper.make_node("ReduceMean", ["loss.minus"], ["loss"], keepdims=0),
+        ]
+    )
+    graph.input.append(helper.make_tensor_value_info("labels", 1, [len(y), network.classes]))
+    del graph.output[:]
+    graph.output.append(helper.make_tensor_value_info("loss", 1, []))
+    for value in graph.input:
+        value.type.tensor_type.shape.dim[0].dim_value = len(y)
+    model = onnx.shape_inference.infer_shapes(model)
+    statistics = {
+        name for n in graph.node if n.op_type == "BatchNormalization" for name in n.input[3:]
+    }
+    floats = [w for w in graph.initializer if w.data_type == 1 and w.dims]
+    trained = [w.name for w in floats if w.name not in statistics]
+    loop = sim.compile_training_loop(model, "loss", trained)
+    feeds = {"x": x, "labels": np.eye(network.classes, dtype=np.float32)[y]}
+
+    def training(count):
+        for _ in range(count):
+            loss = loop(feeds, lr=LEARNING_RATE)
+        if not np.isfinite(loss):
+            raise FloatingPointError("the loss is not finite")
+
+    return training, sum(int(np.prod(w.dims)) for w in floats if w.name in trained)
+
+
 def onnxruntime_training(network: Network, phase: str, path: Path) -> tuple[Run, int]:
     """Return a run for an environment of its own, of which `--ort-python` is the interpreter."""
     import onnx
@@ -319,6 +443,8 @@ SYSTEMS: dict[str, Callable[..., tuple[Run, int]]] = {
     "torch-compile": partial(pytorch, compiled=True),
     "onnxruntime": onnxruntime,
     "onnxruntime-training": onnxruntime_training,
+    "exported": exported,
+    "onnxsim": onnxsim,
 }
 
 
@@ -326,5 +452,6 @@ def applies(system: str, network: Network, phase: str) -> bool:
     """Check whether a system has this phase, and a form of its own for this network."""
     if system == "torch-channels-last":
         return len(network.shape) == 4
-    only = {"onnxruntime": "forward", "onnxruntime-training": "train"}
+    only = dict.fromkeys(("onnxruntime-training", "exported", "onnxsim"), "train")
+    only["onnxruntime"] = "forward"
     return only.get(system, phase) == phase
