@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from jaxonnx import sparse
     from jaxonnx.onnx_out import to_onnx
     from jaxonnx.train._export_step import export_step
+    from jaxonnx.train._import_step import import_step
 
 __all__ = [
     "Adapters",
@@ -48,6 +49,7 @@ __all__ = [
     "add_training",
     "evaluate",
     "export_step",
+    "import_step",
     "kernels_first",
     "labels",
     "load",
@@ -60,7 +62,11 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-_LATER = {"to_onnx": "jaxonnx.onnx_out", "export_step": "jaxonnx.train._export_step"}
+_LATER = {
+    "to_onnx": "jaxonnx.onnx_out",
+    "export_step": "jaxonnx.train._export_step",
+    "import_step": "jaxonnx.train._import_step",
+}
 
 
 def __getattr__(name: str) -> Any:

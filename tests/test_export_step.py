@@ -7,7 +7,9 @@ import numpy as np
 import onnx
 import onnxruntime
 import optax
+import optax.contrib
 import pytest
+from safetensors.numpy import load_file
 
 import jaxonnx
 from jaxonnx.cli import main
@@ -122,6 +124,9 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     batch = x[:8], y[:8].astype(np.int32), np.ones(8, np.float32)
     losses, *_ = trained(tmp_path / "step", batch)
     assert losses[-1] < losses[0] / 2
+    assert main([*command.split(), "--any-batch"]) == 0
+    manifest = json.loads((tmp_path / "step" / "manifest.json").read_text())
+    assert manifest["step"]["batch"]["x"]["shape"][0] == "batch"
 
 
 def test_what_does_not_fit_is_refused(tmp_path):
@@ -133,3 +138,108 @@ def test_what_does_not_fit_is_refused(tmp_path):
     with pytest.raises(TypeError, match="momentun"):
         jaxonnx.export_step(mlp(), tmp_path, (x, y), LABELS, optax.sgd(0.1), momentun=0.9)
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_step_takes_batches_of_any_size(tmp_path):
+    (n,) = jax.export.symbolic_shape("n")
+    x, y = examples(16)
+    like = [jax.ShapeDtypeStruct((n, *a.shape[1:]), a.dtype) for a in (x, y)]
+    manifest = jaxonnx.export_step(mlp(), tmp_path, tuple(like), LABELS, optax.adam(1e-2))
+    assert [b["shape"][0] for b in manifest["step"]["batch"].values()] == ["n"] * 3
+    graphs, update = [*sessions(tmp_path)], step(mlp(), LABELS, optax.adam(1e-2))
+    state, values = update.init(), run(graphs[2], {})
+    for size in (16, 3):
+        arrays = x[:size], y[:size].astype(np.int32), np.ones(size, np.float32)
+        feeds = dict(zip(manifest["step"]["batch"], arrays, strict=True))
+        found = run(graphs[0], values | feeds)
+        state, (loss, _) = update.update(state, (x[:size], y[:size]))
+        np.testing.assert_allclose(found[manifest["step"]["loss"]], loss, rtol=1e-5)
+        values = {name: found[new] for name, new in manifest["step"]["state"].items()}
+
+
+@pytest.mark.parametrize("setting", [{}, {"lora": jaxonnx.LoRA(rank=2)}, {"ema": 0.5}])
+def test_weights_come_back(setting, tmp_path, monkeypatch):
+    model, (x, y) = jaxonnx.load(mlp()), examples(16)
+    settings = {"optimizer": optax.adam(1e-2), **setting}
+    jaxonnx.export_step(model, tmp_path / "step", (x, y), LABELS, **settings)
+    batch = x, y.astype(np.int32), np.ones(16, np.float32)
+    _, values, *_ = trained(tmp_path / "step", batch, 3)
+    here = step(model, LABELS, **settings)
+    state = here.init()
+    for _ in range(3):
+        state, _ = here.update(state, (x, y))
+    wanted = here.trained(here.view(state), state.state)
+    back = jaxonnx.import_step(model, tmp_path / "step", values)
+    np.testing.assert_allclose(back(x), wanted(x), rtol=1e-4, atol=1e-5)
+    if setting:
+        return
+    monkeypatch.chdir(tmp_path)
+    model.save("net.onnx")
+    command = ["import-step", "step", "net.onnx", "-o", "trained.onnx"]
+    assert main(command) == 2
+    np.savez("step/state.npz", **values)
+    assert main(command) == 0
+    (again,) = onnxruntime.InferenceSession("trained.onnx").run(None, {"x": x})
+    np.testing.assert_allclose(again, wanted(x), rtol=1e-4, atol=1e-5)
+    with pytest.raises(jaxonnx.InputError, match="has no"):
+        jaxonnx.import_step(model, "step", {"w1": values["w1"]})
+    with pytest.raises(jaxonnx.InputError, match="manifest"):
+        jaxonnx.import_step(model, tmp_path, values)
+
+
+def test_values_to_start_from(tmp_path):
+    batch, large = examples(4), mlp(hidden=300)
+    jaxonnx.export_step(large, tmp_path, batch, LABELS, optax.sgd(0.1), external_data=True)
+    _, _, init = sessions(tmp_path)
+    assert [*tmp_path.glob("init.onnx.*.data")]
+    manifest = jaxonnx.export_step(
+        large, tmp_path / "other", batch, LABELS, optax.sgd(0.1), init="safetensors"
+    )
+    assert manifest["init"]["file"] == "init.safetensors"
+    found = load_file(tmp_path / "other" / "init.safetensors")
+    for name, value in run(init, {}).items():
+        np.testing.assert_array_equal(found[name], value)
+    with pytest.raises(jaxonnx.InputError, match="init is"):
+        jaxonnx.export_step(mlp(), tmp_path, batch, LABELS, optax.sgd(0.1), init="npz")
+
+
+OPTIMIZERS = [
+    *("adabelief", "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamaxw", "adamw"),
+    *("adan", "amsgrad", "fromage", "lamb", "lars", "lion", "nadam", "nadamw", "noisy_sgd"),
+    *("novograd", "optimistic_adam_v2", "optimistic_gradient_descent", "radam", "rmsprop"),
+    *("rprop", "sgd", "sign_sgd", "signum", "sm3", "yogi"),
+    *("contrib.ademamix", "contrib.adopt", "contrib.dadapt_adamw", "contrib.dog", "contrib.dowg"),
+    *("contrib.momo", "contrib.muon", "contrib.prodigy", "contrib.schedule_free_sgd"),
+]
+"""The optimizers of optax that a rate makes."""
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_of_optax(name, tmp_path):
+    module, name = (optax.contrib, name[8:]) if name.startswith("contrib") else (optax, name)
+    if not hasattr(module, name):
+        pytest.skip("not in this release of optax")
+    optimizer = getattr(module, name)(1e-3)
+    x, y = examples(16)
+    manifest = jaxonnx.export_step(mlp(), tmp_path, (x, y), LABELS, optimizer)
+    batch = x, y.astype(np.int32), np.ones(16, np.float32)
+    losses, values, *_ = trained(tmp_path, batch, 3)
+    here = step(mlp(), LABELS, optimizer)
+    update, state = jax.jit(here.update), here.init()
+    for loss in losses:
+        state, (wanted, _) = update(state, (x, y))
+        np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    for tensor in manifest["params"]:
+        wanted = here.view(state)[tensor]
+        np.testing.assert_allclose(values[tensor], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_of_an_older_opset(tmp_path):
+    jaxonnx.export_step(mlp(), tmp_path, examples(8), LABELS, optax.adam(1e-3), opset=17)
+    for session in sessions(tmp_path):
+        assert session.get_outputs()
+    assert onnx.load(tmp_path / "step.onnx").opset_import[0].version == 17
+    model = mlp(dropout=True)
+    with pytest.raises(jaxonnx.UnsupportedError, match="from opset 18 on"):
+        jaxonnx.export_step(model, tmp_path, examples(8), LABELS, optax.sgd(1.0), opset=17)

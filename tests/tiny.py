@@ -12,10 +12,10 @@ import jaxonnx
 LABELS = "softmax_cross_entropy_with_integer_labels"
 
 
-def mlp(dropout: bool = False) -> ModelProto:
+def mlp(dropout: bool = False, hidden: int = 16) -> ModelProto:
     """8 -> 16 -> 4."""
     random = np.random.default_rng(0)
-    shapes = {"w1": (8, 16), "b1": (16,), "w2": (16, 4), "b2": (4,)}
+    shapes = {"w1": (8, hidden), "b1": (hidden,), "w2": (hidden, 4), "b2": (4,)}
     weights = [
         numpy_helper.from_array(random.normal(0, 0.3, shape).astype(np.float32), name)
         for name, shape in shapes.items()

@@ -134,6 +134,25 @@ def _checkpoint(folder: str | os.PathLike, which: str) -> tuple[ModelProto, dict
     return proto, tensors
 
 
+def weights_of(
+    weights: str | os.PathLike | Mapping[str, Any],
+) -> tuple[str, dict[str, np.ndarray]]:
+    """Return what messages call these weights, and their arrays by name.
+
+    Args:
+      weights: a file in any of the formats (of a file with a graph, its tensors), or arrays.
+    """
+    if isinstance(weights, Mapping):
+        return "the weights", {name: np.asarray(value) for name, value in weights.items()}
+    if not isinstance(weights, str | os.PathLike):
+        raise InputError(
+            f"weights are a path, or arrays by name, not of type {type(weights).__name__}"
+        )
+    path = _existing(weights, "a file of weights")
+    read_weights = formats.of(path).weights
+    return f"'{path}'", read(path)[1] if read_weights is None else read_weights(path)
+
+
 def replaced(
     graph: GraphProto,
     tensors: dict[str, np.ndarray],
@@ -149,16 +168,7 @@ def replaced(
       InputError: a name that no tensor has, or another shape or type than the tensor's.
       ModelError: the file is missing or damaged.
     """
-    if isinstance(weights, Mapping):
-        what, new = "the weights", {name: np.asarray(value) for name, value in weights.items()}
-    elif not isinstance(weights, str | os.PathLike):
-        raise InputError(
-            f"weights are a path, or arrays by name, not of type {type(weights).__name__}"
-        )
-    else:
-        path = _existing(weights, "a file of weights")
-        read_weights = formats.of(path).weights
-        what, new = f"'{path}'", read(path)[1] if read_weights is None else read_weights(path)
+    what, new = weights_of(weights)
     for name, value in new.items():
         if name not in tensors:
             near = difflib.get_close_matches(name, tensors, n=8) or sorted(tensors)

@@ -29,6 +29,7 @@ _VERBS = {
     "evaluate": verbs.evaluate,
     "sparsify": training.sparsify,
     "export-step": training.export_step,
+    "import-step": training.import_step,
     "classify": verbs.classify,
     "demo": verbs.demo,
     "bench": bench.run,

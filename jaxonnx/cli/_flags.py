@@ -341,6 +341,19 @@ VERBS: Mapping[str, Verb] = {
             **_PICTURES,
         },
     ),
+    "import-step": Verb(
+        "put the weights of a state that another runtime trained back into the network",
+        "jaxonnx import-step step/ net.onnx -o trained.onnx\n"
+        "jaxonnx import-step step/ net.onnx --state state.safetensors -o trained.onnx",
+        {
+            "": [
+                Flag("folder", "what export-step wrote", FOLDER),
+                _MODEL,
+                Flag("--state", "an .npz or .safetensors file; state.npz in the folder", FILE),
+                Flag("-o --output", "the .onnx to write", NEEDED),
+            ],
+        },
+    ),
     "classify": Verb(
         "name what pictures show",
         "jaxonnx classify sparse.onnx picture.png --top 3",

@@ -120,7 +120,11 @@ def export_step(options: argparse.Namespace) -> Report:
     batches = [*examples.batches(0)] if options.web else [next(examples.batches(0))]
     if options.web:
         made |= {"web": _joined(batches), "runtime": None if options.web is True else options.web}
-    manifest = export_step(model, options.output, batches[0], opset=options.opset, **made)
+    batch = batches[0]
+    if options.any_batch:
+        (size,) = jax.export.symbolic_shape("batch")
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), batch)
+    manifest = export_step(model, options.output, batch, opset=options.opset, **made)
     names = [part["file"] for name, part in manifest.items() if name in FILES]
     names += ["index.html", "manifest.json"] if options.web else ["manifest.json"]
     written = [options.output / name for name in names]
@@ -136,6 +140,15 @@ def _joined(batches: list[Batch]) -> Batch:
         lambda *arrays: np.concatenate([x[keep] for x, keep in zip(arrays, real, strict=True)]),
         *batches,
     )
+
+
+def import_step(options: argparse.Namespace) -> Report:
+    from jaxonnx.train._import_step import import_step
+
+    model = import_step(options.model, options.folder, options.state)
+    model.save(options.output)
+    written = [options.output]
+    return Report({"written": written}, None, False, written)
 
 
 def _check_report(path: Path | None) -> None:

@@ -15,6 +15,7 @@ from onnx.shape_inference import infer_shapes
 from jaxonnx._file.build import names as names_of
 from jaxonnx._file.build import unused
 from jaxonnx._file.protos import subgraphs
+from jaxonnx.onnx_out._export import reads
 
 LARGE = 2**17
 """Elements from which an array is more than a cache holds, with the others of its chain."""
@@ -68,11 +69,11 @@ def _rewrite(graph: GraphProto, kinds: dict[str, Kind], used: set[str]) -> None:
     nodes = [*graph.node]
     if not (chains := _chains(nodes, kinds)):
         return
-    readers = Counter(name for node in nodes for name in _reads(node))
+    readers = Counter(name for node in nodes for name in reads(node))
     chained = {id(node) for chain in chains for node in chain}
     result = [node for node in nodes if id(node) not in chained]
     for chain in chains:
-        within = Counter(name for node in chain for name in _reads(node))
+        within = Counter(name for node in chain for name in reads(node))
         made = {node.output[0] for node in chain}
         needed = wanted.union(name for name in made if readers[name] > within[name])
         result += _scan(chain, needed, kinds, used)
@@ -92,7 +93,7 @@ def _chains(nodes: Sequence[NodeProto], kinds: dict[str, Kind]) -> list[list[Nod
     for node in nodes:
         detours: Counter = Counter()
         shape = _shape(node, kinds)
-        for name in _reads(node):
+        for name in reads(node):
             same = shape is not None and name in groups and kinds[name][1] == shape
             for other, depth in depths.get(name, {}).items():
                 leaves = name in groups and kinds[name][1] == other and not same
@@ -185,16 +186,6 @@ def _scan(
     return [*sizes, *before, scan, *(reshaped(rows_of[name], back, name) for name in results)]
 
 
-def _reads(node: NodeProto) -> set[str]:
-    """Return the names that a node reads, those that graphs within it see around them included."""
-    names = {*node.input}
-    for graph in subgraphs(node):
-        names.update(value.name for value in graph.output)
-        for inner in graph.node:
-            names |= _reads(inner)
-    return names
-
-
 def _sorted(nodes: Iterable[NodeProto]) -> list[NodeProto]:
     """Return nodes in an order in which each comes after those that it reads."""
     nodes = list(nodes)
@@ -209,7 +200,7 @@ def _sorted(nodes: Iterable[NodeProto]) -> list[NodeProto]:
             if state[i] == 2:
                 stack.pop()
                 continue
-            before = [makers[n] for n in sorted(_reads(nodes[i])) if n in makers]
+            before = [makers[n] for n in sorted(reads(nodes[i])) if n in makers]
             open_ = [j for j in before if state[j] == 0]
             if state[i] == 0 and open_:
                 state[i] = 1

@@ -157,7 +157,7 @@ def _prune(graph: GraphProto, results: Sequence[str], nodes: int, tensors: int) 
     needed, kept = {*results}, []
     for node in reversed(graph.node[nodes:]):
         if needed.intersection(node.output):
-            needed.update(_reads(node))
+            needed.update(reads(node))
             kept.append(node)
     weights = [tensor for tensor in graph.initializer[tensors:] if tensor.name in needed]
     del graph.node[nodes:]
@@ -195,13 +195,13 @@ def _renamed(node: Any, names: dict[str, str]) -> None:
             _renamed(other, names)
 
 
-def _reads(node: Any) -> set[str]:
+def reads(node: Any) -> set[str]:
     """Return the names that a node reads, those that its graphs see around them included."""
     names = {*node.input}
     for graph in subgraphs(node):
         names.update(value.name for value in graph.output)
         for inner in graph.node:
-            names |= _reads(inner)
+            names |= reads(inner)
     return names
 
 

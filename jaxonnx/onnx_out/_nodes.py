@@ -28,6 +28,7 @@ from jaxonnx.onnx_out._tensors import (
 )
 from jaxonnx.onnx_out._tracing import named
 
+
 class Nodes:
     """Appends nodes to a graph; calling it gives the name of a node's output.
 

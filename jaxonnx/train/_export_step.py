@@ -3,10 +3,12 @@
 import inspect
 import json
 import os
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -18,16 +20,15 @@ from jaxonnx._file.build import unused
 from jaxonnx._graph.values import declared
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.model import Model, load
-from jaxonnx.onnx_out import to_onnx
-from jaxonnx.onnx_out._export import OPSET
+from jaxonnx.onnx_out._blocks import in_blocks
+from jaxonnx.onnx_out._export import OPSET, reads, written
 from jaxonnx.train import _web
 from jaxonnx.train._assembly import assembled, weights_of_classes
 from jaxonnx.train._assembly import step as make
 from jaxonnx.train._head import headed
+from jaxonnx.train._import_step import FORMAT
 from jaxonnx.train._settings import Settings
 from jaxonnx.train._step import Batch, State, Step, as_batch
-
-FORMAT = "jaxonnx training step 1"
 
 FILES = {
     "step": "step.onnx",
@@ -49,6 +50,8 @@ def export_step(
     steps_per_epoch: int = 1,
     web: Any = None,
     runtime: str | os.PathLike | None = None,
+    init: Literal["onnx", "safetensors"] = "onnx",
+    external_data: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """Write the training step of a network as plain ONNX, for any runtime to train with.
@@ -68,6 +71,8 @@ def export_step(
       path: the folder, which is made.
       batch: a batch of examples, of which shapes and dtypes matter, in one of the forms that
         `train` documents, like `(x, y)`; weights of examples become an input where it has them.
+        With a `jax.ShapeDtypeStruct` among them whose first size is symbolic, the step takes
+        batches of any size.
       loss: as in `train`.
       optimizer: as in `train`.
       opset: the version of ONNX's operators; random numbers need 18.
@@ -78,6 +83,10 @@ def export_step(
         file to download. Any server of files serves it (`python -m http.server`).
       runtime: the folder of npm's package onnxruntime-web, whose files the page needs; without it
         they are taken from `node_modules`, or else npm brings them.
+      init: "safetensors" writes the state to start from as `init.safetensors`, for programs that
+        read it themselves.
+      external_data: write large tensors of each graph into a file beside it, as happens anyway
+        above 2 GB.
       **settings: what `jaxonnx.train.step` takes besides: metrics, trainable, lora, sparsity...
 
     Returns:
@@ -91,6 +100,8 @@ def export_step(
         raise TrainingError("mesh: a step that is exported runs on one device")
     if unknown := settings.keys() - inspect.signature(make).parameters.keys():
         raise TypeError(f"export_step() got an unexpected argument {sorted(unknown)[0]!r}")
+    if init not in ("onnx", "safetensors"):
+        raise InputError(f"init is 'onnx' or 'safetensors', and was {init!r}")
     settings |= {"loss": loss, "optimizer": optimizer, "epochs": 1 if epochs is None else epochs}
     chosen = Settings.of(settings)
     model = headed(model if isinstance(model, Model) else load(model), chosen)
@@ -98,7 +109,9 @@ def export_step(
     step = assembled(model, chosen, epochs, steps_per_epoch, platform="onnx")
     exporter = _Exporter(step, batch, opset)
     with nullcontext() if web is None else _web.runtime(runtime) as source:
-        manifest = exporter.write(Path(path), [n for n in FILES if source or n != "weights"])
+        names = [n for n in FILES if source or exporter.finishes or n != "weights"]
+        files = FILES | {"init": f"init.{init}"}
+        manifest = exporter.write(Path(path), {n: files[n] for n in names}, external_data)
         if source is not None:
             manifest["web"] = _web.write(Path(path), source, step.model, web, manifest)
         with whole(Path(path) / "manifest.json") as file:
@@ -113,7 +126,7 @@ class _Exporter:
         self._step, self.opset = step, opset
         self.state = step.init()
         self.frozen = {name: step.model.state[name] for name in step.frozen}
-        example = as_batch(batch, step.model)
+        example = as_batch(jax.tree.map(_concrete, batch), step.model)
         step.check(example)
         self.example = example
         used: set[str] = set()
@@ -126,26 +139,32 @@ class _Exporter:
         self.batch = [unused(name, used) for name in names]
         self.next = [unused(f"next.{name}", used) for name in self.names]
         self.results = unused("loss", used), unused("is_finite", used)
-        self.examples = jax.tree.leaves(example)
+        sizes = {_open(leaf) for leaf in jax.tree.leaves(batch)} - {None}
+        self.examples = [_with_size(x, *sizes) for x in jax.tree.leaves(example)]
 
-    def write(self, folder: Path, names: list[str]) -> dict[str, Any]:
+    @property
+    def finishes(self) -> bool:
+        """Whether the tensors of the file are not in the state as they are."""
+        return self._step.model.program.adaption is not None or self.state.average is not None
+
+    def start(self) -> dict[str, np.ndarray]:
+        """Return the state to start from, by name."""
+        return dict(zip(self.names, self.values, strict=True))
+
+    def write(self, folder: Path, files: Mapping[str, str], external_data: bool) -> dict[str, Any]:
         """Write these graphs; return the manifest."""
-        graphs = {name: getattr(self, name)() for name in names}
+        graphs = {name: getattr(self, name)() for name in files}
         folder.mkdir(parents=True, exist_ok=True)
         for name, (proto, _) in graphs.items():
-            if proto.ByteSize() > formats.LIMIT:
-                raise InputError(
-                    f"{FILES[name]} would have {proto.ByteSize():,} bytes, more than one file "
-                    "holds; train less of the network (trainable=, lora=) or one with fewer weights"
-                )
-            with whole(folder / FILES[name]) as file:
-                file.write_bytes(proto.SerializeToString())
+            path = folder / files[name]
+            options = {"external_data": external_data and path.suffix == ".onnx"}
+            formats.save(path, partial(_same, proto), self.start, **options)
         return {
             "format": FORMAT,
             "opset": self.opset,
             "params": [*self.state.params],
             "statistics": [*self.state.state],
-            **{name: {"file": FILES[name], **told} for name, (_, told) in graphs.items()},
+            **{name: {"file": files[name], **told} for name, (_, told) in graphs.items()},
         }
 
     def _unpacked(self, values: Any, arrays: Any) -> tuple[State, Batch]:
@@ -161,6 +180,8 @@ class _Exporter:
 
         loss, finite = self.results
         proto = self._graph(update, [*self.next, loss, finite])
+        if proto.ByteSize() < formats.LIMIT:  # what ONNX infers shapes of
+            proto = in_blocks(proto)
         told = {
             "batch": self._batch(proto),
             "state": dict(zip(self.names, self.next, strict=True)),
@@ -182,18 +203,15 @@ class _Exporter:
             return jax.tree.leaves(found)
 
         proto = self._graph(evaluate, outputs)
-        read = {name for node in proto.graph.node for name in node.input}
-        for value in [v for v in proto.graph.input if v.name in {*self.names} - read]:
-            proto.graph.input.remove(value)
+        state = self._drop_unread(proto)
         groups: dict[str, list[str]] = {}
         for metric, name in zip(metrics, outputs, strict=True):
             groups.setdefault(metric, []).append(name)
-        state = [value.name for value in proto.graph.input if value.name in self.names]
         return proto, {"batch": self._batch(proto), "state": state, "sums": groups}
 
     def init(self) -> tuple[ModelProto, dict[str, Any]]:
         """Return a graph without inputs that gives the state to start from."""
-        proto = to_onnx(lambda: self.values, outputs=self.names, opset=self.opset)
+        proto = written(lambda: self.values, (), None, self.names, self.opset, flat=True)
         return proto, {"state": self.names}
 
     def weights(self) -> tuple[ModelProto, dict[str, Any]]:
@@ -207,20 +225,27 @@ class _Exporter:
         trained = self._step.model.merged()
         names = {*trained.params, *self.state.state}
         found = {name: f"file.{name}" for name in trained.tensors if name in names}
-        proto = to_onnx(
+        proto = written(
             lambda values: [tensors(values)[name] for name in found],
-            self.values,
-            inputs=self.names,
-            outputs=[*found.values()],
-            opset=self.opset,
+            (self.values,),
+            self.names,
+            [*found.values()],
+            self.opset,
+            flat=True,
         )
-        return proto, {"tensors": found}
+        return proto, {"state": self._drop_unread(proto), "tensors": found}
+
+    def _drop_unread(self, proto: ModelProto) -> list[str]:
+        """Remove the tensors of the state that a graph does not read; return the others."""
+        read = {name for node in proto.graph.node for name in reads(node)}
+        for value in [v for v in proto.graph.input if v.name in {*self.names} - read]:
+            proto.graph.input.remove(value)
+        return [value.name for value in proto.graph.input if value.name in self.names]
 
     def _graph(self, function: Any, outputs: list[str]) -> ModelProto:
         names = [*self.names, *self.batch]
-        return to_onnx(
-            function, self.values, self.examples, inputs=names, outputs=outputs, opset=self.opset
-        )
+        arrays = self.values, self.examples
+        return written(function, arrays, names, outputs, self.opset, flat=True)
 
     def _batch(self, proto: ModelProto) -> dict[str, Any]:
         known = {value.name: declared(value) for value in proto.graph.input}
@@ -228,6 +253,41 @@ class _Exporter:
             name: {"dtype": str(known[name].dtype), "shape": list(known[name].shape or ())}
             for name in self.batch
         }
+
+
+def _same(proto: ModelProto) -> ModelProto:
+    return proto
+
+
+OPEN = 4
+"""Examples of the batch that stands for one of any size, where a step is checked."""
+
+
+def _open(leaf: Any) -> Any:
+    """Return the size of a batch where it is symbolic."""
+    size = (getattr(leaf, "shape", None) or (0,))[0]
+    return None if isinstance(size, (int, np.integer)) else size
+
+
+def _concrete(leaf: Any) -> Any:
+    """Return an array like a `jax.ShapeDtypeStruct`, of a few examples where they are open."""
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    first = () if _open(leaf) is None else (OPEN,)
+    shape = (*first, *leaf.shape[len(first) :])
+    if not all(isinstance(n, int) for n in shape):
+        raise InputError(f"only the first size of a batch may be symbolic, not {leaf.shape}")
+    return np.zeros(shape, leaf.dtype)
+
+
+def _with_size(array: Any, size: Any = None, *others: Any) -> Any:
+    """Return an array, or its shape and dtype with the symbolic number of examples."""
+    if others:
+        raise InputError(f"the arrays of a batch have several symbolic sizes: {size}, {others[0]}")
+    if size is None:
+        return array
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    return jax.ShapeDtypeStruct((size, *np.shape(array)[1:]), dtype)
 
 
 def _leaves(tree: Any) -> list:
