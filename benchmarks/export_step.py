@@ -96,12 +96,12 @@ def main() -> None:
     options, rest = parser.parse_known_args()
     if options.agree is None:
         systems = ["jaxonnx", "exported", "onnxruntime-training", "onnxsim"]
-        given = [
+        absent = [
             a
             for flag, a in zip(("--ort-python", "--sim-python"), systems[2:], strict=True)
             if not any(r.startswith(flag) for r in rest)
         ]
-        chosen = [system for system in systems if system not in given]
+        chosen = [system for system in systems if system not in absent]
         sys.argv[1:] = ["--networks", *options.networks, "--phases", "train", *rest]
         sys.argv += ["--systems", *chosen]
         networks.main()
@@ -112,9 +112,9 @@ def main() -> None:
     table = Table("network", "losses", "jaxonnx, reordered", "weights", "jaxonnx, reordered")
     with tempfile.TemporaryDirectory() as folder:
         for name in options.networks:
-            found = agree(name, Path(folder), options.agree, optimizer[options.optimizer])
-            table.add_row(name, *(f"{x:.1e}" for x in found))
-            print(name, *(f"{x:.1e}" for x in found), file=sys.stderr, flush=True)
+            differences = agree(name, Path(folder), options.agree, optimizer[options.optimizer])
+            table.add_row(name, *(f"{x:.1e}" for x in differences))
+            print(name, *(f"{x:.1e}" for x in differences), file=sys.stderr, flush=True)
     Console().print(table)
 
 

@@ -301,9 +301,9 @@ class Exported:
         batch = {n: self._value(a) for n, a in zip(self._told["batch"], arrays, strict=True)}
         feeds = {n: v for n, v in (self._state | batch).items() if n in self._read}
         values = self._session.run_with_ort_values(self._names, feeds)
-        found = dict(zip(self._names, values, strict=True))
-        self._state = {name: found[new] for name, new in self._told["state"].items()}
-        return float(found[self._told["loss"]].numpy())
+        results = dict(zip(self._names, values, strict=True))
+        self._state = {name: results[new] for name, new in self._told["state"].items()}
+        return float(results[self._told["loss"]].numpy())
 
     def tensors(self) -> dict[str, np.ndarray]:
         return {name: value.numpy() for name, value in self._state.items()}
@@ -452,6 +452,10 @@ def applies(system: str, network: Network, phase: str) -> bool:
     """Check whether a system has this phase, and a form of its own for this network."""
     if system == "torch-channels-last":
         return len(network.shape) == 4
-    only = dict.fromkeys(("onnxruntime-training", "exported", "onnxsim"), "train")
-    only["onnxruntime"] = "forward"
+    only = {
+        "onnxruntime": "forward",
+        "onnxruntime-training": "train",
+        "exported": "train",
+        "onnxsim": "train",
+    }
     return only.get(system, phase) == phase

@@ -121,7 +121,7 @@ def _chains(nodes: Sequence[NodeProto], kinds: dict[str, Kind]) -> list[list[Nod
 
 def _shape(node: NodeProto, kinds: dict[str, Kind]) -> tuple[int, ...] | None:
     """Return the shape of a large result of numbers in the same places, or of single ones."""
-    if node.op_type not in OPERATORS or node.output[0] not in kinds:
+    if node.domain or node.op_type not in OPERATORS or node.output[0] not in kinds:
         return None
     shape = kinds[node.output[0]][1]
     if prod(shape) < LARGE or _block(prod(shape)) is None:
@@ -175,7 +175,7 @@ def _scan(
         inner.output[:] = [names.get(name, name) for name in node.output]
     rows_of = {name: unused(f"{name}.rows", used) for name in (*whole, *results)}
     before = [reshaped(name, rows, rows_of[name]) for name in whole]
-    before += [reshaped(name, *one, names[name]) for name in ranked]
+    before += [reshaped(name, one[0], names[name]) for name in ranked]
     scan = helper.make_node(
         "Scan",
         [rows_of[name] for name in whole],

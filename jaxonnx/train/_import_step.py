@@ -54,9 +54,9 @@ def import_step(
     values = {name: jnp.asarray(arrays[name]) for name in needed}
     if graph:
         finish = load(Path(folder) / graph["file"])
-        found = finish(**values)
-        found = found if isinstance(found, tuple) else (found,)
-        values = dict(zip(graph["tensors"], found, strict=True))
+        tensors = finish(**values)
+        tensors = tensors if isinstance(tensors, tuple) else (tensors,)
+        values = dict(zip(graph["tensors"], tensors, strict=True))
     model = model if isinstance(model, Model) else load(model)
     known = {**model.state, **model.params}
     for name, value in values.items():
