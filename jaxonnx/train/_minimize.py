@@ -15,7 +15,7 @@ from jaxonnx.train._objective import Objective
 from jaxonnx.train._precision import products_in_bfloat16
 from jaxonnx.train._settings import Settings
 from jaxonnx.train._sparsity import masks
-from jaxonnx.train._step import State, Step, as_batch, copy, finite, stays_finite
+from jaxonnx.train._step import SMALL, State, Step, as_batch, copy, finite, stays_finite
 from jaxonnx.train._storage import Storage
 
 SELECTING = {"tpu", "gpu"}
@@ -103,8 +103,8 @@ class Minimize(Step):
             gradients, state.optimizer, state.params, value=value, grad=gradients
         )
         new: Any = optax.apply_updates(state.params, updates)
-        small = stays_finite(state.params, new, small=True)
-        good = small if good is None else good & small
+        selecting, small = good is not None, stays_finite(state.params, new, small=True)
+        good = good & small if selecting else small
         params: Any = jax.tree.map(partial(_kept, good), state.params, new)
         taken, average = state.taken + 1, state.average
         if self._settings.ema is not None:
@@ -114,9 +114,13 @@ class Minimize(Step):
         moved = state.replace(
             params={}, optimizer=memory, average=average, count=state.count + 1, taken=taken
         )
-        # selected within what computes the new values, where a conditional would copy them
-        moved = jax.tree.map(partial(_either, good), moved, stay.replace(params={}))
-        return moved.replace(params=params)
+
+        def either(new, old):
+            large = new.size > SMALL and jnp.issubdtype(new.dtype, jnp.floating)
+            # weights are computed from new moments, which a choice on CPU would make copies of
+            return new if large and not selecting else _either(good, new, old)
+
+        return jax.tree.map(either, moved, stay.replace(params={})).replace(params=params)
 
     def check(self, batch: Any) -> Any:
         return self._goal.check(as_batch(batch, self.model))

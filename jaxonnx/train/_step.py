@@ -15,7 +15,7 @@ from jaxonnx._data.batches import Batch, ordered
 from jaxonnx._data.weights import split_weights
 from jaxonnx.model import Model
 
-_SMALL = 2**10
+SMALL = 2**10
 """Numbers of an array that a step looks at as a whole after its update."""
 
 
@@ -185,7 +185,7 @@ def stays_finite(old: Any, new: Any, small: bool = False) -> jax.Array:
     pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
     floats = [(a, b) for a, b in pairs if jnp.issubdtype(b.dtype, jnp.floating)]
     if small and floats:
-        limit = max(_SMALL, min(b.size for _, b in floats))
+        limit = max(SMALL, min(b.size for _, b in floats))
         floats = [(a, b) for a, b in floats if b.size <= limit]
     sums = [_spoiled(a, b) for a, b in floats]
     return jnp.isfinite(jnp.stack([jnp.float32(0), *sums])).all()
