@@ -7,7 +7,7 @@ their real and imaginary part, because no file of ONNX that runtimes take has co
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -379,7 +379,7 @@ def optax_losses() -> dict[str, Case]:
             lambda a, i: m.ctc_loss_with_forward_probs(a, blank, i, jnp.zeros(i.shape)),
             (normal(2, 5, 4), np.array([[1, 2], [3, 1]], np.int32))),
         "fenchel_young_loss": (
-            m.make_fenchel_young_loss(jax.nn.logsumexp), (x[0], classes[0])),
+            m.make_fenchel_young_loss(cast(Any, jax.nn.logsumexp)), (x[0], classes[0])),
         "ntxent": (m.ntxent, (x, np.array([0, 1, 0], np.int32))),
         "smooth_labels": (lambda a: m.smooth_labels(a, 0.1), (classes,)),
         "triplet_margin_loss": (m.triplet_margin_loss, (x, y, normal(3, 4))),

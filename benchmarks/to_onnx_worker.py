@@ -12,9 +12,10 @@ import json
 import sys
 import traceback
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import flax
+import flax.errors
 import jax
 import numpy as np
 import onnxruntime
@@ -69,17 +70,24 @@ def outcome(exporter: str, function: Any, arrays: tuple) -> str | None:
     """Return why a case fails, "" if it does not, None if it does not count."""
     if (expected := wanted(function, arrays)) is None:
         return None
-    try:
-        model = exported(exporter, function, arrays)
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads, options.log_severity_level = 1, 4
-        session = onnxruntime.InferenceSession(model.SerializeToString(), options)
-        needed = {value.name for value in session.get_inputs()}
-        feeds = {f"x{i}": np.asarray(a) for i, a in enumerate(arrays) if f"x{i}" in needed}
-        return difference(session.run(None, feeds), expected)
-    except Exception as error:  # noqa: BLE001  whatever an exporter or the runtime raises is its result
-        line = str(error).strip().splitlines() or [traceback.format_exc().splitlines()[-1]]
-        return f"{type(error).__name__}: {line[0]}"[:300]
+    # whatever an exporter or the runtime raises is its result
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(compared, exporter, function, arrays, expected)
+    if (error := future.exception()) is None:
+        return future.result()
+    line = str(error).strip().splitlines() or traceback.format_exception_only(error)
+    return f"{type(error).__name__}: {line[0]}"[:300]
+
+
+def compared(exporter: str, function: Any, arrays: tuple, expected: list) -> str:
+    """Return how the results of the model in onnxruntime differ, "" if they do not."""
+    model = exported(exporter, function, arrays)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 4
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options)
+    needed = {value.name for value in session.get_inputs()}
+    feeds = {f"x{i}": np.asarray(a) for i, a in enumerate(arrays) if f"x{i}" in needed}
+    return difference([*session.run(None, feeds)], expected)
 
 
 def main() -> None:
