@@ -444,6 +444,7 @@ def scan(h, x, u):
     return h, jnp.stack(first, axis=1), jnp.stack(second)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("opset", versions("Scan", first=9))
 def test_scan_along_axes_and_directions_of_every_version(opset):
     rng = np.random.default_rng(0)

@@ -140,6 +140,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.deep
 def test_a_step_takes_batches_of_any_size(tmp_path):
     (n,) = jax.export.symbolic_shape("n")
     x, y = examples(16)
@@ -157,6 +158,7 @@ def test_a_step_takes_batches_of_any_size(tmp_path):
         values = {name: found[new] for name, new in manifest["step"]["state"].items()}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("setting", [{}, {"lora": jaxonnx.LoRA(rank=2)}, {"ema": 0.5}])
 def test_weights_come_back(setting, tmp_path, monkeypatch):
     model, (x, y) = jaxonnx.load(mlp()), examples(16)

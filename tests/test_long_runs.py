@@ -249,6 +249,7 @@ def test_the_average_is_what_is_validated_and_given(accumulate):
     np.testing.assert_allclose(result.history.epochs[-1]["validation_loss"], loss, rtol=1e-5)
 
 
+@pytest.mark.deep
 def test_averages_of_sparse_weights_are_sparse():
     result = train(epochs=4, ema=0.9, sparsity={"dense": 1, "dynamic": 2})
     assert result.model.sparsity is not None
@@ -312,6 +313,7 @@ def test_rollback_takes_the_weights_of_the_last_epoch():
     assert same(result, train(data=batches, epochs=1))
 
 
+@pytest.mark.deep
 def test_rollback_resumes_like_the_uninterrupted_run(tmp_path):
     settings = {"nan": "rollback", "checkpoint_every": 2, "epochs": 3}
     bad = bad_at((1, 1), (2, 3))

@@ -172,6 +172,7 @@ def test_a_page_of_a_run_without_validation_and_with_adapters(tmp_path):
     assert ["rate", "0.1"] in page.rows
 
 
+@pytest.mark.deep
 def test_from_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     jaxonnx.load(mlp()).save("net.onnx")

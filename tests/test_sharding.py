@@ -16,6 +16,7 @@ def on_eight_devices(case, folder):
     subprocess.run(command, check=True, env=environment, cwd=Path(__file__).parents[1])
 
 
+@pytest.mark.deep
 def test_quick(tmp_path):
     on_eight_devices("quick", tmp_path)
 
