@@ -207,7 +207,7 @@ def test_values_to_start_from(tmp_path):
 
 OPTIMIZERS = [
     *("adabelief", "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamaxw", "adamw"),
-    *("adan", "amsgrad", "fromage", "lamb", "lars", "lion", "nadam", "nadamw", "noisy_sgd"),
+    *("adan", "amsgrad", "fromage", "lamb", "lars", "lion", "nadam", "nadamw"),
     *("novograd", "optimistic_adam_v2", "optimistic_gradient_descent", "radam", "rmsprop"),
     *("rprop", "sgd", "sign_sgd", "signum", "sm3", "yogi"),
     *("contrib.ademamix", "contrib.adopt", "contrib.dadapt_adamw", "contrib.dog", "contrib.dowg"),
