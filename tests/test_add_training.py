@@ -243,6 +243,7 @@ def test_double():
         assert_same_training(proto, "squared_error", optim.adam(0.01), x, t, rtol=1e-10)
 
 
+@pytest.mark.deep
 def test_convolutional_network():
     x = normal(16, 1, 8, 8)
     written, _, losses = assert_same_training(
@@ -440,6 +441,7 @@ def test_print_shows_the_training():
     assert "training by Gradient, Adam; updates 13 tensors; takes target; T = 1" in shown
 
 
+@pytest.mark.deep
 def test_train_equals_train_with_the_same_optimizer():
     x, t = normal(64, 4), targets(True, 64)
     settings = {

@@ -141,6 +141,7 @@ def test_open_files_stay_as_they_are():
         jaxonnx.load(path, batch=8)
 
 
+@pytest.mark.deep
 def test_dropout_behind_a_target_that_changes():
     path = DATA / "fixed" / "lenet.dynamo.1.onnx"
     model = jaxonnx.load(path).with_dropout({"view": 0.5}).with_any_batch()

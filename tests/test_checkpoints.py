@@ -40,6 +40,7 @@ def test_a_folder_of_checkpoints_is_the_model_of_the_newest(tmp_path, settings):
         assert model.sparsity is None
 
 
+@pytest.mark.deep
 def test_the_best_checkpoint_and_the_newest(tmp_path):
     settings = {"optimizer": optax.sgd(-0.1), "checkpoint_dir": tmp_path}  # it gets ever worse
     first = train(optimizer=optax.sgd(-0.1))
@@ -67,6 +68,7 @@ def test_folders_without_a_model(tmp_path):
         jaxonnx.load(tmp_path / "odd", checkpoint="best")
 
 
+@pytest.mark.deep
 def test_checkpoints_of_adapters(tmp_path):
     result = train(checkpoint_dir=tmp_path, lora=jaxonnx.LoRA(rank=2))
     with pytest.raises(jaxonnx.ModelError, match=r"jaxonnx\.Adapters\.load\(") as caught:

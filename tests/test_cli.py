@@ -223,6 +223,7 @@ def test_a_run_that_stops_says_so_in_its_status(small, capsys):
     assert history["losses"][-1] is None
 
 
+@pytest.mark.deep
 def test_settings_of_train(small, capsys):
     line = "train net.onnx data.npz -o out.onnx --epochs 40 --batch-size 2 --json --rate 0.5"
     more = "--validation 0.25 --metrics f1 --metrics top_2 --patience 1 --monitor validation_f1"
@@ -241,6 +242,7 @@ def test_settings_of_train(small, capsys):
     assert command(f"{line} --log out.txt") == 2
 
 
+@pytest.mark.deep
 def test_adapters(small, capsys):
     line = "train net.onnx data.npz -o out.onnx --epochs 1 --lora 1 --lora-where w"
     assert command(f"{line} --adapters adapters.npz") == 0

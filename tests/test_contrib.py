@@ -530,6 +530,7 @@ def test_a_padded_chunk_of_queries_follows_a_cache():
             np.testing.assert_allclose(y[part], e[part], rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.deep
 def test_bias_dropout_drops_in_training_only():
     model = jaxonnx.load(
         onnx.parser.parse_model("""

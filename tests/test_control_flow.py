@@ -125,6 +125,7 @@ def test_loop_of_every_version(opset):
     np.testing.assert_allclose(s, rows, rtol=1e-6)
 
 
+@pytest.mark.deep
 def test_a_known_trip_count_is_a_scan_with_gradients_both_ways():
     f = function(POWER)
     program = jax.make_jaxpr(lambda x: f(np.array(5), x))(X)

@@ -205,6 +205,7 @@ bert (int64[b, t] ids) => (float[b, t, 8] y, float[b] mean) <
 }"""
 
 
+@pytest.mark.deep
 def test_sizes_are_computed_from_symbolic_ones():
     proto = onnx.parser.parse_model(BERT)
     random = np.random.default_rng(0)

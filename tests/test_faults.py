@@ -104,6 +104,7 @@ def test_what_was_infinite_may_stay_so():
     assert not stays_finite(old, {**old, "w": old["w"] * 2})
 
 
+@pytest.mark.deep
 def test_of_large_weights_no_number_becomes_nan():
     """A step looks at small ones; what it did not see stays as it was, too."""
     wide = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 17]>
@@ -131,6 +132,7 @@ def test_of_large_weights_no_number_becomes_nan():
             np.testing.assert_array_equal(found != value, moved)
 
 
+@pytest.mark.deep
 def test_a_step_that_is_not_taken_moves_nothing_else():
     """Neither statistics, averages, moments nor hidden weights and masks."""
     ones, zeros = (", ".join([x] * 8) for x in "10")

@@ -160,6 +160,7 @@ def test_adapters_are_the_parameters_and_are_merged_in_the_file(model, batch):
     assert not np.allclose(net(x), model(x), atol=1e-3)
 
 
+@pytest.mark.deep
 def test_training_mode_is_apply_train(model, batch):
     x, _ = batch
     net = jaxonnx.flax.Module(model, deterministic=False)
@@ -171,6 +172,7 @@ def test_training_mode_is_apply_train(model, batch):
     np.testing.assert_array_equal(net(x), model.apply(model.params, x, state=state))
 
 
+@pytest.mark.deep
 def test_only_the_head_is_trained(model, batch):
     x, y = batch
     net = Classifier(model, nnx.Rngs(0))
@@ -183,6 +185,7 @@ def test_only_the_head_is_trained(model, batch):
     assert np.abs(net.head.bias[...]).max() > 0
 
 
+@pytest.mark.deep
 def test_tensors_are_frozen_by_name(model, batch):
     x, y = batch
     net = jaxonnx.flax.Module(model)
@@ -302,6 +305,7 @@ def test_per_example_gradients(model, batch):
         np.testing.assert_allclose(many[5], alone, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.deep
 def test_saliency(model, batch):
     """The gradient for the input agrees with a difference quotient along itself."""
     x, _ = batch

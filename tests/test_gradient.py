@@ -404,6 +404,7 @@ def test_second_order_through_a_gradient_inside_if():
 # Operators with two behaviours.
 
 
+@pytest.mark.deep
 def test_y_through_batch_normalization_in_training():
     text = """
     g (float[6,2] x, float[2] scale, float[2] bias) => (float[6,2] dx, float[2] dscale)

@@ -486,6 +486,7 @@ def test_losses_of_heads():
         jaxonnx.train(kept, (x[:, :4], y))
 
 
+@pytest.mark.deep
 def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     onnx.save(tiny.mlp(), "net.onnx")

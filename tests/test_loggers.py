@@ -110,6 +110,7 @@ def test_without_tensorboard_the_error_says_what_to_install(tmp_path, monkeypatc
         loggers.tensorboard(tmp_path)
 
 
+@pytest.mark.deep
 def test_the_algorithm_of_a_file_logs_as_well():
     model = jaxonnx.add_training(mlp(), loss=LABELS, optimizer=jaxonnx.optim.adam(0.01))
     calls = []

@@ -139,6 +139,7 @@ def test_a_finished_run_resumes_to_its_result(tmp_path):
     assert same(train(**settings), train(**settings))
 
 
+@pytest.mark.deep
 def test_the_best_of_a_resumed_run_is_kept_on(tmp_path):
     settings = {
         "checkpoint_dir": tmp_path,
@@ -197,6 +198,7 @@ def test_monitor_knows_which_way():
     assert rows("validation_perplexity", "min", metrics=perplexity) == 2
 
 
+@pytest.mark.deep
 def test_accumulated_batches_are_one_large_batch():
     order = {"data": lambda epoch: batches(0)[:4], "optimizer": optax.adam(1e-2)}
     small = train(**order, epochs=4, accumulate=4)
@@ -343,6 +345,7 @@ def listening():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("listening")
 def test_ctrl_c_gives_the_result_and_a_checkpoint(tmp_path):
     settings = {"epochs": 6, "checkpoint_dir": tmp_path}
@@ -371,6 +374,7 @@ def full():
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.deep
 def test_a_full_disk_leaves_the_result_and_the_last_checkpoint(tmp_path, monkeypatch):
     from orbax.checkpoint import CheckpointManager
 
@@ -463,6 +467,7 @@ def test_refused_data_closes_the_checkpoints(tmp_path):
     assert closed
 
 
+@pytest.mark.deep
 def test_what_is_not_trained_is_not_stored_but_compared(tmp_path):
     settings = {"trainable": ["w2", "b2"], "checkpoint_dir": tmp_path, "resume": True}
     train(epochs=1, **settings)

@@ -233,6 +233,7 @@ def test_half_precision_weights_have_adapters_in_float32():
     assert adapted(normal(2, 6).astype(np.float16)).dtype == np.float16
 
 
+@pytest.mark.deep
 def test_the_file_of_adapters(tmp_path):
     path = tmp_path / "adapters.npz"
     model = jaxonnx.load(DATA / "lenet_bn.legacy.onnx")
@@ -272,6 +273,7 @@ def train(model, **settings):
     return jaxonnx.train(model, (X, Y), loss=LABELS, **settings)
 
 
+@pytest.mark.deep
 def test_training_with_adapters(tmp_path):
     model = mlp()
     before = {name: np.array(value) for name, value in model.params.items()}
@@ -306,6 +308,7 @@ def test_a_run_with_adapters_resumes_bit_for_bit(tmp_path):
     assert not np.array_equal(whole.model.params["b2"], np.zeros(4))
 
 
+@pytest.mark.deep
 def test_an_optimizer_for_each_group():
     still = {"b": optax.adam(0.05), "rest": optax.set_to_zero()}
     optimizer = optax.multi_transform(still, jaxonnx.labels({"b": ".*lora_B"}, default="rest"))

@@ -321,6 +321,7 @@ def test_random_parts():
             np.testing.assert_allclose(np.std(ours), drawn[fits].std(), atol=0.01)
 
 
+@pytest.mark.deep
 def test_parts_are_those_that_pillow_shows():
     picture = pixels(30, 40, False)
     for seed in range(5):
@@ -526,6 +527,7 @@ def test_what_is_left_out_is_said(photos, tmp_path):
     assert not re.search("hidden|Macintosh", notes)
 
 
+@pytest.mark.deep
 def test_a_new_head_for_the_classes_of_a_folder(photos, tmp_path):
     """A network for other classes, whose labels are in the file, is given those of the folder."""
     labels = ["dark", "gray", "light"]

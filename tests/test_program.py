@@ -57,6 +57,7 @@ def at_once(call):
     return failures
 
 
+@pytest.mark.deep
 def test_threads_that_fix_shapes_differently():
     model = jaxonnx.load(onnx.parser.parse_model(FIXING))
 

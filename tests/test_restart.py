@@ -63,6 +63,7 @@ def test_variances_follow_the_layout(node, shape, inputs):
     np.testing.assert_array_equal(other.params["w"], 2)
 
 
+@pytest.mark.deep
 def test_what_is_not_there():
     model = jaxonnx.load(DATA / "lenet.legacy.onnx")
     with pytest.raises(

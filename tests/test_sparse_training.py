@@ -178,6 +178,7 @@ def test_it_chains_with_clipping_schedules_accumulation_and_multi_transform():
         assert np.all(np.asarray(now["head"]) != np.asarray(params["head"]))
 
 
+@pytest.mark.deep
 def test_half_precision_weights_stay_exactly_sparse():
     params = {"linear": weights(6)["linear"].astype(jnp.bfloat16)}
     tx = sparse.three_phase(optax.adam(0.01), dense=1, dynamic=3, refresh=1)

@@ -63,6 +63,7 @@ def test_a_loop_of_ones_own_is_a_run(settings):
     )
 
 
+@pytest.mark.deep
 def test_sparsity_in_steps():
     phases = {"dense": 1, "dynamic": 2}
     result = train(data=batches(), epochs=4, sparsity=phases)

@@ -172,6 +172,7 @@ def reshaped(x):
     return x.reshape(-1).reshape(x.shape)
 
 
+@pytest.mark.deep
 def test_a_loop_of_ones_own():
     model = jaxonnx.load(network())
     x, y = rng.normal(size=(8, 2, 5, 5)).astype(np.float32), rng.integers(0, 3, 8)

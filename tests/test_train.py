@@ -47,6 +47,7 @@ def test_running_statistics_are_renewed_and_exported(net, tmp_path):
     np.testing.assert_allclose(found, result.model(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.deep
 def test_the_model_given_is_not_changed(net):
     before = {k: np.array(v) for k, v in {**net.params, **net.state}.items()}
     train(net, digits(16))
@@ -184,6 +185,7 @@ def test_a_loss_that_is_not_finite_stops_at_the_last_good_weights(net, bad):
         np.testing.assert_array_equal({**result.model.params, **result.model.state}[name], value)
 
 
+@pytest.mark.deep
 def test_a_gradient_that_is_not_finite_stops_as_well(net):
     with pytest.warns(UserWarning, match="the gradient or the update is not finite at step 1"):
         result = train(net, digits(8), loss=lambda outputs, targets: jnp.sqrt(outputs * 0).sum(1))
@@ -248,6 +250,7 @@ def test_bad_input(net, case):
         train(net, data, **settings)
 
 
+@pytest.mark.deep
 def test_dropout_drops_in_training_only():
     nodes = [
         helper.make_node("Dropout", ["x"], ["kept"]),

@@ -77,6 +77,7 @@ def draws(shape, values):
     )
 
 
+@pytest.mark.deep
 @settings(deadline=None, max_examples=25, derandomize=True)
 @given(
     scores=draws((19, CLASSES), st.integers(-999, 999)),

@@ -225,6 +225,7 @@ def test_predictions_have_the_length_of_their_text(net):
     assert found == {"accuracy": pytest.approx((expected.argmax(1) == labels).mean())}
 
 
+@pytest.mark.deep
 def test_weights_of_texts_and_of_their_classes():
     whole = network(outputs=f"float[n, {TOKENS}] scores")
     data, labels = texts(), np.arange(len(LENGTHS)) % TOKENS

@@ -517,6 +517,7 @@ def test_block_coordinate_descent():
     close(state["b"], -1)
 
 
+@pytest.mark.deep
 def test_gan_with_two_optimizers():
     """Generator and discriminator in one file, each with its own Adam; the rest hand-written."""
     main = """

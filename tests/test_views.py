@@ -52,6 +52,7 @@ def test_exports_without_constant_folding_train_every_weight(network):
         np.testing.assert_allclose(gradients[name], expected, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.deep
 def test_axes_of_weights_in_parts():
     recurrent = adapted_axes(jaxonnx.load(DATA / "unfolded.recurrent.onnx"))
     assert recurrent["lstm.weight_hh_l0_reverse"] == Matrix(0, 1)

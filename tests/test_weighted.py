@@ -78,6 +78,7 @@ def test_an_example_of_weight_two_is_there_twice():
     np.testing.assert_allclose(once.history.losses, twice.history.losses, rtol=1e-5)
 
 
+@pytest.mark.deep
 def test_forms(weighted, tmp_path):
     np.savez(tmp_path / "data.npz", x=X, label=Y, weight=W)
     for data in ({"x": X, "y": Y, "weight": W}, tmp_path / "data.npz"):
@@ -157,6 +158,7 @@ class Stopped(Exception):
     pass
 
 
+@pytest.mark.deep
 def test_augmentation_is_for_training_and_resumes(tmp_path):
     def stop(step, metrics):
         if step == 4:

@@ -358,6 +358,7 @@ def test_the_axes_of_a_weight_that_a_reshape_mixes_are_not_known(shape):
 # First values.
 
 
+@pytest.mark.deep
 def test_what_vectors_and_tables_start_from():
     """Every one of these started at 0, or at 1 where it was the embedding, which nothing can."""
     shapes = {"words": [16, 8], "places": [4, 8], "kinds": [2, 8], "gamma": [8], "beta": [8]}
