@@ -18,7 +18,8 @@ def test_twenty_kills_leave_no_trace(tmp_path):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    steps = [int(n) for n in done.stdout.split()]
+    *_, last = done.stdout.splitlines()  # runs that take long say how far they are
+    steps = [int(n) for n in last.split()]
     assert len(steps) == KILLS
     assert len({*steps}) > KILLS / 3  # it got on in between
     whole, resumed = (dict(np.load(tmp_path / f"{name}.npz")) for name in ("whole", "resumed"))
