@@ -18,7 +18,7 @@ RULES: dict[type, Callable[..., Any]] = {}
 
 FEW_PLACES = 16
 """Results an image up to which onnxruntime is quicker at the gradient of a weight as a product of
-windows laid side by side, and not as a convolution over the batch (measured on CPU)."""
+windows laid side by side, and not as a convolution over the batch (on a busy CPU)."""
 
 
 @primitive("contract")

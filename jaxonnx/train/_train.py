@@ -237,14 +237,14 @@ def train(
         which the first counts and without which a tensor is not split; or a function of name and
         shape. Shapes are those of the file. `model.shardings(mesh, sharding)` shows the outcome.
       nan: what happens when a loss, a gradient, or what a step would make of the statistics or of
-        small weights is NaN or infinite. Such a step changes nothing; in a large weight a number
-        that would become so stays as it was. "stop" ends the run; "skip" goes on with the next
-        batch, up to 10 times in a row; "rollback" takes the weights, statistics and optimizer state
-        that were last kept (at the end of an epoch, or as `checkpoint_every` says) and goes on with
-        the batches after this one, of which up to 8 are lost, too, up to 3 times in a row.
-        `history.events` lists what happened, validation losses that are not finite among it. A run
-        in which no step was taken, or that ends where it returned to more than once, says so like
-        one that stops.
+        small weights is NaN or infinite. Such a step changes neither weights nor statistics; in a
+        large weight a number that would become so stays as it was. "stop" ends the run; "skip" goes
+        on with the next batch, up to 10 times in a row; "rollback" takes the weights, statistics
+        and optimizer state that were last kept (at the end of an epoch, or as `checkpoint_every`
+        says) and goes on with the batches after this one, of which up to 8 are lost, too, up to 3
+        times in a row. `history.events` lists what happened, validation losses that are not finite
+        among it. A run in which no step was taken, or that ends where it returned to more than
+        once, says so like one that stops.
       patience: epochs without a better value of `monitor` after which the run ends. The result has
         the weights of the best epoch, whether it ends early or not. With `sparsity` only the
         epochs with the fixed mask count.
