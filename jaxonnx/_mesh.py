@@ -52,6 +52,16 @@ def put(x: Any, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
+def put_copies(x: np.ndarray, sharding: Sharding) -> jax.Array:
+    """Return an array with a sharding, of copies: the memory of `x` may change, or be a file's.
+
+    Only the parts of this process are read, one after the other.
+    """
+    places = sharding.addressable_devices_indices_map(x.shape)
+    parts = [jax.device_put(np.array(x[at]), device) for device, at in places.items()]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+
+
 def to_host(x: Any) -> np.ndarray:
     """Return an array in the host's memory; if processes have parts of it, all must ask."""
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):

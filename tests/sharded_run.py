@@ -3,10 +3,13 @@
 python -m tests.sharded_run CASE FOLDER
 """
 
+import gc
 import sys
+import traceback
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -16,6 +19,7 @@ from jax import P
 
 import jaxonnx
 from jaxonnx import demo
+from jaxonnx.train import _checkpoint
 from tests.tiny import LABELS
 
 DATA = Path(__file__).parent / "data"
@@ -146,6 +150,7 @@ def carried(folder):
 def resumed(folder):
     """Checkpoints know of no mesh; a NaN goes back to what is in memory; the best epoch counts."""
     model, settings = demo.model(), {"epochs": 3, "patience": 5, "ema": 0.9}
+    settings["trainable"] = lambda name, _: name != "7.weight"  # frozen, and split
     data = batches(model)
     alone = train(model, data, **settings)
     for at, (on, sharding) in enumerate([(mesh(), "fsdp"), ("all", "data"), (None, None)], 1):
@@ -174,6 +179,49 @@ def size(tree):
     """Bytes on the first device."""
     shards = (s for x in jax.tree.leaves(tree) for s in x.addressable_shards)
     return sum(s.data.nbytes for s in shards if s.device == jax.devices()[0])
+
+
+def apart(folder):
+    """Nothing that is split is whole on a device, nor on the host but where a file is put together.
+
+    On a device it is looked for when the tensors are read, after each step and in each checkpoint,
+    on the host in all that NumPy is asked for.
+    """
+    kind: Any = type(jax.numpy.zeros(0))
+    for number, make in enumerate((partial(demo.mlp, 8192), demo.model)):
+        model = make()
+        model.save(path := folder / f"{number}.onnx")
+        data, large = batches(model), max(x.size for x in model.params.values())
+        del model
+        shares, gathered = [], []
+
+        def look(*_, large=large, shares=shares):
+            found = [x for x in jax.live_arrays() if x.size == large and x.dtype == np.float32]
+            shares.extend(s.data.size / large for x in found for s in x.addressable_shards)
+
+        def array(x, *args, large=large, gathered=gathered, real=kind.__array__, **kwargs):
+            if x.size == large and not x.is_fully_replicated:
+                gathered.append({frame.name for frame in traceback.extract_stack()})
+            return real(x, *args, **kwargs)
+
+        def sealed(x, look=look, real=_checkpoint.seal):
+            look()
+            return real(x)
+
+        settings = {"ema": 0.9, "patience": 9, "nan": "rollback", "checkpoint_every": 2}
+        settings |= {"checkpoint_dir": folder / f"run{number}", "resume": True, "on_log": look}
+        gc.collect()
+        with mock.patch.object(kind, "__array__", array):
+            read = jaxonnx.load(path, mesh="all")
+            look()
+            with mock.patch.object(_checkpoint, "seal", sealed):
+                for epochs in (1, 2):
+                    train(read, data, mesh="all", sharding="fsdp", epochs=epochs, **settings)
+        assert len(shares) > 8 * 20  # weights, momentum, averages, copies
+        assert {*shares} == {1 / 8}, {*shares}
+        # the model that the run begins with, beside its checkpoints; how much each tensor changed
+        assert all(names & {"to_onnx", "changes"} for names in gathered), gathered
+        assert gathered
 
 
 def quick(folder):
@@ -319,7 +367,7 @@ def wrong(model):
     assert "each of 8 devices has" in text
 
 
-CASES = (quick, cnn, transformer, lstm, lora, sparse, average, carried, resumed)
+CASES = (quick, cnn, transformer, lstm, lora, sparse, average, carried, resumed, apart)
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)

@@ -1,6 +1,7 @@
 """What `load` refuses, and how it says so; what it reads besides the ordinary."""
 
 import contextlib
+import os
 import random
 import subprocess
 import sys
@@ -445,3 +446,43 @@ def test_a_large_file_is_in_memory_once(tmp_path):
     after, peak = map(int, done.stdout.split())
     assert after < 1.4 * w.nbytes
     assert peak < 2.5 * w.nbytes
+
+
+SPLITTING = """
+import resource
+import sys
+import jax
+import numpy as np
+import jaxonnx
+
+jax.config.update("jax_num_cpu_devices", 8)
+mesh = jax.make_mesh((8,), ("data",))
+jax.block_until_ready(jax.device_put(np.ones(8), jax.NamedSharding(mesh, jax.P("data"))))
+with open("/proc/self/status") as file:
+    (taken,) = (int(line.split()[1]) << 10 for line in file if line.startswith("VmData"))
+limit = taken + int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+model = jaxonnx.load(sys.argv[1], mesh=mesh, sharding="fsdp")
+for shard in jax.block_until_ready(model.params["w"]).addressable_shards:
+    assert shard.data.nbytes == model.params["w"].nbytes / 8
+"""
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux limits what a process allocates")
+def test_a_large_file_is_never_whole_beside_its_parts(tmp_path):
+    """All that is allocated while external data is read into parts is less than two copies."""
+    proto = parse("g (float[n,8192] x) => (float[n,8192] y) { y = MatMul(x, w) }")
+    size = 4 * 8192 * 8192
+    w = proto.graph.initializer.add(
+        name="w", data_type=TensorProto.FLOAT, dims=[8192, 8192], data_location=TensorProto.EXTERNAL
+    )
+    for key, value in {"location": "w.bin", "length": str(size)}.items():
+        w.external_data.add(key=key, value=value)
+    (tmp_path / "net.onnx").write_bytes(proto.SerializeToString())
+    with open(tmp_path / "w.bin", "wb") as file:
+        file.truncate(size)  # which takes no place on the disk
+    command = [sys.executable, "-W", "ignore", "-c", SPLITTING, str(tmp_path / "net.onnx")]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    root = Path(__file__).parent.parent
+    subprocess.run([*command, str(3 * size // 2)], cwd=root, check=True, env=environment)

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.deep
 
 TRAIN = """
 import json
+from pathlib import Path
 folder, how = sys.argv[4:6]
 given = dict(epochs=3, batch_size=8, validation=tiny.examples(16, seed=2))
 given |= dict(mesh=mesh, sharding=RULES)
@@ -28,6 +29,25 @@ if how == "stream":
     del given["batch_size"]
     if index:
         tiny.train()  # alone, which the other does not
+if how == "grain":
+    import grain
+    source = [*zip(*data)]
+    shard = "grain.sharding.ShardByJaxProcess(drop_remainder=True)"
+    page = Path(jaxonnx.__file__).parent / "docs" / "many_devices.md"
+    text = "def epoch_of" + page.read_text().partition("def epoch_of")[2]
+    text = text.partition("jax.distributed")[0].replace("Batch(64", "Batch(4")
+    if count > 1:
+        exec(text)
+        data = epoch_of
+    else:  # the shares of both
+        shares = []
+        for i in range(2):
+            exec(text.replace(shard, f"grain.sharding.ShardOptions({i}, 2, True)"))
+            shares.append(epoch_of)
+        data = lambda epoch: (
+            tuple(map(np.concatenate, zip(*both))) for both in zip(*(of(epoch) for of in shares))
+        )
+    del given["batch_size"]
 if how == "patience":
     given |= dict(patience=1, epochs=40, monitor=("validation_accuracy", "max"))
 result = tiny.train(None, data, on_log=jaxonnx.loggers.csv(f"{folder}/log.csv"), **given)
@@ -53,7 +73,7 @@ def timeless(said):
     return losses, [{k: v for k, v in row.items() if k != "seconds"} for row in epochs], stopped
 
 
-@pytest.mark.parametrize("how", ["arrays", "stream", "patience"])
+@pytest.mark.parametrize("how", ["arrays", "stream", "grain", "patience"])
 def test_two_processes_are_one_run(how, tmp_path):
     (alone,), weights = trained(tmp_path / "one", 1, how)
     both, others = trained(tmp_path / "two", 2, how)

@@ -19,7 +19,7 @@ from jaxonnx._file.tensors import same
 from jaxonnx._file.ties import shared, sources
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.roles import running_statistics, split
-from jaxonnx._mesh import put
+from jaxonnx._mesh import put, put_copies
 from jaxonnx._rewrite.dequantize import dequantized
 from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError
@@ -144,7 +144,7 @@ def _on_device(value: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
     # jnp.array copies twice; of a file's own bytes, which nobody changes, one copy is enough
     if sharding is None:
         return jax.device_put(value) if isinstance(base, bytes) else jnp.array(value)
-    return put(value if isinstance(base, bytes) else np.array(value), sharding)
+    return (put if isinstance(base, bytes) else put_copies)(value, sharding)
 
 
 def _ties(

@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -22,7 +23,6 @@ from jaxonnx._file.checkpoints import (
     UNREADABLE,
     check,
     check_form,
-    crc,
     reason,
     seal,
     sealed,
@@ -86,7 +86,8 @@ class Checkpoints:
         self.notes: list[str] = []
         """What `restore` took though it is not the same."""
         self._together = together
-        self._fixed = [f"{name} {crc(to_host(x))}" for name, x in fixed.items()]
+        self._fixed = fixed
+        self._sealed = self._seals()
         self.folder = os.fspath(folder)
         path = Path(folder).absolute()
         try:
@@ -184,7 +185,7 @@ class Checkpoints:
             "tensors": {**state.state, **(state.average or state.params)},
             "averaged": state.params if state.average else {},
             "adapters": self._adapters,
-            "fixed": self._fixed,
+            "fixed": self._sealed,
             "settings": self._settings,
             "position": list(at),
             "history": dataclasses.asdict(history),
@@ -266,7 +267,8 @@ class Checkpoints:
                     f"the run in '{self.folder}' has {name}={before}, and {name}={value} would not "
                     f"continue it; pass {name}={before}, or another checkpoint_dir"
                 )
-        before, now = [*about.leaves, *about.fixed], [*_leaves(tree), *self._fixed]
+        fixed = self._sealed if about.fixed == self._sealed else self._seals(about.fixed)
+        before, now = [*about.leaves, *about.fixed], [*_leaves(tree), *fixed]
         if before != now:
             odd = [
                 f"{kind} {next((line for line in one if line not in other), 'another order')}"
@@ -278,6 +280,19 @@ class Checkpoints:
                 "trainable and optimizer, or another checkpoint_dir"
             )
         self._compare_data(about.settings.get("data"))
+
+    def _seals(self, before: Sequence[str] = ()) -> list[str]:
+        """Return what tells whether the fixed arrays are the same, in the form that it had before.
+
+        As for leaves, those that devices share are summed up where they lie.
+        """
+        lines = []
+        for place, (name, x) in enumerate(self._fixed.items()):
+            summed = isinstance(x, jax.Array) and not x.is_fully_replicated
+            if place < len(before):
+                summed = before[place].startswith(f"{name} sum ")
+            lines.append(f"{name} {seal(jax.numpy.asarray(x) if summed else to_host(x))}")
+        return lines
 
     def _compare_data(self, before: dict[str, Any] | None) -> None:
         """Refuse other data, where both are known: earlier versions did not say which they had."""
