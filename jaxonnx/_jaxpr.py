@@ -40,6 +40,11 @@ def called(equation: JaxprEqn) -> Program | None:
     return next(iter(programs(params)), None) if primitive.name in _CALLS else None
 
 
+def source(program: Program) -> str:
+    """Return "NAME at FILE:LINE" of the function that a program was traced from."""
+    return getattr(program, "jaxpr", program).debug_info.func_src_info or ""
+
+
 def interpret(
     program: Program,
     rule: Rule,

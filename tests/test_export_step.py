@@ -1,6 +1,7 @@
 """A training step as plain ONNX: stock onnxruntime trains as jaxonnx does."""
 
 import json
+from functools import partial
 
 import jax
 import numpy as np
@@ -9,9 +10,14 @@ import onnxruntime
 import optax
 import optax.contrib
 import pytest
+from onnx.reference import ReferenceEvaluator
 from safetensors.numpy import load_file
 
 import jaxonnx
+from benchmarks.agreement import Trainer, difference
+from benchmarks.doubles import doubled
+from benchmarks.layers.onnx_file import write
+from benchmarks.networks import NETWORKS
 from jaxonnx.cli import main
 from jaxonnx.train import step
 from tests.tiny import LABELS, examples, mlp
@@ -199,10 +205,14 @@ def test_values_to_start_from(tmp_path):
     )
     assert manifest["init"]["file"] == "init.safetensors"
     found = load_file(tmp_path / "other" / "init.safetensors")
-    for name, value in run(init, {}).items():
-        np.testing.assert_array_equal(found[name], value)
+    step_of = partial(jaxonnx.export_step, large, tmp_path / "other", batch, LABELS)
+    assert step_of(optax.sgd(0.1), init="npz")["init"]["file"] == "init.npz"
+    with np.load(tmp_path / "other" / "init.npz") as arrays:
+        for name, value in run(init, {}).items():
+            np.testing.assert_array_equal(found[name], value)
+            np.testing.assert_array_equal(arrays[name], value)
     with pytest.raises(jaxonnx.InputError, match="init is"):
-        jaxonnx.export_step(mlp(), tmp_path, batch, LABELS, optax.sgd(0.1), init="npz")
+        step_of(optax.sgd(0.1), init="txt")
 
 
 OPTIMIZERS = [
@@ -235,6 +245,72 @@ def test_optimizers_of_optax(name, tmp_path):
     for tensor in manifest["params"]:
         wanted = here.view(state)[tensor]
         np.testing.assert_allclose(values[tensor], wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.deep
+def test_a_hundred_steps_are_the_same_training(tmp_path):
+    """In float64, where rounding stays small; the benchmark has all networks, and float32."""
+    network = NETWORKS["lenet"]
+    write(network, tmp_path / "net.onnx")
+    trainer = Trainer(tmp_path / "net.onnx", network, 4, 100, optax.adam(1e-3))
+    with jax.enable_x64(True):
+        here = trainer.here(np.float64)
+        found = difference(trainer.there(np.float64), here)
+    assert here.losses[-10:].mean() < here.losses[:10].mean() / 2
+    assert found.worst < 1e-10
+    assert found.weights < 1e-8
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_a_hundred_steps_with_dropout(optimizer, tmp_path):
+    data = [examples(16, seed) for seed in range(10)]
+    settings = {"optimizer": {"adam": optax.adam(1e-3), "sgd": optax.sgd(0.1, 0.9)}[optimizer]}
+    with jax.enable_x64(True):
+        model = jaxonnx.load(doubled(mlp(dropout=True)))
+        data = [(x.astype(np.float64), y.astype(np.int32)) for x, y in data]
+        manifest = jaxonnx.export_step(model, tmp_path, data[0], LABELS, **settings)["step"]
+        one, _, init = sessions(tmp_path)
+        here, values = step(model, LABELS, **settings), run(init, {})
+        update, state = jax.jit(here.update), here.init()
+        for i in range(100):
+            x, y = data[i % 10]
+            batch = dict(zip(manifest["batch"], (x, y, np.ones(16, np.float32)), strict=True))
+            results = run(one, values | batch)
+            values = {name: results[new] for name, new in manifest["state"].items()}
+            state, (wanted, _) = update(state, (x, y))
+            np.testing.assert_allclose(results[manifest["loss"]], wanted, rtol=1e-11)
+        for value, leaf in zip(values.values(), jax.tree.leaves(here.to_file(state)), strict=True):
+            np.testing.assert_allclose(value, leaf, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+def test_the_reference_of_onnx_agrees(name, tmp_path):
+    """ONNX's own evaluator, which computes each operator in NumPy, trains the same."""
+    from jaxonnx import demo
+
+    random = np.random.default_rng(0)
+    if name == "mlp":
+        model, (x, y) = jaxonnx.load(mlp(dropout=True)), examples(8)
+    else:
+        x, y = random.random((1, 1, 8, 8)).astype(np.float32), np.arange(1)
+        model = demo.model()
+    optimizer = optax.adam(1e-3)
+    manifest = jaxonnx.export_step(model, tmp_path, (x, y), LABELS, optimizer)["step"]
+    one = ReferenceEvaluator(str(tmp_path / "step.onnx"))
+    values = run(onnxruntime.InferenceSession(tmp_path / "init.onnx"), {})
+    arrays = x, y.astype(np.int32), np.ones(len(x), np.float32)
+    batch = dict(zip(manifest["batch"], arrays, strict=True))
+    here = step(model, LABELS, optimizer)
+    update, state = jax.jit(here.update), here.init()
+    for _ in range(2):
+        results = dict(zip(one.output_names, one.run(None, values | batch), strict=True))
+        values = {name: results[new] for name, new in manifest["state"].items()}
+        state, (wanted, _) = update(state, (x, y))
+        np.testing.assert_allclose(results[manifest["loss"]], wanted, rtol=1e-5)
+    for value, wanted in zip(values.values(), jax.tree.leaves(here.to_file(state)), strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_a_step_of_an_older_opset(tmp_path):

@@ -183,6 +183,15 @@ FUNCTIONS = {
     "floats of bits": (
         lambda a: lax.bitcast_convert_type(a, jnp.float32),
         np.array([0, 1, 0x3F800001, 0x7F7FFFFF, 0x7F800000, -0x40800000], np.int32)),
+    "halves of bits": (
+        lambda a: (lax.bitcast_convert_type(a, jnp.float16),
+            lax.bitcast_convert_type(a, jnp.bfloat16).astype(jnp.float32)),
+        np.array([0, 1, 0x03FF, 0x3C01, 0x7BFF, 0x7C00, 0xBC00], np.uint16)),
+    "bits of halves": (
+        lambda a: lax.bitcast_convert_type(a, jnp.int16),
+        np.array([0, -0.0, 1, -1.5, 65504, 6e-8, np.inf], np.float16)),
+    "uniform halves": (lambda k: jax.random.uniform(k, (9,), jnp.float16), key),
+    "erf gradient": (jax.grad(lambda a: lax.erf(a * 3).sum()), x),
     "half": (lambda a: jnp.tanh(a.astype(jnp.float16)) * 2, x),
     "bfloat16": (lambda a: a.astype(jnp.bfloat16).astype(jnp.float32) * 2, x),
     "where of bools": (lambda a: jnp.where(a > 0, a > 1, a < -1), x),
@@ -350,6 +359,9 @@ BAD = {
     "a reference": (references, x, r"'\w+' in "),
     "a primitive": (
         lambda a: jnp.abs(jnp.linalg.eigvals(a)), square, r"'eig' in .* has no form in ONNX"),
+    "random bits of each platform": (
+        lambda n: lax.rng_bit_generator(n, (3,))[1], np.zeros(4, np.uint32),
+        r"'rng_bit_generator' in .* keys of threefry"),
     "a dtype": (
         lambda a: a.astype(jnp.float8_e4m3fn) + 1, x, r"in .*: it computes with float8_e4m3fn"),
     "complex results": (lambda a: a * 1j, x, "the function gives complex numbers"),
@@ -442,6 +454,20 @@ def test_a_rule_is_added_in_one_place():
     close(run(to_onnx(lax.igamma, x, x, opset=18), x, x), x * x)
 
 
+def test_float64_is_exact():
+    """Random numbers of float64 and the formula of the format, bit by bit."""
+    bits = np.array([0, 1, 2**62, 2**63 + 2**52, 2046 << 52, 2047 << 52], np.uint64)
+
+    def function(k, b):
+        floats = lax.bitcast_convert_type(b, jnp.float64)
+        return jax.random.uniform(k, (5,)), floats, lax.bitcast_convert_type(floats, jnp.uint64)
+
+    with jax.enable_x64(True):
+        results = run(to_onnx(function, key, bits), key, bits)
+        for found, wanted in zip(results, jax.jit(function)(key, bits), strict=True):
+            np.testing.assert_array_equal(found, wanted)
+
+
 def test_what_is_not_needed_is_not_written():
     large = np.ones((100, 100), np.float32)
     model = to_onnx(lambda a: (a @ large, (jnp.exp(a) @ large)[:0])[0] @ large, large)
@@ -495,6 +521,12 @@ def test_convolutions_stay_operators():
     nodes = [n.op_type for n in to_onnx(jax.grad(loss), images, kernel).graph.node]
     assert nodes.count("MaxPool") == nodes.count("ScatterElements") == 1
     assert nodes.count("Conv") == nodes.count("ConvTranspose") == 1
+
+
+def test_gelu_has_a_short_gradient():
+    """JAX cuts the bits of x for the exponent in the derivative of erf; the graph does not."""
+    nodes = [n.op_type for n in to_onnx(jax.grad(lambda a: lax.erf(a).sum()), x).graph.node]
+    assert sorted(nodes) == ["Exp", "Mul", "Mul", "Neg"]
 
 
 def test_chains_on_large_arrays_run_in_blocks():

@@ -117,6 +117,14 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
     return _packed().load_weights(path) if packed else _untrusted.arrays(path, said, ModelError)
 
 
+def save_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write arrays of any names, where `np.savez` refuses "file"."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, array, allow_pickle=False)
+
+
 def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
     safetensors = _safetensors()
     said = f"'{path}' is not a safetensors file, or is damaged"

@@ -9,11 +9,11 @@ import numpy as np
 from onnx import GraphProto, ValueInfoProto, defs, helper
 
 from jaxonnx._file.build import Writer, onnx_type
-from jaxonnx._jaxpr import called, interpret
+from jaxonnx._jaxpr import called, interpret, source
 from jaxonnx.errors import UnsupportedError
 from jaxonnx.onnx_out import _dims as dims
 from jaxonnx.onnx_out._pairs import computed, is_complex, knows
-from jaxonnx.onnx_out._table import Refusal, is_elementwise, rule_of
+from jaxonnx.onnx_out._table import Refusal, is_elementwise, restated_as, rule_of
 from jaxonnx.onnx_out._tensors import (
     COMPUTED,
     FOLDED,
@@ -109,6 +109,9 @@ class Nodes:
         if hasattr(equation.primitive, "plain") and rule_of(equation.primitive.name, self.opset):
             return None
         program, functions = called(equation), self.main.functions
+        if program is not None and (other := restated_as(source(program))) is not None:
+            avals = [variable.aval for variable in equation.invars]
+            return jax.make_jaxpr(other)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
         return None if functions and functions.has(program) else program
 
     def _equation(self, equation: Any, operands: list) -> list:

@@ -73,3 +73,10 @@ def _over(function, ndim):
     for _ in range(ndim):
         function = jax.vmap(function)
     return function
+
+
+@primitive("rng_bit_generator")
+def rng_bit_generator(g, *operands, **_):
+    raise Refusal(
+        "its numbers are each platform's own; keys of threefry (`jax.random.key(0)`) are exact"
+    )

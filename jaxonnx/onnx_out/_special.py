@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxonnx.onnx_out._table import Refusal, composed
+from jaxonnx.onnx_out._table import Refusal, composed, restated
 
 
 @composed("log1p")
@@ -213,52 +213,78 @@ def clz(x):
     return total
 
 
+FORMATS = {"float16": (10, 15), "bfloat16": (7, 127), "float32": (23, 127), "float64": (52, 1023)}
+"""The bits of the fraction, and what is added to the exponent."""
+
+
 @composed("bitcast_convert_type")
 def bitcast_convert_type(x, *, new_dtype):
-    """Read bits as another type: integers as integers, float32 and 32 bits by the formula."""
+    """Read bits as another type: integers as integers, others by the formula of their format."""
     new_dtype = jnp.dtype(new_dtype)
-    integers = jnp.issubdtype(x.dtype, jnp.integer), jnp.issubdtype(new_dtype, jnp.integer)
-    if x.dtype.itemsize == new_dtype.itemsize and all(integers):
-        return x.astype(new_dtype)
-    if x.dtype == jnp.float32 and integers[1] and new_dtype.itemsize == 4:
-        return _bits(x).astype(new_dtype)
-    if not (integers[0] and x.dtype.itemsize == 4 and new_dtype == jnp.float32):
-        raise Refusal(f"ONNX cannot read the bits of {x.dtype} as {new_dtype}")
-    return _float(x.astype(jnp.uint32))
+    unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    if x.dtype.itemsize == new_dtype.itemsize:
+        if {x.dtype.kind, new_dtype.kind} <= {"i", "u"}:
+            return x.astype(new_dtype)
+        if x.dtype.name in FORMATS and new_dtype.kind in "iu":
+            return _bits(x, unsigned).astype(new_dtype)
+        if x.dtype.kind in "iu" and new_dtype.name in FORMATS:
+            return _float(x.astype(unsigned), new_dtype)
+    raise Refusal(f"ONNX cannot read the bits of {x.dtype} as {new_dtype}")
 
 
-def _float(bits):
-    """Return the float32 that has these bits."""
-    sign = jnp.where(bits >> 31 == 1, -1.0, 1.0).astype(jnp.float32)
-    exponent = ((bits >> 23) & 255).astype(jnp.int32)
-    fraction = (bits & 0x7FFFFF).astype(jnp.int32).astype(jnp.float32) * jnp.float32(2.0**-23)
-    small = fraction * jnp.float32(2.0**-126)
-    power = jnp.power(jnp.float32(2), jnp.clip(exponent - 127, -126, 127).astype(jnp.float32))
-    special = jnp.where(fraction == 0, jnp.inf, jnp.nan)
-    normal = jnp.where(exponent == 255, special, (1 + fraction) * power)
-    return sign * jnp.where(exponent == 0, small, normal)
+def _wide(dtype):
+    """Return the dtype in which numbers of a format are computed, exactly."""
+    return jnp.promote_types(dtype, jnp.float32)
 
 
-def _bits(x):
-    """Return the bits of a float32 as uint32; of NaN, those of one."""
+def _float(bits, dtype):
+    """Return the numbers of a format that have these bits."""
+    (digits, bias), wide = FORMATS[dtype.name], _wide(dtype)
+    bits = bits.astype(jnp.promote_types(bits.dtype, jnp.uint32))
+    sign = jnp.where(bits >> 8 * dtype.itemsize - 1 == 1, -1.0, 1.0).astype(wide)
+    exponent = ((bits >> digits) & 2 * bias + 1).astype(jnp.int32)
+    fraction = (bits & 2**digits - 1).astype(f"int{8 * bits.dtype.itemsize}").astype(wide)
+    fraction = fraction * wide.type(2.0**-digits)
+    small = fraction * wide.type(2.0 ** (1 - bias))
+    power = jnp.power(wide.type(2), jnp.clip(exponent - bias, 1 - bias, bias).astype(wide))
+    special = jnp.where(fraction == 0, jnp.inf, jnp.nan).astype(wide)
+    normal = jnp.where(exponent == 2 * bias + 1, special, (1 + fraction) * power)
+    return (sign * jnp.where(exponent == 0, small, normal)).astype(dtype)
+
+
+def _bits(x, unsigned):
+    """Return the bits of numbers; of NaN, those of one."""
+    (digits, bias), wide = FORMATS[x.dtype.name], _wide(x.dtype)
+    held, two = jnp.promote_types(unsigned, jnp.uint32).type, wide.type(2)
+    x = x.astype(wide)
     size = jnp.abs(x)
     finite = jnp.isfinite(x)
-    normal = jnp.where(finite & (size >= 2.0**-126), size, 1)
-    exponent = jnp.floor(jnp.log(normal) * np.float32(1 / np.log(2)))
+    least = wide.type(2.0 ** (1 - bias))
+    normal = jnp.where(finite & (size >= least), size, 1)
+    exponent = jnp.floor(jnp.log(normal) * wide.type(1 / np.log(2)))
 
     def scaled(exponent):  # by two powers, each of which is a normal number
         half = jnp.floor(exponent / 2)
-        return normal * jnp.power(np.float32(2), -half) * jnp.power(np.float32(2), half - exponent)
+        return normal * jnp.power(two, -half) * jnp.power(two, half - exponent)
 
     exponent = exponent + (scaled(exponent) >= 2) - (scaled(exponent) < 1)
-    fraction = ((scaled(exponent) - 1) * np.float32(2.0**23)).astype(jnp.uint32)
-    bits = ((exponent.astype(jnp.int32) + 127).astype(jnp.uint32) << 23) | fraction
-    # a subnormal number in two steps: the factor itself is larger than any number
-    small = (size * np.float32(2.0**75) * np.float32(2.0**74)).astype(jnp.uint32)
-    special = jnp.where(jnp.isnan(x), jnp.uint32(0x7FC00000), jnp.uint32(0x7F800000))
-    bits = jnp.where(finite, jnp.where(size < 2.0**-126, small, bits), special)
+    fraction = ((scaled(exponent) - 1) * wide.type(2.0**digits)).astype(held)
+    bits = ((exponent.astype(jnp.int32) + bias).astype(held) << held(digits)) | fraction
+    # a subnormal number in two steps: the factor itself may be larger than any number
+    up = bias - 1 + digits
+    small = (size * wide.type(2.0 ** (up // 2)) * wide.type(2.0 ** (up - up // 2))).astype(held)
+    infinite = (2 * bias + 1) << digits
+    special = jnp.where(jnp.isnan(x), held(infinite + 2 ** (digits - 1)), held(infinite))
+    bits = jnp.where(finite, jnp.where(size < least, small, bits), special)
     negative = (x < 0) | ((x == 0) & (1 / x < 0))
-    return bits | jnp.where(negative, jnp.uint32(2**31), jnp.uint32(0))
+    sign = held(1 << 8 * unsigned.itemsize - 1)
+    return (bits | jnp.where(negative, sign, held(0))).astype(unsigned)
+
+
+@restated
+def exp_neg_sq(x):
+    """Return exp(-x^2), to a relative error of x^2 roundings: JAX cuts x by its bits for less."""
+    return jnp.exp(-x * x)
 
 
 @composed("nextafter")

@@ -80,6 +80,24 @@ def composed(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
+_RESTATED: dict[str, Rule] = {}
+
+
+def restated(function: Rule) -> Rule:
+    """Register a function that is written in place of JAX's own one of the same name.
+
+    For those that JAX composes of primitives in a way that ONNX says at great length.
+    """
+    _RESTATED[function.__name__] = function
+    return function
+
+
+def restated_as(source: str) -> Rule | None:
+    """Return what is written for a function of JAX that its traces call "NAME at FILE"."""
+    name, _, path = source.partition(" at ")
+    return _RESTATED.get(name) if "jax/_src/" in path.replace("\\", "/") else None
+
+
 def rule_of(name: str, opset: int) -> Rule | None:
     """Return the rule with the greatest opset not above this one."""
     return max(

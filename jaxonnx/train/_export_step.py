@@ -50,7 +50,7 @@ def export_step(
     steps_per_epoch: int = 1,
     web: Any = None,
     runtime: str | os.PathLike | None = None,
-    init: Literal["onnx", "safetensors"] = "onnx",
+    init: Literal["onnx", "safetensors", "npz"] = "onnx",
     external_data: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
@@ -83,8 +83,8 @@ def export_step(
         file to download. Any server of files serves it (`python -m http.server`).
       runtime: the folder of npm's package onnxruntime-web, whose files the page needs; without it
         they are taken from `node_modules`, or else npm brings them.
-      init: "safetensors" writes the state to start from as `init.safetensors`, for programs that
-        read it themselves.
+      init: "safetensors" or "npz" writes the state to start from as a file of arrays, for programs
+        that read it themselves.
       external_data: write large tensors of each graph into a file beside it, as happens anyway
         above 2 GB.
       **settings: what `jaxonnx.train.step` takes besides: metrics, trainable, lora, sparsity...
@@ -100,8 +100,8 @@ def export_step(
         raise TrainingError("mesh: a step that is exported runs on one device")
     if unknown := settings.keys() - inspect.signature(make).parameters.keys():
         raise TypeError(f"export_step() got an unexpected argument {sorted(unknown)[0]!r}")
-    if init not in ("onnx", "safetensors"):
-        raise InputError(f"init is 'onnx' or 'safetensors', and was {init!r}")
+    if init not in ("onnx", "safetensors", "npz"):
+        raise InputError(f"init is 'onnx', 'safetensors' or 'npz', and was {init!r}")
     settings |= {"loss": loss, "optimizer": optimizer, "epochs": 1 if epochs is None else epochs}
     chosen = Settings.of(settings)
     model = headed(model if isinstance(model, Model) else load(model), chosen)
@@ -157,6 +157,10 @@ class _Exporter:
         folder.mkdir(parents=True, exist_ok=True)
         for name, (proto, _) in graphs.items():
             path = folder / files[name]
+            if path.suffix == ".npz":
+                with whole(path) as file:
+                    formats.save_npz(file, self.start())
+                continue
             options = {"external_data": external_data and path.suffix == ".onnx"}
             formats.save(path, partial(_same, proto), self.start, **options)
         return {
