@@ -20,6 +20,7 @@ from jaxonnx._graph.roles import running_statistics
 from jaxonnx._graph.uses import weights
 from jaxonnx._untrusted import reading
 from jaxonnx.errors import InputError, ModelError
+from jaxonnx.lowering import Adapted, is_half
 from jaxonnx.model import Model
 from jaxonnx.model._select import Select, select
 
@@ -40,7 +41,8 @@ class LoRA:
     (arXiv:2106.09685).
 
     The memory of the optimizer and the exported file are small. The change is merged into the
-    weights in each step, so a dense gradient of each weight exists for a moment.
+    weights in each step, so a dense gradient of each weight exists for a moment; not on a mesh,
+    where devices would send it to each other, for matrices of MatMul and Gemm in float32.
 
     >>> import jax, jaxonnx
     >>> from jaxonnx import demo
@@ -276,11 +278,15 @@ class _Merge:
     alpha: float
     layouts: Mapping[str, Matrix]
 
-    def __call__(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def __call__(self, tensors: Mapping[str, Any], apart: bool = False) -> dict[str, Any]:
         result = dict(tensors)
         for name, place in self.layouts.items():
             a, b = (result.pop(member) for member in _pair(name))
             w = tensors[name]
+            if apart and w.ndim == 2 and w.dtype == a.dtype and not is_half(w):
+                b = b * (self.alpha / self.rank)
+                result[name] = Adapted(w, a.T, b.T) if place.output else Adapted(w, b, a)
+                continue
             # b a has the axes (batch..., output, input and kernel in one)
             order = (*place.batch, place.output, place.input, *place.kernel)
             change = (b @ a * (self.alpha / self.rank)).reshape([w.shape[i] for i in order])

@@ -50,6 +50,12 @@ Omissible = Annotated[Any, "omissible"]
 Kernel = Annotated[Any, "kernel"]
 """A weight (M, C, *kernel) that may be kept in another order, for `lowering` alone to read."""
 
+Factor = Annotated[Any, "factor"]
+"""A matrix that rows are multiplied by (`x @ w`), which may be an `Adapted` of `lowering`."""
+
+Rows = Annotated[Any, "rows"]
+"""A matrix whose rows may be a `MergedRows` of `lowering`."""
+
 Key = Annotated[Callable[..., Any], "key"]
 """`key(seed=None)` gives this node's own PRNG key; equal seeds give equal keys."""
 
@@ -114,6 +120,8 @@ class Op:
     broadcast as in NumPy; an attribute `axis` names the only axis of which that is not true."""
     through: frozenset[int] = frozenset()
     kernels: frozenset[int] = frozenset()
+    factors: frozenset[int] = frozenset()
+    rows: frozenset[int] = frozenset()
     needed: tuple[str | None, ...] = ()
     """The names of the inputs up to the last required one, None for those that may be omitted."""
     last: int = 0
@@ -210,6 +218,8 @@ def op(
                 static=_marked(positional, Static),
                 through=_marked(positional, Through),
                 kernels=_marked(positional, Kernel),
+                factors=_marked(positional, Factor),
+                rows=_marked(positional, Rows),
                 context=context,
                 attributes=frozenset(p.name for p in attributes),
                 required=frozenset(p.name for p in attributes if p.default is p.empty),

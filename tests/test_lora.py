@@ -9,6 +9,7 @@ import onnx.parser
 import onnxruntime
 import optax
 import pytest
+from jax.sharding import AxisType
 
 import jaxonnx
 
@@ -157,6 +158,37 @@ def mlp():
     draw = np.random.default_rng(1).standard_normal
     weights = {"w1": draw((8, 16)), "w2": draw((4, 16)), "b1": np.zeros(16), "b2": np.zeros(4)}
     return jaxonnx.load(parse(MLP, **weights))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("form", ["MatMul", "MatMul, batch", "Gemm, alpha", "MatMul, left"])
+def test_changes_apart_from_their_weights(form):
+    """On a mesh, where no gradient of a whole weight is to be summed over devices."""
+    nodes, shape, size, _ = FORMS[form]
+    dims = ",".join(map(str, size))
+    model = jaxonnx.load(
+        parse(f"g (float[{dims}] x) => (float[?] y) {{ {nodes} }}", w=normal(*shape))
+    )
+    adapted, x = changed(model, jaxonnx.LoRA(2, alpha=3.0, where=".*")), normal(*size)
+
+    def loss(params):
+        return (adapted.apply(params, x) ** 3).sum()
+
+    direction = jax.tree.map(lambda v: normal(*v.shape), adapted.params)
+
+    def derivatives():
+        slope = lambda params: jax.jvp(loss, (params,), (direction,))[1]  # noqa: E731
+        return jax.value_and_grad(loss)(adapted.params), jax.value_and_grad(slope)(adapted.params)
+
+    merged = derivatives()
+    with jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))):
+        apart = derivatives()
+        program = str(jax.make_jaxpr(loss)(adapted.params))
+        plain = adapted.merged()
+    assert ("custom_jvp_call" in program) == (form != "MatMul, left")
+    for one, other in zip(jax.tree.leaves(apart), jax.tree.leaves(merged), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * np.abs(other).max())
+    np.testing.assert_allclose(plain(x), adapted(x), rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_adapted():

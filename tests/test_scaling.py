@@ -94,6 +94,27 @@ for name in ("cnn", "recurrent"):
 
 
 @pytest.mark.deep
+def test_gradients_of_adapters_are_all_that_lora_sends():
+    on_eight_devices("""
+import optax
+import jaxonnx
+from jaxonnx import demo
+from benchmarks.scaling import Step
+one = jaxonnx.train.step(
+    demo.mlp(256), "softmax_cross_entropy_with_integer_labels", optax.sgd(0.1),
+    lora=jaxonnx.LoRA(rank=2),
+)
+x, y, weight = (jax.ShapeDtypeStruct((64, *shape), kind) for shape, kind in
+                [((1, 8, 8), "float32"), ((), "int32"), ((), "float32")])
+step = Step(one.update, one.init(), jaxonnx.train.Batch((x,), y, weight), (one.frozen,))
+found = collectives(compiled(step, "data", 8).as_text())
+weights = sum(4 * w.size for w in jax.tree.leaves(step.carry.params))
+assert set(found.count) == {"all-reduce"}, found
+assert 0.9 * weights < found.total < 1.1 * weights, (found, found.bytes, weights)
+""")
+
+
+@pytest.mark.deep
 @pytest.mark.parametrize("sharding", ["data", "fsdp"])
 @pytest.mark.parametrize("name", ["cnn", "lenet", "encoder", "lstm"])
 def test_no_more_than_hand_written_flax(name, sharding):

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx.lowering import in_file
+from jaxonnx.lowering import Adapted, MergedRows, in_file
 from jaxonnx.registry import Op
 
 
@@ -68,7 +68,14 @@ def choose(op: Op, arguments: Sequence[Any]) -> list[Any]:
         ranks = {a.ndim for a in arguments if isinstance(a, ChannelsLast)}
         if len(ranks) == 1 and all(np.ndim(a) <= max(ranks) for a in arguments if a is not None):
             return [_last(a, max(ranks)) for a in arguments]
-    return [first(a) for a in arguments]
+    return [a if _takes(op, i, a) else first(a) for i, a in enumerate(arguments)]
+
+
+def _takes(op: Op, position: int, value: Any) -> bool:
+    """Check whether an operator computes with a value as it is kept."""
+    if isinstance(value, Adapted):
+        return position in op.factors
+    return isinstance(value, MergedRows) and position in op.rows
 
 
 def _is_image(value: Any) -> bool:

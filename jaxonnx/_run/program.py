@@ -24,7 +24,7 @@ from jaxonnx._run.failures import at, exhausted, out_of_memory, warn
 from jaxonnx._run.overlay import Overlay
 from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import Error, NodeError, StaticError
-from jaxonnx.lowering import store
+from jaxonnx.lowering import merges, store
 
 FIXING = 64
 """An input that fixes shapes is a scalar or a vector of at most so many elements."""
@@ -41,8 +41,12 @@ class Adaption(Protocol):
         """The tensors that are parameters once the change is merged into them."""
         ...
 
-    def __call__(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Compute the values of the graph's tensors."""
+    def __call__(self, tensors: Mapping[str, Any], apart: bool = False) -> dict[str, Any]:
+        """Compute the values of the graph's tensors.
+
+        Args:
+          apart: leave the change of a matrix apart, as a `lowering.Adapted`.
+        """
         ...
 
 
@@ -169,7 +173,7 @@ class Program:
         def evaluate(tensors, key, inputs):
             renewed = None if updates is None else {}
             tensors = {**self.constants, **tensors}
-            weights = tensors if self.adaption is None else self.adaption(tensors)
+            weights = tensors if self.adaption is None else self.adaption(tensors, not merges())
             about = (self.overlay, self._note, self.limit)
             context = Context(weights, key, training, renewed, *about)
             return _compilable(graph, run(graph, inputs, context)), renewed

@@ -1,14 +1,18 @@
 """Formulations that are fast on each platform, equal to the plain ones up to rounding."""
 
+from jaxonnx.lowering._adapted import Adapted
 from jaxonnx.lowering._conv import Conv, convolution, transposed_convolution
+from jaxonnx.lowering._merged import MergedRows, reshaped
 from jaxonnx.lowering._order import in_file, kernels_first, store
 from jaxonnx.lowering._pool import Choice, first_max, first_winner, max_pool, window_sum
 from jaxonnx.lowering._product import is_half, merges, product, rounded, rows
 from jaxonnx.lowering._remat import remat
 
 __all__ = [
+    "Adapted",
     "Choice",
     "Conv",
+    "MergedRows",
     "convolution",
     "first_max",
     "first_winner",
@@ -19,6 +23,7 @@ __all__ = [
     "merges",
     "product",
     "remat",
+    "reshaped",
     "rounded",
     "rows",
     "store",

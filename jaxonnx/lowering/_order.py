@@ -13,6 +13,9 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
+from jaxonnx.lowering._adapted import Adapted
+from jaxonnx.lowering._merged import MergedRows
+
 SHORT = 16
 """A last axis below this is short."""
 
@@ -110,7 +113,9 @@ _kernels_first = jax.jit(kernels_first)
 
 
 def in_file(value: Any) -> Any:
-    """Return a value in ONNX's order: a `KernelFirst` turned back, any other as it is."""
+    """Return a value as the file has it: turned back or merged, any other as it is."""
+    if isinstance(value, Adapted | MergedRows):
+        return value.merged()
     return value.first() if isinstance(value, KernelFirst) else value
 
 

@@ -7,22 +7,21 @@ import numpy as np
 
 from jaxonnx._axes import matrix
 from jaxonnx.errors import NodeError
-from jaxonnx.lowering import merges, product, rows
-from jaxonnx.registry import op, xp
+from jaxonnx.lowering import MergedRows, in_file, merges, product, rows
+from jaxonnx.registry import Factor, Rows, op
 
 FACTORS = {"a": matrix(first=True, transpose="transA"), "b": matrix(transpose="transB")}
 """The weights of Gemm: A and B."""
 
 
 @op("MatMul", since=1, weights={"a": matrix(first=True), "b": matrix()})
-def matmul(a, b):
+def matmul(a, b: Factor):
     """`numpy.matmul`; a matrix on the right makes one product of all leading axes of `a`."""
-    np_ = xp(a, b)
     if a.ndim > 2 and b.ndim == 2 and merges():
         count = math.prod(a.shape[:-1])
         y = (a.reshape(count, a.shape[-1]) @ b).reshape(*a.shape[:-1], b.shape[-1])
     else:
-        y = np_.matmul(a, b)
+        y = a @ b
     # NumPy gives a product of bfloat16 matrices in float32.
     return y.astype(a.dtype)
 
@@ -51,7 +50,7 @@ def _gemm(a, b, c, alpha, beta, transpose_a, transpose_b):
 
 
 @op("Gemm", since=1, weights=FACTORS, params=("c",))
-def gemm_1(a, b, c, *, alpha=1.0, beta=1.0, transA=0, transB=0, broadcast=0):
+def gemm_1(a, b: Factor, c, *, alpha=1.0, beta=1.0, transA=0, transB=0, broadcast=0):
     shape = a.shape[-1 if transA else 0], b.shape[0 if transB else -1]
     if not broadcast and c.shape != shape:
         raise NodeError(f"C has shape {c.shape}, not {shape}, and attribute broadcast is 0")
@@ -59,9 +58,13 @@ def gemm_1(a, b, c, *, alpha=1.0, beta=1.0, transA=0, transB=0, broadcast=0):
 
 
 @op("Gemm", since=7, weights=FACTORS, params=("c",))
-def gemm(a, b, c=None, *, alpha=1.0, beta=1.0, transA=0, transB=0):
+def gemm(a: Rows, b: Factor, c=None, *, alpha=1.0, beta=1.0, transA=0, transB=0):
     """Y = alpha * A' B' + beta * C; as in BLAS, C is not read at all when beta is 0."""
-    return _gemm(a, b, c, alpha, beta, transA, transB)
+    rest = b, c, alpha, beta, transA, transB
+    by_row = not transA and (c is None or c.ndim < 2 or c.shape[0] == 1)
+    if isinstance(a, MergedRows) and by_row:
+        return a.each(lambda a: _gemm(a, *rest))
+    return _gemm(in_file(a), *rest)
 
 
 @op("Det", since=11)

@@ -7,8 +7,9 @@ import numpy as np
 
 from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
+from jaxonnx.lowering import reshaped
 from jaxonnx.ops.common import axes_of, axis_of, sizes
-from jaxonnx.registry import Static, op, xp
+from jaxonnx.registry import Rows, Static, op, xp
 
 
 @op("Identity", since=1, view=True)
@@ -51,7 +52,7 @@ def _reshape(x, shape, allowzero=0):
             "in the file. If the sizes differ in the batch or sequence axis, the exporter froze "
             "that axis: feed the size it was exported with, or export with a dynamic axis"
         )
-    return x.reshape(shape)
+    return reshaped(x, shape)
 
 
 @op("Reshape", since=1, view=True)
@@ -60,7 +61,7 @@ def reshape_1(x, *, shape=None):
 
 
 @op("Reshape", since=5, view=True)
-def reshape(x, shape: Static, *, allowzero=0):
+def reshape(x: Rows, shape: Static, *, allowzero=0):
     """-1 is inferred; 0 keeps the input's dimension, or with `allowzero` is meant literally."""
     return _reshape(x, shape, allowzero)
 

@@ -1,0 +1,61 @@
+"""Leading axes that a graph merges for a product, kept apart where devices may share one of them.
+
+PyTorch's attention makes rows of (steps, batch) before the product with a matrix, and takes them
+apart after it. Devices that share the batch have no contiguous part of such rows, so that each
+would need all of them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxonnx.lowering._product import merges
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MergedRows:
+    """A matrix (A * B, K) that is kept as (A, B, K); `shape` is the former."""
+
+    value: Any
+
+    @property
+    def ndim(self) -> int:
+        return 2
+
+    @property
+    def dtype(self) -> Any:
+        return self.value.dtype
+
+    @property
+    def size(self) -> int:
+        return self.value.size
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        a, b, k = self.value.shape
+        return a * b, k
+
+    def merged(self) -> Any:
+        return self.value.reshape(self.shape)
+
+    def each(self, function: Callable) -> "MergedRows":
+        """Return what a function makes of matrices, whose rows it leaves rows."""
+        return MergedRows(jax.vmap(function)(self.value))
+
+
+def reshaped(x: Any, shape: list[int]) -> Any:
+    """Reshape; rows that several axes are merged into may be a `MergedRows`."""
+    if isinstance(x, MergedRows):
+        return x.value if (*shape,) == x.value.shape else x.merged().reshape(shape)
+    if merges() or isinstance(x, np.ndarray) or x.ndim < 3 or len(shape) != 2:
+        return x.reshape(shape)
+    if not all(isinstance(n, int) for n in (*x.shape, *shape)):  # sizes that jax.export leaves open
+        return x.reshape(shape)
+    (count, width), length = shape, x.shape[0]
+    if not 1 < length < count or count % length:
+        return x.reshape(shape)
+    return MergedRows(x.reshape(length, count // length, width))
