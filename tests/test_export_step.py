@@ -1,7 +1,9 @@
 """A training step as plain ONNX: stock onnxruntime trains as jaxonnx does."""
 
 import json
+import re
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -18,6 +20,7 @@ from benchmarks.agreement import Trainer, difference
 from benchmarks.doubles import doubled
 from benchmarks.layers.onnx_file import write
 from benchmarks.networks import NETWORKS
+from jaxonnx import docs
 from jaxonnx.cli import main
 from jaxonnx.train import step
 from tests.tiny import LABELS, examples, mlp
@@ -217,13 +220,75 @@ def test_values_to_start_from(tmp_path):
 
 OPTIMIZERS = [
     *("adabelief", "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamaxw", "adamw"),
-    *("adan", "amsgrad", "fromage", "lamb", "lars", "lion", "nadam", "nadamw"),
-    *("novograd", "optimistic_adam_v2", "optimistic_gradient_descent", "radam", "rmsprop"),
-    *("rprop", "sgd", "sign_sgd", "signum", "sm3", "yogi"),
-    *("contrib.ademamix", "contrib.adopt", "contrib.dadapt_adamw", "contrib.dog", "contrib.dowg"),
-    *("contrib.momo", "contrib.muon", "contrib.prodigy", "contrib.schedule_free_sgd"),
+    *("adan", "amsgrad", "fromage", "lamb", "lars", "lion", "nadam", "nadamw", "noisy_sgd"),
+    *("novograd", "optimistic_adam_v2", "optimistic_gradient_descent", "polyak_sgd", "radam"),
+    *("rmsprop", "rprop", "sgd", "sign_sgd", "signum", "sm3", "yogi"),
+    *("contrib.acprop", "contrib.ademamix", "contrib.adopt", "contrib.cocob"),
+    *("contrib.dadapt_adamw", "contrib.dog", "contrib.dowg", "contrib.madgrad"),
+    *("contrib.momo", "contrib.momo_adam", "contrib.muon", "contrib.prodigy"),
+    *("contrib.schedule_free_adamw", "contrib.schedule_free_sgd", "contrib.simplified_ademamix"),
 ]
-"""The optimizers of optax that a rate makes."""
+"""The optimizers of optax that a rate makes, as the page "Back to ONNX" lists them."""
+
+SCHEDULES = {
+    "constant_schedule": optax.constant_schedule(0.1),
+    "cosine_decay_schedule": optax.cosine_decay_schedule(0.1, 20, 0.1),
+    "cosine_onecycle_schedule": optax.cosine_onecycle_schedule(20, 0.1),
+    "exponential_decay": optax.exponential_decay(0.1, 5, 0.5, 3, staircase=True),
+    "join_schedules": optax.join_schedules(
+        [optax.linear_schedule(0, 1, 9), lambda n: 1 / (n + 1)], [9]
+    ),
+    "linear_onecycle_schedule": optax.linear_onecycle_schedule(20, 0.1),
+    "linear_schedule": optax.linear_schedule(0.1, 0.01, 20, 3),
+    "piecewise_constant_schedule": optax.piecewise_constant_schedule(0.1, {5: 0.5, 12: 0.1}),
+    "piecewise_interpolate_schedule": optax.piecewise_interpolate_schedule(
+        "cosine", 0.1, {5: 0.5, 12: 0.1}
+    ),
+    "polynomial_schedule": optax.polynomial_schedule(0.1, 0.01, 2, 20, 3),
+    "sgdr_schedule": optax.sgdr_schedule(
+        [
+            {
+                "init_value": 0.0,
+                "peak_value": p,
+                "decay_steps": 9,
+                "warmup_steps": 3,
+                "end_value": 0.0,
+            }
+            for p in (0.1, 0.05)
+        ]
+    ),
+    "warmup_constant_schedule": optax.warmup_constant_schedule(0, 0.1, 9),
+    "warmup_cosine_decay_schedule": optax.warmup_cosine_decay_schedule(0, 0.1, 5, 20),
+    "warmup_exponential_decay_schedule": optax.warmup_exponential_decay_schedule(0, 0.1, 5, 3, 0.5),
+}
+
+
+@pytest.mark.deep
+def test_schedules_of_optax():
+    """Each at the counts of thirty steps."""
+    counts = np.arange(30, dtype=np.int32)
+    rates = jax.vmap(lambda n: {name: schedule(n) for name, schedule in SCHEDULES.items()})
+    proto = jaxonnx.to_onnx(rates, counts, inputs=["n"])
+    results = run(onnxruntime.InferenceSession(proto.SerializeToString()), {"n": counts})
+    for name, wanted in jax.jit(rates)(counts).items():
+        np.testing.assert_allclose(results[f"output.{name}"], wanted, rtol=1e-5, atol=1e-8)
+
+
+def test_the_page_lists_what_trains_the_same():
+    page = (Path(docs.__file__).with_name("back_to_onnx.md")).read_text()
+    rows = dict(re.findall(r"^\| (optimizers of .*|schedules) \| (.*) \|$", page, re.MULTILINE))
+    names = {kind: re.findall(r"`(\w+)`", row) for kind, row in rows.items()}
+    contrib = [name[8:] for name in OPTIMIZERS if name.startswith("contrib.")]
+    assert names == {
+        "optimizers of `optax`": [n for n in OPTIMIZERS if not n.startswith("contrib.")],
+        "optimizers of `optax.contrib`": contrib,
+        "schedules": [*SCHEDULES],
+    }
+
+
+def test_an_optimizer_that_asks_for_more_is_refused(tmp_path):
+    with pytest.raises(jaxonnx.Error, match="'value_fn'"):
+        jaxonnx.export_step(mlp(), tmp_path, examples(8), LABELS, optax.lbfgs())
 
 
 @pytest.mark.deep
@@ -232,7 +297,8 @@ def test_optimizers_of_optax(name, tmp_path):
     module, name = (optax.contrib, name[8:]) if name.startswith("contrib") else (optax, name)
     if not hasattr(module, name):
         pytest.skip("not in this release of optax")
-    optimizer = getattr(module, name)(1e-3)
+    settings = {"key": jax.random.key(0)} if name == "noisy_sgd" else {}
+    optimizer = getattr(module, name)(1e-3, **settings)
     x, y = examples(16)
     manifest = jaxonnx.export_step(mlp(), tmp_path, (x, y), LABELS, optimizer)
     batch = x, y.astype(np.int32), np.ones(16, np.float32)

@@ -22,6 +22,7 @@ from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.model import Model, load
 from jaxonnx.onnx_out._blocks import in_blocks
 from jaxonnx.onnx_out._export import OPSET, reads, written
+from jaxonnx.onnx_out._tensors import known
 from jaxonnx.train import _web
 from jaxonnx.train._assembly import assembled, weights_of_classes
 from jaxonnx.train._assembly import step as make
@@ -132,7 +133,8 @@ class _Exporter:
         used: set[str] = set()
         leaves, self._structure = jax.tree_util.tree_flatten_with_path(self.state)
         self.names = [unused(_state_name(path), used) for path, _ in leaves]
-        self.values = [np.asarray(value) for _, value in leaves]
+        self.leaves = [value for _, value in leaves]
+        self.values = [known(value, value) for value in self.leaves]
         inputs = [value.name for value in step.model.inputs]
         targets = [_key("targets", path) for path, _ in _leaves(example.targets)]
         names = [*inputs, *targets, "weight"]
@@ -231,7 +233,7 @@ class _Exporter:
         found = {name: f"file.{name}" for name in trained.tensors if name in names}
         proto = written(
             lambda values: [tensors(values)[name] for name in found],
-            (self.values,),
+            (self.leaves,),
             self.names,
             [*found.values()],
             self.opset,
@@ -248,7 +250,7 @@ class _Exporter:
 
     def _graph(self, function: Any, outputs: list[str]) -> ModelProto:
         names = [*self.names, *self.batch]
-        arrays = self.values, self.examples
+        arrays = self.leaves, self.examples
         return written(function, arrays, names, outputs, self.opset, flat=True)
 
     def _batch(self, proto: ModelProto) -> dict[str, Any]:
