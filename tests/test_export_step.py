@@ -198,6 +198,41 @@ def test_weights_come_back(setting, tmp_path, monkeypatch):
         jaxonnx.import_step(model, tmp_path, values)
 
 
+DAMAGES = [
+    ({"params": None}, "'params'"),
+    ({"params": {"w1": 1}}, "'params'"),
+    ({"params": [1]}, "'params'"),
+    ({"statistics": ...}, "'statistics'"),
+    ({"weights": []}, "'state'"),
+    ({"weights": {"state": ["w1"]}}, "'tensors'"),
+    ({"weights": {"state": ["w1"], "tensors": ["w1"]}}, "'file'"),
+    ({"weights": {"state": ["w1"], "tensors": ["w1"], "file": "../net.onnx"}}, "'file'"),
+    ({"weights": {"state": [], "tensors": ["w1", "w2"], "file": "net.onnx"}}, "1 outputs"),
+]
+
+
+def test_manifests_that_are_damaged(tmp_path):
+    onnx.save(mlp(), tmp_path / "net.onnx")
+    path, model = tmp_path / "manifest.json", jaxonnx.load(mlp())
+    whole = {"format": "jaxonnx training step 1", "params": ["w1"], "statistics": []}
+    values = {"w1": 2 * np.asarray(model.params["w1"])}
+    for change, words in DAMAGES:
+        damaged = {key: x for key, x in (whole | change).items() if x is not ...}
+        path.write_text(json.dumps(damaged))
+        with pytest.raises(jaxonnx.InputError, match=rf"manifest\.json' is damaged: .*{words}"):
+            jaxonnx.import_step(model, tmp_path, values)
+    for text in (b"[]", b"{", b"[" * 100_000, b"\xff", b"3"):
+        path.write_bytes(text)
+        with pytest.raises(jaxonnx.InputError, match="no manifest of export_step"):
+            jaxonnx.import_step(model, tmp_path, values)
+    path.write_text(json.dumps(whole))
+    taken = jaxonnx.import_step(model, tmp_path, values)
+    np.testing.assert_array_equal(taken.params["w1"], values["w1"])
+    for wrong in (None, "a", [[1.0], [2.0, 3.0]], np.array(["a"], object)):
+        with pytest.raises(jaxonnx.InputError, match="'w1'"):
+            jaxonnx.import_step(model, tmp_path, {"w1": wrong})
+
+
 def test_values_to_start_from(tmp_path):
     batch, large = examples(4), mlp(hidden=300)
     jaxonnx.export_step(large, tmp_path, batch, LABELS, optax.sgd(0.1), external_data=True)

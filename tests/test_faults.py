@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -359,12 +360,74 @@ def test_arrays_of_another_byte_order_are_read():
 )
 def test_memory_that_is_not_enough_says_what_helps(error, tmp_path):
     def data(epoch):
-        yield from batches()[:2]
+        yield from batches()[:taken]
         raise error
 
     message = "not enough for 1.00? TiB: a smaller batch_size, with accumulate= .* remat=True"
+    taken = 0
     with pytest.raises(jaxonnx.TrainingError, match=f"{message}.*; resume=True goes on from"):
         train(data=data, checkpoint_dir=tmp_path)
+    taken = 2  # which are not lost
+    with pytest.warns(UserWarning, match=f"{message}.*; the weights are those of step 2"):
+        result = train(data=data)
+    assert same(result, train(data=batches()[:2]))
+
+
+def test_a_step_that_memory_is_too_small_for_is_not_begun(monkeypatch):
+    """It would take the weights with it."""
+    from jaxonnx.train import _memory
+
+    mean = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 17]>
+    mean (float[n, t] x) => (float[n, 1] y) <float[1] w = {2}> {
+        m = ReduceMean <axes = [1]> (x)
+        y = Mul(m, w)
+    }""")
+    small, large = ((np.ones((4, n), np.float32), np.zeros((4, 1))) for n in (2, 999))
+    settings = {"loss": "squared_error", "optimizer": optax.sgd(0.1), "trainable": ["w"]}
+    sizes = []
+
+    def size(compiled, devices):
+        used = compiled.memory_analysis()
+        sizes.append(used.argument_size_in_bytes + used.temp_size_in_bytes)
+        sizes[-1] += used.output_size_in_bytes - used.alias_size_in_bytes
+        check(compiled, devices)
+
+    check = _memory._check
+    monkeypatch.setattr(_memory, "_check", size)
+    whole = train(mean, [small, small], **settings)
+    assert len(sizes) == 1
+    monkeypatch.setattr(_memory, "memory", lambda: sizes[0])
+    message = "memory is not enough for .*: a smaller batch_size, with accumulate="
+    with pytest.warns(UserWarning, match=f"{message}.*; the weights are those of step 2"):
+        result = train(mean, [small, small, large], **settings)
+    assert same(result, whole)
+    monkeypatch.setattr(_memory, "memory", lambda: sizes[0] - 1)
+    with pytest.raises(jaxonnx.TrainingError, match=message):
+        train(mean, [small], **settings)
+
+
+def test_what_a_device_has_left_is_what_a_step_may_take(monkeypatch):
+    from jaxonnx.train import _memory
+
+    class Device:
+        def __init__(self, used):
+            self.used = used
+
+        def memory_stats(self):
+            return {"bytes_limit": 1000, "bytes_in_use": self.used}
+
+    class Compiled:
+        def memory_analysis(self):
+            return SimpleNamespace(
+                temp_size_in_bytes=300,
+                output_size_in_bytes=150,
+                alias_size_in_bytes=50,
+                argument_size_in_bytes=10_000,
+            )
+
+    _memory._check(Compiled(), [Device(600), Device(0)])
+    with pytest.raises(MemoryError, match="allocates 400 bytes, of which there are 399 bytes"):
+        _memory._check(Compiled(), [Device(0), Device(601)])
 
 
 def test_pixels_become_finite_numbers():

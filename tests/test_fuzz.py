@@ -24,6 +24,24 @@ def test_models_that_were_found(what):
     assert outcome.kind not in ("finding", "differ", "we refuse"), outcome
 
 
+@pytest.mark.parametrize(
+    ("message", "runs", "explained"),
+    [
+        (
+            "node 'y' (OneHot, opset 13): depth must be positive, not -4 [inputs]",
+            ["reference"],
+            True,
+        ),
+        ("node 'y' (OneHot, opset 13): depth must be positive, not -4", ["onnxruntime"], False),
+        ("node 'y' (Split, opset 13): depth must be positive, not -4", ["reference"], False),
+        ("node 'y' (OneHot, opset 13): OneHot does not take these inputs", ["reference"], False),
+        ("the ModelProto uses opset 99, the installed onnx 1.23 knows 27", ["onnxruntime"], True),
+    ],
+)
+def test_refusals_are_explained_by_operator_message_and_runtime(message, runs, explained):
+    assert any(refusal.explains(message, runs) for refusal in check.EXPLAINED) == explained
+
+
 @pytest.fixture(scope="module")
 def made():
     return files.made()

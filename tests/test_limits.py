@@ -7,6 +7,7 @@ import sys
 
 import jax
 import numpy as np
+import onnx.parser
 import pytest
 from onnx import TensorProto, helper
 
@@ -14,7 +15,7 @@ import jaxonnx
 from jaxonnx import _limits
 from jaxonnx._graph import expansion
 from jaxonnx._graph.values import declared
-from jaxonnx._run import failures, folding, scope
+from jaxonnx._run import arithmetic, failures, folding, scope
 from jaxonnx._run.channels import ChannelsLast
 from jaxonnx._run.shapes import inferred
 from jaxonnx.lowering._order import KernelFirst
@@ -136,6 +137,20 @@ def test_a_loop_without_end_is_an_error(monkeypatch):
     monkeypatch.setattr(_limits, "PATIENCE", 0.2)
     with pytest.raises(jaxonnx.NodeError, match=r"Loop.*no trip count"):
         jaxonnx.load(LASTING["Loop, endless"])()
+
+
+def test_scan_outputs_of_more_iterations_than_the_limit_holds_are_refused():
+    """Before the loop is unrolled, which the body's need of a known counter makes it."""
+    proto = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+    g (float[4] x) => (y) <int64 count = {4294967296}> {
+        y = Loop(count, "") <body = b (int64 i, bool on) => (bool go, float[n] s) {
+            go = Identity(on)
+            s = Relu(x)
+        }>
+    }""")
+    loaded = jaxonnx.load(proto, limit=1 << 28)
+    with pytest.raises(jaxonnx.LimitError, match=r"Loop.*float32\[4294967296, 4\] takes 64\.0 GiB"):
+        jax.eval_shape(loaded.apply, loaded.params, np.ones(4, np.float32))
 
 
 @pytest.mark.parametrize("mode", ["reflect", "wrap"])
@@ -294,6 +309,27 @@ def test_shape_arithmetic_is_followed_behind_many_concatenations():
     )
     kinds = inferred(proto, {"rest": ints(18)}, ["y"])
     assert declared(helper.make_value_info("y", kinds["y"])).shape == (2, 1024, 18)
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "y = Mul(x, long)",
+        "v = Relu(long) y = Mul(x, v)",
+        "v = RandomNormal <shape = [1099511627776]> () y = Mul(x, v)",
+        "s = Constant <value_int = 2097152> () m = Add(s, n) v = ConstantOfShape(m) y = Mul(x, v)",
+        "m = Mul(n, n) k = Mul(m, m) v = ConstantOfShape(k) y = Mul(x, v)",
+        "v = own.f(x, long) y = Mul(x, v)",
+    ],
+)
+def test_vectors_that_are_too_long_are_not_followed(nodes):
+    proto = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 22, "own": 1]>
+    g (float[2, 3] x, float[1099511627776] long) => (y) <int64[1] n = {{9999}}> {{ {nodes} }}
+    <domain: "own", opset_import: ["": 22]>
+    f (a, b) => (v) {{ v = Mul(a, b) }}""")
+    assert not arithmetic.may_follow(
+        proto.functions, onnx.shape_inference.infer_shapes(proto).graph
+    )
 
 
 def test_a_node_without_name_and_outputs_has_a_layer():

@@ -90,3 +90,6 @@ def test_refusals():
         rnn(X, W, R, activations=["Gelu"])
     with pytest.raises(NodeError, match="hidden_size"):
         lstm(X, W, R, hidden_size=5)
+    for clip in (-1.0, -np.inf, np.nan):  # which onnxruntime refuses, for GRU and LSTM
+        with pytest.raises(NodeError, match="no number lies between"):
+            lstm(X, W, R, clip=clip)

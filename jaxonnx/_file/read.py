@@ -5,6 +5,7 @@ import difflib
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ def weights_of(
       weights: a file in any of the formats (of a file with a graph, its tensors), or arrays.
     """
     if isinstance(weights, Mapping):
-        return "the weights", {name: np.asarray(value) for name, value in weights.items()}
+        return "the weights", {name: _numbers(name, value) for name, value in weights.items()}
     if not isinstance(weights, str | os.PathLike):
         raise InputError(
             f"weights are a path, or arrays by name, not of type {type(weights).__name__}"
@@ -151,6 +152,15 @@ def weights_of(
     path = _existing(weights, "a file of weights")
     read_weights = formats.of(path).weights
     return f"'{path}'", read(path)[1] if read_weights is None else read_weights(path)
+
+
+def _numbers(name: str, value: Any) -> np.ndarray:
+    """Return a weight that a caller has passed as an array."""
+    with suppress(ValueError, TypeError):  # ragged lists, and what has no array
+        array = np.asarray(value)
+        if array.dtype.kind not in "OUSM":
+            return array
+    raise InputError(f"the weights have '{name}' of type {type(value).__name__}, not as numbers")
 
 
 def replaced(

@@ -7,12 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 import onnx
-from onnx import ModelProto, NodeProto, TypeProto, ValueInfoProto, helper
+from onnx import ModelProto, TypeProto, ValueInfoProto, helper
 
 from jaxonnx import _limits as limits
 from jaxonnx._file import save as saving
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.values import Value, declared
+from jaxonnx._run.arithmetic import may_follow
 from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import Error, InputError
 
@@ -131,52 +132,13 @@ def inferred(
         small = {n: np.asarray(v) for n, v in tensors.items() if v.nbytes <= _SMALL}
         filled = saving.to_onnx(proto, small, (), ())
         try:
-            followed = _joined(proto) <= _FOLLOWED
-            graph = onnx.shape_inference.infer_shapes(filled, data_prop=followed).graph
+            graph = onnx.shape_inference.infer_shapes(filled).graph
+            if may_follow(proto.functions, graph):
+                graph = onnx.shape_inference.infer_shapes(filled, data_prop=True).graph
         except (onnx.shape_inference.InferenceError, MemoryError, ValueError, RuntimeError):
             return {name: types[name] for name in names if name in types}
         types = _complete(graph.value_info) | types
     return {name: types[name] for name in names if name in types}
-
-
-_FOLLOWED = 1 << 20
-"""Elements of a value up to which ONNX's inference follows the numbers of shape arithmetic, as it
-has no bound of its own."""
-
-
-def _joined(proto: ModelProto) -> int:
-    """Bound the elements that ONNX's inference keeps of a value: only Concat adds to them."""
-    functions = {(f.domain, f.name, f.overload): f for f in proto.functions}
-
-    def most(nodes: Iterable[NodeProto], sizes: dict[str, int]) -> int:
-        top = _SMALL
-        for node in nodes:
-            read = [sizes.get(name, _SMALL) for name in node.input]
-            size = sum(read) if node.op_type == "Concat" else max(read, default=_SMALL)
-            function = functions.get((node.domain, node.op_type, node.overload))
-            if function is None and not _follows(node):
-                size = _SMALL
-            elif function is not None and size <= _FOLLOWED:
-                size = most(function.node, dict(zip(function.input, read, strict=False)))
-            for attribute in node.attribute:
-                for graph in (attribute.g, *attribute.graphs):
-                    size = max(size, most(graph.node, dict(sizes))) if graph.node else size
-            sizes.update(dict.fromkeys(node.output, size))
-            top = max(top, size)
-        return top
-
-    return most(proto.graph.node, {})
-
-
-def _follows(node: NodeProto) -> bool:
-    """Check whether ONNX's inference follows numbers through an operator, as it may in its body."""
-    domain = "" if node.domain == "ai.onnx" else node.domain
-    try:
-        schema: Any = onnx.defs.get_schema(node.op_type, domain=domain)
-    except onnx.defs.SchemaError:
-        return False
-    body = schema.has_function or schema.has_context_dependent_function
-    return schema.has_data_propagation_function or body
 
 
 def _complete(values: Iterable[ValueInfoProto]) -> dict[str, TypeProto]:

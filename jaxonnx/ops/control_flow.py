@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._limits import PATIENCE, OutOfTime, patience, tick
+from jaxonnx._limits import PATIENCE, OutOfTime, patience, room, tick
 from jaxonnx.errors import Error, NodeError, StaticError
 from jaxonnx.ops.common import INDEX, axis_of, canonical, element_dtype
 from jaxonnx.ops.concrete import array, forward_only, traced
@@ -138,6 +138,9 @@ def _python_loop(step, count, carry, body, why=None):
         tick()
         condition, carry, outputs = step(np.array(len(rows), INDEX), carry)
         rows.append(outputs)
+        if len(rows) == 1 and condition is _TRUE:  # no condition: as many rows as it says
+            for shape, dtype in _avals([x for x in outputs if hasattr(x, "shape")]):
+                room((count, *(max(n, 1) for n in shape)), dtype)
         if traced(condition):
             raise StaticError(
                 "the body needs its counter known or changes the shapes of what it carries, and "

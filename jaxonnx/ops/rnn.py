@@ -55,6 +55,8 @@ def activations_of(default, names, alphas, betas, clip, direction):
         parameters = [next(g, d) for g, d in zip(remaining, defaults, strict=False)]
         if clip is None:
             return lambda x: apply(x, *parameters)
+        if not clip >= 0:
+            raise NodeError(f"clip is {clip}, and no number lies between {-clip} and {clip}")
         return lambda x: apply(jnp.clip(x, -clip, clip), *parameters)
 
     functions = [function(name) for name in names]

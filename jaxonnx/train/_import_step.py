@@ -42,21 +42,21 @@ def import_step(
     path = Path(folder) / "manifest.json"
     try:
         manifest = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"'{path}' is no manifest of export_step: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise InputError(f"'{path}' is no manifest of export_step: it is not a {FORMAT!r}")
     what, arrays = weights_of(_saved(Path(folder)) if state is None else state)
     graph = manifest.get("weights")
-    needed = graph["state"] if graph else manifest["params"] + manifest["statistics"]
+    if graph is None:
+        needed = [*_names(path, manifest, "params"), *_names(path, manifest, "statistics")]
+    else:
+        needed = _names(path, graph, "state")
     if missing := [name for name in needed if name not in arrays]:
         raise InputError(f"{what}: the state has no '{missing[0]}', which the weights need")
     values = {name: jnp.asarray(arrays[name]) for name in needed}
-    if graph:
-        finish = load(Path(folder) / graph["file"])
-        tensors = finish(**values)
-        tensors = tensors if isinstance(tensors, tuple) else (tensors,)
-        values = dict(zip(graph["tensors"], tensors, strict=True))
+    if graph is not None:
+        values = _finished(path, graph, values)
     model = model if isinstance(model, Model) else load(model)
     known = {**model.state, **model.params}
     for name, value in values.items():
@@ -75,6 +75,29 @@ def import_step(
         params={name: values.get(name, value) for name, value in model.params.items()},
         state={name: values.get(name, value) for name, value in model.state.items()},
     )
+
+
+def _names(path: Path, part: Any, key: str) -> list[str]:
+    """Return a list of names of a manifest."""
+    names = part.get(key) if isinstance(part, dict) else None
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise InputError(f"'{path}' is damaged: it has no list of names '{key}'; export again")
+    return names
+
+
+def _finished(path: Path, graph: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors that a graph beside the manifest computes of a state."""
+    names, file = _names(path, graph, "tensors"), graph.get("file")
+    if not isinstance(file, str) or file != Path(file).name:
+        raise InputError(f"'{path}' is damaged: it has no name of a 'file' beside it; export again")
+    finish = load(path.parent / file)
+    if (count := len(finish.outputs)) != len(names):
+        raise InputError(
+            f"'{path}' is damaged: '{file}' has {count} outputs, and 'tensors' names "
+            f"{len(names)}; export again"
+        )
+    tensors = finish(**values)
+    return dict(zip(names, tensors if isinstance(tensors, tuple) else (tensors,), strict=True))
 
 
 def _saved(folder: Path) -> Path:

@@ -21,6 +21,7 @@ from jaxonnx.train._augmented import Augmented
 from jaxonnx.train._checkpoint import Checkpoints
 from jaxonnx.train._history import History
 from jaxonnx.train._keeper import Keeper
+from jaxonnx.train._memory import EXHAUSTED, Fitting, spared
 from jaxonnx.train._optimizers import rate_of
 from jaxonnx.train._processes import Together
 from jaxonnx.train._progress import Bar
@@ -46,7 +47,7 @@ def run(
 ) -> tuple[Model, History]:
     """Run the epochs; return the model with the weights that they give, and what happened."""
     watched = Monitor(settings.monitor, step.columns(held_out is not None), settings.patience)
-    update = jax.jit(_told(step, together), donate_argnums=0)
+    update = Fitting(_told(step, together))
     epochs, shared = settings.epochs, _comes_in_shares(examples)
     state, at = step.init(), Position()
     history, phase = History(), sparse_numbers(state.optimizer).get("phase")
@@ -116,7 +117,8 @@ def run(
                 if epoch + 1 < epochs:
                     batches = examples.batches(epoch + 1)
             keeper.finish(state)
-        except (Stop, KeyboardInterrupt) as end:
+        except (Stop, KeyboardInterrupt, *EXHAUSTED) as error:
+            end = spared(error, state, several)
             checks.catch_up()  # wrong labels may be why a loss is not finite
             state, stop = keeper.leave(end, at, state, best)
             which = watched.chosen or f"step {stop.step}"

@@ -274,14 +274,15 @@ def train(
       `.model` and `.history`; printing it says what changed. A run that ends before its last epoch
       gives the best that it has, says in `history.stopped` why, which weights these are and where
       the last checkpoint is, and warns (but not of `patience`). These are steps that are not
-      finite, a checkpoint that could not be written (a full disk), and Ctrl-C, which ends the run
+      finite, a checkpoint that could not be written (a full disk), memory that is not enough after
+      steps were taken, and Ctrl-C, which ends the run
       after the present step, with a checkpoint; after a second Ctrl-C it ends without one, also
       where it waits for data. In the main thread `train` has a SIGINT handler of its own until it
       returns, for that; before the first step Ctrl-C is a KeyboardInterrupt, as usual.
 
     Raises:
       TrainingError: data, labels, loss or settings that do not fit, before anything is compiled;
-        or a later batch that does not fit those before it.
+        or a later batch that does not fit those before it; or memory is not enough for a step.
       InputError: names, expressions or `sharding` that do not fit the model or the mesh.
     """
     settings = Settings.of(locals())

@@ -69,6 +69,34 @@ MODELS: dict[str, tuple[str, int, str]] = {
             y = ReduceSum (x, a)
         }""",
     ),
+    "a cell that is clipped to no number": (
+        "compare",
+        0,
+        """<ir_version: 10, opset_import: ["": 22]>
+        g (float[1,3,3] x, float[1,9,3] w, float[1,9,3] r) => (float[1,3,3] h) {
+            "", h = GRU <hidden_size = 3, clip = -1.0> (x, w, r)
+        }""",
+    ),
+    "more scan outputs than memory holds": (
+        "trace",
+        0,
+        """<ir_version: 8, opset_import: ["": 17]> g (float[4, 3] x) => (y)
+        <int64 count = {2147483649}> {
+            y = Loop (count, "") <body = b (int64 i, bool go) => (bool on, s) {
+                on = Identity (go)
+                s = Relu (x)
+            }>
+        }""",
+    ),
+    "a vector that inference would follow for long": (
+        "trace",
+        2,
+        """<ir_version: 11, opset_import: ["": 23]>
+        g (float[2, 3, 5] x, float[1099511627775] w) => (float[2, 3, 5] y) {
+            z = Relu (x)
+            y = Mul (z, w)
+        }""",
+    ),
     "an Identity without outputs": (
         "trace",
         0,
