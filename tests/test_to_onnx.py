@@ -529,6 +529,22 @@ def test_gelu_has_a_short_gradient():
     assert sorted(nodes) == ["Exp", "Mul", "Mul", "Neg"]
 
 
+def test_relu_stays_an_operator():
+    def relu(a):
+        return jnp.where(a <= 0, 0, a)
+
+    odd = np.array([np.nan, np.inf, -np.inf, -1, 2, 0, -0.0], np.float32)
+    model = to_onnx(relu, odd)
+    assert [n.op_type for n in model.graph.node] == ["Relu"]
+    np.testing.assert_array_equal(run(model, odd)[0], relu(odd))
+
+    def several(a):  # one comparison, and a choice that drops NaNs
+        negative = a <= 0
+        return jnp.where(negative, 0, a) + jnp.where(negative, 0, jnp.log(a))
+
+    close(run(to_onnx(several, x), x), several(x))
+
+
 def test_chains_on_large_arrays_run_in_blocks():
     def function(a, b, c):
         first = jnp.tanh(a) * b + c

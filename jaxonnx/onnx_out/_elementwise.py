@@ -201,7 +201,10 @@ for _name, _operator in COMPARISONS.items():
 
     @primitive(_name, _name + "_to", elementwise=True)
     def compare(g, x, y, *, out, operator=_operator):
-        return g(operator, *_comparable(g, thin([x, y], out), order=operator != "Equal"))
+        y_of_x = g(operator, *_comparable(g, thin([x, y], out), order=operator != "Equal"))
+        if operator == "LessOrEqual" and _zeros(y):
+            g.main.negative[y_of_x] = x
+        return y_of_x
 
 
 @primitive("ne", elementwise=True)
@@ -243,7 +246,32 @@ def select_n(g, which, otherwise, chosen=None, *more, out):
         return _where(g, first, cases[0], Tensor(others, out.shape, out.dtype), out)
     if which.dtype != bool:
         which = Tensor(g("Cast", which, to=onnx_type(np.bool_)), which.shape, bool)
+    if (y := _rectified(g, which, chosen, otherwise, out)) is not None:
+        return y
     return _where(g, which, chosen, otherwise, out)
+
+
+def _rectified(g: Nodes, negative: Any, chosen: Any, x: Any, out: Any) -> Any:
+    """Return x where it is not negative, else 0, and its cotangent, without Where.
+
+    onnxruntime takes 13 ns a number for Where, and less than one for Relu, or for a product with
+    the mask. The product, in training steps only, keeps a NaN that Where would drop.
+    """
+    if out.dtype.name not in ("float32", "float64") or not _zeros(chosen) or not _fills(x, out):
+        return None
+    gates = g.main.gates
+    if g.main.negative.get(negative) == x:
+        if gates is not None:
+            gates.add(negative)
+        return g("Relu", x)
+    if gates is not None and negative in gates:
+        return g("Mul", x, g("Cast", g("Not", negative), to=onnx_type(out.dtype)))
+    return None
+
+
+def _zeros(x: Any) -> bool:
+    value = x if isinstance(x, np.ndarray) else x.thin
+    return isinstance(value, np.ndarray) and not value.any()
 
 
 def _where(g: Nodes, which: Any, x: Any, y: Any, out: Any) -> Any:

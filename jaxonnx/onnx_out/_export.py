@@ -73,7 +73,7 @@ def written(
     opset: int,
     flat: bool = False,
 ) -> ModelProto:
-    """Return what `to_onnx` does; without functions of the model if it is to be `flat`."""
+    """Return what `to_onnx` does; without functions, for training, if it is to be `flat`."""
     if opset < OLDEST:
         raise InputError(f"opset {opset} is too old: functions become nodes of opset {OLDEST} on")
     graph = GraphProto(name=getattr(function, "__name__", type(function).__name__))
@@ -81,7 +81,7 @@ def written(
     names = _names(inputs, [_input(function, path) for path, _ in leaves], "inputs")
     functions: list[FunctionProto] = []
     receiver = None if flat else functions
-    added = append(graph, function, examples, names, outputs, opset, receiver)
+    added = append(graph, function, examples, names, outputs, opset, receiver, flat)
     for name, (path, leaf) in zip(names, leaves, strict=True):
         graph.input.append(value_info(name, plain(_struct(leaf, path))))
     graph.output.extend(added)
@@ -102,6 +102,7 @@ def append(
     outputs: Sequence[str] | None,
     opset: int,
     functions: list[FunctionProto] | None = None,
+    gates: bool = False,
 ) -> list[ValueInfoProto]:
     """Append what a function computes of tensors of a graph; return its outputs, undeclared.
 
@@ -114,6 +115,7 @@ def append(
       opset: that of the graph.
       functions: receives the programs of `jit` that are called more than once, which are written
         out at each call where this is None.
+      gates: whether gradients of Relu are products with a mask, for speed.
     """
     call, weights = parts(function)
     leaves, tree = jax.tree_util.tree_flatten_with_path(examples)
@@ -133,6 +135,7 @@ def append(
     writer.graph = graph
     g = Nodes(writer, opset)
     g.whole = closed
+    g.gates = set() if gates else None
     if functions is not None:
         g.functions = Functions(closed, opset)
     tensors = [

@@ -37,10 +37,13 @@ class Nodes:
       opset: the version of ONNX's operators.
       main: the nodes of the outermost graph.
       functions: the programs that are functions of the model, None where it has no functions.
+      negative: comparisons of a tensor with zero, and the tensor.
+      gates: those of tensors that became Relu, None where its gradient is to be exact for NaN.
       whole: the program that becomes this graph.
     """
 
     functions: Any = None
+    gates: set[str] | None = None
     whole: Any = None
 
     def __init__(self, writer: Writer, opset: int, main: "Nodes | None" = None):
@@ -50,6 +53,7 @@ class Nodes:
         if main is None:
             self.constants: dict[Any, tuple[str, Any]] = {}
             self.sizes: dict[str, Any] = {}
+            self.negative: dict[str, Tensor] = {}
             self.numbers: dict[str, int] = {}
 
     def __call__(self, operator: str, *operands: Any, **attributes: Any) -> str:
