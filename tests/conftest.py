@@ -62,6 +62,23 @@ def pytest_runtest_teardown(item, nextitem):
         gc.collect()
 
 
+@pytest.fixture(autouse=True)
+def _quick_compilation(request, monkeypatch):
+    """Let XLA's backend optimize less in deep tests, most of which compile longer than they run.
+
+    The programs stay the same; their machine code is slower. The other tests run what users run.
+    """
+    if request.node.get_closest_marker("deep") is None:
+        yield
+        return
+    name = "jax_disable_most_optimizations"
+    monkeypatch.setenv(name.upper(), "1")  # for the processes that a test starts
+    before = jax.config.read(name)
+    jax.config.update(name, True)
+    yield
+    jax.config.update(name, before)
+
+
 DONE = pytest.StashKey[int]()
 STATES = pytest.StashKey[dict]()
 

@@ -41,7 +41,7 @@ def test_twenty_kills_leave_no_trace(tmp_path):
 @pytest.mark.deep
 def test_a_killed_process_leaves_no_trace(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.killed_processes", tmp_path, "3"],
+        [sys.executable, "-W", "ignore", "-m", "tests.killed_processes", tmp_path, "2"],
         capture_output=True,
         text=True,
         timeout=500,
