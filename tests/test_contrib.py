@@ -391,6 +391,7 @@ def test_gradients(name):
         ]
         places = [i for i, x in enumerate(inputs) if x is not None and x.dtype == np.float64]
 
+        @jax.jit
         def function(*values):
             full = list(inputs)
             for i, value in zip(places, values, strict=True):

@@ -74,20 +74,25 @@ def arrays(n, c, m, size, kernel, strides, dilations, pads, groups):
 @pytest.mark.deep
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_contractions_of_convolutions(name):
+    """Each of the three arrays from the other two, in one program."""
     form, values = arrays(*CONVOLUTIONS[name])
-    x, w, y = values
-    turned = x, w.transpose(*range(2, w.ndim), 1, 0), y
-    for out in range(3):
-        u, v = (a for i, a in enumerate(values) if i != out)
-        expected = form.plain(out, u, v)
-        assert expected.shape == values[out].shape
-        np.testing.assert_allclose(form.fast(out, u, v), expected, rtol=1e-3, atol=1e-3)
-        np.testing.assert_allclose(contract(form, out, u, v), expected, rtol=1e-3, atol=1e-3)
-        u, v = (a for i, a in enumerate(turned) if i != out)
-        expected = expected.transpose(*range(2, w.ndim), 1, 0) if out == 1 else expected
-        other = dataclasses.replace(form, turned=True)
-        for function in (other.plain, other.fast):
-            np.testing.assert_allclose(function(out, u, v), expected, rtol=1e-3, atol=1e-3)
+    other = dataclasses.replace(form, turned=True)
+    turn = (*range(2, values[1].ndim), 1, 0)
+
+    def results(x, w, y):
+        for out in range(3):
+            u, v = (a for i, a in enumerate((x, w, y)) if i != out)
+            plain = form.plain(out, u, v)
+            yield plain, form.fast(out, u, v), contract(form, out, u, v)
+            u, v = (a for i, a in enumerate((x, w.transpose(turn), y)) if i != out)
+            plain = plain.transpose(turn) if out == 1 else plain
+            yield plain, other.plain(out, u, v), other.fast(out, u, v)
+
+    found = jax.jit(lambda *values: list(results(*values)))(*values)
+    for out, (expected, *actual) in enumerate(found):
+        assert out % 2 or expected.shape == values[out // 2].shape
+        for result in actual:
+            np.testing.assert_allclose(result, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.deep

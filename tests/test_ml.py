@@ -177,7 +177,7 @@ AFFINE = {"coefficients": [0.5, 0.25, -0.5, 1.0, 0.0, 0.25], "intercepts": [0.12
 def test_gradients(f):
     """In float32 and with a wide step, because the outputs are tensor(float)."""
     x = X + np.float32(0.03)
-    check_grads(f, (x,), order=1, modes=["fwd", "rev"], eps=1e-2, atol=2e-2, rtol=2e-2)
+    check_grads(jax.jit(f), (x,), order=1, modes=["fwd", "rev"], eps=1e-2, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("norm", ["MAX", "L1", "L2"])
