@@ -38,6 +38,13 @@ def test_a_query_without_keys_gives_zeros_and_gradients_without_nan(mask):
     assert finite(jax.jvp(jax.grad(loss), (Q, K, V), (Q, K, V)))
 
 
+def test_a_softcap_that_is_not_positive_caps_nothing():
+    """As for onnx.reference and onnxruntime."""
+    y = attention(Q, K, V)[0]
+    for softcap in (0.0, -1.0, -np.inf):
+        np.testing.assert_array_equal(attention(Q, K, V, softcap=softcap)[0], y)
+
+
 def test_infinite_scores_behind_a_mask_do_not_show():
     k = K.copy()
     k[:, :, 1] = np.inf
@@ -85,6 +92,9 @@ def test_refusals():
         attention(Q[:, :1], K, V)
     with pytest.raises(NodeError, match="softmax_precision must be of a floating-point type"):
         attention(Q, K, V, softmax_precision=3)
+    for mode in (-1, 4):
+        with pytest.raises(NodeError, match=f"qk_matmul_output_mode must be 0 to 3, not {mode}"):
+            attention(Q, K, V, qk_matmul_output_mode=mode)
     with pytest.raises(NodeError, match="into None heads"):
         attention(Q[0], K[0], V[0])
     with pytest.raises(NodeError, match="needs decay"):

@@ -83,6 +83,14 @@ def test_run_in_batches(small, capsys):
     assert "batch_size must be a positive integer" in capsys.readouterr().err
 
 
+def test_devices_are_written_to_and_not_replaced(small, capsys):
+    null = Path("null")
+    null.symlink_to("/dev/null")  # so that nothing is lost if it were replaced
+    assert command("run net.onnx data.npz -o null") == 0
+    assert null.is_symlink()
+    assert null.is_char_device()
+
+
 def test_run_gives_inner_values(small, capsys):
     assert command("run net.onnx data.npz -o out.npz --outputs y") == 0
     assert command("run net.onnx data.npz -o out.npz --outputs z") == 2

@@ -15,6 +15,7 @@ import optax
 import pytest
 
 import jaxonnx
+from benchmarks import guard, networks
 from benchmarks.layers.naive import Naive
 from benchmarks.layers.onnx_file import write
 from benchmarks.networks import Network, batch
@@ -104,6 +105,15 @@ def test_a_step_costs_what_it_costs_by_hand(name, tmp_path):
     assert count(text, "while") == count(other, "while") == 0
     # the conditional around the update, and no other
     assert count(text, "case") == 1
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ["mlp", "encoder", "lenet"])
+def test_what_is_not_finite_is_seen_at_little_cost(name):
+    """As compiled; `python -m benchmarks.guard` times it."""
+    cost = guard.more(guard.compiled(networks.NETWORKS[name]))
+    assert cost["flops"] < 1.02
+    assert cost["bytes accessed"] < 1.05  # XLA's count, which also has what it fuses otherwise
 
 
 def equations(program, seen):

@@ -3,6 +3,9 @@
 import errno
 import json
 import os
+import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -313,6 +316,33 @@ def test_the_reason_of_the_system_is_said():
     text = f'{"y" * 300} [OS error 28: ENOSPC No space left on device] "folder"'
     assert reason(RuntimeError(text)) == "No space left on device"
     assert reason(RuntimeError("first\nsecond")) == "first"
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(sys.platform == "win32", reason="this system has no limits of a process")
+def test_checkpoints_that_the_system_refuses_are_told_in_a_line(tmp_path):
+    """A limit for the size of files does what a full disk does."""
+    onnx.save(mlp(hidden=4000), tmp_path / "net.onnx")  # 208 kB, and its checkpoints three times
+    x, y = examples()
+    np.savez(tmp_path / "data.npz", x=x, y=y)
+    line = "train net.onnx data.npz -o out.onnx --checkpoints kept --epochs 2"
+    script = (
+        "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)); "
+        "runpy.run_module('jaxonnx', run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *line.split()],
+        cwd=tmp_path,
+        env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"could not be written at step \d \(File too large\)", done.stderr)
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) < 10, done.stderr
+    assert jaxonnx.load(tmp_path / "out.onnx").params
 
 
 # Arguments that do not fit.

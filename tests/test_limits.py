@@ -224,6 +224,21 @@ MESSAGES = {
         ["float32[4611686018427387904]", "1.8e+19 bytes"],
     ),
     "Range": (REFUSED["Range, float"], ["float32[", "4.0e+38 bytes"]),
+    "OneHot": (
+        one("OneHot", "idv", (), {"i": ints(0), "d": ints(-4), "v": np.float32([0, 1])}),
+        ["depth must be positive, not -4"],
+    ),
+    "Scan": (
+        one("Scan", "x", body=body([node("Identity", ["i"], ["o"])], 0, ["o"]), num_scan_inputs=9),
+        ["num_scan_inputs is 9, of 1 inputs"],
+    ),
+    **{
+        f"Resize by {scale}": (
+            one("Resize", ["x", "", "s"], IMAGE, {"s": np.float32([1, 1, scale, 1])}),
+            [f"scales must be positive, sizes not negative: [1.0, 1.0, {scale:.1f}, 1.0]"],
+        )
+        for scale in (0.0, -1.0, np.nan, np.inf)
+    },
     "MatMul": (
         one("MatMul", "xa", constants={"a": np.ones((3, 4), np.float32)}),
         ["float32[3, 4]"],

@@ -160,6 +160,8 @@ def attention(
         raise NodeError("nonpad_kv_seqlen cannot be combined with past_key")
     if min(left_window_size, right_window_size) < -1:
         raise NodeError("a window size is -1 (no bound) or not negative")
+    if qk_matmul_output_mode not in range(4):
+        raise NodeError(f"qk_matmul_output_mode must be 0 to 3, not {qk_matmul_output_mode}")
     packed = q.ndim == 3
     q, k, v = (
         split_heads(q, q_num_heads),

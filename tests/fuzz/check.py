@@ -112,6 +112,9 @@ EXPLAINED = (
         "GRU|LSTM|RNN", "clip is -?(inf|nan|[\\d.e+-]+), and no", "a clip that is ignored", BOTH
     ),
     Refusal(
+        "Attention", "qk_matmul_output_mode must be", "of an output that is not asked for", BOTH
+    ),
+    Refusal(
         ".*",
         ".*(dtype promotion|does not accept dtype|is [a-z]+\\d*, it (takes|must have))",
         "types that the operator's schema does not have",
