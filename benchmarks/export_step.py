@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--networks", choices=NETWORKS, default=[*NETWORKS], nargs="+")
     parser.add_argument("--agree", type=int, help="steps to train side by side")
     parser.add_argument("--optimizer", choices=("adam", "sgd"), default="adam", help="of --agree")
+    parser.add_argument("--rate", type=float, help="of --agree")
     options, rest = parser.parse_known_args()
     if options.agree is None:
         systems = ["jaxonnx", "exported", "onnxruntime-training", "onnxsim"]
@@ -52,7 +53,10 @@ def main() -> None:
         return
     import optax
 
-    optimizer = {"adam": optax.adam(LEARNING_RATE), "sgd": optax.sgd(1e-2, momentum=0.9)}
+    optimizer = {
+        "adam": optax.adam(options.rate or LEARNING_RATE),
+        "sgd": optax.sgd(options.rate or 1e-2, momentum=0.9),
+    }
     columns = ("network", "compared", "above 1e-5 at", "losses", "last loss", "weights")
     table = Table(*columns)
     with tempfile.TemporaryDirectory() as folder:

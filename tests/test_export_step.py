@@ -12,6 +12,7 @@ import onnxruntime
 import optax
 import optax.contrib
 import pytest
+from onnx import helper
 from onnx.reference import ReferenceEvaluator
 from safetensors.numpy import load_file
 
@@ -412,6 +413,21 @@ def test_the_reference_of_onnx_agrees(name, tmp_path):
         np.testing.assert_allclose(results[manifest["loss"]], wanted, rtol=1e-5)
     for value, wanted in zip(values.values(), jax.tree.leaves(here.to_file(state)), strict=True):
         np.testing.assert_allclose(value, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_an_update_is_one_scan(tmp_path):
+    """By Adam, with the test of each number: of a large array nothing else is computed."""
+    large = mlp(hidden=2**15)
+    jaxonnx.export_step(large, tmp_path, examples(4), LABELS, optax.adam(1e-3))
+    (choice,) = (n for n in onnx.load(tmp_path / "step.onnx").graph.node if n.op_type == "If")
+    update = helper.get_node_attr_value(choice, "then_branch")
+    (scan, *_) = (node for node in update.node if node.op_type == "Scan")
+    within = [node.op_type for node in scan.attribute[0].g.node]
+    assert {"Sqrt", "And", "Where"} <= {*within}
+    assert len(scan.output) == 3  # a weight and its moments
+    for name in scan.output:
+        after = [n.op_type for n in update.node if name in n.input]
+        assert after == ["Reshape"]
 
 
 def test_a_step_of_an_older_opset(tmp_path):

@@ -474,6 +474,14 @@ def test_what_is_not_needed_is_not_written():
     assert [node.op_type for node in model.graph.node] == ["MatMul", "MatMul"]
     assert len(model.graph.initializer) == 1
 
+    def turned(a):  # in the order of a, without transposition
+        return jnp.cos(jnp.sin(a.T)).T
+
+    model = to_onnx(lambda a: lax.cond(a[0, 0] > 0, turned, jnp.exp, a), large)
+    (choice,) = (node for node in model.graph.node if node.op_type == "If")
+    branches = [[node.op_type for node in a.g.node] for a in choice.attribute]
+    assert sorted(map(sorted, branches)) == [["Cos", "Identity", "Sin"], ["Exp", "Identity"]]
+
 
 def test_then_knows_the_sizes_of_what_it_continues():
     text = """<ir_version: 8, opset_import: ["": 17]>

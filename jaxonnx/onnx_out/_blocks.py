@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import prod
 
-from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto, helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 from onnx.shape_inference import infer_shapes
 
 from jaxonnx._file.build import names as names_of
@@ -39,11 +39,35 @@ Kind = tuple[int, tuple[int, ...]]
 
 def in_blocks(proto: ModelProto) -> ModelProto:
     """Return a model in which chains on large arrays are computed block by block."""
-    inferred = infer_shapes(proto)
+    inferred = infer_shapes(_with_axes(proto))
     used = {*names_of(inferred.graph)}
     result = ModelProto()
     result.CopyFrom(proto)
     _rewrite(result.graph, _kinds(inferred.graph), used)
+    return result
+
+
+def _with_axes(proto: ModelProto) -> ModelProto:
+    """Return a model whose inner graphs have the axes and sizes that they read of the outermost.
+
+    ONNX's shape inference knows no values from outside of a graph.
+    """
+    result = ModelProto()
+    result.CopyFrom(proto)
+    small = {
+        tensor.name: tensor
+        for tensor in proto.graph.initializer
+        if tensor.data_type == TensorProto.INT64 and len(tensor.dims) == 1 and tensor.dims[0] < 9
+    }
+
+    def fill(graph: GraphProto) -> None:
+        for node in graph.node:
+            for inner in subgraphs(node):
+                read = {name for other in inner.node for name in reads(other)}
+                inner.initializer.extend(small[name] for name in sorted(read & small.keys()))
+                fill(inner)
+
+    fill(result.graph)
     return result
 
 

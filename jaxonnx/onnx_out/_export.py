@@ -1,7 +1,7 @@
 """`to_onnx`: a JAX function as a ModelProto."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -155,11 +155,16 @@ def append(
     return [value_info(n, plain(a)) for n, a in zip(results, closed.out_avals, strict=True)]
 
 
-def _prune(graph: GraphProto, results: Sequence[str], nodes: int, tensors: int) -> None:
-    """Remove what the results do not need, from these nodes and initializers on."""
+def _prune(graph: GraphProto, results: Iterable[str], nodes: int = 0, tensors: int = 0) -> None:
+    """Remove what the results do not need, from these nodes and initializers on.
+
+    Graphs within have none of it either: an If would compute it.
+    """
     needed, kept = {*results}, []
     for node in reversed(graph.node[nodes:]):
         if needed.intersection(node.output):
+            for inner in subgraphs(node):
+                _prune(inner, [value.name for value in inner.output])
             needed.update(reads(node))
             kept.append(node)
     weights = [tensor for tensor in graph.initializer[tensors:] if tensor.name in needed]
