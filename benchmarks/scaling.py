@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,8 @@ class Step:
     carry: Any
     batch: Any
     frozen: tuple = ()
+    on: Callable[..., "Step"] | None = None
+    """`on(mesh, rule)` makes the step that knows where its arrays lie, if there is one."""
 
 
 def ours(network: Network, examples: int) -> Step:
@@ -146,10 +148,17 @@ def ours(network: Network, examples: int) -> Step:
     tables = {n for n, v in model.state.items() if v.ndim == 2}
     model = model.with_trainable(lambda name, _: name in model.params or name in tables)
     loss = "softmax_cross_entropy_with_integer_labels"
-    one = step(model, loss, optax.adam(LEARNING_RATE))
     x, y = _examples(network, examples)
-    weight = jax.ShapeDtypeStruct((examples,), "float32")
-    return Step(one.update, one.init(), Batch((x,), y, weight), (one.frozen,))
+    batch = Batch((x,), y, jax.ShapeDtypeStruct((examples,), "float32"))
+
+    def made(**where):
+        one = step(model, loss, optax.adam(LEARNING_RATE), **where)
+        return Step(one.update, one.init(), batch, (one.frozen,))
+
+    def on(mesh, rule):
+        return made(mesh=mesh, sharding=lambda name, shape: rule(shape))
+
+    return replace(made(), on=on)
 
 
 def flax(network: Network, examples: int) -> Step:
@@ -187,38 +196,42 @@ def largest_axis(shape: tuple[int, ...], devices: int):
     return P(*(None,) * sizes[max(sizes)], "data")
 
 
-def arguments(step: Step, sharding: str, devices: int) -> tuple:
-    """Return the shapes of a step's arguments, with their shardings over so many devices."""
+def placed(step: Step, sharding: str, devices: int) -> Step:
+    """Return a step with the shapes of its arguments, and their shardings over so many devices."""
     import jax
     from jax import P
     from jax.sharding import AxisType, NamedSharding
 
     mesh = jax.make_mesh((devices,), ("data",), (AxisType.Auto,), devices=jax.devices()[:devices])
 
-    def place(tree, spec):
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=NamedSharding(mesh, spec(x.shape))
-            ),
-            tree,
-        )
+    def place(tree, spec=None):
+        def lay(x):
+            where = x.sharding if spec is None else NamedSharding(mesh, spec(x.shape))
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+        return jax.tree.map(lay, tree)
 
     whole = lambda shape: P()  # noqa: E731
     rule = whole if sharding == "data" else lambda shape: largest_axis(shape, devices)
     batch = place(step.batch, lambda shape: P("data"))
-    return place(step.carry, rule), batch, *place(step.frozen, whole)
+    if step.on is not None:
+        step = step.on(mesh, rule)
+        return replace(step, carry=place(step.carry), batch=batch, frozen=place(step.frozen))
+    return replace(
+        step, carry=place(step.carry, rule), batch=batch, frozen=place(step.frozen, whole)
+    )
 
 
 def compiled(step: Step, sharding: str, devices: int):
     """Return the compiled step, whose carry keeps its sharding."""
     import jax
 
-    carry, *rest = arguments(step, sharding, devices)
-    keep = jax.tree.map(lambda x: x.sharding, carry)
+    step = placed(step, sharding, devices)
+    keep = jax.tree.map(lambda x: x.sharding, step.carry)
     mesh = jax.tree.leaves(keep)[0].mesh
     function = jax.jit(step.function, donate_argnums=0, out_shardings=(keep, None))
     with jax.set_mesh(mesh):
-        return function.lower(carry, *rest).compile()
+        return function.lower(step.carry, step.batch, *step.frozen).compile()
 
 
 @dataclass
@@ -261,8 +274,9 @@ def seconds(system: str, name: str, sharding: str, devices: int) -> float:
     network = NETWORKS[name]
     step = SYSTEMS[system](network, network.shape[0] * devices)
     program = compiled(step, sharding, devices)
-    like = arguments(step, sharding, devices)
-    carry, *rest = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), like)
+    like = placed(step, sharding, devices)
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding)  # noqa: E731
+    carry, *rest = jax.tree.map(zeros, (like.carry, like.batch, *like.frozen))
     times = []
     for _ in range(WARM + STEPS):
         start = time.perf_counter()

@@ -49,9 +49,9 @@ STEPS = """
 import sys
 import jax
 from benchmarks.networks import NETWORKS, Network
-from benchmarks.scaling import SYSTEMS, collectives, compiled, fake
+from benchmarks.scaling import SYSTEMS, collectives, compiled, fake, placed
 
-fake(8)
+fake(int(sys.argv[1]))
 
 
 def cnn(layers, x):
@@ -77,14 +77,14 @@ def sent(system, name, sharding):
 """
 
 
-def on_eight_devices(program):
-    command = [sys.executable, "-W", "ignore", "-c", STEPS + program]
+def on_devices(program, count=8):
+    command = [sys.executable, "-W", "ignore", "-c", STEPS + program, str(count)]
     subprocess.run(command, check=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
 
 
 @pytest.mark.deep
 def test_gradients_are_all_that_is_sent():
-    on_eight_devices("""
+    on_devices("""
 for name in ("cnn", "recurrent"):
     found, weights = sent("jaxonnx", name, "data")
     assert set(found.count) == {"all-reduce"}, (name, found)
@@ -95,7 +95,7 @@ for name in ("cnn", "recurrent"):
 
 @pytest.mark.deep
 def test_gradients_of_adapters_are_all_that_lora_sends():
-    on_eight_devices("""
+    on_devices("""
 import optax
 import jaxonnx
 from jaxonnx import demo
@@ -115,10 +115,29 @@ assert 0.9 * weights < found.total < 1.1 * weights, (found, found.bytes, weights
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize(("name", "devices"), [("lenet", 128), ("lstm", 8)])
+def test_what_is_split_is_gathered_once_and_no_batch_is(name, devices):
+    """Left alone XLA gathers the rows of 128 devices that have a column of the weight each."""
+    on_devices(
+        f"""
+network = NETWORKS[{name!r}]
+step = SYSTEMS["jaxonnx"](network, {devices} * network.shape[0])
+weights = placed(step, "fsdp", {devices}).carry.params.values()
+split = [w for w in weights if any(w.sharding.spec)]
+assert split
+expected = sum(4 * w.size for w in [*weights, *split])
+found = collectives(compiled(step, "fsdp", {devices}).as_text())
+assert found.total <= 1.1 * expected, (found, found.bytes, expected)
+""",
+        devices,
+    )
+
+
+@pytest.mark.deep
 @pytest.mark.parametrize("sharding", ["data", "fsdp"])
 @pytest.mark.parametrize("name", ["cnn", "lenet", "encoder", "lstm"])
 def test_no_more_than_hand_written_flax(name, sharding):
-    on_eight_devices(f"""
+    on_devices(f"""
 ours, flax = (sent(system, {name!r}, {sharding!r})[0] for system in SYSTEMS)
 assert ours.total <= 1.1 * flax.total, (ours, ours.bytes, flax, flax.bytes)
 """)

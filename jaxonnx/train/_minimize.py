@@ -67,9 +67,9 @@ class Minimize(Step):
         key = jax.random.fold_in(jax.random.key(self._settings.seed), state.count)
 
         def objective(params):
-            outputs, new = self._goal.model.apply_train(
-                self._storage.given(params), {**frozen, **state.state}, key, *batch.inputs
-            )
+            params = self._storage.given(self._read(params))
+            tensors = {**self._read(frozen), **state.state}
+            outputs, new = self._goal.model.apply_train(params, tensors, key, *batch.inputs)
             renewed = {name: new[name] for name in state.state}
             return self._goal.mean(outputs, batch.targets, batch.weight), renewed
 
@@ -90,6 +90,13 @@ class Minimize(Step):
             moved = jax.lax.cond(good, move, lambda: stay)
         good = moved.taken > state.taken
         return moved, jnp.stack([value, good.astype(value.dtype)])
+
+    def _read(self, tensors: Any) -> Any:
+        """Return tensors as the model reads them.
+
+        With `remat` nothing whole is kept for the gradient: each part gathers what it reads.
+        """
+        return tensors if self._settings.remat else self.gather(tensors)
 
     def _moved(
         self, state: State, stay: State, value: jax.Array, gradients: Any, good: Any = None
@@ -135,8 +142,9 @@ class Minimize(Step):
     def evaluate(self, sums: Any, state: State, batch: Any, frozen: Any = None) -> Any:
         batch = as_batch(batch, self.model)
         frozen = self.frozen if frozen is None else frozen
-        params = self._storage.given(_shown(state))
-        outputs = self._goal.model.apply(params, *batch.inputs, state={**frozen, **state.state})
+        params = self._storage.given(self._read(_shown(state)))
+        tensors = {**self._read(frozen), **state.state}
+        outputs = self._goal.model.apply(params, *batch.inputs, state=tensors)
         return self._goal.add(sums, outputs, batch)
 
     def row(self, sums: Any) -> dict[str, float]:

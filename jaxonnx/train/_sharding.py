@@ -49,6 +49,9 @@ class OnMesh(Step):
         self._whole = self._by(PartitionSpec())
         self.frozen = {name: self._frozen(name, x) for name, x in step.frozen.items()}
         step.frozen = self.frozen  # no copy of them stays on one device
+        lies = {**jax.tree.map(lambda x: x.sharding, self.frozen), **self._state.params}
+        self._read = {n: jax.tree.map(_gathered, x) for n, x in lies.items() if _over_batch(x)}
+        step.gather = self._gather
         self.notes = (*step.notes, *_idle(self._mesh, split.values()))
 
     @property
@@ -128,6 +131,17 @@ class OnMesh(Step):
             for name, x in tensors.items()
         }
 
+    def _gather(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Return tensors that are no longer split over the axis of the batch, within a step.
+
+        Left to itself XLA gathers the weight or the batch for each product, and where many devices
+        have little of the weight each it may be the batch.
+        """
+        return {
+            name: _laid(x, self._read[name]) if name in self._read else x
+            for name, x in tensors.items()
+        }
+
     def _frozen(self, name: str, x: Any) -> Any:
         laid = self._laid[name]
         if not isinstance(x, KernelFirst):
@@ -179,6 +193,17 @@ def _left(x: Any) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
     typed = AxisType.Explicit in mesh.axis_types
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec())) if typed else x
+
+
+def _over_batch(tree: Any) -> bool:
+    """Check whether an array, or its form in storage, is split over the axis of the batch."""
+    return any(DATA in axes_of(part) for laid in jax.tree.leaves(tree) for part in laid.spec)
+
+
+def _gathered(laid: NamedSharding) -> NamedSharding:
+    """Return a sharding without the axis that splits the batch."""
+    rest = (tuple(axis for axis in axes_of(part) if axis != DATA) for part in laid.spec)
+    return NamedSharding(laid.mesh, PartitionSpec(*(axes or None for axes in rest)))
 
 
 def _laid(tree: Any, shardings: Any) -> Any:

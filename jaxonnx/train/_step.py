@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -59,11 +59,13 @@ class Step(ABC):
       frozen: the tensors that no step changes. `update` and `evaluate` use them anyway; where they
         are large, pass them as an argument of what you compile, or they become constants in it.
       notes: what is trained otherwise than the file says.
+      gather: what a mesh does with tensors before the model reads them, within a program.
     """
 
     model: Model
     frozen: dict[str, Any]
     notes: tuple[str, ...]
+    gather: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
 
     @abstractmethod
     def init(self, params: Any = None) -> State:
