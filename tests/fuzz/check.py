@@ -106,6 +106,7 @@ EXPLAINED = (
     Refusal(
         "Imputer|LabelEncoder|OneHotEncoder|Scaler", "exactly one of .* must be given", NO_CHECK
     ),
+    Refusal("Momentum", "mode is '.*'; Momentum knows standard and nesterov", NO_CHECK),
     Refusal("Attention|FlexAttention", "softmax_precision must be", NO_CHECK),
     Refusal("Add|Sub|Mul|Div|Pow|And|Or|Xor|Equal|Greater|Less", ".*needs broadcast=1", NO_CHECK),
     Refusal(
@@ -130,7 +131,8 @@ size 1 (three results, ours is PyTorch's), negative p of LpPool, numbers below t
 iterations (onnxruntime has zeros), bodies whose inputs have defaults (the reference takes these),
 accents, which the reference's StringNormalizer takes off letters, a negative min_gram_length of
 TfIdfVectorizer, where the reference counts some twice, infinite places of GridSample (ours is NaN),
-and a Momentum whose R is an integer.
+an infinite number cast to a whole one (the specification leaves it open), and a Momentum whose R is
+an integer.
 """
 
 
