@@ -52,6 +52,8 @@ def run(folder: Path, count: int, index: int, coordinator: str, steps: int) -> N
         checkpoint_every=4,
         resume=True,
     )
+    if count > 1:
+        jax.distributed.shutdown()  # the first that ends would take the others with it
     if index == 0:
         history = {"losses": result.history.losses}
         history |= {"validation": [row["validation_loss"] for row in result.history.epochs]}

@@ -87,17 +87,22 @@ def _names(path: Path, part: Any, key: str) -> list[str]:
 
 def _finished(path: Path, graph: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tensors that a graph beside the manifest computes of a state."""
-    names, file = _names(path, graph, "tensors"), graph.get("file")
+    places, file = graph.get("tensors"), graph.get("file")
+    if not (isinstance(places, dict) and all(isinstance(name, str) for name in places.values())):
+        raise InputError(f"'{path}' is damaged: it has no names by 'tensors'; export again")
     if not isinstance(file, str) or file != Path(file).name:
         raise InputError(f"'{path}' is damaged: it has no name of a 'file' beside it; export again")
     finish = load(path.parent / file)
-    if (count := len(finish.outputs)) != len(names):
+    outputs = [value.name for value in finish.outputs]
+    if missing := [name for name in places.values() if name not in outputs]:
         raise InputError(
-            f"'{path}' is damaged: '{file}' has {count} outputs, and 'tensors' names "
-            f"{len(names)}; export again"
+            f"'{path}' is damaged: '{file}' has no output '{missing[0]}', which 'tensors' names; "
+            "export again"
         )
     tensors = finish(**values)
-    return dict(zip(names, tensors if isinstance(tensors, tuple) else (tensors,), strict=True))
+    tensors = tensors if isinstance(tensors, tuple) else (tensors,)
+    found = dict(zip(outputs, tensors, strict=True))
+    return {name: found[output] for name, output in places.items()}
 
 
 def _saved(folder: Path) -> Path:
