@@ -14,6 +14,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook(path, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the kernel is another process
+    monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")  # which runs longer than it compiles
     notebook = nbformat.read(path, as_version=4)
     resources = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(notebook, timeout=300, resources=resources).execute()
