@@ -1,12 +1,16 @@
 """What a new process costs: what is imported, and what is compiled a second time."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
+
+from jaxonnx.cli import process
 
 ROOT = Path(__file__).parents[1]
 OPTIONAL = "flax grain IPython matplotlib onnxruntime orbax pandas PIL safetensors sklearn "
@@ -57,6 +61,57 @@ def test_a_second_process_compiles_nothing(tmp_path):
     first, second = (python(CACHED, **settings) for _ in range(2))
     assert first["misses"] > 3
     assert second == {"misses": 0, "hits": first["misses"] + first["hits"]}
+
+
+@pytest.mark.deep
+def test_the_command_line_keeps_programs(tmp_path):
+    """As a user has it: without settings of JAX, in the user's folder for caches."""
+    settings = {name: value for name, value in os.environ.items() if "CACHE" not in name}
+    settings |= {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    settings["JAX_LOG_COMPILES"] = settings["JAX_EXPLAIN_CACHE_MISSES"] = "1"
+    network = ROOT / "jaxonnx" / "assets" / "digits_cnn.onnx"
+    command = [sys.executable, "-m", "jaxonnx", "bench", network, "--batch", "4", "--rounds", "1"]
+    said = []
+    for _ in range(2):
+        done = subprocess.run(command, env=settings, check=True, capture_output=True, text=True)
+        said.append(done.stderr.count("PERSISTENT COMPILATION CACHE MISS"))
+    assert len([*(tmp_path / "jaxonnx").glob("*-cache")]) > 0
+    assert said[0] > said[1]
+
+
+def test_programs_not_read_for_longest_go_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(process, "PROGRAMS", 250)
+    (tmp_path / "jaxonnx").mkdir()
+    for i, name in enumerate(("second", "first", "third")):
+        file = tmp_path / "jaxonnx" / name
+        file.write_bytes(bytes(100))
+        os.utime(file, (1e9, 1e9 + (i if i != 1 else -1)))
+    with restored("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"):
+        process.keep_programs()
+        assert {file.name for file in (tmp_path / "jaxonnx").iterdir()} == {"second", "third"}
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "jaxonnx")
+        process.keep_programs(tmp_path)
+        process.keep_programs()  # JAX has a folder
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+
+
+def test_a_home_that_cannot_be_written_is_left_alone(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with restored("jax_compilation_cache_dir"):
+        process.keep_programs()
+        assert jax.config.jax_compilation_cache_dir is None
+
+
+@contextlib.contextmanager
+def restored(*names):
+    """Let JAX have no settings of these names in a block."""
+    before = {name: getattr(jax.config, name) for name in names}
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
 @pytest.mark.deep

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from rich.console import Console
 
@@ -55,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(options)
     if options.allocator == "keep":
         process.keep_pages()
+    if options.cache is None:
+        process.keep_programs()
     with Interrupt() as interrupt:
         status = _run(options)
         process.ignore_interrupts()
@@ -70,7 +71,7 @@ def _run(options: argparse.Namespace) -> int:
             warnings.simplefilter("default", UserWarning)
             warnings.showwarning = lambda message, *_: _complain(options.verb, message)
             if options.cache is not None:
-                jax.config.update("jax_compilation_cache_dir", str(options.cache))
+                process.keep_programs(options.cache)
             report = _VERBS[options.verb](options)
         return _print(report, options)
     except Failed as error:

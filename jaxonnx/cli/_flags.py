@@ -40,7 +40,7 @@ COMMON = {
     "every command": [
         Flag("--json", "print the result as JSON, and nothing else on stdout", SWITCH),
         Flag("--config", "a TOML file with any of these by name; flags win", FILE),
-        Flag("--cache", "a folder to keep compiled programs in, for the next run", FOLDER),
+        Flag("--cache", "a folder to keep compiled programs in; ~/.cache/jaxonnx", FOLDER),
         Flag(
             "--allocator",
             "keep (what is freed is kept for the next step: faster on Linux) or default",

@@ -4,7 +4,10 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import NoReturn
+
+import jax
 
 _SETTINGS = {
     -8: 1,  # M_ARENA_MAX: one arena, because those of threads give memory back in pieces of 64 MB
@@ -12,6 +15,9 @@ _SETTINGS = {
     -2: 2**26,  # M_TOP_PAD: memory is taken in steps of 64 MB
     -1: 2**31 - 1,  # M_TRIM_THRESHOLD: and kept
 }
+
+PROGRAMS = 1 << 30
+"""Bytes of compiled programs that are kept for later processes."""
 
 
 def keep_pages() -> None:
@@ -25,6 +31,39 @@ def keep_pages() -> None:
     if mallopt is not None:
         for setting, value in _SETTINGS.items():
             mallopt(setting, value)
+
+
+def keep_programs(folder: Path | None = None) -> None:
+    """Make JAX keep compiled programs for later processes.
+
+    Without a folder, and if JAX was not given one, they are kept in `jaxonnx` below the user's
+    folder for caches, which is $XDG_CACHE_HOME or ~/.cache. There the programs that were not read
+    for longest are deleted first, down to `PROGRAMS` bytes.
+    """
+    if folder is None:
+        if jax.config.jax_compilation_cache_dir is not None:
+            return
+        home = os.environ.get("XDG_CACHE_HOME") or Path("~", ".cache")
+        try:
+            folder = Path(home, "jaxonnx").expanduser()
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _shrink(folder)
+        except (OSError, RuntimeError):  # a user without a home, or one that cannot be written
+            return
+        # most programs of a small network compile in less than JAX's default, a second
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+def _shrink(folder: Path) -> None:
+    """Delete the files of a folder that were not read for longest, until few enough bytes stay."""
+    files = [(file.stat(), file) for file in folder.iterdir()]
+    total = sum(stat.st_size for stat, _ in files)
+    for stat, file in sorted(files, key=lambda pair: max(pair[0].st_atime, pair[0].st_mtime)):
+        if total <= PROGRAMS:
+            break
+        file.unlink(missing_ok=True)
+        total -= stat.st_size
 
 
 def ignore_interrupts() -> None:
