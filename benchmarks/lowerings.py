@@ -1,16 +1,19 @@
 """Every rule of jaxonnx.lowering measured: time of the plain form over that of the fast one.
 
     python -m benchmarks.lowerings [rule ...]
+    python -m benchmarks.lowerings --fit
 
 Above 1 the rule pays on this CPU. Columns: forward, gradient for x, gradient for w (convolutions),
 or forward, forward and backward (the rest). Both are jitted, with channels last and kernels first,
-and with an allocator that keeps its pages.
+and with an allocator that keeps its pages. `--fit` tries other bounds of the rules instead, on
+shapes to both sides of them, and says where another would gain more than 10 %.
 """
 
 import argparse
 import statistics
 import time
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +21,7 @@ from jax import lax
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.fit import fit
 from jaxonnx import lowering
 from jaxonnx.cli.process import keep_pages
 from jaxonnx.lowering._conv import Conv
@@ -73,21 +77,22 @@ def _normal(*shape):
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
-def convolution(n, c, m, size, kernel, stride, groups):
+def convolution(
+    n: int, c: int, m: int, size: int, kernel: int, stride: int, groups: int, turned: bool = True
+):
+    """Yield the plain and the fast form, and arguments, of a convolution and its gradients."""
     pads = [kernel // 2] * 4
     windows = window((size,) * 2, (kernel,) * 2, strides=(stride,) * 2, pads=pads)
-    form = Conv((size,) * 2, *windows, groups, turned=True)
-    arrays = [
-        _normal(n, size, size, c),
-        _normal(kernel, kernel, c // groups, m),
-        _normal(n, *windows.out, m),
-    ]
+    form = Conv((size,) * 2, *windows, groups, turned=turned)
+    weight = (kernel, kernel, c // groups, m) if turned else (m, c // groups, kernel, kernel)
+    arrays = [_normal(n, size, size, c), _normal(*weight), _normal(n, *windows.out, m)]
     for out in (2, 0, 1):
         arguments = [a for i, a in enumerate(arrays) if i != out]
-        yield ratio(partial(form.plain, out), partial(form.fast, out), arguments)
+        yield partial(form.plain, out), partial(form.fast, out), arguments
 
 
 def pool(initial, combine, fast, n, c, size, kernel, stride):
+    """Yield the plain and the fast form, and arguments, of a pooling and with its gradient."""
     pads = [(kernel - 1) // 2] * 4
     windows = window((size,) * 2, (kernel,) * 2, strides=(stride,) * 2, pads=pads)
     around = ((0, 0), *windows.pads, (0, 0))
@@ -101,25 +106,30 @@ def pool(initial, combine, fast, n, c, size, kernel, stride):
 
     fast = partial(fast, window=windows, channels=-1)
     x, ct = _normal(n, size, size, c), _normal(n, *windows.out, c)
-    yield ratio(plain, fast, [x])
-    yield ratio(gradient(plain), gradient(fast), [x, ct])
+    yield plain, fast, [x]
+    yield gradient(plain), gradient(fast), [x, ct]
 
 
 def main():
-    families = (
-        (CONVOLUTIONS, convolution),
-        (POOLS, partial(pool, -np.inf, lax.max, lowering.max_pool)),
-        (SUMS, partial(pool, 0, lax.add, lowering.window_sum)),
-    )
-    rules = {name: (measure, shape) for table, measure in families for name, shape in table.items()}
+    pools = partial(pool, -np.inf, lax.max, lowering.max_pool)
+    sums = partial(pool, 0, lax.add, lowering.window_sum)
+    families: tuple[Any, ...] = ((CONVOLUTIONS, convolution), (POOLS, pools), (SUMS, sums))
+    rules = {name: (forms, shape) for table, forms in families for name, shape in table.items()}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rules", nargs="*", help=f"some of: {', '.join(rules)}")
-    chosen = parser.parse_args().rules or rules
+    parser.add_argument("--fit", action="store_true", help="try other bounds of the rules")
+    parser.add_argument("--rounds", type=int, default=7, help="of --fit")
+    options = parser.parse_args()
     keep_pages()
+    if options.fit:
+        unturned = partial(convolution, turned=False)
+        by_name = {"convolution": convolution, "unturned": unturned, "pool": pools, "sum": sums}
+        fit(by_name, options.rounds)
+        return
     table = Table("rule", "shape", "forward", "x / both", "w", title="plain / fast")
-    for name in chosen:
-        measure, shape = rules[name]
-        cells = [f"{value:.1f}" for value in measure(*shape)]
+    for name in options.rules or rules:
+        forms, shape = rules[name]
+        cells = [f"{ratio(*form):.1f}" for form in forms(*shape)]
         table.add_row(name, " ".join(map(str, shape)), *cells)
     Console().print(table)
 

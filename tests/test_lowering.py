@@ -12,6 +12,7 @@ from jax import export
 from jax.test_util import check_grads
 
 from jaxonnx import lowering
+from jaxonnx.lowering import _conv
 from jaxonnx.lowering._contract import contract
 from jaxonnx.lowering._conv import Conv
 from jaxonnx.lowering._pool import Sum
@@ -308,3 +309,17 @@ def test_operation_by_operation():
     with jax.disable_jit():
         y = contract(form, 2, *values[:2])
     np.testing.assert_allclose(y, form.plain(2, *values[:2]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.deep
+def test_bounds_are_fitted(monkeypatch, capsys):
+    """`benchmarks.lowerings --fit` says what other bounds take, and leaves the present ones."""
+    from benchmarks import fit, lowerings
+
+    shapes = ((1, 2, 4, 4, 3, 1, 1), (1, 1, 4, 4, 3, 1, 1))
+    bound = fit.Bound(_conv, "NARROW", (8, 32), "convolution", shapes)
+    monkeypatch.setattr(fit, "BOUNDS", (bound,))
+    before = bound.now
+    fit.fit({"convolution": lowerings.convolution}, rounds=1)
+    assert "8: " in capsys.readouterr().out
+    assert bound.now == before
