@@ -275,10 +275,10 @@ def train(
       gives the best that it has, says in `history.stopped` why, which weights these are and where
       the last checkpoint is, and warns (but not of `patience`). These are steps that are not
       finite, a checkpoint that could not be written (a full disk), memory that is not enough after
-      steps were taken, and Ctrl-C, which ends the run
-      after the present step, with a checkpoint; after a second Ctrl-C it ends without one, also
-      where it waits for data. In the main thread `train` has a SIGINT handler of its own until it
-      returns, for that; before the first step Ctrl-C is a KeyboardInterrupt, as usual.
+      steps were taken, and Ctrl-C, which ends the run after the present step, with a checkpoint;
+      after a second Ctrl-C it ends without one, also where it waits for data. In the main thread
+      `train` has a SIGINT handler of its own until it returns, for that; before the first step
+      Ctrl-C is a KeyboardInterrupt, as usual.
 
     Raises:
       TrainingError: data, labels, loss or settings that do not fit, before anything is compiled;
