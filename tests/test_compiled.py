@@ -7,8 +7,10 @@ import importlib.util
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
 from benchmarks.compiled import ENVIRONMENT, SEARCHED, apart, compiled, device
@@ -39,6 +41,28 @@ def test_operators_lower_for_accelerators(case):
 @pytest.mark.parametrize("case", COMPILABLE)
 def test_every_operator_lowers_for_accelerators(case):
     lower(case)
+
+
+def test_integers_of_two_bits_are_refused_where_xla_aborts():
+    nodes = [
+        helper.make_node("Cast", ["x"], ["narrow"], "quantize", to=TensorProto.INT2),
+        helper.make_node("Concat", ["narrow", "table"], ["both"], "join", axis=0),
+        helper.make_node("Cast", ["both"], ["y"], to=TensorProto.FLOAT),
+    ]
+    floats = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [None]) for n in "xy"]
+    table = numpy_helper.from_array(np.array([1, -2], ml_dtypes.int2), "table")
+    graph = helper.make_graph(nodes, "g", floats[:1], floats[1:], [table])
+    model = jaxonnx.load(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 25)]))
+    x = np.array([-2, 0, 1], np.float32)
+    np.testing.assert_array_equal(model(x), [-2, 0, 1, 1, -2])
+    batch = jax.vmap(lambda x: model.apply(model.params, x))(x[None])
+    np.testing.assert_array_equal(batch, [[-2, 0, 1, 1, -2]])
+    traced = jax.jit(model.apply).trace(model.params, x)
+    assert traced.lower(lowering_platforms=("cpu",)).as_text()
+    for platform in PLATFORMS:
+        told = rf"quantize.*tensor 'narrow' is INT2.*{platform.upper()}.*INT4"
+        with pytest.raises(jaxonnx.UnsupportedError, match=told):
+            traced.lower(lowering_platforms=(platform,))
 
 
 def mask(w):

@@ -46,15 +46,19 @@ def test_gradients_are_close_and_their_products_in_bfloat16(name):
     for key, value in exact.items():
         assert found[key].dtype == value.dtype == jnp.float32
         assert jnp.linalg.norm(found[key] - value) < 0.1 * jnp.linalg.norm(value), key
-    text = jax.jit(rounded).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    products = re.findall(r"stablehlo\.(?:dot_general|convolution)\b.* : \((.*)\) -> ", text)
-    assert products
-    for operands in products:
-        assert re.findall(r"x([a-z]+\d+)>", operands) == ["bf16", "bf16"]
-    exact = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    assert "bf16" not in exact
-    for operator in ("exponential", "rsqrt", "log", "tanh", "reduce_sum"):
-        assert not re.search(rf"stablehlo\.{operator} .*bf16", text)
+    programs = [jax.jit(f).trace(*args) for f in (function, rounded)]
+    for platform in ("tpu", "cuda"):
+        plain, text = (p.lower(lowering_platforms=(platform,)).as_text() for p in programs)
+        assert "bf16" not in plain
+        pattern = r"stablehlo\.(dot_general|convolution)\b.* : \((.*)\) -> .*x([a-z]+\d+)>"
+        products = re.findall(pattern, text)
+        assert len(products) == len(re.findall(pattern, plain)) > 0
+        for kind, operands, result in products:
+            assert re.findall(r"x([a-z]+\d+)>", operands) == ["bf16", "bf16"]
+            # a unit adds in float32 in any case; a convolution's sum is rounded once, as PyTorch's
+            assert result == {"dot_general": "f32", "convolution": "bf16"}[kind]
+        for operator in ("exponential", "rsqrt", "log", "tanh", "reduce_sum"):
+            assert not re.search(rf"stablehlo\.{operator} .*bf16", text)
 
 
 @pytest.mark.deep

@@ -24,6 +24,7 @@ from jaxonnx._run import channels, failures
 from jaxonnx._run.folding import abstract, fold, folds, on_device, repeated, traced
 from jaxonnx._run.overlay import Overlay
 from jaxonnx._run.remat import cuts
+from jaxonnx._run.two_bits import on_cpu
 from jaxonnx.errors import Error, NodeError, StaticError
 from jaxonnx.registry import Op, Rounded, known, symbolic
 
@@ -104,7 +105,8 @@ class Scope:
     def _step(self, node: Node) -> None:
         arguments = [self[name] if name else None for name in node.inputs]
         for i, value in enumerate(arguments):
-            arguments[i] = value if i in node.op.through else _exact(value)
+            value = value if i in node.op.through else _exact(value)
+            arguments[i] = on_cpu(value, node.label, node.inputs[i])
         arguments = channels.choose(node.op, arguments)
         try:
             failures.check_types(node, arguments)
@@ -125,7 +127,8 @@ class Scope:
         if len(results) < len(node.outputs):
             text = f"{node.label} gives {len(results)} outputs, not {len(node.outputs)}"
             raise failures.at(node, NodeError(text))
-        self.values.update((n, r) for n, r in zip(node.outputs, results, strict=False) if n)
+        named = ((n, r) for n, r in zip(node.outputs, results, strict=False) if n)
+        self.values.update((n, on_cpu(r, node.label, n)) for n, r in named)
 
     def segment(self, start: int, end: int) -> None:
         """Evaluate the nodes from `start` to `end`, which the gradient computes again."""
