@@ -37,8 +37,12 @@ weight is turned."""
 LARGE_WEIGHT = 2**18
 """Elements of a weight from which transposing it costs more than it saves."""
 
-MANY_CHANNELS = 20
-"""Half the harmonic mean of input and output channels from which Winograd's transforms pay."""
+MANY_CHANNELS = 24 if jax.__version_info__ >= (0, 12) else 20
+"""Half the harmonic mean of input and output channels from which Winograd's transforms pay, which
+XLA:CPU's own convolutions are quicker than for less, from JAX 0.12 on."""
+
+MANY_CHANNELS_OF_WEIGHT = 20
+"""The same for the gradient of the weight."""
 
 MANY_TILES = 32
 """Tiles of 2x2 in a batch from which transforming the weight pays."""
@@ -230,7 +234,8 @@ class Conv:
             return False
         tiles = batch * math.prod(-(-n // 2) for n in (self.size if out == 0 else self.out))
         order = self.turned or 9 * inputs * outputs < LARGE_WEIGHT
-        many = inputs * outputs >= MANY_CHANNELS * (inputs + outputs)
+        bound = MANY_CHANNELS_OF_WEIGHT if out == 1 else MANY_CHANNELS
+        many = inputs * outputs >= bound * (inputs + outputs)
         return order and many and _reaches(tiles, MANY_TILES)
 
     def _winograd(self, out, u, v):
