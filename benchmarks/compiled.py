@@ -4,9 +4,10 @@
 
 XLA compiles for TPU where libtpu is installed (the extra `tpu-compile`) and for CUDA with JAX's
 plugin (`cuda-compile`), on any machine. Counted are the bytes that a program reads and writes (XLA
-tells them for TPU and CPU), what it needs beside arguments and results, the copies and
-transpositions that run by themselves, the calls of libraries and its code; and the seconds that
-compiling took. Each program is compiled in a process of its own: an error may abort it.
+tells them for TPU and CPU, with one turn of each loop), those of one turn of its loops (estimated),
+what it needs beside arguments and results, the copies and transpositions that run by themselves,
+the calls of libraries and its code; and the seconds that compiling took. Each program is compiled
+in a process of its own: an error may abort it.
 """
 
 import argparse
@@ -18,7 +19,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxonnx
+from benchmarks.hlo import Module
 from benchmarks.layers.onnx_file import write
 from benchmarks.networks import NETWORKS, batch
 from benchmarks.systems import FOREVER, flax_functions, optax_step, train_step
@@ -97,29 +100,11 @@ def compiled(function: Callable, place: Any, *arguments: Any, donated: tuple[int
     return lowered.compile()
 
 
-def operations(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the name and the line of every instruction that runs by itself.
-
-    A fusion has the name of what it gives: a fusion of a copy is a copy.
-    """
-    parts = re.split(r"\n(?=\S)", text)
-    names = [re.match(r"(?:ENTRY )?%?([\w.-]+)", part) for part in parts]
-    bodies = {name[1]: part for name, part in zip(names, parts, strict=True) if name}
-    fused = set(re.findall(r"\bfusion\(.*?calls=%?([\w.-]+)", text))
-    instruction = re.compile(r"\s+(?:ROOT )?%?[\w.-]+ = .*? ([a-z][\w-]*)\(")
-    for name in bodies.keys() - fused:
-        for line in bodies[name].splitlines():
-            if not (match := instruction.match(line)):
-                continue
-            inner = re.search(r"\bfusion\(.*?calls=%?([\w.-]+)", line)
-            root = inner and re.search(r"ROOT .*? ([a-z][\w-]*)\(", bodies[inner[1]])
-            yield root[1] if root else match[1], line
-
-
 def counts(program: Any) -> dict[str, Any]:
     """Count what a compiled program does."""
     memory, cost = program.memory_analysis(), program.cost_analysis() or {}
-    found = [*operations(program.as_text())]
+    module = Module(program.as_text())
+    found = [*module.operations()]
     calls = Counter(
         target[1]
         for name, line in found
@@ -127,6 +112,7 @@ def counts(program: Any) -> dict[str, Any]:
     )
     return {
         "MB accessed": cost.get("bytes accessed", 0) / 1e6 or None,
+        "MB a turn": sum(map(module.moved, module.loops)) / 1e6,
         "MB of temporaries": memory.temp_size_in_bytes / 1e6,
         "copies": sum(name == "copy" for name, _ in found),
         "transpositions": sum(name == "transpose" for name, _ in found),
@@ -163,9 +149,9 @@ def _model(name: str) -> jaxonnx.Model:
     return model.with_trainable(lambda n, _: n in model.params or n in tables)
 
 
-def flax_step(name: str, place: Any):
+def flax_step(name: str, place: Any, guarded: bool = False):
     x, y, params, state, train, _ = _flax(name)
-    step, optimizer = optax_step(train)
+    step, optimizer = optax_step(train, guarded)
     carry = params, state, jax.eval_shape(optimizer.init, params)
     return compiled(step, place, carry, x, y, donated=(0,))
 
@@ -205,12 +191,14 @@ def mask_refresh(name: str, place: Any):
 
 PROGRAMS: dict[str, tuple[Callable, Callable | None]] = {
     "step": (step_of({}), flax_step),
+    "guarded": (step_of({}), partial(flax_step, guarded=True)),
     "bf16": (step_of({"precision": "bf16"}), None),
     "2:4": (step_of({"sparsity": {"dynamic": FOREVER, "refresh": FOREVER}}), None),
     "lora": (step_of({"lora": jaxonnx.LoRA()}), None),
     "forward": (forward, flax_forward),
 }
-"""Programs of a network: of jaxonnx, and the same as it is written in Flax."""
+"""Programs of a network: of jaxonnx, and the same as it is written in Flax; `guarded` with its step
+taken only where loss and gradients are finite, as every step of jaxonnx is."""
 SEARCHES: dict[str, Callable] = {"mask codes": mask_search, "mask refresh": mask_refresh}
 
 
@@ -239,7 +227,8 @@ def apart(target: str, *what: str) -> dict[str, Any]:
 
 def show(rows: dict[str, tuple[dict, dict | None]], target: str) -> None:
     table = Table("program", title=f"compiled for {target}: jaxonnx / Flax")
-    columns = ("MB accessed", "MB of temporaries", "copies", "transpositions", "MB of code")
+    memory = "MB accessed", "MB a turn", "MB of temporaries"
+    columns = (*memory, "copies", "transpositions", "MB of code")
     for column in (*columns, "s to compile", "calls"):
         table.add_column(column)
 
@@ -277,7 +266,7 @@ def main() -> None:
     if options.one:
         print(json.dumps(one(options.target, *options.one)))
         return
-    programs = options.programs or [*PROGRAMS, *SEARCHES]
+    programs = options.programs or [name for name in (*PROGRAMS, *SEARCHES) if name != "guarded"]
     rows = {}
     for program in programs:
         for name in options.networks if program in PROGRAMS else ("",):

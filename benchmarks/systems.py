@@ -26,13 +26,14 @@ FOREVER = 10**9
 """Steps of a phase that no benchmark leaves."""
 
 
-def optax_step(train) -> tuple[Callable, Any]:
+def optax_step(train, guarded: bool = False) -> tuple[Callable, Any]:
     """Return `step(carry, x, y) -> (carry, loss)` and its optimizer.
 
     The carry is (params, state, the optimizer's state), of `train(params, state, x) -> (logits,
-    state)`.
+    state)`; if guarded, it stays where the loss or a gradient is not finite.
     """
     import jax
+    import jax.numpy as jnp
     import optax
 
     optimizer = optax.adam(LEARNING_RATE)
@@ -46,7 +47,11 @@ def optax_step(train) -> tuple[Callable, Any]:
 
         (loss, state), gradients = jax.value_and_grad(objective, has_aux=True)(params)
         updates, memory = optimizer.update(gradients, memory, params)
-        return (optax.apply_updates(params, updates), state, memory), loss
+        moved = optax.apply_updates(params, updates), state, memory
+        if guarded:
+            good = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves((loss, gradients))])
+            moved = jax.tree.map(partial(jnp.where, good.all()), moved, carry)
+        return moved, loss
 
     return step, optimizer
 

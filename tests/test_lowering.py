@@ -12,7 +12,7 @@ from jax import export
 from jax.test_util import check_grads
 
 from jaxonnx import lowering
-from jaxonnx.lowering import _conv
+from jaxonnx.lowering import _conv, _pool
 from jaxonnx.lowering._contract import contract
 from jaxonnx.lowering._conv import Conv
 from jaxonnx.lowering._pool import Sum
@@ -261,8 +261,25 @@ def test_pooling(size, kernel, strides, dilations, pads):
     np.testing.assert_allclose(form.fast(2, one, x), form.plain(2, one, x), rtol=1e-6)
     np.testing.assert_allclose(form.fast(1, one, y), form.plain(1, one, y), rtol=1e-5, atol=1e-6)
     pooled, pull = jax.vjp(lambda x: lowering.max_pool(x, windows), x)
-    np.testing.assert_allclose(pull(y)[0], first_wins(x, y, windows), rtol=1e-5, atol=1e-6)
+    wanted = first_wins(x, y, windows)
+    np.testing.assert_allclose(pull(y)[0], wanted, rtol=1e-5, atol=1e-6)
     assert pooled.shape == y.shape
+    if max(dilations) == 1:
+        on_tpu, pull = jax.vjp(lambda x: _pool._reduced(x, Taps(size, *windows, lead=2)), x)
+        np.testing.assert_array_equal(on_tpu, pooled)
+        np.testing.assert_allclose(pull(y)[0], wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("kernel", "dilation"), [(2, 1), (5, 1), (2, 2)])
+def test_a_tpu_pools_by_its_instructions(kernel, dilation):
+    windows = window((9, 9), (kernel,) * 2, strides=(2, 2), dilations=(dilation,) * 2)
+    x = np.zeros((2, 9, 9, 3), np.float32)
+    pool = jax.value_and_grad(lambda x: lowering.max_pool(x, windows, -1).sum())
+    traced = jax.jit(pool).trace(x)
+    texts = [traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "cuda", "tpu")]
+    counts = [(t.count("reduce_window"), t.count("select_and_scatter")) for t in texts]
+    passes = 0 if dilation > 1 else 1 if kernel == 2 else 2  # of large windows one for each axis
+    assert counts == [(0, 0), (0, 0), (passes, passes)]
 
 
 def first_wins(x, y, windows):
