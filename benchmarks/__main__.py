@@ -102,8 +102,12 @@ def environment(options) -> dict[str, str]:
 
 
 def spawn(network, system, phase, path: Path, options) -> Worker:
-    others = {"onnxruntime-training": options.ort_python, "onnxsim": options.sim_python}
-    other = others.get(system)
+    others = {
+        "onnxruntime-training": options.ort_python,
+        "onnxsim": options.sim_python,
+        "torch": options.torch_python,
+    }
+    other = next((others[name] for name in others if system.startswith(name)), None)
     folder = options.against if system == BEFORE else Path(__file__).parent.parent
     log = path.parent / f"{network}.{system}.{phase}.log"
     with log.open("w") as errors:
@@ -286,6 +290,7 @@ def main() -> None:
     parser.add_argument("--ceilings", action="store_true", help="fractions of what is possible")
     parser.add_argument("--ort-python", help="interpreter that has onnxruntime-training 1.19.2")
     parser.add_argument("--sim-python", help="interpreter that has onnxsim 0.8")
+    parser.add_argument("--torch-python", help="interpreter that has PyTorch, if not this one")
     parser.add_argument(
         "--out", type=Path, help="the chart (png, svg, pdf); figures go to .json beside"
     )
