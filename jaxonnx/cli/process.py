@@ -38,10 +38,11 @@ def keep_programs(folder: Path | None = None) -> None:
 
     Without a folder, and if JAX was not given one, they are kept in `jaxonnx` below the user's
     folder for caches, which is $XDG_CACHE_HOME or ~/.cache. There the programs that were not read
-    for longest are deleted first, down to `PROGRAMS` bytes.
+    for longest are deleted first, down to `PROGRAMS` bytes. JAX before 0.12, which takes a
+    processor that it compiled for itself for another, and says so at length, then keeps none.
     """
     if folder is None:
-        if jax.config.jax_compilation_cache_dir is not None:
+        if jax.config.jax_compilation_cache_dir is not None or jax.__version_info__ < (0, 12):
             return
         home = os.environ.get("XDG_CACHE_HOME") or Path("~", ".cache")
         try:
