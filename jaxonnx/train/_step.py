@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -189,7 +190,7 @@ def stays_finite(old: Any, new: Any, small: bool = False) -> jax.Array:
     if small and floats:
         limit = max(SMALL, min(b.size for _, b in floats))
         floats = [(a, b) for a, b in floats if b.size <= limit]
-    sums = [_spoiled(a, b) for a, b in floats]
+    sums = [_spoiled(a, b) for a, b in _joined(floats)]
     return jnp.isfinite(jnp.stack([jnp.float32(0), *sums])).all()
 
 
@@ -203,9 +204,23 @@ def _spoiled(a: jax.Array, b: jax.Array) -> jax.Array:
 def finite(tree: Any) -> jax.Array:
     """Return whether every number is finite; sums are quicker than tests of each number."""
     sums = [
-        jnp.sum(x, dtype=jnp.promote_types(x.dtype, jnp.float32)) for x in jax.tree.leaves(tree)
+        jnp.sum(x, dtype=jnp.promote_types(x.dtype, jnp.float32))
+        for (x,) in _joined([(x,) for x in jax.tree.leaves(tree)])
     ]
     return jnp.isfinite(jnp.stack(sums)).all()
+
+
+def _joined(rows: Sequence[tuple[jax.Array, ...]]) -> list[tuple[jax.Array, ...]]:
+    """Return rows of arrays of one size, the small ones joined: a loop for each takes longer."""
+    kept, small = [], defaultdict(list)
+    for row in rows:
+        split = any(axis is not None for x in row for axis in jax.typeof(x).sharding.spec)
+        if split or row[0].size > SMALL:
+            kept.append(row)
+        else:
+            small[tuple(x.dtype for x in row)].append([x.reshape(-1) for x in row])
+    columns = (zip(*group, strict=True) for group in small.values())
+    return [*kept, *(tuple(jnp.concatenate(column) for column in row) for row in columns)]
 
 
 def copy(tree: Any) -> Any:
