@@ -51,6 +51,8 @@ def keep_programs(folder: Path | None = None) -> None:
             _shrink(folder)
         except (OSError, RuntimeError):  # a user without a home, or one that cannot be written
             return
+        if not os.access(folder, os.W_OK):  # JAX would warn of each program
+            return
         # most programs of a small network compile in less than JAX's default, a second
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     jax.config.update("jax_compilation_cache_dir", str(folder))
