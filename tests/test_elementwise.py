@@ -111,6 +111,12 @@ def test_floor_modulus_of_infinities():
     np.testing.assert_array_equal(result, [2, 1, -inf, inf, nan, nan])
 
 
+@pytest.mark.parametrize("fmod", [-256, 2])
+def test_a_modulus_is_of_one_of_two_kinds(fmod):
+    with pytest.raises(NodeError, match=f"fmod is {fmod}"):
+        operator("Mod")(jnp.ones(2), jnp.ones(2), fmod=fmod)
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("compiled", [False, True])

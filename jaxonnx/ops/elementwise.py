@@ -164,6 +164,8 @@ binary("Pow", power)
 
 @op("Mod", since=10, pointwise=True)
 def mod(a, b, *, fmod=0):
+    if fmod not in (0, 1):
+        raise NodeError(f"fmod is {fmod}, not 0 (the sign of the divisor) or 1 (of the dividend)")
     if fmod:
         return xp(a, b).fmod(a, b)
     y = xp(a, b).mod(a, b)

@@ -106,6 +106,7 @@ EXPLAINED = (
     Refusal(
         "Imputer|LabelEncoder|OneHotEncoder|Scaler", "exactly one of .* must be given", NO_CHECK
     ),
+    Refusal("Mod", "fmod is -?\\d+, not 0", NO_CHECK),
     Refusal("Momentum", "mode is '.*'; Momentum knows standard and nesterov", NO_CHECK),
     Refusal("Attention|FlexAttention", "softmax_precision must be", NO_CHECK),
     Refusal("Add|Sub|Mul|Div|Pow|And|Or|Xor|Equal|Greater|Less", ".*needs broadcast=1", NO_CHECK),
