@@ -12,12 +12,15 @@ import pytest
 from flax import linen, nnx
 from jax import lax
 from jax.experimental import io_callback
+from onnx.shape_inference import infer_shapes
 
 import jaxonnx
 from jaxonnx import lowering
 from jaxonnx.onnx_out import composed, primitive, to_onnx
 from jaxonnx.onnx_out._blocks import in_blocks
+from jaxonnx.onnx_out._export import written
 from jaxonnx.onnx_out._table import _RULES, names
+from jaxonnx.ops import elementwise
 from jaxonnx.ops.windows import Window
 
 random = np.random.default_rng(0)
@@ -533,6 +536,40 @@ def test_convolutions_stay_operators():
     assert nodes.count("Conv") == nodes.count("ConvTranspose") == 1
 
 
+@pytest.mark.parametrize("channels", [1, -1])
+def test_batch_normalization_stays_an_operator(channels):
+    """By known statistics; its derivatives are those of the formula, and so are batches of it."""
+    vectors = np.abs(np.random.default_rng(2).standard_normal((4, 3))).astype(np.float32)
+    a = images if channels == 1 else images.transpose(0, 2, 3, 1)
+
+    def normalized(a, v):
+        return lowering.normalized(a, *v, 1e-3, channels)
+
+    def formula(a, v):
+        scale, bias, mean, var = v.reshape(4, 3, 1, 1) if channels == 1 else v
+        return (a - mean) / jnp.sqrt(var + 1e-3) * scale + bias
+
+    model = to_onnx(normalized, a, vectors)
+    assert [n.op_type for n in model.graph.node].count("BatchNormalization") == 1
+    close(run(model, a, vectors), formula(a, vectors))
+
+    def several(function):
+        total = lambda *arrays: jnp.sin(function(*arrays)).sum()  # noqa: E731
+        return jax.jit(
+            lambda a, v: (
+                jax.grad(total, (0, 1))(a, v),
+                jax.vmap(function, (0, None))(a[:, None], v),
+            )
+        )
+
+    wanted = several(formula)(a, vectors)
+    for one, other in zip(
+        *map(jax.tree.leaves, (several(normalized)(a, vectors), wanted)), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    close(run(to_onnx(several(normalized), a, vectors), a, vectors), wanted)
+
+
 def test_gelu_has_a_short_gradient():
     """JAX cuts the bits of x for the exponent in the derivative of erf; the graph does not."""
     nodes = [n.op_type for n in to_onnx(jax.grad(lambda a: lax.erf(a).sum()), x).graph.node]
@@ -555,6 +592,60 @@ def test_relu_stays_an_operator():
     close(run(to_onnx(several, x), x), several(x))
 
 
+def test_clip_stays_an_operator():
+    """So does its gradient in a training step: a product with a mask, which is 1 at a bound."""
+    odd = np.array([np.nan, np.inf, -np.inf, -1, 0, -0.0, 2, 6, 7], np.float32)
+
+    def clip(a):
+        return elementwise.clip(a, np.float32(0), np.float32(6))
+
+    model = to_onnx(clip, odd)
+    assert [n.op_type for n in model.graph.node] == ["Clip"]
+    np.testing.assert_array_equal(run(model, odd)[0], clip(odd))
+    factors = np.arange(9, dtype=np.float32)
+    slopes = jax.value_and_grad(lambda a, b: (clip(a) * b).sum())
+    _, wanted = slopes(odd, factors)
+    model = written(slopes, (odd, factors), None, None, 18, flat=True)
+    masked = ["And", "Cast", "Clip", "GreaterOrEqual", "LessOrEqual", "Mul", "Mul", "ReduceSum"]
+    assert sorted(n.op_type for n in model.graph.node) == masked
+    np.testing.assert_array_equal(run(model, odd, factors)[1][1:], wanted[1:])
+    np.testing.assert_array_equal(run(to_onnx(slopes, odd, factors), odd, factors)[1], wanted)
+
+
+def test_gradients_of_parts_and_products_are_one_operator():
+    """Parts are joined, not padded and added; a product comes out in the order it is read in."""
+
+    def loss(a, w):
+        first, second = jnp.split(a @ w, [1], axis=1)
+        return (jnp.sin(first) * jnp.cos(second)).sum()
+
+    model = to_onnx(jax.grad(loss, 1), x, y)
+    nodes = [node.op_type for node in model.graph.node]
+    assert nodes.count("Concat") == nodes.count("Gemm") == 1
+    assert not {"Pad", "Transpose"} & {*nodes}
+    close(run(model, x, y), jax.grad(loss, 1)(x, y))
+    overlapping = jax.grad(lambda a: (a[:2] * a[1:]).sum())
+    close(run(to_onnx(overlapping, x), x), overlapping(x))
+
+
+def test_bits_of_threefry_are_those_of_xla():
+    shapes = [(), (1,), (5,), (8,), (2, 3), (3, 5), (5, 3), (3, 1, 3), (7, 3, 2)]
+
+    def function(state):
+        kinds = [(shape, np.uint32) for shape in shapes]
+        kinds += [((3, 3), np.uint8), ((2, 2), np.uint16), ((2, 3), np.uint64)]
+        return [
+            lax.rng_bit_generator(state, shape, dtype, lax.RandomAlgorithm.RNG_THREE_FRY)
+            for shape, dtype in kinds
+        ]
+
+    with jax.enable_x64(True):
+        for state in (np.array([7, 11, 2**32 - 2, 17], np.uint32), np.uint64([3, 2**33 - 1])):
+            wanted = jax.tree.leaves(function(state))
+            for one, other in zip(run(to_onnx(function, state), state), wanted, strict=True):
+                np.testing.assert_array_equal(one, other)
+
+
 def test_chains_on_large_arrays_run_in_blocks():
     def function(a, b, c):
         first = jnp.tanh(a) * b + c
@@ -571,3 +662,21 @@ def test_chains_on_large_arrays_run_in_blocks():
     assert [len(scan.attribute[0].g.node) for scan in scans] == [4, 7]
     for found, wanted in zip(run(model, *arrays), run(plain, *arrays), strict=True):
         np.testing.assert_array_equal(found, wanted)
+
+
+def test_chains_on_points_are_flat():
+    """onnxruntime is slow at arrays whose last axis has size one, with scalars."""
+    weight = np.random.default_rng(1).standard_normal((64, 32, 1, 1)).astype(np.float32)
+
+    def function(a, b):
+        y = (a * b + 1) * jnp.tanh(a)
+        return y, jnp.sqrt(jnp.abs(y))
+
+    model = in_blocks(to_onnx(function, weight, np.float32(2)))
+    onnx.checker.check_model(model, full_check=True)
+    made = {v.name: len(v.type.tensor_type.shape.dim) for v in infer_shapes(model).graph.value_info}
+    assert all(made[n.output[0]] == 1 for n in model.graph.node if n.op_type in ("Mul", "Tanh"))
+    for one, other in zip(
+        run(model, weight, np.float32(2)), function(weight, np.float32(2)), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-5)

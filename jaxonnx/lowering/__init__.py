@@ -3,6 +3,7 @@
 from jaxonnx.lowering._adapted import Adapted
 from jaxonnx.lowering._conv import Conv, convolution, transposed_convolution
 from jaxonnx.lowering._merged import MergedRows, reshaped
+from jaxonnx.lowering._normalized import normalized
 from jaxonnx.lowering._order import in_file, kernels_first, store
 from jaxonnx.lowering._pool import Choice, first_max, first_winner, max_pool, window_sum
 from jaxonnx.lowering._product import is_half, merges, product, rounded, rows
@@ -21,6 +22,7 @@ __all__ = [
     "kernels_first",
     "max_pool",
     "merges",
+    "normalized",
     "product",
     "remat",
     "reshaped",

@@ -20,6 +20,10 @@ from jaxonnx.onnx_out._export import reads
 LARGE = 2**17
 """Elements from which an array is more than a cache holds, with the others of its chain."""
 
+SLOW = 2**10
+"""Elements from which an array whose last axis has size one is flattened for a chain: onnxruntime
+takes 45 ns an element for an operator of such an array and a scalar."""
+
 BLOCK = 2**14, 2**16
 """Bounds of a block's elements."""
 
@@ -29,7 +33,7 @@ CHAIN = 4
 COMPARISONS = {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "And", "Or", "Not"}
 OPERATORS = COMPARISONS | {
     *("Abs", "Add", "Div", "Exp", "Log", "Max", "Min", "Mul", "Neg", "Pow", "Reciprocal", "Sign"),
-    *("Sqrt", "Sub", "Tanh", "Where"),
+    *("Sqrt", "Sub", "Tanh", "Where", "Erf"),
 }
 
 
@@ -100,7 +104,7 @@ def _rewrite(graph: GraphProto, kinds: dict[str, Kind], used: set[str]) -> None:
         within = Counter(name for node in chain for name in reads(node))
         made = {node.output[0] for node in chain}
         needed = wanted.union(name for name in made if readers[name] > within[name])
-        result += _scan(chain, needed, kinds, used)
+        result += _rewritten(chain, needed, kinds, used)
     result = _sorted(result)
     del graph.node[:]
     graph.node.extend(result)
@@ -148,39 +152,44 @@ def _shape(node: NodeProto, kinds: dict[str, Kind]) -> tuple[int, ...] | None:
     if node.domain or node.op_type not in OPERATORS or node.output[0] not in kinds:
         return None
     shape = kinds[node.output[0]][1]
-    if prod(shape) < LARGE or _block(prod(shape)) is None:
+    if _block(shape) is None:
         return None
     operands = [kinds.get(name) for name in node.input]
     fits = all(k is not None and (k[1] == shape or prod(k[1]) == 1) for k in operands)
     return shape if fits else None
 
 
-def _block(size: int) -> int | None:
+def _block(shape: Sequence[int]) -> int | None:
     """Return the elements of a block, of which a whole number makes the array."""
-    least, most = BLOCK
+    size, (least, most) = prod(shape), BLOCK
+    if size < LARGE:
+        return size if size >= SLOW and len(shape) > 1 and shape[-1] == 1 else None
     return next(
         (size // n for n in range(-(-size // most), size // least + 1) if size % n == 0), None
     )
 
 
-def _scan(
+def _rewritten(
     chain: Sequence[NodeProto], needed: set[str], kinds: dict[str, Kind], used: set[str]
 ) -> list[NodeProto]:
-    """Return the nodes that compute a chain by a Scan."""
+    """Return the nodes that compute a chain by a Scan over blocks, or on one of them."""
     shape = kinds[chain[0].output[0]][1]
-    block = _block(prod(shape)) or 1
+    block = _block(shape) or 1
     chain = _sorted(chain)
     made = {node.output[0] for node in chain}
     read = dict.fromkeys(name for node in chain for name in node.input if name not in made)
     whole = [name for name in read if kinds[name][1] == shape]
     results = [node.output[0] for node in chain if node.output[0] in needed]
     ranked = [name for name in read if kinds[name][1] not in ((), shape)]
+    scanned = block < prod(shape)
+    rows = [prod(shape) // block, block] if scanned else [block]
     sizes = [
         helper.make_node("Constant", [], [unused("sizes", used)], value_ints=values)
-        for values in ([prod(shape) // block, block], [*shape], *([[1]] if ranked else []))
+        for values in (rows, [*shape], *([[1]] if ranked else []))
     ]
-    rows, back, *one = (node.output[0] for node in sizes)
-    names = {name: unused(f"{name}.block", used) for name in (*whole, *results)}
+    into, back, *one = (node.output[0] for node in sizes)
+    rows_of = {name: unused(f"{name}.rows", used) for name in (*whole, *results)}
+    names = {name: unused(f"{name}.block", used) for name in rows_of} if scanned else {**rows_of}
     names |= {name: unused(f"{name}.single", used) for name in ranked}
 
     def reshaped(name: str, sizes: str, other: str) -> NodeProto:
@@ -197,17 +206,14 @@ def _scan(
         inner.CopyFrom(node)
         inner.input[:] = [names.get(name, name) for name in node.input]
         inner.output[:] = [names.get(name, name) for name in node.output]
-    rows_of = {name: unused(f"{name}.rows", used) for name in (*whole, *results)}
-    before = [reshaped(name, rows, rows_of[name]) for name in whole]
+    before = [reshaped(name, into, rows_of[name]) for name in whole]
     before += [reshaped(name, one[0], names[name]) for name in ranked]
-    scan = helper.make_node(
-        "Scan",
-        [rows_of[name] for name in whole],
-        [rows_of[name] for name in results],
-        body=body,
-        num_scan_inputs=len(whole),
-    )
-    return [*sizes, *before, scan, *(reshaped(rows_of[name], back, name) for name in results)]
+    after = [reshaped(rows_of[name], back, name) for name in results]
+    if not scanned:
+        return [*sizes, *before, *body.node, *after]
+    inputs, outputs = ([rows_of[name] for name in part] for part in (whole, results))
+    scan = helper.make_node("Scan", inputs, outputs, body=body, num_scan_inputs=len(whole))
+    return [*sizes, *before, scan, *after]
 
 
 def _sorted(nodes: Iterable[NodeProto]) -> list[NodeProto]:

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxonnx.onnx_out._conv import reversed_
 from jaxonnx.onnx_out._nodes import Nodes, Tensor
 from jaxonnx.onnx_out._pairs import PARTS, Pair, by_nodes, paired
+from jaxonnx.onnx_out._shapes import reversed_
 
 PARTS.update(
     ("add", "add_any", "sub", "neg", "reduce_sum", "cumsum", "select_n", "copy", "copy_p", "name"),

@@ -1,11 +1,9 @@
 """Convolutions in every form that forward passes and their gradients take."""
 
-from typing import Any
-
 import numpy as np
 
 from jaxonnx.onnx_out._nodes import Nodes, Tensor
-from jaxonnx.onnx_out._shapes import padded
+from jaxonnx.onnx_out._shapes import padded, reversed_
 from jaxonnx.onnx_out._table import Refusal, primitive
 
 
@@ -76,14 +74,3 @@ def _transposed(g: Nodes, x, w, pads, more, strides, dilations, groups) -> str:
         "ConvTranspose", x, w, strides=strides, pads=edges, output_padding=more,
         dilations=dilations, group=groups, kernel_shape=kernel,
     )  # fmt: skip
-
-
-def reversed_(g: Nodes, x: Any, axes: Any) -> Any:
-    """Return x with the order along these axes turned, but for those of size one."""
-    axes = [axis for axis in axes if x.shape[axis] != 1]
-    if not axes:
-        return x
-    end = np.full(len(axes), np.iinfo(np.int64).min + 1, np.int64)
-    back = np.full(len(axes), -1, np.int64)
-    turned = g("Slice", x, back, end, np.array(axes, np.int64), back)
-    return Tensor(turned, x.shape, x.dtype)

@@ -115,7 +115,7 @@ def append(
       opset: that of the graph.
       functions: receives the programs of `jit` that are called more than once, which are written
         out at each call where this is None.
-      gates: whether gradients of Relu are products with a mask, for speed.
+      gates: whether gradients of Relu and Clip are products with a mask, for speed.
     """
     call, weights = parts(function)
     leaves, tree = jax.tree_util.tree_flatten_with_path(examples)
@@ -135,7 +135,7 @@ def append(
     writer.graph = graph
     g = Nodes(writer, opset)
     g.whole = closed
-    g.gates = set() if gates else None
+    g.gates = gates
     if functions is not None:
         g.functions = Functions(closed, opset)
     tensors = [

@@ -17,8 +17,8 @@ RULES: dict[type, Callable[..., Any]] = {}
 """How to write a form: `rule(g, form, out, u, v, like)`, None where its plain meaning must do."""
 
 FEW_PLACES = 16
-"""Results an image up to which onnxruntime is quicker at the gradient of a weight as a product of
-windows laid side by side, and not as a convolution over the batch (on a busy CPU)."""
+"""Results an image up to which onnxruntime is quicker at a gradient as one product for all images,
+of windows laid side by side, and not as a convolution (on a busy CPU)."""
 
 
 @primitive("contract")
@@ -74,6 +74,8 @@ def _forward(g: Nodes, form: Conv, x: Any, w: Any) -> Any:
 
 def _of_images(g: Nodes, form: Conv, dy: Any, w: Any) -> Any:
     """Write the gradient of the images as ConvTranspose where that is the quicker one."""
+    if form.groups == 1 and prod(form.kernel) > 1 and prod(form.out) <= FEW_PLACES:
+        return _windows_added(g, form, dy, w)
     few = form.groups == 1 and w.shape[1] < w.shape[0] and prod(form.kernel) > 1
     if max(form.strides) == 1 and not few:
         return None
@@ -82,6 +84,28 @@ def _of_images(g: Nodes, form: Conv, dy: Any, w: Any) -> Any:
         return None
     y = g("ConvTranspose", dy, w, output_padding=more, **_attributes(form))
     return Tensor(y, (dy.shape[0], w.shape[1] * form.groups, *form.size), dy.dtype)
+
+
+def _windows_added(g: Nodes, form: Conv, dy: Any, w: Any) -> Any:
+    """Write the gradient of the images as a product: what each tap gives, added where it reads."""
+    taps, (rows, columns), count = prod(form.kernel), w.shape[:2], dy.shape[0]
+    places = count * prod(form.out)
+    dy = g.reshape(g.transpose(dy, (1, 0, *range(2, dy.ndim))), [rows, places])
+    every = g.product(
+        g.reshape(w, [rows, columns * taps]), True, dy, False, (columns * taps, places)
+    )
+    every = g.reshape(every, [columns, taps, places])
+    total: Any = None
+    for tap, offset in enumerate(form.taps.offsets):
+        part = g.slice(every, [0, tap, 0], [columns, tap + 1, places], [1, 1, 1])
+        part = g.reshape(part, [columns, count, *form.out])
+        edges = [(0, 0, 0)] * 2
+        for at, (size, _, s, _, (low, _), n) in zip(offset, _axes(form), strict=True):
+            edges.append((at - low, size - (at - low + (n - 1) * s + 1), s - 1))
+        part = padded(g, part, np.zeros((), dy.dtype), edges)
+        shape = columns, count, *form.size
+        total = part if total is None else Tensor(g("Add", total, part), shape, dy.dtype)
+    return g.transpose(total, (1, 0, *range(2, total.ndim)))
 
 
 def _of_weight(g: Nodes, form: Conv, x: Any, dy: Any) -> Any:
@@ -112,6 +136,18 @@ def _of_weight(g: Nodes, form: Conv, x: Any, dy: Any) -> Any:
     cells = g.reshape(cells, [columns * taps, count])
     dy = g.reshape(g.transpose(dy, turned), [rows, count])
     return g.reshape(Tensor(g("Gemm", dy, cells, transB=1), (rows, columns * taps), x.dtype), shape)
+
+
+@primitive("batch_normalization")
+def batch_normalization(g, x, *vectors, options, equation):
+    epsilon, channels = options
+    same = all(v.dtype == x.dtype and v.ndim == 1 for v in vectors)
+    if not same or x.dtype not in (np.float32, np.float64) or x.ndim < 2:
+        return g.program(called(equation), [x, *vectors])[0]
+    first = tuple(range(x.ndim)) if channels == 1 else (0, x.ndim - 1, *range(1, x.ndim - 1))
+    images = g.transpose(x, first)
+    y = Tensor(g("BatchNormalization", images, *vectors, epsilon=epsilon), images.shape, x.dtype)
+    return g.transpose(y, np.argsort(first))
 
 
 @primitive("window_maximum")

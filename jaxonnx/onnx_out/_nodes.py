@@ -12,6 +12,7 @@ from jaxonnx._file.build import Writer, onnx_type
 from jaxonnx._jaxpr import called, interpret, source
 from jaxonnx.errors import UnsupportedError
 from jaxonnx.onnx_out import _dims as dims
+from jaxonnx.onnx_out._bounds import Bounds
 from jaxonnx.onnx_out._pairs import computed, is_complex, knows
 from jaxonnx.onnx_out._table import Refusal, is_elementwise, restated_as, rule_of
 from jaxonnx.onnx_out._tensors import (
@@ -37,23 +38,24 @@ class Nodes:
       opset: the version of ONNX's operators.
       main: the nodes of the outermost graph.
       functions: the programs that are functions of the model, None where it has no functions.
-      negative: comparisons of a tensor with zero, and the tensor.
-      gates: those of tensors that became Relu, None where its gradient is to be exact for NaN.
+      bounds: comparisons with numbers, and the choices that they become.
+      gates: whether gradients of Relu and Clip are products with masks, which keep NaNs.
       whole: the program that becomes this graph.
     """
 
     functions: Any = None
-    gates: set[str] | None = None
+    gates: bool = False
     whole: Any = None
 
     def __init__(self, writer: Writer, opset: int, main: "Nodes | None" = None):
         self.writer, self.opset = writer, opset
         self.main = main or self
         self.pools: dict[Any, tuple[Tensor, Tensor]] = {}
+        self.products: dict[Any, Tensor] = {}
         if main is None:
             self.constants: dict[Any, tuple[str, Any]] = {}
             self.sizes: dict[str, Any] = {}
-            self.negative: dict[str, Tensor] = {}
+            self.bounds = Bounds()
             self.numbers: dict[str, int] = {}
 
     def __call__(self, operator: str, *operands: Any, **attributes: Any) -> str:
@@ -218,6 +220,9 @@ class Nodes:
             return x
         if isinstance(x, np.ndarray):
             return x.transpose(order)
+        if getattr(x, "product", None) is not None and 1 not in x.shape:
+            a, first, b, second = x.product  # costs no more in the other order
+            return self.product(b, not second, a, not first, x.shape[::-1])
         source, before = getattr(x, "turned", None) or (x, range(len(order)))
         order = [before[i] for i in order]
         if order == list(range(len(order))):
@@ -230,6 +235,16 @@ class Nodes:
             y = self._with("Transpose", source, shape=shape, perm=order)
         y.turned = source, tuple(order)
         return y
+
+    def product(self, x: Any, first: bool, y: Any, second: bool, shape: Sequence) -> Tensor:
+        """Return the product of two matrices, or of what one or both are transposes of."""
+        key = self.name(x), first, self.name(y), second
+        if key not in self.products:
+            turned = {"transA": int(first), "transB": int(second)} if first or second else {}
+            z = self._with("Gemm" if turned else "MatMul", x, y, shape=shape, **turned)
+            z.product = x, first, y, second
+            self.products[key] = z
+        return self.products[key]
 
     def slice(self, x: Any, starts, stops, steps) -> Any:
         """Return x[start:stop:step] along all axes; ends may be symbolic where the step is one."""

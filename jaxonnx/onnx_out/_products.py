@@ -28,9 +28,7 @@ def contract(g: Nodes, x: Any, y: Any, numbers: Any, shape: Any) -> Any:
     y_free = _others(y.ndim, y_sum, y_batch)
     if x.ndim == y.ndim == 2 and len(x_sum) == 1 and not x_batch and x.dtype.kind == "f":
         (x, first), (y, second) = _as_stored(x, x_sum[0] == 0), _as_stored(y, y_sum[0] == 1)
-        if not first and not second:
-            return g("MatMul", x, y)
-        return g("Gemm", x, y, transA=int(first), transB=int(second))
+        return g.product(x, first, y, second, shape)
     if not x_batch and x.ndim > 2 and y.ndim == 2 and x_sum == (x.ndim - 1,) and y_sum == (0,):
         return g("MatMul", x, y)
     batch = [x.shape[i] for i in x_batch]

@@ -76,7 +76,41 @@ def _over(function, ndim):
 
 
 @primitive("rng_bit_generator")
-def rng_bit_generator(g, *operands, **_):
-    raise Refusal(
-        "its numbers are each platform's own; keys of threefry (`jax.random.key(0)`) are exact"
-    )
+def rng_bit_generator(g, state, *, shape, dtype, algorithm):
+    if algorithm != lax.RandomAlgorithm.RNG_THREE_FRY:
+        raise Refusal(
+            "its numbers are each platform's own; keys of threefry (`jax.random.key(0)`) and "
+            "RandomAlgorithm.RNG_THREE_FRY are exact"
+        )
+    return g.run(lambda state: _counted(state, tuple(shape), np.dtype(dtype)), state)
+
+
+def _counted(state, shape, dtype):
+    """Return the state after these bits, and the bits: threefry of a key and a counter, as in XLA.
+
+    A number of 64 bits is both words of a count. Narrower ones are the two words of a count side by
+    side, along the first axis of even size or else the first of the longest.
+    """
+    if state.dtype == np.uint64:
+        words = jnp.stack([state & 0xFFFFFFFF, state >> 32], -1).reshape(-1).astype(jnp.uint32)
+    else:
+        words = state
+    wide, whole = dtype.itemsize == 8, shape or (1,)
+    even = [axis for axis, size in enumerate(whole) if size % 2 == 0]
+    axis = even[0] if even else whole.index(max(whole))
+    size = whole[axis]
+    half = whole if wide else (*whole[:axis], -(-size // 2), *whole[axis + 1 :])
+    count = int(np.prod(half))
+    low = words[2] + lax.iota(jnp.uint32, count + 1)
+    high = words[3] + (low < words[2]).astype(jnp.uint32)
+    first, second = threefry2x32(words[0], words[1], low[:-1], high[:-1])
+    end = jnp.stack([words[0], words[1], low[-1], high[-1]])
+    if wide:
+        bits = first.astype(dtype) | (second.astype(dtype) << 32)
+    else:
+        pairs = jnp.stack([x.reshape(half) for x in (first, second)], axis + 1)
+        bits = pairs.reshape(*half[:axis], -1, *half[axis + 1 :]).astype(dtype)
+        bits = lax.slice_in_dim(bits, 0, size, axis=axis)
+    if state.dtype == np.uint64:
+        end = end[::2].astype(np.uint64) | (end[1::2].astype(np.uint64) << 32)
+    return end, bits.reshape(shape)

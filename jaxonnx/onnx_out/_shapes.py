@@ -86,18 +86,51 @@ def slice_(g, x, *, start_indices, limit_indices, strides):
 
 @primitive("rev")
 def rev(g, x, *, dimensions):
-    if not dimensions:
+    return reversed_(g, x, dimensions)
+
+
+def reversed_(g: Nodes, x: Any, axes: Any) -> Any:
+    """Return x with the order along these axes turned, but for those of size one."""
+    axes = [axis for axis in axes if x.shape[axis] != 1]
+    if not axes:
         return x
-    n = len(dimensions)
-    ends = np.full(n, np.iinfo(np.int64).min + 1, np.int64)
-    starts, steps = np.full(n, -1, np.int64), np.full(n, -1, np.int64)
-    return g("Slice", x, starts, ends, np.array(dimensions, np.int64), steps)
+    end = np.full(len(axes), np.iinfo(np.int64).min + 1, np.int64)
+    back = np.full(len(axes), -1, np.int64)
+    turned = g("Slice", x, back, end, np.array(axes, np.int64), back)
+    return Tensor(turned, x.shape, x.dtype)
 
 
 @primitive("pad")
 def pad(g, x, value, *, padding_config, out):
-    y = padded(g, x, value, padding_config)
-    return g.typed(y, out)
+    y = g.typed(padded(g, x, value, padding_config), out)
+    moved = [axis for axis, edges in enumerate(padding_config) if any(edges)]
+    zero = isinstance(value, np.ndarray) and not value.any()
+    if zero and len(moved) == 1 and dims.known([x.shape[axis] for axis in moved]):
+        low, high, inner = padding_config[moved[0]]
+        if min(low, high) >= 0 and not inner:
+            y.pieces = moved[0], {low: x}
+    return y
+
+
+def joined(g: Nodes, x: Any, y: Any, out: Any) -> Any:
+    """Return the sum of tensors that are zero but for parts, None where these overlap.
+
+    So end the gradients of slices: as a Concat, once there is one for every place.
+    """
+    first, second = getattr(x, "pieces", None), getattr(y, "pieces", None)
+    if first is None or second is None or first[0] != second[0]:
+        return None
+    axis, pieces = first[0], dict(sorted((first[1] | second[1]).items()))
+    ends = [start + piece.shape[axis] for start, piece in pieces.items()]
+    starts = [*pieces, out.shape[axis]]
+    overlap = any(end > start for end, start in zip(ends, starts[1:], strict=True))
+    if overlap or len(pieces) < len(first[1]) + len(second[1]):
+        return None
+    if [0, *ends] == starts:
+        return g("Concat", *pieces.values(), axis=axis)
+    sum_ = Tensor(g("Add", x, y), out.shape, out.dtype)
+    sum_.pieces = axis, pieces
+    return sum_
 
 
 def padded(g: Nodes, x: Any, value: Any, config: Any) -> Any:

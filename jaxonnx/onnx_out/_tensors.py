@@ -43,6 +43,10 @@ def ordered(dtype: Any) -> np.dtype:
     return dtype if dtype == np.uint64 else np.dtype(WIDE.get(dtype, dtype))
 
 
+KEPT = "turned", "flat", "windows", "product", "pieces"
+"""What another name of the same tensor knows of it, too."""
+
+
 class Tensor(str):
     """The name of a tensor of the graph, which knows its shape and dtype.
 
@@ -51,6 +55,8 @@ class Tensor(str):
       turned: (another tensor, the order of its axes that gives this one), where it is a transpose.
       flat: a tensor of which this is another shape, where it is a reshape.
       windows: the images whose windows have these winners, where it is such a tensor.
+      product: (x, whether x is turned, y, whether y is), where it is a product of two matrices.
+      pieces: (an axis, {where it starts: a tensor}), where it is zero between these tensors.
     """
 
     shape: tuple
@@ -59,6 +65,8 @@ class Tensor(str):
     turned: "tuple[Tensor, tuple[int, ...]] | None"
     flat: "Tensor | None"
     windows: "Tensor | None"
+    product: "tuple[Any, bool, Any, bool] | None"
+    pieces: "tuple[int, dict[int, Any]] | None"
 
     def __new__(cls, name: str, shape: Sequence, dtype: Any, thin: Any = None):
         """Return a name with a shape and dtype."""
@@ -68,9 +76,8 @@ class Tensor(str):
             tensor.shape,
             tensor.dtype,
         )
-        tensor.turned = getattr(name, "turned", None) if same else None
-        tensor.flat = getattr(name, "flat", None) if same else None
-        tensor.windows = getattr(name, "windows", None) if same else None
+        for kept in KEPT:
+            setattr(tensor, kept, getattr(name, kept, None) if same else None)
         return tensor
 
     @property

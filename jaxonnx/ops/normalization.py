@@ -44,6 +44,10 @@ def _batch_norm(
         return jnp.moveaxis(y, 1, -1), *statistics
     shape = x.shape[1:] if not spatial else (-1, *(1,) * (x.ndim - 2))
     shape = shape if channels == 1 else -1
+    if spatial and not batch:
+        vectors = map(widen, (scale, bias, mean, var))
+        y = lowering.normalized(widen(x), *vectors, epsilon, channels)
+        return y.astype(x.dtype), mean, var, mean, var
     gain, shift = (widen(v).reshape(shape) for v in (scale, bias))
     if batch:
         axes = tuple(a for a in range(x.ndim) if a == 0 or (spatial and a != channels % x.ndim))

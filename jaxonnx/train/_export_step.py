@@ -22,6 +22,7 @@ from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.model import Model, load
 from jaxonnx.onnx_out._blocks import in_blocks
 from jaxonnx.onnx_out._export import OPSET, reads, written
+from jaxonnx.onnx_out._state import state_in_blocks
 from jaxonnx.onnx_out._tensors import known
 from jaxonnx.train import _web
 from jaxonnx.train._assembly import assembled, weights_of_classes
@@ -155,7 +156,15 @@ class _Exporter:
 
     def write(self, folder: Path, files: Mapping[str, str], external_data: bool) -> dict[str, Any]:
         """Write these graphs; return the manifest."""
-        graphs = {name: getattr(self, name)() for name in files}
+        graphs = {name: getattr(self, name)() for name in files if name != "init"}
+        read = {name for other in graphs.keys() - {"step"} for name in graphs[other][1]["state"]}
+        proto, told = graphs["step"]
+        read.update(self.state.params, self.state.state)
+        inner = {name: new for name, new in told["state"].items() if name not in read}
+        shapes = state_in_blocks(proto, inner)
+        pairs = zip(self.names, self.values, strict=True)
+        self.values = [x.reshape(shapes.get(name, x.shape)) for name, x in pairs]
+        graphs = {name: graphs.get(name) or self.init() for name in files}
         folder.mkdir(parents=True, exist_ok=True)
         for name, (proto, _) in graphs.items():
             path = folder / files[name]

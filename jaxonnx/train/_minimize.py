@@ -112,7 +112,8 @@ class Minimize(Step):
         new: Any = optax.apply_updates(state.params, updates)
         selecting, small = good is not None, stays_finite(state.params, new, small=True)
         good = good & small if selecting else small
-        params: Any = jax.tree.map(partial(_kept, good), state.params, new)
+        kept = _kept_at_once if self._storage.platform == "onnx" else _kept
+        params: Any = jax.tree.map(partial(kept, good), state.params, new)
         taken, average = state.taken + 1, state.average
         if self._settings.ema is not None:
             # the parameters move once in `accumulate` steps, and so does their average
@@ -183,6 +184,17 @@ def _shown(state: State) -> dict[str, jax.Array]:
 @jax.jit
 def _kept(good: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
     return jnp.where(good & jnp.isfinite(new), new, old)
+
+
+def _kept_at_once(good: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
+    """Do the same where a choice for each number costs more than a sum that shows the usual case.
+
+    A sum of finite numbers may overflow: then each is looked at.
+    """
+    if new.size <= SMALL:
+        return _kept(good, old, new)
+    usual = good & jnp.isfinite(jnp.sum(new))
+    return jax.lax.cond(usual, lambda: new, lambda: _kept(good, old, new))
 
 
 @jax.jit
