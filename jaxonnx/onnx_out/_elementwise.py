@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxonnx._file.build import onnx_type
 from jaxonnx.onnx_out import _bounds as bounds
+from jaxonnx.onnx_out import _linear as linear
 from jaxonnx.onnx_out._nodes import WIDE, Nodes, Tensor, ordered
 from jaxonnx.onnx_out._shapes import joined
 from jaxonnx.onnx_out._table import Refusal, primitive
@@ -29,8 +30,6 @@ OPERATORS = {
     "logistic": "Sigmoid",
     "max": "Max",
     "min": "Min",
-    "mul": "Mul",
-    "neg": "Neg",
     "sign": "Sign",
     "sin": "Sin",
     "sinh": "Sinh",
@@ -101,6 +100,21 @@ def add(g, x, y, *, out):
         if bounds.number(other) == 0 and _fills(one, out):
             return one  # as XLA does
     return g.wide("Add", *thin([x, y], out), dtype=out.dtype)
+
+
+@primitive("mul", elementwise=True)
+def mul(g, x, y, *, out):
+    x, y = thin([x, y], out)
+    if g.main.gates and out.dtype.name in ("float32", "float64"):
+        return linear.multiplied(g, x, y, out)
+    return g.wide("Mul", x, y, dtype=out.dtype)
+
+
+@primitive("neg", elementwise=True)
+def neg(g, x, *, out):
+    y = g.typed(g.wide("Neg", x, dtype=out.dtype), out)
+    y.negated = x if isinstance(x, Tensor) else None
+    return y
 
 
 @primitive(*IDENTITIES)

@@ -13,6 +13,7 @@ from jaxonnx._jaxpr import called, interpret, source
 from jaxonnx.errors import UnsupportedError
 from jaxonnx.onnx_out import _dims as dims
 from jaxonnx.onnx_out._bounds import Bounds
+from jaxonnx.onnx_out._linear import summed
 from jaxonnx.onnx_out._pairs import computed, is_complex, knows
 from jaxonnx.onnx_out._table import Refusal, is_elementwise, restated_as, rule_of
 from jaxonnx.onnx_out._tensors import (
@@ -268,12 +269,14 @@ class Nodes:
 
     def reduced(self, operator: str, x: Any, axes: Sequence[int]) -> Tensor:
         """Append a reduction of x, or of what x is a transpose of."""
-        rest = [i for i in range(x.ndim) if i not in axes]
         source, order = getattr(x, "turned", None) or (x, range(x.ndim))
-        rest = [order[i] for i in rest]
-        left = sorted(rest)
-        y = self.reduce(operator, source, sorted(order[i] for i in axes))
-        y = Tensor(y, [source.shape[i] for i in left], x.dtype)
+        rest = [order[i] for i in range(x.ndim) if i not in axes]
+        left, axes = sorted(rest), sorted(order[i] for i in axes)
+        if operator == "ReduceSum" and self.main.gates and isinstance(source, Tensor):
+            y = summed(self, source, axes)
+        else:
+            shape = [source.shape[i] for i in left]
+            y = Tensor(self.reduce(operator, source, axes), shape, x.dtype)
         return self.transpose(y, [left.index(i) for i in rest])
 
     def reduce(self, operator: str, x: Any, axes: Sequence[int], keepdims: int = 0) -> str:

@@ -43,7 +43,7 @@ def ordered(dtype: Any) -> np.dtype:
     return dtype if dtype == np.uint64 else np.dtype(WIDE.get(dtype, dtype))
 
 
-KEPT = "turned", "flat", "windows", "product", "pieces"
+KEPT = "turned", "flat", "windows", "product", "pieces", "scaled", "times", "negated"
 """What another name of the same tensor knows of it, too."""
 
 
@@ -57,6 +57,9 @@ class Tensor(str):
       windows: the images whose windows have these winners, where it is such a tensor.
       product: (x, whether x is turned, y, whether y is), where it is a product of two matrices.
       pieces: (an axis, {where it starts: a tensor}), where it is zero between these tensors.
+      scaled: (another tensor, a smaller factor), where it is their product.
+      times: two tensors of its shape, where it is their product.
+      negated: what it is the negative of.
     """
 
     shape: tuple
@@ -67,6 +70,9 @@ class Tensor(str):
     windows: "Tensor | None"
     product: "tuple[Any, bool, Any, bool] | None"
     pieces: "tuple[int, dict[int, Any]] | None"
+    scaled: "tuple[Tensor, Any] | None"
+    times: "tuple[Tensor, Tensor] | None"
+    negated: "Tensor | None"
 
     def __new__(cls, name: str, shape: Sequence, dtype: Any, thin: Any = None):
         """Return a name with a shape and dtype."""

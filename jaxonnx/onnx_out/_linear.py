@@ -1,0 +1,79 @@
+"""Factors that are the same along axes of an array: taken out of sums, merged with each other.
+
+The derivatives of normalizations multiply whole arrays by factors of channels, several times. In a
+training step a product of small factors takes the place of products of the arrays; it rounds
+otherwise, as compilers do.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from jaxonnx.onnx_out import _dims as dims
+from jaxonnx.onnx_out._tensors import Tensor
+
+
+def multiplied(g: Any, x: Any, y: Any, out: Any) -> Any:
+    """Return the product of two arrays, of which one may be thin."""
+    full, factor = (x, y) if _whole(x, out) else (y, x)
+    if not _whole(full, out):
+        return g("Mul", x, y)
+    if _whole(factor, out):
+        z = Tensor(g("Mul", x, y), out.shape, out.dtype)
+        z.times = x, y
+        return z
+    if full.scaled is not None and (both := _merged(g, full.scaled[1], factor)) is not None:
+        full, factor = full.scaled[0], both
+    z = Tensor(g("Mul", full, factor), out.shape, out.dtype)
+    z.scaled = full, factor
+    return z
+
+
+def _whole(x: Any, out: Any) -> bool:
+    return isinstance(x, Tensor) and x.shape == out.shape
+
+
+def _merged(g: Any, a: Any, b: Any) -> Any:
+    """Return the product of two factors, None where it is larger than both."""
+    if not dims.known((*a.shape, *b.shape)):
+        return None
+    shape = np.broadcast_shapes(a.shape, b.shape)
+    if shape not in (a.shape, b.shape):
+        return None
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return a * b
+    return Tensor(g("Mul", a, b), shape, a.dtype)
+
+
+def summed(g: Any, x: Any, axes: list[int]) -> Tensor:
+    """Return the sum of a tensor along axes, of which factors and signs are taken out."""
+    if x.negated is not None:
+        total = summed(g, x.negated, axes)
+        return Tensor(g("Neg", total), total.shape, total.dtype)
+    factors = []
+    if x.scaled is not None and _constant(x.scaled[1], axes, x.ndim):
+        x, factor = x.scaled
+        factors.append(factor)
+    if x.times is not None:
+        operands = [*x.times]
+        for i, operand in enumerate(operands):
+            if operand.scaled is not None and _constant(operand.scaled[1], axes, x.ndim):
+                operands[i], factor = operand.scaled
+                factors.append(factor)
+        if factors:
+            x = Tensor(g("Mul", *operands), x.shape, x.dtype)
+    left = [i for i in range(x.ndim) if i not in axes]
+    shape = [x.shape[i] for i in left]
+    total = Tensor(g.reduce("ReduceSum", x, axes), shape, x.dtype)
+    for factor in factors:
+        sizes = [factor.shape[i] for i in left] if factor.ndim == x.ndim else []
+        total = Tensor(g("Mul", total, g.reshape(factor, sizes)), shape, x.dtype)
+    return total
+
+
+def _constant(factor: Any, axes: list[int], rank: int) -> bool:
+    """Tell whether a factor is one number along axes."""
+    if not dims.known(factor.shape):
+        return False
+    one = all(n == 1 for n in factor.shape)
+    return one or (factor.ndim == rank and all(factor.shape[axis] == 1 for axis in axes))
