@@ -34,7 +34,7 @@ def _jvp(primals: Any, tangents: Any, *, options: Any):
 
     def of(*values):
         given = dict(zip(moving, values, strict=True))
-        return _plain(*(given.get(i, x) for i, x in enumerate(primals)), options)
+        return _plain(*(given.get(i, x) for i, x in enumerate(primals)), options=options)
 
     return jax.jvp(of, [primals[i] for i in moving], [tangents[i] for i in moving])
 

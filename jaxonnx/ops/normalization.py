@@ -46,7 +46,7 @@ def _batch_norm(
     shape = shape if channels == 1 else -1
     if spatial and not batch:
         vectors = map(widen, (scale, bias, mean, var))
-        y = lowering.normalized(widen(x), *vectors, epsilon, channels)
+        y = lowering.normalized(widen(x), *vectors, epsilon=epsilon, channels=channels)
         return y.astype(x.dtype), mean, var, mean, var
     gain, shift = (widen(v).reshape(shape) for v in (scale, bias))
     if batch:
