@@ -8,6 +8,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
+from jaxonnx.train._step import copy
 from jaxonnx.train._storage import Storage
 
 rng = np.random.default_rng(0)
@@ -199,3 +200,17 @@ def test_a_loop_of_ones_own():
     for name, value in one.params.items():
         np.testing.assert_allclose(value, other.params[name], rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(one(x), other(x), rtol=1e-4, atol=1e-5)
+
+
+def test_arrays_are_copied_and_turned_without_programs(caplog):
+    """A network of 50 shapes would compile 100 of them before its first step."""
+    params = {"w": jnp.asarray(np.arange(120, dtype=np.float32).reshape(5, 3, 2, 4))}
+    with jax.log_compiles(True):
+        storage = Storage(params, optax.with_extra_args_support(optax.sgd(0.1)), "cpu")
+        stored = storage.store(params)
+        back = copy(storage.view(stored))
+    assert storage.names == {"w"}
+    assert not [line for line in caplog.messages if line.startswith("Compiling")]
+    np.testing.assert_array_equal(stored["w"], np.transpose(params["w"], (2, 3, 1, 0)))
+    np.testing.assert_array_equal(back["w"], params["w"])
+    assert back["w"].unsafe_buffer_pointer() != params["w"].unsafe_buffer_pointer()

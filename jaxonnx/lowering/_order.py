@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 
 from jaxonnx.lowering._adapted import Adapted
@@ -119,6 +120,13 @@ def in_file(value: Any) -> Any:
     return value.first() if isinstance(value, KernelFirst) else value
 
 
+def _is_in_memory(x: Any) -> bool:
+    """Check whether an array is whole where NumPy reads it."""
+    if isinstance(x, Tracer) or not isinstance(x, jax.Array):
+        return False
+    return len(x.sharding.device_set) == 1 and platform_of(x) == "cpu" and x.is_fully_addressable
+
+
 @dataclass(frozen=True)
 class Turn:
     """A transposition of arrays of one shape."""
@@ -127,7 +135,11 @@ class Turn:
     axes: Axes
 
     def __call__(self, x: Any) -> Any:
-        return x.transpose(self.axes)
+        if not _is_in_memory(x):
+            return x.transpose(self.axes)
+        # by NumPy, which needs no program for each shape
+        value = np.asarray(x).transpose(self.axes)
+        return jax.device_put(value, x.sharding if x.committed else None, may_alias=False)
 
     @property
     def back(self) -> "Turn":

@@ -11,6 +11,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxonnx._data.batches import Batch, ordered
 from jaxonnx._data.weights import split_weights
@@ -225,4 +226,10 @@ def _joined(rows: Sequence[tuple[jax.Array, ...]]) -> list[tuple[jax.Array, ...]
 
 def copy(tree: Any) -> Any:
     """Copy into fresh buffers."""
-    return jax.tree.map(jnp.copy, tree)
+
+    def copied(x):
+        if isinstance(x, Tracer) or not getattr(x, "is_fully_addressable", True):
+            return jnp.copy(x)
+        return jax.device_put(x, may_alias=False)  # without a program for each shape
+
+    return jax.tree.map(copied, tree)
