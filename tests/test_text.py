@@ -155,6 +155,18 @@ def test_tfidf(mode, shortest, longest, skips):
     np.testing.assert_array_equal(named, batch)
 
 
+@pytest.mark.parametrize("counts", [[-(2**33) + 1, 0, 2**62], [0, 10, 4], [0, 4, 14]])
+def test_tfidf_of_a_pool_that_is_not_there(counts):
+    """Found by fuzzing: the pool was read from before its begin for as long as that took."""
+    attributes = {"mode": "TF", "min_gram_length": 1, "max_gram_length": 1, "max_skip_count": 0}
+    node = helper.make_node(
+        "TfIdfVectorizer", ["x"], ["y"], **attributes, **POOL | {"ngram_counts": counts}
+    )
+    proto = model_of([node], {"x": TOKENS}, {"y": np.zeros((1, 1), np.float32)})
+    with pytest.raises(jaxonnx.Error, match="ngram_counts .* must rise"):
+        jaxonnx.load(proto)(TOKENS)
+
+
 def test_tfidf_of_a_short_or_empty_input():
     node = helper.make_node(
         "TfIdfVectorizer",

@@ -132,8 +132,8 @@ size 1 (three results, ours is PyTorch's), negative p of LpPool, numbers below t
 iterations (onnxruntime has zeros), bodies whose inputs have defaults (the reference takes these),
 accents, which the reference's StringNormalizer takes off letters, a negative min_gram_length of
 TfIdfVectorizer, where the reference counts some twice, infinite places of GridSample (ours is NaN),
-an infinite number cast to a whole one (the specification leaves it open), and a Momentum whose R is
-an integer.
+an infinite number cast to a whole one (the specification leaves it open), a Momentum whose R is an
+integer, and a MelWeightMatrix of a negative sample rate.
 """
 
 
