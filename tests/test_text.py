@@ -163,7 +163,7 @@ def test_tfidf_of_a_pool_that_is_not_there(counts):
         "TfIdfVectorizer", ["x"], ["y"], **attributes, **POOL | {"ngram_counts": counts}
     )
     proto = model_of([node], {"x": TOKENS}, {"y": np.zeros((1, 1), np.float32)})
-    with pytest.raises(jaxonnx.Error, match="ngram_counts .* must rise"):
+    with pytest.raises(jaxonnx.Error, match=r"ngram_counts .* must rise"):
         jaxonnx.load(proto)(TOKENS)
 
 

@@ -82,7 +82,7 @@ def _trie(pool, ngram_counts, size, lengths) -> _Trie:
     starts = [*ngram_counts, len(pool)]
     if starts != sorted(starts) or starts[0] < 0:
         raise NodeError(
-            f"ngram_counts {[*ngram_counts]} must rise from 0 to the length of the pool, {len(pool)}"
+            f"ngram_counts {[*ngram_counts]} must rise from 0 to the size of the pool, {len(pool)}"
         )
     grams = [
         tuple(pool[i : i + n])
