@@ -64,11 +64,13 @@ def pytest_runtest_teardown(item, nextitem):
 
 @pytest.fixture(autouse=True)
 def _quick_compilation(request, monkeypatch):
-    """Let XLA's backend optimize less in deep tests, most of which compile longer than they run.
+    """Let XLA's backend optimize less where tests compile longer than they run.
 
-    The programs stay the same; their machine code is slower. The other tests run what users run.
+    Those are most deep tests, and what `MANY_PROGRAMS` has. The programs stay the same; their
+    machine code is slower. The other tests run what users run.
     """
-    if request.node.get_closest_marker("deep") is None:
+    deep = request.node.get_closest_marker("deep") is not None
+    if not deep and request.path.stem not in MANY_PROGRAMS:
         yield
         return
     name = "jax_disable_most_optimizations"
@@ -79,6 +81,8 @@ def _quick_compilation(request, monkeypatch):
     jax.config.update(name, before)
 
 
+MANY_PROGRAMS = {"test_contrib", "test_fuzz", "test_onnx_suite", "test_operators"}
+"""Files of tests whose programs are many and tiny."""
 DONE = pytest.StashKey[int]()
 STATES = pytest.StashKey[dict]()
 
