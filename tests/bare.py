@@ -1,7 +1,6 @@
 """What works with nothing but jaxonnx and what it depends on, and what says that it needs more.
 
-A program: `tests/test_bare.py` runs it with the optional packages out of reach, `.ci/run` in an
-environment that has none of them.
+A program: `.ci/run` runs it in an environment that has none of the optional packages.
 """
 
 import sys

@@ -115,7 +115,7 @@ def conditionals(program):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("name", ["mlp", "encoder", "lenet"])
+@pytest.mark.parametrize("name", ["mlp", "encoder"])
 def test_what_is_not_finite_is_seen_at_little_cost(name):
     """As compiled; `python -m benchmarks.guard` times it."""
     cost = guard.more(guard.compiled(networks.NETWORKS[name]))

@@ -76,7 +76,7 @@ def agree(folder, model, data, tolerance=1e-4, steps=STEPS, **settings):
     for value, wanted in zip(values.values(), jax.tree.leaves(here.to_file(state)), strict=True):
         value = value.reshape(wanted.shape)
         np.testing.assert_allclose(value, wanted, rtol=tolerance, atol=1e-5)
-    row = here.row(here.evaluate(here.sums(data), state, data))
+    row = here.row(jax.jit(here.evaluate)(here.sums(data), state, data))
     total, count = (sums[name] for name in manifest["evaluate"]["sums"]["loss"])
     np.testing.assert_allclose(total / count, row["validation_loss"], rtol=1e-5, atol=1e-6)
     return values, manifest, here, state
@@ -159,13 +159,13 @@ def test_a_step_takes_batches_of_any_size(tmp_path):
     like = [jax.ShapeDtypeStruct((n, *a.shape[1:]), a.dtype) for a in (x, y)]
     manifest = jaxonnx.export_step(mlp(), tmp_path, tuple(like), LABELS, optax.adam(1e-2))
     assert [b["shape"][0] for b in manifest["step"]["batch"].values()] == ["n"] * 3
-    graphs, update = [*sessions(tmp_path)], step(mlp(), LABELS, optax.adam(1e-2))
-    state, values = update.init(), run(graphs[2], {})
+    graphs, here = [*sessions(tmp_path)], step(mlp(), LABELS, optax.adam(1e-2))
+    update, state, values = jax.jit(here.update), here.init(), run(graphs[2], {})
     for size in (16, 3):
         arrays = x[:size], y[:size].astype(np.int32), np.ones(size, np.float32)
         feeds = dict(zip(manifest["step"]["batch"], arrays, strict=True))
         found = run(graphs[0], values | feeds)
-        state, (loss, _) = update.update(state, (x[:size], y[:size]))
+        state, (loss, _) = update(state, (x[:size], y[:size]))
         np.testing.assert_allclose(found[manifest["step"]["loss"]], loss, rtol=1e-5)
         values = {name: found[new] for name, new in manifest["step"]["state"].items()}
 
@@ -179,9 +179,9 @@ def test_weights_come_back(setting, tmp_path, monkeypatch):
     batch = x, y.astype(np.int32), np.ones(16, np.float32)
     _, values, *_ = trained(tmp_path / "step", batch, 3)
     here = step(model, LABELS, **settings)
-    state = here.init()
+    update, state = jax.jit(here.update), here.init()
     for _ in range(3):
-        state, _ = here.update(state, (x, y))
+        state, _ = update(state, (x, y))
     wanted = here.trained(here.view(state), state.state)
     back = jaxonnx.import_step(model, tmp_path / "step", values)
     np.testing.assert_allclose(back(x), wanted(x), rtol=1e-4, atol=1e-5)

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -253,39 +254,40 @@ def test_another_optimizer_is_named(tmp_path):
         train(checkpoint_dir=tmp_path, resume=True, optimizer=optax.sgd(0.1, momentum=0.9))
 
 
+ANOTHER = [
+    ("position", None),
+    ("position", [1, -1, 0]),
+    ("history", {"losses": [], "invented": 1}),
+    ("history", {"epochs": [{}]}),
+    ("history", {"events": [1]}),
+    ("settings", 3),
+    ("leaves", 3),
+    ("crc", None),
+]
+
+
 @pytest.mark.deep
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("position", None),
-        ("position", [1, -1, 0]),
-        ("history", {"losses": [], "invented": 1}),
-        ("history", {"epochs": [{}]}),
-        ("history", {"events": [1]}),
-        ("settings", 3),
-        ("leaves", 3),
-        ("crc", None),
-    ],
-)
-def test_checkpoints_of_another_program_give_way(tmp_path, monkeypatch, field, value):
+def test_checkpoints_of_another_program_give_way(tmp_path, monkeypatch):
     from jaxonnx.train import _checkpoint as checkpoint
 
     unseal = checkpoint.unsealed
-    train(epochs=2, checkpoint_dir=tmp_path)
-    told = iter([True])
+    train(epochs=2, checkpoint_dir=tmp_path / "run")
+    for number, (field, value) in enumerate(ANOTHER):
+        told = iter([True])
 
-    def unsealed(stored):
-        about = unseal(stored)
-        if next(told, False):
-            about[field] = value
-            if value is None:
-                del about[field]
-        return about
+        def unsealed(stored, told=told, field=field, value=value):
+            about = unseal(stored)
+            if next(told, False):
+                about[field] = value
+                if value is None:
+                    del about[field]
+            return about
 
-    monkeypatch.setattr(checkpoint, "unsealed", unsealed)
-    with pytest.warns(UserWarning, match="the checkpoint of step 10 .* cannot be read"):
-        result = train(epochs=2, checkpoint_dir=tmp_path, resume=True)
-    assert len(result.history.losses) == 10
+        folder = shutil.copytree(tmp_path / "run", tmp_path / str(number))
+        monkeypatch.setattr(checkpoint, "unsealed", unsealed)
+        with pytest.warns(UserWarning, match="the checkpoint of step 10 .* cannot be read"):
+            result = train(epochs=2, checkpoint_dir=folder, resume=True)
+        assert len(result.history.losses) == 10, field
 
 
 def test_what_is_no_checkpoint_stays_apart(tmp_path):

@@ -149,8 +149,9 @@ def test_adapters_are_the_parameters_and_are_merged_in_the_file(model, batch):
     lora = jaxonnx.LoRA(rank=2, where="classifier.*weight")
     net = jaxonnx.flax.Module(lora.attach(model, jax.random.key(0)))
     optimizer = nnx.Optimizer(net, optax.sgd(0.5), wrt=nnx.Param)
-    optimizer.update(net, nnx.grad(loss)(net, x, y))
-    optimizer.update(net, nnx.grad(loss)(net, x, y))
+    gradient = nnx.jit(nnx.grad(loss))
+    optimizer.update(net, gradient(net, x, y))
+    optimizer.update(net, gradient(net, x, y))
     assert {name.split(".lora_")[0] for name in net.params} == {
         f"classifier.{i}.weight" for i in (0, 2, 4)
     }
@@ -178,7 +179,7 @@ def test_only_the_head_is_trained(model, batch):
     net = Classifier(model, nnx.Rngs(0))
     head = nnx.All(nnx.Param, nnx.PathContains("head"))
     optimizer = nnx.Optimizer(net, optax.sgd(0.1), wrt=head)
-    gradients = nnx.grad(loss, argnums=nnx.DiffState(0, head))(net, x, y)
+    gradients = nnx.jit(nnx.grad(loss, argnums=nnx.DiffState(0, head)))(net, x, y)
     optimizer.update(net, gradients)
     for name, value in model.params.items():
         np.testing.assert_array_equal(net.backbone.params[name][...], value)
@@ -191,7 +192,7 @@ def test_tensors_are_frozen_by_name(model, batch):
     net = jaxonnx.flax.Module(model)
     last = nnx.All(nnx.Param, lambda path, _: path[-1].startswith("classifier.4"))
     optimizer = nnx.Optimizer(net, optax.sgd(0.1), wrt=last)
-    optimizer.update(net, nnx.grad(loss, argnums=nnx.DiffState(0, last))(net, x, y))
+    optimizer.update(net, nnx.jit(nnx.grad(loss, argnums=nnx.DiffState(0, last)))(net, x, y))
     for name, value in model.params.items():
         same = (net.params[name][...] == value).all()
         assert same != name.startswith("classifier.4")
@@ -234,29 +235,31 @@ def test_wrong_input_is_refused(model):
 
 
 @pytest.mark.deep
-def test_ensemble_by_vmap(model, batch):
+def test_ensemble_by_vmap():
     """Three sets of parameters in one call: those of separate calls, stacked."""
-    x, y = batch
+    model, (x, y) = jaxonnx.load(mlp()), examples(6)
     members = [
         jax.tree.map(lambda v, seed=seed: v * (1 + 0.1 * seed), model.params) for seed in range(3)
     ]
     stacked = jax.tree.map(lambda *values: jnp.stack(values), *members)
     outputs = jax.jit(jax.vmap(model.apply, (0, None)))(stacked, x)
-    expected = jnp.stack([model.apply(member, x) for member in members])
+    expected = jnp.stack([model.replace(params=member)(x) for member in members])
     np.testing.assert_allclose(outputs, expected, rtol=1e-4, atol=1e-5)
 
     graph, params, rest = nnx.split(jaxonnx.flax.Module(model), nnx.Param, ...)
     names = nnx.to_pure_dict(params)["params"]
     nnx.replace_by_pure_dict(params, {"params": {name: stacked[name] for name in names}})
-    gradient = jax.vmap(jax.grad(lambda p: loss(nnx.merge(graph, p, rest), x, y)))(params)
+    gradient = jax.jit(jax.vmap(jax.grad(lambda p: loss(nnx.merge(graph, p, rest), x, y))))(params)
     found = nnx.to_pure_dict(gradient)["params"]
 
-    def mean_loss(params):
+    @jax.jit
+    @jax.grad
+    def gradient_alone(params):
         logits = model.apply(params, x)
         return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
     for i, member in enumerate(members):
-        for name, value in jax.grad(mean_loss)(member).items():
+        for name, value in gradient_alone(member).items():
             np.testing.assert_allclose(found[name][i], value, rtol=1e-3, atol=1e-5)
 
 
@@ -268,7 +271,7 @@ def test_ensemble_of_modules(model, batch):
     graphs, states = zip(*(nnx.split(jaxonnx.flax.Module(m)) for m in (model, other)), strict=True)
     assert graphs[0] == graphs[1] != nnx.graphdef(jaxonnx.flax.Module(noisy()))
     stacked = nnx.merge(graphs[0], jax.tree.map(lambda *values: jnp.stack(values), *states))
-    outputs = nnx.vmap(lambda net, x: net(x), in_axes=(0, None))(stacked, x)
+    outputs = nnx.jit(nnx.vmap(lambda net, x: net(x), in_axes=(0, None)))(stacked, x)
     for output, member in zip(outputs, (model, other), strict=True):
         np.testing.assert_allclose(output, member(x), rtol=1e-4, atol=1e-5)
     second = nnx.merge(graphs[0], jax.tree.map(lambda v: v[1], nnx.state(stacked)))
@@ -289,17 +292,17 @@ def test_modules_of_one_model_share_what_is_compiled(model, batch):
 
 
 @pytest.mark.deep
-def test_per_example_gradients(model, batch):
+def test_per_example_gradients():
     """Their mean is the gradient of the mean loss; each is that of its example alone."""
-    x, y = batch
+    model, (x, y) = jaxonnx.load(mlp()), examples(6)
     graph, params, rest = nnx.split(jaxonnx.flax.Module(model), nnx.Param, ...)
 
     def one(params, x, y):
         return loss(nnx.merge(graph, params, rest), x[None], y[None])
 
     each = jax.jit(jax.vmap(jax.grad(one), (None, 0, 0)))(params, x, y)
-    mean = jax.grad(lambda params: loss(nnx.merge(graph, params, rest), x, y))(params)
-    fifth = jax.grad(one)(params, x[5], y[5])
+    mean = jax.jit(jax.grad(lambda params: loss(nnx.merge(graph, params, rest), x, y)))(params)
+    fifth = jax.jit(jax.grad(one))(params, x[5], y[5])
     for many, together, alone in zip(*map(jax.tree.leaves, (each, mean, fifth)), strict=True):
         np.testing.assert_allclose(many.mean(0), together, rtol=1e-3, atol=1e-5)
         np.testing.assert_allclose(many[5], alone, rtol=1e-3, atol=1e-5)
@@ -331,7 +334,7 @@ def test_linen(model, batch):
         )
         return optax.softmax_cross_entropy_with_integer_labels(outputs, y).mean(), new
 
-    gradients, new = jax.grad(objective, has_aux=True)(variables["params"])
+    gradients, new = jax.jit(jax.grad(objective, has_aux=True))(variables["params"])
     assert all(np.isfinite(g).all() for g in jax.tree.leaves(gradients))
     _, state = model.apply_train(model.params, model.state, None, x)
     for name, value in state.items():
@@ -375,8 +378,8 @@ def test_linen_is_mapped_over():
         logits = net.apply(variables, x)
         return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
-    each = jax.vmap(jax.grad(mean_loss), (None, 0, 0))(variables, x[:, None], y[:, None])
-    together = jax.grad(mean_loss)(variables, x, y)
+    each = jax.jit(jax.vmap(jax.grad(mean_loss), (None, 0, 0)))(variables, x[:, None], y[:, None])
+    together = jax.jit(jax.grad(mean_loss))(variables, x, y)
     for many, mean in zip(*map(jax.tree.leaves, (each, together)), strict=True):
         np.testing.assert_allclose(many.mean(0), mean, rtol=1e-4, atol=1e-6)
     saliency = jax.grad(lambda x: net.apply(variables, x).max(1).sum())(x)

@@ -83,8 +83,8 @@ KEPT = ("--checkpoints", "kept", "--checkpoint-every", "7")
 @pytest.mark.parametrize(
     ("pause", "flags"),
     [
-        *((pause, ()) for pause in (0.0, 0.01, 0.2, 0.5)),
-        *((pause, KEPT) for pause in (0.0, 0.001, 0.05, 0.2, 1.0)),
+        *((pause, ()) for pause in (0.0, 0.2)),
+        *((pause, KEPT) for pause in (0.001, 0.05, 1.0)),
     ],
 )
 def test_ctrl_c_twice_at_any_distance(command, tmp_path, flags, pause):
@@ -104,7 +104,7 @@ def test_ctrl_c_from_the_start_to_the_first_steps(command, several):
     seen = set()
     for number in range(120):
         process = command("--checkpoints", f"kept{number}")
-        moment = 0.15 + 0.35 * number
+        moment = 0.3 + 0.7 * number
         status, said = pressed(process, moment, *([0.02] * 3 if several else []))
         assert status in (1, 130), said
         assert "interrupted" in said

@@ -178,7 +178,8 @@ def test_changes_apart_from_their_weights(form):
 
     def derivatives():
         slope = lambda params: jax.jvp(loss, (params,), (direction,))[1]  # noqa: E731
-        return jax.value_and_grad(loss)(adapted.params), jax.value_and_grad(slope)(adapted.params)
+        both = lambda p: (jax.value_and_grad(loss)(p), jax.value_and_grad(slope)(p))  # noqa: E731
+        return jax.jit(both)(adapted.params)
 
     merged = derivatives()
     with jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))):

@@ -356,9 +356,15 @@ def operator(name, tensors, results, attributes, dtype=np.float32):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("schedule", [False, True])
+@pytest.mark.parametrize(
+    ("schedule", "count", "dtype"),
+    [
+        (False, 1, np.float64),
+        (True, 3, np.float64),
+        (False, 3, np.float32),
+        (True, 1, np.float32),
+    ],
+)
 @pytest.mark.parametrize(
     ("factory", "slots", "settings"),
     [

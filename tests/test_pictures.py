@@ -303,7 +303,8 @@ def test_random_parts():
     """Their areas and ratios are those of the paper, whatever the picture's own ratio."""
     keys = jax.random.split(jax.random.key(0), 4000)
     for aspect in (1.0, 2.0):
-        start, share = jax.vmap(lambda k: part(k, aspect, (8, 8), 0.25))(keys)  # noqa: B023
+        parts = jax.jit(jax.vmap(lambda k: part(k, aspect, (8, 8), 0.25)))  # noqa: B023
+        start, share = parts(keys)
         assert (start >= 0).all()
         assert (start + share <= 1 + 1e-6).all()
         area, ratio = share.prod(1), share[:, 1] / share[:, 0] * aspect

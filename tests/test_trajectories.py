@@ -69,7 +69,6 @@ def onnx_adam(lr, weight_decay):
 @pytest.mark.parametrize(
     ("file", "name", "make"),
     [
-        ("lenet_bn.legacy", "lenet_bn.momentum", momentum),
         ("lenet_bn.legacy", "lenet_bn.momentum", onnx_momentum),
         ("digits.training", "digits.momentum", momentum),
         ("digits.training", "digits.adamw", adamw),
