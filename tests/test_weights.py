@@ -53,17 +53,23 @@ def adapted_axes(model):
     return dict(jaxonnx.lora.Adapters.of(adapted).layouts)
 
 
+class Drawn(Exception):
+    """Raised where a weight would be drawn, with the shape of what is asked for."""
+
+
 def fans(model, name):
     """The inputs and outputs of one weight as `reinitialize` gives them to an initializer."""
-    seen = []
 
     def initializer(key, shape, dtype):
-        receptive = np.prod(shape[:-2], dtype=int)
-        seen.append((int(shape[-2] * receptive), int(shape[-1] * receptive)))
-        return jax.numpy.zeros(shape, dtype)
+        raise Drawn(shape)
 
-    model.reinitialize(KEY, [name], initializer)
-    return seen[0] if seen else None
+    try:
+        model.reinitialize(KEY, [name], initializer)
+    except Drawn as drawn:
+        (shape,) = drawn.args
+        receptive = np.prod(shape[:-2], dtype=int)
+        return int(shape[-2] * receptive), int(shape[-1] * receptive)
+    return None
 
 
 def written_std(model, name):
