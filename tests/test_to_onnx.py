@@ -649,6 +649,16 @@ def test_factors_are_taken_out_of_sums_in_training_steps():
     close(run(model, images, scale), slopes(images, scale))
 
 
+def test_factors_that_fit_one_at_a_time_stay_apart():
+    small, one = np.float32([[3e-38], [-5e-38]]), np.float32([[1]])
+    for function in (
+        lambda a, _: a * jnp.float32(2**74) * jnp.float32(2**75),
+        lambda a, b: jnp.ldexp(a * b, 140),
+    ):
+        model = written(function, (small, one), None, None, 18, flat=True)
+        close(run(model, small, one), function(small, one))
+
+
 def test_bits_of_threefry_are_those_of_xla():
     shapes = [(), (1,), (5,), (8,), (2, 3), (3, 5), (5, 3), (3, 1, 3), (7, 3, 2)]
 

@@ -105,7 +105,7 @@ def add(g, x, y, *, out):
 @primitive("mul", elementwise=True)
 def mul(g, x, y, *, out):
     x, y = thin([x, y], out)
-    if g.main.gates and out.dtype.name in ("float32", "float64"):
+    if g.main.factors and out.dtype.name in ("float32", "float64"):
         return linear.multiplied(g, x, y, out)
     return g.wide("Mul", x, y, dtype=out.dtype)
 

@@ -16,6 +16,7 @@ from jaxonnx._jaxpr import live
 from jaxonnx.errors import InputError
 from jaxonnx.onnx_out import _dims as dims
 from jaxonnx.onnx_out._functions import DOMAIN, Functions
+from jaxonnx.onnx_out._linear import scales_by_bits
 from jaxonnx.onnx_out._modules import parts
 from jaxonnx.onnx_out._nodes import Nodes, Tensor, plain, value_info
 from jaxonnx.onnx_out._tracing import traced
@@ -115,7 +116,8 @@ def append(
       opset: that of the graph.
       functions: receives the programs of `jit` that are called more than once, which are written
         out at each call where this is None.
-      gates: whether gradients of Relu and Clip are products with a mask, for speed.
+      gates: whether gradients of Relu and Clip are products with a mask, and factors are merged and
+        taken out of sums, for speed.
     """
     call, weights = parts(function)
     leaves, tree = jax.tree_util.tree_flatten_with_path(examples)
@@ -136,6 +138,7 @@ def append(
     g = Nodes(writer, opset)
     g.whole = closed
     g.gates = gates
+    g.factors = gates and not scales_by_bits(closed)
     if functions is not None:
         g.functions = Functions(closed, opset)
     tensors = [

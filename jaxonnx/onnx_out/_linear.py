@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxonnx._jaxpr import programs
 from jaxonnx.onnx_out import _dims as dims
 from jaxonnx.onnx_out._tensors import Tensor
 
@@ -34,15 +35,34 @@ def _whole(x: Any, out: Any) -> bool:
 
 
 def _merged(g: Any, a: Any, b: Any) -> Any:
-    """Return the product of two factors, None where it is larger than both."""
+    """Return the product of two factors, None where it is larger than both, or might overflow."""
+    known = [x for x in (a, b) if isinstance(x, np.ndarray)]
+    if len(known) == 2 or not all(_moderate(x) for x in known):
+        return None
     if not dims.known((*a.shape, *b.shape)):
         return None
     shape = np.broadcast_shapes(a.shape, b.shape)
     if shape not in (a.shape, b.shape):
         return None
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        return a * b
     return Tensor(g("Mul", a, b), shape, a.dtype)
+
+
+def _moderate(x: np.ndarray) -> bool:
+    return bool(((np.abs(x) > 1e-6) & (np.abs(x) < 1e6)).all())
+
+
+def scales_by_bits(program: Any) -> bool:
+    """Tell whether a program makes floating point numbers of bits.
+
+    As `ldexp` does, whose factors are several because one would overflow.
+    """
+    for equation in getattr(program, "jaxpr", program).eqns:
+        made = equation.primitive.name == "bitcast_convert_type"
+        if made and equation.outvars[0].aval.dtype.kind == "f":
+            return True
+        if any(map(scales_by_bits, programs(equation.params))):
+            return True
+    return False
 
 
 def summed(g: Any, x: Any, axes: list[int]) -> Tensor:

@@ -41,11 +41,13 @@ class Nodes:
       functions: the programs that are functions of the model, None where it has no functions.
       bounds: comparisons with numbers, and the choices that they become.
       gates: whether gradients of Relu and Clip are products with masks, which keep NaNs.
+      factors: whether factors may be merged and taken out of sums.
       whole: the program that becomes this graph.
     """
 
     functions: Any = None
     gates: bool = False
+    factors: bool = False
     whole: Any = None
 
     def __init__(self, writer: Writer, opset: int, main: "Nodes | None" = None):
@@ -272,7 +274,7 @@ class Nodes:
         source, order = getattr(x, "turned", None) or (x, range(x.ndim))
         rest = [order[i] for i in range(x.ndim) if i not in axes]
         left, axes = sorted(rest), sorted(order[i] for i in axes)
-        if operator == "ReduceSum" and self.main.gates and isinstance(source, Tensor):
+        if operator == "ReduceSum" and self.main.factors and isinstance(source, Tensor):
             y = summed(self, source, axes)
         else:
             shape = [source.shape[i] for i in left]
