@@ -1,10 +1,10 @@
-"""Kills one of the four processes of a run at random moments; lets other processes end it.
+"""Kills one of the two processes of a run at random moments; lets other processes end it.
 
     python -m tests.killed_processes FOLDER KILLS
 
-Four processes with two devices each make the run, and after each kill four make it again. The
-folder of checkpoints is copied after the first kill that leaves one: there two processes go on
-until one of them is killed, and then one process with eight devices.
+Two processes with four devices each make the run, and after each kill two make it again. The folder
+of checkpoints is copied after the first kill that leaves one: there one process with eight devices
+goes on.
 
 Imports once, and forks before JAX starts, as `killed_run` does.
 """
@@ -131,15 +131,14 @@ def main(folder: Path, kills: int) -> None:
     whole, same, other = (folder / name for name in ("whole", "same", "other"))
     for path in (whole, same):
         path.mkdir()
-    end(whole, 4)
+    end(whole, 2)
     moments, told = random.Random(0), []
     while len(told) < kills or not other.exists():
-        told.append(kill(same, 4, moments))
+        told.append(kill(same, 2, moments))
         if told[-1][1] and not other.exists():
             shutil.copytree(same, other)
-    end(same, 4)
+    end(same, 2)
     print(*told, flush=True)
-    print("two:", *kill(other, 2, moments), flush=True)
     end(other, 1)
 
 
