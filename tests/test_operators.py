@@ -173,6 +173,7 @@ FIRST = {
     for c in DIFFERENTIATED[::-1]
     if c.values[0].order > 1
 }
+"""The case of each operator that shows its second derivatives."""
 
 
 def order(case):
