@@ -12,7 +12,10 @@ import onnxruntime
 import pytest
 
 import jaxonnx
+from jaxonnx import lowering
+from jaxonnx._jaxpr import called, interpret
 from jaxonnx.errors import NodeError
+from jaxonnx.ops import normalization
 from jaxonnx.registry import lookup
 from tests.points import assert_point, operator
 
@@ -69,6 +72,56 @@ def test_batch_normalization_is_stable_far_from_zero():
     norm = operator("BatchNormalization")
     y, *_ = norm(x, SCALE, np.zeros(2, np.float32), MEAN, VAR, training=True)
     np.testing.assert_allclose(np.asarray(y).std((0, 2)), SCALE, rtol=1e-3)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_standardizing_has_the_derivatives_of_its_formula(platform, monkeypatch):
+    def formula(x):
+        centred = x - x.mean(axes, keepdims=True)
+        var = jnp.square(centred).mean(axes, keepdims=True)
+        return centred / jnp.sqrt(var + 1e-3), var
+
+    def standardized(x):
+        unit, _, var = normalization._standardize(x, axes, 1e-3)
+        return unit, var
+
+    def curved(function):
+        def loss(x):
+            unit, var = function(x)
+            return (factors[0] * unit**2).sum() + (factors[1][:1, :, :1] * var**2).sum()
+
+        return jax.jit(lambda x: jax.jvp(jax.grad(loss), (x,), (direction,)))(x)
+
+    if platform == "tpu":
+        monkeypatch.setattr(lowering, "either", lambda on_cpu, elsewhere: elsewhere)
+    axes = (0, 2)
+    with jax.enable_x64(True):
+        x, direction, *factors = np.random.default_rng(0).normal(100, 2, (4, 5, 3, 2))
+        for found, wanted in zip(curved(standardized), curved(formula), strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("platform", "depth"), [("cpu", 2), ("tpu", 1)])
+def test_of_the_two_sums_of_a_gradient_one_needs_the_other_on_cpu_alone(platform, depth):
+    def gradient(x, cotangent):
+        standardized = jax.vjp(lambda x: normalization._standardize(x, (0,), 1e-3)[0], x)[1]
+        return standardized(cotangent)
+
+    def enter(equation):
+        return None if equation.primitive.name == "share" else called(equation)
+
+    def step(equation, depths):
+        """Count the sums that lie between the cotangent and a value; -1 for what needs neither."""
+        name, (x, *_), (y, *_) = equation.primitive.name, equation.invars, equation.outvars
+        if name == "share" and equation.params["cpu"] != (platform == "cpu"):
+            return [-1]
+        deepest = max(depths, default=-1)
+        sums = name == "reduce_sum" and x.aval.size > y.aval.size and deepest >= 0
+        return [deepest + sums] * len(equation.outvars)
+
+    program = jax.make_jaxpr(gradient)(*np.ones((2, 3, 4), np.float32))
+    found = interpret(program, step, [-1, 0], constant=lambda *_: -1, enter=enter)
+    assert found == [depth]
 
 
 def test_batch_normalization_of_mixed_types():

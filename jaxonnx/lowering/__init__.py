@@ -2,6 +2,7 @@
 
 from jaxonnx.lowering._adapted import Adapted
 from jaxonnx.lowering._conv import Conv, convolution, transposed_convolution
+from jaxonnx.lowering._either import either
 from jaxonnx.lowering._merged import MergedRows, reshaped
 from jaxonnx.lowering._normalized import normalized
 from jaxonnx.lowering._order import in_file, kernels_first, store
@@ -15,6 +16,7 @@ __all__ = [
     "Conv",
     "MergedRows",
     "convolution",
+    "either",
     "first_max",
     "first_winner",
     "in_file",

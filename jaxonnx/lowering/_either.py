@@ -1,0 +1,30 @@
+"""Tangents that are equal for one reason or another, of which each platform takes its own."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.interpreters import ad, mlir
+
+from jaxonnx.lowering._contract import named
+
+
+def either(on_cpu: Any, elsewhere: Any) -> Any:
+    """Return the one array on CPU and the other elsewhere; either is right.
+
+    It is linear in both, and the one that is not taken gets a zero cotangent.
+    """
+    return _share_p.bind(on_cpu, cpu=True) + _share_p.bind(elsewhere, cpu=False)
+
+
+def _on_cpu(x, cpu: bool):
+    return x if cpu else jnp.zeros_like(x)
+
+
+def _elsewhere(x, cpu: bool):
+    return _on_cpu(x, not cpu)
+
+
+_share_p = named("share", _on_cpu, "cpu")
+mlir.register_lowering(_share_p, mlir.lower_fun(_elsewhere, multiple_results=False))
+mlir.register_lowering(_share_p, mlir.lower_fun(_on_cpu, multiple_results=False), platform="cpu")
+ad.deflinear2(_share_p, lambda cotangent, _, cpu: [_share_p.bind(cotangent, cpu=cpu)])
