@@ -284,11 +284,11 @@ def swap(folder, secret, count):
 
 
 @pytest.mark.deep
-def test_swapped_2_000_times(tmp_path):
+def test_swapped_10_000_times(tmp_path):
     """100,000 were tried once, in 18 minutes of a machine that had much else to do."""
     path = written(tmp_path / "model")
     swapper = multiprocessing.get_context("spawn").Process(
-        target=swap, args=(path.parent, tmp_path / "secret", 2_000), daemon=True
+        target=swap, args=(path.parent, tmp_path / "secret", 10_000), daemon=True
     )
     swapper.start()
     loads = refusals = 0
@@ -299,8 +299,8 @@ def test_swapped_2_000_times(tmp_path):
         except jaxonnx.ModelError:
             refusals += 1
     assert swapper.exitcode == 0
-    assert loads > 50
-    assert refusals > 50
+    assert loads > 100
+    assert refusals > 100
 
 
 EVERYWHERE = """

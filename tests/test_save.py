@@ -164,13 +164,13 @@ def save_again_and_again(path, ready):
 
 
 @pytest.mark.deep
-def test_saves_that_are_killed_at_random_moments(tmp_path):
+def test_saves_that_are_killed_at_50_random_moments(tmp_path):
     path = big(tmp_path)
     whole = {name: np.asarray(value) for name, value in jaxonnx.load(path).params.items()}
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["pytest", "tests.test_save"])
     seen = []
-    for moment in np.random.default_rng(0).uniform(0, 0.02, 20):
+    for moment in np.random.default_rng(0).uniform(0, 0.02, 50):
         ready = processes.Event()
         saver = processes.Process(target=save_again_and_again, args=(path, ready), daemon=True)
         saver.start()
