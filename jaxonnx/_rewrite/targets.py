@@ -15,7 +15,7 @@ def places(before: Shape, now: Shape, after: Shape, size: int) -> list[int]:
       after: the shape of the result with the size of the file.
     """
     moved = [axis for axis, (a, b) in enumerate(zip(before, now, strict=True)) if a != b]
-    if len(moved) != 1:
+    if len(moved) != 1 or size == 0:
         return []
     (axis,) = moved
     start, end = math.prod(before[axis:]), math.prod(before[axis + 1 :])

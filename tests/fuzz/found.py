@@ -102,6 +102,31 @@ MODELS: dict[str, tuple[str, int, str]] = {
         0,
         "c-rIOvhwEQ<zg&X;_ysK%`3?)spR70Vypm)2r*VFF*~ND2r;H>334zAFgh`odvP!@G}tpRFgQf<162ueadB`k3bAl8aWEw@b1_yrv2Za6hynnNK@9`",
     ),
+    "counts of n-grams that are not in the pool": (
+        "trace",
+        0,
+        """<ir_version: 4, opset_import: ["": 9]> g (int32[12] x) => (float[7] y) {
+            y = TfIdfVectorizer <mode = "TF", min_gram_length = 2, max_gram_length = 2,
+                max_skip_count = 5, ngram_counts = [-8589934591, 0, 4611686018427387904],
+                ngram_indexes = [0, 1, 2, 3, 4, 5, 6], pool_int64s = [2, 3, 5, 4, 5, 6, 7, 8, 6, 7]> (x)
+        }""",
+    ),
+    "integers of two bits for an operator that does not take them (XLA aborts)": (
+        "compare",
+        0,
+        """<ir_version: 13, opset_import: ["": 27]>
+        g (int2[2, 4, 8] x, float16[4, 1, 4] w) => (float16[2, 4, 8] y, float16[2, 4, 3] s) {
+            y, s = CausalConvWithState <activation = "silu"> (x, w)
+        }""",
+    ),
+    "a batch of none": (
+        "trace",
+        1467332779,
+        """<ir_version: 14, opset_import: ["": 14]> g (float[0, 3, 4] x) => (y)
+        <int64[2] s = {-1, 4}> {
+            y = Reshape <allowzero = -4294967296> (x, s)
+        }""",
+    ),
 }
 
 FILES: dict[str, tuple[str, dict[str, str]]] = {
