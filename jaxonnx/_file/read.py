@@ -116,6 +116,9 @@ def _checkpoint(folder: str | os.PathLike, which: str) -> tuple[ModelProto, dict
             f"jaxonnx.Adapters.load({os.fspath(folder)!r}).apply(jaxonnx.load({str(file)!r}))"
         )
     proto, tensors = read(file)
+    for name in stored.tensors.keys() & tensors.keys():
+        if tensors[name].dtype == object:
+            raise ModelError(f"'{file}': '{name}' is a string, and has numbers in the checkpoints")
     values = in_file_types(stored.tensors, tensors)
     for info in proto.training_info:  # variables of the algorithm alone
         for tensor in info.algorithm.initializer:

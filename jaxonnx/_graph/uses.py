@@ -228,7 +228,7 @@ def _gathered(view: View, node: Node, indices: Any) -> View:
 def _expanded(view: View, target: Any) -> View:
     """Return a view that is repeated along axes of length one; of the same rank if not known."""
     axes, before = view.axes, view.shape
-    if axes is None or not isinstance(target, np.ndarray):
+    if axes is None or not isinstance(target, np.ndarray) or target.ndim != 1:
         return replace(view, expanded=True)
     more = max(0, len(target) - len(before))
     axes, before = (None,) * more + axes, (1,) * more + before

@@ -119,6 +119,12 @@ MODELS: dict[str, tuple[str, int, str]] = {
             y, s = CausalConvWithState <activation = "silu"> (x, w)
         }""",
     ),
+    "a shape that is a scalar": (
+        "trace",
+        0,
+        """<ir_version: 4, opset_import: ["": 9]> g () => (float[3, 3, 3] y)
+        <float[1, 3, 1] x = {1, 2, 3}, int64 s = {8}> { y = Expand (x, s) }""",
+    ),
     "a batch of none": (
         "trace",
         1467332779,
@@ -134,6 +140,12 @@ FILES: dict[str, tuple[str, dict[str, str]]] = {
         "weights",
         {
             "w.npz": "c-jl_W@Zs#fB;2?^9&Q}S%54MW&`4KL%qC$%Dnu%)BtZrCJ|=bDq*03kpZqRz?&5;#R!BZKw1N=0svD?4Ji"
+        },
+    ),
+    "a tensor that became a string after its checkpoint": (
+        "checkpoints",
+        {
+            "run/model.onnx": "c-n1~eK6a19LJkT;&;DPFH-F=t%p&^4HMdPUA~{RT86moIF8oULlX6{Fg8lAy+iBFcFa2KR;uQ@Vsulj!$Q8FjD;yfbyO?HJaklPN4DB_x-DD(-QVwfz5jUM>&>tS3mMji<>a&6JYSZp@D+1XU3jl0XJoM3Sx%~$ljOpSOjhTzB9@aR=BQklP*rkfPFjxUUrJ@BBxXt?=4hT%Vv7uQmS;JSVHlB!6KF0CE9AXVU{9)|T<C)CC}@A)MtVMQ#VwB+5-%SBntvYt@`=Th@x2(HFT=e~a_MG;ME|S0gdRxH<9$;i21(qpGrE^9ENv0Fa~+&r-$P3m#(+H*jy;=`<U!y2pcXDkJyKNISy_&P%iFOn^j$K%^Ac)`3#qa32pxCZ2T$kE5qZoM@iK<s>QP4;b2kg@RS!U;>cQprmf=tB2#oWxAo%nZGC2DUZ8yz=tZcXJ!U<Nk_4h5XsWcKnl@|M5uXlxA3x&59`!MR;4Pvz7f#na;kUrOrsljq=77Or9OB<fJz?X4jZSkGGgJk2!TG|?5g7%R?nENmg3<o{*)!hZsAj?Qd++Pi^+#%@qSSZUK8^o3XIW~P(0nZ$=rB?^+WEPDnB&|3QFa5DZYpNPC^N;~QZaNIKR02--`r-2J6!h0}WZoaO(!=BH&}`yi?=MMsFRzLyGiyP5KZs1v`r$Hn1bM-e_^H|+?D-d=W<Hea`SqA?R{}3xGvIGlaX8TrP&xXt{<>m~*tJMd9U>qh!Y<v7xO}oCi-x-2Q!(_&6vXUEfJYaLAY%0<<Zfg`Nkb7Rztc(?cOw?ByHVR@HJ&M*LWiMR;u-c_28D0fp|UT$vBIksHU4!Nw{n#P#7`49=OIYDRoXowsDp6jBph#U1w-S0{is$4HBGmP&YKH@U5li^^AYhZ=Q1LO_n%vmutM%RnSuBePtz}jVtvg7p9+^xVb8;Q5WabXy6+p7&J>)*t!W1w)+@TB+!wKheofwv;nI^%9q8o~pcmEbfz^o)S~2E=4_`P>6N-c~$AKK3^H1Z_-RX<SWuAfUS{ZyY_c?e+rc0y0FN4M91>&9{1%t(_^onvG{g_%XR@><N(<|wLh|~13cO7mXlR~iPDXR4sAn&Flw55n~C3XT{d@@Nyoz^%Ku}g278NjtC4bae)uhW{oq9G|;aL1w#IV*lR>Sc}Dj{Z=3SB|dPQWTay#e^M+kW`-sLos4}y(5IIl=Y*hm57n>mAQ&ErFme<aa;43#XDJRh9kCOEya9AQjRi}<uZ)IoM`?p;RW*8Z6fP`0FjEr*Z"
         },
     ),
 }
