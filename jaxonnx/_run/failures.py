@@ -15,10 +15,7 @@ from jaxlib.mlir.ir import MLIRError
 
 from jaxonnx._graph.bind import Node
 from jaxonnx._limits import SIX_BITS, amount
-from jaxonnx._run.two_bits import TYPES as TWO_BITS
 from jaxonnx.errors import Error, LimitError, NodeError, StaticError
-
-NARROW = SIX_BITS.union(TWO_BITS)
 
 FOREIGN = (
     *(TypeError, ValueError, AttributeError, LookupError, ArithmeticError, MemoryError),
@@ -80,11 +77,11 @@ def translated(node: Node, arguments: Sequence[Any], error: Exception) -> NodeEr
 
 
 def check_types(node: Node, arguments: Sequence[Any]) -> None:
-    """Raise a NodeError for types of two and six bits that the specification does not allow.
+    """Raise a NodeError for types of six bits that the specification does not allow.
 
-    XLA ends the process at some programs of these types.
+    XLA ends the process at a constant of these types.
     """
-    narrow = any(getattr(value, "dtype", None) in NARROW for value in arguments)
+    narrow = any(getattr(value, "dtype", None) in SIX_BITS for value in arguments)
     if narrow and (clashes := "; ".join(_clashes(node, arguments))):
         raise NodeError(clashes)
 

@@ -238,6 +238,8 @@ def causal_conv_with_state(x, weight, bias=None, past_state=None, *, activation=
     """
     if activation not in ("none", "silu", "swish"):
         raise NodeError(f"activation is {activation!r}: none, silu or swish")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise NodeError(f"input is {x.dtype}, it must have a type of floating point")
     past = weight.shape[2] - 1
     if past_state is None:
         past_state = jnp.zeros((*x.shape[:2], past), x.dtype)
