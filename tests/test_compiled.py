@@ -60,7 +60,7 @@ def test_integers_of_two_bits_are_refused_where_xla_aborts():
     traced = jax.jit(model.apply).trace(model.params, x)
     assert traced.lower(lowering_platforms=("cpu",)).as_text()
     for platform in PLATFORMS:
-        told = rf"quantize.*tensor 'narrow' is INT2.*{platform.upper()}.*INT4"
+        told = rf"quantize.*tensor 'narrow' is INT2.*{platform.upper()}.*INT8"
         with pytest.raises(jaxonnx.UnsupportedError, match=told):
             traced.lower(lowering_platforms=(platform,))
 

@@ -31,7 +31,7 @@ def _refuse(dtype: Any, node: str, tensor: str, platform: str) -> NoReturn:
         f"{node}: tensor '{tensor}' is {name}, and XLA aborts on integers of two bits when it "
         f"compiles for {platform.upper()}: run the model on the CPU (with "
         'jax.default_device(jax.devices("cpu")[0])), or cast the '
-        f"tensor to {name.replace('2', '4')} in the file"
+        f"tensor to {name.replace('2', '8')} in the file"
     )
 
 
