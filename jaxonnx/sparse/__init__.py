@@ -1,5 +1,6 @@
 """Transposable 2:4, N:M and other sparsity for any JAX program: masks, training, proof, storage."""
 
+from jaxonnx.sparse._cusparselt import register_products, sparse_products
 from jaxonnx.sparse._layers import Layer, layers
 from jaxonnx.sparse._masks import mask
 from jaxonnx.sparse._metrics import metrics, state_masks
@@ -27,7 +28,9 @@ __all__ = [
     "prune",
     "record",
     "register",
+    "register_products",
     "save",
+    "sparse_products",
     "sr_ste",
     "state_masks",
     "templates",

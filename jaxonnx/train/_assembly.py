@@ -139,13 +139,14 @@ def _assembled(
         optimizer = steps.gradient_transformation()
     optimizer = optax.with_extra_args_support(optimizer)
     storage = Storage(model.params, optimizer, platform)
+    structured: frozenset[str] = frozenset()
     if settings.sparsity is None:
         model = forget(model)
     else:
-        optimizer, model = sparsify(
-            model, optimizer, settings.sparsity, epochs, steps_per_epoch, storage
+        optimizer, model, structured = sparsify(
+            model, optimizer, settings, epochs, steps_per_epoch, storage
         )
-    return Minimize(model, goal, optimizer, storage, settings)
+    return Minimize(model, goal, optimizer, storage, settings, structured)
 
 
 def _updates(epochs: int | None, steps_per_epoch: int | None, accumulate: int) -> int:

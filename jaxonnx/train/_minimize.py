@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from jaxonnx.model import Model
 from jaxonnx.train._objective import Objective
 from jaxonnx.train._precision import products_in_bfloat16
 from jaxonnx.train._settings import Settings
-from jaxonnx.train._sparsity import masks
+from jaxonnx.train._sparsity import masks, with_products
 from jaxonnx.train._step import SMALL, State, Step, as_batch, copy, finite, stays_finite
 from jaxonnx.train._storage import Storage
 
@@ -30,6 +31,7 @@ class Minimize(Step):
       goal: has a model with the parameters of `model`.
       optimizer: of parameters as they are stored.
       settings: `seed`, `accumulate`, `ema`, `precision` and `nan`.
+      structured: the weights whose products use sparse tensor cores once their mask is fixed.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Minimize(Step):
         optimizer: optax.GradientTransformationExtraArgs,
         storage: Storage,
         settings: Settings,
+        structured: Collection[str] = (),
     ):
         renewed = running_statistics(model.graph)
         fixed = {name: x for name, x in model.state.items() if name not in renewed}
@@ -49,6 +52,7 @@ class Minimize(Step):
         self._optimizer = optimizer
         self._storage = storage
         self._settings = settings
+        self._structured = structured
 
     def init(self, params: Any = None) -> State:
         model = self.model.replace(params=params)
@@ -76,6 +80,8 @@ class Minimize(Step):
         gradient = jax.value_and_grad(objective, has_aux=True)
         if self._settings.precision == "bf16":
             gradient = products_in_bfloat16(gradient)
+        if self._structured:
+            gradient = with_products(gradient, state.optimizer, self._structured)
         (value, renewed), gradients = gradient(state.params)
         good = state.finite & finite((value, gradients)) & stays_finite(state.state, renewed)
         skip = self._settings.nan == "skip"

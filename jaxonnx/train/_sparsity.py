@@ -4,7 +4,7 @@ The functions import `jaxonnx.sparse`, so that importing jaxonnx does not.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -12,8 +12,10 @@ import optax
 
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
+from jaxonnx.train._settings import Settings
 from jaxonnx.train._storage import Storage
 
+Gradient = Callable[[Any], Any]
 _CHOICE = ("pattern", "transposable", "select", "exclude", "axes")
 """The options of `sparse.layers` among those of `sparse.three_phase`."""
 
@@ -21,12 +23,14 @@ _CHOICE = ("pattern", "transposable", "select", "exclude", "axes")
 def sparsify(
     model: Model,
     optimizer: optax.GradientTransformation,
-    sparsity: str | Mapping[str, Any],
+    settings: Settings,
     epochs: int | None,
     steps: int | None,
     storage: Storage,
-) -> tuple[optax.GradientTransformationExtraArgs, Model]:
+) -> tuple[optax.GradientTransformationExtraArgs, Model, frozenset[str]]:
     """Return the optimizer inside `sparse.three_phase`, and the model with its record.
+
+    The last are the weights whose products use sparse tensor cores once the mask is fixed.
 
     Lengths are in epochs of `steps`. Without any, a third of the epochs is dense, half have a
     dynamic mask, the rest a fixed one. The result is for parameters as they are stored; the options
@@ -34,12 +38,13 @@ def sparsify(
     """
     from jaxonnx import sparse
 
+    sparsity: Any = settings.sparsity
     if steps is None:
         raise TrainingError(
             "sparsity needs the number of batches in an epoch: pass arrays, or an iterable with a "
             "length"
         )
-    known = [*dict.fromkeys([*_CHOICE, *_lengths()])]
+    known = [*dict.fromkeys([*_CHOICE, *_lengths(), "products"])]
     named = isinstance(sparsity, Mapping) and not sparsity.keys() - {*known}
     if not (named or isinstance(sparsity, str)):
         raise TrainingError(
@@ -60,6 +65,7 @@ def sparsify(
             f"a dense phase of {options['dense']} epochs leaves no sparse one in {epochs} epochs"
         )
     choice = {name: options.pop(name) for name in _CHOICE if name in options}
+    structured = _on_sparse_cores(options.pop("products", "dense"), settings, storage)
     model = model.with_sparsity(**choice)
     assert model.sparsity is not None  # or with_sparsity raises
     pattern, layers = model.sparsity
@@ -72,7 +78,42 @@ def sparsify(
         axes=lambda name, _: where.get(name),
         **options,
     )
-    return phases, model
+    if structured and str(pattern) != "2:4 transposable":
+        raise TrainingError(f"cuSPARSELt has products of transposable 2:4, not of {pattern}")
+    return phases, model, frozenset(where if structured else ())
+
+
+def _on_sparse_cores(products: Any, settings: Settings, storage: Storage) -> bool:
+    """Return whether products are cuSPARSELt's, which is made ready, or refuse that."""
+    from jaxonnx import sparse
+
+    if products == "dense":
+        return False
+    if products != "cusparselt":
+        raise TrainingError(f"products are 'dense' or by 'cusparselt', not {products!r}")
+    if storage.platform not in ("gpu", "cuda"):
+        raise TrainingError(
+            f"products='cusparselt' is for NVIDIA GPUs, and the run is on {storage.platform!r}: "
+            "leave it out, and the same weights are trained with dense products"
+        )
+    if settings.mesh is not None:
+        raise TrainingError("products='cusparselt' is for one device: leave it or mesh= out")
+    if settings.precision != "bf16":
+        raise TrainingError(
+            "cuSPARSELt has 2:4 products of 16-bit numbers only (1:2 ones of float32): "
+            "products='cusparselt' needs precision='bf16'"
+        )
+    sparse.register_products()
+    return True
+
+
+def with_products(gradient: Gradient, memory: Any, names: Collection[str]) -> Gradient:
+    """Return a gradient whose products with these weights use sparse cores in the last phase."""
+    from jaxonnx import sparse
+
+    (phases,) = _phases(memory)
+    fixed = sparse.sparse_products(gradient, names)
+    return lambda params: jax.lax.cond(phases.phase == 3, fixed, gradient, params)
 
 
 def _lengths() -> list[str]:
@@ -86,10 +127,15 @@ def _lengths() -> list[str]:
 
 def is_sparse(memory: Any) -> bool:
     """Return whether the state of an optimizer is that of `sparsify`."""
+    return bool(_phases(memory))
+
+
+def _phases(memory: Any) -> list[Any]:
+    """Return the states of `three_phase` in the state of an optimizer."""
     from jaxonnx import sparse
 
     leaves = jax.tree.leaves(memory, is_leaf=lambda x: isinstance(x, sparse.ThreePhaseState))
-    return any(isinstance(x, sparse.ThreePhaseState) for x in leaves)
+    return [x for x in leaves if isinstance(x, sparse.ThreePhaseState)]
 
 
 def masks(memory: Any) -> dict[str, jax.Array]:

@@ -210,7 +210,9 @@ def train(
       sparsity: "2:4", or options of `sparse.three_phase` whose phases are in epochs. By default a
         third of the epochs is dense, half have a dynamic mask, and the rest a fixed one. Embeddings
         and grouped convolutions stay dense. The saved model records what is sparse
-        (`Model.sparsity`).
+        (`Model.sparsity`). With `products="cusparselt"` among the options, forward and backward
+        products use the sparse tensor cores of an NVIDIA GPU once the mask is fixed (the extra
+        `sparse-cuda`; `precision="bf16"`).
       accumulate: batches whose mean gradient makes one update (`optax.MultiSteps`); groups go on
         across epochs, and one that is not full at the end of the run makes no update. A step of the
         history is a batch, and so is one of the schedule of `sparsity`, whose phases stay whole
