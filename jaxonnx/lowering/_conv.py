@@ -32,7 +32,7 @@ than it saves."""
 
 FEW_WINDOWS = 16
 """Gradients over at most this many windows an image are gathered, which uses all cores, if the
-weight is turned."""
+weight is turned; so are all gradients of weights whose windows share nothing."""
 
 LARGE_WEIGHT = 2**18
 """Elements of a weight from which transposing it costs more than it saves."""
@@ -166,7 +166,8 @@ class Conv:
         if not added and self._few_multiplications(out, batch, inputs, outputs):
             return self._winograd(out, u, v)
         work = batch * inputs * outputs * count * math.prod(self.out)
-        few = self.turned and out != 2 and math.prod(self.out) <= FEW_WINDOWS
+        parted = out == 1 and all(k <= s for k, s in zip(self.kernel, self.strides, strict=True))
+        few = self.turned and out != 2 and (parted or math.prod(self.out) <= FEW_WINDOWS)
         if (few or self._slow(out)) and _reaches(work, SLOW_WORK):
             if self.taps.slices <= UNROLLED:
                 return self._derived(self._gathered, out, u, v)
