@@ -32,6 +32,17 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache")
 
 
+def pytest_sessionstart():
+    """Search for no garbage in what is collected: it all stays, and is half a million objects."""
+    gc.disable()
+
+
+def pytest_collection_finish():
+    """Leave out of every later search what was collected."""
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_collection_modifyitems(items):
     """Put the tests of one case side by side, in one worker: they share what is expected."""
     places: dict[object, int] = {}

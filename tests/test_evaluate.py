@@ -6,15 +6,16 @@ import numpy as np
 import onnx
 import optax
 import pytest
-import sklearn.metrics as oracle
 from onnx import TensorProto, helper
 from PIL import Image
 
 import jaxonnx
 from jaxonnx.train import ConfusionMatrix, Curves, PerClass
 from jaxonnx.train import _objective as objective
+from tests.later import Module
 from tests.tiny import LABELS, examples, mlp, train
 
+oracle = Module("sklearn.metrics")
 mpl.use("Agg")
 
 

@@ -8,11 +8,11 @@ import pytest
 from jax.test_util import check_grads
 from onnx import TensorProto, helper
 from scipy.special import softmax
-from sklearn.datasets import load_iris
-from sklearn.ensemble import GradientBoostingRegressor, RandomForestClassifier
 
 import jaxonnx
+from tests.later import Module
 
+ensemble, samples = Module("sklearn.ensemble"), Module("sklearn.datasets")
 ML = "ai.onnx.ml"
 X = np.array([[1, -2, 3], [0.25, 0, 0.5], [-1, -4, -2]], np.float32)
 
@@ -190,7 +190,7 @@ def test_the_gradient_of_normalising_zeros_is_the_identity(norm):
 def test_trees_have_gradient_zero():
     nodes, votes = forest_of(fitted_forest())
     f = function("TreeEnsembleClassifier", 2, **nodes, **votes, classlabels_int64s=[0, 1, 2])
-    x = load_iris().data[:2].astype(np.float32)
+    x = samples.load_iris().data[:2].astype(np.float32)
     np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: f(x).sum()))(x), np.zeros((2, 4)))
 
 
@@ -295,9 +295,9 @@ def test_malformed_trees_are_refused(change, message):
 
 
 def fitted_forest():
-    iris = load_iris()
+    iris = samples.load_iris()
     x = iris.data.astype(np.float32)
-    return RandomForestClassifier(8, max_depth=5, random_state=0).fit(x, iris.target)
+    return ensemble.RandomForestClassifier(8, max_depth=5, random_state=0).fit(x, iris.target)
 
 
 def forest_of(model):
@@ -325,7 +325,7 @@ def forest_of(model):
 @pytest.mark.parametrize("labels", [[0, 1, 2], ["setosa", "versicolor", "virginica"]])
 def test_a_scikit_learn_pipeline_with_zip_map(labels):
     """Scaler, random forest and ZipMap, as converters write it: labels and a list of maps."""
-    x = load_iris().data.astype(np.float32)
+    x = samples.load_iris().data.astype(np.float32)
     forest = fitted_forest()
     nodes, votes = forest_of(forest)
     votes["class_weights"] = [w / 8 for w in votes["class_weights"]]
@@ -357,9 +357,11 @@ def test_a_scikit_learn_pipeline_with_zip_map(labels):
 
 @pytest.mark.deep
 def test_gradient_boosting_is_compiled_whole():
-    iris = load_iris()
+    iris = samples.load_iris()
     x, y = iris.data[:, :3].astype(np.float32), iris.data[:, 3]
-    boosted = GradientBoostingRegressor(n_estimators=10, max_depth=3, random_state=0).fit(x, y)
+    boosted = ensemble.GradientBoostingRegressor(n_estimators=10, max_depth=3, random_state=0).fit(
+        x, y
+    )
     nodes, votes = forest_of(boosted)
     votes = {name.replace("class", "target"): column for name, column in votes.items()}
     votes["target_weights"] = [0.1 * w for w in votes["target_weights"]]

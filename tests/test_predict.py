@@ -2,7 +2,6 @@
 
 import io
 
-import datasets
 import numpy as np
 import onnx
 import pytest
@@ -11,7 +10,10 @@ from rich.console import Console
 import jaxonnx
 from jaxonnx._data.ahead import ahead
 from jaxonnx.model import _progress as progress
+from tests.later import Module
 from tests.tiny import examples, mlp
+
+datasets = Module("datasets")
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import linprog
 
 from jaxonnx import sparse
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse import _masks as masks
 from jaxonnx.sparse import _nm as nm
 from jaxonnx.sparse._pattern import parse
+from tests.later import Module
+
+optimize = Module("scipy.optimize")
 
 templates = importlib.import_module("jaxonnx.sparse._templates")
 
@@ -158,7 +160,9 @@ def constraints(m):
 def optimum(block, n):
     """The greatest sum of a transposable mask, exactly: the constraints are totally unimodular."""
     m = len(block)
-    found = linprog(-block.ravel(), A_eq=constraints(m), b_eq=np.full(2 * m, n), bounds=(0, 1))
+    found = optimize.linprog(
+        -block.ravel(), A_eq=constraints(m), b_eq=np.full(2 * m, n), bounds=(0, 1)
+    )
     return -found.fun
 
 
@@ -241,7 +245,9 @@ def test_weights_that_do_not_fit_are_refused_in_words(w, options, message):
 
 @pytest.mark.deep
 @settings(deadline=None, max_examples=25)
-@given(hnp.arrays(bool, hnp.array_shapes(min_dims=1, max_dims=4, max_side=6)))
+@given(
+    hnp.arrays(bool, st.sampled_from([(1,), (8,), (9,), (3, 5), (4, 6), (2, 3, 5), (4, 4, 3, 3)]))
+)
 def test_masks_survive_as_bits(mask):
     bits = masks.to_bits(jnp.asarray(mask))
     assert bits.dtype == np.uint8

@@ -3,7 +3,6 @@
 import itertools
 from pathlib import Path
 
-import datasets
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +17,9 @@ from jaxonnx.losses import causal_lm, cross_entropy
 from jaxonnx.train._data import padding_of, sources
 from jaxonnx.train._minimize import Minimize
 from tests import tiny
+from tests.later import Module
 
+datasets = Module("datasets")
 LLAMA = Path(__file__).parent / "data" / "text" / "llama"
 LABELS = "softmax_cross_entropy_with_integer_labels"
 TOKENS = 7

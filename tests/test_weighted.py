@@ -7,16 +7,16 @@ import jax
 import numpy as np
 import optax
 import pytest
-from sklearn import metrics as sklearn
-from sklearn.utils.class_weight import compute_class_weight
 
 import jaxonnx
 from jaxonnx.losses import cross_entropy
 from jaxonnx.train import evaluate
 from jaxonnx.train._minimize import Minimize
+from tests.later import Module
 from tests.tiny import LABELS, examples, mlp, same, train, weights
 
 X, Y = examples(21)
+sklearn, class_weight = Module("sklearn.metrics"), Module("sklearn.utils.class_weight")
 W = np.random.default_rng(2).uniform(0.1, 3, 21).astype(np.float32)
 STILL = {"optimizer": optax.sgd(0.0)}
 NAMES = ["ant", "bee", "cat", "dog"]
@@ -118,7 +118,7 @@ def test_weights_of_classes():
 def test_balanced_classes_and_their_names():
     labels = np.r_[Y, np.zeros(9, int)]
     data = np.r_[X, X[:9]], labels, np.r_[W, W[:9]]
-    wanted = compute_class_weight("balanced", classes=np.arange(4), y=labels)
+    wanted = class_weight.compute_class_weight("balanced", classes=np.arange(4), y=labels)
     balanced = train(data=data, class_weights="balanced").history.losses
     np.testing.assert_allclose(
         train(data=data, class_weights=dict(enumerate(wanted))).history.losses, balanced, rtol=1e-6
