@@ -99,7 +99,10 @@ def add(g, x, y, *, out):
     for one, other in ((x, y), (y, x)):
         if bounds.number(other) == 0 and _fills(one, out):
             return one  # as XLA does
-    return g.wide("Add", *thin([x, y], out), dtype=out.dtype)
+    x, y = thin([x, y], out)
+    if g.main.factors and out.dtype.name in ("float32", "float64"):
+        return linear.added(g, x, y, out)
+    return g.wide("Add", x, y, dtype=out.dtype)
 
 
 @primitive("mul", elementwise=True)

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxonnx._jaxpr import called
 from jaxonnx.lowering import Choice, Conv
+from jaxonnx.onnx_out import _cells as cells
 from jaxonnx.onnx_out import _dims as dims
 from jaxonnx.onnx_out._nodes import Nodes, Tensor
 from jaxonnx.onnx_out._shapes import expand, padded
@@ -61,12 +62,6 @@ def _attributes(form: Any, *chosen: str) -> dict[str, Any]:
     return {name: every[name] for name in chosen or every}
 
 
-def _axes(form: Any) -> list[tuple]:
-    """Return (size, kernel, stride, dilation, (low, high), windows) of each axis."""
-    parts = form.size, form.kernel, form.strides, form.dilations, form.pads, form.out
-    return [*zip(*parts, strict=True)]
-
-
 def _forward(g: Nodes, form: Conv, x: Any, w: Any) -> Any:
     shape = (x.shape[0], w.shape[0], *form.out)
     return Tensor(g("Conv", x, w, **_attributes(form)), shape, x.dtype)
@@ -74,12 +69,18 @@ def _forward(g: Nodes, form: Conv, x: Any, w: Any) -> Any:
 
 def _of_images(g: Nodes, form: Conv, dy: Any, w: Any) -> Any:
     """Write the gradient of the images as ConvTranspose where that is the quicker one."""
-    if form.groups == 1 and prod(form.kernel) > 1 and prod(form.out) <= FEW_PLACES:
+    small = form.groups == 1 and prod(form.kernel) > 1 and prod(form.out) <= FEW_PLACES
+    write = None
+    if g.main.gates and (small or cells.of_channels(form, w.shape)):
+        write = cells.images if small else cells.channels_of_images
+    if write is not None and (y := write(g, form, dy, w)) is not None:
+        return y
+    if small:
         return _windows_added(g, form, dy, w)
     few = form.groups == 1 and w.shape[1] < w.shape[0] and prod(form.kernel) > 1
     if max(form.strides) == 1 and not few:
         return None
-    more = [n - (m - 1) * s - (k - 1) * d - 1 + sum(p) for n, k, s, d, p, m in _axes(form)]
+    more = [n - (m - 1) * s - (k - 1) * d - 1 + sum(p) for n, k, s, d, p, m in cells.axes_of(form)]
     if min(more) < 0 or any(m >= s for m, s in zip(more, form.strides, strict=True)):
         return None
     y = g("ConvTranspose", dy, w, output_padding=more, **_attributes(form))
@@ -100,7 +101,7 @@ def _windows_added(g: Nodes, form: Conv, dy: Any, w: Any) -> Any:
         part = g.slice(every, [0, tap, 0], [columns, tap + 1, places], [1, 1, 1])
         part = g.reshape(part, [columns, count, *form.out])
         edges = [(0, 0, 0)] * 2
-        for at, (size, _, s, _, (low, _), n) in zip(offset, _axes(form), strict=True):
+        for at, (size, _, s, _, (low, _), n) in zip(offset, cells.axes_of(form), strict=True):
             edges.append((at - low, size - (at - low + (n - 1) * s + 1), s - 1))
         part = padded(g, part, np.zeros((), dy.dtype), edges)
         shape = columns, count, *form.size
@@ -112,6 +113,8 @@ def _of_weight(g: Nodes, form: Conv, x: Any, dy: Any) -> Any:
     """Write the gradient of the weight as a product, where that is the quicker one."""
     taps, rows, columns = prod(form.kernel), dy.shape[1], x.shape[1]
     few = prod(form.out) <= FEW_PLACES
+    if cells.of_channels(form, (rows, columns // form.groups)):
+        return cells.channels_of_weight(g, form, x, dy)
     if form.groups > 1 or not (few or (taps == 1 and not any(map(any, form.pads)))):
         return None
     shape = (rows, columns, *form.kernel)
@@ -122,7 +125,7 @@ def _of_weight(g: Nodes, form: Conv, x: Any, dy: Any) -> Any:
         y = g.reduced("ReduceSum", Tensor(y, (x.shape[0], rows, columns), x.dtype), [0])
         return g.reshape(y, shape)
     edges = [(0, 0, 0)] * 2
-    for size, k, s, d, (low, _), n in _axes(form):
+    for size, k, s, d, (low, _), n in cells.axes_of(form):
         edges.append((low, (n - 1) * s + (k - 1) * d + 1 - size - low, 0))
     turned = (1, 0, *range(2, x.ndim))
     x = padded(g, g.transpose(x, turned), np.zeros((), x.dtype), edges)
@@ -132,10 +135,10 @@ def _of_weight(g: Nodes, form: Conv, x: Any, dy: Any) -> Any:
         ends = [o + (n - 1) * s + 1 for o, n, s in zip(offset, form.out, form.strides, strict=True)]
         part = g.slice(x, [0, 0, *offset], [*x.shape[:2], *ends], [1, 1, *form.strides])
         parts.append(g.reshape(part, [columns, 1, count]))
-    cells = Tensor(g("Concat", *parts, axis=1), (columns, taps, count), x.dtype)
-    cells = g.reshape(cells, [columns * taps, count])
+    every = Tensor(g("Concat", *parts, axis=1), (columns, taps, count), x.dtype)
+    every = g.reshape(every, [columns * taps, count])
     dy = g.reshape(g.transpose(dy, turned), [rows, count])
-    return g.reshape(Tensor(g("Gemm", dy, cells, transB=1), (rows, columns * taps), x.dtype), shape)
+    return g.reshape(Tensor(g("Gemm", dy, every, transB=1), (rows, columns * taps), x.dtype), shape)
 
 
 @primitive("batch_normalization")
@@ -148,6 +151,12 @@ def batch_normalization(g, x, *vectors, options, equation):
     images = g.transpose(x, first)
     y = Tensor(g("BatchNormalization", images, *vectors, epsilon=epsilon), images.shape, x.dtype)
     return g.transpose(y, np.argsort(first))
+
+
+@primitive("share")
+def share(g, x, *, cpu, out):
+    """Write the derivative of `lowering.either` that is not XLA:CPU's: it has a sum less."""
+    return expand(g, np.zeros([1] * len(out.shape), out.dtype), out.shape) if cpu else x
 
 
 @primitive("window_maximum")
@@ -171,7 +180,7 @@ def _max_pool(g: Nodes, x: Any, taps: Any) -> tuple[Tensor, Tensor] | None:
     last, rank = taps.lead == 1, len(taps.size)
     if isinstance(x, np.ndarray) or rank > 3 or x.ndim != rank + 2:
         return None
-    inside = all(0 <= edge < k for _, k, _, _, edges, _ in _axes(taps) for edge in edges)
+    inside = all(0 <= edge < k for _, k, _, _, edges, _ in cells.axes_of(taps) for edge in edges)
     if not inside or not dims.known([*taps.size, *taps.out]):
         return None
     images = g.transpose(x, (0, rank + 1, *range(1, rank + 1))) if last else x

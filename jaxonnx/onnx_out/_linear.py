@@ -30,6 +30,45 @@ def multiplied(g: Any, x: Any, y: Any, out: Any) -> Any:
     return z
 
 
+def added(g: Any, x: Any, y: Any, out: Any) -> Any:
+    """Return the sum of two arrays; one pass scales an array and adds a number to each channel."""
+    full, shift = (x, y) if _whole(x, out) else (y, x)
+    if not _whole(full, out):
+        return g("Add", x, y)
+    if _whole(shift, out):
+        z = Tensor(g("Add", x, y), out.shape, out.dtype)
+        z.sum = x, y
+        return z
+    if _of_channels(shift, out):
+        if _scaled(full, out):
+            return _shifted(g, full, shift)
+        for one, other in [full.sum, full.sum[::-1]] if full.sum else []:
+            if _scaled(one, out):
+                return g("Add", _shifted(g, one, shift), other)
+    return g("Add", x, y)
+
+
+def _of_channels(x: Any, out: Any) -> bool:
+    """Tell whether there is a number for each channel of images (N, C, *size)."""
+    if len(out.shape) < 3 or not dims.known([*x.shape, *out.shape[1:]]):
+        return False
+    return x.shape == (1, out.shape[1], *[1] * (len(out.shape) - 2))
+
+
+def _scaled(x: Any, out: Any) -> bool:
+    return x.scaled is not None and _of_channels(x.scaled[1], out)
+
+
+def _shifted(g: Any, x: Any, shift: Any) -> Tensor:
+    """Return BatchNormalization of an array that is scaled, by statistics that change nothing."""
+    full, scale = x.scaled
+    channels = x.shape[1]
+    nothing = np.zeros(channels, x.dtype), np.ones(channels, x.dtype)
+    vectors = (g.reshape(v, [channels]) for v in (scale, shift))
+    y = g("BatchNormalization", full, *vectors, *nothing, epsilon=0.0)
+    return Tensor(y, x.shape, x.dtype)
+
+
 def _whole(x: Any, out: Any) -> bool:
     return isinstance(x, Tensor) and x.shape == out.shape
 
@@ -67,17 +106,20 @@ def scales_by_bits(program: Any) -> bool:
 
 def summed(g: Any, x: Any, axes: list[int]) -> Tensor:
     """Return the sum of a tensor along axes, of which factors and signs are taken out."""
+    if x.sum is not None and all(_scaled(y, x) and _taken_out(y, axes) for y in x.sum):
+        parts = [summed(g, part, axes) for part in x.sum]
+        return Tensor(g("Add", *parts), parts[0].shape, x.dtype)
     if x.negated is not None:
         total = summed(g, x.negated, axes)
         return Tensor(g("Neg", total), total.shape, total.dtype)
     factors = []
-    if x.scaled is not None and _constant(x.scaled[1], axes, x.ndim):
+    if _taken_out(x, axes):
         x, factor = x.scaled
         factors.append(factor)
     if x.times is not None:
         operands = [*x.times]
         for i, operand in enumerate(operands):
-            if operand.scaled is not None and _constant(operand.scaled[1], axes, x.ndim):
+            if _taken_out(operand, axes):
                 operands[i], factor = operand.scaled
                 factors.append(factor)
         if factors:
@@ -91,9 +133,9 @@ def summed(g: Any, x: Any, axes: list[int]) -> Tensor:
     return total
 
 
-def _constant(factor: Any, axes: list[int], rank: int) -> bool:
-    """Tell whether a factor is one number along axes."""
-    if not dims.known(factor.shape):
+def _taken_out(x: Tensor, axes: list[int]) -> bool:
+    """Tell whether a tensor has a factor that is one number along axes."""
+    if x.scaled is None or not dims.known((factor := x.scaled[1]).shape):
         return False
     one = all(n == 1 for n in factor.shape)
-    return one or (factor.ndim == rank and all(factor.shape[axis] == 1 for axis in axes))
+    return one or (factor.ndim == x.ndim and all(factor.shape[axis] == 1 for axis in axes))

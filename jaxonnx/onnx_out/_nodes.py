@@ -270,7 +270,9 @@ class Nodes:
         return dims.sizes(self.main, shape)
 
     def reduced(self, operator: str, x: Any, axes: Sequence[int]) -> Tensor:
-        """Append a reduction of x, or of what x is a transpose of."""
+        """Append a reduction of x, or of what x is a transpose of; axes of size one only go."""
+        if all(isinstance(x.shape[axis], int) and x.shape[axis] == 1 for axis in axes):
+            return self.reshape(x, [n for axis, n in enumerate(x.shape) if axis not in axes])
         source, order = getattr(x, "turned", None) or (x, range(x.ndim))
         rest = [order[i] for i in range(x.ndim) if i not in axes]
         left, axes = sorted(rest), sorted(order[i] for i in axes)

@@ -43,7 +43,7 @@ def ordered(dtype: Any) -> np.dtype:
     return dtype if dtype == np.uint64 else np.dtype(WIDE.get(dtype, dtype))
 
 
-KEPT = "turned", "flat", "windows", "product", "pieces", "scaled", "times", "negated"
+KEPT = "turned", "flat", "windows", "product", "pieces", "scaled", "times", "sum", "negated"
 """What another name of the same tensor knows of it, too."""
 
 
@@ -59,6 +59,7 @@ class Tensor(str):
       pieces: (an axis, {where it starts: a tensor}), where it is zero between these tensors.
       scaled: (another tensor, a smaller factor), where it is their product.
       times: two tensors of its shape, where it is their product.
+      sum: two tensors of its shape, where it is their sum.
       negated: what it is the negative of.
     """
 
@@ -72,6 +73,7 @@ class Tensor(str):
     pieces: "tuple[int, dict[int, Any]] | None"
     scaled: "tuple[Tensor, Any] | None"
     times: "tuple[Tensor, Tensor] | None"
+    sum: "tuple[Tensor, Tensor] | None"
     negated: "Tensor | None"
 
     def __new__(cls, name: str, shape: Sequence, dtype: Any, thin: Any = None):

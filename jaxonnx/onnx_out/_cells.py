@@ -1,0 +1,155 @@
+"""Gradients of convolutions as products of matrices, one for all images.
+
+onnxruntime makes one small product for each image and each group of channels. Where images are
+small, or each channel is a group, it is quicker at one product of all images for each channel. Its
+numbers belong to pairs of a cell of the image and a place of the result; which tap reads that cell
+for that place is known.
+"""
+
+from functools import cache
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from jaxonnx.onnx_out._shapes import padded
+from jaxonnx.onnx_out._tensors import Tensor
+
+PAIRS = 2**12
+"""Pairs of a cell and a place of a channel up to which products of all of them pay."""
+
+READS = 2**16
+"""Numbers of a matrix that says which tap reads which cell for which place, at most."""
+
+Axes = tuple[tuple, ...]
+"""(size, kernel, stride, dilation, (low, high), windows) of each axis."""
+
+
+def axes_of(form: Any) -> Axes:
+    """Return the geometry of windows, axis by axis."""
+    parts = form.size, form.kernel, form.strides, form.dilations, form.pads, form.out
+    return tuple(zip(*parts, strict=True))
+
+
+@cache
+def _cells(axes: Axes) -> np.ndarray:
+    """Return the cell that each tap reads for each place (taps, places), -1 in the padding."""
+    result = np.zeros((1, 1), np.int64)
+    for size, kernel, stride, dilation, (low, _), out in axes:
+        taps, places = np.arange(kernel)[:, None], np.arange(out)
+        at = places * stride + taps * dilation - low
+        at[(at < 0) | (at >= size)] = -1
+        before, at = result[:, None, :, None], at[None, :, None, :]
+        result = np.where((before < 0) | (at < 0), -1, before * size + at)
+        result = result.reshape(-1, np.shape(result)[2] * out)
+    return result
+
+
+@cache
+def _pairs(axes: Axes) -> np.ndarray:
+    """Return the number of each tap's pair (taps * places), cell first; that after all for none."""
+    cells = _cells(axes)
+    pairs = cells * cells.shape[1] + np.arange(cells.shape[1])
+    none = prod(size for size, *_ in axes) * cells.shape[1]
+    return np.where(cells < 0, none, pairs).reshape(-1)
+
+
+@cache
+def _reads(axes: Axes, dtype: Any, rows: int) -> np.ndarray:
+    """Return 1 where a tap reads a cell for a place, by tap, place and cell, in so many rows."""
+    cells = _cells(axes)[..., None]
+    reads = cells == np.arange(prod(size for size, *_ in axes))
+    return reads.astype(dtype).reshape(rows, -1)
+
+
+def of_channels(form: Any, w: Any) -> bool:
+    """Tell whether each channel has a kernel of its own."""
+    return form.groups == w[0] > 1 and w[1] == 1
+
+
+def channels_of_weight(g: Any, form: Any, x: Any, dy: Any) -> Any:
+    """Write the gradient of a kernel for each channel, None where there are too many pairs.
+
+    Of large images the products are of rows, one for each row of the kernel.
+    """
+    axes = axes_of(form)
+    whole = prod(form.size) * prod(form.out) <= PAIRS
+    inner = axes if whole else axes[1:]
+    cells, places = (prod(axis[i] for axis in inner) for i in (0, -1))
+    if cells * places > PAIRS:
+        return None
+    turned = (1, 0, *range(2, x.ndim))
+    x, dy, channels, count = g.transpose(x, turned), g.transpose(dy, turned), x.shape[1], x.shape[0]
+    rows, parts = count if whole else count * form.out[0], [x]
+    if not whole:
+        size, kernel, stride, dilation, (low, _), out = axes[0]
+        last = (out - 1) * stride + 1
+        more = last + (kernel - 1) * dilation - size - low
+        rest = [(0, 0, 0)] * (x.ndim - 3)
+        x = padded(g, x, np.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), (low, more, 0), *rest])
+        starts = [tap * dilation for tap in range(kernel)]
+        parts = [_rows(g, x, start, start + last, stride) for start in starts]
+    dy = g.reshape(dy, [channels, rows, places])
+    products = []
+    for part in parts:
+        part = g.transpose(g.reshape(part, [channels, rows, cells]), (0, 2, 1))
+        y = Tensor(g("MatMul", part, dy), (channels, cells, places), x.dtype)
+        products.append(g.reshape(y, [channels, 1, cells * places]))
+    every = g("Concat", *products, axis=1) if len(products) > 1 else products[0]
+    kernels = channels * len(parts)
+    every = g.reshape(
+        Tensor(every, (channels, len(parts), cells * places), x.dtype), [kernels, cells * places]
+    )
+    pairs = _pairs(inner)
+    if (pairs == cells * places).any():  # a tap in the padding reads zero
+        every = g("Concat", every, np.zeros((kernels, 1), x.dtype), axis=1)
+    read = Tensor(g("Gather", every, pairs, axis=1), (kernels, len(pairs)), x.dtype)
+    read = g.reshape(read, [kernels, len(pairs) // places, places])
+    return g.reshape(g.reduced("ReduceSum", read, [2]), [channels, 1, *form.kernel])
+
+
+def _rows(g: Any, x: Any, start: int, stop: int, step: int) -> Any:
+    starts = [0, 0, start, *[0] * (x.ndim - 3)]
+    stops = [*x.shape[:2], stop, *x.shape[3:]]
+    return g.slice(x, starts, stops, [1, 1, step, *[1] * (x.ndim - 3)])
+
+
+def channels_of_images(g: Any, form: Any, dy: Any, w: Any) -> Any:
+    """Write the gradient of images of which each channel has a kernel, None where they are large.
+
+    Only for steps: a number that is not finite spreads over its image.
+    """
+    cells, places, taps = prod(form.size), prod(form.out), prod(form.kernel)
+    (count, channels), axes, dtype = dy.shape[:2], axes_of(form), dy.dtype
+    if cells * places > PAIRS or cells * places * taps > READS:
+        return None
+    turned = (1, 0, *range(2, dy.ndim))
+    dy = g.reshape(g.transpose(dy, turned), [channels, count, places])
+    kernels = g("MatMul", g.reshape(w, [channels, taps]), _reads(axes, dtype, taps))
+    kernels = Tensor(kernels, (channels, places * cells), dtype)
+    y = g("MatMul", dy, g.reshape(kernels, [channels, places, cells]))
+    y = g.reshape(Tensor(y, (channels, count, cells), dtype), [channels, count, *form.size])
+    return g.transpose(y, turned)
+
+
+def images(g: Any, form: Any, dy: Any, w: Any) -> Any:
+    """Write the gradient of the images as two products: what each tap gives, and where it goes.
+
+    None where the second would be large. Only for steps: a number that is not finite spreads over
+    its image.
+    """
+    taps, (rows, columns), count = prod(form.kernel), w.shape[:2], dy.shape[0]
+    cells, places, axes = prod(form.size), prod(form.out), axes_of(form)
+    if cells * places * taps > READS:
+        return None
+    dtype = dy.dtype
+    turned = (1, 0, *range(2, dy.ndim))
+    dy = g.reshape(g.transpose(dy, turned), [rows, count * places])
+    every = g.product(
+        g.reshape(w, [rows, columns * taps]), True, dy, False, (columns * taps, count * places)
+    )
+    every = g.transpose(g.reshape(every, [columns, taps, count, places]), (0, 2, 1, 3))
+    every = g.reshape(every, [columns * count, taps * places])
+    y = g("MatMul", every, _reads(axes, dtype, taps * places))
+    y = g.reshape(Tensor(y, (columns * count, cells), dtype), [columns, count, *form.size])
+    return g.transpose(y, turned)
