@@ -174,6 +174,8 @@ def einsum(equation: str) -> Form:
     """
 
     def axes(rank: int, attributes: Mapping[str, Any], position: int = 0) -> Matrix | None:
+        if not isinstance(attributes[equation], str):  # bytes that are no text
+            return None
         text = "".join(attributes[equation].split())
         left, arrow, result = text.partition("->")
         terms = left.split(",")

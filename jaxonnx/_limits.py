@@ -22,7 +22,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxonnx._untrusted import memory
-from jaxonnx.errors import LimitError, NodeError
+from jaxonnx.errors import LimitError, NodeError, StaticError
 
 FOLDED = 1 << 28
 """Bytes that a value may take which is computed while tracing, and a table of an operator while a
@@ -36,6 +36,12 @@ PATIENCE = 10.0
 
 SIX_BITS = frozenset(map(np.dtype, (ml_dtypes.float6_e2m3fn, ml_dtypes.float6_e3m2fn)))
 """Types that XLA does not have: it ends the process at a constant of one."""
+
+STRING = 64
+"""Bytes that a short string takes in Python, with its place in an array."""
+
+AXES = 64
+"""Of an array of NumPy at most; XLA takes minutes for thousands."""
 
 _LARGEST = 2**63 - 1
 """XLA counts bytes and elements in 64 bits."""
@@ -126,16 +132,19 @@ def tick() -> None:
 def room(shape: Sequence[Any], dtype: Any = np.uint8, *, host: bool = False) -> None:
     """Raise a LimitError unless an array of this shape is within the limit.
 
+    An axis of length 0 counts as one of length 1: what is made along the others takes memory.
+
     Args:
       shape: its shape; one that `jax.export` leaves open is not checked.
-      dtype: its element type.
+      dtype: its element type; `object` for strings.
       host: NumPy makes it while tracing.
     """
     if not all(isinstance(n, int | np.integer) for n in shape):
         return
     budget = _current()
     limit = min(budget.host if host else budget.value, _LARGEST)
-    size = math.prod(int(n) for n in shape) * np.dtype(dtype).itemsize
+    item = STRING if dtype is object else np.dtype(dtype).itemsize
+    size = math.prod(max(int(n), 1) for n in shape) * item
     if size > limit:
         raise LimitError(
             f"{np.dtype(dtype)}{[int(n) for n in shape]} takes {amount(size)}, and a value may "
@@ -150,14 +159,28 @@ def check(values: Sequence[Any]) -> None:
         if isinstance(value, list):
             check(value)
         elif not isinstance(value, np.ndarray) and hasattr(value, "shape"):
-            size = math.prod(value.shape)
+            if len(value.shape) > AXES:
+                raise LimitError(f"it has {len(value.shape)} axes, and may have {AXES}")
+            size = extent(value.shape)
             if isinstance(size, int) and size * value.dtype.itemsize > limit:
                 room(value.shape, value.dtype)
 
 
+def extent(shape: Sequence[Any]) -> Any:
+    """Return the product of the axes that are not empty."""
+    return math.prod(shape) or math.prod(n or 1 for n in shape)
+
+
 def compilable(value: Any) -> Any:
-    """Return a known value that compiled code is to hold; raise a NodeError if XLA cannot."""
+    """Return a known value that compiled code is to hold.
+
+    Raises:
+      NodeError: XLA does not have its type.
+      StaticError: it holds strings, which exist only outside of compiled code.
+    """
     types = {getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(value)}
+    if np.dtype(object) in types and isinstance(jnp.zeros(()), Tracer):
+        raise StaticError("strings cannot leave compiled code: call the model outside of jax.jit")
     if (narrow := types & SIX_BITS) and isinstance(jnp.zeros(()), Tracer):
         raise NodeError(
             f"{min(map(str, narrow))} is a type that XLA does not have, and compiled code "
@@ -174,7 +197,7 @@ def may_exceed(arguments: Sequence[Any], limit: int) -> bool:
     """
     size = 8
     for value in arguments:
-        size *= math.prod(getattr(value, "shape", ())) or 1
+        size *= extent(getattr(value, "shape", ()))
     return isinstance(size, int) and size > limit
 
 

@@ -267,8 +267,10 @@ def symbolic(value: Any) -> bool:
 
     Such a value is an array of objects: integers, and expressions of the open sizes.
     """
-    is_object = isinstance(value, np.ndarray) and value.dtype == object
-    return is_object and any(map(export.is_symbolic_dim, value.flat))
+    is_object = isinstance(value, np.ndarray) and value.dtype == object and value.size > 0
+    if not is_object or isinstance(value.flat[0], str):  # of strings there may be many
+        return False
+    return any(map(export.is_symbolic_dim, value.flat))
 
 
 def known(*values: Any) -> bool:

@@ -165,6 +165,28 @@ def refused():
     yield "Loop, doubling", one("Loop", ["m", "", "x"], constants={"m": np.array(40)}, body=doubles)
     start = {"m": np.array(40), "a": np.ones(2, np.float32)}
     yield "Loop, doubling, known", one("Loop", ["m", "", "a"], (), start, body=doubles)
+    grows = body([node("Concat", "vx", ["w"], axis=0), node("Identity", "c", "d")], 0, "dw")
+    grows.input.append(helper.make_tensor_value_info("v", TensorProto.FLOAT, None))
+    long = {"m": np.array(2**40)}
+    yield "Loop, growing", one("Loop", ["m", "", "x"], constants=long, body=grows)
+    empty = {"a": np.zeros((2**20, 0), np.float32), "b": np.zeros((0, 2**20), np.float32)}
+    yield "MatMul, empty", one("MatMul", "ab", (), empty)
+    rows = {"a": np.zeros((0, 2**29), np.float32), "b": ints(0)}
+    yield "ReduceSum, empty", one("ReduceSum", "ab", (), rows)
+    pixels = (("x", [1] * 26), ("g", [1] * 25 + [24]))
+    yield "GridSample, axes", one("GridSample", "xg", pixels)
+    moved = {"w": np.ones([1] * 26, np.float32), "o": np.ones([1, 24] + [1] * 24, np.float32)}
+    yield "DeformConv, axes", one("DeformConv", "xwo", pixels[:1], moved)
+    axes = {"s": ints(*[1] * 5000, 2)}
+    turned = [node("Reshape", "xs", "z"), node("Transpose", "z", "u"), node("Relu", "u")]
+    yield "Reshape, axes", model(turned, constants=axes)
+    wide = {"domain": "ai.onnx.ml", "inputdimensions": [HUGE]}
+    yield "FeatureVectorizer", one("FeatureVectorizer", "x", **wide)
+    words = {"a": np.array([","] * 20_000 + ["," * 20_000], object)}
+    parts = node("StringSplit", "a", ["y", "z"], delimiter=",")
+    yield "StringSplit", model([parts], (), constants=words)
+    texts = [node("ConstantOfShape", "s", "z"), node("Cast", "z", to=TensorProto.STRING)]
+    yield "Cast, strings", model(texts, (), constants={"s": ints(2**25)})
 
 
 def lasting():
@@ -198,6 +220,12 @@ def fine():
     yield "TfIdfVectorizer, skips", skip, 3.0
     ends = {"a": ints(2**63 - 1), "b": ints(-(2**63)), "c": ints(0), "d": ints(-(2**63))}
     yield "Slice", one("Slice", "xabcd", constants=ends), 1.0
+    scaled = {"q": np.ones((2, 1), np.int8), "s": np.float32([[3]])}
+    block = one("DequantizeLinear", "qs", (), scaled, axis=0, block_size=HUGE)
+    yield "DequantizeLinear, block", block, 6.0
+    line, short = (("x", [1, 1, 2**16]),), {"s": ints(1, 1, 1)}
+    taps = one("Resize", ["x", "", "", "s"], line, short, mode="cubic", antialias=1)
+    yield "Resize, antialias", taps, 1.0
     yield "Split", one("Split", "x", num_outputs=10**9), 1.0
 
 

@@ -1,5 +1,6 @@
 """What a file may ask for: memory and time are bounded, and errors say what was asked for."""
 
+import contextlib
 import json
 import re
 import subprocess
@@ -9,7 +10,7 @@ import jax
 import numpy as np
 import onnx.parser
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
 from jaxonnx import _limits
@@ -205,6 +206,116 @@ def test_many_nodes_are_loaded():
     assert "Neg 100000" in str(loaded)
 
 
+def test_a_program_that_is_not_compiled_is_an_error_of_ours():
+    """JAX traces an argmax of complex numbers, and refuses it where it lowers it."""
+    values = np.ones((2, 3), np.complex64)
+    proto = one("Hardmax", given=(("x", [2, 3]),))
+    proto.graph.input[0].type.tensor_type.elem_type = TensorProto.COMPLEX64
+    with pytest.raises(jaxonnx.NodeError, match=r"does not run: .*complex64"):
+        jaxonnx.load(proto)(values)
+
+
+STRINGS = """<ir_version: 10, opset_import: ["": 21, "ai.onnx.ml": 1]>
+g (int64[2] x, float[2] v) => (y, z, w, c) <string[1] c = {"c"}> {
+    y = ai.onnx.ml.LabelEncoder <classes_strings = ["a", "b"]> (x)
+    z = Constant <value = string[1] {"z"}> ()
+    w = Neg(v)
+}"""
+
+
+def test_strings_are_results_whatever_they_are_computed_from():
+    loaded = jaxonnx.load(onnx.parser.parse_model(STRINGS))
+    inputs = np.array([1, 0]), np.float32([1, 2])
+    results = [np.asarray(y).tolist() for y in loaded(*inputs)]
+    assert results == [["b", "a"], ["z"], [-1, -2], ["c"]]
+    with pytest.raises(jaxonnx.StaticError, match="strings"):
+        jax.jit(lambda v: loaded.apply(loaded.params, inputs[0], v))(inputs[1])
+
+
+# --- what is read beside a call
+
+
+def _bytes():
+    return one(
+        "Einsum", "xw", (("x", [2, 2]),), {"w": np.eye(2, dtype=np.float32)}, equation=b"\xff"
+    )
+
+
+def _scopes():
+    proto = one("Relu")
+    proto.graph.node[0].metadata_props.add(key="pkg.torch.onnx.name_scopes", value="{[]: 1}")
+    return proto
+
+
+def _training():
+    proto = one("Relu")
+    info = proto.training_info.add()
+    info.algorithm.initializer.add(name="n", data_type=TensorProto.INT64)
+    info.update_binding.add(key="n", value="n")
+    return proto
+
+
+def _ranks():
+    """A Reshape to as many axes as there are examples, and another one behind it."""
+    nodes = [
+        node("Shape", "x", "n", end=1),
+        node("ConstantOfShape", "n", "o", value=numpy_helper.from_array(ints(1))),
+        node("Concat", "om", "t", axis=0),
+        node("Reshape", "xt", "z"),
+        node("Reshape", "zc"),
+    ]
+    return model(nodes, (("x", [2, 2]),), constants={"m": ints(-1), "c": ints(2, 2)})
+
+
+BESIDE = {
+    "Einsum of what is no text": _bytes,
+    "scopes that are not hashable": _scopes,
+    "a training tensor without data": _training,
+    "a rank that is the batch": _ranks,
+    "a ratio of two numbers": lambda: one("Dropout", "xr", constants={"r": np.float32([0, 1])}),
+    "a ratio that is a string": lambda: one(
+        "Dropout", "xr", constants={"r": np.array("a", object)}
+    ),
+    "Gather of a scalar": lambda: one("Gather", "ai", (), {"a": np.float32(1), "i": np.array(0)}),
+    "a mean without a result": lambda: model([node("ReduceMean", "x", []), node("Sqrt", "x")]),
+    "a sum without a result": lambda: model(
+        [node("Add", "xa", []), node("Sqrt", "x")], constants={"a": np.float32(1)}
+    ),
+    "Reshape without a result": lambda: model(
+        [node("Reshape", "xs", []), node("Relu", "x")], constants={"s": ints(2)}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_is_read_beside_a_call_raises_errors_of_ours(name):
+    loaded = jaxonnx.load(BESIDE[name]())
+    for look in (str, jaxonnx.Model.summary, jaxonnx.Model.with_any_batch):
+        with contextlib.suppress(jaxonnx.Error):
+            look(loaded)
+    with pytest.raises(jaxonnx.InputError, match="'other'"):
+        loaded.with_outputs("other")
+
+
+def test_a_state_variable_holds_numbers():
+    proto = one("Identity", "s", (), {"s": np.array(["a"], object)})
+    info = proto.training_info.add()
+    info.update_binding.add(key="s", value="y")
+    with pytest.raises(jaxonnx.ModelError, match="'s' holds strings"):
+        _ = jaxonnx.load(proto).training
+
+
+def test_a_long_list_of_classes_makes_no_table_of_pairs():
+    labels = list(range(50_000))
+    options = {"coefficients": [1.0], "rho": [1.0], "support_vectors": [1.0]}
+    proto = one(
+        "SVMClassifier", "x", classlabels_ints=labels, vectors_per_class=[1], domain="ai.onnx.ml",
+        **options,
+    )  # fmt: skip
+    with pytest.raises(jaxonnx.NodeError, match="1249975000 rho"):
+        jaxonnx.load(proto)(np.ones(2, np.float32))
+
+
 # --- messages
 
 
@@ -216,6 +327,30 @@ MESSAGES = {
     "StringNormalizer": (one("StringNormalizer", "x"), ["X ('x') is float, it takes string"]),
     "ArgMin": (one("ArgMin", "x", (("x", [0]),)), ["x: float32[0]"]),
     "Neg": (one("Neg", "a", (), {"a": np.array(["a"], object)}), ["X ('a') is string, it "]),
+    "Mul of strings": (
+        one("Mul", "ab", (), {"a": np.array(["a"], object), "b": ints(2**30)}),
+        ["A ('a') is string, it "],
+    ),
+    "OneHot, values": (
+        one("OneHot", "xdv", constants={"d": ints(3), "v": np.float32([1])}),
+        ["values must hold two numbers, off and on, not [1]"],
+    ),
+    "GatherND": (
+        one("GatherND", "ai", (), {"a": np.eye(2), "i": ints(0, 1)[:, None]}, batch_dims=-1),
+        ["batch_dims -1 must be below the ranks of (2, 2) and (2, 1)"],
+    ),
+    "STFT": (
+        one("STFT", ["x", "f", "", "f"], (("x", [1, 4, 1]),), {"f": np.array(-(2**40))}),
+        ["do not fit 4 samples"],
+    ),
+    "Conv, kernel": (
+        one("Conv", "xw", IMAGE, {"w": np.ones((1, 1, 0, 1), np.float32)}),
+        ["must be positive, and the kernel (0, 1)"],
+    ),
+    "ConvTranspose, kernel": (
+        one("ConvTranspose", "xw", IMAGE, {"w": np.ones((1, 1, 0, 1), np.float32)}),
+        ["must be positive, and the kernel (0, 1)"],
+    ),
     "DepthToSpace": (one("DepthToSpace", "x", IMAGE, blocksize=0), ["blocksize must be positive"]),
     "SpaceToDepth": (one("SpaceToDepth", "x", IMAGE, blocksize=0), ["blocksize must be positive"]),
     "Split": (one("Split", "x", num_outputs=0), ["num_outputs must be positive"]),

@@ -9,7 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from jaxonnx._file.external import Folder, mapped
 from jaxonnx._limits import room
-from jaxonnx.errors import ModelError
+from jaxonnx.errors import LimitError, ModelError
 
 _BITS: dict[int, int] = {
     TensorProto.UINT4: 4,
@@ -28,6 +28,7 @@ def to_array(tensor: TensorProto, folders: Sequence[Folder] = ()) -> np.ndarray:
 
     Raises:
       ModelError: the element type is unknown, or the data does not fill the shape.
+      LimitError: it is empty, and its other axes are longer than memory.
     """
     shape = tuple(tensor.dims)
     try:
@@ -38,6 +39,11 @@ def to_array(tensor: TensorProto, folders: Sequence[Folder] = ()) -> np.ndarray:
         ) from None
     if any(dim < 0 for dim in shape):
         raise ModelError(f"tensor '{tensor.name}' has a negative dimension: {list(shape)}")
+    if 0 in shape:  # nothing of the file stands for its other axes
+        try:
+            room(shape, dtype, host=True)
+        except LimitError as error:
+            raise LimitError(f"tensor '{tensor.name}': {error}") from None
     if tensor.data_location == TensorProto.EXTERNAL:
         data = mapped(tensor, folders)
     elif tensor.HasField("raw_data"):

@@ -50,7 +50,7 @@ def normalizations(graph: Graph, tensors: Mapping[str, Any]) -> Normalizations:
         return Normalizations({}, set())
     walk = _Walk({**graph.initializers, **tensors})
     for node in graph.nodes:
-        part = walk.step(node) if not node.op.domain and node.inputs else None
+        part = walk.step(node) if not node.op.domain and node.inputs and node.outputs else None
         if part is not None:
             walk.parts[node.outputs[0]] = part
     scales = {name: axes for name, axes in walk.factors.values() if name not in walk.statistics}

@@ -24,7 +24,7 @@ KNOWN_LIMIT = 4096
 _QUANTIZED = ("Quant", "QLinear", "Integer", "NBits")
 """Operators with such names have scales, which come from the weights."""
 
-_HOST_ONLY = (object, ml_dtypes.float6_e2m3fn, ml_dtypes.float6_e3m2fn)
+HOST_ONLY = (object, ml_dtypes.float6_e2m3fn, ml_dtypes.float6_e3m2fn)
 """Element types that XLA does not have: such tensors stay in NumPy."""
 
 
@@ -44,7 +44,7 @@ def split(
         value = tensors[name]
         if role_of.get(name) == "param":
             params[name] = value
-        elif name in role_of or (value.nbytes > KNOWN_LIMIT and value.dtype not in _HOST_ONLY):
+        elif name in role_of or (value.nbytes > KNOWN_LIMIT and value.dtype not in HOST_ONLY):
             state[name] = value
         else:
             constants[name] = value

@@ -45,7 +45,7 @@ def modules(node: NodeProto) -> list[str]:
     if "pkg.torch.onnx.name_scopes" in recorded:
         try:
             scopes = ast.literal_eval(recorded["pkg.torch.onnx.name_scopes"])
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             return []
         scopes = scopes[:-1] if isinstance(scopes, list) else []
         return [s for s in scopes if s and isinstance(s, str)]

@@ -199,9 +199,10 @@ def _result(
     node: Node, shape: tuple[int, ...], others: Sequence[Any], **counts: int
 ) -> tuple[int, ...] | None:
     """Return the shape of the first result, None if running the graph will say what is wrong."""
+    wrong = (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError)
     try:
         y = node.op.function(np.zeros(shape, np.int8), *others, **node.attributes, **counts)
-    except (Error, ArithmeticError, MemoryError, TypeError, ValueError):
+    except (Error, *wrong):
         return None
     return (y[0] if isinstance(y, tuple) else y).shape
 
@@ -209,7 +210,7 @@ def _result(
 def _gathered(view: View, node: Node, indices: Any) -> View:
     """Return a view of the places along an axis that indices name."""
     axes, shape = view.axes, view.shape
-    if axes is None or not isinstance(indices, np.ndarray) or indices.ndim > 1:
+    if not axes or not isinstance(indices, np.ndarray) or indices.ndim > 1:
         return replace(view, axes=None, shape=(), part=True)
     axis = node.attributes.get("axis", 0) % len(axes)
     if indices.ndim:

@@ -110,7 +110,7 @@ def _find(graph: Graph, inputs: list[Value], tensors: Mapping[str, Any], size: i
 
     # first pass, with the file's size: note the targets of Reshape that are known
     def look(node: Node, scope: Scope) -> Node:
-        if node.op.name == "Reshape" and len(node.inputs) > 1:
+        if node.op.name == "Reshape" and len(node.inputs) > 1 and node.outputs:
             target = scope[node.inputs[1]]
             if isinstance(target, np.ndarray):
                 targets[node.outputs[0]] = target

@@ -14,8 +14,10 @@ def places(before: Shape, now: Shape, after: Shape, size: int) -> list[int]:
       before, now: the shape of the data with the size of the file, and with the other one.
       after: the shape of the result with the size of the file.
     """
+    if len(before) != len(now) or size == 0:
+        return []
     moved = [axis for axis, (a, b) in enumerate(zip(before, now, strict=True)) if a != b]
-    if len(moved) != 1 or size == 0:
+    if len(moved) != 1:
         return []
     (axis,) = moved
     start, end = math.prod(before[axis:]), math.prod(before[axis + 1 :])

@@ -16,12 +16,19 @@ from jaxlib.mlir.ir import MLIRError
 from jaxonnx._graph.bind import Node
 from jaxonnx._limits import SIX_BITS, amount
 from jaxonnx.errors import Error, LimitError, NodeError, StaticError
+from jaxonnx.registry import symbolic
 
 FOREIGN = (
     *(TypeError, ValueError, AttributeError, LookupError, ArithmeticError, MemoryError),
     *(RuntimeError, InconclusiveDimensionOperation, MLIRError),
 )
 """What NumPy and JAX raise inside an operator, JaxRuntimeError and RecursionError among it."""
+
+UNCOMPILED = (
+    *(TypeError, ValueError, AttributeError, LookupError, ArithmeticError, MemoryError),
+    *(NotImplementedError, jax.errors.JaxRuntimeError, MLIRError),
+)
+"""What JAX and XLA raise for a program that was traced."""
 
 _INTERNAL = re.compile(
     r"\blax\b|jnp|jax\.|jaxlib|mlir|loc\(|static extent|tuple index|unpack|itera(tor|ble)|"
@@ -77,13 +84,18 @@ def translated(node: Node, arguments: Sequence[Any], error: Exception) -> NodeEr
 
 
 def check_types(node: Node, arguments: Sequence[Any]) -> None:
-    """Raise a NodeError for types of six bits that the specification does not allow.
+    """Raise a NodeError for types that the specification does not allow, where nothing else does.
 
-    XLA ends the process at a constant of these types.
+    XLA ends the process at a constant of six bits, and NumPy adds and repeats strings.
     """
-    narrow = any(getattr(value, "dtype", None) in SIX_BITS for value in arguments)
-    if narrow and (clashes := "; ".join(_clashes(node, arguments))):
+    if any(map(_needs_check, arguments)) and (clashes := "; ".join(_clashes(node, arguments))):
         raise NodeError(clashes)
+
+
+def _needs_check(value: Any) -> bool:
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        return not symbolic(value)
+    return getattr(value, "dtype", None) in SIX_BITS
 
 
 def _short(value: Any) -> str:
@@ -164,6 +176,15 @@ def out_of_memory(error: Exception, values: Mapping[str, Any]) -> LimitError:
         f"memory of the device is not enough{asked(error)}; weights and inputs take "
         f"{amount(sum(sizes.values()))} ({listed}). What helps: a smaller batch (model.predict has "
         "batch_size), weights in 16 bits, or a mesh of devices"
+    )
+
+
+def uncompiled(error: Exception) -> NodeError:
+    """Return the error of a program that JAX or XLA does not lower, compile or run."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return NodeError(
+        f"the compiled model does not run: {' '.join(lines[:3])}; under jax.disable_jit() it is "
+        "evaluated node by node, and an error names the node"
     )
 
 

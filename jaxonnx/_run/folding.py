@@ -1,6 +1,5 @@
 """Operators on known values, and known values that become traced ones."""
 
-import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -63,7 +62,7 @@ def fold(op: Op, arguments: list, keywords: dict) -> tuple | None:
 def _largest(op: Op, arguments: list, keywords: dict) -> int:
     """Return the bytes of the largest array that an operator gives, without computing it."""
     shapes = abstract(op.function, arguments, keywords, op.static)
-    return max((math.prod(s.shape) * s.dtype.itemsize for s in shapes or ()), default=0)
+    return max((limits.extent(s.shape) * s.dtype.itemsize for s in shapes or ()), default=0)
 
 
 def abstract(

@@ -20,7 +20,14 @@ from jaxonnx._graph.uses import uses
 from jaxonnx._graph.values import data
 from jaxonnx._limits import compilable
 from jaxonnx._mesh import by_size, like, on_auto_axes
-from jaxonnx._run.failures import at, exhausted, out_of_memory, warn
+from jaxonnx._run.failures import (
+    UNCOMPILED,
+    at,
+    exhausted,
+    out_of_memory,
+    uncompiled,
+    warn,
+)
 from jaxonnx._run.overlay import Overlay
 from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import Error, NodeError, StaticError
@@ -31,6 +38,9 @@ FIXING = 64
 
 VARIANTS = 32
 """Compiled functions for different values of such inputs; with more the nodes run one by one."""
+
+_NOWHERE = -1
+"""The index of no node: a cut there leaves all nodes to the compiled part."""
 
 
 class Adaption(Protocol):
@@ -149,10 +159,12 @@ class Program:
                 break
             except StaticError as error:
                 plan = self._plan = plan.giving_way(error, arrays)
-            except (jax.errors.JaxRuntimeError, MemoryError) as error:
-                if isinstance(error, Error) or not exhausted(error):
+            except UNCOMPILED as error:
+                if isinstance(error, Error):
                     raise
-                raise out_of_memory(error, {**params, **state, **traced}) from error
+                if exhausted(error):
+                    raise out_of_memory(error, {**params, **state, **traced}) from error
+                raise uncompiled(error) from error
         if parts.rest is None:
             return values
         known = {**data(inputs), **fixed, **dict(zip(parts.boundary, values, strict=True))}
@@ -260,15 +272,18 @@ class _Plan:
 
 
 def _compilable(graph: Graph, outputs: tuple) -> tuple:
-    """Return the outputs; raise a NodeError for one that compiled code cannot give."""
+    """Return the outputs; raise an error for one that compiled code cannot give."""
     for name, value in zip(graph.outputs, outputs, strict=True):
         try:
             compilable(value)
-        except NodeError as error:
+        except (NodeError, StaticError) as error:
+            kind = type(error)
             nodes = (node for node in graph.nodes if name in node.outputs)
             if node := next(nodes, None):
-                raise at(node, NodeError(f"{node.label}: {error}")) from None
-            raise NodeError(f"'{name}': {error}") from None
+                raise at(node, kind(f"{node.label}: {error}")) from None
+            error = kind(f"'{name}': {error}")
+            error.index = _NOWHERE
+            raise error from None
     return outputs
 
 

@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from onnx import TensorProto, TrainingInfoProto, numpy_helper
+from onnx import TensorProto, TrainingInfoProto
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 from jaxonnx._file import protos
+from jaxonnx._file.tensors import to_array
 from jaxonnx._graph.bind import Node
 from jaxonnx._graph.values import declared
 from jaxonnx.model._decided import small, ties, unsure
@@ -97,7 +98,7 @@ def _training(info: TrainingInfoProto) -> str:
     operators = [node.op_type for node in info.algorithm.node if "training" in node.domain]
     bound = {entry.key for entry in info.update_binding}
     counts = [
-        f"{tensor.name} = {numpy_helper.to_array(tensor).item()}"
+        f"{tensor.name} = {to_array(tensor).item()}"
         for tensor in info.algorithm.initializer
         if tensor.name in bound and tensor.data_type == TensorProto.INT64 and not tensor.dims
     ]

@@ -212,7 +212,10 @@ def _ratio(model: Held, node: Node) -> float:
     if len(node.inputs) < 2 or not node.inputs[1]:
         return node.attributes.get("ratio", 0.5)
     known = {**model.graph.initializers, **model.program.constants}
-    return float(known.get(node.inputs[1], float("nan")))
+    ratio = known.get(node.inputs[1])
+    if ratio is None or ratio.size != 1 or ratio.dtype == object:
+        return float("nan")
+    return float(ratio.reshape(()))
 
 
 def _shape(shape: tuple) -> str:

@@ -5,13 +5,16 @@ agree: floating point to an integer truncates towards zero, NaN gives 0; 32- and
 saturate, and narrower ones keep the low bits of the 32-bit result.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import onnx
 from jax import lax
 
-from jaxonnx._limits import SIX_BITS
+from jaxonnx._limits import SIX_BITS, room, tick
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import canonical, element_dtype
 from jaxonnx.registry import known, op, symbolic, xp
@@ -93,10 +96,17 @@ def _convert_strings(x, dtype):
         raise NodeError("strings exist only outside of jit: the input must be a known value")
     if dtype == x.dtype or symbolic(x):
         return x
+    room(x.shape, object, host=True)
     if x.dtype == object:
-        numbers = [_number(text, dtype) for text in x.reshape(-1)]
+        numbers = [_number(text, dtype) for text in _each(x)]
         return convert(np.array(numbers).reshape(x.shape), dtype)
-    return np.array([_text(value) for value in x.reshape(-1)], object).reshape(x.shape)
+    return np.array([_text(value) for value in _each(x)], object).reshape(x.shape)
+
+
+def _each(x) -> Iterator[Any]:
+    for value in x.reshape(-1):
+        tick()
+        yield value
 
 
 def _text(value) -> str:

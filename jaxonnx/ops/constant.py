@@ -49,7 +49,7 @@ def constant(
 def constant_of_shape(shape: Static, *, value=None):
     """One number, float32 0 by default, throughout `shape`; as a view, which takes no memory."""
     fill = np.zeros((), np.float32) if value is None else value.reshape(())
-    room(shape.tolist(), fill.dtype)
+    room(shape.tolist(), object if fill.dtype == object else fill.dtype)
     m = jnp if symbolic(shape) else np
     return m.broadcast_to(fill, tuple(shape.tolist()))
 

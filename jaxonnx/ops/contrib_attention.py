@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._axes import matrix
+from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.attention import (
     apply_mask,
@@ -19,6 +20,7 @@ from jaxonnx.ops.attention import (
     split_heads,
     weighted_values,
 )
+from jaxonnx.ops.common import INDEX
 from jaxonnx.ops.contrib import DOMAIN, rms_norm
 from jaxonnx.ops.linear import affine
 from jaxonnx.registry import Static, op
@@ -163,6 +165,8 @@ def multi_head_attention(
 
 def _cached(past, new, start, length):
     """Return a cache of `length` steps: `past` up to a sample's `start`, then `new`, then zeros."""
+    room((length,), INDEX, host=True)
+    room((*new.shape[:2], length, new.shape[3]), new.dtype)
     at = np.arange(length)
     old = jnp.zeros((*new.shape[:2], length, new.shape[3]), new.dtype)
     if past is not None:

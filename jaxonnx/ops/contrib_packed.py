@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._axes import matrix, table
+from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.attention import (
     apply_mask,
@@ -23,6 +24,7 @@ from jaxonnx.ops.attention import (
     split_heads,
     weighted_values,
 )
+from jaxonnx.ops.common import INDEX
 from jaxonnx.ops.contrib import DOMAIN
 from jaxonnx.ops.contrib_attention import multi_head_attention, refuse, self_attention
 from jaxonnx.ops.linear import affine, matmul
@@ -86,6 +88,7 @@ def _written(cache, new, start):
 def _block_mask(rows, columns):
     """Return bool (layouts, blocks, blocks) from the blocks that CSR indices list."""
     count = rows.shape[1] - 1
+    room((rows.shape[0], count, count), bool, host=True)
     mask = np.zeros((rows.shape[0], count, count), bool)
     for layout, (starts, listed) in enumerate(zip(rows, columns, strict=True)):
         for row in range(count):
@@ -125,6 +128,9 @@ def sparse_attention(
     heads = (num_heads, kv_num_heads, kv_num_heads)
     q, k, v = (split_heads(x, n) for x, n in zip((query, key, value), heads, strict=True))
     steps, total = q.shape[2], int(total_sequence_length.item())
+    if sparse_block_size < 1:
+        raise NodeError(f"sparse_block_size must be positive, and is {sparse_block_size}")
+    room((total,), INDEX, host=True)
     lengths = jnp.asarray(key_total_sequence_lengths).reshape(-1)
     start = jnp.zeros_like(lengths) if steps == total else lengths - steps
     if do_rotary:
@@ -237,6 +243,7 @@ def relative_position_bias(
 ):
     """T5's bias (1, heads, queries, keys) by distance, in buckets that grow with it."""
     queries, keys = int(query_length.item()), int(key_length.item())
+    room((queries, keys), INDEX, host=True)
     distance = np.arange(keys) - np.arange(queries)[:, None]
     buckets, bucket = bias_table.shape[0], np.zeros_like(distance)
     if is_bidirectional:

@@ -7,8 +7,9 @@ through as in `jaxonnx.ops.quantize`.
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
-from jaxonnx.ops.common import axis_of
+from jaxonnx.ops.common import INDEX, axis_of
 from jaxonnx.ops.contrib import DOMAIN
 from jaxonnx.ops.linear import matmul
 from jaxonnx.ops.quantize import dequantize_linear, dynamic_quantize_linear, quantize_linear
@@ -121,6 +122,8 @@ def matmul_n_bits(
     if weight_prepacked or bits not in (2, 4, 8):
         raise NodeError(f"weights must not be prepacked and have 2, 4 or 8 bits, not {bits}")
     blocks = -(-K // block_size)
+    room((N, K), a.dtype)
+    room((K,), INDEX, host=True)
     block = np.arange(K) // block_size if g_idx is None else g_idx
     weight = _unpacked(b.reshape(N, -1), bits)[:, :K].astype(a.dtype)
     if zero_points is None:
@@ -156,7 +159,7 @@ _BNB4 = (
 def matmul_bnb4(a, b, absmax, *, K, N, block_size, quant_type, training_mode=0, transB=1):
     """A W' (or A W) with W (N, K) of 4 bits, the first in the high ones, scaled per block."""
     codes = _unpacked(b.reshape(-1), 4).reshape(-1, 2)[:, ::-1].reshape(-1)[: N * K]
-    scale = jnp.repeat(absmax.reshape(-1), block_size)[: N * K]
+    scale = jnp.repeat(absmax.reshape(-1), min(block_size, N * K))[: N * K]
     weight = (jnp.asarray(_BNB4[quant_type], a.dtype)[codes] * scale).reshape(N, K)
     return matmul(a, weight.T if transB else weight)
 
@@ -189,7 +192,7 @@ def gather_block_quantized(
         zero = whole(zero_points).astype(scales.dtype)[tuple(map(slice, scales.shape))]
     else:
         zero = jnp.full(scales.shape, 2 ** (bits - 1) if packed else 0, scales.dtype)
-    block = block_size or values.shape[along]
+    block = min(block_size or values.shape[along], values.shape[along])
 
     def spread(x):
         x = jnp.repeat(x, block, along)

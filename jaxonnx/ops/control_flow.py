@@ -31,6 +31,9 @@ MASKED_LIMIT = 10_000
 _DIGIT_BITS = 31
 """Of each of the two counters of a while loop."""
 
+LONGEST = 1 << 14
+"""Iterations that are compiled one by one at most, which takes hours."""
+
 UNROLLED = 16
 """Up to this many unrolled iterations nothing is reported: compiling them is quick."""
 
@@ -141,6 +144,11 @@ def _python_loop(step, count, carry, body, why=None):
         if len(rows) == 1 and condition is _TRUE:  # no condition: as many rows as it says
             for shape, dtype in _avals([x for x in outputs if hasattr(x, "shape")]):
                 room((count, *(max(n, 1) for n in shape)), dtype)
+        if len(rows) == 1 and count > LONGEST and count != math.inf and traced(carry, outputs):
+            raise NodeError(
+                f"its {count} iterations would be compiled one by one"
+                + ("" if why is None else f": {why}")
+            )
         if traced(condition):
             raise StaticError(
                 "the body needs its counter known or changes the shapes of what it carries, and "

@@ -12,6 +12,8 @@ from jaxonnx._axes import convolution
 from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.windows import (
+    check_neighbours,
+    check_positive,
     kernel_of,
     pad_pairs,
     per_axis,
@@ -99,6 +101,7 @@ def conv_transpose(
     kernel, images = kernel_of(w, kernel_shape), spatial(x.shape, channels)
     rank = len(kernel)
     strides, dilations = per_axis(strides, rank, "strides"), per_axis(dilations, rank, "dilations")
+    check_positive(kernel, strides, dilations)
     extra = per_axis(output_padding, rank, "output_padding", 0)
     reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
     span = [s * (n - 1) + r for s, n, r in zip(strides, images, reach, strict=True)]
@@ -278,6 +281,7 @@ def deform_conv(
     if offset.shape != (n, offset_group * taps * rank, *windows.out):
         raise NodeError(f"offset {offset.shape} does not fit {windows.out} windows of {kernel}")
     offset = jnp.asarray(offset).reshape(n, offset_group, *kernel, rank, *windows.out)
+    check_neighbours(2, rank)
     # (flat index, weight) of the pixels around each position: every axis doubles their number
     corners = [(jnp.zeros((), jnp.int32), jnp.ones((), x.dtype))]
     for axis, at in enumerate(positions(windows)):

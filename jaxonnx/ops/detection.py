@@ -1,12 +1,16 @@
 """Operators on concrete values around detectors: NonMaxSuppression, ImageDecoder."""
 
 import io
+import struct
 
 import numpy as np
 
-from jaxonnx._limits import tick
+from jaxonnx._limits import room, tick
 from jaxonnx.errors import NodeError
 from jaxonnx.registry import op
+
+FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+"""Of images, in Pillow's words; for others, such as EPS, it may start programs."""
 
 
 def _corners(boxes, center_point_box):
@@ -59,6 +63,7 @@ def non_max_suppression(
     low, high = _corners(boxes, center_point_box)
     rows = []
     for b, c in np.ndindex(scores.shape[:2]):
+        tick()
         s = scores[b, c]
         among = np.arange(s.size) if least is None else np.flatnonzero(s > np.float32(least))
         kept = _suppress(low[b, among], high[b, among], s[among], count, iou)
@@ -78,9 +83,12 @@ def image_decoder(encoded_stream, *, pixel_format="RGB"):
         raise NodeError(f"pixel_format is {pixel_format!r}, not one of {', '.join(modes)}")
     mode = modes[pixel_format]
     try:
-        with Image.open(io.BytesIO(np.asarray(encoded_stream).tobytes())) as image:
+        with Image.open(io.BytesIO(np.asarray(encoded_stream).tobytes()), formats=FORMATS) as image:
+            room((*image.size, len(mode)), host=True)
             pixels = np.asarray(image.convert(mode))
-    except (OSError, SyntaxError):
+    except NodeError:
+        raise
+    except (EOFError, LookupError, OSError, SyntaxError, ValueError, struct.error):
         return np.zeros((0, 0, len(mode)), np.uint8)
     except Image.DecompressionBombError as error:
         raise NodeError(str(error)) from error

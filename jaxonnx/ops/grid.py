@@ -9,6 +9,7 @@ import numpy as np
 from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import canonical
+from jaxonnx.ops.windows import check_neighbours
 from jaxonnx.registry import Static, op
 
 
@@ -101,6 +102,7 @@ def _grid_sample(x, grid, mode, padding_mode, align_corners):
                 index = _reflect(index, low, high)
             yield jnp.clip(index, 0, size - 1).astype(np.int32), weight, inside
 
+    check_neighbours({"nearest": 1, "linear": 2, "cubic": 4}[mode], len(sizes))
     # The grid lists coordinates from the innermost axis outwards.
     axes = [list(taps(points[..., -1 - i], size)) for i, size in enumerate(sizes)]
     total = jnp.zeros((), pixels.dtype)

@@ -60,6 +60,10 @@ def _tuples(indices, shape, batch=0):
 @op("GatherND", since=11)
 def gather_nd(x, indices, *, batch_dims=0):
     """The innermost axis of `indices` holds index tuples into `x` after its batch axes."""
+    if not 0 <= batch_dims < min(x.ndim, indices.ndim):
+        raise NodeError(
+            f"batch_dims {batch_dims} must be below the ranks of {x.shape} and {indices.shape}"
+        )
     if indices.shape[:batch_dims] != x.shape[:batch_dims]:
         raise NodeError(f"the first {batch_dims} axes of {x.shape} and {indices.shape} differ")
     tuples = _tuples(indices, x.shape, batch_dims)

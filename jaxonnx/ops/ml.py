@@ -7,9 +7,10 @@ fixes tensor(float) as the output, the result is rounded to float32 at the end.
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.concrete import concrete, table
-from jaxonnx.registry import op, xp
+from jaxonnx.registry import known, op, xp
 
 ML = "ai.onnx.ml"
 
@@ -50,6 +51,9 @@ def feature_vectorizer(*x, inputdimensions=None):
     widths = [v.shape[1] for v in rows] if inputdimensions is None else inputdimensions
     if len(widths) != len(rows):
         raise NodeError(f"{len(rows)} inputs, but {len(widths)} inputdimensions")
+    if min(widths, default=0) < 0:
+        raise NodeError(f"inputdimensions must not be negative: {[*widths]}")
+    room((max(map(len, rows), default=0), sum(widths)), np.float32, host=known(*x))
     fitted = [
         xp(v).pad(v[:, :width], ((0, 0), (0, max(width - v.shape[1], 0))))
         for v, width in zip(rows, widths, strict=True)

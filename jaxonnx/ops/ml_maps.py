@@ -182,4 +182,5 @@ def zip_map(x, *, classlabels_int64s=None, classlabels_strings=None):
     rows = np.atleast_2d(concrete(x, "ZipMap"))
     if rows.shape[1] != len(labels):
         raise NodeError(f"{rows.shape[1]} columns but {len(labels)} class labels")
+    room([len(rows)], object, host=True)
     return [dict(zip(labels, row, strict=True)) for row in rows]

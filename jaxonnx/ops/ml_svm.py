@@ -93,6 +93,12 @@ def svm_classifier(
             scores, post_transform
         )
 
+    count = classes * (classes - 1) // 2
+    if len(vectors_per_class) != classes or len(rho) < count:
+        raise NodeError(
+            f"{classes} classes need as many vectors_per_class and {count} rho, and have "
+            f"{len(vectors_per_class)} and {len(rho)}"
+        )
     pairs = list(combinations(range(classes), 2))
     vectors = np.asarray(support_vectors, x.dtype).reshape(sum(vectors_per_class), -1)
     kernel = _kernel(x, vectors, kernel_type, kernel_params)

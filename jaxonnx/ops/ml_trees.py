@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._limits import room
+from jaxonnx._limits import room, tick
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.concrete import table
 from jaxonnx.ops.ml import ML, real
@@ -47,6 +47,7 @@ def _depth(forest: Forest) -> int:
     """Count the steps until every walk has reached a leaf."""
     node, depth = np.unique(forest.roots), 0
     while True:
+        tick()
         node = node[forest.mode[node] != _LEAF]
         if not node.size:
             return depth
@@ -148,6 +149,12 @@ def tree_ensemble(
         members=_members(membership_values, modes, nodes_splits.dtype),
     )
     votes = (own, leaf_targetids, leaf_weights)
+    for name, number, choices in (
+        ("aggregate_function", aggregate_function, _AGGREGATES),
+        ("post_transform", post_transform, _TRANSFORMS),
+    ):
+        if not 0 <= number < len(choices):
+            raise NodeError(f"{name} is {number}, and must be in [0, {len(choices) - 1}]")
     targets = 1 + max(leaf_targetids) if n_targets is None else n_targets
     y = vote(x, forest, votes, targets, _AGGREGATES[aggregate_function])
     return transform(y, _TRANSFORMS[post_transform], x.dtype)
@@ -165,7 +172,9 @@ def _members(values, modes, dtype):
     sets = [part[~np.isnan(part)] for part in np.split(values, ends)[: len(nodes)]]
     if len(sets) < len(nodes) or (len(nodes) and len(ends) < len(nodes) - 1):
         raise NodeError(f"{len(nodes)} nodes test membership, but there are {len(sets)} sets")
-    members = np.full((len(modes), max(map(len, sets), default=0)), np.nan, dtype)
+    shape = len(modes), max(map(len, sets), default=0)
+    room(shape, dtype, host=True)
+    members = np.full(shape, np.nan, dtype)
     for node, values in zip(nodes, sets, strict=True):
         members[node, : len(values)] = values
     return members

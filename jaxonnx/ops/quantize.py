@@ -25,6 +25,8 @@ def _granular(value, x, axis, block_size) -> Any:
     if value.size == 1:
         return value.reshape(())
     axis = axis_of(axis, x.ndim)
+    if block_size < 0:
+        raise NodeError(f"block_size must not be negative, and is {block_size}")
     if not block_size:
         if value.shape != (x.shape[axis],):
             raise NodeError(
@@ -34,7 +36,8 @@ def _granular(value, x, axis, block_size) -> Any:
     blocks = tuple(-(-n // block_size) if i == axis else n for i, n in enumerate(x.shape))
     if value.shape != blocks:
         raise NodeError(f"scale or zero point {value.shape} must be {blocks}, one per block")
-    return xp(value).repeat(value, block_size, axis)[tuple(map(slice, x.shape))]
+    repeats = min(block_size, x.shape[axis])
+    return xp(value).repeat(value, repeats, axis)[tuple(map(slice, x.shape))]
 
 
 def _is_integer(dtype):

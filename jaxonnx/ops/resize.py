@@ -51,6 +51,9 @@ _NEAREST = {
 }
 
 
+UNROLLED = 16
+"""Up to this many pixels around a position each has an operation of its own."""
+
 _MODES = ("nearest", "linear", "bilinear", "cubic")
 
 
@@ -107,9 +110,13 @@ def _blend(x, index, weight, axis):
     shape = [1] * x.ndim
     shape[axis] = len(index)
     weight = weight.astype(x.dtype)
+    room((*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]), x.dtype)
 
     @jax.custom_jvp
     def blend(x):
+        if index.shape[1] > UNROLLED:
+            taken = jnp.take(x, index, axis=axis)
+            return (taken * weight.reshape(*index.shape, *shape[axis + 1 :])).sum(axis + 1)
         y = jnp.zeros((), x.dtype)
         for i, w in zip(index.T, weight.T, strict=True):
             y += w.reshape(shape) * jnp.take(x, i, axis=axis)

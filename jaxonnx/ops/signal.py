@@ -66,7 +66,7 @@ def stft(
         length = signal.shape[1] if window is None else window.shape[0]
     if window is not None and window.shape != (length,):
         raise NodeError(f"window has shape {window.shape}, but the frame length is {length}")
-    if step < 1 or length > signal.shape[1]:
+    if step < 1 or not 1 <= length <= signal.shape[1]:
         raise NodeError(f"frames of {length}, {step} apart, do not fit {signal.shape[1]} samples")
     frames = (signal.shape[1] - length) // step + 1
     room((frames, length), np.int64, host=True)

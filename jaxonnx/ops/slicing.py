@@ -209,6 +209,8 @@ def one_hot(indices, depth: Static, values, *, axis=-1):
     count = int(depth.item())
     if count <= 0:
         raise NodeError(f"depth must be positive, not {count}")
+    if values.shape != (2,):
+        raise NodeError(f"values must hold two numbers, off and on, not {[*values.shape]}")
     axis = axis_of(axis, indices.ndim + 1)
     room((*indices.shape, count), values.dtype)
     room((count,), INDEX)

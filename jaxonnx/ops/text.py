@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 
+from jaxonnx._limits import room, tick
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import INDEX
 from jaxonnx.registry import op
@@ -11,14 +12,17 @@ from jaxonnx.registry import op
 
 def _each(function, x, dtype):
     """Apply `function` to every element of x; the results are an array of `dtype`."""
+    room(x.shape, object, host=True)
     y = np.empty(x.shape, dtype)
     for i in np.ndindex(x.shape):
+        tick()
         y[i] = function(x[i])
     return y
 
 
 @op("StringConcat", since=20, dynamic=True)
 def string_concat(x, y):
+    room(np.broadcast_shapes(x.shape, y.shape), object, host=True)
     return np.asarray(x + y, object)
 
 
@@ -28,7 +32,9 @@ def string_split(x, *, delimiter=None, maxsplit=None):
     limit = -1 if maxsplit is None else maxsplit
     parts = _each(lambda s: s.split(delimiter or None, limit), x, object)
     counts = _each(len, parts, INDEX)
-    padded = np.full((*x.shape, int(counts.max(initial=0))), "", object)
+    shape = (*x.shape, int(counts.max(initial=0)))
+    room(shape, object, host=True)
+    padded = np.full(shape, "", object)
     for i in np.ndindex(x.shape):
         padded[i][: counts[i]] = parts[i]
     return padded, counts

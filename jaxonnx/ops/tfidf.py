@@ -10,11 +10,15 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from jaxonnx._limits import room
+from jaxonnx._limits import room, tick
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.concrete import table
 from jaxonnx.registry import op
+
+UNROLLED = 16
+"""Up to this many skips a program has the walks one by one."""
 
 
 class _Trie(NamedTuple):
@@ -24,6 +28,8 @@ class _Trie(NamedTuple):
     """Node from (node, token number); node 0 is the root."""
     grams: dict
     """The number of the n-gram that ends at a node."""
+    longest: int
+    """The tokens of the longest n-gram."""
 
 
 @op("TfIdfVectorizer", since=9)
@@ -52,11 +58,13 @@ def tfidf_vectorizer(
         raise NodeError(f"mode must be TF, IDF or TFIDF, not {mode!r}")
     if x.ndim > 2:
         raise NodeError(f"the input must have shape [C] or [N, C], not {list(x.shape)}")
+    if max_skip_count < 0:
+        raise NodeError(f"max_skip_count must not be negative, and is {max_skip_count}")
     pool = pool_int64s if pool_strings is None else pool_strings
     lengths = (min_gram_length, max_gram_length)
     trie = _trie(pool, ngram_counts, len(ngram_indexes), lengths)
     tokens = _number(x if x.ndim == 2 else x.reshape(1, x.size), trie.tokens)
-    counts = _count(tokens, trie, len(ngram_indexes), max_gram_length, max_skip_count)
+    counts = _count(tokens, trie, len(ngram_indexes), max_skip_count)
     scores = (counts > 0 if mode == "IDF" else counts).astype(np.float32)
     if mode != "TF" and weights:
         scores = scores * np.asarray(weights, np.float32)
@@ -91,14 +99,14 @@ def _trie(pool, ngram_counts, size, lengths) -> _Trie:
     ]
     if len(grams) != size:
         raise NodeError(f"the pool has {len(grams)} n-grams, ngram_indexes {size}")
-    trie = _Trie({}, {}, {})
-    for i, gram in enumerate(grams):
-        if lengths[0] <= len(gram) <= lengths[1]:
-            node = 0
-            for token in gram:
-                edge = (node, trie.tokens.setdefault(token, len(trie.tokens)))
-                node = trie.edges.setdefault(edge, len(trie.edges) + 1)
-            trie.grams[node] = i
+    grams = {i: gram for i, gram in enumerate(grams) if lengths[0] <= len(gram) <= lengths[1]}
+    trie = _Trie({}, {}, {}, max(map(len, grams.values()), default=0))
+    for i, gram in grams.items():
+        node = 0
+        for token in gram:
+            edge = (node, trie.tokens.setdefault(token, len(trie.tokens)))
+            node = trie.edges.setdefault(edge, len(trie.edges) + 1)
+        trie.grams[node] = i
     return trie
 
 
@@ -121,7 +129,7 @@ def _lookup(entries: dict, x, missing):
     return xp.where(keys[place] == x, values[place], missing)
 
 
-def _count(tokens, trie: _Trie, size, longest, most_skips):
+def _count(tokens, trie: _Trie, size, most_skips):
     """Count each n-gram of the pool: int [N, size]."""
     rows, length = tokens.shape
     # an edge (node, token) as one integer, which a sorted table can look up
@@ -131,16 +139,25 @@ def _count(tokens, trie: _Trie, size, longest, most_skips):
     gram_of = np.full(dead + 1, size)  # one more than there are, for nodes where none ends
     gram_of[list(trie.grams)] = list(trie.grams.values())
     xp = _namespace(tokens)
-    counts, gram_of = xp.zeros((rows, size + 1), np.int32), xp.asarray(gram_of)
+    gram_of, row = xp.asarray(gram_of), np.arange(rows)[:, None]
+    single = _lookup(edges, tokens, dead)
+    counts = _add_at(xp.zeros((rows, size + 1), np.int32), (row, gram_of[single]), 1)
+
+    def walk(skip, counts):
+        node = single
+        for n in range(1, trie.longest):
+            at = np.arange(length) + n * (skip + 1)
+            token = tokens[:, xp.minimum(at, length - 1)]
+            token = xp.where(at < length, token, len(trie.tokens))  # no n-gram has it
+            node = _lookup(edges, node * base + token, dead)
+            counts = _add_at(counts, (row, gram_of[node]), 1)
+        return counts
+
     # beyond these skips no second token of an n-gram is in the row
-    for skip in range(min(most_skips, length) + 1):
-        node = xp.zeros_like(tokens)
-        for n in range(1, longest + 1):
-            offset = (n - 1) * (skip + 1)
-            if offset >= length:
-                break
-            node = _lookup(edges, node[:, : length - offset] * base + tokens[:, offset:], dead)
-            if n > 1 or skip == 0:
-                row = np.arange(rows)[:, None]
-                counts = _add_at(counts, (row, gram_of[node]), 1)
+    skips = max(min(most_skips + 1, length - 1), 0) if trie.longest > 1 else 0
+    if xp is jnp and skips:
+        counts = lax.fori_loop(0, skips, walk, counts, unroll=skips <= UNROLLED)
+    for skip in range(skips if xp is np else 0):
+        tick()
+        counts = walk(skip, counts)
     return counts[:, :size]

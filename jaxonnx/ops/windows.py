@@ -10,6 +10,9 @@ import numpy as np
 from jaxonnx import _limits as limits
 from jaxonnx.errors import NodeError
 
+NEIGHBOURS = 1 << 10
+"""Pixels around a position that are read one after the other."""
+
 
 class Window(NamedTuple):
     """Where windows lie, one entry per spatial axis; `out` is the number of windows.
@@ -36,6 +39,14 @@ def per_axis(values, rank: int, name: str, default: int = 1) -> tuple[int, ...]:
     if len(values) != rank:
         raise NodeError(f"{name} has {len(values)} entries, the data needs {rank}")
     return values
+
+
+def check_positive(kernel, strides, dilations) -> None:
+    """Raise a NodeError unless windows have elements and a way from one to the next."""
+    if min((*kernel, *strides, *dilations), default=1) < 1:
+        raise NodeError(
+            f"strides {strides} and dilations {dilations} must be positive, and the kernel {kernel}"
+        )
 
 
 def pad_pairs(pads, rank: int) -> tuple[tuple[int, int], ...]:
@@ -87,8 +98,7 @@ def window(
     pairs = pad_pairs(pads, rank)
     if auto_pad not in ("NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID"):
         raise NodeError(f"auto_pad is {auto_pad!r}: NOTSET, SAME_UPPER, SAME_LOWER or VALID")
-    if min(strides) < 1 or min(dilations) < 1:
-        raise NodeError(f"strides {strides} and dilations {dilations} must be positive")
+    check_positive(kernel, strides, dilations)
     if auto_pad != "NOTSET" and any(map(any, pairs)):
         raise NodeError(f"pads {pairs} and auto_pad {auto_pad} exclude each other: keep one")
     reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
@@ -122,6 +132,12 @@ def positions(w: Window) -> list[np.ndarray]:
         np.arange(o)[:, None] * s - begin + np.arange(k) * d
         for k, s, d, (begin, _), o in zip(*w, strict=True)
     ]
+
+
+def check_neighbours(along: int, rank: int) -> None:
+    """Raise a NodeError if a position has too many pixels around it, each an operation."""
+    if along**rank > NEIGHBOURS:
+        raise NodeError(f"a position of {rank} axes has {along}^{rank} pixels around it")
 
 
 def counts(w: Window, size, pads=None) -> np.ndarray:

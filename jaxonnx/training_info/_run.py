@@ -20,6 +20,7 @@ from onnx import GraphProto, ModelProto, StringStringEntryProto, TensorProto, he
 from jaxonnx._file.protos import subgraphs, tensor_of_constant
 from jaxonnx._file.tensors import to_array
 from jaxonnx._graph.bind import Graph, bind
+from jaxonnx._graph.roles import HOST_ONLY
 from jaxonnx._graph.values import data, declared, fit
 from jaxonnx._run.failures import warn
 from jaxonnx._run.folding import FOLD_LIMIT
@@ -104,7 +105,9 @@ class Training:
         self._declared = {value.name: declared(value) for value in inputs}
         # large constants are arguments of the compiled functions; small ones are known, and fold
         constants = {name: value for name, value in stored.items() if name not in self._initial}
-        self._known = {n: v for n, v in constants.items() if v.nbytes <= FOLD_LIMIT}
+        self._known = {
+            n: v for n, v in constants.items() if v.nbytes <= FOLD_LIMIT or v.dtype in HOST_ONLY
+        }
         self._large = {n: jnp.asarray(v) for n, v in constants.items() if n not in self._known}
         self._jitted_init = jax.jit(self._init)
         self._jitted_step = jax.jit(self._step, static_argnames="algorithm")
@@ -260,6 +263,9 @@ def _variables(proto: ModelProto, stored: Mapping[str, Any]) -> dict[str, np.nda
                 f"the algorithms give the variable '{name}' different values; they share it by its "
                 "name, rename one"
             )
+        if values[0].dtype in HOST_ONLY:
+            kind = "strings" if values[0].dtype == object else values[0].dtype
+            raise ModelError(f"the variable '{name}' holds {kind}, which no step can change")
         result[name] = values[0]
     return result
 
@@ -332,6 +338,8 @@ def _assign(state: State, bindings: Mapping[str, str], outputs: Mapping[str, Any
     new = dict(state)
     for name, output in bindings.items():
         old, value = state[name], outputs[output]
+        if not hasattr(value, "dtype"):
+            raise ModelError(f"'{output}' is bound to the tensor '{name}', and is none")
         if value.shape != old.shape or jax.dtypes.canonicalize_dtype(value.dtype) != old.dtype:
             raise ModelError(
                 f"'{output}' ({value.dtype}{list(value.shape)}) is bound to '{name}' "

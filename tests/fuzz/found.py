@@ -133,6 +133,19 @@ MODELS: dict[str, tuple[str, int, str]] = {
             y = Reshape <allowzero = -4294967296> (x, s)
         }""",
     ),
+    "strings from numbers that are known while compiling": (
+        "compile",
+        0,
+        """<ir_version: 10, opset_import: ["": 17, "ai.onnx.ml": 1]> g (int64[4] x) => (y) {
+            y = ai.onnx.ml.LabelEncoder <classes_strings = ["a", "b", "c"]> (x)
+        }""",
+    ),
+    "a kernel without elements (XLA's verifier)": (
+        "compile",
+        0,
+        """<ir_version: 8, opset_import: ["": 17]> g (float[1, 1, 4] x) => (y)
+        <float[1, 1, 0] w = {}> { y = Conv (x, w) }""",
+    ),
 }
 
 FILES: dict[str, tuple[str, dict[str, str]]] = {
