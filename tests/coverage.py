@@ -97,10 +97,14 @@ def shown(module: str, test: str, parameters: str) -> Iterator[tuple[tuple[str, 
         case = next(c.values[0] for c in CASES if c.id == parameters)
         yield (case.domain, case.op), COLUMNS[test]
     elif module == "test_contrib" and test in ("test_same_as_onnxruntime", "test_gradients"):
-        jit = "jit" if parameters.endswith("-jit") else "forward"
         name = parameters.split("-")[0]
         domain = next(case.domain for case in FUSED if case.op == name)
-        yield (domain, name), "grad" if test == "test_gradients" else jit
+        if test == "test_gradients":
+            yield (domain, name), "grad"
+        else:
+            yield (domain, name), "forward"
+            if parameters.endswith("-jit"):
+                yield (domain, name), "jit"
     for plain_module, plain_test, columns, operators in PLAIN:
         if (module, test) == (f"test_{plain_module}", plain_test):
             for name in operators.split():

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from jax.test_util import check_grads
 
 from jaxonnx import lowering
 from jaxonnx.lowering import _conv, _pool
@@ -18,6 +17,7 @@ from jaxonnx.lowering._conv import Conv
 from jaxonnx.lowering._pool import Sum
 from jaxonnx.lowering._taps import UNROLLED, Taps
 from jaxonnx.ops.windows import window
+from tests import differences
 
 rng = np.random.default_rng(0)
 
@@ -134,19 +134,29 @@ DIFFERENTIATED = ["grouped", "depthwise, stride", "image below kernel", "Winogra
 def test_derivatives_of_all_orders_and_batches(name):
     form, (x, w, y) = arrays(*CONVOLUTIONS[name])
     w = w / np.sqrt(w[0].size, dtype=w.dtype)  # or tanh is flat, and its derivative mere rounding
-    forward = lambda x, w: jnp.tanh(contract(form, 2, x, w))  # noqa: E731
+
+    @jax.jit
+    def forward(x, w):
+        return jnp.tanh(contract(form, 2, x, w))
+
     with jax.enable_x64(True):
-        x64, w64 = (jnp.asarray(a, np.float64) for a in (x, w))
-        check_grads(forward, (x64, w64), 2, ["fwd", "rev"], eps=1e-5, rtol=1e-3, atol=1e-4)
-    loss = lambda x, w: (forward(x, w) * y).sum()  # noqa: E731
-    gradient = jax.grad(loss, (0, 1))
-    xs, ws = np.stack([x, 2 * x]), np.stack([w, -w / 2])
-    for axes in ((0, None), (None, 0), (0, 0)):
-        given = xs if axes[0] == 0 else xs[0], ws if axes[1] == 0 else ws[0]
-        batched = jax.vmap(gradient, axes)(*given)
+        doubles = [a.astype(np.float64) for a in (x, w)]
+        differences.check(lambda *a: [forward(*a)], doubles, 2, rtol=1e-3, atol=1e-4)
+    gradient = jax.grad(lambda x, w: (forward(x, w) * y).sum(), (0, 1))
+    batches = (0, None), (None, 0), (0, 0)
+
+    @jax.jit
+    def gradients(xs, ws):
+        """Of batches, and of each pair of what they have."""
+        pick = lambda a, axis: a if axis == 0 else a[0]  # noqa: E731
+        batched = [jax.vmap(gradient, b)(*map(pick, (xs, ws), b)) for b in batches]
+        return batched, [[gradient(x, w) for w in ws] for x in xs]
+
+    batched, single = gradients(np.stack([x, 2 * x]), np.stack([w, -w / 2]))
+    for (of_x, of_w), pair in zip(batches, batched, strict=True):
         for i in range(2):
-            single = gradient(xs[i if axes[0] == 0 else 0], ws[i if axes[1] == 0 else 0])
-            for a, b in zip(batched, single, strict=True):
+            expected = single[i if of_x == 0 else 0][i if of_w == 0 else 0]
+            for a, b in zip(pair, expected, strict=True):
                 np.testing.assert_allclose(a[i], b, rtol=1e-3, atol=1e-4)
 
 

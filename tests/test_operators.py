@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import math
 import pkgutil
 
 import jax
@@ -13,6 +12,7 @@ import pytest
 
 import tests.operators
 from jaxonnx.registry import lookup, registered
+from tests import differences
 from tests.cases import is_float, schema_versions
 
 CASES = [
@@ -20,8 +20,6 @@ CASES = [
     for module in pkgutil.iter_modules(tests.operators.__path__)
     for i, case in enumerate(importlib.import_module(f"tests.operators.{module.name}").CASES)
 ]
-STEP = 1e-5
-"""Of finite differences."""
 UNTABLED = {
     # Operators that do not fit a table: their tests are plain functions.
     "maps": "CastMap DictVectorizer ZipMap",
@@ -184,61 +182,19 @@ def order(case):
 @pytest.mark.deep
 @pytest.mark.parametrize("case", DIFFERENTIATED)
 def test_gradient(case):
-    """Derivatives in float64 against central differences, reverse and forward mode.
-
-    That is what `jax.test_util.check_grads` does, in one program instead of a dozen to compile,
-    which gives the values at the points beside as well.
-    """
+    """Derivatives in float64 against central differences, reverse and forward mode."""
     with jax.enable_x64(True):
         positions = differentiable(case)
         inputs = [v.astype(np.float64) if is_float(v) else v for v in case.inputs]
         function = partial(case.function(newest(case), inputs), inputs, positions)
-        shapes = [inputs[i].shape for i in positions]
-        point = np.concatenate([inputs[i].ravel() for i in positions])
 
-        def real(x):
-            parts = jnp.split(x, np.cumsum([math.prod(shape) for shape in shapes])[:-1])
-            parts = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
-            return [y for y in function(*parts) if is_real(y)]
+        def real(*values):
+            results = [y for y in function(*values) if is_real(y)]
+            assert results, "no output is real; set grad=()"
+            return results
 
-        def smooth(x):
-            return jnp.concatenate([y.ravel() for y in real(x)])
-
-        results = jax.eval_shape(real, point)
-        assert results, "no output is real; set grad=()"
-        random = np.random.default_rng(0)
-        direction = random.standard_normal(point.shape)
-        weights = random.standard_normal(sum(math.prod(y.shape) for y in results))
-
-        def reverse(x):
-            return jax.vjp(smooth, x)[1](weights)[0]
-
-        def forward(f, x):
-            return jax.jvp(f, (x,), (direction,))[1]
-
-        @jax.jit
-        def values(x):
-            """Functions and their derivatives in one direction."""
-            found = {"value": smooth(x), "slope": forward(smooth, x), "reverse": reverse(x)}
-            if order(case) > 1:
-                found["slope of reverse"] = forward(reverse, x)
-                found["reverse twice"] = jax.grad(lambda x: reverse(x) @ direction)(x)
-            return found
-
-        def differences(name):
-            return (after[name] - before[name]) / (2 * STEP)
-
-        before, at, after = (
-            {name: np.asarray(y) for name, y in values(point + h * direction).items()}
-            for h in (-STEP, 0, STEP)
-        )
-        slope = differences("value")
-        pairs = [(at["slope"], slope), (at["reverse"] @ direction, slope @ weights)]
-        if order(case) > 1:
-            slope = differences("reverse")
-            pairs += [(at["slope of reverse"], slope), (at["reverse twice"], slope)]
-        for exact, approximate in pairs:
-            np.testing.assert_allclose(exact, approximate, rtol=1e-4, atol=1e-4)
+        places = [inputs[i] for i in positions]
+        differences.check(real, places, order(case), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.deep
