@@ -4,9 +4,8 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import jax
@@ -20,6 +19,7 @@ import jaxonnx
 import jaxonnx.sparse  # which compiles nothing, but would with what a test puts in place of jit
 from jaxonnx.train import step
 from jaxonnx.train._step import stays_finite
+from tests.forks import Command
 from tests.tiny import LABELS, examples, mlp, same, train, weights
 
 
@@ -320,31 +320,26 @@ def test_the_reason_of_the_system_is_said():
     assert reason(RuntimeError("first\nsecond")) == "first"
 
 
+def small_files():
+    """Limit the size of files that this process writes, but for JAX's compiled programs."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
 @pytest.mark.deep
-@pytest.mark.skipif(sys.platform == "win32", reason="this system has no limits of a process")
 def test_checkpoints_that_the_system_refuses_are_told_in_a_line(tmp_path):
     """A limit for the size of files does what a full disk does."""
     onnx.save(mlp(hidden=4000), tmp_path / "net.onnx")  # 208 kB, and its checkpoints three times
     x, y = examples()
     np.savez(tmp_path / "data.npz", x=x, y=y)
     line = "train net.onnx data.npz -o out.onnx --checkpoints kept --epochs 2"
-    script = (
-        "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)); "
-        "runpy.run_module('jaxonnx', run_name='__main__')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, *line.split()],
-        cwd=tmp_path,
-        env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 1, done.stderr
-    assert re.search(r"could not be written at step \d \(File too large\)", done.stderr)
+    done = Command(line.split(), tmp_path, prepare=small_files)
+    said = done.communicate(timeout=200)
+    assert done.returncode == 1, said
+    assert re.search(r"could not be written at step \d \(File too large\)", said)
     # TensorStore prints this at times, from C++, for parts that end after Orbax has given up
     late = r"Traceback \(most recent call last\):\n(?:  .*\n)+RuntimeError: Event loop is closed\n"
-    said = re.sub(late, "", done.stderr)
+    said = re.sub(late, "", said)
     assert "Traceback" not in said
     assert len(said.splitlines()) < 10, said
     assert jaxonnx.load(tmp_path / "out.onnx").params

@@ -10,26 +10,33 @@ import onnx
 import pytest
 
 import jaxonnx
+from tests.forks import Command
 from tests.tiny import examples, mlp
 
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """Starts `jaxonnx train` for a run without end, with further flags."""
+    """Starts `jaxonnx train` for a run without end, with further flags.
+
+    It starts as a user's command does, or forked: the same from the end of its imports on.
+    """
     monkeypatch.chdir(tmp_path)
     onnx.save(mlp(), "net.onnx")
     x, y = examples()
     np.savez("data.npz", x=x, y=y)
     # where tests were started in the background, SIGINT is ignored from the start
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    line = "-m jaxonnx train net.onnx data.npz -o out.onnx --log log.csv --batch-size 8 --epochs"
+    line = "train net.onnx data.npz -o out.onnx --log log.csv --batch-size 8 --epochs 100000000"
     started = []
 
-    def start(*flags):
-        arguments = [sys.executable, *line.split(), "100000000", *flags]
-        process = subprocess.Popen(
-            arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+    def start(*flags, forked=True):
+        arguments = [*line.split(), *flags]
+        if forked:
+            process = Command(arguments, tmp_path)
+        else:
+            whole = [sys.executable, "-m", "jaxonnx", *arguments]
+            both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            process = subprocess.Popen(whole, text=True, **both)
         started.append(process)
         return process
 
@@ -55,12 +62,13 @@ def pressed(process, *pauses):
         time.sleep(pause)
         process.send_signal(signal.SIGINT)
     try:
-        out, err = process.communicate(timeout=120)
+        said = process.communicate(timeout=120)
     finally:
         process.kill()
-    assert "Traceback" not in out + err, err
-    assert "FATAL" not in err, err
-    return process.returncode, out + err
+    said = said if isinstance(said, str) else said[0]
+    assert "Traceback" not in said, said
+    assert "FATAL" not in said, said
+    return process.returncode, said
 
 
 @pytest.mark.deep
@@ -103,7 +111,7 @@ def test_ctrl_c_from_the_start_to_the_first_steps(command, several):
     """During imports, loading and compilation: 130, or 1 and a file once there were steps."""
     seen = set()
     for number in range(120):
-        process = command("--checkpoints", f"kept{number}")
+        process = command("--checkpoints", f"kept{number}", forked=False)
         moment = 0.3 + 0.7 * number
         status, said = pressed(process, moment, *([0.02] * 3 if several else []))
         assert status in (1, 130), said
