@@ -2,7 +2,7 @@
 
     python -m tests.killed_processes FOLDER KILLS
 
-Two processes with four devices each make the run, and after each kill two make it again. The folder
+Two processes with two devices each make the run, and after each kill two make it again. The folder
 of checkpoints is copied after the first kill that leaves one: there one process with eight devices
 goes on.
 
@@ -27,7 +27,8 @@ from orbax import checkpoint
 from tests import processes, tiny
 
 assert checkpoint
-DEVICES = 8
+DEVICES = {2: 2, 1: 8}
+"""Of each process, by how many there are."""
 PATIENCE = 120
 
 
@@ -35,18 +36,18 @@ def run(folder: Path, count: int, index: int, coordinator: str, steps: int) -> N
     """Trains as one of the processes; process 0 writes a byte to `steps` for each step."""
     jax.config.update("jax_compilation_cache_dir", str(folder.parent / f"cache{count}"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_num_cpu_devices", DEVICES // count)
+    jax.config.update("jax_num_cpu_devices", DEVICES[count])
     if count > 1:
         # a process that is killed is missed by then wherever the others wait for it
         beat = {"heartbeat_timeout_seconds": 10, "initialization_timeout": 30}
         jax.distributed.initialize(coordinator, count, index, **beat)
     result = tiny.train(
         tiny.mlp(dropout=True),
-        epochs=16,
+        epochs=6,
         ema=0.9,
         on_log=lambda step, metrics: os.write(steps, b"."),
         validation=tiny.examples(16, seed=2),
-        mesh=jax.make_mesh((DEVICES,), ("data",)),
+        mesh=jax.make_mesh((jax.device_count(),), ("data",)),
         sharding={"w1": P("data"), "w2": P("data")},
         checkpoint_dir=folder / "run",
         checkpoint_every=4,

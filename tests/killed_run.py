@@ -27,10 +27,10 @@ def run(folder: Path, resume: bool, steps: int) -> None:
     # XLA compiles alike in each process only if the code comes from one place
     jax.config.update("jax_compilation_cache_dir", str(folder / "cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    settings = {"checkpoint_dir": folder / "run", "checkpoint_every": 3, "resume": True}
+    settings = {"checkpoint_dir": folder / "run", "checkpoint_every": 5, "resume": True}
     result = tiny.train(
         tiny.mlp(dropout=True),
-        epochs=60,
+        epochs=30,
         accumulate=2,
         ema=0.9,
         patience=1000,

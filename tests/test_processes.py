@@ -1,6 +1,7 @@
 """Several processes make one run, over gloo on this machine's CPU."""
 
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -11,6 +12,23 @@ import pytest
 from tests import processes
 
 pytestmark = pytest.mark.deep
+
+ENDLESS = """
+def endless(event):
+    x, y = tiny.examples(16)
+    def batches(epoch):
+        for number in range(10**9):
+            if index == 1 and event(number):
+                return
+            print(number, flush=True)
+            yield x[:8], y[:8]
+    result = tiny.train(None, batches, mesh=mesh, sharding=RULES, epochs=1)
+    print("stopped:", result.history.stopped, flush=True)
+
+
+def lost(number):
+    raise RuntimeError("the disk is gone")
+"""
 
 TRAIN = """
 import json
@@ -61,23 +79,32 @@ for how in ("stream", "grain", "arrays"):
     if index == 0:
         np.savez(folder / f"{how}.npz", **tiny.weights(result))
         result.model.save(folder / f"{how}.onnx")
-print(json.dumps(said))
+print("said:", json.dumps(said), flush=True)
+if count > 1:
+    endless(lambda number: number == 20)
 """
 
 
 def trained(folder: Path, count: int):
-    """Train on four devices; return what each process says."""
+    """Train on four devices; return how each process has ended, and what it said."""
     folder.mkdir()
-    results = processes.run(TRAIN, count, folder, devices=4 // count)
+    results = processes.ended(processes.start(ENDLESS + TRAIN, count, folder, devices=4 // count))
     for log in folder.glob("*.csv"):
         rows = log.read_text().splitlines()
         assert len(rows) == len({*rows}), log  # one process writes them
-    return [json.loads(result.out.splitlines()[-1]) for result in results]
+    said = [re.findall("^said: (.*)$", result.out, re.MULTILINE) for result in results]
+    assert all(said), results[0].errors + results[-1].errors
+    return results, [json.loads(line) for (line,) in said]
 
 
 def test_two_processes_are_one_run(tmp_path):
-    (alone,) = trained(tmp_path / "one", 1)
-    first, second = trained(tmp_path / "two", 2)
+    """At last one of them has fewer batches than the other, in another run."""
+    (ended,), (alone,) = trained(tmp_path / "one", 1)
+    assert not ended.status
+    unequal, (first, second) = trained(tmp_path / "two", 2)
+    for result in unequal:
+        assert result.status
+        assert "different numbers of batches in epoch 1" in result.errors, result.errors
     assert first == second
     for how, (losses, _, stopped) in alone.items():
         np.testing.assert_allclose(first[how][0], losses, rtol=1e-5, err_msg=how)
@@ -88,50 +115,29 @@ def test_two_processes_are_one_run(tmp_path):
             np.testing.assert_allclose(two[name], value, rtol=1e-5, atol=1e-7, err_msg=how)
 
 
-ENDLESS = """
-x, y = tiny.examples(16)
-def batches(epoch):
-    for number in range(10**9):
-        {event}
-        print(number, flush=True)
-        yield x[:8], y[:8]
-result = tiny.train(None, batches, mesh=mesh, sharding=RULES, epochs=1)
-print("stopped:", result.history.stopped, flush=True)
-"""
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        "if index == 1 and number == 20: raise RuntimeError('the disk is gone')",
-        "if index == 1 and number == 0: raise RuntimeError('the disk is gone')",
-    ],
-)
-def test_an_error_in_one_process_ends_all(event):
-    begun = time.monotonic()
-    results = processes.ended(processes.start(ENDLESS.format(event=event), 2))
+def check_lost(results):
+    """Check that an error in one process has ended all."""
     assert all(result.status for result in results)
     assert all("the disk is gone" in result.errors for result in results), results
     assert "process 1 failed: RuntimeError: the disk is gone" in results[0].errors
+
+
+def test_an_error_before_the_first_step_ends_all():
+    begun = time.monotonic()
+    check_lost(processes.ended(processes.start(ENDLESS + "endless(lost)", 2)))
     assert time.monotonic() - begun < 60  # of which most is compiling
 
 
-def test_different_numbers_of_batches():
-    event = "if index == 1 and number == 20: return"
-    results = processes.ended(processes.start(ENDLESS.format(event=event), 2))
-    for result in results:
-        assert result.status
-        assert "different numbers of batches in epoch 1" in result.errors, result.errors
-
-
-def test_ctrl_c_in_one_process():
-    both = processes.start(ENDLESS.format(event=""), 2)
+def test_ctrl_c_in_one_process_and_then_an_error():
+    later = "endless(lambda number: number == 20 and lost(number))"
+    both = processes.start(f"{ENDLESS}\nendless(lambda number: False)\n{later}", 2)
     for _ in range(20):
         both[1].stdout.readline()
     both[1].send_signal(signal.SIGINT)
     begun = time.monotonic()
-    results = processes.ended(both)
+    end = next((line for line in both[1].stdout if line.startswith("stopped")), "")
     assert time.monotonic() - begun < 20
-    ends = [result.out.splitlines()[-1] for result in results]
-    assert ends[0] == ends[1]
-    assert ends[0].startswith("stopped: interrupted"), results
+    results = processes.ended(both)
+    assert end.startswith("stopped: interrupted"), results
+    assert end in results[0].out
+    check_lost(results)
