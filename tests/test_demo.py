@@ -12,7 +12,7 @@ from jaxonnx import demo
 @pytest.mark.deep
 def test_demo(tmp_path):
     text = io.StringIO()
-    dense, sparse = demo.run(tmp_path / "new", epochs=8, console=Console(file=text, width=120))
+    dense, sparse = demo.run(tmp_path / "new", epochs=5, console=Console(file=text, width=120))
     assert min(dense.jaxonnx, dense.onnxruntime) >= 0.975
     assert abs(dense.jaxonnx - dense.onnxruntime) < 0.003
     assert abs(sparse.jaxonnx - sparse.onnxruntime) < 0.003

@@ -24,7 +24,7 @@ def count(event, **_):
     for kind in counts:
         counts[kind] += event == f"/jax/compilation_cache/cache_{kind}"
 jax.monitoring.register_event_listener(count)
-model = demo.model()
+model = demo.mlp()
 x = np.zeros((8, 1, 8, 8), np.float32)
 model(x)
 loss = "softmax_cross_entropy_with_integer_labels"
