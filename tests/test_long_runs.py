@@ -366,6 +366,21 @@ def test_a_keyboard_interrupt_of_the_data_gives_the_result():
     assert same(result, train(data=lambda epoch: batches(0)[:3]))
 
 
+@pytest.mark.usefixtures("listening")
+def test_ctrl_c_again_while_hooks_are_told_of_the_last_steps_gives_the_result():
+    def data(epoch):
+        yield from batches(0)[:2]
+        signal.raise_signal(signal.SIGINT)
+        yield from batches(0)[2:]
+
+    def again(step, metrics):
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.warns(UserWarning, match="interrupted at once; the weights are those of step 3"):
+        result = train(data=data, on_log=again)
+    assert same(result, train(data=lambda epoch: batches(0)[:3]))
+
+
 def full():
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -163,6 +163,8 @@ class Keeper:
             self._wait()
         except Stop as stop:
             return state, Stop(f"interrupted; {stop}", stop.step)
+        except KeyboardInterrupt as second:  # in a hook, which is told of the last steps
+            return self.leave(second, at, state, best)
         return state, Stop("interrupted", self._record.step)
 
     @property
