@@ -8,9 +8,11 @@ from collections.abc import Iterable, Sequence
 from math import prod
 
 import numpy as np
-from onnx import ModelProto, NodeProto, helper, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 from onnx import TensorProto as Kind
 from onnx.shape_inference import infer_shapes
+
+from jaxonnx._file.protos import subgraphs
 
 
 def doubled(model: ModelProto) -> ModelProto:
@@ -39,21 +41,31 @@ def for_onnxruntime(model: ModelProto) -> ModelProto:
         for value in (*graph.value_info, *graph.input, *graph.output)
     }
     shapes |= {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
-    rules = {"Conv": _conv, "ConvTranspose": _conv_transpose, "Erf": _erf}
     result = ModelProto()
     result.CopyFrom(model)
-    del result.graph.node[:]
-    for i, node in enumerate(model.graph.node):
-        if node.op_type not in rules:
-            result.graph.node.append(node)
-            continue
-        g = _Nodes(f"doubles.{i}")
-        settings = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-        known = [shapes[name] for name in node.input]
-        y = rules[node.op_type](g, *node.input, *known, shapes[node.output[0]], **settings)
-        g.nodes.append(helper.make_node("Identity", [y], node.output))
-        result.graph.node.extend(g.nodes)
+    _replace(result.graph, shapes, "doubles")
     return result
+
+
+def _replace(graph: GraphProto, shapes: dict[str, tuple], prefix: str) -> None:
+    """Replace the operators, in the graphs within as well: a Scan may have an Erf."""
+    rules = {"Conv": _conv, "ConvTranspose": _conv_transpose, "Erf": _erf}
+    nodes: list[NodeProto] = []
+    for i, node in enumerate(graph.node):
+        if node.op_type not in rules:
+            for inner in subgraphs(node):
+                _replace(inner, shapes, f"{prefix}.{i}")
+            nodes.append(node)
+            continue
+        g = _Nodes(f"{prefix}.{i}")
+        settings = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+        known = [shapes.get(name) for name in (*node.input, node.output[0])]
+        y = rules[node.op_type](g, *node.input, *known, **settings)
+        nodes += [*g.nodes, helper.make_node("Identity", [y], node.output)]
+    new = GraphProto()
+    new.node.extend(nodes)
+    del graph.node[:]
+    graph.node.extend(new.node)
 
 
 class _Nodes:

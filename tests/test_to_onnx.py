@@ -1,5 +1,6 @@
 """JAX functions as ONNX: what onnxruntime computes is what JAX computes."""
 
+import math
 import re
 
 import jax
@@ -15,6 +16,7 @@ from jax.experimental import io_callback
 from onnx.shape_inference import infer_shapes
 
 import jaxonnx
+from benchmarks.doubles import for_onnxruntime
 from jaxonnx import lowering
 from jaxonnx.onnx_out import composed, primitive, to_onnx
 from jaxonnx.onnx_out._blocks import in_blocks
@@ -728,6 +730,16 @@ def test_chains_on_large_arrays_run_in_blocks():
     assert [len(scan.attribute[0].g.node) for scan in scans] == [4, 7]
     for found, wanted in zip(run(model, *arrays), run(plain, *arrays), strict=True):
         np.testing.assert_array_equal(found, wanted)
+
+
+def test_doubles_run_in_blocks():
+    """As `benchmarks.agreement` compares them: onnxruntime lacks Erf of doubles, in a Scan too."""
+    numbers = np.linspace(-4, 4, 2**17)
+    with jax.enable_x64(True):
+        model = in_blocks(to_onnx(lambda a: lax.erf(a) * a * a + 1, numbers))
+    assert "Scan" in [node.op_type for node in model.graph.node]
+    wanted = [math.erf(a) * a * a + 1 for a in numbers]
+    np.testing.assert_allclose(run(for_onnxruntime(model), numbers)[0], wanted, 1e-12, 1e-12)
 
 
 def test_chains_on_points_are_flat():
