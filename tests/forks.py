@@ -8,8 +8,10 @@ from pathlib import Path
 
 from jaxonnx.cli import main
 
+PRELOADED = ["pytest", "orbax.checkpoint", "tests.forks", "tests.test_save", "tests.fuzz.cases"]
+"""What children of any test need: one server forks them all."""
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["pytest", "orbax.checkpoint", "tests.forks"])
+FORKS.set_forkserver_preload(PRELOADED)
 
 
 class Command:

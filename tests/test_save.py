@@ -1,7 +1,6 @@
 """Saving: what is written, where, and what stays if it cannot be written."""
 
 import itertools
-import multiprocessing
 import os
 import re
 import signal
@@ -20,6 +19,7 @@ from onnx import numpy_helper
 
 import jaxonnx
 from jaxonnx import sparse
+from tests.forks import FORKS
 
 X = np.array([[1, 2, 3]], np.float32)
 
@@ -167,12 +167,10 @@ def save_again_and_again(path, ready):
 def test_saves_that_are_killed_at_50_random_moments(tmp_path):
     path = big(tmp_path)
     whole = {name: np.asarray(value) for name, value in jaxonnx.load(path).params.items()}
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["pytest", "tests.test_save"])
     seen = []
     for moment in np.random.default_rng(0).uniform(0, 0.02, 50):
-        ready = processes.Event()
-        saver = processes.Process(target=save_again_and_again, args=(path, ready), daemon=True)
+        ready = FORKS.Event()
+        saver = FORKS.Process(target=save_again_and_again, args=(path, ready), daemon=True)
         saver.start()
         assert ready.wait(60)
         time.sleep(moment)
