@@ -297,6 +297,13 @@ def test_what_is_read_beside_a_call_raises_errors_of_ours(name):
         loaded.with_outputs("other")
 
 
+def test_an_empty_tensor_with_long_axes_is_refused_by_name():
+    proto = one("Relu", "w", (), {"w": np.zeros((1, 0), np.float32)})
+    proto.graph.initializer[0].dims[:] = [2**40, 0, 2**20]
+    with pytest.raises(jaxonnx.LimitError, match=r"tensor 'w': float32\[1099511627776, 0, 1048576"):
+        jaxonnx.load(proto)
+
+
 def test_a_state_variable_holds_numbers():
     proto = one("Identity", "s", (), {"s": np.array(["a"], object)})
     info = proto.training_info.add()

@@ -8,7 +8,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from jaxonnx._file.external import Folder, mapped
-from jaxonnx._limits import room
+from jaxonnx._limits import FOLDED, extent, room
 from jaxonnx.errors import LimitError, ModelError
 
 _BITS: dict[int, int] = {
@@ -39,7 +39,8 @@ def to_array(tensor: TensorProto, folders: Sequence[Folder] = ()) -> np.ndarray:
         ) from None
     if any(dim < 0 for dim in shape):
         raise ModelError(f"tensor '{tensor.name}' has a negative dimension: {list(shape)}")
-    if 0 in shape:  # nothing of the file stands for its other axes
+    # nothing of the file stands for the other axes of an empty tensor
+    if 0 in shape and extent(shape) * dtype.itemsize > FOLDED:
         try:
             room(shape, dtype, host=True)
         except LimitError as error:
