@@ -92,7 +92,17 @@ def _quick_compilation(request, monkeypatch):
     jax.config.update(name, before)
 
 
-MANY_PROGRAMS = {"test_contrib", "test_fuzz", "test_onnx_suite", "test_operators"}
+MANY_PROGRAMS = {
+    f"test_{name}"
+    for name in (
+        *("add_training", "attention", "control_flow", "contrib", "conv", "functions", "fuzz"),
+        *("gradient", "half", "head", "indexing", "limits", "linear", "lora", "ml", "modes"),
+        *("normalization", "onnx_suite", "operators", "optim", "quantize", "random", "reduction"),
+        *("resize", "rnn", "sequence", "shape", "signal", "sparse_export", "sparse_training"),
+        *("spelled_normalizations", "text", "to_onnx", "train_losses", "train_metrics"),
+        *("training_info", "weighted", "weights"),
+    )
+}
 """Files of tests whose programs are many and tiny."""
 DONE = pytest.StashKey[int]()
 STATES = pytest.StashKey[dict]()
