@@ -327,7 +327,7 @@ def test_sources(tmp_path):
         (io.BytesIO(), wrong, "not of type BytesIO"),
         ("a\0b", malformed, "is not a file"),
         (loop, malformed, "is not a file"),
-        (tensor([2**62, 2**62, 0]), malformed, "'w1'"),
+        (tensor([2**62, 2**62, 0]), jaxonnx.LimitError, "'w1'"),
         (tensor([0] * 100), malformed, "'w1'"),
         (opset("ai.onnx.ml", 99), unknown, "opset 99 of ai.onnx.ml"),
         (opset("ai.onnx.preview.training", 2), unknown, "opset 2 of ai.onnx.preview"),

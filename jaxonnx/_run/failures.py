@@ -16,7 +16,6 @@ from jaxlib.mlir.ir import MLIRError
 from jaxonnx._graph.bind import Node
 from jaxonnx._limits import SIX_BITS, amount
 from jaxonnx.errors import Error, LimitError, NodeError, StaticError
-from jaxonnx.registry import symbolic
 
 FOREIGN = (
     *(TypeError, ValueError, AttributeError, LookupError, ArithmeticError, MemoryError),
@@ -93,8 +92,8 @@ def check_types(node: Node, arguments: Sequence[Any]) -> None:
 
 
 def _needs_check(value: Any) -> bool:
-    if isinstance(value, np.ndarray) and value.dtype == object:
-        return not symbolic(value)
+    if isinstance(value, np.ndarray) and value.dtype == object:  # or sizes that are not known yet
+        return value.size > 0 and isinstance(value.flat[0], str)
     return getattr(value, "dtype", None) in SIX_BITS
 
 
