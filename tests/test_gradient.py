@@ -475,7 +475,7 @@ def test_integer_z_shapes_the_graph():
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("file", ["lenet.dynamo.onnx", "transformer.dynamo.onnx"])
+@pytest.mark.parametrize("file", ["lenet.dynamo.onnx"])
 def test_gradients_share_the_forward_pass(file):
     """The compiled FLOPs of the outputs and one Gradient per parameter are value_and_grad's."""
     model = jaxonnx.load(DATA / file)
