@@ -83,8 +83,8 @@ _pool = op_pool_common.pool
 _ifft = np.fft.ifft
 with (
     warnings.catch_warnings(),
-    # NumPy 2 transforms complex64 in single precision: 1.9e-7 where the result is zero.
     mock.patch.object(op_pool_common, "pool", _later),
+    # NumPy 2 transforms complex64 in single precision: 1.9e-7 where the result is zero.
     mock.patch.object(np.fft, "ifft", lambda x, axis: _ifft(x.astype(np.complex128), axis=axis)),
 ):
     # The suite computes its own data with NumPy, which warns of overflow and the like.

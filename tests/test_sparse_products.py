@@ -47,6 +47,9 @@ def test_forward_and_backward_products_are_calls_on_cuda_and_dense_elsewhere():
     assert calls(sparse.sparse_products(gradient, {"b"}), params, X) == 2
     assert calls(sparse.sparse_products(gradient, {"odd"}), params, X) == 0  # 8 is no multiple
     assert calls(sparse.sparse_products(gradient, {"a"}), params, X[:1]) == 0  # of rows as well
+    kernel = {"k": half(16, 16, 16)}  # is no matrix
+    contracted = sparse.sparse_products(lambda p, x: jnp.tensordot(x, p["k"], 1), {"k"})
+    assert calls(contracted, kernel, half(16, 16)) == 0
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), (params, X))
     assert calls(structured, *wide) == 0
     assert calls(gradient, params, X) == 0
@@ -90,6 +93,27 @@ def test_the_last_phase_of_a_step_has_them(monkeypatch):
     state = jax.eval_shape(one.init)
     batch = np.zeros((16, 1, 8, 8), np.float32), np.arange(16) % 10
     assert calls(one.update, state, batch) == 2
+
+
+def test_weights_are_pruned_before_they_are_packed(monkeypatch):
+    """A mask that is fixed from the start is applied by the first step."""
+
+    def marked(gradient, names):
+        assert set(names) == {"12.weight"}
+        return lambda params: jax.tree.map(jnp.zeros_like, gradient(params))
+
+    monkeypatch.setattr(sparse, "register_products", lambda: None)
+    monkeypatch.setattr(sparse, "sparse_products", marked)
+    monkeypatch.setattr(sys.modules[Storage.__module__], "platform_of", lambda x: "gpu")
+    options = {"select": "12.weight", "products": "cusparselt", "dense": 0, "dynamic": 0}
+    one = step(sparsity=options)
+    update, state = jax.jit(one.update), one.init()
+    batch = RNG.normal(size=(4, 1, 8, 8)).astype(np.float32), np.arange(4)
+    losses = []
+    for _ in range(2):
+        state, (loss, _) = update(state, batch)
+        losses.append(float(loss))
+    assert losses[0] > 0 == losses[1]
 
 
 @pytest.mark.parametrize(

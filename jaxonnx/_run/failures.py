@@ -17,16 +17,12 @@ from jaxonnx._graph.bind import Node
 from jaxonnx._limits import SIX_BITS, amount
 from jaxonnx.errors import Error, LimitError, NodeError, StaticError
 
-FOREIGN = (
-    *(TypeError, ValueError, AttributeError, LookupError, ArithmeticError, MemoryError),
-    *(RuntimeError, InconclusiveDimensionOperation, MLIRError),
-)
+_OF_PYTHON = TypeError, ValueError, AttributeError, LookupError, ArithmeticError, MemoryError
+
+FOREIGN = (*_OF_PYTHON, RuntimeError, InconclusiveDimensionOperation, MLIRError)
 """What NumPy and JAX raise inside an operator, JaxRuntimeError and RecursionError among it."""
 
-UNCOMPILED = (
-    *(TypeError, ValueError, AttributeError, LookupError, ArithmeticError, MemoryError),
-    *(NotImplementedError, jax.errors.JaxRuntimeError, MLIRError),
-)
+UNCOMPILED = (*_OF_PYTHON, NotImplementedError, jax.errors.JaxRuntimeError, MLIRError)
 """What JAX and XLA raise for a program that was traced."""
 
 _INTERNAL = re.compile(

@@ -108,12 +108,17 @@ def _on_sparse_cores(products: Any, settings: Settings, storage: Storage) -> boo
 
 
 def with_products(gradient: Gradient, memory: Any, names: Collection[str]) -> Gradient:
-    """Return a gradient whose products with these weights use sparse cores in the last phase."""
+    """Return a gradient whose products with these weights use sparse cores in the last phase.
+
+    A run whose mask is fixed from the start may begin with dense weights, which its first step
+    prunes.
+    """
     from jaxonnx import sparse
 
     (phases,) = _phases(memory)
+    pruned = (phases.phase == 3) & (phases.count > 0)
     fixed = sparse.sparse_products(gradient, names)
-    return lambda params: jax.lax.cond(phases.phase == 3, fixed, gradient, params)
+    return lambda params: jax.lax.cond(pruned, fixed, gradient, params)
 
 
 def _lengths() -> list[str]:

@@ -148,7 +148,8 @@ def _fits(equation: JaxprEqn, place: int) -> bool:
     w, x = avals[place], avals[1 - place]
     rows = x.size // x.shape[contracted[1 - place][0]] if len(contracted[0]) == 1 else 1
     multiples = all(size and size % TILE == 0 for size in (*w.shape, rows))
-    return multiples and not batch[0] and w.dtype == x.dtype and w.dtype.name in _HALF
+    matrix = w.ndim == 2 and not batch[0]
+    return matrix and multiples and w.dtype == x.dtype and w.dtype.name in _HALF
 
 
 def _product(equation: JaxprEqn, place: int, inputs: list) -> jax.Array:
