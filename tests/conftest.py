@@ -4,6 +4,7 @@ import copy
 import gc
 import os
 import resource
+from unittest import mock
 
 import jax
 import numpy as np
@@ -73,23 +74,24 @@ def pytest_runtest_teardown(item, nextitem):
         gc.collect()
 
 
-@pytest.fixture(autouse=True)
-def _quick_compilation(request, monkeypatch):
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
     """Let XLA's backend optimize less where tests compile longer than they run.
 
     Those are most deep tests, and what `MANY_PROGRAMS` has. The programs stay the same; their
-    machine code is slower. The other tests run what users run.
+    machine code is slower, and its last bits are others: fixtures of all scopes have it, too. The
+    other tests run what users run.
     """
-    deep = request.node.get_closest_marker("deep") is not None
-    if not deep and request.path.stem not in MANY_PROGRAMS:
-        yield
-        return
+    if not item.get_closest_marker("deep") and item.path.stem not in MANY_PROGRAMS:
+        return (yield)
     name = "jax_disable_most_optimizations"
-    monkeypatch.setenv(name.upper(), "1")  # for the processes that a test starts
     before = jax.config.read(name)
     jax.config.update(name, True)
-    yield
-    jax.config.update(name, before)
+    try:
+        with mock.patch.dict(os.environ, {name.upper(): "1"}):  # for processes that a test starts
+            return (yield)
+    finally:
+        jax.config.update(name, before)
 
 
 MANY_PROGRAMS = {
