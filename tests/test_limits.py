@@ -9,6 +9,7 @@ import sys
 import jax
 import numpy as np
 import onnx.parser
+import optax
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
@@ -213,6 +214,30 @@ def test_a_program_that_is_not_compiled_is_an_error_of_ours():
     proto.graph.input[0].type.tensor_type.elem_type = TensorProto.COMPLEX64
     with pytest.raises(jaxonnx.NodeError, match=r"does not run: .*complex64"):
         jaxonnx.load(proto)(values)
+
+
+COMPLEX = """<ir_version: 10, opset_import: ["": 22]>
+g (complex64[2, 3] x) => (float[2] y) <float[1] w = {1}> {
+    i = ArgMax <axis = 1, keepdims = 0> (x)
+    f = Cast <to = 1> (i)
+    y = Mul(f, w)
+}"""
+
+
+def test_a_step_that_is_not_compiled_is_an_error_of_ours():
+    proto = onnx.parser.parse_model(COMPLEX)
+    values = np.ones((2, 3), np.complex64)
+    data = {"x": values, "y": np.zeros(2, np.float32)}
+    settings = {"loss": "squared_error", "optimizer": optax.sgd(0.1), "trainable": ["w"]}
+    with pytest.raises(jaxonnx.NodeError, match=r"compiled step does not run: .*complex64"):
+        jaxonnx.train(proto, data, batch_size=2, **settings)
+    algorithm = onnx.parser.parse_graph("a () => (float[1] v) { v = ReduceSum(y) }")
+    info = proto.training_info.add(algorithm=algorithm)
+    info.update_binding.add(key="w", value="v")
+    run = jaxonnx.load(proto).training
+    for does in (run.step, run.inference):
+        with pytest.raises(jaxonnx.NodeError, match=r"does not run: .*complex64"):
+            does(run.state, {"x": values})
 
 
 STRINGS = """<ir_version: 10, opset_import: ["": 21, "ai.onnx.ml": 1]>

@@ -5,6 +5,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ _OF_PYTHON = TypeError, ValueError, AttributeError, LookupError, ArithmeticError
 FOREIGN = (*_OF_PYTHON, RuntimeError, InconclusiveDimensionOperation, MLIRError)
 """What NumPy and JAX raise inside an operator, JaxRuntimeError and RecursionError among it."""
 
-UNCOMPILED = (*_OF_PYTHON, NotImplementedError, jax.errors.JaxRuntimeError, MLIRError)
+_UNCOMPILED = (*_OF_PYTHON, NotImplementedError, jax.errors.JaxRuntimeError, MLIRError)
 """What JAX and XLA raise for a program that was traced."""
 
 _INTERNAL = re.compile(
@@ -161,9 +162,10 @@ def asked(error: Exception) -> str:
     return f" for {amount(int(size)) if unit == 'bytes' else f'{size} {unit}'}"
 
 
-def out_of_memory(error: Exception, values: Mapping[str, Any]) -> LimitError:
+def _out_of_memory(error: Exception, values: Sequence[Mapping[str, Any]]) -> LimitError:
     """Return the error of a compiled call for which a device has too little memory."""
-    arrays = {name: value for name, value in values.items() if hasattr(value, "dtype")}
+    every = (item for part in values for item in part.items())
+    arrays = {name: value for name, value in every if hasattr(value, "dtype")}
     sizes = {n: math.prod(v.shape) * np.dtype(v.dtype).itemsize for n, v in arrays.items()}
     large = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
     listed = ", ".join(f"{name}: {_kind(arrays[name])}" for name in large)
@@ -174,13 +176,26 @@ def out_of_memory(error: Exception, values: Mapping[str, Any]) -> LimitError:
     )
 
 
-def uncompiled(error: Exception) -> NodeError:
-    """Return the error of a program that JAX or XLA does not lower, compile or run."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return NodeError(
-        f"the compiled model does not run: {' '.join(lines[:3])}; under jax.disable_jit() it is "
-        "evaluated node by node, and an error names the node"
-    )
+@contextmanager
+def compiling(what: str, *values: Mapping[str, Any]) -> Iterator[None]:
+    """Say which program of these values JAX or XLA does not lower, compile or run.
+
+    Raises:
+      NodeError: it does not.
+      LimitError: memory is not enough; where no values are given, that error stays as it is.
+    """
+    try:
+        yield
+    except _UNCOMPILED as error:
+        if isinstance(error, Error) or (exhausted(error) and not values):
+            raise
+        if exhausted(error):
+            raise _out_of_memory(error, values) from error
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise NodeError(
+            f"{what} does not run: {' '.join(lines[:3])}; under jax.disable_jit() it is evaluated "
+            "node by node, and an error names the node"
+        ) from error
 
 
 def static_error(

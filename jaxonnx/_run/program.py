@@ -20,17 +20,10 @@ from jaxonnx._graph.uses import uses
 from jaxonnx._graph.values import data
 from jaxonnx._limits import compilable
 from jaxonnx._mesh import by_size, like, on_auto_axes
-from jaxonnx._run.failures import (
-    UNCOMPILED,
-    at,
-    exhausted,
-    out_of_memory,
-    uncompiled,
-    warn,
-)
+from jaxonnx._run.failures import at, compiling, warn
 from jaxonnx._run.overlay import Overlay
 from jaxonnx._run.scope import Context, run
-from jaxonnx.errors import Error, NodeError, StaticError
+from jaxonnx.errors import NodeError, StaticError
 from jaxonnx.lowering import merges, store
 
 FIXING = 64
@@ -155,16 +148,11 @@ class Program:
             parts = plan.parts[place]
             traced = {name: _owned(value) for name, value in arrays.items() if name not in fixed}
             try:
-                values = parts.compiled(params, state, key, traced, training=training)
+                with compiling("the compiled model", params, state, traced):
+                    values = parts.compiled(params, state, key, traced, training=training)
                 break
             except StaticError as error:
                 plan = self._plan = plan.giving_way(error, arrays)
-            except UNCOMPILED as error:
-                if isinstance(error, Error):
-                    raise
-                if exhausted(error):
-                    raise out_of_memory(error, {**params, **state, **traced}) from error
-                raise uncompiled(error) from error
         if parts.rest is None:
             return values
         known = {**data(inputs), **fixed, **dict(zip(parts.boundary, values, strict=True))}

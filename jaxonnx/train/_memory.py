@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxonnx._limits import amount
-from jaxonnx._run.failures import asked, exhausted
+from jaxonnx._run.failures import asked, compiling, exhausted
 from jaxonnx._untrusted import memory
 from jaxonnx.errors import Error, TrainingError
 from jaxonnx.train._settings import Settings
@@ -32,8 +32,9 @@ class Fitting:
         leaves, structure = jax.tree.flatten(batch)
         kind = structure, *((x.shape, x.dtype) for x in leaves)
         if kind not in self._known:
-            # jax.jit keeps the program for the call
-            compiled = self._update.lower(state, batch, *others).compile()
+            traced = self._update.trace(state, batch, *others)  # jax.jit keeps it for the call
+            with compiling("the compiled step"):
+                compiled = traced.lower().compile()
             _check(compiled, jax.tree.leaves(compiled.output_shardings)[0].addressable_devices)
             self._known.add(kind)
         return self._update(state, batch, *others)

@@ -22,7 +22,7 @@ from jaxonnx._file.tensors import to_array
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.roles import HOST_ONLY
 from jaxonnx._graph.values import data, declared, fit
-from jaxonnx._run.failures import warn
+from jaxonnx._run.failures import compiling, warn
 from jaxonnx._run.folding import FOLD_LIMIT
 from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import InputError, ModelError
@@ -124,7 +124,8 @@ class Training:
         All variables get the values of their initializers; then every initialization graph is
         evaluated in order, its random operators with `key`, and its outputs are assigned.
         """
-        return self._jitted_init(self.state, key)
+        with compiling("the compiled initialization", self._initial):
+            return self._jitted_init(self.state, key)
 
     def step(
         self,
@@ -152,6 +153,8 @@ class Training:
           InputError: state or batch lacks a name or has an unknown one, or a value of the batch
             does not have the declared type and shape.
           ModelError: an output does not have the shape and type of the variable it is bound to.
+          NodeError: JAX or XLA does not compile or run the step.
+          LimitError: memory is not enough for it.
         """
         count = len(self._algorithms)
         if algorithm is not None and not 0 <= algorithm < count:
@@ -160,8 +163,9 @@ class Training:
         _check_names("state", state, self.variables)
         _check_names("batch", batch, {name: None for inputs in names for name in inputs})
         key = jax.random.key(0) if key is None else key
-        values = self._fit(batch)
-        return self._jitted_step(dict(state), values, key, self._large, algorithm=algorithm)
+        arguments = dict(state), self._fit(batch), key, self._large
+        with compiling("the compiled step", state, batch):
+            return self._jitted_step(*arguments, algorithm=algorithm)
 
     def inference(
         self, state: State, inputs: Mapping[str, Any], *, key: jax.Array | None = None
@@ -170,7 +174,9 @@ class Training:
         _check_names("state", state, self.variables)
         _check_names("inputs", inputs, self._inference.inputs)
         key = jax.random.key(0) if key is None else key
-        return self._jitted_inference(dict(state), self._fit(inputs), key, self._large)
+        arguments = dict(state), self._fit(inputs), key, self._large
+        with compiling("the compiled inference graph", state, inputs):
+            return self._jitted_inference(*arguments)
 
     def to_onnx(self, state: State) -> ModelProto:
         """Return the file with the values of `state` as its initializers.

@@ -71,6 +71,7 @@ EXPLAINED = (
         "look where a tensor is empty",
         BOTH,
     ),
+    Refusal("Reshape", ".*must not hold both 0 and -1", NO_CHECK, BOTH),
     Refusal(
         "Resize|Upsample", r"\d+ scales or sizes are given for", "axes that are not there", BOTH
     ),
