@@ -13,6 +13,7 @@ from jaxonnx import _limits as limits
 from jaxonnx._file import save as saving
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.values import Value, declared
+from jaxonnx._run import unsafe
 from jaxonnx._run.arithmetic import may_follow
 from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import Error, InputError
@@ -99,18 +100,18 @@ def evaluated_at(
         limits.room(shape, dtype)
         arguments[value.name] = jax.ShapeDtypeStruct(shape, dtype)
     names = tuple(name for node in graph.nodes for name in node.outputs if name)
-    known = set()
+    known: dict[str, np.ndarray] = {}
 
     def arrays(arguments):
         context = Context(tensors, jax.random.key(0), False)
         outputs = run(replace(graph, outputs=names), arguments, context)
-        results = dict(zip(names, outputs, strict=True))
-        known.update(name for name, value in results.items() if isinstance(value, np.ndarray))
-        shaped = {name: value for name, value in results.items() if hasattr(value, "shape")}
-        return {name: value for name, value in shaped.items() if value.dtype != object}
+        shaped = {n: x for n, x in zip(names, outputs, strict=True) if hasattr(x, "shape")}
+        known.update((n, x) for n, x in shaped.items() if isinstance(x, np.ndarray))
+        return {n: x for n, x in shaped.items() if n not in known}  # of which JAX has the type
 
     with limits.inspecting():
-        return jax.eval_shape(arrays, arguments), known
+        traced = jax.eval_shape(arrays, arguments)
+    return traced | {n: x for n, x in known.items() if x.dtype != object}, {*known}
 
 
 def _dimension(a: int, b: int, names: Mapping[str, tuple[int, int]]) -> int | str | None:
@@ -131,6 +132,7 @@ def inferred(
     if not {*names} <= types.keys():
         small = {n: np.asarray(v) for n, v in tensors.items() if v.nbytes <= _SMALL}
         filled = saving.to_onnx(proto, small, (), ())
+        unsafe.hide(filled)
         try:
             graph = onnx.shape_inference.infer_shapes(filled).graph
             if may_follow(proto.functions, graph):

@@ -22,6 +22,37 @@ MODELS: dict[str, tuple[str, int, str]] = {
             }>
         }""",
     ),
+    "places before the first axis (ONNX's inference reads outside of the shape)": (
+        "compare",
+        313325689,
+        """<ir_version: 10, opset_import: ["": 12]> g (float[2, 3, 4] x, int64[2, 1] i) => (y) {
+            y = GatherND <batch_dims = -129> (x, i)
+        }""",
+    ),
+    "places before the first axis, which an open size of -3 gives": (
+        "compare",
+        313325689,
+        """<ir_version: 10, opset_import: ["": 21]> g (float[2, 3, 4] x, int64[2, -3] i) => (y) {
+            y = GatherND (x, i)
+        }""",
+    ),
+    "an axis of 33 bits for inference": (
+        "compare",
+        313325689,
+        """<ir_version: 10, opset_import: ["": 21]> g (float[2, 3] x, float[3] s) => (y, m, d) {
+            y, m, d = LayerNormalization <axis = 2147483648> (x, s)
+        }""",
+    ),
+    "fewer parts than outputs, given by the caller of a function, for inference": (
+        "compare",
+        313325689,
+        """<ir_version: 10, opset_import: ["": 21, "f": 1]> g (float[6] x) => (y, z) {
+            y, z = f.halves <n = 1> (x)
+        }
+        <domain: "f", opset_import: ["": 21]> halves <n> (x) => (y, z) {
+            y, z = Split <num_outputs: int = @n> (x)
+        }""",
+    ),
     "with_any_batch where one batch is open without a name": (
         "trace",
         3960699276,
