@@ -591,6 +591,32 @@ def test_gradients_of_small_products_are_large_ones(size, kernel, stride, edge, 
     close(run(model, a, w), jax.jit(slopes)(a, w))
 
 
+OF_MATRICES, OF_IMAGES = ("Gemm", "MatMul"), ("Conv", "ConvTranspose")
+
+
+@pytest.mark.parametrize("opset", [13, 18])
+@pytest.mark.parametrize(
+    ("size", "channels", "stride", "products", "convolutions"),
+    [(9, 8, 1, 9, 2), (17, 8, 2, 9, 2), (7, 8, 1, 3, 1), (2, 8, 1, 4, 0), (9, 7, 1, 0, 3)],
+    ids=["a product for each tap", "strides", "one product", "no convolution", "few channels"],
+)
+def test_gradients_of_weights_are_products(size, channels, stride, products, convolutions, opset):
+    """In a training step, of batches of any size."""
+    random = np.random.default_rng(3)
+    a = random.standard_normal((3, channels, size, size)).astype(np.float32)
+    w = random.standard_normal((5, channels, 3, 3)).astype(np.float32)
+    total = lambda *arrays: jnp.sin(layer(size, 3, stride, 1)(*arrays)).sum()  # noqa: E731
+    slopes = jax.grad(total, (0, 1))
+    (batch,) = jax.export.symbolic_shape("batch")
+    images = jax.ShapeDtypeStruct((batch, *a.shape[1:]), a.dtype)
+    for like in (a, images):
+        model = written(slopes, (like, w), None, None, opset, flat=True)
+        nodes = [node.op_type for node in model.graph.node]
+        found = [sum(map(nodes.count, names)) for names in (OF_MATRICES, OF_IMAGES)]
+        assert found == [products, convolutions]
+        close(run(model, a, w), jax.jit(slopes)(a, w))
+
+
 def test_channels_are_scaled_and_shifted_in_one_pass():
     """In a training step, whatever else is added."""
     scale, shift = np.float32([[[1]], [[-2]], [[3]]]), np.float32([[[0]], [[5]], [[-1]]])

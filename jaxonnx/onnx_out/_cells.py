@@ -21,6 +21,20 @@ PAIRS = 2**12
 READS = 2**16
 """Numbers of a matrix that says which tap reads which cell for which place, at most."""
 
+FEWEST = 4, 9
+"""Results an image and taps up to which a convolution is quicker as one product of all images."""
+
+MANY_CHANNELS = 8
+"""Channels of images from which onnxruntime is quicker at the gradient of a kernel as products of
+the windows, and not as a convolution of images with images."""
+
+MOST_TAPS = 49
+"""Taps up to which that holds: there is a node for each."""
+
+SIDE_BY_SIDE = 49
+"""Results an image up to which the windows are laid side by side for one product; there is one for
+each tap of larger images, whose windows would fill the memory."""
+
 Axes = tuple[tuple, ...]
 """(size, kernel, stride, dilation, (low, high), windows) of each axis."""
 
@@ -130,6 +144,59 @@ def channels_of_images(g: Any, form: Any, dy: Any, w: Any) -> Any:
     y = g("MatMul", dy, g.reshape(kernels, [channels, places, cells]))
     y = g.reshape(Tensor(y, (channels, count, cells), dtype), [channels, count, *form.size])
     return g.transpose(y, turned)
+
+
+def few(form: Any) -> bool:
+    """Tell whether a convolution has few places and taps."""
+    return prod(form.out) <= FEWEST[0] and prod(form.kernel) <= FEWEST[1]
+
+
+def forward(g: Any, form: Any, x: Any, w: Any) -> Any:
+    """Write a convolution as one product for all images.
+
+    Only for steps: a file's forward pass keeps its operators.
+    """
+    every, rows = _side_by_side(g, _windows(g, form, x)), w.shape[0]
+    y = g("MatMul", g.reshape(w, [rows, every.shape[0]]), every)
+    y = g.reshape(Tensor(y, (rows, every.shape[1]), x.dtype), [rows, x.shape[0], *form.out])
+    return g.transpose(y, (1, 0, *range(2, x.ndim)))
+
+
+def of_weight(g: Any, form: Any, x: Any, dy: Any) -> Any:
+    """Write the gradient of a kernel as a product of all images, or as one for each tap."""
+    taps, rows, columns = prod(form.kernel), dy.shape[1], x.shape[1]
+    parts = _windows(g, form, x)
+    turned, count = (1, 0, *range(2, dy.ndim)), parts[0].shape[1]
+    dy = g.reshape(g.transpose(dy, turned), [rows, count])
+    if prod(form.out) <= SIDE_BY_SIDE:
+        y = g("Gemm", dy, _side_by_side(g, parts), transB=1)
+    else:
+        products = (g("Gemm", dy, part, transB=1) for part in parts)
+        products = (Tensor(y, (rows, columns), x.dtype) for y in products)
+        y = g("Concat", *(g.reshape(y, [rows, columns, 1]) for y in products), axis=2)
+        y = Tensor(y, (rows, columns, taps), x.dtype)
+    return g.reshape(Tensor(y, (rows, columns * taps), x.dtype), (rows, columns, *form.kernel))
+
+
+def _windows(g: Any, form: Any, x: Any) -> list:
+    """Return what each tap reads of images for each place, as matrices (channels, places)."""
+    edges = [(0, 0, 0)] * 2
+    for size, k, s, d, (low, _), n in axes_of(form):
+        edges.append((low, (n - 1) * s + (k - 1) * d + 1 - size - low, 0))
+    x = padded(g, g.transpose(x, (1, 0, *range(2, x.ndim))), np.zeros((), x.dtype), edges)
+    parts = []
+    for offset in form.taps.offsets:
+        ends = [o + (n - 1) * s + 1 for o, n, s in zip(offset, form.out, form.strides, strict=True)]
+        part = g.slice(x, [0, 0, *offset], [*x.shape[:2], *ends], [1, 1, *form.strides])
+        parts.append(g.reshape(part, [x.shape[0], x.shape[1] * prod(form.out)]))
+    return parts
+
+
+def _side_by_side(g: Any, parts: list) -> Any:
+    """Return windows as one matrix (channels and taps, places)."""
+    (columns, count), taps, dtype = parts[0].shape, len(parts), parts[0].dtype
+    every = g("Concat", *(g.reshape(part, [columns, 1, count]) for part in parts), axis=1)
+    return g.reshape(Tensor(every, (columns, taps, count), dtype), [columns * taps, count])
 
 
 def images(g: Any, form: Any, dy: Any, w: Any) -> Any:

@@ -18,8 +18,8 @@ RULES: dict[type, Callable[..., Any]] = {}
 """How to write a form: `rule(g, form, out, u, v, like)`, None where its plain meaning must do."""
 
 FEW_PLACES = 16
-"""Results an image up to which onnxruntime is quicker at a gradient as one product for all images,
-of windows laid side by side, and not as a convolution (on a busy CPU)."""
+"""Results an image up to which onnxruntime is quicker at the gradient of the images as one product
+for all images, and not as a convolution (on a busy CPU)."""
 
 
 @primitive("contract")
@@ -63,19 +63,22 @@ def _attributes(form: Any, *chosen: str) -> dict[str, Any]:
 
 
 def _forward(g: Nodes, form: Conv, x: Any, w: Any) -> Any:
+    if g.main.gates and form.groups == 1 and cells.few(form):
+        return cells.forward(g, form, x, w)
     shape = (x.shape[0], w.shape[0], *form.out)
     return Tensor(g("Conv", x, w, **_attributes(form)), shape, x.dtype)
 
 
 def _of_images(g: Nodes, form: Conv, dy: Any, w: Any) -> Any:
     """Write the gradient of the images as ConvTranspose where that is the quicker one."""
-    small = form.groups == 1 and prod(form.kernel) > 1 and prod(form.out) <= FEW_PLACES
+    wide = form.groups == 1 and prod(form.kernel) > 1
+    small = wide and prod(form.out) <= cells.SIDE_BY_SIDE
     write = None
     if g.main.gates and (small or cells.of_channels(form, w.shape)):
         write = cells.images if small else cells.channels_of_images
     if write is not None and (y := write(g, form, dy, w)) is not None:
         return y
-    if small:
+    if wide and prod(form.out) <= FEW_PLACES:
         return _windows_added(g, form, dy, w)
     few = form.groups == 1 and w.shape[1] < w.shape[0] and prod(form.kernel) > 1
     if max(form.strides) == 1 and not few:
@@ -112,33 +115,19 @@ def _windows_added(g: Nodes, form: Conv, dy: Any, w: Any) -> Any:
 def _of_weight(g: Nodes, form: Conv, x: Any, dy: Any) -> Any:
     """Write the gradient of the weight as a product, where that is the quicker one."""
     taps, rows, columns = prod(form.kernel), dy.shape[1], x.shape[1]
-    few = prod(form.out) <= FEW_PLACES
     if cells.of_channels(form, (rows, columns // form.groups)):
         return cells.channels_of_weight(g, form, x, dy)
-    if form.groups > 1 or not (few or (taps == 1 and not any(map(any, form.pads)))):
+    pointwise = taps == 1 and not any(map(any, form.pads))
+    many = columns >= cells.MANY_CHANNELS and taps <= cells.MOST_TAPS
+    if form.groups > 1 or not (many or pointwise or prod(form.out) <= FEW_PLACES):
         return None
-    shape = (rows, columns, *form.kernel)
-    if taps == 1 and rows * columns <= (rows + columns) * prod(form.out):
-        x = g.slice(x, [0] * x.ndim, x.shape, [1, 1, *form.strides])
-        x, dy = (g.reshape(a, [*a.shape[:2], prod(form.out)]) for a in (x, dy))
-        y = g("MatMul", dy, g.transpose(x, (0, 2, 1)))
-        y = g.reduced("ReduceSum", Tensor(y, (x.shape[0], rows, columns), x.dtype), [0])
-        return g.reshape(y, shape)
-    edges = [(0, 0, 0)] * 2
-    for size, k, s, d, (low, _), n in cells.axes_of(form):
-        edges.append((low, (n - 1) * s + (k - 1) * d + 1 - size - low, 0))
-    turned = (1, 0, *range(2, x.ndim))
-    x = padded(g, g.transpose(x, turned), np.zeros((), x.dtype), edges)
-    count = x.shape[1] * prod(form.out)
-    parts = []
-    for offset in form.taps.offsets:
-        ends = [o + (n - 1) * s + 1 for o, n, s in zip(offset, form.out, form.strides, strict=True)]
-        part = g.slice(x, [0, 0, *offset], [*x.shape[:2], *ends], [1, 1, *form.strides])
-        parts.append(g.reshape(part, [columns, 1, count]))
-    every = Tensor(g("Concat", *parts, axis=1), (columns, taps, count), x.dtype)
-    every = g.reshape(every, [columns * taps, count])
-    dy = g.reshape(g.transpose(dy, turned), [rows, count])
-    return g.reshape(Tensor(g("Gemm", dy, every, transB=1), (rows, columns * taps), x.dtype), shape)
+    if not pointwise or rows * columns > (rows + columns) * prod(form.out):
+        return cells.of_weight(g, form, x, dy)
+    x = g.slice(x, [0] * x.ndim, x.shape, [1, 1, *form.strides])
+    x, dy = (g.reshape(a, [*a.shape[:2], prod(form.out)]) for a in (x, dy))
+    y = g("MatMul", dy, g.transpose(x, (0, 2, 1)))
+    y = g.reduced("ReduceSum", Tensor(y, (x.shape[0], rows, columns), x.dtype), [0])
+    return g.reshape(y, (rows, columns, *form.kernel))
 
 
 @primitive("batch_normalization")
