@@ -364,9 +364,6 @@ BAD = {
     "a reference": (references, x, r"'\w+' in "),
     "a primitive": (
         lambda a: jnp.abs(jnp.linalg.eigvals(a)), square, r"'eig' in .* has no form in ONNX"),
-    "random bits of each platform": (
-        lambda n: lax.rng_bit_generator(n, (3,))[1], np.zeros(4, np.uint32),
-        r"'rng_bit_generator' in .* keys of threefry"),
     "a dtype": (
         lambda a: a.astype(jnp.float8_e4m3fn) + 1, x, r"in .*: it computes with float8_e4m3fn"),
     "complex results": (lambda a: a * 1j, x, "the function gives complex numbers"),
@@ -722,22 +719,36 @@ def test_factors_that_fit_one_at_a_time_stay_apart():
         close(run(model, small, one), function(small, one))
 
 
-def test_bits_of_threefry_are_those_of_xla():
+@pytest.mark.parametrize("algorithm", lax.RandomAlgorithm, ids=lambda algorithm: algorithm.name)
+def test_bits_are_those_of_xla(algorithm):
     shapes = [(), (1,), (5,), (8,), (2, 3), (3, 5), (5, 3), (3, 1, 3), (7, 3, 2)]
 
     def function(state):
         kinds = [(shape, np.uint32) for shape in shapes]
         kinds += [((3, 3), np.uint8), ((2, 2), np.uint16), ((2, 3), np.uint64)]
-        return [
-            lax.rng_bit_generator(state, shape, dtype, lax.RandomAlgorithm.RNG_THREE_FRY)
-            for shape, dtype in kinds
-        ]
+        return [lax.rng_bit_generator(state, shape, dtype, algorithm) for shape, dtype in kinds]
 
     with jax.enable_x64(True):
-        for state in (np.array([7, 11, 2**32 - 2, 17], np.uint32), np.uint64([3, 2**33 - 1])):
+        for state in (
+            np.array([7, 11, 2**32 - 2, 17], np.uint32),
+            np.array([2**32 - 1, 11, 2**32 - 2, 2**32 - 1], np.uint32),  # beyond 64 bits
+            np.uint64([3, 2**33 - 1]),
+        ):
             wanted = jax.tree.leaves(function(state))
             for one, other in zip(run(to_onnx(function, state), state), wanted, strict=True):
                 np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("kind", ["rbg", "unsafe_rbg"])
+def test_keys_of_other_kinds(kind):
+    def function(seed):
+        key, other = jax.random.split(jax.random.key(seed, impl=kind))
+        key = jax.random.fold_in(key, 7)
+        return jax.random.uniform(key, (3, 5)), jax.random.bernoulli(other, 0.3, (7,))
+
+    wanted = jax.jit(function)(3)
+    for one, other in zip(run(to_onnx(function, np.int32(3)), np.int32(3)), wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_chains_on_large_arrays_run_in_blocks():

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxonnx.onnx_out._special import mulhi
 from jaxonnx.onnx_out._table import Refusal, composed, primitive
 
 ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
@@ -77,40 +78,77 @@ def _over(function, ndim):
 
 @primitive("rng_bit_generator")
 def rng_bit_generator(g, state, *, shape, dtype, algorithm):
-    if algorithm != lax.RandomAlgorithm.RNG_THREE_FRY:
-        raise Refusal(
-            "its numbers are each platform's own; keys of threefry (`jax.random.key(0)`) and "
-            "RandomAlgorithm.RNG_THREE_FRY are exact"
-        )
-    return g.run(lambda state: _counted(state, tuple(shape), np.dtype(dtype)), state)
+    """Write the bits of threefry, or of Philox: XLA's default on CPU and GPU."""
+    drawn = _threefry if algorithm == lax.RandomAlgorithm.RNG_THREE_FRY else _philox
+
+    def generated(state):
+        words = _words(state) if state.dtype == np.uint64 else state
+        end, bits = drawn(words, tuple(shape), np.dtype(dtype))
+        return _joined(end) if state.dtype == np.uint64 else end, bits.reshape(shape)
+
+    return g.run(generated, state)
 
 
-def _counted(state, shape, dtype):
+def _words(x):
+    """Return the two halves of each number of 64 bits, lower ones first."""
+    return jnp.stack([x & 0xFFFFFFFF, x >> 32], -1).reshape(-1).astype(jnp.uint32)
+
+
+def _joined(words):
+    """Return numbers of 64 bits from their halves, the inverse of `_words`."""
+    return words[::2].astype(np.uint64) | (words[1::2].astype(np.uint64) << 32)
+
+
+def _counts(words, count):
+    """Return a counter of words, lower ones first, at each of so many places and after them."""
+    step, counter = lax.iota(jnp.uint32, count + 1), []
+    for word in words:
+        total = word + step
+        step = (total < word).astype(jnp.uint32)
+        counter.append(total)
+    return counter
+
+
+def _threefry(words, shape, dtype):
     """Return the state after these bits, and the bits: threefry of a key and a counter, as in XLA.
 
     A number of 64 bits is both words of a count. Narrower ones are the two words of a count side by
     side, along the first axis of even size or else the first of the longest.
     """
-    if state.dtype == np.uint64:
-        words = jnp.stack([state & 0xFFFFFFFF, state >> 32], -1).reshape(-1).astype(jnp.uint32)
-    else:
-        words = state
     wide, whole = dtype.itemsize == 8, shape or (1,)
     even = [axis for axis, size in enumerate(whole) if size % 2 == 0]
     axis = even[0] if even else whole.index(max(whole))
     size = whole[axis]
     half = whole if wide else (*whole[:axis], -(-size // 2), *whole[axis + 1 :])
-    count = int(np.prod(half))
-    low = words[2] + lax.iota(jnp.uint32, count + 1)
-    high = words[3] + (low < words[2]).astype(jnp.uint32)
+    low, high = _counts(words[2:], int(np.prod(half)))
     first, second = threefry2x32(words[0], words[1], low[:-1], high[:-1])
     end = jnp.stack([words[0], words[1], low[-1], high[-1]])
     if wide:
-        bits = first.astype(dtype) | (second.astype(dtype) << 32)
-    else:
-        pairs = jnp.stack([x.reshape(half) for x in (first, second)], axis + 1)
-        bits = pairs.reshape(*half[:axis], -1, *half[axis + 1 :]).astype(dtype)
-        bits = lax.slice_in_dim(bits, 0, size, axis=axis)
-    if state.dtype == np.uint64:
-        end = end[::2].astype(np.uint64) | (end[1::2].astype(np.uint64) << 32)
-    return end, bits.reshape(shape)
+        return end, _joined(jnp.stack([first, second], -1).reshape(-1))
+    pairs = jnp.stack([x.reshape(half) for x in (first, second)], axis + 1)
+    bits = pairs.reshape(*half[:axis], -1, *half[axis + 1 :]).astype(dtype)
+    return end, lax.slice_in_dim(bits, 0, size, axis=axis)
+
+
+def _philox(words, shape, dtype):
+    """Return the state after these bits, and the bits: Philox4x32-10 of Salmon et al.
+
+    As XLA has it, the key is also the upper half of the counter, and each count gives four words.
+    """
+    wide = dtype.itemsize == 8
+    size = int(np.prod(shape)) * (1 + wide)
+    counter = _counts((words[2], words[3], words[0], words[1]), -(-size // 4))
+    end = jnp.stack([words[0], words[1], counter[0][-1], counter[1][-1]])
+    (k0, k1), (x0, x1, x2, x3) = words[:2], (word[:-1] for word in counter)
+    for _ in range(10):
+        (high, low), (upper, lower) = _product(x0, 0xD2511F53), _product(x2, 0xCD9E8D57)
+        x0, x1, x2, x3 = upper ^ x1 ^ k0, lower, high ^ x3 ^ k1, low
+        k0, k1 = k0 + jnp.uint32(0x9E3779B9), k1 + jnp.uint32(0xBB67AE85)
+    bits = jnp.stack([x0, x1, x2, x3], -1).reshape(-1)[:size]
+    return end, _joined(bits) if wide else bits.astype(dtype)
+
+
+def _product(x, factor):
+    """Return both words of a product."""
+    factor = jnp.full_like(x, factor)
+    return mulhi(x, factor), x * factor
