@@ -1,4 +1,4 @@
-"""Operators at which ONNX's shape inference reads outside of its vectors and ends the process."""
+"""Operators whose shape inference in ONNX reads memory that is not its own: the process ends."""
 
 from onnx import AttributeProto, ModelProto, NodeProto, helper
 
@@ -7,13 +7,13 @@ from jaxonnx._file.protos import all_nodes
 _HIDDEN = "jaxonnx.hidden"
 """The domain of nodes that inference is not to know."""
 
+_NEVER = {"EyeLike", "GatherND", "LabelEncoder", "RegexFullMatch", "TreeEnsemble"}
+"""Operators whose inference reads a type that an input may lack, or axes before the first: indices
+of GatherND may have sizes below zero, which inference itself computes."""
+
 
 def hide(proto: ModelProto) -> None:
-    """Rename, in place, the nodes that inference could not read, and all whose type is GatherND.
-
-    What they give then has no shape. Of GatherND the indices may have sizes below zero, which
-    inference itself computes.
-    """
+    """Rename, in place, the nodes that inference cannot read; what they give then has no shape."""
     bodies = (proto.graph, *proto.functions)
     nodes = [n for body in bodies for n in all_nodes(body) if not _is_safe(n)]
     for node in nodes:
@@ -23,7 +23,7 @@ def hide(proto: ModelProto) -> None:
 
 
 def _is_safe(node: NodeProto) -> bool:
-    if node.op_type == "GatherND":
+    if node.op_type in _NEVER:
         return False
     if node.op_type == "Split":
         count = _number(node, "num_outputs", len(node.output))

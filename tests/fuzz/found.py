@@ -53,6 +53,18 @@ MODELS: dict[str, tuple[str, int, str]] = {
             y, z = Split <num_outputs: int = @n> (x)
         }""",
     ),
+    "an input without a type, for inference": (
+        "trace",
+        313325689,
+        """<ir_version: 10, opset_import: ["": 21, "ai.onnx.ml": 4, "u": 1]>
+        g (float[2, 3] x) => (y, e) {
+            i = NonZero (x)
+            u = u.f (i)
+            y = ai.onnx.ml.LabelEncoder <keys_int64s = [1], values_int64s = [2]> (u)
+            e = EyeLike (u)
+        }
+        <domain: "u", opset_import: ["": 1]> f (x) => (y) { y = Max (x) }""",
+    ),
     "with_any_batch where one batch is open without a name": (
         "trace",
         3960699276,
