@@ -33,6 +33,33 @@ class Module:
         self.loops = set(re.findall(r"\bbody=%?([\w.-]+)", text))
         """The bodies of loops."""
 
+    def turns(self) -> dict[str, int]:
+        """Count the turns of each loop by its body: 1 where only the program will know."""
+        found: dict[str, int] = {}
+
+        def follow(computation: str, times: int) -> None:
+            for x in self.computations[computation].values():
+                inner = re.search(r"\bbody=%?([\w.-]+)", x.line)
+                if inner:
+                    found[inner[1]] = found.get(inner[1], 0) + times * self._bound(x.line)
+                    follow(inner[1], times * self._bound(x.line))
+
+        for name in self.computations.keys() - self.loops:
+            follow(name, 1)
+        return found
+
+    def _bound(self, loop: str) -> int:
+        """Return the turns of a loop that counts from 0, as JAX's do."""
+        if told := re.search(r"known_trip_count\D+(\d+)", loop):
+            return int(told[1])
+        condition = re.search(r"\bcondition=%?([\w.-]+)", loop)
+        body = self.computations[condition[1]] if condition else {}
+        last = next((x for x in body.values() if x.is_root), None)
+        if last is None or last.operator != "compare" or "direction=LT" not in last.line:
+            return 1
+        bounds = [body[n].line for n in last.operands if body[n].operator == "constant"]
+        return int(re.search(r"constant\((\d+)\)", bounds[0])[1]) if bounds else 1  # type: ignore[index]
+
     def operations(self) -> Iterator[tuple[str, str]]:
         """Yield the name and the line of every instruction that runs by itself.
 
