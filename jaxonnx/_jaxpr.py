@@ -40,6 +40,16 @@ def called(equation: JaxprEqn) -> Program | None:
     return next(iter(programs(params)), None) if primitive.name in _CALLS else None
 
 
+def bound(equation: JaxprEqn, inputs: Sequence[Any]) -> list:
+    """Return the results of an equation on arrays, its own derivative kept."""
+    primitive = equation.primitive
+    found = primitive.get_bind_params(equation.params)  # with functions apart before JAX 0.11
+    functions, params = found if isinstance(found, tuple) else ((), found)
+    with equation.ctx.manager:
+        results = primitive.bind(*functions, *inputs, **params)
+    return [*results] if primitive.multiple_results else [results]
+
+
 def source(program: Program) -> str:
     """Return "NAME at FILE:LINE" of the function that a program was traced from."""
     return getattr(program, "jaxpr", program).debug_info.func_src_info or ""

@@ -252,12 +252,17 @@ def test_weights_that_do_not_fit_are_refused_in_words(w, options, message):
 @pytest.mark.deep
 @settings(deadline=None, max_examples=25)
 @given(
-    hnp.arrays(bool, st.sampled_from([(1,), (8,), (9,), (3, 5), (4, 6), (2, 3, 5), (4, 4, 3, 3)]))
+    hnp.arrays(
+        bool,
+        st.sampled_from([(1,), (8,), (9,), (3, 5), (4, 6), (16, 130), (2, 3, 5), (4, 4, 3, 3)]),
+    )
 )
 def test_masks_survive_as_bits(mask):
     bits = masks.to_bits(jnp.asarray(mask))
     assert bits.dtype == np.uint8
     assert bits.size == -(-mask.size // 8)
+    planes = np.resize(np.append(mask, [False] * 7), 8 * bits.size).reshape(8, -1)
+    np.testing.assert_array_equal(bits, np.packbits(planes, 0, "little")[0])
     np.testing.assert_array_equal(masks.from_bits(bits, mask.shape), mask)
 
 

@@ -31,9 +31,10 @@ def codes(w: jax.Array, axes: Axes, interpret: bool = False) -> jax.Array:
         places = [_place(cell, axes) for cell in range(16)]
         found[...] = best_codes(
             [jnp.abs(turned[r][pl.ds(c, LANES, stride=4), :]) for r, c in places]
-        ).T
+        ).T.astype(jnp.int16)
 
-    return _tiled(kernel, w, axes, TILE, LANES, jnp.int32, interpret).astype(jnp.uint16)
+    found = _tiled(kernel, w, axes, TILE, LANES, jnp.int16, interpret)
+    return jax.lax.bitcast_convert_type(found, jnp.uint16)
 
 
 def expand(code: jax.Array, axes: Axes, interpret: bool = False) -> jax.Array:
@@ -41,7 +42,7 @@ def expand(code: jax.Array, axes: Axes, interpret: bool = False) -> jax.Array:
     from jax.experimental import pallas as pl
 
     def kernel(code, mask, wide, *turned):
-        columns_first = code[...].T
+        columns_first = code[...].astype(jnp.int32).T
         for cell in range(16):
             r, c = _place(cell, axes)
             bits = ((columns_first >> (15 - cell)) & 1).astype(jnp.float32)
@@ -51,7 +52,8 @@ def expand(code: jax.Array, axes: Axes, interpret: bool = False) -> jax.Array:
                 wide[pl.ds(r, LANES, stride=4), :] = turned[r][lanes, :].T
             mask[:, lanes] = wide[...].astype(jnp.int8)
 
-    mask = _tiled(kernel, code.astype(jnp.int32), axes, LANES, TILE, jnp.int8, interpret)
+    signed = jax.lax.bitcast_convert_type(code, jnp.int16)
+    mask = _tiled(kernel, signed, axes, LANES, TILE, jnp.int8, interpret)
     return mask.astype(bool)
 
 

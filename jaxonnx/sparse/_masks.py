@@ -1,5 +1,7 @@
 """The mask of a pattern for one weight, and their storage as one bit per weight."""
 
+from math import prod
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,13 +77,26 @@ def to_bits(mask: jax.Array) -> jax.Array:
 
 
 def _to_bits(mask: jax.Array) -> jax.Array:
-    words = -(-mask.size // 8)
-    planes = jnp.pad(mask.reshape(-1), (0, 8 * words - mask.size)).reshape(8, words)
-    place = jnp.arange(8, dtype=jnp.uint8)[:, None]
-    return jnp.sum(planes.astype(jnp.uint8) << place, axis=0, dtype=jnp.uint8)
+    shape = _planes(mask.shape)
+    planes = jnp.pad(mask.reshape(-1), (0, prod(shape) - mask.size)).reshape(shape)
+    return jnp.sum(planes.astype(jnp.uint8) << _places(shape), axis=0, dtype=jnp.uint8).reshape(-1)
 
 
 def from_bits(bits: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Unpack the boolean mask of this shape from the result of `to_bits`."""
-    planes = (bits[None] >> jnp.arange(8, dtype=jnp.uint8)[:, None]) & 1
-    return planes.reshape(-1)[: int(np.prod(shape))].reshape(shape).astype(bool)
+    planes = (bits.reshape(1, *_planes(shape)[1:]) >> _places(_planes(shape))) & 1
+    return planes.reshape(-1)[: prod(shape)].reshape(shape).astype(bool)
+
+
+def _planes(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a mask as planes, one for each bit of a word.
+
+    Rows stay rows where each plane has whole ones: a TPU would copy the mask otherwise.
+    """
+    if len(shape) == 2 and shape[0] % 8 == 0 and shape[1] >= 128:
+        return 8, shape[0] // 8, shape[1]
+    return 8, -(-prod(shape) // 8)
+
+
+def _places(planes: tuple[int, ...]) -> jax.Array:
+    return jnp.arange(8, dtype=jnp.uint8).reshape(8, *[1] * (len(planes) - 1))

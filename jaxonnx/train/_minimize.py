@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxonnx._graph.roles import running_statistics
+from jaxonnx.lowering._heads import heads_apart
 from jaxonnx.model import Model
 from jaxonnx.train._objective import Objective
 from jaxonnx.train._precision import products_in_bfloat16
@@ -73,7 +74,7 @@ class Minimize(Step):
         def objective(params):
             params = self._storage.given(self._read(params))
             tensors = {**self._read(frozen), **state.state}
-            outputs, new = self._goal.model.apply_train(params, tensors, key, *batch.inputs)
+            outputs, new = self._run(params, tensors, key, *batch.inputs)
             renewed = {name: new[name] for name in state.state}
             return self._goal.mean(outputs, batch.targets, batch.weight), renewed
 
@@ -96,6 +97,13 @@ class Minimize(Step):
             moved = jax.lax.cond(good, move, lambda: stay)
         good = moved.taken > state.taken
         return moved, jnp.stack([value, good.astype(value.dtype)])
+
+    @property
+    def _run(self) -> Callable:
+        """`Model.apply_train`, as it is best on the platform."""
+        run = self._goal.model.apply_train
+        on_one = self._storage.platform == "tpu" and self._settings.mesh is None
+        return heads_apart(run) if on_one else run
 
     def _read(self, tensors: Any) -> Any:
         """Return tensors as the model reads them.

@@ -1,0 +1,176 @@
+"""Products around an attention, with its heads as an axis of their own.
+
+A graph multiplies by one matrix for all heads, adds a bias, cuts query, key and value out of the
+result and splits the last axis of each; it merges the heads again before the next product. A TPU
+keeps the last two axes of an array in tiles of (8, 128), so that splitting or merging them copies
+it, and its gradient. A product gives whatever axes its matrix has: to split those copies a weight.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from jaxonnx._jaxpr import bound, interpret
+
+
+def heads_apart(function: Callable) -> Callable:
+    """Return a function that computes the same, and splits and merges weights for arrays."""
+
+    def changed(*args):
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+        found = interpret(closed, _step, jax.tree.leaves(args), enter=lambda _: None)
+        return jax.tree.unflatten(jax.tree.structure(shape), map(_array, found))
+
+    return changed
+
+
+@dataclass(frozen=True, eq=False)
+class _Reshaped:
+    """An array that is to be reshaped: axes before the last are merged, or the last two."""
+
+    value: Any
+    shape: tuple[int, ...]
+
+    def array(self) -> Any:
+        return self.value.reshape(self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class _Row:
+    """A vector with axes of length 1 before it."""
+
+    value: Any
+    shape: tuple[int, ...]
+
+    def array(self) -> Any:
+        return self.value.reshape(self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class _Product:
+    """Some columns of x @ w + bias, with the axes `lead` before them."""
+
+    x: Any
+    w: Any
+    bias: Any
+    lead: tuple[int, ...]
+    columns: slice
+    whole: Callable[[], Any]
+    """Return all columns, computed once."""
+    params: dict[str, Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return *self.lead, self.columns.stop - self.columns.start
+
+    @property
+    def is_whole(self) -> bool:
+        return self.columns == slice(0, self.w.shape[1])
+
+    def array(self) -> Any:
+        return self.whole() if self.is_whole else self.whole()[..., self.columns]
+
+    def split(self, lead: tuple[int, ...], heads: int) -> Any:
+        """Return the product with its last axis split."""
+        x = self.x.reshape(*lead, len(self.w))
+        w = self.w[:, self.columns].reshape(len(self.w), heads, -1)
+        y = lax.dot_general(x, w, (((len(lead),), (0,)), ((), ())), **self.params)
+        return y if self.bias is None else y + self.bias[self.columns].reshape(heads, -1)
+
+
+def _array(value: Any) -> Any:
+    return value.array() if isinstance(value, _Reshaped | _Row | _Product) else value
+
+
+def _step(equation: JaxprEqn, inputs: list) -> list:
+    rule = _RULES.get(equation.primitive.name)
+    if rule is not None and (found := rule(equation, *inputs)) is not None:
+        return [found]
+    return bound(equation, [*map(_array, inputs)])
+
+
+def _dot_general(equation: JaxprEqn, x: Any, w: Any) -> Any:
+    params = dict(equation.params)
+    numbers = params.pop("dimension_numbers")
+    if numbers != (((1,), (0,)), ((), ())) or len(x.shape) != 2 or len(w.shape) != 2:
+        return None
+    w = _array(w)
+    if isinstance(x, _Reshaped) and x.value.shape[-1] != x.shape[-1]:  # heads are merged
+        rank, split = x.value.ndim, w.reshape(*x.value.shape[-2:], -1)
+        y = lax.dot_general(x.value, split, (((rank - 2, rank - 1), (0, 1)), ((), ())), **params)
+        return y.reshape(x.shape[0], w.shape[1])
+    whole = _once(lambda: lax.dot_general(_array(x), w, numbers, **params))
+    rows = x.value if isinstance(x, _Reshaped) else _array(x)
+    return _Product(rows, w, None, x.shape[:1], slice(0, w.shape[1]), whole, params)
+
+
+def _reshape(equation: JaxprEqn, x: Any) -> Any:
+    shape = (*equation.params["new_sizes"],)
+    *lead, last = shape
+    if equation.params["dimensions"] is not None or not lead:
+        return None
+    if isinstance(x, _Product):
+        if last == x.shape[-1] and x.is_whole:
+            return replace(x, lead=(*lead,), whole=_once(lambda: x.array().reshape(shape)))
+        splits = len(lead) > 1 and lead[-1] * last == x.shape[-1]
+        return x.split((*lead[:-1],), lead[-1]) if splits else None
+    if isinstance(x, _Reshaped):
+        return replace(x, shape=shape) if last == x.shape[-1] else None
+    if isinstance(x, _Row):
+        return None
+    before = np.shape(x)
+    merges_heads = len(before) > 3 and (*lead,) == before[:-2]
+    merges_rows = len(before) > 2 and len(lead) == 1 and last == before[-1]
+    return _Reshaped(x, shape) if merges_heads or merges_rows else None
+
+
+def _broadcast(equation: JaxprEqn, x: Any, *sizes: Any) -> Any:
+    shape, axes = equation.params["shape"], equation.params["broadcast_dimensions"]
+    before = np.shape(_array(x))
+    is_row = not sizes and len(before) == 1 and axes == (len(shape) - 1,) and prod(shape[:-1]) == 1
+    return _Row(_array(x), shape) if is_row and shape[-1:] == before else None
+
+
+def _add(equation: JaxprEqn, a: Any, b: Any) -> Any:
+    y, row = (b, a) if isinstance(b, _Product) else (a, b)
+    if not (isinstance(y, _Product) and isinstance(row, _Row) and y.is_whole):
+        return None
+    if y.bias is not None or row.shape[-1] != y.shape[-1]:
+        return None
+    return replace(y, bias=row.value, whole=_once(lambda: y.array() + row.array()))
+
+
+def _slice(equation: JaxprEqn, x: Any) -> Any:
+    if not isinstance(x, _Product) or equation.params["strides"] is not None:
+        return None
+    *starts, start = equation.params["start_indices"]
+    *ends, end = equation.params["limit_indices"]
+    if any(starts) or (*ends,) != x.lead:
+        return None
+    return replace(x, columns=slice(x.columns.start + start, x.columns.start + end))
+
+
+def _once(function: Callable[[], Any]) -> Callable[[], Any]:
+    made: list = []
+
+    def whole():
+        if not made:
+            made.append(function())
+        return made[0]
+
+    return whole
+
+
+_RULES: dict[str, Callable] = {
+    "add": _add,
+    "broadcast_in_dim": _broadcast,
+    "dot_general": _dot_general,
+    "reshape": _reshape,
+    "slice": _slice,
+}
