@@ -4,7 +4,7 @@ from onnx import AttributeProto, ModelProto, NodeProto, helper
 
 from jaxonnx._file.protos import all_nodes
 
-_HIDDEN = "jaxonnx.hidden"
+_HIDDEN = "hidden"
 """The domain of nodes that inference is not to know."""
 
 _NEVER = {"EyeLike", "GatherND", "LabelEncoder", "RegexFullMatch", "TreeEnsemble"}
