@@ -101,15 +101,18 @@ def _stretched(images: np.ndarray, size: int, axis: int) -> np.ndarray:
 class Trainer:
     """One network and optimizer, trained in several ways on the same batches."""
 
-    def __init__(self, path: Path, network: Network, size: int, steps: int, optimizer: Any):
-        self.path, self.network, self.optimizer = path, network, optimizer
+    def __init__(
+        self, path: Path, network: Network, size: int, steps: int, optimizer: Any, frozen: bool
+    ):
+        self.path, self.network, self.optimizer, self.frozen = path, network, optimizer, frozen
         self.data = network, size, steps
 
     def model(self, dtype: Any) -> Any:
         import jaxonnx
 
         proto = onnx.load(self.path)
-        return all_trained(jaxonnx.load(doubled(proto) if dtype == np.float64 else proto))
+        model = all_trained(jaxonnx.load(doubled(proto) if dtype == np.float64 else proto))
+        return model.with_statistics("frozen") if self.frozen else model
 
     def here(self, dtype: Any, moved: bool = False) -> Run:
         """Train in jaxonnx, as it is or with all that rounding decides in another way.
@@ -153,14 +156,14 @@ class Trainer:
 
 
 def agreement(
-    name: str, folder: Path, steps: int, optimizer: Any, size: int | None = None
+    name: str, folder: Path, steps: int, optimizer: Any, frozen: bool = False
 ) -> dict[str, Difference]:
-    """Train in all ways; return how far they are from each other."""
+    """Train in all ways, with `frozen` statistics or those of batches; return the differences."""
     import jax
 
     write(NETWORKS[name], folder / f"{name}.onnx")
-    size = size or SIZES.get(name, 8)
-    trainer = Trainer(folder / f"{name}.onnx", NETWORKS[name], size, steps, optimizer)
+    path, size = folder / f"{name}.onnx", SIZES.get(name, 8)
+    trainer = Trainer(path, NETWORKS[name], size, steps, optimizer, frozen)
     with jax.enable_x64(True):
         exact = trainer.here(np.float64)
         wide = trainer.there(np.float64)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.export_step [--networks lenet mlp] [--rounds 7]
                                      [--ort-python PYTHON] [--sim-python PYTHON]
-    python -m benchmarks.export_step --agree 100 [--networks lenet mlp]
+    python -m benchmarks.export_step --agree 100 [--networks lenet mlp] [--frozen]
 
 Times and peak memory are those of `python -m benchmarks`, of the systems that train an ONNX file:
 jaxonnx, its exported step in onnxruntime, onnxruntime-training 1.19.2 (its own interpreter:
@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--agree", type=int, help="steps to train side by side")
     parser.add_argument("--optimizer", choices=("adam", "sgd"), default="adam", help="of --agree")
     parser.add_argument("--rate", type=float, help="of --agree")
+    parser.add_argument("--frozen", action="store_true", help="statistics of the file in --agree")
     options, rest = parser.parse_known_args()
     if options.agree is None:
         systems = ["jaxonnx", "exported", "onnxruntime-training", "onnxsim"]
@@ -62,7 +63,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in options.networks:
             chosen = optimizer[options.optimizer]
-            for what, d in agreement(name, Path(folder), options.agree, chosen).items():
+            for what, d in agreement(
+                name, Path(folder), options.agree, chosen, options.frozen
+            ).items():
                 numbers = (f"{x:.1e}" for x in (d.worst, d.last, d.weights))
                 row = name, what, "never" if d.first is None else str(d.first), *numbers
                 table.add_row(*row)
