@@ -7,9 +7,10 @@ from jaxonnx._file.protos import all_nodes
 _HIDDEN = "hidden"
 """The domain of nodes that inference is not to know."""
 
-_NEVER = {"EyeLike", "GatherND", "LabelEncoder", "RegexFullMatch", "TreeEnsemble"}
+_NEVER = {"Einsum", "EyeLike", "GatherND", "LabelEncoder", "RegexFullMatch", "TreeEnsemble"}
 """Operators whose inference reads a type that an input may lack, or axes before the first: indices
-of GatherND may have sizes below zero, which inference itself computes."""
+of GatherND may have sizes below zero, which inference itself computes. That of Einsum has no end
+for an equation with digits."""
 
 
 def hide(proto: ModelProto) -> None:

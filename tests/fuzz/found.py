@@ -65,6 +65,13 @@ MODELS: dict[str, tuple[str, int, str]] = {
         }
         <domain: "u", opset_import: ["": 1]> f (x) => (y) { y = Max (x) }""",
     ),
+    "an equation with a digit, for inference (it has no end)": (
+        "trace",
+        1181175311,
+        """<ir_version: 10, opset_import: ["": 12]> g (float[3] x) => (y) {
+            y = Einsum <equation = "y0"> (x)
+        }""",
+    ),
     "with_any_batch where one batch is open without a name": (
         "trace",
         3960699276,
