@@ -31,8 +31,8 @@ def heads_apart(function: Callable) -> Callable:
 
 
 @dataclass(frozen=True, eq=False)
-class _Reshaped:
-    """An array that is to be reshaped: axes before the last are merged, or the last two."""
+class _Later:
+    """An array that is reshaped where it is needed so."""
 
     value: Any
     shape: tuple[int, ...]
@@ -41,15 +41,12 @@ class _Reshaped:
         return self.value.reshape(self.shape)
 
 
-@dataclass(frozen=True, eq=False)
-class _Row:
+class _Reshaped(_Later):
+    """One of which axes before the last are merged, or the last two."""
+
+
+class _Row(_Later):
     """A vector with axes of length 1 before it."""
-
-    value: Any
-    shape: tuple[int, ...]
-
-    def array(self) -> Any:
-        return self.value.reshape(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +82,7 @@ class _Product:
 
 
 def _array(value: Any) -> Any:
-    return value.array() if isinstance(value, _Reshaped | _Row | _Product) else value
+    return value.array() if isinstance(value, _Later | _Product) else value
 
 
 def _step(equation: JaxprEqn, inputs: list) -> list:

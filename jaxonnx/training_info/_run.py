@@ -123,6 +123,9 @@ class Training:
 
         All variables get the values of their initializers; then every initialization graph is
         evaluated in order, its random operators with `key`, and its outputs are assigned.
+
+        Raises:
+          NodeError, LimitError: as in `step`.
         """
         with compiling("the compiled initialization", self._initial):
             return self._jitted_init(self.state, key)
@@ -170,7 +173,11 @@ class Training:
     def inference(
         self, state: State, inputs: Mapping[str, Any], *, key: jax.Array | None = None
     ) -> dict[str, jax.Array]:
-        """Return the outputs of the inference graph with the current values of the variables."""
+        """Return the outputs of the inference graph with the current values of the variables.
+
+        Raises:
+          InputError, NodeError, LimitError: as in `step`.
+        """
         _check_names("state", state, self.variables)
         _check_names("inputs", inputs, self._inference.inputs)
         key = jax.random.key(0) if key is None else key
