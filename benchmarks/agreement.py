@@ -102,7 +102,13 @@ class Trainer:
     """One network and optimizer, trained in several ways on the same batches."""
 
     def __init__(
-        self, path: Path, network: Network, size: int, steps: int, optimizer: Any, frozen: bool = False
+        self,
+        path: Path,
+        network: Network,
+        size: int,
+        steps: int,
+        optimizer: Any,
+        frozen: bool = False,
     ):
         self.path, self.network, self.optimizer, self.frozen = path, network, optimizer, frozen
         self.data = network, size, steps

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -190,14 +190,18 @@ def compilable(value: Any) -> Any:
     return value
 
 
-def may_exceed(arguments: Sequence[Any], limit: int) -> bool:
-    """Check whether a result could be above a limit, judged by the sizes of the arguments.
+def may_exceed(arguments: Sequence[Any], attributes: Mapping[str, Any], limit: int) -> bool:
+    """Check whether a result could be above a limit, judged by arguments and attributes.
 
-    All operators but those that call `room` give at most the product of the sizes.
+    All operators but those that call `room` give at most the product of the arguments' sizes and
+    of the whole numbers in attributes (pads, for example).
     """
     size = 8
     for value in arguments:
         size *= extent(getattr(value, "shape", ()))
+    for value in attributes.values():
+        for number in value if isinstance(value, list | tuple) else (value,):
+            size *= max(abs(number), 1) if isinstance(number, int) else 1
     return isinstance(size, int) and size > limit
 
 

@@ -92,6 +92,23 @@ def test_an_evaluation_that_is_not_compiled_is_checked_before_it_allocates():
         loaded(np.ones(300, np.float32))
 
 
+def test_pads_count_before_an_evaluation_that_is_not_compiled_allocates(monkeypatch):
+    called = scope.channels.call
+
+    def followed(op, arguments, keywords):
+        assert isinstance(arguments[0], jax.core.Tracer)
+        return called(op, arguments, keywords)
+
+    monkeypatch.setattr(scope.channels, "call", followed)
+    pool = one("MaxPool", "x", (("x", [1, 1, 50]),), kernel_shape=[3], pads=[6, 2**20], strides=[2])
+    with jax.disable_jit(), pytest.raises(jaxonnx.LimitError, match=r"MaxPool.*2\.0 MiB"):
+        jaxonnx.load(pool, limit=1 << 21)(np.ones((1, 1, 50), np.float32))
+    monkeypatch.setattr(scope.channels, "call", called)
+    with jax.disable_jit():
+        y = jaxonnx.load(pool, limit=1 << 22)(np.ones((1, 1, 50), np.float32))
+    assert y.shape == (1, 1, 524315)
+
+
 def test_shapes_are_followed_without_the_numbers():
     image, kernel = ChannelsLast(np.ones((1, 4, 4, 3))), KernelFirst(np.ones((3, 3, 3, 8)))
     seen = []

@@ -41,7 +41,7 @@ def fold(op: Op, arguments: list, keywords: dict) -> tuple | None:
     None if that takes too much memory or time, or gives more than `FOLD_LIMIT`: then it is better
     computed in the graph.
     """
-    vast = limits.may_exceed(arguments, limits.FOLDED) and not op.dynamic
+    vast = limits.may_exceed(arguments, keywords, limits.FOLDED) and not op.dynamic
     try:
         with limits.folding(), jax.enable_x64(True):
             if vast and _largest(op, arguments, keywords) > FOLD_LIMIT:
@@ -68,7 +68,11 @@ def _largest(op: Op, arguments: list, keywords: dict) -> int:
 def abstract(
     function: Callable, arguments: Sequence[Any], keywords: dict, static: Collection[int]
 ) -> list | None:
-    """Return shapes and types of results; None where a function needs to see the values."""
+    """Return shapes and types of results; None where a function needs to see the values.
+
+    Raises:
+      LimitError: it asks for more than a value may take.
+    """
 
     def shape_of(x):
         return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
@@ -84,6 +88,8 @@ def abstract(
 
     try:
         return jax.tree.leaves(jax.eval_shape(call, values))
+    except LimitError:
+        raise
     except (Error, *FOREIGN):
         return None
 

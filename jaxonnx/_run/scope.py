@@ -214,7 +214,7 @@ class Scope:
             arguments = _on_device(op, arguments)
         elif not node.graphs:  # a body checks what it uses; trip counts stay known
             failures.check_range([a for i, a in enumerate(arguments) if i not in op.static])
-        vast = alone and limits.may_exceed(arguments, limits.value_limit())
+        vast = alone and limits.may_exceed(arguments, keywords, limits.value_limit())
         if vast and not traced(arguments):
             # the operator would allocate before its results can be checked; the nodes of a body are
             # checked one by one
