@@ -3,7 +3,8 @@
 python -m benchmarks.guard mlp lstm --rounds 15
 
 Each network's step is compiled as `jaxonnx.train` has it, and once more as if all numbers were
-finite. Both run in turn; times are medians of the ratios of neighbours.
+finite. Both run in turn, with an allocator that keeps its pages, as on the command line; times are
+medians of the ratios of neighbours.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import jaxonnx
 from benchmarks.layers.onnx_file import write
 from benchmarks.networks import NETWORKS, Network, batch
 from benchmarks.systems import all_trained, train_step
+from jaxonnx.cli.process import keep_pages
 from jaxonnx.train import _minimize
 
 
@@ -83,6 +85,7 @@ def main() -> None:
     parser.add_argument("networks", nargs="*", default=[*NETWORKS], metavar="network")
     parser.add_argument("--rounds", type=int, default=15)
     chosen = parser.parse_args()
+    keep_pages()
     for name in chosen.networks:
         steps = compiled(NETWORKS[name])
         cost = ", ".join(f"{n} {x:.3f}" for n, x in more(steps).items())

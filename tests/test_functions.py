@@ -217,3 +217,19 @@ def test_statistics_in_constants_of_functions_are_renewed():
     data = x, x
     run = jaxonnx.train(model, data, loss="squared_error", optimizer=optax.sgd(0.1), batch_size=8)
     np.testing.assert_allclose(run.model.state["l.f/n"], mean, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("inner", ["s", "x", "elsewhere"])
+def test_a_size_that_a_function_reads_is_an_input_of_the_caller(inner):
+    """Whatever the function calls it, the caller's name for it may be another tensor's there."""
+    proto = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 21, "f": 1]>
+        g (float[n] x, int64[1] size) => (float[m, n] y) {{ y = f.repeated(size, x) }}
+        <domain: "f", opset_import: ["": 21]> repeated ({inner}, v) => (y) {{
+            one = Constant<value = int64[1] {{1}}>()
+            shape = Concat<axis = 0>({inner}, one)
+            y = Expand(v, shape)
+        }}""")
+    model = jaxonnx.load(proto)
+    for size in (2, 3):
+        y = model(np.arange(4, dtype=np.float32), np.array([size]))
+        np.testing.assert_array_equal(y, np.tile(np.arange(4, dtype=np.float32), (size, 1)))
