@@ -97,6 +97,14 @@ def test_refusals():
             attention(Q, K, V, qk_matmul_output_mode=mode)
     with pytest.raises(NodeError, match="into None heads"):
         attention(Q[0], K[0], V[0])
+    with pytest.raises(NodeError, match=f"has {Q.shape[1]} heads, not 7"):
+        attention(Q, K, V, q_num_heads=7)
+    attention(Q, K, V, q_num_heads=Q.shape[1])  # exporters repeat what the shape says
+    for q, k, v in ((Q[..., :1], K, V), (Q, K[..., :1], V), (Q[:0], K, V), (Q, K, V[:0])):
+        with pytest.raises(NodeError, match=r"differ in batch or head|do not fit"):
+            attention(q, k, v)
+    with pytest.raises(NodeError, match="do not fit the scores"):
+        attention(Q, K, V[:, :, :1])
     with pytest.raises(NodeError, match="needs decay"):
         linear(Q[0], K[0], V[0], q_num_heads=1, kv_num_heads=1, update_rule="gated")
     with pytest.raises(NodeError, match="angles"):

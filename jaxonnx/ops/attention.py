@@ -22,6 +22,8 @@ from jaxonnx.registry import op
 def split_heads(x: Any, heads: int | None) -> jax.Array:
     """Split (batch, sequence, heads * size) into (batch, heads, sequence, size); keep rank 4."""
     if x.ndim == 4:
+        if heads and x.shape[1] != heads:  # exporters repeat the number, which ONNX has no room for
+            raise NodeError(f"a tensor of shape {x.shape} has {x.shape[1]} heads, not {heads}")
         return x
     if not heads or x.shape[-1] % heads:
         raise NodeError(f"a tensor of shape {x.shape} cannot be split into {heads} heads")
@@ -47,6 +49,8 @@ def scores(q, k, scale=None):
     Shapes (batch, heads, queries, size) and (batch, key heads, keys, size) to (batch, heads,
     queries, keys). Half precision gives float32, so that the softmax is of numbers not yet rounded.
     """
+    if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):  # a 1 would be broadcast
+        raise NodeError(f"queries {q.shape} and keys {k.shape} differ in batch or head size")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if is_half(q):
         return scale * product(_rows(q, k.shape[1]), k.mT).reshape(*q.shape[:3], k.shape[2])
@@ -58,6 +62,8 @@ def scores(q, k, scale=None):
 
 def weighted_values(probabilities, v):
     """Compute P V of (batch, heads, queries, keys) and (batch, key heads, keys, size)."""
+    if (probabilities.shape[0], probabilities.shape[3]) != (v.shape[0], v.shape[2]):
+        raise NodeError(f"values {v.shape} do not fit the scores {probabilities.shape}")
     if is_half(v):
         y = rounded(_rows(probabilities, v.shape[1]), v)
     else:

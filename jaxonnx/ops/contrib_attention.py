@@ -276,7 +276,9 @@ def rotary_embedding_contrib(
 ):
     """Rotary position embedding; a vector of position ids holds those of the first steps."""
     refuse(is_packed_batching=is_packed_batching, scale=None if scale == 1 else scale)
-    heads = split_heads(x, num_heads or x.shape[-1] // (2 * cos_cache.shape[-1]))
+    if x.ndim == 3 and not num_heads:
+        num_heads = x.shape[-1] // (2 * cos_cache.shape[-1])
+    heads = split_heads(x, num_heads)
     if rotary_embedding_dim and cos_cache.shape[-1] != rotary_embedding_dim // 2:
         raise NodeError(f"the caches hold {cos_cache.shape[-1]} angles for {rotary_embedding_dim}")
     if position_ids.ndim == 1:
