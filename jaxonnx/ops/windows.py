@@ -33,9 +33,8 @@ def spatial(shape, channels: int = 1) -> tuple[int, ...]:
 
 
 def per_axis(values, rank: int, name: str, default: int = 1) -> tuple[int, ...]:
-    """Return a list attribute with one entry per axis, each `default` if it is absent or empty."""
-    values = tuple(int(v) for v in values) if values is not None and len(values) else ()
-    values = values or (default,) * rank
+    """Return a list attribute with one entry per axis, each `default` if it is absent."""
+    values = (default,) * rank if values is None else tuple(int(v) for v in values)
     if len(values) != rank:
         raise NodeError(f"{name} has {len(values)} entries, the data needs {rank}")
     return values
@@ -62,9 +61,8 @@ def split_padding(total: int, auto_pad: str) -> tuple[int, int]:
 
 def kernel_of(w, kernel_shape) -> tuple[int, ...]:
     """Return the kernel of a convolution, which the attribute may repeat but not contradict."""
-    kernel = per_axis(kernel_shape, w.ndim - 2, "kernel_shape") if kernel_shape else w.shape[2:]
-    if tuple(kernel) != w.shape[2:]:
-        raise NodeError(f"kernel_shape {kernel} is not that of the weight, {w.shape[2:]}")
+    if kernel_shape is not None and tuple(kernel_shape) != w.shape[2:]:
+        raise NodeError(f"kernel_shape {kernel_shape} is not that of the weight, {w.shape[2:]}")
     return w.shape[2:]
 
 
