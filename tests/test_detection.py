@@ -39,6 +39,15 @@ def test_centres():
     assert kept == [[0, 0, 2], [0, 0, 1]]
 
 
+def test_what_does_not_fit():
+    with pytest.raises(NodeError, match="do not fit together"):
+        suppress(BOXES[..., :3], SCORES)
+    with pytest.raises(NodeError, match="do not fit together"):
+        suppress(BOXES[:0], SCORES)
+    with pytest.raises(NodeError, match="center_point_box is 5"):
+        suppress(BOXES, SCORES, center_point_box=5)
+
+
 def encoded(pixels, name):
     stream = io.BytesIO()
     Image.fromarray(pixels).save(stream, name)

@@ -51,6 +51,10 @@ def non_max_suppression(
 ):
     """Rows (batch, class, box) of the kept boxes; boxes (B, n, 4), scores (B, classes, n)."""
     boxes, scores = np.asarray(boxes), np.asarray(scores)
+    if boxes.ndim != 3 or scores.ndim != 3 or boxes.shape != (len(scores), scores.shape[2], 4):
+        raise NodeError(f"boxes {boxes.shape} and scores {scores.shape} do not fit together")
+    if center_point_box not in (0, 1):
+        raise NodeError(f"center_point_box is {center_point_box}, not 0 or 1")
 
     def scalar(value, default):
         return default if value is None or np.size(value) == 0 else np.asarray(value).item()
