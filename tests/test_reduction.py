@@ -95,6 +95,14 @@ def test_axes_are_checked(axes):
         operator("ReduceMax", 18)(x, np.array(axes))
 
 
+def test_an_equation_has_letters_only():
+    einsum = operator("Einsum", 12)
+    assert einsum(np.ones((2, 3), np.float32), equation=" ...A b-> ...A ").shape == (2,)
+    for equation in ("ij0->ij", "ij\0->ij", "ié->i"):
+        with pytest.raises(NodeError, match="which is no letter"):
+            einsum(np.ones((2, 3, 1)), equation=equation)
+
+
 def test_sums_of_half_precision_do_not_stall():
     # float16 cannot count beyond 2048 in steps of 1
     for x in (np.ones(5000, np.float16), jnp.ones(5000, np.float16)):

@@ -7,6 +7,7 @@ vector and that of ReduceLogSumExp 0 at a vector of -inf.
 """
 
 import math
+import re
 from typing import Any
 
 import jax
@@ -175,6 +176,8 @@ _cumulative("CumProd", 26, "cumprod", identity=1)
 
 @op("Einsum", since=12, weights={"xs": summed("equation")})
 def einsum(*xs, equation):
+    if odd := re.search(r"[^A-Za-z,.>\s-]", equation):
+        raise NodeError(f"the equation {equation!r} has {odd[0]!r}, which is no letter")
     # what the sum of several factors has in between is not rounded
     first, *others = xs
     wide = np.float32 if len(others) > 1 and is_half(first) else None
