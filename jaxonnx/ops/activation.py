@@ -81,7 +81,7 @@ def elu(x, *, alpha=1.0):
 
 @activation("Celu", since=12, pointwise=True)
 def celu(x, *, alpha=1.0):
-    return jnp.where(x > 0, x, alpha * _expm1_negative(x / alpha))
+    return jnp.where(x > 0, x, alpha * jnp.expm1(jnp.where(x > 0, 0, x) / alpha))
 
 
 @activation("Selu", since=6, pointwise=True)
