@@ -42,3 +42,23 @@ def test_refusals():
         stft(X, np.array(2), np.ones(3, np.float32), np.array(4))
     with pytest.raises(NodeError, match="do not fit"):
         stft(X, np.array(2), None, np.array(9))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ((8, 16, 0, 0, 4096), "no bank has 8 filters"),
+        ((8, 16, -8192, 0, 4096), "no bank has"),
+        ((8, -2, 8192, 0, 4096), "for -2 samples"),
+        ((-1, 16, 8192, 0, 4096), "no bank has -1 filters"),
+        ((8, 16, 8192, -900, 4096), "no bank has"),
+        ((8, 16, 8192, 0, np.inf), "no bank has"),
+        ((8, 16, 8192, 0, 9000), "beyond the 9 bins"),
+        ((8, 16, 8192, 9000, 0), "beyond the 9 bins"),
+    ],
+)
+def test_mel_filters_lie_within_the_spectrum(inputs, message):
+    """Onnxruntime refuses them; the reference writes to the last bins, or fails."""
+    mel = lookup("", "MelWeightMatrix", 17).function
+    with pytest.raises(NodeError, match=message):
+        mel(*(np.array(value) for value in inputs))

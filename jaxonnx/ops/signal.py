@@ -120,12 +120,22 @@ def mel_weight_matrix(
     The distance is the range over num_mel_bins + 2, as in onnxruntime and ONNX's reference.
     """
     count, length, rate = (int(v.item()) for v in (num_mel_bins, dft_length, sample_rate))
-    room((count + 2, length // 2 + 1), np.float64, host=True)
     edges = np.array([lower_edge_hertz.item(), upper_edge_hertz.item()], np.float64)
+    if min(count, length, rate - 1) < 0 or not ((edges >= 0) & (edges < np.inf)).all():
+        raise NodeError(
+            f"no bank has {count} filters from {edges.tolist()} Hz "
+            f"for {length} samples at {rate} Hz"
+        )
+    room((count + 2, length // 2 + 1), np.float64, host=True)
     low, high = 2595 * np.log10(1 + edges / 700)
     mels = low + np.arange(count + 2) * (high - low) / (count + 2)
     hertz = 700 * (10 ** (mels / 2595) - 1)
     corner = ((length + 1) * hertz // rate).astype(int)
+    if corner.max(initial=0) > length // 2:
+        raise NodeError(
+            f"the edges {edges.tolist()} Hz at a rate of {rate} Hz lie beyond the "
+            f"{length // 2 + 1} bins of a transform of {length} samples"
+        )
     left, centre, right = corner[:-2], corner[1:-1], corner[2:]
     j = np.arange(length // 2 + 1)[:, None]
     rise = np.where(centre > left, (j - left) / np.maximum(centre - left, 1), 1)
