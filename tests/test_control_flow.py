@@ -514,3 +514,23 @@ def test_loops_without_carried_values_and_bodies_with_defaults():
     }""")(X[:2])
     np.testing.assert_array_equal(y, [0, 1, 2])
     np.testing.assert_array_equal(z, 4 * X[:2])
+
+
+def test_no_iterations_of_a_body_whose_outputs_have_no_types():
+    """The condition of the fuzzer's loops: the axis is known outside of jit only."""
+    model = onnx.parser.parse_model(
+        """
+        <ir_version: 8, opset_import: ["": 18]> g (float[3, 2] x, int64[1] axes) => (y)
+        <int64 count = {0}> {
+          y = Loop (count, "") <body = b (int64 i, bool go) => (bool go, s) {
+            s = ReduceL2 <keepdims = 0> (x, axes)
+          }>
+        }
+        """
+    )
+    model.graph.node[0].attribute[0].g.output[1].ClearField("type")
+    f = jaxonnx.load(model)
+    x = np.zeros((3, 2), np.float32)
+    assert f(x, np.array([0])).shape == (0, 2)
+    with pytest.raises(jaxonnx.Error, match="axis 7 is out of range"):
+        f(x, np.array([7]))

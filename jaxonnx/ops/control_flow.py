@@ -379,7 +379,10 @@ def _empty(outputs, body, stacked):
         shapes = jax.eval_shape(lambda: [array(value) for value in outputs()])
         return tuple(np.zeros((0, *shape.shape), shape.dtype) for shape in shapes)
     except Error:
-        types = [declared.tensor_type for declared in body.output_types[-stacked:]]
+        declared = [kind for kind in body.output_types[-stacked:] if kind is not None]
+        if len(declared) < stacked:
+            raise
+        types = [kind.tensor_type for kind in declared]
         return tuple(
             np.zeros((0, *(max(d.dim_value, 0) for d in t.shape.dim)), element_dtype(t.elem_type))
             for t in types
