@@ -63,5 +63,7 @@ def test_decoding():
     grey = decode(encoded(pixels[:, :, 0].copy(), "PNG"), pixel_format="Grayscale")
     np.testing.assert_array_equal(grey, pixels[:, :, :1])
     assert decode(np.zeros(9, np.uint8)).shape == (0, 0, 3)
+    with pytest.raises(NodeError, match="must be a vector"):
+        decode(encoded(pixels, "PNG")[None])
     with pytest.raises(NodeError, match="pixel_format"):
         decode(encoded(pixels, "PNG"), pixel_format="CMYK")

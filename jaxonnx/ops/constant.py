@@ -48,6 +48,8 @@ def constant(
 @op("ConstantOfShape", since=9)
 def constant_of_shape(shape: Static, *, value=None):
     """One number, float32 0 by default, throughout `shape`; as a view, which takes no memory."""
+    if shape.ndim != 1:
+        raise NodeError(f"the shape must be a vector, and has shape {shape.shape}")
     fill = np.zeros((), np.float32) if value is None else value.reshape(())
     room(shape.tolist(), object if fill.dtype == object else fill.dtype)
     m = jnp if symbolic(shape) else np

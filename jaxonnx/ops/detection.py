@@ -78,6 +78,8 @@ def non_max_suppression(
 @op("ImageDecoder", since=20, dynamic=True)
 def image_decoder(encoded_stream, *, pixel_format="RGB"):
     """The image as uint8 (height, width, channels), empty if the stream cannot be decoded."""
+    if encoded_stream.ndim != 1:
+        raise NodeError(f"the stream must be a vector, and has shape {encoded_stream.shape}")
     try:
         from PIL import Image
     except ImportError as error:

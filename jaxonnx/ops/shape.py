@@ -30,7 +30,7 @@ def size(x):
 
 
 def _reshape(x, shape, allowzero=0):
-    shape = np.ravel(shape).tolist()
+    shape = np.asarray(shape).tolist()
     if allowzero and 0 in shape and -1 in shape:
         raise NodeError(f"with allowzero=1 the target {shape} must not hold both 0 and -1")
     copied = [] if allowzero else [i for i, d in enumerate(shape) if d == 0]
@@ -63,6 +63,8 @@ def reshape_1(x, *, shape=None):
 @op("Reshape", since=5, view=True)
 def reshape(x: Rows, shape: Static, *, allowzero=0):
     """-1 is inferred; 0 keeps the input's dimension, or with `allowzero` is meant literally."""
+    if np.ndim(shape) != 1:
+        raise NodeError(f"the target must be a vector, and has shape {np.shape(shape)}")
     return _reshape(x, shape, allowzero)
 
 

@@ -70,12 +70,12 @@ def split(x, sizes: Static | None = None, *, axis=0, num_outputs=None, outputs: 
 
 
 def _slice(x, starts, ends, axes=None, steps=None):
-    axes = range(len(starts)) if axes is None else axes
-    steps = [1] * len(starts) if steps is None else steps
-    if not len(starts) == len(ends) == len(axes) == len(steps):
-        raise NodeError("starts, ends, axes and steps must have the same length")
+    axes = range(np.size(starts)) if axes is None else axes
+    steps = [1] * np.size(starts) if steps is None else steps
+    if {np.shape(v) for v in (starts, ends, axes, steps)} != {(np.size(starts),)}:
+        raise NodeError("starts, ends, axes and steps must be vectors of one length")
     window = [slice(None)] * x.ndim
-    bounds = (np.ravel(x).tolist() for x in (starts, ends))
+    bounds = (np.asarray(v).tolist() for v in (starts, ends))
     for start, end, axis, step in zip(*bounds, axes, steps, strict=True):
         axis = axis_of(int(axis), x.ndim)
         window[axis] = _window(start, end, int(step), x.shape[axis])
