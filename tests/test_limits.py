@@ -419,7 +419,7 @@ MESSAGES = {
     **{
         f"Resize by {scale}": (
             one("Resize", ["x", "", "s"], IMAGE, {"s": np.float32([1, 1, scale, 1])}),
-            [f"scales must be positive, sizes not negative: [1.0, 1.0, {scale:.1f}, 1.0]"],
+            [f"scales and sizes must be positive: [1.0, 1.0, {scale:.1f}, 1.0]"],
         )
         for scale in (0.0, -1.0, np.nan, np.inf)
     },

@@ -58,6 +58,9 @@ def test_refusals():
         resize(X, None, one, np.array([1, 1, 3, 4]))
     with pytest.raises(NodeError, match="2 scales or sizes"):
         resize(X, None, one[:2])
+    with pytest.raises(NodeError, match=r"must be positive: \[1, 1, 0, 4\]"):
+        resize(X, None, None, np.array([1, 1, 0, 4]))
+    assert resize(X[:0], None, None, np.array([0, 1, 3, 4])).shape == (0, 1, 3, 4)
     with pytest.raises(NodeError, match="mode is 'area'"):
         resize(X, None, one, mode="area")
     with pytest.raises(NodeError, match="nearest_mode"):

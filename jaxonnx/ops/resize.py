@@ -141,14 +141,15 @@ def _extents(lengths, scales, sizes, policy):
     (extents,) = present
     if extents.shape != lengths.shape:
         raise NodeError(f"{extents.size} scales or sizes are given for {len(lengths)} axes")
-    smallest = np.finfo(extents.dtype).tiny if extents is scales else 0
+    # an axis of none stays one
+    smallest = np.finfo(extents.dtype).tiny if extents is scales else lengths != 0
     if not (np.isfinite(extents) & (extents >= smallest)).all():
-        raise NodeError(f"scales must be positive, sizes not negative: {extents.tolist()}")
+        raise NodeError(f"scales and sizes must be positive: {extents.tolist()}")
     if extents is scales:
         # In the scales' own precision: 10 pixels at float32(0.7) are 7, as in onnxruntime.
         out = np.floor(lengths.astype(extents.dtype) * extents)
         return extents.astype(np.float64), _whole(out)
-    ratios = extents / lengths
+    ratios = extents / np.where(lengths != 0, lengths, 1)
     if policy == "stretch":
         return ratios, extents
     if policy not in ("not_larger", "not_smaller"):
