@@ -100,6 +100,8 @@ def quantize_linear(
             raise NodeError(f"output_dtype {dtype} contradicts the zero point's {zero_point.dtype}")
         dtype = zero_point.dtype
     wide = element_dtype(precision) if precision else _wide(scale.dtype)
+    if not jnp.issubdtype(wide, jnp.floating):
+        raise NodeError(f"precision must be of a floating-point type, and is {wide}")
     scale = _granular(scale, x, axis, block_size).astype(wide)
     zero_point = _granular(zero_point, x, axis, block_size)
     ratio = x.astype(wide) / scale
