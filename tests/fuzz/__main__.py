@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from tests.fuzz import pool
 from tests.fuzz.cases import examine, sources
-from tests.fuzz.check import Outcome
+from tests.fuzz.outcome import Outcome
 from tests.fuzz.shrink import shrunk, written
 
 COMPARED = ("same", "both refuse", "explained", "we refuse", "they refuse", "differ")
@@ -22,11 +22,14 @@ class Report:
 
     def __init__(self) -> None:
         self.kinds: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
         self.models = self.files = 0
         self.buckets: dict[tuple[str, str], list[tuple[int, Outcome]]] = defaultdict(list)
 
     def add(self, number: int, is_file: bool, outcome: Outcome) -> None:
         self.kinds[outcome.kind] += 1
+        if outcome.kind == "explained":
+            self.reasons[outcome.bucket] += 1
         self.files += is_file
         self.models += not is_file
         if outcome.kind in ("finding", "differ", "we refuse", "they refuse"):
@@ -40,6 +43,8 @@ class Report:
         print(f"{self.models} models, {self.files} other files, {total / seconds:.0f} a second")
         print(", ".join(f"{kind}: {count}" for kind, count in self.kinds.most_common()))
         print(f"compared: {sum(self.kinds[kind] for kind in COMPARED)}")
+        for reason, count in self.reasons.most_common():
+            print(f"explained: {reason}: {count}")
         for (kind, bucket), cases in sorted(self.buckets.items(), key=lambda i: -len(i[1])):
             numbers = " ".join(str(number) for number, _ in cases[:5])
             print(f"{kind}: {bucket}: {len(cases)} (cases {numbers})\n    {cases[0][1].detail}")

@@ -2,159 +2,34 @@
 
 import contextlib
 import inspect
-import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import ml_dtypes  # noqa: F401  (NumPy learns its types)
 import numpy as np
 import onnx
-import onnxruntime
-from onnx import ModelProto, TypeProto, helper
-from onnx.reference import ReferenceEvaluator
+from onnx import TypeProto, helper
 
 import jaxonnx
-from jaxonnx._file.protos import all_nodes
 from jaxonnx.backend import Rep
+from tests.fuzz.compare import compared
 from tests.fuzz.mutate import array, parsed
+from tests.fuzz.outcome import Outcome
 
 LIMIT = 1 << 28
 """Bytes that a mutated model may ask for in a single value."""
 OPTIONS = {"limit": LIMIT} if "limit" in inspect.signature(jaxonnx.load).parameters else {}
-RANDOM = ("Random", "Bernoulli", "Multinomial", "Dropout")
 OURS = str(Path(jaxonnx.__file__).parent)
 SHOWN = (str, jaxonnx.Model.summary, jaxonnx.Model.to_onnx, jaxonnx.Model.with_any_batch)
-
-REFERENCE, RUNTIME = "reference", "onnxruntime"
-
-
-class Refusal(NamedTuple):
-    """Models that others run and jaxonnx refuses on purpose.
-
-    Attributes:
-      operators: that refuse them, as a regular expression; empty where no node is the reason.
-      said: how the message goes on, likewise.
-      why: others run them.
-      by: which of the others.
-    """
-
-    operators: str
-    said: str
-    why: str
-    by: frozenset[str] = frozenset({REFERENCE})
-
-    def explains(self, message: str, runs: Iterable[str]) -> bool:
-        """Check whether this is why a model is refused with a message that others run."""
-        place = rf"node '.*?' \((?:{self.operators}), opset \d+\): " if self.operators else ".*"
-        return self.by >= {*runs} and bool(re.match(place + self.said, message))
-
-
-BOTH = frozenset({REFERENCE, RUNTIME})
-NO_CHECK = "values that the specification does not allow, where the reference does not look"
-EXPLAINED = (
-    Refusal(
-        "", r"imports? opset|.*uses opset \d+", "an operator set that onnx does not know", BOTH
-    ),
-    Refusal(
-        r"Softmax|LogSoftmax|Hardmax|Flatten|Concat|Split|Squeeze|Unsqueeze|Reduce\w+|Arg\w+|TopK|"
-        r"Gather\w*|Scatter\w*|OneHot|CumSum|LayerNormalization|LpNormalization|Slice|"
-        r"(De)?[Qq]uantizeLinear|DynamicQuantizeLinear|Compress|Unique|Scan|Shape|Pad|Resize|DFT|"
-        r"MeanVarianceNormalization|CenterCropPad|SplitToSequence|ConcatFromSequence|"
-        r"RMSNormalization|SwiGLU|TensorScatter",
-        r"axis -?\d+ is out of range for a tensor of rank",
-        "an axis that is not there: the reference takes it modulo the rank, onnxruntime does not "
-        "look where a tensor is empty",
-        BOTH,
-    ),
-    Refusal("Reshape", ".*must not hold both 0 and -1", NO_CHECK, BOTH),
-    Refusal(
-        "Resize|Upsample", r"\d+ scales or sizes are given for", "axes that are not there", BOTH
-    ),
-    Refusal("Resize|Upsample", "exactly one of scales and sizes", NO_CHECK),
-    Refusal("Resize|Upsample", "scales must be positive", NO_CHECK),
-    Refusal("Gelu", "approximate must be '", NO_CHECK),
-    Refusal("NegativeLogLikelihoodLoss|SoftmaxCrossEntropyLoss", "reduction is '", NO_CHECK),
-    Refusal(
-        "NegativeLogLikelihoodLoss|SoftmaxCrossEntropyLoss",
-        "a label is outside|labels of shape",
-        "labels that do not fit, which others read beyond the end of memory, wrap or broadcast",
-        BOTH,
-    ),
-    Refusal("LpNormalization", "p is -?[\\w.]+: only 1 and 2", NO_CHECK, BOTH),
-    Refusal(
-        "Cast|CastLike|EyeLike|Random.*", r"\d+ is not the number of a tensor element", NO_CHECK
-    ),
-    Refusal("Constant", "exactly one attribute must hold", "a Constant with two values", BOTH),
-    Refusal("Transpose", r"perm \[\] is no permutation", "an empty perm, taken for none", BOTH),
-    Refusal(r"Reduce\w+", "axes must be a vector", "axes that are a scalar or a matrix", BOTH),
-    Refusal("Split|SplitToSequence", "(sizes|split) .* do(es)? not add up", NO_CHECK),
-    Refusal("Split|SplitToSequence", "(split|num_outputs) must be positive", NO_CHECK),
-    Refusal("NonMaxSuppression", "iou_threshold must be between 0 and 1", NO_CHECK),
-    Refusal("LinearClassifier|LinearRegressor|SVM.*", ".*coefficients", NO_CHECK),
-    Refusal("TfIdfVectorizer", ".*(ngram_indexes|exactly one of|max_skip_count)", NO_CHECK),
-    Refusal("DepthToSpace|SpaceToDepth", "blocksize must be positive", NO_CHECK),
-    Refusal("OneHot", "(depth must be positive|values must hold two)", NO_CHECK),
-    Refusal("DFT|STFT", "the length of the transform must be positive", NO_CHECK),
-    Refusal(".*Pool|Conv.*|Col2Im", "strides .* and dilations .* must be positive", NO_CHECK),
-    Refusal(".*Pool", "X .* must have batch, channel and spatial axes", NO_CHECK),
-    Refusal("GridSample", "grid of shape .* does not fit an input", NO_CHECK),
-    Refusal("Loop|Scan|If|SequenceMap", "the body '.*' takes \\d+ inputs, and was given", NO_CHECK),
-    Refusal(
-        "Imputer|LabelEncoder|OneHotEncoder|Scaler", "exactly one of .* must be given", NO_CHECK
-    ),
-    Refusal("Mod", "fmod is -?\\d+, not 0", NO_CHECK),
-    Refusal("Momentum", "mode is '.*'; Momentum knows standard and nesterov", NO_CHECK),
-    Refusal("Attention|FlexAttention", "softmax_precision must be", NO_CHECK),
-    Refusal("Add|Sub|Mul|Div|Pow|And|Or|Xor|Equal|Greater|Less", ".*needs broadcast=1", NO_CHECK),
-    Refusal(
-        "GRU|LSTM|RNN", "clip is -?(inf|nan|[\\d.e+-]+), and no", "a clip that is ignored", BOTH
-    ),
-    Refusal(
-        "Attention", "qk_matmul_output_mode must be", "of an output that is not asked for", BOTH
-    ),
-    Refusal(
-        ".*",
-        ".*(dtype promotion|does not accept dtype|is [a-z]+\\d*, it (takes|must have))",
-        "types that the operator's schema does not have",
-    ),
-    Refusal(".*", ".*(Incompatible shapes|be broadcast)", "shapes that only NumPy broadcasts"),
-)
-"""Refusals that are right.
-
-Results that differ, as far as they were looked at: booleans that are neither 0 nor 1 (keepdims,
-align_corners: onnxruntime cuts them to 32 bits, the reference compares with 1), an AffineGrid of
-size 1 (three results, ours is PyTorch's), negative p of LpPool, numbers below the least normal one
-(XLA takes them for zero), NaN in weights (onnxruntime's LSTM cuts it off), shapes of a Loop without
-iterations (onnxruntime has zeros), bodies whose inputs have defaults (the reference takes these),
-accents, which the reference's StringNormalizer takes off letters, a negative min_gram_length of
-TfIdfVectorizer, where the reference counts some twice, infinite places of GridSample (ours is NaN),
-an infinite number cast to a whole one (the specification leaves it open), a Momentum whose R is an
-integer, and a MelWeightMatrix of a negative sample rate.
-"""
 
 
 class Overtime(BaseException):
     """Raised by a worker's alarm when a case has had its time."""
-
-
-class Outcome(NamedTuple):
-    """How a case ended.
-
-    Attributes:
-      kind: "refused", "ran" or "finding"; of those that were compared also "same", "both refuse",
-        "explained" (a refusal that is right), "we refuse", "they refuse" or "differ".
-      bucket: what cases of one cause have in common.
-      detail: for people.
-    """
-
-    kind: str
-    bucket: str = ""
-    detail: str = ""
 
 
 def finding(error: BaseException, stage: str) -> Outcome:
@@ -303,85 +178,3 @@ def value_of(kind: TypeProto, random: Random, nasty: bool, sizes: dict[str, int]
     if np.prod(shape, dtype=float) > 1 << 16:
         return np.empty((1 << 16) + 1, np.int8)
     return array(random, tuple(shape), dtype, nasty)
-
-
-def compared(
-    proto: ModelProto, feeds: Mapping[str, Any], results: list | None, refused: str
-) -> Outcome:
-    """Compare with onnx.reference and onnxruntime, if onnx.checker accepts the model."""
-    fallback = Outcome("ran" if results is not None else "refused", refused[:200])
-    operators = sorted({node.op_type for node in proto.graph.node})
-    named = "+".join(operators[:3]) or "nothing"
-    every = {node.op_type for node in all_nodes(proto.graph)}
-    every |= {node.op_type for function in proto.functions for node in function.node}
-    if any(name.startswith(RANDOM) for name in every):
-        return fallback
-    try:
-        onnx.checker.check_model(proto)
-    except Exception:  # noqa: BLE001 - whatever it raises, it does not accept the model
-        return fallback
-    theirs = dict(runs(proto, feeds))
-    if theirs.pop("invalid", None):  # onnx.checker does not look at types
-        return fallback
-    if not theirs:
-        kind = "both refuse" if results is None else "they refuse"
-        return Outcome(kind, named)
-    if results is None:
-        for refusal in EXPLAINED:
-            if refusal.explains(refused, theirs):
-                return Outcome("explained", refusal.why)
-        return Outcome("we refuse", f"{named} ({', '.join(theirs)} run)", refused[:300])
-    wrong = {name: _difference(results, other) for name, other in theirs.items()}
-    if not all(wrong.values()):
-        return Outcome("same")
-    text = "; ".join(f"{name}: {what}" for name, what in wrong.items())
-    return Outcome("differ", f"{named} ({', '.join(theirs)})", text[:600])
-
-
-def runs(proto: ModelProto, feeds: Mapping[str, Any]) -> Iterator[tuple[str, list]]:
-    """Yield the results of each runtime that runs a model; "invalid" if its types are wrong."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 4
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")
-        # they raise whatever they meet
-        with contextlib.suppress(Exception):
-            yield "reference", [*ReferenceEvaluator(proto).run(None, dict(feeds))]
-        try:
-            session = onnxruntime.InferenceSession(
-                proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
-            )
-            yield "onnxruntime", [*session.run(None, dict(feeds))]
-        except Exception as error:  # noqa: BLE001 - its exceptions have no common class
-            if "Type Error" in str(error):
-                yield "invalid", [error]
-
-
-def _difference(ours: Any, theirs: Any) -> str:
-    """Return how two results differ, an empty text if they do not."""
-    if isinstance(theirs, list) and not isinstance(ours, np.ndarray):
-        if not isinstance(ours, list | tuple) or len(ours) != len(theirs):
-            return f"{ours!r} and {theirs!r}"
-        texts = (_difference(a, b) for a, b in zip(ours, theirs, strict=True))
-        return next(filter(None, texts), "")
-    if ours is None or theirs is None or isinstance(theirs, dict):
-        return "" if repr(ours) == repr(theirs) else f"{ours!r} and {theirs!r}"
-    a, b = np.asarray(ours), np.asarray(theirs)
-    if a.dtype.kind in "OUS" and b.dtype.kind in "OUS":
-        return "" if a.tolist() == b.tolist() else f"{a.tolist()} and {b.tolist()}"
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
-        return f"{a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)}"
-    if a.dtype.kind in "biu":
-        wrong = a != b
-    else:
-        wide = np.complex128 if a.dtype.kind == "c" else np.float64
-        coarse = 1e-3 if a.dtype.itemsize >= 4 else 0.05
-        with np.errstate(all="ignore"):
-            x, y = a.astype(wide), b.astype(wide)
-            scale = min(np.abs(y[np.isfinite(y)]).max(initial=0), 1)
-            wrong = ~np.isclose(x, y, coarse, coarse * scale, equal_nan=True)
-    if not wrong.any():
-        return ""
-    return f"{a[wrong][:4]} and {b[wrong][:4]}, {wrong.sum()} of {wrong.size}"

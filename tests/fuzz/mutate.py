@@ -232,8 +232,9 @@ def _attribute(model: ModelProto, random: Random, _: ModelProto) -> None:
 def array(random: Random, shape: tuple[int, ...], dtype: np.dtype, nasty: bool) -> np.ndarray:
     """Return an array of small numbers; a nasty one has some that are not."""
     draws = np.random.default_rng(random.getrandbits(32))
-    if 0 in shape:  # the others may be more than NumPy counts
-        return np.zeros([min(size, 4) for size in shape], dtype)
+    if 0 in shape:
+        beyond = math.prod(filter(None, shape)) > 1 << 40  # more than NumPy counts
+        return np.zeros([min(size, 4) for size in shape] if beyond else shape, dtype)
     if dtype.kind == "O":
         words = [random.choice(TEXTS) for _ in range(math.prod(shape))]
         return np.array(words, object).reshape(shape)
@@ -349,8 +350,11 @@ def _nested(model: ModelProto, random: Random, _: ModelProto) -> None:
         go = helper.make_tensor_value_info("go", TensorProto.BOOL, [])
         body = helper.make_graph([inner], "body", [counter, go], [go, *results])
         count = numpy_helper.from_array(np.array(random.randint(0, 3)), "count")
+        condition = random.choice(("", "yes"))  # without one, onnx.reference runs no iteration
+        if condition:
+            graph.initializer.append(numpy_helper.from_array(np.array(True), condition))
         graph.initializer.append(count)
-        node.CopyFrom(helper.make_node("Loop", ["count", ""], outputs, body=body))
+        node.CopyFrom(helper.make_node("Loop", ["count", condition], outputs, body=body))
     else:
         name, inputs = f"fn{len(model.functions)}", [*dict.fromkeys(filter(None, node.input))]
         function = helper.make_function(

@@ -1,0 +1,239 @@
+"""Why jaxonnx refuses models that others run, and runs models that others refuse.
+
+A row matches a message, so that another fault of the operator is still shown.
+"""
+
+import re
+from typing import Any
+
+from tests.fuzz.explain import BOTH, REFERENCE, RUNTIME, Limit, Node, Refusal
+
+NO_CHECK = "values that the specification does not allow, where the reference does not look"
+IGNORED = "values that the specification does not allow, which others take for the default"
+WINDOWS = r".*Pool|Conv.*|Col2Im|DeformConv|QLinearConv"
+
+
+def idle(node: Node) -> bool:
+    """Check whether a node is a Loop without iterations."""
+    count = node.known(0)
+    return node.op == "Loop" and count.size == 1 and count.item() <= 0
+
+
+REFUSALS = (
+    Refusal(
+        "", r"imports? opset|.*uses opset \d+", "an operator set that onnx does not know", BOTH
+    ),
+    Refusal(
+        "",
+        "",
+        "ONNX's shape inference refuses it too, which the reference does not ask",
+        other=r"\[(Shape|Type)InferenceError\]",
+    ),
+    Refusal(
+        "",
+        "",
+        "a body that cannot run, in a Loop without iterations: jaxonnx runs it for its types",
+        frozenset({RUNTIME}),
+        when=idle,
+    ),
+    Refusal(
+        r"Softmax|LogSoftmax|Hardmax|Flatten|Concat|Split|Squeeze|Unsqueeze|Reduce\w+|Arg\w+|TopK|"
+        r"Gather\w*|Scatter\w*|OneHot|CumSum|LayerNormalization|LpNormalization|Slice|"
+        r"(De)?[Qq]uantizeLinear|DynamicQuantizeLinear|Compress|Unique|Scan|Shape|Pad|Resize|DFT|"
+        r"MeanVarianceNormalization|CenterCropPad|SplitToSequence|ConcatFromSequence|"
+        r"RMSNormalization|SwiGLU|TensorScatter|CumProd",
+        r"axis -?\d+ is out of (range for a tensor of rank|bounds for array of dimension)|"
+        r"Hardmax does not take these inputs with axis=-?\d{10}",
+        "an axis that is not there: the reference takes it modulo the rank, onnxruntime cuts it to "
+        "32 bits and does not look where a tensor is empty",
+        BOTH,
+    ),
+    Refusal(
+        r"Reduce\w+|CenterCropPad|Pad|Resize|Slice",
+        r"axes \[.*\] name an axis of rank \d+ twice",
+        "an axis that is named twice",
+        BOTH,
+    ),
+    Refusal("Reshape", ".*must not hold both 0 and -1", NO_CHECK, BOTH),
+    Refusal("Reshape", "the target .* must hold at most one -1 and nothing below", NO_CHECK),
+    Refusal(
+        "Resize|Upsample", r"\d+ scales or sizes are given for", "axes that are not there", BOTH
+    ),
+    Refusal("Resize|Upsample", "exactly one of scales and sizes", NO_CHECK),
+    Refusal("Resize|Upsample", "scales and sizes must be positive", NO_CHECK, BOTH),
+    Refusal("Gelu", "approximate must be '", NO_CHECK),
+    Refusal("NegativeLogLikelihoodLoss|SoftmaxCrossEntropyLoss", "reduction is '", IGNORED, BOTH),
+    Refusal("ScatterND|ScatterElements", "reduction must be none, add", IGNORED, BOTH),
+    Refusal(
+        "NegativeLogLikelihoodLoss|SoftmaxCrossEntropyLoss",
+        "a label is outside|labels of shape",
+        "labels that do not fit, which others read beyond the end of memory, wrap or broadcast",
+        BOTH,
+    ),
+    Refusal("LpNormalization", "p is -?[\\w.]+: only 1 and 2", NO_CHECK, BOTH),
+    Refusal(
+        "Cast|CastLike|EyeLike|Random.*|Attention|FlexAttention|(Layer|RMS)Normalization|.*Window",
+        r"-?\d+ is not the number of a tensor element|dtype=dtype\('O'\)",
+        IGNORED,
+        BOTH,
+    ),
+    Refusal("Constant", "exactly one attribute must hold", "a Constant with two values", BOTH),
+    Refusal(
+        "Transpose",
+        r"perm \[.*\] is no permutation",
+        "a perm for other axes: an empty one is taken for none, axes of size 1 are not looked at",
+        BOTH,
+    ),
+    Refusal(r"Reduce\w+", "axes must be a vector", "axes that are a scalar or a matrix", BOTH),
+    Refusal("Split|SplitToSequence", "(sizes|split) .* do(es)? not add up", NO_CHECK),
+    Refusal("Split|SplitToSequence", "(split|num_outputs) must be positive", NO_CHECK),
+    Refusal("NonMaxSuppression", "iou_threshold must be between 0 and 1", NO_CHECK),
+    Refusal("NonMaxSuppression", "boxes .* and scores .* do not fit|center_point_box", NO_CHECK),
+    Refusal("LinearClassifier|LinearRegressor|SVM.*", ".*coefficients", NO_CHECK),
+    Refusal("TfIdfVectorizer", ".*(ngram_indexes|max_skip_count)", NO_CHECK),
+    Refusal("DepthToSpace|SpaceToDepth", "blocksize must be positive|mode must be DCR", NO_CHECK),
+    Refusal("OneHot", "(depth must be positive|values must hold two)", NO_CHECK),
+    Refusal("DFT|STFT", "the length of the transform must be positive", NO_CHECK),
+    Refusal(WINDOWS, "strides .* and dilations .* must be positive", NO_CHECK),
+    Refusal(WINDOWS, r"(strides|pads|dilations|kernel_shape) has \d+ entries", NO_CHECK),
+    Refusal(WINDOWS, "auto_pad is '", NO_CHECK),
+    Refusal(
+        WINDOWS, "pads .* and auto_pad .* exclude", "pads that auto_pad makes others ignore", BOTH
+    ),
+    Refusal(".*Pool", "X .* must have batch, channel and spatial axes", NO_CHECK),
+    Refusal("GridSample", "grid of shape .* does not fit an input|unknown padding_mode", NO_CHECK),
+    Refusal("Pad", "mode must be constant, reflect", NO_CHECK),
+    Refusal("TopK", "k argument to top_k must be nonnegative", NO_CHECK),
+    Refusal("ReverseSequence", "batch_axis .* and time_axis|sequence lengths .* must", NO_CHECK),
+    Refusal("Gather.*|Scatter.*", r"index -?\d+ is out of range for an axis", NO_CHECK),
+    Refusal("ScatterND|ScatterElements", ".*updates .*must have", NO_CHECK),
+    Refusal("ArrayFeatureExtractor", "indices must be in", NO_CHECK),
+    Refusal("Slice", "starts, ends, axes and steps must", NO_CHECK),
+    Refusal("Sequence(At|Insert|Erase)", "position -?\\d+ is out of range", NO_CHECK),
+    Refusal("GRU|LSTM|RNN", r"\d+ activations are needed|hidden_size is", NO_CHECK),
+    Refusal("Adam|Adagrad|Momentum", "tensor \\d+ is .*; they must be alike", NO_CHECK),
+    Refusal(
+        "DFT|STFT|NonMaxSuppression|MelWeightMatrix|.*Window|TopK|Range|OneHot|Q.*|Trilu",
+        "can only convert an array of size 1|cannot reshape array of size \\d+ into shape \\(\\)",
+        "several numbers where an operator takes one, of which others read the first",
+        BOTH,
+    ),
+    Refusal(".*Window", "negative dimensions are not allowed", NO_CHECK),
+    Refusal(
+        "CenterCropPad",
+        "pads .* remove more than there is",
+        "a negative size, of which onnxruntime makes an empty result",
+        BOTH,
+    ),
+    Refusal(
+        "CausalConvWithState",
+        "Cannot concatenate arrays",
+        "a state of another batch, which onnxruntime does not look at",
+        frozenset({RUNTIME}),
+    ),
+    Refusal("", r".* has \d+ outputs; function '.*' has", "outputs that a function does not have"),
+    Refusal("Loop|Scan|If|SequenceMap", "the body '.*' takes \\d+ inputs, and was given", NO_CHECK),
+    Refusal(
+        "Imputer|LabelEncoder|OneHotEncoder|Scaler|TfIdfVectorizer",
+        "exactly one of .* must be given",
+        "two of several lists, of which others ignore one",
+        BOTH,
+    ),
+    Refusal("Mod", "fmod is -?\\d+, not 0", NO_CHECK),
+    Refusal("MelWeightMatrix", "no bank has|the edges", NO_CHECK, BOTH),
+    Refusal("QuantizeLinear", "precision must be", NO_CHECK),
+    Refusal("Attention", r"a tensor of shape .* has \d+ heads, not", NO_CHECK),
+    Refusal("Momentum", "mode is '.*'; Momentum knows standard and nesterov", NO_CHECK),
+    Refusal("Attention|FlexAttention", "softmax_precision must be", IGNORED, BOTH),
+    Refusal("Add|Sub|Mul|Div|Pow|And|Or|Xor|Equal|Greater|Less", ".*needs broadcast=1", NO_CHECK),
+    Refusal(
+        "GRU|LSTM|RNN", "clip is -?(inf|nan|[\\d.e+-]+), and no", "a clip that is ignored", BOTH
+    ),
+    Refusal(
+        "Attention", "qk_matmul_output_mode must be", "of an output that is not asked for", BOTH
+    ),
+    Refusal(
+        ".*",
+        ".*(dtype promotion|does not accept dtype|is [a-z]+\\d*, it (takes|must have))",
+        "types that the operator's schema does not have",
+    ),
+    Refusal(".*", ".*(Incompatible shapes|be broadcast)", "shapes that only NumPy broadcasts"),
+)
+
+FLAGS = re.compile(
+    "align_corners|allowzero|antialias|ceil_mode|center_point_box|count_include_pad|exclude_outside|"
+    "exclusive|input_forget|inverse|is_causal|keepdims|largest|layout|linear_before_reset|onesided|"
+    "periodic|reverse|saturate|select_last_index|sorted|storage_order|transA|transB|upper"
+)
+
+
+def odd_flag(node: Node, *_: Any) -> bool:
+    flags = (value for name, value in node.attributes.items() if FLAGS.fullmatch(name))
+    return any(value not in (0, 1) for value in flags)
+
+
+NO_KERNEL = "an operator, type or version that onnxruntime does not have"
+FLAG = "a number that is neither 0 nor 1, where the specification knows these: any other is a yes"
+LIMITS = (
+    Limit(RUNTIME, ": 9 : NOT_IMPLEMENTED : ", NO_KERNEL),
+    Limit(RUNTIME, "is not a registered function/op", NO_KERNEL),
+    Limit(RUNTIME, "Numpy_type .* can't be converted|No corresponding Numpy type", NO_KERNEL),
+    Limit(RUNTIME, "Batchwise recurrent operations .* are not supported", NO_KERNEL),
+    Limit(REFERENCE, "No (registered )?implementation for operator", "the reference has no such"),
+    Limit(
+        REFERENCE,
+        r"Issues with types .*'round_mode', 'saturate'.*CastLike_19",
+        "the reference's CastLike does not know its new attribute",
+    ),
+    Limit(
+        REFERENCE,
+        "need at least one array to concatenate",
+        "the reference cannot stack the rows of no iterations, and runs none without a condition",
+        lambda node: node.op in ("Loop", "Scan"),
+    ),
+    Limit(
+        RUNTIME,
+        "a graph input that is also one of its initializers, which is not supported",
+        "onnxruntime has no defaults for inputs of a body",
+    ),
+    Limit(
+        RUNTIME,
+        "Got invalid dimensions for input",
+        "an input that is declared larger than memory, of which the fuzzer gives a part",
+    ),
+    Limit(
+        REFERENCE,
+        r"cannot reshape array of size 0 into shape \(.*newaxis",
+        "NumPy infers no -1 for an array without elements, jaxonnx from the other axes",
+    ),
+    Limit(
+        RUNTIME,
+        r"Product cannot be 0 in combination with -1|num_indices = 0",
+        "onnxruntime has no batch of none there",
+    ),
+    Limit(
+        RUNTIME,
+        r"requests feature \d+ but input tensor has 1 features",
+        "a vector, which jaxonnx takes for one sample, onnxruntime for samples of one feature",
+        lambda node: node.known(0).ndim == 1,
+    ),
+    Limit(
+        RUNTIME,
+        "Pad reflect requires axis length >= 2",
+        "an axis of one element, which NumPy reflects by repeating it",
+    ),
+    Limit(REFERENCE, "index can't contain negative values", "the reference has no negative pads"),
+    Limit(REFERENCE, "LRN only applies on 4D tensors", "others have LRN of images alone"),
+    Limit(RUNTIME, r"lrn.cc:.*NumDimensions\(\) == 4", "others have LRN of images alone"),
+    Limit(
+        REFERENCE,
+        "cannot identify image file",
+        "the specification has an empty image where decoding fails",
+    ),
+    Limit(
+        REFERENCE,
+        "x_zero_point is not null but should be zero for float8",
+        "a zero point that the reference leaves out",
+    ),
+    *(Limit(name, "", FLAG, odd_flag) for name in sorted(BOTH)),
+)

@@ -1,0 +1,186 @@
+"""Why results differ where jaxonnx's are right, or where the specification leaves them open.
+
+A row looks at an attribute, a type or values, so that another fault of the operator is still shown.
+"""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from onnx import GraphProto
+
+from tests.fuzz.explain import BOTH, RUNTIME, Difference, Node
+from tests.fuzz.explained_refusals import FLAG, odd_flag
+
+
+def close(a: Any, b: Any) -> Any:
+    """Return where arrays of one shape have about the same numbers."""
+    wide = np.complex128 if a.dtype.kind == "c" else np.float64
+    with np.errstate(all="ignore"):
+        return np.isclose(a.astype(wide), b.astype(wide), 1e-2, 1e-3, equal_nan=True)
+
+
+def alike(a: Any, b: Any) -> bool:
+    return (a.dtype, a.shape) == (b.dtype, b.shape)
+
+
+def infinite(x: np.ndarray) -> Any:
+    with np.errstate(all="ignore"):
+        return ~np.isfinite(x.astype(np.float64)) if x.dtype != object else np.zeros(x.shape, bool)
+
+
+def joined(node: Node, ours: Any, theirs: Any) -> bool:
+    """Check whether two arrays have the same numbers in other shapes."""
+    if not ours.size == theirs.size > 0 or ours.dtype != theirs.dtype:
+        return False
+    return bool(close(ours.ravel(), theirs.ravel()).all())
+
+
+def beyond(node: Node, ours: Any, theirs: Any) -> bool:
+    """Check whether integers differ only where what was cast is beyond their type."""
+    x = node.known(0)
+    if not alike(ours, theirs) or x.shape != ours.shape or ours.dtype.kind not in "iuV":
+        return False
+    limits = ml_dtypes.iinfo(ours.dtype)
+    with np.errstate(all="ignore"):
+        x = x.astype(np.float64)
+    within = (x >= limits.min) & (x <= limits.max)
+    return bool((close(ours, theirs) | ~within).all())
+
+
+def shifted(node: Node, *_: Any) -> bool:
+    """Check whether a number of 8 bits or fewer has a zero point that is not 0."""
+    point = node.known(2)
+    small = "float" in point.dtype.name and point.itemsize == 1
+    return small and bool(point.astype(np.float32).any())
+
+
+def overflown(node: Node, ours: Any, theirs: Any) -> bool:
+    """Check whether integers differ only where a ratio was infinite or beyond 32 bits."""
+    x, scale = (node.known(i).astype(np.float64) for i in (0, 1))
+    axis = node.attributes.get("axis", 1)
+    if scale.ndim == 1 and scale.size > 1:
+        scale = np.moveaxis(scale.reshape(-1, *(1,) * (x.ndim - 1)), 0, axis)
+    with np.errstate(all="ignore"):
+        try:
+            ratio = np.broadcast_to(x / scale, ours.shape)
+        except ValueError:
+            return False
+    return alike(ours, theirs) and bool((close(ours, theirs) | ~(abs(ratio) < 2**31)).all())
+
+
+def tiny(node: Node, ours: Any, theirs: Any) -> bool:
+    """Check whether numbers differ only below the least normal one."""
+    if not alike(ours, theirs) or "float" not in ours.dtype.name:
+        return False
+    least = ml_dtypes.finfo(ours.dtype).tiny
+    return bool((close(ours, theirs) | ((abs(ours) < least) & (abs(theirs) < least))).all())
+
+
+def without_elements(node: Node, ours: Any, theirs: Any) -> bool:
+    pads, kernel = node.attributes.get("pads", [0]), node.attributes.get("kernel_shape", [1])
+    return max(pads) >= min(kernel) and bool((close(ours, theirs) | np.isnan(theirs)).all())
+
+
+def defaults(node: Node, *_: Any) -> bool:
+    bodies = (value for value in node.attributes.values() if isinstance(value, GraphProto))
+    return any({t.name for t in b.initializer} & {i.name for i in b.input} for b in bodies)
+
+
+DIFFERENCES = (
+    Difference(".*", odd_flag, FLAG, BOTH),
+    Difference(".*", tiny, "numbers below the least normal one, which XLA takes for zero", BOTH),
+    Difference("Loop", joined, "the reference joins scan outputs along their first axis"),
+    Difference(
+        "Loop",
+        lambda node, ours, theirs: not ours.size and not theirs.size,
+        "onnxruntime has other shapes for what no iteration gave",
+        frozenset({RUNTIME}),
+    ),
+    Difference(
+        "Loop|Scan|SequenceMap", defaults, "the reference takes defaults that a body's inputs have"
+    ),
+    Difference(
+        "Adam|Adagrad|Momentum",
+        lambda node, ours, theirs: theirs.dtype == np.float64 and close(ours, theirs).all(),
+        "the reference computes in float64 and keeps it",
+    ),
+    Difference(
+        "QuantizeLinear|DequantizeLinear", shifted, "a zero point that the reference leaves out"
+    ),
+    Difference(
+        "QuantizeLinear", overflown, "a ratio beyond 32 bits, which the reference wraps around"
+    ),
+    Difference(
+        "Cast|CastLike", beyond, "a number beyond the integers, which ONNX leaves open", BOTH
+    ),
+    Difference(
+        "Attention|FlexAttention",
+        lambda node, ours, theirs: node.attributes.get("scale", 1) < 0 and infinite(theirs).all(),
+        "others take roots of a negative scale; the specification says they are for precision",
+        BOTH,
+    ),
+    Difference(
+        "Celu",
+        lambda node, *_: not node.attributes.get("alpha", 1) or infinite(node.attributes["alpha"]),
+        "a formula of zero times infinity, also where the result does not need it",
+        BOTH,
+    ),
+    Difference(
+        "AveragePool",
+        lambda node, *_: node.opset < 7 and any(node.attributes.get("pads", ())),
+        "the reference counts padding, which the first version of AveragePool does not",
+    ),
+    Difference("AveragePool", without_elements, "windows of padding alone: 0, or 0 by 0"),
+    Difference(
+        ".*Window",
+        lambda node, ours, theirs: alike(ours, theirs) and close(ours, theirs).all(),
+        "rounding next to zero",
+        BOTH,
+    ),
+    Difference(
+        "HannWindow|HammingWindow|BlackmanWindow",
+        lambda node, ours, theirs: ours.shape == (1,) and np.isnan(theirs).all(),
+        "a symmetric window of one sample, 0 by 0 in the formula: SciPy has 1",
+        BOTH,
+    ),
+    Difference(
+        "AffineGrid",
+        lambda node, *_: 1 in node.known(1)[2:],
+        "a grid of one place on an axis: three results, ours is PyTorch's",
+        BOTH,
+    ),
+    Difference(
+        "LpPool|GlobalLpPool",
+        lambda node, *_: node.attributes.get("p", 2) <= 0,
+        "a norm of no positive order",
+        BOTH,
+    ),
+    Difference(
+        "LSTM|GRU|RNN",
+        lambda node, *_: any(np.isnan(x).any() for x in map(node.known, (0, 1, 2)) if x.size),
+        "NaN, which onnxruntime cuts off",
+        frozenset({RUNTIME}),
+    ),
+    Difference(
+        "StringNormalizer",
+        lambda node, *_: any(not x or not x.isascii() for x in node.known(0).ravel().tolist()),
+        "the reference takes accents off letters, and empty texts away",
+    ),
+    Difference(
+        "TfIdfVectorizer",
+        lambda node, *_: node.attributes["min_gram_length"] < 1,
+        "n-grams of no words, which the reference counts twice",
+    ),
+    Difference(
+        "GridSample",
+        lambda node, *_: infinite(node.known(1)).any(),
+        "a place that is infinite",
+        BOTH,
+    ),
+    Difference(
+        "Momentum",
+        lambda node, *_: node.known(0).dtype.kind in "iu",
+        "a rate of learning that is an integer, which the schema does not have",
+    ),
+)
