@@ -95,6 +95,13 @@ def test_large_ranges_and_identities_are_computed_in_the_graph():
     assert not jax.make_jaxpr(f)(np.zeros((300, 300), np.float32)).consts
 
 
+def test_a_negative_pad_removes_of_the_padding_where_the_axis_is_shorter():
+    x = np.ones((1, 3), np.float32)
+    np.testing.assert_array_equal(operator("Pad")(x, ints(2, 0, -2, 0)), np.zeros((1, 3)))
+    np.testing.assert_array_equal(operator("Pad")(x, ints(0, -4, 0, 3)), np.zeros((1, 2)))
+    np.testing.assert_array_equal(operator("Pad")(x, ints(0, -2, 0, 1)), [[1, 0]])
+
+
 def test_identity_of_sequences_and_optionals():
     assert operator("Identity")([X, X]) == [X, X]
     assert operator("Identity")(None) is None
@@ -153,6 +160,8 @@ def test_narrow_types_compile(dtype):
         ("Pad", [X, ints(0, 1)], {}, "two numbers for each"),
         ("Pad", [X, ints(0, 0, 0, 0, 0, 1)], {"mode": "mirror"}, "mode must be"),
         ("Pad", [X, ints(-2, 0, 0, -1, 0, 0)], {}, "remove more"),
+        ("Pad", [X, ints(0, 4, 0, 0, -4, 0)], {"mode": "edge"}, "leave nothing of axis 1"),
+        ("CenterCropPad", [X, ints(1, 2)], {"axes": [1]}, "2 sizes are given for 1 axes"),
         ("Gather", [X, ints(2)], {}, "index 2 is out of range for an axis of size 2"),
         ("Gather", [X, ints(-4)], {"axis": 1}, "index -4"),
         ("GatherND", [X, ints(0, 3)], {}, "index 3"),

@@ -124,9 +124,16 @@ def _pad(x, pads, mode, value=None, axes=None):
         raise NodeError(f"mode must be constant, reflect, edge or wrap, not {mode!r}")
     room([low + n + high for (low, high), n in zip(widths, x.shape, strict=True)], x.dtype)
     # A negative pad removes elements, before the rest is padded from what remains.
-    sides = zip(widths, x.shape, strict=True)
-    x = x[tuple(slice(max(0, -low), n - max(0, -high)) for (low, high), n in sides)]
-    widths = [(max(0, low), max(0, high)) for low, high in widths]
+    kept = []
+    for axis, ((low, high), n) in enumerate(zip(widths, x.shape, strict=True)):
+        begin, end = max(0, -low), max(0, -high)
+        widths[axis] = max(0, low), max(0, high)
+        if (begin or end) and begin + end > n:  # of the padding, too
+            if mode != "constant":
+                raise NodeError(f"pads {list(pads)} leave nothing of axis {axis} of {x.shape}")
+            begin, end, widths[axis] = n, 0, (low + n + high, 0)
+        kept.append(slice(begin, n - end))
+    x = x[tuple(kept)]
     if mode in ("reflect", "wrap"):
         for axis, (low, high) in enumerate(widths):
             n = x.shape[axis]
@@ -172,6 +179,8 @@ def pad(x, pads: Static, value=None, axes: Static | None = None, *, mode="consta
 def center_crop_pad(x, shape: Static, *, axes=None):
     """Crop or zero-pad `axes` to `shape` around the centre; an odd rest goes to the end."""
     axes = axes_of(axes, x.ndim)
+    if len(shape) != len(axes):
+        raise NodeError(f"{len(shape)} sizes are given for {len(axes)} axes")
     rest = [int(target) - x.shape[axis] for target, axis in zip(shape, axes, strict=True)]
     begins = [math.trunc(r / 2) for r in rest]
     ends = [r - b for r, b in zip(rest, begins, strict=True)]
