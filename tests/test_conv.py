@@ -112,6 +112,16 @@ def test_traced_regions_sample_like_known_ones(mode):
         ("Conv", [(1, 2, 4, 4), (2, 2, 3, 3)], {"kernel_shape": []}, "not that of the weight"),
         ("MaxPool", [(1, 2, 4, 4)], {"kernel_shape": []}, "kernel_shape has 0 entries"),
         ("Conv", [(1, 2, 4, 4), (2, 2, 3, 3)], {"strides": [0, 1]}, "must be positive"),
+        ("ConvTranspose", [(1, 2, 4, 4), (2, 2, 3, 3)], {"output_padding": [1, 0]}, "less than"),
+        ("ConvTranspose", [(1, 2, 4, 4), (2, 2, 3, 3)], {"output_padding": [-1, 0]}, "less than"),
+        (
+            "ConvTranspose",
+            [(1, 2, 4, 4), (2, 2, 3, 3)],
+            {"output_shape": [6, 6], "pads": [1, 1]},
+            "pads has 2 entries",
+        ),
+        ("RoiAlign", [(1, 2, 4, 4), (1, 4), (1,)], {"output_height": -1}, "are not there"),
+        ("RoiAlign", [(1, 2, 4, 4), (1, 4), (1,)], {"sampling_ratio": -1}, "are not there"),
         ("MaxPool", [(2, 3)], {"kernel_shape": [2]}, "must have batch, channel and spatial"),
         ("DeformConv", [(1, 1, 3, 3), (1, 1, 2, 2), (1, 8, 3, 3)], {}, "offset"),
     ],
@@ -137,3 +147,26 @@ def test_nan_survives_activation_and_pooling():
     found = np.isnan(model(x, np.ones((32, 1, 3, 3), np.float32), np.zeros(32, np.float32)))
     assert found[0, :, 1:3, 1:3].all()
     assert found.sum() == 32 * 4
+
+
+def test_pixels_outside_of_a_deformed_window_are_zero_beside_one_that_is_nan():
+    x = np.array([[[[1, 2], [3, np.nan]]]], np.float32)
+    offset = np.zeros((1, 2, 2, 2), np.float32)
+    offset[0, :, 1, 1] = 1  # one beyond the image on each axis
+    y = operator("DeformConv")(x, np.ones((1, 1, 1, 1), np.float32), offset)
+    assert y[0, 0, 1, 1] == 0
+
+
+@pytest.mark.parametrize("name", ["RoiAlign", "MaxRoiPool"])
+def test_regions_of_no_image_are_nan(name):
+    """As other indices that are only known while running; a known one is an error."""
+    x, rois = np.ones((2, 1, 4, 4), np.float32), np.float32([[0, 0, 2, 2]] * 2)
+    number = np.array([1, 2])
+    if name == "RoiAlign":
+        with pytest.raises(NodeError, match="index 2 is out of range"):
+            operator(name)(x, rois, number)
+        y = jax.jit(lambda n: operator(name)(x, rois, n))(number)
+    else:
+        rois = np.concatenate([number[:, None].astype(np.float32), rois], 1)
+        y = jax.jit(lambda r: operator(name)(x, r, pooled_shape=[1, 1]))(rois)
+    assert np.isnan(y.ravel()).tolist() == [False, True]

@@ -103,6 +103,10 @@ def conv_transpose(
     strides, dilations = per_axis(strides, rank, "strides"), per_axis(dilations, rank, "dilations")
     check_positive(kernel, strides, dilations)
     extra = per_axis(output_padding, rank, "output_padding", 0)
+    for e, s, d in zip(extra, strides, dilations, strict=True):
+        if not 0 <= e < max(s, d):
+            raise NodeError(f"output_padding {extra} must be less than the strides or dilations")
+    pairs = pad_pairs(pads, rank)
     reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
     span = [s * (n - 1) + r for s, n, r in zip(strides, images, reach, strict=True)]
     if output_shape is not None and len(output_shape):
@@ -110,13 +114,13 @@ def conv_transpose(
     elif auto_pad.startswith("SAME"):
         size = tuple(n * s for n, s in zip(images, strides, strict=True))
     else:
-        axes = zip(span, extra, pad_pairs(pads, rank), strict=True)
+        axes = zip(span, extra, pairs, strict=True)
         size = tuple(n + e - sum(pair) for n, e, pair in axes)
     if (output_shape is not None and len(output_shape)) or auto_pad.startswith("SAME"):
         axes = zip(span, extra, size, strict=True)
         begins = [split_padding(max(n + e - o, 0), auto_pad)[0] for n, e, o in axes]
     else:
-        begins = [begin for begin, _ in pad_pairs(pads, rank)]
+        begins = [begin for begin, _ in pairs]
     padding = tuple((b, n - b - o) for b, n, o in zip(begins, span, size, strict=True))
     room((x.shape[0], w.shape[1], *map(max, zip(span, size, strict=True))), x.dtype)
     y = lowering.transposed_convolution(
@@ -282,8 +286,9 @@ def deform_conv(
         raise NodeError(f"offset {offset.shape} does not fit {windows.out} windows of {kernel}")
     offset = jnp.asarray(offset).reshape(n, offset_group, *kernel, rank, *windows.out)
     check_neighbours(2, rank)
-    # (flat index, weight) of the pixels around each position: every axis doubles their number
-    corners = [(jnp.zeros((), jnp.int32), jnp.ones((), x.dtype))]
+    # flat index and weight of the pixels around each position, and whether they lie in the image:
+    # every axis doubles their number
+    corners = [(jnp.zeros((), jnp.int32), jnp.ones((), x.dtype), jnp.array(True))]
     for axis, at in enumerate(positions(windows)):
         shape = [1] * (2 * rank)
         shape[axis], shape[rank + axis] = kernel[axis], windows.out[axis]
@@ -292,17 +297,24 @@ def deform_conv(
         low = lax.stop_gradient(jnp.floor(place))
         part = place - low
         both = (low, 1 - part), (low + 1, part)
-        inside = [(p, jnp.where((p >= 0) & (p < size[axis]), v, 0)) for p, v in both]
+        inside = [(p, v, (p >= 0) & (p < size[axis])) for p, v in both]
         corners = [
-            (index * size[axis] + jnp.clip(p, 0, size[axis] - 1).astype(jnp.int32), weight * v)
-            for index, weight in corners
-            for p, v in inside
+            (
+                index * size[axis] + jnp.clip(p, 0, size[axis] - 1).astype(jnp.int32),
+                weight * v,
+                within & here,
+            )
+            for index, weight, within in corners
+            for p, v, here in inside
         ]
     pixels = jnp.asarray(x).reshape(n, offset_group, c // offset_group, -1)
+
+    def flat(value):
+        return value.reshape(n, offset_group, 1, -1)
+
     sampled: Any = sum(
-        jnp.take_along_axis(pixels, index.reshape(n, offset_group, 1, -1), 3)
-        * weight.reshape(n, offset_group, 1, -1)
-        for index, weight in corners
+        jnp.where(flat(within), jnp.take_along_axis(pixels, flat(index), 3), 0) * flat(weight)
+        for index, weight, within in corners
     )
     if mask is not None:
         sampled = sampled * mask.reshape(n, offset_group, 1, -1)

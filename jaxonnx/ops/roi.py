@@ -8,6 +8,7 @@ from jax import lax
 from jaxonnx import lowering
 from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
+from jaxonnx.ops.common import index_of
 from jaxonnx.registry import known, op, xp
 
 ROIS_AT_ONCE = 16
@@ -46,7 +47,7 @@ def max_roi_pool(x, rois, *, pooled_shape, spatial_scale=1.0):
         return (pixel >= begin[:, None]) & (pixel < end[:, None])
 
     def pool(roi):
-        image = x[roi[0].astype(jnp.int32)]
+        image = x.at[roi[0].astype(jnp.int32)].get(mode="fill")
         rows = bins(roi[2], roi[4], pooled_shape[0], x.shape[2])
         columns = bins(roi[1], roi[3], pooled_shape[1], x.shape[3])
         y = lowering.first_max(jnp.where(columns, image[:, :, None], -jnp.inf), 3)
@@ -106,6 +107,10 @@ def roi_align(
         raise NodeError(f"coordinate_transformation_mode {coordinate_transformation_mode!r}")
     if mode not in ("avg", "max"):
         raise NodeError(f"mode is {mode!r}: avg or max")
+    if min(output_height, output_width) < 1 or sampling_ratio < 0:
+        raise NodeError(
+            f"{output_height} x {output_width} bins of {sampling_ratio} samples are not there"
+        )
     half_pixel = coordinate_transformation_mode == "half_pixel"
     x = jnp.asarray(x)
     height, width = x.shape[2:]
@@ -128,7 +133,7 @@ def roi_align(
     room((output_width, samples[1], 2, width), wide)
 
     def pool(edge, extent, number):
-        image = x[number].astype(wide)
+        image = x.at[number].get(mode="fill").astype(wide)  # NaN for no image of the batch
         down = _samples(edge[0, 1], extent[1], output_height, height, samples[0], sampling_ratio)
         across = _samples(edge[0, 0], extent[0], output_width, width, samples[1], sampling_ratio)
         if mode == "avg":
@@ -136,7 +141,8 @@ def roi_align(
         rows = _weighted_max(image, *across)
         return _weighted_max(rows.swapaxes(1, 2), *down).swapaxes(1, 2)
 
-    return _per_roi(pool, edges, length, jnp.asarray(batch_indices)).astype(x.dtype)
+    number = jnp.asarray(index_of(batch_indices, len(x)))
+    return _per_roi(pool, edges, length, number).astype(x.dtype)
 
 
 def _samples(start, extent, bins, size, most, ratio):
