@@ -486,3 +486,17 @@ def test_a_large_file_is_never_whole_beside_its_parts(tmp_path):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     root = Path(__file__).parent.parent
     subprocess.run([*command, str(3 * size // 2)], cwd=root, check=True, env=environment)
+
+
+def test_a_constant_with_two_values_is_refused():
+    """One of them was taken, which onnxruntime and onnx.reference do not agree on."""
+    model = onnx.parser.parse_model(
+        """
+        <ir_version: 10, opset_import: ["": 21]> g (float[2] x) => (float[2] y) {
+          c = Constant <value_float = 0.5, value = float[2] {1, 2}> ()
+          y = Mul (x, c)
+        }
+        """
+    )
+    with pytest.raises(jaxonnx.Error, match="exactly one attribute"):
+        jaxonnx.load(model)(np.ones(2, np.float32))

@@ -74,11 +74,11 @@ def opset_of(proto: ModelProto) -> int:
 
 
 def tensor_of_constant(node: NodeProto) -> TensorProto | None:
-    """Return the tensor of a Constant node that holds one, else None."""
-    if node.op_type == "Constant" and node.domain in ("", "ai.onnx"):
-        for attribute in node.attribute:
-            if attribute.name == "value" and attribute.type == AttributeProto.TENSOR:
-                return attribute.t
+    """Return the tensor of a Constant node that holds one and nothing else, else None."""
+    if node.op_type == "Constant" and node.domain in ("", "ai.onnx") and len(node.attribute) == 1:
+        (attribute,) = node.attribute
+        if attribute.name == "value" and attribute.type == AttributeProto.TENSOR:
+            return attribute.t
     return None
 
 
