@@ -18,7 +18,7 @@ from tests.fuzz.outcome import Outcome
 
 ROWS = (*REFUSALS, *LIMITS, *DIFFERENCES)
 RANDOM = ("Random", "Bernoulli", "Multinomial", "Dropout")
-TYPES = ("Type Error", "element type mismatch", "inconsistent type")
+TYPES = ("Type Error", "element type mismatch", "inconsistent type", "should all be tensors")
 """What onnxruntime says where types are wrong, at which onnx.checker does not look."""
 
 
