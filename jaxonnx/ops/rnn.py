@@ -43,7 +43,7 @@ def activations_of(default, names, alphas, betas, clip, direction):
     if direction not in _REVERSED:
         raise NodeError(f"direction is {direction!r}, not one of {', '.join(_REVERSED)}")
     count, directions = len(default), len(_REVERSED[direction])
-    names = default * directions if names is None else names
+    names = names or default * directions
     if len(names) != count * directions:
         raise NodeError(f"{count * directions} activations are needed, {len(names)} are given")
     remaining = iter(alphas or ()), iter(betas or ())
