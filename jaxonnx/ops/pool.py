@@ -11,7 +11,7 @@ from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import INDEX, canonical
 from jaxonnx.ops.elementwise import absolute
-from jaxonnx.ops.windows import Window, counts, pad_pairs, per_axis, spatial, window
+from jaxonnx.ops.windows import Window, check_positive, counts, pad_pairs, per_axis, spatial, window
 from jaxonnx.registry import Channels, Outputs, Static, op
 
 
@@ -225,14 +225,11 @@ def max_unpool(
     With `output_shape` the indices count in that shape, as onnxruntime and PyTorch have it.
     """
     rank = len(_spatial(x))
+    kernel = per_axis(kernel_shape, rank, "kernel_shape")
+    strides, pairs = per_axis(strides, rank, "strides"), pad_pairs(pads, rank)
+    check_positive(kernel, strides, ())
     if output_shape is None:
-        axes = zip(
-            x.shape[2:],
-            per_axis(kernel_shape, rank, "kernel_shape"),
-            per_axis(strides, rank, "strides"),
-            pad_pairs(pads, rank),
-            strict=True,
-        )
+        axes = zip(x.shape[2:], kernel, strides, pairs, strict=True)
         shape = (*x.shape[:2], *((n - 1) * s + k - sum(pair) for n, k, s, pair in axes))
     else:
         shape = tuple(int(n) for n in output_shape)
