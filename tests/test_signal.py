@@ -62,3 +62,9 @@ def test_mel_filters_lie_within_the_spectrum(inputs, message):
     mel = lookup("", "MelWeightMatrix", 17).function
     with pytest.raises(NodeError, match=message):
         mel(*(np.array(value) for value in inputs))
+
+
+@pytest.mark.parametrize("periodic", [0, 1])
+def test_windows_have_samples(periodic):
+    with pytest.raises(NodeError, match="must be positive, not -2"):
+        lookup("", "HannWindow", 17).function(np.array(-2), periodic=periodic)

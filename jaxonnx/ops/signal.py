@@ -83,6 +83,8 @@ def _window(size, periodic, output_datatype, coefficients):
     A symmetric window of one sample, where the formula divides by zero, is 1 as SciPy has it.
     """
     size = int(size.item())
+    if size < 1:
+        raise NodeError(f"the size of a window must be positive, not {size}")
     room([size], np.float64, host=True)
     n = np.arange(size) / max(size if periodic else size - 1, 1)
     terms = [(-1) ** k * a * np.cos(2 * np.pi * k * n) for k, a in enumerate(coefficients)]
