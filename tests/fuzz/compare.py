@@ -12,7 +12,8 @@ from onnx.reference import ReferenceEvaluator
 
 from jaxonnx._file.protos import all_nodes
 from tests.fuzz.explain import REFERENCE, RUNTIME, Compared, why
-from tests.fuzz.explained_refusals import LIMITS, REFUSALS
+from tests.fuzz.explained_limits import LIMITS
+from tests.fuzz.explained_refusals import REFUSALS
 from tests.fuzz.explained_results import DIFFERENCES
 from tests.fuzz.outcome import Outcome
 
