@@ -211,6 +211,11 @@ def test_half_precision_is_kept_known_and_traced(o, dtype):
     np.testing.assert_allclose(folded.astype(float), np.asarray(traced, float), rtol=1e-2)
 
 
+@pytest.mark.parametrize("name", ["Softmax", "LogSoftmax", "Hardmax"])
+def test_of_nothing(name):
+    assert operator(name, 13)(np.ones((2, 0), np.float32)).shape == (2, 0)
+
+
 @pytest.mark.parametrize(
     ("name", "opset", "inputs", "attributes", "message"),
     [

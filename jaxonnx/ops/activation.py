@@ -174,6 +174,8 @@ def log_softmax(x, axis):
 
 
 def hardmax(x, axis):
+    if x.size == 0:
+        return x
     return jax.nn.one_hot(jnp.argmax(x, axis), x.shape[axis], dtype=x.dtype, axis=axis)
 
 
