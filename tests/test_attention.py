@@ -105,6 +105,8 @@ def test_refusals():
             attention(q, k, v)
     with pytest.raises(NodeError, match="do not fit the scores"):
         attention(Q, K, V[:, :, :1])
+    one = np.ones((1, Q.shape[2], Q.shape[3] // 2), np.float32)
+    rotary(Q, one, one, num_heads=7)  # is for packed heads, and others ignore it
     with pytest.raises(NodeError, match="needs decay"):
         linear(Q[0], K[0], V[0], q_num_heads=1, kv_num_heads=1, update_rule="gated")
     with pytest.raises(NodeError, match="angles"):

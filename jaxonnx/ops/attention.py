@@ -299,7 +299,7 @@ def rotary_embedding(
     rotary_embedding_dim=0,
 ):
     """Rotary position embedding of the first `rotary_embedding_dim` channels (0: all) of a head."""
-    heads = split_heads(x, num_heads)
+    heads = split_heads(x, num_heads if x.ndim == 3 else None)
     if position_ids is not None:
         cos_cache, sin_cache = (jnp.asarray(c)[position_ids] for c in (cos_cache, sin_cache))
     half = (rotary_embedding_dim or heads.shape[-1]) // 2
