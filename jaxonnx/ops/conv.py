@@ -116,6 +116,8 @@ def conv_transpose(
     reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
     span = [s * (n - 1) + r for s, n, r in zip(strides, images, reach, strict=True)]
     if output_shape is not None and len(output_shape):
+        if len(output_shape) not in (rank, rank + 2):
+            raise NodeError(f"output_shape {list(output_shape)} is not that of {rank} axes")
         size = tuple(int(n) for n in output_shape[-rank:])
     elif auto_pad.startswith("SAME"):
         size = tuple(n * s for n, s in zip(images, strides, strict=True))
@@ -188,6 +190,8 @@ def conv_integer(
     strides=None,
 ):
     """Conv of 8-bit integers in int32; padding counts as the zero point."""
+    if x_zero_point is not None and x_zero_point.size != 1:
+        raise NodeError(f"the zero point of x is one number, not of shape {x_zero_point.shape}")
     _check_channels(x, w, group)
     kernel = kernel_of(w, kernel_shape)
     windows = window(
