@@ -10,6 +10,8 @@ from onnx import TensorProto, helper
 from scipy.special import softmax
 
 import jaxonnx
+from jaxonnx.errors import NodeError
+from jaxonnx.registry import lookup
 from tests.later import Module
 
 ensemble, samples = Module("sklearn.ensemble"), Module("sklearn.datasets")
@@ -370,3 +372,23 @@ def test_gradient_boosting_is_compiled_whole():
     got = jax.jit(f)(x)
     np.testing.assert_allclose(got[:, 0], boosted.predict(x), rtol=1e-5)
     np.testing.assert_allclose(jax.vmap(lambda row: f(row)[0])(x), got, rtol=1e-6)
+
+
+def test_a_tree_ensemble_has_lists_of_one_length():
+    """A shorter list of features was read at its end for the nodes beyond."""
+    run = lookup("ai.onnx.ml", "TreeEnsemble", 5).function
+    with pytest.raises(NodeError, match="must have one length"):
+        run(
+            np.ones((3, 2)),
+            leaf_targetids=[0, 1],
+            leaf_weights=np.ones(2),
+            n_targets=2,
+            nodes_falseleafs=[1],
+            nodes_falsenodeids=[0],
+            nodes_featureids=[0, 1],
+            nodes_modes=np.uint8([0]),
+            nodes_splits=np.ones(1),
+            nodes_trueleafs=[1],
+            nodes_truenodeids=[1],
+            tree_roots=[0],
+        )

@@ -129,6 +129,15 @@ def tree_ensemble(
     """Targets [N, n_targets] of x [N, C]; the leaves are numbered after the interior nodes."""
     del nodes_hitrates  # how often a node is visited: a hint for the order in memory
     count, leaves = len(nodes_modes), len(leaf_weights)
+    _required(
+        nodes_modes=nodes_modes,
+        nodes_splits=nodes_splits,
+        nodes_featureids=nodes_featureids,
+        nodes_truenodeids=nodes_truenodeids,
+        nodes_trueleafs=nodes_trueleafs,
+        nodes_falsenodeids=nodes_falsenodeids,
+        nodes_falseleafs=nodes_falseleafs,
+    )
     own = np.arange(count, count + leaves)
 
     def children(ids, leafs):
