@@ -19,7 +19,13 @@ from tests.fuzz.outcome import Outcome
 
 ROWS = (*REFUSALS, *LIMITS, *DIFFERENCES)
 RANDOM = ("Random", "Bernoulli", "Multinomial", "Dropout")
-TYPES = ("Type Error", "element type mismatch", "inconsistent type", "should all be tensors")
+TYPES = (
+    "Type Error",
+    "element type mismatch",
+    "inconsistent type",
+    "should all be tensors",
+    "should share the same dtype",
+)
 """What onnxruntime says where types are wrong, at which onnx.checker does not look."""
 
 

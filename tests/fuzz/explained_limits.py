@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from onnx import TensorProto
+from onnx import GraphProto, TensorProto
 
 from tests.fuzz.explain import BOTH, REFERENCE, RUNTIME, Limit, Node
 from tests.fuzz.explained_refusals import idle
@@ -13,6 +13,12 @@ FLAGS = re.compile(
     "exclusive|input_forget|inverse|is_causal|keepdims|largest|layout|linear_before_reset|onesided|"
     "periodic|reverse|saturate|select_last_index|sorted|storage_order|transA|transB|upper"
 )
+
+
+def defaults(node: Node, *_: Any) -> bool:
+    """Check whether inputs of a body have values of their own."""
+    bodies = (value for value in node.attributes.values() if isinstance(value, GraphProto))
+    return any({t.name for t in b.initializer} & {i.name for i in b.input} for b in bodies)
 
 
 def odd_flag(node: Node, *_: Any) -> bool:
@@ -90,6 +96,51 @@ LIMITS = (
         RUNTIME,
         "Pad reflect requires axis length >= 2",
         "an axis of one element, which NumPy reflects by repeating it",
+    ),
+    Limit(
+        RUNTIME,
+        "Invalid 'mode' attribute value",
+        "an attribute of a branch that is not taken",
+        lambda node: node.op == "If",
+    ),
+    Limit(RUNTIME, "Integer division by zero", "a division by zero, which ONNX leaves open"),
+    Limit(
+        REFERENCE,
+        "cannot convert float NaN to integer",
+        "a region that is infinite, of which jaxonnx makes NaN",
+        lambda node: node.op == "RoiAlign",
+    ),
+    Limit(
+        REFERENCE,
+        "activation_beta must have the same size",
+        "parameters of activations that take none",
+    ),
+    *(
+        Limit(
+            name,
+            "different dtype: <class 'NoneType'>|scan_utils.cc",
+            "others pass no value where an input of a body has a default",
+            lambda node: node.op == "Scan" and defaults(node),
+        )
+        for name in sorted(BOTH)
+    ),
+    *(
+        Limit(
+            name,
+            "operator 'Squeeze_13'|squeeze.h:79",
+            "axes that are a scalar",
+            lambda node: node.op == "Squeeze",
+        )
+        for name in sorted(BOTH)
+    ),
+    *(
+        Limit(
+            name,
+            "negative dimensions are not allowed|Pad should be smaller than kernel",
+            "pads of MaxUnpool, which an output shape makes superfluous",
+            lambda node: node.op == "MaxUnpool" and len(node.inputs) == 3,
+        )
+        for name in sorted(BOTH)
     ),
     Limit(
         RUNTIME,

@@ -69,7 +69,7 @@ REFUSALS = (
     ),
     Refusal("LpNormalization", "p is -?[\\w.]+: only 1 and 2", NO_CHECK, BOTH),
     Refusal(
-        "Cast|CastLike|EyeLike|Random.*|Attention|FlexAttention|(Layer|RMS)Normalization|.*Window",
+        "Cast|CastLike|BitCast|Range|EyeLike|Random.*|Attention|FlexAttention|(Layer|RMS)Normalization|.*Window",
         r"-?\d+ is not the number of a tensor element|dtype=dtype\('O'\)",
         IGNORED,
         BOTH,
@@ -122,6 +122,9 @@ REFUSALS = (
     Refusal("Slice", "starts, ends, axes and steps must|a step of 0", NO_CHECK),
     Refusal("Sequence(At|Insert|Erase)", "position -?\\d+ is out of range", NO_CHECK),
     Refusal("GRU|LSTM|RNN", r"\d+ activations are needed|hidden_size is", NO_CHECK),
+    Refusal("Adam|Adagrad|Momentum", "R and T are scalars", NO_CHECK),
+    Refusal("GRU|LSTM|RNN", "direction .* needs .* sets of weights|unknown activation", NO_CHECK),
+    Refusal(".*CrossEntropyLoss|NegativeLog.*", "Incompatible shapes", NO_CHECK, BOTH),
     Refusal("Adam|Adagrad|Momentum", "tensor \\d+ is .*; they must be alike", NO_CHECK),
     Refusal(
         "DFT|STFT|NonMaxSuppression|MelWeightMatrix|.*Window|TopK|Range|OneHot|Q.*|Trilu",
@@ -161,6 +164,25 @@ REFUSALS = (
         "heads that tensors do not have, where others broadcast or do not look",
         BOTH,
     ),
+    Refusal("RoiAlign", "mode is|coordinate_transformation_mode", NO_CHECK),
+    Refusal(
+        "(Dequantize|Quantize)Linear", "before opset 13 the scale is one number", IGNORED, BOTH
+    ),
+    Refusal("(Dequantize|Quantize)Linear", "scale or zero point", NO_CHECK),
+    Refusal("Tile", "repeats .* must hold one number", NO_CHECK),
+    Refusal(
+        "Compress",
+        "index .* is out of range",
+        "a condition longer than the axis, which is cut",
+        BOTH,
+    ),
+    Refusal("Conv.*|QLinearConv", "the zero point of x is one number", NO_CHECK, BOTH),
+    Refusal(
+        "Reshape",
+        "cannot reshape",
+        "rows of a Loop that the reference joins along their first axis",
+        when=lambda node: node.op == "Loop",
+    ),
     Refusal("RoiAlign", ".* bins of .* samples are not there", NO_CHECK, BOTH),
     Refusal("ConvTranspose", "output_padding .* must be less", NO_CHECK, BOTH),
     Refusal("DeformConv", "X .* and W .* must both have", NO_CHECK),
@@ -168,7 +190,11 @@ REFUSALS = (
     Refusal("Pad", "pads .* leave nothing of axis", NO_CHECK, BOTH),
     Refusal("Momentum", "mode is '.*'; Momentum knows standard and nesterov", NO_CHECK),
     Refusal("Attention|FlexAttention", "softmax_precision must be", IGNORED, BOTH),
-    Refusal("Add|Sub|Mul|Div|Pow|And|Or|Xor|Equal|Greater|Less", ".*needs broadcast=1", NO_CHECK),
+    Refusal(
+        "Add|Sub|Mul|Div|Pow|And|Or|Xor|Equal|Greater|Less",
+        ".*(needs broadcast=1|is no part of)",
+        NO_CHECK,
+    ),
     Refusal(
         "GRU|LSTM|RNN", "clip is -?(inf|nan|[\\d.e+-]+), and no", "a clip that is ignored", BOTH
     ),
