@@ -194,13 +194,14 @@ def may_exceed(arguments: Sequence[Any], attributes: Mapping[str, Any], limit: i
     """Check whether a result could be above a limit, judged by arguments and attributes.
 
     All operators but those that call `room` give at most the product of the arguments' sizes and
-    of the whole numbers in attributes (pads, for example).
+    of the whole numbers in attributes (pads, for example; longer lists are tables, not sizes).
     """
     size = 8
     for value in arguments:
         size *= extent(getattr(value, "shape", ()))
     for value in attributes.values():
-        for number in value if isinstance(value, list | tuple) else (value,):
+        numbers = value if isinstance(value, list | tuple) else (value,)
+        for number in numbers if len(numbers) <= 2 * AXES else ():
             size *= max(abs(number), 1) if isinstance(number, int) else 1
     return isinstance(size, int) and size > limit
 

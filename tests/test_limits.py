@@ -109,6 +109,12 @@ def test_pads_count_before_an_evaluation_that_is_not_compiled_allocates(monkeypa
     assert y.shape == (1, 1, 524315)
 
 
+def test_tables_in_attributes_are_not_multiplied():
+    """The nodes of a forest are: their product would have more digits than there are nodes."""
+    assert not _limits.may_exceed([], {"nodes_featureids": [9] * 10**6}, 1 << 20)
+    assert _limits.may_exceed([], {"pads": [9] * 2 * _limits.AXES}, 1 << 20)
+
+
 def test_shapes_are_followed_without_the_numbers():
     image, kernel = ChannelsLast(np.ones((1, 4, 4, 3))), KernelFirst(np.ones((3, 3, 3, 8)))
     seen = []

@@ -10,7 +10,7 @@ from onnx import ModelProto, NodeProto, helper, numpy_helper
 from jaxonnx._file.protos import all_graphs, all_nodes
 
 REFERENCE, RUNTIME = "reference", "onnxruntime"
-BOTH = frozenset({REFERENCE, RUNTIME})
+BOTH, RUNTIME_ALONE = frozenset({REFERENCE, RUNTIME}), frozenset({RUNTIME})
 
 
 class Compared(NamedTuple):
@@ -75,22 +75,22 @@ class Refusal(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """Models that one of the others refuses, though they are valid.
+    """Models that others refuse, though they are valid.
 
     Attributes:
-      by: the runtime.
-      said: what it says, as a regular expression.
+      said: what one of them says, as a regular expression.
       why: it does.
+      by: which of them.
       when: a node must be of this sort.
     """
 
-    by: str
     said: str
     why: str
+    by: frozenset[str] = frozenset({REFERENCE})
     when: Callable[[Node], bool] | None = None
 
     def explains(self, name: str, error: str, nodes: Iterable[Node]) -> bool:
-        told = name == self.by and re.search(self.said, error, re.DOTALL)
+        told = name in self.by and re.search(self.said, error, re.DOTALL)
         return bool(told) and (self.when is None or any(map(self.when, nodes)))
 
 

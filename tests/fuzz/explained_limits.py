@@ -5,7 +5,7 @@ from typing import Any
 
 from onnx import GraphProto, TensorProto
 
-from tests.fuzz.explain import BOTH, REFERENCE, RUNTIME, Limit, Node
+from tests.fuzz.explain import BOTH, RUNTIME_ALONE, Limit, Node
 from tests.fuzz.explained_refusals import idle
 
 FLAGS = re.compile(
@@ -29,163 +29,129 @@ def odd_flag(node: Node, *_: Any) -> bool:
 NO_KERNEL = "an operator, type or version that onnxruntime does not have"
 FLAG = "a number that is neither 0 nor 1, where the specification knows these: any other is a yes"
 LIMITS = (
-    Limit(RUNTIME, ": 9 : NOT_IMPLEMENTED : ", NO_KERNEL),
-    Limit(RUNTIME, "is not a registered function/op", NO_KERNEL),
-    Limit(RUNTIME, "Numpy_type .* can't be converted|No corresponding Numpy type", NO_KERNEL),
-    Limit(RUNTIME, "Batchwise recurrent operations .* are not supported", NO_KERNEL),
-    Limit(REFERENCE, "No (registered )?implementation for operator", "the reference has no such"),
+    Limit(": 9 : NOT_IMPLEMENTED : ", NO_KERNEL, RUNTIME_ALONE),
+    Limit("is not a registered function/op", NO_KERNEL, RUNTIME_ALONE),
+    Limit("Numpy_type .* can't be converted|No corresponding Numpy type", NO_KERNEL, RUNTIME_ALONE),
+    Limit("Batchwise recurrent operations .* are not supported", NO_KERNEL, RUNTIME_ALONE),
+    Limit("No (registered )?implementation for operator", "the reference has no such"),
     Limit(
-        REFERENCE,
         "Issues with types ",
         "the reference's CastLike does not know its new attribute",
-        lambda node: node.op == "CastLike" and node.opset >= 25,
+        when=lambda node: node.op == "CastLike" and node.opset >= 25,
     ),
     Limit(
-        REFERENCE,
         "need at least one array to concatenate",
         "the reference cannot stack the rows of no iterations, and runs none without a condition",
-        lambda node: node.op in ("Loop", "Scan"),
+        when=lambda node: node.op in ("Loop", "Scan"),
     ),
     Limit(
-        RUNTIME,
         "a graph input that is also one of its initializers, which is not supported",
         "onnxruntime has no defaults for inputs of a body",
+        RUNTIME_ALONE,
     ),
     Limit(
-        RUNTIME,
         "Got invalid dimensions for input",
         "an input that is declared larger than memory, of which the fuzzer gives a part",
+        RUNTIME_ALONE,
     ),
     Limit(
-        REFERENCE,
         r"cannot reshape array of size 0 into shape \(.*newaxis",
         "NumPy infers no -1 for an array without elements, jaxonnx from the other axes",
     ),
     Limit(
-        RUNTIME,
         r"Product cannot be 0 in combination with -1|num_indices = 0",
         "onnxruntime has no batch of none there",
+        RUNTIME_ALONE,
     ),
     Limit(
-        RUNTIME,
         r"requests feature \d+ but input tensor has 1 features",
         "a vector, which jaxonnx takes for one sample, onnxruntime for samples of one feature",
+        RUNTIME_ALONE,
         lambda node: node.known(0).ndim == 1,
     ),
     Limit(
-        RUNTIME,
         "Can broadcast 0 by 0 or 1|shape input must be 1D",
         "onnxruntime has other shapes for what no iteration gave",
+        RUNTIME_ALONE,
         idle,
     ),
     Limit(
-        REFERENCE,
         r"index -?\d+ is out of bounds for axis",
         "an index that is known while running only, for which jaxonnx has NaN",
-        lambda node: node.op in ("RoiAlign", "MaxRoiPool"),
-    ),
-    *(
-        Limit(
-            name,
-            "Issues with types .*'NoneType'.*operator 'Concat'|concatbase",
-            "a last input of Concat that is left out, which jaxonnx does not count",
-        )
-        for name in sorted(BOTH)
+        when=lambda node: node.op in ("RoiAlign", "MaxRoiPool"),
     ),
     Limit(
-        RUNTIME,
+        "Issues with types .*'NoneType'.*operator 'Concat'|concatbase",
+        "a last input of Concat that is left out, which jaxonnx does not count",
+        BOTH,
+    ),
+    Limit(
         "Pad reflect requires axis length >= 2",
         "an axis of one element, which NumPy reflects by repeating it",
+        RUNTIME_ALONE,
     ),
     Limit(
-        RUNTIME,
         "Invalid 'mode' attribute value",
         "an attribute of a branch that is not taken",
+        RUNTIME_ALONE,
         lambda node: node.op == "If",
     ),
-    Limit(RUNTIME, "Integer division by zero", "a division by zero, which ONNX leaves open"),
+    Limit("Integer division by zero", "a division by zero, which ONNX leaves open", RUNTIME_ALONE),
     Limit(
-        REFERENCE,
         "cannot convert float NaN to integer",
         "a region that is infinite, of which jaxonnx makes NaN",
-        lambda node: node.op == "RoiAlign",
+        when=lambda node: node.op == "RoiAlign",
+    ),
+    Limit("activation_beta must have the same size", "parameters of activations that take none"),
+    Limit(
+        "different dtype: <class 'NoneType'>|scan_utils.cc",
+        "others pass no value where an input of a body has a default",
+        BOTH,
+        lambda node: node.op == "Scan" and defaults(node),
     ),
     Limit(
-        REFERENCE,
-        "activation_beta must have the same size",
-        "parameters of activations that take none",
-    ),
-    *(
-        Limit(
-            name,
-            "different dtype: <class 'NoneType'>|scan_utils.cc",
-            "others pass no value where an input of a body has a default",
-            lambda node: node.op == "Scan" and defaults(node),
-        )
-        for name in sorted(BOTH)
-    ),
-    *(
-        Limit(
-            name,
-            "operator 'Squeeze_13'|squeeze.h:79",
-            "axes that are a scalar",
-            lambda node: node.op == "Squeeze",
-        )
-        for name in sorted(BOTH)
-    ),
-    *(
-        Limit(
-            name,
-            "negative dimensions are not allowed|Pad should be smaller than kernel",
-            "pads of MaxUnpool, which an output shape makes superfluous",
-            lambda node: node.op == "MaxUnpool" and len(node.inputs) == 3,
-        )
-        for name in sorted(BOTH)
+        "operator 'Squeeze_13'|squeeze.h:79",
+        "axes that are a scalar",
+        BOTH,
+        lambda node: node.op == "Squeeze",
     ),
     Limit(
-        RUNTIME,
+        "negative dimensions are not allowed|Pad should be smaller than kernel",
+        "pads of MaxUnpool, which an output shape makes superfluous",
+        BOTH,
+        lambda node: node.op == "MaxUnpool" and len(node.inputs) == 3,
+    ),
+    Limit(
         "Attribute round_mode must be",
         "a mode for float8e8m0, of which nothing is cast",
+        RUNTIME_ALONE,
         lambda node: node.op == "Cast" and node.attributes.get("to") != TensorProto.FLOAT8E8M0,
     ),
     Limit(
-        REFERENCE,
         "the expected number of inputs 0 for node 'GroupNormalization'",
         "the reference cannot expand the deprecated GroupNormalization",
     ),
     Limit(
-        RUNTIME,
-        r"activations_.size\(\) == ",
+        r"activations_.size\(\) == |list index out of range",
         "an empty list of activations, taken for none given, as onnxruntime takes it in a GRU",
+        BOTH,
         lambda node: node.op == "RNN" and node.attributes.get("activations") == [],
     ),
     Limit(
-        REFERENCE,
-        "list index out of range",
-        "an empty list of activations, taken for none given, as onnxruntime takes it in a GRU",
-        lambda node: node.op == "RNN" and node.attributes.get("activations") == [],
+        "out of bounds",
+        "an index that is known while running only, which jaxonnx drops",
+        BOTH,
+        lambda node: node.op == "MaxUnpool",
     ),
-    *(
-        Limit(
-            name,
-            "out of bounds",
-            "an index that is known while running only, which jaxonnx drops",
-            lambda node: node.op == "MaxUnpool",
-        )
-        for name in sorted(BOTH)
-    ),
-    Limit(REFERENCE, "index can't contain negative values", "the reference has no negative pads"),
-    Limit(REFERENCE, "LRN only applies on 4D tensors", "others have LRN of images alone"),
-    Limit(RUNTIME, r"lrn.cc:.*NumDimensions\(\) == 4", "others have LRN of images alone"),
+    Limit("index can't contain negative values", "the reference has no negative pads"),
+    Limit("LRN only applies on 4D tensors", "others have LRN of images alone"),
+    Limit(r"lrn.cc:.*NumDimensions\(\) == 4", "others have LRN of images alone", RUNTIME_ALONE),
     Limit(
-        REFERENCE,
-        "cannot identify image file",
-        "the specification has an empty image where decoding fails",
+        "cannot identify image file", "the specification has an empty image where decoding fails"
     ),
     Limit(
-        REFERENCE,
         "x_zero_point is not null but should be zero for float8",
         "a zero point that the reference leaves out",
     ),
-    *(Limit(name, "", FLAG, odd_flag) for name in sorted(BOTH)),
+    Limit("", FLAG, BOTH, odd_flag),
 )

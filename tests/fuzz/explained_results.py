@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tests.fuzz.explain import BOTH, RUNTIME, Difference, Node
+from tests.fuzz.explain import BOTH, RUNTIME_ALONE, Difference, Node
 from tests.fuzz.explained_limits import FLAG, defaults, odd_flag
 from tests.fuzz.explained_refusals import idle
 
@@ -144,7 +144,7 @@ DIFFERENCES = (
             alike(ours, theirs) and np.isneginf(ours[~close(ours, theirs)]).all()
         ),
         "onnxruntime hides scores by the least number, which shows where they are an output",
-        frozenset({RUNTIME}),
+        RUNTIME_ALONE,
     ),
     Difference(".*", huge, "numbers next to the greatest one", BOTH),
     Difference(
@@ -160,7 +160,7 @@ DIFFERENCES = (
         "Loop",
         lambda node, ours, theirs: idle(node) and alike(ours, theirs) and np.isnan(ours).all(),
         "a mean of what no iteration gave, which the specification does not define",
-        frozenset({RUNTIME}),
+        RUNTIME_ALONE,
     ),
     Difference(
         "FlexAttention",
@@ -178,7 +178,7 @@ DIFFERENCES = (
         "NonMaxSuppression",
         lambda node, *_: len(node.inputs) > 2 and not node.known(2).size,
         "a limit without a number, which onnxruntime reads nevertheless",
-        frozenset({RUNTIME}),
+        RUNTIME_ALONE,
     ),
     Difference(
         "MaxUnpool",
@@ -207,7 +207,7 @@ DIFFERENCES = (
         "Loop",
         lambda node, ours, theirs: not ours.size and not theirs.size,
         "onnxruntime has other shapes for what no iteration gave",
-        frozenset({RUNTIME}),
+        RUNTIME_ALONE,
     ),
     Difference(
         "Loop|Scan|SequenceMap", defaults, "the reference takes defaults that a body's inputs have"
@@ -272,7 +272,7 @@ DIFFERENCES = (
         "LSTM|GRU|RNN",
         lambda node, *_: any(np.isnan(x).any() for x in map(node.known, (0, 1, 2)) if x.size),
         "NaN, which onnxruntime cuts off",
-        frozenset({RUNTIME}),
+        RUNTIME_ALONE,
     ),
     Difference(
         "StringNormalizer",
