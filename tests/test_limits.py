@@ -164,6 +164,21 @@ def test_a_loop_without_end_is_an_error(monkeypatch):
         jaxonnx.load(LASTING["Loop, endless"])()
 
 
+def test_a_loop_of_traced_rows_without_end_is_an_error(monkeypatch):
+    """Its condition is known, what it makes is not."""
+    monkeypatch.setattr(_limits, "PATIENCE", 0.2)
+    proto = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+    g (float[4] x) => (y) <bool yes = {1}> {
+        y = Loop("", yes) <body = b (int64 i, bool on) => (bool go, float[n] s) {
+            go = Identity(on)
+            s = Relu(x)
+        }>
+    }""")
+    loaded = jaxonnx.load(proto)
+    with pytest.raises(jaxonnx.NodeError, match=r"Loop.*no trip count"):
+        jax.eval_shape(loaded.apply, loaded.params, np.ones(4, np.float32))
+
+
 def test_scan_outputs_of_more_iterations_than_the_limit_holds_are_refused():
     """Before the loop is unrolled, which the body's need of a known counter makes it."""
     proto = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>

@@ -10,13 +10,15 @@ Which form an iteration takes is decided while tracing:
 """
 
 import math
-from contextlib import nullcontext, suppress
+import time
+from contextlib import suppress
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._limits import PATIENCE, OutOfTime, patience, room, tick
+from jaxonnx import _limits
+from jaxonnx._limits import OutOfTime, patience, room, tick
 from jaxonnx.errors import Error, NodeError, StaticError
 from jaxonnx.ops.common import INDEX, axis_of, canonical, element_dtype
 from jaxonnx.ops.concrete import array, forward_only, traced
@@ -90,8 +92,12 @@ def loop(m=None, cond=None, *v_initial, body):
         return (*carry, *_empty(lambda: step(np.array(0, INDEX), carry)[2], body, stacked))
     definite = count is not None and begins is not None
     if definite and body.known:
-        with nullcontext() if count == math.inf else suppress(OutOfTime):
-            return _patient_loop(step, count, carry, body)
+        try:
+            with patience():
+                return _python_loop(step, count, carry, body)
+        except OutOfTime as error:
+            if count == math.inf:
+                raise _endless() from error
     why = None
     if begins and count is not None and count <= SCAN_LIMIT:
         try:
@@ -112,9 +118,7 @@ def loop(m=None, cond=None, *v_initial, body):
             "the number of iterations is computed from traced values, and it is the length of a "
             "scan output. Make trip count and condition known, or call the model outside jax.jit"
         )
-    return (_patient_loop if count == math.inf and traced(carry) else _python_loop)(
-        step, count, carry, body, why
-    )
+    return _python_loop(step, count, carry, body, why)
 
 
 class _TracedCondition(Exception):
@@ -136,9 +140,11 @@ def _scan_loop(step, count, carry):
 
 
 def _python_loop(step, count, carry, body, why=None):
-    rows = []
+    rows, end = [], math.inf
     while len(rows) < count:
         tick()
+        if time.monotonic() > end:
+            raise _endless()
         condition, carry, outputs = step(np.array(len(rows), INDEX), carry)
         rows.append(outputs)
         if len(rows) == 1 and condition is _TRUE:  # no condition: as many rows as it says
@@ -149,6 +155,8 @@ def _python_loop(step, count, carry, body, why=None):
                 f"its {count} iterations would be compiled one by one"
                 + ("" if why is None else f": {why}")
             )
+        if len(rows) == 1 and count == math.inf and traced(carry, outputs):
+            end = time.monotonic() + _limits.PATIENCE
         if traced(condition):
             raise StaticError(
                 "the body needs its counter known or changes the shapes of what it carries, and "
@@ -162,18 +170,11 @@ def _python_loop(step, count, carry, body, why=None):
     return results
 
 
-def _patient_loop(step, count, carry, body, why=None):
-    """Run a loop of Python that may have no end."""
-    try:
-        with patience():
-            return _python_loop(step, count, carry, body, why)
-    except OutOfTime as error:
-        if count != math.inf:
-            raise
-        raise NodeError(
-            f"it has no trip count, and its condition still holds after {PATIENCE:g} s of tracing; "
-            "a Loop ends when its body gives a false condition"
-        ) from error
+def _endless():
+    return NodeError(
+        f"it has no trip count, and its condition still holds after {_limits.PATIENCE:g} s of "
+        "tracing; a Loop ends when its body gives a false condition"
+    )
 
 
 def _tell(body, count, results, why):

@@ -16,6 +16,7 @@ import onnx
 from onnx import TypeProto, helper
 
 import jaxonnx
+from jaxonnx import _limits
 from jaxonnx.backend import Rep
 from tests.fuzz.compare import compared
 from tests.fuzz.mutate import array, parsed
@@ -24,6 +25,8 @@ from tests.fuzz.outcome import Outcome
 LIMIT = 1 << 28
 """Bytes that a mutated model may ask for in a single value."""
 OPTIONS = {"limit": LIMIT} if "limit" in inspect.signature(jaxonnx.load).parameters else {}
+_limits.PATIENCE = 3.0
+"""Seconds for a Loop that may have no end: less than a case has."""
 OURS = str(Path(jaxonnx.__file__).parent)
 SHOWN = (str, jaxonnx.Model.summary, jaxonnx.Model.to_onnx, jaxonnx.Model.with_any_batch)
 
