@@ -534,3 +534,14 @@ def test_no_iterations_of_a_body_whose_outputs_have_no_types():
     assert f(x, np.array([0])).shape == (0, 2)
     with pytest.raises(jaxonnx.Error, match="axis 7 is out of range"):
         f(x, np.array([7]))
+
+
+def test_a_body_takes_what_the_loop_has_though_it_has_no_iterations():
+    body = """body = b (int64 i, bool go) => (bool go, s) { s = Abs (x) }"""
+    f = function(f"g (float[3] x) => (y) <int64 m = {{0}}> {{ y = Loop (m, , x) <{body}> }}")
+    with pytest.raises(jaxonnx.Error, match="the body 'b' takes 2 inputs, and was given 3"):
+        f(X)
+    body = """body = b (r) => (s) { s = Abs (r) }"""
+    f = function(f"g (h, x) => (y, z) {{ y, z = Scan <num_scan_inputs = 1, {body}> (h, x) }}")
+    with pytest.raises(jaxonnx.Error, match="the body 'b' takes 1 inputs, and was given 2"):
+        f(X, X[:0])

@@ -61,6 +61,7 @@ def test_empty_batch():
     x, w = np.zeros((0, 2, 4, 4), np.float32), np.ones((3, 2, 3, 3), np.float32)
     assert operator("Conv")(x, w).shape == (0, 3, 2, 2)
     assert operator("MaxPool")(x, kernel_shape=[2, 2])[0].shape == (0, 2, 3, 3)
+    assert operator("GlobalMaxPool")(x).shape == (0, 2, 1, 1)
     np.testing.assert_array_equal(jax.grad(lambda w: operator("Conv")(x, w).sum())(w), 0 * w)
 
 

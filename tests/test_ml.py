@@ -254,6 +254,7 @@ def test_string_labels_need_concrete_scores():
         ("OneHotEncoder", {}, "exactly one of cats_int64s, cats_strings"),
         ("OneHotEncoder", {"cats_int64s": [1], "zeros": 0}, "none of the categories"),
         ("SVMRegressor", {"coefficients": [1.0]}, "rho"),
+        ("SVMClassifier", SVM | {"prob_a": [1.0] * 3}, "prob_a and prob_b must have one length"),
         ("FeatureVectorizer", {"inputdimensions": [1, 2]}, "1 inputs, but 2"),
     ],
 )

@@ -84,6 +84,8 @@ def test_refusals():
         lstm(X, W, R, direction="sideways")
     with pytest.raises(NodeError, match="2 sets of weights"):
         lstm(X, W, R, direction="bidirectional")
+    with pytest.raises(NodeError, match="three axes"):
+        lstm(X, W[..., None], R)
     with pytest.raises(NodeError, match="3 activations"):
         lstm(X, W, R, activations=["Tanh"])
     with pytest.raises(NodeError, match="unknown activation"):

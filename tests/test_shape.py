@@ -172,6 +172,7 @@ def test_narrow_types_compile(dtype):
         ("TensorScatter", [X, X[:, :1], ints(0, 3)], {"axis": 1}, "index 3"),
         ("DepthToSpace", [X[None]], {"blocksize": 2}, "no multiple"),
         ("ReverseSequence", [X, ints(1, 2, 3)], {}, "must lie in"),
+        ("ReverseSequence", [X, ints(2)], {}, "do not fit 3 sequences"),
         ("Range", [ints(0), ints(3), ints(0)], {}, "delta of 0"),
         ("EyeLike", [X], {}, "must be a matrix"),
         ("Constant", [], {}, "exactly one attribute"),

@@ -38,6 +38,10 @@ def test_refusals():
         dft(X, None, np.array(-1))
     with pytest.raises(NodeError, match="last axis"):
         dft(X[..., 0])
+    with pytest.raises(NodeError, match="positive, not 0"):
+        dft(np.zeros((2, 1, 2), np.float32), inverse=1, onesided=1)
+    with pytest.raises(NodeError, match="positive, not -1"):
+        dft(X, np.array(-1))
     with pytest.raises(NodeError, match="window"):
         stft(X, np.array(2), np.ones(3, np.float32), np.array(4))
     with pytest.raises(NodeError, match="do not fit"):

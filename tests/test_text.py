@@ -167,6 +167,16 @@ def test_tfidf_of_a_pool_that_is_not_there(counts):
         jaxonnx.load(proto)(TOKENS)
 
 
+def test_tfidf_of_half_a_pair():
+    """Its token was counted alone."""
+    attributes = {"mode": "TF", "min_gram_length": 1, "max_gram_length": 2, "max_skip_count": 0}
+    counts = POOL | {"ngram_counts": [0, 5, 10]}
+    node = helper.make_node("TfIdfVectorizer", ["x"], ["y"], **attributes, **counts)
+    proto = model_of([node], {"x": TOKENS}, {"y": np.zeros((1, 1), np.float32)})
+    with pytest.raises(jaxonnx.Error, match="give 5 tokens to n-grams of 2"):
+        jaxonnx.load(proto)(TOKENS)
+
+
 def test_tfidf_of_a_short_or_empty_input():
     node = helper.make_node(
         "TfIdfVectorizer",

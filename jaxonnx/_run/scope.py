@@ -322,13 +322,17 @@ class Closure:
                 "which takes time and memory in proportion",
             )
 
+    def check(self, count: int) -> None:
+        """Raise a NodeError unless the body takes `count` inputs."""
+        if count != len(self.inputs):
+            raise NodeError(
+                f"the body '{self.graph.name}' takes {len(self.inputs)} inputs, "
+                f"and was given {count}"
+            )
+
     def __call__(self, *inputs: Any, step: Any = None) -> tuple:
         """Evaluate the body; `step` (the iteration) makes random nodes differ between steps."""
-        if len(inputs) != len(self.inputs):
-            raise NodeError(
-                f"the body '{self.graph.name}' takes {len(self.inputs)} inputs, and was given "
-                f"{len(inputs)}"
-            )
+        self.check(len(inputs))
         context = replace(self._scope.context.inside, updates=None)
         if step is not None:
             context = replace(context, key=jax.random.fold_in(_key(context), step))

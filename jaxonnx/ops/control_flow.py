@@ -79,6 +79,7 @@ def loop(m=None, cond=None, *v_initial, body):
     """
     carry, size = list(v_initial), len(v_initial)
     stacked = len(body.outputs) - 1 - size
+    body.check(2 + size)
     if m is None and cond is None:
         raise NodeError("a Loop with neither trip count nor condition never ends")
     count = None if traced(m) else math.inf if m is None else int(_item(m))
@@ -271,6 +272,7 @@ def scan_9(
 def _scan(body, carry, inputs, length):
     size = len(carry)
     stacked = len(body.outputs) - size
+    body.check(size + len(inputs))
 
     def step(i, carry, rows):
         outputs = body(*carry, *rows, step=i)

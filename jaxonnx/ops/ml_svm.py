@@ -83,6 +83,8 @@ def svm_classifier(
     """
     if not coefficients or not rho:
         raise NodeError("coefficients and rho must be given")
+    if len(prob_a or ()) != len(prob_b or ()):
+        raise NodeError("prob_a and prob_b must have one length")
     classes = number_of_classes(classlabels_ints, classlabels_strings)
     x = jnp.atleast_2d(real(x))
     weights = np.asarray(coefficients, x.dtype)

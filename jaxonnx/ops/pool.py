@@ -201,7 +201,7 @@ def global_average_pool(x, *, channels: Channels = 1):
 @op("GlobalMaxPool", since=1)
 def global_max_pool(x):
     """The gradient goes to the first maximum."""
-    flat = jnp.asarray(x).reshape(*x.shape[:2], -1)
+    flat = jnp.asarray(x).reshape(*x.shape[:2], math.prod(x.shape[2:]))
     return lowering.first_max(flat, 2).reshape(*x.shape[:2], *(1,) * len(_spatial(x)))
 
 

@@ -73,6 +73,8 @@ def scan_over(cell, x, w, r, bias, sequence_lens, initial, hidden_size, directio
     if layout:
         x = x.swapaxes(0, 1)
     steps, batch, _ = x.shape
+    if (w.ndim, r.ndim) != (3, 3):
+        raise NodeError(f"W and R must have three axes, not shapes {w.shape} and {r.shape}")
     hidden = r.shape[-1]
     if hidden_size not in (None, hidden):
         raise NodeError(f"hidden_size is {hidden_size}, but R has shape {r.shape}")

@@ -22,17 +22,18 @@ def _dft(x, length, axis, inverse, onesided):
         raise NodeError(
             f"the last axis of shape {x.shape} must be 1 (real) or 2 (complex) and not transformed"
         )
-    if length is not None and length.item() < 1:
-        raise NodeError(f"the length of the transform must be positive, not {length.item()}")
-    taken = x.shape[axis] if length is None else int(length.item())
-    room((*x.shape[:axis], taken, *x.shape[axis + 1 : -1], 2), x.dtype)
+    if length is not None:
+        length = int(length.item())
+    else:
+        length = 2 * (x.shape[axis] - 1) if inverse and onesided else x.shape[axis]
+    if length < 1:
+        raise NodeError(f"the length of the transform must be positive, not {length}")
+    room((*x.shape[:axis], length, *x.shape[axis + 1 : -1], 2), x.dtype)
     real = x.shape[-1] == 1
     wide = x.astype(canonical(np.float64))
     signal = wide[..., 0] if real else lax.complex(wide[..., 0], wide[..., 1])
     if inverse and onesided:
-        length = 2 * (x.shape[axis] - 1) if length is None else int(length.item())
         return jnp.fft.irfft(signal, length, axis)[..., None].astype(x.dtype)
-    length = x.shape[axis] if length is None else int(length.item())
     if inverse:
         y = jnp.fft.ifft(signal, length, axis)
     elif onesided and real:

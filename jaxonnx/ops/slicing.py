@@ -201,6 +201,9 @@ def reverse_sequence(x, lengths, *, batch_axis=1, time_axis=0):
     """Reverse the first `lengths[b]` steps of each sequence b and keep the rest in place."""
     if {batch_axis, time_axis} != {0, 1}:
         raise NodeError(f"batch_axis {batch_axis} and time_axis {time_axis} must be 0 and 1")
+    batch = x.shape[batch_axis]
+    if lengths.shape != (batch,):
+        raise NodeError(f"sequence lengths of shape {lengths.shape} do not fit {batch} sequences")
     np_ = xp(x, lengths)
     steps = x.shape[time_axis]
     if isinstance(lengths, np.ndarray) and ((lengths < 0) | (lengths > steps)).any():

@@ -92,6 +92,11 @@ def _trie(pool, ngram_counts, size, lengths) -> _Trie:
         raise NodeError(
             f"ngram_counts {[*ngram_counts]} must rise from 0 to the size of the pool, {len(pool)}"
         )
+    for n, (begin, end) in enumerate(pairwise(starts), start=1):
+        if (end - begin) % n:
+            raise NodeError(
+                f"ngram_counts {[*ngram_counts]} give {end - begin} tokens to n-grams of {n}"
+            )
     grams = [
         tuple(pool[i : i + n])
         for n, (begin, end) in enumerate(pairwise(starts), start=1)

@@ -1,30 +1,9 @@
 """Why others refuse models that jaxonnx runs. A row matches what one of them says."""
 
-import re
-from typing import Any
-
 from onnx import GraphProto, TensorProto
 
-from tests.fuzz.explain import BOTH, RUNTIME_ALONE, Limit, Node
-from tests.fuzz.explained_refusals import idle
-
-FLAGS = re.compile(
-    "align_corners|allowzero|antialias|ceil_mode|center_point_box|count_include_pad|exclude_outside|"
-    "exclusive|input_forget|inverse|is_causal|keepdims|largest|layout|linear_before_reset|onesided|"
-    "periodic|reverse|saturate|select_last_index|sorted|storage_order|transA|transB|upper"
-)
-
-
-def defaults(node: Node, *_: Any) -> bool:
-    """Check whether inputs of a body have values of their own."""
-    bodies = (value for value in node.attributes.values() if isinstance(value, GraphProto))
-    return any({t.name for t in b.initializer} & {i.name for i in b.input} for b in bodies)
-
-
-def odd_flag(node: Node, *_: Any) -> bool:
-    flags = (value for name, value in node.attributes.items() if FLAGS.fullmatch(name))
-    return any(value not in (0, 1) for value in flags)
-
+from tests.fuzz.explain import BOTH, RUNTIME_ALONE, Limit
+from tests.fuzz.sorts import defaults, idle, odd_flag, stacks
 
 NO_KERNEL = "an operator, type or version that onnxruntime does not have"
 FLAG = "a number that is neither 0 nor 1, where the specification knows these: any other is a yes"
@@ -43,6 +22,34 @@ LIMITS = (
         "need at least one array to concatenate",
         "the reference cannot stack the rows of no iterations, and runs none without a condition",
         when=lambda node: node.op in ("Loop", "Scan"),
+    ),
+    Limit(
+        "cannot select an axis to squeeze out",
+        "nodes after scan outputs that the reference joins along their first axis",
+        when=stacks,
+    ),
+    Limit(
+        r"\[ShapeInferenceError\] Mismatch between number of inferred and declared dimensions",
+        "a rank that a body declares, at which jaxonnx and onnx.checker do not look",
+        RUNTIME_ALONE,
+        lambda node: any(isinstance(value, GraphProto) for value in node.attributes.values()),
+    ),
+    Limit(
+        "with B > 0",
+        "others have no batch of none there",
+        BOTH,
+        lambda node: node.op == "TfIdfVectorizer",
+    ),
+    Limit(
+        r"data.shape=.*, indices=|Invalid Y argument: index is out of range",
+        "an index that is known while running only, for which jaxonnx has NaN",
+        BOTH,
+        lambda node: node.op == "ArrayFeatureExtractor",
+    ),
+    Limit(
+        r"position_ids value -\d+ at index \d+ is out of range",
+        "a place from the end, which Gather of RotaryEmbedding's function takes",
+        RUNTIME_ALONE,
     ),
     Limit(
         "a graph input that is also one of its initializers, which is not supported",
