@@ -105,6 +105,10 @@ def test_refusals():
             attention(q, k, v)
     with pytest.raises(NodeError, match="do not fit the scores"):
         attention(Q, K, V[:, :, :1])
+    short = (Q[:, :, :1], K, V), (Q, K[:, :, :1], V[:, :, :1]), (Q[:, :1], K[:, :1], V[:, :1])
+    for q, k, v in short:  # the mask would broadcast them, or be cut
+        with pytest.raises(NodeError, match="does not fit the scores"):
+            attention(q, k, v, np.zeros((1, 2, 3, 3), np.float32))
     one = np.ones((1, Q.shape[2], Q.shape[3] // 2), np.float32)
     rotary(Q, one, one, num_heads=7)  # is for packed heads, and others ignore it
     with pytest.raises(NodeError, match="needs decay"):

@@ -82,3 +82,11 @@ def test_known_and_traced_values_quantize_alike():
 def test_refused(inputs, attributes, message):
     with pytest.raises(NodeError, match=message):
         operator("QuantizeLinear")(*inputs, **attributes)
+
+
+def test_scales_and_zero_points_go_together():
+    a, point, scale = np.ones((2, 2), np.int8), np.int8([0]), np.float32([1])
+    product = operator("QLinearMatMul")
+    assert product(a, scale[0], point, a, scale, point, scale, point[0])[0, 0] == 2
+    with pytest.raises(NodeError, match=r"scale \(2,\) and zero point \(1,\) of a"):
+        product(a, np.float32([1, 2]), point, a, scale, point, scale, point)

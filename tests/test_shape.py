@@ -174,6 +174,7 @@ def test_narrow_types_compile(dtype):
         ("ReverseSequence", [X, ints(1, 2, 3)], {}, "must lie in"),
         ("ReverseSequence", [X, ints(2)], {}, "do not fit 3 sequences"),
         ("Range", [ints(0), ints(3), ints(0)], {}, "delta of 0"),
+        ("Range", [np.float16(i) for i in (0, 3, 0.5)], {"stash_type": 6}, "stash_type"),
         ("EyeLike", [X], {}, "must be a matrix"),
         ("Constant", [], {}, "exactly one attribute"),
     ],

@@ -116,6 +116,9 @@ def apply_mask(x, mask):
     A mask whose last axis is shorter hides the keys beyond it.
     """
     missing = x.shape[-1] - mask.shape[-1]
+    pairs = zip(reversed(mask.shape[:-1]), reversed(x.shape[:-1]), strict=False)
+    if missing < 0 or mask.ndim > x.ndim or any(m not in (1, n) for m, n in pairs):
+        raise NodeError(f"a mask of shape {mask.shape} does not fit the scores {x.shape}")
     boolean = mask.dtype == np.bool_
     if missing:
         widths = [(0, 0)] * (mask.ndim - 1) + [(0, missing)]

@@ -71,6 +71,8 @@ def range_(start: Static, limit: Static, delta: Static, *, stash_type=1):
     if exact and isinstance(count, int) and count * dtype.itemsize <= 1 << 16:
         return np.arange(count, dtype=dtype) * dtype.type(step) + dtype.type(first)
     wide = dtype if exact or dtype.itemsize > 2 else element_dtype(stash_type)
+    if not (exact or jnp.issubdtype(wide, jnp.floating)):
+        raise NodeError(f"stash_type must be of a floating-point type, and is {wide}")
     steps = jnp.arange(count, dtype=canonical(wide))
     return (steps * steps.dtype.type(step) + steps.dtype.type(first)).astype(canonical(dtype))
 

@@ -168,6 +168,12 @@ def matmul_integer(a, b, a_zero_point=None, b_zero_point=None):
 @op("QLinearMatMul", since=10)
 def qlinear_matmul(a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point):
     """The product of two quantized matrices, quantized again; exact up to the last rounding."""
+    pairs = {"a": (a_scale, a_zero_point), "b": (b_scale, b_zero_point)}
+    for name, (scale, point) in (pairs | {"y": (y_scale, y_zero_point)}).items():
+        if scale.size != point.size:  # [] and [1] are one to exporters
+            raise NodeError(
+                f"the scale {scale.shape} and zero point {point.shape} of {name} differ"
+            )
     product = matmul_integer(a, b, a_zero_point, b_zero_point).astype(np.float32)
     scales = _rows(a_scale, False).astype(np.float32), b_scale.astype(np.float32)
     factor = scales[0] * scales[1] / _rows(y_scale, False).astype(np.float32)

@@ -47,6 +47,22 @@ LIMITS = (
         lambda node: node.op == "ArrayFeatureExtractor",
     ),
     Limit(
+        "must not be specified for 4D inputs",
+        "numbers of heads beside tensors of rank 4, which have that many: a check of opset 25",
+        BOTH,
+        lambda node: node.op == "Attention",
+    ),
+    Limit(
+        "operands could not be broadcast|IsScalarOr1ElementVector",
+        "a scale for each row of a, or column of b, which others do not have",
+        BOTH,
+        lambda node: node.op == "QLinearMatMul" and max(node.known(1).size, node.known(4).size) > 1,
+    ),
+    Limit(
+        "Unsupported stash_type (10|16) for Range",
+        "a type of half precision, in which the reference does not compute a Range",
+    ),
+    Limit(
         r"position_ids value -\d+ at index \d+ is out of range",
         "a place from the end, which Gather of RotaryEmbedding's function takes",
         RUNTIME_ALONE,
@@ -154,7 +170,8 @@ LIMITS = (
     Limit("LRN only applies on 4D tensors", "others have LRN of images alone"),
     Limit(r"lrn.cc:.*NumDimensions\(\) == 4", "others have LRN of images alone", RUNTIME_ALONE),
     Limit(
-        "cannot identify image file", "the specification has an empty image where decoding fails"
+        "cannot identify image file|image file is truncated",
+        "the specification has an empty image where decoding fails",
     ),
     Limit(
         "x_zero_point is not null but should be zero for float8",
