@@ -174,10 +174,10 @@ def _flax(name: str):
 
 
 def mask_search(name: str, place: Any):
-    from jaxonnx.sparse._search import codes
+    from jaxonnx.sparse._search import search
 
     w = jax.ShapeDtypeStruct((SEARCHED, SEARCHED), jnp.float32)
-    return compiled(lambda w: codes(w, (0, 1)), place, w)
+    return compiled(lambda w: search(w, (0, 1)).codes, place, w)
 
 
 def mask_refresh(name: str, place: Any):
@@ -185,12 +185,12 @@ def mask_refresh(name: str, place: Any):
     from jaxonnx.sparse._pattern import parse
     from jaxonnx.sparse._refresh import renewed
 
-    def refresh(true, w, old):
-        return renewed(true, {"w": w}, {"w": old}, parse("2:4", True), {"w": (0, 1)})
+    def refresh(w, old):
+        return renewed({"w": w}, {"w": old}, parse("2:4", True), {"w": (0, 1)})
 
     w = jax.ShapeDtypeStruct((SEARCHED, SEARCHED), jnp.float32)
     bits = jax.ShapeDtypeStruct((SEARCHED**2 // 8,), jnp.uint8)
-    return compiled(refresh, place, jnp.bool(True), w, bits)
+    return compiled(refresh, place, w, bits)
 
 
 PROGRAMS: dict[str, tuple[Callable, Callable | None]] = {

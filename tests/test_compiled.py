@@ -4,6 +4,7 @@ What is marked `compiled` takes long, and in part needs libtpu (the extra `tpu-c
 """
 
 import importlib.util
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +29,10 @@ def lower(case):
     function = partial(case.function(newest(case)), case.inputs, traced(case, newest(case)))
     values = [jnp.asarray(case.inputs[i]) for i in traced(case, newest(case))]
     program = jax.jit(function).trace(*values)
+    has_two_bits = "on_cpu" in str(program.jaxpr)
     for platform in PLATFORMS:
-        assert program.lower(lowering_platforms=(platform,)).as_text()
+        with pytest.raises(jaxonnx.UnsupportedError) if has_two_bits else nullcontext():
+            assert program.lower(lowering_platforms=(platform,)).as_text()
 
 
 @pytest.mark.parametrize("case", COMPILABLE[::EVERY])
@@ -66,7 +69,7 @@ def test_integers_of_two_bits_are_refused_where_xla_aborts():
 
 
 def mask(w):
-    return _search.expand(_search.codes(w, (0, 1)), (0, 1))
+    return _search.expand(_search.search(w, (0, 1)), (0, 1))
 
 
 W = np.random.default_rng(0).normal(size=(64, 72)).astype(np.float32)
@@ -104,10 +107,12 @@ def test_the_primitives_of_a_search_are_its_functions_under_every_transformation
 )
 def test_the_kernels_of_tpu_are_the_search_bit_for_bit(shape, axes, dtype):
     w = jnp.asarray(np.random.default_rng(1).integers(-9, 9, shape), dtype)
-    codes = _templates.codes(w, axes)
-    np.testing.assert_array_equal(_kernels.codes(w, axes, interpret=True), codes)
+    codes, *sums = _templates.search(w, axes)
+    found, *others = _kernels.search(w, axes, interpret=True)
+    np.testing.assert_array_equal(found, codes)
+    np.testing.assert_array_equal(others, sums)  # of integers: exact
     expanded = _templates.expand(codes, axes)
-    np.testing.assert_array_equal(_kernels.expand(codes, axes, interpret=True), expanded)
+    np.testing.assert_array_equal(_kernels.expand(codes, axes, interpret=True)[0], expanded)
 
 
 @pytest.mark.deep
@@ -173,10 +178,10 @@ def test_a_search_on_tpu_moves_little_more_than_the_weight():
 
 @needs_libtpu
 @pytest.mark.compiled
-def test_a_refresh_on_tpu_moves_less_than_four_times_the_weight():
+def test_a_refresh_on_tpu_moves_less_than_three_times_the_weight():
     counts = apart("tpu-v5e", "", "mask refresh", "jaxonnx")
     assert counts["calls"]["tpu_custom_call"] == 2
-    assert counts["MB accessed"] < 3.9 * 4 * SEARCHED**2 / 1e6
+    assert counts["MB accessed"] < 2.6 * 4 * SEARCHED**2 / 1e6
 
 
 @needs_libtpu

@@ -5,7 +5,7 @@ axis of four, as in `blocks`, takes 32 times the memory. A kernel has a tile of 
 chip's memory. There every fourth row is one read, and columns become rows by a transposition.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,25 +19,36 @@ TILE = 4 * LANES
 """Rows and columns of a tile: every fourth of them fill the lanes."""
 
 
-def codes(w: jax.Array, axes: Axes, interpret: bool = False) -> jax.Array:
-    """Find what `_templates.codes` finds."""
+def search(w: jax.Array, axes: Axes, interpret: bool = False) -> list[jax.Array]:
+    """Find what `_templates.search` finds."""
     from jax.experimental import pallas as pl
 
-    def kernel(w, found, wide, *turned):
+    rows, columns = sorted(axes)
+
+    def kernel(w, found, whole, kept, wide, *turned):
         for lanes in _SLABS:
             wide[...] = w[:, lanes].astype(jnp.float32)
             for r in range(4):
                 turned[r][lanes, :] = wide[pl.ds(r, LANES, stride=4), :].T
         places = [_place(cell, axes) for cell in range(16)]
-        found[...] = best_codes(
-            [jnp.abs(turned[r][pl.ds(c, LANES, stride=4), :]) for r, c in places]
-        ).T.astype(jnp.int16)
+        cells = [jnp.abs(turned[r][pl.ds(c, LANES, stride=4), :]) for r, c in places]
+        code = best_codes(cells)
+        found[...] = code.T.astype(jnp.int16)
+        # what a tile at the edge has beyond it is anything
+        column, row = (jax.lax.broadcasted_iota(jnp.int32, code.shape, axis) for axis in (0, 1))
+        inside = row < shape[rows] // 4 - pl.program_id(1) * LANES
+        inside &= column < shape[columns] // 4 - pl.program_id(2) * LANES
+        ones = [jnp.where((code >> (15 - i)) & 1 == 1, x, 0) for i, x in enumerate(cells)]
+        for sums, parts in (whole, cells), (kept, ones):
+            sums[...] = jnp.where(inside, sum(parts), 0).reshape(-1, 8, LANES).sum(0)
 
-    found = _tiled(kernel, w, axes, TILE, LANES, jnp.int16, interpret)
-    return jax.lax.bitcast_convert_type(found, jnp.uint16)
+    shape = w.shape
+    outputs = (LANES, LANES, jnp.int16), *[(8, LANES, jnp.float32)] * 2
+    found, *sums = _tiled(kernel, w, axes, (TILE, TILE), outputs, interpret)
+    return [jax.lax.bitcast_convert_type(found, jnp.uint16), *(x.sum(axes) for x in sums)]
 
 
-def expand(code: jax.Array, axes: Axes, interpret: bool = False) -> jax.Array:
+def expand(code: jax.Array, axes: Axes, interpret: bool = False) -> list[jax.Array]:
     """Return what `_templates.expand` returns."""
     from jax.experimental import pallas as pl
 
@@ -53,8 +64,8 @@ def expand(code: jax.Array, axes: Axes, interpret: bool = False) -> jax.Array:
             mask[:, lanes] = wide[...].astype(jnp.int8)
 
     signed = jax.lax.bitcast_convert_type(code, jnp.int16)
-    mask = _tiled(kernel, signed, axes, LANES, TILE, jnp.int8, interpret)
-    return mask.astype(bool)
+    (mask,) = _tiled(kernel, signed, axes, (LANES, LANES), [(TILE, TILE, jnp.int8)], interpret)
+    return [mask.astype(bool)]
 
 
 _SLABS = [slice(start, start + LANES) for start in range(0, TILE, LANES)]
@@ -67,11 +78,16 @@ def _place(cell: int, axes: Axes) -> tuple[int, int]:
 
 
 def _tiled(
-    kernel: Callable, x: jax.Array, axes: Axes, before: int, after: int, dtype: Any, interpret: bool
-) -> jax.Array:
+    kernel: Callable,
+    x: jax.Array,
+    axes: Axes,
+    tile: tuple[int, int],
+    results: Sequence[tuple[int, int, Any]],
+    interpret: bool,
+) -> list[jax.Array]:
     """Apply a kernel to the tiles of the matrices along two axes, which count from 0.
 
-    The kernel makes a tile of `after` rows and columns from one of `before`. It has five arrays of
+    The kernel makes tiles of these sizes and types from one of x. It has five arrays of
     (TILE, LANES) to work with.
     """
     from jax.experimental import pallas as pl
@@ -81,16 +97,26 @@ def _tiled(
     x = jnp.moveaxis(x, pair, (-2, -1))
     *batch, rows, columns = x.shape
     x = x.reshape(-1, rows, columns)
-    shape = len(x), rows * after // before, columns * after // before
-    moved = x.nbytes + np.prod(shape) * np.dtype(dtype).itemsize
-    result = pl.pallas_call(
+    grid = len(x), pl.cdiv(rows, tile[0]), pl.cdiv(columns, tile[1])
+
+    def like(height, width, dtype):
+        # the last tile is whole where it is not one of x
+        is_part = height * tile[1] == width * tile[0]
+        sizes = (rows * height // tile[0], columns * width // tile[1]) if is_part else ()
+        return jax.ShapeDtypeStruct(
+            (len(x), *(sizes or (grid[1] * height, grid[2] * width))), dtype
+        )
+
+    shapes = [like(*result) for result in results]
+    moved = x.nbytes + sum(np.prod(s.shape) * s.dtype.itemsize for s in shapes)
+    made = pl.pallas_call(
         kernel,
-        grid=(len(x), pl.cdiv(rows, before), pl.cdiv(columns, before)),
-        in_specs=[pl.BlockSpec((None, before, before), lambda *tile: tile)],
-        out_specs=pl.BlockSpec((None, after, after), lambda *tile: tile),
-        out_shape=jax.ShapeDtypeStruct(shape, dtype),
+        grid=grid,
+        in_specs=[pl.BlockSpec((None, *tile), lambda *place: place)],
+        out_specs=[pl.BlockSpec((None, *sizes), lambda *place: place) for *sizes, _ in results],
+        out_shape=shapes,
         scratch_shapes=[tpu.VMEM((TILE, LANES), jnp.float32)] * 5,
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=int(moved)),
         interpret=interpret,
     )(x)
-    return jnp.moveaxis(result.reshape(*batch, *result.shape[1:]), (-2, -1), pair)
+    return [jnp.moveaxis(y.reshape(*batch, *y.shape[1:]), (-2, -1), pair) for y in made]

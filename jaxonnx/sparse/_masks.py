@@ -1,5 +1,6 @@
 """The mask of a pattern for one weight, and their storage as one bit per weight."""
 
+from functools import partial
 from math import prod
 
 import jax
@@ -56,15 +57,12 @@ def mask(
     if not isinstance(w, Tracer) and not np.isfinite(np.asarray(w, np.float32)).all():
         raise SparsityError("the weight has NaN or infinite entries: it has no best mask")
 
-    def find(w):
-        # two programs: in one, XLA would search anew for every cell of the mask
-        return _expand(_search(w, pattern, axes), pattern, axes)
-
-    return on_auto_axes(find, lambda _, w: like(w), jnp.asarray(w))
+    return on_auto_axes(lambda w: _find(w, pattern, axes), lambda _, w: like(w), jnp.asarray(w))
 
 
-_search = jax.jit(lambda w, pattern, axes: pattern.search(w, axes), static_argnums=(1, 2))
-_expand = jax.jit(lambda best, pattern, axes: pattern.expand(best, axes), static_argnums=(1, 2))
+@partial(jax.jit, static_argnames=("pattern", "axes"))
+def _find(w: jax.Array, pattern: SparsityPattern, axes: Axes) -> jax.Array:
+    return pattern.expand(pattern.search(w, axes), axes)
 
 
 def to_bits(mask: jax.Array) -> jax.Array:

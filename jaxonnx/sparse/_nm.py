@@ -2,19 +2,17 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx.errors import SparsityError
-from jaxonnx.sparse._pattern import SparsityPattern, register
-from jaxonnx.sparse._search import codes, expand
+from jaxonnx.sparse import _search
+from jaxonnx.sparse._pattern import SparsityPattern, ratio, register
 from jaxonnx.sparse._templates import Axes
 from jaxonnx.sparse._transport import rank, transposable
-
-_TEMPLATES = {(2, 4, True): (codes, expand)}
-"""The (n, m, transposable) with a search of their own, which comes with its expansion to a mask."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +35,8 @@ class Pattern(SparsityPattern):
         return self.n / self.m
 
     @property
-    def _key(self) -> tuple[int, int, bool]:
-        return self.n, self.m, self.transposable
+    def _has_templates(self) -> bool:
+        return (self.n, self.m, self.transposable) == (2, 4, True)
 
     def misfit(self, shape: tuple[int, ...], axes: Axes) -> str:
         """Say why a weight of this shape cannot take the pattern; empty if it can."""
@@ -47,15 +45,20 @@ class Pattern(SparsityPattern):
                 return f"{name} axis of {shape[axis]} is not a multiple of {self.m}"
         return ""
 
-    def search(self, w: jax.Array, axes: Axes) -> jax.Array:
-        if self._key in _TEMPLATES:
-            return _TEMPLATES[self._key][0](w, axes)
+    def search(self, w: jax.Array, axes: Axes) -> Any:
+        if self._has_templates:
+            return _search.search(w, axes)
         if self.transposable:
             return transposable(w, self.n, self.m, axes)
         return one_axis(w, self.n, self.m, axes[1])
 
-    def expand(self, found: jax.Array, axes: Axes) -> jax.Array:
-        return _TEMPLATES[self._key][1](found, axes) if self._key in _TEMPLATES else found
+    def expand(self, found: Any, axes: Axes) -> jax.Array:
+        return _search.expand(found, axes) if self._has_templates else found
+
+    def share(self, w: jax.Array, found: Any, axes: Axes) -> jax.Array:
+        if self._has_templates:
+            return ratio(found.kept.sum(), found.whole.sum())
+        return super().share(w, found, axes)
 
     def groups(self, kept: np.ndarray, axes: Axes, along: int) -> tuple[np.ndarray, np.ndarray]:
         if kept.shape[along] % self.m:  # the free axis of a one-axis pattern

@@ -39,12 +39,16 @@ class SparsityPattern(Protocol):
         """Say why a weight of this shape cannot take the pattern; empty if it can."""
 
     @abstractmethod
-    def search(self, w: jax.Array, axes: Axes) -> jax.Array:
+    def search(self, w: jax.Array, axes: Axes) -> Any:
         """Find the best mask of a weight, under a trace, in the form that `expand` takes."""
 
-    def expand(self, found: jax.Array, axes: Axes) -> jax.Array:
-        """Return the boolean mask from the result of `search`; the two are compiled apart."""
+    def expand(self, found: Any, axes: Axes) -> jax.Array:
+        """Return the boolean mask from the result of `search`."""
         return found
+
+    def share(self, w: jax.Array, found: Any, axes: Axes) -> jax.Array:
+        """Return the share of sum |w| that the result of `search` keeps; 1 if the sum is 0."""
+        return kept_share(w, self.expand(found, axes))
 
     @abstractmethod
     def groups(self, kept: np.ndarray, axes: Axes, along: int) -> tuple[np.ndarray, np.ndarray]:
@@ -87,6 +91,17 @@ class SparsityPattern(Protocol):
         if values.shape != (ones := int(np.bitwise_count(indices).sum()),):
             return f"values of shape {values.shape} where {ones} are kept"
         return ""
+
+
+def kept_share(w: jax.Array, mask: jax.Array) -> jax.Array:
+    """Return the share of sum |w| under the mask; 1 if the sum is 0."""
+    size = jnp.abs(w.astype(jnp.float32))
+    return ratio(jnp.sum(jnp.where(mask, size, 0)), jnp.sum(size))
+
+
+def ratio(part: jax.Array, whole: jax.Array) -> jax.Array:
+    """Return a part of a sum as a share of it; 1 if the sum is 0."""
+    return jnp.where(whole > 0, part / jnp.where(whole > 0, whole, 1), 1.0)
 
 
 _FORMS: dict[str, tuple[str, Callable[[re.Match, bool], SparsityPattern | None]]] = {}

@@ -8,14 +8,6 @@ from jaxonnx.sparse._layers import name_of
 from jaxonnx.sparse._masks import from_bits, to_bits
 
 
-def kept_share(w: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return the share of sum |w| under the mask; 1 if the sum is 0."""
-    size = jnp.abs(w.astype(jnp.float32))
-    everything = jnp.sum(size)
-    share = jnp.sum(jnp.where(mask, size, 0)) / jnp.where(everything > 0, everything, 1)
-    return jnp.where(everything > 0, share, 1.0)
-
-
 def when(condition, function, carry):
     """Return `function(0, carry)` if the condition holds, else `carry`, in place.
 
@@ -24,30 +16,19 @@ def when(condition, function, carry):
     return jax.lax.fori_loop(0, condition.astype(jnp.int32), function, carry)
 
 
-def renewed(true, total, old, pattern, where):
+def renewed(total, old, pattern, where):
     """Find new masks as bits, the fraction of each that changed, and the fraction of |W| kept."""
-    names = sorted(total)
-
-    def find():
-        return {n: pattern.search(total[n], where[n]) for n in names}
-
-    # A conditional, though the condition holds whenever this runs, keeps the search and its
-    # expansion apart: fused, XLA would search a block anew for each of its 16 cells.
-    best = jax.lax.cond(
-        true,
-        find,
-        lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(find)),
-    )
-    masks = {n: pattern.expand(best[n], where[n]) for n in names}
-    bits = {n: to_bits(m) for n, m in masks.items()}
+    found = {n: pattern.search(w, where[n]) for n, w in sorted(total.items())}
+    bits = {n: to_bits(pattern.expand(best, where[n])) for n, best in found.items()}
     flips = [
-        jnp.sum(jnp.bitwise_count(bits[n] ^ old[n]), dtype=jnp.float32) / masks[n].size
-        for n in names
+        jnp.sum(jnp.bitwise_count(new ^ old[n]), dtype=jnp.float32) / total[n].size
+        for n, new in bits.items()
     ]
-    return bits, jnp.stack(flips), jnp.stack([kept_share(total[n], masks[n]) for n in names])
+    kept = [pattern.share(total[n], best, where[n]) for n, best in found.items()]
+    return bits, jnp.stack(flips), jnp.stack(kept)
 
 
-def refreshed(is_refresh, w, pattern, where, reset):
+def refreshed(w, pattern, where, reset):
     """Return a body for `when` that finds the masks of W = W_u + v and hides what they hide.
 
     Its carry is (v, masks, flips, kept). Where the new mask is 0, it leaves the new W_p in v.
@@ -59,7 +40,7 @@ def refreshed(is_refresh, w, pattern, where, reset):
         # weights were not pruned. W_p has it as well (with `reset`: it is dropped).
         stray = {n: jnp.where(from_bits(old[n], x.shape), 0, x) for n, x in w.items()}
         total = {n: (w[n] - stray[n] + x).astype(w[n].dtype) for n, x in v.items()}
-        masks, flips, kept = renewed(is_refresh, total, old, pattern, where)
+        masks, flips, kept = renewed(total, old, pattern, where)
         hidden = {n: 0 if reset else x for n, x in total.items()}
         v = {
             n: jnp.where(from_bits(masks[n], x.shape), x - stray[n], hidden[n]).astype(x.dtype)

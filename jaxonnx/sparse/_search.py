@@ -1,16 +1,15 @@
 """The templates of a weight and their mask, as primitives that each platform lowers in its way.
 
-They are `_templates.codes` and `_templates.expand`, and on TPU the kernels of `_kernels`. Programs
+They are `_templates.search` and `_templates.expand`, and on TPU the kernels of `_kernels`. Programs
 that XLA splits over several devices have no kernels, which it cannot split.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
@@ -18,24 +17,39 @@ from jaxonnx.sparse import _kernels, _templates
 from jaxonnx.sparse._templates import Axes
 
 
-def codes(w: jax.Array, axes: Axes) -> jax.Array:
-    """Find the code of the best template for every block, as `_templates.codes` does."""
-    # an integer has no derivative, whatever it was found from
-    return _codes_p.bind(jax.lax.stop_gradient(w), axes=_positive(w, axes))
+class Found(NamedTuple):
+    """The best templates of a weight.
+
+    Attributes:
+      codes: `uint16`, shaped like the weight with the two axes divided by 4.
+      whole: float32 sums of |w| over the two axes, shaped like the other axes.
+      kept: the same sums over what the templates keep.
+    """
+
+    codes: jax.Array
+    whole: jax.Array
+    kept: jax.Array
 
 
-def expand(code: jax.Array, axes: Axes) -> jax.Array:
-    """Expand `codes` to the boolean mask, as `_templates.expand` does."""
-    return _expand_p.bind(code, axes=_positive(code, axes))
+def search(w: jax.Array, axes: Axes) -> Found:
+    """Find the best template for every block, as `_templates.search` does."""
+    # what is found has no derivative, whatever it was found from
+    return Found(*_search_p.bind(jax.lax.stop_gradient(w), axes=_positive(w, axes)))
+
+
+def expand(found: Found, axes: Axes) -> jax.Array:
+    """Expand templates to the boolean mask, as `_templates.expand` does."""
+    return _expand_p.bind(found.codes, axes=_positive(found.codes, axes))[0]
 
 
 def _positive(x: jax.Array, axes: Axes) -> Axes:
     return axes[0] % x.ndim, axes[1] % x.ndim
 
 
-def _primitive(plain: Callable, on_tpu: Callable, factor: float, dtype: Any) -> Primitive:
-    """Return a primitive that makes the two axes `factor` times as long."""
-    primitive = Primitive(plain.__name__)
+def _primitive(name: str, plain: Callable, on_tpu: Callable) -> Primitive:
+    """Return a primitive with several results."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
     primitive.plain = plain  # type: ignore[attr-defined]  # for readers of a jaxpr
 
     @partial(jax.jit, static_argnames="axes")
@@ -49,19 +63,20 @@ def _primitive(plain: Callable, on_tpu: Callable, factor: float, dtype: Any) -> 
 
     @primitive.def_abstract_eval
     def _(x, *, axes):
-        shape = [int(n * factor) if i in axes else n for i, n in enumerate(x.shape)]
-        return x.update(shape=tuple(shape), dtype=np.dtype(dtype), weak_type=False)
+        results = jax.eval_shape(partial(plain, axes=axes), jax.ShapeDtypeStruct(x.shape, x.dtype))
+        return [x.update(shape=y.shape, dtype=y.dtype, weak_type=False) for y in results]
 
     def batched(arguments, at, *, axes):
         x = jnp.moveaxis(arguments[0], at[0], 0)
-        return primitive.bind(x, axes=(axes[0] + 1, axes[1] + 1)), 0
+        results = primitive.bind(x, axes=(axes[0] + 1, axes[1] + 1))
+        return results, [0] * len(results)
 
     def lowered(context, x, *, axes):
         function = plain if _is_split(context) else on_tpu
-        return mlir.lower_fun(partial(function, axes=axes), multiple_results=False)(context, x)
+        return mlir.lower_fun(partial(function, axes=axes))(context, x)
 
     batching.primitive_batchers[primitive] = batched
-    mlir.register_lowering(primitive, mlir.lower_fun(plain, multiple_results=False))
+    mlir.register_lowering(primitive, mlir.lower_fun(plain))
     mlir.register_lowering(primitive, lowered, platform="tpu")
     return primitive
 
@@ -74,5 +89,9 @@ def _is_split(context) -> bool:
     return getattr(axes, "num_devices", 1) > 1
 
 
-_codes_p = _primitive(_templates.codes, _kernels.codes, 1 / 4, np.uint16)
-_expand_p = _primitive(_templates.expand, _kernels.expand, 4, np.bool_)
+def _expanded(code: jax.Array, axes: Axes) -> list[jax.Array]:
+    return [_templates.expand(code, axes)]
+
+
+_search_p = _primitive("search", _templates.search, _kernels.search)
+_expand_p = _primitive("expand", _expanded, _kernels.expand)

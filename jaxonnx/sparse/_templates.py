@@ -174,6 +174,14 @@ def best_codes(cells: list[jax.Array]) -> jax.Array:
     return jnp.asarray(best.code)
 
 
+def search(w: jax.Array, axes: Axes = (-2, -1)) -> list[jax.Array]:
+    """Return `codes`, the sums of |w| over the two axes, and those of what the templates keep."""
+    # a barrier, or XLA would search a block anew for each of its 16 cells
+    found = jax.lax.optimization_barrier(codes(w, axes))
+    size = jnp.abs(w.astype(jnp.float32))
+    return [found, size.sum(axes), jnp.where(expand(found, axes), size, 0).sum(axes)]
+
+
 def expand(code: jax.Array, axes: Axes = (-2, -1)) -> jax.Array:
     """Expand `codes` to the boolean mask: each of the two axes four times as long."""
     row, column = cell_axes(code.ndim, axes)

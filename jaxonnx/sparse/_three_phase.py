@@ -29,8 +29,8 @@ from jaxonnx._mesh import like, on_auto_axes
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._layers import Select, by_name, layers, name_of
 from jaxonnx.sparse._masks import from_bits, mask, to_bits
-from jaxonnx.sparse._pattern import SparsityPattern, parse
-from jaxonnx.sparse._refresh import kept_share, refreshed, when, zero_lost
+from jaxonnx.sparse._pattern import SparsityPattern, kept_share, parse
+from jaxonnx.sparse._refresh import refreshed, when, zero_lost
 from jaxonnx.sparse._templates import Axes
 
 _FOREVER = np.iinfo(np.int32).max
@@ -169,7 +169,7 @@ def three_phase(
         v = {n: jnp.where(shown(state.masks, n), -0.0, state.pruned[n]) + x for n, x in u.items()}
         v, masks, flips, kept = when(
             is_refresh,
-            refreshed(is_refresh, w, pattern, where, reset),
+            refreshed(w, pattern, where, reset),
             (v, state.masks, state.flips, state.kept),
         )
         flips = jnp.where(count == start, 0, flips)  # the first mask: there was none before
