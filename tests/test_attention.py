@@ -115,3 +115,12 @@ def test_refusals():
         linear(Q[0], K[0], V[0], q_num_heads=1, kv_num_heads=1, update_rule="gated")
     with pytest.raises(NodeError, match="angles"):
         rotary(Q, np.ones((1, 3, 2), np.float32), np.ones((1, 3, 2), np.float32))
+
+
+def test_positions_beyond_the_caches_are_no_angles():
+    """The last angle was taken for them; negative ones count from the end, as in Gather."""
+    x, cache = np.ones((1, 1, 2, 2), np.float32), np.arange(3, dtype=np.float32)[:, None]
+    y = rotary(x, cache, cache, jnp.array([[7, -1]]))
+    np.testing.assert_array_equal(y, [[[[np.nan] * 2, [0, 4]]]])
+    with pytest.raises(NodeError, match="index 7 is out of range"):
+        rotary(x, cache, cache, np.array([[7, -1]]))

@@ -127,6 +127,7 @@ def test_traced_regions_sample_like_known_ones(mode):
         ("Conv", [(1, 2, 4, 4), (1, 2, 3, 3), (3, 3)], {}, "does not fit 1 channels"),
         ("ConvTranspose", [(1, 2, 4, 4), (2, 1, 3, 3), (2,)], {}, "does not fit 1 channels"),
         ("ConvTranspose", [(1, 1, 4, 4), (1, 1, 3, 3)], {"output_shape": [1, 1, 6]}, "2 axes"),
+        ("ConvTranspose", [(1, 1, 4, 4), (1, 1, 3, 3)], {"output_shape": []}, "2 axes"),
         ("ConvInteger", [(1, 1, 4, 4), (1, 1, 3, 3), (4, 4)], {}, "zero point of x is one"),
         ("MaxUnpool", [(1, 1, 2, 2)] * 2, {"kernel_shape": [2]}, "kernel_shape has 1 entries"),
         ("MaxUnpool", [(1, 1, 2, 2)] * 2, {"kernel_shape": [2, 0]}, "must be positive"),

@@ -16,6 +16,7 @@ from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import is_half, product, rounded
 from jaxonnx.ops.common import canonical, element_dtype
+from jaxonnx.ops.indexing import gather
 from jaxonnx.registry import op
 
 
@@ -272,6 +273,11 @@ def linear_attention(
     return merge_heads(o.transpose(1, 2, 0, 3)).astype(query.dtype), state.astype(state_dtype)
 
 
+def angles(cos_cache, sin_cache, positions):
+    """Return what the caches hold for positions: NaN where they end before a traced one."""
+    return gather(cos_cache, positions), gather(sin_cache, positions)
+
+
 def rotate(x, cos, sin, interleaved):
     """Rotate pairs of the last axis: neighbours if `interleaved`, else elements half of it apart.
 
@@ -304,7 +310,7 @@ def rotary_embedding(
     """Rotary position embedding of the first `rotary_embedding_dim` channels (0: all) of a head."""
     heads = split_heads(x, num_heads if x.ndim == 3 else None)
     if position_ids is not None:
-        cos_cache, sin_cache = (jnp.asarray(c)[position_ids] for c in (cos_cache, sin_cache))
+        cos_cache, sin_cache = angles(cos_cache, sin_cache, position_ids)
     half = (rotary_embedding_dim or heads.shape[-1]) // 2
     if not cos_cache.shape[-1] == sin_cache.shape[-1] == half:
         raise NodeError(

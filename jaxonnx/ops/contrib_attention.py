@@ -10,6 +10,7 @@ from jaxonnx._axes import matrix
 from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.attention import (
+    angles,
     apply_mask,
     masked_softmax,
     merge_heads,
@@ -283,6 +284,6 @@ def rotary_embedding_contrib(
         raise NodeError(f"the caches hold {cos_cache.shape[-1]} angles for {rotary_embedding_dim}")
     if position_ids.ndim == 1:
         position_ids = position_ids[:, None] + np.arange(heads.shape[2])
-    cos, sin = (jnp.asarray(c)[position_ids][:, None] for c in (cos_cache, sin_cache))
+    cos, sin = (c[:, None] for c in angles(cos_cache, sin_cache, position_ids))
     y = rotate(heads, cos, sin, interleaved)
     return y if x.ndim == 4 else merge_heads(y)

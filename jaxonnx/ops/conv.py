@@ -115,7 +115,7 @@ def conv_transpose(
     pairs = pad_pairs(pads, rank)
     reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
     span = [s * (n - 1) + r for s, n, r in zip(strides, images, reach, strict=True)]
-    if output_shape is not None and len(output_shape):
+    if output_shape is not None:
         if len(output_shape) not in (rank, rank + 2):
             raise NodeError(f"output_shape {list(output_shape)} is not that of {rank} axes")
         size = tuple(int(n) for n in output_shape[-rank:])
@@ -124,7 +124,7 @@ def conv_transpose(
     else:
         axes = zip(span, extra, pairs, strict=True)
         size = tuple(n + e - sum(pair) for n, e, pair in axes)
-    if (output_shape is not None and len(output_shape)) or auto_pad.startswith("SAME"):
+    if output_shape is not None or auto_pad.startswith("SAME"):
         axes = zip(span, extra, size, strict=True)
         begins = [split_padding(max(n + e - o, 0), auto_pad)[0] for n, e, o in axes]
     else:

@@ -53,6 +53,16 @@ LIMITS = (
         lambda node: node.op == "Attention",
     ),
     Limit(
+        "ZeroDivisionError: division by zero",
+        "NumPy has no mean of a batch of none",
+        when=lambda node: node.op == "GlobalAveragePool",
+    ),
+    Limit(
+        "integer modulo by zero",
+        "no heads, taken for a number that is not given, as onnxruntime takes it",
+        when=lambda node: node.op == "Attention" and node.attributes.get("kv_num_heads") == 0,
+    ),
+    Limit(
         "operands could not be broadcast|IsScalarOr1ElementVector",
         "a scale for each row of a, or column of b, which others do not have",
         BOTH,
@@ -61,6 +71,11 @@ LIMITS = (
     Limit(
         "Unsupported stash_type (10|16) for Range",
         "a type of half precision, in which the reference does not compute a Range",
+    ),
+    Limit(
+        r"position_ids value \d+ at index \d+ is out of range",
+        "an index that is known while running only, for which jaxonnx has NaN",
+        RUNTIME_ALONE,
     ),
     Limit(
         r"position_ids value -\d+ at index \d+ is out of range",
@@ -82,7 +97,8 @@ LIMITS = (
         "NumPy infers no -1 for an array without elements, jaxonnx from the other axes",
     ),
     Limit(
-        r"Product cannot be 0 in combination with -1|num_indices = 0",
+        r"Product cannot be 0 in combination with -1|num_indices = 0|"
+        r"Input shape:\{0,[\d,]*\}, requested shape:\{0,[\d,]*-1",
         "onnxruntime has no batch of none there",
         RUNTIME_ALONE,
     ),
@@ -101,7 +117,7 @@ LIMITS = (
     Limit(
         r"index -?\d+ is out of bounds for axis",
         "an index that is known while running only, for which jaxonnx has NaN",
-        when=lambda node: node.op in ("RoiAlign", "MaxRoiPool"),
+        when=lambda node: node.op in ("RoiAlign", "MaxRoiPool", "RotaryEmbedding"),
     ),
     Limit(
         "Issues with types .*'NoneType'.*operator 'Concat'|concatbase",
@@ -114,9 +130,9 @@ LIMITS = (
         RUNTIME_ALONE,
     ),
     Limit(
-        "Invalid 'mode' attribute value",
+        "Invalid 'mode' attribute value|Invalid direction value|Unexpected value for direction",
         "an attribute of a branch that is not taken",
-        RUNTIME_ALONE,
+        BOTH,
         lambda node: node.op == "If",
     ),
     Limit("Integer division by zero", "a division by zero, which ONNX leaves open", RUNTIME_ALONE),

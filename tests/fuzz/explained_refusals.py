@@ -208,7 +208,12 @@ REFUSALS = (
     Refusal("RoiAlign", ".* bins of .* samples are not there", NO_CHECK, BOTH),
     Refusal("ConvTranspose", "output_padding .* must be less", NO_CHECK, BOTH),
     Refusal("DeformConv", "X .* and W .* must both have", NO_CHECK),
-    Refusal("CenterCropPad", r"\d+ sizes are given for", NO_CHECK),
+    Refusal(
+        "CenterCropPad",
+        r"\d+ sizes are given for",
+        "fewer sizes than axes, which others broadcast or take for the first ones",
+        BOTH,
+    ),
     Refusal("Pad", "pads .* leave nothing of axis", NO_CHECK, BOTH),
     Refusal("Momentum", "mode is '.*'; Momentum knows standard and nesterov", NO_CHECK),
     Refusal("Attention|FlexAttention", "softmax_precision must be", IGNORED, BOTH),
