@@ -210,8 +210,10 @@ DIFFERENCES = (
     ),
     Difference(
         "LSTM|GRU|RNN",
-        lambda node, *_: "clip" in node.attributes,
-        "a clip, which the reference leaves out",
+        lambda node, *_: (
+            "clip" in node.attributes or (node.op != "RNN" and "activations" in node.attributes)
+        ),
+        "a clip or activations, which the reference leaves out",
     ),
     Difference(
         "LSTM|GRU|RNN",
