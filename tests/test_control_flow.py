@@ -471,6 +471,16 @@ def test_scan_of_nothing():
         function(SCAN)(*(np.zeros(s, np.float32) for s in ((2,), (2, 3), (4, 2))))
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["scan_input_axes", "scan_output_axes", "scan_input_directions", "scan_output_directions"],
+)
+def test_scan_has_a_number_for_each_tensor(name):
+    text = re.sub(rf"{name} = \[(-?\d), \d\]", rf"{name} = [\1, 0, 0]", SCAN)
+    with pytest.raises(jaxonnx.Error, match=f"{name} has 3 entries for 2 tensors"):
+        function(text)(*(np.zeros(s, np.float32) for s in ((2,), (2, 4), (4, 2))))
+
+
 BATCHED = """
 g (int64[2] n, float[2,1] h, float[2,4,1] x) => (float[2,1] last, float[2,4,1] y) {
   last, y = Scan <num_scan_inputs = 1, DIRECTIONS

@@ -65,6 +65,13 @@ def test_empty_batch():
     np.testing.assert_array_equal(jax.grad(lambda w: operator("Conv")(x, w).sum())(w), 0 * w)
 
 
+def test_columns_have_three_axes():
+    fold, sizes = operator("Col2Im"), (np.array([3, 3]), np.array([2, 2]))
+    assert fold(np.zeros((0, 4, 4), np.float32), *sizes).shape == (0, 1, 3, 3)
+    with pytest.raises(NodeError, match="does not hold 4 blocks"):
+        fold(np.zeros((1, 4, 4, 2), np.float32), *sizes)
+
+
 def test_transposed_convolution_larger_than_its_windows():
     x, w = np.ones((1, 1, 2), np.float32), np.ones((1, 1, 2), np.float32)
     y = operator("ConvTranspose")(x, w, output_shape=[6], strides=[2])

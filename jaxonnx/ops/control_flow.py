@@ -237,6 +237,13 @@ def _states(values, scanned):
     return len(values) - scanned
 
 
+def _each(values, count, name):
+    """Return an attribute that has a number for each of `count` tensors, by default zeros."""
+    if values is not None and len(values) != count:
+        raise NodeError(f"{name} has {len(values)} entries for {count} tensors")
+    return values or [0] * count
+
+
 @op("Scan", since=9)
 def scan_9(
     *initial_state_and_scan_inputs,
@@ -253,19 +260,22 @@ def scan_9(
         list(initial_state_and_scan_inputs[:size]),
         list(initial_state_and_scan_inputs[size:]),
     )
+    stacked = len(body.outputs) - size
+    axes = _each(scan_input_axes, num_scan_inputs, "scan_input_axes")
+    backward = _each(scan_input_directions, num_scan_inputs, "scan_input_directions")
+    output_axes = _each(scan_output_axes, stacked, "scan_output_axes")
+    output_backward = _each(scan_output_directions, stacked, "scan_output_directions")
     for k, x in enumerate(inputs):
-        axis = axis_of(scan_input_axes[k], x.ndim) if scan_input_axes else 0
-        x = xp(x).moveaxis(x, axis, 0)
-        inputs[k] = x[::-1] if scan_input_directions and scan_input_directions[k] else x
+        x = xp(x).moveaxis(x, axis_of(axes[k], x.ndim), 0)
+        inputs[k] = x[::-1] if backward[k] else x
     lengths = {len(x) for x in inputs}
     if len(lengths) != 1:
         raise NodeError(f"the scan inputs must have one length, not {sorted(lengths)}")
     final = _scan(body, carry, inputs, lengths.pop())
     outputs = []
     for k, y in enumerate(final[size:]):
-        y = y[::-1] if scan_output_directions and scan_output_directions[k] else y
-        axis = axis_of(scan_output_axes[k], y.ndim) if scan_output_axes else 0
-        outputs.append(xp(y).moveaxis(y, 0, axis))
+        y = y[::-1] if output_backward[k] else y
+        outputs.append(xp(y).moveaxis(y, 0, axis_of(output_axes[k], y.ndim)))
     return (*final[:size], *outputs)
 
 
@@ -325,7 +335,7 @@ def scan_8(
     values = [array(value) for value in initial_state_and_scan_inputs]
     batch, length = values[size].shape[:2]
     ends = jnp.full(batch, length) if sequence_lens is None else array(sequence_lens)
-    backward = directions or [0] * num_scan_inputs
+    backward = _each(directions, num_scan_inputs, "directions")
 
     def sequence(end, carry, inputs):
         def one(carry, x):

@@ -340,9 +340,10 @@ def col2im(x, image_shape: Static, block_shape: Static, *, dilations=None, pads=
     size = tuple(int(n) for n in image_shape)
     windows = window(size, block_shape, strides=strides, pads=pads, dilations=dilations)
     taps, blocks = int(np.prod(windows.kernel)), int(np.prod(windows.out))
-    if x.shape[1] % taps or x.shape[2] != blocks:
+    if x.ndim != 3 or x.shape[1] % taps or x.shape[2] != blocks:
         raise NodeError(f"input {x.shape} does not hold {blocks} blocks of {windows.kernel}")
-    x = jnp.asarray(x).reshape(x.shape[0], -1, *windows.kernel, *windows.out)
+    channels = x.shape[1] // taps
+    x = jnp.asarray(x).reshape(x.shape[0], channels, *windows.kernel, *windows.out)
     room((*x.shape[:2], *size), x.dtype)
     image = jnp.zeros((*x.shape[:2], *size), x.dtype)
     index = []
