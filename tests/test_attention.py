@@ -115,6 +115,10 @@ def test_refusals():
         linear(Q[0], K[0], V[0], q_num_heads=1, kv_num_heads=1, update_rule="gated")
     with pytest.raises(NodeError, match="angles"):
         rotary(Q, np.ones((1, 3, 2), np.float32), np.ones((1, 3, 2), np.float32))
+    one = np.ones((1, 3, 1), np.float32)
+    for x, size in ((Q[..., :1], 0), (np.ones((1, 2, 3, 4), np.float32), 3), (Q, 4)):
+        with pytest.raises(NodeError, match="do not rotate in pairs"):
+            rotary(x, one, one, rotary_embedding_dim=size)
 
 
 def test_positions_beyond_the_caches_are_no_angles():

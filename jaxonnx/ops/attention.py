@@ -311,7 +311,10 @@ def rotary_embedding(
     heads = split_heads(x, num_heads if x.ndim == 3 else None)
     if position_ids is not None:
         cos_cache, sin_cache = angles(cos_cache, sin_cache, position_ids)
-    half = (rotary_embedding_dim or heads.shape[-1]) // 2
+    turned = rotary_embedding_dim or heads.shape[-1]
+    if turned % 2 or turned > heads.shape[-1]:
+        raise NodeError(f"of {heads.shape[-1]} channels {turned} do not rotate in pairs")
+    half = turned // 2
     if not cos_cache.shape[-1] == sin_cache.shape[-1] == half:
         raise NodeError(
             f"the caches hold {cos_cache.shape[-1]} and {sin_cache.shape[-1]} angles, not {half}"

@@ -58,6 +58,16 @@ LIMITS = (
         when=lambda node: node.op == "GlobalAveragePool",
     ),
     Limit(
+        "condition must be a 1-d array",
+        "a condition of several axes, which jaxonnx flattens, as onnxruntime does",
+    ),
+    Limit(
+        "output_shape is inconsistent with input|to match the calculated number of sliding blocks",
+        "an output_shape beyond the reach of the windows, which jaxonnx fills with zeros",
+        BOTH,
+        lambda node: node.op == "ConvTranspose" and "output_shape" in node.attributes,
+    ),
+    Limit(
         "integer modulo by zero",
         "no heads, taken for a number that is not given, as onnxruntime takes it",
         when=lambda node: node.op == "Attention" and node.attributes.get("kv_num_heads") == 0,

@@ -87,6 +87,12 @@ REFUSALS = (
     Refusal(WINDOWS, "a kernel that reaches over", NO_CHECK),
     Refusal("GatherElements|ScatterElements", r"indices of rank \d+ do not fit", NO_CHECK),
     Refusal("Attention", "a mask of shape .* does not fit the scores", NO_CHECK),
+    Refusal(
+        "RotaryEmbedding",
+        "of .* do not rotate in pairs",
+        "an odd number of channels, of which onnxruntime leaves the last unset, or too many",
+        BOTH,
+    ),
     Refusal("QLinearMatMul", "the scale .* and zero point .* differ", NO_CHECK),
     Refusal("Range", "stash_type must be", NO_CHECK),
     Refusal("LpNormalization", "p is -?[\\w.]+: only 1 and 2", NO_CHECK, BOTH),
