@@ -113,6 +113,18 @@ def test_refusals():
     rotary(Q, one, one, num_heads=7)  # is for packed heads, and others ignore it
     with pytest.raises(NodeError, match="needs decay"):
         linear(Q[0], K[0], V[0], q_num_heads=1, kv_num_heads=1, update_rule="gated")
+    ones = {"q_num_heads": 1, "kv_num_heads": 1, "update_rule": "delta"}
+    for q, k, v, beta in (
+        (Q[0, :1], K[0], V[0], Q[0, :, :, :1]),
+        (Q[0, :, :, :1], K[0], V[0], Q[0, :, :, :1]),
+        (Q[0], K[0], V[0, :, :1], Q[0, :, :, :1]),
+        (Q[0], K[0], V[0], Q[0, :, :1, :1]),
+        (Q[0], K[0], V[0], Q[0]),
+    ):  # what is 1 would be broadcast
+        with pytest.raises(NodeError, match="does not fit a key of 2 sequences of 3 steps"):
+            linear(q, k, v, None, None, beta, **ones)
+    with pytest.raises(NodeError, match=r"past_state has shape \(2, 1, 2, 1\), not \(2, 1, 2, 2\)"):
+        linear(Q[0], K[0], V[0], Q[0, :, None, :2, :1], None, Q[0, :, :, :1], **ones)
     with pytest.raises(NodeError, match="angles"):
         rotary(Q, np.ones((1, 3, 2), np.float32), np.ones((1, 3, 2), np.float32))
     one = np.ones((1, 3, 1), np.float32)

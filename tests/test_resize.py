@@ -61,6 +61,8 @@ def test_refusals():
     with pytest.raises(NodeError, match=r"must be positive: \[1, 1, 0, 4\]"):
         resize(X, None, None, np.array([1, 1, 0, 4]))
     assert resize(X[:0], None, None, np.array([0, 1, 3, 4])).shape == (0, 1, 3, 4)
+    with pytest.raises(NodeError, match="cannot have sizes"):
+        resize(X[:0], None, None, np.array([1, 1, 3, 4]))
     with pytest.raises(NodeError, match="mode is 'area'"):
         resize(X, None, one, mode="area")
     with pytest.raises(NodeError, match="nearest_mode"):

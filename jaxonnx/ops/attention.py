@@ -1,4 +1,4 @@
-"""Attention: softmax attention with its variants, linear attention, rotary position embedding.
+"""Attention: softmax attention with its variants, rotary position embedding.
 
 Heads stand at axis 1 throughout: (batch, heads, sequence, head size). Query heads that share a key
 and value head are a group, so that nothing is repeated.
@@ -37,7 +37,7 @@ def merge_heads(x):
     return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3])
 
 
-def _grouped(x, kv_heads):
+def grouped(x, kv_heads):
     """Reshape query heads to (batch, key heads, query heads per key head, ...)."""
     if x.shape[1] % kv_heads:
         raise NodeError(f"{x.shape[1]} query heads are no multiple of {kv_heads} key heads")
@@ -57,7 +57,7 @@ def scores(q, k, scale=None):
         return scale * product(_rows(q, k.shape[1]), k.mT).reshape(*q.shape[:3], k.shape[2])
     root = math.sqrt(abs(scale))
     signed = math.copysign(root, scale)
-    y = jnp.einsum("bhgqd,bhkd->bhgqk", _grouped(q * signed, k.shape[1]), k * root)
+    y = jnp.einsum("bhgqd,bhkd->bhgqk", grouped(q * signed, k.shape[1]), k * root)
     return y.reshape(*q.shape[:3], k.shape[2])
 
 
@@ -68,14 +68,14 @@ def weighted_values(probabilities, v):
     if is_half(v):
         y = rounded(_rows(probabilities, v.shape[1]), v)
     else:
-        p = _grouped(probabilities.astype(v.dtype), v.shape[1])
+        p = grouped(probabilities.astype(v.dtype), v.shape[1])
         y = jnp.einsum("bhgqk,bhkd->bhgqd", p, v)
     return y.reshape(*probabilities.shape[:3], v.shape[-1])
 
 
 def _rows(x, kv_heads):
     """Return (batch, key heads, rows, size): the queries of the heads that share a key head."""
-    x = _grouped(x, kv_heads)
+    x = grouped(x, kv_heads)
     return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
 
 
@@ -215,62 +215,6 @@ def flex_attention(q, k, v, *, prob_mod=None, scale=None, score_mod=None, softma
     if prob_mod is not None:
         (probabilities,) = prob_mod(probabilities)
     return weighted_values(probabilities, v.astype(dtype)).astype(v.dtype)
-
-
-@op("LinearAttention", since=27)
-def linear_attention(
-    query,
-    key,
-    value,
-    past_state=None,
-    decay=None,
-    beta=None,
-    *,
-    chunk_size=64,
-    kv_num_heads,
-    q_num_heads,
-    scale=0.0,
-    update_rule="gated_delta",
-):
-    """o_t = scale S_t' q_t, where with a decay g and an update rate beta (each if the rule has it)
-
-    S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}' k_t)'; without beta, k_t v_t' is
-    added. One `lax.scan` in (at least) float32; `chunk_size` is a hint for other implementations.
-    """
-    rules = {"linear": (0, 0), "gated": (1, 0), "delta": (0, 1), "gated_delta": (1, 1)}
-    if update_rule not in rules:
-        raise NodeError(f"update_rule is {update_rule!r}, not one of {', '.join(rules)}")
-    for name, needed, tensor in zip(
-        ("decay", "beta"), rules[update_rule], (decay, beta), strict=True
-    ):
-        if needed != (tensor is not None):
-            verb = "needs" if needed else "takes no"
-            raise NodeError(f"update_rule {update_rule!r} {verb} {name}")
-    wide = jnp.promote_types(query.dtype, np.float32)
-
-    def steps(x, heads):
-        return split_heads(x, heads).astype(wide).transpose(2, 0, 1, 3)
-
-    q, k, v = steps(query, q_num_heads), steps(key, kv_num_heads), steps(value, kv_num_heads)
-    g = None if decay is None else steps(decay, kv_num_heads)
-    rate = None if beta is None else steps(beta, beta.shape[-1])
-    factor = scale or 1 / math.sqrt(q.shape[-1])
-    state_dtype = query.dtype if past_state is None else past_state.dtype
-    if past_state is None:
-        past_state = jnp.zeros((*k.shape[1:], v.shape[-1]), wide)
-
-    def step(state, inputs):
-        q, k, v, g, rate = inputs
-        if g is not None:
-            state = state * jnp.exp(g)[..., None]
-        if rate is not None:
-            v = rate * (v - jnp.einsum("bhkv,bhk->bhv", state, k))
-        state = state + k[..., None] * v[..., None, :]
-        o = jnp.einsum("bhgk,bhkv->bhgv", _grouped(q, kv_num_heads), state)
-        return state, factor * o.reshape(*q.shape[:2], v.shape[-1])
-
-    state, o = lax.scan(step, past_state.astype(wide), (q, k, v, g, rate))
-    return merge_heads(o.transpose(1, 2, 0, 3)).astype(query.dtype), state.astype(state_dtype)
 
 
 def angles(cos_cache, sin_cache, positions):

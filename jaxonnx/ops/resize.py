@@ -151,6 +151,8 @@ def _extents(lengths, scales, sizes, policy):
         return extents.astype(np.float64), _whole(out)
     ratios = extents / np.where(lengths != 0, lengths, 1)
     if policy == "stretch":
+        if extents[lengths == 0].any():
+            raise NodeError(f"axes of {lengths.tolist()} cannot have sizes {extents.tolist()}")
         return ratios, extents
     if policy not in ("not_larger", "not_smaller"):
         raise NodeError(f"unknown keep_aspect_ratio_policy {policy!r}")

@@ -58,6 +58,18 @@ LIMITS = (
         when=lambda node: node.op == "GlobalAveragePool",
     ),
     Limit(
+        "Only N can be zero|output shape cannot be null or negative",
+        "an image without a window: no pixels in jaxonnx, refused by others",
+        BOTH,
+        lambda node: node.op.endswith("Pool"),
+    ),
+    Limit(
+        "Invalid tensor data type 0",
+        "a type that a body leaves out, which jaxonnx does not need",
+        RUNTIME_ALONE,
+        lambda node: any(isinstance(value, GraphProto) for value in node.attributes.values()),
+    ),
+    Limit(
         "condition must be a 1-d array",
         "a condition of several axes, which jaxonnx flattens, as onnxruntime does",
     ),

@@ -93,6 +93,7 @@ REFUSALS = (
         "an odd number of channels, of which onnxruntime leaves the last unset, or too many",
         BOTH,
     ),
+    Refusal("LinearAttention", ".* does not fit a key of|past_state has shape", NO_CHECK),
     Refusal("QLinearMatMul", "the scale .* and zero point .* differ", NO_CHECK),
     Refusal("Range", "stash_type must be", NO_CHECK),
     Refusal("LpNormalization", "p is -?[\\w.]+: only 1 and 2", NO_CHECK, BOTH),

@@ -95,6 +95,8 @@ def overflown(node: Node, ours: Any, theirs: Any) -> bool:
     axis = node.attributes.get("axis", 1)
     if scale.ndim == 1 and scale.size > 1:
         scale = np.moveaxis(scale.reshape(-1, *(1,) * (x.ndim - 1)), 0, axis)
+    elif (block := node.attributes.get("block_size", 0)) > 0 and scale.ndim == x.ndim:
+        scale = scale.repeat(block, axis)[tuple(map(slice, x.shape))]
     with np.errstate(all="ignore"):
         try:
             ratio = np.broadcast_to(x / scale, ours.shape)
