@@ -31,6 +31,8 @@ class StaticError(Error, TypeError):
 
     inputs: tuple[str, ...] = ()
     """The inputs of the main graph that it is computed from, if from nothing else."""
+    why: str = ""
+    """What needs the value: the message up to the names of inputs."""
 
 
 class InputError(Error, TypeError, ValueError):

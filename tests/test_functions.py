@@ -230,6 +230,10 @@ def test_a_size_that_a_function_reads_is_an_input_of_the_caller(inner):
             y = Expand(v, shape)
         }}""")
     model = jaxonnx.load(proto)
+    arguments = np.arange(4, dtype=np.float32), np.array([1])
+    with pytest.raises(jaxonnx.StaticError, match="computed from input 'size'") as raised:
+        jax.eval_shape(model.apply, model.params, *arguments)
+    assert raised.value.inputs == ("size",)
     for size in (2, 3):
         y = model(np.arange(4, dtype=np.float32), np.array([size]))
         np.testing.assert_array_equal(y, np.tile(np.arange(4, dtype=np.float32), (size, 1)))

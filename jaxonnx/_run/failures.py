@@ -205,15 +205,25 @@ def static_error(
 
     The value is computed from `inputs` of the main graph, by name, and from `others`, in words.
     """
-    roots = [f"input '{name}'" for name in inputs] + [*others]
-    error = StaticError(
+    error = StaticError()
+    error.why = (
         f"{node.label}: {what} must be known while tracing, because the shape of the result "
-        f"depends on its value, and is computed from {', '.join(roots) or 'what is traced'}. "
-        "Pass that input as a NumPy array that is not an argument of jit (a constant of the "
-        "traced function), or call the model outside jit."
+        "depends on its value, and is computed from"
     )
+    return at(node, rooted(error, inputs, others))
+
+
+def rooted(error: StaticError, inputs: Sequence[str], others: Sequence[str]) -> StaticError:
+    """Return the error with what its value is computed from, as `static_error` takes it."""
     error.inputs = () if others else tuple(inputs)
-    return at(node, error)
+    if error.why:
+        roots = [f"input '{name}'" for name in inputs] + [*others]
+        error.args = (
+            f"{error.why} {', '.join(roots) or 'what is traced'}. Pass that input as a NumPy array "
+            "that is not an argument of jit (a constant of the traced function), or call the model "
+            "outside jit.",
+        )
+    return error
 
 
 def check_range(arguments: Sequence[Any]) -> None:

@@ -120,8 +120,7 @@ class Scope:
                 error.args = (failures.message(node, arguments, error),)
             elif node.body is not None and isinstance(error, StaticError):
                 given = dict(zip(node.body.inputs, node.inputs, strict=False))
-                inputs, others = self._roots([given[name] for name in error.inputs])
-                error.inputs = () if others else tuple(inputs)
+                failures.rooted(error, *self._roots([given[name] for name in error.inputs]))
             error.index = node.index  # the outermost node comes last
             raise
         except jax.errors.ConcretizationTypeError as error:
