@@ -118,6 +118,13 @@ def test_traced_regions_sample_like_known_ones(mode):
         ("Conv", [(1, 2, 4, 4), (2, 2, 3, 3)], {"auto_pad": "SAME"}, "auto_pad is 'SAME'"),
         ("Conv", [(1, 2, 4, 4), (2, 2, 3, 3)], {"pads": []}, "pads has 0 entries"),
         ("Conv", [(1, 2, 4, 4), (2, 2, 3, 3)], {"kernel_shape": []}, "not that of the weight"),
+        ("Conv", [(1, 2, 4, 4), (2, 2, 3, 3)], {"pads": [0, 0, -1, 0]}, "must not be negative"),
+        (
+            "AveragePool",
+            [(1, 2, 4)],
+            {"kernel_shape": [2], "pads": [-1, 0]},
+            "must not be negative",
+        ),
         ("MaxPool", [(1, 2, 4, 4)], {"kernel_shape": []}, "kernel_shape has 0 entries"),
         ("Conv", [(1, 2, 4, 4), (2, 2, 3, 3)], {"strides": [0, 1]}, "must be positive"),
         ("ConvTranspose", [(1, 2, 4, 4), (2, 2, 3, 3)], {"output_padding": [1, 0]}, "less than"),

@@ -50,6 +50,8 @@ def check_positive(kernel, strides, dilations) -> None:
 
 def pad_pairs(pads, rank: int) -> tuple[tuple[int, int], ...]:
     flat = per_axis(pads, 2 * rank, "pads", 0)
+    if min(flat, default=0) < 0:
+        raise NodeError(f"pads {flat} must not be negative")
     return tuple(zip(flat[:rank], flat[rank:], strict=True))
 
 

@@ -70,6 +70,11 @@ LIMITS = (
         lambda node: any(isinstance(value, GraphProto) for value in node.attributes.values()),
     ),
     Limit(
+        "Pad: invalid mode: .* with zero effective input extent",
+        "an axis that negative pads leave nothing of, and to which nothing is added",
+        RUNTIME_ALONE,
+    ),
+    Limit(
         "condition must be a 1-d array",
         "a condition of several axes, which jaxonnx flattens, as onnxruntime does",
     ),

@@ -105,6 +105,18 @@ def overflown(node: Node, ours: Any, theirs: Any) -> bool:
     return alike(ours, theirs) and bool((close(ours, theirs) | ~(abs(ratio) < 2**31)).all())
 
 
+def inverted(node: Node, ours: Any, theirs: Any) -> bool:
+    """Check whether integers differ only where zero has a negative power."""
+    x, y = node.known(0), node.known(1)
+    if not alike(ours, theirs) or ours.dtype.kind not in "iu" or y.dtype.kind not in "if":
+        return False
+    try:
+        zero = np.broadcast_to((x == 0) & (y < 0), ours.shape)
+    except ValueError:
+        return False
+    return bool(((ours == theirs) | zero).all())
+
+
 def tiny(node: Node, ours: Any, theirs: Any) -> bool:
     """Check whether numbers differ only below the least normal one."""
     if not alike(ours, theirs) or "float" not in ours.dtype.name:
