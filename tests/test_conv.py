@@ -143,6 +143,7 @@ def test_traced_regions_sample_like_known_ones(mode):
         ("ConvTranspose", [(1, 1, 4, 4), (1, 1, 3, 3)], {"output_shape": [1, 1, 6]}, "2 axes"),
         ("ConvTranspose", [(1, 1, 4, 4), (1, 1, 3, 3)], {"output_shape": []}, "2 axes"),
         ("ConvInteger", [(1, 1, 4, 4), (1, 1, 3, 3), (4, 4)], {}, "zero point of x is one"),
+        ("MaxUnpool", [(1, 1, 2, 2), (2, 1, 2, 2)], {"kernel_shape": [2, 2]}, "do not fit"),
         ("MaxUnpool", [(1, 1, 2, 2)] * 2, {"kernel_shape": [2]}, "kernel_shape has 1 entries"),
         ("MaxUnpool", [(1, 1, 2, 2)] * 2, {"kernel_shape": [2, 0]}, "must be positive"),
         ("MaxPool", [(2, 3)], {"kernel_shape": [2]}, "must have batch, channel and spatial"),

@@ -71,6 +71,9 @@ def test_refusals():
         resize(X, None, 2 * one, coordinate_transformation_mode="corners")
     with pytest.raises(NodeError, match="roi"):
         resize(X, None, 2 * one, coordinate_transformation_mode="tf_crop_and_resize")
+    grid = lookup("", "AffineGrid", 20).function
+    with pytest.raises(NodeError, match="does not fit 1 images"):
+        grid(np.zeros((2, 2, 3), np.float32), np.array([1, 1, 2, 2]))
     with pytest.raises(NodeError, match="does not fit"):
         grid_sample(X, np.zeros((1, 2, 2, 3), np.float32))
 

@@ -22,6 +22,8 @@ def affine_grid(theta, size: Static, *, align_corners=0):
     spatial = [int(n) for n in size[2:]]
     if theta.shape[1:] != (len(spatial), len(spatial) + 1):
         raise NodeError(f"theta of shape {theta.shape} does not fit {len(spatial)} dimensions")
+    if theta.shape[0] != size[0]:
+        raise NodeError(f"theta of shape {theta.shape} does not fit {size[0]} images")
 
     room((*spatial, len(spatial) + 1), np.float64, host=True)
 

@@ -225,6 +225,8 @@ def max_unpool(
     With `output_shape` the indices count in that shape, as onnxruntime and PyTorch have it.
     """
     rank = len(_spatial(x))
+    if indices.shape != x.shape:
+        raise NodeError(f"indices of shape {indices.shape} do not fit {x.shape}")
     kernel = per_axis(kernel_shape, rank, "kernel_shape")
     strides, pairs = per_axis(strides, rank, "strides"), pad_pairs(pads, rank)
     check_positive(kernel, strides, ())

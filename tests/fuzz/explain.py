@@ -32,12 +32,16 @@ class Compared(NamedTuple):
 
 
 class Node(NamedTuple):
-    """A node: its attributes, the values of its inputs where they are known, the opset."""
+    """A node: its attributes, the values of its inputs where they are known, the opset.
+
+    And whether other nodes use what it gives.
+    """
 
     op: str
     attributes: dict[str, Any]
     inputs: list[Any]
     opset: int
+    used: bool
 
     def known(self, i: int) -> np.ndarray:
         """Return an input, an array without elements if it is not known."""
@@ -143,9 +147,11 @@ def nodes_of(proto: ModelProto, feeds: Mapping[str, Any]) -> Iterator[Node]:
         values |= {t.name: numpy_helper.to_array(t) for t in graph.initializer}
     functions = (node for function in proto.functions for node in function.node)
     listed: list[NodeProto] = [*all_nodes(proto.graph), *functions]
+    read = {name for node in listed for name in node.input}
     for node in listed:
         attributes = (a for a in node.attribute if a.type and not a.ref_attr_name)
         given = {a.name: helper.get_attribute_value(a) for a in attributes}
-        yield Node(node.op_type, given, [values.get(name) for name in node.input], opset)
+        inputs, used = [values.get(name) for name in node.input], not read.isdisjoint(node.output)
+        yield Node(node.op_type, given, inputs, opset, used)
         if node.op_type == "Constant" and "value" in given:
             values[node.output[0]] = numpy_helper.to_array(given["value"])

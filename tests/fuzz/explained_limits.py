@@ -16,7 +16,7 @@ LIMITS = (
     Limit(
         "Issues with types ",
         "the reference's CastLike does not know its new attribute",
-        when=lambda node: node.op == "CastLike" and node.opset >= 25,
+        when=lambda node: node.op == "CastLike" and node.opset >= 24,
     ),
     Limit(
         "need at least one array to concatenate",
@@ -91,9 +91,12 @@ LIMITS = (
     ),
     Limit(
         "operands could not be broadcast|IsScalarOr1ElementVector",
-        "a scale for each row of a, or column of b, which others do not have",
+        "a scale or zero point for each row of a, or column of b, which others do not have",
         BOTH,
-        lambda node: node.op == "QLinearMatMul" and max(node.known(1).size, node.known(4).size) > 1,
+        lambda node: (
+            (node.op == "QLinearMatMul" and max(node.known(1).size, node.known(4).size) > 1)
+            or (node.op == "MatMulInteger" and max(node.known(2).size, node.known(3).size) > 1)
+        ),
     ),
     Limit(
         "Unsupported stash_type (10|16) for Range",
