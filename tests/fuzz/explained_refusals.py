@@ -215,6 +215,7 @@ REFUSALS = (
     Refusal("RoiAlign", ".* bins of .* samples are not there", NO_CHECK, BOTH),
     Refusal("ConvTranspose", "output_padding .* must be less", NO_CHECK, BOTH),
     Refusal("Conv|DeformConv", "X .* and W .* must both have", NO_CHECK),
+    Refusal("GroupNormalization", r"\d+ channels do not divide into -", NO_CHECK),
     Refusal("MaxUnpool", "indices of shape .* do not fit", NO_CHECK),
     Refusal(
         "",

@@ -136,11 +136,24 @@ def subnormal(value: Any) -> bool:
     return isinstance(value, float) and (0 < abs(value) < least or 1e37 < abs(value) < np.inf)
 
 
-def hidden(node: Node, ours: Any, theirs: Any) -> bool:
-    """Check whether an input is infinite, and others have NaN where jaxonnx has numbers."""
+def flushed(node: Node, ours: Any, theirs: Any) -> bool:
+    """Check whether an input is below the least normal number, and jaxonnx has NaN."""
     apart = ~close(ours, theirs)
-    told = alike(ours, theirs) and np.isnan(theirs[apart]).all() and not infinite(ours[apart]).any()
-    return bool(told) and any(infinite(node.known(i)).any() for i in range(4))
+    if not alike(ours, theirs) or not apart.any() or not np.isnan(ours[apart]).all():
+        return False
+    floats = (x for x in map(node.known, range(len(node.inputs))) if "float" in x.dtype.name)
+    return any(((abs(x) < ml_dtypes.finfo(x.dtype).tiny) & (x != 0)).any() for x in floats)
+
+
+def hidden(node: Node, ours: Any, theirs: Any) -> bool:
+    """Check whether an input or cap is infinite, and NaN of others a number or -inf in jaxonnx."""
+    apart = ~close(ours, theirs)
+    if not alike(ours, theirs) or not np.isnan(theirs[apart]).all():
+        return False
+    if (infinite(ours[apart]) & ~np.isneginf(ours[apart])).any():
+        return False
+    cap = np.asarray(node.attributes.get("softcap", 0.0))
+    return any(infinite(x).any() for x in (cap, *map(node.known, range(4))))
 
 
 def huge(node: Node, ours: Any, theirs: Any) -> bool:
