@@ -15,6 +15,9 @@ from tests.points import assert_point, operator
 
 nan, inf = np.nan, np.inf
 
+QUANTIZED = [(1, 1, 4, 4), (), (), (1, 1, 3, 3), (), (), (), ()]
+"""Shapes of the inputs of QLinearConv."""
+
 
 def test_ties_go_to_the_first_maximum():
     x = [[[1, 2, 2, 1], [2, 2, 0, 1]]]
@@ -143,6 +146,10 @@ def test_traced_regions_sample_like_known_ones(mode):
         ("ConvTranspose", [(1, 1, 4, 4), (1, 1, 3, 3)], {"output_shape": [1, 1, 6]}, "2 axes"),
         ("ConvTranspose", [(1, 1, 4, 4), (1, 1, 3, 3)], {"output_shape": []}, "2 axes"),
         ("ConvInteger", [(1, 1, 4, 4), (1, 1, 3, 3), (4, 4)], {}, "zero point of x is one"),
+        ("ConvInteger", [(1, 1, 4, 4), (1, 1, 3, 3), (), (3,)], {}, "does not fit 1 channels"),
+        ("QLinearConv", [*QUANTIZED[:1], (3,), *QUANTIZED[2:]], {}, "one number each"),
+        ("QLinearConv", [*QUANTIZED[:4], (3,), *QUANTIZED[5:]], {}, "does not fit 1 channels"),
+        ("QLinearConv", [*QUANTIZED[:6], (3,), *QUANTIZED[7:]], {}, "one number each"),
         ("MaxUnpool", [(1, 1, 2, 2), (2, 1, 2, 2)], {"kernel_shape": [2, 2]}, "do not fit"),
         ("MaxUnpool", [(1, 1, 2, 2)] * 2, {"kernel_shape": [2]}, "kernel_shape has 1 entries"),
         ("MaxUnpool", [(1, 1, 2, 2)] * 2, {"kernel_shape": [2, 0]}, "must be positive"),

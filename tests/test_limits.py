@@ -540,11 +540,14 @@ def test_shape_arithmetic_is_followed_behind_many_concatenations():
         "s = Constant <value_int = 2097152> () m = Add(s, n) v = ConstantOfShape(m) y = Mul(x, v)",
         "m = Mul(n, n) k = Mul(m, m) v = ConstantOfShape(k) y = Mul(x, v)",
         "v = own.f(x, long) y = Mul(x, v)",
+        "y = If(b) <then_branch = t () => (float[1099511627776] z) { z = Mul(x, x) }>",
+        "y = If(b) <else_branch = e () => (z) <float[2097152] w> { z = Mul(w, w) }>",
     ],
 )
 def test_vectors_that_are_too_long_are_not_followed(nodes):
     proto = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 22, "own": 1]>
-    g (float[2, 3] x, float[1099511627776] long) => (y) <int64[1] n = {{9999}}> {{ {nodes} }}
+    g (float[2, 3] x, float[1099511627776] long, bool b) => (y)
+    <int64[1] n = {{9999}}> {{ {nodes} }}
     <domain: "own", opset_import: ["": 22]>
     f (a, b) => (v) {{ v = Mul(a, b) }}""")
     assert not arithmetic.may_follow(

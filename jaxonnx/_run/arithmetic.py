@@ -46,15 +46,25 @@ def may_follow(functions: Iterable[FunctionProto], graph: GraphProto) -> bool:
       functions: of the model.
       graph: with the shapes that inference finds without following numbers.
     """
-    shapes = {
+    callees = {(f.domain, f.name, f.overload): f for f in functions}
+    return _of_graph(graph, {}, {}, callees).length <= FOLLOWED
+
+
+def _of_graph(
+    graph: GraphProto,
+    outer: Mapping[str, _Bound],
+    shapes: Mapping[str, list[int]],
+    functions: Mapping[tuple[str, str, str], FunctionProto],
+) -> _Bound:
+    """Return the bound of all values of a graph, which sees those of the graph that it is in."""
+    declared = {
         value.name: [d.dim_value for d in value.type.tensor_type.shape.dim]
         for value in (*graph.input, *graph.value_info, *graph.output)
         if value.type.tensor_type.HasField("shape")
     }
-    start = {name: _fitting(shape, _Bound()) for name, shape in shapes.items()}
+    start = {name: _fitting(shape, _Bound()) for name, shape in declared.items()}
     start |= {tensor.name: _of_tensor(tensor) for tensor in graph.initializer}
-    callees = {(f.domain, f.name, f.overload): f for f in functions}
-    return _all(graph.node, start, shapes, callees).length <= FOLLOWED
+    return _all(graph.node, {**outer, **start}, {**shapes, **declared}, functions)
 
 
 def _all(
@@ -77,7 +87,7 @@ def _all(
         for attribute in node.attribute:
             for graph in (attribute.g, *attribute.graphs):
                 if graph.node:
-                    bound |= _all(graph.node, dict(bounds), shapes, functions)
+                    bound |= _of_graph(graph, bounds, shapes, functions)
         for name in node.output:
             bounds[name] = _fitting(shapes.get(name), bound)
             top |= bounds[name]

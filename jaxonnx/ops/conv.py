@@ -197,6 +197,8 @@ def conv_integer(
     windows = window(
         x.shape[2:], kernel, strides=strides, pads=pads, dilations=dilations, auto_pad=auto_pad
     )
+    if w_zero_point is not None and w_zero_point.size not in (1, w.shape[0]):
+        raise NodeError(f"w_zero_point {w_zero_point.shape} does not fit {w.shape[0]} channels")
     x, w = _zero_centred(x, x_zero_point), _zero_centred(w, w_zero_point)
     return _integer_convolution(x, w, windows, group)
 
@@ -221,6 +223,10 @@ def qlinear_conv(
     strides=None,
 ):
     """ConvInteger plus an int32 bias, rescaled, rounded to even and saturated to y's type."""
+    if (x_scale.size, y_scale.size, y_zero_point.size) != (1, 1, 1):
+        raise NodeError("the scales of x and y and the zero point of y are one number each")
+    if w_scale.size not in (1, w.shape[0]):
+        raise NodeError(f"w_scale of shape {w_scale.shape} does not fit {w.shape[0]} channels")
     y = conv_integer(
         x,
         w,

@@ -74,7 +74,6 @@ def compared(
 
 def runs(proto: ModelProto, feeds: Mapping[str, Any]) -> tuple[dict[str, list], dict[str, str]]:
     """Return the results of each runtime that runs a model, and what the others say."""
-    feeds = {k: np.asarray(x) if isinstance(x, np.generic) else x for k, x in feeds.items()}
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 4

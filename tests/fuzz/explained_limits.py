@@ -75,6 +75,12 @@ LIMITS = (
         RUNTIME_ALONE,
     ),
     Limit(
+        "MemoryError|bad_alloc",
+        "parts that the node does not list, which others make nevertheless",
+        BOTH,
+        lambda node: node.op == "Split" and node.attributes.get("num_outputs", 0) > 1 << 20,
+    ),
+    Limit(
         "condition must be a 1-d array",
         "a condition of several axes, which jaxonnx flattens, as onnxruntime does",
     ),
@@ -150,7 +156,7 @@ LIMITS = (
         when=lambda node: node.op in ("RoiAlign", "MaxRoiPool", "RotaryEmbedding"),
     ),
     Limit(
-        "Issues with types .*'NoneType'.*operator '(Concat|Einsum)'|concatbase",
+        "Issues with types .*'NoneType'.*operator '(Concat|Einsum|Mean|Sum|Max|Min)'|concatbase",
         "a last input of any number that is left out, which jaxonnx does not count",
         BOTH,
     ),

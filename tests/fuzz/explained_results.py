@@ -67,6 +67,15 @@ DIFFERENCES = (
         BOTH,
     ),
     Difference(
+        "Attention",
+        lambda node, *_: (
+            node.known(3).ndim > 1
+            and node.known(3).shape[-2] == 1
+            and bool(node.attributes.get("is_causal"))
+        ),
+        "a mask for all queries, of which the reference makes one position",
+    ),
+    Difference(
         "DequantizeLinear", one_step, "one step of a number that lies between two of them", BOTH
     ),
     Difference(

@@ -196,6 +196,17 @@ MODELS: dict[str, tuple[str, int, str]] = {
         """<ir_version: 8, opset_import: ["": 17]> g (float[1, 1, 4] x) => (y)
         <float[1, 1, 0] w = {}> { y = Conv (x, w) }""",
     ),
+    "a body's vector that is too long to follow (ONNX's inference takes all memory)": (
+        "trace",
+        3721612327,
+        """<ir_version: 8, opset_import: ["": 17]>
+        g (seq(float[n]) x0, seq(float[n]) x1) => (seq(float[n]) y0) {
+            y0 = SequenceMap (x0, x1) <
+                body = b (float[n] in0, float[9223372028264841215] in1) => (float[n] out0) {
+                    out0 = Add (in0, in1)
+                }>
+        }""",
+    ),
 }
 
 FILES: dict[str, tuple[str, dict[str, str]]] = {

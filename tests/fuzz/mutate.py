@@ -245,7 +245,8 @@ def array(random: Random, shape: tuple[int, ...], dtype: np.dtype, nasty: bool) 
             value = number(random) if floating else max(min(integer(random), 2**63 - 1), -(2**63))
             x.reshape(-1)[random.randrange(x.size)] = value
     with np.errstate(all="ignore"):
-        return (x if dtype.kind != "u" and "uint" not in dtype.name else abs(x)).astype(dtype)
+        x = np.abs(x) if dtype.kind == "u" or "uint" in dtype.name else x
+        return np.asarray(x).astype(dtype)  # a scalar is no array to onnxruntime
 
 
 def _tensor(random: Random, name: str = "") -> TensorProto:
