@@ -177,6 +177,14 @@ def test_tfidf_of_half_a_pair():
         jaxonnx.load(proto)(TOKENS)
 
 
+def test_tfidf_of_a_scalar():
+    attributes = {"mode": "TF", "min_gram_length": 1, "max_gram_length": 1, "max_skip_count": 0}
+    node = helper.make_node("TfIdfVectorizer", ["x"], ["y"], **attributes, **POOL)
+    proto = model_of([node], {"x": TOKENS[0, 0]}, {"y": np.zeros(1, np.float32)})
+    with pytest.raises(jaxonnx.Error, match=r"must have shape \[C\] or \[N, C\]"):
+        jaxonnx.load(proto)(TOKENS[0, 0])
+
+
 def test_tfidf_of_a_short_or_empty_input():
     node = helper.make_node(
         "TfIdfVectorizer",

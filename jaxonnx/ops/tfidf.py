@@ -56,14 +56,14 @@ def tfidf_vectorizer(
         raise NodeError("exactly one of pool_int64s and pool_strings must be given")
     if mode not in ("TF", "IDF", "TFIDF"):
         raise NodeError(f"mode must be TF, IDF or TFIDF, not {mode!r}")
-    if x.ndim > 2:
+    if x.ndim not in (1, 2):
         raise NodeError(f"the input must have shape [C] or [N, C], not {list(x.shape)}")
     if max_skip_count < 0:
         raise NodeError(f"max_skip_count must not be negative, and is {max_skip_count}")
     pool = pool_int64s if pool_strings is None else pool_strings
     lengths = (min_gram_length, max_gram_length)
     trie = _trie(pool, ngram_counts, len(ngram_indexes), lengths)
-    tokens = _number(x if x.ndim == 2 else x.reshape(1, x.size), trie.tokens)
+    tokens = _number(x if x.ndim == 2 else x[None], trie.tokens)
     counts = _count(tokens, trie, len(ngram_indexes), max_skip_count)
     scores = (counts > 0 if mode == "IDF" else counts).astype(np.float32)
     if mode != "TF" and weights:

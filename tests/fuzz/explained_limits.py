@@ -81,6 +81,15 @@ LIMITS = (
         lambda node: node.op == "Split" and node.attributes.get("num_outputs", 0) > 1 << 20,
     ),
     Limit(
+        "Pad should be smaller than kernel|index -?\\d+ is out of bounds for axis",
+        "windows of padding alone, which others do not have",
+        BOTH,
+        lambda node: (
+            node.op == "MaxPool"
+            and max(node.attributes.get("pads", [0])) >= min(node.attributes["kernel_shape"])
+        ),
+    ),
+    Limit(
         "condition must be a 1-d array",
         "a condition of several axes, which jaxonnx flattens, as onnxruntime does",
     ),

@@ -216,6 +216,13 @@ REFUSALS = (
     Refusal("ConvTranspose", "output_padding .* must be less", NO_CHECK, BOTH),
     Refusal("Conv|DeformConv", "X .* and W .* must both have", NO_CHECK),
     Refusal("GroupNormalization", r"\d+ channels do not divide into -", NO_CHECK),
+    Refusal("Conv", "a bias of shape .* does not fit", NO_CHECK),
+    Refusal(
+        "",
+        ".* reads '.*', which no input, initializer or earlier node defines",
+        "a body in a function that reads what its caller has, in whose place onnxruntime puts it",
+        RUNTIME_ALONE,
+    ),
     Refusal("MaxUnpool", "indices of shape .* do not fit", NO_CHECK),
     Refusal(
         "",
