@@ -555,3 +555,12 @@ def test_a_body_takes_what_the_loop_has_though_it_has_no_iterations():
     f = function(f"g (h, x) => (y, z) {{ y, z = Scan <num_scan_inputs = 1, {body}> (h, x) }}")
     with pytest.raises(jaxonnx.Error, match="the body 'b' takes 1 inputs, and was given 2"):
         f(X, X[:0])
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_sequence_is_no_scan_output(count):
+    body = "body = b (int64 i, bool go) => (bool go, s) { s = SequenceConstruct (x, x) }"
+    count = f"<int64 m = {{{count}}}, bool t = {{1}}>"
+    f = function(f"g (float[3] x) => (y) {count} {{ y = Loop (m, t) <{body}> }}")
+    with pytest.raises(jaxonnx.Error, match="the scan output 's' is no tensor"):
+        f(X)

@@ -152,6 +152,7 @@ def test_narrow_types_compile(dtype):
         ("Unsqueeze", [X, ints().reshape(3, 0)], {}, "axes must be a vector"),
         ("Transpose", [X], {"perm": [0, 0, 1]}, "no permutation"),
         ("Tile", [X, ints(1, 2)], {}, "one number per axis"),
+        ("Tile", [X, np.array(2)], {}, "one number per axis"),
         ("Split", [X, ints(1, 1)], {"axis": 1, "outputs": 2}, "do not add up"),
         ("Split", [X], {"axis": 1, "outputs": 2}, "equal parts"),
         ("Slice", [X, ints(0), ints(1), ints(0), ints(0)], {}, "step of 0"),

@@ -133,7 +133,7 @@ def tile_1(x, tiles: Static, axis: Static):
 
 @op("Tile", since=6)
 def tile(x, repeats: Static):
-    if len(repeats) != x.ndim:
+    if repeats.shape != (x.ndim,):
         raise NodeError(f"repeats {repeats.tolist()} must hold one number per axis of {x.shape}")
     return _tile(x, repeats.tolist())
 

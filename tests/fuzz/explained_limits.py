@@ -90,6 +90,12 @@ LIMITS = (
         ),
     ),
     Limit(
+        r"TensorScatter: write_indices\[\d+\] = -\d+ is negative",
+        "a place before the first one, which the circular mode takes for one from the end",
+        RUNTIME_ALONE,
+        lambda node: node.attributes.get("mode") == b"circular",
+    ),
+    Limit(
         "condition must be a 1-d array",
         "a condition of several axes, which jaxonnx flattens, as onnxruntime does",
     ),

@@ -223,6 +223,13 @@ REFUSALS = (
         "a body in a function that reads what its caller has, in whose place onnxruntime puts it",
         RUNTIME_ALONE,
     ),
+    Refusal("Loop", "the scan output '.*' is no tensor", NO_CHECK),
+    Refusal(
+        "Loop",
+        r"\w+\[9223372036854775807\] takes",
+        "a count of iterations cast from a number beyond the integers, which ONNX leaves open",
+        BOTH,
+    ),
     Refusal("MaxUnpool", "indices of shape .* do not fit", NO_CHECK),
     Refusal(
         "",

@@ -11,7 +11,8 @@ from tests.fuzz.explain import Node
 
 FLAGS = re.compile(
     "align_corners|allowzero|antialias|ceil_mode|center_point_box|count_include_pad|exclude_outside|"
-    "exclusive|input_forget|inverse|is_causal|keepdims|largest|layout|linear_before_reset|onesided|"
+    "exclusive|input_forget|inverse|is_causal|keepdims|largest|layout|linear_before_reset|"
+    "noop_with_empty_axes|onesided|"
     "periodic|reverse|saturate|select_last_index|sorted|storage_order|transA|transB|upper"
 )
 
