@@ -179,6 +179,26 @@ def test_a_loop_of_traced_rows_without_end_is_an_error(monkeypatch):
         jax.eval_shape(loaded.apply, loaded.params, np.ones(4, np.float32))
 
 
+def test_a_loop_over_a_sequence_that_takes_too_long_is_an_error(monkeypatch):
+    """No program can have it: the sequence grows."""
+    monkeypatch.setattr(_limits, "PATIENCE", 0.2)
+    proto = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+    g (int64 count) => (y) {
+        none = SequenceEmpty()
+        one = Constant<value = float[1] {1}>()
+        y = Loop(count, "", none) <body = b (int64 i, bool on, seq(float[]) s) => (
+            bool go, seq(float[]) t
+        ) {
+            go = Identity(on)
+            t = SequenceInsert(s, one)
+        }>
+    }""")
+    loaded = jaxonnx.load(proto)
+    assert len(loaded(np.array(20))) == 20
+    with pytest.raises(jaxonnx.NodeError, match="1000000000 iterations would be run while tracing"):
+        loaded(np.array(10**9))
+
+
 def test_scan_outputs_of_more_iterations_than_the_limit_holds_are_refused():
     """Before the loop is unrolled, which the body's need of a known counter makes it."""
     proto = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>

@@ -95,6 +95,7 @@ def loop(m=None, cond=None, *v_initial, body):
     if begins is False or (count is not None and count <= 0):
         return (*carry, *_empty(lambda: step(np.array(0, INDEX), carry)[2], body, stacked))
     definite = count is not None and begins is not None
+    late = False
     if definite and body.known:
         try:
             with patience():
@@ -102,6 +103,7 @@ def loop(m=None, cond=None, *v_initial, body):
         except OutOfTime as error:
             if count == math.inf:
                 raise _endless() from error
+            late = True
     why = None
     if begins and count is not None and count <= SCAN_LIMIT:
         try:
@@ -109,7 +111,7 @@ def loop(m=None, cond=None, *v_initial, body):
         except _TracedCondition:
             pass
         except Error as error:  # the Python loop works, or says better what is wrong
-            return _python_loop(step, count, carry, body, error)
+            return _python_loop(step, count, carry, body, error, late)
     if not stacked:
         try:
             return _conditional_loop(step, count, m, cond, carry)
@@ -122,7 +124,7 @@ def loop(m=None, cond=None, *v_initial, body):
             "the number of iterations is computed from traced values, and it is the length of a "
             "scan output. Make trip count and condition known, or call the model outside jax.jit"
         )
-    return _python_loop(step, count, carry, body, why)
+    return _python_loop(step, count, carry, body, why, late)
 
 
 class _TracedCondition(Exception):
@@ -143,7 +145,7 @@ def _scan_loop(step, count, carry):
     return (*carry, *outputs)
 
 
-def _python_loop(step, count, carry, body, why=None):
+def _python_loop(step, count, carry, body, why=None, late=False):
     rows, end = [], math.inf
     while len(rows) < count:
         tick()
@@ -154,13 +156,13 @@ def _python_loop(step, count, carry, body, why=None):
         if len(rows) == 1 and condition is _TRUE:  # no condition: as many rows as it says
             for shape, dtype in _avals([x for x in outputs if hasattr(x, "shape")]):
                 room((count, *(max(n, 1) for n in shape)), dtype)
-        if len(rows) == 1 and count > LONGEST and count != math.inf and traced(carry, outputs):
-            raise NodeError(
-                f"its {count} iterations would be compiled one by one"
-                + ("" if why is None else f": {why}")
-            )
-        if len(rows) == 1 and count == math.inf and traced(carry, outputs):
-            end = time.monotonic() + _limits.PATIENCE
+        if len(rows) == 1 and (late or traced(carry, outputs)):
+            if count == math.inf:
+                end = time.monotonic() + _limits.PATIENCE
+            elif count > LONGEST:
+                done = "run while tracing" if late else "compiled"
+                reason = "" if why is None else f": {why}"
+                raise NodeError(f"its {count} iterations would be {done} one by one{reason}")
         if traced(condition):
             raise StaticError(
                 "the body needs its counter known or changes the shapes of what it carries, and "
