@@ -199,6 +199,23 @@ def test_a_loop_over_a_sequence_that_takes_too_long_is_an_error(monkeypatch):
         loaded(np.array(10**9))
 
 
+def test_a_long_scan_with_a_growing_state_is_an_error():
+    proto = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+    g (int64[1] count) => (y) {
+        none = Constant<value = float[1] {0}>()
+        rows = ConstantOfShape<value = float[1] {1}>(count)
+        y = Scan<num_scan_inputs = 1, body = b (float[n] s, float[] row) => (float[m] t) {
+            one = Constant<value = int64[1] {-1}>()
+            more = Reshape(row, one)
+            t = Concat<axis = 0>(s, more)
+        }>(none, rows)
+    }""")
+    loaded = jaxonnx.load(proto)
+    assert loaded(np.array([20])).shape == (21,)
+    with pytest.raises(jaxonnx.NodeError, match="9000000 iterations would be compiled one by one"):
+        loaded(np.array([9_000_000]))
+
+
 def test_scan_outputs_of_more_iterations_than_the_limit_holds_are_refused():
     """Before the loop is unrolled, which the body's need of a known counter makes it."""
     proto = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>

@@ -159,10 +159,8 @@ def _python_loop(step, count, carry, body, why=None, late=False):
         if len(rows) == 1 and (late or traced(carry, outputs)):
             if count == math.inf:
                 end = time.monotonic() + _limits.PATIENCE
-            elif count > LONGEST:
-                done = "run while tracing" if late else "compiled"
-                reason = "" if why is None else f": {why}"
-                raise NodeError(f"its {count} iterations would be {done} one by one{reason}")
+            else:
+                _check_length(count, late, why)
         if traced(condition):
             raise StaticError(
                 "the body needs its counter known or changes the shapes of what it carries, and "
@@ -174,6 +172,14 @@ def _python_loop(step, count, carry, body, why=None, late=False):
     results = (*carry, *_stack(rows))
     _tell(body, len(rows), results, why)
     return results
+
+
+def _check_length(count, late, why):
+    """Refuse many iterations, of which known values have taken their time or a program is made."""
+    if count > LONGEST:
+        done = "run while tracing" if late else "compiled"
+        reason = "" if why is None else f": {why}"
+        raise NodeError(f"its {count} iterations would be {done} one by one{reason}")
 
 
 def _endless():
@@ -303,6 +309,8 @@ def _scan(body, carry, inputs, length):
             tick()
             carry, outputs = step(np.array(i, INDEX), carry, [x[i] for x in inputs])
             rows.append(outputs)
+            if i == 0 and why is not None and (body.known or traced(carry, outputs)):
+                _check_length(length, body.known, why)
         return carry, rows
 
     why, final = None, None
