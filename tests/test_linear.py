@@ -56,3 +56,10 @@ def test_det_of_nothing():
     x = jnp.zeros((2, 0, 0))
     np.testing.assert_array_equal(det(x), [1, 1])
     assert jax.grad(lambda x: det(x).sum())(x).shape == x.shape
+
+
+def test_determinants_are_of_square_matrices():
+    assert det(np.zeros((3, 0, 0), np.float32)).tolist() == [1, 1, 1]
+    for shape in ((3, 2, 0), (2,)):
+        with pytest.raises(NodeError, match="are not square"):
+            det(np.zeros(shape, np.float32))

@@ -285,6 +285,10 @@ TREE = {
         ({"nodes_truenodeids": [0, 0, 0]}, "cycle"),
         ({"nodes_truenodeids": [7, 0, 0]}, "tree 0 has no node 7"),
         ({"nodes_nodeids": [0, 1, 1]}, "twice"),
+        (
+            {"target_weights": [1.0]},
+            "must have one length: {'leaves': 2, 'targets': 2, 'weights': 1",
+        ),
         ({"nodes_modes": ["BRANCH_IN", "LEAF", "LEAF"]}, "unknown nodes_modes"),
         ({"nodes_featureids": [3, 0, 0]}, "feature 3 of 3"),
         ({"target_ids": [0, 1]}, "outside"),

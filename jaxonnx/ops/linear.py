@@ -70,6 +70,8 @@ def gemm(a: Rows, b: Factor, c=None, *, alpha=1.0, beta=1.0, transA=0, transB=0)
 @op("Det", since=11)
 def det(x):
     """Determinants of the innermost matrices; half precision is computed in float32."""
+    if x.ndim < 2 or x.shape[-1] != x.shape[-2]:
+        raise NodeError(f"the innermost matrices of {x.shape} are not square")
     if x.shape[-1] == 0:
         return jnp.ones(x.shape[:-2], x.dtype)  # the derivative of JAX's rule needs a row
     wide = x.astype(np.float32) if x.dtype.itemsize < 4 else x

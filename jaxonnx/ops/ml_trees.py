@@ -89,6 +89,7 @@ def vote(x, forest: Forest, votes, n_targets, function):
     if function not in _AGGREGATES:
         raise NodeError(f"aggregate_function must be one of {', '.join(_AGGREGATES)}")
     nodes, targets, weights = (np.asarray(field) for field in votes)
+    _required(leaves=nodes, targets=targets, weights=weights)
     if targets.size and not 0 <= targets.min() <= targets.max() < n_targets:
         raise NodeError(f"the votes are for targets outside [0, {n_targets - 1}]")
     neutral, accumulate, reduce = {

@@ -60,7 +60,9 @@ def infinite(x: np.ndarray) -> Any:
 
 def joined(node: Node, ours: Any, theirs: Any) -> bool:
     """Check whether two arrays have the same numbers in other shapes."""
-    if not ours.size == theirs.size > 0 or ours.dtype != theirs.dtype:
+    if ours.size != theirs.size or ours.dtype != theirs.dtype:
+        return False
+    if not ours.size and ours.ndim != theirs.ndim + 1:
         return False
     return bool(close(ours.ravel(), theirs.ravel()).all())
 
