@@ -96,6 +96,11 @@ LIMITS = (
         lambda node: node.attributes.get("mode") == b"circular",
     ),
     Limit(
+        "Attribute saturate is only used for cast to float 8 types",
+        "an attribute that the specification has for these types alone, where it does nothing",
+        RUNTIME_ALONE,
+    ),
+    Limit(
         "condition must be a 1-d array",
         "a condition of several axes, which jaxonnx flattens, as onnxruntime does",
     ),
