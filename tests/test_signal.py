@@ -38,6 +38,10 @@ def test_refusals():
         dft(X, None, np.array(-1))
     with pytest.raises(NodeError, match="last axis"):
         dft(X[..., 0])
+    with pytest.raises(NodeError, match="must be 2 for this onesided"):
+        dft(X, inverse=1, onesided=1)
+    with pytest.raises(NodeError, match="must be 1 for this onesided"):
+        dft(np.concatenate([X, X], axis=-1), onesided=1)
     with pytest.raises(NodeError, match="positive, not 0"):
         dft(np.zeros((2, 1, 2), np.float32), inverse=1, onesided=1)
     with pytest.raises(NodeError, match="positive, not -1"):

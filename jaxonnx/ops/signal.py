@@ -45,13 +45,23 @@ def _dft(x, length, axis, inverse, onesided):
     return jnp.stack([y.real, y.imag], axis=-1).astype(x.dtype)
 
 
+def _check_parts(x, inverse, onesided):
+    parts = 2 if inverse else 1
+    if onesided and x.shape[-1] != parts:
+        raise NodeError(
+            f"the last axis of shape {x.shape} must be {parts} for this onesided transform"
+        )
+
+
 @op("DFT", since=17)
 def dft_17(x, dft_length: Static | None = None, *, axis=1, inverse=0, onesided=0):
+    _check_parts(x, inverse, onesided)
     return _dft(x, dft_length, axis, inverse, onesided)
 
 
 @op("DFT", since=20)
 def dft(x, dft_length: Static | None = None, axis: Static | None = None, *, inverse=0, onesided=0):
+    _check_parts(x, inverse, onesided)
     return _dft(x, dft_length, -2 if axis is None else int(axis.item()), inverse, onesided)
 
 

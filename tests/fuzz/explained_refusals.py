@@ -95,7 +95,10 @@ REFUSALS = (
     ),
     Refusal("LinearAttention", ".* does not fit a key of|past_state has shape", NO_CHECK),
     Refusal("QLinearMatMul", "the scale .* and zero point .* differ", NO_CHECK),
-    Refusal("Range", "stash_type must be", NO_CHECK),
+    Refusal("Range", "stash_type must be", IGNORED, BOTH),
+    Refusal(
+        "Range", "start .* must be finite", "infinite bounds, of which others make nothing", BOTH
+    ),
     Refusal("LpNormalization", "p is -?[\\w.]+: only 1 and 2", NO_CHECK, BOTH),
     Refusal(
         "Cast|CastLike|BitCast|Range|EyeLike|Random.*|Attention|FlexAttention|(Layer|RMS)Normalization|.*Window",
@@ -119,6 +122,7 @@ REFUSALS = (
     Refusal("TfIdfVectorizer", ".*(ngram_indexes|max_skip_count|ngram_counts)", NO_CHECK, BOTH),
     Refusal("DepthToSpace|SpaceToDepth", "blocksize must be positive|mode must be DCR", NO_CHECK),
     Refusal("OneHot", "(depth must be positive|values must hold two)", NO_CHECK),
+    Refusal("DFT", "the last axis of .* for this onesided transform", NO_CHECK),
     Refusal("DFT|STFT", "the length of the transform must be positive", NO_CHECK),
     Refusal(WINDOWS, "strides .* and dilations .* must be positive", NO_CHECK),
     Refusal(WINDOWS, r"(strides|pads|dilations|kernel_shape) has \d+ entries", NO_CHECK),
