@@ -143,6 +143,15 @@ def test_statistics_are_declared_as_state():
 def test_zero_vectors():
     assert_point("LpNormalization", [[0, 0]], [0, 0], [0, 0])
     assert_point("LpNormalization", [[0, 0]], [0, 0], [0, 0], p=1)
+
+
+def test_norms_and_variances_that_are_not_finite_are_not_zero():
+    x = np.array([[np.nan, 1], [np.inf, 1]], np.float32)
+    for p in (1, 2):
+        y = np.asarray(operator("LpNormalization")(x, p=p))
+        np.testing.assert_array_equal(y, [[np.nan, np.nan], [np.nan, 0]])
+    y = np.asarray(operator("MeanVarianceNormalization")(x, axes=(1,)))
+    np.testing.assert_array_equal(y, np.full((2, 2), np.nan))
     assert_point("RMSNormalization", [[0, 0], [1, 1]], [0, 0], [316.22778] * 2, [0, 0])
 
 

@@ -218,8 +218,8 @@ def lp_normalization(x, *, axis=-1, p=2):
     axis = axis_of(axis, x.ndim)
     wide = widen(x)
     total = (absolute(wide) if p == 1 else jnp.square(wide)).sum(axis, keepdims=True)
-    norm = jnp.where(total > 0, total, 1)
-    return jnp.where(total > 0, wide / (norm if p == 1 else jnp.sqrt(norm)), 0).astype(x.dtype)
+    norm = jnp.where(total != 0, total, 1)  # a NaN stays one
+    return jnp.where(total != 0, wide / (norm if p == 1 else jnp.sqrt(norm)), 0).astype(x.dtype)
 
 
 @op("MeanVarianceNormalization", since=9)
@@ -229,7 +229,7 @@ def mean_variance_normalization(x, *, axes=(0, 2, 3)):
     axes = axes_of(axes, x.ndim)
     centred = wide - wide.mean(axes, keepdims=True)
     var = jnp.square(centred).mean(axes, keepdims=True)
-    std = jnp.where(var > 0, jnp.sqrt(jnp.where(var > 0, var, 1)), 0)
+    std = jnp.where(var != 0, jnp.sqrt(jnp.where(var != 0, var, 1)), 0)
     return (centred / (std + 1e-9)).astype(x.dtype)
 
 
