@@ -185,12 +185,12 @@ def mask_refresh(name: str, place: Any):
     from jaxonnx.sparse._pattern import parse
     from jaxonnx.sparse._refresh import renewed
 
-    def refresh(w, old):
-        return renewed({"w": w}, {"w": old}, parse("2:4", True), {"w": (0, 1)})
+    def refresh(true, w, old):
+        return renewed(true, {"w": w}, {"w": old}, parse("2:4", True), {"w": (0, 1)})
 
     w = jax.ShapeDtypeStruct((SEARCHED, SEARCHED), jnp.float32)
     bits = jax.ShapeDtypeStruct((SEARCHED**2 // 8,), jnp.uint8)
-    return compiled(refresh, place, w, bits)
+    return compiled(refresh, place, jnp.bool(True), w, bits)
 
 
 PROGRAMS: dict[str, tuple[Callable, Callable | None]] = {

@@ -237,3 +237,22 @@ def test_a_size_that_a_function_reads_is_an_input_of_the_caller(inner):
     for size in (2, 3):
         y = model(np.arange(4, dtype=np.float32), np.array([size]))
         np.testing.assert_array_equal(y, np.tile(np.arange(4, dtype=np.float32), (size, 1)))
+
+
+def test_a_size_that_a_function_computes_from_a_weight_too_is_told_with_it():
+    proto = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21, "f": 1]>
+        g (float[n] x, int64[1] size) => (float[m, n] y) <float[1] w = {2}> {
+            y = f.repeated(size, x, w)
+        }
+        <domain: "f", opset_import: ["": 21]> repeated (s, v, weight) => (y) {
+            one = Constant<value = int64[1] {1}>()
+            whole = Cast<to = 7>(weight)
+            count = Add(s, whole)
+            shape = Concat<axis = 0>(count, one)
+            y = Expand(v, shape)
+        }""")
+    model = jaxonnx.load(proto)
+    arguments = np.arange(4, dtype=np.float32), np.array([1])
+    with pytest.raises(jaxonnx.StaticError, match="from input 'size', tensor 'w'") as raised:
+        jax.eval_shape(model.apply, model.params, *arguments)
+    assert raised.value.inputs == ()

@@ -118,7 +118,7 @@ class Scope:
                     inputs, others = self._roots(_traced_names(node, arguments))
                     error.inputs = () if others else tuple(inputs)
                 error.args = (failures.message(node, arguments, error),)
-            elif node.body is not None and isinstance(error, StaticError):
+            elif node.body is not None and isinstance(error, StaticError) and error.inputs:
                 given = dict(zip(node.body.inputs, node.inputs, strict=False))
                 failures.rooted(error, *self._roots([given[name] for name in error.inputs]))
             error.index = node.index  # the outermost node comes last

@@ -16,9 +16,19 @@ def when(condition, function, carry):
     return jax.lax.fori_loop(0, condition.astype(jnp.int32), function, carry)
 
 
-def renewed(total, old, pattern, where):
+def renewed(true, total, old, pattern, where):
     """Find new masks as bits, the fraction of each that changed, and the fraction of |W| kept."""
-    found = {n: pattern.search(w, where[n]) for n, w in sorted(total.items())}
+
+    def find():
+        return {n: pattern.search(w, where[n]) for n, w in sorted(total.items())}
+
+    # A conditional, though the condition holds whenever this runs, keeps the search apart from what
+    # reads its result: fused, XLA would search anew for each of them.
+    found = jax.lax.cond(
+        true,
+        find,
+        lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(find)),
+    )
     bits = {n: to_bits(pattern.expand(best, where[n])) for n, best in found.items()}
     flips = [
         jnp.sum(jnp.bitwise_count(new ^ old[n]), dtype=jnp.float32) / total[n].size
@@ -28,7 +38,7 @@ def renewed(total, old, pattern, where):
     return bits, jnp.stack(flips), jnp.stack(kept)
 
 
-def refreshed(w, pattern, where, reset):
+def refreshed(is_refresh, w, pattern, where, reset):
     """Return a body for `when` that finds the masks of W = W_u + v and hides what they hide.
 
     Its carry is (v, masks, flips, kept). Where the new mask is 0, it leaves the new W_p in v.
@@ -40,7 +50,7 @@ def refreshed(w, pattern, where, reset):
         # weights were not pruned. W_p has it as well (with `reset`: it is dropped).
         stray = {n: jnp.where(from_bits(old[n], x.shape), 0, x) for n, x in w.items()}
         total = {n: (w[n] - stray[n] + x).astype(w[n].dtype) for n, x in v.items()}
-        masks, flips, kept = renewed(total, old, pattern, where)
+        masks, flips, kept = renewed(is_refresh, total, old, pattern, where)
         hidden = {n: 0 if reset else x for n, x in total.items()}
         v = {
             n: jnp.where(from_bits(masks[n], x.shape), x - stray[n], hidden[n]).astype(x.dtype)

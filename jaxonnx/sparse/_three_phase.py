@@ -169,7 +169,7 @@ def three_phase(
         v = {n: jnp.where(shown(state.masks, n), -0.0, state.pruned[n]) + x for n, x in u.items()}
         v, masks, flips, kept = when(
             is_refresh,
-            refreshed(w, pattern, where, reset),
+            refreshed(is_refresh, w, pattern, where, reset),
             (v, state.masks, state.flips, state.kept),
         )
         flips = jnp.where(count == start, 0, flips)  # the first mask: there was none before
