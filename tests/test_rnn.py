@@ -1,6 +1,7 @@
 """Recurrent layers: empty sequences, program size, refusals."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jax.test_util import check_grads
 
 import jaxonnx.ops  # noqa: F401 - registers the operators
 from jaxonnx.errors import NodeError
+from jaxonnx.lowering import _recurrence
 from jaxonnx.lowering._recurrence import elementwise, transposed
 from jaxonnx.registry import lookup
 
@@ -66,6 +68,63 @@ def test_a_gradient_multiplies_for_the_weights_once():
     carried = re.findall(r"tensor<([0-9x]+)xf32>", " ".join(loops))
     constant = sorted(x for x in carried if sorted(x.split("x")) in (["16", "3"], ["16", "4"]))
     assert constant == ["16x4", "3x16", "4x16"]
+
+
+def _in_groups(monkeypatch, always: bool):
+    """Make CPU group hidden units always, or never."""
+    monkeypatch.setattr(_recurrence, "GROUPED", range(2**40 if always else 0))
+    monkeypatch.setattr(_recurrence, "FEW", 0)
+
+
+@pytest.mark.parametrize("direction", ["forward", "bidirectional"])
+@pytest.mark.parametrize("layer", [rnn, lstm])
+def test_groups_of_hidden_units_change_nothing(monkeypatch, layer, direction):
+    gates, ways = 4 if layer is lstm else 1, 1 if direction == "forward" else 2
+    shapes = {"w": (gates * 6, 3), "r": (gates * 6, 6), "b": (gates * 12,), "initial_h": (2, 6)}
+    shapes |= {"p": (18,), "initial_c": (2, 6)} if layer is lstm else {}
+    names = [*shapes]
+    values = [rng.normal(size=(ways, *shapes[n])) for n in names]
+    lengths = np.array([3, 5], np.int32)
+
+    def outputs(x, *values):
+        named = dict(zip(names, values, strict=True))
+        return layer(x, sequence_lens=lengths, direction=direction, **named)
+
+    def total(*values):
+        return sum(jnp.sum(jnp.sin(y)) for y in outputs(*values))
+
+    every = tuple(range(len(values) + 1))
+    gradient = jax.grad(total, every)
+    pushed = lambda *values: jax.jvp(gradient, values, values)[1]  # noqa: E731
+    several = jax.vmap(outputs, (0, *(None for _ in values)))
+    start = X.astype(np.float64)
+    both = np.stack([start, -start])
+    for function, x in ((outputs, start), (gradient, start), (pushed, start), (several, both)):
+        results = []
+        for always in (False, True):
+            _in_groups(monkeypatch, always)
+            with jax.enable_x64(True):
+                results.append(jax.jit(lambda *args: function(*args))(x, *values))  # noqa: B023
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), *results)
+
+
+@pytest.mark.parametrize(
+    ("batch", "hidden", "platform", "product"),
+    [
+        (4, 256, "cpu", "(tensor<4x259xf32>, tensor<259x512xf32>)"),
+        (3, 256, "cpu", "(tensor<3x256xf32>, tensor<256x1024xf32>)"),
+        (4, 257, "cpu", "(tensor<4x257xf32>, tensor<257x1028xf32>)"),
+        (4, 128, "cpu", "(tensor<4x128xf32>, tensor<128x512xf32>)"),
+        (4, 1024, "cpu", "(tensor<4x1024xf32>, tensor<1024x4096xf32>)"),
+        (4, 256, "tpu", "(tensor<4x256xf32>, tensor<256x1024xf32>)"),
+    ],
+)
+def test_large_products_of_a_step_are_made_in_groups_on_cpu(batch, hidden, platform, product):
+    shapes = (5, batch, 3), (1, 4 * hidden, 3), (1, 4 * hidden, hidden)
+    args = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+    lowered = jax.jit(lambda x, w, r: lstm(x, w, r)).trace(*args)
+    text = lowered.lower(lowering_platforms=(platform,)).as_text()
+    assert text.count(product) == (2 if "259" in product else 1)
 
 
 @pytest.mark.parametrize("hidden", [3, 5, 8])

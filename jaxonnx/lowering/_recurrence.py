@@ -22,6 +22,17 @@ from jaxonnx.lowering._product import is_half, product, rows
 
 Step = Callable[..., tuple]
 
+GROUPS = 2
+"""Groups of hidden units in each step on CPU. XLA:CPU computes side by side what does not depend on
+each other, which uses two cores better than a product that they share."""
+
+GROUPED = range(2**18, 2**20 + 1)
+"""Elements of a recurrent weight with which groups pay: of less, starting a product costs more, and
+more is better shared."""
+
+FEW = 4
+"""Examples of a batch from which groups pay."""
+
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def elementwise(function: Callable, *values):
@@ -93,30 +104,74 @@ def _scan(step: Step, reverse: bool, added, x, w, r, bias, extra, valid, states)
     Accelerators multiply the input of all steps at once; a CPU does it step by step, since it would
     have to fetch the product from memory again.
     """
+    width = states[0].shape[-1]
     w_t, r_t = (None if a is None else transposed(a) for a in (w, r))
 
-    def body(states, inputs, share=lambda gates: gates):
-        x, valid, added = inputs
-        gates = share(x)
-        if r is not None:
-            gates += _product(states[0], r, r_t)
-        if added is not None:
-            gates = _with_tangent(gates, added)
-        new = step(gates, extra, *states)
-        new = tuple(n.astype(s.dtype) for n, s in zip(new, states, strict=True))
-        if valid is not None:
-            new = tuple(jnp.where(valid, n, s) for n, s in zip(new, states, strict=True))
-        return new, new[0]
+    def scan(gates_of, given, count=1):
+        """Scan with the gates `gates_of(given, h)` of each group of hidden units."""
+        split = partial(_groups, width=width, count=count)
+
+        def body(groups, inputs):
+            given, valid, added = inputs
+            gates = gates_of(given, _merged([group[0] for group in groups]))
+            if added is not None:
+                gates = map(_with_tangent, gates, split(added))
+            new = [
+                _next(step, *group, valid)
+                for group in zip(gates, split(extra), groups, strict=True)
+            ]
+            return new, _merged([group[0] for group in new])
+
+        last, hidden = lax.scan(body, split(states), (given, valid, added), reverse=reverse)
+        return jax.tree.map(lambda *groups: _merged(groups), *last), hidden
 
     def at_once(x):
-        return lax.scan(body, states, (_at_once(x, w_t, bias), valid, added), reverse=reverse)
+        given = _at_once(x, w_t, bias)
+        return scan(lambda x, h: [x if r is None else x + _product(h, r, r_t)], given)
 
     def step_by_step(x):
-        project = partial(body, share=partial(_affine, w_t=w_t, bias=bias))
-        return lax.scan(project, states, (x, valid, added), reverse=reverse)
+        if r is None:
+            return scan(lambda x, _: [_affine(x, w_t, bias)], x)
+        few = isinstance(x.shape[1], int) and x.shape[1] < FEW
+        if few or r.size not in GROUPED or width % GROUPS:
+            return scan(lambda x, h: [_affine(x, w_t, bias) + _product(h, r, r_t)], x)
+        rows = partial(_groups, width=width, count=GROUPS, axis=0)
+        both = map(transposed, rows(jnp.concatenate([w, r], 1)))
+        weights = [*zip(rows(r), both, rows(bias), strict=True)]
+        return scan(lambda x, h: [_both_products(x, h, *group) for group in weights], x, GROUPS)
 
     last, hidden = lax.platform_dependent(x, cpu=step_by_step, default=at_once)
     return hidden, last
+
+
+def _next(step: Step, gates, extra, states, valid) -> tuple:
+    """Return the states after a step; those of an example that has ended stay."""
+    new = step(gates, extra, *states)
+    new = tuple(n.astype(s.dtype) for n, s in zip(new, states, strict=True))
+    if valid is None:
+        return new
+    return tuple(jnp.where(valid, n, s) for n, s in zip(new, states, strict=True))
+
+
+def _groups(tree: Any, width: int, count: int, axis: int = -1) -> list:
+    """Return trees of the shares that `count` groups of hidden units have of each array.
+
+    Its axis has the `width` units once or several times, one gate after the other.
+    """
+
+    def share(i, x):
+        at = axis % x.ndim
+        shape = *x.shape[:at], x.shape[at] // width, count, width // count, *x.shape[at + 1 :]
+        share = lax.index_in_dim(x.reshape(shape), i, at + 1, keepdims=False)
+        return share.reshape(*x.shape[:at], -1, *x.shape[at + 1 :])
+
+    if count == 1:
+        return [tree]
+    return [jax.tree.map(partial(share, i), tree) for i in range(count)]
+
+
+def _merged(groups):
+    return groups[0] if len(groups) == 1 else jnp.concatenate(groups, -1)
 
 
 def transposed(w):
@@ -165,6 +220,29 @@ def _(primals, tangents):
     (h, r, r_t), (dh, _, dr_t) = primals, tangents
     tangent = 0 if _is_zero(dh) else _by_rows(dh, r)
     return product(h, r_t), tangent if _is_zero(dr_t) else tangent + product(h, dr_t)
+
+
+def _both_products(x, h, r, w_and_r_t, bias):
+    """Return `x @ w.T + h @ r.T + bias`, of one product."""
+    gates = _joint(x, h, r, w_and_r_t)
+    return gates if bias is None else gates + bias
+
+
+@jax.custom_jvp
+def _joint(x, h, r, w_and_r_t):
+    return product(jnp.concatenate([x, h], -1), w_and_r_t)
+
+
+@partial(_joint.defjvp, symbolic_zeros=True)
+def _(primals, tangents):
+    (x, h, r, both), (dx, dh, _, dboth) = primals, tangents
+    joined = jnp.concatenate([x, h], -1)
+    terms = [] if _is_zero(dh) else [_by_rows(dh, r)]
+    if not _is_zero(dx):
+        terms.append(product(dx, both[: x.shape[-1]]))
+    if not _is_zero(dboth):
+        terms.append(product(joined, dboth))
+    return product(joined, both), sum(terms[1:], terms[0])
 
 
 def _by_rows(x, w):
