@@ -21,10 +21,11 @@ from jaxonnx._graph.values import data
 from jaxonnx._limits import compilable
 from jaxonnx._mesh import by_size, like, on_auto_axes
 from jaxonnx._run.failures import at, compiling, warn
+from jaxonnx._run.normalization import Folds, folded, folds
 from jaxonnx._run.overlay import Overlay
 from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import NodeError, StaticError
-from jaxonnx.lowering import merges, store
+from jaxonnx.lowering import merges, placed_as, store
 
 FIXING = 64
 """An input that fixes shapes is a scalar or a vector of at most so many elements."""
@@ -51,6 +52,18 @@ class Adaption(Protocol):
           apart: leave the change of a matrix apart, as a `lowering.Adapted`.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Parameters and state in the form for calls."""
+
+    params: dict[str, Any]
+    state: dict[str, Any]
+    norms: frozenset[int]
+    """The BatchNormalizations that are folded in them (`Folds.norms`)."""
+    reads: frozenset[str]
+    """The tensors that cannot be replaced any more (`Folds.reads`)."""
 
 
 @dataclass(eq=False)
@@ -87,7 +100,21 @@ class Program:
             return True
         return training and any(self.overlay.added(node) for node in nodes)
 
-    def stored(self, tensors: Mapping[str, jax.Array]) -> dict[str, Any]:
+    def kept(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> Kept:
+        """Return parameters and state in the form for calls that infer, many times.
+
+        It is that of `stored`, with BatchNormalizations in the weights before them.
+        """
+        tensors = {**state, **params}
+        done = Folds() if self.adaption is not None else folds(self.graph, tensors)
+        for name, bias in done.biases.items():
+            tensors[name] = placed_as(tensors[name], bias)
+        given = ({name: tensors[name] for name in group} for group in (params, state))
+        return Kept(*(self.stored(x, done.factors) for x in given), done.norms, done.reads)
+
+    def stored(
+        self, tensors: Mapping[str, jax.Array], factors: Mapping[str, np.ndarray] | None = None
+    ) -> dict[str, Any]:
         """Return parameters or state in the form for programs that run many times.
 
         Weights of convolutions get the order of the platform that they are on (`lowering.store`).
@@ -98,7 +125,7 @@ class Program:
             (use.name, use.position in use.node.op.kernels) for use in uses(self.graph, tensors)
         ]
         others = {name for name, is_kernel in used if not is_kernel}
-        return store(tensors, {name for name, _ in used} - others)
+        return store(tensors, {name for name, _ in used} - others, factors)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -131,19 +158,24 @@ class Program:
         key: jax.Array | None,
         inputs: Mapping[str, Any],
         training: bool | None = False,
+        norms: frozenset[int] = frozenset(),
     ) -> tuple:
-        """Evaluate with as much compiled as the graph allows."""
+        """Evaluate with as much compiled as the graph allows.
+
+        Args:
+          norms: the BatchNormalizations that are folded in `params` and `state` (`Kept`).
+        """
         arrays = {n: v for n, v in inputs.items() if _is_array(v)}
         others = frozenset(inputs.keys() - arrays.keys())
         plan = self._plan
         while True:
             fixed = {name: np.asarray(arrays[name]) for name in plan.fixed & arrays.keys()}
-            place = _place(others, fixed)
+            place = _place(norms, others, fixed)
             if place not in plan.parts:
                 if len(plan.parts) >= VARIANTS:
                     plan = self._plan = _Plan(plan.cuts, fixes=False)
                     continue
-                parts = self._split(plan.cuts, others, fixed)
+                parts = self._split(folded(self.graph, norms), plan.cuts, others, fixed)
                 plan = self._plan = replace(plan, parts={**plan.parts, place: parts})
             parts = plan.parts[place]
             traced = {name: _owned(value) for name, value in arrays.items() if name not in fixed}
@@ -195,15 +227,19 @@ class Program:
             warn(node, text)
 
     def _split(
-        self, cuts: Collection[int], others: Collection[str], fixed: Mapping[str, np.ndarray]
+        self,
+        graph: Graph,
+        cuts: Collection[int],
+        others: Collection[str],
+        fixed: Mapping[str, np.ndarray],
     ) -> _Parts:
-        """Cut the graph where compiling must stop; `others` are inputs that are not arrays."""
+        """Cut a graph where compiling must stop; `others` are inputs that are not arrays."""
         if not cuts and not others:
-            return _Parts(self._compile(self.graph, fixed), (), None)
+            return _Parts(self._compile(graph, fixed), (), None)
         outside, constant = set(others), {*self.constants, *fixed}
         before: list[Node] = []
         after: list[Node] = []
-        for node in self.graph.nodes:
+        for node in graph.nodes:
             if node.index in cuts or not outside.isdisjoint(node.reads):
                 outside.update(node.outputs)
                 after.append(node)
@@ -215,10 +251,10 @@ class Program:
             else:
                 before.append(node)
         made = {name for node in before for name in node.outputs} - constant
-        wanted = {name for node in after for name in node.reads} | {*self.graph.outputs}
+        wanted = {name for node in after for name in node.reads} | {*graph.outputs}
         boundary = tuple(sorted(made & wanted))
-        first = replace(self.graph, nodes=tuple(before), outputs=boundary)
-        rest = replace(self.graph, nodes=tuple(after))
+        first = replace(graph, nodes=tuple(before), outputs=boundary)
+        rest = replace(graph, nodes=tuple(after))
         return _Parts(self._compile(first, fixed), boundary, rest)
 
     def _compile(self, graph: Graph, fixed: Mapping[str, np.ndarray]):
@@ -247,7 +283,7 @@ class _Plan:
     fixes: bool = True
     """Whether inputs are fixed before the graph is cut."""
     parts: Mapping[tuple, _Parts] = field(default_factory=dict)
-    """By the values of the fixed inputs."""
+    """By what is folded and the values of the fixed inputs."""
 
     def giving_way(self, error: StaticError, arrays: Mapping[str, Any]) -> _Plan:
         """Fix the inputs that a node needs to know, or cut the graph there, or raise the error."""
@@ -275,10 +311,10 @@ def _compilable(graph: Graph, outputs: tuple) -> tuple:
     return outputs
 
 
-def _place(others: frozenset[str], fixed: Mapping[str, np.ndarray]) -> tuple:
-    """Return a key for compiled parts: inputs that are not arrays, values of the fixed ones."""
+def _place(norms: frozenset[int], others: frozenset[str], fixed: Mapping[str, np.ndarray]) -> tuple:
+    """Return a key for compiled parts: what is folded, inputs that are not arrays, fixed ones."""
     values = ((name, v.dtype.str, v.shape, v.tobytes()) for name, v in sorted(fixed.items()))
-    return (others, *values)
+    return (norms, others, *values)
 
 
 def _dynamic(node: Node) -> bool:

@@ -82,10 +82,28 @@ def platform_of(x: Any) -> str:
     return next(iter(sharding.device_set)).platform if sharding else jax.default_backend()
 
 
-def store(tensors: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return the tensors, those of `names` in the order of their platform."""
-    kept = {name: x for name, x in tensors.items() if name in names and order(x)}
-    return {**tensors, **_kernels_first(kept)} if kept else {**tensors}
+def store(
+    tensors: Mapping[str, Any],
+    names: Collection[str],
+    factors: Mapping[str, np.ndarray] | None = None,
+) -> dict[str, Any]:
+    """Return the tensors, those of `names` in the order of their platform.
+
+    Args:
+      factors: by name, a vector that an array in memory is multiplied by along its first axis.
+    """
+    kept, elsewhere = {**tensors}, {}
+    for name, x in tensors.items():
+        axes = order(x) if name in names else None
+        if factors and name in factors:
+            # one after the other, so that there is never a second copy of all weights
+            value = np.asarray(x) * factors[name].reshape(-1, *(1,) * (x.ndim - 1))
+            kept[name] = x = placed_as(x, value)
+        if axes is not None and is_in_memory(x):
+            kept[name] = KernelFirst(Turn(x.shape, axes)(x))
+        elif axes is not None:
+            elsewhere[name] = x
+    return {**kept, **_kernels_first(elsewhere)} if elsewhere else kept
 
 
 def kernels_first(params: Mapping[str, jax.Array]) -> dict[str, Any]:
@@ -120,11 +138,16 @@ def in_file(value: Any) -> Any:
     return value.first() if isinstance(value, KernelFirst) else value
 
 
-def _is_in_memory(x: Any) -> bool:
+def is_in_memory(x: Any) -> bool:
     """Check whether an array is whole where NumPy reads it."""
     if isinstance(x, Tracer) or not isinstance(x, jax.Array):
         return False
     return len(x.sharding.device_set) == 1 and platform_of(x) == "cpu" and x.is_fully_addressable
+
+
+def placed_as(x: jax.Array, value: np.ndarray) -> jax.Array:
+    """Return a copy of `value` on the device of `x`, to which it is bound if `x` is."""
+    return jax.device_put(value, x.sharding if x.committed else None, may_alias=False)
 
 
 @dataclass(frozen=True)
@@ -135,11 +158,10 @@ class Turn:
     axes: Axes
 
     def __call__(self, x: Any) -> Any:
-        if not _is_in_memory(x):
+        if not is_in_memory(x):
             return x.transpose(self.axes)
         # by NumPy, which needs no program for each shape
-        value = np.asarray(x).transpose(self.axes)
-        return jax.device_put(value, x.sharding if x.committed else None, may_alias=False)
+        return placed_as(x, np.asarray(x).transpose(self.axes))
 
     @property
     def back(self) -> "Turn":

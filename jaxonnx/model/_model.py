@@ -23,6 +23,7 @@ from jaxonnx._file import save as saving
 from jaxonnx._graph.values import arguments, data, listed
 from jaxonnx._rewrite.head import Classes
 from jaxonnx._run.overlay import ratios
+from jaxonnx._run.program import Kept
 from jaxonnx.errors import InputError
 from jaxonnx.model import _changed as changed
 from jaxonnx.model._calls import inputs_first, unmarked
@@ -80,7 +81,11 @@ class Model(Held, Rendered):
         Raises:
           InputError: arguments that do not fit the inputs.
         """
-        return _one(self.program(*self._stored, rng, self._arguments(inputs, named)))
+        kept, values = self._kept, self._arguments(inputs, named)
+        if kept.reads.isdisjoint(values):
+            return _one(self.program(kept.params, kept.state, rng, values, norms=kept.norms))
+        # the caller replaces a tensor of which another one was made
+        return _one(self.program(self.params, self.state, rng, values))
 
     def predict(
         self,
@@ -124,8 +129,9 @@ class Model(Held, Rendered):
         return predictions(self, self, data, batch_size, Padding.of(pad, length_buckets), progress)
 
     @cached_property
-    def _stored(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        return self.program.stored(self.params), self.program.stored(self.state)
+    def _kept(self) -> Kept:
+        with jax.ensure_compile_time_eval():  # the first call may be one that is traced
+            return self.program.kept(self.params, self.state)
 
     @inputs_first
     def apply(

@@ -1,0 +1,134 @@
+"""BatchNormalization of inference as part of the convolution before it.
+
+With f = scale / sqrt(var + epsilon), a weight w * f and a bias (bias - mean) * f + b give what the
+convolution and the normalization give one after the other, up to rounding. Weights of calls are
+copies anyway (`Program.kept`), so that this costs no memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxonnx._graph.bind import Graph, Node
+from jaxonnx._graph.roles import graph_tensors
+from jaxonnx.lowering import is_in_memory
+
+_BIAS = 2
+"""The position of `b` among the inputs of both operators."""
+
+
+class Pair(NamedTuple):
+    """A convolution whose result only a BatchNormalization reads."""
+
+    conv: Node
+    norm: Node
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The weight; scale, b, mean and variance; and the convolution's own bias, if any."""
+        return (self.conv.inputs[1], *self.norm.inputs[1:5], *self.conv.inputs[2:])
+
+
+@dataclass(frozen=True)
+class Folds:
+    """The pairs of a graph that are folded, and the numbers for it."""
+
+    norms: frozenset[int] = frozenset()
+    """The indices of the BatchNormalizations."""
+    reads: frozenset[str] = frozenset()
+    """The tensors of which the numbers are made."""
+    factors: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """By the name of a weight: what its output channels are multiplied by."""
+    biases: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Biases of the convolutions, by the name of the b of the BatchNormalization."""
+
+
+def folds(graph: Graph, tensors: Mapping[str, Any]) -> Folds:
+    """Return what of a graph is folded with these values of its tensors."""
+    norms, reads, factors, biases = set(), set(), {}, {}
+    for pair in _pairs(graph, tensors):
+        numbers = _numbers(pair, tensors)
+        if numbers is not None:
+            norms.add(pair.norm.index)
+            reads.update(pair.tensors)
+            factors[pair.tensors[0]], biases[pair.tensors[2]] = numbers
+    return Folds(frozenset(norms), frozenset(reads), factors, biases)
+
+
+def folded(graph: Graph, norms: Collection[int]) -> Graph:
+    """Return the graph without these BatchNormalizations: what they gave, convolutions give.
+
+    The bias of a convolution has the name that the b of its BatchNormalization had.
+    """
+    before = {node.inputs[0]: node for node in graph.nodes if node.index in norms}
+    nodes = []
+    for node in graph.nodes:
+        norm = before.get(node.outputs[0]) if node.outputs else None
+        if norm is not None:
+            inputs = (*node.inputs[:_BIAS], norm.inputs[_BIAS])
+            node = replace(node, inputs=inputs, reads=inputs, outputs=norm.outputs[:1])
+        if node.index not in norms:
+            nodes.append(node)
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _pairs(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[Pair]:
+    """Yield the pairs of the main graph whose numbers nothing else reads."""
+    times = Counter(_read(graph))
+    own = tensors.keys() & graph.weights
+    convs = {node.outputs[0]: node for node in graph.nodes if _is(node, "Conv")}
+    for norm in graph.nodes:
+        if not _is(norm, "BatchNormalization") or norm.inputs[0] not in convs:
+            continue
+        pair = Pair(convs[norm.inputs[0]], norm)
+        weight, _, b, *_ = pair.tensors
+        single = times[norm.inputs[0]] == times[weight] == times[b] == 1
+        # statistics of the batch, and those of each pixel, are not what is folded
+        plain = not any(times[name] for name in norm.outputs[1:]) and norm.attributes.get(
+            "spatial", 1
+        )
+        if single and plain and pair.conv.inputs[0] != weight and own.issuperset(pair.tensors):
+            yield pair
+
+
+def _is(node: Node, name: str) -> bool:
+    """Check whether a node is an operator of ONNX of this name."""
+    return node.op.name == name and not node.op.domain and node.body is None
+
+
+def _read(graph: Graph) -> Iterator[str]:
+    """Yield the names that the nodes of a graph read, and the tensors of the graphs inside."""
+    yield from graph.outputs
+    for node in graph.nodes:
+        yield from node.reads
+        for inner in (*node.subgraphs, *([] if node.body is None else [node.body])):
+            yield from graph_tensors(inner)
+
+
+def _numbers(pair: Pair, tensors: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return what the weight is multiplied by and the bias; None if it is not as exact."""
+    arrays = [tensors[name] for name in pair.tensors]
+    (dtype, *others) = {x.dtype for x in arrays}
+    if others or dtype not in (np.float32, np.float64) or not all(map(is_in_memory, arrays)):
+        return None
+    w, *vectors = map(np.asarray, arrays)
+    if w.ndim < 3 or any(v.shape != w.shape[:1] for v in vectors):
+        return None
+    scale, b, mean, var, *bias = (v.astype(np.float64) for v in vectors)
+    epsilon = pair.norm.attributes.get("epsilon", 1e-5)
+    with np.errstate(all="ignore"):
+        factor = scale / np.sqrt(var + epsilon)
+        shift = (sum(bias) - mean) * factor + b
+        largest = np.abs(w).max(axis=tuple(range(1, w.ndim)), initial=0) * np.abs(factor)
+    # near the ends of the type's range digits are lost; no comparison is true of a NaN
+    info = np.finfo(dtype)
+    low, high = float(info.tiny / info.eps), float(info.max * info.eps)
+    sound = epsilon >= 0 and np.all((var >= 0) & (var < np.inf)) and np.all(np.abs(shift) <= high)
+    for size in (np.abs(factor), largest):
+        sound = sound and np.all((size == 0) | ((low <= size) & (size <= high)))
+    return (factor.astype(dtype), shift.astype(dtype)) if sound else None
