@@ -78,20 +78,18 @@ def folded(graph: Graph, norms: Collection[int]) -> Graph:
 
 
 def _pairs(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[Pair]:
-    """Yield the pairs of the main graph whose numbers nothing else reads."""
+    """Yield the pairs of the main graph whose weight and b nothing else reads."""
     times = Counter(_read(graph))
     own = tensors.keys() & graph.weights
-    convs = {node.outputs[0]: node for node in graph.nodes if _is(node, "Conv")}
+    convs = {node.outputs[0]: node for node in graph.nodes if node.outputs and _is(node, "Conv")}
     for norm in graph.nodes:
         if not _is(norm, "BatchNormalization") or norm.inputs[0] not in convs:
             continue
         pair = Pair(convs[norm.inputs[0]], norm)
         weight, _, b, *_ = pair.tensors
         single = times[norm.inputs[0]] == times[weight] == times[b] == 1
-        # statistics of the batch, and those of each pixel, are not what is folded
-        plain = not any(times[name] for name in norm.outputs[1:]) and norm.attributes.get(
-            "spatial", 1
-        )
+        statistics = any(times[name] for name in norm.outputs[1:])
+        plain = not statistics and norm.attributes.get("spatial", 1)
         if single and plain and pair.conv.inputs[0] != weight and own.issuperset(pair.tensors):
             yield pair
 

@@ -109,8 +109,13 @@ class Program:
         done = Folds() if self.adaption is not None else folds(self.graph, tensors)
         for name, bias in done.biases.items():
             tensors[name] = placed_as(tensors[name], bias)
-        given = ({name: tensors[name] for name in group} for group in (params, state))
-        return Kept(*(self.stored(x, done.factors) for x in given), done.norms, done.reads)
+        given, fixed = ({name: tensors[name] for name in group} for group in (params, state))
+        return Kept(
+            self.stored(given, done.factors),
+            self.stored(fixed, done.factors),
+            done.norms,
+            done.reads,
+        )
 
     def stored(
         self, tensors: Mapping[str, jax.Array], factors: Mapping[str, np.ndarray] | None = None
