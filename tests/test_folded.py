@@ -238,6 +238,9 @@ UNSAFE = {
     "huge weight": with_value("w", 1e35),
     "tiny weights": with_value("w", 1e-36),
     "tiny scale": with_value("scale", 1e-39),
+    "tiny scale of large weights": with_value(
+        "scale", 1e-39, w=np.full((8, 4, 3, 2), 1e20, np.float32)
+    ),
     "huge mean": with_value("mean", 3e38),
     "variance of zero": with_value(
         "var", 0, norm=node("BatchNormalization", "c scale b mean var", "n", epsilon=0.0)
@@ -300,6 +303,8 @@ def test_other_types_are_not_folded():
     check(jaxonnx.load(file(**half)), 1)
     with jax.enable_x64(True):
         check(jaxonnx.load(file(dtype=np.float64)), 0, rtol=1e-13)
+        wide: dict[str, Any] = {name: np.float64(value) for name, value in draw(1, 8).items()}
+        check(jaxonnx.load(file(**wide)), 1)
 
 
 def test_statistics_of_pixels_are_not_folded():
@@ -311,6 +316,8 @@ def test_statistics_of_pixels_are_not_folded():
     x = image(model)
     np.testing.assert_allclose(model(x), model.apply(model.params, x), rtol=1e-5, atol=1e-5)
     assert model._kept.norms == frozenset()
+    # vectors do not fit them, and a call says so
+    assert jaxonnx.load(file(opset=7, norm=norm))._kept.norms == frozenset()
 
 
 def test_vectors_of_other_lengths_are_not_folded():
