@@ -531,7 +531,7 @@ def test_a_device_without_memory_says_what_helps(monkeypatch):
             "RESOURCE_EXHAUSTED: Out of memory allocating 3221225472 bytes."
         )
 
-    compiled = loaded.program._split((), (), {})
+    compiled = loaded.program._split(loaded.graph, (), (), {})
     monkeypatch.setattr(
         type(loaded.program), "_split", lambda *_: compiled.__class__(fail, (), None)
     )
