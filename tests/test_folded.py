@@ -183,6 +183,7 @@ LONELY = {
     "a shared bias": file(
         node("Reshape", "b to", "v"), node("Add", "n v", "y"), to=np.array([1, 8, 1, 1])
     ),
+    "a weight that is the image": file(conv=node("Conv", "w w", "c")),
     "the bias of both": file(conv=node("Conv", "x w b", "c")),
     "a value of the file": file(node("Relu", "n", "y"), outputs=("y", "c")),
     "a value read twice": file(node("Add", "n c", "y")),
