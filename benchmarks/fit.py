@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxonnx.lowering import _conv, _pool
+from jaxonnx.lowering import _conv, _pool, _recurrence
 
 GAIN = 1.1
 """How much quicker another value must be to be named."""
@@ -23,7 +23,13 @@ GAIN = 1.1
 
 _GRADIENTS = ("forward", "gradient of x", "gradient of w")
 _BOTH = ("forward", "forward and backward")
-NAMES = {"convolution": _GRADIENTS, "unturned": _GRADIENTS, "pool": _BOTH, "sum": _BOTH}
+NAMES = {
+    "convolution": _GRADIENTS,
+    "unturned": _GRADIENTS,
+    "pool": _BOTH,
+    "sum": _BOTH,
+    "recurrence": _BOTH,
+}
 """What each family of forms yields."""
 
 
@@ -125,6 +131,27 @@ BOUNDS = (
         (4, 9, 16, 25),
         "sum",
         ((64, 32, 28, 2, 2), (16, 64, 16, 3, 1), (8, 32, 32, 4, 2), (2, 64, 20, 5, 1)),
+    ),
+    Bound(
+        _recurrence,
+        "LARGE",
+        (2**16, 2**17, 2**18, 2**19),
+        "recurrence",
+        ((64, 32, 128, 128), (64, 32, 128, 192), (64, 32, 128, 256), (64, 16, 256, 320)),
+    ),
+    Bound(
+        _recurrence,
+        "VAST",
+        (2**18, 2**20, 2**22),
+        "recurrence",
+        ((64, 32, 128, 256), (32, 32, 256, 512), (16, 32, 256, 1024)),
+    ),
+    Bound(
+        _recurrence,
+        "FEW",
+        (1, 4, 16, 64, 256),
+        "recurrence",
+        ((64, 1, 128, 256), (64, 4, 128, 256), (64, 16, 128, 256), (32, 128, 128, 256)),
     ),
 )
 

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from rich.console import Console
@@ -25,6 +26,7 @@ from benchmarks.fit import fit
 from jaxonnx import lowering
 from jaxonnx.cli.process import keep_pages
 from jaxonnx.lowering._conv import Conv
+from jaxonnx.ops import rnn
 from jaxonnx.ops.windows import window
 
 ROUNDS, REPEATS = 5, 3
@@ -57,6 +59,8 @@ POOLS = {
     "max pool, large": (2, 64, 20, 9, 1),
 }
 SUMS = {"window sum": (64, 32, 28, 2, 2), "window sum, overlapping": (16, 64, 16, 3, 1)}
+# steps, batch, features, hidden units
+RECURRENCES = {"LSTM": (64, 32, 128, 256), "LSTM, few units": (64, 32, 64, 64)}
 
 
 def ratio(plain, fast, arguments) -> float:
@@ -110,10 +114,41 @@ def pool(initial, combine, fast, n, c, size, kernel, stride):
     yield gradient(plain), gradient(fast), [x, ct]
 
 
+def recurrence(steps, batch, features, hidden):
+    """Yield a scan and the operator, and arguments, of an LSTM and with its gradient."""
+
+    def plain(x, w, r):
+        def step(state, x):
+            h, c = state
+            i, o, f, new = jnp.split(x @ w[0].T + h @ r[0].T, 4, -1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(new)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+            return (h, c), h
+
+        zero = jnp.zeros((batch, hidden), x.dtype)
+        return lax.scan(step, (zero, zero), x)[1][:, None]
+
+    def fast(x, w, r):
+        return rnn.lstm(x, w, r)[0]
+
+    def gradient(function):
+        return lambda x, w, r, ct: jax.vjp(lambda w, r: function(x, w, r), w, r)[1](ct)
+
+    weights = (_normal(1, 4 * hidden, n) / hidden**0.5 for n in (features, hidden))
+    arguments = [_normal(steps, batch, features), *weights]
+    yield plain, fast, arguments
+    yield gradient(plain), gradient(fast), [*arguments, _normal(steps, 1, batch, hidden)]
+
+
 def main():
     pools = partial(pool, -np.inf, lax.max, lowering.max_pool)
     sums = partial(pool, 0, lax.add, lowering.window_sum)
-    families: tuple[Any, ...] = ((CONVOLUTIONS, convolution), (POOLS, pools), (SUMS, sums))
+    families: tuple[Any, ...] = (
+        (CONVOLUTIONS, convolution),
+        (POOLS, pools),
+        (SUMS, sums),
+        (RECURRENCES, recurrence),
+    )
     rules = {name: (forms, shape) for table, forms in families for name, shape in table.items()}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rules", nargs="*", help=f"some of: {', '.join(rules)}")
@@ -123,7 +158,13 @@ def main():
     keep_pages()
     if options.fit:
         unturned = partial(convolution, turned=False)
-        by_name = {"convolution": convolution, "unturned": unturned, "pool": pools, "sum": sums}
+        by_name: dict[str, Any] = {
+            "convolution": convolution,
+            "unturned": unturned,
+            "pool": pools,
+            "sum": sums,
+            "recurrence": recurrence,
+        }
         fit(by_name, options.rounds)
         return
     table = Table("rule", "shape", "forward", "x / both", "w", title="plain / fast")

@@ -72,7 +72,7 @@ def test_a_gradient_multiplies_for_the_weights_once():
 
 def _in_groups(monkeypatch, always: bool):
     """Make CPU group hidden units always, or never."""
-    monkeypatch.setattr(_recurrence, "GROUPED", range(2**40 if always else 0))
+    monkeypatch.setattr(_recurrence, "LARGE", 0 if always else _recurrence.VAST + 1)
     monkeypatch.setattr(_recurrence, "FEW", 0)
 
 

@@ -26,9 +26,11 @@ GROUPS = 2
 """Groups of hidden units in each step on CPU. XLA:CPU computes side by side what does not depend on
 each other, which uses two cores better than a product that they share."""
 
-GROUPED = range(2**18, 2**20 + 1)
-"""Elements of a recurrent weight with which groups pay: of less, starting a product costs more, and
-more is better shared."""
+LARGE = 2**18
+"""Elements of a recurrent weight from which groups pay; below, starting a product costs more."""
+
+VAST = 2**20
+"""Elements up to which groups pay; a product of more is better shared."""
 
 FEW = 4
 """Examples of a batch from which groups pay."""
@@ -133,7 +135,7 @@ def _scan(step: Step, reverse: bool, added, x, w, r, bias, extra, valid, states)
         if r is None:
             return scan(lambda x, _: [_affine(x, w_t, bias)], x)
         few = isinstance(x.shape[1], int) and x.shape[1] < FEW
-        if few or r.size not in GROUPED or width % GROUPS:
+        if few or not LARGE <= r.size <= VAST or width % GROUPS:
             return scan(lambda x, h: [_affine(x, w_t, bias) + _product(h, r, r_t)], x)
         rows = partial(_groups, width=width, count=GROUPS, axis=0)
         both = map(transposed, rows(jnp.concatenate([w, r], 1)))
