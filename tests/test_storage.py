@@ -208,3 +208,17 @@ def test_arrays_are_copied_and_turned_without_programs(caplog):
     np.testing.assert_array_equal(stored["w"], np.transpose(params["w"], (2, 3, 1, 0)))
     np.testing.assert_array_equal(back["w"], params["w"])
     assert back["w"].unsafe_buffer_pointer() != params["w"].unsafe_buffer_pointer()
+
+
+@pytest.mark.parametrize(("optimizer", "together"), [("adamw", True), ("noise", False)])
+def test_the_first_state_of_an_optimizer_is_one_program_where_it_traces(
+    caplog, optimizer, together
+):
+    optimizer = (INDIFFERENT | TELLING)[optimizer]
+    loss = "softmax_cross_entropy_with_integer_labels"
+    one = jaxonnx.train.step(jaxonnx.load(network()), loss=loss, optimizer=optimizer)
+    jax.clear_caches()
+    with jax.log_compiles(True):
+        one.init()
+    programs = [line.split()[1] for line in caplog.messages if line.startswith("Compiling")]
+    assert any("init_fn" in program for program in programs) == together

@@ -60,7 +60,7 @@ class Minimize(Step):
         names = running_statistics(model.graph)
         state = {name: x for name, x in model.state.items() if name in names}
         params, state = copy((self._storage.store(model.params), state))
-        memory = jax.tree.map(jnp.asarray, self._optimizer.init(params))
+        memory = jax.tree.map(jnp.asarray, self._init(params))
         average = None
         if self._settings.ema is not None:
             average = {name: copy(_wide(x)) for name, x in params.items()}
@@ -97,6 +97,16 @@ class Minimize(Step):
             moved = jax.lax.cond(good, move, lambda: stay)
         good = moved.taken > state.taken
         return moved, jnp.stack([value, good.astype(value.dtype)])
+
+    @property
+    def _init(self) -> Callable:
+        """`init` of the optimizer, as one program where the storage has proved that it traces.
+
+        Otherwise its zeros take a program for each shape, half a second for a MobileNet.
+        """
+        plain = self._settings.mesh is None and self._settings.sparsity is None
+        init = self._optimizer.init
+        return jax.jit(init) if plain and self._storage.names else init
 
     @property
     def _run(self) -> Callable:
