@@ -149,21 +149,32 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def v5e():
+needs_cuda = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None,
+    reason="XLA's compiler for CUDA is missing: pip install 'jaxonnx[cuda-compile]'",
+)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("tpu-v5e", marks=needs_libtpu),
+        pytest.param("h100", marks=needs_cuda),
+    ],
+)
+def chip(request):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        yield device("tpu-v5e")
+        yield device(request.param)
 
 
-@needs_libtpu
 @pytest.mark.compiled
 @pytest.mark.parametrize("case", COMPILABLE[::EVERY])
-def test_a_sample_of_operators_compiles_for_tpu(case, v5e):
+def test_a_sample_of_operators_compiles_for_accelerators(case, chip):
     function = partial(case.function(newest(case)), case.inputs, traced(case, newest(case)))
     values = [jnp.asarray(case.inputs[i]) for i in traced(case, newest(case))]
-    assert compiled(function, v5e, *values).as_text()
+    assert compiled(function, chip, *values).as_text()
 
 
 @needs_libtpu
@@ -205,10 +216,7 @@ def test_steps_for_tpu_stay_near_those_of_flax(name, accessed, temporaries, copi
     assert ours["copies"] <= theirs["copies"] + copies
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda13_plugin") is None,
-    reason="XLA's compiler for CUDA is missing: pip install 'jaxonnx[cuda-compile]'",
-)
+@needs_cuda
 @pytest.mark.compiled
 @pytest.mark.parametrize(("name", "temporaries"), [("mlp", 1.15), ("lenet", 0.65), ("lstm", 0.85)])
 def test_steps_for_cuda_stay_near_those_of_flax(name, temporaries):
