@@ -50,11 +50,12 @@ def test_call_and_apply():
 
 def test_arrays_of_numpy_and_of_jax_share_one_compiled_function(caplog):
     model = load(MODEL)
+    x, z = jnp.asarray(X), jnp.asarray(Z)  # each of them may be a program of JAX
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         model(X, Z)
         assert caplog.text.count("Finished XLA compilation") == 1  # nothing is converted outside
-        np.testing.assert_array_equal(model(jnp.asarray(X), Z), Y)
-        np.testing.assert_array_equal(model(jnp.asarray(X), jnp.asarray(Z)), Y)
+        np.testing.assert_array_equal(model(x, Z), Y)
+        np.testing.assert_array_equal(model(x, z), Y)
     assert caplog.text.count("Finished XLA compilation") == 1
 
 

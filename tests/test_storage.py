@@ -222,3 +222,16 @@ def test_the_first_state_of_an_optimizer_is_one_program_where_it_traces(
         one.init()
     programs = [line.split()[1] for line in caplog.messages if line.startswith("Compiling")]
     assert any("init_fn" in program for program in programs) == together
+
+
+def test_the_first_state_of_an_optimizer_lies_with_its_parameters():
+    model = jaxonnx.load(network())
+    last = jax.devices()[-1]
+    placed = {name: jax.device_put(x, last) for name, x in model.params.items()}
+    loss = "softmax_cross_entropy_with_integer_labels"
+    one = jaxonnx.train.step(model.replace(params=placed), loss=loss, optimizer=optax.adam(0.1))
+    state = one.init()
+    arrays = [x for x in jax.tree.leaves(state.optimizer) if x.ndim]
+    assert arrays
+    assert {x.sharding.device_set.pop() for x in arrays} == {last}
+    assert all(x.committed for x in arrays)

@@ -95,14 +95,16 @@ def store(
     kept, elsewhere = {**tensors}, {}
     for name, x in tensors.items():
         axes = order(x) if name in names else None
-        if factors and name in factors:
-            # one after the other, so that there is never a second copy of all weights
-            value = np.asarray(x) * factors[name].reshape(-1, *(1,) * (x.ndim - 1))
-            kept[name] = x = placed_as(x, value)
-        if axes is not None and is_in_memory(x):
-            kept[name] = KernelFirst(Turn(x.shape, axes)(x))
-        elif axes is not None:
+        factor = (factors or {}).get(name)
+        if axes is not None and not is_in_memory(x):
             elsewhere[name] = x
+        elif axes is not None or factor is not None:
+            # by NumPy, which needs no program for each shape and has one weight twice at a time
+            value = np.asarray(x)
+            if factor is not None:
+                value = value * factor.reshape(-1, *(1,) * (x.ndim - 1))
+            value = placed_as(x, value if axes is None else value.transpose(axes))
+            kept[name] = value if axes is None else KernelFirst(value)
     return {**kept, **_kernels_first(elsewhere)} if elsewhere else kept
 
 

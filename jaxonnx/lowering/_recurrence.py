@@ -137,9 +137,9 @@ def _scan(step: Step, reverse: bool, added, x, w, r, bias, extra, valid, states)
         few = isinstance(x.shape[1], int) and x.shape[1] < FEW
         if few or not LARGE <= r.size <= VAST or width % GROUPS:
             return scan(lambda x, h: [_affine(x, w_t, bias) + _product(h, r, r_t)], x)
-        rows = partial(_groups, width=width, count=GROUPS, axis=0)
-        both = map(transposed, rows(jnp.concatenate([w, r], 1)))
-        weights = [*zip(rows(r), both, rows(bias), strict=True)]
+        split = partial(_groups, width=width, count=GROUPS, axis=0)
+        both = map(transposed, split(jnp.concatenate([w, r], 1)))
+        weights = [*zip(split(r), both, split(bias), strict=True)]
         return scan(lambda x, h: [_both_products(x, h, *group) for group in weights], x, GROUPS)
 
     last, hidden = lax.platform_dependent(x, cpu=step_by_step, default=at_once)

@@ -60,7 +60,7 @@ class Minimize(Step):
         names = running_statistics(model.graph)
         state = {name: x for name, x in model.state.items() if name in names}
         params, state = copy((self._storage.store(model.params), state))
-        memory = jax.tree.map(jnp.asarray, self._init(params))
+        memory = jax.tree.map(jnp.asarray, self._memory(params))
         average = None
         if self._settings.ema is not None:
             average = {name: copy(_wide(x)) for name, x in params.items()}
@@ -98,15 +98,16 @@ class Minimize(Step):
         good = moved.taken > state.taken
         return moved, jnp.stack([value, good.astype(value.dtype)])
 
-    @property
-    def _init(self) -> Callable:
-        """`init` of the optimizer, as one program where the storage has proved that it traces.
+    def _memory(self, params: dict[str, Any]) -> Any:
+        """Return the optimizer's first state, made by one program where the storage proved it can.
 
-        Otherwise its zeros take a program for each shape, half a second for a MobileNet.
+        Otherwise its zeros take a program for each shape, half a second for a MobileNet; but they
+        lie where the parameters were put, which those of one program do not.
         """
-        plain = self._settings.mesh is None and self._settings.sparsity is None
-        init = self._optimizer.init
-        return jax.jit(init) if plain and self._storage.names else init
+        about, init = self._settings, self._optimizer.init
+        placed = about.mesh or any(getattr(x, "committed", False) for x in params.values())
+        traces = self._storage.names and about.sparsity is None
+        return (jax.jit(init) if traces and not placed else init)(params)
 
     @property
     def _run(self) -> Callable:
