@@ -235,3 +235,10 @@ def test_the_first_state_of_an_optimizer_lies_with_its_parameters():
     assert arrays
     assert {x.sharding.device_set.pop() for x in arrays} == {last}
     assert all(x.committed for x in arrays)
+
+
+def test_the_first_state_traces():
+    loss = "softmax_cross_entropy_with_integer_labels"
+    one = jaxonnx.train.step(jaxonnx.load(network()), loss=loss, optimizer=optax.adam(0.1))
+    shapes = jax.eval_shape(one.init)
+    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, one.init())

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from jaxonnx._graph.roles import running_statistics
 from jaxonnx.lowering._heads import heads_apart
@@ -105,7 +106,8 @@ class Minimize(Step):
         lie where the parameters were put, which those of one program do not.
         """
         about, init = self._settings, self._optimizer.init
-        placed = about.mesh or any(getattr(x, "committed", False) for x in params.values())
+        arrays = [x for x in jax.tree.leaves(params) if not isinstance(x, Tracer)]
+        placed = about.mesh or any(x.committed for x in arrays)
         traces = self._storage.names and about.sparsity is None
         return (jax.jit(init) if traces and not placed else init)(params)
 
