@@ -1,0 +1,87 @@
+"""What the iterations of a Loop, a Scan and an If have in common.
+
+Which form an iteration takes is decided while tracing:
+
+- a Python loop where all values are known, so that they stay known; where the body needs its
+  counter known, or its carried values change shape;
+- else `lax.scan` where the number of iterations is known: compiled once, differentiable both ways;
+  a traced condition masks the steps after the end, up to `control_flow.MASKED_LIMIT`;
+- else `lax.while_loop`: differentiable in forward mode only.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx.errors import Error, NodeError, StaticError
+from jaxonnx.ops.common import element_dtype
+from jaxonnx.ops.concrete import array, traced
+from jaxonnx.registry import known
+
+LONGEST = 1 << 14
+"""Iterations that are compiled one by one at most, which takes hours."""
+
+UNROLLED = 16
+"""Up to this many unrolled iterations nothing is reported: compiling them is quick."""
+
+
+def check_length(count, late, why):
+    """Refuse many iterations, of which known values have taken their time or a program is made."""
+    if count > LONGEST:
+        done = "run while tracing" if late else "compiled"
+        reason = "" if why is None else f": {why}"
+        raise NodeError(f"its {count} iterations would be {done} one by one{reason}")
+
+
+def tell(body, count, results, why):
+    """Report many iterations in one program; on concrete values none is compiled."""
+    if count > UNROLLED and traced(results):
+        body.unrolled(count, why)
+
+
+def item(value):
+    """Return the only element of a tensor of shape [] or [1]."""
+    return np.asarray(value).reshape(()).item()
+
+
+def types_of(values):
+    """Return the types of tensors as a message names them."""
+    return [str(jax.typeof(leaf)) for leaf in jax.tree.leaves(values)]
+
+
+def alike(old, new):
+    """Return `new` for the next step; raise unless it has the shapes and types of `old`."""
+    new = [array(value) for value in new]
+    if jax.tree.structure(old) != jax.tree.structure(new) or _avals(old) != _avals(new):
+        raise StaticError(f"the carried values change from {types_of(old)} to {types_of(new)}")
+    return new
+
+
+def _avals(values):
+    return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(values)]
+
+
+def stack(rows):
+    """Stack the scan outputs of all iterations, each along a new first axis."""
+    return tuple(
+        np.stack(column) if known(*column) else jnp.stack([array(value) for value in column])
+        for column in zip(*rows, strict=True)
+    )
+
+
+def empty(outputs, body, stacked):
+    """Return the scan outputs of no iteration: empty, of the shapes that the body would give."""
+    if not stacked:
+        return ()
+    try:
+        shapes = jax.eval_shape(lambda: [array(value) for value in outputs()])
+        return tuple(np.zeros((0, *shape.shape), shape.dtype) for shape in shapes)
+    except Error:
+        declared = [kind for kind in body.output_types[-stacked:] if kind is not None]
+        if len(declared) < stacked:
+            raise
+        types = [kind.tensor_type for kind in declared]
+        return tuple(
+            np.zeros((0, *(max(d.dim_value, 0) for d in t.shape.dim)), element_dtype(t.elem_type))
+            for t in types
+        )
