@@ -32,44 +32,66 @@ COLUMNS = {
     "test_gradient": "grad",
     "test_vmap": "vmap",
 }
+FUSED_COLUMNS = {"test_gradients": "grad", "test_vmap": "vmap"}
 NAMES = ("forward", "jit", "grad", "vmap")
 KINDS = {"Node": "node", "Simple": "simple", "PyTorchConverted": "pytorch-converted"}
 KINDS |= {"PyTorchOperator": "pytorch-operator", "Real": "real"}
 PLAIN = [
     # Operators outside the tables of cases: a test, what it shows, and of which operators.
     ("control_flow", "test_if_of_every_version", "forward", "If"),
-    ("control_flow", "test_a_traced_condition_is_compiled_and_differentiable", "jit grad", "If"),
+    (
+        "control_flow",
+        "test_a_traced_condition_is_compiled_differentiable_and_batched",
+        "jit grad vmap",
+        "If",
+    ),
     ("control_flow", "test_loop_of_every_version", "forward", "Loop"),
     (
         "control_flow",
         "test_a_known_trip_count_is_a_scan_with_gradients_both_ways",
-        "jit grad",
+        "jit grad vmap",
         "Loop",
     ),
-    ("control_flow", "test_scan_along_axes_and_directions_of_every_version", "forward", "Scan"),
+    (
+        "control_flow",
+        "test_scan_along_axes_and_directions_of_every_version",
+        "forward jit grad vmap",
+        "Scan",
+    ),
     (
         "sequence",
-        "test_editing_is_compiled_and_differentiable",
-        "forward jit grad",
+        "test_editing_is_compiled_differentiable_and_batched",
+        "forward jit grad vmap",
         "SequenceEmpty SequenceInsert SequenceConstruct SequenceErase SequenceAt SequenceLength "
         "ConcatFromSequence",
     ),
-    ("sequence", "test_split_and_join", "forward", "SplitToSequence"),
-    ("sequence", "test_map_over_several_sequences", "forward", "SequenceMap"),
-    ("sequence", "test_optionals", "forward", "Optional OptionalGetElement OptionalHasElement"),
+    ("sequence", "test_split_and_join", "forward jit grad vmap", "SplitToSequence"),
+    ("sequence", "test_map_over_several_sequences", "forward jit grad vmap", "SequenceMap"),
+    (
+        "sequence",
+        "test_optionals",
+        "forward jit grad vmap",
+        "Optional OptionalGetElement OptionalHasElement",
+    ),
     ("text", "test_string_normalizer", "forward", "StringNormalizer"),
     ("text", "test_regex_is_read_as_re2_does", "forward", "RegexFullMatch"),
     ("text", "test_concat_and_split_of_every_rank", "forward", "StringConcat StringSplit"),
     ("text", "test_tfidf", "forward", "TfIdfVectorizer"),
-    ("random", "test_normal_moments", "forward", "RandomNormal RandomNormalLike"),
-    ("random", "test_uniform_moments_and_support", "forward", "RandomUniform RandomUniformLike"),
-    ("random", "test_bernoulli_frequency", "forward", "Bernoulli"),
-    ("random", "test_multinomial_frequencies", "forward", "Multinomial"),
-    ("optim", "test_adam_trajectory", "forward", "Adam"),
-    ("optim", "test_adagrad_trajectory", "forward", "Adagrad"),
-    ("optim", "test_momentum_trajectory", "forward", "Momentum"),
+    ("random", "test_normal_moments", "forward jit", "RandomNormal RandomNormalLike"),
+    (
+        "random",
+        "test_uniform_moments_and_support",
+        "forward jit",
+        "RandomUniform RandomUniformLike",
+    ),
+    ("random", "test_bernoulli_frequency", "forward jit", "Bernoulli"),
+    ("random", "test_multinomial_frequencies", "forward jit", "Multinomial"),
+    ("optim", "test_adam_trajectory", "forward jit", "Adam"),
+    ("optim", "test_adagrad_trajectory", "forward jit", "Adagrad"),
+    ("optim", "test_momentum_trajectory", "forward jit", "Momentum"),
     ("gradient", "test_several_xs_and_a_z", "forward", "Gradient"),
     ("gradient", "test_second_and_third_order", "grad", "Gradient"),
+    ("contrib", "test_bias_dropout_drops_in_training_only", "forward", "BiasDropout"),
     ("ml", "test_zip_map", "forward", "ZipMap"),
     ("ml", "test_cast_map", "forward", "CastMap"),
     ("ml", "test_dict_vectorizer", "forward", "DictVectorizer"),
@@ -96,11 +118,11 @@ def shown(module: str, test: str, parameters: str) -> Iterator[tuple[tuple[str, 
     if module == "test_operators" and test in COLUMNS:
         case = next(c.values[0] for c in CASES if c.id == parameters)
         yield (case.domain, case.op), COLUMNS[test]
-    elif module == "test_contrib" and test in ("test_same_as_onnxruntime", "test_gradients"):
+    elif module == "test_contrib" and test in ("test_same_as_onnxruntime", *FUSED_COLUMNS):
         name = parameters.split("-")[0]
         domain = next(case.domain for case in FUSED if case.op == name)
-        if test == "test_gradients":
-            yield (domain, name), "grad"
+        if test in FUSED_COLUMNS:
+            yield (domain, name), FUSED_COLUMNS[test]
         else:
             yield (domain, name), "forward"
             if parameters.endswith("-jit"):

@@ -78,19 +78,24 @@ def value_of(x):
 
 
 def run(case, jit=False):
+    function, values = traced(case)
+    return (jax.jit(function) if jit else function)(*values)
+
+
+def traced(case):
+    """The case as a function of the inputs that may be traced, and those."""
     found = lookup(case.domain, case.op, 1)
-    traced = [i for i, x in enumerate(case.inputs) if x is not None and i not in found.static]
+    places = [i for i, x in enumerate(case.inputs) if x is not None and i not in found.static]
 
     def function(*values):
         inputs = list(case.inputs)
-        for i, value in zip(traced, values, strict=True):
+        for i, value in zip(places, values, strict=True):
             inputs[i] = value
         results = found.function(*inputs, **case.attributes)
         results = results if isinstance(results, tuple) else (results,)
         return [value_of(r) for r, name in zip(results, case.outputs, strict=False) if name]
 
-    values = [jnp.asarray(case.inputs[i]) for i in traced]
-    return (jax.jit(function) if jit else function)(*values)
+    return function, [jnp.asarray(case.inputs[i]) for i in places]
 
 
 IDS, SEGMENTS = i32(*[[1, 2, 0], [3, 1, 2]]), i32(*[[0, 1, 1], [0, 0, 1]])
@@ -366,6 +371,23 @@ def test_same_as_onnxruntime(case, jit):
             np.testing.assert_allclose(np.asarray(y, int), np.asarray(e, int), atol=1)
         else:
             np.testing.assert_allclose(y, e, rtol=1e-4, atol=case.atol)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("case", [pytest.param(case, id=named(case)) for case in COMPILED])
+def test_vmap(case):
+    """Each row of a batch of two different ones is a single result."""
+    function, values = traced(case)
+    if not values:
+        pytest.skip("all inputs are known")
+    rows = [values, [x[::-1] if x.ndim and x.dtype == jnp.float32 else x for x in values]]
+    batch = jax.jit(jax.vmap(function))(*(jnp.stack(pair) for pair in zip(*rows, strict=True)))
+    for row, one in enumerate(rows):
+        for y, e in zip(batch, jax.jit(function)(*one), strict=True):
+            assert y.dtype == e.dtype
+            assert y.shape[1:] == e.shape
+            tolerance = {"atol": 1} if e.dtype.kind in "iu" else {"rtol": 1e-4, "atol": case.atol}
+            np.testing.assert_allclose(np.float64(y[row]), np.float64(e), **tolerance)
 
 
 ROUNDED = ("QuantizeLinear", "DynamicQuantizeMatMul", "GemmFloat8", "Range", "DynamicQuantizeLSTM")

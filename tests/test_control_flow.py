@@ -45,7 +45,7 @@ def test_if_of_every_version(opset):
     np.testing.assert_array_equal(f(np.array(False), X), -X)
 
 
-def test_a_traced_condition_is_compiled_and_differentiable():
+def test_a_traced_condition_is_compiled_differentiable_and_batched():
     f = function(BRANCHES)
     gradient = jax.jit(jax.grad(lambda c, x: f(c, x).sum(), argnums=1))
     np.testing.assert_array_equal(gradient(True, X), 2 * X)
@@ -139,6 +139,13 @@ def test_a_known_trip_count_is_a_scan_with_gradients_both_ways():
         ),
     ):
         np.testing.assert_allclose(got, want, rtol=1e-4)
+    rows = np.stack([X, 2 * X])
+    for got, want in zip(
+        jax.vmap(lambda x: f(np.array(5), x))(rows),
+        jax.vmap(lambda x: power(x, 5))(rows),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
 def test_a_thousand_steps_compile_in_seconds():
@@ -455,6 +462,9 @@ def test_scan_along_axes_and_directions_of_every_version(opset):
         for got, want in zip(run(*values), scan(*values), strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-5)
     if opset == 25:
+        rows = [np.stack([x, x[::-1]]) for x in values]
+        for got, want in zip(jax.vmap(f)(*rows), jax.vmap(scan)(*rows), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5)
         for k in range(3):
             got = jax.jacrev(f, argnums=(0, 1, 2))(*values)[k]
             want = jax.jacrev(scan, argnums=(0, 1, 2))(*values)[k]

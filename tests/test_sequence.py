@@ -59,13 +59,16 @@ g (float[2,3] x, float[2,3] y) => (float[n,3] z, int64 n) {
 """
 
 
-def test_editing_is_compiled_and_differentiable():
+def test_editing_is_compiled_differentiable_and_batched():
     f = function(EDIT)
     for run in (f, jax.jit(f)):
         z, n = run(X, -X)
         np.testing.assert_array_equal(z, np.concatenate([-X, X]))
         assert n == 2
     np.testing.assert_array_equal(jax.grad(lambda x: (f(x, -X)[0] ** 2).sum())(X), 2 * X)
+    z, n = jax.vmap(f)(np.stack([X, 2 * X]), np.stack([-X, X]))
+    np.testing.assert_array_equal(z[1], np.concatenate([X, 2 * X]))
+    np.testing.assert_array_equal(n, [2, 2])
 
 
 @pytest.mark.parametrize(
@@ -93,6 +96,10 @@ def test_split_and_join(opset, split, attributes, parts):
         assert [piece.shape for piece in pieces] == shapes
         join = np.stack if parts[0] is None else np.concatenate
         np.testing.assert_array_equal(join(pieces, axis=1), X)
+    both = jax.vmap(f)(np.stack([X, -X]))
+    np.testing.assert_array_equal(both[0][1], -pieces[0])
+    slope = jax.grad(lambda x: sum((piece**2).sum() for piece in f(x)))(X)
+    np.testing.assert_array_equal(slope, 2 * X)
 
 
 def test_stack_of_a_sequence():
@@ -119,9 +126,12 @@ g (seq(float[2,3]) s, seq(float) t, float x) => (seq(float) a, seq(float) b) {
 def test_map_over_several_sequences():
     f = function(MAP)
     three = jnp.float32(3)
-    a, b = f([X, -X], [jnp.float32(2), jnp.float32(5)], three)
-    np.testing.assert_array_equal(a[1], -5 * X + 3)
-    np.testing.assert_array_equal(b, [-2, -5])
+    for run in (f, jax.jit(f)):
+        a, b = run([X, -X], [jnp.float32(2), jnp.float32(5)], three)
+        np.testing.assert_array_equal(a[1], -5 * X + 3)
+        np.testing.assert_array_equal(b, [-2, -5])
+    a, _ = jax.vmap(f, (None, 0, None))([X, -X], [np.float32([2, 4]), np.float32([5, 6])], three)
+    np.testing.assert_array_equal(a[1][1], -6 * X + 3)
     assert f([], [], three) == ([], [])
     with pytest.raises(jaxonnx.Error, match="cannot be mapped together"):
         f([X, X], [three], three)
@@ -142,9 +152,14 @@ def test_optionals(opset):
         }""",
         opset,
     )
-    y, has, lacks = f(X)
-    np.testing.assert_array_equal(y, X)
-    assert (bool(has), bool(lacks)) == (True, False)
+    for run in (f, jax.jit(f)):
+        y, has, lacks = run(X)
+        np.testing.assert_array_equal(y, X)
+        assert (bool(has), bool(lacks)) == (True, False)
+    y, has, _ = jax.vmap(f)(np.stack([X, -X]))
+    np.testing.assert_array_equal(y[1], -X)
+    assert has.all()
+    np.testing.assert_array_equal(jax.grad(lambda x: (f(x)[0] ** 2).sum())(X), 2 * X)
 
 
 def test_the_condition_of_an_optional_is_known_while_tracing():
