@@ -30,7 +30,7 @@ COLUMNS = {
     "test_forward": "forward",
     "test_jit": "jit",
     "test_gradient": "grad",
-    "test_vmap": "vmap",
+    "test_vmap": "jit vmap",
 }
 FUSED_COLUMNS = {"test_gradients": "grad", "test_vmap": "vmap"}
 NAMES = ("forward", "jit", "grad", "vmap")
@@ -117,7 +117,7 @@ def shown(module: str, test: str, parameters: str) -> Iterator[tuple[tuple[str, 
     """Pairs of an operator (domain, name) and the column that the test speaks about."""
     if module == "test_operators" and test in COLUMNS:
         case = next(c.values[0] for c in CASES if c.id == parameters)
-        yield (case.domain, case.op), COLUMNS[test]
+        yield from (((case.domain, case.op), column) for column in COLUMNS[test].split())
     elif module == "test_contrib" and test in ("test_same_as_onnxruntime", *FUSED_COLUMNS):
         name = parameters.split("-")[0]
         domain = next(case.domain for case in FUSED if case.op == name)
