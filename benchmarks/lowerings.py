@@ -60,7 +60,8 @@ POOLS = {
 }
 SUMS = {"window sum": (64, 32, 28, 2, 2), "window sum, overlapping": (16, 64, 16, 3, 1)}
 # steps, batch, features, hidden units
-RECURRENCES = {"LSTM": (64, 32, 128, 256), "LSTM, few units": (64, 32, 64, 64)}
+LSTMS = {"LSTM": (64, 32, 128, 256), "LSTM, few units": (64, 32, 64, 64)}
+GRUS = {"GRU": (64, 32, 128, 256), "GRU, few units": (64, 32, 64, 64)}
 
 
 def ratio(plain, fast, arguments) -> float:
@@ -114,27 +115,37 @@ def pool(initial, combine, fast, n, c, size, kernel, stride):
     yield gradient(plain), gradient(fast), [x, ct]
 
 
-def recurrence(steps, batch, features, hidden):
-    """Yield a scan and the operator, and arguments, of an LSTM and with its gradient."""
+def _lstm(state, x, w, r):
+    h, c = state
+    i, o, f, new = jnp.split(x @ w.T + h @ r.T, 4, -1)
+    c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(new)
+    h = jax.nn.sigmoid(o) * jnp.tanh(c)
+    return (h, c), h
+
+
+def _gru(state, x, w, r):
+    of_input, of_state = (jnp.split(gates, 3, -1) for gates in (x @ w.T, state[0] @ r.T))
+    z, reset = (jax.nn.sigmoid(a + b) for a, b in zip(of_input[:2], of_state[:2], strict=True))
+    h = (1 - z) * jnp.tanh(of_input[2] + reset * of_state[2]) + z * state[0]
+    return (h,), h
+
+
+def recurrence(kind, steps, batch, features, hidden):
+    """Yield a scan and the operator, and arguments, of an LSTM or GRU and with its gradient."""
+    cell, gates, states = {"LSTM": (_lstm, 4, 2), "GRU": (_gru, 3, 1)}[kind]
+    operator = rnn.lstm if kind == "LSTM" else partial(rnn.gru, linear_before_reset=1)
 
     def plain(x, w, r):
-        def step(state, x):
-            h, c = state
-            i, o, f, new = jnp.split(x @ w[0].T + h @ r[0].T, 4, -1)
-            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(new)
-            h = jax.nn.sigmoid(o) * jnp.tanh(c)
-            return (h, c), h
-
-        zero = jnp.zeros((batch, hidden), x.dtype)
-        return lax.scan(step, (zero, zero), x)[1][:, None]
+        zeros = (jnp.zeros((batch, hidden), x.dtype),) * states
+        return lax.scan(lambda state, x: cell(state, x, w[0], r[0]), zeros, x)[1][:, None]
 
     def fast(x, w, r):
-        return rnn.lstm(x, w, r)[0]
+        return operator(x, w, r)[0]
 
     def gradient(function):
         return lambda x, w, r, ct: jax.vjp(lambda w, r: function(x, w, r), w, r)[1](ct)
 
-    weights = (_normal(1, 4 * hidden, n) / hidden**0.5 for n in (features, hidden))
+    weights = (_normal(1, gates * hidden, n) / hidden**0.5 for n in (features, hidden))
     arguments = [_normal(steps, batch, features), *weights]
     yield plain, fast, arguments
     yield gradient(plain), gradient(fast), [*arguments, _normal(steps, 1, batch, hidden)]
@@ -143,11 +154,13 @@ def recurrence(steps, batch, features, hidden):
 def main():
     pools = partial(pool, -np.inf, lax.max, lowering.max_pool)
     sums = partial(pool, 0, lax.add, lowering.window_sum)
+    lstm = partial(recurrence, "LSTM")
     families: tuple[Any, ...] = (
         (CONVOLUTIONS, convolution),
         (POOLS, pools),
         (SUMS, sums),
-        (RECURRENCES, recurrence),
+        (LSTMS, lstm),
+        (GRUS, partial(recurrence, "GRU")),
     )
     rules = {name: (forms, shape) for table, forms in families for name, shape in table.items()}
     parser = argparse.ArgumentParser(description=__doc__)
@@ -163,7 +176,7 @@ def main():
             "unturned": unturned,
             "pool": pools,
             "sum": sums,
-            "recurrence": recurrence,
+            "recurrence": lstm,
         }
         fit(by_name, options.rounds)
         return

@@ -15,7 +15,7 @@ from jaxonnx.lowering import _recurrence
 from jaxonnx.lowering._recurrence import elementwise, transposed
 from jaxonnx.registry import lookup
 
-rnn, lstm = (lookup("", name, 22).function for name in ("RNN", "LSTM"))
+rnn, lstm, gru = (lookup("", name, 22).function for name in ("RNN", "LSTM", "GRU"))
 rng = np.random.default_rng(0)
 X = rng.normal(size=(5, 2, 3)).astype(np.float32)
 W, R = (
@@ -68,6 +68,20 @@ def test_a_gradient_multiplies_for_the_weights_once():
     carried = re.findall(r"tensor<([0-9x]+)xf32>", " ".join(loops))
     constant = sorted(x for x in carried if sorted(x.split("x")) in (["16", "3"], ["16", "4"]))
     assert constant == ["16x4", "3x16", "4x16"]
+
+
+@pytest.mark.parametrize(("reset_last", "products"), [(1, 5), (0, 8)])
+def test_a_gradient_of_a_gru_multiplies_once_for_what_reads_its_state(reset_last, products):
+    """Without `linear_before_reset` one weight reads the reset state, which only a step knows."""
+    w, r = W[:, :12], R[:, :12]
+    function = lambda w, r: gru(X, w, r, linear_before_reset=reset_last)[1].sum()  # noqa: E731
+    text = jax.jit(jax.grad(function, (0, 1))).lower(w, r).as_text()
+    assert text.count("stablehlo.dot_general") == products
+    carried = re.findall(r"tensor<([0-9x]+)xf32>", " ".join(re.findall(r"while\(.*", text)))
+    sums = [x for x in carried if sorted(x.split("x")) in (["12", "3"], ["12", "4"], ["4", "8"])]
+    assert sorted(sums) == sorted(
+        ["3x12", "4x12", "12x4"] if reset_last else ["3x12", "4x8", "8x4"]
+    )
 
 
 def _in_groups(monkeypatch, always: bool):

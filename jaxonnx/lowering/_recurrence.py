@@ -55,52 +55,57 @@ def _(function, values, tangents):
     return function(*values), sum(map(part, range(1, len(values))), part(0))
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def recur(step: Step, reverse: bool, x, w, r, bias, extra, valid, states) -> tuple[Any, Any]:
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def recur(
+    step: Step, reverse: bool, own: int, x, w, r, bias, extra, valid, states
+) -> tuple[Any, Any]:
     """Return the first state after every step, and all states after the last.
 
-    A step is `states = step(x @ w.T + bias + states[0] @ r.T, extra, *states)`.
+    A step is `states = step(gates, extra, *states)`. The first of the gates are `x @ w.T`, the last
+    `states[0] @ r.T`; where both reach, their sum. The bias is added to all.
 
     Args:
       step: a function that closes over no array.
       reverse: whether to begin with the last element of the sequence.
+      own: the number of gates, the last ones, that the input does not reach.
       x: (steps, batch, features).
-      w: (gates, features).
-      r: (gates, hidden), or None for a step that multiplies the state itself.
+      w: (gates - own, features).
+      r: (at most gates, hidden), or None for a step that multiplies the state itself.
       bias: (gates,) or None.
       extra: a pytree of further arrays for every step, or None.
       valid: bool (steps, batch, 1), the states stay where it is false; or None.
       states: before the first step, a tuple of (batch, hidden).
     """
-    return _scan(step, reverse, None, x, w, r, bias, extra, valid, states)
+    return _scan(step, reverse, own, None, x, w, r, bias, extra, valid, states)
 
 
 @partial(recur.defjvp, symbolic_zeros=True)
-def _(step, reverse, primals, tangents):
+def _(step, reverse, own, primals, tangents):
     x, w, r, bias, extra, valid, states = primals
     dx, dw, dr, dbias, dextra, _, dstates = tangents
     dextra, dstates = jax.tree.map(_array, (dextra, dstates), is_leaf=_is_zero)
     kind = jnp.float32 if is_half(x) else x.dtype
-    gates = jnp.zeros((*x.shape[:2], len(w)), kind)
+    gates = jnp.zeros((*x.shape[:2], len(w) + own), kind)
 
     def scan(gates, extra, states):
-        return _scan(step, reverse, gates, x, w, r, bias, extra, valid, states)
+        return _scan(step, reverse, own, gates, x, w, r, bias, extra, valid, states)
 
     (hidden, last), linear = jax.linearize(scan, gates, extra, states)
     ends = [hidden, states[0][None]]
     before = jnp.concatenate(ends)[1:] if reverse else jnp.concatenate(ends[::-1])[: len(x)]
     before = lax.platform_dependent(before, tpu=_steps_outside, default=lambda h: h)
     if not _is_zero(dx):
-        gates += _by_rows(dx, w)
-    for factor, tangent in ((x, dw), (before, dr)):
-        if not (tangent is None or _is_zero(tangent)):
-            gates += _at_once(factor, transposed(tangent))
+        gates += _padded(_by_rows(dx, w), after=own)
+    if not _is_zero(dw):
+        gates += _padded(_at_once(x, transposed(dw)), after=own)
+    if not (dr is None or _is_zero(dr)):
+        gates += _padded(_at_once(before, transposed(dr)), before=len(w) + own - len(r))
     if not (dbias is None or _is_zero(dbias)):
         gates += dbias
     return (hidden, last), linear(gates, dextra, dstates)
 
 
-def _scan(step: Step, reverse: bool, added, x, w, r, bias, extra, valid, states):
+def _scan(step: Step, reverse: bool, own: int, added, x, w, r, bias, extra, valid, states):
     """Run `recur`; `added` (steps, batch, gates) only lends the gates its tangents, if not None.
 
     Accelerators multiply the input of all steps at once; a CPU does it step by step, since it would
@@ -108,6 +113,10 @@ def _scan(step: Step, reverse: bool, added, x, w, r, bias, extra, valid, states)
     """
     width = states[0].shape[-1]
     w_t, r_t = (None if a is None else transposed(a) for a in (w, r))
+    of_input, of_state = (None, None) if bias is None else jnp.split(bias, [len(w)])
+
+    def gates(given, h):
+        return given if r is None else _overlapped(given, state_product(h, r, r_t), own, of_state)
 
     def scan(gates_of, given, count=1):
         """Scan with the gates `gates_of(given, h)` of each group of hidden units."""
@@ -128,19 +137,17 @@ def _scan(step: Step, reverse: bool, added, x, w, r, bias, extra, valid, states)
         return jax.tree.map(lambda *groups: _merged(groups), *last), hidden
 
     def at_once(x):
-        given = _at_once(x, w_t, bias)
-        return scan(lambda x, h: [x if r is None else x + _product(h, r, r_t)], given)
+        return scan(lambda x, h: [gates(x, h)], _at_once(x, w_t, of_input))
 
     def step_by_step(x):
-        if r is None:
-            return scan(lambda x, _: [_affine(x, w_t, bias)], x)
         few = isinstance(x.shape[1], int) and x.shape[1] < FEW
-        if few or not LARGE <= r.size <= VAST or width % GROUPS:
-            return scan(lambda x, h: [_affine(x, w_t, bias) + _product(h, r, r_t)], x)
-        split = partial(_groups, width=width, count=GROUPS, axis=0)
-        both = map(transposed, split(jnp.concatenate([w, r], 1)))
-        weights = [*zip(split(r), both, split(bias), strict=True)]
-        return scan(lambda x, h: [_both_products(x, h, *group) for group in weights], x, GROUPS)
+        whole = few or own or width % GROUPS
+        if r is not None and len(r) == len(w) and LARGE <= r.size <= VAST and not whole:
+            split = partial(_groups, width=width, count=GROUPS, axis=0)
+            both = map(transposed, split(jnp.concatenate([w, r], 1)))
+            weights = [*zip(split(r), both, split(bias), strict=True)]
+            return scan(lambda x, h: [_both_products(x, h, *group) for group in weights], x, GROUPS)
+        return scan(lambda x, h: [gates(_affine(x, w_t, of_input), h)], x)
 
     last, hidden = lax.platform_dependent(x, cpu=step_by_step, default=at_once)
     return hidden, last
@@ -170,6 +177,21 @@ def _groups(tree: Any, width: int, count: int, axis: int = -1) -> list:
     if count == 1:
         return [tree]
     return [jax.tree.map(partial(share, i), tree) for i in range(count)]
+
+
+def _overlapped(given, product, own: int, bias):
+    """Return the gates of an input and a state: `own` are the state's alone."""
+    first = given.shape[-1] + own - product.shape[-1]
+    if not first and not own:
+        return given + product
+    shared, of_state = jnp.split(product, [product.shape[-1] - own], -1)
+    of_state = of_state if bias is None else of_state + bias
+    return jnp.concatenate([given[..., :first], given[..., first:] + shared, of_state], -1)
+
+
+def _padded(gates, before: int = 0, after: int = 0):
+    """Return gates of all steps with zeros for those before and after them."""
+    return jnp.pad(gates, ((0, 0), (0, 0), (before, after))) if before or after else gates
 
 
 def _merged(groups):
@@ -212,12 +234,12 @@ def _at_once(x, w_t, bias=None):
 
 
 @jax.custom_jvp
-def _product(h, r, r_t):
+def state_product(h, r, r_t):
     """Return `h @ r.T`; every product in its gradient reads the weight in the order it needs."""
     return product(h, r_t)
 
 
-@partial(_product.defjvp, symbolic_zeros=True)
+@partial(state_product.defjvp, symbolic_zeros=True)
 def _(primals, tangents):
     (h, r, r_t), (dh, _, dr_t) = primals, tangents
     tangent = 0 if _is_zero(dh) else _by_rows(dh, r)

@@ -286,7 +286,7 @@ def dynamic_quantize_lstm(
             recurrent, peepholes = extra
             return step(gates + product(_rounded(h), recurrent), peepholes, h, c)
 
-        return quantized, None, (r[d], None if p is None else p[d])
+        return quantized, 0, w.mT[d], None, (r[d], None if p is None else p[d])
 
     return scan_over(
         cell,

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from jaxonnx._axes import recurrent
 from jaxonnx.errors import NodeError
-from jaxonnx.lowering import product
-from jaxonnx.lowering._recurrence import elementwise, recur
+from jaxonnx.lowering._recurrence import elementwise, recur, state_product, transposed
 from jaxonnx.ops.common import widen
 from jaxonnx.registry import op
 
@@ -66,8 +65,8 @@ def activations_of(default, names, alphas, betas, clip, direction):
 def scan_over(cell, x, w, r, bias, sequence_lens, initial, hidden_size, direction, layout):
     """Compute Y and the last states over every direction d.
 
-    Shapes as in the specification; `cell(d)` is (step, recurrent weight, extra) of
-    `jaxonnx.lowering._recurrence`; `bias` (directions, gates * hidden) joins the input's share.
+    Shapes as in the specification; `cell(d)` is (step, own gates, weight, recurrent weight, extra)
+    of `jaxonnx.lowering._recurrence`; `bias` (directions, gates * hidden) is added to the gates.
     """
     reversals = _REVERSED[direction]
     if layout:
@@ -93,11 +92,11 @@ def scan_over(cell, x, w, r, bias, sequence_lens, initial, hidden_size, directio
         return state[:, d] if layout else state[d]
 
     def one_direction(d, reverse):
-        step, recurrent, extra = cell(d)
+        step, own, weight, recurrent, extra = cell(d)
         hidden, *others = (start(state, d) for state in initial)
         states = hidden, *map(widen, others)  # what no product reads is rounded at the end
         added = None if bias is None else bias[d]
-        y, last = recur(step, reverse, x, w[d], recurrent, added, extra, valid, states)
+        y, last = recur(step, reverse, own, x, weight, recurrent, added, extra, valid, states)
         last = [state.astype(x.dtype) for state in last]
         return y if valid is None else jnp.where(valid, y, 0), last
 
@@ -137,7 +136,7 @@ def rnn(
 
     def cell(d):
         (f,) = functions[d]
-        return (lambda gates, _, h: (f(gates),)), r[d], None
+        return (lambda gates, _, h: (f(gates),)), 0, w[d], r[d], None
 
     bias = sum_of_biases(b)
     return scan_over(
@@ -174,35 +173,55 @@ def gru(
     functions = activations_of(
         ["Sigmoid", "Tanh"], activations, activation_alpha, activation_beta, clip, direction
     )
-    bias = inner_bias = None
+    bias = None
     if b is not None:
-        input_bias, inner_bias = jnp.split(b, 2, axis=1)
-        outer = inner_bias.at[:, 2 * hidden :].set(0) if linear_before_reset else inner_bias
-        bias = input_bias + outer
+        of_input, of_state = jnp.split(b, 2, axis=1)
+        total = jnp.roll(of_input + of_state, hidden, axis=1)
+        own = [of_input[:, 2 * hidden :], total[:, hidden:], of_state[:, 2 * hidden :]]
+        bias = jnp.concatenate(own, axis=1) if linear_before_reset else total
 
     def cell(d):
         f, g = functions[d]
-        weights = jnp.split(r[d].T, [2 * hidden], axis=1)
-
-        def step(gates, extra, h):
-            r_zr, r_h, bias_h = extra
-            x_zr, x_h = jnp.split(gates, [2 * hidden], axis=-1)
-            z, reset = jnp.split(f(x_zr + product(h, r_zr)), 2, axis=-1)
-            if linear_before_reset:
-                share = product(h, r_h)
-                if bias_h is not None:
-                    share += bias_h
-                new = g(x_h + reset * share)
-            else:
-                new = g(x_h + product((reset * h).astype(h.dtype), r_h))
-            return ((1 - z) * new + z * h,)
-
-        # the reset comes between the product and the gates, or before the product
-        return step, None, (*weights, None if inner_bias is None else inner_bias[d, 2 * hidden :])
+        # h comes first, because with `linear_before_reset` the state's share of it is a gate itself
+        weight = jnp.roll(w[d], hidden, axis=0)
+        if linear_before_reset:
+            return gru_step(f, g), hidden, weight, r[d], None
+        r_zr, r_h = jnp.split(r[d], [2 * hidden])
+        return reset_first(f, g), 0, weight, r_zr, (r_h, transposed(r_h))
 
     return scan_over(
         cell, x, w, r, bias, sequence_lens, (initial_h,), hidden_size, direction, layout
     )
+
+
+def gru_step(f, g):
+    """Return the step of a GRU with `linear_before_reset`: gates h, z, r, H Rh' and H to H."""
+
+    def step(gates, _, h):
+        return (elementwise(blended, *jnp.split(gates, 4, axis=-1), h.astype(gates.dtype)),)
+
+    def blended(new, z, reset, share, h):
+        z = f(z)
+        return (1 - z) * g(new + f(reset) * share) + z * h
+
+    return step
+
+
+def reset_first(f, g):
+    """Return the step of a GRU that multiplies the reset state: gates h, z, r and H to H."""
+
+    def step(gates, weights, h):
+        new, z, reset = jnp.split(gates, 3, axis=-1)
+        wide = h.astype(gates.dtype)
+        held = elementwise(lambda reset, h: f(reset) * h, reset, wide)
+        new = new + state_product(held.astype(h.dtype), *weights)
+        return (elementwise(blended, new, z, wide),)
+
+    def blended(new, z, h):
+        z = f(z)
+        return (1 - z) * g(new) + z * h
+
+    return step
 
 
 @op("GRU", since=1, weights=MATRICES, params={"b": 0.0})
@@ -273,7 +292,7 @@ def lstm(
 
     def cell(d):
         f, g, h = functions[d]
-        return lstm_step(f, g, h, input_forget), r[d], None if p is None else p[d]
+        return lstm_step(f, g, h, input_forget), 0, w[d], r[d], None if p is None else p[d]
 
     initial = initial_h, initial_c
     bias = sum_of_biases(b)
