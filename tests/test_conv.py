@@ -162,6 +162,14 @@ def test_bad_shapes(name, inputs, attributes, message):
         operator(name)(*(np.zeros(s, np.float32) for s in inputs), **attributes)
 
 
+def test_an_output_shape_has_the_batch_and_channels_of_the_input():
+    x = np.ones((1, 1, 2, 2), np.float32)
+    indices = np.arange(4).reshape(x.shape)
+    for shape in ([7, 4, 5, 5], [1, 1, 25]):
+        with pytest.raises(NodeError, match="the first two must be equal"):
+            operator("MaxUnpool")(x, indices, np.array(shape), kernel_shape=[2, 2])
+
+
 def test_nan_survives_activation_and_pooling():
     """XLA:CPU joins convolution, maximum and reduce_window into a kernel that loses NaNs."""
     model = jaxonnx.load(

@@ -235,6 +235,11 @@ def max_unpool(
         shape = (*x.shape[:2], *((n - 1) * s + k - sum(pair) for n, k, s, pair in axes))
     else:
         shape = tuple(int(n) for n in output_shape)
+        if len(shape) != x.ndim or shape[:2] != x.shape[:2]:
+            raise NodeError(
+                f"output_shape is {shape}, x has shape {x.shape}: they need one rank, "
+                "and the first two must be equal"
+            )
     room(shape, x.dtype)
     flat = jnp.zeros(math.prod(shape), x.dtype)
     return flat.at[indices.ravel()].set(x.ravel(), mode="drop").reshape(shape)

@@ -176,9 +176,33 @@ LIMITS = (
         when=lambda node: node.op in ("RoiAlign", "MaxRoiPool", "RotaryEmbedding"),
     ),
     Limit(
-        "Issues with types .*'NoneType'.*operator '(Concat|Einsum|Mean|Sum|Max|Min)'|concatbase",
+        "Issues with types .*'NoneType'.*operator '(Concat|Einsum|Mean|Sum|Max|Min)'|concatbase|"
+        r"Op \(SequenceConstruct\) \[TypeInferenceError\] Input type for input at index \d+ is nul",
         "a last input of any number that is left out, which jaxonnx does not count",
         BOTH,
+    ),
+    Limit(
+        r"the array at index \d+ has 0 dimension",
+        "a last input of any number that is left out, which jaxonnx does not count",
+        when=lambda node: node.op == "SequenceConstruct",
+    ),
+    Limit(
+        "embedded null character|Failed to construct locale",
+        "a locale that is not there, which jaxonnx does not need",
+        BOTH,
+        lambda node: node.op == "StringNormalizer",
+    ),
+    Limit(
+        "q_sequence_length > 0 was false",
+        "onnxruntime has no queries of no elements",
+        RUNTIME_ALONE,
+        lambda node: node.op == "Attention",
+    ),
+    Limit(
+        "antilias=1 is not supported for mode=.nearest|when anti-aliasing is set",
+        "antialias, which means nothing for the nearest element",
+        BOTH,
+        lambda node: node.op == "Resize" and node.attributes.get("mode", b"nearest") == b"nearest",
     ),
     Limit(
         "Pad reflect requires axis length >= 2",
