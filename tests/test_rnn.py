@@ -159,6 +159,11 @@ def test_refusals():
         lstm(X, W, R, direction="bidirectional")
     with pytest.raises(NodeError, match="three axes"):
         lstm(X, W[..., None], R)
+    for wrong in ((W, R[:, :8]), (W[:, :8], R), (W[:, :12], R[:, :8])):
+        with pytest.raises(NodeError, match="rows for 3 gates of 4 units"):
+            gru(X, *wrong, linear_before_reset=1)
+    with pytest.raises(NodeError, match=r"B must have shape \(1, 32\), not \(1, 2\)"):
+        lstm(X, W, R, np.ones((1, 2), np.float32))
     with pytest.raises(NodeError, match="3 activations"):
         lstm(X, W, R, activations=["Tanh"])
     with pytest.raises(NodeError, match="unknown activation"):

@@ -61,13 +61,13 @@ def recur(
 ) -> tuple[Any, Any]:
     """Return the first state after every step, and all states after the last.
 
-    A step is `states = step(gates, extra, *states)`. The first of the gates are `x @ w.T`, the last
-    `states[0] @ r.T`; where both reach, their sum. The bias is added to all.
+    A step is `states = step(gates, extra, *states)`. The gates are first the sums of `x @ w.T` and
+    `states[0] @ r.T`, then what the input, then what the state has alone, all with the bias added.
 
     Args:
       step: a function that closes over no array.
       reverse: whether to begin with the last element of the sequence.
-      own: the number of gates, the last ones, that the input does not reach.
+      own: the number of gates that the state has alone, the last rows of r.
       x: (steps, batch, features).
       w: (gates - own, features).
       r: (at most gates, hidden), or None for a step that multiplies the state itself.
@@ -95,11 +95,11 @@ def _(step, reverse, own, primals, tangents):
     before = jnp.concatenate(ends)[1:] if reverse else jnp.concatenate(ends[::-1])[: len(x)]
     before = lax.platform_dependent(before, tpu=_steps_outside, default=lambda h: h)
     if not _is_zero(dx):
-        gates += _padded(_by_rows(dx, w), after=own)
+        gates += _apart(_by_rows(dx, w), len(w), own)
     if not _is_zero(dw):
-        gates += _padded(_at_once(x, transposed(dw)), after=own)
+        gates += _apart(_at_once(x, transposed(dw)), len(w), own)
     if not (dr is None or _is_zero(dr)):
-        gates += _padded(_at_once(before, transposed(dr)), before=len(w) + own - len(r))
+        gates += _apart(_at_once(before, transposed(dr)), len(r) - own, len(w) + own - len(r))
     if not (dbias is None or _is_zero(dbias)):
         gates += dbias
     return (hidden, last), linear(gates, dextra, dstates)
@@ -116,7 +116,7 @@ def _scan(step: Step, reverse: bool, own: int, added, x, w, r, bias, extra, vali
     of_input, of_state = (None, None) if bias is None else jnp.split(bias, [len(w)])
 
     def gates(given, h):
-        return given if r is None else _overlapped(given, state_product(h, r, r_t), own, of_state)
+        return given if r is None else _added(given, state_product(h, r, r_t), own, of_state)
 
     def scan(gates_of, given, count=1):
         """Scan with the gates `gates_of(given, h)` of each group of hidden units."""
@@ -179,19 +179,20 @@ def _groups(tree: Any, width: int, count: int, axis: int = -1) -> list:
     return [jax.tree.map(partial(share, i), tree) for i in range(count)]
 
 
-def _overlapped(given, product, own: int, bias):
-    """Return the gates of an input and a state: `own` are the state's alone."""
-    first = given.shape[-1] + own - product.shape[-1]
-    if not first and not own:
+def _added(given, product, own: int, bias):
+    """Return the gates of an input and a state, of which `own` are the state's alone."""
+    shared = product.shape[-1] - own
+    if shared == given.shape[-1] and not own:
         return given + product
-    shared, of_state = jnp.split(product, [product.shape[-1] - own], -1)
-    of_state = of_state if bias is None else of_state + bias
-    return jnp.concatenate([given[..., :first], given[..., first:] + shared, of_state], -1)
+    both, alone = given[..., :shared] + product[..., :shared], product[..., shared:]
+    alone = alone if bias is None else alone + bias
+    return jnp.concatenate([both, given[..., shared:], alone], -1)
 
 
-def _padded(gates, before: int = 0, after: int = 0):
-    """Return gates of all steps with zeros for those before and after them."""
-    return jnp.pad(gates, ((0, 0), (0, 0), (before, after))) if before or after else gates
+def _apart(gates, first: int, count: int):
+    """Return gates of all steps with `count` zeros behind the `first` of them."""
+    zeros = jnp.zeros((*gates.shape[:-1], count), gates.dtype)
+    return jnp.concatenate([gates[..., :first], zeros, gates[..., first:]], -1) if count else gates
 
 
 def _merged(groups):

@@ -17,7 +17,7 @@ from jaxonnx.ops.conv import qlinear_conv
 from jaxonnx.ops.pool import average_pool
 from jaxonnx.ops.quantize import dequantize_linear, dynamic_quantize_linear, quantize_linear
 from jaxonnx.ops.reduction import reduce_mean
-from jaxonnx.ops.rnn import activations_of, lstm_step, scan_over, sum_of_biases
+from jaxonnx.ops.rnn import activations_of, check_shapes, lstm_step, scan_over, sum_of_biases
 from jaxonnx.registry import Rounded, Through, op
 
 
@@ -277,6 +277,7 @@ def dynamic_quantize_lstm(
         jnp.stack([_matrix(*parts) for parts in _directions(*factor)])
         for factor in ((w, w_scale, w_zero_point), (r, r_scale, r_zero_point))
     )
+    check_shapes(4, w.mT, r.mT, b, hidden_size, direction)
 
     def cell(d):
         f, g, h = functions[d]
@@ -296,7 +297,6 @@ def dynamic_quantize_lstm(
         sum_of_biases(b),
         sequence_lens,
         (initial_h, initial_c),
-        hidden_size,
         direction,
         0,
     )

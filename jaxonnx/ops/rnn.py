@@ -62,7 +62,29 @@ def activations_of(default, names, alphas, betas, clip, direction):
     return [functions[i * count : (i + 1) * count] for i in range(directions)]
 
 
-def scan_over(cell, x, w, r, bias, sequence_lens, initial, hidden_size, direction, layout):
+def check_shapes(gates, w, r, b, hidden_size, direction):
+    """Refuse weights and biases that are not those of so many gates."""
+    if (w.ndim, r.ndim) != (3, 3):
+        raise NodeError(f"W and R must have three axes, not shapes {w.shape} and {r.shape}")
+    hidden, count = r.shape[-1], len(_REVERSED[direction])
+    if hidden_size not in (None, hidden):
+        raise NodeError(f"hidden_size is {hidden_size}, but R has shape {r.shape}")
+    if w.shape[0] != count or r.shape[0] != count:
+        raise NodeError(
+            f"direction {direction!r} needs {count} sets of weights, "
+            f"but W has shape {w.shape} and R {r.shape}"
+        )
+    rows = gates * hidden
+    if w.shape[1] != rows or r.shape[1] != rows:
+        raise NodeError(
+            f"W and R need {rows} rows for {gates} gates of {hidden} units, "
+            f"but W has shape {w.shape} and R {r.shape}"
+        )
+    if b is not None and b.shape != (count, 2 * rows):
+        raise NodeError(f"B must have shape {(count, 2 * rows)}, not {b.shape}")
+
+
+def scan_over(cell, x, w, r, bias, sequence_lens, initial, direction, layout):
     """Compute Y and the last states over every direction d.
 
     Shapes as in the specification; `cell(d)` is (step, own gates, weight, recurrent weight, extra)
@@ -72,16 +94,7 @@ def scan_over(cell, x, w, r, bias, sequence_lens, initial, hidden_size, directio
     if layout:
         x = x.swapaxes(0, 1)
     steps, batch, _ = x.shape
-    if (w.ndim, r.ndim) != (3, 3):
-        raise NodeError(f"W and R must have three axes, not shapes {w.shape} and {r.shape}")
     hidden = r.shape[-1]
-    if hidden_size not in (None, hidden):
-        raise NodeError(f"hidden_size is {hidden_size}, but R has shape {r.shape}")
-    if w.shape[0] != len(reversals) or r.shape[0] != len(reversals):
-        raise NodeError(
-            f"direction {direction!r} needs {len(reversals)} sets of weights, "
-            f"but W has shape {w.shape} and R {r.shape}"
-        )
     valid = None
     if sequence_lens is not None:
         valid = (jnp.arange(steps)[:, None] < sequence_lens)[..., None]
@@ -133,15 +146,14 @@ def rnn(
     """H = f(X Wi' + H Ri' + Wbi + Rbi). Y is always returned, whatever `output_sequence` says."""
     names = list(activations)[: len(_REVERSED.get(direction, ()))]
     functions = activations_of(["Tanh"], names, activation_alpha, activation_beta, clip, direction)
+    check_shapes(1, w, r, b, hidden_size, direction)
 
     def cell(d):
         (f,) = functions[d]
         return (lambda gates, _, h: (f(gates),)), 0, w[d], r[d], None
 
     bias = sum_of_biases(b)
-    return scan_over(
-        cell, x, w, r, bias, sequence_lens, (initial_h,), hidden_size, direction, layout
-    )
+    return scan_over(cell, x, w, r, bias, sequence_lens, (initial_h,), direction, layout)
 
 
 @op("GRU", since=3, weights=MATRICES, params={"b": 0.0})
@@ -169,38 +181,36 @@ def gru(
     h = g(X Wh' + (r * H) Rh' + Rbh + Wbh), or with `linear_before_reset`
     h = g(X Wh' + r * (H Rh' + Rbh) + Wbh); H = (1 - z) * h + z * H.
     """
-    hidden = r.shape[-1]
     functions = activations_of(
         ["Sigmoid", "Tanh"], activations, activation_alpha, activation_beta, clip, direction
     )
+    check_shapes(3, w, r, b, hidden_size, direction)
+    hidden = r.shape[-1]
     bias = None
     if b is not None:
         of_input, of_state = jnp.split(b, 2, axis=1)
-        total = jnp.roll(of_input + of_state, hidden, axis=1)
-        own = [of_input[:, 2 * hidden :], total[:, hidden:], of_state[:, 2 * hidden :]]
-        bias = jnp.concatenate(own, axis=1) if linear_before_reset else total
+        bias = of_input + of_state
+        if linear_before_reset:
+            own = of_input[:, 2 * hidden :], of_state[:, 2 * hidden :]
+            bias = jnp.concatenate([bias[:, : 2 * hidden], *own], axis=1)
 
     def cell(d):
         f, g = functions[d]
-        # h comes first, because with `linear_before_reset` the state's share of it is a gate itself
-        weight = jnp.roll(w[d], hidden, axis=0)
         if linear_before_reset:
-            return gru_step(f, g), hidden, weight, r[d], None
+            return gru_step(f, g), hidden, w[d], r[d], None
         r_zr, r_h = jnp.split(r[d], [2 * hidden])
-        return reset_first(f, g), 0, weight, r_zr, (r_h, transposed(r_h))
+        return reset_first(f, g), 0, w[d], r_zr, (r_h, transposed(r_h))
 
-    return scan_over(
-        cell, x, w, r, bias, sequence_lens, (initial_h,), hidden_size, direction, layout
-    )
+    return scan_over(cell, x, w, r, bias, sequence_lens, (initial_h,), direction, layout)
 
 
 def gru_step(f, g):
-    """Return the step of a GRU with `linear_before_reset`: gates h, z, r, H Rh' and H to H."""
+    """Return the step of a GRU with `linear_before_reset`: gates z, r, h, H Rh' and H to H."""
 
     def step(gates, _, h):
         return (elementwise(blended, *jnp.split(gates, 4, axis=-1), h.astype(gates.dtype)),)
 
-    def blended(new, z, reset, share, h):
+    def blended(z, reset, new, share, h):
         z = f(z)
         return (1 - z) * g(new + f(reset) * share) + z * h
 
@@ -208,16 +218,16 @@ def gru_step(f, g):
 
 
 def reset_first(f, g):
-    """Return the step of a GRU that multiplies the reset state: gates h, z, r and H to H."""
+    """Return the step of a GRU that multiplies the reset state: gates z, r, h and H to H."""
 
     def step(gates, weights, h):
-        new, z, reset = jnp.split(gates, 3, axis=-1)
+        z, reset, new = jnp.split(gates, 3, axis=-1)
         wide = h.astype(gates.dtype)
         held = elementwise(lambda reset, h: f(reset) * h, reset, wide)
         new = new + state_product(held.astype(h.dtype), *weights)
-        return (elementwise(blended, new, z, wide),)
+        return (elementwise(blended, z, new, wide),)
 
-    def blended(new, z, h):
+    def blended(z, new, h):
         z = f(z)
         return (1 - z) * g(new) + z * h
 
@@ -289,6 +299,7 @@ def lstm(
     functions = activations_of(
         ["Sigmoid", "Tanh", "Tanh"], activations, activation_alpha, activation_beta, clip, direction
     )
+    check_shapes(4, w, r, b, hidden_size, direction)
 
     def cell(d):
         f, g, h = functions[d]
@@ -296,7 +307,7 @@ def lstm(
 
     initial = initial_h, initial_c
     bias = sum_of_biases(b)
-    return scan_over(cell, x, w, r, bias, sequence_lens, initial, hidden_size, direction, layout)
+    return scan_over(cell, x, w, r, bias, sequence_lens, initial, direction, layout)
 
 
 def lstm_step(f, g, h, input_forget):
