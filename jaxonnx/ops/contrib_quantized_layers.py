@@ -292,8 +292,7 @@ def dynamic_quantize_lstm(
     return scan_over(
         cell,
         _rounded(x),
-        w.mT,
-        r.mT,
+        r.shape[1],
         sum_of_biases(b),
         sequence_lens,
         (initial_h, initial_c),

@@ -84,17 +84,16 @@ def check_shapes(gates, w, r, b, hidden_size, direction):
         raise NodeError(f"B must have shape {(count, 2 * rows)}, not {b.shape}")
 
 
-def scan_over(cell, x, w, r, bias, sequence_lens, initial, direction, layout):
+def scan_over(cell, x, hidden, bias, sequence_lens, initial, direction, layout):
     """Compute Y and the last states over every direction d.
 
     Shapes as in the specification; `cell(d)` is (step, own gates, weight, recurrent weight, extra)
-    of `jaxonnx.lowering._recurrence`; `bias` (directions, gates * hidden) is added to the gates.
+    of `jaxonnx.lowering._recurrence`; `bias` (directions, gates) is added to the gates.
     """
     reversals = _REVERSED[direction]
     if layout:
         x = x.swapaxes(0, 1)
     steps, batch, _ = x.shape
-    hidden = r.shape[-1]
     valid = None
     if sequence_lens is not None:
         valid = (jnp.arange(steps)[:, None] < sequence_lens)[..., None]
@@ -106,8 +105,8 @@ def scan_over(cell, x, w, r, bias, sequence_lens, initial, direction, layout):
 
     def one_direction(d, reverse):
         step, own, weight, recurrent, extra = cell(d)
-        hidden, *others = (start(state, d) for state in initial)
-        states = hidden, *map(widen, others)  # what no product reads is rounded at the end
+        first, *others = (start(state, d) for state in initial)
+        states = first, *map(widen, others)  # what no product reads is rounded at the end
         added = None if bias is None else bias[d]
         y, last = recur(step, reverse, own, x, weight, recurrent, added, extra, valid, states)
         last = [state.astype(x.dtype) for state in last]
@@ -153,7 +152,7 @@ def rnn(
         return (lambda gates, _, h: (f(gates),)), 0, w[d], r[d], None
 
     bias = sum_of_biases(b)
-    return scan_over(cell, x, w, r, bias, sequence_lens, (initial_h,), direction, layout)
+    return scan_over(cell, x, r.shape[-1], bias, sequence_lens, (initial_h,), direction, layout)
 
 
 @op("GRU", since=3, weights=MATRICES, params={"b": 0.0})
@@ -201,7 +200,7 @@ def gru(
         r_zr, r_h = jnp.split(r[d], [2 * hidden])
         return reset_first(f, g), 0, w[d], r_zr, (r_h, transposed(r_h))
 
-    return scan_over(cell, x, w, r, bias, sequence_lens, (initial_h,), direction, layout)
+    return scan_over(cell, x, hidden, bias, sequence_lens, (initial_h,), direction, layout)
 
 
 def gru_step(f, g):
@@ -307,7 +306,7 @@ def lstm(
 
     initial = initial_h, initial_c
     bias = sum_of_biases(b)
-    return scan_over(cell, x, w, r, bias, sequence_lens, initial, direction, layout)
+    return scan_over(cell, x, r.shape[-1], bias, sequence_lens, initial, direction, layout)
 
 
 def lstm_step(f, g, h, input_forget):
