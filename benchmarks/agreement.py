@@ -128,7 +128,7 @@ class Trainer:
         """
         import jax
 
-        from jaxonnx.train import step
+        from jaxonnx.training import step
 
         rng, model = np.random.default_rng(1), self.model(dtype)
         if moved:

@@ -37,7 +37,7 @@ from benchmarks.hlo import Module
 from benchmarks.layers.onnx_file import write
 from benchmarks.networks import NETWORKS, batch
 from benchmarks.systems import FOREVER, flax_functions, optax_step, train_step
-from jaxonnx.lowering._order import ORDERS
+from jaxonnx.lowering._layout import ORDERS
 
 H100 = """
 gpu_device_info {

@@ -12,7 +12,7 @@ from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 from onnx import TensorProto as Kind
 from onnx.shape_inference import infer_shapes
 
-from jaxonnx._file.protos import subgraphs
+from jaxonnx._io.protos import subgraphs
 
 
 def doubled(model: ModelProto) -> ModelProto:

@@ -31,7 +31,7 @@ from benchmarks.layers.onnx_file import write
 from benchmarks.networks import NETWORKS, Network, batch
 from benchmarks.systems import LEARNING_RATE, train_step
 from jaxonnx.cli.process import keep_pages
-from jaxonnx.train import Batch
+from jaxonnx.training import Batch
 
 TINY = Network(lambda layers, x: layers.dense(layers.relu(layers.dense(x, 16)), 4), (4, 8), 4)
 LOSS = "softmax_cross_entropy_with_integer_labels"

@@ -32,10 +32,10 @@ import jaxonnx
 from benchmarks.layers.onnx_file import write
 from benchmarks.networks import NETWORKS
 from benchmarks.systems import LEARNING_RATE, train_step
+from jaxonnx._data.images import preparation as images
+from jaxonnx._data.images.augment import Augment, prepared
+from jaxonnx._data.images.batches import Pictures
 from jaxonnx.cli.process import keep_pages
-from jaxonnx.model import _images as images
-from jaxonnx.model._augment import Augment, prepared
-from jaxonnx.model._pictures import Pictures
 
 LOSS = "softmax_cross_entropy_with_integer_labels"
 CLASSES = 1000

@@ -139,7 +139,7 @@ def ours(network: Network, examples: int) -> Step:
     import optax
 
     import jaxonnx
-    from jaxonnx.train import Batch, step
+    from jaxonnx.training import Batch, step
 
     with tempfile.TemporaryDirectory() as folder:
         write(network, path := Path(folder) / "network.onnx")

@@ -111,9 +111,9 @@ def train_step(
     import jax.numpy as jnp
     import optax
 
-    from jaxonnx.train import Batch
-    from jaxonnx.train._assembly import assembled
-    from jaxonnx.train._settings import Settings
+    from jaxonnx.training import Batch
+    from jaxonnx.training._build_step import assembled
+    from jaxonnx.training._settings import Settings
 
     settings = Settings(
         loss=LOSS,
@@ -143,7 +143,7 @@ def jaxonnx(network: Network, phase: str, path: Path, *, precision=None) -> tupl
     import jax.numpy as jnp
 
     import jaxonnx
-    from jaxonnx.train._precision import products_in_bfloat16
+    from jaxonnx.training._precision import products_in_bfloat16
 
     model = all_trained(jaxonnx.load(path))
     parameters = sum(w.size for w in model.params.values())

@@ -22,13 +22,13 @@ from jaxonnx.errors import (
 from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.lowering import kernels_first
 from jaxonnx.model import Model, Value, add_training, labels, load
-from jaxonnx.train import History, Result, evaluate, train
+from jaxonnx.training import History, Result, evaluate, train
 
 if TYPE_CHECKING:
     from jaxonnx import sparse
+    from jaxonnx._step_files.export import export_step
+    from jaxonnx._step_files.load import import_step
     from jaxonnx.onnx_out import to_onnx
-    from jaxonnx.train._export_step import export_step
-    from jaxonnx.train._import_step import import_step
 
 __all__ = [
     "Adapters",
@@ -64,8 +64,8 @@ __version__ = "0.1.0"
 
 _LATER = {
     "to_onnx": "jaxonnx.onnx_out",
-    "export_step": "jaxonnx.train._export_step",
-    "import_step": "jaxonnx.train._import_step",
+    "export_step": "jaxonnx._step_files.export",
+    "import_step": "jaxonnx._step_files.load",
 }
 
 

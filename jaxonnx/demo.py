@@ -14,11 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxonnx import sparse
-from jaxonnx._disk import check_writable, whole
+from jaxonnx._atomic_write import check_writable, whole
 from jaxonnx.errors import Error
 from jaxonnx.model import Model, load
-from jaxonnx.train import History, train
-from jaxonnx.train._plot import shade
+from jaxonnx.training import History, shade, train
 
 EPOCHS = 24
 BATCH = 32

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxonnx._disk import check_writable, whole
+from jaxonnx._atomic_write import check_writable, whole
 from jaxonnx.errors import Error
 
 

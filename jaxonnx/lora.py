@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._axes import Matrix
-from jaxonnx._graph.places import Places
 from jaxonnx._graph.roles import running_statistics
+from jaxonnx._graph.select import Select, select
 from jaxonnx._graph.uses import weights
-from jaxonnx._untrusted import reading
+from jaxonnx._graph.weight_names import Places
+from jaxonnx._safe_read import reading
 from jaxonnx.errors import InputError, ModelError
 from jaxonnx.lowering import Adapted, is_half
 from jaxonnx.model import Model
-from jaxonnx.model._select import Select, select
 
 _ABOUT = "jaxonnx.lora"
 """The array of a file that holds its metadata, as JSON."""
@@ -233,7 +233,7 @@ class Adapters:
             f"'{os.fspath(path)}' holds no adapters of jaxonnx, or is damaged", ModelError
         ):
             if os.path.isdir(path):
-                from jaxonnx._file import checkpoints
+                from jaxonnx._io import checkpoints
 
                 newest = checkpoints.read(path)
                 values, about = newest.tensors, newest.adapters or {}

@@ -14,8 +14,8 @@ import optax
 
 import jaxonnx
 from jaxonnx import demo, flax, loggers
+from jaxonnx._data.images.preparation import layout, read
 from jaxonnx.cli import main
-from jaxonnx.model._images import layout, read
 
 OPTIONAL = [
     "matplotlib", "PIL", "onnxruntime", "sklearn", "datasets", "grain", "safetensors",

@@ -12,8 +12,8 @@ import onnxruntime
 from onnx import ModelProto, TypeProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from jaxonnx._file.read import read
 from jaxonnx._graph.bind import bind
+from jaxonnx._io.read import read
 from jaxonnx._run.program import Program
 from jaxonnx.registry import Op, lookup
 

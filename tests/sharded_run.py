@@ -19,7 +19,7 @@ from jax import P
 
 import jaxonnx
 from jaxonnx import demo
-from jaxonnx.train import _checkpoint
+from jaxonnx.training import _checkpoint
 from tests.tiny import LABELS
 
 DATA = Path(__file__).parent / "data"
@@ -243,7 +243,7 @@ def quick(folder):
     np.testing.assert_array_equal(again.params["body_weight"], result.model.params["body_weight"])
 
     # a loop of one's own, under the mesh or not, with batches that lie on it or do not
-    one = jaxonnx.train.step(model, LABELS, optax.adam(1e-2), mesh=mesh(), sharding="fsdp")
+    one = jaxonnx.training.step(model, LABELS, optax.adam(1e-2), mesh=mesh(), sharding="fsdp")
     table = model.shardings(mesh(), "fsdp", optimizer=optax.adam(1e-2))
     state, batch = one.init(), tuple(x[:16] for x in data)
     counts = 16  # of steps, and of the optimizer
@@ -275,7 +275,7 @@ def stored():
     on = jax.make_mesh((8,), ("data",))
 
     def state_of(model, optimizer, **settings) -> Any:
-        one = jaxonnx.train.step(model, LABELS, optimizer, mesh=on, sharding="fsdp", **settings)
+        one = jaxonnx.training.step(model, LABELS, optimizer, mesh=on, sharding="fsdp", **settings)
         return one.init()
 
     state = state_of(demo.mlp(256), optax.adafactor(1e-3, min_dim_size_to_factor=32))

@@ -93,7 +93,7 @@ def test_a_state_is_kept_by_orbax_in_three_lines(tmp_path):
 
     x, y = examples()
     batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 32, 8)]
-    step = jaxonnx.train.step(mlp(dropout=True), LABELS, optax.adam(1e-2), ema=0.9, nan="skip")
+    step = jaxonnx.training.step(mlp(dropout=True), LABELS, optax.adam(1e-2), ema=0.9, nan="skip")
     update = jax.jit(step.update)
     state = step.init()
     for batch in batches[:2]:

@@ -9,10 +9,10 @@ from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
 import jaxonnx
+from jaxonnx._data.images import preparation as images
 from jaxonnx.cli import main
 from jaxonnx.cli._images import batch, classify
 from jaxonnx.errors import InputError, ModelError
-from jaxonnx.model import _images as images
 
 RNG = np.random.default_rng(0)
 LAYOUTS = {

@@ -118,7 +118,7 @@ def test_the_kernels_of_tpu_are_the_search_bit_for_bit(shape, axes, dtype):
 @pytest.mark.deep
 def test_an_exported_step_has_the_choice_of_every_platform():
     loss = "softmax_cross_entropy_with_integer_labels"
-    step = jaxonnx.train.step(demo.model(), loss, jaxonnx.optim.momentum(0.1))
+    step = jaxonnx.training.step(demo.model(), loss, jaxonnx.optim.momentum(0.1))
     batch = np.zeros((2, 1, 8, 8), np.float32), np.arange(2)
 
     def update(state, x, y):

@@ -10,8 +10,8 @@ from onnx import TensorProto, helper
 from PIL import Image
 
 import jaxonnx
-from jaxonnx.train import ConfusionMatrix, Curves, PerClass
-from jaxonnx.train import _objective as objective
+from jaxonnx.training import ConfusionMatrix, Curves, PerClass
+from jaxonnx.training import _objective as objective
 from tests.later import Module
 from tests.tiny import LABELS, examples, mlp, train
 

@@ -122,7 +122,7 @@ def test_inference_and_gradients_of_all_files_for_any_batch(file):
 
 @pytest.mark.deep
 def test_a_step_of_train_for_any_batch():
-    one = jaxonnx.train.step(tiny.mlp(), tiny.LABELS, optax.sgd(0.1))
+    one = jaxonnx.training.step(tiny.mlp(), tiny.LABELS, optax.sgd(0.1))
     state, (x, y) = one.init(), tiny.examples(6)
     (b,) = jax.export.symbolic_shape("b")
     batch = jax.ShapeDtypeStruct((b, 8), x.dtype), jax.ShapeDtypeStruct((b,), jnp.int32)

@@ -24,7 +24,7 @@ from benchmarks.networks import NETWORKS
 from jaxonnx import docs
 from jaxonnx.cli import main
 from jaxonnx.onnx_out._export import reads
-from jaxonnx.train import step
+from jaxonnx.training import step
 from tests.tiny import LABELS, examples, mlp
 
 STEPS = 20

@@ -8,7 +8,7 @@ import pytest
 
 import jaxonnx
 from jaxonnx import demo
-from jaxonnx._graph import exports
+from jaxonnx._graph import exporter_hints
 
 DATA = Path(__file__).parent / "data"
 
@@ -32,7 +32,7 @@ def graph(name):
     ],
 )
 def test_folded_batch_normalization(name, count):
-    assert exports.folded(graph(name))[0] == count
+    assert exporter_hints.folded(graph(name))[0] == count
 
 
 def convolutions(count, weight, bias):
@@ -52,16 +52,16 @@ def test_folded_batch_normalization_by_names():
                 node.input[1].replace("w", "onnx::Conv_1"),
                 node.input[2].replace("b", "onnx::Conv_2"),
             ]
-    count, why = exports.folded(found)
+    count, why = exporter_hints.folded(found)
     assert count == 2
     assert "onnx::Conv_10" in why
-    assert exports.folded(convolutions(5, "w{}", "b{}"))[0] == 5
-    assert exports.folded(convolutions(4, "w{}", "b{}"))[0] == 0  # too few to tell
+    assert exporter_hints.folded(convolutions(5, "w{}", "b{}"))[0] == 5
+    assert exporter_hints.folded(convolutions(4, "w{}", "b{}"))[0] == 0  # too few to tell
     vgg = convolutions(6, "w{}", "b{}")
     for node in vgg.node:
         if node.op_type == "Conv":
             node.input[1:] = [f"features.{node.input[1]}.weight", f"features.{node.input[1]}.bias"]
-    assert exports.folded(vgg)[0] == 0
+    assert exporter_hints.folded(vgg)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_folded_batch_normalization_by_names():
     ],
 )
 def test_dropout_that_was_left_out(name, places):
-    assert exports.undropped(graph(name)) == places
+    assert exporter_hints.undropped(graph(name)) == places
 
 
 def test_the_summary_says_what_it_means():

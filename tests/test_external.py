@@ -12,8 +12,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
-from jaxonnx._file import external
-from jaxonnx._file.read import read
+from jaxonnx._io import external
+from jaxonnx._io.read import read
 
 W = np.arange(6, dtype=np.float32).reshape(3, 2) + 1
 B = np.array([1, -1], np.float32)

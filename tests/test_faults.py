@@ -17,8 +17,8 @@ import pytest
 
 import jaxonnx
 import jaxonnx.sparse  # which compiles nothing, but would with what a test puts in place of jit
-from jaxonnx.train import step
-from jaxonnx.train._step import stays_finite
+from jaxonnx.training import step
+from jaxonnx.training._step import stays_finite
 from tests.forks import Command
 from tests.tiny import LABELS, examples, mlp, same, train, weights
 
@@ -75,7 +75,7 @@ def test_a_rate_that_is_infinite_changes_nothing():
     assert not any(result.changes.values())
     for settings in ({"rate": np.inf}, {"rate": np.nan}, {"warmup": np.inf}):
         with pytest.raises(jaxonnx.TrainingError, match="and finite, and is"):
-            jaxonnx.train.optimizer("sgd", **settings)
+            jaxonnx.training.optimizer("sgd", **settings)
 
 
 NORMED = """<ir_version: 8, opset_import: ["": 17]>
@@ -232,7 +232,7 @@ def test_other_data_do_not_resume(tmp_path):
 
 def test_checkpoints_that_do_not_say_their_data_resume(tmp_path, monkeypatch):
     """As those of earlier versions do not."""
-    from jaxonnx.train import _checkpoint as checkpoint
+    from jaxonnx.training import _checkpoint as checkpoint
 
     seal = checkpoint.sealed
     with monkeypatch.context() as patch:
@@ -268,7 +268,7 @@ ANOTHER = [
 
 @pytest.mark.deep
 def test_checkpoints_of_another_program_give_way(tmp_path, monkeypatch):
-    from jaxonnx.train import _checkpoint as checkpoint
+    from jaxonnx.training import _checkpoint as checkpoint
 
     unseal = checkpoint.unsealed
     train(epochs=2, checkpoint_dir=tmp_path / "run")
@@ -309,7 +309,7 @@ def test_what_is_no_checkpoint_stays_apart(tmp_path):
 
 
 def test_the_reason_of_the_system_is_said():
-    from jaxonnx._file.checkpoints import reason
+    from jaxonnx._io.checkpoints import reason
 
     inner = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     outer = ValueError("x" * 300)
@@ -405,7 +405,7 @@ def test_memory_that_is_not_enough_says_what_helps(error, tmp_path):
 
 def test_a_step_that_memory_is_too_small_for_is_not_begun(monkeypatch):
     """It would take the weights with it."""
-    from jaxonnx.train import _memory
+    from jaxonnx.training import _memory
 
     mean = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 17]>
     mean (float[n, t] x) => (float[n, 1] y) <float[1] w = {2}> {
@@ -437,7 +437,7 @@ def test_a_step_that_memory_is_too_small_for_is_not_begun(monkeypatch):
 
 
 def test_what_a_device_has_left_is_what_a_step_may_take(monkeypatch):
-    from jaxonnx.train import _memory
+    from jaxonnx.training import _memory
 
     class Device:
         def __init__(self, used):
@@ -461,7 +461,7 @@ def test_what_a_device_has_left_is_what_a_step_may_take(monkeypatch):
 
 
 def test_pixels_become_finite_numbers():
-    from jaxonnx.model._images import Layout, Preparation
+    from jaxonnx._data.images.preparation import Layout, Preparation
 
     where = Layout((2, 2), 1, "NCHW", np.dtype(np.float32))
     for wrong in ({"scale": np.nan}, {"std": (np.nan,)}, {"mean": (np.inf,)}):

@@ -13,8 +13,8 @@ import pytest
 from onnx import numpy_helper
 
 import jaxonnx
+from jaxonnx._data.images import preparation as images
 from jaxonnx.cli import main
-from jaxonnx.model import _images as images
 from tests import tiny
 
 DATA = Path(__file__).parent / "data"
@@ -438,7 +438,7 @@ def test_training_with_a_head_alone():
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert "validation_accuracy" in rows[-1]
     # the head moves by about 0.001 in a step, all else by a tenth of that
-    start = jaxonnx.train.step(model, head=3).model.params
+    start = jaxonnx.training.step(model, head=3).model.params
     moved = {n: float(np.abs(result.model.params[n] - start[n]).mean()) for n in start}
     assert moved["w2"] > 4 * moved["w1"] > 0
     (expected,) = session(result.model.to_onnx()).run(None, {"x": x})

@@ -8,7 +8,7 @@ import jaxonnx
 from benchmarks.layers.onnx_file import write
 from benchmarks.networks import Network
 from benchmarks.systems import train_step
-from jaxonnx.lowering._heads import heads_apart
+from jaxonnx.lowering._attention_layout import heads_apart
 
 rng = np.random.default_rng(0)
 BATCH, LENGTH, HEADS, DEPTH = 2, 3, 4, 5

@@ -20,7 +20,7 @@ from jaxonnx._graph.values import declared
 from jaxonnx._run import arithmetic, failures, folding, scope
 from jaxonnx._run.channels import ChannelsLast
 from jaxonnx._run.shapes import inferred
-from jaxonnx.lowering._order import KernelFirst
+from jaxonnx.lowering._layout import KernelFirst
 from tests import bombs
 from tests.bombs import IMAGE, body, ints, model, node, one
 

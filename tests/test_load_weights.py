@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
 from jaxonnx import demo, sparse
-from jaxonnx._file import formats
+from jaxonnx._io import formats
 from jaxonnx.errors import Error, InputError, ModelError, SparsityError
 
 RNG = np.random.default_rng(0)

@@ -17,7 +17,7 @@ import optax
 import pytest
 
 import jaxonnx
-from jaxonnx._file import checkpoints
+from jaxonnx._io import checkpoints
 from tests.tiny import examples, mlp, same, train, weights
 
 

@@ -12,12 +12,12 @@ import pytest
 from PIL import Image
 
 import jaxonnx
+from jaxonnx._data.images import folder as folders
+from jaxonnx._data.images import preparation as images
+from jaxonnx._data.images.augment import Augment, part, prepared, resized
+from jaxonnx._data.images.folder import pictured
 from jaxonnx.cli import main
-from jaxonnx.model import _folder as folders
-from jaxonnx.model import _images as images
-from jaxonnx.model._augment import Augment, part, prepared, resized
-from jaxonnx.model._folder import pictured
-from jaxonnx.train._data import sources
+from jaxonnx.training._data import sources
 from tests.test_classify import net
 from tests.tiny import LABELS, same
 

@@ -12,11 +12,11 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
-from jaxonnx.lowering import _contract, _order
+from jaxonnx.lowering import _contract, _layout
 from jaxonnx.lowering._conv import Conv
-from jaxonnx.train._assembly import assembled
-from jaxonnx.train._settings import Settings
-from jaxonnx.train._storage import Storage
+from jaxonnx.training._build_step import assembled
+from jaxonnx.training._settings import Settings
+from jaxonnx.training._weight_layout import Storage
 from tests.tiny import LABELS, examples, mlp
 
 rng = np.random.default_rng(0)
@@ -135,12 +135,12 @@ def test_where_arrays_are_says_their_order_and_nothing_is_asked_while_tracing(mo
     stored = model.program.stored(model.params)
     assert stored["wide"].value.shape == (3, 3, 48, 48)
     (cpu,) = {d.platform for x in model.params.values() for d in x.devices()}
-    monkeypatch.delitem(_order.ORDERS, cpu)
+    monkeypatch.delitem(_layout.ORDERS, cpu)
     assert model.program.stored(model.params) == model.params
     monkeypatch.undo()
 
     def inside(params):
-        assert _order.order(params["wide"]) is None
+        assert _layout.order(params["wide"]) is None
         return params
 
     jax.eval_shape(inside, model.params)

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxonnx
-from jaxonnx.train._precision import products_in_bfloat16
+from jaxonnx.training._precision import products_in_bfloat16
 from tests.tiny import examples, train, weights
 
 DATA = Path(__file__).parent / "data"

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 import jaxonnx
-from jaxonnx._data.ahead import ahead
-from jaxonnx.model import _progress as progress
+from jaxonnx import _progress as progress
+from jaxonnx._data.prefetch import ahead
 from tests.later import Module
 from tests.tiny import examples, mlp
 

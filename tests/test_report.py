@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 
 import jaxonnx
 from jaxonnx.cli import main
-from jaxonnx.train import History
-from jaxonnx.train._report import confusion
+from jaxonnx.training import History
+from jaxonnx.training._report import confusion
 from tests.tiny import examples, mlp, train
 
 X, Y = examples(24)

@@ -8,7 +8,7 @@ import onnx.parser
 import pytest
 
 import jaxonnx
-from jaxonnx._file.read import read
+from jaxonnx._io.read import read
 from jaxonnx._rewrite.dequantize import dequantized
 
 DATA = Path(__file__).parent / "data"

@@ -112,13 +112,13 @@ for name in ("cnn", "recurrent"):
     # two biases of an LSTM have one gradient
     assert 0.9 * weights < found.total < 1.1 * weights, (name, found, weights)
 
-one = jaxonnx.train.step(
+one = jaxonnx.training.step(
     demo.mlp(256), "softmax_cross_entropy_with_integer_labels", optax.sgd(0.1),
     lora=jaxonnx.LoRA(rank=2),
 )
 x, y, weight = (jax.ShapeDtypeStruct((64, *shape), kind) for shape, kind in
                 [((1, 8, 8), "float32"), ((), "int32"), ((), "float32")])
-step = Step(one.update, one.init(), jaxonnx.train.Batch((x,), y, weight), (one.frozen,))
+step = Step(one.update, one.init(), jaxonnx.training.Batch((x,), y, weight), (one.frozen,))
 found = collectives(compiled(step, "data", 8).as_text())
 weights = sum(4 * w.size for w in jax.tree.leaves(step.carry.params))
 assert set(found.count) == {"all-reduce"}, found

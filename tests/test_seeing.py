@@ -9,10 +9,10 @@ import pytest
 from rich import console
 
 import jaxonnx
-from jaxonnx.train import History, Result
-from jaxonnx.train import _progress as progress
-from jaxonnx.train._progress import Bar
-from jaxonnx.train._result import changes
+from jaxonnx.training import History, Result
+from jaxonnx.training import _progress as progress
+from jaxonnx.training._progress import Bar
+from jaxonnx.training._result import changes
 from tests.tiny import LABELS, examples, mlp, train
 
 
@@ -140,5 +140,5 @@ def test_printing_a_model_counts_in_words():
 
 
 def test_an_optimizer_by_name_is_told_where_names_are_taken():
-    with pytest.raises(jaxonnx.Error, match=r"jaxonnx\.train\.optimizer\('adamw', 1e-3\)"):
+    with pytest.raises(jaxonnx.Error, match=r"jaxonnx\.training\.optimizer\('adamw', 1e-3\)"):
         jaxonnx.train(mlp(), examples(), loss=LABELS, optimizer="AdamW")

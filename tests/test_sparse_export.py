@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
 from jaxonnx import sparse
-from jaxonnx._file.packed import KEY
+from jaxonnx._io.packed import KEY
 from jaxonnx.errors import InputError, ModelError, SparsityError, TrainingError
 
 RNG = np.random.default_rng(0)

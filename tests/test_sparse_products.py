@@ -15,7 +15,7 @@ import jaxonnx
 from benchmarks.compiled import ENVIRONMENT
 from jaxonnx import demo, sparse
 from jaxonnx.sparse import _cusparselt
-from jaxonnx.train._storage import Storage
+from jaxonnx.training._weight_layout import Storage
 
 RNG = np.random.default_rng(0)
 
@@ -83,7 +83,7 @@ def step(**changes):
         "sparsity": options | {"dense": 0, "dynamic": 1, "refresh": 1},
         "precision": "bf16",
     }
-    return jaxonnx.train.step(demo.model(), **settings | changes)
+    return jaxonnx.training.step(demo.model(), **settings | changes)
 
 
 def test_the_last_phase_of_a_step_has_them(monkeypatch):
@@ -160,7 +160,7 @@ import jax, jax.numpy as jnp
 from benchmarks.compiled import compiled, device
 from jaxonnx import sparse
 from jaxonnx.sparse import _cusparselt
-from jaxonnx.train._storage import Storage
+from jaxonnx.training._weight_layout import Storage
 
 sparse.register_products()  # it compiles, is linked, and JAX takes it
 params = {name: jnp.zeros((1024, 1024), jnp.bfloat16) for name in "ab"}

@@ -8,8 +8,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
-from jaxonnx.train._step import copy
-from jaxonnx.train._storage import Storage
+from jaxonnx.training._step import copy
+from jaxonnx.training._weight_layout import Storage
 
 rng = np.random.default_rng(0)
 PARAMS = {
@@ -216,7 +216,7 @@ def test_the_first_state_of_an_optimizer_is_one_program_where_it_traces(
 ):
     optimizer = (INDIFFERENT | TELLING)[optimizer]
     loss = "softmax_cross_entropy_with_integer_labels"
-    one = jaxonnx.train.step(jaxonnx.load(network()), loss=loss, optimizer=optimizer)
+    one = jaxonnx.training.step(jaxonnx.load(network()), loss=loss, optimizer=optimizer)
     jax.clear_caches()
     with jax.log_compiles(True):
         one.init()
@@ -229,7 +229,7 @@ def test_the_first_state_of_an_optimizer_lies_with_its_parameters():
     last = jax.devices()[-1]
     placed = {name: jax.device_put(x, last) for name, x in model.params.items()}
     loss = "softmax_cross_entropy_with_integer_labels"
-    one = jaxonnx.train.step(model.replace(params=placed), loss=loss, optimizer=optax.adam(0.1))
+    one = jaxonnx.training.step(model.replace(params=placed), loss=loss, optimizer=optax.adam(0.1))
     state = one.init()
     arrays = [x for x in jax.tree.leaves(state.optimizer) if x.ndim]
     assert arrays
@@ -239,6 +239,6 @@ def test_the_first_state_of_an_optimizer_lies_with_its_parameters():
 
 def test_the_first_state_traces():
     loss = "softmax_cross_entropy_with_integer_labels"
-    one = jaxonnx.train.step(jaxonnx.load(network()), loss=loss, optimizer=optax.adam(0.1))
+    one = jaxonnx.training.step(jaxonnx.load(network()), loss=loss, optimizer=optax.adam(0.1))
     shapes = jax.eval_shape(one.init)
     assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, one.init())

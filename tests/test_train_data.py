@@ -15,7 +15,7 @@ import jaxonnx
 from jaxonnx._data.batches import Arrays
 from jaxonnx._data.memory import Memory
 from jaxonnx._graph.values import Value
-from jaxonnx.train._data import sources
+from jaxonnx.training._data import sources
 
 ONE = (Value("x", None, None),)
 TEXT = """<ir_version: 8, opset_import: ["": 17]>

@@ -13,8 +13,8 @@ from onnx import TensorProto, helper
 
 import jaxonnx
 from jaxonnx._data.batches import Batch
-from jaxonnx.train import _objective as objective
-from jaxonnx.train._data import sources
+from jaxonnx.training import _objective as objective
+from jaxonnx.training._data import sources
 from tests.later import Module
 
 oracle = Module("sklearn.metrics")

@@ -11,7 +11,7 @@ import pytest
 
 import jaxonnx
 from jaxonnx import loggers
-from jaxonnx.train import optimizer
+from jaxonnx.training import optimizer
 from tests.tiny import LABELS, examples, mlp, train
 
 OPTAX = {
@@ -94,7 +94,7 @@ def test_updates_are_counted_with_accumulate_and_in_a_step():
         return optax.sgd(0.1)
 
     assert not train(optimizer=planned, epochs=2, accumulate=3).history.rates
-    jaxonnx.train.step(mlp(), LABELS, planned, epochs=3, steps_per_epoch=4)
+    jaxonnx.training.step(mlp(), LABELS, planned, epochs=3, steps_per_epoch=4)
     assert asked == [3, 12]
 
 

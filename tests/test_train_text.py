@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import jaxonnx
 from jaxonnx._graph.values import Value
 from jaxonnx.losses import causal_lm, cross_entropy
-from jaxonnx.train._data import padding_of, sources
-from jaxonnx.train._minimize import Minimize
+from jaxonnx.training._data import padding_of, sources
+from jaxonnx.training._gradient_step import Minimize
 from tests import tiny
 from tests.later import Module
 

@@ -12,8 +12,8 @@ import pytest
 
 import jaxonnx
 from jaxonnx import demo
+from jaxonnx._step_files import web as _web
 from jaxonnx.cli import main
-from jaxonnx.train import _web
 from tests import chromium
 from tests.tiny import LABELS, examples, mlp
 

@@ -10,8 +10,8 @@ import pytest
 
 import jaxonnx
 from jaxonnx.losses import cross_entropy
-from jaxonnx.train import evaluate
-from jaxonnx.train._minimize import Minimize
+from jaxonnx.training import evaluate
+from jaxonnx.training._gradient_step import Minimize
 from tests.later import Module
 from tests.tiny import LABELS, examples, mlp, same, train, weights
 
@@ -88,7 +88,7 @@ def test_forms(weighted, tmp_path):
     each = optax.losses.softmax_cross_entropy_with_integer_labels(jaxonnx.load(mlp())(X), Y)
     parts = [np.average(each[i : i + 8], weights=W[i : i + 8]) for i in (0, 8, 16)]
     np.testing.assert_allclose(losses, parts, rtol=1e-5)
-    step = jaxonnx.train.step(mlp(), LABELS, optax.sgd(0.1))
+    step = jaxonnx.training.step(mlp(), LABELS, optax.sgd(0.1))
     _, (value, _) = step.update(step.init(), in_order[0])
     assert value == pytest.approx(parts[0], rel=1e-5)
 

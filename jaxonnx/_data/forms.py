@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxonnx import _untrusted
+from jaxonnx import _safe_read
 from jaxonnx._data.batches import Arrays, Examples, Stream, as_pair
 from jaxonnx._data.padded import Padded
 from jaxonnx._data.ragged import PLAIN, Padding
@@ -78,9 +78,9 @@ def table(path: str | os.PathLike) -> Mapping[str, Any]:
     said = f"the data '{os.fspath(path)}' cannot be read"
     try:
         if Path(path).suffix == ".jsonl":
-            with _untrusted.reading(said, TrainingError):
+            with _safe_read.reading(said, TrainingError):
                 return _lines(Path(path).read_text("utf-8"))
-        return _untrusted.arrays(path, said, TrainingError)
+        return _safe_read.arrays(path, said, TrainingError)
     except OSError as error:
         raise TrainingError(f"{said}: {error}") from error
 

@@ -16,10 +16,10 @@ import onnx
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto
 
 import jaxonnx.ops  # noqa: F401  (importing the operators registers them)
-from jaxonnx._file.protos import names_of_constants
-from jaxonnx._file.tensors import to_array, to_dense
 from jaxonnx._graph.check import check_call, check_node
 from jaxonnx._graph.expansion import check_expansion
+from jaxonnx._io.protos import names_of_constants
+from jaxonnx._io.tensors import to_array, to_dense
 from jaxonnx.errors import ModelError, UnsupportedError
 from jaxonnx.registry import Op, lookup
 

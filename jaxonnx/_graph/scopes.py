@@ -5,7 +5,7 @@ import difflib
 
 from onnx import GraphProto, NodeProto
 
-from jaxonnx._file.protos import text
+from jaxonnx._io.protos import text
 from jaxonnx.errors import InputError
 
 

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto, helper
 
-from jaxonnx._file import records
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.paths import behind, needed
 from jaxonnx._graph.values import declared
-from jaxonnx._rewrite.last import ENDINGS, chosen
-from jaxonnx._rewrite.lengths import Change
+from jaxonnx._io import records
+from jaxonnx._rewrite.last_layer import ENDINGS, chosen
+from jaxonnx._rewrite.resize_outputs import Change
 from jaxonnx._run.shapes import Shapes, evaluated, inferred
 from jaxonnx.errors import InputError
 
@@ -125,7 +125,7 @@ def _record(result: ModelProto, labels: list[str], fresh: Collection[str]) -> No
     entry = {key: value for key, value in entry.items() if key != "labels"}
     records.put(result, records.IMAGE, entry | ({"labels": labels} if labels else {}) or None)
     if records.has(result, records.SPARSITY):
-        from jaxonnx._file.packed import without  # imports jaxonnx.sparse
+        from jaxonnx._io.packed import without  # imports jaxonnx.sparse
 
         without(result, fresh)
 

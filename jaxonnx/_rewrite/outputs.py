@@ -5,10 +5,10 @@ from typing import Any
 
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, ValueInfoProto
 
-from jaxonnx._file.protos import subgraphs
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.paths import needed
 from jaxonnx._graph.scopes import resolve
+from jaxonnx._io.protos import subgraphs
 from jaxonnx._run.shapes import evaluated, inferred, type_of
 from jaxonnx.errors import InputError
 

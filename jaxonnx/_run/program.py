@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from jaxonnx._arrays import by_size, like, on_auto_axes
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.uses import uses
 from jaxonnx._graph.values import data
 from jaxonnx._limits import compilable
-from jaxonnx._mesh import by_size, like, on_auto_axes
 from jaxonnx._run.failures import at, compiling, warn
 from jaxonnx._run.normalization import Folds, folded, folds
 from jaxonnx._run.overlay import Overlay

@@ -9,7 +9,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jaxonnx.errors import UnsupportedError
-from jaxonnx.lowering._order import platform_of
+from jaxonnx.lowering import platform_of
 
 TYPES = {np.dtype(ml_dtypes.int2): "INT2", np.dtype(ml_dtypes.uint2): "UINT2"}
 

@@ -19,7 +19,7 @@ from jaxonnx.cli import process
 from jaxonnx.cli._options import parse
 from jaxonnx.cli._reading import Failed, Report
 from jaxonnx.errors import Error
-from jaxonnx.train._stopping import Interrupt
+from jaxonnx.training import Interrupt
 
 _VERBS = {
     "info": verbs.info,

@@ -151,7 +151,7 @@ def _forward(model: Model, inputs: tuple) -> dict[str, Any]:
 
 def _training_step(model: Model, inputs: tuple) -> dict[str, Any]:
     """Compile the step of `jaxonnx.train` with Adam, for the mean square of real outputs."""
-    from jaxonnx.train import Batch, step
+    from jaxonnx.training import Batch, step
 
     if not model.params:
         raise InputError("the model has no parameters")

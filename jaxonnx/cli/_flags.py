@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from jaxonnx._mesh.rules import AUTOMATIC
 from jaxonnx.cli._kinds import (
     COUNT,
     FILE,
@@ -27,8 +28,7 @@ from jaxonnx.cli._kinds import (
     ratio,
     share,
 )
-from jaxonnx.model._rules import AUTOMATIC
-from jaxonnx.train._optimizers import OPTIMIZERS, RATE, SCHEDULES
+from jaxonnx.training import OPTIMIZERS, RATE, SCHEDULES
 
 LOSS = "softmax_cross_entropy_with_integer_labels"
 PHASES = ("dense", "dynamic", "fixed")

@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 
+from jaxonnx._data.images.preparation import Layout, Preparation
 from jaxonnx.errors import InputError
 from jaxonnx.model import Model
-from jaxonnx.model._images import Layout, Preparation
 
 
 def classify(

@@ -12,14 +12,13 @@ import jax
 import numpy as np
 
 from jaxonnx._data import forms
+from jaxonnx._data.images import preparation as images
 from jaxonnx._data.ragged import masks
 from jaxonnx._data.weights import KEY
 from jaxonnx.cli import _images as pictures
 from jaxonnx.errors import Error, InputError, TrainingError
 from jaxonnx.model import Model, load
-from jaxonnx.model import _images as images
-from jaxonnx.train._losses import find
-from jaxonnx.train._step import target_names
+from jaxonnx.training import find, target_names
 
 _PREPARATION = ("scale", "mean", "std", "labels", "order", "crop", "size")
 """Flags that are fields of `images.Preparation` by the same name."""

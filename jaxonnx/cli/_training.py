@@ -14,9 +14,10 @@ import jax
 import numpy as np
 
 from jaxonnx import loggers, sparse
+from jaxonnx._atomic_write import check_writable
 from jaxonnx._data.batches import Batch, Examples, Stream
-from jaxonnx._disk import check_writable
-from jaxonnx._file.packed import packed_nbytes, record
+from jaxonnx._data.images import preparation as images
+from jaxonnx._io.packed import packed_nbytes, record
 from jaxonnx.cli import _explain as explain
 from jaxonnx.cli import _reading as reading
 from jaxonnx.cli._explain import Planned
@@ -25,10 +26,7 @@ from jaxonnx.cli._reading import Failed, Report
 from jaxonnx.errors import InputError
 from jaxonnx.lora import LoRA
 from jaxonnx.model import Model
-from jaxonnx.model import _images as images
-from jaxonnx.train._data import padding_of, source
-from jaxonnx.train._optimizers import RATE, optimizer
-from jaxonnx.train._step import target_names
+from jaxonnx.training import RATE, optimizer, padding_of, source, target_names
 
 _SETTINGS = (
     "epochs", "batch_size", "seed", "trainable", "statistics", "metrics", "accumulate", "ema",
@@ -41,7 +39,7 @@ _RATES = ("rate", "schedule", "warmup", "clip", "weight_decay")
 
 
 def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None) -> Report:
-    from jaxonnx.train import train
+    from jaxonnx.training import train
 
     first = _connected(options)
     model = reading.read(options)
@@ -100,8 +98,8 @@ def _connected(options: argparse.Namespace) -> bool:
 
 
 def export_step(options: argparse.Namespace) -> Report:
-    from jaxonnx.train import step
-    from jaxonnx.train._export_step import FILES, export_step
+    from jaxonnx._step_files.export import FILES, export_step
+    from jaxonnx.training import step
 
     model = reading.read(options)
     path = reading.examples(options)
@@ -143,7 +141,7 @@ def _joined(batches: list[Batch]) -> Batch:
 
 
 def import_step(options: argparse.Namespace) -> Report:
-    from jaxonnx.train._import_step import import_step
+    from jaxonnx._step_files.load import import_step
 
     model = import_step(options.model, options.folder, options.state)
     model.save(options.output)

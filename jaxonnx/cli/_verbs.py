@@ -8,18 +8,17 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from jaxonnx._disk import check_writable, whole
-from jaxonnx._file.protos import text
-from jaxonnx._graph import exports
+from jaxonnx._atomic_write import check_writable, whole
+from jaxonnx._data.images import preparation as images
+from jaxonnx._data.images.folder import listed
+from jaxonnx._graph import exporter_hints
 from jaxonnx._graph.values import Value
+from jaxonnx._io.protos import text
 from jaxonnx.cli import _images as pictures
 from jaxonnx.cli import _reading as reading
 from jaxonnx.cli._flags import LOSS
 from jaxonnx.cli._reading import Failed, Report
-from jaxonnx.model import Model, load
-from jaxonnx.model import _images as images
-from jaxonnx.model._folder import listed
-from jaxonnx.model._show import operator
+from jaxonnx.model import Model, load, operator
 
 
 def info(options: argparse.Namespace) -> Report:
@@ -37,7 +36,7 @@ def info(options: argparse.Namespace) -> Report:
         "state": {name: _described(x) for name, x in model.state.items()},
         "sparse": [layer.name for layer in sparsity[1]] if sparsity else [],
         "tied": {name: of for name, of in model._places.ties.items() if of in model.params},
-        "without_dropout": exports.undropped(model.proto.graph),
+        "without_dropout": exporter_hints.undropped(model.proto.graph),
         "training": len(model.proto.training_info),
         "warnings": model.warnings,
     }
@@ -98,7 +97,7 @@ def _outputs(model: Model, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def evaluate(options: argparse.Namespace) -> Report:
-    from jaxonnx.train import evaluate
+    from jaxonnx.training import evaluate
 
     model = reading.read(options)
     where = reading.examples(options)

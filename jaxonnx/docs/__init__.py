@@ -15,7 +15,7 @@ from typing import Any
 
 MODULES = (
     "jaxonnx",
-    "jaxonnx.train",
+    "jaxonnx.training",
     "jaxonnx.losses",
     "jaxonnx.loggers",
     "jaxonnx.optim",

@@ -1,9 +1,12 @@
 """`Model`, a loaded file, and `load`, which makes it."""
 
+from jaxonnx._graph.select import labels
 from jaxonnx._graph.values import Value
 from jaxonnx.model._add_training import add_training
 from jaxonnx.model._load import load
 from jaxonnx.model._model import Model, Statistics, Trainable
-from jaxonnx.model._select import labels
+
+# for other rooms of the package
+from jaxonnx.model._show import operator  # noqa: F401
 
 __all__ = ["Model", "Statistics", "Trainable", "Value", "add_training", "labels", "load"]

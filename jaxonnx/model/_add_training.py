@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from onnx import ModelProto
 
+from jaxonnx._graph.select import matching
 from jaxonnx._graph.uses import weights
 from jaxonnx.model._load import load
 from jaxonnx.model._model import Model, Trainable
-from jaxonnx.model._select import matching
 from jaxonnx.optim import OnnxTransformation
-from jaxonnx.training_info._add import add
+from jaxonnx.training_info import add
 
 
 def add_training(

@@ -14,19 +14,19 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from onnx import GraphProto, ModelProto
 
-from jaxonnx._file.read import give_back_memory, read, replaced
-from jaxonnx._file.tensors import same
-from jaxonnx._file.ties import shared, sources
+from jaxonnx._arrays import put, put_copies
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.roles import running_statistics, split
-from jaxonnx._mesh import put, put_copies
+from jaxonnx._graph.select import Select, select
+from jaxonnx._io.read import give_back_memory, read, replaced
+from jaxonnx._io.tensors import same
+from jaxonnx._io.ties import shared, sources
+from jaxonnx._mesh.rules import Sharding
+from jaxonnx._mesh.shardings import placed
 from jaxonnx._rewrite.dequantize import dequantized
 from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError
 from jaxonnx.model._model import Model, Trainable
-from jaxonnx.model._rules import Sharding
-from jaxonnx.model._select import Select, select
-from jaxonnx.model._shardings import placed
 
 TRIM_LIMIT = 1 << 26
 """Bytes; reading weights above it leaves gaps in memory that are worth giving back."""

@@ -17,27 +17,28 @@ from jax.sharding import Mesh
 from onnx import ModelProto
 from rich.console import Group
 
+from jaxonnx._data.images.folder import unlabelled
 from jaxonnx._data.ragged import Padding
-from jaxonnx._file import formats
-from jaxonnx._file import save as saving
+from jaxonnx._graph.select import Select
 from jaxonnx._graph.values import arguments, data, listed
+from jaxonnx._io import formats
+from jaxonnx._io import save as saving
+from jaxonnx._mesh.rules import Sharding
+from jaxonnx._mesh.shardings import Shardings, shardings
+from jaxonnx._network import Network
 from jaxonnx._rewrite.head import Classes
 from jaxonnx._run.overlay import ratios
 from jaxonnx._run.program import Kept
+from jaxonnx._text import Rendered
 from jaxonnx.errors import InputError
-from jaxonnx.model import _changed as changed
+from jaxonnx.model import _transforms as changed
 from jaxonnx.model._calls import inputs_first, unmarked
-from jaxonnx.model._folder import unlabelled
-from jaxonnx.model._held import Held
 from jaxonnx.model._predict import predictions
-from jaxonnx.model._restart import Initializer
-from jaxonnx.model._rules import Sharding
-from jaxonnx.model._select import Select
-from jaxonnx.model._shardings import Shardings, shardings
-from jaxonnx.model._show import Rendered, overview
+from jaxonnx.model._reinitialize import Initializer
+from jaxonnx.model._show import overview
 from jaxonnx.model._sparsity import options, selected, unrecorded, with_record
 from jaxonnx.model._summary import Summary, summary
-from jaxonnx.training_info._run import Training
+from jaxonnx.training_info import Training
 
 if TYPE_CHECKING:  # a model without sparse weights does not import it
     from jaxonnx.sparse import SparsityPattern
@@ -47,7 +48,7 @@ Statistics = Literal["batch", "frozen"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Model(Held, Rendered):
+class Model(Network, Rendered):
     """An ONNX graph as pure functions of its parameters. A Model never changes.
 
     >>> from jaxonnx import demo

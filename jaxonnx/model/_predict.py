@@ -8,22 +8,22 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxonnx._data.ahead import ahead
 from jaxonnx._data.batches import Batch
 from jaxonnx._data.forms import check_size, examples_of, size_of_batches
+from jaxonnx._data.images.batches import Pictures
+from jaxonnx._data.images.folder import Folder
 from jaxonnx._data.padded import Padded
+from jaxonnx._data.prefetch import ahead
 from jaxonnx._data.ragged import Padding
 from jaxonnx._graph.values import Value
+from jaxonnx._network import Network
+from jaxonnx._progress import tracked
 from jaxonnx.errors import InputError
-from jaxonnx.model._folder import Folder
-from jaxonnx.model._held import Held
-from jaxonnx.model._pictures import Pictures
-from jaxonnx.model._progress import tracked
 
 
 def predictions(
     run: Callable[..., Any],
-    model: Held,
+    model: Network,
     data: Any,
     size: int | None,
     padding: Padding,

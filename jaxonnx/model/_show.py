@@ -1,34 +1,28 @@
-"""The text of `print(model)`, and how what rich renders becomes text."""
+"""The text of `print(model)`."""
 
 from __future__ import annotations
 
-import io
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 from onnx import TensorProto, TrainingInfoProto
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxonnx._file import protos
-from jaxonnx._file.tensors import to_array
 from jaxonnx._graph.bind import Node
 from jaxonnx._graph.values import declared
-from jaxonnx.model._decided import small, ties, unsure
-from jaxonnx.model._held import Held
-from jaxonnx.model._words import counted
+from jaxonnx._io import protos
+from jaxonnx._io.tensors import to_array
+from jaxonnx._network import Network
+from jaxonnx._text import counted
+from jaxonnx.model._tie_notes import small, ties, unsure
 
 _ROWS = 60
 """Tensors listed one by one; the rest is counted."""
 
-WIDTH = 80
-"""Characters in a line of text; only a longer name makes a longer one."""
 
-
-def overview(model: Held) -> Group:
+def overview(model: Network) -> Group:
     """Return inputs, outputs, operators, tensors and warnings for rich to render."""
     opsets = ", ".join(f"{e.domain or 'ai.onnx'} {e.version}" for e in model.proto.opset_import)
     who = model.proto.producer_name, model.proto.producer_version
@@ -83,7 +77,7 @@ def overview(model: Held) -> Group:
     return Group(facts, table) if rows else Group(facts)
 
 
-def steps(model: Held) -> Iterator[Node]:
+def steps(model: Network) -> Iterator[Node]:
     """Yield the nodes as training sees them."""
     return (step for node in model.graph.nodes for step in model.program.overlay.steps(node))
 
@@ -106,25 +100,3 @@ def _training(info: TrainingInfoProto) -> str:
     facts = [f"updates {counted(len(bound), 'tensor')}"]
     facts += [f"takes {', '.join(inputs)}"] if inputs else []
     return f"by {', '.join(operators) or 'other operators'}; {'; '.join([*facts, *counts])}"
-
-
-class Rendered(ABC):
-    """Something that rich renders (`__rich__`), as text in terminals and HTML in notebooks."""
-
-    @abstractmethod
-    def __rich__(self) -> Group: ...
-
-    def __str__(self) -> str:
-        return _text(self)
-
-    def _repr_html_(self) -> str:
-        return _text(self, html=True)
-
-
-def _text(shown: Any, html: bool = False) -> str:
-    """Render with rich as plain text, or as HTML for a notebook."""
-    console = Console(file=io.StringIO(), record=html, width=WIDTH, force_jupyter=False)
-    console.print(shown)
-    if html:
-        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
-    return console.file.getvalue().rstrip("\n")  # type: ignore[attr-defined]

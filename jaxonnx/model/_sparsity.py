@@ -9,41 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from onnx import ModelProto
 
-from jaxonnx._file import records
 from jaxonnx._graph.bind import Graph
-from jaxonnx._graph.places import Places
+from jaxonnx._graph.select import Select, matching, near
 from jaxonnx._graph.uses import weights
+from jaxonnx._graph.weight_names import Places
+from jaxonnx._io import records
 from jaxonnx.errors import SparsityError
-from jaxonnx.model._select import Select, matching, near
 
 if TYPE_CHECKING:  # only a model with sparse weights imports what reads and writes them
-    from jaxonnx._file.packed import Recorded
     from jaxonnx.sparse import SparsityPattern
-
-
-def recorded(proto: ModelProto, params: Mapping[str, Any]) -> Recorded | None:
-    """Return the pattern and the parameters that the file records as sparse, None if none.
-
-    A malformed record counts as none; `damage` tells of it.
-    """
-    if not records.has(proto, records.SPARSITY):
-        return None
-    from jaxonnx._file import packed
-
-    return None if packed.damage(proto) else packed.recorded(proto, params)
-
-
-def damage(proto: ModelProto) -> str:
-    """Say that the record is malformed, and what helps; empty if it is not."""
-    if not records.has(proto, records.SPARSITY):
-        return ""
-    from jaxonnx._file import packed
-
-    why = packed.damage(proto)
-    return why and (
-        f"{why}: no weight counts as sparse, and files keep the record as it is; "
-        "model.with_sparsity(None) drops it, jaxonnx.sparse.record(model) writes a new one"
-    )
 
 
 def options(graph: Graph, tensors: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,8 +60,7 @@ def unrecorded(graph: Graph, tensors: Mapping[str, Any], params: Mapping[str, An
     likely = {name: pair for name, pair in weights.items() if pair[1] and _starts_sparse(*pair)}
     if not likely:
         return ""
-    from jaxonnx.sparse import Pattern
-    from jaxonnx.sparse._record import has
+    from jaxonnx.sparse import Pattern, has
 
     names = [name for name, (w, where) in likely.items() if has(w, Pattern(2, 4, False), where)]
     if not names:
@@ -118,8 +91,8 @@ def with_record(
     records.put(result, records.SPARSITY, None)
     if pattern is not None:
         from jaxonnx import sparse
-        from jaxonnx._file.packed import set_record
-        from jaxonnx.sparse._pattern import parse
+        from jaxonnx._io.packed import set_record
+        from jaxonnx.sparse import parse
 
         pattern = parse(pattern, transposable)
         report = sparse.layers(params, pattern, **choice)

@@ -11,13 +11,14 @@ from rich.console import Group
 from rich.text import Text
 
 from jaxonnx._graph.bind import Node
-from jaxonnx._graph.exports import is_folded
+from jaxonnx._graph.exporter_hints import is_folded
 from jaxonnx._graph.scopes import modules
 from jaxonnx._graph.uses import uses, weights
 from jaxonnx._graph.values import Value, declared
+from jaxonnx._network import Network
 from jaxonnx._run.shapes import evaluated, inferred
-from jaxonnx.model._held import Held
-from jaxonnx.model._show import WIDTH, Rendered, operator, steps
+from jaxonnx._text import WIDTH, Rendered
+from jaxonnx.model._show import operator, steps
 
 _HEADS = ("layer", "operator", "output", "parameters", "trained")
 
@@ -113,7 +114,7 @@ def _details(layer: Layer, origin: Origin) -> Iterator[str]:
         yield from [*parts[:-1], *(f"tensor {name}" for name in origin.tensors)]
 
 
-def summary(model: Held) -> Summary:
+def summary(model: Network) -> Summary:
     """Return the layers of a model: nodes other than views, constants and shape arithmetic."""
     tensors, graph = model.tensors, model.graph
     shapes = evaluated(model.proto, graph, tensors)
@@ -149,7 +150,7 @@ def summary(model: Held) -> Summary:
     return Summary(tuple(layers), trained, frozen, size, tuple(places), matrices)
 
 
-def _inferred(model: Held) -> tuple[dict[str, Value], frozenset[str]]:
+def _inferred(model: Network) -> tuple[dict[str, Value], frozenset[str]]:
     """Return shapes from the file and ONNX's inference; whole numbers count as known."""
     names = [name for node in model.graph.nodes for name in node.outputs if name]
     kinds = inferred(model.proto, model.tensors, names)
@@ -159,7 +160,7 @@ def _inferred(model: Held) -> tuple[dict[str, Value], frozenset[str]]:
 
 
 def _layer(
-    model: Held,
+    model: Network,
     tensors: Mapping[str, Any],
     node: Node,
     named: tuple[NodeProto | None, Origin],
@@ -197,14 +198,16 @@ def _layer(
     )
 
 
-def _origin(model: Held, node: Node, origin: NodeProto | None, weights: Collection[str]) -> Origin:
+def _origin(
+    model: Network, node: Node, origin: NodeProto | None, weights: Collection[str]
+) -> Origin:
     path = [] if origin is None else modules(origin)
     learned = tuple(w for w in weights if w in model.params or w in model.state)
     name = (origin and origin.name) or next(iter(node.outputs), operator(node))
     return Origin(path[-1] if path else "", name, learned)
 
 
-def _ratio(model: Held, node: Node) -> float:
+def _ratio(model: Network, node: Node) -> float:
     """Return the ratio of a Dropout node, NaN if it is computed."""
     changed = model.program.overlay.dropout.get(next(iter(node.outputs), ""))
     if changed is not None:

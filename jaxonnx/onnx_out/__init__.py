@@ -15,7 +15,13 @@ from jaxonnx.onnx_out import (  # noqa: F401  (each registers its rules)
     _special,
     _windows,
 )
-from jaxonnx.onnx_out._export import to_onnx
+
+# for other rooms of the package
+from jaxonnx.onnx_out._blocks import in_blocks  # noqa: F401
+from jaxonnx.onnx_out._export import OLDEST, OPSET, append, reads, to_onnx, written  # noqa: F401
+from jaxonnx.onnx_out._nodes import Nodes, Tensor  # noqa: F401
+from jaxonnx.onnx_out._state import state_in_blocks  # noqa: F401
 from jaxonnx.onnx_out._table import composed, primitive
+from jaxonnx.onnx_out._tensors import known  # noqa: F401
 
 __all__ = ["composed", "primitive", "to_onnx"]

@@ -12,9 +12,9 @@ from math import prod
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 from onnx.shape_inference import infer_shapes
 
-from jaxonnx._file.build import names as names_of
-from jaxonnx._file.build import unused
-from jaxonnx._file.protos import subgraphs
+from jaxonnx._io.build import names as names_of
+from jaxonnx._io.build import unused
+from jaxonnx._io.protos import subgraphs
 from jaxonnx.onnx_out._export import reads
 
 LARGE = 2**17

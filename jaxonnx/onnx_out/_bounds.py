@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxonnx._file.build import onnx_type
+from jaxonnx._io.build import onnx_type
 from jaxonnx.onnx_out._tensors import Tensor
 
 OPPOSITE = {

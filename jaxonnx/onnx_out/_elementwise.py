@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._file.build import onnx_type
+from jaxonnx._io.build import onnx_type
 from jaxonnx.onnx_out import _bounds as bounds
 from jaxonnx.onnx_out import _linear as linear
 from jaxonnx.onnx_out._nodes import WIDE, Nodes, Tensor, ordered

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from onnx import FunctionProto, GraphProto, ModelProto, ValueInfoProto, helper
 
-from jaxonnx._file.build import Writer, unused
-from jaxonnx._file.build import names as names_of
-from jaxonnx._file.protos import subgraphs
+from jaxonnx._io.build import Writer, unused
+from jaxonnx._io.build import names as names_of
+from jaxonnx._io.protos import subgraphs
 from jaxonnx._jaxpr import live
 from jaxonnx.errors import InputError
 from jaxonnx.onnx_out import _dims as dims

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from onnx import FunctionProto, helper
 
-from jaxonnx._file.build import Writer, unused
+from jaxonnx._io.build import Writer, unused
 from jaxonnx._jaxpr import programs
 from jaxonnx.onnx_out import _dims as dims
 from jaxonnx.onnx_out._nodes import Nodes, Tensor, plain

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from onnx import GraphProto, ValueInfoProto, defs, helper
 
-from jaxonnx._file.build import Writer, onnx_type
+from jaxonnx._io.build import Writer, onnx_type
 from jaxonnx._jaxpr import called, interpret, source
 from jaxonnx.errors import UnsupportedError
 from jaxonnx.onnx_out import _dims as dims

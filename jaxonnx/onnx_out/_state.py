@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto, helper
 
-from jaxonnx._file.protos import subgraphs
+from jaxonnx._io.protos import subgraphs
 from jaxonnx.onnx_out._export import reads
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxonnx._axes import recurrent
 from jaxonnx.errors import NodeError
-from jaxonnx.lowering._recurrence import elementwise, recur, state_product, transposed
+from jaxonnx.lowering import elementwise, recur, state_product, transposed
 from jaxonnx.ops.common import widen
 from jaxonnx.registry import op
 

@@ -2,13 +2,33 @@
 
 from jaxonnx.sparse._cusparselt import register_products, sparse_products
 from jaxonnx.sparse._layers import Layer, layers
-from jaxonnx.sparse._masks import mask
+
+# for other rooms of the package
+from jaxonnx.sparse._masks import from_bits, mask, to_bits  # noqa: F401
 from jaxonnx.sparse._metrics import metrics, state_masks
 from jaxonnx.sparse._nm import Pattern
-from jaxonnx.sparse._pack import Packed, load, pack, save, unpack, unpack_mask
-from jaxonnx.sparse._pattern import SparsityPattern, register
-from jaxonnx.sparse._record import record
-from jaxonnx.sparse._templates import templates
+from jaxonnx.sparse._pack import (  # noqa: F401
+    INDEX,
+    Packed,
+    load,
+    pack,
+    save,
+    unpack,
+    unpack_mask,
+)
+from jaxonnx.sparse._pattern import (
+    SparsityPattern,
+    parse,  # noqa: F401
+    register,
+)
+from jaxonnx.sparse._record import (
+    has,  # noqa: F401
+    record,
+)
+from jaxonnx.sparse._templates import (
+    Axes,  # noqa: F401
+    templates,
+)
 from jaxonnx.sparse._three_phase import ThreePhaseState, fixed_mask, prune, sr_ste, three_phase
 from jaxonnx.sparse._verify import Verification, verify
 

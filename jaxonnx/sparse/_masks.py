@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxonnx._mesh import like, on_auto_axes, whole
+from jaxonnx._arrays import like, on_auto_axes, whole
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._pattern import SparsityPattern, check, parse
 from jaxonnx.sparse._templates import Axes

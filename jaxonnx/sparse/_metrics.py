@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxonnx._mesh import to_host
+from jaxonnx._arrays import to_host
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._masks import from_bits
 from jaxonnx.sparse._three_phase import ThreePhaseState

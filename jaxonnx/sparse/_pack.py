@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx import _untrusted
-from jaxonnx._disk import whole
+from jaxonnx import _safe_read
+from jaxonnx._atomic_write import whole
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._layers import Layer, by_name
 from jaxonnx.sparse._pattern import SparsityPattern, default_axes, parse
@@ -172,8 +172,8 @@ def load(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[str, Pack
       SparsityError: the file is truncated, inconsistent, or was not written by `save`.
     """
     said = f"{path} is not a packed file, or is damaged"
-    arrays = _untrusted.arrays(path, said, SparsityError)
-    with _untrusted.reading(said, SparsityError):
+    arrays = _safe_read.arrays(path, said, SparsityError)
+    with _safe_read.reading(said, SparsityError):
         index = json.loads(arrays.pop(INDEX).tobytes())
         dense, packed = {}, {}
         for name, entry in index.items():

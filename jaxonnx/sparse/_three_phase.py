@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxonnx._mesh import like, on_auto_axes
+from jaxonnx._arrays import like, on_auto_axes
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._layers import Select, by_name, layers, name_of
 from jaxonnx.sparse._masks import from_bits, mask, to_bits

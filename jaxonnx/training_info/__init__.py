@@ -8,6 +8,8 @@ A training step evaluates one combined graph, the inference graph followed by th
 one scope: an algorithm reads inference tensors by name, and Gradient differentiates through them.
 """
 
+# for other rooms of the package
+from jaxonnx.training_info._add import add  # noqa: F401
 from jaxonnx.training_info._run import Training
 
 __all__ = ["Training"]

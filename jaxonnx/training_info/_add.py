@@ -5,10 +5,10 @@ from collections.abc import Callable, Collection, Mapping
 import numpy as np
 from onnx import GraphProto, ModelProto, TensorProto, helper, numpy_helper
 
-from jaxonnx._file.build import Writer, names
-from jaxonnx._file.protos import opset_of
 from jaxonnx._graph.uses import Weight
 from jaxonnx._graph.values import dimension
+from jaxonnx._io.build import Writer, names
+from jaxonnx._io.protos import opset_of
 from jaxonnx.errors import TrainingError
 from jaxonnx.optim import OnnxTransformation
 from jaxonnx.training_info import _initialization as initialization

@@ -8,8 +8,8 @@ import numpy as np
 from onnx import helper
 
 from jaxonnx._axes import Matrix
-from jaxonnx._file.build import Writer, onnx_type
 from jaxonnx._graph.uses import Weight
+from jaxonnx._io.build import Writer, onnx_type
 from jaxonnx.errors import TrainingError
 
 _NUMBERS = {"zeros": 0.0, "ones": 1.0}

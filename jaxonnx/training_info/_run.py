@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from onnx import GraphProto, ModelProto, StringStringEntryProto, TensorProto, helper, numpy_helper
 
-from jaxonnx._file.protos import subgraphs, tensor_of_constant
-from jaxonnx._file.tensors import to_array
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.roles import HOST_ONLY
 from jaxonnx._graph.values import data, declared, fit
+from jaxonnx._io.protos import subgraphs, tensor_of_constant
+from jaxonnx._io.tensors import to_array
 from jaxonnx._run.failures import compiling, warn
 from jaxonnx._run.folding import FOLD_LIMIT
 from jaxonnx._run.scope import Context, run

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._file.build import Writer, onnx_type
-from jaxonnx.onnx_out._nodes import Nodes, Tensor
+from jaxonnx._io.build import Writer, onnx_type
+from jaxonnx.onnx_out import Nodes, Tensor
 
 
 def append(

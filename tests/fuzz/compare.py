@@ -10,7 +10,7 @@ import onnxruntime
 from onnx import ModelProto
 from onnx.reference import ReferenceEvaluator
 
-from jaxonnx._file.protos import all_nodes
+from jaxonnx._io.protos import all_nodes
 from tests.fuzz.explain import REFERENCE, RUNTIME, Compared, why
 from tests.fuzz.explained_limits import LIMITS
 from tests.fuzz.explained_refusals import REFUSALS

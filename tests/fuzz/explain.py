@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 
-from jaxonnx._file.protos import all_graphs, all_nodes
+from jaxonnx._io.protos import all_graphs, all_nodes
 
 REFERENCE, RUNTIME = "reference", "onnxruntime"
 BOTH, RUNTIME_ALONE = frozenset({REFERENCE, RUNTIME}), frozenset({RUNTIME})

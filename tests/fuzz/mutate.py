@@ -19,7 +19,7 @@ from onnx import (
     numpy_helper,
 )
 
-from jaxonnx._file.protos import all_graphs
+from jaxonnx._io.protos import all_graphs
 
 POWERS = [0, 1, 7, 8, 15, 16, 20, 31, 32, 33, 40, 62, 63]
 INTEGERS = [sign * 2**p + d for p in POWERS for sign in (1, -1) for d in (-1, 0, 1)]

@@ -1,0 +1,119 @@
+"""Examples that a function of the user's changes on the device, in training only."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxonnx._data.batches import Batch, Examples, Stream
+from jaxonnx._data.images.augment import key_of
+from jaxonnx._data.images.folder import is_folder
+from jaxonnx.errors import TrainingError
+
+_KEY = 2**32 - 4
+"""What is folded into the seed's key for the function; pictures and steps fold in others."""
+
+
+@dataclass(frozen=True)
+class Augmented:
+    """Examples that are changed each time that they are shown.
+
+    What is drawn depends on seed, epoch and the number of the batch only, so that a run that
+    continues draws the same. All but `batches` is that of the source.
+    """
+
+    source: Examples | Stream
+    changed: Callable[[jax.Array, Any, Any, Batch], Batch]
+    """(key, epoch, number of the batch, batch)"""
+    key: jax.Array
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """Return the batches of an epoch from number `start` on."""
+        for number, batch in enumerate(self.source.batches(epoch, start), start):
+            yield self.changed(self.key, np.uint32(epoch), np.uint32(number), batch)
+
+
+def asked(augment: Any, preprocess: Mapping[str, Any] | None, data: Any) -> tuple[Any, Any]:
+    """Return the function that is to be applied, or None, and `preprocess` with what is named.
+
+    Raises:
+      TrainingError: names for data that is no folder of pictures, or for one that has them.
+    """
+    if augment is None or callable(augment):
+        return augment, preprocess
+    if not is_folder(data):
+        raise TrainingError(
+            f"augment={augment!r}: names go with a folder of pictures; for other data pass a "
+            "function (key, x) that returns what x becomes, or (key, batch)"
+        )
+    if preprocess is not None and not isinstance(preprocess, Mapping):
+        return None, preprocess  # refused where it is read
+    if preprocess is not None and "augment" in preprocess:
+        raise TrainingError("augment= and preprocess={'augment': ...} say the same: leave one out")
+    return None, {**(preprocess or {}), "augment": augment}
+
+
+def augmented(
+    examples: Examples | Stream, function: Callable | None, seed: int
+) -> Examples | Stream | Augmented:
+    """Return examples that a function changes.
+
+    Args:
+      function: of (key, x), or (key, batch) where its second argument has that name.
+    """
+    if function is None:
+        return examples
+    takes_batch = [*inspect.signature(function).parameters][1:2] == ["batch"]
+    apply = jax.jit(_on_batch(function) if takes_batch else _on_inputs(function))
+
+    def changed(key: jax.Array, epoch: Any, number: Any, batch: Batch) -> Batch:
+        if takes_batch:
+            return apply(key, epoch, number, batch)
+        # targets stay on the host, where those of a stream are checked
+        return batch._replace(inputs=apply(key, epoch, number, batch.inputs))
+
+    return Augmented(examples, changed, jax.random.fold_in(jax.random.key(seed), _KEY))
+
+
+def _on_inputs(function: Callable) -> Callable:
+    def apply(key: jax.Array, epoch: Any, number: Any, inputs: tuple) -> tuple:
+        single = len(inputs) == 1
+        x = function(key_of(key, epoch, number), inputs[0] if single else inputs)
+        x = (x,) if single else x
+        old, new = jax.tree.structure(inputs), jax.tree.structure(x)
+        if old != new:
+            raise TrainingError(f"augment must return what it takes, {old}, and returns {new}")
+        _check_count(x, len(inputs[0]))
+        return x
+
+    return apply
+
+
+def _on_batch(function: Callable) -> Callable:
+    def apply(key: jax.Array, epoch: Any, number: Any, batch: Batch) -> Batch:
+        new = function(key_of(key, epoch, number), batch)
+        if not isinstance(new, Batch):
+            raise TrainingError(
+                "augment must return the batch with other values, like "
+                f"batch._replace(inputs=...), and returns a {type(new).__name__}"
+            )
+        _check_count(new, len(batch.weight))
+        return new
+
+    return apply
+
+
+def _check_count(new: Any, count: int) -> None:
+    """Refuse other numbers of examples: an epoch has as many as its batches."""
+    shapes = [np.shape(x) for x in jax.tree.leaves(new)]
+    if any(shape[:1] != (count,) for shape in shapes):
+        raise TrainingError(
+            f"augment must keep the {count} examples of a batch, and returns arrays of shape "
+            f"{', '.join(map(str, shapes))}"
+        )

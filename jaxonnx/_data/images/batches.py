@@ -1,0 +1,150 @@
+"""Batches of pictures, decoded by threads some batches ahead."""
+
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import starmap
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from jaxonnx._data.batches import Batch, Examples
+from jaxonnx._data.images.augment import Augment, prepared
+from jaxonnx._data.images.folder import Folder
+from jaxonnx._data.memory import Memory
+from jaxonnx._data.prefetch import ahead
+from jaxonnx.errors import InputError, TrainingError
+
+_AHEAD = 2
+"""Batches that are decoded while one is used."""
+_KEY = 2**32 - 3
+"""What is folded into the seed's key for augmentation; steps fold in their number."""
+
+
+@dataclass(frozen=True)
+class Pictures(Examples):
+    """The pictures of a folder.
+
+    They are decoded again in each epoch, but for those that are kept in memory. A broken one is
+    filled up for, with weight zero.
+    """
+
+    inputs: Folder
+    strict: bool = field(default=False, kw_only=True)
+    """Whether a broken picture is an error, because each is to have a result."""
+
+    @classmethod
+    def of(cls, folder: Folder, size: int, seed: int | None = None, strict: bool = False) -> Self:
+        """Return all pictures of a folder."""
+        return cls(folder, folder.targets, size, seed, np.arange(len(folder.paths)), strict=strict)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes, in the order of the outputs."""
+        return self.inputs.settings.how.labels
+
+    @property
+    def continued(self) -> dict[str, Any]:
+        """What must be the same in a run that continues, as JSON holds it."""
+        settings = self.inputs.settings
+        how = {k: v for k, v in vars(settings.how).items() if k != "labels"}
+        how = {k: list(v) if isinstance(v, tuple) else v for k, v in how.items()}
+        return {**how, "augment": settings.augment._asdict(), "pictures": len(self.inputs.paths)}
+
+    def contents(self) -> Sequence[np.ndarray]:
+        """Return classes, sizes and names of the files; what is in them is not read for this."""
+        paths = self.inputs.paths
+        sizes = [path.stat().st_size if path.exists() else 0 for path in paths]
+        names = "/".join(os.path.relpath(path, self.inputs.path) for path in paths)
+        return [self.targets, np.array(sizes), np.frombuffer(os.fsencode(names), np.uint8)]
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        settings = self.inputs.settings
+        dtype = jax.dtypes.canonicalize_dtype(settings.where.dtype)
+        where = replace(settings.where, dtype=dtype)
+        augment = settings.augment if self.seed is not None else Augment()
+        whole = augment.crop is not None
+        like = np.empty((0, *self.inputs.size(whole), where.channels), np.uint8)
+        memory = Memory(like, self.size)
+        key = jax.random.fold_in(jax.random.key(self.seed or 0), _KEY)
+
+        def shown(number: int, rows: Any, weight: Any, block: Any, decoded: list[Future]) -> Batch:
+            rows, weight, aspects = self._whole(rows, weight, block, decoded, whole)
+            x = prepared(
+                block,
+                aspects,
+                key,
+                np.uint32(epoch),
+                np.uint32(number),
+                how=settings.how,
+                where=where,
+                augment=augment,
+            )
+            return Batch((x,), self.targets[rows], weight)
+
+        def started() -> Iterator[tuple[int, Any, Any, np.ndarray, list[Future]]]:
+            for number, (rows, weight) in enumerate(self.chosen(epoch, start), start):
+                block = memory.lend()
+                decoded = [
+                    pool.submit(self._decode, row, block[i], whole) for i, row in enumerate(rows)
+                ]
+                yield number, rows, weight, block, decoded
+
+        pool = ThreadPoolExecutor(settings.workers, "jaxonnx-pictures")
+        try:
+            yield from starmap(shown, ahead(started(), _AHEAD))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _decode(self, row: int, place: np.ndarray, whole: bool) -> float | InputError:
+        """Write a picture to its place and return its aspect, or what is wrong with it."""
+        path, broken = self.inputs.paths[row], self.inputs.settings.kept.broken
+        if path in broken:
+            return broken[path]
+        try:
+            place[...], aspect = self.inputs.picture(row, whole)
+        except InputError as error:
+            return error
+        return aspect
+
+    def _whole(
+        self, rows: np.ndarray, weight: np.ndarray, block: np.ndarray, decoded: list, whole: bool
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Wait for a batch, and return its rows, weights and aspects.
+
+        In the place of a broken picture there is then the next one that can be read, which weighs
+        nothing.
+        """
+        rows, weight = rows.copy(), weight.copy()
+        aspects = np.ones(len(rows), np.float32)
+        for i, one in enumerate(decoded):
+            aspect = one.result()
+            if isinstance(aspect, InputError) and self.strict:
+                raise aspect
+            if isinstance(aspect, InputError):
+                weight[i] = 0
+                rows[i], aspect = self._instead(rows[i], aspect, block[i], whole)
+            aspects[i] = aspect
+        return rows, weight, aspects
+
+    def _instead(
+        self, row: int, error: InputError, place: np.ndarray, whole: bool
+    ) -> tuple[int, float]:
+        """Write another picture to a place, and return its row and its aspect."""
+        self._tell(row, error)
+        for other in np.roll(self.rows, -1 - np.searchsorted(self.rows, row)):
+            aspect = self._decode(other, place, whole)
+            if not isinstance(aspect, InputError):
+                return other, aspect
+            self._tell(other, aspect)
+        raise TrainingError(f"no picture of '{self.inputs.path}' can be read: {error}")
+
+    def _tell(self, row: int, error: InputError) -> None:
+        """Warn of a broken picture, once."""
+        path, broken = self.inputs.paths[row], self.inputs.settings.kept.broken
+        if path not in broken:
+            broken[path] = error
+            warnings.warn(f"left out: {error}", stacklevel=2)

@@ -1,0 +1,302 @@
+"""Folders of pictures: one folder a class, and how the pictures become inputs."""
+
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from jaxonnx._data.images import preparation as images
+from jaxonnx._data.images.augment import Augment
+from jaxonnx._data.images.preparation import Layout, M, Preparation
+from jaxonnx._network import Network
+from jaxonnx.errors import InputError, TrainingError
+
+SUFFIXES = {".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
+_LARGER = 4 / 3
+"""The sides of a whole picture, of which random parts are shown, in sides of what is shown."""
+_LISTED = 8
+
+
+class Kept:
+    """Decoded pictures, as many as fit into a number of bytes, and those that are broken."""
+
+    def __init__(self, limit: int):
+        self.broken: dict[Path, InputError] = {}
+        self._free = limit
+        self._held: dict[Any, tuple[np.ndarray, float]] = {}
+        self._lock = Lock()
+
+    def get(self, key: Any, make: Callable[[], tuple[np.ndarray, float]]) -> Any:
+        """Return what is kept under a key, or make it and keep it if there is room."""
+        held = self._held.get(key)
+        if held is None:
+            held = make()
+            with self._lock:
+                if held[0].nbytes <= self._free and key not in self._held:
+                    self._free -= held[0].nbytes
+                    self._held[key] = held
+        return held
+
+    def release(self) -> None:
+        """Drop what is kept, and keep nothing more."""
+        with self._lock:
+            self._free = 0
+            self._held.clear()
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """How pictures are shown to a network, the same for training and validation."""
+
+    how: Preparation
+    where: Layout
+    augment: Augment
+    workers: int
+    kept: Kept
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Pictures with their classes."""
+
+    path: str
+    paths: tuple[Path, ...]
+    targets: np.ndarray
+    settings: Preprocess
+    notes: tuple[str, ...]
+
+    def picture(self, row: int, whole: bool) -> tuple[np.ndarray, float]:
+        """Return pixels [height, width, channels], and width / height of what they show.
+
+        Args:
+          whole: all of the picture, larger than what is shown of it, instead of its middle.
+
+        Raises:
+          InputError: the file is not a picture.
+        """
+        path, settings = self.paths[row], self.settings
+
+        def make() -> tuple[np.ndarray, float]:
+            if whole:
+                return images.read_whole(path, settings.where, self.size(True))
+            return images.read(path, settings.where, settings.how.crop)[0], 1.0
+
+        return settings.kept.get((path, whole), make)
+
+    def size(self, whole: bool) -> tuple[int, int]:
+        """Return height and width of what `picture` returns."""
+        height, width = self.settings.where.size
+        return (round(height * _LARGER), round(width * _LARGER)) if whole else (height, width)
+
+
+def is_folder(data: Any) -> bool:
+    """Return whether data is the path of a folder."""
+    return isinstance(data, str | os.PathLike) and os.path.isdir(data)
+
+
+def pictured(
+    data: Any, validation: Any, model: M, preprocess: Mapping[str, Any] | None
+) -> tuple[Any, Any, M]:
+    """Return data and validation with folders listed, and the model with what its file will say.
+
+    Raises:
+      TrainingError: a folder has no classes of pictures, or `preprocess` does not fit.
+      InputError: the model takes no pictures.
+    """
+    if not is_folder(data):
+        if is_folder(validation) or preprocess is not None:
+            what = "preprocess" if preprocess is not None else f"validation '{validation}'"
+            raise TrainingError(
+                f"{what} goes with data that is a folder of pictures, with one folder for each "
+                "class in it"
+            )
+        return data, validation, model
+    settings = _preprocess(model, preprocess or {})
+    found, notes = _classes(data)
+    labels = _labels(data, found, settings.how.labels, model, "labels" in (preprocess or {}))
+    settings = replace(settings, how=replace(settings.how, labels=labels))
+    examples = _folder(data, found, settings, notes)
+    if is_folder(validation):
+        found, notes = _classes(validation)
+        if odd := found.keys() - {*labels}:
+            raise TrainingError(
+                f"validation '{validation}' has the classes {_names(sorted(odd))}, which "
+                f"'{data}' has not: {_names(labels)}"
+            )
+        validation = _folder(validation, found, settings, notes)
+    return examples, validation, images.with_preparation(model, settings.how)
+
+
+def unlabelled(data: Any, model: Network, preprocess: Mapping[str, Any] | None) -> Any:
+    """Return all pictures of a folder, or other data as it is.
+
+    Raises:
+      TrainingError: the folder has no pictures, or `preprocess` does not fit.
+      InputError: the model takes no pictures.
+    """
+    if not is_folder(data):
+        if preprocess is not None:
+            raise TrainingError("preprocess goes with data that is a folder of pictures")
+        return data
+    settings = _preprocess(model, preprocess or {})
+    paths = listed(data)
+    if not paths:
+        kinds = ", ".join(sorted(SUFFIXES))
+        raise TrainingError(f"the folder '{data}' has no pictures: no file that ends in {kinds}")
+    return Folder(os.fspath(data), tuple(paths), np.zeros(len(paths), np.int32), settings, ())
+
+
+def listed(folder: Any) -> list[Path]:
+    """Return the pictures in a folder and in those below it, in the order of their paths."""
+    return sorted(filter(_is_picture, _files(folder)))
+
+
+def _files(root: Any) -> list[Path]:
+    """Return the files in a folder and then those below it, but for hidden ones."""
+    files: list[Path] = []
+    for folder, folders, names in os.walk(root, followlinks=True):
+        folders[:] = sorted(f for f in folders if not f.startswith("."))
+        files += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
+    return files
+
+
+def _is_picture(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES
+
+
+def notes(*data: Any) -> list[str]:
+    """Return what a run with folders should say of them."""
+    folders = [each for each in data if isinstance(each, Folder)]
+    broken = [str(error) for each in folders[:1] for error in each.settings.kept.broken.values()]
+    return [note for each in folders for note in each.notes] + [f"left out: {e}" for e in broken]
+
+
+def _folder(
+    path: Any, found: Mapping[str, Sequence[Path]], settings: Preprocess, notes: list[str]
+) -> Folder:
+    numbers = {name: number for number, name in enumerate(settings.how.labels)}
+    targets = [numbers[name] for name, files in found.items() for _ in files]
+    paths = tuple(file for files in found.values() for file in files)
+    many = f"'{path}': {len(paths):,} pictures of {len(found)} classes: {_names(found)}"
+    targets = np.array(targets, np.int32)
+    return Folder(os.fspath(path), paths, targets, settings, (many, *notes))
+
+
+def _classes(root: Any) -> tuple[dict[str, list[Path]], list[str]]:
+    """Return the pictures of each class, and what was left out.
+
+    Raises:
+      TrainingError: there are no two classes of pictures.
+    """
+    found: dict[str, list[Path]] = {}
+    others: Counter[str] = Counter()
+    entries = [e for e in os.scandir(root) if not e.name.startswith(".")]  # .ipynb_checkpoints
+    loose = sum(e.is_file() and _is_picture(Path(e.name)) for e in entries)
+    for name in sorted(entry.name for entry in entries if entry.is_dir()):
+        files = _files(os.path.join(root, name))
+        found[name] = [path for path in files if _is_picture(path)]
+        others.update(p.suffix.lower() or "no suffix" for p in files if not _is_picture(p))
+    wanted = "pictures lie in one folder for each class, like photos/cat/1.jpg and photos/dog/2.jpg"
+    if not any(found.values()):
+        raise TrainingError(f"the folder '{root}' has no classes of pictures: {wanted}")
+    if empty := [name for name, paths in found.items() if not paths]:
+        raise TrainingError(
+            f"the folder '{root}' has no pictures of {_names(empty)}: add some, or remove the "
+            "folder"
+        )
+    kinds = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common())
+    notes = [f"'{root}': left out what is not named like a picture: {kinds}"] if others else []
+    if loose:
+        notes.append(f"'{root}': left out pictures that lie in no folder of a class: {loose}")
+    return found, notes
+
+
+def _labels(
+    root: Any, found: Mapping[str, Any], known: tuple[str, ...], model: Network, given: bool
+) -> tuple[str, ...]:
+    """Return the names of all classes in the order of the outputs.
+
+    That is `known`, of the file or given, where it has all the classes that are found, and
+    otherwise the sorted names of the folders.
+    """
+    repeated = [name for name in found if known.count(name) > 1]
+    if given and (not found.keys() <= {*known} or repeated):
+        odd = repeated or sorted(found.keys() - {*known})
+        raise TrainingError(
+            f"labels must have each class of '{root}' once: {_names(odd)}; they are {_names(known)}"
+        )
+    shape = model.outputs[0].shape or (None,)
+    fits = given or len(known) == shape[-1]
+    if known and fits and found.keys() <= {*known} and not repeated:
+        return known
+    if len(found) < 2:
+        raise TrainingError(
+            f"the folder '{root}' has one class only, {_names(found)}: a classifier needs two, "
+            "each in a folder of its own"
+        )
+    return tuple(found)
+
+
+def _sides(size: Any) -> tuple[int, int]:
+    height, width = map(int, size)
+    return height, width
+
+
+def _preprocess(model: Network, preprocess: Mapping[str, Any]) -> Preprocess:
+    """Return what the file says, with what `preprocess` says in its place."""
+    kinds: dict[str, Callable[[Any], Any]] = {
+        "scale": float,
+        "mean": _numbers,
+        "std": _numbers,
+        "order": str,
+        "crop": float,
+        "size": _sides,
+        "labels": lambda names: tuple(map(str, names)),
+        "augment": Augment.of,
+        "memory": int,
+        "workers": int,
+    }
+    if not isinstance(preprocess, Mapping) or (odd := [n for n in preprocess if n not in kinds]):
+        wrong = preprocess if not isinstance(preprocess, Mapping) else _names(odd)
+        raise TrainingError(f"preprocess is a dict of any of {', '.join(kinds)}; not {wrong}")
+    given = {}
+    for name, value in preprocess.items():
+        try:
+            given[name] = kinds[name](value)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, TrainingError):
+                raise
+            raise TrainingError(f"preprocess: {name} cannot be {value!r}") from error
+    augment = given.pop("augment", Augment())
+    kept = Kept(given.pop("memory", 2**30))
+    workers = given.pop("workers", min(os.cpu_count() or 1, 16))
+    if workers < 1:
+        raise TrainingError(f"preprocess: workers must be at least 1, and is {workers}")
+    if not (images.says_numbers(model) or given.keys() & {"scale", "mean", "std"}):
+        warnings.warn(
+            "the file does not say which numbers pixels become: they are divided by 255; "
+            "preprocess={'mean': ..., 'std': ...} says otherwise (--mean, --std)",
+            stacklevel=4,
+        )
+    how = replace(images.preparation(model), **given)
+    where = images.layout(model, how.size)
+    how.check(where)
+    return Preprocess(how, where, augment, workers, kept)
+
+
+def _numbers(value: Any) -> tuple[float, ...]:
+    return tuple(map(float, np.atleast_1d(value)))
+
+
+def _names(names: Any) -> str:
+    """Return the first names of many."""
+    names = list(names)
+    shown = ", ".join(repr(name) for name in names[:_LISTED])
+    more = len(names) - _LISTED
+    return f"{shown} and {more} more" if more > 0 else shown

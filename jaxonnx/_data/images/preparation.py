@@ -1,0 +1,258 @@
+"""Pictures as inputs of a network: what the file says about them, and how one is read."""
+
+import struct
+from dataclasses import asdict, dataclass, fields, replace
+from math import isqrt
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+import numpy as np
+from onnx import ModelProto
+
+from jaxonnx._io import records
+from jaxonnx._io.protos import text
+from jaxonnx._network import Network
+from jaxonnx.errors import Error, InputError
+
+M = TypeVar("M", bound=Network)
+
+KEY = records.IMAGE
+"""The entry of `metadata_props` with the fields of `Preparation` as JSON."""
+
+_RANGES = {
+    "nominalrange_0_255": {"scale": 1.0},
+    "normalized_0_1": {"scale": 1 / 255},
+    "normalized_1_1": {"scale": 1 / 255, "mean": (0.5,), "std": (0.5,)},
+}
+"""What ONNX's own metadata (MetadataProps.md) calls the numbers that a network takes."""
+
+_KINDS = {"labels": (str, int, float), "order": (str,), "size": (int,)}
+"""Types in the entry; the other fields are numbers."""
+
+_BROKEN = (OSError, SyntaxError, ValueError, struct.error)
+"""What Pillow raises for files that are cut off or altered."""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """`(pixel * scale - mean) / std` for pixels from 0 to 255; mean and std per channel or one."""
+
+    scale: float = 1 / 255
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+    labels: tuple[str, ...] = ()
+    """The names of the classes, in the order of the network's output."""
+    order: str = "RGB"
+    """Of the channels, mean and std: `"RGB"` or `"BGR"`."""
+    crop: float = 1.0
+    """The share of the sides of a picture that its middle has: 0.875 where 224 of 256 are cut."""
+    size: tuple[int, int] | None = None
+    """Height and width, for a network that takes any."""
+
+    def check(self, layout: "Layout") -> None:
+        """Raise an InputError if this does not fit the network."""
+        for name, value in (("mean", self.mean), ("std", self.std)):
+            wrong = not np.isfinite(value).all() or (name == "std" and min(value) <= 0)
+            if len(value) not in (1, layout.channels) or wrong:
+                raise InputError(
+                    f"{name} {value} does not fit a network that takes {layout.channels} channels"
+                )
+        if not np.isfinite(self.scale):
+            raise InputError(f"scale must be a finite number, and is {self.scale!r}")
+        if self.order not in ("RGB", "BGR"):
+            raise InputError(f"order must be 'RGB' or 'BGR', and is {self.order!r}")
+        if not 0 < self.crop <= 1:
+            raise InputError(f"crop must be a share above 0, up to 1, and is {self.crop!r}")
+        pixels = (self.scale, {*self.mean}, {*self.std}) == (1, {0}, {1})
+        if layout.dtype == np.uint8 and not pixels:
+            raise InputError("the network takes pixels as they are: scale 1, mean 0, std 1")
+
+    def __call__(self, pixels: Any, layout: "Layout") -> Any:
+        """Convert [n, height, width, channels] from 0 to 255 in RGB to the network's input.
+
+        Raises:
+          InputError: mean or std do not fit the channels, or are set for a network of pixels.
+        """
+        self.check(layout)
+        x = pixels[..., ::-1] if self.order == "BGR" else pixels
+        if layout.dtype != np.uint8:
+            mean, std = np.asarray(self.mean, np.float32), np.asarray(self.std, np.float32)
+            x = (x * np.float32(self.scale) - mean) / std
+        return layout.place(x.astype(layout.dtype))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The place of the picture in a network's input."""
+
+    size: tuple[int, int]
+    """Height and width."""
+    channels: int
+    kind: str
+    """`"NCHW"`, `"NHWC"`, `"NHW"` or `"N"` (the pixels of a row after those of the row above)."""
+    dtype: np.dtype
+    """A floating-point type, or uint8."""
+
+    def place(self, x: Any) -> Any:
+        """Convert [n, height, width, channels] to this input."""
+        if self.kind == "NCHW":
+            return x.transpose(0, 3, 1, 2)
+        if self.kind == "NHWC":
+            return x
+        return x[..., 0] if self.kind == "NHW" else x.reshape(len(x), -1)
+
+
+def preparation(model: Network) -> Preparation:
+    """Return what the file says about its pictures, or else the usual.
+
+    The file's entry of jaxonnx goes before the metadata that ONNX itself defines for images.
+
+    Raises:
+      ModelError: the entry is malformed.
+    """
+    usual = Preparation(scale=1 if model.inputs[0].dtype == np.uint8 else 1 / 255)
+    said = {**_standard(model.proto), **(records.get(model.proto, KEY, _entry) or {})}
+    return replace(usual, **said)
+
+
+def says_numbers(model: Network) -> bool:
+    """Return whether the file says which numbers pixels become, or takes them as they are."""
+    said = {**_standard(model.proto), **(records.get(model.proto, KEY, _entry) or {})}
+    return model.inputs[0].dtype == np.uint8 or not said.keys().isdisjoint(("scale", "mean", "std"))
+
+
+def _entry(entry: Any) -> dict[str, Any]:
+    if odd := entry.keys() - {field.name for field in fields(Preparation)}:
+        raise ValueError(f"unknown: {', '.join(sorted(odd))}")
+    lists = ("mean", "std", "labels", "size")
+    said = {name: tuple(value) if name in lists else value for name, value in entry.items()}
+    for name, value in said.items():
+        parts = value if name in lists else (value,)
+        kinds = _KINDS.get(name, (int, float))
+        wrong = name == "size" and len(parts) != 2
+        if wrong or not all(isinstance(part, kinds) for part in parts):
+            raise ValueError(f"{name} is {value!r}")
+    return said
+
+
+def _standard(proto: ModelProto) -> dict[str, Any]:
+    """Return what `Image.NominalPixelRange` and `Image.BitmapPixelFormat` say."""
+    said = {text(e.key).lower(): text(e.value).lower() for e in proto.metadata_props}
+    bgr = said.get("image.bitmappixelformat", "").startswith("bgr")
+    return {
+        **_RANGES.get(said.get("image.nominalpixelrange", ""), {}),
+        **({"order": "BGR"} if bgr else {}),
+    }
+
+
+def with_preparation(model: M, value: Preparation) -> M:
+    """Return the model with the entry that `preparation` reads."""
+    proto = ModelProto()
+    proto.CopyFrom(model.proto)
+    # what is new in the entry is left out where it says nothing, for releases that do not know it
+    new = {"order": "RGB", "crop": 1.0, "size": None}
+    entry = {k: v for k, v in asdict(value).items() if k not in new or v != new[k]}
+    records.put(proto, KEY, entry)
+    return replace(model, proto=proto)
+
+
+def layout(model: Network, size: tuple[int, int] | None = None) -> Layout:
+    """Return how the model's only input takes a picture; `size` if the file leaves it open.
+
+    Raises:
+      InputError: it does not take a picture, or its size is not known.
+    """
+    if len(model.inputs) != 1:
+        raise InputError(f"the network takes {len(model.inputs)} inputs, not one picture")
+    (value,) = model.inputs
+    dims: Any = (value.shape or ())[1:]
+    if value.dtype is None or not (
+        value.dtype == np.uint8 or jnp.issubdtype(value.dtype, jnp.floating)
+    ):
+        raise InputError(f"input {value} takes no picture")
+    if len(dims) == 3 and dims[0] in (1, 3):
+        kind, channels, sides = "NCHW", dims[0], dims[1:]
+    elif len(dims) == 3 and dims[2] in (1, 3):
+        kind, channels, sides = "NHWC", dims[2], dims[:2]
+    elif len(dims) == 2:
+        kind, channels, sides = "NHW", 1, dims
+    elif len(dims) == 1 and isinstance(dims[0], int):
+        side = isqrt(dims[0])
+        kind, channels = "N", 1
+        sides = size or (side, side)
+        if sides[0] * sides[1] != dims[0]:
+            raise InputError(f"input {value} is not a square of pixels: say its size (--size HxW)")
+    else:
+        raise InputError(
+            f"input {value} takes no picture: neither one nor three channels of pixels"
+        )
+    wanted = size or (None, None)
+    known: Any = tuple(s if isinstance(s, int) else w for s, w in zip(sides, wanted, strict=True))
+    if None in known:
+        raise InputError(
+            f"input {value} takes pictures of any size: say which (--size HxW; in Python "
+            "preprocess={'size': (height, width)})"
+        )
+    if size and known != size:
+        raise InputError(f"input {value} takes pictures of {known[0]}x{known[1]}")
+    return Layout(known, channels, kind, value.dtype)
+
+
+def read(path: Path, where: Layout, crop: float = 1.0) -> np.ndarray:
+    """Read a picture as uint8[1, height, width, channels], its middle resized to fill the size.
+
+    Raises:
+      Error: Pillow is not installed.
+      InputError: the file is not a picture.
+    """
+    Image, ImageOps = _pillow()
+    height, width = where.size
+    picture = _decoded(path, where.channels, max(where.size) / crop)
+    border = (1 - crop) / 2
+    fitted = ImageOps.fit(picture, (width, height), Image.Resampling.BILINEAR, bleed=border)
+    return np.asarray(fitted).reshape(1, height, width, where.channels)
+
+
+def read_whole(path: Path, where: Layout, size: tuple[int, int]) -> tuple[np.ndarray, float]:
+    """Read all of a picture, stretched to a size, and its width / height before that.
+
+    Raises:
+      Error: Pillow is not installed.
+      InputError: the file is not a picture.
+    """
+    Image, _ = _pillow()
+    picture = _decoded(path, where.channels, max(size))
+    resized = picture.resize(size[::-1], Image.Resampling.BILINEAR)
+    return np.asarray(resized).reshape(*size, where.channels), picture.width / picture.height
+
+
+def _decoded(path: Path, channels: int, side: float) -> Any:
+    """Return Pillow's picture, upright, grey or RGB; JPEGs at a half, a quarter or an eighth of
+    their size where that is at least twice the side that is needed.
+    """
+    Image, ImageOps = _pillow()
+    if not path.is_file():
+        raise InputError(f"'{path}' is not a file")
+    try:
+        with Image.open(path) as image:
+            if image.mode[0] in "IF":  # Pillow would clip these to 255
+                raise InputError(f"'{path}' has pixels of more than 8 bits: convert it first")
+            image.draft(None, (round(2 * side), round(2 * side)))
+            upright = ImageOps.exif_transpose(image)
+            if "transparency" in upright.info and upright.mode == "P":
+                upright = upright.convert("RGBA")  # Pillow warns of the direct way
+            return upright.convert("L" if channels == 1 else "RGB")
+    except InputError:
+        raise
+    except (*_BROKEN, Image.DecompressionBombError) as error:
+        raise InputError(f"'{path}' is no picture that Pillow reads ({error})") from error
+
+
+def _pillow() -> Any:
+    """Return the modules of Pillow, which takes a while to import."""
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as error:
+        raise Error("pictures need Pillow: pip install 'jaxonnx[image]'") from error
+    return Image, ImageOps

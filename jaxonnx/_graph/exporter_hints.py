@@ -1,0 +1,131 @@
+"""What an exporter seems to have done to a network for inference: guesses, from traces in the file.
+
+A file does not say that BatchNormalization was folded into a convolution, or that Dropout was left
+out. The guesses here rest on these traces. Each can deceive, and a file without them may have been
+changed all the same:
+
+- PyTorch's current exporter names the module of each node and the rewriting that made it: a
+  convolution that stems from a BatchNorm module, or from a rule that fuses it, is a folded one. Its
+  graph says that a linear layer or a sum takes a `clone`, which is what Dropout becomes;
+- PyTorch's older exporter gives weights that it computed new names: `onnx::Conv_193`;
+- in an `nn.Sequential`, a linear layer with the number k whose neighbour k - 1 has no node;
+- from other exporters: several convolutions that all have a bias, and no normalization at all.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+
+from onnx import GraphProto, NodeProto
+
+from jaxonnx._graph.scopes import modules
+from jaxonnx._io.protos import text
+
+_SEVERAL = 5
+"""Convolutions of a network that one expects normalization in."""
+
+_LINEAR = ("Gemm", "MatMul")
+_OF_CLONE = re.compile(r"aten\.(linear|addmm|mm|add)\.\w+\]\(args = \((%\w+, )?%clone")
+
+
+def folded(graph: GraphProto) -> tuple[int, str]:
+    """Count convolutions that seem to have BatchNormalization folded into them; return why too."""
+    convolutions = [node for node in graph.node if node.op_type in ("Conv", "ConvTranspose")]
+    traced = [node for node in convolutions if is_folded(node)]
+    if traced:
+        return len(traced), "the exporter recorded it"
+    renamed = [n for n in convolutions if all(_is_computed(name) for name in n.input[1:3])]
+    renamed = [n for n in renamed if len(n.input) > 2]
+    if renamed:
+        return len(renamed), f"weights with names like '{renamed[0].input[1]}'"
+    normalized = any("Norm" in node.op_type for node in graph.node)
+    biased = all(len(node.input) > 2 and node.input[2] for node in convolutions)
+    if len(convolutions) >= _SEVERAL and biased and not normalized and not _named(convolutions):
+        return len(convolutions), "they all have a bias, and nothing is normalized"
+    return 0, ""
+
+
+def is_folded(node: NodeProto) -> bool:
+    """Check whether the exporter recorded that BatchNormalization went into a convolution."""
+    recorded = _recorded(node).lower().replace("_", "")
+    return node.op_type.startswith("Conv") and "batchnorm" in recorded
+
+
+def undropped(graph: GraphProto) -> list[str]:
+    """Return the values behind which Dropout seems to have been left out."""
+    present = {name for node in graph.node for name in modules(node)}
+    maker = {name: node for node in graph.node for name in node.output}
+    values = []
+    for node in graph.node:
+        if node.op_type == "Dropout":
+            return []
+        name = _dropped_in(node) or _behind_a_gap(node, present)
+        before = maker.get(name)
+        if before is None or before.op_type in ("Reshape", "Transpose"):
+            continue  # a clone also makes a transposed array contiguous
+        # a module that is used twice goes by one of its names
+        if node.op_type == "Add" or modules(before)[-1:] != modules(node)[-1:]:
+            values.append(name)
+    return list(dict.fromkeys(values))
+
+
+def _dropped_in(node: NodeProto) -> str:
+    """Return the input of a linear layer or a sum that is a clone in PyTorch's own graph."""
+    match = _OF_CLONE.search(_metadata(node, "pkg.torch.onnx.fx_node"))
+    if match is None:
+        return ""
+    if match[1] == "add":
+        return node.input[1 if match[2] else 0] if node.op_type == "Add" else ""
+    return node.input[0] if node.op_type in _LINEAR and not match[2] else ""
+
+
+def _behind_a_gap(node: NodeProto, present: Collection[str]) -> str:
+    """Return the input of a linear layer whose neighbour in a Sequential has no node."""
+    path = modules(node)
+    if node.op_type not in _LINEAR or not path:
+        return ""
+    match = re.fullmatch(r"(.*\.)?([1-9]\d*)", path[-1])
+    if match is None or f"{match[1] or ''}{int(match[2]) - 1}" in present:
+        return ""
+    return node.input[0]
+
+
+def _is_computed(name: str) -> bool:
+    return re.fullmatch(r"onnx::Conv(Transpose)?_\d+", name) is not None
+
+
+def _named(convolutions: Iterable[NodeProto]) -> bool:
+    """Check whether biases have the names that PyTorch gives to a convolution's own."""
+    return all(
+        n.input[1].endswith(".weight") and n.input[2] == f"{n.input[1][:-7]}.bias"
+        for n in convolutions
+    )
+
+
+def _recorded(node: NodeProto) -> str:
+    """Return what the exporter recorded about the node's origin."""
+    keys = ("pkg.torch.onnx.class_hierarchy", "pkg.onnxscript.rewriter.rule_name", "namespace")
+    return " ".join(_metadata(node, key) for key in keys)
+
+
+def _metadata(node: NodeProto, key: str) -> str:
+    return next((text(entry.value) for entry in node.metadata_props if entry.key == key), "")
+
+
+def notes(graph: GraphProto, drops: bool) -> Iterator[str]:
+    """Yield what these traces mean for training, in sentences; `drops` if Dropout was put back."""
+    count, why = folded(graph)
+    if count:
+        yield (
+            f"BatchNormalization seems to be folded into {count} convolutions ({why}): training "
+            "goes on without it and may need a smaller learning rate. A file that keeps it trains "
+            "as the network did; PyTorch writes one with torch.onnx.export(..., dynamo=False, "
+            "training=torch.onnx.TrainingMode.PRESERVE)"
+        )
+    places = [] if drops else undropped(graph)
+    if places:
+        listed = ", ".join(f"'{name}'" for name in places[:3])
+        more = f" and {len(places) - 3} more (jaxonnx info --json)" if len(places) > 3 else ""
+        yield (
+            f"Dropout seems to be left out behind {listed}{more}: if the network was trained with "
+            "it, dropout={'value': ratio} in training puts it back (Model.with_dropout)"
+        )

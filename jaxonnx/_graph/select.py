@@ -1,0 +1,197 @@
+"""Tensors chosen by what they are called, or by a predicate; labels for groups of them."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxonnx._graph.weight_names import Places
+from jaxonnx.errors import InputError
+
+Select = str | Iterable[str] | Callable[[str, jax.Array], bool]
+"""Names, regular expressions (matched in full) or wildcards, or a predicate of name and value."""
+
+_LISTED, _NEAR = 40, 6
+"""Names in an error: of tensors where nothing is near, and of each kind where something is."""
+
+_NOTHING = re.compile(r"(?!)")
+
+_EXPRESSION = r"()[]{}\|+^$"
+"""Characters of regular expressions that neither names of tensors nor wildcards have."""
+
+
+class Placed(Protocol):
+    """The part of a model that tells what its weights are called."""
+
+    @property
+    def _places(self) -> Places: ...
+
+
+def select(
+    wanted: Select,
+    tensors: Mapping[str, Any],
+    what: str,
+    by_name: Collection[str] = (),
+    kind: str = "floating-point tensor of the model",
+    places: Places | None = None,
+) -> set[str]:
+    """Return the names of the chosen tensors.
+
+    Args:
+      wanted: the choice.
+      tensors: the tensors to choose from, by name.
+      what: the name of the argument, for errors.
+      by_name: tensors that are chosen by their exact names only.
+      kind: the noun for the tensors in errors.
+      places: the modules, nodes and ties that choose tensors as well.
+
+    Raises:
+      InputError: a name or expression matches nothing, or is not an expression.
+    """
+    if callable(wanted):
+        open_to_all = tensors.keys() - by_name
+        return {name for name in open_to_all if wanted(name, jnp.asarray(tensors[name]))}
+    if not isinstance(wanted, Iterable):
+        raise InputError(f"{what} takes names or a predicate, not {wanted!r}")
+    chosen = set()
+    for one in [wanted] if isinstance(wanted, str) else wanted:
+        if not isinstance(one, str | re.Pattern):
+            raise InputError(f"{what} takes names or a predicate, not {one!r}")
+        matches = matching(one, tensors, by_name, places)
+        if not matches:
+            meant = _error(one) and {*one} & {*_EXPRESSION}
+            error = f" (no regular expression: {_error(one)})" if meant else ""
+            there = near(one, tensors, places)
+            raise InputError(f"{what}={one!r} matches no {kind}{error}; {there}")
+        chosen |= matches
+    return chosen
+
+
+def matching(
+    one: str,
+    tensors: Mapping[str, Any],
+    by_name: Collection[str] = (),
+    places: Places | None = None,
+) -> set[str]:
+    """Return the tensors that a name or an expression means.
+
+    The first of these that any tensor has counts: a tensor's own name, as it is or as a regular
+    expression; the name of a module, of a node or of a tie, as it is; the same as a regular
+    expression; any of these with wildcards.
+    """
+    open_to_all = tensors.keys() - by_name
+    if places is not None and one not in tensors and one in places.ties:
+        return {places.ties[one]} & tensors.keys()
+    expression = _NOTHING if _error(one) else re.compile(one)
+    own = {name for name in open_to_all if expression.fullmatch(name)} | ({one} & tensors.keys())
+    if own:
+        return own
+    groups = [*_groups(places)]
+    exact = {tensor for name, names in groups if name == one for tensor in names}
+    if exact & open_to_all:
+        return exact & open_to_all
+    like = {tensor for name, names in groups if expression.fullmatch(name) for tensor in names}
+    if like & open_to_all:
+        return like & open_to_all
+    if not one.strip("*?"):
+        return set()  # all of them is None, or ".*"
+    fits = re.compile(fnmatch.translate(one)).fullmatch
+    found = {name for name in open_to_all if fits(name)}
+    for name, names in groups:
+        # what a tensor is called within its module counts: "*.query.*" is all of the query
+        found.update(n for n in names if fits(name) or fits(f"{name}.{n}"))
+    return found & open_to_all
+
+
+def near(wanted: str, tensors: Collection[str], places: Places | None) -> str:
+    """Return what there is with a name like the wanted one, or all there is, for errors."""
+    core = wanted.strip(".*?^$/") or wanted
+    lists = {"tensors": tensors}
+    if places is not None:
+        lists |= {"modules": places.modules, "nodes": places.nodes}
+    parts = []
+    for kind, names in lists.items():
+        if close := _like(core, names):
+            parts.append(f"{kind} {', '.join(close)}")
+    if parts:
+        return f"near it are {'; '.join(parts)}"
+    listed = sorted(tensors)
+    more = ", ..." if len(listed) > _LISTED else ""
+    return f"there are {', '.join(listed[:_LISTED]) or 'none'}{more}"
+
+
+def _like(wanted: str, names: Iterable[str]) -> list[str]:
+    """Return a few names that are like the wanted one, or have a part that is, or contain it."""
+    parts: dict[str, list[str]] = {}
+    for name in names:
+        for part in dict.fromkeys([name, *re.split(r"[./:]", name)]):
+            parts.setdefault(part, []).append(name)
+    close = [name for part in difflib.get_close_matches(wanted, parts) for name in parts[part]]
+    close += [name for name in names if wanted in name]
+    return [*dict.fromkeys(close)][:_NEAR]
+
+
+def _groups(places: Places | None) -> Iterator[tuple[str, Collection[str]]]:
+    """Yield the names of modules, nodes and ties, each with its tensors."""
+    if places is not None:
+        yield from places.modules.items()
+        yield from places.nodes.items()
+        yield from ((name, (of,)) for name, of in places.ties.items())
+
+
+def _error(text: str) -> str:
+    """Return why a text is no regular expression; empty if it is one."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        return str(error)
+    return ""
+
+
+def labels(
+    groups: Mapping[str, Select], default: str | None = None, *, model: Placed | None = None
+) -> Callable[[Mapping[str, Any]], dict[str, str]]:
+    """Return a function that labels parameters for `optax.multi_transform`: an optimizer per group.
+
+    >>> import optax
+    >>> from jaxonnx import demo, labels
+    >>> optimizer = optax.multi_transform(
+    ...     {"head": optax.adam(1e-3), "rest": optax.sgd(1e-4)},
+    ...     labels({"head": "14.*"}, default="rest"),
+    ... )
+    >>> sorted({*labels({"head": ".*weight"}, default="rest")(demo.model().params).values()})
+    ['head', 'rest']
+
+    Args:
+      groups: for each label the parameters that get it: names, regular expressions (matched in
+        full) or wildcards, or a predicate of name and value. The first group that has a parameter
+        counts.
+      default: the label of all others.
+      model: whose modules and nodes the groups may name too, as in `Model.with_trainable`.
+
+    Returns:
+      A function from parameters by name (of a model, or adapters) to labels by name.
+
+    Raises:
+      InputError: (by the function) a name or expression matches no parameter, or a parameter is in
+        no group and there is no default.
+    """
+
+    def label(params: Mapping[str, Any]) -> dict[str, str]:
+        chosen: dict[str, str] = {}
+        places = None if model is None else model._places
+        for group, wanted in groups.items():
+            for name in select(wanted, params, f"labels: {group}", places=places):
+                chosen.setdefault(name, group)
+        missing = [name for name in params if name not in chosen]
+        if missing and default is None:
+            raise InputError(f"no group has {', '.join(missing)}; give them one, or a default")
+        return {name: chosen.get(name) or str(default) for name in params}
+
+    return label

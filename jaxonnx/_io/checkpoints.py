@@ -1,0 +1,191 @@
+"""Reading the checkpoints of a run: a folder with the file of a model and, by step, its tensors.
+
+checkpoints/model.onnx             the model that the run began with
+checkpoints/120/leaves             all arrays of the run after step 120, as a list (Orbax)
+checkpoints/120/about              which of them is which tensor, and more, as JSON with its CRC
+checkpoints/120/metrics/metrics    the score of the epoch, if it had one
+"""
+
+import errno
+import json
+import os
+import warnings
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxonnx._arrays import to_host
+from jaxonnx.errors import ModelError
+
+MODEL = "model.onnx"
+UNREADABLE = (
+    AssertionError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What Orbax raises for files that are truncated, altered or missing."""
+
+
+class Checkpoint(NamedTuple):
+    """What a checkpoint says of a model."""
+
+    tensors: dict[str, np.ndarray]
+    """Parameters, their average where the run takes one, and statistics by name."""
+    averaged: dict[str, np.ndarray]
+    """The parameters themselves where there is an average: zero where a mask hides them."""
+    adapters: dict[str, Any] | None
+    """The metadata of adapters, where these are the parameters."""
+
+
+def read(folder: str | os.PathLike, which: str = "newest") -> Checkpoint:
+    """Read the newest checkpoint that can be read, or that of the best epoch.
+
+    Raises:
+      ModelError: there is none.
+    """
+    # takes seconds to import
+    from orbax import checkpoint as orbax
+
+    folder = Path(folder).absolute()
+    steps = sorted(orbax.utils.checkpoint_steps(folder), reverse=True)
+    if not steps or not (folder / MODEL).is_file():
+        raise ModelError(
+            f"'{folder}' is a folder without checkpoints; give the checkpoint_dir of a run, or an "
+            ".onnx file"
+        )
+    if which == "best":
+        steps = [_best(folder, steps)]
+    for step in steps:
+        try:
+            return _read(orbax, folder / str(step))
+        except UNREADABLE as error:
+            warnings.warn(
+                f"the checkpoint of step {step} in '{folder}' cannot be read ({reason(error)})",
+                stacklevel=2,
+            )
+    raise ModelError(f"no checkpoint in '{folder}' can be read")
+
+
+def _best(folder: Path, steps: list[int]) -> int:
+    """Return the step with the greatest score."""
+    scores = dict.fromkeys(steps, -np.inf)
+    for step in steps:
+        with suppress(*UNREADABLE):
+            scores[step] = score(folder / str(step))
+    best = max(steps, key=scores.__getitem__)
+    if scores[best] == -np.inf:
+        raise ModelError(
+            f"no checkpoint in '{folder}' is of an epoch that competes for the best; the newest is "
+            f"that of step {steps[0]}"
+        )
+    return best
+
+
+def score(path: Path) -> float:
+    """Return the score of a checkpoint, infinitely small if it does not compete.
+
+    Raises:
+      OSError: the file is missing.
+      KeyError, TypeError, ValueError: it is damaged.
+    """
+    return float(json.loads((path / "metrics" / "metrics").read_text())["score"])
+
+
+def check_form(path: Path) -> None:
+    """Raise an error that `UNREADABLE` has if a folder is no checkpoint, or its score damaged."""
+    if not all((path / item).is_dir() for item in ("about", "leaves")):
+        raise ValueError("it is no checkpoint of jaxonnx")
+    score(path)
+
+
+def _read(orbax: Any, path: Path) -> Checkpoint:
+    def restored(handler: Any, item: str, **options: Any) -> Any:
+        with orbax.Checkpointer(handler) as checkpointer:
+            return checkpointer.restore(path / item, **options)
+
+    about = unsealed(restored(orbax.JsonCheckpointHandler(), "about"))
+    # in the host's memory, on however many devices they were
+    wanted = [orbax.RestoreArgs(restore_type=np.ndarray)] * len(about["crc"])
+    args = orbax.args.PyTreeRestore(restore_args=wanted)
+    leaves = [*map(np.asarray, restored(orbax.PyTreeCheckpointHandler(), "leaves", args=args))]
+    check(leaves, about["crc"])
+    tensors, averaged = (
+        {name: leaves[i] for name, i in about[kind].items()} for kind in ("tensors", "averaged")
+    )
+    return Checkpoint(tensors, averaged, about["adapters"])
+
+
+def sealed(about: dict[str, Any]) -> dict[str, Any]:
+    """Return JSON with its CRC."""
+    text = json.dumps(about)
+    return {"about": text, "crc": zlib.crc32(text.encode())}
+
+
+def unsealed(stored: dict[str, Any]) -> dict[str, Any]:
+    """Return what `sealed` took.
+
+    Raises:
+      ValueError: it was altered.
+    """
+    if zlib.crc32(stored["about"].encode()) != stored["crc"]:
+        raise ValueError("its text is not the one that was written")
+    return json.loads(stored["about"])
+
+
+def crc(x: np.ndarray) -> int:
+    numbers: Any = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    return zlib.crc32(numbers)
+
+
+def seal(x: np.ndarray | jax.Array) -> int | str:
+    """Return what tells later whether an array is the one that was written.
+
+    That is the CRC of one in the host's memory. One that devices share is summed up where it lies.
+    """
+    return crc(x) if isinstance(x, np.ndarray) else f"sum {_sum(x)}"
+
+
+def check(arrays: Sequence[np.ndarray | jax.Array], seals: Sequence[int | str]) -> None:
+    """Raise ValueError if arrays, wherever they lie, are not those that were sealed."""
+    for x, sealed in zip(arrays, seals, strict=True):
+        if sealed != (crc(to_host(x)) if isinstance(sealed, int) else f"sum {_sum(x)}"):
+            raise ValueError("its numbers are not those that were written")
+
+
+@jax.jit
+def _sum(x: Any) -> jax.Array:
+    """Return the sum of the bits of numbers, each times an odd number by its place, mod 2**32."""
+    kinds = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+    x = x.astype(jnp.uint8) if x.dtype == bool else x
+    bits = lax.bitcast_convert_type(x, kinds[x.dtype.itemsize])
+    bits = bits ^ (bits >> 32) if x.dtype.itemsize == 8 else bits
+    place, stride = jnp.uint32(0), 1
+    for axis in reversed(range(x.ndim)):
+        place += lax.broadcasted_iota(jnp.uint32, x.shape, axis) * np.uint32(stride % 2**32)
+        stride *= x.shape[axis]
+    return (bits.astype(jnp.uint32) * (2 * place + 1)).sum(dtype=jnp.uint32)
+
+
+def reason(error: BaseException) -> str:
+    """Return what the system says of an error, or else the first line of what happened.
+
+    Orbax has errors of the system as the cause of its own, or only in the middle of their text.
+    """
+    text, cause = str(error).strip(), error
+    while cause is not None:
+        if strerror := getattr(cause, "strerror", None):
+            return strerror
+        cause = cause.__cause__ or cause.__context__
+    said = [message for message in map(os.strerror, errno.errorcode) if message in text]
+    return max(said, key=len) if said else (text or type(error).__name__).splitlines()[0][:200]

@@ -1,0 +1,47 @@
+"""The order of nodes: each behind those that compute what it reads."""
+
+import heapq
+
+from onnx import GraphProto, NodeProto
+
+from jaxonnx._io.protos import subgraphs
+
+
+def sort(graph: GraphProto) -> None:
+    """Sort the nodes of a main graph, in place.
+
+    The specification demands sorted nodes, but onnxruntime takes others (in main graphs alone), so
+    that there are files that have them. What is sorted, or has a cycle, stays as it is.
+    """
+    position = {name: i for i, node in enumerate(graph.node) for name in node.output if name}
+    before = [{position[n] for n in _reads(node) if n in position} for node in graph.node]
+    if all(max(places, default=-1) < i for i, places in enumerate(before)):
+        return
+    after: list[list[int]] = [[] for _ in before]
+    for i, places in enumerate(before):
+        for place in places:
+            after[place].append(i)
+    waiting = [len(places) for places in before]
+    ready = [i for i, count in enumerate(waiting) if not count]  # ascending: a heap already
+    order = []
+    while ready:
+        order.append(heapq.heappop(ready))
+        for i in after[order[-1]]:
+            waiting[i] -= 1
+            if not waiting[i]:
+                heapq.heappush(ready, i)
+    if len(order) == len(before):
+        nodes = [*graph.node]
+        del graph.node[:]
+        graph.node.extend(nodes[i] for i in order)
+
+
+def _reads(node: NodeProto) -> set[str]:
+    """Return the names that a node reads, also in its subgraphs from around them."""
+    names = {*node.input} - {""}
+    for graph in subgraphs(node):
+        own = {value.name for value in (*graph.input, *graph.initializer)}
+        own.update(name for inner in graph.node for name in inner.output)
+        names |= {value.name for value in graph.output} - own
+        names |= {name for inner in graph.node for name in _reads(inner)} - own
+    return names

@@ -1,0 +1,215 @@
+"""Sparse weights in files: the record of their pattern, and forms that leave out the zeros.
+
+The record is an entry of the ModelProto's `metadata_props`, which runtimes ignore. Its axes are the
+(output, input) axes of each sparse weight:
+
+    jaxonnx.sparsity: {"pattern": "2:4", "transposable": true, "axes": {"fc.weight": [0, 1]}}
+"""
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from google.protobuf.message import DecodeError
+from onnx import ModelProto, SparseTensorProto, TensorProto, load_model_from_string, numpy_helper
+
+from jaxonnx import sparse
+from jaxonnx._io import records
+from jaxonnx.errors import ModelError, SparsityError
+from jaxonnx.sparse import Axes, Pattern, SparsityPattern, parse
+
+Recorded = tuple[SparsityPattern, list[sparse.Layer]]
+
+KEY = records.SPARSITY
+INDEX = sparse.INDEX
+"""The array that every packed file has."""
+_GRAPH = "jaxonnx.graph"
+"""The array of a packed file that holds the ModelProto."""
+_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
+_SPARSE_IR = 6
+"""The first IR version with sparse initializers."""
+
+
+def record(proto: ModelProto) -> tuple[SparsityPattern, dict[str, Axes]]:
+    """Return the recorded pattern and the axes of each sparse weight; no axes without a record.
+
+    Raises:
+      ModelError: the entry is malformed.
+    """
+    return records.get(proto, KEY, _made) or (Pattern(), {})
+
+
+def damage(proto: ModelProto) -> str:
+    """Say why the record is malformed; empty if it is not."""
+    return records.damage(proto, KEY, _made)
+
+
+def _made(entry: Any) -> tuple[SparsityPattern, dict[str, Axes]]:
+    pattern = parse(str(entry["pattern"]), bool(entry["transposable"]))
+    axes = {name: (o, i) for name, (o, i) in entry["axes"].items()}
+    for name, pair in axes.items():
+        if any(type(axis) is not int or axis < 0 for axis in pair) or len({*pair}) < 2:
+            raise ValueError(f"the axes of '{name}' are {[*pair]}")
+    return pattern, axes
+
+
+def recorded(proto: ModelProto, params: Mapping[str, Any]) -> Recorded | None:
+    """Return the pattern and the parameters that the file records as sparse, None if none."""
+    pattern, axes = record(proto)
+    axes = {n: a for n, a in axes.items() if n in params and params[n].ndim > max(a)}
+    layers = [sparse.Layer(n, params[n].shape, a, "") for n, a in axes.items()]
+    return (pattern, layers) if layers else None
+
+
+def set_record(
+    proto: ModelProto, pattern: SparsityPattern | None, axes: Mapping[str, Axes]
+) -> None:
+    """Replace the record of `proto`; without a pattern or axes there is none."""
+    value = None
+    if pattern is not None and axes:
+        value = {"pattern": pattern.name, "transposable": pattern.transposable, "axes": axes}
+    records.put(proto, KEY, value)
+
+
+def keep_true(proto: ModelProto, values: Mapping[str, np.ndarray]) -> None:
+    """Drop weights from the record that do not have the pattern (any more)."""
+    _keep(proto, lambda name, pattern, axes: name in values and _holds(values[name], pattern, axes))
+
+
+def without(proto: ModelProto, names: Collection[str]) -> None:
+    """Take weights out of the record."""
+    _keep(proto, lambda name, *_: name not in names)
+
+
+def _keep(proto: ModelProto, fits: Callable[[str, SparsityPattern, Axes], bool]) -> None:
+    if damage(proto):
+        return  # nobody can tell what it means: it stays as it is, and `Model.warnings` says so
+    pattern, axes = record(proto)
+    set_record(proto, pattern, {n: a for n, a in axes.items() if fits(n, pattern, a)})
+
+
+def _holds(w: np.ndarray, pattern: SparsityPattern, axes: Axes) -> bool:
+    fits = w.ndim > max(axes) and not pattern.misfit(w.shape, axes)
+    return fits and pattern.holds(w, axes)
+
+
+def packed_nbytes(
+    tensors: Mapping[str, Any], pattern: SparsityPattern, axes: Mapping[str, Axes]
+) -> int:
+    """Return the bytes that the tensors take with those in `axes` packed."""
+    return sum(
+        sparse.pack(w, None, pattern, axis=axes[name][1]).nbytes if name in axes else w.nbytes
+        for name, w in tensors.items()
+    )
+
+
+def _mask(w: Any, pattern: SparsityPattern, axes: Axes) -> np.ndarray | None:
+    """Return a mask of the pattern that covers all nonzeros, so that a kept weight may be 0.
+
+    None if the search finds no such mask; packing then fills groups up along one axis.
+    """
+    mask = np.asarray(sparse.mask(w, pattern, axes=axes))
+    return mask if not np.asarray(w)[~mask].any() else None
+
+
+def to_sparse_initializers(proto: ModelProto) -> None:
+    """Turn the recorded weights of the main graph into `sparse_initializer`s (linear indices).
+
+    Raises:
+      SparsityError: nothing is recorded, or the IR version of the file does not have them.
+    """
+    pattern, axes = _recorded(proto)
+    if proto.ir_version < _SPARSE_IR:
+        raise SparsityError(
+            f"sparse initializers came with IR version {_SPARSE_IR}, the file has "
+            f"{proto.ir_version}: save it with the zeros in place"
+        )
+    graph = proto.graph
+    inputs = {value.name for value in graph.input}  # these may be overridden: they stay
+    for tensor in [t for t in graph.initializer if t.name in axes and t.name not in inputs]:
+        w = numpy_helper.to_array(tensor)
+        mask = _mask(w, pattern, axes[tensor.name])
+        kept = (w != 0) | np.signbit(w)  # -0.0 comes back as it was
+        kept = np.flatnonzero(kept if mask is None else kept | mask)
+        graph.sparse_initializer.append(
+            SparseTensorProto(
+                values=numpy_helper.from_array(w.reshape(-1)[kept], tensor.name),
+                indices=numpy_helper.from_array(kept.astype(np.int64), f"{tensor.name}.indices"),
+                dims=w.shape,
+            )
+        )
+        graph.initializer.remove(tensor)
+
+
+def save_packed(proto: ModelProto, path: str | os.PathLike) -> None:
+    """Write a `.npz` with the graph and its tensors, the recorded ones packed (`sparse.save`).
+
+    Raises:
+      SparsityError: nothing is recorded.
+    """
+    pattern, axes = _recorded(proto)
+    tensors, masks, layers = {}, {}, []
+    for tensor in proto.graph.initializer:
+        if tensor.data_type not in _FLOATS or not tensor.HasField("raw_data"):
+            continue
+        name = tensor.name
+        tensors[name] = w = numpy_helper.to_array(tensor)
+        tensor.ClearField("raw_data")
+        if name in axes:
+            mask = _mask(w, pattern, axes[name])
+            masks[name] = w != 0 if mask is None else mask
+            layers.append(sparse.Layer(name, w.shape, axes[name], ""))
+    tensors[_GRAPH] = np.frombuffer(proto.SerializeToString(), np.uint8)
+    sparse.save(path, tensors, masks, layers=layers, pattern=pattern)
+
+
+def load_packed(path: str | os.PathLike) -> ModelProto:
+    """Load the ModelProto of a file that `save_packed` wrote.
+
+    Raises:
+      SparsityError: the file is truncated, not one of these, or inconsistent.
+      ModelError: it has weights only, or a graph that is not a ModelProto.
+    """
+    tensors = _load(path)
+    if _GRAPH not in tensors:
+        raise ModelError(
+            f"'{path}' has weights, but no graph: give it to the file of the graph, "
+            f"jaxonnx.load('net.onnx', weights={str(path)!r})"
+        )
+    try:
+        proto = load_model_from_string(tensors.pop(_GRAPH).tobytes())
+    except DecodeError as error:
+        raise ModelError(f"the graph in '{path}' is damaged ({error})") from error
+    for tensor in proto.graph.initializer:
+        if tensor.name in tensors:
+            tensor.raw_data = tensors[tensor.name].tobytes()
+    return proto
+
+
+def load_weights(path: str | os.PathLike) -> dict[str, np.ndarray]:
+    """Load the weights of a packed file as dense arrays, whether or not it has a graph.
+
+    Raises:
+      SparsityError: the file is truncated, not one of these, or inconsistent.
+    """
+    tensors = _load(path)
+    tensors.pop(_GRAPH, None)
+    return tensors
+
+
+def _load(path: str | os.PathLike) -> dict[str, np.ndarray]:
+    tensors, packed = sparse.load(path)
+    with jax.enable_x64(True):  # weights may be float64
+        return tensors | {name: np.asarray(sparse.unpack(p)) for name, p in packed.items()}
+
+
+def _recorded(proto: ModelProto) -> tuple[SparsityPattern, dict[str, Axes]]:
+    pattern, axes = record(proto)
+    if not axes:
+        raise SparsityError(
+            "the model has no weights that are recorded as sparse: train it with sparsity=, or "
+            "record weights that are sparse already with jaxonnx.sparse.record(model)"
+        )
+    return pattern, axes

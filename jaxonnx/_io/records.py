@@ -1,0 +1,54 @@
+"""Records in a file: entries of the ModelProto's `metadata_props` that hold JSON."""
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from onnx import ModelProto
+
+from jaxonnx._safe_read import reading
+from jaxonnx.errors import ModelError
+
+SPARSITY = "jaxonnx.sparsity"
+"""Which weights are sparse, and how (`jaxonnx._io.packed`)."""
+
+IMAGE = "jaxonnx.image"
+"""What the network's inputs are as pictures, and the names of its classes."""
+
+T = TypeVar("T")
+
+
+def has(proto: ModelProto, key: str) -> bool:
+    """Check whether there is a record under this key."""
+    return any(entry.key == key for entry in proto.metadata_props)
+
+
+def get(proto: ModelProto, key: str, make: Callable[[Any], T]) -> T | None:
+    """Return `make` of the record under this key, None if there is none.
+
+    Raises:
+      ModelError: the entry is not JSON, or not what `make` takes.
+    """
+    for entry in proto.metadata_props:
+        if entry.key == key:
+            with reading(f"metadata_props: '{key}' is malformed", ModelError):
+                return make(json.loads(entry.value))
+    return None
+
+
+def damage(proto: ModelProto, key: str, make: Callable[[Any], Any]) -> str:
+    """Say why `make` does not take the record under this key; empty if it does."""
+    try:
+        get(proto, key, make)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def put(proto: ModelProto, key: str, value: Any) -> None:
+    """Replace the record under this key; None removes it."""
+    kept = [entry for entry in proto.metadata_props if entry.key != key]
+    del proto.metadata_props[:]
+    proto.metadata_props.extend(kept)
+    if value is not None:
+        proto.metadata_props.add(key=key, value=json.dumps(value))

@@ -1,0 +1,202 @@
+"""Several processes that make one run: who reports, and how one that fails ends the others.
+
+JAX's runtime connects them (`jax.distributed.initialize`), and a step waits for all of them inside
+a program, where Python reaches no process. One that fails says so in the key-value store of the
+runtime, to which a thread of each other listens.
+"""
+
+import itertools
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+import jax
+import numpy as np
+from jax._src import distributed  # nothing public gives the key-value store
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxonnx._arrays import put, to_host
+from jaxonnx._mesh.rules import mesh_of
+from jaxonnx.errors import TrainingError
+
+_POLL = 0.5
+_GRACE = 3.0
+"""Seconds that a process has to end by itself once another has failed."""
+_RUNS = itertools.count()
+
+
+class HasTensors(Protocol):
+    """The part of a Model that is gathered from several processes."""
+
+    @property
+    def params(self) -> Mapping[str, Any]: ...
+
+    @property
+    def state(self) -> Mapping[str, Any]: ...
+
+    def replace(self, *, params: Any, state: Any) -> Self: ...
+
+
+M = TypeVar("M", bound=HasTensors)
+
+
+class Together:
+    """Ends all processes of a run if one fails; where one process makes the run it does nothing.
+
+    A process that computes raises the error of the other before its next step. One that waits for
+    the other in a program cannot: it prints the error and exits with status 1.
+
+    Args:
+      mesh: of the run, as in `train`.
+
+    Attributes:
+      several: whether several processes make the run.
+      first: whether this process is the one that reports and writes files.
+    """
+
+    def __init__(self, mesh: Any):
+        many = jax.process_count() > 1
+        if many and mesh is None:
+            warnings.warn(
+                f"each of the {jax.process_count()} processes trains a model of its own: "
+                "mesh='all' makes one run of them",
+                stacklevel=3,
+            )
+        self._mesh = None if mesh is None else mesh_of(mesh)
+        self.several = self._mesh is not None and self._mesh.is_multi_process
+        self.first = not self.several or jax.process_index() == 0
+        self._client: Any = distributed.global_state.client if self.several else None
+        # a process may have trained alone, and the number must be the same in all
+        self._run = f"jaxonnx/run/{next(_RUNS)}" if self.several else ""
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._failure: str | None = None
+        self._at = 0, 0
+        self._wishes: dict[bool, jax.Array] = {}
+
+    def __enter__(self) -> "Together":
+        if self.several:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if self.several:
+            self._over.set()
+            self._thread.join()
+        if self.several and kind is not None and self._failure is None:
+            self._tell(f"{kind.__name__}: {error}" if str(error) else kind.__name__)
+
+    def step(self, epoch: int, steps: int) -> None:
+        """Note that this process has a batch after so many of an epoch.
+
+        Raises:
+          TrainingError: another process has failed.
+        """
+        self._at = epoch, steps + 1
+        self._check()
+
+    def close_epoch(self, epoch: int, steps: int) -> None:
+        """Wait until all processes have ended an epoch.
+
+        Raises:
+          TrainingError: they had different numbers of batches, or another process has failed.
+        """
+        if not self.several:
+            return
+        self._client.key_value_set(f"{self._run}/epoch/{epoch}/{jax.process_index()}", str(steps))
+        self._at = epoch, steps
+        while len(ended := self._ended(epoch)) < jax.process_count():
+            self._check()
+            time.sleep(0.01)
+        if len({*ended.values()}) > 1:
+            raise TrainingError(_unequal(epoch, ended))
+
+    def wish(self, asked: bool) -> jax.Array | None:
+        """Return what a step with `heard` tells all processes; None where there is one."""
+        if self._mesh is None or not self.several:
+            return None
+        if asked not in self._wishes:
+            each = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
+            wishes = np.full(self._mesh.size, asked, np.float32)
+            self._wishes[asked] = put(wishes, each)
+        return self._wishes[asked]
+
+    def heard(self, seen: jax.Array, wish: jax.Array | None) -> jax.Array:
+        """Return what a step reports, with whether any process has a wish; within a program."""
+        if self._mesh is None or wish is None:
+            return seen
+        seen = jax.numpy.append(seen, wish.max().astype(seen.dtype))
+        return jax.lax.with_sharding_constraint(seen, NamedSharding(self._mesh, PartitionSpec()))
+
+    def gather(self, model: M) -> M:
+        """Return a model in the memory of this process's host, one tensor after the other."""
+        if not self.several:
+            return model
+        host = jax.local_devices(backend="cpu")[0]
+        params, state = (
+            {name: jax.device_put(to_host(x), host) for name, x in tensors.items()}
+            for tensors in (model.params, model.state)
+        )
+        return model.replace(params=params, state=state)
+
+    def agree(self, here: bool) -> bool:
+        """Return whether something holds in all processes, which all ask here."""
+        if not self.several:
+            return here
+        return bool(multihost_utils.process_allgather(np.array(here)).all())
+
+    def _ended(self, epoch: int) -> dict[int, int]:
+        """Return the processes that have ended an epoch, and the steps that they had."""
+        found = self._client.key_value_dir_get(f"{self._run}/epoch/{epoch}/")
+        return {int(key.rpartition("/")[2]): int(steps) for key, steps in found}
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise TrainingError(self._failure)
+
+    def _tell(self, what: str) -> None:
+        self._failure = f"process {jax.process_index()} failed: {what}"
+        with suppress(jax.errors.JaxRuntimeError):  # another one was the first to fail
+            self._client.key_value_set(f"{self._run}/failed/first", self._failure)
+
+    def _listen(self) -> None:
+        while not self._over.wait(_POLL):
+            self._failure = self._failure or self._heard()
+            if self._failure is not None and not self._over.wait(_GRACE):
+                print(f"jaxonnx: {self._failure}", file=sys.stderr, flush=True)
+                # the others wait for all at their end: they need not wait for a heartbeat as well
+                leave = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+                leave.start()
+                leave.join(_GRACE)
+                os._exit(1)
+
+    def _heard(self) -> str | None:
+        """Return what another process failed with, or what this one must fail with."""
+        epoch, steps = self._at
+        try:
+            failed = self._client.key_value_dir_get(f"{self._run}/failed/")
+            ended = self._ended(epoch)
+        except jax.errors.JaxRuntimeError as error:
+            return f"process 0 cannot be reached: {error}"
+        if failed:
+            return failed[0][1]
+        if ended and min(ended.values()) < steps:  # this one would wait for it forever
+            self._tell(f"TrainingError: {_unequal(epoch, {jax.process_index(): steps, **ended})}")
+        return self._failure
+
+
+def _unequal(epoch: int, steps: dict[int, int]) -> str:
+    had = ", ".join(f"process {index} {count}" for index, count in sorted(steps.items()))
+    return (
+        f"the processes have different numbers of batches in epoch {epoch + 1} ({had}); an "
+        "iterable must give each as many (drop_remainder=True in Grain's ShardByJaxProcess)"
+    )

@@ -1,0 +1,194 @@
+"""How the tensors of a model are split over the axes of a mesh, by rules."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from jaxonnx._graph.pairs import pairs
+from jaxonnx._graph.select import matching, near
+from jaxonnx._network import Network
+from jaxonnx.errors import InputError
+
+Rule = PartitionSpec | Literal["data", "fsdp", "tensor"] | tuple | None
+Sharding = str | Mapping[str, Rule] | Callable[[str, tuple[int, ...]], Rule]
+
+AUTOMATIC = ("data", "fsdp", "tensor")
+DATA, TENSOR = "data", "model"
+"""The axes of a mesh that batches, and pairs of matrix products, are split over."""
+
+_SMALL = 4096
+"""Bytes; "fsdp" splits no tensor below."""
+
+
+def mesh_of(mesh: Any) -> Mesh:
+    """Return a mesh with automatic axes, on which XLA propagates shardings through everything.
+
+    Args:
+      mesh: with axes of any type, or "all" for one axis "data" over all devices.
+
+    Raises:
+      InputError: it is neither.
+    """
+    if isinstance(mesh, str) and mesh == "all":
+        mesh = jax.make_mesh((jax.device_count(),), (DATA,), axis_types=(AxisType.Auto,))
+    if not isinstance(mesh, Mesh):
+        raise InputError(
+            "mesh must be a jax.sharding.Mesh, like jax.make_mesh((4, 2), ('data', 'model')), or "
+            f"'all' for all devices on one axis 'data', and is {mesh!r}"
+        )
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+
+
+def specs(
+    model: Network, mesh: Mesh, sharding: Any, tensors: Mapping[str, Any]
+) -> dict[str, PartitionSpec]:
+    """Return what each of some tensors of a model is split over.
+
+    Args:
+      sharding: as in `Model.shardings`.
+      tensors: anything with shape and dtype, by name.
+
+    Raises:
+      InputError: a rule that fits no tensor, or a split that a tensor or the mesh does not have.
+    """
+    rules = _rules(model, sharding, tensors)
+    result = {}
+    for kind in sorted({rule for rule, _ in rules.values() if isinstance(rule, str)}):
+        own = {name: x for name, x in tensors.items() if rules[name][0] == kind}
+        result |= _automatic(model, mesh, kind, own)
+    return {
+        name: result[name] if name in result else _checked(rule, name, x.shape, mesh, told)
+        for (name, x), (rule, told) in zip(tensors.items(), rules.values(), strict=True)
+    }
+
+
+def _rules(
+    model: Network, sharding: Any, tensors: Mapping[str, Any]
+) -> dict[str, tuple[Rule, str]]:
+    """Return the rule for each tensor, and how an error speaks of it."""
+    if callable(sharding):
+        choose: Callable[..., Any] = sharding
+        return {name: (choose(name, tuple(x.shape)), "sharding") for name, x in tensors.items()}
+    if not isinstance(sharding, Mapping):
+        return dict.fromkeys(tensors, (sharding, "sharding"))
+    result: dict[str, tuple[Rule, str]] = {}
+    for one, rule in sharding.items():
+        names = matching(one, tensors, places=model._places)
+        if not names:
+            there = near(one, tensors, model._places)
+            raise InputError(f"the sharding rule {one!r} matches no tensor of the model; {there}")
+        result = dict.fromkeys(names, (rule, f"the sharding rule {one!r}")) | result
+    return {name: result.get(name, (None, "")) for name in tensors}
+
+
+def _automatic(
+    model: Network, mesh: Mesh, kind: str, tensors: Mapping[str, Any]
+) -> dict[str, PartitionSpec]:
+    """Return the splits of one of `AUTOMATIC`."""
+    if kind not in AUTOMATIC:
+        close = difflib.get_close_matches(kind, AUTOMATIC, 1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise InputError(
+            f"sharding must be 'data', 'fsdp', 'tensor', a dict of rules by name, or a function of "
+            f"name and shape, and is {kind!r}{hint}"
+        )
+    axis = TENSOR if kind == "tensor" else DATA
+    if axis not in mesh.shape:
+        raise InputError(
+            f"sharding={kind!r} splits over the axis '{axis}' of the mesh, which has "
+            f"{named(mesh)}: "
+            f"jax.make_mesh(..., ('{axis}',)) names one so"
+        )
+    if kind == "data":
+        return dict.fromkeys(tensors, PartitionSpec())
+    if kind == "fsdp":
+        return {name: _largest(x, mesh) for name, x in tensors.items()}
+    return _paired(model, mesh, tensors)
+
+
+def _largest(x: Any, mesh: Mesh) -> PartitionSpec:
+    """Return the split of the largest axis that the devices divide: all of them, or of "data"."""
+    if math.prod(x.shape) * x.dtype.itemsize < _SMALL:
+        return PartitionSpec()
+    groups: list[tuple[str, ...]] = [mesh.axis_names, (DATA,)]
+    for axes in groups:
+        count = math.prod(mesh.shape[axis] for axis in axes)
+        fits = [size for size in x.shape if size % count == 0]
+        if fits and count > 1:
+            return _split(x.shape.index(max(fits)), axes[0] if len(axes) == 1 else axes)
+    return PartitionSpec()
+
+
+def _paired(model: Network, mesh: Mesh, tensors: Mapping[str, Any]) -> dict[str, PartitionSpec]:
+    """Return the splits of pairs of matrix products whose axes the devices divide."""
+    count, result = mesh.shape[TENSOR], dict.fromkeys(tensors, PartitionSpec())
+    uneven: list[str] = []
+    for pair in pairs(model.graph, model.tensors):
+        own = {name: axis for name, axis in pair.items() if name in tensors}
+        odd = [name for name, axis in own.items() if tensors[name].shape[axis] % count]
+        uneven += [f"'{n}' {[*tensors[n].shape]} along axis {own[n]}" for n in odd]
+        if not odd:
+            result |= {name: _split(axis, TENSOR) for name, axis in own.items()}
+    if not any(result.values()):
+        why = "no product of matrices leads to another one through activations or attention alone"
+        if uneven:
+            why = f"{count} devices do not divide {', '.join(uneven)}"
+        raise InputError(
+            f"sharding='tensor' splits nothing of this model: {why}; sharding='fsdp' splits every "
+            "large tensor, and rules by name say what to split"
+        )
+    return result
+
+
+def _split(axis: int, over: Any) -> PartitionSpec:
+    return PartitionSpec(*(None,) * axis, over)
+
+
+def _checked(rule: Any, name: str, shape: tuple[int, ...], mesh: Mesh, told: str) -> PartitionSpec:
+    """Return a rule as a spec that fits a tensor."""
+    if rule is None:
+        return PartitionSpec()
+    if not isinstance(rule, tuple | PartitionSpec):
+        raise InputError(
+            f"{told} must be a jax.P, like P(None, 'model'), or one of 'data', 'fsdp' and "
+            f"'tensor', and is {rule!r} for '{name}'"
+        )
+    parts = [axes_of(over) for over in rule]
+    told = f"{told} splits '{name}' {[*shape]} by {PartitionSpec(*rule)}"
+    used = [axis for part in parts for axis in part]
+    for axis in used:
+        if axis not in mesh.shape:
+            raise InputError(f"{told}: the mesh has no axis {axis!r}, but {named(mesh)}")
+        if used.count(axis) > 1:
+            raise InputError(f"{told}: an axis of the mesh splits one axis of a tensor, not two")
+    if len(parts) > len(shape):
+        raise InputError(f"{told}, and it has {len(shape)} axes")
+    for place, part in enumerate(parts):
+        count = math.prod(mesh.shape[axis] for axis in part)
+        length = shape[place]
+        if length % count:
+            fits = [f"axis {a} ({n})" for a, n in enumerate(shape) if n % count == 0]
+            over = [f"'{a}' ({n})" for a, n in mesh.shape.items() if length % n == 0 and n > 1]
+            rest = " or ".join([*fits, *(f"axis {place} over {axis}" for axis in over)])
+            rest = f"{rest} would fit" if rest else "no axis does: leave it whole with P()"
+            raise InputError(
+                f"{told}: axis {place} of length {length} does not divide into {count} parts; "
+                f"{rest}"
+            )
+    return PartitionSpec(*rule)
+
+
+def named(mesh: Mesh) -> str:
+    """Return the axes of a mesh with their sizes, in words."""
+    return ", ".join(f"'{name}' ({size})" for name, size in mesh.shape.items())
+
+
+def axes_of(over: Any) -> tuple[str, ...]:
+    """Return the axes of the mesh that one axis of a tensor is split over."""
+    return () if over is None else (*over,) if isinstance(over, tuple | list) else (over,)

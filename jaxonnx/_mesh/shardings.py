@@ -1,0 +1,181 @@
+"""Where the tensors of a model and the state of their optimizer lie on a mesh, and the table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import DictKey
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from jaxonnx._mesh.rules import DATA, axes_of, mesh_of, named, specs
+from jaxonnx._network import Network
+from jaxonnx._text import Rendered
+
+
+@dataclass(frozen=True)
+class Laid:
+    """An array's shape, and where its parts lie."""
+
+    shape: tuple[int, ...]
+    sharding: NamedSharding
+
+    def transpose(self, axes: Sequence[int]) -> Laid:
+        """Return what the transposed array has."""
+        shape, parts = tuple(self.shape[a] for a in axes), self._parts
+        return Laid(shape, self._by([parts[a] for a in axes]))
+
+    def of(self, x: Any) -> NamedSharding:
+        """Return where to lay what an optimizer keeps of the array.
+
+        That is an array of the same shape, one that lacks some of its axes (such as sums over
+        them, which Adafactor has), or a mask of eight elements in a byte.
+        """
+        if x.shape == self.shape:
+            return self.sharding
+        if x.dtype == np.uint8 and x.shape == (-(-math.prod(self.shape) // 8),):
+            over = tuple(axis for part in self._parts for axis in axes_of(part))
+            count = math.prod(self.sharding.mesh.shape[axis] for axis in over)
+            return self._by([over] if over and x.size % count == 0 else [])
+        kept, rest = [], [*zip(self.shape, self._parts, strict=True)]
+        for size in x.shape:
+            while rest and rest[0][0] != size:
+                rest.pop(0)
+            if not rest:
+                return self._by([])
+            kept.append(rest.pop(0)[1])
+        return self._by(kept)
+
+    @property
+    def _parts(self) -> tuple[Any, ...]:
+        """What each axis is split over, None where it is whole."""
+        spec = self.sharding.spec
+        return (*spec, *(None,) * (len(self.shape) - len(spec)))
+
+    def _by(self, parts: Sequence[Any]) -> NamedSharding:
+        return NamedSharding(self.sharding.mesh, PartitionSpec(*parts))
+
+
+def inherited(tree: Any, params: Mapping[str, Laid], mesh: Mesh) -> Any:
+    """Return where to lay each array of a tree that has some under the names of parameters.
+
+    Args:
+      tree: parameters, the state of their optimizer, and the like; shapes will do.
+    """
+
+    def sharding(path: tuple, x: Any) -> NamedSharding:
+        names = [key.key for key in path if isinstance(key, DictKey) and key.key in params]
+        return params[names[-1]].of(x) if names else NamedSharding(mesh, PartitionSpec())
+
+    return jax.tree_util.tree_map_with_path(sharding, tree)
+
+
+class Placed(NamedTuple):
+    """A tensor on a mesh."""
+
+    name: str
+    shape: tuple[int, ...]
+    trained: bool
+    spec: PartitionSpec
+    """The axes of the mesh that each of its axes is split over."""
+    size: int
+    """Bytes on each device."""
+
+
+@dataclass(frozen=True, repr=False)
+class Shardings(Rendered):
+    """What lies on each device of a mesh; it prints as a table."""
+
+    mesh: Mesh
+    tensors: tuple[Placed, ...]
+    optimizer: int
+    """Bytes of the optimizer's state on each device."""
+    whole: int
+    """Bytes of tensors and optimizer together on one device alone."""
+
+    @property
+    def specs(self) -> dict[str, PartitionSpec]:
+        """The spec of each tensor by name."""
+        return {x.name: x.spec for x in self.tensors}
+
+    @property
+    def size(self) -> int:
+        """Bytes of tensors and optimizer together on each device."""
+        return sum(x.size for x in self.tensors) + self.optimizer
+
+    def __rich__(self) -> Group:
+        table = Table()
+        table.add_column("tensor", overflow="fold")
+        for column in ("shape", "trained", "split over"):
+            table.add_column(column, no_wrap=True)
+        table.add_column("each device", justify="right", no_wrap=True)
+        for x in self.tensors:
+            shape, trained = "x".join(map(str, x.shape)) or "scalar", "yes" if x.trained else "no"
+            table.add_row(Text(x.name), shape, trained, Text(_spelled(x.spec)), _bytes(x.size))
+        trained = sum(x.size for x in self.tensors if x.trained)
+        frozen = self.size - trained - self.optimizer
+        sizes = {"trained": trained, "frozen": frozen, "optimizer": self.optimizer}
+        parts = ", ".join(f"{name} {_bytes(size)}" for name, size in sizes.items())
+        each = f"each of {self.mesh.size} devices has {_bytes(self.size)}: {parts}"
+        alone = f"one device alone would have {_bytes(self.whole)}"
+        return Group(Text(f"mesh: {named(self.mesh)}"), table, Text(each), Text(alone))
+
+
+def _spelled(spec: PartitionSpec) -> str:
+    """Return the axes of a mesh for each axis of a tensor, empty if it is whole everywhere."""
+    if not any(spec):
+        return ""
+    return ", ".join("-" if part is None else "+".join(axes_of(part)) for part in spec)
+
+
+def _bytes(size: float) -> str:
+    """Return a size as people read it."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.1f} {unit}" if unit != "B" else f"{size} B"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def placed(model: Network, mesh: Any, sharding: Any) -> dict[str, NamedSharding]:
+    """Return where each tensor of a model lies on a mesh, by name."""
+    mesh = mesh_of(mesh)
+    if sharding is None:
+        sharding = "fsdp" if DATA in mesh.shape else {}
+    split = specs(model, mesh, sharding, {**model.params, **model.state})
+    return {name: NamedSharding(mesh, spec) for name, spec in split.items()}
+
+
+def shardings(
+    model: Network,
+    mesh: Any,
+    sharding: Any,
+    optimizer: optax.GradientTransformation | None,
+) -> Shardings:
+    """Return the table of a model, as `Model.shardings` says."""
+    tensors = {**model.params, **model.state}
+    where = placed(model, mesh, sharding)
+    mesh = mesh_of(mesh)
+    laid = {name: Laid(x.shape, where[name]) for name, x in tensors.items()}
+    optimizer = optax.adam(0.0) if optimizer is None else optimizer
+    state = jax.eval_shape(optimizer.init, dict(model.params))
+    of_state = jax.tree.map(_on_each, state, inherited(state, laid, mesh))
+    rows = tuple(
+        Placed(n, x.shape, n in model.params, where[n].spec, _on_each(x, where[n]))
+        for n, x in tensors.items()
+    )
+    whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((tensors, state)))
+    return Shardings(mesh, rows, sum(jax.tree.leaves(of_state)), whole)
+
+
+def _on_each(x: Any, sharding: NamedSharding) -> int:
+    """Return the bytes of an array on each device."""
+    return math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize

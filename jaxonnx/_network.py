@@ -1,0 +1,140 @@
+"""A loaded network: its tensors, its file, and what the file and the graph say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from onnx import GraphProto, ModelProto
+
+from jaxonnx._graph import exporter_hints
+from jaxonnx._graph.bind import Graph
+from jaxonnx._graph.values import Value, declared
+from jaxonnx._graph.weight_names import Places
+from jaxonnx._io import records
+from jaxonnx._io.save import training_nodes
+from jaxonnx._rewrite import dequantize as integers
+from jaxonnx._rewrite.head import Head
+from jaxonnx._run.program import Program
+
+if TYPE_CHECKING:  # a model without sparse weights does not import it
+    from jaxonnx._io.packed import Recorded
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Network:
+    """The data of a Model, for the rooms below `jaxonnx.model`."""
+
+    params: dict[str, jax.Array]
+    state: dict[str, jax.Array]
+    proto: ModelProto = field(repr=False)
+    """The file without the data of its tensors."""
+    program: Program
+    originals: Mapping[str, np.ndarray]
+    """64-bit tensors of the file, which the 32-bit arrays of JAX cannot hold."""
+    heads: tuple[Head, ...] = ()
+    """The layers that `with_head` put in the place of others."""
+
+    @property
+    def head(self) -> tuple[str, ...]:
+        """The names of the tensors of new heads (`with_head`), for `trainable` and `labels`."""
+        return tuple(name for head in self.heads for name in head.tensors)
+
+    @property
+    def graph(self) -> Graph:
+        return self.program.graph
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """All named tensors: parameters, state, and constants as NumPy arrays."""
+        return {**self.program.constants, **self.state, **self.params}
+
+    @cached_property
+    def _places(self) -> Places:
+        """The modules and nodes of the weights, and their other names."""
+        return Places(self.proto.graph, self.graph, self.tensors, self.params)
+
+    @cached_property
+    def inputs(self) -> tuple[Value, ...]:
+        """The inputs that a call must give, in order."""
+        wanted = set(self.graph.inputs)
+        return tuple(declared(v) for v in self.proto.graph.input if v.name in wanted)
+
+    @cached_property
+    def _defaults(self) -> frozenset[str]:
+        """Inputs with an initializer as their default: they may be passed by name."""
+        return frozenset(v.name for v in self.proto.graph.input) - set(self.graph.inputs)
+
+    @cached_property
+    def _input_names(self) -> frozenset[str]:
+        return self._defaults.union(self.graph.inputs)
+
+    @cached_property
+    def outputs(self) -> tuple[Value, ...]:
+        """The outputs, in file order."""
+        return tuple(map(declared, self.proto.graph.output))
+
+    @property
+    def sparsity(self) -> Recorded | None:
+        """The pattern and the weights that the file records as sparse; None without a record.
+
+        A malformed record counts as none, and `warnings` reports it.
+        """
+        if not records.has(self.proto, records.SPARSITY):
+            return None
+        from jaxonnx._io import packed
+
+        return None if packed.damage(self.proto) else packed.recorded(self.proto, self.params)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a user of the model should know: about the file, and about unrolled loops."""
+        return (*self._warnings, *self.program.notes)
+
+    @cached_property
+    def _warnings(self) -> tuple[str, ...]:
+        texts = _file_warnings(self.proto.graph, self.program, self.tensors, self.outputs)
+        return tuple(filter(None, (*texts, _record_warning(self.proto))))
+
+
+def _file_warnings(
+    proto: GraphProto, program: Program, tensors: Mapping[str, Any], outputs: Sequence[Value]
+) -> Iterator[str]:
+    """Yield the sentences of `Model.warnings`."""
+    if not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        types = {np.dtype(t) for t in (np.int64, np.uint64, np.float64)}
+        wide = [value.name for value in outputs if value.dtype in types]
+        if wide:
+            yield (
+                f"64-bit outputs ({', '.join(wide)}) are computed and returned in 32 bits; set "
+                "jax_enable_x64 for the exact types"
+            )
+    if program.draws(training=True):
+        yield "random operators: pass rng=jax.random.key(...), or they draw the same numbers always"
+    active = training_nodes(proto)
+    if active:
+        yield (
+            f"exported in training mode: {', '.join(active)}; apply and save use inference "
+            "semantics"
+        )
+    nodes = program.graph.nodes
+    drops = any(node.op.name == "Dropout" or program.overlay.added(node) for node in nodes)
+    yield from exporter_hints.notes(proto, drops)
+    yield from integers.notes(program.graph, tensors)
+
+
+def _record_warning(proto: ModelProto) -> str:
+    """Return a warning that the record of sparse weights is malformed; "" if it is not."""
+    if not records.has(proto, records.SPARSITY):
+        return ""
+    from jaxonnx._io import packed  # only a file with a record imports `jaxonnx.sparse`
+
+    why = packed.damage(proto)
+    return why and (
+        f"{why}: no weight counts as sparse, and files keep the record as it is; "
+        "model.with_sparsity(None) drops it, jaxonnx.sparse.record(model) writes a new one"
+    )

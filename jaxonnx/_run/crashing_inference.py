@@ -1,0 +1,44 @@
+"""Operators whose shape inference in ONNX reads memory that is not its own: the process ends."""
+
+from onnx import AttributeProto, ModelProto, NodeProto, helper
+
+from jaxonnx._io.protos import all_nodes
+
+_HIDDEN = "hidden"
+"""The domain of nodes that inference is not to know."""
+
+_NEVER = {"Einsum", "EyeLike", "GatherND", "LabelEncoder", "RegexFullMatch", "TreeEnsemble"}
+"""Operators whose inference reads a type that an input may lack, or axes before the first: indices
+of GatherND may have sizes below zero, which inference itself computes. That of Einsum has no end
+for an equation with digits."""
+
+
+def hide(proto: ModelProto) -> None:
+    """Rename, in place, the nodes that inference cannot read; what they give then has no shape."""
+    bodies = (proto.graph, *proto.functions)
+    nodes = [n for body in bodies for n in all_nodes(body) if not _is_safe(n)]
+    for node in nodes:
+        node.domain = _HIDDEN
+    for imports in (proto, *proto.functions) if nodes else ():
+        imports.opset_import.append(helper.make_opsetid(_HIDDEN, 1))
+
+
+def _is_safe(node: NodeProto) -> bool:
+    if node.op_type in _NEVER:
+        return False
+    if node.op_type == "Split":
+        count = _number(node, "num_outputs", len(node.output))
+        return count == len(node.output)
+    if node.op_type == "LayerNormalization":
+        axis = _number(node, "axis", -1)
+        return axis is not None and -(2**31) <= axis < 2**31
+    return True
+
+
+def _number(node: NodeProto, name: str, default: int) -> int | None:
+    """Return an attribute, None for one that is not a number, or that a caller gives."""
+    for attribute in node.attribute:
+        if attribute.name == name:
+            plain = attribute.type == AttributeProto.INT and not attribute.ref_attr_name
+            return attribute.i if plain else None
+    return default

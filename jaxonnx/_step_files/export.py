@@ -1,0 +1,323 @@
+"""A training step as plain ONNX: what any runtime needs to go on with the training."""
+
+import inspect
+import json
+import os
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from onnx import ModelProto
+
+from jaxonnx._atomic_write import whole
+from jaxonnx._graph.values import declared
+from jaxonnx._io import formats
+from jaxonnx._io.build import unused
+from jaxonnx._step_files import web as _web
+from jaxonnx._step_files.load import FORMAT
+from jaxonnx.errors import InputError, TrainingError
+from jaxonnx.model import Model, load
+from jaxonnx.onnx_out import OPSET, in_blocks, known, reads, state_in_blocks, written
+from jaxonnx.training import (
+    Batch,
+    Settings,
+    State,
+    Step,
+    as_batch,
+    assembled,
+    headed,
+    weights_of_classes,
+)
+from jaxonnx.training import step as make
+
+FILES = {
+    "step": "step.onnx",
+    "evaluate": "evaluate.onnx",
+    "init": "init.onnx",
+    "weights": "weights.onnx",
+}
+
+
+def export_step(
+    model: Model | str | os.PathLike | bytes | ModelProto,
+    path: str | os.PathLike,
+    batch: Any,
+    loss: Any,
+    optimizer: Any,
+    *,
+    opset: int = OPSET,
+    epochs: int | None = None,
+    steps_per_epoch: int = 1,
+    web: Any = None,
+    runtime: str | os.PathLike | None = None,
+    init: Literal["onnx", "safetensors", "npz"] = "onnx",
+    external_data: bool = False,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Write the training step of a network as plain ONNX, for any runtime to train with.
+
+    The folder gets `step.onnx`, a graph of standard operators that computes one step: its inputs
+    are a batch and the training state, its outputs the loss and the renewed state. Beside it are
+    `init.onnx`, a graph without inputs that gives the state to start from, `evaluate.onnx` with the
+    sums of loss and metrics over a batch in inference mode, and `manifest.json`, which says what is
+    what: which output feeds which input at the next step. Parameters and running statistics have
+    the names of the file's tensors, so that weights go back by `jaxonnx.load(net, weights=...)`.
+
+    The numbers are those of `jaxonnx.train`: random operators draw the same from the seed and the
+    count of steps, which is part of the state.
+
+    Args:
+      model: what `jaxonnx.load` takes, or a Model.
+      path: the folder, which is made.
+      batch: a batch of examples, of which shapes and dtypes matter, in one of the forms that
+        `train` documents, like `(x, y)`; weights of examples become an input where it has them.
+        With a `jax.ShapeDtypeStruct` among them whose first size is symbolic, the step takes
+        batches of any size.
+      loss: as in `train`.
+      optimizer: as in `train`.
+      opset: the version of ONNX's operators; random numbers need 18.
+      epochs: as in `jaxonnx.training.step`.
+      steps_per_epoch: as in `jaxonnx.training.step`.
+      web: examples, in the form of `batch`. The folder gets a page, too, which trains with them in
+        a browser: it shows loss and accuracy of a fifth that is held out, and gives the trained
+        file to download. Any server of files serves it (`python -m http.server`).
+      runtime: the folder of npm's package onnxruntime-web, whose files the page needs; without it
+        they are taken from `node_modules`, or else npm brings them.
+      init: "safetensors" or "npz" writes the state to start from as a file of arrays, for programs
+        that read it themselves.
+      external_data: write large tensors of each graph into a file beside it, as happens anyway
+        above 2 GB.
+      **settings: what `jaxonnx.training.step` takes besides: metrics, trainable, lora, sparsity...
+
+    Returns:
+      The manifest.
+
+    Raises:
+      UnsupportedError: ONNX cannot say a part of the step.
+      TrainingError: settings or batch do not fit.
+    """
+    if settings.get("mesh") is not None:
+        raise TrainingError("mesh: a step that is exported runs on one device")
+    if unknown := settings.keys() - inspect.signature(make).parameters.keys():
+        raise TypeError(f"export_step() got an unexpected argument {sorted(unknown)[0]!r}")
+    if init not in ("onnx", "safetensors", "npz"):
+        raise InputError(f"init is 'onnx', 'safetensors' or 'npz', and was {init!r}")
+    settings |= {"loss": loss, "optimizer": optimizer, "epochs": 1 if epochs is None else epochs}
+    chosen = Settings.of(settings)
+    model = headed(model if isinstance(model, Model) else load(model), chosen)
+    chosen = replace(chosen, class_weights=weights_of_classes(model, chosen))
+    step = assembled(model, chosen, epochs, steps_per_epoch, platform="onnx")
+    exporter = _Exporter(step, batch, opset)
+    with nullcontext() if web is None else _web.runtime(runtime) as source:
+        names = [n for n in FILES if source or exporter.finishes or n != "weights"]
+        files = FILES | {"init": f"init.{init}"}
+        manifest = exporter.write(Path(path), {n: files[n] for n in names}, external_data)
+        if source is not None:
+            manifest["web"] = _web.write(Path(path), source, step.model, web, manifest)
+        with whole(Path(path) / "manifest.json") as file:
+            file.write_text(json.dumps(manifest, indent=1) + "\n")
+    return manifest
+
+
+class _Exporter:
+    """The graphs of a step, for batches like one of them."""
+
+    def __init__(self, step: Step, batch: Any, opset: int):
+        self._step, self.opset = step, opset
+        self.state = step.init()
+        self.frozen = {name: step.model.state[name] for name in step.frozen}
+        example = as_batch(jax.tree.map(_concrete, batch), step.model)
+        step.check(example)
+        self.example = example
+        used: set[str] = set()
+        leaves, self._structure = jax.tree_util.tree_flatten_with_path(self.state)
+        self.names = [unused(_state_name(path), used) for path, _ in leaves]
+        self.leaves = [value for _, value in leaves]
+        self.values = [known(value, value) for value in self.leaves]
+        inputs = [value.name for value in step.model.inputs]
+        targets = [_key("targets", path) for path, _ in _leaves(example.targets)]
+        names = [*inputs, *targets, "weight"]
+        self.batch = [unused(name, used) for name in names]
+        self.next = [unused(f"next.{name}", used) for name in self.names]
+        self.results = unused("loss", used), unused("is_finite", used)
+        sizes = {_open(leaf) for leaf in jax.tree.leaves(batch)} - {None}
+        self.examples = [_with_size(x, *sizes) for x in jax.tree.leaves(example)]
+
+    @property
+    def finishes(self) -> bool:
+        """Whether the tensors of the file are not in the state as they are."""
+        return self._step.model.program.adaption is not None or self.state.average is not None
+
+    def start(self) -> dict[str, np.ndarray]:
+        """Return the state to start from, by name."""
+        return dict(zip(self.names, self.values, strict=True))
+
+    def write(self, folder: Path, files: Mapping[str, str], external_data: bool) -> dict[str, Any]:
+        """Write these graphs; return the manifest."""
+        graphs = {name: getattr(self, name)() for name in files if name != "init"}
+        read = {name for other in graphs.keys() - {"step"} for name in graphs[other][1]["state"]}
+        proto, told = graphs["step"]
+        read.update(self.state.params, self.state.state)
+        inner = {name: new for name, new in told["state"].items() if name not in read}
+        shapes = state_in_blocks(proto, inner)
+        pairs = zip(self.names, self.values, strict=True)
+        self.values = [x.reshape(shapes.get(name, x.shape)) for name, x in pairs]
+        graphs = {name: graphs.get(name) or self.init() for name in files}
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, (proto, _) in graphs.items():
+            path = folder / files[name]
+            if path.suffix == ".npz":
+                with whole(path) as file:
+                    formats.save_npz(file, self.start())
+                continue
+            options = {"external_data": external_data and path.suffix == ".onnx"}
+            formats.save(path, partial(_same, proto), self.start, **options)
+        return {
+            "format": FORMAT,
+            "opset": self.opset,
+            "params": [*self.state.params],
+            "statistics": [*self.state.state],
+            **{name: {"file": files[name], **told} for name, (_, told) in graphs.items()},
+        }
+
+    def _unpacked(self, values: Any, arrays: Any) -> tuple[State, Batch]:
+        state = jax.tree_util.tree_unflatten(self._structure, values)
+        return state, jax.tree.unflatten(jax.tree.structure(self.example), arrays)
+
+    def step(self) -> tuple[ModelProto, dict[str, Any]]:
+        """Return the graph of an update."""
+
+        def update(values, arrays):
+            state, (loss, good) = self._step.update(*self._unpacked(values, arrays), self.frozen)
+            return [*jax.tree.leaves(state), loss, good.astype(bool)]
+
+        loss, finite = self.results
+        proto = self._graph(update, [*self.next, loss, finite])
+        if proto.ByteSize() < formats.LIMIT:  # what ONNX infers shapes of
+            proto = in_blocks(proto)
+        told = {
+            "batch": self._batch(proto),
+            "state": dict(zip(self.names, self.next, strict=True)),
+            "loss": loss,
+            "finite": finite,
+        }
+        return proto, told
+
+    def evaluate(self) -> tuple[ModelProto, dict[str, Any]]:
+        """Return the graph of the sums over a batch, in inference mode."""
+        sums = self._step.sums(self.example)
+        one = "loss 1" not in sums  # a loss that is a sum of several has their numbers
+        paths = [path for path, _ in _leaves(sums)]
+        metrics = ["loss" if one and p[0].key == "loss 0" else str(p[0].key) for p in paths]
+        outputs = [_key(metric, path[1:]) for metric, path in zip(metrics, paths, strict=True)]
+
+        def evaluate(values, arrays):
+            found = self._step.evaluate(sums, *self._unpacked(values, arrays), self.frozen)
+            return jax.tree.leaves(found)
+
+        proto = self._graph(evaluate, outputs)
+        state = self._drop_unread(proto)
+        groups: dict[str, list[str]] = {}
+        for metric, name in zip(metrics, outputs, strict=True):
+            groups.setdefault(metric, []).append(name)
+        return proto, {"batch": self._batch(proto), "state": state, "sums": groups}
+
+    def init(self) -> tuple[ModelProto, dict[str, Any]]:
+        """Return a graph without inputs that gives the state to start from."""
+        proto = written(lambda: self.values, (), None, self.names, self.opset, flat=True)
+        return proto, {"state": self.names}
+
+    def weights(self) -> tuple[ModelProto, dict[str, Any]]:
+        """Return a graph from the state to the tensors of the file that training renews."""
+
+        def tensors(values):
+            state = jax.tree_util.tree_unflatten(self._structure, values)
+            trained = self._step.trained(self._step.view(state), state.state).merged()
+            return {n: x for n, x in trained.tensors.items() if n in names}
+
+        trained = self._step.model.merged()
+        names = {*trained.params, *self.state.state}
+        found = {name: f"file.{name}" for name in trained.tensors if name in names}
+        proto = written(
+            lambda values: [tensors(values)[name] for name in found],
+            (self.leaves,),
+            self.names,
+            [*found.values()],
+            self.opset,
+            flat=True,
+        )
+        return proto, {"state": self._drop_unread(proto), "tensors": found}
+
+    def _drop_unread(self, proto: ModelProto) -> list[str]:
+        """Remove the tensors of the state that a graph does not read; return the others."""
+        read = {name for node in proto.graph.node for name in reads(node)}
+        for value in [v for v in proto.graph.input if v.name in {*self.names} - read]:
+            proto.graph.input.remove(value)
+        return [value.name for value in proto.graph.input if value.name in self.names]
+
+    def _graph(self, function: Any, outputs: list[str]) -> ModelProto:
+        names = [*self.names, *self.batch]
+        arrays = self.leaves, self.examples
+        return written(function, arrays, names, outputs, self.opset, flat=True)
+
+    def _batch(self, proto: ModelProto) -> dict[str, Any]:
+        known = {value.name: declared(value) for value in proto.graph.input}
+        return {
+            name: {"dtype": str(known[name].dtype), "shape": list(known[name].shape or ())}
+            for name in self.batch
+        }
+
+
+def _same(proto: ModelProto) -> ModelProto:
+    return proto
+
+
+OPEN = 4
+"""Examples of the batch that stands for one of any size, where a step is checked."""
+
+
+def _open(leaf: Any) -> Any:
+    """Return the size of a batch where it is symbolic."""
+    size = (getattr(leaf, "shape", None) or (0,))[0]
+    return None if isinstance(size, (int, np.integer)) else size
+
+
+def _concrete(leaf: Any) -> Any:
+    """Return an array like a `jax.ShapeDtypeStruct`, of a few examples where they are open."""
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    first = () if _open(leaf) is None else (OPEN,)
+    shape = (*first, *leaf.shape[len(first) :])
+    if not all(isinstance(n, int) for n in shape):
+        raise InputError(f"only the first size of a batch may be symbolic, not {leaf.shape}")
+    return np.zeros(shape, leaf.dtype)
+
+
+def _with_size(array: Any, size: Any = None, *others: Any) -> Any:
+    """Return an array, or its shape and dtype with the symbolic number of examples."""
+    if others:
+        raise InputError(f"the arrays of a batch have several symbolic sizes: {size}, {others[0]}")
+    if size is None:
+        return array
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    return jax.ShapeDtypeStruct((size, *np.shape(array)[1:]), dtype)
+
+
+def _leaves(tree: Any) -> list:
+    return jax.tree_util.tree_flatten_with_path(tree)[0]
+
+
+def _key(name: str, path: Any) -> str:
+    text = jax.tree_util.keystr(path, simple=True, separator=".")
+    return f"{name}.{text}" if text else name
+
+
+def _state_name(path: Any) -> str:
+    """Return the name of a leaf of the state: that of the tensor, for those of the file."""
+    text = jax.tree_util.keystr(path, simple=True, separator=".")
+    return text.removeprefix("params.").removeprefix("state.")

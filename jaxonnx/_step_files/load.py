@@ -1,0 +1,114 @@
+"""The weights that another runtime trained, back in the file that they came from."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from onnx import ModelProto
+
+from jaxonnx._io.read import weights_of
+from jaxonnx.errors import InputError
+from jaxonnx.model import Model, load
+
+FORMAT = "jaxonnx training step 1"
+"""How a manifest says what it is."""
+
+
+def import_step(
+    model: Model | str | os.PathLike | bytes | ModelProto,
+    folder: str | os.PathLike,
+    state: Mapping[str, Any] | str | os.PathLike | None = None,
+) -> Model:
+    """Return a model with the weights of a training state that `export_step`'s graphs renewed.
+
+    Adapters are merged into the weights that they belong to, and where the step has a moving
+    average, that is what the model gets, as after `train`.
+
+    Args:
+      model: what the step was exported of, as `jaxonnx.load` takes it, or a Model.
+      folder: what `export_step` wrote.
+      state: arrays by the names of the manifest's state, or the path of an .npz or .safetensors
+        file with them; by default `state.npz` or `state.safetensors` in the folder. Those of the
+        optimizer may be missing.
+
+    Raises:
+      InputError: the folder has no manifest, the state lacks a tensor, or the model does not have
+        tensors of these names and shapes.
+    """
+    path = Path(folder) / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"'{path}' is no manifest of export_step: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise InputError(f"'{path}' is no manifest of export_step: it is not a {FORMAT!r}")
+    what, arrays = weights_of(_saved(Path(folder)) if state is None else state)
+    graph = manifest.get("weights")
+    if graph is None:
+        needed = [*_names(path, manifest, "params"), *_names(path, manifest, "statistics")]
+    else:
+        needed = _names(path, graph, "state")
+    if missing := [name for name in needed if name not in arrays]:
+        raise InputError(f"{what}: the state has no '{missing[0]}', which the weights need")
+    values = {name: jnp.asarray(arrays[name]) for name in needed}
+    if graph is not None:
+        values = _finished(path, graph, values)
+    model = model if isinstance(model, Model) else load(model)
+    known = {**model.state, **model.params}
+    for name, value in values.items():
+        if name not in known:
+            raise InputError(
+                f"the model has no tensor '{name}' to take; is it the one that '{folder}' was "
+                "exported of?"
+            )
+        if np.shape(value) != known[name].shape:
+            raise InputError(
+                f"'{name}' is {list(value.shape)} in the state, {list(known[name].shape)} in the "
+                "model"
+            )
+    values = {name: value.astype(known[name].dtype) for name, value in values.items()}
+    return model.replace(
+        params={name: values.get(name, value) for name, value in model.params.items()},
+        state={name: values.get(name, value) for name, value in model.state.items()},
+    )
+
+
+def _names(path: Path, part: Any, key: str) -> list[str]:
+    """Return a list of names of a manifest."""
+    names = part.get(key) if isinstance(part, dict) else None
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise InputError(f"'{path}' is damaged: it has no list of names '{key}'; export again")
+    return names
+
+
+def _finished(path: Path, graph: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors that a graph beside the manifest computes of a state."""
+    places, file = graph.get("tensors"), graph.get("file")
+    if not (isinstance(places, dict) and all(isinstance(name, str) for name in places.values())):
+        raise InputError(f"'{path}' is damaged: it has no names by 'tensors'; export again")
+    if not isinstance(file, str) or file != Path(file).name:
+        raise InputError(f"'{path}' is damaged: it has no name of a 'file' beside it; export again")
+    finish = load(path.parent / file)
+    outputs = [value.name for value in finish.outputs]
+    if missing := [name for name in places.values() if name not in outputs]:
+        raise InputError(
+            f"'{path}' is damaged: '{file}' has no output '{missing[0]}', which 'tensors' names; "
+            "export again"
+        )
+    tensors = finish(**values)
+    tensors = tensors if isinstance(tensors, tuple) else (tensors,)
+    found = dict(zip(outputs, tensors, strict=True))
+    return {name: found[output] for name, output in places.items()}
+
+
+def _saved(folder: Path) -> Path:
+    """Return the state that a program has put into a folder."""
+    files = [folder / "state.npz", folder / "state.safetensors"]
+    for file in files:
+        if file.exists():
+            return file
+    raise InputError(f"there is no state: neither '{files[0]}' nor '{files[1]}'; give its path")

@@ -1,0 +1,39 @@
+"""Text for people: counted nouns, and what rich renders as plain text or HTML."""
+
+from __future__ import annotations
+
+import io
+from abc import ABC, abstractmethod
+from typing import Any
+
+from rich.console import Console, Group
+
+WIDTH = 80
+"""Characters in a line of text; only a longer name makes a longer one."""
+
+
+def counted(number: int, what: str) -> str:
+    """Return "1 step" or "2,000 steps"."""
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+class Rendered(ABC):
+    """Something that rich renders (`__rich__`), as text in terminals and HTML in notebooks."""
+
+    @abstractmethod
+    def __rich__(self) -> Group: ...
+
+    def __str__(self) -> str:
+        return _text(self)
+
+    def _repr_html_(self) -> str:
+        return _text(self, html=True)
+
+
+def _text(shown: Any, html: bool = False) -> str:
+    """Render with rich as plain text, or as HTML for a notebook."""
+    console = Console(file=io.StringIO(), record=html, width=WIDTH, force_jupyter=False)
+    console.print(shown)
+    if html:
+        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+    return console.file.getvalue().rstrip("\n")  # type: ignore[attr-defined]

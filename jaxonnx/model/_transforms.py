@@ -1,0 +1,158 @@
+"""Models with another file, other parameters or other values: what the methods of Model do."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from onnx import ModelProto
+
+from jaxonnx._graph.bind import bind
+from jaxonnx._graph.roles import graph_tensors, running_statistics, split
+from jaxonnx._graph.select import Select, select
+from jaxonnx._graph.values import matching
+from jaxonnx._network import Network
+from jaxonnx._rewrite.batch import freed
+from jaxonnx._rewrite.head import Classes, replaced
+from jaxonnx._rewrite.outputs import cut
+from jaxonnx.errors import InputError
+from jaxonnx.model._append_jax import appended
+from jaxonnx.model._reinitialize import Initializer, restarted
+
+M = TypeVar("M", bound=Network)
+
+
+def refuse_adapters(model: Network, what: str) -> None:
+    """Raise an InputError if a model has adapters, which belong to what is to be changed."""
+    if model.program.adaption is not None:
+        raise InputError(
+            f"{what} of a model with adapters cannot be changed: set it before they are attached, "
+            "or merge them first with .merged()"
+        )
+
+
+def with_values(model: M, params: Mapping[str, Any] | None, state: Mapping[str, Any] | None) -> M:
+    """Return the model of `Model.replace`."""
+    return dataclasses.replace(
+        model,
+        params=matching("params", model.params, params),
+        state=matching("state", model.state, state),
+    )
+
+
+def with_outputs(model: M, outputs: str | Iterable[str]) -> M:
+    """Return the model of `Model.with_outputs`."""
+    refuse_adapters(model, "outputs")
+    return with_file(model, cut(model.proto, model.graph, model.tensors, outputs))
+
+
+def with_any_batch(model: M) -> M:
+    """Return the model of `Model.with_any_batch`."""
+    refuse_adapters(model, "the batch size")
+    proto, added = freed(model.proto, model.program, model.params, model.state)
+    if proto is model.proto:
+        return model
+    net = with_file(model, proto, added)
+    # what the changes leave over is dropped; an algorithm of the file may read it
+    return net if proto.training_info else with_outputs(net, net.graph.outputs)
+
+
+def with_params(model: M, wanted: Select) -> M:
+    """Return the model of `Model.with_trainable`."""
+    refuse_adapters(model, "trainable")
+    tensors = model.tensors
+    floats = {n: v for n, v in tensors.items() if jnp.issubdtype(v.dtype, jnp.floating)}
+    # a running statistic is renewed, not trained, unless it is asked for by its name
+    statistics = running_statistics(model.graph)
+    chosen = select(wanted, floats, "trainable", statistics, places=model._places)
+    constants = {n: v for n, v in model.program.constants.items() if n not in chosen}
+    return dataclasses.replace(
+        model,
+        params={name: jnp.asarray(tensors[name]) for name in tensors if name in chosen},
+        state={n: v for n, v in tensors.items() if n not in chosen and n not in constants},
+        program=dataclasses.replace(model.program, constants=constants),
+    )
+
+
+def with_new_values(model: M, rng: jax.Array, names: Select, initializer: Initializer) -> M:
+    """Return the model of `Model.reinitialize`."""
+    refuse_adapters(model, "weights")
+    tensors = {**model.params, **model.state}
+    constants = model.program.constants
+    new = restarted(model.graph, tensors, constants, names, rng, initializer, model._places)
+    params, state = ({name: new[name] for name in old} for old in (model.params, model.state))
+    return with_values(model, params, state)
+
+
+def with_new_head(
+    model: M,
+    classes: Classes,
+    at: str | None,
+    ending: bool,
+    rng: jax.Array | None,
+    initializer: Initializer,
+) -> M:
+    """Return the model of `Model.with_head`."""
+    refuse_adapters(model, "the head")
+    tensors, trained = model.tensors, model.params
+    new = replaced(model.proto, model.graph, tensors, trained, classes, at, ending=ending)
+    fresh = {name: jnp.asarray(value) for name, value in new.tensors.items()}
+    wide = {n: x for n, x in new.tensors.items() if x.dtype != fresh[n].dtype}
+    constants = {n: v for n, v in model.program.constants.items() if n not in fresh}
+    net = dataclasses.replace(
+        model,
+        params={**model.params, **fresh},
+        state={name: x for name, x in model.state.items() if name not in fresh},
+        program=dataclasses.replace(model.program, constants=constants),
+        originals={**model.originals, **wide},
+        heads=(*(h for h in model.heads if fresh.keys().isdisjoint(h.tensors)), new.head),
+    )
+    net = with_file(net, new.proto, new.constants)
+    net = with_outputs(net, net.graph.outputs)
+    statistics = running_statistics(net.graph) & fresh.keys()
+    params = {name: x for name, x in net.params.items() if name not in statistics}
+    state = {**net.state, **{name: fresh[name] for name in statistics}}
+    net = dataclasses.replace(net, params=params, state=state)
+    key = jax.random.key(0) if rng is None else rng
+    return with_new_values(net, key, lambda name, _: name in fresh, initializer)
+
+
+def continued(model: M, function: Callable, outputs: Sequence[str] | None) -> M:
+    """Return the model of `Model.then`."""
+    refuse_adapters(model, "outputs")
+    proto, added = appended(model.proto, model.graph, model.tensors, function, outputs)
+    new = with_file(model, proto, added)
+    learned, _, _ = split(new.graph, new.tensors, proto.graph)
+    return with_params(new, [*model.params, *(name for name in learned if name in added)])
+
+
+def with_file(model: M, proto: ModelProto, added: Mapping[str, np.ndarray] | None = None) -> M:
+    """Return the model of a changed file: tensors keep their roles, new ones are constants."""
+    constants = {**model.program.constants, **(added or {})}
+    graph = bind(proto, proto.graph, {*model.params, *model.state, *constants})
+    kept = {*graph_tensors(graph)}
+    params, state, constants = (
+        {name: value for name, value in group.items() if name in kept}
+        for group in (model.params, model.state, constants)
+    )
+    program = dataclasses.replace(model.program, graph=graph, constants=constants)
+    heads = tuple(head for head in model.heads if kept.issuperset(head.tensors))
+    return dataclasses.replace(
+        model, params=params, state=state, proto=proto, program=program, heads=heads
+    )
+
+
+def without_adapters(model: M) -> M:
+    """Return the model of `Model.merged`."""
+    adaption = model.program.adaption
+    if adaption is None:
+        return model
+    tensors = {**model.state, **model.params}
+    params = jax.jit(lambda t: {n: adaption(t)[n] for n in adaption.params})(tensors)
+    state = {n: v for n, v in tensors.items() if n in model.state and n not in params}
+    program = dataclasses.replace(model.program, adaption=None)
+    return dataclasses.replace(model, params=params, state=state, program=program)

@@ -1,0 +1,175 @@
+"""Steps put together from their settings."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from onnx import ModelProto
+
+from jaxonnx._data.images import preparation as images
+from jaxonnx._mesh.rules import Sharding
+from jaxonnx._rewrite.head import Classes
+from jaxonnx.errors import TrainingError
+from jaxonnx.lora import Adapters, LoRA
+from jaxonnx.model import Model, Statistics, Trainable, load
+from jaxonnx.training import _objective as objective
+from jaxonnx.training._class_weights import by_number
+from jaxonnx.training._gradient_step import Minimize
+from jaxonnx.training._head import completed, headed
+from jaxonnx.training._losses import find
+from jaxonnx.training._mesh_step import OnMesh
+from jaxonnx.training._optimizers import planned
+from jaxonnx.training._settings import Optimizer, Settings
+from jaxonnx.training._sparsity import forget, sparsify
+from jaxonnx.training._step import Step
+from jaxonnx.training._training_info_step import Carried
+from jaxonnx.training._tuning import tuned
+from jaxonnx.training._weight_layout import Storage
+
+
+def step(
+    model: Model | str | os.PathLike | bytes | ModelProto,
+    loss: Any = None,
+    optimizer: Optimizer | None = None,
+    *,
+    metrics: Any = None,
+    class_weights: Mapping[Any, float] | None = None,
+    seed: int = 0,
+    head: Classes | Mapping[str, Classes] | None = None,
+    trainable: Trainable | None = None,
+    lora: LoRA | Adapters | None = None,
+    statistics: Statistics | None = None,
+    dropout: float | Mapping[str, float] | None = None,
+    sparsity: str | Mapping[str, Any] | None = None,
+    epochs: int | None = None,
+    steps_per_epoch: int = 1,
+    accumulate: int = 1,
+    ema: float | None = None,
+    precision: Literal["bf16"] | None = None,
+    remat: bool = False,
+    mesh: Mesh | Literal["all"] | None = None,
+    sharding: Sharding | None = None,
+    nan: Literal["stop", "skip"] = "stop",
+) -> Step:
+    """Make the step that `train` loops over, for a loop of your own.
+
+    Nothing is compiled, and no array of the model is changed or donated. Arguments that are not
+    listed mean what they mean in `train`. Without loss and optimizer it is the step of a file that
+    carries its training_info; the parameters of its states are the variables of the file.
+
+    >>> import jax, numpy as np
+    >>> from jaxonnx import demo
+    >>> loss = "softmax_cross_entropy_with_integer_labels"
+    >>> one = step(demo.model(), loss, optax.sgd(0.1))
+    >>> update = jax.jit(one.update, donate_argnums=0)
+    >>> batch = np.zeros((8, 1, 8, 8), np.float32), np.arange(8)
+    >>> state, (value, finite) = update(one.init(), batch)
+    >>> sums = one.evaluate(one.sums(batch), state, batch)
+    >>> [*one.row(sums)]
+    ['validation_loss', 'validation_accuracy']
+    >>> trained = one.trained(one.view(state), state.state)
+
+    Args:
+      sparsity: as in `train`; the lengths of its phases are in units of `steps_per_epoch`.
+      epochs: of the run, in the same unit; `sparsity` without lengths shares them out, and an
+        optimizer that is a function of the updates of the run needs them.
+      steps_per_epoch: steps in the unit of these lengths.
+      mesh: as in `train`: the states of `init`, `frozen` and what `update` returns lie on it. `put`
+        lays a batch on it; one that is not laid there is, within `update`.
+      nan: "stop": once a step is not finite, neither it nor a later one changes anything; "skip":
+        only that step does not.
+
+    Raises:
+      TrainingError: settings that do not fit.
+    """
+    settings = Settings.of(locals() | {"epochs": 1 if epochs is None else epochs})
+    model = headed(model if isinstance(model, Model) else load(model, mesh=mesh), settings)
+    settings = replace(settings, class_weights=weights_of_classes(model, settings))
+    return assembled(model, settings, epochs, steps_per_epoch)
+
+
+def weights_of_classes(model: Model, settings: Settings, data: Any = None) -> Any:
+    """Return `settings.class_weights` by the number of the class."""
+    if settings.class_weights is None:
+        return None
+    labels = images.preparation(model).labels
+    wanted = settings.loss.values() if isinstance(settings.loss, Mapping) else [settings.loss]
+    parts = (x[0] if isinstance(x, tuple) and x else x for x in wanted)
+    losses = [find(loss) for loss in parts if loss is not None]
+    return by_number(settings.class_weights, labels, data, losses)
+
+
+def assembled(
+    model: Model,
+    settings: Settings,
+    epochs: int | None,
+    steps_per_epoch: int | None,
+    platform: str | None = None,
+) -> Step:
+    """Return the step that trains a model as the settings say, on the platform of its arrays."""
+    one = _assembled(model, settings, epochs, steps_per_epoch, platform)
+    return one if settings.mesh is None else OnMesh(one, settings.mesh, settings.sharding)
+
+
+def _assembled(
+    model: Model,
+    settings: Settings,
+    epochs: int | None,
+    steps_per_epoch: int | None,
+    platform: str | None,
+) -> Step:
+    model = tuned(model, settings)
+    settings, notes = completed(model, settings)
+    if settings.loss is None or settings.optimizer is None:
+        _check_carried(model, settings)
+        return Carried(model, objective.find(model, None, settings.metrics), settings)
+    weights: Any = settings.class_weights  # by number: `weights_of_classes`
+    goal = objective.find(model, settings.loss, settings.metrics, weights)
+    goal = replace(goal, notes=(*notes, *goal.notes))
+    optimizer: Any = settings.optimizer
+    if planned(optimizer):
+        optimizer = optimizer(steps=_updates(epochs, steps_per_epoch, settings.accumulate))
+    if settings.accumulate > 1:
+        wide = jnp.result_type(jnp.float32, *model.params.values())
+        steps = optax.MultiSteps(optimizer, settings.accumulate, accumulator_dtype=wide)
+        optimizer = steps.gradient_transformation()
+    optimizer = optax.with_extra_args_support(optimizer)
+    storage = Storage(model.params, optimizer, platform)
+    structured: frozenset[str] = frozenset()
+    if settings.sparsity is None:
+        model = forget(model)
+    else:
+        optimizer, model, structured = sparsify(
+            model, optimizer, settings, epochs, steps_per_epoch, storage
+        )
+    return Minimize(model, goal, optimizer, storage, settings, structured)
+
+
+def _updates(epochs: int | None, steps_per_epoch: int | None, accumulate: int) -> int:
+    """Return the updates of a run."""
+    if epochs is None or steps_per_epoch is None:
+        raise TrainingError(
+            "the optimizer is a function of the updates of the run, whose number is not known: "
+            "pass arrays, or an iterable with a length (to step: epochs= and steps_per_epoch=), or "
+            "an optimizer that knows them"
+        )
+    return max(1, epochs * steps_per_epoch // accumulate)
+
+
+def _check_carried(model: Model, settings: Settings) -> None:
+    """Refuse what does not go with the algorithm of a file."""
+    neither = settings.loss is None and settings.optimizer is None
+    if not (neither and model.proto.training_info):
+        raise TrainingError(
+            "training needs loss= and optimizer=; only a file that carries its training_info "
+            "(jaxonnx.add_training writes one) can be trained without both"
+        )
+    if names := settings.of_optimizers:
+        raise TrainingError(
+            f"{', '.join(names)}: such settings go with loss= and optimizer=, not with the "
+            "algorithm of the file; its saved model continues where the run ended"
+        )

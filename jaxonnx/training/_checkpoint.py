@@ -1,0 +1,374 @@
+"""Checkpoints of a run through Orbax: all that the rest of the run depends on."""
+
+import dataclasses
+import logging
+import math
+import os
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx._arrays import to_host
+from jaxonnx._atomic_write import check_writable
+from jaxonnx._data.fingerprint import difference
+from jaxonnx._io import formats
+from jaxonnx._io.checkpoints import (
+    MODEL,
+    UNREADABLE,
+    check,
+    check_form,
+    reason,
+    seal,
+    sealed,
+    unsealed,
+)
+from jaxonnx._mesh.processes import Together
+from jaxonnx.errors import TrainingError
+from jaxonnx.lora import Adapters
+from jaxonnx.model import Model
+from jaxonnx.training._checkpoint_metadata import About, Position
+from jaxonnx.training._history import History
+
+_LOGGER = logging.getLogger("absl")
+_KEPT = 3
+_UNWRITABLE = (OSError, RuntimeError, ValueError)
+"""What Orbax raises when it cannot write; errors of the system come as ValueError, too."""
+
+
+class NotWritten(Exception):
+    """A checkpoint could not be written; the message is the reason of the system."""
+
+
+class Checkpoints:
+    """The last three checkpoints of a run in a folder, and the best.
+
+    They are written in the background, and appear under their name only when they are complete.
+    Leaves are stored as a list, because names of tensors may hold anything; names, shapes and
+    dtypes are compared with those of the run that reads them, and the bytes with their CRC. The
+    model that the run begins with lies beside them, so that `jaxonnx.load` opens the folder.
+
+    Args:
+      folder: is made if need be.
+      resume: whether a run in the folder is to be continued; "anyway": with other data, too.
+      settings: what must be the same in the run that continues, by the name of the argument; under
+        "data" the identity of the examples, None where it is not known.
+      model: the model that is trained.
+      fixed: arrays of it that the run does not change: they must be the same, too.
+      together: the processes of the run, of which each writes its part.
+
+    Raises:
+      TrainingError: the folder cannot be written, or holds a run and `resume` is false.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        resume: bool | Literal["anyway"],
+        settings: dict[str, Any],
+        model: Model,
+        fixed: dict[str, jax.Array],
+        together: Together,
+    ):
+        # takes seconds to import
+        from orbax import checkpoint as orbax
+        from orbax.checkpoint import checkpoint_managers as managers
+
+        self._orbax = orbax
+        self._settings = settings
+        self._any_data = resume == "anyway"
+        self.notes: list[str] = []
+        """What `restore` took though it is not the same."""
+        self._together = together
+        self._fixed = fixed
+        self._sealed = self._seals()
+        self.folder = os.fspath(folder)
+        path = Path(folder).absolute()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            check_writable(path / "checkpoint")
+        except OSError as error:
+            raise TrainingError(
+                f"checkpoint_dir '{folder}' cannot be written ({error.strerror})"
+            ) from error
+        self._directory = path
+        # Orbax reads the scores of all steps at once, and takes each step to be like all others
+        damaged = []
+        for step in (entry for entry in path.iterdir() if entry.name.isdigit()):
+            try:
+                check_form(step)
+            except UNREADABLE as error:
+                damaged.append((step.name, error))
+        together.agree(not damaged)  # all have looked before one changes anything
+        for name, error in sorted(damaged, key=lambda one: one[0]):
+            self._set_aside(name, error)
+
+        def of_metrics(metrics):
+            return metrics["score"]
+
+        policies = [managers.LatestN(_KEPT), managers.BestN(get_metric_fn=of_metrics, n=1)]
+        self._manager = orbax.CheckpointManager(
+            path,
+            options=orbax.CheckpointManagerOptions(
+                best_fn=of_metrics,  # else the scores are not stored
+                preservation_policy=managers.AnyPreservationPolicy(policies),
+                cleanup_tmp_directories=True,
+            ),
+        )
+        latest = self._manager.latest_step()
+        if latest is not None and not resume:
+            self._manager.close()
+            raise TrainingError(
+                f"checkpoint_dir '{folder}' holds a run up to step {latest}; pass resume=True to "
+                "continue it, or another folder"
+            )
+        self._adapters = None if model.program.adaption is None else Adapters.of(model).about
+        if not together.agree(latest is not None and (path / MODEL).exists()):
+            plain = together.gather(model)
+            try:
+                _write(plain, path / MODEL, together.first)
+            except OSError as error:
+                self._manager.close()
+                raise TrainingError(
+                    f"'{path / MODEL}' cannot be written ({reason(error)})"
+                ) from error
+
+    def restore(self, tree: Any) -> tuple[Position, Any, History]:
+        """Return the newest checkpoint that can be read: position, arrays like `tree`'s, history.
+
+        Raises:
+          TrainingError: it is of another run, or there are checkpoints and none can be read.
+        """
+        steps = sorted(self._manager.all_steps(), reverse=True)
+        for step in steps:
+            try:
+                about = self._about(step)
+            except UNREADABLE as error:
+                self._set_aside(step, error)
+                self._manager.reload()
+                continue
+            self._compare(about, tree)
+            try:
+                found = self._arrays(step, tree, about.crc)
+            except UNREADABLE as error:
+                self._set_aside(step, error)
+                self._manager.reload()
+                continue
+            return about.position, found, about.history
+        if steps:
+            raise TrainingError(
+                f"no checkpoint in '{self.folder}' can be read; pass another checkpoint_dir to "
+                "start anew"
+            )
+        return Position(), tree, History()
+
+    def save(self, at: Position, tree: Any, history: History, score: float | None) -> None:
+        """Store the run at its present step; the next steps may reuse the memory of the tree.
+
+        Args:
+          tree: a `State` in the order of the file, and what else there is.
+          score: greater is better; None does not compete for the best.
+
+        Raises:
+          NotWritten: this checkpoint or the one before it.
+        """
+        leaves = [_kept(_data(x)) for x in jax.tree.leaves(tree)]
+        state, *_ = jax.tree.unflatten(jax.tree.structure(tree), range(len(leaves)))
+        about = {
+            "leaves": _leaves(tree),
+            "tensors": {**state.state, **(state.average or state.params)},
+            "averaged": state.params if state.average else {},
+            "adapters": self._adapters,
+            "fixed": self._sealed,
+            "settings": self._settings,
+            "position": list(at),
+            "history": dataclasses.asdict(history),
+            "crc": [seal(x) for x in leaves],
+        }
+        args, text = self._orbax.args, sealed(about)
+        try:
+            self._manager.save(
+                len(history.losses),
+                args=args.Composite(leaves=args.StandardSave(leaves), about=args.JsonSave(text)),
+                metrics={"score": -math.inf if score is None else score},
+            )
+        except _UNWRITABLE as error:
+            raise NotWritten(reason(error)) from error
+
+    def wait(self) -> None:
+        """Wait until all is written.
+
+        Raises:
+          NotWritten: the last checkpoint.
+        """
+        try:
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
+        except _UNWRITABLE as error:
+            raise NotWritten(reason(error)) from error
+
+    @property
+    def where(self) -> str:
+        """The newest checkpoint that is complete, in words."""
+        with suppress(NotWritten):  # whoever saves or waits says it
+            self.wait()
+        try:
+            self._manager.reload()
+            steps = self._manager.all_steps()
+        except _UNWRITABLE as error:
+            return f"the checkpoints in '{self.folder}' cannot be listed ({reason(error)})"
+        if not steps:
+            return f"there is no checkpoint in '{self.folder}'"
+        return (
+            f"the last checkpoint is that of step {max(steps)} in '{self.folder}', from which "
+            "resume=True goes on"
+        )
+
+    def __enter__(self) -> "Checkpoints":
+        _LOGGER.addFilter(_is_news)
+        return self
+
+    def __exit__(self, *_) -> None:
+        try:
+            self._manager.close()
+        except _UNWRITABLE as error:  # an error of the run may have come before it was said
+            warnings.warn(f"a checkpoint was not written ({reason(error)})", stacklevel=2)
+        finally:
+            _LOGGER.removeFilter(_is_news)
+
+    def _about(self, step: int) -> About:
+        args = self._orbax.args
+        found = self._manager.restore(step, args=args.Composite(about=args.JsonRestore()))["about"]
+        return About.of(unsealed(found))
+
+    def _arrays(self, step: int, tree: Any, seals: list[int | str]) -> Any:
+        args = self._orbax.args
+        leaves, structure = jax.tree.flatten(tree)
+        like = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_spread(x, given))
+            for x, given in zip(map(_data, leaves), seals, strict=True)
+        ]
+        found = self._manager.restore(step, args=args.Composite(leaves=args.StandardRestore(like)))
+        check(found["leaves"], seals)
+        return jax.tree.unflatten(structure, map(_like, found["leaves"], leaves))
+
+    def _compare(self, about: About, tree: Any) -> None:
+        settings = {name: x for name, x in self._settings.items() if name != "data"}
+        for name, value in settings.items():
+            before = about.settings.get(name)
+            if before != value:
+                raise TrainingError(
+                    f"the run in '{self.folder}' has {name}={before}, and {name}={value} would not "
+                    f"continue it; pass {name}={before}, or another checkpoint_dir"
+                )
+        fixed = self._sealed if about.fixed == self._sealed else self._seals(about.fixed)
+        before, now = [*about.leaves, *about.fixed], [*_leaves(tree), *fixed]
+        if before != now:
+            odd = [
+                f"{kind} {next((line for line in one if line not in other), 'another order')}"
+                for kind, one, other in (("it has", before, now), ("this one has", now, before))
+            ]
+            raise TrainingError(
+                f"the checkpoint in '{self.folder}' is of another run: its parameters, state or "
+                f"optimizer are not those of this one ({', '.join(odd)}); pass the same model, "
+                "trainable and optimizer, or another checkpoint_dir"
+            )
+        self._compare_data(about.settings.get("data"))
+
+    def _seals(self, before: Sequence[str] = ()) -> list[str]:
+        """Return what tells whether the fixed arrays are the same, in the form that it had before.
+
+        As for leaves, those that devices share are summed up where they lie.
+        """
+        lines = []
+        for place, (name, x) in enumerate(self._fixed.items()):
+            summed = isinstance(x, jax.Array) and not x.is_fully_replicated
+            if place < len(before):
+                summed = before[place].startswith(f"{name} sum ")
+            lines.append(f"{name} {seal(jax.numpy.asarray(x) if summed else to_host(x))}")
+        return lines
+
+    def _compare_data(self, before: dict[str, Any] | None) -> None:
+        """Refuse other data, where both are known: earlier versions did not say which they had."""
+        now = self._settings["data"]
+        if before is None or now is None or before == now:
+            return
+        differ = f"the run in '{self.folder}' had {difference(before, now)}"
+        if not self._any_data:
+            raise TrainingError(
+                f"{differ}: pass the same data, another checkpoint_dir, or resume='anyway' to "
+                "continue with these"
+            )
+        self.notes.append(differ)
+
+    def _set_aside(self, step: int | str, error: Exception) -> None:
+        """Rename a checkpoint that cannot be read, because its number will be used again."""
+        names = (f"unreadable.{step}" + ("" if n == 1 else f".{n}") for n in count(1))
+        aside = next(path for path in map(self._directory.joinpath, names) if not path.exists())
+        if self._together.first:
+            os.rename(self._directory / str(step), aside)
+        self._together.agree(True)
+        warnings.warn(
+            f"the checkpoint of step {step} in '{self.folder}' cannot be read ({reason(error)}), "
+            f"and is called {aside.name} now; the one before it is taken",
+            stacklevel=2,
+        )
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Drop tracebacks that Orbax logs of what it raises as well, and what is said in a line."""
+    return record.levelno < logging.ERROR or "orbax" not in record.pathname
+
+
+def _leaves(tree: Any) -> list[str]:
+    found = jax.tree_util.tree_leaves_with_path(tree)
+    return [f"{jax.tree_util.keystr(path)} {x.dtype}{list(x.shape)}" for path, x in found]
+
+
+def _data(x: jax.Array) -> jax.Array:
+    """Return a key as the numbers in it; optimizers that draw have one."""
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def _kept(x: Any) -> Any:
+    """Return an array that the next steps cannot reuse.
+
+    One that devices share stays where it is: each process writes its parts. Orbax takes these to
+    the host before anything goes on, but on CPU, where they are there already.
+    """
+    if isinstance(x, np.ndarray) or x.is_fully_replicated:  # a resumed run has its best in NumPy
+        return np.array(x)
+    return jnp.copy(x) if next(iter(x.sharding.device_set)).platform == "cpu" else x
+
+
+def _spread(x: jax.Array, given: int | str) -> jax.sharding.Sharding | None:
+    """Return where the parts of an array lie, if it has several or had when it was sealed."""
+    several = len(x.sharding.device_set) > 1 or isinstance(given, str)
+    return x.sharding if several else None
+
+
+def _like(data: jax.Array, x: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return data
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+
+
+def _write(model: Model, path: Path, first: bool) -> None:
+    """Write a model without its adapters; its sparse weights may be dense as yet."""
+    if not first:
+        return
+    plain = dataclasses.replace(model, program=dataclasses.replace(model.program, adaption=None))
+
+    def graph() -> Any:
+        proto = plain.to_onnx()
+        del proto.metadata_props[:]
+        proto.metadata_props.extend(model.proto.metadata_props)
+        return proto
+
+    formats.save(path, graph, dict)

@@ -1,0 +1,84 @@
+"""Weights of classes: by name, by number, or balanced."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxonnx._data.batches import Examples
+from jaxonnx._data.padded import Padded
+from jaxonnx.errors import TrainingError
+from jaxonnx.training._losses import Loss
+
+_SHOWN = 8
+
+
+def by_number(
+    wanted: Any, labels: Sequence[str], data: Any = None, losses: Sequence[Loss] = ()
+) -> dict[int, float]:
+    """Return weights by the number of the class.
+
+    Args:
+      wanted: the argument `class_weights` of `train`.
+      labels: the names of the classes, where they are known.
+      data: to balance.
+      losses: what the targets are for: labels that they ignore do not count.
+
+    Raises:
+      TrainingError: there is no such class, or nothing to balance.
+    """
+    if isinstance(wanted, str) and wanted == "balanced":
+        return _balanced(data, losses)
+    if not isinstance(wanted, Mapping) or not all(map(_is_weight, wanted.values())):
+        raise TrainingError(
+            "class_weights must be 'balanced', or a dict from classes (their names, or numbers "
+            f"from 0 on) to finite weights of at least 0, and is {wanted!r}"
+        )
+    return {_number(name, labels): float(weight) for name, weight in wanted.items()}
+
+
+def _number(name: Any, labels: Sequence[str]) -> int:
+    if name in labels:
+        return labels.index(name)
+    if isinstance(name, str) and name.isdigit():  # of a TOML file or the command line
+        return int(name)
+    if isinstance(name, int | np.integer) and not isinstance(name, bool):
+        return int(name)
+    if isinstance(name, str) and not labels:
+        raise TrainingError(
+            f"class_weights has {name!r}, and the model does not say the names of its classes: "
+            "write their numbers, or give it names (head=[...], or preprocess={'labels': [...]} "
+            "with a folder of pictures)"
+        )
+    near = difflib.get_close_matches(str(name), labels, n=3) or [*labels[:_SHOWN]]
+    raise TrainingError(
+        f"class_weights has {name!r}, which is none of {len(labels)} classes: try "
+        f"{', '.join(map(repr, near))}"
+    )
+
+
+def _balanced(data: Any, losses: Sequence[Loss]) -> dict[int, float]:
+    """Return weights with which each class that occurs weighs as much as any other, 1 on average.
+
+    They are those of scikit-learn: all labels / (classes * labels of the class).
+    """
+    targets = data.columns.pair[1] if isinstance(data, Padded) else getattr(data, "targets", None)
+    if not isinstance(targets, np.ndarray) or targets.dtype.kind not in "iu":
+        raise TrainingError(
+            "class_weights='balanced' counts the labels of data in one piece, in one array of "
+            "integers; for other data pass a dict of weights"
+        )
+    assert isinstance(data, Examples)
+    chosen = targets[data.rows]
+    if any(loss.one_hot for loss in losses):
+        chosen = chosen.argmax(-1)
+    ignored = [loss.ignore_index for loss in losses if loss.ignore_index is not None]
+    classes, counts = np.unique(chosen[~np.isin(chosen, ignored)], return_counts=True)
+    weights = counts.sum() / (len(classes) * counts)
+    return dict(zip(classes.tolist(), weights.tolist(), strict=True))
+
+
+def _is_weight(value: Any) -> bool:
+    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    return bool(number and np.isfinite(value) and value >= 0)

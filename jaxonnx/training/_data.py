@@ -1,0 +1,114 @@
+"""Data in the forms that `train` documents, as batches."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jaxonnx._data.batches import Examples, Stream
+from jaxonnx._data.forms import check_size, examples_of, size_of_batches
+from jaxonnx._data.images.batches import Pictures
+from jaxonnx._data.images.folder import Folder
+from jaxonnx._data.ragged import IGNORED, PLAIN, Padding
+from jaxonnx._graph.values import Value
+from jaxonnx.errors import TrainingError
+from jaxonnx.training._losses import find
+
+
+def padding_of(pad: Any, length_buckets: Any, loss: Any) -> Padding:
+    """Return how sequences of unequal length are filled up, and which labels padding has.
+
+    Raises:
+      TrainingError: arguments that are no such, or there is no such loss.
+    """
+
+    def ignored(loss: Any) -> int:
+        index = None if loss is None else find(loss).ignore_index
+        return IGNORED if index is None else index
+
+    if not isinstance(loss, Mapping):
+        next_token = loss is not None and find(loss).next_token
+        return Padding.of(pad, length_buckets, ignored=ignored(loss), next_token=next_token)
+    own = {o: ignored(one[0] if isinstance(one, tuple) and one else one) for o, one in loss.items()}
+    return Padding.of(pad, length_buckets, ignored=own)
+
+
+def sources(
+    data: Any,
+    validation: Any,
+    inputs: Sequence[Value],
+    batch_size: int | None,
+    seed: int,
+    padding: Padding = PLAIN,
+    target_names: Collection[str] = (),
+) -> tuple[Examples | Stream, Examples | Stream | None]:
+    """Return the examples to train with and those held out, in the forms that `train` documents.
+
+    Args:
+      validation: like `data`, a share of it between 0 and 1, or None.
+      inputs: the model's; where they are fixed to a batch size, data in one piece takes it.
+      batch_size: for data in one piece; the batches of an iterable have their own size.
+      seed: of the order of data in one piece, which depends on it and on the epoch only, and of
+        which examples are held out; validation data keeps its order.
+      padding: of sequences of unequal length.
+      target_names: names that are of targets, which weights of examples could have, too.
+    """
+    examples = source(data, inputs, batch_size, seed, padding, target_names)
+    if validation is None:
+        return examples, None
+    if isinstance(validation, int | float):
+        return _split(examples, validation)
+    return examples, _source(
+        validation, inputs, batch_size, None, "validation", padding, target_names
+    )
+
+
+def source(
+    data: Any,
+    inputs: Sequence[Value],
+    batch_size: int | None,
+    seed: int | None = None,
+    padding: Padding = PLAIN,
+    target_names: Collection[str] = (),
+) -> Examples | Stream:
+    """Return examples, in their own order if there is no seed."""
+    examples = _source(data, inputs, batch_size, seed, "data", padding, target_names)
+    check_size(examples, batch_size)
+    return examples
+
+
+def _source(
+    data: Any,
+    inputs: Sequence[Value],
+    batch_size: int | None,
+    seed: int | None,
+    what: str,
+    padding: Padding,
+    target_names: Collection[str],
+) -> Examples | Stream:
+    if isinstance(data, Folder):
+        return Pictures.of(data, size_of_batches(inputs, batch_size), seed)
+    return examples_of(
+        data, inputs, batch_size, seed, what, padding=padding, target_names=target_names
+    )
+
+
+def _split(examples: Examples | Stream, share: float) -> tuple[Examples, Examples]:
+    """Return examples without a share of them, and that share; the seed alone chooses."""
+    if not isinstance(examples, Examples):
+        raise TrainingError(
+            f"validation={share} is a share of data in one piece; data is an iterable: pass "
+            "validation data like it"
+        )
+    count = len(examples.rows)
+    held = round(count * share) if 0 < share < 1 else 0
+    if isinstance(share, bool) or not 0 < held < count:
+        raise TrainingError(
+            f"validation={share!r} must be a share between 0 and 1 of the {count} examples that "
+            "leaves some on either side"
+        )
+    order = np.random.default_rng(np.random.SeedSequence(examples.seed, spawn_key=(0,)))
+    chosen = np.sort(order.permutation(count)[:held])
+    rest = np.delete(examples.rows, chosen)
+    return replace(examples, rows=rest), replace(examples, rows=chosen, seed=None)

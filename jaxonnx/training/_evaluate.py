@@ -1,0 +1,126 @@
+"""`evaluate`: losses and metrics of a model over all of some data."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from onnx import ModelProto
+
+from jaxonnx._data.batches import Examples, Stream
+from jaxonnx._data.images import preparation as images
+from jaxonnx._data.images.folder import pictured
+from jaxonnx._data.prefetch import ahead
+from jaxonnx._data.weights import all_or_nothing
+from jaxonnx._progress import tracked
+from jaxonnx.errors import TrainingError
+from jaxonnx.model import Model, load
+from jaxonnx.training import _objective as objective
+from jaxonnx.training._data import padding_of, source
+from jaxonnx.training._step import target_names
+
+
+def evaluate(
+    model: Model | str | os.PathLike | bytes | ModelProto,
+    data: Any,
+    *,
+    metrics: Any = None,
+    loss: Any = None,
+    batch_size: int | None = None,
+    pad: Mapping[str, Any] | None = None,
+    length_buckets: int | Sequence[int] | None = None,
+    preprocess: Mapping[str, Any] | None = None,
+    progress: bool | None = None,
+) -> dict[str, Any]:
+    """Return the loss and metrics of a model, in inference mode, over all of some data.
+
+    Nothing is a mean over batches, and the fill of a short last batch does not count: the numbers
+    are those of the whole data.
+
+    >>> import numpy as np
+    >>> from jaxonnx import demo
+    >>> data = np.zeros((10, 1, 8, 8), np.float32), np.arange(10)
+    >>> evaluate(demo.model(), data, metrics=["accuracy", "top_10"], batch_size=4)
+    {'accuracy': 0.1..., 'top_10': 1.0}
+
+    Args:
+      model: a Model, or anything that `jaxonnx.load` takes.
+      data: with its targets, in any of the forms that `jaxonnx.train` takes.
+      metrics: as in `jaxonnx.train`: numbers. Further numbers are "roc_auc" and
+        "average_precision" (the mean over the classes, each against all others, or over columns of
+        yes and no). Results that are not numbers are "confusion_matrix" (`train.ConfusionMatrix`),
+        "per_class" (precision, recall, F1 and support: `train.PerClass`), "roc_curve" and
+        "precision_recall_curve" (`train.Curves`): each prints as a table, has its arrays as
+        attributes, and `plot()`. The curves and areas keep the outputs of all examples in memory.
+      loss: as in `jaxonnx.train`. It also says what outputs mean: whether they are logits, of
+        classes or of yes and no.
+      batch_size: of data in one piece; 32 if not given, or what the model's inputs are fixed to.
+      pad: as in `jaxonnx.train`, for sequences of unequal length.
+      length_buckets: as in `jaxonnx.train`.
+      preprocess: as in `jaxonnx.train`, for folders of pictures.
+      progress: show a bar after two seconds; by default in terminals and notebooks.
+
+    Returns:
+      By name "loss" and the metrics, of several outputs "<output>_loss" and "<output>_<metric>".
+
+    Raises:
+      TrainingError: data, labels, loss or metrics that do not fit.
+    """
+    if loss is None and metrics is None:
+        raise TrainingError("evaluate computes metrics=, like ['accuracy'], or loss=, or both")
+    net = model if isinstance(model, Model) else load(model)
+    data, _, net = pictured(data, None, net, preprocess)
+    padding = padding_of(pad, length_buckets, loss)
+    examples = source(data, net.inputs, batch_size, None, padding, target_names(net))
+    goal = objective.find(net, loss, metrics)
+    return over(goal, examples, images.preparation(net).labels, progress)
+
+
+def over(
+    goal: objective.Objective,
+    examples: Examples | Stream,
+    labels: Sequence[str],
+    progress: bool | None = None,
+) -> dict[str, Any]:
+    """Return what an objective comes to over all examples; tables take the names of classes."""
+    sums_of, merged = jax.jit(goal.sums), jax.jit(goal.merged)
+    fitting: set[Any] = set()
+
+    def started() -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Yield the sums until each batch, and the predictions of the batch that are gathered."""
+        sums: Any = None
+        for number, batch in enumerate(tracked(examples.batches(0), examples.steps, progress)):
+            outputs = goal.model(*batch.inputs)
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs)
+            plain = all_or_nothing(batch.weight)
+            sizes = str((shapes, jax.tree.map(np.shape, batch.targets), plain))
+            if sizes not in fitting:
+                goal.fit(shapes, batch.targets, batch.weight)
+                fitting.add(sizes)
+            if sums is None:
+                sums = jax.tree.map(_wide, goal.start(shapes, batch))
+                if examples.targets is not None:
+                    names = getattr(examples, "classes", None)
+                    goal.check_labels(examples.targets, shapes, "data", names)
+            if examples.targets is None:
+                goal.check_labels(batch.targets, shapes, f"batch {number + 1} of the data")
+            new = sums_of(outputs, batch)
+            with jax.enable_x64(True):  # single precision would stop counting at 2**24
+                sums = merged(sums, {name: new[name] for name in sums})
+            yield sums, {name: new[name] for name in goal.gathered}
+
+    sums: Any = {}
+    gathered: list[Any] = []
+    for sums, predictions in ahead(started()):
+        jax.block_until_ready(sums)
+        gathered.append(jax.device_get(predictions))
+    whole = jax.tree.map(lambda *parts: np.concatenate(parts), *gathered)
+    with jax.enable_x64(True):
+        values = goal.values({**sums, **whole})
+    return {n: x.named(labels) if hasattr(x, "named") else x for n, x in values.items()}
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    """Return a number in 64 bits."""
+    return x.astype(np.int64 if np.issubdtype(x.dtype, np.integer) else np.float64)

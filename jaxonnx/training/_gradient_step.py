@@ -1,0 +1,233 @@
+"""The step of a loss and an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.core import Tracer
+
+from jaxonnx._graph.roles import running_statistics
+from jaxonnx.lowering import heads_apart
+from jaxonnx.model import Model
+from jaxonnx.training._objective import Objective
+from jaxonnx.training._precision import products_in_bfloat16
+from jaxonnx.training._settings import Settings
+from jaxonnx.training._sparsity import masks, with_products
+from jaxonnx.training._step import SMALL, State, Step, as_batch, copy, finite, stays_finite
+from jaxonnx.training._weight_layout import Storage
+
+SELECTING = {"tpu", "gpu"}
+"""Platforms whose compilers select old or new values in the pass that computes them, and turn all
+weights for a conditional and back. Elsewhere selecting would copy all weights in each step."""
+
+
+class Minimize(Step):
+    """The step that minimizes an objective.
+
+    Args:
+      goal: has a model with the parameters of `model`.
+      optimizer: of parameters as they are stored.
+      settings: `seed`, `accumulate`, `ema`, `precision` and `nan`.
+      structured: the weights whose products use sparse tensor cores once their mask is fixed.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        goal: Objective,
+        optimizer: optax.GradientTransformationExtraArgs,
+        storage: Storage,
+        settings: Settings,
+        structured: Collection[str] = (),
+    ):
+        renewed = running_statistics(model.graph)
+        fixed = {name: x for name, x in model.state.items() if name not in renewed}
+        self.model = model
+        self.frozen = model.program.stored(fixed)
+        self.notes = goal.notes
+        self._goal = goal
+        self._optimizer = optimizer
+        self._storage = storage
+        self._settings = settings
+        self._structured = structured
+
+    def init(self, params: Any = None) -> State:
+        model = self.model.replace(params=params)
+        names = running_statistics(model.graph)
+        state = {name: x for name, x in model.state.items() if name in names}
+        params, state = copy((self._storage.store(model.params), state))
+        memory = jax.tree.map(jnp.asarray, self._memory(params))
+        average = None
+        if self._settings.ema is not None:
+            average = {name: copy(_wide(x)) for name, x in params.items()}
+        return State(params, state, memory, average, jnp.int32(0), jnp.int32(0), jnp.bool(True))
+
+    def update(self, state: State, batch: Any, frozen: Any = None) -> tuple[State, jax.Array]:
+        batch = as_batch(batch, self.model)
+        frozen = self.frozen if frozen is None else frozen
+        key = jax.random.fold_in(jax.random.key(self._settings.seed), state.count)
+
+        def objective(params):
+            params = self._storage.given(self._read(params))
+            tensors = {**self._read(frozen), **state.state}
+            outputs, new = self._run(params, tensors, key, *batch.inputs)
+            renewed = {name: new[name] for name in state.state}
+            return self._goal.mean(outputs, batch.targets, batch.weight), renewed
+
+        gradient = jax.value_and_grad(objective, has_aux=True)
+        if self._settings.precision == "bf16":
+            gradient = products_in_bfloat16(gradient)
+        if self._structured:
+            gradient = with_products(gradient, state.optimizer, self._structured)
+        (value, renewed), gradients = gradient(state.params)
+        good = state.finite & finite((value, gradients)) & stays_finite(state.state, renewed)
+        skip = self._settings.nan == "skip"
+        stay = state.replace(**{"count": state.count + 1} if skip else {"finite": jnp.bool(False)})
+
+        def move(good=None):
+            return self._moved(state.replace(state=renewed), stay, value, gradients, good)
+
+        if self._storage.platform in SELECTING:
+            moved = move(good)
+        else:
+            moved = jax.lax.cond(good, move, lambda: stay)
+        good = moved.taken > state.taken
+        return moved, jnp.stack([value, good.astype(value.dtype)])
+
+    def _memory(self, params: dict[str, Any]) -> Any:
+        """Return the optimizer's first state, made by one program where the storage proved it can.
+
+        Otherwise its zeros take a program for each shape, half a second for a MobileNet; but they
+        lie where the parameters were put, which those of one program do not.
+        """
+        about, init = self._settings, self._optimizer.init
+        arrays = [x for x in jax.tree.leaves(params) if not isinstance(x, Tracer)]
+        placed = about.mesh or any(x.committed for x in arrays)
+        traces = self._storage.names and about.sparsity is None
+        return (jax.jit(init) if traces and not placed else init)(params)
+
+    @property
+    def _run(self) -> Callable:
+        """`Model.apply_train`, as it is best on the platform."""
+        run = self._goal.model.apply_train
+        on_one = self._storage.platform == "tpu" and self._settings.mesh is None
+        return heads_apart(run) if on_one else run
+
+    def _read(self, tensors: Any) -> Any:
+        """Return tensors as the model reads them.
+
+        With `remat` nothing whole is kept for the gradient: each part gathers what it reads.
+        """
+        return tensors if self._settings.remat else self.gather(tensors)
+
+    def _moved(
+        self, state: State, stay: State, value: jax.Array, gradients: Any, good: Any = None
+    ) -> State:
+        """Return the state after an update of the parameters, or `stay` where `good` is false.
+
+        A number whose update is not finite stays as it was. If a small array has such a
+        number, as all have after an infinite rate, the step is not taken.
+        """
+        updates, memory = self._optimizer.update(
+            gradients, state.optimizer, state.params, value=value, grad=gradients
+        )
+        new: Any = optax.apply_updates(state.params, updates)
+        selecting, small = good is not None, stays_finite(state.params, new, small=True)
+        good = good & small if selecting else small
+        kept = _kept_at_once if self._storage.platform == "onnx" else _kept
+        params: Any = jax.tree.map(partial(kept, good), state.params, new)
+        taken, average = state.taken + 1, state.average
+        if self._settings.ema is not None:
+            # the parameters move once in `accumulate` steps, and so does their average
+            part = jnp.where(taken % self._settings.accumulate == 0, 1 - self._settings.ema, 0)
+            average: Any = optax.incremental_update(jax.tree.map(_wide, params), average, part)
+        moved = state.replace(
+            params={}, optimizer=memory, average=average, count=state.count + 1, taken=taken
+        )
+
+        def either(new, old):
+            large = new.size > SMALL and jnp.issubdtype(new.dtype, jnp.floating)
+            # weights are computed from new moments, which a choice on CPU would make copies of
+            return new if large and not selecting else _either(good, new, old)
+
+        return jax.tree.map(either, moved, stay.replace(params={})).replace(params=params)
+
+    def check(self, batch: Any) -> Any:
+        return self._goal.check(as_batch(batch, self.model))
+
+    def check_labels(self, targets: Any, shapes: Any, what: str, classes: Any = None) -> None:
+        self._goal.check_labels(targets, shapes, what, classes)
+
+    def sums(self, batch: Any, shapes: Any = None) -> Any:
+        shapes = self.check(batch) if shapes is None else shapes
+        return self._goal.start(shapes, as_batch(batch, self.model))
+
+    def evaluate(self, sums: Any, state: State, batch: Any, frozen: Any = None) -> Any:
+        batch = as_batch(batch, self.model)
+        frozen = self.frozen if frozen is None else frozen
+        params = self._storage.given(self._read(_shown(state)))
+        tensors = {**self._read(frozen), **state.state}
+        outputs = self._goal.model.apply(params, *batch.inputs, state=tensors)
+        return self._goal.add(sums, outputs, batch)
+
+    def row(self, sums: Any) -> dict[str, float]:
+        return self._goal.row(sums)
+
+    def view(self, state: State) -> dict[str, jax.Array]:
+        return self._storage.view(_shown(state))
+
+    def trained(self, params: Any, state: Any) -> Model:
+        return self.model.replace(params=params, state={**self.model.state, **state})
+
+    def to_file(self, state: State) -> State:
+        return self._storage.view(state)
+
+    def from_file(self, state: State) -> State:
+        return self._storage.store(state)
+
+    def columns(self, validated: bool) -> list[str]:
+        return self._goal.columns(validated)
+
+
+def _shown(state: State) -> dict[str, jax.Array]:
+    """Return the parameters to validate and to hand out: the average if there is one.
+
+    Sparse weights are averaged over masks that change; what the mask hides now is zero.
+    """
+    if state.average is None:
+        return state.params
+    shown = masks(state.optimizer)
+    return {
+        name: jnp.where(shown.get(name, True), x, 0).astype(state.params[name].dtype)
+        for name, x in state.average.items()
+    }
+
+
+@jax.jit
+def _kept(good: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
+    return jnp.where(good & jnp.isfinite(new), new, old)
+
+
+def _kept_at_once(good: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
+    """Do the same where a choice for each number costs more than a sum that shows the usual case.
+
+    A sum of finite numbers may overflow: then each is looked at.
+    """
+    if new.size <= SMALL:
+        return _kept(good, old, new)
+    usual = good & jnp.isfinite(jnp.sum(new))
+    return jax.lax.cond(usual, lambda: new, lambda: _kept(good, old, new))
+
+
+@jax.jit
+def _either(condition: jax.Array, one: jax.Array, other: jax.Array) -> jax.Array:
+    return jnp.where(condition, one, other)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

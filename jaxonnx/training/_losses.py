@@ -1,0 +1,330 @@
+"""Losses: optax's by name, ONNX's, or any callable of outputs and targets."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxonnx._data.ragged import IGNORED
+from jaxonnx._data.weights import all_or_nothing
+from jaxonnx._text import counted
+from jaxonnx.errors import TrainingError
+from jaxonnx.losses import ClassLoss, causal_lm, cross_entropy, negative_log_likelihood
+
+_CLASSES = (
+    "softmax_cross_entropy_with_integer_labels",
+    "multiclass_hinge_loss",
+    "multiclass_perceptron_loss",
+    "multiclass_sparsemax_loss",
+)
+"""Losses of scores (..., classes) and integer labels (...)."""
+
+_ONE_HOT = ("poly_loss_cross_entropy", "safe_softmax_cross_entropy", "softmax_cross_entropy")
+"""Losses of scores (..., classes) and a distribution (..., classes)."""
+
+_LOGITS = {
+    **dict.fromkeys((*_CLASSES, *_ONE_HOT, "cross_entropy", "causal_lm"), "Softmax"),
+    **dict.fromkeys(("dice_loss", "multiclass_generalized_dice_loss"), "Softmax"),
+    **dict.fromkeys(("binary_dice_loss", "hinge_loss", "perceptron_loss"), "Sigmoid"),
+    **dict.fromkeys(
+        ("sigmoid_binary_cross_entropy", "sigmoid_focal_loss", "sparsemax_loss"), "Sigmoid"
+    ),
+}
+"""Losses that take what comes before that operator, and the operator."""
+
+_ALSO_CALLED = {
+    "ce crossentropy sparsecategoricalcrossentropy softmax": _CLASSES[0],
+    "crossentropy nllcrossentropy": "SoftmaxCrossEntropyLoss",
+    "categoricalcrossentropy onehot": "softmax_cross_entropy",
+    "nll": "NegativeLogLikelihoodLoss",
+    "bce bcewithlogits binarycrossentropy sigmoid": "sigmoid_binary_cross_entropy",
+    "focal": "sigmoid_focal_loss",
+    "mse l2 meansquarederror": "squared_error",
+    "mae l1 meanabsoluteerror": "absolute_error",
+    "huber smoothl1": "huber_loss",
+    "kl kldiv": "kl_divergence",
+}
+"""What Keras and PyTorch call a loss, in small letters, and its name here."""
+
+_SHOWN = 8
+
+
+@cache
+def _named() -> dict[str, Callable[..., Any]]:
+    """Return the losses of optax that need predictions and targets and nothing else, and ONNX's."""
+    found = {}
+    for name in dir(optax.losses):
+        function = getattr(optax.losses, name)
+        if callable(function) and name not in ("smooth_labels", "ntxent"):
+            parameters = inspect.signature(function).parameters.values()
+            needed = [p for p in parameters if p.default is p.empty or p.name == "targets"]
+            if len(needed) == 2:
+                found[name] = function
+    found["absolute_error"] = lambda outputs, targets: jnp.abs(outputs - targets)
+    found["causal_lm"] = causal_lm()
+    found["SoftmaxCrossEntropyLoss"] = cross_entropy()
+    found["NegativeLogLikelihoodLoss"] = negative_log_likelihood()
+    return found
+
+
+@dataclass(frozen=True)
+class Loss:
+    """`function(outputs, targets)` is a scalar or has the examples along its first axis."""
+
+    function: Callable[[Any, Any], Any]
+    name: str | None = None
+    class_weights: Mapping[int, float] | None = None
+    """What labels weigh, 1 where nothing is said."""
+
+    @property
+    def class_axis(self) -> int | None:
+        """The axis of the outputs that targets which are labels do not have."""
+        if isinstance(self.function, ClassLoss):
+            return self.function.axis
+        return -1 if self.name in _CLASSES else None
+
+    @property
+    def ignore_index(self) -> int | None:
+        """The label that does not count."""
+        return self.function.ignore_index if isinstance(self.function, ClassLoss) else None
+
+    @property
+    def next_token(self) -> bool:
+        """Whether outputs are scored by the label at the next place."""
+        return isinstance(self.function, ClassLoss) and self.function.shift
+
+    def aligned(self, outputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Return the outputs and targets that belong together, place by place."""
+        own = self.function
+        return own.aligned(outputs, targets) if isinstance(own, ClassLoss) else (outputs, targets)
+
+    @property
+    def one_hot(self) -> bool:
+        """Whether targets are distributions over the classes, on the last axis."""
+        return self.name in _ONE_HOT
+
+    @property
+    def logits_of(self) -> str | None:
+        """The operator whose input the loss takes rather than its output."""
+        return _LOGITS.get(self.name or "")
+
+    def mean(self, outputs: Any, targets: Any, weight: jax.Array) -> jax.Array:
+        """Return the weighted mean over the examples; a scalar loss sees the fill as well."""
+        total, count = self.totals(outputs, targets, weight)
+        return total / jnp.where(count > 0, count, 1)
+
+    def totals(self, outputs: Any, targets: Any, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return a sum over a batch and its divisor, which add up to the mean of an epoch."""
+        function = self.function
+        if isinstance(function, ClassLoss) and function.reduction != "none":
+            if self.class_weights:
+                function = replace(function, weight=self._of_classes(outputs.shape[function.axis]))
+            return function.totals(outputs, targets, weight)
+        values = function(outputs, targets)
+        if not self.class_weights:
+            return totals(values, weight)
+        shares = self._shares(*self.aligned(outputs, targets))
+        total, _ = totals(values * shares, weight)
+        return total, totals(shares, weight)[0]
+
+    def weighing(self, classes: Mapping[int, float]) -> Self:
+        """Return the same loss with weights of classes.
+
+        Raises:
+          TrainingError: the loss is not one of classes, or has such weights.
+        """
+        if self.class_axis is None and not self.one_hot:
+            raise TrainingError(
+                f"class_weights go with losses of classes, like {_CLASSES[0]!r}, not with "
+                f"{self.name or self.function!r}; weights of examples, beside x and y, go with any "
+                "loss that has one value for each"
+            )
+        if isinstance(self.function, ClassLoss) and self.function.weight is not None:
+            raise TrainingError(
+                f"the loss {self.name!r} has weights of classes already: leave them or "
+                "class_weights out"
+            )
+        return replace(self, class_weights=classes)
+
+    def _of_classes(self, count: int) -> np.ndarray:
+        """Return the weight of each class."""
+        weights = np.ones(count, np.float32)
+        for number, weight in (self.class_weights or {}).items():
+            weights[number] = weight
+        return weights
+
+    def _shares(self, outputs: Any, targets: Any) -> jax.Array:
+        """Return the weights of the classes that targets are, or of their mixture."""
+        if self.one_hot:
+            return targets @ self._of_classes(outputs.shape[-1])
+        return jnp.take(self._of_classes(outputs.shape[self.class_axis]), targets, mode="clip")
+
+    def check(self, outputs: Any, targets: Any, what: str = "the loss", weight: Any = None) -> None:
+        """Refuse shapes that do not fit, given arrays or `jax.ShapeDtypeStruct`s.
+
+        Args:
+          weight: of the examples, where it is known.
+        """
+        if self.name is not None:
+            self._check_named(outputs, targets, what)
+        loss = jax.eval_shape(self.function, outputs, targets)
+        size = len(jax.tree.leaves(targets)[0])
+        if not isinstance(loss, jax.ShapeDtypeStruct) or loss.shape[:1] not in ((), (size,)):
+            raise TrainingError(
+                f"{what} must be a scalar or have one value for each of {size} examples, "
+                f"and is {loss}"
+            )
+        if not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise TrainingError(f"{what} must be a real floating number, and is {loss.dtype}")
+        of_examples = loss.shape or isinstance(self.function, ClassLoss)
+        if not of_examples and not all_or_nothing(weight):
+            raise TrainingError(
+                f"{what} is a scalar, which weights of examples cannot weigh: return one value for "
+                f"each of {size} examples"
+            )
+        self._check_classes(outputs, what)
+
+    def _check_classes(self, outputs: Any, what: str) -> None:
+        """Refuse weights of classes that there are not."""
+        if self.class_weights:
+            classes = outputs.shape[-1 if self.class_axis is None else self.class_axis]
+            if odd := [number for number in self.class_weights if not 0 <= number < classes]:
+                raise TrainingError(
+                    f"class_weights has {', '.join(map(str, odd))}; the classes of {what} are "
+                    f"0 ... {classes - 1}"
+                )
+
+    def _check_named(self, outputs: Any, targets: Any, what: str) -> None:
+        what = f"{what} {self.name!r}"
+        if not hasattr(outputs, "shape") or not hasattr(targets, "shape"):
+            hint = ""
+            if isinstance(targets, Mapping):
+                columns = ", ".join(map(repr, targets))
+                hint = f", and beside the inputs the data has {columns}: leave out what is none"
+            raise TrainingError(
+                f"{what} takes one output and one target{hint}; for a model with several pass a "
+                "dict of losses by output name, or a callable (outputs, targets) -> loss"
+            )
+        wanted = outputs.shape
+        if self.class_axis is not None:
+            if len(wanted) <= abs(self.class_axis):
+                raise TrainingError(
+                    f"{what} needs outputs with the classes on axis {self.class_axis}; their shape "
+                    f"is {wanted}"
+                )
+            wanted = (*wanted[: self.class_axis], *wanted[self.class_axis :][1:])
+        if targets.shape != wanted:
+            raise TrainingError(
+                f"{what} needs targets of shape {wanted} for outputs of shape {outputs.shape}; "
+                f"they have {targets.shape}"
+            )
+        if self.class_axis is None:
+            return
+        if not jnp.issubdtype(targets.dtype, jnp.integer):
+            raise TrainingError(f"{what} needs integer labels; they are {targets.dtype}")
+        weight = self.function.weight if isinstance(self.function, ClassLoss) else None
+        if weight is not None and len(weight) != outputs.shape[self.class_axis]:
+            raise TrainingError(
+                f"{what} has weights of {len(weight)} classes; the outputs have "
+                f"{outputs.shape[self.class_axis]}"
+            )
+
+    def check_labels(
+        self, targets: Any, outputs: Any, what: str, names: Sequence[str] | None = None
+    ) -> None:
+        """Refuse labels outside of 0 ... classes - 1, which optax would take for others."""
+        if self.class_axis is None:
+            return
+        classes = outputs.shape[self.class_axis]
+        if names is not None and len(names) != classes:
+            shown = ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)
+            raise TrainingError(
+                f"{what} has {len(names)} classes ({shown}), and the outputs have {classes}: "
+                f"head={len(names)} (--head {len(names)}) puts a new last layer for them into it"
+            )
+        check_classes(targets, classes, self.ignore_index, what)
+
+
+def check_classes(targets: np.ndarray, classes: int, ignored: int | None, what: str) -> None:
+    """Refuse labels outside of 0 ... classes - 1 but for one that is ignored."""
+    wrong = (targets < 0) | (targets >= classes)
+    if ignored is not None:
+        wrong &= targets != ignored
+    if wrong.any():
+        first = tuple(np.argwhere(wrong)[0])
+        padding = ignored is None and targets[first] == IGNORED
+        raise TrainingError(
+            f"{what} has {counted(int(wrong.sum()), 'label')} outside of 0 ... {classes - 1}, "
+            f"the first is {targets[first]} at {', '.join(map(str, first))}"
+            + "; jaxonnx.losses.cross_entropy(axis=-1, ignore_index=-100) leaves such out"
+            * bool(padding)
+        )
+
+
+def totals(values: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the weighted sum of the values of examples, or of their means, and of the weights.
+
+    Half precision, whose sums end at 65504, is summed in float32.
+    """
+    examples = weight.sum()
+    values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
+    if not values.ndim:
+        return values * examples, examples
+    values = values.reshape(values.shape[0], -1).mean(1)
+    return jnp.where(weight > 0, values * weight, 0).sum(), examples
+
+
+def _near(name: str) -> list[str]:
+    """Return the losses that somebody may mean: by what others call them, and by spelling."""
+    named = {_plain(own): own for own in _named()}
+    plain = _plain(name)
+    meant = [own for other, own in _ALSO_CALLED.items() if plain in other.split()]
+    spelled = difflib.get_close_matches(plain, named, n=3)
+    parts = [key for key in named if plain and (plain in key or key in plain)]
+    near = dict.fromkeys([*meant, *(named[key] for key in (*spelled, *parts))])
+    return [own for own in near if own in _named()][:4] or sorted(_named())
+
+
+def _plain(name: str) -> str:
+    """Return the letters of a name, without the words that say that it is a loss."""
+    letters = "".join(filter(str.isalnum, name.lower()))
+    return letters.removesuffix("loss")
+
+
+def _takes(name: str) -> str:
+    """Return which targets a loss takes."""
+    if name in _CLASSES:
+        return "labels: the number of the class"
+    if name in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"):
+        return "ONNX's; classes on axis 1, labels: the number of the class"
+    if name in _ONE_HOT:
+        return "a probability for each class"
+    if name in ("hinge_loss", "perceptron_loss"):
+        return "-1 or 1 for each output"
+    if _LOGITS.get(name) == "Sigmoid":
+        return "0 or 1 for each output"
+    return "targets of the shape of the outputs"
+
+
+def find(loss: Any) -> Loss:
+    """Return the loss of that name, or around that callable, which may be one of optax's itself."""
+    if isinstance(loss, ClassLoss):
+        return Loss(loss, loss.name)
+    named = _named()
+    if callable(loss):
+        return Loss(loss, next((name for name, own in named.items() if own is loss), None))
+    if not isinstance(loss, str) or loss not in named:
+        near = ", ".join(f"{name} ({_takes(name)})" for name in _near(str(loss)))
+        raise TrainingError(
+            f"there is no loss {loss!r} of predictions and targets; try {near}, "
+            "or pass a callable (outputs, targets) -> loss"
+        )
+    found = named[loss]
+    return Loss(found, found.name if isinstance(found, ClassLoss) else loss)

@@ -1,0 +1,104 @@
+"""Memory that a step does not fit into."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from jaxonnx._limits import amount
+from jaxonnx._run.failures import asked, compiling, exhausted
+from jaxonnx._safe_read import memory
+from jaxonnx.errors import Error, TrainingError
+from jaxonnx.training._settings import Settings
+from jaxonnx.training._step import State
+from jaxonnx.training._stopping import Stop
+
+EXHAUSTED = (jax.errors.JaxRuntimeError, MemoryError)
+"""What a lack of memory raises, among other things (`exhausted`)."""
+
+
+class Fitting:
+    """Compiles an update for each kind of batch, and calls it where memory is enough for it.
+
+    An update takes over the memory of the state: one that fails while it runs has lost the weights.
+    """
+
+    def __init__(self, update: Callable[..., tuple[State, jax.Array]]):
+        self._update = jax.jit(update, donate_argnums=0)
+        self._known: set[Any] = set()
+
+    def __call__(self, state: State, batch: Any, *others: Any) -> tuple[State, jax.Array]:
+        leaves, structure = jax.tree.flatten(batch)
+        kind = structure, *((x.shape, x.dtype) for x in leaves)
+        if kind not in self._known:
+            traced = self._update.trace(state, batch, *others)  # jax.jit keeps it for the call
+            with compiling("the compiled step"):
+                compiled = traced.lower().compile()
+            _check(compiled, jax.tree.leaves(compiled.output_shardings)[0].addressable_devices)
+            self._known.add(kind)
+        return self._update(state, batch, *others)
+
+
+def _check(compiled: jax.stages.Compiled, devices: Any) -> None:
+    """Raise a MemoryError if a program takes more memory than its devices have left."""
+    used = compiled.memory_analysis()
+    if used is None:
+        return
+    more = used.temp_size_in_bytes + used.output_size_in_bytes - used.alias_size_in_bytes
+    for device in devices:
+        stats = device.memory_stats() or {}
+        if "bytes_limit" in stats:
+            size, room = more, stats["bytes_limit"] - stats["bytes_in_use"]
+        else:  # the memory of the machine, of which nothing says what is free
+            size, room = more + used.argument_size_in_bytes, memory()
+        if room is not None and size > room:
+            raise MemoryError(f"a step allocates {size} bytes, of which there are {amount(room)}")
+
+
+def spared(error: Any, state: State, several: bool) -> Any:
+    """Return the end of a run for want of memory whose weights are there; another end as it is.
+
+    Raises:
+      JaxRuntimeError, MemoryError: the weights are lost, no step was taken, or other processes take
+        part in the run.
+    """
+    if not isinstance(error, EXHAUSTED):
+        return error
+    if not exhausted(error) or isinstance(error, Error) or several or not _taken(state):
+        raise error
+    return Stop(_advice(error), int(state.count))
+
+
+def _taken(state: State) -> bool:
+    """Check whether a state is there, after a step at least."""
+    if any(x.is_deleted() for x in jax.tree.leaves(state)):
+        return False
+    try:
+        return bool(jax.block_until_ready(state).taken > 0)
+    except jax.errors.JaxRuntimeError:  # what failed computes it
+        return False
+
+
+def _advice(error: Exception) -> str:
+    return (
+        f"memory is not enough{asked(error)}: a smaller batch_size, with accumulate= for the "
+        "same mean gradient, remat=True, or a mesh= of more devices takes less"
+    )
+
+
+@contextmanager
+def fitting(settings: Settings) -> Iterator[None]:
+    """Say what helps where memory is not enough for a batch or a step.
+
+    Raises:
+      TrainingError: it is not, and no step was taken, or the weights are lost but in checkpoints.
+    """
+    try:
+        yield
+    except EXHAUSTED as error:
+        if isinstance(error, Error) or not exhausted(error):
+            raise
+        kept = settings.checkpoint_dir
+        newest = "" if kept is None else f"; resume=True goes on from the newest in '{kept}'"
+        raise TrainingError(_advice(error) + newest) from error

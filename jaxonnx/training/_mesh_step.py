@@ -1,0 +1,216 @@
+"""A step on a mesh of devices: what lies where, said once, and XLA does the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
+from functools import partial
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxonnx._arrays import put
+from jaxonnx._data.batches import Batch
+from jaxonnx._mesh.rules import DATA, Sharding, axes_of, mesh_of, specs
+from jaxonnx._mesh.shardings import Laid, inherited
+from jaxonnx.errors import TrainingError
+from jaxonnx.lowering import KernelFirst, kernel_first
+from jaxonnx.model import Model
+from jaxonnx.training._step import State, Step, as_batch
+
+
+class OnMesh(Step):
+    """A step of one device, on many: the same numbers up to rounding.
+
+    The batch is split over the axis "data". Parameters and frozen tensors lie as the rules say, and
+    what the optimizer keeps of a parameter lies as the parameter does, before and after each step:
+    sums over the batch become sums over devices wherever the compiler meets one. The axes of the
+    mesh are automatic here, whatever their type outside.
+
+    Args:
+      mesh, sharding: as in `train`.
+    """
+
+    def __init__(self, step: Step, mesh: Any, sharding: Sharding | None):
+        self._step = step
+        self._mesh = mesh_of(mesh)
+        self.model = step.model
+        tensors = {**self.model.state, **self.model.params, **step.params}
+        split = specs(self.model, self._mesh, DATA if sharding is None else sharding, tensors)
+        self._laid = {name: Laid(x.shape, self._by(split[name])) for name, x in tensors.items()}
+        began = jax.eval_shape(step.init)
+        bare = began.replace(params=self._laid, state={}, optimizer=(), average=None)
+        stored = cast(dict[str, Laid], step.from_file(bare).params)  # as steps keep them
+        self._state: State = inherited(began, stored, self._mesh)
+        self._rows = self._by(PartitionSpec(DATA if DATA in self._mesh.shape else None))
+        self._whole = self._by(PartitionSpec())
+        self.frozen = {name: self._frozen(name, x) for name, x in step.frozen.items()}
+        step.frozen = self.frozen  # no copy of them stays on one device
+        lies = {**jax.tree.map(lambda x: x.sharding, self.frozen), **self._state.params}
+        self._read = {n: jax.tree.map(_gathered, x) for n, x in lies.items() if _over_batch(x)}
+        step.gather = self._gather
+        self.notes = (*step.notes, *_idle(self._mesh, split.values()))
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        return self._step.params
+
+    def init(self, params: Any = None) -> State:
+        params = self.params if params is None else params
+        with self._propagating():
+            return jax.jit(self._step.init, out_shardings=self._state)(self._put({**params}))
+
+    def put(self, batch: Batch, shared: bool = False) -> Batch:
+        if self._rows.is_fully_addressable:
+            return jax.device_put(batch, self._rows)
+        if not shared:
+            self._check_size(batch)
+            return jax.tree.map(lambda x: put(x, self._rows), batch)
+        own = partial(jax.make_array_from_process_local_data, self._rows)
+        return jax.tree.map(lambda x: own(np.asarray(x)), batch)
+
+    def update(self, state: State, batch: Any, frozen: Any = None) -> tuple[State, jax.Array]:
+        with self._propagating():
+            state, seen = self._step.update(state, self._split(batch), self._or_own(frozen))
+            kept = {
+                field.name: _laid(getattr(state, field.name), getattr(self._state, field.name))
+                for field in fields(State)
+            }
+            state, seen = state.replace(**kept), _laid(seen, self._whole)
+        return state, _left(seen)
+
+    def evaluate(self, sums: Any, state: State, batch: Any, frozen: Any = None) -> Any:
+        with self._propagating():
+            sums = self._step.evaluate(sums, state, self._split(batch), self._or_own(frozen))
+            return _laid(sums, self._whole)
+
+    def check(self, batch: Any) -> Any:
+        batch = as_batch(batch, self.model)
+        if self._rows.is_fully_addressable:  # else it may be the share of a process
+            self._check_size(batch)
+        return self._step.check(batch)
+
+    def check_labels(self, targets: Any, shapes: Any, what: str, classes: Any = None) -> None:
+        self._step.check_labels(targets, shapes, what, classes)
+
+    def sums(self, batch: Any, shapes: Any = None) -> Any:
+        return jax.tree.map(lambda x: put(x, self._whole), self._step.sums(batch, shapes))
+
+    def row(self, sums: Any) -> dict[str, float]:
+        return self._step.row(sums)
+
+    def view(self, state: State) -> dict[str, jax.Array]:
+        with self._propagating():
+            return self._put(self._step.view(state))
+
+    def trained(self, params: Any, state: Any) -> Model:
+        model = self._step.trained(params, state)
+        return model.replace(params=self._put(model.params), state=self._put(model.state))
+
+    def to_file(self, state: State) -> State:
+        with self._propagating():
+            return self._step.to_file(state)
+
+    def from_file(self, state: State) -> State:
+        with self._propagating():
+            return jax.device_put(self._step.from_file(state), self._state)
+
+    def columns(self, validated: bool) -> list[str]:
+        return self._step.columns(validated)
+
+    def _by(self, spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(self._mesh, spec)
+
+    def _put(self, tensors: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """Return tensors in the order of the file where they belong."""
+        return {
+            name: put(x, self._laid[name].sharding if name in self._laid else self._whole)
+            for name, x in tensors.items()
+        }
+
+    def _gather(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Return tensors that are no longer split over the axis of the batch, within a step.
+
+        Left to itself XLA gathers the weight or the batch for each product, and where many devices
+        have little of the weight each it may be the batch.
+        """
+        return {
+            name: _laid(x, self._read[name]) if name in self._read else x
+            for name, x in tensors.items()
+        }
+
+    def _frozen(self, name: str, x: Any) -> Any:
+        laid = self._laid[name]
+        if not isinstance(x, KernelFirst):
+            return put(x, laid.sharding)
+        axes: Any = kernel_first(laid.shape)
+        return KernelFirst(put(x.value, laid.transpose(axes).sharding))
+
+    def _or_own(self, frozen: Any) -> Any:
+        return self.frozen if frozen is None else frozen
+
+    def _split(self, batch: Any) -> Batch:
+        """Return a batch of any form whose arrays are split, within a step."""
+        batch = as_batch(batch, self.model)
+        self._check_size(batch)
+        return _laid(jax.tree.map(_entered, batch), self._rows)
+
+    def _check_size(self, batch: Batch) -> None:
+        """Refuse a batch that the devices cannot share."""
+        size, count = len(batch.inputs[0]), self._mesh.shape.get(DATA, 1)
+        if size % count:
+            below, above = size // count * count, -(-size // count) * count
+            near = f"{below} or {above}" if below else f"{above}"
+            raise TrainingError(
+                f"a batch of {size} examples does not divide over the {count} devices of the axis "
+                f"'{DATA}' of the mesh; {near} would (batch_size=, or the batches of the data)"
+            )
+
+    def _propagating(self) -> AbstractContextManager:
+        """Return a context that tells lowerings of the mesh, and lets XLA choose shardings."""
+        return jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh)
+
+
+def _idle(mesh: Mesh, specs: Iterable[PartitionSpec]) -> Iterator[str]:
+    """Yield which devices do what others do."""
+    used = {DATA, *(axis for spec in specs for part in spec for axis in axes_of(part))}
+    for axis, size in mesh.shape.items():
+        if axis not in used and size > 1:
+            yield f"the axis '{axis}' of the mesh splits nothing: its {size} devices do the same"
+
+
+def _entered(x: Any) -> Any:
+    """Return an array of an explicit mesh where the axes of that mesh are automatic."""
+    typed = isinstance(x, jax.Array) and AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+    return jax.sharding.reshard(x, PartitionSpec()) if typed else x
+
+
+def _left(x: Any) -> Any:
+    """Return a small array as one of the mesh that the caller has set, if its axes are explicit."""
+    mesh = jax.sharding.get_abstract_mesh()
+    typed = AxisType.Explicit in mesh.axis_types
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec())) if typed else x
+
+
+def _over_batch(tree: Any) -> bool:
+    """Check whether an array, or its form in storage, is split over the axis of the batch."""
+    return any(DATA in axes_of(part) for laid in jax.tree.leaves(tree) for part in laid.spec)
+
+
+def _gathered(laid: NamedSharding) -> NamedSharding:
+    """Return a sharding without the axis that splits the batch."""
+    rest = (tuple(axis for axis in axes_of(part) if axis != DATA) for part in laid.spec)
+    return NamedSharding(laid.mesh, PartitionSpec(*(axes or None for axes in rest)))
+
+
+def _laid(tree: Any, shardings: Any) -> Any:
+    return jax.lax.with_sharding_constraint(tree, shardings)
+
+
+def automatic(mesh: Any) -> AbstractContextManager:
+    """Return a context for a run on a mesh, also where the caller has set one of explicit axes."""
+    typed = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+    return jax.set_mesh(mesh_of(mesh)) if typed and mesh is not None else nullcontext()

@@ -1,0 +1,284 @@
+"""Metrics: sums over the examples of an epoch, kept on the device, and what they come to.
+
+Each metric is exact over the epoch: nothing is a mean of the batches' values. Examples of weight 0
+(the fill of a short batch) and labels that the loss ignores do not count.
+"""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxonnx._data.weights import all_or_nothing
+from jaxonnx.errors import TrainingError
+from jaxonnx.training import _tables as tables
+from jaxonnx.training._losses import check_classes, totals
+from jaxonnx.training._reader import Answers, Choices, Reader
+
+Sums = Any
+"""A pytree of float32 arrays; zeros are the sums of no examples."""
+
+
+class Metric(NamedTuple):
+    """How a metric is computed, batch by batch."""
+
+    sums: Callable[[Any, Any, jax.Array], Sums]
+    """Of a batch: (outputs, targets, weight of each example)."""
+    value: Callable[[Sums], Any]
+    """The metric of the examples in the sums: a number, or one of the tables of `evaluate`."""
+    merge: Callable[[Sums, Sums], Sums] | None
+    """None for a metric that needs the predictions of all examples, which are gathered."""
+    number: bool = True
+
+
+def add(a: Sums, b: Sums) -> Sums:
+    return jax.tree.map(jnp.add, a, b)
+
+
+def _ratio(sums: Sums) -> jax.Array:
+    return _divide(*sums)
+
+
+def _divide(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)
+
+
+def _right(found: Choices | Answers) -> Sums:
+    if isinstance(found, Choices):
+        right = found.scores.argmax(1) == found.labels
+    else:
+        right = (found.given == found.true).mean(1)
+    return (right * found.weight).sum(), found.weight.sum()
+
+
+def _among_best(count: int, found: Choices) -> Sums:
+    _, best = jax.lax.top_k(found.scores, count)
+    right = (best == found.labels[:, None]).any(1)
+    return (right * found.weight).sum(), found.weight.sum()
+
+
+def _matrix(found: Choices | Answers) -> Sums:
+    """Count the predictions by true and chosen class, whatever they weigh."""
+    if isinstance(found, Choices):
+        classes, true, chosen = found.scores.shape[1], found.labels, found.scores.argmax(1)
+    else:
+        classes, true, chosen = 2, found.true[:, 0].astype(int), found.given[:, 0].astype(int)
+    counts = (true >= 0) & (true < classes) & (found.weight > 0)
+    place = jnp.where(counts, true * classes + chosen, classes**2)
+    return jnp.zeros(classes**2, jnp.int32).at[place].add(1, mode="drop").reshape(classes, classes)
+
+
+def _gathered(found: Choices | Answers) -> Sums:
+    """Return scores, truth and weight of each prediction."""
+    if isinstance(found, Choices):
+        return found.scores, found.labels, found.weight
+    return found.scores, found.true, found.weight
+
+
+class _Confusion(NamedTuple):
+    """Per class, how often it is chosen, true and both."""
+
+    chosen: jax.Array
+    true: jax.Array
+    both: jax.Array
+
+
+def _confusion(found: Choices | Answers) -> Sums:
+    if isinstance(found, Choices):
+        classes = found.scores.shape[1]
+        chosen = jax.nn.one_hot(found.scores.argmax(1), classes, dtype=bool)
+        true = jax.nn.one_hot(found.labels, classes, dtype=bool)
+    else:
+        chosen, true = found.given, found.true
+    counts = ((found.weight[:, None] * x).sum(0) for x in (chosen, true, chosen & true))
+    # of classes those that occur count, of yes or no all: both as in scikit-learn
+    always = isinstance(found, Answers) * found.weight.sum()
+    return _Confusion(*counts), always
+
+
+def _macro(of_class: Callable[[_Confusion], jax.Array]) -> Callable[[Sums], jax.Array]:
+    def value(sums):
+        counts, always = sums
+        occurs = counts.chosen + counts.true + always > 0
+        return _divide((of_class(counts) * occurs).sum(), occurs.sum())
+
+    return value
+
+
+def _error(power: int, outputs, targets, weight) -> Sums:
+    return totals(jnp.abs(outputs - targets).astype(float) ** power, weight)
+
+
+class _Spread(NamedTuple):
+    """Moments of targets, and the squared error, per column."""
+
+    count: jax.Array
+    mean: jax.Array
+    squares: jax.Array
+    """The sum of squared distances from the mean."""
+    error: jax.Array
+
+
+def _spread(outputs, targets, weight) -> Sums:
+    outputs, targets = (x.reshape(len(weight), -1).astype(float) for x in (outputs, targets))
+    weight = weight[:, None]
+    mean = _divide((targets * weight).sum(0), weight.sum())
+    squares = ((targets - mean) ** 2 * weight).sum(0)
+    error = jnp.where(weight > 0, (outputs - targets) ** 2 * weight, 0).sum(0)
+    return _Spread(weight.sum(), mean, squares, error)
+
+
+def _merge_spread(a: _Spread, b: _Spread) -> _Spread:
+    """Merge as Chan, Golub and LeVeque (1983) do: no difference of large sums."""
+    count = a.count + b.count
+    step = b.mean - a.mean
+    share = _divide(b.count, count)
+    squares = a.squares + b.squares + step**2 * a.count * share
+    return _Spread(count, a.mean + step * share, squares, a.error + b.error)
+
+
+def _determined(sums: _Spread) -> jax.Array:
+    constant = sums.squares == 0
+    score = 1 - sums.error / jnp.where(constant, 1, sums.squares)
+    return jnp.where(constant, jnp.where(sums.error == 0, 1.0, 0.0), score).mean()
+
+
+_CLASSES = {
+    "accuracy": (_right, _ratio),
+    "f1": (_confusion, _macro(lambda n: _divide(2 * n.both, n.chosen + n.true))),
+    "precision": (_confusion, _macro(lambda n: _divide(n.both, n.chosen))),
+    "recall": (_confusion, _macro(lambda n: _divide(n.both, n.true))),
+}
+"""Metrics of decisions: their sums, and the value."""
+
+_TABLES = {
+    "confusion_matrix": (_matrix, tables.ConfusionMatrix.of, add),
+    "per_class": (_confusion, lambda sums: tables.PerClass.of(*sums[0]), add),
+    "roc_curve": (_gathered, partial(tables.Curves.of, "roc"), None),
+    "precision_recall_curve": (_gathered, partial(tables.Curves.of, "precision_recall"), None),
+}
+"""Metrics of decisions that are no number, for `evaluate`."""
+
+_AREAS = {
+    "roc_auc": lambda gathered: tables.Curves.of("roc", gathered).area,
+    "average_precision": lambda gathered: tables.Curves.of("precision_recall", gathered).area,
+}
+"""Numbers that need the scores of all examples, for `evaluate`."""
+
+_NUMBERS = {
+    "mae": (lambda *batch: _error(1, *batch), _ratio, add),
+    "mse": (lambda *batch: _error(2, *batch), _ratio, add),
+    "r2": (_spread, _determined, _merge_spread),
+}
+"""Metrics of outputs that are like their targets."""
+
+_NAMES = ", ".join([*_CLASSES, *_NUMBERS, "top_5 (and any number)"])
+_OF_EVALUATE = ", ".join([*_AREAS, *_TABLES])
+
+
+def find(metric: Any, reader: Reader) -> tuple[str, Metric]:
+    """Return the metric of that name, or around that callable, and its name.
+
+    Raises:
+      TrainingError: there is none of that name, or a callable without one.
+    """
+    if callable(metric):
+        name = getattr(metric, "__name__", "")
+        if not name.isidentifier():
+            raise TrainingError(
+                f"the metric {metric!r} has no name to stand in the history; define it with def"
+            )
+        return name, Metric(
+            lambda outputs, targets, weight: totals(
+                jnp.asarray(metric(outputs, targets)).astype(float), weight
+            ),
+            _ratio,
+            add,
+        )
+    known = isinstance(metric, str)
+    if known and metric in _NUMBERS:
+        return metric, Metric(*_NUMBERS[metric])
+    best = re.fullmatch(r"top_([1-9]\d*)", metric) if known else None
+    if best is None and not (known and metric in {**_CLASSES, **_TABLES, **_AREAS}):
+        raise TrainingError(
+            f"there is no metric {metric!r}; there are {_NAMES}, for jaxonnx.evaluate also "
+            f"{_OF_EVALUATE}, or pass a function (outputs, targets) -> scalar or one value for "
+            "each example"
+        )
+
+    def read(outputs, targets, weight) -> Any:
+        return reader.decisions(outputs, targets, weight)
+
+    if best is not None:
+        count = int(best[1])
+        return metric, Metric(lambda *batch: _among_best(count, read(*batch)), _ratio, add)
+    if metric in _AREAS:
+        return metric, Metric(lambda *batch: _gathered(read(*batch)), _AREAS[metric], None)
+    if metric in _TABLES:
+        sums, value, merge = _TABLES[metric]
+        return metric, Metric(lambda *batch: sums(read(*batch)), value, merge, number=False)
+    sums, value = _CLASSES[metric]
+    return metric, Metric(lambda *batch: sums(read(*batch)), value, add)
+
+
+def check(
+    name: str, metric: Any, reader: Reader, outputs: Any, targets: Any, weight: Any = None
+) -> None:
+    """Refuse a metric that does not fit outputs and targets, given their shapes, or weights."""
+    if callable(metric):
+        value = jax.eval_shape(metric, outputs, targets)
+        size = len(jax.tree.leaves(targets)[0])
+        if not hasattr(value, "shape") or value.shape[:1] not in ((), (size,)):
+            raise TrainingError(
+                f"the metric '{name}' must be a scalar or have one value for each of {size} "
+                f"examples, and is {value}"
+            )
+        if not value.shape and not all_or_nothing(weight):
+            raise TrainingError(
+                f"the metric '{name}' is a scalar, which weights of examples cannot weigh: return "
+                f"one value for each of {size} examples"
+            )
+        return
+    if not hasattr(outputs, "shape") or not hasattr(targets, "shape"):
+        raise TrainingError(
+            f"the metric '{name}' takes one output and one target; for a model with several pass "
+            "a dict of metrics by output name, or a callable (outputs, targets)"
+        )
+    if metric in _NUMBERS:
+        if outputs.shape != targets.shape:
+            raise TrainingError(
+                f"the metric '{name}' needs targets of the shape of the outputs, {outputs.shape}; "
+                f"they have {targets.shape}"
+            )
+        return
+    axis = reader.class_axis(outputs.shape, targets.shape)
+    if axis is None and reader.threshold is None:
+        raise TrainingError(
+            f"the metric '{name}' cannot know which outputs mean yes: no named loss says so, and "
+            "the model does not end in Sigmoid; pass the loss by its name, or the metric as a "
+            "callable"
+        )
+    if metric == "confusion_matrix" and axis is None and outputs.shape[1:] not in ((), (1,)):
+        raise TrainingError(
+            f"the metric '{name}' is of one choice, and outputs of shape {outputs.shape} are "
+            "several of yes and no: 'per_class' counts each of them"
+        )
+    if metric.startswith("top_"):
+        classes = None if axis is None else outputs.shape[axis]
+        if classes is None or int(metric.removeprefix("top_")) > classes:
+            raise TrainingError(
+                f"the metric '{name}' needs as many classes; the outputs have shape {outputs.shape}"
+            )
+
+
+def check_labels(metric: Any, reader: Reader, outputs: Any, targets: Any, what: str) -> None:
+    """Refuse labels that are not classes of the outputs, which no loss has seen before."""
+    if callable(metric) or metric in _NUMBERS or targets.ndim == outputs.ndim:
+        return
+    axis = reader.class_axis((len(targets), *outputs.shape[1:]), targets.shape)
+    if axis is not None:
+        ignored = None if reader.loss is None else reader.loss.ignore_index
+        check_classes(targets, outputs.shape[axis], ignored, what)

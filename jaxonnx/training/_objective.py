@@ -1,0 +1,322 @@
+"""What a run minimises and what it measures, for a model with one output or several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx._data.batches import Batch
+from jaxonnx._graph.bind import Node
+from jaxonnx._rewrite.last_layer import ENDINGS
+from jaxonnx.errors import TrainingError
+from jaxonnx.model import Model
+from jaxonnx.training import _losses as losses
+from jaxonnx.training import _metrics as metrics
+from jaxonnx.training._reader import Reader
+
+
+@dataclass(frozen=True)
+class Term:
+    """A loss of one output, or of all outputs at once."""
+
+    loss: losses.Loss
+    output: str | None
+    """None for all outputs and all targets, as they come."""
+    value: int | None
+    """Which of the model's values the loss takes, if one."""
+    share: float
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A metric of one output, or of all outputs at once."""
+
+    metric: metrics.Metric
+    given: Any
+    reader: Reader
+    output: str | None
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Weighted losses of outputs, and metrics of outputs.
+
+    Attributes:
+      model: computes the outputs of the file, and after them the logits that losses take.
+      notes: what it does differently from what the file says.
+    """
+
+    model: Model
+    terms: tuple[Term, ...]
+    measures: Mapping[str, Measure]
+    names: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def mean(self, outputs: Any, targets: Any, weight: jax.Array) -> jax.Array:
+        """Return the loss of a batch, given all values that the model computes."""
+        means = [
+            term.share * term.loss.mean(*self._given(term, outputs, targets), weight)
+            for term in self.terms
+        ]
+        return sum(means[1:], means[0])
+
+    def sums(self, outputs: Any, batch: Batch) -> dict[str, Any]:
+        """Return what `add` sums up of a batch: losses first, then metrics by name."""
+        targets, weight = batch.targets, jnp.asarray(batch.weight)
+        found = {
+            f"loss {i}": term.loss.totals(*self._given(term, outputs, targets), weight)
+            for i, term in enumerate(self.terms)
+        }
+        for name, measure in self.measures.items():
+            given = self._seen(measure.output, outputs, targets)
+            found[name] = measure.metric.sums(*given, weight)
+        return jax.tree.map(jnp.asarray, found)
+
+    def start(self, shapes: Any, batch: Batch) -> dict[str, Any]:
+        """Return the sums of no examples, given the shapes of outputs."""
+        sums = jax.eval_shape(self.sums, shapes, batch)
+        sums = {name: x for name, x in sums.items() if name not in self.gathered}
+        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), sums)
+
+    @property
+    def gathered(self) -> set[str]:
+        """The metrics that need the predictions of all examples."""
+        return {name for name, m in self.measures.items() if m.metric.merge is None}
+
+    def add(self, sums: dict[str, Any], outputs: Any, batch: Batch) -> dict[str, Any]:
+        """Return the sums with those of a batch."""
+        return self.merged(sums, self.sums(outputs, batch))
+
+    def merged(self, sums: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+        """Return the sums of both, with the types of the first."""
+        merge: Any = {name: measure.metric.merge for name, measure in self.measures.items()}
+        new = {n: jax.tree.map(lambda a, b: b.astype(a.dtype), x, new[n]) for n, x in sums.items()}
+        return {n: merge.get(n, metrics.add)(x, new[n]) for n, x in sums.items()}
+
+    def row(self, sums: dict[str, Any]) -> dict[str, float]:
+        """Return what an epoch's sums come to, as the history has it."""
+        return {f"validation_{name}": value for name, value in self.values(sums).items()}
+
+    def values(self, sums: dict[str, Any]) -> dict[str, Any]:
+        """Return what sums come to: numbers, and tables where metrics are no numbers."""
+        row: dict[str, Any] = {"loss": 0.0} if self.terms else {}
+        for i, term in enumerate(self.terms):
+            total, count = sums[f"loss {i}"]
+            value = float(total) / max(float(count), 1e-30)
+            row["loss"] += term.share * value
+            if len(self.terms) > 1:
+                row[f"{term.output}_loss"] = value
+        for name, measure in self.measures.items():
+            value = measure.metric.value(sums[name])
+            row[name] = float(value) if measure.metric.number else value
+        return row
+
+    def columns(self, validated: bool) -> list[str]:
+        """Return the names of the numbers of an epoch that can tell the best one."""
+        if not validated:
+            return ["loss"]
+        several = [term.output for term in self.terms] if len(self.terms) > 1 else []
+        names = ["loss", *(f"{output}_loss" for output in several), *self.measures]
+        return ["loss", *(f"validation_{name}" for name in names)]
+
+    def check(self, batch: Batch) -> Any:
+        """Refuse inputs and targets that do not fit; return the shapes of what is computed."""
+        model, key = self.model, jax.random.key(0)
+        shapes, _ = jax.eval_shape(
+            lambda *inputs: model.apply_train(model.params, model.state, key, *inputs),
+            *batch.inputs,
+        )
+        for name, measure in self.measures.items():
+            if name in self.gathered or not measure.metric.number:
+                raise TrainingError(
+                    f"the metric '{name}' needs all predictions, or is no number: pass it to "
+                    "jaxonnx.evaluate after the run"
+                )
+        self.fit(shapes, batch.targets, batch.weight)
+        return shapes
+
+    def fit(self, shapes: Any, targets: Any, weight: Any) -> None:
+        """Refuse targets that do not fit the outputs, and weights that a loss cannot weigh."""
+        wanted = [part.output for part in (*self.terms, *self.measures.values()) if part.output]
+        for output in wanted if isinstance(targets, Mapping) or len({*wanted}) > 1 else ():
+            if not isinstance(targets, Mapping) or output not in targets:
+                given = [*targets] if isinstance(targets, Mapping) else "an array"
+                raise TrainingError(
+                    "losses and metrics by output need targets in a dict by output name, with "
+                    f"'{output}'; they are {given}"
+                )
+        for term in self.terms:
+            what = "the loss" if term.output is None else f"the loss of '{term.output}',"
+            term.loss.check(*self._given(term, shapes, targets), what, weight)
+        for name, measure in self.measures.items():
+            given = self._seen(measure.output, shapes, targets)
+            metrics.check(name, measure.given, measure.reader, *given, weight)
+
+    def check_labels(self, targets: Any, shapes: Any, what: str, classes: Any = None) -> None:
+        """Refuse labels that are no classes, and other classes than those of the outputs."""
+        for term in self.terms:
+            outputs, labels = self._given(term, shapes, targets)
+            of = what if term.output is None else f"{what}, '{term.output}',"
+            term.loss.check_labels(labels, outputs, of, classes)
+        if not self.terms:
+            for measure in self.measures.values():
+                outputs, labels = self._seen(measure.output, shapes, targets)
+                metrics.check_labels(measure.given, measure.reader, outputs, labels, what)
+
+    def _given(self, term: Term, outputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Return what a loss takes of all values."""
+        if term.value is None:
+            return self._seen(None, outputs, targets)
+        values = outputs if isinstance(outputs, tuple) else (outputs,)
+        return values[term.value], _own(targets, term.output)
+
+    def _seen(self, output: str | None, outputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Return outputs as the file has them, one or all, and their targets."""
+        values = outputs if isinstance(outputs, tuple) else (outputs,)
+        if output is not None:
+            return values[self.names.index(output)], _own(targets, output)
+        count = len(self.names)
+        return values[0] if count == 1 else values[:count], targets
+
+
+def _own(targets: Any, output: str | None) -> Any:
+    """Return the targets of an output, which need not be in a dict if they are all there are."""
+    return targets[output] if output is not None and isinstance(targets, Mapping) else targets
+
+
+def find(
+    model: Model, loss: Any, wanted: Any, class_weights: Mapping[int, float] | None = None
+) -> Objective:
+    """Return the objective of `train`'s arguments `loss` and `metrics`; metrics alone, without.
+
+    Raises:
+      TrainingError: names, weights or outputs that there are not.
+    """
+    names = tuple(value.name for value in model.outputs)
+    logits: list[str] = []
+    notes: list[str] = []
+
+    def term(output: str | None, given: Any, share: float) -> Term:
+        found = losses.find(given)
+        if output is None and len(names) > 1:
+            return Term(found, None, None, share)
+        position = 0 if output is None else names.index(output)
+        node = _ending(model, names[position])
+        if node is None or not _fits(node, found, model.outputs[position].shape):
+            return Term(found, output, position, share)
+        if node.inputs[0] not in logits:
+            logits.append(node.inputs[0])
+        notes.append(
+            f"the loss {found.name} takes logits: it is that of '{node.inputs[0]}', which "
+            f"{node.op.name} turns into the output '{names[position]}'; the saved model keeps it"
+        )
+        return Term(found, output, len(names) + logits.index(node.inputs[0]), share)
+
+    if isinstance(loss, Mapping):
+        terms = tuple(
+            term(o, *_weighted(o, given)) for o, given in _of_outputs("loss", loss, names)
+        )
+    else:
+        terms = () if loss is None else (term(None, loss, 1.0),)
+    terms = _weighing(terms, class_weights)
+    measures = _measures(model, names, terms, wanted)
+    if logits:
+        model = replace(model, program=model.program.giving(logits))
+    return Objective(model, terms, measures, names, tuple(notes))
+
+
+def _of_outputs(what: str, given: Mapping[str, Any], names: tuple[str, ...]) -> list:
+    if not given or not {*given} <= {*names}:
+        raise TrainingError(
+            f"{what} is a dict with the keys {', '.join(map(repr, given)) or 'none'}; its keys "
+            f"must be outputs of the model, which are {', '.join(map(repr, names))}"
+        )
+    return list(given.items())
+
+
+def _weighted(output: str, given: Any) -> tuple[Any, float]:
+    """Return a loss and its weight, 1 if it has none."""
+    if not isinstance(given, tuple):
+        return given, 1.0
+    if len(given) != 2 or not isinstance(given[1], int | float) or not np.isfinite(given[1]):
+        raise TrainingError(
+            f"the loss of '{output}' must be a loss or a pair (loss, weight), and is {given!r}"
+        )
+    return given[0], float(given[1])
+
+
+def _weighing(
+    terms: tuple[Term, ...], class_weights: Mapping[int, float] | None
+) -> tuple[Term, ...]:
+    """Return terms of which the one of classes weighs them."""
+    if not class_weights:
+        return terms
+    chosen = [t for t in terms if t.loss.class_axis is not None or t.loss.one_hot] or [*terms]
+    if len(chosen) != 1:
+        raise TrainingError(
+            f"class_weights go with one loss of classes; there are {len(chosen)}: pass "
+            "jaxonnx.losses.cross_entropy(weight=...) for each of them"
+        )
+    weighed = replace(chosen[0], loss=chosen[0].loss.weighing(class_weights))
+    return tuple(weighed if t is chosen[0] else t for t in terms)
+
+
+def _measures(
+    model: Model, names: tuple[str, ...], terms: tuple[Term, ...], wanted: Any
+) -> dict[str, Measure]:
+    """Return metrics by the name that the history has for them."""
+    losses_of = {term.output: term.loss for term in terms}
+    if isinstance(wanted, Mapping):
+        listed = [(o, m) for o, ms in _of_outputs("metrics", wanted, names) for m in _list(ms)]
+    elif wanted is not None:
+        listed = [(None, metric) for metric in _list(wanted)]
+    else:
+        listed = [(t.output, "accuracy") for t in terms if t.loss.class_axis is not None]
+    found: dict[str, Measure] = {}
+    for output, given in listed:
+        node = _ending(model, names[0] if output is None else output)
+        loss = losses_of.get(output, losses_of.get(None) if len(names) == 1 else None)
+        reader = Reader(loss, None if node is None else node.op.name)
+        name, metric = metrics.find(given, reader)
+        name = name if output is None else f"{output}_{name}"
+        if name in found or name in ("loss", *(f"{term.output}_loss" for term in terms)):
+            raise TrainingError(f"there are two metrics '{name}'")
+        found[name] = Measure(metric, given, reader, output)
+    return found
+
+
+def _list(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _ending(model: Model, output: str) -> Node | None:
+    """Return the node of `ENDINGS` that gives an output."""
+    for node in reversed(model.graph.nodes):
+        if node.outputs and node.outputs[0] == output:
+            if node.op.name == "Identity" and not node.op.domain:
+                output = node.inputs[0]
+            else:
+                return node if node.op.name in ENDINGS and not node.op.domain else None
+    return None
+
+
+def _fits(node: Node, loss: losses.Loss, shape: tuple | None) -> bool:
+    """Return whether the ending is the one that the loss has inside, over the same axis."""
+    if ENDINGS[node.op.name] != loss.logits_of:
+        return False
+    if node.op.name == "Sigmoid":
+        return True
+    wanted = -1 if loss.class_axis is None else loss.class_axis
+    axis = node.attributes.get("axis", -1 if node.op.since >= 13 else 1)
+    if shape is None:
+        return axis == wanted and node.op.since >= 13
+    rank = len(shape)
+    last = rank - 1
+    # before opset 13 all axes from `axis` on were one
+    same_meaning = node.op.since >= 13 or axis % rank == last
+    return axis % rank == wanted % rank and same_meaning

@@ -1,0 +1,120 @@
+"""Optimizers of optax by name, with a schedule, and the learning rate in their state."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from numbers import Real
+from typing import Any, Literal
+
+import jax
+import optax
+
+from jaxonnx.errors import TrainingError
+
+OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "rmsprop", "sgd")
+SCHEDULES = ("constant", "linear", "cosine")
+RATE = 1e-3
+
+
+def optimizer(
+    name: str = "adam",
+    rate: float = RATE,
+    steps: int | None = None,
+    *,
+    schedule: Literal["constant", "linear", "cosine"] = "constant",
+    warmup: float = 0.0,
+    clip: float | None = None,
+    weight_decay: float | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Return an optimizer of optax with a schedule, clipped gradients and weight decay.
+
+    Its state has the learning rate as a hyperparameter (`optax.inject_hyperparams`), where `train`
+    finds it for `history.rates`, for logs and for the progress bar.
+
+    >>> made = optimizer("adamw", 3e-4, 1000, schedule="cosine", warmup=0.1, clip=1.0)
+    >>> float(made.init({})[-1].hyperparams["learning_rate"])  # of the first step
+    0.0
+
+    Args:
+      name: "adam", "adamw", "adagrad", "lion", "rmsprop" or "sgd", with the settings of optax.
+      rate: the learning rate, with a schedule the greatest one.
+      steps: the updates of the run. `train` knows them, and takes a function of them: `lambda
+        steps: jaxonnx.training.optimizer("sgd", 0.1, steps, schedule="linear")`.
+      schedule: after the warmup the rate is "constant", or falls to zero at the end of the run, on
+        a line or on half a period of the cosine.
+      warmup: the updates in which the rate rises from zero; below one, their share of `steps`.
+      clip: the greatest norm of all gradients together, to which longer ones are scaled down.
+      weight_decay: the share of each parameter that an update takes away, times the rate, as in
+        `optax.adamw`, of which "adam" with weight decay is another name. By default that of the
+        optimizer in optax: 1e-4 for "adamw", 1e-3 for "lion", none for others.
+
+    Raises:
+      TrainingError: a setting does not fit.
+    """
+    _one_of("optimizer", name, OPTIMIZERS)
+    _one_of("schedule", schedule, SCHEDULES)
+    _positive("rate", rate)
+    _positive("warmup", warmup, zero=True)
+    if clip not in (None, math.inf):
+        _positive("clip", clip)
+    if weight_decay is not None:
+        _positive("weight_decay", weight_decay, zero=True)
+    rule: Any = getattr(optax, name)
+    decay = {} if weight_decay is None else {"weight_decay": weight_decay}
+    own = decay if "weight_decay" in inspect.signature(rule).parameters else {}
+    parts = [] if clip is None else [optax.clip_by_global_norm(clip)]
+    parts.append(rule(-1.0, **own))  # the last part has the rate, and the sign
+    if decay and not own:
+        parts.append(optax.add_decayed_weights(**decay))
+    rates = _rates(rate, steps, schedule, warmup)
+    parts.append(optax.inject_hyperparams(optax.scale_by_learning_rate)(learning_rate=rates))
+    return optax.with_extra_args_support(optax.chain(*parts))
+
+
+def _rates(rate: float, steps: int | None, schedule: str, warmup: float) -> Any:
+    """Return the rate, or the rate of each update."""
+    if schedule == "constant" and not warmup:
+        return rate
+    if steps is None and (schedule != "constant" or warmup < 1):
+        what = f"the schedule {schedule!r}" if schedule != "constant" else f"warmup={warmup}"
+        raise TrainingError(
+            f"{what} needs steps=, the updates of the run; train(optimizer=) takes a function of "
+            "them, like lambda steps: optimizer('adam', 1e-3, steps, schedule='cosine')"
+        )
+    rising = round(warmup * steps) if warmup < 1 and steps is not None else round(warmup)
+    rest = max(1, (steps or rising) - rising)
+    after = {
+        "constant": lambda: optax.constant_schedule(rate),
+        "linear": lambda: optax.linear_schedule(rate, 0.0, rest),
+        "cosine": lambda: optax.cosine_decay_schedule(rate, rest),
+    }[schedule]()
+    if not rising:
+        return after
+    return optax.join_schedules([optax.linear_schedule(0.0, rate, rising), after], [rising])
+
+
+def planned(optimizer: Any) -> bool:
+    """Return whether this is a function of the updates of the run, `steps`."""
+    return inspect.isfunction(optimizer) and [*inspect.signature(optimizer).parameters] == ["steps"]
+
+
+def rate_of(memory: Any) -> jax.Array | None:
+    """Return the learning rate of the last update, if the state of an optimizer has just one."""
+    kind = optax.InjectStatefulHyperparamsState
+    leaves = jax.tree.leaves(memory, is_leaf=lambda x: isinstance(x, kind))
+    held = [x.hyperparams for x in leaves if isinstance(x, kind)]
+    rates: list[Any] = [x["learning_rate"] for x in held if "learning_rate" in x]
+    return rates[0] if len(rates) == 1 else None
+
+
+def _one_of(what: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise TrainingError(f"{what} must be one of {', '.join(allowed)}, and is {value!r}")
+
+
+def _positive(what: str, value: Any, zero: bool = False) -> None:
+    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else -1.0
+    if not (0 < number < math.inf or (zero and number == 0)):
+        least = "of at least zero" if zero else "greater than zero"
+        raise TrainingError(f"{what} must be a number {least}, and finite, and is {value!r}")

@@ -1,0 +1,258 @@
+"""One HTML page about a run, which needs no other file."""
+
+import base64
+import io
+import os
+import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from html import escape
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxonnx._atomic_write import whole
+from jaxonnx._data.batches import Examples, Stream
+from jaxonnx._data.images import preparation as images
+from jaxonnx._graph.scopes import modules
+from jaxonnx._graph.uses import uses
+from jaxonnx.errors import Error
+from jaxonnx.lora import Adapters
+from jaxonnx.model import Model
+from jaxonnx.training import _objective as objective
+from jaxonnx.training._evaluate import over
+from jaxonnx.training._history import History
+from jaxonnx.training._settings import Settings
+
+_CLASSES = 30
+"""Classes up to which there is a confusion matrix."""
+_PACKAGES = ("jaxonnx", "jax", "jaxlib", "numpy", "optax", "onnx")
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem;
+       color: #222; background: #fff; }
+h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+img { max-width: 100%; height: auto; } .wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 13px; }
+th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #e4e4e4;
+         vertical-align: top; }
+td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
+td { overflow-wrap: anywhere; } .number, .word { white-space: nowrap; overflow-wrap: normal; }
+.sparse { color: #8a4b00; } .trained { color: #14602b; } .frozen, small { color: #666; }
+td:first-child { white-space: nowrap; } summary { cursor: pointer; }
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run was made with.
+
+    Attributes:
+      held_out: the validation data.
+    """
+
+    settings: Settings
+    held_out: Examples | Stream | None
+
+
+class Reported(Protocol):
+    """The part of a result that is shown."""
+
+    @property
+    def model(self) -> Model: ...
+    @property
+    def history(self) -> History: ...
+    @property
+    def changes(self) -> Mapping[str, float]: ...
+    @property
+    def lora(self) -> Adapters | None: ...
+    @property
+    def run(self) -> Run | None: ...
+
+
+def write(
+    result: Reported, path: str | os.PathLike, configuration: Mapping[str, Any] | None = None
+) -> None:
+    """Write the page; `Result.report` has the arguments."""
+    text = "\n".join(_page(result, configuration))
+    with whole(path) as file:
+        file.write_text(text, "utf-8")
+
+
+def _page(result: Reported, configuration: Mapping[str, Any] | None) -> Iterator[str]:
+    model, history = result.model, result.history
+    title = f"Training of {model.proto.graph.name or 'a model'}"
+    yield "<!doctype html>"
+    yield f"<html lang='en'><head><meta charset='utf-8'><title>{escape(title)}</title>"
+    yield "<meta name='viewport' content='width=device-width, initial-scale=1'>"
+    yield f"<style>{_STYLE}</style></head><body>"
+    yield f"<h1>{escape(title)}</h1>"
+    yield from (f"<p>{escape(line)}</p>" for line in (str(history), *history.notes))
+    yield "<h2>Curves</h2>"
+    yield _picture("curves of losses and metrics", history.plot)
+    yield from _epochs(history)
+    matrix = confusion(result)
+    if matrix is not None:
+        yield "<h2>Confusion matrix of the validation data</h2>"
+        yield _picture("confusion matrix", matrix.plot, (6, 5))
+        yield f"<details><summary>Numbers</summary><pre>{escape(str(matrix))}</pre></details>"
+    yield "<h2>Layers</h2>"
+    yield from _layers(result)
+    if configuration is None:
+        configuration = {} if result.run is None else _said(result.run.settings)
+    if configuration:
+        yield "<h2>Configuration</h2>"
+        yield from _table(("setting", "value"), [(k, _text(v)) for k, v in configuration.items()])
+    yield "<h2>Versions</h2>"
+    yield from _table(("", ""), _versions())
+    yield "</body></html>"
+
+
+def _epochs(history: History) -> Iterator[str]:
+    names = list(dict.fromkeys(n for row in history.epochs for n in row if "/" not in n))
+    rows = [[row.get(name, "") for name in names] for row in history.epochs]
+    yield "<details><summary>Numbers of each epoch</summary>"
+    yield from _table(names, rows)
+    if history.events:
+        heads = ("step", "event", "why")
+        yield from _table(heads, [[event[name] for name in heads] for event in history.events])
+    yield "</details>"
+
+
+def _layers(result: Reported) -> Iterator[str]:
+    """Yield a table of tensors by the layer that first uses each."""
+    model = result.model
+    learned = {**model.params, **model.state}
+    nodes = {name: node for node in model.proto.graph.node for name in node.output}
+    places: dict[str, tuple[str, str]] = {}
+    for use in uses(model.graph, model.tensors):
+        if not use.passes and use.name in learned and use.outer.outputs:
+            node = nodes.get(use.outer.outputs[0])
+            path = [] if node is None else modules(node)
+            name = path[-1] if path else (node and node.name) or use.outer.outputs[0]
+            places.setdefault(use.name, (name, use.outer.op.name))
+    rows = []
+    for name in [*places, *(name for name in learned if name not in places)]:
+        x, change = learned[name], result.changes.get(name, 0.0)
+        moved = "from zero" if np.isinf(change) else f"{change:.2%}" if change else ""
+        shape = " x ".join(map(str, x.shape)) or "scalar"
+        zeros = f"{float(np.mean(np.asarray(x) == 0)):.0%}" if x.size else ""
+        layer, operator = places.get(name, ("", ""))
+        status = _status(result, name)
+        rows.append([layer, operator, name, shape, x.size, status, moved, zeros])
+    heads = ("layer", "operator", "tensor", "shape", "numbers", "", "change", "zeros")
+    yield from _table(heads, rows)
+    trained = sum(x.size for x in model.params.values())
+    frozen = sum(x.size for x in model.state.values())
+    yield f"<p><small>{trained:,} numbers in parameters, {frozen:,} in all else.</small></p>"
+
+
+def _status(result: Reported, name: str) -> str:
+    """Return what was done to a tensor, in a word or two."""
+    model = result.model
+    if name not in model.params:
+        return "renewed" if result.changes.get(name) else "frozen"
+    if result.lora is not None:
+        return "adapters" if name in result.lora.layouts else _trained(name in result.lora.values)
+    if model.sparsity is not None and name in {layer.name for layer in model.sparsity[1]}:
+        return f"sparse {model.sparsity[0]}"
+    return "trained"
+
+
+def _trained(yes: bool) -> str:
+    return "trained" if yes else "frozen"
+
+
+def confusion(result: Reported) -> Any:
+    """Return the confusion matrix of validation data in one piece, with few classes, or None."""
+    run = result.run
+    if run is None or run.settings.loss is None or not isinstance(run.held_out, Examples):
+        return None
+    goal = objective.find(result.model, run.settings.loss, None)
+    if len(goal.terms) != 1:
+        return None
+    (term,) = goal.terms
+    output, axis = term.output, term.loss.class_axis
+    shape = result.model.outputs[0 if output is None else goal.names.index(output)].shape
+    classes = shape[axis] if shape and axis is not None else None
+    if not isinstance(classes, int) or classes > _CLASSES:
+        return None
+    name = "confusion_matrix"
+    goal = objective.find(
+        result.model, run.settings.loss, name if output is None else {output: name}
+    )
+    labels = images.preparation(result.model).labels
+    values = over(goal, run.held_out, labels, progress=False)
+    return next(value for key, value in values.items() if key.endswith(name))
+
+
+def _said(settings: Settings) -> dict[str, Any]:
+    """Return the settings that say more than their defaults."""
+    always = ("loss", "epochs", "batch_size", "seed")
+    values = [
+        (field.name, getattr(settings, field.name), field.default) for field in fields(settings)
+    ]
+    return {name: x for name, x, default in values if name in always or x is not default}
+
+
+def _text(value: Any) -> str:
+    """Return a setting as people read it; what has no short form by its name or type."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, str | int | None):
+        return str(value)
+    if isinstance(value, Mesh):
+        value = dict(value.shape)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}: {_text(x)}" for name, x in value.items())
+    if isinstance(value, list | tuple) and type(value) in (list, tuple) and len(value) <= _CLASSES:
+        return ", ".join(map(_text, value))
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, np.ndarray | jax.Array):
+        return f"{value.dtype}{[*value.shape]}"
+    return getattr(value, "__name__", None) or f"a {type(value).__name__}"
+
+
+def _versions() -> list[tuple[str, str]]:
+    found = [("python", platform.python_version()), ("machine", platform.platform())]
+    found.append(("device", f"{jax.device_count()} x {jax.devices()[0].device_kind}"))
+    for name in _PACKAGES:
+        try:
+            found.append((name, version(name)))
+        except PackageNotFoundError:  # not installed, but on the path
+            continue
+    return found
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterator[str]:
+    yield "<div class='wide'><table>"
+    if any(heads):
+        yield f"<tr>{''.join(f'<th>{escape(head)}</th>' for head in heads)}</tr>"
+    for row in rows:
+        yield f"<tr>{''.join(map(_cell, row))}</tr>"
+    yield "</table></div>"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, int | float):
+        text = f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
+        return f"<td class='number'>{text}</td>"
+    word = value.split(" ")[0]
+    kind = f" class='word {word}'" if word in ("trained", "frozen", "sparse") else ""
+    return f"<td{kind}>{escape(value)}</td>"
+
+
+def _picture(title: str, plot: Any, size: tuple[float, float] = (9, 4.5)) -> str:
+    """Return a drawing as an SVG inside of an `img`, so that its names meet no other's."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise Error("a report needs matplotlib: pip install 'jaxonnx[plot]'") from error
+    figure, buffer = Figure(figsize=size, layout="constrained"), io.BytesIO()
+    plot(figure.subplots())
+    figure.savefig(buffer, format="svg")
+    data = base64.b64encode(buffer.getvalue()).decode()
+    return f"<img alt='{escape(title)}' src='data:image/svg+xml;base64,{data}'>"

@@ -1,0 +1,110 @@
+"""What a run gives."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxonnx._arrays import to_host
+from jaxonnx._text import counted
+from jaxonnx.lora import Adapters
+from jaxonnx.model import Model
+from jaxonnx.training._history import History
+from jaxonnx.training._report import Run, write
+
+_MOST, _LEAST = 6, 2
+"""How many tensors are listed, of those that changed most and least."""
+
+
+@dataclass(frozen=True, repr=False)
+class Result:
+    """The trained model, and what happened; `print` or the end of a cell says what changed."""
+
+    model: Model
+    history: History
+    changes: dict[str, float] = field(default_factory=dict)
+    """|new - old| / |old| (Euclidean norms) of each parameter and statistic; infinite from zero."""
+    lora: Adapters | None = None
+    """What a run with `lora=` trained, apart from the weights of the model."""
+    run: Run | None = None
+    """Settings and validation data, for `report`."""
+
+    def report(
+        self, path: str | os.PathLike, configuration: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write one HTML page about the run, which needs no other file.
+
+        It has the curves, the numbers of each epoch, all tensors by their layers (trained, frozen,
+        sparse, how much they changed), the confusion matrix of validation data in one piece for up
+        to 30 classes, settings and versions. It needs matplotlib.
+
+        Args:
+          path: of the file.
+          configuration: to be shown as the settings; by default those of `train` that are not the
+            usual ones.
+        """
+        write(self, path, configuration)
+
+    def __str__(self) -> str:
+        return "\n".join([str(self.history), *self.history.notes, *_listed(self)])
+
+    __repr__ = __str__
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
+    """Return how much each tensor changed, relative to what it was."""
+    return {name: _change(to_host(before[name]), to_host(x)) for name, x in after.items()}
+
+
+def _change(before: np.ndarray, after: np.ndarray) -> float:
+    if np.array_equal(before, after):
+        return 0.0
+    old, new = (x.astype(np.float64).reshape(-1) for x in (before, after))
+    size = np.linalg.norm(old)
+    return float(np.linalg.norm(new - old) / size) if size else np.inf
+
+
+def _listed(result: Result) -> list[str]:
+    """Return what changed, the largest changes first."""
+    if not result.changes:
+        return []
+    params = {n: c for n, c in result.changes.items() if n in result.model.params}
+    moved = {n: c for n, c in params.items() if c}
+    lines = _numbers(result, len(params), moved)
+    order = sorted(moved, key=lambda name: -moved[name])
+    told = [f"  {n} {[*result.model.params[n].shape]}: {_share(moved[n])}" for n in order]
+    if between := order[_MOST:-_LEAST]:
+        half = float(np.median([moved[name] for name in order]))
+        change = "from zero" if np.isinf(half) else f"by more than {_share(half)}"
+        told[_MOST:-_LEAST] = [f"  ... {len(between)} more; half of all {change}"]
+    lines += told
+    if still := [name for name in params if name not in moved]:
+        more = f" and {len(still) - _MOST} more (.changes has all)" if len(still) > _MOST else ""
+        lines.append(f"not changed: {', '.join(still[:_MOST])}{more}")
+    renewed = sum(1 for n, c in result.changes.items() if n in result.model.state and c)
+    if renewed:
+        lines.append(f"{counted(renewed, 'running statistic')} renewed")
+    return lines
+
+
+def _numbers(result: Result, count: int, moved: Mapping[str, float]) -> list[str]:
+    """Return how much was trained, and how many tensors of the model changed by that."""
+    numbers = sum(result.model.params[name].size for name in moved)
+    changed = counted(numbers, "number")
+    if result.lora is None:
+        return [f"{len(moved)} of {counted(count, 'trained tensor')} changed ({changed})"]
+    values = result.lora.values
+    trained = sum(x.size for name, x in values.items() if name not in result.model.state)
+    weights = counted(len(result.lora.layouts), "weight")
+    return [
+        f"{counted(trained, 'number')} trained, with adapters of {weights}; merged, they change "
+        f"{counted(len(moved), 'tensor')} ({changed})"
+    ]
+
+
+def _share(change: float) -> str:
+    if np.isinf(change):
+        return "from zero"
+    return f"{change:.2%}" if change > 1e-3 else f"{100 * change:.2g}%"

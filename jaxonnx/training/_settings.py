@@ -1,0 +1,207 @@
+"""The settings of a run, checked before anything is compiled."""
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self
+
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from jaxonnx._data.ragged import Padding
+from jaxonnx._mesh.rules import Sharding
+from jaxonnx._rewrite.head import Classes
+from jaxonnx.errors import TrainingError
+from jaxonnx.lora import Adapters, LoRA
+from jaxonnx.model import Statistics, Trainable
+from jaxonnx.training._optimizers import planned
+
+Hook = Callable[[int, dict[str, Any]], None]
+Optimizer = optax.GradientTransformation | Callable[[int], optax.GradientTransformation]
+
+NAN_POLICIES = ("stop", "skip", "rollback")
+
+_OF_OPTIMIZERS = (
+    *("trainable", "lora", "statistics", "dropout", "sparsity", "accumulate", "ema", "precision"),
+    *("remat", "class_weights"),
+)
+"""What changes how a loss is computed or minimized, which a file with an algorithm says itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The arguments of `train` besides model and data; its docstring explains each.
+
+    Raises:
+      TrainingError: a sentence that says what was expected and what came.
+    """
+
+    loss: Any = None
+    optimizer: Optimizer | None = None
+    epochs: int = 1
+    batch_size: int | None = None
+    pad: Mapping[str, Any] | None = None
+    length_buckets: int | Sequence[int] | None = None
+    seed: int = 0
+    validation: Any = None
+    preprocess: Mapping[str, Any] | None = None
+    augment: Any = None
+    class_weights: str | Mapping[Any, float] | None = None
+    metrics: Any = None
+    head: Classes | Mapping[str, Classes] | None = None
+    trainable: Trainable | None = None
+    lora: LoRA | Adapters | None = None
+    statistics: Statistics | None = None
+    dropout: float | Mapping[str, float] | None = None
+    sparsity: str | Mapping[str, Any] | None = None
+    accumulate: int = 1
+    ema: float | None = None
+    precision: Literal["bf16"] | None = None
+    remat: bool = False
+    mesh: Mesh | Literal["all"] | None = None
+    sharding: Sharding | None = None
+    nan: Literal["stop", "skip", "rollback"] = "stop"
+    patience: int | None = None
+    monitor: str | tuple[str, str] | None = None
+    checkpoint_dir: str | os.PathLike | None = None
+    checkpoint_every: int | None = None
+    resume: bool | Literal["anyway"] = False
+    on_log: Hook | Sequence[Hook] | None = None
+    progress: bool | None = None
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """Return the settings among the arguments of a function."""
+        names = [field.name for field in fields(cls) if field.name in arguments]
+        return cls(**{name: arguments[name] for name in names})
+
+    def __post_init__(self):
+        if isinstance(self.epochs, int) and self.epochs == 0:
+            raise TrainingError(
+                "epochs must be an integer of at least 1, and is 0; jaxonnx.evaluate(model, data, "
+                "loss=, metrics=) or the command jaxonnx evaluate has the numbers without training"
+            )
+        _integer("epochs", self.epochs, 1)
+        _integer("seed", self.seed, 0, 2**63 - 1)
+        _integer("accumulate", self.accumulate, 1)
+        if self.patience is not None:
+            _integer("patience", self.patience, 1)
+        if self.checkpoint_every is not None:
+            _integer("checkpoint_every", self.checkpoint_every, 1)
+        _flag("remat", self.remat)
+        if self.resume != "anyway":
+            _flag("resume", self.resume, " or 'anyway'")
+        if self.progress is not None:
+            _flag("progress", self.progress)
+        self._check_step()
+        self._check_checkpoints()
+        for hook in self.hooks:
+            if not callable(hook):
+                raise TrainingError(
+                    "on_log must be a function of the step and its metrics, or a list of such, "
+                    f"and has {_told(hook)}"
+                )
+
+    def _check_step(self) -> None:
+        if self.nan not in NAN_POLICIES:
+            policies = ", ".join(NAN_POLICIES)
+            raise TrainingError(f"nan must be one of {policies}, and is {self.nan!r}")
+        if self.ema is not None and not (isinstance(self.ema, float) and 0 < self.ema < 1):
+            raise TrainingError(
+                "ema must be the share of itself that the average keeps at each update, a number "
+                f"between 0 and 1 like 0.999, and is {self.ema!r}"
+            )
+        if self.precision not in (None, "bf16"):
+            raise TrainingError(
+                "precision must be 'bf16' (or None, for that of the file), and is "
+                f"{self.precision!r}"
+            )
+        if self.sharding is not None and self.mesh is None:
+            raise TrainingError(
+                "sharding says how tensors are split over a mesh, and there is none: pass "
+                "mesh='all' for all devices, or a jax.sharding.Mesh"
+            )
+        made = callable(getattr(self.optimizer, "update", None)) or planned(self.optimizer)
+        if self.optimizer is not None and not made:
+            raise TrainingError(
+                "optimizer must be an optax transformation, like optax.adam(1e-3) or "
+                "jaxonnx.training.optimizer('adamw', 1e-3), or a function of steps (the updates of "
+                f"the run) to one, and is {_told(self.optimizer)}"
+            )
+        if self.lora is not None and not isinstance(self.lora, LoRA | Adapters):
+            raise TrainingError(
+                "lora must be a jaxonnx.LoRA, like LoRA(rank=8), or Adapters to go on with, and is "
+                f"a {type(self.lora).__name__}"
+            )
+        if self.lora is not None and self.sparsity is not None:
+            raise TrainingError(
+                "lora keeps the weights as they are and sparsity makes them sparse: merge the "
+                "adapters into the model first, or leave one of the two out"
+            )
+        if isinstance(self.lora, Adapters) and self.trainable is not None:
+            raise TrainingError(
+                "trainable cannot be chosen for Adapters: they hold what is trained"
+            )
+
+    def _check_checkpoints(self) -> None:
+        if self.checkpoint_dir is not None and not isinstance(
+            self.checkpoint_dir, str | os.PathLike
+        ):
+            raise TrainingError(
+                f"checkpoint_dir must be the path of a folder, not {self.checkpoint_dir!r}"
+            )
+        if self.checkpoint_dir is not None and "\0" in str(self.checkpoint_dir):
+            raise TrainingError(f"checkpoint_dir has a null byte: {str(self.checkpoint_dir)!r}")
+        every, monitor = self.checkpoint_every, self.monitor
+        if every is not None and self.checkpoint_dir is None and self.nan != "rollback":
+            raise TrainingError(
+                f"checkpoint_every={every} needs a checkpoint_dir, or nan='rollback'"
+            )
+        if monitor is not None and self.patience is None and self.checkpoint_dir is None:
+            raise TrainingError(
+                f"monitor={monitor!r} chooses the best epoch for patience= or checkpoint_dir=, and "
+                "neither is given"
+            )
+        if self.resume and self.checkpoint_dir is None:
+            raise TrainingError("resume=True needs the checkpoint_dir of the run to continue")
+
+    @property
+    def hooks(self) -> tuple[Hook, ...]:
+        """The functions of `on_log`: none, one or several."""
+        several = isinstance(self.on_log, list | tuple)
+        hooks: Any = self.on_log if several else () if self.on_log is None else [self.on_log]
+        return tuple(hooks)
+
+    @property
+    def continued(self) -> dict[str, Any]:
+        """What must be the same in a run that continues from a checkpoint of this one."""
+        same = {name: getattr(self, name) for name in ("seed", "accumulate", "ema", "precision")}
+        padding = Padding.of(self.pad, self.length_buckets)
+        same["pad"] = {name: float(x) for name, x in padding.pad.items()} or None
+        same["length_buckets"] = None if padding.buckets is None else [*padding.buckets]
+        return same
+
+    @property
+    def of_optimizers(self) -> list[str]:
+        """The names of those that say more than the default and need a loss and an optimizer."""
+        defaults = {field.name: field.default for field in fields(self)}
+        values = [(name, getattr(self, name)) for name in _OF_OPTIMIZERS]
+        return [name for name, value in values if value and value != defaults[name]]
+
+
+def _integer(name: str, value: Any, least: int, most: float = math.inf) -> None:
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not whole or not least <= value <= most:
+        limits = f"of at least {least}" + (f", up to {most}" if whole and value > most else "")
+        raise TrainingError(f"{name} must be an integer {limits}, and is {value!r}")
+
+
+def _flag(name: str, value: Any, more: str = "") -> None:
+    if not isinstance(value, bool | np.bool_):
+        raise TrainingError(f"{name} must be True or False{more}, and is {value!r}")
+
+
+def _told(value: Any) -> str:
+    return repr(value) if isinstance(value, str | int | float) else f"a {type(value).__name__}"

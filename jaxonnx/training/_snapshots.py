@@ -1,0 +1,178 @@
+"""When the state of a run is kept, and what a run goes back to."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxonnx._text import counted
+from jaxonnx.errors import TrainingError
+from jaxonnx.training._checkpoint import Checkpoints, NotWritten
+from jaxonnx.training._checkpoint_metadata import Position
+from jaxonnx.training._history import ROLLED_BACK
+from jaxonnx.training._reporter import Record
+from jaxonnx.training._settings import Settings
+from jaxonnx.training._step import State, Step, copy
+from jaxonnx.training._stopping import Interrupt, Interrupted, Stop
+
+Weights = tuple[dict[str, jax.Array], dict[str, jax.Array]] | None
+"""Parameters in the order of the file, and statistics."""
+
+_RETRIES = 3
+"""Times in a row that a run goes back to the same weights."""
+
+
+class Keeper:
+    """Keeps the state on disk, if there are checkpoints, and in memory, to roll back to.
+
+    Args:
+      settings: `checkpoint_every` and `nan`.
+      state: what the run starts from.
+      several: whether several processes make the run: what happens in one must not end it there.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints | None,
+        settings: Settings,
+        record: Record,
+        step: Step,
+        state: State,
+        interrupt: Interrupt,
+        several: bool = False,
+    ):
+        self._step = step
+        self._several = several
+        self._checkpoints = checkpoints
+        self._every = settings.checkpoint_every
+        self._record = record
+        self._interrupt = interrupt
+        self._rollback = settings.nan == "rollback"
+        self._at = record.step
+        self._spare = copy(state) if self._rollback else None
+        self._retries = 0
+        self._back = 0
+
+    def due(self) -> bool:
+        """Return whether it is time inside an epoch, before the next step."""
+        done = self._record.started
+        return self._every is not None and done % self._every == 0 and done > self._at
+
+    def due_after_epoch(self, best: bool, last: bool) -> bool:
+        """Return whether it is time after an epoch, which is the best or the last one."""
+        done = self._record.step
+        return done > self._at and (self._every is None or best or last or done % self._every == 0)
+
+    def keep(self, at: Position, state: State, best: Weights, score: float | None = None) -> State:
+        """Keep the state after all steps under way; return that to go on with, as `settle` does.
+
+        Args:
+          at: the next batch.
+          best: the weights of the best epoch, where the result has these.
+          score: of this state, where it competes for the best; greater is better.
+
+        Raises:
+          Stop: a checkpoint could not be written, or as in `settle`.
+        """
+        settled = self.settle(state)
+        if settled is not state:
+            return settled
+        done = self._record.step
+        self._retries = 0 if done > self._back else self._retries
+        self._at = done
+        if self._rollback:
+            self._spare = copy(state)
+        if self._checkpoints is not None:
+            try:
+                tree = self._step.to_file(state), best
+                self._checkpoints.save(at, tree, self._record.history, score)
+            except NotWritten as error:
+                raise self._lost(error) from error
+        return state
+
+    def settle(self, state: State) -> State:
+        """Wait for the steps under way; return the state after them, or what was kept.
+
+        Raises:
+          Stop: a step was not finite, and the run does not go back.
+        """
+        if self._record.flush():
+            return state
+        what = str(self._record.trouble)
+        if self._spare is None:
+            raise Stop(what, self._record.step - 1)
+        if self._retries == _RETRIES:
+            what += f", after {_RETRIES} returns to the weights of step {self._at}"
+            raise Stop(what, self._at)
+        self._retries += 1
+        self._record.go_back(self._at)
+        self._back = self._record.step
+        # the data goes on after the batch that did it, and so do the random numbers
+        spare = copy(self._spare)
+        return spare.replace(count=jnp.full_like(spare.count, self._record.step))
+
+    def finish(self, state: State) -> None:
+        """Wait for the last checkpoint of a run that has come to its end.
+
+        Raises:
+          Stop: it could not be written, or the run got nowhere: no step was taken, or all of them
+            were lost again and again.
+        """
+        self._wait()
+        done = self._record.step
+        if done and not int(state.taken):
+            why = self._record.history.events[-1]["why"]
+            raise Stop(f"none of {counted(done, 'step')} was taken: {why} at step {done}", 0)
+        if self._retries > 1:
+            events = self._record.history.events
+            back = [event for event in events if event["event"] == ROLLED_BACK][-self._retries :]
+            raise Stop(
+                f"{back[-1]['why']} at step {back[-1]['step']}, and {self._retries} returns to the "
+                "same weights got no further",
+                back[0]["to"],
+            )
+
+    def _wait(self) -> None:
+        if self._checkpoints is not None:
+            try:
+                self._checkpoints.wait()
+            except NotWritten as error:
+                raise self._lost(error) from error
+
+    def leave(
+        self, end: Stop | KeyboardInterrupt, at: Position, state: State, best: Weights
+    ) -> tuple[State, Stop]:
+        """Return what a run that ends before its end leaves, and why it ends.
+
+        An interrupted run keeps its state, unless there was a second Ctrl-C.
+
+        Args:
+          end: a KeyboardInterrupt where data or a hook were interrupted.
+        """
+        if self._several and isinstance(end, KeyboardInterrupt):
+            raise end  # this process alone cannot end the run
+        at_once = self._interrupt.at_once and not self._several
+        if isinstance(end, KeyboardInterrupt) or at_once:
+            if any(x.is_deleted() for x in jax.tree.leaves(state)):
+                raise end  # a handler of the program's own has interrupted a step
+            return state, Stop("interrupted at once", int(state.count))
+        if self._spare is not None and end.step == self._at and not state.finite:
+            state = self._spare
+        if not isinstance(end, Interrupted):
+            return state, end
+        try:
+            state = self.keep(at, state, best)
+            self._wait()
+        except Stop as stop:
+            return state, Stop(f"interrupted; {stop}", stop.step)
+        except KeyboardInterrupt as second:  # in a hook, which is told of the last steps
+            return self.leave(second, at, state, best)
+        return state, Stop("interrupted", self._record.step)
+
+    @property
+    def where(self) -> str:
+        """Where the last checkpoint is, in words to add; none if there are no checkpoints."""
+        return "" if self._checkpoints is None else f"; {self._checkpoints.where}"
+
+    def _lost(self, error: NotWritten) -> Exception:
+        done = self._record.step
+        text = f"a checkpoint could not be written at step {done} ({error})"
+        return TrainingError(text) if self._several else Stop(text, done)

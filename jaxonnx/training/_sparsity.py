@@ -1,0 +1,166 @@
+"""Which parameters become sparse, and when.
+
+The functions import `jaxonnx.sparse`, so that importing jaxonnx does not.
+"""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+import optax
+
+from jaxonnx.errors import TrainingError
+from jaxonnx.model import Model
+from jaxonnx.training._settings import Settings
+from jaxonnx.training._weight_layout import Storage
+
+Gradient = Callable[[Any], Any]
+_CHOICE = ("pattern", "transposable", "select", "exclude", "axes")
+"""The options of `sparse.layers` among those of `sparse.three_phase`."""
+
+
+def sparsify(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    settings: Settings,
+    epochs: int | None,
+    steps: int | None,
+    storage: Storage,
+) -> tuple[optax.GradientTransformationExtraArgs, Model, frozenset[str]]:
+    """Return the optimizer inside `sparse.three_phase`, and the model with its record.
+
+    The last are the weights whose products use sparse tensor cores once the mask is fixed.
+
+    Lengths are in epochs of `steps`. Without any, a third of the epochs is dense, half have a
+    dynamic mask, the rest a fixed one. The result is for parameters as they are stored; the options
+    speak of those of the file.
+    """
+    from jaxonnx import sparse
+
+    sparsity: Any = settings.sparsity
+    if steps is None:
+        raise TrainingError(
+            "sparsity needs the number of batches in an epoch: pass arrays, or an iterable with a "
+            "length"
+        )
+    known = [*dict.fromkeys([*_CHOICE, *_lengths(), "products"])]
+    named = isinstance(sparsity, Mapping) and not sparsity.keys() - {*known}
+    if not (named or isinstance(sparsity, str)):
+        raise TrainingError(
+            "sparsity is a pattern like '2:4', or a dict of options of sparse.three_phase, any of "
+            f"{', '.join(known)}; not {sparsity!r}"
+        )
+    options: dict[str, Any]
+    options = {"pattern": sparsity} if isinstance(sparsity, str) else dict(sparsity)
+    if not {"dense", "dynamic", "fixed"} & {*options}:
+        if epochs is None:
+            raise TrainingError(
+                "sparsity needs the lengths of its phases (dense, dynamic), or epochs= to share out"
+            )
+        options |= {"dense": epochs // 3, "dynamic": max(1, epochs // 2)}
+    options = {"dense": 0, "dynamic": None} | options
+    if epochs is not None and options["dense"] >= epochs:
+        raise TrainingError(
+            f"a dense phase of {options['dense']} epochs leaves no sparse one in {epochs} epochs"
+        )
+    choice = {name: options.pop(name) for name in _CHOICE if name in options}
+    structured = _on_sparse_cores(options.pop("products", "dense"), settings, storage)
+    model = model.with_sparsity(**choice)
+    assert model.sparsity is not None  # or with_sparsity raises
+    pattern, layers = model.sparsity
+    where = {x.name: storage.axes(x.name, x.axes) for x in layers if x.axes is not None}
+    phases = sparse.three_phase(
+        optimizer,
+        steps_per_epoch=steps,
+        pattern=pattern,
+        select=lambda name, _: name in where,
+        axes=lambda name, _: where.get(name),
+        **options,
+    )
+    if structured and str(pattern) != "2:4 transposable":
+        raise TrainingError(f"cuSPARSELt has products of transposable 2:4, not of {pattern}")
+    return phases, model, frozenset(where if structured else ())
+
+
+def _on_sparse_cores(products: Any, settings: Settings, storage: Storage) -> bool:
+    """Return whether products are cuSPARSELt's, which is made ready, or refuse that."""
+    from jaxonnx import sparse
+
+    if products == "dense":
+        return False
+    if products != "cusparselt":
+        raise TrainingError(f"products are 'dense' or by 'cusparselt', not {products!r}")
+    if storage.platform not in ("gpu", "cuda"):
+        raise TrainingError(
+            f"products='cusparselt' is for NVIDIA GPUs, and the run is on {storage.platform!r}: "
+            "leave it out, and the same weights are trained with dense products"
+        )
+    if settings.mesh is not None:
+        raise TrainingError("products='cusparselt' is for one device: leave it or mesh= out")
+    if settings.precision != "bf16":
+        raise TrainingError(
+            "cuSPARSELt has 2:4 products of 16-bit numbers only (1:2 ones of float32): "
+            "products='cusparselt' needs precision='bf16'"
+        )
+    sparse.register_products()
+    return True
+
+
+def with_products(gradient: Gradient, memory: Any, names: Collection[str]) -> Gradient:
+    """Return a gradient whose products with these weights use sparse cores in the last phase.
+
+    A run whose mask is fixed from the start may begin with dense weights, which its first step
+    prunes.
+    """
+    from jaxonnx import sparse
+
+    (phases,) = _phases(memory)
+    pruned = (phases.phase == 3) & (phases.count > 0)
+    fixed = sparse.sparse_products(gradient, names)
+    return lambda params: jax.lax.cond(pruned, fixed, gradient, params)
+
+
+def _lengths() -> list[str]:
+    """Return the options of `sparse.three_phase` that a run leaves to the user."""
+    from jaxonnx import sparse
+
+    parameters = inspect.signature(sparse.three_phase).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    return [name for name in names if name != "steps_per_epoch"]
+
+
+def is_sparse(memory: Any) -> bool:
+    """Return whether the state of an optimizer is that of `sparsify`."""
+    return bool(_phases(memory))
+
+
+def _phases(memory: Any) -> list[Any]:
+    """Return the states of `three_phase` in the state of an optimizer."""
+    from jaxonnx import sparse
+
+    leaves = jax.tree.leaves(memory, is_leaf=lambda x: isinstance(x, sparse.ThreePhaseState))
+    return [x for x in leaves if isinstance(x, sparse.ThreePhaseState)]
+
+
+def masks(memory: Any) -> dict[str, jax.Array]:
+    """Return the present masks by name, from the state of an optimizer; none where it is dense."""
+    from jaxonnx import sparse
+
+    return sparse.state_masks(memory) if is_sparse(memory) else {}
+
+
+def sparse_numbers(memory: Any) -> dict[str, Any]:
+    """Return what an epoch's row has of the state of an optimizer; nothing where it is dense."""
+    if not is_sparse(memory):
+        return {}
+    from jaxonnx import sparse
+
+    numbers = sparse.metrics(memory)
+    row = {name: numbers[name] for name in ("phase", "sparsity", "flip_rate", "kept")}
+    return row | {f"flip_rate/{name}": rate for name, rate in numbers["flips"].items()}
+
+
+def forget(model: Model) -> Model:
+    """Return the model without a record: what is about to be trained dense."""
+    return model.with_sparsity(None)

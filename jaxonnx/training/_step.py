@@ -1,0 +1,235 @@
+"""One training step as pure functions: its face, and the state that goes through it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jaxonnx._data.batches import Batch, ordered
+from jaxonnx._data.weights import split_weights
+from jaxonnx.model import Model
+
+SMALL = 2**10
+"""Numbers of an array that a step looks at as a whole after its update."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """All that a step changes; a pytree of arrays.
+
+    A loop of your own may carry more: a subclass with further fields, which is a frozen dataclass
+    and registered (`jax.tree_util.register_dataclass`) as well, goes through `update` as it is.
+    """
+
+    params: dict[str, jax.Array]
+    """As the step keeps them; `Step.view` has them as the file does."""
+    state: dict[str, jax.Array]
+    """Running statistics: what training renews of the model's state."""
+    optimizer: Any
+    """The state of the optimizer, of parameters as the step keeps them."""
+    average: dict[str, jax.Array] | None
+    """The moving average of the parameters, in float32 at least, where one is taken (`ema`)."""
+    count: jax.Array
+    """The steps until now; random operators draw by it."""
+    taken: jax.Array
+    """Those of them that were finite: their loss, gradients, statistics and update."""
+    finite: jax.Array
+    """False once a step was not finite and none is skipped; from then on nothing changes."""
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a state with other values of some fields."""
+        return replace(self, **changes)
+
+
+class Step(ABC):
+    """One training step, as pure functions that `jax.jit`, `lax.scan`, a mesh or an exporter take.
+
+    `jaxonnx.training.step` makes one. Nothing here is compiled: `train` compiles `update` with its
+    first argument donated, and so does a loop of your own.
+
+    Attributes:
+      model: the model that is trained, with adapters where `lora` puts them.
+      frozen: the tensors that no step changes. `update` and `evaluate` use them anyway; where they
+        are large, pass them as an argument of what you compile, or they become constants in it.
+      notes: what is trained otherwise than the file says.
+      gather: what a mesh does with tensors before the model reads them, within a program.
+    """
+
+    model: Model
+    frozen: dict[str, Any]
+    notes: tuple[str, ...]
+    gather: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+
+    @abstractmethod
+    def init(self, params: Any = None) -> State:
+        """Return the state before the first step, in memory of its own, which may be donated.
+
+        Args:
+          params: the model's parameters as the file has them; those of the model by default.
+        """
+
+    @abstractmethod
+    def update(self, state: State, batch: Any, frozen: Any = None) -> tuple[State, jax.Array]:
+        """Return the state after a step, and [the loss before it, whether all is finite].
+
+        Args:
+          state: of `init` or of the step before.
+          batch: a `Batch`, or inputs and targets in one of the other forms that `train` documents,
+            like `(x, y)` or `(x, y, weight)`.
+          frozen: `self.frozen`.
+        """
+
+    @abstractmethod
+    def check(self, batch: Any) -> Any:
+        """Return the shapes of what the model computes of a batch in training.
+
+        Raises:
+          TrainingError: the batch does not fit the model, the loss or the metrics.
+        """
+
+    @abstractmethod
+    def check_labels(self, targets: Any, shapes: Any, what: str, classes: Any = None) -> None:
+        """Refuse labels that are no classes of the loss.
+
+        Args:
+          targets: as NumPy arrays, of a batch or of all data.
+          shapes: what `check` returned.
+          what: where the targets are, for the error.
+          classes: the names of all classes, where the data have them.
+        """
+
+    @abstractmethod
+    def sums(self, batch: Any, shapes: Any = None) -> Any:
+        """Return what `evaluate` starts from, the sums of no examples, for batches like this one.
+
+        Args:
+          shapes: what `check` returned, where it was asked.
+        """
+
+    @abstractmethod
+    def evaluate(self, sums: Any, state: State, batch: Any, frozen: Any = None) -> Any:
+        """Return the sums with those of a batch, of losses and metrics in inference mode."""
+
+    @abstractmethod
+    def row(self, sums: Any) -> dict[str, float]:
+        """Return the numbers that sums come to, by the name that `History.epochs` has for them."""
+
+    @abstractmethod
+    def view(self, state: State) -> dict[str, jax.Array]:
+        """Return the parameters to validate and to save, in the order of the file.
+
+        These are the averages where there are any.
+        """
+
+    @abstractmethod
+    def trained(self, params: Any, state: Any) -> Model:
+        """Return the model with parameters of `view` and statistics (`State.state`)."""
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """What `init` starts from by default, in the order of the file."""
+        return self.model.params
+
+    def put(self, batch: Batch, shared: bool = False) -> Batch:
+        """Return a batch with its arrays on the devices that share it, where there are several.
+
+        Args:
+          shared: each process has a share of the batch, instead of all of it.
+        """
+        return batch
+
+    def to_file(self, state: State) -> State:
+        """Return a state with all arrays in the order of the file, as checkpoints have it."""
+        return state
+
+    def from_file(self, state: State) -> State:
+        """Return a state as steps take it, the inverse of `to_file`."""
+        return state
+
+    def columns(self, validated: bool) -> list[str]:
+        """Return the names of the numbers of an epoch that can tell the best one."""
+        return ["loss", "validation_loss"] if validated else ["loss"]
+
+
+def as_batch(batch: Any, model: Model) -> Batch:
+    """Return a batch of any form, traced or not; examples weigh one where nothing is said."""
+    if isinstance(batch, Batch):
+        return batch
+    names = [value.name for value in model.inputs]
+    batch, weight = split_weights(batch, names, target_names(model))
+    x, y = ordered(batch, names, "the batch")
+    if weight is None:
+        count = jnp.shape(x[0])[0]
+        weight = (np if isinstance(count, int) else jnp).ones(count, np.float32)
+    return Batch(x, y, weight)
+
+
+def target_names(model: Model) -> set[str]:
+    """Return names that targets can have: those of outputs, and of what a file trains with."""
+    training = [value for info in model.proto.training_info for value in info.algorithm.input]
+    return {value.name for value in (*model.outputs, *training)}
+
+
+def stays_finite(old: Any, new: Any, small: bool = False) -> jax.Array:
+    """Return whether every number that was finite still is; others may be infinite by design.
+
+    Args:
+      small: look at small arrays only, and at the smallest one in any case. A test of large ones
+        would be a second pass over what an update computes: a quarter of a step of Adam.
+    """
+    pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+    floats = [(a, b) for a, b in pairs if jnp.issubdtype(b.dtype, jnp.floating)]
+    if small and floats:
+        limit = max(SMALL, min(b.size for _, b in floats))
+        floats = [(a, b) for a, b in floats if b.size <= limit]
+    sums = [_spoiled(a, b) for a, b in _joined(floats)]
+    return jnp.isfinite(jnp.stack([jnp.float32(0), *sums])).all()
+
+
+@jax.jit
+def _spoiled(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return a number that is finite if no number of b has become infinite or NaN."""
+    # a sum of zeros cannot overflow, and 0 * x is 0 unless x is infinite or NaN
+    return jnp.sum(jnp.where(jnp.isfinite(a), 0 * b, 0), dtype=jnp.float32)
+
+
+def finite(tree: Any) -> jax.Array:
+    """Return whether every number is finite; sums are quicker than tests of each number."""
+    sums = [
+        jnp.sum(x, dtype=jnp.promote_types(x.dtype, jnp.float32))
+        for (x,) in _joined([(x,) for x in jax.tree.leaves(tree)])
+    ]
+    return jnp.isfinite(jnp.stack(sums)).all()
+
+
+def _joined(rows: Sequence[tuple[jax.Array, ...]]) -> list[tuple[jax.Array, ...]]:
+    """Return rows of arrays of one size, the small ones joined: a loop for each takes longer."""
+    kept, small = [], defaultdict(list)
+    for row in rows:
+        split = any(axis is not None for x in row for axis in jax.typeof(x).sharding.spec)
+        if split or row[0].size > SMALL:
+            kept.append(row)
+        else:
+            small[tuple(x.dtype for x in row)].append([x.reshape(-1) for x in row])
+    columns = (zip(*group, strict=True) for group in small.values())
+    return [*kept, *(tuple(jnp.concatenate(column) for column in row) for row in columns)]
+
+
+def copy(tree: Any) -> Any:
+    """Copy into fresh buffers."""
+
+    def copied(x):
+        if isinstance(x, Tracer) or not getattr(x, "is_fully_addressable", True):
+            return jnp.copy(x)
+        return jax.device_put(x, may_alias=False)  # without a program for each shape
+
+    return jax.tree.map(copied, tree)

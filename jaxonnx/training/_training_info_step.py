@@ -1,0 +1,132 @@
+"""The step that a file carries itself (`training_info`)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx._data.batches import Batch
+from jaxonnx.errors import TrainingError
+from jaxonnx.model import Model, load
+from jaxonnx.training._objective import Objective
+from jaxonnx.training._settings import Settings
+from jaxonnx.training._step import State, Step, as_batch, copy, stays_finite
+
+
+class Carried(Step):
+    """The step of `model.training`, whose variables are the parameters of its states.
+
+    The loss is the first scalar among the metrics of the algorithm. The fill of a short batch
+    counts: the file's loss knows no weights.
+
+    Args:
+      goal: metrics of the file's outputs, and no loss.
+      settings: `seed` and `nan`.
+    """
+
+    def __init__(self, model: Model, goal: Objective, settings: Settings):
+        self.model = model
+        self.frozen = {}
+        self.notes = ()
+        self._training = model.training
+        self._goal = goal
+        self._settings = settings
+        self._inputs = [value.name for value in model.inputs]
+        known = dict.fromkeys(name for names in self._training.inputs for name in names)
+        self._targets = [name for name in known if name not in self._inputs]
+
+    def init(self, params: Any = None) -> State:
+        params = copy(self._training.state if params is None else dict(params))
+        return State(params, {}, (), None, jnp.int32(0), jnp.int32(0), jnp.bool(True))
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        return self._training.state
+
+    def update(self, state: State, batch: Any, frozen: Any = None) -> tuple[State, jax.Array]:
+        key = jax.random.fold_in(jax.random.key(self._settings.seed), state.count)
+        new, outputs = self._training.step(state.params, self._values(batch), key=key)
+        loss = self._loss(outputs)
+        good = state.finite & jnp.isfinite(loss) & stays_finite(state.params, new)
+        params = jax.tree.map(lambda new, old: jnp.where(good, new, old), new, state.params)
+        skip = self._settings.nan == "skip"
+        state = state.replace(
+            params=params,
+            count=jnp.where(good | skip, state.count + 1, state.count),
+            taken=jnp.where(good, state.taken + 1, state.taken),
+            finite=state.finite | skip if skip else good,
+        )
+        return state, jnp.stack([loss, good.astype(loss.dtype)])
+
+    def check(self, batch: Any) -> Any:
+        if not np.isin(as_batch(batch, self.model).weight, (0, 1)).all():
+            raise TrainingError(
+                "the examples have weights, and the algorithm of the file knows none: leave them "
+                "out, or pass loss= and optimizer="
+            )
+        values = self._values(batch)
+        _, outputs = jax.eval_shape(self._training.step, self._training.state, values)
+        shapes = self._goal.check(self._measured(batch)) if self._goal.measures else None
+        return shapes, self._loss(outputs).dtype
+
+    def check_labels(self, targets: Any, shapes: Any, what: str, classes: Any = None) -> None:
+        """Accept any: what a loss of the file makes of them is the file's affair."""
+
+    def sums(self, batch: Any, shapes: Any = None) -> Any:
+        shapes, dtype = self.check(batch) if shapes is None else shapes
+        return np.zeros((), dtype), np.int32(0), self._goal.start(shapes, self._measured(batch))
+
+    def evaluate(self, sums: Any, state: State, batch: Any, frozen: Any = None) -> Any:
+        total, count, measures = sums
+        # a step whose new state is dropped: the file's own loss at these weights
+        _, outputs = self._training.step(state.params, self._values(batch))
+        if self._goal.measures:
+            batch = self._measured(batch)
+            inputs = dict(zip(self._inputs, batch.inputs, strict=True))
+            values = self._training.inference(state.params, inputs)
+            values = tuple(values[name] for name in self._goal.names)
+            measures = self._goal.add(measures, values, batch)
+        return total + self._loss(outputs), count + 1, measures
+
+    def row(self, sums: Any) -> dict[str, float]:
+        total, count, measures = sums
+        return {"validation_loss": float(total) / float(count)} | self._goal.row(measures)
+
+    def view(self, state: State) -> dict[str, jax.Array]:
+        return state.params
+
+    def trained(self, params: Any, state: Any) -> Model:
+        return load(self._training.to_onnx(params))
+
+    def columns(self, validated: bool) -> list[str]:
+        return self._goal.columns(validated)
+
+    def _values(self, batch: Any) -> dict[str, Any]:
+        """Return the inputs of the network and of its algorithms, by name."""
+        inputs, targets, _ = as_batch(batch, self.model)
+        if not isinstance(targets, Mapping) and len(self._targets) == 1:
+            targets = {self._targets[0]: targets}
+        if not isinstance(targets, Mapping) or {*targets} != {*self._targets}:
+            raise TrainingError(
+                f"the file's algorithm takes {', '.join(self._targets) or 'nothing'} besides the "
+                "inputs of the network; give one array for one, or a dict by these names"
+            )
+        return {**dict(zip(self._inputs, inputs, strict=True)), **targets}
+
+    def _measured(self, batch: Any) -> Batch:
+        """Return the batch for metrics, for which the only target needs no name."""
+        batch = as_batch(batch, self.model)
+        single = len(self._targets) == 1 and isinstance(batch.targets, Mapping)
+        return batch._replace(targets=batch.targets[self._targets[0]]) if single else batch
+
+    def _loss(self, outputs: Mapping[str, Any]) -> Any:
+        for name in self._training.metrics:
+            x = outputs[name]
+            if x.shape == () and jnp.issubdtype(x.dtype, jnp.floating):
+                return x
+        raise TrainingError(
+            "the file's algorithm has no scalar output besides the values of its variables, so "
+            "there is no loss to follow; run model.training.step yourself"
+        )

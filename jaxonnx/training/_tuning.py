@@ -1,0 +1,38 @@
+"""What a run trains of a model, and how its layers behave meanwhile."""
+
+import jax
+
+from jaxonnx.errors import TrainingError
+from jaxonnx.lora import LoRA
+from jaxonnx.model import Model
+from jaxonnx.training._head import beside_adapters
+from jaxonnx.training._settings import Settings
+
+_ADAPTERS = 2**32 - 1
+"""What is folded into the seed's key for adapters; steps fold in their number."""
+
+
+def tuned(model: Model, settings: Settings) -> Model:
+    """Return the model whose parameters the run trains.
+
+    Raises:
+      TrainingError: nothing is left to be trained.
+      InputError: a choice that does not fit the model.
+    """
+    if settings.statistics is not None:
+        model = model.with_statistics(settings.statistics)
+    if settings.dropout is not None:
+        model = model.with_dropout(settings.dropout)
+    lora, trainable = settings.lora, settings.trainable
+    if isinstance(lora, LoRA):
+        key = jax.random.fold_in(jax.random.key(settings.seed), _ADAPTERS)
+        model = lora.attach(model, key, trainable=beside_adapters(model, trainable))
+    elif lora is not None:
+        model = lora.attach(model)
+    elif trainable is not None:
+        model = model.with_trainable(trainable)
+    if settings.remat:
+        model = model.with_remat()
+    if not model.params:
+        raise TrainingError("no parameter is to be trained; print(model) shows what the model has")
+    return model

@@ -1,0 +1,85 @@
+"""Weights of convolutions, during a run, in the order that their platform is quick on.
+
+The run keeps such weights, and what the optimizer has for them, in the order of `lowering._order`,
+if the optimizer cannot tell: if its program for one order and its program for the other are the
+same, element by element. What makes it sparse goes around it and is told the axes as they are
+stored (`jaxonnx.training._sparsity`).
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import optax
+
+from jaxonnx.lowering import KernelFirst, Turn, indifferent, order, platform_of, turned
+
+
+class Storage:
+    """How the arrays of a run are stored.
+
+    Args:
+      params: in the order of the file.
+      optimizer: of the run, without what makes it sparse.
+      platform: where the run takes place ("cpu", "gpu", "tpu"); by default where the arrays are.
+
+    Attributes:
+      names: the parameters that are stored in another order than the file's.
+      platform: where the run takes place; "" if the arrays are traced.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, jax.Array],
+        optimizer: optax.GradientTransformationExtraArgs,
+        platform: str | None = None,
+    ):
+        self.platform = platform or next(map(platform_of, params.values()), "")
+        orders = {name: order(x, platform) for name, x in params.items()}
+        turns = {name: Turn(params[name].shape, axes) for name, axes in orders.items() if axes}
+        if turns and not indifferent(optimizer, params, turned(params, turns)):
+            turns = {}
+        self.names = frozenset(turns)
+        self._turns = turns
+        self._back = {name: turn.back for name, turn in turns.items()}
+
+    def store(self, tree: Any) -> Any:
+        """Return a tree with its parameters (dictionaries by name) in the order to store."""
+        return _turned(tree, self._turns)
+
+    def view(self, tree: Any) -> Any:
+        """Return a stored tree in the order of the file."""
+        return _turned(tree, self._back)
+
+    def given(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return stored parameters for `Model.apply_train`, which takes them as they are."""
+        return {n: KernelFirst(x) if n in self.names else x for n, x in params.items()}
+
+    def axes(self, name: str, axes: tuple[int, int]) -> tuple[int, int]:
+        """Return where axes of a parameter are as it is stored."""
+        if name not in self.names:
+            return axes
+        places = self._back[name].axes
+        return places[axes[0]], places[axes[1]]
+
+
+def _turned(tree: Any, turns: Mapping[str, Turn]) -> Any:
+    def phases(state):
+        # masks are bits, in the order of their parameter
+        masks = {
+            name: _turned_bits(bits, turns[name]) if name in turns else bits
+            for name, bits in state.masks.items()
+        }
+        return _turned(state._replace(masks={}), turns)._replace(masks=masks)
+
+    from jaxonnx.sparse import ThreePhaseState  # not before something is trained
+
+    return turned(tree, turns, {ThreePhaseState: phases})
+
+
+@partial(jax.jit, static_argnums=1)
+def _turned_bits(bits: jax.Array, turn: Turn) -> jax.Array:
+    from jaxonnx.sparse import from_bits, to_bits
+
+    return to_bits(turn(from_bits(bits, turn.shape)))
