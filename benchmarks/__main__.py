@@ -8,8 +8,8 @@ processes take turns, round by round. A ratio is jaxonnx's time over the other's
 so that a machine under load treats both alike: printed are the median and the quartiles. Below 1
 jaxonnx is faster. A peer that is not installed, or fails, is named and left out. On a GPU there are
 products of bfloat16 numbers as well, and a table of the fractions of what the device can do at most
-(with --ceilings on CPU, too; see benchmarks.ceilings). --against <folder of another checkout> takes
-jaxonnx as it is there as one more system, to compare a change with what was before it.
+(with --ceilings on CPU, too; see benchmarks.speed.ceilings). --against <folder of another checkout>
+takes jaxonnx as it is there as one more system, to compare a change with what was before it.
 """
 
 import argparse
@@ -198,7 +198,7 @@ def show(results: dict[str, dict], options) -> None:
 
 def ceilings(options) -> dict:
     """Measure what the device can do at most, in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.ceilings"]
+    command = [sys.executable, "-m", "benchmarks.speed.ceilings"]
     folder = Path(__file__).parent.parent
     done = subprocess.run(
         command, env=environment(options), cwd=folder, check=True, capture_output=True, text=True

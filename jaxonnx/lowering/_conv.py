@@ -1,7 +1,7 @@
 """Convolution, forward and both gradients.
 
 It is `lax.conv_general_dilated` and its derivatives, except on platforms with a rule of their own.
-The rule of CPU chooses by the shapes; `benchmarks/lowerings.py` measures each case again.
+The rule of CPU chooses by the shapes; `benchmarks/speed/lowerings.py` measures each case again.
 """
 
 import math

@@ -99,7 +99,7 @@ def three_phase(
       pattern, transposable, select, exclude, axes: which weights become sparse: see `layers`.
       reset: whether a refresh sets newly hidden weights to zero, as in the published procedure. By
         default it keeps them, so that they can come back, which is better on average (see
-        benchmarks/sparse_accuracy.py).
+        benchmarks/sparse/accuracy.py).
       moments: whether the inner optimizer's moments of newly hidden weights stay or become zero
         (sums over rows, as in Adafactor, stay).
       decay: the factor of W_p that is added to the gradient, which pulls hidden weights to zero

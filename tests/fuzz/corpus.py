@@ -13,11 +13,12 @@ import onnx.parser
 from onnx import ModelProto
 from onnx.backend.test.loader import load_node_model_tests
 
+from tests.support.paths import DATA
+
 LARGEST = 30_000
 """Bytes of a model: mutations of small ones are quick, and hit what matters."""
 NUMBERS = 2_000
 """In its inputs."""
-DATA = Path(__file__).parents[1] / "data"
 
 WRITTEN = [
     """<ir_version: 10, opset_import: ["": 21, "f": 1], metadata_props: ["jaxonnx.sparsity":
@@ -87,11 +88,11 @@ def _suite() -> Iterator[Seed]:
 
 
 def _operators() -> Iterator[Seed]:
-    """Yield the oldest and the newest version of each case of `tests/operators`."""
-    import tests.operators
+    """Yield the oldest and the newest version of each case of `tests/ops/cases`."""
+    import tests.ops.cases
 
-    for module in pkgutil.iter_modules(tests.operators.__path__):
-        for case in importlib.import_module(f"tests.operators.{module.name}").CASES:
+    for module in pkgutil.iter_modules(tests.ops.cases.__path__):
+        for case in importlib.import_module(f"tests.ops.cases.{module.name}").CASES:
             versions = case.versions()
             for version in {versions[0], versions[-1]}:
                 model: ModelProto = case.model(version)

@@ -19,9 +19,9 @@ import onnx
 
 import jaxonnx
 from jaxonnx.cli import _options as options
-from tests import tiny
 from tests.fuzz.check import OPTIONS, Outcome, Overtime, finding
 from tests.fuzz.mutate import FLOATS, INTEGERS, changed, mutated
+from tests.support import tiny_networks
 
 VALUES = [None, True, False, "", "x", "w1", "2:4", "1:1", [], {}, [0], [1, 0], [99, -1], {"w1": 1}]
 VALUES += [*INTEGERS, *FLOATS, 2**70, -1, 3, "[" * 100_000]
@@ -143,7 +143,7 @@ def examine(kind: str, files: Files, stage: Callable[[str], None] = lambda _: No
 
 @cache
 def _mlp() -> jaxonnx.Model:
-    return jaxonnx.load(tiny.mlp())
+    return jaxonnx.load(tiny_networks.mlp())
 
 
 def _sparse() -> jaxonnx.Model:
@@ -160,28 +160,28 @@ def _write_adapters(folder: Path) -> None:
 
 
 def _write_data(folder: Path) -> None:
-    x, y = tiny.examples(8)
+    x, y = tiny_networks.examples(8)
     np.savez_compressed(folder / "d.npz", x=x, y=y)
 
 
 def _write_external(folder: Path) -> None:
     settings = {"save_as_external_data": True, "location": "m.data", "size_threshold": 0}
-    onnx.save_model(tiny.mlp(), folder / "m.onnx", **settings)
+    onnx.save_model(tiny_networks.mlp(), folder / "m.onnx", **settings)
 
 
 def _write_run(folder: Path) -> None:
-    tiny.train(epochs=1, checkpoint_dir=folder / "run", data=tiny.examples(8))
+    tiny_networks.train(epochs=1, checkpoint_dir=folder / "run", data=tiny_networks.examples(8))
 
 
 def _write_adapted(folder: Path) -> None:
     settings = {"lora": jaxonnx.LoRA(rank=2), "checkpoint_dir": folder / "run"}
-    tiny.train(epochs=1, data=tiny.examples(8), **settings)
+    tiny_networks.train(epochs=1, data=tiny_networks.examples(8), **settings)
 
 
 def _read_model(path: Path) -> None:
     model = jaxonnx.load(path, **OPTIONS)
     str(model)
-    model(tiny.examples(2)[0])
+    model(tiny_networks.examples(2)[0])
 
 
 def _read_sparse(path: Path) -> None:
@@ -199,19 +199,19 @@ KINDS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
     "sparse": (lambda f: _sparse().save(f / "m.npz"), lambda f: _read_sparse(f / "m.npz")),
     "weights": (
         lambda f: np.savez(f / "w.npz", **_mlp().params),
-        lambda f: jaxonnx.load(tiny.mlp(), weights=f / "w.npz"),
+        lambda f: jaxonnx.load(tiny_networks.mlp(), weights=f / "w.npz"),
     ),
     "safetensors": (
         lambda f: _mlp().save(f / "w.safetensors"),
-        lambda f: jaxonnx.load(tiny.mlp(), weights=f / "w.safetensors"),
+        lambda f: jaxonnx.load(tiny_networks.mlp(), weights=f / "w.safetensors"),
     ),
     "adapters": (
         _write_adapters,
-        lambda f: jaxonnx.Adapters.load(f / "a.npz").apply(_mlp())(tiny.examples(2)[0]),
+        lambda f: jaxonnx.Adapters.load(f / "a.npz").apply(_mlp())(tiny_networks.examples(2)[0]),
     ),
     "data": (
         _write_data,
-        lambda f: jaxonnx.evaluate(_mlp(), f / "d.npz", loss=tiny.LABELS),
+        lambda f: jaxonnx.evaluate(_mlp(), f / "d.npz", loss=tiny_networks.LABELS),
     ),
     "external": (_write_external, lambda f: _read_model(f / "m.onnx")),
     "checkpoints": (_write_run, lambda f: _read_model(f / "run")),

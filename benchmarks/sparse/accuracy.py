@@ -1,0 +1,251 @@
+"""What transposable 2:4 training costs in accuracy: paired seeds, one table and a chart.
+
+    python -m benchmarks.sparse.accuracy                          # scikit-learn's 8x8 digits
+    python -m benchmarks.sparse.accuracy --data mnist10k.npz      # any .npz with images x, labels y
+    python -m benchmarks.sparse.accuracy --conv 16,32,32          # a convolutional network
+
+Every method trains the same network (an MLP in which every layer but the head is sparse, or 3x3
+convolutions, which are sparse from the second on) from the same weights, on the same batches, for
+the same number of epochs, with the same optimizer and step size schedule. A difference is that of a
+method's test accuracy to the dense one's with the same seed.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxonnx import sparse
+
+
+def phases(dense, dynamic, **options):
+    """Return a wrapper with three phases as fractions of the epochs; the rest has a fixed mask."""
+
+    def wrap(inner, epochs, steps):
+        lengths = {"dense": round(dense * epochs), "dynamic": round(dynamic * epochs)}
+        return sparse.three_phase(inner, **lengths, steps_per_epoch=steps, **options)
+
+    return wrap
+
+
+def sr_ste(inner, epochs, steps):
+    return sparse.sr_ste(inner)
+
+
+METHODS = {
+    "dense": None,
+    "dense, half the weights": None,
+    "three-phase": phases(1 / 3, 1 / 2),
+    "three-phase, reset": phases(1 / 3, 1 / 2, reset=True),
+    "one-shot transposable": phases(2 / 3, 0),
+    "one-shot one-axis": phases(2 / 3, 0, transposable=False),
+    "SR-STE, transposable": sr_ste,
+}
+SCHEDULES = {
+    f"{dense}/{dynamic}/{12 - dense - dynamic}{', reset' if reset else ''}": phases(
+        dense / 12, dynamic / 12, reset=reset
+    )
+    for dense, dynamic in ((1, 9), (2, 8), (4, 6), (6, 4), (8, 2))
+    for reset in (False, True)
+}
+
+
+def load(path):
+    if path is None:
+        from sklearn.datasets import load_digits
+
+        x, y = load_digits(return_X_y=True)
+    else:
+        with np.load(path) as file:
+            x, y = file["x"], file["y"]
+    side = math.isqrt(x[0].size)
+    x = x.reshape(len(x), side, side).astype(np.float32)
+    x = (x - x.mean()) / x.std()
+    order = np.random.default_rng(0).permutation(len(x))
+    cut = len(x) * 4 // 5
+    return [jnp.asarray(a[part]) for part in (order[:cut], order[cut:]) for a in (x, y)]
+
+
+def shapes(widths):
+    """Return the shapes of the weights; with one input channel the first are convolutions."""
+    matrices = list(itertools.pairwise(widths))
+    if widths[0] != 1:
+        return matrices
+    return [*((m, n, 3, 3) for n, m in matrices[:-1]), matrices[-1]]
+
+
+def initial(widths, seed):
+    """Draw weights: those of convolutions in the layout of ONNX, matrices as (input, output)."""
+    keys = jax.random.split(jax.random.key(seed), len(widths) - 1)
+    return [
+        {"w": jax.random.normal(k, s) * np.sqrt(2 * m / math.prod(s)), "b": jnp.zeros(m)}
+        for k, s, m in zip(keys, shapes(widths), widths[1:], strict=True)
+    ]
+
+
+def apply(params, x):
+    """Compute the logits of images (N, side, side)."""
+    convolutional = params[0]["w"].ndim == 4
+    x = x[..., None] if convolutional else x.reshape(len(x), -1)
+    for layer in params[:-1]:
+        x = jax.nn.relu((convolve if convolutional else jnp.matmul)(x, layer["w"]) + layer["b"])
+    if convolutional:
+        x = x.reshape(len(x), -1, x.shape[-1]).max(1)
+    return x @ params[-1]["w"] + params[-1]["b"]
+
+
+def convolve(x, w):
+    """Convolve by one product of all taps, the quickest on CPU; halve a side of more than 4."""
+    stride = 2 if x.shape[1] > 4 else 1
+    side = -(-x.shape[1] // stride)
+    x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    reach = stride * (side - 1) + 1
+    taps = [x[:, i : i + reach : stride, j : j + reach : stride] for i, j in np.ndindex(3, 3)]
+    return jnp.concatenate(taps, axis=-1) @ w.transpose(2, 3, 1, 0).reshape(-1, len(w))
+
+
+def trainer(tx, x, y):
+    """Return a whole training run as one program."""
+
+    def loss(params, batch):
+        logits = apply(params, x[batch])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y[batch]).mean()
+
+    @jax.jit
+    def train(params, batches):
+        def step(carry, batch):
+            params, state = carry
+            updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(step, (params, tx.init(params)), batches)[0][0]
+
+    return train
+
+
+def halved(widths):
+    """Return the widths of a dense net with as many weights as the sparse net has nonzeros."""
+    dense = widths[-2] * widths[-1]  # the head, and a convolution of one channel
+    if widths[0] == 1:
+        dense += 9 * widths[1]
+    wanted = (size(widths) + dense) / 2
+
+    def scaled(factor):
+        return [widths[0], *(round(n * factor) for n in widths[1:-1]), widths[-1]]
+
+    return min(map(scaled, np.linspace(0.3, 1, 701)), key=lambda w: abs(size(w) - wanted))
+
+
+def size(widths):
+    return sum(map(math.prod, shapes(widths)))
+
+
+def study(methods, data, hidden, convolutional, options):
+    x, y, x_test, y_test = data
+    widths = [1 if convolutional else x[0].size, *hidden, int(y.max()) + 1]
+    steps = len(x) // options.batch
+    accuracy = {name: [] for name in methods}
+    for name, wrap in methods.items():
+        start = time.perf_counter()
+        inner = optax.adam(
+            optax.cosine_decay_schedule(options.rate, options.epochs * steps, alpha=0.05)
+        )
+        tx = inner if wrap is None else wrap(inner, options.epochs, steps)
+        train = trainer(tx, x, y)
+        shape = halved(widths) if name == "dense, half the weights" else widths
+        for seed in range(options.seeds):
+            rng = np.random.default_rng(seed)
+            batches = np.concatenate(
+                [
+                    rng.permutation(len(x))[: steps * options.batch].reshape(steps, -1)
+                    for _ in range(options.epochs)
+                ]
+            )
+            params = train(initial(shape, seed), jnp.asarray(batches))
+            right = jnp.argmax(apply(params, x_test), axis=1) == y_test
+            accuracy[name].append(100 * float(right.mean()))
+        print(f"  {name}: {np.mean(accuracy[name]):.2f}  ({time.perf_counter() - start:.0f} s)")
+    return widths, accuracy
+
+
+def table(title, accuracy):
+    dense = np.array(accuracy["dense"])
+    lines = [
+        f"\n{title}",
+        "",
+        "| method | test accuracy, % | difference to dense |",
+        "|---|---|---|",
+    ]
+    for name, values in accuracy.items():
+        gap = np.array(values) - dense
+        spread = "" if name == "dense" else f"{gap.mean():+.2f} ± {gap.std(ddof=1):.2f}"
+        lines.append(f"| {name} | {np.mean(values):.2f} | {spread} |")
+    return "\n".join(lines)
+
+
+def chart(path, results):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(
+        1, len(results), figsize=(5.5 * len(results), 3.6), squeeze=False, layout="constrained"
+    )
+    for ax, (title, accuracy) in zip(axes[0], results.items(), strict=True):
+        names = [n for n in accuracy if n != "dense"][::-1]
+        for row, name in enumerate(names):
+            gap = np.array(accuracy[name]) - accuracy["dense"]
+            ax.scatter(gap, np.full(len(gap), row), s=14, alpha=0.4, color="tab:blue")
+            ax.scatter(gap.mean(), row, s=90, marker="|", color="black", zorder=3)
+        ax.axvline(0, color="gray", linewidth=0.8)
+        ax.set_yticks(range(len(names)), names)
+        ax.set_xlabel("test accuracy less that of the dense net, points")
+        ax.set_title(title.replace(", ", "\n", 1), fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Accuracy of sparse training, paired seeds")
+    parser.add_argument("--data", help=".npz of images x and labels y; default: 8x8 digits")
+    parser.add_argument(
+        "--hidden", action="append", help="widths of an MLP's hidden layers; may be given again"
+    )
+    parser.add_argument(
+        "--conv", action="append", default=[], help="channels of 3x3 convolutions; likewise"
+    )
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=24)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--rate", type=float, default=2e-3, help="step size at the start")
+    parser.add_argument("--schedules", action="store_true", help="compare schedules instead")
+    parser.add_argument("--chart", help="write a picture")
+    parser.add_argument("--out", help="write all accuracies as JSON")
+    options = parser.parse_args()
+    methods = {"dense": None, **SCHEDULES} if options.schedules else METHODS
+    data = load(options.data)
+    results = {}
+    mlps = options.hidden or ([] if options.conv else ["128,128", "32,32"])
+    for hidden, convolutional in [*((h, False) for h in mlps), *((c, True) for c in options.conv)]:
+        hidden = [int(n) for n in hidden.split(",")]
+        widths, accuracy = study(methods, data, hidden, convolutional, options)
+        shape, count = "-".join(map(str, widths)), f"{size(widths) / 1000:.1f}k weights"
+        kind = "3x3 convolutions " if convolutional else ""
+        title = f"{kind}{shape}, {count}, {len(data[0])} images, {options.seeds} seeds"
+        results[title] = accuracy
+        print(table(title, accuracy))
+    if options.chart:
+        chart(options.chart, results)
+    if options.out:
+        with open(options.out, "w") as file:
+            json.dump(results, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

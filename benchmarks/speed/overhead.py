@@ -1,0 +1,200 @@
+"""What jaxonnx adds to its compiled functions: to a call of a model, and to the steps of a run.
+
+    python -m benchmarks.speed.overhead [--networks mlp lenet] [--rounds 15] [--calls 1000]
+                                  [--epochs 12] [--steps 100] [--chart FILE.png]
+
+First table: microseconds of a call `model(x)` of a tiny network, of the same function under a
+`jax.jit` of the caller, and the difference, for JAX and NumPy arrays. Second table: an epoch of
+`jaxonnx.train` over arrays in memory beside two loops of as many steps of the same compiled
+function on the same examples, one over batches that are ready on the device, one that collects them
+(`x[rows]`) and does nothing else; all take turns, epoch by epoch, in one process. Printed are
+medians and quartiles of what `train` adds to the first, and the median of what collecting adds.
+With `--chart` both are drawn, and the figures written to .json beside.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from rich.console import Console
+from rich.table import Table
+
+import jaxonnx
+from benchmarks.layers.onnx_file import write
+from benchmarks.networks import NETWORKS, Network, batch
+from benchmarks.systems import LEARNING_RATE, train_step
+from jaxonnx.cli.process import keep_pages
+from jaxonnx.training import Batch
+
+TINY = Network(lambda layers, x: layers.dense(layers.relu(layers.dense(x, 16)), 4), (4, 8), 4)
+LOSS = "softmax_cross_entropy_with_integer_labels"
+TARGETS = {"call": 20.0, "loop": 2.0}
+"""In microseconds and per cent."""
+
+
+def seconds(function, count: int) -> float:
+    """Return the seconds of one call, the mean of `count` of which the last has ended."""
+    start = time.perf_counter()
+    for _ in range(count):
+        result = function()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / count
+
+
+def calls(path: Path, rounds: int, count: int) -> dict[str, np.ndarray]:
+    """Time (`model(x)`, the jitted function) in microseconds, each round, by the kind of input."""
+    write(TINY, path)
+    model = jaxonnx.load(path)
+
+    @jax.jit
+    def jitted(params, state, x):
+        return model.apply(params, x, state=state)
+
+    x = batch(TINY)[0]
+    times = {}
+    for kind, array in (("jax", jnp.asarray(x)), ("numpy", x)):
+        systems = (
+            lambda array=array: model(array),
+            lambda array=array: jitted(model.params, model.state, array),
+        )
+        for system in systems:
+            seconds(system, count)
+        pairs = [[seconds(system, count) for system in systems] for _ in range(rounds)]
+        times[f"{kind} arrays"] = np.array(pairs) * 1e6
+    return times
+
+
+def loops(path: Path, network: Network, epochs: int, steps: int) -> np.ndarray:
+    """Time a step (in `train`, on ready batches, collecting) in each epoch but the first."""
+    write(network, path)
+    model = jaxonnx.load(path)
+    x, y = batch(network)
+    size = len(x)
+    random = np.random.default_rng(1)
+    order = random.permutation(np.resize(np.arange(size), steps * size))
+    x, y = x[order], y[order]
+    update, state, like, frozen = train_step(model, jnp.asarray(x[:size]), jnp.asarray(y[:size]))
+    update = jax.jit(update, donate_argnums=0)
+    weight = np.ones(size, np.float32)
+    ready = [
+        like._replace(inputs=(jnp.asarray(xs),), targets=jnp.asarray(ys))
+        for xs, ys in zip(np.split(x, steps), np.split(y, steps), strict=True)
+    ]
+
+    def collected():
+        for rows in np.split(random.permutation(len(x)), steps):
+            yield Batch((x[rows],), y[rows], weight)
+
+    def bare(batches: Iterable) -> float:
+        nonlocal state
+        start = time.perf_counter()
+        for examples in batches:
+            state, seen = update(state, examples, frozen)
+        jax.block_until_ready(seen)
+        return time.perf_counter() - start
+
+    pairs, start = [], 0.0
+
+    def watch(step, metrics):
+        nonlocal start
+        if "epoch" in metrics:  # all its steps have ended
+            whole = time.perf_counter() - start
+            pairs.append((whole, bare(ready), bare(collected())))
+            start = time.perf_counter()
+
+    jaxonnx.train(
+        model,
+        (x, y),
+        loss=LOSS,
+        optimizer=optax.adam(LEARNING_RATE),
+        batch_size=size,
+        epochs=epochs + 1,
+        on_log=watch,
+        progress=False,
+    )
+    return np.array(pairs[1:]) / steps
+
+
+def summary(times: np.ndarray, relative: bool) -> dict:
+    """Return medians of the first two columns and quartiles of what others add to the second."""
+    added = times - times[:, 1:2]
+    if relative:
+        added = 100 * added / times[:, 1:2]
+    medians = np.median(times, axis=0)
+    figures = {
+        "whole": float(medians[0]),
+        "compiled": float(medians[1]),
+        "added": [float(q) for q in np.quantile(added[:, 0], (0.25, 0.5, 0.75))],
+    }
+    return figures | ({"collecting": float(np.median(added[:, 2]))} if relative else {})
+
+
+def show(results: dict[str, dict[str, dict]]) -> None:
+    console = Console()
+    titles = {"call": "what a call adds", "loop": "what the loop of train adds to a step"}
+    heads = {
+        "call": ("input", "model(x), us", "jitted, us", "added, us"),
+        "loop": ("network", "train, ms", "compiled, ms", "added, %", "collecting alone, %"),
+    }
+    for kind, rows in results.items():
+        table = Table(*heads[kind], "target", title=titles[kind])
+        scale = 1e3 if kind == "loop" else 1
+        for name, row in rows.items():
+            low, middle, high = row["added"]
+            both = (f"{scale * row[part]:.2f}" for part in ("whole", "compiled"))
+            added = [f"{middle:.2f} ({low:.2f} to {high:.2f})"]
+            added += [f"{row['collecting']:.2f}"] if "collecting" in row else []
+            met = "met" if middle < TARGETS[kind] else "missed"
+            table.add_row(name, *both, *added, f"< {TARGETS[kind]:g}, {met}")
+        console.print(table)
+
+
+def draw(results: dict[str, dict[str, dict]], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    units = {"call": "added to a call, us", "loop": "added to a step by train, %"}
+    figure = Figure(figsize=(8, 2.4), layout="constrained")
+    for axes, (kind, rows) in zip(figure.subplots(1, len(results)), results.items(), strict=True):
+        low, middle, high = np.array([row["added"] for row in rows.values()]).T
+        axes.barh(list(rows), middle, xerr=[middle - low, high - middle], height=0.5)
+        axes.axvline(TARGETS[kind], color="black", linestyle=":", label="target")
+        axes.set_xlabel(units[kind])
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=150)
+    path.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--networks", choices=NETWORKS, nargs="+", default=["mlp", "lenet"])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--calls", type=int, default=1000)
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=100, help="of an epoch")
+    parser.add_argument("--chart", type=Path, help="png, svg or pdf")
+    options = parser.parse_args()
+    keep_pages()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "network.onnx"
+        times = calls(path, options.rounds, options.calls)
+        results = {"call": {kind: summary(pairs, False) for kind, pairs in times.items()}}
+        results["loop"] = {
+            name: summary(loops(path, NETWORKS[name], options.epochs, options.steps), True)
+            for name in options.networks
+        }
+    show(results)
+    if options.chart:
+        draw(results, options.chart)
+
+
+if __name__ == "__main__":
+    main()

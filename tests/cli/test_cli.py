@@ -1,0 +1,591 @@
+"""The command line, in this process; the installed command is the same function."""
+
+import inspect
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from matplotlib import pyplot
+
+import jaxonnx
+from jaxonnx.cli import main
+from jaxonnx.cli._flags import VERBS
+from jaxonnx.cli._options import parse
+from tests.support import tiny_networks
+from tests.support.paths import DATA
+
+NET = str(DATA / "lenet_bn.legacy.onnx")
+
+
+@pytest.fixture
+def data(tmp_path):
+    random = np.random.default_rng(0)
+    path = tmp_path / "data.npz"
+    x = random.random((16, 1, 28, 28), np.float32)
+    np.savez(path, x=x, y=random.integers(0, 10, 16))
+    return path
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """A network of one layer and data for it, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    text = '<ir_version: 8, opset_import: ["" : 17]> net (float[n, 4] x) => (float[n, 3] y) '
+    proto = onnx.parser.parse_model(text + "{ y = MatMul(x, w) }")
+    random = np.random.default_rng(0)
+    weight = random.normal(size=(4, 3)).astype(np.float32)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+    onnx.save(proto, "net.onnx")
+    x = random.normal(size=(8, 4)).astype(np.float32)
+    np.savez("data.npz", x=x, y=np.arange(8) % 3)
+
+
+def command(line):
+    return main(line.split())
+
+
+def result(capsys):
+    """What `--json` printed: the only thing on stdout."""
+    return json.loads(capsys.readouterr().out)
+
+
+def test_info(capsys):
+    assert main(["info", NET]) == 0
+    assert "logits" in capsys.readouterr().out
+    assert main(["info", NET, "--json"]) == 0
+    said = result(capsys)
+    assert said["outputs"] == [{"name": "logits", "dtype": "float32", "shape": ["batch", 10]}]
+    assert said["operators"]["Conv"] == 2
+    assert said["params"]["classifier.0.bias"] == {"dtype": "float32", "shape": [32]}
+    assert main(["info", NET, "--layers"]) == 0
+    assert "12,678 numbers trained" in capsys.readouterr().out
+
+
+def test_run(data, tmp_path, capsys):
+    output = tmp_path / "out.npz"
+    assert main(["run", NET, str(data), "-o", str(output), "--json"]) == 0
+    assert result(capsys)["outputs"] == {"logits": {"dtype": "float32", "shape": [16, 10]}}
+    expected = jaxonnx.load(NET)(np.load(data)["x"])
+    np.testing.assert_allclose(np.load(output)["logits"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_run_in_batches(small, capsys):
+    for size in ("", " --batch-size 3", " --batch-size 100"):
+        assert command(f"run net.onnx data.npz -o out.npz{size}") == 0
+        outputs = np.load("out.npz")["y"]
+        np.testing.assert_allclose(
+            outputs, jaxonnx.load("net.onnx")(np.load("data.npz")["x"]), 1e-5
+        )
+    assert command("run net.onnx data.npz -o out.npz --batch-size 0") == 2
+    assert "batch_size must be a positive integer" in capsys.readouterr().err
+
+
+def test_devices_are_written_to_and_not_replaced(small, capsys):
+    null = Path("null")
+    null.symlink_to("/dev/null")  # so that nothing is lost if it were replaced
+    assert command("run net.onnx data.npz -o null") == 0
+    assert null.is_symlink()
+    assert null.is_char_device()
+
+
+def test_run_gives_inner_values(small, capsys):
+    assert command("run net.onnx data.npz -o out.npz --outputs y") == 0
+    assert command("run net.onnx data.npz -o out.npz --outputs z") == 2
+    assert "no value" in capsys.readouterr().err
+
+
+def test_evaluate(small, capsys):
+    line = "evaluate net.onnx data.npz --batch-size 3"
+    assert command(f"{line} --json") == 0
+    assert [*result(capsys)] == ["loss", "accuracy"]
+    names = ("accuracy", "confusion_matrix", "roc_curve")
+    line += "".join(f" --metrics {name}" for name in names)
+    assert command(f"{line} --json --plots plots/new") == 0
+    pyplot.close("all")
+    said = result(capsys)
+    assert [*said] == [*names]
+    assert np.sum(said["confusion_matrix"]["counts"]) == 8
+    assert said["roc_curve"]["points"][0]["thresholds"][0] is None  # infinite
+    written = {path.name for path in Path("plots/new").iterdir()}
+    assert written == {"confusion_matrix.png", "roc_curve.png"}
+    assert command(line) == 0
+    assert "true \\ predicted" in capsys.readouterr().out
+    assert command("evaluate net.onnx data.npz --metrics mse") == 2
+    assert "shape of the outputs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["train", "sparsify"])
+def test_train(verb, data, tmp_path, capsys):
+    output = tmp_path / "out.onnx"
+    settings = ["--epochs", "3", "--batch-size", "8", "--validation", str(data)]
+    assert main([verb, NET, str(data), "-o", str(output), *settings]) == 0
+    assert "3 epochs, 6 steps" in capsys.readouterr().out
+    before, after = jaxonnx.load(NET).params, jaxonnx.load(output).params
+    assert all(not np.array_equal(before[name], after[name]) for name in before)
+    kept = np.count_nonzero(after["classifier.0.weight"]) / after["classifier.0.weight"].size
+    assert kept <= 0.5 if verb == "sparsify" else kept > 0.9
+    onnxruntime.InferenceSession(output, providers=["CPUExecutionProvider"])
+
+
+@pytest.mark.deep
+def test_train_follows_the_algorithm_of_the_file(data, tmp_path, capsys):
+    loss, optimizer = "softmax_cross_entropy_with_integer_labels", jaxonnx.optim.adam(1e-3)
+    onnx.save(jaxonnx.add_training(NET, loss=loss, optimizer=optimizer), tmp_path / "net.onnx")
+    output = tmp_path / "out.onnx"
+    settings = ["--epochs", "2", "--batch-size", "8"]
+    assert main(["train", str(tmp_path / "net.onnx"), str(data), "-o", str(output), *settings]) == 0
+    state = jaxonnx.load(output).training.state
+    assert 4 in [int(value) for value in state.values() if value.size == 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"net": "nothing.onnx"}, "nothing.onnx"),
+        ({"data": NET}, "not a .npz"),
+        ({"data": "nowhere"}, "no file or folder 'nowhere'"),
+        ({"output": "/dev/null/out.onnx"}, "Not a directory"),
+        ({"output": "/"}, "Is a directory"),
+        ({"more": ["--loss", "hinge"]}, "hinge_loss"),
+        ({"more": ["--data", "twice.npz"]}, "give the data once"),
+    ],
+)
+def test_what_is_wrong_is_said_before_training(change, message, data, tmp_path, capsys):
+    given = {"net": NET, "data": str(data), "output": str(tmp_path / "out.onnx"), "more": []}
+    given |= change
+    assert main(["train", given["net"], given["data"], "-o", given["output"], *given["more"]]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert not captured.out
+
+
+def test_a_configuration_gives_what_flags_do_not(small, capsys):
+    Path("run.toml").write_text(
+        'model = "net.onnx"\ndata = "data.npz"\noutput = "out.onnx"\nepochs = 2\n'
+        'batch-size = 4\njson = true\ntrainable = ["w"]\nrate = 0.1\n'
+    )
+    assert main(["train", "--config", "run.toml"]) == 0
+    assert result(capsys)["history"]["epochs"][-1]["step"] == 4
+    assert main(["train", "--config", "run.toml", "--epochs", "1", "--batch-size", "8"]) == 0
+    assert result(capsys)["history"]["epochs"][-1]["step"] == 1
+    assert main(["train", "--config", "run.toml", "--trainable", "nothing"]) == 2
+    assert "'nothing'" in capsys.readouterr().err
+
+
+def test_defaults_are_those_of_python():
+    options = vars(parse(["train", "net.onnx", "data.npz", "-o", "out.onnx"]))
+    python = {name: p.default for name, p in inspect.signature(jaxonnx.train).parameters.items()}
+    both = options.keys() & python.keys()
+    assert {"epochs", "batch_size", "seed", "accumulate", "ema", "nan"} <= both
+    for name in both - {"model", "data"}:
+        assert options[name] is None or options[name] == python[name], name
+
+
+def test_lists_and_texts_of_a_configuration(small):
+    Path("run.toml").write_text('model = "m"\npictures = ["a", "b"]\nmean = [0.5, 1]\nsize = "8x6"')
+    options = parse(["classify", "--config", "run.toml"])
+    assert options.pictures == [Path("a"), Path("b")]
+    assert (options.model, options.mean, options.size) == (Path("m"), (0.5, 1), (8, 6))
+    options = parse(["classify", "m", "c", "--config", "run.toml", "--mean", "0"])
+    assert (options.pictures, options.mean) == ([Path("c")], (0,))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epoch = 3", "unknown 'epoch'; try epochs or "),
+        ("lr = 0.1", "unknown 'lr'; try rate or "),
+        ("config = 'other.toml'", "unknown 'config'"),
+        ("epochs = 'three'", "epochs = 'three' does not fit"),
+        ("epochs = true", "must be a number or a text"),
+        ("resume = 1", "must be true or false"),
+        ("class-weights = 2", "has no name before 2"),
+        ("mean = {red = 1}", "must be a number or a text"),
+        ("optimizer = 'adamm'", "none of adam"),
+        ("[train]\nepochs = 1", "unknown 'train'"),
+        ("epochs =", "run.toml"),
+        (None, "No such file"),
+    ],
+)
+def test_configurations_that_are_refused(text, message, small, capsys):
+    if text is not None:
+        Path("run.toml").write_text(text)
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "net.onnx", "data.npz", "-o", "out.onnx", "--config", "run.toml"])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_that_stops_says_so_in_its_status(small, capsys):
+    x = np.load("data.npz")["x"]
+    x[5] = np.inf
+    np.savez("data.npz", x=x, y=np.arange(8) % 3)
+    assert command("train net.onnx data.npz -o out.onnx --batch-size 4 --epochs 1 --json") == 1
+    captured = capsys.readouterr()
+    assert "not finite" in captured.err
+    history = json.loads(captured.out)["history"]
+    assert "not finite" in history["stopped"]
+    assert history["losses"][-1] is None
+
+
+@pytest.mark.deep
+def test_settings_of_train(small, capsys):
+    line = "train net.onnx data.npz -o out.onnx --epochs 40 --batch-size 2 --json --rate 0.5"
+    more = "--validation 0.25 --metrics f1 --metrics top_2 --patience 1 --monitor validation_f1"
+    more += " --remat --ema 0.9 --accumulate 2 --checkpoints kept --log l.csv"
+    assert command(f"{line} {more}") == 0
+    history = result(capsys)["history"]
+    assert history["early"]
+    assert "validation_f1" in history["stopped"]
+    assert {"validation_f1", "validation_top_2"} <= history["epochs"][0].keys()
+    assert Path("kept").is_dir()
+    assert len(Path("l.csv").read_text().splitlines()) == 1 + len(history["epochs"])
+    assert command(f"{line} --dropout 0.1") == 2
+    assert "no Dropout node" in capsys.readouterr().err
+    assert command(f"{line} --dropout 0.1 --dropout x=0.2") == 2
+    assert command(f"{line} --adapters out.npz") == 2
+    assert command(f"{line} --log out.txt") == 2
+
+
+@pytest.mark.deep
+def test_adapters(small, capsys):
+    line = "train net.onnx data.npz -o out.onnx --epochs 1 --lora 1 --lora-where w"
+    assert command(f"{line} --adapters adapters.npz") == 0
+    with_adapters = jaxonnx.Adapters.load("adapters.npz").apply(jaxonnx.load("net.onnx"))
+    np.testing.assert_allclose(with_adapters.params["w"], jaxonnx.load("out.onnx").params["w"])
+
+
+def test_a_fixed_batch_is_opened(small, capsys):
+    proto = onnx.load("net.onnx")
+    for value in (proto.graph.input[0], proto.graph.output[0]):
+        value.type.tensor_type.shape.dim[0].dim_value = 2
+    onnx.save(proto, "fixed.onnx")
+    assert command("run fixed.onnx data.npz -o out.npz") == 2
+    assert command("run fixed.onnx data.npz -o out.npz --any-batch") == 0
+    assert np.load("out.npz")["y"].shape == (8, 3)
+    assert command("info net.onnx --dequantize") == 2
+    assert "dequantize" in capsys.readouterr().err
+
+
+def fail(*_, **__):
+    raise OSError(28, "No space left on device")
+
+
+def test_outputs_are_whole_or_as_they_were(small, monkeypatch, capsys):
+    Path("out.npz").write_bytes(b"before")
+    monkeypatch.setattr(np, "savez", fail)
+    assert command("run net.onnx data.npz -o out.npz") == 1
+    assert "No space left" in capsys.readouterr().err
+    assert Path("out.npz").read_bytes() == b"before"
+    assert sorted(p.name for p in Path().iterdir()) == ["data.npz", "net.onnx", "out.npz"]
+
+
+def test_a_trained_model_that_cannot_be_written_is_kept_elsewhere(small, monkeypatch, capsys):
+    monkeypatch.setattr(tempfile, "tempdir", ".")
+    save = jaxonnx.Model.save
+    monkeypatch.setattr(
+        jaxonnx.Model, "save", lambda m, path: fail() if path == Path("out.onnx") else save(m, path)
+    )
+    assert command("train net.onnx data.npz -o out.onnx --epochs 1") == 1
+    said = capsys.readouterr().err
+    assert "No space left" in said
+    kept = jaxonnx.load(said.split(" is in ")[1].strip())
+    assert not np.array_equal(kept.params["w"], jaxonnx.load("net.onnx").params["w"])
+
+
+def test_interruption(small, monkeypatch, capsys):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxonnx.cli._reading.load", stop)
+    assert main(["info", "net.onnx"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_bench(small, capsys):
+    assert command("bench net.onnx --batch 16 --rounds 2") == 0
+    printed = capsys.readouterr().out
+    assert "training step" in printed
+    assert "onnxruntime" in printed
+    assert command("bench net.onnx --data data.npz --rounds 1 --no-train --json") == 0
+    said = result(capsys)
+    assert said["inputs"] == {"x": {"dtype": "float32", "shape": [8, 4]}}
+    assert said["measurements"].keys() == {"forward", "onnxruntime"}
+    row = said["measurements"]["forward"]
+    assert row["samples_per_second"] == pytest.approx(8e3 / row["ms"])
+    # the input, the weight and the output at least
+    assert row["memory_bytes"] >= 4 * (8 * 4 + 4 * 3 + 8 * 3)
+
+
+def test_bench_of_shapes_that_depend_on_values(small, capsys):
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (int64[1, m] i) '
+    onnx.save(onnx.parser.parse_model(text + "{ i = NonZero(x) }"), "net.onnx")
+    assert command("bench net.onnx --rounds 1 --no-train --json") == 0
+    row = result(capsys)["measurements"]["forward"]
+    assert row["ms"] > 0
+    assert "compile_seconds" not in row
+
+
+def test_bench_where_onnxruntime_refuses(small, capsys):
+    domains = '"" : 17, "ai.onnx.preview.training" : 1'
+    text = f"<ir_version: 8, opset_import: [{domains}]> g (float[n] x) => (float[n] y) "
+    body = '{ y = ai.onnx.preview.training.Gradient<xs = ["x"], y = "x">(x) }'
+    onnx.save(onnx.parser.parse_model(text + body), "net.onnx")
+    assert command("bench net.onnx --rounds 1 --no-train --json") == 0
+    assert "onnxruntime refuses the model" in result(capsys)["notes"][0]
+
+
+def test_sizes_for_bench(small, capsys):
+    graph = "<ir_version: 8, opset_import: ['' : 17]> g (int32[2, s] i) => (int32[2, s] o) "
+    proto = onnx.parser.parse_model(graph.replace("'", '"') + "{ o = Identity(i) }")
+    onnx.save(proto, "ids.onnx")
+    assert command("bench ids.onnx --rounds 1") == 2
+    assert "--dim NAME=N" in capsys.readouterr().err
+    assert command("bench ids.onnx --batch 3 --dim s=5") == 2
+    assert "fixed to 2" in capsys.readouterr().err
+    assert command("bench ids.onnx --dim s=5 --rounds 1 --json") == 0
+    said = result(capsys)
+    assert said["inputs"]["i"]["shape"] == [2, 5]
+    assert said["notes"] == ["no training step: the model has no parameters"]
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.strip() == jaxonnx.__version__
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_has_examples(verb, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([verb, "--help"])
+    assert stop.value.code == 0
+    said = capsys.readouterr().out
+    assert f"jaxonnx {verb} " in said
+    assert "exit status" in said
+
+
+def test_the_optimizer_of_flags_and_of_a_file(small, capsys):
+    line = "train net.onnx data.npz -o out.onnx --batch-size 2 --epochs 2 --json"
+    more = "--optimizer sgd --rate 0.5 --schedule linear --warmup 0.25 --clip 1 --weight-decay 0.1"
+    assert command(f"{line} {more}") == 0
+    said = result(capsys)
+    rates = 0.5 * np.array([0, 0.5, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
+    np.testing.assert_allclose(said["history"]["rates"], rates, rtol=1e-5)
+    assert said["written"] == ["out.onnx"]
+    trained = jaxonnx.load("out.onnx").params["w"]
+    Path("run.toml").write_text(
+        'optimizer = "sgd"\nrate = 0.5\nschedule = "linear"\nwarmup = 0.25\nclip = 1\n'
+        "weight-decay = 0.1\n"
+    )
+    assert command(f"{line} --config run.toml") == 0
+    np.testing.assert_array_equal(jaxonnx.load("out.onnx").params["w"], trained)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "train --epochs 2 --schedule cosine --warmup 0.2 --clip 0.5 --optimizer adamw --ema 0.9",
+        "train --lora 1 --lora-where w --adapters adapters.npz --log log.csv --accumulate 2",
+        "train --head 4 --validation 0.25 --metrics top_2",
+        "train --class-weights 2=0.5 --class-weights 0=3",
+        "train --mesh data=1,model=1 --sharding fsdp",
+        "sparsify --select w --dense 1 --dynamic 1 --validation data.npz",
+    ],
+)
+def test_the_python_that_explain_prints_gives_the_same_weights(flags, small, capsys):
+    verb, flags = flags.split(" ", 1)
+    if verb == "sparsify":
+        proto = onnx.load("net.onnx")
+        weight = np.random.default_rng(1).normal(size=(4, 4)).astype(np.float32)
+        proto.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(weight, "w"))
+        proto.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 4
+        onnx.save(proto, "net.onnx")
+    line = f"{verb} net.onnx data.npz -o out.onnx --batch-size 2 --seed 3 {flags}"
+    assert command(f"{line} --explain") == 0
+    assert not Path("out.onnx").exists()
+    program = capsys.readouterr().out
+    exec(compile(program, "explained", "exec"), {})
+    explained = jaxonnx.load("out.onnx").params
+    Path("out.onnx").unlink()
+    assert command(line) == 0
+    trained = jaxonnx.load("out.onnx").params
+    assert explained.keys() == trained.keys()
+    for name, value in trained.items():
+        np.testing.assert_array_equal(value, explained[name])
+
+
+def test_meshes(small, capsys):
+    line = "train net.onnx data.npz -o out.onnx --batch-size 2"
+    calls = {'"all"': '"all"', "{data = 1}": 'jax.make_mesh((1,), ("data",))'}
+    for text, call in calls.items():
+        Path("run.toml").write_text(f'mesh = {text}\nsharding = "data"\n')
+        assert command(f"{line} --config run.toml --explain") == 0
+        assert f"mesh={call}," in capsys.readouterr().out
+    assert command(f"{line} --mesh data=64") == 2
+    assert "--mesh has 64 devices, and there are" in capsys.readouterr().err
+    assert command(f"{line} --sharding fsdp") == 2
+    assert "there is none: pass mesh='all'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command(f"{line} --mesh 4x2")
+    assert command(f"{line} --distributed host:1234,2,0 --explain") == 0
+    explained = capsys.readouterr().out
+    assert "jax.distributed.initialize('host:1234', 2, 0)" in explained
+    assert 'mesh="all"' in explained
+
+
+def test_what_explain_cannot_say(small, capsys):
+    assert command("train net.onnx data.npz -o out.onnx --scale 2 --explain") == 2
+    assert "no Python for pictures in 'data.npz'" in capsys.readouterr().err
+
+
+def test_targets_are_called_y_or_are_all_else(small, capsys):
+    x, y = (np.load("data.npz")[name] for name in "xy")
+    np.savez("labels.npz", x=x, labels=y)
+    np.savez("more.npz", x=x, y=y, index=np.arange(8))
+    weights = []
+    for name in ("data", "labels", "more"):
+        assert command(f"train net.onnx {name}.npz -o out.onnx") == 0
+        assert "1 epoch, 1 step" in capsys.readouterr().out
+        weights.append(jaxonnx.load("out.onnx").params["w"])
+    np.testing.assert_array_equal(weights[0], weights[1])
+    np.testing.assert_array_equal(weights[0], weights[2])
+    np.savez("none.npz", x=x)
+    assert command("train net.onnx none.npz -o out.onnx") == 2
+    assert "needs the targets, as 'y'" in capsys.readouterr().err
+
+
+def test_names_of_classes_without_a_file(small, capsys):
+    assert command("train net.onnx data.npz -o out.onnx --labels red,green,blue,none") == 0
+    assert jaxonnx.load("out.onnx").outputs[0].shape == ("n", 4)
+
+
+def test_every_file_that_is_written_is_named(small, capsys):
+    more = "--checkpoints kept --log log.csv --lora 1 --lora-where w --adapters a.npz"
+    assert command(f"train net.onnx data.npz -o out.onnx {more}") == 0
+    said = capsys.readouterr().out
+    for path in ("out.onnx", "kept", "log.csv", "a.npz"):
+        assert Path(path).exists()
+        assert f"wrote {path}\n" in said
+    assert command("run net.onnx data.npz -o out.npz") == 0
+    assert "wrote out.npz\n" in capsys.readouterr().out
+
+
+def test_a_rate_for_a_file_with_its_own_is_refused(small, capsys):
+    loss, optimizer = "softmax_cross_entropy_with_integer_labels", jaxonnx.optim.adam(1e-3)
+    onnx.save(jaxonnx.add_training("net.onnx", loss=loss, optimizer=optimizer), "own.onnx")
+    assert command("train own.onnx data.npz -o out.onnx --weight-decay 0.1") == 2
+    assert "--weight-decay goes with --optimizer" in capsys.readouterr().err
+
+
+def test_no_epochs_are_refused_with_what_evaluates(small, capsys):
+    assert command("train net.onnx data.npz -o out.onnx --epochs 0") == 2
+    assert "evaluate" in capsys.readouterr().err
+
+
+@pytest.mark.deep
+def test_weights_of_examples_and_of_classes(small, capsys):
+    """In the file, as flags and in a configuration they come to the same."""
+    x, y = (np.load("data.npz")[name] for name in "xy")
+    np.savez("weighed.npz", x=x, labels=y, weight=np.where(y == 1, 2.0, 0.5))
+    Path("run.toml").write_text("[class-weights]\n1 = 2\n0 = 0.5\n2 = 0.5\n")
+    flags = "--class-weights 1=2 --class-weights 0=0.5 --class-weights 2=0.5"
+    weights = []
+    for data in ("weighed.npz", f"data.npz {flags}", "data.npz --config run.toml", "data.npz"):
+        assert command(f"train net.onnx {data} -o out.onnx") == 0
+        weights.append(np.asarray(jaxonnx.load("out.onnx").params["w"]))
+    for other in weights[1:3]:
+        np.testing.assert_allclose(weights[0], other, rtol=1e-6)
+    assert not np.allclose(weights[0], weights[3], rtol=1e-5)
+    capsys.readouterr()
+    assert command("evaluate net.onnx weighed.npz --json") == 0
+    data = x, y, np.load("weighed.npz")["weight"]
+    loss = "softmax_cross_entropy_with_integer_labels"
+    expected = jaxonnx.evaluate(jaxonnx.load("net.onnx"), data, loss=loss)["loss"]
+    assert result(capsys)["loss"] == pytest.approx(expected, rel=1e-6)
+    assert command("train net.onnx weighed.npz -o out.onnx --explain") == 0
+    assert 'arrays["labels"], arrays["weight"]\n' in capsys.readouterr().out
+    assert command(f"train net.onnx data.npz -o out.onnx {flags} --class-weights balanced") == 2
+    assert "not both" in capsys.readouterr().err
+
+
+@pytest.mark.deep
+def test_texts_of_unequal_length(small, capsys):
+    onnx.save(tiny_networks.text(), "text.onnx")
+    texts = [[1, 2, 3], [4, 5, 6, 1, 2], [3], [6, 5]]
+    Path("texts.jsonl").write_text("".join(f'{{"input_ids": {ids}}}\n' for ids in texts))
+    lengths = "--pad input_ids=1 --length-buckets 4,8"
+    line = f"train text.onnx texts.jsonl -o out.onnx --loss causal_lm --batch-size 2 {lengths}"
+    assert command(f"{line} --explain") == 0
+    exec(compile(capsys.readouterr().out, "explained", "exec"), {})
+    explained = jaxonnx.load("out.onnx").params
+    Path("run.toml").write_text("pad = {input_ids = 1}\nlength-buckets = [4, 8]\n")
+    assert command(f"{line.removesuffix(lengths)}--config run.toml") == 0
+    trained = jaxonnx.load("out.onnx")
+    for name, value in trained.params.items():
+        np.testing.assert_array_equal(value, explained[name])
+    assert command(f"run out.onnx texts.jsonl -o out.npz {lengths}") == 0
+    saved = np.load("out.npz")
+    rows = np.split(saved["logits"], np.cumsum(saved["logits.lengths"])[:-1])
+    for row, ids in zip(rows, texts, strict=True):
+        alone = trained(np.array([ids]), np.ones((1, len(ids)), int))[0]
+        np.testing.assert_allclose(row, alone, rtol=1e-5, atol=1e-6)
+    capsys.readouterr()
+    assert command(f"evaluate out.onnx texts.jsonl --loss causal_lm {lengths} --json") == 0
+    data = {"input_ids": texts}
+    expected = jaxonnx.evaluate(trained, data, loss="causal_lm")["loss"]
+    assert result(capsys)["loss"] == pytest.approx(expected, rel=1e-5)
+    line = f"export-step text.onnx texts.jsonl -o step --loss causal_lm --batch-size 2 {lengths}"
+    assert command(line) == 0
+    batch = json.loads(Path("step/manifest.json").read_text())["step"]["batch"]
+    assert batch["input_ids"]["shape"] in ([2, 4], [2, 8])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--pad 1", "argument --pad"),
+        ("--class-weights 2", "argument --class-weights"),
+        ("--length-buckets wide", "argument --length-buckets"),
+    ],
+)
+def test_values_of_flags_that_are_refused(line, message, small, capsys):
+    with pytest.raises(SystemExit):
+        command(f"train net.onnx data.npz -o out.onnx {line}")
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("bench net.onnx --rounds 0", "invalid positive value: '0'"),
+        ("bench net.onnx --batch -1", "invalid positive value: '-1'"),
+        ("bench net.onnx --dim n=-1", "invalid dimension value"),
+        ("bench net.onnx --batch 1099511627776", "invalid positive value"),
+        ("bench net.onnx --batch 2147483647", "does not fit into memory"),
+        ("info a\0b", "invalid path value"),
+        ("train net.onnx data.npz -o o.onnx --labels net.onnx", "is no text in UTF-8"),
+        ("train net.onnx data.npz -o o.onnx --validation nan", "validation=nan must be a share"),
+        (f"train net.onnx data.npz -o o.onnx --seed {2**70}", "seed must be an integer"),
+        ("train net.onnx data.npz -o o.onnx --rate inf", "and finite, and is inf"),
+    ],
+)
+def test_numbers_and_files_that_do_not_fit_are_refused(small, line, message, capsys):
+    try:
+        status = command(line)
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    assert message in capsys.readouterr().err
+    assert not Path("o.onnx").exists()
+
+
+def test_resume_anyway_is_resume(small, capsys):
+    line = "train net.onnx data.npz -o o.onnx --checkpoints kept --explain"
+    assert command(f"{line} --resume-anyway") == 0
+    assert 'resume="anyway"' in capsys.readouterr().out

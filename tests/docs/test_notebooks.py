@@ -1,0 +1,60 @@
+"""Every notebook runs from top to bottom."""
+
+import os
+from contextlib import contextmanager
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.support.paths import ROOT
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+APART = {"many_devices"}
+"""What needs a kernel in which nothing has run: it chooses devices."""
+START = """
+import os
+
+import jax
+
+os.chdir({folder!r})
+jax.clear_caches()
+jax.config.update("jax_disable_most_optimizations", True)
+get_ipython().run_line_magic("reset", "-f")
+"""
+"""What each begins with: without the names of the one before, whose imports it shares."""
+
+
+@contextmanager
+def kernel():
+    """Start a kernel that imports this repository."""
+    client = NotebookClient(nbformat.v4.new_notebook(), timeout=300)
+    with client.setup_kernel(env=os.environ | {"PYTHONPATH": str(ROOT)}):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with kernel() as client:
+        yield client
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook(path, tmp_path, request):
+    if path.stem in APART:
+        with kernel() as client:
+            execute(client, path, tmp_path)
+    else:
+        execute(request.getfixturevalue("shared"), path, tmp_path)
+
+
+def execute(client, path, folder):
+    client.nb = notebook = nbformat.read(path, as_version=4)
+    client.reset_execution_trackers()
+    client.execute_cell(nbformat.v4.new_code_cell(START.format(folder=str(folder))), 0)
+    for number, cell in enumerate(notebook.cells):
+        client.execute_cell(cell, number)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    assert not [output for output in outputs if output.output_type == "error"]  # of drawing
+    assert [output for output in outputs if "image/png" in output.get("data", {})]

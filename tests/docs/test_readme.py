@@ -1,0 +1,138 @@
+"""What the README and the pages print runs; the reference says what the docstrings say."""
+
+import json
+import re
+import shlex
+from base64 import b64decode
+from pathlib import Path
+
+import jax
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from safetensors.numpy import save_file
+
+from jaxonnx import docs
+from jaxonnx.cli import main
+from jaxonnx.cli._flags import VERBS
+from jaxonnx.cli._options import parse
+from tests.support.paths import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "jaxonnx" / "docs").glob("*.md"))]
+PAGES = [page for page in PAGES if page.stem != "reference"]
+LONG = {
+    "back_to_onnx",
+    "command_line",
+    "many_devices",
+    "onnx_training",
+    "other_languages",
+    "recipes",
+    "training",
+}
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def blocks(page, language):
+    """The code of a page, except what is marked as not to be run."""
+    found = re.findall(rf"(<!-- .* -->\n)?```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+    return [code for mark, code in found if "not run" not in mark]
+
+
+def python(page):
+    """Run the Python of a page, and return its names."""
+    names = {}
+    for code in blocks(page, "python"):
+        exec(compile(code, page.name, "exec"), names)
+    return names
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty current folder, but for tests/data."""
+    monkeypatch.chdir(tmp_path)
+    Path("tests").symlink_to(ROOT / "tests")
+    settings = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: jax.config.values[name] for name in settings}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=[pytest.mark.deep] * (page.stem in LONG))
+        for page in PAGES
+    ],
+)
+def test_page(page, folder):
+    """A page makes the files of its examples itself: first its Python runs, then its commands."""
+    names = python(page)
+    if page.stem == "README":
+        assert names["result"].history.epochs[-1]["validation_accuracy"] > 0.9
+    for number, configuration in enumerate(blocks(page, "toml")):
+        assert not number, "one configuration a page: it is run.toml"
+        Path("run.toml").write_text(configuration)
+    for line in "".join(blocks(page, "sh")).splitlines():
+        if line.startswith("jaxonnx "):
+            assert main(shlex.split(line, comments=True)[1:]) == 0, line
+
+
+def test_commands_for_other_machines_are_understood():
+    """Those of several processes, which do not run here."""
+    found = []
+    for page in PAGES:
+        text = page.read_text().replace("\\\n", " ")
+        for block in re.findall(r"```(?:ba)?sh\n(.*?)```", text, re.DOTALL):
+            commands = re.findall(r"jaxonnx (?:train|evaluate|run|info) [^;\n]*", block)
+            commands = [command.strip().rstrip("'") for command in commands]
+            found += [(page.stem, one) for one in commands if "--config" not in one]
+    assert len(found) > 20
+    for page, command in found:
+        try:
+            parse(shlex.split(command, comments=True)[1:])
+        except SystemExit:
+            pytest.fail(f"{page}: {command}")
+
+
+@pytest.mark.deep
+def test_examples_of_help(folder):
+    python(ROOT / "jaxonnx" / "docs" / "command_line.md")
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[n, sequence] x) => (float[n, m] y) '
+    onnx.save(onnx.parser.parse_model(text + "{ y = Relu(x) }"), "encoder.onnx")
+    Path("run.toml").write_text('data = "data.npz"\nmodel = "net.onnx"\noutput = "out.onnx"')
+    for name, verb in VERBS.items():
+        for line in verb.examples.splitlines():
+            arguments = shlex.split(line)[1:]
+            assert arguments[0] == name
+            if name == "import-step":  # as a loop in any runtime leaves it
+                session = onnxruntime.InferenceSession("step/init.onnx")
+                state = dict(
+                    zip([o.name for o in session.get_outputs()], session.run(None, {}), strict=True)
+                )
+                np.savez("step/state.npz", **state)
+                save_file(state, "state.safetensors")
+            if name != "demo":  # has a test of its own
+                assert main(arguments) == 0, line
+
+
+def test_reference_is_up_to_date():
+    written = (ROOT / "jaxonnx" / "docs" / "reference.md").read_text()
+    assert written == docs.reference(), "run: python -m jaxonnx.docs"
+
+
+def test_links():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_gallery_has_a_picture_of_each_notebook(path):
+    outputs = [o for cell in json.loads(path.read_text())["cells"] for o in cell.get("outputs", ())]
+    drawn = [b64decode(o["data"]["image/png"]) for o in outputs if "image/png" in o.get("data", {})]
+    gallery = ROOT / "jaxonnx" / "docs" / "gallery"
+    assert (gallery / f"{path.stem}.png").read_bytes() in drawn

@@ -1,0 +1,89 @@
+"""Guesses about what an exporter did for inference."""
+
+import onnx
+import onnx.parser
+import pytest
+
+import jaxonnx
+from jaxonnx import demo
+from jaxonnx._graph import exporter_hints
+from tests.support.paths import DATA
+
+
+def graph(name):
+    return onnx.load(DATA / f"{name}.onnx", load_external_data=False).graph
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("resnet18.dynamo", 20),
+        ("mobilenet.dynamo", 17),
+        ("lenet_bn.dynamo", 2),
+        # BatchNormalization is there, or was never there
+        ("resnet18.legacy", 0),
+        ("lenet_bn.legacy", 0),
+        ("lenet.dynamo", 0),
+        ("lenet.legacy", 0),
+        ("transformer.dynamo", 0),
+    ],
+)
+def test_folded_batch_normalization(name, count):
+    assert exporter_hints.folded(graph(name))[0] == count
+
+
+def convolutions(count, weight, bias):
+    nodes = "".join(
+        f"c{i} = Conv(h{i}, {weight.format(i)}, {bias.format(i)}) h{i + 1} = Relu(c{i}) "
+        for i in range(count)
+    )
+    text = f"g (float[n,1,4,4] h0) => (float[n,1,4,4] h{count}) {{ {nodes} }}"
+    return onnx.parser.parse_graph(text)
+
+
+def test_folded_batch_normalization_by_names():
+    found = convolutions(2, "w{}", "b{}")
+    for node in found.node:
+        if node.op_type == "Conv":
+            node.input[1:] = [
+                node.input[1].replace("w", "onnx::Conv_1"),
+                node.input[2].replace("b", "onnx::Conv_2"),
+            ]
+    count, why = exporter_hints.folded(found)
+    assert count == 2
+    assert "onnx::Conv_10" in why
+    assert exporter_hints.folded(convolutions(5, "w{}", "b{}"))[0] == 5
+    assert exporter_hints.folded(convolutions(4, "w{}", "b{}"))[0] == 0  # too few to tell
+    vgg = convolutions(6, "w{}", "b{}")
+    for node in vgg.node:
+        if node.op_type == "Conv":
+            node.input[1:] = [f"features.{node.input[1]}.weight", f"features.{node.input[1]}.bias"]
+    assert exporter_hints.folded(vgg)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [
+        ("mobilenet.legacy", ["/ReduceMean_output_0"]),  # classifier.0 is nowhere
+        ("mobilenet.dynamo", ["mean"]),
+        ("transformer.dynamo", ["gelu", "linear_3", "gelu_1", "linear_7"]),
+        ("lenet.legacy", []),
+        ("lenet.dynamo", []),
+        ("resnet18.legacy", []),
+        ("lstm.dynamo", []),
+    ],
+)
+def test_dropout_that_was_left_out(name, places):
+    assert exporter_hints.undropped(graph(name)) == places
+
+
+def test_the_summary_says_what_it_means():
+    model = jaxonnx.load(DATA / "mobilenet.dynamo.onnx")
+    folded, dropped = model.warnings
+    assert "seems to be folded into 17 convolutions" in folded
+    assert "learning rate" in folded
+    assert "left out behind 'mean'" in dropped
+    assert "dropout=" in dropped
+    assert "seems" in str(model)
+    assert model.with_dropout({"mean": 0.2}).to_onnx() == model.to_onnx()
+    assert not demo.model().warnings

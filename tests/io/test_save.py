@@ -1,0 +1,225 @@
+"""Saving: what is written, where, and what stays if it cannot be written."""
+
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnxruntime
+import pytest
+from onnx import numpy_helper
+
+import jaxonnx
+from jaxonnx import sparse
+from tests.support.fork_server import FORKS
+
+X = np.array([[1, 2, 3]], np.float32)
+
+
+def model(ir=10, opset=22):
+    proto = onnx.parser.parse_model(f"""
+    <ir_version: {ir}, opset_import: ["": {opset}], producer_name: "someone">
+    g (float[n,3] x) => (float[n,2] y) <float[3,2] w = {{1,2,3,4,5,6}}, int64[1] axis = {{1}}> {{
+      k = Constant <value = float[2] {{1,-1}}> ()
+      h = MatMul(x, w)
+      a = Add(h, k)
+      y = Softmax <axis = -1> (a)
+    }}""")
+    proto.metadata_props.add(key="origin", value="test")
+    proto.graph.node[1].doc_string = "the product"
+    return jaxonnx.load(proto)
+
+
+def run_onnxruntime(path, x=X):
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return session.run(None, {session.get_inputs()[0].name: x})[0]
+
+
+@pytest.mark.parametrize("external", [False, True])
+def test_saved_weights_run_in_onnxruntime(external, tmp_path):
+    path = tmp_path / "net.onnx"
+    changed = model().replace(params={k: 0.5 * v for k, v in model().params.items()})
+    changed.save(path, external_data=external)
+    onnx.checker.check_model(path, full_check=True)
+    np.testing.assert_allclose(run_onnxruntime(path), changed(X), rtol=1e-6)
+    np.testing.assert_array_equal(jaxonnx.load(path)(X), changed(X))
+
+
+def test_what_is_no_weight_stays():
+    before = model()
+    after = before.to_onnx()
+    assert after.producer_name == "someone"
+    assert after.metadata_props[0].value == "test"
+    assert [node.op_type for node in after.graph.node] == ["MatMul", "Add", "Softmax"]
+    assert after.graph.node[0].doc_string == "the product"
+    assert {t.name for t in after.graph.initializer} == {"w", "axis", "k"}
+
+
+def test_a_constant_that_is_not_trained_stays_a_node():
+    frozen = model().with_trainable(["w"])
+    kinds = [node.op_type for node in frozen.to_onnx().graph.node]
+    assert kinds == ["Constant", "MatMul", "Add", "Softmax"]
+    np.testing.assert_array_equal(jaxonnx.load(frozen.to_onnx())(X), frozen(X))
+
+
+def test_a_failure_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "net.onnx"
+    path.write_bytes(b"what was here before")
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(onnx, "save_model", full)
+    with pytest.raises(OSError, match="No space"):
+        model().save(path)
+    assert path.read_bytes() == b"what was here before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_path_that_cannot_be_written(tmp_path):
+    with pytest.raises(OSError):
+        model().save(tmp_path / "missing" / "net.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def big(tmp_path):
+    """A model whose weights lie in a file of their own."""
+    proto = onnx.parser.parse_model("""
+    <ir_version: 10, opset_import: ["": 22]>
+    g (float[n,32] x) => (float[n,32] y) { h = MatMul(x, w)  y = Mul(h, m) }""")
+    draw = np.random.default_rng(0)
+    for name in ("w", "m"):
+        shape = (32, 32) if name == "w" else (1, 32)
+        value = draw.standard_normal(shape).astype(np.float32)
+        proto.graph.initializer.append(numpy_helper.from_array(value, name))
+    path = tmp_path / "big.onnx"
+    onnx.save_model(proto, path, save_as_external_data=True, location="big.onnx.data")
+    return path
+
+
+def test_saving_over_the_file_that_was_loaded(tmp_path):
+    path, x = big(tmp_path), np.ones((1, 32), np.float32)
+    loaded = jaxonnx.load(path)
+    expected = 2 * loaded(x)
+    doubled = loaded.replace(
+        params={k: (2 if k == "w" else 1) * v for k, v in loaded.params.items()}
+    )
+    doubled.save(path, external_data=True)
+    np.testing.assert_allclose(jaxonnx.load(path)(x), expected, rtol=1e-6)
+    np.testing.assert_allclose(run_onnxruntime(path, x), expected, rtol=1e-5)
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names[0] == "big.onnx"
+    assert re.fullmatch(r"big\.onnx\.[0-9a-f]{16}\.data", names[1])
+    assert len(names) == 2
+    np.testing.assert_allclose(2 * loaded(x), expected)
+
+
+@pytest.mark.deep
+def test_a_killed_save_leaves_the_old_or_the_new_model(tmp_path):
+    """Killed before each change of the folder in turn, with `os._exit`, as `kill -9` would."""
+    path, x = big(tmp_path), np.ones((1, 32), np.float32)
+    old = jaxonnx.load(path)(x)
+    script = """
+import os, sys
+import jaxonnx
+model = jaxonnx.load(sys.argv[1])
+model = model.replace(params={k: (2 if k == "w" else 1) * v for k, v in model.params.items()})
+left = int(sys.argv[2])
+def dies(event, arguments):
+    global left
+    if event in ("os.rename", "os.remove") and (left := left - 1) < 0:
+        os._exit(9)
+sys.addaudithook(dies)
+model.save(sys.argv[1], external_data=True)
+"""
+    command, seen = [sys.executable, "-c", script, str(path)], []
+    for moment in itertools.count():
+        code = subprocess.run([*command, str(moment)], check=False).returncode
+        seen.append(float((jaxonnx.load(path)(x) / old)[0, 0]))
+        np.testing.assert_allclose(jaxonnx.load(path)(x), seen[-1] * old, rtol=1e-6)
+        if code == 0:
+            break
+        assert code == 9
+    assert seen[0] == 1
+    assert len(seen) >= 4  # killed before and after each replacement
+    assert seen[-1] > 1
+    assert len([*tmp_path.glob("big.onnx.*.data")]) == 1
+
+
+def save_again_and_again(path, ready):
+    model = jaxonnx.load(path)
+    values = {name: np.asarray(value) for name, value in model.params.items()}
+    halved = {name: value / 2 for name, value in values.items()}
+    for params in itertools.cycle((halved, values)):
+        model.replace(params=params).save(path, external_data=True)
+        ready.set()
+
+
+@pytest.mark.deep
+def test_saves_that_are_killed_at_50_random_moments(tmp_path):
+    path = big(tmp_path)
+    whole = {name: np.asarray(value) for name, value in jaxonnx.load(path).params.items()}
+    seen = []
+    for moment in np.random.default_rng(0).uniform(0, 0.02, 50):
+        ready = FORKS.Event()
+        saver = FORKS.Process(target=save_again_and_again, args=(path, ready), daemon=True)
+        saver.start()
+        assert ready.wait(60)
+        time.sleep(moment)
+        saver.kill()
+        saver.join()
+        assert saver.exitcode == -signal.SIGKILL
+        params = jaxonnx.load(path).params
+        seen.append(float(params["w"][0, 0] / whole["w"][0, 0]))
+        for name, value in whole.items():
+            np.testing.assert_array_equal(params[name], seen[-1] * value)
+        jaxonnx.load(path).replace(params=whole).save(path, external_data=True)
+        assert len([*tmp_path.glob("big.onnx.*.data")]) == 1
+    assert {*seen} == {0.5, 1}
+
+
+def test_what_is_not_a_regular_file_is_written_to(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    loaded = model()
+    with ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(pipe.read_bytes)
+        loaded.save(pipe)
+        np.testing.assert_array_equal(jaxonnx.load(reader.result())(X), loaded(X))
+    assert pipe.is_fifo()
+    with pytest.raises(OSError, match="No space left"):
+        loaded.save("/dev/full")
+    assert Path("/dev/full").is_char_device()
+    with ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(pipe.read_bytes)
+        sparse.save(pipe, loaded.params, {}, layers=())
+        (tmp_path / "packed.npz").write_bytes(reader.result())
+    np.testing.assert_array_equal(sparse.load(tmp_path / "packed.npz")[0]["w"], loaded.params["w"])
+    assert pipe.is_fifo()
+    with pytest.raises(OSError, match="several files"):
+        jaxonnx.load(big(tmp_path)).save("/dev/null", external_data=True)
+
+
+def test_external_data_becomes_part_of_the_file(tmp_path):
+    loaded, x = jaxonnx.load(big(tmp_path)), np.ones((1, 32), np.float32)
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    loaded.save(folder / "whole.onnx")
+    assert [p.name for p in folder.iterdir()] == ["whole.onnx"]
+    np.testing.assert_array_equal(jaxonnx.load(folder / "whole.onnx")(x), loaded(x))
+
+
+@pytest.mark.parametrize("ir", [3, 4, 8, 13])
+def test_a_new_initializer_fits_the_ir_version(ir, tmp_path):
+    """IR 3 demands that every initializer is an input too."""
+    saved = model(ir, opset=11).to_onnx()
+    assert saved.ir_version == ir
+    onnx.checker.check_model(saved)

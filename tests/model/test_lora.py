@@ -1,0 +1,375 @@
+"""LoRA: layouts of weights, adapters as parameters, merging, files, training."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import onnx.parser
+import onnxruntime
+import optax
+import pytest
+from jax.sharding import AxisType
+
+import jaxonnx
+from tests.support.paths import DATA
+
+HEAD = '<ir_version: 9, opset_import: ["": 17]>'
+DRAW = np.random.default_rng(0)
+
+
+def parse(text, **weights):
+    proto = onnx.parser.parse_model(HEAD + text)
+    for name, value in weights.items():
+        value = np.asarray(value, np.float32)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+    return proto
+
+
+def normal(*shape):
+    return DRAW.standard_normal(shape).astype(np.float32)
+
+
+def changed(model, lora):
+    """The model with adapters attached, B no longer zero."""
+    adapted = lora.attach(model, jax.random.key(0))
+    params = {n: jnp.asarray(normal(*v.shape)) for n, v in adapted.params.items()}
+    return adapted.replace(params=params)
+
+
+def dense(x, a, b):
+    return x @ a.T @ b.T
+
+
+def conv(x, a, b):
+    """x through a convolution with A as its kernel, then one of 1x1 with B."""
+    a, b = jnp.asarray(a), jnp.asarray(b)
+    h = jax.lax.conv_general_dilated(x, a, (1, 1), "VALID")
+    return jnp.einsum("nrhw,or->nohw", h, b)
+
+
+def spread(x, a, b):
+    """x through a transposed convolution with A, then one of 1x1 with B."""
+    h = np.zeros((len(x), len(a), 4, 4), np.float32)
+    for i, j in np.ndindex(2, 2):
+        h[:, :, i : i + 3, j : j + 3] += np.einsum("nchw,rc->nrhw", x, a[:, :, i, j])
+    return np.einsum("nrhw,or->nohw", h, b)
+
+
+FORMS = {
+    # graph, weight, input, what a LoRA layer of PyTorch adds: scale * B(A(x))
+    "MatMul": ("y = MatMul(x, w)", (6, 5), (2, 6), dense),
+    "MatMul, batch": ("y = MatMul(x, w)", (6, 5), (2, 3, 6), dense),
+    "MatMul, left": (
+        "y = MatMul(w, x)",
+        (5, 6),
+        (6, 2),
+        lambda x, a, b: b @ (a @ x),
+    ),
+    "Gemm": ("y = Gemm(x, w)", (6, 5), (2, 6), dense),
+    "Gemm, transB": ("y = Gemm <transB = 1> (x, w)", (5, 6), (2, 6), dense),
+    "Gemm, alpha": (
+        "y = Gemm <transB = 1, alpha = 0.5> (x, w)",
+        (5, 6),
+        (2, 6),
+        lambda x, a, b: 0.5 * dense(x, a, b),
+    ),
+    "Transpose": ("t = Transpose(w) y = MatMul(x, t)", (5, 6), (2, 6), dense),
+    "Identity": ("i = Identity(w) y = MatMul(x, i)", (6, 5), (2, 6), dense),
+    "Conv": (
+        "y = Conv(x, w)",
+        (5, 4, 3, 3),
+        (2, 4, 6, 6),
+        lambda x, a, b: conv(x, a.reshape(-1, 4, 3, 3), b),
+    ),
+    "Conv, unsqueezed": (
+        "a = Constant <value = int64[1] {-1}> () u = Unsqueeze(w, a) y = Conv(x, u)",
+        (5, 4, 1),
+        (2, 4, 6, 6),
+        lambda x, a, b: conv(x, a.reshape(-1, 4, 1, 1), b),
+    ),
+    "Conv, groups": (
+        "y = Conv <group = 2> (x, w)",
+        (4, 3, 3, 3),
+        (2, 6, 6, 6),
+        lambda x, a, b: jnp.concatenate(
+            [
+                conv(x[:, 3 * g : 3 * g + 3], a.reshape(-1, 3, 3, 3), b[2 * g : 2 * g + 2])
+                for g in (0, 1)
+            ],
+            axis=1,
+        ),
+    ),
+    "ConvTranspose": (
+        "y = ConvTranspose(x, w)",
+        (4, 5, 2, 2),
+        (2, 4, 3, 3),
+        lambda x, a, b: spread(x, a.reshape(-1, 4, 2, 2), b),
+    ),
+    "Gather": (
+        "i = Cast <to = 7> (x) y = Gather(w, i)",
+        (7, 5),
+        (4,),
+        lambda x, a, b: a.T[x.astype(int)] @ b.T,
+    ),
+}
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("form", FORMS)
+def test_adapters_add_what_a_layer_of_pytorch_adds(form, tmp_path):
+    nodes, shape, size, expected = FORMS[form]
+    rank, alpha = 3, 6.0
+    w = normal(*shape)
+    x = np.arange(4, dtype=np.float32) if form == "Gather" else normal(*size)
+    dims = ",".join("d" + str(i) if i == 0 else str(d) for i, d in enumerate(size))
+    model = jaxonnx.load(parse(f"g (float[{dims}] x) => (float[?] y) {{ {nodes} }}", w=w))
+    (name,) = model.params
+    lora = jaxonnx.LoRA(rank, alpha=alpha, where=name)
+    start = lora.attach(model, jax.random.key(0))
+    assert {*start.params} == {f"{name}.lora_A", f"{name}.lora_B"}
+    np.testing.assert_array_equal(start(x), model(x))  # B is zero
+    adapted = changed(model, lora)
+    a, b = (np.asarray(v) for v in adapted.params.values())
+    found = adapted.apply(adapted.params, x, state=adapted.state) - model(x)
+    np.testing.assert_allclose(found, alpha / rank * expected(x, a, b), rtol=1e-4, atol=1e-4)
+
+    merged = adapted.merged()
+    assert {*merged.params} == {name}
+    np.testing.assert_allclose(merged(x), adapted(x), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(model.params[name], w)  # the base stays
+    adapted.save(tmp_path / "merged.onnx")
+    session = onnxruntime.InferenceSession(
+        tmp_path / "merged.onnx", providers=["CPUExecutionProvider"]
+    )
+    np.testing.assert_allclose(session.run(None, {"x": x})[0], adapted(x), rtol=1e-4, atol=1e-4)
+
+
+MLP = """
+g (float[n,8] x) => (float[n,4] y) {
+  h = Gemm(x, w1, b1) r = Relu(h) y = Gemm <transB = 1> (r, w2, b2)
+}
+"""
+X = normal(64, 8)
+Y = (X @ normal(8, 4)).argmax(1)
+
+
+def mlp():
+    draw = np.random.default_rng(1).standard_normal
+    weights = {"w1": draw((8, 16)), "w2": draw((4, 16)), "b1": np.zeros(16), "b2": np.zeros(4)}
+    return jaxonnx.load(parse(MLP, **weights))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("form", ["MatMul", "MatMul, batch", "Gemm, alpha", "MatMul, left"])
+def test_changes_apart_from_their_weights(form):
+    """On a mesh, where no gradient of a whole weight is to be summed over devices."""
+    nodes, shape, size, _ = FORMS[form]
+    dims = ",".join(map(str, size))
+    model = jaxonnx.load(
+        parse(f"g (float[{dims}] x) => (float[?] y) {{ {nodes} }}", w=normal(*shape))
+    )
+    adapted, x = changed(model, jaxonnx.LoRA(2, alpha=3.0, where=".*")), normal(*size)
+
+    def loss(params):
+        return (adapted.apply(params, x) ** 3).sum()
+
+    direction = jax.tree.map(lambda v: normal(*v.shape), adapted.params)
+
+    def derivatives():
+        slope = lambda params: jax.jvp(loss, (params,), (direction,))[1]  # noqa: E731
+        both = lambda p: (jax.value_and_grad(loss)(p), jax.value_and_grad(slope)(p))  # noqa: E731
+        return jax.jit(both)(adapted.params)
+
+    merged = derivatives()
+    with jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))):
+        apart = derivatives()
+        program = str(jax.make_jaxpr(loss)(adapted.params))
+        plain = adapted.merged()
+    assert ("custom_jvp_call" in program) == (form != "MatMul, left")
+    for one, other in zip(jax.tree.leaves(apart), jax.tree.leaves(merged), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * np.abs(other).max())
+    np.testing.assert_allclose(plain(x), adapted(x), rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_adapted():
+    model = mlp()
+    key = jax.random.key(0)
+
+    def adapted(**options):
+        params = jaxonnx.LoRA(**options).attach(model, key).params
+        return {name.removesuffix(".lora_A") for name in params if name.endswith("A")}
+
+    assert adapted(rank=2) == {"w1", "w2"}
+    assert adapted(rank=4) == {"w1"}  # of w2 the adapter would be larger than the weight
+    assert adapted(rank=4, where="w.*") == {"w1", "w2"}
+    assert adapted(rank=4, where=lambda name, value: value.shape[0] == 4) == {"w2"}
+    beside = jaxonnx.LoRA(2).attach(model, key, trainable=["w2", "b2"])
+    assert {*beside.params} == {"w1.lora_A", "w1.lora_B", "w2", "b2"}
+    assert {*beside.state} == {"w1", "b1"}
+    assert {*beside.merged().params} == {"w1", "w2", "b1", "b2"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"rank": 0}, ["rank must be a positive integer", "0"]),
+        ({"rank": 2.0}, ["rank", "2.0"]),
+        ({"alpha": -1}, ["alpha", "-1"]),
+        ({"rank": 16}, ["no weight is larger than its adapter of rank 16"]),
+        ({"rank": 5, "where": "w2"}, ["rank=5", "'w2'", "[4, 16]", "at most 4"]),
+        ({"where": "b1"}, ["where='b1'", "no weight that can be adapted", "w1, w2"]),
+        ({"where": "*"}, ["matches no weight that can be adapted"]),
+    ],
+)
+def test_settings_that_do_not_fit(settings, words):
+    with pytest.raises(jaxonnx.InputError) as caught:
+        jaxonnx.LoRA(**settings).attach(mlp(), jax.random.key(0))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_model_with_adapters_keeps_them():
+    model = mlp()
+    adapted = jaxonnx.LoRA(2).attach(model, jax.random.key(0))
+    for change in (
+        lambda: adapted.with_trainable("w1"),
+        lambda: adapted.with_outputs("h"),
+        lambda: jaxonnx.LoRA(2).attach(adapted, jax.random.key(0)),
+    ):
+        with pytest.raises(jaxonnx.InputError, match=r"merged\(\)"):
+            change()
+    with pytest.raises(jaxonnx.InputError, match="no adapters"):
+        jaxonnx.Adapters.of(model)
+    assert model.merged() is model
+
+
+def test_the_weights_are_arguments_of_the_compiled_step():
+    model = jaxonnx.load(
+        parse("g (float[n,64] x) => (float[n,64] y) { y = MatMul(x, w) }", w=normal(64, 64))
+    )
+    adapted = jaxonnx.LoRA(2).attach(model, jax.random.key(0))
+    step = jax.jit(lambda p, s, x: adapted.apply_train(p, s, None, x))
+    text = step.lower(adapted.params, adapted.state, jnp.ones((2, 64))).as_text()
+    assert max(len(line) for line in text.splitlines() if "constant" in line) < 2000
+
+
+def test_half_precision_weights_have_adapters_in_float32():
+    proto = onnx.parser.parse_model(
+        HEAD + "g (float16[n,6] x) => (float16[n,5] y) { y = MatMul(x, w) }"
+    )
+    w = onnx.numpy_helper.from_array(normal(6, 5).astype(np.float16), "w")
+    proto.graph.initializer.append(w)
+    adapted = changed(jaxonnx.load(proto), jaxonnx.LoRA(1))
+    assert {v.dtype for v in adapted.params.values()} == {np.dtype(np.float32)}
+    assert adapted.merged().params["w"].dtype == np.float16
+    assert adapted(normal(2, 6).astype(np.float16)).dtype == np.float16
+
+
+@pytest.mark.deep
+def test_the_file_of_adapters(tmp_path):
+    path = tmp_path / "adapters.npz"
+    model = jaxonnx.load(DATA / "lenet_bn.legacy.onnx")
+    x = np.load(DATA / "lenet_bn.legacy.npz")["x"]
+    lora = jaxonnx.LoRA(2, alpha=4, where="classifier.[02].weight")
+    adapted = lora.attach(model, jax.random.key(1), trainable="classifier.4.*")
+    params = {n: v + 0.1 for n, v in adapted.params.items()}
+    state = {n: v + 0.1 if "running" in n else v for n, v in adapted.state.items()}
+    adapted = adapted.replace(params=params, state=state)
+    jaxonnx.Adapters.of(adapted).save(path)
+    weights = sum(v.nbytes for v in model.params.values())
+    assert path.stat().st_size < weights / 4
+
+    adapters = jaxonnx.Adapters.load(path)
+    assert (adapters.rank, adapters.alpha) == (2, 4)
+    applied = adapters.apply(model)
+    np.testing.assert_array_equal(applied(x), adapted.merged()(x))
+    assert {*applied.params} == {*model.params}
+    for name, value in adapters.attach(model).params.items():
+        np.testing.assert_array_equal(value, params[name])
+
+    with pytest.raises(jaxonnx.InputError, match=r"another model.*'classifier.0.weight'"):
+        adapters.apply(mlp())
+    np.savez(tmp_path / "other.npz", w=np.ones(3))
+    with pytest.raises(jaxonnx.ModelError, match="holds no adapters"):
+        jaxonnx.Adapters.load(tmp_path / "other.npz")
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(jaxonnx.ModelError, match="holds no adapters"):
+        jaxonnx.Adapters.load(path)
+
+
+LABELS = "softmax_cross_entropy_with_integer_labels"
+
+
+def train(model, **settings):
+    settings = {"optimizer": optax.adam(0.05), "epochs": 3, "batch_size": 16} | settings
+    return jaxonnx.train(model, (X, Y), loss=LABELS, **settings)
+
+
+@pytest.mark.deep
+def test_training_with_adapters(tmp_path):
+    model = mlp()
+    before = {name: np.array(value) for name, value in model.params.items()}
+    result = train(model, lora=jaxonnx.LoRA(2), epochs=8)
+    assert result.history.epochs[-1]["loss"] < 0.5 * result.history.losses[0]
+    assert {*result.changes} == {"w1", "w2"}
+    assert {*result.model.params} == {*model.params}
+    for name, value in before.items():
+        np.testing.assert_array_equal(model.params[name], value)
+        change = np.asarray(result.model.params[name]) - value
+        assert np.linalg.matrix_rank(np.atleast_2d(change), tol=1e-4) == (
+            2 if value.ndim > 1 else 0
+        )
+
+    path = tmp_path / "adapters.npz"
+    result.lora.save(path)
+    applied = jaxonnx.Adapters.load(path).apply(model)
+    np.testing.assert_allclose(applied(X), result.model(X), rtol=1e-6, atol=1e-6)
+    further = train(model, lora=jaxonnx.Adapters.load(path), epochs=1)
+    assert further.history.losses[0] < 0.6 * result.history.losses[0]
+
+
+def test_a_run_with_adapters_resumes_bit_for_bit(tmp_path):
+    settings = {"lora": jaxonnx.LoRA(2), "trainable": "b2"}
+    whole = train(mlp(), **settings)
+    train(mlp(), **settings, epochs=1, checkpoint_dir=tmp_path)
+    resumed = train(mlp(), **settings, checkpoint_dir=tmp_path, resume=True)
+    assert resumed.history.losses == whole.history.losses
+    for name, value in whole.lora.values.items():
+        np.testing.assert_array_equal(resumed.lora.values[name], value)
+    assert "b2" in whole.lora.values
+    assert not np.array_equal(whole.model.params["b2"], np.zeros(4))
+
+
+@pytest.mark.deep
+def test_an_optimizer_for_each_group():
+    still = {"b": optax.adam(0.05), "rest": optax.set_to_zero()}
+    optimizer = optax.multi_transform(still, jaxonnx.labels({"b": ".*lora_B"}, default="rest"))
+    model = mlp()
+    adapted = jaxonnx.LoRA(2).attach(model, jax.random.key(0))
+    result = train(adapted, optimizer=optimizer)
+    for name, value in adapted.params.items():
+        assert np.array_equal(result.model.params[name], value) == name.endswith("lora_A")
+
+    optimizer = optax.multi_transform(
+        {"head": optax.adam(0.05), "body": optax.set_to_zero()},
+        jaxonnx.labels({"head": ["w2", "b2"]}, default="body"),
+    )
+    result = train(model, optimizer=optimizer)
+    assert {name for name, change in result.changes.items() if change} == {"w2", "b2"}
+    with pytest.raises(jaxonnx.InputError, match="no group has w1, b1; give them one"):
+        jaxonnx.labels({"head": ".2"})(model.params)
+    with pytest.raises(jaxonnx.InputError, match=r"labels: head='v.*' matches no"):
+        jaxonnx.labels({"head": "v.*"}, default="body")(model.params)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"lora": 8}, r"jaxonnx.LoRA, like LoRA\(rank=8\).*is a int"),
+        ({"lora": jaxonnx.LoRA(2), "sparsity": "2:4"}, "leave one of the two out"),
+        ({"statistics": "running"}, "'batch' or 'frozen'"),
+        ({"dropout": 0.1}, "no Dropout node"),
+    ],
+)
+def test_settings_of_a_run_that_do_not_fit(settings, words):
+    with pytest.raises(jaxonnx.Error, match=words):
+        train(mlp(), **settings)

@@ -1,0 +1,496 @@
+"""A training step as plain ONNX: stock onnxruntime trains as jaxonnx does."""
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import onnx
+import onnxruntime
+import optax
+import optax.contrib
+import pytest
+from onnx import helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+from safetensors.numpy import load_file
+
+import jaxonnx
+from benchmarks.layers.onnx_file import write
+from benchmarks.networks import NETWORKS
+from benchmarks.speed.agreement import Trainer, difference
+from benchmarks.speed.doubles import doubled
+from jaxonnx import docs
+from jaxonnx.cli import main
+from jaxonnx.onnx_out._export import reads
+from jaxonnx.training import step
+from tests.support.tiny_networks import LABELS, examples, mlp
+
+STEPS = 20
+
+
+def sessions(folder):
+    """The graphs of a folder, after ONNX's own check."""
+    for name in ("step", "evaluate", "init"):
+        onnx.checker.check_model(folder / f"{name}.onnx", full_check=True)
+        model = onnx.load(folder / f"{name}.onnx")
+        assert {entry.domain for entry in model.opset_import} == {""}
+        yield onnxruntime.InferenceSession(folder / f"{name}.onnx")
+
+
+def run(session, feeds):
+    """The outputs of a graph by name, of feeds that may be more than its inputs."""
+    feeds = {value.name: np.asarray(feeds[value.name]) for value in session.get_inputs()}
+    names = [value.name for value in session.get_outputs()]
+    return dict(zip(names, session.run(names, feeds), strict=True))
+
+
+def trained(folder, batch, steps=STEPS):
+    """Train with nothing but the folder; return the losses, the state and the sums of a batch."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    one, evaluate, init = sessions(folder)
+    values = run(init, {})
+    arrays = dict(zip(manifest["step"]["batch"], batch, strict=True))
+    losses = []
+    for _ in range(steps):
+        found = run(one, values | arrays)
+        losses.append(found[manifest["step"]["loss"]])
+        assert found[manifest["step"]["finite"]]
+        values = {name: found[new] for name, new in manifest["step"]["state"].items()}
+    return losses, values, run(evaluate, values | arrays), manifest
+
+
+def agree(folder, model, data, tolerance=1e-4, steps=STEPS, **settings):
+    """Train the same steps here and there."""
+    x, y = data
+    settings = {"optimizer": optax.adamw(1e-2), **settings}
+    jaxonnx.export_step(model, folder, data, LABELS, **settings)
+    batch = x, y.astype(np.int32), np.ones(len(x), np.float32)
+    losses, values, sums, manifest = trained(folder, batch, steps)
+    here = step(model, LABELS, **settings)
+    update, state = jax.jit(here.update), here.init()
+    for loss in losses:
+        state, (wanted, _) = update(state, data)
+        np.testing.assert_allclose(loss, wanted, rtol=1e-5, atol=1e-6)
+    for value, wanted in zip(values.values(), jax.tree.leaves(here.to_file(state)), strict=True):
+        value = value.reshape(wanted.shape)
+        np.testing.assert_allclose(value, wanted, rtol=tolerance, atol=1e-5)
+    row = here.row(jax.jit(here.evaluate)(here.sums(data), state, data))
+    total, count = (sums[name] for name in manifest["evaluate"]["sums"]["loss"])
+    np.testing.assert_allclose(total / count, row["validation_loss"], rtol=1e-5, atol=1e-6)
+    return values, manifest, here, state
+
+
+def test_onnxruntime_trains_the_same(tmp_path):
+    model, data = jaxonnx.load(mlp(dropout=True)), examples(16)
+    values, manifest, here, state = agree(tmp_path, model, data)
+    weights = {name: values[name] for name in manifest["params"]}
+    path = tmp_path / "net.onnx"
+    model.save(path)
+    back = jaxonnx.load(path, weights=weights)
+    for name, value in here.view(state).items():
+        np.testing.assert_allclose(back.params[name], value, rtol=1e-4, atol=1e-5)
+
+
+SETTINGS = {
+    "momentum, schedule": {
+        "optimizer": optax.sgd(optax.warmup_cosine_decay_schedule(0, 0.1, 5, 20), momentum=0.9)
+    },
+    "clipped lion": {"optimizer": optax.chain(optax.clip_by_global_norm(0.1), optax.lion(1e-3))},
+    "adafactor": {"optimizer": optax.adafactor(1e-2, min_dim_size_to_factor=4)},
+    "accumulate": {"accumulate": 3},
+    "ema": {"ema": 0.9},
+    "lora": {"lora": jaxonnx.LoRA(rank=2)},
+    "frozen": {"trainable": "w2|b2"},
+    "sparse": {"sparsity": "2:4", "epochs": STEPS},
+    "skip": {"nan": "skip"},
+    "own momentum": {"optimizer": jaxonnx.optim.momentum(1e-2)},
+}
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings(name, tmp_path):
+    agree(tmp_path, jaxonnx.load(mlp(dropout=True)), examples(16), **SETTINGS[name])
+
+
+@pytest.mark.deep
+def test_a_network_with_convolutions_and_statistics(tmp_path):
+    from jaxonnx import demo
+
+    random = np.random.default_rng(0)
+    data = random.random((8, 1, 8, 8)).astype(np.float32), np.arange(8)
+    _, manifest, _, _ = agree(tmp_path, demo.model(), data)
+    assert "1.running_mean" in manifest["statistics"]
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    onnx.save(mlp(), "net.onnx")
+    x, y = examples(40)
+    np.savez("data.npz", x=x, y=y)
+    command = "export-step net.onnx data.npz -o step --optimizer sgd --rate 0.1 --batch-size 8"
+    assert main(command.split()) == 0
+    assert "wrote step/manifest.json" in capsys.readouterr().out
+    batch = x[:8], y[:8].astype(np.int32), np.ones(8, np.float32)
+    losses, *_ = trained(tmp_path / "step", batch)
+    assert losses[-1] < losses[0] / 2
+    assert main([*command.split(), "--any-batch"]) == 0
+    manifest = json.loads((tmp_path / "step" / "manifest.json").read_text())
+    assert manifest["step"]["batch"]["x"]["shape"][0] == "batch"
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    x, y = examples(8)
+    with pytest.raises(jaxonnx.TrainingError, match="no metric 'nothing'"):
+        jaxonnx.export_step(mlp(), tmp_path, (x, y), LABELS, optax.sgd(0.1), metrics="nothing")
+    with pytest.raises(jaxonnx.Error, match="x"):
+        jaxonnx.export_step(mlp(), tmp_path, (x[:, :3], y), LABELS, optax.sgd(0.1))
+    with pytest.raises(TypeError, match="momentun"):
+        jaxonnx.export_step(mlp(), tmp_path, (x, y), LABELS, optax.sgd(0.1), momentun=0.9)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.deep
+def test_a_step_takes_batches_of_any_size(tmp_path):
+    (n,) = jax.export.symbolic_shape("n")
+    x, y = examples(16)
+    like = [jax.ShapeDtypeStruct((n, *a.shape[1:]), a.dtype) for a in (x, y)]
+    manifest = jaxonnx.export_step(mlp(), tmp_path, tuple(like), LABELS, optax.adam(1e-2))
+    assert [b["shape"][0] for b in manifest["step"]["batch"].values()] == ["n"] * 3
+    graphs, here = [*sessions(tmp_path)], step(mlp(), LABELS, optax.adam(1e-2))
+    update, state, values = jax.jit(here.update), here.init(), run(graphs[2], {})
+    for size in (16, 3):
+        arrays = x[:size], y[:size].astype(np.int32), np.ones(size, np.float32)
+        feeds = dict(zip(manifest["step"]["batch"], arrays, strict=True))
+        found = run(graphs[0], values | feeds)
+        state, (loss, _) = update(state, (x[:size], y[:size]))
+        np.testing.assert_allclose(found[manifest["step"]["loss"]], loss, rtol=1e-5)
+        values = {name: found[new] for name, new in manifest["step"]["state"].items()}
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("setting", [{}, {"lora": jaxonnx.LoRA(rank=2)}, {"ema": 0.5}])
+def test_weights_come_back(setting, tmp_path, monkeypatch):
+    model, (x, y) = jaxonnx.load(mlp()), examples(16)
+    settings = {"optimizer": optax.adam(1e-2), **setting}
+    jaxonnx.export_step(model, tmp_path / "step", (x, y), LABELS, **settings)
+    batch = x, y.astype(np.int32), np.ones(16, np.float32)
+    _, values, *_ = trained(tmp_path / "step", batch, 3)
+    here = step(model, LABELS, **settings)
+    update, state = jax.jit(here.update), here.init()
+    for _ in range(3):
+        state, _ = update(state, (x, y))
+    wanted = here.trained(here.view(state), state.state)
+    back = jaxonnx.import_step(model, tmp_path / "step", values)
+    np.testing.assert_allclose(back(x), wanted(x), rtol=1e-4, atol=1e-5)
+    if setting:
+        return
+    monkeypatch.chdir(tmp_path)
+    model.save("net.onnx")
+    command = ["import-step", "step", "net.onnx", "-o", "trained.onnx"]
+    assert main(command) == 2
+    np.savez("step/state.npz", **values)
+    assert main(command) == 0
+    (again,) = onnxruntime.InferenceSession("trained.onnx").run(None, {"x": x})
+    np.testing.assert_allclose(again, wanted(x), rtol=1e-4, atol=1e-5)
+    with pytest.raises(jaxonnx.InputError, match="has no"):
+        jaxonnx.import_step(model, "step", {"w1": values["w1"]})
+    with pytest.raises(jaxonnx.InputError, match="manifest"):
+        jaxonnx.import_step(model, tmp_path, values)
+
+
+DAMAGES = [
+    ({"params": None}, "'params'"),
+    ({"params": {"w1": 1}}, "'params'"),
+    ({"params": [1]}, "'params'"),
+    ({"statistics": ...}, "'statistics'"),
+    ({"weights": []}, "'state'"),
+    ({"weights": {"state": ["w1"]}}, "'tensors'"),
+    ({"weights": {"state": ["w1"], "tensors": ["w1"]}}, "'tensors'"),
+    ({"weights": {"state": ["w1"], "tensors": {"w1": 1}}}, "'tensors'"),
+    ({"weights": {"state": ["w1"], "tensors": {"w1": "y"}}}, "'file'"),
+    ({"weights": {"state": ["w1"], "tensors": {"w1": "y"}, "file": "../net.onnx"}}, "'file'"),
+    ({"weights": {"state": [], "tensors": {"w1": "v"}, "file": "net.onnx"}}, "no output 'v'"),
+]
+
+
+def test_manifests_that_are_damaged(tmp_path):
+    onnx.save(mlp(), tmp_path / "net.onnx")
+    path, model = tmp_path / "manifest.json", jaxonnx.load(mlp())
+    whole = {"format": "jaxonnx training step 1", "params": ["w1"], "statistics": []}
+    values = {"w1": 2 * np.asarray(model.params["w1"])}
+    for change, words in DAMAGES:
+        damaged = {key: x for key, x in (whole | change).items() if x is not ...}
+        path.write_text(json.dumps(damaged))
+        with pytest.raises(jaxonnx.InputError, match=rf"manifest\.json' is damaged: .*{words}"):
+            jaxonnx.import_step(model, tmp_path, values)
+    for text in (b"[]", b"{", b"[" * 100_000, b"\xff", b"3"):
+        path.write_bytes(text)
+        with pytest.raises(jaxonnx.InputError, match="no manifest of export_step"):
+            jaxonnx.import_step(model, tmp_path, values)
+    path.write_text(json.dumps(whole))
+    taken = jaxonnx.import_step(model, tmp_path, values)
+    np.testing.assert_array_equal(taken.params["w1"], values["w1"])
+    for wrong in (None, "a", [[1.0], [2.0, 3.0]], np.array(["a"], object)):
+        with pytest.raises(jaxonnx.InputError, match="'w1'"):
+            jaxonnx.import_step(model, tmp_path, {"w1": wrong})
+
+
+def test_values_to_start_from(tmp_path):
+    batch, large = examples(4), mlp(hidden=300)
+    jaxonnx.export_step(large, tmp_path, batch, LABELS, optax.sgd(0.1), external_data=True)
+    _, _, init = sessions(tmp_path)
+    assert [*tmp_path.glob("init.onnx.*.data")]
+    manifest = jaxonnx.export_step(
+        large, tmp_path / "other", batch, LABELS, optax.sgd(0.1), init="safetensors"
+    )
+    assert manifest["init"]["file"] == "init.safetensors"
+    found = load_file(tmp_path / "other" / "init.safetensors")
+    step_of = partial(jaxonnx.export_step, large, tmp_path / "other", batch, LABELS)
+    assert step_of(optax.sgd(0.1), init="npz")["init"]["file"] == "init.npz"
+    with np.load(tmp_path / "other" / "init.npz") as arrays:
+        for name, value in run(init, {}).items():
+            np.testing.assert_array_equal(found[name], value)
+            np.testing.assert_array_equal(arrays[name], value)
+    with pytest.raises(jaxonnx.InputError, match="init is"):
+        step_of(optax.sgd(0.1), init="txt")
+
+
+OPTIMIZERS = [
+    *("adabelief", "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamaxw", "adamw"),
+    *("adan", "amsgrad", "fromage", "lamb", "lars", "lion", "nadam", "nadamw", "noisy_sgd"),
+    *("novograd", "optimistic_adam_v2", "optimistic_gradient_descent", "polyak_sgd", "radam"),
+    *("rmsprop", "rprop", "sgd", "sign_sgd", "signum", "sm3", "yogi"),
+    *("contrib.acprop", "contrib.ademamix", "contrib.adopt", "contrib.cocob"),
+    *("contrib.dadapt_adamw", "contrib.dog", "contrib.dowg", "contrib.madgrad"),
+    *("contrib.momo", "contrib.momo_adam", "contrib.muon", "contrib.prodigy"),
+    *("contrib.schedule_free_adamw", "contrib.schedule_free_sgd", "contrib.simplified_ademamix"),
+]
+"""The optimizers of optax that a rate makes, as the page "Back to ONNX" lists them."""
+
+SCHEDULES = {
+    "constant_schedule": optax.constant_schedule(0.1),
+    "cosine_decay_schedule": optax.cosine_decay_schedule(0.1, 20, 0.1),
+    "cosine_onecycle_schedule": optax.cosine_onecycle_schedule(20, 0.1),
+    "exponential_decay": optax.exponential_decay(0.1, 5, 0.5, 3, staircase=True),
+    "join_schedules": optax.join_schedules(
+        [optax.linear_schedule(0, 1, 9), lambda n: 1 / (n + 1)], [9]
+    ),
+    "linear_onecycle_schedule": optax.linear_onecycle_schedule(20, 0.1),
+    "linear_schedule": optax.linear_schedule(0.1, 0.01, 20, 3),
+    "piecewise_constant_schedule": optax.piecewise_constant_schedule(0.1, {5: 0.5, 12: 0.1}),
+    "piecewise_interpolate_schedule": optax.piecewise_interpolate_schedule(
+        "cosine", 0.1, {5: 0.5, 12: 0.1}
+    ),
+    "polynomial_schedule": optax.polynomial_schedule(0.1, 0.01, 2, 20, 3),
+    "sgdr_schedule": optax.sgdr_schedule(
+        [
+            {
+                "init_value": 0.0,
+                "peak_value": p,
+                "decay_steps": 9,
+                "warmup_steps": 3,
+                "end_value": 0.0,
+            }
+            for p in (0.1, 0.05)
+        ]
+    ),
+    "warmup_constant_schedule": optax.warmup_constant_schedule(0, 0.1, 9),
+    "warmup_cosine_decay_schedule": optax.warmup_cosine_decay_schedule(0, 0.1, 5, 20),
+    "warmup_exponential_decay_schedule": optax.warmup_exponential_decay_schedule(0, 0.1, 5, 3, 0.5),
+}
+
+
+@pytest.mark.deep
+def test_schedules_of_optax():
+    """Each at the counts of thirty steps."""
+    counts = np.arange(30, dtype=np.int32)
+    rates = jax.vmap(lambda n: {name: schedule(n) for name, schedule in SCHEDULES.items()})
+    proto = jaxonnx.to_onnx(rates, counts, inputs=["n"])
+    results = run(onnxruntime.InferenceSession(proto.SerializeToString()), {"n": counts})
+    for name, wanted in jax.jit(rates)(counts).items():
+        np.testing.assert_allclose(results[f"output.{name}"], wanted, rtol=1e-5, atol=1e-8)
+
+
+def test_the_page_lists_what_trains_the_same():
+    page = (Path(docs.__file__).with_name("back_to_onnx.md")).read_text()
+    rows = dict(re.findall(r"^\| (optimizers of .*|schedules) \| (.*) \|$", page, re.MULTILINE))
+    names = {kind: re.findall(r"`(\w+)`", row) for kind, row in rows.items()}
+    contrib = [name[8:] for name in OPTIMIZERS if name.startswith("contrib.")]
+    assert names == {
+        "optimizers of `optax`": [n for n in OPTIMIZERS if not n.startswith("contrib.")],
+        "optimizers of `optax.contrib`": contrib,
+        "schedules": [*SCHEDULES],
+    }
+
+
+def test_an_optimizer_that_asks_for_more_is_refused(tmp_path):
+    with pytest.raises(jaxonnx.Error, match="'value_fn'"):
+        jaxonnx.export_step(mlp(), tmp_path, examples(8), LABELS, optax.lbfgs())
+
+
+def made(name):
+    """An optimizer of the table, or None where this release of optax does not have it."""
+    module = optax.contrib if name.startswith("contrib.") else optax
+    settings = {"key": jax.random.key(0)} if name == "noisy_sgd" else {}
+    make = getattr(module, name.removeprefix("contrib."), None)
+    return make and make(1e-3, **settings)
+
+
+def branches(names):
+    """The sum of several networks 8 -> 16 -> 4, whose weights have names before theirs."""
+    random, nodes, weights = np.random.default_rng(0), [], []
+    for name in names:
+        w1, b1, w2, b2 = (f"{name}:{tensor}" for tensor in ("w1", "b1", "w2", "b2"))
+        for tensor, shape in ((w1, (8, 16)), (b1, 16), (w2, (16, 4)), (b2, 4)):
+            value = random.normal(0, 0.3, shape).astype(np.float32)
+            weights.append(numpy_helper.from_array(value, tensor))
+        nodes += [
+            helper.make_node("Gemm", ["x", w1, b1], [f"{name}:h"]),
+            helper.make_node("Relu", [f"{name}:h"], [f"{name}:a"]),
+            helper.make_node("Gemm", [f"{name}:a", w2, b2], [f"{name}:y"]),
+        ]
+    nodes.append(helper.make_node("Sum", [f"{name}:y" for name in names], ["y"]))
+    values = [
+        helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", size])
+        for name, size in (("x", 8), ("y", 4))
+    ]
+    graph = helper.make_graph(nodes, "branches", values[:1], values[1:], weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+
+
+def owner(tensor):
+    return tensor.partition(":")[0]
+
+
+GROUPS = 4
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_optimizers_of_optax(group, tmp_path):
+    """Each trains its branch of a network, and the loss shows what all of them do."""
+    optimizers = {name: made(name) for name in OPTIMIZERS[group::GROUPS]}
+    optimizers = {name: optimizer for name, optimizer in optimizers.items() if optimizer}
+    optimizer = optax.multi_transform(optimizers, lambda params: {n: owner(n) for n in params})
+    model, (x, y) = branches(optimizers), examples(16)
+    manifest = jaxonnx.export_step(model, tmp_path, (x, y), LABELS, optimizer)
+    assert {owner(tensor) for tensor in manifest["params"]} == {*optimizers}
+    one, _, init = sessions(tmp_path)
+    here, values = step(model, LABELS, optimizer), run(init, {})
+    update, state = jax.jit(here.update), here.init()
+    arrays = x, y.astype(np.int32), np.ones(16, np.float32)
+    batch = dict(zip(manifest["step"]["batch"], arrays, strict=True))
+    for i in range(3):
+        found = run(one, values | batch)
+        assert found[manifest["step"]["finite"]]
+        values = {name: found[new] for name, new in manifest["step"]["state"].items()}
+        state, (loss, _) = update(state, (x, y))
+        wanted = jax.device_get(here.view(state))
+        close = {n: np.allclose(values[n], w, rtol=1e-4, atol=1e-5) for n, w in wanted.items()}
+        different = sorted({owner(tensor) for tensor, same in close.items() if not same})
+        assert not different, f"optimizers that differ after step {i + 1}"
+        np.testing.assert_allclose(found[manifest["step"]["loss"]], loss, rtol=1e-5)
+
+
+@pytest.mark.deep
+def test_a_hundred_steps_are_the_same_training(tmp_path):
+    """In float64, where rounding stays small; the benchmark has all networks, and float32."""
+    network = NETWORKS["lenet"]
+    write(network, tmp_path / "net.onnx")
+    trainer = Trainer(tmp_path / "net.onnx", network, 4, 100, optax.adam(1e-3))
+    with jax.enable_x64(True):
+        here = trainer.here(np.float64)
+        found = difference(trainer.there(np.float64), here)
+    assert here.losses[-10:].mean() < here.losses[:10].mean() / 2
+    assert found.worst < 1e-10
+    assert found.weights < 1e-8
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_a_hundred_steps_with_dropout(optimizer, tmp_path):
+    data = [examples(16, seed) for seed in range(10)]
+    settings = {"optimizer": {"adam": optax.adam(1e-3), "sgd": optax.sgd(0.1, 0.9)}[optimizer]}
+    with jax.enable_x64(True):
+        model = jaxonnx.load(doubled(mlp(dropout=True)))
+        data = [(x.astype(np.float64), y.astype(np.int32)) for x, y in data]
+        manifest = jaxonnx.export_step(model, tmp_path, data[0], LABELS, **settings)["step"]
+        one, _, init = sessions(tmp_path)
+        here, values = step(model, LABELS, **settings), run(init, {})
+        update, state = jax.jit(here.update), here.init()
+        for i in range(100):
+            x, y = data[i % 10]
+            batch = dict(zip(manifest["batch"], (x, y, np.ones(16, np.float32)), strict=True))
+            results = run(one, values | batch)
+            values = {name: results[new] for name, new in manifest["state"].items()}
+            state, (wanted, _) = update(state, (x, y))
+            np.testing.assert_allclose(results[manifest["loss"]], wanted, rtol=1e-11)
+        for value, leaf in zip(values.values(), jax.tree.leaves(here.to_file(state)), strict=True):
+            np.testing.assert_allclose(value, leaf, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+def test_the_reference_of_onnx_agrees(name, tmp_path):
+    """ONNX's own evaluator, which computes each operator in NumPy, trains the same."""
+    from jaxonnx import demo
+
+    random = np.random.default_rng(0)
+    if name == "mlp":
+        model, (x, y) = jaxonnx.load(mlp(dropout=True)), examples(8)
+    else:
+        x, y = random.random((1, 1, 8, 8)).astype(np.float32), np.arange(1)
+        model = demo.model()
+    optimizer = optax.adam(1e-3)
+    manifest = jaxonnx.export_step(model, tmp_path, (x, y), LABELS, optimizer)["step"]
+    one = ReferenceEvaluator(str(tmp_path / "step.onnx"))
+    values = run(onnxruntime.InferenceSession(tmp_path / "init.onnx"), {})
+    arrays = x, y.astype(np.int32), np.ones(len(x), np.float32)
+    batch = dict(zip(manifest["batch"], arrays, strict=True))
+    here = step(model, LABELS, optimizer)
+    update, state = jax.jit(here.update), here.init()
+    for _ in range(2):
+        results = dict(zip(one.output_names, one.run(None, values | batch), strict=True))
+        values = {name: results[new] for name, new in manifest["state"].items()}
+        state, (wanted, _) = update(state, (x, y))
+        np.testing.assert_allclose(results[manifest["loss"]], wanted, rtol=1e-5)
+    for value, wanted in zip(values.values(), jax.tree.leaves(here.to_file(state)), strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("eps", [1e-8, 0.0])
+def test_an_update_is_one_scan(eps, tmp_path):
+    """By Adam: of a large array nothing else is computed but a sum, which shows what is finite.
+
+    Without epsilon, numbers whose gradient is zero have no finite update, and stay.
+    """
+    large = jaxonnx.load(mlp(hidden=2**15))
+    large = large.replace(params={**large.params, "w2": large.params["w2"] / 300})
+    adam = optax.adam(1e-3, eps=eps)
+    values, *_ = agree(tmp_path, large, examples(4), steps=2, optimizer=adam)
+    (choice,) = (n for n in onnx.load(tmp_path / "step.onnx").graph.node if n.op_type == "If")
+    update = helper.get_node_attr_value(choice, "then_branch")
+    (scan, *_) = (node for node in update.node if node.op_type == "Scan")
+    within = [node.op_type for node in scan.attribute[0].g.node]
+    assert "Sqrt" in within
+    assert not {"And", "Where"} & {*within}
+    assert len(scan.output) == 3  # a weight and its moments, which keep the shape of the blocks
+    after = [[n for n in update.node if name in reads(n)] for name in scan.output]
+    assert sorted(node.op_type for (node,) in after) == ["Identity", "Identity", "Reshape"]
+    (weight,) = (node.output[0] for (node,) in after if node.op_type == "Reshape")
+    checks = [node.op_type for node in update.node if weight in reads(node)]
+    assert sorted(checks) == ["If", "ReduceSum"]
+    assert np.isfinite(values["w1"]).all()
+
+
+def test_a_step_of_an_older_opset(tmp_path):
+    jaxonnx.export_step(mlp(), tmp_path, examples(8), LABELS, optax.adam(1e-3), opset=17)
+    for session in sessions(tmp_path):
+        assert session.get_outputs()
+    assert onnx.load(tmp_path / "step.onnx").opset_import[0].version == 17
+    model = mlp(dropout=True)
+    with pytest.raises(jaxonnx.UnsupportedError, match="from opset 18 on"):
+        jaxonnx.export_step(model, tmp_path, examples(8), LABELS, optax.sgd(1.0), opset=17)

@@ -1,0 +1,84 @@
+"""The programs of the page on other languages train as Python does."""
+
+import contextlib
+import io
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from tests.docs.test_readme import PAGES, blocks
+
+PAGE = next(page for page in PAGES if page.stem == "other_languages")
+HEADERS = [Path(root, "include", "onnxruntime") for root in ("/usr", "/usr/local")]
+HEADERS = [path for path in HEADERS if (path / "onnxruntime_cxx_api.h").is_file()]
+LIBRARY = next(Path(onnxruntime.__file__).parent.glob("capi/libonnxruntime.so.*"), None)
+
+
+def code(language):
+    (found,) = blocks(PAGE, language)
+    return found
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """The files that the page's Python makes, and the losses that it prints."""
+    folder, names, printed = tmp_path_factory.mktemp("python"), {}, io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
+        for part in blocks(PAGE, "python"):
+            exec(compile(part, PAGE.name, "exec"), names)
+    losses = np.array(printed.getvalue().split(), float)
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] / 2
+    return folder, losses
+
+
+@pytest.fixture
+def folder(python, tmp_path, monkeypatch):
+    """The current folder, as a program finds it."""
+    shutil.copytree(python[0], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "trained.bin").unlink()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def agree(command, python):
+    """Train by a command; compare losses and weights with those of Python."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_allclose(np.array(done.stdout.split(), float), python[1], rtol=1e-5)
+    weights = [np.fromfile(place / "trained.bin", np.float32) for place in (python[0], Path())]
+    np.testing.assert_allclose(*weights, atol=1e-5)
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(not HEADERS, reason="no headers of onnxruntime (Debian: libonnxruntime-dev)")
+@pytest.mark.parametrize(("language", "compiler"), [("cpp", "g++"), ("c", "gcc")])
+def test_compiled(language, compiler, folder, python):
+    if shutil.which(compiler) is None or LIBRARY is None:
+        pytest.skip(f"no {compiler}, or no library in onnxruntime's wheel")
+    if language == "cpp" and not Path("/usr/include/nlohmann").is_dir():
+        pytest.skip("no nlohmann/json.hpp (Debian: nlohmann-json3-dev)")
+    Path(f"train.{language}").write_text(code(language))
+    standard = {"cpp": "-std=c++17", "c": "-std=c11"}[language]
+    command = [compiler, standard, "-Wall", f"train.{language}", "-o", "train"]
+    Path("libonnxruntime.so.1").symlink_to(LIBRARY)
+    where = [f"-I{HEADERS[0]}", "libonnxruntime.so.1", "-Wl,-rpath,$ORIGIN"]
+    subprocess.run([*command, *where], check=True)
+    agree(["./train"], python)
+
+
+@pytest.mark.deep
+def test_node(folder, python):
+    npm = shutil.which("npm")
+    if npm is None:
+        pytest.skip("no npm")
+    Path("package.json").write_text('{"type": "module"}')
+    install = [npm, "install", "--silent", "--ignore-scripts", "onnxruntime-node@1.30.0"]
+    if (done := subprocess.run(install, capture_output=True, text=True)).returncode:
+        pytest.skip(f"npm did not bring onnxruntime-node: {done.stderr}")
+    Path("train.js").write_text(code("js"))
+    agree(["node", "train.js"], python)

@@ -1,0 +1,191 @@
+"""The page beside an exported step: whole, at home with itself, and it trains in a browser."""
+
+import json
+import re
+import time
+
+import numpy as np
+import onnx
+import onnxruntime
+import optax
+import pytest
+
+import jaxonnx
+from jaxonnx import demo
+from jaxonnx._step_files import web as _web
+from jaxonnx.cli import main
+from tests.support import chromium
+from tests.support.tiny_networks import LABELS, examples, mlp
+
+
+@pytest.fixture
+def package(tmp_path):
+    """What stands for npm's package where nothing is run."""
+    folder = tmp_path / "onnxruntime-web"
+    (folder / "dist").mkdir(parents=True)
+    for name in _web.RUNTIME:
+        (folder / "dist" / name).write_text(name)
+    return folder
+
+
+def run(path, feeds):
+    session = onnxruntime.InferenceSession(path)
+    feeds = {value.name: np.asarray(feeds[value.name]) for value in session.get_inputs()}
+    names = [value.name for value in session.get_outputs()]
+    return dict(zip(names, session.run(names, feeds), strict=True))
+
+
+def patched(folder, state):
+    """What the page downloads: the file with the numbers of a state in their places."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    found = run(folder / "weights.onnx", state)
+    data = bytearray((folder / manifest["web"]["model"]["file"]).read_bytes())
+    for name, place in manifest["web"]["model"]["tensors"].items():
+        numbers = found[manifest["weights"]["tensors"][name]].tobytes()
+        assert len(numbers) == place["bytes"]
+        data[place["offset"] : place["offset"] + len(numbers)] = numbers
+    return bytes(data)
+
+
+def test_the_folder_is_whole(tmp_path, package):
+    model, data, folder = jaxonnx.load(mlp()), examples(43), tmp_path / "step"
+    manifest = jaxonnx.export_step(
+        model, folder, examples(8), LABELS, optax.adam(1e-2), web=data, runtime=package
+    )
+    page, program = ((folder / name).read_text() for name in ("index.html", "train.js"))
+    outside = set(re.findall(r"(?:https?:)?//[\w.-]+\.[\w/.-]+", page + program))
+    assert outside <= {"http://www.w3.org/2000/svg"}  # the name of a language, not an address
+    assert "default-src 'self'" in page
+    for name in re.findall(r'(?:src|href)="([^":,]+)"', page):
+        assert (folder / name).is_file()
+    for device in re.findall(r'<option value="(\w+)"', page):
+        for name in (f"{device}.js", f"{device}-threaded.js", f"{device}-threaded.wasm"):
+            assert (folder / "runtime" / name).is_file()
+    used = set(re.findall(r'\$\("(\w+)"\)', program))
+    assert used <= set(re.findall(r'id="(\w+)"', page))
+
+    told = manifest["web"]["examples"]
+    assert (told["count"], told["held_out"]) == (43, 8)
+    text = (folder / told["file"]).read_bytes()
+    x = np.frombuffer(text, np.float32, 43 * 8, told["arrays"]["x"]).reshape(43, 8)
+    y = np.frombuffer(text, np.int32, 43, told["arrays"]["targets"])
+    rows = {row.tobytes(): label for row, label in zip(*data, strict=True)}
+    assert {row.tobytes(): label for row, label in zip(x, y, strict=True)} == rows
+    assert manifest["web"]["classes"]["names"] == ["0", "1", "2", "3"]
+    assert "drawing" not in manifest["web"]  # eight numbers are no picture
+
+    state = run(folder / "init.onnx", {})
+    state |= {name: state[name] + 1 for name in manifest["params"]}
+    back = jaxonnx.load(patched(folder, state))
+    for name, value in model.params.items():
+        np.testing.assert_array_equal(back.params[name], value + 1)
+
+
+def test_weights_of_the_file_are_found_among_others():
+    proto = mlp()
+    same = next(t for t in proto.graph.initializer if t.name == "b1")
+    same.metadata_props.add(key="a", value="b")  # stands behind the numbers
+    proto.graph.initializer.add().CopyFrom(onnx.numpy_helper.from_array(np.zeros(16), "b3"))
+    text, places = _web._places(proto, {"w2": 256, "b1": 64})
+    for name in ("w2", "b1"):
+        values = next(t for t in proto.graph.initializer if t.name == name)
+        place = places[name]
+        found = text[place["offset"] : place["offset"] + place["bytes"]]
+        np.testing.assert_array_equal(
+            np.frombuffer(found, np.float32), onnx.numpy_helper.to_array(values).ravel()
+        )
+    with pytest.raises(jaxonnx.InputError, match=r"'b3'.*64 bits"):
+        _web._places(proto, {"b3": 64})
+    with pytest.raises(jaxonnx.InputError, match="'h'"):
+        _web._places(proto, {"h": 64})
+
+
+def test_a_picture_can_be_drawn():
+    x = np.zeros((4, 1, 8, 8), np.float32)
+    x[:, :, 2:6, 3] = 2
+    told = _web._drawing(demo.model(), {"x": x})
+    assert told == {"input": "x", "height": 8, "width": 8, "paper": 0.0, "ink": 2.0}
+    assert _web._drawing(demo.model(), {"x": 1 - x})["ink"] == -1
+
+
+def test_what_is_not_there_is_named(tmp_path, package, monkeypatch):
+    (package / "dist" / "ort.webgpu.min.mjs").unlink()
+    data = examples(8)
+    with pytest.raises(jaxonnx.InputError, match=r"it lacks ort\.webgpu\.min\.mjs"):
+        jaxonnx.export_step(
+            mlp(), tmp_path / "step", data, LABELS, optax.sgd(0.1), web=data, runtime=package
+        )
+    assert not (tmp_path / "step").exists()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with (
+        pytest.raises(jaxonnx.InputError, match="npm install onnxruntime-web@"),
+        _web.runtime(None),
+    ):
+        pass
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """A folder with a page for digits, as the command writes it."""
+    folder = tmp_path_factory.mktemp("web")
+    try:
+        with _web.runtime(None):
+            pass
+    except jaxonnx.InputError as error:
+        pytest.skip(str(error))
+    (x, y), _ = demo.digits()
+    np.savez(folder / "digits.npz", x=x, y=y)
+    demo.model().save(folder / "net.onnx")
+    command = f"export-step {folder}/net.onnx {folder}/digits.npz -o {folder}/step --web"
+    assert main(command.split()) == 0
+    return folder / "step"
+
+
+ONE = [[(0.35, 0.3), (0.5, 0.12), (0.5, 0.5), (0.5, 0.88)]]
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(chromium.PATH is None, reason="no Chromium")
+def test_a_browser_trains(digits, tmp_path):
+    status, answer = (f"document.getElementById('{x}').textContent" for x in ("status", "answer"))
+    with chromium.served(digits) as address, chromium.opened(tmp_path) as page:
+        page.open(address)
+        page.wait(f"{status}.startsWith('Ready')")
+        page.click("#train")
+        page.wait(f"{status}.startsWith('Epoch 5 of 5:')")
+        rows = page.evaluate("""[...document.querySelectorAll("#rows tr")].map(
+            (row) => [...row.cells].map((cell) => Number.parseFloat(cell.textContent)))""")
+        assert len(rows) == 6
+        assert rows[5][1] < 0.2 < rows[1][1]
+        assert rows[5][2] < 0.2
+        assert rows[5][3] > 95
+        page.drag("#board", ONE)
+        page.wait(f"{answer}.startsWith('1 ')")
+        page.click("#clear")
+        page.wait(f"{answer}.startsWith('Draw')")
+        page.click("#board")  # a dot, which the keyboard goes on with
+        page.key("ArrowUp", 38)
+        page.key(" ", 32, " ")
+        page.wait(f"!{answer}.startsWith('Draw')")
+        page.click("#add")
+        page.wait(f"{status}.startsWith('Added')")
+        page.click("#download")
+        page.wait(f"{status}.startsWith('Downloaded')")
+        for _ in range(100):
+            if [*tmp_path.glob("*.onnx")]:
+                break
+            time.sleep(0.1)
+        page.click("#reset")
+        page.wait(f"{status}.startsWith('As before')")
+        assert not page.errors
+        assert all(url.startswith((address, "data:", "blob:")) for url in page.requests)
+    onnx.checker.check_model(tmp_path / "trained.onnx", full_check=True)
+    session = onnxruntime.InferenceSession(tmp_path / "trained.onnx")
+    web = json.loads((digits / "manifest.json").read_text())["web"]["examples"]
+    text, held_out = (digits / web["file"]).read_bytes(), web["held_out"]
+    x = np.frombuffer(text, np.float32, held_out * 64, web["arrays"]["x"]).reshape(-1, 1, 8, 8)
+    y = np.frombuffer(text, np.int32, held_out, web["arrays"]["targets"])
+    (logits,) = session.run(None, {session.get_inputs()[0].name: x})
+    accuracy = 100 * float(np.mean(logits.argmax(1) == y))
+    assert accuracy == pytest.approx(rows[5][3], abs=0.06)

@@ -1,0 +1,573 @@
+"""The operators of com.microsoft against onnxruntime."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import helper, numpy_helper
+from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
+
+import jaxonnx
+from jaxonnx.errors import ModelError, NodeError
+from jaxonnx.ops.quantize import dequantize_linear, quantize_linear
+from jaxonnx.registry import lookup, registered
+from tests.ops import contrib_attention_cases, contrib_other_cases, contrib_quantized_cases
+from tests.ops.contrib_cases import DOMAIN, Fused, f, i8, i32, rng, s, u8, weights
+from tests.support import central_differences
+
+
+def wanted(case):
+    if case.expected is None:
+        return onnxruntime_result(case)
+    results = case.expected(*case.inputs)
+    return results if isinstance(results, tuple) else (results,)
+
+
+def onnxruntime_result(case):
+    names = ["" if x is None else f"x{i}" for i, x in enumerate(case.inputs)]
+    given = {n: x for n, x in zip(names, case.inputs, strict=True) if n}
+    # onnxruntime does not take arrays of 4 bits
+    packed = [n for n, x in given.items() if x.dtype == ml_dtypes.int4]
+    stored = [numpy_helper.from_array(given.pop(n), n) for n in packed]
+    node = helper.make_node(case.op, names, case.outputs, domain=case.domain, **case.attributes)
+    graph = helper.make_graph(
+        [node],
+        "one",
+        [
+            helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(x.dtype), x.shape)
+            for n, x in given.items()
+        ],
+        [
+            # onnxruntime cannot infer the type of this one
+            helper.make_tensor_value_info(n, 1, None) if n == "qk" else onnx.ValueInfoProto(name=n)
+            for n in case.outputs
+            if n
+        ],
+        stored,
+    )
+    opsets = [helper.make_opsetid("", case.opset), helper.make_opsetid(DOMAIN, 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    if not case.shared:
+        return session.run(None, given)
+    # the caches of these are one buffer with their successors
+    binding = session.io_binding()
+    values = {n: onnxruntime.OrtValue.ortvalue_from_numpy(x.copy()) for n, x in given.items()}
+    for n, value in values.items():
+        binding.bind_ortvalue_input(n, value)
+    for n, i in zip(case.outputs, (None, *case.shared), strict=False):
+        if i is None:
+            binding.bind_output(n)
+        else:
+            binding.bind_ortvalue_output(n, values[f"x{i}"])
+    session.run_with_iobinding(binding)
+    return [value.numpy().copy() for value in binding.get_outputs()]
+
+
+def value_of(x):
+    return getattr(x, "value", x)
+
+
+def run(case, jit=False):
+    function, values = traced(case)
+    return (jax.jit(function) if jit else function)(*values)
+
+
+def places_of(case):
+    """The places of the inputs that may be traced."""
+    static = lookup(case.domain, case.op, 1).static
+    return [i for i, x in enumerate(case.inputs) if x is not None and i not in static]
+
+
+def traced(case):
+    """The case as a function of the inputs that may be traced, and those."""
+    found, places = lookup(case.domain, case.op, 1), places_of(case)
+
+    def function(*values):
+        inputs = list(case.inputs)
+        for i, value in zip(places, values, strict=True):
+            inputs[i] = value
+        results = found.function(*inputs, **case.attributes)
+        results = results if isinstance(results, tuple) else (results,)
+        return [value_of(r) for r, name in zip(results, case.outputs, strict=False) if name]
+
+    return function, [jnp.asarray(case.inputs[i]) for i in places]
+
+
+IDS, SEGMENTS = i32(*[[1, 2, 0], [3, 1, 2]]), i32(*[[0, 1, 1], [0, 0, 1]])
+MASK = i32(*[[1, 1, 0], [1, 0, 0]])
+QKV = [f(2, 3, 8), f(2, 3, 8), f(2, 3, 8)]
+CACHE = [f(2, 2, 2, 4), f(2, 2, 2, 4)]
+ANGLES = rng.uniform(0, 3, (8, 8)).astype(np.float32)
+ROTARY = [np.cos(ANGLES), np.sin(ANGLES)]
+GROUPED = {"num_heads": 4, "kv_num_heads": 2}
+PROMPT = [f(2, 3, 64), f(2, 3, 32), f(2, 3, 32), None, None, i32(2, 1), np.array(3, np.int32)]
+NEXT = [
+    f(2, 1, 64),
+    f(2, 1, 32),
+    f(2, 1, 32),
+    f(2, 2, 4, 16),
+    f(2, 2, 4, 16),
+    i32(4, 2),
+    np.array(5, np.int32),
+]
+KV = ["y", "k", "v"]
+
+CASES = [
+    Fused("FusedMatMul", [f(3, 2), f(4, 3)], {"transA": 1, "transB": 1, "alpha": 0.5}),
+    Fused("FusedMatMul", [f(2, 3, 4), f(3, 4, 5)], {"transBatchA": 1}, id="batch_a"),
+    Fused("FusedMatMul", [f(3, 2, 4), f(5, 3, 4)], {"transBatchB": 1, "transB": 1}, id="batch_b"),
+    Fused("FusedGemm", [f(2, 3), f(3, 4), f(4)], {"activation": "Relu", "alpha": 0.5}),
+    Fused(
+        "FusedGemm",
+        [f(2, 3), f(4, 3), f(4)],
+        {"activation": "LeakyRelu", "activation_alpha": 0.2, "transB": 1},
+        id="leaky",
+    ),
+    *(
+        Fused("FusedGemm", [f(2, 3), f(3, 4), f(4)], {"activation": name, **settings}, id=name)
+        for name, settings in {
+            "ParametricSoftplus": {"activation_alpha": 0.5, "activation_beta": 2.0},
+            "ScaledTanh": {"activation_alpha": 0.5, "activation_beta": 2.0},
+            "Selu": {"activation_alpha": 1.5, "activation_gamma": 0.9},
+            "Softplus": {},
+            "Softsign": {},
+            "ThresholdedRelu": {"activation_alpha": 0.3},
+        }.items()
+    ),
+    Fused("FusedConv", [f(1, 2, 4, 4), f(3, 2, 3, 3), f(3)], {"activation": "Relu"}),
+    Fused(
+        "FusedConv",
+        [f(1, 2, 4, 4), f(3, 2, 3, 3), f(3), f(1, 3, 4, 4)],
+        {"activation": "Relu", "pads": [1, 1, 1, 1]},
+        id="sum",
+    ),
+    Fused(
+        "FusedConv",
+        [f(1, 2, 4, 4), f(3, 2, 1, 1)],
+        {"activation": "HardSigmoid", "activation_params": [0.3, 0.4]},
+        id="hard_sigmoid",
+    ),
+    Fused(
+        "FusedConv",
+        [f(1, 2, 4, 4), f(3, 2, 1, 1)],
+        {"activation": "Clip", "activation_params": [0.0, 0.5]},
+        id="clip",
+    ),
+    Fused("Gelu", [f(3, 4)]),
+    Fused("BiasGelu", [f(3, 4), f(4)]),
+    Fused("FastGelu", [f(3, 4)]),
+    Fused("FastGelu", [f(3, 4), f(4)], id="bias"),
+    Fused("QuickGelu", [f(3, 4)], {"alpha": 1.5}),
+    Fused(
+        "SkipLayerNormalization",
+        [f(2, 3, 4), f(2, 3, 4), f(4), f(4), f(4)],
+        {"epsilon": 1e-5},
+        ["y", "", "", "total"],
+    ),
+    Fused("SkipLayerNormalization", [f(2, 3, 4), f(3, 4), f(4)], id="bare"),
+    Fused(
+        "SkipSimplifiedLayerNormalization",
+        [f(2, 3, 4), f(2, 3, 4), f(4), f(4)],
+        {"epsilon": 1e-5},
+        ["y", "", "", "total"],
+    ),
+    Fused("SimplifiedLayerNormalization", [f(2, 3, 4), f(4)], {"axis": -1}, domain=""),
+    Fused(
+        "EmbedLayerNormalization",
+        [IDS, SEGMENTS, f(4, 5), f(6, 5), f(2, 5), f(5), f(5), MASK],
+        outputs=["y", "counts", "total"],
+    ),
+    Fused(
+        "EmbedLayerNormalization",
+        [IDS, None, f(4, 5), f(6, 5), None, f(5), f(5), None, i32(*[[3, 2, 1], [0, 1, 5]])],
+        outputs=["y", "counts"],
+        id="positions",
+    ),
+    Fused("QuantizeLinear", [f(3, 4), s(0.02), np.uint8(100)]),
+    Fused("QuantizeLinear", [f(3, 2), s([0.1, 0.2]), i8(2)], {"axis": 1}, id="axis"),
+    Fused("DequantizeLinear", [u8(3, 4), s(0.02), np.uint8(100)]),
+    Fused("DequantizeLinear", [i8(3, 2), s([0.1, 0.2, 0.3]), i8(3)], {"axis": 0}, id="axis"),
+    Fused(
+        "QLinearAdd",
+        [u8(2, 3), s(0.1), np.uint8(9), u8(3), s(0.2), np.uint8(70), s(0.3), np.uint8(50)],
+    ),
+    Fused(
+        "QLinearMul",
+        [i8(2, 3), s(0.1), np.int8(9), i8(3), s(0.2), np.int8(-7), s(2.0), np.int8(5)],
+    ),
+    Fused(
+        "QLinearGlobalAveragePool",
+        [u8(1, 2, 3, 3), s(0.1), np.uint8(9), s(0.05), np.uint8(7)],
+    ),
+    Fused(
+        "QLinearGlobalAveragePool",
+        [u8(1, 3, 3, 2), s(0.1), np.uint8(9), s(0.05), np.uint8(7)],
+        {"channels_last": 1},
+        id="channels_last",
+    ),
+    Fused(
+        "QLinearConcat",
+        [s(0.2), np.uint8(9), u8(2, 2), s(0.1), np.uint8(3), u8(2, 3), s(0.3), np.uint8(99)],
+        {"axis": 1},
+    ),
+    Fused(
+        "DynamicQuantizeMatMul",
+        [f(2, 8), u8(8, 3), s(0.02), np.uint8(120), f(3)],
+        atol=1e-5,
+    ),
+    Fused(
+        "DynamicQuantizeMatMul", [f(2, 8), weights(8, 3), abs(f(3)), i8(3)], id="columns", atol=1e-4
+    ),
+    Fused(
+        "MatMulIntegerToFloat",
+        [u8(2, 8), weights(8, 3), s(0.02), s(0.03), np.uint8(120), np.int8(3), f(3)],
+        atol=1e-5,
+    ),
+    Fused(
+        "MatMulNBits",
+        [f(2, 20), u8(3, 2, 8), f(6)],
+        {"K": 20, "N": 3, "bits": 4, "block_size": 16},
+        atol=1e-4,
+    ),
+    Fused(
+        "MatMulNBits",
+        [f(2, 40), u8(3, 3, 8), f(9), u8(6), None, f(3)],
+        {"K": 40, "N": 3, "bits": 4, "block_size": 16},
+        id="zero_points",
+        atol=1e-4,
+    ),
+    Fused(
+        "MatMulNBits",
+        [f(2, 32), u8(3, 2, 16), f(6), u8(6)],
+        {"K": 32, "N": 3, "bits": 8, "block_size": 16},
+        id="8_bits",
+        atol=1e-3,
+    ),
+    Fused("Attention", [f(2, 3, 4), f(4, 24), f(24)], {"num_heads": 2}),
+    Fused(
+        "Attention",
+        [f(2, 3, 4), f(4, 24), f(24), MASK, None, f(1, 2, 3, 3)],
+        {"num_heads": 2, "unidirectional": 1, "scale": 0.3},
+        id="raw_mask",
+    ),
+    Fused("Attention", [f(2, 3, 4), f(4, 24), f(24), i32(2, 3)], {"num_heads": 2}, id="lengths"),
+    Fused(
+        "Attention",
+        [f(2, 3, 4), f(4, 24), f(24), i32(3, 2, 1, 0)],
+        {"num_heads": 2},
+        id="ends_and_starts",
+    ),
+    Fused(
+        "Attention",
+        [f(2, 3, 4), f(4, 24), f(24), None, f(2, 2, 2, 2, 4)],
+        {"num_heads": 2, "unidirectional": 1},
+        ["y", "present"],
+        id="past",
+    ),
+    Fused(
+        "Attention",
+        [f(2, 3, 4), f(4, 20), f(20)],
+        {"num_heads": 2, "qkv_hidden_sizes": [8, 8, 4]},
+        id="sizes",
+    ),
+    Fused("MultiHeadAttention", [*QKV, f(24)], {"num_heads": 2}, KV),
+    Fused(
+        "MultiHeadAttention",
+        [*QKV, None, MASK, f(1, 1, 3, 3)],
+        {"num_heads": 2, "mask_filter_value": -100.0},
+        id="mask",
+    ),
+    Fused(
+        "MultiHeadAttention",
+        [*QKV, None, None, None, *CACHE],
+        {"num_heads": 2, "unidirectional": 1, "scale": 0.4},
+        KV,
+        id="past",
+    ),
+    Fused("MultiHeadAttention", [f(2, 3, 8), *CACHE], {"num_heads": 2}, id="cross_cache"),
+    Fused("GroupQueryAttention", PROMPT, GROUPED, KV, id="prompt"),
+    Fused("GroupQueryAttention", NEXT, GROUPED, KV, id="next"),
+    Fused(
+        "GroupQueryAttention",
+        [*NEXT[:3], f(2, 2, 6, 16), f(2, 2, 6, 16), *NEXT[5:], *ROTARY],
+        GROUPED | {"do_rotary": 1, "rotary_interleaved": 1, "softcap": 2.0},
+        KV,
+        id="shared_cache_rotary",
+    ),
+    Fused(
+        "GroupQueryAttention",
+        [*PROMPT, *ROTARY],
+        GROUPED | {"do_rotary": 1, "local_window_size": 2, "scale": 0.3},
+        KV,
+        id="window_rotary",
+    ),
+    Fused(
+        "GroupQueryAttention",
+        [f(2, 3, 128), None, None, *PROMPT[3:], None, None, None, f(1, 4, 3, 3)],
+        GROUPED,
+        KV,
+        id="packed_bias",
+    ),
+    Fused(
+        "GroupQueryAttention",
+        [*PROMPT, None, None, None, None, f(4)],
+        GROUPED | {"smooth_softmax": 1},
+        KV,
+        id="sink",
+    ),
+    Fused("GroupQueryAttention", PROMPT, GROUPED | {"smooth_softmax": 1}, KV, id="smooth"),
+    Fused("GroupQueryAttention", PROMPT, GROUPED | {"causal": 0}, KV, id="bidirectional"),
+    *(
+        Fused(
+            "GroupQueryAttention",
+            [*NEXT[:5], i32(4, 4), NEXT[6]],  # of hidden keys onnxruntime gives anything
+            GROUPED | {"qk_output": form},
+            [*KV, "qk"],
+            id=f"qk_{form}",
+        )
+        for form in (1, 2)
+    ),
+    Fused("MultiHeadAttention", QKV, {"num_heads": 2}, [*KV, "qk"], id="qk"),
+    Fused("RotaryEmbedding", [f(2, 2, 3, 16), np.array([2]), *ROTARY]),
+    Fused(
+        "RotaryEmbedding",
+        [f(2, 3, 40), np.array([[0, 1, 4], [2, 3, 3]]), *ROTARY],
+        {"num_heads": 2, "rotary_embedding_dim": 16, "interleaved": 1},
+        id="partial",
+    ),
+    *contrib_other_cases.CASES,
+    *contrib_quantized_cases.LAYERS,
+    *contrib_attention_cases.CASES,
+]
+
+
+def named(case):
+    return f"{case.op}-{case.id}".rstrip("-")
+
+
+COMPILED = [case for case in CASES if not lookup(case.domain, case.op, 1).dynamic]
+
+
+@pytest.mark.parametrize(
+    ("case", "jit"),
+    [
+        pytest.param(case, jit, id=f"{named(case)}-{'jit' if jit else 'eager'}")
+        for case in CASES
+        for jit in [any(case is one for one in COMPILED)]
+    ],
+)
+def test_same_as_onnxruntime(case, jit):
+    """Compiled, or op by op where the result cannot be."""
+    for y, e in zip(run(case, jit), wanted(case), strict=True):
+        assert y.dtype == e.dtype
+        assert y.shape == e.shape
+        if e.dtype.kind in "iu":
+            # the last unit of a quantized result hangs on the order of float32 operations
+            np.testing.assert_allclose(np.asarray(y, int), np.asarray(e, int), atol=1)
+        else:
+            np.testing.assert_allclose(y, e, rtol=1e-4, atol=case.atol)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("case", [c for c in COMPILED if places_of(c)], ids=named)
+def test_vmap(case):
+    """Each row of a batch of two different ones is a single result."""
+    function, values = traced(case)
+    rows = [values, [x[::-1] if x.ndim and x.dtype == jnp.float32 else x for x in values]]
+    batch = jax.jit(jax.vmap(function))(*(jnp.stack(pair) for pair in zip(*rows, strict=True)))
+    for row, one in enumerate(rows):
+        for y, e in zip(batch, jax.jit(function)(*one), strict=True):
+            assert y.dtype == e.dtype
+            assert y.shape[1:] == e.shape
+            tolerance = {"atol": 1} if e.dtype.kind in "iu" else {"rtol": 1e-4, "atol": case.atol}
+            np.testing.assert_allclose(np.float64(y[row]), np.float64(e), **tolerance)
+
+
+ROUNDED = ("QuantizeLinear", "DynamicQuantizeMatMul", "GemmFloat8", "Range", "DynamicQuantizeLSTM")
+"""Operators whose result is of a type of its own, or known."""
+SMOOTH = {
+    case.op: case
+    for case in COMPILED
+    if case.op not in ROUNDED and all(x is None or x.dtype.itemsize > 1 for x in case.inputs)
+}
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", SMOOTH)
+def test_gradients(name):
+    case = SMOOTH[name]
+    with jax.enable_x64(True):
+        inputs = [
+            x.astype(np.float64) if x is not None and x.dtype == np.float32 else x
+            for x in case.inputs
+        ]
+        places = [i for i, x in enumerate(inputs) if x is not None and x.dtype == np.float64]
+
+        def first(*values):
+            full = list(inputs)
+            for i, value in zip(places, values, strict=True):
+                full[i] = value
+            results = lookup(case.domain, case.op, 1).function(*full, **case.attributes)
+            return [results[0] if isinstance(results, tuple) else results]
+
+        central_differences.check(first, [inputs[i] for i in places], 1, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["QLinearAdd", "QLinearMul"])
+def test_every_unit_of_the_elementwise_ones(name):
+    a, b = u8(64), u8(64)
+    case = Fused(name, [a, s(0.1), np.uint8(9), b, s(0.2), np.uint8(70), s(0.5), np.uint8(50)])
+    (expected,) = onnxruntime_result(case)
+    assert np.mean(np.asarray(run(case)[0]) != expected) < 0.05
+
+
+def test_packed_heads_are_those_of_the_separate_inputs():
+    q, k, v = (x.reshape(2, 3, 2, 4) for x in QKV)
+    attention = lookup(DOMAIN, "MultiHeadAttention", 1).function
+    expected = attention(*QKV, num_heads=2)[0]
+    packed = attention(np.stack([q, k, v], 3), num_heads=2)[0]
+    np.testing.assert_allclose(packed, expected, rtol=1e-6)
+    half_packed = attention(QKV[0], np.stack([k, v], 3), num_heads=2)[0]
+    np.testing.assert_allclose(half_packed, expected, rtol=1e-6)
+
+
+@pytest.mark.deep
+def test_gradient_goes_through_dynamic_quantization():
+    w = u8(8, 3)
+    product = lookup(DOMAIN, "DynamicQuantizeMatMul", 1).function
+    x = f(2, 8)
+    gradient = jax.grad(lambda x: product(x, w, s(0.02), np.uint8(120)).sum())(x)
+    plain = ((w.astype(np.float32) - 120) * 0.02).sum(axis=1)
+    inner = (x > x.min()) & (x < x.max())  # the extremes also set the scale
+    np.testing.assert_allclose(gradient[inner], np.tile(plain, (2, 1))[inner], rtol=1e-4)
+
+
+def test_gradient_goes_through_quantized_layers():
+    weight, x, past = i8(4, 24), f(2, 3, 4), f(2, 2, 2, 2, 4)
+    scale, zero = s(0.02), np.int8(3)
+    attention = lookup(DOMAIN, "QAttention", 1).function
+    plain = lookup(DOMAIN, "Attention", 1).function
+
+    def quantized(bias, past):
+        q = quantize_linear(x, s(0.01), np.uint8(120))
+        return attention(
+            q, weight, bias, s(0.01), scale, None, np.uint8(120), zero, past, num_heads=2
+        )[0].sum()
+
+    def exact(bias, past):
+        units = s(0.01), np.uint8(120)
+        rounded = dequantize_linear(quantize_linear(x, *units), *units)
+        w = (weight.astype(np.float32) - zero) * scale
+        return plain(rounded, w, bias, past=past, num_heads=2)[0].sum()
+
+    arguments = f(24), past
+    found, wanted = (jax.jit(jax.grad(g, (0, 1)))(*arguments) for g in (quantized, exact))
+    for y, e in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(y, e, rtol=1e-4, atol=1e-5)
+    case = next(c for c in CASES if named(c) == "MatMulBnb4-nf4")
+    product = lookup(DOMAIN, case.op, 1).function
+    a, b, absmax = case.inputs
+    columns = product(np.eye(32, dtype=np.float32), b, absmax, **case.attributes)
+    slope = jax.grad(lambda a: product(a, b, absmax, **case.attributes).sum())(a)
+    np.testing.assert_allclose(slope[0], columns.sum(1), rtol=1e-5)
+
+
+def test_what_only_other_providers_have_is_refused():
+    rotary, attention = (
+        lookup(DOMAIN, name, 1).function for name in ("RotaryEmbedding", "Attention")
+    )
+    with pytest.raises(NodeError, match="is_packed_batching"):
+        rotary(f(2, 2, 3, 16), np.array([0]), *ROTARY, is_packed_batching=1)
+    with pytest.raises(NodeError, match="do_rotary"):
+        attention(f(2, 3, 4), f(4, 24), num_heads=2, do_rotary=1)
+
+
+def test_an_input_omitted_before_required_ones():
+    """As onnxruntime's optimizer writes the embeddings of a GPT-2."""
+    proto = onnx.parser.parse_model("""
+    <ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]>
+    g (int32[2,3] ids) => (float[2,3,2] y)
+    <float[4,2] words = {1,2,3,4,5,6,7,9}, float[3,2] places = {1,0,0,1,2,2},
+     float[2] gamma = {1,2}, float[2] beta = {0,1}> {
+      y, mask = com.microsoft.EmbedLayerNormalization(ids, , words, places, , gamma, beta)
+    }""")
+    model = jaxonnx.load(proto)
+    session = onnxruntime.InferenceSession(proto.SerializeToString())
+    np.testing.assert_allclose(model(IDS), *session.run(None, {"ids": IDS}), rtol=1e-5)
+    proto.graph.node[0].input[2] = ""
+    with pytest.raises(ModelError, match=r"lacks input 2 \(word_embedding\)"):
+        jaxonnx.load(proto)
+
+
+def test_signatures_are_those_of_onnxruntime():
+    """Its own schemas: as many inputs, the same attributes, and their defaults.
+
+    Later releases may have more of them than the one that ours are of.
+    """
+    known = tuple(map(int, onnxruntime.__version__.split(".")[:2])) <= (1, 32)
+    schemas = {(s.domain, s.name): s for s in get_all_operator_schema()}
+    early = "jaxonnx.ops.experimental"
+    ours = [o for o in registered() if o.domain == DOMAIN or o.function.__module__ == early]
+    ours = [o for o in ours if o.name != "SimplifiedLayerNormalization"]  # onnxruntime has it in ""
+    assert len(ours) > 40
+    for o in ours:
+        schema = schemas[o.domain, o.name]
+        attributes = {*schema.attributes}
+        assert o.inputs is None or o.inputs <= len(schema.inputs), o.name
+        assert o.attributes <= attributes, o.name
+        if known:
+            assert o.inputs in (None, len(schema.inputs)), o.name
+            assert o.attributes == attributes, o.name
+        parameters = inspect.signature(o.function).parameters
+        for name in o.attributes:
+            attribute, default = schema.attributes[name], parameters[name].default
+            if attribute.required:
+                assert default is inspect.Parameter.empty, (o.name, name)
+            elif attribute._default_value:
+                wanted = onnx.AttributeProto.FromString(attribute._default_value)
+                wanted = helper.get_attribute_value(wanted)
+                wanted = wanted.decode() if isinstance(wanted, bytes) else wanted
+                assert default == pytest.approx(wanted), (o.name, name)
+
+
+def test_a_padded_chunk_of_queries_follows_a_cache():
+    """Of each sample as many queries, and steps of the cache, as are specified."""
+    chunk = [f(2, 3, 64), f(2, 3, 32), f(2, 3, 32), f(2, 2, 8, 16), f(2, 2, 8, 16), i32(5, 3)]
+    chunk += [np.array(7, np.int32), *ROTARY, *[None] * 7, i32(2, 3)]
+    case = Fused("GroupQueryAttention", chunk, GROUPED | {"do_rotary": 1}, KV)
+    for y, e in zip(run(case, True), onnxruntime_result(case), strict=True):
+        for sample, (count, length) in enumerate([(2, 6), (3, 4)]):
+            part = (sample, slice(count)) if y.ndim == 3 else (sample, slice(None), slice(length))
+            np.testing.assert_allclose(y[part], e[part], rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.deep
+def test_bias_dropout_drops_in_training_only():
+    model = jaxonnx.load(
+        onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["": 22, "com.microsoft": 1]>
+        g (float[n,8] x, float[n,8] residual, bool training) => (float[n,8] y)
+        <float[8] b = {1,2,3,4,5,6,7,8}> {
+            rate = Constant <value = float {0.5}> ()
+            y = com.microsoft.BiasDropout (x, b, residual, rate, training)
+        }""")
+    )
+    x, residual = f(100, 8), f(100, 8)
+    shifted = x + np.arange(1, 9, dtype=np.float32)
+    kept = model.apply(model.params, x, residual, np.array(False))
+    np.testing.assert_allclose(kept, shifted + residual, rtol=1e-6)
+    y, _ = model.apply_train(model.params, {}, jax.random.key(0), x, residual, np.array(True))
+    dropped = np.isclose(y, residual, rtol=1e-6)
+    np.testing.assert_allclose(y, np.where(dropped, 0, 2 * shifted) + residual, rtol=1e-5)
+    assert 300 < dropped.sum() < 500  # of 800

@@ -1,0 +1,158 @@
+"""Files exported for one batch size, and any batch."""
+
+import numpy as np
+import onnx.checker
+import onnx.parser
+import onnxruntime
+import optax
+import pytest
+
+import jaxonnx
+from tests.support.paths import DATA
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", sorted(path.stem for path in (DATA / "fixed").glob("*.onnx")))
+def test_real_files_take_any_batch(name, tmp_path):
+    path = DATA / "fixed" / f"{name}.onnx"
+    network = name.split(".")[0]
+    x = np.load(DATA / f"{network}.legacy.npz")["x"][:3]
+    with pytest.raises(jaxonnx.InputError, match="batch='any'"):
+        jaxonnx.load(path)(x)
+    model = jaxonnx.load(path, batch="any")
+    assert model.inputs[0].shape[0] == "batch"
+    assert model.outputs[0].shape == ("batch", 10)
+    expected = jaxonnx.load(DATA / f"{network}.dynamo.onnx")(x)
+    np.testing.assert_allclose(model(x), expected, rtol=1e-4, atol=1e-5)
+    saved = tmp_path / "free.onnx"
+    model.save(saved)
+    onnx.checker.check_model(saved, full_check=True)
+    session = onnxruntime.InferenceSession(saved, providers=["CPUExecutionProvider"])
+    np.testing.assert_allclose(session.run(None, {"x": x})[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def load(nodes, size="2,6", out="2,6", **options):
+    text = (
+        f'<ir_version: 9, opset_import: ["": 17]> g (float[{size}] x) => (float[{out}] y) {nodes}'
+    )
+    return jaxonnx.load(onnx.parser.parse_model(text), batch="any", **options)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "out"),
+    [
+        # the batch as an axis of its own, in one with others, and back
+        (
+            """<int64[3] s = {2,2,3}, int64[2] t = {2,6}>
+            { h = Reshape(x, s) y = Reshape(h, t) }""",
+            (5, 6),
+        ),
+        ("<int64[2] s = {4,3}> { y = Reshape(x, s) }", (10, 3)),
+        (
+            """<int64[2] s = {4,3}, int64[3] t = {2,2,3}>
+            { h = Reshape(x, s) y = Reshape(h, t) }""",
+            (5, 2, 3),
+        ),
+        # targets that are right already
+        ("<int64[2] s = {-1,3}> { y = Reshape(x, s) }", (10, 3)),
+        ("<int64[2] s = {0,-1}> { y = Reshape(x, s) }", (5, 6)),
+        ("{ s = Shape(x) y = Reshape(x, s) }", (5, 6)),
+        # a weight, which has no batch
+        (
+            """<float[6] w = {1,2,3,4,5,6}, int64[2] s = {6,1}>
+            { v = Reshape(w, s) y = MatMul(x, v) }""",
+            (5, 1),
+        ),
+        # the batch behind another axis
+        (
+            """<int64[2] s = {12,1}, int64[2] t = {6,2}>
+            { h = Transpose(x) k = Reshape(h, s) m = Reshape(k, t) y = Transpose(m) }""",
+            (5, 6),
+        ),
+    ],
+)
+def test_targets_of_reshape(nodes, out):
+    model = load(nodes, out=",".join(f"d{i}" for i in range(len(out))))
+    x = np.random.default_rng(0).standard_normal((5, 6)).astype(np.float32)
+    y = np.asarray(model(x))
+    assert y.shape == out
+    one_by_one = [np.asarray(model(x[i : i + 1])) for i in range(5)]
+    np.testing.assert_allclose(np.concatenate(one_by_one), y, rtol=1e-5)
+
+
+def test_tensors_of_one_example_beside_images(tmp_path):
+    # a constant pad of the channels (BlazeFace), and a class token, which is trained
+    nodes = """<float[1,1,2,2] z = {0,0,0,0}, float[2,1,1,1] w = {1,2}, float[1,2,3] c,
+        float[3,2] v = {1,2,3,4,5,6}, int64[3] t = {1,3,4}> {
+      h = Conv(x, w) p = Concat <axis = 1> (h, z) r = Reshape(p, t)
+      s = Transpose <perm = [0,2,1]> (r) k = Concat <axis = -2> (c, s) y = MatMul(k, v)
+    }""".replace("float[1,2,3] c", "float[1,2,3] c = {1,2,3,4,5,6}")
+    model = load(nodes, size="1,1,2,2", out="1,6,2")
+    x = np.random.default_rng(0).standard_normal((3, 1, 2, 2)).astype(np.float32)
+    y = np.asarray(model(x))
+    assert y.shape == (3, 6, 2)
+    np.testing.assert_allclose(y, np.concatenate([model(row[None]) for row in x]), rtol=1e-5)
+    model.save(tmp_path / "any.onnx")
+    onnx.checker.check_model(tmp_path / "any.onnx", full_check=True)
+    session = onnxruntime.InferenceSession(tmp_path / "any.onnx")
+    np.testing.assert_allclose(session.run(None, {"x": x})[0], y, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words"),
+    [
+        (
+            "<float[2,6] w = {1,2,3,4,5,6,7,8,9,10,11,12}> { y = Add(x, w) }",
+            r"'y' \(Add.*fixes the batch to 2.*dynamic_shapes",
+        ),
+        ("<int64[2] i = {0,1}> { y = Gather(x, i) }", r"output 'y'.*\[2, 6\] whatever the batch"),
+    ],
+)
+def test_what_fixes_the_batch_is_named(nodes, words):
+    with pytest.raises(jaxonnx.InputError, match=words):
+        load(nodes)
+
+
+def test_messages_have_the_axes_of_the_file():
+    # images are kept with their channels last inside, where JAX speaks of other shapes
+    nodes = """<float[2,1,1,1] w = {1,2}, int64[4] s = {2,2,4,7}> {
+      h = Conv(x, w) z = ConstantOfShape(s) y = Add(h, z)
+    }"""
+    with pytest.raises(jaxonnx.InputError, match=r"\(5, 2, 4, 7\), \(2, 2, 4, 7\)"):
+        load(nodes, size="2,1,4,7", out="2,2,4,7")
+
+
+def test_an_axis_that_cannot_be_told_from_the_batch():
+    # two batches of two are mixed: the first axis of the result is not the batch
+    nodes = """<int64[3] s = {2,2,3}, int64[2] t = {4,3}> {
+      a = Reshape(x, s) b = Transpose <perm = [1,0,2]> (a) c = Reshape(b, t) y = Reshape(c, s)
+    }"""
+    with pytest.raises(jaxonnx.InputError, match="cannot be told from other axes"):
+        load(nodes, out="2,2,3")
+
+
+def test_open_files_stay_as_they_are():
+    path = DATA / "lenet.legacy.onnx"
+    assert jaxonnx.load(path, batch="any").to_onnx() == jaxonnx.load(path).to_onnx()
+    with pytest.raises(jaxonnx.InputError, match="'any' or None, and was 8"):
+        jaxonnx.load(path, batch=8)
+
+
+@pytest.mark.deep
+def test_dropout_behind_a_target_that_changes():
+    path = DATA / "fixed" / "lenet.dynamo.1.onnx"
+    model = jaxonnx.load(path).with_dropout({"view": 0.5}).with_any_batch()
+    expected = jaxonnx.load(path, batch="any")
+    x = np.random.default_rng(0).random((3, 1, 28, 28), np.float32)
+    np.testing.assert_array_equal(model(x), expected(x))
+    again = jaxonnx.load(model.to_onnx())
+    np.testing.assert_array_equal(again(x), expected(x))
+
+
+@pytest.mark.deep
+def test_training_with_any_batch():
+    model = jaxonnx.load(DATA / "fixed" / "lenet.dynamo.1.onnx", batch="any")
+    x = np.random.default_rng(0).random((8, 1, 28, 28), np.float32)
+    settings = {"loss": "squared_error", "optimizer": optax.sgd(0.1), "batch_size": 4}
+    result = jaxonnx.train(model, (x, np.zeros((8, 10), np.float32)), epochs=2, **settings)
+    assert result.history.epochs[1]["loss"] < result.history.epochs[0]["loss"]

@@ -1,0 +1,122 @@
+"""on_log, and the files that go with it."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+import jaxonnx
+from jaxonnx import loggers
+from tests.support.tiny_networks import LABELS, examples, mlp, train
+
+
+def test_hooks_see_every_step_and_epoch_late_and_in_order():
+    calls, others = [], []
+    started = []
+
+    def data(epoch):
+        x, y = examples()
+        for i in range(0, 40, 2):
+            started.append(i)
+            yield x[i : i + 2], y[i : i + 2]
+
+    def hook(step, metrics):
+        calls.append((step, metrics, len(started)))
+
+    result = train(data=data, epochs=2, on_log=[hook, lambda *call: others.append(call)])
+    history = result.history
+    steps = [(n, m) for n, m, _ in calls if "epoch" not in m]
+    assert steps == [(i + 1, {"loss": value}) for i, value in enumerate(history.losses)]
+    assert [m for _, m, _ in calls if "epoch" in m] == history.epochs
+    assert [n for n, m, _ in calls if "epoch" in m] == [20, 40]
+    assert others == [(step, metrics) for step, metrics, _ in calls]
+    # the first loss is read when eight more steps were started: nothing waits for a step
+    assert calls[0][2] == 9
+
+
+def test_the_table_of_epochs_is_continued(tmp_path):
+    path = tmp_path / "logs" / "log.csv"
+    settings = {"validation": examples(8, 2), "checkpoint_dir": tmp_path / "run"}
+    train(epochs=2, on_log=loggers.csv(path), **settings)
+    whole = train(epochs=4, on_log=loggers.csv(path), resume=True, **settings)
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == [5, 10, 15, 20]
+    for row, kept in zip(rows, whole.history.epochs, strict=True):
+        assert float(row["validation_loss"]) == kept["validation_loss"]
+    log = loggers.csv(path)
+    train(epochs=1, on_log=log)
+    train(epochs=1, on_log=log)
+    assert path.read_text().splitlines()[0] == "step,epoch,loss,seconds"
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_lines_drop_what_is_done_again(tmp_path):
+    path = tmp_path / "log.jsonl"
+    train(epochs=2, on_log=loggers.jsonl(path), checkpoint_dir=tmp_path / "run")
+    with path.open("a") as file:  # a run that was killed after its last checkpoint
+        file.write('{"step": 11, "loss": 1.0}\n{"step": 12, "lo')
+    whole = train(
+        epochs=3, on_log=loggers.jsonl(path), checkpoint_dir=tmp_path / "run", resume=True
+    )
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["loss"] for row in rows if "epoch" not in row] == whole.history.losses
+    assert [row["step"] for row in rows if "epoch" in row] == [5, 10, 15]
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path):
+    log = loggers.jsonl(tmp_path / "log.jsonl")
+    log(1, {"loss": float("nan")})
+    log.close()
+    assert json.loads((tmp_path / "log.jsonl").read_text()) == {"step": 1, "loss": None}
+
+
+def test_other_files_are_not_overwritten(tmp_path):
+    path = tmp_path / "data.csv"
+    path.write_text("x,y\n1,2\n")
+    for make in (loggers.csv, loggers.jsonl):
+        with pytest.raises(jaxonnx.Error, match="no log of a run"):
+            make(path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        loggers.csv(tmp_path / "folder")
+    assert path.read_text() == "x,y\n1,2\n"
+
+
+def test_tensorboard(tmp_path):
+    pytest.importorskip("tensorboardX")
+    from tensorboardX.event_file_writer import EventFileWriter
+    from tensorboardX.proto.event_pb2 import Event
+
+    assert EventFileWriter
+    result = train(epochs=2, on_log=loggers.tensorboard(tmp_path))
+    (file,) = tmp_path.glob("events*")
+    data, events = file.read_bytes(), []
+    while data:  # length, CRC, event, CRC
+        size = int.from_bytes(data[:8], "little")
+        events.append(Event.FromString(data[12 : 12 + size]))
+        data = data[16 + size :]
+    found = [(e.step, v.tag, v.simple_value) for e in events for v in e.summary.value]
+    losses = [(step, value) for step, tag, value in found if tag == "step/loss"]
+    assert [step for step, _ in losses] == list(range(1, 11))
+    np.testing.assert_allclose([value for _, value in losses], result.history.losses, rtol=1e-6)
+    assert {tag for _, tag, _ in found} == {"step/loss", "epoch/loss", "epoch/seconds"}
+
+
+def test_without_tensorboard_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "tensorboardX", None)
+    with pytest.raises(jaxonnx.Error, match="pip install 'jaxonnx\\[tensorboard\\]'"):
+        loggers.tensorboard(tmp_path)
+
+
+@pytest.mark.deep
+def test_the_algorithm_of_a_file_logs_as_well():
+    model = jaxonnx.add_training(mlp(), loss=LABELS, optimizer=jaxonnx.optim.adam(0.01))
+    calls = []
+    result = jaxonnx.train(
+        model, iter([examples(8), examples(8, 2)]), on_log=lambda *call: calls.append(call)
+    )
+    losses = [(step, m["loss"]) for step, m in calls if "epoch" not in m]
+    assert losses == list(zip([1, 2], result.history.losses, strict=True))
+    assert calls[-1] == (2, result.history.epochs[0])

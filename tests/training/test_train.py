@@ -1,0 +1,275 @@
+"""jaxonnx.train: one compile, statistics, and what it refuses."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import onnxruntime
+import optax
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import jaxonnx
+from tests.support.paths import DATA
+
+LABELS = "softmax_cross_entropy_with_integer_labels"
+
+
+@pytest.fixture(scope="module")
+def net():
+    return jaxonnx.load(DATA / "lenet_bn.legacy.onnx")
+
+
+def digits(count, seed=0):
+    random = np.random.default_rng(seed)
+    x = random.random((count, 1, 28, 28), np.float32)
+    return x, random.integers(0, 10, count)
+
+
+def train(model, data, **settings):
+    settings = {"loss": LABELS, "optimizer": optax.sgd(0.05), "batch_size": 8} | settings
+    return jaxonnx.train(model, data, **settings)
+
+
+@pytest.mark.deep
+def test_running_statistics_are_renewed_and_exported(net, tmp_path):
+    x, y = digits(16)
+    result = train(net, (x, y), epochs=2)
+    assert {*result.model.state} == {*net.state}
+    for name, before in net.state.items():
+        assert not np.allclose(before, result.model.state[name])
+    path = tmp_path / "trained.onnx"
+    result.model.save(path)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {"x": x})
+    np.testing.assert_allclose(found, result.model(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.deep
+def test_the_model_given_is_not_changed(net):
+    before = {k: np.array(v) for k, v in {**net.params, **net.state}.items()}
+    train(net, digits(16))
+    for name, value in {**net.params, **net.state}.items():
+        np.testing.assert_array_equal(before[name], value)
+
+
+def test_short_batches_are_not_compiled_again(net):
+    traced = []
+
+    def loss(outputs, targets):
+        traced.append(outputs.shape)
+        return optax.softmax_cross_entropy_with_integer_labels(outputs, targets)
+
+    result = train(net, digits(19), loss=loss, epochs=3, validation=digits(5))
+    assert len(result.history.losses) == 9
+    assert traced == [(8, 10)] * 4  # two checks of shapes, the step, the validation
+
+
+@pytest.mark.deep
+def test_the_fill_of_a_short_batch_does_not_count():
+    net = jaxonnx.load(DATA / "lenet.legacy.onnx")
+    x, y = digits(11)
+    batches = [(x[:8], y[:8]), (x[8:], y[8:])]
+    result = train(net, batches, batch_size=None, optimizer=optax.sgd(0.0))
+    expected = [
+        optax.softmax_cross_entropy_with_integer_labels(net(a), b).mean() for a, b in batches
+    ]
+    np.testing.assert_allclose(result.history.losses, expected, rtol=1e-5)
+
+
+def test_inputs_by_name_and_targets_in_lists(net):
+    x, y = digits(16)
+    plain = train(net, (x, y)).history.losses
+    assert train(net, ({"x": x}, y.tolist())).history.losses == plain
+    assert train(net, ((x,), y)).history.losses == plain
+
+
+@pytest.mark.deep
+def test_order_depends_on_seed_and_epoch_only(net):
+    def losses(seed):
+        settings = {"optimizer": optax.sgd(0.0), "epochs": 2, "seed": seed}
+        return train(net, digits(24), **settings).history.losses
+
+    one, same, other = map(losses, (1, 1, 2))
+    assert one == same
+    assert one != other
+    assert one[:3] != one[3:]
+
+
+def test_validation_and_history(net):
+    data = digits(16)
+    result = train(net, data, epochs=2, validation=data)
+    last = result.history.epochs[-1]
+    assert (last["epoch"], last["step"]) == (2, 4)
+    logits = result.model(data[0])
+    expected = optax.softmax_cross_entropy_with_integer_labels(logits, data[1]).mean()
+    np.testing.assert_allclose(last["validation_loss"], expected, rtol=1e-5)
+    accuracy = (logits.argmax(-1) == data[1]).mean()
+    np.testing.assert_allclose(last["validation_accuracy"], accuracy, rtol=1e-6)
+    assert json.loads(json.dumps(dataclasses.asdict(result.history)))["losses"]
+    result.history.plot()
+
+
+def test_a_result_says_what_changed(net):
+    result = train(net, digits(16), trainable=[r"classifier\.4\..*"])
+    assert repr(result) == str(result)  # the end of a cell shows it
+    assert "2 of 2 trained tensors changed (250 numbers)" in str(result)
+    assert "4 running statistics renewed" in str(result)
+
+
+def test_trainable_freezes_the_rest(net):
+    chosen = {"features.0.weight", *(name for name in net.params if "classifier" in name)}
+    model = train(net, digits(8), trainable=["classifier\\..*", "features.0.weight"]).model
+    assert {*model.params} == chosen
+    for name, before in net.params.items():
+        after = {**model.params, **model.state}[name]
+        assert np.array_equal(before, after) == (name not in chosen)
+    kernels = train(net, digits(8), trainable=lambda name, value: value.ndim == 4).model
+    assert {*kernels.params} == {"features.0.weight", "features.4.weight"}
+
+
+def test_sparse(net):
+    result = train(net, digits(24), epochs=6, sparsity="2:4")
+    weight = np.asarray(result.model.params["classifier.0.weight"])
+    for axis in (weight, weight.T):
+        assert ((axis.reshape(-1, 4) != 0).sum(1) <= 2).all()
+    rows = result.history.epochs
+    assert [row["phase"] for row in rows] == [1, 2, 2, 2, 3, 3]
+    assert rows[0]["sparsity"] == 0
+    assert all(row["sparsity"] == 0.5 for row in rows[1:])
+    assert 0.6 < rows[1]["kept"] < 1
+    layers = [layer.name for layer in result.model.sparsity[1]]
+    assert rows[1]["flip_rate/classifier.0.weight"] == 0  # there was no mask before
+    assert {name for name in rows[2] if "/" in name} == {f"flip_rate/{name}" for name in layers}
+    rates = [rows[2][f"flip_rate/{name}"] for name in layers]
+    assert min(rates) <= rows[2]["flip_rate"] <= max(rates)
+    with pytest.raises(jaxonnx.TrainingError, match="number of batches"):
+        train(net, iter([]), batch_size=None, sparsity="2:4")
+
+
+def test_only_factors_of_dense_products_become_sparse():
+    def sparse_and_dense(name):
+        model = jaxonnx.load(DATA / f"{name}.legacy.onnx")
+        layers = jaxonnx.sparse.layers(model.params, **model.sparsity_options())
+        return {x.name: x.axes for x in layers if x.axes}, {x.name: x.reason for x in layers}
+
+    recurrent, reasons = sparse_and_dense("lstm")
+    assert {*recurrent.values()} == {(1, 2)}
+    assert len(recurrent) == 4
+    assert "Gather" in reasons["embedding.weight"]
+    _, reasons = sparse_and_dense("mobilenet")
+    assert reasons["features.3.conv.3.weight"] == "a grouped convolution"
+    assert reasons["features.3.conv.0.weight"] == ""
+
+
+def test_progress_is_shown_on_request_only(net, capsys):
+    train(net, digits(8))
+    assert not capsys.readouterr().out
+    train(net, digits(8), progress=True)
+    assert "epoch 1/1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_loss_that_is_not_finite_stops_at_the_last_good_weights(net, bad):
+    x, y = digits(8 * 20)
+    x[8 * 5] = bad
+    batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, len(x), 8)]
+    with pytest.warns(UserWarning, match="nan, is not finite at step 6"):
+        result = train(net, batches, batch_size=None)
+    assert len(result.history.losses) == 6
+    assert "at step 6" in result.history.stopped
+    good = train(net, batches[:5], batch_size=None)
+    for name, value in {**good.model.params, **good.model.state}.items():
+        np.testing.assert_array_equal({**result.model.params, **result.model.state}[name], value)
+
+
+@pytest.mark.deep
+def test_a_gradient_that_is_not_finite_stops_as_well(net):
+    with pytest.warns(UserWarning, match="the gradient or the update is not finite at step 1"):
+        result = train(net, digits(8), loss=lambda outputs, targets: jnp.sqrt(outputs * 0).sum(1))
+    for name, value in net.params.items():
+        np.testing.assert_array_equal(result.model.params[name], value)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(net, tmp_path):
+    settings = {"optimizer": optax.adam(1e-3), "sparsity": {"dense": 1}}
+    whole = train(net, digits(20), epochs=3, **settings)
+    train(net, digits(20), epochs=2, checkpoint_dir=tmp_path, **settings)
+    with pytest.raises(jaxonnx.TrainingError, match="pass resume=True"):
+        train(net, digits(20), epochs=3, checkpoint_dir=tmp_path, **settings)
+    rest = train(net, digits(20), epochs=3, checkpoint_dir=tmp_path, resume=True, **settings)
+    assert rest.history.losses == whole.history.losses
+    assert [row["epoch"] for row in rest.history.epochs] == [1, 2, 3]
+    for kind in ("params", "state"):
+        for name, value in getattr(whole.model, kind).items():
+            np.testing.assert_array_equal(value, getattr(rest.model, kind)[name])
+    with pytest.raises(jaxonnx.TrainingError, match="another run"):
+        train(net, digits(20), checkpoint_dir=tmp_path, resume=True)
+
+
+def broken_batches():
+    x, y = digits(16)
+    yield x[:8], y[:8]
+    yield x[8:, :, :14], y[8:]
+
+
+X, Y = digits(16)
+BAD = {
+    "lengths": ((X, Y[:-1]), {}, "input 'x' 16, the targets 15"),
+    "empty": ((X[:0], Y[:0]), {}, "no examples"),
+    "label": ((X, np.where(np.arange(16) == 3, 10, Y)), {}, r"0 \.\.\. 9, the first is 10 at 3"),
+    "negative label": ((X, Y - 20), {}, "16 labels"),
+    "float labels": ((X, Y.astype(np.float32)), {}, "integer labels"),
+    "one-hot": ((X, np.eye(10)[Y].astype(int)), {}, r"targets of shape \(8,\)"),
+    "rank": ((X[:, 0], Y), {}, "input x: .* rank 4"),
+    "name": (({"images": X}, Y), {}, "images"),
+    "number": (((X, X), Y), {}, "2 inputs"),
+    "loss": ((X, Y), {"loss": "softmax_crossentropy"}, "softmax_cross_entropy"),
+    "shape of the loss": ((X, Y), {"loss": lambda o, t: o.T}, "8 examples"),
+    "batch size": ((X, Y), {"batch_size": 0}, "batch_size"),
+    "batch size of batches": ([(X, Y)], {}, "batches have their own size"),
+    "epochs": ((X, Y), {"epochs": 0}, "epochs"),
+    "trainable": ((X, Y), {"trainable": "conv9"}, "'conv9' matches no"),
+    "nothing to train": ((X, Y), {"trainable": lambda name, value: False}, "no parameter"),
+    "iterator": (iter([(X, Y)]), {"epochs": 2, "batch_size": None}, "an iterator serves one epoch"),
+    "batch": (broken_batches(), {"batch_size": None}, "batch 2 of data in epoch 1"),
+    "checkpoints": ((X, Y), {"checkpoint_dir": "/dev/null/run"}, "cannot be written"),
+    "nothing to resume": ((X, Y), {"resume": True}, "checkpoint_dir"),
+    "no data": (3, {}, "pair"),
+    "no file": ("digits.npz", {}, "cannot be read"),
+    "validation": ((X, Y), {"validation": (X, Y + 5)}, "validation"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(net, case):
+    data, settings, message = BAD[case]
+    with pytest.raises(jaxonnx.Error, match=message):
+        train(net, data, **settings)
+
+
+@pytest.mark.deep
+def test_dropout_drops_in_training_only():
+    nodes = [
+        helper.make_node("Dropout", ["x"], ["kept"]),
+        helper.make_node("MatMul", ["kept", "w"], ["y"]),
+    ]
+    values = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", size])
+        for name, size in (("x", 64), ("y", 1))
+    ]
+    w = numpy_helper.from_array(np.full((64, 1), 1 / 64, np.float32), "w")
+    graph = helper.make_graph(nodes, "dropout", values[:1], values[1:], [w])
+    net = jaxonnx.load(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]))
+    ones = np.ones((8, 64), np.float32), np.ones((8, 1), np.float32)
+
+    def run(seed):
+        still = {"loss": "squared_error", "optimizer": optax.sgd(0.0), "seed": seed}
+        return train(net, ones, epochs=3, validation=ones, **still).history
+
+    losses = run(0).losses
+    assert len(set(losses)) == 3
+    assert min(losses) > 1e-3
+    assert losses == run(0).losses != run(1).losses
+    assert all(row["validation_loss"] < 1e-6 for row in run(0).epochs)

@@ -1,0 +1,236 @@
+"""Metrics of a run against scikit-learn, over batches whose fill does not count."""
+
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper
+
+import jaxonnx
+from jaxonnx._data.batches import Batch
+from jaxonnx.training import _objective as objective
+from jaxonnx.training._data import sources
+from tests.support.lazy_cases import Module
+
+oracle = Module("sklearn.metrics")
+CLASSES = 4
+LABELS = "softmax_cross_entropy_with_integer_labels"
+NAMES = ("accuracy", "precision", "recall", "f1")
+MACRO = {"average": "macro", "zero_division": 0}
+
+
+def network(*endings, shape=("n", CLASSES)):
+    """Parameters that give the outputs: x + w, through each ending."""
+    info = helper.make_tensor_value_info
+    nodes = [helper.make_node("Add", ["x", "w"], ["logits"])]
+    nodes += [helper.make_node(e, ["logits"], [f"y{i}"]) for i, e in enumerate(endings)]
+    outputs = [f"y{i}" for i in range(len(endings))]
+    graph = helper.make_graph(
+        nodes,
+        "net",
+        [info("x", TensorProto.FLOAT, shape)],
+        [info(name, TensorProto.FLOAT, shape) for name in outputs or ["logits"]],
+        [helper.make_tensor("w", TensorProto.FLOAT, [1], [0.0])],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    return jaxonnx.load(model, trainable="w")
+
+
+def measurer(loss, metrics):
+    """A function that gives the row of an epoch in which the model has some outputs."""
+    goal = objective.find(network(), loss, metrics)
+    add = jax.jit(goal.add)
+
+    def measured(outputs, targets, size=8):
+        (batches, _) = sources((outputs, targets), None, network().inputs, size, 0)
+        sums = None
+        for batch in batches.batches(0):
+            sums = goal.start(batch.inputs[0], batch) if sums is None else sums
+            sums = add(sums, batch.inputs[0], batch)
+        return goal.row(sums)
+
+    return measured
+
+
+@pytest.fixture(scope="module")
+def classes():
+    return measurer(LABELS, [*NAMES, "top_2", "top_3"])
+
+
+@pytest.fixture(scope="module")
+def yes_or_no():
+    return measurer("sigmoid_binary_cross_entropy", NAMES)
+
+
+@pytest.fixture(scope="module")
+def numbers():
+    return measurer("squared_error", ["mae", "mse", "r2"])
+
+
+def draws(shape, values):
+    return st.lists(values, min_size=prod(shape), max_size=prod(shape)).map(
+        lambda drawn: np.array(drawn).reshape(shape)
+    )
+
+
+@pytest.mark.deep
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(
+    scores=draws((19, CLASSES), st.integers(-999, 999)),
+    labels=draws((19,), st.integers(0, CLASSES - 1)),
+)
+def test_classes(classes, scores, labels):
+    # no ties, which scikit-learn breaks in its own way
+    scores = (scores + np.linspace(0, 0.5, CLASSES)).astype(np.float32)
+    found = classes(scores, labels)
+    chosen = scores.argmax(1)
+    expected = {"accuracy": oracle.accuracy_score(labels, chosen)}
+    for name in NAMES[1:]:
+        expected[name] = getattr(oracle, f"{name}_score")(labels, chosen, **MACRO)
+    for k in (2, 3):
+        expected[f"top_{k}"] = oracle.top_k_accuracy_score(
+            labels, scores, k=k, labels=range(CLASSES)
+        )
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[f"validation_{name}"], value, rtol=1e-5, err_msg=name)
+
+
+@settings(deadline=None, max_examples=15, derandomize=True)
+@given(
+    outputs=draws((19, 3), st.integers(-9, 9)),
+    targets=draws((19, 3), st.booleans()),
+)
+def test_yes_or_no(yes_or_no, outputs, targets):
+    found = yes_or_no(outputs.astype(np.float32), targets.astype(np.float32))
+    chosen = outputs > 0
+    np.testing.assert_allclose(found["validation_accuracy"], (chosen == targets).mean(), rtol=1e-5)
+    for name in NAMES[1:]:
+        value = getattr(oracle, f"{name}_score")(targets, chosen, **MACRO)
+        np.testing.assert_allclose(found[f"validation_{name}"], value, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("shape", [(21,), (21, 1)])
+def test_the_binary_case(shape):
+    random = np.random.default_rng(0)
+    goal = objective.find(network("Sigmoid"), "sigmoid_binary_cross_entropy", NAMES)
+    targets, chosen = random.integers(0, 2, (2, *shape))
+    probabilities = np.where(chosen, 0.7, 0.2).astype(np.float32)
+    (batches, _) = sources((probabilities, targets), None, network().inputs, 8, 0)
+    sums = None
+    for batch in batches.batches(0):
+        values = batch.inputs[0], jnp.log(batch.inputs[0])  # the output, and its logits
+        sums = goal.start(values, batch) if sums is None else sums
+        sums = goal.add(sums, values, batch)
+    found = goal.row(sums)
+    for name in NAMES:
+        value = getattr(oracle, f"{name}_score")(targets.ravel(), chosen.ravel())
+        np.testing.assert_allclose(found[f"validation_{name}"], value, rtol=1e-5, err_msg=name)
+
+
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(
+    outputs=draws((19, 2), st.floats(-10, 10, width=32)),
+    targets=draws((19, 2), st.floats(-10, 10, width=16)),
+    offset=st.sampled_from([0, 1000]),
+)
+def test_numbers(numbers, outputs, targets, offset):
+    """An offset that would cost all digits of a difference of sums of squares."""
+    targets[0] += 1.0  # not constant
+    outputs, targets = ((x + offset).astype(np.float32) for x in (outputs, targets))
+    found = numbers(outputs, targets)
+    assert found["validation_mae"] == pytest.approx(
+        oracle.mean_absolute_error(targets, outputs), rel=1e-4
+    )
+    assert found["validation_mse"] == pytest.approx(
+        oracle.mean_squared_error(targets, outputs), rel=1e-4
+    )
+    assert found["validation_r2"] == pytest.approx(oracle.r2_score(targets, outputs), rel=1e-3)
+
+
+def test_fill_does_not_count():
+    goal = objective.find(network(), LABELS, None)
+    scores = np.eye(CLASSES, dtype=np.float32)[[0, 1, 1, 2]]
+    labels = np.array([0, 1, 2, 3])
+    batch = Batch((scores,), labels, np.float32([1, 1, 1, 0]))
+    sums = goal.add(goal.start(scores, batch), scores, batch)
+    assert goal.row(sums)["validation_accuracy"] == pytest.approx(2 / 3)
+
+
+def test_labels_that_the_loss_ignores_do_not_count():
+    random = np.random.default_rng(0)
+    loss = jaxonnx.losses.cross_entropy(ignore_index=-1)
+    scores = random.normal(size=(10, CLASSES, 3)).astype(np.float32)
+    labels = random.integers(-1, CLASSES, (10, 3))
+    found = measurer(loss, ["accuracy", "f1"])(scores, labels)
+    kept = labels >= 0
+    chosen = scores.argmax(1)[kept]
+    assert found["validation_accuracy"] == pytest.approx((chosen == labels[kept]).mean())
+    value = oracle.f1_score(labels[kept], chosen, average="macro")
+    assert found["validation_f1"] == pytest.approx(value)
+    log_prob = jax.nn.log_softmax(scores, 1)
+    picked = np.take_along_axis(log_prob, np.where(kept, labels, 0)[:, None], 1)[:, 0]
+    assert found["validation_loss"] == pytest.approx(float(-picked[kept].mean()), rel=1e-5)
+
+
+def test_functions():
+    def error(outputs, targets):
+        return jnp.abs(outputs - targets).mean(1)
+
+    def largest(outputs, targets):
+        return outputs.max()
+
+    measured = measurer("squared_error", [error, largest])
+    outputs = np.arange(36, dtype=np.float32).reshape(9, 4)
+    found = measured(outputs, outputs * 0, size=4)
+    assert found["validation_error"] == pytest.approx(outputs.mean())
+    assert found["validation_largest"] > 0
+
+
+def test_one_hot_targets_are_classes():
+    measured = measurer("softmax_cross_entropy", "accuracy")
+    scores = np.eye(CLASSES, dtype=np.float32)[[0, 1, 1]]
+    found = measured(scores, np.eye(CLASSES, dtype=np.float32)[[0, 1, 2]])
+    assert found["validation_accuracy"] == pytest.approx(2 / 3)
+
+
+X = np.zeros((4, CLASSES), np.float32)
+Y = np.zeros(4, np.int64)
+BAD = {
+    "unknown": (LABELS, Y, "acuracy", "no metric 'acuracy'; there are accuracy"),
+    "number": (LABELS, Y, 5, "no metric 5; there are"),
+    "list": (LABELS, Y, [["f1"]], r"no metric \['f1'\]; there are"),
+    "no name": (LABELS, Y, lambda o, t: 0.0, "has no name"),
+    "twice": (LABELS, Y, ["f1", "f1"], "two metrics 'f1'"),
+    "too many": (LABELS, Y, "top_5", r"as many classes.*\(32, 4\)"),
+    "no labels": ("squared_error", X, "top_2", "as many classes"),
+    "shape": (LABELS, Y, "mae", "targets of the shape"),
+    "unknown meaning": (lambda o, t: (o - t).sum(1), X, "f1", "which outputs mean yes"),
+    "shape of a function": (LABELS, Y, jnp.subtract, "32 examples"),
+    "output": (LABELS, Y, {"z": "f1"}, "keys must be outputs of the model, which are 'logits'"),
+    "no validation": (LABELS, Y, "f1", "pass validation="),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refused(case):
+    loss, targets, metrics, message = BAD[case]
+    validation = None if case == "no validation" else (X, targets)
+    if case == "shape of a function":
+
+        def metrics(outputs, targets):
+            return outputs[:2]
+
+    with pytest.raises(jaxonnx.TrainingError, match=message):
+        jaxonnx.train(
+            network(),
+            (X, targets),
+            loss=loss,
+            optimizer=optax.sgd(0.1),
+            validation=validation,
+            metrics=metrics,
+        )

@@ -1,0 +1,132 @@
+"""`train.optimizer`: optax's own numbers, and its learning rate in history, logs and bar."""
+
+import csv
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxonnx
+from jaxonnx import loggers
+from jaxonnx.training import optimizer
+from tests.support.tiny_networks import LABELS, examples, mlp, train
+
+OPTAX = {
+    "adam": optax.adam,
+    "adamw": optax.adamw,
+    "adagrad": optax.adagrad,
+    "lion": optax.lion,
+    "rmsprop": optax.rmsprop,
+    "sgd": optax.sgd,
+}
+
+
+def walk(rule, steps=6):
+    """The weights after some steps, and the rates in the state."""
+    w: Any = {"w": jnp.linspace(-1.0, 1.0, 7)}
+    state, rates = rule.init(w), []
+    for _ in range(steps):
+        updates, state = rule.update(jax.tree.map(lambda x: x**2 - 3.0, w), state, w)
+        w = optax.apply_updates(w, updates)
+        if isinstance(state, tuple) and hasattr(state[-1], "hyperparams"):
+            rates.append(float(state[-1].hyperparams["learning_rate"]))
+    return np.asarray(w["w"]), rates
+
+
+@pytest.mark.parametrize("name", OPTAX)
+def test_updates_are_those_of_optax(name):
+    ours, rates = walk(optimizer(name, 1e-2))
+    np.testing.assert_array_equal(ours, walk(OPTAX[name](1e-2))[0])
+    np.testing.assert_allclose(rates, 1e-2)
+
+
+def test_weight_decay_and_clipping_are_those_of_optax():
+    ours, _ = walk(optimizer("adam", 1e-2, weight_decay=0.1, clip=0.5))
+    both = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, weight_decay=0.1))
+    np.testing.assert_array_equal(ours, walk(both)[0])
+    ours, _ = walk(optimizer("lion", 1e-2, weight_decay=0.1))
+    np.testing.assert_array_equal(ours, walk(optax.lion(1e-2, weight_decay=0.1))[0])
+    ours, _ = walk(optimizer("sgd", 1e-2, clip=0.5))
+    clipped = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1e-2))
+    np.testing.assert_array_equal(ours, walk(clipped)[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "rates"),
+    [
+        ({"schedule": "linear"}, [1, 0.8, 0.6, 0.4, 0.2]),
+        ({"schedule": "linear", "warmup": 0.4}, [0, 0.5, 1, 2 / 3, 1 / 3]),
+        ({"warmup": 2}, [0, 0.5, 1, 1, 1]),
+        ({"schedule": "cosine"}, [(1 + np.cos(np.pi * i / 5)) / 2 for i in range(5)]),
+        ({"schedule": "cosine", "warmup": 1}, [0, *((1 + np.cos(np.pi * np.arange(4) / 4)) / 2)]),
+    ],
+)
+def test_schedules(settings, rates):
+    _, found = walk(optimizer("sgd", 0.1, 5, **settings), steps=5)
+    np.testing.assert_allclose(found, np.multiply(0.1, rates), rtol=1e-5, atol=1e-8)
+
+
+def test_the_rate_is_in_history_logs_and_bar(tmp_path, capsys):
+    calls = []
+    result = train(
+        optimizer=lambda steps: optimizer("adam", 1e-2, steps, schedule="linear"),
+        epochs=2,
+        on_log=[loggers.csv(tmp_path / "log.csv"), lambda step, metrics: calls.append(metrics)],
+        progress=True,
+    )
+    expected = 1e-2 * (1 - np.arange(10) / 10)
+    np.testing.assert_allclose(result.history.rates, expected, rtol=1e-5)
+    assert [m["rate"] for m in calls if "epoch" not in m] == result.history.rates
+    with (tmp_path / "log.csv").open() as file:
+        rows = [float(row["rate"]) for row in csv.DictReader(file)]
+    assert rows == [row["rate"] for row in result.history.epochs] == result.history.rates[4::5]
+    assert "rate 0.001" in capsys.readouterr().out
+
+
+def test_updates_are_counted_with_accumulate_and_in_a_step():
+    asked = []
+
+    def planned(steps):
+        asked.append(steps)
+        return optax.sgd(0.1)
+
+    assert not train(optimizer=planned, epochs=2, accumulate=3).history.rates
+    jaxonnx.training.step(mlp(), LABELS, planned, epochs=3, steps_per_epoch=4)
+    assert asked == [3, 12]
+
+
+def test_a_rate_that_the_user_injects_is_seen():
+    rule = optax.inject_hyperparams(optax.sgd)(learning_rate=0.25)
+    result = train(optimizer=optax.chain(optax.clip(1.0), rule), accumulate=2)
+    np.testing.assert_allclose(result.history.rates, 0.25)
+    assert str(result.history).endswith(", rate 0.25")  # once, because it is constant
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "adamm"}, "optimizer must be one of adam"),
+        ({"schedule": "cos"}, "schedule must be one of constant"),
+        ({"rate": 0}, "rate must be a number greater than zero"),
+        ({"warmup": -1}, "warmup must be a number of at least zero"),
+        ({"clip": 0.0}, "clip must be"),
+        ({"weight_decay": "0.1"}, "weight_decay must be"),
+        ({"schedule": "cosine"}, "'cosine' needs steps="),
+        ({"warmup": 0.5}, "warmup=0.5 needs steps="),
+    ],
+)
+def test_settings_that_are_refused(settings, message):
+    with pytest.raises(jaxonnx.TrainingError, match=message):
+        optimizer(**settings)
+
+
+def test_functions_that_are_refused():
+    for wrong in (optax.adam, lambda n: optax.sgd(0.1)):
+        with pytest.raises(jaxonnx.TrainingError, match="or a function of steps"):
+            train(optimizer=wrong)
+    unknown = {"data": lambda epoch: [examples(8)], "optimizer": lambda steps: optax.sgd(0.1)}
+    with pytest.raises(jaxonnx.TrainingError, match="whose number is not known"):
+        train(**unknown)
