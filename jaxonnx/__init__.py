@@ -3,32 +3,26 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxonnx import (
-    _command,  # noqa: F401, before the imports that take seconds
-    losses,
-    optim,
-)
-from jaxonnx.errors import (
-    Error,
-    InputError,
-    LimitError,
-    ModelError,
-    NodeError,
-    SparsityError,
-    StaticError,
-    TrainingError,
-    UnsupportedError,
-)
-from jaxonnx.lora import Adapters, LoRA
-from jaxonnx.lowering import kernels_first
-from jaxonnx.model import Model, Value, add_training, labels, load
-from jaxonnx.training import History, Result, evaluate, train
-
 if TYPE_CHECKING:
-    from jaxonnx import sparse
+    from jaxonnx import loggers, losses, optim, sparse, training
     from jaxonnx._step_files.export import export_step
     from jaxonnx._step_files.load import import_step
+    from jaxonnx.errors import (
+        Error,
+        InputError,
+        LimitError,
+        ModelError,
+        NodeError,
+        SparsityError,
+        StaticError,
+        TrainingError,
+        UnsupportedError,
+    )
+    from jaxonnx.lora import Adapters, LoRA
+    from jaxonnx.lowering import kernels_first
+    from jaxonnx.model import Model, Value, add_training, labels, load
     from jaxonnx.onnx_out import to_onnx
+    from jaxonnx.training import History, Result, evaluate, train
 
 __all__ = [
     "Adapters",
@@ -53,26 +47,40 @@ __all__ = [
     "kernels_first",
     "labels",
     "load",
+    "loggers",
     "losses",
     "optim",
     "sparse",
     "to_onnx",
     "train",
+    "training",
 ]
 __version__ = "0.1.0"
 
-
-_LATER = {
-    "to_onnx": "jaxonnx.onnx_out",
-    "export_step": "jaxonnx._step_files.export",
-    "import_step": "jaxonnx._step_files.load",
+_MODULES = {
+    "jaxonnx._step_files.export": ("export_step",),
+    "jaxonnx._step_files.load": ("import_step",),
+    "jaxonnx.lora": ("Adapters", "LoRA"),
+    "jaxonnx.lowering": ("kernels_first",),
+    "jaxonnx.model": ("Model", "Value", "add_training", "labels", "load"),
+    "jaxonnx.onnx_out": ("to_onnx",),
+    "jaxonnx.training": ("History", "Result", "evaluate", "train"),
 }
+"""Where public names are defined; errors and submodules aside."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import at first use what few programs need."""
-    if name in ("backend", "flax", "loggers", "sparse"):
-        return importlib.import_module(f"jaxonnx.{name}")
-    if name in _LATER:
-        return getattr(importlib.import_module(_LATER[name]), name)
-    raise AttributeError(f"module 'jaxonnx' has no attribute '{name}'")
+    """Import a public name at its first use: `import jaxonnx` alone does not import JAX."""
+    if name not in (*__all__, "backend", "flax"):
+        raise AttributeError(f"module 'jaxonnx' has no attribute '{name}'")
+    module = "jaxonnx.errors" if name.endswith("Error") else f"jaxonnx.{name}"
+    module = next((m for m, names in _MODULES.items() if name in names), module)
+    value = importlib.import_module(module)
+    if module != f"jaxonnx.{name}":
+        value = getattr(value, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "backend", "flax"})

@@ -1,38 +1,8 @@
 """The command line: thin verbs over the functions of the package."""
 
-import argparse
-import json
-import math
-import sys
-import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import numpy as np
-from rich.console import Console
-
-from jaxonnx._command import INTERRUPTED
-from jaxonnx.cli import _bench as bench
-from jaxonnx.cli import _training as training
-from jaxonnx.cli import _verbs as verbs
 from jaxonnx.cli import process
-from jaxonnx.cli._options import parse
-from jaxonnx.cli._reading import Failed, Report
-from jaxonnx.errors import Error
-from jaxonnx.training import Interrupt
-
-_VERBS = {
-    "info": verbs.info,
-    "run": verbs.run,
-    "train": training.train,
-    "evaluate": verbs.evaluate,
-    "sparsify": training.sparsify,
-    "export-step": training.export_step,
-    "import-step": training.import_step,
-    "classify": verbs.classify,
-    "demo": verbs.demo,
-    "bench": bench.run,
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,68 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
       SystemExit: with status 2 for flags or a configuration that do not fit, 0 for `--help`.
     """
-    options = parse(sys.argv[1:] if arguments is None else arguments)
-    if arguments is not None:  # in a program that calls this, the process is not ours
-        with Interrupt():
-            return _run(options)
-    if options.allocator == "keep":
-        process.keep_pages()
-    if options.cache is None:
-        process.keep_programs()
-    with Interrupt() as interrupt:
-        status = _run(options)
-        process.ignore_interrupts()
-        if interrupt.presses:
-            process.end(status)
-        return status
+    if arguments is None:
+        process.exit_on_interrupt()
+    from jaxonnx.cli._main import run  # JAX and ONNX take a second or two
 
-
-def _run(options: argparse.Namespace) -> int:
-    """Run a command and print its report; return the exit status."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("default", UserWarning)
-            warnings.showwarning = lambda message, *_: _complain(options.verb, message)
-            if options.cache is not None:
-                process.keep_programs(options.cache)
-            report = _VERBS[options.verb](options)
-        return _print(report, options)
-    except Failed as error:
-        _complain(options.verb, error)
-        return 1
-    except (Error, OSError) as error:
-        _complain(options.verb, error)
-        return 2
-    except KeyboardInterrupt:
-        _complain(options.verb, "interrupted")
-        return INTERRUPTED
-
-
-def _print(report: Report, options: argparse.Namespace) -> int:
-    if options.json:
-        print(json.dumps(_plain(report.data), allow_nan=False))
-        return report.status
-    if isinstance(report.shown, str):
-        print(report.shown)
-    elif report.shown is not None:
-        Console().print(report.shown)
-    for path in report.written:
-        print(f"wrote {path}")
-    return report.status
-
-
-def _complain(verb: str, message: Any) -> None:
-    print(f"jaxonnx {verb}: {message}", file=sys.stderr)
-
-
-def _plain(value: Any) -> Any:
-    """Convert to what JSON holds: NumPy numbers to Python's, infinite and NaN ones to null."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
+    return run(arguments)

@@ -5,9 +5,11 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
-import jax
+INTERRUPTED = 130
+"""The exit status of a command that was interrupted before it had a result."""
 
 _SETTINGS = {
     -8: 1,  # M_ARENA_MAX: one arena, because those of threads give memory back in pieces of 64 MB
@@ -41,6 +43,8 @@ def keep_programs(folder: Path | None = None) -> None:
     for longest are deleted first, down to `PROGRAMS` bytes. JAX before 0.12, which takes a
     processor that it compiled for itself for another, and says so at length, then keeps none.
     """
+    import jax
+
     if folder is None:
         if jax.config.jax_compilation_cache_dir is not None or jax.__version_info__ < (0, 12):
             return
@@ -67,6 +71,18 @@ def _shrink(folder: Path) -> None:
             break
         file.unlink(missing_ok=True)
         total -= stat.st_size
+
+
+def exit_interrupted(number: int, frame: FrameType | None) -> None:
+    """Handle SIGINT: end the process at once, because nothing has begun."""
+    os.write(2, b"jaxonnx: interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def exit_on_interrupt() -> None:
+    """Let Ctrl-C end the process with one line, unless somebody else handles it."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, exit_interrupted)
 
 
 def ignore_interrupts() -> None:

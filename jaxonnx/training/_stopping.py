@@ -2,14 +2,13 @@
 
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxonnx import _command
 from jaxonnx.errors import TrainingError
 
 T = TypeVar("T")
@@ -52,10 +51,15 @@ class Interrupt:
     Inside another `Interrupt` it is that one: so nothing that the command line does after a run
     can be interrupted. Outside of the main thread, where Python handles no signals, and where the
     program has a handler of its own, it does nothing.
+
+    Args:
+      early: the handler of SIGINT until a run has begun, of which the process's own handler may be
+        one already; by default it raises KeyboardInterrupt.
     """
 
-    def __init__(self):
+    def __init__(self, early: Callable[[int, FrameType | None], Any] | None = None):
         self.presses = 0
+        self._early = signal.default_int_handler if early is None else early
         self._begun = self._open = False
         self._before: Any = None
 
@@ -66,7 +70,7 @@ class Interrupt:
         outer = getattr(before, "__self__", None)
         if isinstance(outer, Interrupt):
             return outer
-        if before in (signal.default_int_handler, _command.leave):
+        if before in (signal.default_int_handler, self._early):
             self._before = before
             signal.signal(signal.SIGINT, self._press)
         return self
@@ -112,9 +116,9 @@ class Interrupt:
 
     def _press(self, number: int, frame: FrameType | None) -> None:
         self.presses += 1
-        if not self._begun and self._before is _command.leave:  # the command, with nothing to lose
-            _command.leave(number, frame)
-        if not self._begun or (self._open and self.at_once):
+        if not self._begun:
+            self._early(number, frame)
+        elif self._open and self.at_once:
             self._open = False
             raise KeyboardInterrupt
 
