@@ -112,7 +112,7 @@ def train_step(
     import optax
 
     from jaxonnx.training import Batch
-    from jaxonnx.training._build_step import assembled
+    from jaxonnx.training._build_step import build_step
     from jaxonnx.training._settings import Settings
 
     settings = Settings(
@@ -123,7 +123,7 @@ def train_step(
         precision=precision,
         lora=lora,
     )
-    one = assembled(model, settings, FOREVER, 1, platform)
+    one = build_step(model, settings, FOREVER, 1, platform)
     state = one.init() if platform is None else jax.eval_shape(one.init)
     return one.update, state, Batch((x,), y, jnp.ones(len(x))), one.frozen
 

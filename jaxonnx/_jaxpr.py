@@ -26,7 +26,7 @@ _CALLS = {
 """Primitives that do nothing but run a program on their operands."""
 
 
-def called(equation: JaxprEqn) -> Program | None:
+def inner_program(equation: JaxprEqn) -> Program | None:
     """Return the program that an equation does nothing but run, None for all other equations.
 
     A primitive of jaxonnx has an attribute `plain`: a function of its operands and parameters that
@@ -40,7 +40,7 @@ def called(equation: JaxprEqn) -> Program | None:
     return next(iter(programs(params)), None) if primitive.name in _CALLS else None
 
 
-def bound(equation: JaxprEqn, inputs: Sequence[Any]) -> list:
+def bind_equation(equation: JaxprEqn, inputs: Sequence[Any]) -> list:
     """Return the results of an equation on arrays, its own derivative kept."""
     primitive = equation.primitive
     found = primitive.get_bind_params(equation.params)  # with functions apart before JAX 0.11
@@ -61,7 +61,7 @@ def interpret(
     arguments: Sequence[Any],
     *,
     constant: Callable[[Any, Any], Any] = lambda value, aval: value,
-    enter: Callable[[JaxprEqn], Program | None] = called,
+    enter: Callable[[JaxprEqn], Program | None] = inner_program,
 ) -> list:
     """Evaluate a program.
 
@@ -104,7 +104,7 @@ def programs(params: Mapping[str, Any]) -> list[Program]:
     return [leaf for leaf in leaves if _is_program(leaf)]
 
 
-def retraced(params: Mapping[str, Any], run: Callable[..., Any]) -> dict[str, Any]:
+def retrace_params(params: Mapping[str, Any], run: Callable[..., Any]) -> dict[str, Any]:
     """Return the parameters of an equation, each program in them traced from `run(program, *args)`.
 
     `run` gives a list, as `interpret` does.
@@ -143,12 +143,12 @@ def scan(equation: JaxprEqn, values: Sequence[Any]) -> Scan:
     body = equation.params["jaxpr"]
     inner = getattr(body, "jaxpr", body)
 
-    def sliced(outside, inside):
+    def slice_changed(outside, inside):
         pairs = zip(outside, inside, strict=True)
         return sum(len(a.aval.shape) > len(b.aval.shape) for a, b in pairs)
 
-    slices = sliced(equation.invars, inner.invars)
-    carry = len(equation.outvars) - sliced(equation.outvars, inner.outvars)
+    slices = slice_changed(equation.invars, inner.invars)
+    carry = len(equation.outvars) - slice_changed(equation.outvars, inner.outvars)
     fixed = len(values) - carry - slices
     begin, end = fixed, fixed + carry
     length, reverse = equation.params["length"], equation.params["reverse"]

@@ -13,7 +13,7 @@ from onnx import GraphProto, ModelProto
 
 from jaxonnx._graph import exporter_hints
 from jaxonnx._graph.bind import Graph
-from jaxonnx._graph.values import Value, declared
+from jaxonnx._graph.values import Value, to_value
 from jaxonnx._graph.weight_names import Places
 from jaxonnx._io import records
 from jaxonnx._io.save import training_nodes
@@ -62,7 +62,7 @@ class Network:
     def inputs(self) -> tuple[Value, ...]:
         """The inputs that a call must give, in order."""
         wanted = set(self.graph.inputs)
-        return tuple(declared(v) for v in self.proto.graph.input if v.name in wanted)
+        return tuple(to_value(v) for v in self.proto.graph.input if v.name in wanted)
 
     @cached_property
     def _defaults(self) -> frozenset[str]:
@@ -76,7 +76,7 @@ class Network:
     @cached_property
     def outputs(self) -> tuple[Value, ...]:
         """The outputs, in file order."""
-        return tuple(map(declared, self.proto.graph.output))
+        return tuple(map(to_value, self.proto.graph.output))
 
     @property
     def sparsity(self) -> Recorded | None:
@@ -88,7 +88,7 @@ class Network:
             return None
         from jaxonnx._io import packed
 
-        return None if packed.damage(self.proto) else packed.recorded(self.proto, self.params)
+        return None if packed.damage(self.proto) else packed.find_recorded(self.proto, self.params)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -122,7 +122,9 @@ def _file_warnings(
             "semantics"
         )
     nodes = program.graph.nodes
-    drops = any(node.op.name == "Dropout" or program.overlay.added(node) for node in nodes)
+    drops = any(
+        node.op.name == "Dropout" or program.overlay.dropout_outputs(node) for node in nodes
+    )
     yield from exporter_hints.notes(proto, drops)
     yield from integers.notes(program.graph, tensors)
 

@@ -16,7 +16,7 @@ _IN_NOTEBOOK = 0.5
 """Seconds between two pictures of it in a notebook."""
 
 
-def tracked(batches: Iterable[T], total: int | None, show: bool | None) -> Iterator[T]:
+def track_batches(batches: Iterable[T], total: int | None, show: bool | None) -> Iterator[T]:
     """Yield batches, with a bar once they take long.
 
     Args:

@@ -12,7 +12,7 @@ WIDTH = 80
 """Characters in a line of text; only a longer name makes a longer one."""
 
 
-def counted(number: int, what: str) -> str:
+def format_count(number: int, what: str) -> str:
     """Return "1 step" or "2,000 steps"."""
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 

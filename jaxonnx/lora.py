@@ -21,7 +21,7 @@ from jaxonnx._graph.uses import weights
 from jaxonnx._graph.weight_names import Places
 from jaxonnx._safe_read import reading
 from jaxonnx.errors import InputError, ModelError
-from jaxonnx.lowering import Adapted, is_half
+from jaxonnx.lowering import LowRank, is_half
 from jaxonnx.model import Model
 
 _ABOUT = "jaxonnx.lora"
@@ -87,14 +87,14 @@ class LoRA:
             for name, weight in weights(model.graph, tensors).items()
             if weight.matrix and name in floats.keys() - full
         }
-        places = self._chosen(places, floats, model._places)
+        places = self._select_weights(places, floats, model._places)
         values = dict(full)
         for name, key in zip(places, jax.random.split(rng, len(places)), strict=True):
             values |= self._start(name, tensors[name], places[name], key)
         alpha = self.rank if self.alpha is None else self.alpha
         return Adapters(self.rank, alpha, places, values).attach(model)
 
-    def _chosen(
+    def _select_weights(
         self, places: dict[str, Matrix], tensors: Mapping[str, Any], named: Places
     ) -> dict[str, Matrix]:
         """Return the weights to be adapted."""
@@ -176,7 +176,7 @@ class Adapters:
         Raises:
           InputError: the model does not have these weights, or in other shapes.
         """
-        return self.attach(model).merged()
+        return self.attach(model).merge_adapters()
 
     def attach(self, model: Model) -> Model:
         """Return the model with these adapters as its parameters, to be trained further.
@@ -185,7 +185,9 @@ class Adapters:
           InputError: the model does not have these weights, or in other shapes; or it has adapters.
         """
         if model.program.adaption is not None:
-            raise InputError("the model has adapters already; merge them first with .merged()")
+            raise InputError(
+                "the model has adapters already; merge them first with .merge_adapters()"
+            )
         self._check(model)
         statistics = running_statistics(model.graph)
         values = {name: jnp.asarray(value) for name, value in self.values.items()}
@@ -285,7 +287,7 @@ class _Merge:
             w = tensors[name]
             if apart and w.ndim == 2 and w.dtype == a.dtype and not is_half(w):
                 b = b * (self.alpha / self.rank)
-                result[name] = Adapted(w, a.T, b.T) if place.output else Adapted(w, b, a)
+                result[name] = LowRank(w, a.T, b.T) if place.output else LowRank(w, b, a)
                 continue
             # b a has the axes (batch..., output, input and kernel in one)
             order = (*place.batch, place.output, place.input, *place.kernel)

@@ -35,10 +35,10 @@ class ClassLoss:
     """Whether the scores at each place are those of the label at the next one."""
 
     def __call__(self, outputs: jax.Array, targets: jax.Array) -> jax.Array:
-        outputs, targets = self.aligned(outputs, targets)
+        outputs, targets = self.align(outputs, targets)
         return self._apply(self.operator, outputs, targets, self.ignore_index, self.reduction)
 
-    def aligned(self, outputs: Any, targets: Any) -> tuple[Any, Any]:
+    def align(self, outputs: Any, targets: Any) -> tuple[Any, Any]:
         """Return the scores that have labels, and the labels that have scores, place by place."""
         return (outputs[:, :-1], targets[:, 1:]) if self.shift else (outputs, targets)
 
@@ -49,7 +49,7 @@ class ClassLoss:
 
         Half precision, whose sums end at 65504, is summed in float32.
         """
-        outputs, targets = self.aligned(outputs, targets)
+        outputs, targets = self.align(outputs, targets)
         outputs = outputs.astype(jnp.promote_types(outputs.dtype, jnp.float32))
         ignored = -1 if self.ignore_index is None else self.ignore_index
         weight = weight.reshape(-1, *(1,) * (targets.ndim - 1))

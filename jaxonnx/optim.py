@@ -31,7 +31,7 @@ def adam_rule(
 
     All arrays have the shape and dtype of X, R and T are scalars.
     """
-    G = _regularized(G, X, norm_coefficient)
+    G = _add_l2(G, X, norm_coefficient)
     V = _like(X, alpha) * V + _like(X, 1 - alpha) * G
     H = _like(X, beta) * H + _like(X, 1 - beta) * G * G
     dX = -_like(X, _adam_rate(R, T, alpha, beta)) * V / (_sqrt(H) + _like(X, epsilon))
@@ -42,7 +42,7 @@ def adam_rule(
 
 def adagrad_rule(X, G, H, *, R, T, decay_factor, epsilon, norm_coefficient=0.0):
     """Compute one update of Adagrad: `(dX, H_new)`, where X_new is X + dX."""
-    G = _regularized(G, X, norm_coefficient)
+    G = _add_l2(G, X, norm_coefficient)
     H = H + G * G
     r = R / (1 + _like(R, T) * _like(R, decay_factor))
     return -_like(X, r) * G / (_sqrt(H) + _like(X, epsilon)), H
@@ -53,7 +53,7 @@ def momentum_rule(X, G, V, *, R, T, alpha, beta, mode, norm_coefficient=0.0):
 
     `mode` is one of MODES.
     """
-    G = _regularized(G, X, norm_coefficient)
+    G = _add_l2(G, X, norm_coefficient)
     V = _like(X, alpha) * V + _like(X, jnp.where(T > 0, beta, 1.0)) * G
     direction = V if mode == "standard" else G + _like(X, alpha) * V
     return -_like(X, R) * direction, V
@@ -67,7 +67,7 @@ def _is_zero(coefficient) -> bool:
     return isinstance(coefficient, float) and coefficient == 0
 
 
-def _regularized(G, X, norm_coefficient):
+def _add_l2(G, X, norm_coefficient):
     return G if _is_zero(norm_coefficient) else _like(X, norm_coefficient) * X + G
 
 
@@ -179,7 +179,7 @@ def adam(
     >>> print(optax.apply_updates(x, updates).round(4))
     [ 0.9 -1.9]
     """
-    attributes = _rounded(
+    attributes = _round_coefficients(
         alpha=alpha,
         beta=beta,
         epsilon=epsilon,
@@ -228,7 +228,7 @@ def adagrad(
     >>> print(optax.apply_updates(x, updates).round(4))
     [ 0.9 -1.9]
     """
-    attributes = _rounded(
+    attributes = _round_coefficients(
         epsilon=epsilon, decay_factor=decay_factor, norm_coefficient=norm_coefficient
     )
     return _transformation("Adagrad", adagrad_rule, AdagradState, attributes, learning_rate, T)
@@ -281,7 +281,7 @@ def momentum(
     """
     if mode not in MODES:
         raise TrainingError(f"mode is {mode!r}; Momentum knows {' and '.join(MODES)}")
-    attributes = _rounded(alpha=alpha, beta=beta, norm_coefficient=norm_coefficient)
+    attributes = _round_coefficients(alpha=alpha, beta=beta, norm_coefficient=norm_coefficient)
     attributes["mode"] = mode
     return _transformation("Momentum", momentum_rule, MomentumState, attributes, learning_rate, 0)
 
@@ -294,7 +294,7 @@ def as_attribute(value: Any) -> Any:
     return float(np.float32(value)) if isinstance(value, int | float) else value
 
 
-def _rounded(**coefficients) -> dict[str, Any]:
+def _round_coefficients(**coefficients) -> dict[str, Any]:
     return {name: as_attribute(value) for name, value in coefficients.items()}
 
 

@@ -215,11 +215,11 @@ def op(
                 view=view,
                 dynamic=dynamic,
                 pointwise=pointwise,
-                static=_marked(positional, Static),
-                through=_marked(positional, Through),
-                kernels=_marked(positional, Kernel),
-                factors=_marked(positional, Factor),
-                rows=_marked(positional, Rows),
+                static=_positions_of(positional, Static),
+                through=_positions_of(positional, Through),
+                kernels=_positions_of(positional, Kernel),
+                factors=_positions_of(positional, Factor),
+                rows=_positions_of(positional, Rows),
                 context=context,
                 attributes=frozenset(p.name for p in attributes),
                 required=frozenset(p.name for p in attributes if p.default is p.empty),
@@ -240,7 +240,7 @@ def op(
     return register
 
 
-def _marked(parameters, marker) -> frozenset[int]:
+def _positions_of(parameters, marker) -> frozenset[int]:
     """Return the positions annotated with `marker`, alone or in a union."""
     return frozenset(
         i
@@ -255,7 +255,7 @@ def lookup(domain: str, name: str, opset: int) -> Op | None:
     return next((o for o in reversed(known) if o.since <= opset), None)
 
 
-def registered() -> list[Op]:
+def operators() -> list[Op]:
     """Return all operators, sorted by domain, name and opset."""
     return sorted(
         (o for ops in _OPS.values() for o in ops), key=lambda o: (o.domain, o.name, o.since)
@@ -273,17 +273,17 @@ def symbolic(value: Any) -> bool:
     return any(map(export.is_symbolic_dim, value.flat))
 
 
-def known(*values: Any) -> bool:
+def is_known(*values: Any) -> bool:
     """Check whether all values are known while tracing: NumPy arrays, None, sequences of these."""
     return all(
         value is None
         or isinstance(value, np.ndarray | np.generic)
-        or (isinstance(value, list | tuple) and known(*value))
-        or (isinstance(value, dict) and known(*value.values()))
+        or (isinstance(value, list | tuple) and is_known(*value))
+        or (isinstance(value, dict) and is_known(*value.values()))
         for value in values
     )
 
 
 def xp(*values: Any) -> Any:
     """Return `numpy` if all values are known, so that they cost no compile, else `jax.numpy`."""
-    return np if known(*values) else jnp
+    return np if is_known(*values) else jnp

@@ -33,7 +33,7 @@ from benchmarks.layers.onnx_file import write
 from benchmarks.networks import NETWORKS
 from benchmarks.systems import LEARNING_RATE, train_step
 from jaxonnx._data.images import preparation as images
-from jaxonnx._data.images.augment import Augment, prepared
+from jaxonnx._data.images.augment import Augment, prepare_batch
 from jaxonnx._data.images.batches import Pictures
 from jaxonnx.cli.process import keep_pages
 
@@ -92,7 +92,7 @@ def parts(paths: list[Path], where: images.Layout, batch: int) -> dict[str, floa
         count = np.uint32(0)
         rest: dict[str, Any] = {"how": how, "where": where, "augment": augment}
         args = (pixels, aspects, key, count, count)
-        times[name] = milliseconds(lambda args=args, rest=rest: prepared(*args, **rest), 15)
+        times[name] = milliseconds(lambda args=args, rest=rest: prepare_batch(*args, **rest), 15)
     return times
 
 

@@ -39,7 +39,7 @@ class Augmented:
             yield self.changed(self.key, np.uint32(epoch), np.uint32(number), batch)
 
 
-def asked(augment: Any, preprocess: Mapping[str, Any] | None, data: Any) -> tuple[Any, Any]:
+def parse_augment(augment: Any, preprocess: Mapping[str, Any] | None, data: Any) -> tuple[Any, Any]:
     """Return the function that is to be applied, or None, and `preprocess` with what is named.
 
     Raises:
@@ -59,7 +59,7 @@ def asked(augment: Any, preprocess: Mapping[str, Any] | None, data: Any) -> tupl
     return None, {**(preprocess or {}), "augment": augment}
 
 
-def augmented(
+def augment_examples(
     examples: Examples | Stream, function: Callable | None, seed: int
 ) -> Examples | Stream | Augmented:
     """Return examples that a function changes.
@@ -72,13 +72,13 @@ def augmented(
     takes_batch = [*inspect.signature(function).parameters][1:2] == ["batch"]
     apply = jax.jit(_on_batch(function) if takes_batch else _on_inputs(function))
 
-    def changed(key: jax.Array, epoch: Any, number: Any, batch: Batch) -> Batch:
+    def change_batch(key: jax.Array, epoch: Any, number: Any, batch: Batch) -> Batch:
         if takes_batch:
             return apply(key, epoch, number, batch)
         # targets stay on the host, where those of a stream are checked
         return batch._replace(inputs=apply(key, epoch, number, batch.inputs))
 
-    return Augmented(examples, changed, jax.random.fold_in(jax.random.key(seed), _KEY))
+    return Augmented(examples, change_batch, jax.random.fold_in(jax.random.key(seed), _KEY))
 
 
 def _on_inputs(function: Callable) -> Callable:

@@ -50,7 +50,7 @@ def as_pair(
     They are NumPy arrays, and Ragged where they are sequences of unequal length.
     """
     names, spare = [value.name for value in values], masks(values)
-    x, y = ordered(given if labels else (_unlabelled(given, names), ()), names, what, spare)
+    x, y = split_inputs(given if labels else (drop_targets(given, names), ()), names, what, spare)
     inputs = [
         None if a is None and n in spare else column(a, f"{what}: input {n!r}")
         for n, a in zip(names, x, strict=True)
@@ -91,7 +91,7 @@ def as_pair(
     return inputs, targets
 
 
-def ordered(
+def split_inputs(
     given: Any, names: list[str], what: str, spare: Collection[str] = ()
 ) -> tuple[tuple[Any, ...], Any]:
     """Return inputs in the model's order and targets, of a pair or of a dict of both.
@@ -99,7 +99,7 @@ def ordered(
     Args:
       spare: inputs that may be missing; they are None then.
     """
-    x, y = _parted(given, names, what, spare)
+    x, y = _split_pair(given, names, what, spare)
     if isinstance(x, Mapping):
         if not {*names} - {*spare} <= {*x} <= {*names}:
             raise TrainingError(f"{what} has the inputs {sorted(x)}; the model has {sorted(names)}")
@@ -113,7 +113,7 @@ def ordered(
     return x, y
 
 
-def _unlabelled(given: Any, names: list[str]) -> Any:
+def drop_targets(given: Any, names: list[str]) -> Any:
     """Return inputs as they come, without the targets beside them."""
     if isinstance(given, Mapping):
         if len(names) == 1 and names[0] not in given and "x" in given:
@@ -127,7 +127,7 @@ def _unlabelled(given: Any, names: list[str]) -> Any:
     return given[0] if len(given) == 2 else given
 
 
-def _parted(given: Any, names: list[str], what: str, spare: Collection[str]) -> tuple[Any, Any]:
+def _split_pair(given: Any, names: list[str], what: str, spare: Collection[str]) -> tuple[Any, Any]:
     """Return inputs and targets, each as it comes."""
     if isinstance(given, tuple | list) and len(given) == 2:
         return given[0], given[1]
@@ -195,7 +195,7 @@ class Examples(ABC):
             np.random.default_rng((self.seed, epoch)).shuffle(order)
         return order
 
-    def chosen(self, epoch: int, start: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def rows_of_batches(self, epoch: int, start: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the rows of each batch from number `start` on, and what they weigh."""
         order = np.resize(self.order(epoch), self.steps * self.size)
         weight = np.ones(self.size, np.float32)
@@ -216,7 +216,7 @@ class Arrays(Examples):
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         arrays, form = jax.tree.flatten((self.inputs, self.targets))
         memories = [Memory(array, self.size) for array in arrays]
-        for rows, weight in self.chosen(epoch, start):
+        for rows, weight in self.rows_of_batches(epoch, start):
             inputs, targets = form.unflatten([memory.rows(rows) for memory in memories])
             yield Batch(inputs, targets, weight)
 

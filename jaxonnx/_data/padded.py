@@ -29,7 +29,7 @@ class Padded(Examples):
         return [*chain.from_iterable(parts)]
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        for rows, weight in self.chosen(epoch, start):
+        for rows, weight in self.rows_of_batches(epoch, start):
             yield Batch(*self.columns.rows(rows), weight)
 
     def order(self, epoch: int) -> np.ndarray:
@@ -38,8 +38,8 @@ class Padded(Examples):
             return order
         return order[np.argsort(self.columns.widths[order], kind="stable")]
 
-    def chosen(self, epoch: int, start: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        batches = [*super().chosen(epoch, 0)]
+    def rows_of_batches(self, epoch: int, start: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        batches = [*super().rows_of_batches(epoch, 0)]
         if self.seed is not None:
             order = np.random.default_rng((self.seed, epoch, 1)).permutation(len(batches))
             batches = [batches[number] for number in order]

@@ -67,7 +67,7 @@ class Ragged:
     def lengths(self) -> np.ndarray:
         return np.diff(self.starts)
 
-    def padded(self, rows: np.ndarray, width: int, fill: Any) -> np.ndarray:
+    def pad_rows(self, rows: np.ndarray, width: int, fill: Any) -> np.ndarray:
         """Return some of the sequences as an array, filled up behind their ends."""
         there = np.arange(width) < self.lengths[rows, None]
         array = np.full((*there.shape, *self.values.shape[1:]), fill, self.dtype)
@@ -195,7 +195,7 @@ class Padding:
           whole: whether these are all the examples: no batch is then wider than the longest.
         """
         if self.buckets is not None:
-            inputs, targets = _opened(inputs, targets, values)
+            inputs, targets = _open_columns(inputs, targets, values)
         columns = (tuple(inputs), targets)
         self._check_names(targets, values)
         ragged = [x for x in jax.tree.leaves(columns) if isinstance(x, Ragged)]
@@ -276,12 +276,12 @@ class Columns:
         width = int(self.widths[rows].max())
         leaves, form = jax.tree.flatten(self.pair)
         return form.unflatten(
-            x.padded(rows, width, fill) if isinstance(x, Ragged) else x[rows]
+            x.pad_rows(rows, width, fill) if isinstance(x, Ragged) else x[rows]
             for x, fill in zip(leaves, self.fills, strict=True)
         )
 
 
-def _opened(
+def _open_columns(
     inputs: Sequence[Any], targets: Any, values: Sequence[Value]
 ) -> tuple[tuple[Any, ...], Any]:
     """Return columns of one length as sequences, along axes that the file leaves open."""

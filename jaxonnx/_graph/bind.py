@@ -60,10 +60,10 @@ class Node:
     @property
     def subgraphs(self) -> list[Graph]:
         """Every graph among the attributes."""
-        return _listed(self.graphs)
+        return _flatten_graphs(self.graphs)
 
 
-def _listed(graphs: Mapping[str, Graph | list[Graph]]) -> list[Graph]:
+def _flatten_graphs(graphs: Mapping[str, Graph | list[Graph]]) -> list[Graph]:
     return [g for v in graphs.values() for g in (v if isinstance(v, list) else [v])]
 
 
@@ -190,8 +190,8 @@ class _Binder:
             f"node '{proto.name or (proto.output[0] if proto.output else '?')}' ({proto.op_type})"
         )
         self.count += 1
-        inputs, outputs = _trimmed(proto.input), _trimmed(proto.output)
-        passed = _resolved(proto, refs, label)
+        inputs, outputs = _strip_empty(proto.input), _strip_empty(proto.output)
+        passed = _resolve_attributes(proto, refs, label)
         attributes, graphs = {}, {}
         for name, attribute in passed.items():
             if attribute.type == AttributeProto.GRAPH:
@@ -202,7 +202,7 @@ class _Binder:
                 ]
             else:
                 attributes[name] = _value(attribute, label)
-        captured = [name for graph in _listed(graphs) for name in _free_names(graph)]
+        captured = [name for graph in _flatten_graphs(graphs) for name in _free_names(graph)]
         index, body, op = self.count, None, None
         # a function of the model comes before an operator of the same name
         function = self.functions.get((domain, proto.op_type, proto.overload))
@@ -285,7 +285,7 @@ _CALL = Op(
 )
 
 
-def _trimmed(names) -> tuple[str, ...]:
+def _strip_empty(names) -> tuple[str, ...]:
     names = list(names)
     while names and not names[-1]:
         names.pop()
@@ -318,7 +318,7 @@ def _text(data: bytes) -> str | bytes:
         return data
 
 
-def _resolved(proto: NodeProto, refs, label: str) -> dict[str, AttributeProto]:
+def _resolve_attributes(proto: NodeProto, refs, label: str) -> dict[str, AttributeProto]:
     """Return the attributes by name, with references to the enclosing function's resolved."""
     result = {}
     for attribute in proto.attribute:

@@ -27,7 +27,7 @@ _LINEAR = ("Gemm", "MatMul")
 _OF_CLONE = re.compile(r"aten\.(linear|addmm|mm|add)\.\w+\]\(args = \((%\w+, )?%clone")
 
 
-def folded(graph: GraphProto) -> tuple[int, str]:
+def find_folded_norms(graph: GraphProto) -> tuple[int, str]:
     """Count convolutions that seem to have BatchNormalization folded into them; return why too."""
     convolutions = [node for node in graph.node if node.op_type in ("Conv", "ConvTranspose")]
     traced = [node for node in convolutions if is_folded(node)]
@@ -39,18 +39,23 @@ def folded(graph: GraphProto) -> tuple[int, str]:
         return len(renamed), f"weights with names like '{renamed[0].input[1]}'"
     normalized = any("Norm" in node.op_type for node in graph.node)
     biased = all(len(node.input) > 2 and node.input[2] for node in convolutions)
-    if len(convolutions) >= _SEVERAL and biased and not normalized and not _named(convolutions):
+    if (
+        len(convolutions) >= _SEVERAL
+        and biased
+        and not normalized
+        and not _have_own_biases(convolutions)
+    ):
         return len(convolutions), "they all have a bias, and nothing is normalized"
     return 0, ""
 
 
 def is_folded(node: NodeProto) -> bool:
     """Check whether the exporter recorded that BatchNormalization went into a convolution."""
-    recorded = _recorded(node).lower().replace("_", "")
+    recorded = _export_record(node).lower().replace("_", "")
     return node.op_type.startswith("Conv") and "batchnorm" in recorded
 
 
-def undropped(graph: GraphProto) -> list[str]:
+def find_missing_dropout(graph: GraphProto) -> list[str]:
     """Return the values behind which Dropout seems to have been left out."""
     present = {name for node in graph.node for name in modules(node)}
     maker = {name: node for node in graph.node for name in node.output}
@@ -93,7 +98,7 @@ def _is_computed(name: str) -> bool:
     return re.fullmatch(r"onnx::Conv(Transpose)?_\d+", name) is not None
 
 
-def _named(convolutions: Iterable[NodeProto]) -> bool:
+def _have_own_biases(convolutions: Iterable[NodeProto]) -> bool:
     """Check whether biases have the names that PyTorch gives to a convolution's own."""
     return all(
         n.input[1].endswith(".weight") and n.input[2] == f"{n.input[1][:-7]}.bias"
@@ -101,7 +106,7 @@ def _named(convolutions: Iterable[NodeProto]) -> bool:
     )
 
 
-def _recorded(node: NodeProto) -> str:
+def _export_record(node: NodeProto) -> str:
     """Return what the exporter recorded about the node's origin."""
     keys = ("pkg.torch.onnx.class_hierarchy", "pkg.onnxscript.rewriter.rule_name", "namespace")
     return " ".join(_metadata(node, key) for key in keys)
@@ -113,7 +118,7 @@ def _metadata(node: NodeProto, key: str) -> str:
 
 def notes(graph: GraphProto, drops: bool) -> Iterator[str]:
     """Yield what these traces mean for training, in sentences; `drops` if Dropout was put back."""
-    count, why = folded(graph)
+    count, why = find_folded_norms(graph)
     if count:
         yield (
             f"BatchNormalization seems to be folded into {count} convolutions ({why}): training "
@@ -121,7 +126,7 @@ def notes(graph: GraphProto, drops: bool) -> Iterator[str]:
             "as the network did; PyTorch writes one with torch.onnx.export(..., dynamo=False, "
             "training=torch.onnx.TrainingMode.PRESERVE)"
         )
-    places = [] if drops else undropped(graph)
+    places = [] if drops else find_missing_dropout(graph)
     if places:
         listed = ", ".join(f"'{name}'" for name in places[:3])
         more = f" and {len(places) - 3} more (jaxonnx info --json)" if len(places) > 3 else ""

@@ -14,7 +14,9 @@ def behind(nodes: Sequence[Node], names: Iterable[str], without: Collection[str]
     return values
 
 
-def needed(nodes: Sequence[Node], names: Iterable[str], without: Collection[str] = ()) -> set[str]:
+def ancestors(
+    nodes: Sequence[Node], names: Iterable[str], without: Collection[str] = ()
+) -> set[str]:
     """Return `names` and all values that they are computed from, but not those of `without`."""
     values = {*names} - {""}
     for node in reversed(nodes):
@@ -28,5 +30,5 @@ def between(nodes: Sequence[Node], names: Iterable[str], targets: Iterable[str])
     names = {*names}
     affected = behind(nodes, names)
     below = [node for node in nodes if not affected.isdisjoint(node.reads)]
-    path = needed(below, {*targets} - names, names)
+    path = ancestors(below, {*targets} - names, names)
     return [node for node in below if not path.isdisjoint(node.outputs)]

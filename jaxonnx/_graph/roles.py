@@ -135,7 +135,7 @@ def _roles(
     return role_of
 
 
-def unplaced(
+def find_unplaced(
     graph: Graph, tensors: Mapping[str, Any], initializers: Collection[str]
 ) -> dict[str, str]:
     """Return the tensors that look learned but have no role, with the operator that reads each.

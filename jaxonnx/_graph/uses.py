@@ -143,22 +143,22 @@ def _views(
     seen: tuple[View, ...] = (behind.get(inputs[0]) if inputs else None) or ()
     others = [tensors.get(name) for name in inputs[1:]]
     if node.op.view:
-        return tuple(_viewed(view, node, others) for view in seen)
+        return tuple(_view_elementwise(view, node, others) for view in seen)
     if node.op.domain:
         return ()
     if name == "Concat" and fed.isdisjoint(inputs):
         joined = [view for i in inputs for view in behind.get(i) or ()]
-        return _joined(joined, node.attributes.get("axis", 1))
+        return _concat_views(joined, node.attributes.get("axis", 1))
     if name in ("Slice", "Split"):
-        return tuple(_sliced(view, node, others) for view in seen)
+        return tuple(_view_slice(view, node, others) for view in seen)
     if name == "Gather" and inputs[1] not in fed:
-        return tuple(_gathered(view, node, others[0]) for view in seen)
+        return tuple(_view_gather(view, node, others[0]) for view in seen)
     if name == "Expand":
-        return tuple(_expanded(view, others[0]) for view in seen)
+        return tuple(_view_expand(view, others[0]) for view in seen)
     return ()
 
 
-def _viewed(view: View, node: Node, others: Sequence[Any]) -> View:
+def _view_elementwise(view: View, node: Node, others: Sequence[Any]) -> View:
     """Return a view behind one that keeps all numbers; `others` are the node's other inputs."""
     axes, before = view.axes, view.shape
     if axes is None or node.op.name in _SAME_AXES:
@@ -185,7 +185,7 @@ def _viewed(view: View, node: Node, others: Sequence[Any]) -> View:
     return replace(view, axes=axes, shape=after)
 
 
-def _sliced(view: View, node: Node, others: Sequence[Any]) -> View:
+def _view_slice(view: View, node: Node, others: Sequence[Any]) -> View:
     """Return a view of which some places are taken; the axes stay."""
     shape = view.shape
     if view.axes is not None and all(isinstance(value, np.ndarray) for value in others):
@@ -207,7 +207,7 @@ def _result(
     return (y[0] if isinstance(y, tuple) else y).shape
 
 
-def _gathered(view: View, node: Node, indices: Any) -> View:
+def _view_gather(view: View, node: Node, indices: Any) -> View:
     """Return a view of the places along an axis that indices name."""
     axes, shape = view.axes, view.shape
     if not axes or not isinstance(indices, np.ndarray) or indices.ndim > 1:
@@ -226,7 +226,7 @@ def _gathered(view: View, node: Node, indices: Any) -> View:
     )
 
 
-def _expanded(view: View, target: Any) -> View:
+def _view_expand(view: View, target: Any) -> View:
     """Return a view that is repeated along axes of length one; of the same rank if not known."""
     axes, before = view.axes, view.shape
     if axes is None or not isinstance(target, np.ndarray) or target.ndim != 1:
@@ -239,7 +239,7 @@ def _expanded(view: View, target: Any) -> View:
     return replace(view, axes=kept, shape=tuple(map(max, pairs)), expanded=True)
 
 
-def _joined(views: Sequence[View], axis: int) -> tuple[View, ...]:
+def _concat_views(views: Sequence[View], axis: int) -> tuple[View, ...]:
     """Return views beside each other along an axis; each tensor once, if it is seen in one way."""
     total = sum(view.shape[axis] for view in views if -len(view.shape) <= axis < len(view.shape))
     once: dict[str, View] = {}

@@ -35,7 +35,7 @@ class Value:
         return f"{self.name}: {self.dtype or 'sequence, map or optional'}[{shape}]"
 
 
-def declared(info: ValueInfoProto) -> Value:
+def to_value(info: ValueInfoProto) -> Value:
     """Return the Value that a ValueInfoProto declares."""
     if not info.type.HasField("tensor_type"):
         return Value(info.name, None, None)
@@ -66,7 +66,7 @@ def dimension(dim: TensorShapeProto.Dimension) -> int | str | None:
     return None if dim.dim_param in _NAMELESS else dim.dim_param
 
 
-def listed(values: Sequence[Value]) -> str:
+def list_values(values: Sequence[Value]) -> str:
     """Return values as a list for a sentence."""
     return ", ".join(map(str, values)) or "nothing"
 
@@ -90,7 +90,7 @@ def arguments(
     """
     if len(inputs) > len(values):
         raise InputError(
-            f"the model takes {len(values)} inputs, {len(inputs)} were given: {listed(values)}"
+            f"the model takes {len(values)} inputs, {len(inputs)} were given: {list_values(values)}"
         )
     bound = dict(zip((v.name for v in values), inputs, strict=False))
     known = {*optional, *(value.name for value in values)}
@@ -98,12 +98,14 @@ def arguments(
         if name in bound:
             raise InputError(f"input '{name}' was given twice, by position and by name")
         if name not in known:
-            raise InputError(f"the model has no input '{name}'; it has {listed(values)}")
+            raise InputError(f"the model has no input '{name}'; it has {list_values(values)}")
         bound[name] = value
     sizes: dict[str, tuple[int, str]] = {}
     for value in values:
         if value.name not in bound:
-            raise InputError(f"input '{value.name}' is missing; the model takes {listed(values)}")
+            raise InputError(
+                f"input '{value.name}' is missing; the model takes {list_values(values)}"
+            )
         bound[value.name] = fit(value, bound[value.name], sizes)
     return bound
 

@@ -14,7 +14,7 @@ from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.roles import roles
 from jaxonnx._graph.scopes import modules
 from jaxonnx._graph.uses import uses
-from jaxonnx._io.ties import tied
+from jaxonnx._io.ties import tied_names
 
 Names = Mapping[str, Collection[str]]
 """The tensors that a name stands for."""
@@ -38,7 +38,7 @@ class Places:
     @cached_property
     def ties(self) -> dict[str, str]:
         """The names that tensors have besides their own, with the tensors' own."""
-        return tied(self.proto, self.tensors)
+        return tied_names(self.proto, self.tensors)
 
     @cached_property
     def modules(self) -> Names:

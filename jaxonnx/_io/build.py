@@ -18,7 +18,7 @@ class Writer:
 
     def fresh(self, name: str) -> str:
         """Return an unused name: `name`, or `name_2` and so on if another writer has it."""
-        return unused(name, self.used)
+        return unused_name(name, self.used)
 
     def node(self, operator: str, *inputs: str, name: str = "", **attributes: Any) -> str:
         """Append a node with one output, called like `name`; return the output's name."""
@@ -44,7 +44,7 @@ class Writer:
         self.graph.output.append(helper.make_tensor_value_info(name, kind, value.shape))
 
 
-def unused(name: str, used: set[str]) -> str:
+def unused_name(name: str, used: set[str]) -> str:
     """Return `name`, or `name_2` and so on if that is in `used`, which it joins."""
     free, number = name, 1
     while free in used:

@@ -110,15 +110,15 @@ def check_form(path: Path) -> None:
 
 
 def _read(orbax: Any, path: Path) -> Checkpoint:
-    def restored(handler: Any, item: str, **options: Any) -> Any:
+    def restore_item(handler: Any, item: str, **options: Any) -> Any:
         with orbax.Checkpointer(handler) as checkpointer:
             return checkpointer.restore(path / item, **options)
 
-    about = unsealed(restored(orbax.JsonCheckpointHandler(), "about"))
+    about = verify_checksum(restore_item(orbax.JsonCheckpointHandler(), "about"))
     # in the host's memory, on however many devices they were
     wanted = [orbax.RestoreArgs(restore_type=np.ndarray)] * len(about["crc"])
     args = orbax.args.PyTreeRestore(restore_args=wanted)
-    leaves = [*map(np.asarray, restored(orbax.PyTreeCheckpointHandler(), "leaves", args=args))]
+    leaves = [*map(np.asarray, restore_item(orbax.PyTreeCheckpointHandler(), "leaves", args=args))]
     check(leaves, about["crc"])
     tensors, averaged = (
         {name: leaves[i] for name, i in about[kind].items()} for kind in ("tensors", "averaged")
@@ -126,13 +126,13 @@ def _read(orbax: Any, path: Path) -> Checkpoint:
     return Checkpoint(tensors, averaged, about["adapters"])
 
 
-def sealed(about: dict[str, Any]) -> dict[str, Any]:
+def add_checksum(about: dict[str, Any]) -> dict[str, Any]:
     """Return JSON with its CRC."""
     text = json.dumps(about)
     return {"about": text, "crc": zlib.crc32(text.encode())}
 
 
-def unsealed(stored: dict[str, Any]) -> dict[str, Any]:
+def verify_checksum(stored: dict[str, Any]) -> dict[str, Any]:
     """Return what `sealed` took.
 
     Raises:

@@ -68,7 +68,7 @@ def _folder(path: Path) -> Folder:
     return Folder(path)
 
 
-def mapped(tensor: TensorProto, places: Sequence[Folder]) -> np.ndarray:
+def map_external(tensor: TensorProto, places: Sequence[Folder]) -> np.ndarray:
     """Return external data as bytes in a read-only memory map.
 
     Raises:
@@ -84,7 +84,7 @@ def mapped(tensor: TensorProto, places: Sequence[Folder]) -> np.ndarray:
             "path, or read the data first with onnx.load_external_data_for_model"
         )
     try:
-        descriptor = _opened(location, places)
+        descriptor = _open_regular(location, places)
     except _RefusedError as refused:
         text = f"tensor '{tensor.name}' points to '{location}', {refused}"
         raise ModelError(text) from refused
@@ -107,14 +107,14 @@ def mapped(tensor: TensorProto, places: Sequence[Folder]) -> np.ndarray:
         return np.memmap(file, np.uint8, "r", offset, (length,))
 
 
-def _opened(location: str, places: Sequence[Folder]) -> int:
+def _open_regular(location: str, places: Sequence[Folder]) -> int:
     """Return a descriptor of a regular file with one name."""
     parts = _parts(location)
     if not parts:
         raise _RefusedError(_OUTSIDE)
     for place in places:
         try:
-            descriptor = (_below if _BY_DESCRIPTOR else _resolved)(place, parts)
+            descriptor = (_below if _BY_DESCRIPTOR else _open_checked)(place, parts)
         except OSError as error:
             if error.errno in _ABSENT:
                 continue
@@ -210,7 +210,7 @@ def _beneath(target: str, root: Path) -> PurePath:
     raise _RefusedError(f"{_OUTSIDE} (a link)")
 
 
-def _resolved(place: Folder, parts: Sequence[str]) -> int:
+def _open_checked(place: Folder, parts: Sequence[str]) -> int:
     """Open a file by its path, and check that the path still leads to it afterwards."""
     root = place.root.resolve()
     plain = root.joinpath(*place.below, *parts)

@@ -71,7 +71,7 @@ def _write_onnx(
 ) -> None:
     proto = graph()
     if sparse:
-        _packed().to_sparse_initializers(proto)
+        _import_packed().to_sparse_initializers(proto)
     size = sum(len(t.raw_data) for t in proto.graph.initializer)
     data: dict[str, Any] = {}
     if external_data or size > LIMIT:
@@ -113,8 +113,10 @@ def _data_files(path: Path) -> set[str]:
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
     said = f"'{path}' is not an .npz file, or is damaged"
     with _safe_read.reading(said, ModelError), zipfile.ZipFile(path) as archive:
-        packed = f"{_packed().INDEX}.npy" in archive.namelist()
-    return _packed().load_weights(path) if packed else _safe_read.arrays(path, said, ModelError)
+        packed = f"{_import_packed().INDEX}.npy" in archive.namelist()
+    return (
+        _import_packed().load_weights(path) if packed else _safe_read.arrays(path, said, ModelError)
+    )
 
 
 def save_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
@@ -153,7 +155,7 @@ def _safetensors() -> ModuleType:
     return safetensors
 
 
-def _packed() -> ModuleType:
+def _import_packed() -> ModuleType:
     """Import the module for packed weights at its first use: it imports `jaxonnx.sparse`."""
     from jaxonnx._io import packed
 
@@ -163,9 +165,9 @@ def _packed() -> ModuleType:
 _ONNX = Format(_read_onnx, None, _write_onnx)
 _FORMATS = {
     ".npz": Format(
-        lambda path: _packed().load_packed(path),
+        lambda path: _import_packed().load_packed(path),
         _read_npz,
-        lambda path, graph, _: _packed().save_packed(graph(), path),
+        lambda path, graph, _: _import_packed().save_packed(graph(), path),
     ),
     ".safetensors": Format(None, _read_safetensors, _write_safetensors),
 }

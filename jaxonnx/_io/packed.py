@@ -38,15 +38,15 @@ def record(proto: ModelProto) -> tuple[SparsityPattern, dict[str, Axes]]:
     Raises:
       ModelError: the entry is malformed.
     """
-    return records.get(proto, KEY, _made) or (Pattern(), {})
+    return records.get(proto, KEY, _parse_record) or (Pattern(), {})
 
 
 def damage(proto: ModelProto) -> str:
     """Say why the record is malformed; empty if it is not."""
-    return records.damage(proto, KEY, _made)
+    return records.damage(proto, KEY, _parse_record)
 
 
-def _made(entry: Any) -> tuple[SparsityPattern, dict[str, Axes]]:
+def _parse_record(entry: Any) -> tuple[SparsityPattern, dict[str, Axes]]:
     pattern = parse(str(entry["pattern"]), bool(entry["transposable"]))
     axes = {name: (o, i) for name, (o, i) in entry["axes"].items()}
     for name, pair in axes.items():
@@ -55,7 +55,7 @@ def _made(entry: Any) -> tuple[SparsityPattern, dict[str, Axes]]:
     return pattern, axes
 
 
-def recorded(proto: ModelProto, params: Mapping[str, Any]) -> Recorded | None:
+def find_recorded(proto: ModelProto, params: Mapping[str, Any]) -> Recorded | None:
     """Return the pattern and the parameters that the file records as sparse, None if none."""
     pattern, axes = record(proto)
     axes = {n: a for n, a in axes.items() if n in params and params[n].ndim > max(a)}
@@ -120,7 +120,7 @@ def to_sparse_initializers(proto: ModelProto) -> None:
     Raises:
       SparsityError: nothing is recorded, or the IR version of the file does not have them.
     """
-    pattern, axes = _recorded(proto)
+    pattern, axes = _require_record(proto)
     if proto.ir_version < _SPARSE_IR:
         raise SparsityError(
             f"sparse initializers came with IR version {_SPARSE_IR}, the file has "
@@ -149,7 +149,7 @@ def save_packed(proto: ModelProto, path: str | os.PathLike) -> None:
     Raises:
       SparsityError: nothing is recorded.
     """
-    pattern, axes = _recorded(proto)
+    pattern, axes = _require_record(proto)
     tensors, masks, layers = {}, {}, []
     for tensor in proto.graph.initializer:
         if tensor.data_type not in _FLOATS or not tensor.HasField("raw_data"):
@@ -205,7 +205,7 @@ def _load(path: str | os.PathLike) -> dict[str, np.ndarray]:
         return tensors | {name: np.asarray(sparse.unpack(p)) for name, p in packed.items()}
 
 
-def _recorded(proto: ModelProto) -> tuple[SparsityPattern, dict[str, Axes]]:
+def _require_record(proto: ModelProto) -> tuple[SparsityPattern, dict[str, Axes]]:
     pattern, axes = record(proto)
     if not axes:
         raise SparsityError(

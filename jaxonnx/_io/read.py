@@ -20,7 +20,7 @@ from jaxonnx._io.protos import all_graphs, all_tensors, names_of_constants, tens
 from jaxonnx._io.records import SPARSITY, has
 from jaxonnx._io.save import in_file_types
 from jaxonnx._io.tensors import to_array, to_dense
-from jaxonnx._io.ties import renewed
+from jaxonnx._io.ties import update_tied
 from jaxonnx.errors import InputError, ModelError
 
 _DATA_FIELDS = (
@@ -125,7 +125,7 @@ def _checkpoint(folder: str | os.PathLike, which: str) -> tuple[ModelProto, dict
             if tensor.name in values:
                 value = values[tensor.name].astype(to_array(tensor).dtype)
                 tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))
-    tensors = renewed(proto.graph, tensors, {n: v for n, v in values.items() if n in tensors})
+    tensors = update_tied(proto.graph, tensors, {n: v for n, v in values.items() if n in tensors})
     if has(proto, SPARSITY):
         from jaxonnx._io import packed
 
@@ -166,7 +166,7 @@ def _numbers(name: str, value: Any) -> np.ndarray:
     raise InputError(f"the weights have '{name}' of type {type(value).__name__}, not as numbers")
 
 
-def replaced(
+def replace_weights(
     graph: GraphProto,
     tensors: dict[str, np.ndarray],
     weights: str | os.PathLike | Mapping[str, Any],
@@ -195,7 +195,7 @@ def replaced(
                 f"{what}: '{name}' is {value.dtype}{list(value.shape)}, the model's is "
                 f"{old.dtype}{list(old.shape)}"
             )
-    return renewed(graph, tensors, new)
+    return update_tied(graph, tensors, new)
 
 
 def _existing(path: str | os.PathLike, wanted: str) -> Path:

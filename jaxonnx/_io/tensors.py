@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from jaxonnx._io.external import Folder, mapped
+from jaxonnx._io.external import Folder, map_external
 from jaxonnx._limits import FOLDED, extent, room
 from jaxonnx.errors import LimitError, ModelError
 
@@ -46,7 +46,7 @@ def to_array(tensor: TensorProto, folders: Sequence[Folder] = ()) -> np.ndarray:
         except LimitError as error:
             raise LimitError(f"tensor '{tensor.name}': {error}") from None
     if tensor.data_location == TensorProto.EXTERNAL:
-        data = mapped(tensor, folders)
+        data = map_external(tensor, folders)
     elif tensor.HasField("raw_data"):
         data = np.frombuffer(tensor.raw_data, np.uint8)
     else:

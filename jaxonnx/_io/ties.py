@@ -19,7 +19,7 @@ _FEW = 2
 """Tensors with at most so many different numbers are equal by coincidence."""
 
 
-def renamed(graph: GraphProto) -> Iterator[tuple[str, str]]:
+def identity_pairs(graph: GraphProto) -> Iterator[tuple[str, str]]:
     """Yield the result and the input of every Identity node, in the order of the graph."""
     for node in all_nodes(graph):
         is_identity = node.op_type == "Identity" and node.domain in ("", "ai.onnx")
@@ -29,31 +29,35 @@ def renamed(graph: GraphProto) -> Iterator[tuple[str, str]]:
 
 def sources(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str]:
     """Return the tensors that are results of Identity nodes, with the tensors that these read."""
-    return {name: of for name, of in renamed(graph) if name in tensors and of in tensors}
+    return {name: of for name, of in identity_pairs(graph) if name in tensors and of in tensors}
 
 
-def tied(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str]:
+def tied_names(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str]:
     """Return the names under which nodes read a tensor besides its own, with the tensor's name."""
     roots: dict[str, str] = {}
-    for name, of in renamed(graph):
+    for name, of in identity_pairs(graph):
         root = roots.get(of, of)
         if name not in tensors and root in tensors:
             roots[name] = root
     return roots
 
 
-def renewed(
+def update_tied(
     graph: GraphProto, tensors: Mapping[str, np.ndarray], new: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """Return the tensors with new values, which what is one tensor on purpose shares."""
     result = {**tensors, **new}
     for name, of in sources(graph, tensors).items():  # a chain follows its first
-        if name not in new and result[of] is not tensors[of] and shared(tensors[name], tensors[of]):
+        if (
+            name not in new
+            and result[of] is not tensors[of]
+            and is_shared(tensors[name], tensors[of])
+        ):
             result[name] = result[of]
     return result
 
 
-def shared(value: np.ndarray, other: np.ndarray) -> bool:
+def is_shared(value: np.ndarray, other: np.ndarray) -> bool:
     """Check whether two floating-point tensors are equal on purpose."""
     if value is not other and not same(value, other):
         return False

@@ -47,7 +47,7 @@ class HasTensors(Protocol):
 M = TypeVar("M", bound=HasTensors)
 
 
-class Together:
+class Processes:
     """Ends all processes of a run if one fails; where one process makes the run it does nothing.
 
     A process that computes raises the error of the other before its next step. One that waits for
@@ -81,7 +81,7 @@ class Together:
         self._at = 0, 0
         self._wishes: dict[bool, jax.Array] = {}
 
-    def __enter__(self) -> "Together":
+    def __enter__(self) -> "Processes":
         if self.several:
             self._thread.start()
         return self
@@ -114,13 +114,13 @@ class Together:
             return
         self._client.key_value_set(f"{self._run}/epoch/{epoch}/{jax.process_index()}", str(steps))
         self._at = epoch, steps
-        while len(ended := self._ended(epoch)) < jax.process_count():
+        while len(ended := self._finished_steps(epoch)) < jax.process_count():
             self._check()
             time.sleep(0.01)
         if len({*ended.values()}) > 1:
             raise TrainingError(_unequal(epoch, ended))
 
-    def wish(self, asked: bool) -> jax.Array | None:
+    def stop_flag(self, asked: bool) -> jax.Array | None:
         """Return what a step with `heard` tells all processes; None where there is one."""
         if self._mesh is None or not self.several:
             return None
@@ -130,7 +130,7 @@ class Together:
             self._wishes[asked] = put(wishes, each)
         return self._wishes[asked]
 
-    def heard(self, seen: jax.Array, wish: jax.Array | None) -> jax.Array:
+    def reduce_stop(self, seen: jax.Array, wish: jax.Array | None) -> jax.Array:
         """Return what a step reports, with whether any process has a wish; within a program."""
         if self._mesh is None or wish is None:
             return seen
@@ -154,7 +154,7 @@ class Together:
             return here
         return bool(multihost_utils.process_allgather(np.array(here)).all())
 
-    def _ended(self, epoch: int) -> dict[int, int]:
+    def _finished_steps(self, epoch: int) -> dict[int, int]:
         """Return the processes that have ended an epoch, and the steps that they had."""
         found = self._client.key_value_dir_get(f"{self._run}/epoch/{epoch}/")
         return {int(key.rpartition("/")[2]): int(steps) for key, steps in found}
@@ -170,7 +170,7 @@ class Together:
 
     def _listen(self) -> None:
         while not self._over.wait(_POLL):
-            self._failure = self._failure or self._heard()
+            self._failure = self._failure or self._read_failure()
             if self._failure is not None and not self._over.wait(_GRACE):
                 print(f"jaxonnx: {self._failure}", file=sys.stderr, flush=True)
                 # the others wait for all at their end: they need not wait for a heartbeat as well
@@ -179,12 +179,12 @@ class Together:
                 leave.join(_GRACE)
                 os._exit(1)
 
-    def _heard(self) -> str | None:
+    def _read_failure(self) -> str | None:
         """Return what another process failed with, or what this one must fail with."""
         epoch, steps = self._at
         try:
             failed = self._client.key_value_dir_get(f"{self._run}/failed/")
-            ended = self._ended(epoch)
+            ended = self._finished_steps(epoch)
         except jax.errors.JaxRuntimeError as error:
             return f"process 0 cannot be reached: {error}"
         if failed:

@@ -63,7 +63,7 @@ def specs(
         own = {name: x for name, x in tensors.items() if rules[name][0] == kind}
         result |= _automatic(model, mesh, kind, own)
     return {
-        name: result[name] if name in result else _checked(rule, name, x.shape, mesh, told)
+        name: result[name] if name in result else _check_rule(rule, name, x.shape, mesh, told)
         for (name, x), (rule, told) in zip(tensors.items(), rules.values(), strict=True)
     }
 
@@ -102,14 +102,14 @@ def _automatic(
     if axis not in mesh.shape:
         raise InputError(
             f"sharding={kind!r} splits over the axis '{axis}' of the mesh, which has "
-            f"{named(mesh)}: "
+            f"{describe_mesh(mesh)}: "
             f"jax.make_mesh(..., ('{axis}',)) names one so"
         )
     if kind == "data":
         return dict.fromkeys(tensors, PartitionSpec())
     if kind == "fsdp":
         return {name: _largest(x, mesh) for name, x in tensors.items()}
-    return _paired(model, mesh, tensors)
+    return _paired_specs(model, mesh, tensors)
 
 
 def _largest(x: Any, mesh: Mesh) -> PartitionSpec:
@@ -125,7 +125,9 @@ def _largest(x: Any, mesh: Mesh) -> PartitionSpec:
     return PartitionSpec()
 
 
-def _paired(model: Network, mesh: Mesh, tensors: Mapping[str, Any]) -> dict[str, PartitionSpec]:
+def _paired_specs(
+    model: Network, mesh: Mesh, tensors: Mapping[str, Any]
+) -> dict[str, PartitionSpec]:
     """Return the splits of pairs of matrix products whose axes the devices divide."""
     count, result = mesh.shape[TENSOR], dict.fromkeys(tensors, PartitionSpec())
     uneven: list[str] = []
@@ -150,7 +152,9 @@ def _split(axis: int, over: Any) -> PartitionSpec:
     return PartitionSpec(*(None,) * axis, over)
 
 
-def _checked(rule: Any, name: str, shape: tuple[int, ...], mesh: Mesh, told: str) -> PartitionSpec:
+def _check_rule(
+    rule: Any, name: str, shape: tuple[int, ...], mesh: Mesh, told: str
+) -> PartitionSpec:
     """Return a rule as a spec that fits a tensor."""
     if rule is None:
         return PartitionSpec()
@@ -164,7 +168,7 @@ def _checked(rule: Any, name: str, shape: tuple[int, ...], mesh: Mesh, told: str
     used = [axis for part in parts for axis in part]
     for axis in used:
         if axis not in mesh.shape:
-            raise InputError(f"{told}: the mesh has no axis {axis!r}, but {named(mesh)}")
+            raise InputError(f"{told}: the mesh has no axis {axis!r}, but {describe_mesh(mesh)}")
         if used.count(axis) > 1:
             raise InputError(f"{told}: an axis of the mesh splits one axis of a tensor, not two")
     if len(parts) > len(shape):
@@ -184,7 +188,7 @@ def _checked(rule: Any, name: str, shape: tuple[int, ...], mesh: Mesh, told: str
     return PartitionSpec(*rule)
 
 
-def named(mesh: Mesh) -> str:
+def describe_mesh(mesh: Mesh) -> str:
     """Return the axes of a mesh with their sizes, in words."""
     return ", ".join(f"'{name}' ({size})" for name, size in mesh.shape.items())
 

@@ -16,22 +16,22 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxonnx._mesh.rules import DATA, axes_of, mesh_of, named, specs
+from jaxonnx._mesh.rules import DATA, axes_of, describe_mesh, mesh_of, specs
 from jaxonnx._network import Network
 from jaxonnx._text import Rendered
 
 
 @dataclass(frozen=True)
-class Laid:
+class Placement:
     """An array's shape, and where its parts lie."""
 
     shape: tuple[int, ...]
     sharding: NamedSharding
 
-    def transpose(self, axes: Sequence[int]) -> Laid:
+    def transpose(self, axes: Sequence[int]) -> Placement:
         """Return what the transposed array has."""
         shape, parts = tuple(self.shape[a] for a in axes), self._parts
-        return Laid(shape, self._by([parts[a] for a in axes]))
+        return Placement(shape, self._by([parts[a] for a in axes]))
 
     def of(self, x: Any) -> NamedSharding:
         """Return where to lay what an optimizer keeps of the array.
@@ -64,7 +64,7 @@ class Laid:
         return NamedSharding(self.sharding.mesh, PartitionSpec(*parts))
 
 
-def inherited(tree: Any, params: Mapping[str, Laid], mesh: Mesh) -> Any:
+def inherit_shardings(tree: Any, params: Mapping[str, Placement], mesh: Mesh) -> Any:
     """Return where to lay each array of a tree that has some under the names of parameters.
 
     Args:
@@ -119,17 +119,17 @@ class Shardings(Rendered):
         table.add_column("each device", justify="right", no_wrap=True)
         for x in self.tensors:
             shape, trained = "x".join(map(str, x.shape)) or "scalar", "yes" if x.trained else "no"
-            table.add_row(Text(x.name), shape, trained, Text(_spelled(x.spec)), _bytes(x.size))
+            table.add_row(Text(x.name), shape, trained, Text(_format_spec(x.spec)), _bytes(x.size))
         trained = sum(x.size for x in self.tensors if x.trained)
         frozen = self.size - trained - self.optimizer
         sizes = {"trained": trained, "frozen": frozen, "optimizer": self.optimizer}
         parts = ", ".join(f"{name} {_bytes(size)}" for name, size in sizes.items())
         each = f"each of {self.mesh.size} devices has {_bytes(self.size)}: {parts}"
         alone = f"one device alone would have {_bytes(self.whole)}"
-        return Group(Text(f"mesh: {named(self.mesh)}"), table, Text(each), Text(alone))
+        return Group(Text(f"mesh: {describe_mesh(self.mesh)}"), table, Text(each), Text(alone))
 
 
-def _spelled(spec: PartitionSpec) -> str:
+def _format_spec(spec: PartitionSpec) -> str:
     """Return the axes of a mesh for each axis of a tensor, empty if it is whole everywhere."""
     if not any(spec):
         return ""
@@ -145,7 +145,7 @@ def _bytes(size: float) -> str:
     return f"{size:.1f} GiB"
 
 
-def placed(model: Network, mesh: Any, sharding: Any) -> dict[str, NamedSharding]:
+def model_shardings(model: Network, mesh: Any, sharding: Any) -> dict[str, NamedSharding]:
     """Return where each tensor of a model lies on a mesh, by name."""
     mesh = mesh_of(mesh)
     if sharding is None:
@@ -162,12 +162,12 @@ def shardings(
 ) -> Shardings:
     """Return the table of a model, as `Model.shardings` says."""
     tensors = {**model.params, **model.state}
-    where = placed(model, mesh, sharding)
+    where = model_shardings(model, mesh, sharding)
     mesh = mesh_of(mesh)
-    laid = {name: Laid(x.shape, where[name]) for name, x in tensors.items()}
+    laid = {name: Placement(x.shape, where[name]) for name, x in tensors.items()}
     optimizer = optax.adam(0.0) if optimizer is None else optimizer
     state = jax.eval_shape(optimizer.init, dict(model.params))
-    of_state = jax.tree.map(_on_each, state, inherited(state, laid, mesh))
+    of_state = jax.tree.map(_on_each, state, inherit_shardings(state, laid, mesh))
     rows = tuple(
         Placed(n, x.shape, n in model.params, where[n].spec, _on_each(x, where[n]))
         for n, x in tensors.items()

@@ -21,9 +21,9 @@ from onnx import GraphProto, ModelProto, TensorProto, helper
 
 from jaxonnx import _limits as limits
 from jaxonnx._graph.bind import Graph, Node, bind
-from jaxonnx._graph.values import Value, declared
+from jaxonnx._graph.values import Value, to_value
 from jaxonnx._rewrite.rows import Row, rows
-from jaxonnx._rewrite.targets import places, resolved
+from jaxonnx._rewrite.targets import places, resolve_target
 from jaxonnx._run.program import Program
 from jaxonnx._run.scope import Context, Scope
 from jaxonnx.errors import Error, InputError
@@ -38,7 +38,7 @@ _WAY_OUT = (
 )
 
 
-def freed(
+def free_batch(
     proto: ModelProto, program: Program, params: Mapping[str, Any], state: Mapping[str, Any]
 ) -> tuple[ModelProto, dict[str, np.ndarray]]:
     """Open the first axis of the inputs; return the new file and the constants that it adds.
@@ -54,7 +54,7 @@ def freed(
     Raises:
       InputError: a node fixes the batch in a way that cannot be opened; the message names it.
     """
-    inputs = [declared(v) for v in proto.graph.input if v.name in program.graph.inputs]
+    inputs = [to_value(v) for v in proto.graph.input if v.name in program.graph.inputs]
     sizes = {v.name: v.shape[0] for v in inputs if v.shape and isinstance(v.shape[0], int)}
     if not sizes:
         return proto, {}
@@ -66,7 +66,7 @@ def freed(
     result = ModelProto()
     result.CopyFrom(proto)
     _declare(result.graph, [*sizes], changes, size)
-    added = {_named(*at): value for at, value in changes.inputs.items()}
+    added = {_input_name(*at): value for at, value in changes.inputs.items()}
     if changes.ambiguous:
         graph = bind(result, result.graph, {*tensors, *added})
         new = replace(program, graph=graph, constants={**program.constants, **added})
@@ -88,10 +88,10 @@ class _Changes:
     outputs: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
     """The outputs' shapes with the size of the file and with the other one."""
 
-    def applied(self, node: Node) -> Node:
+    def apply(self, node: Node) -> Node:
         first = node.outputs[0] if node.outputs else ""
         inputs = tuple(
-            _named(first, i) if (first, i) in {*self.inputs, *self.rows} else name
+            _input_name(first, i) if (first, i) in {*self.inputs, *self.rows} else name
             for i, name in enumerate(node.inputs)
         )
         if first in self.stateless:
@@ -100,7 +100,7 @@ class _Changes:
         return replace(node, inputs=inputs, reads=tuple(dict.fromkeys(reads)))
 
 
-def _named(output: str, position: int) -> str:
+def _input_name(output: str, position: int) -> str:
     return f"{output}/input_{position}"
 
 
@@ -128,7 +128,7 @@ def _find(graph: Graph, inputs: list[Value], tensors: Mapping[str, Any], size: i
                 rest = math.prod(d for d in new if d > 0)
                 new[found[0]] = math.prod(now) // max(rest, 1)
                 # a target with 0 or -1 in the right places gives this shape as it is
-                if new != resolved(targets[first], now):
+                if new != resolve_target(targets[first], now):
                     new[found[0]] = -1
                     put(first, 1, np.array(new, np.int64), scope)
                     changes.ambiguous |= len(found) > 1
@@ -145,12 +145,12 @@ def _find(graph: Graph, inputs: list[Value], tensors: Mapping[str, Any], size: i
             for i, row in rows(node, scope, old).items():
                 changes.rows[first, i] = row
                 count = scope[row.like].shape[row.axis]
-                scope.values[_named(first, i)] = np.repeat(scope[row.name], count, row.axis)
-        return changes.applied(node)
+                scope.values[_input_name(first, i)] = np.repeat(scope[row.name], count, row.axis)
+        return changes.apply(node)
 
     # the rest of this pass goes on with the new value, so that later nodes see the batch too
     def put(first: str, position: int, value: np.ndarray, scope: Scope) -> None:
-        changes.inputs[first, position] = scope.values[_named(first, position)] = value
+        changes.inputs[first, position] = scope.values[_input_name(first, position)] = value
 
     old = _trace(graph, inputs, tensors, size, size, look)
     # 2 n + 1 has no factor in common with n: a target that holds n rarely fits by chance
@@ -232,10 +232,10 @@ def _declare(graph: GraphProto, inputs: list[str], changes: _Changes, size: int)
         first = node.output[0] if node.output else ""
         for at, value in changes.inputs.items():
             if at[0] == first:
-                node.input[at[1]] = _named(*at)
+                node.input[at[1]] = _input_name(*at)
                 kind = helper.np_dtype_to_tensor_dtype(value.dtype)
                 graph.initializer.append(
-                    TensorProto(name=_named(*at), data_type=kind, dims=value.shape)
+                    TensorProto(name=_input_name(*at), data_type=kind, dims=value.shape)
                 )
         if first in changes.stateless:
             for i in _INITIAL:
@@ -246,8 +246,8 @@ def _declare(graph: GraphProto, inputs: list[str], changes: _Changes, size: int)
     for node in nodes:
         for at, row in changes.rows.items():
             if node.output and at[0] == node.output[0]:
-                graph.node.extend(row.nodes(_named(*at)))
-                node.input[at[1]] = _named(*at)
+                graph.node.extend(row.nodes(_input_name(*at)))
+                node.input[at[1]] = _input_name(*at)
         graph.node.append(node)
 
 

@@ -27,7 +27,7 @@ INTEGER_PRODUCTS = (
 )
 
 
-def dequantized(
+def dequantize_weights(
     proto: ModelProto, tensors: Mapping[str, np.ndarray]
 ) -> tuple[ModelProto, dict[str, np.ndarray]]:
     """Replace each DequantizeLinear of stored tensors with a floating-point tensor of its result.

@@ -16,12 +16,12 @@ import numpy as np
 from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto, helper
 
 from jaxonnx._graph.bind import Graph, bind
-from jaxonnx._graph.paths import behind, needed
-from jaxonnx._graph.values import declared
+from jaxonnx._graph.paths import ancestors, behind
+from jaxonnx._graph.values import to_value
 from jaxonnx._io import records
-from jaxonnx._rewrite.last_layer import ENDINGS, chosen
+from jaxonnx._rewrite.last_layer import ENDINGS, find_last_layer
 from jaxonnx._rewrite.resize_outputs import Change
-from jaxonnx._run.shapes import Shapes, evaluated, inferred
+from jaxonnx._run.shapes import Shapes, evaluate_shapes, infer_types
 from jaxonnx.errors import InputError
 
 Classes = int | Sequence[str]
@@ -56,7 +56,7 @@ class Replaced:
     head: Head
 
 
-def replaced(
+def replace_head(
     proto: ModelProto,
     graph: Graph,
     tensors: Mapping[str, Any],
@@ -83,20 +83,20 @@ def replaced(
     Raises:
       InputError: there is no such layer, or several could be meant; the message names them.
     """
-    count, labels = _counted(classes)
-    seen = _evaluated(proto, graph, tensors)
+    count, labels = _count_classes(classes)
+    seen = _evaluate_shapes(proto, graph, tensors)
     types, known = ({}, frozenset()) if seen is None else (seen.values, seen.known)
     missing = [n for node in graph.nodes for n in node.outputs if n and n not in types]
     if missing:
-        kinds = inferred(proto, tensors, missing).items()
-        types = {n: declared(ValueInfoProto(name=n, type=t)) for n, t in kinds} | {**types}
+        kinds = infer_types(proto, tensors, missing).items()
+        types = {n: to_value(ValueInfoProto(name=n, type=t)) for n, t in kinds} | {**types}
     shapes = {name: value.shape for name, value in types.items() if value.shape is not None}
     shapes |= {name: tuple(value.shape) for name, value in tensors.items()}
-    layer = chosen(proto.graph, graph, shapes, known, at, ending)
+    layer = find_last_layer(proto.graph, graph, shapes, known, at, ending)
     sure = seen is not None and layer.output in seen.values
     change = Change(proto, graph, tensors, trained, types, shapes, layer, count, sure)
     change.follow(ending)
-    result = _written(proto, graph, change)
+    result = _write(proto, graph, change)
     if sure:
         _check(result, tensors, change)
     _record(result, labels, change.fresh)
@@ -107,7 +107,7 @@ def replaced(
     return Replaced(result, change.fresh, change.constants, head)
 
 
-def _counted(classes: Classes) -> tuple[int, list[str]]:
+def _count_classes(classes: Classes) -> tuple[int, list[str]]:
     """Return the number of classes, and their names if there are any."""
     if isinstance(classes, int | np.integer) and not isinstance(classes, bool) and classes >= 1:
         return int(classes), []
@@ -130,15 +130,15 @@ def _record(result: ModelProto, labels: list[str], fresh: Collection[str]) -> No
         without(result, fresh)
 
 
-def _evaluated(proto: ModelProto, graph: Graph, tensors: Mapping[str, Any]) -> Shapes | None:
+def _evaluate_shapes(proto: ModelProto, graph: Graph, tensors: Mapping[str, Any]) -> Shapes | None:
     """Return the shapes of what does not depend on nodes whose results have no fixed shapes."""
     unfixed = [name for node in graph.nodes if node.op.dynamic for name in node.outputs]
     dynamic = behind(graph.nodes, unfixed)
     nodes = tuple(node for node in graph.nodes if dynamic.isdisjoint(node.outputs))
-    return evaluated(proto, replace(graph, nodes=nodes), tensors)
+    return evaluate_shapes(proto, replace(graph, nodes=nodes), tensors)
 
 
-def _written(proto: ModelProto, graph: Graph, change: Change) -> ModelProto:
+def _write(proto: ModelProto, graph: Graph, change: Change) -> ModelProto:
     """Return the changed file."""
     result = ModelProto()
     result.CopyFrom(proto)
@@ -154,7 +154,7 @@ def _written(proto: ModelProto, graph: Graph, change: Change) -> ModelProto:
         value = value if node.outputs[0] in left else node.outputs[0]
         reads[node.outputs[0]] = value
     changed = behind(graph.nodes, change.layer.node.outputs)
-    gone = left | (changed - needed(graph.nodes, reads))
+    gone = left | (changed - ancestors(graph.nodes, reads))
     for i, node in reversed([*enumerate(main.node)]):
         made = {*node.output} - {""}
         if made and made <= gone:
@@ -204,7 +204,7 @@ def _define(graph: GraphProto, name: str, value: np.ndarray) -> None:
 def _check(result: ModelProto, tensors: Mapping[str, Any], change: Change) -> None:
     """Refuse a file whose output does not have the shape that it should have."""
     tensors = {**tensors, **change.fresh, **change.constants}
-    shapes = _evaluated(result, bind(result, result.graph, tensors.keys()), tensors)
+    shapes = _evaluate_shapes(result, bind(result, result.graph, tensors.keys()), tensors)
     layer = change.layer
     wanted = [*change.shapes[layer.output]]
     wanted[change.axis] = change.count

@@ -56,7 +56,7 @@ class Last:
         return rank - 1 if self.weight else rank - 2
 
 
-def chosen(
+def find_last_layer(
     proto: GraphProto,
     graph: Graph,
     shapes: Mapping[str, Shape],
@@ -97,7 +97,7 @@ def chosen(
     if not found:
         raise InputError("; ".join(errors))
     if len({layer.node.index for layer in found}) > 1:
-        listed = "; ".join(f"'{x.output}' has {_described(x, shapes)}" for x in found)
+        listed = "; ".join(f"'{x.output}' has {_describe(x, shapes)}" for x in found)
         raise InputError(
             "several layers could be the last one: name the output that is meant, "
             f"model.with_head(number, at=NAME) or train(..., head={{NAME: number}}). {listed}"
@@ -129,7 +129,7 @@ def _last(graph: Graph, ranks: Mapping[str, int], known: Collection[str], output
     )
 
 
-def _described(layer: Last, shapes: Mapping[str, Shape]) -> str:
+def _describe(layer: Last, shapes: Mapping[str, Shape]) -> str:
     weight = shapes[layer.node.inputs[layer.weight]]
     ends = (weight[layer.matrix.input], weight[layer.matrix.output])
     return f"{layer.node.label}, {ends[0]} -> {ends[1]}"

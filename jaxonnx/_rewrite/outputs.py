@@ -6,10 +6,10 @@ from typing import Any
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, ValueInfoProto
 
 from jaxonnx._graph.bind import Graph, bind
-from jaxonnx._graph.paths import needed
+from jaxonnx._graph.paths import ancestors
 from jaxonnx._graph.scopes import resolve
 from jaxonnx._io.protos import subgraphs
-from jaxonnx._run.shapes import evaluated, inferred, type_of
+from jaxonnx._run.shapes import evaluate_shapes, infer_types, type_of
 from jaxonnx.errors import InputError
 
 
@@ -39,18 +39,18 @@ def cut(
     names = [name if name in own else resolve(proto.graph, name) for name in listed]
     if not names or len({*names}) < len(names):
         raise InputError(f"outputs must be different values of the graph, and are {listed}")
-    kept = _needed(proto.graph, graph, names)
+    kept = _ancestors(proto.graph, graph, names)
     result = ModelProto()
     result.CopyFrom(proto)
     del result.training_info[:]
     _keep(result.graph, kept)
-    called = _called(result, result.graph.node)
+    called = _called_functions(result, result.graph.node)
     _filter(result.functions, lambda function: _key(function, function.name) in called)
-    kinds = inferred(result, tensors, names)
+    kinds = infer_types(result, tensors, names)
     _filter(result.graph.value_info, lambda value: value.name not in names)
     result.graph.output.extend(ValueInfoProto(name=name) for name in names)
     if len(kinds) < len(names):
-        shapes = evaluated(result, bind(result, result.graph, tensors.keys()), tensors)
+        shapes = evaluate_shapes(result, bind(result, result.graph, tensors.keys()), tensors)
         values = shapes.values if shapes else {}
         kinds = {name: type_of(values[name]) for name in names if name in values} | kinds
     for value in result.graph.output:
@@ -59,9 +59,9 @@ def cut(
     return result
 
 
-def _needed(proto: GraphProto, graph: Graph, names: Iterable[str]) -> set[str]:
+def _ancestors(proto: GraphProto, graph: Graph, names: Iterable[str]) -> set[str]:
     """Return the values from which `names` are computed, themselves included."""
-    values = needed(graph.nodes, names)
+    values = ancestors(graph.nodes, names)
     bound = {name for node in graph.nodes for name in node.outputs}
     for node in reversed(proto.node):
         # one that is not bound gives a named tensor: a Constant, or an Identity over another
@@ -85,7 +85,7 @@ def _keep(graph: GraphProto, kept: set[str]) -> None:
     del graph.output[:]
 
 
-def _called(proto: ModelProto, nodes: Iterable[NodeProto]) -> set[tuple[str, str, str]]:
+def _called_functions(proto: ModelProto, nodes: Iterable[NodeProto]) -> set[tuple[str, str, str]]:
     """Return the functions that nodes, and those in their subgraphs and functions, call."""
     functions = {_key(function, function.name): function for function in proto.functions}
     reached: set[tuple[str, str, str]] = set()

@@ -14,7 +14,7 @@ from onnx import ModelProto, helper
 
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.values import Value
-from jaxonnx._io.build import names, unused
+from jaxonnx._io.build import names, unused_name
 from jaxonnx._io.protos import all_graphs, all_nodes
 from jaxonnx._rewrite.last_layer import ENDINGS, Last, Shape
 from jaxonnx.errors import InputError
@@ -89,7 +89,7 @@ class Change:
             for i, name in enumerate(node.inputs):
                 if name and i != data and i not in node.op.static:
                     self._lengthen(node, i, axis - len(before))
-            place = _followed(node, axis, before, after, self.tensors)
+            place = _follow_axis(node, axis, before, after, self.tensors)
             if place is None:
                 raise InputError(
                     f"{node.label}, between the last layer and the output '{layer.output}', does "
@@ -127,7 +127,7 @@ class Change:
             shape, dtype = self.tensors[root].shape, self.tensors[root].dtype
         else:
             kind = "bias" if node.op.form(position) is None else "weight"
-            root = unused(f"{node.outputs[0]}.{kind}", self._used)
+            root = unused_name(f"{node.outputs[0]}.{kind}", self._used)
             shape = self.shapes[name]
             dtype = self._types.get(name) or self.types[name].dtype
             self.inputs[node.outputs[0], position] = root
@@ -187,7 +187,7 @@ class Change:
             ):
                 new = target.copy()
                 new[axis] = self.count
-                name = unused(f"{node.outputs[0]}.shape", self._used)
+                name = unused_name(f"{node.outputs[0]}.shape", self._used)
                 self.inputs[node.outputs[0], position] = name
                 self.constants[name] = new
 
@@ -203,7 +203,7 @@ class Change:
         return None
 
 
-def _followed(
+def _follow_axis(
     node: Node, axis: int, before: Shape, after: Shape, tensors: Mapping[str, Any]
 ) -> int | None:
     """Return the axis of the classes behind a node; None if it does not keep them apart."""

@@ -36,7 +36,7 @@ def places(before: Shape, now: Shape, after: Shape, size: int) -> list[int]:
     return [place for _, _, place in sorted(ranked)]
 
 
-def resolved(target: np.ndarray, shape: Shape) -> list[int] | None:
+def resolve_target(target: np.ndarray, shape: Shape) -> list[int] | None:
     """Return the shape that a target of Reshape gives; None if it does not fit."""
     new = [shape[i] if d == 0 and i < len(shape) else int(d) for i, d in enumerate(target)]
     rest = math.prod(d for d in new if d != -1)

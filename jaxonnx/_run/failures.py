@@ -61,10 +61,10 @@ def _kind(value: Any) -> str:
     return "omitted" if value is None else names.get(type(value), type(value).__name__)
 
 
-def translated(node: Node, arguments: Sequence[Any], error: Exception) -> NodeError:
+def translate_error(node: Node, arguments: Sequence[Any], error: Exception) -> NodeError:
     """Return the error of a node for one that NumPy or JAX raised inside its operator."""
-    if exhausted(error):
-        return LimitError(message(node, arguments, f"memory is not enough{asked(error)}"))
+    if is_out_of_memory(error):
+        return LimitError(message(node, arguments, f"memory is not enough{requested_size(error)}"))
     if isinstance(error, RecursionError):
         return NodeError(
             f"{node.label}: what it calls is nested deeper than Python's recursion limit of "
@@ -148,12 +148,12 @@ def _plain(kind: str) -> str:
     return kind.removeprefix("tensor(").removesuffix(")")
 
 
-def exhausted(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Check whether an error of NumPy or XLA says that memory is not enough."""
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
-def asked(error: Exception) -> str:
+def requested_size(error: Exception) -> str:
     """Return what was asked for, as messages of NumPy and XLA have it."""
     numbers = re.search(r"allocat\w* ([\d.]+) ?(bytes|[KMGTPE]i?B)", str(error))
     if numbers is None:
@@ -170,7 +170,7 @@ def _out_of_memory(error: Exception, values: Sequence[Mapping[str, Any]]) -> Lim
     large = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
     listed = ", ".join(f"{name}: {_kind(arrays[name])}" for name in large)
     return LimitError(
-        f"memory of the device is not enough{asked(error)}; weights and inputs take "
+        f"memory of the device is not enough{requested_size(error)}; weights and inputs take "
         f"{amount(sum(sizes.values()))} ({listed}). What helps: a smaller batch (model.predict has "
         "batch_size), weights in 16 bits, or a mesh of devices"
     )
@@ -187,9 +187,9 @@ def compiling(what: str, *values: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except _UNCOMPILED as error:
-        if isinstance(error, Error) or (exhausted(error) and not values):
+        if isinstance(error, Error) or (is_out_of_memory(error) and not values):
             raise
-        if exhausted(error):
+        if is_out_of_memory(error):
             raise _out_of_memory(error, values) from error
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise NodeError(
@@ -210,10 +210,10 @@ def static_error(
         f"{node.label}: {what} must be known while tracing, because the shape of the result "
         "depends on its value, and is computed from"
     )
-    return at(node, rooted(error, inputs, others))
+    return at(node, add_sources(error, inputs, others))
 
 
-def rooted(error: StaticError, inputs: Sequence[str], others: Sequence[str]) -> StaticError:
+def add_sources(error: StaticError, inputs: Sequence[str], others: Sequence[str]) -> StaticError:
     """Return the error with what its value is computed from, as `static_error` takes it."""
     error.inputs = () if others else tuple(inputs)
     if error.why:

@@ -12,7 +12,7 @@ from onnx import TensorProto
 from jaxonnx import _limits as limits
 from jaxonnx._run.failures import FOREIGN
 from jaxonnx.errors import Error, LimitError
-from jaxonnx.registry import Op, known, symbolic
+from jaxonnx.registry import Op, is_known, symbolic
 
 FOLD_LIMIT = 1 << 16
 """Bytes; a folded result above it is computed in the graph instead of becoming a constant."""
@@ -29,8 +29,8 @@ SIZES = {
 def folds(op: Op, arguments: list, keywords: dict) -> bool:
     """Check whether an operator is evaluated while tracing."""
     opened = {i for i, value in enumerate(arguments) if symbolic(value)}
-    if not known(*arguments) or not opened:
-        return known(*arguments)
+    if not is_known(*arguments) or not opened:
+        return is_known(*arguments)
     whole = keywords.get("to", TensorProto.INT64) in (TensorProto.INT32, TensorProto.INT64)
     return op.name in SIZES and whole and opened.isdisjoint(op.static)
 
@@ -114,12 +114,12 @@ def on_device(value: Any) -> Any:
     return jnp.asarray(limits.compilable(value), jax.dtypes.canonicalize_dtype(value.dtype))
 
 
-def traced(values: Iterable[Any]) -> bool:
+def is_traced(values: Iterable[Any]) -> bool:
     """Check whether any of the values is traced, or holds one that is."""
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(list(values)))
 
 
-def repeated(value: Any) -> Any:
+def broadcast_late(value: Any) -> Any:
     """Turn a large NumPy broadcast into one of the graph, so that it never takes memory."""
     if size_of(value) <= FOLD_LIMIT or 0 not in value.strides:
         return value

@@ -60,7 +60,7 @@ def folds(graph: Graph, tensors: Mapping[str, Any]) -> Folds:
     return Folds(frozenset(norms), frozenset(reads), factors, biases)
 
 
-def folded(graph: Graph, norms: Collection[int]) -> Graph:
+def fold_norms(graph: Graph, norms: Collection[int]) -> Graph:
     """Return the graph without these BatchNormalizations: what they gave, convolutions give.
 
     The bias of a convolution has the name that the b of its BatchNormalization had.

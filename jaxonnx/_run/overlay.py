@@ -42,7 +42,7 @@ class Overlay:
             return (_with_ratio(node, ratios[0][1]),)
         return (node, *(_behind(name, ratio) for name, ratio in ratios))
 
-    def added(self, node: Node) -> list[str]:
+    def dropout_outputs(self, node: Node) -> list[str]:
         """Return the outputs of a node behind which training puts Dropout."""
         is_dropout = node.op.name == "Dropout"
         return [n for n in node.outputs if n in self.dropout and not is_dropout]
@@ -57,21 +57,21 @@ def ratios(
       InputError: as `Model.with_dropout`.
     """
     if isinstance(ratio, Mapping):
-        new = {resolve(proto, name): _checked(value) for name, value in ratio.items()}
+        new = {resolve(proto, name): _check_ratio(value) for name, value in ratio.items()}
         for name in new.keys() - {name for node in graph.nodes for name in node.outputs}:
             raise InputError(f"dropout={{'{name}': ...}}: it is a weight, not a value to drop from")
         return {**overlay.dropout, **new}
     names = [node.outputs[0] for node in graph.nodes if node.op.name == "Dropout" and node.outputs]
-    names += [name for node in graph.nodes for name in overlay.added(node)]
+    names += [name for node in graph.nodes for name in overlay.dropout_outputs(node)]
     if not names:
         raise InputError(
             f"dropout={ratio}: the graph has no Dropout node, exporters leave it out for "
             "inference; name the values or modules that it stood behind, dropout={'name': 0.1}"
         )
-    return {**overlay.dropout, **dict.fromkeys(names, _checked(ratio))}
+    return {**overlay.dropout, **dict.fromkeys(names, _check_ratio(ratio))}
 
 
-def _checked(ratio: float) -> float:
+def _check_ratio(ratio: float) -> float:
     if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio < 1:
         raise InputError(f"a ratio of Dropout is a number in [0, 1), and was {ratio!r}")
     return float(ratio)

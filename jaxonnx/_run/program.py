@@ -21,7 +21,7 @@ from jaxonnx._graph.uses import uses
 from jaxonnx._graph.values import data
 from jaxonnx._limits import compilable
 from jaxonnx._run.failures import at, compiling, warn
-from jaxonnx._run.normalization import Folds, folded, folds
+from jaxonnx._run.normalization import Folds, fold_norms, folds
 from jaxonnx._run.overlay import Overlay
 from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import NodeError, StaticError
@@ -98,9 +98,9 @@ class Program:
         contexts = ({what for _, what in node.op.context} for node in nodes)
         if any("key" in kinds and (training or "training" not in kinds) for kinds in contexts):
             return True
-        return training and any(self.overlay.added(node) for node in nodes)
+        return training and any(self.overlay.dropout_outputs(node) for node in nodes)
 
-    def kept(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> Kept:
+    def prepare_calls(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> Kept:
         """Return parameters and state in the form for calls that infer, many times.
 
         It is that of `stored`, with BatchNormalizations in the weights before them.
@@ -111,13 +111,13 @@ class Program:
             tensors[name] = placed_as(tensors[name], bias)
         given, fixed = ({name: tensors[name] for name in group} for group in (params, state))
         return Kept(
-            self.stored(given, done.factors),
-            self.stored(fixed, done.factors),
+            self.prepare_tensors(given, done.factors),
+            self.prepare_tensors(fixed, done.factors),
             done.norms,
             done.reads,
         )
 
-    def stored(
+    def prepare_tensors(
         self, tensors: Mapping[str, jax.Array], factors: Mapping[str, np.ndarray] | None = None
     ) -> dict[str, Any]:
         """Return parameters or state in the form for programs that run many times.
@@ -180,10 +180,12 @@ class Program:
                 if len(plan.parts) >= VARIANTS:
                     plan = self._plan = _Plan(plan.cuts, fixes=False)
                     continue
-                parts = self._split(folded(self.graph, norms), plan.cuts, others, fixed)
+                parts = self._split(fold_norms(self.graph, norms), plan.cuts, others, fixed)
                 plan = self._plan = replace(plan, parts={**plan.parts, place: parts})
             parts = plan.parts[place]
-            traced = {name: _owned(value) for name, value in arrays.items() if name not in fixed}
+            traced = {
+                name: _copy_array(value) for name, value in arrays.items() if name not in fixed
+            }
             try:
                 with compiling("the compiled model", params, state, traced):
                     values = parts.compiled(params, state, key, traced, training=training)
@@ -327,7 +329,7 @@ def _dynamic(node: Node) -> bool:
     return node.op.dynamic or any(map(_dynamic, inner))
 
 
-def _owned(value: Any) -> Any:
+def _copy_array(value: Any) -> Any:
     """Copy a NumPy array: a compiled function may still read it when its caller has it back."""
     return value.copy() if isinstance(value, np.ndarray) else value
 

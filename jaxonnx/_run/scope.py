@@ -21,12 +21,12 @@ from jaxonnx import lowering
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.paths import between
 from jaxonnx._run import channels, failures
-from jaxonnx._run.folding import abstract, fold, folds, on_device, repeated, traced
+from jaxonnx._run.folding import abstract, broadcast_late, fold, folds, is_traced, on_device
 from jaxonnx._run.overlay import Overlay
 from jaxonnx._run.remat import cuts
 from jaxonnx._run.two_bits import on_cpu
 from jaxonnx.errors import Error, NodeError, StaticError
-from jaxonnx.registry import Op, Rounded, known, symbolic
+from jaxonnx.registry import Op, Rounded, is_known, symbolic
 
 
 @dataclass(frozen=True)
@@ -120,13 +120,13 @@ class Scope:
                 error.args = (failures.message(node, arguments, error),)
             elif node.body is not None and isinstance(error, StaticError) and error.inputs:
                 given = dict(zip(node.body.inputs, node.inputs, strict=False))
-                failures.rooted(error, *self._roots([given[name] for name in error.inputs]))
+                failures.add_sources(error, *self._roots([given[name] for name in error.inputs]))
             error.index = node.index  # the outermost node comes last
             raise
         except jax.errors.ConcretizationTypeError as error:
             raise self._static_error(node, arguments, "its inputs", arguments) from error
         except failures.FOREIGN as error:
-            raise failures.at(node, failures.translated(node, arguments, error)) from error
+            raise failures.at(node, failures.translate_error(node, arguments, error)) from error
         if len(results) < len(node.outputs):
             text = f"{node.label} gives {len(results)} outputs, not {len(node.outputs)}"
             raise failures.at(node, NodeError(text))
@@ -140,7 +140,7 @@ class Scope:
         later.update(self.graph.outputs)
         made = {name for node in nodes for name in node.outputs}
         read = {name: self[name] for node in nodes for name in node.reads if name not in made}
-        crossing = {name: value for name, value in read.items() if not known(value)}
+        crossing = {name: value for name, value in read.items() if not is_known(value)}
         weights = {name: crossing.pop(name) for name in self.graph.weights if name in crossing}
         # a known value must not become a tracer: it leaves the segment by this dictionary
         constants = {}
@@ -152,7 +152,7 @@ class Scope:
             for node in nodes:
                 scope.step(node)
             kept = {n: v for n, v in scope.values.items() if n in later and n in made}
-            constants.update((name, value) for name, value in kept.items() if known(value))
+            constants.update((name, value) for name, value in kept.items() if is_known(value))
             return {n: v for n, v in kept.items() if n not in constants}, context.updates
 
         renewed = self.context.updates
@@ -195,8 +195,8 @@ class Scope:
         op = node.op
         for i in op.static:
             if i < len(arguments):
-                arguments[i] = self._known(node, arguments, i)
-        if op.dynamic and traced(arguments):
+                arguments[i] = self._static_input(node, arguments, i)
+        if op.dynamic and is_traced(arguments):
             raise self._static_error(node, arguments, "its inputs", arguments)
         keywords = dict(node.attributes)
         for name, graph in node.graphs.items():
@@ -218,12 +218,12 @@ class Scope:
         elif not node.graphs:  # a body checks what it uses; trip counts stay known
             failures.check_range([a for i, a in enumerate(arguments) if i not in op.static])
         vast = alone and limits.may_exceed(arguments, keywords, limits.value_limit())
-        if vast and not traced(arguments):
+        if vast and not is_traced(arguments):
             # the operator would allocate before its results can be checked; the nodes of a body are
             # checked one by one
             limits.check(abstract(partial(_call, op), arguments, keywords, op.static) or ())
         results = channels.call(op, arguments, keywords)
-        results = tuple(map(repeated, results if isinstance(results, tuple) else (results,)))
+        results = tuple(map(broadcast_late, results if isinstance(results, tuple) else (results,)))
         limits.check(results)
         if op.state and self._training(node) and op.state[0] < len(node.inputs):
             self._renew(node, results)
@@ -266,11 +266,11 @@ class Scope:
         data = node.index if seed is None else np.float32(seed).view(np.uint32)
         return jax.random.fold_in(_key(self.context), data)
 
-    def _known(self, node: Node, arguments: list, i: int) -> Any:
+    def _static_input(self, node: Node, arguments: list, i: int) -> Any:
         value = arguments[i]
-        if known(value):
+        if is_known(value):
             return value
-        if traced([value]):
+        if is_traced([value]):
             raise self._static_error(node, arguments, f"input {i} ('{node.inputs[i]}')", [value])
         return np.asarray(value)
 
@@ -286,7 +286,7 @@ class Scope:
         for scope in self._enclosing():
             for node in reversed(scope.graph.nodes):
                 if any(name in needed for name in node.outputs):
-                    needed.update(name for name in node.reads if traced([self[name]]))
+                    needed.update(name for name in node.reads if is_traced([self[name]]))
             others += [f"tensor '{name}'" for name in scope.graph.weights if name in needed]
             inputs = [name for name in scope.graph.inputs if name in needed]
             if scope.outer is not None:
@@ -308,9 +308,9 @@ class Closure:
     @property
     def known(self) -> bool:
         """Whether the node's inputs and all that its bodies capture are known while tracing."""
-        return known(*(self._scope[name] for name in self._node.reads))
+        return is_known(*(self._scope[name] for name in self._node.reads))
 
-    def unrolled(self, count: int, why: Error | None) -> None:
+    def note_unrolling(self, count: int, why: Error | None) -> None:
         """Tell the user that the program holds `count` copies of the body, and why."""
         label, note = self._node.label, self._scope.context.note
         reason = "" if why is None else f", as lax.scan does not take it ({why.node or why})"
@@ -366,4 +366,4 @@ def _plain(value: Any) -> Any:
 
 
 def _traced_names(node: Node, arguments: Sequence[Any]) -> list[str]:
-    return [n for n, v in zip(node.inputs, arguments, strict=False) if traced([v])]
+    return [n for n, v in zip(node.inputs, arguments, strict=False) if is_traced([v])]

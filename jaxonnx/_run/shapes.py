@@ -11,7 +11,7 @@ from onnx import ModelProto, TypeProto, ValueInfoProto, helper
 
 from jaxonnx import _limits as limits
 from jaxonnx._graph.bind import Graph
-from jaxonnx._graph.values import Value, declared
+from jaxonnx._graph.values import Value, to_value
 from jaxonnx._io import save as saving
 from jaxonnx._run import crashing_inference
 from jaxonnx._run.arithmetic import may_follow
@@ -43,12 +43,12 @@ class Shapes:
     known: frozenset[str]
 
 
-def evaluated(proto: ModelProto, graph: Graph, tensors: Mapping[str, Any]) -> Shapes | None:
+def evaluate_shapes(proto: ModelProto, graph: Graph, tensors: Mapping[str, Any]) -> Shapes | None:
     """Return the shapes of all values of the main graph, evaluated on inputs of two sizes.
 
     None if the evaluation fails: shapes that depend on values, or sizes that do not fit.
     """
-    inputs = [declared(v) for v in proto.graph.input if v.name in graph.inputs]
+    inputs = [to_value(v) for v in proto.graph.input if v.name in graph.inputs]
     shared: dict[Any, tuple[int, int]] = {}
     for value in inputs:
         for axis, size in enumerate(value.shape or ()):
@@ -124,7 +124,7 @@ def _dimension(a: int, b: int, names: Mapping[str, tuple[int, int]]) -> int | st
     return None
 
 
-def inferred(
+def infer_types(
     proto: ModelProto, tensors: Mapping[str, Any], names: Iterable[str]
 ) -> dict[str, TypeProto]:
     """Return the types of values from the file or ONNX's shape inference, where one knows."""

@@ -15,23 +15,23 @@ import numpy as np
 from onnx import ModelProto
 
 from jaxonnx._atomic_write import whole
-from jaxonnx._graph.values import declared
+from jaxonnx._graph.values import to_value
 from jaxonnx._io import formats
-from jaxonnx._io.build import unused
+from jaxonnx._io.build import unused_name
 from jaxonnx._step_files import web as _web
 from jaxonnx._step_files.load import FORMAT
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.model import Model, load
-from jaxonnx.onnx_out import OPSET, in_blocks, known, reads, state_in_blocks, written
+from jaxonnx.onnx_out import OPSET, known_tensor, reads, split_into_blocks, split_state, write_model
 from jaxonnx.training import (
     Batch,
     Settings,
     State,
     Step,
     as_batch,
-    assembled,
-    headed,
+    build_step,
     weights_of_classes,
+    with_heads,
 )
 from jaxonnx.training import step as make
 
@@ -109,9 +109,9 @@ def export_step(
         raise InputError(f"init is 'onnx', 'safetensors' or 'npz', and was {init!r}")
     settings |= {"loss": loss, "optimizer": optimizer, "epochs": 1 if epochs is None else epochs}
     chosen = Settings.of(settings)
-    model = headed(model if isinstance(model, Model) else load(model), chosen)
+    model = with_heads(model if isinstance(model, Model) else load(model), chosen)
     chosen = replace(chosen, class_weights=weights_of_classes(model, chosen))
-    step = assembled(model, chosen, epochs, steps_per_epoch, platform="onnx")
+    step = build_step(model, chosen, epochs, steps_per_epoch, platform="onnx")
     exporter = _Exporter(step, batch, opset)
     with nullcontext() if web is None else _web.runtime(runtime) as source:
         names = [n for n in FILES if source or exporter.finishes or n != "weights"]
@@ -136,15 +136,15 @@ class _Exporter:
         self.example = example
         used: set[str] = set()
         leaves, self._structure = jax.tree_util.tree_flatten_with_path(self.state)
-        self.names = [unused(_state_name(path), used) for path, _ in leaves]
+        self.names = [unused_name(_state_name(path), used) for path, _ in leaves]
         self.leaves = [value for _, value in leaves]
-        self.values = [known(value, value) for value in self.leaves]
+        self.values = [known_tensor(value, value) for value in self.leaves]
         inputs = [value.name for value in step.model.inputs]
         targets = [_key("targets", path) for path, _ in _leaves(example.targets)]
         names = [*inputs, *targets, "weight"]
-        self.batch = [unused(name, used) for name in names]
-        self.next = [unused(f"next.{name}", used) for name in self.names]
-        self.results = unused("loss", used), unused("is_finite", used)
+        self.batch = [unused_name(name, used) for name in names]
+        self.next = [unused_name(f"next.{name}", used) for name in self.names]
+        self.results = unused_name("loss", used), unused_name("is_finite", used)
         sizes = {_open(leaf) for leaf in jax.tree.leaves(batch)} - {None}
         self.examples = [_with_size(x, *sizes) for x in jax.tree.leaves(example)]
 
@@ -164,7 +164,7 @@ class _Exporter:
         proto, told = graphs["step"]
         read.update(self.state.params, self.state.state)
         inner = {name: new for name, new in told["state"].items() if name not in read}
-        shapes = state_in_blocks(proto, inner)
+        shapes = split_state(proto, inner)
         pairs = zip(self.names, self.values, strict=True)
         self.values = [x.reshape(shapes.get(name, x.shape)) for name, x in pairs]
         graphs = {name: graphs.get(name) or self.init() for name in files}
@@ -185,7 +185,7 @@ class _Exporter:
             **{name: {"file": files[name], **told} for name, (_, told) in graphs.items()},
         }
 
-    def _unpacked(self, values: Any, arrays: Any) -> tuple[State, Batch]:
+    def _unflatten(self, values: Any, arrays: Any) -> tuple[State, Batch]:
         state = jax.tree_util.tree_unflatten(self._structure, values)
         return state, jax.tree.unflatten(jax.tree.structure(self.example), arrays)
 
@@ -193,13 +193,13 @@ class _Exporter:
         """Return the graph of an update."""
 
         def update(values, arrays):
-            state, (loss, good) = self._step.update(*self._unpacked(values, arrays), self.frozen)
+            state, (loss, good) = self._step.update(*self._unflatten(values, arrays), self.frozen)
             return [*jax.tree.leaves(state), loss, good.astype(bool)]
 
         loss, finite = self.results
         proto = self._graph(update, [*self.next, loss, finite])
         if proto.ByteSize() < formats.LIMIT:  # what ONNX infers shapes of
-            proto = in_blocks(proto)
+            proto = split_into_blocks(proto)
         told = {
             "batch": self._batch(proto),
             "state": dict(zip(self.names, self.next, strict=True)),
@@ -217,7 +217,7 @@ class _Exporter:
         outputs = [_key(metric, path[1:]) for metric, path in zip(metrics, paths, strict=True)]
 
         def evaluate(values, arrays):
-            found = self._step.evaluate(sums, *self._unpacked(values, arrays), self.frozen)
+            found = self._step.evaluate(sums, *self._unflatten(values, arrays), self.frozen)
             return jax.tree.leaves(found)
 
         proto = self._graph(evaluate, outputs)
@@ -229,7 +229,7 @@ class _Exporter:
 
     def init(self) -> tuple[ModelProto, dict[str, Any]]:
         """Return a graph without inputs that gives the state to start from."""
-        proto = written(lambda: self.values, (), None, self.names, self.opset, flat=True)
+        proto = write_model(lambda: self.values, (), None, self.names, self.opset, flat=True)
         return proto, {"state": self.names}
 
     def weights(self) -> tuple[ModelProto, dict[str, Any]]:
@@ -237,13 +237,13 @@ class _Exporter:
 
         def tensors(values):
             state = jax.tree_util.tree_unflatten(self._structure, values)
-            trained = self._step.trained(self._step.view(state), state.state).merged()
+            trained = self._step.to_model(self._step.view(state), state.state).merge_adapters()
             return {n: x for n, x in trained.tensors.items() if n in names}
 
-        trained = self._step.model.merged()
+        trained = self._step.model.merge_adapters()
         names = {*trained.params, *self.state.state}
         found = {name: f"file.{name}" for name in trained.tensors if name in names}
-        proto = written(
+        proto = write_model(
             lambda values: [tensors(values)[name] for name in found],
             (self.leaves,),
             self.names,
@@ -263,10 +263,10 @@ class _Exporter:
     def _graph(self, function: Any, outputs: list[str]) -> ModelProto:
         names = [*self.names, *self.batch]
         arrays = self.leaves, self.examples
-        return written(function, arrays, names, outputs, self.opset, flat=True)
+        return write_model(function, arrays, names, outputs, self.opset, flat=True)
 
     def _batch(self, proto: ModelProto) -> dict[str, Any]:
-        known = {value.name: declared(value) for value in proto.graph.input}
+        known = {value.name: to_value(value) for value in proto.graph.input}
         return {
             name: {"dtype": str(known[name].dtype), "shape": list(known[name].shape or ())}
             for name in self.batch

@@ -46,7 +46,7 @@ def import_step(
         raise InputError(f"'{path}' is no manifest of export_step: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise InputError(f"'{path}' is no manifest of export_step: it is not a {FORMAT!r}")
-    what, arrays = weights_of(_saved(Path(folder)) if state is None else state)
+    what, arrays = weights_of(_read_saved_state(Path(folder)) if state is None else state)
     graph = manifest.get("weights")
     if graph is None:
         needed = [*_names(path, manifest, "params"), *_names(path, manifest, "statistics")]
@@ -56,7 +56,7 @@ def import_step(
         raise InputError(f"{what}: the state has no '{missing[0]}', which the weights need")
     values = {name: jnp.asarray(arrays[name]) for name in needed}
     if graph is not None:
-        values = _finished(path, graph, values)
+        values = _finish_tensors(path, graph, values)
     model = model if isinstance(model, Model) else load(model)
     known = {**model.state, **model.params}
     for name, value in values.items():
@@ -85,7 +85,9 @@ def _names(path: Path, part: Any, key: str) -> list[str]:
     return names
 
 
-def _finished(path: Path, graph: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _finish_tensors(
+    path: Path, graph: Mapping[str, Any], values: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the tensors that a graph beside the manifest computes of a state."""
     places, file = graph.get("tensors"), graph.get("file")
     if not (isinstance(places, dict) and all(isinstance(name, str) for name in places.values())):
@@ -105,7 +107,7 @@ def _finished(path: Path, graph: Mapping[str, Any], values: Mapping[str, Any]) -
     return {name: found[output] for name, output in places.items()}
 
 
-def _saved(folder: Path) -> Path:
+def _read_saved_state(folder: Path) -> Path:
     """Return the state that a program has put into a folder."""
     files = [folder / "state.npz", folder / "state.safetensors"]
     for file in files:

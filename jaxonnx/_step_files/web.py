@@ -63,10 +63,10 @@ def runtime(path: str | os.PathLike | None) -> Iterator[Path]:
             + ", ".join(name for name in RUNTIME if not (places[-1] / name).is_file())
         )
     with tempfile.TemporaryDirectory(prefix="jaxonnx-") as folder:
-        yield _fetched(Path(folder))
+        yield _fetch_package(Path(folder))
 
 
-def _fetched(folder: Path) -> Path:
+def _fetch_package(folder: Path) -> Path:
     """Return the folder of a package that npm brings."""
     npm = shutil.which("npm")
     remedy = f"run `npm install {PACKAGE}@{VERSION}` and name its folder, node_modules/{PACKAGE}"
@@ -98,8 +98,8 @@ def write(
       What the manifest says of the page.
     """
     arrays = _arrays(data, model, manifest["step"]["batch"])
-    trained = {n: model.merged().tensors[n].nbytes for n in manifest["weights"]["tensors"]}
-    text, places = _places(model._written(repeat=True), trained)
+    trained = {n: model.merge_adapters().tensors[n].nbytes for n in manifest["weights"]["tensors"]}
+    text, places = _places(model._write(repeat=True), trained)
     (folder / "runtime").mkdir(exist_ok=True)
     for name, own in RUNTIME.items():
         with whole(folder / "runtime" / own) as file:

@@ -124,7 +124,7 @@ def _seconds(call: Callable[[], Any], count: int) -> float:
     return (time.perf_counter() - begin) / count
 
 
-def _compiled(function: Any, *arguments: Any, **settings: Any) -> tuple[Any, dict[str, Any]]:
+def _compile(function: Any, *arguments: Any, **settings: Any) -> tuple[Any, dict[str, Any]]:
     """Compile a function; return it with its costs: seconds to compile, bytes to hold."""
     begin = time.perf_counter()
     program = jax.jit(function, **settings).lower(*arguments).compile()
@@ -143,7 +143,7 @@ def _forward(model: Model, inputs: tuple) -> dict[str, Any]:
         return model.apply(params, *inputs, state=state)
 
     try:
-        program, costs = _compiled(forward, model.params, model.state, *inputs)
+        program, costs = _compile(forward, model.params, model.state, *inputs)
     except StaticError:  # results whose shape depends on values: compiled as far as it goes
         return {"call": lambda: model(*inputs)}
     return costs | {"call": lambda: program(model.params, model.state, *inputs)}
@@ -165,7 +165,7 @@ def _training_step(model: Model, inputs: tuple) -> dict[str, Any]:
     one = step(model, loss, optax.adam(1e-3))
     state, size = one.init(), len(inputs[0])
     batch = Batch(inputs, jnp.zeros(size), jnp.ones(size))
-    program, costs = _compiled(one.update, state, batch, one.frozen, donate_argnums=0)
+    program, costs = _compile(one.update, state, batch, one.frozen, donate_argnums=0)
 
     def call():
         nonlocal state

@@ -20,14 +20,14 @@ class Planned(NamedTuple):
     call: partial
 
 
-def made(value: Any) -> Any:
+def evaluate_calls(value: Any) -> Any:
     """Return a value with its calls made."""
     if isinstance(value, Planned):
         call = value.call
         return lambda steps: call(steps)
     if isinstance(value, partial):
         return value()
-    return [made(x) for x in value] if isinstance(value, list) else value
+    return [evaluate_calls(x) for x in value] if isinstance(value, list) else value
 
 
 def source(value: Any) -> str:

@@ -22,9 +22,9 @@ from jaxonnx.cli._kinds import (
     axes,
     class_weight,
     cluster,
-    counted,
     dimension,
     fill,
+    parse_count,
     ratio,
     share,
 )
@@ -110,7 +110,7 @@ _TRAINING = [
     Flag(
         "--head",
         "a new last layer for N classes; OUTPUT=N for one of several, repeatable",
-        {**MANY, "type": counted, "metavar": "N"},
+        {**MANY, "type": parse_count, "metavar": "N"},
     ),
     Flag(
         "--trainable", "module, node or name of what is trained, or an expression; repeatable", MANY

@@ -68,16 +68,16 @@ def ratio(text: str) -> tuple[str, float]:
 
 def class_weight(text: str) -> tuple[str, float] | str:
     """Parse NAME=X, or the word balanced."""
-    return text if text == "balanced" else _named(text)
+    return text if text == "balanced" else _named_ratio(text)
 
 
 def fill(text: str) -> tuple[str, int | float]:
     """Parse NAME=N; whole numbers stay whole."""
-    name, number = _named(text)
+    name, number = _named_ratio(text)
     return name, int(number) if number.is_integer() else number
 
 
-def _named(text: str) -> tuple[str, float]:
+def _named_ratio(text: str) -> tuple[str, float]:
     name, number = ratio(text)
     if not name:
         raise ValueError(f"has no name before {text}")
@@ -88,7 +88,7 @@ def widths(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
-def counted(text: str) -> tuple[str, int]:
+def parse_count(text: str) -> tuple[str, int]:
     """Parse OUTPUT=N, or N alone."""
     name, _, number = text.rpartition("=")
     if not number.isdigit():
@@ -129,7 +129,7 @@ SIZE: Mapping[str, Any] = {"type": size, "metavar": "HxW"}
 SWITCH: Mapping[str, Any] = {"action": argparse.BooleanOptionalAction, "default": False}
 MANY: Mapping[str, Any] = {"action": Gather, "metavar": "NAME"}
 
-PAIRS = (axes, class_weight, counted, dimension, fill, ratio)
+PAIRS = (axes, class_weight, parse_count, dimension, fill, ratio)
 """Kinds of values with a name and "=", which are a table in a TOML file."""
 
 NEEDED: Mapping[str, Any] = {**FILE, "required": True}

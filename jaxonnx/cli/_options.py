@@ -36,7 +36,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             name,
             help=verb.what,
             description=f"{verb.what[0].upper()}{verb.what[1:]}.",
-            epilog=f"examples:\n{_indented(verb.examples)}\n\n{_EXITS}",
+            epilog=f"examples:\n{_indent(verb.examples)}\n\n{_EXITS}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -52,7 +52,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _indented(text: str) -> str:
+def _indent(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())
 
 

@@ -93,7 +93,7 @@ def data(path: Path, model: Model, options: argparse.Namespace) -> tuple[Any, bo
     rest = (labels, *(values[name] for name in found.weight))
     x: Any = next(iter(inputs.values())) if len(model.inputs) == 1 else None
     if not getattr(x, "dtype", None) == np.uint8 != model.inputs[0].dtype:
-        return (inputs, *rest), bool(said(options))
+        return (inputs, *rest), bool(image_options(options))
     prepare = preparation(model, options)
     where = images.layout(model, prepare.size)
     return (pictures.batch(x, prepare, where), *rest), True
@@ -141,10 +141,10 @@ def _lacks(path: Path, names: Iterable[str], what: str) -> InputError:
 
 def preparation(model: Model, options: argparse.Namespace) -> images.Preparation:
     """Return the preparation by the flags, or else by the file, or else the usual one."""
-    return replace(images.preparation(model), **said(options))
+    return replace(images.preparation(model), **image_options(options))
 
 
-def said(options: argparse.Namespace) -> dict[str, Any]:
+def image_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return what the flags say of pictures."""
     flags = {name: getattr(options, name, None) for name in _PREPARATION}
     if flags["labels"] is not None:

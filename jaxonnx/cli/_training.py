@@ -41,14 +41,14 @@ _RATES = ("rate", "schedule", "warmup", "clip", "weight_decay")
 def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None) -> Report:
     from jaxonnx.training import train
 
-    first = _connected(options)
+    first = _connect_processes(options)
     model = reading.read(options)
     check_writable(options.output)
     _check_report(options.report)
     path = reading.examples(options)
     settings = _settings(options, model, path, sparsity)
     if options.explain:
-        text = _explained(options, model, path, settings)
+        text = _explain(options, model, path, settings)
         return Report({"python": text}, text)
     data, recorded = reading.data(path, model, options)
     if isinstance(options.validation, Path):
@@ -56,7 +56,7 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
     progress = False if options.json else None
     if not first:  # the files are those of one process
         settings.pop("on_log", None)
-    made = {name: explain.made(value) for name, value in settings.items()}
+    made = {name: explain.evaluate_calls(value) for name, value in settings.items()}
     result = train(model, data, progress=progress, **made)
     history, trained = result.history, result.model
     stopped = bool(history.stopped) and not history.early
@@ -70,7 +70,7 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
     if options.report is not None:
         said = {n: x for n, x in vars(options).items() if x not in (None, False, [])}
         replace(result, model=trained).report(options.report, said)
-    written = _written(options)
+    written = _output_paths(options)
     about = {"output": options.output, "written": written}
     about |= {"history": asdict(history), "changes": result.changes}
     report = Report(about, str(result), stopped, written)
@@ -79,7 +79,7 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
     return _with_proof(report, trained, data, settings)
 
 
-def _connected(options: argparse.Namespace) -> bool:
+def _connect_processes(options: argparse.Namespace) -> bool:
     """Connect the processes that run this command; return whether this one reports."""
     if options.distributed is None:
         return True
@@ -109,7 +109,7 @@ def export_step(options: argparse.Namespace) -> Report:
     for name in (*of_runs, *_SETTINGS):  # flags that one step has not
         vars(options).setdefault(name, None)
     settings = _settings(options, model, path, None)
-    made = {name: explain.made(value) for name, value in settings.items()}
+    made = {name: explain.evaluate_calls(value) for name, value in settings.items()}
     data, _ = reading.data(path, model, options)
     examples = _examples(data, model, settings, options.batch_size)
     accepted = inspect.signature(step).parameters
@@ -117,7 +117,10 @@ def export_step(options: argparse.Namespace) -> Report:
     made |= {"epochs": options.epochs or 1, "steps_per_epoch": examples.steps}
     batches = [*examples.batches(0)] if options.web else [next(examples.batches(0))]
     if options.web:
-        made |= {"web": _joined(batches), "runtime": None if options.web is True else options.web}
+        made |= {
+            "web": _join_batches(batches),
+            "runtime": None if options.web is True else options.web,
+        }
     batch = batches[0]
     if options.any_batch:
         (size,) = jax.export.symbolic_shape("batch")
@@ -129,7 +132,7 @@ def export_step(options: argparse.Namespace) -> Report:
     return Report({"written": written, "manifest": manifest}, None, False, written)
 
 
-def _joined(batches: list[Batch]) -> Batch:
+def _join_batches(batches: list[Batch]) -> Batch:
     """Return the examples of batches as one, without what fills them up."""
     if len({tuple(x.shape[1:] for x in jax.tree.leaves(batch)) for batch in batches}) > 1:
         raise InputError("--web takes examples of one shape: pad them to one width")
@@ -170,7 +173,7 @@ def _settings(
     options: argparse.Namespace, model: Model, path: Path, sparsity: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Return the arguments of `jaxonnx.train` that are not its defaults, calls as `partial`."""
-    preprocess = reading.said(options) if path.is_dir() else {}
+    preprocess = reading.image_options(options) if path.is_dir() else {}
     if path.is_dir() and options.augment:
         preprocess["augment"] = options.augment
     elif options.augment:
@@ -214,7 +217,7 @@ def _optimizer(options: argparse.Namespace, head: Any) -> partial | Planned | No
     return Planned(call) if {"schedule", "warmup"} & {*said} else call
 
 
-def _explained(
+def _explain(
     options: argparse.Namespace, model: Model, path: Path, settings: Mapping[str, Any]
 ) -> str:
     """Return the Python that does what the command does."""
@@ -266,7 +269,7 @@ def _explained_reading(
     return [f"{name} = {explain.source(path)}"]
 
 
-def _written(options: argparse.Namespace) -> list[Path]:
+def _output_paths(options: argparse.Namespace) -> list[Path]:
     """Return the paths of what a training writes."""
     paths = [options.output, *(options.log or ()), options.checkpoint_dir, options.report]
     paths.append(getattr(options, "adapters", None))

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jaxonnx._atomic_write import check_writable, whole
 from jaxonnx._data.images import preparation as images
-from jaxonnx._data.images.folder import listed
+from jaxonnx._data.images.folder import image_paths
 from jaxonnx._graph import exporter_hints
 from jaxonnx._graph.values import Value
 from jaxonnx._io.protos import text
@@ -29,14 +29,14 @@ def info(options: argparse.Namespace) -> Report:
         "producer": " ".join(map(text, (proto.producer_name, proto.producer_version))).strip(),
         "ir_version": model.proto.ir_version,
         "opsets": {entry.domain or "ai.onnx": entry.version for entry in model.proto.opset_import},
-        "inputs": [_described(value) for value in model.inputs],
-        "outputs": [_described(value) for value in model.outputs],
+        "inputs": [_describe(value) for value in model.inputs],
+        "outputs": [_describe(value) for value in model.outputs],
         "operators": Counter(map(operator, model.graph.nodes)),
-        "params": {name: _described(x) for name, x in model.params.items()},
-        "state": {name: _described(x) for name, x in model.state.items()},
+        "params": {name: _describe(x) for name, x in model.params.items()},
+        "state": {name: _describe(x) for name, x in model.state.items()},
         "sparse": [layer.name for layer in sparsity[1]] if sparsity else [],
         "tied": {name: of for name, of in model._places.ties.items() if of in model.params},
-        "without_dropout": exporter_hints.undropped(model.proto.graph),
+        "without_dropout": exporter_hints.find_missing_dropout(model.proto.graph),
         "training": len(model.proto.training_info),
         "warnings": model.warnings,
     }
@@ -48,7 +48,7 @@ def info(options: argparse.Namespace) -> Report:
     return Report(data, summary)
 
 
-def _described(value: Any) -> dict[str, Any]:
+def _describe(value: Any) -> dict[str, Any]:
     """Return shape and type of an input, an output or a tensor."""
     name = {"name": value.name} if isinstance(value, Value) else {}
     return {**name, "dtype": value.dtype and str(value.dtype), "shape": value.shape}
@@ -63,14 +63,14 @@ def run(options: argparse.Namespace) -> Report:
             np.savez(file, **named)
     except OSError as error:
         raise Failed(f"the outputs could not be written: {error}") from error
-    data = {"output": options.output, "outputs": {n: _described(x) for n, x in named.items()}}
+    data = {"output": options.output, "outputs": {n: _describe(x) for n, x in named.items()}}
     shown = "\n".join(f"{n}: {x.dtype}{[*x.shape]}" for n, x in named.items())
     return Report(data, shown, written=[options.output])
 
 
 def _outputs(model: Model, options: argparse.Namespace) -> dict[str, Any]:
     """Return the outputs by name, with the paths of pictures and the lengths of texts."""
-    folder, said = options.data.is_dir(), reading.said(options)
+    folder, said = options.data.is_dir(), reading.image_options(options)
     given: Any = options.data if folder else reading.inputs(options.data, model)
     names = [value.name for value in model.outputs]
     flags = (options.batch_size, options.pad, options.length_buckets)
@@ -87,7 +87,7 @@ def _outputs(model: Model, options: argparse.Namespace) -> dict[str, Any]:
         preprocess=said or None,
         progress=False if options.json else None,
     )
-    named: dict[str, Any] = {"paths": [*map(str, listed(options.data))]} if folder else {}
+    named: dict[str, Any] = {"paths": [*map(str, image_paths(options.data))]} if folder else {}
     for name, x in (outputs if isinstance(outputs, dict) else {names[0]: outputs}).items():
         if isinstance(x, list):
             named[f"{name}.lengths"] = [len(row) for row in x]
@@ -112,7 +112,7 @@ def evaluate(options: argparse.Namespace) -> Report:
         batch_size=options.batch_size,
         pad=dict(options.pad or ()),
         length_buckets=options.length_buckets,
-        preprocess=reading.said(options) if where.is_dir() else None,
+        preprocess=reading.image_options(options) if where.is_dir() else None,
         progress=False if options.json else None,
     )
     tables = {name: x for name, x in result.items() if not isinstance(x, float)}

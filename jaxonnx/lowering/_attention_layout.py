@@ -16,10 +16,10 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jaxonnx._jaxpr import bound, interpret
+from jaxonnx._jaxpr import bind_equation, interpret
 
 
-def heads_apart(function: Callable) -> Callable:
+def separate_heads(function: Callable) -> Callable:
     """Return a function that computes the same, and splits and merges weights for arrays."""
 
     def changed(*args):
@@ -89,7 +89,7 @@ def _step(equation: JaxprEqn, inputs: list) -> list:
     rule = _RULES.get(equation.primitive.name)
     if rule is not None and (found := rule(equation, *inputs)) is not None:
         return [found]
-    return bound(equation, [*map(_array, inputs)])
+    return bind_equation(equation, [*map(_array, inputs)])
 
 
 def _dot_general(equation: JaxprEqn, x: Any, w: Any) -> Any:

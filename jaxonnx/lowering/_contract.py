@@ -81,7 +81,7 @@ contract_p = Primitive("contract")
 contract_p.plain = lambda u, v, *, form, out: form.plain(out, u, v)  # type: ignore[attr-defined]
 
 
-def named(name: str, function: Callable, static: str) -> Primitive:
+def named_primitive(name: str, function: Callable, static: str) -> Primitive:
     """Return a primitive that is a function of arrays, for readers of a jaxpr.
 
     It has no derivative; XLA sees the function's own primitives.
@@ -146,12 +146,12 @@ class Batched:
     def over(self, function: Callable, out: int, u, v):
         """Contract with `function`, which contracts the form without the leading axis."""
         if self.slots == self.form.batch:
-            return self._merged(function, out, u, v)
+            return self._merge_batches(function, out, u, v)
         axes = tuple(0 if i in self.slots else None for i in range(3) if i != out)
         result = jax.vmap(partial(function, out), axes)(u, v)
         return result if out in self.slots else result.sum(0)
 
-    def _merged(self, function: Callable, out: int, u, v):
+    def _merge_batches(self, function: Callable, out: int, u, v):
         """Contract one larger batch instead of a batch of batches."""
         others = [i for i in range(3) if i != out]
         lead = next(a.shape[:2] for i, a in zip(others, (u, v), strict=True) if i in self.slots)

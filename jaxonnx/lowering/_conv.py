@@ -110,9 +110,9 @@ class Conv:
         dtype = self._dtype(out, u, v)
         if out == self.wide == 2:
             return self.dense(u, v, dtype)
-        return self._derived(self.dense, out, u.astype(dtype), v.astype(dtype))
+        return self._contract_derived(self.dense, out, u.astype(dtype), v.astype(dtype))
 
-    def _derived(self, forward, out, u, v):
+    def _contract_derived(self, forward, out, u, v):
         """Contract with `forward`, or its transpose as JAX derives it."""
         if out == 2:
             return forward(u, v)
@@ -133,7 +133,7 @@ class Conv:
         """
         return self._in_float32(partial(self._fast, split=True), out, u, v)
 
-    def mapped(self, out, u, v):
+    def map_weights(self, out, u, v):
         """Contract in a form to map over weights.
 
         That makes one product of a batch of matrices; of a plain convolution it would make groups,
@@ -141,7 +141,7 @@ class Conv:
         """
         if self.groups > 1 or self.taps.slices > UNROLLED:
             return self.fast(out, u, v)
-        return self._in_float32(partial(self._derived, self._gathered), out, u, v)
+        return self._in_float32(partial(self._contract_derived, self._im2col), out, u, v)
 
     def _in_float32(self, function, out, u, v):
         """Contract in float32 at least: XLA:CPU accumulates half precision in half precision."""
@@ -157,10 +157,10 @@ class Conv:
         if self.groups > 1:
             if self.groups == inputs and outputs == inputs:
                 return self._depthwise(out, u, v)
-            return self._derived(self._merged, out, u, v)
+            return self._contract_derived(self._join_groups, out, u, v)
         count = math.prod(self.kernel)
         if count == 1 and not any(map(any, self.pads)):
-            return self._derived(self._pointwise, out, u, v)
+            return self._contract_derived(self._pointwise, out, u, v)
         batch = (v, u, u)[out].shape[0]
         added = split and out == 1
         if not added and self._few_multiplications(out, batch, inputs, outputs):
@@ -170,8 +170,8 @@ class Conv:
         few = self.turned and out != 2 and (parted or math.prod(self.out) <= FEW_WINDOWS)
         if (few or self._slow(out)) and _reaches(work, SLOW_WORK):
             if self.taps.slices <= UNROLLED:
-                return self._derived(self._gathered, out, u, v)
-            return self.plain(out, u, v) if out == 1 else self._padded(out, u, v)
+                return self._contract_derived(self._im2col, out, u, v)
+            return self.plain(out, u, v) if out == 1 else self._convolve_padded(out, u, v)
         if out == 2 and inputs * count <= NARROW and outputs <= NARROW:
             return self._narrow(u, v)
         return self.plain(out, u, v)
@@ -190,7 +190,7 @@ class Conv:
         (tap,) = self.taps.read(x)
         return tap @ (self._rows(w) if self.turned else w.reshape(w.shape[:2]).T)
 
-    def _gathered(self, x, w):
+    def _im2col(self, x, w):
         """Lay the windows side by side (im2col), then multiply once."""
         columns = self.taps.windows(x)
         if self.turned or w.size < LARGE_WEIGHT:
@@ -198,7 +198,7 @@ class Conv:
         columns = columns.swapaxes(-1, -2)
         return columns.reshape(*columns.shape[:-2], -1) @ w.reshape(w.shape[0], -1).T
 
-    def _padded(self, out, u, v):
+    def _convolve_padded(self, out, u, v):
         """Convolve images that were padded before, so that none is smaller than the kernel.
 
         The gradient of the image is a convolution with the kernel read from its end.
@@ -250,7 +250,7 @@ class Conv:
         pads = [(2 - begin, 2 - end) for begin, end in self.pads]
         return winograd.images(v, w, pads, self.size, flipped=True)
 
-    def _merged(self, x, w):
+    def _join_groups(self, x, w):
         """Convolve with groups joined.
 
         XLA:CPU makes loops of grouped filter gradients, but not of dense ones, even half empty.
@@ -289,7 +289,7 @@ class Conv:
         return taps.fold((u,), (0,), lambda y, i, tap: y + tap * w[i], start)
 
 
-on_platforms(Conv, {"cpu": Rule(Conv.fast, Conv.mapped, Conv.split)})
+on_platforms(Conv, {"cpu": Rule(Conv.fast, Conv.map_weights, Conv.split)})
 
 
 def _reaches(size, bound: int) -> bool:

@@ -24,7 +24,9 @@ _TOTALS = {"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"}
 """Operations that may make one number of a large array: its order changes the rounding only."""
 
 
-def indifferent(optimizer: optax.GradientTransformationExtraArgs, params: Any, stored: Any) -> bool:
+def is_elementwise(
+    optimizer: optax.GradientTransformationExtraArgs, params: Any, stored: Any
+) -> bool:
     """Check whether the optimizer does the same, element by element, to weights in either order.
 
     Its programs for the two orders must be made of the same operations on the same values, and no
@@ -37,7 +39,7 @@ def indifferent(optimizer: optax.GradientTransformationExtraArgs, params: Any, s
             return optimizer.update(gradients, state, params, value=value, grad=gradients)
 
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        return _described(jax.make_jaxpr(run)(like, like, np.float32(0)))
+        return _describe(jax.make_jaxpr(run)(like, like, np.float32(0)))
 
     try:
         return description(params) == description(stored)
@@ -50,7 +52,7 @@ class _Tells(Exception):
     """Raised by an operation that can tell the order of the axes of a large array."""
 
 
-def _described(program: Program) -> tuple[list, list]:
+def _describe(program: Program) -> tuple[list, list]:
     """Return the operations and results of a program, without what depends on orders of axes.
 
     A value is (number of its operation, number among the results), so that programs of equal
@@ -80,7 +82,7 @@ def _parameters(equation: JaxprEqn) -> Any:
     large = any(_large(v.aval) for v in (*equation.invars, *equation.outvars))
     # branches are compared, but a loop over large arrays, which may slice them, is refused below
     if inner and not (large and name != "cond"):
-        return [*map(_described, inner)]
+        return [*map(_describe, inner)]
     if not large:
         return str(equation.params)
     # on large arrays only what cannot tell one axis from another: operations on equal shapes (and

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jaxonnx.lowering._low_rank import Adapted
+from jaxonnx.lowering._low_rank import LowRank
 from jaxonnx.lowering._merged_rows import MergedRows
 
 SHORT = 16
@@ -135,8 +135,8 @@ _kernels_first = jax.jit(kernels_first)
 
 def in_file(value: Any) -> Any:
     """Return a value as the file has it: turned back or merged, any other as it is."""
-    if isinstance(value, Adapted | MergedRows):
-        return value.merged()
+    if isinstance(value, LowRank | MergedRows):
+        return value.merge()
     return value.first() if isinstance(value, KernelFirst) else value
 
 
@@ -153,7 +153,7 @@ def placed_as(x: jax.Array, value: np.ndarray) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class Turn:
+class Transposition:
     """A transposition of arrays of one shape."""
 
     shape: tuple[int, ...]
@@ -166,12 +166,14 @@ class Turn:
         return placed_as(x, np.asarray(x).transpose(self.axes))
 
     @property
-    def back(self) -> "Turn":
+    def back(self) -> "Transposition":
         inverse = tuple(self.axes.index(a) for a in range(len(self.axes)))
-        return Turn(tuple(self.shape[a] for a in self.axes), inverse)
+        return Transposition(tuple(self.shape[a] for a in self.axes), inverse)
 
 
-def turned(tree: Any, turns: Mapping[str, Turn], special: Mapping[type, Callable] | None = None):
+def transpose_tree(
+    tree: Any, turns: Mapping[str, Transposition], special: Mapping[type, Callable] | None = None
+):
     """Transpose each array in a tree that has the key and the shape of a turn.
 
     What an optimizer keeps for a parameter has its name and its shape. `special` has functions that

@@ -15,7 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Adapted:
+class LowRank:
     """The matrix w + a b."""
 
     w: Any
@@ -37,10 +37,10 @@ class Adapted:
         return self.w.shape
 
     @property
-    def T(self) -> "Adapted":
-        return Adapted(self.w.T, self.b.T, self.a.T)
+    def T(self) -> "LowRank":
+        return LowRank(self.w.T, self.b.T, self.a.T)
 
-    def merged(self) -> Any:
+    def merge(self) -> Any:
         return self.w + self.a @ self.b
 
     def __rmatmul__(self, x: Any) -> Any:
@@ -49,14 +49,14 @@ class Adapted:
 
 @jax.custom_jvp
 def _product(x, w, a, b):
-    return x @ Adapted(w, a, b).merged()
+    return x @ LowRank(w, a, b).merge()
 
 
 @partial(_product.defjvp, symbolic_zeros=True)
 def _product_jvp(primals, tangents):
     x, w, a, b = primals
     terms = {
-        0: lambda dx: dx @ Adapted(w, a, b).merged(),
+        0: lambda dx: dx @ LowRank(w, a, b).merge(),
         1: lambda dw: x @ dw,
         2: lambda da: (x @ da) @ b,
         3: lambda db: (x @ a) @ db,

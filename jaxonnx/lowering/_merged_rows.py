@@ -39,7 +39,7 @@ class MergedRows:
         a, b, k = self.value.shape
         return a * b, k
 
-    def merged(self) -> Any:
+    def merge(self) -> Any:
         return self.value.reshape(self.shape)
 
     def each(self, function: Callable) -> "MergedRows":
@@ -47,10 +47,10 @@ class MergedRows:
         return MergedRows(jax.vmap(function)(self.value))
 
 
-def reshaped(x: Any, shape: list[int]) -> Any:
+def reshape_rows(x: Any, shape: list[int]) -> Any:
     """Reshape; rows that several axes are merged into may be a `MergedRows`."""
     if isinstance(x, MergedRows):
-        return x.value if (*shape,) == x.value.shape else x.merged().reshape(shape)
+        return x.value if (*shape,) == x.value.shape else x.merge().reshape(shape)
     if merges() or isinstance(x, np.ndarray) or x.ndim < 3 or len(shape) != 2:
         return x.reshape(shape)
     if not all(isinstance(n, int) for n in (*x.shape, *shape)):  # sizes that jax.export leaves open

@@ -6,10 +6,10 @@ import jax
 from jax import lax
 from jax.interpreters import ad
 
-from jaxonnx.lowering._contract import named
+from jaxonnx.lowering._contract import named_primitive
 
 
-def normalized(x, scale, bias, mean, var, epsilon: float, channels: int):
+def normalize(x, scale, bias, mean, var, epsilon: float, channels: int):
     """Return (x - mean) / sqrt(var + epsilon) * scale + bias, all of one dtype.
 
     Args:
@@ -25,7 +25,7 @@ def _plain(x, scale, bias, mean, var, options):
     return (x - mean) * (scale * lax.rsqrt(var + epsilon)) + bias
 
 
-normalized_p = named("batch_normalization", _plain, "options")
+normalized_p = named_primitive("batch_normalization", _plain, "options")
 
 
 def _jvp(primals: Any, tangents: Any, *, options: Any):

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import mlir
 
-from jaxonnx.lowering._contract import Rule, contract, named, on_platforms
+from jaxonnx.lowering._contract import Rule, contract, named_primitive, on_platforms
 from jaxonnx.lowering._taps import Taps
 
 UNROLLED = 16
@@ -66,12 +66,12 @@ def _winner(x, y, taps: Taps):
     return taps.fold((x, inside), (lowest(x.dtype), False), first, index, reverse=True)
 
 
-def _reduced(x, taps: Taps):
+def _reduce_max(x, taps: Taps):
     """Return the maxima by an instruction; of equal elements the first has the derivative.
 
     Where a maximum is NaN, any element of the window has it.
     """
-    return lax.reduce_window(x, lowest(x.dtype), lax.max, *_described(taps, x.ndim))
+    return lax.reduce_window(x, lowest(x.dtype), lax.max, *_window_arguments(taps, x.ndim))
 
 
 def _has_instruction(taps: Taps) -> bool:
@@ -80,18 +80,18 @@ def _has_instruction(taps: Taps) -> bool:
 
 
 def _maximum_on_tpu(x, taps: Taps):
-    return _reduced(x, taps) if _has_instruction(taps) else _plain_maximum(x, taps)
+    return _reduce_max(x, taps) if _has_instruction(taps) else _plain_maximum(x, taps)
 
 
-def _described(taps: Taps, rank: int) -> tuple:
+def _window_arguments(taps: Taps, rank: int) -> tuple:
     """Return the arguments of `lax.reduce_window` behind its function, for arrays of a rank."""
     ones, none = (1,) * rank, ((0, 0),) * rank
     kernel, strides = taps.around(ones, taps.kernel), taps.around(ones, taps.strides)
     return kernel, strides, taps.around(none, taps.pads), ones, taps.around(ones, taps.dilations)
 
 
-maximum_p = named("window_maximum", _plain_maximum, "taps")
-winner_p = named("window_winner", _winner, "taps")
+maximum_p = named_primitive("window_maximum", _plain_maximum, "taps")
+winner_p = named_primitive("window_winner", _winner, "taps")
 mlir.register_lowering(
     maximum_p, mlir.lower_fun(_maximum_on_tpu, multiple_results=False), platform="tpu"
 )
@@ -107,7 +107,7 @@ def _(taps, primals, tangents):
         return contract(Choice(taps), 2, winner_p.bind(x, y, taps=taps), dx)
 
     def instructed(x, y, dx):
-        return jax.jvp(partial(_reduced, taps=taps), (x,), (dx,))[1]
+        return jax.jvp(partial(_reduce_max, taps=taps), (x,), (dx,))[1]
 
     on_tpu = instructed if _has_instruction(taps) else gathered
     fixed = map(lax.stop_gradient, (x, y))
@@ -174,7 +174,7 @@ class Sum:
 
     def _forward(self, x):
         zero = np.zeros((), x.dtype)
-        return lax.reduce_window(x, zero, lax.add, *_described(self.taps, x.ndim))
+        return lax.reduce_window(x, zero, lax.add, *_window_arguments(self.taps, x.ndim))
 
     def plain(self, out, u, v):
         if out == 0:

@@ -48,7 +48,7 @@ def is_half(x) -> bool:
     return x.dtype.itemsize == 2 and jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def rounded(a, b):
+def product_rounded(a, b):
     """Multiply a matrix in float32 with one in half precision; the product is as the latter."""
     return contract(Product(0), 2, a, b)
 

@@ -97,9 +97,9 @@ def _(step, reverse, own, primals, tangents):
     if not _is_zero(dx):
         gates += _apart(_by_rows(dx, w), len(w), own)
     if not _is_zero(dw):
-        gates += _apart(_at_once(x, transposed(dw)), len(w), own)
+        gates += _apart(_at_once(x, transpose_weight(dw)), len(w), own)
     if not (dr is None or _is_zero(dr)):
-        gates += _apart(_at_once(before, transposed(dr)), len(r) - own, len(w) + own - len(r))
+        gates += _apart(_at_once(before, transpose_weight(dr)), len(r) - own, len(w) + own - len(r))
     if not (dbias is None or _is_zero(dbias)):
         gates += dbias
     return (hidden, last), linear(gates, dextra, dstates)
@@ -112,11 +112,11 @@ def _scan(step: Step, reverse: bool, own: int, added, x, w, r, bias, extra, vali
     have to fetch the product from memory again.
     """
     width = states[0].shape[-1]
-    w_t, r_t = (None if a is None else transposed(a) for a in (w, r))
+    w_t, r_t = (None if a is None else transpose_weight(a) for a in (w, r))
     of_input, of_state = (None, None) if bias is None else jnp.split(bias, [len(w)])
 
     def gates(given, h):
-        return given if r is None else _added(given, state_product(h, r, r_t), own, of_state)
+        return given if r is None else _add_gates(given, state_product(h, r, r_t), own, of_state)
 
     def scan(gates_of, given, count=1):
         """Scan with the gates `gates_of(given, h)` of each group of hidden units."""
@@ -124,17 +124,17 @@ def _scan(step: Step, reverse: bool, own: int, added, x, w, r, bias, extra, vali
 
         def body(groups, inputs):
             given, valid, added = inputs
-            gates = gates_of(given, _merged([group[0] for group in groups]))
+            gates = gates_of(given, _join_groups([group[0] for group in groups]))
             if added is not None:
                 gates = map(_with_tangent, gates, split(added))
             new = [
                 _next(step, *group, valid)
                 for group in zip(gates, split(extra), groups, strict=True)
             ]
-            return new, _merged([group[0] for group in new])
+            return new, _join_groups([group[0] for group in new])
 
         last, hidden = lax.scan(body, split(states), (given, valid, added), reverse=reverse)
-        return jax.tree.map(lambda *groups: _merged(groups), *last), hidden
+        return jax.tree.map(lambda *groups: _join_groups(groups), *last), hidden
 
     def at_once(x):
         return scan(lambda x, h: [gates(x, h)], _at_once(x, w_t, of_input))
@@ -144,7 +144,7 @@ def _scan(step: Step, reverse: bool, own: int, added, x, w, r, bias, extra, vali
         whole = few or own or width % GROUPS
         if r is not None and len(r) == len(w) and LARGE <= r.size <= VAST and not whole:
             split = partial(_groups, width=width, count=GROUPS, axis=0)
-            both = map(transposed, split(jnp.concatenate([w, r], 1)))
+            both = map(transpose_weight, split(jnp.concatenate([w, r], 1)))
             weights = [*zip(split(r), both, split(bias), strict=True)]
             return scan(lambda x, h: [_both_products(x, h, *group) for group in weights], x, GROUPS)
         return scan(lambda x, h: [gates(_affine(x, w_t, of_input), h)], x)
@@ -179,7 +179,7 @@ def _groups(tree: Any, width: int, count: int, axis: int = -1) -> list:
     return [jax.tree.map(partial(share, i), tree) for i in range(count)]
 
 
-def _added(given, product, own: int, bias):
+def _add_gates(given, product, own: int, bias):
     """Return the gates of an input and a state, of which `own` are the state's alone."""
     shared = product.shape[-1] - own
     if shared == given.shape[-1] and not own:
@@ -195,11 +195,11 @@ def _apart(gates, first: int, count: int):
     return jnp.concatenate([gates[..., :first], zeros, gates[..., first:]], -1) if count else gates
 
 
-def _merged(groups):
+def _join_groups(groups):
     return groups[0] if len(groups) == 1 else jnp.concatenate(groups, -1)
 
 
-def transposed(w):
+def transpose_weight(w):
     """Return `w.T`, on CPU made of several parts if its rows can be split.
 
     XLA merges a plain transposition into the product whose result it transposes, here a gradient

@@ -5,10 +5,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax.interpreters import ad, mlir
 
-from jaxonnx.lowering._contract import named
+from jaxonnx.lowering._contract import named_primitive
 
 
-def either(on_cpu: Any, elsewhere: Any) -> Any:
+def select_platform(on_cpu: Any, elsewhere: Any) -> Any:
     """Return the one array on CPU and the other elsewhere; either is right.
 
     It is linear in both, and the one that is not taken gets a zero cotangent.
@@ -24,7 +24,7 @@ def _elsewhere(x, cpu: bool):
     return _on_cpu(x, not cpu)
 
 
-_share_p = named("share", _on_cpu, "cpu")
+_share_p = named_primitive("share", _on_cpu, "cpu")
 mlir.register_lowering(_share_p, mlir.lower_fun(_elsewhere, multiple_results=False))
 mlir.register_lowering(_share_p, mlir.lower_fun(_on_cpu, multiple_results=False), platform="cpu")
 ad.deflinear2(_share_p, lambda cotangent, _, cpu: [_share_p.bind(cotangent, cpu=cpu)])

@@ -66,7 +66,7 @@ def add_training(
     model = model if trainable is None else model.with_trainable(trainable)
     if isinstance(init, Mapping):
         init = _by_tensor(init, model)
-    proto = model._written(repeat=True)  # what is trained must be an initializer
+    proto = model._write(repeat=True)  # what is trained must be an initializer
     add(proto, [*model.params], loss, optimizer, init, weights(model.graph, model.tensors))
     return proto
 

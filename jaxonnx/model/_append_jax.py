@@ -11,12 +11,12 @@ from onnx.numpy_helper import to_array
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.values import Value
 from jaxonnx._io.protos import opset_of
-from jaxonnx._run.shapes import evaluated
+from jaxonnx._run.shapes import evaluate_shapes
 from jaxonnx.errors import InputError
 from jaxonnx.onnx_out import OLDEST, append
 
 
-def appended(
+def append_function(
     proto: ModelProto,
     graph: Graph,
     tensors: Mapping[str, Any],
@@ -34,7 +34,7 @@ def appended(
             f"the file has opset {opset}, and functions become nodes of opset {OLDEST} on; convert "
             "it with onnx.version_converter.convert_version"
         )
-    shapes = evaluated(proto, graph, tensors)
+    shapes = evaluate_shapes(proto, graph, tensors)
     values = shapes.values if shapes else {}
     if unknown := [name for name in graph.outputs if name not in values]:
         raise InputError(f"the shape of output {unknown[0]!r} depends on values of the inputs")

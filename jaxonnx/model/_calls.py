@@ -40,6 +40,6 @@ def inputs_first(method: Callable[P, R]) -> Callable[P, R]:
     return call  # type: ignore[return-value]
 
 
-def unmarked(named: Mapping[str, Any]) -> dict[str, Any]:
+def unmark_names(named: Mapping[str, Any]) -> dict[str, Any]:
     """Return the inputs that were passed by name, by their names in the file."""
     return {name.removesuffix(_INPUT): value for name, value in named.items()}

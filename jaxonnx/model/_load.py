@@ -18,12 +18,12 @@ from jaxonnx._arrays import put, put_copies
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.roles import running_statistics, split
 from jaxonnx._graph.select import Select, select
-from jaxonnx._io.read import give_back_memory, read, replaced
+from jaxonnx._io.read import give_back_memory, read, replace_weights
 from jaxonnx._io.tensors import same
-from jaxonnx._io.ties import shared, sources
+from jaxonnx._io.ties import is_shared, sources
 from jaxonnx._mesh.rules import Sharding
-from jaxonnx._mesh.shardings import placed
-from jaxonnx._rewrite.dequantize import dequantized
+from jaxonnx._mesh.shardings import model_shardings
+from jaxonnx._rewrite.dequantize import dequantize_weights
 from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError
 from jaxonnx.model._model import Model, Trainable
@@ -101,9 +101,9 @@ def load(
         raise InputError(f"batch is 'any' or None, and was {batch!r}")
     proto, tensors = read(source, checkpoint)
     if weights is not None:
-        tensors = replaced(proto.graph, tensors, weights)
+        tensors = replace_weights(proto.graph, tensors, weights)
     if dequantize:
-        proto, tensors = dequantized(proto, tensors)
+        proto, tensors = dequantize_weights(proto, tensors)
     graph = bind(proto, proto.graph, tensors.keys())
     if names := _ties(graph, tensors, proto.graph, tied):
         for name in names:
@@ -119,7 +119,7 @@ def load(
     program = Program(graph, constants, limit=limit)
     where = {}
     if mesh is not None:
-        where = placed(Model(params, state, proto, program, originals), mesh, sharding)
+        where = model_shardings(Model(params, state, proto, program, originals), mesh, sharding)
     for group in (params, state):
         for name in group:
             group[name] = _on_device(group[name], where.get(name))
@@ -160,7 +160,7 @@ def _ties(
         and jnp.issubdtype(tensors[name].dtype, jnp.floating)
     }
     if wanted is None:
-        return {name for name, of in pairs.items() if shared(tensors[name], tensors[of])}
+        return {name for name, of in pairs.items() if is_shared(tensors[name], tensors[of])}
     chosen = select(
         wanted, {n: tensors[n] for n in pairs}, "tied", kind="Identity of a weight in the model"
     )

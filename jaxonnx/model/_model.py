@@ -17,10 +17,10 @@ from jax.sharding import Mesh
 from onnx import ModelProto
 from rich.console import Group
 
-from jaxonnx._data.images.folder import unlabelled
+from jaxonnx._data.images.folder import list_folder
 from jaxonnx._data.ragged import Padding
 from jaxonnx._graph.select import Select
-from jaxonnx._graph.values import arguments, data, listed
+from jaxonnx._graph.values import arguments, data, list_values
 from jaxonnx._io import formats
 from jaxonnx._io import save as saving
 from jaxonnx._mesh.rules import Sharding
@@ -32,11 +32,11 @@ from jaxonnx._run.program import Kept
 from jaxonnx._text import Rendered
 from jaxonnx.errors import InputError
 from jaxonnx.model import _transforms as changed
-from jaxonnx.model._calls import inputs_first, unmarked
+from jaxonnx.model._calls import inputs_first, unmark_names
 from jaxonnx.model._predict import predictions
 from jaxonnx.model._reinitialize import Initializer
 from jaxonnx.model._show import overview
-from jaxonnx.model._sparsity import options, selected, unrecorded, with_record
+from jaxonnx.model._sparsity import find_unrecorded, options, selector, with_record
 from jaxonnx.model._summary import Summary, summary
 from jaxonnx.training_info import Training
 
@@ -68,7 +68,7 @@ class Model(Network, Rendered):
     @cached_property
     def training(self) -> Training:
         """The training that the file itself carries (`training_info`) as pure functions."""
-        return Training(self.proto, self.merged()._values())
+        return Training(self.proto, self.merge_adapters()._values())
 
     @inputs_first
     def __call__(self, /, *inputs: Any, rng: jax.Array | None = None, **named: Any) -> Any:
@@ -126,13 +126,13 @@ class Model(Network, Rendered):
           InputError: inputs that do not fit, a picture that cannot be read, or an output that does
             not have one row per example.
         """
-        data = unlabelled(data, self, preprocess)
+        data = list_folder(data, self, preprocess)
         return predictions(self, self, data, batch_size, Padding.of(pad, length_buckets), progress)
 
     @cached_property
     def _kept(self) -> Kept:
         with jax.ensure_compile_time_eval():  # the first call may be one that is traced
-            return self.program.kept(self.params, self.state)
+            return self.program.prepare_calls(self.params, self.state)
 
     @inputs_first
     def apply(
@@ -310,7 +310,7 @@ class Model(Network, Rendered):
           InputError: the file's opset is older than 13, or the shape of an output depends on the
             values of inputs, or a name is taken.
         """
-        return changed.continued(self, function, outputs)
+        return changed.append_jax(self, function, outputs)
 
     def with_any_batch(self) -> Model:
         """Return a model for batches of any size, from a file that was exported for one.
@@ -422,7 +422,7 @@ class Model(Network, Rendered):
         """
         choice = self.sparsity_options() | choice
         if choice.get("select") is not None:
-            choice["select"] = selected(choice["select"], self.params, self._places)
+            choice["select"] = selector(choice["select"], self.params, self._places)
         proto = with_record(self.proto, self.params, pattern, transposable, choice)
         return dataclasses.replace(self, proto=proto)
 
@@ -431,7 +431,7 @@ class Model(Network, Rendered):
 
         A record of sparse weights stays for those that have the pattern.
         """
-        return self._written()
+        return self._write()
 
     def save(
         self, path: str | os.PathLike, *, external_data: bool = False, sparse: bool = False
@@ -458,10 +458,10 @@ class Model(Network, Rendered):
         formats.save(path, self.to_onnx, self._weights, external_data=external_data, sparse=sparse)
         if formats.of(path).graph is None or self.sparsity is not None:
             return
-        if message := unrecorded(self.graph, self.tensors, self.params):
+        if message := find_unrecorded(self.graph, self.tensors, self.params):
             warnings.warn(f"'{os.fspath(path)}': {message}", stacklevel=2)
 
-    def merged(self) -> Model:
+    def merge_adapters(self) -> Model:
         """Return a plain model in which adapters (`jaxonnx.LoRA`) are merged into the weights.
 
         Its parameters are those of the model that the adapters were attached to, and what was
@@ -469,14 +469,14 @@ class Model(Network, Rendered):
         """
         return changed.without_adapters(self)
 
-    def _written(self, *, repeat: bool = False) -> ModelProto:
+    def _write(self, *, repeat: bool = False) -> ModelProto:
         """Return the file; `repeat` writes a parameter that equals another one a second time."""
-        net = self.merged()
+        net = self.merge_adapters()
         names = {*net.params}, {*net.state}
         return saving.to_onnx(self.proto, net._values(), *names, repeat=repeat)
 
     def _weights(self) -> dict[str, np.ndarray]:
-        net = self.merged()
+        net = self.merge_adapters()
         return {n: w for n, w in net._values().items() if n in net.params or n in net.state}
 
     def _values(self) -> dict[str, np.ndarray]:
@@ -484,7 +484,7 @@ class Model(Network, Rendered):
         return {**self.program.constants, **values}
 
     def _arguments(self, inputs: tuple, named: Mapping[str, Any]) -> dict[str, Any]:
-        return arguments(self.inputs, self._defaults, inputs, unmarked(named))
+        return arguments(self.inputs, self._defaults, inputs, unmark_names(named))
 
     def summary(self) -> Summary:
         """Return a table of the layers: operator, output shape, parameters, what is trained, notes.
@@ -494,7 +494,7 @@ class Model(Network, Rendered):
         return summary(self)
 
     def __repr__(self) -> str:
-        signature = f"{listed(self.inputs)} -> {listed(self.outputs)}"
+        signature = f"{list_values(self.inputs)} -> {list_values(self.outputs)}"
         return f"Model({signature}; {len(self.params)} parameters)"
 
     def __rich__(self) -> Group:

@@ -17,7 +17,7 @@ from jaxonnx._data.prefetch import ahead
 from jaxonnx._data.ragged import Padding
 from jaxonnx._graph.values import Value
 from jaxonnx._network import Network
-from jaxonnx._progress import tracked
+from jaxonnx._progress import track_batches
 from jaxonnx.errors import InputError
 
 
@@ -47,8 +47,8 @@ def predictions(
     lengths = examples.lengths if isinstance(examples, Padded) else None
     widths: list[Any] = []
 
-    def started() -> Iterator[tuple[Any, np.ndarray]]:
-        for batch in tracked(examples.batches(0), examples.steps, show):
+    def start_batches() -> Iterator[tuple[Any, np.ndarray]]:
+        for batch in track_batches(examples.batches(0), examples.steps, show):
             outputs = run(*batch.inputs)
             varied = examples.width(batch) if isinstance(examples, Padded) else _shapes(batch)
             widths.append(varied)
@@ -56,10 +56,10 @@ def predictions(
 
     parts = [
         tuple(_rows(*pair, real) for pair in zip(names, outputs, strict=True))
-        for outputs, real in ahead(started())
+        for outputs, real in ahead(start_batches())
     ]
     whole = {
-        value.name: _joined(value, columns, widths, lengths)
+        value.name: _join_rows(value, columns, widths, lengths)
         for value, columns in zip(values, zip(*parts, strict=True), strict=True)
     }
     return whole if len(names) > 1 else whole[names[0]]
@@ -78,7 +78,7 @@ def _rows(name: str, output: Any, real: np.ndarray) -> np.ndarray:
     return rows if real.all() else rows[real]
 
 
-def _joined(
+def _join_rows(
     value: Value, parts: Sequence[np.ndarray], widths: Sequence[Any], lengths: np.ndarray | None
 ) -> np.ndarray | list[np.ndarray]:
     """Return the rows of all batches as an array, or as a list where they have lengths.

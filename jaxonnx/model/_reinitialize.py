@@ -16,7 +16,7 @@ Initializer = Callable[..., jax.Array]
 """`(key, shape, dtype) -> array`, like those of `jax.nn.initializers`."""
 
 
-def restarted(
+def reinitialize(
     graph: Graph,
     tensors: Mapping[str, Any],
     constants: Mapping[str, Any],
@@ -32,13 +32,13 @@ def restarted(
     meanings = weights(graph, {**constants, **tensors})
     keys = jax.random.split(rng, len(names))
     new = {
-        name: _restarted(tensors[name], meanings[name], key, initializer)
+        name: _draw(tensors[name], meanings[name], key, initializer)
         for name, key in zip(names, keys, strict=True)
     }
     return {**tensors, **new}
 
 
-def _restarted(value: Any, weight: Weight, key: jax.Array, initializer: Initializer) -> jax.Array:
+def _draw(value: Any, weight: Weight, key: jax.Array, initializer: Initializer) -> jax.Array:
     shape, dtype = value.shape, jnp.asarray(value).dtype
     if weight.start is not None:
         return jnp.full(shape, weight.start, dtype)

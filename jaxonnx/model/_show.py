@@ -11,11 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxonnx._graph.bind import Node
-from jaxonnx._graph.values import declared
+from jaxonnx._graph.values import to_value
 from jaxonnx._io import protos
 from jaxonnx._io.tensors import to_array
 from jaxonnx._network import Network
-from jaxonnx._text import counted
+from jaxonnx._text import format_count
 from jaxonnx.model._tie_notes import small, ties, unsure
 
 _ROWS = 60
@@ -36,7 +36,7 @@ def overview(model: Network) -> Group:
     inputs = [value for value in model.proto.graph.input if value.name in model.graph.inputs]
     for title, values in (("input", inputs), ("output", model.proto.graph.output)):
         for value in values:
-            facts.add_row(title, Text(str(declared(value))))
+            facts.add_row(title, Text(str(to_value(value))))
     operators = Counter(map(operator, steps(model)))
     listed = ", ".join(f"{name} {count}" for name, count in operators.most_common())
     facts.add_row("operators", Text(listed or "none"))
@@ -44,13 +44,15 @@ def overview(model: Network) -> Group:
     kept = {**model.state, **small(model.program.constants)}
     frozen = sum(v.size for v in kept.values())
     for title, numbers, tensors in (("trained", trained, model.params), ("frozen", frozen, kept)):
-        shown = f"{counted(numbers, 'number')} in {counted(len(tensors), 'tensor')}"
+        shown = f"{format_count(numbers, 'number')} in {format_count(len(tensors), 'tensor')}"
         facts.add_row(title, shown if tensors else "none")
     for text in unsure(model.proto.graph, model.graph, model.tensors, model.params):
         facts.add_row("learned?", Text(text))
     if model.sparsity is not None:
         pattern, layers = model.sparsity
-        facts.add_row("sparse", f"{counted(len(layers), 'tensor')}, {pattern}, as the file records")
+        facts.add_row(
+            "sparse", f"{format_count(len(layers), 'tensor')}, {pattern}, as the file records"
+        )
     for text in ties(model.proto.graph, model.tensors, model.params):
         facts.add_row("tied", Text(text))
     for info in model.proto.training_info:
@@ -97,6 +99,6 @@ def _training(info: TrainingInfoProto) -> str:
         if tensor.name in bound and tensor.data_type == TensorProto.INT64 and not tensor.dims
     ]
     inputs = [value.name for value in info.algorithm.input]
-    facts = [f"updates {counted(len(bound), 'tensor')}"]
+    facts = [f"updates {format_count(len(bound), 'tensor')}"]
     facts += [f"takes {', '.join(inputs)}"] if inputs else []
     return f"by {', '.join(operators) or 'other operators'}; {'; '.join([*facts, *counts])}"

@@ -29,7 +29,7 @@ def options(graph: Graph, tensors: Mapping[str, Any], params: Mapping[str, Any])
     return {"exclude": exclude, "axes": lambda name, _: axes.get(name)}
 
 
-def selected(
+def selector(
     select: Select | Iterable[re.Pattern], params: Mapping[str, Any], places: Places
 ) -> Callable[[str, Any], bool]:
     """Return `select` of `sparse.layers` as a predicate, by the names that a model has for weights.
@@ -52,7 +52,7 @@ def selected(
     return lambda name, _: name in chosen
 
 
-def unrecorded(graph: Graph, tensors: Mapping[str, Any], params: Mapping[str, Any]) -> str:
+def find_unrecorded(graph: Graph, tensors: Mapping[str, Any], params: Mapping[str, Any]) -> str:
     """Say which parameters have 2:4 zeros along their input axis; return "" if none has."""
     axes = options(graph, tensors, params)["axes"]
     weights = {name: (np.asarray(w), axes(name, w)) for name, w in params.items()}

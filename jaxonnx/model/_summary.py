@@ -14,9 +14,9 @@ from jaxonnx._graph.bind import Node
 from jaxonnx._graph.exporter_hints import is_folded
 from jaxonnx._graph.scopes import modules
 from jaxonnx._graph.uses import uses, weights
-from jaxonnx._graph.values import Value, declared
+from jaxonnx._graph.values import Value, to_value
 from jaxonnx._network import Network
-from jaxonnx._run.shapes import evaluated, inferred
+from jaxonnx._run.shapes import evaluate_shapes, infer_types
 from jaxonnx._text import WIDTH, Rendered
 from jaxonnx.model._show import operator, steps
 
@@ -117,8 +117,8 @@ def _details(layer: Layer, origin: Origin) -> Iterator[str]:
 def summary(model: Network) -> Summary:
     """Return the layers of a model: nodes other than views, constants and shape arithmetic."""
     tensors, graph = model.tensors, model.graph
-    shapes = evaluated(model.proto, graph, tensors)
-    values, known = (shapes.values, shapes.known) if shapes else _inferred(model)
+    shapes = evaluate_shapes(model.proto, graph, tensors)
+    values, known = (shapes.values, shapes.known) if shapes else _infer_shapes(model)
     origins = {name: node for node in model.proto.graph.node for name in node.output}
     used: dict[int, list[str]] = {}
     views: set[int] = set()
@@ -150,11 +150,11 @@ def summary(model: Network) -> Summary:
     return Summary(tuple(layers), trained, frozen, size, tuple(places), matrices)
 
 
-def _inferred(model: Network) -> tuple[dict[str, Value], frozenset[str]]:
+def _infer_shapes(model: Network) -> tuple[dict[str, Value], frozenset[str]]:
     """Return shapes from the file and ONNX's inference; whole numbers count as known."""
     names = [name for node in model.graph.nodes for name in node.outputs if name]
-    kinds = inferred(model.proto, model.tensors, names)
-    values = {n: declared(ValueInfoProto(name=n, type=kind)) for n, kind in kinds.items()}
+    kinds = infer_types(model.proto, model.tensors, names)
+    values = {n: to_value(ValueInfoProto(name=n, type=kind)) for n, kind in kinds.items()}
     whole = [n for n, v in values.items() if v.dtype is not None and v.dtype.kind in "iub"]
     return values, frozenset(whole)
 

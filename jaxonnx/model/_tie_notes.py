@@ -7,21 +7,21 @@ import jax.numpy as jnp
 from onnx import GraphProto
 
 from jaxonnx._graph.bind import Graph
-from jaxonnx._graph.roles import unplaced
+from jaxonnx._graph.roles import find_unplaced
 from jaxonnx._io.protos import all_graphs
-from jaxonnx._io.ties import sources, tied
+from jaxonnx._io.ties import sources, tied_names
 
 
 def ties(proto: GraphProto, tensors: Mapping[str, Any], params: Collection[str]) -> Iterator[str]:
     """Yield what was decided of the Identity nodes over parameters, as `load(tied=)` has it."""
-    kept = {name: of for name, of in tied(proto, tensors).items() if of in params}
+    kept = {name: of for name, of in tied_names(proto, tensors).items() if of in params}
     for of in dict.fromkeys(kept.values()):
-        names = _listed(f"'{name}'" for name, root in kept.items() if root == of)
+        names = _list_some(f"'{name}'" for name, root in kept.items() if root == of)
         yield f"'{of}' is also {names}: one weight, trained as one"
     own = [f"'{name}'" for name in sources(proto, tensors) if name in params]
     if own:
         yield (
-            f"not {_listed(own)}: an Identity of another weight in the file, equal to it by "
+            f"not {_list_some(own)}: an Identity of another weight in the file, equal to it by "
             "coincidence; load(..., tied=) decides otherwise"
         )
 
@@ -31,7 +31,7 @@ def unsure(
 ) -> Iterator[str]:
     """Yield which tensors are not trained, although they may be learned."""
     stored = {tensor.name for one in all_graphs(proto) for tensor in one.initializer}
-    left = unplaced(graph, tensors, stored)
+    left = find_unplaced(graph, tensors, stored)
     left = {name: reader for name, reader in left.items() if name not in params}
     if left:
         places = ", ".join(f"'{name}' (at {reader})" for name, reader in left.items())
@@ -51,7 +51,7 @@ def small(constants: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _listed(texts: Iterable[str]) -> str:
+def _list_some(texts: Iterable[str]) -> str:
     texts = [*texts]
     more = f" and {len(texts) - 3} more (jaxonnx info --json)" if len(texts) > 3 else ""
     return ", ".join(texts[:3]) + more

@@ -16,12 +16,12 @@ from jaxonnx._graph.roles import graph_tensors, running_statistics, split
 from jaxonnx._graph.select import Select, select
 from jaxonnx._graph.values import matching
 from jaxonnx._network import Network
-from jaxonnx._rewrite.batch import freed
-from jaxonnx._rewrite.head import Classes, replaced
+from jaxonnx._rewrite.batch import free_batch
+from jaxonnx._rewrite.head import Classes, replace_head
 from jaxonnx._rewrite.outputs import cut
 from jaxonnx.errors import InputError
-from jaxonnx.model._append_jax import appended
-from jaxonnx.model._reinitialize import Initializer, restarted
+from jaxonnx.model._append_jax import append_function
+from jaxonnx.model._reinitialize import Initializer, reinitialize
 
 M = TypeVar("M", bound=Network)
 
@@ -31,7 +31,7 @@ def refuse_adapters(model: Network, what: str) -> None:
     if model.program.adaption is not None:
         raise InputError(
             f"{what} of a model with adapters cannot be changed: set it before they are attached, "
-            "or merge them first with .merged()"
+            "or merge them first with .merge_adapters()"
         )
 
 
@@ -53,7 +53,7 @@ def with_outputs(model: M, outputs: str | Iterable[str]) -> M:
 def with_any_batch(model: M) -> M:
     """Return the model of `Model.with_any_batch`."""
     refuse_adapters(model, "the batch size")
-    proto, added = freed(model.proto, model.program, model.params, model.state)
+    proto, added = free_batch(model.proto, model.program, model.params, model.state)
     if proto is model.proto:
         return model
     net = with_file(model, proto, added)
@@ -83,7 +83,7 @@ def with_new_values(model: M, rng: jax.Array, names: Select, initializer: Initia
     refuse_adapters(model, "weights")
     tensors = {**model.params, **model.state}
     constants = model.program.constants
-    new = restarted(model.graph, tensors, constants, names, rng, initializer, model._places)
+    new = reinitialize(model.graph, tensors, constants, names, rng, initializer, model._places)
     params, state = ({name: new[name] for name in old} for old in (model.params, model.state))
     return with_values(model, params, state)
 
@@ -99,7 +99,7 @@ def with_new_head(
     """Return the model of `Model.with_head`."""
     refuse_adapters(model, "the head")
     tensors, trained = model.tensors, model.params
-    new = replaced(model.proto, model.graph, tensors, trained, classes, at, ending=ending)
+    new = replace_head(model.proto, model.graph, tensors, trained, classes, at, ending=ending)
     fresh = {name: jnp.asarray(value) for name, value in new.tensors.items()}
     wide = {n: x for n, x in new.tensors.items() if x.dtype != fresh[n].dtype}
     constants = {n: v for n, v in model.program.constants.items() if n not in fresh}
@@ -121,10 +121,10 @@ def with_new_head(
     return with_new_values(net, key, lambda name, _: name in fresh, initializer)
 
 
-def continued(model: M, function: Callable, outputs: Sequence[str] | None) -> M:
+def append_jax(model: M, function: Callable, outputs: Sequence[str] | None) -> M:
     """Return the model of `Model.then`."""
     refuse_adapters(model, "outputs")
-    proto, added = appended(model.proto, model.graph, model.tensors, function, outputs)
+    proto, added = append_function(model.proto, model.graph, model.tensors, function, outputs)
     new = with_file(model, proto, added)
     learned, _, _ = split(new.graph, new.tensors, proto.graph)
     return with_params(new, [*model.params, *(name for name in learned if name in added)])
@@ -147,7 +147,7 @@ def with_file(model: M, proto: ModelProto, added: Mapping[str, np.ndarray] | Non
 
 
 def without_adapters(model: M) -> M:
-    """Return the model of `Model.merged`."""
+    """Return the model of `Model.merge_adapters`."""
     adaption = model.program.adaption
     if adaption is None:
         return model

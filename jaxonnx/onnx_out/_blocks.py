@@ -13,7 +13,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto,
 from onnx.shape_inference import infer_shapes
 
 from jaxonnx._io.build import names as names_of
-from jaxonnx._io.build import unused
+from jaxonnx._io.build import unused_name
 from jaxonnx._io.protos import subgraphs
 from jaxonnx.onnx_out._export import reads
 
@@ -41,7 +41,7 @@ Kind = tuple[int, tuple[int, ...]]
 """The type of a tensor's elements, and its shape."""
 
 
-def in_blocks(proto: ModelProto) -> ModelProto:
+def split_into_blocks(proto: ModelProto) -> ModelProto:
     """Return a model in which chains on large arrays are computed block by block."""
     inferred = infer_shapes(_with_axes(proto))
     used = {*names_of(inferred.graph)}
@@ -104,8 +104,8 @@ def _rewrite(graph: GraphProto, kinds: dict[str, Kind], used: set[str]) -> None:
         within = Counter(name for node in chain for name in reads(node))
         made = {node.output[0] for node in chain}
         needed = wanted.union(name for name in made if readers[name] > within[name])
-        result += _rewritten(chain, needed, kinds, used)
-    result = _sorted(result)
+        result += _chain_in_blocks(chain, needed, kinds, used)
+    result = _sort_nodes(result)
     del graph.node[:]
     graph.node.extend(result)
 
@@ -169,13 +169,13 @@ def _block(shape: Sequence[int]) -> int | None:
     )
 
 
-def _rewritten(
+def _chain_in_blocks(
     chain: Sequence[NodeProto], needed: set[str], kinds: dict[str, Kind], used: set[str]
 ) -> list[NodeProto]:
     """Return the nodes that compute a chain by a Scan over blocks, or on one of them."""
     shape = kinds[chain[0].output[0]][1]
     block = _block(shape) or 1
-    chain = _sorted(chain)
+    chain = _sort_nodes(chain)
     made = {node.output[0] for node in chain}
     read = dict.fromkeys(name for node in chain for name in node.input if name not in made)
     whole = [name for name in read if kinds[name][1] == shape]
@@ -184,31 +184,33 @@ def _rewritten(
     scanned = block < prod(shape)
     rows = [prod(shape) // block, block] if scanned else [block]
     sizes = [
-        helper.make_node("Constant", [], [unused("sizes", used)], value_ints=values)
+        helper.make_node("Constant", [], [unused_name("sizes", used)], value_ints=values)
         for values in (rows, [*shape], *([[1]] if ranked else []))
     ]
     into, back, *one = (node.output[0] for node in sizes)
-    rows_of = {name: unused(f"{name}.rows", used) for name in (*whole, *results)}
-    names = {name: unused(f"{name}.block", used) for name in rows_of} if scanned else {**rows_of}
-    names |= {name: unused(f"{name}.single", used) for name in ranked}
+    rows_of = {name: unused_name(f"{name}.rows", used) for name in (*whole, *results)}
+    names = (
+        {name: unused_name(f"{name}.block", used) for name in rows_of} if scanned else {**rows_of}
+    )
+    names |= {name: unused_name(f"{name}.single", used) for name in ranked}
 
-    def reshaped(name: str, sizes: str, other: str) -> NodeProto:
+    def reshape_node(name: str, sizes: str, other: str) -> NodeProto:
         return helper.make_node("Reshape", [name, sizes], [other])
 
-    def declared(name: str) -> ValueInfoProto:
+    def value_info(name: str) -> ValueInfoProto:
         return helper.make_tensor_value_info(names[name], kinds[name][0], [block])
 
-    body = GraphProto(name=unused("block", used))
-    body.input.extend(map(declared, whole))
-    body.output.extend(map(declared, results))
+    body = GraphProto(name=unused_name("block", used))
+    body.input.extend(map(value_info, whole))
+    body.output.extend(map(value_info, results))
     for node in chain:
         inner = body.node.add()
         inner.CopyFrom(node)
         inner.input[:] = [names.get(name, name) for name in node.input]
         inner.output[:] = [names.get(name, name) for name in node.output]
-    before = [reshaped(name, into, rows_of[name]) for name in whole]
-    before += [reshaped(name, one[0], names[name]) for name in ranked]
-    after = [reshaped(rows_of[name], back, name) for name in results]
+    before = [reshape_node(name, into, rows_of[name]) for name in whole]
+    before += [reshape_node(name, one[0], names[name]) for name in ranked]
+    after = [reshape_node(rows_of[name], back, name) for name in results]
     if not scanned:
         return [*sizes, *before, *body.node, *after]
     inputs, outputs = ([rows_of[name] for name in part] for part in (whole, results))
@@ -216,7 +218,7 @@ def _rewritten(
     return [*sizes, *before, scan, *after]
 
 
-def _sorted(nodes: Iterable[NodeProto]) -> list[NodeProto]:
+def _sort_nodes(nodes: Iterable[NodeProto]) -> list[NodeProto]:
     """Return nodes in an order in which each comes after those that it reads."""
     nodes = list(nodes)
     makers = {name: i for i, node in enumerate(nodes) for name in node.output if name}

@@ -68,7 +68,7 @@ def note(g: Any, result: str, operator: str, x: Any, y: Any) -> None:
         g.main.bounds.compared[result] = Comparison(x, source, operator, bound)
 
 
-def held(g: Any, which: Any, chosen: Any, x: Any, out: Any) -> Any:
+def clip_choice(g: Any, which: Any, chosen: Any, x: Any, out: Any) -> Any:
     """Return x between bounds in place of a choice, or its cotangent, a product with a mask.
 
     The product, in training steps only, keeps a NaN that a choice would drop. None for all else.
@@ -80,14 +80,14 @@ def held(g: Any, which: Any, chosen: Any, x: Any, out: Any) -> Any:
     if at is not None and at.x == x and limit is not None and at.bound == limit:
         if g.main.gates:
             bounds.gates.add(which)
-        return _bounded(g, at, limit, out)
+        return _clip_at(g, at, limit, out)
     if which in bounds.gates and limit == 0:
         source, gates = bounds.gated.get(x, (x, []))
         return _product(g, source, [*gates, which], out)
     return None
 
 
-def _bounded(g: Any, at: Comparison, limit: Any, out: Any) -> Tensor:
+def _clip_at(g: Any, at: Comparison, limit: Any, out: Any) -> Tensor:
     limit = np.asarray(limit, out.dtype)
     if at.operator.startswith("Greater"):
         source, low = g.main.bounds.held.get(at.x, (at.x, None))

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxonnx.onnx_out._shapes import padded
+from jaxonnx.onnx_out._shapes import pad_tensor
 from jaxonnx.onnx_out._tensors import Tensor
 
 PAIRS = 2**12
@@ -100,7 +100,7 @@ def channels_of_weight(g: Any, form: Any, x: Any, dy: Any) -> Any:
         last = (out - 1) * stride + 1
         more = last + (kernel - 1) * dilation - size - low
         rest = [(0, 0, 0)] * (x.ndim - 3)
-        x = padded(g, x, np.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), (low, more, 0), *rest])
+        x = pad_tensor(g, x, np.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), (low, more, 0), *rest])
         starts = [tap * dilation for tap in range(kernel)]
         parts = [_rows(g, x, start, start + last, stride) for start in starts]
     dy = g.reshape(dy, [channels, rows, places])
@@ -119,7 +119,7 @@ def channels_of_weight(g: Any, form: Any, x: Any, dy: Any) -> Any:
         every = g("Concat", every, np.zeros((kernels, 1), x.dtype), axis=1)
     read = Tensor(g("Gather", every, pairs, axis=1), (kernels, len(pairs)), x.dtype)
     read = g.reshape(read, [kernels, len(pairs) // places, places])
-    return g.reshape(g.reduced("ReduceSum", read, [2]), [channels, 1, *form.kernel])
+    return g.reshape(g.reduce_tensor("ReduceSum", read, [2]), [channels, 1, *form.kernel])
 
 
 def _rows(g: Any, x: Any, start: int, stop: int, step: int) -> Any:
@@ -183,7 +183,7 @@ def _windows(g: Any, form: Any, x: Any) -> list:
     edges = [(0, 0, 0)] * 2
     for size, k, s, d, (low, _), n in axes_of(form):
         edges.append((low, (n - 1) * s + (k - 1) * d + 1 - size - low, 0))
-    x = padded(g, g.transpose(x, (1, 0, *range(2, x.ndim))), np.zeros((), x.dtype), edges)
+    x = pad_tensor(g, g.transpose(x, (1, 0, *range(2, x.ndim))), np.zeros((), x.dtype), edges)
     parts = []
     for offset in form.taps.offsets:
         ends = [o + (n - 1) * s + 1 for o, n, s in zip(offset, form.out, form.strides, strict=True)]

@@ -7,8 +7,8 @@ import numpy as np
 from jax import lax
 
 from jaxonnx.onnx_out._nodes import Nodes, Tensor
-from jaxonnx.onnx_out._pairs import PARTS, Pair, by_nodes, paired
-from jaxonnx.onnx_out._shapes import reversed_
+from jaxonnx.onnx_out._pairs import PARTS, Pair, by_nodes, complex_rule
+from jaxonnx.onnx_out._shapes import reverse
 
 PARTS.update(
     ("add", "add_any", "sub", "neg", "reduce_sum", "cumsum", "select_n", "copy", "copy_p", "name"),
@@ -18,27 +18,27 @@ PARTS.update(
 )
 
 
-@paired("real")
+@complex_rule("real")
 def real(z):
     return z.re
 
 
-@paired("imag")
+@complex_rule("imag")
 def imag(z):
     return z.im
 
 
-@paired("complex")
+@complex_rule("complex")
 def complex_(x, y):
     return Pair(x, y)
 
 
-@paired("conj")
+@complex_rule("conj")
 def conj(z):
     return Pair(z.re, -z.im) if isinstance(z, Pair) else Pair(z, jnp.zeros_like(z))
 
 
-@paired("convert_element_type")
+@complex_rule("convert_element_type")
 def convert_element_type(z, *, new_dtype):
     if not jnp.issubdtype(new_dtype, jnp.complexfloating):
         return z.re.astype(new_dtype)
@@ -48,17 +48,17 @@ def convert_element_type(z, *, new_dtype):
     return Pair(z.re.astype(part), z.im.astype(part))
 
 
-@paired("mul")
+@complex_rule("mul")
 def mul(a, b):
     return Pair(a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re)
 
 
-@paired("square")
+@complex_rule("square")
 def square(z):
     return mul(z, z)
 
 
-@paired("integer_pow")
+@complex_rule("integer_pow")
 def integer_pow(z, *, y):
     result = Pair(jnp.ones_like(z.re), jnp.zeros_like(z.re))
     for _ in range(abs(y)):
@@ -66,7 +66,7 @@ def integer_pow(z, *, y):
     return result if y >= 0 else div(Pair(jnp.ones_like(z.re), jnp.zeros_like(z.re)), result)
 
 
-@paired("div")
+@complex_rule("div")
 def div(a, b):
     size = jnp.maximum(jnp.abs(b.re), jnp.abs(b.im))  # whose square could be no finite number
     re, im = b.re / size, b.im / size
@@ -74,7 +74,7 @@ def div(a, b):
     return Pair((a.re * re + a.im * im) / length, (a.im * re - a.re * im) / length)
 
 
-@paired("abs")
+@complex_rule("abs")
 def abs_(z):
     size = jnp.maximum(jnp.abs(z.re), jnp.abs(z.im))
     safe = jnp.where((size == 0) | jnp.isinf(size), 1, size)
@@ -82,25 +82,25 @@ def abs_(z):
     return jnp.where((size == 0) | jnp.isinf(size), size, length)
 
 
-@paired("sign")
+@complex_rule("sign")
 def sign(z):
     size = abs_(z)
     safe = jnp.where(size == 0, 1, size)
     return Pair(z.re / safe, z.im / safe)
 
 
-@paired("exp")
+@complex_rule("exp")
 def exp(z):
     size = jnp.exp(z.re)
     return Pair(size * jnp.cos(z.im), size * jnp.sin(z.im))
 
 
-@paired("log")
+@complex_rule("log")
 def log(z):
     return Pair(jnp.log(abs_(z)), jnp.arctan2(z.im, z.re))
 
 
-@paired("sqrt")
+@complex_rule("sqrt")
 def sqrt(z):
     size = abs_(z)
     re, im = jnp.sqrt((size + jnp.abs(z.re)) / 2), jnp.sqrt((size - jnp.abs(z.re)) / 2)
@@ -108,7 +108,7 @@ def sqrt(z):
     return Pair(re, jnp.where(z.im < 0, -im, im))
 
 
-@paired("pow")
+@complex_rule("pow")
 def pow_(a, b):
     b = b if isinstance(b, Pair) else Pair(b, jnp.zeros_like(b))
     zero = (a.re == 0) & (a.im == 0)
@@ -117,22 +117,22 @@ def pow_(a, b):
     return Pair(jnp.where(zero, one, z.re), jnp.where(zero, 0, z.im))
 
 
-@paired("eq")
+@complex_rule("eq")
 def eq(a, b):
     return (a.re == b.re) & (a.im == b.im)
 
 
-@paired("ne")
+@complex_rule("ne")
 def ne(a, b):
     return (a.re != b.re) | (a.im != b.im)
 
 
-@paired("is_finite")
+@complex_rule("is_finite")
 def is_finite(z):
     return jnp.isfinite(z.re) & jnp.isfinite(z.im)
 
 
-@paired("dot_general")
+@complex_rule("dot_general")
 def dot_general(a, b, *, dimension_numbers):
     def dot(x, y):
         return lax.dot_general(x, y, dimension_numbers, precision="highest")
@@ -147,7 +147,7 @@ def fft(g, operands, out, params):
     axes = [*range(len(x.shape) - len(lengths), len(x.shape))]
     parts = [x] if kind == "RFFT" else [x.re, x.im]
     shape = list(x.shape)
-    x = _joined(g, parts)
+    x = _stack_parts(g, parts)
     backward = kind in ("IFFT", "IRFFT")
     others, last = axes[:-1], axes[-1]
     if kind == "RFFT":
@@ -163,7 +163,7 @@ def fft(g, operands, out, params):
     return Pair(_part(g, x, 0, out.shape), _part(g, x, 1, out.shape))
 
 
-def _joined(g: Nodes, parts: list) -> Tensor:
+def _stack_parts(g: Nodes, parts: list) -> Tensor:
     """Return tensors as one, along a last axis of their own."""
     shape, dtype = parts[0].shape, parts[0].dtype
     parts = [g.reshape(x, [*shape, 1]) for x in parts]
@@ -188,7 +188,7 @@ def _hermitian(g: Nodes, x: Tensor, axis: int, length: int) -> Tensor:
     starts[axis], ends[axis] = 1, length - half + 1
     if ends[axis] <= 1:
         return x
-    rest = reversed_(g, g.slice(x, starts, ends, [1] * x.ndim), [axis])
+    rest = reverse(g, g.slice(x, starts, ends, [1] * x.ndim), [axis])
     shape = [length - half if i == axis else n for i, n in enumerate(x.shape)]
     conjugate = Tensor(g("Mul", rest, np.array([1, -1], x.dtype)), shape, x.dtype)
     whole = [length if i == axis else n for i, n in enumerate(x.shape)]

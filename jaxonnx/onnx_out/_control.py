@@ -82,7 +82,7 @@ def scan(g, *operands, equation, out):
     body, n = loop.body, len(loop.carry)
     inner = g.child("body")
     if not loop.sliced:
-        return _counted(g, inner, loop, out)
+        return _counting_loop(g, inner, loop, out)
     avals = _in_avals(body)[len(loop.fixed) :]
     results = inner.program(body, [*loop.fixed, *_inputs(inner, avals)])
     _outputs(inner, results, body)
@@ -98,7 +98,7 @@ def scan(g, *operands, equation, out):
     )  # fmt: skip
 
 
-def _counted(g: Nodes, inner: Nodes, loop: Any, out: Any) -> list:
+def _counting_loop(g: Nodes, inner: Nodes, loop: Any, out: Any) -> list:
     """Append a Loop that counts, for a scan over no arrays."""
     n = len(loop.carry)
     avals = _in_avals(loop.body)[len(loop.fixed) :]

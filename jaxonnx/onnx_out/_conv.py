@@ -3,7 +3,7 @@
 import numpy as np
 
 from jaxonnx.onnx_out._nodes import Nodes, Tensor
-from jaxonnx.onnx_out._shapes import padded, reversed_
+from jaxonnx.onnx_out._shapes import pad_tensor, reverse
 from jaxonnx.onnx_out._table import Refusal, primitive
 
 
@@ -49,12 +49,12 @@ def _convolve(g: Nodes, x, w, strides, padding, apart, dilations, groups) -> str
             and all(low >= 0 for low, _ in pads)
             and all(m < s for m, s in zip(more, apart, strict=True))
         ):
-            return _transposed(g, x, w, pads, more, apart, dilations, groups)
+            return _transposed_convolution(g, x, w, pads, more, apart, dilations, groups)
         config = [(0, 0, 0)] * 2 + [(0, 0, s - 1) for s in apart]
-        x = padded(g, x, np.zeros((), x.dtype), config)
+        x = pad_tensor(g, x, np.zeros((), x.dtype), config)
     if any(low < 0 or high < 0 for low, high in padding):
         config = [(0, 0, 0)] * 2 + [(min(low, 0), min(high, 0), 0) for low, high in padding]
-        x = padded(g, x, np.zeros((), x.dtype), config)
+        x = pad_tensor(g, x, np.zeros((), x.dtype), config)
     pads = [max(low, 0) for low, _ in padding] + [max(high, 0) for _, high in padding]
     return g(
         "Conv", x, w, strides=strides, pads=pads, dilations=dilations, group=groups,
@@ -62,13 +62,13 @@ def _convolve(g: Nodes, x, w, strides, padding, apart, dilations, groups) -> str
     )  # fmt: skip
 
 
-def _transposed(g: Nodes, x, w, pads, more, strides, dilations, groups) -> str:
+def _transposed_convolution(g: Nodes, x, w, pads, more, strides, dilations, groups) -> str:
     """Convolve elements that stand apart: the gradient of a convolution with strides."""
     m, c, *kernel = w.shape
     space = range(3, 3 + len(kernel))
     w = g.transpose(g.reshape(w, [groups, m // groups, c, *kernel]), [0, 2, 1, *space])
     w = g.reshape(w, [groups * c, m // groups, *kernel])
-    w = reversed_(g, w, range(2, w.ndim))
+    w = reverse(g, w, range(2, w.ndim))
     edges = [low for low, _ in pads] + [max(high, 0) for _, high in pads]
     return g(
         "ConvTranspose", x, w, strides=strides, pads=edges, output_padding=more,

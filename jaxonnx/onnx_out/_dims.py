@@ -12,7 +12,7 @@ _OPERATORS = {ast.Add: "Add", ast.Sub: "Sub", ast.Mult: "Mul"}
 _FUNCTIONS = {"mod": "Mod", "max": "Max", "min": "Min"}
 
 
-def known(shape: Sequence) -> bool:
+def all_known(shape: Sequence) -> bool:
     """Tell whether all sizes are numbers."""
     return all(isinstance(size, (int, np.integer)) for size in shape)
 
@@ -25,7 +25,7 @@ def same(sizes: Sequence, others: Sequence) -> bool:
 def declare(g: Any, name: str, shape: Sequence) -> None:
     """Note which input has which symbolic size."""
     for axis, size in enumerate(shape):
-        if not known([size]):
+        if not all_known([size]):
             # JAX prints a multiple as 2*batch; the name of it is known by what it is a multiple of
             times, _, variable = str(size).rpartition("*")
             if variable.isidentifier() and (not times or times.isdecimal()):
@@ -34,9 +34,9 @@ def declare(g: Any, name: str, shape: Sequence) -> None:
 
 def sizes(g: Any, shape: Sequence) -> Any:
     """Return an int64 vector of sizes: an array, or the name of one."""
-    if known(shape):
+    if all_known(shape):
         return np.array(shape, np.int64)
-    parts = [np.array([n], np.int64) if known([n]) else size(g, str(n)) for n in shape]
+    parts = [np.array([n], np.int64) if all_known([n]) else size(g, str(n)) for n in shape]
     return g("Concat", *parts, axis=0) if len(parts) > 1 else parts[0]
 
 

@@ -8,8 +8,8 @@ import numpy as np
 from jaxonnx._io.build import onnx_type
 from jaxonnx.onnx_out import _bounds as bounds
 from jaxonnx.onnx_out import _linear as linear
-from jaxonnx.onnx_out._nodes import WIDE, Nodes, Tensor, ordered
-from jaxonnx.onnx_out._shapes import joined
+from jaxonnx.onnx_out._nodes import WIDE, Nodes, Tensor, ordered_dtype
+from jaxonnx.onnx_out._shapes import join_disjoint
 from jaxonnx.onnx_out._table import Refusal, primitive
 
 OPERATORS = {
@@ -94,14 +94,14 @@ def _unbroadcast(x: Any) -> Any:
 
 @primitive("add", "add_any", elementwise=True)
 def add(g, x, y, *, out):
-    if (whole := joined(g, x, y, out)) is not None:
+    if (whole := join_disjoint(g, x, y, out)) is not None:
         return whole
     for one, other in ((x, y), (y, x)):
         if bounds.number(other) == 0 and _fills(one, out):
             return one  # as XLA does
     x, y = thin([x, y], out)
     if g.main.factors and out.dtype.name in ("float32", "float64"):
-        return linear.added(g, x, y, out)
+        return linear.add(g, x, y, out)
     return g.wide("Add", x, y, dtype=out.dtype)
 
 
@@ -109,13 +109,13 @@ def add(g, x, y, *, out):
 def mul(g, x, y, *, out):
     x, y = thin([x, y], out)
     if g.main.factors and out.dtype.name in ("float32", "float64"):
-        return linear.multiplied(g, x, y, out)
+        return linear.multiply(g, x, y, out)
     return g.wide("Mul", x, y, dtype=out.dtype)
 
 
 @primitive("neg", elementwise=True)
 def neg(g, x, *, out):
-    y = g.typed(g.wide("Neg", x, dtype=out.dtype), out)
+    y = g.cast_result(g.wide("Neg", x, dtype=out.dtype), out)
     y.negated = x if isinstance(x, Tensor) else None
     return y
 
@@ -206,15 +206,15 @@ def rsqrt(g, x, *, out):
 
 @primitive("div", elementwise=True)
 def div(g, x, y, *, out):
-    return _divided(g, x, y, out, "Div", lambda x: jnp.full_like(x, -1))
+    return _divide(g, x, y, out, "Div", lambda x: jnp.full_like(x, -1))
 
 
 @primitive("rem", elementwise=True)
 def rem(g, x, y, *, out):
-    return _divided(g, x, y, out, "Mod", lambda x: x, fmod=1)
+    return _divide(g, x, y, out, "Mod", lambda x: x, fmod=1)
 
 
-def _divided(g: Nodes, x: Any, y: Any, out: Any, operator: str, by_zero: Any, **settings: int):
+def _divide(g: Nodes, x: Any, y: Any, out: Any, operator: str, by_zero: Any, **settings: int):
     """Divide; integers by zero, which runtimes refuse, give what they give in XLA."""
     known = getattr(y, "thin", None) if isinstance(y, Tensor) else y
     if out.dtype.kind not in "iu" or (isinstance(known, np.ndarray) and known.all()):
@@ -243,7 +243,7 @@ def _comparable(g: Nodes, operands: Any, order: bool = False) -> list:
     dtype = operands[0].dtype
     if dtype.kind == "b" and not order:
         return list(operands)
-    return [g.cast(x, ordered(dtype)) for x in operands]
+    return [g.cast(x, ordered_dtype(dtype)) for x in operands]
 
 
 for _name, _operator in {"and": "And", "or": "Or", "xor": "Xor"}.items():
@@ -272,7 +272,7 @@ def select_n(g, which, otherwise, chosen=None, *more, out):
         return _where(g, first, cases[0], Tensor(others, out.shape, out.dtype), out)
     if which.dtype != bool:
         which = Tensor(g("Cast", which, to=onnx_type(np.bool_)), which.shape, bool)
-    if (y := bounds.held(g, which, chosen, otherwise, out)) is not None:
+    if (y := bounds.clip_choice(g, which, chosen, otherwise, out)) is not None:
         return y
     return _where(g, which, chosen, otherwise, out)
 

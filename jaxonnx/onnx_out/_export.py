@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from onnx import FunctionProto, GraphProto, ModelProto, ValueInfoProto, helper
 
-from jaxonnx._io.build import Writer, unused
+from jaxonnx._io.build import Writer, unused_name
 from jaxonnx._io.build import names as names_of
 from jaxonnx._io.protos import subgraphs
 from jaxonnx._jaxpr import live
@@ -19,7 +19,7 @@ from jaxonnx.onnx_out._functions import DOMAIN, Functions
 from jaxonnx.onnx_out._linear import scales_by_bits
 from jaxonnx.onnx_out._modules import parts
 from jaxonnx.onnx_out._nodes import Nodes, Tensor, plain, value_info
-from jaxonnx.onnx_out._tracing import traced
+from jaxonnx.onnx_out._tracing import trace
 
 OPSET = 18
 """The opset that is written where none is asked for: the oldest that has bitwise operators."""
@@ -63,10 +63,10 @@ def to_onnx(
         the line of the program. Or the function has side effects.
       InputError: names collide, or are not as many as there are arrays.
     """
-    return written(function, examples, inputs, outputs, opset)
+    return write_model(function, examples, inputs, outputs, opset)
 
 
-def written(
+def write_model(
     function: Callable,
     examples: Sequence[Any],
     inputs: Sequence[str] | None,
@@ -123,11 +123,11 @@ def append(
     leaves, tree = jax.tree_util.tree_flatten_with_path(examples)
     structs = [_struct(leaf, path) for path, leaf in leaves]
     arguments = jax.tree_util.tree_unflatten(tree, structs)
-    closed, shapes = traced(call, weights, arguments)
+    closed, shapes = trace(call, weights, arguments)
     closed = live(closed)
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
     used = {*names_of(graph), *inputs}
-    default = [unused("output" + _key(path), used) for path in paths]
+    default = [unused_name("output" + _key(path), used) for path in paths]
     results = default if outputs is None else _names(outputs, default, "outputs")
     if taken := used.difference(default).intersection(results):
         raise InputError(f"{sorted(taken)[0]!r} is the name of another tensor; give outputs=")
@@ -152,7 +152,7 @@ def append(
     for name, value in zip(results, values, strict=True):
         writer.nodes("Identity", [g.name(value)], [name])
     _prune(graph, results, *before)
-    _rename(graph, before[0])
+    _merge_identities(graph, before[0])
     if functions is not None:
         functions.extend(g.functions.protos)
     return [value_info(n, plain(a)) for n, a in zip(results, closed.out_avals, strict=True)]
@@ -177,7 +177,7 @@ def _prune(graph: GraphProto, results: Iterable[str], nodes: int = 0, tensors: i
     graph.initializer.extend(weights)
 
 
-def _rename(graph: GraphProto, first: int) -> None:
+def _merge_identities(graph: GraphProto, first: int) -> None:
     """Give results the names of the Identities behind them, in nodes from this one on."""
     made = {name for node in graph.node[first:] for name in node.output}
     names: dict[str, str] = {}
@@ -189,12 +189,12 @@ def _rename(graph: GraphProto, first: int) -> None:
         else:
             kept.append(node)
     for node in kept:
-        _renamed(node, names)
+        _rename(node, names)
     del graph.node[first:]
     graph.node.extend(kept)
 
 
-def _renamed(node: Any, names: dict[str, str]) -> None:
+def _rename(node: Any, names: dict[str, str]) -> None:
     """Rename what a node reads and makes, in the graphs within it as well."""
     for values in (node.input, node.output):
         for i, name in enumerate(values):
@@ -203,7 +203,7 @@ def _renamed(node: Any, names: dict[str, str]) -> None:
         for value in inner.output:
             value.name = names.get(value.name, value.name)
         for other in inner.node:
-            _renamed(other, names)
+            _rename(other, names)
 
 
 def reads(node: Any) -> set[str]:

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxonnx._jaxpr import called
+from jaxonnx._jaxpr import inner_program
 from jaxonnx.lowering import Choice, Conv
 from jaxonnx.onnx_out import _cells as cells
 from jaxonnx.onnx_out import _dims as dims
 from jaxonnx.onnx_out._nodes import Nodes, Tensor
-from jaxonnx.onnx_out._shapes import expand, padded
+from jaxonnx.onnx_out._shapes import expand, pad_tensor
 from jaxonnx.onnx_out._table import primitive
 
 RULES: dict[type, Callable[..., Any]] = {}
@@ -27,14 +27,14 @@ def contract(g, u, v, *, form, equation, out):
     number = equation.params["out"]
     rule = RULES.get(type(form))
     result = None if rule is None else rule(g, form, number, u, v, out)
-    return g.program(called(equation), [u, v])[0] if result is None else result
+    return g.program(inner_program(equation), [u, v])[0] if result is None else result
 
 
 def _conv(g: Nodes, form: Conv, out: int, u: Any, v: Any, like: Any) -> Any:
     """Write a convolution or one of its gradients on images (N, C, *size)."""
     if u.dtype != v.dtype or u.dtype.name not in ("float32", "float64"):
         return None
-    if not dims.known([*form.size, *form.out]) or min(map(min, form.pads)) < 0:
+    if not dims.all_known([*form.size, *form.out]) or min(map(min, form.pads)) < 0:
         return None
     rank = len(form.kernel)
     first, last = (0, rank + 1, *range(1, rank + 1)), (0, *range(2, rank + 2), 1)
@@ -106,7 +106,7 @@ def _windows_added(g: Nodes, form: Conv, dy: Any, w: Any) -> Any:
         edges = [(0, 0, 0)] * 2
         for at, (size, _, s, _, (low, _), n) in zip(offset, cells.axes_of(form), strict=True):
             edges.append((at - low, size - (at - low + (n - 1) * s + 1), s - 1))
-        part = padded(g, part, np.zeros((), dy.dtype), edges)
+        part = pad_tensor(g, part, np.zeros((), dy.dtype), edges)
         shape = columns, count, *form.size
         total = part if total is None else Tensor(g("Add", total, part), shape, dy.dtype)
     return g.transpose(total, (1, 0, *range(2, total.ndim)))
@@ -126,7 +126,7 @@ def _of_weight(g: Nodes, form: Conv, x: Any, dy: Any) -> Any:
     x = g.slice(x, [0] * x.ndim, x.shape, [1, 1, *form.strides])
     x, dy = (g.reshape(a, [*a.shape[:2], prod(form.out)]) for a in (x, dy))
     y = g("MatMul", dy, g.transpose(x, (0, 2, 1)))
-    y = g.reduced("ReduceSum", Tensor(y, (x.shape[0], rows, columns), x.dtype), [0])
+    y = g.reduce_tensor("ReduceSum", Tensor(y, (x.shape[0], rows, columns), x.dtype), [0])
     return g.reshape(y, (rows, columns, *form.kernel))
 
 
@@ -135,7 +135,7 @@ def batch_normalization(g, x, *vectors, options, equation):
     epsilon, channels = options
     same = all(v.dtype == x.dtype and v.ndim == 1 for v in vectors)
     if not same or x.dtype not in (np.float32, np.float64) or x.ndim < 2:
-        return g.program(called(equation), [x, *vectors])[0]
+        return g.program(inner_program(equation), [x, *vectors])[0]
     first = tuple(range(x.ndim)) if channels == 1 else (0, x.ndim - 1, *range(1, x.ndim - 1))
     images = g.transpose(x, first)
     y = Tensor(g("BatchNormalization", images, *vectors, epsilon=epsilon), images.shape, x.dtype)
@@ -152,14 +152,14 @@ def share(g, x, *, cpu, out):
 def window_maximum(g, x, *, taps, equation):
     """Write MaxPool, whose second result `_choice` asks for where there is a gradient."""
     if x.dtype not in (np.float32, np.float64) or (pooled := _max_pool(g, x, taps)) is None:
-        return g.program(called(equation), [x])[0]
+        return g.program(inner_program(equation), [x])[0]
     return pooled[0]
 
 
 @primitive("window_winner")
 def window_winner(g, x, y, *, equation, out):
     """Write the number of each window's winner, of which `_choice` needs to know the images."""
-    winner = g.program(called(equation), [x, y])[0]
+    winner = g.program(inner_program(equation), [x, y])[0]
     winner.windows = x
     return winner
 
@@ -170,7 +170,7 @@ def _max_pool(g: Nodes, x: Any, taps: Any) -> tuple[Tensor, Tensor] | None:
     if isinstance(x, np.ndarray) or rank > 3 or x.ndim != rank + 2:
         return None
     inside = all(0 <= edge < k for _, k, _, _, edges, _ in cells.axes_of(taps) for edge in edges)
-    if not inside or not dims.known([*taps.size, *taps.out]):
+    if not inside or not dims.all_known([*taps.size, *taps.out]):
         return None
     images = g.transpose(x, (0, rank + 1, *range(1, rank + 1))) if last else x
     if (key := (str(images), taps)) not in g.pools:

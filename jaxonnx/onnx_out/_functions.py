@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from onnx import FunctionProto, helper
 
-from jaxonnx._io.build import Writer, unused
+from jaxonnx._io.build import Writer, unused_name
 from jaxonnx._jaxpr import programs
 from jaxonnx.onnx_out import _dims as dims
 from jaxonnx.onnx_out._nodes import Nodes, Tensor, plain
@@ -61,7 +61,7 @@ class Functions:
                 helper.make_node("Constant", [], [x.name], value=x)
                 for x in writer.graph.initializer
             ]
-            name = unused(re.sub(r"\W", "_", like), self._used)  # of "<lambda>", too
+            name = unused_name(re.sub(r"\W", "_", like), self._used)  # of "<lambda>", too
             opsets = [helper.make_opsetid("", self.opset), helper.make_opsetid(DOMAIN, 1)]
             nodes = [*constants, *writer.graph.node]
             self.protos.append(
@@ -89,7 +89,7 @@ def _fits(program: Any) -> bool:
     values = [plain(v.aval) for v in (*jaxpr.invars, *jaxpr.outvars)]
     return (
         len(jaxpr.eqns) >= SMALLEST
-        and all(dims.known(v.shape) and not is_complex(v) for v in values)
+        and all(dims.all_known(v.shape) and not is_complex(v) for v in values)
         and not getattr(program, "consts", ())
     )
 

@@ -82,7 +82,7 @@ class Windows:
 
     def flat(self, indices: Any) -> Any:
         """Return the place of each element in the flat array, [all], for starts in bounds."""
-        if dims.known(self.shape) and prod(self.shape) > FURTHEST:
+        if dims.all_known(self.shape) and prod(self.shape) > FURTHEST:
             raise Refusal(f"places in an array of {prod(self.shape):,} numbers pass 2**31")
         strides = [prod(self.shape[i + 1 :], start=1) for i in range(len(self.shape))]
         starts = jnp.zeros(indices.shape[:-1], jnp.int32)
@@ -102,7 +102,7 @@ class Windows:
         """Return the greatest start along each axis that is counted."""
         return [self.shape[axis] - self.sizes[axis] for axis in self.starts]
 
-    def clipped(self, indices: Any) -> Any:
+    def clip_starts(self, indices: Any) -> Any:
         """Return starts as near as slices fit."""
         last = jnp.stack([jnp.asarray(n, jnp.int32) for n in self.bounds()])
         return jnp.clip(indices.astype(jnp.int32), 0, last)
@@ -206,14 +206,14 @@ def _starts(g: Nodes, windows: Windows, indices: Any) -> Any:
     """Return starts that lie in bounds, as XLA takes them whatever was promised."""
     if _fit(windows, indices):
         return indices
-    return g.run(windows.clipped, indices)[0]
+    return g.run(windows.clip_starts, indices)[0]
 
 
 def _fit(windows: Windows, indices: Any) -> bool:
     """Tell whether starts are known to lie in bounds."""
     if not windows.starts:
         return True
-    if not isinstance(indices, np.ndarray) or not dims.known(windows.bounds()):
+    if not isinstance(indices, np.ndarray) or not dims.all_known(windows.bounds()):
         return False
     return bool((indices >= 0).all() and (indices <= np.array(windows.bounds())).all())
 

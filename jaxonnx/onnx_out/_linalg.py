@@ -64,13 +64,13 @@ def triangular_solve(a, b, *, left_side, lower, transpose_a, unit_diagonal):
         if turned := transpose_a == left_side:
             a = a.T
         forward = lower != turned
-        x = _substituted(a, b, unit_diagonal) if forward else _backwards(a, b, unit_diagonal)
+        x = _substitute(a, b, unit_diagonal) if forward else _backwards(a, b, unit_diagonal)
         return x if left_side else x.T
 
     return _each(solve, a, b)
 
 
-def _substituted(a, b, unit):
+def _substitute(a, b, unit):
     """Return x of a x = b, for a lower triangle."""
     rows, _ = _places(b)
 
@@ -83,7 +83,7 @@ def _substituted(a, b, unit):
 
 
 def _backwards(a, b, unit):
-    return _substituted(a[::-1, ::-1], b[::-1], unit)[::-1]
+    return _substitute(a[::-1, ::-1], b[::-1], unit)[::-1]
 
 
 @composed("lu")
@@ -118,7 +118,7 @@ def _lu(a):
 def lu_pivots_to_permutation(pivots, *, permutation_size):
     places = jnp.arange(permutation_size, dtype=jnp.int32)
 
-    def permuted(pivots):
+    def permute(pivots):
         def step(k, permutation):
             other = _row(pivots, k)
             order = jnp.where(places == k, other, jnp.where(places == other, k, places))
@@ -127,8 +127,8 @@ def lu_pivots_to_permutation(pivots, *, permutation_size):
         return lax.fori_loop(0, pivots.size, step, places)
 
     for _ in range(pivots.ndim - 1):
-        permuted = jax.vmap(permuted)
-    return permuted(pivots)
+        permute = jax.vmap(permute)
+    return permute(pivots)
 
 
 @primitive("custom_linear_solve")
@@ -186,7 +186,7 @@ def _rotation(n, p, q, tangent_of_double):
     return jnp.where((rows == q) & (columns == p), -sine, turn)
 
 
-def _swept(n: int, turn: Callable, carry: Any) -> Any:
+def _sweep(n: int, turn: Callable, carry: Any) -> Any:
     """Apply `turn(p, q, carry)` to all pairs of columns, again and again."""
     if n < 2:
         return carry
@@ -212,7 +212,7 @@ def eigh(a, *, lower, sort_eigenvalues=True, subset_by_index=None):
             g = _rotation(n, p, q, apart / (2 * off))
             return g.T @ a @ g, v @ g
 
-        a, v = _swept(n, turn, (a, jnp.eye(n, dtype=a.dtype)))
+        a, v = _sweep(n, turn, (a, jnp.eye(n, dtype=a.dtype)))
         values = jnp.diagonal(a)
         order = jnp.argsort(values)
         return v[:, order], values[order]
@@ -244,7 +244,7 @@ def _svd(a, full):
         g = _rotation(n, p, q, (y @ y - x @ x) / (2 * (x @ y)))
         return b @ g, v @ g
 
-    b, v = _swept(n, turn, (a, jnp.eye(n, dtype=a.dtype)))
+    b, v = _sweep(n, turn, (a, jnp.eye(n, dtype=a.dtype)))
     s = jnp.sqrt(jnp.sum(b * b, 0))
     order = jnp.argsort(-s)
     s, b, v = s[order], b[:, order], v[:, order]

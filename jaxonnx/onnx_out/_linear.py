@@ -14,7 +14,7 @@ from jaxonnx.onnx_out import _dims as dims
 from jaxonnx.onnx_out._tensors import Tensor
 
 
-def multiplied(g: Any, x: Any, y: Any, out: Any) -> Any:
+def multiply(g: Any, x: Any, y: Any, out: Any) -> Any:
     """Return the product of two arrays, of which one may be thin."""
     full, factor = (x, y) if _whole(x, out) else (y, x)
     if not _whole(full, out):
@@ -23,14 +23,14 @@ def multiplied(g: Any, x: Any, y: Any, out: Any) -> Any:
         z = Tensor(g("Mul", x, y), out.shape, out.dtype)
         z.times = x, y
         return z
-    if full.scaled is not None and (both := _merged(g, full.scaled[1], factor)) is not None:
+    if full.scaled is not None and (both := _merge_factors(g, full.scaled[1], factor)) is not None:
         full, factor = full.scaled[0], both
     z = Tensor(g("Mul", full, factor), out.shape, out.dtype)
     z.scaled = full, factor
     return z
 
 
-def added(g: Any, x: Any, y: Any, out: Any) -> Any:
+def add(g: Any, x: Any, y: Any, out: Any) -> Any:
     """Return the sum of two arrays; one pass scales an array and adds a number to each channel."""
     full, shift = (x, y) if _whole(x, out) else (y, x)
     if not _whole(full, out):
@@ -40,26 +40,26 @@ def added(g: Any, x: Any, y: Any, out: Any) -> Any:
         z.sum = x, y
         return z
     if _of_channels(shift, out):
-        if _scaled(full, out):
-            return _shifted(g, full, shift)
+        if _is_scaled(full, out):
+            return _shift_channels(g, full, shift)
         for one, other in [full.sum, full.sum[::-1]] if full.sum else []:
-            if _scaled(one, out):
-                return g("Add", _shifted(g, one, shift), other)
+            if _is_scaled(one, out):
+                return g("Add", _shift_channels(g, one, shift), other)
     return g("Add", x, y)
 
 
 def _of_channels(x: Any, out: Any) -> bool:
     """Tell whether there is a number for each channel of images (N, C, *size)."""
-    if len(out.shape) < 3 or not dims.known([*x.shape, *out.shape[1:]]):
+    if len(out.shape) < 3 or not dims.all_known([*x.shape, *out.shape[1:]]):
         return False
     return x.shape == (1, out.shape[1], *[1] * (len(out.shape) - 2))
 
 
-def _scaled(x: Any, out: Any) -> bool:
+def _is_scaled(x: Any, out: Any) -> bool:
     return x.scaled is not None and _of_channels(x.scaled[1], out)
 
 
-def _shifted(g: Any, x: Any, shift: Any) -> Tensor:
+def _shift_channels(g: Any, x: Any, shift: Any) -> Tensor:
     """Return BatchNormalization of an array that is scaled, by statistics that change nothing."""
     full, scale = x.scaled
     channels = x.shape[1]
@@ -73,12 +73,12 @@ def _whole(x: Any, out: Any) -> bool:
     return isinstance(x, Tensor) and x.shape == out.shape
 
 
-def _merged(g: Any, a: Any, b: Any) -> Any:
+def _merge_factors(g: Any, a: Any, b: Any) -> Any:
     """Return the product of two factors, None where it is larger than both, or might overflow."""
     known = [x for x in (a, b) if isinstance(x, np.ndarray)]
     if len(known) == 2 or not all(_moderate(x) for x in known):
         return None
-    if not dims.known((*a.shape, *b.shape)):
+    if not dims.all_known((*a.shape, *b.shape)):
         return None
     shape = np.broadcast_shapes(a.shape, b.shape)
     if shape not in (a.shape, b.shape):
@@ -104,13 +104,13 @@ def scales_by_bits(program: Any) -> bool:
     return False
 
 
-def summed(g: Any, x: Any, axes: list[int]) -> Tensor:
+def reduce_sum(g: Any, x: Any, axes: list[int]) -> Tensor:
     """Return the sum of a tensor along axes, of which factors and signs are taken out."""
-    if x.sum is not None and all(_scaled(y, x) and _taken_out(y, axes) for y in x.sum):
-        parts = [summed(g, part, axes) for part in x.sum]
+    if x.sum is not None and all(_is_scaled(y, x) and _taken_out(y, axes) for y in x.sum):
+        parts = [reduce_sum(g, part, axes) for part in x.sum]
         return Tensor(g("Add", *parts), parts[0].shape, x.dtype)
     if x.negated is not None:
-        total = summed(g, x.negated, axes)
+        total = reduce_sum(g, x.negated, axes)
         return Tensor(g("Neg", total), total.shape, total.dtype)
     factors = []
     if _taken_out(x, axes):
@@ -135,7 +135,7 @@ def summed(g: Any, x: Any, axes: list[int]) -> Tensor:
 
 def _taken_out(x: Tensor, axes: list[int]) -> bool:
     """Tell whether a tensor has a factor that is one number along axes."""
-    if x.scaled is None or not dims.known((factor := x.scaled[1]).shape):
+    if x.scaled is None or not dims.all_known((factor := x.scaled[1]).shape):
         return False
     one = all(n == 1 for n in factor.shape)
     return one or (factor.ndim == x.ndim and all(factor.shape[axis] == 1 for axis in axes))

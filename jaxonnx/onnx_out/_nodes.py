@@ -9,12 +9,12 @@ import numpy as np
 from onnx import GraphProto, ValueInfoProto, defs, helper
 
 from jaxonnx._io.build import Writer, onnx_type
-from jaxonnx._jaxpr import called, interpret, source
+from jaxonnx._jaxpr import inner_program, interpret, source
 from jaxonnx.errors import UnsupportedError
 from jaxonnx.onnx_out import _dims as dims
 from jaxonnx.onnx_out._bounds import Bounds
-from jaxonnx.onnx_out._linear import summed
-from jaxonnx.onnx_out._pairs import computed, is_complex, knows
+from jaxonnx.onnx_out._linear import reduce_sum
+from jaxonnx.onnx_out._pairs import apply_complex, is_complex, knows
 from jaxonnx.onnx_out._table import Refusal, is_elementwise, restated_as, rule_of
 from jaxonnx.onnx_out._tensors import (
     COMPUTED,
@@ -22,13 +22,13 @@ from jaxonnx.onnx_out._tensors import (
     MODULAR,
     WIDE,
     Tensor,
-    folded,
-    known,
+    fold_equation,
+    known_tensor,
     order_of,
-    ordered,
+    ordered_dtype,
     plain,
 )
-from jaxonnx.onnx_out._tracing import named
+from jaxonnx.onnx_out._tracing import describe_equation
 
 
 class Nodes:
@@ -110,14 +110,18 @@ class Nodes:
     def program(self, program: Any, operands: Sequence[Any]) -> list:
         """Append what a jaxpr computes; return its results."""
         return interpret(
-            program, self._equation, list(operands), constant=known, enter=self._entered
+            program,
+            self._equation,
+            list(operands),
+            constant=known_tensor,
+            enter=self._inline_program,
         )
 
-    def _entered(self, equation: Any) -> Any:
+    def _inline_program(self, equation: Any) -> Any:
         """Return the program to write in place of an equation, None for one with a rule."""
         if hasattr(equation.primitive, "plain") and rule_of(equation.primitive.name, self.opset):
             return None
-        program, functions = called(equation), self.main.functions
+        program, functions = inner_program(equation), self.main.functions
         if program is not None and (other := restated_as(source(program))) is not None:
             avals = [variable.aval for variable in equation.invars]
             return jax.make_jaxpr(other)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
@@ -125,24 +129,27 @@ class Nodes:
 
     def _equation(self, equation: Any, operands: list) -> list:
         outs = tuple(plain(variable.aval) for variable in equation.outvars)
-        if (values := folded(equation, operands, outs)) is not None:
+        if (values := fold_equation(equation, operands, outs)) is not None:
             return values
         name = equation.primitive.name
         rule = rule_of(name, self.opset)
         if rule is None and not knows(name):
+            described = describe_equation(self.main.whole, equation)
             raise UnsupportedError(
-                f"{named(self.main.whole, equation)} has no form in ONNX (opset {self.opset}); "
+                f"{described} has no form in ONNX (opset {self.opset}); "
                 "compute it outside of the function, or register a rule with "
                 "jaxonnx.onnx_out.primitive"
             )
         try:
             if any(map(is_complex, (*operands, *outs))):
-                return computed(self, equation, operands, outs)
-            return self._applied(rule, equation, operands, outs)
+                return apply_complex(self, equation, operands, outs)
+            return self._apply_rule(rule, equation, operands, outs)
         except Refusal as refusal:
-            raise UnsupportedError(f"{named(self.main.whole, equation)}: {refusal}") from None
+            raise UnsupportedError(
+                f"{describe_equation(self.main.whole, equation)}: {refusal}"
+            ) from None
 
-    def _applied(self, rule: Any, equation: Any, operands: list, outs: tuple) -> list:
+    def _apply_rule(self, rule: Any, equation: Any, operands: list, outs: tuple) -> list:
         """Append what a rule says of an equation; return its results."""
         if strange := next((out.dtype for out in outs if out.dtype not in COMPUTED), None):
             raise Refusal(f"it computes with {strange}, in which ONNX has no arithmetic")
@@ -151,17 +158,17 @@ class Nodes:
         if not several and is_elementwise(equation.primitive.name):
             order = order_of(operands, outs[0])
         if order is not None:
-            operands = [self._ordered(x, order) for x in operands]
+            operands = [self._transpose_operand(x, order) for x in operands]
             outs = (jax.ShapeDtypeStruct([outs[0].shape[i] for i in order], outs[0].dtype),)
         avals = [variable.aval for variable in equation.invars]
         params = {"avals": avals, "equation": equation, **equation.params}
         params["out"] = outs if several else outs[0]
         results = rule(self, *operands, **params)
         results = list(results) if isinstance(results, (list, tuple)) else [results]
-        results = [self.typed(x, out) for x, out in zip(results, outs, strict=True)]
+        results = [self.cast_result(x, out) for x, out in zip(results, outs, strict=True)]
         return results if order is None else [self.transpose(results[0], np.argsort(order))]
 
-    def _ordered(self, x: Any, order: Sequence[int]) -> Any:
+    def _transpose_operand(self, x: Any, order: Sequence[int]) -> Any:
         """Return an operand with its axes in another order, and what it was broadcast from."""
         if not x.shape:
             return x
@@ -170,7 +177,7 @@ class Nodes:
             y = Tensor(y, y.shape, y.dtype, thin=self.transpose(x.thin, order))
         return y
 
-    def typed(self, value: Any, out: Any) -> Any:
+    def cast_result(self, value: Any, out: Any) -> Any:
         """Return a result with the shape and dtype that JAX gives it."""
         if isinstance(value, str):
             return Tensor(value, out.shape, out.dtype, getattr(value, "thin", None))
@@ -189,7 +196,7 @@ class Nodes:
 
     def wide(self, operator: str, *operands: Any, dtype: Any, **attributes: Any) -> Any:
         """Append an operator in a dtype in which runtimes have it; return its result in `dtype`."""
-        wide = ordered(dtype) if operator not in MODULAR else WIDE.get(np.dtype(dtype))
+        wide = ordered_dtype(dtype) if operator not in MODULAR else WIDE.get(np.dtype(dtype))
         if wide in (None, dtype):
             return self(operator, *operands, **attributes)
         result = self(operator, *(self.cast(x, wide) for x in operands), **attributes)
@@ -198,14 +205,14 @@ class Nodes:
     def reshape(self, x: Any, shape: Sequence) -> Any:
         """Return x in another shape of as many elements."""
         shape = tuple(shape)
-        if isinstance(x, np.ndarray) and dims.known(shape):
+        if isinstance(x, np.ndarray) and dims.all_known(shape):
             return x.reshape(shape)
         if getattr(x, "shape", None) == shape:
             return x
         x = getattr(x, "flat", None) or x
         if getattr(x, "shape", None) == shape:
             return x
-        symbolic = [i for i, size in enumerate(shape) if not dims.known([size])]
+        symbolic = [i for i, size in enumerate(shape) if not dims.all_known([size])]
         if len(symbolic) == 1 and 0 not in shape:
             sizes = np.array([-1 if i in symbolic else n for i, n in enumerate(shape)], np.int64)
         else:
@@ -269,7 +276,7 @@ class Nodes:
         """Return sizes as an array of int64, or the name of one where they depend on inputs."""
         return dims.sizes(self.main, shape)
 
-    def reduced(self, operator: str, x: Any, axes: Sequence[int]) -> Tensor:
+    def reduce_tensor(self, operator: str, x: Any, axes: Sequence[int]) -> Tensor:
         """Append a reduction of x, or of what x is a transpose of; axes of size one only go."""
         if all(isinstance(x.shape[axis], int) and x.shape[axis] == 1 for axis in axes):
             return self.reshape(x, [n for axis, n in enumerate(x.shape) if axis not in axes])
@@ -277,7 +284,7 @@ class Nodes:
         rest = [order[i] for i in range(x.ndim) if i not in axes]
         left, axes = sorted(rest), sorted(order[i] for i in axes)
         if operator == "ReduceSum" and self.main.factors and isinstance(source, Tensor):
-            y = summed(self, source, axes)
+            y = reduce_sum(self, source, axes)
         else:
             shape = [source.shape[i] for i in left]
             y = Tensor(self.reduce(operator, source, axes), shape, x.dtype)
@@ -316,5 +323,5 @@ def _schemas() -> Sequence[Any]:
 
 def value_info(name: str, like: Any) -> ValueInfoProto:
     """Return the declaration of a tensor, symbolic sizes by their names."""
-    sizes = [n if dims.known([n]) else str(n) for n in like.shape]
+    sizes = [n if dims.all_known([n]) else str(n) for n in like.shape]
     return helper.make_tensor_value_info(name, onnx_type(like.dtype), sizes)

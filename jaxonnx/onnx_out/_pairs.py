@@ -36,7 +36,7 @@ PARTS: set[str] = set()
 """Primitives that do with complex numbers what they do with each part."""
 
 
-def paired(*names: str) -> Callable[[Rule], Rule]:
+def complex_rule(*names: str) -> Callable[[Rule], Rule]:
     """Register a function of pairs and arrays, in JAX, as the rule for complex numbers."""
 
     def register(function: Rule) -> Rule:
@@ -80,7 +80,7 @@ def is_complex(value: Any) -> bool:
     return np.dtype(value.dtype).kind == "c"
 
 
-def computed(g: Any, equation: Any, operands: list, outs: tuple) -> list:
+def apply_complex(g: Any, equation: Any, operands: list, outs: tuple) -> list:
     """Return the results of an equation that takes or gives complex numbers."""
     name = equation.primitive.name
     operands = [_split(x) if isinstance(x, np.ndarray) and is_complex(x) else x for x in operands]
@@ -97,7 +97,7 @@ def computed(g: Any, equation: Any, operands: list, outs: tuple) -> list:
         chosen = [getattr(x, half) if isinstance(x, Pair) else x for x in operands]
         results = rule(g, *chosen, out=like, **params)
         results = results if isinstance(results, (list, tuple)) else [results]
-        halves.append([g.typed(x, out) for x, out in zip(results, real, strict=True)])
+        halves.append([g.cast_result(x, out) for x, out in zip(results, real, strict=True)])
     return [Pair(*both) for both in zip(*halves, strict=True)]
 
 

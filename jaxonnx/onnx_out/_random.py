@@ -84,7 +84,7 @@ def rng_bit_generator(g, state, *, shape, dtype, algorithm):
     def generated(state):
         words = _words(state) if state.dtype == np.uint64 else state
         end, bits = drawn(words, tuple(shape), np.dtype(dtype))
-        return _joined(end) if state.dtype == np.uint64 else end, bits.reshape(shape)
+        return _join_words(end) if state.dtype == np.uint64 else end, bits.reshape(shape)
 
     return g.run(generated, state)
 
@@ -94,7 +94,7 @@ def _words(x):
     return jnp.stack([x & 0xFFFFFFFF, x >> 32], -1).reshape(-1).astype(jnp.uint32)
 
 
-def _joined(words):
+def _join_words(words):
     """Return numbers of 64 bits from their halves, the inverse of `_words`."""
     return words[::2].astype(np.uint64) | (words[1::2].astype(np.uint64) << 32)
 
@@ -124,7 +124,7 @@ def _threefry(words, shape, dtype):
     first, second = threefry2x32(words[0], words[1], low[:-1], high[:-1])
     end = jnp.stack([words[0], words[1], low[-1], high[-1]])
     if wide:
-        return end, _joined(jnp.stack([first, second], -1).reshape(-1))
+        return end, _join_words(jnp.stack([first, second], -1).reshape(-1))
     pairs = jnp.stack([x.reshape(half) for x in (first, second)], axis + 1)
     bits = pairs.reshape(*half[:axis], -1, *half[axis + 1 :]).astype(dtype)
     return end, lax.slice_in_dim(bits, 0, size, axis=axis)
@@ -145,7 +145,7 @@ def _philox(words, shape, dtype):
         x0, x1, x2, x3 = upper ^ x1 ^ k0, lower, high ^ x3 ^ k1, low
         k0, k1 = k0 + jnp.uint32(0x9E3779B9), k1 + jnp.uint32(0xBB67AE85)
     bits = jnp.stack([x0, x1, x2, x3], -1).reshape(-1)[:size]
-    return end, _joined(bits) if wide else bits.astype(dtype)
+    return end, _join_words(bits) if wide else bits.astype(dtype)
 
 
 def _product(x, factor):

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxonnx.onnx_out._nodes import Tensor, ordered
+from jaxonnx.onnx_out._nodes import Tensor, ordered_dtype
 from jaxonnx.onnx_out._table import composed, primitive
 
 OPERATORS = {
@@ -21,8 +21,8 @@ for _name, _operator in OPERATORS.items():
         if not axes:
             return x
         wraps = x.dtype == np.uint64 and operator == "ReduceSum"
-        dtype = np.dtype(np.int64) if wraps else ordered(x.dtype)
-        return g.cast(g.reduced(operator, g.cast(x, dtype), axes), out.dtype)
+        dtype = np.dtype(np.int64) if wraps else ordered_dtype(x.dtype)
+        return g.cast(g.reduce_tensor(operator, g.cast(x, dtype), axes), out.dtype)
 
 
 for _name, _operator in {"reduce_and": "ReduceMin", "reduce_or": "ReduceMax"}.items():
@@ -44,7 +44,7 @@ for _name, _operator in {"argmax": "ArgMax", "argmin": "ArgMin"}.items():
 
     @primitive(_name)
     def place(g, x, *, axes, index_dtype, out, operator=_operator):
-        y = g(operator, g.cast(x, ordered(x.dtype)), axis=int(axes[0]), keepdims=0)
+        y = g(operator, g.cast(x, ordered_dtype(x.dtype)), axis=int(axes[0]), keepdims=0)
         return g.cast(Tensor(y, out.shape, np.int64), index_dtype)
 
 
@@ -89,7 +89,7 @@ def sort(g, *operands, dimension, num_keys, out):
     for key in reversed(range(num_keys)):
         size = np.array([operands[key].shape[dimension]], np.int64)
         x = operands[key]
-        wide = g.cast(x, ordered(x.dtype))
+        wide = g.cast(x, ordered_dtype(x.dtype))
         _, order = g.several("TopK", 2, wide, size, axis=dimension, largest=0, sorted=1)
         operands = [
             Tensor(g("GatherElements", y, order, axis=dimension), y.shape, y.dtype)
@@ -100,7 +100,7 @@ def sort(g, *operands, dimension, num_keys, out):
 
 @primitive("top_k")
 def top_k(g, x, *, k, out, axis=-1):
-    wide = g.cast(x, ordered(x.dtype))
+    wide = g.cast(x, ordered_dtype(x.dtype))
     values, places = g.several("TopK", 2, wide, np.array([k], np.int64), axis=axis)
     values, places = Tensor(values, out[0].shape, wide.dtype), Tensor(places, (), np.int64)
     return g.cast(values, out[0].dtype), g.cast(places, out[1].dtype)

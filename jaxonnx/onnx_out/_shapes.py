@@ -43,11 +43,11 @@ def _is_scalar_like(x: Any) -> bool:
 
 def expand(g: Nodes, x: Any, shape: Any) -> Any:
     """Broadcast x, of as many axes, to a shape; what it was before is kept for its users."""
-    if dims.known(shape) and dims.known(x.shape) and tuple(x.shape) == tuple(shape):
+    if dims.all_known(shape) and dims.all_known(x.shape) and tuple(x.shape) == tuple(shape):
         return x
     if dims.same(x.shape, shape):
         return x
-    if isinstance(x, np.ndarray) and dims.known(shape) and prod(shape) <= FOLDED:
+    if isinstance(x, np.ndarray) and dims.all_known(shape) and prod(shape) <= FOLDED:
         return np.broadcast_to(x, shape)
     return Tensor(g("Expand", x, g.sizes_of(shape)), shape, x.dtype, thin=x)
 
@@ -86,10 +86,10 @@ def slice_(g, x, *, start_indices, limit_indices, strides):
 
 @primitive("rev")
 def rev(g, x, *, dimensions):
-    return reversed_(g, x, dimensions)
+    return reverse(g, x, dimensions)
 
 
-def reversed_(g: Nodes, x: Any, axes: Any) -> Any:
+def reverse(g: Nodes, x: Any, axes: Any) -> Any:
     """Return x with the order along these axes turned, but for those of size one."""
     axes = [axis for axis in axes if x.shape[axis] != 1]
     if not axes:
@@ -102,17 +102,17 @@ def reversed_(g: Nodes, x: Any, axes: Any) -> Any:
 
 @primitive("pad")
 def pad(g, x, value, *, padding_config, out):
-    y = g.typed(padded(g, x, value, padding_config), out)
+    y = g.cast_result(pad_tensor(g, x, value, padding_config), out)
     moved = [axis for axis, edges in enumerate(padding_config) if any(edges)]
     zero = isinstance(value, np.ndarray) and not value.any()
-    if zero and len(moved) == 1 and dims.known([x.shape[axis] for axis in moved]):
+    if zero and len(moved) == 1 and dims.all_known([x.shape[axis] for axis in moved]):
         low, high, inner = padding_config[moved[0]]
         if min(low, high) >= 0 and not inner:
             y.pieces = moved[0], {low: x}
     return y
 
 
-def joined(g: Nodes, x: Any, y: Any, out: Any) -> Any:
+def join_disjoint(g: Nodes, x: Any, y: Any, out: Any) -> Any:
     """Return the sum of tensors that are zero but for parts, None where these overlap.
 
     So end the gradients of slices: as a Concat, once there is one for every place.
@@ -133,11 +133,11 @@ def joined(g: Nodes, x: Any, y: Any, out: Any) -> Any:
     return sum_
 
 
-def padded(g: Nodes, x: Any, value: Any, config: Any) -> Any:
+def pad_tensor(g: Nodes, x: Any, value: Any, config: Any) -> Any:
     """Pad x; negative numbers cut, the third of each axis stands between any two elements."""
     shape = list(x.shape)
     for axis, (_, _, inner) in enumerate(config):
-        if inner and (not dims.known([shape[axis]]) or shape[axis] > 1):
+        if inner and (not dims.all_known([shape[axis]]) or shape[axis] > 1):
             n = shape[axis]
             apart = g.reshape(x, [*shape[: axis + 1], 1, *shape[axis + 1 :]])
             apart = _pad(
@@ -157,7 +157,7 @@ def padded(g: Nodes, x: Any, value: Any, config: Any) -> Any:
 def _pad(g: Nodes, x: Any, value: Any, edges: Any) -> Any:
     if not any(low or high for low, high in edges):
         return x
-    if not dims.known([n for edge in edges for n in edge]):
+    if not dims.all_known([n for edge in edges for n in edge]):
         raise Refusal("it pads by sizes that depend on an input's")
     shape = [n + low + high for n, (low, high) in zip(x.shape, edges, strict=True)]
     pads = np.array([low for low, _ in edges] + [high for _, high in edges], np.int64)
@@ -173,12 +173,12 @@ def _pad(g: Nodes, x: Any, value: Any, edges: Any) -> Any:
 def iota(g, *, out, dimension):
     wide = out.dtype if out.dtype in (np.int32, np.int64, np.float32) else np.dtype(np.int64)
     size = out.shape[dimension]
-    if dims.known([size]) and size <= FOLDED:
+    if dims.all_known([size]) and size <= FOLDED:
         line = np.arange(size, dtype=wide)
     else:
         count = (
             np.int64(size)
-            if dims.known([size])
+            if dims.all_known([size])
             else g.reshape(Tensor(g.sizes_of([size]), (1,), np.int64), ())
         )
         line = Tensor(g("Range", np.int64(0), count, np.int64(1)), (size,), np.int64)
@@ -204,7 +204,7 @@ def dynamic_slice(g, x, *starts, slice_sizes, out):
     if not x.shape:
         return x
     begin = _starts(g, x.shape, starts[: x.ndim], slice_sizes)
-    if not dims.known(slice_sizes):
+    if not dims.all_known(slice_sizes):
         end = g("Add", begin, g.sizes_of(slice_sizes))
         return g("Slice", x, begin, end, np.arange(x.ndim, dtype=np.int64))
     for axis, (whole, size) in enumerate(zip(x.shape, slice_sizes, strict=True)):

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxonnx.onnx_out._table import Refusal, composed, restated
+from jaxonnx.onnx_out._table import Refusal, composed, replaces_jax
 
 
 @composed("log1p")
@@ -281,7 +281,7 @@ def _bits(x, unsigned):
     return (bits | jnp.where(negative, sign, held(0))).astype(unsigned)
 
 
-@restated
+@replaces_jax
 def exp_neg_sq(x):
     """Return exp(-x^2), to a relative error of x^2 roundings: JAX cuts x by its bits for less."""
     return jnp.exp(-x * x)

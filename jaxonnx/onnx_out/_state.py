@@ -21,7 +21,7 @@ class _Branch:
                 self.readers.setdefault(name, []).append(node)
 
 
-def state_in_blocks(proto: ModelProto, state: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+def split_state(proto: ModelProto, state: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     """Let tensors of a state have the shape of blocks; return the shapes of those that have it now.
 
     These are the ones that only a Scan in a branch reads and renews: runtimes copy a result that is
@@ -37,7 +37,7 @@ def state_in_blocks(proto: ModelProto, state: Mapping[str, str]) -> dict[str, tu
             branches = [_Branch(inner) for inner in subgraphs(node)]
             results = {name: i for i, name in enumerate(node.output)}
             for name in [n for n in state if state[n] in results and reading[n] == 1]:
-                if (shape := _stored(branches, name, results[state[name]])) is not None:
+                if (shape := _hoist_reshapes(branches, name, results[state[name]])) is not None:
                     shapes[name] = shapes[state[name]] = shape
     for value in (*graph.input, *graph.output):
         if value.name in shapes:
@@ -45,7 +45,7 @@ def state_in_blocks(proto: ModelProto, state: Mapping[str, str]) -> dict[str, tu
     return shapes
 
 
-def _stored(branches: list[_Branch], name: str, result: int) -> tuple[int, ...] | None:
+def _hoist_reshapes(branches: list[_Branch], name: str, result: int) -> tuple[int, ...] | None:
     """Take the Reshapes of a tensor and of its renewal out of the branch with a Scan."""
     ends = [branch.makers[branch.graph.output[result].name] for branch in branches]
     keeps = [end.op_type == "Identity" and end.input[0] == name for end in ends]

@@ -83,7 +83,7 @@ def composed(*names: str) -> Callable[[Rule], Rule]:
 _RESTATED: dict[str, Rule] = {}
 
 
-def restated(function: Rule) -> Rule:
+def replaces_jax(function: Rule) -> Rule:
     """Register a function that is written in place of JAX's own one of the same name.
 
     For those that JAX composes of primitives in a way that ONNX says at great length.

@@ -34,7 +34,7 @@ MODULAR = {"Add", "Sub", "Mul"}
 """Operators whose result of wrapped integers is the wrapped result."""
 
 
-def ordered(dtype: Any) -> np.dtype:
+def ordered_dtype(dtype: Any) -> np.dtype:
     """Return the dtype in which numbers have the same order, and runtimes more operators.
 
     No signed type holds all numbers of uint64, so that they stay as they are.
@@ -113,17 +113,17 @@ def order_of(operands: Sequence[Any], out: Any) -> list[int] | None:
     return [int(i) for i in np.argsort(next(iter(orders)))]
 
 
-def known(value: Any, aval: Any) -> np.ndarray:
+def known_tensor(value: Any, aval: Any) -> np.ndarray:
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return np.asarray(jax.random.key_data(value))
     return np.asarray(value, aval.dtype)
 
 
-def folded(equation: Any, operands: list, outs: tuple) -> list | None:
+def fold_equation(equation: Any, operands: list, outs: tuple) -> list | None:
     """Return the results of an equation of known operands, None where nodes must compute them."""
     if not operands or equation.effects or not all(isinstance(x, np.ndarray) for x in operands):
         return None
-    if not all(dims.known(out.shape) and prod(out.shape) <= FOLDED for out in outs):
+    if not all(dims.all_known(out.shape) and prod(out.shape) <= FOLDED for out in outs):
         return None
     atoms = (*equation.invars, *equation.outvars)
     keys = any(jnp.issubdtype(atom.aval.dtype, jax.dtypes.prng_key) for atom in atoms)

@@ -24,7 +24,7 @@ SHOWN = 8
 """Examples that a message shows."""
 
 
-def traced(call: Callable, weights: Any, arguments: Any) -> tuple[Any, Any]:
+def trace(call: Callable, weights: Any, arguments: Any) -> tuple[Any, Any]:
     """Return the jaxpr of a function of weights and arguments, and the shapes of its results.
 
     Raises:
@@ -38,19 +38,21 @@ def traced(call: Callable, weights: Any, arguments: Any) -> tuple[Any, Any]:
         raise
     except InconclusiveDimensionOperation as error:
         raise UnsupportedError(
-            f"the function{_raised(error)} depends on a symbolic size: {_first(error)}; give the "
-            "example sizes that are numbers, or constraints to jax.export.symbolic_shape"
+            f"the function{_raise_location(error)} depends on a symbolic size: {_first(error)}; "
+            "give the example sizes that are numbers, or constraints to jax.export.symbolic_shape"
         ) from error
     except UNTRACEABLE as error:
         raise UnsupportedError(
-            f"the function{_raised(error)} depends on values while it is traced: {_first(error)}"
+            f"the function{_raise_location(error)} depends on values while it is traced: "
+            f"{_first(error)}"
         ) from error
     except (TypeError, ValueError) as error:
         leaves = jax.tree.leaves(arguments)
         shapes = ", ".join(jax.typeof(leaf).str_short() for leaf in leaves[:SHOWN])
         shapes += ", ..." if len(leaves) > SHOWN else ""
         raise InputError(
-            f"the function does not take the examples ({shapes}){_raised(error)}: {_first(error)}"
+            f"the function does not take the examples ({shapes}){_raise_location(error)}: "
+            f"{_first(error)}"
         ) from error
     _check_pure(closed)
     _check_real(closed)
@@ -61,7 +63,7 @@ def _check_pure(closed: Any) -> None:
     if closed.effects:
         effects = ", ".join(sorted(map(str, closed.effects)))
         cause = _effect(closed)
-        what = named(closed, cause) if cause else "the function"
+        what = describe_equation(closed, cause) if cause else "the function"
         raise UnsupportedError(
             f"{what} has side effects ({effects}), which no ONNX model has; take callbacks, prints "
             "and references out of the function"
@@ -94,7 +96,7 @@ def _folders() -> tuple[str, ...]:
     return tuple(str(Path(p.__file__).parent) for p in packages if p and p.__file__)
 
 
-def named(program: Any, equation: Any) -> str:
+def describe_equation(program: Any, equation: Any) -> str:
     """Return "JAX's primitive 'sin' in FILE:LINE", the line being one of the user's program.
 
     It is that of the innermost equation that has one: what a function traces under `jit` knows its
@@ -122,7 +124,7 @@ def _line(equation: Any) -> str:
     return _users((frame.file_name, frame.line_num) for frame in frames)
 
 
-def _raised(error: BaseException) -> str:
+def _raise_location(error: BaseException) -> str:
     """Return where the user's program raised an error."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
     return _users((frame.filename, frame.lineno) for frame in frames)

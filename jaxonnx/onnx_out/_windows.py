@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from jaxonnx.onnx_out._nodes import Nodes, Tensor
-from jaxonnx.onnx_out._shapes import padded
+from jaxonnx.onnx_out._shapes import pad_tensor
 from jaxonnx.onnx_out._table import composed, primitive
 
 
@@ -38,7 +38,7 @@ for _name, (_operator, _neutral) in NEUTRAL.items():
             y = _max_pool(g, x, window_dimensions, window_strides, edges, window_dilation, out)
             if y is not None:
                 return y
-        x = padded(g, x, neutral(x.dtype), edges)
+        x = pad_tensor(g, x, neutral(x.dtype), edges)
         for axis, size in enumerate(window_dimensions):  # a window is a box: axis by axis
             x = _along(g, x, axis, size, window_strides[axis], window_dilation[axis], operator)
         return x

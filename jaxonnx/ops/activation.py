@@ -27,7 +27,7 @@ def activation(name: str, since: int, **options):
     def register(function):
         @op(name, since=since, **options)
         @functools.wraps(function)
-        def traced(*xs, **attributes):
+        def call_traced(*xs, **attributes):
             return function(*map(jnp.asarray, xs), **attributes)
 
         return function

@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
-from jaxonnx.lowering import is_half, product, rounded
+from jaxonnx.lowering import is_half, product, product_rounded
 from jaxonnx.ops.common import canonical, element_dtype
 from jaxonnx.ops.indexing import gather
 from jaxonnx.registry import op
@@ -37,7 +37,7 @@ def merge_heads(x):
     return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3])
 
 
-def grouped(x, kv_heads):
+def group_queries(x, kv_heads):
     """Reshape query heads to (batch, key heads, query heads per key head, ...)."""
     if x.shape[1] % kv_heads:
         raise NodeError(f"{x.shape[1]} query heads are no multiple of {kv_heads} key heads")
@@ -57,7 +57,7 @@ def scores(q, k, scale=None):
         return scale * product(_rows(q, k.shape[1]), k.mT).reshape(*q.shape[:3], k.shape[2])
     root = math.sqrt(abs(scale))
     signed = math.copysign(root, scale)
-    y = jnp.einsum("bhgqd,bhkd->bhgqk", grouped(q * signed, k.shape[1]), k * root)
+    y = jnp.einsum("bhgqd,bhkd->bhgqk", group_queries(q * signed, k.shape[1]), k * root)
     return y.reshape(*q.shape[:3], k.shape[2])
 
 
@@ -66,16 +66,16 @@ def weighted_values(probabilities, v):
     if (probabilities.shape[0], probabilities.shape[3]) != (v.shape[0], v.shape[2]):
         raise NodeError(f"values {v.shape} do not fit the scores {probabilities.shape}")
     if is_half(v):
-        y = rounded(_rows(probabilities, v.shape[1]), v)
+        y = product_rounded(_rows(probabilities, v.shape[1]), v)
     else:
-        p = grouped(probabilities.astype(v.dtype), v.shape[1])
+        p = group_queries(probabilities.astype(v.dtype), v.shape[1])
         y = jnp.einsum("bhgqk,bhkd->bhgqd", p, v)
     return y.reshape(*probabilities.shape[:3], v.shape[-1])
 
 
 def _rows(x, kv_heads):
     """Return (batch, key heads, rows, size): the queries of the heads that share a key head."""
-    x = grouped(x, kv_heads)
+    x = group_queries(x, kv_heads)
     return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
 
 

@@ -7,11 +7,11 @@ import numpy as np
 from jax import lax
 
 from jaxonnx.errors import NodeError
-from jaxonnx.ops.attention import grouped, merge_heads, split_heads
+from jaxonnx.ops.attention import group_queries, merge_heads, split_heads
 from jaxonnx.registry import op
 
 
-def _packed(x):
+def _describe_packed(x):
     """Describe (steps, batch, heads, size) for people."""
     steps, batch, heads, size = x.shape
     return f"{batch} sequences of {steps} steps with {heads} heads of {size}"
@@ -65,7 +65,9 @@ def linear_attention(
         if x is None:
             continue
         if x.shape[:2] != k.shape[:2] or x.shape[2] not in counts or x.shape[3] not in sizes:
-            raise NodeError(f"{name} of {_packed(x)} does not fit a key of {_packed(k)}")
+            raise NodeError(
+                f"{name} of {_describe_packed(x)} does not fit a key of {_describe_packed(k)}"
+            )
     shape = (*k.shape[1:], v.shape[-1])
     if past_state is not None and past_state.shape != shape:
         raise NodeError(f"past_state has shape {past_state.shape}, not {shape}")
@@ -81,7 +83,7 @@ def linear_attention(
         if rate is not None:
             v = rate * (v - jnp.einsum("bhkv,bhk->bhv", state, k))
         state = state + k[..., None] * v[..., None, :]
-        o = jnp.einsum("bhgk,bhkv->bhgv", grouped(q, kv_num_heads), state)
+        o = jnp.einsum("bhgk,bhkv->bhgv", group_queries(q, kv_num_heads), state)
         return state, factor * o.reshape(*q.shape[:2], v.shape[-1])
 
     state, o = lax.scan(step, past_state.astype(wide), (q, k, v, g, rate))

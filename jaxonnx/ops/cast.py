@@ -17,7 +17,7 @@ from jax import lax
 from jaxonnx._limits import SIX_BITS, room, tick
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import canonical, element_dtype
-from jaxonnx.registry import known, op, symbolic, xp
+from jaxonnx.registry import is_known, op, symbolic, xp
 
 _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 _FLOAT8 = tuple(
@@ -31,7 +31,7 @@ def convert(x, dtype, saturate=1, round_mode="up"):
     dtype = np.dtype(dtype)
     if object in (dtype, x.dtype):
         return _convert_strings(x, dtype)
-    if not known(x):
+    if not is_known(x):
         dtype = canonical(dtype)
         if not {dtype, x.dtype}.isdisjoint(SIX_BITS):
             raise NodeError("XLA has no 6-bit floating-point types: such a value must be known")
@@ -47,7 +47,7 @@ def convert(x, dtype, saturate=1, round_mode="up"):
         return xp(x).clip(wide, low, high).astype(dtype)
     if _is_float(x.dtype) and jnp.issubdtype(dtype, jnp.integer):
         return _truncate(x, dtype)
-    if not known(x):
+    if not is_known(x):
         return lax.convert_element_type(x, dtype)
     with np.errstate(all="ignore"):
         return x.astype(dtype)
@@ -60,7 +60,7 @@ def _is_float(dtype):
 def _truncate(x, dtype):
     """Convert floating point to an integer type, as the docstring of the module says."""
     wide = dtype if dtype.itemsize >= 4 else np.dtype(np.int32)
-    if not known(x):
+    if not is_known(x):
         return lax.convert_element_type(lax.convert_element_type(x, wide), dtype)
     limits = np.iinfo(wide)
     x = np.nan_to_num(x.astype(np.float64), nan=0.0, posinf=np.inf, neginf=-np.inf)
@@ -92,7 +92,7 @@ def _to_e8m0(x, saturate, round_mode):
 
 
 def _convert_strings(x, dtype):
-    if not known(x):
+    if not is_known(x):
         raise NodeError("strings exist only outside of jit: the input must be a known value")
     if dtype == x.dtype or symbolic(x):
         return x
@@ -156,7 +156,7 @@ def cast_like(x, target_type, *, saturate=1, round_mode="up"):
 def bit_cast(x, *, to):
     """The same bits as another type of the same width."""
     dtype = element_dtype(to)
-    if not known(x) and canonical(dtype) != dtype:
+    if not is_known(x) and canonical(dtype) != dtype:
         raise NodeError(f"the bits of {dtype} exist only with jax_enable_x64")
     if object in (dtype, x.dtype) or _bits(dtype) != _bits(x.dtype):
         raise NodeError(f"{x.dtype} and {dtype} do not have the same width")

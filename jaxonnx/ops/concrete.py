@@ -14,14 +14,14 @@ from jaxonnx.errors import NodeError, StaticError
 from jaxonnx.ops.common import canonical
 
 
-def traced(*values) -> bool:
+def is_traced(*values) -> bool:
     """Check whether any value, or any part of it, is known only when the compiled program runs."""
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(values))
 
 
 def concrete(value, what: str) -> np.ndarray:
     """Return `value` as an `np.ndarray`; raise a StaticError that names `what` if it is traced."""
-    if traced(value):
+    if is_traced(value):
         raise StaticError(
             f"{what} cannot be compiled: it needs the values themselves. Call the model outside "
             "jax.jit, vmap and grad, or cut the graph before this node."

@@ -71,13 +71,13 @@ def activate(x, name, parameters):
 def fused_matmul(a, b, *, alpha=1.0, transA=0, transB=0, transBatchA=0, transBatchB=0):
     """alpha * A' B'; `transBatch` moves the first axis behind the batch axes."""
 
-    def transposed(x, batch, matrix):
+    def transpose(x, batch, matrix):
         if x.ndim < 2:
             return x
         x = jnp.moveaxis(x, 0, -2) if batch else x
         return x.swapaxes(-1, -2) if matrix else x
 
-    y = matmul(transposed(a, transBatchA, transA), transposed(b, transBatchB, transB))
+    y = matmul(transpose(a, transBatchA, transA), transpose(b, transBatchB, transB))
     return y if alpha == 1 else alpha * y
 
 

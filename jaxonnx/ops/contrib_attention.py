@@ -164,7 +164,7 @@ def multi_head_attention(
     return y, k, v, x
 
 
-def _cached(past, new, start, length):
+def _append_to_cache(past, new, start, length):
     """Return a cache of `length` steps: `past` up to a sample's `start`, then `new`, then zeros."""
     room((length,), INDEX, host=True)
     room((*new.shape[:2], length, new.shape[3]), new.dtype)
@@ -244,7 +244,10 @@ def group_query_attention(
         cos, sin = (jnp.asarray(c)[positions][:, None] for c in (cos_cache, sin_cache))
         q, k = (rotate(part, cos, sin, rotary_interleaved) for part in (q, k))
     length = max(total, 0 if past_key is None else past_key.shape[2])
-    k, v = _cached(past_key, k, start, length), _cached(past_value, v, start, length)
+    k, v = (
+        _append_to_cache(past_key, k, start, length),
+        _append_to_cache(past_value, v, start, length),
+    )
 
     x = soft_cap(scores(q, k[:, :, :total], scale or None), softcap)
     if attention_bias is not None:

@@ -71,7 +71,7 @@ def decoder_masked_multi_head_attention(
         query, key, value = (x + b for x, b in zip(factors, jnp.split(bias, 3), strict=True))
     start = jnp.broadcast_to(jnp.asarray(past_sequence_length).reshape(-1), query.shape[:1])
     k, v = (
-        _written(past, split_heads(new, num_heads), start)
+        _write_cache(past, split_heads(new, num_heads), start)
         for past, new in ((past_key, key), (past_value, value))
     )
     options["mask_filter_value"] = -jnp.inf
@@ -80,7 +80,7 @@ def decoder_masked_multi_head_attention(
 
 
 @jax.vmap
-def _written(cache, new, start):
+def _write_cache(cache, new, start):
     """Return the cache (heads, length, size) with new steps from `start` on."""
     return jax.lax.dynamic_update_slice_in_dim(cache, new, start, axis=1)
 
@@ -138,7 +138,7 @@ def sparse_attention(
         cos, sin = (jnp.asarray(c)[at][:, None] for c in (cos_cache, sin_cache))
         q, k = (rotate(part, cos, sin, rotary_interleaved) for part in (q, k))
     length = past_key.shape[2]
-    k, v = _written(past_key, k, start), _written(past_value, v, start)
+    k, v = _write_cache(past_key, k, start), _write_cache(past_value, v, start)
     layouts = _block_mask(block_row_indices, block_col_indices)
     at = jnp.clip(start[:, None] + np.arange(steps), 0, length - 1)
     rows = jnp.asarray(layouts)[:, at // sparse_block_size, :]

@@ -92,7 +92,7 @@ def matmul_integer_to_float(
     return _scaled_product(a, a_scale, a_zero_point, b, b_scale, b_zero_point, bias)
 
 
-def _unpacked(packed, bits):
+def _unpack_bits(packed, bits):
     """Unpack numbers of `bits` bits from the bytes of the last axis, lowest bits first."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     numbers = (packed[..., None] >> shifts) & np.uint8(2**bits - 1)
@@ -125,11 +125,11 @@ def matmul_n_bits(
     room((N, K), a.dtype)
     room((K,), INDEX, host=True)
     block = np.arange(K) // block_size if g_idx is None else g_idx
-    weight = _unpacked(b.reshape(N, -1), bits)[:, :K].astype(a.dtype)
+    weight = _unpack_bits(b.reshape(N, -1), bits)[:, :K].astype(a.dtype)
     if zero_points is None:
         zero = jnp.full((N, blocks), 2 ** (bits - 1), a.dtype)
     elif zero_points.dtype == np.uint8:
-        zero = _unpacked(zero_points.reshape(N, -1), bits)[:, :blocks].astype(a.dtype)
+        zero = _unpack_bits(zero_points.reshape(N, -1), bits)[:, :blocks].astype(a.dtype)
     else:
         zero = zero_points.reshape(N, blocks)
     scale = scales.reshape(N, blocks)
@@ -158,7 +158,7 @@ _BNB4 = (
 @op("MatMulBnb4", since=1, domain=DOMAIN, params=("absmax",))
 def matmul_bnb4(a, b, absmax, *, K, N, block_size, quant_type, training_mode=0, transB=1):
     """A W' (or A W) with W (N, K) of 4 bits, the first in the high ones, scaled per block."""
-    codes = _unpacked(b.reshape(-1), 4).reshape(-1, 2)[:, ::-1].reshape(-1)[: N * K]
+    codes = _unpack_bits(b.reshape(-1), 4).reshape(-1, 2)[:, ::-1].reshape(-1)[: N * K]
     scale = jnp.repeat(absmax.reshape(-1), min(block_size, N * K))[: N * K]
     weight = (jnp.asarray(_BNB4[quant_type], a.dtype)[codes] * scale).reshape(N, K)
     return matmul(a, weight.T if transB else weight)
@@ -185,7 +185,7 @@ def gather_block_quantized(
     packed = data.dtype == np.uint8
 
     def whole(x):
-        return _unpacked(x, bits) if packed and bits < 8 else x
+        return _unpack_bits(x, bits) if packed and bits < 8 else x
 
     values = whole(data).astype(scales.dtype)
     if zero_points is not None:

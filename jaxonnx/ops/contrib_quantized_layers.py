@@ -238,7 +238,7 @@ def qembed_layer_normalization(
     return layer_norm(total, gamma, beta, epsilon)[0], counts
 
 
-def _rounded(x):
+def _fake_quantize(x):
     """Return x as its 8-bit quantization by its own range has it."""
     return dequantize_linear(*dynamic_quantize_linear(x))
 
@@ -283,15 +283,15 @@ def dynamic_quantize_lstm(
         f, g, h = functions[d]
         step = lstm_step(f, g, h, input_forget)
 
-        def quantized(gates, extra, h, c):
+        def quantized_gates(gates, extra, h, c):
             recurrent, peepholes = extra
-            return step(gates + product(_rounded(h), recurrent), peepholes, h, c)
+            return step(gates + product(_fake_quantize(h), recurrent), peepholes, h, c)
 
-        return quantized, 0, w.mT[d], None, (r[d], None if p is None else p[d])
+        return quantized_gates, 0, w.mT[d], None, (r[d], None if p is None else p[d])
 
     return scan_over(
         cell,
-        _rounded(x),
+        _fake_quantize(x),
         r.shape[1],
         sum_of_biases(b),
         sequence_lens,

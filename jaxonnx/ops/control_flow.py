@@ -14,9 +14,9 @@ from jaxonnx import _limits
 from jaxonnx._limits import OutOfTime, patience, room, tick
 from jaxonnx.errors import Error, NodeError, StaticError
 from jaxonnx.ops.common import INDEX, canonical
-from jaxonnx.ops.concrete import array, forward_only, traced
+from jaxonnx.ops.concrete import array, forward_only, is_traced
 from jaxonnx.ops.iteration import alike, check_length, empty, item, stack, tell, types_of
-from jaxonnx.registry import known, op
+from jaxonnx.registry import is_known, op
 
 SCAN_LIMIT = 2**31 - 1
 """Above this trip count (exporters write the greatest int64) a loop ends by its condition only."""
@@ -33,7 +33,7 @@ _TRUE = np.array(True)
 @op("If", since=1)
 def if_(cond, *, then_branch, else_branch):
     """The outputs of one branch; a traced condition needs branches of equal shapes and types."""
-    if not traced(cond):
+    if not is_traced(cond):
         return (then_branch if item(cond) else else_branch)()
     shapes = {}
 
@@ -70,8 +70,8 @@ def loop(m=None, cond=None, *v_initial, body):
     body.check(2 + size)
     if m is None and cond is None:
         raise NodeError("a Loop with neither trip count nor condition never ends")
-    count = None if traced(m) else math.inf if m is None else int(item(m))
-    begins = None if traced(cond) else cond is None or bool(item(cond))
+    count = None if is_traced(m) else math.inf if m is None else int(item(m))
+    begins = None if is_traced(cond) else cond is None or bool(item(cond))
 
     def step(i, carry):
         condition, *outputs = body(i, _TRUE, *carry, step=i)
@@ -122,7 +122,7 @@ class _TracedCondition(Exception):
 def _scan_loop(step, count, carry):
     def one(carry, i):
         condition, new, outputs = step(i, carry)
-        if not known(condition):
+        if not is_known(condition):
             raise _TracedCondition
         if not item(condition):
             raise StaticError("the loop ends after its first iteration")
@@ -145,12 +145,12 @@ def _python_loop(step, count, carry, body, why=None, late=False):
             for x in outputs:
                 if hasattr(x, "shape"):
                     room((count, *(max(n, 1) for n in x.shape)), x.dtype)
-        if len(rows) == 1 and (late or traced(carry, outputs)):
+        if len(rows) == 1 and (late or is_traced(carry, outputs)):
             if count == math.inf:
                 end = time.monotonic() + _limits.PATIENCE
             else:
                 check_length(count, late, why)
-        if traced(condition):
+        if is_traced(condition):
             raise StaticError(
                 "the body needs its counter known or changes the shapes of what it carries, and "
                 "the condition is computed from traced values: such a loop cannot be compiled. "
@@ -181,11 +181,11 @@ def _conditional_loop(step, count, m, cond, carry):
 
     if count is not None and count <= MASKED_LIMIT:
         # after the end the carried values go through unchanged, so that a scan can do it
-        def masked(state, i):
+        def masked_step(state, i):
             return jax.lax.cond(state[0], lambda c: advance(i, c), lambda c: state, state[1]), None
 
         steps = jnp.arange(count, dtype=canonical(INDEX))
-        return tuple(jax.lax.scan(masked, (active, carry), steps)[0][1])
+        return tuple(jax.lax.scan(masked_step, (active, carry), steps)[0][1])
 
     # Two digits, because without 64-bit types one counter would end at 2**31 - 1. What the body
     # sees of them wraps there, as any other integer does.

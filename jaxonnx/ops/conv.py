@@ -47,7 +47,7 @@ def _channels(b, rank: int, channels: int = 1):
     return b.reshape(-1, *(1,) * (rank - 2)) if channels == 1 else b
 
 
-def _biased(y, b, channels: int = 1):
+def _add_bias(y, b, channels: int = 1):
     if b.shape != (y.shape[channels],):  # would be broadcast
         raise NodeError(f"a bias of shape {b.shape} does not fit {y.shape[channels]} channels")
     return y + _channels(b, y.ndim, channels)
@@ -75,7 +75,7 @@ def conv(
         size, kernel, strides=strides, pads=pads, dilations=dilations, auto_pad=auto_pad
     )
     y = lowering.convolution(x, w, windows, group, channels, wide=b is not None)
-    return y if b is None else _biased(y, b, channels).astype(x.dtype)
+    return y if b is None else _add_bias(y, b, channels).astype(x.dtype)
 
 
 @op("ConvTranspose", since=1, weights={"w": convolution(transposed=True)}, params=("b",))
@@ -142,7 +142,7 @@ def conv_transpose(
         channels=channels,
         wide=b is not None,
     )
-    return y if b is None else _biased(y, b, channels).astype(x.dtype)
+    return y if b is None else _add_bias(y, b, channels).astype(x.dtype)
 
 
 def _integer_convolution(x, w, windows, group):
@@ -240,7 +240,7 @@ def qlinear_conv(
         strides=strides,
     )
     if b is not None:
-        y = _biased(y, b)
+        y = _add_bias(y, b)
     scale = x_scale * w_scale / y_scale
     scale = _channels(scale, x.ndim) if scale.size > 1 else scale.reshape(())
     limits = np.iinfo(y_zero_point.dtype)
@@ -337,7 +337,7 @@ def deform_conv(
     sampled = sampled.reshape(n, group, c // group * taps, -1)
     y = jnp.einsum("gmk,ngkl->ngml", w.reshape(group, -1, c // group * taps), sampled)
     y = y.reshape(n, -1, *windows.out)
-    return y if b is None else _biased(y, b)
+    return y if b is None else _add_bias(y, b)
 
 
 @op("Col2Im", since=18)

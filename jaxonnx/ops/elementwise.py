@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import axis_of, canonical
-from jaxonnx.registry import Starts, known, op, symbolic, xp
+from jaxonnx.registry import Starts, is_known, op, symbolic, xp
 
 # operator -> first opset, name of the function in numpy and in jax.numpy
 _UNARY = {
@@ -59,7 +59,7 @@ for _name, (_since, _function) in _UNARY.items():
 @op("Abs", since=1, pointwise=True)
 def absolute(x):
     # jnp.abs alone has the gradient 1 at 0
-    return np.abs(x) if known(x) else jnp.where(x == 0, 0, jnp.abs(x))
+    return np.abs(x) if is_known(x) else jnp.where(x == 0, 0, jnp.abs(x))
 
 
 def is_integer(x) -> bool:
@@ -72,7 +72,7 @@ def erf(x):
     return jax.scipy.special.erf(wide).astype(x.dtype)
 
 
-def aligned(a, b, axis: int | None, broadcast: int):
+def align_axis(a, b, axis: int | None, broadcast: int):
     """Reshape `b` so that NumPy's broadcasting does what opsets 1 to 6 define.
 
     There `b` matches a contiguous part of a's shape, from `axis` on or at its end, or has one
@@ -98,8 +98,8 @@ def binary(name: str, function: Callable[[Any, Any], Any], vectors: Starts = ())
     """Register `function(a, b)` with NumPy's broadcasting from opset 7 on, `aligned` before."""
 
     @op(name, since=1, vectors=vectors)
-    def limited(a, b, *, axis=None, broadcast=0):
-        return function(a, aligned(a, b, axis, broadcast))
+    def limited_broadcast(a, b, *, axis=None, broadcast=0):
+        return function(a, align_axis(a, b, axis, broadcast))
 
     @op(name, since=7, vectors=vectors, pointwise=True)
     def full(a, b):

@@ -7,7 +7,7 @@ from jax import lax
 from jaxonnx._axes import table
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import axis_of, index_of
-from jaxonnx.registry import Static, known, op, xp
+from jaxonnx.registry import Static, is_known, op, xp
 
 
 @op("Gather", since=1, weights={"x": table("axis")})
@@ -16,13 +16,13 @@ def gather(x, indices, *, axis=0):
     axis = axis_of(axis, x.ndim)
     size = x.shape[axis]
     indices = index_of(indices, size)
-    if known(x, indices):
+    if is_known(x, indices):
         return np.take(x, indices, axis)
     if isinstance(x, np.ndarray):
         x = jnp.asarray(x)
-    if known(indices) and indices.ndim == 0:
+    if is_known(indices) and indices.ndim == 0:
         return lax.index_in_dim(x, int(indices), axis, keepdims=False)
-    if known(indices) and indices.ndim == 1 and indices.size:
+    if is_known(indices) and indices.ndim == 1 and indices.size:
         first, step = int(indices[0]), int(indices[1] - indices[0]) if indices.size > 1 else 1
         if step > 0 and (np.diff(indices) == step).all():
             return lax.slice_in_dim(x, first, int(indices[-1]) + 1, step, axis)
@@ -43,7 +43,7 @@ def gather_elements(x, indices, *, axis=0):
     if indices.ndim != x.ndim:
         raise NodeError(f"indices of rank {indices.ndim} do not fit data of rank {x.ndim}")
     indices = index_of(indices, x.shape[axis])
-    if known(x, indices):
+    if is_known(x, indices):
         return x[_mesh(indices, axis)]
     within = (slice(None) if i == axis else slice(n) for i, n in enumerate(indices.shape))
     return jnp.take_along_axis(jnp.asarray(x)[tuple(within)], indices, axis)
@@ -72,7 +72,7 @@ def gather_nd(x, indices, *, batch_dims=0):
         np.arange(n).reshape((n,) + (1,) * (len(outer) - 1 - i))
         for i, n in enumerate(outer[:batch_dims])
     )
-    if known(x, indices):
+    if is_known(x, indices):
         return x[batch + tuples]
     return jnp.asarray(x).at[batch + tuples].get(mode="fill")
 
@@ -87,7 +87,7 @@ def _scatter(x, index, updates, reduction):
     """
     if reduction not in ("none", *_REDUCE):
         raise NodeError(f"reduction must be none, add, mul, max or min, not {reduction!r}")
-    if known(x, index, updates):
+    if is_known(x, index, updates):
         y = x.copy()
         if reduction == "none":
             y[index] = updates

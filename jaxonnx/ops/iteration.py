@@ -15,8 +15,8 @@ import numpy as np
 
 from jaxonnx.errors import Error, NodeError, StaticError
 from jaxonnx.ops.common import element_dtype
-from jaxonnx.ops.concrete import array, traced
-from jaxonnx.registry import known
+from jaxonnx.ops.concrete import array, is_traced
+from jaxonnx.registry import is_known
 
 LONGEST = 1 << 14
 """Iterations that are compiled one by one at most, which takes hours."""
@@ -35,8 +35,8 @@ def check_length(count, late, why):
 
 def tell(body, count, results, why):
     """Report many iterations in one program; on concrete values none is compiled."""
-    if count > UNROLLED and traced(results):
-        body.unrolled(count, why)
+    if count > UNROLLED and is_traced(results):
+        body.note_unrolling(count, why)
 
 
 def item(value):
@@ -64,7 +64,7 @@ def _avals(values):
 def stack(rows):
     """Stack the scan outputs of all iterations, each along a new first axis."""
     return tuple(
-        np.stack(column) if known(*column) else jnp.stack([array(value) for value in column])
+        np.stack(column) if is_known(*column) else jnp.stack([array(value) for value in column])
         for column in zip(*rows, strict=True)
     )
 

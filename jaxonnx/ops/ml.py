@@ -10,7 +10,7 @@ import numpy as np
 from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.concrete import concrete, table
-from jaxonnx.registry import known, op, xp
+from jaxonnx.registry import is_known, op, xp
 
 ML = "ai.onnx.ml"
 
@@ -53,7 +53,7 @@ def feature_vectorizer(*x, inputdimensions=None):
         raise NodeError(f"{len(rows)} inputs, but {len(widths)} inputdimensions")
     if min(widths, default=0) < 0:
         raise NodeError(f"inputdimensions must not be negative: {[*widths]}")
-    room((max(map(len, rows), default=0), sum(widths)), np.float32, host=known(*x))
+    room((max(map(len, rows), default=0), sum(widths)), np.float32, host=is_known(*x))
     fitted = [
         xp(v).pad(v[:, :width], ((0, 0), (0, max(width - v.shape[1], 0))))
         for v, width in zip(rows, widths, strict=True)

@@ -89,7 +89,7 @@ def vote(x, forest: Forest, votes, n_targets, function):
     if function not in _AGGREGATES:
         raise NodeError(f"aggregate_function must be one of {', '.join(_AGGREGATES)}")
     nodes, targets, weights = (np.asarray(field) for field in votes)
-    _required(leaves=nodes, targets=targets, weights=weights)
+    _require_lists(leaves=nodes, targets=targets, weights=weights)
     if targets.size and not 0 <= targets.min() <= targets.max() < n_targets:
         raise NodeError(f"the votes are for targets outside [0, {n_targets - 1}]")
     neutral, accumulate, reduce = {
@@ -130,7 +130,7 @@ def tree_ensemble(
     """Targets [N, n_targets] of x [N, C]; the leaves are numbered after the interior nodes."""
     del nodes_hitrates  # how often a node is visited: a hint for the order in memory
     count, leaves = len(nodes_modes), len(leaf_weights)
-    _required(
+    _require_lists(
         nodes_modes=nodes_modes,
         nodes_splits=nodes_splits,
         nodes_featureids=nodes_featureids,
@@ -190,7 +190,7 @@ def _members(values, modes, dtype):
     return members
 
 
-def _required(**attributes):
+def _require_lists(**attributes):
     """Return the values; raise unless all are there and have one length."""
     missing = [name for name, values in attributes.items() if values is None]
     if missing:
@@ -271,7 +271,7 @@ def tree_ensemble_regressor(
 ):
     """Targets [N, n_targets] of x [N, C] or [C]. Every transform is applied, also to one target."""
     del nodes_hitrates, nodes_hitrates_as_tensor
-    nodes = _required(
+    nodes = _require_lists(
         nodes_modes=nodes_modes,
         nodes_treeids=nodes_treeids,
         nodes_nodeids=nodes_nodeids,
@@ -281,7 +281,7 @@ def tree_ensemble_regressor(
     )
     values = _either(nodes_values, nodes_values_as_tensor)
     forest, find = _forest(nodes, values, nodes_missing_value_tracks_true)
-    trees, ids, voted = _required(
+    trees, ids, voted = _require_lists(
         target_treeids=target_treeids, target_nodeids=target_nodeids, target_ids=target_ids
     )
     leaves = [find(*key) for key in zip(trees, ids, strict=True)]
@@ -324,7 +324,7 @@ def tree_ensemble_classifier(
     is negative, and votes for the first class stand for the second (onnxruntime's convention).
     """
     del nodes_hitrates, nodes_hitrates_as_tensor
-    nodes = _required(
+    nodes = _require_lists(
         nodes_modes=nodes_modes,
         nodes_treeids=nodes_treeids,
         nodes_nodeids=nodes_nodeids,
@@ -334,7 +334,7 @@ def tree_ensemble_classifier(
     )
     values = _either(nodes_values, nodes_values_as_tensor)
     forest, find = _forest(nodes, values, nodes_missing_value_tracks_true)
-    trees, ids, voted = _required(
+    trees, ids, voted = _require_lists(
         class_treeids=class_treeids, class_nodeids=class_nodeids, class_ids=class_ids
     )
     leaves = [find(*key) for key in zip(trees, ids, strict=True)]

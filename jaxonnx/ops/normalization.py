@@ -46,7 +46,7 @@ def _mean_square(centred, x, axes):
 @_mean_square.defjvp
 def _(axes, primals, tangents):
     centred, x = primals
-    change = lowering.either(on_cpu=tangents[0], elsewhere=tangents[1])
+    change = lowering.select_platform(on_cpu=tangents[0], elsewhere=tangents[1])
     return _mean_square(centred, x, axes), 2 * (centred * change).mean(axes)
 
 
@@ -65,7 +65,7 @@ def _batch_norm(
     shape = shape if channels == 1 else -1
     if spatial and not batch:
         vectors = map(widen, (scale, bias, mean, var))
-        y = lowering.normalized(widen(x), *vectors, epsilon=epsilon, channels=channels)
+        y = lowering.normalize(widen(x), *vectors, epsilon=epsilon, channels=channels)
         return y.astype(x.dtype), mean, var, mean, var
     gain, shift = (widen(v).reshape(shape) for v in (scale, bias))
     if batch:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.cast import convert
 from jaxonnx.ops.common import axis_of, element_dtype
-from jaxonnx.registry import Rounded, Through, known, op, xp
+from jaxonnx.registry import Rounded, Through, is_known, op, xp
 
 
 def _granular(value, x, axis, block_size) -> Any:
@@ -44,7 +44,7 @@ def _is_integer(dtype):
     return jnp.issubdtype(dtype, jnp.integer)
 
 
-def quantized(ratio, zero_point, dtype, saturate=1):
+def quantize(ratio, zero_point, dtype, saturate=1):
     """Round `ratio` (x / scale), halves to even, shift it, and saturate it to `dtype`."""
     np_ = xp(ratio, zero_point)
     if not _is_integer(dtype):
@@ -58,9 +58,9 @@ def quantized(ratio, zero_point, dtype, saturate=1):
     return convert(np_.clip(rounded, np.float32(limits.min), np.float32(limits.max)), dtype)
 
 
-def _rounded(value, ratio, zero_point):
+def _straight_through(value, ratio, zero_point):
     """Pair `value` with the real numbers behind it; those that saturated are constants."""
-    if known(value):
+    if is_known(value):
         return value
     is_integer = _is_integer(value.dtype)
     limits = ml_dtypes.iinfo(value.dtype) if is_integer else ml_dtypes.finfo(value.dtype)
@@ -105,7 +105,7 @@ def quantize_linear(
     scale = _granular(scale, x, axis, block_size).astype(wide)
     zero_point = _granular(zero_point, x, axis, block_size)
     ratio = x.astype(wide) / scale
-    return _rounded(quantized(ratio, zero_point, dtype, saturate), ratio, zero_point)
+    return _straight_through(quantize(ratio, zero_point, dtype, saturate), ratio, zero_point)
 
 
 def _wide(dtype):
@@ -143,11 +143,11 @@ def dynamic_quantize_linear(x):
     width = np_.where(high == low, np.float32(1), high - low)
     scale = width / np.float32(255)
     zero_point = np_.rint(np_.clip(-low / scale, np.float32(0), np.float32(255))).astype(np.uint8)
-    y = quantized(x / scale, zero_point, np.dtype(np.uint8))
-    return _rounded(y, x / scale, zero_point), scale, zero_point
+    y = quantize(x / scale, zero_point, np.dtype(np.uint8))
+    return _straight_through(y, x / scale, zero_point), scale, zero_point
 
 
-def _centred(x, zero_point, column):
+def _subtract_zero_point(x, zero_point, column):
     """Subtract the zero point from `x`; a vector holds one per row of A, or column of B."""
     wide = np.int32 if _is_integer(x.dtype) else np.float32
     x = x.astype(wide)
@@ -161,7 +161,10 @@ def _rows(value, column):
 @op("MatMulInteger", since=10)
 def matmul_integer(a, b, a_zero_point=None, b_zero_point=None):
     """`numpy.matmul` of 8-bit matrices less their zero points, accumulated in int32."""
-    a, b = _centred(a, a_zero_point, column=False), _centred(b, b_zero_point, column=True)
+    a, b = (
+        _subtract_zero_point(a, a_zero_point, column=False),
+        _subtract_zero_point(b, b_zero_point, column=True),
+    )
     return xp(a, b).matmul(a, b)
 
 
@@ -177,4 +180,4 @@ def qlinear_matmul(a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, 
     product = matmul_integer(a, b, a_zero_point, b_zero_point).astype(np.float32)
     scales = _rows(a_scale, False).astype(np.float32), b_scale.astype(np.float32)
     factor = scales[0] * scales[1] / _rows(y_scale, False).astype(np.float32)
-    return quantized(product * factor, _rows(y_zero_point, False), y_zero_point.dtype)
+    return quantize(product * factor, _rows(y_zero_point, False), y_zero_point.dtype)

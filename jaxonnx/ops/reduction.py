@@ -19,12 +19,12 @@ from jaxonnx.errors import NodeError
 from jaxonnx.lowering import is_half
 from jaxonnx.ops.common import INDEX, axes_of, axis_of, cast
 from jaxonnx.ops.elementwise import absolute, div, is_integer
-from jaxonnx.registry import Static, known, op, symbolic, xp
+from jaxonnx.registry import Static, is_known, op, symbolic, xp
 
 
 def _xp(x):
     # NumPy accumulates float16 and bfloat16 in their own precision
-    return np if known(x) and (x.dtype.kind in "biu" or symbolic(x)) else jnp
+    return np if is_known(x) and (x.dtype.kind in "biu" or symbolic(x)) else jnp
 
 
 def _accumulator(x):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxonnx._axes import recurrent
 from jaxonnx.errors import NodeError
-from jaxonnx.lowering import elementwise, recur, state_product, transposed
+from jaxonnx.lowering import elementwise, recur, state_product, transpose_weight
 from jaxonnx.ops.common import widen
 from jaxonnx.registry import op
 
@@ -198,7 +198,7 @@ def gru(
         if linear_before_reset:
             return gru_step(f, g), hidden, w[d], r[d], None
         r_zr, r_h = jnp.split(r[d], [2 * hidden])
-        return reset_first(f, g), 0, w[d], r_zr, (r_h, transposed(r_h))
+        return reset_first(f, g), 0, w[d], r_zr, (r_h, transpose_weight(r_h))
 
     return scan_over(cell, x, hidden, bias, sequence_lens, (initial_h,), direction, layout)
 
@@ -207,9 +207,9 @@ def gru_step(f, g):
     """Return the step of a GRU with `linear_before_reset`: gates z, r, h, H Rh' and H to H."""
 
     def step(gates, _, h):
-        return (elementwise(blended, *jnp.split(gates, 4, axis=-1), h.astype(gates.dtype)),)
+        return (elementwise(blend_state, *jnp.split(gates, 4, axis=-1), h.astype(gates.dtype)),)
 
-    def blended(z, reset, new, share, h):
+    def blend_state(z, reset, new, share, h):
         z = f(z)
         return (1 - z) * g(new + f(reset) * share) + z * h
 
@@ -224,9 +224,9 @@ def reset_first(f, g):
         wide = h.astype(gates.dtype)
         held = elementwise(lambda reset, h: f(reset) * h, reset, wide)
         new = new + state_product(held.astype(h.dtype), *weights)
-        return (elementwise(blended, z, new, wide),)
+        return (elementwise(blend_state, z, new, wide),)
 
-    def blended(z, new, h):
+    def blend_state(z, new, h):
         z = f(z)
         return (1 - z) * g(new) + z * h
 
@@ -318,7 +318,7 @@ def lstm_step(f, g, h, input_forget):
             p_i, p_o, p_f = jnp.split(peepholes, 3)
             i, forget = i + p_i * c, forget + p_f * c
         if input_forget:
-            c = elementwise(coupled, i, new, c)
+            c = elementwise(coupled_cell, i, new, c)
         else:
             c = elementwise(separate, i, forget, new, c)
         o = o if peepholes is None else o + p_o * c
@@ -327,7 +327,7 @@ def lstm_step(f, g, h, input_forget):
     def separate(i, forget, new, c):
         return f(forget) * c + f(i) * g(new)
 
-    def coupled(i, new, c):
+    def coupled_cell(i, new, c):
         i = f(i)
         return (1 - i) * c + i * g(new)
 

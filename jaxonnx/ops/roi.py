@@ -9,7 +9,7 @@ from jaxonnx import lowering
 from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import index_of
-from jaxonnx.registry import known, op, xp
+from jaxonnx.registry import is_known, op, xp
 
 ROIS_AT_ONCE = 16
 """Regions computed together; each holds a copy of its image."""
@@ -123,7 +123,7 @@ def roi_align(
         """Bound the samples of a bin on the image, which are more than half a pixel apart."""
         if sampling_ratio:
             return sampling_ratio
-        if known(rois):
+        if is_known(rois):
             return max(1, int(np.ceil(np.max(length[:, axis], initial=0) / bins)))
         return 2 * size + 4
 

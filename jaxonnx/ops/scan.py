@@ -9,7 +9,7 @@ import numpy as np
 from jaxonnx._limits import OutOfTime, patience, tick
 from jaxonnx.errors import Error, NodeError
 from jaxonnx.ops.common import INDEX, axis_of, canonical
-from jaxonnx.ops.concrete import array, traced
+from jaxonnx.ops.concrete import array, is_traced
 from jaxonnx.ops.iteration import alike, check_length, empty, stack, tell
 from jaxonnx.registry import op, xp
 
@@ -76,20 +76,20 @@ def _scan(body, carry, inputs, length):
         new, outputs = step(x[0], carry, x[1])
         return alike(carry, new), [array(value) for value in outputs]
 
-    def unrolled(carry):
+    def run_unrolled(carry):
         rows = []
         for i in range(length):
             tick()
             carry, outputs = step(np.array(i, INDEX), carry, [x[i] for x in inputs])
             rows.append(outputs)
-            if i == 0 and why is not None and (body.known or traced(carry, outputs)):
+            if i == 0 and why is not None and (body.known or is_traced(carry, outputs)):
                 check_length(length, body.known, why)
         return carry, rows
 
     why, final = None, None
     if body.known:
         with suppress(OutOfTime), patience():
-            final = unrolled(carry)
+            final = run_unrolled(carry)
     if final is None:
         steps = jnp.arange(length, dtype=canonical(INDEX))
         xs = [array(x) for x in inputs]
@@ -98,7 +98,7 @@ def _scan(body, carry, inputs, length):
             return (*carry, *outputs)
         except Error as error:  # the Python loop works, or says better what is wrong
             why = error
-        final = unrolled(carry)
+        final = run_unrolled(carry)
     carry, rows = final
     if not rows:
         blank = [np.zeros(x.shape[1:], x.dtype) for x in inputs]

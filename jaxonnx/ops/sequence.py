@@ -6,8 +6,8 @@ import numpy as np
 from jaxonnx._limits import room, tick
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import INDEX, axis_of
-from jaxonnx.ops.concrete import array, traced
-from jaxonnx.registry import Static, known, op, xp
+from jaxonnx.ops.concrete import array, is_traced
+from jaxonnx.registry import Static, is_known, op, xp
 
 
 def _position(position, length, *, end):
@@ -96,8 +96,10 @@ def split_to_sequence(input, split: Static | None = None, *, axis=0, keepdims=1)
         if (split < 0).any() or split.sum() != size:
             raise NodeError(f"split {split.tolist()} does not add up to the axis length {size}")
         bounds, count = np.cumsum(split)[:-1].tolist(), len(split)
-    if count > LONGEST[traced(input)]:
-        raise NodeError(f"a sequence of {count} tensors is above the {LONGEST[traced(input)]} here")
+    if count > LONGEST[is_traced(input)]:
+        raise NodeError(
+            f"a sequence of {count} tensors is above the {LONGEST[is_traced(input)]} here"
+        )
     room((count, _PART), host=True)
     parts = xp(input).split(input, list(bounds), axis=axis) if count else []
     return [part.squeeze(axis) for part in parts] if split is None and not keepdims else parts
@@ -108,7 +110,7 @@ def concat_from_sequence(input_sequence, *, axis, new_axis=0):
     """The elements joined along `axis`, or stacked along it if `new_axis` is 1."""
     if not input_sequence:
         raise NodeError("an empty sequence cannot be concatenated")
-    if known(input_sequence):
+    if is_known(input_sequence):
         return (np.stack if new_axis else np.concatenate)(input_sequence, axis=axis)
     items = [array(item) for item in input_sequence]
     return (jnp.stack if new_axis else jnp.concatenate)(items, axis=axis)

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
-from jaxonnx.lowering import reshaped
+from jaxonnx.lowering import reshape_rows
 from jaxonnx.ops.common import axes_of, axis_of, sizes
 from jaxonnx.registry import Rows, Static, op, xp
 
@@ -52,7 +52,7 @@ def _reshape(x, shape, allowzero=0):
             "in the file. If the sizes differ in the batch or sequence axis, the exporter froze "
             "that axis: feed the size it was exported with, or export with a dynamic axis"
         )
-    return reshaped(x, shape)
+    return reshape_rows(x, shape)
 
 
 @op("Reshape", since=1, view=True)

@@ -139,7 +139,7 @@ def _pad(x, pads, mode, value=None, axes=None):
             n = x.shape[axis]
             if isinstance(n, int) and 0 < n <= max(low, high):
                 # several turns, of which NumPy and JAX take one after the other
-                x = xp(x).take(x, _turned(low, n, high, mode), axis)
+                x = xp(x).take(x, _mirror_indices(low, n, high, mode), axis)
                 widths[axis] = (0, 0)
     if mode != "constant":
         return xp(x).pad(x, widths, mode)
@@ -148,7 +148,7 @@ def _pad(x, pads, mode, value=None, axes=None):
     return xp(x, value).pad(x, widths, constant_values=value.reshape(()))
 
 
-def _turned(low, n, high, mode):
+def _mirror_indices(low, n, high, mode):
     """Return the place of each element of a padded axis of `n` in that axis."""
     room([low + n + high], INDEX, host=True)
     place = np.arange(-low, n + high)

@@ -44,7 +44,7 @@ def search(w: jax.Array, axes: Axes, interpret: bool = False) -> list[jax.Array]
 
     shape = w.shape
     outputs = (LANES, LANES, jnp.int16), *[(8, LANES, jnp.float32)] * 2
-    found, *sums = _tiled(kernel, w, axes, (TILE, TILE), outputs, interpret)
+    found, *sums = _map_tiles(kernel, w, axes, (TILE, TILE), outputs, interpret)
     return [jax.lax.bitcast_convert_type(found, jnp.uint16), *(x.sum(axes) for x in sums)]
 
 
@@ -64,7 +64,7 @@ def expand(code: jax.Array, axes: Axes, interpret: bool = False) -> list[jax.Arr
             mask[:, lanes] = wide[...].astype(jnp.int8)
 
     signed = jax.lax.bitcast_convert_type(code, jnp.int16)
-    (mask,) = _tiled(kernel, signed, axes, (LANES, LANES), [(TILE, TILE, jnp.int8)], interpret)
+    (mask,) = _map_tiles(kernel, signed, axes, (LANES, LANES), [(TILE, TILE, jnp.int8)], interpret)
     return [mask.astype(bool)]
 
 
@@ -77,7 +77,7 @@ def _place(cell: int, axes: Axes) -> tuple[int, int]:
     return (row, column) if axes[0] < axes[1] else (column, row)
 
 
-def _tiled(
+def _map_tiles(
     kernel: Callable,
     x: jax.Array,
     axes: Axes,

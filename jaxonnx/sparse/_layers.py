@@ -69,7 +69,7 @@ def layers(
     """
     pattern = parse(pattern, transposable)
     leaves = [(name_of(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)]
-    chosen = _chosen(select, leaves)
+    chosen = _select_names(select, leaves)
     exclude = exclude or {}
     report = []
     for name, leaf in leaves:
@@ -95,7 +95,7 @@ def layers(
     return report
 
 
-def _chosen(select: Select | None, leaves: list[tuple[str, Any]]) -> set[str]:
+def _select_names(select: Select | None, leaves: list[tuple[str, Any]]) -> set[str]:
     if select is None:
         return {name for name, _ in leaves}
     if callable(select):

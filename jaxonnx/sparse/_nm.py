@@ -75,7 +75,7 @@ class Pattern(SparsityPattern):
     def pack(self, w: np.ndarray, kept: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
         if w.shape[axis] % self.m:
             raise SparsityError(f"axis {axis} of {w.shape[axis]} is not a multiple of {self.m}")
-        w, kept = (_grouped(np.moveaxis(x, axis, -1), self.m, -1) for x in (w, kept))
+        w, kept = (_split_groups(np.moveaxis(x, axis, -1), self.m, -1) for x in (w, kept))
         if (most := int(kept.sum(-1).max(initial=0))) > self.n:
             raise SparsityError(
                 f"a group along axis {axis} keeps {most} of {self.m}, not at most {self.n}"
@@ -112,15 +112,15 @@ class Pattern(SparsityPattern):
         return ""
 
 
-def _named(match, transposable: bool) -> Pattern | None:
+def _from_name(match, transposable: bool) -> Pattern | None:
     n, m = map(int, match.groups())
     return Pattern(n, m, transposable) if 0 < n < m <= 32 else None
 
 
-register("N:M with 0 < N < M <= 32", r"(\d+):(\d+)", _named)
+register("N:M with 0 < N < M <= 32", r"(\d+):(\d+)", _from_name)
 
 
-def _grouped(x, m: int, axis: int):
+def _split_groups(x, m: int, axis: int):
     """Split `axis` into (groups, m)."""
     axis %= x.ndim
     return x.reshape(*x.shape[:axis], -1, m, *x.shape[axis + 1 :])
@@ -128,13 +128,13 @@ def _grouped(x, m: int, axis: int):
 
 def group_sums(x: np.ndarray, m: int, axis: int) -> np.ndarray:
     """Return the sum over every `m` consecutive entries along `axis`."""
-    return _grouped(x, m, axis).sum(axis % x.ndim + 1)
+    return _split_groups(x, m, axis).sum(axis % x.ndim + 1)
 
 
 def one_axis(w: jax.Array, n: int, m: int, axis: int) -> jax.Array:
     """Keep the `n` largest |w| of every `m` consecutive along `axis`; ties: the lower index."""
     axis %= w.ndim
-    grouped = _grouped(jnp.abs(w), m, axis)
+    grouped = _split_groups(jnp.abs(w), m, axis)
     lower = jax.lax.broadcasted_iota(jnp.int32, grouped.shape, axis + 1)
     return (rank(grouped, lower, axis + 1) < n).reshape(w.shape)
 

@@ -111,11 +111,11 @@ def unpack(packed: Any) -> Any:
 
 def _dense(packed: Packed) -> jax.Array:
     values, indices = jnp.asarray(packed.values), jnp.asarray(packed.indices)
-    return _unpacked(packed.pattern, values, indices, packed.shape, packed.axis)
+    return _unpack(packed.pattern, values, indices, packed.shape, packed.axis)
 
 
 @partial(jax.jit, static_argnums=(0, 3, 4))
-def _unpacked(pattern, values, indices, shape, axis):
+def _unpack(pattern, values, indices, shape, axis):
     """Unpack in one program instead of one for each of its dozens of operations."""
     return pattern.unpack(values, indices, shape, axis)
 
@@ -183,7 +183,7 @@ def load(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[str, Pack
                 raise SparsityError(f"{said}: '{name}' has the type {dtype}")
             x = x if x.dtype == dtype else x.view(dtype)
             if "shape" in entry:
-                packed[name] = _checked(name, x, arrays.pop(f"indices:{name}"), entry)
+                packed[name] = _check_entry(name, x, arrays.pop(f"indices:{name}"), entry)
             else:
                 dense[name] = x
     if arrays:
@@ -191,7 +191,7 @@ def load(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[str, Pack
     return dense, packed
 
 
-def _checked(name: str, values: np.ndarray, indices: np.ndarray, entry: dict) -> Packed:
+def _check_entry(name: str, values: np.ndarray, indices: np.ndarray, entry: dict) -> Packed:
     # older files, which could only be N:M, have n and m
     named = entry["pattern"] if "pattern" in entry else f"{entry['n']}:{entry['m']}"
     pattern = parse(named, bool(entry.get("transposable", True)))

@@ -16,7 +16,7 @@ def when(condition, function, carry):
     return jax.lax.fori_loop(0, condition.astype(jnp.int32), function, carry)
 
 
-def renewed(true, total, old, pattern, where):
+def renew_masks(true, total, old, pattern, where):
     """Find new masks as bits, the fraction of each that changed, and the fraction of |W| kept."""
 
     def find():
@@ -38,7 +38,7 @@ def renewed(true, total, old, pattern, where):
     return bits, jnp.stack(flips), jnp.stack(kept)
 
 
-def refreshed(is_refresh, w, pattern, where, reset):
+def refresh_body(is_refresh, w, pattern, where, reset):
     """Return a body for `when` that finds the masks of W = W_u + v and hides what they hide.
 
     Its carry is (v, masks, flips, kept). Where the new mask is 0, it leaves the new W_p in v.
@@ -50,7 +50,7 @@ def refreshed(is_refresh, w, pattern, where, reset):
         # weights were not pruned. W_p has it as well (with `reset`: it is dropped).
         stray = {n: jnp.where(from_bits(old[n], x.shape), 0, x) for n, x in w.items()}
         total = {n: (w[n] - stray[n] + x).astype(w[n].dtype) for n, x in v.items()}
-        masks, flips, kept = renewed(is_refresh, total, old, pattern, where)
+        masks, flips, kept = renew_masks(is_refresh, total, old, pattern, where)
         hidden = {n: 0 if reset else x for n, x in total.items()}
         v = {
             n: jnp.where(from_bits(masks[n], x.shape), x - stray[n], hidden[n]).astype(x.dtype)
@@ -64,7 +64,7 @@ def refreshed(is_refresh, w, pattern, where, reset):
 def zero_lost(inner, params, old, new):
     """Return a body for `when` that sets the moments of newly hidden weights to zero."""
 
-    def lost(path, w):
+    def lost_elements(path, w):
         n = name_of(path)
         if n not in new:
             return jnp.zeros_like(w, bool)
@@ -73,15 +73,15 @@ def zero_lost(inner, params, old, new):
     def is_masked(x):
         return isinstance(x, optax.MaskedNode)  # of another group of multi_transform
 
-    def cleared(moment, gone):
+    def clear_moment(moment, gone):
         if is_masked(moment) or moment.shape != gone.shape:
             return moment
         return jnp.where(gone, 0, moment).astype(moment.dtype)
 
     def zero(_, inner_state):
-        gone = jax.tree_util.tree_map_with_path(lost, params)
+        gone = jax.tree_util.tree_map_with_path(lost_elements, params)
         return optax.tree_utils.tree_map_params(
-            inner, cleared, inner_state, gone, is_leaf=is_masked
+            inner, clear_moment, inner_state, gone, is_leaf=is_masked
         )
 
     return zero

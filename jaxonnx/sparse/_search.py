@@ -66,18 +66,18 @@ def _primitive(name: str, plain: Callable, on_tpu: Callable) -> Primitive:
         results = jax.eval_shape(partial(plain, axes=axes), jax.ShapeDtypeStruct(x.shape, x.dtype))
         return [x.update(shape=y.shape, dtype=y.dtype, weak_type=False) for y in results]
 
-    def batched(arguments, at, *, axes):
+    def batch_rule(arguments, at, *, axes):
         x = jnp.moveaxis(arguments[0], at[0], 0)
         results = primitive.bind(x, axes=(axes[0] + 1, axes[1] + 1))
         return results, [0] * len(results)
 
-    def lowered(context, x, *, axes):
+    def lower_rule(context, x, *, axes):
         function = plain if _is_split(context) else on_tpu
         return mlir.lower_fun(partial(function, axes=axes))(context, x)
 
-    batching.primitive_batchers[primitive] = batched
+    batching.primitive_batchers[primitive] = batch_rule
     mlir.register_lowering(primitive, mlir.lower_fun(plain))
-    mlir.register_lowering(primitive, lowered, platform="tpu")
+    mlir.register_lowering(primitive, lower_rule, platform="tpu")
     return primitive
 
 
@@ -89,9 +89,9 @@ def _is_split(context) -> bool:
     return getattr(axes, "num_devices", 1) > 1
 
 
-def _expanded(code: jax.Array, axes: Axes) -> list[jax.Array]:
+def _expand_codes(code: jax.Array, axes: Axes) -> list[jax.Array]:
     return [_templates.expand(code, axes)]
 
 
 _search_p = _primitive("search", _templates.search, _kernels.search)
-_expand_p = _primitive("expand", _expanded, _kernels.expand)
+_expand_p = _primitive("expand", _expand_codes, _kernels.expand)

@@ -30,7 +30,7 @@ from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._layers import Select, by_name, layers, name_of
 from jaxonnx.sparse._masks import from_bits, mask, to_bits
 from jaxonnx.sparse._pattern import SparsityPattern, kept_share, parse
-from jaxonnx.sparse._refresh import refreshed, when, zero_lost
+from jaxonnx.sparse._refresh import refresh_body, when, zero_lost
 from jaxonnx.sparse._templates import Axes
 
 _FOREVER = np.iinfo(np.int32).max
@@ -152,7 +152,7 @@ def three_phase(
     def move(updates, state, params, extra_args):
         where = plan(params)
         if decay:
-            updates = _decayed(updates, state, decay)
+            updates = _add_decay(updates, state, decay)
         updates, inner_state = inner.update(updates, state.inner, params, **extra_args)
         w, u = _pick(params, where), _pick(updates, where)
         # in the wider of the two types, in which -W is exact
@@ -161,15 +161,18 @@ def three_phase(
         # the last dense step finds the first mask already, for the next forward pass
         is_refresh = (count >= start) & (count <= end) & ((count - start) % every == 0)
 
-        def shown(masks, n):
+        def expand_mask(masks, n):
             return from_bits(masks[n], w[n].shape)
 
         # v = W_p + u, with -0 for the W_p of shown weights: -0 + u is u bit for bit. The one array
         # serves W_u (as its update) and W_p, and is all that a step writes beyond `inner`
-        v = {n: jnp.where(shown(state.masks, n), -0.0, state.pruned[n]) + x for n, x in u.items()}
+        v = {
+            n: jnp.where(expand_mask(state.masks, n), -0.0, state.pruned[n]) + x
+            for n, x in u.items()
+        }
         v, masks, flips, kept = when(
             is_refresh,
-            refreshed(is_refresh, w, pattern, where, reset),
+            refresh_body(is_refresh, w, pattern, where, reset),
             (v, state.masks, state.flips, state.kept),
         )
         flips = jnp.where(count == start, 0, flips)  # the first mask: there was none before
@@ -178,7 +181,7 @@ def three_phase(
                 is_refresh, zero_lost(inner, params, state.masks, masks), inner_state
             )
         # apply_updates adds these to W_u, which gives exactly W_u + u, W or 0
-        u = {n: jnp.where(shown(masks, n), x, -w[n]) for n, x in v.items()}
+        u = {n: jnp.where(expand_mask(masks, n), x, -w[n]) for n, x in v.items()}
         pruned = {n: x.astype(w[n].dtype) for n, x in v.items()}
         return _replace(updates, u), ThreePhaseState(
             count, phase(count), inner_state, pruned, masks, flips, kept
@@ -233,14 +236,14 @@ def _schedule(dense, dynamic, fixed, steps_per_epoch, refresh) -> tuple[int, int
     return start, end, every
 
 
-def _hidden(state: ThreePhaseState) -> dict[str, jax.Array]:
+def _hidden_weights(state: ThreePhaseState) -> dict[str, jax.Array]:
     """Return W_p."""
     return {n: jnp.where(from_bits(state.masks[n], x.shape), 0, x) for n, x in state.pruned.items()}
 
 
-def _decayed(gradients, state: ThreePhaseState, decay: float):
+def _add_decay(gradients, state: ThreePhaseState, decay: float):
     """Return the gradients with `decay` * W_p added."""
-    hidden = _hidden(state)
+    hidden = _hidden_weights(state)
     return _replace(
         gradients, {n: g + decay * hidden[n] for n, g in _pick(gradients, hidden).items()}
     )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxonnx._jaxpr import Program, Scan, called, interpret, scan, while_loop
+from jaxonnx._jaxpr import Program, Scan, inner_program, interpret, scan, while_loop
 
 _ZERO = -1  # an element that is zero by construction: padding, a `where` against zero
 OTHER = -2  # an element of something else that stands beside a weight
@@ -55,7 +55,7 @@ class Walk:
         self.found: Counter[tuple[str, str, str, bool]] = Counter()
 
     def __call__(self, program: Program, arguments: list) -> list:
-        return interpret(program, self._step, arguments, constant=_constant, enter=_entered)
+        return interpret(program, self._step, arguments, constant=_constant, enter=_inner_program)
 
     def _step(self, equation: JaxprEqn, operands: list) -> list:
         """Return the numbers of the results; None for those that are followed no further."""
@@ -133,11 +133,11 @@ class Walk:
             self.found[weight, primitive, sums, ok] += 1
 
 
-def _entered(equation: JaxprEqn) -> Program | None:
+def _inner_program(equation: JaxprEqn) -> Program | None:
     """Return the program that an equation runs, also that of a `shard_map`."""
     if equation.primitive.name == "shard_map":
         return equation.params["jaxpr"]
-    return called(equation)
+    return inner_program(equation)
 
 
 def _constant(value: Any, aval: Any) -> np.ndarray | None:

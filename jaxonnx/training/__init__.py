@@ -6,10 +6,10 @@
 from jaxonnx._data.batches import Batch
 
 # for other rooms of the package
-from jaxonnx.training._build_step import assembled, step, weights_of_classes  # noqa: F401
+from jaxonnx.training._build_step import build_step, step, weights_of_classes  # noqa: F401
 from jaxonnx.training._data import padding_of, source  # noqa: F401
 from jaxonnx.training._evaluate import evaluate
-from jaxonnx.training._head import headed  # noqa: F401
+from jaxonnx.training._head import with_heads  # noqa: F401
 from jaxonnx.training._history import History
 from jaxonnx.training._losses import find  # noqa: F401
 from jaxonnx.training._optimizers import OPTIMIZERS, RATE, SCHEDULES, optimizer  # noqa: F401

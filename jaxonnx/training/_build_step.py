@@ -18,17 +18,17 @@ from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.model import Model, Statistics, Trainable, load
 from jaxonnx.training import _objective as objective
 from jaxonnx.training._class_weights import by_number
-from jaxonnx.training._gradient_step import Minimize
-from jaxonnx.training._head import completed, headed
+from jaxonnx.training._gradient_step import GradientStep
+from jaxonnx.training._head import complete_settings, with_heads
 from jaxonnx.training._losses import find
-from jaxonnx.training._mesh_step import OnMesh
-from jaxonnx.training._optimizers import planned
+from jaxonnx.training._mesh_step import MeshStep
+from jaxonnx.training._optimizers import is_planned
 from jaxonnx.training._settings import Optimizer, Settings
 from jaxonnx.training._sparsity import forget, sparsify
 from jaxonnx.training._step import Step
-from jaxonnx.training._training_info_step import Carried
-from jaxonnx.training._tuning import tuned
-from jaxonnx.training._weight_layout import Storage
+from jaxonnx.training._training_info_step import TrainingInfoStep
+from jaxonnx.training._tuning import select_parameters
+from jaxonnx.training._weight_layout import WeightLayout
 
 
 def step(
@@ -71,7 +71,7 @@ def step(
     >>> sums = one.evaluate(one.sums(batch), state, batch)
     >>> [*one.row(sums)]
     ['validation_loss', 'validation_accuracy']
-    >>> trained = one.trained(one.view(state), state.state)
+    >>> trained = one.to_model(one.view(state), state.state)
 
     Args:
       sparsity: as in `train`; the lengths of its phases are in units of `steps_per_epoch`.
@@ -87,9 +87,9 @@ def step(
       TrainingError: settings that do not fit.
     """
     settings = Settings.of(locals() | {"epochs": 1 if epochs is None else epochs})
-    model = headed(model if isinstance(model, Model) else load(model, mesh=mesh), settings)
+    model = with_heads(model if isinstance(model, Model) else load(model, mesh=mesh), settings)
     settings = replace(settings, class_weights=weights_of_classes(model, settings))
-    return assembled(model, settings, epochs, steps_per_epoch)
+    return build_step(model, settings, epochs, steps_per_epoch)
 
 
 def weights_of_classes(model: Model, settings: Settings, data: Any = None) -> Any:
@@ -103,7 +103,7 @@ def weights_of_classes(model: Model, settings: Settings, data: Any = None) -> An
     return by_number(settings.class_weights, labels, data, losses)
 
 
-def assembled(
+def build_step(
     model: Model,
     settings: Settings,
     epochs: int | None,
@@ -111,34 +111,34 @@ def assembled(
     platform: str | None = None,
 ) -> Step:
     """Return the step that trains a model as the settings say, on the platform of its arrays."""
-    one = _assembled(model, settings, epochs, steps_per_epoch, platform)
-    return one if settings.mesh is None else OnMesh(one, settings.mesh, settings.sharding)
+    one = _build_local_step(model, settings, epochs, steps_per_epoch, platform)
+    return one if settings.mesh is None else MeshStep(one, settings.mesh, settings.sharding)
 
 
-def _assembled(
+def _build_local_step(
     model: Model,
     settings: Settings,
     epochs: int | None,
     steps_per_epoch: int | None,
     platform: str | None,
 ) -> Step:
-    model = tuned(model, settings)
-    settings, notes = completed(model, settings)
+    model = select_parameters(model, settings)
+    settings, notes = complete_settings(model, settings)
     if settings.loss is None or settings.optimizer is None:
         _check_carried(model, settings)
-        return Carried(model, objective.find(model, None, settings.metrics), settings)
+        return TrainingInfoStep(model, objective.find(model, None, settings.metrics), settings)
     weights: Any = settings.class_weights  # by number: `weights_of_classes`
     goal = objective.find(model, settings.loss, settings.metrics, weights)
     goal = replace(goal, notes=(*notes, *goal.notes))
     optimizer: Any = settings.optimizer
-    if planned(optimizer):
+    if is_planned(optimizer):
         optimizer = optimizer(steps=_updates(epochs, steps_per_epoch, settings.accumulate))
     if settings.accumulate > 1:
         wide = jnp.result_type(jnp.float32, *model.params.values())
         steps = optax.MultiSteps(optimizer, settings.accumulate, accumulator_dtype=wide)
         optimizer = steps.gradient_transformation()
     optimizer = optax.with_extra_args_support(optimizer)
-    storage = Storage(model.params, optimizer, platform)
+    storage = WeightLayout(model.params, optimizer, platform)
     structured: frozenset[str] = frozenset()
     if settings.sparsity is None:
         model = forget(model)
@@ -146,7 +146,7 @@ def _assembled(
         optimizer, model, structured = sparsify(
             model, optimizer, settings, epochs, steps_per_epoch, storage
         )
-    return Minimize(model, goal, optimizer, storage, settings, structured)
+    return GradientStep(model, goal, optimizer, storage, settings, structured)
 
 
 def _updates(epochs: int | None, steps_per_epoch: int | None, accumulate: int) -> int:

@@ -22,14 +22,14 @@ from jaxonnx._io import formats
 from jaxonnx._io.checkpoints import (
     MODEL,
     UNREADABLE,
+    add_checksum,
     check,
     check_form,
     reason,
     seal,
-    sealed,
-    unsealed,
+    verify_checksum,
 )
-from jaxonnx._mesh.processes import Together
+from jaxonnx._mesh.processes import Processes
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model
@@ -74,7 +74,7 @@ class Checkpoints:
         settings: dict[str, Any],
         model: Model,
         fixed: dict[str, jax.Array],
-        together: Together,
+        together: Processes,
     ):
         # takes seconds to import
         from orbax import checkpoint as orbax
@@ -178,7 +178,7 @@ class Checkpoints:
         Raises:
           NotWritten: this checkpoint or the one before it.
         """
-        leaves = [_kept(_data(x)) for x in jax.tree.leaves(tree)]
+        leaves = [_copy_for_writing(_data(x)) for x in jax.tree.leaves(tree)]
         state, *_ = jax.tree.unflatten(jax.tree.structure(tree), range(len(leaves)))
         about = {
             "leaves": _leaves(tree),
@@ -191,7 +191,7 @@ class Checkpoints:
             "history": dataclasses.asdict(history),
             "crc": [seal(x) for x in leaves],
         }
-        args, text = self._orbax.args, sealed(about)
+        args, text = self._orbax.args, add_checksum(about)
         try:
             self._manager.save(
                 len(history.losses),
@@ -245,7 +245,7 @@ class Checkpoints:
     def _about(self, step: int) -> About:
         args = self._orbax.args
         found = self._manager.restore(step, args=args.Composite(about=args.JsonRestore()))["about"]
-        return About.of(unsealed(found))
+        return About.of(verify_checksum(found))
 
     def _arrays(self, step: int, tree: Any, seals: list[int | str]) -> Any:
         args = self._orbax.args
@@ -336,7 +336,7 @@ def _data(x: jax.Array) -> jax.Array:
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
-def _kept(x: Any) -> Any:
+def _copy_for_writing(x: Any) -> Any:
     """Return an array that the next steps cannot reuse.
 
     One that devices share stays where it is: each process writes its parts. Orbax takes these to

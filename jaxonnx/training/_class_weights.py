@@ -29,7 +29,7 @@ def by_number(
       TrainingError: there is no such class, or nothing to balance.
     """
     if isinstance(wanted, str) and wanted == "balanced":
-        return _balanced(data, losses)
+        return _balance(data, losses)
     if not isinstance(wanted, Mapping) or not all(map(_is_weight, wanted.values())):
         raise TrainingError(
             "class_weights must be 'balanced', or a dict from classes (their names, or numbers "
@@ -58,7 +58,7 @@ def _number(name: Any, labels: Sequence[str]) -> int:
     )
 
 
-def _balanced(data: Any, losses: Sequence[Loss]) -> dict[int, float]:
+def _balance(data: Any, losses: Sequence[Loss]) -> dict[int, float]:
     """Return weights with which each class that occurs weighs as much as any other, 1 on average.
 
     They are those of scikit-learn: all labels / (classes * labels of the class).

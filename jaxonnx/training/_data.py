@@ -23,14 +23,17 @@ def padding_of(pad: Any, length_buckets: Any, loss: Any) -> Padding:
       TrainingError: arguments that are no such, or there is no such loss.
     """
 
-    def ignored(loss: Any) -> int:
+    def ignored_label(loss: Any) -> int:
         index = None if loss is None else find(loss).ignore_index
         return IGNORED if index is None else index
 
     if not isinstance(loss, Mapping):
         next_token = loss is not None and find(loss).next_token
-        return Padding.of(pad, length_buckets, ignored=ignored(loss), next_token=next_token)
-    own = {o: ignored(one[0] if isinstance(one, tuple) and one else one) for o, one in loss.items()}
+        return Padding.of(pad, length_buckets, ignored=ignored_label(loss), next_token=next_token)
+    own = {
+        o: ignored_label(one[0] if isinstance(one, tuple) and one else one)
+        for o, one in loss.items()
+    }
     return Padding.of(pad, length_buckets, ignored=own)
 
 

@@ -10,10 +10,10 @@ from onnx import ModelProto
 
 from jaxonnx._data.batches import Examples, Stream
 from jaxonnx._data.images import preparation as images
-from jaxonnx._data.images.folder import pictured
+from jaxonnx._data.images.folder import find_folders
 from jaxonnx._data.prefetch import ahead
 from jaxonnx._data.weights import all_or_nothing
-from jaxonnx._progress import tracked
+from jaxonnx._progress import track_batches
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model, load
 from jaxonnx.training import _objective as objective
@@ -70,7 +70,7 @@ def evaluate(
     if loss is None and metrics is None:
         raise TrainingError("evaluate computes metrics=, like ['accuracy'], or loss=, or both")
     net = model if isinstance(model, Model) else load(model)
-    data, _, net = pictured(data, None, net, preprocess)
+    data, _, net = find_folders(data, None, net, preprocess)
     padding = padding_of(pad, length_buckets, loss)
     examples = source(data, net.inputs, batch_size, None, padding, target_names(net))
     goal = objective.find(net, loss, metrics)
@@ -84,13 +84,15 @@ def over(
     progress: bool | None = None,
 ) -> dict[str, Any]:
     """Return what an objective comes to over all examples; tables take the names of classes."""
-    sums_of, merged = jax.jit(goal.sums), jax.jit(goal.merged)
+    sums_of, merged = jax.jit(goal.sums), jax.jit(goal.merge_sums)
     fitting: set[Any] = set()
 
-    def started() -> Iterator[tuple[Any, dict[str, Any]]]:
+    def start_batches() -> Iterator[tuple[Any, dict[str, Any]]]:
         """Yield the sums until each batch, and the predictions of the batch that are gathered."""
         sums: Any = None
-        for number, batch in enumerate(tracked(examples.batches(0), examples.steps, progress)):
+        for number, batch in enumerate(
+            track_batches(examples.batches(0), examples.steps, progress)
+        ):
             outputs = goal.model(*batch.inputs)
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs)
             plain = all_or_nothing(batch.weight)
@@ -112,13 +114,13 @@ def over(
 
     sums: Any = {}
     gathered: list[Any] = []
-    for sums, predictions in ahead(started()):
+    for sums, predictions in ahead(start_batches()):
         jax.block_until_ready(sums)
         gathered.append(jax.device_get(predictions))
     whole = jax.tree.map(lambda *parts: np.concatenate(parts), *gathered)
     with jax.enable_x64(True):
         values = goal.values({**sums, **whole})
-    return {n: x.named(labels) if hasattr(x, "named") else x for n, x in values.items()}
+    return {n: x.with_names(labels) if hasattr(x, "with_names") else x for n, x in values.items()}
 
 
 def _wide(x: np.ndarray) -> np.ndarray:

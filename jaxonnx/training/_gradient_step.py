@@ -12,21 +12,21 @@ import optax
 from jax.core import Tracer
 
 from jaxonnx._graph.roles import running_statistics
-from jaxonnx.lowering import heads_apart
+from jaxonnx.lowering import separate_heads
 from jaxonnx.model import Model
 from jaxonnx.training._objective import Objective
 from jaxonnx.training._precision import products_in_bfloat16
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._sparsity import masks, with_products
 from jaxonnx.training._step import SMALL, State, Step, as_batch, copy, finite, stays_finite
-from jaxonnx.training._weight_layout import Storage
+from jaxonnx.training._weight_layout import WeightLayout
 
 SELECTING = {"tpu", "gpu"}
 """Platforms whose compilers select old or new values in the pass that computes them, and turn all
 weights for a conditional and back. Elsewhere selecting would copy all weights in each step."""
 
 
-class Minimize(Step):
+class GradientStep(Step):
     """The step that minimizes an objective.
 
     Args:
@@ -41,14 +41,14 @@ class Minimize(Step):
         model: Model,
         goal: Objective,
         optimizer: optax.GradientTransformationExtraArgs,
-        storage: Storage,
+        storage: WeightLayout,
         settings: Settings,
         structured: Collection[str] = (),
     ):
         renewed = running_statistics(model.graph)
         fixed = {name: x for name, x in model.state.items() if name not in renewed}
         self.model = model
-        self.frozen = model.program.stored(fixed)
+        self.frozen = model.program.prepare_tensors(fixed)
         self.notes = goal.notes
         self._goal = goal
         self._optimizer = optimizer
@@ -73,7 +73,7 @@ class Minimize(Step):
         key = jax.random.fold_in(jax.random.key(self._settings.seed), state.count)
 
         def objective(params):
-            params = self._storage.given(self._read(params))
+            params = self._storage.apply_params(self._read(params))
             tensors = {**self._read(frozen), **state.state}
             outputs, new = self._run(params, tensors, key, *batch.inputs)
             renewed = {name: new[name] for name in state.state}
@@ -90,7 +90,7 @@ class Minimize(Step):
         stay = state.replace(**{"count": state.count + 1} if skip else {"finite": jnp.bool(False)})
 
         def move(good=None):
-            return self._moved(state.replace(state=renewed), stay, value, gradients, good)
+            return self._apply_update(state.replace(state=renewed), stay, value, gradients, good)
 
         if self._storage.platform in SELECTING:
             moved = move(good)
@@ -116,7 +116,7 @@ class Minimize(Step):
         """`Model.apply_train`, as it is best on the platform."""
         run = self._goal.model.apply_train
         on_one = self._storage.platform == "tpu" and self._settings.mesh is None
-        return heads_apart(run) if on_one else run
+        return separate_heads(run) if on_one else run
 
     def _read(self, tensors: Any) -> Any:
         """Return tensors as the model reads them.
@@ -125,7 +125,7 @@ class Minimize(Step):
         """
         return tensors if self._settings.remat else self.gather(tensors)
 
-    def _moved(
+    def _apply_update(
         self, state: State, stay: State, value: jax.Array, gradients: Any, good: Any = None
     ) -> State:
         """Return the state after an update of the parameters, or `stay` where `good` is false.
@@ -139,7 +139,7 @@ class Minimize(Step):
         new: Any = optax.apply_updates(state.params, updates)
         selecting, small = good is not None, stays_finite(state.params, new, small=True)
         good = good & small if selecting else small
-        kept = _kept_at_once if self._storage.platform == "onnx" else _kept
+        kept = _kept_at_once if self._storage.platform == "onnx" else _keep_finite
         params: Any = jax.tree.map(partial(kept, good), state.params, new)
         taken, average = state.taken + 1, state.average
         if self._settings.ema is not None:
@@ -170,7 +170,7 @@ class Minimize(Step):
     def evaluate(self, sums: Any, state: State, batch: Any, frozen: Any = None) -> Any:
         batch = as_batch(batch, self.model)
         frozen = self.frozen if frozen is None else frozen
-        params = self._storage.given(self._read(_shown(state)))
+        params = self._storage.apply_params(self._read(_visible_params(state)))
         tensors = {**self._read(frozen), **state.state}
         outputs = self._goal.model.apply(params, *batch.inputs, state=tensors)
         return self._goal.add(sums, outputs, batch)
@@ -179,9 +179,9 @@ class Minimize(Step):
         return self._goal.row(sums)
 
     def view(self, state: State) -> dict[str, jax.Array]:
-        return self._storage.view(_shown(state))
+        return self._storage.view(_visible_params(state))
 
-    def trained(self, params: Any, state: Any) -> Model:
+    def to_model(self, params: Any, state: Any) -> Model:
         return self.model.replace(params=params, state={**self.model.state, **state})
 
     def to_file(self, state: State) -> State:
@@ -194,7 +194,7 @@ class Minimize(Step):
         return self._goal.columns(validated)
 
 
-def _shown(state: State) -> dict[str, jax.Array]:
+def _visible_params(state: State) -> dict[str, jax.Array]:
     """Return the parameters to validate and to hand out: the average if there is one.
 
     Sparse weights are averaged over masks that change; what the mask hides now is zero.
@@ -209,7 +209,7 @@ def _shown(state: State) -> dict[str, jax.Array]:
 
 
 @jax.jit
-def _kept(good: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
+def _keep_finite(good: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
     return jnp.where(good & jnp.isfinite(new), new, old)
 
 
@@ -219,9 +219,9 @@ def _kept_at_once(good: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
     A sum of finite numbers may overflow: then each is looked at.
     """
     if new.size <= SMALL:
-        return _kept(good, old, new)
+        return _keep_finite(good, old, new)
     usual = good & jnp.isfinite(jnp.sum(new))
-    return jax.lax.cond(usual, lambda: new, lambda: _kept(good, old, new))
+    return jax.lax.cond(usual, lambda: new, lambda: _keep_finite(good, old, new))
 
 
 @jax.jit

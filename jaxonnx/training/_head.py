@@ -21,7 +21,7 @@ _HEADS = 2**32 - 2
 """What is folded into the seed's key for new heads."""
 
 
-def headed(model: Model, settings: Settings) -> Model:
+def with_heads(model: Model, settings: Settings) -> Model:
     """Return the model with the new heads of the settings.
 
     Raises:
@@ -36,7 +36,7 @@ def headed(model: Model, settings: Settings) -> Model:
     return model
 
 
-def completed(model: Model, settings: Settings) -> tuple[Settings, list[str]]:
+def complete_settings(model: Model, settings: Settings) -> tuple[Settings, list[str]]:
     """Return settings that have a loss and an optimizer, if the model has new heads, and notes.
 
     Raises:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxonnx._text import counted
+from jaxonnx._text import format_count
 from jaxonnx.errors import Error
 from jaxonnx.training._plot import draw
 
@@ -60,11 +60,13 @@ class History:
         if not self.epochs:
             return self.stopped or "no epoch"
         seconds = sum(row["seconds"] for row in self.epochs)
-        text = f"{counted(len(self.epochs), 'epoch')}, {counted(len(self.losses), 'step')}, "
+        text = (
+            f"{format_count(len(self.epochs), 'epoch')}, {format_count(len(self.losses), 'step')}, "
+        )
         text += f"{seconds:.1f} s: {', '.join(self._numbers())}"
         for event in (SKIPPED, ROLLED_BACK, NOT_VALIDATED):
             if count := sum(1 for e in self.events if e["event"] == event):
-                text += f"; {counted(count, 'time')} {event}"
+                text += f"; {format_count(count, 'time')} {event}"
         return f"{text}; stopped: {self.stopped}" if self.stopped else text
 
     __repr__ = __str__

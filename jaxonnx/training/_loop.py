@@ -15,21 +15,21 @@ from jaxonnx._data.augmented import Augmented
 from jaxonnx._data.batches import Batch, Examples, Stream
 from jaxonnx._data.padded import Padded
 from jaxonnx._data.weights import all_or_nothing
-from jaxonnx._mesh.processes import Together
+from jaxonnx._mesh.processes import Processes
 from jaxonnx.errors import Error, TrainingError
 from jaxonnx.model import Model
 from jaxonnx.training._checkpoint import Checkpoints
 from jaxonnx.training._checkpoint_metadata import Position
 from jaxonnx.training._history import History
-from jaxonnx.training._memory import EXHAUSTED, Fitting, spared
+from jaxonnx.training._memory import EXHAUSTED, Fitting, to_stop
 from jaxonnx.training._optimizers import rate_of
 from jaxonnx.training._progress import Bar
-from jaxonnx.training._reporter import Record
+from jaxonnx.training._reporter import Reporter
 from jaxonnx.training._settings import Settings
-from jaxonnx.training._snapshots import Keeper
+from jaxonnx.training._snapshots import Snapshots
 from jaxonnx.training._sparsity import sparse_numbers
 from jaxonnx.training._step import State, Step, copy
-from jaxonnx.training._stopping import Interrupt, Monitor, Spent, Stop
+from jaxonnx.training._stopping import Interrupt, Monitor, PatienceEnded, Stop
 
 Data = Examples | Stream | Augmented
 
@@ -43,12 +43,12 @@ def run(
     held_out: Data | None,
     settings: Settings,
     interrupt: Interrupt,
-    together: Together,
+    together: Processes,
 ) -> tuple[Model, History]:
     """Run the epochs; return the model with the weights that they give, and what happened."""
     watched = Monitor(settings.monitor, step.columns(held_out is not None), settings.patience)
-    update = Fitting(_told(step, together))
-    epochs, shared = settings.epochs, _comes_in_shares(examples)
+    update = Fitting(_with_reports(step, together))
+    epochs, shared = settings.epochs, _is_stream(examples)
     state, at = step.init(), Position()
     history, phase = History(), sparse_numbers(state.optimizer).get("phase")
     best = None if settings.patience is None else copy((step.view(state), state.state))
@@ -62,7 +62,7 @@ def run(
         if not history.epochs:
             history.phase = phase
         history.notes = [*step.notes, *(checkpoints.notes if checkpoints is not None else ())]
-        batches, first = _opened(examples, at, epochs)
+        batches, first = _first_batches(examples, at, epochs)
         shapes = step.check(_with_all_weights(first, examples))
         checks = _Checks(step, first, shapes)
         _check_whole(step, checks, shapes, examples, held_out)
@@ -74,22 +74,22 @@ def run(
         progress, hooks = (settings.progress, settings.hooks) if together.first else (False, ())
         bar = stack.enter_context(Bar(progress, epochs, examples.steps, len(history.losses)))
         skip, several = settings.nan == "skip", together.several
-        record = Record(history, hooks, bar, interrupt, skip, several)
+        record = Reporter(history, hooks, bar, interrupt, skip, several)
         stack.callback(record.close)
-        keeper = Keeper(checkpoints, settings, record, step, state, interrupt, several)
+        keeper = Snapshots(checkpoints, settings, record, step, state, interrupt, several)
         interrupt.begin()
         try:
             watched.see(history.epochs)
             watched.check(history.epochs)
             for epoch in range(at.epoch, epochs):
                 began = time.perf_counter()
-                for batch in interrupt.among(batches):
+                for batch in interrupt.iterate(batches):
                     if keeper.due():
                         state = keeper.keep(at, state, best)
-                    if _comes_unchecked(examples):
+                    if _has_unchecked_labels(examples):
                         checks(batch, f"a batch of epoch {epoch + 1}")
                     together.step(epoch, at.batch)
-                    batch, wish = step.put(batch, shared), together.wish(interrupt.presses > 0)
+                    batch, wish = step.put(batch, shared), together.stop_flag(interrupt.presses > 0)
                     state, seen = update(state, batch, step.frozen, wish)
                     at = at._replace(batch=at.batch + 1)
                     if not record.add(seen):
@@ -118,18 +118,18 @@ def run(
                     batches = examples.batches(epoch + 1)
             keeper.finish(state)
         except (Stop, KeyboardInterrupt, *EXHAUSTED) as error:
-            end = spared(error, state, several)
+            end = to_stop(error, state, several)
             checks.catch_up()  # wrong labels may be why a loss is not finite
             state, stop = keeper.leave(end, at, state, best)
             which = watched.chosen or f"step {stop.step}"
             history.stopped = f"{stop}; the weights are those of {which}{keeper.where}"
-            history.early = isinstance(stop, Spent)
+            history.early = isinstance(stop, PatienceEnded)
     if best is not None and watched.chosen:
-        return step.trained(*best), history
-    return step.trained(step.view(state), state.state), history
+        return step.to_model(*best), history
+    return step.to_model(step.view(state), state.state), history
 
 
-def _told(step: Step, together: Together) -> Callable[..., tuple[State, jax.Array]]:
+def _with_reports(step: Step, together: Processes) -> Callable[..., tuple[State, jax.Array]]:
     """Return the update of a step that reports more, where there is more.
 
     That is the learning rate, and a wish to stop of any of several processes.
@@ -139,13 +139,13 @@ def _told(step: Step, together: Together) -> Callable[..., tuple[State, jax.Arra
         state, seen = step.update(state, batch, frozen)
         rate = rate_of(state.optimizer)
         seen = seen if rate is None else jnp.append(seen, rate.astype(seen.dtype))
-        return state, together.heard(seen, wish)
+        return state, together.reduce_stop(seen, wish)
 
     return update
 
 
 def _checkpoints(
-    step: Step, state: State, examples: Data, settings: Settings, together: Together
+    step: Step, state: State, examples: Data, settings: Settings, together: Processes
 ) -> Checkpoints:
     """Open the folder of a run, whose tensors that no step changes are compared, not stored."""
     assert settings.checkpoint_dir is not None
@@ -156,7 +156,7 @@ def _checkpoints(
     return Checkpoints(settings.checkpoint_dir, settings.resume, same, step.model, fixed, together)
 
 
-def _opened(examples: Data, at: Position, epochs: int) -> tuple[Any, Batch]:
+def _first_batches(examples: Data, at: Position, epochs: int) -> tuple[Any, Batch]:
     """Return the batches of the epoch that a run begins in, and one that tells their shapes.
 
     An iterator cannot be asked for its first batch again.
@@ -221,12 +221,12 @@ def _check_whole(
                 checks(_with_all_weights(next(data.batches(0)), data), what)
 
 
-def _comes_in_shares(data: Data) -> bool:
+def _is_stream(data: Data) -> bool:
     """Return whether each of several processes has a share of each batch, not all of it."""
     return isinstance(data.source if isinstance(data, Augmented) else data, Stream)
 
 
-def _comes_unchecked(data: Data) -> bool:
+def _has_unchecked_labels(data: Data) -> bool:
     """Return whether `_check_whole` has not seen all labels."""
     return data.targets is None and not isinstance(data, Padded)
 
@@ -252,10 +252,10 @@ class _Validation:
 
     def __call__(self, state: State, epoch: int) -> dict[str, float]:
         sums = self._sums
-        for batch in self._interrupt.among(self._held_out.batches(epoch)):
-            if _comes_unchecked(self._held_out):
+        for batch in self._interrupt.iterate(self._held_out.batches(epoch)):
+            if _has_unchecked_labels(self._held_out):
                 self._checks(batch, "a batch of validation")
-            batch = self._step.put(batch, _comes_in_shares(self._held_out))
+            batch = self._step.put(batch, _is_stream(self._held_out))
             sums = self._evaluate(sums, state, batch, self._step.frozen)
         return self._step.row(sums)
 

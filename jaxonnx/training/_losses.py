@@ -14,7 +14,7 @@ import optax
 
 from jaxonnx._data.ragged import IGNORED
 from jaxonnx._data.weights import all_or_nothing
-from jaxonnx._text import counted
+from jaxonnx._text import format_count
 from jaxonnx.errors import TrainingError
 from jaxonnx.losses import ClassLoss, causal_lm, cross_entropy, negative_log_likelihood
 
@@ -57,7 +57,7 @@ _SHOWN = 8
 
 
 @cache
-def _named() -> dict[str, Callable[..., Any]]:
+def _named_losses() -> dict[str, Callable[..., Any]]:
     """Return the losses of optax that need predictions and targets and nothing else, and ONNX's."""
     found = {}
     for name in dir(optax.losses):
@@ -100,10 +100,10 @@ class Loss:
         """Whether outputs are scored by the label at the next place."""
         return isinstance(self.function, ClassLoss) and self.function.shift
 
-    def aligned(self, outputs: Any, targets: Any) -> tuple[Any, Any]:
+    def align(self, outputs: Any, targets: Any) -> tuple[Any, Any]:
         """Return the outputs and targets that belong together, place by place."""
         own = self.function
-        return own.aligned(outputs, targets) if isinstance(own, ClassLoss) else (outputs, targets)
+        return own.align(outputs, targets) if isinstance(own, ClassLoss) else (outputs, targets)
 
     @property
     def one_hot(self) -> bool:
@@ -130,7 +130,7 @@ class Loss:
         values = function(outputs, targets)
         if not self.class_weights:
             return totals(values, weight)
-        shares = self._shares(*self.aligned(outputs, targets))
+        shares = self._shares(*self.align(outputs, targets))
         total, _ = totals(values * shares, weight)
         return total, totals(shares, weight)[0]
 
@@ -261,7 +261,7 @@ def check_classes(targets: np.ndarray, classes: int, ignored: int | None, what: 
         first = tuple(np.argwhere(wrong)[0])
         padding = ignored is None and targets[first] == IGNORED
         raise TrainingError(
-            f"{what} has {counted(int(wrong.sum()), 'label')} outside of 0 ... {classes - 1}, "
+            f"{what} has {format_count(int(wrong.sum()), 'label')} outside of 0 ... {classes - 1}, "
             f"the first is {targets[first]} at {', '.join(map(str, first))}"
             + "; jaxonnx.losses.cross_entropy(axis=-1, ignore_index=-100) leaves such out"
             * bool(padding)
@@ -283,13 +283,13 @@ def totals(values: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _near(name: str) -> list[str]:
     """Return the losses that somebody may mean: by what others call them, and by spelling."""
-    named = {_plain(own): own for own in _named()}
+    named = {_plain(own): own for own in _named_losses()}
     plain = _plain(name)
     meant = [own for other, own in _ALSO_CALLED.items() if plain in other.split()]
     spelled = difflib.get_close_matches(plain, named, n=3)
     parts = [key for key in named if plain and (plain in key or key in plain)]
     near = dict.fromkeys([*meant, *(named[key] for key in (*spelled, *parts))])
-    return [own for own in near if own in _named()][:4] or sorted(_named())
+    return [own for own in near if own in _named_losses()][:4] or sorted(_named_losses())
 
 
 def _plain(name: str) -> str:
@@ -317,7 +317,7 @@ def find(loss: Any) -> Loss:
     """Return the loss of that name, or around that callable, which may be one of optax's itself."""
     if isinstance(loss, ClassLoss):
         return Loss(loss, loss.name)
-    named = _named()
+    named = _named_losses()
     if callable(loss):
         return Loss(loss, next((name for name, own in named.items() if own is loss), None))
     if not isinstance(loss, str) or loss not in named:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxonnx._limits import amount
-from jaxonnx._run.failures import asked, compiling, exhausted
+from jaxonnx._run.failures import compiling, is_out_of_memory, requested_size
 from jaxonnx._safe_read import memory
 from jaxonnx.errors import Error, TrainingError
 from jaxonnx.training._settings import Settings
@@ -56,7 +56,7 @@ def _check(compiled: jax.stages.Compiled, devices: Any) -> None:
             raise MemoryError(f"a step allocates {size} bytes, of which there are {amount(room)}")
 
 
-def spared(error: Any, state: State, several: bool) -> Any:
+def to_stop(error: Any, state: State, several: bool) -> Any:
     """Return the end of a run for want of memory whose weights are there; another end as it is.
 
     Raises:
@@ -65,12 +65,12 @@ def spared(error: Any, state: State, several: bool) -> Any:
     """
     if not isinstance(error, EXHAUSTED):
         return error
-    if not exhausted(error) or isinstance(error, Error) or several or not _taken(state):
+    if not is_out_of_memory(error) or isinstance(error, Error) or several or not _survives(state):
         raise error
     return Stop(_advice(error), int(state.count))
 
 
-def _taken(state: State) -> bool:
+def _survives(state: State) -> bool:
     """Check whether a state is there, after a step at least."""
     if any(x.is_deleted() for x in jax.tree.leaves(state)):
         return False
@@ -82,8 +82,8 @@ def _taken(state: State) -> bool:
 
 def _advice(error: Exception) -> str:
     return (
-        f"memory is not enough{asked(error)}: a smaller batch_size, with accumulate= for the "
-        "same mean gradient, remat=True, or a mesh= of more devices takes less"
+        f"memory is not enough{requested_size(error)}: a smaller batch_size, with accumulate= for "
+        "the same mean gradient, remat=True, or a mesh= of more devices takes less"
     )
 
 
@@ -97,7 +97,7 @@ def fitting(settings: Settings) -> Iterator[None]:
     try:
         yield
     except EXHAUSTED as error:
-        if isinstance(error, Error) or not exhausted(error):
+        if isinstance(error, Error) or not is_out_of_memory(error):
             raise
         kept = settings.checkpoint_dir
         newest = "" if kept is None else f"; resume=True goes on from the newest in '{kept}'"

@@ -15,14 +15,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxonnx._arrays import put
 from jaxonnx._data.batches import Batch
 from jaxonnx._mesh.rules import DATA, Sharding, axes_of, mesh_of, specs
-from jaxonnx._mesh.shardings import Laid, inherited
+from jaxonnx._mesh.shardings import Placement, inherit_shardings
 from jaxonnx.errors import TrainingError
 from jaxonnx.lowering import KernelFirst, kernel_first
 from jaxonnx.model import Model
 from jaxonnx.training._step import State, Step, as_batch
 
 
-class OnMesh(Step):
+class MeshStep(Step):
     """A step of one device, on many: the same numbers up to rounding.
 
     The batch is split over the axis "data". Parameters and frozen tensors lie as the rules say, and
@@ -40,17 +40,21 @@ class OnMesh(Step):
         self.model = step.model
         tensors = {**self.model.state, **self.model.params, **step.params}
         split = specs(self.model, self._mesh, DATA if sharding is None else sharding, tensors)
-        self._laid = {name: Laid(x.shape, self._by(split[name])) for name, x in tensors.items()}
+        self._laid = {
+            name: Placement(x.shape, self._by(split[name])) for name, x in tensors.items()
+        }
         began = jax.eval_shape(step.init)
         bare = began.replace(params=self._laid, state={}, optimizer=(), average=None)
-        stored = cast(dict[str, Laid], step.from_file(bare).params)  # as steps keep them
-        self._state: State = inherited(began, stored, self._mesh)
+        stored = cast(dict[str, Placement], step.from_file(bare).params)  # as steps keep them
+        self._state: State = inherit_shardings(began, stored, self._mesh)
         self._rows = self._by(PartitionSpec(DATA if DATA in self._mesh.shape else None))
         self._whole = self._by(PartitionSpec())
-        self.frozen = {name: self._frozen(name, x) for name, x in step.frozen.items()}
+        self.frozen = {name: self._place_frozen(name, x) for name, x in step.frozen.items()}
         step.frozen = self.frozen  # no copy of them stays on one device
         lies = {**jax.tree.map(lambda x: x.sharding, self.frozen), **self._state.params}
-        self._read = {n: jax.tree.map(_gathered, x) for n, x in lies.items() if _over_batch(x)}
+        self._read = {
+            n: jax.tree.map(_without_batch_axis, x) for n, x in lies.items() if _over_batch(x)
+        }
         step.gather = self._gather
         self.notes = (*step.notes, *_idle(self._mesh, split.values()))
 
@@ -76,16 +80,16 @@ class OnMesh(Step):
         with self._propagating():
             state, seen = self._step.update(state, self._split(batch), self._or_own(frozen))
             kept = {
-                field.name: _laid(getattr(state, field.name), getattr(self._state, field.name))
+                field.name: _constrain(getattr(state, field.name), getattr(self._state, field.name))
                 for field in fields(State)
             }
-            state, seen = state.replace(**kept), _laid(seen, self._whole)
-        return state, _left(seen)
+            state, seen = state.replace(**kept), _constrain(seen, self._whole)
+        return state, _leave_auto(seen)
 
     def evaluate(self, sums: Any, state: State, batch: Any, frozen: Any = None) -> Any:
         with self._propagating():
             sums = self._step.evaluate(sums, state, self._split(batch), self._or_own(frozen))
-            return _laid(sums, self._whole)
+            return _constrain(sums, self._whole)
 
     def check(self, batch: Any) -> Any:
         batch = as_batch(batch, self.model)
@@ -106,8 +110,8 @@ class OnMesh(Step):
         with self._propagating():
             return self._put(self._step.view(state))
 
-    def trained(self, params: Any, state: Any) -> Model:
-        model = self._step.trained(params, state)
+    def to_model(self, params: Any, state: Any) -> Model:
+        model = self._step.to_model(params, state)
         return model.replace(params=self._put(model.params), state=self._put(model.state))
 
     def to_file(self, state: State) -> State:
@@ -138,11 +142,11 @@ class OnMesh(Step):
         have little of the weight each it may be the batch.
         """
         return {
-            name: _laid(x, self._read[name]) if name in self._read else x
+            name: _constrain(x, self._read[name]) if name in self._read else x
             for name, x in tensors.items()
         }
 
-    def _frozen(self, name: str, x: Any) -> Any:
+    def _place_frozen(self, name: str, x: Any) -> Any:
         laid = self._laid[name]
         if not isinstance(x, KernelFirst):
             return put(x, laid.sharding)
@@ -156,7 +160,7 @@ class OnMesh(Step):
         """Return a batch of any form whose arrays are split, within a step."""
         batch = as_batch(batch, self.model)
         self._check_size(batch)
-        return _laid(jax.tree.map(_entered, batch), self._rows)
+        return _constrain(jax.tree.map(_enter_auto, batch), self._rows)
 
     def _check_size(self, batch: Batch) -> None:
         """Refuse a batch that the devices cannot share."""
@@ -182,13 +186,13 @@ def _idle(mesh: Mesh, specs: Iterable[PartitionSpec]) -> Iterator[str]:
             yield f"the axis '{axis}' of the mesh splits nothing: its {size} devices do the same"
 
 
-def _entered(x: Any) -> Any:
+def _enter_auto(x: Any) -> Any:
     """Return an array of an explicit mesh where the axes of that mesh are automatic."""
     typed = isinstance(x, jax.Array) and AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
     return jax.sharding.reshard(x, PartitionSpec()) if typed else x
 
 
-def _left(x: Any) -> Any:
+def _leave_auto(x: Any) -> Any:
     """Return a small array as one of the mesh that the caller has set, if its axes are explicit."""
     mesh = jax.sharding.get_abstract_mesh()
     typed = AxisType.Explicit in mesh.axis_types
@@ -200,13 +204,13 @@ def _over_batch(tree: Any) -> bool:
     return any(DATA in axes_of(part) for laid in jax.tree.leaves(tree) for part in laid.spec)
 
 
-def _gathered(laid: NamedSharding) -> NamedSharding:
+def _without_batch_axis(laid: NamedSharding) -> NamedSharding:
     """Return a sharding without the axis that splits the batch."""
     rest = (tuple(axis for axis in axes_of(part) if axis != DATA) for part in laid.spec)
     return NamedSharding(laid.mesh, PartitionSpec(*(axes or None for axes in rest)))
 
 
-def _laid(tree: Any, shardings: Any) -> Any:
+def _constrain(tree: Any, shardings: Any) -> Any:
     return jax.lax.with_sharding_constraint(tree, shardings)
 
 

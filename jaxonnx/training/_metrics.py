@@ -71,7 +71,7 @@ def _matrix(found: Choices | Answers) -> Sums:
     return jnp.zeros(classes**2, jnp.int32).at[place].add(1, mode="drop").reshape(classes, classes)
 
 
-def _gathered(found: Choices | Answers) -> Sums:
+def _gather_predictions(found: Choices | Answers) -> Sums:
     """Return scores, truth and weight of each prediction."""
     if isinstance(found, Choices):
         return found.scores, found.labels, found.weight
@@ -140,7 +140,7 @@ def _merge_spread(a: _Spread, b: _Spread) -> _Spread:
     return _Spread(count, a.mean + step * share, squares, a.error + b.error)
 
 
-def _determined(sums: _Spread) -> jax.Array:
+def _r_squared(sums: _Spread) -> jax.Array:
     constant = sums.squares == 0
     score = 1 - sums.error / jnp.where(constant, 1, sums.squares)
     return jnp.where(constant, jnp.where(sums.error == 0, 1.0, 0.0), score).mean()
@@ -157,8 +157,12 @@ _CLASSES = {
 _TABLES = {
     "confusion_matrix": (_matrix, tables.ConfusionMatrix.of, add),
     "per_class": (_confusion, lambda sums: tables.PerClass.of(*sums[0]), add),
-    "roc_curve": (_gathered, partial(tables.Curves.of, "roc"), None),
-    "precision_recall_curve": (_gathered, partial(tables.Curves.of, "precision_recall"), None),
+    "roc_curve": (_gather_predictions, partial(tables.Curves.of, "roc"), None),
+    "precision_recall_curve": (
+        _gather_predictions,
+        partial(tables.Curves.of, "precision_recall"),
+        None,
+    ),
 }
 """Metrics of decisions that are no number, for `evaluate`."""
 
@@ -171,7 +175,7 @@ _AREAS = {
 _NUMBERS = {
     "mae": (lambda *batch: _error(1, *batch), _ratio, add),
     "mse": (lambda *batch: _error(2, *batch), _ratio, add),
-    "r2": (_spread, _determined, _merge_spread),
+    "r2": (_spread, _r_squared, _merge_spread),
 }
 """Metrics of outputs that are like their targets."""
 
@@ -216,7 +220,9 @@ def find(metric: Any, reader: Reader) -> tuple[str, Metric]:
         count = int(best[1])
         return metric, Metric(lambda *batch: _among_best(count, read(*batch)), _ratio, add)
     if metric in _AREAS:
-        return metric, Metric(lambda *batch: _gathered(read(*batch)), _AREAS[metric], None)
+        return metric, Metric(
+            lambda *batch: _gather_predictions(read(*batch)), _AREAS[metric], None
+        )
     if metric in _TABLES:
         sums, value, merge = _TABLES[metric]
         return metric, Metric(lambda *batch: sums(read(*batch)), value, merge, number=False)

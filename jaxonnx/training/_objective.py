@@ -60,7 +60,7 @@ class Objective:
     def mean(self, outputs: Any, targets: Any, weight: jax.Array) -> jax.Array:
         """Return the loss of a batch, given all values that the model computes."""
         means = [
-            term.share * term.loss.mean(*self._given(term, outputs, targets), weight)
+            term.share * term.loss.mean(*self._loss_arguments(term, outputs, targets), weight)
             for term in self.terms
         ]
         return sum(means[1:], means[0])
@@ -69,11 +69,11 @@ class Objective:
         """Return what `add` sums up of a batch: losses first, then metrics by name."""
         targets, weight = batch.targets, jnp.asarray(batch.weight)
         found = {
-            f"loss {i}": term.loss.totals(*self._given(term, outputs, targets), weight)
+            f"loss {i}": term.loss.totals(*self._loss_arguments(term, outputs, targets), weight)
             for i, term in enumerate(self.terms)
         }
         for name, measure in self.measures.items():
-            given = self._seen(measure.output, outputs, targets)
+            given = self._select_output(measure.output, outputs, targets)
             found[name] = measure.metric.sums(*given, weight)
         return jax.tree.map(jnp.asarray, found)
 
@@ -90,9 +90,9 @@ class Objective:
 
     def add(self, sums: dict[str, Any], outputs: Any, batch: Batch) -> dict[str, Any]:
         """Return the sums with those of a batch."""
-        return self.merged(sums, self.sums(outputs, batch))
+        return self.merge_sums(sums, self.sums(outputs, batch))
 
-    def merged(self, sums: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    def merge_sums(self, sums: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
         """Return the sums of both, with the types of the first."""
         merge: Any = {name: measure.metric.merge for name, measure in self.measures.items()}
         new = {n: jax.tree.map(lambda a, b: b.astype(a.dtype), x, new[n]) for n, x in sums.items()}
@@ -152,30 +152,30 @@ class Objective:
                 )
         for term in self.terms:
             what = "the loss" if term.output is None else f"the loss of '{term.output}',"
-            term.loss.check(*self._given(term, shapes, targets), what, weight)
+            term.loss.check(*self._loss_arguments(term, shapes, targets), what, weight)
         for name, measure in self.measures.items():
-            given = self._seen(measure.output, shapes, targets)
+            given = self._select_output(measure.output, shapes, targets)
             metrics.check(name, measure.given, measure.reader, *given, weight)
 
     def check_labels(self, targets: Any, shapes: Any, what: str, classes: Any = None) -> None:
         """Refuse labels that are no classes, and other classes than those of the outputs."""
         for term in self.terms:
-            outputs, labels = self._given(term, shapes, targets)
+            outputs, labels = self._loss_arguments(term, shapes, targets)
             of = what if term.output is None else f"{what}, '{term.output}',"
             term.loss.check_labels(labels, outputs, of, classes)
         if not self.terms:
             for measure in self.measures.values():
-                outputs, labels = self._seen(measure.output, shapes, targets)
+                outputs, labels = self._select_output(measure.output, shapes, targets)
                 metrics.check_labels(measure.given, measure.reader, outputs, labels, what)
 
-    def _given(self, term: Term, outputs: Any, targets: Any) -> tuple[Any, Any]:
+    def _loss_arguments(self, term: Term, outputs: Any, targets: Any) -> tuple[Any, Any]:
         """Return what a loss takes of all values."""
         if term.value is None:
-            return self._seen(None, outputs, targets)
+            return self._select_output(None, outputs, targets)
         values = outputs if isinstance(outputs, tuple) else (outputs,)
         return values[term.value], _own(targets, term.output)
 
-    def _seen(self, output: str | None, outputs: Any, targets: Any) -> tuple[Any, Any]:
+    def _select_output(self, output: str | None, outputs: Any, targets: Any) -> tuple[Any, Any]:
         """Return outputs as the file has them, one or all, and their targets."""
         values = outputs if isinstance(outputs, tuple) else (outputs,)
         if output is not None:
@@ -219,7 +219,7 @@ def find(
 
     if isinstance(loss, Mapping):
         terms = tuple(
-            term(o, *_weighted(o, given)) for o, given in _of_outputs("loss", loss, names)
+            term(o, *_with_weight(o, given)) for o, given in _of_outputs("loss", loss, names)
         )
     else:
         terms = () if loss is None else (term(None, loss, 1.0),)
@@ -239,7 +239,7 @@ def _of_outputs(what: str, given: Mapping[str, Any], names: tuple[str, ...]) -> 
     return list(given.items())
 
 
-def _weighted(output: str, given: Any) -> tuple[Any, float]:
+def _with_weight(output: str, given: Any) -> tuple[Any, float]:
     """Return a loss and its weight, 1 if it has none."""
     if not isinstance(given, tuple):
         return given, 1.0

@@ -94,7 +94,7 @@ def _rates(rate: float, steps: int | None, schedule: str, warmup: float) -> Any:
     return optax.join_schedules([optax.linear_schedule(0.0, rate, rising), after], [rising])
 
 
-def planned(optimizer: Any) -> bool:
+def is_planned(optimizer: Any) -> bool:
     """Return whether this is a function of the updates of the run, `steps`."""
     return inspect.isfunction(optimizer) and [*inspect.signature(optimizer).parameters] == ["steps"]
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Primitive, primitives
 
-from jaxonnx._jaxpr import Program, called, interpret, retraced
+from jaxonnx._jaxpr import Program, inner_program, interpret, retrace_params
 from jaxonnx.lowering import contract_p
 
 _WIDE = {"preferred_element_type": jnp.dtype(jnp.float32), "precision": None}
@@ -30,26 +30,26 @@ def products_in_bfloat16(function: Callable[..., Any]) -> Callable[..., Any]:
     Apply it to a gradient, not to what is differentiated.
     """
 
-    def rounded(*args):
+    def run_rounded(*args):
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
         found = _run(closed, *jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shape), found)
 
-    return rounded
+    return run_rounded
 
 
 def _run(program: Program, *args: Any) -> list[Any]:
     """Evaluate a program with its products in bfloat16."""
-    return interpret(program, _step, args, enter=_derived)
+    return interpret(program, _step, args, enter=_has_derivative)
 
 
-def _derived(equation: JaxprEqn) -> Program | None:
+def _has_derivative(equation: JaxprEqn) -> Program | None:
     """Return what has a derivative of its own, which was taken before; other calls stay calls."""
-    return called(equation) if "call_jaxpr" in equation.params else None
+    return inner_program(equation) if "call_jaxpr" in equation.params else None
 
 
 def _step(equation: JaxprEqn, inputs: list) -> list:
-    primitive, params = equation.primitive, retraced(equation.params, _run)
+    primitive, params = equation.primitive, retrace_params(equation.params, _run)
     product = primitive in _PRODUCTS and all(x.dtype == jnp.float32 for x in inputs)
     if product:
         inputs = [x.astype(jnp.bfloat16) for x in inputs]

@@ -49,7 +49,7 @@ class Reader:
     def decisions(self, outputs: Any, targets: Any, weight: jax.Array) -> Choices | Answers:
         """Return predictions in rows, from labels, distributions or yes-and-no targets."""
         if self.loss is not None:
-            outputs, targets = self.loss.aligned(outputs, targets)
+            outputs, targets = self.loss.align(outputs, targets)
         axis = self.class_axis(outputs.shape, targets.shape)
         if axis is None:
             return self._binary(outputs, targets, weight)

@@ -101,7 +101,7 @@ def _page(result: Reported, configuration: Mapping[str, Any] | None) -> Iterator
     yield "<h2>Layers</h2>"
     yield from _layers(result)
     if configuration is None:
-        configuration = {} if result.run is None else _said(result.run.settings)
+        configuration = {} if result.run is None else _changed_settings(result.run.settings)
     if configuration:
         yield "<h2>Configuration</h2>"
         yield from _table(("setting", "value"), [(k, _text(v)) for k, v in configuration.items()])
@@ -155,13 +155,15 @@ def _status(result: Reported, name: str) -> str:
     if name not in model.params:
         return "renewed" if result.changes.get(name) else "frozen"
     if result.lora is not None:
-        return "adapters" if name in result.lora.layouts else _trained(name in result.lora.values)
+        return (
+            "adapters" if name in result.lora.layouts else _trained_text(name in result.lora.values)
+        )
     if model.sparsity is not None and name in {layer.name for layer in model.sparsity[1]}:
         return f"sparse {model.sparsity[0]}"
     return "trained"
 
 
-def _trained(yes: bool) -> str:
+def _trained_text(yes: bool) -> str:
     return "trained" if yes else "frozen"
 
 
@@ -188,7 +190,7 @@ def confusion(result: Reported) -> Any:
     return next(value for key, value in values.items() if key.endswith(name))
 
 
-def _said(settings: Settings) -> dict[str, Any]:
+def _changed_settings(settings: Settings) -> dict[str, Any]:
     """Return the settings that say more than their defaults."""
     always = ("loss", "epochs", "batch_size", "seed")
     values = [

@@ -21,7 +21,7 @@ _IN_A_ROW = 10
 """Steps that are skipped one after the other before the run stops."""
 
 
-class Record:
+class Reporter:
     """Reads what steps report into the history, some steps after they were started.
 
     Args:
@@ -129,5 +129,5 @@ class Record:
 
     def _tell(self, metrics: dict[str, Any]) -> None:
         for hook in self._hooks:
-            with self._interrupt.opened():
+            with self._interrupt.interruptible():
                 hook(self.step, dict(metrics))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxonnx._arrays import to_host
-from jaxonnx._text import counted
+from jaxonnx._text import format_count
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model
 from jaxonnx.training._history import History
@@ -48,7 +48,7 @@ class Result:
         write(self, path, configuration)
 
     def __str__(self) -> str:
-        return "\n".join([str(self.history), *self.history.notes, *_listed(self)])
+        return "\n".join([str(self.history), *self.history.notes, *_list_changes(self)])
 
     __repr__ = __str__
 
@@ -66,7 +66,7 @@ def _change(before: np.ndarray, after: np.ndarray) -> float:
     return float(np.linalg.norm(new - old) / size) if size else np.inf
 
 
-def _listed(result: Result) -> list[str]:
+def _list_changes(result: Result) -> list[str]:
     """Return what changed, the largest changes first."""
     if not result.changes:
         return []
@@ -85,22 +85,22 @@ def _listed(result: Result) -> list[str]:
         lines.append(f"not changed: {', '.join(still[:_MOST])}{more}")
     renewed = sum(1 for n, c in result.changes.items() if n in result.model.state and c)
     if renewed:
-        lines.append(f"{counted(renewed, 'running statistic')} renewed")
+        lines.append(f"{format_count(renewed, 'running statistic')} renewed")
     return lines
 
 
 def _numbers(result: Result, count: int, moved: Mapping[str, float]) -> list[str]:
     """Return how much was trained, and how many tensors of the model changed by that."""
     numbers = sum(result.model.params[name].size for name in moved)
-    changed = counted(numbers, "number")
+    changed = format_count(numbers, "number")
     if result.lora is None:
-        return [f"{len(moved)} of {counted(count, 'trained tensor')} changed ({changed})"]
+        return [f"{len(moved)} of {format_count(count, 'trained tensor')} changed ({changed})"]
     values = result.lora.values
     trained = sum(x.size for name, x in values.items() if name not in result.model.state)
-    weights = counted(len(result.lora.layouts), "weight")
+    weights = format_count(len(result.lora.layouts), "weight")
     return [
-        f"{counted(trained, 'number')} trained, with adapters of {weights}; merged, they change "
-        f"{counted(len(moved), 'tensor')} ({changed})"
+        f"{format_count(trained, 'number')} trained, with adapters of {weights}; merged, they "
+        f"change {format_count(len(moved), 'tensor')} ({changed})"
     ]
 
 

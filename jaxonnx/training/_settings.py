@@ -16,7 +16,7 @@ from jaxonnx._rewrite.head import Classes
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.model import Statistics, Trainable
-from jaxonnx.training._optimizers import planned
+from jaxonnx.training._optimizers import is_planned
 
 Hook = Callable[[int, dict[str, Any]], None]
 Optimizer = optax.GradientTransformation | Callable[[int], optax.GradientTransformation]
@@ -101,7 +101,7 @@ class Settings:
             if not callable(hook):
                 raise TrainingError(
                     "on_log must be a function of the step and its metrics, or a list of such, "
-                    f"and has {_told(hook)}"
+                    f"and has {_describe(hook)}"
                 )
 
     def _check_step(self) -> None:
@@ -123,12 +123,12 @@ class Settings:
                 "sharding says how tensors are split over a mesh, and there is none: pass "
                 "mesh='all' for all devices, or a jax.sharding.Mesh"
             )
-        made = callable(getattr(self.optimizer, "update", None)) or planned(self.optimizer)
+        made = callable(getattr(self.optimizer, "update", None)) or is_planned(self.optimizer)
         if self.optimizer is not None and not made:
             raise TrainingError(
                 "optimizer must be an optax transformation, like optax.adam(1e-3) or "
                 "jaxonnx.training.optimizer('adamw', 1e-3), or a function of steps (the updates of "
-                f"the run) to one, and is {_told(self.optimizer)}"
+                f"the run) to one, and is {_describe(self.optimizer)}"
             )
         if self.lora is not None and not isinstance(self.lora, LoRA | Adapters):
             raise TrainingError(
@@ -203,5 +203,5 @@ def _flag(name: str, value: Any, more: str = "") -> None:
         raise TrainingError(f"{name} must be True or False{more}, and is {value!r}")
 
 
-def _told(value: Any) -> str:
+def _describe(value: Any) -> str:
     return repr(value) if isinstance(value, str | int | float) else f"a {type(value).__name__}"

@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from jaxonnx._text import counted
+from jaxonnx._text import format_count
 from jaxonnx.errors import TrainingError
 from jaxonnx.training._checkpoint import Checkpoints, NotWritten
 from jaxonnx.training._checkpoint_metadata import Position
 from jaxonnx.training._history import ROLLED_BACK
-from jaxonnx.training._reporter import Record
+from jaxonnx.training._reporter import Reporter
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._step import State, Step, copy
 from jaxonnx.training._stopping import Interrupt, Interrupted, Stop
@@ -20,7 +20,7 @@ _RETRIES = 3
 """Times in a row that a run goes back to the same weights."""
 
 
-class Keeper:
+class Snapshots:
     """Keeps the state on disk, if there are checkpoints, and in memory, to roll back to.
 
     Args:
@@ -33,7 +33,7 @@ class Keeper:
         self,
         checkpoints: Checkpoints | None,
         settings: Settings,
-        record: Record,
+        record: Reporter,
         step: Step,
         state: State,
         interrupt: Interrupt,
@@ -85,7 +85,7 @@ class Keeper:
                 tree = self._step.to_file(state), best
                 self._checkpoints.save(at, tree, self._record.history, score)
             except NotWritten as error:
-                raise self._lost(error) from error
+                raise self._note_lost(error) from error
         return state
 
     def settle(self, state: State) -> State:
@@ -120,7 +120,7 @@ class Keeper:
         done = self._record.step
         if done and not int(state.taken):
             why = self._record.history.events[-1]["why"]
-            raise Stop(f"none of {counted(done, 'step')} was taken: {why} at step {done}", 0)
+            raise Stop(f"none of {format_count(done, 'step')} was taken: {why} at step {done}", 0)
         if self._retries > 1:
             events = self._record.history.events
             back = [event for event in events if event["event"] == ROLLED_BACK][-self._retries :]
@@ -135,7 +135,7 @@ class Keeper:
             try:
                 self._checkpoints.wait()
             except NotWritten as error:
-                raise self._lost(error) from error
+                raise self._note_lost(error) from error
 
     def leave(
         self, end: Stop | KeyboardInterrupt, at: Position, state: State, best: Weights
@@ -149,7 +149,7 @@ class Keeper:
         """
         if self._several and isinstance(end, KeyboardInterrupt):
             raise end  # this process alone cannot end the run
-        at_once = self._interrupt.at_once and not self._several
+        at_once = self._interrupt.pressed_twice and not self._several
         if isinstance(end, KeyboardInterrupt) or at_once:
             if any(x.is_deleted() for x in jax.tree.leaves(state)):
                 raise end  # a handler of the program's own has interrupted a step
@@ -172,7 +172,7 @@ class Keeper:
         """Where the last checkpoint is, in words to add; none if there are no checkpoints."""
         return "" if self._checkpoints is None else f"; {self._checkpoints.where}"
 
-    def _lost(self, error: NotWritten) -> Exception:
+    def _note_lost(self, error: NotWritten) -> Exception:
         done = self._record.step
         text = f"a checkpoint could not be written at step {done} ({error})"
         return TrainingError(text) if self._several else Stop(text, done)

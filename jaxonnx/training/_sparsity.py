@@ -13,7 +13,7 @@ import optax
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
 from jaxonnx.training._settings import Settings
-from jaxonnx.training._weight_layout import Storage
+from jaxonnx.training._weight_layout import WeightLayout
 
 Gradient = Callable[[Any], Any]
 _CHOICE = ("pattern", "transposable", "select", "exclude", "axes")
@@ -26,7 +26,7 @@ def sparsify(
     settings: Settings,
     epochs: int | None,
     steps: int | None,
-    storage: Storage,
+    storage: WeightLayout,
 ) -> tuple[optax.GradientTransformationExtraArgs, Model, frozenset[str]]:
     """Return the optimizer inside `sparse.three_phase`, and the model with its record.
 
@@ -83,7 +83,7 @@ def sparsify(
     return phases, model, frozenset(where if structured else ())
 
 
-def _on_sparse_cores(products: Any, settings: Settings, storage: Storage) -> bool:
+def _on_sparse_cores(products: Any, settings: Settings, storage: WeightLayout) -> bool:
     """Return whether products are cuSPARSELt's, which is made ready, or refuse that."""
     from jaxonnx import sparse
 

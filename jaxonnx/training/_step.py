@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxonnx._data.batches import Batch, ordered
+from jaxonnx._data.batches import Batch, split_inputs
 from jaxonnx._data.weights import split_weights
 from jaxonnx.model import Model
 
@@ -131,7 +131,7 @@ class Step(ABC):
         """
 
     @abstractmethod
-    def trained(self, params: Any, state: Any) -> Model:
+    def to_model(self, params: Any, state: Any) -> Model:
         """Return the model with parameters of `view` and statistics (`State.state`)."""
 
     @property
@@ -166,7 +166,7 @@ def as_batch(batch: Any, model: Model) -> Batch:
         return batch
     names = [value.name for value in model.inputs]
     batch, weight = split_weights(batch, names, target_names(model))
-    x, y = ordered(batch, names, "the batch")
+    x, y = split_inputs(batch, names, "the batch")
     if weight is None:
         count = jnp.shape(x[0])[0]
         weight = (np if isinstance(count, int) else jnp).ones(count, np.float32)
@@ -191,12 +191,12 @@ def stays_finite(old: Any, new: Any, small: bool = False) -> jax.Array:
     if small and floats:
         limit = max(SMALL, min(b.size for _, b in floats))
         floats = [(a, b) for a, b in floats if b.size <= limit]
-    sums = [_spoiled(a, b) for a, b in _joined(floats)]
+    sums = [_new_nonfinite(a, b) for a, b in _join_small(floats)]
     return jnp.isfinite(jnp.stack([jnp.float32(0), *sums])).all()
 
 
 @jax.jit
-def _spoiled(a: jax.Array, b: jax.Array) -> jax.Array:
+def _new_nonfinite(a: jax.Array, b: jax.Array) -> jax.Array:
     """Return a number that is finite if no number of b has become infinite or NaN."""
     # a sum of zeros cannot overflow, and 0 * x is 0 unless x is infinite or NaN
     return jnp.sum(jnp.where(jnp.isfinite(a), 0 * b, 0), dtype=jnp.float32)
@@ -206,12 +206,12 @@ def finite(tree: Any) -> jax.Array:
     """Return whether every number is finite; sums are quicker than tests of each number."""
     sums = [
         jnp.sum(x, dtype=jnp.promote_types(x.dtype, jnp.float32))
-        for (x,) in _joined([(x,) for x in jax.tree.leaves(tree)])
+        for (x,) in _join_small([(x,) for x in jax.tree.leaves(tree)])
     ]
     return jnp.isfinite(jnp.stack(sums)).all()
 
 
-def _joined(rows: Sequence[tuple[jax.Array, ...]]) -> list[tuple[jax.Array, ...]]:
+def _join_small(rows: Sequence[tuple[jax.Array, ...]]) -> list[tuple[jax.Array, ...]]:
     """Return rows of arrays of one size, the small ones joined: a loop for each takes longer."""
     kept, small = [], defaultdict(list)
     for row in rows:
@@ -227,9 +227,9 @@ def _joined(rows: Sequence[tuple[jax.Array, ...]]) -> list[tuple[jax.Array, ...]
 def copy(tree: Any) -> Any:
     """Copy into fresh buffers."""
 
-    def copied(x):
+    def copy_leaf(x):
         if isinstance(x, Tracer) or not getattr(x, "is_fully_addressable", True):
             return jnp.copy(x)
         return jax.device_put(x, may_alias=False)  # without a program for each shape
 
-    return jax.tree.map(copied, tree)
+    return jax.tree.map(copy_leaf, tree)

@@ -36,7 +36,7 @@ class Interrupted(Stop):
     """Raised when Ctrl-C was pressed."""
 
 
-class Spent(Stop):
+class PatienceEnded(Stop):
     """Raised when patience runs out."""
 
 
@@ -80,7 +80,7 @@ class Interrupt:
             signal.signal(signal.SIGINT, self._before)
 
     @property
-    def at_once(self) -> bool:
+    def pressed_twice(self) -> bool:
         """Whether there was a second Ctrl-C."""
         return self.presses > 1
 
@@ -93,22 +93,22 @@ class Interrupt:
         if self.presses if agreed is None else agreed:
             raise Interrupted("interrupted")
 
-    def among(self, items: Iterable[T]) -> Iterator[T]:
+    def iterate(self, items: Iterable[T]) -> Iterator[T]:
         """Yield items; a second Ctrl-C is a KeyboardInterrupt in whatever makes them."""
         items = iter(items)
         while True:
-            with self.opened():
+            with self.interruptible():
                 item = next(items, _END)
             if item is _END:
                 return
             yield item
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
+    def interruptible(self) -> Iterator[None]:
         """Let a second Ctrl-C be a KeyboardInterrupt, also one from before."""
         self._open = True
         try:
-            if self.at_once:
+            if self.pressed_twice:
                 raise KeyboardInterrupt
             yield
         finally:
@@ -118,7 +118,7 @@ class Interrupt:
         self.presses += 1
         if not self._begun:
             self._early(number, frame)
-        elif self._open and self.at_once:
+        elif self._open and self.pressed_twice:
             self._open = False
             raise KeyboardInterrupt
 
@@ -162,7 +162,7 @@ class Monitor:
         if self.patience is not None and self.best is not None:
             epoch, value = self.best
             if rows[-1]["epoch"] - epoch >= self.patience:
-                raise Spent(
+                raise PatienceEnded(
                     f"{self.name} was {value:.6g} in epoch {epoch}, and not better in the "
                     f"{self.patience} after it"
                 )

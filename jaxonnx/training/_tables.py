@@ -46,7 +46,7 @@ class _Named:
         fields = asdict(self)  # type: ignore[call-overload]
         return jax.tree.map(lambda x: x.tolist() if isinstance(x, np.ndarray) else x, fields)
 
-    def named(self, classes: Sequence[str]) -> Self:
+    def with_names(self, classes: Sequence[str]) -> Self:
         """Return the same with the names of the classes, if these are as many."""
         names: Any = tuple(classes) if len(classes) == len(self.classes) else self.classes
         return replace(self, classes=names)  # type: ignore[type-var]

@@ -9,17 +9,17 @@ from typing import Any, Literal
 from jax.sharding import Mesh
 from onnx import ModelProto
 
-from jaxonnx._data.augmented import asked, augmented
-from jaxonnx._data.images.folder import Folder, notes, pictured
-from jaxonnx._mesh.processes import Together
+from jaxonnx._data.augmented import augment_examples, parse_augment
+from jaxonnx._data.images.folder import Folder, find_folders, notes
+from jaxonnx._mesh.processes import Processes
 from jaxonnx._mesh.rules import Sharding
 from jaxonnx._rewrite.head import Classes
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.model import Model, Statistics, Trainable, load
-from jaxonnx.training._build_step import assembled, weights_of_classes
+from jaxonnx.training._build_step import build_step, weights_of_classes
 from jaxonnx.training._data import padding_of, sources
-from jaxonnx.training._head import completed, headed
+from jaxonnx.training._head import complete_settings, with_heads
 from jaxonnx.training._loop import run
 from jaxonnx.training._memory import fitting
 from jaxonnx.training._mesh_step import automatic
@@ -257,22 +257,22 @@ def train(
     """
     settings = Settings.of(locals())
     with (
-        Together(settings.mesh) as together,
+        Processes(settings.mesh) as together,
         automatic(settings.mesh),
         fitting(settings),
         Interrupt() as interrupt,
     ):
-        net = headed(model if isinstance(model, Model) else load(model, mesh=mesh), settings)
-        function, preprocess = asked(augment, preprocess, data)
-        data, validation, net = pictured(data, validation, net, preprocess)
+        net = with_heads(model if isinstance(model, Model) else load(model, mesh=mesh), settings)
+        function, preprocess = parse_augment(augment, preprocess, data)
+        data, validation, net = find_folders(data, validation, net, preprocess)
         padding = padding_of(pad, length_buckets, loss)
         names = target_names(net)
         examples, held_out = sources(data, validation, net.inputs, batch_size, seed, padding, names)
         settings = replace(settings, class_weights=weights_of_classes(net, settings, examples))
-        examples = augmented(examples, function, seed)
+        examples = augment_examples(examples, function, seed)
         if metrics is not None and held_out is None:
             raise TrainingError("metrics are computed on validation data: pass validation= as well")
-        one = assembled(net, settings, epochs, examples.steps)
+        one = build_step(net, settings, epochs, examples.steps)
         trained, history = run(one, examples, held_out, settings, interrupt, together)
         trained = together.gather(trained)
         history.notes += notes(data, validation)
@@ -280,11 +280,13 @@ def train(
             data.settings.kept.release()  # the result refers to what is held out
         if history.stopped and not history.early:
             warnings.warn(history.stopped, stacklevel=2)
-        made = Run(completed(net, settings)[0], held_out)
+        made = Run(complete_settings(net, settings)[0], held_out)
         if lora is None:
             return Result(trained, history, _changes(one.model, trained), run=made)
-        adapters, trained = Adapters.of(trained), trained.merged()
-        changed = _changes(one.model.merged(), trained, {*adapters.layouts, *adapters.values})
+        adapters, trained = Adapters.of(trained), trained.merge_adapters()
+        changed = _changes(
+            one.model.merge_adapters(), trained, {*adapters.layouts, *adapters.values}
+        )
         return Result(trained, history, changed, adapters, made)
 
 

@@ -15,7 +15,7 @@ from jaxonnx.training._settings import Settings
 from jaxonnx.training._step import State, Step, as_batch, copy, stays_finite
 
 
-class Carried(Step):
+class TrainingInfoStep(Step):
     """The step of `model.training`, whose variables are the parameters of its states.
 
     The loss is the first scalar among the metrics of the algorithm. The fill of a short batch
@@ -68,7 +68,7 @@ class Carried(Step):
             )
         values = self._values(batch)
         _, outputs = jax.eval_shape(self._training.step, self._training.state, values)
-        shapes = self._goal.check(self._measured(batch)) if self._goal.measures else None
+        shapes = self._goal.check(self._metric_batch(batch)) if self._goal.measures else None
         return shapes, self._loss(outputs).dtype
 
     def check_labels(self, targets: Any, shapes: Any, what: str, classes: Any = None) -> None:
@@ -76,14 +76,14 @@ class Carried(Step):
 
     def sums(self, batch: Any, shapes: Any = None) -> Any:
         shapes, dtype = self.check(batch) if shapes is None else shapes
-        return np.zeros((), dtype), np.int32(0), self._goal.start(shapes, self._measured(batch))
+        return np.zeros((), dtype), np.int32(0), self._goal.start(shapes, self._metric_batch(batch))
 
     def evaluate(self, sums: Any, state: State, batch: Any, frozen: Any = None) -> Any:
         total, count, measures = sums
         # a step whose new state is dropped: the file's own loss at these weights
         _, outputs = self._training.step(state.params, self._values(batch))
         if self._goal.measures:
-            batch = self._measured(batch)
+            batch = self._metric_batch(batch)
             inputs = dict(zip(self._inputs, batch.inputs, strict=True))
             values = self._training.inference(state.params, inputs)
             values = tuple(values[name] for name in self._goal.names)
@@ -97,7 +97,7 @@ class Carried(Step):
     def view(self, state: State) -> dict[str, jax.Array]:
         return state.params
 
-    def trained(self, params: Any, state: Any) -> Model:
+    def to_model(self, params: Any, state: Any) -> Model:
         return load(self._training.to_onnx(params))
 
     def columns(self, validated: bool) -> list[str]:
@@ -115,7 +115,7 @@ class Carried(Step):
             )
         return {**dict(zip(self._inputs, inputs, strict=True)), **targets}
 
-    def _measured(self, batch: Any) -> Batch:
+    def _metric_batch(self, batch: Any) -> Batch:
         """Return the batch for metrics, for which the only target needs no name."""
         batch = as_batch(batch, self.model)
         single = len(self._targets) == 1 and isinstance(batch.targets, Mapping)

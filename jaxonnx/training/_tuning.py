@@ -12,7 +12,7 @@ _ADAPTERS = 2**32 - 1
 """What is folded into the seed's key for adapters; steps fold in their number."""
 
 
-def tuned(model: Model, settings: Settings) -> Model:
+def select_parameters(model: Model, settings: Settings) -> Model:
     """Return the model whose parameters the run trains.
 
     Raises:

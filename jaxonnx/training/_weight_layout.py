@@ -13,10 +13,17 @@ from typing import Any
 import jax
 import optax
 
-from jaxonnx.lowering import KernelFirst, Turn, indifferent, order, platform_of, turned
+from jaxonnx.lowering import (
+    KernelFirst,
+    Transposition,
+    is_elementwise,
+    order,
+    platform_of,
+    transpose_tree,
+)
 
 
-class Storage:
+class WeightLayout:
     """How the arrays of a run are stored.
 
     Args:
@@ -37,8 +44,10 @@ class Storage:
     ):
         self.platform = platform or next(map(platform_of, params.values()), "")
         orders = {name: order(x, platform) for name, x in params.items()}
-        turns = {name: Turn(params[name].shape, axes) for name, axes in orders.items() if axes}
-        if turns and not indifferent(optimizer, params, turned(params, turns)):
+        turns = {
+            name: Transposition(params[name].shape, axes) for name, axes in orders.items() if axes
+        }
+        if turns and not is_elementwise(optimizer, params, transpose_tree(params, turns)):
             turns = {}
         self.names = frozenset(turns)
         self._turns = turns
@@ -46,13 +55,13 @@ class Storage:
 
     def store(self, tree: Any) -> Any:
         """Return a tree with its parameters (dictionaries by name) in the order to store."""
-        return _turned(tree, self._turns)
+        return _transpose_leaves(tree, self._turns)
 
     def view(self, tree: Any) -> Any:
         """Return a stored tree in the order of the file."""
-        return _turned(tree, self._back)
+        return _transpose_leaves(tree, self._back)
 
-    def given(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    def apply_params(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return stored parameters for `Model.apply_train`, which takes them as they are."""
         return {n: KernelFirst(x) if n in self.names else x for n, x in params.items()}
 
@@ -64,22 +73,22 @@ class Storage:
         return places[axes[0]], places[axes[1]]
 
 
-def _turned(tree: Any, turns: Mapping[str, Turn]) -> Any:
+def _transpose_leaves(tree: Any, turns: Mapping[str, Transposition]) -> Any:
     def phases(state):
         # masks are bits, in the order of their parameter
         masks = {
             name: _turned_bits(bits, turns[name]) if name in turns else bits
             for name, bits in state.masks.items()
         }
-        return _turned(state._replace(masks={}), turns)._replace(masks=masks)
+        return _transpose_leaves(state._replace(masks={}), turns)._replace(masks=masks)
 
     from jaxonnx.sparse import ThreePhaseState  # not before something is trained
 
-    return turned(tree, turns, {ThreePhaseState: phases})
+    return transpose_tree(tree, turns, {ThreePhaseState: phases})
 
 
 @partial(jax.jit, static_argnums=1)
-def _turned_bits(bits: jax.Array, turn: Turn) -> jax.Array:
+def _turned_bits(bits: jax.Array, turn: Transposition) -> jax.Array:
     from jaxonnx.sparse import from_bits, to_bits
 
     return to_bits(turn(from_bits(bits, turn.shape)))

@@ -27,7 +27,7 @@ def _likelihood(g: Writer, y: str, t: str) -> str:
     return g.node("NegativeLogLikelihoodLoss", y, t, name="loss")
 
 
-def _squared(g: Writer, y: str, t: str) -> str:
+def _squared_error(g: Writer, y: str, t: str) -> str:
     error = g.node("Sub", y, t)
     return g.node("ReduceMean", g.node("Mul", error, error), name="loss", keepdims=0)
 
@@ -46,7 +46,7 @@ _LOSSES: dict[str, tuple[Callable[[Writer, str, str], str], bool]] = {
     "softmax_cross_entropy_with_integer_labels": (_classes, True),
     "SoftmaxCrossEntropyLoss": (_classes, True),
     "NegativeLogLikelihoodLoss": (_likelihood, True),
-    "squared_error": (_squared, False),
+    "squared_error": (_squared_error, False),
     "absolute_error": (_absolute, False),
     "sigmoid_binary_cross_entropy": (_binary, False),
 }

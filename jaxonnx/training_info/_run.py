@@ -19,7 +19,7 @@ from onnx import GraphProto, ModelProto, StringStringEntryProto, TensorProto, he
 
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.roles import HOST_ONLY
-from jaxonnx._graph.values import data, declared, fit
+from jaxonnx._graph.values import data, fit, to_value
 from jaxonnx._io.protos import subgraphs, tensor_of_constant
 from jaxonnx._io.tensors import to_array
 from jaxonnx._run.failures import compiling, warn
@@ -88,7 +88,7 @@ class Training:
         ]
         self._algorithms = [
             _Method(
-                bind(proto, _combined(proto.graph, info.algorithm), external),
+                bind(proto, _combine_graphs(proto.graph, info.algorithm), external),
                 _bindings(info.update_binding),
             )
             for info in proto.training_info
@@ -102,7 +102,7 @@ class Training:
         self.metrics = tuple(dict.fromkeys(v.name for v in listed if v.name not in bound))
         algorithms = (info.algorithm for info in proto.training_info)
         inputs = (value for graph in (proto.graph, *algorithms) for value in graph.input)
-        self._declared = {value.name: declared(value) for value in inputs}
+        self._declared = {value.name: to_value(value) for value in inputs}
         # large constants are arguments of the compiled functions; small ones are known, and fold
         constants = {name: value for name, value in stored.items() if name not in self._initial}
         self._known = {
@@ -309,7 +309,7 @@ def _bindings(entries: Iterable[StringStringEntryProto]) -> dict[str, str]:
     return {entry.key: entry.value for entry in entries}
 
 
-def _combined(main: GraphProto, algorithm: GraphProto) -> GraphProto:
+def _combine_graphs(main: GraphProto, algorithm: GraphProto) -> GraphProto:
     """Return the inference graph followed by the algorithm (onnx.proto, "algorithm")."""
     graph = GraphProto()
     graph.CopyFrom(main)

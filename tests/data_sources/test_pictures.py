@@ -14,8 +14,8 @@ from PIL import Image
 import jaxonnx
 from jaxonnx._data.images import folder as folders
 from jaxonnx._data.images import preparation as images
-from jaxonnx._data.images.augment import Augment, part, prepared, resized
-from jaxonnx._data.images.folder import pictured
+from jaxonnx._data.images.augment import Augment, crop_and_resize, part, prepare_batch
+from jaxonnx._data.images.folder import find_folders
 from jaxonnx.cli import main
 from jaxonnx.training._data import sources
 from tests.cli.test_classify import net
@@ -66,7 +66,7 @@ def train(data, net=None, **wanted):
 
 
 def opened(data, preprocess=None, validation=None, size=4, net=None):
-    data, validation, _ = pictured(data, validation, net or model(), preprocess)
+    data, validation, _ = find_folders(data, validation, net or model(), preprocess)
     return sources(data, validation, (net or model()).inputs, size, 0)
 
 
@@ -331,7 +331,7 @@ def test_parts_are_those_that_pillow_shows():
         box = (left, top, left + width, top + height)
         transform, bilinear = Image.Transform.EXTENT, Image.Resampling.BILINEAR
         expected = Image.fromarray(picture).transform((24, 16), transform, box, bilinear)
-        shown = np.asarray(resized(picture, start, share, (16, 24))).astype(int)
+        shown = np.asarray(crop_and_resize(picture, start, share, (16, 24))).astype(int)
         assert np.abs(shown - np.asarray(expected)).max() <= 1
 
 
@@ -340,12 +340,12 @@ def test_mirrored_pictures():
     x = np.stack([pixels(8, 6, False)] * 64)
     rest = {"how": how, "where": where, "augment": Augment(flip=0.5)}
     args = (np.ones(64, np.float32), jax.random.key(0), np.uint32(1))
-    shown = np.asarray(prepared(x, *args, np.uint32(2), **rest))
+    shown = np.asarray(prepare_batch(x, *args, np.uint32(2), **rest))
     plain = x.transpose(0, 3, 1, 2)
     as_is, mirrored = ((shown == p).all((1, 2, 3)) for p in (plain, plain[..., ::-1]))
     assert (as_is ^ mirrored).all()
     assert 16 < mirrored.sum() < 48
-    again = prepared(x, *args, np.uint32(3), **rest)
+    again = prepare_batch(x, *args, np.uint32(3), **rest)
     assert (shown != again).any()
 
 
@@ -436,7 +436,7 @@ def test_other_types_and_open_sizes(photos):
     any_size = model(shape=["n", 3, "h", "w"])
     with pytest.raises(jaxonnx.InputError, match=r"say which .*preprocess=\{'size'"):
         opened(photos, net=any_size)
-    data, _, said = pictured(photos, None, any_size, {"size": (9, 7)})
+    data, _, said = find_folders(photos, None, any_size, {"size": (9, 7)})
     assert data.size(False) == images.preparation(said).size == (9, 7)
 
 

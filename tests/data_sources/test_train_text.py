@@ -14,7 +14,7 @@ import jaxonnx
 from jaxonnx._graph.values import Value
 from jaxonnx.losses import causal_lm, cross_entropy
 from jaxonnx.training._data import padding_of, sources
-from jaxonnx.training._gradient_step import Minimize
+from jaxonnx.training._gradient_step import GradientStep
 from tests.support import tiny_networks
 from tests.support.lazy_cases import Module
 from tests.support.paths import DATA
@@ -152,9 +152,9 @@ def test_batches_have_few_widths_in_an_order_of_each_epoch():
 @pytest.mark.deep
 def test_labels_of_texts_are_checked_once(net, monkeypatch):
     checked = []
-    check = Minimize.check_labels
+    check = GradientStep.check_labels
     monkeypatch.setattr(
-        Minimize, "check_labels", lambda *args: (checked.append(args[3]), check(*args))
+        GradientStep, "check_labels", lambda *args: (checked.append(args[3]), check(*args))
     )
     train(net, {"input_ids": texts()}, epochs=3, validation=0.2)
     assert (checked.count("data"), checked.count("validation")) == (2, 1)

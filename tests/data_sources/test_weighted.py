@@ -11,7 +11,7 @@ import pytest
 import jaxonnx
 from jaxonnx.losses import cross_entropy
 from jaxonnx.training import evaluate
-from jaxonnx.training._gradient_step import Minimize
+from jaxonnx.training._gradient_step import GradientStep
 from tests.support.lazy_cases import Module
 from tests.support.tiny_networks import LABELS, examples, mlp, same, train, weights
 
@@ -193,7 +193,7 @@ def test_augmentation_of_batches_and_streams():
 def test_labels_that_a_function_made_are_not_waited_for(monkeypatch):
     """They lie on the device, and are checked some steps later."""
     drawn, checked = [], []
-    check = Minimize.check_labels
+    check = GradientStep.check_labels
 
     def counted(*args):
         checked.append(len(drawn))
@@ -204,7 +204,7 @@ def test_labels_that_a_function_made_are_not_waited_for(monkeypatch):
             drawn.append(i)
             yield X[:8], Y[:8]
 
-    monkeypatch.setattr(Minimize, "check_labels", counted)
+    monkeypatch.setattr(GradientStep, "check_labels", counted)
     train(data=batches, augment=lambda key, batch: batch._replace(targets=batch.targets * 1))
     assert len(checked) == 12
     assert checked[0] > 8

@@ -29,7 +29,7 @@ def graph(name):
     ],
 )
 def test_folded_batch_normalization(name, count):
-    assert exporter_hints.folded(graph(name))[0] == count
+    assert exporter_hints.find_folded_norms(graph(name))[0] == count
 
 
 def convolutions(count, weight, bias):
@@ -49,16 +49,18 @@ def test_folded_batch_normalization_by_names():
                 node.input[1].replace("w", "onnx::Conv_1"),
                 node.input[2].replace("b", "onnx::Conv_2"),
             ]
-    count, why = exporter_hints.folded(found)
+    count, why = exporter_hints.find_folded_norms(found)
     assert count == 2
     assert "onnx::Conv_10" in why
-    assert exporter_hints.folded(convolutions(5, "w{}", "b{}"))[0] == 5
-    assert exporter_hints.folded(convolutions(4, "w{}", "b{}"))[0] == 0  # too few to tell
+    assert exporter_hints.find_folded_norms(convolutions(5, "w{}", "b{}"))[0] == 5
+    assert (
+        exporter_hints.find_folded_norms(convolutions(4, "w{}", "b{}"))[0] == 0
+    )  # too few to tell
     vgg = convolutions(6, "w{}", "b{}")
     for node in vgg.node:
         if node.op_type == "Conv":
             node.input[1:] = [f"features.{node.input[1]}.weight", f"features.{node.input[1]}.bias"]
-    assert exporter_hints.folded(vgg)[0] == 0
+    assert exporter_hints.find_folded_norms(vgg)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,7 @@ def test_folded_batch_normalization_by_names():
     ],
 )
 def test_dropout_that_was_left_out(name, places):
-    assert exporter_hints.undropped(graph(name)) == places
+    assert exporter_hints.find_missing_dropout(graph(name)) == places
 
 
 def test_the_summary_says_what_it_means():

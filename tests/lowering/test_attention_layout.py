@@ -8,7 +8,7 @@ import jaxonnx
 from benchmarks.layers.onnx_file import write
 from benchmarks.networks import Network
 from benchmarks.systems import train_step
-from jaxonnx.lowering._attention_layout import heads_apart
+from jaxonnx.lowering._attention_layout import separate_heads
 
 rng = np.random.default_rng(0)
 BATCH, LENGTH, HEADS, DEPTH = 2, 3, 4, 5
@@ -49,13 +49,17 @@ def test_heads_apart_are_the_same_function_without_reshapes_of_arrays():
     def loss(function):
         return lambda params, x: sum(jnp.sum(jnp.sin(y)) for y in function(params, x))
 
-    for wanted, found in zip(attention(PARAMS, X), heads_apart(attention)(PARAMS, X), strict=True):
+    for wanted, found in zip(
+        attention(PARAMS, X), separate_heads(attention)(PARAMS, X), strict=True
+    ):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
-    gradients = (jax.jit(jax.grad(loss(f)))(PARAMS, X) for f in (attention, heads_apart(attention)))
+    gradients = (
+        jax.jit(jax.grad(loss(f)))(PARAMS, X) for f in (attention, separate_heads(attention))
+    )
     for wanted, found in zip(*gradients, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
     assert len(changed(jax.make_jaxpr(attention)(PARAMS, X).jaxpr)) == 2
-    assert not changed(jax.make_jaxpr(heads_apart(attention))(PARAMS, X).jaxpr)
+    assert not changed(jax.make_jaxpr(separate_heads(attention))(PARAMS, X).jaxpr)
 
 
 def test_a_step_for_tpu_has_heads_apart_and_trains_the_same(tmp_path):

@@ -59,7 +59,7 @@ def test_programs_inside_equations_are_traced_again():
         return [2 * x for x in jaxpr.interpret(inner, bound, args)]
 
     def rule(equation, inputs):
-        params = jaxpr.retraced(equation.params, doubled)
+        params = jaxpr.retrace_params(equation.params, doubled)
         results = equation.primitive.bind(*inputs, **params)
         return results if equation.primitive.multiple_results else [results]
 

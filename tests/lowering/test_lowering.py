@@ -201,7 +201,7 @@ def test_long_kernels_are_not_unrolled(name):
         w = w.transpose(*range(2, w.ndim), 1, 0) if turned else w
         for out in range(3):
             given = [a for i, a in enumerate((x, w, y)) if i != out]
-            for function in (rule.fast, rule.mapped):
+            for function in (rule.fast, rule.map_weights):
                 program = jax.make_jaxpr(partial(function, out))(*given)
                 assert slices(str(program)) < 2 * UNROLLED
 
@@ -276,7 +276,7 @@ def test_pooling(size, kernel, strides, dilations, pads):
     np.testing.assert_allclose(pull(y)[0], wanted, rtol=1e-5, atol=1e-6)
     assert pooled.shape == y.shape
     if max(dilations) == 1:
-        on_tpu, pull = jax.vjp(lambda x: _pool._reduced(x, Taps(size, *windows, lead=2)), x)
+        on_tpu, pull = jax.vjp(lambda x: _pool._reduce_max(x, Taps(size, *windows, lead=2)), x)
         np.testing.assert_array_equal(on_tpu, pooled)
         np.testing.assert_allclose(pull(y)[0], wanted, rtol=1e-5, atol=1e-6)
 

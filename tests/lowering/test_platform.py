@@ -14,9 +14,9 @@ from onnx import TensorProto, helper, numpy_helper
 import jaxonnx
 from jaxonnx.lowering import _contract, _layout
 from jaxonnx.lowering._conv import Conv
-from jaxonnx.training._build_step import assembled
+from jaxonnx.training._build_step import build_step
 from jaxonnx.training._settings import Settings
-from jaxonnx.training._weight_layout import Storage
+from jaxonnx.training._weight_layout import WeightLayout
 from tests.support.tiny_networks import LABELS, examples, mlp
 
 rng = np.random.default_rng(0)
@@ -55,12 +55,14 @@ def network():
 
 def test_a_step_traced_on_cpu_has_the_convolutions_of_the_platform_it_is_lowered_for():
     model, optimizer = jaxonnx.load(network()), optax.adam(1e-3)
-    storage = Storage(model.params, optax.with_extra_args_support(optimizer))
+    storage = WeightLayout(model.params, optax.with_extra_args_support(optimizer))
     assert len(storage.names) == 4
 
     def step(params, memory, x, y):
         def loss(params):
-            logits, _ = model.apply_train(storage.given(params), model.state, jax.random.key(0), x)
+            logits, _ = model.apply_train(
+                storage.apply_params(params), model.state, jax.random.key(0), x
+            )
             return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
         updates, memory = optimizer.update(jax.grad(loss)(params), memory, params)
@@ -123,7 +125,7 @@ def test_a_platform_without_rules_has_the_plain_form():
 def test_weights_have_the_order_of_the_platform_that_they_are_for(platform, names):
     params = {"w": jnp.ones((8, 4, 3, 3)), "b": jnp.ones(8)}
     optimizer = optax.with_extra_args_support(optax.adam(1e-3))
-    assert Storage(params, optimizer, platform).names == names
+    assert WeightLayout(params, optimizer, platform).names == names
 
 
 def test_where_arrays_are_says_their_order_and_nothing_is_asked_while_tracing(monkeypatch):
@@ -132,11 +134,11 @@ def test_where_arrays_are_says_their_order_and_nothing_is_asked_while_tracing(mo
 
     model = jaxonnx.load(network())
     monkeypatch.setattr(jax, "default_backend", asked)
-    stored = model.program.stored(model.params)
+    stored = model.program.prepare_tensors(model.params)
     assert stored["wide"].value.shape == (3, 3, 48, 48)
     (cpu,) = {d.platform for x in model.params.values() for d in x.devices()}
     monkeypatch.delitem(_layout.ORDERS, cpu)
-    assert model.program.stored(model.params) == model.params
+    assert model.program.prepare_tensors(model.params) == model.params
     monkeypatch.undo()
 
     def inside(params):
@@ -152,7 +154,7 @@ def test_accelerators_select_what_a_conditional_gives_on_cpu(nan):
     x, y = examples(8)
     states, conditionals = [], []
     for platform in ("cpu", "tpu"):
-        one = assembled(jaxonnx.load(mlp()), settings, None, 1, platform)
+        one = build_step(jaxonnx.load(mlp()), settings, None, 1, platform)
         update, state = jax.jit(one.update), one.init()
         conditionals.append("cond[" in str(update.trace(state, (x, y)).jaxpr))
         seen = []

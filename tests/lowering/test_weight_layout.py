@@ -9,7 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import jaxonnx
 from jaxonnx.training._step import copy
-from jaxonnx.training._weight_layout import Storage
+from jaxonnx.training._weight_layout import WeightLayout
 
 rng = np.random.default_rng(0)
 PARAMS = {
@@ -22,7 +22,7 @@ PARAMS = {
 
 
 def stored(optimizer):
-    return Storage(PARAMS, optax.with_extra_args_support(optimizer)).names
+    return WeightLayout(PARAMS, optax.with_extra_args_support(optimizer)).names
 
 
 INDIFFERENT = {
@@ -143,8 +143,8 @@ def test_sparse_runs_give_what_they_give_in_the_order_of_the_file(tmp_path):
 
     straight, other = run(plain), run(told)
     for name, value in straight.model.params.items():
-        assert Storage(model.params, plain).names == {"w"}
-        assert not Storage(model.params, told).names
+        assert WeightLayout(model.params, plain).names == {"w"}
+        assert not WeightLayout(model.params, told).names
         np.testing.assert_array_equal(value == 0, other.model.params[name] == 0)
         np.testing.assert_allclose(value, other.model.params[name], rtol=1e-4, atol=1e-6)
     jaxonnx.sparse.verify(straight.model)
@@ -200,7 +200,7 @@ def test_arrays_are_copied_and_turned_without_programs(caplog):
     """A network of 50 shapes would compile 100 of them before its first step."""
     params = {"w": jnp.asarray(np.arange(120, dtype=np.float32).reshape(5, 3, 2, 4))}
     with jax.log_compiles(True):
-        storage = Storage(params, optax.with_extra_args_support(optax.sgd(0.1)), "cpu")
+        storage = WeightLayout(params, optax.with_extra_args_support(optax.sgd(0.1)), "cpu")
         stored = storage.store(params)
         back = copy(storage.view(stored))
     assert storage.names == {"w"}

@@ -132,7 +132,7 @@ def test_adapters_add_what_a_layer_of_pytorch_adds(form, tmp_path):
     found = adapted.apply(adapted.params, x, state=adapted.state) - model(x)
     np.testing.assert_allclose(found, alpha / rank * expected(x, a, b), rtol=1e-4, atol=1e-4)
 
-    merged = adapted.merged()
+    merged = adapted.merge_adapters()
     assert {*merged.params} == {name}
     np.testing.assert_allclose(merged(x), adapted(x), rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(model.params[name], w)  # the base stays
@@ -183,7 +183,7 @@ def test_changes_apart_from_their_weights(form):
     with jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))):
         apart = derivatives()
         program = str(jax.make_jaxpr(loss)(adapted.params))
-        plain = adapted.merged()
+        plain = adapted.merge_adapters()
     assert ("custom_jvp_call" in program) == (form != "MatMul, left")
     for one, other in zip(jax.tree.leaves(apart), jax.tree.leaves(merged), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * np.abs(other).max())
@@ -205,7 +205,7 @@ def test_what_is_adapted():
     beside = jaxonnx.LoRA(2).attach(model, key, trainable=["w2", "b2"])
     assert {*beside.params} == {"w1.lora_A", "w1.lora_B", "w2", "b2"}
     assert {*beside.state} == {"w1", "b1"}
-    assert {*beside.merged().params} == {"w1", "w2", "b1", "b2"}
+    assert {*beside.merge_adapters().params} == {"w1", "w2", "b1", "b2"}
 
 
 @pytest.mark.parametrize(
@@ -235,11 +235,11 @@ def test_a_model_with_adapters_keeps_them():
         lambda: adapted.with_outputs("h"),
         lambda: jaxonnx.LoRA(2).attach(adapted, jax.random.key(0)),
     ):
-        with pytest.raises(jaxonnx.InputError, match=r"merged\(\)"):
+        with pytest.raises(jaxonnx.InputError, match=r"merge_adapters\(\)"):
             change()
     with pytest.raises(jaxonnx.InputError, match="no adapters"):
         jaxonnx.Adapters.of(model)
-    assert model.merged() is model
+    assert model.merge_adapters() is model
 
 
 def test_the_weights_are_arguments_of_the_compiled_step():
@@ -260,7 +260,7 @@ def test_half_precision_weights_have_adapters_in_float32():
     proto.graph.initializer.append(w)
     adapted = changed(jaxonnx.load(proto), jaxonnx.LoRA(1))
     assert {v.dtype for v in adapted.params.values()} == {np.dtype(np.float32)}
-    assert adapted.merged().params["w"].dtype == np.float16
+    assert adapted.merge_adapters().params["w"].dtype == np.float16
     assert adapted(normal(2, 6).astype(np.float16)).dtype == np.float16
 
 
@@ -281,7 +281,7 @@ def test_the_file_of_adapters(tmp_path):
     adapters = jaxonnx.Adapters.load(path)
     assert (adapters.rank, adapters.alpha) == (2, 4)
     applied = adapters.apply(model)
-    np.testing.assert_array_equal(applied(x), adapted.merged()(x))
+    np.testing.assert_array_equal(applied(x), adapted.merge_adapters()(x))
     assert {*applied.params} == {*model.params}
     for name, value in adapters.attach(model).params.items():
         np.testing.assert_array_equal(value, params[name])

@@ -182,7 +182,7 @@ def test_weights_come_back(setting, tmp_path, monkeypatch):
     update, state = jax.jit(here.update), here.init()
     for _ in range(3):
         state, _ = update(state, (x, y))
-    wanted = here.trained(here.view(state), state.state)
+    wanted = here.to_model(here.view(state), state.state)
     back = jaxonnx.import_step(model, tmp_path / "step", values)
     np.testing.assert_allclose(back(x), wanted(x), rtol=1e-4, atol=1e-5)
     if setting:

@@ -19,8 +19,8 @@ import jaxonnx
 from benchmarks.speed.doubles import for_onnxruntime
 from jaxonnx import lowering
 from jaxonnx.onnx_out import composed, primitive, to_onnx
-from jaxonnx.onnx_out._blocks import in_blocks
-from jaxonnx.onnx_out._export import written
+from jaxonnx.onnx_out._blocks import split_into_blocks
+from jaxonnx.onnx_out._export import write_model
 from jaxonnx.onnx_out._table import _RULES, names
 from jaxonnx.ops import elementwise
 from jaxonnx.ops.windows import Window
@@ -542,7 +542,7 @@ def test_batch_normalization_stays_an_operator(channels):
     a = images if channels == 1 else images.transpose(0, 2, 3, 1)
 
     def normalized(a, v):
-        return lowering.normalized(a, *v, 1e-3, channels)
+        return lowering.normalize(a, *v, 1e-3, channels)
 
     def formula(a, v):
         scale, bias, mean, var = v.reshape(4, 3, 1, 1) if channels == 1 else v
@@ -580,7 +580,7 @@ def test_gradients_of_small_products_are_large_ones(size, kernel, stride, edge, 
     w = random.standard_normal((3, 3 // groups, kernel, kernel)).astype(np.float32)
     total = lambda *arrays: jnp.sin(layer(size, kernel, stride, edge, groups)(*arrays)).sum()  # noqa: E731
     slopes = jax.grad(total, (0, 1))
-    model = written(slopes, (a, w), None, None, 18, flat=True)
+    model = write_model(slopes, (a, w), None, None, 18, flat=True)
     of_images = 1 if size > 16 else 0  # by a convolution
     nodes = [node.op_type for node in model.graph.node]
     assert nodes.count("Conv") + nodes.count("ConvTranspose") == 1 + of_images
@@ -607,7 +607,7 @@ def test_gradients_of_weights_are_products(size, channels, stride, products, con
     (batch,) = jax.export.symbolic_shape("batch")
     images = jax.ShapeDtypeStruct((batch, *a.shape[1:]), a.dtype)
     for like in (a, images):
-        model = written(slopes, (like, w), None, None, opset, flat=True)
+        model = write_model(slopes, (like, w), None, None, opset, flat=True)
         nodes = [node.op_type for node in model.graph.node]
         found = [sum(map(nodes.count, names)) for names in (OF_MATRICES, OF_IMAGES)]
         assert found == [products, convolutions]
@@ -621,7 +621,7 @@ def test_channels_are_scaled_and_shifted_in_one_pass():
     def function(a, scale, shift):
         return jnp.sin(a * scale + shift), (a * scale + jnp.sin(a)) + shift
 
-    model = written(function, (images, scale, shift), None, None, 18, flat=True)
+    model = write_model(function, (images, scale, shift), None, None, 18, flat=True)
     nodes = [node.op_type for node in model.graph.node if "Reshape" not in node.op_type]
     assert sorted(nodes) == ["Add", "BatchNormalization", "BatchNormalization", "Sin", "Sin"]
     for one, other in zip(
@@ -665,7 +665,7 @@ def test_clip_stays_an_operator():
     factors = np.arange(9, dtype=np.float32)
     slopes = jax.value_and_grad(lambda a, b: (clip(a) * b).sum())
     _, wanted = slopes(odd, factors)
-    model = written(slopes, (odd, factors), None, None, 18, flat=True)
+    model = write_model(slopes, (odd, factors), None, None, 18, flat=True)
     masked = {"And", "Cast", "GreaterOrEqual", "LessOrEqual", "Clip", "Mul", "ReduceSum"}
     assert {n.op_type for n in model.graph.node} == masked
     np.testing.assert_array_equal(run(model, odd, factors)[1][1:], wanted[1:])
@@ -704,7 +704,7 @@ def test_factors_are_taken_out_of_sums_in_training_steps():
 
     slopes = jax.value_and_grad(loss, (0, 1))
     plain = to_onnx(slopes, images, scale)
-    model = written(slopes, (images, scale), None, None, 18, flat=True)
+    model = write_model(slopes, (images, scale), None, None, 18, flat=True)
     assert (whole(model), whole(plain)) == (9, 15)
     close(run(model, images, scale), slopes(images, scale))
 
@@ -715,7 +715,7 @@ def test_factors_that_fit_one_at_a_time_stay_apart():
         lambda a, _: a * jnp.float32(2**74) * jnp.float32(2**75),
         lambda a, b: jnp.ldexp(a * b, 140),
     ):
-        model = written(function, (small, one), None, None, 18, flat=True)
+        model = write_model(function, (small, one), None, None, 18, flat=True)
         close(run(model, small, one), function(small, one))
 
 
@@ -761,7 +761,7 @@ def test_chains_on_large_arrays_run_in_blocks():
     large = np.random.default_rng(1).standard_normal((2, 512, 256)).astype(np.float32)
     arrays = large[0], large[1], np.float32(2)
     plain = to_onnx(function, *arrays)
-    model = in_blocks(plain)
+    model = split_into_blocks(plain)
     onnx.checker.check_model(model, full_check=True)
     scans = [node for node in model.graph.node if node.op_type == "Scan"]
     assert [len(scan.attribute[0].g.node) for scan in scans] == [4, 7]
@@ -773,7 +773,7 @@ def test_doubles_run_in_blocks():
     """As `benchmarks.speed.agreement` compares them: onnxruntime lacks Erf of doubles."""
     numbers = np.linspace(-4, 4, 2**17)
     with jax.enable_x64(True):
-        model = in_blocks(to_onnx(lambda a: lax.erf(a) * a * a + 1, numbers))
+        model = split_into_blocks(to_onnx(lambda a: lax.erf(a) * a * a + 1, numbers))
     assert "Scan" in [node.op_type for node in model.graph.node]
     wanted = [math.erf(a) * a * a + 1 for a in numbers]
     np.testing.assert_allclose(run(for_onnxruntime(model), numbers)[0], wanted, 1e-12, 1e-12)
@@ -787,7 +787,7 @@ def test_chains_on_points_are_flat():
         y = (a * b + 1) * jnp.tanh(a)
         return y, jnp.sqrt(jnp.abs(y))
 
-    model = in_blocks(to_onnx(function, weight, np.float32(2)))
+    model = split_into_blocks(to_onnx(function, weight, np.float32(2)))
     onnx.checker.check_model(model, full_check=True)
     made = {v.name: len(v.type.tensor_type.shape.dim) for v in infer_shapes(model).graph.value_info}
     assert all(made[n.output[0]] == 1 for n in model.graph.node if n.op_type in ("Mul", "Tanh"))

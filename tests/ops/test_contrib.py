@@ -15,7 +15,7 @@ from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 import jaxonnx
 from jaxonnx.errors import ModelError, NodeError
 from jaxonnx.ops.quantize import dequantize_linear, quantize_linear
-from jaxonnx.registry import lookup, registered
+from jaxonnx.registry import lookup, operators
 from tests.ops import contrib_attention_cases, contrib_other_cases, contrib_quantized_cases
 from tests.ops.contrib_cases import DOMAIN, Fused, f, i8, i32, rng, s, u8, weights
 from tests.support import central_differences
@@ -518,7 +518,7 @@ def test_signatures_are_those_of_onnxruntime():
     known = tuple(map(int, onnxruntime.__version__.split(".")[:2])) <= (1, 32)
     schemas = {(s.domain, s.name): s for s in get_all_operator_schema()}
     early = "jaxonnx.ops.experimental"
-    ours = [o for o in registered() if o.domain == DOMAIN or o.function.__module__ == early]
+    ours = [o for o in operators() if o.domain == DOMAIN or o.function.__module__ == early]
     ours = [o for o in ours if o.name != "SimplifiedLayerNormalization"]  # onnxruntime has it in ""
     assert len(ours) > 40
     for o in ours:

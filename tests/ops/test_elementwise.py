@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxonnx.errors import NodeError
-from jaxonnx.registry import lookup, registered
+from jaxonnx.registry import lookup, operators
 from tests.support.gradient_points import assert_point, operator
 
 inf, nan = np.inf, np.nan
@@ -189,7 +189,7 @@ def test_softmax_of_nothing(name, opset, shape):
 
 UNARY = [
     o
-    for o in registered()
+    for o in operators()
     if o.function.__module__.removeprefix("jaxonnx.ops.") in MODULES
     and o.inputs == 1
     and not o.required

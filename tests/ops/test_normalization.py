@@ -13,7 +13,7 @@ import pytest
 
 import jaxonnx
 from jaxonnx import lowering
-from jaxonnx._jaxpr import called, interpret
+from jaxonnx._jaxpr import inner_program, interpret
 from jaxonnx.errors import NodeError
 from jaxonnx.ops import normalization
 from jaxonnx.registry import lookup
@@ -108,7 +108,7 @@ def test_of_the_two_sums_of_a_gradient_one_needs_the_other_on_cpu_alone(platform
         return standardized(cotangent)
 
     def enter(equation):
-        return None if equation.primitive.name == "share" else called(equation)
+        return None if equation.primitive.name == "share" else inner_program(equation)
 
     def step(equation, depths):
         """Count the sums that lie between the cotangent and a value; -1 for what needs neither."""

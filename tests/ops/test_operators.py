@@ -11,7 +11,7 @@ import onnx
 import pytest
 
 import tests.ops.cases
-from jaxonnx.registry import lookup, registered
+from jaxonnx.registry import lookup, operators
 from tests.ops.case_table import is_float, schema_versions
 from tests.support import central_differences
 
@@ -232,7 +232,7 @@ def test_lookup_finds_every_version():
             assert lookup(domain, name, version) is not None, (domain, name, version)
 
 
-@pytest.mark.parametrize("op", [pytest.param(o, id=f"{o.name}-{o.since}") for o in registered()])
+@pytest.mark.parametrize("op", [pytest.param(o, id=f"{o.name}-{o.since}") for o in operators()])
 def test_signature_is_that_of_the_schema(op):
     """Inputs and attributes as onnx.defs has them, for every version that the function covers.
 
@@ -248,7 +248,7 @@ def test_signature_is_that_of_the_schema(op):
         assert op.domain == "com.microsoft" or op.function.__module__ in own
         return
     versions = schema_versions()[op.domain, op.name]
-    later = [o.since for o in registered() if (o.domain, o.name) == (op.domain, op.name)]
+    later = [o.since for o in operators() if (o.domain, o.name) == (op.domain, op.name)]
     until = min([v for v in later if v > op.since], default=10**6)
     covered = [v for v in versions if op.since <= v < until]
     assert covered, "no version of the schema is covered"

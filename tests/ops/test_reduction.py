@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxonnx.errors import NodeError
-from jaxonnx.registry import registered
+from jaxonnx.registry import operators
 from tests.support.gradient_points import assert_point, operator
 
 inf = np.inf
@@ -79,7 +79,7 @@ def test_extremum_of_nothing_in_integers(place, dtype):
         np.testing.assert_array_equal(result, [[value, value]])
 
 
-@pytest.mark.parametrize("name", [o.name for o in registered() if o.name.startswith("Reduce")])
+@pytest.mark.parametrize("name", [o.name for o in operators() if o.name.startswith("Reduce")])
 @pytest.mark.parametrize("place", [np.asarray, jnp.asarray])
 def test_integers_keep_their_type(name, place):
     x = place(np.array([[1, 2], [3, 4]], np.int32))

@@ -12,7 +12,7 @@ from jax.test_util import check_grads
 import jaxonnx.ops  # noqa: F401 - registers the operators
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import _recurrence
-from jaxonnx.lowering._recurrence import elementwise, transposed
+from jaxonnx.lowering._recurrence import elementwise, transpose_weight
 from jaxonnx.registry import lookup
 
 rnn, lstm, gru = (lookup("", name, 22).function for name in ("RNN", "LSTM", "GRU"))
@@ -144,7 +144,7 @@ def test_large_products_of_a_step_are_made_in_groups_on_cpu(batch, hidden, platf
 @pytest.mark.parametrize("hidden", [3, 5, 8])
 def test_transposed(hidden):
     w = rng.normal(size=(hidden, 2))
-    np.testing.assert_array_equal(transposed(w), w.T)
+    np.testing.assert_array_equal(transpose_weight(w), w.T)
 
 
 @pytest.mark.deep

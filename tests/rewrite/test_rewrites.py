@@ -7,7 +7,7 @@ import pytest
 
 import jaxonnx
 from jaxonnx._io.read import read
-from jaxonnx._rewrite.dequantize import dequantized
+from jaxonnx._rewrite.dequantize import dequantize_weights
 from tests.support.paths import DATA
 
 RANDOM = """
@@ -117,7 +117,7 @@ def test_dequantize_leaves_its_source():
         }""")
     )
     before = proto.SerializeToString(), {*tensors}
-    changed, values = dequantized(proto, tensors)
+    changed, values = dequantize_weights(proto, tensors)
     assert (proto.SerializeToString(), {*tensors}) == before
     assert {t.name for t in changed.graph.initializer} == {*values} == {"w"}
     np.testing.assert_array_equal(values["w"], [[0.5, 1], [1.5, 2]])

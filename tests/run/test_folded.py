@@ -259,7 +259,7 @@ def test_numbers_that_are_not_safe_are_not_folded(what):
     x = image(model)
     assert left(model, x) == 1
     apply = jax.jit(lambda params, state, x: model.apply(params, x, state=state))
-    given = model.program.stored(model.params), model.program.stored(model.state)
+    given = model.program.prepare_tensors(model.params), model.program.prepare_tensors(model.state)
     np.testing.assert_array_equal(model(x), apply(*given, x))
 
 
@@ -466,7 +466,7 @@ def test_adapters_are_not_folded():
     x = image(model)
     np.testing.assert_allclose(model(x), model.apply(model.params, x), rtol=1e-5, atol=1e-5)
     assert model._kept.norms == frozenset()
-    merged = model.merged()
+    merged = model.merge_adapters()
     np.testing.assert_allclose(merged(x), model(x), rtol=1e-5, atol=1e-5)
     assert merged._kept.norms
 

@@ -117,5 +117,5 @@ def test_a_compiled_call_has_kernels_first_and_nothing_else():
     )
     cases = (demo.model(), ["0.weight", "3.weight", "7.weight"]), (jaxonnx.load(shared), ["w"])
     for model, turned in cases:
-        given = model.program.stored(model.params)
+        given = model.program.prepare_tensors(model.params)
         assert [n for n, x in given.items() if not isinstance(x, jax.Array)] == turned

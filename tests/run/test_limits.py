@@ -16,10 +16,10 @@ from onnx import TensorProto, helper, numpy_helper
 import jaxonnx
 from jaxonnx import _limits
 from jaxonnx._graph import expansion
-from jaxonnx._graph.values import declared
+from jaxonnx._graph.values import to_value
 from jaxonnx._run import arithmetic, failures, folding, scope
 from jaxonnx._run.channels import ChannelsLast
-from jaxonnx._run.shapes import inferred
+from jaxonnx._run.shapes import infer_types
 from jaxonnx.lowering._layout import KernelFirst
 from tests.support import resource_bombs
 from tests.support.resource_bombs import IMAGE, body, ints, model, node, one
@@ -519,7 +519,7 @@ def test_messages_speak_of_the_model(name):
 )
 def test_what_is_raised_inside_an_operator_names_its_node(error, part):
     (bound,) = jaxonnx.load(one("Relu")).graph.nodes
-    told = failures.translated(bound, [np.ones(2, np.float32)], error)
+    told = failures.translate_error(bound, [np.ones(2, np.float32)], error)
     assert isinstance(told, jaxonnx.NodeError)
     assert isinstance(told, jaxonnx.LimitError) == isinstance(error, MemoryError)
     assert part in str(told)
@@ -567,8 +567,8 @@ def test_shape_arithmetic_is_followed_behind_many_concatenations():
         (("v0", [2, 1, 6, 3]),),
         constants={"w": np.eye(3, dtype=np.float32), "rest": ints(18)},
     )
-    kinds = inferred(proto, {"rest": ints(18)}, ["y"])
-    assert declared(helper.make_value_info("y", kinds["y"])).shape == (2, 1024, 18)
+    kinds = infer_types(proto, {"rest": ints(18)}, ["y"])
+    assert to_value(helper.make_value_info("y", kinds["y"])).shape == (2, 1024, 18)
 
 
 @pytest.mark.parametrize(

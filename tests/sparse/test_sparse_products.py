@@ -15,7 +15,7 @@ import jaxonnx
 from benchmarks.compiled.programs import ENVIRONMENT
 from jaxonnx import demo, sparse
 from jaxonnx.sparse import _cusparselt
-from jaxonnx.training._weight_layout import Storage
+from jaxonnx.training._weight_layout import WeightLayout
 
 RNG = np.random.default_rng(0)
 
@@ -88,7 +88,7 @@ def step(**changes):
 
 def test_the_last_phase_of_a_step_has_them(monkeypatch):
     monkeypatch.setattr(sparse, "register_products", lambda: None)
-    monkeypatch.setattr(sys.modules[Storage.__module__], "platform_of", lambda x: "gpu")
+    monkeypatch.setattr(sys.modules[WeightLayout.__module__], "platform_of", lambda x: "gpu")
     one = step()
     state = jax.eval_shape(one.init)
     batch = np.zeros((16, 1, 8, 8), np.float32), np.arange(16) % 10
@@ -104,7 +104,7 @@ def test_weights_are_pruned_before_they_are_packed(monkeypatch):
 
     monkeypatch.setattr(sparse, "register_products", lambda: None)
     monkeypatch.setattr(sparse, "sparse_products", marked)
-    monkeypatch.setattr(sys.modules[Storage.__module__], "platform_of", lambda x: "gpu")
+    monkeypatch.setattr(sys.modules[WeightLayout.__module__], "platform_of", lambda x: "gpu")
     options = {"select": "12.weight", "products": "cusparselt", "dense": 0, "dynamic": 0}
     one = step(sparsity=options)
     update, state = jax.jit(one.update), one.init()
@@ -133,7 +133,7 @@ def test_what_cannot_be_is_refused(changes, told):
 
 def test_what_does_not_fit_is_refused(monkeypatch):
     monkeypatch.setattr(sparse, "register_products", lambda: None)
-    monkeypatch.setattr(sys.modules[Storage.__module__], "platform_of", lambda x: "gpu")
+    monkeypatch.setattr(sys.modules[WeightLayout.__module__], "platform_of", lambda x: "gpu")
     with pytest.raises(jaxonnx.TrainingError, match=r"16-bit.*precision='bf16'"):
         step(precision=None)
     options = {"pattern": "1:4", "products": "cusparselt", "dense": 0, "dynamic": 1}

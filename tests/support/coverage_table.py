@@ -18,7 +18,7 @@ import onnx
 from onnx import AttributeProto
 from onnx.backend.test.loader import load_model_tests
 
-from jaxonnx.registry import registered
+from jaxonnx.registry import operators
 from tests.ops.case_table import schema_versions
 from tests.ops.test_contrib import CASES as FUSED
 from tests.ops.test_operators import CASES
@@ -128,10 +128,10 @@ def shown(module: str, test: str, parameters: str) -> Iterator[tuple[tuple[str, 
             yield (domain, name), "forward"
             if parameters.endswith("-jit"):
                 yield (domain, name), "jit"
-    for plain_module, plain_test, columns, operators in PLAIN:
+    for plain_module, plain_test, columns, names in PLAIN:
         if (module, test) == (f"test_{plain_module}", plain_test):
-            for name in operators.split():
-                domain = next(o.domain for o in registered() if o.name == name)
+            for name in names.split():
+                domain = next(o.domain for o in operators() if o.name == name)
                 yield from (((domain, name), column) for column in columns.split())
 
 
@@ -174,7 +174,7 @@ def main(paths: list[str]) -> None:
             for operator, column in shown(module, test, parameters):
                 outcomes[operator, column].append(outcome == "passed")
     versions: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for op in registered():
+    for op in operators():
         versions[op.domain, op.name].append(op.since)
     versions |= {key: since for key, since in schema_versions().items() if key in versions}
     text = render(outcomes, kinds, passed, versions)

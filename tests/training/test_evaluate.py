@@ -96,7 +96,7 @@ def test_more_predictions_than_single_precision_counts():
     goal = objective.find(jaxonnx.load(network()), None, ["accuracy"])
     with jax.enable_x64(True):
         many, one = (np.float64(2**24),) * 2, (np.float32(1),) * 2
-        sums = jax.jit(goal.merged)({"accuracy": many}, {"accuracy": one})
+        sums = jax.jit(goal.merge_sums)({"accuracy": many}, {"accuracy": one})
     assert [int(x) for x in sums["accuracy"]] == [2**24 + 1] * 2
 
 
@@ -148,13 +148,13 @@ def test_a_class_that_does_not_occur():
 
 def test_tables_print_and_draw():
     matrix = ConfusionMatrix.of(np.array([[1200, 3], [4, 5]]))
-    table = PerClass.of([1204, 8], [1203, 9], [1200, 5]).named(["cat", "dog"])
+    table = PerClass.of([1204, 8], [1203, 9], [1200, 5]).with_names(["cat", "dog"])
     curves = Curves.of("roc", (np.array([[0.1], [0.9]]), np.array([[False], [True]]), np.ones(2)))
     assert str(matrix).splitlines()[1] == "0                 1,200  3"
     assert str(table).splitlines()[2] == "dog       0.6250  0.5556  0.5882        9"
     assert "yes" in str(curves)
     assert curves.area == 1
-    assert table.named(["a"]).classes == ("cat", "dog")
+    assert table.with_names(["a"]).classes == ("cat", "dog")
     assert [t.get_text() for t in matrix.plot().texts] == ["1200", "3", "4", "5"]
     assert len(table.plot().patches) == 6
     axes = curves.plot()

@@ -234,7 +234,7 @@ def test_checkpoints_that_do_not_say_their_data_resume(tmp_path, monkeypatch):
     """As those of earlier versions do not."""
     from jaxonnx.training import _checkpoint as checkpoint
 
-    seal = checkpoint.sealed
+    seal = checkpoint.add_checksum
     with monkeypatch.context() as patch:
 
         def sealed(about):
@@ -270,7 +270,7 @@ ANOTHER = [
 def test_checkpoints_of_another_program_give_way(tmp_path, monkeypatch):
     from jaxonnx.training import _checkpoint as checkpoint
 
-    unseal = checkpoint.unsealed
+    unseal = checkpoint.verify_checksum
     train(epochs=2, checkpoint_dir=tmp_path / "run")
     for number, (field, value) in enumerate(ANOTHER):
         told = iter([True])

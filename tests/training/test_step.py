@@ -56,7 +56,7 @@ def test_a_loop_of_ones_own_is_a_run(settings):
     result = train(mlp(dropout=True), data=batches, **settings)
     one = step(mlp(dropout=True), LABELS, **settings)
     state = looped(one)
-    trained = one.trained(one.view(state), state.state).merged()
+    trained = one.to_model(one.view(state), state.state).merge_adapters()
     assert all(
         np.asarray(trained.params[name]).tobytes() == value.tobytes()
         for name, value in weights(result).items()
@@ -68,7 +68,7 @@ def test_sparsity_in_steps():
     phases = {"dense": 1, "dynamic": 2}
     result = train(data=batches(), epochs=4, sparsity=phases)
     one = step(mlp(), LABELS, optax.adam(1e-2), sparsity=phases, steps_per_epoch=5, epochs=4)
-    trained = one.trained(one.view(looped(one, 20)), {})
+    trained = one.to_model(one.view(looped(one, 20)), {})
     assert np.count_nonzero(trained.params["w1"]) == 64
     for name, value in weights(result).items():
         np.testing.assert_array_equal(trained.params[name], value)
@@ -240,7 +240,7 @@ def test_the_algorithm_of_a_file_rolls_back():
 
 def test_the_step_of_a_file_in_a_loop_of_ones_own():
     one = step(carrying())
-    trained = one.trained(one.view(looped(one)), {})
+    trained = one.to_model(one.view(looped(one)), {})
     jax.tree.map(
         np.testing.assert_array_equal, trained.training.state, follow().model.training.state
     )

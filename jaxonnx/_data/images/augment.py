@@ -53,7 +53,7 @@ def key_of(key: jax.Array, epoch: Any, number: Any) -> jax.Array:
 
 
 @partial(jax.jit, static_argnames=("how", "where", "augment"))
-def prepared(
+def prepare_batch(
     pixels: Any,
     aspects: Any,
     key: jax.Array,
@@ -76,7 +76,7 @@ def prepared(
     x = pixels
     if augment.crop is not None:
         keys = jax.random.split(parts, len(x))
-        crop = partial(_cropped, size=where.size, least=augment.crop)
+        crop = partial(_random_crop, size=where.size, least=augment.crop)
         x = jax.vmap(crop)(x, aspects, keys)
     if augment.flip:
         mirrored = jax.random.bernoulli(mirrors, augment.flip, (len(x), 1, 1, 1))
@@ -84,15 +84,15 @@ def prepared(
     return how(jax.lax.optimization_barrier(x), where)
 
 
-def _cropped(
+def _random_crop(
     picture: Any, aspect: Any, key: jax.Array, size: tuple[int, int], least: float
 ) -> jax.Array:
     """Return a random part of a picture, resized."""
     start, share = part(key, aspect, size, least)
-    return resized(picture, start, share, size)
+    return crop_and_resize(picture, start, share, size)
 
 
-def resized(picture: Any, start: Any, share: Any, size: tuple[int, int]) -> jax.Array:
+def crop_and_resize(picture: Any, start: Any, share: Any, size: tuple[int, int]) -> jax.Array:
     """Return a part of a picture at a size, each pixel between the four that are nearest.
 
     A convolution over more of them, as `jax.image.scale_and_translate` has for what is made

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxonnx._data.batches import Batch, Examples
-from jaxonnx._data.images.augment import Augment, prepared
+from jaxonnx._data.images.augment import Augment, prepare_batch
 from jaxonnx._data.images.folder import Folder
 from jaxonnx._data.memory import Memory
 from jaxonnx._data.prefetch import ahead
@@ -71,9 +71,11 @@ class Pictures(Examples):
         memory = Memory(like, self.size)
         key = jax.random.fold_in(jax.random.key(self.seed or 0), _KEY)
 
-        def shown(number: int, rows: Any, weight: Any, block: Any, decoded: list[Future]) -> Batch:
+        def to_batch(
+            number: int, rows: Any, weight: Any, block: Any, decoded: list[Future]
+        ) -> Batch:
             rows, weight, aspects = self._whole(rows, weight, block, decoded, whole)
-            x = prepared(
+            x = prepare_batch(
                 block,
                 aspects,
                 key,
@@ -85,8 +87,8 @@ class Pictures(Examples):
             )
             return Batch((x,), self.targets[rows], weight)
 
-        def started() -> Iterator[tuple[int, Any, Any, np.ndarray, list[Future]]]:
-            for number, (rows, weight) in enumerate(self.chosen(epoch, start), start):
+        def start_decoding() -> Iterator[tuple[int, Any, Any, np.ndarray, list[Future]]]:
+            for number, (rows, weight) in enumerate(self.rows_of_batches(epoch, start), start):
                 block = memory.lend()
                 decoded = [
                     pool.submit(self._decode, row, block[i], whole) for i, row in enumerate(rows)
@@ -95,7 +97,7 @@ class Pictures(Examples):
 
         pool = ThreadPoolExecutor(settings.workers, "jaxonnx-pictures")
         try:
-            yield from starmap(shown, ahead(started(), _AHEAD))
+            yield from starmap(to_batch, ahead(start_decoding(), _AHEAD))
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -100,7 +100,7 @@ def is_folder(data: Any) -> bool:
     return isinstance(data, str | os.PathLike) and os.path.isdir(data)
 
 
-def pictured(
+def find_folders(
     data: Any, validation: Any, model: M, preprocess: Mapping[str, Any] | None
 ) -> tuple[Any, Any, M]:
     """Return data and validation with folders listed, and the model with what its file will say.
@@ -133,7 +133,7 @@ def pictured(
     return examples, validation, images.with_preparation(model, settings.how)
 
 
-def unlabelled(data: Any, model: Network, preprocess: Mapping[str, Any] | None) -> Any:
+def list_folder(data: Any, model: Network, preprocess: Mapping[str, Any] | None) -> Any:
     """Return all pictures of a folder, or other data as it is.
 
     Raises:
@@ -145,14 +145,14 @@ def unlabelled(data: Any, model: Network, preprocess: Mapping[str, Any] | None) 
             raise TrainingError("preprocess goes with data that is a folder of pictures")
         return data
     settings = _preprocess(model, preprocess or {})
-    paths = listed(data)
+    paths = image_paths(data)
     if not paths:
         kinds = ", ".join(sorted(SUFFIXES))
         raise TrainingError(f"the folder '{data}' has no pictures: no file that ends in {kinds}")
     return Folder(os.fspath(data), tuple(paths), np.zeros(len(paths), np.int32), settings, ())
 
 
-def listed(folder: Any) -> list[Path]:
+def image_paths(folder: Any) -> list[Path]:
     """Return the pictures in a folder and in those below it, in the order of their paths."""
     return sorted(filter(_is_picture, _files(folder)))
 

@@ -208,7 +208,7 @@ def read(path: Path, where: Layout, crop: float = 1.0) -> np.ndarray:
     """
     Image, ImageOps = _pillow()
     height, width = where.size
-    picture = _decoded(path, where.channels, max(where.size) / crop)
+    picture = _decode(path, where.channels, max(where.size) / crop)
     border = (1 - crop) / 2
     fitted = ImageOps.fit(picture, (width, height), Image.Resampling.BILINEAR, bleed=border)
     return np.asarray(fitted).reshape(1, height, width, where.channels)
@@ -222,12 +222,12 @@ def read_whole(path: Path, where: Layout, size: tuple[int, int]) -> tuple[np.nda
       InputError: the file is not a picture.
     """
     Image, _ = _pillow()
-    picture = _decoded(path, where.channels, max(size))
+    picture = _decode(path, where.channels, max(size))
     resized = picture.resize(size[::-1], Image.Resampling.BILINEAR)
     return np.asarray(resized).reshape(*size, where.channels), picture.width / picture.height
 
 
-def _decoded(path: Path, channels: int, side: float) -> Any:
+def _decode(path: Path, channels: int, side: float) -> Any:
     """Return Pillow's picture, upright, grey or RGB; JPEGs at a half, a quarter or an eighth of
     their size where that is at least twice the side that is needed.
     """

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, primitives
 
-from jaxonnx._jaxpr import Program, called, interpret, retraced
+from jaxonnx._jaxpr import Program, inner_program, interpret, retrace_params
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._layers import by_name
 
@@ -111,16 +111,16 @@ def sparse_products(function: Callable[..., Any], weights: Collection[str]) -> C
         closed, shape = jax.make_jaxpr(function, return_shape=True)(params, *args)
         sparse = {id(x): x for name, x in by_name(params).items() if name in weights}
         leaves = jax.tree.leaves((params, *args))
-        found = interpret(closed, partial(_step, sparse), leaves, enter=_entered)
+        found = interpret(closed, partial(_step, sparse), leaves, enter=_inner_call)
         return jax.tree.unflatten(jax.tree.structure(shape), found)
 
     return run
 
 
-def _entered(equation: JaxprEqn) -> Program | None:
+def _inner_call(equation: JaxprEqn) -> Program | None:
     """Return what a call runs, where nothing is lost if it runs here."""
     plain = equation.primitive.name in ("jit", "pjit") or "call_jaxpr" in equation.params
-    return called(equation) if plain else None
+    return inner_program(equation) if plain else None
 
 
 def _step(sparse: dict[int, Any], equation: JaxprEqn, inputs: list) -> list:
@@ -130,7 +130,7 @@ def _step(sparse: dict[int, Any], equation: JaxprEqn, inputs: list) -> list:
             if id(w) in sparse and _fits(equation, place):
                 return [_product(equation, place, inputs)]
     with equation.ctx.manager:
-        results = equation.primitive.bind(*inputs, **retraced(equation.params, _plain))
+        results = equation.primitive.bind(*inputs, **retrace_params(equation.params, _plain))
     results = results if equation.primitive.multiple_results else [results]
     if equation.primitive in _SAME and id(inputs[0]) in sparse:
         sparse[id(results[0])] = results[0]
@@ -138,7 +138,7 @@ def _step(sparse: dict[int, Any], equation: JaxprEqn, inputs: list) -> list:
 
 
 def _plain(program: Program, *args: Any) -> list:
-    return interpret(program, partial(_step, {}), args, enter=_entered)
+    return interpret(program, partial(_step, {}), args, enter=_inner_call)
 
 
 def _fits(equation: JaxprEqn, place: int) -> bool:
