@@ -70,7 +70,7 @@ Names = Annotated[Any, "scope"]
 
 Channels = Annotated[int, "channels"]
 """The axis of the channels in the first input and the first output: 1 as in the specification, or
--1 where the evaluator keeps images with their channels last (`jaxonnx._run.channels`)."""
+-1 where the evaluator keeps images with their channels last (`jaxonnx._run.channels_last`)."""
 
 _CONTEXT = {
     "key": Key,

@@ -113,7 +113,7 @@ def test_arguments_in_messages():
     wrong = {
         (path.name, name)
         for path in SOURCES
-        if path.parent.name != "ops"
+        if "ops" not in path.parts
         for message in messages(path)
         if isinstance(message, str)
         for name in named.findall(message)

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxonnx._data.batch_memory import Memory
 from jaxonnx._data.fingerprint import identity
-from jaxonnx._data.memory import Memory
 from jaxonnx._data.ragged import PLAIN, Padding, column, masks, next_tokens, with_masks
 from jaxonnx._data.weights import checked_weights, split_weights
 from jaxonnx._graph.values import Value

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto, helper
 
+from jaxonnx._graph.ancestors import ancestors, behind
 from jaxonnx._graph.bind import Graph, bind
-from jaxonnx._graph.paths import ancestors, behind
 from jaxonnx._graph.values import to_value
 from jaxonnx._io import records
 from jaxonnx._rewrite.last_layer import ENDINGS, find_last_layer

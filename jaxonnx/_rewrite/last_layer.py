@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from onnx import GraphProto
 
 from jaxonnx._axes import Matrix
+from jaxonnx._graph.ancestors import behind
 from jaxonnx._graph.bind import Graph, Node
-from jaxonnx._graph.paths import behind
 from jaxonnx._graph.scopes import resolve
 from jaxonnx._rewrite.dequantize import INTEGER_PRODUCTS
 from jaxonnx.errors import InputError

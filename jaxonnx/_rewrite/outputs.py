@@ -5,8 +5,8 @@ from typing import Any
 
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, ValueInfoProto
 
+from jaxonnx._graph.ancestors import ancestors
 from jaxonnx._graph.bind import Graph, bind
-from jaxonnx._graph.paths import ancestors
 from jaxonnx._graph.scopes import resolve
 from jaxonnx._io.protos import subgraphs
 from jaxonnx._run.shapes import evaluate_shapes, infer_types, type_of

@@ -21,7 +21,7 @@ from jaxonnx._graph.uses import uses
 from jaxonnx._graph.values import data
 from jaxonnx._limits import compilable
 from jaxonnx._run.failures import at, compiling, warn
-from jaxonnx._run.normalization import Folds, fold_norms, folds
+from jaxonnx._run.fold_norms import Folds, fold_norms, folds
 from jaxonnx._run.overlay import Overlay
 from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import NodeError, StaticError

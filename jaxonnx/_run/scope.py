@@ -18,13 +18,13 @@ import numpy as np
 
 from jaxonnx import _limits as limits
 from jaxonnx import lowering
+from jaxonnx._graph.ancestors import between
 from jaxonnx._graph.bind import Graph, Node
-from jaxonnx._graph.paths import between
-from jaxonnx._run import channels, failures
+from jaxonnx._run import channels_last, failures
 from jaxonnx._run.folding import abstract, broadcast_late, fold, folds, is_traced, on_device
 from jaxonnx._run.overlay import Overlay
 from jaxonnx._run.remat import cuts
-from jaxonnx._run.two_bits import on_cpu
+from jaxonnx._run.two_bit_inputs import on_cpu
 from jaxonnx.errors import Error, NodeError, StaticError
 from jaxonnx.registry import Op, Rounded, is_known, symbolic
 
@@ -107,7 +107,7 @@ class Scope:
         for i, value in enumerate(arguments):
             value = value if i in node.op.through else _exact(value)
             arguments[i] = on_cpu(value, node.label, node.inputs[i])
-        arguments = channels.choose(node.op, arguments)
+        arguments = channels_last.choose(node.op, arguments)
         try:
             failures.check_types(node, arguments)
             results = self._results(node, arguments)
@@ -222,7 +222,7 @@ class Scope:
             # the operator would allocate before its results can be checked; the nodes of a body are
             # checked one by one
             limits.check(abstract(partial(_call, op), arguments, keywords, op.static) or ())
-        results = channels.call(op, arguments, keywords)
+        results = channels_last.call(op, arguments, keywords)
         results = tuple(map(broadcast_late, results if isinstance(results, tuple) else (results,)))
         limits.check(results)
         if op.state and self._training(node) and op.state[0] < len(node.inputs):
@@ -256,7 +256,7 @@ class Scope:
         if what == "training":
             return self._training(node)
         if what == "channels":
-            return -1 if isinstance(arguments[0], channels.ChannelsLast) else 1
+            return -1 if isinstance(arguments[0], channels_last.ChannelsLast) else 1
         return len(node.outputs) if what == "outputs" else self
 
     def _training(self, node: Node) -> bool | None:
@@ -345,7 +345,7 @@ _NOTHING = Graph(
 
 
 def _call(op: Op, *arguments: Any, **keywords: Any) -> Any:
-    return channels.call(op, arguments, keywords)
+    return channels_last.call(op, arguments, keywords)
 
 
 def _on_device(op: Op, arguments: list) -> list:
@@ -362,7 +362,7 @@ def _exact(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    return channels.first(_exact(value))
+    return channels_last.first(_exact(value))
 
 
 def _traced_names(node: Node, arguments: Sequence[Any]) -> list[str]:

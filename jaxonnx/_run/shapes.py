@@ -14,7 +14,7 @@ from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.values import Value, to_value
 from jaxonnx._io import save as saving
 from jaxonnx._run import crashing_inference
-from jaxonnx._run.arithmetic import may_follow
+from jaxonnx._run.crashing_arithmetic import may_follow
 from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import Error, InputError
 

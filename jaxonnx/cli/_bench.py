@@ -15,8 +15,8 @@ from rich.table import Table
 
 from jaxonnx._graph.values import Value
 from jaxonnx._limits import machine
-from jaxonnx.cli._reading import Report, read
-from jaxonnx.cli._reading import inputs as given
+from jaxonnx.cli._inputs import Report, read
+from jaxonnx.cli._inputs import inputs as given
 from jaxonnx.errors import Error, InputError, StaticError
 from jaxonnx.model import Model
 

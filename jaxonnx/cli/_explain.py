@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jaxonnx
-from jaxonnx.cli._reading import Columns
+from jaxonnx.cli._inputs import Columns
 
 
 class Name(str):

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jaxonnx._mesh.rules import AUTOMATIC
-from jaxonnx.cli._kinds import (
+from jaxonnx.cli._flag_types import (
     COUNT,
     FILE,
     FOLDER,

@@ -15,8 +15,8 @@ from jaxonnx.cli import _bench as bench
 from jaxonnx.cli import _training as training
 from jaxonnx.cli import _verbs as verbs
 from jaxonnx.cli import process
+from jaxonnx.cli._inputs import Failed, Report
 from jaxonnx.cli._options import parse
-from jaxonnx.cli._reading import Failed, Report
 from jaxonnx.errors import Error
 from jaxonnx.training import Interrupt
 

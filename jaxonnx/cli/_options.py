@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import jaxonnx
+from jaxonnx.cli._flag_types import PAIRS, Gather
 from jaxonnx.cli._flags import COMMON, VERBS
-from jaxonnx.cli._kinds import PAIRS, Gather
 
 _EXITS = (
     "exit status: 0 done, 1 stopped before the end or failed after the work began, "

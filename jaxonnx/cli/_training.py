@@ -19,10 +19,10 @@ from jaxonnx._data.batches import Batch, Examples, Stream
 from jaxonnx._data.images import preparation as images
 from jaxonnx._io.packed import packed_nbytes, record
 from jaxonnx.cli import _explain as explain
-from jaxonnx.cli import _reading as reading
+from jaxonnx.cli import _inputs as reading
 from jaxonnx.cli._explain import Planned
 from jaxonnx.cli._flags import LOSS, PHASES, SPARSE_EPOCHS
-from jaxonnx.cli._reading import Failed, Report
+from jaxonnx.cli._inputs import Failed, Report
 from jaxonnx.errors import InputError
 from jaxonnx.lora import LoRA
 from jaxonnx.model import Model

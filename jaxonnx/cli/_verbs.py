@@ -15,9 +15,9 @@ from jaxonnx._graph import exporter_hints
 from jaxonnx._graph.values import Value
 from jaxonnx._io.protos import text
 from jaxonnx.cli import _images as pictures
-from jaxonnx.cli import _reading as reading
+from jaxonnx.cli import _inputs as reading
 from jaxonnx.cli._flags import LOSS
-from jaxonnx.cli._reading import Failed, Report
+from jaxonnx.cli._inputs import Failed, Report
 from jaxonnx.model import Model, load, operator
 
 

@@ -32,7 +32,7 @@ from jaxonnx._run.program import Kept
 from jaxonnx._text import Rendered
 from jaxonnx.errors import InputError
 from jaxonnx.model import _transforms as changed
-from jaxonnx.model._calls import inputs_first, unmark_names
+from jaxonnx.model._call_arguments import inputs_first, unmark_names
 from jaxonnx.model._predict import predictions
 from jaxonnx.model._reinitialize import Initializer
 from jaxonnx.model._show import overview

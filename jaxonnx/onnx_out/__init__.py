@@ -1,27 +1,13 @@
 """JAX functions as ONNX models: the way back, one rule for each primitive of JAX."""
 
-from jaxonnx.onnx_out import (  # noqa: F401  (each registers its rules)
-    _complex,
-    _control,
-    _conv,
-    _elementwise,
-    _forms,
-    _indexing,
-    _linalg,
-    _products,
-    _random,
-    _reductions,
-    _shapes,
-    _special,
-    _windows,
-)
+from jaxonnx.onnx_out import rules  # noqa: F401  (registers them)
 
 # for other rooms of the package
-from jaxonnx.onnx_out._blocks import split_into_blocks  # noqa: F401
 from jaxonnx.onnx_out._export import OLDEST, OPSET, append, reads, to_onnx, write_model  # noqa: F401
 from jaxonnx.onnx_out._nodes import Nodes, Tensor  # noqa: F401
-from jaxonnx.onnx_out._state import split_state  # noqa: F401
-from jaxonnx.onnx_out._table import composed, primitive
+from jaxonnx.onnx_out._rule_table import composed, primitive
 from jaxonnx.onnx_out._tensors import known_tensor  # noqa: F401
+from jaxonnx.onnx_out.passes.chains_in_blocks import split_into_blocks  # noqa: F401
+from jaxonnx.onnx_out.passes.state_in_blocks import split_state  # noqa: F401
 
 __all__ = ["composed", "primitive", "to_onnx"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxonnx.onnx_out._table import Refusal
+from jaxonnx.onnx_out._rule_table import Refusal
 
 _OPERATORS = {ast.Add: "Add", ast.Sub: "Sub", ast.Mult: "Mul"}
 _FUNCTIONS = {"mod": "Mod", "max": "Max", "min": "Min"}

@@ -15,9 +15,9 @@ from jaxonnx._io.protos import subgraphs
 from jaxonnx._jaxpr import live
 from jaxonnx.errors import InputError
 from jaxonnx.onnx_out import _dims as dims
+from jaxonnx.onnx_out._factors import scales_by_bits
+from jaxonnx.onnx_out._flax_modules import parts
 from jaxonnx.onnx_out._functions import DOMAIN, Functions
-from jaxonnx.onnx_out._linear import scales_by_bits
-from jaxonnx.onnx_out._modules import parts
 from jaxonnx.onnx_out._nodes import Nodes, Tensor, plain, value_info
 from jaxonnx.onnx_out._tracing import trace
 

@@ -11,9 +11,9 @@ from onnx import FunctionProto, helper
 from jaxonnx._io.build import Writer, unused_name
 from jaxonnx._jaxpr import programs
 from jaxonnx.onnx_out import _dims as dims
+from jaxonnx.onnx_out._complex_pairs import is_complex
 from jaxonnx.onnx_out._nodes import Nodes, Tensor, plain
-from jaxonnx.onnx_out._pairs import is_complex
-from jaxonnx.onnx_out._table import primitive
+from jaxonnx.onnx_out._rule_table import primitive
 
 DOMAIN = "jaxonnx"
 """The domain of functions in a model; none of its operators is missing from the file."""

@@ -13,9 +13,9 @@ from jaxonnx._jaxpr import inner_program, interpret, source
 from jaxonnx.errors import UnsupportedError
 from jaxonnx.onnx_out import _dims as dims
 from jaxonnx.onnx_out._bounds import Bounds
-from jaxonnx.onnx_out._linear import reduce_sum
-from jaxonnx.onnx_out._pairs import apply_complex, is_complex, knows
-from jaxonnx.onnx_out._table import Refusal, is_elementwise, restated_as, rule_of
+from jaxonnx.onnx_out._complex_pairs import apply_complex, is_complex, knows
+from jaxonnx.onnx_out._factors import reduce_sum
+from jaxonnx.onnx_out._rule_table import Refusal, is_elementwise, restated_as, rule_of
 from jaxonnx.onnx_out._tensors import (
     COMPUTED,
     FOLDED,

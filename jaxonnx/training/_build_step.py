@@ -23,11 +23,11 @@ from jaxonnx.training._head import complete_settings, with_heads
 from jaxonnx.training._losses import find
 from jaxonnx.training._mesh_step import MeshStep
 from jaxonnx.training._optimizers import is_planned
+from jaxonnx.training._select_parameters import select_parameters
 from jaxonnx.training._settings import Optimizer, Settings
 from jaxonnx.training._sparsity import forget, sparsify
 from jaxonnx.training._step import Step
 from jaxonnx.training._training_info_step import TrainingInfoStep
-from jaxonnx.training._tuning import select_parameters
 from jaxonnx.training._weight_layout import WeightLayout
 
 

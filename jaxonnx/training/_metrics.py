@@ -16,7 +16,7 @@ from jaxonnx._data.weights import all_or_nothing
 from jaxonnx.errors import TrainingError
 from jaxonnx.training import _tables as tables
 from jaxonnx.training._losses import check_classes, totals
-from jaxonnx.training._reader import Answers, Choices, Reader
+from jaxonnx.training._predictions import Answers, Choices, Reader
 
 Sums = Any
 """A pytree of float32 arrays; zeros are the sums of no examples."""

@@ -17,7 +17,7 @@ from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
 from jaxonnx.training import _losses as losses
 from jaxonnx.training import _metrics as metrics
-from jaxonnx.training._reader import Reader
+from jaxonnx.training._predictions import Reader
 
 
 @dataclass(frozen=True)

@@ -301,7 +301,7 @@ def test_interruption(small, monkeypatch, capsys):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jaxonnx.cli._reading.load", stop)
+    monkeypatch.setattr("jaxonnx.cli._inputs.load", stop)
     assert main(["info", "net.onnx"]) == 130
     assert "interrupted" in capsys.readouterr().err
 

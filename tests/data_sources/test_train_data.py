@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxonnx
+from jaxonnx._data.batch_memory import Memory
 from jaxonnx._data.batches import Arrays
-from jaxonnx._data.memory import Memory
 from jaxonnx._graph.values import Value
 from jaxonnx.training._data import sources
 

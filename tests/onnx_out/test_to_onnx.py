@@ -19,9 +19,9 @@ import jaxonnx
 from benchmarks.speed.doubles import for_onnxruntime
 from jaxonnx import lowering
 from jaxonnx.onnx_out import composed, primitive, to_onnx
-from jaxonnx.onnx_out._blocks import split_into_blocks
 from jaxonnx.onnx_out._export import write_model
-from jaxonnx.onnx_out._table import _RULES, names
+from jaxonnx.onnx_out._rule_table import _RULES, names
+from jaxonnx.onnx_out.passes.chains_in_blocks import split_into_blocks
 from jaxonnx.ops import elementwise
 from jaxonnx.ops.windows import Window
 

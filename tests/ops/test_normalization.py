@@ -93,7 +93,7 @@ def test_standardizing_has_the_derivatives_of_its_formula(platform, monkeypatch)
         return jax.jit(lambda x: jax.jvp(jax.grad(loss), (x,), (direction,)))(x)
 
     if platform == "tpu":
-        monkeypatch.setattr(lowering, "either", lambda on_cpu, elsewhere: elsewhere)
+        monkeypatch.setattr(lowering, "select_platform", lambda on_cpu, elsewhere: elsewhere)
     axes = (0, 2)
     with jax.enable_x64(True):
         x, direction, *factors = np.random.default_rng(0).normal(100, 2, (4, 5, 3, 2))

@@ -17,8 +17,8 @@ import jaxonnx
 from jaxonnx import _limits
 from jaxonnx._graph import expansion
 from jaxonnx._graph.values import to_value
-from jaxonnx._run import arithmetic, failures, folding, scope
-from jaxonnx._run.channels import ChannelsLast
+from jaxonnx._run import crashing_arithmetic, failures, folding, scope
+from jaxonnx._run.channels_last import ChannelsLast
 from jaxonnx._run.shapes import infer_types
 from jaxonnx.lowering._layout import KernelFirst
 from tests.support import resource_bombs
@@ -96,17 +96,17 @@ def test_an_evaluation_that_is_not_compiled_is_checked_before_it_allocates():
 
 
 def test_pads_count_before_an_evaluation_that_is_not_compiled_allocates(monkeypatch):
-    called = scope.channels.call
+    called = scope.channels_last.call
 
     def followed(op, arguments, keywords):
         assert isinstance(arguments[0], jax.core.Tracer)
         return called(op, arguments, keywords)
 
-    monkeypatch.setattr(scope.channels, "call", followed)
+    monkeypatch.setattr(scope.channels_last, "call", followed)
     pool = one("MaxPool", "x", (("x", [1, 1, 50]),), kernel_shape=[3], pads=[6, 2**20], strides=[2])
     with jax.disable_jit(), pytest.raises(jaxonnx.LimitError, match=r"MaxPool.*2\.0 MiB"):
         jaxonnx.load(pool, limit=1 << 21)(np.ones((1, 1, 50), np.float32))
-    monkeypatch.setattr(scope.channels, "call", called)
+    monkeypatch.setattr(scope.channels_last, "call", called)
     with jax.disable_jit():
         y = jaxonnx.load(pool, limit=1 << 22)(np.ones((1, 1, 50), np.float32))
     assert y.shape == (1, 1, 524315)
@@ -590,7 +590,7 @@ def test_vectors_that_are_too_long_are_not_followed(nodes):
     <int64[1] n = {{9999}}> {{ {nodes} }}
     <domain: "own", opset_import: ["": 22]>
     f (a, b) => (v) {{ v = Mul(a, b) }}""")
-    assert not arithmetic.may_follow(
+    assert not crashing_arithmetic.may_follow(
         proto.functions, onnx.shape_inference.infer_shapes(proto).graph
     )
 

@@ -241,7 +241,7 @@ def test_checkpoints_that_do_not_say_their_data_resume(tmp_path, monkeypatch):
             del about["settings"]["data"]
             return seal(about)
 
-        patch.setattr(checkpoint, "sealed", sealed)
+        patch.setattr(checkpoint, "add_checksum", sealed)
         train(checkpoint_dir=tmp_path)
     x, y = examples()
     train(data=(-x, y), epochs=2, checkpoint_dir=tmp_path, resume=True)
@@ -284,7 +284,7 @@ def test_checkpoints_of_another_program_give_way(tmp_path, monkeypatch):
             return about
 
         folder = shutil.copytree(tmp_path / "run", tmp_path / str(number))
-        monkeypatch.setattr(checkpoint, "unsealed", unsealed)
+        monkeypatch.setattr(checkpoint, "verify_checksum", unsealed)
         with pytest.warns(UserWarning, match="the checkpoint of step 10 .* cannot be read"):
             result = train(epochs=2, checkpoint_dir=folder, resume=True)
         assert len(result.history.losses) == 10, field

@@ -11,10 +11,10 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from jaxonnx._data.batch_memory import Memory
 from jaxonnx._data.batches import Batch, Examples
 from jaxonnx._data.images.augment import Augment, prepare_batch
 from jaxonnx._data.images.folder import Folder
-from jaxonnx._data.memory import Memory
 from jaxonnx._data.prefetch import ahead
 from jaxonnx.errors import InputError, TrainingError
 

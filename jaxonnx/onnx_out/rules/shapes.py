@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxonnx.onnx_out import _dims as dims
 from jaxonnx.onnx_out._nodes import FOLDED, Nodes, Tensor
-from jaxonnx.onnx_out._table import Refusal, primitive
+from jaxonnx.onnx_out._rule_table import Refusal, primitive
 
 
 @primitive("reshape")

@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxonnx.onnx_out import _dims as dims
 from jaxonnx.onnx_out._nodes import Nodes, Tensor
-from jaxonnx.onnx_out._table import Refusal, primitive
+from jaxonnx.onnx_out._rule_table import Refusal, primitive
 
 REDUCTIONS = {
     "scatter": "none",

@@ -7,10 +7,10 @@ import numpy as np
 
 from jaxonnx._io.build import onnx_type
 from jaxonnx.onnx_out import _bounds as bounds
-from jaxonnx.onnx_out import _linear as linear
+from jaxonnx.onnx_out import _factors as linear
 from jaxonnx.onnx_out._nodes import WIDE, Nodes, Tensor, ordered_dtype
-from jaxonnx.onnx_out._shapes import join_disjoint
-from jaxonnx.onnx_out._table import Refusal, primitive
+from jaxonnx.onnx_out._rule_table import Refusal, primitive
+from jaxonnx.onnx_out.rules.shapes import join_disjoint
 
 OPERATORS = {
     "abs": "Abs",

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxonnx.onnx_out._special import mulhi
-from jaxonnx.onnx_out._table import Refusal, composed, primitive
+from jaxonnx.onnx_out._rule_table import Refusal, composed, primitive
+from jaxonnx.onnx_out.rules.special import mulhi
 
 ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 

@@ -3,8 +3,8 @@
 import numpy as np
 
 from jaxonnx.onnx_out._nodes import Nodes, Tensor
-from jaxonnx.onnx_out._shapes import pad_tensor, reverse
-from jaxonnx.onnx_out._table import Refusal, primitive
+from jaxonnx.onnx_out._rule_table import Refusal, primitive
+from jaxonnx.onnx_out.rules.shapes import pad_tensor, reverse
 
 
 @primitive("conv_general_dilated")

@@ -7,7 +7,7 @@ from jax.scipy.special import ndtri
 
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.concrete import concrete, table
-from jaxonnx.ops.ml import ML, exactly_one, real
+from jaxonnx.ops.ml.features import ML, exactly_one, real
 from jaxonnx.registry import op
 
 

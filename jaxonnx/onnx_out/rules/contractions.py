@@ -8,11 +8,11 @@ import numpy as np
 
 from jaxonnx._jaxpr import inner_program
 from jaxonnx.lowering import Choice, Conv
-from jaxonnx.onnx_out import _cells as cells
 from jaxonnx.onnx_out import _dims as dims
 from jaxonnx.onnx_out._nodes import Nodes, Tensor
-from jaxonnx.onnx_out._shapes import expand, pad_tensor
-from jaxonnx.onnx_out._table import primitive
+from jaxonnx.onnx_out._rule_table import primitive
+from jaxonnx.onnx_out.rules import conv_gradients as cells
+from jaxonnx.onnx_out.rules.shapes import expand, pad_tensor
 
 RULES: dict[type, Callable[..., Any]] = {}
 """How to write a form: `rule(g, form, out, u, v, like)`, None where its plain meaning must do."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx.onnx_out._table import Refusal, Rule, rule_of
+from jaxonnx.onnx_out._rule_table import Refusal, Rule, rule_of
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from jaxonnx.ops.attention import (
     weighted_values,
 )
 from jaxonnx.ops.common import INDEX
-from jaxonnx.ops.contrib import DOMAIN, rms_norm
+from jaxonnx.ops.contrib.fused import DOMAIN, rms_norm
 from jaxonnx.ops.linear import affine
 from jaxonnx.registry import Static, op
 

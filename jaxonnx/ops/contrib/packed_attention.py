@@ -25,8 +25,8 @@ from jaxonnx.ops.attention import (
     weighted_values,
 )
 from jaxonnx.ops.common import INDEX
-from jaxonnx.ops.contrib import DOMAIN
-from jaxonnx.ops.contrib_attention import multi_head_attention, refuse, self_attention
+from jaxonnx.ops.contrib.attention import multi_head_attention, refuse, self_attention
+from jaxonnx.ops.contrib.fused import DOMAIN
 from jaxonnx.ops.linear import affine, matmul
 from jaxonnx.registry import Static, op
 

@@ -11,7 +11,7 @@ from jaxonnx._axes import convolution
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.activation import gelu
 from jaxonnx.ops.common import widen
-from jaxonnx.ops.contrib import DOMAIN, activate
+from jaxonnx.ops.contrib.fused import DOMAIN, activate
 from jaxonnx.ops.conv import conv
 from jaxonnx.ops.pool import max_pool
 from jaxonnx.registry import op

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxonnx.onnx_out._table import Refusal, composed, primitive
+from jaxonnx.onnx_out._rule_table import Refusal, composed, primitive
 
 SWEEPS = 12
 """Times that Jacobi's method goes over all pairs of columns; its error squares with each."""

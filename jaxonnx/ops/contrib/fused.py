@@ -22,8 +22,8 @@ from jaxonnx.ops.activation import (
     softsign,
     thresholded_relu,
 )
+from jaxonnx.ops.contrib.experimental import parametric_softplus, scaled_tanh
 from jaxonnx.ops.conv import conv
-from jaxonnx.ops.experimental import parametric_softplus, scaled_tanh
 from jaxonnx.ops.linear import FACTORS, gemm, matmul
 from jaxonnx.registry import Omissible, op
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx.errors import NodeError
-from jaxonnx.ops.ml import ML, real
-from jaxonnx.ops.ml_linear import labels_of, number_of_classes, transform, transform_binary
+from jaxonnx.ops.ml.features import ML, real
+from jaxonnx.ops.ml.linear import labels_of, number_of_classes, transform, transform_binary
 from jaxonnx.registry import op
 
 

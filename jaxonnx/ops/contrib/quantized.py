@@ -10,7 +10,7 @@ import numpy as np
 from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import INDEX, axis_of
-from jaxonnx.ops.contrib import DOMAIN
+from jaxonnx.ops.contrib.fused import DOMAIN
 from jaxonnx.ops.linear import matmul
 from jaxonnx.ops.quantize import dequantize_linear, dynamic_quantize_linear, quantize_linear
 from jaxonnx.registry import Rounded, Through, op

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from jaxonnx.onnx_out._nodes import Nodes, Tensor
-from jaxonnx.onnx_out._table import primitive
+from jaxonnx.onnx_out._rule_table import primitive
 
 INTEGERS: dict[Any, Any] = {
     np.dtype(t): np.dtype(np.int32) for t in (np.int8, np.int16, np.uint8, np.uint16)

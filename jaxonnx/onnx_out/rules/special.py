@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxonnx.onnx_out._table import Refusal, composed, replaces_jax
+from jaxonnx.onnx_out._rule_table import Refusal, composed, replaces_jax
 
 
 @composed("log1p")

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxonnx.onnx_out._shapes import pad_tensor
 from jaxonnx.onnx_out._tensors import Tensor
+from jaxonnx.onnx_out.rules.shapes import pad_tensor
 
 PAIRS = 2**12
 """Pairs of a cell and a place of a channel up to which products of all of them pay."""

@@ -6,7 +6,7 @@ import numpy as np
 from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.concrete import concrete, table
-from jaxonnx.ops.ml import ML, exactly_one
+from jaxonnx.ops.ml.features import ML, exactly_one
 from jaxonnx.registry import op
 
 

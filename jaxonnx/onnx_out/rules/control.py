@@ -9,7 +9,7 @@ import numpy as np
 from jaxonnx._jaxpr import scan as parts_of_scan
 from jaxonnx._jaxpr import while_loop as parts_of_while
 from jaxonnx.onnx_out._nodes import Nodes, Tensor, plain, value_info
-from jaxonnx.onnx_out._table import primitive
+from jaxonnx.onnx_out._rule_table import primitive
 
 
 @primitive("platform_index")

@@ -8,8 +8,8 @@ import numpy as np
 from jax import lax
 
 from jaxonnx.onnx_out._nodes import Nodes, Tensor
-from jaxonnx.onnx_out._shapes import pad_tensor
-from jaxonnx.onnx_out._table import composed, primitive
+from jaxonnx.onnx_out._rule_table import composed, primitive
+from jaxonnx.onnx_out.rules.shapes import pad_tensor
 
 
 def _least(dtype: Any) -> Any:

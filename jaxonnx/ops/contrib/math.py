@@ -14,7 +14,7 @@ from jaxonnx.ops.activation import gelu, relu, softmax
 from jaxonnx.ops.cast import convert
 from jaxonnx.ops.common import axis_of, element_dtype, widen
 from jaxonnx.ops.constant import range_
-from jaxonnx.ops.contrib import DOMAIN, activate, fused_matmul
+from jaxonnx.ops.contrib.fused import DOMAIN, activate, fused_matmul
 from jaxonnx.ops.indexing import gather_nd, unique
 from jaxonnx.ops.linear import FACTORS, affine
 from jaxonnx.ops.normalization import dropout

@@ -5,7 +5,7 @@ import numpy as np
 from jax import lax
 
 from jaxonnx.onnx_out._nodes import Tensor, ordered_dtype
-from jaxonnx.onnx_out._table import composed, primitive
+from jaxonnx.onnx_out._rule_table import composed, primitive
 
 OPERATORS = {
     "reduce_max": "ReduceMax",

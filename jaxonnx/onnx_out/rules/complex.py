@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxonnx.onnx_out._complex_pairs import PARTS, Pair, by_nodes, complex_rule
 from jaxonnx.onnx_out._nodes import Nodes, Tensor
-from jaxonnx.onnx_out._pairs import PARTS, Pair, by_nodes, complex_rule
-from jaxonnx.onnx_out._shapes import reverse
+from jaxonnx.onnx_out.rules.shapes import reverse
 
 PARTS.update(
     ("add", "add_any", "sub", "neg", "reduce_sum", "cumsum", "select_n", "copy", "copy_p", "name"),

@@ -1,6 +1,6 @@
 """Quantized layers of com.microsoft: convolution, Gemm, pooling, attention, embeddings, LSTM.
 
-As in `jaxonnx.ops.contrib_quantized`, gradients go straight through; QLinearConv, which is exact in
+As in `jaxonnx.ops.contrib.quantized`, gradients go straight through; QLinearConv, which is exact in
 integers, has none.
 """
 
@@ -11,8 +11,8 @@ from jaxonnx.errors import NodeError
 from jaxonnx.lowering import product
 from jaxonnx.ops.activation import leaky_relu, sigmoid, softmax
 from jaxonnx.ops.common import axis_of
-from jaxonnx.ops.contrib import DOMAIN, layer_norm
-from jaxonnx.ops.contrib_attention import refuse, self_attention
+from jaxonnx.ops.contrib.attention import refuse, self_attention
+from jaxonnx.ops.contrib.fused import DOMAIN, layer_norm
 from jaxonnx.ops.conv import qlinear_conv
 from jaxonnx.ops.pool import average_pool
 from jaxonnx.ops.quantize import dequantize_linear, dynamic_quantize_linear, quantize_linear

@@ -1,0 +1,1 @@
+"""Operators of com.microsoft, which onnxruntime defines, and experimental ones of early ONNX."""
