@@ -1,6 +1,5 @@
 """A training step as plain ONNX: what any runtime needs to go on with the training."""
 
-import inspect
 import json
 import os
 from collections.abc import Mapping
@@ -8,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import jax
 import numpy as np
@@ -28,12 +27,13 @@ from jaxonnx.training import (
     Settings,
     State,
     Step,
+    StepArguments,
     as_batch,
     build_step,
+    check_names,
     weights_of_classes,
     with_heads,
 )
-from jaxonnx.training import step as make
 
 FILES = {
     "step": "step.onnx",
@@ -57,7 +57,7 @@ def export_step(
     runtime: str | os.PathLike | None = None,
     init: Literal["onnx", "safetensors", "npz"] = "onnx",
     external_data: bool = False,
-    **settings: Any,
+    **settings: Unpack[StepArguments],
 ) -> dict[str, Any]:
     """Write the training step of a network as plain ONNX, for any runtime to train with.
 
@@ -101,14 +101,13 @@ def export_step(
       UnsupportedError: ONNX cannot say a part of the step.
       TrainingError: settings or batch do not fit.
     """
+    check_names("export_step", StepArguments, settings)
     if settings.get("mesh") is not None:
         raise TrainingError("mesh: a step that is exported runs on one device")
-    if unknown := settings.keys() - inspect.signature(make).parameters.keys():
-        raise TypeError(f"export_step() got an unexpected argument {sorted(unknown)[0]!r}")
     if init not in ("onnx", "safetensors", "npz"):
         raise InputError(f"init is 'onnx', 'safetensors' or 'npz', and was {init!r}")
-    settings |= {"loss": loss, "optimizer": optimizer, "epochs": 1 if epochs is None else epochs}
-    chosen = Settings.of(settings)
+    own = {"loss": loss, "optimizer": optimizer, "epochs": 1 if epochs is None else epochs}
+    chosen = Settings(**own, **settings)
     model = with_heads(model if isinstance(model, Model) else load(model), chosen)
     chosen = replace(chosen, class_weights=weights_of_classes(model, chosen))
     step = build_step(model, chosen, epochs, steps_per_epoch, platform="onnx")

@@ -1,9 +1,12 @@
 """What flags are, and what their values are made of."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from jaxonnx._mesh.rules import AUTOMATIC
+from jaxonnx.training import NAN_POLICIES, Declared, declared_in
 
 
 class Flag(NamedTuple):
@@ -133,3 +136,53 @@ PAIRS = (axes, class_weight, parse_count, dimension, fill, ratio)
 """Kinds of values with a name and "=", which are a table in a TOML file."""
 
 NEEDED: Mapping[str, Any] = {**FILE, "required": True}
+
+FORMS: Mapping[str, Mapping[str, Any]] = {
+    "text": {},
+    "names": MANY,
+    "count": COUNT,
+    "real": REAL,
+    "switch": SWITCH,
+    "folder": FOLDER,
+    "rank": COUNT,
+    "heads": {**MANY, "type": parse_count, "metavar": "N|OUTPUT=N"},
+    "statistics": {"choices": ("batch", "frozen")},
+    "ratios": {**MANY, "type": ratio, "metavar": "X|NAME=X"},
+    "class_weights": {**MANY, "type": class_weight, "metavar": "NAME=X"},
+    "precision": {"choices": ("bf16",)},
+    "mesh": {"type": axes, "metavar": "all|NAME=N,..."},
+    "sharding": {"choices": AUTOMATIC, "metavar": "NAME"},
+    "nan_policy": {"choices": NAN_POLICIES},
+    "fills": {**MANY, "type": fill, "metavar": "NAME=N"},
+    "widths": WIDTHS,
+    "validation": {"type": share, "metavar": "PATH|SHARE"},
+    "augment": {**MANY, "choices": ("crop", "flip")},
+    "logs": {**MANY, **FILE},
+}
+"""How the command line takes an argument of `jaxonnx.train`, by `Argument.form`."""
+
+
+def declared_flags(
+    group: type, names: Collection[str] | None = None, without: Collection[str] = ()
+) -> list[Flag]:
+    """Return the flags of the arguments that a class of `jaxonnx.training` declares itself.
+
+    Args:
+      names: the arguments to take; all by default.
+      without: arguments to leave out.
+    """
+    return [
+        Flag(f"--{(one.argument.flag or name).replace('_', '-')}", _help(one), _settings(name, one))
+        for name, one in declared_in(group).items()
+        if one.argument.form and name not in without and (names is None or name in names)
+    ]
+
+
+def _help(one: Declared) -> str:
+    repeatable = FORMS[one.argument.form].get("action") is Gather
+    return one.summary.replace("%", "%%").replace("`", "") + ("; repeatable" if repeatable else "")
+
+
+def _settings(name: str, one: Declared) -> Mapping[str, Any]:
+    """Return the arguments of `add_argument`; a flag that is not given is None or False."""
+    return {**FORMS[one.argument.form], "dest": name}

@@ -1,9 +1,8 @@
 """The verbs and their flags, as one table."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jaxonnx._mesh.rules import AUTOMATIC
 from jaxonnx.cli._flag_types import (
     COUNT,
     FILE,
@@ -16,26 +15,29 @@ from jaxonnx.cli._flag_types import (
     REAL,
     SIZE,
     SWITCH,
-    WIDTHS,
     Flag,
     Verb,
-    axes,
-    class_weight,
     cluster,
+    declared_flags,
     dimension,
-    fill,
-    parse_count,
-    ratio,
-    share,
 )
-from jaxonnx.training import OPTIMIZERS, RATE, SCHEDULES
+from jaxonnx.training import (
+    OPTIMIZERS,
+    RATE,
+    SCHEDULES,
+    DataArguments,
+    LossArguments,
+    ModelArguments,
+    RunArguments,
+    StepArguments,
+)
 
 LOSS = "softmax_cross_entropy_with_integer_labels"
 PHASES = ("dense", "dynamic", "fixed")
 SPARSE_EPOCHS = 10
 
 _MODEL = Flag("model", "an .onnx file, or a packed .npz", PATH)
-_SEED = Flag("--seed", "of the order of the examples and of random operators", COUNT)
+_SEED = declared_flags(StepArguments, names=("seed",))[0]
 COMMON = {
     "every command": [
         Flag("--json", "print the result as JSON, and nothing else on stdout", SWITCH),
@@ -81,74 +83,9 @@ _EXAMPLES = [
         FILE,
     ),
 ]
-_LENGTHS = {
-    "sequences of unequal length, which a .jsonl may have": [
-        Flag(
-            "--pad",
-            "NAME=N: what pads an input, or the targets as y; 0, and -100 for labels; repeatable",
-            {**MANY, "type": fill, "metavar": "NAME=N"},
-        ),
-        Flag("--length-buckets", "widths that they are padded to; powers of two", WIDTHS),
-    ]
-}
-_TRAINING = [
-    *_EXAMPLES,
-    Flag(
-        "-o --output --out",
-        "the .onnx to write, or a packed .npz",
-        NEEDED,
-    ),
-    Flag(
-        "--validation",
-        "a .npz or a folder like the data, or the share of the data that is held out",
-        {"type": share, "metavar": "PATH|SHARE"},
-    ),
-    Flag("--loss", f"of optax; {LOSS}, or what the file's training_info has"),
-    Flag("--epochs", f"1; sparsify: the sum of the phases, or {SPARSE_EPOCHS}", COUNT),
-    Flag("--batch-size", "32, or what the network is fixed to", COUNT),
-    Flag(*_SEED[:2], {**COUNT, "default": 0}),
-    Flag(
-        "--head",
-        "a new last layer for N classes; OUTPUT=N for one of several, repeatable",
-        {**MANY, "type": parse_count, "metavar": "N"},
-    ),
-    Flag(
-        "--trainable", "module, node or name of what is trained, or an expression; repeatable", MANY
-    ),
-    Flag(
-        "--statistics",
-        "of BatchNormalization: of the batch, or frozen as they are in the file",
-        {"choices": ("batch", "frozen")},
-    ),
-    Flag(
-        "--dropout",
-        "ratio of all Dropout nodes, or NAME=X behind a value or module; repeatable",
-        {**MANY, "type": ratio, "metavar": "X"},
-    ),
-    Flag(
-        "--augment",
-        "crop: random parts of pictures; flip: some mirrored; in training; repeatable",
-        {**MANY, "choices": ("crop", "flip")},
-    ),
-    Flag(
-        "--class-weights",
-        "NAME=X: what labels of a class (by name or number) weigh, repeatable; or balanced",
-        {**MANY, "type": class_weight, "metavar": "NAME=X"},
-    ),
-    Flag("--metrics", "accuracy, top_5, f1, r2...: of the validation data; repeatable", MANY),
-    Flag(
-        "--precision",
-        "bf16: factors of products in bfloat16, weights in float32",
-        {"choices": ("bf16",)},
-    ),
-    Flag("--remat", "keep few values for the gradient, compute the rest again", SWITCH),
-    Flag(
-        "--nan",
-        "what a loss that is not finite does to the run",
-        {"choices": ("stop", "skip", "rollback")},
-    ),
-    Flag("--explain", "print the Python that does the same, and do nothing else", SWITCH),
-]
+_PADDING = declared_flags(DataArguments, names=("pad", "length_buckets"))
+_OUTPUT = Flag("-o --output --out", "the .onnx to write, or a packed .npz", NEEDED)
+_EXPLAIN = Flag("--explain", "print the Python that does the same, and do nothing else", SWITCH)
 _OPTIMIZER = [
     Flag(
         "--optimizer",
@@ -169,55 +106,36 @@ _OPTIMIZER = [
     Flag("--warmup", "updates in which the rate rises from zero; below 1, their share", REAL),
     Flag("--clip", "greatest norm of the gradients together", REAL),
     Flag("--weight-decay", "share of the weights, times the rate, that an update takes", REAL),
-    Flag("--accumulate", "batches whose mean gradient makes an update", COUNT),
-    Flag("--ema", "share that a moving average of the weights keeps of itself, as 0.999", REAL),
 ]
-_DEVICES = [
-    Flag(
-        "--mesh",
-        "all devices, or the axes of a mesh: 'data' shares each batch",
-        {"type": axes, "metavar": "all|NAME=N,..."},
-    ),
-    Flag(
-        "--sharding",
-        "of the weights: data (all of them on each device), fsdp (large ones split over all), "
-        "tensor (pairs of matrix products split over the axis 'model')",
-        {"choices": AUTOMATIC, "metavar": "NAME"},
-    ),
-    Flag(
-        "--distributed",
-        "one of several processes that run this command, each with devices of the mesh, which are "
-        "all if --mesh does not say; SLURM, Open MPI, Kubernetes and TPU pods are found",
-        {"type": cluster, "nargs": "?", "const": "auto", "metavar": "HOST:PORT,COUNT,INDEX"},
-    ),
-]
-_LORA = [
-    Flag("--lora", "train adapters of this rank instead of the weights", COUNT),
-    Flag(
-        "--lora-where",
-        "module, node or name of what is adapted, or an expression; repeatable",
-        MANY,
-    ),
-    Flag("--adapters", "a file for the adapters alone", FILE),
-]
-_LONG = [
-    Flag("--patience", "epochs without a better value of what is monitored, then stop", COUNT),
-    Flag(
-        "--monitor", "a number of the epochs; validation_loss if there is one", {"metavar": "NAME"}
-    ),
-    Flag("--checkpoints", "a folder for checkpoints", {**FOLDER, "dest": "checkpoint_dir"}),
-    Flag("--checkpoint-every", "steps between checkpoints; otherwise one an epoch", COUNT),
-    Flag("--resume", "continue from the newest checkpoint, if there is one", SWITCH),
-    Flag("--resume-anyway", "the same, with other data than the checkpoint's, too", SWITCH),
-    Flag("--report", "an .html page: curves, layers, confusion matrix, settings", FILE),
-    Flag("--log", ".csv, .jsonl, or a folder for TensorBoard; repeatable", {**MANY, **FILE}),
-]
-
-_STEP = (
-    *("--loss", "--epochs", "--batch-size", "--seed", "--head", "--trainable", "--statistics"),
-    *("--dropout", "--class-weights", "--metrics", "--nan"),
+_DISTRIBUTED = Flag(
+    "--distributed",
+    "one of several processes that run this command, each with devices of the mesh, which are "
+    "all if --mesh does not say; SLURM, Open MPI, Kubernetes and TPU pods are found",
+    {"type": cluster, "nargs": "?", "const": "auto", "metavar": "HOST:PORT,COUNT,INDEX"},
 )
-"""Flags of a training that say what one step does."""
+_LORA_WHERE = Flag(
+    "--lora-where", "module, node or name of what is adapted, or an expression; repeatable", MANY
+)
+_ADAPTERS = Flag("--adapters", "a file for the adapters alone", FILE)
+_RESUME_ANYWAY = Flag(
+    "--resume-anyway", "resume, with other data than the checkpoint's, too", SWITCH
+)
+_REPORT = Flag("--report", "an .html page: curves, layers, confusion matrix, settings", FILE)
+
+
+def _training(model: Sequence[Flag]) -> dict[str, Sequence[Flag]]:
+    """Return the groups of flags of a command that trains, with those of the model."""
+    return {
+        "": [*_EXAMPLES, _OUTPUT, _EXPLAIN],
+        "loss and optimizer": [*declared_flags(LossArguments), *_OPTIMIZER],
+        "model": model,
+        "step": [*declared_flags(StepArguments), _DISTRIBUTED],
+        "run": [*declared_flags(RunArguments), _RESUME_ANYWAY, _REPORT],
+        "data": declared_flags(DataArguments),
+        **_READING,
+        **_PICTURES,
+    }
+
 
 VERBS: Mapping[str, Verb] = {
     "info": Verb(
@@ -252,7 +170,7 @@ VERBS: Mapping[str, Verb] = {
                     COUNT,
                 ),
             ],
-            **_LENGTHS,
+            "sequences of unequal length, which a .jsonl may have": _PADDING,
             **_READING,
             **_PICTURES,
         },
@@ -264,16 +182,7 @@ VERBS: Mapping[str, Verb] = {
         "jaxonnx train net.onnx data.npz -o tuned.onnx --optimizer adamw --rate 3e-4 "
         "--schedule cosine --warmup 0.1 --clip 1 --explain\n"
         "jaxonnx train --config run.toml --rate 3e-4",
-        {
-            "": _TRAINING,
-            "optimizer": _OPTIMIZER,
-            "several devices": _DEVICES,
-            "adapters": _LORA,
-            "long runs": _LONG,
-            **_LENGTHS,
-            **_READING,
-            **_PICTURES,
-        },
+        _training([*declared_flags(ModelArguments), _LORA_WHERE, _ADAPTERS]),
     ),
     "evaluate": Verb(
         "compute losses and metrics of a model over all of some data",
@@ -288,10 +197,9 @@ VERBS: Mapping[str, Verb] = {
                     "confusion_matrix, per_class, roc_curve, precision_recall_curve; repeatable",
                     MANY,
                 ),
-                Flag("--batch-size", "32, or what the network is fixed to", COUNT),
                 Flag("--plots", "a folder for pictures of tables and curves", FOLDER),
             ],
-            **_LENGTHS,
+            "data": declared_flags(DataArguments),
             **_READING,
             **_PICTURES,
         },
@@ -300,10 +208,7 @@ VERBS: Mapping[str, Verb] = {
         "train with transposable 2:4 weights",
         "jaxonnx sparsify net.onnx data.npz -o sparse.onnx --dense 2 --dynamic 6 --fixed 2",
         {
-            "": _TRAINING,
-            "optimizer": _OPTIMIZER,
-            "several devices": _DEVICES,
-            "long runs": _LONG,
+            **_training(declared_flags(ModelArguments, without=("lora",))),
             "sparsity": [
                 Flag("--pattern", "N:M along both axes", {"default": "2:4"}),
                 Flag(
@@ -313,9 +218,6 @@ VERBS: Mapping[str, Verb] = {
                 ),
                 *(Flag(f"--{phase}", "epochs of this phase", COUNT) for phase in PHASES),
             ],
-            **_LENGTHS,
-            **_READING,
-            **_PICTURES,
         },
     ),
     "export-step": Verb(
@@ -332,11 +234,12 @@ VERBS: Mapping[str, Verb] = {
                     "onnxruntime-web, without which npm brings it",
                     {**FOLDER, "nargs": "?", "const": True},
                 ),
-                *(flag for flag in _TRAINING if flag.names.split()[-1] in _STEP),
             ],
-            "optimizer": _OPTIMIZER,
-            "adapters": _LORA[:2],
-            **_LENGTHS,
+            "loss and optimizer": [*declared_flags(LossArguments), *_OPTIMIZER],
+            "model": [*declared_flags(ModelArguments), _LORA_WHERE],
+            "step": declared_flags(StepArguments, without=("mesh", "sharding")),
+            "run": declared_flags(RunArguments, names=("epochs",)),
+            "data": declared_flags(DataArguments),
             **_READING,
             **_PICTURES,
         },

@@ -1,7 +1,6 @@
 """`jaxonnx train` and `jaxonnx sparsify`."""
 
 import argparse
-import inspect
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -26,14 +25,17 @@ from jaxonnx.cli._inputs import Failed, Report
 from jaxonnx.errors import InputError
 from jaxonnx.lora import LoRA
 from jaxonnx.model import Model
-from jaxonnx.training import RATE, optimizer, padding_of, source, target_names
+from jaxonnx.training import (
+    RATE,
+    StepArguments,
+    TrainArguments,
+    declared,
+    optimizer,
+    padding_of,
+    source,
+    target_names,
+)
 
-_SETTINGS = (
-    "epochs", "batch_size", "seed", "trainable", "statistics", "metrics", "accumulate", "ema",
-    "precision", "remat", "sharding", "nan", "patience", "monitor", "checkpoint_dir",
-    "checkpoint_every", "resume", "length_buckets",
-)  # fmt: skip
-"""Flags that are arguments of `jaxonnx.train` by the same name."""
 _RATES = ("rate", "schedule", "warmup", "clip", "weight_decay")
 """Flags that say more of an optimizer than its name."""
 
@@ -99,21 +101,19 @@ def _connect_processes(options: argparse.Namespace) -> bool:
 
 def export_step(options: argparse.Namespace) -> Report:
     from jaxonnx._step_files.export import FILES, export_step
-    from jaxonnx.training import step
 
     model = reading.read(options)
     path = reading.examples(options)
     if path.is_dir():
         raise InputError("export-step reads a batch from a file, not from a folder of pictures")
-    of_runs = "validation", "augment", "adapters", "mesh", "resume_anyway", "log"
-    for name in (*of_runs, *_SETTINGS):  # flags that one step has not
-        vars(options).setdefault(name, None)
+    for name in (*declared(TrainArguments), "adapters", "resume_anyway"):
+        vars(options).setdefault(name, None)  # flags that one step does not have
     settings = _settings(options, model, path, None)
     made = {name: explain.evaluate_calls(value) for name, value in settings.items()}
     data, _ = reading.data(path, model, options)
     examples = _examples(data, model, settings, options.batch_size)
-    accepted = inspect.signature(step).parameters
-    made = {name: value for name, value in made.items() if name in accepted}
+    own = {"loss", "optimizer", *declared(StepArguments)}
+    made = {name: value for name, value in made.items() if name in own}
     made |= {"epochs": options.epochs or 1, "steps_per_epoch": examples.steps}
     batches = [*examples.batches(0)] if options.web else [next(examples.batches(0))]
     if options.web:
@@ -186,20 +186,20 @@ def _settings(
             f"--{said[0].replace('_', '-')} goes with --optimizer and --loss: '{options.model}' "
             "carries an algorithm of its own, which has its rate"
         )
-    settings = {
+    settings = {name: getattr(options, name, None) for name in declared(TrainArguments)}
+    settings |= {
         "loss": options.loss or (None if carried or head else LOSS),
         "optimizer": None if carried else _optimizer(options, head),
         "head": head,
-        "validation": options.validation,
         "preprocess": preprocess,
+        "augment": None,  # of images, in `preprocess`
         "pad": dict(options.pad or ()),
         "class_weights": _class_weights(options),
         "dropout": _dropout(options),
         "sparsity": sparsity,
         "lora": _lora(options) if sparsity is None else None,
         "mesh": reading.mesh(options),
-        "on_log": [_logger(path) for path in options.log or ()],
-        **{name: getattr(options, name) for name in _SETTINGS},
+        "on_log": [_logger(path) for path in options.on_log or ()],
     }
     if options.resume_anyway:
         settings["resume"] = "anyway"
@@ -271,7 +271,7 @@ def _explained_reading(
 
 def _output_paths(options: argparse.Namespace) -> list[Path]:
     """Return the paths of what a training writes."""
-    paths = [options.output, *(options.log or ()), options.checkpoint_dir, options.report]
+    paths = [options.output, *(options.on_log or ()), options.checkpoint_dir, options.report]
     paths.append(getattr(options, "adapters", None))
     return [path for path in paths if path is not None]
 

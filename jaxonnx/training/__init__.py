@@ -6,6 +6,18 @@
 from jaxonnx._data.batches import Batch
 
 # for other rooms of the package
+from jaxonnx.training._arguments import (  # noqa: F401
+    DataArguments,
+    Declared,
+    LossArguments,
+    ModelArguments,
+    RunArguments,
+    StepArguments,
+    TrainArguments,
+    check_names,
+    declared,
+    declared_in,
+)
 from jaxonnx.training._build_step import build_step, step, weights_of_classes  # noqa: F401
 from jaxonnx.training._data import padding_of, source  # noqa: F401
 from jaxonnx.training._evaluate import evaluate
@@ -15,7 +27,7 @@ from jaxonnx.training._losses import find  # noqa: F401
 from jaxonnx.training._optimizers import OPTIMIZERS, RATE, SCHEDULES, optimizer  # noqa: F401
 from jaxonnx.training._plot import shade  # noqa: F401
 from jaxonnx.training._result import Result
-from jaxonnx.training._settings import Settings  # noqa: F401
+from jaxonnx.training._settings import NAN_POLICIES, Settings  # noqa: F401
 from jaxonnx.training._step import State, Step, as_batch, target_names  # noqa: F401
 from jaxonnx.training._stopping import Interrupt  # noqa: F401
 from jaxonnx.training._tables import ConfusionMatrix, Curve, Curves, PerClass

@@ -3,20 +3,23 @@
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 from onnx import ModelProto
 
 from jaxonnx._data.images import preparation as images
-from jaxonnx._mesh.rules import Sharding
-from jaxonnx._rewrite.head import Classes
 from jaxonnx.errors import TrainingError
-from jaxonnx.lora import Adapters, LoRA
-from jaxonnx.model import Model, Statistics, Trainable, load
+from jaxonnx.model import Model, load
 from jaxonnx.training import _objective as objective
+from jaxonnx.training._arguments import (
+    LossArguments,
+    Optimizer,
+    StepArguments,
+    check_names,
+    documented,
+)
 from jaxonnx.training._class_weights import by_number
 from jaxonnx.training._gradient_step import GradientStep
 from jaxonnx.training._head import complete_settings, with_heads
@@ -24,42 +27,28 @@ from jaxonnx.training._losses import find
 from jaxonnx.training._mesh_step import MeshStep
 from jaxonnx.training._optimizers import is_planned
 from jaxonnx.training._select_parameters import select_parameters
-from jaxonnx.training._settings import Optimizer, Settings
+from jaxonnx.training._settings import Settings
 from jaxonnx.training._sparsity import forget, sparsify
 from jaxonnx.training._step import Step
 from jaxonnx.training._training_info_step import TrainingInfoStep
 from jaxonnx.training._weight_layout import WeightLayout
 
 
+@documented(StepArguments)
 def step(
     model: Model | str | os.PathLike | bytes | ModelProto,
     loss: Any = None,
     optimizer: Optimizer | None = None,
     *,
-    metrics: Any = None,
-    class_weights: Mapping[Any, float] | None = None,
-    seed: int = 0,
-    head: Classes | Mapping[str, Classes] | None = None,
-    trainable: Trainable | None = None,
-    lora: LoRA | Adapters | None = None,
-    statistics: Statistics | None = None,
-    dropout: float | Mapping[str, float] | None = None,
-    sparsity: str | Mapping[str, Any] | None = None,
     epochs: int | None = None,
     steps_per_epoch: int = 1,
-    accumulate: int = 1,
-    ema: float | None = None,
-    precision: Literal["bf16"] | None = None,
-    remat: bool = False,
-    mesh: Mesh | Literal["all"] | None = None,
-    sharding: Sharding | None = None,
-    nan: Literal["stop", "skip"] = "stop",
+    **arguments: Unpack[StepArguments],
 ) -> Step:
     """Make the step that `train` loops over, for a loop of your own.
 
-    Nothing is compiled, and no array of the model is changed or donated. Arguments that are not
-    listed mean what they mean in `train`. Without loss and optimizer it is the step of a file that
-    carries its training_info; the parameters of its states are the variables of the file.
+    Nothing is compiled, and no array of the model is changed or donated. Without loss and optimizer
+    it is the step of a file with `training_info`; the parameters of its states are the variables of
+    the file.
 
     >>> import jax, numpy as np
     >>> from jaxonnx import demo
@@ -74,20 +63,24 @@ def step(
     >>> trained = one.to_model(one.view(state), state.state)
 
     Args:
-      sparsity: as in `train`; the lengths of its phases are in units of `steps_per_epoch`.
-      epochs: of the run, in the same unit; `sparsity` without lengths shares them out, and an
-        optimizer that is a function of the updates of the run needs them.
-      steps_per_epoch: steps in the unit of these lengths.
-      mesh: as in `train`: the states of `init`, `frozen` and what `update` returns lie on it. `put`
-        lays a batch on it; one that is not laid there is, within `update`.
-      nan: "stop": once a step is not finite, neither it nor a later one changes anything; "skip":
-        only that step does not.
+      model: a Model, or anything that `jaxonnx.load` takes.
+      loss: as in `jaxonnx.train`.
+      optimizer: as in `jaxonnx.train`.
+      epochs: the number of epochs of the run. `sparsity` without lengths divides them into phases,
+        and an optimizer that is a function of the number of updates needs them.
+      steps_per_epoch: the number of steps in an epoch, in which `sparsity` counts its phases.
+      **arguments: those of `jaxonnx.training.StepArguments`, where each is documented.
 
     Raises:
       TrainingError: settings that do not fit.
     """
-    settings = Settings.of(locals() | {"epochs": 1 if epochs is None else epochs})
-    model = with_heads(model if isinstance(model, Model) else load(model, mesh=mesh), settings)
+    check_names("step", StepArguments, arguments)
+    own = LossArguments(loss=loss, optimizer=optimizer)
+    settings = Settings(**own, **arguments, epochs=1 if epochs is None else epochs)
+    if settings.nan == "rollback":
+        raise TrainingError("nan must be stop or skip: a loop of your own keeps its own snapshots")
+    model = model if isinstance(model, Model) else load(model, mesh=settings.mesh)
+    model = with_heads(model, settings)
     settings = replace(settings, class_weights=weights_of_classes(model, settings))
     return build_step(model, settings, epochs, steps_per_epoch)
 
@@ -168,7 +161,7 @@ def _check_carried(model: Model, settings: Settings) -> None:
             "training needs loss= and optimizer=; only a file that carries its training_info "
             "(jaxonnx.add_training writes one) can be trained without both"
         )
-    if names := settings.of_optimizers:
+    if names := settings.of_losses:
         raise TrainingError(
             f"{', '.join(names)}: such settings go with loss= and optimizer=, not with the "
             "algorithm of the file; its saved model continues where the run ended"

@@ -1,8 +1,8 @@
 """`evaluate`: losses and metrics of a model over all of some data."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -17,21 +17,21 @@ from jaxonnx._progress import track_batches
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model, load
 from jaxonnx.training import _objective as objective
+from jaxonnx.training._arguments import DataArguments, check_names, documented
 from jaxonnx.training._data import padding_of, source
+from jaxonnx.training._settings import Settings
 from jaxonnx.training._step import target_names
 
 
+@documented(DataArguments)
 def evaluate(
     model: Model | str | os.PathLike | bytes | ModelProto,
     data: Any,
     *,
     metrics: Any = None,
     loss: Any = None,
-    batch_size: int | None = None,
-    pad: Mapping[str, Any] | None = None,
-    length_buckets: int | Sequence[int] | None = None,
-    preprocess: Mapping[str, Any] | None = None,
     progress: bool | None = None,
+    **arguments: Unpack[DataArguments],
 ) -> dict[str, Any]:
     """Return the loss and metrics of a model, in inference mode, over all of some data.
 
@@ -47,19 +47,18 @@ def evaluate(
     Args:
       model: a Model, or anything that `jaxonnx.load` takes.
       data: with its targets, in any of the forms that `jaxonnx.train` takes.
-      metrics: as in `jaxonnx.train`: numbers. Further numbers are "roc_auc" and
-        "average_precision" (the mean over the classes, each against all others, or over columns of
-        yes and no). Results that are not numbers are "confusion_matrix" (`train.ConfusionMatrix`),
-        "per_class" (precision, recall, F1 and support: `train.PerClass`), "roc_curve" and
-        "precision_recall_curve" (`train.Curves`): each prints as a table, has its arrays as
-        attributes, and `plot()`. The curves and areas keep the outputs of all examples in memory.
+      metrics: as in `jaxonnx.train`, and further ones.
+
+        Numbers: "roc_auc" and "average_precision" (the mean over the classes, each against all
+        others, or over binary columns). Tables and curves: "confusion_matrix"
+        (`jaxonnx.training.ConfusionMatrix`), "per_class" (precision, recall, F1 and support:
+        `jaxonnx.training.PerClass`), "roc_curve" and "precision_recall_curve"
+        (`jaxonnx.training.Curves`). Each of these prints as a table, has its arrays as attributes,
+        and has `plot()`. Curves and areas keep the outputs of all examples in memory.
       loss: as in `jaxonnx.train`. It also says what outputs mean: whether they are logits, of
         classes or of yes and no.
-      batch_size: of data in one piece; 32 if not given, or what the model's inputs are fixed to.
-      pad: as in `jaxonnx.train`, for sequences of unequal length.
-      length_buckets: as in `jaxonnx.train`.
-      preprocess: as in `jaxonnx.train`, for folders of pictures.
       progress: show a bar after two seconds; by default in terminals and notebooks.
+      **arguments: those of `jaxonnx.training.DataArguments`, where each is documented.
 
     Returns:
       By name "loss" and the metrics, of several outputs "<output>_loss" and "<output>_<metric>".
@@ -70,9 +69,11 @@ def evaluate(
     if loss is None and metrics is None:
         raise TrainingError("evaluate computes metrics=, like ['accuracy'], or loss=, or both")
     net = model if isinstance(model, Model) else load(model)
-    data, _, net = find_folders(data, None, net, preprocess)
-    padding = padding_of(pad, length_buckets, loss)
-    examples = source(data, net.inputs, batch_size, None, padding, target_names(net))
+    check_names("evaluate", DataArguments, arguments)
+    settings = Settings(**arguments)
+    data, _, net = find_folders(data, None, net, settings.preprocess)
+    padding = padding_of(settings.pad, settings.length_buckets, loss)
+    examples = source(data, net.inputs, settings.batch_size, None, padding, target_names(net))
     goal = objective.find(net, loss, metrics)
     return over(goal, examples, images.preparation(net).labels, progress)
 

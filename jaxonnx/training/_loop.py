@@ -149,7 +149,7 @@ def _checkpoints(
 ) -> Checkpoints:
     """Open the folder of a run, whose tensors that no step changes are compared, not stored."""
     assert settings.checkpoint_dir is not None
-    same = {**settings.continued, "batch_size": getattr(examples, "size", None)}
+    same = {**settings.resumable, "batch_size": getattr(examples, "size", None)}
     same |= {"preprocess": getattr(examples, "continued", None), "data": examples.identity}
     tensors = {**step.model.params, **step.model.state}
     fixed = {n: x for n, x in tensors.items() if n not in state.params and n not in state.state}

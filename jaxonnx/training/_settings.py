@@ -2,80 +2,37 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, Self
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any
 
 import numpy as np
-import optax
-from jax.sharding import Mesh
 
 from jaxonnx._data.ragged import Padding
-from jaxonnx._mesh.rules import Sharding
-from jaxonnx._rewrite.head import Classes
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters, LoRA
-from jaxonnx.model import Statistics, Trainable
+from jaxonnx.training._arguments import Hook, TrainArguments, declared
 from jaxonnx.training._optimizers import is_planned
-
-Hook = Callable[[int, dict[str, Any]], None]
-Optimizer = optax.GradientTransformation | Callable[[int], optax.GradientTransformation]
 
 NAN_POLICIES = ("stop", "skip", "rollback")
 
-_OF_OPTIMIZERS = (
-    *("trainable", "lora", "statistics", "dropout", "sparsity", "accumulate", "ema", "precision"),
-    *("remat", "class_weights"),
+_VALUES: Any = make_dataclass(
+    "_VALUES",
+    [
+        (name, one.type, field(default=one.argument.default))
+        for name, one in declared(TrainArguments).items()
+    ],
+    frozen=True,
+    kw_only=True,
 )
-"""What changes how a loss is computed or minimized, which a file with an algorithm says itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The arguments of `train` besides model and data; its docstring explains each.
+class Settings(_VALUES):
+    """The values of `TrainArguments`, checked before anything is compiled.
 
     Raises:
       TrainingError: a sentence that says what was expected and what came.
     """
-
-    loss: Any = None
-    optimizer: Optimizer | None = None
-    epochs: int = 1
-    batch_size: int | None = None
-    pad: Mapping[str, Any] | None = None
-    length_buckets: int | Sequence[int] | None = None
-    seed: int = 0
-    validation: Any = None
-    preprocess: Mapping[str, Any] | None = None
-    augment: Any = None
-    class_weights: str | Mapping[Any, float] | None = None
-    metrics: Any = None
-    head: Classes | Mapping[str, Classes] | None = None
-    trainable: Trainable | None = None
-    lora: LoRA | Adapters | None = None
-    statistics: Statistics | None = None
-    dropout: float | Mapping[str, float] | None = None
-    sparsity: str | Mapping[str, Any] | None = None
-    accumulate: int = 1
-    ema: float | None = None
-    precision: Literal["bf16"] | None = None
-    remat: bool = False
-    mesh: Mesh | Literal["all"] | None = None
-    sharding: Sharding | None = None
-    nan: Literal["stop", "skip", "rollback"] = "stop"
-    patience: int | None = None
-    monitor: str | tuple[str, str] | None = None
-    checkpoint_dir: str | os.PathLike | None = None
-    checkpoint_every: int | None = None
-    resume: bool | Literal["anyway"] = False
-    on_log: Hook | Sequence[Hook] | None = None
-    progress: bool | None = None
-
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> Self:
-        """Return the settings among the arguments of a function."""
-        names = [field.name for field in fields(cls) if field.name in arguments]
-        return cls(**{name: arguments[name] for name in names})
 
     def __post_init__(self):
         if isinstance(self.epochs, int) and self.epochs == 0:
@@ -175,20 +132,21 @@ class Settings:
         return tuple(hooks)
 
     @property
-    def continued(self) -> dict[str, Any]:
-        """What must be the same in a run that continues from a checkpoint of this one."""
-        same = {name: getattr(self, name) for name in ("seed", "accumulate", "ema", "precision")}
+    def resumable(self) -> dict[str, Any]:
+        """The values that a run which continues from a checkpoint of this one must have, too."""
+        arguments = declared(TrainArguments).items()
+        same = {name: getattr(self, name) for name, one in arguments if one.argument.resume}
         padding = Padding.of(self.pad, self.length_buckets)
         same["pad"] = {name: float(x) for name, x in padding.pad.items()} or None
         same["length_buckets"] = None if padding.buckets is None else [*padding.buckets]
         return same
 
     @property
-    def of_optimizers(self) -> list[str]:
-        """The names of those that say more than the default and need a loss and an optimizer."""
-        defaults = {field.name: field.default for field in fields(self)}
-        values = [(name, getattr(self, name)) for name in _OF_OPTIMIZERS]
-        return [name for name, value in values if value and value != defaults[name]]
+    def of_losses(self) -> list[str]:
+        """The names of arguments with a value that only a loss and an optimizer give a meaning."""
+        arguments = [(n, one.argument) for n, one in declared(TrainArguments).items()]
+        named = [(n, getattr(self, n), one.default) for n, one in arguments if one.needs_loss]
+        return [name for name, value, default in named if value and value != default]
 
 
 def _integer(name: str, value: Any, least: int, most: float = math.inf) -> None:
