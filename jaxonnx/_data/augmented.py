@@ -2,13 +2,12 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxonnx._data.batches import Batch, Examples, Stream
+from jaxonnx._data.batches import Batch, Source
 from jaxonnx._data.images.augment import key_of
 from jaxonnx._data.images.folder import is_folder
 from jaxonnx.errors import TrainingError
@@ -17,26 +16,35 @@ _KEY = 2**32 - 4
 """What is folded into the seed's key for the function; pictures and steps fold in others."""
 
 
-@dataclass(frozen=True)
-class Augmented:
-    """Examples that are changed each time that they are shown.
+class Augmented(Source):
+    """A source whose batches are changed by a function each time that they are read.
 
-    What is drawn depends on seed, epoch and the number of the batch only, so that a run that
-    continues draws the same. All but `batches` is that of the source.
+    Random changes depend on seed, epoch and the number of the batch only, so that a run that
+    resumes draws the same.
+
+    Args:
+      change: a function of key, epoch, number of the batch, and batch.
     """
 
-    source: Examples | Stream
-    changed: Callable[[jax.Array, Any, Any, Batch], Batch]
-    """(key, epoch, number of the batch, batch)"""
-    key: jax.Array
+    def __init__(
+        self, source: Source, change: Callable[[jax.Array, Any, Any, Batch], Batch], key: jax.Array
+    ):
+        self._source, self._change, self._key = source, change, key
+        self.targets, self.weights, self.size = source.targets, source.weights, source.size
+        self.classes, self.resumable = source.classes, source.resumable
+        self.in_shares = source.in_shares  # batches are checked as they come: changing takes time
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.source, name)
+    @property
+    def steps(self) -> int | None:
+        return self._source.steps
+
+    @property
+    def identity(self) -> dict[str, Any] | None:
+        return self._source.identity
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Return the batches of an epoch from number `start` on."""
-        for number, batch in enumerate(self.source.batches(epoch, start), start):
-            yield self.changed(self.key, np.uint32(epoch), np.uint32(number), batch)
+        for number, batch in enumerate(self._source.batches(epoch, start), start):
+            yield self._change(self._key, np.uint32(epoch), np.uint32(number), batch)
 
 
 def parse_augment(augment: Any, preprocess: Mapping[str, Any] | None, data: Any) -> tuple[Any, Any]:
@@ -59,9 +67,7 @@ def parse_augment(augment: Any, preprocess: Mapping[str, Any] | None, data: Any)
     return None, {**(preprocess or {}), "augment": augment}
 
 
-def augment_examples(
-    examples: Examples | Stream, function: Callable | None, seed: int
-) -> Examples | Stream | Augmented:
+def augment_examples(examples: Source, function: Callable | None, seed: int) -> Source:
     """Return examples that a function changes.
 
     Args:

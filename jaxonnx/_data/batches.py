@@ -148,8 +148,45 @@ def _split_pair(given: Any, names: list[str], what: str, spare: Collection[str])
     return inputs, next(iter(targets.values())) if len(targets) == 1 else targets
 
 
+class Source(ABC):
+    """Batches of examples, as a run reads them.
+
+    A source is data in one piece (`Examples`), batches that something else makes (`Stream`), or
+    either of these changed by a function (`Augmented`).
+    """
+
+    targets: Any
+    """The targets of all examples; None where they are not known before the batches."""
+    weights: np.ndarray | None = None
+    """The weight of each example, float32; None means 1 for all, or not known before."""
+    size: int | None
+    """The number of examples in a batch, where it is the same for all."""
+    classes: Sequence[str] | None = None
+    """The names of the classes, where the data has them."""
+    resumable: Mapping[str, Any] | None = None
+    """Settings of the data that must be the same in a run that resumes, as JSON holds them."""
+    in_shares: bool = False
+    """Whether each of several processes has a share of each batch, not all of it."""
+    checks_batches: bool = False
+    """Whether all batches can be checked before the run, in place of all targets at once."""
+
+    @property
+    @abstractmethod
+    def steps(self) -> int | None:
+        """The number of batches in an epoch, where it is known."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> dict[str, Any] | None:
+        """The number, types and a checksum of the examples, as JSON holds them, if known."""
+
+    @abstractmethod
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """Return the batches of an epoch from number `start` on."""
+
+
 @dataclass(frozen=True)
-class Examples(ABC):
+class Examples(Source):
     """Examples in one piece, in an order that depends on seed and epoch only."""
 
     inputs: Any
@@ -171,22 +208,16 @@ class Examples(ABC):
 
     @property
     def steps(self) -> int:
-        """The number of batches in an epoch."""
         return -(-len(self.rows) // self.size)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What tells them from other examples: number, types and a checksum, as JSON holds it."""
         weights = [] if self.weights is None else [self.weights]
         return identity(self.rows, [*self.contents(), *weights])
 
     @abstractmethod
     def contents(self) -> Sequence[np.ndarray]:
         """Return the arrays that the examples are in."""
-
-    @abstractmethod
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Return the batches of an epoch from number `start` on."""
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the rows in the order of an epoch."""
@@ -222,7 +253,7 @@ class Arrays(Examples):
 
 
 @dataclass(frozen=True)
-class Stream:
+class Stream(Source):
     """Batches that something else makes."""
 
     data: Any
@@ -230,18 +261,21 @@ class Stream:
     """The inputs of the model."""
     what: str
     targets: None = None
-    """They are not known before they come."""
-    identity: None = None
-    """Nor are they, for what could be told of them."""
+    """They are not known before the batches."""
     labels: bool = True
     """Whether there are targets, or only inputs are wanted."""
     padding: Padding = PLAIN
     target_names: Collection[str] = ()
     """Names that are of targets."""
+    size = None
+    in_shares = True
+
+    @property
+    def identity(self) -> None:
+        return None
 
     @property
     def steps(self) -> int | None:
-        """The number of batches in an epoch, where it is known."""
         try:
             return len(self.data)
         except TypeError:  # loaders have a length that some of their data has not

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxonnx import _safe_read
-from jaxonnx._data.batches import Arrays, Examples, Stream, as_pair
+from jaxonnx._data.batches import Arrays, Source, Stream, as_pair
 from jaxonnx._data.padded import Padded
 from jaxonnx._data.ragged import PLAIN, Padding
 from jaxonnx._data.weights import checked_weights, split_weights
@@ -28,7 +28,7 @@ def examples_of(
     labels: bool = True,
     padding: Padding = PLAIN,
     target_names: Collection[str] = (),
-) -> Examples | Stream:
+) -> Source:
     """Return examples in any form as batches.
 
     Args:
@@ -139,7 +139,7 @@ def _check_batch(arrays: Any, targets: Any, size: Any) -> None:
         )
 
 
-def check_size(examples: Examples | Stream, batch_size: int | None) -> None:
+def check_size(examples: Source, batch_size: int | None) -> None:
     """Refuse a batch size for batches that have their own."""
     if isinstance(examples, Stream) and batch_size is not None:
         raise TrainingError(

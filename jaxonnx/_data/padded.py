@@ -22,6 +22,7 @@ class Padded(Examples):
     """
 
     columns: Columns
+    checks_batches = True
 
     def contents(self) -> Sequence[np.ndarray]:
         leaves = jax.tree.leaves(self.columns.pair)

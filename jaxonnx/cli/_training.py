@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxonnx import loggers, sparse
 from jaxonnx._atomic_write import check_writable
-from jaxonnx._data.batches import Batch, Examples, Stream
+from jaxonnx._data.batches import Batch, Source
 from jaxonnx._data.images import preparation as images
 from jaxonnx._io.packed import packed_nbytes, record
 from jaxonnx.cli import _explain as explain
@@ -339,9 +339,7 @@ def _save(model: Model, path: Path) -> None:
         raise Failed(f"{error}; the trained model is in {folder / path.name}") from error
 
 
-def _examples(
-    data: Any, model: Model, settings: Mapping[str, Any], size: int | None
-) -> Examples | Stream:
+def _examples(data: Any, model: Model, settings: Mapping[str, Any], size: int | None) -> Source:
     """Return the examples of a file in their order, padded as the settings say."""
     padding = padding_of(settings.get("pad"), settings.get("length_buckets"), settings.get("loss"))
     return source(data, model.inputs, size, padding=padding, target_names=target_names(model))

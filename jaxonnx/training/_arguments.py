@@ -12,6 +12,7 @@ import inspect
 import itertools
 import os
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_type_hints
@@ -306,13 +307,14 @@ class Declared(NamedTuple):
 @functools.cache
 def _texts() -> dict[str, dict[str, str]]:
     """Return the strings below the keys of each class of this module."""
+    source = inspect.getsource(sys.modules[__name__])
     texts: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(inspect.getmodule(Argument))).body:
-        body = node.body if isinstance(node, ast.ClassDef) else []
-        for key, text in itertools.pairwise(body):
-            if isinstance(key, ast.AnnAssign) and isinstance(text, ast.Expr):
-                own = texts.setdefault(node.name, {})
-                own[ast.unparse(key.target)] = inspect.cleandoc(ast.literal_eval(text.value))
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef):
+            own = texts.setdefault(node.name, {})
+            for key, text in itertools.pairwise(node.body):
+                if isinstance(key, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    own[ast.unparse(key.target)] = inspect.cleandoc(ast.literal_eval(text.value))
     return texts
 
 

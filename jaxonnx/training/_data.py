@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxonnx._data.batches import Examples, Stream
+from jaxonnx._data.batches import Examples, Source
 from jaxonnx._data.forms import check_size, examples_of, size_of_batches
 from jaxonnx._data.images.batches import Pictures
 from jaxonnx._data.images.folder import Folder
@@ -45,7 +45,7 @@ def sources(
     seed: int,
     padding: Padding = PLAIN,
     target_names: Collection[str] = (),
-) -> tuple[Examples | Stream, Examples | Stream | None]:
+) -> tuple[Source, Source | None]:
     """Return the examples to train with and those held out, in the forms that `train` documents.
 
     Args:
@@ -74,7 +74,7 @@ def source(
     seed: int | None = None,
     padding: Padding = PLAIN,
     target_names: Collection[str] = (),
-) -> Examples | Stream:
+) -> Source:
     """Return examples, in their own order if there is no seed."""
     examples = _source(data, inputs, batch_size, seed, "data", padding, target_names)
     check_size(examples, batch_size)
@@ -89,7 +89,7 @@ def _source(
     what: str,
     padding: Padding,
     target_names: Collection[str],
-) -> Examples | Stream:
+) -> Source:
     if isinstance(data, Folder):
         return Pictures.of(data, size_of_batches(inputs, batch_size), seed)
     return examples_of(
@@ -97,7 +97,7 @@ def _source(
     )
 
 
-def _split(examples: Examples | Stream, share: float) -> tuple[Examples, Examples]:
+def _split(examples: Source, share: float) -> tuple[Examples, Examples]:
     """Return examples without a share of them, and that share; the seed alone chooses."""
     if not isinstance(examples, Examples):
         raise TrainingError(

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from onnx import ModelProto
 
-from jaxonnx._data.batches import Examples, Stream
+from jaxonnx._data.batches import Source
 from jaxonnx._data.images import preparation as images
 from jaxonnx._data.images.folder import find_folders
 from jaxonnx._data.prefetch import ahead
@@ -80,7 +80,7 @@ def evaluate(
 
 def over(
     goal: objective.Objective,
-    examples: Examples | Stream,
+    examples: Source,
     labels: Sequence[str],
     progress: bool | None = None,
 ) -> dict[str, Any]:

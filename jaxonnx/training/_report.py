@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxonnx._atomic_write import whole
-from jaxonnx._data.batches import Examples, Stream
+from jaxonnx._data.batches import Examples, Source
 from jaxonnx._data.images import preparation as images
 from jaxonnx._graph.scopes import modules
 from jaxonnx._graph.uses import uses
@@ -54,7 +54,7 @@ class Run:
     """
 
     settings: Settings
-    held_out: Examples | Stream | None
+    held_out: Source | None
 
 
 class Reported(Protocol):

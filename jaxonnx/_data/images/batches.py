@@ -47,8 +47,7 @@ class Pictures(Examples):
         return self.inputs.settings.how.labels
 
     @property
-    def continued(self) -> dict[str, Any]:
-        """What must be the same in a run that continues, as JSON holds it."""
+    def resumable(self) -> dict[str, Any]:
         settings = self.inputs.settings
         how = {k: v for k, v in vars(settings.how).items() if k != "labels"}
         how = {k: list(v) if isinstance(v, tuple) else v for k, v in how.items()}
