@@ -34,8 +34,8 @@ def trusting() -> Iterator[None]:
     parts: dict[str, Any] = {
         "finite": lambda tree: jnp.bool(True),
         "stays_finite": lambda old, new, small=False: jnp.bool(True),
-        "_kept": lambda good, old, new: new,
-        "_either": lambda good, new, old: new,
+        "_keep_finite": lambda good, old, new: new,
+        "_select": lambda good, new, old: new,
     }
     with ExitStack() as stack:
         for name, part in parts.items():

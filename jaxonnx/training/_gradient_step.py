@@ -139,7 +139,7 @@ class GradientStep(Step):
         new: Any = optax.apply_updates(state.params, updates)
         selecting, small = good is not None, stays_finite(state.params, new, small=True)
         good = good & small if selecting else small
-        kept = _kept_at_once if self._storage.platform == "onnx" else _keep_finite
+        kept = _keep_finite_at_once if self._storage.platform == "onnx" else _keep_finite
         params: Any = jax.tree.map(partial(kept, good), state.params, new)
         taken, average = state.taken + 1, state.average
         if self._settings.ema is not None:
@@ -153,7 +153,7 @@ class GradientStep(Step):
         def either(new, old):
             large = new.size > SMALL and jnp.issubdtype(new.dtype, jnp.floating)
             # weights are computed from new moments, which a choice on CPU would make copies of
-            return new if large and not selecting else _either(good, new, old)
+            return new if large and not selecting else _select(good, new, old)
 
         return jax.tree.map(either, moved, stay.replace(params={})).replace(params=params)
 
@@ -213,7 +213,7 @@ def _keep_finite(good: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
     return jnp.where(good & jnp.isfinite(new), new, old)
 
 
-def _kept_at_once(good: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
+def _keep_finite_at_once(good: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
     """Do the same where a choice for each number costs more than a sum that shows the usual case.
 
     A sum of finite numbers may overflow: then each is looked at.
@@ -225,7 +225,7 @@ def _kept_at_once(good: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _either(condition: jax.Array, one: jax.Array, other: jax.Array) -> jax.Array:
+def _select(condition: jax.Array, one: jax.Array, other: jax.Array) -> jax.Array:
     return jnp.where(condition, one, other)
 
 

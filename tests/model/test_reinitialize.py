@@ -68,5 +68,5 @@ def test_what_is_not_there():
         jaxonnx.InputError, match=r"names='clasifier.4.weight'.*classifier.4.weight"
     ):
         model.reinitialize(KEY, "clasifier.4.weight")
-    with pytest.raises(jaxonnx.InputError, match="merged"):
+    with pytest.raises(jaxonnx.InputError, match="merge_adapters"):
         jaxonnx.LoRA(2).attach(model, KEY).reinitialize(KEY, ".*")

@@ -18,7 +18,7 @@ if count > 1:
 import numpy as np
 from jax import P
 import jaxonnx
-from tests import tiny
+from tests.support import tiny_networks as tiny
 mesh = jax.make_mesh((jax.device_count(),), ("data",))
 RULES = {"w1": P("data"), "w2": P("data")}
 """
