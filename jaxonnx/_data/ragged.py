@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._graph.values import Value
@@ -112,9 +113,7 @@ def with_masks(columns: Sequence[Any], inputs: Sequence[Value]) -> tuple[Any, ..
     return tuple(mask(value) if c is None else c for value, c in pairs)
 
 
-def next_tokens(
-    columns: Sequence[Any], inputs: Sequence[Value], ignored: int, what: str
-) -> np.ndarray | Ragged:
+def next_tokens(columns: Sequence[Any], inputs: Sequence[Value], ignored: int, what: str) -> Any:
     """Return the tokens of data as the labels of a model that predicts the next one.
 
     Raises:
@@ -134,8 +133,10 @@ def next_tokens(
         if np.array_equal(tokens.starts, mask.starts):
             values = np.where(mask.values > 0, tokens.values.astype(np.int64), ignored)
             return Ragged(values, tokens.starts)
-    elif isinstance(tokens, np.ndarray) and tokens.shape == getattr(mask, "shape", None):
-        return np.where(mask > 0, tokens.astype(np.int64), ignored)
+    elif not isinstance(tokens, Ragged) and tokens.shape == getattr(mask, "shape", None):
+        if isinstance(tokens, np.ndarray) and isinstance(mask, np.ndarray):
+            return np.where(mask > 0, tokens.astype(np.int64), ignored)
+        return jnp.where(mask > 0, tokens.astype(jnp.int32), ignored)
     raise TrainingError(f"{what}: the lengths of '{name}' are not those of its mask")
 
 

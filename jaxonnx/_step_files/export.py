@@ -28,7 +28,6 @@ from jaxonnx.training import (
     State,
     Step,
     StepArguments,
-    as_batch,
     build_step,
     check_names,
     weights_of_classes,
@@ -130,7 +129,7 @@ class _Exporter:
         self._step, self.opset = step, opset
         self.state = step.init()
         self.frozen = {name: step.model.state[name] for name in step.frozen}
-        example = as_batch(jax.tree.map(_concrete, batch), step.model)
+        example = step.as_batch(jax.tree.map(_concrete, batch))
         step.check(example)
         self.example = example
         used: set[str] = set()

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
+from jaxonnx._data.batches import Batch
 from jaxonnx._graph.roles import running_statistics
+from jaxonnx.errors import TrainingError
 from jaxonnx.lowering import separate_heads
 from jaxonnx.model import Model
 from jaxonnx.training._objective import Objective
@@ -68,7 +70,7 @@ class GradientStep(Step):
         return State(params, state, memory, average, jnp.int32(0), jnp.int32(0), jnp.bool(True))
 
     def update(self, state: State, batch: Any, frozen: Any = None) -> tuple[State, jax.Array]:
-        batch = as_batch(batch, self.model)
+        batch = self.as_batch(batch)
         frozen = self.frozen if frozen is None else frozen
         key = jax.random.fold_in(jax.random.key(self._settings.seed), state.count)
 
@@ -157,18 +159,24 @@ class GradientStep(Step):
 
         return jax.tree.map(either, moved, stay.replace(params={})).replace(params=params)
 
+    def as_batch(self, batch: Any) -> Batch:
+        batch = as_batch(batch, self.model, self._goal.label_of_padding)
+        if not jax.tree.leaves(batch.targets):
+            raise TrainingError("the batch has no targets: give it as (x, y), or name them in it")
+        return batch
+
     def check(self, batch: Any) -> Any:
-        return self._goal.check(as_batch(batch, self.model))
+        return self._goal.check(self.as_batch(batch))
 
     def check_labels(self, targets: Any, shapes: Any, what: str, classes: Any = None) -> None:
         self._goal.check_labels(targets, shapes, what, classes)
 
     def sums(self, batch: Any, shapes: Any = None) -> Any:
         shapes = self.check(batch) if shapes is None else shapes
-        return self._goal.start(shapes, as_batch(batch, self.model))
+        return self._goal.start(shapes, self.as_batch(batch))
 
     def evaluate(self, sums: Any, state: State, batch: Any, frozen: Any = None) -> Any:
-        batch = as_batch(batch, self.model)
+        batch = self.as_batch(batch)
         frozen = self.frozen if frozen is None else frozen
         params = self._storage.apply_params(self._read(_visible_params(state)))
         tensors = {**self._read(frozen), **state.state}

@@ -19,7 +19,7 @@ from jaxonnx._mesh.shardings import Placement, inherit_shardings
 from jaxonnx.errors import TrainingError
 from jaxonnx.lowering import KernelFirst, kernel_first
 from jaxonnx.model import Model
-from jaxonnx.training._step import State, Step, as_batch
+from jaxonnx.training._step import State, Step
 
 
 class MeshStep(Step):
@@ -91,8 +91,11 @@ class MeshStep(Step):
             sums = self._step.evaluate(sums, state, self._split(batch), self._or_own(frozen))
             return _constrain(sums, self._whole)
 
+    def as_batch(self, batch: Any) -> Batch:
+        return self._step.as_batch(batch)
+
     def check(self, batch: Any) -> Any:
-        batch = as_batch(batch, self.model)
+        batch = self.as_batch(batch)
         if self._rows.is_fully_addressable:  # else it may be the share of a process
             self._check_size(batch)
         return self._step.check(batch)
@@ -158,7 +161,7 @@ class MeshStep(Step):
 
     def _split(self, batch: Any) -> Batch:
         """Return a batch of any form whose arrays are split, within a step."""
-        batch = as_batch(batch, self.model)
+        batch = self.as_batch(batch)
         self._check_size(batch)
         return _constrain(jax.tree.map(_enter_auto, batch), self._rows)
 

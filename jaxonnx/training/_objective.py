@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._data.batches import Batch
+from jaxonnx._data.ragged import IGNORED
 from jaxonnx._graph.bind import Node
 from jaxonnx._rewrite.last_layer import ENDINGS
 from jaxonnx.errors import TrainingError
@@ -56,6 +57,14 @@ class Objective:
     measures: Mapping[str, Measure]
     names: tuple[str, ...]
     notes: tuple[str, ...]
+
+    @property
+    def label_of_padding(self) -> int | None:
+        """The label that does not count, where the only loss is one of next tokens."""
+        if len(self.terms) != 1 or not self.terms[0].loss.next_token:
+            return None
+        index = self.terms[0].loss.ignore_index
+        return IGNORED if index is None else index
 
     def mean(self, outputs: Any, targets: Any, weight: jax.Array) -> jax.Array:
         """Return the loss of a batch, given all values that the model computes."""

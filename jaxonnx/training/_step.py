@@ -14,6 +14,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxonnx._data.batches import Batch, split_inputs
+from jaxonnx._data.ragged import masks, next_tokens, with_masks
 from jaxonnx._data.weights import split_weights
 from jaxonnx.model import Model
 
@@ -139,6 +140,14 @@ class Step(ABC):
         """What `init` starts from by default, in the order of the file."""
         return self.model.params
 
+    def as_batch(self, batch: Any) -> Batch:
+        """Return a batch of any form, traced or not.
+
+        Raises:
+          TrainingError: it does not have the model's inputs.
+        """
+        return as_batch(batch, self.model)
+
     def put(self, batch: Batch, shared: bool = False) -> Batch:
         """Return a batch with its arrays on the devices that share it, where there are several.
 
@@ -160,13 +169,26 @@ class Step(ABC):
         return ["loss", "validation_loss"] if validated else ["loss"]
 
 
-def as_batch(batch: Any, model: Model) -> Batch:
-    """Return a batch of any form, traced or not; examples weigh one where nothing is said."""
+def as_batch(batch: Any, model: Model, label_of_padding: int | None = None) -> Batch:
+    """Return a batch of any form, traced or not; examples weigh one where nothing is said.
+
+    Args:
+      label_of_padding: given for a loss of next tokens, whose batches may lack masks and targets.
+
+    Raises:
+      TrainingError: the batch does not have the model's inputs.
+    """
     if isinstance(batch, Batch):
         return batch
     names = [value.name for value in model.inputs]
     batch, weight = split_weights(batch, names, target_names(model))
-    x, y = split_inputs(batch, names, "the batch")
+    if label_of_padding is None:
+        x, y = split_inputs(batch, names, "the batch")
+    else:
+        x, y = split_inputs(batch, names, "the batch", masks(model.inputs))
+        x = with_masks(x, model.inputs)
+        if not jax.tree.leaves(y):
+            y = next_tokens(x, model.inputs, label_of_padding, "the batch")
     if weight is None:
         count = jnp.shape(x[0])[0]
         weight = (np if isinstance(count, int) else jnp).ones(count, np.float32)

@@ -12,7 +12,7 @@ from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model, load
 from jaxonnx.training._objective import Objective
 from jaxonnx.training._settings import Settings
-from jaxonnx.training._step import State, Step, as_batch, copy, stays_finite
+from jaxonnx.training._step import State, Step, copy, stays_finite
 
 
 class TrainingInfoStep(Step):
@@ -61,7 +61,7 @@ class TrainingInfoStep(Step):
         return state, jnp.stack([loss, good.astype(loss.dtype)])
 
     def check(self, batch: Any) -> Any:
-        if not np.isin(as_batch(batch, self.model).weight, (0, 1)).all():
+        if not np.isin(self.as_batch(batch).weight, (0, 1)).all():
             raise TrainingError(
                 "the examples have weights, and the algorithm of the file knows none: leave them "
                 "out, or pass loss= and optimizer="
@@ -105,7 +105,7 @@ class TrainingInfoStep(Step):
 
     def _values(self, batch: Any) -> dict[str, Any]:
         """Return the inputs of the network and of its algorithms, by name."""
-        inputs, targets, _ = as_batch(batch, self.model)
+        inputs, targets, _ = self.as_batch(batch)
         if not isinstance(targets, Mapping) and len(self._targets) == 1:
             targets = {self._targets[0]: targets}
         if not isinstance(targets, Mapping) or {*targets} != {*self._targets}:
@@ -117,7 +117,7 @@ class TrainingInfoStep(Step):
 
     def _metric_batch(self, batch: Any) -> Batch:
         """Return the batch for metrics, for which the only target needs no name."""
-        batch = as_batch(batch, self.model)
+        batch = self.as_batch(batch)
         single = len(self._targets) == 1 and isinstance(batch.targets, Mapping)
         return batch._replace(targets=batch.targets[self._targets[0]]) if single else batch
 

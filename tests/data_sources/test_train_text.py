@@ -361,3 +361,30 @@ def test_a_length_that_the_file_fixes():
     assert outputs.shape == (10, 20, TOKENS)
     with pytest.raises(jaxonnx.TrainingError, match="more than 16, what the file is fixed to"):
         network(dims="n, 16").predict({"input_ids": IDS})
+
+
+@pytest.mark.parametrize("devices", [None, 1])
+def test_a_step_of_next_tokens_takes_batches_without_targets(devices):
+    """Masks may be missing as well; other losses say that there are no targets."""
+    model = jaxonnx.load(DATA / "text" / "llama.onnx")
+    mesh = devices and jax.make_mesh((devices,), ("data",))
+    step = jaxonnx.training.step(
+        model, loss="causal_lm", optimizer=optax.sgd(0.1), **({"mesh": mesh} if mesh else {})
+    )
+    tokens = np.arange(24).reshape(2, 12) % 50
+    mask = np.ones_like(tokens)
+    update = jax.jit(step.update)
+    _, wanted = update(step.init(), ((tokens, mask), tokens))
+    for batch in ({"input_ids": tokens, "attention_mask": mask}, {"input_ids": tokens}):
+        np.testing.assert_array_equal(update(step.init(), batch)[1], wanted)
+    mask[1, 8:] = 0
+    _, padded = update(step.init(), {"input_ids": tokens, "attention_mask": mask})
+    labels = np.where(mask > 0, tokens, -100)
+    np.testing.assert_array_equal(padded, update(step.init(), ((tokens, mask), labels))[1])
+    other = jaxonnx.training.step(
+        model,
+        loss="softmax_cross_entropy_with_integer_labels",
+        optimizer=optax.sgd(0.1),
+    )
+    with pytest.raises(jaxonnx.TrainingError, match="no targets"):
+        other.update(other.init(), {"input_ids": tokens, "attention_mask": mask})
