@@ -45,7 +45,8 @@ Through = Annotated[Any, "through"]
 `Rounded` itself, where all other functions receive its `value` alone."""
 
 Omissible = Annotated[Any, "omissible"]
-"""An input that may be omitted although others after it may not."""
+"""An input that may be omitted ("" in the file) although others after it may not: `Omissible` alone
+or in a union, as in `Through | Omissible`."""
 
 Kernel = Annotated[Any, "kernel"]
 """A weight (M, C, *kernel) that may be kept in another order, for `lowering` alone to read."""
@@ -203,6 +204,7 @@ def op(
             if unknown := [*filter(lambda what: what not in named, group)]:
                 raise ValueError(f"operator {name} has no input or attribute {unknown[0]!r}")
         starts = [group for group in (params, vectors, state) if isinstance(group, Mapping)]
+        omissible = _positions_of(positional, Omissible)
         _OPS[domain, name].append(
             Op(
                 name=name,
@@ -225,8 +227,8 @@ def op(
                 required=frozenset(p.name for p in attributes if p.default is p.empty),
                 inputs=None if variadic else len(positional),
                 needed=tuple(
-                    None if p.annotation == Omissible else p.name
-                    for p in positional
+                    None if i in omissible else p.name
+                    for i, p in enumerate(positional)
                     if p.default is p.empty
                 ),
                 last=len(order) - 1,

@@ -28,7 +28,8 @@ def wanted(case):
     return results if isinstance(results, tuple) else (results,)
 
 
-def onnxruntime_result(case):
+def model_of(case):
+    """The case as a model of one node, and its inputs by name."""
     names = ["" if x is None else f"x{i}" for i, x in enumerate(case.inputs)]
     given = {n: x for n, x in zip(names, case.inputs, strict=True) if n}
     # onnxruntime does not take arrays of 4 bits
@@ -51,7 +52,11 @@ def onnxruntime_result(case):
         stored,
     )
     opsets = [helper.make_opsetid("", case.opset), helper.make_opsetid(DOMAIN, 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    return helper.make_model(graph, opset_imports=opsets, ir_version=8), given
+
+
+def onnxruntime_result(case):
+    model, given = model_of(case)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL

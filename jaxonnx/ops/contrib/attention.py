@@ -24,7 +24,7 @@ from jaxonnx.ops.attention import (
 from jaxonnx.ops.common import INDEX
 from jaxonnx.ops.contrib.fused import DOMAIN, rms_norm
 from jaxonnx.ops.linear import affine
-from jaxonnx.registry import Static, op
+from jaxonnx.registry import Omissible, Static, op
 
 
 def refuse(**options):
@@ -182,10 +182,10 @@ def _append_to_cache(past, new, start, length):
 @op("GroupQueryAttention", since=1, domain=DOMAIN)
 def group_query_attention(
     query,
-    key,
-    value,
-    past_key,
-    past_value,
+    key: Omissible,
+    value: Omissible,
+    past_key: Omissible,
+    past_value: Omissible,
     seqlens_k,
     total_sequence_length: Static,
     cos_cache=None,

@@ -228,7 +228,8 @@ def embed_layer_normalization(
     batch, steps = input_ids.shape
     positions = np.arange(steps) if position_ids is None else position_ids
     total = jnp.asarray(word_embedding)[input_ids] + jnp.asarray(position_embedding)[positions]
-    if segment_ids is not None:
-        total = total + jnp.asarray(segment_embedding)[segment_ids]
+    if segment_embedding is not None:
+        # as in onnxruntime, tokens without segments are of the first
+        total = total + jnp.asarray(segment_embedding)[0 if segment_ids is None else segment_ids]
     counts = jnp.zeros(batch, np.int32) if mask is None else (mask == 1).sum(axis=1, dtype=np.int32)
     return layer_norm(total, gamma, beta, epsilon)[0], counts, total

@@ -28,7 +28,7 @@ from jaxonnx.ops.common import INDEX
 from jaxonnx.ops.contrib.attention import multi_head_attention, refuse, self_attention
 from jaxonnx.ops.contrib.fused import DOMAIN
 from jaxonnx.ops.linear import affine, matmul
-from jaxonnx.registry import Static, op
+from jaxonnx.registry import Omissible, Static, op
 
 
 @op("DecoderMaskedMultiHeadAttention", since=1, domain=DOMAIN, params=("bias",))
@@ -99,8 +99,8 @@ def _block_mask(rows, columns):
 @op("SparseAttention", since=1, domain=DOMAIN)
 def sparse_attention(
     query,
-    key,
-    value,
+    key: Omissible,
+    value: Omissible,
     past_key,
     past_value,
     block_row_indices: Static,

@@ -13,7 +13,7 @@ from jaxonnx.ops.common import INDEX, axis_of
 from jaxonnx.ops.contrib.fused import DOMAIN
 from jaxonnx.ops.linear import matmul
 from jaxonnx.ops.quantize import dequantize_linear, dynamic_quantize_linear, quantize_linear
-from jaxonnx.registry import Rounded, Through, op
+from jaxonnx.registry import Omissible, Rounded, Through, op
 
 
 def _dtype(x):
@@ -37,7 +37,16 @@ def _axis(scale, axis):
 
 
 def _binary(function):
-    def apply(a: Through, a_scale, a_zero, b: Through, b_scale, b_zero, c_scale, c_zero=None):
+    def apply(
+        a: Through,
+        a_scale,
+        a_zero: Omissible,
+        b: Through,
+        b_scale,
+        b_zero: Omissible,
+        c_scale,
+        c_zero=None,
+    ):
         c = function(dequantize_linear(a, a_scale, a_zero), dequantize_linear(b, b_scale, b_zero))
         return quantize_linear(c, c_scale, np.zeros((), _dtype(a)) if c_zero is None else c_zero)
 

@@ -18,7 +18,7 @@ from jaxonnx.ops.pool import average_pool
 from jaxonnx.ops.quantize import dequantize_linear, dynamic_quantize_linear, quantize_linear
 from jaxonnx.ops.reduction import reduce_mean
 from jaxonnx.ops.rnn import activations_of, check_shapes, lstm_step, scan_over, sum_of_biases
-from jaxonnx.registry import Rounded, Through, op
+from jaxonnx.registry import Omissible, Rounded, Through, op
 
 
 def _value(x):
@@ -33,17 +33,17 @@ def _between(function, x, x_scale, x_zero, y_scale, y_zero):
 
 
 @op("QLinearLeakyRelu", since=1, domain=DOMAIN)
-def qlinear_leaky_relu(x: Through, x_scale, x_zero, y_scale, y_zero=None, *, alpha=0.01):
+def qlinear_leaky_relu(x: Through, x_scale, x_zero: Omissible, y_scale, y_zero=None, *, alpha=0.01):
     return _between(lambda x: leaky_relu(x, alpha=alpha), x, x_scale, x_zero, y_scale, y_zero)
 
 
 @op("QLinearSigmoid", since=1, domain=DOMAIN)
-def qlinear_sigmoid(x: Through, x_scale, x_zero, y_scale, y_zero=None):
+def qlinear_sigmoid(x: Through, x_scale, x_zero: Omissible, y_scale, y_zero=None):
     return _between(sigmoid, x, x_scale, x_zero, y_scale, y_zero)
 
 
 @op("QLinearSoftmax", since=1, domain=DOMAIN)
-def qlinear_softmax(x: Through, x_scale, x_zero, y_scale, y_zero, *, axis=-1, opset):
+def qlinear_softmax(x: Through, x_scale, x_zero: Omissible, y_scale, y_zero, *, axis=-1, opset):
     """Softmax over `axis`; before opset 13 over the axes from `axis` on."""
 
     def over(x):
@@ -56,7 +56,9 @@ def qlinear_softmax(x: Through, x_scale, x_zero, y_scale, y_zero, *, axis=-1, op
 
 
 @op("QLinearReduceMean", since=1, domain=DOMAIN)
-def qlinear_reduce_mean(x: Through, x_scale, x_zero, y_scale, y_zero=None, *, axes, keepdims):
+def qlinear_reduce_mean(
+    x: Through, x_scale, x_zero: Omissible, y_scale, y_zero=None, *, axes, keepdims
+):
     def mean(x):
         return reduce_mean(x, tuple(axes), bool(keepdims))
 
@@ -67,7 +69,7 @@ def qlinear_reduce_mean(x: Through, x_scale, x_zero, y_scale, y_zero=None, *, ax
 def qlinear_average_pool(
     x: Through,
     x_scale,
-    x_zero,
+    x_zero: Omissible,
     y_scale,
     y_zero=None,
     *,
@@ -164,13 +166,17 @@ def qgemm(
     transA=0,
     transB=0,
 ):
-    """alpha * A' B' + C, where C counts in a_scale * b_scale; in float32 without `y_scale`."""
+    """alpha * A' B' + C, where C counts in a_scale * b_scale; in float32 without `y_zero_point`."""
+    if y_zero_point is not None and y_scale is None:
+        raise NodeError("y_zero_point needs a y_scale")
     a = dequantize_linear(a, a_scale, a_zero_point)
     b = dequantize_linear(b, b_scale, b_zero_point, axis=0 if transB else 1)
     y = alpha * ((a.T if transA else a) @ (b.T if transB else b))
     if c is not None:
         y = y + c.astype(y.dtype) * (alpha * a_scale * b_scale)
-    return y if y_scale is None else quantize_linear(y, y_scale, y_zero_point)
+    if y_zero_point is not None:
+        return quantize_linear(y, y_scale, y_zero_point)
+    return y if y_scale is None else y / y_scale  # as onnxruntime has it
 
 
 @op("QAttention", since=1, domain=DOMAIN, params=("bias",))
@@ -205,21 +211,21 @@ def qattention(
 @op("QEmbedLayerNormalization", since=1, domain=DOMAIN)
 def qembed_layer_normalization(
     input_ids,
-    segment_ids,
+    segment_ids: Omissible,
     word: Through,
     position: Through,
-    segment: Through,
+    segment: Through | Omissible,
     gamma: Through,
     beta: Through,
-    mask,
+    mask: Omissible,
     word_scale,
     position_scale,
-    segment_scale,
+    segment_scale: Omissible,
     gamma_scale,
     beta_scale,
     word_zero_point,
     position_zero_point,
-    segment_zero_point,
+    segment_zero_point: Omissible,
     gamma_zero_point,
     beta_zero_point,
     *,
@@ -248,11 +254,11 @@ def dynamic_quantize_lstm(
     x,
     w: Through,
     r: Through,
-    b,
-    sequence_lens,
-    initial_h,
-    initial_c,
-    p,
+    b: Omissible,
+    sequence_lens: Omissible,
+    initial_h: Omissible,
+    initial_c: Omissible,
+    p: Omissible,
     w_scale,
     w_zero_point,
     r_scale,
