@@ -1,9 +1,10 @@
-"""The table of the README: which operator is proven how, from the results of a test run.
+"""The tables of the page on operators: what a run of the tests shows of each.
 
     python -m pytest -m "deep or not deep" --junitxml=results.xml
     python -m tests.support.coverage_table results.xml
 
-Several files of results are read together. The table is put between the markers of README.md.
+Several files of results are read together. The tables are put between the markers
+of jaxonnx/docs/operators.md.
 """
 
 import re
@@ -25,7 +26,7 @@ from tests.ops.test_operators import CASES
 from tests.oracles.test_onnx_suite import UNWRITTEN
 from tests.support.paths import ROOT
 
-README = ROOT / "README.md"
+PAGE = ROOT / "jaxonnx" / "docs" / "operators.md"
 MARKERS = "<!-- coverage -->", "<!-- /coverage -->"
 COLUMNS = {
     "test_forward": "forward",
@@ -157,7 +158,7 @@ def suite_operators() -> dict[str, set[tuple[str, str]]]:
 
 
 def main(paths: list[str]) -> None:
-    """Reads the results, prints a summary and renews the table of the README."""
+    """Reads the results, prints a summary and renews the tables of the page."""
     outcomes: dict[tuple, list[bool]] = defaultdict(list)
     kinds: dict[str, Counter] = defaultdict(Counter)
     passed: Counter = Counter()
@@ -178,8 +179,8 @@ def main(paths: list[str]) -> None:
         versions[op.domain, op.name].append(op.since)
     versions |= {key: since for key, since in schema_versions().items() if key in versions}
     text = render(outcomes, kinds, passed, versions)
-    before, _, rest = README.read_text().partition(MARKERS[0])
-    README.write_text(f"{before}{MARKERS[0]}\n{text}{MARKERS[1]}{rest.partition(MARKERS[1])[2]}")
+    before, _, rest = PAGE.read_text().partition(MARKERS[0])
+    PAGE.write_text(f"{before}{MARKERS[0]}\n{text}{MARKERS[1]}{rest.partition(MARKERS[1])[2]}")
     print(text.split("<details>")[0])
 
 
