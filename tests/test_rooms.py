@@ -1,8 +1,11 @@
 """The plan of the house: which module may import which, and what `import jaxonnx` brings in."""
 
 import ast
+import io
 import subprocess
 import sys
+import tokenize
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -41,6 +44,53 @@ PUBLIC = {"cli.process"}
 """Modules with a public name within a public room, but for those of `FAMILIES`."""
 FAMILIES = ("ops", "onnx_out.rules", "onnx_out.passes")
 """Packages of modules that register themselves, entered through the face of their room."""
+
+
+BUDGETS = {
+    "ops": (6400, "250 operators of five domains, each as its specification writes it"),
+    "training": (4000, "arguments, step, loop, losses, metrics, checkpoints, reports"),
+    "onnx_out": (3300, "a rule for each JAX primitive, and what makes graphs quick in runtimes"),
+    "_graph": (1550, "binding, and which tensor is a weight, by the habits of exporters"),
+    "cli": (1500, "ten commands; their flags are declared where the arguments are"),
+    "sparse": (1500, "patterns, the search of masks, training, packing, the proof of products"),
+    "lowering": (1400, "forms that XLA is quick with, for each of which a benchmark has a row"),
+    "_data": (1400, "arrays, files, pictures, sequences and loaders, read as one kind of source"),
+    "_run": (1350, "the evaluator, and what keeps hostile files from taking the machine"),
+    "_io": (1250, "ModelProto, external data, npz, safetensors, adapters, packed models"),
+    "model": (1100, "Model, and what makes another Model of one"),
+    "_rewrite": (1000, "files to files: heads, batches, outputs, dequantization"),
+    "training_info": (520, "the file's own training graphs, run and written"),
+    "_step_files": (500, "exported steps, their manifest, the page for browsers"),
+    "_mesh": (420, "rules, shardings and processes"),
+    "lora": (220, "adapters, for each form of a weight"),
+    "demo": (200, "the digits network that the first command trains"),
+}
+"""Lines of code, without comments, docstrings and blank lines, that a room may have, and for what.
+A change that needs more raises its room's budget and says why in its commit."""
+SMALL = 180
+"""The budget of any other module of the top level."""
+
+
+def code_lines(source):
+    """Count the lines that hold code."""
+    docstrings = {
+        line
+        for node in ast.walk(ast.parse(source))
+        if isinstance(body := getattr(node, "body", None), list)
+        for part in body
+        if isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
+        if isinstance(part.value.value, str)
+        for line in range(part.lineno, (part.end_lineno or part.lineno) + 1)
+    }
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    written = {
+        line
+        for token in tokens
+        if token.type not in layout | {tokenize.ENDMARKER}
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    return len(written - docstrings)
 
 
 def modules():
@@ -125,6 +175,20 @@ def test_an_import_that_is_wrong_is_seen():
     """
     source = "\n".join(line[4:] for line in source.splitlines())
     assert imports(source, known) == known
+
+
+def test_rooms_keep_their_budgets():
+    lines = Counter()
+    for name, source in modules():
+        lines[room(name)] += code_lines(source)
+    over = {name: count for name, count in lines.items() if count > BUDGETS.get(name, (SMALL,))[0]}
+    assert not over, f"more lines of code than {BUDGETS.keys() & over.keys() or SMALL} may have"
+
+
+def test_code_lines_are_those_with_code():
+    assert (
+        code_lines('"""Doc."""\n\nx = 1  # why\n# note\ndef f():\n    """Doc."""\n    "a"\n') == 2
+    )
 
 
 def test_importing_the_package_is_lean():
