@@ -149,7 +149,10 @@ class _Exporter:
     @property
     def finishes(self) -> bool:
         """Whether the tensors of the file are not in the state as they are."""
-        return self._step.model.program.adaption is not None or self.state.average is not None
+        types = {name: x.dtype for name, x in self._step.params.items()}
+        wide = any(x.dtype != types.get(name, x.dtype) for name, x in self.state.params.items())
+        adapted = self._step.model.program.adaption is not None
+        return adapted or wide or self.state.average is not None
 
     def start(self) -> dict[str, np.ndarray]:
         """Return the state to start from, by name."""

@@ -155,6 +155,13 @@ class StepArguments(ModelArguments, total=False):
     This holds for the forward pass and both gradients, and is fast on accelerators (not on
     CPUs). The weights and their updates, norms, softmaxes and losses stay in float32, and so do
     validation and the resulting model."""
+    master: Annotated[bool, Argument(True, resume=True)]
+    """Train float16 and bfloat16 parameters as float32 master weights.
+
+    The optimizer, the average of `ema` and checkpoints have float32 arrays (with Adam 12 bytes a
+    parameter instead of 6), the model computes with the rounded weights, and the resulting model
+    has the types of the file, rounded once. With False, updates are added to the 16-bit numbers
+    themselves: most are lost to rounding, and an epsilon of 1e-8 is zero in float16."""
     remat: Annotated[bool, Argument(False, "switch", needs_loss=True)]
     """Keep few values for the gradient and compute the others again.
 

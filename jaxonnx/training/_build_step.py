@@ -131,7 +131,9 @@ def _build_local_step(
         steps = optax.MultiSteps(optimizer, settings.accumulate, accumulator_dtype=wide)
         optimizer = steps.gradient_transformation()
     optimizer = optax.with_extra_args_support(optimizer)
-    storage = WeightLayout(model.params, optimizer, platform)
+    storage = WeightLayout(model.params, optimizer, platform, settings.master)
+    if storage.narrow:
+        goal = replace(goal, notes=(*goal.notes, _master_note(storage.narrow)))
     structured: frozenset[str] = frozenset()
     if settings.sparsity is None:
         model = forget(model)
@@ -140,6 +142,14 @@ def _build_local_step(
             model, optimizer, settings, epochs, steps_per_epoch, storage
         )
     return GradientStep(model, goal, optimizer, storage, settings, structured)
+
+
+def _master_note(narrow: Mapping[str, Any]) -> str:
+    types = " and ".join(sorted({dtype.name for dtype in narrow.values()}))
+    return (
+        f"{len(narrow)} {types} parameters are trained as float32 master weights and rounded for "
+        "the model; master=False trains them as they are"
+    )
 
 
 def _updates(epochs: int | None, steps_per_epoch: int | None, accumulate: int) -> int:

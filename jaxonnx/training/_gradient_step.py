@@ -62,7 +62,7 @@ class GradientStep(Step):
         model = self.model.replace(params=params)
         names = running_statistics(model.graph)
         state = {name: x for name, x in model.state.items() if name in names}
-        params, state = copy((self._storage.store(model.params), state))
+        params, state = copy((self._storage.store(self._storage.widen(model.params)), state))
         memory = jax.tree.map(jnp.asarray, self._memory(params))
         average = None
         if self._settings.ema is not None:
@@ -187,7 +187,7 @@ class GradientStep(Step):
         return self._goal.row(sums)
 
     def view(self, state: State) -> dict[str, jax.Array]:
-        return self._storage.view(_visible_params(state))
+        return self._storage.round(self._storage.view(_visible_params(state)))
 
     def to_model(self, params: Any, state: Any) -> Model:
         return self.model.replace(params=params, state={**self.model.state, **state})

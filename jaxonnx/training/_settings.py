@@ -48,6 +48,7 @@ class Settings(_VALUES):
         if self.checkpoint_every is not None:
             _integer("checkpoint_every", self.checkpoint_every, 1)
         _flag("remat", self.remat)
+        _flag("master", self.master)
         if self.resume != "anyway":
             _flag("resume", self.resume, " or 'anyway'")
         if self.progress is not None:

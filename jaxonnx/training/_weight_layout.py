@@ -1,9 +1,14 @@
-"""Weights of convolutions, during a run, in the order that their platform is quick on.
+"""How a run keeps its weights: in the order that the platform is quick on, wide enough to train.
 
-The run keeps such weights, and what the optimizer has for them, in the order of `lowering._order`,
-if the optimizer cannot tell: if its program for one order and its program for the other are the
-same, element by element. What makes it sparse goes around it and is told the axes as they are
-stored (`jaxonnx.training._sparsity`).
+Order: weights of convolutions, and what the optimizer has for them, are kept in the order of
+`lowering._layout` if the optimizer cannot tell: if its program for one order and its program for
+the other are the same, element by element. What makes it sparse goes around it and is told the axes
+as they are stored (`jaxonnx.training._sparsity`).
+
+Width: float16 and bfloat16 weights are kept as float32 master weights (Micikevicius et al., "Mixed
+Precision Training", arXiv 1710.03740): an update below half a unit of the last digit would be lost,
+and the epsilon of most optimizers is zero in float16. The model computes with the rounded weights,
+and its file gets them rounded once.
 """
 
 from collections.abc import Mapping
@@ -11,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxonnx.lowering import (
@@ -30,10 +36,12 @@ class WeightLayout:
       params: in the order of the file.
       optimizer: of the run, without what makes it sparse.
       platform: where the run takes place ("cpu", "gpu", "tpu"); by default where the arrays are.
+      master: keep float32 master weights of float16 and bfloat16 parameters.
 
     Attributes:
       names: the parameters that are stored in another order than the file's.
       platform: where the run takes place; "" if the arrays are traced.
+      narrow: the types that the model has for parameters with a master weight.
     """
 
     def __init__(
@@ -41,6 +49,7 @@ class WeightLayout:
         params: Mapping[str, jax.Array],
         optimizer: optax.GradientTransformationExtraArgs,
         platform: str | None = None,
+        master: bool = True,
     ):
         self.platform = platform or next(map(platform_of, params.values()), "")
         orders = {name: order(x, platform) for name, x in params.items()}
@@ -53,6 +62,18 @@ class WeightLayout:
         self._turns = turns
         self._back = {name: turn.back for name, turn in turns.items()}
 
+        self.narrow = {
+            name: x.dtype for name, x in params.items() if master and is_half_precision(x.dtype)
+        }
+
+    def widen(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return parameters as the optimizer has them."""
+        return {n: x.astype(jnp.float32) if n in self.narrow else x for n, x in params.items()}
+
+    def round(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return parameters of `widen` in the types of the file; gradients pass in float32."""
+        return {n: x.astype(self.narrow.get(n, x.dtype)) for n, x in params.items()}
+
     def store(self, tree: Any) -> Any:
         """Return a tree with its parameters (dictionaries by name) in the order to store."""
         return _transpose_leaves(tree, self._turns)
@@ -63,6 +84,7 @@ class WeightLayout:
 
     def apply_params(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return stored parameters for `Model.apply_train`, which takes them as they are."""
+        params = self.round(params)
         return {n: KernelFirst(x) if n in self.names else x for n, x in params.items()}
 
     def axes(self, name: str, axes: tuple[int, int]) -> tuple[int, int]:
@@ -71,6 +93,11 @@ class WeightLayout:
             return axes
         places = self._back[name].axes
         return places[axes[0]], places[axes[1]]
+
+
+def is_half_precision(dtype: Any) -> bool:
+    """Check whether a type has 16 bits for a real number."""
+    return dtype in (jnp.float16, jnp.bfloat16)
 
 
 def _transpose_leaves(tree: Any, turns: Mapping[str, Transposition]) -> Any:
