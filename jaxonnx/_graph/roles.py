@@ -14,6 +14,7 @@ import numpy as np
 from onnx import GraphProto
 
 from jaxonnx._graph.bind import Graph
+from jaxonnx._graph.known_constants import is_known_constant
 from jaxonnx._graph.normalizations import Normalizations, normalizations
 from jaxonnx._graph.positions import embeddings, is_learned
 from jaxonnx._graph.uses import Use, uses
@@ -96,6 +97,7 @@ def _roles(
 ) -> dict[str, str]:
     """Return what `roles` returns, from what was read of the graph."""
     embedded = embeddings(graph, used)
+    constant = {name for name in {use.name for use in used} if is_known_constant(tensors[name])}
     role_of: dict[str, str] = {}
 
     def is_vector(use: Use) -> bool:
@@ -117,7 +119,7 @@ def _roles(
 
     for use in used:
         role = use.node.op.role(use.position)
-        if not jnp.issubdtype(tensors[use.name].dtype, jnp.floating):
+        if not jnp.issubdtype(tensors[use.name].dtype, jnp.floating) or use.name in constant:
             continue
         if use.name in spelled.learned and role in (None, "vector"):
             several = sum(d != 1 for d in tensors[use.name].shape)
@@ -157,6 +159,7 @@ def find_unplaced(
         and name not in placed
         and name not in spelled.statistics
         and jnp.issubdtype(tensors[name].dtype, jnp.floating)
+        and not is_known_constant(tensors[name])
         and _is_irregular(np.asarray(tensors[name]))
     }
 

@@ -5,6 +5,7 @@ import numpy as np
 import onnx.parser
 import optax
 import pytest
+from onnx import helper
 
 import jaxonnx
 from jaxonnx import registry, sparse
@@ -423,3 +424,55 @@ def test_all_agree_on_every_weight(file):
         elif name in model.params:
             dense = ("no factor", "taken apart or joined")
             assert place.lookup or place.grouped or any(why in reasons[name] for why in dense)
+
+
+def test_scales_of_packed_weights_are_not_trained_by_default():
+    """They belong to integers that are not trained; a float zero point and `absmax` as well."""
+    random = np.random.default_rng(0)
+    tensors = {
+        "b": random.integers(0, 256, (16, 1, 16)).astype(np.uint8),
+        "scales": random.uniform(0.01, 0.02, (16, 1)).astype(np.float32),
+        "zero": random.uniform(7, 8, (16, 1)).astype(np.float32),
+        "bias": random.normal(size=16).astype(np.float32),
+        "codes": random.integers(0, 256, (128,)).astype(np.uint8),
+        "absmax": random.uniform(size=16).astype(np.float32),
+        "table": random.integers(0, 256, (32, 16)).astype(np.uint8),
+        "steps": random.uniform(size=(32, 1)).astype(np.float32),
+        "ids": np.arange(3),
+    }
+    make, domain = helper.make_node, {"domain": "com.microsoft"}
+    node = make(
+        "MatMulNBits",
+        ["x", "b", "scales", "zero", "", "bias"],
+        ["h"],
+        K=32,
+        N=16,
+        block_size=32,
+        **domain,
+    )
+    other = make(
+        "MatMulBnb4",
+        ["h", "codes", "absmax"],
+        ["y"],
+        K=16,
+        N=16,
+        block_size=16,
+        quant_type=1,
+        **domain,
+    )
+    rows = make("GatherBlockQuantized", ["table", "ids", "steps"], ["z"], block_size=32, **domain)
+    graph = helper.make_graph(
+        [node, other, rows],
+        "packed",
+        [helper.make_tensor_value_info("x", 1, ["n", 32])],
+        [helper.make_tensor_value_info(n, 1, None) for n in ("y", "z")],
+        [onnx.numpy_helper.from_array(x, n) for n, x in tensors.items()],
+    )
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    proto = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    model = jaxonnx.load(proto)
+    assert {*model.params} == {"bias"}
+    chosen = jaxonnx.load(proto, trainable=["scales", "absmax"])
+    assert {*chosen.params} == {"scales", "absmax"}
+    gradient = jax.grad(lambda p: chosen.apply(p, np.ones((2, 32), np.float32))[0].sum())
+    assert all(np.abs(g).max() > 0 for g in gradient(chosen.params).values())

@@ -108,7 +108,7 @@ def _unpack_bits(packed, bits):
     return numbers.reshape(*packed.shape[:-1], packed.shape[-1] * len(shifts))
 
 
-@op("MatMulNBits", since=1, domain=DOMAIN, params=("scales", "bias"))
+@op("MatMulNBits", since=1, domain=DOMAIN, params=("bias",))
 def matmul_n_bits(
     a,
     b,
@@ -164,7 +164,7 @@ _BNB4 = (
 )
 
 
-@op("MatMulBnb4", since=1, domain=DOMAIN, params=("absmax",))
+@op("MatMulBnb4", since=1, domain=DOMAIN)
 def matmul_bnb4(a, b, absmax, *, K, N, block_size, quant_type, training_mode=0, transB=1):
     """A W' (or A W) with W (N, K) of 4 bits, the first in the high ones, scaled per block."""
     codes = _unpack_bits(b.reshape(-1), 4).reshape(-1, 2)[:, ::-1].reshape(-1)[: N * K]
@@ -173,7 +173,7 @@ def matmul_bnb4(a, b, absmax, *, K, N, block_size, quant_type, training_mode=0, 
     return matmul(a, weight.T if transB else weight)
 
 
-@op("GatherBlockQuantized", since=1, domain=DOMAIN, params=("scales",))
+@op("GatherBlockQuantized", since=1, domain=DOMAIN)
 def gather_block_quantized(
     data,
     indices,
