@@ -2,10 +2,13 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 _LEAST = 4
 """The fewest numbers that a constant is known by."""
+_MOST = 2**16
+"""The most; longer vectors are not looked at."""
 _WINDOWS = (np.hanning, np.hamming, np.blackman)
 _CLOSE = 1e-3
 """The relative difference that float16 may make."""
@@ -19,7 +22,9 @@ def is_known_constant(value: Any) -> bool:
     of more than one element.
     """
     value = np.asarray(value)
-    if value.size < _LEAST or value.size != max(value.shape, default=0):
+    if not jnp.issubdtype(value.dtype, jnp.floating) or value.size != max(value.shape, default=0):
+        return False
+    if not _LEAST <= value.size <= _MOST:
         return False
     vector = value.reshape(-1).astype(np.float64)
     return bool(np.isfinite(vector).all()) and (_is_geometric(vector) or _is_window(vector))

@@ -314,8 +314,8 @@ def lstm_step(f, g, h, input_forget):
 
     def step(gates, peepholes, _, c):
         i, o, forget, new = jnp.split(gates, 4, axis=-1)
+        p_i, p_o, p_f = (None,) * 3 if peepholes is None else jnp.split(peepholes, 3)
         if peepholes is not None:
-            p_i, p_o, p_f = jnp.split(peepholes, 3)
             i, forget = i + p_i * c, forget + p_f * c
         if input_forget:
             c = elementwise(coupled_cell, i, new, c)

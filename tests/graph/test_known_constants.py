@@ -52,6 +52,11 @@ def test_learned_vectors_are_trained(seed, count):
     assert not is_known_constant(random.normal(size=(count, count)))
 
 
+def test_other_types_are_not_looked_at():
+    for vector in (np.array(["a", ","] * 4, object), np.arange(8), np.ones(8, bool)):
+        assert not is_known_constant(vector)
+
+
 def test_a_window_that_was_trained_is_still_a_weight():
     moved = np.hanning(32) + np.random.default_rng(0).normal(size=32) * 0.01
     assert {*load(moved).params} == {"v", "w"}

@@ -262,8 +262,9 @@ def _preprocess(model: Network, preprocess: Mapping[str, Any]) -> Preprocess:
         "memory": int,
         "workers": int,
     }
-    if not isinstance(preprocess, Mapping) or (odd := [n for n in preprocess if n not in kinds]):
-        wrong = preprocess if not isinstance(preprocess, Mapping) else _names(odd)
+    known = isinstance(preprocess, Mapping)
+    if odd := [n for n in preprocess if n not in kinds] if known else [preprocess]:
+        wrong = _names(odd) if known else preprocess
         raise TrainingError(f"preprocess is a dict of any of {', '.join(kinds)}; not {wrong}")
     given = {}
     for name, value in preprocess.items():
