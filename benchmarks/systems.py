@@ -143,7 +143,7 @@ def jaxonnx(network: Network, phase: str, path: Path, *, precision=None) -> tupl
     import jax.numpy as jnp
 
     import jaxonnx
-    from jaxonnx.training._precision import products_in_bfloat16
+    from jaxonnx.training._precision import round_products
 
     model = all_trained(jaxonnx.load(path))
     parameters = sum(w.size for w in model.params.values())
@@ -151,7 +151,7 @@ def jaxonnx(network: Network, phase: str, path: Path, *, precision=None) -> tupl
 
     call = model
     if precision == "bf16":
-        rounded = jax.jit(products_in_bfloat16(lambda p, s, x: model.apply(p, x, state=s)))
+        rounded = jax.jit(round_products(lambda p, s, x: model.apply(p, x, state=s), jnp.bfloat16))
         call = partial(rounded, model.params, model.state)
 
     def forward(count):

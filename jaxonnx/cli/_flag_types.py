@@ -149,7 +149,7 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
     "statistics": {"choices": ("batch", "frozen")},
     "ratios": {**MANY, "type": ratio, "metavar": "X|NAME=X"},
     "class_weights": {**MANY, "type": class_weight, "metavar": "NAME=X"},
-    "precision": {"choices": ("bf16",)},
+    "precision": {"choices": ("bf16", "fp16")},
     "mesh": {"type": axes, "metavar": "all|NAME=N,..."},
     "sharding": {"choices": AUTOMATIC, "metavar": "NAME"},
     "nan_policy": {"choices": NAN_POLICIES},

@@ -148,13 +148,16 @@ class StepArguments(ModelArguments, total=False):
     model has; running statistics are those of training. With `sparsity` it is taken under the
     present mask."""
     precision: Annotated[
-        Literal["bf16"] | None, Argument(form="precision", resume=True, needs_loss=True)
+        Literal["bf16", "fp16"] | None, Argument(form="precision", resume=True, needs_loss=True)
     ]
-    """"bf16": operands of matrix products and convolutions are bfloat16.
+    """"bf16" or "fp16": operands of matrix products and convolutions have 16 bits.
 
     This holds for the forward pass and both gradients, and is fast on accelerators (not on
     CPUs). The weights and their updates, norms, softmaxes and losses stay in float32, and so do
-    validation and the resulting model."""
+    validation and the resulting model. With "fp16" the loss is scaled while its gradient is taken:
+    by 2**15 at first, by half as much after each gradient that overflows (whose step is not taken
+    and is not an event), by twice as much after 2000 steps without. It is for float16 files, whose
+    small gradients are zero otherwise, and for hardware without bfloat16."""
     master: Annotated[bool, Argument(True, resume=True)]
     """Train float16 and bfloat16 parameters as float32 master weights.
 

@@ -134,6 +134,9 @@ def _build_local_step(
     storage = WeightLayout(model.params, optimizer, platform, settings.master)
     if storage.narrow:
         goal = replace(goal, notes=(*goal.notes, _master_note(storage.narrow)))
+    if settings.precision == "fp16":
+        note = "the loss is scaled while its gradient is taken, by what float16 can hold"
+        goal = replace(goal, notes=(*goal.notes, note))
     structured: frozenset[str] = frozenset()
     if settings.sparsity is None:
         model = forget(model)

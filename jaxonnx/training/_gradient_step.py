@@ -17,7 +17,7 @@ from jaxonnx.errors import TrainingError
 from jaxonnx.lowering import separate_heads
 from jaxonnx.model import Model
 from jaxonnx.training._objective import Objective
-from jaxonnx.training._precision import products_in_bfloat16
+from jaxonnx.training._precision import PRECISIONS, LossScale, round_products
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._sparsity import masks, with_products
 from jaxonnx.training._step import SMALL, State, Step, as_batch, copy, finite, stays_finite
@@ -67,7 +67,9 @@ class GradientStep(Step):
         average = None
         if self._settings.ema is not None:
             average = {name: copy(_wide(x)) for name, x in params.items()}
-        return State(params, state, memory, average, jnp.int32(0), jnp.int32(0), jnp.bool(True))
+        scale = LossScale.initial() if self._settings.precision == "fp16" else None
+        counts = jnp.int32(0), jnp.int32(0), jnp.bool(True)  # buffers of their own, to be donated
+        return State(params, state, memory, average, *counts, scale)
 
     def update(self, state: State, batch: Any, frozen: Any = None) -> tuple[State, jax.Array]:
         batch = self.as_batch(batch)
@@ -79,17 +81,21 @@ class GradientStep(Step):
             tensors = {**self._read(frozen), **state.state}
             outputs, new = self._run(params, tensors, key, *batch.inputs)
             renewed = {name: new[name] for name in state.state}
-            return self._goal.mean(outputs, batch.targets, batch.weight), renewed
+            value = self._goal.mean(outputs, batch.targets, batch.weight)
+            scaled = value if state.scale is None else state.scale.apply(value)
+            return scaled, (value, renewed)
 
         gradient = jax.value_and_grad(objective, has_aux=True)
-        if self._settings.precision == "bf16":
-            gradient = products_in_bfloat16(gradient)
+        if self._settings.precision is not None:
+            gradient = round_products(gradient, PRECISIONS[self._settings.precision])
         if self._structured:
             gradient = with_products(gradient, state.optimizer, self._structured)
-        (value, renewed), gradients = gradient(state.params)
-        good = state.finite & finite((value, gradients)) & stays_finite(state.state, renewed)
-        skip = self._settings.nan == "skip"
-        stay = state.replace(**{"count": state.count + 1} if skip else {"finite": jnp.bool(False)})
+        (_, (value, renewed)), gradients = gradient(state.params)
+        if state.scale is not None:
+            gradients = jax.tree.map(state.scale.remove, gradients)
+        good = finite((value, gradients)) & stays_finite(state.state, renewed)
+        stay, retry = self._stay(state, good | ~jnp.isfinite(value))
+        good &= state.finite
 
         def move(good=None):
             return self._apply_update(state.replace(state=renewed), stay, value, gradients, good)
@@ -99,7 +105,24 @@ class GradientStep(Step):
         else:
             moved = jax.lax.cond(good, move, lambda: stay)
         good = moved.taken > state.taken
-        return moved, jnp.stack([value, good.astype(value.dtype)])
+        return moved, jnp.stack([value, (good | retry).astype(value.dtype)])
+
+    def _stay(self, state: State, counts: jax.Array) -> tuple[State, jax.Array]:
+        """Return the state after a step that is not taken, and whether that is no event.
+
+        Args:
+          counts: the step is finite, or its loss is not. If it does not count, the gradient alone
+            overflowed, and a smaller scale may help.
+        """
+        skip = self._settings.nan == "skip"
+        if state.scale is None:
+            change = {"count": state.count + 1} if skip else {"finite": jnp.bool(False)}
+            return state.replace(**change), jnp.bool(False)
+        retry = state.finite & ~counts & (state.scale.factor > 1)
+        scale = jax.tree.map(partial(jnp.where, retry), state.scale.shrink(), state.scale)
+        goes_on = retry | skip
+        count, finite = state.count + goes_on, state.finite & goes_on
+        return state.replace(count=count, finite=finite, scale=scale), retry
 
     def _memory(self, params: dict[str, Any]) -> Any:
         """Return the optimizer's first state, made by one program where the storage proved it can.
@@ -149,7 +172,12 @@ class GradientStep(Step):
             part = jnp.where(taken % self._settings.accumulate == 0, 1 - self._settings.ema, 0)
             average: Any = optax.incremental_update(jax.tree.map(_wide, params), average, part)
         moved = state.replace(
-            params={}, optimizer=memory, average=average, count=state.count + 1, taken=taken
+            params={},
+            optimizer=memory,
+            average=average,
+            count=state.count + 1,
+            taken=taken,
+            scale=None if state.scale is None else state.scale.grow(),
         )
 
         def either(new, old):

@@ -1,12 +1,19 @@
-"""Mixed precision: matrix products and convolutions of bfloat16 numbers in a float32 program.
+"""Mixed precision: products of 16-bit numbers in a float32 program, and loss scaling for float16.
 
 What a graph computes is not cast as a whole: its float32 constants, norms, softmaxes and losses
 stay what they are. Only the products, of the forward pass and of both gradients, take their factors
-in bfloat16 (and accumulate in float32), wherever they are: in loops, branches and attention alike.
+in 16 bits (and accumulate in float32), wherever they are: in loops, branches and attention alike.
+
+The gradients of float16 products underflow where those of bfloat16 do not. The loss is therefore
+scaled by a factor that halves when a gradient overflows and doubles after many steps without
+(Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,24 +30,59 @@ _PRODUCTS: dict[Primitive, dict[str, Any]] = {
 }
 """Primitives that are products of their two operands, and their changed parameters."""
 
+PRECISIONS = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
+"""The type of the operands, by the name of the precision."""
 
-def products_in_bfloat16(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function whose products of two float32 arrays take them rounded to bfloat16.
+_GROWTH = 2000
+"""Steps in a row without overflow after which the scale doubles."""
+
+
+class LossScale(NamedTuple):
+    """What the loss is multiplied by while its gradient is taken."""
+
+    factor: jax.Array
+    steps: jax.Array
+    """Those since the factor changed."""
+
+    @classmethod
+    def initial(cls) -> LossScale:
+        return cls(jnp.float32(2**15), jnp.int32(0))
+
+    def apply(self, loss: jax.Array) -> jax.Array:
+        return loss.astype(jnp.float32) * self.factor
+
+    def remove(self, gradient: jax.Array) -> jax.Array:
+        return (gradient / self.factor).astype(gradient.dtype)
+
+    def shrink(self) -> LossScale:
+        """Return the scale after an overflow."""
+        return LossScale(self.factor / 2, jnp.int32(0))
+
+    def grow(self) -> LossScale:
+        """Return the scale after a step without overflow."""
+        doubles = self.steps + 1 >= _GROWTH
+        factor = jnp.where(doubles, jnp.minimum(2 * self.factor, 2.0**24), self.factor)
+        return LossScale(factor, jnp.where(doubles, 0, self.steps + 1))
+
+
+def round_products(function: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
+    """Return a function whose products of two float32 arrays take them rounded to a type.
 
     Apply it to a gradient, not to what is differentiated.
     """
+    run = partial(_run, dtype)
 
     def run_rounded(*args):
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-        found = _run(closed, *jax.tree.leaves(args))
+        found = run(closed, *jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shape), found)
 
     return run_rounded
 
 
-def _run(program: Program, *args: Any) -> list[Any]:
-    """Evaluate a program with its products in bfloat16."""
-    return interpret(program, _step, args, enter=_has_derivative)
+def _run(dtype: Any, program: Program, *args: Any) -> list[Any]:
+    """Evaluate a program with its products in a type."""
+    return interpret(program, partial(_step, dtype), args, enter=_has_derivative)
 
 
 def _has_derivative(equation: JaxprEqn) -> Program | None:
@@ -48,11 +90,12 @@ def _has_derivative(equation: JaxprEqn) -> Program | None:
     return inner_program(equation) if "call_jaxpr" in equation.params else None
 
 
-def _step(equation: JaxprEqn, inputs: list) -> list:
-    primitive, params = equation.primitive, retrace_params(equation.params, _run)
+def _step(dtype: Any, equation: JaxprEqn, inputs: list) -> list:
+    primitive = equation.primitive
+    params = retrace_params(equation.params, partial(_run, dtype))
     product = primitive in _PRODUCTS and all(x.dtype == jnp.float32 for x in inputs)
     if product:
-        inputs = [x.astype(jnp.bfloat16) for x in inputs]
+        inputs = [x.astype(dtype) for x in inputs]
         params |= _PRODUCTS[primitive]
     with equation.ctx.manager:
         results = primitive.bind(*inputs, **params)

@@ -12,6 +12,7 @@ from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.training._arguments import Hook, TrainArguments, declared
 from jaxonnx.training._optimizers import is_planned
+from jaxonnx.training._precision import PRECISIONS
 
 NAN_POLICIES = ("stop", "skip", "rollback")
 
@@ -71,9 +72,9 @@ class Settings(_VALUES):
                 "ema must be the share of itself that the average keeps at each update, a number "
                 f"between 0 and 1 like 0.999, and is {self.ema!r}"
             )
-        if self.precision not in (None, "bf16"):
+        if self.precision is not None and self.precision not in PRECISIONS:
             raise TrainingError(
-                "precision must be 'bf16' (or None, for that of the file), and is "
+                "precision must be 'bf16' or 'fp16' (or None, for that of the file), and is "
                 f"{self.precision!r}"
             )
         if self.sharding is not None and self.mesh is None:

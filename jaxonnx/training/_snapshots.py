@@ -119,7 +119,8 @@ class Snapshots:
         self._wait()
         done = self._record.step
         if done and not int(state.taken):
-            why = self._record.history.events[-1]["why"]
+            events = self._record.history.events
+            why = events[-1]["why"] if events else "the gradient overflows at every scale so far"
             raise Stop(f"none of {format_count(done, 'step')} was taken: {why} at step {done}", 0)
         if self._retries > 1:
             events = self._record.history.events

@@ -17,6 +17,7 @@ from jaxonnx._data.batches import Batch, split_inputs
 from jaxonnx._data.ragged import masks, next_tokens, with_masks
 from jaxonnx._data.weights import split_weights
 from jaxonnx.model import Model
+from jaxonnx.training._precision import LossScale
 
 SMALL = 2**10
 """Numbers of an array that a step looks at as a whole after its update."""
@@ -45,6 +46,8 @@ class State:
     """Those of them that were finite: their loss, gradients, statistics and update."""
     finite: jax.Array
     """False once a step was not finite and none is skipped; from then on nothing changes."""
+    scale: LossScale | None
+    """The scale of the loss, where there is one (`precision="fp16"`)."""
 
     def replace(self, **changes: Any) -> Self:
         """Return a state with other values of some fields."""

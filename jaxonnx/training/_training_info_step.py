@@ -39,7 +39,7 @@ class TrainingInfoStep(Step):
 
     def init(self, params: Any = None) -> State:
         params = copy(self._training.state if params is None else dict(params))
-        return State(params, {}, (), None, jnp.int32(0), jnp.int32(0), jnp.bool(True))
+        return State(params, {}, (), None, jnp.int32(0), jnp.int32(0), jnp.bool(True), None)
 
     @property
     def params(self) -> Mapping[str, Any]:

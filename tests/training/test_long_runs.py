@@ -431,7 +431,7 @@ def test_files_that_cannot_grow_end_the_run(tmp_path):
         ({"ema": 1}, "between 0 and 1 like 0.999, and is 1"),
         ({"ema": 99.9}, "and is 99.9"),
         ({"nan": "ignore"}, "nan must be one of stop, skip, rollback, and is 'ignore'"),
-        ({"precision": "fp16"}, "precision must be 'bf16' .* and is 'fp16'"),
+        ({"precision": "fp8"}, "precision must be 'bf16' or 'fp16' .* and is 'fp8'"),
         ({"patience": 0}, "patience must be an integer of at least 1"),
         ({"monitor": "loss"}, "neither is given"),
         ({"monitor": "validation_loss", "patience": 1}, "which has loss; validation= gives more"),

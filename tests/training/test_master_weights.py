@@ -1,6 +1,7 @@
 """Files in float16 and bfloat16 are trained by float32 master weights."""
 
 import json
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -183,3 +184,75 @@ def test_an_exported_step_trains_the_masters(tmp_path):
         np.testing.assert_allclose(
             np.float32(trained.params[name]), np.float32(value), rtol=1e-3, atol=1e-5
         )
+
+
+def scaled_loss(factor):
+    """Squared errors times a factor, in the type of the network."""
+
+    def loss(outputs, targets):
+        targets = jax.nn.one_hot(targets, outputs.shape[-1], dtype=outputs.dtype)
+        return jnp.mean((outputs - targets) ** 2, 1) * jnp.asarray(factor, outputs.dtype)
+
+    return loss
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_small_gradients_of_float16_are_scaled(cast):
+    """Gradients of 1e-8 are zero in float16, or lose their digits."""
+    half = jaxonnx.load(file("float16", cast=cast))
+    settings = {"loss": scaled_loss(1e-6), "optimizer": optax.sgd(3e4)}
+    plain, scaled = train(half, **settings), train(half, **settings, precision="fp16")
+    exact = train(half, loss=scaled_loss(1), optimizer=optax.sgd(3e-2))
+    for name, value in exact.model.params.items():
+        moved = np.float32(value) - np.float32(half.params[name])
+        found = np.float32(scaled.model.params[name]) - np.float32(half.params[name])
+        error = np.linalg.norm(found - moved)
+        assert error < 0.05 * np.linalg.norm(moved), name
+        lost = np.float32(plain.model.params[name]) - np.float32(half.params[name])
+        assert np.linalg.norm(lost - moved) > 2 * error, name
+    assert any("loss is scaled" in note for note in scaled.history.notes)
+
+
+@pytest.mark.parametrize("nan", ["stop", "skip"])
+def test_overflows_halve_the_scale_and_are_no_events(nan):
+    model = jaxonnx.load(file("float16"))
+    settings = {"loss": scaled_loss(1000), "optimizer": optax.sgd(1e-4), "precision": "fp16"}
+    result = train(model, **settings, nan=nan)
+    assert result.history.stopped is None
+    assert not result.history.events
+    assert len(result.history.losses) == 16
+    assert result.history.losses[-1] < result.history.losses[0]
+    step = jaxonnx.training.step(model, nan=nan, **settings)
+    x, y = examples(model)
+    state = step.init()
+    factors = [float(state.scale.factor)]
+    for _ in range(16):
+        state, seen = step.update(state, (x[:16], y[:16]))
+        assert seen[1] == 1
+        factors.append(float(state.scale.factor))
+    assert factors[0] == 2**15
+    assert {b / a for a, b in pairwise(factors)} == {1.0, 0.5}
+    assert factors[-1] == factors[-4] < factors[0]
+    assert int(state.taken) == sum(a == b for a, b in pairwise(factors))
+    assert int(state.count) == 16
+
+
+def test_what_no_scale_helps_is_an_event():
+    model = jaxonnx.load(file("float16"))
+    x, y = examples(model)
+    x = x.copy()
+    x[3, 0] = np.nan
+    settings = {"loss": LOSS, "optimizer": optax.sgd(0.1), "precision": "fp16", "batch_size": 16}
+    result = jaxonnx.train(model, (x, y), epochs=1, nan="skip", **settings)
+    assert [event["event"] for event in result.history.events] == ["skipped"]
+    with pytest.warns(UserWarning, match="not finite"):
+        assert jaxonnx.train(model, (x, y), epochs=2, **settings).history.stopped
+
+
+def test_a_run_with_a_scale_resumes(tmp_path):
+    model = jaxonnx.load(file("float16"))
+    changes = {"loss": scaled_loss(30), "optimizer": optax.sgd(1e-3), "precision": "fp16"}
+    whole = train(model, **changes)
+    train(model, epochs=2, checkpoint_dir=tmp_path, **changes)
+    resumed = train(model, checkpoint_dir=tmp_path, resume=True, **changes)
+    assert resumed.history.losses == whole.history.losses

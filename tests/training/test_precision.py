@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxonnx
-from jaxonnx.training._precision import products_in_bfloat16
+from jaxonnx.training._precision import round_products
 from tests.support.paths import DATA
 from tests.support.tiny_networks import examples, train, weights
 
@@ -31,7 +31,7 @@ def gradients(name):
         return sum((x**2).mean() for x in jax.tree.leaves(outputs))
 
     function = jax.value_and_grad(loss)
-    return function, (model.params, model.state), products_in_bfloat16(function)
+    return function, (model.params, model.state), round_products(function, jnp.bfloat16)
 
 
 @pytest.mark.deep
@@ -81,7 +81,7 @@ def test_products_of_other_types_stay():
         return x @ x, n @ n
 
     def types(x, n):
-        jaxpr = jax.make_jaxpr(products_in_bfloat16(function))(x, n)
+        jaxpr = jax.make_jaxpr(round_products(function, jnp.bfloat16))(x, n)
         return [e.invars[0].aval.dtype for e in jaxpr.eqns if e.primitive.name == "dot_general"]
 
     n = np.ones((2, 2), np.int32)
@@ -97,8 +97,10 @@ def test_branches_and_loops():
         return jax.checkpoint(lambda y: jnp.tanh(y @ x))(y)
 
     x = np.random.default_rng(0).random((3, 3), np.float32)
-    text = str(jax.make_jaxpr(products_in_bfloat16(function))(x))
+    text = str(jax.make_jaxpr(round_products(function, jnp.bfloat16))(x))
     products = [line for line in text.splitlines() if "dot_general" in line]
     assert len(products) == 4
     assert text.count("new_dtype=bfloat16") == 8
-    np.testing.assert_allclose(jax.jit(products_in_bfloat16(function))(x), function(x), rtol=0.05)
+    np.testing.assert_allclose(
+        jax.jit(round_products(function, jnp.bfloat16))(x), function(x), rtol=0.05
+    )
