@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -336,12 +337,13 @@ def test_checkpoints_that_the_system_refuses_are_told_in_a_line(tmp_path):
     done = Command(line.split(), tmp_path, prepare=small_files)
     said = done.communicate(timeout=200)
     assert done.returncode == 1, said
-    assert re.search(r"could not be written at step \d \(File too large\)", said)
-    # TensorStore prints this at times, from C++, for parts that end after Orbax has given up
-    late = r"Traceback \(most recent call last\):\n(?:  .*\n)+RuntimeError: Event loop is closed\n"
-    said = re.sub(late, "", said)
-    assert "Traceback" not in said
-    assert len(said.splitlines()) < 10, said
+    line = "a checkpoint could not be written at step 4 (File too large); the weights are those of"
+    assert said.count(f"jaxonnx train: {line}") == 1, said
+    assert said.count(line) == 2, said  # the summary has it, too
+    # TensorStore's threads print that asyncio's loop is closed, if parts end after Orbax has given
+    # up: line by line between ours, so that only the places can be told apart
+    places = {Path(name).parent.name for name in re.findall(r'File "(.+?)", line', said)}
+    assert places <= {"asyncio"}, said
     assert jaxonnx.load(tmp_path / "out.onnx").params
 
 
