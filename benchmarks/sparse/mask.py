@@ -9,7 +9,6 @@ as the copy is. What sparse training adds to a step is in benchmarks/sparse/step
 """
 
 import argparse
-import importlib
 import json
 import os
 import time
@@ -19,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx import sparse
-
-templates = importlib.import_module("jaxonnx.sparse.templates")
+from jaxonnx.sparse import _refresh, _templates
 
 PART = 32
 """The share of the weight that the slower searches are timed on."""
@@ -49,11 +47,17 @@ def interleaved(calls, rounds):
 
 def selection(size, rounds):
     w = jnp.asarray(np.random.default_rng(0).normal(size=(size, size)), jnp.float32)
-    search, define = jax.jit(templates.codes), jax.jit(definition)
+    search, define = jax.jit(_templates.codes), jax.jit(definition)
+    best, axes = sparse.Pattern(), {"w": (0, 1)}
+    refresh = jax.jit(
+        lambda true, w, old: _refresh.renew_masks(true, {"w": w}, {"w": old}, best, axes)
+    )
+    bits = sparse.to_bits(sparse.mask(w))
     calls = {
         "definition": lambda: define(w),
         "search -> codes": lambda: search(w),
         "search -> mask": lambda: sparse.mask(w),
+        "refresh": lambda: refresh(True, w, bits),
         "one-axis 2:4": lambda: sparse.mask(w, transposable=False),
     }
     part = w[: size // PART]

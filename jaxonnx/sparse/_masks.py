@@ -1,7 +1,9 @@
 """The mask of a pattern for one weight, and their storage as one bit per weight."""
 
+from collections.abc import Callable
 from functools import partial
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,12 +59,27 @@ def mask(
     if not isinstance(w, Tracer) and not np.isfinite(np.asarray(w, np.float32)).all():
         raise SparsityError("the weight has NaN or infinite entries: it has no best mask")
 
-    return on_auto_axes(lambda w: _find(w, pattern, axes), lambda _, w: like(w), jnp.asarray(w))
+    return on_auto_axes(
+        lambda w: _find(True, w, pattern, axes), lambda _, w: like(w), jnp.asarray(w)
+    )
 
 
 @partial(jax.jit, static_argnames=("pattern", "axes"))
-def _find(w: jax.Array, pattern: SparsityPattern, axes: Axes) -> jax.Array:
-    return pattern.expand(pattern.search(w, axes), axes)
+def _find(true: bool, w: jax.Array, pattern: SparsityPattern, axes: Axes) -> jax.Array:
+    return pattern.expand(run_apart(true, lambda: pattern.search(w, axes)), axes)
+
+
+def run_apart(true: Any, function: Callable[[], Any]) -> Any:
+    """Return the results of a function that XLA must not fuse with what reads them.
+
+    It would compute them anew for each cell of a mask. A conditional keeps them apart, though its
+    condition, which XLA must not know, always holds.
+    """
+
+    def zeros():
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(function))
+
+    return jax.lax.cond(true, function, zeros)
 
 
 def to_bits(mask: jax.Array) -> jax.Array:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxonnx.sparse._layers import name_of
-from jaxonnx.sparse._masks import from_bits, to_bits
+from jaxonnx.sparse._masks import from_bits, run_apart, to_bits
 
 
 def when(condition, function, carry):
@@ -22,13 +22,7 @@ def renew_masks(true, total, old, pattern, where):
     def find():
         return {n: pattern.search(w, where[n]) for n, w in sorted(total.items())}
 
-    # A conditional, though the condition holds whenever this runs, keeps the search apart from what
-    # reads its result: fused, XLA would search anew for each of them.
-    found = jax.lax.cond(
-        true,
-        find,
-        lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(find)),
-    )
+    found = run_apart(true, find)
     bits = {n: to_bits(pattern.expand(best, where[n])) for n, best in found.items()}
     flips = [
         jnp.sum(jnp.bitwise_count(new ^ old[n]), dtype=jnp.float32) / total[n].size

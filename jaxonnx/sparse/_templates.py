@@ -6,6 +6,7 @@ descending lexicographic order of the cells, so that "the first template on ties
 code on ties" are the same rule.
 """
 
+from collections.abc import Sequence
 from functools import cache, reduce
 from itertools import combinations, product
 from typing import NamedTuple
@@ -178,8 +179,20 @@ def search(w: jax.Array, axes: Axes = (-2, -1)) -> list[jax.Array]:
     """Return `codes`, the sums of |w| over the two axes, and those of what the templates keep."""
     # a barrier, or XLA would search a block anew for each of its 16 cells
     found = jax.lax.optimization_barrier(codes(w, axes))
-    size = jnp.abs(w.astype(jnp.float32))
-    return [found, size.sum(axes), jnp.where(expand(found, axes), size, 0).sum(axes)]
+    code = found.astype(jnp.int32)
+    sizes = _cells(w, axes)
+    ones = [jnp.where((code >> (15 - i)) & 1 == 1, x, 0) for i, x in enumerate(sizes)]
+    pair = sorted(axis % w.ndim for axis in axes)
+    return [found, *(_sum_blocks(reduce(jnp.add, parts), pair) for parts in (sizes, ones))]
+
+
+def _sum_blocks(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """Sum over two axes, one of them by a product with ones, which XLA on CPU does not fuse.
+
+    A sum fused with what it sums is a scalar loop there.
+    """
+    x = jnp.moveaxis(x, axes, (-2, -1))
+    return jnp.matmul(x, jnp.ones(x.shape[-1], x.dtype), precision="highest").sum(-1)
 
 
 def expand(code: jax.Array, axes: Axes = (-2, -1)) -> jax.Array:
