@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from jaxonnx._graph.values import to_value
 from jaxonnx._io import records
 from jaxonnx._rewrite.last_layer import ENDINGS, find_last_layer
 from jaxonnx._rewrite.resize_outputs import Change
-from jaxonnx._run.shapes import Shapes, evaluate_shapes, infer_types
+from jaxonnx._run.shapes import evaluate_shapes, infer_types
 from jaxonnx.errors import InputError
 
 Classes = int | Sequence[str]
@@ -84,7 +84,7 @@ def replace_head(
       InputError: there is no such layer, or several could be meant; the message names them.
     """
     count, labels = _count_classes(classes)
-    seen = _evaluate_shapes(proto, graph, tensors)
+    seen = evaluate_shapes(proto, graph, tensors)
     types, known = ({}, frozenset()) if seen is None else (seen.values, seen.known)
     missing = [n for node in graph.nodes for n in node.outputs if n and n not in types]
     if missing:
@@ -128,14 +128,6 @@ def _record(result: ModelProto, labels: list[str], fresh: Collection[str]) -> No
         from jaxonnx._io.packed import without  # imports jaxonnx.sparse
 
         without(result, fresh)
-
-
-def _evaluate_shapes(proto: ModelProto, graph: Graph, tensors: Mapping[str, Any]) -> Shapes | None:
-    """Return the shapes of what does not depend on nodes whose results have no fixed shapes."""
-    unfixed = [name for node in graph.nodes if node.op.dynamic for name in node.outputs]
-    dynamic = behind(graph.nodes, unfixed)
-    nodes = tuple(node for node in graph.nodes if dynamic.isdisjoint(node.outputs))
-    return evaluate_shapes(proto, replace(graph, nodes=nodes), tensors)
 
 
 def _write(proto: ModelProto, graph: Graph, change: Change) -> ModelProto:
@@ -204,7 +196,7 @@ def _define(graph: GraphProto, name: str, value: np.ndarray) -> None:
 def _check(result: ModelProto, tensors: Mapping[str, Any], change: Change) -> None:
     """Refuse a file whose output does not have the shape that it should have."""
     tensors = {**tensors, **change.fresh, **change.constants}
-    shapes = _evaluate_shapes(result, bind(result, result.graph, tensors.keys()), tensors)
+    shapes = evaluate_shapes(result, bind(result, result.graph, tensors.keys()), tensors)
     layer = change.layer
     wanted = [*change.shapes[layer.output]]
     wanted[change.axis] = change.count

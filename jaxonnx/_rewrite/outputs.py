@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, ValueInfoProto
+from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TypeProto, ValueInfoProto
 
 from jaxonnx._graph.ancestors import ancestors
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.scopes import resolve
 from jaxonnx._io.protos import subgraphs
-from jaxonnx._run.shapes import evaluate_shapes, infer_types, type_of
+from jaxonnx._run.shapes import declared_types, evaluate_shapes, infer_types, type_of
 from jaxonnx.errors import InputError
 
 
@@ -20,7 +20,8 @@ def cut(
 
     Nodes, initializers, inputs and types that the new outputs do not need are dropped, and with
     them training_info, which belongs to the whole graph. Types of the outputs are those of the
-    file, else those that ONNX's shape inference finds, else those of an evaluation on shapes.
+    file, else those that ONNX's shape inference finds, else those of an evaluation on shapes, which
+    takes longer.
 
     Args:
       proto: the file.
@@ -46,17 +47,26 @@ def cut(
     _keep(result.graph, kept)
     called = _called_functions(result, result.graph.node)
     _filter(result.functions, lambda function: _key(function, function.name) in called)
-    kinds = infer_types(result, tensors, names)
-    _filter(result.graph.value_info, lambda value: value.name not in names)
-    result.graph.output.extend(ValueInfoProto(name=name) for name in names)
-    if len(kinds) < len(names):
+    declared, kinds = declared_types(result), infer_types(result, tensors, names)
+    if vague := [n for n in names if n not in declared and _is_vague(kinds.get(n))]:
         shapes = evaluate_shapes(result, bind(result, result.graph, tensors.keys()), tensors)
         values = shapes.values if shapes else {}
-        kinds = {name: type_of(values[name]) for name in names if name in values} | kinds
+        kinds |= {name: type_of(values[name]) for name in vague if name in values}
+    _filter(result.graph.value_info, lambda value: value.name not in names)
+    result.graph.output.extend(ValueInfoProto(name=name) for name in names)
     for value in result.graph.output:
         if value.name in kinds:
             value.type.CopyFrom(kinds[value.name])
     return result
+
+
+def _is_vague(kind: TypeProto | None) -> bool:
+    """Check whether a type is not known, or has a dimension without a size and a name.
+
+    Inference calls these unk__0 and so on.
+    """
+    dims = () if kind is None else kind.tensor_type.shape.dim
+    return kind is None or any(d.dim_param.startswith("unk__") for d in dims)
 
 
 def _ancestors(proto: GraphProto, graph: Graph, names: Iterable[str]) -> set[str]:

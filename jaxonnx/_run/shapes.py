@@ -1,20 +1,21 @@
 """Shapes and types of a graph's values: by evaluation on shapes, or by ONNX's inference."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 import onnx
-from onnx import ModelProto, TypeProto, ValueInfoProto, helper
+from onnx import ModelProto, TypeProto, helper
 
 from jaxonnx import _limits as limits
+from jaxonnx._graph.ancestors import behind
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.values import Value, to_value
 from jaxonnx._io import save as saving
 from jaxonnx._run import crashing_inference
-from jaxonnx._run.crashing_arithmetic import may_follow
 from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import Error, InputError
 
@@ -44,10 +45,15 @@ class Shapes:
 
 
 def evaluate_shapes(proto: ModelProto, graph: Graph, tensors: Mapping[str, Any]) -> Shapes | None:
-    """Return the shapes of all values of the main graph, evaluated on inputs of two sizes.
+    """Return the shapes of the main graph's values, evaluated on inputs of two sizes.
 
-    None if the evaluation fails: shapes that depend on values, or sizes that do not fit.
+    Values that depend on nodes whose results have no fixed shape are left out. None if the
+    evaluation fails, as for sizes that do not fit.
     """
+    unfixed = [name for node in graph.nodes for name in node.outputs if node.op.dynamic]
+    dynamic = behind(graph.nodes, unfixed)
+    fixed = tuple(node for node in graph.nodes if dynamic.isdisjoint(node.outputs))
+    graph = replace(graph, nodes=fixed)
     inputs = [to_value(v) for v in proto.graph.input if v.name in graph.inputs]
     shared: dict[Any, tuple[int, int]] = {}
     for value in inputs:
@@ -125,29 +131,26 @@ def _dimension(a: int, b: int, names: Mapping[str, tuple[int, int]]) -> int | st
 
 
 def infer_types(
-    proto: ModelProto, tensors: Mapping[str, Any], names: Iterable[str]
+    proto: ModelProto, tensors: Mapping[str, Any], names: Collection[str]
 ) -> dict[str, TypeProto]:
     """Return the types of values from the file or ONNX's shape inference, where one knows."""
-    types = _complete((*proto.graph.input, *proto.graph.value_info, *proto.graph.output))
+    types = declared_types(proto)
     if not {*names} <= types.keys():
         small = {n: np.asarray(v) for n, v in tensors.items() if v.nbytes <= _SMALL}
         filled = saving.to_onnx(proto, small, (), ())
         crashing_inference.hide(filled)
-        try:
-            graph = onnx.shape_inference.infer_shapes(filled).graph
-            if may_follow(proto.functions, graph):
-                graph = onnx.shape_inference.infer_shapes(filled, data_prop=True).graph
-        except (onnx.shape_inference.InferenceError, MemoryError, ValueError, RuntimeError):
-            return {name: types[name] for name in names if name in types}
-        types = _complete(graph.value_info) | types
+        # with data_prop it would keep lists of numbers that are as long as the file says
+        with suppress(onnx.shape_inference.InferenceError, MemoryError, ValueError, RuntimeError):
+            types = declared_types(onnx.shape_inference.infer_shapes(filled)) | types
     return {name: types[name] for name in names if name in types}
 
 
-def _complete(values: Iterable[ValueInfoProto]) -> dict[str, TypeProto]:
-    """Return the types that ONNX's checker takes: tensors with an element type and a rank."""
+def declared_types(proto: ModelProto) -> dict[str, TypeProto]:
+    """Return the types in a file that ONNX's checker takes: tensors with a type and a rank."""
+    graph = proto.graph
     return {
         value.name: value.type
-        for value in values
+        for value in (*graph.input, *graph.value_info, *graph.output)
         if value.type.tensor_type.elem_type and value.type.tensor_type.HasField("shape")
     }
 

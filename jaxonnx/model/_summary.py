@@ -117,8 +117,7 @@ def _details(layer: Layer, origin: Origin) -> Iterator[str]:
 def summary(model: Network) -> Summary:
     """Return the layers of a model: nodes other than views, constants and shape arithmetic."""
     tensors, graph = model.tensors, model.graph
-    shapes = evaluate_shapes(model.proto, graph, tensors)
-    values, known = (shapes.values, shapes.known) if shapes else _infer_shapes(model)
+    values, known = _shapes(model)
     origins = {name: node for node in model.proto.graph.node for name in node.output}
     used: dict[int, list[str]] = {}
     views: set[int] = set()
@@ -150,13 +149,15 @@ def summary(model: Network) -> Summary:
     return Summary(tuple(layers), trained, frozen, size, tuple(places), matrices)
 
 
-def _infer_shapes(model: Network) -> tuple[dict[str, Value], frozenset[str]]:
-    """Return shapes from the file and ONNX's inference; whole numbers count as known."""
-    names = [name for node in model.graph.nodes for name in node.outputs if name]
-    kinds = infer_types(model.proto, model.tensors, names)
-    values = {n: to_value(ValueInfoProto(name=n, type=kind)) for n, kind in kinds.items()}
-    whole = [n for n, v in values.items() if v.dtype is not None and v.dtype.kind in "iub"]
-    return values, frozenset(whole)
+def _shapes(model: Network) -> tuple[dict[str, Value], frozenset[str]]:
+    """Return the values of a graph, and the known: of what is inferred these are whole numbers."""
+    shapes = evaluate_shapes(model.proto, model.graph, model.tensors)
+    values, known = ({}, frozenset()) if shapes is None else (shapes.values, shapes.known)
+    names = [n for node in model.graph.nodes for n in node.outputs if n and n not in values]
+    kinds = infer_types(model.proto, model.tensors, names) if names else {}
+    inferred = {n: to_value(ValueInfoProto(name=n, type=kind)) for n, kind in kinds.items()}
+    whole = [n for n, v in inferred.items() if v.dtype is not None and v.dtype.kind in "iub"]
+    return {**inferred, **values}, known.union(whole)
 
 
 def _layer(

@@ -16,8 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 import jaxonnx
 from jaxonnx import _limits
 from jaxonnx._graph import expansion
-from jaxonnx._graph.values import to_value
-from jaxonnx._run import crashing_arithmetic, failures, folding, scope
+from jaxonnx._run import failures, folding, scope
 from jaxonnx._run.channels_last import ChannelsLast
 from jaxonnx._run.shapes import infer_types
 from jaxonnx.lowering._layout import KernelFirst
@@ -567,32 +566,28 @@ def test_shape_arithmetic_is_followed_behind_many_concatenations():
         (("v0", [2, 1, 6, 3]),),
         constants={"w": np.eye(3, dtype=np.float32), "rest": ints(18)},
     )
-    kinds = infer_types(proto, {"rest": ints(18)}, ["y"])
-    assert to_value(helper.make_value_info("y", kinds["y"])).shape == (2, 1024, 18)
+    (y,) = jaxonnx.load(proto, outputs="y").outputs
+    assert y.shape == (2, 1024, 18)
 
 
 @pytest.mark.parametrize(
     "nodes",
     [
         "y = Mul(x, long)",
-        "v = Relu(long) y = Mul(x, v)",
         "v = RandomNormal <shape = [1099511627776]> () y = Mul(x, v)",
         "s = Constant <value_int = 2097152> () m = Add(s, n) v = ConstantOfShape(m) y = Mul(x, v)",
         "m = Mul(n, n) k = Mul(m, m) v = ConstantOfShape(k) y = Mul(x, v)",
         "v = own.f(x, long) y = Mul(x, v)",
-        "y = If(b) <then_branch = t () => (float[1099511627776] z) { z = Mul(x, x) }>",
-        "y = If(b) <else_branch = e () => (z) <float[2097152] w> { z = Mul(w, w) }>",
     ],
 )
-def test_vectors_that_are_too_long_are_not_followed(nodes):
+def test_shape_inference_keeps_no_list_as_long_as_a_file_says(nodes):
+    """As ONNX's data_prop does, of numbers for each vector: 8 TiB of them."""
     proto = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 22, "own": 1]>
-    g (float[2, 3] x, float[1099511627776] long, bool b) => (y)
+    g (float[2, 3] x, float[1099511627776] long) => (y)
     <int64[1] n = {{9999}}> {{ {nodes} }}
     <domain: "own", opset_import: ["": 22]>
     f (a, b) => (v) {{ v = Mul(a, b) }}""")
-    assert not crashing_arithmetic.may_follow(
-        proto.functions, onnx.shape_inference.infer_shapes(proto).graph
-    )
+    infer_types(proto, {"n": ints(9999)}, ["y"])
 
 
 def test_a_node_without_name_and_outputs_has_a_layer():
