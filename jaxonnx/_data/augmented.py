@@ -31,7 +31,7 @@ class Augmented(Source):
     ):
         self._source, self._change, self._key = source, change, key
         self.targets, self.weights, self.size = source.targets, source.weights, source.size
-        self.classes, self.resumable = source.classes, source.resumable
+        self.classes, self.resumable, self.spent = source.classes, source.resumable, source.spent
         self.in_shares = source.in_shares  # batches are checked as they come: changing takes time
 
     @property

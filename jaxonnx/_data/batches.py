@@ -167,6 +167,8 @@ class Source(ABC):
     """Settings of the data that must be the same in a run that resumes, as JSON holds them."""
     in_shares: bool = False
     """Whether each of several processes has a share of each batch, not all of it."""
+    spent: bool = False
+    """Whether the batches that were read cannot be read again."""
     checks_batches: bool = False
     """Whether all batches can be checked before the run, in place of all targets at once."""
 
@@ -269,6 +271,10 @@ class Stream(Source):
     """Names that are of targets."""
     size = None
     in_shares = True
+
+    @property
+    def spent(self) -> bool:  # type: ignore[override]
+        return isinstance(self.data, Iterator)
 
     @property
     def identity(self) -> None:

@@ -146,7 +146,7 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
     "folder": FOLDER,
     "rank": COUNT,
     "heads": {**MANY, "type": parse_count, "metavar": "N|OUTPUT=N"},
-    "statistics": {"choices": ("batch", "frozen")},
+    "statistics": {"choices": ("batch", "frozen", "recompute")},
     "ratios": {**MANY, "type": ratio, "metavar": "X|NAME=X"},
     "class_weights": {**MANY, "type": class_weight, "metavar": "NAME=X"},
     "precision": {"choices": ("bf16", "fp16")},

@@ -8,5 +8,13 @@ from jaxonnx.model._model import Model, Statistics, Trainable
 
 # for other rooms of the package
 from jaxonnx.model._show import operator  # noqa: F401
+from jaxonnx.model._statistics import (  # noqa: F401
+    MOST,
+    add_batch,
+    first_totals,
+    renewed_norms,
+    single_values,
+    with_totals,
+)
 
 __all__ = ["Model", "Statistics", "Trainable", "Value", "add_training", "labels", "load"]

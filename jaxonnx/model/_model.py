@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -31,9 +32,10 @@ from jaxonnx._run.overlay import ratios
 from jaxonnx._run.program import Kept
 from jaxonnx._text import Rendered
 from jaxonnx.errors import InputError
+from jaxonnx.model import _statistics as pooling
 from jaxonnx.model import _transforms as changed
 from jaxonnx.model._call_arguments import inputs_first, unmark_names
-from jaxonnx.model._predict import predictions
+from jaxonnx.model._predict import predictions, read_inputs
 from jaxonnx.model._reinitialize import Initializer
 from jaxonnx.model._show import overview
 from jaxonnx.model._sparsity import find_unrecorded, options, selector, with_record
@@ -338,6 +340,43 @@ class Model(Network, Rendered):
         if statistics not in ("batch", "frozen"):
             raise InputError(f"statistics is 'batch' or 'frozen', and was {statistics!r}")
         return self._overlaid(frozen=statistics == "frozen")
+
+    def recompute_statistics(
+        self,
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        pad: Mapping[str, Any] | None = None,
+        length_buckets: int | Sequence[int] | None = None,
+        preprocess: Mapping[str, Any] | None = None,
+        rng: jax.Array | None = None,
+    ) -> Model:
+        """Return a model whose running statistics are those of training data at these weights.
+
+        They are pooled over up to 200 batches, each of which is normalized by its own statistics as
+        in training ("precise BN"; Wu and Johnson, 2021). `train` does this by itself where running
+        averages cannot have settled (its argument `statistics`); after a loop of your own, or with
+        new data, call it here.
+
+        >>> from jaxonnx import demo
+        >>> data = np.random.default_rng(0).normal(size=(64, 1, 8, 8)).astype(np.float32)
+        >>> model = demo.model().recompute_statistics(data)
+
+        Args:
+          data: as in `predict`; shuffled, if it is sorted by class.
+          batch_size: as in `predict`; best that of the training.
+          pad, length_buckets, preprocess: as in `predict`.
+          rng: a key for Dropout; without it masks are drawn with `jax.random.key(0)`.
+
+        Raises:
+          InputError: the model has no running statistics, or the new ones are not finite.
+          TrainingError: data that do not fit.
+        """
+        data = list_folder(data, self, preprocess)
+        examples = read_inputs(self, data, batch_size, Padding.of(pad, length_buckets))
+        batches = (batch.inputs for batch in islice(examples.batches(0), pooling.MOST))
+        state = pooling.recompute(self.with_statistics("batch"), batches, rng)
+        return self.replace(state=state)
 
     def with_dropout(self, ratio: float | Mapping[str, float]) -> Model:
         """Return a model with other ratios of Dropout in training.

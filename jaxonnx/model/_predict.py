@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxonnx._data.batches import Batch
+from jaxonnx._data.batches import Batch, Source
 from jaxonnx._data.forms import check_size, examples_of, size_of_batches
 from jaxonnx._data.images.batches import Pictures
 from jaxonnx._data.images.folder import Folder
@@ -37,11 +37,7 @@ def predictions(
     Raises:
       InputError: an output does not have the examples along its first axis.
     """
-    if isinstance(data, Folder):
-        examples = Pictures.of(data, size_of_batches(model.inputs, size), strict=True)
-    else:
-        examples = examples_of(data, model.inputs, size, None, "data", False, padding)
-        check_size(examples, size)
+    examples = read_inputs(model, data, size, padding)
     values = model.outputs
     names = [value.name for value in values]
     lengths = examples.lengths if isinstance(examples, Padded) else None
@@ -63,6 +59,15 @@ def predictions(
         for value, columns in zip(values, zip(*parts, strict=True), strict=True)
     }
     return whole if len(names) > 1 else whole[names[0]]
+
+
+def read_inputs(model: Network, data: Any, size: int | None, padding: Padding) -> Source:
+    """Return the inputs of all examples, in their order."""
+    if isinstance(data, Folder):
+        return Pictures.of(data, size_of_batches(model.inputs, size), strict=True)
+    examples = examples_of(data, model.inputs, size, None, "data", False, padding)
+    check_size(examples, size)
+    return examples
 
 
 def _rows(name: str, output: Any, real: np.ndarray) -> np.ndarray:

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jaxonnx._mesh.rules import Sharding
 from jaxonnx._rewrite.head import Classes
 from jaxonnx.lora import Adapters, LoRA
-from jaxonnx.model import Statistics, Trainable
+from jaxonnx.model import Trainable
 
 Hook = Callable[[int, dict[str, Any]], None]
 Optimizer = optax.GradientTransformation | Callable[[int], optax.GradientTransformation]
@@ -92,11 +92,18 @@ class ModelArguments(TypedDict, total=False):
     The resulting model has them merged into its weights. `.lora` of the result holds them
     alone, to be saved as a small file (`Adapters.save`), or to be passed here again to
     continue."""
-    statistics: Annotated[Statistics | None, Argument(form="statistics", needs_loss=True)]
-    """The statistics that BatchNormalization uses: of the "batch" (default), or "frozen".
+    statistics: Annotated[
+        Literal["batch", "frozen", "recompute"] | None,
+        Argument(form="statistics", needs_loss=True),
+    ]
+    """The statistics of BatchNormalization: of the "batch", "frozen", or "recompute".
 
-    With "batch" the running statistics are updated, with "frozen" they are used and kept
-    (`Model.with_statistics`)."""
+    With "batch" it uses those of the batch and updates the running ones, with "frozen" it uses the
+    running ones and keeps them (`Model.with_statistics`). "recompute" is like "batch", and at the
+    end of each epoch, before it is validated, the running statistics are computed anew from up to
+    200 batches of the training data (`Model.recompute_statistics`). By default that is done while
+    they cannot have settled, where the steps of the run are fewer than 5 / (1 - momentum);
+    `history.notes` says so."""
     dropout: Annotated[float | Mapping[str, float] | None, Argument(form="ratios", needs_loss=True)]
     """The ratio of all Dropout nodes, or ratios by value, node or module.
 

@@ -79,6 +79,11 @@ def step(
     settings = Settings(**own, **arguments, epochs=1 if epochs is None else epochs)
     if settings.nan == "rollback":
         raise TrainingError("nan must be stop or skip: a loop of your own keeps its own snapshots")
+    if settings.statistics == "recompute":
+        raise TrainingError(
+            "statistics must be batch or frozen: after a loop of your own, call "
+            "model.recompute_statistics(data)"
+        )
     model = model if isinstance(model, Model) else load(model, mesh=settings.mesh)
     model = with_heads(model, settings)
     settings = replace(settings, class_weights=weights_of_classes(model, settings))

@@ -15,7 +15,7 @@ from jaxonnx._data.batches import Batch
 from jaxonnx._graph.roles import running_statistics
 from jaxonnx.errors import TrainingError
 from jaxonnx.lowering import separate_heads
-from jaxonnx.model import Model
+from jaxonnx.model import Model, add_batch, renewed_norms
 from jaxonnx.training._objective import Objective
 from jaxonnx.training._precision import PRECISIONS, LossScale, round_products
 from jaxonnx.training._settings import Settings
@@ -210,6 +210,18 @@ class GradientStep(Step):
         tensors = {**self._read(frozen), **state.state}
         outputs = self._goal.model.apply(params, *batch.inputs, state=tensors)
         return self._goal.add(sums, outputs, batch)
+
+    def statistics(self, totals: Any, state: State, batch: Any, frozen: Any = None) -> Any:
+        batch = self.as_batch(batch)
+        frozen = self.frozen if frozen is None else frozen
+        params = self._storage.apply_params(self._read(_visible_params(state)))
+        key = jax.random.fold_in(jax.random.key(self._settings.seed), state.count)
+
+        def renew(zeros):
+            tensors = {**self._read(frozen), **state.state, **zeros}
+            return self._run(params, tensors, key, *batch.inputs)[1]
+
+        return add_batch(renewed_norms(self.model), totals, renew, len(batch.inputs[0]))
 
     def row(self, sums: Any) -> dict[str, float]:
         return self._goal.row(sums)

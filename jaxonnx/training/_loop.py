@@ -24,6 +24,7 @@ from jaxonnx.training._reporter import Reporter
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._snapshots import Snapshots
 from jaxonnx.training._sparsity import sparse_numbers
+from jaxonnx.training._statistics import Statistics, warn_of_single_values
 from jaxonnx.training._step import State, Step, copy
 from jaxonnx.training._stopping import Interrupt, Monitor, PatienceEnded, Stop
 
@@ -55,6 +56,8 @@ def run(
         history.notes = [*step.notes, *(checkpoints.notes if checkpoints is not None else ())]
         batches, first = _first_batches(examples, at, epochs)
         checks = BatchChecks(step, first, examples)
+        warn_of_single_values(step, first)
+        statistics = Statistics(step, examples, settings, state, interrupt)
         checks.check_data(examples, held_out)
         validate = None
         if held_out is not None:
@@ -89,6 +92,7 @@ def run(
                 together.close_epoch(epoch, at.batch)
                 state = keeper.settle(state)
                 checks.catch_up()
+                state = statistics.renew(state, epoch, record.step, at.batch)
                 row: dict[str, Any] = {"epoch": epoch + 1, "step": record.step}
                 row |= _training_numbers(history, at)
                 row |= validate(state, epoch) if validate is not None else {}
@@ -113,6 +117,7 @@ def run(
             which = watched.chosen or f"step {stop.step}"
             history.stopped = f"{stop}; the weights are those of {which}{keeper.where}"
             history.early = isinstance(stop, PatienceEnded)
+    history.notes += statistics.notes(record.step, bool(watched.chosen) or not at.batch)
     if best is not None and watched.chosen:
         return step.to_model(*best), history
     return step.to_model(step.view(state), state.state), history

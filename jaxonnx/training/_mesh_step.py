@@ -91,6 +91,11 @@ class MeshStep(Step):
             sums = self._step.evaluate(sums, state, self._split(batch), self._or_own(frozen))
             return _constrain(sums, self._whole)
 
+    def statistics(self, totals: Any, state: State, batch: Any, frozen: Any = None) -> Any:
+        with self._propagating():
+            totals = self._step.statistics(totals, state, self._split(batch), self._or_own(frozen))
+            return _constrain(totals, self._whole)
+
     def as_batch(self, batch: Any) -> Batch:
         return self._step.as_batch(batch)
 

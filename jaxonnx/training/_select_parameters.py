@@ -20,7 +20,8 @@ def select_parameters(model: Model, settings: Settings) -> Model:
       InputError: a choice that does not fit the model.
     """
     if settings.statistics is not None:
-        model = model.with_statistics(settings.statistics)
+        mode = settings.statistics
+        model = model.with_statistics("batch" if mode == "recompute" else mode)
     if settings.dropout is not None:
         model = model.with_dropout(settings.dropout)
     lora, trainable = settings.lora, settings.trainable

@@ -77,6 +77,10 @@ class Settings(_VALUES):
                 "precision must be 'bf16' or 'fp16' (or None, for that of the file), and is "
                 f"{self.precision!r}"
             )
+        if self.statistics not in (None, "batch", "frozen", "recompute"):
+            raise TrainingError(
+                f"statistics must be 'batch', 'frozen' or 'recompute', and is {self.statistics!r}"
+            )
         if self.sharding is not None and self.mesh is None:
             raise TrainingError(
                 "sharding says how tensors are split over a mesh, and there is none: pass "

@@ -123,6 +123,13 @@ class Step(ABC):
     def evaluate(self, sums: Any, state: State, batch: Any, frozen: Any = None) -> Any:
         """Return the sums with those of a batch, of losses and metrics in inference mode."""
 
+    def statistics(self, totals: Any, state: State, batch: Any, frozen: Any = None) -> Any:
+        """Return the pooled statistics of `first_totals` with those of a batch in training.
+
+        The weights are those of `view`. A step without BatchNormalization returns what it is given.
+        """
+        return totals
+
     @abstractmethod
     def row(self, sums: Any) -> dict[str, float]:
         """Return the numbers that sums come to, by the name that `History.epochs` has for them."""

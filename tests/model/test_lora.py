@@ -366,7 +366,7 @@ def test_an_optimizer_for_each_group():
     [
         ({"lora": 8}, r"jaxonnx.LoRA, like LoRA\(rank=8\).*is a int"),
         ({"lora": jaxonnx.LoRA(2), "sparsity": "2:4"}, "leave one of the two out"),
-        ({"statistics": "running"}, "'batch' or 'frozen'"),
+        ({"statistics": "running"}, "'batch', 'frozen' or 'recompute'"),
         ({"dropout": 0.1}, "no Dropout node"),
     ],
 )

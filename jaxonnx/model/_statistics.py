@@ -1,0 +1,151 @@
+"""Statistics of BatchNormalization, pooled over the batches of some data.
+
+Running averages of `momentum` forget what they began with only after some 5 / (1 - momentum) steps,
+and then lag behind the weights. Means over many batches at fixed weights do not (Wu and Johnson,
+Rethinking "Batch" in BatchNorm, 2021, section 3: PreciseBN).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx._graph.bind import Graph
+from jaxonnx._graph.values import data
+from jaxonnx._network import Network
+from jaxonnx.errors import InputError
+
+MOST = 200
+"""Batches that statistics are computed from, at most; the greatest number in the paper."""
+
+_HORIZON = 5.0
+"""Time constants of a running average after which 0.7 % of its first value are left."""
+
+
+class Norm(NamedTuple):
+    """The running statistics of a BatchNormalization, by name."""
+
+    mean: str
+    variance: str
+    momentum: float
+
+    def settles(self, steps: int) -> bool:
+        """Return whether a running average can have settled after so many steps."""
+        return steps * (1 - self.momentum) >= _HORIZON
+
+
+def find_norms(graph: Graph, state: Mapping[str, Any]) -> list[Norm]:
+    """Return the normalizations whose statistics training renews, those of functions included."""
+    found = []
+    for node in graph.nodes:
+        if node.op.state:
+            mean, variance = (node.inputs[i] for i in node.op.state)
+            found.append(Norm(mean, variance, float(node.attributes.get("momentum", 0.9))))
+        if node.body is not None:
+            outer = dict(zip(node.body.inputs, node.inputs, strict=False)) | dict(node.body.lifted)
+            found += [
+                Norm(outer[norm.mean], outer[norm.variance], norm.momentum)
+                for norm in find_norms(node.body, outer)
+            ]
+    return [n for n in found if {n.mean, n.variance} <= state.keys() and n.momentum < 1]
+
+
+def renewed_norms(model: Network) -> list[Norm]:
+    """Return the normalizations that use the statistics of the batch in training."""
+    return [] if model.program.overlay.frozen else find_norms(model.graph, model.state)
+
+
+def first_totals(norms: Sequence[Norm], state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the statistics of no examples; their number is that of the key ""."""
+    names = {name for norm in norms for name in norm[:2]}
+    return {"": np.float32(0)} | {n: np.zeros(np.shape(state[n]), np.float32) for n in names}
+
+
+def add_batch(
+    norms: Sequence[Norm],
+    totals: Mapping[str, jax.Array],
+    renew: Callable[[dict[str, jax.Array]], Mapping[str, jax.Array]],
+    count: int,
+) -> dict[str, jax.Array]:
+    """Return statistics with those of a further batch.
+
+    Args:
+      renew: a function from running statistics to those after a step.
+      count: the number of examples in the batch.
+    """
+    # from zero, a step leaves the statistics of the batch times (1 - momentum)
+    new = renew({name: jnp.zeros_like(x) for name, x in totals.items() if name})
+    whole = totals[""] + count
+    part = count / whole
+    found = {"": whole}
+    for norm in norms:
+        mean, variance = (new[name] / (1 - norm.momentum) for name in norm[:2])
+        old, change = totals[norm.variance], mean - totals[norm.mean]
+        found[norm.mean] = totals[norm.mean] + part * change
+        # the variance of two sets together (Chan, Golub and LeVeque, 1983)
+        found[norm.variance] = old + part * (variance - old) + part * (1 - part) * change**2
+    return found
+
+
+def with_totals(
+    state: Mapping[str, jax.Array], totals: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Return statistics with those of all batches, in their own types."""
+    return {n: totals[n].astype(x.dtype) if n in totals else x for n, x in state.items()}
+
+
+def recompute(
+    model: Network, batches: Iterable[Sequence[Any]], rng: jax.Array | None
+) -> dict[str, jax.Array]:
+    """Return the state of a model, which uses those of the batch, with statistics of its inputs.
+
+    Raises:
+      InputError: the model has no running statistics, or the new ones are not finite.
+    """
+    norms = find_norms(model.graph, model.state)
+    if not norms:
+        raise InputError("the model has no running statistics: there is nothing to recompute")
+    key = jax.random.key(0) if rng is None else rng
+    names = [value.name for value in model.inputs]
+
+    @jax.jit
+    def add(totals, params, state, key, inputs):
+        def renew(zeros):
+            values, updates = dict(zip(names, inputs, strict=True)), {}
+            tensors = {**state, **zeros}
+            model.program.evaluate(params, tensors, values, key=key, training=True, updates=updates)
+            return updates
+
+        return add_batch(norms, totals, renew, len(inputs[0]))
+
+    totals: Any = first_totals(norms, model.state)
+    for number, inputs in enumerate(batches):
+        own = jax.random.fold_in(key, number)
+        totals = add(totals, model.params, model.state, own, tuple(inputs))
+    if not all(jnp.isfinite(x).all() for x in totals.values()):
+        raise InputError("the statistics of the data are not finite; those of the model are kept")
+    return with_totals(model.state, totals)
+
+
+def single_values(model: Network, inputs: Sequence[Any]) -> list[str]:
+    """Return the outputs of normalizations of the main graph that see one number a channel."""
+    norms = [n for n in model.graph.nodes if n.op.state and n.inputs[0] and n.outputs[0]]
+    if model.program.overlay.frozen or not norms or len(inputs[0]) != 1:
+        return []
+    names = list(dict.fromkeys(node.inputs[0] for node in norms))
+    program = model.program.giving(names)
+    values = data({value.name: x for value, x in zip(model.inputs, inputs, strict=True)})
+    shapes = jax.eval_shape(
+        lambda params, state: program.evaluate(params, state, values, key=None, training=False),
+        model.params,
+        model.state,
+    )
+    given = dict(zip(names, shapes[-len(names) :], strict=True))
+    single = [
+        node for node in norms if given[node.inputs[0]].size == given[node.inputs[0]].shape[1]
+    ]
+    return [node.outputs[0] for node in single]

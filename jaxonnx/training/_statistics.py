@@ -1,0 +1,110 @@
+"""Running statistics that a run computes from its data, where averages over its steps do not do."""
+
+import warnings
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxonnx._data.batches import Batch, Source
+from jaxonnx._text import format_count
+from jaxonnx.model import MOST, first_totals, renewed_norms, single_values, with_totals
+from jaxonnx.training._settings import Settings
+from jaxonnx.training._step import State, Step
+from jaxonnx.training._stopping import Interrupt
+
+
+class Statistics:
+    """The statistics of BatchNormalization at the end of an epoch.
+
+    Args:
+      settings: `statistics`.
+      state: of the step, whose statistics are renewed.
+    """
+
+    def __init__(
+        self, step: Step, examples: Source, settings: Settings, state: State, interrupt: Interrupt
+    ):
+        norms = [n for n in renewed_norms(step.model) if {*n[:2]} <= state.state.keys()]
+        self._norms = [] if settings.statistics == "batch" else norms
+        self._always = settings.statistics == "recompute"
+        self._step, self._examples, self._interrupt = step, examples, interrupt
+        self._add = jax.jit(step.statistics)
+        self._batches = self._steps = 0
+        self._left = False
+
+    def renew(self, state: State, epoch: int, steps: int, batches: int) -> State:
+        """Return the state with statistics of the its weights, if averages have not settled.
+
+        Args:
+          steps: those of the run until now.
+          batches: those of the epoch.
+        """
+        self._left, self._batches = self._unsettled(steps), 0
+        if not self._left or self._examples.spent or not batches:
+            return state
+        totals: Any = first_totals(self._norms, state.state)
+        self._batches, self._steps = min(batches, MOST), steps
+        for batch in self._interrupt.iterate(self._read(epoch)):
+            batch = self._step.put(batch, self._examples.in_shares)
+            totals = self._add(totals, state, batch, self._step.frozen)
+        if not all(jnp.isfinite(x).all() for x in totals.values()):
+            return state
+        self._left = False
+        new = with_totals(state.state, totals)
+        return state.replace(state={n: _place(x, state.state[n]) for n, x in new.items()})
+
+    def _unsettled(self, steps: int) -> bool:
+        return bool(self._norms) and (
+            self._always or not all(norm.settles(steps) for norm in self._norms)
+        )
+
+    def _read(self, epoch: int) -> Iterator[Batch]:
+        return islice(self._examples.batches(epoch), self._batches)
+
+    def notes(self, steps: int, whole: bool) -> Iterator[str]:
+        """Yield what the statistics of the result are, after so many steps.
+
+        Args:
+          whole: whether the result has the weights of the end of an epoch.
+        """
+        count = format_count(len(self._norms), "BatchNormalization")
+        why = "running averages with momentum {:.4g} cannot have settled in {}"
+        slowest = max((norm.momentum for norm in self._norms), default=0)
+        if self._unsettled(steps) and (self._left or not whole):
+            why = why.format(slowest, format_count(steps, "step"))
+            yield (
+                f"the running statistics of {count} are averages, and {why}: "
+                "result.model.recompute_statistics(data) computes them from the data"
+            )
+        elif self._batches and whole:
+            why = why.format(slowest, format_count(self._steps, "step"))
+            yield (
+                f"the running statistics of {count} were computed from "
+                f"{self._batches:,} batch{'es' * (self._batches > 1)} of the training data with "
+                f"the final weights: {'as was asked for' if self._always else why}"
+            )
+
+
+def _place(x: jax.Array, old: jax.Array) -> jax.Array:
+    """Return an array where another of its shape lies."""
+    if x.sharding.is_equivalent_to(old.sharding, x.ndim):
+        return x
+    return jax.device_put(x, old.sharding)
+
+
+def warn_of_single_values(step: Step, batch: Batch) -> None:
+    """Warn of normalizations over one number, whose output is their bias whatever the input."""
+    if not (names := single_values(step.model, batch.inputs)):
+        return
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    warnings.warn(
+        f"the BatchNormalization of '{names[0]}'{more} sees one number for each channel, in a "
+        "batch of one example: in training its output is its bias whatever the input, and no layer "
+        "before it learns (PyTorch raises an error here). Train with larger batches (batch_size=, "
+        "and for a file that fixes the batch to 1 jaxonnx.load(..., batch='any')), or with "
+        "statistics='frozen'",
+        stacklevel=3,
+    )
