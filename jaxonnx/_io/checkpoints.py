@@ -25,6 +25,8 @@ from jaxonnx._arrays import to_host
 from jaxonnx.errors import ModelError
 
 MODEL = "model.onnx"
+FORMAT = 1
+"""The number of the layout of a checkpoint: a change of what is stored raises it."""
 UNREADABLE = (
     AssertionError,
     AttributeError,
@@ -127,20 +129,23 @@ def _read(orbax: Any, path: Path) -> Checkpoint:
 
 
 def add_checksum(about: dict[str, Any]) -> dict[str, Any]:
-    """Return JSON with its CRC."""
-    text = json.dumps(about)
+    """Return metadata as JSON, with the format of checkpoints and a CRC."""
+    text = json.dumps({"format": FORMAT, **about})
     return {"about": text, "crc": zlib.crc32(text.encode())}
 
 
 def verify_checksum(stored: dict[str, Any]) -> dict[str, Any]:
-    """Return what `sealed` took.
+    """Return the metadata that `add_checksum` took.
 
     Raises:
-      ValueError: it was altered.
+      ValueError: it was altered, or is of another format.
     """
     if zlib.crc32(stored["about"].encode()) != stored["crc"]:
         raise ValueError("its text is not the one that was written")
-    return json.loads(stored["about"])
+    about = json.loads(stored["about"])
+    if about.get("format") != FORMAT:
+        raise ValueError(f"its format is {about.get('format')}; this jaxonnx reads {FORMAT}")
+    return about
 
 
 def crc(x: np.ndarray) -> int:

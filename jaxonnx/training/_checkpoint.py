@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +33,21 @@ from jaxonnx._mesh.processes import Processes
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model
-from jaxonnx.training._checkpoint_metadata import About, Position
 from jaxonnx.training._history import History
 
 _LOGGER = logging.getLogger("absl")
 _KEPT = 3
 _UNWRITABLE = (OSError, RuntimeError, ValueError)
 """What Orbax raises when it cannot write; errors of the system come as ValueError, too."""
+
+
+class Position(NamedTuple):
+    """The next batch of a run."""
+
+    epoch: int = 0
+    batch: int = 0
+    first: int = 0
+    """The number of steps before this epoch."""
 
 
 class NotWritten(Exception):
@@ -155,12 +163,12 @@ class Checkpoints:
                 continue
             self._compare(about, tree)
             try:
-                found = self._arrays(step, tree, about.crc)
+                found = self._arrays(step, tree, about["crc"])
             except UNREADABLE as error:
                 self._set_aside(step, error)
                 self._manager.reload()
                 continue
-            return about.position, found, about.history
+            return Position(*about["position"]), found, History(**about["history"])
         if steps:
             raise TrainingError(
                 f"no checkpoint in '{self.folder}' can be read; pass another checkpoint_dir to "
@@ -242,10 +250,10 @@ class Checkpoints:
         finally:
             _LOGGER.removeFilter(_is_news)
 
-    def _about(self, step: int) -> About:
+    def _about(self, step: int) -> dict[str, Any]:
         args = self._orbax.args
-        found = self._manager.restore(step, args=args.Composite(about=args.JsonRestore()))["about"]
-        return About.of(verify_checksum(found))
+        found = self._manager.restore(step, args=args.Composite(about=args.JsonRestore()))
+        return verify_checksum(found["about"])
 
     def _arrays(self, step: int, tree: Any, seals: list[int | str]) -> Any:
         args = self._orbax.args
@@ -258,17 +266,17 @@ class Checkpoints:
         check(found["leaves"], seals)
         return jax.tree.unflatten(structure, map(_like, found["leaves"], leaves))
 
-    def _compare(self, about: About, tree: Any) -> None:
+    def _compare(self, about: dict[str, Any], tree: Any) -> None:
         settings = {name: x for name, x in self._settings.items() if name != "data"}
         for name, value in settings.items():
-            before = about.settings.get(name)
+            before = about["settings"].get(name)
             if before != value:
                 raise TrainingError(
                     f"the run in '{self.folder}' has {name}={before}, and {name}={value} would not "
                     f"continue it; pass {name}={before}, or another checkpoint_dir"
                 )
-        fixed = self._sealed if about.fixed == self._sealed else self._seals(about.fixed)
-        before, now = [*about.leaves, *about.fixed], [*_leaves(tree), *fixed]
+        fixed = self._sealed if about["fixed"] == self._sealed else self._seals(about["fixed"])
+        before, now = [*about["leaves"], *about["fixed"]], [*_leaves(tree), *fixed]
         if before != now:
             odd = [
                 f"{kind} {next((line for line in one if line not in other), 'another order')}"
@@ -279,7 +287,7 @@ class Checkpoints:
                 f"optimizer are not those of this one ({', '.join(odd)}); pass the same model, "
                 "trainable and optimizer, or another checkpoint_dir"
             )
-        self._compare_data(about.settings.get("data"))
+        self._compare_data(about["settings"]["data"])
 
     def _seals(self, before: Sequence[str] = ()) -> list[str]:
         """Return what tells whether the fixed arrays are the same, in the form that it had before.
@@ -295,7 +303,7 @@ class Checkpoints:
         return lines
 
     def _compare_data(self, before: dict[str, Any] | None) -> None:
-        """Refuse other data, where both are known: earlier versions did not say which they had."""
+        """Refuse other data, where both are known: a stream does not say which it has."""
         now = self._settings["data"]
         if before is None or now is None or before == now:
             return

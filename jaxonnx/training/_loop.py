@@ -14,8 +14,7 @@ from jaxonnx._data.batches import Batch, Source
 from jaxonnx._mesh.processes import Processes
 from jaxonnx.model import Model
 from jaxonnx.training._check_batches import BatchChecks, is_unchecked
-from jaxonnx.training._checkpoint import Checkpoints
-from jaxonnx.training._checkpoint_metadata import Position
+from jaxonnx.training._checkpoint import Checkpoints, Position
 from jaxonnx.training._history import History
 from jaxonnx.training._memory import EXHAUSTED, Fitting, to_stop
 from jaxonnx.training._optimizers import rate_of

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 
 from jaxonnx._text import format_count
 from jaxonnx.errors import TrainingError
-from jaxonnx.training._checkpoint import Checkpoints, NotWritten
-from jaxonnx.training._checkpoint_metadata import Position
+from jaxonnx.training._checkpoint import Checkpoints, NotWritten, Position
 from jaxonnx.training._history import ROLLED_BACK
 from jaxonnx.training._reporter import Reporter
 from jaxonnx.training._settings import Settings
