@@ -153,10 +153,12 @@ _SHORT = 32
 
 
 def softmax(x, axis):
-    """Compute exp(x - max) over its sum.
+    """Compute exp(x - max) over its sum; a row of -inf gives NaN, and its gradient is zero.
 
     The difference is held at or below 0: when XLA computes x twice, once for the maximum and once
     for the difference, the two round differently, and what should be 0 can be large for large x.
+    PyTorch's exporter writes attention whose rows may see no key as Softmax and Where(IsNaN, 0):
+    a NaN within the division would reach the gradients of all weights as 0 * NaN.
     """
     if x.size == 0:
         return x
@@ -164,13 +166,30 @@ def softmax(x, axis):
     # data have them, which differ from exact ones by less than the rounding of the result.
     size = x.shape[axis]
     wide = x if isinstance(size, int) and size <= _SHORT else widen(x)
-    shifted = wide - jax.lax.stop_gradient(jnp.max(wide, axis, keepdims=True))
+    top, hidden = _maximum(wide, axis)
+    shifted = wide - top
     e = jnp.exp(shifted - jax.lax.stop_gradient(jnp.maximum(shifted, 0)))
-    return (e / jnp.sum(e, axis, keepdims=True)).astype(x.dtype)
+    y = e / jnp.where(hidden, 1, jnp.sum(e, axis, keepdims=True))
+    return (y + jnp.where(hidden, jnp.nan, 0).astype(y.dtype)).astype(x.dtype)
 
 
 def log_softmax(x, axis):
-    return jax.nn.log_softmax(widen(x), axis=axis).astype(x.dtype) if x.size else x
+    """Compute x - log(sum(exp(x))); a row of -inf gives NaN, and its gradient is zero."""
+    if x.size == 0:
+        return x
+    wide = widen(x)
+    top, hidden = _maximum(wide, axis)
+    shifted = wide - top
+    total = jnp.sum(jnp.exp(shifted), axis, keepdims=True)
+    y = shifted - jnp.log(jnp.where(hidden, 1, total))
+    return jnp.where(hidden, jnp.nan, y).astype(x.dtype)
+
+
+def _maximum(x, axis):
+    """Return the maxima along an axis, without gradient, and which rows are -inf; those have 0."""
+    top = jax.lax.stop_gradient(jnp.max(x, axis, keepdims=True))
+    hidden = top == -jnp.inf
+    return jnp.where(hidden, 0, top), hidden
 
 
 def hardmax(x, axis):
