@@ -76,7 +76,8 @@ class Network:
     @cached_property
     def outputs(self) -> tuple[Value, ...]:
         """The outputs, in file order."""
-        return tuple(map(to_value, self.proto.graph.output))
+        wanted = {*self.graph.outputs}
+        return tuple(to_value(v) for v in self.proto.graph.output if v.name in wanted)
 
     @property
     def sparsity(self) -> Recorded | None:

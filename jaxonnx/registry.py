@@ -119,6 +119,9 @@ class Op:
     pointwise: bool = False
     """Every element of the results depends on the elements of the inputs at the same place, which
     broadcast as in NumPy; an attribute `axis` names the only axis of which that is not true."""
+    pasts: tuple[int, ...] = ()
+    """Inputs with what earlier calls left, by the names that specifications give them; the k-th is
+    continued by output k + 1."""
     through: frozenset[int] = frozenset()
     kernels: frozenset[int] = frozenset()
     factors: frozenset[int] = frozenset()
@@ -156,6 +159,8 @@ class Op:
 
 Starts = Mapping[str, float] | tuple[str, ...]
 """Inputs with the values that they start from, or only their names: vectors then start at 0."""
+
+_PASTS = ("past", "past_key", "past_value", "past_state")
 
 _OPS: dict[tuple[str, str], list[Op]] = defaultdict(list)
 
@@ -217,6 +222,7 @@ def op(
                 view=view,
                 dynamic=dynamic,
                 pointwise=pointwise,
+                pasts=tuple(i for i, name in enumerate(order) if name in _PASTS),
                 static=_positions_of(positional, Static),
                 through=_positions_of(positional, Through),
                 kernels=_positions_of(positional, Kernel),

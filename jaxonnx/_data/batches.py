@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxonnx._data.batch_memory import Memory
 from jaxonnx._data.fingerprint import identity
-from jaxonnx._data.ragged import PLAIN, Padding, column, masks, next_tokens, with_masks
+from jaxonnx._data.ragged import PLAIN, Padding, column, derived_inputs, next_tokens, with_derived
 from jaxonnx._data.weights import checked_weights, split_weights
 from jaxonnx._graph.values import Value
 from jaxonnx.errors import TrainingError
@@ -49,13 +49,13 @@ def as_pair(
 
     They are NumPy arrays, and Ragged where they are sequences of unequal length.
     """
-    names, spare = [value.name for value in values], masks(values)
+    names, spare = [value.name for value in values], derived_inputs(values)
     x, y = split_inputs(given if labels else (drop_targets(given, names), ()), names, what, spare)
     inputs = [
         None if a is None and n in spare else column(a, f"{what}: input {n!r}")
         for n, a in zip(names, x, strict=True)
     ]
-    inputs = with_masks(inputs, values)
+    inputs = with_derived(inputs, values)
     targets = jax.tree_util.tree_map_with_path(
         lambda path, a: column(a, f"{what}: the targets{jax.tree_util.keystr(path)}"),
         y,
@@ -92,12 +92,12 @@ def as_pair(
 
 
 def split_inputs(
-    given: Any, names: list[str], what: str, spare: Collection[str] = ()
+    given: Any, names: list[str], what: str, spare: Sequence[str] = ()
 ) -> tuple[tuple[Any, ...], Any]:
     """Return inputs in the model's order and targets, of a pair or of a dict of both.
 
     Args:
-      spare: inputs that may be missing; they are None then.
+      spare: inputs that may be missing, the first ones before others; they are None then.
     """
     x, y = _split_pair(given, names, what, spare)
     if isinstance(x, Mapping):
@@ -105,9 +105,10 @@ def split_inputs(
             raise TrainingError(f"{what} has the inputs {sorted(x)}; the model has {sorted(names)}")
         x = tuple(x.get(name) for name in names)
     x = x if isinstance(x, tuple) else (x,)
-    if spare and len(x) == len(names) - len(spare):
+    missing = spare[: max(0, len(names) - len(x))]
+    if len(x) == len(names) - len(missing):
         rest = iter(x)
-        x = tuple(None if name in spare else next(rest) for name in names)
+        x = tuple(None if name in missing else next(rest) for name in names)
     if len(x) != len(names):
         raise TrainingError(f"{what} has {len(x)} inputs; the model has {len(names)}: {names}")
     return x, y

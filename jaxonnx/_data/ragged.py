@@ -22,6 +22,10 @@ _TARGETS = ("y", "targets", "labels")
 """Names of the only target in `pad`."""
 _MASK = re.compile(r"(?P<side>(.*[._])?)((attention|input)_mask(\.\d+)?|(?<![._])mask)")
 """Inputs that are 1 for each token and 0 for padding."""
+_POSITIONS = re.compile(r"(?P<side>(.*[._])?)position_ids(\.\d+)?")
+"""Inputs that number the tokens of each example from 0 on."""
+_TYPES = re.compile(r"(?P<side>(.*[._])?)token_type_ids(\.\d+)?")
+"""Inputs that say which of several texts each token is of."""
 
 
 @dataclass(frozen=True)
@@ -90,27 +94,55 @@ def column(values: Any, what: str) -> np.ndarray | Ragged:
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def masks(inputs: Sequence[Value]) -> set[str]:
-    """Return the inputs that data may lack, since they say where tokens are."""
-    found = {v.name for v in inputs if _MASK.fullmatch(v.name) and _rank(v) in (None, 2)}
-    return found if len(found) < len(inputs) else set()
+def derived_inputs(inputs: Sequence[Value]) -> list[str]:
+    """Return the inputs that data may lack, since tokens say what they are: masks come first."""
+    found = [
+        value.name
+        for kind in (_MASK, _POSITIONS, _TYPES)
+        for value in inputs
+        if kind.fullmatch(value.name) and _rank(value) in (None, 2)
+    ]
+    return found if len(found) < len(inputs) else []
 
 
-def with_masks(columns: Sequence[Any], inputs: Sequence[Value]) -> tuple[Any, ...]:
-    """Return columns with masks for those that are None: 1 for all tokens that there are."""
+def with_derived(columns: Sequence[Any], inputs: Sequence[Value]) -> tuple[Any, ...]:
+    """Return columns with those that are None computed from the tokens.
+
+    Masks are 1 for all tokens that there are, positions count those that the mask has, from 0 on,
+    and all tokens are of type 0.
+    """
     known = {v.name: c for v, c in zip(inputs, columns, strict=True) if c is not None}
+    first = next(iter(known.values()))
 
-    def mask(value: Value) -> Any:
-        match = _MASK.fullmatch(value.name)
-        side = "" if match is None else match["side"]
-        tokens = known.get(f"{side}input_ids", next(iter(known.values())))
+    def derive(value: Value) -> Any:
         dtype = np.dtype(np.int64) if value.dtype is None else value.dtype
-        if isinstance(tokens, Ragged):
-            return Ragged(np.ones(len(tokens.values), dtype), tokens.starts)
-        return np.ones(tokens.shape[:2], dtype)
+        kinds = ((kind, kind.fullmatch(value.name)) for kind in (_MASK, _POSITIONS, _TYPES))
+        kind, match = next(pair for pair in kinds if pair[1] is not None)
+        side = match["side"] if match else ""
+        tokens = known.get(f"{side}input_ids", first)
+        if kind is not _POSITIONS:
+            return _full(tokens, int(kind is _MASK), dtype)
+        mask = known.get(f"{side}attention_mask")
+        return _count_tokens(_full(tokens, 1, dtype) if mask is None else mask, dtype)
 
     pairs = zip(inputs, columns, strict=True)
-    return tuple(mask(value) if c is None else c for value, c in pairs)
+    return tuple(derive(value) if c is None else c for value, c in pairs)
+
+
+def _full(tokens: Any, number: int, dtype: np.dtype) -> Any:
+    """Return one number for each token."""
+    if isinstance(tokens, Ragged):
+        return Ragged(np.full(len(tokens.values), number, dtype), tokens.starts)
+    return np.full(tokens.shape[:2], number, dtype)
+
+
+def _count_tokens(mask: Any, dtype: np.dtype) -> Any:
+    """Return the number of tokens before each place that a mask has, and 0 before the first."""
+    if not isinstance(mask, Ragged):
+        return ((mask > 0).cumsum(axis=1) - 1).clip(0).astype(dtype)
+    counts = np.concatenate([[0], np.cumsum(mask.values > 0)])
+    before = np.repeat(counts[mask.starts[:-1]], mask.lengths)
+    return Ragged((counts[1:] - before - 1).clip(0).astype(dtype), mask.starts)
 
 
 def next_tokens(columns: Sequence[Any], inputs: Sequence[Value], ignored: int, what: str) -> Any:
@@ -120,7 +152,8 @@ def next_tokens(columns: Sequence[Any], inputs: Sequence[Value], ignored: int, w
       TrainingError: there are no tokens, or they are not as many as their mask has.
     """
     named = dict(zip((value.name for value in inputs), columns, strict=True))
-    found = [n for n, c in named.items() if c.dtype.kind in "iu" and not _MASK.fullmatch(n)]
+    spare = derived_inputs(inputs)
+    found = [n for n, c in named.items() if c.dtype.kind in "iu" and n not in spare]
     if not found:
         raise TrainingError(f"{what} has no targets, and no input of tokens that could be such")
     name = "input_ids" if "input_ids" in found else found[0]

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxonnx._arrays import by_size, like, on_auto_axes
 from jaxonnx._graph.bind import Graph, Node
+from jaxonnx._graph.caches import Caches
 from jaxonnx._graph.uses import uses
 from jaxonnx._graph.values import data
 from jaxonnx._limits import compilable
@@ -81,6 +82,10 @@ class Program:
     overlay: Overlay = field(default_factory=Overlay)
     limit: int | None = None
     """Bytes of a single value; None: those of the machine."""
+    caches: Caches | None = None
+    """The caches that are empty in each evaluation, and no inputs."""
+    whole: Graph | None = None
+    """The graph with all inputs and outputs of the file, where this one lacks some."""
 
     def __post_init__(self) -> None:
         self._plan = _Plan(frozenset(n.index for n in self.graph.nodes if _dynamic(n)))
@@ -91,6 +96,25 @@ class Program:
         outputs = (*self.graph.outputs, *values)
         types = (*self.graph.output_types, *(None for _ in values))
         return replace(self, graph=replace(self.graph, outputs=outputs, output_types=types))
+
+    def only(self, outputs: Collection[str]) -> Program:
+        """Return a program that gives some of the outputs, for now: `restore` takes it back."""
+        pairs = zip(self.graph.outputs, self.graph.output_types, strict=True)
+        kept = {name: kind for name, kind in pairs if name in outputs}
+        graph = replace(self.graph, outputs=(*kept,), output_types=(*kept.values(),))
+        return replace(self, graph=graph, whole=self.whole or self.graph)
+
+    def without_cache(self, caches: Caches) -> Program:
+        """Return a program whose caches are empty in each evaluation; `restore` takes it back."""
+        one = self.only({*self.graph.outputs} - {*caches.pairs.values()})
+        inputs = tuple(name for name in self.graph.inputs if name not in caches.names)
+        return replace(one, graph=replace(one.graph, inputs=inputs), caches=caches)
+
+    def restore(self) -> Program:
+        """Return the program of all inputs and outputs."""
+        return (
+            self if self.whole is None else replace(self, graph=self.whole, whole=None, caches=None)
+        )
 
     def draws(self, training: bool) -> bool:
         """Check whether an evaluation draws random numbers; Dropout does in training only."""
@@ -215,6 +239,8 @@ class Program:
             weights = tensors if self.adaption is None else self.adaption(tensors, not merges())
             about = (self.overlay, self._note, self.limit)
             context = Context(weights, key, training, renewed, *about)
+            if self.caches is not None:
+                inputs = {**self.caches.empty(np.shape(inputs[graph.inputs[0]])[0]), **inputs}
             return _compilable(graph, run(graph, inputs, context)), renewed
 
         def specs(results, tensors, key, inputs):

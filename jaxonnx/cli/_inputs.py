@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxonnx._data import forms
 from jaxonnx._data.images import preparation as images
-from jaxonnx._data.ragged import masks
+from jaxonnx._data.ragged import derived_inputs
 from jaxonnx._data.weights import KEY
 from jaxonnx.cli import _images as pictures
 from jaxonnx.errors import Error, InputError, TrainingError
@@ -124,7 +124,7 @@ def columns(path: Path, names: Sequence[str], model: Model) -> Columns:
     wanted = {value.name: value.name for value in model.inputs}
     if len(wanted) == 1 and wanted.keys().isdisjoint(names) and "x" in names:
         wanted = dict.fromkeys(wanted, "x")
-    spare = masks(model.inputs)
+    spare = derived_inputs(model.inputs)
     for name, own in wanted.items():
         if own not in names and name not in spare:
             raise _lacks(path, names, own)

@@ -314,6 +314,17 @@ class Model(Network, Rendered):
         """
         return changed.append_jax(self, function, outputs)
 
+    def without_cache(self) -> Model:
+        """Return a model of whole sequences, from a decoder whose inputs and outputs have caches.
+
+        Caches (keys and values, states of convolutions) are found by the graph: inputs that an
+        output continues. They are empty in each call, and neither inputs nor outputs; they may
+        still be passed by name. A switch that chooses a branch for them is off. The file stays as
+        it is, so that `save` writes the decoder with its caches. `jaxonnx.train` does this by
+        itself. A model without caches is returned as it is.
+        """
+        return changed.without_cache(self)
+
     def with_any_batch(self) -> Model:
         """Return a model for batches of any size, from a file that was exported for one.
 

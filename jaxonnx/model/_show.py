@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxonnx._graph.bind import Node
-from jaxonnx._graph.values import to_value
 from jaxonnx._io import protos
 from jaxonnx._io.tensors import to_array
 from jaxonnx._network import Network
@@ -33,10 +32,9 @@ def overview(model: Network) -> Group:
     named = protos.text(model.proto.graph.name) or "(unnamed)"
     by = f", by {producer}" if producer else ""
     facts.add_row("graph", Text(f"{named}, {opsets}{by}"))
-    inputs = [value for value in model.proto.graph.input if value.name in model.graph.inputs]
-    for title, values in (("input", inputs), ("output", model.proto.graph.output)):
+    for title, values in (("input", model.inputs), ("output", model.outputs)):
         for value in values:
-            facts.add_row(title, Text(str(to_value(value))))
+            facts.add_row(title, Text(str(value)))
     operators = Counter(map(operator, steps(model)))
     listed = ", ".join(f"{name} {count}" for name, count in operators.most_common())
     facts.add_row("operators", Text(listed or "none"))

@@ -12,6 +12,7 @@ import numpy as np
 from onnx import ModelProto
 
 from jaxonnx._graph.bind import bind
+from jaxonnx._graph.caches import find_caches
 from jaxonnx._graph.roles import graph_tensors, running_statistics, split
 from jaxonnx._graph.select import Select, select
 from jaxonnx._graph.values import matching
@@ -48,6 +49,14 @@ def with_outputs(model: M, outputs: str | Iterable[str]) -> M:
     """Return the model of `Model.with_outputs`."""
     refuse_adapters(model, "outputs")
     return with_file(model, cut(model.proto, model.graph, model.tensors, outputs))
+
+
+def without_cache(model: M) -> M:
+    """Return the model of `Model.without_cache`."""
+    caches = find_caches(model.graph, model.inputs)
+    if caches is None:
+        return model
+    return dataclasses.replace(model, program=model.program.without_cache(caches))
 
 
 def with_any_batch(model: M) -> M:
@@ -139,7 +148,7 @@ def with_file(model: M, proto: ModelProto, added: Mapping[str, np.ndarray] | Non
         {name: value for name, value in group.items() if name in kept}
         for group in (model.params, model.state, constants)
     )
-    program = dataclasses.replace(model.program, graph=graph, constants=constants)
+    program = dataclasses.replace(model.program.restore(), graph=graph, constants=constants)
     heads = tuple(head for head in model.heads if kept.issuperset(head.tensors))
     return dataclasses.replace(
         model, params=params, state=state, proto=proto, program=program, heads=heads

@@ -27,6 +27,7 @@ from jaxonnx.training._losses import find
 from jaxonnx.training._mesh_step import MeshStep
 from jaxonnx.training._optimizers import is_planned
 from jaxonnx.training._select_parameters import select_parameters
+from jaxonnx.training._sequences import read_whole_sequences
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._sparsity import forget, sparsify
 from jaxonnx.training._step import Step
@@ -85,7 +86,7 @@ def step(
             "model.recompute_statistics(data)"
         )
     model = model if isinstance(model, Model) else load(model, mesh=settings.mesh)
-    model = with_heads(model, settings)
+    model = read_whole_sequences(with_heads(model, settings), loss)
     settings = replace(settings, class_weights=weights_of_classes(model, settings))
     return build_step(model, settings, epochs, steps_per_epoch)
 

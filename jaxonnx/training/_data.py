@@ -14,6 +14,7 @@ from jaxonnx._data.ragged import IGNORED, PLAIN, Padding
 from jaxonnx._graph.values import Value
 from jaxonnx.errors import TrainingError
 from jaxonnx.training._losses import find
+from jaxonnx.training._sequences import is_next_token
 
 
 def padding_of(pad: Any, length_buckets: Any, loss: Any) -> Padding:
@@ -28,13 +29,15 @@ def padding_of(pad: Any, length_buckets: Any, loss: Any) -> Padding:
         return IGNORED if index is None else index
 
     if not isinstance(loss, Mapping):
-        next_token = loss is not None and find(loss).next_token
-        return Padding.of(pad, length_buckets, ignored=ignored_label(loss), next_token=next_token)
-    own = {
+        own = ignored_label(loss)
+        return Padding.of(pad, length_buckets, ignored=own, next_token=is_next_token(loss))
+    own: Any = {
         o: ignored_label(one[0] if isinstance(one, tuple) and one else one)
         for o, one in loss.items()
     }
-    return Padding.of(pad, length_buckets, ignored=own)
+    if next_token := is_next_token(loss):
+        (own,) = own.values()
+    return Padding.of(pad, length_buckets, ignored=own, next_token=next_token)
 
 
 def sources(

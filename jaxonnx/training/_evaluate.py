@@ -19,6 +19,7 @@ from jaxonnx.model import Model, load
 from jaxonnx.training import _objective as objective
 from jaxonnx.training._arguments import DataArguments, check_names, documented
 from jaxonnx.training._data import padding_of, source
+from jaxonnx.training._sequences import read_whole_sequences
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._step import target_names
 
@@ -71,6 +72,7 @@ def evaluate(
     net = model if isinstance(model, Model) else load(model)
     check_names("evaluate", DataArguments, arguments)
     settings = Settings(**arguments)
+    net = read_whole_sequences(net, loss, data)
     data, _, net = find_folders(data, None, net, settings.preprocess)
     padding = padding_of(settings.pad, settings.length_buckets, loss)
     examples = source(data, net.inputs, settings.batch_size, None, padding, target_names(net))

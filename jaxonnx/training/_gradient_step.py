@@ -18,6 +18,7 @@ from jaxonnx.lowering import separate_heads
 from jaxonnx.model import Model, add_batch, renewed_norms
 from jaxonnx.training._objective import Objective
 from jaxonnx.training._precision import PRECISIONS, LossScale, round_products
+from jaxonnx.training._sequences import restore_inputs
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._sparsity import masks, with_products
 from jaxonnx.training._step import SMALL, State, Step, as_batch, copy, finite, stays_finite
@@ -230,7 +231,8 @@ class GradientStep(Step):
         return self._storage.round(self._storage.view(_visible_params(state)))
 
     def to_model(self, params: Any, state: Any) -> Model:
-        return self.model.replace(params=params, state={**self.model.state, **state})
+        model = self.model.replace(params=params, state={**self.model.state, **state})
+        return restore_inputs(model)
 
     def to_file(self, state: State) -> State:
         return self._storage.view(state)

@@ -25,6 +25,7 @@ from jaxonnx.model import Model
 from jaxonnx.training import _objective as objective
 from jaxonnx.training._evaluate import over
 from jaxonnx.training._history import History
+from jaxonnx.training._sequences import read_whole_sequences
 from jaxonnx.training._settings import Settings
 
 _CLASSES = 30
@@ -172,19 +173,18 @@ def confusion(result: Reported) -> Any:
     run = result.run
     if run is None or run.settings.loss is None or not isinstance(run.held_out, Examples):
         return None
-    goal = objective.find(result.model, run.settings.loss, None)
+    model = read_whole_sequences(result.model, run.settings.loss)
+    goal = objective.find(model, run.settings.loss, None)
     if len(goal.terms) != 1:
         return None
     (term,) = goal.terms
     output, axis = term.output, term.loss.class_axis
-    shape = result.model.outputs[0 if output is None else goal.names.index(output)].shape
+    shape = model.outputs[0 if output is None else goal.names.index(output)].shape
     classes = shape[axis] if shape and axis is not None else None
     if not isinstance(classes, int) or classes > _CLASSES:
         return None
     name = "confusion_matrix"
-    goal = objective.find(
-        result.model, run.settings.loss, name if output is None else {output: name}
-    )
+    goal = objective.find(model, run.settings.loss, name if output is None else {output: name})
     labels = images.preparation(result.model).labels
     values = over(goal, run.held_out, labels, progress=False)
     return next(value for key, value in values.items() if key.endswith(name))

@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxonnx._data.batches import Batch, split_inputs
-from jaxonnx._data.ragged import masks, next_tokens, with_masks
+from jaxonnx._data.ragged import derived_inputs, next_tokens, with_derived
 from jaxonnx._data.weights import split_weights
 from jaxonnx.model import Model
 from jaxonnx.training._precision import LossScale
@@ -195,8 +195,8 @@ def as_batch(batch: Any, model: Model, label_of_padding: int | None = None) -> B
     if label_of_padding is None:
         x, y = split_inputs(batch, names, "the batch")
     else:
-        x, y = split_inputs(batch, names, "the batch", masks(model.inputs))
-        x = with_masks(x, model.inputs)
+        x, y = split_inputs(batch, names, "the batch", derived_inputs(model.inputs))
+        x = with_derived(x, model.inputs)
         if not jax.tree.leaves(y):
             y = next_tokens(x, model.inputs, label_of_padding, "the batch")
     if weight is None:

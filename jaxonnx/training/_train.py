@@ -23,6 +23,7 @@ from jaxonnx.training._memory import fitting
 from jaxonnx.training._mesh_step import automatic
 from jaxonnx.training._report import Run
 from jaxonnx.training._result import Result, changes
+from jaxonnx.training._sequences import read_whole_sequences
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._step import target_names
 from jaxonnx.training._stopping import Interrupt
@@ -108,7 +109,7 @@ def train(
         Interrupt() as interrupt,
     ):
         net = model if isinstance(model, Model) else load(model, mesh=settings.mesh)
-        net = with_heads(net, settings)
+        net = read_whole_sequences(with_heads(net, settings), settings.loss, data)
         augment, preprocess = parse_augment(settings.augment, settings.preprocess, data)
         data, validation, net = find_folders(data, settings.validation, net, preprocess)
         padding = padding_of(settings.pad, settings.length_buckets, settings.loss)

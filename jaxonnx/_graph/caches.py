@@ -1,0 +1,162 @@
+"""Caches of decoders: inputs that a call continues and hands out again, for the next call.
+
+They are found by the graph. A value carries the input of the graph that it continues: behind views,
+behind Concat and scatters, and at the outputs of operators with a past (`Op.pasts`). An input is a
+cache if an output of the graph carries it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from onnx import TypeProto
+
+from jaxonnx._graph.bind import Graph, Node
+from jaxonnx._graph.values import Value
+from jaxonnx.errors import InputError
+
+_VIEWS = (
+    *("Identity", "Cast", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Slice", "Gather"),
+    *("QuantizeLinear", "DequantizeLinear", "Pad", "Expand"),
+    *("TensorScatter", "ScatterND", "ScatterElements"),
+)
+"""Operators whose result continues their first input."""
+
+_COUNTS_OF_LOGITS = ("num_logits_to_keep", "logits_to_keep")
+"""Inputs of Hugging Face's decoders: the number of places that get logits, 0 for all."""
+
+
+@dataclass(frozen=True)
+class Caches:
+    """The inputs that hold the state of a decoder.
+
+    Attributes:
+      pairs: of each cache the output that continues it.
+      sizes: of each cache the names of sizes that this output has as well.
+      values: the caches, as the file declares them.
+      switches: further inputs that say how caches are used, with their values where there are none.
+      omissible: the caches that only operators read which may do without.
+    """
+
+    pairs: Mapping[str, str]
+    sizes: Mapping[str, set[str]]
+    values: tuple[Value, ...]
+    switches: Mapping[str, np.ndarray]
+    omissible: frozenset[str]
+
+    @property
+    def names(self) -> set[str]:
+        return {*self.pairs, *self.switches}
+
+    def empty(self, batch: int) -> dict[str, np.ndarray | None]:
+        """Return the values of these inputs before the first call.
+
+        Caches that grow have no entries, others are zero.
+
+        Raises:
+          InputError: the file does not say the size of a cache.
+        """
+        return {**{value.name: self._empty(value, batch) for value in self.values}, **self.switches}
+
+    def _empty(self, value: Value, batch: int) -> np.ndarray | None:
+        if value.name in self.omissible:
+            return None
+        constant = self.sizes[value.name]
+        shape = [batch, *(value.shape or ())[1:]]
+        for axis, size in enumerate(shape):
+            if not isinstance(size, int):
+                if size in constant or size is None:
+                    raise InputError(
+                        f"input {value} is a cache, and the file does not say its size along axis "
+                        f"{axis}: pass it"
+                    )
+                shape[axis] = 0
+        return np.zeros(shape, value.dtype)
+
+
+def find_caches(graph: Graph, inputs: Sequence[Value]) -> Caches | None:
+    """Return the caches among the inputs of a graph, or None if it has none besides other inputs.
+
+    Args:
+      inputs: of the graph, as the file declares them.
+    """
+    kinds = {value.name: value for value in inputs}
+    floats = {name for name, value in kinds.items() if len(value.shape or ()) > 2}
+    carried = _follow(graph, {name: name for name in floats})
+    pairs: dict[str, str] = {}
+    for output in graph.outputs:
+        name = carried.get(output)
+        if name is not None and name != output:
+            pairs.setdefault(name, output)
+    others = [value for value in inputs if value.name not in pairs]
+    switches = _switches(graph, others) if pairs else {}
+    # what only joins an input to its features and hands both out has no tokens besides
+    tokens = [v for v in others if v.name not in switches and len(v.shape or ()) > 1]
+    if not pairs or not tokens:
+        return None
+    values = tuple(kinds[name] for name in graph.inputs if name in pairs)
+    types = dict(zip(graph.outputs, graph.output_types, strict=True))
+    sizes = {name: _named_sizes(types[output]) for name, output in pairs.items()}
+    return Caches(pairs, sizes, values, switches, _omissible(graph, pairs))
+
+
+def _named_sizes(kind: TypeProto | None) -> set[str]:
+    dims = () if kind is None else kind.tensor_type.shape.dim
+    return {dim.dim_param for dim in dims if dim.dim_param}
+
+
+def _follow(graph: Graph, carried: dict[str, str]) -> dict[str, str]:
+    """Return the input that each value of a graph continues, given those of values around it."""
+    for node in graph.nodes:
+        for output, source in _continued(node, carried):
+            if output and source in carried:
+                carried[output] = carried[source]
+    return carried
+
+
+def _continued(node: Node, carried: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield outputs of a node with the values that they continue."""
+    name = node.op.name
+    if node.body is not None:
+        given = dict(zip(node.body.inputs, node.inputs, strict=False))
+        inner = _follow(node.body, {i: i for i, n in given.items() if n in carried})
+        pairs = zip(node.outputs, node.body.outputs, strict=False)
+        yield from ((o, given[inner[result]]) for o, result in pairs if result in inner)
+    elif name == "If":
+        for branch in node.subgraphs:
+            inner = _follow(branch, {**carried})
+            pairs = zip(node.outputs, branch.outputs, strict=False)
+            yield from ((o, inner[result]) for o, result in pairs if result in inner)
+    elif name in _VIEWS:
+        yield node.outputs[0], node.inputs[0]
+    elif name == "Concat":
+        yield from ((node.outputs[0], source) for source in node.inputs if source in carried)
+    for i, position in enumerate(node.op.pasts):
+        if position < len(node.inputs) and i + 1 < len(node.outputs):
+            yield node.outputs[i + 1], node.inputs[position]
+
+
+def _switches(graph: Graph, inputs: Sequence[Value]) -> dict[str, np.ndarray]:
+    """Return the inputs that choose a branch without a past, and those that choose all logits."""
+    off = {
+        value.name: np.zeros([n if isinstance(n, int) else 1 for n in value.shape or ()], kind)
+        for value in inputs
+        if (kind := value.dtype) is not None
+        and (kind == np.bool_ or value.name in _COUNTS_OF_LOGITS)
+    }
+    behind = _follow(graph, {name: name for name in off})
+    conditions = {node.inputs[0] for node in graph.nodes if node.op.name == "If"}
+    chosen = {behind[name] for name in conditions if name in behind}
+    return {name: off[name] for name in off if name in chosen or name in _COUNTS_OF_LOGITS}
+
+
+def _omissible(graph: Graph, pairs: Mapping[str, str]) -> frozenset[str]:
+    """Return the caches that are read only where an operator may do without a past."""
+    found = {*pairs}
+    for node in graph.nodes:
+        pasts = {node.inputs[i] for i in node.op.pasts if i < len(node.inputs)}
+        needed = {n for n, w in zip(node.inputs, node.op.needed, strict=False) if w is not None}
+        found -= {*node.reads} - (pasts - needed if node.body is None else set())
+    return frozenset(found)

@@ -1,0 +1,156 @@
+"""Decoders with caches as exporters write them: `without_cache`, training, evaluation."""
+
+import json
+
+import jax
+import numpy as np
+import onnx
+import onnxruntime
+import optax
+import pytest
+from onnx import TensorProto, helper
+
+import jaxonnx
+from tests.support.paths import DATA
+
+LLM = DATA / "llm"
+TOLD = json.loads((LLM / "qwen3.json").read_text())
+FILES = [LLM / "qwen3-genai" / "model.onnx", LLM / "qwen3-optimum" / "model.onnx"]
+
+
+@pytest.fixture(params=FILES, ids=lambda path: path.parent.name)
+def path(request):
+    return request.param
+
+
+@pytest.fixture
+def model(path):
+    return jaxonnx.load(path)
+
+
+def feeds(path, ids):
+    """What onnxruntime needs for whole sequences."""
+    session = onnxruntime.InferenceSession(path)
+    rows, width = ids.shape
+    full = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    for value in session.get_inputs():
+        if value.name == "position_ids":
+            full[value.name] = np.tile(np.arange(width), (rows, 1))
+        elif value.name not in full:
+            full[value.name] = np.zeros((rows, 1, 0, 16), np.float32)
+    return session.run(["logits"], full)[0]
+
+
+def test_whole_sequences_need_tokens_only(path, model):
+    ids = np.random.default_rng(0).integers(3, 192, (2, 9))
+    whole = model.without_cache()
+    assert [v.name for v in whole.outputs] == ["logits"]
+    assert {v.name for v in whole.inputs} <= {"input_ids", "attention_mask", "position_ids"}
+    logits = whole.predict(ids)
+    np.testing.assert_allclose(logits, feeds(path, ids), atol=2e-5)
+    assert whole.to_onnx() == model.to_onnx()
+
+
+def test_the_loss_is_that_of_transformers(model):
+    told = jaxonnx.evaluate(model, {"input_ids": TOLD["tokens"]}, loss="causal_lm", metrics=[])
+    assert told["loss"] == pytest.approx(TOLD["loss"], abs=1e-4)
+
+
+def test_training_keeps_the_caches():
+    model = jaxonnx.load(FILES[0])
+    data = {"input_ids": [row * 4 for row in TOLD["tokens"]]}
+    result = jaxonnx.train(model, data, loss="causal_lm", optimizer=optax.adam(3e-3), epochs=20)
+    assert result.history.losses[-1] < 0.7 * result.history.losses[0]
+    names = [[v.name for v in m.inputs + m.outputs] for m in (model, result.model)]
+    assert names[0] == names[1]
+    session = onnxruntime.InferenceSession(result.model.to_onnx().SerializeToString())
+    assert len(session.get_inputs()) == len(model.inputs)
+
+
+def test_a_step_of_ones_own_reads_tokens(model):
+    one = jaxonnx.training.step(model, {"logits": "causal_lm"}, optax.sgd(0.1))
+    _, seen = jax.eval_shape(one.update, one.init(), {"input_ids": np.ones((1, 5), int)})
+    assert seen.shape == (2,)
+
+
+def test_positions_come_from_the_mask():
+    model = jaxonnx.load(FILES[1])
+    ids = np.array([TOLD["tokens"][1]])
+    padded = np.pad(ids, ((0, 0), (3, 0)))
+    mask = (np.arange(padded.shape[1]) >= 3).astype(int)[None]
+    data = {"input_ids": padded, "attention_mask": mask}
+    logits = model.without_cache().predict(data)[:, 3:]
+    np.testing.assert_allclose(logits, model.without_cache().predict(ids), atol=1e-5)
+
+
+def test_caches_of_the_data_are_used(model):
+    ids = np.array([TOLD["tokens"][0]])
+    names = {v.name for v in model.inputs} - {"input_ids", "attention_mask", "position_ids"}
+    data = {name: np.zeros((1, 1, 4, 16), np.float32) for name in names}
+    data |= {"input_ids": ids, "attention_mask": np.ones((1, ids.shape[1] + 4), int)}
+    data["position_ids"] = np.arange(ids.shape[1])[None] + 4
+    data = {v.name: data[v.name] for v in model.inputs}
+    found = model.predict(data)
+    assert {*found} == {v.name for v in model.outputs}
+
+
+def concat_cache(kind=TensorProto.FLOAT, size="past"):
+    """y = x joined to its past, which is handed on, behind a switch."""
+    info = helper.make_tensor_value_info
+    then = helper.make_graph(
+        [helper.make_node("Concat", ["past", "x3"], ["joined"], axis=1)],
+        "past",
+        [],
+        [info("joined", kind, None)],
+    )
+    other = helper.make_graph(
+        [helper.make_node("Identity", ["x3"], ["alone"])], "none", [], [info("alone", kind, None)]
+    )
+    nodes = [
+        helper.make_node("Cast", ["ids"], ["x"], to=kind),
+        helper.make_node("Unsqueeze", ["x", "axis"], ["x3"]),
+        helper.make_node("If", ["use"], ["state"], then_branch=then, else_branch=other),
+        helper.make_node("Identity", ["state"], ["present"]),
+        helper.make_node("Mul", ["state", "w"], ["y"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "switched",
+        [
+            info("ids", TensorProto.INT64, ["batch", "length"]),
+            info("past", kind, ["batch", size, 1]),
+            info("use", TensorProto.BOOL, [1]),
+        ],
+        [info("y", kind, ["batch", "all", 1]), info("present", kind, ["batch", "all", 1])],
+        [
+            helper.make_tensor("axis", TensorProto.INT64, [1], [2]),
+            helper.make_tensor("w", kind, [1], [2.0]),
+        ],
+    )
+    opsets = [helper.make_opsetid("", 18)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
+    onnx.checker.check_model(model)
+    return model
+
+
+def test_a_switch_for_caches_is_off():
+    whole = jaxonnx.load(concat_cache()).without_cache()
+    assert [v.name for v in whole.inputs] == ["ids"]
+    np.testing.assert_array_equal(whole(np.array([[1, 2]])), [[[2.0], [4.0]]])
+    used = whole(np.array([[1]]), past=np.ones((1, 1, 1), np.float32), use=np.array([True]))
+    np.testing.assert_array_equal(used, [[[2.0], [2.0]]])
+
+
+def test_features_that_are_joined_to_an_input_are_no_cache():
+    info = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [
+            helper.make_node("Relu", ["x"], ["r"]),
+            helper.make_node("Concat", ["x", "r"], ["y"], axis=1),
+        ],
+        "skip",
+        [info("x", TensorProto.FLOAT, ["n", "c", 4])],
+        [info("y", TensorProto.FLOAT, ["n", "d", 4])],
+    )
+    model = jaxonnx.load(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]))
+    assert model.without_cache() is model
