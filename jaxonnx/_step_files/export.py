@@ -46,9 +46,10 @@ def export_step(
     model: Model | str | os.PathLike | bytes | ModelProto,
     path: str | os.PathLike,
     batch: Any,
-    loss: Any,
-    optimizer: Any,
+    loss: Any = None,
+    optimizer: Any = None,
     *,
+    learning_rate: float | None = None,
     opset: int = OPSET,
     epochs: int | None = None,
     steps_per_epoch: int = 1,
@@ -79,6 +80,7 @@ def export_step(
         batches of any size.
       loss: as in `train`.
       optimizer: as in `train`.
+      learning_rate: as in `train`.
       opset: the version of ONNX's operators; random numbers need 18.
       epochs: as in `jaxonnx.training.step`.
       steps_per_epoch: as in `jaxonnx.training.step`.
@@ -105,8 +107,8 @@ def export_step(
         raise TrainingError("mesh: a step that is exported runs on one device")
     if init not in ("onnx", "safetensors", "npz"):
         raise InputError(f"init is 'onnx', 'safetensors' or 'npz', and was {init!r}")
-    own = {"loss": loss, "optimizer": optimizer, "epochs": 1 if epochs is None else epochs}
-    chosen = Settings(**own, **settings)
+    own = {"loss": loss, "optimizer": optimizer, "learning_rate": learning_rate}
+    chosen = Settings(**own, epochs=1 if epochs is None else epochs, **settings)
     model = with_heads(model if isinstance(model, Model) else load(model), chosen)
     chosen = replace(chosen, class_weights=weights_of_classes(model, chosen))
     step = build_step(model, chosen, epochs, steps_per_epoch, platform="onnx")

@@ -50,6 +50,7 @@ class LossArguments(TypedDict, total=False):
     loss: Annotated[Any, Argument(form="text")]
     """The loss, by its name in optax or `jaxonnx.losses`; or a function.
 
+    By default, for integer labels and one output, softmax cross entropy (`history.notes` says so).
     By name: a loss of `optax.losses`, "absolute_error", "causal_lm" (each token is predicted from
     those before it; without targets they are the input tokens, with padding ignored), or one of
     `jaxonnx.losses` (ONNX's, with class weights and labels to ignore). A function `(outputs,
@@ -62,11 +63,14 @@ class LossArguments(TypedDict, total=False):
     its outputs. Loss and optimizer may be left out for a file with `training_info`: its own
     algorithm then runs, from the state and the update count in the file, and the resulting model
     carries them on. Arguments that change the network or the update do not apply to it."""
-    optimizer: Annotated[Optimizer | None, Argument()]
-    """An optax transformation, or a function `lambda steps: ...` that returns one.
+    optimizer: Annotated[Optimizer | str | None, Argument()]
+    """An optax transformation, its name, or a function `lambda steps: ...` that returns one.
 
-    `steps` is the number of updates of the run. `jaxonnx.training.optimizer` builds the usual
-    chains, with schedules."""
+    Names are "adam" (the default), "adamw", "adagrad", "lion", "rmsprop" and "sgd", whose rate is
+    `learning_rate`. A function takes the number of updates of the run. `jaxonnx.training.optimizer`
+    builds the usual chains, with schedules."""
+    learning_rate: Annotated[float | None, Argument(needs_loss=True)]
+    """The learning rate of an optimizer that is chosen by name, 0.001 by default."""
 
 
 class ModelArguments(TypedDict, total=False):

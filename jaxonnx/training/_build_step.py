@@ -39,8 +39,9 @@ from jaxonnx.training._weight_layout import WeightLayout
 def step(
     model: Model | str | os.PathLike | bytes | ModelProto,
     loss: Any = None,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | str | None = None,
     *,
+    learning_rate: float | None = None,
     epochs: int | None = None,
     steps_per_epoch: int = 1,
     **arguments: Unpack[StepArguments],
@@ -48,8 +49,8 @@ def step(
     """Make the step that `train` loops over, for a loop of your own.
 
     Nothing is compiled, and no array of the model is changed or donated. Without loss and optimizer
-    it is the step of a file with `training_info`; the parameters of its states are the variables of
-    the file.
+    it is the step of a file's `training_info`, where there is one; the parameters of its states are
+    the variables of the file.
 
     >>> import jax, numpy as np
     >>> from jaxonnx import demo
@@ -67,6 +68,7 @@ def step(
       model: a Model, or anything that `jaxonnx.load` takes.
       loss: as in `jaxonnx.train`.
       optimizer: as in `jaxonnx.train`.
+      learning_rate: as in `jaxonnx.train`.
       epochs: the number of epochs of the run. `sparsity` without lengths divides them into phases,
         and an optimizer that is a function of the number of updates needs them.
       steps_per_epoch: the number of steps in an epoch, in which `sparsity` counts its phases.
@@ -76,7 +78,7 @@ def step(
       TrainingError: settings that do not fit.
     """
     check_names("step", StepArguments, arguments)
-    own = LossArguments(loss=loss, optimizer=optimizer)
+    own = LossArguments(loss=loss, optimizer=optimizer, learning_rate=learning_rate)
     settings = Settings(**own, **arguments, epochs=1 if epochs is None else epochs)
     if settings.nan == "rollback":
         raise TrainingError("nan must be stop or skip: a loop of your own keeps its own snapshots")
@@ -124,7 +126,7 @@ def _build_local_step(
     model = select_parameters(model, settings)
     settings, notes = complete_settings(model, settings)
     if settings.loss is None or settings.optimizer is None:
-        _check_carried(model, settings)
+        _check_carried(settings)
         return TrainingInfoStep(model, objective.find(model, None, settings.metrics), settings)
     weights: Any = settings.class_weights  # by number: `weights_of_classes`
     goal = objective.find(model, settings.loss, settings.metrics, weights)
@@ -172,14 +174,8 @@ def _updates(epochs: int | None, steps_per_epoch: int | None, accumulate: int) -
     return max(1, epochs * steps_per_epoch // accumulate)
 
 
-def _check_carried(model: Model, settings: Settings) -> None:
+def _check_carried(settings: Settings) -> None:
     """Refuse what does not go with the algorithm of a file."""
-    neither = settings.loss is None and settings.optimizer is None
-    if not (neither and model.proto.training_info):
-        raise TrainingError(
-            "training needs loss= and optimizer=; only a file that carries its training_info "
-            "(jaxonnx.add_training writes one) can be trained without both"
-        )
     if names := settings.of_losses:
         raise TrainingError(
             f"{', '.join(names)}: such settings go with loss= and optimizer=, not with the "

@@ -11,11 +11,12 @@ import optax
 from jaxonnx.errors import TrainingError
 from jaxonnx.losses import cross_entropy
 from jaxonnx.model import Model, Trainable, labels
+from jaxonnx.training._optimizers import RATE, optimizer
 from jaxonnx.training._settings import Settings
 
 LOSS = "softmax_cross_entropy_with_integer_labels"
-RATE, RATE_OF_REST = 1e-3, 1e-4
-"""Learning rates of a head, which starts anew, and of the layers that know their features."""
+RATE_OF_REST = 1e-4
+"""The learning rate of layers below a new head, which know their features."""
 
 _HEADS = 2**32 - 2
 """What is folded into the seed's key for new heads."""
@@ -37,31 +38,54 @@ def with_heads(model: Model, settings: Settings) -> Model:
 
 
 def complete_settings(model: Model, settings: Settings) -> tuple[Settings, list[str]]:
-    """Return settings that have a loss and an optimizer, if the model has new heads, and notes.
+    """Return settings that have a loss and an optimizer, unless the file has its own, and notes.
 
     Raises:
-      TrainingError: a head has no loss that goes without saying.
+      TrainingError: a head, or the network, has no loss that goes without saying.
     """
     notes = [] if settings.head is None else [head.note for head in model.heads]
-    if not model.heads:
+    own = not model.heads and bool(model.proto.training_info)
+    if own and settings.loss is None and settings.optimizer is None:
         return settings, notes
     if settings.loss is None:
-        loss = {head.output: _loss(head) for head in model.heads}
-        single = loss[model.heads[0].output]
-        settings = replace(settings, loss=loss if len(model.outputs) > 1 else single)
+        settings = replace(settings, loss=_usual_loss(model))
         notes.append("no loss was chosen: softmax cross entropy of labels, the number of the class")
-    if settings.optimizer is None:
-        rates: Any = {"head": optax.adam(RATE), "rest": optax.adam(RATE_OF_REST)}
+    name, rate = settings.optimizer, settings.learning_rate
+    if name is None and rate is None:
+        rates = f"the rate {RATE}"
+        rates += f" for the head and {RATE_OF_REST} for all else" if model.heads else ""
+        notes.append(f"no optimizer was chosen: Adam with {rates}")
+    if name is None and rate is None and model.heads:
+        both: Any = {"head": optax.adam(RATE), "rest": optax.adam(RATE_OF_REST)}
         head = {*model.head}
-        optimizer = optax.multi_transform(
-            rates, labels({"head": lambda name, _: name in head}, default="rest")
-        )
-        settings = replace(settings, optimizer=optimizer)
-        notes.append(
-            f"no optimizer was chosen: Adam with the rate {RATE} for the head and {RATE_OF_REST} "
-            "for all else"
-        )
+        parts = labels({"head": lambda name, _: name in head}, default="rest")
+        settings = replace(settings, optimizer=optax.multi_transform(both, parts))
+    elif name is None or isinstance(name, str):
+        made = optimizer(name or "adam", RATE if rate is None else rate)
+        settings = replace(settings, optimizer=made, learning_rate=None)
     return settings, notes
+
+
+def _usual_loss(model: Model) -> Any:
+    """Return the loss of labels for new heads, or for the only output of a network."""
+    if not model.heads:
+        _check_classes(model)
+        return LOSS
+    loss = {head.output: _loss(head) for head in model.heads}
+    return loss if len(model.outputs) > 1 else loss[model.heads[0].output]
+
+
+def _check_classes(model: Model) -> None:
+    """Refuse to choose a loss for outputs that are no scores of classes."""
+    shape = model.outputs[0].shape
+    single = shape is not None and len(shape) > 1 and shape[-1] == 1
+    if single or len(model.outputs) > 1:
+        what = "has one number for each example" if single else "is one of several"
+        raise TrainingError(
+            f"pass loss=: the output '{model.outputs[0].name}' {what}, and only labels of classes "
+            "have a loss by default; others are 'squared_error', 'sigmoid_binary_cross_entropy', "
+            "any of optax.losses or jaxonnx.losses, and for several outputs a dict of them by name"
+        )
 
 
 def _loss(head: Any) -> Any:

@@ -214,6 +214,11 @@ class Loss:
             )
         wanted = outputs.shape
         if self.class_axis is not None:
+            if not jnp.issubdtype(targets.dtype, jnp.integer):
+                raise TrainingError(
+                    f"{what} needs integer labels; they are {targets.dtype}: {self.name} is a loss "
+                    "of classes, one for numbers is loss='squared_error'"
+                )
             if len(wanted) <= abs(self.class_axis):
                 raise TrainingError(
                     f"{what} needs outputs with the classes on axis {self.class_axis}; their shape "
@@ -227,8 +232,6 @@ class Loss:
             )
         if self.class_axis is None:
             return
-        if not jnp.issubdtype(targets.dtype, jnp.integer):
-            raise TrainingError(f"{what} needs integer labels; they are {targets.dtype}")
         weight = self.function.weight if isinstance(self.function, ClassLoss) else None
         if weight is not None and len(weight) != outputs.shape[self.class_axis]:
             raise TrainingError(

@@ -11,7 +11,7 @@ from jaxonnx._data.ragged import Padding
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters, LoRA
 from jaxonnx.training._arguments import Hook, TrainArguments, declared
-from jaxonnx.training._optimizers import is_planned
+from jaxonnx.training._optimizers import OPTIMIZERS, is_planned
 from jaxonnx.training._precision import PRECISIONS
 
 NAN_POLICIES = ("stop", "skip", "rollback")
@@ -86,13 +86,7 @@ class Settings(_VALUES):
                 "sharding says how tensors are split over a mesh, and there is none: pass "
                 "mesh='all' for all devices, or a jax.sharding.Mesh"
             )
-        made = callable(getattr(self.optimizer, "update", None)) or is_planned(self.optimizer)
-        if self.optimizer is not None and not made:
-            raise TrainingError(
-                "optimizer must be an optax transformation, like optax.adam(1e-3) or "
-                "jaxonnx.training.optimizer('adamw', 1e-3), or a function of steps (the updates of "
-                f"the run) to one, and is {_describe(self.optimizer)}"
-            )
+        self._check_optimizer()
         if self.lora is not None and not isinstance(self.lora, LoRA | Adapters):
             raise TrainingError(
                 "lora must be a jaxonnx.LoRA, like LoRA(rank=8), or Adapters to go on with, and is "
@@ -106,6 +100,21 @@ class Settings(_VALUES):
         if isinstance(self.lora, Adapters) and self.trainable is not None:
             raise TrainingError(
                 "trainable cannot be chosen for Adapters: they hold what is trained"
+            )
+
+    def _check_optimizer(self) -> None:
+        named = self.optimizer is None or self.optimizer in OPTIMIZERS
+        made = callable(getattr(self.optimizer, "update", None)) or is_planned(self.optimizer)
+        if not (named or made):
+            raise TrainingError(
+                f"optimizer must be a name ({', '.join(OPTIMIZERS)}), an optax transformation, "
+                "like optax.adam(1e-3) or jaxonnx.training.optimizer('adamw', 1e-3), or a function "
+                f"of steps (the updates of the run) to one, and is {_describe(self.optimizer)}"
+            )
+        if self.learning_rate is not None and not named:
+            raise TrainingError(
+                "learning_rate goes with an optimizer by name, like optimizer='adam'; an optax "
+                "transformation has its own"
             )
 
     def _check_checkpoints(self) -> None:

@@ -50,7 +50,7 @@ def train(
 
     The arguments, by what they concern:
 
-    * the loss: loss, optimizer;
+    * the loss: loss, optimizer, learning_rate;
     * the model: head, trainable, lora, statistics, dropout, sparsity;
     * the step: metrics, class_weights, seed, accumulate, ema, precision, remat, mesh, sharding,
       nan;

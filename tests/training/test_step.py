@@ -144,7 +144,7 @@ def test_a_step_that_is_not_finite_changes_nothing(nan):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"optimizer": None}, "training needs loss= and optimizer="),
+        ({"optimizer": "adan"}, "must be a name .adam, adamw"),
         ({"ema": 2.0}, "ema must be"),
         ({"lora": 3}, "lora must be a jaxonnx.LoRA"),
         ({"lora": jaxonnx.LoRA(), "sparsity": "2:4"}, "merge the adapters"),

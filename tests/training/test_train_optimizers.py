@@ -1,4 +1,4 @@
-"""`train.optimizer`: optax's own numbers, and its learning rate in history, logs and bar."""
+"""Optimizers by name: optax's own numbers, and their learning rate in history, logs and bar."""
 
 import csv
 from typing import Any
@@ -6,13 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import onnx
 import optax
 import pytest
 
 import jaxonnx
 from jaxonnx import loggers
-from jaxonnx.training import optimizer
-from tests.support.tiny_networks import LABELS, examples, mlp, train
+from jaxonnx.cli import main
+from jaxonnx.training import optimizer, step
+from tests.support.tiny_networks import LABELS, examples, mlp, train, weights
 
 OPTAX = {
     "adam": optax.adam,
@@ -130,3 +132,60 @@ def test_functions_that_are_refused():
     unknown = {"data": lambda epoch: [examples(8)], "optimizer": lambda steps: optax.sgd(0.1)}
     with pytest.raises(jaxonnx.TrainingError, match="whose number is not known"):
         train(**unknown)
+
+
+# What goes without saying, and names.
+
+
+def test_labels_choose_loss_and_optimizer_as_the_command_does(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    x, y = examples()
+    onnx.save(mlp(), "net.onnx")
+    np.savez("data.npz", x=x, y=y)
+    assert main(["train", "net.onnx", "data.npz", "-o", "out.onnx", "--batch-size", "8"]) == 0
+    result = jaxonnx.train("net.onnx", "data.npz", batch_size=8)
+    for name, value in jaxonnx.load("out.onnx").params.items():
+        np.testing.assert_array_equal(result.model.params[name], value)
+    assert "no loss was chosen: softmax cross entropy" in result.history.notes[0]
+    assert "no optimizer was chosen: Adam with the rate 0.001" in result.history.notes[1]
+    assert "no optimizer was chosen" in str(result)
+
+
+@pytest.mark.parametrize(
+    ("settings", "theirs"),
+    [
+        ({"optimizer": "sgd", "learning_rate": 0.1}, optax.sgd(0.1)),
+        ({"optimizer": "adamw"}, optax.adamw(1e-3)),
+        ({"learning_rate": 1e-2}, optax.adam(1e-2)),
+    ],
+)
+def test_optimizers_by_name_are_those_of_optax(settings, theirs):
+    ours = weights(train(**{"optimizer": None} | settings))
+    for name, value in weights(train(optimizer=theirs)).items():
+        np.testing.assert_allclose(ours[name], value, rtol=1e-5, atol=1e-7)
+    one = step(mlp(), LABELS, **settings)
+    assert len(one.update(one.init(), (examples(8)))) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"optimizer": "adamm"}, r"a name \(adam, adamw, adagrad, lion, rmsprop, sgd\)"),
+        ({"learning_rate": 0.1}, "learning_rate goes with an optimizer by name"),
+        ({"optimizer": "sgd", "learning_rate": -1.0}, "rate must be a number greater"),
+        ({"loss": None, "data": (examples()[0], examples()[0][:, :4])}, "loss='squared_error'"),
+    ],
+)
+def test_what_cannot_be_chosen(settings, words):
+    with pytest.raises(jaxonnx.TrainingError, match=words):
+        train(**settings)
+
+
+def test_one_number_an_example_has_no_loss_by_default():
+    model = jaxonnx.load(mlp()).with_head(1)
+    x, _ = examples()
+    with pytest.raises(jaxonnx.TrainingError, match="say which loss"):
+        jaxonnx.train(model, (x, x[:, :1]))
+    saved = jaxonnx.load(model.to_onnx())
+    with pytest.raises(jaxonnx.TrainingError, match="pass loss=: the output 'y' has one number"):
+        jaxonnx.train(saved, (x, x[:, :1]))

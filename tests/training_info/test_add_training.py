@@ -472,8 +472,7 @@ def test_train_stops_at_a_loss_that_is_not_finite():
 @pytest.mark.parametrize(
     ("proto", "settings", "message"),
     [
-        (mlp(), {}, "training needs loss= and optimizer="),
-        (mlp(), {"loss": "squared_error"}, "training needs loss= and optimizer="),
+        (mlp(), {}, "needs integer labels; they are float32.*loss='squared_error'"),
         ("carrying", {"sparsity": "2:4"}, "go with loss= and optimizer="),
         ("carrying", {"data": (normal(4, 4), {"t": targets(False, 4)})}, "algorithm takes target"),
     ],
