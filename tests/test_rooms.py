@@ -47,7 +47,7 @@ FAMILIES = ("ops", "onnx_out.rules", "onnx_out.passes")
 
 
 BUDGETS = {
-    "ops": (6400, "250 operators of five domains, each as its specification writes it"),
+    "ops": (6700, "250 operators of five domains, each as its specification writes it"),
     "training": (4250, "arguments, step, loop, losses, metrics, checkpoints, reports"),
     "onnx_out": (3300, "a rule for each JAX primitive, and what makes graphs quick in runtimes"),
     "_graph": (1640, "binding, and which tensor is a weight, by the habits of exporters"),

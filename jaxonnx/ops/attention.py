@@ -1,23 +1,26 @@
-"""Attention: softmax attention with its variants, rotary position embedding.
+"""Attention with its variants, and rotary position embedding.
 
-Heads stand at axis 1 throughout: (batch, heads, sequence, head size). Query heads that share a key
-and value head are a group, so that nothing is repeated.
+Heads stand at axis 1 throughout: (batch, heads, sequence, head size).
 """
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
-from jaxonnx.lowering import is_half, product, product_rounded
+from jaxonnx.ops.attention_softmax import (
+    Window,
+    attend,
+    masked_softmax,
+    scores,
+    weigh,
+    weighted_values,
+)
 from jaxonnx.ops.common import canonical, element_dtype
 from jaxonnx.ops.indexing import gather
-from jaxonnx.registry import op
+from jaxonnx.registry import Outputs, op
 
 
 def split_heads(x: Any, heads: int | None) -> jax.Array:
@@ -35,99 +38,6 @@ def merge_heads(x):
     """Invert `split_heads`."""
     x = x.swapaxes(1, 2)
     return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3])
-
-
-def group_queries(x, kv_heads):
-    """Reshape query heads to (batch, key heads, query heads per key head, ...)."""
-    if x.shape[1] % kv_heads:
-        raise NodeError(f"{x.shape[1]} query heads are no multiple of {kv_heads} key heads")
-    return x.reshape(x.shape[0], kv_heads, x.shape[1] // kv_heads, *x.shape[2:])
-
-
-def scores(q, k, scale=None):
-    """Compute scale * Q K', by default 1 / sqrt(head size); each factor is scaled by its root.
-
-    Shapes (batch, heads, queries, size) and (batch, key heads, keys, size) to (batch, heads,
-    queries, keys). Half precision gives float32, so that the softmax is of numbers not yet rounded.
-    """
-    if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):  # a 1 would be broadcast
-        raise NodeError(f"queries {q.shape} and keys {k.shape} differ in batch or head size")
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    if is_half(q):
-        return scale * product(_rows(q, k.shape[1]), k.mT).reshape(*q.shape[:3], k.shape[2])
-    root = math.sqrt(abs(scale))
-    signed = math.copysign(root, scale)
-    y = jnp.einsum("bhgqd,bhkd->bhgqk", group_queries(q * signed, k.shape[1]), k * root)
-    return y.reshape(*q.shape[:3], k.shape[2])
-
-
-def weighted_values(probabilities, v):
-    """Compute P V of (batch, heads, queries, keys) and (batch, key heads, keys, size)."""
-    if (probabilities.shape[0], probabilities.shape[3]) != (v.shape[0], v.shape[2]):
-        raise NodeError(f"values {v.shape} do not fit the scores {probabilities.shape}")
-    if is_half(v):
-        y = product_rounded(_rows(probabilities, v.shape[1]), v)
-    else:
-        p = group_queries(probabilities.astype(v.dtype), v.shape[1])
-        y = jnp.einsum("bhgqk,bhkd->bhgqd", p, v)
-    return y.reshape(*probabilities.shape[:3], v.shape[-1])
-
-
-def _rows(x, kv_heads):
-    """Return (batch, key heads, rows, size): the queries of the heads that share a key head."""
-    x = group_queries(x, kv_heads)
-    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
-
-
-def masked_softmax(x):
-    """Compute softmax over the last axis; a row of -inf gives zeros, and no gradient is NaN."""
-    top = x.max(axis=-1, keepdims=True, initial=-jnp.inf)
-    e = jnp.exp(x - lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top)))
-    total = e.sum(axis=-1, keepdims=True)
-    return e / jnp.where(total == 0, 1, total)
-
-
-def soft_cap(x, cap):
-    """Return cap * tanh(x / cap), or x if cap is not positive, as in onnx.reference."""
-    return cap * jnp.tanh(x / cap) if cap > 0 else x
-
-
-def reach(queries, keys, offset, *, left=-1, right=-1):
-    """Return which keys each query sees: (queries, keys), with offsets (batch, 1, queries, keys).
-
-    Query i stands at position i + offset, which is one number or one for each batch entry; `left`
-    and `right` bound the distance unless -1.
-    """
-    room((queries, keys), np.int64, host=not np.ndim(offset))
-    position = np.arange(queries)[:, None]
-    if np.ndim(offset):
-        offset = jnp.asarray(offset).reshape(-1, 1, 1, 1)
-    ahead = np.arange(keys) - (position + offset)
-    visible = np.ones((queries, keys), bool)
-    if left >= 0:
-        visible = visible & (ahead >= -left)
-    if right >= 0:
-        visible = visible & (ahead <= right)
-    return visible
-
-
-def apply_mask(x, mask):
-    """Add a float mask, or put -inf where a boolean one is False; -inf in a mask always wins.
-
-    A mask whose last axis is shorter hides the keys beyond it.
-    """
-    missing = x.shape[-1] - mask.shape[-1]
-    pairs = zip(reversed(mask.shape[:-1]), reversed(x.shape[:-1]), strict=False)
-    if missing < 0 or mask.ndim > x.ndim or any(m not in (1, n) for m, n in pairs):
-        raise NodeError(f"a mask of shape {mask.shape} does not fit the scores {x.shape}")
-    boolean = mask.dtype == np.bool_
-    if missing:
-        widths = [(0, 0)] * (mask.ndim - 1) + [(0, missing)]
-        mask = jnp.pad(mask, widths, constant_values=False if boolean else -np.inf)
-    if boolean:
-        return jnp.where(mask, x, -jnp.inf)
-    mask = mask.astype(x.dtype)
-    return jnp.where(mask == -jnp.inf, -jnp.inf, x + mask)
 
 
 def _softmax_dtype(precision, default):
@@ -158,6 +68,7 @@ def attention(
     scale=None,
     softcap=0.0,
     softmax_precision=None,
+    outputs: Outputs = 4,
 ):
     """Y = softmax(softcap(scale Q K') + mask) V; Q, K, V of rank 4, or rank 3 with heads packed.
 
@@ -187,21 +98,20 @@ def attention(
     if nonpad_kv_seqlen is not None:
         offset = nonpad_kv_seqlen - queries
 
-    raw = scores(q, k, scale)
-    capped = soft_cap(raw, softcap)
-    biased = capped
-    if attn_mask is not None:
-        biased = apply_mask(biased, attn_mask)
     left, right = left_window_size, 0 if is_causal else right_window_size
-    if left >= 0 or right >= 0:
-        biased = apply_mask(biased, reach(queries, keys, offset, left=left, right=right))
-    if nonpad_kv_seqlen is not None:
-        biased = apply_mask(biased, np.arange(keys) < nonpad_kv_seqlen[:, None, None, None])
-    wide = biased.astype(_softmax_dtype(softmax_precision, biased.dtype))
-    probabilities = masked_softmax(wide)
-    y = weighted_values(probabilities, v)
-    exposed = (raw, capped, biased, probabilities)[qk_matmul_output_mode].astype(q.dtype)
-    return merge_heads(y) if packed else y, k, v, exposed
+    window = None
+    if max(left, right) >= 0 or nonpad_kv_seqlen is not None:
+        at = jnp.arange(keys)
+        if nonpad_kv_seqlen is not None:
+            at = jnp.where(at < nonpad_kv_seqlen[:, None], at, -1)
+        window = Window(jnp.arange(queries) + jnp.asarray(offset)[..., None], at, left, right)
+    dtype = _softmax_dtype(softmax_precision, None)
+    keywords = {"masks": (attn_mask,), "window": window, "scale": scale, "cap": softcap}
+    y = attend(q, k, v, **keywords, dtype=dtype)
+    y = merge_heads(y) if packed else y
+    if outputs < 4:
+        return y, k, v
+    return y, k, v, weigh(q, k, **keywords, dtype=dtype)[qk_matmul_output_mode].astype(q.dtype)
 
 
 @op("FlexAttention", since=1, domain="ai.onnx.preview")

@@ -7,7 +7,8 @@ import numpy as np
 from jax import lax
 
 from jaxonnx.errors import NodeError
-from jaxonnx.ops.attention import group_queries, merge_heads, split_heads
+from jaxonnx.ops.attention import merge_heads, split_heads
+from jaxonnx.ops.attention_softmax import group_queries
 from jaxonnx.registry import op
 
 

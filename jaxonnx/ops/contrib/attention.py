@@ -1,4 +1,4 @@
-"""Attention operators of com.microsoft: Attention, MultiHeadAttention, GroupQueryAttention, rotary.
+"""Attention operators of com.microsoft: Attention, MultiHeadAttention, rotary embedding.
 
 Meaning as in onnxruntime's ContribOperators.md; padding masks add `mask_filter_value`, as there.
 """
@@ -7,24 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._axes import matrix
-from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
-from jaxonnx.ops.attention import (
-    angles,
-    apply_mask,
-    masked_softmax,
-    merge_heads,
-    reach,
-    rotate,
-    scores,
-    soft_cap,
-    split_heads,
-    weighted_values,
-)
-from jaxonnx.ops.common import INDEX
-from jaxonnx.ops.contrib.fused import DOMAIN, rms_norm
+from jaxonnx.ops.attention import angles, merge_heads, rotate, split_heads
+from jaxonnx.ops.attention_softmax import Window, attend, weigh
+from jaxonnx.ops.contrib.fused import DOMAIN
 from jaxonnx.ops.linear import affine
-from jaxonnx.registry import Omissible, Static, op
+from jaxonnx.registry import Outputs, op
 
 
 def refuse(**options):
@@ -35,9 +23,9 @@ def refuse(**options):
 
 
 def _padding_bias(mask, batch, keys, filter_value, dtype):
-    """Return an additive mask from key lengths (b,), ends and starts (2b,), or ones at keys."""
+    """Return a mask to add, of key lengths (b,), ends and starts (2b,), or ones at keys."""
     if mask is None:
-        return jnp.zeros((), dtype)
+        return None
     at = np.arange(keys)
     if mask.ndim == 1:
         if mask.shape[0] not in (batch, 2 * batch):
@@ -54,12 +42,11 @@ def _padding_bias(mask, batch, keys, filter_value, dtype):
     return jnp.where(valid[:, None], 0, filter_value).astype(dtype)
 
 
-def _attend(q, k, v, bias, scale, unidirectional, offset):
-    """Return the output, heads merged, and biased scores; q, k, v (batch, heads, steps, size)."""
-    x = scores(q, k, scale or None) + bias
-    if unidirectional:
-        x = apply_mask(x, reach(q.shape[2], k.shape[2], offset, right=0))
-    return merge_heads(weighted_values(masked_softmax(x), v)), x.astype(q.dtype)
+def _window(queries, keys, offset, unidirectional):
+    """Return the keys before each query, or None if it sees all."""
+    return (
+        Window(jnp.arange(queries) + offset, jnp.arange(keys), right=0) if unidirectional else None
+    )
 
 
 @op("Attention", since=1, domain=DOMAIN, weights={"weights": matrix()}, params=("bias",))
@@ -110,10 +97,9 @@ def self_attention(
         k, v = (jnp.concatenate(pair, axis=2) for pair in ((past[0], k), (past[1], v)))
     if k.shape == v.shape:
         present = jnp.stack([k, v])
-    added = _padding_bias(mask, qkv.shape[0], k.shape[2], filter_value, qkv.dtype)
-    if attention_bias is not None:
-        added = added + attention_bias
-    return _attend(q, k, v, added, scale, unidirectional, offset)[0], present
+    padding = _padding_bias(mask, qkv.shape[0], k.shape[2], filter_value, qkv.dtype)
+    window = _window(q.shape[2], k.shape[2], offset, unidirectional)
+    return merge_heads(attend(q, k, v, (padding, attention_bias), window, scale or None)), present
 
 
 @op("MultiHeadAttention", since=1, domain=DOMAIN, params=("bias",))
@@ -133,6 +119,7 @@ def multi_head_attention(
     num_heads,
     scale=None,
     unidirectional=0,
+    outputs: Outputs = 4,
 ):
     """Attention over projected Q, K, V; packed ones have the shape (b, s, heads, 3 or 2, size).
 
@@ -157,112 +144,13 @@ def multi_head_attention(
         offset = past_key.shape[2]
         k = jnp.concatenate([past_key, k], axis=2)
         v = jnp.concatenate([past_value, v], axis=2)
-    added = _padding_bias(key_padding_mask, q.shape[0], k.shape[2], mask_filter_value, q.dtype)
-    if attention_bias is not None:
-        added = added + attention_bias
-    y, x = _attend(q, k, v, added, scale, unidirectional, offset)
-    return y, k, v, x
-
-
-def _append_to_cache(past, new, start, length):
-    """Return a cache of `length` steps: `past` up to a sample's `start`, then `new`, then zeros."""
-    room((length,), INDEX, host=True)
-    room((*new.shape[:2], length, new.shape[3]), new.dtype)
-    at = np.arange(length)
-    old = jnp.zeros((*new.shape[:2], length, new.shape[3]), new.dtype)
-    if past is not None:
-        kept = min(length, past.shape[2])
-        old = old.at[:, :, :kept].set(past[:, :, :kept])
-    index = (at - start[:, None])[:, None, :, None]
-    inside = (index >= 0) & (index < new.shape[2])
-    moved = jnp.take_along_axis(new, jnp.clip(index, 0, new.shape[2] - 1), axis=2, mode="clip")
-    return jnp.where(inside, moved, jnp.where(index < 0, old, 0))
-
-
-@op("GroupQueryAttention", since=1, domain=DOMAIN)
-def group_query_attention(
-    query,
-    key: Omissible,
-    value: Omissible,
-    past_key: Omissible,
-    past_value: Omissible,
-    seqlens_k,
-    total_sequence_length: Static,
-    cos_cache=None,
-    sin_cache=None,
-    position_ids=None,
-    attention_bias=None,
-    head_sink=None,
-    k_scale=None,
-    v_scale=None,
-    q_norm_weight=None,
-    k_norm_weight=None,
-    query_seqlens=None,
-    *,
-    causal=1,
-    do_rotary=0,
-    k_norm_epsilon=None,
-    k_quant_type="NONE",
-    kv_cache_bit_width=None,
-    kv_num_heads,
-    local_window_size=-1,
-    num_heads,
-    q_norm_epsilon=None,
-    qk_norm_epsilon=9.999999974752427e-07,
-    qk_output=0,
-    rotary_interleaved=0,
-    scale=None,
-    sliding_window_cache=0,
-    smooth_softmax=-1,
-    softcap=0.0,
-    v_quant_type="NONE",
-):
-    """Attention of `num_heads` over `kv_num_heads`, with a cache of keys and values.
-
-    A sample's valid length after this step is seqlens_k + 1, of which `query_seqlens` are new, or
-    as many as there can be; the new steps may be padded at their end.
-    """
-    refuse(kv_cache_bit_width=kv_cache_bit_width, sliding_window_cache=sliding_window_cache)
-    if (k_quant_type, v_quant_type) != ("NONE", "NONE"):
-        raise NodeError("a quantized cache is not supported; export the model without it")
-    if key is None:
-        size = query.shape[-1] // (num_heads + 2 * kv_num_heads)
-        ends = np.cumsum([num_heads * size, kv_num_heads * size])
-        query, key, value = jnp.split(query, ends, axis=-1)
-    q, k, v = (
-        split_heads(part, heads)
-        for part, heads in ((query, num_heads), (key, kv_num_heads), (value, kv_num_heads))
-    )
-    steps, total = q.shape[2], int(total_sequence_length.item())
-    if q_norm_weight is not None and k_norm_weight is not None:
-        q = rms_norm(q, q_norm_weight, q_norm_epsilon or qk_norm_epsilon)[0]
-        k = rms_norm(k, k_norm_weight, k_norm_epsilon or qk_norm_epsilon)[0]
-    lengths = jnp.asarray(seqlens_k).reshape(-1) + 1
-    start = lengths - (jnp.minimum(steps, lengths) if query_seqlens is None else query_seqlens)
-    if do_rotary:
-        positions = start[:, None] + np.arange(steps) if position_ids is None else position_ids
-        cos, sin = (jnp.asarray(c)[positions][:, None] for c in (cos_cache, sin_cache))
-        q, k = (rotate(part, cos, sin, rotary_interleaved) for part in (q, k))
-    length = max(total, 0 if past_key is None else past_key.shape[2])
-    k, v = (
-        _append_to_cache(past_key, k, start, length),
-        _append_to_cache(past_value, v, start, length),
-    )
-
-    x = soft_cap(scores(q, k[:, :, :total], scale or None), softcap)
-    if attention_bias is not None:
-        x = x + attention_bias
-    left = local_window_size - 1 if local_window_size >= 0 else -1
-    x = apply_mask(x, reach(steps, total, start, left=left, right=0 if causal else -1))
-    x = apply_mask(x, np.arange(total) < lengths[:, None, None, None])
-    sink = jnp.zeros(num_heads, x.dtype) if head_sink is None else head_sink
-    if smooth_softmax > 0 or head_sink is not None:
-        column = jnp.broadcast_to(sink.astype(x.dtype)[:, None, None], (*x.shape[:3], 1))
-        p = masked_softmax(jnp.concatenate([x, column], axis=-1))[..., :-1]
-    else:
-        p = masked_softmax(x)
-    y = merge_heads(weighted_values(p, v[:, :, :total]))
-    return y, k, v, (p if qk_output == 2 else x).astype(query.dtype)
+    padding = _padding_bias(key_padding_mask, q.shape[0], k.shape[2], mask_filter_value, q.dtype)
+    masks = padding, attention_bias
+    window = _window(q.shape[2], k.shape[2], offset, unidirectional)
+    y = merge_heads(attend(q, k, v, masks, window, scale or None))
+    if outputs < 4:
+        return y, k, v
+    return y, k, v, weigh(q, k, masks, window, scale or None).masked.astype(q.dtype)
 
 
 @op("RotaryEmbedding", since=1, domain=DOMAIN)

@@ -14,16 +14,8 @@ import numpy as np
 from jaxonnx._axes import matrix, table
 from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
-from jaxonnx.ops.attention import (
-    apply_mask,
-    masked_softmax,
-    merge_heads,
-    reach,
-    rotate,
-    scores,
-    split_heads,
-    weighted_values,
-)
+from jaxonnx.ops.attention import merge_heads, rotate, split_heads
+from jaxonnx.ops.attention_softmax import Window, attend
 from jaxonnx.ops.common import INDEX
 from jaxonnx.ops.contrib.attention import multi_head_attention, refuse, self_attention
 from jaxonnx.ops.contrib.fused import DOMAIN
@@ -75,7 +67,7 @@ def decoder_masked_multi_head_attention(
         for past, new in ((past_key, key), (past_value, value))
     )
     options["mask_filter_value"] = -jnp.inf
-    y, _, _, x = multi_head_attention(query, k, v, None, start + 1, **options)
+    y, *_, x = multi_head_attention(query, k, v, None, start + 1, **options)
     return y, k, v, x
 
 
@@ -145,10 +137,11 @@ def sparse_attention(
     visible = rows[..., np.arange(total) // sparse_block_size]
     heads_of = np.arange(num_heads) % len(layouts)
     visible = jnp.moveaxis(visible[heads_of], 1, 0)  # (batch, heads, steps, total)
-    x = scores(q, k[:, :, :total], scale or None)
-    x = apply_mask(apply_mask(x, visible), reach(steps, total, start, right=0))
-    x = apply_mask(x, np.arange(total) < lengths[:, None, None, None])
-    return merge_heads(weighted_values(masked_softmax(x), v[:, :, :total])), k, v
+    at = jnp.arange(total)
+    keys = jnp.where(at < lengths[:, None], at, -1)
+    window = Window(start[:, None] + jnp.arange(steps), keys, right=0)
+    y = attend(q, k[:, :, :total], v[:, :, :total], (visible,), window, scale or None)
+    return merge_heads(y), k, v
 
 
 @op("RemovePadding", since=1, domain=DOMAIN, dynamic=True)

@@ -1,0 +1,205 @@
+"""Softmax attention: scores, masks by position, sums of values; in blocks of queries where long.
+
+Heads stand at axis 1 throughout: (batch, heads, sequence, head size). Query heads that share a key
+and value head are a group, so that nothing is repeated.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxonnx._limits import room
+from jaxonnx.errors import NodeError
+from jaxonnx.lowering import is_half, product, product_rounded
+
+WHOLE = 1 << 27
+"""Bytes of scores, in float32, that are computed at once; more are computed in blocks."""
+BLOCK = 1 << 24
+"""Bytes of scores of a block."""
+
+
+def group_queries(x, kv_heads):
+    """Reshape query heads to (batch, key heads, query heads per key head, ...)."""
+    if x.shape[1] % kv_heads:
+        raise NodeError(f"{x.shape[1]} query heads are no multiple of {kv_heads} key heads")
+    return x.reshape(x.shape[0], kv_heads, x.shape[1] // kv_heads, *x.shape[2:])
+
+
+def scores(q, k, scale=None):
+    """Compute scale * Q K', by default 1 / sqrt(head size); each factor is scaled by its root.
+
+    Shapes (batch, heads, queries, size) and (batch, key heads, keys, size) to (batch, heads,
+    queries, keys). Half precision gives float32, so that the softmax is of numbers not yet rounded.
+    """
+    if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):  # a 1 would be broadcast
+        raise NodeError(f"queries {q.shape} and keys {k.shape} differ in batch or head size")
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if is_half(q):
+        return scale * product(_rows(q, k.shape[1]), k.mT).reshape(*q.shape[:3], k.shape[2])
+    root = math.sqrt(abs(scale))
+    signed = math.copysign(root, scale)
+    y = jnp.einsum("bhgqd,bhkd->bhgqk", group_queries(q * signed, k.shape[1]), k * root)
+    return y.reshape(*q.shape[:3], k.shape[2])
+
+
+def weighted_values(probabilities, v):
+    """Compute P V of (batch, heads, queries, keys) and (batch, key heads, keys, size)."""
+    if (probabilities.shape[0], probabilities.shape[3]) != (v.shape[0], v.shape[2]):
+        raise NodeError(f"values {v.shape} do not fit the scores {probabilities.shape}")
+    if is_half(v):
+        y = product_rounded(_rows(probabilities, v.shape[1]), v)
+    else:
+        p = group_queries(probabilities.astype(v.dtype), v.shape[1])
+        y = jnp.einsum("bhgqk,bhkd->bhgqd", p, v)
+    return y.reshape(*probabilities.shape[:3], v.shape[-1])
+
+
+def _rows(x, kv_heads):
+    """Return (batch, key heads, rows, size): the queries of the heads that share a key head."""
+    x = group_queries(x, kv_heads)
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
+
+
+def masked_softmax(x, sink=None):
+    """Compute softmax over the last axis; a row of -inf gives zeros, and no gradient is NaN.
+
+    A `sink` is one more score of each row, which takes its share and has no value.
+    """
+    top = x.max(axis=-1, keepdims=True, initial=-jnp.inf)
+    top = top if sink is None else jnp.maximum(top, sink)
+    top = lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top))
+    e = jnp.exp(x - top)
+    total = e.sum(axis=-1, keepdims=True)
+    total = total if sink is None else total + jnp.exp(sink - top)
+    return e / jnp.where(total == 0, 1, total)
+
+
+def soft_cap(x, cap):
+    """Return cap * tanh(x / cap), or x if cap is not positive, as in onnx.reference."""
+    return cap * jnp.tanh(x / cap) if cap > 0 else x
+
+
+def apply_mask(x, mask):
+    """Add a float mask, or put -inf where a boolean one is False; -inf in a mask always wins.
+
+    A mask whose last axis is shorter hides the keys beyond it.
+    """
+    missing = x.shape[-1] - mask.shape[-1]
+    pairs = zip(reversed(mask.shape[:-1]), reversed(x.shape[:-1]), strict=False)
+    if missing < 0 or mask.ndim > x.ndim or any(m not in (1, n) for m, n in pairs):
+        raise NodeError(f"a mask of shape {mask.shape} does not fit the scores {x.shape}")
+    boolean = mask.dtype == np.bool_
+    if missing:
+        widths = [(0, 0)] * (mask.ndim - 1) + [(0, missing)]
+        mask = jnp.pad(mask, widths, constant_values=False if boolean else -np.inf)
+    if boolean:
+        return jnp.where(mask, x, -jnp.inf)
+    mask = mask.astype(x.dtype)
+    return jnp.where(mask == -jnp.inf, -jnp.inf, x + mask)
+
+
+class Window(NamedTuple):
+    """Which keys a query sees: those at a distance of at most `left` before and `right` after it.
+
+    Positions have the shape (steps,), or (batch, steps) where they differ between samples.
+    """
+
+    queries: Any
+    keys: Any
+    """Negative where there is no key."""
+    left: int = -1
+    """-1 for no bound, as for `right`."""
+    right: int = -1
+
+    def mask(self):
+        """Return a boolean mask (queries, keys), or (batch, 1, queries, keys)."""
+        queries, keys = self.queries[..., :, None], self.keys[..., None, :]
+        visible = keys >= 0
+        if self.left >= 0:
+            visible = visible & (keys >= queries - self.left)
+        if self.right >= 0:
+            visible = visible & (keys <= queries + self.right)
+        return visible if visible.ndim == 2 else visible[:, None]
+
+
+class Scores(NamedTuple):
+    """What leads from queries and keys to weights, each (batch, heads, queries, keys)."""
+
+    raw: Any
+    capped: Any
+    masked: Any
+    probabilities: Any
+
+
+def weigh(q, k, masks=(), window=None, scale=None, cap=0.0, sink=None, dtype=None) -> Scores:
+    """Return the scores of all keys for all queries, and the weights of their values."""
+    raw = scores(q, k, scale)
+    capped = masked = soft_cap(raw, cap)
+    for mask in masks:
+        masked = masked if mask is None else apply_mask(masked, mask)
+    if window is not None:
+        masked = apply_mask(masked, window.mask())
+    wide = masked if dtype is None else masked.astype(dtype)
+    if sink is not None:
+        sink = sink.astype(wide.dtype)[:, None, None]
+    return Scores(raw, capped, masked, masked_softmax(wide, sink))
+
+
+def attend(q, k, v, masks=(), window=None, scale=None, cap=0.0, sink=None, dtype=None):
+    """Return the attention of queries (batch, heads, steps, size), with all keys and values.
+
+    Scores that take more than `WHOLE` bytes are computed for a block of queries at a time, and
+    again for gradients: nothing of size (queries, keys) is kept.
+
+    Args:
+      masks: added or boolean, to broadcast to the scores; None among them are left out.
+      window: which keys a query sees by their positions.
+      cap: of the scores, by a tanh; 0 for none.
+      sink: (heads,), the score of a key without a value.
+      dtype: of the softmax; by default float32 for half precision.
+    """
+    keywords = {"scale": scale, "cap": cap, "sink": sink, "dtype": dtype}
+    steps, size = q.shape[2], _block_length(q, k)
+    if size is None:
+        return weighted_values(weigh(q, k, masks, window, **keywords).probabilities, v)
+    count = -(-steps // size)
+    room((*q.shape[:2], size, k.shape[2]), np.float32)
+
+    def split(x, axis):
+        """Return the blocks of `x` along an axis, which comes first; the last one is padded."""
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, count * size - steps)
+        axis %= x.ndim
+        x = jnp.pad(x, widths).reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x, axis, 0)
+
+    # Gradients for keys and values are sums over blocks: half precision would round each sum.
+    kv = [x.astype(np.float32) if is_half(x) else x for x in (k, v)]
+    by_query = [m is not None and m.ndim > 1 and m.shape[-2] == steps for m in masks]
+    blocks = [split(m, -2) if split_it else () for m, split_it in zip(masks, by_query, strict=True)]
+    places = () if window is None else split(jnp.asarray(window.queries), -1)
+
+    @jax.checkpoint
+    def block(part):
+        q_part, mask_parts, queries = part
+        keys, values = (x.astype(y.dtype) for x, y in zip(kv, (k, v), strict=True))
+        all_masks = zip(by_query, mask_parts, masks, strict=True)
+        parts = [mine if split_it else whole for split_it, mine, whole in all_masks]
+        seen = None if window is None else window._replace(queries=queries)
+        return weighted_values(weigh(q_part, keys, parts, seen, **keywords).probabilities, values)
+
+    y = jnp.moveaxis(lax.map(block, (split(q, 2), blocks, places)), 0, 2)
+    return y.reshape(*y.shape[:2], count * size, y.shape[-1])[:, :, :steps]
+
+
+def _block_length(q, k):
+    """Return how many queries make a block, or None if all scores are computed at once."""
+    batch, heads, steps, _ = q.shape
+    if not all(isinstance(n, int) for n in (batch, heads, steps, k.shape[2])):
+        return None  # open, of `jax.export`
+    row = batch * heads * k.shape[2] * 4
+    return None if row * steps <= WHOLE else max(1, min(steps, BLOCK // row))

@@ -1,0 +1,236 @@
+"""GroupQueryAttention of com.microsoft, and its caches of keys and values.
+
+Meaning as in onnxruntime's ContribOperators.md. A cache grows, or has room for more steps than have
+passed, or holds a window of the last ones; its numbers may be rounded to integers or float8.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.core import Tracer
+
+from jaxonnx._limits import room
+from jaxonnx.errors import NodeError, StaticError
+from jaxonnx.ops.attention import merge_heads, rotate, split_heads
+from jaxonnx.ops.attention_softmax import Window, attend, weigh
+from jaxonnx.ops.common import INDEX
+from jaxonnx.ops.contrib.fused import DOMAIN, rms_norm
+from jaxonnx.ops.quantize import dequantize_linear, quantize, quantize_linear
+from jaxonnx.registry import Omissible, Outputs, op
+
+INT4 = np.dtype(ml_dtypes.int4)
+
+
+class _Codes(NamedTuple):
+    """How a cache (batch, heads, steps, size) keeps its numbers: as codes times a scale."""
+
+    scale: Any
+    """One number, or one for each head and channel."""
+    dtype: Any
+    """Of the codes; int4 are kept in pairs, each plus 8, the first in the low bits of a byte."""
+
+    def _scale(self, heads):
+        return self.scale.astype(np.float32).reshape(1, heads if self.scale.size > 1 else 1, 1, -1)
+
+    def read(self, codes, dtype):
+        """Return the numbers of a cache."""
+        if self.dtype == INT4:
+            pairs = jnp.stack([codes & 15, codes >> 4], axis=-1).astype(np.int8) - 8
+            codes = pairs.reshape(*codes.shape[:-1], 2 * codes.shape[-1])
+        return (codes.astype(np.float32) * self._scale(codes.shape[1])).astype(dtype)
+
+    def round(self, x):
+        """Round numbers to what the cache can hold; gradients go straight through."""
+        scale = self.scale.astype(np.float32).reshape(-1)
+        rounded = quantize_linear(merge_heads(x), scale, np.zeros(scale.shape, self.dtype), axis=2)
+        y: Any = dequantize_linear(rounded, scale, axis=2)
+        return split_heads(y, x.shape[1]).astype(x.dtype)
+
+    def write(self, x):
+        """Return the codes of numbers that `round` has rounded."""
+        codes = quantize(x.astype(np.float32) / self._scale(x.shape[1]), None, self.dtype)
+        if self.dtype != INT4:
+            return codes
+        low, high = ((codes[..., i::2].astype(np.int8) + 8).astype(np.uint8) for i in (0, 1))
+        return low | high << 4
+
+
+def _codes(name, cache, scale, kind, bits):
+    """Return how a cache keeps its numbers, None if as they are."""
+    if kind == "NONE":
+        return None
+    if kind not in ("PER_TENSOR", "PER_CHANNEL") or scale is None:
+        raise NodeError(
+            f"a cache of {name} quantized {kind} with {'no' if scale is None else 'a'} "
+            "scale is not specified: PER_TENSOR and PER_CHANNEL need a scale"
+        )
+    return _Codes(scale, INT4 if bits == 4 else np.dtype(np.int8) if cache is None else cache.dtype)
+
+
+def _append_to_cache(past, new, start, length):
+    """Return a cache of `length` steps: `past` up to a sample's `start`, then `new`, then zeros."""
+    if (past is None or not past.shape[2]) and length == new.shape[2]:
+        return new
+    room((length,), INDEX, host=True)
+    room((*new.shape[:2], length, new.shape[3]), new.dtype)
+    at = np.arange(length)
+    old = jnp.zeros((*new.shape[:2], length, new.shape[3]), new.dtype)
+    if past is not None:
+        kept = min(length, past.shape[2])
+        old = old.at[:, :, :kept].set(past[:, :, :kept])
+    index = (at - start[:, None])[:, None, :, None]
+    inside = (index >= 0) & (index < new.shape[2])
+    moved = jnp.take_along_axis(new, jnp.clip(index, 0, new.shape[2] - 1), axis=2, mode="clip")
+    return jnp.where(inside, moved, jnp.where(index < 0, old, 0))
+
+
+def _count_resident(length, capacity, window):
+    """Return how many of `length` steps a window's cache holds: L(T) of the specification."""
+    evicted = capacity - window + 1  # at once
+    return length - evicted * jnp.maximum(-(-(length - capacity) // evicted), 0)
+
+
+def _slide_window(pasts, news, start, lengths, window):
+    """Return what attention reads of pasts and news, the position of each row, and the caches.
+
+    Rows without a step have the position -1. Steps that the new ones evict are still read. An empty
+    cache gets the room of the window.
+    """
+    held, steps = pasts[0].shape[2], news[0].shape[2]
+    capacity = held or window
+    if capacity < window:
+        raise NodeError(f"a cache of {capacity} steps is too short for a window of {window}")
+    room((*news[0].shape[:2], capacity + steps, news[0].shape[3]), news[0].dtype)
+    before = _count_resident(start, capacity, window)[:, None]
+    after = _count_resident(lengths, capacity, window)[:, None]
+    start, lengths = start[:, None], lengths[:, None]
+    old, new, kept = (np.arange(n) for n in (held, steps, capacity))
+    positions = jnp.concatenate(
+        [
+            jnp.where(old < before, start - before + old, -1),
+            jnp.where(new < lengths - start, start + new, -1),
+        ],
+        axis=1,
+    )
+    place = lengths - after + kept
+    place = jnp.where(place < start, place - start + before, place - start + held)
+    place = jnp.clip(place, 0, held + steps - 1)[:, None, :, None]
+    rows = [jnp.concatenate(pair, axis=2) for pair in zip(pasts, news, strict=True)]
+    caches = (jnp.take_along_axis(x, place, axis=2, mode="clip") for x in rows)
+    return rows, positions, [jnp.where((kept < after)[:, None, :, None], x, 0) for x in caches]
+
+
+def _count_keys(total_sequence_length, past_key, steps):
+    """Return the number of keys, which only a cache with steps in it leaves open."""
+    if not isinstance(total_sequence_length, Tracer):
+        return int(np.asarray(total_sequence_length).item())
+    if past_key is None or not past_key.shape[2]:
+        return steps
+    raise StaticError(
+        "total_sequence_length must be known while tracing, because it is the number of keys: pass "
+        "what it is computed from as a NumPy array, call the model outside of jit, or pass empty "
+        "caches"
+    )
+
+
+@op("GroupQueryAttention", since=1, domain=DOMAIN)
+def group_query_attention(
+    query,
+    key: Omissible,
+    value: Omissible,
+    past_key: Omissible,
+    past_value: Omissible,
+    seqlens_k,
+    total_sequence_length,
+    cos_cache=None,
+    sin_cache=None,
+    position_ids=None,
+    attention_bias=None,
+    head_sink=None,
+    k_scale=None,
+    v_scale=None,
+    q_norm_weight=None,
+    k_norm_weight=None,
+    query_seqlens=None,
+    *,
+    causal=1,
+    do_rotary=0,
+    k_norm_epsilon=None,
+    k_quant_type="NONE",
+    kv_cache_bit_width=None,
+    kv_num_heads,
+    local_window_size=-1,
+    num_heads,
+    q_norm_epsilon=None,
+    qk_norm_epsilon=9.999999974752427e-07,
+    qk_output=0,
+    rotary_interleaved=0,
+    scale=None,
+    sliding_window_cache=0,
+    smooth_softmax=-1,
+    softcap=0.0,
+    v_quant_type="NONE",
+    outputs: Outputs = 4,
+):
+    """Attention of `num_heads` over `kv_num_heads`, with a cache of keys and values.
+
+    A sample's valid length after this step is seqlens_k + 1, of which `query_seqlens` are new, or
+    as many as there can be; the new steps may be padded at their end.
+    """
+    if key is None:
+        size = query.shape[-1] // (num_heads + 2 * kv_num_heads)
+        ends = np.cumsum([num_heads * size, kv_num_heads * size])
+        query, key, value = jnp.split(query, ends, axis=-1)
+    q, k, v = (
+        split_heads(part, heads)
+        for part, heads in ((query, num_heads), (key, kv_num_heads), (value, kv_num_heads))
+    )
+    steps = q.shape[2]
+    if q_norm_weight is not None and k_norm_weight is not None:
+        q = rms_norm(q, q_norm_weight, q_norm_epsilon or qk_norm_epsilon)[0]
+        k = rms_norm(k, k_norm_weight, k_norm_epsilon or qk_norm_epsilon)[0]
+    lengths = jnp.asarray(seqlens_k).reshape(-1) + 1
+    start = lengths - (jnp.minimum(steps, lengths) if query_seqlens is None else query_seqlens)
+    queries = start[:, None] + np.arange(steps)
+    if do_rotary:
+        positions = queries if position_ids is None else position_ids
+        cos, sin = (jnp.asarray(c)[positions][:, None] for c in (cos_cache, sin_cache))
+        q, k = (rotate(part, cos, sin, rotary_interleaved) for part in (q, k))
+
+    kinds = (
+        ("keys", past_key, k_scale, k_quant_type),
+        ("values", past_value, v_scale, v_quant_type),
+    )
+    codes = [_codes(*kind, kv_cache_bit_width) for kind in kinds]
+    pasts = [
+        past if c is None or past is None else c.read(past, q.dtype)
+        for c, past in zip(codes, (past_key, past_value), strict=True)
+    ]
+    news = [x if c is None else c.round(x) for c, x in zip(codes, (k, v), strict=True)]
+    if sliding_window_cache and past_key is not None:
+        (k, v), at, caches = _slide_window(pasts, news, start, lengths, local_window_size)
+    else:
+        total = _count_keys(total_sequence_length, past_key, steps)
+        length = max(total, 0 if past_key is None else past_key.shape[2])
+        caches = [_append_to_cache(*pair, start, length) for pair in zip(pasts, news, strict=True)]
+        k, v = (cache[:, :, :total] for cache in caches)
+        at = jnp.arange(total)
+        at = jnp.where(at < lengths[:, None], at, -1)
+    caches = [x if c is None else c.write(x) for c, x in zip(codes, caches, strict=True)]
+
+    bias = attention_bias
+    if bias is not None and sliding_window_cache:  # its columns are positions
+        columns = jnp.clip(at, 0, bias.shape[-1] - 1)[:, None, None]
+        bias = jnp.take_along_axis(bias, columns, axis=-1, mode="clip")
+    if head_sink is None and smooth_softmax > 0:
+        head_sink = jnp.zeros(num_heads)
+    left = local_window_size - 1 if local_window_size >= 0 else -1
+    window = Window(queries, at, left, 0 if causal else -1)
+    options = ((bias,), window, scale or None, softcap, head_sink)
+    y = merge_heads(attend(q, k, v, *options))
+    if outputs < 4:
+        return y, *caches
+    weights = weigh(q, k, *options)
+    return y, *caches, (weights.probabilities if qk_output == 2 else weights.masked).astype(y.dtype)

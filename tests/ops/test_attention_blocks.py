@@ -1,0 +1,70 @@
+"""Attention in blocks of queries: what the scores of all at once give, in less memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxonnx.ops import attention_softmax
+from jaxonnx.ops.attention_softmax import Window, attend
+
+BATCH, HEADS, KV_HEADS, STEPS, KEYS, SIZE = 2, 4, 2, 22, 25, 8
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """Blocks of 5 queries, the last of them padded."""
+    monkeypatch.setattr(attention_softmax, "WHOLE", 0)
+    monkeypatch.setattr(attention_softmax, "BLOCK", 5 * BATCH * HEADS * KEYS * 4)
+
+
+def numbers(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+Q = numbers(BATCH, HEADS, STEPS, SIZE)
+K, V = numbers(BATCH, KV_HEADS, KEYS, SIZE, seed=1), numbers(BATCH, KV_HEADS, KEYS, 6, seed=2)
+LATE = Window(np.arange(STEPS) + 3, np.arange(KEYS), right=0)
+EACH = Window(np.arange(STEPS) + np.array([[3], [0]]), np.arange(KEYS), left=4, right=0)
+CASES = {
+    "causal": {"window": LATE},
+    "window_of_each": {"window": EACH, "cap": 2.0, "scale": 0.4},
+    "bias": {"masks": (numbers(BATCH, 1, STEPS, KEYS), None), "sink": numbers(HEADS)},
+    "padding": {"masks": (np.arange(KEYS) < np.array([KEYS, 9])[:, None, None, None],)},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_blocks_give_what_all_at_once_gives(case, dtype, request):
+    keywords = dict(CASES[case])
+    masks = keywords.pop("masks", ())
+    floats = [m for m in masks if m is not None and m.dtype == np.float32]
+
+    def loss(q, k, v, floats):
+        given = (*floats, *masks[len(floats) :])
+        y = attend(q, k, v, given, **keywords)
+        return jnp.sin(y.astype(np.float32)).sum(), y
+
+    values = [jnp.asarray(x, dtype) for x in (Q, K, V)]
+    step = jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True)
+    (_, whole), wanted = jax.jit(step)(*values, floats)
+    request.getfixturevalue("blocks")
+    assert "scan" in str(jax.make_jaxpr(loss)(*values, floats))
+    (_, y), found = jax.jit(lambda *args: step(*args))(*values, floats)
+    rtol = 1e-5 if dtype == np.float32 else 2e-2
+    for x, e in zip(jax.tree.leaves((y, found)), jax.tree.leaves((whole, wanted)), strict=True):
+        x, e = np.asarray(x, np.float32), np.asarray(e, np.float32)
+        np.testing.assert_allclose(x, e, rtol=rtol, atol=rtol * np.abs(e).max())
+
+
+def test_gradients_of_a_long_sequence_take_less_memory_than_its_scores():
+    heads, steps = 4, 4096
+    shape = jax.ShapeDtypeStruct((1, heads, steps, 16), np.float32)
+    window = Window(jnp.arange(steps), jnp.arange(steps), right=0)
+
+    def loss(q, k, v):
+        return jnp.sin(attend(q, k, v, window=window)).sum()
+
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(shape, shape, shape).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < heads * steps * steps * 4 / 2
