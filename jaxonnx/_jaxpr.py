@@ -72,6 +72,8 @@ def interpret(
       constant: `constant(value, aval)` gives the value for a literal or a captured array.
       enter: gives the program to evaluate in place of an equation, or None to apply the rule.
     """
+    # As `jax.core.eval_jaxpr`, but with values of any kind, and calls entered instead of bound: a
+    # rule sees only primitives that compute something.
     jaxpr = getattr(program, "jaxpr", program)
     consts = getattr(program, "consts", ())
     values = dict(zip(jaxpr.invars, arguments, strict=True))
@@ -140,6 +142,8 @@ def scan(equation: JaxprEqn, values: Sequence[Any]) -> Scan:
 
     Sliced operands have one axis more outside the body; JAX 0.11 took their number out of params.
     """
+    # Operands are (fixed, carry, slices), results (carry, slices). A sliced array has one axis less
+    # in the body, a carry has the same type inside and outside: so ranks tell how many of each.
     body = equation.params["jaxpr"]
     inner = getattr(body, "jaxpr", body)
 

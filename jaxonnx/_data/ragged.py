@@ -1,4 +1,11 @@
-"""Sequences of unequal length, and what fills them up to a few widths."""
+"""Sequences of unequal length, padded to a few widths.
+
+XLA compiles a program for each shape. If each batch were padded to its longest example, nearly
+every batch would need a program; if all were padded to the longest example of the data, most of the
+work would be on padding. So each example has a bucket, by default the next power of two (which at
+most doubles its length, and needs log2(longest) programs), and shuffled batches are made of
+examples of one bucket (`_data.padded`).
+"""
 
 from __future__ import annotations
 
@@ -15,11 +22,11 @@ from jaxonnx._graph.values import Value
 from jaxonnx.errors import TrainingError
 
 IGNORED = -100
-"""The label of padding, where the loss has no other that it leaves out."""
+"""The label of padding, unless the loss ignores another (that of PyTorch)."""
 _LEAST = 8
-"""The least width that is chosen by itself."""
+"""The smallest default width."""
 _TARGETS = ("y", "targets", "labels")
-"""Names of the only target in `pad`."""
+"""Names in `pad` of a target that has none."""
 _MASK = re.compile(r"(?P<side>(.*[._])?)((attention|input)_mask(\.\d+)?|(?<![._])mask)")
 """Inputs that are 1 for each token and 0 for padding."""
 _POSITIONS = re.compile(r"(?P<side>(.*[._])?)position_ids(\.\d+)?")
@@ -30,11 +37,11 @@ _TYPES = re.compile(r"(?P<side>(.*[._])?)token_type_ids(\.\d+)?")
 
 @dataclass(frozen=True)
 class Ragged:
-    """Sequences of unequal length, one behind the other in one array."""
+    """Sequences of unequal length, concatenated along their first axis."""
 
     values: np.ndarray
     starts: np.ndarray
-    """Where each begins, and where the last ends."""
+    """The offset of each sequence in `values`, and the end of the last (length n + 1)."""
 
     @classmethod
     def of(cls, sequences: Any, what: str) -> Self:
@@ -73,7 +80,8 @@ class Ragged:
         return np.diff(self.starts)
 
     def pad_rows(self, rows: np.ndarray, width: int, fill: Any) -> np.ndarray:
-        """Return some of the sequences as an array, filled up behind their ends."""
+        """Return some of the sequences as an array (rows, width, ...), padded behind their ends."""
+        # a mask (rows, width) gathers and scatters all rows at once, without a loop over examples
         there = np.arange(width) < self.lengths[rows, None]
         array = np.full((*there.shape, *self.values.shape[1:]), fill, self.dtype)
         array[there] = self.values[(self.starts[rows, None] + np.arange(width))[there]]
@@ -146,7 +154,7 @@ def _count_tokens(mask: Any, dtype: np.dtype) -> Any:
 
 
 def next_tokens(columns: Sequence[Any], inputs: Sequence[Value], ignored: int, what: str) -> Any:
-    """Return the tokens of data as the labels of a model that predicts the next one.
+    """Return the tokens as labels; the loss shifts them by one. Masked tokens become `ignored`.
 
     Raises:
       TrainingError: there are no tokens, or they are not as many as their mask has.
@@ -178,20 +186,20 @@ class Padding:
     """How sequences of unequal length become arrays, as `train` documents it."""
 
     pad: Mapping[str, Any] = field(default_factory=dict)
-    """What fills up inputs and targets, by name."""
+    """Padding values of inputs and targets, by name."""
     buckets: tuple[int, ...] | None = None
     """Widths of batches; None for powers of two."""
     ignored: Any = IGNORED
-    """The label that fills up labels; a dict for several targets."""
+    """The padding value of labels; a dict for several targets."""
     next_token: bool = False
-    """Whether targets that data lack are the tokens themselves."""
+    """Use the tokens as labels if data has no targets."""
 
     @classmethod
     def of(cls, pad: Any, length_buckets: Any, **settings: Any) -> Self:
-        """Return what the arguments of `train` say.
+        """Parse the arguments `pad` and `length_buckets` of `train`.
 
         Raises:
-          TrainingError: they are no numbers by name, or no widths.
+          TrainingError: `pad` is not a dict of numbers, or `length_buckets` has no widths.
         """
         kinds = int | float | np.number
         if pad is not None and not (
@@ -226,7 +234,7 @@ class Padding:
 
         Args:
           values: the inputs of the model.
-          whole: whether these are all the examples: no batch is then wider than the longest.
+          whole: whether these are all examples; the longest is then the last width.
         """
         if self.buckets is not None:
             inputs, targets = _open_columns(inputs, targets, values)
@@ -262,7 +270,7 @@ class Padding:
             )
 
     def _fills(self, columns: Any, values: Sequence[Value], what: str) -> list[Any]:
-        """Return what fills up each column, in the order of their leaves."""
+        """Return the padding value of each column, in the order of their leaves."""
         inputs = [self.pad.get(value.name, 0) for value in values]
 
         def of_target(path: Any, target: Any) -> Any:
@@ -291,13 +299,13 @@ PLAIN = Padding()
 
 @dataclass(frozen=True)
 class Columns:
-    """Inputs and targets, some of which are sequences of unequal length.
+    """Examples, some of whose columns are sequences of unequal length.
 
     Attributes:
       pair: inputs and targets, as arrays or Ragged.
-      fills: what fills up each of their leaves.
-      lengths: of each example, that of its longest sequence.
-      widths: of the narrowest batch that each example fits into.
+      fills: the padding value of each leaf of `pair`.
+      lengths: int[n], the length of the longest sequence of each example.
+      widths: int[n], the smallest bucket that each example fits into.
     """
 
     pair: tuple[tuple[Any, ...], Any]
@@ -306,7 +314,7 @@ class Columns:
     widths: np.ndarray
 
     def rows(self, rows: np.ndarray) -> tuple[tuple[np.ndarray, ...], Any]:
-        """Return inputs and targets of some examples as arrays, as wide as the longest needs."""
+        """Return a batch of these examples as arrays, padded to the widest of their buckets."""
         width = int(self.widths[rows].max())
         leaves, form = jax.tree.flatten(self.pair)
         return form.unflatten(
@@ -318,7 +326,7 @@ class Columns:
 def _open_columns(
     inputs: Sequence[Any], targets: Any, values: Sequence[Value]
 ) -> tuple[tuple[Any, ...], Any]:
-    """Return columns of one length as sequences, along axes that the file leaves open."""
+    """Convert rectangular columns to Ragged, where the file leaves the length open."""
 
     def of_input(value: Value, x: Any) -> Any:
         if isinstance(x, Ragged) or x.ndim < 2 or _size(value) is not None:
@@ -339,6 +347,6 @@ def _rank(value: Value) -> int | None:
 
 
 def _size(value: Value) -> int | None:
-    """Return the length that the file fixes an input to."""
+    """Return the length of an input if the file fixes it."""
     size = value.shape[1] if value.shape is not None and len(value.shape) > 1 else None
     return size if isinstance(size, int) else None

@@ -102,6 +102,15 @@ def _domain(name: str) -> str:
 
 @dataclass
 class _Binder:
+    """One pass over a model, in the order of its nodes, that binds graphs within graphs.
+
+    `visible` holds the names that a node may read. A subgraph gets a copy: it sees all names that
+    are defined before its node, and its own names are not seen outside. `own` holds the names that
+    a graph defines itself, each once; a subgraph may shadow outer names. The body of a function
+    sees its own names only, and is bound anew for each call by a `_Binder` of its own, because the
+    values of its attributes (`refs`, None outside of functions) differ from call to call.
+    """
+
     functions: dict[tuple[str, str, str], FunctionProto]
     external: frozenset[str]
     """The tensors of the main graph and its subgraphs whose values come from outside."""
@@ -249,6 +258,7 @@ class _Binder:
             local: whole for local, whole in names_of_constants(function) if whole in self.lifted
         }
         names = {*function.input, *lifted}
+        # constants that training may change are inputs of the body, in effect
         computed = [node for node in function.node if not {*node.output} & lifted.keys()]
         nodes = inner.nodes(computed, own, names, set(names), refs)
         self.count = inner.count

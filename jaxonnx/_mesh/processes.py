@@ -1,8 +1,17 @@
 """Several processes that make one run: who reports, and how one that fails ends the others.
 
 JAX's runtime connects them (`jax.distributed.initialize`), and a step waits for all of them inside
-a program, where Python reaches no process. One that fails says so in the key-value store of the
-runtime, to which a thread of each other listens.
+a collective, where no Python runs. A process that fails writes the reason to the key-value store of
+the runtime, which a thread of each other process polls.
+
+Two things here look as if JAX could do them, and it cannot:
+
+* `jax._src.distributed`: the client of the key-value store has no public name. `multihost_utils`
+  has collectives only, which the failed process would have to join.
+* `os._exit`: the main thread is blocked in C++, so that neither an exception nor a signal handler
+  of Python reaches it, and SIGTERM belongs to JAX's preemption notifier. JAX's own heartbeat ends
+  the process as well, but only after its timeout (100 s by default), with an abort and without the
+  reason. The thread waits `_GRACE` seconds for an orderly end first, and prints the reason.
 """
 
 import itertools
@@ -48,10 +57,10 @@ M = TypeVar("M", bound=HasTensors)
 
 
 class Processes:
-    """Ends all processes of a run if one fails; where one process makes the run it does nothing.
+    """Ends all processes of a run if one fails; does nothing in a run of one process.
 
-    A process that computes raises the error of the other before its next step. One that waits for
-    the other in a program cannot: it prints the error and exits with status 1.
+    The others raise the error before their next step. A process that is blocked in a collective
+    prints the error and exits with status 1.
 
     Args:
       mesh: of the run, as in `train`.
@@ -73,7 +82,7 @@ class Processes:
         self.several = self._mesh is not None and self._mesh.is_multi_process
         self.first = not self.several or jax.process_index() == 0
         self._client: Any = distributed.global_state.client if self.several else None
-        # a process may have trained alone, and the number must be the same in all
+        # counted only for shared runs: a process may have trained alone before, the others not
         self._run = f"jaxonnx/run/{next(_RUNS)}" if self.several else ""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._listen, daemon=True)
@@ -96,7 +105,7 @@ class Processes:
             self._tell(f"{kind.__name__}: {error}" if str(error) else kind.__name__)
 
     def step(self, epoch: int, steps: int) -> None:
-        """Note that this process has a batch after so many of an epoch.
+        """Record that this process has another batch, after `steps` of an epoch.
 
         Raises:
           TrainingError: another process has failed.
@@ -121,7 +130,7 @@ class Processes:
             raise TrainingError(_unequal(epoch, ended))
 
     def stop_flag(self, asked: bool) -> jax.Array | None:
-        """Return what a step with `heard` tells all processes; None where there is one."""
+        """Return the stop flag of this process over the mesh; None in a run of one process."""
         if self._mesh is None or not self.several:
             return None
         if asked not in self._wishes:
@@ -131,14 +140,14 @@ class Processes:
         return self._wishes[asked]
 
     def reduce_stop(self, seen: jax.Array, wish: jax.Array | None) -> jax.Array:
-        """Return what a step reports, with whether any process has a wish; within a program."""
+        """Append the maximum of all stop flags to the report of a step, within the program."""
         if self._mesh is None or wish is None:
             return seen
         seen = jax.numpy.append(seen, wish.max().astype(seen.dtype))
         return jax.lax.with_sharding_constraint(seen, NamedSharding(self._mesh, PartitionSpec()))
 
     def gather(self, model: M) -> M:
-        """Return a model in the memory of this process's host, one tensor after the other."""
+        """Gather a model into host memory, one tensor at a time."""
         if not self.several:
             return model
         host = jax.local_devices(backend="cpu")[0]
@@ -149,13 +158,13 @@ class Processes:
         return model.replace(params=params, state=state)
 
     def agree(self, here: bool) -> bool:
-        """Return whether something holds in all processes, which all ask here."""
+        """Return whether `here` is true in all processes; all must call this."""
         if not self.several:
             return here
         return bool(multihost_utils.process_allgather(np.array(here)).all())
 
     def _finished_steps(self, epoch: int) -> dict[int, int]:
-        """Return the processes that have ended an epoch, and the steps that they had."""
+        """Return the number of steps of each process that has ended an epoch."""
         found = self._client.key_value_dir_get(f"{self._run}/epoch/{epoch}/")
         return {int(key.rpartition("/")[2]): int(steps) for key, steps in found}
 
@@ -173,14 +182,14 @@ class Processes:
             self._failure = self._failure or self._read_failure()
             if self._failure is not None and not self._over.wait(_GRACE):
                 print(f"jaxonnx: {self._failure}", file=sys.stderr, flush=True)
-                # the others wait for all at their end: they need not wait for a heartbeat as well
+                # the shutdown of the others waits for this process, unless it leaves the runtime
                 leave = threading.Thread(target=jax.distributed.shutdown, daemon=True)
                 leave.start()
                 leave.join(_GRACE)
                 os._exit(1)
 
     def _read_failure(self) -> str | None:
-        """Return what another process failed with, or what this one must fail with."""
+        """Return the error of another process, or the one that this process must raise."""
         epoch, steps = self._at
         try:
             failed = self._client.key_value_dir_get(f"{self._run}/failed/")

@@ -1,4 +1,11 @@
-"""How the tensors of a model are split over the axes of a mesh, by rules."""
+"""Partition rules: how the tensors of a model are split over the axes of a mesh.
+
+"fsdp" splits the largest axis of every large tensor (ZeRO stage 3, arXiv 1910.02054). "tensor"
+splits pairs of matrix products, the first by its outputs and the second by its inputs, so that one
+all-reduce follows a pair (Megatron-LM, arXiv 1909.08053). Megatron takes the pairs from the code of
+a transformer; here `_graph.pairs` finds them in the graph, so that any network with such pairs
+works. A tensor that devices cannot divide evenly is not split.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +55,7 @@ def mesh_of(mesh: Any) -> Mesh:
 def specs(
     model: Network, mesh: Mesh, sharding: Any, tensors: Mapping[str, Any]
 ) -> dict[str, PartitionSpec]:
-    """Return what each of some tensors of a model is split over.
+    """Return the partition spec of each tensor.
 
     Args:
       sharding: as in `Model.shardings`.
@@ -71,7 +78,7 @@ def specs(
 def _rules(
     model: Network, sharding: Any, tensors: Mapping[str, Any]
 ) -> dict[str, tuple[Rule, str]]:
-    """Return the rule for each tensor, and how an error speaks of it."""
+    """Return the rule for each tensor, and its name in error messages."""
     if callable(sharding):
         choose: Callable[..., Any] = sharding
         return {name: (choose(name, tuple(x.shape)), "sharding") for name, x in tensors.items()}
@@ -83,6 +90,7 @@ def _rules(
         if not names:
             there = near(one, tensors, model._places)
             raise InputError(f"the sharding rule {one!r} matches no tensor of the model; {there}")
+        # the first rule that matches a tensor applies to it
         result = dict.fromkeys(names, (rule, f"the sharding rule {one!r}")) | result
     return {name: result.get(name, (None, "")) for name in tensors}
 
@@ -90,7 +98,7 @@ def _rules(
 def _automatic(
     model: Network, mesh: Mesh, kind: str, tensors: Mapping[str, Any]
 ) -> dict[str, PartitionSpec]:
-    """Return the splits of one of `AUTOMATIC`."""
+    """Return the specs that an automatic rule gives."""
     if kind not in AUTOMATIC:
         close = difflib.get_close_matches(kind, AUTOMATIC, 1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -113,7 +121,7 @@ def _automatic(
 
 
 def _largest(x: Any, mesh: Mesh) -> PartitionSpec:
-    """Return the split of the largest axis that the devices divide: all of them, or of "data"."""
+    """Split the largest axis that all devices, or else those of "data", divide evenly."""
     if math.prod(x.shape) * x.dtype.itemsize < _SMALL:
         return PartitionSpec()
     groups: list[tuple[str, ...]] = [mesh.axis_names, (DATA,)]
@@ -128,7 +136,7 @@ def _largest(x: Any, mesh: Mesh) -> PartitionSpec:
 def _paired_specs(
     model: Network, mesh: Mesh, tensors: Mapping[str, Any]
 ) -> dict[str, PartitionSpec]:
-    """Return the splits of pairs of matrix products whose axes the devices divide."""
+    """Split the pairs of matrix products whose axes the devices divide evenly."""
     count, result = mesh.shape[TENSOR], dict.fromkeys(tensors, PartitionSpec())
     uneven: list[str] = []
     for pair in pairs(model.graph, model.tensors):
@@ -155,7 +163,7 @@ def _split(axis: int, over: Any) -> PartitionSpec:
 def _check_rule(
     rule: Any, name: str, shape: tuple[int, ...], mesh: Mesh, told: str
 ) -> PartitionSpec:
-    """Return a rule as a spec that fits a tensor."""
+    """Convert a rule to a spec; raise an InputError if it does not fit the tensor or the mesh."""
     if rule is None:
         return PartitionSpec()
     if not isinstance(rule, tuple | PartitionSpec):

@@ -1,4 +1,4 @@
-"""Where the tensors of a model and the state of their optimizer lie on a mesh, and the table."""
+"""Shardings of the tensors of a model and of its optimizer's state, and the table of them."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from jaxonnx._text import Rendered
 
 @dataclass(frozen=True)
 class Placement:
-    """An array's shape, and where its parts lie."""
+    """The shape and the sharding of an array."""
 
     shape: tuple[int, ...]
     sharding: NamedSharding
 
     def transpose(self, axes: Sequence[int]) -> Placement:
-        """Return what the transposed array has."""
+        """Return the placement of the transposed array."""
         shape, parts = tuple(self.shape[a] for a in axes), self._parts
         return Placement(shape, self._by([parts[a] for a in axes]))
 
     def of(self, x: Any) -> NamedSharding:
-        """Return where to lay what an optimizer keeps of the array.
+        """Return the sharding of an array that an optimizer keeps for this one.
 
-        That is an array of the same shape, one that lacks some of its axes (such as sums over
-        them, which Adafactor has), or a mask of eight elements in a byte.
+        It has the same shape, lacks some of the axes (Adafactor's sums over them), or is a mask of
+        eight elements in a byte.
         """
         if x.shape == self.shape:
             return self.sharding
@@ -45,6 +45,8 @@ class Placement:
             over = tuple(axis for part in self._parts for axis in axes_of(part))
             count = math.prod(self.sharding.mesh.shape[axis] for axis in over)
             return self._by([over] if over and x.size % count == 0 else [])
+        # Match the axes that are left from first to last, by their sizes. Of two axes of one size
+        # this may take the wrong one: that costs communication, and the numbers are the same.
         kept, rest = [], [*zip(self.shape, self._parts, strict=True)]
         for size in x.shape:
             while rest and rest[0][0] != size:
@@ -56,7 +58,7 @@ class Placement:
 
     @property
     def _parts(self) -> tuple[Any, ...]:
-        """What each axis is split over, None where it is whole."""
+        """The mesh axes of each axis, None where it is not split."""
         spec = self.sharding.spec
         return (*spec, *(None,) * (len(self.shape) - len(spec)))
 
@@ -65,10 +67,13 @@ class Placement:
 
 
 def inherit_shardings(tree: Any, params: Mapping[str, Placement], mesh: Mesh) -> Any:
-    """Return where to lay each array of a tree that has some under the names of parameters.
+    """Return the sharding of each array of a tree, by the parameter that it belongs to.
+
+    An array belongs to the parameter whose name is the innermost key of a dict on its path; optax
+    keeps moments in trees of the parameters' structure. All others are replicated.
 
     Args:
-      tree: parameters, the state of their optimizer, and the like; shapes will do.
+      tree: the state of an optimizer, arrays or their shapes.
     """
 
     def sharding(path: tuple, x: Any) -> NamedSharding:
@@ -92,7 +97,7 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Shardings(Rendered):
-    """What lies on each device of a mesh; it prints as a table."""
+    """The shardings of a model and the bytes on each device; it prints as a table."""
 
     mesh: Mesh
     tensors: tuple[Placed, ...]
@@ -137,7 +142,7 @@ def _format_spec(spec: PartitionSpec) -> str:
 
 
 def _bytes(size: float) -> str:
-    """Return a size as people read it."""
+    """Format a size in bytes."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.1f} {unit}" if unit != "B" else f"{size} B"
@@ -146,7 +151,7 @@ def _bytes(size: float) -> str:
 
 
 def model_shardings(model: Network, mesh: Any, sharding: Any) -> dict[str, NamedSharding]:
-    """Return where each tensor of a model lies on a mesh, by name."""
+    """Return the sharding of each tensor of a model, by name."""
     mesh = mesh_of(mesh)
     if sharding is None:
         sharding = "fsdp" if DATA in mesh.shape else {}

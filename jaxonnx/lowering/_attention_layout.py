@@ -18,9 +18,16 @@ from jax.extend.core import JaxprEqn
 
 from jaxonnx._jaxpr import bind_equation, interpret
 
+# The rewrite interprets a jaxpr with lazy values: a reshape or a product is recorded (`_Reshaped`,
+# `_Product`), and computed only where an equation needs the array. So a split of the last axis that
+# follows a product becomes a split of its weight, which is smaller than the activations. An
+# equation that no rule matches gets arrays, as in the original program: a missed pattern costs
+# speed only. The whole product is computed at most once (`_once`), if any of its columns are needed
+# unsplit.
+
 
 def separate_heads(function: Callable) -> Callable:
-    """Return a function that computes the same, and splits and merges weights for arrays."""
+    """Return a function that computes the same, and reshapes weights in place of activations."""
 
     def changed(*args):
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -32,7 +39,7 @@ def separate_heads(function: Callable) -> Callable:
 
 @dataclass(frozen=True, eq=False)
 class _Later:
-    """An array that is reshaped where it is needed so."""
+    """A reshape that is not computed yet."""
 
     value: Any
     shape: tuple[int, ...]
@@ -42,7 +49,7 @@ class _Later:
 
 
 class _Reshaped(_Later):
-    """One of which axes before the last are merged, or the last two."""
+    """A reshape that merges axes before the last, or the last two."""
 
 
 class _Row(_Later):

@@ -18,7 +18,7 @@ from jaxonnx.lowering._low_rank import LowRank
 from jaxonnx.lowering._merged_rows import MergedRows
 
 SHORT = 16
-"""A last axis below this is short."""
+"""Length of a last axis below which loops along it are slow."""
 
 Axes = tuple[int, ...]
 
@@ -50,6 +50,7 @@ class KernelFirst:
 
 def kernel_first(shape: Sequence[int]) -> Axes | None:
     """Return the axes that make a weight kernel first, if its last axis is short."""
+    # not if the last axis is long already, or no shorter than the channels, which would be the last
     rank = len(shape)
     if rank < 3 or shape[-1] >= SHORT or shape[-1] >= max(shape[:2]):
         return None
@@ -134,21 +135,21 @@ _kernels_first = jax.jit(kernels_first)
 
 
 def in_file(value: Any) -> Any:
-    """Return a value as the file has it: turned back or merged, any other as it is."""
+    """Convert a view to the array that the file has; return any other value as it is."""
     if isinstance(value, LowRank | MergedRows):
         return value.merge()
     return value.first() if isinstance(value, KernelFirst) else value
 
 
 def is_in_memory(x: Any) -> bool:
-    """Check whether an array is whole where NumPy reads it."""
+    """Check whether an array is unsharded and in host memory."""
     if isinstance(x, Tracer) or not isinstance(x, jax.Array):
         return False
     return len(x.sharding.device_set) == 1 and platform_of(x) == "cpu" and x.is_fully_addressable
 
 
 def placed_as(x: jax.Array, value: np.ndarray) -> jax.Array:
-    """Return a copy of `value` on the device of `x`, to which it is bound if `x` is."""
+    """Copy `value` to the device of `x`, committed if `x` is."""
     return jax.device_put(value, x.sharding if x.committed else None, may_alias=False)
 
 

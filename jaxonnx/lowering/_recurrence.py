@@ -90,6 +90,10 @@ def _(step, reverse, own, primals, tangents):
     def scan(gates, extra, states):
         return _scan(step, reverse, own, gates, x, w, r, bias, extra, valid, states)
 
+    # The reference, a scan differentiated step by step, accumulates dw += x_t.T @ dgates_t in every
+    # step. Here the loop is linearized in the gates only; the tangents of x, w, r and bias enter
+    # through the gates of all steps at once, and transposing those products gives dw as one product
+    # over (steps * batch). `before` is the state that each step multiplied by r.
     (hidden, last), linear = jax.linearize(scan, gates, extra, states)
     ends = [hidden, states[0][None]]
     before = jnp.concatenate(ends)[1:] if reverse else jnp.concatenate(ends[::-1])[: len(x)]

@@ -1,4 +1,4 @@
-"""Tangents that are equal for one reason or another, of which each platform takes its own."""
+"""Select a tangent by platform, from two that are equal."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from jaxonnx.lowering._contract import named_primitive
 
 
 def select_platform(on_cpu: Any, elsewhere: Any) -> Any:
-    """Return the one array on CPU and the other elsewhere; either is right.
+    """Return `on_cpu` on CPU and `elsewhere` on other platforms; both must be equal.
 
-    It is linear in both, and the one that is not taken gets a zero cotangent.
+    It is linear in both arguments, and the one that is not selected gets a zero cotangent.
     """
     return _share_p.bind(on_cpu, cpu=True) + _share_p.bind(elsewhere, cpu=False)
 

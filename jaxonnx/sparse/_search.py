@@ -1,4 +1,4 @@
-"""The templates of a weight and their mask, as primitives that each platform lowers in its way.
+"""The search of templates and the expansion to masks, as primitives with a lowering by platform.
 
 They are `_templates.search` and `_templates.expand`, and on TPU the kernels of `_kernels`. Programs
 that XLA splits over several devices have no kernels, which it cannot split.
@@ -33,7 +33,7 @@ class Found(NamedTuple):
 
 def search(w: jax.Array, axes: Axes) -> Found:
     """Find the best template for every block, as `_templates.search` does."""
-    # what is found has no derivative, whatever it was found from
+    # an argmax has no derivative
     return Found(*_search_p.bind(jax.lax.stop_gradient(w), axes=_positive(w, axes)))
 
 
@@ -82,7 +82,7 @@ def _primitive(name: str, plain: Callable, on_tpu: Callable) -> Primitive:
 
 
 def _is_split(context) -> bool:
-    """Check whether XLA splits the program over several devices, of which it asks nobody."""
+    """Check whether XLA partitions the program over several devices by itself."""
     axes = context.module_context.axis_context
     if (manual := getattr(axes, "manual_axes", None)) is not None:  # under a shard_map
         return manual != frozenset(axes.mesh.axis_names)

@@ -111,6 +111,15 @@ class _Scored(NamedTuple):
         return _Scored(self.score + other.score, self.code + other.code)
 
 
+# The reference, an argmax over |w| @ templates.T (`codes_by_definition`), writes 90 scores to
+# memory for 16 weights and reads them again. `best_codes` differs: it scores each half of a
+# template once, shares it between the templates that contain it, and XLA fuses all of it into one
+# loop. Two things keep the results equal, bit for bit. Scores are integers, so that a sum does not
+# depend on its order. And ties need no index: codes descend as indices ascend, so that the first
+# template on ties has the greatest code, and the greatest sum of codes of two parts is the sum of
+# the greatest ones.
+
+
 def _better(a: _Scored, b: _Scored) -> _Scored:
     """Return the candidate with the greater score, at equal scores that with the greater code."""
     if isinstance(a.code, int) and isinstance(b.code, int):
@@ -155,6 +164,7 @@ def best_codes(cells: list[jax.Array]) -> jax.Array:
     X_01 + X_23, X_02 + X_13, and max(M_01 + M_23, M_02 + M_13) + the same in N. That is 63
     additions and 28 selections a block instead of 90 sums of eight.
     """
+    # a code with one bit for each cell; from here on codes are added as scores are
     scored = [_Scored(x, 1 << (15 - i)) for i, x in enumerate(_units(cells))]
     a = [scored[i : i + 4] for i in range(0, 16, 4)]
     pairs = list(combinations(range(4), 2))
@@ -164,6 +174,10 @@ def best_codes(cells: list[jax.Array]) -> jax.Array:
     above = [a[0][c] + a[1][c] for c in range(4)]
     below = [a[2][c] + a[3][c] for c in range(4)]
     full = {(b, c): _better(above[b] + below[c], above[c] + below[b]) for b, c in pairs}
+    # The column sums of the top half are, in some order, (2, 1, 1, 0), (2, 2, 0, 0) or (1, 1, 1,
+    # 1): the candidates below, in this order. X_01 + X_23 chooses one of columns 0 and 1 and one of
+    # 2 and 3 to be full above; together with X_02 + X_13 that is all six choices of two columns. So
+    # it is for the ones of row 0 in M_01 + M_23 and M_02 + M_13.
     best = _best(
         [
             *(top[p] + bottom[p] + full[rest[p]] for p in pairs),

@@ -155,7 +155,9 @@ def three_phase(
             updates = _add_decay(updates, state, decay)
         updates, inner_state = inner.update(updates, state.inner, params, **extra_args)
         w, u = _pick(params, where), _pick(updates, where)
-        # in the wider of the two types, in which -W is exact
+        # Differs from the formulas above: all phases are one rule, without a branch on the phase.
+        # In phase 1 the mask is all ones, in phase 3 no refresh changes it.
+        # Computed in the wider of the two types, in which -W is exact:
         u = {n: x.astype(jnp.promote_types(x.dtype, w[n].dtype)) for n, x in u.items()}
         count = jnp.asarray(optax.safe_increment(state.count))
         # the last dense step finds the first mask already, for the next forward pass

@@ -12,7 +12,7 @@ from jaxonnx.errors import Error, TrainingError
 from jaxonnx.training._step import Step
 
 _LATE = 8
-"""Batches with labels on a device that are started before the labels are checked."""
+"""Batches after which labels on a device are checked, so that the host does not wait for them."""
 
 
 class BatchChecks:
@@ -69,12 +69,12 @@ class BatchChecks:
 
 
 def is_unchecked(data: Source) -> bool:
-    """Return whether labels are known only as the batches come."""
+    """Check whether targets are known only batch by batch."""
     return data.targets is None and not data.checks_batches
 
 
 def _signature(batch: Batch) -> tuple[Any, ...]:
-    """Return what decides whether a batch fits, except for the labels."""
+    """Return structure, shapes and dtypes of a batch: all that checks depend on but labels."""
     leaves, structure = jax.tree.flatten(batch)
     return structure, _is_fill(batch.weight), *((x.shape, x.dtype) for x in leaves)
 

@@ -1,4 +1,9 @@
-"""Checkpoints of a run through Orbax: all that the rest of the run depends on."""
+"""Checkpoints of a run, written by Orbax.
+
+Orbax writes arrays in the background, commits them by renaming a folder, and deletes old ones.
+Added here: names, dtypes and checksums, so that a checkpoint of another run or a damaged one is
+refused with a reason; the model beside the checkpoints; one line, not a traceback, for a full disk.
+"""
 
 import dataclasses
 import logging
@@ -60,16 +65,16 @@ class Checkpoints:
     They are written in the background, and appear under their name only when they are complete.
     Leaves are stored as a list, because names of tensors may hold anything; names, shapes and
     dtypes are compared with those of the run that reads them, and the bytes with their CRC. The
-    model that the run begins with lies beside them, so that `jaxonnx.load` opens the folder.
+    initial model lies beside them, so that `jaxonnx.load` opens the folder.
 
     Args:
-      folder: is made if need be.
-      resume: whether a run in the folder is to be continued; "anyway": with other data, too.
-      settings: what must be the same in the run that continues, by the name of the argument; under
-        "data" the identity of the examples, None where it is not known.
+      folder: created if it does not exist.
+      resume: continue the run in the folder; "anyway": with other data, too.
+      settings: the arguments that a resumed run must share, by name; "data" holds the fingerprint
+        of the examples, or None if it is not known.
       model: the model that is trained.
-      fixed: arrays of it that the run does not change: they must be the same, too.
-      together: the processes of the run, of which each writes its part.
+      fixed: arrays of the model that are not trained; a resumed run must have the same.
+      together: the processes of the run, each of which writes its shards.
 
     Raises:
       TrainingError: the folder cannot be written, or holds a run and `resume` is false.
@@ -92,7 +97,7 @@ class Checkpoints:
         self._settings = settings
         self._any_data = resume == "anyway"
         self.notes: list[str] = []
-        """What `restore` took though it is not the same."""
+        """Differences that `restore` accepted."""
         self._together = together
         self._fixed = fixed
         self._sealed = self._seals()
@@ -106,7 +111,7 @@ class Checkpoints:
                 f"checkpoint_dir '{folder}' cannot be written ({error.strerror})"
             ) from error
         self._directory = path
-        # Orbax reads the scores of all steps at once, and takes each step to be like all others
+        # One damaged step would make Orbax fail for all: it reads their scores at once
         damaged = []
         for step in (entry for entry in path.iterdir() if entry.name.isdigit()):
             try:
@@ -223,7 +228,7 @@ class Checkpoints:
 
     @property
     def where(self) -> str:
-        """The newest checkpoint that is complete, in words."""
+        """A clause that says where the newest complete checkpoint is."""
         with suppress(NotWritten):  # whoever saves or waits says it
             self.wait()
         try:
@@ -290,9 +295,10 @@ class Checkpoints:
         self._compare_data(about["settings"]["data"])
 
     def _seals(self, before: Sequence[str] = ()) -> list[str]:
-        """Return what tells whether the fixed arrays are the same, in the form that it had before.
+        """Return a line for each fixed array: its name and checksum.
 
-        As for leaves, those that devices share are summed up where they lie.
+        As for leaves, the checksum of a sharded array is a sum on its devices. A run that resumes
+        on other devices computes the kind of checksum that `before` has.
         """
         lines = []
         for place, (name, x) in enumerate(self._fixed.items()):
@@ -316,7 +322,7 @@ class Checkpoints:
         self.notes.append(differ)
 
     def _set_aside(self, step: int | str, error: Exception) -> None:
-        """Rename a checkpoint that cannot be read, because its number will be used again."""
+        """Rename a checkpoint that cannot be read: the run will write one of the same number."""
         names = (f"unreadable.{step}" + ("" if n == 1 else f".{n}") for n in count(1))
         aside = next(path for path in map(self._directory.joinpath, names) if not path.exists())
         if self._together.first:
@@ -330,7 +336,7 @@ class Checkpoints:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Drop tracebacks that Orbax logs of what it raises as well, and what is said in a line."""
+    """Filter out errors that Orbax logs with a traceback and raises as well."""
     return record.levelno < logging.ERROR or "orbax" not in record.pathname
 
 
@@ -340,15 +346,15 @@ def _leaves(tree: Any) -> list[str]:
 
 
 def _data(x: jax.Array) -> jax.Array:
-    """Return a key as the numbers in it; optimizers that draw have one."""
+    """Return the data of a PRNG key, which the state of some optimizers has; other arrays as is."""
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
 def _copy_for_writing(x: Any) -> Any:
-    """Return an array that the next steps cannot reuse.
+    """Return a copy that survives the donation of the array to the next step.
 
-    One that devices share stays where it is: each process writes its parts. Orbax takes these to
-    the host before anything goes on, but on CPU, where they are there already.
+    A sharded array stays on its devices, and each process writes its shards: Orbax copies them to
+    the host before `save` returns. On CPU they are there already, so that it does not: copy here.
     """
     if isinstance(x, np.ndarray) or x.is_fully_replicated:  # a resumed run has its best in NumPy
         return np.array(x)
@@ -356,7 +362,7 @@ def _copy_for_writing(x: Any) -> Any:
 
 
 def _spread(x: jax.Array, given: int | str) -> jax.sharding.Sharding | None:
-    """Return where the parts of an array lie, if it has several or had when it was sealed."""
+    """Return the sharding to restore to, if the array is sharded or was when it was saved."""
     several = len(x.sharding.device_set) > 1 or isinstance(given, str)
     return x.sharding if several else None
 
@@ -368,7 +374,7 @@ def _like(data: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _write(model: Model, path: Path, first: bool) -> None:
-    """Write a model without its adapters; its sparse weights may be dense as yet."""
+    """Write a model without adapters, and with its metadata: weights may not be sparse yet."""
     if not first:
         return
     plain = dataclasses.replace(model, program=dataclasses.replace(model.program, adaption=None))

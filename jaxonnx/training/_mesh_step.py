@@ -1,4 +1,8 @@
-"""A step on a mesh of devices: what lies where, said once, and XLA does the rest."""
+"""A training step on a mesh of devices.
+
+Shardings are given for the state and the batch only, before and after each step; XLA's partitioner
+propagates them through everything between, and inserts the collectives.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +47,9 @@ class MeshStep(Step):
         self._laid = {
             name: Placement(x.shape, self._by(split[name])) for name, x in tensors.items()
         }
+        # The step may store parameters, and the optimizer's state for them, in another order than
+        # the file. The shardings take the same way: `from_file` transposes a `Placement` as it does
+        # an array, and the arrays of the state inherit them by the names of parameters.
         began = jax.eval_shape(step.init)
         bare = began.replace(params=self._laid, state={}, optimizer=(), average=None)
         stored = cast(dict[str, Placement], step.from_file(bare).params)  # as steps keep them
@@ -51,6 +58,7 @@ class MeshStep(Step):
         self._whole = self._by(PartitionSpec())
         self.frozen = {name: self._place_frozen(name, x) for name, x in step.frozen.items()}
         step.frozen = self.frozen  # no copy of them stays on one device
+        # under FSDP the step gathers each weight explicitly (see `_gather`)
         lies = {**jax.tree.map(lambda x: x.sharding, self.frozen), **self._state.params}
         self._read = {
             n: jax.tree.map(_without_batch_axis, x) for n, x in lies.items() if _over_batch(x)
@@ -137,7 +145,7 @@ class MeshStep(Step):
         return NamedSharding(self._mesh, spec)
 
     def _put(self, tensors: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Return tensors in the order of the file where they belong."""
+        """Place tensors, in the order of the file, by their shardings."""
         return {
             name: put(x, self._laid[name].sharding if name in self._laid else self._whole)
             for name, x in tensors.items()
@@ -165,7 +173,7 @@ class MeshStep(Step):
         return self.frozen if frozen is None else frozen
 
     def _split(self, batch: Any) -> Batch:
-        """Return a batch of any form whose arrays are split, within a step."""
+        """Convert a batch to `Batch` and split its arrays over the devices, within a step."""
         batch = self.as_batch(batch)
         self._check_size(batch)
         return _constrain(jax.tree.map(_enter_auto, batch), self._rows)
@@ -182,12 +190,12 @@ class MeshStep(Step):
             )
 
     def _propagating(self) -> AbstractContextManager:
-        """Return a context that tells lowerings of the mesh, and lets XLA choose shardings."""
+        """Return a context in which lowerings see the mesh, and XLA chooses shardings."""
         return jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh)
 
 
 def _idle(mesh: Mesh, specs: Iterable[PartitionSpec]) -> Iterator[str]:
-    """Yield which devices do what others do."""
+    """Yield a note for each mesh axis that neither splits the batch nor a tensor."""
     used = {DATA, *(axis for spec in specs for part in spec for axis in axes_of(part))}
     for axis, size in mesh.shape.items():
         if axis not in used and size > 1:

@@ -1,4 +1,8 @@
-"""What a run reports: losses read late, in the history, in hooks and on the progress bar."""
+"""Reports of a run: the history, the hooks and the progress bar, a few steps late.
+
+JAX dispatches steps asynchronously. Reading a loss at once would make the host wait for the device
+in each step, so losses are read in groups, several steps after these were started.
+"""
 
 from collections import deque
 from collections.abc import Sequence
@@ -14,21 +18,21 @@ from jaxonnx.training._stopping import Interrupt
 
 _AHEAD = 8
 _BEHIND = 4
-"""Once more steps than `_AHEAD` are under way, the host waits until `_BEHIND` are, and reads the
-losses of the others: it never waits for the newest, and is not woken up by each."""
+"""With more than `_AHEAD` steps in flight the host waits until `_BEHIND` are left, and reads the
+losses of the rest. It never waits for the newest step, and is not woken up by every one."""
 
 _IN_A_ROW = 10
-"""Steps that are skipped one after the other before the run stops."""
+"""Consecutive skipped steps after which the run stops."""
 
 
 class Reporter:
-    """Reads what steps report into the history, some steps after they were started.
+    """Reads the reports of steps into the history.
 
     Args:
-      history: what happened before, which is continued.
+      history: of the run so far; it is appended to.
       hooks: called with the number of a step and its metrics.
-      skip: whether steps that are not finite are passed over.
-      wishes: whether the last number of a step is not zero if a process wants to stop.
+      skip: skip steps that are not finite, instead of stopping.
+      wishes: whether reports end with the stop flag of all processes.
     """
 
     def __init__(
@@ -42,30 +46,31 @@ class Reporter:
     ):
         self.history = history
         self.trouble: str | None = None
-        """What was not finite, and at which step, once something was not and is not skipped."""
+        """The first step that was not finite and is not skipped, in words; None if all were."""
         self._hooks = hooks
         self._interrupt = interrupt
         self._bar = bar
         self.asked: bool | None = False if wishes else None
-        """Whether a process wanted to stop before one of the steps that were read."""
+        """Whether the stop flag was set in a report that was read; None without the flag."""
         self._skip = skip
         self._skipped = 0
         self._pending: deque[jax.Array] = deque()
 
     @property
     def step(self) -> int:
-        """The steps whose loss was read."""
+        """The number of steps whose report was read."""
         return len(self.history.losses)
 
     @property
     def started(self) -> int:
-        """The steps that were started."""
+        """The number of steps that were started."""
         return self.step + len(self._pending)
 
     def add(self, seen: jax.Array) -> bool:
-        """Take [loss, whether all is finite] of a step under way; return if the run can go on.
+        """Append the report of a step in flight; return whether the run can go on.
 
-        A learning rate may follow the two numbers.
+        Args:
+          seen: [loss, whether all is finite], then the learning rate and the stop flag, if any.
         """
         self._pending.append(seen)
         if len(self._pending) > _AHEAD:
@@ -74,18 +79,18 @@ class Reporter:
         return self.trouble is None
 
     def flush(self) -> bool:
-        """Wait for all steps; return whether the run can go on."""
+        """Wait for all steps and read their reports; return whether the run can go on."""
         return self._read(0)
 
     def go_back(self, to: int) -> None:
-        """Note that the run goes on with the weights of step `to`."""
+        """Record that the run continues from the weights of step `to`."""
         why, _, _ = (self.trouble or "").rpartition(" at step ")
         event = {"step": self.step, "event": ROLLED_BACK, "why": why, "to": to}
         self.history.events.append(event)
         self.trouble = None
 
     def close_epoch(self, row: dict[str, Any]) -> None:
-        """Take the numbers of an epoch."""
+        """Append the metrics of an epoch."""
         self.history.epochs.append(row)
         for name, value in row.items():
             validated = name.startswith("validation_") and name.endswith("loss")
@@ -96,7 +101,7 @@ class Reporter:
         self._bar.show(self.history)
 
     def close(self) -> None:
-        """Close the hooks that can be closed."""
+        """Close the hooks that have a `close` method."""
         for hook in self._hooks:
             if callable(close := getattr(hook, "close", None)):
                 close()

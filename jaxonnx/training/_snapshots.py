@@ -1,4 +1,4 @@
-"""When the state of a run is kept, and what a run goes back to."""
+"""Snapshots of a run: checkpoints on disk, and a copy in memory to roll back to."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ Weights = tuple[dict[str, jax.Array], dict[str, jax.Array]] | None
 """Parameters in the order of the file, and statistics."""
 
 _RETRIES = 3
-"""Times in a row that a run goes back to the same weights."""
+"""Consecutive rollbacks to the same weights after which the run stops."""
 
 
 class Snapshots:
@@ -24,8 +24,8 @@ class Snapshots:
 
     Args:
       settings: `checkpoint_every` and `nan`.
-      state: what the run starts from.
-      several: whether several processes make the run: what happens in one must not end it there.
+      state: of the run at its start.
+      several: whether several processes make the run, which must then end together.
     """
 
     def __init__(
@@ -51,22 +51,22 @@ class Snapshots:
         self._back = 0
 
     def due(self) -> bool:
-        """Return whether it is time inside an epoch, before the next step."""
+        """Check whether to save before the next step of an epoch."""
         done = self._record.started
         return self._every is not None and done % self._every == 0 and done > self._at
 
     def due_after_epoch(self, best: bool, last: bool) -> bool:
-        """Return whether it is time after an epoch, which is the best or the last one."""
+        """Check whether to save after an epoch, which may be the best or the last one."""
         done = self._record.step
         return done > self._at and (self._every is None or best or last or done % self._every == 0)
 
     def keep(self, at: Position, state: State, best: Weights, score: float | None = None) -> State:
-        """Keep the state after all steps under way; return that to go on with, as `settle` does.
+        """Save the state after the steps in flight; return the state to continue from.
 
         Args:
           at: the next batch.
-          best: the weights of the best epoch, where the result has these.
-          score: of this state, where it competes for the best; greater is better.
+          best: the weights of the best epoch, if the result is to have them.
+          score: of this state (greater is better), or None if it cannot be the best.
 
         Raises:
           Stop: a checkpoint could not be written, or as in `settle`.
@@ -88,7 +88,7 @@ class Snapshots:
         return state
 
     def settle(self, state: State) -> State:
-        """Wait for the steps under way; return the state after them, or what was kept.
+        """Wait for the steps in flight; return the state after them, or that to roll back to.
 
         Raises:
           Stop: a step was not finite, and the run does not go back.
@@ -104,7 +104,7 @@ class Snapshots:
         self._retries += 1
         self._record.go_back(self._at)
         self._back = self._record.step
-        # the data goes on after the batch that did it, and so do the random numbers
+        # batches and random numbers continue after the step that failed: they are not drawn again
         spare = copy(self._spare)
         return spare.replace(count=jnp.full_like(spare.count, self._record.step))
 
@@ -140,12 +140,12 @@ class Snapshots:
     def leave(
         self, end: Stop | KeyboardInterrupt, at: Position, state: State, best: Weights
     ) -> tuple[State, Stop]:
-        """Return what a run that ends before its end leaves, and why it ends.
+        """Return the final state of a run that ends early, and the reason.
 
-        An interrupted run keeps its state, unless there was a second Ctrl-C.
+        An interrupted run saves its state, unless Ctrl-C was pressed twice.
 
         Args:
-          end: a KeyboardInterrupt where data or a hook were interrupted.
+          end: the reason; a KeyboardInterrupt if data or a hook were interrupted.
         """
         if self._several and isinstance(end, KeyboardInterrupt):
             raise end  # this process alone cannot end the run
@@ -169,7 +169,7 @@ class Snapshots:
 
     @property
     def where(self) -> str:
-        """Where the last checkpoint is, in words to add; none if there are no checkpoints."""
+        """A clause that says where the last checkpoint is; empty without checkpoints."""
         return "" if self._checkpoints is None else f"; {self._checkpoints.where}"
 
     def _note_lost(self, error: NotWritten) -> Exception:

@@ -1,4 +1,4 @@
-"""Why a run ends before its last epoch: no progress any more, or somebody's wish."""
+"""Early ends of a run: patience that runs out, and Ctrl-C."""
 
 import signal
 import threading
@@ -15,7 +15,7 @@ T = TypeVar("T")
 _END: Any = object()
 
 _SMALLER = ("loss", "mae", "mse")
-"""Endings of names of what is better when smaller."""
+"""Endings of the names of metrics that are better when smaller."""
 _GREATER = ("accuracy", "f1", "precision", "r2", "recall")
 """... and when greater; so is `top_5`, with any number."""
 
@@ -41,16 +41,16 @@ class PatienceEnded(Stop):
 
 
 class Interrupt:
-    """Takes Ctrl-C as a wish, which `check` fulfils between two steps, once a run has begun.
+    """Defers Ctrl-C to the next step boundary, once a run has begun.
 
-    Before that it is a KeyboardInterrupt, as usual. A second one makes the run end without another
-    checkpoint. It is a KeyboardInterrupt only in what belongs to the user and may wait for
-    anything, data and hooks: an update that is half done would lose the weights, and a checkpoint
-    would be half written.
+    Before `begin`, Ctrl-C raises KeyboardInterrupt as usual. After it, `check` raises `Interrupted`
+    between two steps. A second Ctrl-C ends the run without another checkpoint. It raises
+    KeyboardInterrupt only within `interruptible`, around data and hooks, which belong to the user
+    and may block: anywhere else it could lose the weights of a step or cut off a checkpoint.
 
-    Inside another `Interrupt` it is that one: so nothing that the command line does after a run
-    can be interrupted. Outside of the main thread, where Python handles no signals, and where the
-    program has a handler of its own, it does nothing.
+    A nested `Interrupt` enters the outer one, so that the command line cannot be interrupted while
+    it writes the result of a run. Outside of the main thread, where Python handles no signals, and
+    where the program has installed its own handler, an `Interrupt` does nothing.
 
     Args:
       early: the handler of SIGINT until a run has begun, of which the process's own handler may be
@@ -85,16 +85,16 @@ class Interrupt:
         return self.presses > 1
 
     def begin(self) -> None:
-        """Take what comes as a wish from now on: there is something to lose."""
+        """Defer Ctrl-C from now on."""
         self._begun = True
 
     def check(self, agreed: bool | None = None) -> None:
-        """Raise `Interrupted` if it was asked for; `agreed` says so of any of several processes."""
+        """Raise `Interrupted` if Ctrl-C was pressed here, or (`agreed`) in any process."""
         if self.presses if agreed is None else agreed:
             raise Interrupted("interrupted")
 
     def iterate(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield items; a second Ctrl-C is a KeyboardInterrupt in whatever makes them."""
+        """Yield items; a second Ctrl-C raises KeyboardInterrupt while the next one is made."""
         items = iter(items)
         while True:
             with self.interruptible():
@@ -105,7 +105,7 @@ class Interrupt:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let a second Ctrl-C be a KeyboardInterrupt, also one from before."""
+        """Raise KeyboardInterrupt for a second Ctrl-C, also for an earlier one."""
         self._open = True
         try:
             if self.pressed_twice:
@@ -124,12 +124,12 @@ class Interrupt:
 
 
 class Monitor:
-    """Which epoch was the best, and how many have passed since.
+    """Tracks the best epoch, and the number of epochs since.
 
     Args:
-      monitor: a number of the rows of an epoch, or a pair of it and "min" or "max".
-      columns: what the rows will have.
-      patience: epochs without a better one after which `check` stops the run, if it is not None.
+      monitor: the name of a metric, or a pair of it and "min" or "max".
+      columns: the metrics of this run.
+      patience: epochs without improvement after which `check` ends the run; None for no limit.
     """
 
     def __init__(
@@ -141,8 +141,8 @@ class Monitor:
         if self.name not in columns:
             hint = "" if "validation_loss" in columns else "; validation= gives more"
             raise TrainingError(
-                f"monitor={self.name!r} is no number of this run, which has {', '.join(columns)}"
-                f"{hint}"
+                f"monitor={self.name!r} is not a metric of this run; available: "
+                f"{', '.join(columns)}{hint}"
             )
         self.patience = patience
         self.best: tuple[int, float] | None = None
@@ -158,7 +158,7 @@ class Monitor:
         return bool(rows) and self.best is not None and self.best[0] == rows[-1]["epoch"]
 
     def check(self, rows: list[dict[str, Any]]) -> None:
-        """Raise `Spent` when the best epoch is too long ago."""
+        """Raise `PatienceEnded` if the best epoch is at least `patience` epochs ago."""
         if self.patience is not None and self.best is not None:
             epoch, value = self.best
             if rows[-1]["epoch"] - epoch >= self.patience:
@@ -175,7 +175,7 @@ class Monitor:
         return f"epoch {self.best[0]}, the best"
 
     def score(self, row: dict[str, Any]) -> float | None:
-        """Return a score; greater is better, None does not compete."""
+        """Return the score of an epoch (greater is better), or None if it cannot be the best."""
         value = self._value(row)
         return None if np.isnan(value) else -self._sign * value
 
@@ -185,7 +185,7 @@ class Monitor:
 
 
 def _direction(monitor: Any) -> tuple[str, int]:
-    """Return the name, and 1 for what is better when smaller or -1."""
+    """Return the name of a metric, and 1 if smaller is better, else -1."""
     if isinstance(monitor, tuple) and len(monitor) == 2 and monitor[1] in ("min", "max"):
         return monitor[0], 1 if monitor[1] == "min" else -1
     if not isinstance(monitor, str):

@@ -1,9 +1,8 @@
-"""How a run keeps its weights: in the order that the platform is quick on, wide enough to train.
+"""The layout and the precision in which a run stores its weights.
 
-Order: weights of convolutions, and what the optimizer has for them, are kept in the order of
-`lowering._layout` if the optimizer cannot tell: if its program for one order and its program for
-the other are the same, element by element. What makes it sparse goes around it and is told the axes
-as they are stored (`jaxonnx.training._sparsity`).
+Order: convolution weights, and the optimizer's state for them, are stored in the order of
+`lowering._layout` if the optimizer is element-wise (`lowering.is_elementwise`). The wrapper for
+sparse training lies outside of it and gets the axes as stored (`jaxonnx.training._sparsity`).
 
 Width: float16 and bfloat16 weights are kept as float32 master weights (Micikevicius et al., "Mixed
 Precision Training", arXiv 1710.03740): an update below half a unit of the last digit would be lost,
