@@ -16,6 +16,7 @@ from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.values import Value, to_value
 from jaxonnx._graph.weight_names import Places
 from jaxonnx._io import records
+from jaxonnx._io.folders import ModelFolder
 from jaxonnx._io.save import training_nodes
 from jaxonnx._rewrite import dequantize as integers
 from jaxonnx._rewrite.head import Head
@@ -38,6 +39,8 @@ class Network:
     """64-bit tensors of the file, which the 32-bit arrays of JAX cannot hold."""
     heads: tuple[Head, ...] = ()
     """The layers that `with_head` put in the place of others."""
+    folder: ModelFolder | None = None
+    """The folder of a language model that the file is in, if it was loaded from one."""
 
     @property
     def head(self) -> tuple[str, ...]:

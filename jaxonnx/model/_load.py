@@ -18,6 +18,7 @@ from jaxonnx._arrays import put, put_copies
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.roles import running_statistics, split
 from jaxonnx._graph.select import Select, select
+from jaxonnx._io.folders import find_folder
 from jaxonnx._io.read import give_back_memory, read, replace_weights
 from jaxonnx._io.tensors import same
 from jaxonnx._io.ties import is_shared, sources
@@ -41,6 +42,7 @@ def load(
     trainable: Trainable | None = None,
     weights: str | os.PathLike | Mapping[str, Any] | None = None,
     checkpoint: Literal["newest", "best"] | None = None,
+    variant: str | None = None,
     tied: Select | None = None,
     mesh: Mesh | Literal["all"] | None = None,
     sharding: Sharding | None = None,
@@ -59,7 +61,9 @@ def load(
     Args:
       source: a path (of an ONNX file, or of a packed .npz that `Model.save` wrote), the bytes of a
         file, or a ModelProto (which is left as it is). Or the `checkpoint_dir` of a run: the model
-        of its newest checkpoint.
+        of its newest checkpoint. Or the folder of a language model, as onnxruntime-genai, optimum
+        or transformers.js have it; or its name on the Hugging Face hub, like
+        "onnx-community/Qwen3-0.6B-ONNX", if `huggingface_hub` is installed.
       outputs: inner values to return instead of the file's outputs, as in `Model.with_outputs`.
       batch: "any" opens the batch of a file that was exported for one size, as in
         `Model.with_any_batch`.
@@ -75,6 +79,8 @@ def load(
         or arrays by name. Tensors that it does not have keep the values of `source`.
       checkpoint: of a folder of checkpoints "newest", the default, or "best": that of the best
         epoch, as `monitor` of `jaxonnx.train` chose it.
+      variant: of a folder with several forms of a model, like "q4" for onnx/model_q4.onnx; "fp32"
+        for the one without such a name.
       tied: the results of Identity nodes that stay one weight with the tensor that the node reads:
         names or regular expressions (matched in full), or a predicate of name and value; all others
         become parameters of their own. None ties those that are equal on purpose: with more than
@@ -92,14 +98,17 @@ def load(
       UnsupportedError: operators without an implementation (all of them named), or a newer opset.
       InputError: `source` is of another type; `outputs`, `trainable` or `tied` name what the model
         does not have, or the batch cannot be opened, or nothing is to be dequantized, or weights
-        do not fit the model's, or `checkpoint` goes with a file, or `sharding` does not fit.
+        do not fit the model's, or `checkpoint` goes with a file, or `sharding` does not fit; or
+        several files of a folder could be meant.
       OSError: a file cannot be read.
     """
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise InputError(f"limit is a number of bytes, and was {limit!r}")
     if batch not in (None, "any"):
         raise InputError(f"batch is 'any' or None, and was {batch!r}")
-    proto, tensors = read(source, checkpoint)
+    folder = find_folder(source, variant) if checkpoint is None else None
+    file = source if folder is None else folder.path / folder.file
+    proto, tensors = read(file, checkpoint)
     if weights is not None:
         tensors = replace_weights(proto.graph, tensors, weights)
     if dequantize:
@@ -127,7 +136,7 @@ def load(
         jax.block_until_ready((params, state))
         gc.collect(0)  # JAX lets go of the arrays that it has copied when Python collects
         give_back_memory()
-    model = Model(params, state, proto, program, originals)
+    model = Model(params, state, proto, program, originals, folder=folder)
     model = model if outputs is None else model.with_outputs(outputs)
     model = model if batch is None else model.with_any_batch()
     for warning in model.warnings:

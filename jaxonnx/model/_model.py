@@ -22,7 +22,7 @@ from jaxonnx._data.images.folder import list_folder
 from jaxonnx._data.ragged import Padding
 from jaxonnx._graph.select import Select
 from jaxonnx._graph.values import arguments, data, list_values
-from jaxonnx._io import formats
+from jaxonnx._io import folders, formats
 from jaxonnx._io import save as saving
 from jaxonnx._mesh.rules import Sharding
 from jaxonnx._mesh.shardings import Shardings, shardings
@@ -496,15 +496,27 @@ class Model(Network, Rendered):
         Args:
           path: of the .onnx file; if it ends in .npz, the graph and the weights are written with
             the sparse ones packed, and `jaxonnx.load` unpacks them. If it ends in .safetensors,
-            parameters and state are written by name, for `jaxonnx.load(..., weights=path)`.
+            parameters and state are written by name, for `jaxonnx.load(..., weights=path)`. Of a
+            model that was loaded from a folder it may be a folder, one that exists or with a slash
+            at the end: configuration, tokenizer and all that is not weights are copied, so that
+            the runtime of the old folder runs the new one.
           external_data: put the weights into a file beside it; done anyway above 2 GB.
           sparse: write the sparse weights as ONNX sparse initializers, which few runtimes take.
 
         Raises:
-          InputError: this kind of file does not have the option.
+          InputError: this kind of file does not have the option; or the path is a folder, and the
+            model was not loaded from one.
           OSError: the path cannot be written.
           SparsityError: a packed or sparse form, but the model has no record of sparse weights.
         """
+        if folders.is_folder(path, self.folder):
+            if self.folder is None or external_data or sparse:
+                raise InputError(
+                    f"'{os.fspath(path)}' is a folder: give the path of a file"
+                    + " for these options" * bool(self.folder)
+                )
+            folders.save_folder(path, self.folder, self.to_onnx)
+            return
         formats.save(path, self.to_onnx, self._weights, external_data=external_data, sparse=sparse)
         if formats.of(path).graph is None or self.sparsity is not None:
             return

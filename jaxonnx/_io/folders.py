@@ -1,0 +1,256 @@
+"""Folders of language models: which file is the decoder, what goes with it, and saving all of it.
+
+onnxruntime-genai    genai_config.json names the file of the decoder
+optimum              model.onnx, or decoder_model*.onnx, beside config.json
+transformers.js      onnx/model.onnx and variants of it, onnx/model_q4.onnx
+
+A name like "onnx-community/Qwen3-0.6B-ONNX" is a folder of the Hugging Face hub.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import onnx
+from onnx import ModelProto
+
+from jaxonnx import _safe_read
+from jaxonnx._io.formats import LIMIT
+from jaxonnx._io.protos import all_graphs
+from jaxonnx.errors import InputError, ModelError
+
+GENAI = "genai_config.json"
+_MARKS = (GENAI, "config.json", "tokenizer.json", "tokenizer_config.json")
+_VARIANTS = ("fp32", "fp16", "bf16", "int8", "uint8", "q8", "quantized", "q4", "q4f16", "bnb4")
+_DECODERS = ("decoder_model_merged", "decoder_model", "decoder_with_past_model")
+"""Files of optimum with the same weights; the first has what the others have."""
+_WEIGHTS = (".onnx", ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+_HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)+")
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A folder, and the file in it that is the model."""
+
+    path: Path
+    file: str
+    """Relative to the folder, with slashes."""
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Return an object that the folder has as a JSON file; empty without the file.
+
+        Raises:
+          ModelError: it is damaged.
+        """
+        path = self.path / name
+        if not path.is_file():
+            return {}
+        with _safe_read.reading(f"'{path}' is not JSON, or is damaged", ModelError):
+            found = json.loads(path.read_text("utf-8"))
+            if not isinstance(found, dict):
+                raise ValueError("it has no object")
+            return found
+
+
+def find_folder(source: Any, variant: str | None) -> ModelFolder | None:
+    """Return the folder of a language model that a source of `load` means; None for other sources.
+
+    Raises:
+      InputError: no file, or several, could be meant; or `variant` goes with no folder.
+    """
+    if isinstance(source, str | os.PathLike):
+        path = Path(source)
+        if path.is_dir():
+            names = [p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()]
+            if any(mark in names for mark in _MARKS) or any(n.startswith("onnx/") for n in names):
+                return ModelFolder(path, choose_file(str(source), names, variant, path))
+        named = isinstance(source, str) and _HUB.fullmatch(source) and not path.exists()
+        if named and path.suffix not in (".onnx", ".npz"):
+            return _download(str(source), variant)
+    if variant is not None:
+        raise InputError(
+            f"variant={variant!r} chooses among the files of a language model's folder, and the "
+            "source is none"
+        )
+    return None
+
+
+def choose_file(
+    what: str, names: Collection[str], variant: str | None, folder: Path | None = None
+) -> str:
+    """Return the model among the files of a folder.
+
+    Args:
+      folder: where `genai_config.json` can be read.
+
+    Raises:
+      InputError: there is none, or several could be meant: the message names them.
+    """
+    files = sorted(n for n in names if re.fullmatch(r"(onnx/)?[^/]+\.onnx", n))
+    if variant is None and GENAI in names and folder is not None:
+        decoder = ModelFolder(folder, "").read_json(GENAI).get("model", {}).get("decoder", {})
+        if "filename" in decoder:
+            if decoder["filename"] in names:
+                return decoder["filename"]
+            raise InputError(
+                f"'{what}': {GENAI} names '{decoder['filename']}', and the folder does not have it"
+            )
+    wanted = {"q8": "quantized"}.get(variant or "", variant)
+    found = [n for n in files if wanted is None or (_split(n)[1] or "fp32") == wanted]
+    merged = {n for n in found if _split(n)[0] == _DECODERS[0]}
+    if merged:
+        found = [n for n in found if n in merged or _split(n)[0] not in _DECODERS]
+    if len(found) == 1:
+        return found[0]
+    if not files:
+        nested = sorted({str(PurePosixPath(n).parent) for n in names if n.endswith(".onnx")})
+        hint = f"; its folders {', '.join(nested)} have some" if nested else ""
+        raise InputError(f"'{what}' has no .onnx file, in itself or in 'onnx'{hint}")
+    if not found:
+        raise InputError(f"'{what}' has no variant {variant!r}; it has {', '.join(files)}")
+    variants = sorted({_split(n)[1] or "fp32" for n in found})
+    hint = f"variant= (one of {', '.join(map(repr, variants))}), or " if len(variants) > 1 else ""
+    raise InputError(
+        f"'{what}' has several models: {', '.join(found)}; choose one by {hint}the path of the file"
+    )
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Return the name of a file without its suffix and variant, and the variant."""
+    stem = PurePosixPath(name).stem
+    base, _, last = stem.rpartition("_")
+    return (base, last) if base and last in _VARIANTS else (stem, "")
+
+
+def _download(name: str, variant: str | None) -> ModelFolder:
+    """Bring a folder of the Hugging Face hub here, with one model and no other weights."""
+    try:
+        import huggingface_hub as hub
+    except ImportError as error:
+        raise InputError(
+            f"'{name}' is no path here; to read it from the Hugging Face hub: pip install "
+            "huggingface_hub"
+        ) from error
+    repository, inner = "/".join(name.split("/")[:2]), "/".join(name.split("/")[2:])
+    prefix = f"{inner}/" if inner else ""
+    # what a lack of the network raises is httpx's own, in its newer versions
+    failures = (OSError, getattr(sys.modules.get("httpx"), "HTTPError", OSError))
+    try:
+        names = [n for n in hub.list_repo_files(repository) if n.startswith(prefix)]
+        names = [n.removeprefix(prefix) for n in names]
+        kept = [prefix + n for n in names if not n.endswith(_WEIGHTS) and _is_part(n)]
+        path = Path(hub.snapshot_download(repository, allow_patterns=kept), inner)
+        file = choose_file(name, names, variant, path)
+        hub.snapshot_download(repository, allow_patterns=[f"{prefix}{file}*"])
+        missing = [n for n in _locations(path / file) if not (path / file).with_name(n).exists()]
+        if missing:
+            beside = PurePosixPath(prefix + file).parent
+            patterns = [str(beside / n) for n in missing]
+            hub.snapshot_download(repository, allow_patterns=patterns)
+    except failures as error:
+        try:
+            path = Path(hub.snapshot_download(repository, local_files_only=True), inner)
+        except failures:
+            raise InputError(
+                f"'{name}' is no path here, and the Hugging Face hub did not give it: {error}"
+            ) from error
+        names = [p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()]
+        file = choose_file(name, names, variant, path)
+    return ModelFolder(path, file)
+
+
+def _is_part(name: str) -> bool:
+    """Return whether a file is configuration: no data of a model, and not of another folder."""
+    data = ".onnx." in name or ".onnx_data" in name or name.endswith(".data")
+    return not data and "/" not in name
+
+
+def _locations(path: Path) -> list[str]:
+    """Return the files that have the external data of a model, relative to its own folder."""
+    proto = onnx.load(path, load_external_data=False)
+    tensors = (tensor for graph in all_graphs(proto.graph) for tensor in graph.initializer)
+    entries = (entry for tensor in tensors for entry in tensor.external_data)
+    return sorted({entry.value for entry in entries if entry.key == "location"})
+
+
+def is_folder(path: str | os.PathLike, home: ModelFolder | None) -> bool:
+    """Return whether `save` writes a folder: the path says so, or it is one of another kind."""
+    text = os.fspath(path)
+    ends = text.endswith(("/", os.sep))
+    return ends or os.path.isdir(text) or (home is not None and not Path(text).suffix)
+
+
+def save_folder(
+    path: str | os.PathLike, home: ModelFolder, graph: Callable[[], ModelProto]
+) -> None:
+    """Write a folder like the one that a model was loaded from, with other weights.
+
+    All other files are copied as they are, but for files of weights that are not part of this
+    model. The model has the name that it had, its external data as well.
+
+    Raises:
+      OSError: a file cannot be read or written.
+    """
+    target, source = Path(path), home.path
+    target.mkdir(parents=True, exist_ok=True)
+    copied, left = _sort_files(home)
+    for name in copied:
+        if not (target / name).exists() or not os.path.samefile(source / name, target / name):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, target / name)
+    file = target / home.file
+    file.parent.mkdir(parents=True, exist_ok=True)
+    locations = _locations(source / home.file)
+    proto = graph()
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=".jaxonnx-") as scratch:
+        written = Path(scratch, file.name)
+        large = sum(len(t.raw_data) for t in proto.graph.initializer) > LIMIT
+        location = (locations or [f"{file.name}_data"])[0]
+        data = {"save_as_external_data": True, "location": location} if locations or large else {}
+        onnx.save_model(proto, written, **data)
+        if data and (Path(scratch) / location).exists():
+            (file.parent / location).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(Path(scratch) / location, file.parent / location)
+        os.replace(written, file)
+    if left:
+        warnings.warn(
+            f"'{target}' is without {', '.join(left)}, which have the weights of before",
+            stacklevel=3,
+        )
+
+
+def _sort_files(home: ModelFolder) -> tuple[list[str], list[str]]:
+    """Return the files of a folder that go along, and other forms of the model, which do not."""
+    names = sorted(_walk(home.path))
+    own, _ = _split(home.file)
+    family = _DECODERS if own in _DECODERS else (own,)
+    models = [n for n in names if n.endswith(".onnx")]
+    others = [n for n in models if _split(n)[0] not in family]
+    data = {
+        model: {str(PurePosixPath(model).parent / n) for n in _locations(home.path / model)}
+        for model in models
+    }
+    kept = {n for model in others for n in data[model]}
+    dropped = {n for model in models if model not in others for n in data[model]} - kept
+    copied = [n for n in names if n in kept or not n.endswith(_WEIGHTS)]
+    copied = [n for n in copied if n not in dropped]
+    left = [n for n in models if n not in others and n != home.file]
+    return sorted({*copied, *others}), left
+
+
+def _walk(folder: Path) -> Iterator[str]:
+    """Yield the files of a folder and of those below it, without hidden ones."""
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder)
+        if path.is_file() and not any(part.startswith(".") for part in name.parts):
+            yield name.as_posix()

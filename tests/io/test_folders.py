@@ -1,0 +1,192 @@
+"""Folders of language models: layouts, variants, the hub, and saving all that belongs to one."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import onnx
+import onnxruntime
+import pytest
+
+import jaxonnx
+from tests.support.paths import DATA
+
+GENAI, OPTIMUM = DATA / "llm" / "qwen3-genai", DATA / "llm" / "qwen3-optimum"
+
+
+@pytest.fixture
+def browser(tmp_path):
+    """The layout of transformers.js, with external data for one variant."""
+    folder = tmp_path / "browser"
+    (folder / "onnx").mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(OPTIMUM / name, folder)
+    shutil.copy(OPTIMUM / "model.onnx", folder / "onnx" / "model.onnx")
+    proto = onnx.load(OPTIMUM / "model.onnx")
+    data = {"save_as_external_data": True, "location": "model_q4.onnx_data"}
+    onnx.save_model(proto, folder / "onnx" / "model_q4.onnx", **data)
+    return folder
+
+
+def test_the_configuration_of_genai_names_the_decoder(tmp_path):
+    folder = tmp_path / "genai"
+    shutil.copytree(GENAI, folder)
+    (folder / "embedding.onnx").write_bytes(b"")
+    assert jaxonnx.load(folder).folder.file == "model.onnx"
+    config = json.loads((folder / "genai_config.json").read_text())
+    config["model"]["decoder"]["filename"] = "text.onnx"
+    (folder / "genai_config.json").write_text(json.dumps(config))
+    with pytest.raises(jaxonnx.InputError, match=r"names 'text.onnx', and the folder does not"):
+        jaxonnx.load(folder)
+
+
+def test_several_models_are_named(browser):
+    with pytest.raises(jaxonnx.InputError, match=r"onnx/model.onnx, onnx/model_q4.onnx; choose"):
+        jaxonnx.load(browser)
+    assert jaxonnx.load(browser, variant="q4").folder.file == "onnx/model_q4.onnx"
+    assert jaxonnx.load(browser, variant="fp32").folder.file == "onnx/model.onnx"
+    with pytest.raises(jaxonnx.InputError, match=r"no variant .fp16.; it has onnx/model.onnx"):
+        jaxonnx.load(browser, variant="fp16")
+    with pytest.raises(jaxonnx.InputError, match="the source is none"):
+        jaxonnx.load(browser / "onnx" / "model.onnx", variant="q4")
+
+
+def test_a_merged_decoder_goes_before_its_parts(tmp_path):
+    for name in ("decoder_model", "decoder_with_past_model", "decoder_model_merged"):
+        shutil.copy(OPTIMUM / "model.onnx", tmp_path / f"{name}.onnx")
+    shutil.copy(OPTIMUM / "config.json", tmp_path)
+    assert jaxonnx.load(tmp_path).folder.file == "decoder_model_merged.onnx"
+    (tmp_path / "decoder_model_merged.onnx").unlink()
+    with pytest.raises(jaxonnx.InputError, match=r"decoder_model.onnx, decoder_with_past_model"):
+        jaxonnx.load(tmp_path)
+
+
+def change(model, name):
+    return model.replace(params={**model.params, name: model.params[name] + 1})
+
+
+def test_the_saved_folder_has_all_but_other_weights(tmp_path):
+    model = change(jaxonnx.load(GENAI), "lm_head.MatMul.weight")
+    model.save(f"{tmp_path}/tuned/")
+    names = {path.name for path in GENAI.iterdir()}
+    assert {path.name for path in (tmp_path / "tuned").iterdir()} == names
+    for name in names - {"model.onnx", "model.onnx.data"}:
+        assert (tmp_path / "tuned" / name).read_bytes() == (GENAI / name).read_bytes()
+    old, new = (onnx.load(folder / "model.onnx") for folder in (GENAI, tmp_path / "tuned"))
+    old, new = ({t.name: t.raw_data for t in p.graph.initializer} for p in (old, new))
+    changed = [name for name in old.keys() | new.keys() if old[name] != new[name]]
+    assert changed == ["lm_head.MatMul.weight"]
+    again = jaxonnx.load(tmp_path / "tuned")
+    again.save(tmp_path / "tuned")  # in its own place
+    onnxruntime.InferenceSession(tmp_path / "tuned" / "model.onnx")
+
+
+def test_other_forms_of_the_model_stay_behind(browser, tmp_path):
+    shutil.copy(browser / "onnx" / "model.onnx", browser / "onnx" / "embed_tokens.onnx")
+    (browser / "model.safetensors").write_bytes(b"0")
+    with pytest.warns(UserWarning, match=r"is without onnx/model.onnx, which have the weights"):
+        jaxonnx.load(browser, variant="q4").save(f"{tmp_path}/new/")
+    names = {p.relative_to(tmp_path / "new").as_posix() for p in (tmp_path / "new").rglob("*.*")}
+    files = {"model_q4.onnx", "model_q4.onnx_data", "embed_tokens.onnx"}
+    assert names == {"config.json", "tokenizer.json", *(f"onnx/{name}" for name in files)}
+
+
+def test_a_folder_is_for_models_of_folders(tmp_path):
+    model = jaxonnx.load(OPTIMUM / "model.onnx")
+    with pytest.raises(jaxonnx.InputError, match="is a folder: give the path of a file"):
+        model.save(tmp_path)
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The parts of the hub's API that a download uses."""
+
+    SHA = "0" * 40
+
+    def __init__(self, folder, *args):
+        self.folder = folder
+        super().__init__(*args)
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        path = self.path.partition("?")[0]
+        files = [p for p in self.folder.rglob("*") if p.is_file()]
+        names = [p.relative_to(self.folder).as_posix() for p in files]
+        head = {"X-Repo-Commit": self.SHA}
+        if path.startswith("/api/models/us/tiny/tree/"):
+            entries = [(n, (self.folder / n).stat().st_size) for n in names]
+            listed = [{"type": "file", "path": n, "size": s, "oid": "1" * 40} for n, s in entries]
+            self.answer(200, json.dumps(listed).encode(), head)
+        elif path.startswith("/api/models/us/tiny"):
+            about = {
+                "id": "us/tiny",
+                "sha": self.SHA,
+                "siblings": [{"rfilename": n} for n in names],
+            }
+            self.answer(200, json.dumps(about).encode(), head)
+        elif path.startswith(prefix := f"/us/tiny/resolve/{self.SHA}/"):
+            name = path.removeprefix(prefix)
+            self.server.given.append(name)
+            self.answer(200, (self.folder / name).read_bytes(), head | {"ETag": f'"{name}"'})
+        else:
+            self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+
+    def answer(self, code, body, head):
+        self.send_response(code)
+        for name, value in {**head, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_name_of_the_hub_brings_one_variant(browser, tmp_path):
+    pytest.importorskip("huggingface_hub")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, browser))
+    server.given = []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    port = server.server_address[1]
+    environment = os.environ | {
+        "HF_ENDPOINT": f"http://127.0.0.1:{port}",
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_DISABLE_XET": "1",
+    }
+    source = """if True:
+        import jaxonnx
+        model = jaxonnx.load("us/tiny", variant="q4")
+        print(model.folder.file, sorted(p.name for p in model.folder.path.rglob("*.*")))
+        try:
+            jaxonnx.load("us/none")
+        except jaxonnx.InputError as error:
+            print(str(error)[:70])
+    """
+    try:
+        command = [sys.executable, "-c", source]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, cwd=tmp_path
+        )
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert not done.returncode, done.stderr[-2000:]
+    first, second = done.stdout.splitlines()
+    files = ["config.json", "model_q4.onnx", "model_q4.onnx_data", "tokenizer.json"]
+    assert first == f"onnx/model_q4.onnx {files}"
+    assert second.startswith("'us/none' is no path here, and the Hugging Face hub did not give it")
+    assert not any(name.endswith("model.onnx") for name in server.given)
+
+
+def test_without_its_package_the_hub_is_a_sentence(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(jaxonnx.InputError, match="pip install huggingface_hub"):
+        jaxonnx.load("us/tiny")
