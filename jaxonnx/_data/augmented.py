@@ -1,4 +1,4 @@
-"""Examples that a function of the user's changes on the device, in training only."""
+"""Augmentation of training batches by a function of the user, on the device."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +13,7 @@ from jaxonnx._data.images.folder import is_folder
 from jaxonnx.errors import TrainingError
 
 _KEY = 2**32 - 4
-"""What is folded into the seed's key for the function; pictures and steps fold in others."""
+"""Folded into the seed's key for the function; images and steps fold in others."""
 
 
 class Augmented(Source):
@@ -48,7 +48,7 @@ class Augmented(Source):
 
 
 def parse_augment(augment: Any, preprocess: Mapping[str, Any] | None, data: Any) -> tuple[Any, Any]:
-    """Return the function that is to be applied, or None, and `preprocess` with what is named.
+    """Parse `augment`: return its function or None, and `preprocess` with its names.
 
     Raises:
       TrainingError: names for data that is no folder of pictures, or for one that has them.
@@ -68,7 +68,7 @@ def parse_augment(augment: Any, preprocess: Mapping[str, Any] | None, data: Any)
 
 
 def augment_examples(examples: Source, function: Callable | None, seed: int) -> Source:
-    """Return examples that a function changes.
+    """Return a source whose batches the function changes.
 
     Args:
       function: of (key, x), or (key, batch) where its second argument has that name.

@@ -1,4 +1,4 @@
-"""Memory in which the batches of a run are collected, used again and again.
+"""Reuse host memory for batches.
 
 A fresh array of some hundred kilobytes costs more in page faults than what is written into it: of a
 batch of 200 kB 140 us instead of 12. And XLA:CPU reads an array of NumPy where it is, if it begins
@@ -10,13 +10,13 @@ import math
 import numpy as np
 
 _SMALL = 2**15
-"""Bytes of a batch below which none of that matters."""
+"""Bytes of a batch below which reuse does not pay."""
 
 _ALIGNED = 64
 
 
 class Memory:
-    """Rows of an array, collected in memory that no array refers to any more."""
+    """Gathers rows of an array into memory that is not referenced any more."""
 
     def __init__(self, array: np.ndarray, count: int):
         self._array = array
@@ -35,7 +35,7 @@ class Memory:
         return self._array.take(rows, axis=0, out=self.lend(), mode="clip")
 
     def lend(self) -> np.ndarray:
-        """Return memory for a batch, with whatever is in it."""
+        """Return uninitialized memory for a batch."""
         block = np.asarray(_Lent(self._free.pop() if self._free else self._block(), self._free))
         return block.view(self._array.dtype).reshape(self._shape)
 

@@ -1,4 +1,4 @@
-"""Examples as batches of one size, whatever they come as.
+"""Sources of batches of one size: data in one piece, and iterables of batches.
 
 A short batch is filled up with further examples of weight zero: with arrays, with those that the
 epoch began with; with an iterable, with those of the batch before it (its own where there is none).
@@ -24,7 +24,7 @@ from jaxonnx._graph.values import Value
 from jaxonnx.errors import TrainingError
 
 _SHAPES = 16
-"""Shapes of the batches of a stream beyond which there is a warning."""
+"""Number of batch shapes of a stream from which on to warn."""
 
 
 class Batch(NamedTuple):
@@ -45,7 +45,7 @@ def as_pair(
     labels: bool = True,
     padding: Padding = PLAIN,
 ) -> tuple[tuple[Any, ...], Any]:
-    """Return inputs in the model's order and targets, as many of each.
+    """Convert data to inputs in the model's order and targets, with equal numbers of examples.
 
     They are NumPy arrays, and Ragged where they are sequences of unequal length.
     """
@@ -115,7 +115,7 @@ def split_inputs(
 
 
 def drop_targets(given: Any, names: list[str]) -> Any:
-    """Return inputs as they come, without the targets beside them."""
+    """Return the inputs of data without its targets."""
     if isinstance(given, Mapping):
         if len(names) == 1 and names[0] not in given and "x" in given:
             return given["x"]
@@ -257,7 +257,7 @@ class Arrays(Examples):
 
 @dataclass(frozen=True)
 class Stream(Source):
-    """Batches that something else makes."""
+    """An iterable of batches, made by the caller."""
 
     data: Any
     values: Sequence[Value]
@@ -269,7 +269,7 @@ class Stream(Source):
     """Whether there are targets, or only inputs are wanted."""
     padding: Padding = PLAIN
     target_names: Collection[str] = ()
-    """Names that are of targets."""
+    """Names that targets can have."""
     size = None
     in_shares = True
 

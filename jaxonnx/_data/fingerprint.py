@@ -1,4 +1,4 @@
-"""What tells the examples of one run from those of another."""
+"""A fingerprint of examples, to refuse other data when a run resumes."""
 
 import zlib
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""The forms of data, one entry of `SOURCES` for each but arrays and iterables."""
+"""Convert data in any form to a source of batches; `SOURCES` has an entry for each form."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def examples_of(
     padding: Padding = PLAIN,
     target_names: Collection[str] = (),
 ) -> Source:
-    """Return examples in any form as batches.
+    """Convert data in any form to a source of batches.
 
     Args:
       inputs: the model's; where they are fixed to a batch size, data in one piece takes it.
@@ -111,11 +111,11 @@ SOURCES: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any]], ...] = (
     (lambda data: isinstance(data, str | os.PathLike), table),
     (lambda data: all(hasattr(data, n) for n in ("column_names", "format", "__len__")), _rows),
 )
-"""Kinds of data besides arrays and iterables: how one is told, and how it becomes one of these."""
+"""Forms of data besides arrays and iterables: a test, and a conversion to arrays."""
 
 
 def size_of_batches(inputs: Sequence[Value], wanted: int | None) -> int:
-    """Return the size that the inputs are fixed to, or what was asked for, or 32."""
+    """Return the batch size: that of the file if fixed, else `wanted`, else 32."""
     fixed = [value.shape[0] for value in inputs if value.shape]
     size = next((size for size in fixed if isinstance(size, int)), None)
     if size is None:

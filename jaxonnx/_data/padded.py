@@ -52,7 +52,7 @@ class Padded(Examples):
         return self.columns.lengths[self.rows]
 
     def width(self, batch: Batch) -> int:
-        """Return what the sequences of a batch were filled up to."""
+        """Return the padded length of a batch."""
         inputs, _ = self.columns.pair
         pairs = zip(inputs, batch.inputs, strict=True)
         return next(x.shape[1] for column, x in pairs if isinstance(column, Ragged))

@@ -1,4 +1,4 @@
-"""Work that is started before the results of earlier work are taken."""
+"""Keep `count` items in flight."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 def ahead(started: Iterable[T], count: int = 4) -> Iterator[T]:
-    """Yield what is started `count` items late, so that as many are under way meanwhile.
+    """Yield items with a delay of `count`, so that as many stay in flight.
 
     More than the few of the default would only take memory.
     """

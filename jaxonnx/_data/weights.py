@@ -1,4 +1,4 @@
-"""Weights of examples, which come beside their inputs and targets."""
+"""Weights of examples."""
 
 from collections.abc import Collection, Mapping
 from typing import Any

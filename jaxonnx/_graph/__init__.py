@@ -1,1 +1,1 @@
-"""Bound graphs: everything looked up once, and what a graph says of its tensors."""
+"""Bound graphs, and the roles of their tensors."""

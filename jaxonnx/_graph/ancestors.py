@@ -1,4 +1,4 @@
-"""What the values of a graph are computed from, and what is computed from them."""
+"""Ancestors and descendants of values in a graph."""
 
 from collections.abc import Collection, Iterable, Sequence
 

@@ -1,4 +1,4 @@
-"""A GraphProto with everything looked up once: operators, attributes, functions, subgraphs.
+"""Bind a GraphProto: look up operators, attributes, functions and subgraphs, once.
 
 Binding finds at load time what can be found then: unknown operators (all of them at once), missing
 or unknown attributes, names without a value, recursion.

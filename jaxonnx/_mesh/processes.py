@@ -1,4 +1,4 @@
-"""Several processes that make one run: who reports, and how one that fails ends the others.
+"""Runs of several processes: which one reports, and how an error in one ends the others.
 
 JAX's runtime connects them (`jax.distributed.initialize`), and a step waits for all of them inside
 a collective, where no Python runs. A process that fails writes the reason to the key-value store of
@@ -37,7 +37,7 @@ from jaxonnx.errors import TrainingError
 
 _POLL = 0.5
 _GRACE = 3.0
-"""Seconds that a process has to end by itself once another has failed."""
+"""Seconds that a process has to end in order once another has failed."""
 _RUNS = itertools.count()
 
 

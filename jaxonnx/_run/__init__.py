@@ -1,1 +1,1 @@
-"""A bound graph on values, compiled as far as it can be."""
+"""Evaluate bound graphs, compiled as far as possible."""

@@ -1,4 +1,4 @@
-"""Operators whose shape inference in ONNX reads memory that is not its own: the process ends."""
+"""Operators whose shape inference in ONNX crashes the process (out-of-bounds reads)."""
 
 from onnx import AttributeProto, ModelProto, NodeProto, helper
 

@@ -1,4 +1,4 @@
-"""Errors of a node, with what a user needs to find it: its label, its inputs, their origin."""
+"""Errors of a node, with its label and its inputs."""
 
 import math
 import re
@@ -32,7 +32,7 @@ _INTERNAL = re.compile(
     r"jaxpr|sequence item|division|modulo|_general|convert_element|reduce_window|_in_dim|select",
     re.IGNORECASE,
 )
-"""Words of messages that speak of how an operator is computed, not of the model."""
+"""Words of messages about the implementation of an operator, not about the model."""
 
 
 def warn(_: str, text: str) -> None:
@@ -154,7 +154,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def requested_size(error: Exception) -> str:
-    """Return what was asked for, as messages of NumPy and XLA have it."""
+    """Return the size that an out-of-memory message of NumPy or XLA names."""
     numbers = re.search(r"allocat\w* ([\d.]+) ?(bytes|[KMGTPE]i?B)", str(error))
     if numbers is None:
         return ""
@@ -178,7 +178,7 @@ def _out_of_memory(error: Exception, values: Sequence[Mapping[str, Any]]) -> Lim
 
 @contextmanager
 def compiling(what: str, *values: Mapping[str, Any]) -> Iterator[None]:
-    """Say which program of these values JAX or XLA does not lower, compile or run.
+    """Convert errors of lowering, compiling and running a program to ours.
 
     Raises:
       NodeError: it does not.

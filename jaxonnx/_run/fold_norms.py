@@ -1,4 +1,4 @@
-"""BatchNormalization of inference as part of the convolution before it.
+"""Fold BatchNormalization, in inference, into the convolution before it.
 
 With f = scale / sqrt(var + epsilon), a weight w * f and a bias (bias - mean) * f + b give what the
 convolution and the normalization give one after the other, up to rounding. Weights of calls are
@@ -41,7 +41,7 @@ class Folds:
     norms: frozenset[int] = frozenset()
     """The indices of the BatchNormalizations."""
     reads: frozenset[str] = frozenset()
-    """The tensors of which the numbers are made."""
+    """The tensors that factors and biases are computed from."""
     factors: Mapping[str, np.ndarray] = field(default_factory=dict)
     """By the name of a weight: what its output channels are multiplied by."""
     biases: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Folds:
 
 
 def folds(graph: Graph, tensors: Mapping[str, Any]) -> Folds:
-    """Return what of a graph is folded with these values of its tensors."""
+    """Return the pairs of a graph to fold, for these values of its tensors."""
     norms, reads, factors, biases = set(), set(), {}, {}
     for pair in _pairs(graph, tensors):
         numbers = _numbers(pair, tensors)
@@ -61,7 +61,7 @@ def folds(graph: Graph, tensors: Mapping[str, Any]) -> Folds:
 
 
 def fold_norms(graph: Graph, norms: Collection[int]) -> Graph:
-    """Return the graph without these BatchNormalizations: what they gave, convolutions give.
+    """Remove BatchNormalizations; the convolutions before them get their outputs.
 
     The bias of a convolution has the name that the b of its BatchNormalization had.
     """

@@ -1,4 +1,4 @@
-"""What training sees of a graph and inference and `save` do not: Dropout, statistics, remat."""
+"""Changes of a graph for training only: Dropout, frozen statistics, remat."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from jaxonnx.registry import lookup
 
 @dataclass(frozen=True)
 class Overlay:
-    """What training does on top of what the graph says."""
+    """Changes of a graph that apply in training only."""
 
     frozen: bool = False
-    """Running statistics are used as they are, and kept."""
+    """Use running statistics in training, and keep them."""
     dropout: Mapping[str, float] = field(default_factory=dict)
-    """Ratios by value of the main graph: of the Dropout that gives it, or that is put behind it."""
+    """Ratios by value of the main graph: of the Dropout node behind it, there or inserted."""
     remat: bool = False
-    """Few values are kept for the gradient, the others computed again."""
+    """Keep few values for the gradient and compute the others again."""
 
     @property
     def inside(self) -> Overlay:
-        """What the bodies of functions and control flow see: names mean other values there."""
+        """The overlay of bodies of functions and control flow, which have names of their own."""
         return Overlay(self.frozen)
 
     def steps(self, node: Node) -> tuple[Node, ...]:
@@ -88,7 +88,7 @@ def _with_ratio(node: Node, ratio: float) -> Node:
 
 
 def _behind(name: str, ratio: float) -> Node:
-    """Return a Dropout that replaces the value; what it draws depends on the name alone."""
+    """Return a Dropout node that replaces the value; its key depends on the name only."""
     op = lookup("", "Dropout", 12)
     assert op is not None
     index = zlib.crc32(name.encode())

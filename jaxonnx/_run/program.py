@@ -1,4 +1,4 @@
-"""A bound graph as compiled functions: everything that can be compiled is.
+"""A bound graph as compiled functions, split where a node cannot be compiled.
 
 A graph without data-dependent shapes is one compiled function. An input that fixes shapes (sizes,
 axes, k) is known while compiling: there is one compiled function for each of its values. If shapes
@@ -301,13 +301,13 @@ class Program:
 class _Parts:
     compiled: Any
     boundary: tuple[str, ...]
-    """The values that the compiled part hands to the rest."""
+    """The values that the compiled part passes to the rest."""
     rest: Graph | None
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """The knowledge from past calls: where compiling must stop, and what is compiled."""
+    """Facts learned from past calls: where compiling must stop, and the compiled parts."""
 
     cuts: frozenset[int]
     """Indices of nodes that need to know a value which compiling hides."""

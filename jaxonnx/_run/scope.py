@@ -1,4 +1,4 @@
-"""A graph on values: the name environment, folding, subgraph closures, function bodies.
+"""The evaluator of bound graphs: names, folding, subgraph closures, function bodies.
 
 `bind` looks everything up once (operators, attributes, functions); `run` evaluates the bound graph
 on values. A value that is an `np.ndarray` is known while tracing: a node whose inputs are all known
@@ -41,9 +41,9 @@ class Context:
     updates: dict[str, Any] | None = None
     """Receives renewed running statistics by the name of the statistic's input."""
     overlay: Overlay = field(default_factory=Overlay)
-    """What training does beside what the graph says."""
+    """Changes of the graph for training."""
     note: Callable[[str, str], None] | None = None
-    """Receives what the user should know about a node: its label, and a sentence."""
+    """Receives notes for the user: the label of a node, and a sentence."""
     limit: int | None = None
     """Bytes of a single value; None: those of the machine."""
 
@@ -281,7 +281,7 @@ class Scope:
         return failures.static_error(node, what, *self._roots(names))
 
     def _roots(self, names: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Return what traced values are computed from: inputs of the main graph, and the rest."""
+        """Return the inputs of the main graph that traced values depend on, and other sources."""
         needed, others, inputs = set(names), [], []
         for scope in self._enclosing():
             for node in reversed(scope.graph.nodes):

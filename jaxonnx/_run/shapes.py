@@ -20,7 +20,7 @@ from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import Error, InputError
 
 _SMALL = 4096
-"""Bytes; a tensor that shape inference may read: axes, sizes and the like."""
+"""Bytes up to which shape inference gets the value of a tensor: axes, sizes and the like."""
 
 _SIZES = {True: (3, 7), False: (32, 48)}
 """Two sizes of an open dimension, where it is the first one of an input, and elsewhere. Their

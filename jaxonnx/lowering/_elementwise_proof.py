@@ -29,9 +29,9 @@ _POINTWISE = {
     *("logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "round", "rsqrt"),
     *("select_n", "sign", "sqrt", "square", "stop_gradient", "sub", "tanh"),
 }
-"""Operations whose element of the result depends only on the same element of each operand."""
+"""Primitives that are element-wise."""
 _TOTALS = {"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"}
-"""Operations that may make one number of a large array: its order changes the rounding only."""
+"""Full reductions: of these, the order of elements changes the rounding only."""
 
 
 def is_elementwise(
@@ -87,7 +87,7 @@ def _constant(value: Any, aval: Any) -> tuple:
 
 
 def _parameters(equation: JaxprEqn) -> Any:
-    """Return what an operation does besides its name."""
+    """Return the parameters of an operation that its results depend on."""
     name, inner = equation.primitive.name, programs(equation.params)
     large = any(_large(v.aval) for v in (*equation.invars, *equation.outvars))
     # branches are compared, but a loop over large arrays, which may slice them, is refused below

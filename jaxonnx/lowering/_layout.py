@@ -61,11 +61,11 @@ ORDERS: dict[str, Callable[[Sequence[int]], Axes | None]] = {
     "cpu": kernel_first,
     "tpu": kernel_first,
 }
-"""The rule for the axes to keep a weight in, by platform; without one it is kept as it is."""
+"""The rule for the order of axes, by platform; without one a weight keeps ONNX's order."""
 
 
 def order(x: Any, platform: str | None = None) -> Axes | None:
-    """Return the order of the axes to keep a weight in; None to keep it as it is.
+    """Return the order of axes to store a weight in; None for ONNX's order.
 
     Args:
       x: an array, or a `jax.ShapeDtypeStruct` with the sharding it will have.
@@ -88,7 +88,7 @@ def store(
     names: Collection[str],
     factors: Mapping[str, np.ndarray] | None = None,
 ) -> dict[str, Any]:
-    """Return the tensors, those of `names` in the order of their platform.
+    """Store the tensors of `names` in the order of their platform.
 
     Args:
       factors: by name, a vector that an array in memory is multiplied by along its first axis.

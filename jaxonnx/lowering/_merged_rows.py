@@ -1,4 +1,4 @@
-"""Leading axes that a graph merges for a product, kept apart where devices may share one of them.
+"""Keep the leading axes of a product apart where devices may split one of them.
 
 PyTorch's attention makes rows of (steps, batch) before the product with a matrix, and takes them
 apart after it. Devices that share the batch have no contiguous part of such rows, so that each
@@ -43,7 +43,7 @@ class MergedRows:
         return self.value.reshape(self.shape)
 
     def each(self, function: Callable) -> "MergedRows":
-        """Return what a function makes of matrices, whose rows it leaves rows."""
+        """Map a function of matrices that acts on rows independently."""
         return MergedRows(jax.vmap(function)(self.value))
 
 

@@ -21,7 +21,7 @@ from jaxonnx.lowering._contract import Rule, contract, named_primitive, on_platf
 from jaxonnx.lowering._taps import Taps
 
 UNROLLED = 16
-"""Larger windows than this are not unrolled."""
+"""Elements of a window up to which it is unrolled."""
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,7 @@ def _join_groups(groups):
 
 
 def transpose_weight(w):
-    """Return `w.T`, on CPU made of several parts if its rows can be split.
+    """Return `w.T`, on CPU in several parts if its rows divide.
 
     XLA merges a plain transposition into the product whose result it transposes, here a gradient
     (gates, features). On CPU that product takes up to twice as long as the one (features, gates).

@@ -1,4 +1,4 @@
-"""Models with another file, other parameters or other values: what the methods of Model do."""
+"""Implementation of the methods of Model that return another Model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ M = TypeVar("M", bound=Network)
 
 
 def refuse_adapters(model: Network, what: str) -> None:
-    """Raise an InputError if a model has adapters, which belong to what is to be changed."""
+    """Raise an InputError if a model has adapters, which would not fit the changed graph."""
     if model.program.adaption is not None:
         raise InputError(
             f"{what} of a model with adapters cannot be changed: set it before they are attached, "

@@ -1,4 +1,4 @@
-"""`train`: one readable loop around any optax transformation; `step`: what it loops over.
+"""The training loop (`train`), its step as pure functions (`step`), and `evaluate`.
 
 `evaluate`: losses and metrics of a model over all of some data.
 """

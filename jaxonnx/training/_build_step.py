@@ -1,4 +1,4 @@
-"""Steps put together from their settings."""
+"""Build a training step from settings."""
 
 import os
 from collections.abc import Mapping
@@ -164,7 +164,7 @@ def _master_note(narrow: Mapping[str, Any]) -> str:
 
 
 def _updates(epochs: int | None, steps_per_epoch: int | None, accumulate: int) -> int:
-    """Return the updates of a run."""
+    """Return the number of updates of a run."""
     if epochs is None or steps_per_epoch is None:
         raise TrainingError(
             "the optimizer is a function of the updates of the run, whose number is not known: "
@@ -175,7 +175,7 @@ def _updates(epochs: int | None, steps_per_epoch: int | None, accumulate: int) -
 
 
 def _check_carried(settings: Settings) -> None:
-    """Refuse what does not go with the algorithm of a file."""
+    """Refuse arguments that do not apply to the algorithm of a file."""
     if names := settings.of_losses:
         raise TrainingError(
             f"{', '.join(names)}: such settings go with loss= and optimizer=, not with the "

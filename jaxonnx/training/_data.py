@@ -1,4 +1,4 @@
-"""Data in the forms that `train` documents, as batches."""
+"""Convert the data arguments of `train` to sources of batches."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ from jaxonnx.training._sequences import is_next_token
 
 
 def padding_of(pad: Any, length_buckets: Any, loss: Any) -> Padding:
-    """Return how sequences of unequal length are filled up, and which labels padding has.
+    """Return the padding of sequences of unequal length, and the label of padding.
 
     Raises:
       TrainingError: arguments that are no such, or there is no such loss.
@@ -78,7 +78,7 @@ def source(
     padding: Padding = PLAIN,
     target_names: Collection[str] = (),
 ) -> Source:
-    """Return examples, in their own order if there is no seed."""
+    """Return a source of examples, unshuffled without a seed."""
     examples = _source(data, inputs, batch_size, seed, "data", padding, target_names)
     check_size(examples, batch_size)
     return examples

@@ -86,7 +86,7 @@ def over(
     labels: Sequence[str],
     progress: bool | None = None,
 ) -> dict[str, Any]:
-    """Return what an objective comes to over all examples; tables take the names of classes."""
+    """Return the values of an objective over all examples; tables get the names of classes."""
     sums_of, merged = jax.jit(goal.sums), jax.jit(goal.merge_sums)
     fitting: set[Any] = set()
 

@@ -109,7 +109,7 @@ class GradientStep(Step):
         return moved, jnp.stack([value, (good | retry).astype(value.dtype)])
 
     def _stay(self, state: State, counts: jax.Array) -> tuple[State, jax.Array]:
-        """Return the state after a step that is not taken, and whether that is no event.
+        """Return the state after a rejected step, and whether the rejection is expected.
 
         Args:
           counts: the step is finite, or its loss is not. If it does not count, the gradient alone
@@ -139,7 +139,7 @@ class GradientStep(Step):
 
     @property
     def _run(self) -> Callable:
-        """`Model.apply_train`, as it is best on the platform."""
+        """Evaluate `Model.apply_train`, in the formulation of the platform."""
         run = self._goal.model.apply_train
         on_one = self._storage.platform == "tpu" and self._settings.mesh is None
         return separate_heads(run) if on_one else run
@@ -245,7 +245,7 @@ class GradientStep(Step):
 
 
 def _visible_params(state: State) -> dict[str, jax.Array]:
-    """Return the parameters to validate and to hand out: the average if there is one.
+    """Return the parameters to validate and to save: the moving average, if there is one.
 
     Sparse weights are averaged over masks that change; what the mask hides now is zero.
     """
@@ -264,7 +264,7 @@ def _keep_finite(good: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
 
 
 def _keep_finite_at_once(good: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
-    """Do the same where a choice for each number costs more than a sum that shows the usual case.
+    """Do the same where a select for each number costs more than a sum that detects the usual case.
 
     A sum of finite numbers may overflow: then each is looked at.
     """

@@ -1,4 +1,4 @@
-"""New heads: the model of a run that asks for some, and the loss and the optimizer that fit."""
+"""New heads (`head=`), with the loss and the optimizer that are their defaults."""
 
 import re
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from jaxonnx.training._settings import Settings
 
 LOSS = "softmax_cross_entropy_with_integer_labels"
 RATE_OF_REST = 1e-4
-"""The learning rate of layers below a new head, which know their features."""
+"""The learning rate of the layers below a new head, which are trained already."""
 
 _HEADS = 2**32 - 2
 """What is folded into the seed's key for new heads."""
@@ -76,7 +76,7 @@ def _usual_loss(model: Model) -> Any:
 
 
 def _check_classes(model: Model) -> None:
-    """Refuse to choose a loss for outputs that are no scores of classes."""
+    """Refuse to choose a loss for outputs that are not scores of classes."""
     shape = model.outputs[0].shape
     single = shape is not None and len(shape) > 1 and shape[-1] == 1
     if single or len(model.outputs) > 1:
@@ -100,7 +100,7 @@ def _loss(head: Any) -> Any:
 
 
 def beside_adapters(model: Model, trainable: Trainable | None) -> Trainable | None:
-    """Return what is trained in full beside adapters: what is chosen, and new heads."""
+    """Return the parameters trained in full beside adapters: `trainable` and new heads."""
     head = {*model.head}
     if not head:
         return trainable

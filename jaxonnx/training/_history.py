@@ -1,4 +1,4 @@
-"""What happened in a training run, as plain data."""
+"""The history of a training run, as plain data."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,12 +8,12 @@ from jaxonnx.errors import Error
 from jaxonnx.training._plot import draw
 
 SKIPPED, ROLLED_BACK, NOT_VALIDATED = "skipped", "rolled back", "not finite in validation"
-"""What `History.events` calls its events."""
+"""Names of events in `History.events`."""
 
 
 @dataclass(repr=False)
 class History:
-    """Plain lists and dicts; `dataclasses.asdict` and JSON take it as it is."""
+    """The history of a run; `dataclasses.asdict` gives plain lists and dicts for JSON."""
 
     losses: list[float] = field(default_factory=list)
     """The loss of every step, before its update."""
@@ -36,7 +36,7 @@ class History:
     stopped: str | None = None
     """Why the run ended before its last epoch, which weights it gave, where the checkpoint is."""
     early: bool = False
-    """Whether it ended because `patience` was spent, as was asked for."""
+    """Whether the run ended because `patience` ran out."""
     best: int | None = None
     """The `epoch` of the row with the best value of what `monitor` says."""
     phase: int | None = None

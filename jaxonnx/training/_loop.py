@@ -36,7 +36,7 @@ def run(
     interrupt: Interrupt,
     together: Processes,
 ) -> tuple[Model, History]:
-    """Run the epochs; return the model with the weights that they give, and what happened."""
+    """Run the epochs; return the trained model and the history."""
     watched = Monitor(settings.monitor, step.columns(held_out is not None), settings.patience)
     update = Fitting(_with_reports(step, together))
     epochs = settings.epochs
@@ -137,7 +137,7 @@ def _with_reports(step: Step, together: Processes) -> Callable[..., tuple[State,
 def _checkpoints(
     step: Step, state: State, examples: Source, settings: Settings, together: Processes
 ) -> Checkpoints:
-    """Open the folder of a run. Tensors that no step changes are compared, not stored."""
+    """Open the checkpoint folder of a run; frozen tensors are compared, not stored."""
     assert settings.checkpoint_dir is not None
     same = {**settings.resumable, "batch_size": examples.size}
     same |= {"preprocess": examples.resumable, "data": examples.identity}
@@ -159,7 +159,7 @@ def _first_batches(examples: Source, at: Position, epochs: int) -> tuple[Any, Ba
 
 
 class _Validation:
-    """The numbers of the validation data, in inference mode."""
+    """Computes the validation metrics, in inference mode."""
 
     def __init__(
         self, step: Step, held_out: Source, checks: BatchChecks, sums: Any, interrupt: Interrupt

@@ -37,7 +37,7 @@ _LOGITS = {
         ("sigmoid_binary_cross_entropy", "sigmoid_focal_loss", "sparsemax_loss"), "Sigmoid"
     ),
 }
-"""Losses that take what comes before that operator, and the operator."""
+"""Losses of logits, and the operator that each contains."""
 
 _ALSO_CALLED = {
     "ce crossentropy sparsecategoricalcrossentropy softmax": _CLASSES[0],
@@ -51,7 +51,7 @@ _ALSO_CALLED = {
     "huber smoothl1": "huber_loss",
     "kl kldiv": "kl_divergence",
 }
-"""What Keras and PyTorch call a loss, in small letters, and its name here."""
+"""Names of losses in Keras and PyTorch, in lower case, and their names here."""
 
 _SHOWN = 8
 
@@ -81,7 +81,7 @@ class Loss:
     function: Callable[[Any, Any], Any]
     name: str | None = None
     class_weights: Mapping[int, float] | None = None
-    """What labels weigh, 1 where nothing is said."""
+    """Weights of classes; 1 for classes that are missing."""
 
     @property
     def class_axis(self) -> int | None:
@@ -92,7 +92,7 @@ class Loss:
 
     @property
     def ignore_index(self) -> int | None:
-        """The label that does not count."""
+        """The label that the loss ignores."""
         return self.function.ignore_index if isinstance(self.function, ClassLoss) else None
 
     @property
@@ -101,7 +101,7 @@ class Loss:
         return isinstance(self.function, ClassLoss) and self.function.shift
 
     def align(self, outputs: Any, targets: Any) -> tuple[Any, Any]:
-        """Return the outputs and targets that belong together, place by place."""
+        """Return outputs and targets aligned by position, shifted for next tokens."""
         own = self.function
         return own.align(outputs, targets) if isinstance(own, ClassLoss) else (outputs, targets)
 
@@ -135,7 +135,7 @@ class Loss:
         return total, totals(shares, weight)[0]
 
     def weighing(self, classes: Mapping[int, float]) -> Self:
-        """Return the same loss with weights of classes.
+        """Return the loss with class weights.
 
         Raises:
           TrainingError: the loss is not one of classes, or has such weights.
@@ -192,7 +192,7 @@ class Loss:
         self._check_classes(outputs, what)
 
     def _check_classes(self, outputs: Any, what: str) -> None:
-        """Refuse weights of classes that there are not."""
+        """Refuse class weights of unknown classes."""
         if self.class_weights:
             classes = outputs.shape[-1 if self.class_axis is None else self.class_axis]
             if odd := [number for number in self.class_weights if not 0 <= number < classes]:
@@ -242,7 +242,7 @@ class Loss:
     def check_labels(
         self, targets: Any, outputs: Any, what: str, names: Sequence[str] | None = None
     ) -> None:
-        """Refuse labels outside of 0 ... classes - 1, which optax would take for others."""
+        """Refuse labels outside of 0 ... classes - 1, which optax would read as others."""
         if self.class_axis is None:
             return
         classes = outputs.shape[self.class_axis]
@@ -285,7 +285,7 @@ def totals(values: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _near(name: str) -> list[str]:
-    """Return the losses that somebody may mean: by what others call them, and by spelling."""
+    """Return the losses that a misspelled or foreign name may mean."""
     named = {_plain(own): own for own in _named_losses()}
     plain = _plain(name)
     meant = [own for other, own in _ALSO_CALLED.items() if plain in other.split()]
@@ -296,13 +296,13 @@ def _near(name: str) -> list[str]:
 
 
 def _plain(name: str) -> str:
-    """Return the letters of a name, without the words that say that it is a loss."""
+    """Normalize a name: letters only, without words like "loss"."""
     letters = "".join(filter(str.isalnum, name.lower()))
     return letters.removesuffix("loss")
 
 
 def _takes(name: str) -> str:
-    """Return which targets a loss takes."""
+    """Describe the targets that a loss takes."""
     if name in _CLASSES:
         return "labels: the number of the class"
     if name in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"):

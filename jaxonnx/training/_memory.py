@@ -1,4 +1,4 @@
-"""Memory that a step does not fit into."""
+"""Checks that a step fits into device memory, before it takes the donated weights with it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,11 +15,11 @@ from jaxonnx.training._step import State
 from jaxonnx.training._stopping import Stop
 
 EXHAUSTED = (jax.errors.JaxRuntimeError, MemoryError)
-"""What a lack of memory raises, among other things (`exhausted`)."""
+"""Exceptions that a lack of memory raises, among others."""
 
 
 class Fitting:
-    """Compiles an update for each kind of batch, and calls it where memory is enough for it.
+    """Compiles an update for each shape of batch, and calls it if memory suffices.
 
     An update takes over the memory of the state: one that fails while it runs has lost the weights.
     """
@@ -57,7 +57,7 @@ def _check(compiled: jax.stages.Compiled, devices: Any) -> None:
 
 
 def to_stop(error: Any, state: State, several: bool) -> Any:
-    """Return the end of a run for want of memory whose weights are there; another end as it is.
+    """Convert an out-of-memory error to a `Stop`, if the weights survive; return others as is.
 
     Raises:
       JaxRuntimeError, MemoryError: the weights are lost, no step was taken, or other processes take
@@ -71,7 +71,7 @@ def to_stop(error: Any, state: State, several: bool) -> Any:
 
 
 def _survives(state: State) -> bool:
-    """Check whether a state is there, after a step at least."""
+    """Check that no array of a state was donated, and that a step was done."""
     if any(x.is_deleted() for x in jax.tree.leaves(state)):
         return False
     try:
@@ -89,7 +89,7 @@ def _advice(error: Exception) -> str:
 
 @contextmanager
 def fitting(settings: Settings) -> Iterator[None]:
-    """Say what helps where memory is not enough for a batch or a step.
+    """Raise a TrainingError with remedies if a batch or a step does not fit into memory.
 
     Raises:
       TrainingError: it is not, and no step was taken, or the weights are lost but in checkpoints.

@@ -1,4 +1,4 @@
-"""Metrics: sums over the examples of an epoch, kept on the device, and what they come to.
+"""Metrics, as sums over the examples of an epoch on the device, and a value of the sums.
 
 Each metric is exact over the epoch: nothing is a mean of the batches' values. Examples of weight 0
 (the fill of a short batch) and labels that the loss ignores do not count.
@@ -61,7 +61,7 @@ def _among_best(count: int, found: Choices) -> Sums:
 
 
 def _matrix(found: Choices | Answers) -> Sums:
-    """Count the predictions by true and chosen class, whatever they weigh."""
+    """Return the confusion matrix, unweighted."""
     if isinstance(found, Choices):
         classes, true, chosen = found.scores.shape[1], found.labels, found.scores.argmax(1)
     else:
@@ -164,7 +164,7 @@ _TABLES = {
         None,
     ),
 }
-"""Metrics of decisions that are no number, for `evaluate`."""
+"""Metrics of decisions whose value is a table, for `evaluate`."""
 
 _AREAS = {
     "roc_auc": lambda gathered: tables.Curves.of("roc", gathered).area,
@@ -177,7 +177,7 @@ _NUMBERS = {
     "mse": (lambda *batch: _error(2, *batch), _ratio, add),
     "r2": (_spread, _r_squared, _merge_spread),
 }
-"""Metrics of outputs that are like their targets."""
+"""Metrics of outputs that are shaped like their targets."""
 
 _NAMES = ", ".join([*_CLASSES, *_NUMBERS, "top_5 (and any number)"])
 _OF_EVALUATE = ", ".join([*_AREAS, *_TABLES])
@@ -281,7 +281,7 @@ def check(
 
 
 def check_labels(metric: Any, reader: Reader, outputs: Any, targets: Any, what: str) -> None:
-    """Refuse labels that are not classes of the outputs, which no loss has seen before."""
+    """Refuse labels that are not classes of the outputs, if no loss has checked them."""
     if callable(metric) or metric in _NUMBERS or targets.ndim == outputs.ndim:
         return
     axis = reader.class_axis((len(targets), *outputs.shape[1:]), targets.shape)

@@ -1,4 +1,4 @@
-"""What a run minimises and what it measures, for a model with one output or several."""
+"""The objective of a run: losses and metrics of one output or several."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Objective:
         return sum(means[1:], means[0])
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Any]:
-        """Return what `add` sums up of a batch: losses first, then metrics by name."""
+        """Return the sums of a batch: losses first, then metrics by name."""
         targets, weight = batch.targets, jnp.asarray(batch.weight)
         found = {
             f"loss {i}": term.loss.totals(*self._loss_arguments(term, outputs, targets), weight)
@@ -108,11 +108,11 @@ class Objective:
         return {n: merge.get(n, metrics.add)(x, new[n]) for n, x in sums.items()}
 
     def row(self, sums: dict[str, Any]) -> dict[str, float]:
-        """Return what an epoch's sums come to, as the history has it."""
+        """Return the metrics of an epoch from its sums, by their names in the history."""
         return {f"validation_{name}": value for name, value in self.values(sums).items()}
 
     def values(self, sums: dict[str, Any]) -> dict[str, Any]:
-        """Return what sums come to: numbers, and tables where metrics are no numbers."""
+        """Return the values of sums: numbers, and tables."""
         row: dict[str, Any] = {"loss": 0.0} if self.terms else {}
         for i, term in enumerate(self.terms):
             total, count = sums[f"loss {i}"]
@@ -126,7 +126,7 @@ class Objective:
         return row
 
     def columns(self, validated: bool) -> list[str]:
-        """Return the names of the numbers of an epoch that can tell the best one."""
+        """Return the names of the metrics that `monitor` can have."""
         if not validated:
             return ["loss"]
         several = [term.output for term in self.terms] if len(self.terms) > 1 else []
@@ -262,7 +262,7 @@ def _with_weight(output: str, given: Any) -> tuple[Any, float]:
 def _weighing(
     terms: tuple[Term, ...], class_weights: Mapping[int, float] | None
 ) -> tuple[Term, ...]:
-    """Return terms of which the one of classes weighs them."""
+    """Apply class weights to the term whose loss takes them."""
     if not class_weights:
         return terms
     chosen = [t for t in terms if t.loss.class_axis is not None or t.loss.one_hot] or [*terms]
@@ -315,7 +315,7 @@ def _ending(model: Model, output: str) -> Node | None:
 
 
 def _fits(node: Node, loss: losses.Loss, shape: tuple | None) -> bool:
-    """Return whether the ending is the one that the loss has inside, over the same axis."""
+    """Check whether the loss contains this operator, over the same axis."""
     if ENDINGS[node.op.name] != loss.logits_of:
         return False
     if node.op.name == "Sigmoid":

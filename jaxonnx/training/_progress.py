@@ -10,9 +10,9 @@ from jaxonnx._progress import Cell
 from jaxonnx.training._history import History
 
 _SECONDS, _SECONDS_IN_NOTEBOOK = 0.1, 0.5
-"""Between two pictures of the bar: making one costs as much as a small step."""
+"""Seconds between two drawings of the bar: one costs as much as a small step."""
 _SECONDS_OF_LINES = 10.0
-"""Between two lines where there is neither a terminal nor a notebook."""
+"""Seconds between two lines, without a terminal or a notebook."""
 
 
 class Bar:

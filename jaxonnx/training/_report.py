@@ -59,7 +59,7 @@ class Run:
 
 
 class Reported(Protocol):
-    """The part of a result that is shown."""
+    """The part of a `Result` that the page shows."""
 
     @property
     def model(self) -> Model: ...
@@ -151,7 +151,7 @@ def _layers(result: Reported) -> Iterator[str]:
 
 
 def _status(result: Reported, name: str) -> str:
-    """Return what was done to a tensor, in a word or two."""
+    """Return the status of a tensor: trained, frozen, sparse."""
     model = result.model
     if name not in model.params:
         return "renewed" if result.changes.get(name) else "frozen"
@@ -200,7 +200,7 @@ def _changed_settings(settings: Settings) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    """Return a setting as people read it; what has no short form by its name or type."""
+    """Format a setting; one without a short form by its name or type."""
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, str | int | None):

@@ -1,4 +1,4 @@
-"""What a run gives."""
+"""The result of a run."""
 
 import os
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _MOST, _LEAST = 6, 2
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """The trained model, and what happened; `print` or the end of a cell says what changed."""
+    """The trained model and the history; printing it lists the tensors that changed most."""
 
     model: Model
     history: History
@@ -54,7 +54,7 @@ class Result:
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
-    """Return how much each tensor changed, relative to what it was."""
+    """Return the relative change of each tensor."""
     return {name: _change(to_host(before[name]), to_host(x)) for name, x in after.items()}
 
 

@@ -1,4 +1,4 @@
-"""What a run trains of a model, and how its layers behave meanwhile."""
+"""Select the parameters of a run: adapters, `trainable`, statistics, Dropout, remat."""
 
 import jax
 

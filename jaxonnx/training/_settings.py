@@ -141,14 +141,14 @@ class Settings(_VALUES):
 
     @property
     def hooks(self) -> tuple[Hook, ...]:
-        """The functions of `on_log`: none, one or several."""
+        """The functions of `on_log`, as a list."""
         several = isinstance(self.on_log, list | tuple)
         hooks: Any = self.on_log if several else () if self.on_log is None else [self.on_log]
         return tuple(hooks)
 
     @property
     def resumable(self) -> dict[str, Any]:
-        """The values that a run which continues from a checkpoint of this one must have, too."""
+        """The arguments that a run resumed from a checkpoint must share."""
         arguments = declared(TrainArguments).items()
         same = {name: getattr(self, name) for name, one in arguments if one.argument.resume}
         padding = Padding.of(self.pad, self.length_buckets)

@@ -109,7 +109,7 @@ class Snapshots:
         return spare.replace(count=jnp.full_like(spare.count, self._record.step))
 
     def finish(self, state: State) -> None:
-        """Wait for the last checkpoint of a run that has come to its end.
+        """Wait for the last checkpoint at the end of a run.
 
         Raises:
           Stop: it could not be written, or the run got nowhere: no step was taken, or all of them

@@ -1,4 +1,4 @@
-"""Running statistics that a run computes from its data, where averages over its steps do not do."""
+"""Running statistics computed from the training data, where moving averages have not settled."""
 
 import warnings
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""One training step as pure functions: its face, and the state that goes through it."""
+"""The interface of a training step, as pure functions, and its state."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from jaxonnx.model import Model
 from jaxonnx.training._precision import LossScale
 
 SMALL = 2**10
-"""Numbers of an array that a step looks at as a whole after its update."""
+"""Elements up to which an array is checked for non-finite numbers after its update."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """All that a step changes; a pytree of arrays.
+    """The state of training; a pytree of arrays.
 
     A loop of your own may carry more: a subclass with further fields, which is a frozen dataclass
     and registered (`jax.tree_util.register_dataclass`) as well, goes through `update` as it is.
@@ -41,7 +41,7 @@ class State:
     average: dict[str, jax.Array] | None
     """The moving average of the parameters, in float32 at least, where one is taken (`ema`)."""
     count: jax.Array
-    """The steps until now; random operators draw by it."""
+    """The number of steps; random operators fold it into their key."""
     taken: jax.Array
     """Those of them that were finite: their loss, gradients, statistics and update."""
     finite: jax.Array
@@ -102,7 +102,7 @@ class Step(ABC):
 
     @abstractmethod
     def check_labels(self, targets: Any, shapes: Any, what: str, classes: Any = None) -> None:
-        """Refuse labels that are no classes of the loss.
+        """Refuse labels that are not classes of the loss.
 
         Args:
           targets: as NumPy arrays, of a batch or of all data.
@@ -147,7 +147,7 @@ class Step(ABC):
 
     @property
     def params(self) -> Mapping[str, Any]:
-        """What `init` starts from by default, in the order of the file."""
+        """The initial parameters, in the order of the file."""
         return self.model.params
 
     def as_batch(self, batch: Any) -> Batch:
@@ -175,7 +175,7 @@ class Step(ABC):
         return state
 
     def columns(self, validated: bool) -> list[str]:
-        """Return the names of the numbers of an epoch that can tell the best one."""
+        """Return the names of the metrics that `monitor` can have."""
         return ["loss", "validation_loss"] if validated else ["loss"]
 
 
@@ -244,7 +244,7 @@ def finite(tree: Any) -> jax.Array:
 
 
 def _join_small(rows: Sequence[tuple[jax.Array, ...]]) -> list[tuple[jax.Array, ...]]:
-    """Return rows of arrays of one size, the small ones joined: a loop for each takes longer."""
+    """Concatenate small arrays of one dtype: a loop for each would take longer."""
     kept, small = [], defaultdict(list)
     for row in rows:
         split = any(axis is not None for x in row for axis in jax.typeof(x).sharding.spec)

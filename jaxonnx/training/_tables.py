@@ -1,4 +1,4 @@
-"""Results of an evaluation that are more than a number: tables and curves, with plots."""
+"""Tables and curves of an evaluation, with plots."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class TrainingInfoStep(Step):
         return shapes, self._loss(outputs).dtype
 
     def check_labels(self, targets: Any, shapes: Any, what: str, classes: Any = None) -> None:
-        """Accept any: what a loss of the file makes of them is the file's affair."""
+        """Accept any labels: their meaning is defined by the file."""
 
     def sums(self, batch: Any, shapes: Any = None) -> Any:
         shapes, dtype = self.check(batch) if shapes is None else shapes

@@ -87,7 +87,7 @@ class WeightLayout:
         return {n: KernelFirst(x) if n in self.names else x for n, x in params.items()}
 
     def axes(self, name: str, axes: tuple[int, int]) -> tuple[int, int]:
-        """Return where axes of a parameter are as it is stored."""
+        """Map axes of a parameter to its stored layout."""
         if name not in self.names:
             return axes
         places = self._back[name].axes

@@ -1,4 +1,4 @@
-"""Pictures as inputs, on the device: random parts of them, mirrored or not, and their numbers."""
+"""Augmentation of images on the device: random crops and flips, then scaling."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _RATIO = math.log(4 / 3)
 
 
 class Augment(NamedTuple):
-    """What is drawn for each picture in each epoch."""
+    """Settings of random augmentation."""
 
     crop: float | None = None
     """The least share of a picture's area that its random part has; None for no such parts."""
     flip: float = 0.0
-    """How often a picture is mirrored."""
+    """The probability that an image is mirrored."""
 
     @classmethod
     def of(cls, wanted: Any) -> Self:

@@ -1,4 +1,4 @@
-"""Batches of pictures, decoded by threads some batches ahead."""
+"""Batches of images, decoded ahead of time by threads."""
 
 import os
 import warnings
@@ -19,7 +19,7 @@ from jaxonnx._data.prefetch import ahead
 from jaxonnx.errors import InputError, TrainingError
 
 _AHEAD = 2
-"""Batches that are decoded while one is used."""
+"""Batches decoded ahead of the one in use."""
 _KEY = 2**32 - 3
 """What is folded into the seed's key for augmentation; steps fold in their number."""
 
@@ -101,7 +101,7 @@ class Pictures(Examples):
             pool.shutdown(cancel_futures=True)
 
     def _decode(self, row: int, place: np.ndarray, whole: bool) -> float | InputError:
-        """Write a picture to its place and return its aspect, or what is wrong with it."""
+        """Decode an image into its place; return its aspect ratio, or the error."""
         path, broken = self.inputs.paths[row], self.inputs.settings.kept.broken
         if path in broken:
             return broken[path]

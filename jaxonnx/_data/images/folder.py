@@ -1,4 +1,4 @@
-"""Folders of pictures: one folder a class, and how the pictures become inputs."""
+"""Folders of images: one folder for each class, and their preprocessing."""
 
 import os
 import warnings
@@ -24,7 +24,7 @@ _LISTED = 8
 
 
 class Kept:
-    """Decoded pictures, as many as fit into a number of bytes, and those that are broken."""
+    """A cache of decoded images with a limit in bytes, and the images that cannot be read."""
 
     def __init__(self, limit: int):
         self.broken: dict[Path, InputError] = {}
@@ -33,7 +33,7 @@ class Kept:
         self._lock = Lock()
 
     def get(self, key: Any, make: Callable[[], tuple[np.ndarray, float]]) -> Any:
-        """Return what is kept under a key, or make it and keep it if there is room."""
+        """Return a cached image, or make it and cache it if there is room."""
         held = self._held.get(key)
         if held is None:
             held = make()
@@ -44,7 +44,7 @@ class Kept:
         return held
 
     def release(self) -> None:
-        """Drop what is kept, and keep nothing more."""
+        """Empty the cache, and cache nothing from now on."""
         with self._lock:
             self._free = 0
             self._held.clear()
@@ -52,7 +52,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Preprocess:
-    """How pictures are shown to a network, the same for training and validation."""
+    """Preprocessing of images, shared by training and validation."""
 
     how: Preparation
     where: Layout
@@ -103,7 +103,7 @@ def is_folder(data: Any) -> bool:
 def find_folders(
     data: Any, validation: Any, model: M, preprocess: Mapping[str, Any] | None
 ) -> tuple[Any, Any, M]:
-    """Return data and validation with folders listed, and the model with what its file will say.
+    """List folders of data and validation; return both, and the model with its new metadata.
 
     Raises:
       TrainingError: a folder has no classes of pictures, or `preprocess` does not fit.
@@ -171,7 +171,7 @@ def _is_picture(path: Path) -> bool:
 
 
 def notes(*data: Any) -> list[str]:
-    """Return what a run with folders should say of them."""
+    """Return notes on folders for the history of a run."""
     folders = [each for each in data if isinstance(each, Folder)]
     broken = [str(error) for each in folders[:1] for error in each.settings.kept.broken.values()]
     return [note for each in folders for note in each.notes] + [f"left out: {e}" for e in broken]

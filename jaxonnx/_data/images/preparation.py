@@ -1,4 +1,4 @@
-"""Pictures as inputs of a network: what the file says about them, and how one is read."""
+"""Preprocessing of images: metadata in the file, and reading with Pillow."""
 
 import struct
 from dataclasses import asdict, dataclass, fields, replace
@@ -31,7 +31,7 @@ _KINDS = {"labels": (str, int, float), "order": (str,), "size": (int,)}
 """Types in the entry; the other fields are numbers."""
 
 _BROKEN = (OSError, SyntaxError, ValueError, struct.error)
-"""What Pillow raises for files that are cut off or altered."""
+"""Exceptions of Pillow for truncated or corrupt files."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Layout:
 
 
 def preparation(model: Network) -> Preparation:
-    """Return what the file says about its pictures, or else the usual.
+    """Return the preprocessing that the file declares, or the default.
 
     The file's entry of jaxonnx goes before the metadata that ONNX itself defines for images.
 
