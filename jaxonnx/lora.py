@@ -17,11 +17,11 @@ import numpy as np
 from jaxonnx._axes import Matrix
 from jaxonnx._graph.roles import running_statistics
 from jaxonnx._graph.select import Select, select
-from jaxonnx._graph.uses import weights
+from jaxonnx._graph.uses import Weight, weights
 from jaxonnx._graph.weight_names import Places
 from jaxonnx._safe_read import reading
 from jaxonnx.errors import InputError, ModelError
-from jaxonnx.lowering import LowRank, is_half
+from jaxonnx.lowering import Changed, LowRank, is_half
 from jaxonnx.model import Model
 
 _ABOUT = "jaxonnx.lora"
@@ -40,9 +40,9 @@ class LoRA:
     in float32. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021
     (arXiv:2106.09685).
 
-    The memory of the optimizer and the exported file are small. The change is merged into the
-    weights in each step, so a dense gradient of each weight exists for a moment; not on a mesh,
-    where devices would send it to each other, for matrices of MatMul and Gemm in float32.
+    The memory of the optimizer and the exported file are small. Matrices of MatMul and Gemm in
+    float32 have no dense gradient: x passes through A, then B. Into other weights the change is
+    merged in each step, so that a dense gradient of each exists for a moment.
 
     >>> import jax, jaxonnx
     >>> from jaxonnx import demo
@@ -81,24 +81,24 @@ class LoRA:
         """
         full = {} if trainable is None else model.with_trainable(trainable).params
         tensors = model.tensors
-        floats = {n: v for n, v in tensors.items() if jnp.issubdtype(v.dtype, jnp.floating)}
-        places = {
-            name: weight.matrix
+        found = {
+            name: weight
             for name, weight in weights(model.graph, tensors).items()
-            if weight.matrix and name in floats.keys() - full
+            if weight.matrix and name not in full and (_is_float(tensors[name]) or weight.storage)
         }
-        places = self._select_weights(places, floats, model._places)
+        places = self._select_weights(found, tensors, model._places)
         values = dict(full)
         for name, key in zip(places, jax.random.split(rng, len(places)), strict=True):
-            values |= self._start(name, tensors[name], places[name], key)
+            values |= self._start(name, tensors[name].dtype, found[name], key)
         alpha = self.rank if self.alpha is None else self.alpha
         return Adapters(self.rank, alpha, places, values).attach(model)
 
     def _select_weights(
-        self, places: dict[str, Matrix], tensors: Mapping[str, Any], named: Places
+        self, found: Mapping[str, Weight], tensors: Mapping[str, Any], named: Places
     ) -> dict[str, Matrix]:
         """Return the weights to be adapted."""
-        sizes = {name: place.sizes(tensors[name].shape) for name, place in places.items()}
+        places = {name: weight.matrix for name, weight in found.items() if weight.matrix}
+        sizes = {name: place.sizes(found[name].shape) for name, place in places.items()}
         if self.where is None:
             chosen = {
                 name
@@ -119,14 +119,17 @@ class LoRA:
                 rows, columns = sizes[name]
                 raise InputError(
                     f"rank={self.rank} is too much for '{name}' of shape "
-                    f"{list(tensors[name].shape)}, a matrix of {rows} x {columns}; choose at most "
+                    f"{list(found[name].shape)}, a matrix of {rows} x {columns}; choose at most "
                     f"{min(sizes[name])}, or leave it out of where="
                 )
         return {name: place for name, place in places.items() if name in chosen}
 
-    def _start(self, name: str, w: Any, place: Matrix, key: jax.Array) -> dict[str, jax.Array]:
-        a, b = place.factors(w.shape, self.rank)
-        dtype = jnp.promote_types(w.dtype, jnp.float32)
+    def _start(
+        self, name: str, stored: np.dtype, weight: Weight, key: jax.Array
+    ) -> dict[str, jax.Array]:
+        place: Any = weight.matrix
+        a, b = place.factors(weight.shape, self.rank)
+        dtype = jnp.float32 if weight.storage else jnp.promote_types(stored, jnp.float32)
         scale = 1 / math.sqrt(self.rank if place.lookup else a[-1])
         values = scale * jax.random.normal(key, a, dtype), jnp.zeros(b, dtype)
         return dict(zip(_pair(name), values, strict=True))
@@ -253,7 +256,7 @@ class Adapters:
             return cls(about["rank"], float(about["alpha"]), places, arrays)
 
     def _check(self, model: Model) -> None:
-        shapes = {name: v.shape for name, v in model.tensors.items()}
+        shapes = {name: w.shape for name, w in weights(model.graph, model.tensors).items()}
         wanted = {name: v.shape for name, v in self.values.items()}
         for name, place in self.layouts.items():
             if name not in shapes:
@@ -280,20 +283,26 @@ class _Merge:
     alpha: float
     layouts: Mapping[str, Matrix]
 
-    def __call__(self, tensors: Mapping[str, Any], apart: bool = False) -> dict[str, Any]:
+    def __call__(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         result = dict(tensors)
         for name, place in self.layouts.items():
             a, b = (result.pop(member) for member in _pair(name))
             w = tensors[name]
-            if apart and w.ndim == 2 and w.dtype == a.dtype and not is_half(w):
+            plain = w.ndim == 2 and w.dtype == a.dtype and not is_half(w)
+            if plain or not (_is_float(w) or place.kernel or place.batch):
                 b = b * (self.alpha / self.rank)
                 result[name] = LowRank(w, a.T, b.T) if place.output else LowRank(w, b, a)
                 continue
             # b a has the axes (batch..., output, input and kernel in one)
             order = (*place.batch, place.output, place.input, *place.kernel)
             change = (b @ a * (self.alpha / self.rank)).reshape([w.shape[i] for i in order])
-            result[name] = (w + change.transpose(np.argsort(order))).astype(w.dtype)
+            change = change.transpose(np.argsort(order))
+            result[name] = (w + change).astype(w.dtype) if _is_float(w) else Changed(w, change)
         return result
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
 
 
 def _check_scale(rank: Any, alpha: Any) -> None:

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._axes import Matrix
+from jaxonnx._axes import Matrix, Storage
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx.errors import Error
 
@@ -62,13 +63,20 @@ class Use:
         if form is None or axes is None:
             return None
         place = form.axes(len(axes), self.node.attributes, self.position)
+        if form.storage is not None:  # the axes are the matrix's
+            return place if self.is_direct else None
         return None if place is None else place.of(axes, self.rank, self.view.apart)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the node reads the tensor itself, and no view of it."""
+        return self.node.inputs[self.position] == self.name
 
     @property
     def summed(self) -> bool:
         """Whether a product here sums over an axis of the tensor's own."""
         form, axes = self.node.op.form(self.position), self.view.axes
-        if form is None or axes is None:
+        if form is None or axes is None or form.storage is not None:
             return False
         place = form.axes(len(axes), self.node.attributes, self.position)
         return place is not None and axes[place.input] is not None
@@ -263,6 +271,11 @@ class Weight:
     """The value that it starts from; None if it is drawn at random."""
     dense: str
     """Why it cannot be sparse; empty where every use is a product in which it can."""
+    shape: tuple[int, ...] = ()
+    """Of the matrix: the tensor's own but for some in few bits."""
+    storage: Storage | None = None
+    """How it is stored in few bits; None for a floating-point tensor, and where a node reads the
+    tensor that cannot add a change of the matrix."""
 
 
 def weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, Weight]:
@@ -274,12 +287,13 @@ def weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, Weight]:
     for use in uses(graph, tensors):
         read.setdefault(use.name, []).extend([] if use.node.body is not None else [use])
     return {
-        name: _weight(tensors[name].shape, read.get(name, ()))
+        name: _weight(tensors[name], read.get(name, ()))
         for name in dict.fromkeys([*read, *tensors])
     }
 
 
-def _weight(shape: tuple[int, ...], all_uses: Sequence[Use]) -> Weight:
+def _weight(tensor: Any, all_uses: Sequence[Use]) -> Weight:
+    shape = tuple(tensor.shape)
     used = [use for use in all_uses if not use.passes]
     told = [*used, *(use for use in all_uses if use.passes)]  # such as a row of a table
     matrix = next((place for use in told if (place := use.matrix) is not None), None)
@@ -290,4 +304,21 @@ def _weight(shape: tuple[int, ...], all_uses: Sequence[Use]) -> Weight:
         if start is None and math.prod(shape) == max(shape, default=1):
             start = 0.0  # a vector of which nothing is said is a bias
     reasons = [use.dense for use in used] or ["no factor of a matrix product"]
-    return Weight(matrix, start, next(filter(None, reasons), ""))
+    storage = None if matrix is None else _storage(tensor, all_uses)
+    return Weight(
+        matrix, start, next(filter(None, reasons), ""), storage.shape if storage else shape, storage
+    )
+
+
+def _storage(tensor: Any, all_uses: Sequence[Use]) -> Storage | None:
+    """Return how a matrix is stored in few bits."""
+    shape, direct = tuple(tensor.shape), [use for use in all_uses if use.is_direct]
+    narrow = not jnp.issubdtype(tensor.dtype, jnp.floating) or tensor.dtype.itemsize == 1
+    if not narrow or not all(use.position in use.node.op.factors for use in direct):
+        return None
+    for use in direct:
+        form = use.node.op.form(use.position)
+        if form is not None and form.storage is not None:
+            return form.storage(shape, tensor.dtype, use.node.attributes)
+        return Storage(shape, str(tensor.dtype), use.node.attributes.get("block_size", 0))
+    return None

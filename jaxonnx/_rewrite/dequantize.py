@@ -11,8 +11,9 @@ import numpy as np
 from onnx import ModelProto, TensorProto, helper
 
 from jaxonnx._graph.bind import Graph, bind
-from jaxonnx._graph.uses import uses
+from jaxonnx._graph.uses import weights
 from jaxonnx._run.scope import Context, run
+from jaxonnx._text import format_count
 from jaxonnx.errors import InputError
 
 _DEQUANTIZE = "DequantizeLinear"
@@ -25,6 +26,7 @@ INTEGER_PRODUCTS = (
     "QLinearConv",
     "QLinearMatMul",
 )
+_WITHOUT_GRADIENT = ("ConvInteger", "MatMulInteger", "QLinearConv", "QLinearMatMul")
 
 
 def dequantize_weights(
@@ -69,22 +71,28 @@ def dequantize_weights(
 
 
 def notes(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what integers mean for training, in sentences."""
-    weights = {
-        use.name: None
-        for use in uses(graph, tensors)
-        if use.node.op.role(use.position) == "param" and tensors[use.name].dtype.kind in "iu"
+    """Yield what weights in few bits mean for training, in sentences."""
+    stored = {
+        name: weight.storage for name, weight in weights(graph, tensors).items() if weight.storage
     }
-    if weights:
+    if stored:
+        first, storage = next(iter(stored.items()))
         yield (
-            f"{len(weights)} weights are integers behind DequantizeLinear ({next(iter(weights))}, "
-            "...) and are not trained; jaxonnx.load(path, dequantize=True) makes floating-point "
-            "tensors of them, which save writes as such"
+            f"{format_count(len(stored), 'weight')} in few bits ({first}: {storage}, ...) "
+            f"{'are' if len(stored) > 1 else 'is'} not trained; lora=jaxonnx.LoRA(rank=8) trains "
+            "low-rank changes beside them"
         )
-    products = Counter(n.op.name for n in graph.nodes if n.op.name in INTEGER_PRODUCTS)
+    opened = [n for n in graph.nodes if n.op.name == _DEQUANTIZE and tensors.keys() >= {*n.reads}]
+    if opened:
+        yield (
+            f"{format_count(len(opened), 'tensor')} behind DequantizeLinear: jaxonnx.load(path, "
+            "dequantize=True) makes trained floating-point tensors of them, which save writes as "
+            "such"
+        )
+    products = Counter(n.op.name for n in graph.nodes if n.op.name in _WITHOUT_GRADIENT)
     if products:
         listed = ", ".join(f"{name} {count}" for name, count in products.items())
         yield (
-            f"operators that compute with integers ({listed}) have no gradient for their weights: "
-            "train the file from before quantization"
+            f"operators that compute with integers ({listed}) have no gradient: train the file "
+            "from before quantization"
         )

@@ -26,7 +26,7 @@ from jaxonnx._run.fold_norms import Folds, fold_norms, folds
 from jaxonnx._run.overlay import Overlay
 from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import NodeError, StaticError
-from jaxonnx.lowering import merges, placed_as, store
+from jaxonnx.lowering import placed_as, store
 
 FIXING = 64
 """An input that fixes shapes is a scalar or a vector of at most so many elements."""
@@ -46,12 +46,8 @@ class Adaption(Protocol):
         """The tensors that are parameters once the change is merged into them."""
         ...
 
-    def __call__(self, tensors: Mapping[str, Any], apart: bool = False) -> dict[str, Any]:
-        """Compute the values of the graph's tensors.
-
-        Args:
-          apart: leave the change of a matrix apart, as a `lowering.Adapted`.
-        """
+    def __call__(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Compute the values of the graph's tensors; a changed matrix may be a `LowRank`."""
         ...
 
 
@@ -236,7 +232,7 @@ class Program:
         def evaluate(tensors, key, inputs):
             renewed = None if updates is None else {}
             tensors = {**self.constants, **tensors}
-            weights = tensors if self.adaption is None else self.adaption(tensors, not merges())
+            weights = tensors if self.adaption is None else self.adaption(tensors)
             about = (self.overlay, self._note, self.limit)
             context = Context(weights, key, training, renewed, *about)
             if self.caches is not None:

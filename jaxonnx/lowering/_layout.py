@@ -16,6 +16,7 @@ from jax.core import Tracer
 
 from jaxonnx.lowering._low_rank import LowRank
 from jaxonnx.lowering._merged_rows import MergedRows
+from jaxonnx.lowering._packed import Packed
 
 SHORT = 16
 """Length of a last axis below which loops along it are slow."""
@@ -136,7 +137,7 @@ _kernels_first = jax.jit(kernels_first)
 
 def in_file(value: Any) -> Any:
     """Convert a view to the array that the file has; return any other value as it is."""
-    if isinstance(value, LowRank | MergedRows):
+    if isinstance(value, LowRank | MergedRows | Packed):
         return value.merge()
     return value.first() if isinstance(value, KernelFirst) else value
 

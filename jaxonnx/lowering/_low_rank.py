@@ -1,16 +1,20 @@
 """Weights with a low-rank change, which rows are multiplied by without a gradient of the whole.
 
-One device merges the change into the weight: that is quickest, and the gradient of the whole weight
-exists for a moment. Devices that share the rows would send each other this gradient, to sum it,
-before the factors of the change take theirs. Here the sums over rows are those of the factors.
+The gradients of the factors need two small products with the rows each, where that of the whole
+weight needs one large product; devices that share the rows sum only the small results. The forward
+pass merges the change into the weight where there are many rows, which is cheaper than products
+with each of them.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 from jax.custom_derivatives import SymbolicZero
+
+from jaxonnx.lowering._packed import Packed
 
 
 @jax.tree_util.register_dataclass
@@ -40,11 +44,42 @@ class LowRank:
     def T(self) -> "LowRank":
         return LowRank(self.w.T, self.b.T, self.a.T)
 
+    def change(self, x: Any) -> Any:
+        """Return what the change adds to the product with x."""
+        return ((x @ self.a) @ self.b).astype(x.dtype)
+
     def merge(self) -> Any:
-        return self.w + self.a @ self.b
+        w = self.w.merge() if isinstance(self.w, Packed) else self.w
+        return w + (self.a @ self.b).astype(w.dtype)
 
     def __rmatmul__(self, x: Any) -> Any:
+        inner, outer = self.shape
+        if isinstance(self.w, Packed) or math.prod(x.shape[:-1]) * (inner + outer) < inner * outer:
+            return x @ self.w + self.change(x)
         return _product(x, self.w, self.a, self.b)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Changed:
+    """A stored tensor of any rank, and a change of what it is dequantized to."""
+
+    w: Any
+    change: Any
+
+    __array_ufunc__ = None
+
+    @property
+    def ndim(self) -> int:
+        return self.w.ndim
+
+    @property
+    def dtype(self) -> Any:
+        return self.w.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.w.shape
 
 
 @jax.custom_jvp

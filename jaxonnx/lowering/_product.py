@@ -55,7 +55,7 @@ def product_rounded(a, b):
 
 def product(a, b):
     """Multiply matrices (with the same leading axes); half precision gives float32."""
-    if not (is_half(a) and is_half(b)):
+    if not (is_half(a) and is_half(b)) or not isinstance(b, np.ndarray | jax.Array):
         return a @ b
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return a.astype(np.float32) @ b.astype(np.float32)

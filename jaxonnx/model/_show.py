@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxonnx._graph.bind import Node
+from jaxonnx._graph.uses import weights
 from jaxonnx._io import protos
 from jaxonnx._io.tensors import to_array
 from jaxonnx._network import Network
@@ -65,12 +66,13 @@ def overview(model: Network) -> Group:
     for column in ("shape", "type"):
         table.add_column(column, no_wrap=True)
     table.add_column("trained", justify="center", no_wrap=True)
+    stored = {n: w.storage for n, w in weights(model.graph, model.tensors).items() if w.storage}
     rows = [(n, v, "yes") for n, v in model.params.items()]
     rows += [(n, v, "no") for n, v in kept.items()]
     for name, value, role in rows[:_ROWS]:
-        table.add_row(
-            Text(name), "x".join(map(str, value.shape)) or "scalar", str(value.dtype), role
-        )
+        storage = stored.get(name)
+        shape, kind = (value if storage is None else storage).shape, storage or value.dtype
+        table.add_row(Text(name), "x".join(map(str, shape)) or "scalar", str(kind), role)
     if len(rows) > _ROWS:
         more = f"... {len(rows) - _ROWS} more: model.tensors has all, jaxonnx info --layers too"
         return Group(facts, table, Text(more))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from onnx import NodeProto, ValueInfoProto
 from rich.console import Group
 from rich.text import Text
 
+from jaxonnx._axes import Storage
 from jaxonnx._graph.bind import Node
 from jaxonnx._graph.exporter_hints import is_folded
 from jaxonnx._graph.scopes import modules
@@ -119,6 +121,8 @@ def summary(model: Network) -> Summary:
     tensors, graph = model.tensors, model.graph
     values, known = _shapes(model)
     origins = {name: node for node in model.proto.graph.node for name in node.output}
+    found = weights(graph, tensors)
+    stored = {name: weight.storage for name, weight in found.items() if weight.storage}
     used: dict[int, list[str]] = {}
     views: set[int] = set()
     for use in uses(graph, tensors):
@@ -137,14 +141,15 @@ def summary(model: Network) -> Summary:
             weights_of = list(dict.fromkeys(read))
             places.append(_origin(model, node, origin, weights_of))
             named = origin, places[-1]
-            layers.append(_layer(model, tensors, node, named, value, weights_of, counted))
+            layers.append(_layer(model, tensors, stored, node, named, value, weights_of, counted))
             counted.update(read)
     trained, frozen = (sum(v.size for v in group.values()) for group in (model.params, model.state))
     size = sum(v.nbytes for v in (*model.params.values(), *model.state.values()))
     matrices = {
-        name: weight.matrix.sizes(tensors[name].shape)
-        for name, weight in weights(graph, tensors).items()
-        if weight.matrix is not None and (name in model.params or name in model.state)
+        name: weight.matrix.sizes(weight.shape)
+        for name, weight in found.items()
+        if weight.matrix is not None
+        and (weight.storage or name in model.params or name in model.state)
     }
     return Summary(tuple(layers), trained, frozen, size, tuple(places), matrices)
 
@@ -163,6 +168,7 @@ def _shapes(model: Network) -> tuple[dict[str, Value], frozenset[str]]:
 def _layer(
     model: Network,
     tensors: Mapping[str, Any],
+    stored: Mapping[str, Storage],
     node: Node,
     named: tuple[NodeProto | None, Origin],
     value: Value | None,
@@ -176,6 +182,7 @@ def _layer(
     trained = [w for w in new if w in model.params]
     trained += [f"{w}.lora_{end}" for w in adapted if w in new for end in "AB"]
     notes = [f"adapters of rank {tensors[f'{w}.lora_A'].shape[-2]}" for w in adapted[:1]]
+    notes += [f"{w}: {form}" for w in learned if (form := stored.get(w))]
     if node.op.state:
         notes.append(
             "frozen statistics" if model.program.overlay.frozen else "batch statistics in training"
@@ -193,7 +200,7 @@ def _layer(
         name=called.module if scope else called.node,
         operator=operator(node),
         shape=None if value is None else value.shape,
-        parameters=sum(tensors[w].size for w in new),
+        parameters=sum(math.prod(stored.get(w, tensors[w]).shape) for w in new),
         trained=sum(tensors[w].size for w in trained),
         notes="; ".join(notes),
     )

@@ -21,6 +21,7 @@ from jaxonnx._rewrite.batch import free_batch
 from jaxonnx._rewrite.head import Classes, replace_head
 from jaxonnx._rewrite.outputs import cut
 from jaxonnx.errors import InputError
+from jaxonnx.lowering import in_file
 from jaxonnx.model._append_jax import append_function
 from jaxonnx.model._reinitialize import Initializer, reinitialize
 
@@ -161,7 +162,7 @@ def without_adapters(model: M) -> M:
     if adaption is None:
         return model
     tensors = {**model.state, **model.params}
-    params = jax.jit(lambda t: {n: adaption(t)[n] for n in adaption.params})(tensors)
+    params = jax.jit(lambda t: {n: in_file(adaption(t)[n]) for n in adaption.params})(tensors)
     state = {n: v for n, v in tensors.items() if n in model.state and n not in params}
     program = dataclasses.replace(model.program, adaption=None)
     return dataclasses.replace(model, params=params, state=state, program=program)

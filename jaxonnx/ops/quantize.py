@@ -5,6 +5,7 @@ x within the range of the quantized type and none where it saturates, and by the
 "Learned Step Size Quantization" (https://arxiv.org/abs/1902.08153).
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,9 +14,10 @@ import ml_dtypes
 import numpy as np
 
 from jaxonnx.errors import NodeError
+from jaxonnx.lowering import SMALL, Changed, LowRank, Packed
 from jaxonnx.ops.cast import convert
 from jaxonnx.ops.common import axis_of, element_dtype
-from jaxonnx.registry import Rounded, Through, is_known, op, xp
+from jaxonnx.registry import Factor, Rounded, Through, is_known, op, xp
 
 
 def _granular(value, x, axis, block_size) -> Any:
@@ -121,7 +123,62 @@ def dequantize_linear_10(x: Through, scale, zero_point=None):
 
 
 @op("DequantizeLinear", since=13, view=True)
-def dequantize_linear(x: Through, scale, zero_point=None, *, axis=1, block_size=0, output_dtype=0):
+def dequantize_linear_13(
+    x: Through | Factor, scale, zero_point=None, *, axis=1, block_size=0, output_dtype=0
+):
+    """`dequantize_linear`; of a large matrix, products read a few rows at a time."""
+    options = {"axis": axis, "block_size": block_size, "output_dtype": output_dtype}
+    if isinstance(x, LowRank):
+        return LowRank(dequantize_linear_13(x.w, scale, zero_point, **options), x.a, x.b)
+    if isinstance(x, Changed):
+        y = dequantize_linear(x.w, scale, zero_point, **options)
+        return (y + x.change).astype(y.dtype)
+    packed = _packed(x, scale, zero_point, **options)
+    return dequantize_linear(x, scale, zero_point, **options) if packed is None else packed
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """DequantizeLinear of some rows of a matrix, as `lowering.Packed` takes it."""
+
+    options: tuple[tuple[str, int], ...]
+
+    def __call__(self, x, scale, zero_point=None):
+        x = x.reshape(-1, x.shape[-1])  # blocks of rows come apart
+        return dequantize_linear(x, scale, zero_point, **dict(self.options))
+
+
+def _packed(x, scale, zero_point, **options) -> Packed | None:
+    """Return a matrix that is dequantized where it is read; None if it is no large matrix."""
+    if isinstance(x, Rounded | np.ndarray) or x.ndim != 2 or x.dtype.itemsize > 2:
+        return None
+    whole = all(isinstance(n, int) for n in x.shape)
+    dtype = element_dtype(options["output_dtype"]) if options["output_dtype"] else scale.dtype
+    if not whole or x.size * dtype.itemsize <= SMALL:
+        return None
+    block, axis, shape = options["block_size"], axis_of(options["axis"], 2), x.shape
+    groups, shared = [x], []
+    for value in (scale, zero_point):
+        if value is None:
+            continue
+        by_row = value.size > 1 and (bool(block) or axis == 0)
+        fits = value.shape == tuple(
+            (-(-n // block) if block else n) if i == axis else n
+            for i, n in enumerate(shape)
+            if block or i == axis
+        )
+        if (value.size > 1 and not fits) or (by_row and shared):
+            return None  # `dequantize_linear` says what is wrong
+        (groups if by_row else shared).append(value)
+    if block and axis == 0 and len(groups) > 1:
+        if shape[0] % block:
+            return None
+        groups[0] = x.reshape(-1, block, shape[1])
+    unpack = _Rows((*options.items(),))
+    return Packed((*groups,), (*shared,), unpack, shape, np.dtype(dtype))
+
+
+def dequantize_linear(x: Any, scale, zero_point=None, *, axis=1, block_size=0, output_dtype=0):
     """(x - zero_point) * scale in the type of the result: `output_dtype` or that of `scale`."""
     dtype = element_dtype(output_dtype) if output_dtype else scale.dtype
     y = _through(x.value, x.real) if isinstance(x, Rounded) else convert(x, np.float32)

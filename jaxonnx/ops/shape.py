@@ -7,9 +7,9 @@ import numpy as np
 
 from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
-from jaxonnx.lowering import reshape_rows
+from jaxonnx.lowering import LowRank, Packed, reshape_rows
 from jaxonnx.ops.common import axes_of, axis_of, sizes
-from jaxonnx.registry import Rows, Static, op, xp
+from jaxonnx.registry import Factor, Rows, Static, op, xp
 
 
 @op("Identity", since=1, view=True)
@@ -110,9 +110,11 @@ def unsqueeze(x, axes: Static):
 
 
 @op("Transpose", since=1, view=True)
-def transpose(x, *, perm=None):
+def transpose(x: Factor, *, perm=None):
     if perm is not None and sorted(perm) != list(range(x.ndim)):
         raise NodeError(f"perm {perm} is no permutation of the {x.ndim} axes")
+    if isinstance(x, LowRank | Packed):
+        return x if perm == [0, 1] else x.T
     return x.transpose(perm)
 
 

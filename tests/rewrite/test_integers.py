@@ -35,9 +35,9 @@ def test_integers_are_reported_and_made_floats_on_request(tmp_path):
     proto = onnx.parser.parse_model(QDQ)
     plain = jaxonnx.load(proto)
     assert {*plain.params} == {"v"}
-    (note,) = plain.warnings
-    assert "2 weights are integers behind DequantizeLinear (wq, ...)" in note
-    assert "dequantize=True" in note
+    note, other = plain.warnings
+    assert "1 weight in few bits (wq: int8, ...) is not trained; lora=" in note
+    assert "2 tensors behind DequantizeLinear: jaxonnx.load(path, dequantize=True)" in other
 
     model = jaxonnx.load(proto, dequantize=True)
     assert {*model.params} == {"w", "b", "v"}

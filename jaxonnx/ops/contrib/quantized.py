@@ -4,16 +4,26 @@ Each one dequantizes, computes in floating point and quantizes again, so that gr
 through as in `jaxonnx.ops.quantize`.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._axes import Form, Matrix, Storage, matrix, packed
 from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
+from jaxonnx.lowering import LowRank, Packed
 from jaxonnx.ops.common import INDEX, axis_of
 from jaxonnx.ops.contrib.fused import DOMAIN
 from jaxonnx.ops.linear import matmul
-from jaxonnx.ops.quantize import dequantize_linear, dynamic_quantize_linear, quantize_linear
-from jaxonnx.registry import Omissible, Rounded, Through, op
+from jaxonnx.ops.quantize import (
+    dequantize_linear,
+    dequantize_linear_13,
+    dynamic_quantize_linear,
+    quantize_linear,
+)
+from jaxonnx.registry import Factor, Omissible, Rounded, Through, op
 
 
 def _dtype(x):
@@ -76,11 +86,14 @@ def qlinear_concat(y_scale, y_zero_point, *inputs, axis):
 def _scaled_product(a, a_scale, a_zero_point, b, b_scale, b_zero_point, bias):
     """Multiply the centred integers, which float32 holds, by both scales and add the bias."""
     one = np.ones((), np.float32)
+    stored = b.w if isinstance(b, LowRank) else b
     y = matmul(
         dequantize_linear(a, one, _row(a_zero_point), axis=-1),
-        dequantize_linear(b, one, _row(b_zero_point), axis=-1),
+        dequantize_linear_13(stored, one, _row(b_zero_point), axis=-1),
     )
     y = y * (a_scale * b_scale)
+    if isinstance(b, LowRank):
+        y = y + b.change(dequantize_linear(a, a_scale, _row(a_zero_point), axis=-1))
     return y if bias is None else y + bias
 
 
@@ -88,15 +101,21 @@ def _row(zero_point):
     return zero_point if zero_point is None or zero_point.size > 1 else zero_point.reshape(())
 
 
-@op("DynamicQuantizeMatMul", since=1, domain=DOMAIN, params=("bias",))
-def dynamic_quantize_matmul(a, b, b_scale, b_zero_point=None, bias=None):
+@op("DynamicQuantizeMatMul", since=1, domain=DOMAIN, weights={"b": matrix()}, params=("bias",))
+def dynamic_quantize_matmul(a, b: Factor, b_scale, b_zero_point=None, bias=None):
     a, a_scale, a_zero_point = dynamic_quantize_linear(a)
     return _scaled_product(a, a_scale, a_zero_point, b, b_scale, b_zero_point, bias)
 
 
-@op("MatMulIntegerToFloat", since=1, domain=DOMAIN, params=("bias",))
+@op("MatMulIntegerToFloat", since=1, domain=DOMAIN, weights={"b": matrix()}, params=("bias",))
 def matmul_integer_to_float(
-    a: Through, b: Through, a_scale, b_scale, a_zero_point=None, b_zero_point=None, bias=None
+    a: Through,
+    b: Through | Factor,
+    a_scale,
+    b_scale,
+    a_zero_point=None,
+    b_zero_point=None,
+    bias=None,
 ):
     return _scaled_product(a, a_scale, a_zero_point, b, b_scale, b_zero_point, bias)
 
@@ -108,10 +127,43 @@ def _unpack_bits(packed, bits):
     return numbers.reshape(*packed.shape[:-1], packed.shape[-1] * len(shifts))
 
 
-@op("MatMulNBits", since=1, domain=DOMAIN, params=("bias",))
+@dataclass(frozen=True)
+class _NBits:
+    """Rows of a matrix whose numbers of `bits` bits are packed along them, scaled per block."""
+
+    columns: int
+    bits: int
+    block: int
+    zeros: bool
+    dtype: np.dtype
+
+    def __call__(self, packed, scale, *others):
+        zero, block = others[0] if self.zeros else None, others[self.zeros :]
+        count = scale.shape[1]
+        if zero is None:
+            zero = np.full((1, count), 2 ** (self.bits - 1), self.dtype)
+        elif zero.dtype == np.uint8:
+            zero = _unpack_bits(zero, self.bits)[:, :count]
+        values = _unpack_bits(packed, self.bits).astype(self.dtype)
+        zero, scale = zero.astype(self.dtype), scale.astype(self.dtype)
+        if block:
+            zero, scale = (jnp.take(x, block[0], axis=1) for x in (zero, scale))
+            return (values[:, : self.columns] - zero) * scale
+        values = values.reshape(-1, count, self.block)
+        rows = ((values - zero[..., None]) * scale[..., None]).reshape(len(packed), -1)
+        return rows[:, : self.columns]
+
+
+@op(
+    "MatMulNBits",
+    since=1,
+    domain=DOMAIN,
+    weights={"b": packed(type=lambda attributes: f"int{attributes.get('bits', 4)}")},
+    params=("bias",),
+)
 def matmul_n_bits(
     a,
-    b,
+    b: Factor,
     scales,
     zero_points=None,
     g_idx=None,
@@ -130,21 +182,23 @@ def matmul_n_bits(
     """
     if weight_prepacked or bits not in (2, 4, 8):
         raise NodeError(f"weights must not be prepacked and have 2, 4 or 8 bits, not {bits}")
+    stored = b.w if isinstance(b, LowRank) else b
     blocks = -(-K // block_size)
     room((N, K), a.dtype)
     room((K,), INDEX, host=True)
-    block = np.arange(K) // block_size if g_idx is None else g_idx
-    weight = _unpack_bits(b.reshape(N, -1), bits)[:, :K].astype(a.dtype)
-    if zero_points is None:
-        zero = jnp.full((N, blocks), 2 ** (bits - 1), a.dtype)
-    elif zero_points.dtype == np.uint8:
-        zero = _unpack_bits(zero_points.reshape(N, -1), bits)[:, :blocks].astype(a.dtype)
-    else:
-        zero = zero_points.reshape(N, blocks)
-    scale = scales.reshape(N, blocks)
-    weight = (weight - jnp.take(zero, block, axis=1)) * jnp.take(scale, block, axis=1)
-    y = matmul(a, weight.T)
+    groups = [stored.reshape(N, -1), scales.reshape(N, blocks)]
+    if zero_points is not None:
+        groups.append(zero_points.reshape(N, -1))
+    unpack = _NBits(K, bits, block_size, zero_points is not None, np.dtype(a.dtype))
+    shared = () if g_idx is None else (g_idx,)
+    weight: Any = Packed((*groups,), shared, unpack, (N, K), unpack.dtype)
+    y = matmul(a, _changed(b, weight).T)
     return y if bias is None else y + bias
+
+
+def _changed(b, weight):
+    """Return a weight with the change that comes with the stored one."""
+    return LowRank(weight, b.a, b.b) if isinstance(b, LowRank) else weight
 
 
 # bitsandbytes' types of 4 bits: the numbers that the codes 0 to 15 stand for
@@ -164,18 +218,66 @@ _BNB4 = (
 )
 
 
-@op("MatMulBnb4", since=1, domain=DOMAIN)
-def matmul_bnb4(a, b, absmax, *, K, N, block_size, quant_type, training_mode=0, transB=1):
+@dataclass(frozen=True)
+class _Bnb4:
+    """Rows of numbers of 4 bits, the first in the high ones, scaled per block of them all."""
+
+    columns: int
+    block: int
+    type: int
+    dtype: np.dtype
+
+    def __call__(self, packed, scale):
+        codes = _unpack_bits(packed.reshape(-1), 4).reshape(-1, 2)[:, ::-1].reshape(-1)
+        size = len(codes) // self.columns * self.columns
+        scale = jnp.repeat(scale.reshape(-1), self.block)[:size]
+        numbers = jnp.asarray(_BNB4[self.type], self.dtype)[codes[:size]] * scale
+        return numbers.reshape(-1, self.columns)
+
+
+@op(
+    "MatMulBnb4",
+    since=1,
+    domain=DOMAIN,
+    weights={
+        "b": packed(
+            type=lambda attributes: ("fp4", "nf4")[attributes["quant_type"] % 2],
+            transpose="transB",
+        )
+    },
+)
+def matmul_bnb4(a, b: Factor, absmax, *, K, N, block_size, quant_type, training_mode=0, transB=1):
     """A W' (or A W) with W (N, K) of 4 bits, the first in the high ones, scaled per block."""
-    codes = _unpack_bits(b.reshape(-1), 4).reshape(-1, 2)[:, ::-1].reshape(-1)[: N * K]
-    scale = jnp.repeat(absmax.reshape(-1), min(block_size, N * K))[: N * K]
-    weight = (jnp.asarray(_BNB4[quant_type], a.dtype)[codes] * scale).reshape(N, K)
+    stored = b.w if isinstance(b, LowRank) else b
+    unpack = _Bnb4(K, min(block_size, N * K), quant_type, np.dtype(a.dtype))
+    if K % 2 == 0 and K % block_size == 0:
+        groups = stored.reshape(N, -1), absmax.reshape(N, -1)
+        weight: Any = Packed(groups, (), unpack, (N, K), unpack.dtype)
+    else:  # blocks go on from row to row
+        weight = unpack(stored, absmax)[:N]
+    weight = _changed(b, weight)
     return matmul(a, weight.T if transB else weight)
 
 
-@op("GatherBlockQuantized", since=1, domain=DOMAIN)
+def _quantized_table() -> Form:
+    """Declare the rows of a matrix along its first axis; bytes may hold several numbers."""
+
+    def axes(rank, attributes, position=0):
+        first = attributes.get("gather_axis", 0) % rank == 0
+        return Matrix(1, 0, lookup=True) if rank == 2 and first else None
+
+    def storage(shape, dtype, attributes):
+        bits = attributes.get("bits", 4)
+        several = 8 // bits if dtype == np.uint8 else 1
+        kind = f"int{bits}" if dtype == np.uint8 else str(dtype)
+        return Storage((shape[0], shape[1] * several), kind, attributes.get("block_size", 128))
+
+    return Form(axes, ("gather_axis", "bits", "block_size"), storage)
+
+
+@op("GatherBlockQuantized", since=1, domain=DOMAIN, weights={"data": _quantized_table()})
 def gather_block_quantized(
-    data,
+    data: Factor,
     indices,
     scales,
     zero_points=None,
@@ -191,6 +293,21 @@ def gather_block_quantized(
     index out of range gives zeros.
     """
     axis, along = axis_of(gather_axis, data.ndim), axis_of(quantize_axis, data.ndim)
+    indices = jnp.asarray(indices)
+    if isinstance(data, LowRank):
+        rows = jnp.take(data.a, indices, 0, mode="fill", fill_value=0) @ data.b
+        options = {"bits": bits, "block_size": block_size, "quantize_axis": quantize_axis}
+        y = gather_block_quantized(data.w, indices, scales, zero_points, **options)
+        return y + rows.astype(y.dtype)
+
+    def read(x):
+        return jnp.take(x, indices, axis, mode="fill", fill_value=0)
+
+    early = axis != along and axis != data.ndim - 1  # only what is read becomes floating point
+    if early:
+        data, scales = read(data), read(scales)
+        zero_points = None if zero_points is None else read(zero_points)
+        along += indices.ndim - 1 if along > axis else 0
     packed = data.dtype == np.uint8
 
     def whole(x):
@@ -208,4 +325,4 @@ def gather_block_quantized(
         return jnp.take(x, np.arange(values.shape[along]), along)
 
     y = (values - spread(zero)) * spread(scales)
-    return jnp.take(y, jnp.asarray(indices), axis, mode="fill", fill_value=0)
+    return y if early else read(y)

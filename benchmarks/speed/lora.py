@@ -1,0 +1,155 @@
+"""LoRA and full steps of a language model beside those of `transformers` and `peft`.
+
+    python -m benchmarks.speed.lora [--hidden 256] [--layers 4] [--sequence 128] [--batch 8]
+
+A Llama with random weights, saved by `transformers` and written as ONNX by onnxruntime-genai's
+builder. Both sides take AdamW steps on the same tokens, in turn, in one process. CPU milliseconds
+are those of all threads together, so that other work on the machine counts less; memory is what
+XLA reserves for ours. It needs torch, transformers, peft and onnxruntime-genai.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from rich.console import Console
+from rich.table import Table
+
+import jaxonnx
+
+RANK, VOCABULARY = 8, 2048
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def write(folder: Path, hidden: int, layers: int, precisions: list[str]) -> None:
+    """Write a Llama with random weights for `transformers` (hf/) and as ONNX (fp32/, int4/)."""
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    heads = max(hidden // 64, 1)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 128 * 32,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "hf")
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1").save_pretrained(
+        folder / "hf"
+    )
+    for precision in precisions:
+        builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-e", "cpu"]
+        files = ["-i", folder / "hf", "-o", folder / precision, "-p", precision]
+        subprocess.run([*builder, *files, "-c", folder], check=True, capture_output=True)
+
+
+def ours(path: Path, ids: np.ndarray, lora: bool):
+    """Return a function that takes a step, and the bytes that XLA reserves for it."""
+    model = jaxonnx.load(path).with_outputs("logits")
+    if lora:
+        where = ["*_proj*"]
+        model = jaxonnx.LoRA(RANK, where=where).attach(model, jax.random.key(0))
+    given = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    for value in model.inputs:
+        if value.name.startswith("past"):
+            heads: Any = tuple(value.shape or ())[1]
+            given[value.name] = np.zeros((len(ids), heads, 0, 64), np.float32)
+    optimizer = optax.adamw(1e-3)
+
+    def loss(params, state):
+        logits, _ = model.apply_train(params, state, jax.random.key(0), **given)
+        rows = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], ids[:, 1:])
+        return rows.mean()
+
+    def step(params, moments, state):
+        value, gradients = jax.value_and_grad(loss)(params, state)
+        updates, moments = optimizer.update(gradients, moments, params)
+        return optax.apply_updates(params, updates), moments, value
+
+    carry = [jax.tree.map(jax.numpy.copy, model.params), optimizer.init(model.params)]
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*carry, model.state).compile()
+    sizes: Any = compiled.memory_analysis()
+
+    def run() -> float:
+        *carry[:], value = compiled(*carry, model.state)
+        return float(value)
+
+    return run, sizes.argument_size_in_bytes + sizes.temp_size_in_bytes
+
+
+def peers(folder: Path, ids: np.ndarray, lora: bool):
+    """Return a function that takes PyTorch's step."""
+    import peft
+    import torch
+    from transformers import LlamaForCausalLM
+
+    net = LlamaForCausalLM.from_pretrained(folder, attn_implementation="sdpa").train()
+    if lora:
+        config = peft.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=PROJECTIONS)
+        net = peft.get_peft_model(net, config)
+    trained = [p for p in net.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, 1e-3, fused=True)
+    tokens = torch.from_numpy(ids.astype(np.int64))
+    mask = torch.ones_like(tokens)
+
+    def run() -> float:
+        loss = net(input_ids=tokens, attention_mask=mask, labels=tokens, use_cache=False).loss
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sizes = {"hidden": 256, "layers": 4, "sequence": 128, "batch": 8, "rounds": 20}
+    for name, size in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=size)
+    options = parser.parse_args()
+    shape = options.batch, options.sequence
+    ids = np.random.default_rng(0).integers(0, VOCABULARY, shape).astype(np.int32)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write(folder, options.hidden, options.layers, ["fp32", "int4"])
+        made = {
+            "LoRA": ours(folder / "fp32" / "model.onnx", ids, True),
+            "LoRA, base in 4 bits": ours(folder / "int4" / "model.onnx", ids, True),
+            "full": ours(folder / "fp32" / "model.onnx", ids, False),
+            "peft": (peers(folder / "hf", ids, True), None),
+            "PyTorch, full": (peers(folder / "hf", ids, False), None),
+        }
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in made}
+        for take_step in [run for run, _ in made.values()] * 2:
+            take_step()
+        for _ in range(options.rounds):
+            for name, (take_step, _) in made.items():
+                wall, cpu = time.perf_counter(), time.process_time()
+                take_step()
+                times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+    table = Table("step", "ms, least", "ms, median", "CPU ms, least", "reserved, MB")
+    for name, (_, reserved) in made.items():
+        wall, cpu = np.array(times[name]).T * 1e3
+        cells = [f"{x:.0f}" for x in (wall.min(), np.median(wall), cpu.min())]
+        table.add_row(name, *cells, f"{reserved / 1e6:.0f}" if reserved else "–")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Products with matrices that are stored in few bits, of which a few rows at a time become floats.
+
+XLA makes the whole matrix in floating point before a product, and keeps it from the forward pass
+for the gradient: for a network in 4 bits that is eight times the memory of its weights. Here a loop
+converts a few rows at a time, in the forward pass and again in the gradient by the other factor.
+The compiler does not merge what is in two loops.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+PART = 1 << 20
+"""Bytes of floating-point numbers that exist at a time, which stay in the cache of a CPU."""
+SMALL = 1 << 16
+"""Bytes of a matrix that is converted as a whole."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Packed:
+    """A matrix whose rows `unpack(*groups, *shared)` converts, or the transpose of that matrix."""
+
+    groups: tuple[Any, ...]
+    """Arrays with equal groups of rows along their first axis."""
+    shared: tuple[Any, ...]
+    """Arrays that each group needs."""
+    unpack: Callable[..., Any] = field(metadata={"static": True})
+    """Hashable; returns a matrix (rows, columns)."""
+    size: tuple[int, int] = field(metadata={"static": True})
+    """Rows and columns of the matrix that `unpack` makes of all groups."""
+    dtype: np.dtype = field(metadata={"static": True})
+    transposed: bool = field(default=False, metadata={"static": True})
+
+    __array_ufunc__ = None  # NumPy leaves its products to this class, too
+
+    @property
+    def ndim(self) -> int:
+        return 2
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.size
+        return (columns, rows) if self.transposed else (rows, columns)
+
+    @property
+    def T(self) -> "Packed":
+        return replace(self, transposed=not self.transposed)
+
+    def merge(self) -> Any:
+        matrix = self.unpack(*self.groups, *self.shared)
+        return matrix.T if self.transposed else matrix
+
+    def __rmatmul__(self, x: Any) -> Any:
+        if x.shape[-1] != self.shape[0]:
+            raise TypeError(f"shapes {x.shape} and {self.shape} cannot be multiplied")
+        form = _Form(self.unpack, self.size, self.dtype, len(self.groups), self.transposed)
+        arrays = map(jnp.asarray, (x, *self.groups, *self.shared))
+        return packed_product_p.bind(*arrays, form=form)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A product x @ m' (or x @ m, without `transposed`) of the matrix m that `unpack` makes."""
+
+    unpack: Callable[..., Any]
+    size: tuple[int, int]
+    dtype: np.dtype
+    count: int
+    """The number of arrays that have groups of rows."""
+    transposed: bool
+
+    @property
+    def adjoint(self) -> "_Form":
+        return replace(self, transposed=not self.transposed)
+
+    def dense(self, x, *arrays):
+        """Multiply by the whole matrix."""
+        matrix = self.unpack(*arrays).astype(x.dtype)
+        return x @ (matrix.T if self.transposed else matrix)
+
+    def in_parts(self, x, *arrays):
+        """Multiply by some groups of rows after others."""
+        groups, shared = arrays[: self.count], arrays[self.count :]
+        rows, columns = self.size
+        total = groups[0].shape[0]
+        each = rows // total
+        size = rows * columns * self.dtype.itemsize
+        # never all at once: XLA would keep one conversion for the forward pass and the gradient
+        parts = min(total, max(2, -(-size // PART)))
+        if size <= SMALL or parts < 2:
+            return self.dense(x, *arrays)
+        count = -(-total // parts)
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+
+        def product(x, start, count):
+            """Multiply by the groups from `start` on."""
+            part = [lax.dynamic_slice_in_dim(g, start, count) for g in groups]
+            if not self.transposed:
+                x = lax.dynamic_slice_in_dim(x, start * each, count * each, -1)
+            return self.dense(x, *part, *shared)
+
+        def into(y, start, count):
+            new = product(x, start, count)
+            if not self.transposed:
+                return y + new
+            return lax.dynamic_update_slice_in_dim(y, new, start * each, -1)
+
+        shape = (*x.shape[:-1], rows if self.transposed else columns)
+        y = jnp.zeros(shape, x.dtype if self.transposed else wide)
+        y = lax.fori_loop(0, total // count, lambda i, y: into(y, i * count, count), y)
+        if rest := total % count:
+            y = into(y, total - rest, rest)
+        return y.astype(x.dtype)
+
+
+packed_product_p = Primitive("packed_product")
+# the primitive in terms of JAX's own, for readers of a jaxpr
+packed_product_p.plain = (  # type: ignore[attr-defined]
+    lambda *operands, form: form.dense(*operands)
+)
+packed_product_p.def_abstract_eval(
+    lambda *avals, form: jax.make_jaxpr(form.dense)(*avals).out_avals[0]
+)
+
+
+@partial(jax.jit, static_argnames="form")
+def _compiled(*operands, form):
+    return packed_product_p.bind(*operands, form=form)
+
+
+@packed_product_p.def_impl
+def _eager(*operands, form):
+    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        return form.dense(*operands)
+    return _compiled(*operands, form=form)
+
+
+def _jvp(primals, tangents, *, form):
+    """Multiply the change of x part by part; that of scales makes a whole matrix."""
+    (x, *arrays), (dx, *changes) = primals, tangents
+    terms = [] if type(dx) is ad.Zero else [packed_product_p.bind(dx, *arrays, form=form)]
+    if any(type(change) is not ad.Zero for change in changes):
+        changes = [*map(ad.instantiate_zeros, changes)]
+        terms.append(jax.jvp(partial(form.dense, x), arrays, changes)[1])
+    y = packed_product_p.bind(*primals, form=form)
+    return y, sum(terms[1:], terms[0])
+
+
+def _transpose(cotangent, x, *arrays, form):
+    if type(cotangent) is ad.Zero:
+        return [None] * (1 + len(arrays))
+    dx = packed_product_p.bind(cotangent, *arrays, form=form.adjoint)
+    return [dx, *(None for _ in arrays)]
+
+
+def _batch(operands, axes, *, form):
+    x, *arrays = operands
+    if all(axis is None for axis in axes[1:]):
+        return packed_product_p.bind(jnp.moveaxis(x, axes[0], 0), *arrays, form=form), 0
+    return jax.vmap(form.dense, axes)(*operands), 0
+
+
+ad.primitive_jvps[packed_product_p] = _jvp
+ad.primitive_transposes[packed_product_p] = _transpose
+batching.primitive_batchers[packed_product_p] = _batch
+mlir.register_lowering(
+    packed_product_p,
+    mlir.lower_fun(lambda *operands, form: form.in_parts(*operands), multiple_results=False),
+)
