@@ -212,7 +212,7 @@ def einsum(equation: str) -> Form:
     """
 
     def axes(rank: int, attributes: Mapping[str, Any], position: int = 0) -> Matrix | None:
-        if not isinstance(attributes[equation], str):  # bytes that are no text
+        if not isinstance(attributes[equation], str):  # bytes that are not text
             return None
         text = "".join(attributes[equation].split())
         left, arrow, result = text.partition("->")

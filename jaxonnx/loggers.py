@@ -70,7 +70,9 @@ class _Rows(ABC):
         try:
             self._rows = self._read() if self._path.exists() else []
         except (KeyError, TypeError, ValueError) as error:
-            raise Error(f"'{path}' exists, and is no log of a run; pass another name") from error
+            raise Error(
+                f"'{path}' exists, and is not the log of a run; pass another name"
+            ) from error
 
     @abstractmethod
     def _read(self) -> list[dict[str, Any]]: ...

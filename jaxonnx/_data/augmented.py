@@ -51,7 +51,7 @@ def parse_augment(augment: Any, preprocess: Mapping[str, Any] | None, data: Any)
     """Parse `augment`: return its function or None, and `preprocess` with its names.
 
     Raises:
-      TrainingError: names for data that is no folder of pictures, or for one that has them.
+      TrainingError: names for data other than a folder of images, or names in `preprocess` as well.
     """
     if augment is None or callable(augment):
         return augment, preprocess

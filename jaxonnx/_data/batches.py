@@ -73,7 +73,7 @@ def as_pair(
     for name, array in named:
         if array.dtype.kind in "OSUMm" or array.dtype.type is np.void:
             remedy = (
-                "; leave it out of the data if it is no target"
+                "; leave it out of the data if it is not a target"
                 if name.startswith("the targets[")
                 else ""
             )

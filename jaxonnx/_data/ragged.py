@@ -290,7 +290,7 @@ class Padding:
         fills = [*inputs, *jax.tree.leaves(targets)]
         for x, fill in zip(jax.tree.leaves(columns), fills, strict=True):
             if isinstance(x, Ragged) and np.asarray(fill).astype(x.dtype) != fill == fill:
-                raise TrainingError(f"{what}: {fill} fills up sequences, and is no {x.dtype}")
+                raise TrainingError(f"{what}: {fill} pads sequences, and is not a valid {x.dtype}")
         return fills
 
 

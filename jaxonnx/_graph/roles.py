@@ -109,7 +109,7 @@ def _roles(
             return False
         if use.node.op.name == "Sub":  # ones less a mask
             return len(np.unique(value)) > 1
-        # the first places of a list of positions are no bias, of zeros are one
+        # the first places of a list of positions (0, 1, 2...) are not a bias; those of zeros are
         return not (use.view.part and _evenly_spaced(value))
 
     def is_table(use: Use) -> bool:

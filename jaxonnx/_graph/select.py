@@ -146,7 +146,7 @@ def _groups(places: Places | None) -> Iterator[tuple[str, Collection[str]]]:
 
 
 def _error(text: str) -> str:
-    """Return why a text is no regular expression; empty if it is one."""
+    """Return why a text is not a regular expression; empty if it is one."""
     try:
         re.compile(text)
     except re.error as error:

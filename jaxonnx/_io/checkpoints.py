@@ -105,9 +105,9 @@ def score(path: Path) -> float:
 
 
 def check_form(path: Path) -> None:
-    """Raise an error that `UNREADABLE` has if a folder is no checkpoint, or its score damaged."""
+    """Raise an error that `UNREADABLE` has if a folder is not a valid checkpoint."""
     if not all((path / item).is_dir() for item in ("about", "leaves")):
-        raise ValueError("it is no checkpoint of jaxonnx")
+        raise ValueError("it is not a checkpoint of jaxonnx")
     score(path)
 
 

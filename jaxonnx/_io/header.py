@@ -21,7 +21,7 @@ _LARGEST = 2**31 - 1
 
 
 def check(proto: ModelProto, what: str) -> None:
-    """Raise an error if a file is no model, or one that the installed `onnx` does not know.
+    """Raise an error if a file is not a model, or one that the installed `onnx` does not know.
 
     Raises:
       ModelError: no graph, IR version or opset, an opset that cannot be, a name that is not UTF-8.

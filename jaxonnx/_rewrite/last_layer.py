@@ -162,7 +162,7 @@ def _obstacle(node: Node, data: list[int], value: str) -> str:
     if node.op.name in INTEGER_PRODUCTS:
         return "which computes with integers: take the file from before quantization"
     if node.op.domain == "ai.onnx.ml":
-        return "which is no layer of a neural network"
+        return "which is not a layer of a neural network"
     if node.graphs:
         return "which has subgraphs"
     if len(data) != 1:

@@ -24,7 +24,7 @@ class Overlay:
     frozen: bool = False
     """Use running statistics in training, and keep them."""
     dropout: Mapping[str, float] = field(default_factory=dict)
-    """Ratios by value of the main graph: of the Dropout node behind it, there or inserted."""
+    """Ratios by value of the main graph: of the Dropout that gives it or is inserted behind it."""
     remat: bool = False
     """Keep few values for the gradient and compute the others again."""
 

@@ -43,9 +43,9 @@ def import_step(
     try:
         manifest = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"'{path}' is no manifest of export_step: {error}") from error
+        raise InputError(f"'{path}' is not a manifest of export_step: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise InputError(f"'{path}' is no manifest of export_step: it is not a {FORMAT!r}")
+        raise InputError(f"'{path}' is not a manifest of export_step: it is not a {FORMAT!r}")
     what, arrays = weights_of(_read_saved_state(Path(folder)) if state is None else state)
     graph = manifest.get("weights")
     if graph is None:

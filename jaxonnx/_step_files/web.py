@@ -59,7 +59,7 @@ def runtime(path: str | os.PathLike | None) -> Iterator[Path]:
             return
     if path:
         raise InputError(
-            f"'{os.fspath(path)}' is no folder of {PACKAGE} {VERSION}: it lacks "
+            f"'{os.fspath(path)}' is not a folder of {PACKAGE} {VERSION}: it lacks "
             + ", ".join(name for name in RUNTIME if not (places[-1] / name).is_file())
         )
     with tempfile.TemporaryDirectory(prefix="jaxonnx-") as folder:

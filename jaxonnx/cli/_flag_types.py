@@ -95,7 +95,7 @@ def parse_count(text: str) -> tuple[str, int]:
     """Parse OUTPUT=N, or N alone."""
     name, _, number = text.rpartition("=")
     if not number.isdigit():
-        raise argparse.ArgumentTypeError(f"{number!r} is no number; names go to --labels A,B")
+        raise argparse.ArgumentTypeError(f"{number!r} is not a number; names go to --labels A,B")
     return name, int(number)
 
 

@@ -159,4 +159,4 @@ def class_names(labels: Path) -> tuple[str, ...]:
     try:
         return tuple(labels.read_text("utf-8").splitlines())
     except UnicodeDecodeError as error:
-        raise InputError(f"--labels {labels} is no text in UTF-8 ({error.reason})") from error
+        raise InputError(f"--labels {labels} is not UTF-8 text ({error.reason})") from error

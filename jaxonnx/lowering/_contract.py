@@ -87,7 +87,7 @@ def named_primitive(name: str, function: Callable, static: str) -> Primitive:
     It has no derivative; XLA sees the function's own primitives.
 
     Args:
-      static: the parameter of the function that is no array.
+      static: the parameter of the function that is not an array.
     """
     primitive = Primitive(name)
 

@@ -50,7 +50,7 @@ def append_function(
 
 
 _FUNCTIONS = {"floordiv", "max", "min", "mod"}
-"""Names that are no dimensions for JAX."""
+"""Names that JAX does not take for dimensions."""
 
 
 def _structs(values: Sequence[Value]) -> list[jax.ShapeDtypeStruct]:

@@ -13,7 +13,7 @@ Weights = Mapping[str, Any]
 def parts(function: Any) -> tuple[Callable, Weights]:
     """Return a function of weights and arguments, and the weights, by their path in the module.
 
-    What is no module of Flax has no weights. A module of linen is a bound one, `net.bind(params)`.
+    Only Flax modules have weights. A module of linen is a bound one, `net.bind(params)`.
     """
     nnx, linen = sys.modules.get("flax.nnx"), sys.modules.get("flax.linen")
     if nnx is not None and isinstance(function, nnx.Module):

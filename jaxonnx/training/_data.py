@@ -21,7 +21,7 @@ def padding_of(pad: Any, length_buckets: Any, loss: Any) -> Padding:
     """Return the padding of sequences of unequal length, and the label of padding.
 
     Raises:
-      TrainingError: arguments that are no such, or there is no such loss.
+      TrainingError: an argument of the wrong form, or an unknown loss.
     """
 
     def ignored_label(loss: Any) -> int:

@@ -143,7 +143,7 @@ class Objective:
         for name, measure in self.measures.items():
             if name in self.gathered or not measure.metric.number:
                 raise TrainingError(
-                    f"the metric '{name}' needs all predictions, or is no number: pass it to "
+                    f"the metric '{name}' needs all predictions, or is not a number: pass it to "
                     "jaxonnx.evaluate after the run"
                 )
         self.fit(shapes, batch.targets, batch.weight)
@@ -167,7 +167,7 @@ class Objective:
             metrics.check(name, measure.given, measure.reader, *given, weight)
 
     def check_labels(self, targets: Any, shapes: Any, what: str, classes: Any = None) -> None:
-        """Refuse labels that are no classes, and other classes than those of the outputs."""
+        """Refuse labels that are not classes, and other classes than those of the outputs."""
         for term in self.terms:
             outputs, labels = self._loss_arguments(term, shapes, targets)
             of = what if term.output is None else f"{what}, '{term.output}',"

@@ -295,8 +295,8 @@ def _check_bindings(
             raise ModelError(f"{field} assigns '{entry.key}' twice; its keys must be unique")
         if entry.key not in variables:
             raise ModelError(
-                f"{field} assigns '{entry.key}', which is no initializer of the main graph or of "
-                "the algorithm"
+                f"{field} assigns '{entry.key}', which is not an initializer of the main graph or "
+                "of the algorithm"
             )
         if entry.value not in outputs:
             raise ModelError(

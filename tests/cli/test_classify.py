@@ -189,8 +189,8 @@ def test_train_on_pixels_then_classify(tmp_path, monkeypatch, capsys):
     ("arguments", "message"),
     [
         ("net.onnx nothing.png", "'nothing.png' is not a file"),
-        ("net.onnx text.png", "is no picture"),
-        ("net.onnx half.png", "is no picture"),
+        ("net.onnx text.png", "is not an image"),
+        ("net.onnx half.png", "is not an image"),
         ("net.onnx deep.png", "more than 8 bits"),
         ("net.onnx good.png --labels two.txt", "2 labels for 3 classes"),
         ("net.onnx good.png --labels nothing.txt", "nothing.txt"),

@@ -569,7 +569,7 @@ def test_values_of_flags_that_are_refused(line, message, small, capsys):
         ("bench net.onnx --batch 1099511627776", "invalid positive value"),
         ("bench net.onnx --batch 2147483647", "does not fit into memory"),
         ("info a\0b", "invalid path value"),
-        ("train net.onnx data.npz -o o.onnx --labels net.onnx", "is no text in UTF-8"),
+        ("train net.onnx data.npz -o o.onnx --labels net.onnx", "is not UTF-8 text"),
         ("train net.onnx data.npz -o o.onnx --validation nan", "validation=nan must be a share"),
         (f"train net.onnx data.npz -o o.onnx --seed {2**70}", "seed must be an integer"),
         ("train net.onnx data.npz -o o.onnx --rate inf", "and finite, and is inf"),

@@ -280,7 +280,7 @@ def test_predictions_of_a_folder(photos, broken, tmp_path, monkeypatch, capsys):
     np.savez("data.npz", x=by_hand(photos)[0])
     assert main(["run", "net.onnx", "data.npz", "-o", "out.npz", "--mean", "0"]) == 2
     assert "folder of pictures" in capsys.readouterr().err
-    with pytest.raises(jaxonnx.InputError, match=r"1\.png' is no picture"):
+    with pytest.raises(jaxonnx.InputError, match=r"1\.png' is not an image"):
         one.predict(broken)  # each row belongs to a picture
     empty = tmp_path / "empty"
     empty.mkdir()

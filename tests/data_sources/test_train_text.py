@@ -324,7 +324,7 @@ BAD = {
     "longer": ({"input_ids": IDS}, {"length_buckets": (8, 16)}, "example 8 has the length 17"),
     "no pad": ({"input_ids": IDS}, {"pad": {"input_id": 0}}, "pad has 'input_id'; there are 'inp"),
     "pad": ({"input_ids": IDS}, {"pad": 0}, "pad is a dict of numbers"),
-    "half": ({"input_ids": IDS}, {"pad": {"input_ids": 0.5}}, "0.5 fills up .* is no int64"),
+    "half": ({"input_ids": IDS}, {"pad": {"input_ids": 0.5}}, "0.5 pads .* is not a valid int64"),
     "buckets": ({"input_ids": IDS}, {"length_buckets": (0, 8)}, "length_buckets is a width or"),
     "lengths": (
         {"input_ids": IDS, "attention_mask": IDS[1:], "labels": IDS},

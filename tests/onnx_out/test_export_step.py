@@ -228,7 +228,7 @@ def test_manifests_that_are_damaged(tmp_path):
             jaxonnx.import_step(model, tmp_path, values)
     for text in (b"[]", b"{", b"[" * 100_000, b"\xff", b"3"):
         path.write_bytes(text)
-        with pytest.raises(jaxonnx.InputError, match="no manifest of export_step"):
+        with pytest.raises(jaxonnx.InputError, match="not a manifest of export_step"):
             jaxonnx.import_step(model, tmp_path, values)
     path.write_text(json.dumps(whole))
     taken = jaxonnx.import_step(model, tmp_path, values)

@@ -506,7 +506,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert not images.preparation(jaxonnx.load("out.onnx")).labels
     with pytest.raises(SystemExit):
         main([*run, "--head", "a,b,c"])
-    assert "'a,b,c' is no number; names go to --labels A,B" in capsys.readouterr().err
+    assert "'a,b,c' is not a number; names go to --labels A,B" in capsys.readouterr().err
     for flags, message in (
         (["--head", "4", "--labels", "names.txt"], "--head 4, but 'names.txt' has 3 names"),
         (["--head", "4", "--head", "y=3"], "OUTPUT=N for each of several"),

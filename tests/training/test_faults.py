@@ -270,7 +270,7 @@ def test_what_is_no_checkpoint_stays_apart(tmp_path):
     (tmp_path / "flat").mkdir()
     (tmp_path / "flat" / "file").write_text("")
     (folder / "77").symlink_to(tmp_path / "flat")
-    with pytest.warns(UserWarning, match="the checkpoint of step 77 .*no checkpoint of jaxonnx"):
+    with pytest.warns(UserWarning, match="the checkpoint of step 77 .*not a checkpoint of jaxonnx"):
         result = train(epochs=2, checkpoint_dir=folder, resume=True)
     assert same(result, train(epochs=2))
     assert mine.read_text() == (folder / "notes").read_text() == "mine"

@@ -76,7 +76,7 @@ def test_other_files_are_not_overwritten(tmp_path):
     path = tmp_path / "data.csv"
     path.write_text("x,y\n1,2\n")
     for make in (loggers.csv, loggers.jsonl):
-        with pytest.raises(jaxonnx.Error, match="no log of a run"):
+        with pytest.raises(jaxonnx.Error, match="not the log of a run"):
             make(path)
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError, match="directory"):

@@ -246,7 +246,7 @@ def _decode(path: Path, channels: int, side: float) -> Any:
     except InputError:
         raise
     except (*_BROKEN, Image.DecompressionBombError) as error:
-        raise InputError(f"'{path}' is no picture that Pillow reads ({error})") from error
+        raise InputError(f"'{path}' is not an image that Pillow reads ({error})") from error
 
 
 def _pillow() -> Any:
