@@ -21,6 +21,7 @@ from jaxonnx._io.save import training_nodes
 from jaxonnx._rewrite import dequantize as integers
 from jaxonnx._rewrite.head import Head
 from jaxonnx._run.program import Program
+from jaxonnx._text import list_some
 
 if TYPE_CHECKING:  # a model without sparse weights does not import it
     from jaxonnx._io.packed import Recorded
@@ -122,7 +123,7 @@ def _file_warnings(
     active = training_nodes(proto)
     if active:
         yield (
-            f"exported in training mode: {', '.join(active)}; apply and save use inference "
+            f"exported in training mode: {list_some(active, '')}; apply and save use inference "
             "semantics"
         )
     nodes = program.graph.nodes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console, Group
@@ -15,6 +16,14 @@ WIDTH = 80
 def format_count(number: int, what: str) -> str:
     """Return "1 step" or "2,000 steps"."""
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def list_some(texts: Iterable[str], rest: str = "jaxonnx info --json") -> str:
+    """Return the first three of some texts, how many there are besides, and where these are."""
+    texts = [*texts]
+    where = f" ({rest})" if rest else ""
+    more = f" and {len(texts) - 3} more{where}" if len(texts) > 3 else ""
+    return ", ".join(texts[:3]) + more
 
 
 class Rendered(ABC):

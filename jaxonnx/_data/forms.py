@@ -14,7 +14,7 @@ from jaxonnx._data.batches import Arrays, Source, Stream, as_pair
 from jaxonnx._data.padded import Padded
 from jaxonnx._data.ragged import PLAIN, Padding
 from jaxonnx._data.weights import checked_weights, split_weights
-from jaxonnx._graph.values import Value
+from jaxonnx._graph.values import Value, hint_at_image
 from jaxonnx._limits import amount, machine
 from jaxonnx.errors import TrainingError
 
@@ -123,7 +123,7 @@ def size_of_batches(inputs: Sequence[Value], wanted: int | None) -> int:
     if wanted not in (None, size):
         raise TrainingError(
             f"batch_size={wanted}, but the model's inputs are fixed to batches of {size}; "
-            "jaxonnx.load(path, batch='any') may open it"
+            f"jaxonnx.load(path, batch='any') may open it{hint_at_image(inputs, size)}"
         )
     return size
 

@@ -19,6 +19,7 @@ from onnx import GraphProto, NodeProto
 
 from jaxonnx._graph.scopes import modules
 from jaxonnx._io.protos import text
+from jaxonnx._text import list_some
 
 _SEVERAL = 5
 """Convolutions of a network that one expects normalization in."""
@@ -128,9 +129,8 @@ def notes(graph: GraphProto, drops: bool) -> Iterator[str]:
         )
     places = [] if drops else find_missing_dropout(graph)
     if places:
-        listed = ", ".join(f"'{name}'" for name in places[:3])
-        more = f" and {len(places) - 3} more (jaxonnx info --json)" if len(places) > 3 else ""
+        listed = list_some(f"'{name}'" for name in places)
         yield (
-            f"Dropout seems to be left out behind {listed}{more}: if the network was trained with "
+            f"Dropout seems to be left out behind {listed}: if the network was trained with "
             "it, dropout={'value': ratio} in training puts it back (Model.with_dropout)"
         )

@@ -1,6 +1,6 @@
 """Inputs and outputs as the file declares them, and arguments checked against them."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,18 @@ class Value:
             else ", ".join("?" if d is None else str(d) for d in self.shape)
         )
         return f"{self.name}: {self.dtype or 'sequence, map or optional'}[{shape}]"
+
+
+def hint_at_image(values: Iterable[Value], size: int) -> str:
+    """Return what to say where the first axis of an input may be its channels, not the batch."""
+    for value in values:
+        shape = value.shape or ()
+        if len(shape) == 3 and shape[0] == size and size in (3, 4):
+            return (
+                f". Or is '{value.name}' {[*shape]} one image of {size} channels, without a batch? "
+                "Then jax.vmap(model) takes several, and training needs an export with a batch axis"
+            )
+    return ""
 
 
 def to_value(info: ValueInfoProto) -> Value:

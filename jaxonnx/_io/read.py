@@ -185,9 +185,11 @@ def replace_weights(
     for name, value in new.items():
         if name not in tensors:
             near = difflib.get_close_matches(name, tensors, n=8) or sorted(tensors)
+            known = ", ".join(near[:40]) + ", ..." * (len(near) > 40)
             raise InputError(
-                f"{what} has '{name}', the model does not; there are {', '.join(near[:40])}"
-                + (", ..." if len(near) > 40 else "")
+                f"{what} has '{name}', the model does not; its tensors are called {known}"
+                if near
+                else f"{what} has '{name}', and the model has no weights that could be replaced"
             )
         old = tensors[name]
         if (value.shape, value.dtype) != (old.shape, old.dtype):

@@ -21,7 +21,7 @@ from onnx import GraphProto, ModelProto, TensorProto, helper
 
 from jaxonnx import _limits as limits
 from jaxonnx._graph.bind import Graph, Node, bind
-from jaxonnx._graph.values import Value, to_value
+from jaxonnx._graph.values import Value, hint_at_image, to_value
 from jaxonnx._rewrite.rows import Row, rows
 from jaxonnx._rewrite.targets import places, resolve_target
 from jaxonnx._run.program import Program
@@ -198,6 +198,7 @@ def _trace(
             except Error as error:
                 raise InputError(
                     f"{node.label} fixes the batch to {size} ({error}); {_WAY_OUT}"
+                    f"{hint_at_image(inputs, size)}"
                 ) from error
         shapes.update((n, tuple(v.shape)) for n, v in scope.values.items() if hasattr(v, "shape"))
 

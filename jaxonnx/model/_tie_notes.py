@@ -1,6 +1,6 @@
 """What was decided of the tensors of a file, in sentences: which are one weight, which are none."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,18 +10,19 @@ from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.roles import find_unplaced
 from jaxonnx._io.protos import all_graphs
 from jaxonnx._io.ties import sources, tied_names
+from jaxonnx._text import list_some
 
 
 def ties(proto: GraphProto, tensors: Mapping[str, Any], params: Collection[str]) -> Iterator[str]:
     """Yield what was decided of the Identity nodes over parameters, as `load(tied=)` has it."""
     kept = {name: of for name, of in tied_names(proto, tensors).items() if of in params}
     for of in dict.fromkeys(kept.values()):
-        names = _list_some(f"'{name}'" for name, root in kept.items() if root == of)
+        names = list_some(f"'{name}'" for name, root in kept.items() if root == of)
         yield f"'{of}' is also {names}: one weight, trained as one"
     own = [f"'{name}'" for name in sources(proto, tensors) if name in params]
     if own:
         yield (
-            f"not {_list_some(own)}: an Identity of another weight in the file, equal to it by "
+            f"not {list_some(own)}: an Identity of another weight in the file, equal to it by "
             "coincidence; load(..., tied=) decides otherwise"
         )
 
@@ -49,9 +50,3 @@ def small(constants: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in constants.items()
         if value.size > 1 and jnp.issubdtype(value.dtype, jnp.floating)
     }
-
-
-def _list_some(texts: Iterable[str]) -> str:
-    texts = [*texts]
-    more = f" and {len(texts) - 3} more (jaxonnx info --json)" if len(texts) > 3 else ""
-    return ", ".join(texts[:3]) + more

@@ -472,3 +472,21 @@ def test_expressions_choose_no_running_statistics():
     assert {*exact.params} == {"features.1.running_mean"}
     with pytest.raises(jaxonnx.InputError, match="matches no floating-point tensor"):
         model.with_trainable("*")
+
+
+def test_what_is_said_of_many_nodes_is_short():
+    """A file in training mode with 60 BatchNormalizations had as many lines of warning."""
+    nodes = "\n".join(
+        f"[bn{i}] x{i + 1}, m{i}, v{i} = BatchNormalization <training_mode = 1> (x{i}, s, b, m, v)"
+        for i in range(60)
+    )
+    ones, zeros = "{1, 1}", "{0, 0}"
+    model = jaxonnx.load(
+        onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 17]>
+        net (float[n, 2] x0) => (float[n, 2] x60)
+        <float[2] s = {ones}, float[2] b = {zeros}, float[2] m = {zeros}, float[2] v = {ones}>
+        {{ {nodes} }}""")
+    )
+    (warning,) = (text for text in model.warnings if "training mode" in text)
+    assert "'bn2' and 57 more; apply and save" in warning
+    assert len(str(model).splitlines()) < 20

@@ -1,5 +1,6 @@
 """Files exported for one batch size, and any batch."""
 
+import jax
 import numpy as np
 import onnx.checker
 import onnx.parser
@@ -156,3 +157,22 @@ def test_training_with_any_batch():
     settings = {"loss": "squared_error", "optimizer": optax.sgd(0.1), "batch_size": 4}
     result = jaxonnx.train(model, (x, np.zeros((8, 10), np.float32)), epochs=2, **settings)
     assert result.history.epochs[1]["loss"] < result.history.epochs[0]["loss"]
+
+
+def test_the_channels_of_one_image_are_no_batch():
+    """A detector of torchvision takes one image, which a node puts into a batch of its own."""
+    w = ", ".join(["1"] * 54)
+    text = f"""<ir_version: 9, opset_import: ["": 17]>
+    g (float[3, 16, 16] x) => (float[1, 2, 14, 14] y)
+    <int64[1] first = {{0}}, float[2, 3, 3, 3] w = {{{w}}}> {{
+        b = Unsqueeze(x, first)
+        y = Conv(b, w)
+    }}"""
+    words = r"Or is 'x' \[3, 16, 16\] one image of 3 channels, without a batch\? Then jax.vmap"
+    proto = onnx.parser.parse_model(text)
+    with pytest.raises(jaxonnx.InputError, match=words):
+        jaxonnx.load(proto, batch="any")
+    x = np.zeros((8, 3, 16, 16), np.float32)
+    with pytest.raises(jaxonnx.TrainingError, match=words):
+        jaxonnx.load(proto).predict(x, batch_size=8)
+    assert jax.vmap(jaxonnx.load(proto))(x).shape == (8, 1, 2, 14, 14)
