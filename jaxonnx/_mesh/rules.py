@@ -19,13 +19,13 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxonnx._graph.pairs import pairs
 from jaxonnx._graph.select import matching, near
+from jaxonnx._mesh import AUTOMATIC
 from jaxonnx._network import Network
 from jaxonnx.errors import InputError
 
 Rule = PartitionSpec | Literal["data", "fsdp", "tensor"] | tuple | None
 Sharding = str | Mapping[str, Rule] | Callable[[str, tuple[int, ...]], Rule]
 
-AUTOMATIC = ("data", "fsdp", "tensor")
 DATA, TENSOR = "data", "model"
 """The axes of a mesh that batches, and pairs of matrix products, are split over."""
 

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from onnx import ModelProto
 
+from jaxonnx._arguments import StepArguments, check_names
 from jaxonnx._atomic_write import whole
 from jaxonnx._graph.values import to_value
 from jaxonnx._io import formats
@@ -27,9 +28,7 @@ from jaxonnx.training import (
     Settings,
     State,
     Step,
-    StepArguments,
     build_step,
-    check_names,
     weights_of_classes,
     with_heads,
 )

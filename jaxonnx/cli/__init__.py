@@ -1,8 +1,10 @@
 """The command line: thin verbs over the functions of the package."""
 
+import sys
 from collections.abc import Sequence
 
 from jaxonnx.cli import process
+from jaxonnx.cli._options import parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if arguments is None:
         process.exit_on_interrupt()
+    options = parse(sys.argv[1:] if arguments is None else arguments)
     from jaxonnx.cli._main import run  # JAX and ONNX take a second or two
 
-    return run(arguments)
+    return run(options, own_process=arguments is None)

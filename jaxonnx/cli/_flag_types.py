@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxonnx._mesh.rules import AUTOMATIC
-from jaxonnx.training import NAN_POLICIES, Declared, declared_in
+from jaxonnx._arguments import NAN_POLICIES, Declared, declared_in
+from jaxonnx._mesh import AUTOMATIC
 
 
 class Flag(NamedTuple):

@@ -3,6 +3,16 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from jaxonnx._arguments import (
+    OPTIMIZERS,
+    RATE,
+    SCHEDULES,
+    DataArguments,
+    LossArguments,
+    ModelArguments,
+    RunArguments,
+    StepArguments,
+)
 from jaxonnx.cli._flag_types import (
     COUNT,
     FILE,
@@ -20,16 +30,6 @@ from jaxonnx.cli._flag_types import (
     cluster,
     declared_flags,
     dimension,
-)
-from jaxonnx.training import (
-    OPTIMIZERS,
-    RATE,
-    SCHEDULES,
-    DataArguments,
-    LossArguments,
-    ModelArguments,
-    RunArguments,
-    StepArguments,
 )
 
 LOSS = "softmax_cross_entropy_with_integer_labels"

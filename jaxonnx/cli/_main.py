@@ -1,11 +1,11 @@
-"""From the arguments of a command to its report and exit status."""
+"""From the options of a command to its report and exit status."""
 
 import argparse
 import json
 import math
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from jaxonnx.cli import _training as training
 from jaxonnx.cli import _verbs as verbs
 from jaxonnx.cli import process
 from jaxonnx.cli._inputs import Failed, Report
-from jaxonnx.cli._options import parse
 from jaxonnx.errors import Error
 from jaxonnx.training import Interrupt
 
@@ -34,10 +33,9 @@ _VERBS = {
 }
 
 
-def run(arguments: Sequence[str] | None) -> int:
+def run(options: argparse.Namespace, own_process: bool) -> int:
     """Run a command, as `jaxonnx.cli.main` documents."""
-    options = parse(sys.argv[1:] if arguments is None else arguments)
-    if arguments is not None:  # in a program that calls this, the process is not ours
+    if not own_process:  # a program has called this
         with Interrupt():
             return _run(options)
     if options.allocator == "keep":

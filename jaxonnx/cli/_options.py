@@ -30,9 +30,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=jaxonnx.__version__)
-    added = parser.add_subparsers(dest="verb", required=True, metavar="command")
+    commands = parser.add_subparsers(dest="verb", required=True, metavar="command")
     for name, verb in VERBS.items():
-        own = added.add_parser(
+        own = commands.add_parser(
             name,
             help=verb.what,
             description=f"{verb.what[0].upper()}{verb.what[1:]}.",
@@ -47,9 +47,32 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
                 action = group.add_argument(*flag.names.split(), help=flag.help, **flag.settings)
                 long = [name for name in action.option_strings if name.startswith("--")]
                 actions[(long or [action.dest])[0].removeprefix("--")] = action
-        if arguments and arguments[0] == name and (path := _config(arguments)) is not None:
-            _configure(own, actions, path)
+        if arguments and arguments[0] == name:
+            _check_flags(own, arguments[1:], actions)
+            if (path := _config(arguments)) is not None:
+                _configure(own, actions, path)
     return parser.parse_args(arguments)
+
+
+def _check_flags(
+    parser: argparse.ArgumentParser, given: Sequence[str], actions: Mapping[str, argparse.Action]
+) -> None:
+    """Refuse flags that a command does not have, with those that may be meant."""
+    known = {flag for action in actions.values() for flag in action.option_strings} | {"--help"}
+    for text in given:
+        flag = text.partition("=")[0]
+        if flag.startswith("--") and flag != "--" and flag not in known:
+            near = _nearest(flag[2:], [name for name in actions if f"--{name}" in known])
+            parser.exit(
+                2,
+                f"{parser.prog}: unknown flag {flag}; try {' or '.join(f'--{x}' for x in near)} "
+                f"({parser.prog} --help has all)\n",
+            )
+
+
+def _nearest(name: str, others: Sequence[str]) -> list[str]:
+    """Return the two names that are most like one, or like what it is called here."""
+    return difflib.get_close_matches(_ALSO_CALLED.get(name, name), others, n=2, cutoff=0)
 
 
 def _indent(text: str) -> str:
@@ -74,9 +97,7 @@ def _configure(
     for key, value in values.items():
         name = key.replace("_", "-")
         if name not in actions or name == "config":
-            others = [other for other in actions if other != "config"]
-            meant = _ALSO_CALLED.get(name, name)
-            near = difflib.get_close_matches(meant, others, n=2, cutoff=0)
+            near = _nearest(name, [other for other in actions if other != "config"])
             parser.error(f"--config {path}: unknown '{key}'; try {' or '.join(near)}")
         action = actions[name]
         try:

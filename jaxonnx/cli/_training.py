@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxonnx import loggers, sparse
+from jaxonnx._arguments import RATE, StepArguments, TrainArguments, declared
 from jaxonnx._atomic_write import check_writable
 from jaxonnx._data.batches import Batch, Source
 from jaxonnx._data.images import preparation as images
@@ -26,10 +27,6 @@ from jaxonnx.errors import InputError
 from jaxonnx.lora import LoRA
 from jaxonnx.model import Model
 from jaxonnx.training import (
-    RATE,
-    StepArguments,
-    TrainArguments,
-    declared,
     optimizer,
     padding_of,
     source,

@@ -3,31 +3,19 @@
 `evaluate`: losses and metrics of a model over all of some data.
 """
 
-from jaxonnx._data.batches import Batch
-
 # for other rooms of the package
-from jaxonnx.training._arguments import (  # noqa: F401
-    DataArguments,
-    Declared,
-    LossArguments,
-    ModelArguments,
-    RunArguments,
-    StepArguments,
-    TrainArguments,
-    check_names,
-    declared,
-    declared_in,
-)
+from jaxonnx._arguments import DataArguments, StepArguments, TrainArguments  # noqa: F401
+from jaxonnx._data.batches import Batch
 from jaxonnx.training._build_step import build_step, step, weights_of_classes  # noqa: F401
 from jaxonnx.training._data import padding_of, source  # noqa: F401
 from jaxonnx.training._evaluate import evaluate
 from jaxonnx.training._head import with_heads  # noqa: F401
 from jaxonnx.training._history import History
 from jaxonnx.training._losses import find  # noqa: F401
-from jaxonnx.training._optimizers import OPTIMIZERS, RATE, SCHEDULES, optimizer  # noqa: F401
+from jaxonnx.training._optimizers import optimizer
 from jaxonnx.training._plot import shade  # noqa: F401
 from jaxonnx.training._result import Result
-from jaxonnx.training._settings import NAN_POLICIES, Settings  # noqa: F401
+from jaxonnx.training._settings import Settings  # noqa: F401
 from jaxonnx.training._step import State, Step, as_batch, target_names  # noqa: F401
 from jaxonnx.training._stopping import Interrupt  # noqa: F401
 from jaxonnx.training._tables import ConfusionMatrix, Curve, Curves, PerClass

@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import optax
 from onnx import ModelProto
 
-from jaxonnx._data.images import preparation as images
-from jaxonnx.errors import TrainingError
-from jaxonnx.model import Model, load
-from jaxonnx.training import _objective as objective
-from jaxonnx.training._arguments import (
+from jaxonnx._arguments import (
     LossArguments,
     Optimizer,
     StepArguments,
     check_names,
     documented,
 )
+from jaxonnx._data.images import preparation as images
+from jaxonnx.errors import TrainingError
+from jaxonnx.model import Model, load
+from jaxonnx.training import _objective as objective
 from jaxonnx.training._class_weights import by_number
 from jaxonnx.training._gradient_step import GradientStep
 from jaxonnx.training._head import complete_settings, with_heads
@@ -39,7 +39,7 @@ from jaxonnx.training._weight_layout import WeightLayout
 def step(
     model: Model | str | os.PathLike | bytes | ModelProto,
     loss: Any = None,
-    optimizer: Optimizer | str | None = None,
+    optimizer: "Optimizer | str | None" = None,
     *,
     learning_rate: float | None = None,
     epochs: int | None = None,

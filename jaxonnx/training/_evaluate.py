@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from onnx import ModelProto
 
+from jaxonnx._arguments import DataArguments, check_names, documented
 from jaxonnx._data.batches import Source
 from jaxonnx._data.images import preparation as images
 from jaxonnx._data.images.folder import find_folders
@@ -17,7 +18,6 @@ from jaxonnx._progress import track_batches
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model, load
 from jaxonnx.training import _objective as objective
-from jaxonnx.training._arguments import DataArguments, check_names, documented
 from jaxonnx.training._data import padding_of, source
 from jaxonnx.training._sequences import read_whole_sequences
 from jaxonnx.training._settings import Settings

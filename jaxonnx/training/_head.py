@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import optax
 
+from jaxonnx._arguments import RATE
 from jaxonnx.errors import TrainingError
 from jaxonnx.losses import cross_entropy
 from jaxonnx.model import Model, Trainable, labels
-from jaxonnx.training._optimizers import RATE, optimizer
+from jaxonnx.training._optimizers import optimizer
 from jaxonnx.training._settings import Settings
 
 LOSS = "softmax_cross_entropy_with_integer_labels"

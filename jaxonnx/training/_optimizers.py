@@ -10,11 +10,8 @@ from typing import Any, Literal
 import jax
 import optax
 
+from jaxonnx._arguments import OPTIMIZERS, RATE, SCHEDULES
 from jaxonnx.errors import TrainingError
-
-OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "rmsprop", "sgd")
-SCHEDULES = ("constant", "linear", "cosine")
-RATE = 1e-3
 
 
 def optimizer(

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxonnx.training._arguments import Hook
+from jaxonnx._arguments import Hook
 from jaxonnx.training._history import NOT_VALIDATED, ROLLED_BACK, SKIPPED, History
 from jaxonnx.training._progress import Bar
 from jaxonnx.training._stopping import Interrupt

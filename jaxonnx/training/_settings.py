@@ -7,14 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxonnx._arguments import NAN_POLICIES, OPTIMIZERS, Hook, TrainArguments, declared
 from jaxonnx._data.ragged import Padding
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters, LoRA
-from jaxonnx.training._arguments import Hook, TrainArguments, declared
-from jaxonnx.training._optimizers import OPTIMIZERS, is_planned
+from jaxonnx.training._optimizers import is_planned
 from jaxonnx.training._precision import PRECISIONS
-
-NAN_POLICIES = ("stop", "skip", "rollback")
 
 _VALUES: Any = make_dataclass(
     "_VALUES",

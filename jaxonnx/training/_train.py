@@ -8,13 +8,13 @@ from typing import Any, Unpack
 
 from onnx import ModelProto
 
+from jaxonnx._arguments import TrainArguments, check_names, documented
 from jaxonnx._data.augmented import augment_examples, parse_augment
 from jaxonnx._data.images.folder import Folder, find_folders, notes
 from jaxonnx._mesh.processes import Processes
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model, load
-from jaxonnx.training._arguments import TrainArguments, check_names, documented
 from jaxonnx.training._build_step import build_step, weights_of_classes
 from jaxonnx.training._data import padding_of, sources
 from jaxonnx.training._head import complete_settings, with_heads

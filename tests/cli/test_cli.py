@@ -589,3 +589,21 @@ def test_resume_anyway_is_resume(small, capsys):
     line = "train net.onnx data.npz -o o.onnx --checkpoints kept --explain"
     assert command(f"{line} --resume-anyway") == 0
     assert 'resume="anyway"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--epoch", "jaxonnx train: unknown flag --epoch; try --epochs or "),
+        ("--lr=0.1", "unknown flag --lr; try --rate or "),
+        ("--no-rematt", "unknown flag --no-rematt; try --"),
+    ],
+)
+def test_flags_that_are_mistyped(flag, message, capsys):
+    """As a configuration says it, without the usage of all sixty flags."""
+    with pytest.raises(SystemExit) as end:
+        main(["train", "net.onnx", "data.npz", "-o", "out.onnx", flag])
+    said = capsys.readouterr().err
+    assert end.value.code == 2
+    assert message in said
+    assert len(said.splitlines()) == 1

@@ -2,8 +2,11 @@
 
 The type, the default and the documentation of an argument stand here, with its form on the command
 line and whether a resumed run must have the same value. Signatures, `Settings`, TOML files, flags
-and the reference are made from these classes.
+and the reference are made from these classes. Types are texts here, and nothing of JAX is imported:
+the command line reads this to show its help.
 """
+
+from __future__ import annotations
 
 import ast
 import difflib
@@ -15,18 +18,35 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+)
 
-import optax
-from jax.sharding import Mesh
+if TYPE_CHECKING:
+    import optax
+    from jax.sharding import Mesh
 
-from jaxonnx._mesh.rules import Sharding
-from jaxonnx._rewrite.head import Classes
-from jaxonnx.lora import Adapters, LoRA
-from jaxonnx.model import Trainable
+    from jaxonnx._mesh.rules import Sharding
+    from jaxonnx._rewrite.head import Classes
+    from jaxonnx.lora import Adapters, LoRA
+    from jaxonnx.model import Trainable
 
 Hook = Callable[[int, dict[str, Any]], None]
-Optimizer = optax.GradientTransformation | Callable[[int], optax.GradientTransformation]
+Optimizer: TypeAlias = (
+    "optax.GradientTransformation | Callable[[int], optax.GradientTransformation]"
+)
+OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "rmsprop", "sgd")
+SCHEDULES = ("constant", "linear", "cosine")
+RATE = 1e-3
+"""The learning rate of an optimizer that is chosen by name."""
+NAN_POLICIES = ("stop", "skip", "rollback")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -314,7 +334,7 @@ GROUPS = (LossArguments, ModelArguments, StepArguments, DataArguments, RunArgume
 class Declared(NamedTuple):
     """An argument as it was declared."""
 
-    type: Any
+    type: str
     argument: Argument
     text: str
     """Its documentation; the first sentence stands alone."""
@@ -344,10 +364,22 @@ def declared(*groups: type) -> dict[str, Declared]:
     texts = {name: text for own in _texts().values() for name, text in own.items()}
     found = {}
     for group in groups:
-        for name, hint in get_type_hints(group, include_extras=True).items():
-            (argument,) = hint.__metadata__
-            found[name] = Declared(hint.__origin__, argument, texts[name])
+        for name, hint in group.__annotations__.items():
+            argument, kind = _parse(hint.__forward_arg__)
+            found[name] = Declared(kind, argument, texts[name])
     return found
+
+
+@functools.cache
+def _parse(annotation: str) -> tuple[Argument, str]:
+    """Return what `Annotated[type, Argument(...)]` says, and the text of the type."""
+    parts = ast.parse(annotation, mode="eval").body
+    assert isinstance(parts, ast.Subscript)
+    assert isinstance(parts.slice, ast.Tuple)
+    kind, argument = parts.slice.elts
+    assert isinstance(argument, ast.Call)
+    named = {part.arg or "": ast.literal_eval(part.value) for part in argument.keywords}
+    return Argument(*map(ast.literal_eval, argument.args), **named), ast.unparse(kind)
 
 
 def declared_in(group: type) -> dict[str, Declared]:
