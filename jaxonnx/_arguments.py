@@ -248,7 +248,9 @@ class DataArguments(TypedDict, total=False):
     equal length are padded as well. By default powers of two from 8 on, of which the last is
     cut to the longest example of the data; or the length that the file is fixed to."""
     preprocess: Annotated[Mapping[str, Any] | None, Argument()]
-    """How the images of a folder become inputs: a dict in place of the file's metadata.
+    """How the images of a folder become inputs, or texts become tokens: a dict.
+
+    Of images it stands in the place of the file's metadata.
 
     It has any of "scale", "mean", "std" ((pixel * scale - mean) / std, for pixels from 0 to
     255), "order" ("RGB" or "BGR"), "crop" (the share of an image's sides that its middle has, 1
@@ -262,7 +264,12 @@ class DataArguments(TypedDict, total=False):
     the bytes of decoded images that are kept (2**30); others are decoded again in each epoch.
     Images that cannot be read are left out, with a warning. The saved file has all but
     "augment", "workers" and "memory" in its metadata, for `jaxonnx classify` and later
-    training."""
+    training.
+
+    Of texts it has any of "max_length" (tokens of an example at most, by default 1024, or the
+    positions of the model if these are fewer), "long" (what longer texts are: "cut", "split" into
+    several examples, or "refuse"; by default plain texts are split and others cut, and
+    `history.notes` counts them) and "loss" ("completions", the default, or "all" tokens)."""
 
 
 class RunArguments(TypedDict, total=False):

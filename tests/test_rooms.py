@@ -65,7 +65,7 @@ BUDGETS = {
     "cli": (1500, "ten commands; their flags are declared where the arguments are"),
     "sparse": (1500, "patterns, the search of masks, training, packing, the proof of products"),
     "lowering": (1530, "forms that XLA is quick with, for each of which a benchmark has a row"),
-    "_data": (1400, "arrays, files, pictures, sequences and loaders, read as one kind of source"),
+    "_data": (1810, "arrays, files, pictures, sequences and loaders, read as one kind of source"),
     "_run": (1250, "the evaluator, and what keeps hostile files from taking the machine"),
     "_io": (1410, "ModelProto, external data, npz, safetensors, adapters, packed models"),
     "model": (1200, "Model, and what makes another Model of one"),

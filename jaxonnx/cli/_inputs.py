@@ -14,6 +14,7 @@ import numpy as np
 from jaxonnx._data import forms
 from jaxonnx._data.images import preparation as images
 from jaxonnx._data.ragged import derived_inputs
+from jaxonnx._data.texts import is_text
 from jaxonnx._data.weights import KEY
 from jaxonnx.cli import _images as pictures
 from jaxonnx.errors import Error, InputError, TrainingError
@@ -81,8 +82,9 @@ def data(path: Path, model: Model, options: argparse.Namespace) -> tuple[Any, bo
 
     Pixels are prepared if the network takes other numbers.
     """
-    if path.is_dir():
+    if path.is_dir() or is_text(path):
         return path, False
+    model = model.without_cache()
     values = table(path)
     found = columns(path, [*values], model)
     if not found.targets and not (options.loss and find(options.loss).next_token):

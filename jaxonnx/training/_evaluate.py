@@ -13,6 +13,7 @@ from jaxonnx._data.batches import Source
 from jaxonnx._data.images import preparation as images
 from jaxonnx._data.images.folder import find_folders
 from jaxonnx._data.prefetch import ahead
+from jaxonnx._data.texts import read_texts
 from jaxonnx._data.weights import all_or_nothing
 from jaxonnx._progress import track_batches
 from jaxonnx.errors import TrainingError
@@ -73,8 +74,10 @@ def evaluate(
     check_names("evaluate", DataArguments, arguments)
     settings = Settings(**arguments)
     net = read_whole_sequences(net, loss, data)
-    data, _, net = find_folders(data, None, net, settings.preprocess)
-    padding = padding_of(settings.pad, settings.length_buckets, loss)
+    padding, given = padding_of(settings.pad, settings.length_buckets, loss), data
+    data, _, padding, _ = read_texts(data, None, net, settings.preprocess, padding)
+    if data is given:
+        data, _, net = find_folders(data, None, net, settings.preprocess)
     examples = source(data, net.inputs, settings.batch_size, None, padding, target_names(net))
     goal = objective.find(net, loss, metrics)
     return over(goal, examples, images.preparation(net).labels, progress)

@@ -11,6 +11,7 @@ from onnx import ModelProto
 from jaxonnx._arguments import TrainArguments, check_names, documented
 from jaxonnx._data.augmented import augment_examples, parse_augment
 from jaxonnx._data.images.folder import Folder, find_folders, notes
+from jaxonnx._data.texts import read_texts
 from jaxonnx._mesh.processes import Processes
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters
@@ -68,6 +69,11 @@ def train(
         "weight" in a dict beside other targets, weighs the examples in losses and metrics: losses
         are divided by the sum of the weights.
 
+        Texts are a .jsonl file, a list or a Hugging Face Dataset of objects with "text", with
+        "prompt" and "completion", or with "messages" (dicts of "role" and "content"). The tokenizer
+        and the chat template of the folder that the model was loaded from make tokens and labels
+        of them (`preprocess`); the loss is on completions and on what the assistant says.
+
         A file is an .npz file with such arrays, or a .jsonl file with an object of these names in
         each line. A Hugging Face Dataset is read in one piece. A folder of images has one folder
         for each class, whose number is the target.
@@ -111,8 +117,11 @@ def train(
         net = model if isinstance(model, Model) else load(model, mesh=settings.mesh)
         net = read_whole_sequences(with_heads(net, settings), settings.loss, data)
         augment, preprocess = parse_augment(settings.augment, settings.preprocess, data)
-        data, validation, net = find_folders(data, settings.validation, net, preprocess)
         padding = padding_of(settings.pad, settings.length_buckets, settings.loss)
+        given = data, settings.validation, net
+        data, validation, padding, said = read_texts(*given, preprocess, padding)
+        if data is given[0]:
+            data, validation, net = find_folders(data, validation, net, preprocess)
         size, names = settings.batch_size, target_names(net)
         examples, held_out = sources(
             data, validation, net.inputs, size, settings.seed, padding, names
@@ -124,7 +133,7 @@ def train(
         step = build_step(net, settings, settings.epochs, examples.steps)
         trained, history = run(step, examples, held_out, settings, interrupt, together)
         trained = together.gather(trained)
-        history.notes += notes(data, validation)
+        history.notes += [*said, *notes(data, validation)]
         if isinstance(data, Folder):
             data.settings.kept.release()  # the result refers to what is held out
         if history.stopped and not history.early:

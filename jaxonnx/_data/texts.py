@@ -1,0 +1,336 @@
+"""Texts as tokens and labels: plain ones, prompts with completions, and chats."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxonnx._data.ragged import Padding, derived_inputs
+from jaxonnx._data.tokenizer import Tokenizer
+from jaxonnx._io.folders import GENAI, ModelFolder
+from jaxonnx._network import Network
+from jaxonnx.errors import TrainingError
+
+KEYS = (("messages",), ("prompt", "completion"), ("text",))
+"""The columns of each kind of text."""
+LENGTH = 1024
+"""Tokens of an example, where nothing says how many."""
+_STEP = 8
+"""Widths of batches are multiples of it."""
+_GAIN = 0.9
+"""The share of the padded tokens that a second width must leave, to be worth a program."""
+_SETTINGS = {"max_length": None, "long": None, "loss": "completions"}
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """What `preprocess` says of texts.
+
+    Attributes:
+      max_length: the tokens of an example at most.
+      long: what longer texts are: "cut", "split" into several, or "refuse"; by default plain texts
+        are split, others cut.
+      loss: on "completions", or on "all" tokens.
+    """
+
+    max_length: int | None = None
+    long: str | None = None
+    loss: str = "completions"
+
+    @classmethod
+    def of(cls, preprocess: Any) -> TextSettings:
+        """Return what `preprocess` says.
+
+        Raises:
+          TrainingError: it is something else.
+        """
+        given = {} if preprocess is None else preprocess
+        if not isinstance(given, Mapping) or not given.keys() <= _SETTINGS.keys():
+            raise TrainingError(
+                f"preprocess of texts is a dict of any of {', '.join(_SETTINGS)}; not {given!r}"
+            )
+        one = cls(**given)
+        whole = isinstance(one.max_length, int) and not isinstance(one.max_length, bool)
+        if one.max_length is not None and not (whole and one.max_length > 1):
+            raise TrainingError(
+                f"preprocess: max_length is a number of tokens, and was {one.max_length!r}"
+            )
+        choices = {"long": (None, "cut", "split", "refuse"), "loss": ("completions", "all")}
+        for name, known in choices.items():
+            if (value := getattr(one, name)) not in known:
+                said = ", ".join(repr(x) for x in known if x)
+                raise TrainingError(f"preprocess: {name} is one of {said}, and was {value!r}")
+        return one
+
+
+@dataclass
+class _Reader:
+    """Makes examples of texts, and counts those that are too long."""
+
+    tokenizer: Tokenizer
+    settings: TextSettings
+    limit: int
+    vocabulary: int | None
+    ignored: int
+    lengths: list[int] = field(default_factory=list)
+    long: dict[str, int] = field(default_factory=lambda: {"cut": 0, "split": 0})
+
+    def read(self, rows: Sequence[tuple[str, Any]]) -> dict[str, list[np.ndarray]]:
+        """Return tokens and labels of texts."""
+        columns: dict[str, list[np.ndarray]] = {"tokens": [], "labels": []}
+        for where, row in rows:
+            for ids, labels in self._fit(where, row, *self._encode(where, row)):
+                columns["tokens"].append(ids)
+                columns["labels"].append(labels)
+                self.lengths.append(len(ids))
+        return columns
+
+    def _encode(self, where: str, row: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of an example, and whether each counts in the loss."""
+        if "messages" in row or not isinstance(row.get("prompt", ""), str):
+            text, parts = self._chat(where, row)
+            ids, places = self.tokenizer.encode(text, special=False)
+            counts = np.zeros(len(ids), bool)
+            for start, end in parts:  # a token that reaches into a part counts
+                counts |= (places[:, 1] > start) & (places[:, 0] < end)
+        else:
+            keys = ("text",) if "text" in row else ("prompt", "completion")
+            prompt, text = row.get("prompt", ""), "".join(row[key] for key in keys)
+            if not row[keys[-1]]:
+                raise TrainingError(f"{where} has an empty {keys[-1]}")
+            ids, places = self.tokenizer.encode(text)
+            first = np.flatnonzero(places[:, 1] > len(prompt))
+            ends = self.tokenizer.ends
+            if ends and ids[-1:] != ends[:1]:
+                ids = np.append(ids, ends[0])
+            counts = np.arange(len(ids)) >= (first[0] if len(first) else len(ids))
+        self._check(where, ids)
+        if self.settings.loss == "all":
+            counts = np.ones(len(ids), bool)
+        return ids, counts
+
+    def _chat(self, where: str, row: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+        prompt = row.get("prompt", [])
+        messages = row["messages"] if "messages" in row else [*prompt, *row["completion"]]
+        if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+            raise TrainingError(f"{where}: messages are objects with a role and its content")
+        said = [m for m in messages[len(prompt) :] if m["role"] == "assistant"]
+        if self.settings.loss != "all" and not said:
+            raise TrainingError(
+                f"{where} has no message of the assistant, whose tokens would be learned; "
+                "preprocess={'loss': 'all'} learns all of them"
+            )
+        return self.tokenizer.write_chat(messages, len(prompt), where)
+
+    def _check(self, where: str, ids: np.ndarray) -> None:
+        if len(ids) < 2:
+            raise TrainingError(f"{where} has {len(ids)} tokens: there is no next one to predict")
+        if self.vocabulary is not None and ids.max() >= self.vocabulary:
+            token = ids[ids >= self.vocabulary][0]
+            raise TrainingError(
+                f"{where}: the token {self.tokenizer.name(token)} is {token}, and the model has "
+                f"{self.vocabulary}: tokenizer.json, with {self.tokenizer.size} tokens, is of "
+                "another model"
+            )
+
+    def _fit(
+        self, where: str, row: Mapping[str, Any], ids: np.ndarray, counts: np.ndarray
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield tokens and labels, in pieces that are short enough."""
+        labels = np.where(counts, ids, self.ignored)
+        if len(ids) <= self.limit:
+            yield ids, labels
+            return
+        how = self.settings.long or ("split" if "text" in row else "cut")
+        if how == "refuse":
+            raise TrainingError(f"{where} has {len(ids)} tokens, more than {self.limit}")
+        self.long[how] += 1
+        if how == "cut" and not counts[1 : self.limit].any():
+            raise TrainingError(
+                f"{where} has {np.flatnonzero(counts)[0]} tokens before those that count in the "
+                f"loss, and of {self.limit} none is left: a larger preprocess={{'max_length': ...}}"
+                " or a shorter prompt"
+            )
+        last = self.limit if how == "cut" else len(ids) - 1
+        for start in range(0, last, self.limit):
+            yield ids[start : start + self.limit], labels[start : start + self.limit]
+
+    @property
+    def notes(self) -> list[str]:
+        done = [f"{count} {how}" for how, count in self.long.items() if count]
+        if not done:
+            return []
+        return [
+            f"texts of more than {self.limit} tokens: {' and '.join(done)} "
+            "(preprocess={'max_length': ..., 'long': 'cut', 'split' or 'refuse'})"
+        ]
+
+
+def is_text(data: Any) -> bool:
+    """Return whether data is a .jsonl file of texts, or a list or dataset of such rows."""
+    return _kind(_peek(data)) is not None
+
+
+def _kind(row: Any) -> tuple[str, ...] | None:
+    if not isinstance(row, Mapping):
+        return None
+    return next(
+        (
+            keys
+            for keys in KEYS
+            if all(isinstance(row.get(k), str | list) for k in keys)
+            and (isinstance(row[keys[0]], str) or _are_messages(row[keys[0]]))
+        ),
+        None,
+    )
+
+
+def _are_messages(value: Any) -> bool:
+    return not value or isinstance(value[0], Mapping)
+
+
+def _peek(data: Any) -> Any:
+    """Return the first row of data that has rows, or None."""
+    if isinstance(data, str | os.PathLike):
+        path = Path(data)
+        if path.suffix != ".jsonl" or not path.is_file():
+            return None
+        with path.open(encoding="utf-8", errors="replace") as file:
+            line = next((line for line in file if line.strip()), "")
+        try:
+            return json.loads(line)
+        except ValueError:  # said where the file is read
+            return None
+    if isinstance(data, list) or (hasattr(data, "column_names") and hasattr(data, "__getitem__")):
+        return data[0] if len(data) else None
+    return None
+
+
+def _rows(data: Any, what: str) -> list[tuple[str, Any]]:
+    """Return rows, and what errors call them."""
+    if not isinstance(data, str | os.PathLike):
+        named = [(f"example {i} of {what}", data[i]) for i in range(len(data))]
+    else:
+        named = []
+        try:
+            lines = Path(data).read_text("utf-8").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TrainingError(f"the data '{os.fspath(data)}' cannot be read: {error}") from error
+        for number, line in enumerate(lines, 1):
+            where = f"line {number} of '{os.fspath(data)}'"
+            if line.strip():
+                try:
+                    named.append((where, json.loads(line)))
+                except ValueError as error:
+                    raise TrainingError(f"{where} is not JSON ({error})") from error
+    keys = _kind(named[0][1]) or ()
+    for where, row in named:
+        if _kind(row) != keys:
+            raise TrainingError(
+                f"{where} must have {' and '.join(map(repr, keys))}, as those before it"
+            )
+    return named
+
+
+def read_texts(
+    data: Any, validation: Any, model: Network, preprocess: Any, padding: Padding
+) -> tuple[Any, Any, Padding, list[str]]:
+    """Return data and validation with texts as tokens and labels, how they are padded, and notes.
+
+    What has no texts is returned as it is. Where no widths were asked for, there are one or two:
+    that of the longest example, and one below it if it saves a tenth of the padded tokens.
+
+    Raises:
+      TrainingError: a text that cannot be an example; the message has its line.
+    """
+    texts = {
+        name: given
+        for name, given in (("data", data), ("validation", validation))
+        if is_text(given)
+    }
+    if not texts:
+        return data, validation, padding, []
+    if model.folder is None:
+        raise TrainingError(
+            "the data has texts, and the model was not loaded from a folder with a tokenizer: "
+            "jaxonnx.load('folder/'), or tokens in place of texts"
+        )
+    settings = TextSettings.of(preprocess)
+    limit, tokens = _limit(model, settings), _token_input(model)
+    ignored = padding.ignored if isinstance(padding.ignored, int) else -100
+    made = Tokenizer(model.folder), settings, limit, _vocabulary(model), ignored
+    reader = _Reader(*made)
+    read = {}
+    for name, given in texts.items():
+        columns = reader.read(_rows(given, name))
+        read[name] = {tokens: columns["tokens"], "labels": columns["labels"]}
+    if padding.buckets is None:
+        padding = replace(padding, buckets=_widths(np.array(reader.lengths), limit))
+    return read.get("data", data), read.get("validation", validation), padding, reader.notes
+
+
+def _limit(model: Network, settings: TextSettings) -> int:
+    """Return the number of tokens that an example may have."""
+    assert model.folder is not None
+    table = context_length(model.folder)
+    tokens = _token_input(model)
+    fixed = [v.shape[1] for v in model.inputs if v.name == tokens and len(v.shape or ()) > 1]  # type: ignore[index]
+    most = min([n for n in (table, *fixed) if isinstance(n, int)], default=None)
+    wanted = settings.max_length
+    if wanted is None:
+        return LENGTH if most is None else min(LENGTH, most)
+    if most is not None and wanted > most:
+        raise TrainingError(
+            f"preprocess: max_length is {wanted}, and the model has positions for {most} tokens"
+        )
+    return wanted
+
+
+def context_length(folder: ModelFolder) -> int | None:
+    """Return the number of positions that the configuration of a model has, if it says."""
+    settings = folder.read_json("config.json")
+    nested = settings.get("text_config")
+    for source, name in (
+        (folder.read_json(GENAI).get("model", {}), "context_length"),
+        (nested if isinstance(nested, Mapping) else {}, "max_position_embeddings"),
+        (settings, "max_position_embeddings"),
+        (settings, "n_positions"),
+    ):
+        if isinstance(source.get(name), int):
+            return source[name]
+    return None
+
+
+def _token_input(model: Network) -> str:
+    """Return the name of the input that takes tokens."""
+    spare = derived_inputs(model.inputs)
+    kinds = [(v.name, v.dtype) for v in model.inputs if v.name not in spare]
+    found = [name for name, kind in kinds if kind is not None and kind.kind in "iu"]
+    if not found:
+        raise TrainingError("the data has texts, and the model has no input of tokens")
+    return "input_ids" if "input_ids" in found else found[0]
+
+
+def _vocabulary(model: Network) -> int | None:
+    """Return the number of tokens that the model has, by the last axis of its logits."""
+    shapes = {value.name: value.shape for value in model.outputs}
+    shape = shapes.get("logits", model.outputs[0].shape)
+    return shape[-1] if shape and isinstance(shape[-1], int) else None
+
+
+def _widths(lengths: np.ndarray, limit: int) -> tuple[int, ...]:
+    """Return one or two widths with the fewest padded tokens."""
+    needed = np.minimum(-(-lengths // _STEP) * _STEP, limit)
+    widths, counts = np.unique(needed, return_counts=True)
+    widest, below = int(widths[-1]), counts.cumsum()
+    tokens = below * widths + (len(lengths) - below) * widest
+    best = int(tokens.argmin())
+    if tokens[best] > _GAIN * len(lengths) * widest:
+        return (widest,)
+    return (int(widths[best]), widest)

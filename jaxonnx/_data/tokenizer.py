@@ -1,0 +1,231 @@
+"""The tokenizer and the chat template of a language model's folder.
+
+`tokenizer.json` is read by the package tokenizers, the template by jinja2, in the environment that
+Hugging Face's templates are written for (`transformers.utils.chat_template_utils`).
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from jaxonnx._io.folders import GENAI, ModelFolder
+from jaxonnx._safe_read import reading
+from jaxonnx.errors import Error, TrainingError
+
+_START, _END = "\ue0f0", "\ue0f1"
+"""What a `generation` block of a template is put between; private characters of Unicode."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """Text as tokens and back, as a folder says."""
+
+    folder: ModelFolder
+
+    @functools.cached_property
+    def _tokens(self) -> Any:
+        path = self.folder.path / "tokenizer.json"
+        if not path.is_file():
+            raise TrainingError(
+                f"'{self.folder.path}' has no tokenizer.json, by which texts become tokens; "
+                "transformers.AutoTokenizer.from_pretrained(...).save_pretrained(folder) writes it"
+            )
+        tokenizers = _package("tokenizers")
+        # the package raises nothing narrower than Exception
+        with reading(f"'{path}' is not a tokenizer, or is damaged", TrainingError, Exception):
+            found = tokenizers.Tokenizer.from_str(path.read_text("utf-8"))
+        found.no_truncation()
+        found.no_padding()
+        return found
+
+    @property
+    def size(self) -> int:
+        """The number of tokens, added ones included."""
+        return self._tokens.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, special: bool = True) -> tuple[np.ndarray, np.ndarray]:
+        """Return tokens [n], and where each starts and ends in the text [n, 2].
+
+        Args:
+          special: add the tokens that the tokenizer begins or ends a text with.
+        """
+        found = self._tokens.encode(text, add_special_tokens=special)
+        return np.array(found.ids, np.int64), np.array(found.offsets, np.int64).reshape(-1, 2)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of tokens, special ones included."""
+        return self._tokens.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def name(self, token: int) -> str:
+        return repr(self._tokens.id_to_token(int(token)))
+
+    @functools.cached_property
+    def _settings(self) -> dict[str, Any]:
+        return self.folder.read_json("tokenizer_config.json")
+
+    @functools.cached_property
+    def special(self) -> dict[str, str]:
+        """The special tokens by their roles, like "eos_token"."""
+        found = {}
+        for name, value in self._settings.items():
+            text = value.get("content") if isinstance(value, Mapping) else value
+            if name.endswith("_token") and isinstance(text, str):
+                found[name] = text
+        return found
+
+    @functools.cached_property
+    def ends(self) -> list[int]:
+        """The tokens that end a text; the first is the one that texts are given."""
+        model = self.folder.read_json(GENAI).get("model", {})
+        named = self._tokens.token_to_id(self.special.get("eos_token", ""))
+        found = [] if named is None else [named]
+        for source in (model, self.folder.read_json("generation_config.json")):
+            ids = source.get("eos_token_id", [])
+            found += ids if isinstance(ids, list) else [ids]
+        return [*dict.fromkeys(i for i in found if isinstance(i, int))]
+
+    @functools.cached_property
+    def _template(self) -> Any:
+        text = self._find_template()
+        if text is None:
+            raise TrainingError(
+                f"'{self.folder.path}' has no chat template (chat_template.jinja, or in "
+                "tokenizer_config.json) to write messages by: give texts, or prompt and completion"
+            )
+        jinja2 = _package("jinja2")
+        from jinja2 import sandbox
+
+        environment = sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _generation_extension()],
+        )
+        environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        try:
+            return environment.from_string(text)
+        except jinja2.TemplateError as error:
+            raise TrainingError(
+                f"the chat template of '{self.folder.path}' is not one ({error})"
+            ) from error
+
+    def _find_template(self) -> str | None:
+        path: Path = self.folder.path / "chat_template.jinja"
+        if path.is_file():
+            with reading(f"'{path}' cannot be read", TrainingError):
+                return path.read_text("utf-8")
+        found = self._settings.get("chat_template")
+        found = found or self.folder.read_json("chat_template.json").get("chat_template")
+        if isinstance(found, list):  # several, by name
+            found = {one.get("name"): one.get("template") for one in found}.get("default")
+        return found
+
+    def render(self, messages: Sequence[Any], more: bool, where: str) -> str:
+        """Return messages as the template writes them.
+
+        Args:
+          more: begin the next message of the assistant.
+          where: the messages, for errors.
+
+        Raises:
+          TrainingError: the template fails.
+        """
+        template = self._template
+        raised = (_package("jinja2").TemplateError, TypeError, ValueError, LookupError)
+        try:
+            return template.render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=more,
+                **self.special,
+            )
+        except raised as error:
+            raise TrainingError(f"{where}: the chat template fails ({error})") from error
+
+    def write_chat(
+        self, messages: Sequence[Mapping[str, Any]], prompt: int, where: str
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return messages as text, and the parts of it that the assistant says.
+
+        These are the `generation` blocks of the template, or what it adds for a message of the
+        assistant to the prompt before it.
+
+        Args:
+          prompt: the messages at the beginning that are a prompt, whoever says them.
+
+        Raises:
+          TrainingError: the template fails, or writes a message otherwise when others follow.
+        """
+        marked = self.render(messages, False, where)
+        if _START in marked:
+            return _take_marks(marked)
+        parts = []
+        for i, message in enumerate(messages):
+            if i < prompt or message.get("role") != "assistant":
+                continue
+            before = self.render(messages[:i], True, where)
+            after = self.render(messages[: i + 1], False, where)
+            if not (marked.startswith(after) and after.startswith(before)):
+                raise TrainingError(
+                    f"{where}: the chat template writes message {i + 1} otherwise when others "
+                    "follow, so that it does not say which tokens are the assistant's: "
+                    "preprocess={'loss': 'all'} learns all, or give the last turn as prompt and "
+                    "completion"
+                )
+            parts.append((len(before), len(after)))
+        return marked, parts
+
+
+def _take_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """Return a text without marks, and the parts between them."""
+    plain, parts = "", []
+    first, *rest = text.split(_START)
+    plain = first
+    for part in rest:
+        said, _, after = part.partition(_END)
+        parts.append((len(plain), len(plain) + len(said)))
+        plain += said + after
+    return plain, parts
+
+
+@functools.cache
+def _generation_extension() -> type:
+    """Return the extension of Jinja for `{% generation %}` blocks."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012 (as the base class has it)
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            call = self.call_method("mark")
+            return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+        def mark(self, caller):
+            return _START + caller() + _END
+
+    return Generation
+
+
+def _raise(message: str) -> None:
+    raise _package("jinja2").TemplateError(message)
+
+
+def _package(name: str) -> ModuleType:
+    try:
+        return __import__(name)
+    except ImportError as error:
+        raise Error(f"texts need {name}: pip install 'jaxonnx[text]'") from error

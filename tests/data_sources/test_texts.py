@@ -1,0 +1,224 @@
+"""Texts as tokens and labels, against transformers' tokenizers and chat templates."""
+
+import json
+import shutil
+
+import numpy as np
+import optax
+import pytest
+
+import jaxonnx
+from jaxonnx._data.ragged import Padding
+from jaxonnx._data.texts import read_texts
+from jaxonnx._data.tokenizer import Tokenizer
+from tests.support.paths import DATA
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("jinja2")
+
+GENAI = DATA / "llm" / "qwen3-genai"
+CHAT = [
+    {"role": "user", "content": "what is a list"},
+    {"role": "assistant", "content": "a mutable sequence"},
+    {"role": "user", "content": "and a tuple"},
+    {"role": "assistant", "content": "an immutable one"},
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return jaxonnx.load(GENAI)
+
+
+@pytest.fixture
+def lines(tmp_path):
+    def write(*rows):
+        path = tmp_path / "data.jsonl"
+        text = "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
+        path.write_text(text + "\n", "utf-8")
+        return path
+
+    return write
+
+
+def read(model, data, **preprocess):
+    columns, _, padding, notes = read_texts(data, None, model, preprocess, Padding())
+    return columns, padding, notes
+
+
+def said(model, ids, labels):
+    """The text of all tokens, and of those that count."""
+    tokenizer = Tokenizer(model.folder)
+    return tokenizer.decode(ids), tokenizer.decode(labels[labels >= 0])
+
+
+def test_plain_texts_end_with_the_end(model, lines):
+    columns, *_ = read(model, lines({"text": "a list"}, {"text": "a tuple<|im_end|>"}))
+    found = [said(model, *pair) for pair in zip(*columns.values(), strict=True)]
+    assert found == [("a list<|im_end|>",) * 2, ("a tuple<|im_end|>",) * 2]
+
+
+def test_completions_count_and_prompts_do_not(model, lines):
+    path = lines({"prompt": "2 + 2 =", "completion": " 4"})
+    columns, *_ = read(model, path)
+    assert said(model, columns["input_ids"][0], columns["labels"][0]) == (
+        "2 + 2 = 4<|im_end|>",
+        " 4<|im_end|>",
+    )
+    columns, *_ = read(model, path, loss="all")
+    np.testing.assert_array_equal(columns["input_ids"][0], columns["labels"][0])
+
+
+def test_chats_are_those_of_transformers(model, lines):
+    columns, *_ = read(model, lines({"messages": CHAT}))
+    (ids,), (labels,) = columns.values()
+    text, counted = said(model, ids, labels)
+    assert counted == "a mutable sequence<|im_end|>\nan immutable one<|im_end|>\n"
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(GENAI)
+    assert tokenizer.apply_chat_template(CHAT, tokenize=False) == text
+    assert tokenizer.apply_chat_template(CHAT, return_dict=True)["input_ids"] == ids.tolist()
+
+
+def test_generation_blocks_say_what_counts(lines, tmp_path):
+    shutil.copytree(GENAI, tmp_path / "model")
+    template = (
+        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n"
+        "{% endfor %}"
+    )
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    model = jaxonnx.load(tmp_path / "model")
+    columns, *_ = read(model, lines({"messages": CHAT}))
+    (ids,), (labels,) = columns.values()
+    # " a" is one token, which reaches into what counts
+    assert said(model, ids, labels)[1] == " a mutable sequence<|im_end|> an immutable one<|im_end|>"
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    found = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+    np.testing.assert_array_equal(labels >= 0, np.array(found["assistant_masks"]) > 0)
+
+
+def test_prompts_of_messages_do_not_count(model, lines):
+    row = {"prompt": CHAT[:3], "completion": CHAT[3:]}
+    columns, *_ = read(model, lines(row))
+    (ids,), (labels,) = columns.values()
+    assert said(model, ids, labels)[1] == "an immutable one<|im_end|>\n"
+
+
+def test_long_texts_are_split_or_cut_and_counted(model, lines):
+    path = lines({"text": "a list of lists " * 10}, {"text": "short"})
+    columns, _, notes = read(model, path, max_length=16)
+    lengths = [*map(len, columns["input_ids"])]
+    assert max(lengths) == 16
+    assert len(lengths) > 3
+    assert notes == [
+        "texts of more than 16 tokens: 1 split (preprocess={'max_length': ..., 'long': 'cut', "
+        "'split' or 'refuse'})"
+    ]
+    columns, _, notes = read(model, path, max_length=16, long="cut")
+    assert [*map(len, columns["input_ids"])] == [16, *lengths[-1:]]
+    with pytest.raises(jaxonnx.TrainingError, match=r"line 1 of .* has \d+ tokens, more than 16"):
+        read(model, path, max_length=16, long="refuse")
+    with pytest.raises(jaxonnx.TrainingError, match="max_length is 500, and the model has posit"):
+        read(model, path, max_length=500)
+    # without max_length it is the table of positions, 128
+    columns, *_ = read(model, lines({"text": "a list of lists " * 100}))
+    assert max(map(len, columns["input_ids"])) == 128
+
+
+def test_two_widths_at_most(model, lines):
+    short, long = {"text": "a b c"}, {"text": "a list of lists " * 6}
+    _, padding, _ = read(model, lines(*[short] * 20, long))
+    narrow, wide = padding.buckets
+    assert narrow % 8 == wide % 8 == 0
+    _, padding, _ = read(model, lines(short, short))
+    assert len(padding.buckets) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (({"text": "a"}, {"text": ""}), "line 2 of .* has an empty text"),
+        (({"text": "a"}, "{"), "line 2 of .* is not JSON"),
+        (({"text": "a"}, {"prompt": "a"}), "line 2 of .* must have 'text', as those before it"),
+        (({"prompt": "a", "completion": ""},), "line 1 of .* has an empty completion"),
+        (({"messages": CHAT[:1]},), "line 1 of .* has no message of the assistant"),
+        (({"messages": [{"content": "a"}]},), "line 1 .* objects with a role"),
+        (({"prompt": "list " * 150, "completion": "a"},), "line 1 .* of 128 none is left"),
+    ],
+)
+def test_what_is_no_example_is_named_with_its_line(model, lines, rows, message):
+    with pytest.raises(jaxonnx.TrainingError, match=message):
+        read(model, lines(*rows))
+
+
+def test_a_tokenizer_of_another_model_is_refused(lines, tmp_path):
+    shutil.copytree(GENAI, tmp_path / "model")
+    settings = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
+    settings["model"]["vocab"]["list"] = 500
+    settings["model"]["merges"] += [["l", "ist"], ["i", "st"]]
+    settings["model"]["vocab"] |= {"ist": 501, "st": 502}
+    settings["model"]["merges"] = [["s", "t"], ["i", "st"], ["l", "ist"]]
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(settings))
+    model = jaxonnx.load(tmp_path / "model")
+    with pytest.raises(jaxonnx.TrainingError, match=r"line 1 .* is 500, and the model has 192"):
+        read(model, lines({"text": "list"}))
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    with pytest.raises(jaxonnx.TrainingError, match=r"tokenizer.json' is not a tokenizer"):
+        read(model, lines({"text": "list"}))
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    with pytest.raises(jaxonnx.TrainingError, match=r"has no tokenizer.json"):
+        read(model, lines({"text": "list"}))
+
+
+def test_a_template_that_writes_history_otherwise_is_refused(lines, tmp_path):
+    shutil.copytree(GENAI, tmp_path / "model")
+    template = (
+        "{% for m in messages %}{{ m.role }}{% if loop.last %}!{% endif %}{{ m.content }}"
+        "{% endfor %}"
+    )
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    model = jaxonnx.load(tmp_path / "model")
+    with pytest.raises(jaxonnx.TrainingError, match="writes message 2 otherwise when others"):
+        read(model, lines({"messages": CHAT}))
+    template = "{{ raise_exception('roles must alternate') }}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    with pytest.raises(jaxonnx.TrainingError, match=r"line 1 .* fails \(roles must alternate\)"):
+        read(jaxonnx.load(tmp_path / "model"), lines({"messages": CHAT}))
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    with pytest.raises(jaxonnx.TrainingError, match="has no chat template"):
+        read(jaxonnx.load(tmp_path / "model"), lines({"messages": CHAT}))
+
+
+def test_texts_need_a_folder(lines):
+    model = jaxonnx.load(GENAI / "model.onnx")
+    with pytest.raises(jaxonnx.TrainingError, match="was not loaded from a folder"):
+        read(model, lines({"text": "a"}))
+
+
+def test_a_chat_trains_with_two_programs(lines, tmp_path, monkeypatch):
+    from jaxonnx.training import _memory
+
+    compiled = []
+    check = _memory._check
+    monkeypatch.setattr(_memory, "_check", lambda *a: compiled.append(a) or check(*a))
+    short = {"messages": CHAT[:2]}
+    path = lines(*[short] * 12, *[{"messages": CHAT}] * 4)
+    result = jaxonnx.train(
+        GENAI,
+        path,
+        loss="causal_lm",
+        optimizer=optax.adam(1e-2),
+        epochs=2,
+        batch_size=4,
+        validation=path,
+        lora=jaxonnx.LoRA(rank=4),
+    )
+    assert len(compiled) == 2
+    losses = [row["validation_loss"] for row in result.history.epochs]
+    assert losses[-1] < losses[0]
+    result.model.save(f"{tmp_path}/tuned/")
+    assert (tmp_path / "tuned" / "tokenizer.json").exists()
+    found = jaxonnx.evaluate(tmp_path / "tuned", path, loss="causal_lm", batch_size=4)
+    assert found["loss"] == pytest.approx(losses[-1], abs=1e-4)
