@@ -22,13 +22,25 @@ function's inputs and attributes.
 Annotations say what a parameter needs beyond its value: `Static` on an input that must be known
 while tracing; `Key`, `Training`, `Outputs` and `Names` on keyword-only parameters that the
 evaluator fills in and that are not attributes.
+
+What the specification demands of values and shapes is declared, and checked before the function is
+called (`jaxonnx._constraints`)::
+
+    @op("MaxPool", since=1, shapes="x (N, C, D1, *D)", without=("ceil_mode", "storage_order"))
+    @op("MaxPool", since=8, shapes="x (N, C, D1, *D)")
+    def max_pool(x, *, storage_order: Literal[0, 1] = 0, **window: Unpack[Pooled]): ...
+
+`Literal`, `Positive`, `NotNegative` and `AtLeast` are the values that a parameter may have,
+`shapes` the shapes of inputs and lists, `without` the attributes that came in later opsets.
+Attributes that several operators share are the keys of a `TypedDict`, which says their defaults.
+A NodeError is raised in the function only for what it computes.
 """
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +48,7 @@ import numpy as np
 from jax import export
 
 from jaxonnx._axes import Form
+from jaxonnx._constraints import Constraints, Default, marks
 
 Static = Annotated[np.ndarray, "static"]
 """An input whose value must be known while tracing; the function receives an `np.ndarray`."""
@@ -134,6 +147,15 @@ class Op:
     """Among `params`: the factors, and what their axes mean."""
     starts: Mapping[int, float] = field(default_factory=dict, hash=False)
     """The values that trained tensors and statistics start from, where the operator says."""
+    defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """The values of the attributes that are not `required`, where they are absent."""
+    constraints: Constraints = field(default_factory=Constraints, hash=False)
+    """What the operator demands of its inputs and attributes, checked before it is called."""
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Check the arguments, and call the function."""
+        self.constraints.check(arguments, keywords)
+        return self.function(*arguments, **keywords)
 
     @property
     def channels(self) -> bool:
@@ -177,12 +199,16 @@ def op(
     view: bool = False,
     dynamic: bool = False,
     pointwise: bool = False,
+    shapes: str = "",
+    without: Collection[str] = (),
 ):
     """Register the decorated function as operator `name` of `domain` from opset `since` on.
 
     `weights`, `params`, `vectors` and `state` name the inputs for factors, for biases and other
     trained tensors, for bias or scale vectors, and for running statistics; a variadic input is
-    named without its asterisk and means every position from there on.
+    named without its asterisk and means every position from there on. `shapes` declares the shapes
+    of inputs, as `jaxonnx._constraints` describes; `without` names attributes of the function that
+    the operator does not have in this opset yet.
 
     Raises:
       ValueError: a name is not an input, or one in `weights` not an attribute.
@@ -201,9 +227,14 @@ def op(
             if p.annotation == marker
         )
         filled = {parameter for parameter, _ in context}
-        attributes = [p for p in keywords if p.name not in filled]
+        attributes = {p.name: p for p in keywords if p.name not in filled}
+        for p in signature:
+            if p.kind is p.VAR_KEYWORD:
+                attributes |= _attributes_of(get_args(p.annotation)[0])
+        attributes = {name: p for name, p in attributes.items() if name not in without}
+        defaults = {n: p.default for n, p in attributes.items() if p.default is not p.empty}
         forms = weights or {}
-        named = {*order, *(p.name for p in attributes)}
+        named = {*order, *attributes}
         read = (form.attributes for form in forms.values())
         for group in (forms, params, vectors, state, *read):
             if unknown := [*filter(lambda what: what not in named, group)]:
@@ -229,8 +260,10 @@ def op(
                 factors=_positions_of(positional, Factor),
                 rows=_positions_of(positional, Rows),
                 context=context,
-                attributes=frozenset(p.name for p in attributes),
-                required=frozenset(p.name for p in attributes if p.default is p.empty),
+                attributes=frozenset(attributes),
+                required=frozenset(attributes.keys() - defaults.keys()),
+                defaults=defaults,
+                constraints=Constraints.of(positional, attributes.values(), shapes),
                 inputs=None if variadic else len(positional),
                 needed=tuple(
                     None if i in omissible else p.name
@@ -246,6 +279,18 @@ def op(
         return function
 
     return register
+
+
+def _attributes_of(group: type) -> dict[str, inspect.Parameter]:
+    """Return the attributes that are the keys of a `TypedDict`, as keyword-only parameters."""
+    parameters = {}
+    for name, hint in get_type_hints(group, include_extras=True).items():
+        default = next((mark.value for mark in marks(hint) if isinstance(mark, Default)), None)
+        default = inspect.Parameter.empty if name in group.__required_keys__ else default
+        parameters[name] = inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint
+        )
+    return parameters
 
 
 def _positions_of(parameters, marker) -> frozenset[int]:

@@ -28,16 +28,27 @@ ORDER = (
         "onnx_out",
     ),
     *("_data", "_mesh", "_network", "_rewrite", "_run", "_graph", "_io"),
-    *("ops", "registry", "lowering", "sparse", "optim", "_jaxpr", "_axes", "_arrays"),
+    *(
+        "ops",
+        "registry",
+        "_constraints",
+        "lowering",
+        "sparse",
+        "optim",
+        "_jaxpr",
+        "_axes",
+        "_arrays",
+    ),
     *("_limits", "_safe_read", "_atomic_write", "_progress", "_text", "errors"),
 )
 """The rooms and modules of the package, from the top: each imports only those after it."""
 
 ONLY = {
     "_io": {"sparse", "_arrays", "_limits", "_safe_read", "_atomic_write", "errors"},
-    "ops": {"registry", "lowering", "optim", "_axes", "_limits", "errors"},
+    "ops": {"registry", "_constraints", "lowering", "optim", "_axes", "_limits", "errors"},
     "_limits": {"_safe_read", "errors"},
-    "registry": {"_axes"},
+    "registry": {"_axes", "_constraints"},
+    "_constraints": {"errors"},
     "lowering": {"_jaxpr"},
     "sparse": {"_jaxpr", "_arrays", "_safe_read", "_atomic_write", "errors"},
     "_safe_read": {"errors"},

@@ -209,7 +209,7 @@ def _result(
     """Return the shape of the first result, None if running the graph will say what is wrong."""
     wrong = (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError)
     try:
-        y = node.op.function(np.zeros(shape, np.int8), *others, **node.attributes, **counts)
+        y = node.op(np.zeros(shape, np.int8), *others, **node.attributes, **counts)
     except (Error, *wrong):
         return None
     return (y[0] if isinstance(y, tuple) else y).shape

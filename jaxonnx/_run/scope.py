@@ -207,6 +207,7 @@ class Scope:
             )
         for name, what in op.context:
             keywords[name] = self._context_value(node, arguments, what)
+        op.constraints.check([_exact(value) for value in arguments], node.attributes)
         alone = not node.graphs and not any(what in ("key", "scope") for _, what in op.context)
         if alone and folds(op, arguments, keywords):
             results = fold(op, arguments, keywords)

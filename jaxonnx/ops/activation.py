@@ -8,11 +8,11 @@ both kinks of HardSigmoid.
 
 import functools
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import axis_of, widen
 from jaxonnx.ops.elementwise import absolute
 from jaxonnx.registry import op
@@ -115,22 +115,16 @@ def swish(x, *, alpha=1.0):
     return x * jax.nn.sigmoid(alpha * x)
 
 
-@activation("SwiGLU", since=28, pointwise=True)
+@activation("SwiGLU", since=28, pointwise=True, shapes="a (*D), b (*D)")
 def swiglu(a, b, *, alpha=1.0):
-    if a.shape != b.shape:
-        raise NodeError(f"gate and value must have the same shape, not {a.shape} and {b.shape}")
     return swish(a, alpha=alpha) * b
 
 
 @activation("Gelu", since=20, pointwise=True)
-def gelu(x, *, approximate="none"):
-    match approximate:
-        case "none":
-            # erfc keeps the tail that 1 + erf cancels
-            return 0.5 * x * jax.lax.erfc(-math.sqrt(0.5) * x)
-        case "tanh":
-            return 0.5 * x * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-    raise NodeError(f"approximate must be 'none' or 'tanh', not {approximate!r}")
+def gelu(x, *, approximate: Literal["none", "tanh"] = "none"):
+    if approximate == "tanh":
+        return 0.5 * x * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    return 0.5 * x * jax.lax.erfc(-math.sqrt(0.5) * x)  # which keeps the tail that 1 + erf cancels
 
 
 @activation("Softplus", since=1, pointwise=True)

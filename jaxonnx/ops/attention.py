@@ -3,12 +3,13 @@
 Heads stand at axis 1 throughout: (batch, heads, sequence, head size).
 """
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._constraints import AtLeast
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.attention_softmax import (
     Window,
@@ -61,10 +62,10 @@ def attention(
     *,
     is_causal=0,
     kv_num_heads=None,
-    left_window_size=-1,
+    left_window_size: Annotated[int, AtLeast(-1)] = -1,
     q_num_heads=None,
-    qk_matmul_output_mode=0,
-    right_window_size=-1,
+    qk_matmul_output_mode: Literal[0, 1, 2, 3] = 0,
+    right_window_size: Annotated[int, AtLeast(-1)] = -1,
     scale=None,
     softcap=0.0,
     softmax_precision=None,
@@ -79,10 +80,6 @@ def attention(
         raise NodeError("past_key and past_value go together")
     if nonpad_kv_seqlen is not None and past_key is not None:
         raise NodeError("nonpad_kv_seqlen cannot be combined with past_key")
-    if min(left_window_size, right_window_size) < -1:
-        raise NodeError("a window size is -1 (no bound) or not negative")
-    if qk_matmul_output_mode not in range(4):
-        raise NodeError(f"qk_matmul_output_mode must be 0 to 3, not {qk_matmul_output_mode}")
     packed = q.ndim == 3
     q, k, v = (
         split_heads(q, q_num_heads),

@@ -1,6 +1,7 @@
 """LinearAttention: a state in place of the keys and values of all steps before."""
 
 import math
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +32,7 @@ def linear_attention(
     kv_num_heads,
     q_num_heads,
     scale=0.0,
-    update_rule="gated_delta",
+    update_rule: Literal["linear", "gated", "delta", "gated_delta"] = "gated_delta",
 ):
     """o_t = scale S_t' q_t, where with a decay g and an update rate beta (each if the rule has it)
 
@@ -39,8 +40,6 @@ def linear_attention(
     added. One `lax.scan` in (at least) float32; `chunk_size` is a hint for other implementations.
     """
     rules = {"linear": (0, 0), "gated": (1, 0), "delta": (0, 1), "gated_delta": (1, 1)}
-    if update_rule not in rules:
-        raise NodeError(f"update_rule is {update_rule!r}, not one of {', '.join(rules)}")
     for name, needed, tensor in zip(
         ("decay", "beta"), rules[update_rule], (decay, beta), strict=True
     ):

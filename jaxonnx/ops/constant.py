@@ -45,11 +45,9 @@ def constant(
     return np.array(*present[0], copy=None)
 
 
-@op("ConstantOfShape", since=9)
+@op("ConstantOfShape", since=9, shapes="shape (r)")
 def constant_of_shape(shape: Static, *, value=None):
     """One number, float32 0 by default, throughout `shape`; as a view, which takes no memory."""
-    if shape.ndim != 1:
-        raise NodeError(f"the shape must be a vector, and has shape {shape.shape}")
     fill = np.zeros((), np.float32) if value is None else value.reshape(())
     room(shape.tolist(), object if fill.dtype == object else fill.dtype)
     m = jnp if symbolic(shape) else np
@@ -77,11 +75,9 @@ def range_(start: Static, limit: Static, delta: Static, *, stash_type=1):
     return (steps * steps.dtype.type(step) + steps.dtype.type(first)).astype(canonical(dtype))
 
 
-@op("EyeLike", since=9)
+@op("EyeLike", since=9, shapes="x (N, M)")
 def eye_like(x, *, dtype=None, k=0):
     """Ones on the k-th diagonal of a matrix that has the shape of `x`."""
-    if x.ndim != 2:
-        raise NodeError(f"the input must be a matrix, but has shape {tuple(x.shape)}")
     dtype = x.dtype if dtype is None else element_dtype(dtype)
     np_ = xp(x)
     return np_.eye(*x.shape, k=k, dtype=dtype if np_ is np else canonical(dtype))

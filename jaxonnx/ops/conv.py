@@ -1,6 +1,6 @@
 """Convolutions, and Col2Im, which is the transpose of reading windows."""
 
-from typing import Any
+from typing import Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -9,32 +9,26 @@ from jax import lax
 
 from jaxonnx import lowering
 from jaxonnx._axes import convolution
+from jaxonnx._constraints import Positive
 from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.windows import (
+    Convolved,
+    Taps,
+    Weighted,
     check_neighbours,
-    check_positive,
     kernel_of,
     pad_pairs,
     per_axis,
+    place_windows,
     positions,
     spatial,
     split_padding,
-    window,
 )
 from jaxonnx.registry import Channels, Kernel, Static, op
 
-
-def _check_channels(x, w, group, channels=1):
-    if x.ndim != w.ndim or x.ndim < 3:
-        raise NodeError(
-            f"X {x.shape} and W {w.shape} must both have batch, channel and spatial axes"
-        )
-    _check_types(x, w)
-    if x.shape[channels] != w.shape[1] * group or w.shape[0] % group:
-        raise NodeError(
-            f"X with {x.shape[channels]} channels and W {w.shape} do not fit in {group} groups"
-        )
+WEIGHTED = "x (N, group*c, D1, *D), w (group*m, c, K1, *K)"
+CONVOLUTION = f"{WEIGHTED}, b (group*m)"
 
 
 def _check_types(x, w):
@@ -47,72 +41,51 @@ def _channels(b, rank: int, channels: int = 1):
     return b.reshape(-1, *(1,) * (rank - 2)) if channels == 1 else b
 
 
-def _add_bias(y, b, channels: int = 1):
-    if b.shape != (y.shape[channels],):  # would be broadcast
-        raise NodeError(f"a bias of shape {b.shape} does not fit {y.shape[channels]} channels")
-    return y + _channels(b, y.ndim, channels)
-
-
-@op("Conv", since=1, weights={"w": convolution()}, params=("b",))
-def conv(
-    x,
-    w: Kernel,
-    b=None,
-    *,
-    auto_pad="NOTSET",
-    dilations=None,
-    group=1,
-    kernel_shape=None,
-    pads=None,
-    strides=None,
-    channels: Channels = 1,
-):
+@op("Conv", since=1, weights={"w": convolution()}, params=("b",), shapes=CONVOLUTION)
+def conv(x, w: Kernel, b=None, *, group=1, channels: Channels = 1, **window: Unpack[Convolved]):
     """Cross-correlation of x (N, C, *D) with w (M, C / group, *kernel)."""
-    _check_channels(x, w, group, channels)
-    kernel = kernel_of(w, kernel_shape)
-    size = spatial(x.shape, channels)
-    windows = window(
-        size, kernel, strides=strides, pads=pads, dilations=dilations, auto_pad=auto_pad
-    )
+    _check_types(x, w)
+    kernel = kernel_of(w, window.get("kernel_shape"))
+    windows = place_windows(spatial(x.shape, channels), kernel, **window)
     y = lowering.convolution(x, w, windows, group, channels, wide=b is not None)
-    return y if b is None else _add_bias(y, b, channels).astype(x.dtype)
+    return y if b is None else (y + _channels(b, y.ndim, channels)).astype(x.dtype)
 
 
-@op("ConvTranspose", since=1, weights={"w": convolution(transposed=True)}, params=("b",))
+@op(
+    "ConvTranspose",
+    since=1,
+    weights={"w": convolution(transposed=True)},
+    params=("b",),
+    shapes="x (N, group*c, *D), w (group*c, m, *K), b (group*m)",
+)
 def conv_transpose(
     x,
     w,
     b=None,
     *,
-    auto_pad="NOTSET",
-    dilations=None,
     group=1,
-    kernel_shape=None,
     output_padding=None,
     output_shape=None,
-    pads=None,
-    strides=None,
     channels: Channels = 1,
+    **window: Unpack[Convolved],
 ):
     """The transpose of Conv as a map of images; x (N, C, *D), w (C, M / group, *kernel).
 
     Opset 1 contradicts itself about the side of the odd padding element; like onnxruntime this
     follows the wording of opset 11 for every opset.
     """
-    if x.ndim != w.ndim or x.shape[channels] != w.shape[0] or w.shape[0] % group:
-        raise NodeError(
-            f"X with {x.shape[channels]} channels and W {w.shape} do not fit in {group} groups"
-        )
     _check_types(x, w)
-    kernel, images = kernel_of(w, kernel_shape), spatial(x.shape, channels)
-    rank = len(kernel)
-    strides, dilations = per_axis(strides, rank, "strides"), per_axis(dilations, rank, "dilations")
-    check_positive(kernel, strides, dilations)
+    auto_pad = window.get("auto_pad", "NOTSET")
+    images = spatial(x.shape, channels)
+    rank = len(images)
+    kernel = per_axis(kernel_of(w, window.get("kernel_shape")), rank, "kernel_shape")
+    strides = per_axis(window.get("strides"), rank, "strides")
+    dilations = per_axis(window.get("dilations"), rank, "dilations")
     extra = per_axis(output_padding, rank, "output_padding", 0)
     for e, s, d in zip(extra, strides, dilations, strict=True):
         if not 0 <= e < max(s, d):
             raise NodeError(f"output_padding {extra} must be less than the strides or dilations")
-    pairs = pad_pairs(pads, rank)
+    pairs = pad_pairs(window.get("pads"), rank)
     reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
     span = [s * (n - 1) + r for s, n, r in zip(strides, images, reach, strict=True)]
     if output_shape is not None:
@@ -142,7 +115,7 @@ def conv_transpose(
         channels=channels,
         wide=b is not None,
     )
-    return y if b is None else _add_bias(y, b, channels).astype(x.dtype)
+    return y if b is None else (y + _channels(b, y.ndim, channels)).astype(x.dtype)
 
 
 def _integer_convolution(x, w, windows, group):
@@ -175,35 +148,23 @@ def _zero_centred(values, zero_point):
     return values - zero_point.reshape(zero_point.shape if zero_point.size > 1 else ())
 
 
-@op("ConvInteger", since=10)
+@op("ConvInteger", since=10, shapes=f"{WEIGHTED}, x_zero_point #1, w_zero_point #1 | #group*m")
 def conv_integer(
-    x,
-    w,
-    x_zero_point=None,
-    w_zero_point=None,
-    *,
-    auto_pad="NOTSET",
-    dilations=None,
-    group=1,
-    kernel_shape=None,
-    pads=None,
-    strides=None,
+    x, w, x_zero_point=None, w_zero_point=None, *, group=1, **window: Unpack[Convolved]
 ):
     """Conv of 8-bit integers in int32; padding counts as the zero point."""
-    if x_zero_point is not None and x_zero_point.size != 1:
-        raise NodeError(f"the zero point of x is one number, not of shape {x_zero_point.shape}")
-    _check_channels(x, w, group)
-    kernel = kernel_of(w, kernel_shape)
-    windows = window(
-        x.shape[2:], kernel, strides=strides, pads=pads, dilations=dilations, auto_pad=auto_pad
-    )
-    if w_zero_point is not None and w_zero_point.size not in (1, w.shape[0]):
-        raise NodeError(f"w_zero_point {w_zero_point.shape} does not fit {w.shape[0]} channels")
+    kernel = kernel_of(w, window.get("kernel_shape"))
+    windows = place_windows(x.shape[2:], kernel, **window)
     x, w = _zero_centred(x, x_zero_point), _zero_centred(w, w_zero_point)
     return _integer_convolution(x, w, windows, group)
 
 
-@op("QLinearConv", since=10)
+@op(
+    "QLinearConv",
+    since=10,
+    shapes=f"{CONVOLUTION}, x_scale #1, x_zero_point #1, w_scale #1 | #group*m, "
+    "w_zero_point #1 | #group*m, y_scale #1, y_zero_point #1",
+)
 def qlinear_conv(
     x,
     x_scale,
@@ -215,32 +176,12 @@ def qlinear_conv(
     y_zero_point,
     b=None,
     *,
-    auto_pad="NOTSET",
-    dilations=None,
     group=1,
-    kernel_shape=None,
-    pads=None,
-    strides=None,
+    **window: Unpack[Convolved],
 ):
     """ConvInteger plus an int32 bias, rescaled, rounded to even and saturated to y's type."""
-    if (x_scale.size, y_scale.size, y_zero_point.size) != (1, 1, 1):
-        raise NodeError("the scales of x and y and the zero point of y are one number each")
-    if w_scale.size not in (1, w.shape[0]):
-        raise NodeError(f"w_scale of shape {w_scale.shape} does not fit {w.shape[0]} channels")
-    y = conv_integer(
-        x,
-        w,
-        x_zero_point,
-        w_zero_point,
-        auto_pad=auto_pad,
-        dilations=dilations,
-        group=group,
-        kernel_shape=kernel_shape,
-        pads=pads,
-        strides=strides,
-    )
-    if b is not None:
-        y = _add_bias(y, b)
+    y = conv_integer(x, w, x_zero_point, w_zero_point, group=group, **window)
+    y = y if b is None else y + _channels(b, y.ndim)
     scale = x_scale * w_scale / y_scale
     scale = _channels(scale, x.ndim) if scale.size > 1 else scale.reshape(())
     limits = np.iinfo(y_zero_point.dtype)
@@ -253,14 +194,20 @@ def qlinear_conv(
     since=27,
     weights={"weight": convolution(depthwise=True)},
     params=("bias",),
+    shapes="x (N, C, L), weight (C*m, 1, k), bias (C*m), past_state (N, C, _)",
 )
-def causal_conv_with_state(x, weight, bias=None, past_state=None, *, activation="none"):
+def causal_conv_with_state(
+    x,
+    weight,
+    bias=None,
+    past_state=None,
+    *,
+    activation: Literal["none", "silu", "swish"] = "none",
+):
     """Depthwise convolution over current and past positions; x (N, C, L), weight (C, 1, k).
 
     The second output holds the last k - 1 positions of past_state followed by x.
     """
-    if activation not in ("none", "silu", "swish"):
-        raise NodeError(f"activation is {activation!r}: none, silu or swish")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise NodeError(f"input is {x.dtype}, it must have a type of floating point")
     past = weight.shape[2] - 1
@@ -273,31 +220,20 @@ def causal_conv_with_state(x, weight, bias=None, past_state=None, *, activation=
     return y, padded[:, :, padded.shape[2] - past :]
 
 
-@op("DeformConv", since=19, weights={"w": convolution()}, params=("b",))
+@op("DeformConv", since=19, weights={"w": convolution()}, params=("b",), shapes=CONVOLUTION)
 def deform_conv(
-    x,
-    w,
-    offset,
-    b=None,
-    mask=None,
-    *,
-    dilations=None,
-    group=1,
-    kernel_shape=None,
-    offset_group=1,
-    pads=None,
-    strides=None,
+    x, w, offset, b=None, mask=None, *, group=1, offset_group=1, **window: Unpack[Weighted]
 ):
     """Conv whose taps are moved by `offset` and weighted by `mask`, any number of spatial axes.
 
     x (N, C, *D), offset (N, offset_group * prod(kernel) * rank, *out), mask the same without
     rank. Values between pixels are interpolated linearly, pixels outside are zero.
     """
-    _check_channels(x, w, group)
+    _check_types(x, w)
     n, c = x.shape[:2]
-    size, kernel = x.shape[2:], kernel_of(w, kernel_shape)
+    size, kernel = x.shape[2:], kernel_of(w, window.get("kernel_shape"))
     rank, taps = len(kernel), int(np.prod(kernel))
-    windows = window(size, kernel, strides=strides, pads=pads, dilations=dilations)
+    windows = place_windows(size, kernel, **window)
     if offset.shape != (n, offset_group * taps * rank, *windows.out):
         raise NodeError(f"offset {offset.shape} does not fit {windows.out} windows of {kernel}")
     offset = jnp.asarray(offset).reshape(n, offset_group, *kernel, rank, *windows.out)
@@ -337,14 +273,14 @@ def deform_conv(
     sampled = sampled.reshape(n, group, c // group * taps, -1)
     y = jnp.einsum("gmk,ngkl->ngml", w.reshape(group, -1, c // group * taps), sampled)
     y = y.reshape(n, -1, *windows.out)
-    return y if b is None else _add_bias(y, b)
+    return y if b is None else y + _channels(b, y.ndim)
 
 
 @op("Col2Im", since=18)
-def col2im(x, image_shape: Static, block_shape: Static, *, dilations=None, pads=None, strides=None):
+def col2im(x, image_shape: Static, block_shape: Static | Positive, **window: Unpack[Taps]):
     """Sum blocks back into an image: x (N, C * prod(block), L) -> (N, C, *image)."""
     size = tuple(int(n) for n in image_shape)
-    windows = window(size, block_shape, strides=strides, pads=pads, dilations=dilations)
+    windows = place_windows(size, block_shape, **window)
     taps, blocks = int(np.prod(windows.kernel)), int(np.prod(windows.out))
     if x.ndim != 3 or x.shape[1] % taps or x.shape[2] != blocks:
         raise NodeError(f"input {x.shape} does not hold {blocks} blocks of {windows.kernel}")

@@ -2,6 +2,7 @@
 
 import io
 import struct
+from typing import Literal
 
 import numpy as np
 
@@ -39,7 +40,12 @@ def _suppress(low, high, scores, count, iou_threshold):
     return kept
 
 
-@op("NonMaxSuppression", since=10, dynamic=True)
+@op(
+    "NonMaxSuppression",
+    since=10,
+    dynamic=True,
+    shapes="boxes (batch, n, 4), scores (batch, classes, n)",
+)
 def non_max_suppression(
     boxes,
     scores,
@@ -47,14 +53,10 @@ def non_max_suppression(
     iou_threshold=None,
     score_threshold=None,
     *,
-    center_point_box=0,
+    center_point_box: Literal[0, 1] = 0,
 ):
     """Rows (batch, class, box) of the kept boxes; boxes (B, n, 4), scores (B, classes, n)."""
     boxes, scores = np.asarray(boxes), np.asarray(scores)
-    if boxes.ndim != 3 or scores.ndim != 3 or boxes.shape != (len(scores), scores.shape[2], 4):
-        raise NodeError(f"boxes {boxes.shape} and scores {scores.shape} do not fit together")
-    if center_point_box not in (0, 1):
-        raise NodeError(f"center_point_box is {center_point_box}, not 0 or 1")
 
     def scalar(value, default):
         return default if value is None or np.size(value) == 0 else np.asarray(value).item()
@@ -75,18 +77,14 @@ def non_max_suppression(
     return np.array(rows, np.int64).reshape(-1, 3)
 
 
-@op("ImageDecoder", since=20, dynamic=True)
-def image_decoder(encoded_stream, *, pixel_format="RGB"):
+@op("ImageDecoder", since=20, dynamic=True, shapes="encoded_stream (bytes)")
+def image_decoder(encoded_stream, *, pixel_format: Literal["RGB", "BGR", "Grayscale"] = "RGB"):
     """The image as uint8 (height, width, channels), empty if the stream cannot be decoded."""
-    if encoded_stream.ndim != 1:
-        raise NodeError(f"the stream must be a vector, and has shape {encoded_stream.shape}")
     try:
         from PIL import Image
     except ImportError as error:
         raise NodeError("decoding needs Pillow: pip install 'jaxonnx[image]'") from error
     modes = {"RGB": "RGB", "BGR": "RGB", "Grayscale": "L"}
-    if pixel_format not in modes:
-        raise NodeError(f"pixel_format is {pixel_format!r}, not one of {', '.join(modes)}")
     mode = modes[pixel_format]
     try:
         with Image.open(io.BytesIO(np.asarray(encoded_stream).tobytes()), formats=FORMATS) as image:

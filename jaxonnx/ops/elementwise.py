@@ -8,7 +8,7 @@ and PyTorch do; `Clip` passes it on to the input where that equals a bound, as P
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -163,9 +163,7 @@ binary("Pow", power)
 
 
 @op("Mod", since=10, pointwise=True)
-def mod(a, b, *, fmod=0):
-    if fmod not in (0, 1):
-        raise NodeError(f"fmod is {fmod}, not 0 (the sign of the divisor) or 1 (of the dividend)")
+def mod(a, b, *, fmod: Literal[0, 1] = 0):
     if fmod:
         return xp(a, b).fmod(a, b)
     y = xp(a, b).mod(a, b)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,15 +14,13 @@ from jaxonnx.ops.windows import check_neighbours
 from jaxonnx.registry import Static, op
 
 
-@op("AffineGrid", since=20)
+@op("AffineGrid", since=20, shapes="theta (N, r, r + 1), size (r + 2)")
 def affine_grid(theta, size: Static, *, align_corners=0):
     """theta (N, r, r + 1) applied to r-dimensional positions in [-1, 1]; x comes first, then y.
 
     An axis of one pixel has its position at 0, also with `align_corners`.
     """
     spatial = [int(n) for n in size[2:]]
-    if theta.shape[1:] != (len(spatial), len(spatial) + 1):
-        raise NodeError(f"theta of shape {theta.shape} does not fit {len(spatial)} dimensions")
     if theta.shape[0] != size[0]:
         raise NodeError(f"theta of shape {theta.shape} does not fit {size[0]} images")
 
@@ -66,8 +65,6 @@ def _grid_sample(x, grid, mode, padding_mode, align_corners):
     batch, channels, *sizes = x.shape
     if grid.shape[-1] != len(sizes) or grid.ndim != x.ndim:
         raise NodeError(f"grid of shape {grid.shape} does not fit an input of shape {x.shape}")
-    if padding_mode not in ("zeros", "border", "reflection"):
-        raise NodeError(f"unknown padding_mode {padding_mode!r}")
     dtype = x.dtype
     wide = jnp.promote_types(dtype, np.float32)
     if not jnp.issubdtype(dtype, jnp.inexact):
@@ -121,21 +118,33 @@ def _grid_sample(x, grid, mode, padding_mode, align_corners):
     return total.astype(dtype).reshape(batch, channels, *grid.shape[1:-1])
 
 
+Padding = Literal["zeros", "border", "reflection"]
+
+
 @op("GridSample", since=16)
-def grid_sample_16(x, grid, *, align_corners=0, mode="bilinear", padding_mode="zeros"):
-    modes = {"bilinear": "linear", "bicubic": "cubic", "nearest": "nearest"}
-    if mode not in modes:
-        raise NodeError(f"mode is {mode!r}, not one of {', '.join(modes)}")
-    return _grid_sample(x, grid, modes[mode], padding_mode, align_corners)
+def grid_sample_16(
+    x,
+    grid,
+    *,
+    align_corners=0,
+    mode: Literal["bilinear", "bicubic", "nearest"] = "bilinear",
+    padding_mode: Padding = "zeros",
+):
+    return _grid_sample(x, grid, mode.removeprefix("bi"), padding_mode, align_corners)
 
 
 @op("GridSample", since=20)
-def grid_sample(x, grid, *, align_corners=0, mode="linear", padding_mode="zeros"):
+def grid_sample(
+    x,
+    grid,
+    *,
+    align_corners=0,
+    mode: Literal["linear", "cubic", "nearest"] = "linear",
+    padding_mode: Padding = "zeros",
+):
     """Sample x (N, C, D1..Dr) at grid (N, ..., r), whose coordinates lie in [-1, 1].
 
     In cubic mode each pixel is clamped or reflected, not the position, as in PyTorch and
     onnxruntime (ONNX's reference clamps the position).
     """
-    if mode not in ("linear", "cubic", "nearest"):
-        raise NodeError(f"mode is {mode!r}, not one of linear, cubic, nearest")
     return _grid_sample(x, grid, mode, padding_mode, align_corners)

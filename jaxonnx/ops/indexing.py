@@ -1,5 +1,7 @@
 """Gathering and scattering by index, and selection by value."""
 
+from typing import Literal
+
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -36,12 +38,16 @@ def _mesh(indices, axis):
     return tuple(mesh)
 
 
+def _check_rank(x, indices):
+    if indices.ndim != x.ndim:
+        raise NodeError(f"indices of rank {indices.ndim} do not fit data of rank {x.ndim}")
+
+
 @op("GatherElements", since=11)
 def gather_elements(x, indices, *, axis=0):
     """y[i, j] = x[indices[i, j], j] for axis 0, and so on; `indices` may be smaller than `x`."""
     axis = axis_of(axis, x.ndim)
-    if indices.ndim != x.ndim:
-        raise NodeError(f"indices of rank {indices.ndim} do not fit data of rank {x.ndim}")
+    _check_rank(x, indices)
     indices = index_of(indices, x.shape[axis])
     if is_known(x, indices):
         return x[_mesh(indices, axis)]
@@ -77,6 +83,7 @@ def gather_nd(x, indices, *, batch_dims=0):
     return jnp.asarray(x).at[batch + tuples].get(mode="fill")
 
 
+Reduction = Literal["none", "add", "mul", "max", "min"]
 _REDUCE = {"add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum}
 
 
@@ -85,8 +92,6 @@ def _scatter(x, index, updates, reduction):
 
     With reduction none and an index that occurs twice, which of the updates wins is not defined.
     """
-    if reduction not in ("none", *_REDUCE):
-        raise NodeError(f"reduction must be none, add, mul, max or min, not {reduction!r}")
     if is_known(x, index, updates):
         y = x.copy()
         if reduction == "none":
@@ -135,31 +140,19 @@ def _scatter_product(x, index, updates):
     return flat.reshape(x.shape)
 
 
-@op("Scatter", since=9)
-@op("ScatterElements", since=11)
-def scatter_elements_11(x, indices, updates, *, axis=0):
-    return scatter_elements(x, indices, updates, axis=axis)
-
-
-@op("ScatterElements", since=16)
-def scatter_elements(x, indices, updates, *, axis=0, reduction="none"):
+@op("Scatter", since=9, without=("reduction",), shapes="indices (*I), updates (*I)")
+@op("ScatterElements", since=11, without=("reduction",), shapes="indices (*I), updates (*I)")
+@op("ScatterElements", since=16, shapes="indices (*I), updates (*I)")
+def scatter_elements(x, indices, updates, *, axis=0, reduction: Reduction = "none"):
     """y[indices[i, j], j] = updates[i, j] for axis 0, and so on."""
     axis = axis_of(axis, x.ndim)
-    if indices.shape != updates.shape or indices.ndim != x.ndim:
-        raise NodeError(
-            f"indices {indices.shape} and updates {updates.shape} must have one shape, "
-            f"with as many axes as the data {x.shape}"
-        )
+    _check_rank(x, indices)
     return _scatter(x, _mesh(index_of(indices, x.shape[axis]), axis), updates, reduction)
 
 
-@op("ScatterND", since=11)
-def scatter_nd_11(x, indices, updates):
-    return scatter_nd(x, indices, updates)
-
-
+@op("ScatterND", since=11, without=("reduction",))
 @op("ScatterND", since=16)
-def scatter_nd(x, indices, updates, *, reduction="none"):
+def scatter_nd(x, indices, updates, *, reduction: Reduction = "none"):
     """The innermost axis of `indices` holds index tuples; each names the place of one slice."""
     index = _tuples(indices, x.shape)
     shape = indices.shape[:-1] + x.shape[len(index) :]
@@ -169,7 +162,9 @@ def scatter_nd(x, indices, updates, *, reduction="none"):
 
 
 @op("TensorScatter", since=24)
-def tensor_scatter(past, update, write_indices=None, *, axis=-2, mode="linear"):
+def tensor_scatter(
+    past, update, write_indices=None, *, axis=-2, mode: Literal["linear", "circular"] = "linear"
+):
     """Write `update` into a cache along `axis`, from `write_indices[b]` on for batch entry b."""
     axis = axis_of(axis, past.ndim)
     if axis == 0:
@@ -179,8 +174,6 @@ def tensor_scatter(past, update, write_indices=None, *, axis=-2, mode="linear"):
     place = start[:, None] + np.arange(length)
     if mode == "circular":
         place = place % size
-    elif mode != "linear":
-        raise NodeError(f"mode must be linear or circular, not {mode!r}")
     np_ = xp(past, update, start)
     index = np.arange(past.shape[0])[:, None], index_of(place, size)
     cache = np_.moveaxis(past, axis, 1)

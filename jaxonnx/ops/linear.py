@@ -26,6 +26,9 @@ def matmul(a, b: Factor):
     return y.astype(a.dtype)
 
 
+MATRICES = "a (_, _), b (_, _)"
+
+
 def affine(x, w, bias=None):
     """Return x @ w + bias of a matrix w; the sum is rounded once."""
     if bias is None:
@@ -34,8 +37,6 @@ def affine(x, w, bias=None):
 
 
 def _gemm(a, b, c, alpha, beta, transpose_a, transpose_b):
-    if a.ndim != 2 or b.ndim != 2:
-        raise NodeError(f"A and B must be matrices, but have shapes {a.shape} and {b.shape}")
     a, b = a.T if transpose_a else a, b.T if transpose_b else b
     single = alpha == 1 and (c is None or beta == 0)  # nothing is left to round
     y = (a @ b).astype(a.dtype) if single else product(a, b)
@@ -49,7 +50,7 @@ def _gemm(a, b, c, alpha, beta, transpose_a, transpose_b):
     return (y + (c if beta == 1 else (beta * c.astype(dtype)).astype(dtype))).astype(a.dtype)
 
 
-@op("Gemm", since=1, weights=FACTORS, params=("c",))
+@op("Gemm", since=1, weights=FACTORS, params=("c",), shapes=MATRICES)
 def gemm_1(a, b: Factor, c, *, alpha=1.0, beta=1.0, transA=0, transB=0, broadcast=0):
     shape = a.shape[-1 if transA else 0], b.shape[0 if transB else -1]
     if not broadcast and c.shape != shape:
@@ -57,7 +58,7 @@ def gemm_1(a, b: Factor, c, *, alpha=1.0, beta=1.0, transA=0, transB=0, broadcas
     return _gemm(a, b, c, alpha, beta, transA, transB)
 
 
-@op("Gemm", since=7, weights=FACTORS, params=("c",))
+@op("Gemm", since=7, weights=FACTORS, params=("c",), shapes=MATRICES)
 def gemm(a: Rows, b: Factor, c=None, *, alpha=1.0, beta=1.0, transA=0, transB=0):
     """Y = alpha * A' B' + beta * C; as in BLAS, C is not read at all when beta is 0."""
     rest = b, c, alpha, beta, transA, transB
@@ -67,11 +68,9 @@ def gemm(a: Rows, b: Factor, c=None, *, alpha=1.0, beta=1.0, transA=0, transB=0)
     return _gemm(in_file(a), *rest)
 
 
-@op("Det", since=11)
+@op("Det", since=11, shapes="x (*N, M, M)")
 def det(x):
     """Determinants of the innermost matrices; half precision is computed in float32."""
-    if x.ndim < 2 or x.shape[-1] != x.shape[-2]:
-        raise NodeError(f"the innermost matrices of {x.shape} are not square")
     if x.shape[-1] == 0:
         return jnp.ones(x.shape[:-2], x.dtype)  # the derivative of JAX's rule needs a row
     wide = x.astype(np.float32) if x.dtype.itemsize < 4 else x

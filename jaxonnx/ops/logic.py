@@ -1,6 +1,7 @@
 """Comparisons, logic and bits. None of them has a gradient."""
 
-from jaxonnx.errors import NodeError
+from typing import Literal
+
 from jaxonnx.ops.elementwise import binary, unary
 from jaxonnx.registry import op, xp
 
@@ -40,14 +41,9 @@ unary("Not", 1, "logical_not")
 
 
 @op("BitShift", since=11)
-def bit_shift(x, y, *, direction):
+def bit_shift(x, y, *, direction: Literal["LEFT", "RIGHT"]):
     # NumPy and XLA both shift arithmetically if signed, and both define shifts beyond the width
-    match direction:
-        case "LEFT":
-            return xp(x, y).left_shift(x, y)
-        case "RIGHT":
-            return xp(x, y).right_shift(x, y)
-    raise NodeError(f"direction must be LEFT or RIGHT, not {direction!r}")
+    return getattr(xp(x, y), f"{direction.lower()}_shift")(x, y)
 
 
 @op("IsInf", since=10)

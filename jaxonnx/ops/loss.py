@@ -1,5 +1,7 @@
 """Losses over class labels."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,17 +10,15 @@ from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import canonical, widen
 from jaxonnx.registry import op
 
+Reduction = Literal["none", "mean", "sum"]
+
 
 def _negative_log_likelihood(log_prob, target, weight, ignore_index, reduction):
     """Compute the loss of log_prob (N, C, *D) at target (N, *D).
 
     A label outside [0, C) that is not ignored gives NaN, or an error where it is known.
     """
-    if reduction not in ("none", "mean", "sum"):
-        raise NodeError(f"reduction is {reduction!r}: none, mean or sum")
-    n, classes, *rest = log_prob.shape
-    if tuple(target.shape) != (n, *rest):
-        raise NodeError(f"labels of shape {list(target.shape)}, where {[n, *rest]} are needed")
+    classes = log_prob.shape[1]
     counted = np.True_ if ignore_index is None else target != ignore_index
     inside = (target >= 0) & (target < classes)
     if isinstance(target, np.ndarray) and not (inside | ~counted).all():
@@ -38,17 +38,19 @@ def _negative_log_likelihood(log_prob, target, weight, ignore_index, reduction):
     return loss.sum() if reduction == "sum" else loss.sum() / share.sum()
 
 
-@op("NegativeLogLikelihoodLoss", since=12)
-def negative_log_likelihood_loss(x, target, weight=None, *, ignore_index=None, reduction="mean"):
+@op("NegativeLogLikelihoodLoss", since=12, shapes="x (N, C, *D), target (N, *D)")
+def negative_log_likelihood_loss(
+    x, target, weight=None, *, ignore_index=None, reduction: Reduction = "mean"
+):
     """-x[n, target[n]], weighted by class; "mean" divides by the sum of the weights."""
     return _negative_log_likelihood(widen(x), target, weight, ignore_index, reduction).astype(
         x.dtype
     )
 
 
-@op("SoftmaxCrossEntropyLoss", since=12)
+@op("SoftmaxCrossEntropyLoss", since=12, shapes="scores (N, C, *D), labels (N, *D)")
 def softmax_cross_entropy_loss(
-    scores, labels, weights=None, *, ignore_index=None, reduction="mean"
+    scores, labels, weights=None, *, ignore_index=None, reduction: Reduction = "mean"
 ):
     """(loss, log_softmax(scores)) over axis 1."""
     log_prob = jax.nn.log_softmax(widen(scores), axis=1)

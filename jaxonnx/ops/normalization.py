@@ -1,6 +1,7 @@
 """Normalization over a batch, an instance, a group of channels, a layer or neighbours; Dropout."""
 
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,10 @@ import numpy as np
 from jax import lax
 
 from jaxonnx import lowering
-from jaxonnx.errors import NodeError
+from jaxonnx._constraints import Positive
 from jaxonnx.ops.common import axes_of, axis_of, element_dtype, widen
 from jaxonnx.ops.elementwise import absolute
-from jaxonnx.ops.windows import window
+from jaxonnx.ops.windows import place_windows
 from jaxonnx.registry import Channels, Key, Outputs, Training, op
 
 SCALED = {"scale": 1.0, "b": 0.0}
@@ -151,17 +152,19 @@ def instance_normalization(x, scale, b, *, epsilon=1e-5):
     return y.astype(x.dtype)
 
 
+AFFINE = {"scale": 1.0, "bias": 0.0}
+GROUPS = "x (N, num_groups*c, *D)"
+
+
 def _group_norm(x, scale, bias, num_groups, epsilon, stash):
     """Normalize in the wider type, then scale and shift in x's own: the function body."""
-    if x.shape[1] % num_groups:
-        raise NodeError(f"{x.shape[1]} channels do not divide into {num_groups} groups")
     groups = widen(x, stash).reshape(x.shape[0], num_groups, -1)
     unit, *_ = _standardize(groups, (2,), epsilon)
     unit = unit.astype(x.dtype).reshape(x.shape)
     return unit * _over_channels(scale, x.ndim) + _over_channels(bias, x.ndim)
 
 
-@op("GroupNormalization", since=18, params={"scale": 1.0, "bias": 0.0})
+@op("GroupNormalization", since=18, params=AFFINE, shapes=GROUPS)
 def group_normalization_18(x, scale, bias, *, epsilon=1e-5, num_groups):
     """`scale` and `bias` have one entry per group."""
     each = x.shape[1] // num_groups
@@ -169,7 +172,7 @@ def group_normalization_18(x, scale, bias, *, epsilon=1e-5, num_groups):
     return _group_norm(x, scale, bias, num_groups, epsilon, np.float32)
 
 
-@op("GroupNormalization", since=21, params={"scale": 1.0, "bias": 0.0})
+@op("GroupNormalization", since=21, params=AFFINE, shapes=GROUPS)
 def group_normalization(x, scale, bias, *, epsilon=1e-5, num_groups, stash_type=1):
     """`scale` and `bias` have one entry per channel."""
     return _group_norm(x, scale, bias, num_groups, epsilon, element_dtype(stash_type))
@@ -201,20 +204,18 @@ def rms_normalization(x, scale, *, axis=-1, epsilon=1e-5, stash_type=1):
 
 
 @op("LRN", since=1)
-def lrn(x, *, alpha=1e-4, beta=0.75, bias=1.0, size):
+def lrn(x, *, alpha=1e-4, beta=0.75, bias=1.0, size: Positive):
     """x / (bias + alpha / size * sum of squares over `size` neighbouring channels) ** beta."""
     wide = widen(x)
     channels = jnp.square(wide).reshape(x.shape[0], 1, x.shape[1], -1)
-    around = window(channels.shape[2:], (size, 1), pads=((size - 1) // 2, 0, size // 2, 0))
+    around = place_windows(channels.shape[2:], (size, 1), pads=((size - 1) // 2, 0, size // 2, 0))
     total = lowering.window_sum(channels, around).reshape(x.shape)
     return (wide * (bias + alpha / size * total) ** -beta).astype(x.dtype)
 
 
 @op("LpNormalization", since=1)
-def lp_normalization(x, *, axis=-1, p=2):
+def lp_normalization(x, *, axis=-1, p: Literal[1, 2] = 2):
     """x / ||x||_p along an axis; a zero vector stays zero, and has gradient zero."""
-    if p not in (1, 2):
-        raise NodeError(f"p is {p}: only 1 and 2 are defined")
     axis = axis_of(axis, x.ndim)
     wide = widen(x)
     total = (absolute(wide) if p == 1 else jnp.square(wide)).sum(axis, keepdims=True)

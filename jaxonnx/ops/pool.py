@@ -1,6 +1,7 @@
 """Pooling over windows and over the whole image."""
 
 import math
+from typing import Unpack
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +12,19 @@ from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import INDEX, canonical
 from jaxonnx.ops.elementwise import absolute
-from jaxonnx.ops.windows import Window, check_positive, counts, pad_pairs, per_axis, spatial, window
+from jaxonnx.ops.windows import (
+    Pooled,
+    Unpooled,
+    Window,
+    counts,
+    pad_pairs,
+    per_axis,
+    place_windows,
+    spatial,
+)
 from jaxonnx.registry import Channels, Outputs, Static, op
+
+IMAGES = "x (N, C, D1, *D)"
 
 
 def _wide(x):
@@ -20,103 +32,40 @@ def _wide(x):
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def _spatial(x, channels: int = 1):
-    if x.ndim < 3:
-        raise NodeError(f"X {x.shape} must have batch, channel and spatial axes")
+def _axes(x, channels: int = 1):
+    """Return the spatial axes."""
     return tuple(range(2, x.ndim)) if channels == 1 else tuple(range(1, x.ndim - 1))
 
 
-@op("AveragePool", since=1)
-def average_pool_1(
-    x, *, auto_pad="NOTSET", kernel_shape, pads=None, strides=None, channels: Channels = 1
-):
-    return average_pool(
-        x,
-        auto_pad=auto_pad,
-        kernel_shape=kernel_shape,
-        pads=pads,
-        strides=strides,
-        channels=channels,
-    )
-
-
-@op("AveragePool", since=7)
-def average_pool(
-    x,
-    *,
-    auto_pad="NOTSET",
-    ceil_mode=0,
-    count_include_pad=0,
-    dilations=None,
-    kernel_shape,
-    pads=None,
-    strides=None,
-    channels: Channels = 1,
-):
+@op("AveragePool", since=1, shapes=IMAGES, without=("ceil_mode", "count_include_pad", "dilations"))
+@op("AveragePool", since=7, shapes=IMAGES)
+def average_pool(x, *, count_include_pad=0, channels: Channels = 1, **window: Unpack[Pooled]):
     """Mean of each window; what ceil_mode adds beyond `pads` is never counted."""
-    _spatial(x)
     size = spatial(x.shape, channels)
-    windows = window(
-        size,
-        kernel_shape,
-        strides=strides,
-        pads=pads,
-        dilations=dilations,
-        auto_pad=auto_pad,
-        ceil_mode=ceil_mode,
-        pooling=True,
-    )
-    own = sum(zip(*windows.pads, strict=True), ()) if auto_pad != "NOTSET" else pads
+    windows = place_windows(size, pooling=True, **window)
+    is_automatic = window.get("auto_pad", "NOTSET") != "NOTSET"
+    own = sum(zip(*windows.pads, strict=True), ()) if is_automatic else window.get("pads")
     number = np.maximum(counts(windows, size, own if count_include_pad else None), 1)
     number = number if channels == 1 else number[..., None]
     mean = lowering.window_sum(_wide(x), windows, channels) / number
     return mean.astype(x.dtype)
 
 
-@op("MaxPool", since=1)
-def max_pool_1(
-    x, *, auto_pad="NOTSET", kernel_shape, pads=None, strides=None, channels: Channels = 1
-):
-    return max_pool(
-        x,
-        auto_pad=auto_pad,
-        kernel_shape=kernel_shape,
-        pads=pads,
-        strides=strides,
-        channels=channels,
-        outputs=1,
-    )
-
-
-@op("MaxPool", since=8)
+@op("MaxPool", since=1, shapes=IMAGES, without=("ceil_mode", "dilations", "storage_order"))
+@op("MaxPool", since=8, shapes=IMAGES)
 def max_pool(
     x,
     *,
-    auto_pad="NOTSET",
-    ceil_mode=0,
-    dilations=None,
-    kernel_shape,
-    pads=None,
     storage_order=0,
-    strides=None,
     channels: Channels = 1,
     outputs: Outputs = 2,
+    **window: Unpack[Pooled],
 ):
     """Maximum of each window, and its index in the flattened input.
 
     Ties go to the first element of the window, NaN counts as the greatest, both as in PyTorch.
     """
-    _spatial(x)
-    windows = window(
-        spatial(x.shape, channels),
-        kernel_shape,
-        strides=strides,
-        pads=pads,
-        dilations=dilations,
-        auto_pad=auto_pad,
-        ceil_mode=ceil_mode,
-        pooling=True,
-    )
+    windows = place_windows(spatial(x.shape, channels), pooling=True, **window)
     y = lowering.max_pool(x, windows, channels)
     if outputs < 2:
         return y
@@ -156,80 +105,45 @@ def _root(total, p):
     return jnp.where(positive, root, total)
 
 
-@op("LpPool", since=1)
-def lp_pool_1(x, *, auto_pad="NOTSET", kernel_shape=None, p=2.0, pads=None, strides=None):
-    if kernel_shape is None:
-        raise NodeError("kernel_shape is missing: without it there is no window to pool over")
-    return lp_pool(x, auto_pad=auto_pad, kernel_shape=kernel_shape, p=p, pads=pads, strides=strides)
-
-
-@op("LpPool", since=2)
-def lp_pool(
-    x,
-    *,
-    auto_pad="NOTSET",
-    ceil_mode=0,
-    dilations=None,
-    kernel_shape,
-    p: float = 2,
-    pads=None,
-    strides=None,
-):
+@op("LpPool", since=1, shapes=IMAGES, without=("ceil_mode", "dilations"))
+@op("LpPool", since=2, shapes=IMAGES)
+def lp_pool(x, *, p: float = 2, **window: Unpack[Pooled]):
     """The p-norm of each window; the norm of an all-zero window has gradient 0."""
-    _spatial(x)
-    windows = window(
-        x.shape[2:],
-        kernel_shape,
-        strides=strides,
-        pads=pads,
-        dilations=dilations,
-        auto_pad=auto_pad,
-        ceil_mode=ceil_mode,
-        pooling=True,
-    )
+    windows = place_windows(x.shape[2:], pooling=True, **window)
     return _root(lowering.window_sum(_power(_wide(x), p), windows), p).astype(x.dtype)
 
 
-@op("GlobalAveragePool", since=1)
+@op("GlobalAveragePool", since=1, shapes=IMAGES)
 def global_average_pool(x, *, channels: Channels = 1):
     # Divided before the sum: XLA would fuse a division after it with a subtraction that follows, as
     # in Softmax, whose maximum would then be that of differently rounded numbers.
     share = _wide(x) * (1 / max(1, math.prod(spatial(x.shape, channels))))
-    return share.sum(_spatial(x, channels), keepdims=True).astype(x.dtype)
+    return share.sum(_axes(x, channels), keepdims=True).astype(x.dtype)
 
 
-@op("GlobalMaxPool", since=1)
+@op("GlobalMaxPool", since=1, shapes=IMAGES)
 def global_max_pool(x):
     """The gradient goes to the first maximum."""
     flat = jnp.asarray(x).reshape(*x.shape[:2], math.prod(x.shape[2:]))
-    return lowering.first_max(flat, 2).reshape(*x.shape[:2], *(1,) * len(_spatial(x)))
+    return lowering.first_max(flat, 2).reshape(*x.shape[:2], *(1,) * (x.ndim - 2))
 
 
-@op("GlobalLpPool", since=1)
-def global_lp_pool_1(x, *, p=2.0):
-    return global_lp_pool(x, p=p)
-
-
-@op("GlobalLpPool", since=2)
+@op("GlobalLpPool", since=1, shapes=IMAGES)
 def global_lp_pool(x, *, p: float = 2):
-    total = _power(_wide(x), p).sum(_spatial(x), keepdims=True)
+    total = _power(_wide(x), p).sum(_axes(x), keepdims=True)
     return _root(total, p).astype(x.dtype)
 
 
-@op("MaxUnpool", since=9)
-def max_unpool(
-    x, indices, output_shape: Static | None = None, *, kernel_shape, pads=None, strides=None
-):
+@op("MaxUnpool", since=9, shapes="x (N, C, D1, *D), indices (N, C, D1, *D)")
+def max_unpool(x, indices, output_shape: Static | None = None, **window: Unpack[Unpooled]):
     """Put each value at its index in the flattened output, zeros elsewhere.
 
     With `output_shape` the indices count in that shape, as onnxruntime and PyTorch have it.
     """
-    rank = len(_spatial(x))
-    if indices.shape != x.shape:
-        raise NodeError(f"indices of shape {indices.shape} do not fit {x.shape}")
-    kernel = per_axis(kernel_shape, rank, "kernel_shape")
-    strides, pairs = per_axis(strides, rank, "strides"), pad_pairs(pads, rank)
-    check_positive(kernel, strides, ())
+    rank = x.ndim - 2
+    kernel = per_axis(window["kernel_shape"], rank, "kernel_shape")
+    strides = per_axis(window.get("strides"), rank, "strides")
+    pairs = pad_pairs(window.get("pads"), rank)
     if output_shape is None:
         axes = zip(x.shape[2:], kernel, strides, pairs, strict=True)
         shape = (*x.shape[:2], *((n - 1) * s + k - sum(pair) for n, k, s, pair in axes))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jaxonnx._constraints import NotNegative
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import SMALL, Changed, LowRank, Packed
 from jaxonnx.ops.cast import convert
@@ -27,8 +28,6 @@ def _granular(value, x, axis, block_size) -> Any:
     if value.size == 1:
         return value.reshape(())
     axis = axis_of(axis, x.ndim)
-    if block_size < 0:
-        raise NodeError(f"block_size must not be negative, and is {block_size}")
     if not block_size:
         if value.shape != (x.shape[axis],):
             raise NodeError(
@@ -84,16 +83,24 @@ def _through_jvp(primals, tangents):
     return _through(*primals), tangents[1]
 
 
-@op("QuantizeLinear", since=10, view=True)
-def quantize_linear_10(x, scale, zero_point=None):
-    if scale.size != 1:
-        raise NodeError(f"before opset 13 the scale is one number, not of shape {scale.shape}")
-    return quantize_linear(x, scale, zero_point)
-
-
+@op(
+    "QuantizeLinear",
+    since=10,
+    view=True,
+    shapes="scale #1",
+    without=("axis", "saturate", "block_size", "output_dtype", "precision"),
+)
 @op("QuantizeLinear", since=13, view=True)
 def quantize_linear(
-    x, scale, zero_point=None, *, axis=1, saturate=1, block_size=0, output_dtype=0, precision=0
+    x,
+    scale,
+    zero_point=None,
+    *,
+    axis=1,
+    saturate=1,
+    block_size: NotNegative = 0,
+    output_dtype=0,
+    precision=0,
 ):
     """saturate(round(x / scale) + zero_point), divided in `precision` or the type of `scale`."""
     dtype = element_dtype(output_dtype) if output_dtype else np.dtype(np.uint8)
@@ -115,16 +122,15 @@ def _wide(dtype):
     return np.dtype(np.float32) if dtype.itemsize == 1 or _is_integer(dtype) else dtype
 
 
-@op("DequantizeLinear", since=10, view=True)
-def dequantize_linear_10(x: Through, scale, zero_point=None):
-    if scale.size != 1:
-        raise NodeError(f"before opset 13 the scale is one number, not of shape {scale.shape}")
-    return dequantize_linear(x, scale, zero_point)
-
-
 @op("DequantizeLinear", since=13, view=True)
 def dequantize_linear_13(
-    x: Through | Factor, scale, zero_point=None, *, axis=1, block_size=0, output_dtype=0
+    x: Through | Factor,
+    scale,
+    zero_point=None,
+    *,
+    axis=1,
+    block_size: NotNegative = 0,
+    output_dtype=0,
 ):
     """`dequantize_linear`; of a large matrix, products read a few rows at a time."""
     options = {"axis": axis, "block_size": block_size, "output_dtype": output_dtype}
@@ -178,7 +184,14 @@ def _packed(x, scale, zero_point, **options) -> Packed | None:
     return Packed((*groups,), (*shared,), unpack, shape, np.dtype(dtype))
 
 
-def dequantize_linear(x: Any, scale, zero_point=None, *, axis=1, block_size=0, output_dtype=0):
+@op(
+    "DequantizeLinear",
+    since=10,
+    view=True,
+    shapes="scale #1",
+    without=("axis", "block_size", "output_dtype"),
+)
+def dequantize_linear(x: Through, scale, zero_point=None, *, axis=1, block_size=0, output_dtype=0):
     """(x - zero_point) * scale in the type of the result: `output_dtype` or that of `scale`."""
     dtype = element_dtype(output_dtype) if output_dtype else scale.dtype
     y = _through(x.value, x.real) if isinstance(x, Rounded) else convert(x, np.float32)
@@ -225,15 +238,13 @@ def matmul_integer(a, b, a_zero_point=None, b_zero_point=None):
     return xp(a, b).matmul(a, b)
 
 
-@op("QLinearMatMul", since=10)
+@op(
+    "QLinearMatMul",
+    since=10,
+    shapes="a_scale #a, a_zero_point #a, b_scale #b, b_zero_point #b, y_scale #y, y_zero_point #y",
+)
 def qlinear_matmul(a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point):
     """The product of two quantized matrices, quantized again; exact up to the last rounding."""
-    pairs = {"a": (a_scale, a_zero_point), "b": (b_scale, b_zero_point)}
-    for name, (scale, point) in (pairs | {"y": (y_scale, y_zero_point)}).items():
-        if scale.size != point.size:  # [] and [1] are one to exporters
-            raise NodeError(
-                f"the scale {scale.shape} and zero point {point.shape} of {name} differ"
-            )
     product = matmul_integer(a, b, a_zero_point, b_zero_point).astype(np.float32)
     scales = _rows(a_scale, False).astype(np.float32), b_scale.astype(np.float32)
     factor = scales[0] * scales[1] / _rows(y_scale, False).astype(np.float32)

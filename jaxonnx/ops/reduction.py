@@ -108,8 +108,6 @@ def reduce_log_sum_exp(x, axis, keepdims):
 
 def _reduction(name, function, axes_are_input):
     def reduce(data, axes, keepdims, noop):
-        if axes is not None and np.ndim(axes) != 1:
-            raise NodeError(f"axes must be a vector, and have shape {[*np.shape(axes)]}")
         if axes is None or not len(axes):
             axes = () if noop else None
         return function(data, axes_of(axes, data.ndim), bool(keepdims))
@@ -118,7 +116,7 @@ def _reduction(name, function, axes_are_input):
     def with_attribute(data, *, axes=None, keepdims=1):
         return reduce(data, axes, keepdims, noop=False)
 
-    @op(name, since=axes_are_input)
+    @op(name, since=axes_are_input, shapes="axes (n)")
     def with_input(data, axes: Static | None = None, *, keepdims=1, noop_with_empty_axes=0):
         return reduce(data, axes, keepdims, noop_with_empty_axes)
 

@@ -5,6 +5,8 @@ the pixels around it and their weights are NumPy arrays that follow from static 
 axis is a few gathers forwards and one matrix product backwards.
 """
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,11 +38,10 @@ def _coordinates(mode, size, out, scale, start, end):
             return j / scale
         case "align_corners":
             return np.zeros(out) if length == 1 else j * (size - 1) / (length - 1)
-        case "tf_crop_and_resize":
+        case _:  # tf_crop_and_resize
             if length == 1:
                 return np.full(out, 0.5 * (start + end) * (size - 1))
             return start * (size - 1) + j * (end - start) * (size - 1) / (length - 1)
-    raise NodeError(f"unknown coordinate_transformation_mode {mode!r}")
 
 
 _NEAREST = {
@@ -54,7 +55,16 @@ _NEAREST = {
 UNROLLED = 16
 """Up to this many pixels around a position each has an operation of its own."""
 
-_MODES = ("nearest", "linear", "bilinear", "cubic")
+Mode = Literal["nearest", "linear", "bilinear", "cubic"]
+Coordinates = Literal[
+    "half_pixel",
+    "half_pixel_symmetric",
+    "pytorch_half_pixel",
+    "tf_half_pixel_for_nn",
+    "asymmetric",
+    "align_corners",
+    "tf_crop_and_resize",
+]
 
 
 def _triangle(x):
@@ -154,8 +164,6 @@ def _extents(lengths, scales, sizes, policy):
         if extents[lengths == 0].any():
             raise NodeError(f"axes of {lengths.tolist()} cannot have sizes {extents.tolist()}")
         return ratios, extents
-    if policy not in ("not_larger", "not_smaller"):
-        raise NodeError(f"unknown keep_aspect_ratio_policy {policy!r}")
     scale = ratios.min() if policy == "not_larger" else ratios.max()
     return np.full(lengths.shape, scale), _whole(np.floor(scale * lengths + 0.5))
 
@@ -192,8 +200,6 @@ def _resize(
 
     As in onnxruntime and ONNX's shape inference, `roi` has no part in the output's size.
     """
-    if mode not in _MODES:
-        raise NodeError(f"mode is {mode!r}, not one of {', '.join(_MODES)}")
     axes = axes_of(axes, x.ndim)
     scales, sizes = _extents(np.array([x.shape[a] for a in axes]), scales, sizes, policy)
     room(_largest(x.shape, axes, sizes), x.dtype)
@@ -234,19 +240,19 @@ def _resize(
 
 
 @op("Upsample", since=1)
-def upsample_1(x, *, height_scale, width_scale, mode="nearest"):
+def upsample_1(x, *, height_scale, width_scale, mode: Mode = "nearest"):
     scales = np.array([1, 1, height_scale, width_scale], np.float32)
     return _resize(x, scales, None, mode=mode, coordinates="asymmetric")
 
 
 @op("Upsample", since=7)
-def upsample_7(x, *, scales, mode="nearest"):
+def upsample_7(x, *, scales, mode: Mode = "nearest"):
     return _resize(x, np.array(scales, np.float32), None, mode=mode, coordinates="asymmetric")
 
 
 @op("Upsample", since=9)
 @op("Resize", since=10)
-def resize_10(x, scales: Static, *, mode="nearest"):
+def resize_10(x, scales: Static, *, mode: Mode = "nearest"):
     """Pixel j reads at j / scale; "nearest" is the floor when enlarging, the ceiling otherwise."""
     return _resize(x, scales, None, mode=mode, coordinates="asymmetric")
 
@@ -260,12 +266,12 @@ def resize(
     *,
     antialias=0,
     axes=None,
-    coordinate_transformation_mode="half_pixel",
+    coordinate_transformation_mode: Coordinates = "half_pixel",
     cubic_coeff_a=-0.75,
     exclude_outside=0,
     extrapolation_value=0.0,
-    keep_aspect_ratio_policy="stretch",
-    mode="nearest",
+    keep_aspect_ratio_policy: Literal["stretch", "not_larger", "not_smaller"] = "stretch",
+    mode: Mode = "nearest",
     nearest_mode="round_prefer_floor",
 ):
     return _resize(

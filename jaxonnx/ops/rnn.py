@@ -5,16 +5,27 @@ direction scans from the end; steps beyond a sequence's length leave the state a
 starts where its own data ends.
 """
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
 from jaxonnx._axes import recurrent
+from jaxonnx._constraints import NotNegative
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import elementwise, recur, state_product, transpose_weight
 from jaxonnx.ops.common import widen
 from jaxonnx.registry import op
 
 MATRICES = {"w": recurrent(), "r": recurrent()}
+Direction = Literal["forward", "reverse", "bidirectional"]
+
+
+def gates(count: int) -> str:
+    """Declare the shapes of the weights of so many gates."""
+    rows = f"{count}*hidden_size" if count > 1 else "hidden_size"
+    return f"r (dirs, {rows}, hidden_size), w (dirs, {rows}, _), b (dirs, 2*{rows})"
+
 
 # function, then the defaults of the parameters (alpha, beta) that it takes
 _ACTIVATIONS = {
@@ -39,8 +50,6 @@ def activations_of(default, names, alphas, betas, clip, direction):
 
     Each function takes what it needs from the front of the lists of alphas and betas.
     """
-    if direction not in _REVERSED:
-        raise NodeError(f"direction is {direction!r}, not one of {', '.join(_REVERSED)}")
     count, directions = len(default), len(_REVERSED[direction])
     names = names or default * directions
     if len(names) != count * directions:
@@ -54,34 +63,17 @@ def activations_of(default, names, alphas, betas, clip, direction):
         parameters = [next(g, d) for g, d in zip(remaining, defaults, strict=False)]
         if clip is None:
             return lambda x: apply(x, *parameters)
-        if not clip >= 0:
-            raise NodeError(f"clip is {clip}, and no number lies between {-clip} and {clip}")
         return lambda x: apply(jnp.clip(x, -clip, clip), *parameters)
 
     functions = [function(name) for name in names]
     return [functions[i * count : (i + 1) * count] for i in range(directions)]
 
 
-def check_shapes(gates, w, r, b, hidden_size, direction):
-    """Refuse weights and biases that are not those of so many gates."""
-    if (w.ndim, r.ndim) != (3, 3):
-        raise NodeError(f"W and R must have three axes, not shapes {w.shape} and {r.shape}")
-    hidden, count = r.shape[-1], len(_REVERSED[direction])
-    if hidden_size not in (None, hidden):
-        raise NodeError(f"hidden_size is {hidden_size}, but R has shape {r.shape}")
-    if w.shape[0] != count or r.shape[0] != count:
-        raise NodeError(
-            f"direction {direction!r} needs {count} sets of weights, "
-            f"but W has shape {w.shape} and R {r.shape}"
-        )
-    rows = gates * hidden
-    if w.shape[1] != rows or r.shape[1] != rows:
-        raise NodeError(
-            f"W and R need {rows} rows for {gates} gates of {hidden} units, "
-            f"but W has shape {w.shape} and R {r.shape}"
-        )
-    if b is not None and b.shape != (count, 2 * rows):
-        raise NodeError(f"B must have shape {(count, 2 * rows)}, not {b.shape}")
+def check_directions(r, direction):
+    """Refuse weights that are not those of so many directions."""
+    count = len(_REVERSED[direction])
+    if r.shape[0] != count:
+        raise NodeError(f"direction {direction!r} needs {count} sets of weights, not {r.shape[0]}")
 
 
 def scan_over(cell, x, hidden, bias, sequence_lens, initial, direction, layout):
@@ -124,7 +116,7 @@ def sum_of_biases(b):
     return None if b is None else sum(jnp.split(b, 2, axis=1))
 
 
-@op("RNN", since=1, weights=MATRICES, params={"b": 0.0})
+@op("RNN", since=1, weights=MATRICES, params={"b": 0.0}, shapes=gates(1))
 def rnn(
     x,
     w,
@@ -136,16 +128,16 @@ def rnn(
     activation_alpha=None,
     activation_beta=None,
     activations=("Tanh", "Tanh"),
-    clip=None,
-    direction="forward",
+    clip: NotNegative | None = None,
+    direction: Direction = "forward",
     hidden_size=None,
     layout=0,
     output_sequence=0,
 ):
     """H = f(X Wi' + H Ri' + Wbi + Rbi). Y is always returned, whatever `output_sequence` says."""
-    names = list(activations)[: len(_REVERSED.get(direction, ()))]
+    names = list(activations)[: len(_REVERSED[direction])]
     functions = activations_of(["Tanh"], names, activation_alpha, activation_beta, clip, direction)
-    check_shapes(1, w, r, b, hidden_size, direction)
+    check_directions(r, direction)
 
     def cell(d):
         (f,) = functions[d]
@@ -155,7 +147,7 @@ def rnn(
     return scan_over(cell, x, r.shape[-1], bias, sequence_lens, (initial_h,), direction, layout)
 
 
-@op("GRU", since=3, weights=MATRICES, params={"b": 0.0})
+@op("GRU", since=3, weights=MATRICES, params={"b": 0.0}, shapes=gates(3))
 def gru(
     x,
     w,
@@ -167,8 +159,8 @@ def gru(
     activation_alpha=None,
     activation_beta=None,
     activations=None,
-    clip=None,
-    direction="forward",
+    clip: NotNegative | None = None,
+    direction: Direction = "forward",
     hidden_size=None,
     layout=0,
     linear_before_reset=0,
@@ -183,7 +175,7 @@ def gru(
     functions = activations_of(
         ["Sigmoid", "Tanh"], activations, activation_alpha, activation_beta, clip, direction
     )
-    check_shapes(3, w, r, b, hidden_size, direction)
+    check_directions(r, direction)
     hidden = r.shape[-1]
     bias = None
     if b is not None:
@@ -233,7 +225,7 @@ def reset_first(f, g):
     return step
 
 
-@op("GRU", since=1, weights=MATRICES, params={"b": 0.0})
+@op("GRU", since=1, weights=MATRICES, params={"b": 0.0}, shapes=gates(3))
 def gru_1(
     x,
     w,
@@ -245,8 +237,8 @@ def gru_1(
     activation_alpha=None,
     activation_beta=None,
     activations=None,
-    clip=None,
-    direction="foward",
+    clip: NotNegative | None = None,
+    direction: Literal["forward", "reverse", "bidirectional", "foward"] = "foward",
     hidden_size=None,
     output_sequence=0,
 ):
@@ -268,7 +260,7 @@ def gru_1(
     )
 
 
-@op("LSTM", since=1, weights=MATRICES, params={"b": 0.0, "p": 0.0})
+@op("LSTM", since=1, weights=MATRICES, params={"b": 0.0, "p": 0.0}, shapes=gates(4))
 def lstm(
     x,
     w,
@@ -282,8 +274,8 @@ def lstm(
     activation_alpha=None,
     activation_beta=None,
     activations=None,
-    clip=None,
-    direction="forward",
+    clip: NotNegative | None = None,
+    direction: Direction = "forward",
     hidden_size=None,
     input_forget=0,
     layout=0,
@@ -298,7 +290,7 @@ def lstm(
     functions = activations_of(
         ["Sigmoid", "Tanh", "Tanh"], activations, activation_alpha, activation_beta, clip, direction
     )
-    check_shapes(4, w, r, b, hidden_size, direction)
+    check_directions(r, direction)
 
     def cell(d):
         f, g, h = functions[d]

@@ -1,13 +1,15 @@
 """Pooling over regions of interest."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jaxonnx import lowering
+from jaxonnx._constraints import NotNegative, Positive
 from jaxonnx._limits import room
-from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import index_of
 from jaxonnx.registry import is_known, op, xp
 
@@ -64,10 +66,10 @@ def roi_align_10(
     rois,
     batch_indices,
     *,
-    mode="avg",
-    output_height=1,
-    output_width=1,
-    sampling_ratio=0,
+    mode: Literal["avg", "max"] = "avg",
+    output_height: Positive = 1,
+    output_width: Positive = 1,
+    sampling_ratio: NotNegative = 0,
     spatial_scale=1.0,
 ):
     """RoiAlign without the half-pixel shift of opset 16."""
@@ -90,11 +92,11 @@ def roi_align(
     rois,
     batch_indices,
     *,
-    coordinate_transformation_mode="half_pixel",
-    mode="avg",
-    output_height=1,
-    output_width=1,
-    sampling_ratio=0,
+    coordinate_transformation_mode: Literal["half_pixel", "output_half_pixel"] = "half_pixel",
+    mode: Literal["avg", "max"] = "avg",
+    output_height: Positive = 1,
+    output_width: Positive = 1,
+    sampling_ratio: NotNegative = 0,
     spatial_scale=1.0,
 ):
     """Mean or maximum of bilinear samples in the bins of each region (x1, y1, x2, y2).
@@ -103,14 +105,6 @@ def roi_align(
     maximum (of weighted corner pixels, as onnxruntime and the suite have it) is taken axis by
     axis. https://arxiv.org/abs/1703.06870
     """
-    if coordinate_transformation_mode not in ("half_pixel", "output_half_pixel"):
-        raise NodeError(f"coordinate_transformation_mode {coordinate_transformation_mode!r}")
-    if mode not in ("avg", "max"):
-        raise NodeError(f"mode is {mode!r}: avg or max")
-    if min(output_height, output_width) < 1 or sampling_ratio < 0:
-        raise NodeError(
-            f"{output_height} x {output_width} bins of {sampling_ratio} samples are not there"
-        )
     half_pixel = coordinate_transformation_mode == "half_pixel"
     x = jnp.asarray(x)
     height, width = x.shape[2:]

@@ -1,10 +1,12 @@
 """Shapes and views: operators that change how a tensor is laid out, but none of its values."""
 
 import math
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._constraints import NotNegative, Positive
 from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import LowRank, Packed, reshape_rows
@@ -60,11 +62,9 @@ def reshape_1(x, *, shape=None):
     return _reshape(x, shape or ())
 
 
-@op("Reshape", since=5, view=True)
+@op("Reshape", since=5, view=True, shapes="shape (r)")
 def reshape(x: Rows, shape: Static, *, allowzero=0):
     """-1 is inferred; 0 keeps the input's dimension, or with `allowzero` is meant literally."""
-    if np.ndim(shape) != 1:
-        raise NodeError(f"the target must be a vector, and has shape {np.shape(shape)}")
     return _reshape(x, shape, allowzero)
 
 
@@ -127,59 +127,39 @@ def expand(x, shape: Static):
 
 
 @op("Tile", since=1)
-def tile_1(x, tiles: Static, axis: Static):
+def tile_1(x, tiles: Static | NotNegative, axis: Static):
     repeats = [1] * x.ndim
     repeats[axis_of(int(axis.item()), x.ndim)] = int(tiles.item())
     return _tile(x, repeats)
 
 
-@op("Tile", since=6)
-def tile(x, repeats: Static):
-    if repeats.shape != (x.ndim,):
-        raise NodeError(f"repeats {repeats.tolist()} must hold one number per axis of {x.shape}")
+@op("Tile", since=6, shapes="x (*D), repeats (rank D)")
+def tile(x, repeats: Static | NotNegative):
     return _tile(x, repeats.tolist())
 
 
 def _tile(x, repeats):
-    if any(isinstance(r, int) and r < 0 for r in repeats):
-        raise NodeError(f"repeats {repeats} must not be negative")
     room([n * r for n, r in zip(x.shape, repeats, strict=True)], x.dtype)
     return xp(x).tile(x, repeats)
 
 
-@op("DepthToSpace", since=1)
-def depth_to_space(x, *, blocksize, mode="DCR"):
+@op("DepthToSpace", since=1, shapes="x (N, blocksize*blocksize*C, H, W)")
+def depth_to_space(x, *, blocksize: Positive, mode: Literal["DCR", "CRD"] = "DCR"):
     """(N, C, H, W) -> (N, C / b^2, H b, W b); blocks are the outer (DCR) or inner part of C."""
     n, c, h, w = x.shape
-    b = _block(blocksize)
-    if c % b**2:
-        raise NodeError(f"{c} channels are no multiple of blocksize^2 = {b**2}")
-    if _mode(mode) == "DCR":
+    b = blocksize
+    if mode == "DCR":
         blocks = x.reshape(n, b, b, c // b**2, h, w).transpose(0, 3, 4, 1, 5, 2)
     else:
         blocks = x.reshape(n, c // b**2, b, b, h, w).transpose(0, 1, 4, 2, 5, 3)
     return blocks.reshape(n, c // b**2, h * b, w * b)
 
 
-@op("SpaceToDepth", since=1)
-def space_to_depth(x, *, blocksize, mode="DCR"):
+@op("SpaceToDepth", since=1, shapes="x (N, C, blocksize*H, blocksize*W)")
+def space_to_depth(x, *, blocksize: Positive, mode: Literal["DCR", "CRD"] = "DCR"):
     """(N, C, H, W) -> (N, C b^2, H / b, W / b): the inverse of DepthToSpace."""
     n, c, h, w = x.shape
-    b = _block(blocksize)
-    if h % b or w % b:
-        raise NodeError(f"height {h} and width {w} must be multiples of blocksize {b}")
-    order = (0, 3, 5, 1, 2, 4) if _mode(mode) == "DCR" else (0, 1, 3, 5, 2, 4)
+    b = blocksize
+    order = (0, 3, 5, 1, 2, 4) if mode == "DCR" else (0, 1, 3, 5, 2, 4)
     blocks = x.reshape(n, c, h // b, b, w // b, b).transpose(order)
     return blocks.reshape(n, c * b**2, h // b, w // b)
-
-
-def _block(blocksize):
-    if blocksize < 1:
-        raise NodeError(f"blocksize must be positive, not {blocksize}")
-    return blocksize
-
-
-def _mode(mode):
-    if mode not in ("DCR", "CRD"):
-        raise NodeError(f"mode must be DCR or CRD, not {mode!r}")
-    return mode

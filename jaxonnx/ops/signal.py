@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxonnx._constraints import Positive
 from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import axis_of, canonical, element_dtype
@@ -94,8 +95,6 @@ def _window(size, periodic, output_datatype, coefficients):
     A symmetric window of one sample, where the formula divides by zero, is 1 as SciPy has it.
     """
     size = int(size.item())
-    if size < 1:
-        raise NodeError(f"the size of a window must be positive, not {size}")
     room([size], np.float64, host=True)
     n = np.arange(size) / max(size if periodic else size - 1, 1)
     terms = [(-1) ** k * a * np.cos(2 * np.pi * k * n) for k, a in enumerate(coefficients)]
@@ -104,17 +103,17 @@ def _window(size, periodic, output_datatype, coefficients):
 
 
 @op("HannWindow", since=17)
-def hann_window(size: Static, *, output_datatype=1, periodic=1):
+def hann_window(size: Static | Positive, *, output_datatype=1, periodic=1):
     return _window(size, periodic, output_datatype, (0.5, 0.5))
 
 
 @op("HammingWindow", since=17)
-def hamming_window(size: Static, *, output_datatype=1, periodic=1):
+def hamming_window(size: Static | Positive, *, output_datatype=1, periodic=1):
     return _window(size, periodic, output_datatype, (25 / 46, 21 / 46))
 
 
 @op("BlackmanWindow", since=17)
-def blackman_window(size: Static, *, output_datatype=1, periodic=1):
+def blackman_window(size: Static | Positive, *, output_datatype=1, periodic=1):
     return _window(size, periodic, output_datatype, (0.42, 0.5, 0.08))
 
 

@@ -1,11 +1,13 @@
 """Joining, splitting, slicing, padding, masking and reversing tensors."""
 
 import math
+from typing import Literal
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jaxonnx._constraints import Positive
 from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import INDEX, axes_of, axis_of, cast
@@ -56,11 +58,11 @@ def split_2(x, *, axis=0, split=None, outputs: Outputs):
 
 
 @op("Split", since=13)
-def split(x, sizes: Static | None = None, *, axis=0, num_outputs=None, outputs: Outputs):
+def split(
+    x, sizes: Static | None = None, *, axis=0, num_outputs: Positive | None = None, outputs: Outputs
+):
     """Parts of these sizes, or `num_outputs` of equal size, the last of which may be smaller."""
     if sizes is None and num_outputs is not None:
-        if num_outputs < 1:
-            raise NodeError(f"num_outputs must be positive, not {num_outputs}")
         length = x.shape[axis_of(axis, x.ndim)]
         chunk = math.ceil(length / num_outputs)
         listed = min(num_outputs, outputs)  # those that the node does not list are not made
@@ -72,8 +74,6 @@ def split(x, sizes: Static | None = None, *, axis=0, num_outputs=None, outputs: 
 def _slice(x, starts, ends, axes=None, steps=None):
     axes = range(np.size(starts)) if axes is None else axes
     steps = [1] * np.size(starts) if steps is None else steps
-    if {np.shape(v) for v in (starts, ends, axes, steps)} != {(np.size(starts),)}:
-        raise NodeError("starts, ends, axes and steps must be vectors of one length")
     window = [slice(None)] * x.ndim
     bounds = (np.asarray(v).tolist() for v in (starts, ends))
     for start, end, axis, step in zip(*bounds, axes, steps, strict=True):
@@ -98,17 +98,20 @@ def _window(start, end, step, size):
     return slice(start, None if end < 0 else end, step) if size else slice(0, 0)
 
 
-@op("Slice", since=1)
+@op("Slice", since=1, shapes="starts (n), ends (n), axes (n)")
 def slice_1(x, *, starts, ends, axes=None):
     return _slice(x, starts, ends, axes)
 
 
-@op("Slice", since=10)
+@op("Slice", since=10, shapes="starts (n), ends (n), axes (n), steps (n)")
 def slice_10(
     x, starts: Static, ends: Static, axes: Static | None = None, steps: Static | None = None
 ):
     """Bounds count from the end when negative and are clamped; negative steps run backwards."""
     return _slice(x, starts, ends, axes, steps)
+
+
+PadMode = Literal["constant", "reflect", "edge", "wrap"]
 
 
 def _pad(x, pads, mode, value=None, axes=None):
@@ -120,8 +123,6 @@ def _pad(x, pads, mode, value=None, axes=None):
         widths[axis] = int(pads[k]), int(pads[k + len(axes)])
     if any(low + high + n < 0 for (low, high), n in zip(widths, x.shape, strict=True)):
         raise NodeError(f"pads {list(pads)} remove more than there is of shape {tuple(x.shape)}")
-    if mode not in ("constant", "reflect", "edge", "wrap"):
-        raise NodeError(f"mode must be constant, reflect, edge or wrap, not {mode!r}")
     room([low + n + high for (low, high), n in zip(widths, x.shape, strict=True)], x.dtype)
     # A negative pad removes elements, before the rest is padded from what remains.
     kept = []
@@ -160,17 +161,17 @@ def _mirror_indices(low, n, high, mode):
 
 
 @op("Pad", since=1)
-def pad_1(x, *, paddings, mode="constant", value=0.0):
+def pad_1(x, *, paddings, mode: PadMode = "constant", value=0.0):
     return _pad(x, paddings, mode, np.array(value, x.dtype))
 
 
 @op("Pad", since=2)
-def pad_2(x, *, pads, mode="constant", value=0.0):
+def pad_2(x, *, pads, mode: PadMode = "constant", value=0.0):
     return _pad(x, pads, mode, np.array(value, x.dtype))
 
 
 @op("Pad", since=11)
-def pad(x, pads: Static, value=None, axes: Static | None = None, *, mode="constant"):
+def pad(x, pads: Static, value=None, axes: Static | None = None, *, mode: PadMode = "constant"):
     """`pads` are all begins, then all ends, of `axes`; the modes are those of `numpy.pad`."""
     return _pad(x, pads, mode, value, axes)
 
@@ -214,15 +215,11 @@ def reverse_sequence(x, lengths, *, batch_axis=1, time_axis=0):
     return np_.take_along_axis(x, order.reshape(order.shape + (1,) * (x.ndim - 2)), time_axis)
 
 
-@op("OneHot", since=9)
-def one_hot(indices, depth: Static, values, *, axis=-1):
+@op("OneHot", since=9, shapes="values (2)")
+def one_hot(indices, depth: Static | Positive, values, *, axis=-1):
     """`values` is [off, on]; an index outside [-depth, depth) gives a row of off values."""
     np_ = xp(indices, values)
     count = int(depth.item())
-    if count <= 0:
-        raise NodeError(f"depth must be positive, not {count}")
-    if values.shape != (2,):
-        raise NodeError(f"values must hold two numbers, off and on, not {[*values.shape]}")
     axis = axis_of(axis, indices.ndim + 1)
     room((*indices.shape, count), values.dtype)
     room((count,), INDEX)

@@ -1,6 +1,7 @@
 """Strings: tensors of them are NumPy arrays of dtype object, and nothing on them is compiled."""
 
 import re
+from typing import Literal
 
 import numpy as np
 
@@ -93,20 +94,21 @@ def _from_re2(pattern):
     return "".join(tokens)
 
 
-@op("StringNormalizer", since=10, dynamic=True)
+@op("StringNormalizer", since=10, dynamic=True, shapes="x (C) | (1, C)")
 def string_normalizer(
-    x, *, case_change_action="NONE", is_case_sensitive=0, locale=None, stopwords=None
+    x,
+    *,
+    case_change_action: Literal["NONE", "LOWER", "UPPER"] = "NONE",
+    is_case_sensitive=0,
+    locale=None,
+    stopwords=None,
 ):
     """x [C] or [1, C] without its stop words, in one case; a single "" if nothing is left.
 
     Unicode has one mapping of case for all languages but a few; `locale` is not needed.
     """
     del locale
-    if x.ndim not in (1, 2) or (x.ndim == 2 and x.shape[0] != 1):
-        raise NodeError(f"the input must have shape [C] or [1, C], not {list(x.shape)}")
     cases = {"NONE": str, "LOWER": str.lower, "UPPER": str.upper}
-    if case_change_action not in cases:
-        raise NodeError(f"case_change_action must be NONE, LOWER or UPPER: {case_change_action!r}")
     compared = str if is_case_sensitive else str.lower
     stop = {compared(word) for word in stopwords or ()}
     kept = [s for s in x.ravel() if compared(s) not in stop]

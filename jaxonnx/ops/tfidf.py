@@ -6,12 +6,13 @@ counts those, whatever their shape is.
 """
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxonnx._constraints import NotNegative
 from jaxonnx._limits import room, tick
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.concrete import table
@@ -32,14 +33,14 @@ class _Trie(NamedTuple):
     """The tokens of the longest n-gram."""
 
 
-@op("TfIdfVectorizer", since=9)
+@op("TfIdfVectorizer", since=9, shapes="x (C) | (N, C)")
 def tfidf_vectorizer(
     x,
     *,
     max_gram_length,
-    max_skip_count,
+    max_skip_count: NotNegative,
     min_gram_length,
-    mode,
+    mode: Literal["TF", "IDF", "TFIDF"],
     ngram_counts,
     ngram_indexes,
     pool_int64s=None,
@@ -54,12 +55,6 @@ def tfidf_vectorizer(
     """
     if (pool_int64s is None) == (pool_strings is None):
         raise NodeError("exactly one of pool_int64s and pool_strings must be given")
-    if mode not in ("TF", "IDF", "TFIDF"):
-        raise NodeError(f"mode must be TF, IDF or TFIDF, not {mode!r}")
-    if x.ndim not in (1, 2):
-        raise NodeError(f"the input must have shape [C] or [N, C], not {list(x.shape)}")
-    if max_skip_count < 0:
-        raise NodeError(f"max_skip_count must not be negative, and is {max_skip_count}")
     pool = pool_int64s if pool_strings is None else pool_strings
     lengths = (min_gram_length, max_gram_length)
     trie = _trie(pool, ngram_counts, len(ngram_indexes), lengths)

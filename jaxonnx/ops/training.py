@@ -1,6 +1,7 @@
 """The operators of ai.onnx.preview.training: Gradient and the three optimizers."""
 
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jaxonnx.optim import as_attribute
 from jaxonnx.registry import Names, Outputs, op
 
 DOMAIN = "ai.onnx.preview.training"
+SCALARS = "R #1, T #1"
 ALPHA, BETA, EPSILON = map(as_attribute, (0.9, 0.999, 1e-6))
 
 
@@ -70,8 +72,6 @@ def _optimize(rule, R, T, tensors, slots):
             f"{len(tensors)} inputs follow R and T; each optimized tensor has {kinds}: its value, "
             f"its gradient and {slots} of state"
         )
-    if R.size != 1 or T.size != 1:
-        raise NodeError(f"R and T are scalars, but have shapes {list(R.shape)} and {list(T.shape)}")
     R, T = jnp.reshape(R, ()), jnp.reshape(T, ())
     rows = []
     for i in range(count):
@@ -87,7 +87,7 @@ def _optimize(rule, R, T, tensors, slots):
     return tuple(tensor for kind in zip(*rows, strict=True) for tensor in kind)
 
 
-@op("Adam", since=1, domain=DOMAIN)
+@op("Adam", since=1, domain=DOMAIN, shapes=SCALARS)
 def adam(
     R,
     T,
@@ -109,7 +109,7 @@ def adam(
     return _optimize(rule, R, T, inputs, slots=2)
 
 
-@op("Adagrad", since=1, domain=DOMAIN)
+@op("Adagrad", since=1, domain=DOMAIN, shapes=SCALARS)
 def adagrad(R, T, *inputs, decay_factor=0.0, epsilon=EPSILON, norm_coefficient=0.0):
     rule = partial(
         optim.adagrad_rule,
@@ -120,10 +120,8 @@ def adagrad(R, T, *inputs, decay_factor=0.0, epsilon=EPSILON, norm_coefficient=0
     return _optimize(rule, R, T, inputs, slots=1)
 
 
-@op("Momentum", since=1, domain=DOMAIN)
-def momentum(R, T, *inputs, alpha, beta, mode, norm_coefficient):
-    if mode not in optim.MODES:
-        raise NodeError(f"mode is {mode!r}; Momentum knows {' and '.join(optim.MODES)}")
+@op("Momentum", since=1, domain=DOMAIN, shapes=SCALARS)
+def momentum(R, T, *inputs, alpha, beta, mode: Literal["standard", "nesterov"], norm_coefficient):
     rule = partial(
         optim.momentum_rule, alpha=alpha, beta=beta, mode=mode, norm_coefficient=norm_coefficient
     )

@@ -3,11 +3,12 @@
 Spatial axes are the axes from 2 on; `pads` is ONNX's [begin..., end...].
 """
 
-from typing import NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Required, TypedDict
 
 import numpy as np
 
 from jaxonnx import _limits as limits
+from jaxonnx._constraints import Default, NotNegative, Positive
 from jaxonnx.errors import NodeError
 
 NEIGHBOURS = 1 << 10
@@ -27,6 +28,48 @@ class Window(NamedTuple):
     out: tuple[int, ...]
 
 
+class Steps(TypedDict, total=False):
+    """Attributes of windows, wherever there are any; each has an entry per spatial axis."""
+
+    pads: NotNegative
+    """ONNX's [begin..., end...]."""
+    strides: Positive
+
+
+class Taps(Steps, total=False):
+    """Attributes of windows whose elements may lie apart."""
+
+    dilations: Positive
+
+
+class Weighted(Taps, total=False):
+    """Attributes of windows over which a weight lies, whose shape `kernel_shape` may repeat."""
+
+    kernel_shape: Any
+
+
+AutoPad = Annotated[Literal["NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID"], Default("NOTSET")]
+
+
+class Convolved(Weighted, total=False):
+    """The window attributes of convolutions."""
+
+    auto_pad: AutoPad
+
+
+class Unpooled(Steps, total=False):
+    """The window attributes of MaxUnpool, which is told the padding."""
+
+    kernel_shape: Required[Positive]
+
+
+class Pooled(Unpooled, Taps, total=False):
+    """The window attributes of pools."""
+
+    auto_pad: AutoPad
+    ceil_mode: Annotated[int, Default(0)]
+
+
 def spatial(shape, channels: int = 1) -> tuple[int, ...]:
     """Return the sizes of the spatial axes of images whose channels are axis 1 or -1."""
     return tuple(shape[2:] if channels == 1 else shape[1:-1])
@@ -40,18 +83,8 @@ def per_axis(values, rank: int, name: str, default: int = 1) -> tuple[int, ...]:
     return values
 
 
-def check_positive(kernel, strides, dilations) -> None:
-    """Raise a NodeError unless windows have elements and a way from one to the next."""
-    if min((*kernel, *strides, *dilations), default=1) < 1:
-        raise NodeError(
-            f"strides {strides} and dilations {dilations} must be positive, and the kernel {kernel}"
-        )
-
-
 def pad_pairs(pads, rank: int) -> tuple[tuple[int, int], ...]:
     flat = per_axis(pads, 2 * rank, "pads", 0)
-    if min(flat, default=0) < 0:
-        raise NodeError(f"pads {flat} must not be negative")
     return tuple(zip(flat[:rank], flat[rank:], strict=True))
 
 
@@ -61,10 +94,12 @@ def split_padding(total: int, auto_pad: str) -> tuple[int, int]:
     return begin, total - begin
 
 
-def kernel_of(w, kernel_shape) -> tuple[int, ...]:
+def kernel_of(w, kernel_shape=None) -> tuple[int, ...]:
     """Return the kernel of a convolution, which the attribute may repeat but not contradict."""
     if kernel_shape is not None and tuple(kernel_shape) != w.shape[2:]:
         raise NodeError(f"kernel_shape {kernel_shape} is not that of the weight, {w.shape[2:]}")
+    if 0 in w.shape[2:]:
+        raise NodeError(f"the kernel {w.shape[2:]} has no elements")
     return w.shape[2:]
 
 
@@ -73,18 +108,19 @@ def same_padding(size: int, reach: int, stride: int, auto_pad: str) -> tuple[int
     return split_padding(max((-(-size // stride) - 1) * stride + reach - size, 0), auto_pad)
 
 
-def window(
+def place_windows(
     size,
-    kernel,
+    kernel=None,
     *,
     strides=None,
     pads=None,
     dilations=None,
+    kernel_shape=None,
     auto_pad: str = "NOTSET",
     ceil_mode: int = 0,
     pooling: bool = False,
 ) -> Window:
-    """Return the windows over spatial axes of these sizes.
+    """Return the windows over spatial axes of these sizes; by `kernel_shape` without a kernel.
 
     With `ceil_mode` a last window may reach beyond the padding, but must start inside the
     padded input (as in PyTorch); it has no effect on an automatic padding. A window that is larger
@@ -92,13 +128,10 @@ def window(
     than a stride is missing, and there are none if a stride is missing.
     """
     rank = len(size)
-    kernel = per_axis(kernel, rank, "kernel_shape")
+    kernel = per_axis(kernel_shape if kernel is None else kernel, rank, "kernel_shape")
     strides = per_axis(strides, rank, "strides")
     dilations = per_axis(dilations, rank, "dilations")
     pairs = pad_pairs(pads, rank)
-    if auto_pad not in ("NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID"):
-        raise NodeError(f"auto_pad is {auto_pad!r}: NOTSET, SAME_UPPER, SAME_LOWER or VALID")
-    check_positive(kernel, strides, dilations)
     if auto_pad != "NOTSET" and any(map(any, pairs)):
         raise NodeError(f"pads {pairs} and auto_pad {auto_pad} exclude each other: keep one")
     reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]

@@ -10,13 +10,13 @@ import jaxonnx.ops  # noqa: F401 - registers the operators
 from jaxonnx.errors import NodeError
 from jaxonnx.registry import lookup
 
-decode = lookup("", "ImageDecoder", 20).function
+decode = lookup("", "ImageDecoder", 20)
 BOXES = np.array([[[0, 0, 1, 1], [1, 1, 0, 0], [0, 0.5, 1, 1.5], [2, 2, 3, 3]]], np.float32)
 SCORES = np.array([[[0.5, 0.5, 0.9, 0.1]]], np.float32)
 
 
 def suppress(*inputs, opset=11, **attributes):
-    return lookup("", "NonMaxSuppression", opset).function(*inputs, **attributes).tolist()
+    return lookup("", "NonMaxSuppression", opset)(*inputs, **attributes).tolist()
 
 
 @pytest.mark.parametrize("opset", [10, 11])
@@ -40,9 +40,9 @@ def test_centres():
 
 
 def test_what_does_not_fit():
-    with pytest.raises(NodeError, match="do not fit together"):
+    with pytest.raises(NodeError, match=r"must be \(batch, (n, 4|classes, n)\)"):
         suppress(BOXES[..., :3], SCORES)
-    with pytest.raises(NodeError, match="do not fit together"):
+    with pytest.raises(NodeError, match=r"must be \(batch, (n, 4|classes, n)\)"):
         suppress(BOXES[:0], SCORES)
     with pytest.raises(NodeError, match="center_point_box is 5"):
         suppress(BOXES, SCORES, center_point_box=5)
@@ -63,7 +63,7 @@ def test_decoding():
     grey = decode(encoded(pixels[:, :, 0].copy(), "PNG"), pixel_format="Grayscale")
     np.testing.assert_array_equal(grey, pixels[:, :, :1])
     assert decode(np.zeros(9, np.uint8)).shape == (0, 0, 3)
-    with pytest.raises(NodeError, match="must be a vector"):
+    with pytest.raises(NodeError, match=r"must be \(bytes\)"):
         decode(encoded(pixels, "PNG")[None])
     with pytest.raises(NodeError, match="pixel_format"):
         decode(encoded(pixels, "PNG"), pixel_format="CMYK")

@@ -203,8 +203,8 @@ UNARY = [
 def test_half_precision_is_kept_known_and_traced(o, dtype):
     x = np.array([[0.5, 0.25]], dtype)
     with np.errstate(all="ignore"):
-        folded = np.asarray(o.function(x))
-    traced = o.function(jnp.asarray(x))
+        folded = np.asarray(o(x))
+    traced = o(jnp.asarray(x))
     if not o.name.startswith(("Arg", "Is", "Not")):
         assert traced.dtype == dtype
         assert folded.dtype == dtype
@@ -222,7 +222,7 @@ def test_of_nothing(name):
         ("Add", 6, [(2, 3), (3,)], {}, "broadcast=1"),
         ("Add", 6, [(2, 3), (2,)], {"broadcast": 1}, "no part of"),
         ("Add", 6, [(2, 3), (3,)], {"broadcast": 1, "axis": 2}, "axis 2"),
-        ("SwiGLU", 28, [(2, 3), (3,)], {}, "same shape"),
+        ("SwiGLU", 28, [(2, 3), (3,)], {}, r"b has shape \[3\]; .* D = \[2, 3\]"),
         ("Gelu", 20, [(2,)], {"approximate": "sigmoid"}, "approximate"),
         ("Softmax", 11, [(2,)], {"axis": 1}, "axis 1"),
         ("BitShift", 11, [(2,), (2,)], {"direction": "UP"}, "direction"),
@@ -235,4 +235,4 @@ def test_what_the_specification_forbids(name, opset, inputs, attributes, message
 
 def test_clip_of_half_precision_has_no_default_bound():
     x = np.array([inf, -inf, 65504], np.float16)
-    np.testing.assert_array_equal(lookup("", "Clip", 6).function(x), x)
+    np.testing.assert_array_equal(lookup("", "Clip", 6)(x), x)

@@ -18,12 +18,12 @@ def f(*shape):
 
 
 def attend(*inputs):
-    return lookup("", "Attention", 23).function(*inputs)[0]
+    return lookup("", "Attention", 23)(*inputs)[0]
 
 
 def of(name, opset=18, *rest, **attributes):
     """An operator as a function of its first inputs."""
-    return lambda *inputs: lookup("", name, opset).function(*inputs, *rest, **attributes)
+    return lambda *inputs: lookup("", name, opset)(*inputs, *rest, **attributes)
 
 
 ROWS = np.array([1])

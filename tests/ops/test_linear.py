@@ -9,9 +9,9 @@ import jaxonnx.ops  # noqa: F401 - registers the operators
 from jaxonnx.errors import NodeError
 from jaxonnx.registry import lookup
 
-gemm, gemm_1 = (lookup("", "Gemm", opset).function for opset in (13, 6))
-det = lookup("", "Det", 22).function
-matmul = lookup("", "MatMul", 13).function
+gemm, gemm_1 = (lookup("", "Gemm", opset) for opset in (13, 6))
+det = lookup("", "Det", 22)
+matmul = lookup("", "MatMul", 13)
 
 
 def test_beta_zero_does_not_read_c():
@@ -33,7 +33,7 @@ def test_gemm_refuses_wrong_shapes():
         gemm_1(a, a.T, np.ones(2, np.float32))
     with pytest.raises(NodeError, match="does not broadcast"):
         gemm(a, a.T, np.ones((4, 2, 2), np.float32))
-    with pytest.raises(NodeError, match="must be matrices"):
+    with pytest.raises(NodeError, match=r"a has shape .* must be \(_, _\)"):
         gemm(a[None], a.T)
 
 
@@ -61,5 +61,5 @@ def test_det_of_nothing():
 def test_determinants_are_of_square_matrices():
     assert det(np.zeros((3, 0, 0), np.float32)).tolist() == [1, 1, 1]
     for shape in ((3, 2, 0), (2,)):
-        with pytest.raises(NodeError, match="are not square"):
+        with pytest.raises(NodeError, match=r"must be \(\*N, M, M\)"):
             det(np.zeros(shape, np.float32))

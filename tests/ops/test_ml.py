@@ -381,7 +381,7 @@ def test_gradient_boosting_is_compiled_whole():
 
 def test_a_tree_ensemble_has_lists_of_one_length():
     """A shorter list of features was read at its end for the nodes beyond."""
-    run = lookup("ai.onnx.ml", "TreeEnsemble", 5).function
+    run = lookup("ai.onnx.ml", "TreeEnsemble", 5)
     with pytest.raises(NodeError, match="must have one length"):
         run(
             np.ones((3, 2)),

@@ -88,5 +88,5 @@ def test_scales_and_zero_points_go_together():
     a, point, scale = np.ones((2, 2), np.int8), np.int8([0]), np.float32([1])
     product = operator("QLinearMatMul")
     assert product(a, scale[0], point, a, scale, point, scale, point[0])[0, 0] == 2
-    with pytest.raises(NodeError, match=r"scale \(2,\) and zero point \(1,\) of a"):
+    with pytest.raises(NodeError, match=r"a_zero_point .* size a with a = 2"):
         product(a, np.float32([1, 2]), point, a, scale, point, scale, point)

@@ -9,8 +9,8 @@ import jaxonnx.ops  # noqa: F401 - registers the operators
 from jaxonnx.errors import NodeError
 from jaxonnx.registry import lookup
 
-resize = lookup("", "Resize", 19).function
-grid_sample = lookup("", "GridSample", 22).function
+resize = lookup("", "Resize", 19)
+grid_sample = lookup("", "GridSample", 22)
 X = np.arange(12, dtype=np.float32).reshape(1, 1, 3, 4)
 
 
@@ -71,7 +71,7 @@ def test_refusals():
         resize(X, None, 2 * one, coordinate_transformation_mode="corners")
     with pytest.raises(NodeError, match="roi"):
         resize(X, None, 2 * one, coordinate_transformation_mode="tf_crop_and_resize")
-    grid = lookup("", "AffineGrid", 20).function
+    grid = lookup("", "AffineGrid", 20)
     with pytest.raises(NodeError, match="does not fit 1 images"):
         grid(np.zeros((2, 2, 3), np.float32), np.array([1, 1, 2, 2]))
     with pytest.raises(NodeError, match="does not fit"):

@@ -15,7 +15,7 @@ from jaxonnx.lowering import _recurrence
 from jaxonnx.lowering._recurrence import elementwise, transpose_weight
 from jaxonnx.registry import lookup
 
-rnn, lstm, gru = (lookup("", name, 22).function for name in ("RNN", "LSTM", "GRU"))
+rnn, lstm, gru = (lookup("", name, 22) for name in ("RNN", "LSTM", "GRU"))
 rng = np.random.default_rng(0)
 X = rng.normal(size=(5, 2, 3)).astype(np.float32)
 W, R = (
@@ -157,19 +157,19 @@ def test_refusals():
         lstm(X, W, R, direction="sideways")
     with pytest.raises(NodeError, match="2 sets of weights"):
         lstm(X, W, R, direction="bidirectional")
-    with pytest.raises(NodeError, match="three axes"):
+    with pytest.raises(NodeError, match=r"w has shape .*, 4\*hidden_size, _"):
         lstm(X, W[..., None], R)
     for wrong in ((W, R[:, :8]), (W[:, :8], R), (W[:, :12], R[:, :8])):
-        with pytest.raises(NodeError, match="rows for 3 gates of 4 units"):
+        with pytest.raises(NodeError, match=r"[wr] has shape .*, 3\*hidden_size, "):
             gru(X, *wrong, linear_before_reset=1)
-    with pytest.raises(NodeError, match=r"B must have shape \(1, 32\), not \(1, 2\)"):
+    with pytest.raises(NodeError, match=r"b has shape \[1, 2\]; .* hidden_size = 4"):
         lstm(X, W, R, np.ones((1, 2), np.float32))
     with pytest.raises(NodeError, match="3 activations"):
         lstm(X, W, R, activations=["Tanh"])
     with pytest.raises(NodeError, match="unknown activation"):
-        rnn(X, W, R, activations=["Gelu"])
+        rnn(X, W[:, :4], R[:, :4], activations=["Gelu"])
     with pytest.raises(NodeError, match="hidden_size"):
         lstm(X, W, R, hidden_size=5)
     for clip in (-1.0, -np.inf, np.nan):  # which onnxruntime refuses, for GRU and LSTM
-        with pytest.raises(NodeError, match="no number lies between"):
+        with pytest.raises(NodeError, match=r"clip .* must not be negative"):
             lstm(X, W, R, clip=clip)

@@ -3,6 +3,8 @@
 Meaning as in onnxruntime's ContribOperators.md; tests compare with onnxruntime.
 """
 
+from typing import Unpack
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,8 +25,9 @@ from jaxonnx.ops.activation import (
     thresholded_relu,
 )
 from jaxonnx.ops.contrib.experimental import parametric_softplus, scaled_tanh
-from jaxonnx.ops.conv import conv
+from jaxonnx.ops.conv import CONVOLUTION, conv
 from jaxonnx.ops.linear import FACTORS, gemm, matmul
+from jaxonnx.ops.windows import Convolved
 from jaxonnx.registry import Omissible, op
 
 DOMAIN = "com.microsoft"
@@ -100,7 +103,14 @@ def fused_gemm(
     return activate(y, activation, (activation_alpha, activation_beta, activation_gamma))
 
 
-@op("FusedConv", since=1, domain=DOMAIN, weights={"w": convolution()}, params=("b",))
+@op(
+    "FusedConv",
+    since=1,
+    domain=DOMAIN,
+    weights={"w": convolution()},
+    params=("b",),
+    shapes=CONVOLUTION,
+)
 def fused_conv(
     x,
     w,
@@ -109,25 +119,11 @@ def fused_conv(
     *,
     activation="",
     activation_params=None,
-    auto_pad="NOTSET",
-    dilations=None,
     group=1,
-    kernel_shape=None,
-    pads=None,
-    strides=None,
+    **window: Unpack[Convolved],
 ):
     """activation(Conv(x, w, b) + z)."""
-    y = conv(
-        x,
-        w,
-        b,
-        auto_pad=auto_pad,
-        dilations=dilations,
-        group=group,
-        kernel_shape=kernel_shape,
-        pads=pads,
-        strides=strides,
-    )
+    y = conv(x, w, b, group=group, **window)
     return activate(y if z is None else y + z, activation, activation_params)
 
 

@@ -4,6 +4,8 @@ Only the GPU providers of onnxruntime have most of them; tests compare with the 
 ContribOperators.md.
 """
 
+from typing import Unpack
+
 import jax
 import jax.numpy as jnp
 
@@ -14,6 +16,7 @@ from jaxonnx.ops.common import widen
 from jaxonnx.ops.contrib.fused import DOMAIN, activate
 from jaxonnx.ops.conv import conv
 from jaxonnx.ops.pool import max_pool
+from jaxonnx.ops.windows import Convolved, Pooled
 from jaxonnx.registry import op
 
 
@@ -68,38 +71,33 @@ def skip_group_norm(
     return y, total
 
 
-@op("NhwcConv", since=1, domain=DOMAIN, weights={"w": convolution(last=True)}, params=("b",))
-def nhwc_conv(
-    x,
-    w,
-    b=None,
-    *,
-    auto_pad="NOTSET",
-    dilations=None,
-    group=1,
-    kernel_shape=None,
-    pads=None,
-    strides=None,
-):
+LAST = "x (N, D1, *D, group*c), w (group*m, {}), b (group*m)"
+
+
+@op(
+    "NhwcConv",
+    since=1,
+    domain=DOMAIN,
+    weights={"w": convolution(last=True)},
+    params=("b",),
+    shapes=LAST.format("K1, *K, c"),
+)
+def nhwc_conv(x, w, b=None, *, group=1, **window: Unpack[Convolved]):
     """Conv of images (N, *D, C) with a weight (M, *kernel, C / group).
 
     The schema does not say the order of the weight: onnxruntime's FusionNhwcConv writes this one.
     """
-    return conv(
-        x,
-        jnp.moveaxis(w, -1, 1),
-        b,
-        auto_pad=auto_pad,
-        dilations=dilations,
-        group=group,
-        kernel_shape=kernel_shape,
-        pads=pads,
-        strides=strides,
-        channels=-1,
-    )
+    return conv(x, jnp.moveaxis(w, -1, 1), b, group=group, channels=-1, **window)
 
 
-@op("NhwcFusedConv", since=1, domain=DOMAIN, weights={"w": convolution()}, params=("b",))
+@op(
+    "NhwcFusedConv",
+    since=1,
+    domain=DOMAIN,
+    weights={"w": convolution()},
+    params=("b",),
+    shapes=LAST.format("c, K1, *K"),
+)
 def nhwc_fused_conv(
     x,
     w,
@@ -108,49 +106,15 @@ def nhwc_fused_conv(
     *,
     activation="",
     activation_params=None,
-    auto_pad="NOTSET",
-    dilations=None,
     group=1,
-    kernel_shape=None,
-    pads=None,
-    strides=None,
+    **window: Unpack[Convolved],
 ):
     """activation(Conv(x, w, b) + z) of images (N, *D, C); the weight is in the order of Conv."""
-    y = conv(
-        x,
-        w,
-        b,
-        auto_pad=auto_pad,
-        dilations=dilations,
-        group=group,
-        kernel_shape=kernel_shape,
-        pads=pads,
-        strides=strides,
-        channels=-1,
-    )
+    y = conv(x, w, b, group=group, channels=-1, **window)
     return activate(y if z is None else y + z, activation, activation_params)
 
 
-@op("NhwcMaxPool", since=1, domain=DOMAIN)
-def nhwc_max_pool(
-    x,
-    *,
-    auto_pad="NOTSET",
-    ceil_mode=0,
-    dilations=None,
-    kernel_shape,
-    pads=None,
-    strides=None,
-):
+@op("NhwcMaxPool", since=1, domain=DOMAIN, shapes="x (N, D1, *D, C)")
+def nhwc_max_pool(x, **window: Unpack[Pooled]):
     """MaxPool of images (N, *D, C)."""
-    return max_pool(
-        x,
-        auto_pad=auto_pad,
-        ceil_mode=ceil_mode,
-        dilations=dilations,
-        kernel_shape=kernel_shape,
-        pads=pads,
-        strides=strides,
-        channels=-1,
-        outputs=1,
-    )
+    return max_pool(x, channels=-1, outputs=1, **window)

@@ -18,7 +18,7 @@ from jaxonnx.ops.contrib.fused import DOMAIN, activate, fused_matmul
 from jaxonnx.ops.indexing import gather_nd, unique
 from jaxonnx.ops.linear import FACTORS, affine
 from jaxonnx.ops.normalization import dropout
-from jaxonnx.ops.slicing import pad, trilu
+from jaxonnx.ops.slicing import PadMode, pad, trilu
 from jaxonnx.registry import Key, Static, Training, op, xp
 
 
@@ -127,7 +127,7 @@ def trilu_contrib(x, k=None, *, upper=1):
 
 
 @op("Pad", since=1, domain=DOMAIN)
-def pad_contrib(x, pads: Static, value=None, *, mode="constant"):
+def pad_contrib(x, pads: Static, value=None, *, mode: PadMode = "constant"):
     return pad(x, pads, value, mode=mode)
 
 

@@ -4,9 +4,12 @@ As in `jaxonnx.ops.contrib.quantized`, gradients go straight through; QLinearCon
 integers, has none.
 """
 
+from typing import Unpack
+
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._constraints import NotNegative
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import product
 from jaxonnx.ops.activation import leaky_relu, sigmoid, softmax
@@ -17,7 +20,15 @@ from jaxonnx.ops.conv import qlinear_conv
 from jaxonnx.ops.pool import average_pool
 from jaxonnx.ops.quantize import dequantize_linear, dynamic_quantize_linear, quantize_linear
 from jaxonnx.ops.reduction import reduce_mean
-from jaxonnx.ops.rnn import activations_of, check_shapes, lstm_step, scan_over, sum_of_biases
+from jaxonnx.ops.rnn import (
+    Direction,
+    activations_of,
+    check_directions,
+    lstm_step,
+    scan_over,
+    sum_of_biases,
+)
+from jaxonnx.ops.windows import Convolved, Pooled
 from jaxonnx.registry import Omissible, Rounded, Through, op
 
 
@@ -65,7 +76,13 @@ def qlinear_reduce_mean(
     return _between(mean, x, x_scale, x_zero, y_scale, y_zero)
 
 
-@op("QLinearAveragePool", since=1, domain=DOMAIN)
+@op(
+    "QLinearAveragePool",
+    since=1,
+    domain=DOMAIN,
+    shapes="x (N, _, _, *D)",
+    without=("dilations",),
+)
 def qlinear_average_pool(
     x: Through,
     x_scale,
@@ -73,25 +90,13 @@ def qlinear_average_pool(
     y_scale,
     y_zero=None,
     *,
-    auto_pad="NOTSET",
-    ceil_mode=0,
     channels_last=0,
     count_include_pad=0,
-    kernel_shape,
-    pads=None,
-    strides=None,
+    **window: Unpack[Pooled],
 ):
     def pool(x):
-        return average_pool(
-            x,
-            auto_pad=auto_pad,
-            ceil_mode=ceil_mode,
-            count_include_pad=count_include_pad,
-            kernel_shape=kernel_shape,
-            pads=pads,
-            strides=strides,
-            channels=-1 if channels_last else 1,
-        )
+        channels = -1 if channels_last else 1
+        return average_pool(x, count_include_pad=count_include_pad, channels=channels, **window)
 
     return _between(pool, x, x_scale, x_zero, y_scale, y_zero)
 
@@ -104,7 +109,14 @@ def qlinear_where(
     return quantize_linear(jnp.where(condition, x, y), z_scale, z_zero)
 
 
-@op("QLinearConv", since=1, domain=DOMAIN)
+@op(
+    "QLinearConv",
+    since=1,
+    domain=DOMAIN,
+    shapes="w (group*m, c, K1, *K), x (N, group*c, D1, *D) | (N, D1, *D, group*c), b (group*m), "
+    "x_scale #1, x_zero_point #1, w_scale #1 | #group*m, w_zero_point #1 | #group*m, "
+    "y_scale #1, y_zero_point #1",
+)
 def qlinear_conv_contrib(
     x,
     x_scale,
@@ -116,13 +128,9 @@ def qlinear_conv_contrib(
     y_zero_point,
     b=None,
     *,
-    auto_pad="NOTSET",
     channels_last=0,
-    dilations=None,
     group=1,
-    kernel_shape=None,
-    pads=None,
-    strides=None,
+    **window: Unpack[Convolved],
 ):
     """QLinearConv, of images (N, *D, C) with `channels_last`; the weight is as in Conv."""
     y = qlinear_conv(
@@ -135,12 +143,8 @@ def qlinear_conv_contrib(
         y_scale,
         y_zero_point,
         b,
-        auto_pad=auto_pad,
-        dilations=dilations,
         group=group,
-        kernel_shape=kernel_shape,
-        pads=pads,
-        strides=strides,
+        **window,
     )
     return jnp.moveaxis(y, 1, -1) if channels_last else y
 
@@ -249,7 +253,14 @@ def _fake_quantize(x):
     return dequantize_linear(*dynamic_quantize_linear(x))
 
 
-@op("DynamicQuantizeLSTM", since=1, domain=DOMAIN, params={"b": 0.0, "p": 0.0})
+@op(
+    "DynamicQuantizeLSTM",
+    since=1,
+    domain=DOMAIN,
+    params={"b": 0.0, "p": 0.0},
+    shapes="r (directions, hidden_size, 4*hidden_size), w (directions, _, 4*hidden_size), "
+    "b (directions, 8*hidden_size), r_scale (directions, *_), w_scale (directions, *_)",
+)
 def dynamic_quantize_lstm(
     x,
     w: Through,
@@ -267,8 +278,8 @@ def dynamic_quantize_lstm(
     activation_alpha=None,
     activation_beta=None,
     activations=None,
-    clip=None,
-    direction="forward",
+    clip: NotNegative | None = None,
+    direction: Direction = "forward",
     hidden_size=None,
     input_forget=0,
 ):
@@ -283,7 +294,7 @@ def dynamic_quantize_lstm(
         jnp.stack([_matrix(*parts) for parts in _directions(*factor)])
         for factor in ((w, w_scale, w_zero_point), (r, r_scale, r_zero_point))
     )
-    check_shapes(4, w.mT, r.mT, b, hidden_size, direction)
+    check_directions(r, direction)
 
     def cell(d):
         f, g, h = functions[d]
@@ -310,8 +321,6 @@ def dynamic_quantize_lstm(
 def _directions(x, scale, zero):
     """Return the matrix, scale and zero point of each direction."""
     values, reals = (x.value, x.real) if isinstance(x, Rounded) else (x, None)
-    if values.ndim != 3 or scale.shape[0] != values.shape[0]:
-        raise NodeError(f"weights {values.shape} and scales {scale.shape} must be of one direction")
     return [
         (values[d] if reals is None else Rounded(values[d], reals[d]), scale[d], zero[d])
         for d in range(values.shape[0])
