@@ -28,17 +28,8 @@ ORDER = (
         "onnx_out",
     ),
     *("_data", "_mesh", "_network", "_rewrite", "_run", "_graph", "_io"),
-    *(
-        "ops",
-        "registry",
-        "_constraints",
-        "lowering",
-        "sparse",
-        "optim",
-        "_jaxpr",
-        "_axes",
-        "_arrays",
-    ),
+    *("ops", "registry", "_constraints", "lowering", "sparse", "optim"),
+    *("_jaxpr", "_axes", "_arrays"),
     *("_limits", "_safe_read", "_atomic_write", "_progress", "_text", "errors"),
 )
 """The rooms and modules of the package, from the top: each imports only those after it."""
@@ -68,7 +59,7 @@ FAMILIES = ("ops", "onnx_out.rules", "onnx_out.passes")
 
 
 BUDGETS = {
-    "ops": (6700, "250 operators of five domains, each as its specification writes it"),
+    "ops": (6470, "250 operators of five domains, each as its specification writes it"),
     "training": (4050, "step, loop, losses, metrics, checkpoints, reports"),
     "_arguments": (230, "the arguments of train, each declared once, and the names that they take"),
     "onnx_out": (3300, "a rule for each JAX primitive, and what makes graphs quick in runtimes"),
@@ -85,6 +76,8 @@ BUDGETS = {
     "_step_files": (500, "exported steps, their manifest, the page for browsers"),
     "_mesh": (420, "rules, shardings and processes"),
     "lora": (220, "adapters, for each form of a weight"),
+    "registry": (200, "what an operator declares of its inputs and attributes"),
+    "_constraints": (200, "what a specification demands of arguments, and how it is said"),
     "demo": (200, "the digits network that the first command trains"),
 }
 """Lines of code, without comments, docstrings and blank lines, that a room may have, and for what.
