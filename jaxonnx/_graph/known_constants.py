@@ -1,33 +1,76 @@
-"""Constants that are known by their values: windows of signals, geometric sequences."""
+"""Constants that are known by their values: windows, sequences, sinusoids, filter banks."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 _LEAST = 4
-"""The fewest numbers that a constant is known by."""
+"""The fewest numbers that a geometric sequence or a window is known by."""
+_SPACED = 32
+"""The fewest numbers of an arithmetic sequence: short ones are what people write into tests."""
 _MOST = 2**16
-"""The most; longer vectors are not looked at."""
-_WINDOWS = (np.hanning, np.hamming, np.blackman)
+"""The most numbers; longer vectors are not looked at."""
+_LARGEST = 2**26
+"""The most numbers of a matrix that is looked at."""
 _CLOSE = 1e-3
 """The relative difference that float16 may make."""
 
+_WINDOWS: dict[str, Callable[[int], np.ndarray]] = {
+    "Hann": lambda n: np.hanning(n + 2)[1:-1],
+    "square root of Hann": lambda n: np.hanning(n + 2)[1:-1] ** 0.5,
+    "Povey": lambda n: np.hanning(n + 2)[1:-1] ** 0.85,
+    "Hamming": np.hamming,
+    "periodic Hamming": lambda n: np.hamming(n + 1)[:-1],
+    "Blackman": lambda n: np.blackman(n + 2)[1:-1],
+}
+"""Windows of n numbers without zeros at their ends, which periodic ones and padding add."""
 
-def is_known_constant(value: Any) -> bool:
-    """Check whether a tensor is a constant that no training has touched.
+_ROWS = 16
+"""The rows of a matrix that are looked at first, and the fewest numbers that a row is known by."""
+_BANDS = 8
+"""The fewest bands of a bank."""
+_PEAK = 0.99
+"""The share of a row's energy about its greatest frequency, if it is a sinusoid."""
 
-    It is a window (Hann, Hamming or Blackman, symmetric or periodic) or a geometric sequence, such
-    as the frequencies of rotary positions (`inv_freq`) and the slopes of ALiBi, along its only axis
-    of more than one element.
+
+def describe_constant(value: Any) -> str:
+    """Return which constant a tensor is that no training has touched; "" if it is none of them.
+
+    Along its only axis of more than one number it may be a window (Hann, Hamming, Blackman, Gauss,
+    Povey; symmetric or periodic, padded or not), a geometric sequence, such as the frequencies of
+    rotary positions (`inv_freq`) and the slopes of ALiBi, or evenly spaced. With two such axes it
+    may have rows that are sinusoids (bases of Fourier and cosine transforms, also windowed, tables
+    of positions), or be a bank of filters: bands without negative numbers, in order.
     """
     value = np.asarray(value)
-    if not jnp.issubdtype(value.dtype, jnp.floating) or value.size != max(value.shape, default=0):
-        return False
-    if not _LEAST <= value.size <= _MOST:
-        return False
-    vector = value.reshape(-1).astype(np.float64)
-    return bool(np.isfinite(vector).all()) and (_is_geometric(vector) or _is_window(vector))
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        return ""
+    long = [n for n in value.shape if n != 1]
+    if len(long) == 1 and _LEAST <= long[0] <= _MOST:
+        ulp = float(jnp.finfo(value.dtype).eps)
+        return _describe_vector(value.reshape(-1).astype(np.float64), ulp)
+    if len(long) == 2 and min(long) >= _LEAST and value.size <= _LARGEST:
+        return _describe_matrix(value.reshape(long))
+    return ""
+
+
+def _describe_vector(vector: np.ndarray, ulp: float) -> str:
+    if not np.isfinite(vector).all():
+        return ""
+    if _is_geometric(vector):
+        return "a geometric sequence"
+    if len(vector) >= _SPACED and _is_arithmetic(vector, ulp * np.abs(vector).max()):
+        return "an arithmetic sequence"
+    inner = np.flatnonzero(np.abs(vector) > _CLOSE**2)
+    core = vector[inner[0] : inner[-1] + 1] if len(inner) else vector[:0]
+    if len(core) < _LEAST - 1 or not (core > 0).all():
+        return ""
+    for name, window in _WINDOWS.items():
+        if np.allclose(core, window(len(core)), 0, _CLOSE / 4):
+            return f"a window ({name})"
+    return "a window (Gauss)" if _is_gaussian(core) else ""
 
 
 def _is_geometric(vector: np.ndarray) -> bool:
@@ -38,7 +81,83 @@ def _is_geometric(vector: np.ndarray) -> bool:
     return bool(abs(steps[0]) > _CLOSE and np.allclose(steps, steps[0], _CLOSE, _CLOSE / 4))
 
 
-def _is_window(vector: np.ndarray) -> bool:
-    count = len(vector)
-    found = (whole for window in _WINDOWS for whole in (window(count), window(count + 1)[:-1]))
-    return any(np.allclose(vector, one, 0, _CLOSE / 4) for one in found)
+def _is_arithmetic(vector: np.ndarray, rounding: float) -> bool:
+    """Check whether each number is the one before it plus the same step, but for rounding."""
+    line = np.linspace(vector[0], vector[-1], len(vector))
+    step = abs(line[1] - line[0])
+    return bool(step > 2 * rounding and np.abs(vector - line).max() <= step / 100 + rounding)
+
+
+def _is_gaussian(vector: np.ndarray) -> bool:
+    """Check whether the logarithm is a parabola that opens downwards, with its top inside."""
+    if len(vector) < 2 * _LEAST:
+        return False
+    place = np.arange(len(vector)) - (len(vector) - 1) / 2
+    fit = np.polyfit(place, np.log(vector), 2, w=vector)
+    inside = fit[0] < 0 and abs(fit[1] / (2 * fit[0])) < len(vector) / 4
+    near = np.abs(np.exp(np.polyval(fit, place)) - vector).max()
+    return bool(inside and near < _CLOSE / 4 * vector.max() and vector.min() < vector.max() / 2)
+
+
+def _describe_matrix(matrix: np.ndarray) -> str:
+    for rows in (matrix, matrix.T):
+        if _are_sinusoids(rows):
+            return "rows of sinusoids"
+        if _is_bank(rows):
+            return "a bank of filters"
+    return ""
+
+
+def _sample(rows: np.ndarray) -> np.ndarray:
+    """Return some rows, evenly spread, by which most weights are told from a constant."""
+    places = np.linspace(0, len(rows) - 1, min(len(rows), _ROWS)).astype(int)
+    return rows[places].astype(np.float64)
+
+
+def _are_sinusoids(rows: np.ndarray) -> bool:
+    """Check whether each row that is not zero is a sinusoid, whole or under a window.
+
+    Its energy lies about one frequency: exactly for whole periods, after a window for others. At
+    least two rows oscillate; a constant does not.
+    """
+    if rows.shape[1] < _ROWS or not _lie_at_one_frequency(_sample(rows)):
+        return False
+    return len(rows) <= _ROWS or _lie_at_one_frequency(rows.astype(np.float64))
+
+
+def _lie_at_one_frequency(rows: np.ndarray) -> bool:
+    tops = np.abs(rows).max(1, keepdims=True)
+    rows = (rows / np.maximum(tops, 1e-300))[tops[:, 0] > _CLOSE * tops.max()]
+    if len(rows) < 2 or not np.isfinite(rows).all():
+        return False
+    length = rows.shape[1]
+    best, places = np.zeros(len(rows)), np.zeros(len(rows), int)
+    for window in (np.ones(length), np.hanning(length + 2)[1:-1]):
+        energy = np.abs(np.fft.rfft(rows * window)) ** 2
+        place = energy.argmax(1)
+        about = np.abs(np.arange(energy.shape[1]) - place[:, None]) <= 2
+        share = (energy * about).sum(1) / energy.sum(1)
+        places = np.where(share > best, place, places)
+        best = np.maximum(best, share)
+    return bool((best > _PEAK).all() and (places > 2).sum() >= 2)
+
+
+def _is_bank(rows: np.ndarray) -> bool:
+    """Check whether rows are bands without negative numbers, whose places do not go back.
+
+    Each band is in one piece, and at least a quarter of them have several numbers, so that it is
+    not an identity; two numbers in five are zero.
+    """
+    some = _sample(rows)
+    if not (some >= 0).all() or 5 * np.count_nonzero(some) > 3 * some.size:
+        return False
+    rows = rows.astype(np.float64)
+    rows = rows[np.abs(rows).max(1) > 0]
+    if len(rows) < _BANDS or not (rows >= 0).all() or not np.isfinite(rows).all():
+        return False
+    full = rows > 0
+    starts, counts = full.argmax(1), full.sum(1)
+    ends = rows.shape[1] - full[:, ::-1].argmax(1)
+    whole = (ends - starts == counts).all() and (counts.mean() <= 0.6 * rows.shape[1])
+    ordered = (np.diff(starts) >= 0).all() and (np.diff(ends) >= 0).all() and ends[-1] > ends[0]
+    return bool(whole and ordered and 4 * (counts > 1).sum() >= len(rows))

@@ -5,7 +5,7 @@ Transpose, Reshape, Cast, Identity and the like, in parts (Slice, Split, Concat,
 indices), repeated (Expand), in subgraphs and in functions of the model.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,10 +14,12 @@ import numpy as np
 from onnx import GraphProto
 
 from jaxonnx._graph.bind import Graph
-from jaxonnx._graph.known_constants import is_known_constant
+from jaxonnx._graph.buffers import Buffers
+from jaxonnx._graph.known_constants import describe_constant
 from jaxonnx._graph.normalizations import Normalizations, normalizations
 from jaxonnx._graph.positions import embeddings, is_learned
 from jaxonnx._graph.uses import Use, uses
+from jaxonnx._io.protos import all_graphs
 
 KNOWN_LIMIT = 4096
 """Bytes; a frozen tensor above it is an argument of the compiled function, not a constant in it."""
@@ -39,7 +41,7 @@ def split(
       tensors: its named tensors.
       proto: the graph as the file has it.
     """
-    role_of = roles(graph, tensors, {tensor.name for tensor in proto.initializer})
+    role_of = roles(graph, tensors, stored_names(proto))
     params, state, constants = {}, {}, {}
     for name in graph_tensors(graph):
         value = tensors[name]
@@ -50,6 +52,15 @@ def split(
         else:
             constants[name] = value
     return params, state, constants
+
+
+def stored_names(proto: GraphProto) -> set[str]:
+    """Return the names of the initializers, and of Identity nodes, by which some exporters write
+    an initializer that equals another."""
+    graphs = [*all_graphs(proto)]
+    names = {tensor.name for one in graphs for tensor in one.initializer}
+    nodes = (node for one in graphs for node in one.node if node.op_type == "Identity")
+    return names | {node.output[0] for node in nodes if node.output}
 
 
 def graph_tensors(graph: Graph) -> list[str]:
@@ -84,8 +95,76 @@ def roles(
       tensors: its named tensors.
       initializers: the names of those that are initializers; the others sit in Constant nodes.
     """
-    spelled, used = normalizations(graph, tensors), [*uses(graph, tensors)]
-    return _roles(graph, tensors, initializers, spelled, used)
+    return Roles(graph, tensors, initializers).of
+
+
+class Roles:
+    """What the tensors of a graph are, and why those are not weights that may look like some.
+
+    Args:
+      graph: the bound main graph.
+      tensors: its named tensors.
+      initializers: the names of those that are initializers; the others sit in Constant nodes.
+      trained: names of tensors that are weights, whatever they look like.
+
+    Attributes:
+      spelled: the spelled-out normalizations.
+      used: the uses of the tensors.
+      of: "param" or "state", for the tensors that have a role.
+      constants: for tensors that stand where weights do and are constants, why they are.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        tensors: Mapping[str, Any],
+        initializers: Collection[str],
+        trained: Collection[str] = (),
+    ) -> None:
+        self.tensors, self.initializers, self.trained = tensors, initializers, trained
+        self.spelled, self.used = normalizations(graph, tensors), [*uses(graph, tensors)]
+        found = [*_roles(graph, tensors, initializers, self.spelled, self.used)]
+        looked = {use.name for use, role in found if role != "state"} - {*trained}
+        known = {name: describe_constant(tensors[name]) for name in looked}
+        known |= dict.fromkeys(trained, "")
+        weights = [use for use, role in found if role == "param" and not known[use.name]]
+        heavy = [use for use in weights if np.size(tensors[use.name]) > 1]
+        layers = {use.outer.index for use in heavy if use.node.op.role(use.position) == "param"}
+        stored = any(use.name in initializers for use in weights if use.node.op.form(use.position))
+        places = Buffers(graph, self.used, layers, initializers, stored)
+        self.of: dict[str, str] = {}
+        self.constants: dict[str, str] = {}
+        for use, role in found:
+            why = "" if role == "state" else known[use.name]
+            own = role == "state" or use.name in trained or use.name in self.spelled.learned
+            if not why and not own:
+                why = places.describe(use, use.node.op.role(use.position), tensors)
+            (self.constants if why else self.of).setdefault(use.name, why or role)
+        self.constants = {n: why for n, why in self.constants.items() if n not in self.of}
+
+    @property
+    def unplaced(self) -> dict[str, str]:
+        """The tensors that look learned but have no role, with the operator that reads each.
+
+        They are floating-point initializers with several different numbers that do not just count
+        up.
+        """
+        readers: dict[str, str] = {}
+        for use in self.used:
+            op = use.node.op
+            scale = (op.view and use.position > 0) or any(part in op.name for part in _QUANTIZED)
+            if not (use.passes or scale or op.domain == "ai.onnx.ml"):
+                readers.setdefault(use.name, op.name)
+        placed = {*self.of, *self.constants, *self.trained, *self.spelled.statistics}
+        return {
+            name: reader
+            for name, reader in readers.items()
+            if name in self.initializers
+            and name not in placed
+            and jnp.issubdtype(self.tensors[name].dtype, jnp.floating)
+            and not describe_constant(self.tensors[name])
+            and _is_irregular(np.asarray(self.tensors[name]))
+        }
 
 
 def _roles(
@@ -94,11 +173,9 @@ def _roles(
     initializers: Collection[str],
     spelled: Normalizations,
     used: Sequence[Use],
-) -> dict[str, str]:
-    """Return what `roles` returns, from what was read of the graph."""
+) -> Iterator[tuple[Use, str]]:
+    """Yield the uses that give a tensor a role, by operators and shapes alone."""
     embedded = embeddings(graph, used)
-    constant = {name for name in {use.name for use in used} if is_known_constant(tensors[name])}
-    role_of: dict[str, str] = {}
 
     def is_vector(use: Use) -> bool:
         value = tensors[use.name]
@@ -119,7 +196,7 @@ def _roles(
 
     for use in used:
         role = use.node.op.role(use.position)
-        if not jnp.issubdtype(tensors[use.name].dtype, jnp.floating) or use.name in constant:
+        if not jnp.issubdtype(tensors[use.name].dtype, jnp.floating):
             continue
         if use.name in spelled.learned and role in (None, "vector"):
             several = sum(d != 1 for d in tensors[use.name].shape)
@@ -133,35 +210,7 @@ def _roles(
         elif role is None and use.name in initializers and _is_token(use, tensors[use.name]):
             role = "param"
         if role is not None:
-            role_of.setdefault(use.name, role)
-    return role_of
-
-
-def find_unplaced(
-    graph: Graph, tensors: Mapping[str, Any], initializers: Collection[str]
-) -> dict[str, str]:
-    """Return the tensors that look learned but have no role, with the operator that reads each.
-
-    They are floating-point initializers with several different numbers that do not just count up.
-    """
-    spelled, used = normalizations(graph, tensors), [*uses(graph, tensors)]
-    placed = _roles(graph, tensors, initializers, spelled, used)
-    readers: dict[str, str] = {}
-    for use in used:
-        op = use.node.op
-        scale = (op.view and use.position > 0) or any(part in op.name for part in _QUANTIZED)
-        if not (use.passes or scale or op.domain == "ai.onnx.ml"):
-            readers.setdefault(use.name, op.name)
-    return {
-        name: reader
-        for name, reader in readers.items()
-        if name in initializers
-        and name not in placed
-        and name not in spelled.statistics
-        and jnp.issubdtype(tensors[name].dtype, jnp.floating)
-        and not is_known_constant(tensors[name])
-        and _is_irregular(np.asarray(tensors[name]))
-    }
+            yield use, role
 
 
 def _is_irregular(value: np.ndarray) -> bool:

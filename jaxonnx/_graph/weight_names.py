@@ -11,7 +11,7 @@ from typing import Any
 from onnx import GraphProto
 
 from jaxonnx._graph.bind import Graph
-from jaxonnx._graph.roles import roles
+from jaxonnx._graph.roles import roles, stored_names
 from jaxonnx._graph.scopes import modules
 from jaxonnx._graph.uses import uses, weights
 from jaxonnx._io.ties import tied_names
@@ -66,9 +66,9 @@ class Places:
     @cached_property
     def _weights(self) -> dict[str, str]:
         """The tensors that have a role, are trained or matrices in few bits, with what is read."""
-        initializers = {tensor.name for tensor in self.proto.initializer}
         stored = (name for name, w in weights(self.graph, self.tensors).items() if w.storage)
-        known = {*roles(self.graph, self.tensors, initializers), *self.params, *stored}
+        placed = roles(self.graph, self.tensors, stored_names(self.proto))
+        known = {*placed, *self.params, *stored}
 
         def root(name: str) -> str:  # an adapter of ours is where its weight is
             weight = name.partition(".lora_")[0]

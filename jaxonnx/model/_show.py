@@ -16,7 +16,7 @@ from jaxonnx._io import protos
 from jaxonnx._io.tensors import to_array
 from jaxonnx._network import Network
 from jaxonnx._text import format_count
-from jaxonnx.model._tie_notes import small, ties, unsure
+from jaxonnx.model._tie_notes import constants, small, ties
 
 _ROWS = 60
 """Tensors listed one by one; the rest is counted."""
@@ -45,8 +45,8 @@ def overview(model: Network) -> Group:
     for title, numbers, tensors in (("trained", trained, model.params), ("frozen", frozen, kept)):
         shown = f"{format_count(numbers, 'number')} in {format_count(len(tensors), 'tensor')}"
         facts.add_row(title, shown if tensors else "none")
-    for text in unsure(model.proto.graph, model.graph, model.tensors, model.params):
-        facts.add_row("learned?", Text(text))
+    for title, text in constants(model.proto.graph, model.graph, model.tensors, model.params):
+        facts.add_row(title, Text(text))
     if model.sparsity is not None:
         pattern, layers = model.sparsity
         facts.add_row(

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from onnx import GraphProto
 
 from jaxonnx._graph.bind import Graph
-from jaxonnx._graph.roles import find_unplaced
-from jaxonnx._io.protos import all_graphs
+from jaxonnx._graph.roles import Roles, stored_names
 from jaxonnx._io.ties import sources, tied_names
 from jaxonnx._text import list_some
 
@@ -27,19 +26,27 @@ def ties(proto: GraphProto, tensors: Mapping[str, Any], params: Collection[str])
         )
 
 
-def unsure(
+def constants(
     proto: GraphProto, graph: Graph, tensors: Mapping[str, Any], params: Collection[str]
-) -> Iterator[str]:
-    """Yield which tensors are not trained, although they may be learned."""
-    stored = {tensor.name for one in all_graphs(proto) for tensor in one.initializer}
-    left = find_unplaced(graph, tensors, stored)
-    left = {name: reader for name, reader in left.items() if name not in params}
-    if left:
+) -> Iterator[tuple[str, str]]:
+    """Yield which tensors are not trained, although they stand where weights do or may be learned.
+
+    Each with its heading.
+    """
+    roles = Roles(graph, tensors, stored_names(proto), params)
+    reasons: dict[str, list[str]] = {}
+    for name, why in roles.constants.items():
+        reasons.setdefault(why, []).append(f"'{name}'")
+    for why, names in reasons.items():
+        text = f"{list_some(names)}: {why}; trainable=[*model.params, {names[0]}] would train it"
+        yield "constant", text
+    if left := roles.unplaced:
         places = ", ".join(f"'{name}' (at {reader})" for name, reader in left.items())
         names = ", ".join(map(repr, left))
         yield (
+            "learned?",
             f"{places}: not trained, because no operator has a weight there; "
-            f"trainable=[*model.params, {names}] trains what is learned among them"
+            f"trainable=[*model.params, {names}] trains what is learned among them",
         )
 
 

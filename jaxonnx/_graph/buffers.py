@@ -1,0 +1,121 @@
+"""Tensors that are constants by their place or name, although operators have weights there."""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxonnx._graph.ancestors import ancestors, behind
+from jaxonnx._graph.bind import Graph, Node
+from jaxonnx._graph.uses import Use
+
+_BUFFER = re.compile(
+    r"(.*_)?(inv_freq|window|mel(_(fb|basis|filters?|bank|scale))?|fb|fbank|filter_?banks?"
+    r"|anchors?|(cos|sin)_cached?|freqs_cis|action_(scale|bias))"
+)
+"""The last part of the names that buffers go by."""
+_WEIGHT = re.compile(r"(weight|bias|gamma|beta|kernel|scale_param)s?")
+"""The last part of the names that weights go by, wherever they are."""
+
+
+class Buffers:
+    """What the places and names of tensors tell.
+
+    Args:
+      graph: the main graph.
+      uses: of its tensors.
+      layers: the nodes of the main graph that have weights.
+      initializers: the names of the tensors that are initializers.
+      stored: whether weights are among these, so that Constant nodes have other things.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        uses: Sequence[Use],
+        layers: Collection[int],
+        initializers: Collection[str],
+        stored: bool,
+    ):
+        self._graph = graph
+        self._layers = layers
+        self._initializers = initializers
+        self._stored = stored
+        nodes = [node for node in graph.nodes if node.index in layers]
+        self._after = behind(graph.nodes, (name for node in nodes for name in node.outputs))
+        self._before = ancestors(graph.nodes, (name for node in nodes for name in node.reads))
+        self._fed = behind(graph.nodes, graph.inputs)
+        self._makers = {name: node for node in graph.nodes for name in node.outputs}
+        self._readers: dict[str, list[Node]] = {}
+        for node in graph.nodes:
+            for name in node.reads:
+                self._readers.setdefault(name, []).append(node)
+
+    def describe(self, use: Use, role: str | None, tensors: Mapping[str, Any]) -> str:
+        """Return why a tensor that stands here is a constant; "" if nothing says so."""
+        last = re.split(r"[./:]", use.name.removesuffix(":0"))[-1]
+        if _WEIGHT.fullmatch(last):
+            return ""
+        if _BUFFER.fullmatch(last):
+            return f"named '{last}'"
+        node = use.node
+        if node is not use.outer:
+            return ""
+        if role == "vector":
+            if self._stored and use.name not in self._initializers:
+                return "in a Constant node, where the weights are initializers"
+            if self._is_in_front(use):
+                return "meets nothing but inputs before the first layer"
+            if self._scales_actions(node):
+                return "scales the file's output behind Tanh"
+        if node.op.name == "Gather" and use.position == 0 and self._is_only_shown(node):
+            return "its rows are outputs as they are"
+        if node.op.name == "InstanceNormalization" and self._groups(node, tensors):
+            return "stands for GroupNormalization, whose scale and bias come after it"
+        return ""
+
+    def _is_in_front(self, use: Use) -> bool:
+        """Check whether a tensor meets inputs that went through no layer, and layers come after."""
+        others = [name for i, name in enumerate(use.node.inputs) if i != use.position]
+        raw = self._after.isdisjoint(others) and not self._fed.isdisjoint(others)
+        return raw and not self._before.isdisjoint(use.node.outputs)
+
+    def _scales_actions(self, node: Node) -> bool:
+        """Check whether a node multiplies Tanh by constants, or adds to that, for an output."""
+        if node.op.name not in ("Add", "Mul"):
+            return False
+        value, reached = node.outputs[0], {node.op.name}
+        while value not in self._graph.outputs:
+            readers = self._readers.get(value, [])
+            if len(readers) != 1 or readers[0].op.name not in ("Add", "Clip", "Identity", "Mul"):
+                return False
+            value = readers[0].outputs[0]
+        while node.op.name in ("Add", "Mul"):
+            reached.add(node.op.name)
+            before = [self._makers[name] for name in node.inputs if name in self._makers]
+            if len(before) != 1:
+                return False
+            (node,) = before
+        return node.op.name == "Tanh" and "Mul" in reached
+
+    def _is_only_shown(self, node: Node) -> bool:
+        """Check whether rows that inputs choose are outputs, beside those of layers."""
+        if self._fed.isdisjoint(node.inputs[1:]) or not self._after.isdisjoint(node.inputs):
+            return False
+        shown = behind(self._graph.nodes, node.outputs)
+        others = {*self._graph.outputs} - shown
+        layers = [n for n in self._graph.nodes if n.index in self._layers and n is not node]
+        return not others.isdisjoint(self._after) and not any(
+            not shown.isdisjoint(layer.reads) for layer in layers
+        )
+
+    def _groups(self, node: Node, tensors: Mapping[str, Any]) -> bool:
+        """Check whether scales of one and biases of zero normalize groups behind a Reshape."""
+        maker = self._makers.get(node.inputs[0])
+        scale, bias = (np.asarray(self._value(name, tensors)) for name in node.inputs[1:3])
+        reshaped = maker is not None and maker.op.name == "Reshape"
+        return reshaped and bool((scale == 1).all() and (bias == 0).all())
+
+    def _value(self, name: str, tensors: Mapping[str, Any]) -> Any:
+        return tensors.get(name, self._graph.initializers.get(name, np.nan))
