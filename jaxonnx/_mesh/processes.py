@@ -88,7 +88,7 @@ class Processes:
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._failure: str | None = None
         self._at = 0, 0
-        self._wishes: dict[bool, jax.Array] = {}
+        self._flags: dict[bool, jax.Array] = {}
 
     def __enter__(self) -> "Processes":
         if self.several:
@@ -129,21 +129,21 @@ class Processes:
         if len({*ended.values()}) > 1:
             raise TrainingError(_unequal(epoch, ended))
 
-    def stop_flag(self, asked: bool) -> jax.Array | None:
+    def stop_flag(self, pressed: bool) -> jax.Array | None:
         """Return the stop flag of this process over the mesh; None in a run of one process."""
         if self._mesh is None or not self.several:
             return None
-        if asked not in self._wishes:
+        if pressed not in self._flags:
             each = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
-            wishes = np.full(self._mesh.size, asked, np.float32)
-            self._wishes[asked] = put(wishes, each)
-        return self._wishes[asked]
+            flags = np.full(self._mesh.size, pressed, np.float32)
+            self._flags[pressed] = put(flags, each)
+        return self._flags[pressed]
 
-    def reduce_stop(self, seen: jax.Array, wish: jax.Array | None) -> jax.Array:
+    def reduce_stop(self, seen: jax.Array, flag: jax.Array | None) -> jax.Array:
         """Append the maximum of all stop flags to the report of a step, within the program."""
-        if self._mesh is None or wish is None:
+        if self._mesh is None or flag is None:
             return seen
-        seen = jax.numpy.append(seen, wish.max().astype(seen.dtype))
+        seen = jax.numpy.append(seen, flag.max().astype(seen.dtype))
         return jax.lax.with_sharding_constraint(seen, NamedSharding(self._mesh, PartitionSpec()))
 
     def gather(self, model: M) -> M:

@@ -11,7 +11,8 @@ With u the inner optimizer's update for the dense gradient at W_u, and m the mas
   W = W_u + W_p, m = mask(W), W_u = W * m, W_p = W * (1 - m), or 0 with `reset`;
 - phase 3 (fixed): W_u <- W_u + u * m.
 
-One of W_u and W_p is zero at every weight. So the three are one rule: with v = W_p + u, W = W_u + v
+One of W_u and W_p is zero at every weight. So the three are one rule, without a branch on the phase
+(in phase 1 the mask is all ones, in phase 3 no refresh changes it): with v = W_p + u, W = W_u + v
 and m' the mask after the step, W_u <- W_u + (v where m', -W_u elsewhere) and W_p <- W * (1 - m'),
 where W is v unless the mask is new.
 """
@@ -155,9 +156,7 @@ def three_phase(
             updates = _add_decay(updates, state, decay)
         updates, inner_state = inner.update(updates, state.inner, params, **extra_args)
         w, u = _pick(params, where), _pick(updates, where)
-        # Differs from the formulas above: all phases are one rule, without a branch on the phase.
-        # In phase 1 the mask is all ones, in phase 3 no refresh changes it.
-        # Computed in the wider of the two types, in which -W is exact:
+        # in the wider of the two types, in which -W is exact
         u = {n: x.astype(jnp.promote_types(x.dtype, w[n].dtype)) for n, x in u.items()}
         count = jnp.asarray(optax.safe_increment(state.count))
         # the last dense step finds the first mask already, for the next forward pass

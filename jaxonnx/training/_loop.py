@@ -37,7 +37,7 @@ def run(
     together: Processes,
 ) -> tuple[Model, History]:
     """Run the epochs; return the trained model and the history."""
-    watched = Monitor(settings.monitor, step.columns(held_out is not None), settings.patience)
+    monitor = Monitor(settings.monitor, step.columns(held_out is not None), settings.patience)
     update = Fitting(_with_reports(step, together))
     epochs = settings.epochs
     state, at = step.init(), Position()
@@ -58,26 +58,23 @@ def run(
         warn_of_single_values(step, first)
         statistics = Statistics(step, examples, settings, state, interrupt)
         checks.check_data(examples, held_out)
-        validate = None
-        if held_out is not None:
-            sums = step.sums(first, checks.shapes)
-            validate = _Validation(step, held_out, checks, sums, interrupt)
+        validate = _Validation(step, held_out, checks, first, interrupt)
 
         progress, hooks = (settings.progress, settings.hooks) if together.first else (False, ())
         bar = stack.enter_context(Bar(progress, epochs, examples.steps, len(history.losses)))
         skip, several = settings.nan == "skip", together.several
-        record = Reporter(history, hooks, bar, interrupt, skip, several)
-        stack.callback(record.close)
-        keeper = Snapshots(checkpoints, settings, record, step, state, interrupt, several)
+        reporter = Reporter(history, hooks, bar, interrupt, skip, several)
+        stack.callback(reporter.close)
+        snapshots = Snapshots(checkpoints, settings, reporter, step, state, interrupt, several)
         interrupt.begin()
         try:
-            watched.see(history.epochs)
-            watched.check(history.epochs)
+            monitor.see(history.epochs)
+            monitor.check(history.epochs)
             for epoch in range(at.epoch, epochs):
                 began = time.perf_counter()
                 for batch in interrupt.iterate(batches):
-                    if keeper.due():
-                        state = keeper.keep(at, state, best)
+                    if snapshots.due():
+                        state = snapshots.keep(at, state, best)
                     if is_unchecked(examples):
                         checks(batch, f"a batch of epoch {epoch + 1}")
                     together.step(epoch, at.batch)
@@ -85,39 +82,39 @@ def run(
                     stop = together.stop_flag(interrupt.presses > 0)
                     state, seen = update(state, batch, step.frozen, stop)
                     at = at._replace(batch=at.batch + 1)
-                    if not record.add(seen):
-                        state = keeper.settle(state)
-                    interrupt.check(record.asked)
+                    if not reporter.add(seen):
+                        state = snapshots.settle(state)
+                    interrupt.check(reporter.stop_requested)
                 together.close_epoch(epoch, at.batch)
-                state = keeper.settle(state)
+                state = snapshots.settle(state)
                 checks.catch_up()
-                state = statistics.renew(state, epoch, record.step, at.batch)
-                row: dict[str, Any] = {"epoch": epoch + 1, "step": record.step}
+                state = statistics.renew(state, epoch, reporter.step, at.batch)
+                row: dict[str, Any] = {"epoch": epoch + 1, "step": reporter.step}
                 row |= _training_numbers(history, at)
-                row |= validate(state, epoch) if validate is not None else {}
+                row |= validate(state, epoch)
                 row |= sparse_numbers(state.optimizer)
-                record.close_epoch(row | {"seconds": time.perf_counter() - began})
-                at = Position(epoch + 1, 0, record.step)
-                improved = watched.see(history.epochs)
-                history.best = watched.best and watched.best[0]
+                reporter.close_epoch(row | {"seconds": time.perf_counter() - began})
+                at = Position(epoch + 1, 0, reporter.step)
+                improved = monitor.see(history.epochs)
+                history.best = monitor.best and monitor.best[0]
                 if improved and best is not None:
                     best = copy((step.view(state), state.state))
-                if keeper.due_after_epoch(improved, epoch + 1 == epochs):
-                    state = keeper.keep(at, state, best, watched.score(row))
-                watched.check(history.epochs)
-                interrupt.check(record.asked)
+                if snapshots.due_after_epoch(improved, epoch + 1 == epochs):
+                    state = snapshots.keep(at, state, best, monitor.score(row))
+                monitor.check(history.epochs)
+                interrupt.check(reporter.stop_requested)
                 if epoch + 1 < epochs:
                     batches = examples.batches(epoch + 1)
-            keeper.finish(state)
+            snapshots.finish(state)
         except (Stop, KeyboardInterrupt, *EXHAUSTED) as error:
             end = to_stop(error, state, several)
             checks.catch_up()  # wrong labels may be why a loss is not finite
-            state, stop = keeper.leave(end, at, state, best)
-            which = watched.chosen or f"step {stop.step}"
-            history.stopped = f"{stop}; the weights are those of {which}{keeper.where}"
+            state, stop = snapshots.leave(end, at, state, best)
+            which = monitor.chosen or f"step {stop.step}"
+            history.stopped = f"{stop}; the weights are those of {which}{snapshots.where}"
             history.early = isinstance(stop, PatienceEnded)
-    history.notes += statistics.notes(record.step, bool(watched.chosen) or not at.batch)
-    if best is not None and watched.chosen:
+    history.notes += statistics.notes(reporter.step, bool(monitor.chosen) or not at.batch)
+    if best is not None and monitor.chosen:
         return step.to_model(*best), history
     return step.to_model(step.view(state), state.state), history
 
@@ -159,19 +156,30 @@ def _first_batches(examples: Source, at: Position, epochs: int) -> tuple[Any, Ba
 
 
 class _Validation:
-    """Computes the validation metrics, in inference mode."""
+    """Computes the validation metrics, in inference mode; none without validation data.
+
+    Args:
+      first: a batch of the training data, whose shapes the sums are made for.
+    """
 
     def __init__(
-        self, step: Step, held_out: Source, checks: BatchChecks, sums: Any, interrupt: Interrupt
+        self,
+        step: Step,
+        held_out: Source | None,
+        checks: BatchChecks,
+        first: Batch,
+        interrupt: Interrupt,
     ):
         self._interrupt = interrupt
         self._step = step
         self._held_out = held_out
         self._checks = checks
-        self._sums = sums
+        self._sums = None if held_out is None else step.sums(first, checks.shapes)
         self._evaluate: Callable = jax.jit(step.evaluate)
 
     def __call__(self, state: State, epoch: int) -> dict[str, float]:
+        if self._held_out is None:
+            return {}
         sums = self._sums
         for batch in self._interrupt.iterate(self._held_out.batches(epoch)):
             if is_unchecked(self._held_out):

@@ -32,7 +32,7 @@ class Reporter:
       history: of the run so far; it is appended to.
       hooks: called with the number of a step and its metrics.
       skip: skip steps that are not finite, instead of stopping.
-      wishes: whether reports end with the stop flag of all processes.
+      reports_stop: whether reports end with the stop flag of all processes.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Reporter:
         bar: Bar,
         interrupt: Interrupt,
         skip: bool = False,
-        wishes: bool = False,
+        reports_stop: bool = False,
     ):
         self.history = history
         self.trouble: str | None = None
@@ -50,7 +50,7 @@ class Reporter:
         self._hooks = hooks
         self._interrupt = interrupt
         self._bar = bar
-        self.asked: bool | None = False if wishes else None
+        self.stop_requested: bool | None = False if reports_stop else None
         """Whether the stop flag was set in a report that was read; None without the flag."""
         self._skip = skip
         self._skipped = 0
@@ -111,8 +111,8 @@ class Reporter:
             jax.block_until_ready(self._pending[-1 - keep])
         while len(self._pending) > keep and self.trouble is None:
             value, finite, *rate = np.asarray(self._pending.popleft()).tolist()
-            if self.asked is not None:
-                self.asked = self.asked or bool(rate.pop())
+            if self.stop_requested is not None:
+                self.stop_requested = self.stop_requested or bool(rate.pop())
             self.history.losses.append(value)
             self.history.rates += rate
             self._tell(dict(zip(("loss", "rate"), (value, *rate), strict=False)))
