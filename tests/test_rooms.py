@@ -59,7 +59,7 @@ FAMILIES = ("ops", "onnx_out.rules", "onnx_out.passes")
 
 
 BUDGETS = {
-    "ops": (6470, "250 operators of five domains, each as its specification writes it"),
+    "ops": (6650, "250 operators of five domains, each as its specification writes it"),
     "training": (4050, "step, loop, losses, metrics, checkpoints, reports"),
     "_arguments": (230, "the arguments of train, each declared once, and the names that they take"),
     "onnx_out": (3300, "a rule for each JAX primitive, and what makes graphs quick in runtimes"),

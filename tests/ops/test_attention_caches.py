@@ -101,6 +101,8 @@ def test_a_window_slides_over_chunks_of_every_length(capacity, kind):
 def test_samples_of_different_lengths_have_windows_of_their_own():
     rng = np.random.default_rng(0)
     caches = [rng.normal(size=(3, KV_HEADS, WINDOW + 1, SIZE)).astype(np.float32) for _ in "kv"]
+    for cache in caches:
+        cache[1, :, 2:] = np.nan  # this sample has 2 steps so far
     lengths = [9, 3, 12]
     inputs = [*steps_of(3, 1, 1), *caches, i32(*lengths) - 1, np.array(12, np.int32)]
     bias = rng.normal(size=(1, HEADS, 1, 12)).astype(np.float32)

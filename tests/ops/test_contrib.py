@@ -14,7 +14,12 @@ import jaxonnx
 from jaxonnx.errors import ModelError, NodeError
 from jaxonnx.ops.quantize import dequantize_linear, quantize_linear
 from jaxonnx.registry import lookup, operators
-from tests.ops import contrib_attention_cases, contrib_other_cases, contrib_quantized_cases
+from tests.ops import (
+    contrib_attention_cases,
+    contrib_decoder_cases,
+    contrib_other_cases,
+    contrib_quantized_cases,
+)
 from tests.ops.contrib_cases import DOMAIN, Fused, f, i8, i32, rng, s, u8, weights
 from tests.support import central_differences
 
@@ -354,6 +359,7 @@ CASES = [
     *contrib_other_cases.CASES,
     *contrib_quantized_cases.LAYERS,
     *contrib_attention_cases.CASES,
+    *contrib_decoder_cases.CASES,
 ]
 
 

@@ -71,18 +71,24 @@ def without(case, position):
     return replace(case, inputs=inputs)
 
 
+REFUSED = {("QGemm", 7): "y_scale", ("QMoE", 3): "fc1_scales", ("QMoE", 6): "fc2_scales"}
+COARSE = {("QMoE", 11), ("QMoE", 12)}
+"""With one of two zero points onnxruntime's products are of rounded activations."""
 CONTRIB = [
     (case, case.domain, None) for case in test_contrib.CASES if not (case.expected or case.shared)
 ]
 
 
-@pytest.mark.parametrize(("position", "cases"), omissions(CONTRIB))
+@pytest.mark.parametrize(
+    ("position", "cases"),
+    [p for p in omissions(CONTRIB) if (p.values[1][0].op, p.values[0]) not in COARSE],
+)
 def test_a_contrib_operator_without(position, cases):
     """The file loads and agrees with onnxruntime, where that takes it."""
     compared = 0
     for case in cases:
-        if (case.op, position) == ("QGemm", 7):  # a zero point alone
-            with pytest.raises(jaxonnx.Error, match="y_scale"):
+        if (case.op, position) in REFUSED:  # onnxruntime gives anything or crashes
+            with pytest.raises(jaxonnx.Error, match=REFUSED[case.op, position]):
                 test_contrib.run(without(case, position))
             return
         case = without(case, position)

@@ -58,15 +58,15 @@ class _Codes(NamedTuple):
 
 
 def _codes(name, cache, scale, kind, bits):
-    """Return how a cache keeps its numbers, None if as they are."""
+    """Return how a cache keeps its numbers; None if as they are, or if there is no cache."""
     if kind == "NONE":
         return None
     if kind not in ("PER_TENSOR", "PER_CHANNEL") or scale is None:
         raise NodeError(
-            f"a cache of {name} quantized {kind} with {'no' if scale is None else 'a'} "
-            "scale is not specified: PER_TENSOR and PER_CHANNEL need a scale"
+            f"cached {name} are quantized {kind} and have {'no' if scale is None else 'a'} scale: "
+            "supported are PER_TENSOR and PER_CHANNEL, with a scale"
         )
-    return _Codes(scale, INT4 if bits == 4 else np.dtype(np.int8) if cache is None else cache.dtype)
+    return None if cache is None else _Codes(scale, INT4 if bits == 4 else cache.dtype)
 
 
 def _append_to_cache(past, new, start, length):
@@ -117,6 +117,8 @@ def _slide_window(pasts, news, start, lengths, window):
     place = lengths - after + kept
     place = jnp.where(place < start, place - start + before, place - start + held)
     place = jnp.clip(place, 0, held + steps - 1)[:, None, :, None]
+    # what a cache holds beyond its steps is not specified, and may be NaN
+    pasts = [jnp.where((old < before)[:, None, :, None], past, 0) for past in pasts]
     rows = [jnp.concatenate(pair, axis=2) for pair in zip(pasts, news, strict=True)]
     caches = (jnp.take_along_axis(x, place, axis=2, mode="clip") for x in rows)
     return rows, positions, [jnp.where((kept < after)[:, None, :, None], x, 0) for x in caches]

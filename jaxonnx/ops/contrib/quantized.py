@@ -120,7 +120,7 @@ def matmul_integer_to_float(
     return _scaled_product(a, a_scale, a_zero_point, b, b_scale, b_zero_point, bias)
 
 
-def _unpack_bits(packed, bits):
+def unpack_bits(packed, bits):
     """Unpack numbers of `bits` bits from the bytes of the last axis, lowest bits first."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     numbers = (packed[..., None] >> shifts) & np.uint8(2**bits - 1)
@@ -143,8 +143,8 @@ class _NBits:
         if zero is None:
             zero = np.full((1, count), 2 ** (self.bits - 1), self.dtype)
         elif zero.dtype == np.uint8:
-            zero = _unpack_bits(zero, self.bits)[:, :count]
-        values = _unpack_bits(packed, self.bits).astype(self.dtype)
+            zero = unpack_bits(zero, self.bits)[:, :count]
+        values = unpack_bits(packed, self.bits).astype(self.dtype)
         zero, scale = zero.astype(self.dtype), scale.astype(self.dtype)
         if block:
             zero, scale = (jnp.take(x, block[0], axis=1) for x in (zero, scale))
@@ -228,7 +228,7 @@ class _Bnb4:
     dtype: np.dtype
 
     def __call__(self, packed, scale):
-        codes = _unpack_bits(packed.reshape(-1), 4).reshape(-1, 2)[:, ::-1].reshape(-1)
+        codes = unpack_bits(packed.reshape(-1), 4).reshape(-1, 2)[:, ::-1].reshape(-1)
         size = len(codes) // self.columns * self.columns
         scale = jnp.repeat(scale.reshape(-1), self.block)[:size]
         numbers = jnp.asarray(_BNB4[self.type], self.dtype)[codes[:size]] * scale
@@ -311,7 +311,7 @@ def gather_block_quantized(
     packed = data.dtype == np.uint8
 
     def whole(x):
-        return _unpack_bits(x, bits) if packed and bits < 8 else x
+        return unpack_bits(x, bits) if packed and bits < 8 else x
 
     values = whole(data).astype(scales.dtype)
     if zero_points is not None:

@@ -1,0 +1,296 @@
+"""Mixtures of experts of com.microsoft, with weights in floating point or quantized.
+
+Meaning as in onnxruntime's ContribOperators.md. Every expert sees every token, one expert after the
+other, and gradients compute each again: time is that of all experts, memory that of one.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import lax
+
+from jaxonnx._axes import matrix
+from jaxonnx._limits import room
+from jaxonnx.errors import NodeError
+from jaxonnx.lowering import product
+from jaxonnx.ops.contrib.attention import refuse
+from jaxonnx.ops.contrib.fused import DOMAIN
+from jaxonnx.ops.contrib.quantized import unpack_bits
+from jaxonnx.registry import Omissible, op
+
+ROWS = matrix(first=True)
+"""Of weights (experts, outputs, inputs)."""
+
+Activation = Literal["relu", "relu2", "gelu", "silu", "identity", "swiglu", "geglu"]
+
+_ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jax.nn.relu(x) ** 2,
+    "gelu": jax.nn.gelu,  # by tanh, as in onnxruntime
+    "silu": jax.nn.silu,
+    "identity": lambda x: x,
+}
+
+
+def _mixture_weights(router_probs, router_weights, k, normalize):
+    """Return the weight of each expert for each token (tokens, experts), 0 but for the best `k`."""
+    logits = router_probs.astype(jnp.promote_types(router_probs.dtype, np.float32))
+    _, chosen = lax.top_k(logits, k)
+    shares = jax.nn.softmax(logits) if router_weights is None else router_weights
+    picked = jnp.take_along_axis(shares.astype(logits.dtype), chosen, axis=1)
+    if normalize:
+        picked = picked / picked.sum(axis=1, keepdims=True)
+    return (jax.nn.one_hot(chosen, logits.shape[1]) * picked[..., None]).sum(axis=1)
+
+
+def _gated(g, x, kind, alpha, beta, limit, limit_after_activation):
+    """Return SwiGLU or GEGLU of a gate and what it gates."""
+    if kind == "geglu":
+        return jax.nn.gelu(g) * x
+    limit = jnp.inf if limit is None else limit
+    if not limit_after_activation:
+        g = jnp.minimum(g, limit)
+    g = g * jax.nn.sigmoid(alpha * g)
+    return jnp.minimum(g, limit) * (jnp.clip(x, -limit, limit) + beta)
+
+
+def _mix(x, shares, experts, read, *, activation_type, swiglu_fusion, gate):
+    """Return the sum over experts of shares (tokens, experts) times what they make of `x`.
+
+    Args:
+      experts: arrays with a leading axis for experts, None where there are none.
+      read: gives of one expert's arrays the weights (outputs, inputs) and biases w1, b1, w2, b2,
+        w3, b3.
+    """
+    gated = activation_type in ("swiglu", "geglu")
+    tokens = x.reshape(-1, x.shape[-1])
+    wide = jnp.promote_types(x.dtype, np.float32)
+
+    def affine(x, w, b):
+        y = product(x, w.T).astype(wide)
+        return y if b is None else y + b
+
+    @jax.checkpoint
+    def add(total, one):
+        share, arrays = one
+        w1, b1, w2, b2, w3, b3 = read(arrays)
+        y = affine(tokens, w1, b1)
+        if not gated:
+            y = _ACTIVATIONS[activation_type](y)
+        elif swiglu_fusion == 0:
+            if w3 is None:
+                raise NodeError("swiglu_fusion 0 needs fc3_experts_weights")
+            y = _gated(y, affine(tokens, w3, b3), activation_type, *gate)
+        else:
+            halves = (y[:, 0::2], y[:, 1::2]) if swiglu_fusion == 1 else jnp.split(y, 2, axis=1)
+            y = _gated(halves[0], halves[1], activation_type, *gate)
+        return total + share[:, None] * affine(y.astype(x.dtype), w2, b2), None
+
+    zero = jnp.zeros(tokens.shape, wide)
+    total, _ = lax.scan(add, zero, (shares.T, experts))
+    return total.astype(x.dtype).reshape(x.shape)
+
+
+@op(
+    "MoE",
+    since=1,
+    domain=DOMAIN,
+    weights={
+        "fc1_experts_weights": ROWS,
+        "fc2_experts_weights": ROWS,
+        "fc3_experts_weights": ROWS,
+    },
+    params=("fc1_experts_bias", "fc2_experts_bias", "fc3_experts_bias"),
+)
+def mixture_of_experts(
+    x,
+    router_probs,
+    fc1_experts_weights,
+    fc1_experts_bias: Omissible,
+    fc2_experts_weights,
+    fc2_experts_bias=None,
+    fc3_experts_weights=None,
+    fc3_experts_bias=None,
+    *,
+    activation_alpha=1.0,
+    activation_beta=0.0,
+    activation_type: Activation = "relu",
+    k=1,
+    normalize_routing_weights=0,
+    swiglu_fusion: Literal[0, 1, 2] = 0,
+    swiglu_limit=None,
+    swiglu_limit_after_activation=0,
+    use_sparse_mixer=0,
+):
+    """Sum of the `k` experts with the greatest router_probs, by their softmax over all experts.
+
+    Weights are (experts, outputs, inputs); x is (tokens, size) or (batch, steps, size).
+    """
+    refuse(use_sparse_mixer=use_sparse_mixer)
+    experts = (
+        *(fc1_experts_weights, fc1_experts_bias),
+        *(fc2_experts_weights, fc2_experts_bias),
+        *(fc3_experts_weights, fc3_experts_bias),
+    )
+    return _mix(
+        x,
+        _mixture_weights(router_probs, None, k, normalize_routing_weights),
+        experts,
+        lambda arrays: arrays,
+        activation_type=activation_type,
+        swiglu_fusion=swiglu_fusion,
+        gate=(activation_alpha, activation_beta, swiglu_limit, swiglu_limit_after_activation),
+    )
+
+
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_E2M1 = np.concatenate([_E2M1, -_E2M1])
+"""The numbers that the codes of float4e2m1 stand for."""
+
+
+def _read_integers(codes, scales, zero_points, bits, inputs, dtype):
+    """Return weights (outputs, inputs) of one expert: (codes - zero point) * scale per block."""
+    numbers = unpack_bits(codes, bits)[:, :inputs].astype(np.float32)
+    scales = scales.reshape(len(codes), -1).astype(np.float32)
+    zero: Any = np.float32(2 ** (bits - 1))
+    blocks = scales.shape[1]
+    block = -(-inputs // blocks)
+    if zero_points is not None:
+        packed = zero_points.reshape(len(codes) if blocks > 1 else 1, -1)
+        zero = unpack_bits(packed, bits).astype(np.float32)
+        zero = zero[:, :blocks] if blocks > 1 else zero[0, : len(codes), None]
+        zero = jnp.repeat(zero, block, axis=1)[:, :inputs]
+    return ((numbers - zero) * jnp.repeat(scales, block, axis=1)[:, :inputs]).astype(dtype)
+
+
+def _read_float4(codes, scales, global_scale, dtype):
+    """Return weights (outputs, inputs) of one expert, whose codes (inputs, outputs / 2) are packed.
+
+    Scales stand per block of inputs.
+    """
+    numbers = jnp.asarray(_E2M1)[unpack_bits(codes, 4)].T
+    scales = scales.astype(np.float32) * (1 if global_scale is None else global_scale)
+    block = numbers.shape[1] // scales.shape[1]
+    return (numbers * jnp.repeat(scales, block, axis=1)).astype(dtype)
+
+
+@op(
+    "QMoE",
+    since=1,
+    domain=DOMAIN,
+    params=("fc1_experts_bias", "fc2_experts_bias", "fc3_experts_bias"),
+)
+def quantized_mixture_of_experts(
+    x,
+    router_probs,
+    fc1_experts_weights,
+    fc1_scales: Omissible,
+    fc1_experts_bias: Omissible,
+    fc2_experts_weights,
+    fc2_scales=None,
+    fc2_experts_bias=None,
+    fc3_experts_weights=None,
+    fc3_scales=None,
+    fc3_experts_bias=None,
+    fc1_zero_points=None,
+    fc2_zero_points=None,
+    fc3_zero_points=None,
+    router_weights=None,
+    fc1_global_scale=None,
+    fc2_global_scale=None,
+    fc1_act_scale=None,
+    fc2_act_scale=None,
+    fc1_act_block_scale=None,
+    fc2_act_block_scale=None,
+    *,
+    accuracy_level=0,
+    activation_alpha=1.0,
+    activation_beta=0.0,
+    activation_type: Activation = "relu",
+    block_size=None,
+    expert_weight_bits=4,
+    fc1_expert_weight_bits=None,
+    fc2_expert_weight_bits=None,
+    fc3_expert_weight_bits=None,
+    k=1,
+    normalize_routing_weights=0,
+    quant_type: Literal["int", "fp4", "nvfp4"] = "int",
+    swiglu_fusion: Literal[0, 1, 2] = 0,
+    swiglu_limit=None,
+    swiglu_limit_after_activation=0,
+    use_sparse_mixer=0,
+    weights_prepacked=-1,
+):
+    """MoE of weights in packed integers (experts, outputs, inputs), or in float4 with block scales.
+
+    `accuracy_level` only allows coarser arithmetic, which is not used.
+    """
+    refuse(
+        use_sparse_mixer=use_sparse_mixer,
+        fc1_act_scale=fc1_act_scale,
+        fc2_act_scale=fc2_act_scale,
+        fc1_act_block_scale=fc1_act_block_scale,
+        fc2_act_block_scale=fc2_act_block_scale,
+    )
+    if fc1_scales is None or fc2_scales is None:
+        raise NodeError("quantized experts need fc1_scales and fc2_scales")
+    layers = [
+        (fc1_experts_weights, fc1_scales, fc1_zero_points, fc1_global_scale, fc1_experts_bias),
+        (fc2_experts_weights, fc2_scales, fc2_zero_points, fc2_global_scale, fc2_experts_bias),
+        (fc3_experts_weights, fc3_scales, fc3_zero_points, None, fc3_experts_bias),
+    ]
+    widths = (fc1_expert_weight_bits, fc2_expert_weight_bits, fc3_expert_weight_bits)
+    bits = [width or expert_weight_bits for width in widths]
+    inputs = [x.shape[-1], 0, x.shape[-1]]
+    if quant_type == "int":
+        _check_packing(fc1_experts_weights, x.shape[-1], bits[0])
+        gated = activation_type in ("swiglu", "geglu") and swiglu_fusion > 0
+        inputs[1] = fc1_experts_weights.shape[1] // (2 if gated else 1)
+        _check_packing(fc2_experts_weights, inputs[1], bits[1])
+
+    def read(arrays):
+        found = []
+        for i, (codes, scales, zero, global_scale, bias) in enumerate(arrays):
+            weight = None
+            if codes is not None and quant_type == "int":
+                room((codes.shape[0], inputs[i]), np.float32)
+                weight = _read_integers(codes, scales, zero, bits[i], inputs[i], x.dtype)
+            elif codes is not None:
+                weight = _read_float4(codes, scales, global_scale, x.dtype)
+            found += [weight, bias]
+        return found
+
+    return _mix(
+        x,
+        _mixture_weights(router_probs, router_weights, k, normalize_routing_weights),
+        _scannable(layers),
+        read,
+        activation_type=activation_type,
+        swiglu_fusion=swiglu_fusion,
+        gate=(activation_alpha, activation_beta, swiglu_limit, swiglu_limit_after_activation),
+    )
+
+
+def _check_packing(codes, inputs, bits):
+    """Raise unless codes are (experts, outputs, inputs) in bytes, as all providers read them."""
+    if bits not in (2, 4, 8) or codes.shape[2] != -(-inputs * bits // 8):
+        raise NodeError(
+            f"weights of shape {codes.shape} are not {inputs} inputs of 2, 4 or 8 bits in bytes: "
+            "CUDA's packing is not supported; build the file with qmoe_weights_prepacked=0 or for "
+            "another execution provider"
+        )
+
+
+def _scannable(layers):
+    """Return arrays that a scan takes: XLA has no constants of some types of scales."""
+    small = np.dtype(ml_dtypes.float8_e8m0fnu)
+
+    def taken(array):
+        known = isinstance(array, np.ndarray) and array.dtype == small
+        return array.astype(np.float32) if known else array
+
+    return [tuple(map(taken, layer)) for layer in layers]
