@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jaxonnx.lowering import kernels_first
     from jaxonnx.model import Model, Value, add_training, labels, load
     from jaxonnx.onnx_out import to_onnx
+    from jaxonnx.quantization import Quantization, quantize
     from jaxonnx.training import History, Result, evaluate, train
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "Model",
     "ModelError",
     "NodeError",
+    "Quantization",
     "Result",
     "SparsityError",
     "StaticError",
@@ -50,6 +52,7 @@ __all__ = [
     "loggers",
     "losses",
     "optim",
+    "quantize",
     "sparse",
     "to_onnx",
     "train",
@@ -64,6 +67,7 @@ _MODULES = {
     "jaxonnx.lowering": ("kernels_first",),
     "jaxonnx.model": ("Model", "Value", "add_training", "labels", "load"),
     "jaxonnx.onnx_out": ("to_onnx",),
+    "jaxonnx.quantization": ("Quantization", "quantize"),
     "jaxonnx.training": ("History", "Result", "evaluate", "train"),
 }
 """Where public names are defined; errors and submodules aside."""

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from jaxonnx._rewrite.head import Classes
     from jaxonnx.lora import Adapters, LoRA
     from jaxonnx.model import Trainable
+    from jaxonnx.quantization import Quantization
 
 Hook = Callable[[int, dict[str, Any]], None]
 Optimizer: TypeAlias = (
@@ -140,6 +141,15 @@ class ModelArguments(TypedDict, total=False):
     (`Model.sparsity`). With `products="cusparselt"` among the options, forward and backward
     products use the sparse tensor cores of an NVIDIA GPU once the mask is fixed (the extra
     `sparse-cuda`; `precision="bf16"`)."""
+    quantize: Annotated[
+        str | Quantization | None, Argument(form="text", resume=True, needs_loss=True)
+    ]
+    """Train through the rounding of a quantized network: "int8", "int4" or a `Quantization`.
+
+    Ranges are measured on the first batches of the data (`jaxonnx.quantize`), then weights and
+    scales are trained with the loss of the task, through the rounding (straight-through gradients).
+    BatchNormalization is folded into convolutions first. The saved model has integer weights. A
+    file that is quantized already is trained at its own scales and saved in its own form."""
 
 
 class StepArguments(ModelArguments, total=False):

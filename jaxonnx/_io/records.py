@@ -12,6 +12,9 @@ from jaxonnx.errors import ModelError
 SPARSITY = "jaxonnx.sparsity"
 """Which weights are sparse, and how (`jaxonnx._io.packed`)."""
 
+QUANTIZATION = "jaxonnx.quantization"
+"""Which tensors are rounded, and what is written as integers (`jaxonnx._rewrite.quantize`)."""
+
 IMAGE = "jaxonnx.image"
 """What the network's inputs are as pictures, and the names of its classes."""
 

@@ -85,9 +85,9 @@ def notes(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[str]:
     opened = [n for n in graph.nodes if n.op.name == _DEQUANTIZE and tensors.keys() >= {*n.reads}]
     if opened:
         yield (
-            f"{format_count(len(opened), 'tensor')} behind DequantizeLinear: jaxonnx.load(path, "
-            "dequantize=True) makes trained floating-point tensors of them, which save writes as "
-            "such"
+            f"{format_count(len(opened), 'tensor')} behind DequantizeLinear: jaxonnx.train(..., "
+            "quantize=) trains them at their own scales, jaxonnx.load(path, dequantize=True) makes "
+            "trained floating-point tensors of them"
         )
     products = Counter(n.op.name for n in graph.nodes if n.op.name in _WITHOUT_GRADIENT)
     if products:

@@ -28,6 +28,7 @@ from jaxonnx._mesh.rules import Sharding
 from jaxonnx._mesh.shardings import Shardings, shardings
 from jaxonnx._network import Network
 from jaxonnx._rewrite.head import Classes
+from jaxonnx._rewrite.quantize import fold
 from jaxonnx._run.overlay import ratios
 from jaxonnx._run.program import Kept
 from jaxonnx._text import Rendered
@@ -479,7 +480,8 @@ class Model(Network, Rendered):
     def to_onnx(self) -> ModelProto:
         """Return the original graph with these weights, in inference form.
 
-        A record of sparse weights stays for those that have the pattern.
+        Weights of a quantized model are integers in it. A record of sparse weights stays for those
+        that have the pattern.
         """
         return self._write()
 
@@ -535,7 +537,8 @@ class Model(Network, Rendered):
         """Return the file; `repeat` writes a parameter that equals another one a second time."""
         net = self.merge_adapters()
         names = {*net.params}, {*net.state}
-        return saving.to_onnx(self.proto, net._values(), *names, repeat=repeat)
+        values = net._values()
+        return fold(saving.to_onnx(self.proto, values, *names, repeat=repeat), net.graph, values)
 
     def _weights(self) -> dict[str, np.ndarray]:
         net = self.merge_adapters()

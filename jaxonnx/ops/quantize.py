@@ -21,6 +21,12 @@ from jaxonnx.ops.common import axis_of, element_dtype
 from jaxonnx.registry import Factor, Rounded, Through, is_known, op, xp
 
 
+def _zero_point(value, x, axis, block_size) -> Any:
+    """Return a zero point that broadcasts to `x`; None where it is known to be 0 everywhere."""
+    value = _granular(value, x, axis, block_size)
+    return None if value is not None and is_known(value) and not value.any() else value
+
+
 def _granular(value, x, axis, block_size) -> Any:
     """Reshape a scale or zero point to broadcast to `x`: per tensor, axis or block."""
     if value is None:
@@ -112,7 +118,7 @@ def quantize_linear(
     if not jnp.issubdtype(wide, jnp.floating):
         raise NodeError(f"precision must be of a floating-point type, and is {wide}")
     scale = _granular(scale, x, axis, block_size).astype(wide)
-    zero_point = _granular(zero_point, x, axis, block_size)
+    zero_point = _zero_point(zero_point, x, axis, block_size)
     ratio = x.astype(wide) / scale
     return _straight_through(quantize(ratio, zero_point, dtype, saturate), ratio, zero_point)
 
@@ -201,7 +207,8 @@ def dequantize_linear(x: Through, scale, zero_point=None, *, axis=1, block_size=
     if zero_point is not None:
         if zero_point.dtype != x.dtype:
             raise NodeError(f"the zero point is {zero_point.dtype}, but the input {x.dtype}")
-        y = y - convert(_granular(zero_point, x, axis, block_size), np.float32)
+        zero_point = _zero_point(zero_point, x, axis, block_size)
+        y = y if zero_point is None else y - convert(zero_point, np.float32)
     return convert(y * scale, dtype)
 
 

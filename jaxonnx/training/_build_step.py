@@ -19,6 +19,7 @@ from jaxonnx._arguments import (
 from jaxonnx._data.images import preparation as images
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model, load
+from jaxonnx.quantization import prepare
 from jaxonnx.training import _objective as objective
 from jaxonnx.training._class_weights import by_number
 from jaxonnx.training._gradient_step import GradientStep
@@ -89,6 +90,8 @@ def step(
         )
     model = model if isinstance(model, Model) else load(model, mesh=settings.mesh)
     model = read_whole_sequences(with_heads(model, settings), loss)
+    if settings.quantize is not None:
+        model, _ = prepare(model, settings.quantize, None)
     settings = replace(settings, class_weights=weights_of_classes(model, settings))
     return build_step(model, settings, epochs, steps_per_epoch)
 

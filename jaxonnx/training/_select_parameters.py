@@ -5,6 +5,7 @@ import jax
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import LoRA
 from jaxonnx.model import Model
+from jaxonnx.quantization import select_scales
 from jaxonnx.training._head import beside_adapters
 from jaxonnx.training._settings import Settings
 
@@ -31,7 +32,7 @@ def select_parameters(model: Model, settings: Settings) -> Model:
     elif lora is not None:
         model = lora.attach(model)
     elif trainable is not None:
-        model = model.with_trainable(trainable)
+        model = select_scales(model, model.with_trainable(trainable))
     if settings.remat:
         model = model.with_remat()
     if not model.params:

@@ -16,6 +16,7 @@ from jaxonnx._mesh.processes import Processes
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model, load
+from jaxonnx.quantization import prepare
 from jaxonnx.training._build_step import build_step, weights_of_classes
 from jaxonnx.training._data import padding_of, sources
 from jaxonnx.training._head import complete_settings, with_heads
@@ -52,7 +53,7 @@ def train(
     The arguments, by what they concern:
 
     * the loss: loss, optimizer, learning_rate;
-    * the model: head, trainable, lora, statistics, dropout, sparsity;
+    * the model: head, trainable, lora, statistics, dropout, sparsity, quantize;
     * the step: metrics, class_weights, seed, accumulate, ema, precision, remat, mesh, sharding,
       nan;
     * the data: batch_size, pad, length_buckets, preprocess;
@@ -129,11 +130,14 @@ def train(
         if settings.metrics is not None and held_out is None:
             raise TrainingError("metrics are computed on validation data: pass validation= as well")
         settings = replace(settings, class_weights=weights_of_classes(net, settings, examples))
+        rounding: list[str] = []
+        if settings.quantize is not None:
+            net, *rounding = prepare(net, settings.quantize, examples)
         examples = augment_examples(examples, augment, settings.seed)
         step = build_step(net, settings, settings.epochs, examples.steps)
         trained, history = run(step, examples, held_out, settings, interrupt, together)
         trained = together.gather(trained)
-        history.notes += [*said, *notes(data, validation)]
+        history.notes += [*said, *notes(data, validation), *rounding]
         if isinstance(data, Folder):
             data.settings.kept.release()  # the result refers to what is held out
         if history.stopped and not history.early:

@@ -37,7 +37,7 @@ def test_integers_are_reported_and_made_floats_on_request(tmp_path):
     assert {*plain.params} == {"v"}
     note, other = plain.warnings
     assert "1 weight in few bits (wq: int8, ...) is not trained; lora=" in note
-    assert "2 tensors behind DequantizeLinear: jaxonnx.load(path, dequantize=True)" in other
+    assert "2 tensors behind DequantizeLinear: jaxonnx.train(..., quantize=)" in other
 
     model = jaxonnx.load(proto, dequantize=True)
     assert {*model.params} == {"w", "b", "v"}

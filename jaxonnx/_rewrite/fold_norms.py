@@ -1,0 +1,41 @@
+"""BatchNormalization of inference written into the convolution before it, as deployment has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto
+
+from jaxonnx._graph.bind import Graph
+from jaxonnx._run.fold_norms import folds
+
+
+def fold_norms(
+    proto: ModelProto, graph: Graph, tensors: Mapping[str, Any]
+) -> tuple[ModelProto, dict[str, np.ndarray]]:
+    """Return the file without the BatchNormalizations that convolutions take in, and new values.
+
+    The weight and the b of a pair get other values; b becomes the bias of the convolution. Scale,
+    mean and variance are not read any more.
+    """
+    done = folds(graph, tensors)
+    values = {name: np.asarray(bias) for name, bias in done.biases.items()}
+    for name, factor in done.factors.items():
+        w = np.asarray(tensors[name])
+        values[name] = w * factor.reshape(-1, *(1,) * (w.ndim - 1))
+    norms = {node.outputs[0]: node for node in graph.nodes if node.index in done.norms}
+    before = {node.inputs[0]: node for node in norms.values()}
+    result = ModelProto()
+    result.CopyFrom(proto)
+    nodes = result.graph.node
+    for i, node in reversed([*enumerate(nodes)]):
+        if node.output and node.output[0] in norms:
+            del nodes[i]
+    for node in nodes:
+        if node.output and node.output[0] in before:
+            norm = before[node.output[0]]
+            node.input[2:] = [norm.inputs[2]]
+            node.output[0] = norm.outputs[0]
+    return result, values

@@ -1,0 +1,357 @@
+"""QuantizeLinear and DequantizeLinear in a file: put in, folded into integers, opened again.
+
+While a network is trained its weights are float tensors in front of a QuantizeLinear, so that the
+graph computes with what it will have when it is deployed. A record in the file says which values
+become initializers when it is saved (`fold`): integer weights, scales, and int32 biases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+
+from jaxonnx._graph.ancestors import ancestors
+from jaxonnx._graph.bind import Graph
+from jaxonnx._graph.uses import uses
+from jaxonnx._io import order, records
+from jaxonnx._run.scope import Context, run
+
+_FOUR_BITS_IR = 10
+"""The first version of the format that has tensors of four bits."""
+
+
+@dataclass(frozen=True)
+class Bias:
+    """A bias that is written as int32, in units of the product of two scales."""
+
+    name: str
+    stored: str
+    """The integer tensor."""
+    scale: str
+    """Its scale."""
+    scales: tuple[str, str]
+    """The scales of the activation and of the weight."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the file says of its quantized tensors."""
+
+    folds: tuple[str, ...] = ()
+    """Values that become initializers when the file is saved."""
+    scales: tuple[str, ...] = ()
+    """The scales of weights and activations."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """The float tensor of each integer weight."""
+    biases: tuple[Bias, ...] = ()
+    folded: bool = False
+
+    @classmethod
+    def read(cls, entry: Mapping[str, Any]) -> Record:
+        """Return the record of a file's JSON.
+
+        Raises:
+          KeyError, TypeError, ValueError: it is malformed.
+        """
+        biases = (
+            Bias(b["name"], b["stored"], b["scale"], (b["scales"][0], b["scales"][1]))
+            for b in entry["biases"]
+        )
+        lists = tuple(entry["folds"]), tuple(entry["scales"])
+        return cls(*lists, dict(entry["names"]), tuple(biases), bool(entry["folded"]))
+
+
+def record_of(proto: ModelProto) -> Record | None:
+    """Return the record of quantized tensors, None if there is none."""
+    return records.get(proto, records.QUANTIZATION, Record.read)
+
+
+class Writer:
+    """Insertion of QuantizeLinear and DequantizeLinear into a copy of a file.
+
+    Attributes:
+      proto: the copy.
+      added: the scales and zero points.
+    """
+
+    def __init__(self, proto: ModelProto, taken: Iterable[str]):
+        self.proto = ModelProto()
+        self.proto.CopyFrom(proto)
+        self.added: dict[str, np.ndarray] = {}
+        self._record = record_of(proto) or Record()
+        self._taken = {*taken, *(n for node in proto.graph.node for n in node.output)}
+
+    def quantize_weight(self, name: str, parameters: Any) -> None:
+        """Let all that reads a weight read it rounded."""
+        graph = self.proto.graph
+        readers = [(node, i) for node in graph.node for i, x in enumerate(node.input) if x == name]
+        quantized, result = self._insert(name, parameters)
+        for node, i in readers:
+            node.input[i] = result
+        entry = self._record
+        names = {**entry.names, quantized: name}
+        self._record = replace(entry, folds=(*entry.folds, quantized), names=names)
+
+    def quantize_values(
+        self, reads: Mapping[tuple[str, int], str], parameters: Mapping[str, Any]
+    ) -> None:
+        """Let readers, by their first output and position, read activations rounded."""
+        results: dict[str, str] = {}
+        for node in [*self.proto.graph.node]:
+            for i, name in enumerate(node.input):
+                if node.output and reads.get((node.output[0], i)) == name:
+                    if name not in results:
+                        _, results[name] = self._insert(name, parameters[name])
+                    node.input[i] = results[name]
+
+    def store_biases(self, biases: Iterable[tuple[str, str, str]]) -> None:
+        """Write these biases as integers when the file is saved: (bias, activation, weight)."""
+        made = tuple(
+            Bias(
+                name,
+                self._name(f"{name}_quantized"),
+                self._name(f"{name}_quantized_scale"),
+                (f"{value}_scale", f"{weight}_scale"),
+            )
+            for name, value, weight in biases
+        )
+        self._record = replace(self._record, biases=made)
+
+    def finish(self) -> ModelProto:
+        """Return the file, its nodes in order."""
+        order.sort(self.proto.graph)
+        records.put(self.proto, records.QUANTIZATION, asdict(self._record))
+        if any(x.dtype.name == "int4" for x in self.added.values()):
+            self.proto.ir_version = max(self.proto.ir_version, _FOUR_BITS_IR)
+        return self.proto
+
+    def _insert(self, name: str, parameters: Any) -> tuple[str, str]:
+        """Insert the pair behind a value; return what the two give. Names are onnxruntime's."""
+        scale, zero_point, axis, block = parameters
+        inputs = [self._name(f"{name}_scale"), self._name(f"{name}_zero_point")]
+        for tensor, value in zip(inputs, (scale, zero_point), strict=True):
+            self.added[tensor] = np.asarray(value)
+            self.proto.graph.initializer.append(_declare(tensor, self.added[tensor]))
+        chosen = {"axis": axis, "block_size": block or None}
+        attributes = {key: value for key, value in chosen.items() if value is not None}
+        quantized = self._name(f"{name}_quantized")
+        result = self._name(f"{name}_DequantizeLinear_Output")
+        for op, read, made in (
+            ("QuantizeLinear", name, quantized),
+            ("DequantizeLinear", quantized, result),
+        ):
+            label = f"{name}_{op}"
+            node = helper.make_node(op, [read, *inputs], [made], label, **attributes)
+            self.proto.graph.node.append(node)
+        self._record = replace(self._record, scales=(*self._record.scales, inputs[0]))
+        return quantized, result
+
+    def _name(self, wanted: str) -> str:
+        name, number = wanted, 1
+        while name in self._taken:
+            name, number = f"{wanted}_{number}", number + 1
+        self._taken.add(name)
+        return name
+
+
+def learn_scales(
+    proto: ModelProto, tensors: Mapping[str, Any]
+) -> tuple[ModelProto, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Let the scales of a file be computed from parameters: initial scale * exp(parameter).
+
+    A step of an optimizer changes them by a share of themselves, whatever their size, they stay
+    positive, and weight decay draws them back to those of the calibration.
+
+    Returns:
+      The file, its constants, and the parameters.
+    """
+    result = ModelProto()
+    result.CopyFrom(proto)
+    entry = record_of(result) or Record()
+    constants, params, nodes = {}, {}, []
+    for name in entry.scales:
+        if name in entry.folds:  # learned already
+            continue
+        value = np.asarray(tensors[name])
+        first, change, factor = (f"{name}_{part}" for part in ("initial", "change", "factor"))
+        constants[first], params[change] = value, np.zeros_like(value)
+        nodes.append(helper.make_node("Exp", [change], [factor], factor))
+        nodes.append(helper.make_node("Mul", [first, factor], [name], name))
+        _remove(result.graph, name)
+        entry = replace(entry, folds=(*entry.folds, name))
+    for name, value in (constants | params).items():
+        result.graph.initializer.append(_declare(name, value))
+    result.graph.node.extend(nodes)
+    order.sort(result.graph)
+    records.put(result, records.QUANTIZATION, asdict(entry))
+    return result, constants, params
+
+
+def fold(proto: ModelProto, graph: Graph, values: Mapping[str, np.ndarray]) -> ModelProto:
+    """Return a file whose quantized weights, scales and biases are initializers.
+
+    Args:
+      proto: with the data of its tensors; it is changed.
+      graph: its main graph, bound.
+      values: those of its named tensors.
+    """
+    entry = record_of(proto)
+    if entry is None or entry.folded:
+        return proto
+    main, names = proto.graph, entry.folds
+    known = ancestors(graph.nodes, names)
+    nodes = tuple(node for node in graph.nodes if known.issuperset(node.outputs))
+    found = run(replace(graph, nodes=nodes, outputs=names), {}, Context(values))
+    made = dict(zip(names, map(np.asarray, found), strict=True))
+    gone = {name for node in nodes for name in node.outputs}
+    read = {name for node in nodes for name in node.reads}
+    for i, node in reversed([*enumerate(main.node)]):
+        if gone.intersection(node.output):
+            del main.node[i]
+    for name, value in made.items():
+        main.initializer.append(numpy_helper.from_array(value, name))
+    scales = {**values, **made}
+    for bias in entry.biases:
+        _store_bias(main, bias, values[bias.name], *(scales[name] for name in bias.scales))
+    used = {name for node in main.node for name in node.input}
+    used.update(value.name for value in main.output)
+    for name in read - used - made.keys():
+        _remove(main, name)
+    order.sort(main)
+    records.put(proto, records.QUANTIZATION, asdict(replace(entry, folded=True)))
+    return proto
+
+
+def _store_bias(graph: GraphProto, bias: Bias, value: np.ndarray, *scales: np.ndarray) -> None:
+    """Replace a bias by int32 numbers and a DequantizeLinear."""
+    scale = np.asarray(scales[0] * scales[1], np.float32)
+    limits = np.iinfo(np.int32)
+    stored = np.clip(np.rint(value.astype(np.float64) / scale), limits.min, limits.max)
+    _remove(graph, bias.name)
+    graph.initializer.append(numpy_helper.from_array(stored.astype(np.int32), bias.stored))
+    graph.initializer.append(numpy_helper.from_array(scale, bias.scale))
+    axis: dict[str, Any] = {"axis": 0} if scale.ndim else {}
+    inputs, label = [bias.stored, bias.scale], f"{bias.name}_DequantizeLinear"
+    graph.node.append(helper.make_node("DequantizeLinear", inputs, [bias.name], label, **axis))
+
+
+def unfold(
+    proto: ModelProto, graph: Graph, tensors: Mapping[str, Any]
+) -> tuple[ModelProto, dict[str, np.ndarray]]:
+    """Return a file whose integer weights are float tensors again, rounded as they were.
+
+    The weights are those behind a DequantizeLinear whose result is a parameter of some operator;
+    biases of int32 become float tensors alone. When the file is saved it has them as before.
+
+    Returns:
+      The file and the float tensors.
+    """
+    stored = {
+        use.name
+        for use in uses(graph, tensors)
+        if use.node.op.role(use.position) == "param"
+        and np.dtype(tensors[use.name].dtype).kind in "iu"
+    } | {n for n, x in tensors.items() if x.dtype.name in ("int4", "uint4")}
+    result = ModelProto()
+    result.CopyFrom(proto)
+    entry = record_of(result) or Record()
+    own = {bias.stored: bias for bias in entry.biases}
+    scales = {
+        node.input[0]: node.input[1]
+        for node in proto.graph.node
+        if node.op_type == "DequantizeLinear"
+    }
+    producers = {node.output[0]: node for node in proto.graph.node if node.output}
+    floats: dict[str, np.ndarray] = {}
+    folds, names, biases = [], dict(entry.names), []
+    for node in [*result.graph.node]:
+        if node.op_type != "DequantizeLinear" or node.input[0] not in stored:
+            continue
+        name, output = node.input[0], node.output[0]
+        value = _dequantize(graph, tensors, output)
+        if tensors[name].dtype == np.int32:
+            bias = own.get(name) or _find_bias(proto, node, producers, scales)
+            if bias is None:
+                continue
+            biases.append(bias)
+            _remove(result.graph, name)
+            _remove(result.graph, node.input[1])
+            result.graph.node.remove(node)
+            floats[output] = value
+            continue
+        weight = names.setdefault(name, _float_name(name, tensors, proto))
+        inverse = NodeProto()
+        inverse.CopyFrom(node)
+        inverse.op_type, inverse.name = "QuantizeLinear", f"{weight}_QuantizeLinear"
+        inverse.input[0], inverse.output[0] = weight, name
+        _remove(result.graph, name)
+        result.graph.node.append(inverse)
+        folds.append(name)
+        floats[weight] = value
+    for name, value in floats.items():
+        result.graph.initializer.append(_declare(name, value))
+    order.sort(result.graph)
+    known = dict.fromkeys(entry.scales or _scales_of(result.graph, tensors))
+    entry = Record(tuple(folds), tuple(known), names, tuple(biases))
+    records.put(result, records.QUANTIZATION, asdict(entry))
+    return result, floats
+
+
+def _dequantize(graph: Graph, tensors: Mapping[str, Any], name: str) -> np.ndarray:
+    known = ancestors(graph.nodes, [name])
+    nodes = tuple(node for node in graph.nodes if known.issuperset(node.outputs))
+    (value,) = run(replace(graph, nodes=nodes, outputs=(name,)), {}, Context(tensors))
+    return np.asarray(value)
+
+
+def _find_bias(
+    proto: ModelProto,
+    node: NodeProto,
+    producers: Mapping[str, NodeProto],
+    scales: Mapping[str, str],
+) -> Bias | None:
+    """Return how an int32 bias is made, from the node that reads it."""
+    for reader in proto.graph.node:
+        if len(reader.input) > 2 and reader.input[2] == node.output[0]:
+            parts = [producers.get(name) for name in reader.input[:2]]
+            if all(part is not None and part.op_type == "DequantizeLinear" for part in parts):
+                first, second = (part.input[1] for part in parts if part is not None)
+                return Bias(node.output[0], node.input[0], node.input[1], (first, second))
+    return None
+
+
+def _scales_of(graph: GraphProto, tensors: Mapping[str, Any]) -> list[str]:
+    pairs = [n for n in graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
+    return [node.input[1] for node in pairs if node.input[1] in tensors]
+
+
+def _float_name(name: str, tensors: Mapping[str, Any], proto: ModelProto) -> str:
+    short = name.removesuffix("_quantized")
+    values = {n for node in proto.graph.node for n in node.output}
+    return short if short != name and short not in {*tensors, *values} else f"{name}_float"
+
+
+def _declare(name: str, value: np.ndarray) -> TensorProto:
+    """Return a tensor without data."""
+    kind = helper.np_dtype_to_tensor_dtype(value.dtype)
+    return TensorProto(name=name, data_type=kind, dims=value.shape)
+
+
+def _remove(graph: GraphProto, name: str) -> None:
+    """Remove a tensor: an initializer, or the Constant or Identity that gives it."""
+    for kept, is_it in _OWNERS:
+        for i, entry in reversed([*enumerate(kept(graph))]):
+            if is_it(entry, name):
+                del kept(graph)[i]
+
+
+_OWNERS: tuple[tuple[Callable[[GraphProto], Any], Callable[[Any, str], bool]], ...] = (
+    (lambda graph: graph.initializer, lambda entry, name: entry.name == name),
+    (lambda graph: graph.input, lambda entry, name: entry.name == name),
+    (lambda graph: graph.sparse_initializer, lambda entry, name: entry.values.name == name),
+    (lambda graph: graph.node, lambda entry, name: name in entry.output),
+)

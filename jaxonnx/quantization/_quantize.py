@@ -1,0 +1,233 @@
+"""`quantize`: a calibrated model in QDQ form; and the same made ready for training."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import onnx
+from onnx import ModelProto
+
+from jaxonnx._data.batches import Source
+from jaxonnx._data.forms import check_size, examples_of, size_of_batches
+from jaxonnx._data.images.batches import Pictures
+from jaxonnx._data.images.folder import Folder, list_folder
+from jaxonnx._io.protos import opset_of
+from jaxonnx._rewrite.fold_norms import fold_norms
+from jaxonnx._rewrite.quantize import Writer, learn_scales, record_of, unfold
+from jaxonnx.errors import InputError
+from jaxonnx.model import Model, load, with_file
+from jaxonnx.quantization._ranges import calibrate, weight_parameters
+from jaxonnx.quantization._scheme import Quantization
+from jaxonnx.quantization._sites import find_sites
+
+_BATCHES = 16
+"""The batches that ranges are measured on."""
+
+
+def quantize(
+    model: Model | str | os.PathLike | bytes | ModelProto,
+    data: Any,
+    scheme: str | Quantization = "int8",
+    *,
+    batch_size: int | None = None,
+    batches: int = _BATCHES,
+    preprocess: Any = None,
+) -> Model:
+    """Return the model with integer weights and activations, calibrated on some data.
+
+    It is the graph with QuantizeLinear and DequantizeLinear where the scheme says, so that `save`
+    writes what onnxruntime, TensorRT and others read (QDQ); BatchNormalization is folded into the
+    convolution before it. The weights of the model stay float32 until it is saved, and every call
+    computes with the rounded ones. No labels are needed; `jaxonnx.train(..., quantize=)` wins back
+    what rounding costs.
+
+    >>> import numpy as np, jaxonnx
+    >>> from jaxonnx import demo
+    >>> x = np.random.default_rng(0).random((64, 1, 8, 8), np.float32)
+    >>> model = jaxonnx.quantize(demo.model(), x, "int8")
+    >>> len(model.to_onnx().SerializeToString()) < len(demo.model().to_onnx().SerializeToString())
+    True
+
+    Args:
+      model: a Model, or anything that `jaxonnx.load` takes.
+      data: inputs in any of the forms that `Model.predict` takes; targets beside them are left out.
+      scheme: "int8", "int4", or a `jaxonnx.Quantization`.
+      batch_size: of data in one piece.
+      batches: the number of batches that ranges are measured on.
+      preprocess: as in `jaxonnx.train`, for folders of pictures.
+
+    Returns:
+      A model with the same inputs and outputs, whose parameters are those of `model` after folding.
+
+    Raises:
+      InputError: the scheme does not fit the model, the model is quantized already, or the data
+        give no ranges.
+      TrainingError: data that do not fit.
+    """
+    net = model if isinstance(model, Model) else load(model)
+    data = list_folder(data, net, preprocess)
+    if isinstance(data, Folder):
+        size = size_of_batches(net.inputs, batch_size)
+        source: Source = Pictures.of(data, size, strict=True)
+    else:
+        source = examples_of(data, net.inputs, batch_size, None, "data", labels=False)
+        check_size(source, batch_size)
+    return _insert(net, Quantization.of(scheme), source, batches)
+
+
+def prepare(model: Model, scheme: str | Quantization, source: Source | None) -> tuple[Model, str]:
+    """Return a model whose training runs through its rounding, and a note on it.
+
+    A model that is quantized already keeps its nodes and starts from its own scales.
+
+    Raises:
+      InputError: it is not, and there are no data to measure its ranges on.
+    """
+    scheme = Quantization.of(scheme)
+    entry = record_of(model.proto)
+    if entry is not None and not entry.folded:
+        note = "training goes on with the scales of the quantized model"
+    elif _is_quantized(model):
+        proto, floats = unfold(model.proto, model.graph, model.tensors)
+        model = _with_params(model, proto, {}, floats)
+        note = f"the file is quantized: {len(floats)} of its tensors are trained at its own scales"
+    elif source is None:
+        raise InputError(
+            "quantize: a step has no data to measure ranges on; pass the model that "
+            "jaxonnx.quantize(model, data) returns"
+        )
+    else:
+        model = _insert(model, scheme, source, _BATCHES)
+        entry = record_of(model.proto)
+        assert entry is not None
+        weights = len(entry.names)
+        note = (
+            f"{weights} weights are rounded to {scheme.weights} and {len(entry.scales) - weights} "
+            f"activations to {scheme.activations or 'nothing'}, in training as in the saved file"
+        )
+    if scheme.learn == "scales":
+        proto, constants, params = learn_scales(model.proto, model.tensors)
+        model = _with_params(model, proto, constants, params)
+    return model, note
+
+
+def select_scales(before: Model, after: Model) -> Model:
+    """Return `after`, a choice of the parameters of `before`, with the same scales trained."""
+    entry = record_of(before.proto)
+    if entry is None:
+        return after
+    changes = [name for scale in entry.scales if (name := f"{scale}_change") in before.params]
+    hidden = {part for scale in entry.scales for part in (scale, f"{scale}_initial", *changes)}
+    chosen = {*(name for name in after.params if name not in hidden), *changes}
+    return after.with_trainable(lambda name, _: name in chosen)
+
+
+def _with_params(model: Model, proto: ModelProto, constants: Any, params: Any) -> Model:
+    """Return the model of a file in which nodes compute some of its tensors from new ones."""
+    before, after = (
+        {name for node in one.graph.node for name in node.output} for one in (model.proto, proto)
+    )
+    rest = dataclasses.replace(
+        model,
+        state={n: x for n, x in model.state.items() if n not in after - before},
+        program=dataclasses.replace(
+            model.program,
+            constants={n: x for n, x in model.program.constants.items() if n not in after - before},
+        ),
+    )
+    net = with_file(rest, proto, {**constants, **params})
+    kept = [name for name in model.params if name in net.tensors]
+    chosen = {*kept, *params}
+    net = net.with_trainable(lambda name, _: name in chosen)
+    return dataclasses.replace(net, params={n: net.params[n] for n in (*kept, *params)})
+
+
+def _is_quantized(model: Model) -> bool:
+    stored = {name for name, x in model.tensors.items() if np.dtype(x.dtype).kind not in "fcb"}
+    return any(
+        node.op.name == "DequantizeLinear" and node.inputs[0] in stored
+        for node in model.graph.nodes
+    )
+
+
+def _insert(model: Model, scheme: Quantization, source: Source, batches: int) -> Model:
+    """Return the model with the nodes of a scheme."""
+    if model.program.adaption is not None:
+        raise InputError("merge the adapters first: model.merge_adapters()")
+    if record_of(model.proto) is not None or _is_quantized(model):
+        raise InputError(
+            "the model is quantized already: jaxonnx.load(path, dequantize=True) has it in "
+            "floating point, and jaxonnx.train(..., quantize=) trains it at its own scales"
+        )
+    model = _fold_norms(_with_opset(model, scheme.opset))
+    first, examples = _inputs(source, batches)
+    tensors = model.tensors
+    types = _types(model, first)
+    sites = find_sites(model.graph, tensors, types, model._places, scheme)
+    found = calibrate(model, sites.values, sites.shared, examples, scheme)
+    writer = Writer(model.proto, {*tensors, *(value.name for value in model.inputs)})
+    for name, site in sites.weights.items():
+        writer.quantize_weight(name, weight_parameters(np.asarray(tensors[name]), site, scheme))
+    writer.quantize_values(sites.reads, found)
+    writer.store_biases((bias.name, bias.value, bias.weight) for bias in sites.biases)
+    return with_file(model, writer.finish(), writer.added)
+
+
+def _inputs(source: Source, batches: int) -> tuple[Sequence[Any], Sequence[Sequence[Any]]]:
+    examples = [batch.inputs for batch in islice(source.batches(0), batches)]
+    return examples[0], examples
+
+
+def _types(model: Model, inputs: Sequence[Any]) -> dict[str, np.dtype]:
+    """Return the types of the values of the main graph that are arrays."""
+    names = [value.name for value in model.inputs]
+    made = [name for node in model.graph.nodes for name in node.outputs if name]
+    program = model.program.giving(made)
+
+    def evaluate(params, state, inputs):
+        outputs = program.evaluate(params, state, dict(zip(names, inputs, strict=True)))
+        return [x if isinstance(x, jax.Array | np.ndarray) else None for x in outputs]
+
+    shapes = jax.eval_shape(evaluate, model.params, model.state, tuple(inputs))
+    types = {
+        name: np.dtype(x.dtype)
+        for name, x in zip(made, shapes[len(model.graph.outputs) :], strict=True)
+        if x is not None
+    }
+    given = {n: np.dtype(jnp.result_type(x)) for n, x in zip(names, inputs, strict=True)}
+    return types | given
+
+
+def _fold_norms(model: Model) -> Model:
+    proto, values = fold_norms(model.proto, model.graph, model.tensors)
+    net = with_file(model, proto)
+    new = {name: jnp.asarray(value) for name, value in values.items()}
+    params, state = (
+        {name: new.get(name, x) for name, x in group.items()} for group in (net.params, net.state)
+    )
+    constants = {n: values.get(n, x) for n, x in net.program.constants.items()}
+    program = dataclasses.replace(net.program, constants=constants)
+    net = dataclasses.replace(net, params=params, state=state, program=program)
+    return net.with_outputs(net.graph.outputs)  # without what nothing reads any more
+
+
+def _with_opset(model: Model, opset: int) -> Model:
+    """Return the model in an opset that has the types of a scheme."""
+    if opset_of(model.proto) >= opset:
+        return model
+    try:
+        proto = onnx.version_converter.convert_version(model.to_onnx(), opset)
+    except (RuntimeError, ValueError) as error:
+        raise InputError(
+            f"the scheme needs opset {opset}, the file has {opset_of(model.proto)}, and ONNX's "
+            f"converter does not take it: {error}"
+        ) from error
+    net = load(proto)
+    return net.with_trainable(lambda name, _: name in model.params)

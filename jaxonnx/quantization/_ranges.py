@@ -1,0 +1,168 @@
+"""Scales and zero points: of weights by their values, of activations by calibration data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx._network import Network
+from jaxonnx.errors import InputError
+from jaxonnx.quantization._scheme import TYPES, Quantization
+from jaxonnx.quantization._sites import WeightSite
+
+_BINS = 2048
+_SAMPLE = 2**16
+"""Numbers of an activation that are looked at in each batch for its histogram."""
+_SHARES = np.linspace(0.2, 1, 81)
+"""The shares of a range that are tried for the least error."""
+_KEPT = 0.9999
+"""The share of the numbers within the range of "percentile"."""
+
+
+class Parameters(NamedTuple):
+    """The inputs and attributes of QuantizeLinear beside the tensor itself."""
+
+    scale: np.ndarray
+    zero_point: np.ndarray
+    axis: int | None = None
+    block: int = 0
+
+
+def weight_parameters(w: np.ndarray, site: WeightSite, scheme: Quantization) -> Parameters:
+    """Return the scales with the least squared error of the rounded weight; zero points are 0.
+
+    Args:
+      w: float32.
+      site: which of its axes have scales.
+    """
+    kind = TYPES[scheme.weights]
+    axes = [site.output] if scheme.per_channel else []
+    block = scheme.block if scheme.block and site.in_blocks else 0
+    if block:
+        n, axis = w.shape[site.input], site.input
+        if n % block:
+            raise InputError(
+                f"'{site.name}' has {n} inputs, which blocks of {block} do not divide; choose "
+                "another block=, or leave it out with skip="
+            )
+        parts = (*w.shape[:axis], n // block, block, *w.shape[axis + 1 :])
+        w, summed = w.reshape(parts), (axis + 1,)
+    else:
+        summed = tuple(a for a in range(w.ndim) if a not in axes)
+    greatest = np.abs(w).max(axis=summed, keepdims=True, initial=0)
+    if not np.isfinite(greatest).all():
+        raise InputError(f"the weight '{site.name}' holds numbers that are not finite")
+    greatest = np.where(greatest > 0, greatest, np.float32(1))
+    most = np.float32(kind.limits[1])
+    best, least = greatest / most, np.full(greatest.shape, np.inf, np.float32)
+    for share in _SHARES[::-1]:
+        scale = (share * greatest / most).astype(np.float32)
+        rounded = np.clip(np.rint(w / scale), *kind.limits) * scale
+        error = np.square(rounded - w).sum(axis=summed, keepdims=True)
+        best, least = np.where(error < least, scale, best), np.minimum(error, least)
+    scale = best.squeeze(summed).astype(np.float32)
+    axis = site.input if block else site.output if axes else None
+    return Parameters(scale, np.zeros(scale.shape, kind.dtype), axis, block)
+
+
+def calibrate(
+    model: Network,
+    values: Sequence[str],
+    shared: Mapping[str, str],
+    batches: Iterable[Sequence[Any]],
+    scheme: Quantization,
+) -> dict[str, Parameters]:
+    """Return scale and zero point of activations, by name.
+
+    Args:
+      model: the network before quantization.
+      values: the activations.
+      shared: values that have the range of another one.
+      batches: inputs in the order of the model's.
+
+    Raises:
+      InputError: a value is not finite.
+    """
+    measured = [name for name in values if name not in shared]
+    program, first = model.program.giving(measured), len(model.graph.outputs)
+    names = [value.name for value in model.inputs]
+
+    @jax.jit
+    def read(params, state, inputs):
+        outputs = program.evaluate(params, state, dict(zip(names, inputs, strict=True)))
+        flat = [x.reshape(-1).astype(jnp.float32) for x in outputs[first:]]
+        limits = [jnp.stack([x.min(), x.max()]) for x in flat]
+        return limits, [x[:: -(-x.size // _SAMPLE)] for x in flat]
+
+    limits: list[np.ndarray] = []
+    samples: list[list[np.ndarray]] = []
+    for inputs in batches:
+        found, sample = jax.device_get(read(model.params, model.state, tuple(inputs)))
+        limits.append(np.asarray(found).reshape(-1, 2))
+        samples.append(sample)
+    if not measured:
+        return {}
+    low, high = np.min([x[:, 0] for x in limits], 0), np.max([x[:, 1] for x in limits], 0)
+    result = {}
+    for i, name in enumerate(measured):
+        if not np.isfinite([low[i], high[i]]).all():
+            raise InputError(
+                f"'{name}' is not finite for some example of the calibration data, so that it has "
+                "no range"
+            )
+        seen = np.concatenate([part[i] for part in samples])
+        result[name] = _parameters(*_range(low[i], high[i], seen, scheme), scheme)
+    return {name: result[_origin(name, shared)] for name in values}
+
+
+def _origin(name: str, shared: Mapping[str, str]) -> str:
+    while name in shared:
+        name = shared[name]
+    return name
+
+
+def _range(low: float, high: float, seen: np.ndarray, scheme: Quantization) -> tuple[float, float]:
+    """Return the range that is rounded to; numbers beyond it saturate."""
+    low, high = min(float(low), 0.0), max(float(high), 0.0)
+    if scheme.calibration == "minmax" or low == high:
+        return low, high
+    counts, edges = np.histogram(seen, _BINS, (low, high))
+    if scheme.calibration == "percentile":
+        return _percentile(counts, edges)
+    centers = (edges[1:] + edges[:-1]) / 2
+    errors = []
+    for share in _SHARES:
+        scale, zero_point, *_ = _parameters(share * low, share * high, scheme)
+        limits = TYPES[scheme.activations or "uint8"].limits
+        shift = float(zero_point)
+        rounded = (np.clip(np.rint(centers / scale) + shift, *limits) - shift) * scale
+        errors.append((counts * np.square(rounded - centers)).sum())
+    share = float(_SHARES[int(np.argmin(errors))])
+    return share * low, share * high
+
+
+def _percentile(counts: np.ndarray, edges: np.ndarray) -> tuple[float, float]:
+    total, tail = np.cumsum(counts) / counts.sum(), (1 - _KEPT) / 2
+    first = int(np.searchsorted(total, tail))
+    last = min(int(np.searchsorted(total, 1 - tail)) + 1, _BINS)
+    return min(float(edges[first]), 0.0), max(float(edges[last]), 0.0)
+
+
+def _parameters(low: float, high: float, scheme: Quantization) -> Parameters:
+    """Return the scale and zero point of a range, in which 0 is exact."""
+    kind = TYPES[scheme.activations or "uint8"]
+    least, most = kind.limits
+    if low == high:  # nothing but zeros, of a channel or layer that is dead
+        scale, point = 1.0, 0 if least < 0 else least
+    elif scheme.is_symmetric:
+        point = (least + most + 1) // 2
+        scale = max(-low, high) / (most - point)
+    else:
+        scale = (high - low) / (most - least)
+        point = int(np.clip(np.rint(least - low / scale), least, most))
+    tiny = float(np.finfo(np.float32).tiny)
+    return Parameters(np.asarray(max(scale, tiny), np.float32), np.asarray(point, kind.dtype))

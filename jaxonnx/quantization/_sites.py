@@ -1,0 +1,180 @@
+"""Where a scheme quantizes: weights, and the values that operators read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxonnx._graph.bind import Graph, Node
+from jaxonnx._graph.roles import graph_tensors
+from jaxonnx._graph.select import select
+from jaxonnx._graph.uses import uses
+from jaxonnx._graph.weight_names import Places
+from jaxonnx.errors import InputError
+from jaxonnx.quantization._scheme import Quantization
+
+PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+"""Operators that are computed with integers if all that they read is quantized."""
+_RECURRENT = ("RNN", "GRU", "LSTM")
+"""Operators of which only the weights are quantized."""
+_ELEMENTWISE = ("Add", "Mul", "Concat", "AveragePool", "GlobalAveragePool")
+"""Operators that onnxruntime computes with integers where their inputs are quantized."""
+_SAME_NUMBERS = ("Flatten", "MaxPool", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+"""Operators whose results are among the numbers that they read: they have the same range."""
+
+
+@dataclass(frozen=True)
+class WeightSite:
+    """A weight that is quantized, and its axes."""
+
+    name: str
+    output: int
+    input: int
+    in_blocks: bool
+    """Whether a scheme's blocks apply: it is the factor of a MatMul or Gemm."""
+
+
+@dataclass(frozen=True)
+class Bias:
+    """A bias that is added to sums of integers."""
+
+    name: str
+    value: str
+    """The activation that the node reads."""
+    weight: str
+
+
+@dataclass(frozen=True)
+class Sites:
+    """Everything that a scheme quantizes."""
+
+    weights: Mapping[str, WeightSite]
+    reads: Mapping[tuple[str, int], str]
+    """Activations by the first output of the node that reads them and the position there."""
+    shared: Mapping[str, str]
+    """Activations with the range of another one."""
+    biases: tuple[Bias, ...]
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """The activations, in the order of the nodes."""
+        return tuple(dict.fromkeys(self.reads.values()))
+
+
+def find_sites(
+    graph: Graph,
+    tensors: Mapping[str, Any],
+    types: Mapping[str, np.dtype],
+    places: Places,
+    scheme: Quantization,
+) -> Sites:
+    """Return the sites of a scheme in a graph.
+
+    Args:
+      tensors: the named tensors.
+      types: those of all values of the main graph that are arrays.
+
+    Raises:
+      InputError: there is nothing to quantize, or a choice that matches nothing.
+    """
+    weights = _find_weights(graph, tensors)
+    if scheme.where is not None or scheme.skip is not None:
+        known = {name: tensors[name] for name in weights}
+        kind = "weight that can be quantized"
+        chosen = {*weights}
+        if scheme.where is not None:
+            chosen = select(scheme.where, known, "where", kind=kind, places=places)
+        if scheme.skip is not None:
+            chosen -= select(scheme.skip, known, "skip", kind=kind, places=places)
+        weights = {name: site for name, site in weights.items() if name in chosen}
+    if not weights:
+        raise InputError(
+            "there is no float32 weight of Conv, ConvTranspose, Gemm, MatMul, RNN, GRU or LSTM to "
+            "quantize; print(model) shows what there is"
+        )
+    if scheme.activations is None:
+        return Sites(weights, {}, {}, ())
+    quantized = _behind(graph, weights)
+
+    def is_activation(name: str) -> bool:
+        return name not in tensors and name not in quantized and types.get(name) == np.float32
+
+    reads: dict[tuple[str, int], str] = {}
+    biases = []
+    for node in graph.nodes:
+        positions = _positions(node, quantized, scheme, is_activation)
+        reads |= {(node.outputs[0], i): node.inputs[i] for i in positions}
+        if positions and node.op.name in PRODUCTS and len(node.inputs) == 3:
+            value, weight, bias = node.inputs
+            if bias in tensors and tensors[bias].dtype == np.float32:
+                biases.append(Bias(bias, value, weight))
+    if scheme.dialect == "onnxruntime":  # what is between two quantized operators is, too
+        for node in reversed(graph.nodes):
+            read = _is(node, _SAME_NUMBERS) and node.outputs[0] in reads.values()
+            if read and is_activation(node.inputs[0]):
+                reads[node.outputs[0], 0] = node.inputs[0]
+    times = Counter(name for node in graph.nodes for name in node.reads)
+    alone = tuple(bias for bias in biases if times[bias.name] == 1 and bias.weight in weights)
+    values = {*reads.values()}
+    shared = {
+        node.outputs[0]: node.inputs[0]
+        for node in graph.nodes
+        if _is(node, _SAME_NUMBERS) and {node.inputs[0], node.outputs[0]} <= values
+    }
+    return Sites(weights, reads, shared, alone if scheme.dialect == "onnxruntime" else ())
+
+
+def _find_weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, WeightSite]:
+    """Return the float32 factors of products; not those that inner graphs read, too."""
+    inner = {
+        name
+        for node in graph.nodes
+        for g in (*node.subgraphs, *([] if node.body is None else [node.body]))
+        for name in graph_tensors(g)
+    }
+    found = {}
+    for use in uses(graph, tensors):
+        place, name = use.matrix, use.name
+        product = _is(use.node, (*PRODUCTS, *_RECURRENT)) and use.outer is use.node
+        if not product or place is None or name in found or name in inner:
+            continue
+        if tensors[name].dtype == np.float32 and name in graph.weights and tensors[name].size:
+            in_blocks = use.node.op.name in ("Gemm", "MatMul")
+            found[name] = WeightSite(name, place.output, place.input, in_blocks)
+    return found
+
+
+def _behind(graph: Graph, weights: Mapping[str, WeightSite]) -> set[str]:
+    """Return the weights and what is only another view of them."""
+    names = {*weights}
+    for node in graph.nodes:
+        if node.op.view and node.inputs[0] in names:
+            names.update(node.outputs)
+    return names
+
+
+def _positions(
+    node: Node,
+    quantized: set[str],
+    scheme: Quantization,
+    is_activation: Callable[[str], bool],
+) -> list[int]:
+    """Return the inputs of a node whose values are quantized."""
+    if _is(node, PRODUCTS):
+        factors = node.inputs[:2]
+        activations = [i for i, name in enumerate(factors) if is_activation(name)]
+        rest = [name for i, name in enumerate(factors) if i not in activations]
+        return activations if all(name in quantized for name in rest) else []
+    if scheme.dialect == "onnxruntime" and _is(node, _ELEMENTWISE):
+        inputs = [name for name in node.inputs if name]
+        return [*range(len(inputs))] if all(map(is_activation, inputs)) else []
+    return []
+
+
+def _is(node: Node, names: tuple[str, ...]) -> bool:
+    """Check whether a node is one of these operators of ONNX."""
+    return node.op.name in names and not node.op.domain and node.body is None

@@ -1,0 +1,264 @@
+"""Quantized networks: the integers of onnxruntime, training through rounding, files and back."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import helper, numpy_helper
+
+import jaxonnx
+from jaxonnx import Quantization, demo
+from jaxonnx.quantization._ranges import weight_parameters
+from jaxonnx.quantization._sites import WeightSite
+
+DATA = Path(__file__).parents[1] / "data"
+LOSS = "softmax_cross_entropy_with_integer_labels"
+STATIC = DATA / "families" / "onnxruntime_static_int8.onnx"
+
+
+def examples(model, count=8):
+    rng = np.random.default_rng(0)
+    sizes = (count, *(d if isinstance(d, int) else 6 for d in model.inputs[0].shape[1:]))
+    if model.inputs[0].dtype == np.float32:
+        return rng.normal(size=sizes).astype(np.float32)
+    return rng.integers(0, 10, sizes).astype(model.inputs[0].dtype)
+
+
+def session(proto, optimized=True):
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    if not optimized:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return onnxruntime.InferenceSession(proto.SerializeToString(), options)
+
+
+def tensors_of(proto):
+    return {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer}
+
+
+def integers(proto):
+    """The names of the values that QuantizeLinear gives."""
+    return [node.output[0] for node in proto.graph.node if node.op_type == "QuantizeLinear"]
+
+
+def reading_given(proto, values):
+    """Let every DequantizeLinear read its integers from an input, not from the node before it."""
+    result = onnx.ModelProto()
+    result.CopyFrom(proto)
+    for name, value in values.items():
+        kind = helper.np_dtype_to_tensor_dtype(value.dtype)
+        result.graph.input.append(helper.make_tensor_value_info(f"{name}/given", kind, value.shape))
+    for node in result.graph.node:
+        if node.op_type == "DequantizeLinear" and node.input[0] in values:
+            node.input[0] += "/given"
+    return result
+
+
+def given_inputs(values):
+    return {f"{name}/given": value for name, value in values.items()}
+
+
+QUICK = [("lenet.dynamo", "int8")]
+DEEP = [
+    ("lenet_bn.legacy", "int4"),
+    ("lstm.dynamo", "int8"),
+    ("mobilenet.dynamo", "int8"),
+    ("resnet18.legacy", "int8"),
+    ("transformer.legacy", "int4"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"), [*QUICK, *(pytest.param(*c, marks=pytest.mark.deep) for c in DEEP)]
+)
+def test_integers_are_those_of_onnxruntime(name, scheme):
+    """Each operator gives the same integers from the same integers."""
+    model = jaxonnx.load(DATA / f"{name}.onnx")
+    x = examples(model)
+    proto = jaxonnx.quantize(model, x, scheme).to_onnx()
+    inner, outputs = integers(proto), [value.name for value in proto.graph.output]
+    assert inner
+    whole = np.asarray(jaxonnx.load(proto)(x))
+    for value in inner:
+        kind = onnx.TensorProto.UINT8
+        proto.graph.output.append(helper.make_tensor_value_info(value, kind, None))
+    theirs = session(proto).run(None, {model.inputs[0].name: x})
+    given = dict(zip(inner, theirs[len(outputs) :], strict=True))
+    ours = jaxonnx.load(reading_given(proto, given))(x, **given_inputs(given))
+    equal = [np.asarray(a) == b for a, b in zip(ours, theirs, strict=True)][len(outputs) :]
+    assert np.concatenate([part.reshape(-1) for part in equal]).mean() >= 0.999
+    # ties that are rounded the other way have consequences in the layers behind
+    np.testing.assert_allclose(whole, theirs[0], atol=0.02 * np.abs(theirs[0]).max())
+
+
+def test_the_saved_file_has_integer_weights_and_no_normalization(tmp_path):
+    model = demo.model()
+    x = demo.digits()[0][0][:64]
+    quantized = jaxonnx.quantize(model, x)
+    assert all(value.dtype == np.float32 for value in quantized.params.values())
+    quantized.save(tmp_path / "q.onnx")
+    proto = onnx.load(tmp_path / "q.onnx")
+    onnx.checker.check_model(proto, full_check=True)
+    types = {name: value.dtype for name, value in tensors_of(proto).items()}
+    assert types["3.weight_quantized"] == np.int8
+    assert types["4.bias_quantized"] == np.int32
+    assert "BatchNormalization" not in {node.op_type for node in proto.graph.node}
+    large = [name for name, value in tensors_of(proto).items() if value.size > 64]
+    assert large
+    assert all(types[name] == np.int8 for name in large)
+    floats = np.asarray(model(x))
+    assert np.abs(quantized(x) - floats).max() < 0.03 * np.abs(floats).max()
+    np.testing.assert_allclose(
+        jaxonnx.load(proto)(x), quantized(x), atol=0.02 * np.abs(floats).max()
+    )
+
+
+def test_training_through_four_bits_wins_back_what_rounding_costs(tmp_path):
+    (x, y), (held, labels) = demo.digits()
+    model = jaxonnx.train(
+        demo.mlp(16), (x, y), loss=LOSS, optimizer=optax.adam(3e-3), epochs=20, head=10
+    ).model
+    scheme = Quantization(weights="int4")
+    before = jaxonnx.evaluate(model, (held, labels), loss=LOSS)
+    rounded = jaxonnx.evaluate(jaxonnx.quantize(model, x, scheme), (held, labels), loss=LOSS)
+    result = jaxonnx.train(
+        model, (x, y), loss=LOSS, optimizer=optax.adam(1e-3), epochs=3, quantize=scheme
+    )
+    assert any("rounded to int4" in note for note in result.history.notes)
+    scales = [name for name in result.model.params if name.endswith("_scale_change")]
+    assert len(scales) == 5  # two weights; the input, the input flattened, the hidden layer
+    weights = [name for name in scales if "weight" in name]
+    assert all(np.abs(result.model.params[name]).max() > 0 for name in weights)
+    metrics = {"metrics": ["accuracy"], "loss": LOSS}
+    trained = jaxonnx.evaluate(result.model, (held, labels), **metrics)
+    assert before["loss"] < rounded["loss"]
+    assert trained["loss"] < (before["loss"] + rounded["loss"]) / 2
+    result.model.save(tmp_path / "q.onnx")
+    proto = onnx.load(tmp_path / "q.onnx")
+    assert not [node.op_type for node in proto.graph.node if node.op_type in ("Exp", "Mul")]
+    theirs = session(proto).run(None, {"x": held})[0].argmax(1)
+    assert abs((theirs == labels).mean() - trained["accuracy"]) <= 0.001 + 1 / len(labels)
+
+
+@pytest.mark.deep
+def test_parameters_chosen_by_name_are_trained_with_all_scales():
+    (x, y), _ = demo.digits()
+    result = jaxonnx.train(
+        demo.model(),
+        (x[:64], y[:64]),
+        loss=LOSS,
+        optimizer=optax.sgd(0.0),
+        quantize="int8",
+        trainable="14.*",
+    )
+    names = {*result.model.params}
+    assert {name for name in names if not name.endswith("_change")} == {"14.weight", "14.bias"}
+    assert "x_scale_change" in names
+
+
+@pytest.mark.parametrize("learn", [None, pytest.param("scales", marks=pytest.mark.deep)])
+def test_a_quantized_file_goes_on_at_its_own_scales(learn):
+    """A run that changes nothing gives back the same integers, also of a file of onnxruntime."""
+    before = onnx.load(STATIC)
+    model = jaxonnx.load(before)
+    assert not model.params
+    x = examples(model)
+    target = np.zeros_like(model(x))
+    scheme = Quantization(learn=learn)
+    data = {"loss": "squared_error", "optimizer": optax.sgd(0.0), "quantize": scheme}
+    result = jaxonnx.train(model, (x, target), **data)
+    assert any("its own scales" in note for note in result.history.notes)
+    after = result.model.to_onnx()
+    old, new = tensors_of(before), tensors_of(after)
+    assert {*old} == {*new}
+    for name, value in old.items():
+        np.testing.assert_array_equal(new[name].reshape(value.shape), value, err_msg=name)
+        assert new[name].dtype == value.dtype
+    (theirs,) = session(after).run(None, {"x": x})
+    np.testing.assert_array_equal(theirs, session(before).run(None, {"x": x})[0])
+
+
+@pytest.mark.deep
+def test_adapters_and_sparsity_compose_with_rounding():
+    (x, y), _ = demo.digits()
+    same = {"loss": LOSS, "optimizer": optax.adam(1e-3), "quantize": "int8", "batch_size": 64}
+    data = x[:128], y[:128]
+    adapted = jaxonnx.train(demo.model(), data, lora=jaxonnx.LoRA(rank=2), **same).model
+    assert tensors_of(adapted.to_onnx())["12.weight_quantized"].dtype == np.int8
+    sparse = jaxonnx.train(demo.model(), data, sparsity="2:4", epochs=2, **same).model
+    stored = tensors_of(sparse.to_onnx())["12.weight_quantized"]
+    groups = (stored.reshape(64, -1, 4) != 0).sum(2), (stored.T.reshape(128, -1, 4) != 0).sum(2)
+    assert max(part.max() for part in groups) <= 2
+
+
+@given(
+    st.integers(0, 2**32 - 1), st.sampled_from(["int8", "int4"]), st.booleans(), st.integers(-6, 6)
+)
+@settings(max_examples=30, deadline=None)
+def test_scales_of_weights_have_no_more_error_than_those_of_the_extremes(
+    seed, weights, per_channel, exponent
+):
+    rng = np.random.default_rng(seed)
+    w = (rng.standard_t(2, (4, 8)) * 10.0**exponent).astype(np.float32)
+    scheme = Quantization(weights=weights, per_channel=per_channel)
+    scale, zero_point, axis, _ = weight_parameters(w, WeightSite("w", 0, 1, True), scheme)
+    assert not zero_point.any()
+    assert (axis == 0) == per_channel
+    least, most = (-8, 7) if weights == "int4" else (-128, 127)
+    along = 1 if per_channel else None
+
+    def error(scale):
+        scale = scale.reshape(-1, 1)
+        return np.square(np.clip(np.rint(w / scale), least, most) * scale - w).sum(along)
+
+    plain = np.abs(w).max(along, keepdims=True) / np.float32(most)
+    assert np.all(error(scale) <= error(plain) * (1 + 1e-5))
+
+
+def test_blocks_have_a_scale_for_each_group_of_inputs():
+    model, x = demo.mlp(), demo.digits()[0][0][:32]
+    scheme = Quantization(weights="int4", activations=None, block=16)
+    proto = jaxonnx.quantize(model, x, scheme).to_onnx()
+    assert proto.opset_import[0].version >= 21
+    scales = {n: v.shape for n, v in tensors_of(proto).items() if n.endswith("weight_scale")}
+    assert scales == {"body_weight_scale": (4, 32), "head_weight_scale": (2, 10)}
+    # optimized, onnxruntime rounds the activations of such products, too
+    (theirs,) = session(proto, optimized=False).run(None, {"x": x})
+    np.testing.assert_allclose(theirs, jaxonnx.load(proto)(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: Quantization(weights="int3"), "weights is one of 'int8', 'int4'"),
+        (lambda: Quantization.of("int9"), "a scheme is 'int8', 'int4' or a jaxonnx.Quantization"),
+        (lambda: Quantization(dialect="tensorrt"), "TensorRT takes activations of int8"),
+        (lambda: Quantization(block=1), "at least 2"),
+        (lambda: quantize_digits(skip=".*"), "there is no float32 weight"),
+        (lambda: quantize_digits(where="nothing"), "where='nothing' matches no weight"),
+        (lambda: quantize_digits(block=48), "blocks of 48 do not divide"),
+        (lambda: jaxonnx.quantize(demo.model(), nan()), "'x' is not finite for some example"),
+        (lambda: jaxonnx.quantize(STATIC, nan(28)), "the model is quantized already"),
+        (
+            lambda: jaxonnx.training.step(demo.model(), LOSS, optax.sgd(0.1), quantize="int8"),
+            "a step has no data to measure ranges on",
+        ),
+    ],
+)
+def test_what_cannot_be_quantized_is_refused(made, message):
+    with pytest.raises(jaxonnx.InputError, match=re.escape(message)):
+        made()
+
+
+def quantize_digits(**options):
+    return jaxonnx.quantize(demo.model(), demo.digits()[0][0][:32], Quantization(**options))
+
+
+def nan(size=8):
+    return np.full((4, 1, size, size), np.nan, np.float32)
