@@ -54,12 +54,7 @@ def average_pool(x, *, count_include_pad=0, channels: Channels = 1, **window: Un
 @op("MaxPool", since=1, shapes=IMAGES, without=("ceil_mode", "dilations", "storage_order"))
 @op("MaxPool", since=8, shapes=IMAGES)
 def max_pool(
-    x,
-    *,
-    storage_order=0,
-    channels: Channels = 1,
-    outputs: Outputs = 2,
-    **window: Unpack[Pooled],
+    x, *, storage_order=0, channels: Channels = 1, outputs: Outputs = 2, **window: Unpack[Pooled]
 ):
     """Maximum of each window, and its index in the flattened input.
 

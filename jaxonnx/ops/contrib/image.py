@@ -4,7 +4,7 @@ Only the GPU providers of onnxruntime have most of them; tests compare with the 
 ContribOperators.md.
 """
 
-from typing import Unpack
+from typing import Literal, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +34,6 @@ def bias_split_gelu(x, bias):
 
 def _group_norm(x, gamma, beta, groups, epsilon, activation, channels_last):
     """Normalize each group of channels in float32, scale and shift each channel, round once."""
-    if activation not in (0, 1):
-        raise NodeError(f"activation is {activation}, not 0 (none) or 1 (SiLU)")
     wide = widen(x) if channels_last else jnp.moveaxis(widen(x), 1, -1)
     n, *size, channels = wide.shape
     if channels % groups:
@@ -50,13 +48,22 @@ def _group_norm(x, gamma, beta, groups, epsilon, activation, channels_last):
 
 
 @op("GroupNorm", since=1, domain=DOMAIN, params={"gamma": 1.0, "beta": 0.0})
-def group_norm(x, gamma, beta, *, activation, channels_last=1, epsilon=1e-5, groups):
+def group_norm(x, gamma, beta, *, activation: Literal[0, 1], channels_last=1, epsilon=1e-5, groups):
     return _group_norm(x, gamma, beta, groups, epsilon, activation, channels_last)
 
 
 @op("SkipGroupNorm", since=1, domain=DOMAIN, params={"gamma": 1.0, "beta": 0.0, "bias": 0.0})
 def skip_group_norm(
-    x, gamma, beta, skip, bias=None, *, activation, channels_last=1, epsilon=1e-5, groups
+    x,
+    gamma,
+    beta,
+    skip,
+    bias=None,
+    *,
+    activation: Literal[0, 1],
+    channels_last=1,
+    epsilon=1e-5,
+    groups,
 ):
     """GroupNorm of x + skip + bias, and that sum; `skip` is an image or (N, C)."""
 

@@ -4,6 +4,8 @@ Meaning as in onnxruntime's ContribOperators.md; tests compare with onnxruntime 
 provider has them, else with NumPy and PyTorch.
 """
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,7 +81,7 @@ def gemm_float8(
     scale_b=None,
     scale_y=None,
     *,
-    activation="NONE",
+    activation: Literal["NONE", "RELU", "GELU"] = "NONE",
     alpha=1.0,
     beta=0.0,
     dtype=1,
@@ -92,8 +94,6 @@ def gemm_float8(
     for scale in (scale_a, scale_b):
         y = y if scale is None else y * scale
     y = y if c is None or beta == 0 else y + beta * widen(c)
-    if activation not in ("NONE", "RELU", "GELU"):
-        raise NodeError(f"activation is {activation!r}, not NONE, RELU or GELU")
     y = relu(y) if activation == "RELU" else gelu(y) if activation == "GELU" else y
     return convert(y if scale_y is None else y * scale_y, element_dtype(dtype))
 
@@ -105,10 +105,8 @@ def inverse(x):
 
 
 @op("CDist", since=1, domain=DOMAIN)
-def cdist(a, b, *, metric="sqeuclidean"):
+def cdist(a, b, *, metric: Literal["sqeuclidean", "euclidean"] = "sqeuclidean"):
     """Distances of each row of `a` to each row of `b`; at distance 0 the gradient is 0."""
-    if metric not in ("sqeuclidean", "euclidean"):
-        raise NodeError(f"metric is {metric!r}; onnxruntime has 'sqeuclidean' and 'euclidean'")
     squares = (a**2).sum(1)[:, None] + (b**2).sum(1) - 2 * (a @ b.T)
     positive = squares > 0
     if metric == "sqeuclidean":

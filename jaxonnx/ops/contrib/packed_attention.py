@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._axes import matrix, table
+from jaxonnx._constraints import Positive
 from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.attention import merge_heads, rotate, split_heads
@@ -107,7 +108,7 @@ def sparse_attention(
     num_heads,
     rotary_interleaved=0,
     scale=None,
-    sparse_block_size,
+    sparse_block_size: Positive,
 ):
     """Causal GroupQueryAttention that sees only listed blocks of keys; heads cycle the layouts.
 
@@ -120,8 +121,6 @@ def sparse_attention(
     heads = (num_heads, kv_num_heads, kv_num_heads)
     q, k, v = (split_heads(x, n) for x, n in zip((query, key, value), heads, strict=True))
     steps, total = q.shape[2], int(total_sequence_length.item())
-    if sparse_block_size < 1:
-        raise NodeError(f"sparse_block_size must be positive, and is {sparse_block_size}")
     room((total,), INDEX, host=True)
     lengths = jnp.asarray(key_total_sequence_lengths).reshape(-1)
     start = jnp.zeros_like(lengths) if steps == total else lengths - steps

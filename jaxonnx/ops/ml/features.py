@@ -4,9 +4,12 @@ Real-valued inputs are computed in their own dtype, integers in float32; where t
 fixes tensor(float) as the output, the result is rounded to float32 at the end.
 """
 
+from typing import Literal
+
 import jax.numpy as jnp
 import numpy as np
 
+from jaxonnx._constraints import NotNegative
 from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.concrete import concrete, table
@@ -45,14 +48,12 @@ def binarizer(x, *, threshold=0.0):
 
 
 @op("FeatureVectorizer", since=1, domain=ML)
-def feature_vectorizer(*x, inputdimensions=None):
+def feature_vectorizer(*x, inputdimensions: NotNegative | None = None):
     """Rows side by side, each input cut or padded with zeros to its `inputdimensions`."""
     rows = [v[None] if v.ndim == 1 else v.reshape(v.shape[0], -1) for v in x]
     widths = [v.shape[1] for v in rows] if inputdimensions is None else inputdimensions
     if len(widths) != len(rows):
         raise NodeError(f"{len(rows)} inputs, but {len(widths)} inputdimensions")
-    if min(widths, default=0) < 0:
-        raise NodeError(f"inputdimensions must not be negative: {[*widths]}")
     room((max(map(len, rows), default=0), sum(widths)), np.float32, host=is_known(*x))
     fitted = [
         xp(v).pad(v[:, :width], ((0, 0), (0, max(width - v.shape[1], 0))))
@@ -83,20 +84,16 @@ def imputer(
     return xp(x).where(missing, np.asarray(imputed, x.dtype), x)
 
 
-@op("Normalizer", since=1, domain=ML)
-def normalizer(x, *, norm="MAX"):
+@op("Normalizer", since=1, domain=ML, shapes="x (C) | (N, C)")
+def normalizer(x, *, norm: Literal["MAX", "L1", "L2"] = "MAX"):
     """Rows divided by their maximum, sum of |x| or Euclidean norm; as they are if that is 0."""
-    if x.ndim not in (1, 2):
-        raise NodeError(f"the input must have shape [C] or [N, C], not {list(x.shape)}")
     x = jnp.asarray(real(x))
     if norm == "L2":
         square = jnp.sum(x * x, axis=-1, keepdims=True)
         divisor = jnp.sqrt(jnp.where(square == 0, 1, square))
-    elif norm in ("MAX", "L1"):
+    else:
         divisor = (jnp.max if norm == "MAX" else _sum_abs)(x, axis=-1, keepdims=True)
         divisor = jnp.where(divisor == 0, 1, divisor)
-    else:
-        raise NodeError(f"norm must be MAX, L1 or L2, not {norm!r}")
     return (x / divisor).astype(np.float32)
 
 

@@ -1,5 +1,7 @@
 """Linear models of ai.onnx.ml, and what all its classifiers share: score transforms and labels."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +22,7 @@ def _softmax_zero(scores):
     return jnp.where(total == 0, 0.5, exponents / jnp.where(total == 0, 1, total))
 
 
+Transform = Literal["NONE", "SOFTMAX", "LOGISTIC", "SOFTMAX_ZERO", "PROBIT"]
 _TRANSFORMS = {
     "NONE": lambda scores: scores,
     "SOFTMAX": lambda scores: jax.nn.softmax(scores, axis=-1),
@@ -32,8 +35,6 @@ _TRANSFORMS = {
 
 def transform(scores, post_transform, dtype=np.float32):
     """Apply `post_transform` to scores [N, classes or targets]."""
-    if post_transform not in _TRANSFORMS:
-        raise NodeError(f"post_transform must be one of {', '.join(_TRANSFORMS)}")
     scores = scores.astype(jnp.promote_types(scores.dtype, np.float32))
     return _TRANSFORMS[post_transform](scores).astype(dtype)
 
@@ -76,7 +77,7 @@ def linear_classifier(
     classlabels_ints=None,
     classlabels_strings=None,
     multi_class=0,
-    post_transform="NONE",
+    post_transform: Transform = "NONE",
 ):
     """Label [N] and scores [N, classes] of x [N, C] or [C].
 
@@ -102,7 +103,9 @@ def linear_classifier(
 
 
 @op("LinearRegressor", since=1, domain=ML)
-def linear_regressor(x, *, coefficients=None, intercepts=None, targets=1, post_transform="NONE"):
+def linear_regressor(
+    x, *, coefficients=None, intercepts=None, targets=1, post_transform: Transform = "NONE"
+):
     """Targets [N, targets] of x [N, C] or [C]. Every transform is applied, also to one target."""
     if coefficients is None or len(coefficients) != targets * x.shape[-1]:
         raise NodeError(f"{targets} x {x.shape[-1]} coefficients are needed")

@@ -1,5 +1,7 @@
 """Maps and vocabularies of ai.onnx.ml. A map is a `dict`, a sequence of maps a list of them."""
 
+from typing import Literal
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -118,7 +120,13 @@ def category_mapper(
 
 
 @op("CastMap", since=1, domain=ML, dynamic=True)
-def cast_map(x, *, cast_to="TO_FLOAT", map_form="DENSE", max_map=1):
+def cast_map(
+    x,
+    *,
+    cast_to: Literal["TO_FLOAT", "TO_INT64", "TO_STRING"] = "TO_FLOAT",
+    map_form: Literal["DENSE", "SPARSE"] = "DENSE",
+    max_map=1,
+):
     """The values by ascending key as one row [1, n]; SPARSE puts each at its key's position.
 
     Missing positions are 0, or the string "0.f", and a float is written with six decimals:
@@ -129,8 +137,6 @@ def cast_map(x, *, cast_to="TO_FLOAT", map_form="DENSE", max_map=1):
         "TO_INT64": (int, np.int64),
         "TO_STRING": (_text, object),
     }
-    if cast_to not in casts or map_form not in ("DENSE", "SPARSE"):
-        raise NodeError(f"cast_to={cast_to!r}, map_form={map_form!r} is not among the choices")
     cast, dtype = casts[cast_to]
     values = {key: cast(value) for key, value in sorted(x.items())}
     if map_form == "DENSE":

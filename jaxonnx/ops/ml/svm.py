@@ -8,7 +8,13 @@ import numpy as np
 
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.ml.features import ML, real
-from jaxonnx.ops.ml.linear import labels_of, number_of_classes, transform, transform_binary
+from jaxonnx.ops.ml.linear import (
+    Transform,
+    labels_of,
+    number_of_classes,
+    transform,
+    transform_binary,
+)
 from jaxonnx.registry import op
 
 
@@ -37,7 +43,7 @@ def svm_regressor(
     kernel_type="LINEAR",
     n_supports=0,
     one_class=0,
-    post_transform="NONE",
+    post_transform: Transform = "NONE",
     rho=None,
     support_vectors=None,
 ):
@@ -67,7 +73,7 @@ def svm_classifier(
     coefficients=None,
     kernel_params=None,
     kernel_type="LINEAR",
-    post_transform="NONE",
+    post_transform: Transform = "NONE",
     prob_a=None,
     prob_b=None,
     rho=None,

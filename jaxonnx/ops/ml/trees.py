@@ -1,7 +1,7 @@
 """Tree ensembles of ai.onnx.ml: all trees are walked at once, one level per step."""
 
 import operator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,13 @@ from jaxonnx._limits import room, tick
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.concrete import table
 from jaxonnx.ops.ml.features import ML, real
-from jaxonnx.ops.ml.linear import labels_of, number_of_classes, transform, transform_binary
+from jaxonnx.ops.ml.linear import (
+    Transform,
+    labels_of,
+    number_of_classes,
+    transform,
+    transform_binary,
+)
 from jaxonnx.registry import op
 
 _COMPARISONS = {
@@ -86,8 +92,6 @@ def vote(x, forest: Forest, votes, n_targets, function):
 
     `votes` are nodes, targets and weights, in parallel. A target without a vote has 0.
     """
-    if function not in _AGGREGATES:
-        raise NodeError(f"aggregate_function must be one of {', '.join(_AGGREGATES)}")
     nodes, targets, weights = (np.asarray(field) for field in votes)
     _require_lists(leaves=nodes, targets=targets, weights=weights)
     if targets.size and not 0 <= targets.min() <= targets.max() < n_targets:
@@ -110,7 +114,7 @@ def vote(x, forest: Forest, votes, n_targets, function):
 def tree_ensemble(
     x,
     *,
-    aggregate_function=1,
+    aggregate_function: Literal[0, 1, 2, 3] = 1,
     leaf_targetids,
     leaf_weights,
     membership_values=None,
@@ -124,7 +128,7 @@ def tree_ensemble(
     nodes_splits,
     nodes_trueleafs,
     nodes_truenodeids,
-    post_transform=0,
+    post_transform: Literal[0, 1, 2, 3, 4] = 0,
     tree_roots,
 ):
     """Targets [N, n_targets] of x [N, C]; the leaves are numbered after the interior nodes."""
@@ -159,12 +163,6 @@ def tree_ensemble(
         members=_members(membership_values, modes, nodes_splits.dtype),
     )
     votes = (own, leaf_targetids, leaf_weights)
-    for name, number, choices in (
-        ("aggregate_function", aggregate_function, _AGGREGATES),
-        ("post_transform", post_transform, _TRANSFORMS),
-    ):
-        if not 0 <= number < len(choices):
-            raise NodeError(f"{name} is {number}, and must be in [0, {len(choices) - 1}]")
     targets = 1 + max(leaf_targetids) if n_targets is None else n_targets
     y = vote(x, forest, votes, targets, _AGGREGATES[aggregate_function])
     return transform(y, _TRANSFORMS[post_transform], x.dtype)
@@ -247,7 +245,7 @@ def _forest(nodes, values, tracks):
 def tree_ensemble_regressor(
     x,
     *,
-    aggregate_function="SUM",
+    aggregate_function: Literal["AVERAGE", "SUM", "MIN", "MAX"] = "SUM",
     base_values=None,
     base_values_as_tensor=None,
     n_targets=None,
@@ -262,7 +260,7 @@ def tree_ensemble_regressor(
     nodes_truenodeids=None,
     nodes_values=None,
     nodes_values_as_tensor=None,
-    post_transform="NONE",
+    post_transform: Transform = "NONE",
     target_ids=None,
     target_nodeids=None,
     target_treeids=None,
@@ -315,7 +313,7 @@ def tree_ensemble_classifier(
     nodes_truenodeids=None,
     nodes_values=None,
     nodes_values_as_tensor=None,
-    post_transform="NONE",
+    post_transform: Transform = "NONE",
 ):
     """Label [N] and scores [N, classes] of x [N, C] or [C].
 
