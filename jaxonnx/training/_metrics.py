@@ -54,6 +54,15 @@ def _right(found: Choices | Answers) -> Sums:
     return (right * found.weight).sum(), found.weight.sum()
 
 
+def _surprise(ending: str | None, found: Choices) -> Sums:
+    """Return the sum of the negative log probabilities of the labels, and their weight."""
+    scores = found.scores.astype(float)
+    logs = jnp.log(scores) if ending == "Softmax" else jax.nn.log_softmax(scores, 1)
+    label = jnp.clip(found.labels, 0, scores.shape[1] - 1)[:, None]
+    own = jnp.where(found.weight > 0, -jnp.take_along_axis(logs, label, 1)[:, 0], 0)
+    return (own * found.weight).sum(), found.weight.sum()
+
+
 def _among_best(count: int, found: Choices) -> Sums:
     _, best = jax.lax.top_k(found.scores, count)
     right = (best == found.labels[:, None]).any(1)
@@ -148,7 +157,9 @@ def _r_squared(sums: _Spread) -> jax.Array:
 
 _CLASSES = {
     "accuracy": (_right, _ratio),
+    "dice": (_confusion, _macro(lambda n: _divide(2 * n.both, n.chosen + n.true))),
     "f1": (_confusion, _macro(lambda n: _divide(2 * n.both, n.chosen + n.true))),
+    "iou": (_confusion, _macro(lambda n: _divide(n.both, n.chosen + n.true - n.both))),
     "precision": (_confusion, _macro(lambda n: _divide(n.both, n.chosen))),
     "recall": (_confusion, _macro(lambda n: _divide(n.both, n.true))),
 }
@@ -179,7 +190,7 @@ _NUMBERS = {
 }
 """Metrics of outputs that are shaped like their targets."""
 
-_NAMES = ", ".join([*_CLASSES, *_NUMBERS, "top_5 (and any number)"])
+_NAMES = ", ".join([*_CLASSES, *_NUMBERS, "perplexity", "top_5 (and any number)"])
 _OF_EVALUATE = ", ".join([*_AREAS, *_TABLES])
 
 
@@ -206,7 +217,9 @@ def find(metric: Any, reader: Reader) -> tuple[str, Metric]:
     if known and metric in _NUMBERS:
         return metric, Metric(*_NUMBERS[metric])
     best = re.fullmatch(r"top_([1-9]\d*)", metric) if known else None
-    if best is None and not (known and metric in {**_CLASSES, **_TABLES, **_AREAS}):
+    if best is None and not (
+        known and (metric == "perplexity" or metric in {**_CLASSES, **_TABLES, **_AREAS})
+    ):
         raise TrainingError(
             f"there is no metric {metric!r}; there are {_NAMES}, for jaxonnx.evaluate also "
             f"{_OF_EVALUATE}, or pass a function (outputs, targets) -> scalar or one value for "
@@ -219,6 +232,12 @@ def find(metric: Any, reader: Reader) -> tuple[str, Metric]:
     if best is not None:
         count = int(best[1])
         return metric, Metric(lambda *batch: _among_best(count, read(*batch)), _ratio, add)
+    if metric == "perplexity":
+        return metric, Metric(
+            lambda *batch: _surprise(reader.ending, read(*batch)),
+            lambda sums: jnp.exp(_ratio(sums)),
+            add,
+        )
     if metric in _AREAS:
         return metric, Metric(
             lambda *batch: _gather_predictions(read(*batch)), _AREAS[metric], None
@@ -266,6 +285,11 @@ def check(
             f"the metric '{name}' cannot know which outputs mean yes: no named loss says so, and "
             "the model does not end in Sigmoid; pass the loss by its name, or the metric as a "
             "callable"
+        )
+    if metric == "perplexity" and axis is None:
+        raise TrainingError(
+            f"the metric '{name}' is of labels of classes, and the outputs {outputs.shape} are "
+            "several of yes and no"
         )
     if metric == "confusion_matrix" and axis is None and outputs.shape[1:] not in ((), (1,)):
         raise TrainingError(

@@ -14,9 +14,9 @@ from jaxonnx.errors import TrainingError
 T = TypeVar("T")
 _END: Any = object()
 
-_SMALLER = ("loss", "mae", "mse")
+_SMALLER = ("loss", "mae", "mse", "perplexity")
 """Endings of the names of metrics that are better when smaller."""
-_GREATER = ("accuracy", "f1", "precision", "r2", "recall")
+_GREATER = ("accuracy", "dice", "f1", "iou", "precision", "r2", "recall")
 """... and when greater; so is `top_5`, with any number."""
 
 

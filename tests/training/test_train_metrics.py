@@ -16,6 +16,7 @@ from jaxonnx._data.batches import Batch
 from jaxonnx.training import _objective as objective
 from jaxonnx.training._data import sources
 from tests.support.lazy_cases import Module
+from tests.support.tiny_networks import text
 
 oracle = Module("sklearn.metrics")
 CLASSES = 4
@@ -234,3 +235,46 @@ def test_refused(case):
             validation=validation,
             metrics=metrics,
         )
+
+
+def test_overlaps_of_segmentations():
+    """Pixels of images (n, classes, height, width) against scikit-learn's, all pixels as a list."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(11, CLASSES, 3, 5)).astype(np.float32)
+    labels = random.integers(0, CLASSES, (11, 3, 5))
+    metrics = ["iou", "dice"]
+    found = jaxonnx.evaluate(
+        network(shape=("n", CLASSES, 3, 5)), (x, labels), metrics=metrics, batch_size=4
+    )
+    pixels = labels.reshape(-1), x.argmax(1).reshape(-1)
+    np.testing.assert_allclose(found["iou"], oracle.jaccard_score(*pixels, **MACRO), rtol=1e-6)
+    np.testing.assert_allclose(found["dice"], oracle.f1_score(*pixels, **MACRO), rtol=1e-6)
+    one = network("Sigmoid", shape=("n", 1, 3, 5))  # a mask of one thing
+    x, mask = x[:, :1], labels[:, None] % 2
+    found = jaxonnx.evaluate(one, (x, mask.astype(np.float32)), metrics=metrics, batch_size=4)
+    pixels = mask.reshape(-1), x.reshape(-1) > 0
+    np.testing.assert_allclose(found["iou"], oracle.jaccard_score(*pixels), rtol=1e-6)
+
+
+def test_perplexity():
+    """As exp of scikit-learn's log loss; and of next tokens, without padding."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(11, CLASSES)).astype(np.float32)
+    labels = random.integers(0, CLASSES, 11)
+    shares = np.exp(x) / np.exp(x).sum(1, keepdims=True)
+    want = np.exp(oracle.log_loss(labels, shares, labels=range(CLASSES)))
+    for model in (network(), network("Softmax"), network("LogSoftmax")):
+        found = jaxonnx.evaluate(model, (x, labels), metrics="perplexity", loss=LABELS)
+        np.testing.assert_allclose(found["perplexity"], want, rtol=1e-5)
+    model, own = jaxonnx.load(text()), []
+    rows = [random.integers(0, 7, count) for count in (6, 2, 4, 6, 3)]
+    for row in rows:
+        logits = np.asarray(model(row[None], np.ones_like(row[None])), np.float64)[0]
+        logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        own += [logs[t - 1, row[t]] for t in range(1, len(row))]
+    settings = {"metrics": "perplexity", "loss": "causal_lm", "batch_size": 2}
+    found = jaxonnx.evaluate(model, {"input_ids": rows}, **settings)
+    np.testing.assert_allclose(found["perplexity"], np.exp(-np.mean(own)), rtol=1e-4)
+    loss = "sigmoid_binary_cross_entropy"
+    with pytest.raises(jaxonnx.TrainingError, match="'perplexity' is of labels of classes"):
+        jaxonnx.evaluate(network(), (x, x), metrics="perplexity", loss=loss)
