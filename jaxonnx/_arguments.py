@@ -61,6 +61,8 @@ class Argument(NamedTuple):
     """The name of its flag where that is another than its own."""
     resume: bool = False
     """Whether a run that resumes must have the same value."""
+    words: str = ""
+    """The help of its flag, where that takes less than the argument; else the first sentence."""
     needs_loss: bool = False
     """Whether it changes how a loss is computed or minimized: a file's own algorithm has none."""
 
@@ -68,7 +70,10 @@ class Argument(NamedTuple):
 class LossArguments(TypedDict, total=False):
     """The loss and the optimizer."""
 
-    loss: Annotated[Any, Argument(form="text")]
+    loss: Annotated[
+        Any,
+        Argument(form="text", words="The name of a loss of optax or jaxonnx; that of class labels"),
+    ]
     """The loss, by its name in optax or `jaxonnx.losses`; or a function.
 
     By default, for integer labels and one output, softmax cross entropy (`history.notes` says so).
@@ -97,7 +102,10 @@ class LossArguments(TypedDict, total=False):
 class ModelArguments(TypedDict, total=False):
     """What is trained of the model."""
 
-    head: Annotated[Classes | Mapping[str, Classes] | None, Argument(form="heads")]
+    head: Annotated[
+        Classes | Mapping[str, Classes] | None,
+        Argument(form="heads", words="The number of classes of a new last layer"),
+    ]
     """A new last layer for a number of classes, or for their names.
 
     For one of several outputs, pass a dict by output name. The weights are drawn with `seed`, a
@@ -111,7 +119,10 @@ class ModelArguments(TypedDict, total=False):
     Wildcards and predicates of name and value are taken, too (`Model.with_trainable`). These
     tensors are the parameters of the resulting model. With `lora` they are trained beside the
     adapters."""
-    lora: Annotated[LoRA | Adapters | None, Argument(form="rank", needs_loss=True)]
+    lora: Annotated[
+        LoRA | Adapters | None,
+        Argument(form="rank", needs_loss=True, words="The rank of adapters to train, not weights"),
+    ]
     """The rank of adapters to train in place of the weights: a `jaxonnx.LoRA`.
 
     The resulting model has them merged into its weights. `.lora` of the result holds them
@@ -156,16 +167,19 @@ class StepArguments(ModelArguments, total=False):
     """What one step computes."""
 
     metrics: Annotated[Any, Argument(form="names")]
-    """Metrics of the validation data: accuracy, top_5, precision, recall, f1, mae, mse, r2.
+    """Metrics of the validation data: accuracy, f1, iou, mae, r2, perplexity and others.
 
-    One or a list; each becomes `validation_<name>` in the history. "top_5" may have any number.
-    "precision", "recall" and "f1" are means over the classes that occur; for binary targets shaped
-    like the outputs, means over the labels, of which one is the binary case. "mae", "mse" and "r2"
-    are means over the columns of the outputs. A function `(outputs, targets)` returns a scalar or
-    one value for each example. For several outputs, pass a dict by output name. All but functions
-    that return scalars are exact over the epoch. A binary output is true above 0.5, or above 0
-    where the loss takes logits and the file does not end in Sigmoid. By default the accuracy, for
-    losses of labels."""
+    "accuracy", "top_5" (with any number), "precision", "recall", "f1", "iou", "dice",
+    "perplexity", "mae", "mse", "r2": one or a list; each becomes `validation_<name>` in the
+    history. "perplexity" is exp of the mean negative log probability of the labels, as of the next
+    tokens of "causal_lm". "precision", "recall", "f1", "iou" (intersection over union, as of the
+    pixels of a segmentation) and "dice" are means over the classes that occur; for binary targets
+    shaped like the outputs, means over the labels, of which one is the binary case. "mae", "mse"
+    and "r2" are means over the columns of the outputs. A function `(outputs, targets)` returns a
+    scalar or one value for each example. For several outputs, pass a dict by output name. All but
+    functions that return scalars are exact over the epoch. A binary output is true above 0.5, or
+    above 0 where the loss takes logits and the file does not end in Sigmoid. By default the
+    accuracy, for losses of labels."""
     class_weights: Annotated[
         str | Mapping[Any, float] | None, Argument(form="class_weights", needs_loss=True)
     ]
@@ -177,11 +191,11 @@ class StepArguments(ModelArguments, total=False):
     seed: Annotated[int, Argument(0, "count", resume=True)]
     """The seed of the order of the examples and of random operators."""
     accumulate: Annotated[int, Argument(1, "count", resume=True, needs_loss=True)]
-    """The number of batches whose mean gradient makes one update (`optax.MultiSteps`).
+    """The number of batches whose mean gradient makes one update.
 
-    Groups continue across epochs, and an incomplete one at the end of the run makes no update.
-    A step of the history is a batch, and so is a step of the schedule of `sparsity`, whose
-    phases stay whole epochs."""
+    Groups (`optax.MultiSteps`) continue across epochs, and an incomplete one at the end of the run
+    makes no update. A step of the history is a batch, and so is a step of the schedule of
+    `sparsity`, whose phases stay whole epochs."""
     ema: Annotated[float | None, Argument(form="real", resume=True, needs_loss=True)]
     """The decay of a moving average of the parameters, between 0 and 1, like 0.999.
 
@@ -210,14 +224,20 @@ class StepArguments(ModelArguments, total=False):
     """Keep few values for the gradient and compute the others again.
 
     For networks whose activations do not fit into memory (`Model.with_remat`)."""
-    mesh: Annotated[Mesh | Literal["all"] | None, Argument(form="mesh")]
+    mesh: Annotated[
+        Mesh | Literal["all"] | None,
+        Argument(form="mesh", words="Train on all devices, or on axes with so many of them"),
+    ]
     """The devices: "all" of them on one axis "data", or a `jax.sharding.Mesh`.
 
     The axis "data" splits the examples of each batch, of which `batch_size` counts all.
     Weights, statistics and optimizer state are placed as `sharding` says, and so are those of
     the resulting model. The numbers are those of one device up to rounding, batch statistics
     those of the whole batch."""
-    sharding: Annotated[Sharding | None, Argument(form="sharding")]
+    sharding: Annotated[
+        Sharding | None,
+        Argument(form="sharding", words="How a mesh holds the weights: data, fsdp or tensor"),
+    ]
     """How a mesh holds the weights: "data", "fsdp" or "tensor"; or rules by name.
 
     "data": all weights on each device, the default. "fsdp": each tensor is split along the
@@ -246,12 +266,20 @@ class DataArguments(TypedDict, total=False):
     """The number of examples in a batch; 32 by default, or what the model's inputs are fixed to.
 
     It applies to data in one piece; batches of an iterable are taken as they are."""
-    pad: Annotated[Mapping[str, Any] | None, Argument(form="fills", resume=True)]
+    pad: Annotated[
+        Mapping[str, Any] | None,
+        Argument(
+            form="fills", resume=True, words="The value that pads short sequences of an input"
+        ),
+    ]
     """The values that pad sequences of unequal length, by input name, like {"input_ids": 1}.
 
     0 by default. The name of the targets ("y", "targets" or "labels" if there is one) sets
     theirs; labels are padded with the `ignore_index` of the loss, or -100."""
-    length_buckets: Annotated[int | Sequence[int] | None, Argument(form="widths", resume=True)]
+    length_buckets: Annotated[
+        int | Sequence[int] | None,
+        Argument(form="widths", resume=True, words="The widths that sequences are padded to"),
+    ]
     """The widths that sequences are padded to, like (32, 64, 128), or one width.
 
     A batch has the narrowest width that its longest example fits into. With it, sequences of
@@ -287,12 +315,19 @@ class RunArguments(TypedDict, total=False):
 
     epochs: Annotated[int, Argument(1, "count")]
     """The number of passes over the data."""
-    validation: Annotated[Any, Argument(form="validation")]
+    validation: Annotated[
+        Any,
+        Argument(
+            form="validation", words="A file or folder of validation data, or a share like 0.2"
+        ),
+    ]
     """Validation data in any form of `data`, or the share of the data to hold out, like 0.2.
 
     Which examples are held out depends on `seed` only. They are evaluated in inference mode
     after each epoch, in order."""
-    augment: Annotated[Any, Argument(form="augment")]
+    augment: Annotated[
+        Any, Argument(form="augment", words="Random changes of training pictures: crop or flip")
+    ]
     """Augmentation of training batches: "crop" or "flip" for images; or a function.
 
     A function `(key, x)` returns the new inputs (an array, or a tuple for several inputs); `(key,
@@ -305,11 +340,14 @@ class RunArguments(TypedDict, total=False):
 
     The result has the weights of the best epoch, whether the run ends early or not. With
     `sparsity` only the epochs with the fixed mask count."""
-    monitor: Annotated[str | tuple[str, str] | None, Argument(form="text")]
+    monitor: Annotated[
+        str | tuple[str, str] | None,
+        Argument(form="text", words="The number that decides which epoch is best: validation_loss"),
+    ]
     """The number of `history.epochs` that decides which epoch is the best.
 
     "validation_loss" if there is validation data, or else "loss". For metrics that are not
-    jaxonnx's own, a pair like `("validation_perplexity", "min")`."""
+    jaxonnx's own, a pair like `("validation_regret", "min")`."""
     checkpoint_dir: Annotated[str | os.PathLike | None, Argument(form="folder", flag="checkpoints")]
     """A folder for checkpoints.
 
@@ -328,7 +366,12 @@ class RunArguments(TypedDict, total=False):
     Parameters, the structure of the optimizer state, and data in one piece (the number, types
     and a checksum of the examples) must be the same; "anyway" accepts other data. Iterables
     cannot be checked: they must give the same batches, from the first of their epoch on."""
-    on_log: Annotated[Hook | Sequence[Hook] | None, Argument(form="logs", flag="log")]
+    on_log: Annotated[
+        Hook | Sequence[Hook] | None,
+        Argument(
+            form="logs", flag="log", words="A .csv or .jsonl file, or a folder for TensorBoard"
+        ),
+    ]
     """A function `on_log(step, metrics)`, or a list of them; `jaxonnx.loggers` writes files.
 
     It gets the "loss" of each step (and the "rate", where `history.rates` has it) some steps
@@ -358,8 +401,8 @@ class Declared(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """The first line of its documentation, for the help of a flag."""
-        return self.text.partition("\n")[0].rstrip(".")
+        """What the help of its flag says."""
+        return self.argument.words or self.text.partition("\n")[0].rstrip(".")
 
 
 @functools.cache

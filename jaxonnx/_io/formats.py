@@ -46,12 +46,47 @@ def of(path: str | os.PathLike) -> Format:
     return _FORMATS.get(Path(path).suffix, _ONNX)
 
 
+_FOREIGN = {
+    ".tflite": "onnx2tf converts an .onnx file (`onnx2tf -i net.onnx`)",
+    ".h5": "onnx2tf converts an .onnx file (`onnx2tf -i net.onnx -oh5`)",
+    ".keras": "onnx2tf converts an .onnx file (`onnx2tf -i net.onnx -okv3`)",
+    ".mlmodel": "coremltools converts torch modules, as onnx2torch makes one of an .onnx file",
+    ".mlpackage": "coremltools converts torch modules, as onnx2torch makes one of an .onnx file",
+    ".ort": "`python -m onnxruntime.tools.convert_onnx_models_to_ort net.onnx` converts",
+    ".engine": "TensorRT converts (`trtexec --onnx=net.onnx --saveEngine=net.engine`)",
+    ".plan": "TensorRT converts (`trtexec --onnx=net.onnx --saveEngine=net.plan`)",
+    ".trt": "TensorRT converts (`trtexec --onnx=net.onnx --saveEngine=net.trt`)",
+    ".xml": "OpenVINO converts (`ovc net.onnx`)",
+    ".param": "pnnx converts (`pnnx net.onnx`)",
+    ".mnn": "MNN converts (`MNNConvert -f ONNX --modelFile net.onnx --MNNModel net.mnn`)",
+    ".pt": "onnx2torch makes a module of an .onnx file; weights by name go into .safetensors",
+    ".pth": "onnx2torch makes a module of an .onnx file; weights by name go into .safetensors",
+    ".gguf": "llama.cpp converts folders of Hugging Face, not ONNX files",
+}
+"""Suffixes of other formats, and what makes such files of an ONNX file."""
+
+
+def check_suffix(path: str | os.PathLike) -> None:
+    """Refuse to write ONNX under the suffix of another format.
+
+    Raises:
+      InputError: with the program that converts.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix in _FOREIGN:
+        raise InputError(
+            f"'{path}': jaxonnx writes .onnx, .npz and .safetensors files, not {suffix}; "
+            f"{_FOREIGN[suffix]}"
+        )
+
+
 def save(path: str | os.PathLike, graph: Graph, weights: Weights, **options: bool) -> None:
     """Write a model; if that fails, the file that was at `path` stays as it was.
 
     Raises:
-      InputError: options that the format does not have.
+      InputError: options that the format does not have, or the suffix of a foreign one.
     """
+    check_suffix(path)
     path, form = Path(path), of(path)
     chosen = {name: True for name, wanted in options.items() if wanted}
     if chosen and form is not _ONNX:

@@ -52,29 +52,41 @@ COMMON = {
 }
 _READING = {
     "how the file is read": [
-        Flag("--any-batch", "of a file that was exported for one batch size", SWITCH),
+        Flag("--any-batch", "open a file that was exported for one batch size to any", SWITCH),
         Flag("--dequantize", "integer weights become trainable ones of floating point", SWITCH),
     ]
 }
 _PICTURES = {
     "pictures: (pixel * scale - mean) / std is what the network takes; a file may say this": [
-        Flag("--scale", "1/255 if nothing says it", REAL),
-        Flag("--mean", "number, or one for each channel (0.5,0.5,0.5); or 0", NUMBERS),
-        Flag("--std", "the same; 1 if nothing says it", NUMBERS),
+        Flag(
+            "--scale", "what a pixel from 0 to 255 is multiplied by; 1/255 if nothing says it", REAL
+        ),
+        Flag(
+            "--mean",
+            "what is subtracted then: a number, or one for each channel as 0.5,0.5,0.5; 0",
+            NUMBERS,
+        ),
+        Flag("--std", "what is divided by then, in the same form; 1 if nothing says it", NUMBERS),
         Flag(
             "--labels",
             "a file with the names of the classes, one a line, or the names with commas; train: if "
             "the network has another number of outputs, with a new last layer",
             {**FILE, "metavar": "FILE|A,B"},
         ),
-        Flag("--size", "of the pictures, where the network takes any", SIZE),
-        Flag("--order", "of the channels; RGB if nothing says it", {"choices": ("RGB", "BGR")}),
+        Flag("--size", "height and width of the pictures, where the network takes any", SIZE),
+        Flag(
+            "--order", "order of the channels; RGB if nothing says it", {"choices": ("RGB", "BGR")}
+        ),
         Flag("--crop", "share of a picture's sides that is shown, as 0.875; or 1", REAL),
     ]
 }
 _EXAMPLES = [
     _MODEL,
-    Flag("examples", "like --data", {**PATH, "nargs": "?", "metavar": "data"}),
+    Flag(
+        "examples",
+        "a .npz or .jsonl file, or a folder of pictures; --data says more",
+        {**PATH, "nargs": "?", "metavar": "data"},
+    ),
     Flag(
         "--data",
         "a .npz or .jsonl with the inputs by name (or one as 'x'), the targets (as 'y', or all "
@@ -227,7 +239,7 @@ VERBS: Mapping[str, Verb] = {
             "": [
                 *_EXAMPLES,
                 Flag("-o --output", "the folder to write", {**FOLDER, "required": True}),
-                Flag("--opset", "of ONNX; 18", {**COUNT, "default": 18}),
+                Flag("--opset", "version of ONNX to write; 18", {**COUNT, "default": 18}),
                 Flag(
                     "--web",
                     "a page as well, which trains in a browser; FOLDER is that of npm's "

@@ -17,6 +17,7 @@ from jaxonnx._arguments import RATE, StepArguments, TrainArguments, declared
 from jaxonnx._atomic_write import check_writable
 from jaxonnx._data.batches import Batch, Source
 from jaxonnx._data.images import preparation as images
+from jaxonnx._io.formats import check_suffix
 from jaxonnx._io.packed import packed_nbytes, record
 from jaxonnx.cli import _explain as explain
 from jaxonnx.cli import _inputs as reading
@@ -42,6 +43,7 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
 
     first = _connect_processes(options)
     model = reading.read(options)
+    check_suffix(options.output)
     check_writable(options.output)
     _check_report(options.report)
     path = reading.examples(options)

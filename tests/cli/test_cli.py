@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -607,3 +608,25 @@ def test_flags_that_are_mistyped(flag, message, capsys):
     assert end.value.code == 2
     assert message in said
     assert len(said.splitlines()) == 1
+
+
+def test_the_help_of_each_flag_is_in_words_of_the_command_line():
+    for name, verb in VERBS.items():
+        for flag in (flag for flags in verb.groups.values() for flag in flags):
+            said = f"{name} {flag.names}: {flag.help}"
+            assert len(flag.help.split()) > 1, said
+            assert not re.search(r"jaxonnx\.|optax\.\w|function|like --|\(step,|\{|None", said), (
+                said
+            )
+
+
+@pytest.mark.parametrize("suffix", ["tflite", "mlpackage", "ORT", "engine", "pt"])
+def test_foreign_suffixes_are_refused_before_the_training(suffix, small, capsys):
+    arguments = ["train", "net.onnx", "data.npz", "-o", f"out.{suffix}"]
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert f"jaxonnx writes .onnx, .npz and .safetensors files, not .{suffix.lower()}; " in said
+    assert "convert" in said or "onnx2torch" in said
+    with pytest.raises(jaxonnx.InputError, match="jaxonnx writes"):
+        jaxonnx.load("net.onnx").save(f"out.{suffix}")
+    assert not Path(f"out.{suffix}").exists()
