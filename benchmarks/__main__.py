@@ -8,8 +8,10 @@ processes take turns, round by round. A ratio is jaxonnx's time over the other's
 so that a machine under load treats both alike: printed are the median and the quartiles. Below 1
 jaxonnx is faster. A peer that is not installed, or fails, is named and left out. On a GPU there are
 products of bfloat16 numbers as well, and a table of the fractions of what the device can do at most
-(with --ceilings on CPU, too; see benchmarks.speed.ceilings). --against <folder of another checkout>
-takes jaxonnx as it is there as one more system, to compare a change with what was before it.
+(with --ceilings on CPU, too; see benchmarks.speed.ceilings). --sparse, first, measures sparse
+products instead (benchmarks.sparse.speed, which has options of its own). --against
+<folder of another checkout> takes jaxonnx as it is there as one more system, to compare a change
+with what was before it.
 """
 
 import argparse
@@ -326,4 +328,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--sparse"]:
+        from benchmarks.sparse import speed
+
+        speed.main(sys.argv[2:])
+    else:
+        main()

@@ -149,9 +149,9 @@ class ModelArguments(TypedDict, total=False):
 
     By default a third of the epochs is dense, half have a dynamic mask, and the rest a fixed
     one. Embeddings and grouped convolutions stay dense. The saved model records what is sparse
-    (`Model.sparsity`). With `products="cusparselt"` among the options, forward and backward
-    products use the sparse tensor cores of an NVIDIA GPU once the mask is fixed (the extra
-    `sparse-cuda`; `precision="bf16"`)."""
+    (`Model.sparsity`). With `products="sparse"` among the options, forward and backward
+    products with sparse weights leave out their zeros: on CPU in float32, on NVIDIA GPUs with
+    `precision="bf16"` and the extra `sparse-cuda`."""
     quantize: Annotated[
         str | Quantization | None, Argument(form="text", resume=True, needs_loss=True)
     ]

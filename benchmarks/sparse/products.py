@@ -1,14 +1,18 @@
-"""Products with 2:4 weights by cuSPARSELt against dense ones, on an NVIDIA GPU.
+"""Products with 2:4 weights against dense ones: our kernel on CPU, cuSPARSELt on an NVIDIA GPU.
 
-    python -m benchmarks.sparse.products [--rows 8192] [--sizes 1024 4096 8192]
+    python -m benchmarks.sparse.products [--rows 64 512] [--sizes 512 1024 2048 4096] [--rounds 15]
+                                         [--clock cpu] [--fit] [--chart products.png]
 
-Each round times both programs for the products of a layer's gradient, x @ W, dy @ W.T and
-x.T @ dy, of which the first two are sparse. Each call packs the weight anew, as a training step
-does. Times are medians of the ratios of neighbours.
+For a weight of each size: the product x @ W, the product dy @ W.T, and all three of a layer's
+gradient, of which x.T @ dy is dense. Each call packs the weight anew, as a training step does. All
+take turns, round by round; times are minima, and a ratio is that of minima, sparse over dense.
+--clock cpu counts the seconds of all threads, which a machine that others use disturbs less.
+--fit measures from how many rows on each size gains, as `LEAST_ROWS` of the kernel says it.
 """
 
 import argparse
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,53 +20,137 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx import sparse
+from jaxonnx.sparse._products import _cpu
+
+TARGETS = {"x @ W": 0.72, "dy @ W.T": 0.72, "gradient": 0.82}
+FIT_ROWS = (8, 16, 32, 48, 64, 96, 128)
+FIT_SIZES = (128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
+GAIN = 0.95
+"""The ratio from which on a product counts as faster."""
 
 
-def programs(rows: int, size: int) -> tuple[tuple[Any, Any], tuple[jax.Array, ...]]:
-    """Return the sparse and the dense gradient of a layer, and their arguments."""
+def forward(params, x):
+    return x @ params["w"]
+
+
+def backward(params, dy):
+    return dy @ params["w"].T
+
+
+def gradient(params, x):
+    y, back = jax.vjp(forward, params, x)
+    return y, *back(y)
+
+
+PRODUCTS = {"x @ W": forward, "dy @ W.T": backward, "gradient": gradient}
+
+
+def weights(rows: int, size: int, dtype: Any) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Return a sparse weight of this size, and rows of inputs."""
     keys = jax.random.split(jax.random.key(0))
-    weight = sparse.prune({"w": jax.random.normal(keys[0], (size, size), jnp.bfloat16)})
-    x = jax.random.normal(keys[1], (rows, size), jnp.bfloat16)
-
-    def layer(params, x):
-        return x @ params["w"]
-
-    def gradient(params, x):
-        y, back = jax.vjp(layer, params, x)
-        return y, *back(y)
-
-    structured = sparse.sparse_products(gradient, {"w"})
-    return (jax.jit(structured), jax.jit(gradient)), (weight, x)
+    w = sparse.prune({"w": jax.random.normal(keys[0], (size, size), dtype)})
+    return w, jax.random.normal(keys[1], (rows, size), dtype)
 
 
-def ratio(pair: tuple[Any, Any], arguments: tuple[Any, ...], rounds: int) -> np.ndarray:
-    """Return the times of the first function over those of the second, a number each round."""
-    times = np.zeros((rounds + 1, 2))
+def pair(function: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the sparse and the dense form of a function, compiled."""
+    return jax.jit(sparse.sparse_products(function, {"w"})), jax.jit(function)
+
+
+def minima(calls: list[Callable[[], Any]], rounds: int, clock: Callable[[], float]) -> np.ndarray:
+    """Return the least seconds of each call; each round times all of them."""
+    times = np.zeros((rounds + 1, len(calls)))
     for row in times:
-        for i, function in enumerate(pair):
-            began = time.perf_counter()
-            for _ in range(10):
-                done = function(*arguments)
-            jax.block_until_ready(done)
-            row[i] = time.perf_counter() - began
-    return times[1:, 0] / times[1:, 1]
+        for i, call in enumerate(calls):
+            began = clock()
+            jax.block_until_ready(call())
+            row[i] = clock() - began
+    return times[1:].min(axis=0)
+
+
+def measure(rows: int, size: int, rounds: int, clock: Callable[[], float], dtype: Any) -> dict:
+    """Return (dense seconds, ratio) of each product."""
+    params, x = weights(rows, size, dtype)
+    calls = []
+    for function in PRODUCTS.values():
+        for one in pair(function):
+            calls.append(lambda one=one: one(params, x))
+    times = minima(calls, rounds, clock).reshape(-1, 2)
+    return {
+        name: (dense, fast / dense) for name, (fast, dense) in zip(PRODUCTS, times, strict=True)
+    }
+
+
+def fit(rounds: int, clock: Callable[[], float]) -> None:
+    """Print `LEAST_ROWS`: the least rows from which on both products gain, by size."""
+    _cpu.LEAST_ROWS = ((4, 1),)  # everything
+    found: list[tuple[int, int]] = []
+    for size in reversed(FIT_SIZES):
+        gains = []
+        for rows in FIT_ROWS:
+            result = measure(rows, size, rounds, clock, jnp.float32)
+            worst = max(result["x @ W"][1], result["dy @ W.T"][1])
+            print(f"{rows:4} rows, {size:4}: {worst:.2f}", flush=True)
+            gains.append(worst < GAIN)
+        least = [r for i, r in enumerate(FIT_ROWS) if all(gains[i:])]
+        if least:
+            found.append((size, least[0]))
+    kept = [entry for i, entry in enumerate(found) if found[i + 1 :][:1] != [entry]]
+    print(f"LEAST_ROWS = {tuple(kept)}")
+
+
+def draw(path: str, results: dict[tuple[int, int], dict]) -> None:
+    """Draw the times of x @ W against size: dense, sparse, and half of dense as the limit."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    for color, rows in enumerate(sorted({rows for rows, _ in results})):
+        points = sorted((size, r["x @ W"]) for (n, size), r in results.items() if n == rows)
+        sizes = [size for size, _ in points]
+        dense = np.array([1e3 * seconds for _, (seconds, _) in points])
+        ratio = np.array([r for _, (_, r) in points])
+        for label, values, style in (
+            ("dense", dense, "--"), ("2:4", dense * ratio, "-"), ("half of dense", dense / 2, ":")
+        ):  # fmt: skip
+            axes.plot(sizes, values, style, color=f"C{color}", label=f"{label}, {rows} rows")
+    axes.set(xscale="log", yscale="log", xlabel="inputs and outputs", ylabel="ms of x @ W")
+    axes.legend()
+    figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sparse.products", description=__doc__
+        prog="python -m benchmarks.sparse.products",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--rows", type=int, default=8192)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 4096, 8192])
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rows", type=int, nargs="+")
+    parser.add_argument("--sizes", type=int, nargs="+")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--chart", help="draw time against size")
     chosen = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        parser.error(f"this measures an NVIDIA GPU, and JAX is on {jax.default_backend()}")
+    on_gpu = jax.default_backend() == "gpu"
+    if not on_gpu and jax.default_backend() != "cpu":
+        parser.error(f"sparse products are for CPU and NVIDIA GPUs, not {jax.default_backend()}")
     sparse.register_products()
-    for size in chosen.sizes:
-        found = ratio(*programs(chosen.rows, size), chosen.rounds)
-        low, middle, high = np.quantile(found, (0.25, 0.5, 0.75))
-        print(f"{chosen.rows} x {size} x {size}: {middle:.3f} ({low:.3f} to {high:.3f})")
+    clock = time.process_time if chosen.clock == "cpu" else time.perf_counter
+    if chosen.fit:
+        return fit(chosen.rounds, clock)
+    dtype = jnp.bfloat16 if on_gpu else jnp.float32
+    results = {}
+    print(f"{jax.devices()[0].device_kind}, {jnp.dtype(dtype).name}, {chosen.clock} clock")
+    for rows in chosen.rows or ([8192] if on_gpu else [64, 512]):
+        for size in chosen.sizes or ([1024, 4096, 8192] if on_gpu else [512, 1024, 2048, 4096]):
+            found = results[rows, size] = measure(rows, size, chosen.rounds, clock, dtype)
+            parts = (
+                f"{name} {1e3 * dense:.2f} ms x {ratio:.2f} (<= {TARGETS[name]:.2f})"
+                for name, (dense, ratio) in found.items()
+            )
+            print(f"{rows} x {size} x {size}: " + ", ".join(parts), flush=True)
+    if chosen.chart:
+        draw(chosen.chart, results)
 
 
 if __name__ == "__main__":

@@ -82,6 +82,8 @@ class Program:
     """The caches that are empty in each evaluation, and no inputs."""
     whole: Graph | None = None
     """The graph with all inputs and outputs of the file, where this one lacks some."""
+    sparse: frozenset[str] = frozenset()
+    """The 2:4 matrices among the parameters whose products are sparse in inference."""
 
     def __post_init__(self) -> None:
         self._plan = _Plan(frozenset(n.index for n in self.graph.nodes if _dynamic(n)))
@@ -174,6 +176,8 @@ class Program:
         updates: dict[str, Any] | None = None,
     ) -> tuple:
         """Return the outputs in file order; `updates` receives renewed statistics by input name."""
+        if self.sparse and training is False and updates is None:
+            return self._run_sparse(self.graph, params, state, key, inputs, training)
         return self._run(self.graph, params, state, key, inputs, training, updates)
 
     def __call__(
@@ -250,6 +254,13 @@ class Program:
             updates.update(renewed)
         return outputs
 
+    def _run_sparse(self, graph: Graph, params: Mapping[str, Any], *rest: Any) -> tuple:
+        """Evaluate with the products of `sparse`."""
+        from jaxonnx.sparse import sparse_products
+
+        run = sparse_products(lambda params: self._run(graph, params, *rest), self.sparse)
+        return run({**params})
+
     def _note(self, node: str, text: str) -> None:
         if node not in self._notes:
             self._notes = {**self._notes, node: text}
@@ -288,7 +299,8 @@ class Program:
 
     def _compile(self, graph: Graph, fixed: Mapping[str, np.ndarray]):
         def compiled(params, state, key, inputs, *, training):
-            return self._run(graph, params, state, key, {**inputs, **fixed}, training)
+            run = self._run if training or not self.sparse else self._run_sparse
+            return run(graph, params, state, key, {**inputs, **fixed}, training)
 
         return jax.jit(compiled, static_argnames="training")
 

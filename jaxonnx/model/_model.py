@@ -39,7 +39,7 @@ from jaxonnx.model._call_arguments import inputs_first, unmark_names
 from jaxonnx.model._predict import predictions, read_inputs
 from jaxonnx.model._reinitialize import Initializer
 from jaxonnx.model._show import overview
-from jaxonnx.model._sparsity import find_unrecorded, options, selector, with_record
+from jaxonnx.model._sparsity import find_unrecorded, options, selector, with_products, with_record
 from jaxonnx.model._summary import Summary, summary
 from jaxonnx.training_info import Training
 
@@ -476,6 +476,18 @@ class Model(Network, Rendered):
             choice["select"] = selector(choice["select"], self.params, self._places)
         proto = with_record(self.proto, self.params, pattern, transposable, choice)
         return dataclasses.replace(self, proto=proto)
+
+    def with_sparse_products(self) -> Model:
+        """Return a model whose calls leave out the zeros of the weights that it records as 2:4.
+
+        `model(x)`, `apply`, `predict`, `evaluate` and what else infers use the kernels of
+        `sparse.sparse_products`; training and files are as before. Where the platform has none, or
+        no compiler for it, products stay dense, and a warning says so.
+
+        Raises:
+          SparsityError: the model records no weights that are 2:4 (`sparse.record`).
+        """
+        return dataclasses.replace(self, program=with_products(self))
 
     def to_onnx(self) -> ModelProto:
         """Return the original graph with these weights, in inference form.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from jaxonnx._graph.select import Select, matching, near
 from jaxonnx._graph.uses import weights
 from jaxonnx._graph.weight_names import Places
 from jaxonnx._io import records
+from jaxonnx._network import Network
+from jaxonnx._run.program import Program
 from jaxonnx.errors import SparsityError
 
 if TYPE_CHECKING:  # only a model with sparse weights imports what reads and writes them
@@ -98,3 +101,19 @@ def with_record(
         report = sparse.layers(params, pattern, **choice)
         set_record(result, pattern, {x.name: x.axes for x in report if x.axes is not None})
     return result
+
+
+def with_products(model: Network) -> Program:
+    """Return the program of `Model.with_sparse_products`."""
+    if model.sparsity is None or model.sparsity[0].name != "2:4":
+        found = "none" if model.sparsity is None else str(model.sparsity[0])
+        raise SparsityError(
+            f"sparse products are of weights that the model records as 2:4, and it records {found}:"
+            " sparse.record(model) records those that are"
+        )
+    from jaxonnx.sparse import prepare_products
+
+    platform = next((d.platform for x in model.params.values() for d in x.devices()), None)
+    names = [x.name for x in model.sparsity[1] if x.axes is not None]
+    ready = prepare_products(platform)
+    return replace(model.program, sparse=frozenset(names if ready else ()))

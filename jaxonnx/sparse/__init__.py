@@ -1,6 +1,5 @@
 """Transposable 2:4, N:M and other sparsity for any JAX program: masks, training, proof, storage."""
 
-from jaxonnx.sparse._cusparselt import register_products, sparse_products
 from jaxonnx.sparse._layers import Layer, layers
 
 # for other rooms of the package
@@ -20,6 +19,11 @@ from jaxonnx.sparse._pattern import (
     SparsityPattern,
     parse,  # noqa: F401
     register,
+)
+from jaxonnx.sparse._products import (
+    prepare_products,  # noqa: F401
+    register_products,
+    sparse_products,
 )
 from jaxonnx.sparse._record import (
     has,  # noqa: F401

@@ -72,7 +72,7 @@ def _primitive(name: str, plain: Callable, on_tpu: Callable) -> Primitive:
         return results, [0] * len(results)
 
     def lower_rule(context, x, *, axes):
-        function = plain if _is_split(context) else on_tpu
+        function = plain if is_split(context) else on_tpu
         return mlir.lower_fun(partial(function, axes=axes))(context, x)
 
     batching.primitive_batchers[primitive] = batch_rule
@@ -81,7 +81,7 @@ def _primitive(name: str, plain: Callable, on_tpu: Callable) -> Primitive:
     return primitive
 
 
-def _is_split(context) -> bool:
+def is_split(context) -> bool:
     """Check whether XLA partitions the program over several devices by itself."""
     axes = context.module_context.axis_context
     if (manual := getattr(axes, "manual_axes", None)) is not None:  # under a shard_map

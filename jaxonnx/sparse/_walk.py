@@ -71,6 +71,8 @@ class Walk:
             contract, batch = params["dimension_numbers"]
             for x, summed, shared in zip(operands, contract, batch, strict=True):
                 self._judge(name, x, summed, shared)
+        elif name == "sparse_product":
+            self._judge(name, operands[1], (params["axis"],), ())
         elif name == "conv_general_dilated":
             dims = params["dimension_numbers"]
             self._judge(name, first, dims.lhs_spec[1:], ())
@@ -134,9 +136,11 @@ class Walk:
 
 
 def _inner_program(equation: JaxprEqn) -> Program | None:
-    """Return the program that an equation runs, also that of a `shard_map`."""
+    """Return the program that an equation runs, also that of a `shard_map`; not a product's."""
     if equation.primitive.name == "shard_map":
         return equation.params["jaxpr"]
+    if equation.primitive.name == "sparse_product":
+        return None
     return inner_program(equation)
 
 

@@ -30,7 +30,7 @@ def sparsify(
 ) -> tuple[optax.GradientTransformationExtraArgs, Model, frozenset[str]]:
     """Return the optimizer inside `sparse.three_phase`, and the model with its record.
 
-    The last are the weights whose products use sparse tensor cores once the mask is fixed.
+    The last are the weights whose products are sparse once they are.
 
     Lengths are in epochs of `steps`. Without any, a third of the epochs is dense, half have a
     dynamic mask, the rest a fixed one. The result is for parameters as they are stored; the options
@@ -65,7 +65,7 @@ def sparsify(
             f"a dense phase of {options['dense']} epochs leaves no sparse one in {epochs} epochs"
         )
     choice = {name: options.pop(name) for name in _CHOICE if name in options}
-    structured = _on_sparse_cores(options.pop("products", "dense"), settings, storage)
+    structured = _are_sparse(options.pop("products", "dense"), settings, storage)
     model = model.with_sparsity(**choice)
     assert model.sparsity is not None  # or with_sparsity raises
     pattern, layers = model.sparsity
@@ -79,44 +79,51 @@ def sparsify(
         **options,
     )
     if structured and str(pattern) != "2:4 transposable":
-        raise TrainingError(f"cuSPARSELt has products of transposable 2:4, not of {pattern}")
+        raise TrainingError(f"sparse products are of transposable 2:4, not of {pattern}")
     return phases, model, frozenset(where if structured else ())
 
 
-def _on_sparse_cores(products: Any, settings: Settings, storage: WeightLayout) -> bool:
-    """Return whether products are cuSPARSELt's, which is made ready, or refuse that."""
+def _are_sparse(products: Any, settings: Settings, storage: WeightLayout) -> bool:
+    """Return whether products are sparse, for which the kernel is made ready, or refuse that."""
     from jaxonnx import sparse
 
     if products == "dense":
         return False
-    if products != "cusparselt":
-        raise TrainingError(f"products are 'dense' or by 'cusparselt', not {products!r}")
-    if storage.platform not in ("gpu", "cuda"):
+    if products not in ("sparse", "cusparselt"):
+        raise TrainingError(f"products are 'dense', 'sparse' or by 'cusparselt', not {products!r}")
+    on_gpu = storage.platform in ("gpu", "cuda")
+    if products == "cusparselt" and not on_gpu:
         raise TrainingError(
             f"products='cusparselt' is for NVIDIA GPUs, and the run is on {storage.platform!r}: "
-            "leave it out, and the same weights are trained with dense products"
+            "products='sparse' takes what the platform has"
         )
     if settings.mesh is not None:
-        raise TrainingError("products='cusparselt' is for one device: leave it or mesh= out")
-    if settings.precision != "bf16":
+        raise TrainingError(f"products={products!r} is for one device: leave it or mesh= out")
+    if on_gpu and settings.precision != "bf16":
         raise TrainingError(
             "cuSPARSELt has 2:4 products of 16-bit numbers only (1:2 ones of float32): "
-            "products='cusparselt' needs precision='bf16'"
+            f"products={products!r} needs precision='bf16' on a GPU"
         )
-    sparse.register_products()
+    if storage.platform == "cpu" and settings.precision == "bf16":
+        raise TrainingError(
+            "sparse products on CPU are of float32: leave precision='bf16' out, or products="
+        )
+    if products == "sparse":
+        return sparse.prepare_products(storage.platform)
+    sparse.register_products(storage.platform)
     return True
 
 
 def with_products(gradient: Gradient, memory: Any, names: Collection[str]) -> Gradient:
-    """Return a gradient whose products with these weights use sparse cores in the last phase.
+    """Return a gradient whose products with these weights are sparse once the weights are.
 
-    A run whose mask is fixed from the start may begin with dense weights, which its first step
+    A run whose mask is there from the start may begin with dense weights, which its first step
     prunes.
     """
     from jaxonnx import sparse
 
     (phases,) = _phases(memory)
-    pruned = (phases.phase == 3) & (phases.count > 0)
+    pruned = (phases.phase > 1) & (phases.count > 0)
     fixed = sparse.sparse_products(gradient, names)
     return lambda params: jax.lax.cond(pruned, fixed, gradient, params)
 

@@ -14,7 +14,7 @@ import pytest
 import jaxonnx
 from benchmarks.compiled.programs import ENVIRONMENT
 from jaxonnx import demo, sparse
-from jaxonnx.sparse import _cusparselt
+from jaxonnx.sparse._products import _compile, _cusparselt
 from jaxonnx.training._weight_layout import WeightLayout
 
 RNG = np.random.default_rng(0)
@@ -87,7 +87,7 @@ def step(**changes):
 
 
 def test_the_last_phase_of_a_step_has_them(monkeypatch):
-    monkeypatch.setattr(sparse, "register_products", lambda: None)
+    monkeypatch.setattr(sparse, "register_products", lambda platform: None)
     monkeypatch.setattr(sys.modules[WeightLayout.__module__], "platform_of", lambda x: "gpu")
     one = step()
     state = jax.eval_shape(one.init)
@@ -102,7 +102,7 @@ def test_weights_are_pruned_before_they_are_packed(monkeypatch):
         assert set(names) == {"12.weight"}
         return lambda params: jax.tree.map(jnp.zeros_like, gradient(params))
 
-    monkeypatch.setattr(sparse, "register_products", lambda: None)
+    monkeypatch.setattr(sparse, "register_products", lambda platform: None)
     monkeypatch.setattr(sparse, "sparse_products", marked)
     monkeypatch.setattr(sys.modules[WeightLayout.__module__], "platform_of", lambda x: "gpu")
     options = {"select": "12.weight", "products": "cusparselt", "dense": 0, "dynamic": 0}
@@ -119,10 +119,10 @@ def test_weights_are_pruned_before_they_are_packed(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({}, "NVIDIA GPUs, and the run is on 'cpu': leave it out"),
+        ({}, "NVIDIA GPUs, and the run is on 'cpu': products='sparse' takes"),
         (
-            {"sparsity": {"products": "sparse", "dense": 0}},
-            "'dense' or by 'cusparselt', not 'sparse'",
+            {"sparsity": {"products": "fast", "dense": 0}},
+            "'dense', 'sparse' or by 'cusparselt', not 'fast'",
         ),
     ],
 )
@@ -132,7 +132,7 @@ def test_what_cannot_be_is_refused(changes, told):
 
 
 def test_what_does_not_fit_is_refused(monkeypatch):
-    monkeypatch.setattr(sparse, "register_products", lambda: None)
+    monkeypatch.setattr(sparse, "register_products", lambda platform: None)
     monkeypatch.setattr(sys.modules[WeightLayout.__module__], "platform_of", lambda x: "gpu")
     with pytest.raises(jaxonnx.TrainingError, match=r"16-bit.*precision='bf16'"):
         step(precision=None)
@@ -142,27 +142,27 @@ def test_what_does_not_fit_is_refused(monkeypatch):
 
 
 def test_what_is_missing_is_named(monkeypatch):
-    _cusparselt.register_products.cache_clear()
+    _cusparselt.register.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(jaxonnx.SparsityError, match=r"pip install 'jaxonnx\[sparse-cuda\]'"):
-        sparse.register_products()
-    monkeypatch.setattr(_cusparselt, "_wheels", lambda: ([], _cusparselt._SOURCE))
+        sparse.register_products("gpu")
+    monkeypatch.setattr(_cusparselt, "_wheels", lambda: ([], _compile.FOLDER / "cusparselt.cc"))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(jaxonnx.SparsityError, match="no-such-compiler, which is not there"):
-        sparse.register_products()
+        sparse.register_products("gpu")
     monkeypatch.setenv("CXX", "false")
-    with pytest.raises(jaxonnx.SparsityError, match=r"products.cc does not compile: exit status 1"):
-        sparse.register_products()
+    with pytest.raises(jaxonnx.SparsityError, match=r"cusparselt.cc does not compile with false"):
+        sparse.register_products("gpu")
 
 
 COMPILED = """
 import jax, jax.numpy as jnp
 from benchmarks.compiled.programs import compiled, device
 from jaxonnx import sparse
-from jaxonnx.sparse import _cusparselt
+from jaxonnx.sparse._products import _compile, _cusparselt
 from jaxonnx.training._weight_layout import Storage
 
-sparse.register_products()  # it compiles, is linked, and JAX takes it
+sparse.register_products("gpu")  # it compiles, is linked, and JAX takes it
 params = {name: jnp.zeros((1024, 1024), jnp.bfloat16) for name in "ab"}
 
 def loss(params, x):

@@ -1,0 +1,91 @@
+"""Compile the C++ of this folder, with the compiler of the machine or of the wheel `ziglang`."""
+
+import hashlib
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from jaxonnx.errors import SparsityError
+
+FOLDER = Path(__file__).parent
+
+
+def compile_library(source: str, options: Sequence[str], target: Path) -> None:
+    """Compile one source of this folder to a shared library, with the headers of XLA's FFI.
+
+    The compiler is `$CXX`, or `c++`, or the one of `ziglang`.
+
+    Raises:
+      SparsityError: there is no compiler, or it fails; the message has its first error.
+    """
+    include = f"-I{jax.ffi.include_dir()}"
+    command = [*_compiler(), "-std=c++17", "-shared", "-fPIC", include, str(FOLDER / source)]
+    try:
+        subprocess.run(
+            [*command, *options, "-o", str(target)], check=True, capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        raise SparsityError(
+            f"sparse products are compiled by {command[0]}, which is not there: install a C++ "
+            "compiler and name it in the environment variable CXX, or pip install "
+            "'jaxonnx[sparse-cpu]', which brings one"
+        ) from None
+    except subprocess.CalledProcessError as failure:
+        errors = [line for line in failure.stderr.splitlines() if "error" in line]
+        found = errors[0] if errors else f"exit status {failure.returncode}"
+        raise SparsityError(f"{source} does not compile with {command[0]}: {found}") from None
+
+
+def _compiler() -> list[str]:
+    if chosen := os.environ.get("CXX"):
+        return chosen.split()
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    has_system = any(os.access(Path(folder, "c++"), os.X_OK) for folder in folders)
+    if not has_system and importlib.util.find_spec("ziglang"):
+        return [sys.executable, "-m", "ziglang", "c++"]
+    return ["c++"]
+
+
+def cached_library(source: str, options: Sequence[str], others: Sequence[str] = ()) -> Path:
+    """Return the path of a compiled source, which is compiled unless the user's cache has it.
+
+    The cache is `$XDG_CACHE_HOME/jaxonnx`, or `~/.cache/jaxonnx`. Its key is made of the sources,
+    the compiler, the options, the version of JAX, whose headers are used, and the kind of
+    processor: nothing is compiled for the one at hand, so that a cache may be shared.
+    """
+    about = (*_compiler(), *options, jax.__version__, platform.system(), platform.machine())
+    digest = hashlib.sha256("\0".join(about).encode())
+    for name in (source, *others):
+        digest.update((FOLDER / name).read_bytes())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jaxonnx")
+    library = cache / f"{Path(source).stem}-{digest.hexdigest()[:16]}.so"
+    if library.exists():
+        return library
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.mkdtemp(dir=cache)
+    except OSError as error:
+        warnings.warn(
+            f"{cache} cannot be written ({error.strerror}): each process compiles its sparse "
+            "products; name another folder in XDG_CACHE_HOME",
+            stacklevel=2,
+        )
+        library = Path(tempfile.mkdtemp(), library.name)
+        compile_library(source, options, library)
+        return library
+    made = Path(folder, library.name)
+    try:
+        compile_library(source, options, made)
+        made.replace(library)  # at once: another process sees all of it or nothing
+    finally:
+        made.unlink(missing_ok=True)
+        Path(folder).rmdir()
+    return library

@@ -1,0 +1,256 @@
+// y (b, n) = x (b, k) @ w (k, n), or @ w (n, k)^T, where at most two of each four numbers of w along
+// the contraction are not zero: half of the multiplications are left out, with ordinary vector
+// instructions. It is vectorized over rows of x: a panel of x is stored as [input][row], and each
+// weight that is kept is broadcast and multiplied with the row of the panel that its place names.
+//
+// What is packed: x once, as panels of at most 8 vectors of rows, in memory that XLA gives; the
+// weight in blocks that fit the second-level cache, for each 512 rows anew. Sums go to a buffer of
+// the thread between blocks of inputs, so the order of additions is that of the inputs, whatever the
+// number of threads.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+// Lines of the next block of the weight, to be fetched during the products of this one.
+struct Ahead {
+  const float* from;
+  int64_t lines, by_tile, by_lane, by_line;
+};
+
+using Pack = bool (*)(const float*, int64_t, int64_t, int64_t, int32_t, float*, int32_t*);
+
+struct Kernels {
+  int64_t lanes;
+  void (*pack_rows)(const float*, int64_t, int64_t, int64_t, float*);
+  void (*unpack_sums)(const float*, int64_t, int64_t, float*, int64_t, int64_t);
+  Pack pack_columns, pack_transposed;
+  void (*multiply[8])(const float*, int64_t, const float*, const int32_t*, int64_t, int64_t, bool,
+                      float*, const Ahead&);
+};
+
+#if defined(__x86_64__)
+#define VARIANT avx512
+#define LANES 16
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
+#include "kernel.inc"
+#undef VARIANT
+#undef LANES
+#undef TARGET
+#define VARIANT avx2
+#define LANES 8
+#define TARGET __attribute__((target("avx2,fma")))
+#include "kernel.inc"
+#undef VARIANT
+#undef LANES
+#undef TARGET
+#endif
+// SSE2, NEON, or whatever every processor of the family has
+#define VARIANT common
+#define LANES 4
+#define TARGET
+#include "kernel.inc"
+
+const Kernels* Variant(int64_t number) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (number == 0) return wide ? &avx512::kKernels : nullptr;
+  const bool middle = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (number == 1) return middle ? &avx2::kKernels : nullptr;
+#endif
+  return number == 2 ? &common::kKernels : nullptr;
+}
+
+constexpr int64_t kRows = 512;         // that use a packed block of the weight
+constexpr int64_t kOutputs = 256;      // of a block
+constexpr int64_t kInputs = 256;       // of a block, at most
+constexpr int64_t kPanel = 24 * 1024;  // bytes of a panel's part, of a first-level cache of 32 KiB
+constexpr int64_t kStep = 16;          // what the rows of a panel are a multiple of
+
+struct alignas(64) Buffers {
+  float sums[kRows * kOutputs];
+  float values[kOutputs * kInputs / 2];
+  int32_t places[kOutputs * kInputs / 4];
+};
+
+// Calls `work(i)` for i in [0, count) in the threads of the pool and in this one, which waits only
+// for what has begun: a pool whose threads all wait here does not hang.
+template <typename Work>
+void Parallel(ffi::ThreadPool& pool, int64_t threads, int64_t count, const Work& work) {
+  struct Shared {
+    std::atomic<int64_t> next{0}, done{0};
+    std::mutex guard;
+    std::condition_variable finished;
+  };
+  auto shared = std::make_shared<Shared>();
+  auto run = [shared, count, &work] {
+    int64_t mine = 0;
+    for (int64_t i; (i = shared->next++) < count; ++mine) work(i);
+    if (mine > 0 && (shared->done += mine) == count) {
+      std::lock_guard<std::mutex> lock(shared->guard);
+      shared->finished.notify_all();
+    }
+  };
+  for (int64_t i = 1; i < std::min(threads, count); ++i) pool.Schedule(decltype(run)(run));
+  run();
+  std::unique_lock<std::mutex> lock(shared->guard);
+  shared->finished.wait(lock, [&] { return shared->done == count; });
+}
+
+int64_t Divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct Product {
+  const Kernels& kernels;
+  const float *x, *w;
+  float *y, *panels;
+  int64_t b, k, n;
+  bool transposed;
+  int64_t height, count, depth, together, wide;
+  std::atomic<bool> full{false};
+
+  Product(const Kernels& kernels, const float* x, const float* w, float* y, float* panels, int64_t b,
+          int64_t k, int64_t n, bool transposed, int64_t threads)
+      : kernels(kernels), x(x), w(w), y(y), panels(panels), b(b), k(k), n(n),
+        transposed(transposed) {
+    // panels of equal height; what they and blocks hold depends on the shape alone, as the sums do
+    count = Divided(b, 8 * kernels.lanes);
+    height = Divided(Divided(b, count), kStep) * kStep;
+    count = Divided(b, height);
+    depth = std::min(kInputs, kPanel / (4 * height) / 16 * 16);
+    together = std::max<int64_t>(1, kRows / height);
+    // chunks of outputs of about equal work for each thread; they do not change a sum
+    int64_t chunks = Divided(n, kOutputs);
+    const int64_t parts = Divided(count, together);
+    if (parts * chunks < 4 * threads) chunks = Divided(parts * chunks, threads) * threads / parts;
+    chunks = std::max(chunks, Divided(n, kOutputs));
+    wide = std::min(kOutputs, Divided(Divided(n, chunks), kernels.lanes) * kernels.lanes);
+  }
+
+  int64_t rows(int64_t p) const { return std::min(height, b - p * height); }
+
+  const float* weight(int64_t input, int64_t output) const {
+    return transposed ? w + output * k + input : w + input * n + output;
+  }
+
+  void PackPanel(int64_t p) const {
+    kernels.pack_rows(x + p * height * k, rows(p), k, height, panels + p * height * k);
+  }
+
+  Ahead Next(int64_t input, int64_t output) const {
+    if (input >= k) input = 0, output += wide;
+    if (output >= n) return {w, 0, 0, 0, 0};
+    const int64_t lines = Divided(depth, 16);
+    if (transposed) return {weight(input, output), lines, kernels.lanes * k, k, 16};
+    // a tile of `lanes` outputs has depth * lanes numbers: each of its outputs fetches some rows
+    const int64_t each = Divided(depth, kernels.lanes);
+    return {weight(input, output), each, kernels.lanes, each * n, n};
+  }
+
+  void MultiplyChunk(int64_t task, Buffers& buffers) {
+    const int64_t chunks = Divided(n, wide), output = task % chunks * wide;
+    const int64_t from = task / chunks * together, to = std::min(count, from + together);
+    const int64_t outputs = std::min(wide, n - output), lanes = kernels.lanes;
+    const Pack pack = transposed ? kernels.pack_transposed : kernels.pack_columns;
+    for (int64_t input = 0; input < k; input += depth) {
+      const int64_t inputs = std::min(depth, k - input);
+      const bool many = pack(weight(input, output), transposed ? k : n, inputs, outputs, 4 * height,
+                             buffers.values, buffers.places);
+      if (many) full = true;
+      Ahead ahead = Next(input + depth, output);
+      for (int64_t p = from; p < to; ++p, ahead.lines = 0) {
+        kernels.multiply[Divided(rows(p), lanes) - 1](
+            panels + (p * k + input) * height, height, buffers.values, buffers.places, inputs / 4,
+            outputs, input == 0, buffers.sums + (p - from) * height * wide, ahead);
+      }
+    }
+    for (int64_t p = from; p < to; ++p) {
+      kernels.unpack_sums(buffers.sums + (p - from) * height * wide, height, outputs,
+                          y + p * height * n + output, n, rows(p));
+    }
+  }
+
+  // Judges groups of more than two weights: a NaN among them makes the output NaN, as in a dense
+  // product; without one the weight is not 2:4.
+  ffi::Error Judge() const {
+    for (int64_t o = 0; o < n; ++o) {
+      for (int64_t i = 0; i < k; i += 4) {
+        int found = 0;
+        bool nan = false;
+        for (int64_t j = i; j < i + 4; ++j) {
+          found += *weight(j, o) != 0;
+          nan |= std::isnan(*weight(j, o));
+        }
+        if (found > 2 && !nan) {
+          return ffi::Error::InvalidArgument(
+              "a sparse product has a weight that is not 2:4: its inputs " + std::to_string(i) +
+              " to " + std::to_string(i + 3) + " of output " + std::to_string(o) + " have " +
+              std::to_string(found) + " nonzeros; sparse.prune makes it 2:4");
+        }
+        for (int64_t r = 0; found > 2 && r < b; ++r) {
+          y[r * n + o] = std::numeric_limits<float>::quiet_NaN();
+        }
+      }
+    }
+    return ffi::Error::Success();
+  }
+};
+
+ffi::Error Multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> w,
+                    ffi::Result<ffi::Buffer<ffi::F32>> y,
+                    ffi::Result<ffi::Buffer<ffi::F32>> panels, int64_t axis, int64_t variant,
+                    int64_t threads) {
+  const int64_t b = x.dimensions()[0], k = x.dimensions()[1], n = y->dimensions()[1];
+  const Kernels* kernels = Variant(std::max<int64_t>(variant, 0));
+  for (int64_t i = 1; variant < 0 && kernels == nullptr; ++i) kernels = Variant(i);
+  if (kernels == nullptr) return ffi::Error::InvalidArgument("this processor lacks the variant");
+  if (threads == 0) threads = std::max<int64_t>(1, pool.num_threads());
+  Product product(*kernels, x.typed_data(), w.typed_data(), y->typed_data(), panels->typed_data(),
+                  b, k, n, axis == 1, threads);
+  if (static_cast<int64_t>(panels->element_count()) < product.count * product.height * k) {
+    return ffi::Error::Internal("a sparse product has no room for its panels");
+  }
+  Parallel(pool, threads, product.count, [&](int64_t p) { product.PackPanel(p); });
+  const int64_t tasks = Divided(product.count, product.together) * Divided(n, product.wide);
+  Parallel(pool, threads, tasks, [&](int64_t task) {
+    static thread_local const std::unique_ptr<Buffers> buffers(new Buffers);
+    product.MultiplyChunk(task, *buffers);
+  });
+  return product.full ? product.Judge() : ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxonnxSparseProduct, Multiply,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("axis")
+                                  .Attr<int64_t>("variant")
+                                  .Attr<int64_t>("threads"));
+
+// Returns the variants that this processor has, a bit for each.
+extern "C" int64_t JaxonnxSparseVariants() {
+  int64_t found = 0;
+  for (int64_t i = 0; i < 3; ++i) found |= Variant(i) == nullptr ? 0 : int64_t{1} << i;
+  return found;
+}

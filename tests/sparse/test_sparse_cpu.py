@@ -1,0 +1,359 @@
+"""Products with 2:4 weights by the kernel for processors, against NumPy in double precision."""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxonnx
+from jaxonnx import demo, sparse
+from jaxonnx.sparse import _products
+from jaxonnx.sparse._products import _compile, _cpu
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernel():
+    try:
+        sparse.register_products("cpu")
+    except jaxonnx.SparsityError as missing:
+        pytest.skip(str(missing))
+
+
+def weight(k, n, seed=0):
+    """A weight that is 2:4 along axis 0, with some groups of fewer."""
+    rng = np.random.default_rng(seed)
+    w = rng.normal(size=(k // 4, 4, n)).astype(np.float32)
+    order = np.argsort(rng.random(w.shape), axis=1)
+    few = rng.random((k // 4, 1, n)) < 0.1
+    return np.where(order < np.where(few, 1, 2), w, 0).reshape(k, n)
+
+
+def rows(b, k, seed=1):
+    return np.random.default_rng(seed).normal(size=(b, k)).astype(np.float32)
+
+
+def product(x, w, axis, **options):
+    w = w if axis == 0 else np.ascontiguousarray(w.T)
+    return np.asarray(jax.jit(lambda x, w: _cpu.product(x, w, axis, **options))(x, w))
+
+
+SHAPES = [
+    *((1, 4, 4), (7, 20, 12), (16, 16, 16), (17, 260, 36), (33, 48, 68), (129, 100, 300)),
+    *((64, 384, 256), (127, 12, 260), (128, 52, 20), (513, 36, 28), (1025, 16, 264)),
+]
+"""Rows, inputs and outputs below, at and above the edges of tiles, panels and blocks."""
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("variant", _cpu.VARIANTS)
+def test_each_variant_is_the_definition_on_every_size(variant, axis):
+    if variant not in _cpu.variants():
+        pytest.skip(f"this processor has no {variant}")
+    for b, k, n in SHAPES:
+        x, w = rows(b, k), weight(k, n)
+        wanted = x.astype(float) @ w
+        one, two = (product(x, w, axis, variant=variant, threads=t) for t in (1, 3))
+        np.testing.assert_array_equal(one, two, err_msg=f"{b} {k} {n}: not the same bits")
+        size = np.abs(x).astype(float) @ np.abs(w)
+        assert (np.abs(one - wanted) <= 1e-6 * size + 1e-30).all(), (b, k, n)
+
+
+@pytest.mark.parametrize("variant", _cpu.VARIANTS)
+def test_what_masked_weights_would_multiply_is_never_read(variant):
+    if variant not in _cpu.variants():
+        pytest.skip(f"this processor has no {variant}")
+    x, w = rows(40, 36), weight(36, 44)
+    w[w == 0] = -0.0
+    plain = product(x, w, 0, variant=variant)
+    for poison in (np.nan, np.inf):
+        for i in range(36):
+            poisoned = x.copy()
+            poisoned[:, i] = poison
+            found = product(poisoned, w, 0, variant=variant)
+            reads = w[i] != 0
+            assert not np.isfinite(found[:, reads]).any()
+            # a group without any weight reads one of its inputs
+            empty = ~(w.reshape(9, 4, 44)[i // 4] != 0).any(0)
+            np.testing.assert_array_equal(found[:, ~reads & ~empty], plain[:, ~reads & ~empty])
+
+
+def test_a_weight_that_is_not_sparse_is_an_error_and_never_a_wrong_product():
+    x, w = rows(64, 32), weight(32, 20)
+    w[4:8, 3] = [1, 2, 3, 0]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"inputs 4 to 7 of output 3 have 3 nonz"):
+        product(x, w, 0)
+    w[5, 3] = np.nan  # as after a step that went wrong: the output is what a dense product gives
+    found = product(x, w, 0)
+    assert np.isnan(found[:, 3]).all()
+    assert np.isfinite(np.delete(found, 3, axis=1)).all()
+
+
+def test_products_from_several_threads_at_once_are_right():
+    x, w = rows(300, 256), weight(256, 512)
+    wanted, wrong = product(x, w, 0), []
+
+    def work():
+        for _ in range(20):
+            wrong.append((product(x, w, 0) != wanted).sum())
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(wrong) == 80
+    assert not any(wrong)
+
+
+PARAMS = {"a": rows(256, 512), "b": rows(768, 512)}
+X = rows(256, 256).reshape(8, 32, 256)
+
+
+def network(params, x):
+    hidden = jax.nn.relu(x @ params["a"])
+    return jax.jit(lambda w, h: h @ w.T)(params["b"], hidden)
+
+
+def loss(params, x):
+    return (network(params, x) ** 2).mean()
+
+
+def count(function, *args):
+    return str(jax.make_jaxpr(function)(*args)).count("sparse_product")
+
+
+def test_forward_and_backward_products_are_sparse_and_near_the_dense_ones():
+    params = sparse.prune(PARAMS)
+    gradient = jax.value_and_grad(loss, (0, 1))
+    structured = sparse.sparse_products(gradient, {"a", "b"})
+    assert count(structured, params, X) == 4
+    assert count(sparse.sparse_products(gradient, {"b"}), params, X) == 2
+    assert count(structured, params, X[:1, :8]) == 0  # too few rows to gain
+    lowered = jax.jit(structured).lower(params, X).as_text()
+    assert lowered.count("transpose") <= jax.jit(gradient).lower(params, X).as_text().count("trans")
+    wanted = gradient(jax.tree.map(lambda w: np.float64(w), params), np.float64(X))
+    found = jax.jit(structured)(params, X)
+
+    def close(a, b):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6 * np.abs(b).max())
+
+    jax.tree.map(close, found, wanted)
+
+
+@pytest.mark.deep
+def test_vmap_scan_remat_and_derivatives_are_right():
+    params = sparse.prune(PARAMS)
+    quick = sparse.sparse_products(network, {"a", "b"})
+    batches = jnp.stack([X, X + 1, 2 * X])
+
+    def close(a, b):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
+
+    wanted = jnp.stack([network(params, x) for x in batches])
+    close(jax.vmap(quick, (None, 0))(params, batches), wanted)
+    both = jax.tree.map(lambda w: jnp.stack([w, -w]), params)
+    close(jax.vmap(quick, (0, None))(both, X)[0], wanted[0])
+    close(jax.vmap(quick)(both, batches[:2])[0], wanted[0])
+    close(jax.lax.map(lambda x: quick(params, x), batches), wanted)
+    again = jax.checkpoint(quick)
+    for function in (quick, again):
+        found = jax.grad(lambda p, f=function: (f(p, X) ** 2).mean())(params)
+        jax.tree.map(close, found, jax.grad(loss)(params, X))
+    tangent = jax.jvp(lambda x: quick(params, x), (X,), (X,))[1]
+    close(tangent, jax.jvp(lambda x: network(params, x), (X,), (X,))[1])
+
+
+def test_pointwise_kernels_are_sparse_and_others_are_not():
+    params = {"k": jnp.asarray(sparse.mask(rows(256, 256)) * rows(256, 256))[:, :, None, None]}
+
+    def pointwise(params, x):
+        return x @ params["k"].reshape(256, 256).T
+
+    assert count(sparse.sparse_products(pointwise, {"k"}), params, X) == 1
+    found = sparse.sparse_products(pointwise, {"k"})(params, X)
+    np.testing.assert_allclose(found, pointwise(params, X), rtol=1e-4, atol=1e-4)
+    half = {"a": jnp.asarray(PARAMS["a"], jnp.bfloat16)}
+    run = sparse.sparse_products(lambda p, x: x @ p["a"], {"a"})
+    y = jax.jit(run)(half, jnp.asarray(X, jnp.bfloat16))  # cuSPARSELt's: dense here
+    np.testing.assert_array_equal(y, jnp.asarray(X, jnp.bfloat16) @ half["a"])
+
+
+def wide(**changes):
+    model = demo.mlp(256)
+    return model.replace(
+        params={**model.params, "body_weight": jnp.asarray(rows(64, 256))} | changes
+    )
+
+
+@pytest.fixture
+def everything(monkeypatch):
+    monkeypatch.setattr(_cpu, "LEAST_ROWS", ((4, 1),))
+
+
+SPARSITY = {"select": "body_weight", "dense": 1, "dynamic": 2, "fixed": 1}
+
+
+@pytest.mark.deep
+def test_a_run_learns_with_them_as_without(everything):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(256, 1, 8, 8)).astype(np.float32), rng.integers(0, 10, 256)
+    runs = [
+        jaxonnx.train(
+            demo.mlp(256), (x, y), loss="softmax_cross_entropy_with_integer_labels",
+            optimizer=optax.adam(1e-2), epochs=4, batch_size=64, seed=1,
+            sparsity=SPARSITY | {"products": products},
+        )
+        for products in ("dense", "sparse")
+    ]  # fmt: skip
+    dense, structured = ([row["loss"] for row in run.history.epochs] for run in runs)
+    np.testing.assert_allclose(structured, dense, rtol=1e-4)
+    np.testing.assert_array_equal(
+        *(np.asarray(run.model.params["body_weight"]) != 0 for run in runs)
+    )
+
+
+def test_a_step_has_them_in_its_sparse_phases_only(everything):
+    step = jaxonnx.training.step(
+        demo.mlp(256), loss="softmax_cross_entropy_with_integer_labels",
+        optimizer=optax.sgd(0.1), sparsity=SPARSITY | {"refresh": 1, "products": "sparse"},
+    )  # fmt: skip
+    batch = np.zeros((64, 1, 8, 8), np.float32), np.arange(64) % 10
+    program = jax.make_jaxpr(step.update)(step.init(), batch)
+    (choice,) = (
+        e for e in program.eqns if e.primitive.name == "cond" and "sparse_product" in str(e.params)
+    )
+    dense, structured = (str(branch) for branch in choice.params["branches"])
+    assert "sparse_product" not in dense
+    assert structured.count("sparse_product") == 1  # its input is the data, which has no gradient
+
+
+def test_a_step_sees_a_loss_that_is_not_finite(everything):
+    step = jaxonnx.training.step(
+        demo.mlp(256), loss="softmax_cross_entropy_with_integer_labels",
+        optimizer=optax.sgd(0.1),
+        sparsity={"select": "body_weight", "dense": 0, "dynamic": 0, "products": "sparse"},
+    )  # fmt: skip
+    update, state = jax.jit(step.update), step.init()
+    x = rows(64, 64).reshape(64, 1, 8, 8)
+    state, (_, good) = update(state, (x, np.arange(64) % 10))
+    assert good
+    x[3, 0, 2, 1] = np.nan
+    assert not update(state, (x, np.arange(64) % 10))[1][1]
+
+
+def test_calls_of_a_model_use_them_and_verify_says_so(everything):
+    model = wide()
+    options = {"select": "body_weight", **model.sparsity_options()}
+    model = sparse.record(model.replace(params=sparse.prune(model.params, **options)))
+    quick = model.with_sparse_products()
+    x = rows(96, 64).reshape(96, 1, 8, 8)
+    assert count(quick.apply, quick.params, x) == 1
+    np.testing.assert_allclose(quick(x), model(x), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(quick.predict(x), model.predict(x), rtol=1e-4, atol=1e-4)
+    products = {p.primitive for p in sparse.verify(quick).products if p.part == "forward"}
+    assert products == {"sparse_product"}
+    products = {p.primitive for p in sparse.verify(model).products if p.part == "forward"}
+    assert products == {"dot_general"}
+    assert jaxonnx.load(quick.to_onnx())(x).shape == (96, 10)
+    with pytest.raises(jaxonnx.SparsityError, match=r"it records none: sparse\.record\(model\)"):
+        demo.mlp().with_sparse_products()
+
+
+@pytest.mark.deep
+def test_rows_of_a_mesh_are_right(everything):
+    program = """if True:
+        import jax, numpy as np
+        from jaxonnx import sparse
+        from jaxonnx.sparse._products import _cpu
+        _cpu.LEAST_ROWS = ((4, 1),)
+        sparse.register_products()
+        mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+        w = sparse.prune({"w": np.random.default_rng(0).normal(size=(64, 32)).astype("f")})
+        x = np.random.default_rng(1).normal(size=(32, 64)).astype("f")
+        run = sparse.sparse_products(lambda p, x: x @ p["w"], {"w"})
+        rows = jax.device_put(x, jax.NamedSharding(mesh, jax.P("d")))
+        text = jax.jit(run).lower(w, rows).as_text()
+        print(text.count("custom_call @jaxonnx"))
+        np.testing.assert_allclose(jax.jit(run)(w, rows), x @ w["w"], 1e-4, 1e-4)
+        split = jax.shard_map(lambda x: run(w, x), mesh=mesh, in_specs=jax.P("d"),
+                              out_specs=jax.P("d"))
+        print(jax.jit(split).lower(rows).as_text().count("custom_call @jaxonnx"))
+        np.testing.assert_allclose(jax.jit(split)(rows), x @ w["w"], 1e-4, 1e-4)
+    """
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | flags, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["0", "1"]  # split by XLA: dense; by `shard_map`: sparse
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "jaxonnx"
+
+
+def test_a_compiled_kernel_is_found_again_and_its_sources_are_its_name(cache, monkeypatch):
+    monkeypatch.setattr(_compile, "compile_library", lambda *args: args[-1].write_text("made"))
+    first = _compile.cached_library("cpu.cc", ["-O1"])
+    assert [*cache.iterdir()] == [first]
+    monkeypatch.setattr(_compile, "compile_library", None)
+    assert _compile.cached_library("cpu.cc", ["-O1"]) == first
+    monkeypatch.setattr(_compile, "compile_library", lambda *args: args[-1].write_text("made"))
+    others = [
+        _compile.cached_library("cpu.cc", ["-O2"]),
+        _compile.cached_library("cpu.cc", ["-O1"], ["kernel.inc"]),
+    ]
+    monkeypatch.setenv("CXX", "other-compiler")
+    others.append(_compile.cached_library("cpu.cc", ["-O1"]))
+    assert len({first, *others}) == 4
+
+
+def test_without_a_compiler_the_way_out_is_named_and_products_are_dense(cache, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    for thing in (_cpu.register, _cpu._library):
+        thing.cache_clear()
+    with pytest.raises(jaxonnx.SparsityError, match=r"no-such-compiler, .*jaxonnx\[sparse-cpu\]"):
+        sparse.register_products("cpu")
+    with pytest.warns(UserWarning, match="products stay dense: .*no-such-compiler"):
+        assert not _products.prepare_products("cpu")
+    assert not [*cache.iterdir()]
+
+
+def test_a_compiler_that_fails_is_quoted(cache, monkeypatch, tmp_path):
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho 'x.h: fatal error: no such file' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(jaxonnx.SparsityError, match=r"cpu\.cc does not compile .*no such file"):
+        _compile.cached_library("cpu.cc", [])
+
+
+def test_a_cache_that_cannot_be_written_is_told(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(_compile, "compile_library", lambda *args: args[-1].write_text("made"))
+    with pytest.warns(UserWarning, match="cannot be written"):
+        assert _compile.cached_library("cpu.cc", []).read_text() == "made"
+
+
+@pytest.mark.deep
+def test_the_compiler_of_ziglang_compiles_it(monkeypatch, tmp_path):
+    pytest.importorskip("ziglang")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    folders = os.environ["PATH"].split(os.pathsep)
+    without = [f for f in folders if not Path(f, "c++").exists()]
+    monkeypatch.setenv("PATH", os.pathsep.join(without))
+    assert shutil.which("c++") is None
+    assert _compile._compiler()[1:] == ["-m", "ziglang", "c++"]
+    assert _compile.cached_library("cpu.cc", _cpu._OPTIONS, ["kernel.inc"]).stat().st_size > 1000
