@@ -15,12 +15,19 @@ _LARGE = 1e3
 """Numbers above it are those of a mask, which is added to rule places out."""
 
 _KEEPS = ("Add", "Cast", "Concat", "Dropout", "Flatten", "Identity", "Mul", "Reshape", "Slice")
-_KEEPS += ("Squeeze", "Transpose", "Unsqueeze")
+_KEEPS += ("DequantizeLinear", "QLinearAdd", "QuantizeLinear", "Squeeze", "Transpose", "Unsqueeze")
 """Operators behind which an embedding is still one: moved, scaled, or with others beside it."""
+
+
+PRODUCTS = ("Conv", "ConvInteger", "DynamicQuantizeMatMul", "Gemm", "MatMul", "MatMulInteger")
+PRODUCTS += ("MatMulIntegerToFloat", "MatMulNBits", "QGemm", "QLinearConv", "QLinearMatMul")
+"""Products with weights, also with quantized ones."""
 
 
 def embeddings(graph: Graph, uses: Sequence[Use]) -> set[str]:
     """Return the values of the main graph that are rows of a table, or patches of an image.
+
+    Patches are what a convolution makes without overlap, or a first product of the inputs.
 
     Args:
       graph: the main graph.
@@ -32,11 +39,17 @@ def embeddings(graph: Graph, uses: Sequence[Use]) -> set[str]:
         if use.node.op.name == "Gather" and use.position == 0 and not use.passes
     }
     values: set[str] = set()
+    worked: set[str] = set()
     for node in graph.nodes:
-        kernel, steps = (node.attributes.get(name) for name in ("kernel_shape", "strides"))
-        patches = node.op.name == "Conv" and kernel == steps and max(kernel or [1]) > 1
-        keeps = node.op.name in _KEEPS and not values.isdisjoint(node.inputs)
-        if not node.op.domain and (node.index in looked_up or patches or keeps):
+        name, inputs = node.op.name, node.inputs
+        kernel, steps = (node.attributes.get(what) for what in ("kernel_shape", "strides"))
+        patches = "Conv" in name and kernel == steps and max(kernel or [1]) > 1
+        first = "Conv" not in name and worked.isdisjoint(inputs)
+        embeds = name in PRODUCTS and (patches or first)
+        keeps = name in _KEEPS and not values.isdisjoint(inputs)
+        if name in PRODUCTS or not worked.isdisjoint(node.reads):
+            worked.update(node.outputs)
+        if embeds or keeps or (not node.op.domain and node.index in looked_up):
             values.update(filter(None, node.outputs))
     return values
 
@@ -60,6 +73,21 @@ def is_learned(use: Use, value: Any, embedded: Collection[str]) -> bool:
         return False
     own = [axis for axis, n in zip(axes, lengths, strict=True) if axis is not None and n != 1]
     return not any(_is_sinusoid(table, axis) for axis in (own[0], own[-1]))
+
+
+def is_grid(use: Use, value: Any) -> bool:
+    """Check whether a tensor with several different numbers is a learned (1, C, 1, F) here.
+
+    Biases are split over heads like that, factors and slopes over channels and frequencies. Masks
+    and the biases of ALiBi, which count along an axis, are not.
+    """
+    shape = np.shape(value)
+    if len(shape) < 4 or shape[0] != 1 or shape[1] == 1 or sum(n != 1 for n in shape) != 2:
+        return False
+    rows = np.asarray(value, np.float64).reshape(shape[1], -1)
+    steps = np.diff(rows, axis=1)
+    counts = np.allclose(steps, steps[:, :1], 1e-3, 1e-6) if steps.shape[1] > 1 else False
+    return use.view.axes is not None and not counts and bool(np.abs(rows).max() < _LARGE)
 
 
 def _is_sinusoid(table: np.ndarray, axis: int) -> bool:

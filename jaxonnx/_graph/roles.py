@@ -17,7 +17,7 @@ from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.buffers import Buffers
 from jaxonnx._graph.known_constants import describe_constant
 from jaxonnx._graph.normalizations import Normalizations, normalizations
-from jaxonnx._graph.positions import embeddings, is_learned
+from jaxonnx._graph.positions import PRODUCTS, embeddings, is_grid, is_learned
 from jaxonnx._graph.uses import Use, uses
 from jaxonnx._io.protos import all_graphs
 
@@ -130,6 +130,10 @@ class Roles:
         weights = [use for use, role in found if role == "param" and not known[use.name]]
         heavy = [use for use in weights if np.size(tensors[use.name]) > 1]
         layers = {use.outer.index for use in heavy if use.node.op.role(use.position) == "param"}
+        packed = [
+            use for use in self.used if not jnp.issubdtype(tensors[use.name].dtype, jnp.floating)
+        ]
+        layers |= {use.outer.index for use in packed if use.node.op.name in PRODUCTS}
         stored = any(use.name in initializers for use in weights if use.node.op.form(use.position))
         places = Buffers(graph, self.used, layers, initializers, stored)
         self.of: dict[str, str] = {}
@@ -192,7 +196,7 @@ def _roles(
     def is_table(use: Use) -> bool:
         value = np.asarray(tensors[use.name])
         irregular = use.name in initializers and _is_irregular(value)
-        return irregular and is_learned(use, value, embedded)
+        return irregular and (is_learned(use, value, embedded) or is_grid(use, value))
 
     for use in used:
         role = use.node.op.role(use.position)
@@ -207,8 +211,10 @@ def _roles(
         elif role == "param" and use.view.expanded and use.node.op.form(use.position):
             # frequencies of a rotary table, repeated for an outer product with positions
             role = "param" if use.summed else None
-        elif role is None and use.name in initializers and _is_token(use, tensors[use.name]):
-            role = "param"
+        elif role is None and use.name in initializers:
+            value = tensors[use.name]
+            learned = _is_token(use, value) or _is_normalized(use, value)
+            role = "param" if learned else None
         if role is not None:
             yield use, role
 
@@ -233,6 +239,8 @@ def _is_token(use: Use, value: np.ndarray) -> bool:
     axes = use.view.axes
     if use.passes or (use.node.op.name, use.node.op.domain) != ("Concat", ""):
         return False
+    if axes == (0,) and use.view.expanded:  # to a shape that the file computes
+        return use.node.attributes.get("axis", 1) == 1 and _is_irregular(np.asarray(value))
     if axes is None or len(axes) != 3 or use.view.part:
         return False
     joined = use.node.attributes.get("axis", 1) % 3
@@ -240,3 +248,9 @@ def _is_token(use: Use, value: np.ndarray) -> bool:
     if joined == 2 or lengths[2] == 1 or lengths[1 - joined] != 1:
         return False
     return use.view.expanded or len(np.unique(value)) > 2
+
+
+def _is_normalized(use: Use, value: np.ndarray) -> bool:
+    """Check whether a tensor is a table whose rows a layer normalizes, as DeBERTa's positions."""
+    normalizes = use.node.op.name.endswith("LayerNormalization") and use.position == 0
+    return normalizes and np.ndim(value) > 1 and _is_irregular(np.asarray(value))

@@ -137,7 +137,10 @@ def _count_keys(total_sequence_length, past_key, steps):
     )
 
 
-@op("GroupQueryAttention", since=1, domain=DOMAIN)
+_NORMS = {"q_norm_weight": 1.0, "k_norm_weight": 1.0}
+
+
+@op("GroupQueryAttention", since=1, domain=DOMAIN, params=_NORMS)
 def group_query_attention(
     query,
     key: Omissible,
