@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ from jaxonnx._graph.roles import running_statistics
 from jaxonnx._graph.select import Select, select
 from jaxonnx._graph.uses import Weight, weights
 from jaxonnx._graph.weight_names import Places
+from jaxonnx._io import adapter_files
+from jaxonnx._rewrite.adapters import factor_names, module_name
 from jaxonnx._safe_read import reading
 from jaxonnx.errors import InputError, ModelError
 from jaxonnx.lowering import Changed, LowRank, is_half
@@ -173,12 +175,12 @@ class Adapters:
         renewed = {name: v for name, v in model.state.items() if name in statistics}
         return cls(merge.rank, merge.alpha, merge.layouts, {**model.params, **renewed})
 
-    def apply(self, model: Model) -> Model:
-        """Return a plain model with the adapters merged into its weights.
+    def are_apart(self, model: Model) -> bool:
+        """Check whether any weight that they change is stored in few bits, and stays as it is."""
+        return any(not _is_float(model.tensors[name]) for name in self.layouts)
 
-        Raises:
-          InputError: the model does not have these weights, or in other shapes.
-        """
+    def apply(self, model: Model) -> Model:
+        """Return `attach(model).merge_adapters()`, a plain model."""
         return self.attach(model).merge_adapters()
 
     def attach(self, model: Model) -> Model:
@@ -200,7 +202,8 @@ class Adapters:
         tensors = {**model.state, **model.params, **moved, **values}
         pairs = {member for name in self.layouts for member in _pair(name)}
         trained = dict.fromkeys([*model.params, *self.layouts, *(params.keys() - pairs)])
-        merge = _Merge(tuple(trained), self.rank, self.alpha, self.layouts)
+        stored = tuple(name for name in self.layouts if not _is_float(tensors[name]))
+        merge = _Merge(tuple(trained), self.rank, self.alpha, self.layouts, stored)
         constants = {name: v for name, v in constants.items() if name not in moved}
         return dataclasses.replace(
             model,
@@ -209,12 +212,55 @@ class Adapters:
             program=dataclasses.replace(model.program, constants=constants, adaption=merge),
         )
 
-    def save(self, path: str | os.PathLike) -> None:
-        """Write a small `.npz`: the values, and rank, alpha and layouts as JSON beside them.
+    def to_inputs(
+        self, names: Callable[[str], str] = module_name, dtype: Any = np.float32
+    ) -> dict[str, np.ndarray]:
+        """Return what `Model.save(..., adapters="inputs")` has inputs for, by their names.
+
+        A has the shape (inputs, rank), B (rank, outputs), and alpha / rank is multiplied into B,
+        as Olive has them: "model.layers.0.attn.q_proj.lora_A.weight".
+
+        Args:
+          names: the module of a weight; by default its name without ".weight" and the like.
+          dtype: that of the model's activations.
 
         Raises:
+          InputError: tensors were trained in full beside the adapters, which no such file holds.
+        """
+        factors = {member for name in self.layouts for member in _pair(name)}
+        if others := [name for name in self.values if name not in factors]:
+            raise InputError(
+                f"'{others[0]}' was trained beside the adapters, which only .npz files hold; "
+                "leave it out of trainable=, or save the model"
+            )
+        scale, result = self.alpha / self.rank, {}
+        for name in self.layouts:
+            a, b = (np.asarray(self.values[member]).swapaxes(-1, -2) for member in _pair(name))
+            for member, value in zip(factor_names(name, names), (a, b * scale), strict=True):
+                result[member] = np.ascontiguousarray(value.astype(dtype))
+        return result
+
+    def save(self, path: str | os.PathLike, *, names: Callable[[str], str] = module_name) -> None:
+        """Write the adapters to a small file, or to a folder as PEFT has it.
+
+        Args:
+          path: of an .npz, which has all values and what their axes mean; of an .onnx_adapter for
+            `onnxruntime.LoraAdapter` and a model saved with `adapters="inputs"`; or a folder (one
+            that exists, or with a slash at its end) for `adapter_model.safetensors` and
+            `adapter_config.json`.
+          names: as in `to_inputs`, for the two latter.
+
+        Raises:
+          InputError: tensors were trained in full, or weights are no matrices: only .npz has them.
           OSError: the path cannot be written; a file that was there stays.
         """
+        if os.fspath(path).endswith(adapter_files.SUFFIX):
+            return adapter_files.write_onnx_adapter(path, self.to_inputs(names))
+        if os.path.isdir(path) or os.fspath(path).endswith(("/", os.sep)):
+            odd = [n for n, p in self.layouts.items() if p.kernel or p.batch or p.lookup]
+            if odd:
+                raise InputError(f"PEFT has no such adapter as that of '{odd[0]}'; save an .npz")
+            return adapter_files.write_peft(path, self.to_inputs(names), self.rank)
         about = json.dumps(self.about).encode()
         arrays = {**self.values, _ABOUT: np.frombuffer(about, np.uint8)}
         from jaxonnx import sparse
@@ -228,12 +274,38 @@ class Adapters:
         return {"rank": self.rank, "alpha": self.alpha, "layouts": places}
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> Adapters:
+    def load(
+        cls,
+        path: str | os.PathLike,
+        model: Model | None = None,
+        *,
+        names: Callable[[str], str] = module_name,
+    ) -> Adapters:
         """Load the adapters that `save` wrote, or those of the newest checkpoint in a folder.
 
+        Args:
+          path: an .npz, a folder of checkpoints; or an .onnx_adapter, or a folder of PEFT.
+          model: whose weights the two latter change.
+          names: as in `to_inputs`; "self_attn" and "attn" count as one.
+
         Raises:
+          InputError: the adapters are of another model, or of a kind that is not LoRA.
           ModelError: the file or folder holds no adapters, or is damaged.
         """
+        if adapter_files.is_foreign(path):
+            if model is None:
+                raise InputError(f"'{os.fspath(path)}' names modules: pass the model as well")
+            found = {
+                name: weight.matrix
+                for name, weight in weights(model.graph, model.tensors).items()
+                if weight.matrix and (_is_float(model.tensors[name]) or weight.storage)
+            }
+            factors, rank, alpha = adapter_files.read(path, {names(name): name for name in found})
+            layouts = {name: at for name, at in found.items() if _pair(name)[0] in factors}
+            arrays = {name: jnp.asarray(x, jnp.float32) for name, x in factors.items()}
+            result = cls(rank, alpha, layouts, arrays)
+            result._check(model)
+            return result
         with reading(
             f"'{os.fspath(path)}' holds no adapters of jaxonnx, or is damaged", ModelError
         ):
@@ -282,6 +354,19 @@ class _Merge:
     rank: int
     alpha: float
     layouts: Mapping[str, Matrix]
+    stored: tuple[str, ...] = ()
+
+    def factors(self, tensors: Mapping[str, Any]) -> dict[str, tuple[Matrix, Any, Any]]:
+        pairs = {name: [tensors[member] for member in _pair(name)] for name in self.layouts}
+        scale = self.alpha / self.rank
+        return {
+            name: (self.layouts[name], jnp.matrix_transpose(a), jnp.matrix_transpose(b) * scale)
+            for name, (a, b) in pairs.items()
+        }
+
+    def without_factors(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        members = {member for name in self.layouts for member in _pair(name)}
+        return {name: value for name, value in tensors.items() if name not in members}
 
     def __call__(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         result = dict(tensors)

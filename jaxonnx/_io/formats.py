@@ -162,7 +162,8 @@ def save_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
                 np.lib.format.write_array(member, array, allow_pickle=False)
 
 
-def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
+def read_weights(path: Path) -> dict[str, np.ndarray]:
+    """Return the arrays of a safetensors file by name."""
     safetensors = _safetensors()
     said = f"'{path}' is not a safetensors file, or is damaged"
     with _safe_read.reading(said, ModelError, safetensors.SafetensorError):
@@ -170,9 +171,14 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def _write_safetensors(path: Path, _: Graph, weights: Weights) -> None:
+    write_safetensors(path, weights())
+
+
+def write_safetensors(path: Path, weights: Mapping[str, np.ndarray]) -> None:
+    """Write arrays by name."""
     safetensors = _safetensors()
     # the package would write the memory of a transposed array in the order that it lies in
-    arrays = {name: np.require(w, requirements="C") for name, w in weights().items()}
+    arrays = {name: np.require(w, requirements="C") for name, w in weights.items()}
     try:
         with whole(path) as written:
             safetensors.numpy.save_file(arrays, written)
@@ -204,5 +210,5 @@ _FORMATS = {
         _read_npz,
         lambda path, graph, _: _import_packed().save_packed(graph(), path),
     ),
-    ".safetensors": Format(None, _read_safetensors, _write_safetensors),
+    ".safetensors": Format(None, read_weights, _write_safetensors),
 }

@@ -50,6 +50,22 @@ class Adaption(Protocol):
         """Compute the values of the graph's tensors; a changed matrix may be a `LowRank`."""
         ...
 
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """The changed tensors that are stored in few bits, into which nothing can be merged."""
+        ...
+
+    def factors(self, tensors: Mapping[str, Any]) -> dict[str, tuple[Any, Any, Any]]:
+        """Return for each changed tensor the meaning of its axes, and a and b of its change a b.
+
+        Their shapes are (..., inputs, rank) and (..., rank, outputs).
+        """
+        ...
+
+    def without_factors(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the tensors that are none of the adapters."""
+        ...
+
 
 @dataclass(frozen=True)
 class Kept:

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -41,6 +41,7 @@ from jaxonnx.model._reinitialize import Initializer
 from jaxonnx.model._show import overview
 from jaxonnx.model._sparsity import find_unrecorded, options, selector, with_products, with_record
 from jaxonnx.model._summary import Summary, summary
+from jaxonnx.model._transforms import AdapterForm
 from jaxonnx.training_info import Training
 
 if TYPE_CHECKING:  # a model without sparse weights does not import it
@@ -489,16 +490,24 @@ class Model(Network, Rendered):
         """
         return dataclasses.replace(self, program=with_products(self))
 
-    def to_onnx(self) -> ModelProto:
+    def to_onnx(self, *, adapters: AdapterForm | None = None) -> ModelProto:
         """Return the original graph with these weights, in inference form.
 
         Weights of a quantized model are integers in it. A record of sparse weights stays for those
         that have the pattern.
+
+        Args:
+          adapters: as in `save`.
         """
-        return self._write()
+        return self._write(adapters)
 
     def save(
-        self, path: str | os.PathLike, *, external_data: bool = False, sparse: bool = False
+        self,
+        path: str | os.PathLike,
+        *,
+        external_data: bool = False,
+        sparse: bool = False,
+        adapters: AdapterForm | None = None,
     ) -> None:
         """Write the original graph with these weights; never leave half a file behind.
 
@@ -516,22 +525,28 @@ class Model(Network, Rendered):
             the runtime of the old folder runs the new one.
           external_data: put the weights into a file beside it; done anyway above 2 GB.
           sparse: write the sparse weights as ONNX sparse initializers, which few runtimes take.
+          adapters: how those of `jaxonnx.LoRA` are written. "merged": into the weights. "nodes":
+            the weights stay bit for bit, and two small products and a sum stand behind each.
+            "inputs": the same with A and B as optional inputs of any rank, by default empty, so
+            that the file is the base; onnxruntime sets them from an .onnx_adapter
+            (`Adapters.save`). By default "nodes" if weights are stored in few bits, else "merged".
 
         Raises:
-          InputError: this kind of file does not have the option; or the path is a folder, and the
-            model was not loaded from one.
+          InputError: this kind of file does not have the option, or adapters cannot be written
+            so; or the path is a folder, and the model was not loaded from one.
           OSError: the path cannot be written.
           SparsityError: a packed or sparse form, but the model has no record of sparse weights.
         """
+        graph = partial(self.to_onnx, adapters=adapters)
         if folders.is_folder(path, self.folder):
             if self.folder is None or external_data or sparse:
                 raise InputError(
                     f"'{os.fspath(path)}' is a folder: give the path of a file"
                     + " for these options" * bool(self.folder)
                 )
-            folders.save_folder(path, self.folder, self.to_onnx)
+            folders.save_folder(path, self.folder, graph)
             return
-        formats.save(path, self.to_onnx, self._weights, external_data=external_data, sparse=sparse)
+        formats.save(path, graph, self._weights, external_data=external_data, sparse=sparse)
         if formats.of(path).graph is None or self.sparsity is not None:
             return
         if message := find_unrecorded(self.graph, self.tensors, self.params):
@@ -545,12 +560,15 @@ class Model(Network, Rendered):
         """
         return changed.without_adapters(self)
 
-    def _write(self, *, repeat: bool = False) -> ModelProto:
+    def _write(self, adapters: AdapterForm | None = None, *, repeat: bool = False) -> ModelProto:
         """Return the file; `repeat` writes a parameter that equals another one a second time."""
-        net = self.merge_adapters()
-        names = {*net.params}, {*net.state}
-        values = net._values()
-        return fold(saving.to_onnx(self.proto, values, *names, repeat=repeat), net.graph, values)
+        form = changed.adapter_form(self, adapters)
+        net = self.merge_adapters() if form == "merged" else self
+        values, adaption = net._values(), net.program.adaption
+        kept = values if adaption is None else adaption.without_factors(values)
+        names = {*net.params} & kept.keys(), {*net.state}
+        proto = fold(saving.to_onnx(self.proto, kept, *names, repeat=repeat), net.graph, kept)
+        return proto if adaption is None else changed.insert_factors(self, values, form, proto)
 
     def _weights(self) -> dict[str, np.ndarray]:
         net = self.merge_adapters()

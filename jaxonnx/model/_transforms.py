@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,10 @@ from jaxonnx._graph.bind import bind
 from jaxonnx._graph.caches import find_caches
 from jaxonnx._graph.roles import graph_tensors, running_statistics, split
 from jaxonnx._graph.select import Select, select
+from jaxonnx._graph.uses import weights
 from jaxonnx._graph.values import matching
 from jaxonnx._network import Network
+from jaxonnx._rewrite.adapters import Factors, insert_adapters, module_name
 from jaxonnx._rewrite.batch import free_batch
 from jaxonnx._rewrite.head import Classes, replace_head
 from jaxonnx._rewrite.outputs import cut
@@ -26,6 +28,7 @@ from jaxonnx.model._append_jax import append_function
 from jaxonnx.model._reinitialize import Initializer, reinitialize
 
 M = TypeVar("M", bound=Network)
+AdapterForm = Literal["merged", "nodes", "inputs"]
 
 
 def refuse_adapters(model: Network, what: str) -> None:
@@ -156,11 +159,50 @@ def with_file(model: M, proto: ModelProto, added: Mapping[str, np.ndarray] | Non
     )
 
 
+def adapter_form(model: Network, wanted: AdapterForm | None) -> AdapterForm:
+    """Return how a file has the adapters of a model; "merged" of a model without any.
+
+    Raises:
+      InputError: there is no such form, or the model has no adapters.
+    """
+    if wanted not in (None, "merged", "nodes", "inputs"):
+        raise InputError(f"adapters is 'merged', 'nodes' or 'inputs', and was {wanted!r}")
+    adaption = model.program.adaption
+    if adaption is None:
+        if wanted in ("nodes", "inputs"):
+            raise InputError(
+                f"adapters={wanted!r}: the model has none, or they are merged into its weights; "
+                "result.lora.attach(model) gives a model with its adapters apart"
+            )
+        return "merged"
+    return wanted or ("nodes" if adaption.stored else "merged")
+
+
+def insert_factors(
+    model: Network, values: Mapping[str, Any], form: AdapterForm, proto: ModelProto
+) -> ModelProto:
+    """Return a file of the weights alone with the adapters of a model as nodes or inputs."""
+    adaption: Any = model.program.adaption
+    meanings = weights(model.graph, model.tensors)
+    factors = {
+        name: Factors(place, meanings[name].shape, *map(np.asarray, pair))
+        for name, (place, *pair) in adaption.factors(values).items()
+    }
+    return insert_adapters(
+        proto, model.graph, model.tensors, factors, module_name, as_inputs=form == "inputs"
+    )
+
+
 def without_adapters(model: M) -> M:
     """Return the model of `Model.merge_adapters`."""
     adaption = model.program.adaption
     if adaption is None:
         return model
+    if adaption.stored:
+        raise InputError(
+            f"adapters cannot be merged into weights in few bits ('{adaption.stored[0]}', ...), "
+            "which would be rounded anew: save(path, adapters='nodes') writes them beside"
+        )
     tensors = {**model.state, **model.params}
     params = jax.jit(lambda t: {n: in_file(adaption(t)[n]) for n in adaption.params})(tensors)
     state = {n: v for n, v in tensors.items() if n in model.state and n not in params}

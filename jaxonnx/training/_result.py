@@ -98,10 +98,10 @@ def _numbers(result: Result, count: int, moved: Mapping[str, float]) -> list[str
     values = result.lora.values
     trained = sum(x.size for name, x in values.items() if name not in result.model.state)
     weights = format_count(len(result.lora.layouts), "weight")
-    return [
-        f"{format_count(trained, 'number')} trained, with adapters of {weights}; merged, they "
-        f"change {format_count(len(moved), 'tensor')} ({changed})"
-    ]
+    done = f"{format_count(trained, 'number')} trained, with adapters of {weights}"
+    if result.lora.are_apart(result.model):
+        return [f"{done}, which stay apart from them (.lora, save(..., adapters=))"]
+    return [f"{done}; merged, they change {format_count(len(moved), 'tensor')} ({changed})"]
 
 
 def _share(change: float) -> str:

@@ -145,9 +145,10 @@ def train(
         record = Run(complete_settings(net, settings)[0], held_out)
         if settings.lora is None:
             return Result(trained, history, _changes(step.model, trained), run=record)
-        adapters, trained = Adapters.of(trained), trained.merge_adapters()
-        names = {*adapters.layouts, *adapters.values}
-        changed = _changes(step.model.merge_adapters(), trained, names)
+        adapters, before = Adapters.of(trained), step.model
+        if not adapters.are_apart(before):
+            trained, before = trained.merge_adapters(), before.merge_adapters()
+        changed = _changes(before, trained, {*adapters.layouts, *adapters.values})
         return Result(trained, history, changed, adapters, record)
 
 

@@ -23,7 +23,7 @@ def raw(*shape):
     return DRAW.integers(0, 256, shape).astype(np.uint8)
 
 
-def network(nodes, x=("x", TensorProto.FLOAT, ["n", K]), types=None, **tensors):
+def network(nodes, x=("x", TensorProto.FLOAT, ["n", K]), types=None, rank=2, **tensors):
     """A file with nodes that end in y; `types` has those of tensors that NumPy cannot tell."""
     made = [numpy_helper.from_array(value, name) for name, value in tensors.items()]
     for tensor in made:
@@ -34,7 +34,7 @@ def network(nodes, x=("x", TensorProto.FLOAT, ["n", K]), types=None, **tensors):
         nodes,
         "g",
         [helper.make_tensor_value_info(*x)],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, "nmk"[:rank])],
         made,
     )
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid(MS, 1)]
@@ -173,7 +173,7 @@ def test_rows_of_a_packed_table():
     sizes = {"bits": 4, "block_size": 16, "gather_axis": 0, "quantize_axis": 1}
     node = helper.make_node("GatherBlockQuantized", names, ["y"], domain=MS, **sizes)
     tensors = {"w": raw(50, K // 2), "s": normal(50, K // 16), "z": raw(50, K // 32)}
-    proto = network([node], ("ids", TensorProto.INT64, ["n", 3]), **tensors)
+    proto = network([node], ("ids", TensorProto.INT64, ["n", 3]), rank=3, **tensors)
     model, ids = jaxonnx.load(proto), np.array([[1, 2, 49], [0, 7, 7]])
     rows = runtime(proto)(ids=ids)
     np.testing.assert_allclose(model(ids), rows, rtol=1e-5, atol=1e-5)

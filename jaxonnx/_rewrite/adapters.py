@@ -1,0 +1,246 @@
+"""Low-rank adapters as nodes of the graph, beside the weights that they change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
+
+from jaxonnx._axes import Matrix
+from jaxonnx._graph.bind import Graph
+from jaxonnx._graph.uses import Use, uses
+from jaxonnx._io.protos import all_nodes, subgraphs
+from jaxonnx.errors import InputError
+
+RANK = "lora_r"
+"""The symbolic dimension of adapters that are inputs."""
+
+_PRODUCTS = ("Gemm", "MatMul", "MatMulBnb4", "MatMulNBits", "DynamicQuantizeMatMul")
+_LOOKUPS = ("Gather", "GatherBlockQuantized")
+
+_SUFFIX = re.compile(r"(\.MatMul)?[./](weight|kernel|qweight)(_\w+)?$")
+
+
+def module_name(weight: str) -> str:
+    """Return the name of the module that a weight belongs to, as Olive and PEFT have it.
+
+    >>> module_name("model.layers.0.attn.q_proj.MatMul.weight_Q4")
+    'model.layers.0.attn.q_proj'
+    """
+    return _SUFFIX.sub("", weight)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The change a b of a weight: a (..., inputs, rank), b (..., rank, outputs)."""
+
+    place: Matrix
+    shape: tuple[int, ...]
+    """Of the matrix."""
+    a: np.ndarray
+    b: np.ndarray
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a row of numbers times a, then b, is what the change adds to a product."""
+        return not (self.place.kernel or self.place.batch)
+
+
+def factor_names(weight: str, names: Callable[[str], str]) -> tuple[str, str]:
+    """Return the names of both factors of a weight."""
+    stem = names(weight)
+    return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
+
+
+def insert_adapters(
+    proto: ModelProto,
+    graph: Graph,
+    tensors: Mapping[str, Any],
+    factors: Mapping[str, Factors],
+    names: Callable[[str], str],
+    *,
+    as_inputs: bool,
+) -> ModelProto:
+    """Return the file with adapters behind their products; its own tensors stay as they are.
+
+    Behind a product with a matrix stand two small ones and a sum; into any other weight the change
+    is added before the nodes that read it.
+
+    Args:
+      proto, graph, tensors: the file, its bound graph, its named tensors.
+      factors: by the name of the weight.
+      names: the module of a weight, for the names of its factors.
+      as_inputs: make the factors inputs with empty defaults, as `ExtractAdapters` of Olive does,
+        instead of initializers.
+
+    Raises:
+      InputError: two weights have one name, or a weight is read where nothing can be added.
+    """
+    result = ModelProto()
+    result.CopyFrom(proto)
+    writer = _Writer(result.graph)  # its lists of nodes are changed, and written at the end
+    read: dict[str, list[Use]] = {}
+    for use in uses(graph, tensors):
+        if use.name in factors:
+            read.setdefault(use.name, []).append(use)
+    for weight, change in factors.items():
+        pair = factor_names(weight, names)
+        if taken := writer.taken.intersection(pair):
+            raise InputError(
+                f"the adapter of '{weight}' would be called '{min(taken)}', and the file has "
+                "another one of this name; pass names=, a function of the weight's name"
+            )
+        dtype = _float_type(weight, read.get(weight, ()), tensors)
+        writer.declare(pair, change, dtype, as_inputs)
+        writer.add(weight, read.get(weight, ()), change, pair)
+    del result.graph.node[:]
+    result.graph.node.extend([*writer.first, *writer.nodes])
+    return result
+
+
+def _float_type(weight: str, read: Sequence[Use], tensors: Mapping[str, Any]) -> np.dtype:
+    """Return the type that a weight is computed with: its own, or that of its scales."""
+    own = np.dtype(tensors[weight].dtype)
+    if own.kind not in "iu" and own.itemsize > 1:
+        return own
+    position = {"MatMulNBits": 2, "MatMulBnb4": 2, "GatherBlockQuantized": 2, "DequantizeLinear": 1}
+    for use in (use for use in read if use.is_direct):
+        scale = tensors.get(use.node.inputs[position.get(use.node.op.name, 0)])
+        if scale is not None:
+            return np.dtype(scale.dtype)
+    return np.dtype(np.float32)
+
+
+class _Writer:
+    """Nodes, initializers and inputs that are added to a graph."""
+
+    def __init__(self, graph: GraphProto):
+        self.graph = graph
+        self.first: list[NodeProto] = []
+        """Nodes that only read weights."""
+        self.nodes = [*map(_copy, graph.node)]
+        self.by_output = {name: node for node in self.nodes for name in node.output if name}
+        self.taken = {tensor.name for tensor in graph.initializer}
+        self.taken.update(value.name for value in graph.input)
+
+    def declare(
+        self, pair: tuple[str, str], change: Factors, dtype: np.dtype, as_inputs: bool
+    ) -> None:
+        kind = helper.np_dtype_to_tensor_dtype(dtype)
+        axes = {pair[0]: -1, pair[1]: -2}
+        for name, value in zip(pair, (change.a, change.b), strict=True):
+            self.taken.add(name)
+            value = np.ascontiguousarray(value.astype(dtype))
+            if as_inputs:
+                dims: list[Any] = [*value.shape]
+                dims[axes[name]] = RANK
+                self.graph.input.append(helper.make_tensor_value_info(name, kind, dims))
+                value = value[..., :0] if axes[name] == -1 else value[..., :0, :]
+            self.graph.initializer.append(numpy_helper.from_array(value, name))
+
+    def add(self, weight: str, read: Sequence[Use], change: Factors, pair: tuple[str, str]) -> None:
+        final = [use for use in read if not use.passes]
+        if final and all(_takes_product(use, change) for use in final):
+            for use in final:
+                self._add_product(use, change, pair)
+            return
+        direct = [use for use in read if use.is_direct]
+        if all(use.node.op.name == "DequantizeLinear" and use.node is use.outer for use in direct):
+            for use in direct:
+                self._add_to_output(use.node.outputs[0], self._whole(weight, change, pair))
+        elif any(use.node.op.form(use.position) is not None for use in final) and not any(
+            "Quant" in use.node.op.name or use.node.body for use in direct
+        ):
+            total = f"{weight}/with_adapter"
+            for node in self.nodes:
+                for one in (node, *(n for g in subgraphs(node) for n in all_nodes(g))):
+                    one.input[:] = [total if name == weight else name for name in one.input]
+            change_name = self._whole(weight, change, pair)
+            self.first.append(helper.make_node("Add", [weight, change_name], [total], total))
+        else:
+            raise InputError(
+                f"the adapter of '{weight}' cannot stand beside {read[0].node.label}; leave it "
+                "out of where="
+            )
+
+    def _add_product(self, use: Use, change: Factors, pair: tuple[str, str]) -> None:
+        """Put x a b behind a product with x, or behind rows that are read."""
+        output = use.node.outputs[0]
+        node = self.by_output[output]
+        nodes: list[NodeProto] = []
+
+        def new(kind: str, inputs: list[str], end: str, **attributes: Any) -> str:
+            made = helper.make_node(kind, inputs, [f"{output}/{end}"], **attributes)
+            made.name = made.output[0]
+            nodes.append(made)
+            return made.output[0]
+
+        attributes = use.node.attributes
+        if use.node.op.name in _LOOKUPS:
+            rows = new("Gather", [pair[0], node.input[1]], "lora_A", axis=0)
+        else:
+            x = node.input[0]
+            if attributes.get("transA", 0):
+                x = new("Transpose", [x], "lora_transposed", perm=[1, 0])
+            rows = new("MatMul", [x, pair[0]], "lora_A")
+        added = new("MatMul", [rows, pair[1]], "lora_B")
+        alpha = attributes.get("alpha", 1.0)
+        if alpha != 1 and use.node.op.name == "Gemm":
+            factor = f"{output}/lora_alpha"
+            dtype = next(t.data_type for t in self.graph.initializer if t.name == pair[0])
+            self.graph.initializer.append(helper.make_tensor(factor, dtype, [], [alpha]))
+            added = new("Mul", [added, factor], "lora_scaled")
+        base = f"{output}/base"
+        node.output[0] = base
+        nodes.append(helper.make_node("Add", [base, added], [output], f"{output}/lora_sum"))
+        self._insert_behind(node, nodes)
+
+    def _whole(self, weight: str, change: Factors, pair: tuple[str, str]) -> str:
+        """Compute a b in the order of the weight's axes; return its name."""
+        place, shape = change.place, change.shape
+        order = [*place.batch, place.input, *place.kernel, place.output]
+        sizes = f"{weight}/lora_shape"
+        value = np.array([shape[i] for i in order], np.int64)
+        self.graph.initializer.append(numpy_helper.from_array(value, sizes))
+        names = [f"{weight}/lora_{end}" for end in ("product", "reshaped", "change")]
+        perm = np.argsort(order).tolist()
+        self.first += [
+            helper.make_node("MatMul", [*pair], [names[0]], names[0]),
+            helper.make_node("Reshape", [names[0], sizes], [names[1]], names[1]),
+            helper.make_node("Transpose", [names[1]], [names[2]], names[2], perm=perm),
+        ]
+        return names[2]
+
+    def _add_to_output(self, output: str, change: str) -> None:
+        node = self.by_output[output]
+        node.output[0] = f"{output}/base"
+        total = helper.make_node("Add", [node.output[0], change], [output], f"{output}/lora_sum")
+        self._insert_behind(node, [total])
+
+    def _insert_behind(self, node: NodeProto, nodes: Sequence[NodeProto]) -> None:
+        place = next(i for i, other in enumerate(self.nodes) if other is node)
+        self.nodes[place + 1 : place + 1] = nodes
+        self.by_output |= {name: new for new in nodes for name in new.output}
+
+
+def _copy(node: NodeProto) -> NodeProto:
+    result = NodeProto()
+    result.CopyFrom(node)
+    return result
+
+
+def _takes_product(use: Use, change: Factors) -> bool:
+    """Check whether x a b can be added to what a node gives."""
+    name, main = use.node.op.name, use.node is use.outer and use.node.body is None
+    if not main or not change.is_plain or use.view.part or use.view.expanded:
+        return False
+    if change.place.lookup:
+        axis = use.node.attributes.get("axis", use.node.attributes.get("gather_axis", 0))
+        return (
+            name in _LOOKUPS and use.position == 0 and axis == 0 and use.view.axes in (None, (0, 1))
+        )
+    return name in _PRODUCTS and use.position == 1 and use.matrix is not None

@@ -1,0 +1,238 @@
+"""Adapters as nodes, as inputs and as files of their own, run by onnxruntime."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import onnx
+import onnxruntime
+import optax
+import pytest
+
+import jaxonnx
+from jaxonnx._io import checkpoints
+from tests.model.test_lora import FORMS, parse
+from tests.model.test_packed import FILES, MS, network, normal, raw
+
+
+def session(path):
+    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+
+def changed(model, rank=3, where="w"):
+    """The model with adapters whose B is no longer zero."""
+    adapted = jaxonnx.LoRA(rank, alpha=2.0 * rank, where=where).attach(model, jax.random.key(0))
+    return adapted.replace(
+        params={
+            n: jnp.asarray(0.3 * normal(*v.shape)) if "lora" in n else v
+            for n, v in adapted.params.items()
+        }
+    )
+
+
+def base_tensors(proto):
+    arrays = {t.name: onnx.numpy_helper.to_array(t) for t in proto.graph.initializer}
+    return {name: (x.dtype, x.tobytes()) for name, x in arrays.items()}
+
+
+@pytest.mark.parametrize("form", ["nodes", "inputs"])
+@pytest.mark.parametrize("kind", ["4 bits, bias", "nf4", "blocks of rows", "blocks of columns"])
+def test_adapters_beside_weights_in_few_bits(kind, form, tmp_path):
+    proto = FILES[kind]()
+    model = jaxonnx.load(proto)
+    adapted, x = changed(model), normal(4, 64)
+    path = str(tmp_path / "adapted.onnx")
+    adapted.save(path, adapters=form)
+    written = onnx.load(path)
+    onnx.checker.check_model(written, full_check=False)
+    assert base_tensors(proto).items() <= base_tensors(written).items()  # bit for bit
+    run = session(path)
+    lora = jaxonnx.Adapters.of(adapted)
+    given = lora.to_inputs() if form == "inputs" else {}
+    expected = np.asarray(adapted(x))
+    close = {"rtol": 1e-3, "atol": 2e-2 * np.abs(expected).max()}  # ours are not rounded to int8
+    np.testing.assert_allclose(run.run(None, {"x": x, **given})[0], expected, **close)
+    if form == "inputs":
+        plain = session(proto.SerializeToString()).run(None, {"x": x})[0]
+        np.testing.assert_array_equal(run.run(None, {"x": x})[0], plain)
+        assert not np.allclose(plain, expected, **close)
+    else:
+        again = jaxonnx.load(path)  # trained further as products of their own
+        assert {"w.lora_A.weight", "w.lora_B.weight"} <= {*again.params}
+    with pytest.raises(jaxonnx.InputError, match=r"weights in few bits.*adapters='nodes'"):
+        adapted.merge_adapters()
+
+
+@pytest.mark.parametrize("form", ["nodes", "inputs"])
+@pytest.mark.parametrize("kind", FORMS)
+def test_adapters_beside_weights_in_float(kind, form, tmp_path):
+    nodes, shape, size, _ = FORMS[kind]
+    x = np.arange(4, dtype=np.float32) if kind == "Gather" else normal(*size)
+    dims = ",".join("d" + str(i) if i == 0 else str(d) for i, d in enumerate(size))
+    proto = parse(f"g (float[{dims}] x) => (float[?] y) {{ {nodes} }}", w=normal(*shape))
+    model = jaxonnx.load(proto)
+    (name,) = model.params
+    adapted, path = changed(model, where=name), str(tmp_path / "adapted.onnx")
+    adapted.save(path, adapters=form)
+    given = jaxonnx.Adapters.of(adapted).to_inputs() if form == "inputs" else {}
+    found = session(path).run(None, {"x": x, **given})[0]
+    np.testing.assert_allclose(found, adapted(x), rtol=1e-4, atol=1e-4)
+    if form == "inputs":
+        plain = session(proto.SerializeToString()).run(None, {"x": x})[0]
+        np.testing.assert_allclose(session(path).run(None, {"x": x})[0], plain, atol=1e-5)
+
+
+def two_layers(size=32):
+    """A file as onnxruntime-genai's builder names its weights, in 4 bits."""
+    nodes, tensors = [], {}
+    for name, x, y in (("q_proj", "x", "h"), ("o_proj", "r", "y")):
+        weight = f"model.layers.0.attn.{name}.MatMul.weight_"
+        sizes = {"K": size, "N": size, "bits": 4, "block_size": 16, "accuracy_level": 1}
+        inputs = [x, f"{weight}Q4", f"{weight}scales"]
+        node = f"/model/layers.0/attn/{name}/MatMul_Q4"
+        nodes.append(onnx.helper.make_node("MatMulNBits", inputs, [y], node, domain=MS, **sizes))
+        tensors[f"{weight}Q4"] = raw(size, size // 16, 8)
+        tensors[f"{weight}scales"] = 0.05 * normal(size, size // 16)
+    nodes.insert(1, onnx.helper.make_node("Relu", ["h"], ["r"]))
+    return network(nodes, ("x", onnx.TensorProto.FLOAT, ["n", size]), **tensors)
+
+
+def test_onnxruntime_swaps_adapters_of_one_base(tmp_path):
+    proto, x = two_layers(), normal(3, 32)
+    model, path = jaxonnx.load(proto), str(tmp_path / "base.onnx")
+    everything = lambda name, value: True  # noqa: E731
+    tuned = [changed(model, rank, everything) for rank in (2, 5)]
+    tuned[0].save(path, adapters="inputs")
+    inputs = {
+        value.name: [*map(str, value.shape)]
+        for value in session(path).get_overridable_initializers()
+    }
+    assert inputs == {
+        f"model.layers.0.attn.{name}.lora_{end}.weight": shape
+        for name in ("q_proj", "o_proj")
+        for end, shape in (("A", ["32", "lora_r"]), ("B", ["lora_r", "32"]))
+    }
+    run = session(path)
+    plain = session(proto.SerializeToString()).run(None, {"x": x})[0]
+    for adapted in (*tuned, tuned[0]):
+        file = str(tmp_path / "tuned.onnx_adapter")
+        lora = jaxonnx.Adapters.of(adapted)
+        lora.save(file)
+        adapter, options = onnxruntime.LoraAdapter(), onnxruntime.RunOptions()
+        adapter.Load(file)
+        options.add_active_adapter(adapter)
+        expected = np.asarray(adapted(x))
+        found = run.run(None, {"x": x}, options)[0]
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
+        np.testing.assert_array_equal(run.run(None, {"x": x})[0], plain)
+        again = jaxonnx.Adapters.load(file, model)
+        assert (again.rank, again.layouts) == (lora.rank, lora.layouts)
+        np.testing.assert_allclose(again.attach(model)(x), expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(jaxonnx.InputError, match="pass the model"):
+        jaxonnx.Adapters.load(file)
+    with pytest.raises(jaxonnx.InputError, match="no weight of a module 'model"):
+        jaxonnx.Adapters.load(file, jaxonnx.load(FILES["nf4"]()))
+    (tmp_path / "broken.onnx_adapter").write_bytes(b"TORT?")
+    with pytest.raises(jaxonnx.ModelError, match="onnx_adapter file, or is damaged"):
+        jaxonnx.Adapters.load(tmp_path / "broken.onnx_adapter", model)
+
+
+def test_folders_of_peft(tmp_path):
+    pytest.importorskip("safetensors")
+    model, x = jaxonnx.load(two_layers()), normal(3, 32)
+    adapted = changed(model, 4, "*_proj*")
+    named = lambda name: _rewritten(name).replace(".attn.", ".self_attn.")  # noqa: E731
+    folder = f"{tmp_path}/peft/"
+    jaxonnx.Adapters.of(adapted).save(folder, names=named)
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, 4, "LORA")
+    assert config["target_modules"][0] == "model.layers.0.self_attn.o_proj"
+    again = jaxonnx.Adapters.load(folder, model)
+    np.testing.assert_allclose(again.attach(model)(x), adapted(x), rtol=1e-5, atol=1e-5)
+
+    def written(**changes):
+        path = tmp_path / "peft" / "adapter_config.json"
+        path.write_text(json.dumps(config | changes))
+        return jaxonnx.Adapters.load(folder, model)
+
+    assert written(use_rslora=True).alpha == 8.0
+    for changes, words in (
+        ({"peft_type": "IA3"}, "'IA3', not LORA"),
+        ({"use_dora": True}, "has use_dora"),
+        ({"r": None}, "no r"),
+    ):
+        with pytest.raises(jaxonnx.InputError, match=words):
+            written(**changes)
+    (tmp_path / "peft" / "adapter_config.json").write_text("{")
+    with pytest.raises(jaxonnx.ModelError, match="no adapters of PEFT, or they are damaged"):
+        jaxonnx.Adapters.load(folder, model)
+
+
+def _rewritten(name):
+    return name.partition(".MatMul")[0]
+
+
+def test_training_on_weights_in_few_bits(tmp_path):
+    model, draw = jaxonnx.load(two_layers()), np.random.default_rng(3)
+    x = draw.standard_normal((64, 32)).astype(np.float32)
+    target = np.asarray(changed(model, 2, "*_proj*")(x))
+    settings = {
+        "loss": "squared_error",
+        "optimizer": optax.adam(0.02),
+        "batch_size": 16,
+        "lora": jaxonnx.LoRA(4, where="*_proj*"),
+    }
+    result = jaxonnx.train(model, (x, target), epochs=20, **settings)
+    assert result.history.losses[-1] < 0.5 * result.history.losses[0]
+    assert {*result.model.params} == {*result.lora.values}
+    assert "stay apart" in str(result)
+    path = str(tmp_path / "tuned.onnx")
+    result.model.save(path)
+    written = onnx.load(path)
+    assert base_tensors(two_layers()).keys() <= base_tensors(written).keys()
+    for name, value in model.tensors.items():
+        np.testing.assert_array_equal(result.model.tensors[name], value)
+    expected = np.asarray(result.model(x))
+    np.testing.assert_allclose(session(path).run(None, {"x": x})[0], expected, rtol=1e-3, atol=1e-3)
+    result.lora.save(tmp_path / "tuned.npz")
+    further = jaxonnx.Adapters.load(tmp_path / "tuned.npz").attach(model)
+    np.testing.assert_array_equal(further(x), expected)
+
+
+def test_checkpoints_hold_adapters_alone(tmp_path):
+    model, x = jaxonnx.load(two_layers(64)), normal(32, 64)
+    settings = {
+        "loss": "squared_error",
+        "optimizer": optax.sgd(1e-3),
+        "batch_size": 16,
+        "lora": jaxonnx.LoRA(2),
+    }
+    whole = jaxonnx.train(model, (x, x), epochs=2, **settings)
+    jaxonnx.train(model, (x, x), epochs=1, checkpoint_dir=tmp_path / "run", **settings)
+    stored = checkpoints.read(tmp_path / "run")
+    assert {*stored.tensors} == {*whole.lora.values}
+    resumed = {"checkpoint_dir": tmp_path / "run", "resume": True}
+    again = jaxonnx.train(model, (x, x), epochs=2, **settings, **resumed)
+    assert again.history.losses == whole.history.losses
+    other = jaxonnx.load(two_layers(64))  # drawn anew: another base
+    with pytest.raises(jaxonnx.TrainingError, match="is of another run"):
+        jaxonnx.train(other, (x, x), epochs=3, **settings, **resumed)
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        (lambda m, p: m.save(p, adapters="nodes"), "the model has none"),
+        (lambda m, p: m.save(p, adapters="none"), "'merged', 'nodes' or 'inputs', and was 'none'"),
+        (lambda m, p: jaxonnx.LoRA(64).attach(m, jax.random.key(0)), "no weight is larger"),
+        (lambda m, p: jaxonnx.LoRA(4, alpha=0), "alpha must be a positive number"),
+        (
+            lambda m, p: jaxonnx.LoRA(64, where="*q_proj*").attach(m, jax.random.key(0)),
+            "rank=64 is too much",
+        ),
+    ],
+)
+def test_requests_that_do_not_fit(action, words, tmp_path):
+    with pytest.raises(jaxonnx.InputError, match=words):
+        action(jaxonnx.load(two_layers()), tmp_path / "x.onnx")
