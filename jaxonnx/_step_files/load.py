@@ -39,6 +39,11 @@ def import_step(
       InputError: the folder has no manifest, the state lacks a tensor, or the model does not have
         tensors of these names and shapes.
     """
+    if _is_folder_of_step(model) and not _is_folder_of_step(folder):
+        raise InputError(
+            f"'{folder}' and '{model}' are swapped: the file of the network comes first, then the "
+            "folder that export_step wrote"
+        )
     path = Path(folder) / "manifest.json"
     try:
         manifest = json.loads(path.read_text())
@@ -105,6 +110,11 @@ def _finish_tensors(
     tensors = tensors if isinstance(tensors, tuple) else (tensors,)
     found = dict(zip(outputs, tensors, strict=True))
     return {name: found[output] for name, output in places.items()}
+
+
+def _is_folder_of_step(path: Any) -> bool:
+    """Check whether this is the path of a folder with a manifest."""
+    return isinstance(path, str | os.PathLike) and Path(path, "manifest.json").is_file()
 
 
 def _read_saved_state(folder: Path) -> Path:

@@ -258,12 +258,12 @@ VERBS: Mapping[str, Verb] = {
     ),
     "import-step": Verb(
         "put the weights of a state that another runtime trained back into the network",
-        "jaxonnx import-step step/ net.onnx -o trained.onnx\n"
-        "jaxonnx import-step step/ net.onnx --state state.safetensors -o trained.onnx",
+        "jaxonnx import-step net.onnx step/ -o trained.onnx\n"
+        "jaxonnx import-step net.onnx step/ --state state.safetensors -o trained.onnx",
         {
             "": [
-                Flag("folder", "what export-step wrote", FOLDER),
                 _MODEL,
+                Flag("folder", "the folder that export-step wrote", FOLDER),
                 Flag("--state", "an .npz or .safetensors file; state.npz in the folder", FILE),
                 Flag("-o --output", "the .onnx to write", NEEDED),
             ],
@@ -275,7 +275,11 @@ VERBS: Mapping[str, Verb] = {
         {
             "": [
                 _MODEL,
-                Flag("pictures", "files that Pillow reads", {**PATH, "nargs": "+"}),
+                Flag(
+                    "pictures",
+                    "files that Pillow reads, or folders of them",
+                    {**PATH, "nargs": "+"},
+                ),
                 Flag("--top", "classes to print", {**POSITIVE, "default": 5}),
             ],
             **_PICTURES,

@@ -17,6 +17,7 @@ from jaxonnx._arguments import RATE, StepArguments, TrainArguments, declared
 from jaxonnx._atomic_write import check_writable
 from jaxonnx._data.batches import Batch, Source
 from jaxonnx._data.images import preparation as images
+from jaxonnx._data.images.folder import find_folders
 from jaxonnx._io.formats import check_suffix
 from jaxonnx._io.packed import packed_nbytes, record
 from jaxonnx.cli import _explain as explain
@@ -103,13 +104,14 @@ def export_step(options: argparse.Namespace) -> Report:
 
     model = reading.read(options)
     path = reading.examples(options)
-    if path.is_dir():
-        raise InputError("export-step reads a batch from a file, not from a folder of pictures")
     for name in (*declared(TrainArguments), "adapters", "resume_anyway"):
         vars(options).setdefault(name, None)  # flags that one step does not have
     settings = _settings(options, model, path, None)
     made = {name: explain.evaluate_calls(value) for name, value in settings.items()}
-    data, _ = reading.data(path, model, options)
+    if path.is_dir():
+        data, _, model = find_folders(path, None, model, settings.get("preprocess"))
+    else:
+        data, _ = reading.data(path, model, options)
     examples = _examples(data, model, settings, options.batch_size)
     own = {"loss", "optimizer", *declared(StepArguments)}
     made = {name: value for name, value in made.items() if name in own}

@@ -3,6 +3,8 @@
 import argparse
 import warnings
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from jaxonnx.cli import _images as pictures
 from jaxonnx.cli import _inputs as reading
 from jaxonnx.cli._flags import LOSS
 from jaxonnx.cli._inputs import Failed, Report
+from jaxonnx.errors import InputError
 from jaxonnx.model import Model, load, operator
 
 
@@ -131,13 +134,34 @@ def classify(options: argparse.Namespace) -> Report:
     where = images.layout(model, prepare.size)
     if not images.says_numbers(model) and options.scale is None:
         warnings.warn(f"'{options.model}' does not say how pixels are scaled: 1/255", stacklevel=1)
-    data, lines = [], []
-    for path in options.pictures:
-        pixels = images.read(path, where, prepare.crop)
+    data, lines, broken = [], [], []
+    for path in _pictures(options.pictures):
+        try:
+            pixels = images.read(path, where, prepare.crop)
+        except InputError as error:
+            broken.append(error)
+            data.append({"picture": path, "error": str(error)})
+            continue
         classes = pictures.classify(model, pixels, prepare, where)[: options.top]
         data.append({"picture": path, "classes": [{"label": n, "share": p} for n, p in classes]})
         lines += [str(path), *(f"  {share:7.2%}  {label}" for label, share in classes)]
-    return Report({"pictures": data}, "\n".join(lines))
+    if len(broken) == len(data):
+        raise broken[0]
+    for error in broken:
+        warnings.warn(f"left out: {error}", stacklevel=1)
+    return Report({"pictures": data}, "\n".join(lines), status=bool(broken))
+
+
+def _pictures(given: Sequence[Path]) -> list[Path]:
+    """Return files, and those of folders.
+
+    Raises:
+      InputError: a folder has no pictures.
+    """
+    found = {path: image_paths(path) if path.is_dir() else [path] for path in given}
+    if empty := next((path for path, files in found.items() if not files), None):
+        raise InputError(f"the folder '{empty}' has no pictures")
+    return [file for files in found.values() for file in files]
 
 
 def demo(options: argparse.Namespace) -> Report:

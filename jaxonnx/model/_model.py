@@ -111,8 +111,8 @@ class Model(Network, Rendered):
         Args:
           data: inputs in any of the forms of data that `jaxonnx.train` takes: arrays, a tuple or
             dict of them, the path of an .npz or .jsonl file, a Hugging Face Dataset, or batches of
-            these. Targets beside them are left out. Or a folder, for all pictures in it and in
-            folders below, in the order of their sorted paths.
+            these. Targets beside them are left out. Or pictures: the path of one, a list of paths,
+            or a folder, for all in it and in folders below, in the order of their sorted paths.
           batch_size: of data in one piece; 32 if not given, or what the inputs are fixed to.
           pad: as in `jaxonnx.train`, for sequences of unequal length.
           length_buckets: as in `jaxonnx.train`.

@@ -38,7 +38,9 @@ def constants(
     for name, why in roles.constants.items():
         reasons.setdefault(why, []).append(f"'{name}'")
     for why, names in reasons.items():
-        text = f"{list_some(names, '')}: {why}; trainable=[*model.params, {names[0]}] would train it"
+        text = (
+            f"{list_some(names, '')}: {why}; trainable=[*model.params, {names[0]}] would train it"
+        )
         yield "constant", text
     if left := roles.unplaced:
         places = ", ".join(f"'{name}' (at {reader})" for name, reader in left.items())

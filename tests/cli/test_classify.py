@@ -236,3 +236,23 @@ def test_metadata_is_plain_json():
     model = images.with_preparation(net(["n", 3, 8, 6]), images.Preparation())
     (entry,) = model.to_onnx().metadata_props
     assert json.loads(entry.value).keys() == {"scale", "mean", "std", "labels"}
+
+
+def test_folders_are_classified_past_what_is_broken(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    net(["n", 1, 8, 6], metadata={"jaxonnx.image": json.dumps({"scale": 1 / 255})}).save("net.onnx")
+    (tmp_path / "photos" / "deeper").mkdir(parents=True)
+    for name in ("photos/a.png", "photos/c.png", "photos/deeper/d.png", "e.png"):
+        Image.fromarray(RNG.integers(0, 256, (8, 6), np.uint8)).save(name)
+    (tmp_path / "photos" / "b.png").write_text("no pixels")
+    assert main(["classify", "net.onnx", "photos", "e.png", "--json"]) == 1
+    said = capsys.readouterr()
+    found = json.loads(said.out)["pictures"]
+    names = [row["picture"] for row in found]
+    assert names == ["photos/a.png", "photos/b.png", "photos/c.png", "photos/deeper/d.png", "e.png"]
+    assert [len(row.get("classes", ())) for row in found] == [3, 0, 3, 3, 3]
+    assert "not an image" in found[1]["error"]
+    assert "left out: 'photos/b.png' is not an image" in said.err
+    (tmp_path / "empty").mkdir()
+    assert main(["classify", "net.onnx", "empty"]) == 2
+    assert "the folder 'empty' has no pictures" in capsys.readouterr().err

@@ -7,15 +7,16 @@ import threading
 import jax
 import numpy as np
 import onnx
+import onnxruntime
 import optax
 import pytest
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 import jaxonnx
 from jaxonnx._data.images import folder as folders
 from jaxonnx._data.images import preparation as images
 from jaxonnx._data.images.augment import Augment, crop_and_resize, part, prepare_batch
-from jaxonnx._data.images.folder import find_folders
+from jaxonnx._data.images.folder import find_folders, image_paths
 from jaxonnx.cli import main
 from jaxonnx.training._data import sources
 from tests.cli.test_classify import net
@@ -538,3 +539,42 @@ def test_a_new_head_for_the_classes_of_a_folder(photos, tmp_path):
     result.model.save(tmp_path / "two.onnx")
     said = images.preparation(jaxonnx.load(tmp_path / "two.onnx"))
     assert (said.mean, said.labels) == ((0.5,), ("dark", "light"))
+
+
+def test_predict_takes_one_picture_or_a_list_of_them(photos):
+    net = model()
+    paths = sorted(photos.rglob("*.png"))[:3]
+    every = dict(zip(image_paths(photos), net.predict(photos), strict=True))
+    want = np.stack([every[path] for path in paths])
+    np.testing.assert_allclose(net.predict(paths), want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(net.predict([*map(str, paths)]), want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(net.predict(str(paths[0])), want[:1], rtol=1e-5, atol=1e-6)
+    with pytest.raises(jaxonnx.InputError, match=r"'nothing\.png' is not a file"):
+        net.predict(["nothing.png"])
+
+
+def test_a_suffix_that_a_plugin_teaches_pillow_counts(photos, tmp_path, monkeypatch):
+    """As pillow_heif does for .heic; Pillow's own formats of other kinds stay other files."""
+
+    class Plugin(PngImagePlugin.PngImageFile):
+        format = "HEIF"
+
+    Image.preinit()
+    for table in ("OPEN", "EXTENSION", "ID"):
+        monkeypatch.setattr(Image, table, getattr(Image, table).copy())
+    path = tmp_path / "photo.HEIC"
+    path.write_bytes(min(photos.rglob("*.png")).read_bytes())
+    assert not image_paths(tmp_path)
+    Image.register_open("HEIF", Plugin, lambda prefix: prefix.startswith(b"\x89PNG"))
+    Image.register_extension("HEIF", ".heic")
+    assert image_paths(tmp_path) == [path]
+    assert model().predict(tmp_path).shape == model().predict(path).shape == (1, 2)
+
+
+def test_a_step_is_exported_for_a_folder_of_pictures(photos, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model().save("net.onnx")
+    assert main(["export-step", "net.onnx", str(photos), "-o", "step", "--batch-size", "4"]) == 0
+    session = onnxruntime.InferenceSession("step/step.onnx", providers=["CPUExecutionProvider"])
+    shapes = {value.name: value.shape for value in session.get_inputs()}
+    assert [4, 3, 8, 6] in shapes.values()

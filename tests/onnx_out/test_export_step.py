@@ -189,7 +189,7 @@ def test_weights_come_back(setting, tmp_path, monkeypatch):
         return
     monkeypatch.chdir(tmp_path)
     model.save("net.onnx")
-    command = ["import-step", "step", "net.onnx", "-o", "trained.onnx"]
+    command = ["import-step", "net.onnx", "step", "-o", "trained.onnx"]
     assert main(command) == 2
     np.savez("step/state.npz", **values)
     assert main(command) == 0
@@ -197,6 +197,10 @@ def test_weights_come_back(setting, tmp_path, monkeypatch):
     np.testing.assert_allclose(again, wanted(x), rtol=1e-4, atol=1e-5)
     with pytest.raises(jaxonnx.InputError, match="has no"):
         jaxonnx.import_step(model, "step", {"w1": values["w1"]})
+    swapped = ["import-step", "step", "net.onnx", "-o", "trained.onnx"]
+    assert main(swapped) == 2
+    with pytest.raises(jaxonnx.InputError, match=r"'net\.onnx' and 'step' are swapped"):
+        jaxonnx.import_step("step", "net.onnx")
     with pytest.raises(jaxonnx.InputError, match="manifest"):
         jaxonnx.import_step(model, tmp_path, values)
 

@@ -1,6 +1,7 @@
 """Folders of images: one folder for each class, and their preprocessing."""
 
 import os
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -134,22 +135,34 @@ def find_folders(
 
 
 def list_folder(data: Any, model: Network, preprocess: Mapping[str, Any] | None) -> Any:
-    """Return all pictures of a folder, or other data as it is.
+    """Return all pictures of a folder, those of paths, or other data as it is.
 
     Raises:
       TrainingError: the folder has no pictures, or `preprocess` does not fit.
       InputError: the model takes no pictures.
     """
-    if not is_folder(data):
+    listed = _listed_pictures(data)
+    if not is_folder(data) and not listed:
         if preprocess is not None:
-            raise TrainingError("preprocess goes with data that is a folder of pictures")
+            raise TrainingError("preprocess goes with a folder of pictures, or with paths of them")
         return data
     settings = _preprocess(model, preprocess or {})
+    if listed:
+        return Folder(".", tuple(listed), np.zeros(len(listed), np.int32), settings, ())
     paths = image_paths(data)
     if not paths:
         kinds = ", ".join(sorted(SUFFIXES))
         raise TrainingError(f"the folder '{data}' has no pictures: no file that ends in {kinds}")
     return Folder(os.fspath(data), tuple(paths), np.zeros(len(paths), np.int32), settings, ())
+
+
+def _listed_pictures(data: Any) -> list[Path]:
+    """Return the paths of pictures that data is, one or a list of them; none if it is not that."""
+    paths = data if isinstance(data, list | tuple) else [data]
+    if not all(isinstance(path, str | os.PathLike) for path in paths):
+        return []
+    found = [*map(Path, paths)]
+    return found if all(map(_is_picture, found)) else []
 
 
 def image_paths(folder: Any) -> list[Path]:
@@ -167,7 +180,20 @@ def _files(root: Any) -> list[Path]:
 
 
 def _is_picture(path: Path) -> bool:
-    return path.suffix.lower() in SUFFIXES
+    suffix = path.suffix.lower()
+    return suffix in SUFFIXES or suffix in _registered_suffixes()
+
+
+def _registered_suffixes() -> set[str]:
+    """Return the suffixes of formats that a plugin has taught Pillow, like HEIC."""
+    image = sys.modules.get("PIL.Image")
+    if image is None:  # then nobody has
+        return set()
+    return {
+        suffix
+        for suffix, kind in image.EXTENSION.items()
+        if kind in image.OPEN and not image.OPEN[kind][0].__module__.startswith("PIL.")
+    }
 
 
 def notes(*data: Any) -> list[str]:
