@@ -92,8 +92,23 @@ def bind(model: ModelProto, graph: GraphProto, external: Collection[str]) -> Gra
         ) from None
     if binder.missing:
         lines = [f"  {what}: {', '.join(nodes)}" for what, nodes in binder.missing.items()]
-        raise UnsupportedError("no implementation of these operators:\n" + "\n".join(lines))
+        text = "\n".join(["no implementation of these operators:", *lines])
+        raise UnsupportedError(f"{text}\n{_hint_at_artifact(graph)}".rstrip())
     return bound
+
+
+def _hint_at_artifact(graph: GraphProto) -> str:
+    """Return which artifact of onnxruntime-training a graph is, and what to start from; else ""."""
+    own = {node.op_type for node in graph.node if node.domain == "com.microsoft"}
+    gradients = any(name.endswith("Grad") for name in own) or "InPlaceAccumulatorV2" in own
+    if not gradients and not own & {"AdamWOptimizer", "SGDOptimizerV2"}:
+        return ""
+    kind = "training_model.onnx" if gradients else "optimizer_model.onnx"
+    return (
+        f"This is a {kind}, as onnxruntime-training's generate_artifacts writes it. Start from the "
+        "inference file that it was given: jaxonnx.train(path, data) makes gradients and updates "
+        "itself (docs: from_onnxruntime_training)"
+    )
 
 
 def _domain(name: str) -> str:

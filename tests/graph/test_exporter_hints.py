@@ -1,5 +1,7 @@
 """Guesses about what an exporter did for inference."""
 
+import re
+
 import onnx
 import onnx.parser
 import pytest
@@ -89,3 +91,21 @@ def test_the_summary_says_what_it_means():
     assert "seems" in str(model)
     assert model.with_dropout({"mean": 0.2}).to_onnx() == model.to_onnx()
     assert not demo.model().warnings
+
+
+@pytest.mark.parametrize(
+    ("operator", "kind"),
+    [
+        ("SoftmaxCrossEntropyLossInternalGrad", "training_model.onnx"),
+        ("InPlaceAccumulatorV2", "training_model.onnx"),
+        ("AdamWOptimizer", "optimizer_model.onnx"),
+    ],
+)
+def test_artifacts_of_onnxruntime_training_are_recognised(operator, kind):
+    """They name the file to start from, where a list of unknown operators said nothing."""
+    proto = onnx.parser.parse_model(f"""
+        <ir_version: 8, opset_import: ["": 15, "com.microsoft": 1]>
+        g (float[n, 2] x) => (float[n, 2] y) {{ y = com.microsoft.{operator}(x, x) }}""")
+    words = rf"{operator}.*This is a {re.escape(kind)}, as onnxruntime-training.*inference file"
+    with pytest.raises(jaxonnx.UnsupportedError, match=rf"(?s){words}"):
+        jaxonnx.load(proto)
