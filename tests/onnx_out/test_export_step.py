@@ -498,3 +498,28 @@ def test_a_step_of_an_older_opset(tmp_path):
     model = mlp(dropout=True)
     with pytest.raises(jaxonnx.UnsupportedError, match="from opset 18 on"):
         jaxonnx.export_step(model, tmp_path, examples(8), LABELS, optax.sgd(1.0), opset=17)
+
+
+def test_the_learning_rate_of_an_exported_step_is_in_its_state(tmp_path):
+    """Steps of plain gradient descent are as long as the rate that is put there says."""
+    manifest = jaxonnx.export_step(
+        mlp(), tmp_path, examples(8), LABELS, optimizer="sgd", learning_rate=0.5
+    )
+    step, init = (
+        onnxruntime.InferenceSession(tmp_path / f"{n}.onnx", providers=["CPUExecutionProvider"])
+        for n in ("step", "init")
+    )
+    state = dict(zip([o.name for o in init.get_outputs()], init.run(None, {}), strict=True))
+    (rate,) = (name for name in state if name.endswith("learning_rate"))
+    assert state[rate] == 0.5
+    x, y = examples(8)
+    batch = [x, y.astype(np.int32), np.ones(8, np.float32)]
+    batch = dict(zip(manifest["step"]["batch"], batch, strict=True))
+    moves = []
+    for value in (0.5, 0.125, 0.0):
+        feeds = state | batch | {rate: np.array(value, np.float32)}
+        (new,) = step.run([manifest["step"]["state"]["w1"]], feeds)
+        moves.append(new - state["w1"])
+    assert np.abs(moves[0]).max() > 1e-3
+    np.testing.assert_allclose(moves[1], moves[0] / 4, rtol=1e-3, atol=1e-7)
+    assert not moves[2].any()
