@@ -66,7 +66,7 @@ BUDGETS = {
     "onnx_out": (3300, "a rule for each JAX primitive, and what makes graphs quick in runtimes"),
     "_graph": (1920, "binding, and which tensor is a weight, by the habits of exporters"),
     "cli": (1540, "ten commands; their flags are declared where the arguments are"),
-    "sparse": (1700, "patterns, the search of masks, training, packing, products and their proof"),
+    "sparse": (1760, "patterns, the search of masks, training, packing, products and their proof"),
     "lowering": (1530, "forms that XLA is quick with, for each of which a benchmark has a row"),
     "_data": (1840, "arrays, files, pictures, sequences and loaders, read as one kind of source"),
     "_run": (1250, "the evaluator, and what keeps hostile files from taking the machine"),

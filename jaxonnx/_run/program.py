@@ -98,8 +98,9 @@ class Program:
     """The caches that are empty in each evaluation, and no inputs."""
     whole: Graph | None = None
     """The graph with all inputs and outputs of the file, where this one lacks some."""
-    sparse: frozenset[str] = frozenset()
-    """The 2:4 matrices among the parameters whose products are sparse in inference."""
+    sparse: Mapping[str, int] = field(default_factory=dict)
+    """The 2:4 matrices among the parameters whose products are sparse in inference, and their
+    input axes."""
 
     def __post_init__(self) -> None:
         self._plan = _Plan(frozenset(n.index for n in self.graph.nodes if _dynamic(n)))
@@ -148,8 +149,13 @@ class Program:
         for name, bias in done.biases.items():
             tensors[name] = placed_as(tensors[name], bias)
         given, fixed = ({name: tensors[name] for name in group} for group in (params, state))
+        stored = self.prepare_tensors(given, done.factors)
+        if self.sparse:
+            from jaxonnx.sparse import pack_matrix
+
+            stored |= {name: pack_matrix(stored[name], axis) for name, axis in self.sparse.items()}
         return Kept(
-            self.prepare_tensors(given, done.factors),
+            stored,
             self.prepare_tensors(fixed, done.factors),
             done.norms,
             done.reads,

@@ -114,6 +114,5 @@ def with_products(model: Network) -> Program:
     from jaxonnx.sparse import prepare_products
 
     platform = next((d.platform for x in model.params.values() for d in x.devices()), None)
-    names = [x.name for x in model.sparsity[1] if x.axes is not None]
-    ready = prepare_products(platform)
-    return replace(model.program, sparse=frozenset(names if ready else ()))
+    axes = {x.name: x.axes[1] for x in model.sparsity[1] if x.axes is not None}
+    return replace(model.program, sparse=axes if prepare_products(platform) else {})

@@ -21,6 +21,7 @@ from jaxonnx.sparse._pattern import (
     register,
 )
 from jaxonnx.sparse._products import (
+    pack_matrix,  # noqa: F401
     prepare_products,  # noqa: F401
     register_products,
     sparse_products,

@@ -67,6 +67,22 @@ def test_each_variant_is_the_definition_on_every_size(variant, axis):
 
 
 @pytest.mark.parametrize("variant", _cpu.VARIANTS)
+def test_few_rows_of_a_packed_weight_are_the_definition(variant):
+    if variant not in _cpu.variants():
+        pytest.skip(f"this processor has no {variant}")
+    for b, k, n in [(1, 4, 4), (3, 36, 20), (8, 64, 64), (11, 100, 52), (5, 260, 36)]:
+        x, w = rows(b, k), weight(k, n)
+        for axis in (0, 1):
+            packed = _cpu.pack(w if axis == 0 else w.T, axis)
+            one, two = (_cpu.packed_product(x, *packed, n, variant, t) for t in (1, 3))
+            np.testing.assert_array_equal(one, two)
+            size = np.abs(x).astype(float) @ np.abs(w)
+            assert (np.abs(one - x.astype(float) @ w) <= 1e-6 * size + 1e-30).all(), (b, k, n)
+    with pytest.raises(jaxonnx.SparsityError, match="along axis 0: a group has 4 nonzeros"):
+        _cpu.pack(np.ones((8, 4), np.float32), 0)
+
+
+@pytest.mark.parametrize("variant", _cpu.VARIANTS)
 def test_what_masked_weights_would_multiply_is_never_read(variant):
     if variant not in _cpu.variants():
         pytest.skip(f"this processor has no {variant}")
@@ -265,6 +281,28 @@ def test_calls_of_a_model_use_them_and_verify_says_so(everything):
     assert jaxonnx.load(quick.to_onnx())(x).shape == (96, 10)
     with pytest.raises(jaxonnx.SparsityError, match=r"it records none: sparse\.record\(model\)"):
         demo.mlp().with_sparse_products()
+
+
+def test_few_rows_of_calls_read_packed_weights(everything, monkeypatch):
+    monkeypatch.setattr(_cpu, "FEW_SIZE", 4)
+    model = wide()
+    options = {"select": "body_weight", **model.sparsity_options()}
+    model = sparse.record(model.replace(params=sparse.prune(model.params, **options)))
+    quick = model.with_sparse_products()
+    for count_of_rows in (1, 8, 9):
+        x = rows(count_of_rows, 64).reshape(-1, 1, 8, 8)
+        np.testing.assert_allclose(quick(x), model(x), rtol=1e-4, atol=1e-4)
+    kept = quick._kept
+    assert kept.params["body_weight"].values.shape == (16, 16, 2, 16)
+    program = jax.jit(quick.program, static_argnums=4).trace(
+        kept.params, kept.state, None, {"x": rows(2, 64).reshape(-1, 1, 8, 8)}, False
+    )
+    assert "jaxonnx_packed_product" in program.lower().as_text()
+    x = rows(3, 64).reshape(-1, 1, 8, 8)
+    gradients = [jax.grad(lambda x, m=m: (m(x) ** 2).sum())(x) for m in (quick, model)]
+    np.testing.assert_allclose(*gradients, rtol=1e-3, atol=1e-3)
+    many = jax.vmap(lambda x: quick(x))(x[:, None])
+    np.testing.assert_allclose(many[:, 0], model(x), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.deep

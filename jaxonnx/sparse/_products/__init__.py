@@ -4,9 +4,9 @@ A product is a primitive, which is lowered to cuSPARSELt's for CUDA, to our kern
 dense one elsewhere.
 """
 
-import math
 import warnings
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxonnx._jaxpr import Program, inner_program, interpret, retrace_params
 from jaxonnx.errors import SparsityError
-from jaxonnx.sparse._layers import by_name
+from jaxonnx.sparse._layers import by_name, name_of
 from jaxonnx.sparse._products import _cpu, _cusparselt
 from jaxonnx.sparse._search import is_split
 
@@ -76,13 +76,50 @@ def sparse_products(function: Callable[..., Any], weights: Collection[str]) -> C
     """
 
     def run(params, *args):
+        params, packed = _take_packed(params)
         closed, shape = jax.make_jaxpr(function, return_shape=True)(params, *args)
-        sparse = {id(x): _Matrix(x, x) for name, x in by_name(params).items() if name in weights}
+        found = {name: x for name, x in by_name(params).items() if name in weights}
+        sparse = {id(x): _Matrix(x, x, packed=packed.get(name)) for name, x in found.items()}
         leaves = jax.tree.leaves((params, *args))
         found = interpret(closed, partial(_step, sparse), leaves, enter=_inner_call)
         return jax.tree.unflatten(jax.tree.structure(shape), found)
 
     return run
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["w", "values", "places"],
+    meta_fields=["axis"],
+)
+@dataclass(frozen=True)
+class PackedMatrix:
+    """A matrix among the parameters of `sparse_products`, packed along an axis beforehand."""
+
+    w: jax.Array
+    values: jax.Array
+    places: jax.Array
+    axis: int
+
+
+def pack_matrix(w: Any, axis: int) -> Any:
+    """Return a 2:4 matrix packed for products of few rows, or as it is where they do not gain."""
+    on_cpu = isinstance(w, jax.Array) and all(d.platform == "cpu" for d in w.devices())
+    if on_cpu and w.ndim == 2 and _cpu.fits_packed(1, w.shape, w.dtype):
+        return PackedMatrix(w, *_cpu.pack(w, axis), axis)
+    return w
+
+
+def _take_packed(params: Any) -> tuple[Any, dict[str, PackedMatrix]]:
+    """Return parameters with matrices in place of packed ones, and those by name."""
+
+    def is_packed(x):
+        return isinstance(x, PackedMatrix)
+
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_packed)
+    packed = {name_of(path): x for path, x in leaves if is_packed(x)}
+    plain = jax.tree.map(lambda x: x.w if is_packed(x) else x, params, is_leaf=is_packed)
+    return plain, packed
 
 
 class _Matrix(NamedTuple):
@@ -92,6 +129,7 @@ class _Matrix(NamedTuple):
     source: Any
     """The matrix that it is, or whose transpose it is."""
     is_transposed: bool = False
+    packed: PackedMatrix | None = None
 
 
 def _inner_call(equation: JaxprEqn) -> Program | None:
@@ -105,8 +143,8 @@ def _step(sparse: dict[int, _Matrix], equation: JaxprEqn, inputs: list) -> list:
     primitive = equation.primitive
     if primitive is primitives.dot_general_p:
         for place, w in enumerate(inputs):
-            if id(w) in sparse and _fits(equation, place):
-                return [_product(equation, place, inputs[1 - place], sparse[id(w)])]
+            if id(w) in sparse and (made := _product(equation, place, inputs, sparse[id(w)])):
+                return made
     with equation.ctx.manager:
         results = primitive.bind(*inputs, **retrace_params(equation.params, _plain))
     results = results if primitive.multiple_results else [results]
@@ -133,30 +171,29 @@ def _plain(program: Program, *args: Any) -> list:
     return interpret(program, partial(_step, {}), args, enter=_inner_call)
 
 
-def _fits(equation: JaxprEqn, place: int) -> bool:
-    """Return whether there is such a product, whose 2:4 matrix is the operand at `place`."""
-    contracted, batch = equation.params["dimension_numbers"]
-    avals: list[Any] = [variable.aval for variable in equation.invars]
-    w, x = avals[place], avals[1 - place]
-    if len(contracted[0]) != 1 or batch[0] or w.ndim != 2 or w.dtype != x.dtype or not x.size:
-        return False
-    rows = x.size // x.shape[contracted[1 - place][0]]
-    on_cpu = _cpu.is_registered() and _cpu.fits(rows, w.shape, w.dtype)
-    return on_cpu or _cusparselt.fits(rows, w.shape, w.dtype)
-
-
-def _product(equation: JaxprEqn, place: int, x: jax.Array, w: _Matrix) -> jax.Array:
-    axes, _ = equation.params["dimension_numbers"]
+def _product(equation: JaxprEqn, place: int, inputs: list, w: _Matrix) -> list[jax.Array]:
+    """Return the sparse product with the 2:4 matrix at `place`; nothing where there is none."""
+    (axes, batch), x = equation.params["dimension_numbers"], inputs[1 - place]
+    matrix = inputs[place]
+    if len(axes[0]) != 1 or batch[0] or matrix.ndim != 2 or matrix.dtype != x.dtype or not x.size:
+        return []
+    count = x.size // x.shape[axes[1 - place][0]]
+    about = (count, matrix.shape, matrix.dtype)
     axis = axes[place][0] ^ w.is_transposed
+    is_packed = w.packed is not None and w.packed.axis == axis and _cpu.fits_packed(*about)
+    on_cpu = _cpu.is_registered() and (is_packed or _cpu.fits(*about))
+    if not on_cpu and not _cusparselt.fits(*about):
+        return []
     rows = jnp.moveaxis(x, axes[1 - place][0], -1)
-    flat = rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
+    flat = rows.reshape(count, rows.shape[-1])
     out: Any = equation.outvars[0].aval
-    y = sparse_product_p.bind(flat, w.source, axis=axis, dtype=out.dtype)
+    packed = (w.packed.values, w.packed.places) if is_packed and w.packed else ()
+    y = sparse_product_p.bind(flat, w.source, *packed, axis=axis, dtype=out.dtype)
     y = y.reshape(*rows.shape[:-1], y.shape[1])
-    return y if place else jnp.moveaxis(y, -1, 0)
+    return [y if place else jnp.moveaxis(y, -1, 0)]
 
 
-def _dense(x: jax.Array, w: jax.Array, *, axis: int, dtype: Any) -> jax.Array:
+def _dense(x: jax.Array, w: jax.Array, *packed: jax.Array, axis: int, dtype: Any) -> jax.Array:
     return jax.lax.dot_general(x, w, (((1,), (axis,)), ((), ())), preferred_element_type=dtype)
 
 
@@ -171,7 +208,7 @@ sparse_product_p.def_impl(
 
 
 @sparse_product_p.def_abstract_eval
-def _(x, w, *, axis, dtype):
+def _(x, w, *packed, axis, dtype):
     like = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, w)]
     y = jax.eval_shape(partial(_dense, axis=axis, dtype=dtype), *like)
     return x.update(shape=y.shape, dtype=y.dtype, weak_type=False)
@@ -182,7 +219,7 @@ def _jvp(primals, tangents, *, axis, dtype):
     plain = partial(_dense, axis=axis, dtype=dtype)
     parts = [
         plain(*(t if i == j else p for j, p in enumerate(primals)))
-        for i, t in enumerate(tangents)
+        for i, t in enumerate(tangents[:2])
         if type(t) is not ad.Zero
     ]
     y = sparse_product_p.bind(*primals, axis=axis, dtype=dtype)
@@ -190,11 +227,11 @@ def _jvp(primals, tangents, *, axis, dtype):
 
 
 def _batch(arguments, at, *, axis, dtype):
-    x, w = arguments
+    (x, w), packed = arguments[:2], arguments[2:]
     run = partial(sparse_product_p.bind, axis=axis, dtype=dtype)
     if at[1] is None:  # more rows of the same product
         x = jnp.moveaxis(x, at[0], 0)
-        y = run(x.reshape(-1, x.shape[-1]), w)
+        y = run(x.reshape(-1, x.shape[-1]), w, *packed)
         return y.reshape(*x.shape[:-1], -1), 0
     w = jnp.moveaxis(w, at[1], 0)
     if at[0] is None:
@@ -202,20 +239,24 @@ def _batch(arguments, at, *, axis, dtype):
     return jax.lax.map(lambda both: run(*both), (jnp.moveaxis(x, at[0], 0), w)), 0
 
 
-def _lower_dense(context, x, w, **params):
-    return mlir.lower_fun(partial(_dense, **params), multiple_results=False)(context, x, w)
+def _lower_dense(context, *args, **params):
+    return mlir.lower_fun(partial(_dense, **params), multiple_results=False)(context, *args)
 
 
-def _lower_on(kernel, context, x, w, *, axis, dtype):
+def _lower_on(kernel, context, x, w, *packed, axis, dtype):
     """Lower to the product of a kernel where it has one, else to the dense one."""
-    rows, matrix = context.avals_in
-    if is_split(context) or not kernel.fits(rows.shape[0], matrix.shape, matrix.dtype):
-        return _lower_dense(context, x, w, axis=axis, dtype=dtype)
+    rows, matrix = context.avals_in[:2]
+    about = (rows.shape[0], matrix.shape, matrix.dtype)
 
-    def sparse(x, w):
+    def sparse(x, w, *packed):
+        if packed and _cpu.fits_packed(*about):
+            values, places = packed
+            return _cpu.packed_product(x, values, places, w.shape[1 - axis])
         return kernel.product(x, w, axis).astype(dtype)
 
-    return mlir.lower_fun(sparse, multiple_results=False)(context, x, w)
+    if not is_split(context) and ((packed and kernel is _cpu) or kernel.fits(*about)):
+        return mlir.lower_fun(sparse, multiple_results=False)(context, x, w, *packed)
+    return _lower_dense(context, x, w, *packed, axis=axis, dtype=dtype)
 
 
 ad.primitive_jvps[sparse_product_p] = _jvp

@@ -3,6 +3,9 @@
 // instructions. It is vectorized over rows of x: a panel of x is stored as [input][row], and each
 // weight that is kept is broadcast and multiplied with the row of the panel that its place names.
 //
+// For few rows, where reading the weight takes the time, there is a kernel for weights that were
+// packed before: half of the numbers, and two bits for the place of each.
+//
 // What is packed: x once, as panels of at most 8 vectors of rows, in memory that XLA gives; the
 // weight in blocks that fit the second-level cache, for each 512 rows anew. Sums go to a buffer of
 // the thread between blocks of inputs, so the order of additions is that of the inputs, whatever the
@@ -21,6 +24,10 @@
 #include <string>
 #include <utility>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -35,8 +42,11 @@ struct Ahead {
 
 using Pack = bool (*)(const float*, int64_t, int64_t, int64_t, int32_t, float*, int32_t*);
 
+constexpr int64_t kTile = 16;  // outputs of a weight that was packed before
+
 struct Kernels {
   int64_t lanes;
+  void (*multiply_few[8])(const float*, int64_t, const float*, const uint32_t*, float*);
   void (*pack_rows)(const float*, int64_t, int64_t, int64_t, float*);
   void (*unpack_sums)(const float*, int64_t, int64_t, float*, int64_t, int64_t);
   Pack pack_columns, pack_transposed;
@@ -212,14 +222,57 @@ struct Product {
   }
 };
 
+// The kernels of a variant, or (-1) of the first that there is.
+const Kernels* Choose(int64_t variant) {
+  const Kernels* kernels = Variant(std::max<int64_t>(variant, 0));
+  for (int64_t i = 1; variant < 0 && kernels == nullptr; ++i) kernels = Variant(i);
+  return kernels;
+}
+
+ffi::Error NoVariant() {
+  return ffi::Error::InvalidArgument("this processor lacks the variant of a sparse product");
+}
+
+ffi::Error MultiplyPacked(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
+                          ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::U32> places,
+                          ffi::Result<ffi::Buffer<ffi::F32>> y, int64_t variant,
+                          int64_t threads) {
+  const int64_t b = x.dimensions()[0], k = x.dimensions()[1], n = y->dimensions()[1];
+  const Kernels* kernels = Choose(variant);
+  if (kernels == nullptr) return NoVariant();
+  if (threads == 0) threads = std::max<int64_t>(1, pool.num_threads());
+  const int64_t tiles = Divided(n, kTile), lanes = kernels->lanes;
+  const int64_t words = Divided(k / 4, 8);
+  const int64_t part = Divided(tiles, 4 * threads);
+  const float *rows = x.typed_data(), *numbers = values.typed_data();
+  const uint32_t* bits = places.typed_data();
+  float* out = y->typed_data();
+  Parallel(pool, threads, Divided(tiles, part), [&](int64_t task) {
+    for (int64_t t = task * part; t < std::min(tiles, (task + 1) * part); ++t) {
+      for (int64_t r = 0; r < b; r += 8) {
+        const int64_t here = std::min<int64_t>(8, b - r);
+        for (int64_t o = t * kTile; o < std::min(n, (t + 1) * kTile); o += lanes) {
+          float sums[8 * kTile];
+          const int64_t lane = o - t * kTile;
+          kernels->multiply_few[here - 1](rows + r * k, k, numbers + t * (k / 2) * kTile + lane,
+                                          bits + t * words * kTile + lane, sums);
+          for (int64_t i = 0; i < here; ++i) {
+            std::memcpy(out + (r + i) * n + o, sums + i * lanes, 4 * std::min(lanes, n - o));
+          }
+        }
+      }
+    }
+  });
+  return ffi::Error::Success();
+}
+
 ffi::Error Multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> w,
                     ffi::Result<ffi::Buffer<ffi::F32>> y,
                     ffi::Result<ffi::Buffer<ffi::F32>> panels, int64_t axis, int64_t variant,
                     int64_t threads) {
   const int64_t b = x.dimensions()[0], k = x.dimensions()[1], n = y->dimensions()[1];
-  const Kernels* kernels = Variant(std::max<int64_t>(variant, 0));
-  for (int64_t i = 1; variant < 0 && kernels == nullptr; ++i) kernels = Variant(i);
-  if (kernels == nullptr) return ffi::Error::InvalidArgument("this processor lacks the variant");
+  const Kernels* kernels = Choose(variant);
+  if (kernels == nullptr) return NoVariant();
   if (threads == 0) threads = std::max<int64_t>(1, pool.num_threads());
   Product product(*kernels, x.typed_data(), w.typed_data(), y->typed_data(), panels->typed_data(),
                   b, k, n, axis == 1, threads);
@@ -245,6 +298,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxonnxSparseProduct, Multiply,
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<int64_t>("axis")
+                                  .Attr<int64_t>("variant")
+                                  .Attr<int64_t>("threads"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxonnxPackedProduct, MultiplyPacked,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::U32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<int64_t>("variant")
                                   .Attr<int64_t>("threads"));
 
