@@ -8,17 +8,17 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._axes import Matrix
+from jaxonnx._graph.projections import ROLES, Role, find_projections
 from jaxonnx._graph.roles import running_statistics
 from jaxonnx._graph.select import Select, select
 from jaxonnx._graph.uses import Weight, weights
-from jaxonnx._graph.weight_names import Places
 from jaxonnx._io import adapter_files
 from jaxonnx._rewrite.adapters import factor_names, module_name
 from jaxonnx._safe_read import reading
@@ -55,9 +55,11 @@ class LoRA:
     Attributes:
       rank: of B A; at most the number of outputs and of inputs of each weight.
       alpha: the change is scaled by alpha / rank; None means the rank, a scale of one.
-      where: tensors, modules or nodes ("*.query"), as in `Model.with_trainable`, or a predicate of
-        name and value, that choose among the weights that can be adapted. None means every matrix
-        product and convolution whose adapter is smaller than the weight.
+      where: a role in a transformer, "attention", "mlp" or "all-linear" (both, but not the layer of
+        the logits), which the graph tells; or tensors, modules or nodes ("*.query"), as in
+        `Model.with_trainable`, or a predicate of name and value, that choose among the weights that
+        can be adapted. None means every matrix product and convolution whose adapter is smaller
+        than the weight, embeddings and layers that share their table left out.
     """
 
     rank: int = 8
@@ -88,17 +90,16 @@ class LoRA:
             for name, weight in weights(model.graph, tensors).items()
             if weight.matrix and name not in full and (_is_float(tensors[name]) or weight.storage)
         }
-        places = self._select_weights(found, tensors, model._places)
+        places = self._select_weights(model, found)
         values = dict(full)
         for name, key in zip(places, jax.random.split(rng, len(places)), strict=True):
             values |= self._start(name, tensors[name].dtype, found[name], key)
         alpha = self.rank if self.alpha is None else self.alpha
         return Adapters(self.rank, alpha, places, values).attach(model)
 
-    def _select_weights(
-        self, found: Mapping[str, Weight], tensors: Mapping[str, Any], named: Places
-    ) -> dict[str, Matrix]:
+    def _select_weights(self, model: Model, found: Mapping[str, Weight]) -> dict[str, Matrix]:
         """Return the weights to be adapted."""
+        tensors = model.tensors
         places = {name: weight.matrix for name, weight in found.items() if weight.matrix}
         sizes = {name: place.sizes(found[name].shape) for name, place in places.items()}
         if self.where is None:
@@ -112,10 +113,19 @@ class LoRA:
                     f"no weight is larger than its adapter of rank {self.rank}; choose a lower "
                     "rank, or name weights with where="
                 )
+        elif self.where in ROLES:
+            fixed = model.program.constants  # tables, unless they are weights in few bits
+            known = {name for name in places if found[name].storage or name not in fixed}
+            chosen = find_projections(model.graph, tensors, known, cast(Role, self.where))
+            if not chosen:
+                raise InputError(
+                    f"where={self.where!r}: no weight has this role in the graph; name weights, "
+                    "modules or nodes"
+                )
         else:
             matrices = {name: tensors[name] for name in places}
             kind = "weight that can be adapted"
-            chosen = select(self.where, matrices, "where", kind=kind, places=named)
+            chosen = select(self.where, matrices, "where", kind=kind, places=model._places)
         for name in sorted(chosen):
             if self.rank > min(sizes[name]):
                 rows, columns = sizes[name]

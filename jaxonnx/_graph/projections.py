@@ -1,0 +1,113 @@
+"""The projections of a transformer by what they do: of attention, of the layers between, the head.
+
+A projection is a product with a weight. It is one of attention if no other projection lies between
+it and an attention, before it (queries, keys, values) or behind it (outputs); the head gives the
+logits; all others are of the perceptrons.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, get_args
+
+from jaxonnx._graph.bind import Graph, Node
+from jaxonnx._graph.uses import uses
+
+Role = Literal["attention", "mlp", "all-linear"]
+ROLES = get_args(Role)
+
+_ATTENTIONS = (
+    *("Attention", "MultiHeadAttention", "GroupQueryAttention", "SparseAttention"),
+    *("DecoderMaskedMultiHeadAttention", "PagedAttention", "LinearAttention", "FlexAttention"),
+    *("PackedAttention", "PackedMultiHeadAttention"),
+)
+_PRODUCTS = ("MatMul", "FusedMatMul", "Einsum")
+"""What a decomposed attention is made of, around a Softmax."""
+_KEEPS_LOGITS = (
+    *("Add", "Mul", "Div", "Tanh", "Cast", "Identity", "Reshape", "Transpose", "Slice", "Gather"),
+    *("Softmax", "LogSoftmax"),
+)
+"""What may stand between the head and the output."""
+
+
+def find_projections(
+    graph: Graph, tensors: Mapping[str, Any], names: Collection[str], role: Role
+) -> set[str]:
+    """Return those of some weights that have a role.
+
+    "all-linear" are those of attention and of the perceptrons.
+    """
+    places: dict[str, list[Node]] = {}
+    for use in uses(graph, tensors):
+        if use.name in names and not use.passes and not _is_lookup(use.matrix):
+            places.setdefault(use.name, []).append(use.outer)
+    nodes = [node for found in places.values() for node in found]
+    weighted = {node.index for node in nodes}
+    ways = _Ways(graph, weighted)
+    attentions = ways.attentions()
+    near = ways.reach(attentions, ways.sources) | ways.reach(attentions, ways.readers) | attentions
+    head = _head(graph, weighted)
+    own = {
+        "attention": weighted & near,
+        "mlp": weighted - near - head,
+        "all-linear": weighted - head,
+    }[role]
+    return {name for name, found in places.items() if all(node.index in own for node in found)}
+
+
+def _is_lookup(matrix: Any) -> bool:
+    return matrix is not None and matrix.lookup
+
+
+class _Ways:
+    """The ways between the nodes of a graph, which end at projections."""
+
+    def __init__(self, graph: Graph, weighted: Collection[int]):
+        self._nodes = graph.nodes
+        self._weighted = weighted
+        made = {name: node.index for node in graph.nodes for name in node.outputs if name}
+        self.sources: dict[int, set[int]] = {node.index: set() for node in graph.nodes}
+        self.readers: dict[int, set[int]] = {node.index: set() for node in graph.nodes}
+        for node in graph.nodes:
+            if node.op.name in ("Shape", "Size"):  # sizes are no way for features
+                continue
+            for source in {made[name] for name in node.reads if name in made}:
+                self.sources[node.index].add(source)
+                self.readers[source].add(node.index)
+
+    def reach(self, start: Collection[int], edges: Mapping[int, set[int]]) -> set[int]:
+        """Return the nodes that are reached from some of them, up to projections."""
+        seen: set[int] = set()
+        waiting = [*start]
+        while waiting:
+            at = waiting.pop()
+            if at not in self._weighted or at in start:
+                waiting += edges[at] - seen
+                seen |= edges[at]
+        return seen
+
+    def attentions(self) -> set[int]:
+        """Return the attentions: operators, or products before and behind one Softmax."""
+        found = {node.index for node in self._nodes if node.op.name in _ATTENTIONS}
+        plain = {n.index for n in self._nodes if n.op.name in _PRODUCTS} - {*self._weighted}
+        for node in self._nodes:
+            if node.op.name == "Softmax":
+                before = plain & self.reach({node.index}, self.sources)
+                behind = plain & self.reach({node.index}, self.readers)
+                if before and behind:  # a Softmax of classes or experts has no scores before it
+                    found |= before | behind
+        return found
+
+
+def _head(graph: Graph, weighted: set[int]) -> set[int]:
+    """Return the projections that give an output of the graph, up to what acts on each logit."""
+    made = {name: node for node in graph.nodes for name in node.outputs if name}
+    found, waiting, seen = set(), [*graph.outputs], set()
+    while waiting:
+        node = made.get(waiting.pop())
+        if node is None or node.index in seen:
+            continue
+        seen.add(node.index)
+        if node.index in weighted:
+            found.add(node.index)
+        elif node.op.name in _KEEPS_LOGITS:
+            waiting += node.inputs
+    return found
