@@ -50,6 +50,11 @@ class Caches:
     def names(self) -> set[str]:
         return {*self.pairs, *self.switches}
 
+    @property
+    def switches_on(self) -> dict[str, np.ndarray]:
+        """The switches as they are once caches have entries."""
+        return {n: np.ones_like(x) if x.dtype == bool else x for n, x in self.switches.items()}
+
     def empty(self, batch: int) -> dict[str, np.ndarray | None]:
         """Return the values of these inputs before the first call.
 

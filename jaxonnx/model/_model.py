@@ -36,6 +36,7 @@ from jaxonnx.errors import InputError
 from jaxonnx.model import _statistics as pooling
 from jaxonnx.model import _transforms as changed
 from jaxonnx.model._call_arguments import inputs_first, unmark_names
+from jaxonnx.model._generate import Generator, stop_tokens
 from jaxonnx.model._predict import predictions, read_inputs
 from jaxonnx.model._reinitialize import Initializer
 from jaxonnx.model._show import overview
@@ -132,6 +133,51 @@ class Model(Network, Rendered):
         """
         data = list_folder(data, self, preprocess)
         return predictions(self, self, data, batch_size, Padding.of(pad, length_buckets), progress)
+
+    def generate(
+        self,
+        ids: Any,
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        seed: int = 0,
+        stop: int | Sequence[int] | None = None,
+    ) -> Any:
+        """Continue tokens by a decoder, through the caches of its file; compiled once.
+
+        Args:
+          ids: tokens [length], or several such: a list of them, or [batch, length].
+          max_new_tokens: their number.
+          temperature: 0 takes the most likely token; above it tokens are drawn from the logits
+            divided by it.
+          seed: of what is drawn.
+          stop: tokens that end a row; by default those of the folder that the model was loaded
+            from.
+
+        Returns:
+          The tokens with their continuation, [length]; a list of such for several. A row ends with
+          its token of `stop`.
+
+        Raises:
+          InputError: the model is no decoder, or arguments that do not fit.
+        """
+        ids = ids if isinstance(ids, list) else np.asarray(ids)
+        single = np.ndim(ids[0]) == 0 if len(ids) else False
+        given = (stop,) if isinstance(stop, int) else stop
+        found = self._generator(
+            self.params,
+            self.state,
+            [ids] if single else [*ids],
+            max_new_tokens,
+            temperature,
+            seed,
+            stop_tokens(self) if given is None else given,
+        )
+        return found[0] if single else found
+
+    @cached_property
+    def _generator(self) -> Generator:
+        return Generator(self)
 
     @cached_property
     def _kept(self) -> Kept:

@@ -1,0 +1,127 @@
+"""`Model.generate` against onnxruntime on whole sequences, and onnxruntime-genai."""
+
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import onnxruntime
+import pytest
+
+import jaxonnx
+from tests.support.paths import DATA
+
+GENAI, OPTIMUM = DATA / "llm" / "qwen3-genai", DATA / "llm" / "qwen3-optimum"
+PROMPT = np.array([5, 17, 33, 60, 8])
+
+
+def varied(folder):
+    """A model whose tokens do not repeat: with other weights before the logits."""
+    model = jaxonnx.load(folder)
+    (name,) = [n for n, x in model.params.items() if x.shape == (32, 192)]
+    other = np.random.default_rng(0).normal(size=(32, 192)).astype(np.float32)
+    return model.replace(params={**model.params, name: jnp.asarray(other)})
+
+
+@pytest.fixture(scope="module", params=[GENAI, OPTIMUM], ids=lambda path: path.name)
+def model(request):
+    return varied(request.param)
+
+
+def greedy(model, prompt, count):
+    """What onnxruntime continues with, from whole sequences."""
+    session = onnxruntime.InferenceSession(model.to_onnx().SerializeToString())
+    ids = prompt[None]
+    for _ in range(count):
+        known = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+        known["position_ids"] = np.arange(ids.shape[1])[None]
+        empty = np.zeros((1, 1, 0, 16), np.float32)
+        feeds = {v.name: known.get(v.name, empty) for v in session.get_inputs()}
+        new = session.run(["logits"], feeds)[0][:, -1].argmax(-1)
+        ids = np.concatenate([ids, new[:, None]], 1)
+    return ids[0]
+
+
+def test_greedy_is_that_of_onnxruntime(model):
+    found = model.generate(PROMPT, max_new_tokens=12, stop=[])
+    np.testing.assert_array_equal(found, greedy(model, PROMPT, 12))
+    assert len({*found.tolist()}) > 8
+    assert model._generator._room is not None
+
+
+def test_rows_of_unequal_length_are_those_alone(model):
+    long, short = model.generate([PROMPT, PROMPT[:2]], max_new_tokens=6, stop=[])
+    np.testing.assert_array_equal(long, greedy(model, PROMPT, 6))
+    np.testing.assert_array_equal(short, greedy(model, PROMPT[:2], 6))
+
+
+def test_without_caches_all_is_computed_again():
+    model = varied(OPTIMUM)
+    plain = model.with_outputs("logits")
+    whole = jaxonnx.load(plain.to_onnx()).without_cache()
+    assert whole._generator._room is None
+    found = model.generate(PROMPT, max_new_tokens=4, stop=[])
+    again = type(model._generator)(model)
+    again.__dict__["_room"] = None
+    (other,) = again(model.params, model.state, [PROMPT], 4)
+    np.testing.assert_array_equal(found, other)
+
+
+def test_a_row_ends_with_its_stop():
+    model = varied(GENAI)
+    found = model.generate(PROMPT, max_new_tokens=12, stop=[])
+    stop = int(found[8])
+    end = 5 + found[5:].tolist().index(stop)
+    ended = model.generate(PROMPT, max_new_tokens=12, stop=stop)
+    np.testing.assert_array_equal(ended, found[: end + 1])
+
+
+def test_drawn_tokens_depend_on_the_seed():
+    model = varied(GENAI)
+
+    def draw(seed, temperature):
+        given = {"max_new_tokens": 12, "temperature": temperature, "seed": seed, "stop": []}
+        return model.generate(PROMPT, **given).tolist()
+
+    assert draw(1, 2.0) == draw(1, 2.0)
+    assert draw(1, 2.0) != draw(2, 2.0)
+    assert draw(1, 1e-4) == model.generate(PROMPT, max_new_tokens=12, stop=[]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ids": []}, "tokens to continue are integers"),
+        ({"ids": np.zeros((1, 2))}, "tokens to continue are integers"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be a positive integer"),
+        ({"temperature": -1}, "temperature must be at least 0"),
+    ],
+)
+def test_what_cannot_be_continued_is_said(arguments, message):
+    given = {"ids": PROMPT, "max_new_tokens": 2} | arguments
+    with pytest.raises(jaxonnx.InputError, match=message):
+        jaxonnx.load(GENAI).generate(given.pop("ids"), **given)
+
+
+def test_a_model_of_images_is_no_decoder():
+    model = jaxonnx.load(DATA / "lenet.dynamo.onnx")
+    with pytest.raises(jaxonnx.InputError, match="where they are the only input"):
+        model.generate(PROMPT, max_new_tokens=2)
+
+
+def test_the_saved_folder_runs_in_onnxruntime_genai(tmp_path):
+    genai = pytest.importorskip("onnxruntime_genai")
+    model = varied(GENAI)
+    model.save(f"{tmp_path}/tuned/")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        runtime = genai.Model(f"{tmp_path}/tuned/")
+        settings = genai.GeneratorParams(runtime)
+        settings.set_search_options(max_length=30, do_sample=False)
+        generator = genai.Generator(runtime, settings)
+        generator.append_tokens(PROMPT.astype(np.int32))
+        while not generator.is_done():
+            generator.generate_next_token()
+    found = model.generate(PROMPT, max_new_tokens=25)
+    np.testing.assert_array_equal(generator.get_sequence(0), found)
+    tokenizer = genai.Tokenizer(runtime)
+    assert tokenizer.decode(tokenizer.encode("a list")) == "a list"
