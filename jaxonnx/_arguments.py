@@ -377,6 +377,11 @@ class RunArguments(TypedDict, total=False):
     It gets the "loss" of each step (and the "rate", where `history.rates` has it) some steps
     later, because the device is never waited for, and the numbers of each epoch, as in
     `history.epochs`. A function with a method `close` is closed at the end."""
+    samples: Annotated[Sequence[Any] | None, Argument(form="names")]
+    """Prompts whose continuation is printed after each epoch: texts, or tokens.
+
+    The most likely tokens, up to 40, by the weights of the epoch (`Model.generate`). Texts need a
+    model of a folder with a tokenizer."""
     progress: Annotated[bool | None, Argument()]
     """Show a progress bar; by default in terminals and notebooks.
 

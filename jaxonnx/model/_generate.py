@@ -67,7 +67,9 @@ class Generator:
           InputError: the model is no decoder, or arguments that do not fit.
         """
         rows = [np.asarray(prompt) for prompt in prompts]
-        if not all(row.ndim == 1 and row.size and row.dtype.kind in "iu" for row in rows):
+        if not rows or not all(
+            row.ndim == 1 and row.size and row.dtype.kind in "iu" for row in rows
+        ):
             raise InputError("tokens to continue are integers, [length] or a list of such")
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise InputError(f"max_new_tokens must be a positive integer, and is {count!r}")

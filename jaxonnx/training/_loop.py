@@ -20,6 +20,7 @@ from jaxonnx.training._memory import EXHAUSTED, Fitting, to_stop
 from jaxonnx.training._optimizers import rate_of
 from jaxonnx.training._progress import Bar
 from jaxonnx.training._reporter import Reporter
+from jaxonnx.training._samples import Samples
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._snapshots import Snapshots
 from jaxonnx.training._sparsity import sparse_numbers
@@ -39,8 +40,7 @@ def run(
     """Run the epochs; return the trained model and the history."""
     monitor = Monitor(settings.monitor, step.columns(held_out is not None), settings.patience)
     update = Fitting(_with_reports(step, together))
-    epochs = settings.epochs
-    state, at = step.init(), Position()
+    epochs, state, at = settings.epochs, step.init(), Position()
     history, phase = History(), sparse_numbers(state.optimizer).get("phase")
     best = None if settings.patience is None else copy((step.view(state), state.state))
     with ExitStack() as stack:
@@ -59,6 +59,7 @@ def run(
         statistics = Statistics(step, examples, settings, state, interrupt)
         checks.check_data(examples, held_out)
         validate = _Validation(step, held_out, checks, first, interrupt)
+        samples = Samples(step, settings.samples if together.first else None)
 
         progress, hooks = (settings.progress, settings.hooks) if together.first else (False, ())
         bar = stack.enter_context(Bar(progress, epochs, examples.steps, len(history.losses)))
@@ -91,8 +92,8 @@ def run(
                 state = statistics.renew(state, epoch, reporter.step, at.batch)
                 row: dict[str, Any] = {"epoch": epoch + 1, "step": reporter.step}
                 row |= _training_numbers(history, at)
-                row |= validate(state, epoch)
-                row |= sparse_numbers(state.optimizer)
+                row |= validate(state, epoch) | sparse_numbers(state.optimizer)
+                samples.write(state, epoch)
                 reporter.close_epoch(row | {"seconds": time.perf_counter() - began})
                 at = Position(epoch + 1, 0, reporter.step)
                 improved = monitor.see(history.epochs)

@@ -197,7 +197,7 @@ def test_texts_need_a_folder(lines):
         read(model, lines({"text": "a"}))
 
 
-def test_a_chat_trains_with_two_programs(lines, tmp_path, monkeypatch):
+def test_a_chat_trains_with_two_programs(lines, tmp_path, monkeypatch, capsys):
     from jaxonnx.training import _memory
 
     compiled = []
@@ -214,8 +214,13 @@ def test_a_chat_trains_with_two_programs(lines, tmp_path, monkeypatch):
         batch_size=4,
         validation=path,
         lora=jaxonnx.LoRA(rank=4),
+        samples=["a list", "a"],
     )
     assert len(compiled) == 2
+    said = [line for line in capsys.readouterr().out.splitlines() if line[6:8] in ("1:", "2:")]
+    assert [line[:8] for line in said[::2]] == ["epoch 1:", "epoch 2:"]
+    assert all(line[10:].startswith("a") for line in said)
+    assert len(said) == 4
     losses = [row["validation_loss"] for row in result.history.epochs]
     assert losses[-1] < losses[0]
     result.model.save(f"{tmp_path}/tuned/")

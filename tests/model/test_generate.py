@@ -2,7 +2,6 @@
 
 import warnings
 
-import jax.numpy as jnp
 import numpy as np
 import onnxruntime
 import pytest
@@ -15,11 +14,10 @@ PROMPT = np.array([5, 17, 33, 60, 8])
 
 
 def varied(folder):
-    """A model whose tokens do not repeat: with other weights before the logits."""
+    """A model whose tokens do not repeat: its layers add more to the embedding."""
     model = jaxonnx.load(folder)
-    (name,) = [n for n, x in model.params.items() if x.shape == (32, 192)]
-    other = np.random.default_rng(0).normal(size=(32, 192)).astype(np.float32)
-    return model.replace(params={**model.params, name: jnp.asarray(other)})
+    layers = {n: 4 * x for n, x in model.params.items() if x.ndim == 2 and 192 not in x.shape}
+    return model.replace(params={**model.params, **layers})
 
 
 @pytest.fixture(scope="module", params=[GENAI, OPTIMUM], ids=lambda path: path.name)
@@ -44,7 +42,7 @@ def greedy(model, prompt, count):
 def test_greedy_is_that_of_onnxruntime(model):
     found = model.generate(PROMPT, max_new_tokens=12, stop=[])
     np.testing.assert_array_equal(found, greedy(model, PROMPT, 12))
-    assert len({*found.tolist()}) > 8
+    assert len({*found.tolist()}) > 10
     assert model._generator._room is not None
 
 
@@ -82,8 +80,8 @@ def test_drawn_tokens_depend_on_the_seed():
         given = {"max_new_tokens": 12, "temperature": temperature, "seed": seed, "stop": []}
         return model.generate(PROMPT, **given).tolist()
 
-    assert draw(1, 2.0) == draw(1, 2.0)
-    assert draw(1, 2.0) != draw(2, 2.0)
+    assert draw(1, 3.0) == draw(1, 3.0)
+    assert draw(1, 3.0) != draw(2, 3.0)
     assert draw(1, 1e-4) == model.generate(PROMPT, max_new_tokens=12, stop=[]).tolist()
 
 

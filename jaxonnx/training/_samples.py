@@ -1,0 +1,65 @@
+"""Continuations of a few prompts after each epoch, so that people see text and not only a loss."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxonnx._data.texts import context_length
+from jaxonnx._data.tokenizer import Tokenizer
+from jaxonnx.errors import TrainingError
+from jaxonnx.model import Generator, stop_tokens
+from jaxonnx.training._step import State, Step
+
+_COUNT = 40
+"""Tokens of a continuation."""
+
+
+class Samples:
+    """Writes greedy continuations by the model of a step, with one program for all epochs.
+
+    Args:
+      prompts: texts, for a model of a folder with a tokenizer, or tokens; None for none.
+
+    Raises:
+      TrainingError: the prompts are none, or there is no tokenizer for them.
+    """
+
+    def __init__(self, step: Step, prompts: Sequence[Any] | None):
+        self._model, self._step = step.model, step
+        several = isinstance(prompts, list | tuple) and len(prompts) > 0
+        if prompts is not None and not several:
+            raise TrainingError(f"samples is a list of texts or of tokens, and is {prompts!r}")
+        folder = self._model.folder
+        texts = [p for p in prompts or () if isinstance(p, str)]
+        if texts and folder is None:
+            raise TrainingError(
+                "samples has texts, and the model was not loaded from a folder with a tokenizer: "
+                "give tokens, [length] each"
+            )
+        self._tokenizer = None if folder is None or not texts else Tokenizer(folder)
+        self._rows = [self._encode(prompt) for prompt in prompts or ()]
+        longest = max(map(len, self._rows), default=0)
+        limit = None if folder is None else context_length(folder)
+        self._count = _COUNT if limit is None else max(1, min(_COUNT, limit - longest))
+        self._generate = Generator(self._model)
+
+    def write(self, state: State, epoch: int) -> None:
+        """Print the continuations by the parameters of an epoch."""
+        if not self._rows:
+            return
+        tensors = {**self._model.state, **state.state}
+        given = self._rows, self._count
+        rows = self._generate(
+            self._step.view(state), tensors, *given, stop=stop_tokens(self._model)
+        )
+        for row in rows:
+            print(f"epoch {epoch + 1}: {self._decode(row)}", flush=True)
+
+    def _encode(self, prompt: Any) -> np.ndarray:
+        if self._tokenizer is not None and isinstance(prompt, str):
+            return self._tokenizer.encode(prompt)[0]
+        return np.asarray(prompt)
+
+    def _decode(self, row: np.ndarray) -> Any:
+        return row.tolist() if self._tokenizer is None else repr(self._tokenizer.decode(row))
