@@ -13,7 +13,8 @@ def weight(*shape):
 
 ALIBI = -np.arange(8.0) * 2.0 ** -np.arange(1, 5)[:, None]
 HEADS = """o = MatMul(x, w0) q = MatMul(o, w)
-  s = Constant<value_ints = [0, 0, 4, 8]>() r = Reshape(q, s) h = Transpose<perm = [0, 2, 1, 3]>(r)"""
+  s = Constant<value_ints = [0, 0, 4, 8]>() r = Reshape(q, s)
+  h = Transpose<perm = [0, 2, 1, 3]>(r)"""
 PLACES = {
     "biases split over heads (DeBERTa)": (
         f"{HEADS} y = Add(h, p)",
