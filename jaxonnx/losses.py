@@ -1,7 +1,8 @@
-"""The losses that ONNX has operators for, as callables `(outputs, targets)`.
+"""Losses as callables `(outputs, targets)`: those that ONNX has operators for, and of tokens.
 
 optax has the losses with classes on the last axis and one target for each example; these have the
-classes on axis 1 or the last one, weights of classes, and labels that do not count.
+classes on axis 1 or the last one, weights of classes, and labels that do not count. `distill` and
+`dpo` learn from another model, and from preferences.
 """
 
 from collections.abc import Callable
@@ -157,3 +158,102 @@ def _loss(
         if not (np.isfinite(weight) & (weight >= 0)).all():
             raise TrainingError(f"{name}: a weight is negative or not finite: {weight}")
     return ClassLoss(name, operator, weight, ignore_index, reduction, axis)
+
+
+def distill(
+    *, temperature: float = 2.0, soft: float = 1.0, ignore_index: int = -100
+) -> Callable[[jax.Array, Any], jax.Array]:
+    """Return the loss of a model that learns the outputs of another one.
+
+    It is `temperature ** 2` times the divergence KL(teacher || student) of the softmaxes of logits
+    (N, ..., classes) divided by the temperature, one mean for each example. Hinton, Vinyals and
+    Dean, "Distilling the Knowledge in a Neural Network", 2015 (arXiv:1503.02531).
+
+    Targets are the teacher's logits; or a pair of these and labels (N, ...), of which those of
+    `ignore_index` mark places that do not count, and the others are learned as well if `soft` is
+    below 1. Labels of tokens are those of the next place: `tokens[:, 1:]` with one ignored at the
+    end.
+
+    >>> loss = distill(temperature=1.0)
+    >>> print(loss(jnp.zeros((1, 2)), jnp.log(jnp.array([[0.25, 0.75]]))).round(4))
+    [0.1308]
+
+    Args:
+      temperature: above 0.
+      soft: the share of the divergence, from 0 to 1; the rest is cross entropy of the labels.
+
+    Raises:
+      TrainingError: an argument is out of its range.
+    """
+    if not temperature > 0 or not 0 <= soft <= 1:
+        raise TrainingError(
+            f"distill: temperature is above 0 and soft from 0 to 1; they are {temperature}, {soft}"
+        )
+
+    def loss(outputs: jax.Array, targets: Any) -> jax.Array:
+        teacher, labels = targets if isinstance(targets, tuple | list) else (targets, None)
+        student = jax.nn.log_softmax(outputs.astype(jnp.float32) / temperature)
+        teacher = jax.nn.log_softmax(teacher.astype(jnp.float32) / temperature)
+        values = temperature**2 * (jnp.exp(teacher) * (teacher - student)).sum(-1)
+        if labels is None:
+            return values.reshape(len(values), -1).mean(1)
+        counts = labels != ignore_index
+        scores = jax.nn.log_softmax(outputs.astype(jnp.float32))
+        taken = jnp.take_along_axis(scores, jnp.where(counts, labels, 0)[..., None], -1)[..., 0]
+        values = jnp.where(counts, soft * values - (1 - soft) * taken, 0)
+        values, counts = (x.reshape(len(x), -1).sum(1) for x in (values, counts))
+        return values / jnp.maximum(counts, 1)
+
+    return loss
+
+
+def log_likelihoods(logits: jax.Array, labels: jax.Array, ignore_index: int = -100) -> jax.Array:
+    """Return the log-likelihood of each row of tokens (N, length) by logits (N, length, tokens).
+
+    Labels are the tokens themselves, as in `causal_lm`; those of `ignore_index` (a prompt, padding)
+    do not count. It is what `dpo` takes of the model before its training, as the reference.
+
+    >>> print(log_likelihoods(jnp.zeros((1, 3, 2)), jnp.array([[-100, 0, 1]])).round(4))  # -2 log 2
+    [-1.3863]
+    """
+    scores = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32))
+    labels = labels[:, 1:]
+    counts = labels != ignore_index
+    taken = jnp.take_along_axis(scores, jnp.where(counts, labels, 0)[..., None], -1)[..., 0]
+    return jnp.where(counts, taken, 0).sum(1)
+
+
+def dpo(*, beta: float = 0.1, ignore_index: int = -100) -> Callable[[jax.Array, Any], jax.Array]:
+    """Return the loss of direct preference optimization, of pairs of answers to one prompt.
+
+    The rows of a batch come in pairs: each answer that was chosen, and behind it the one that was
+    rejected. Targets are a dict of "labels" (N, length), the tokens with those of prompt and
+    padding ignored, and "reference" (N,), their `log_likelihoods` by the model before the training,
+    computed once. Both rows of a pair have its loss, -log sigmoid(beta * (r_chosen - r_rejected))
+    with r the log-likelihood less the reference. Batches are an iterable or a function of the
+    epoch, which keep the pairs together. Rafailov et al., "Direct Preference Optimization", 2023
+    (arXiv:2305.18290).
+
+    >>> labels, reference = jnp.array([[0, 1], [0, 0]]), jnp.full(2, -jnp.log(2))
+    >>> loss = dpo(beta=0.1)
+    >>> print(loss(jnp.zeros((2, 2, 2)), {"labels": labels, "reference": reference}).round(4))
+    [0.6931 0.6931]
+
+    Args:
+      beta: above 0; the smaller, the further the model may go from the reference.
+
+    Raises:
+      TrainingError: `beta` is not; or a batch has an odd number of rows, or other targets.
+    """
+    if not beta > 0:
+        raise TrainingError(f"dpo: beta is above 0, and is {beta!r}")
+
+    def loss(outputs: jax.Array, targets: Any) -> jax.Array:
+        if not isinstance(targets, dict) or targets.keys() != {"labels", "reference"}:
+            raise TrainingError("dpo takes targets in a dict of 'labels' and 'reference'")
+        if len(outputs) % 2:
+            raise TrainingError(f"dpo takes pairs of rows, and a batch has {len(outputs)} rows")
+        rewards = log_likelihoods(outputs, targets["labels"], ignore_index) - targets["reference"]
+        return jnp.repeat(-jax.nn.log_sigmoid(beta * (rewards[::2] - rewards[1::2])), 2)
+
+    return loss

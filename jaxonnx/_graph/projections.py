@@ -37,7 +37,7 @@ def find_projections(
     """
     places: dict[str, list[Node]] = {}
     for use in uses(graph, tensors):
-        if use.name in names and not use.passes and not _is_lookup(use.matrix):
+        if use.name in names and not use.passes and _is_product(use.matrix):
             places.setdefault(use.name, []).append(use.outer)
     nodes = [node for found in places.values() for node in found]
     weighted = {node.index for node in nodes}
@@ -53,8 +53,9 @@ def find_projections(
     return {name for name, found in places.items() if all(node.index in own for node in found)}
 
 
-def _is_lookup(matrix: Any) -> bool:
-    return matrix is not None and matrix.lookup
+def _is_product(matrix: Any) -> bool:
+    """Return whether a matrix may be a projection: no table, and no kernel of a convolution."""
+    return matrix is None or not (matrix.lookup or matrix.kernel)
 
 
 class _Ways:
