@@ -29,6 +29,7 @@ LONG = {
     "many_devices",
     "onnx_training",
     "other_languages",
+    "quantization",
     "recipes",
     "training",
 }

@@ -1,0 +1,168 @@
+"""What int8 and int4 cost in accuracy: onnxruntime, `quantize`, and training through the rounding.
+
+    python -m benchmarks.quantization.accuracy                        # scikit-learn's 8x8 digits
+    python -m benchmarks.quantization.accuracy --data mnist10k.npz    # any .npz with x, y; 28x28
+
+Each network is trained in float32, quantized by onnxruntime's `quantize_static` (per channel, the
+best of its calibrations on the test images, which favours it), by `jaxonnx.quantize`, and trained
+for `--tune` epochs through the rounding. Every figure is the accuracy of the file in onnxruntime on
+images that nobody trained on; a difference is to the float network of the same seed. The float
+network is also trained for the same epochs more, since training alone may gain something.
+"""
+
+import argparse
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+import jax
+import numpy as np
+import onnxruntime
+import optax
+from onnxruntime import quantization as ort
+
+import jaxonnx
+from benchmarks.layers.onnx_file import write
+from benchmarks.networks import Network
+
+LOSS = "softmax_cross_entropy_with_integer_labels"
+CALIBRATIONS = ("MinMax", "Percentile", "Entropy")
+TYPES = {"int8": ort.QuantType.QInt8, "int4": ort.QuantType.QInt4}
+
+
+def cnn(layers, x):
+    for features in (16, 32):
+        x = layers.relu(layers.batch_norm(layers.conv(x, features, 3, 1, 1)))
+        x = layers.max_pool(x, 2, 2)
+    x = layers.relu(layers.dense(layers.flatten(x), 64))
+    return layers.dense(x, 10)
+
+
+def depthwise(layers, x):
+    x = layers.relu6(layers.batch_norm(layers.conv(x, 16, 3, 1, 1)))
+    for features, stride in ((32, 2), (64, 1), (64, 2)):
+        hidden = x.shape[1]
+        x = layers.relu6(layers.batch_norm(layers.conv(x, hidden, 3, stride, 1, groups=hidden)))
+        x = layers.relu6(layers.batch_norm(layers.conv(x, features, 1)))
+    return layers.dense(layers.spatial_mean(x), 10)
+
+
+NETWORKS = {"cnn": cnn, "depthwise": depthwise}
+
+
+def load_data(path):
+    if path is None:
+        from sklearn.datasets import load_digits
+
+        x, y = load_digits(return_X_y=True)
+        x = x.reshape(-1, 8, 8)
+    else:
+        with np.load(path) as file:
+            x, y = file["x"], file["y"]
+    x = x.reshape(len(x), 1, *x.shape[1:]).astype(np.float32) / np.float32(x.max())
+    order = np.random.default_rng(0).permutation(len(x))
+    cut = len(x) * 4 // 5
+    train, test = order[:cut], order[cut:]
+    return (x[train], y[train].astype(np.int32)), (x[test], y[test].astype(np.int32))
+
+
+def accuracy(path, data):
+    x, y = data
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(path), options)
+    (logits,) = session.run(None, {session.get_inputs()[0].name: x})
+    return 100 * float((logits.argmax(1) == y).mean())
+
+
+class Reader(ort.CalibrationDataReader):
+    def __init__(self, name, x):
+        self.batches = iter([{name: x[i : i + 32]} for i in range(0, 512, 32)])
+
+    def get_next(self):
+        return next(self.batches, None)
+
+
+def peer(path, data, scheme, test, folder):
+    """Return the best accuracy of onnxruntime's calibrations, with its own preparation."""
+    prepared, best = folder / "prepared.onnx", 0.0
+    ort.shape_inference.quant_pre_process(str(path), str(prepared))
+    name = onnxruntime.InferenceSession(str(prepared)).get_inputs()[0].name
+    for method in CALIBRATIONS:
+        ort.quantize_static(
+            str(prepared),
+            str(folder / "peer.onnx"),
+            Reader(name, data[0]),
+            per_channel=True,
+            weight_type=TYPES[scheme],
+            activation_type=ort.QuantType.QUInt8,
+            calibrate_method=getattr(ort.CalibrationMethod, method),
+        )
+        best = max(best, accuracy(folder / "peer.onnx", test))
+    return best
+
+
+def train(model, data, epochs, rate, seed, **options):
+    return jaxonnx.train(
+        model,
+        data,
+        loss=LOSS,
+        optimizer=lambda steps: optax.adam(optax.cosine_decay_schedule(rate, steps, 0.05)),
+        epochs=epochs,
+        batch_size=64,
+        seed=seed,
+        progress=False,
+        **options,
+    ).model
+
+
+def study(network, data, test, options, folder):
+    rows = defaultdict(list)
+
+    def add(row, model):
+        model.save(folder / "ours.onnx")
+        rows[row].append(accuracy(folder / "ours.onnx", test))
+
+    for seed in range(options.seeds):
+        write(Network(network, (64, *data[0].shape[1:]), 10), folder / "untrained.onnx")
+        model = jaxonnx.load(folder / "untrained.onnx")
+        model = model.reinitialize(jax.random.key(seed), ".*")
+        model = train(model, data, options.epochs, 3e-3, seed)
+        add("float", model)
+        add("float, trained on", train(model, data, options.tune, 3e-4, seed))
+        model.save(folder / "float.onnx")
+        for scheme in TYPES:
+            calibration = data[0][:512]
+            rows[f"{scheme}: onnxruntime"].append(
+                peer(folder / "float.onnx", data, scheme, test, folder)
+            )
+            add(f"{scheme}: quantize", jaxonnx.quantize(model, calibration, scheme))
+            tuned = train(model, data, options.tune, 3e-4, seed, quantize=scheme)
+            add(f"{scheme}: train, {options.tune} epoch(s)", tuned)
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", help="an .npz with images x and labels y")
+    parser.add_argument("--networks", nargs="+", default=[*NETWORKS], choices=NETWORKS)
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--tune", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=3)
+    options = parser.parse_args()
+    data, test = load_data(options.data)
+    for name in options.networks:
+        with tempfile.TemporaryDirectory() as folder:
+            rows = study(NETWORKS[name], data, test, options, Path(folder))
+        base = np.asarray(rows["float"])
+        print(f"\n{name}, {len(data[0])} images to train, {len(test[0])} to test\n")
+        print("| network | accuracy, % | points lost |\n|---|---|---|")
+        for row, values in rows.items():
+            lost = base - np.asarray(values)
+            print(f"| {row} | {np.mean(values):.2f} | {lost.mean():+.2f} ± {lost.std():.2f} |")
+
+
+if __name__ == "__main__":
+    main()
