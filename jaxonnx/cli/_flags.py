@@ -232,6 +232,39 @@ VERBS: Mapping[str, Verb] = {
             ],
         },
     ),
+    "quantize": Verb(
+        "calibrate int8 or int4 weights and activations; train --quantize trains through them",
+        "jaxonnx quantize net.onnx data.npz -o int8.onnx\n"
+        "jaxonnx quantize net.onnx pictures -o int4.onnx --weights int4 --skip head",
+        {
+            "": [
+                *_EXAMPLES,
+                _OUTPUT,
+                Flag("--weights", "type of weights", {"choices": ("int8", "int4")}),
+                Flag(
+                    "--activations",
+                    "type of what products read; none: weights only",
+                    {"choices": ("uint8", "int8", "uint16", "int16", "none")},
+                ),
+                Flag("--block", "inputs of MatMul and Gemm that share a scale", POSITIVE),
+                Flag(
+                    "--calibration",
+                    "how ranges of activations are found",
+                    {"choices": ("minmax", "percentile", "mse")},
+                ),
+                Flag(
+                    "--dialect",
+                    "what the runtime takes",
+                    {"choices": ("onnxruntime", "tensorrt")},
+                ),
+                Flag("--skip", "module, node or name of what stays; repeatable", MANY),
+                Flag("--batches", "to measure ranges on; 16", POSITIVE),
+                Flag("--batch-size", "examples in a batch; 32", COUNT),
+            ],
+            **_READING,
+            **_PICTURES,
+        },
+    ),
     "export-step": Verb(
         "write the training step as plain ONNX, for any runtime to train with",
         "jaxonnx export-step net.onnx data.npz -o step/ --optimizer adamw --batch-size 16",

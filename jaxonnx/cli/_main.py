@@ -25,6 +25,7 @@ _VERBS = {
     "train": training.train,
     "evaluate": verbs.evaluate,
     "sparsify": training.sparsify,
+    "quantize": verbs.quantize,
     "export-step": training.export_step,
     "import-step": training.import_step,
     "classify": verbs.classify,

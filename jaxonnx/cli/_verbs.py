@@ -15,6 +15,7 @@ from jaxonnx._data.images import preparation as images
 from jaxonnx._data.images.folder import image_paths
 from jaxonnx._graph import exporter_hints
 from jaxonnx._graph.values import Value
+from jaxonnx._io.formats import check_suffix
 from jaxonnx._io.protos import text
 from jaxonnx.cli import _images as pictures
 from jaxonnx.cli import _inputs as reading
@@ -126,6 +127,28 @@ def evaluate(options: argparse.Namespace) -> Report:
     lines += [f"\n{name}\n{table}" for name, table in tables.items()]
     plain = {name: table.plain() for name, table in tables.items()}
     return Report(result | plain, "\n".join(lines), written=[*plots.values()])
+
+
+def quantize(options: argparse.Namespace) -> Report:
+    from jaxonnx.quantization import Quantization, quantize
+
+    model, where = reading.read(options), reading.examples(options)
+    check_suffix(options.output)
+    check_writable(options.output)
+    names = ("weights", "activations", "block", "calibration", "dialect", "skip")
+    chosen = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if chosen.get("activations") == "none":
+        chosen["activations"] = None
+    said = reading.image_options(options)
+    data: Any = where if where.is_dir() else reading.inputs(where, model)
+    size, batches = options.batch_size, options.batches or 16
+    scheme = Quantization(**chosen)
+    same = {"batch_size": size, "batches": batches, "preprocess": said or None}
+    trained = quantize(model, data, scheme, **same)
+    trained.save(options.output)
+    before, after = (x.to_onnx().ByteSize() for x in (model, trained))
+    shown = f"{before:,} bytes became {after:,}"
+    return Report({"output": options.output, "bytes": after}, shown, written=[options.output])
 
 
 def classify(options: argparse.Namespace) -> Report:

@@ -15,14 +15,13 @@ import onnx
 from onnx import ModelProto
 
 from jaxonnx._data.batches import Source
-from jaxonnx._data.forms import check_size, examples_of, size_of_batches
-from jaxonnx._data.images.batches import Pictures
-from jaxonnx._data.images.folder import Folder, list_folder
+from jaxonnx._data.images.folder import list_folder
+from jaxonnx._data.ragged import PLAIN
 from jaxonnx._io.protos import opset_of
 from jaxonnx._rewrite.fold_norms import fold_norms
 from jaxonnx._rewrite.quantize import Writer, learn_scales, record_of, unfold
 from jaxonnx.errors import InputError
-from jaxonnx.model import Model, load, with_file
+from jaxonnx.model import Model, load, read_inputs, with_file
 from jaxonnx.quantization._ranges import calibrate, weight_parameters
 from jaxonnx.quantization._scheme import Quantization
 from jaxonnx.quantization._sites import find_sites
@@ -72,13 +71,7 @@ def quantize(
       TrainingError: data that do not fit.
     """
     net = model if isinstance(model, Model) else load(model)
-    data = list_folder(data, net, preprocess)
-    if isinstance(data, Folder):
-        size = size_of_batches(net.inputs, batch_size)
-        source: Source = Pictures.of(data, size, strict=True)
-    else:
-        source = examples_of(data, net.inputs, batch_size, None, "data", labels=False)
-        check_size(source, batch_size)
+    source = read_inputs(net, list_folder(data, net, preprocess), batch_size, PLAIN)
     return _insert(net, Quantization.of(scheme), source, batches)
 
 

@@ -15,6 +15,7 @@ from jaxonnx._jaxpr import Program, Scan, inner_program, interpret, scan, while_
 
 _ZERO = -1  # an element that is zero by construction: padding, a `where` against zero
 OTHER = -2  # an element of something else that stands beside a weight
+_BELOW, _ABOVE = -3, -4  # a constant below or above zero, which may bound a rounded weight
 
 _MOVES = {
     "broadcast_in_dim", "copy", "copy_p", "optimization_barrier", "reshape", "rev", "slice",
@@ -23,9 +24,13 @@ _MOVES = {
 """Primitives that rearrange their only operand: they are executed on the integers."""
 _KEEPS = {
     "abs", "convert_element_type", "device_put", "div", "mul", "name", "neg",
-    "reduce_precision", "sharding_constraint", "sign", "sqrt", "stop_gradient",
+    "reduce_precision", "round", "sharding_constraint", "sign", "sqrt", "stop_gradient",
 }  # fmt: skip
 """Elementwise primitives that give 0 where their first (for mul: any) operand is 0."""
+
+_BOUNDS = {"max": _BELOW, "min": _ABOVE}
+"""Primitives that give 0 for 0 beside such a constant."""
+_CARRY_BOUNDS = {*_MOVES, *_BOUNDS, "convert_element_type"}
 
 _OPAQUE = {"custom_call", "ffi_call", "pallas_call", "ragged_dot_general"}
 """Primitives that may multiply by a weight where this walk cannot follow."""
@@ -60,6 +65,8 @@ class Walk:
     def _step(self, equation: JaxprEqn, operands: list) -> list:
         """Return the numbers of the results; None for those that are followed no further."""
         results = []
+        if equation.primitive.name not in _CARRY_BOUNDS:
+            operands = [None if _is_bound(x) else x for x in operands]
         if any(x is not None for x in operands):
             results = self._results(equation, operands)
         return [*results, *[None] * (len(equation.outvars) - len(results))]
@@ -99,6 +106,10 @@ class Walk:
         elif name in _KEEPS:
             kept = [x for x in operands[: 2 if name == "mul" else 1] if x is not None]
             return [np.broadcast_to(x, _shape(eqn.outvars[0])) for x in kept[:1]]
+        elif name in _BOUNDS:
+            kept = [x for x in operands if not _is_bound(x, _BOUNDS[name])]
+            if len(kept) == 1 and kept[0] is not None:
+                return [np.broadcast_to(kept[0], _shape(eqn.outvars[0]))]
         elif name in ("add", "add_any", "sub", "select_n"):
             return [_merge(operands[name == "select_n" :], _shape(eqn.outvars[0]))]
         elif name in ("concatenate", "stack"):
@@ -145,9 +156,15 @@ def _inner_program(equation: JaxprEqn) -> Program | None:
 
 
 def _constant(value: Any, aval: Any) -> np.ndarray | None:
-    """Return the numbers of a constant: only a zero is of interest."""
-    number = aval.shape == () and jnp.issubdtype(aval.dtype, np.number)
-    return np.asarray(_ZERO) if number and value == 0 else None
+    """Return the numbers of a constant: of interest are zeros, and bounds below and above them."""
+    if aval.shape != () or not jnp.issubdtype(aval.dtype, np.number) or value != value:
+        return None
+    return np.asarray(_ZERO if value == 0 else _BELOW if value < 0 else _ABOVE)
+
+
+def _is_bound(x: np.ndarray | None, *kinds: int) -> bool:
+    """Check whether numbers are those of a constant that is not zero."""
+    return x is not None and bool(np.isin(x, kinds or (_BELOW, _ABOVE)).all())
 
 
 def _shape(variable: Any) -> tuple[int, ...]:

@@ -99,6 +99,16 @@ def test_run_gives_inner_values(small, capsys):
     assert "no value" in capsys.readouterr().err
 
 
+def test_quantize(small, capsys):
+    line = "quantize net.onnx data.npz -o q.onnx --weights int4 --activations none"
+    assert command(f"{line} --json") == 0
+    assert result(capsys)["bytes"] == Path("q.onnx").stat().st_size
+    types = {tensor.data_type for tensor in onnx.load("q.onnx").graph.initializer}
+    assert onnx.TensorProto.INT4 in types
+    assert command("quantize q.onnx data.npz -o again.onnx") == 2
+    assert "quantized already" in capsys.readouterr().err
+
+
 def test_evaluate(small, capsys):
     line = "evaluate net.onnx data.npz --batch-size 3"
     assert command(f"{line} --json") == 0

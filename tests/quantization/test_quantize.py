@@ -192,6 +192,9 @@ def test_adapters_and_sparsity_compose_with_rounding():
     adapted = jaxonnx.train(demo.model(), data, lora=jaxonnx.LoRA(rank=2), **same).model
     assert tensors_of(adapted.to_onnx())["12.weight_quantized"].dtype == np.int8
     sparse = jaxonnx.train(demo.model(), data, sparsity="2:4", epochs=2, **same).model
+    proof = jaxonnx.sparse.verify(sparse)
+    assert {product.weight for product in proof.products} >= {"3.weight", "12.weight"}
+    assert all(product.ok for product in proof.products)
     stored = tensors_of(sparse.to_onnx())["12.weight_quantized"]
     groups = (stored.reshape(64, -1, 4) != 0).sum(2), (stored.T.reshape(128, -1, 4) != 0).sum(2)
     assert max(part.max() for part in groups) <= 2
