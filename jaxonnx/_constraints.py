@@ -20,7 +20,7 @@ import operator
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import lru_cache, reduce
 from inspect import Parameter
 from types import UnionType
 from typing import Annotated, Any, Literal, Required, Union, get_args, get_origin
@@ -44,8 +44,11 @@ class AtLeast:
             value = (value,)
         elif not isinstance(value, list | tuple):
             return ""
-        # sizes that `jax.export` leaves open are not numbers
-        if all(number >= self.bound for number in value if isinstance(number, int | float)):
+        for number in value:
+            # sizes that `jax.export` leaves open are not numbers
+            if isinstance(number, int | float) and not number >= self.bound:
+                break
+        else:
             return ""
         return {0: "not be negative", 1: "be positive"}.get(self.bound, f"be at least {self.bound}")
 
@@ -184,7 +187,7 @@ class _Shape:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Declared:
     """The declared shape of one argument."""
 
@@ -194,15 +197,20 @@ class _Declared:
     text: str
     shapes: tuple[_Shape, ...]
 
-    def check(self, value: Any, sizes: dict[str, Any]) -> None:
-        """Check the shape of a value, and add to `sizes` what follows from it.
+    def shape(self, arguments: Sequence[Any], attributes: Mapping[str, Any]) -> Any:
+        """Return the shape of the argument, None for what has none."""
+        if self.position is None:
+            value = attributes.get(self.name)
+            return None if value is None else np.shape(value)
+        there = self.position < len(arguments)
+        return getattr(arguments[self.position], "shape", None) if there else None
+
+    def check(self, shape: Sequence[Any], sizes: dict[str, Any]) -> None:
+        """Check a shape, and add to `sizes` what follows from it.
 
         Raises:
-          NodeError: the value has another shape.
+          NodeError: it is another one.
         """
-        shape = np.shape(value) if self.position is None else getattr(value, "shape", None)
-        if value is None or shape is None:
-            return
         count = len(sizes)
         for alternative in self.shapes:
             if alternative.fits(shape, sizes):
@@ -238,6 +246,15 @@ def parse_shapes(
     return tuple(declared)
 
 
+@lru_cache(maxsize=4096)  # the layers of a network have few shapes
+def _check_shapes(declared: Sequence[_Declared], shapes: Sequence[Any], numbers: Any) -> None:
+    """Raise a NodeError if shapes are not as declared; `numbers` are names and values."""
+    sizes = dict(numbers)
+    for one, shape in zip(declared, shapes, strict=True):
+        if shape is not None:
+            one.check(shape, sizes)
+
+
 @dataclass(frozen=True)
 class Constraints:
     """All that an operator demands of its arguments."""
@@ -245,7 +262,7 @@ class Constraints:
     inputs: tuple[tuple[int, str, AtLeast | OneOf], ...] = ()
     attributes: Mapping[str, AtLeast | OneOf] = field(default_factory=dict)
     shapes: tuple[_Declared, ...] = ()
-    sizes: Mapping[str, Any] = field(default_factory=dict)
+    sizes: tuple[tuple[str, Any], ...] = ()
     """The attributes that shapes speak of, with their defaults."""
 
     @classmethod
@@ -258,7 +275,9 @@ class Constraints:
             inputs=tuple((i, name, rule) for i, name, rule in rules if rule),
             attributes={p.name: r for p in attributes if (r := value_rule(p.annotation))},
             shapes=parse_shapes(shapes, [p.name for p in inputs], [p.name for p in attributes]),
-            sizes={p.name: p.default for p in attributes if re.search(rf"\b{p.name}\b", shapes)},
+            sizes=tuple(
+                (p.name, p.default) for p in attributes if re.search(rf"\b{p.name}\b", shapes)
+            ),
         )
 
     def check(self, arguments: Sequence[Any], attributes: Mapping[str, Any]) -> None:
@@ -272,15 +291,8 @@ class Constraints:
                 raise NodeError(
                     f"{name} is {np.asarray(arguments[position]).tolist()}; it must {must}"
                 )
-        if not self.shapes:
-            return
-        sizes = {}
-        for name, default in self.sizes.items():
-            value = attributes.get(name, default)
-            if isinstance(value, int):
-                sizes[name] = value
-        for declared in self.shapes:
-            if declared.position is None:
-                declared.check(attributes.get(declared.name), sizes)
-            elif declared.position < len(arguments):
-                declared.check(arguments[declared.position], sizes)
+        if self.shapes:
+            shapes = tuple([one.shape(arguments, attributes) for one in self.shapes])
+            values = ((name, attributes.get(name, default)) for name, default in self.sizes)
+            numbers = tuple([pair for pair in values if isinstance(pair[1], int)])
+            _check_shapes(self.shapes, shapes, numbers)
