@@ -92,6 +92,10 @@ def bind(model: ModelProto, graph: GraphProto, external: Collection[str]) -> Gra
         ) from None
     if binder.missing:
         lines = [f"  {what}: {', '.join(nodes)}" for what, nodes in binder.missing.items()]
+        if any("com.microsoft.PagedAttention" in what for what in binder.missing):
+            lines.append(
+                "PagedAttention is for serving: build the file without use_paged_attention"
+            )
         text = "\n".join(["no implementation of these operators:", *lines])
         raise UnsupportedError(f"{text}\n{_hint_at_artifact(graph)}".rstrip())
     return bound

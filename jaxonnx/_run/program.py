@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from jaxonnx._arrays import by_size, like, on_auto_axes
+from jaxonnx._graph.all_steps import keep_all_steps
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.caches import Caches
 from jaxonnx._graph.uses import uses
@@ -124,6 +125,11 @@ class Program:
         one = self.only({*self.graph.outputs} - {*caches.pairs.values()})
         inputs = tuple(name for name in self.graph.inputs if name not in caches.names)
         return replace(one, graph=replace(one.graph, inputs=inputs), caches=caches)
+
+    def with_all_steps(self, output: str) -> Program:
+        """Return a program whose output is of all steps, not the last; `restore` takes it back."""
+        graph = keep_all_steps(self.graph, output, self.constants)
+        return replace(self, graph=graph, whole=self.whole or self.graph)
 
     def restore(self) -> Program:
         """Return the program of all inputs and outputs."""

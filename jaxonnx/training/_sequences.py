@@ -14,14 +14,15 @@ LOGITS = "logits"
 def read_whole_sequences(model: Model, loss: Any, data: Any = None) -> Model:
     """Return a decoder without its caches, and for a loss of next tokens with its logits only.
 
-    Other models, and those whose caches are in the data, are returned as they are.
-    `restore_inputs` takes it back.
+    Logits are of all steps where the file gives those of the last one (`prune_lm_head`). Other
+    models, and those whose caches are in the data, are returned as they are. `restore_inputs` takes
+    it back.
     """
     if not _has_caches(model, data):
         model = model.without_cache()
     names = [value.name for value in model.outputs]
-    if is_next_token(loss) and len(names) > 1 and LOGITS in names:
-        model = replace(model, program=model.program.only({LOGITS}))
+    if is_next_token(loss) and LOGITS in names:
+        model = replace(model, program=model.program.only({LOGITS}).with_all_steps(LOGITS))
     return model
 
 

@@ -1,0 +1,60 @@
+"""Decoders whose last layer sees the last step alone, for generation: the same for all steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from jaxonnx._graph.ancestors import ancestors
+from jaxonnx._graph.bind import Graph, Node
+
+
+def keep_all_steps(graph: Graph, output: str, constants: Mapping[str, np.ndarray]) -> Graph:
+    """Return a graph whose output is of all steps, where it selects the last one on the way.
+
+    The selection is a Gather of the place -1 along axis 1 that keeps the axis, or an Unsqueeze
+    after it that brings it back, as `prune_lm_head` of onnxruntime-genai's builder writes. Other
+    graphs are returned as they are.
+    """
+    known = {**graph.initializers, **constants}
+    writers = {name: node for node in graph.nodes for name in node.outputs}
+    read = ancestors(graph.nodes, [output])
+    for node in reversed(graph.nodes):
+        source = None if read.isdisjoint(node.outputs) else _find_source(node, known, writers)
+        if source is not None:
+            new = {node.outputs[0]: source}
+            nodes = tuple(_rename_inputs(n, new) for n in graph.nodes)
+            return replace(graph, nodes=nodes)
+    return graph
+
+
+def _find_source(
+    node: Node, known: Mapping[str, np.ndarray], writers: Mapping[str, Node]
+) -> str | None:
+    """Return what a node takes the last step of, None if it does something else."""
+    if node.op.name == "Unsqueeze" and len(node.inputs) == 2:
+        source, axes = node.inputs
+        if _is(known.get(axes), 1) and source in writers:
+            return _find_gathered(writers[source], known, ())
+    return _find_gathered(node, known, (1,))
+
+
+def _find_gathered(
+    node: Node, known: Mapping[str, np.ndarray], shape: tuple[int, ...]
+) -> str | None:
+    """Return what a node gathers the last step of, by an index of a shape."""
+    if node.op.name != "Gather" or node.attributes.get("axis") != 1:
+        return None
+    source, index = node.inputs
+    return source if _is(known.get(index), -1) and np.shape(known[index]) == shape else None
+
+
+def _is(value: np.ndarray | None, number: int) -> bool:
+    return value is not None and value.size == 1 and value.item() == number
+
+
+def _rename_inputs(node: Node, new: Mapping[str, str]) -> Node:
+    inputs, reads = (tuple(new.get(n, n) for n in names) for names in (node.inputs, node.reads))
+    return node if inputs == node.inputs else replace(node, inputs=inputs, reads=reads)

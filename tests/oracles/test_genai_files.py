@@ -1,0 +1,181 @@
+"""Files of onnxruntime-genai's builder, from prompt to steps with caches, and in training.
+
+Some of them are stored (`tests.support.genai_builder` writes them); all are built where torch,
+transformers and onnxruntime-genai are installed (the extra test-llm).
+"""
+
+import importlib.util
+import json
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnxruntime
+import optax
+import pytest
+
+import jaxonnx
+from tests.support import genai_builder
+from tests.support.genai_builder import ARCHITECTURES, FOLDER, STORED, VOCABULARY, WINDOW
+
+TOLD = json.loads((FOLDER / "losses.json").read_text())
+IDS = np.array(TOLD["ids"])
+QUICK = ("gemma3_text", "gpt_oss")
+FILES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.deep) for name in STORED]
+INSTALLED = all(map(importlib.util.find_spec, ("torch", "transformers", "onnxruntime_genai")))
+DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
+DTYPES |= {"tensor(int64)": np.int64, "tensor(uint8)": np.uint8}
+DTYPES |= {"tensor(bfloat16)": ml_dtypes.bfloat16}
+
+
+class Decoder:
+    """A file in onnxruntime and as a Model, and the caches that onnxruntime gave last."""
+
+    def __init__(self, path):
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        self.session = onnxruntime.InferenceSession(path, options)
+        self.model = jaxonnx.load(path)
+        self.outputs = [value.name for value in self.session.get_outputs()]
+        nodes = onnx.load(path, load_external_data=False).graph.node
+        sliding = {
+            value: WINDOW
+            for node in nodes
+            if any(a.name == "sliding_window_cache" and a.i for a in node.attribute)
+            for value in node.input[3:5]
+        }
+        self.slides = bool(sliding)
+        self.caches = {}
+        for value in self.session.get_inputs():
+            if value.name.startswith("past"):
+                length = sliding.get(value.name, 0)
+                # batch, heads, length, size; or batch, channels, length of a convolution
+                sizes = dict(zip(range(4), (1, 1, length, 16), strict=True))
+                shape = [n if isinstance(n, int) else sizes[i] for i, n in enumerate(value.shape)]
+                self.caches[value.name] = np.zeros(shape, DTYPES[value.type])
+        self.length = 0
+
+    def feed(self, ids, lengths):
+        """The inputs for further tokens; each row has so many of them."""
+        total = self.length + ids.shape[1]
+        mask = np.arange(total) < self.length + np.array(lengths)[:, None]
+        places = np.maximum(mask.cumsum(1) - 1, 0)[:, -ids.shape[1] :]
+        given = {"input_ids": ids, "attention_mask": mask, "position_ids": places}
+        given |= {n: np.repeat(x, len(ids), 0) for n, x in self.caches.items()}
+        return {
+            value.name: given[value.name].astype(DTYPES[value.type])
+            for value in self.session.get_inputs()
+        }
+
+    def check(self, ids, lengths=None, keep=True):
+        """Compare logits of real tokens, and caches where all rows have as many."""
+        lengths = lengths or [ids.shape[1]] * len(ids)
+        feed = self.feed(ids, lengths)
+        wanted = dict(zip(self.outputs, self.session.run(None, feed), strict=True))
+        found = dict(zip(self.outputs, self.model(**feed), strict=True))
+        steps = wanted["logits"].shape[1]
+        for row, length in enumerate(lengths):
+            at = (row, slice(min(length, steps)))
+            self.compare(found["logits"][at], wanted["logits"][at])
+        if not keep:
+            return
+        self.length += ids.shape[1]
+        for name in self.caches:
+            output = name.replace("past_key_values", "present").replace("past", "present")
+            x, e = found[output], wanted[output]
+            assert (x.shape, x.dtype) == (e.shape, e.dtype)
+            rows = min(self.length, x.shape[2])
+            self.compare(x[:, :, :rows], e[:, :, :rows])
+            self.caches[name] = e
+
+    def compare(self, x, e):
+        half = self.caches and any(c.dtype.itemsize == 2 for c in self.caches.values())
+        x, e = np.asarray(x, np.float32), np.asarray(e, np.float32)
+        np.testing.assert_allclose(x, e, rtol=0, atol=(1e-2 if half else 1e-5) * np.abs(e).max())
+
+
+def check_decoding(path):
+    decoder = Decoder(path)
+    if not decoder.slides:  # onnxruntime takes no prompts of several lengths for these
+        decoder.check(IDS, [12, 7], keep=False)
+    decoder.check(IDS[:1, :10])  # beyond the window
+    decoder.check(IDS[1:, :3])
+    decoder.check(IDS[1:, 3:4])
+
+
+def check_training(path, loss, atol):
+    """The first loss is that of transformers, it falls, and the tuned file is as the first one."""
+    model = jaxonnx.load(path)
+    data = {"input_ids": IDS}
+    told = jaxonnx.evaluate(model, data, loss="causal_lm", metrics=[])
+    assert told["loss"] == pytest.approx(loss, abs=atol)
+    result = jaxonnx.train(model, data, loss="causal_lm", optimizer=optax.adam(3e-3), epochs=8)
+    losses = result.history.losses
+    assert np.isfinite(losses).all()
+    assert losses[-1] < losses[0] - 0.2
+    names = [[value.name for value in m.inputs + m.outputs] for m in (model, result.model)]
+    assert names[0] == names[1]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_stored_file_decodes_as_onnxruntime_does(name):
+    check_decoding(FOLDER / f"{name}.onnx")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_stored_file_trains(name):
+    """Losses of float32 files are those of transformers; 4 bits and float16 are near."""
+    precision = STORED[name][0]
+    atol = {"fp32": 1e-4, "fp16": 2e-2, "int4": 0.5}[precision]
+    check_training(FOLDER / f"{name}.onnx", TOLD["losses"][name], atol)
+
+
+def test_all_logits_are_trained_where_the_file_has_those_of_the_last_token():
+    """As `prune_lm_head` writes it; the file stays as it is."""
+    model = jaxonnx.load(FOLDER / "qwen2.onnx")
+    (logits,) = [value for value in model.outputs if value.name == "logits"]
+    assert logits.shape == ("batch_size", 1, VOCABULARY)
+    told = jaxonnx.evaluate(model, {"input_ids": IDS}, loss="causal_lm", metrics=[])
+    assert told["loss"] == pytest.approx(TOLD["losses"]["qwen2"], abs=2e-2)
+    whole = model.without_cache().predict({"input_ids": IDS, "attention_mask": np.ones_like(IDS)})
+    assert whole.shape == (2, 1, VOCABULARY)
+
+
+def test_paged_attention_is_refused_with_the_way_out():
+    node = onnx.helper.make_node("PagedAttention", ["x"], ["y"], domain="com.microsoft")
+    values = [onnx.helper.make_tensor_value_info(n, 1, [2, 2]) for n in "xy"]
+    graph = onnx.helper.make_graph([node], "served", values[:1], values[1:])
+    opsets = [onnx.helper.make_opsetid("com.microsoft", 1), onnx.helper.make_opsetid("", 21)]
+    with pytest.raises(jaxonnx.Error, match="without use_paged_attention"):
+        jaxonnx.load(onnx.helper.make_model(graph, opset_imports=opsets))
+
+
+VARIANTS = {
+    "float32": ("fp32", "cpu", []),
+    "float16": ("fp16", "webgpu", []),
+    "int4": ("int4", "cpu", genai_builder.QUANTIZED),
+    "capture": ("fp32", "webgpu", ["use_webgpu_fp32=true", "enable_webgpu_graph=true"]),
+    "int8_cache": ("fp32", "cpu", ["kv_cache_quant_scheme=int8_per_tensor"]),
+}
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(not INSTALLED, reason="needs the extra test-llm")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_what_the_builder_writes(architecture, variant, tmp_path):
+    precision, provider, options = VARIANTS[variant]
+    network = genai_builder.write_checkpoint(architecture, tmp_path / "checkpoint")
+    path = genai_builder.build(
+        tmp_path / "checkpoint", tmp_path / "file", precision, provider, options
+    )
+    types = {node.op_type for node in onnx.load(path, load_external_data=False).graph.node}
+    inputs = [node.input for node in onnx.load(path).graph.node if node.op_type[:5] == "Group"]
+    if any(len(names) > 14 and names[14] for names in inputs):
+        pytest.skip("onnxruntime's CPU provider has no norms in GroupQueryAttention")
+    assert types & {"GroupQueryAttention", "MultiHeadAttention"}
+    check_decoding(path)
+    atol = {"fp32": 1e-4, "fp16": 2e-2, "int4": 0.5}[precision]
+    atol = 5e-2 if variant == "int8_cache" else atol
+    check_training(path, genai_builder.loss_of(network, IDS.tolist()), atol)
