@@ -199,10 +199,13 @@ class _Elements:
 
     def judge(self, rows: np.ndarray) -> list[tuple[str, str, bool]]:
         """Return (weight, what is summed over, is that N:M) of an operand [free, summed]."""
+        inside = rows[rows >= 0]
+        present = np.flatnonzero(np.bincount(self._owner[inside]))
+        if len(present) == 1:  # nothing of other weights is to be left out
+            return [(self._names[present[0]], *self._judge(rows, int(present[0])))]
         return [
-            (name, *self._judge(np.where(self._owner[rows] == k, rows, OTHER), k))
-            for k, name in enumerate(self._names)
-            if k in np.unique(self._owner[rows[rows >= 0]])
+            (self._names[k], *self._judge(np.where(self._owner[rows] == k, rows, OTHER), k))
+            for k in present.tolist()
         ]
 
     def _judge(self, rows: np.ndarray, k: int) -> tuple[str, bool]:

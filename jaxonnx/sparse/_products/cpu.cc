@@ -25,6 +25,7 @@
 #include <utility>
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -76,14 +77,28 @@ struct Kernels {
 #define TARGET
 #include "kernel.inc"
 
+#if defined(__x86_64__)
+// Whether the processor and the system have the registers and instructions of a variant.
+// __builtin_cpu_supports would say so, but not in what zig links.
+bool HasVectors(bool wide) {
+  unsigned eax, ebx, ecx, edx, low, high;
+  if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return false;
+  constexpr unsigned kFma = 1u << 12, kSaved = 1u << 27;
+  if ((ecx & (kFma | kSaved)) != (kFma | kSaved)) return false;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  const unsigned registers = wide ? 0xe6 : 0x06;
+  if ((low & registers) != registers) return false;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  constexpr unsigned kAvx2 = 1u << 5, kAvx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
+  const unsigned wanted = wide ? kAvx2 | kAvx512 : kAvx2;
+  return (ebx & wanted) == wanted;
+}
+#endif
+
 const Kernels* Variant(int64_t number) {
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (number == 0) return wide ? &avx512::kKernels : nullptr;
-  const bool middle = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  if (number == 1) return middle ? &avx2::kKernels : nullptr;
+  if (number == 0) return HasVectors(true) ? &avx512::kKernels : nullptr;
+  if (number == 1) return HasVectors(false) ? &avx2::kKernels : nullptr;
 #endif
   return number == 2 ? &common::kKernels : nullptr;
 }
