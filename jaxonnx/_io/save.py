@@ -16,6 +16,7 @@ from jaxonnx._io.protos import (
 )
 from jaxonnx._io.records import SPARSITY, has
 from jaxonnx._io.tensors import same
+from jaxonnx._io.ties import part_stored
 
 
 def to_onnx(
@@ -36,6 +37,7 @@ def to_onnx(
     result.CopyFrom(proto)
     repeat = repeat or has(proto, SPARSITY)
     _fill(result.graph, values, params, state, repeat)
+    part_stored(result.graph, values)
     for function in result.functions:
         names = dict(names_of_constants(function))
         for node in function.node:

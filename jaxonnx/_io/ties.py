@@ -4,13 +4,17 @@ PyTorch's older exporter writes Identity over an initializer for two reasons. La
 on purpose (ALBERT): these stay one tensor. Or tensors were equal by coincidence, as scales of ones
 or biases of zeros are before training: each becomes a tensor of its own, and so does a running
 statistic that equals a bias.
+
+It stores an output layer that is the embedding transposed a second time, bit for bit. In memory
+that is one tensor, too: a node stands in its place, which saving makes an initializer again.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
-from onnx import GraphProto
+from onnx import GraphProto, NodeProto, StringStringEntryProto, helper, numpy_helper
 
 from jaxonnx._io.protos import all_nodes
 from jaxonnx._io.tensors import same
@@ -27,6 +31,65 @@ def identity_pairs(graph: GraphProto) -> Iterator[tuple[str, str]]:
             yield node.output[0], node.input[0]
 
 
+_PLACE = "place of the initializer"
+"""What a node is marked by that stands for an initializer, with that one's place."""
+
+
+def stored_twice(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str]:
+    """Return the matrices of products that equal an embedding bit for bit, with its name.
+
+    They have its shape, or that of its transpose.
+    """
+    stored = {t.name for t in graph.initializer} - {value.name for value in graph.input}
+    stored = {n for n in stored & tensors.keys() if np.ndim(tensors[n]) == 2}
+    read: dict[str, set[str]] = {"Gather": set(), "MatMul": set(), "Gemm": set()}
+    for node in all_nodes(graph):
+        if node.op_type in read and node.domain in ("", "ai.onnx") and len(node.input) > 1:
+            read[node.op_type].add(node.input[node.op_type != "Gather"])
+    tables, found = stored & read["Gather"], {}
+    for name in sorted(stored & (read["MatMul"] | read["Gemm"]) - tables):
+        of = next((t for t in sorted(tables) if _is_twin(tensors[name], tensors[t])), None)
+        if of is not None:
+            found[name] = of
+    return found
+
+
+def _is_twin(value: np.ndarray, table: np.ndarray) -> bool:
+    """Check whether a floating-point matrix is a table or its transpose."""
+    if value.dtype != table.dtype or not jnp.issubdtype(value.dtype, jnp.floating):
+        return False
+    views = [table] if value.shape == table.shape else []
+    views += [table.T] if value.shape == table.T.shape else []
+    close = (view for view in views if same(value[:1], view[:1]))  # most are told by a row
+    return any(is_shared(value, view) for view in close)
+
+
+def join_stored(graph: GraphProto, pairs: Mapping[str, str], tensors: Mapping[str, Any]) -> None:
+    """Put nodes in the place of initializers that equal other tensors, or their transposes."""
+    for name, of in pairs.items():
+        kind = "Identity" if same(tensors[name], tensors[of]) else "Transpose"
+        place = next(i for i, t in enumerate(graph.initializer) if t.name == name)
+        node = helper.make_node(kind, [of], [name], name=f"{name} (as '{of}')")
+        node.metadata_props.append(StringStringEntryProto(key=_PLACE, value=str(place)))
+        del graph.initializer[place]
+        graph.node.insert(0, node)
+
+
+def part_stored(graph: GraphProto, values: Mapping[str, np.ndarray]) -> None:
+    """Write what `join_stored` joined as initializers again, where they were."""
+    for node in [node for node in graph.node if _is_stored(node)]:
+        place = int(next(e.value for e in node.metadata_props if e.key == _PLACE))
+        value = values[node.input[0]]
+        value = value.T if node.op_type == "Transpose" else value
+        tensor = numpy_helper.from_array(np.ascontiguousarray(value), node.output[0])
+        graph.initializer.insert(min(place, len(graph.initializer)), tensor)
+        graph.node.remove(node)
+
+
+def _is_stored(node: NodeProto) -> bool:
+    return any(entry.key == _PLACE for entry in node.metadata_props)
+
+
 def sources(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str]:
     """Return the tensors that are results of Identity nodes, with the tensors that these read."""
     return {name: of for name, of in identity_pairs(graph) if name in tensors and of in tensors}
@@ -35,7 +98,8 @@ def sources(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str]:
 def tied_names(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str]:
     """Return the names under which nodes read a tensor besides its own, with the tensor's name."""
     roots: dict[str, str] = {}
-    for name, of in identity_pairs(graph):
+    stored = ((n.output[0], n.input[0]) for n in graph.node if _is_stored(n))
+    for name, of in dict.fromkeys([*stored, *identity_pairs(graph)]):
         root = roots.get(of, of)
         if name not in tensors and root in tensors:
             roots[name] = root
@@ -54,6 +118,10 @@ def update_tied(
             and is_shared(tensors[name], tensors[of])
         ):
             result[name] = result[of]
+    for name, of in stored_twice(graph, tensors).items():
+        if name not in new and result[of] is not tensors[of]:
+            alike = same(tensors[name], tensors[of])
+            result[name] = result[of] if alike else np.ascontiguousarray(result[of].T)
     return result
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from onnx import GraphProto, ModelProto
+from onnx import ModelProto
 
 from jaxonnx._arrays import put, put_copies
 from jaxonnx._graph.bind import Graph, bind
@@ -21,7 +21,7 @@ from jaxonnx._graph.select import Select, select
 from jaxonnx._io.folders import find_folder
 from jaxonnx._io.read import give_back_memory, read, replace_weights
 from jaxonnx._io.tensors import same
-from jaxonnx._io.ties import is_shared, sources
+from jaxonnx._io.ties import is_shared, join_stored, sources, stored_twice
 from jaxonnx._mesh.rules import Sharding
 from jaxonnx._mesh.shardings import model_shardings
 from jaxonnx._rewrite.dequantize import dequantize_weights
@@ -81,10 +81,11 @@ def load(
         epoch, as `monitor` of `jaxonnx.train` chose it.
       variant: of a folder with several forms of a model, like "q4" for onnx/model_q4.onnx; "fp32"
         for the one without such a name.
-      tied: the results of Identity nodes that stay one weight with the tensor that the node reads:
-        names or regular expressions (matched in full), or a predicate of name and value; all others
-        become parameters of their own. None ties those that are equal on purpose: with more than
-        two different numbers, and no running statistic.
+      tied: the results of Identity nodes that stay one weight with the tensor that the node reads,
+        and output layers that are the embedding, or its transpose, stored a second time: names or
+        regular expressions (matched in full), or a predicate of name and value; all others become
+        parameters of their own. None ties those that are equal on purpose: with more than two
+        different numbers, and no running statistic. What is tied is written to both places.
       mesh: of devices, as in `jaxonnx.train`: each tensor is read right into its parts, so that a
         model may be larger than the memory of one device.
       sharding: on a mesh, as in `jaxonnx.train`; "fsdp" by default, where it has an axis "data".
@@ -114,7 +115,9 @@ def load(
     if dequantize:
         proto, tensors = dequantize_weights(proto, tensors)
     graph = bind(proto, proto.graph, tensors.keys())
-    if names := _ties(graph, tensors, proto.graph, tied):
+    if names := _ties(graph, tensors, proto, tied):
+        stored = {n: of for n, of in stored_twice(proto.graph, tensors).items() if n in names}
+        join_stored(proto.graph, stored, tensors)
         for name in names:
             del tensors[name]
         graph = bind(proto, proto.graph, tensors.keys())
@@ -157,24 +160,26 @@ def _on_device(value: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
 
 
 def _ties(
-    graph: Graph, tensors: Mapping[str, Any], proto: GraphProto, wanted: Select | None
+    graph: Graph, tensors: Mapping[str, Any], proto: ModelProto, wanted: Select | None
 ) -> set[str]:
-    """Return the tensors that stay one with what an Identity node reads, as `load` says."""
+    """Return the tensors that stay one with another, as `load` says."""
     statistics = running_statistics(graph)
-    pairs = {
+    stored = {} if proto.training_info else stored_twice(proto.graph, tensors)
+    pairs = stored | {
         name: of
-        for name, of in sources(proto, tensors).items()
+        for name, of in sources(proto.graph, tensors).items()
         if name not in statistics
         and of not in statistics
         and jnp.issubdtype(tensors[name].dtype, jnp.floating)
     }
     if wanted is None:
-        return {name for name, of in pairs.items() if is_shared(tensors[name], tensors[of])}
+        shared = (n for n, of in pairs.items() if is_shared(tensors[n], tensors[of]))
+        return {*stored, *shared}
     chosen = select(
         wanted, {n: tensors[n] for n in pairs}, "tied", kind="Identity of a weight in the model"
     )
     for name in chosen:
-        if not same(tensors[name], tensors[pairs[name]]):
+        if name not in stored and not same(tensors[name], tensors[pairs[name]]):
             raise InputError(
                 f"tied={name!r}: it has other values than '{pairs[name]}', so that one of them "
                 "would be lost; leave it out of tied="

@@ -1,0 +1,122 @@
+"""An output layer that is the embedding, stored a second time, is one weight with it."""
+
+import jax
+import numpy as np
+import onnx
+import onnx.parser
+import onnxruntime
+import optax
+import pytest
+
+import jaxonnx
+
+LOSS = "softmax_cross_entropy_with_integer_labels"
+
+
+def file(transposed=True, product="MatMul", **changes):
+    """A bag of words: rows of a table, a layer, and the table as the output layer."""
+    random = np.random.default_rng(0)
+    table = random.normal(size=(12, 8)).astype(np.float32)
+    tensors = {
+        "first": random.normal(size=(8, 8)).astype(np.float32),
+        "onnx::MatMul_9": np.ascontiguousarray(table.T) if transposed else table,
+        "words.weight": table,
+        "bias": random.normal(size=(12,)).astype(np.float32),
+    } | changes
+    last = "MatMul(h, head) y = Add(z, bias)"
+    if product == "Gemm":
+        last = f"Gemm<transB = {int(not transposed)}>(h, head, bias) y = Identity(z)"
+    proto = onnx.parser.parse_model(f"""
+    <ir_version: 9, opset_import: ["": 17]> g (int64[n] x) => (float[n, 12] y) {{
+      e = Gather(words, x) m = MatMul(e, first) h = Relu(m) z = {last}
+    }}""")
+    for node in proto.graph.node:
+        names = {"words": "words.weight", "head": "onnx::MatMul_9"}
+        node.input[:] = [names.get(name, name) for name in node.input]
+    for name, value in tensors.items():
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+    return proto
+
+
+def arrays(proto):
+    return {t.name: onnx.numpy_helper.to_array(t) for t in proto.graph.initializer}
+
+
+def train(model, **settings):
+    x = np.arange(12)
+    optimizer = settings.pop("optimizer", optax.adam(0.01))
+    return jaxonnx.train(
+        model, (x, x[::-1].copy()), loss=LOSS, optimizer=optimizer, batch_size=12, **settings
+    ).model
+
+
+CASES = [(True, "MatMul"), (True, "Gemm"), (False, "Gemm")]
+
+
+@pytest.mark.parametrize(("transposed", "product"), CASES)
+def test_they_are_trained_as_one_and_written_to_both_places(transposed, product, tmp_path):
+    proto = file(transposed, product)
+    before = proto.SerializeToString()
+    model = jaxonnx.load(proto)
+    assert {*model.params} == {"first", "words.weight", "bias"}
+    assert "'words.weight' is also 'onnx::MatMul_9'" in " ".join(str(model).split())
+    assert model.to_onnx().SerializeToString() == before == proto.SerializeToString()
+    x = np.arange(12)
+
+    def loss(words, head):  # of the two places, which add up
+        h = jax.nn.relu(words[x] @ model.params["first"])
+        y = h @ head.T + model.params["bias"]
+        return optax.softmax_cross_entropy_with_integer_labels(y, x[::-1]).mean()
+
+    words = model.params["words.weight"]
+    expected = words - 0.1 * sum(jax.grad(loss, (0, 1))(words, words))
+    trained = train(model, optimizer=optax.sgd(0.1))
+    np.testing.assert_allclose(trained.params["words.weight"], expected, rtol=1e-5, atol=1e-6)
+    trained.save(tmp_path / "out.onnx")
+    written = arrays(onnx.load(tmp_path / "out.onnx"))
+    assert [*written] == [*arrays(proto)]
+    head = written["onnx::MatMul_9"].T if transposed else written["onnx::MatMul_9"]
+    np.testing.assert_array_equal(head, written["words.weight"])
+    (found,) = onnxruntime.InferenceSession(tmp_path / "out.onnx").run(None, {"x": x})
+    np.testing.assert_allclose(trained(x), found, rtol=1e-5, atol=1e-6)
+
+
+def test_tied_and_trainable_decide():
+    proto = file()
+    assert len(jaxonnx.load(proto, tied=[]).params) == 4
+    assert len(jaxonnx.load(proto, tied="onnx::.*").params) == 3
+    assert {*jaxonnx.load(proto, trainable="onnx::MatMul_9").params} == {"words.weight"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "words.weight": np.zeros((12, 8), np.float32),
+            "onnx::MatMul_9": np.zeros((8, 12), np.float32),
+        },
+        {"onnx::MatMul_9": np.ones((8, 12), np.float32)},
+    ],
+)
+def test_tensors_that_are_equal_by_coincidence_or_not_at_all_are_apart(changes):
+    assert len(jaxonnx.load(file(**changes)).params) == 4
+
+
+def test_weights_checkpoints_adapters_and_other_outputs(tmp_path):
+    model = jaxonnx.load(file())
+    trained = train(model, checkpoint_dir=tmp_path / "run")
+    for way in (
+        jaxonnx.load(tmp_path / "run"),
+        jaxonnx.load(file(), weights=dict(trained.params)),
+        jaxonnx.load(trained.to_onnx()),
+    ):
+        assert {*way.params} == {"first", "words.weight", "bias"}
+        np.testing.assert_array_equal(way.params["words.weight"], trained.params["words.weight"])
+    adapted = train(model, lora=jaxonnx.LoRA(rank=2))
+    adapted(np.arange(12))
+    written = arrays(adapted.to_onnx())
+    np.testing.assert_array_equal(written["onnx::MatMul_9"].T, written["words.weight"])
+    hidden = model.with_outputs(["h"])
+    assert hidden(np.arange(3)).shape == (3, 8)
+    hidden.to_onnx()
+    jaxonnx.load(model.with_head(3).to_onnx())(np.arange(3))
