@@ -183,7 +183,7 @@ def as_batch(batch: Any, model: Model, label_of_padding: int | None = None) -> B
     """Return a batch of any form, traced or not; examples weigh one where nothing is said.
 
     Args:
-      label_of_padding: given for a loss of next tokens, whose batches may lack masks and targets.
+      label_of_padding: given for a loss of next tokens, whose batches may lack targets.
 
     Raises:
       TrainingError: the batch does not have the model's inputs.
@@ -192,13 +192,10 @@ def as_batch(batch: Any, model: Model, label_of_padding: int | None = None) -> B
         return batch
     names = [value.name for value in model.inputs]
     batch, weight = split_weights(batch, names, target_names(model))
-    if label_of_padding is None:
-        x, y = split_inputs(batch, names, "the batch")
-    else:
-        x, y = split_inputs(batch, names, "the batch", derived_inputs(model.inputs))
-        x = with_derived(x, model.inputs)
-        if not jax.tree.leaves(y):
-            y = next_tokens(x, model.inputs, label_of_padding, "the batch")
+    x, y = split_inputs(batch, names, "the batch", derived_inputs(model.inputs))
+    x = with_derived(x, model.inputs)
+    if label_of_padding is not None and not jax.tree.leaves(y):
+        y = next_tokens(x, model.inputs, label_of_padding, "the batch")
     if weight is None:
         count = jnp.shape(x[0])[0]
         weight = (np if isinstance(count, int) else jnp).ones(count, np.float32)
