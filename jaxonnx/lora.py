@@ -18,7 +18,7 @@ from jaxonnx._axes import Matrix
 from jaxonnx._graph.projections import ROLES, Role, find_projections
 from jaxonnx._graph.roles import running_statistics
 from jaxonnx._graph.select import Select, select
-from jaxonnx._graph.uses import Weight, weights
+from jaxonnx._graph.uses import Weight, check_stored, weights
 from jaxonnx._io import adapter_files
 from jaxonnx._rewrite.adapters import factor_names, module_name
 from jaxonnx._safe_read import reading
@@ -91,6 +91,7 @@ class LoRA:
             if weight.matrix and name not in full and (_is_float(tensors[name]) or weight.storage)
         }
         places = self._select_weights(model, found)
+        check_stored(model.graph, tensors, [name for name in places if found[name].storage])
         values = dict(full)
         for name, key in zip(places, jax.random.split(rng, len(places)), strict=True):
             values |= self._start(name, tensors[name].dtype, found[name], key)

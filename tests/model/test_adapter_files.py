@@ -236,3 +236,22 @@ def test_checkpoints_hold_adapters_alone(tmp_path):
 def test_requests_that_do_not_fit(action, words, tmp_path):
     with pytest.raises(jaxonnx.InputError, match=words):
         action(jaxonnx.load(two_layers()), tmp_path / "x.onnx")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("s", np.nan, "MatMulNBits.*: 's' has numbers that are not finite"),
+        ("z", np.inf, "'z' has numbers that are not finite"),
+        ("i", 4, "'i' has group 4, and there are 4 groups"),
+    ],
+)
+def test_damaged_scales_zero_points_and_groups(name, value, words):
+    proto = FILES["4 bits, g_idx"]()
+    for tensor in proto.graph.initializer:
+        if tensor.name == name:
+            array = np.array(onnx.numpy_helper.to_array(tensor))
+            array.flat[0] = value
+            tensor.CopyFrom(onnx.numpy_helper.from_array(array, name))
+    with pytest.raises(jaxonnx.ModelError, match=words):
+        jaxonnx.LoRA(2, where="w").attach(jaxonnx.load(proto), jax.random.key(0))
