@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from tests.oracles.zoo_compare import Golden, compare
+from tests.oracles.zoo_compare import Golden, Numbers, compare
 from tests.support.paths import DATA
 
 NETWORKS = {
@@ -98,3 +98,9 @@ def test_goldens_are_read_as_they_were_written(tmp_path):
     again = Golden.read(tmp_path / "golden.npz")
     for name, value in vars(golden).items():
         np.testing.assert_equal(getattr(again, name), value)
+
+
+def test_numbers_that_are_there_twice_tell_no_place():
+    numbers = Numbers({"a": np.array([1.0, 2.0]), "b": np.array([[2.0], [3.0]])})
+    assert numbers.once.tolist() == [True, False, False, True]
+    assert numbers.find(np.array([3.0, 1.0, 5.0])).tolist() == [3, 0, -1]
