@@ -161,6 +161,11 @@ VERBS: Mapping[str, Verb] = {
             **_READING,
         },
     ),
+    "verify": Verb(
+        "prove that every product with a sparse weight sums over its groups",
+        "jaxonnx verify sparse.onnx",
+        {"": [_MODEL], **_READING},
+    ),
     "run": Verb(
         "run a model on arrays, texts or pictures",
         "jaxonnx run net.onnx inputs.npz -o outputs.npz --batch-size 32\n"

@@ -21,6 +21,7 @@ from jaxonnx.training import Interrupt
 
 _VERBS = {
     "info": verbs.info,
+    "verify": verbs.verify,
     "run": verbs.run,
     "train": training.train,
     "evaluate": verbs.evaluate,

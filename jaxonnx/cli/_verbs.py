@@ -1,6 +1,7 @@
 """The verbs: options in, a report out."""
 
 import argparse
+import dataclasses
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -56,6 +57,14 @@ def _describe(value: Any) -> dict[str, Any]:
     """Return shape and type of an input, an output or a tensor."""
     name = {"name": value.name} if isinstance(value, Value) else {}
     return {**name, "dtype": value.dtype and str(value.dtype), "shape": value.shape}
+
+
+def verify(options: argparse.Namespace) -> Report:
+    from jaxonnx import sparse
+
+    proof = sparse.verify(reading.read(options))
+    products = [dataclasses.asdict(product) for product in proof.products]
+    return Report({"pattern": str(proof.pattern), "products": products}, str(proof))
 
 
 def run(options: argparse.Namespace) -> Report:

@@ -123,7 +123,12 @@ def register(
 def parse(pattern: str | SparsityPattern, transposable: bool = True) -> SparsityPattern:
     """Return the pattern of a name like `"2:4"`; raise `SparsityError` for any other name."""
     if not isinstance(pattern, str):
-        return pattern
+        if hasattr(pattern, "search"):
+            return pattern
+        raise SparsityError(
+            "a pattern is a name like '2:4' or a SparsityPattern, for all weights that `select` "
+            f"chooses, and was {pattern!r}"
+        )
     for expression, make in _FORMS.values():
         match = re.fullmatch(expression, pattern)
         if match and (made := make(match, transposable)) is not None:

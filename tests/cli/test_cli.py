@@ -66,6 +66,22 @@ def test_info(capsys):
     assert "12,678 numbers trained" in capsys.readouterr().out
 
 
+def test_verify(tmp_path, capsys):
+    model = jaxonnx.load(NET)
+    choice = model.sparsity_options()
+    pruned = model.replace(params=jaxonnx.sparse.prune(model.params, **choice))
+    path = str(tmp_path / "sparse.onnx")
+    jaxonnx.sparse.record(pruned).save(path)
+    assert main(["verify", path]) == 0
+    assert "2:4 transposable" in capsys.readouterr().out
+    assert main(["verify", path, "--json"]) == 0
+    said = result(capsys)
+    assert said["pattern"] == "2:4 transposable"
+    assert {p["part"] for p in said["products"] if p["ok"]} == {"forward", "backward"}
+    assert main(["verify", NET]) != 0
+    assert "no weight has the zeros of 2:4 transposable" in capsys.readouterr().err
+
+
 def test_run(data, tmp_path, capsys):
     output = tmp_path / "out.npz"
     assert main(["run", NET, str(data), "-o", str(output), "--json"]) == 0

@@ -173,3 +173,8 @@ def test_damaged_bits_and_unknown_names_are_errors(tmp_path):
         sparse.mask(w["w"], "stripes")
     with pytest.raises(TypeError, match="abstract"):
         type("Half", (sparse.SparsityPattern,), {})()
+
+
+def test_a_pattern_that_is_neither_a_name_nor_one_is_refused():
+    with pytest.raises(jaxonnx.SparsityError, match=r"a name like '2:4'.* was \{'body': '2:4'\}"):
+        sparse.layers({"w": np.ones((4, 4))}, {"body": "2:4"})
