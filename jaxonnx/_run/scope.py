@@ -216,7 +216,7 @@ class Scope:
             arguments = _on_device(op, arguments)
         elif any(map(symbolic, arguments)):
             arguments = _on_device(op, arguments)
-        elif not node.graphs:  # a body checks what it uses; trip counts stay known
+        elif not node.graphs and not op.dynamic:  # bodies check what they use; these have NumPy
             failures.check_range([a for i, a in enumerate(arguments) if i not in op.static])
         vast = alone and limits.may_exceed(arguments, keywords, limits.value_limit())
         if vast and not is_traced(arguments):

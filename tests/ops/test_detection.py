@@ -3,10 +3,13 @@
 import io
 
 import numpy as np
+import onnx.parser
+import onnxruntime
 import pytest
 from PIL import Image
 
-import jaxonnx.ops  # noqa: F401 - registers the operators
+import jaxonnx
+import jaxonnx.ops
 from jaxonnx.errors import NodeError
 from jaxonnx.registry import lookup
 
@@ -67,3 +70,23 @@ def test_decoding():
         decode(encoded(pixels, "PNG")[None])
     with pytest.raises(NodeError, match="pixel_format"):
         decode(encoded(pixels, "PNG"), pixel_format="CMYK")
+
+
+def test_no_limit_of_boxes():
+    """2**63 - 1, as torchvision's SSD has it."""
+    proto = onnx.parser.parse_model("""
+    <ir_version: 9, opset_import: ["": 17]>
+    g (float[1, 6, 4] boxes, float[1, 2, 6] scores) => (int64[n, 3] y)
+    <int64[1] count = {9223372036854775807}, float[1] half = {0.5}> {
+      y = NonMaxSuppression(boxes, scores, count, half)
+    }""")
+    random = np.random.default_rng(0)
+    corners = np.sort(random.random((2, 1, 6, 2)), 0)
+    values = [np.concatenate([*corners], -1), random.random((1, 2, 6))]
+    boxes, scores = (value.astype(np.float32) for value in values)
+    session = onnxruntime.InferenceSession(proto.SerializeToString())
+    (expected,) = session.run(None, {"boxes": boxes, "scores": scores})
+    with pytest.warns(UserWarning, match="64-bit outputs"):
+        model = jaxonnx.load(proto)
+    np.testing.assert_array_equal(model(boxes, scores), expected)
+    assert len(expected) > 2
