@@ -71,7 +71,7 @@ def accuracy(path, data):
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(str(path), options)
-    (logits,) = session.run(None, {session.get_inputs()[0].name: x})
+    logits = np.asarray(session.run(None, {session.get_inputs()[0].name: x})[0])
     return 100 * float((logits.argmax(1) == y).mean())
 
 

@@ -27,7 +27,7 @@ from jaxonnx import lowering
 from jaxonnx.cli.process import keep_pages
 from jaxonnx.lowering._conv import Conv
 from jaxonnx.ops import rnn
-from jaxonnx.ops.windows import window
+from jaxonnx.ops.windows import place_windows
 
 ROUNDS, REPEATS = 5, 3
 
@@ -87,8 +87,8 @@ def convolution(
 ):
     """Yield the plain and the fast form, and arguments, of a convolution and its gradients."""
     pads = [kernel // 2] * 4
-    windows = window((size,) * 2, (kernel,) * 2, strides=(stride,) * 2, pads=pads)
-    form = Conv((size,) * 2, *windows, groups, turned=turned)
+    windows = place_windows((size,) * 2, (kernel,) * 2, strides=(stride,) * 2, pads=pads)
+    form = Conv((size,) * 2, *windows, groups=groups, turned=turned)
     weight = (kernel, kernel, c // groups, m) if turned else (m, c // groups, kernel, kernel)
     arrays = [_normal(n, size, size, c), _normal(*weight), _normal(n, *windows.out, m)]
     for out in (2, 0, 1):
@@ -99,7 +99,7 @@ def convolution(
 def pool(initial, combine, fast, n, c, size, kernel, stride):
     """Yield the plain and the fast form, and arguments, of a pooling and with its gradient."""
     pads = [(kernel - 1) // 2] * 4
-    windows = window((size,) * 2, (kernel,) * 2, strides=(stride,) * 2, pads=pads)
+    windows = place_windows((size,) * 2, (kernel,) * 2, strides=(stride,) * 2, pads=pads)
     around = ((0, 0), *windows.pads, (0, 0))
 
     def plain(x):

@@ -58,9 +58,9 @@ def test_what_is_no_weight_stays():
     after = before.to_onnx()
     assert after.producer_name == "someone"
     assert after.metadata_props[0].value == "test"
-    assert [node.op_type for node in after.graph.node] == ["MatMul", "Add", "Softmax"]
-    assert after.graph.node[0].doc_string == "the product"
-    assert {t.name for t in after.graph.initializer} == {"w", "axis", "k"}
+    assert [node.op_type for node in after.graph.node] == ["Constant", "MatMul", "Add", "Softmax"]
+    assert after.graph.node[1].doc_string == "the product"
+    assert {t.name for t in after.graph.initializer} == {"w", "axis"}
 
 
 def test_a_constant_that_is_not_trained_stays_a_node():
