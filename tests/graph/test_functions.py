@@ -215,7 +215,8 @@ def test_statistics_in_constants_of_functions_are_renewed():
     np.testing.assert_allclose(state["l.f/n"], mean, rtol=1e-5, atol=1e-6)
     assert "l.f/v" not in model.with_trainable(".*").params
     data = x, x
-    run = jaxonnx.train(model, data, loss="squared_error", optimizer=optax.sgd(0.1), batch_size=8)
+    settings = {"optimizer": optax.sgd(0.1), "batch_size": 8, "statistics": "batch"}
+    run = jaxonnx.train(model, data, loss="squared_error", **settings)
     np.testing.assert_allclose(run.model.state["l.f/n"], mean, rtol=1e-5, atol=1e-6)
 
 
