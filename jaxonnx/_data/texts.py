@@ -259,7 +259,8 @@ def read_texts(
     if model.folder is None:
         raise TrainingError(
             "the data has texts, and the model was not loaded from a folder with a tokenizer: "
-            "jaxonnx.load('folder/'), or tokens in place of texts"
+            "jaxonnx.load('folder/'), or pass tokens; a column that is not an input must be left "
+            "out"
         )
     settings = TextSettings.of(preprocess)
     limit, tokens = _limit(model, settings), _token_input(model)

@@ -140,7 +140,7 @@ def test_hugging_face_datasets(net, in_order, whole):
     assert losses(net, data.with_format("numpy"), batch_size=4) == whole
     assert losses(net, lambda epoch: data.with_format("numpy").iter(batch_size=4)) == in_order
     text = data.add_column("text", ["a"] * 12)
-    with pytest.raises(jaxonnx.TrainingError, match=r"\['text'\] must be numbers.* leave it out"):
+    with pytest.raises(jaxonnx.TrainingError, match="not an input must be left out"):
         train(net, text.with_format("numpy"))
 
 

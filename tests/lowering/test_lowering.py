@@ -16,7 +16,7 @@ from jaxonnx.lowering._contract import contract
 from jaxonnx.lowering._conv import Conv
 from jaxonnx.lowering._pool import Sum
 from jaxonnx.lowering._taps import UNROLLED, Taps
-from jaxonnx.ops.windows import window
+from jaxonnx.ops.windows import place_windows
 from tests.support import central_differences
 
 rng = np.random.default_rng(0)
@@ -65,7 +65,7 @@ CONVOLUTIONS = {
 
 
 def arrays(n, c, m, size, kernel, strides, dilations, pads, groups):
-    windows = window(size, kernel, strides=strides, dilations=dilations, pads=pads)
+    windows = place_windows(size, kernel, strides=strides, dilations=dilations, pads=pads)
     shapes = (n, *size, c), (m, c // groups, *kernel), (n, *windows.out, m)
     rng = np.random.default_rng(0)  # the same for a case, whichever tests run before it
     return Conv(size, *windows, groups=groups), [
@@ -208,7 +208,7 @@ def test_long_kernels_are_not_unrolled(name):
 
 @pytest.mark.parametrize(("size", "step"), [(98, 98), (97, 1), (512, 256)])
 def test_long_windows_of_pools_are_not_unrolled(size, step):
-    windows = window((1024, 1), (size, 1), strides=(step, 1))
+    windows = place_windows((1024, 1), (size, 1), strides=(step, 1))
     x = np.zeros((2, 3, 1024, 1), np.float32)
     for pool in (lowering.max_pool, lowering.window_sum):
         gradient = jax.jit(jax.grad(lambda x, pool=pool: pool(x, windows).sum()))
@@ -232,7 +232,7 @@ def test_long_windows_of_pools():
     """The loops over pieces of a window, and long windows side by side, by NumPy."""
     x = rng.integers(0, 5, (2, 3, 150)).astype(np.float32)  # many ties
     for size, step, pad in ((70, 70, 0), (70, 1, 0), (66, 3, 20), (150, 1, 0)):
-        windows = window((150,), (size,), strides=(step,), pads=(pad, pad))
+        windows = place_windows((150,), (size,), strides=(step,), pads=(pad, pad))
         pooled, pull = jax.vjp(lambda x, windows=windows: lowering.max_pool(x, windows), x)
         y = rng.normal(size=pooled.shape).astype(np.float32)
         np.testing.assert_allclose(pull(y)[0], first_wins(x, y, windows), rtol=1e-5, atol=1e-6)
@@ -246,7 +246,7 @@ def test_long_windows_of_pools():
 def test_half_precision_accumulates_in_float32(dtype):
     ones = np.ones((1, 512, 4, 4), dtype)
     w = np.full((1, 512, 3, 3), 1 / 64, dtype)
-    windows = window((4, 4), (3, 3), pads=(1,) * 4)
+    windows = place_windows((4, 4), (3, 3), pads=(1,) * 4)
     y = lowering.convolution(ones, w, windows, 1)
     assert y.dtype == dtype
     assert y[0, 0, 1, 1] == 512 * 9 / 64
@@ -264,7 +264,7 @@ def test_half_precision_accumulates_in_float32(dtype):
     ],
 )
 def test_pooling(size, kernel, strides, dilations, pads):
-    windows = window(size, kernel, strides=strides, dilations=dilations, pads=pads)
+    windows = place_windows(size, kernel, strides=strides, dilations=dilations, pads=pads)
     x = rng.integers(0, 5, (2, 3, *size)).astype(np.float32)  # many ties
     form = Sum(Taps(size, *windows, lead=2))
     y = rng.normal(size=(2, 3, *windows.out)).astype(np.float32)
@@ -283,7 +283,7 @@ def test_pooling(size, kernel, strides, dilations, pads):
 
 @pytest.mark.parametrize(("kernel", "dilation"), [(2, 1), (5, 1), (2, 2)])
 def test_a_tpu_pools_by_its_instructions(kernel, dilation):
-    windows = window((9, 9), (kernel,) * 2, strides=(2, 2), dilations=(dilation,) * 2)
+    windows = place_windows((9, 9), (kernel,) * 2, strides=(2, 2), dilations=(dilation,) * 2)
     x = np.zeros((2, 9, 9, 3), np.float32)
     pool = jax.value_and_grad(lambda x: lowering.max_pool(x, windows, -1).sum())
     traced = jax.jit(pool).trace(x)

@@ -442,7 +442,7 @@ MESSAGES = {
     ),
     "OneHot, values": (
         one("OneHot", "xdv", constants={"d": ints(3), "v": np.float32([1])}),
-        ["values must hold two numbers, off and on, not [1]"],
+        ["values has shape [1]; it must be (2)"],
     ),
     "GatherND": (
         one("GatherND", "ai", (), {"a": np.eye(2), "i": ints(0, 1)[:, None]}, batch_dims=-1),
@@ -454,15 +454,21 @@ MESSAGES = {
     ),
     "Conv, kernel": (
         one("Conv", "xw", IMAGE, {"w": np.ones((1, 1, 0, 1), np.float32)}),
-        ["must be positive, and the kernel (0, 1)"],
+        ["the kernel (0, 1) has no elements"],
     ),
     "ConvTranspose, kernel": (
         one("ConvTranspose", "xw", IMAGE, {"w": np.ones((1, 1, 0, 1), np.float32)}),
-        ["must be positive, and the kernel (0, 1)"],
+        ["the kernel (0, 1) has no elements"],
     ),
-    "DepthToSpace": (one("DepthToSpace", "x", IMAGE, blocksize=0), ["blocksize must be positive"]),
-    "SpaceToDepth": (one("SpaceToDepth", "x", IMAGE, blocksize=0), ["blocksize must be positive"]),
-    "Split": (one("Split", "x", num_outputs=0), ["num_outputs must be positive"]),
+    "DepthToSpace": (
+        one("DepthToSpace", "x", IMAGE, blocksize=0),
+        ["blocksize is 0; it must be positive"],
+    ),
+    "SpaceToDepth": (
+        one("SpaceToDepth", "x", IMAGE, blocksize=0),
+        ["blocksize is 0; it must be positive"],
+    ),
+    "Split": (one("Split", "x", num_outputs=0), ["num_outputs is 0; it must be positive"]),
     "ConstantOfShape": (
         REFUSED["ConstantOfShape"],
         ["float32[4611686018427387904]", "1.8e+19 bytes"],
@@ -470,7 +476,7 @@ MESSAGES = {
     "Range": (REFUSED["Range, float"], ["float32[", "4.0e+38 bytes"]),
     "OneHot": (
         one("OneHot", "idv", (), {"i": ints(0), "d": ints(-4), "v": np.float32([0, 1])}),
-        ["depth must be positive, not -4"],
+        ["depth is [-4]; it must be positive"],
     ),
     "Scan": (
         one("Scan", "x", body=body([node("Identity", ["i"], ["o"])], 0, ["o"]), num_scan_inputs=9),

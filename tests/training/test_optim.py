@@ -427,7 +427,7 @@ def test_rate_and_count_are_scalars():
     model = operator("Adagrad", ["X", "G", "H"], ["Y"], {})
     x = np.ones(2, np.float32)
     np.testing.assert_allclose(model(np.float32([0.5]), np.int64([0]), x, x, 0 * x), 0.5, rtol=1e-5)
-    with pytest.raises(errors.Error, match="R and T are scalars"):
+    with pytest.raises(errors.Error, match=r"R has shape \[2\]; it must be of size 1"):
         model(x, np.int64(0), x, x, x)
 
 
