@@ -149,7 +149,7 @@ def _is_bank(rows: np.ndarray) -> bool:
     not an identity; two numbers in five are zero.
     """
     some = _sample(rows)
-    if not (some >= 0).all() or 5 * np.count_nonzero(some) > 3 * some.size:
+    if not some.any() or not (some >= 0).all() or 5 * np.count_nonzero(some) > 3 * some.size:
         return False
     rows = rows.astype(np.float64)
     rows = rows[np.abs(rows).max(1) > 0]

@@ -76,8 +76,11 @@ def join_stored(graph: GraphProto, pairs: Mapping[str, str], tensors: Mapping[st
 
 
 def part_stored(graph: GraphProto, values: Mapping[str, np.ndarray]) -> None:
-    """Write what `join_stored` joined as initializers again, where they were."""
-    for node in [node for node in graph.node if _is_stored(node)]:
+    """Write what `join_stored` joined as initializers again, where they were.
+
+    A file that is written for its shapes alone lacks large values: its nodes stay.
+    """
+    for node in [node for node in graph.node if _is_stored(node) and node.input[0] in values]:
         place = int(next(e.value for e in node.metadata_props if e.key == _PLACE))
         value = values[node.input[0]]
         value = value.T if node.op_type == "Transpose" else value

@@ -161,11 +161,6 @@ VERBS: Mapping[str, Verb] = {
             **_READING,
         },
     ),
-    "verify": Verb(
-        "prove that every product with a sparse weight sums over its groups",
-        "jaxonnx verify sparse.onnx",
-        {"": [_MODEL], **_READING},
-    ),
     "run": Verb(
         "run a model on arrays, texts or pictures",
         "jaxonnx run net.onnx inputs.npz -o outputs.npz --batch-size 32\n"
@@ -237,10 +232,15 @@ VERBS: Mapping[str, Verb] = {
             ],
         },
     ),
+    "verify": Verb(
+        "prove that every product with a sparse weight sums over its groups",
+        "jaxonnx verify sparse.onnx",
+        {"": [_MODEL], **_READING},
+    ),
     "quantize": Verb(
         "calibrate int8 or int4 weights and activations; train --quantize trains through them",
         "jaxonnx quantize net.onnx data.npz -o int8.onnx\n"
-        "jaxonnx quantize net.onnx pictures -o int4.onnx --weights int4 --skip head",
+        "jaxonnx quantize net.onnx data.npz -o int4.onnx --weights int4 --skip head",
         {
             "": [
                 *_EXAMPLES,

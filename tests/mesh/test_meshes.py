@@ -31,6 +31,7 @@ rng = np.random.default_rng(0)
 
 def cross_entropy(outputs, y):
     logits = outputs[-1] if isinstance(outputs, tuple) else outputs
+    logits = logits.mean(tuple(range(1, logits.ndim - 1)))  # of the places of a sequence
     return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
 

@@ -104,7 +104,7 @@ def _mix(x, shares, experts, read, *, activation_type, swiglu_fusion, gate):
         "fc2_experts_weights": ROWS,
         "fc3_experts_weights": ROWS,
     },
-    params=("fc1_experts_bias", "fc2_experts_bias", "fc3_experts_bias"),
+    params=dict.fromkeys(("fc1_experts_bias", "fc2_experts_bias", "fc3_experts_bias"), 0.0),
 )
 def mixture_of_experts(
     x,
@@ -182,7 +182,7 @@ def _read_float4(codes, scales, global_scale, dtype):
     "QMoE",
     since=1,
     domain=DOMAIN,
-    params=("fc1_experts_bias", "fc2_experts_bias", "fc3_experts_bias"),
+    params=dict.fromkeys(("fc1_experts_bias", "fc2_experts_bias", "fc3_experts_bias"), 0.0),
 )
 def quantized_mixture_of_experts(
     x,
