@@ -90,8 +90,8 @@ def _is_arithmetic(vector: np.ndarray, rounding: float) -> bool:
 
 def _is_gaussian(vector: np.ndarray) -> bool:
     """Check whether the logarithm is a parabola that opens downwards, with its top inside."""
-    if len(vector) < 2 * _LEAST:
-        return False
+    if len(vector) < 2 * _LEAST or vector.min() < _CLOSE**3 * vector.max():
+        return False  # the fit below is that of numbers of like size
     place = np.arange(len(vector)) - (len(vector) - 1) / 2
     fit = np.polyfit(place, np.log(vector), 2, w=vector)
     inside = fit[0] < 0 and abs(fit[1] / (2 * fit[0])) < len(vector) / 4

@@ -253,3 +253,8 @@ def test_a_file_is_written_with_its_constants():
     proto = model.to_onnx()
     assert {t.name for t in proto.graph.initializer} == {"v", "w"}
     onnx.checker.check_model(proto)
+
+
+def test_a_vector_of_very_different_numbers_is_no_window():
+    """The fit of a Gaussian to it is ill-conditioned, of which NumPy warns."""
+    assert describe_constant(np.float32([0.5, 7e14, 0.3, 0.7, 0.9, 0.2, 0.4, 0.6])) == ""
