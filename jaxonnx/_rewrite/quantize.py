@@ -7,6 +7,7 @@ become initializers when it is saved (`fold`): integer weights, scales, and int3
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -83,6 +84,7 @@ class Writer:
         self.proto.CopyFrom(proto)
         self.added: dict[str, np.ndarray] = {}
         self._record = record_of(proto) or Record()
+        self._scales: dict[str, str] = {}
         self._taken = {*taken, *(n for node in proto.graph.node for n in node.output)}
 
     def quantize_weight(self, name: str, parameters: Any) -> None:
@@ -115,7 +117,7 @@ class Writer:
                 name,
                 self._name(f"{name}_quantized"),
                 self._name(f"{name}_quantized_scale"),
-                (f"{value}_scale", f"{weight}_scale"),
+                (self._scales[value], self._scales[weight]),
             )
             for name, value, weight in biases
         )
@@ -147,6 +149,7 @@ class Writer:
             label = f"{name}_{op}"
             node = helper.make_node(op, [read, *inputs], [made], label, **attributes)
             self.proto.graph.node.append(node)
+        self._scales[name] = inputs[0]
         self._record = replace(self._record, scales=(*self._record.scales, inputs[0]))
         return quantized, result
 
@@ -260,28 +263,26 @@ def unfold(
     result.CopyFrom(proto)
     entry = record_of(result) or Record()
     own = {bias.stored: bias for bias in entry.biases}
-    scales = {
-        node.input[0]: node.input[1]
-        for node in proto.graph.node
-        if node.op_type == "DequantizeLinear"
-    }
     producers = {node.output[0]: node for node in proto.graph.node if node.output}
     floats: dict[str, np.ndarray] = {}
     folds, names, biases = [], dict(entry.names), []
+    times = Counter(name for node in proto.graph.node for name in node.input)
     for node in [*result.graph.node]:
         if node.op_type != "DequantizeLinear" or node.input[0] not in stored:
             continue
         name, output = node.input[0], node.output[0]
         value = _dequantize(graph, tensors, output)
         if tensors[name].dtype == np.int32:
-            bias = own.get(name) or _find_bias(proto, node, producers, scales)
-            if bias is None:
-                continue
+            bias = own.get(name) or _find_bias(proto, node, producers)
+            if bias is None or max(times[part] for part in node.input[:2]) > 1:
+                continue  # it stays as it is: something else reads its numbers or its scale
             biases.append(bias)
             _remove(result.graph, name)
             _remove(result.graph, node.input[1])
             result.graph.node.remove(node)
             floats[output] = value
+            continue
+        if name in folds:  # another node reads the same integers
             continue
         weight = names.setdefault(name, _float_name(name, tensors, proto))
         inverse = NodeProto()
@@ -312,7 +313,6 @@ def _find_bias(
     proto: ModelProto,
     node: NodeProto,
     producers: Mapping[str, NodeProto],
-    scales: Mapping[str, str],
 ) -> Bias | None:
     """Return how an int32 bias is made, from the node that reads it."""
     for reader in proto.graph.node:

@@ -19,7 +19,7 @@ from jaxonnx._data.images.folder import list_folder
 from jaxonnx._data.ragged import PLAIN
 from jaxonnx._io.protos import opset_of
 from jaxonnx._rewrite.fold_norms import fold_norms
-from jaxonnx._rewrite.quantize import Writer, learn_scales, record_of, unfold
+from jaxonnx._rewrite.quantize import Record, Writer, learn_scales, record_of, unfold
 from jaxonnx.errors import InputError
 from jaxonnx.model import Model, load, read_inputs, with_file
 from jaxonnx.quantization._ranges import calibrate, weight_parameters
@@ -89,8 +89,13 @@ def prepare(model: Model, scheme: str | Quantization, source: Source | None) -> 
         note = "training goes on with the scales of the quantized model"
     elif _is_quantized(model):
         proto, floats = unfold(model.proto, model.graph, model.tensors)
+        stored = model.tensors
         model = _with_params(model, proto, {}, floats)
-        note = f"the file is quantized: {len(floats)} of its tensors are trained at its own scales"
+        kinds = sorted({stored[name].dtype.name for name in _record(model).folds})
+        note = (
+            f"the file is quantized: {len(floats)} of its tensors are trained at its own scales, "
+            f"weights in its own types ({', '.join(kinds)})"
+        )
     elif source is None:
         raise InputError(
             "quantize: a step has no data to measure ranges on; pass the model that "
@@ -98,8 +103,7 @@ def prepare(model: Model, scheme: str | Quantization, source: Source | None) -> 
         )
     else:
         model = _insert(model, scheme, source, _BATCHES)
-        entry = record_of(model.proto)
-        assert entry is not None
+        entry = _record(model)
         weights = len(entry.names)
         note = (
             f"{weights} weights are rounded to {scheme.weights} and {len(entry.scales) - weights} "
@@ -140,6 +144,12 @@ def _with_params(model: Model, proto: ModelProto, constants: Any, params: Any) -
     chosen = {*kept, *params}
     net = net.with_trainable(lambda name, _: name in chosen)
     return dataclasses.replace(net, params={n: net.params[n] for n in (*kept, *params)})
+
+
+def _record(model: Model) -> Record:
+    entry = record_of(model.proto)
+    assert entry is not None
+    return entry
 
 
 def _is_quantized(model: Model) -> bool:

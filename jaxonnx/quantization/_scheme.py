@@ -122,6 +122,18 @@ class Quantization:
         return cls(weights=scheme)  # type: ignore[arg-type]
 
     @property
+    def as_json(self) -> dict[str, Any]:
+        """The fields as JSON has them; of a predicate only that there is one."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        for name in ("where", "skip"):
+            value = fields[name]
+            if callable(value):
+                fields[name] = "a predicate"
+            elif value is not None and not isinstance(value, str):
+                fields[name] = [getattr(one, "pattern", one) for one in value]
+        return fields
+
+    @property
     def opset(self) -> int:
         """The first version of ONNX that has what the scheme needs."""
         types = [TYPES[name].opset for name in (self.weights, self.activations) if name]

@@ -11,6 +11,7 @@ from jaxonnx._arguments import NAN_POLICIES, OPTIMIZERS, Hook, TrainArguments, d
 from jaxonnx._data.ragged import Padding
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters, LoRA
+from jaxonnx.quantization import Quantization
 from jaxonnx.training._optimizers import is_planned
 from jaxonnx.training._precision import PRECISIONS
 
@@ -151,6 +152,8 @@ class Settings(_VALUES):
         same = {name: getattr(self, name) for name, one in arguments if one.argument.resume}
         padding = Padding.of(self.pad, self.length_buckets)
         same["pad"] = {name: float(x) for name, x in padding.pad.items()} or None
+        scheme = None if self.quantize is None else Quantization.of(self.quantize)
+        same["quantize"] = scheme and scheme.as_json
         same["length_buckets"] = None if padding.buckets is None else [*padding.buckets]
         return same
 

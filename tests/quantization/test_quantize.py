@@ -265,3 +265,65 @@ def quantize_digits(**options):
 
 def nan(size=8):
     return np.full((4, 1, size, size), np.nan, np.float32)
+
+
+def test_a_run_with_a_scheme_resumes(tmp_path):
+    (x, y), _ = demo.digits()
+    scheme = Quantization(weights="int4", skip=[re.compile("head.*")])
+    same = {"loss": LOSS, "optimizer": optax.adam(1e-3), "quantize": scheme, "batch_size": 64}
+    data = x[:128], y[:128]
+    jaxonnx.train(demo.mlp(), data, epochs=1, checkpoint_dir=tmp_path, **same)
+    again = jaxonnx.train(
+        demo.mlp(), data, epochs=2, checkpoint_dir=tmp_path, resume=True, **same
+    ).model
+    whole = jaxonnx.train(demo.mlp(), data, epochs=2, **same).model
+    for name, value in whole.params.items():
+        np.testing.assert_array_equal(again.params[name], value)
+    other = same | {"quantize": "int8"}
+    with pytest.raises(jaxonnx.TrainingError, match="would not continue it"):
+        jaxonnx.train(demo.mlp(), data, epochs=2, checkpoint_dir=tmp_path, resume=True, **other)
+
+
+SHARED = """
+<ir_version: 10, opset_import: ["" : 17]>
+g (float[n, 4] x) => (float[n, 4] y) <
+  int8[4, 4] w = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16}, float s = {0.5},
+  float sx = {0.25}, uint8 z = {128}, int32[4] b = {1, 2, 3, 4}, int32[4] c = {5, 6, 7, 8},
+  float sb = {0.125}
+> {
+  q = QuantizeLinear(x, sx, z)
+  d = DequantizeLinear(q, sx, z)
+  w1 = DequantizeLinear(w, s)
+  b1 = DequantizeLinear(b, sb)
+  h = Gemm(d, w1, b1)
+  hq = QuantizeLinear(h, sx, z)
+  hd = DequantizeLinear(hq, sx, z)
+  w2 = DequantizeLinear(w, s)
+  c1 = DequantizeLinear(c, sb)
+  y = Gemm(hd, w2, c1)
+}"""
+
+
+def test_integers_and_scales_that_several_nodes_read_are_trained_as_one():
+    before = onnx.parser.parse_model(SHARED)
+    x = np.float32(np.random.default_rng(0).normal(size=(8, 4)))
+    settings = {"loss": "squared_error", "optimizer": optax.sgd(0.0), "quantize": "int8"}
+    result = jaxonnx.train(jaxonnx.load(before), (x, x), **settings)
+    assert any("(int8)" in note for note in result.history.notes)
+    after = result.model.to_onnx()
+    onnx.checker.check_model(after, full_check=True)
+    assert {*tensors_of(before)} == {*tensors_of(after)}
+    (theirs,) = session(after).run(None, {"x": x})
+    np.testing.assert_array_equal(theirs, session(before).run(None, {"x": x})[0])
+
+
+def test_a_name_of_a_scale_may_be_taken():
+    model = demo.mlp()
+    proto = model.to_onnx()
+    for node in proto.graph.node:  # a value has the name that the scale of the input would get
+        for names in (node.input, node.output):
+            names[:] = ["x_scale" if name == "pixels" else name for name in names]
+    x = demo.digits()[0][0][:16]
+    after = jaxonnx.quantize(proto, x).to_onnx()
+    (theirs,) = session(after, optimized=False).run(None, {"x": x})
+    np.testing.assert_allclose(theirs, jaxonnx.load(after)(x), rtol=1e-5, atol=1e-5)
