@@ -2,7 +2,7 @@
 
 import math
 from collections import ChainMap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxonnx._axes import Matrix, Storage
 from jaxonnx._graph.bind import Graph, Node
-from jaxonnx.errors import Error, ModelError
+from jaxonnx.errors import Error
 
 _SAME_AXES = ("Cast", "CastLike", "DequantizeLinear", "Identity", "QuantizeLinear")
 """Views that leave the axes as they are."""
@@ -308,31 +308,6 @@ def _weight(tensor: Any, all_uses: Sequence[Use]) -> Weight:
     return Weight(
         matrix, start, next(filter(None, reasons), ""), storage.shape if storage else shape, storage
     )
-
-
-def check_stored(graph: Graph, tensors: Mapping[str, Any], names: Collection[str]) -> None:
-    """Raise a ModelError if what dequantizes one of the named weights is damaged.
-
-    Scales and zero points in floating point must be finite, an index of groups within them.
-    """
-    for use in uses(graph, tensors):
-        if use.name not in names or not use.is_direct:
-            continue
-        node = use.node
-        for position, name in enumerate(node.inputs):
-            value = tensors.get(name)
-            if value is None or name == use.name:
-                continue
-            value = np.asarray(value)
-            if jnp.issubdtype(value.dtype, jnp.floating) and not np.isfinite(value).all():
-                raise ModelError(f"{node.label}: '{name}' has numbers that are not finite")
-            if node.op.name == "MatMulNBits" and position == 4 and value.size:
-                count = -(-node.attributes["K"] // node.attributes["block_size"])
-                if value.min() < 0 or value.max() >= count:
-                    worst = max(int(value.max()), -int(value.min()))
-                    raise ModelError(
-                        f"{node.label}: '{name}' has group {worst}, and there are {count} groups"
-                    )
 
 
 def _storage(tensor: Any, all_uses: Sequence[Use]) -> Storage | None:

@@ -12,6 +12,7 @@ from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 
 from jaxonnx._axes import Matrix
 from jaxonnx._graph.bind import Graph
+from jaxonnx._graph.stored import SCALES
 from jaxonnx._graph.uses import Use, uses
 from jaxonnx._io.protos import all_nodes, subgraphs
 from jaxonnx.errors import InputError
@@ -48,6 +49,13 @@ class Factors:
     def is_plain(self) -> bool:
         """Whether a row of numbers times a, then b, is what the change adds to a product."""
         return not (self.place.kernel or self.place.batch)
+
+    def change(self) -> np.ndarray:
+        """Return a b in the order of the matrix's axes."""
+        place = self.place
+        order = [*place.batch, place.input, *place.kernel, place.output]
+        product = (self.a @ self.b).reshape([self.shape[i] for i in order])
+        return product.transpose(np.argsort(order))
 
 
 def factor_names(weight: str, names: Callable[[str], str]) -> tuple[str, str]:
@@ -107,9 +115,8 @@ def _float_type(weight: str, read: Sequence[Use], tensors: Mapping[str, Any]) ->
     own = np.dtype(tensors[weight].dtype)
     if own.kind not in "iu" and own.itemsize > 1:
         return own
-    position = {"MatMulNBits": 2, "MatMulBnb4": 2, "GatherBlockQuantized": 2, "DequantizeLinear": 1}
     for use in (use for use in read if use.is_direct):
-        scale = tensors.get(use.node.inputs[position.get(use.node.op.name, 0)])
+        scale = tensors.get(use.node.inputs[SCALES.get(use.node.op.name, (0,))[0]])
         if scale is not None:
             return np.dtype(scale.dtype)
     return np.dtype(np.float32)

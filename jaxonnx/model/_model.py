@@ -575,7 +575,8 @@ class Model(Network, Rendered):
             the weights stay bit for bit, and two small products and a sum stand behind each.
             "inputs": the same with A and B as optional inputs of any rank, by default empty, so
             that the file is the base; onnxruntime sets them from an .onnx_adapter
-            (`Adapters.save`). By default "nodes" if weights are stored in few bits, else "merged".
+            (`Adapters.save`). By default "nodes" if weights are stored in few bits, else "merged",
+            which rounds weights in few bits as `merge_adapters(requantize=True)` does.
 
         Raises:
           InputError: this kind of file does not have the option, or adapters cannot be written
@@ -598,18 +599,28 @@ class Model(Network, Rendered):
         if message := find_unrecorded(self.graph, self.tensors, self.params):
             warnings.warn(f"'{os.fspath(path)}': {message}", stacklevel=2)
 
-    def merge_adapters(self) -> Model:
+    def merge_adapters(self, *, requantize: bool = False) -> Model:
         """Return a plain model in which adapters (`jaxonnx.LoRA`) are merged into the weights.
 
         Its parameters are those of the model that the adapters were attached to, and what was
         trained beside them. A model without adapters is returned as it is.
+
+        Args:
+          requantize: round weights in few bits anew, in the types and blocks that they have; all
+            other tensors stay bit for bit. Each block takes the scale that loses least: its own,
+            one for its new range, or either refined by least squares. What a step of the grid is
+            larger than is lost all the same: a warning has the relative errors, the worst first.
+
+        Raises:
+          InputError: weights are in few bits, and `requantize` is off; or they are dequantized in
+            several ways, or by an operator for which they cannot be rounded.
         """
-        return changed.without_adapters(self)
+        return changed.without_adapters(self, requantize)
 
     def _write(self, adapters: AdapterForm | None = None, *, repeat: bool = False) -> ModelProto:
         """Return the file; `repeat` writes a parameter that equals another one a second time."""
         form = changed.adapter_form(self, adapters)
-        net = self.merge_adapters() if form == "merged" else self
+        net = self.merge_adapters(requantize=True) if form == "merged" else self
         values, adaption = net._values(), net.program.adaption
         kept = values if adaption is None else adaption.without_factors(values)
         names = {*net.params} & kept.keys(), {*net.state}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -18,10 +19,12 @@ from jaxonnx._graph.select import Select, select
 from jaxonnx._graph.uses import weights
 from jaxonnx._graph.values import matching
 from jaxonnx._network import Network
+from jaxonnx._rewrite import requantize as rounding
 from jaxonnx._rewrite.adapters import Factors, insert_adapters, module_name
 from jaxonnx._rewrite.batch import free_batch
 from jaxonnx._rewrite.head import Classes, replace_head
 from jaxonnx._rewrite.outputs import cut
+from jaxonnx._text import format_count, list_some
 from jaxonnx.errors import InputError
 from jaxonnx.lowering import in_file
 from jaxonnx.model._append_jax import append_function
@@ -182,29 +185,55 @@ def insert_factors(
     model: Network, values: Mapping[str, Any], form: AdapterForm, proto: ModelProto
 ) -> ModelProto:
     """Return a file of the weights alone with the adapters of a model as nodes or inputs."""
-    adaption: Any = model.program.adaption
-    meanings = weights(model.graph, model.tensors)
-    factors = {
-        name: Factors(place, meanings[name].shape, *map(np.asarray, pair))
-        for name, (place, *pair) in adaption.factors(values).items()
-    }
+    factors = _factors(model, values)
     return insert_adapters(
         proto, model.graph, model.tensors, factors, module_name, as_inputs=form == "inputs"
     )
 
 
-def without_adapters(model: M) -> M:
+def _factors(model: Network, values: Mapping[str, Any]) -> dict[str, Factors]:
+    adaption: Any = model.program.adaption
+    meanings = weights(model.graph, model.tensors)
+    return {
+        name: Factors(place, meanings[name].shape, *map(np.asarray, pair))
+        for name, (place, *pair) in adaption.factors(values).items()
+    }
+
+
+def without_adapters(model: M, requantize: bool = False) -> M:
     """Return the model of `Model.merge_adapters`."""
     adaption = model.program.adaption
     if adaption is None:
         return model
-    if adaption.stored:
+    stored = adaption.stored
+    if stored and not requantize:
         raise InputError(
-            f"adapters cannot be merged into weights in few bits ('{adaption.stored[0]}', ...), "
-            "which would be rounded anew: save(path, adapters='nodes') writes them beside"
+            f"adapters cannot be merged into weights in few bits ('{stored[0]}', ...) without "
+            "rounding these anew: save(path, adapters='nodes') writes them beside, "
+            "merge_adapters(requantize=True) and save(path, adapters='merged') round"
         )
     tensors = {**model.state, **model.params}
-    params = jax.jit(lambda t: {n: in_file(adaption(t)[n]) for n in adaption.params})(tensors)
+    merged = [name for name in adaption.params if name not in stored]
+    params = jax.jit(lambda t: {n: in_file(adaption(t)[n]) for n in merged})(tensors)
+    rounded: dict[str, Any] = {}
+    if stored:
+        factors = _factors(model, tensors)
+        changes = {name: factors[name].change() for name in stored}
+        rounded, losses = rounding.requantize(model.graph, model.tensors, changes)
+        warnings.warn(_describe_losses(losses), stacklevel=2)
     state = {n: v for n, v in tensors.items() if n in model.state and n not in params}
-    program = dataclasses.replace(model.program, adaption=None)
+    state |= {name: jnp.asarray(value) for name, value in rounded.items()}
+    constants = {n: v for n, v in model.program.constants.items() if n not in rounded}
+    program = dataclasses.replace(model.program, constants=constants, adaption=None)
     return dataclasses.replace(model, params=params, state=state, program=program)
+
+
+def _describe_losses(losses: Mapping[str, rounding.Loss]) -> str:
+    """Return what rounding with adapters loses, the worst matrices first."""
+    worst = sorted(losses, key=lambda name: -losses[name].matrix)
+    lines = [f"{n} {losses[n].matrix:.2g} ({losses[n].change:.2g})" for n in worst]
+    return (
+        f"{format_count(len(losses), 'weight')} in few bits {'are' if len(losses) > 1 else 'is'} "
+        "rounded anew with the adapters, with a relative error of the matrix (of its change) of "
+        f"{list_some(lines, '')}; adapters='nodes' loses nothing"
+    )

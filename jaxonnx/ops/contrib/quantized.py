@@ -127,6 +127,12 @@ def unpack_bits(packed, bits):
     return numbers.reshape(*packed.shape[:-1], packed.shape[-1] * len(shifts))
 
 
+def pack_bits(numbers, bits):
+    """Pack what `unpack_bits` gives into bytes again."""
+    parts = numbers.astype(np.uint8).reshape(*numbers.shape[:-1], -1, 8 // bits)
+    return np.bitwise_or.reduce(parts << np.arange(0, 8, bits, dtype=np.uint8), axis=-1)
+
+
 @dataclass(frozen=True)
 class _NBits:
     """Rows of a matrix whose numbers of `bits` bits are packed along them, scaled per block."""
@@ -203,7 +209,7 @@ def _changed(b, weight):
 
 # bitsandbytes' types of 4 bits: the numbers that the codes 0 to 15 stand for
 _FP4 = [0, 0.0625 / 12, 8 / 12, 1, 4 / 12, 6 / 12, 2 / 12, 3 / 12]
-_BNB4 = (
+BNB4 = (
     np.array(_FP4 + [-x for x in _FP4], np.float32),
     np.array(
         # quantiles of the normal distribution (QLoRA, arXiv 2305.14314, appendix E)
@@ -231,7 +237,7 @@ class _Bnb4:
         codes = unpack_bits(packed.reshape(-1), 4).reshape(-1, 2)[:, ::-1].reshape(-1)
         size = len(codes) // self.columns * self.columns
         scale = jnp.repeat(scale.reshape(-1), self.block)[:size]
-        numbers = jnp.asarray(_BNB4[self.type], self.dtype)[codes[:size]] * scale
+        numbers = jnp.asarray(BNB4[self.type], self.dtype)[codes[:size]] * scale
         return numbers.reshape(-1, self.columns)
 
 

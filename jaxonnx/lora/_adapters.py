@@ -1,0 +1,236 @@
+"""Adapters apart from the model whose weights they change."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx._axes import Matrix
+from jaxonnx._graph.roles import running_statistics
+from jaxonnx._graph.uses import weights
+from jaxonnx._io import adapter_files
+from jaxonnx._rewrite.adapters import factor_names, module_name
+from jaxonnx._safe_read import reading
+from jaxonnx.errors import InputError, ModelError
+from jaxonnx.lora._merge import Merge, check_scale, is_float, pair
+from jaxonnx.model import Model
+
+_ABOUT = "jaxonnx.lora"
+"""The array of a file that holds its metadata, as JSON."""
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Trained adapters, apart from the model whose weights they change.
+
+    Attributes:
+      rank, alpha: as in `LoRA`.
+      layouts: the adapted weights, and what their axes mean.
+      values: by name: A ("<weight>.lora_A", rank x inputs) and B ("<weight>.lora_B", outputs x
+        rank) of each weight, tensors that were trained in full, and running statistics.
+    """
+
+    rank: int
+    alpha: float
+    layouts: Mapping[str, Matrix]
+    values: Mapping[str, jax.Array]
+
+    def __post_init__(self) -> None:
+        check_scale(self.rank, self.alpha)
+        for name in self.layouts:
+            a, b = (getattr(self.values.get(member), "shape", ()) for member in pair(name))
+            if (a[-2:-1], b[-1:]) != ((self.rank,), (self.rank,)) or len(a) != len(b):
+                shapes = f"A {[*a]} and B {[*b]}"
+                raise InputError(f"'{name}': {shapes} are not of rank {self.rank}")
+
+    @classmethod
+    def of(cls, model: Model) -> Adapters:
+        """Return the adapters of a model, with their present values.
+
+        Raises:
+          InputError: the model has none.
+        """
+        merge = model.program.adaption
+        if not isinstance(merge, Merge):
+            raise InputError("the model has no adapters; LoRA.attach gives it some")
+        statistics = running_statistics(model.graph)
+        renewed = {name: v for name, v in model.state.items() if name in statistics}
+        return cls(merge.rank, merge.alpha, merge.layouts, {**model.params, **renewed})
+
+    def are_apart(self, model: Model) -> bool:
+        """Check whether any weight that they change is stored in few bits, and stays as it is."""
+        return any(not is_float(model.tensors[name]) for name in self.layouts)
+
+    def apply(self, model: Model) -> Model:
+        """Return `attach(model).merge_adapters()`, a plain model."""
+        return self.attach(model).merge_adapters()
+
+    def attach(self, model: Model) -> Model:
+        """Return the model with these adapters as its parameters, to be trained further.
+
+        Raises:
+          InputError: the model does not have these weights, or in other shapes; or it has adapters.
+        """
+        if model.program.adaption is not None:
+            raise InputError(
+                "the model has adapters already; merge them first with .merge_adapters()"
+            )
+        self._check(model)
+        statistics = running_statistics(model.graph)
+        values = {name: jnp.asarray(value) for name, value in self.values.items()}
+        params = {name: value for name, value in values.items() if name not in statistics}
+        constants = model.program.constants
+        moved = {n: jnp.asarray(constants[n]) for n in {*params, *self.layouts} & constants.keys()}
+        tensors = {**model.state, **model.params, **moved, **values}
+        pairs = {member for name in self.layouts for member in pair(name)}
+        trained = dict.fromkeys([*model.params, *self.layouts, *(params.keys() - pairs)])
+        stored = tuple(name for name in self.layouts if not is_float(tensors[name]))
+        merge = Merge(tuple(trained), self.rank, self.alpha, self.layouts, stored)
+        constants = {name: v for name, v in constants.items() if name not in moved}
+        return dataclasses.replace(
+            model,
+            params=params,
+            state={name: value for name, value in tensors.items() if name not in params},
+            program=dataclasses.replace(model.program, constants=constants, adaption=merge),
+        )
+
+    def to_inputs(
+        self, names: Callable[[str], str] = module_name, dtype: Any = np.float32
+    ) -> dict[str, np.ndarray]:
+        """Return what `Model.save(..., adapters="inputs")` has inputs for, by their names.
+
+        A has the shape (inputs, rank), B (rank, outputs), and alpha / rank is multiplied into B,
+        as Olive has them: "model.layers.0.attn.q_proj.lora_A.weight".
+
+        Args:
+          names: the module of a weight; by default its name without ".weight" and the like.
+          dtype: that of the model's activations.
+
+        Raises:
+          InputError: tensors were trained in full beside the adapters, which no such file holds.
+        """
+        factors = {member for name in self.layouts for member in pair(name)}
+        if others := [name for name in self.values if name not in factors]:
+            raise InputError(
+                f"'{others[0]}' was trained beside the adapters, which only .npz files hold; "
+                "leave it out of trainable=, or save the model"
+            )
+        scale, result = self.alpha / self.rank, {}
+        for name in self.layouts:
+            a, b = (np.asarray(self.values[member]).swapaxes(-1, -2) for member in pair(name))
+            for member, value in zip(factor_names(name, names), (a, b * scale), strict=True):
+                result[member] = np.ascontiguousarray(value.astype(dtype))
+        return result
+
+    def save(self, path: str | os.PathLike, *, names: Callable[[str], str] = module_name) -> None:
+        """Write the adapters to a small file, or to a folder as PEFT has it.
+
+        Args:
+          path: of an .npz, which has all values and what their axes mean; of an .onnx_adapter for
+            `onnxruntime.LoraAdapter` and a model saved with `adapters="inputs"`; or a folder (one
+            that exists, or with a slash at its end) for `adapter_model.safetensors` and
+            `adapter_config.json`.
+          names: as in `to_inputs`, for the two latter.
+
+        Raises:
+          InputError: tensors were trained in full, or weights are no matrices: only .npz has them.
+          OSError: the path cannot be written; a file that was there stays.
+        """
+        if os.fspath(path).endswith(adapter_files.SUFFIX):
+            return adapter_files.write_onnx_adapter(path, self.to_inputs(names))
+        if os.path.isdir(path) or os.fspath(path).endswith(("/", os.sep)):
+            odd = [n for n, p in self.layouts.items() if p.kernel or p.batch or p.lookup]
+            if odd:
+                raise InputError(f"PEFT has no such adapter as that of '{odd[0]}'; save an .npz")
+            return adapter_files.write_peft(path, self.to_inputs(names), self.rank)
+        about = json.dumps(self.about).encode()
+        arrays = {**self.values, _ABOUT: np.frombuffer(about, np.uint8)}
+        from jaxonnx import sparse
+
+        sparse.save(path, arrays, {}, layers=())
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Rank, alpha and layouts, as JSON has them."""
+        places = {name: dataclasses.asdict(place) for name, place in self.layouts.items()}
+        return {"rank": self.rank, "alpha": self.alpha, "layouts": places}
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike,
+        model: Model | None = None,
+        *,
+        names: Callable[[str], str] = module_name,
+    ) -> Adapters:
+        """Load the adapters that `save` wrote, or those of the newest checkpoint in a folder.
+
+        Args:
+          path: an .npz, a folder of checkpoints; or an .onnx_adapter, or a folder of PEFT.
+          model: whose weights the two latter change.
+          names: as in `to_inputs`; "self_attn" and "attn" count as one.
+
+        Raises:
+          InputError: the adapters are of another model, or of a kind that is not LoRA.
+          ModelError: the file or folder holds no adapters, or is damaged.
+        """
+        if adapter_files.is_foreign(path):
+            if model is None:
+                raise InputError(f"'{os.fspath(path)}' names modules: pass the model as well")
+            found = {
+                name: weight.matrix
+                for name, weight in weights(model.graph, model.tensors).items()
+                if weight.matrix and (is_float(model.tensors[name]) or weight.storage)
+            }
+            factors, rank, alpha = adapter_files.read(path, {names(name): name for name in found})
+            layouts = {name: at for name, at in found.items() if pair(name)[0] in factors}
+            arrays = {name: jnp.asarray(x, jnp.float32) for name, x in factors.items()}
+            result = cls(rank, alpha, layouts, arrays)
+            result._check(model)
+            return result
+        with reading(
+            f"'{os.fspath(path)}' holds no adapters of jaxonnx, or is damaged", ModelError
+        ):
+            if os.path.isdir(path):
+                from jaxonnx._io import checkpoints
+
+                newest = checkpoints.read(path)
+                values, about = newest.tensors, newest.adapters or {}
+            else:
+                from jaxonnx import sparse
+
+                values, _ = sparse.load(path)
+                about = json.loads(values.pop(_ABOUT).tobytes())
+            places = {name: Matrix.read(entry) for name, entry in about["layouts"].items()}
+            for name, value in values.items():
+                factor = name.endswith((".lora_A", ".lora_B"))
+                if (~np.isfinite(value) if factor else np.isnan(value)).any():
+                    raise ValueError(f"'{name}' has values that are not finite")
+            arrays = {name: jnp.asarray(value) for name, value in values.items()}
+            return cls(about["rank"], float(about["alpha"]), places, arrays)
+
+    def _check(self, model: Model) -> None:
+        shapes = {name: w.shape for name, w in weights(model.graph, model.tensors).items()}
+        wanted = {name: v.shape for name, v in self.values.items()}
+        for name, place in self.layouts.items():
+            if name not in shapes:
+                raise InputError(f"the adapters are of another model: it has no weight '{name}'")
+            shapes_of, axes = tuple(map(wanted.pop, pair(name))), [*range(len(shapes[name]))]
+            if sorted(place.order) != axes or shapes_of != place.factors(shapes[name], self.rank):
+                raise InputError(
+                    f"the adapters are of another model: its '{name}' has shape "
+                    f"{list(shapes[name])}"
+                )
+        for name, shape in wanted.items():
+            if shapes.get(name) != shape:
+                raise InputError(
+                    f"the adapters are of another model: it has no '{name}' of shape {list(shape)}"
+                )

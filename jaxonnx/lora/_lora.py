@@ -1,0 +1,140 @@
+"""The settings of low-rank adapters, and where they start."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx._axes import Matrix
+from jaxonnx._graph.projections import ROLES, Role, find_projections
+from jaxonnx._graph.select import Select, select
+from jaxonnx._graph.stored import check_stored
+from jaxonnx._graph.uses import Weight, weights
+from jaxonnx.errors import InputError
+from jaxonnx.lora._adapters import Adapters
+from jaxonnx.lora._merge import check_scale, is_float, pair
+from jaxonnx.model import Model
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Low-rank adapters for `jaxonnx.train(..., lora=)`: W becomes W + alpha / rank * B A.
+
+    W (outputs x inputs) is the matrix of a MatMul, a Gemm (with or without transB), an Einsum, a
+    recurrent layer, a Conv (inputs: the channels of a group at every place of the kernel) or an
+    embedding (inputs: its rows), also of a fused operator and behind a Transpose. A (rank x inputs)
+    starts normal with variance 1 / inputs (1 / rank for an embedding), B (outputs x rank) starts at
+    zero, so that training starts from the model as it is. Weights of half precision have adapters
+    in float32. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021
+    (arXiv:2106.09685).
+
+    The memory of the optimizer and the exported file are small. Matrices of MatMul and Gemm in
+    float32 have no dense gradient: x passes through A, then B. Into other weights the change is
+    merged in each step, so that a dense gradient of each exists for a moment.
+
+    >>> import jax, jaxonnx
+    >>> from jaxonnx import demo
+    >>> adapted = jaxonnx.LoRA(rank=4, where="12.*").attach(demo.model(), jax.random.key(0))
+    >>> {name: list(value.shape) for name, value in adapted.params.items()}
+    {'12.weight.lora_A': [4, 128], '12.weight.lora_B': [64, 4]}
+
+    Attributes:
+      rank: of B A; at most the number of outputs and of inputs of each weight.
+      alpha: the change is scaled by alpha / rank; None means the rank, a scale of one.
+      where: a role in a transformer, "attention", "mlp" or "all-linear" (both, but not the layer of
+        the logits), which the graph tells; or tensors, modules or nodes ("*.query"), as in
+        `Model.with_trainable`, or a predicate of name and value, that choose among the weights that
+        can be adapted. None means every matrix product and convolution whose adapter is smaller
+        than the weight, embeddings and layers that share their table left out.
+    """
+
+    rank: int = 8
+    alpha: float | None = None
+    where: Select | None = None
+
+    def __post_init__(self) -> None:
+        check_scale(self.rank, self.alpha)
+
+    def attach(self, model: Model, rng: jax.Array, *, trainable: Select | None = None) -> Model:
+        """Return the model with adapters as its parameters; its weights become state.
+
+        It is a Model like any other: `apply`, `apply_train` and `jaxonnx.flax` take it, `save`
+        writes the merged weights, and `merged()` returns a plain model.
+
+        Args:
+          model: a model without adapters.
+          rng: a key for the values of A.
+          trainable: tensors that are trained in full beside the adapters, such as a new head.
+
+        Raises:
+          InputError: `where` or `trainable` match nothing, or the rank does not fit a weight.
+        """
+        full = {} if trainable is None else model.with_trainable(trainable).params
+        tensors = model.tensors
+        found = {
+            name: weight
+            for name, weight in weights(model.graph, tensors).items()
+            if weight.matrix and name not in full and (is_float(tensors[name]) or weight.storage)
+        }
+        places = self._select_weights(model, found)
+        check_stored(model.graph, tensors, [name for name in places if found[name].storage])
+        values = dict(full)
+        for name, key in zip(places, jax.random.split(rng, len(places)), strict=True):
+            values |= self._start(name, tensors[name].dtype, found[name], key)
+        alpha = self.rank if self.alpha is None else self.alpha
+        return Adapters(self.rank, alpha, places, values).attach(model)
+
+    def _select_weights(self, model: Model, found: Mapping[str, Weight]) -> dict[str, Matrix]:
+        """Return the weights to be adapted."""
+        tensors = model.tensors
+        places = {name: weight.matrix for name, weight in found.items() if weight.matrix}
+        sizes = {name: place.sizes(found[name].shape) for name, place in places.items()}
+        if self.where is None:
+            chosen = {
+                name
+                for name, (rows, columns) in sizes.items()
+                if not places[name].lookup and self.rank * (rows + columns) < rows * columns
+            }
+            if not chosen:
+                raise InputError(
+                    f"no weight is larger than its adapter of rank {self.rank}; choose a lower "
+                    "rank, or name weights with where="
+                )
+        elif self.where in ROLES:
+            fixed = model.program.constants  # tables, unless they are weights in few bits
+            known = {name for name in places if found[name].storage or name not in fixed}
+            chosen = find_projections(model.graph, tensors, known, cast(Role, self.where))
+            if not chosen:
+                raise InputError(
+                    f"where={self.where!r}: no weight has this role in the graph; name weights, "
+                    "modules or nodes"
+                )
+        else:
+            matrices = {name: tensors[name] for name in places}
+            kind = "weight that can be adapted"
+            chosen = select(self.where, matrices, "where", kind=kind, places=model._places)
+        for name in sorted(chosen):
+            if self.rank > min(sizes[name]):
+                rows, columns = sizes[name]
+                raise InputError(
+                    f"rank={self.rank} is too much for '{name}' of shape "
+                    f"{list(found[name].shape)}, a matrix of {rows} x {columns}; choose at most "
+                    f"{min(sizes[name])}, or leave it out of where="
+                )
+        return {name: place for name, place in places.items() if name in chosen}
+
+    def _start(
+        self, name: str, stored: np.dtype, weight: Weight, key: jax.Array
+    ) -> dict[str, jax.Array]:
+        place: Any = weight.matrix
+        a, b = place.factors(weight.shape, self.rank)
+        dtype = jnp.float32 if weight.storage else jnp.promote_types(stored, jnp.float32)
+        scale = 1 / math.sqrt(self.rank if place.lookup else a[-1])
+        values = scale * jax.random.normal(key, a, dtype), jnp.zeros(b, dtype)
+        return dict(zip(pair(name), values, strict=True))

@@ -1,0 +1,137 @@
+"""Adapters merged into matrices in few bits: the types and blocks of the file, rounded anew."""
+
+import jax
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from onnxruntime.capi._pybind_state import quantize_matmul_4bits
+
+import jaxonnx
+from jaxonnx._rewrite.requantize import requantize
+from tests.model.test_adapter_files import base_tensors, changed, two_layers
+from tests.model.test_packed import FILES, MS, K, network, normal, raw, runtime
+
+ROUNDED = pytest.mark.filterwarnings("ignore:.*rounded anew")
+
+
+def matrix_of(path_or_proto, columns):
+    """The matrix that onnxruntime multiplies by."""
+    run = runtime(path_or_proto)
+    zero = run(x=np.zeros((1, columns), np.float32))
+    return run(x=np.eye(columns, dtype=np.float32)) - zero
+
+
+QUICK = ("4 bits, g_idx", "4 bits, zeros", "nf4", "blocks of rows")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.deep) for kind in FILES],
+)
+def test_merged_into_few_bits(kind, tmp_path):
+    """Onnxruntime has the matrix with its change, up to the error that the warning says."""
+    proto = FILES[kind]()
+    model = jaxonnx.load(proto)
+    columns = model.inputs[0].shape[1]
+    adapted, path = changed(model), str(tmp_path / "merged.onnx")
+    with pytest.warns(
+        UserWarning, match=r"1 weight in few bits is rounded anew.* w 0\.\d+ \("
+    ) as w:
+        adapted.save(path, adapters="merged")
+    said = float(str(w[0].message).partition(" w ")[2].split()[0])
+    written = onnx.load(path)
+    onnx.checker.check_model(written)
+    before, after = base_tensors(proto), base_tensors(written)
+    assert {n: kind for n, (kind, _) in before.items()} == {
+        n: kind for n, (kind, _) in after.items()
+    }
+    assert [node.op_type for node in written.graph.node] == [n.op_type for n in proto.graph.node]
+    wanted = matrix_of(proto, columns) + 2 * np.asarray(
+        (adapted.params["w.lora_B"] @ adapted.params["w.lora_A"]).T
+    )
+    found = matrix_of(path, columns)
+    error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+    np.testing.assert_allclose(error, said, rtol=0.1, atol=0.01)
+    x = normal(3, columns)
+    np.testing.assert_allclose(
+        jaxonnx.load(path)(x), runtime(path)(x=x), rtol=1e-3, atol=1e-3 * np.abs(found).max()
+    )
+    assert error < {"2 bits": 0.6, "8 bits": 0.01, "a scale": 0.05}.get(kind, 0.2)
+
+
+@pytest.mark.parametrize("zeros", ["", "uint8"])
+def test_no_more_is_lost_than_by_quantizers(zeros):
+    """Onnxruntime's own quantization to 4 bits in blocks, of the changed matrix."""
+    rows, columns, block = 48, 96, 32
+    w = normal(rows, columns)
+    codes = np.zeros((rows, columns // block, block // 2), np.uint8)
+    scale = np.zeros(rows * columns // block, np.float32)
+    zero = np.zeros((rows, -(-columns // block // 2)), np.uint8)
+
+    def quantize(w):
+        w = np.ascontiguousarray(w.T)
+        quantize_matmul_4bits(codes, w, scale, zero, block, rows, columns, not zeros)
+
+    quantize(w)
+    theirs = {"w": codes, "s": scale} | ({"z": zero} if zeros else {})
+    model = jaxonnx.load(_product(rows, columns, block, theirs))
+    change = 0.3 * normal(rows, 2) @ normal(2, columns)
+    arrays, losses = requantize(model.graph, model.tensors, {"w": change.astype(np.float32)})
+    eye = np.eye(columns, dtype=np.float32)
+    wanted = np.asarray(model(eye)).T + change
+    found = np.asarray(jaxonnx.load(_product(rows, columns, block, theirs | arrays))(eye)).T
+    lost = np.linalg.norm(found - wanted)
+    np.testing.assert_allclose(lost / np.linalg.norm(wanted), losses["w"].matrix, rtol=1e-3)
+    quantize(wanted)
+    other = np.asarray(jaxonnx.load(_product(rows, columns, block, theirs))(eye)).T
+    assert lost < 0.99 * np.linalg.norm(other - wanted)
+
+
+def _product(rows, columns, block, tensors):
+    sizes = {"K": columns, "N": rows, "bits": 4, "block_size": block, "accuracy_level": 1}
+    node = helper.make_node("MatMulNBits", ["x", *tensors], ["y"], domain=MS, **sizes)
+    return network([node], ("x", TensorProto.FLOAT, ["n", columns]), **tensors)
+
+
+@ROUNDED
+def test_what_has_no_adapter_stays_bit_for_bit(tmp_path):
+    proto = two_layers()
+    adapted, path = changed(jaxonnx.load(proto), 2, "*q_proj*"), str(tmp_path / "merged.onnx")
+    adapted.save(path, adapters="merged")
+    before, after = base_tensors(proto), base_tensors(onnx.load(path))
+    assert {n for n in before if before[n] != after[n]} == {
+        f"model.layers.0.attn.q_proj.MatMul.weight_{end}" for end in ("Q4", "scales")
+    }
+    merged = adapted.merge_adapters(requantize=True)
+    assert {*merged.params} == {*jaxonnx.load(proto).params}
+    still = jaxonnx.LoRA(2, where="*_proj*").attach(jaxonnx.load(proto), jax.random.key(0))
+    still.save(path, adapters="merged")  # B is zero
+    assert base_tensors(onnx.load(path)) == before
+
+
+def test_a_matrix_that_is_dequantized_in_two_ways():
+    proto = two_layers()
+    first, _, last = proto.graph.node
+    last.input[1] = first.input[1]  # with scales of its own
+    adapted = changed(jaxonnx.load(proto), 2, "*q_proj*")
+    with pytest.raises(jaxonnx.InputError, match="dequantized in several ways"):
+        adapted.merge_adapters(requantize=True)
+    last.input[2] = first.input[2]
+    with pytest.warns(UserWarning, match="rounded anew"):
+        changed(jaxonnx.load(proto), 2, "*q_proj*").merge_adapters(requantize=True)
+
+
+@ROUNDED
+def test_rows_of_a_packed_table_merged(tmp_path):
+    sizes = {"bits": 4, "block_size": 16, "gather_axis": 0, "quantize_axis": 1}
+    node = helper.make_node(
+        "GatherBlockQuantized", ["w", "ids", "s", "z"], ["y"], domain=MS, **sizes
+    )
+    tensors = {"w": raw(50, K // 2), "s": normal(50, K // 16), "z": raw(50, K // 32)}
+    proto = network([node], ("ids", TensorProto.INT64, ["n"]), rank=2, **tensors)
+    adapted, path = changed(jaxonnx.load(proto), 2), str(tmp_path / "merged.onnx")
+    adapted.save(path, adapters="merged")
+    ids, wanted = np.arange(50), np.asarray(adapted(np.arange(50)))
+    error = np.linalg.norm(runtime(path)(ids=ids) - wanted) / np.linalg.norm(wanted)
+    assert error < 0.15
