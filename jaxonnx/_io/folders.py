@@ -220,6 +220,7 @@ def save_folder(
         onnx.save_model(proto, written, **data)
         if data and (Path(scratch) / location).exists():
             (file.parent / location).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copymode(written, Path(scratch) / location)  # onnx writes it for the user alone
             os.replace(Path(scratch) / location, file.parent / location)
         os.replace(written, file)
     if left:

@@ -96,7 +96,11 @@ _EXAMPLES = [
     ),
 ]
 _PADDING = declared_flags(DataArguments, names=("pad", "length_buckets"))
-_OUTPUT = Flag("-o --output --out", "the .onnx to write, or a packed .npz", NEEDED)
+_OUTPUT = Flag(
+    "-o --output --out",
+    "the .onnx to write, or a packed .npz, or the folder for a language model of one",
+    NEEDED,
+)
 _EXPLAIN = Flag("--explain", "print the Python that does the same, and do nothing else", SWITCH)
 _OPTIMIZER = [
     Flag(
@@ -126,7 +130,10 @@ _DISTRIBUTED = Flag(
     {"type": cluster, "nargs": "?", "const": "auto", "metavar": "HOST:PORT,COUNT,INDEX"},
 )
 _LORA_WHERE = Flag(
-    "--lora-where", "module, node or name of what is adapted, or an expression; repeatable", MANY
+    "--lora-where",
+    "attention, mlp or all-linear; or module, node or name of what is adapted, or an expression; "
+    "repeatable",
+    MANY,
 )
 _ADAPTERS = Flag("--adapters", "a file for the adapters alone", FILE)
 _RESUME_ANYWAY = Flag(

@@ -18,6 +18,8 @@ from jaxonnx._atomic_write import check_writable
 from jaxonnx._data.batches import Batch, Source
 from jaxonnx._data.images import preparation as images
 from jaxonnx._data.images.folder import find_folders
+from jaxonnx._data.texts import is_text
+from jaxonnx._io.folders import is_folder
 from jaxonnx._io.formats import check_suffix
 from jaxonnx._io.packed import packed_nbytes, record
 from jaxonnx.cli import _explain as explain
@@ -26,7 +28,7 @@ from jaxonnx.cli._explain import Planned
 from jaxonnx.cli._flags import LOSS, PHASES, SPARSE_EPOCHS
 from jaxonnx.cli._inputs import Failed, Report
 from jaxonnx.errors import InputError
-from jaxonnx.lora import LoRA
+from jaxonnx.lora import ROLES, LoRA
 from jaxonnx.model import Model
 from jaxonnx.training import (
     optimizer,
@@ -44,8 +46,7 @@ def train(options: argparse.Namespace, sparsity: Mapping[str, Any] | None = None
 
     first = _connect_processes(options)
     model = reading.read(options)
-    check_suffix(options.output)
-    check_writable(options.output)
+    _check_output(options.output, model)
     _check_report(options.report)
     path = reading.examples(options)
     settings = _settings(options, model, path, sparsity)
@@ -153,6 +154,16 @@ def import_step(options: argparse.Namespace) -> Report:
     return Report({"written": written}, None, False, written)
 
 
+def _check_output(path: Path, model: Model) -> None:
+    """Refuse before the training what could not be written after it."""
+    check_suffix(path)
+    if model.folder is None or not is_folder(path, model.folder):
+        check_writable(path)
+    else:  # the first folder that is there
+        there = next(p for p in (path, *path.absolute().parents) if p.exists())
+        check_writable(there / "config.json")
+
+
 def _check_report(path: Path | None) -> None:
     """Refuse before the training what could not be written after it."""
     if path is not None:
@@ -226,7 +237,7 @@ def _explain(
     ways |= {"dequantize": True} if options.dequantize else {}
     lines = [explain.loading(options.model, **ways)]
     for name, one in (("data", path), ("validation", settings.get("validation"))):
-        if isinstance(one, Path) and not one.is_dir():
+        if isinstance(one, Path) and not (one.is_dir() or is_text(one)):
             lines += _explained_reading(name, one, model, options)
         elif one is not None:
             lines.append(f"{name} = {explain.source(one)}")
@@ -323,8 +334,9 @@ def _lora(options: argparse.Namespace) -> partial | None:
     if options.adapters is not None:
         check_writable(options.adapters)
     if options.lora is not None:
-        where = {} if options.lora_where is None else {"where": options.lora_where}
-        return partial(LoRA, options.lora, **where)
+        where = options.lora_where or []
+        chosen = where[0] if len(where) == 1 and where[0] in ROLES else where
+        return partial(LoRA, options.lora, **({"where": chosen} if where else {}))
     if options.lora_where or options.adapters:
         raise InputError("--lora-where and --adapters go with --lora RANK")
     return None

@@ -6,12 +6,13 @@ from typing import Any
 import jax
 import numpy as np
 from onnx import ModelProto
+from onnx.helper import make_value_info
 from onnx.numpy_helper import to_array
 
 from jaxonnx._graph.bind import Graph
-from jaxonnx._graph.values import Value
+from jaxonnx._graph.values import Value, to_value
 from jaxonnx._io.protos import opset_of
-from jaxonnx._run.shapes import evaluate_shapes
+from jaxonnx._run.shapes import evaluate_shapes, infer_types
 from jaxonnx.errors import InputError
 from jaxonnx.onnx_out import OLDEST, append
 
@@ -21,9 +22,17 @@ def append_function(
     graph: Graph,
     tensors: Mapping[str, Any],
     function: Callable,
+    taken: Sequence[str],
     outputs: Sequence[str] | None,
 ) -> tuple[ModelProto, dict[str, np.ndarray]]:
-    """Return a file whose outputs are what a function computes of its outputs, and its new tensors.
+    """Return a file in which what a function computes of outputs is in their place.
+
+    Args:
+      taken: the outputs that the function takes; others stay behind its results.
+      outputs: names of its results.
+
+    Returns:
+      The file, and its new tensors.
 
     Raises:
       InputError: the opset is too old, a shape is not known, or a name is taken.
@@ -34,19 +43,41 @@ def append_function(
             f"the file has opset {opset}, and functions become nodes of opset {OLDEST} on; convert "
             "it with onnx.version_converter.convert_version"
         )
-    shapes = evaluate_shapes(proto, graph, tensors)
-    values = shapes.values if shapes else {}
-    if unknown := [name for name in graph.outputs if name not in values]:
-        raise InputError(f"the shape of output {unknown[0]!r} depends on values of the inputs")
+    examples = _structs(_values(proto, graph, tensors, taken))
     result = ModelProto()
     result.CopyFrom(proto)
     del result.training_info[:]
-    examples = _structs([values[name] for name in graph.outputs])
-    added = append(result.graph, function, examples, list(graph.outputs), outputs, opset)
+    others = [value for value in proto.graph.output if value.name not in taken]
+    added = append(result.graph, function, examples, list(taken), outputs, opset)
     del result.graph.output[:]
-    result.graph.output.extend(added)
+    result.graph.output.extend([*added, *others])
     new = {x.name: to_array(x) for x in result.graph.initializer[len(proto.graph.initializer) :]}
     return result, new
+
+
+def _values(
+    proto: ModelProto, graph: Graph, tensors: Mapping[str, Any], names: Sequence[str]
+) -> list[Value]:
+    """Return dtypes and shapes of outputs: as evaluated, else as the file declares them.
+
+    The evaluation fails where open sizes of inputs fit one another at some values only, like
+    those of images that a position table fixes, or where a size is a number in an input, like that
+    of a cache.
+
+    Raises:
+      InputError: the file does not say the shape of an output either.
+    """
+    shapes = evaluate_shapes(proto, graph, tensors)
+    values = {} if shapes is None else shapes.values
+    missing = [name for name in names if name not in values]
+    kinds = infer_types(proto, tensors, missing) if missing else {}
+    if unknown := [name for name in missing if name not in kinds]:
+        raise InputError(
+            f"the shape of output {unknown[0]!r} depends on values of the inputs, and the file "
+            "does not declare it: with_outputs(...) chooses others"
+        )
+    declared = {n: to_value(make_value_info(n, kind)) for n, kind in kinds.items()}
+    return [values[name] if name in values else declared[name] for name in names]
 
 
 _FUNCTIONS = {"floordiv", "max", "min", "mod"}

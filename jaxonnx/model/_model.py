@@ -351,14 +351,15 @@ class Model(Network, Rendered):
         Model(x: float32[batch, 1, 8, 8] -> probabilities: float32[batch, 10]; 13 parameters)
 
         Args:
-          function: of this model's outputs, in the order of the file; or an `nnx.Module`, or a
-            module of linen as `net.bind(variables)`.
+          function: of this model's outputs, in the order of the file, but for those that continue
+            caches and stay behind the results; or an `nnx.Module`, or a module of linen as
+            `net.bind(variables)`.
           outputs: the names of the results; "output" and the path to them by default.
 
         Raises:
           UnsupportedError: ONNX cannot say a primitive of the function; its line is named.
           InputError: the file's opset is older than 13, or the shape of an output depends on the
-            values of inputs, or a name is taken.
+            values of inputs and is not declared, or a name is taken.
         """
         return changed.append_jax(self, function, outputs)
 

@@ -140,10 +140,16 @@ def with_new_head(
 def append_jax(model: M, function: Callable, outputs: Sequence[str] | None) -> M:
     """Return the model of `Model.then`."""
     refuse_adapters(model, "outputs")
-    proto, added = append_function(model.proto, model.graph, model.tensors, function, outputs)
+    caches = find_caches(model.graph, model.inputs)
+    continued = {*caches.pairs.values()} if caches else set()
+    taken = [name for name in model.graph.outputs if name not in continued]
+    proto, added = append_function(
+        model.proto, model.graph, model.tensors, function, taken, outputs
+    )
     new = with_file(model, proto, added)
     learned, _, _ = split(new.graph, new.tensors, proto.graph)
-    return with_params(new, [*model.params, *(name for name in learned if name in added)])
+    new = with_params(new, [*model.params, *(name for name in learned if name in added)])
+    return new if model.program.caches is None else without_cache(new)
 
 
 def with_file(model: M, proto: ModelProto, added: Mapping[str, np.ndarray] | None = None) -> M:

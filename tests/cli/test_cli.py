@@ -447,6 +447,29 @@ def test_the_python_that_explain_prints_gives_the_same_weights(flags, small, cap
         np.testing.assert_array_equal(value, explained[name])
 
 
+def test_a_language_model_is_a_folder_before_and_after(tmp_path, monkeypatch, capsys):
+    """As `result.model.save("tuned/")` writes it; roles choose what is adapted."""
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("jinja2")
+    monkeypatch.chdir(tmp_path)
+    home = DATA / "llm" / "qwen3-genai"
+    chat = [{"role": "user", "content": "a list"}, {"role": "assistant", "content": "mutable"}]
+    Path("chat.jsonl").write_text(f"{json.dumps({'messages': chat})}\n" * 4)
+    line = f"train {home} chat.jsonl --loss causal_lm --lora 4 --batch-size 4 --epochs 1 --seed 1"
+    assert command(f"{line} --lora-where mlp -o explained/ --explain") == 0
+    program = capsys.readouterr().out
+    assert 'lora=jaxonnx.LoRA(4, where="mlp")' in program
+    assert 'save("explained")' in program
+    assert command(f"{line} --lora-where mlp --output tuned/ --samples list") == 0
+    assert "epoch 1: 'list" in capsys.readouterr().out
+    assert {p.name for p in Path("tuned").iterdir()} == {p.name for p in home.iterdir()}
+    assert len({p.stat().st_mode for p in Path("tuned").glob("model.onnx*")}) == 1
+    before, after = (jaxonnx.load(path).params for path in (home, "tuned"))
+    changed = {n for n in before if not np.array_equal(before[n], after[n])}
+    assert changed
+    assert all(".mlp." in name for name in changed)
+
+
 def test_meshes(small, capsys):
     line = "train net.onnx data.npz -o out.onnx --batch-size 2"
     calls = {'"all"': '"all"', "{data = 1}": 'jax.make_mesh((1,), ("data",))'}

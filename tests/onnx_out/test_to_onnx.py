@@ -2,6 +2,7 @@
 
 import math
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from jaxonnx.onnx_out._rule_table import _RULES, names
 from jaxonnx.onnx_out.passes.chains_in_blocks import split_into_blocks
 from jaxonnx.ops import elementwise
 from jaxonnx.ops.windows import Window
+from tests.support.paths import DATA
 
 random = np.random.default_rng(0)
 x = random.standard_normal((3, 4)).astype(np.float32)
@@ -520,6 +522,78 @@ def test_then_continues_a_network():
     longer = model.then(head.bind(variables))
     close(run(longer.to_onnx(), data), head.apply(variables, model(data)))
     assert {*longer.params} == {*model.params, "kernel", "bias"}
+
+
+def test_then_continues_open_sizes_that_fit_at_some_values_only():
+    """As optimum declares images: any height and width, for a table of four patches."""
+    text = """<ir_version: 8, opset_import: ["": 17]>
+    g (float[b, channels, height, width] x) => (float[b, 2] y)
+    <float[2, 3, 8, 8] w = {}, int64[3] s = {0, 2, -1},
+     float[1, 2, 4] table = {1, 2, 3, 4, 5, 6, 7, 8}> {
+      h = Conv<strides = [8, 8]>(x, w)
+      r = Reshape(h, s)
+      p = Add(r, table)
+      y = ReduceMean<axes = [2], keepdims = 0>(p)
+    }"""
+    weights = " ".join(f"{x:.3f}," for x in np.linspace(-1, 1, 384)).rstrip(",")
+    model = jaxonnx.load(onnx.parser.parse_model(text.replace("w = {}", f"w = {{{weights}}}")))
+    longer = model.then(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    x = random.standard_normal((5, 3, 16, 16)).astype(np.float32)
+    assert [v.shape for v in longer.outputs] == [("b", 3)]
+    close(run(longer.to_onnx(), x), longer(x))
+    assert {"kernel", "bias"} < {*longer.params}
+
+
+@pytest.mark.deep
+def test_then_continues_a_vision_transformer_of_transformers(tmp_path):
+    torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.ViTConfig(**sizes, intermediate_size=24, image_size=16, patch_size=8)
+
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.vit = transformers.ViTForImageClassification(config)
+
+        def forward(self, x):
+            return self.vit(x).logits
+
+    net = Logits().eval()
+    x, axes = torch.randn(2, 3, 16, 16), dict(enumerate(("batch", "channels", "height", "width")))
+    path = tmp_path / "vit.onnx"
+    names = {"input_names": ["x"], "output_names": ["logits"]}
+    open_axes = {"x": axes, "logits": {0: "batch"}}
+    with warnings.catch_warnings(action="ignore"):
+        torch.onnx.export(net, (x,), path, dynamo=False, dynamic_axes=open_axes, **names)
+    longer = jaxonnx.load(path).then(jax.nn.softmax)
+    expected = net(x).softmax(-1).detach().numpy()
+    close(run(longer.to_onnx(), x.numpy()), expected)
+
+
+@pytest.mark.parametrize("path", ["qwen3-genai", "qwen3-optimum", "builder/lfm2.onnx"])
+def test_then_continues_a_decoder_and_leaves_its_caches(path):
+    model = jaxonnx.load(DATA / "llm" / path)
+    head = nnx.Linear(model.outputs[0].shape[-1], 2, rngs=nnx.Rngs(0))
+    longer = model.then(head, outputs=["scores"])
+    assert [v.name for v in longer.inputs] == [v.name for v in model.inputs]
+    assert [v.name for v in longer.outputs] == ["scores", *(v.name for v in model.outputs[1:])]
+    whole = model.without_cache().then(head, outputs=["scores"])
+    assert [v.name for v in whole.outputs] == ["scores"]
+    assert whole.to_onnx() == longer.to_onnx()
+    ids = np.array([[5, 6, 7, 8]])
+    scores, logits = (net.predict({"input_ids": ids}) for net in (whole, model.without_cache()))
+    close([scores], head(logits))
+    if path.startswith("qwen3"):
+        session = onnxruntime.InferenceSession(longer.to_onnx().SerializeToString())
+        given = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+        given["position_ids"] = np.arange(4)[None]
+        sizes = {"batch_size": 1, "past_sequence_length": 0, "kv_cache_dim": 16}
+        for value in session.get_inputs():
+            if value.name not in given:
+                shape = [sizes.get(n, n) for n in value.shape]
+                given[value.name] = np.zeros(shape, np.float32)
+        given = {value.name: given[value.name] for value in session.get_inputs()}
+        np.testing.assert_allclose(session.run(["scores"], given)[0], scores, atol=2e-5)
 
 
 def test_convolutions_stay_operators():
