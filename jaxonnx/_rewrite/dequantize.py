@@ -12,6 +12,7 @@ from onnx import ModelProto, TensorProto, helper
 
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.uses import weights
+from jaxonnx._rewrite.qoperators import LAYOUTS
 from jaxonnx._run.scope import Context, run
 from jaxonnx._text import format_count
 from jaxonnx.errors import InputError
@@ -26,7 +27,7 @@ INTEGER_PRODUCTS = (
     "QLinearConv",
     "QLinearMatMul",
 )
-_WITHOUT_GRADIENT = ("ConvInteger", "MatMulInteger", "QLinearConv", "QLinearMatMul")
+_WITHOUT_GRADIENT = ("ConvInteger", "MatMulInteger")
 
 
 def dequantize_weights(
@@ -83,6 +84,12 @@ def notes(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[str]:
             "low-rank changes beside them"
         )
     opened = [n for n in graph.nodes if n.op.name == _DEQUANTIZE and tensors.keys() >= {*n.reads}]
+    closed = [n for n in graph.nodes if (n.op.domain, n.op.name) in LAYOUTS]
+    if closed:
+        yield (
+            f"weights of operators on integers ({closed[0].op.name}, ...) are not trained; "
+            "jaxonnx.train(..., quantize=) trains them at their own scales"
+        )
     if opened:
         yield (
             f"{format_count(len(opened), 'tensor')} behind DequantizeLinear: jaxonnx.train(..., "

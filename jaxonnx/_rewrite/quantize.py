@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
@@ -19,6 +19,7 @@ from jaxonnx._graph.ancestors import ancestors
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.uses import uses
 from jaxonnx._io import order, records
+from jaxonnx._rewrite.qoperators import Opened, close_operators
 from jaxonnx._run.scope import Context, run
 
 _FOUR_BITS_IR = 10
@@ -49,6 +50,8 @@ class Record:
     names: Mapping[str, str] = field(default_factory=dict)
     """The float tensor of each integer weight."""
     biases: tuple[Bias, ...] = ()
+    opened: tuple[Opened, ...] = ()
+    """Nodes that were operators on quantized tensors, and are again when the file is saved."""
     folded: bool = False
 
     @classmethod
@@ -63,12 +66,43 @@ class Record:
             for b in entry["biases"]
         )
         lists = tuple(entry["folds"]), tuple(entry["scales"])
-        return cls(*lists, dict(entry["names"]), tuple(biases), bool(entry["folded"]))
+        opened = tuple(Opened(*map(str, one)) for one in entry.get("opened", ()))
+        folded = bool(entry["folded"])
+        return cls(*lists, dict(entry["names"]), tuple(biases), opened, folded)
 
 
 def record_of(proto: ModelProto) -> Record | None:
     """Return the record of quantized tensors, None if there is none."""
     return records.get(proto, records.QUANTIZATION, Record.read)
+
+
+class StoredTypes(NamedTuple):
+    """The types that a file rounds to."""
+
+    weights: set[str]
+    activations: set[str]
+    blocks: set[int]
+    """The sizes of the blocks of weights; 0 where there are none."""
+
+
+def stored_types(proto: ModelProto, tensors: Mapping[str, Any]) -> StoredTypes:
+    """Return the types of a file whose weights are in front of QuantizeLinear."""
+    entry = record_of(proto) or Record()
+    found = StoredTypes(set(), set(), set())
+    for node in proto.graph.node:
+        if node.op_type != "QuantizeLinear":
+            continue
+        point = tensors.get(node.input[2]) if len(node.input) > 2 else np.uint8(0)
+        options = {part.name: helper.get_attribute_value(part) for part in node.attribute}
+        if kind := options.get("output_dtype"):
+            name = helper.tensor_dtype_to_np_dtype(kind).name
+        else:
+            name = "uint8" if point is None else np.dtype(point.dtype).name
+        weight = node.output[0] in entry.names
+        (found.weights if weight else found.activations).add(name)
+        if weight:
+            found.blocks.add(options.get("block_size", 0))
+    return found
 
 
 class Writer:
@@ -224,6 +258,7 @@ def fold(proto: ModelProto, graph: Graph, values: Mapping[str, np.ndarray]) -> M
     used.update(value.name for value in main.output)
     for name in read - used - made.keys():
         _remove(main, name)
+    close_operators(main, entry.opened)
     order.sort(main)
     records.put(proto, records.QUANTIZATION, asdict(replace(entry, folded=True)))
     return proto
@@ -243,15 +278,18 @@ def _store_bias(graph: GraphProto, bias: Bias, value: np.ndarray, *scales: np.nd
 
 
 def unfold(
-    proto: ModelProto, graph: Graph, tensors: Mapping[str, Any]
-) -> tuple[ModelProto, dict[str, np.ndarray]]:
+    proto: ModelProto, graph: Graph, tensors: Mapping[str, Any], opened: tuple[Opened, ...] = ()
+) -> tuple[ModelProto, dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return a file whose integer weights are float tensors again, rounded as they were.
 
     The weights are those behind a DequantizeLinear whose result is a parameter of some operator;
     biases of int32 become float tensors alone. When the file is saved it has them as before.
 
+    Args:
+      opened: the nodes that `open_operators` opened.
+
     Returns:
-      The file and the float tensors.
+      The file, the float tensors, and zero points that say the type of a QuantizeLinear.
     """
     stored = {
         use.name
@@ -265,6 +303,7 @@ def unfold(
     own = {bias.stored: bias for bias in entry.biases}
     producers = {node.output[0]: node for node in proto.graph.node if node.output}
     floats: dict[str, np.ndarray] = {}
+    points: dict[str, np.ndarray] = {}
     folds, names, biases = [], dict(entry.names), []
     times = Counter(name for node in proto.graph.node for name in node.input)
     for node in [*result.graph.node]:
@@ -289,17 +328,21 @@ def unfold(
         inverse.CopyFrom(node)
         inverse.op_type, inverse.name = "QuantizeLinear", f"{weight}_QuantizeLinear"
         inverse.input[0], inverse.output[0] = weight, name
+        if len(node.input) < 3:  # QuantizeLinear alone would give uint8
+            point = f"{weight}_zero_point_of_type"
+            inverse.input.append(point)
+            points[point] = np.zeros(tensors[node.input[1]].shape, tensors[name].dtype)
         _remove(result.graph, name)
         result.graph.node.append(inverse)
         folds.append(name)
         floats[weight] = value
-    for name, value in floats.items():
+    for name, value in (floats | points).items():
         result.graph.initializer.append(_declare(name, value))
     order.sort(result.graph)
     known = dict.fromkeys(entry.scales or _scales_of(result.graph, tensors))
-    entry = Record(tuple(folds), tuple(known), names, tuple(biases))
+    entry = Record(tuple(folds), tuple(known), names, tuple(biases), opened)
     records.put(result, records.QUANTIZATION, asdict(entry))
-    return result, floats
+    return result, floats, points
 
 
 def _dequantize(graph: Graph, tensors: Mapping[str, Any], name: str) -> np.ndarray:

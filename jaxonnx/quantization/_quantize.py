@@ -19,7 +19,8 @@ from jaxonnx._data.images.folder import list_folder
 from jaxonnx._data.ragged import PLAIN
 from jaxonnx._io.protos import opset_of
 from jaxonnx._rewrite.fold_norms import fold_norms
-from jaxonnx._rewrite.quantize import Record, Writer, learn_scales, record_of, unfold
+from jaxonnx._rewrite.qoperators import has_closed, open_operators
+from jaxonnx._rewrite.quantize import Record, Writer, learn_scales, record_of, stored_types, unfold
 from jaxonnx.errors import InputError
 from jaxonnx.model import Model, load, read_inputs, with_file
 from jaxonnx.quantization._ranges import calibrate, weight_parameters
@@ -81,17 +82,20 @@ def prepare(model: Model, scheme: str | Quantization, source: Source | None) -> 
     A model that is quantized already keeps its nodes and starts from its own scales.
 
     Raises:
-      InputError: it is not, and there are no data to measure its ranges on.
+      InputError: it is not, and there are no data to measure its ranges on; or it is quantized to
+        other types than the scheme's.
     """
-    scheme = Quantization.of(scheme)
+    named, scheme = scheme, Quantization.of(scheme)
     entry = record_of(model.proto)
     if entry is not None and not entry.folded:
         note = "training goes on with the scales of the quantized model"
+        _check_types(model, named)
     elif _is_quantized(model):
-        proto, floats = unfold(model.proto, model.graph, model.tensors)
-        stored = model.tensors
-        model = _with_params(model, proto, {}, floats)
-        kinds = sorted({stored[name].dtype.name for name in _record(model).folds})
+        proto, added, opened = open_operators(model.proto, model.tensors)
+        model = with_file(model, proto, added)
+        proto, floats, points = unfold(model.proto, model.graph, model.tensors, opened)
+        model = _with_params(model, proto, points, floats)
+        kinds = _check_types(model, named)
         note = (
             f"the file is quantized: {len(floats)} of its tensors are trained at its own scales, "
             f"weights in its own types ({', '.join(kinds)})"
@@ -152,9 +156,39 @@ def _record(model: Model) -> Record:
     return entry
 
 
+def _check_types(model: Model, scheme: str | Quantization) -> list[str]:
+    """Return the types of the weights of a quantized model, in the order of their names.
+
+    Raises:
+      InputError: the scheme names other types. A scheme by name is one of weights alone.
+    """
+    found = stored_types(model.proto, model.tensors)
+    wanted = Quantization.of(scheme)
+    weights, activations = (sorted(kinds) for kinds in (found.weights, found.activations))
+    same = wanted.weights in weights
+    if isinstance(scheme, Quantization):
+        same = same and (wanted.activations in (activations or [None]))
+        same = same and (wanted.block is None or found.blocks == {wanted.block})
+    if not same:
+        blocks = [f"in blocks of {n}" for n in sorted(found.blocks) if n]
+        stored = " and ".join(weights or ["nothing"])
+        raise InputError(
+            f"quantize= names weights of {_words(wanted)}, but the file is quantized already, to "
+            f"weights of {' '.join([stored, *blocks])} and activations of "
+            f"{' and '.join(activations) or 'floating point'}: name these to train it at its own "
+            "scales, or quantize the file in floating point that it was made of"
+        )
+    return weights
+
+
+def _words(scheme: Quantization) -> str:
+    blocks = f" in blocks of {scheme.block}" if scheme.block else ""
+    return f"{scheme.weights}{blocks} and activations of {scheme.activations or 'floating point'}"
+
+
 def _is_quantized(model: Model) -> bool:
     stored = {name for name, x in model.tensors.items() if np.dtype(x.dtype).kind not in "fcb"}
-    return any(
+    return has_closed(model.proto.graph) or any(
         node.op.name == "DequantizeLinear" and node.inputs[0] in stored
         for node in model.graph.nodes
     )

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import helper, numpy_helper
+from onnxruntime.quantization import QuantFormat, QuantType, calibrate, quantize_static
 
 import jaxonnx
 from jaxonnx import Quantization, demo
@@ -170,7 +171,7 @@ def test_a_quantized_file_goes_on_at_its_own_scales(learn):
     assert not model.params
     x = examples(model)
     target = np.zeros_like(model(x))
-    scheme = Quantization(learn=learn)
+    scheme = Quantization(activations="int8", learn=learn)
     data = {"loss": "squared_error", "optimizer": optax.sgd(0.0), "quantize": scheme}
     result = jaxonnx.train(model, (x, target), **data)
     assert any("its own scales" in note for note in result.history.notes)
@@ -249,6 +250,20 @@ def test_blocks_have_a_scale_for_each_group_of_inputs():
         (lambda: jaxonnx.quantize(demo.model(), nan()), "'x' is not finite for some example"),
         (lambda: jaxonnx.quantize(STATIC, nan(28)), "the model is quantized already"),
         (
+            lambda: train_static("int4"),
+            "names weights of int4 and activations of uint8, but the file is quantized already, to "
+            "weights of int8 and activations of int8",
+        ),
+        (lambda: train_static(Quantization()), "names weights of int8 and activations of uint8,"),
+        (
+            lambda: train_static(Quantization(activations=None)),
+            "names weights of int8 and activations of floating point",
+        ),
+        (
+            lambda: train_static(Quantization(activations="int8", block=2)),
+            "names weights of int8 in blocks of 2",
+        ),
+        (
             lambda: jaxonnx.training.step(demo.model(), LOSS, optax.sgd(0.1), quantize="int8"),
             "a step has no data to measure ranges on",
         ),
@@ -261,6 +276,12 @@ def test_what_cannot_be_quantized_is_refused(made, message):
 
 def quantize_digits(**options):
     return jaxonnx.quantize(demo.model(), demo.digits()[0][0][:32], Quantization(**options))
+
+
+def train_static(scheme):
+    x = np.zeros((4, 1, 28, 28), np.float32)
+    target = np.zeros((4, 10), np.float32)
+    jaxonnx.train(STATIC, (x, target), loss="squared_error", quantize=scheme)
 
 
 def nan(size=8):
@@ -287,7 +308,7 @@ def test_a_run_with_a_scheme_resumes(tmp_path):
 SHARED = """
 <ir_version: 10, opset_import: ["" : 17]>
 g (float[n, 4] x) => (float[n, 4] y) <
-  int8[4, 4] w = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16}, float s = {0.5},
+  int8[4, 4] w = {-1, 2, -3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16}, float s = {0.5},
   float sx = {0.25}, uint8 z = {128}, int32[4] b = {1, 2, 3, 4}, int32[4] c = {5, 6, 7, 8},
   float sb = {0.125}
 > {
@@ -327,3 +348,72 @@ def test_a_name_of_a_scale_may_be_taken():
     after = jaxonnx.quantize(proto, x).to_onnx()
     (theirs,) = session(after, optimized=False).run(None, {"x": x})
     np.testing.assert_allclose(theirs, jaxonnx.load(after)(x), rtol=1e-5, atol=1e-5)
+
+
+class Reader(calibrate.CalibrationDataReader):
+    """One batch, as onnxruntime's calibration reads it."""
+
+    def __init__(self, name, x):
+        self.batches = iter([{name: x}])
+
+    def get_next(self):
+        return next(self.batches, None)
+
+
+def qoperator_file(name, folder, x):
+    model = jaxonnx.load(DATA / f"{name}.onnx")
+    model.save(folder / "float.onnx")
+    quantize_static(
+        folder / "float.onnx",
+        folder / "q.onnx",
+        Reader(model.inputs[0].name, x(model)),
+        quant_format=QuantFormat.QOperator,
+        per_channel=True,
+        activation_type=QuantType.QUInt8,
+    )
+    return onnx.load(folder / "q.onnx")
+
+
+QLINEAR = {
+    "lenet.legacy": {"QLinearConv", "QGemm", "MaxPool"},
+    "resnet18.legacy": {"QLinearConv", "QLinearAdd", "QLinearGlobalAveragePool"},
+    "transformer.legacy": {"QLinearMatMul", "QLinearAdd"},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [*QLINEAR][:1] + [pytest.param(n, marks=pytest.mark.deep) for n in [*QLINEAR][1:]]
+)
+def test_operators_on_integers_are_trained_and_written_again(name, tmp_path):
+    """Weights of QLinearConv and its like get gradients; a run without steps changes no number."""
+    before = qoperator_file(name, tmp_path, examples)
+    assert {node.op_type for node in before.graph.node} >= QLINEAR[name]
+    model = jaxonnx.load(before)
+    x = examples(model)
+    settings = {"loss": "squared_error", "quantize": "int8", "batch_size": 8}
+    data = x, np.zeros_like(model(x))
+    same = jaxonnx.train(model, data, optimizer=optax.sgd(0.0), **settings).model.to_onnx()
+    one, two = (
+        [(n.op_type, n.domain, [*n.input], [*n.output]) for n in proto.graph.node if n.input]
+        for proto in (before, same)
+    )
+    ties = "Identity", "Constant"  # statistics that were equal have moved apart
+    one, two = (sorted(node for node in nodes if node[0] not in ties) for nodes in (one, two))
+    assert one == two
+    old, new = tensors_of(before), tensors_of(same)
+    assert {*old} <= {*new}
+    for tensor, value in old.items():
+        if "running" not in tensor:
+            np.testing.assert_array_equal(new[tensor].reshape(value.shape), value, err_msg=tensor)
+            assert new[tensor].dtype == value.dtype
+    result = jaxonnx.train(model, data, optimizer=optax.adam(1e-3), epochs=3, **settings)
+    weights = [value for value in result.model.params.values() if value.ndim > 1]
+    assert len(weights) > 1
+    losses = [row["loss"] for row in result.history.epochs]
+    assert losses[-1] < losses[0]
+    after = result.model.to_onnx()
+    onnx.checker.check_model(after)
+    changed = [n for n, value in old.items() if not np.array_equal(value, tensors_of(after)[n])]
+    assert any(old[n].dtype == np.int8 for n in changed)
+    (theirs,) = session(after).run(None, {model.inputs[0].name: x})
+    np.testing.assert_allclose(result.model(x), theirs, atol=0.05 * np.abs(theirs).max())

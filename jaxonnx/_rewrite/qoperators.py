@@ -1,0 +1,225 @@
+"""Operators on quantized tensors (QLinearConv, QGemm, ...) as floating-point ones between Q and DQ.
+
+A file of onnxruntime's `QuantFormat.QOperator` is opened for training, so that `unfold` finds
+QuantizeLinear and DequantizeLinear, and closed when it is saved. A record says which nodes these
+are; one that another rewrite has changed stays open.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
+
+from jaxonnx._io import order
+from jaxonnx._io.protos import opset_of
+
+_CONTRIB = "com.microsoft"
+_CHANNELS_SINCE = 13
+
+
+class Layout(NamedTuple):
+    """Where an operator on quantized tensors has its inputs."""
+
+    op: str
+    """The operator of ONNX that computes the same in floating point."""
+    operands: tuple[int, ...]
+    """Tensors, each followed by its scale and zero point."""
+    result: int | None
+    """The scale of the result, followed by its zero point; None if it has those of its operand."""
+    bias: int | None = None
+    """A bias of int32, in units of the product of the scales of both operands."""
+
+
+LAYOUTS = {
+    ("", "QLinearConv"): Layout("Conv", (0, 3), 6, 8),
+    ("", "QLinearMatMul"): Layout("MatMul", (0, 3), 6),
+    (_CONTRIB, "QGemm"): Layout("Gemm", (0, 3), 7, 6),
+    (_CONTRIB, "QLinearAdd"): Layout("Add", (0, 3), 6),
+    (_CONTRIB, "QLinearMul"): Layout("Mul", (0, 3), 6),
+    (_CONTRIB, "QLinearAveragePool"): Layout("AveragePool", (0,), 3),
+    (_CONTRIB, "QLinearGlobalAveragePool"): Layout("GlobalAveragePool", (0,), 3),
+    (_CONTRIB, "QLinearConcat"): Layout("Concat", (), 0),
+}
+_MOVES = ("Flatten", "MaxPool", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+"""Operators of ONNX that give some of the integers that they read."""
+
+
+class Opened(NamedTuple):
+    """A node that was opened: its result in floating point, and the operator that it was."""
+
+    output: str
+    op: str
+    domain: str
+
+
+def has_closed(graph: GraphProto) -> bool:
+    """Check whether there are operators on quantized tensors to open."""
+    return any((node.domain, node.op_type) in LAYOUTS for node in graph.node)
+
+
+def open_operators(
+    proto: ModelProto, tensors: Mapping[str, Any]
+) -> tuple[ModelProto, dict[str, np.ndarray], tuple[Opened, ...]]:
+    """Return the file with floating-point operators between DequantizeLinear and QuantizeLinear.
+
+    Nodes without a known layout (images with channels last, no zero points) stay as they are.
+
+    Returns:
+      The file, the scales of its biases, and the nodes that were opened.
+    """
+    result = ModelProto()
+    result.CopyFrom(proto)
+    # Scales for each channel came with opset 13; com.microsoft has had them always.
+    domain = "" if opset_of(result) >= _CHANNELS_SINCE else _CONTRIB
+    if all(entry.domain != domain for entry in result.opset_import):
+        result.opset_import.add(domain=domain, version=1)
+    opener = _Opener(result.graph, tensors, domain)
+    for node in [*result.graph.node]:
+        opener.open(node)
+    order.sort(result.graph)
+    return result, opener.added, tuple(opener.opened)
+
+
+class _Opener:
+    """Opening of nodes, in their order."""
+
+    def __init__(self, graph: GraphProto, tensors: Mapping[str, Any], domain: str):
+        self.graph, self.tensors, self.domain = graph, tensors, domain
+        self.added: dict[str, np.ndarray] = {}
+        self.opened: list[Opened] = []
+        self._parameters: dict[str, tuple[str, str]] = {}
+        """Scale and zero point of each quantized value."""
+        self._real: dict[tuple[str, ...], str] = {}
+        """The results of DequantizeLinear."""
+
+    def open(self, node: NodeProto) -> None:
+        """Replace a node by three or more, if its operator has a layout."""
+        inputs, output = [*node.input], node.output[0] if node.output else ""
+        layout = LAYOUTS.get((node.domain, node.op_type))
+        if node.op_type == "QuantizeLinear" and len(inputs) == 3:
+            self._parameters[output] = (inputs[1], inputs[2])
+        elif layout is not None and self._fits(node, layout):
+            assert layout.result is not None
+            own = inputs[layout.result], inputs[layout.result + 1]
+            parts = [inputs[i : i + 3] for i in _operands(layout, inputs)]
+            real = [self._dequantize(x, self._axis(node, k, x[1])) for k, x in enumerate(parts)]
+            if layout.bias is not None and any(inputs[layout.bias : layout.bias + 1]):
+                real.append(self._bias(inputs[layout.bias], output, *(x[1] for x in parts)))
+            self._replace(node, layout.op, real, own)
+        elif node.op_type in _MOVES and not node.domain and inputs[0] in self._parameters:
+            own = self._parameters[inputs[0]]
+            real = [self._dequantize([inputs[0], *own], None), *inputs[1:]]
+            self._replace(node, node.op_type, real, own)
+
+    def _fits(self, node: NodeProto, layout: Layout) -> bool:
+        """Check that scales and zero points are stored, and no attribute changes the layout."""
+        inputs, result = [*node.input], layout.result or 0
+        operands = _operands(layout, inputs)
+        scales = [inputs[i + 1] for i in operands]
+        needed = [*scales, *(n for i in (*operands, result - 1) for n in inputs[i + 1 : i + 3])]
+        attributes = {part.name: helper.get_attribute_value(part) for part in node.attribute}
+        plain = not attributes.get("channels_last") and attributes.get("alpha", 1) == 1
+        whole = len(inputs) > result + 1 and all(name in self.tensors for name in needed)
+        return plain and whole and np.size(self.tensors[scales[0]]) == 1
+
+    def _axis(self, node: NodeProto, operand: int, scale: str) -> int | None:
+        if np.size(self.tensors[scale]) == 1:
+            return None
+        if node.op_type == "QGemm":
+            return 0 if any(a.name == "transB" and a.i for a in node.attribute) else 1
+        return 0 if node.op_type == "QLinearConv" else -1
+
+    def _dequantize(self, inputs: list[str], axis: int | None) -> str:
+        key = *inputs, str(axis)
+        if key not in self._real:
+            self._real[key] = real = f"{inputs[0]}/real_{len(self._real)}"
+            self._append("DequantizeLinear", inputs, real, axis)
+        return self._real[key]
+
+    def _bias(self, name: str, output: str, x_scale: str, w_scale: str) -> str:
+        scale = np.float32(self.tensors[x_scale]).reshape(()) * np.float32(self.tensors[w_scale])
+        scale = scale.reshape(()) if scale.size == 1 else scale
+        real, stored = f"{output}/bias", f"{output}/bias_scale"
+        self.added[stored] = np.asarray(scale)
+        self.graph.initializer.add(name=stored, data_type=TensorProto.FLOAT, dims=scale.shape)
+        self._append("DequantizeLinear", [name, stored], real, 0 if scale.ndim else None)
+        return real
+
+    def _replace(self, node: NodeProto, op: str, inputs: list[str], own: tuple[str, str]) -> None:
+        output, real = node.output[0], f"{node.output[0]}/real"
+        self._parameters[output] = own
+        self.opened.append(Opened(real, node.op_type, node.domain))
+        kept = [part for part in node.attribute if part.name != "channels_last"]
+        del node.attribute[:]
+        node.attribute.extend(kept)
+        node.op_type, node.domain, node.output[0], node.input[:] = op, "", real, inputs
+        self._append("QuantizeLinear", [real, *own], output, None)
+
+    def _append(self, op: str, inputs: list[str], output: str, axis: int | None) -> None:
+        chosen: dict[str, Any] = {} if axis is None else {"axis": axis}
+        chosen |= {"domain": self.domain, "name": f"{output}_{op}"}
+        self.graph.node.append(helper.make_node(op, inputs, [output], **chosen))
+
+
+def close_operators(graph: GraphProto, opened: Iterable[Opened]) -> None:
+    """Make operators on quantized tensors of opened nodes again, in place.
+
+    Args:
+      graph: its weights and biases are integers behind DequantizeLinear.
+    """
+    producers = {name: node for node in graph.node for name in node.output}
+    readers = {name: node for node in graph.node for name in node.input}
+    used = set()
+    for output, op, domain in opened:
+        node, after = producers.get(output), readers.get(output)
+        layout = LAYOUTS.get((domain, op)) or Layout(op, (0,), None)
+        if node is None or after is None or node.op_type != layout.op:
+            continue
+        count = len(node.input) if layout.result is not None else 1
+        before = [producers.get(name) for name in node.input[:count]]
+        if after.op_type != "QuantizeLinear" or any(
+            x is None or x.op_type != "DequantizeLinear" for x in before
+        ):
+            continue  # another rewrite has changed it
+        used.update(x.output[0] for x in before if x is not None)
+        parts = [[*x.input] for x in before if x is not None]
+        moved = [parts[0][0], *node.input[1:]]
+        node.input[:] = _inputs(layout, parts, [*after.input[1:3]]) or moved
+        node.op_type, node.domain, node.output[0] = op, domain, after.output[0]
+        graph.node.remove(after)
+    _remove_unread(graph, used)
+
+
+def _inputs(layout: Layout, parts: list[list[str]], own: list[str]) -> list[str]:
+    """Return the inputs of an operator with a layout; none if it has those of its operand."""
+    bias = [parts.pop()[0]] if layout.bias is not None and len(parts) > 2 else []
+    whole = [name for part in parts for name in part]
+    if layout.result is None:
+        return []
+    if layout.result == 0:
+        return [*own, *whole]
+    if layout.bias is not None and layout.bias < layout.result:
+        return [*whole, *(bias or [""]), *own]
+    return [*whole, *own, *bias]
+
+
+def _operands(layout: Layout, inputs: list[str]) -> tuple[int, ...]:
+    return layout.operands or tuple(range(2, len(inputs), 3))
+
+
+def _remove_unread(graph: GraphProto, names: set[str]) -> None:
+    """Remove the DequantizeLinear nodes of these values, and the tensors that only they read."""
+    times = Counter(name for node in graph.node for name in node.input)
+    times.update(value.name for value in graph.output)
+    gone = [x for x in graph.node if x.output and x.output[0] in names and not times[x.output[0]]]
+    freed = {name for node in gone for name in node.input}
+    for node in gone:
+        graph.node.remove(node)
+    read = {name for node in graph.node for name in node.input}
+    for tensor in [*graph.initializer]:
+        if tensor.name in freed - read:
+            graph.initializer.remove(tensor)
