@@ -62,6 +62,15 @@ class Network:
         """The modules and nodes of the weights, and their other names."""
         return Places(self.proto.graph, self.graph, self.tensors, self.params)
 
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Names for weights whose exporter numbered them, by the module that reads them.
+
+        For `onnx::MatMul_394` it is "encoder.layers.0.linear1.weight", say. It chooses the weight
+        wherever a name does. The matrix of a MatMul is PyTorch's weight transposed.
+        """
+        return dict(self._places.aliases)
+
     @cached_property
     def inputs(self) -> tuple[Value, ...]:
         """The inputs that a call must give, in order."""

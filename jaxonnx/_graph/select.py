@@ -81,15 +81,18 @@ def matching(
 ) -> set[str]:
     """Return the tensors that a name or an expression means.
 
-    The first of these that any tensor has counts: a tensor's own name, as it is or as a regular
-    expression; the name of a module, of a node or of a tie, as it is; the same as a regular
-    expression; any of these with wildcards.
+    The first of these that any tensor has counts: a tensor's own name or its alias, as it is or as
+    a regular expression; the name of a module, of a node or of a tie, as it is; the same as a
+    regular expression; any of these with wildcards.
     """
     open_to_all = tensors.keys() - by_name
     if places is not None and one not in tensors and one in places.ties:
         return {places.ties[one]} & tensors.keys()
     expression = _NOTHING if _error(one) else re.compile(one)
-    own = {name for name in open_to_all if expression.fullmatch(name)} | ({one} & tensors.keys())
+    aliases = {} if places is None else places.aliases
+    called = {name: (name, aliases.get(name, name)) for name in open_to_all}
+    own = {name for name, names in called.items() if any(map(expression.fullmatch, names))}
+    own |= {name for name in tensors if one in (name, aliases.get(name))}
     if own:
         return own
     groups = [*_groups(places)]
@@ -102,7 +105,7 @@ def matching(
     if not one.strip("*?"):
         return set()  # all of them is None, or ".*"
     fits = re.compile(fnmatch.translate(one)).fullmatch
-    found = {name for name in open_to_all if fits(name)}
+    found = {name for name, names in called.items() if any(map(fits, names))}
     for name, names in groups:
         # what a tensor is called within its module counts: "*.query.*" is all of the query
         found.update(n for n in names if fits(name) or fits(f"{name}.{n}"))
@@ -112,9 +115,10 @@ def matching(
 def near(wanted: str, tensors: Collection[str], places: Places | None) -> str:
     """Return what there is with a name like the wanted one, or all there is, for errors."""
     core = wanted.strip(".*?^$/") or wanted
-    lists = {"tensors": tensors}
+    lists: dict[str, Collection[str]] = {"tensors": tensors}
     if places is not None:
-        lists |= {"modules": places.modules, "nodes": places.nodes}
+        names = [places.aliases.get(name, name) for name in tensors]
+        lists = {"tensors": names, "modules": places.modules, "nodes": places.nodes}
     parts = []
     for kind, names in lists.items():
         if close := _like(core, names):

@@ -1,7 +1,12 @@
-"""The names by which weights can be chosen besides their own: of modules, of nodes, of ties."""
+"""The names of weights besides their own: of modules and nodes, of ties, and aliases.
+
+A weight that its exporter numbered (val_42, onnx::MatMul_394) has an alias: the module that reads
+it and what it is there ("encoder.layers.0.linear1.weight").
+"""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -11,13 +16,25 @@ from typing import Any
 from onnx import GraphProto
 
 from jaxonnx._graph.bind import Graph
-from jaxonnx._graph.roles import roles, stored_names
+from jaxonnx._graph.roles import Roles, stored_names
 from jaxonnx._graph.scopes import modules
-from jaxonnx._graph.uses import uses, weights
+from jaxonnx._graph.uses import Use, weights
 from jaxonnx._io.ties import tied_names
 
 Names = Mapping[str, Collection[str]]
 """The tensors that a name stands for."""
+
+_NUMBERED = re.compile(
+    r"((?:onnx::|_)?[A-Za-z]+(?:::[A-Za-z]+)?_\d+|\d+|/.*Constant(?:_\d+)?_output_0)"
+    r"((?:_(?:quantized|scales?|zero_points?|zp|transposed|Q\d\w*|DQ_Q\d\w*|qzeros))*)"
+)
+"""A name that an exporter made of a number, and what a quantizer appended to it."""
+
+_OPERATOR = re.compile(r"[./](MatMul|Gemm|Conv)$")
+"""A scope that onnxruntime makes of the name of a node that it fuses."""
+
+_GATES = {"RNN": "WRB", "GRU": "WRB", "LSTM": "WRBP", "DynamicQuantizeLSTM": "WRBP"}
+"""The names of the weights of recurrent operators in the specification."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,9 +53,34 @@ class Places:
     params: Collection[str]
 
     @cached_property
+    def roles(self) -> Roles:
+        """What the tensors are in the graph."""
+        return Roles(self.graph, self.tensors, stored_names(self.proto), self.params)
+
+    @cached_property
     def ties(self) -> dict[str, str]:
         """The names that tensors have besides their own, with the tensors' own."""
         return tied_names(self.proto, self.tensors)
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        """The aliases of numbered weights, by their names: a module and what they are in it.
+
+        Weights of one module that are the same there are counted: attn.weight, attn.weight_1.
+        """
+        scopes = {n.output[0]: modules(n) for n in self.proto.node if n.output}
+        taken = {*self.tensors}
+        found: dict[str, str] = {}
+        for use in self.roles.used:
+            match = _NUMBERED.fullmatch(use.name)
+            path = scopes.get(next(iter(use.outer.outputs), ""))
+            if match is None or not path or use.name not in self._weights or use.name in found:
+                continue
+            stem, end = f"{_OPERATOR.sub('', path[-1])}.{_part(use)}", match[2]
+            names = itertools.chain([stem + end], (f"{stem}_{i}{end}" for i in itertools.count(1)))
+            found[use.name] = next(name for name in names if name not in taken)
+            taken.add(found[use.name])
+        return found
 
     @cached_property
     def modules(self) -> Names:
@@ -67,8 +109,7 @@ class Places:
     def _weights(self) -> dict[str, str]:
         """The tensors that have a role, are trained or matrices in few bits, with what is read."""
         stored = (name for name, w in weights(self.graph, self.tensors).items() if w.storage)
-        placed = roles(self.graph, self.tensors, stored_names(self.proto))
-        known = {*placed, *self.params, *stored}
+        known = {*self.roles.of, *self.params, *stored}
 
         def root(name: str) -> str:  # an adapter of ours is where its weight is
             weight = name.partition(".lora_")[0]
@@ -83,7 +124,15 @@ class Places:
         at: dict[str, list[str]] = {}
         for name, root in self._weights.items():
             at.setdefault(root, []).append(name)
-        for use in uses(self.graph, self.tensors):
+        for use in self.roles.used:
             if use.name in at and use.outer.outputs:
                 read.setdefault(use.outer.outputs[0], []).extend(at[use.name])
         return read
+
+
+def _part(use: Use) -> str:
+    """Return what a weight is called within the module that reads it."""
+    if gates := _GATES.get(use.node.op.name):
+        return gates[use.position - 1]
+    scales = use.node.op.start(use.position) == 1.0
+    return "weight" if scales or use.matrix is not None else "bias"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from onnx import TensorProto, TrainingInfoProto
 from rich.console import Group
@@ -45,7 +45,7 @@ def overview(model: Network) -> Group:
     for title, numbers, tensors in (("trained", trained, model.params), ("frozen", frozen, kept)):
         shown = f"{format_count(numbers, 'number')} in {format_count(len(tensors), 'tensor')}"
         facts.add_row(title, shown if tensors else "none")
-    for title, text in constants(model.proto.graph, model.graph, model.tensors, model.params):
+    for title, text in constants(model._places.roles):
         facts.add_row(title, Text(text))
     if model.sparsity is not None:
         pattern, layers = model.sparsity
@@ -72,11 +72,21 @@ def overview(model: Network) -> Group:
     for name, value, role in rows[:_ROWS]:
         storage = stored.get(name)
         shape, kind = (value if storage is None else storage).shape, storage or value.dtype
-        table.add_row(Text(name), "x".join(map(str, shape)) or "scalar", str(kind), role)
+        table.add_row(
+            Text(called(name, model.aliases)),
+            "x".join(map(str, shape)) or "scalar",
+            str(kind),
+            role,
+        )
     if len(rows) > _ROWS:
         more = f"... {len(rows) - _ROWS} more: model.tensors has all, jaxonnx info --layers too"
         return Group(facts, table, Text(more))
     return Group(facts, table) if rows else Group(facts)
+
+
+def called(name: str, aliases: Mapping[str, str]) -> str:
+    """Return the name of a tensor, behind its alias if it has one."""
+    return f"{aliases[name]} ({name})" if name in aliases else name
 
 
 def steps(model: Network) -> Iterator[Node]:

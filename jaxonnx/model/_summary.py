@@ -20,7 +20,7 @@ from jaxonnx._graph.values import Value, to_value
 from jaxonnx._network import Network
 from jaxonnx._run.shapes import evaluate_shapes, infer_types
 from jaxonnx._text import WIDTH, Rendered
-from jaxonnx.model._show import operator, steps
+from jaxonnx.model._show import called, operator, steps
 
 _HEADS = ("layer", "operator", "output", "parameters", "trained")
 
@@ -66,6 +66,8 @@ class Summary(Rendered):
     """What each of the layers is called in the file."""
     matrices: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Outputs and inputs of each weight that is a matrix: a rank of LoRA is below both."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """`Model.aliases`: names for weights that the file numbers."""
 
     def __rich__(self) -> Group:
         size, unit = (self.size / 2**20, "MiB") if self.size > 2**20 else (self.size / 2**10, "KiB")
@@ -78,7 +80,7 @@ class Summary(Rendered):
         wide = [max(len(row[i]) for row in rows) for i in range(len(_HEADS))]
         # a name that is longer than its column has a line of its own, so that it can be copied
         wide[0] = min(wide[0], max(WIDTH - sum(wide[1:]) - 2 * len(wide[1:]), 4))
-        details = [(), *map(_details, self.layers, self.origins)]
+        details = [(), *map(self._details, self.layers, self.origins)]
         for (name, kind, shape, count, trained), below in zip(rows, details, strict=True):
             if len(name) > wide[0]:
                 yield Text(name)
@@ -87,6 +89,22 @@ class Summary(Rendered):
             line = "  ".join([*cells, count.rjust(wide[3]), trained])
             yield Text(line.rstrip(), "" if below != () else "bold")
             yield from (Text(f"    {text}", "dim") for text in below)
+
+    def _details(self, layer: Layer, origin: Origin) -> Iterator[str]:
+        """Yield notes, module, node and tensors of a layer, beside each other if they fit."""
+        if layer.notes:
+            yield layer.notes
+        if not origin.tensors:
+            return
+        tensors = [called(name, self.aliases) for name in origin.tensors]
+        kinds = {"module": origin.module, "node": origin.node, "tensor": ", ".join(tensors)}
+        parts = [f"{kind} {name}" for kind, name in kinds.items() if name and name != layer.name]
+        if len("  ".join(parts)) + 4 <= WIDTH:
+            yield "  ".join(parts)
+        elif len(parts[-1]) + 4 <= WIDTH:
+            yield from parts
+        else:
+            yield from [*parts[:-1], *(f"tensor {name}" for name in tensors)]
 
 
 def _cells(layer: Layer) -> tuple[str, ...]:
@@ -98,22 +116,6 @@ def _cells(layer: Layer) -> tuple[str, ...]:
         trained = "yes" if layer.trained == layer.parameters else trained
     shape = "?" if layer.shape is None else _shape(layer.shape)
     return layer.name, layer.operator, shape, count, trained
-
-
-def _details(layer: Layer, origin: Origin) -> Iterator[str]:
-    """Yield the notes of a layer, and module, node and tensors: beside each other if they fit."""
-    if layer.notes:
-        yield layer.notes
-    if not origin.tensors:
-        return
-    kinds = {"module": origin.module, "node": origin.node, "tensor": ", ".join(origin.tensors)}
-    parts = [f"{kind} {name}" for kind, name in kinds.items() if name and name != layer.name]
-    if len("  ".join(parts)) + 4 <= WIDTH:
-        yield "  ".join(parts)
-    elif len(parts[-1]) + 4 <= WIDTH:
-        yield from parts
-    else:
-        yield from [*parts[:-1], *(f"tensor {name}" for name in origin.tensors)]
 
 
 def summary(model: Network) -> Summary:
@@ -151,7 +153,8 @@ def summary(model: Network) -> Summary:
         if weight.matrix is not None
         and (weight.storage or name in model.params or name in model.state)
     }
-    return Summary(tuple(layers), trained, frozen, size, tuple(places), matrices)
+    aliases = model.aliases
+    return Summary(tuple(layers), trained, frozen, size, tuple(places), matrices, aliases)
 
 
 def _shapes(model: Network) -> tuple[dict[str, Value], frozenset[str]]:

@@ -6,8 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from onnx import GraphProto
 
-from jaxonnx._graph.bind import Graph
-from jaxonnx._graph.roles import Roles, stored_names
+from jaxonnx._graph.roles import Roles
 from jaxonnx._io.ties import sources, tied_names
 from jaxonnx._text import list_some
 
@@ -26,14 +25,11 @@ def ties(proto: GraphProto, tensors: Mapping[str, Any], params: Collection[str])
         )
 
 
-def constants(
-    proto: GraphProto, graph: Graph, tensors: Mapping[str, Any], params: Collection[str]
-) -> Iterator[tuple[str, str]]:
+def constants(roles: Roles) -> Iterator[tuple[str, str]]:
     """Yield which tensors are not trained, although they stand where weights do or may be learned.
 
     Each with its heading.
     """
-    roles = Roles(graph, tensors, stored_names(proto), params)
     reasons: dict[str, list[str]] = {}
     for name, why in roles.constants.items():
         reasons.setdefault(why, []).append(f"'{name}'")

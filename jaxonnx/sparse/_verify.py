@@ -8,8 +8,8 @@ of M along the one blocked axis of the weight, the other, or neither.
 """
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -44,12 +44,14 @@ class Verification:
     pattern: SparsityPattern
     products: tuple[Product, ...]
     failures: tuple[str, ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names for weights, which the table has in their place."""
 
     def __str__(self) -> str:
         head = ("weight", "product", "pass", "sums over", "", "times")
         rows = [
-            (p.weight, p.primitive, p.part, p.sums, str(self.pattern) if p.ok else "FAILS",
-             str(p.count))
+            (self.aliases.get(p.weight, p.weight), p.primitive, p.part, p.sums,
+             str(self.pattern) if p.ok else "FAILS", str(p.count))
             for p in self.products
         ]  # fmt: skip
         widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
@@ -98,6 +100,7 @@ def verify(
         is summed over something other than its groups, or is found in no product at all (because
         something was added to it, say). The message has the table.
     """
+    aliases = getattr(function, "aliases", {})
     recorded = getattr(function, "sparsity", None) if layers is None and pattern is None else None
     goal, layers = recorded or (parse(pattern or "2:4", transposable), layers)
     if params is None:
@@ -134,7 +137,7 @@ def verify(
     failures = [f"{p.weight}: {p.primitive} ({p.part}) sums over {p.sums}"
                 for p in rows if not p.ok]  # fmt: skip
     failures += [f"{n}: found in no product" for n in elements.numbers if n not in proved]
-    result = Verification(goal, rows, tuple(failures))
+    result = Verification(goal, rows, tuple(failures), aliases)
     if failures:
         raise SparsityError(f"the weights are not proved to be {goal}:\n{result}")
     return result

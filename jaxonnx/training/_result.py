@@ -74,7 +74,8 @@ def _list_changes(result: Result) -> list[str]:
     moved = {n: c for n, c in params.items() if c}
     lines = _numbers(result, len(params), moved)
     order = sorted(moved, key=lambda name: -moved[name])
-    told = [f"  {n} {[*result.model.params[n].shape]}: {_share(moved[n])}" for n in order]
+    called = {name: name for name in params} | result.model.aliases
+    told = [f"  {called[n]} {[*result.model.params[n].shape]}: {_share(moved[n])}" for n in order]
     if between := order[_MOST:-_LEAST]:
         half = float(np.median([moved[name] for name in order]))
         change = "from zero" if np.isinf(half) else f"by more than {_share(half)}"
@@ -82,7 +83,7 @@ def _list_changes(result: Result) -> list[str]:
     lines += told
     if still := [name for name in params if name not in moved]:
         more = f" and {len(still) - _MOST} more (.changes has all)" if len(still) > _MOST else ""
-        lines.append(f"not changed: {', '.join(still[:_MOST])}{more}")
+        lines.append(f"not changed: {', '.join(called[n] for n in still[:_MOST])}{more}")
     renewed = sum(1 for n, c in result.changes.items() if n in result.model.state and c)
     if renewed:
         lines.append(f"{format_count(renewed, 'running statistic')} renewed")

@@ -58,10 +58,65 @@ def test_a_module_has_all_its_weights_whatever_the_exporter_calls_them(legacy):
     first = legacy.with_trainable("encoder.layers.0").params
     assert {*first} > LAYER
     assert [name for name in first if name.startswith("onnx::MatMul")]
-    # a regular expression that fits names of tensors means these alone, as ever
-    assert {*legacy.with_trainable(r"encoder\.layers\.0\..*").params} == LAYER | {
-        name for name in first if name.startswith("encoder.layers.0")
+    # a regular expression that fits names of tensors means these alone, and aliases are names
+    assert legacy.with_trainable(r"encoder\.layers\.0\..*").params.keys() == first.keys()
+
+
+@pytest.mark.parametrize("file", ["transformer.legacy", "transformer.dynamo"])
+def test_weights_that_an_exporter_numbers_are_called_by_their_modules(file):
+    model = load(file)
+    known = {f"encoder.layers.{i}.linear{j}.weight" for i in (0, 1) for j in (1, 2)}
+    known |= {f"encoder.layers.{i}.self_attn.weight" for i in (0, 1)}
+    assert {*model.aliases.values()} == known
+    assert {*model.aliases} <= {*model.params}
+    one = model.with_trainable("encoder.layers.1.linear2.weight").params
+    assert [model.aliases[name] for name in one] == ["encoder.layers.1.linear2.weight"]
+    assert model.params[next(iter(one))].shape == (64, 32)
+    assert len(model.with_trainable(r".*linear\d\.weight").params) == 4
+    assert len(model.with_trainable("*linear?.weight").params) == 4
+    for text in (str(model), str(model.summary())):
+        assert "encoder.layers.1.linear2.weight" in text
+    with pytest.raises(jaxonnx.InputError, match=r"tensors .*encoder\.layers\.0\.linear1\.weight"):
+        model.with_trainable("linear1.weihgt")
+    labels = jaxonnx.labels({"mlp": r".*linear\d\.weight"}, default="rest", model=model)
+    assert [*labels(model.params).values()].count("mlp") == 4
+    adapters = jaxonnx.LoRA(rank=2, where=r".*linear\d\.weight").attach(model, KEY)
+    assert len([name for name in adapters.params if name.endswith("lora_A")]) == 4
+
+
+def test_aliases_of_recurrent_quantized_and_equal_weights(tmp_path):
+    assert sorted(load("lstm.dynamo").aliases.values()) == [
+        *("first.B", "first.R", "first.W", "second.B", "second.R", "second.W")
+    ]
+    proto = onnx.parser.parse_model("""
+    <ir_version: 9, opset_import: ["": 17]>
+    g (float[n,4] x) => (float[n,4] y) {
+        a = MatMul(x, w)
+        b = MatMul(a, w)
+        y = Add(b, c)
     }
+    """)
+    graph = proto.graph
+    for node, name in zip(graph.node, ("MatMul", "MatMul_1", "Add"), strict=True):
+        node.name = f"/net/block/{name}"
+    graph.node[0].input[1], graph.node[1].input[1] = "onnx::MatMul_7", "onnx::MatMul_8_quantized"
+    graph.node[2].input[1] = "/net/Constant_3_output_0"
+    for node in graph.node:
+        size = (4,) if node.op_type == "Add" else (4, 4)
+        value = np.random.default_rng(0).normal(size=size).astype("f4")
+        graph.initializer.append(onnx.numpy_helper.from_array(value, node.input[1]))
+    graph.node[0].name = "/net/block/MatMul"
+    assert jaxonnx.load(proto).aliases == {
+        "onnx::MatMul_7": "net.block.weight",
+        "onnx::MatMul_8_quantized": "net.block.weight_quantized",
+        "/net/Constant_3_output_0": "net.block.bias",
+    }
+    graph.initializer[0].name = graph.node[0].input[1] = "val_3"
+    graph.initializer[1].name = graph.node[1].input[1] = "net.block.weight"
+    assert jaxonnx.load(proto).aliases["val_3"] == "net.block.weight_1"
+    for node in graph.node:
+        node.name = ""
+    assert jaxonnx.load(proto).aliases == {}
 
 
 @pytest.mark.parametrize(
