@@ -19,6 +19,7 @@ from jaxonnx._data.batches import Batch, Source
 from jaxonnx._data.images import preparation as images
 from jaxonnx._data.images.folder import find_folders
 from jaxonnx._data.texts import is_text
+from jaxonnx._graph.projections import ROLES
 from jaxonnx._io.folders import is_folder
 from jaxonnx._io.formats import check_suffix
 from jaxonnx._io.packed import packed_nbytes, record
@@ -28,7 +29,7 @@ from jaxonnx.cli._explain import Planned
 from jaxonnx.cli._flags import LOSS, PHASES, SPARSE_EPOCHS
 from jaxonnx.cli._inputs import Failed, Report
 from jaxonnx.errors import InputError
-from jaxonnx.lora import ROLES, LoRA
+from jaxonnx.lora import LoRA
 from jaxonnx.model import Model
 from jaxonnx.training import (
     optimizer,
