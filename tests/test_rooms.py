@@ -67,7 +67,7 @@ BUDGETS = {
     "_graph": (2130, "binding, and which tensor is a weight, by the habits of exporters"),
     "cli": (1600, "ten commands; their flags are declared where the arguments are"),
     "sparse": (1760, "patterns, the search of masks, training, packing, products and their proof"),
-    "lowering": (1530, "forms that XLA is quick with, for each of which a benchmark has a row"),
+    "lowering": (1620, "forms that XLA is quick with, for each of which a benchmark has a row"),
     "_data": (1840, "arrays, files, pictures, sequences and loaders, read as one kind of source"),
     "_run": (1250, "the evaluator, and what keeps hostile files from taking the machine"),
     "_io": (1580, "ModelProto, external data, npz, safetensors, adapters, packed models"),

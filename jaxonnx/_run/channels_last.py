@@ -84,7 +84,7 @@ def _is_image(value: Any) -> bool:
     return (
         isinstance(value, jax.Array)
         and value.ndim > 2
-        and jnp.issubdtype(value.dtype, jnp.floating)
+        and (jnp.issubdtype(value.dtype, jnp.floating) or value.dtype in (jnp.int8, jnp.uint8))
     )
 
 

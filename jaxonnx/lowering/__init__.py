@@ -4,6 +4,7 @@ from jaxonnx.lowering._attention_layout import separate_heads
 from jaxonnx.lowering._contract import contract_p
 from jaxonnx.lowering._conv import Conv, convolution, transposed_convolution
 from jaxonnx.lowering._elementwise_proof import is_elementwise
+from jaxonnx.lowering._integer import integer_convolution, integer_product
 from jaxonnx.lowering._layout import (
     KernelFirst,
     Transposition,
@@ -43,6 +44,8 @@ __all__ = [
     "first_max",
     "first_winner",
     "in_file",
+    "integer_convolution",
+    "integer_product",
     "is_elementwise",
     "is_half",
     "is_in_memory",

@@ -82,12 +82,12 @@ class Taps:
         """How many slices `windows` takes."""
         return self.count if self.unrolled else sum(self._blocks)
 
-    def windows(self, x):
+    def windows(self, x, fill: Any = 0):
         """Return x as (*lead, *out, taps, channels); `x` has one axis behind the spatial ones."""
         if self.unrolled:
-            return jnp.stack(self.read(x), -2)
+            return jnp.stack(self.read(x, fill), -2)
         # one axis after the other becomes two: windows and taps
-        x, rank, lead = self._pad(x, 0, self.pads), len(self.kernel), self.lead
+        x, rank, lead = self._pad(x, fill, self.pads), len(self.kernel), self.lead
         for a, blocks in enumerate(self._blocks):
             axis, n, k = lead + 2 * a, self.out[a], self.kernel[a]
             cut = partial(lax.slice_in_dim, axis=axis)

@@ -25,7 +25,7 @@ from jaxonnx.ops.windows import (
     spatial,
     split_padding,
 )
-from jaxonnx.registry import Channels, Kernel, Static, op
+from jaxonnx.registry import Channels, Kernel, Static, is_known, op
 
 WEIGHTED = "x (N, group*c, D1, *D), w (group*m, c, K1, *K)"
 CONVOLUTION = f"{WEIGHTED}, b (group*m)"
@@ -118,45 +118,33 @@ def conv_transpose(
     return y if b is None else (y + _channels(b, y.ndim, channels)).astype(x.dtype)
 
 
-def _integer_convolution(x, w, windows, group):
-    """Convolve exactly in int32: gather windows, then one product, which every platform has."""
-    n, c = x.shape[:2]
-    room((n, c, *windows.out, *windows.kernel), x.dtype)
-    patches = jnp.pad(x, ((0, 0), (0, 0), *windows.pads))
-    rank = len(windows.out)
-    for axis, at in enumerate(positions(windows)):
-        begin = windows.pads[axis][0]
-        patches = jnp.take(patches, np.asarray(at + begin, np.int32), 2 + 2 * axis)
-    # (N, C, out1, k1, out2, k2, ...) -> (N, group, C / group, k1, k2, ..., out1, out2, ...)
-    patches = patches.reshape(n, group, c // group, *patches.shape[2:])
-    outs = range(3, 3 + 2 * rank, 2)
-    patches = patches.transpose(0, 1, 2, *(i + 1 for i in outs), *outs)
-    taps = int(np.prod(w.shape[1:]))
-    patches = patches.reshape(n, group, taps, -1)
-    w = w.reshape(group, -1, taps)
-    y = jnp.einsum("gmk,ngkl->ngml", w, patches, preferred_element_type=jnp.int32)
-    return y.reshape(n, -1, *windows.out)
-
-
-def _zero_centred(values, zero_point):
-    values = jnp.asarray(values).astype(jnp.int32)
-    if zero_point is None:
-        return values
-    zero_point = jnp.asarray(zero_point).astype(jnp.int32)
-    if zero_point.size > 1:
-        zero_point = zero_point.reshape(-1, *(1,) * (values.ndim - 1))
-    return values - zero_point.reshape(zero_point.shape if zero_point.size > 1 else ())
+def _or_none(zero_point):
+    """Return a zero point, or None where it is known to be 0."""
+    known = zero_point is not None and is_known(zero_point) and not zero_point.any()
+    return None if known else zero_point
 
 
 @op("ConvInteger", since=10, shapes=f"{WEIGHTED}, x_zero_point #1, w_zero_point #1 | #group*m")
 def conv_integer(
-    x, w, x_zero_point=None, w_zero_point=None, *, group=1, **window: Unpack[Convolved]
+    x,
+    w: Kernel,
+    x_zero_point=None,
+    w_zero_point=None,
+    *,
+    group=1,
+    channels: Channels = 1,
+    **window: Unpack[Convolved],
 ):
     """Conv of 8-bit integers in int32; padding counts as the zero point."""
     kernel = kernel_of(w, window.get("kernel_shape"))
-    windows = place_windows(x.shape[2:], kernel, **window)
-    x, w = _zero_centred(x, x_zero_point), _zero_centred(w, w_zero_point)
-    return _integer_convolution(x, w, windows, group)
+    windows = place_windows(spatial(x.shape, channels), kernel, **window)
+    room((x.shape[0], w.shape[1] * group, *windows.out, *windows.kernel), x.dtype)
+    x_zero_point, w_zero_point = _or_none(x_zero_point), _or_none(w_zero_point)
+    if x_zero_point is not None:
+        x_zero_point = x_zero_point.reshape(())
+    if w_zero_point is not None:
+        w_zero_point = w_zero_point.reshape(-1 if w_zero_point.size > 1 else ())
+    return lowering.integer_convolution(x, w, windows, group, x_zero_point, w_zero_point, channels)
 
 
 @op(
@@ -169,7 +157,7 @@ def qlinear_conv(
     x,
     x_scale,
     x_zero_point,
-    w,
+    w: Kernel,
     w_scale,
     w_zero_point,
     y_scale,
@@ -177,13 +165,14 @@ def qlinear_conv(
     b=None,
     *,
     group=1,
+    channels: Channels = 1,
     **window: Unpack[Convolved],
 ):
     """ConvInteger plus an int32 bias, rescaled, rounded to even and saturated to y's type."""
-    y = conv_integer(x, w, x_zero_point, w_zero_point, group=group, **window)
-    y = y if b is None else y + _channels(b, y.ndim)
+    y = conv_integer(x, w, x_zero_point, w_zero_point, group=group, channels=channels, **window)
+    y = y if b is None else y + _channels(b, y.ndim, channels)
     scale = x_scale * w_scale / y_scale
-    scale = _channels(scale, x.ndim) if scale.size > 1 else scale.reshape(())
+    scale = _channels(scale, x.ndim, channels) if scale.size > 1 else scale.reshape(())
     limits = np.iinfo(y_zero_point.dtype)
     rounded = jnp.round(y * scale) + y_zero_point.astype(np.float32).reshape(())
     return jnp.clip(rounded, limits.min, limits.max).astype(y_zero_point.dtype)

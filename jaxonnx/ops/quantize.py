@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxonnx._constraints import NotNegative
 from jaxonnx.errors import NodeError
-from jaxonnx.lowering import SMALL, Changed, LowRank, Packed
+from jaxonnx.lowering import SMALL, Changed, LowRank, Packed, integer_product
 from jaxonnx.ops.cast import convert
 from jaxonnx.ops.common import axis_of, element_dtype
 from jaxonnx.registry import Factor, Rounded, Through, is_known, op, xp
@@ -79,14 +79,14 @@ def _straight_through(value, ratio, zero_point):
 
 
 @jax.custom_jvp
-def _through(value, real):
+def with_gradient_of(value, real):
     """Return `value` in float32, with the derivative of `real`."""
     return convert(value, np.float32)
 
 
-@_through.defjvp
-def _through_jvp(primals, tangents):
-    return _through(*primals), tangents[1]
+@with_gradient_of.defjvp
+def _with_gradient_jvp(primals, tangents):
+    return with_gradient_of(*primals), tangents[1]
 
 
 @op(
@@ -200,7 +200,7 @@ def _packed(x, scale, zero_point, **options) -> Packed | None:
 def dequantize_linear(x: Through, scale, zero_point=None, *, axis=1, block_size=0, output_dtype=0):
     """(x - zero_point) * scale in the type of the result: `output_dtype` or that of `scale`."""
     dtype = element_dtype(output_dtype) if output_dtype else scale.dtype
-    y = _through(x.value, x.real) if isinstance(x, Rounded) else convert(x, np.float32)
+    y = with_gradient_of(x.value, x.real) if isinstance(x, Rounded) else convert(x, np.float32)
     x = x.value if isinstance(x, Rounded) else x
     wide = np.float64 if scale.dtype == np.float64 else np.float32
     scale = _granular(scale, x, axis, block_size).astype(wide)
@@ -224,13 +224,6 @@ def dynamic_quantize_linear(x):
     return _straight_through(y, x / scale, zero_point), scale, zero_point
 
 
-def _subtract_zero_point(x, zero_point, column):
-    """Subtract the zero point from `x`; a vector holds one per row of A, or column of B."""
-    wide = np.int32 if _is_integer(x.dtype) else np.float32
-    x = x.astype(wide)
-    return x if zero_point is None else x - _rows(zero_point, column).astype(wide)
-
-
 def _rows(value, column):
     return value.reshape(-1, 1) if value.ndim == 1 and value.size > 1 and not column else value
 
@@ -238,11 +231,11 @@ def _rows(value, column):
 @op("MatMulInteger", since=10)
 def matmul_integer(a, b, a_zero_point=None, b_zero_point=None):
     """`numpy.matmul` of 8-bit matrices less their zero points, accumulated in int32."""
-    a, b = (
-        _subtract_zero_point(a, a_zero_point, column=False),
-        _subtract_zero_point(b, b_zero_point, column=True),
-    )
-    return xp(a, b).matmul(a, b)
+    zeros = [
+        None if zero is None or (is_known(zero) and not zero.any()) else _rows(zero, column)
+        for zero, column in ((a_zero_point, False), (b_zero_point, True))
+    ]
+    return integer_product(a, b, *zeros)
 
 
 @op(

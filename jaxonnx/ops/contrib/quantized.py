@@ -21,13 +21,15 @@ from jaxonnx.ops.quantize import (
     dequantize_linear,
     dequantize_linear_13,
     dynamic_quantize_linear,
+    matmul_integer,
     quantize_linear,
+    with_gradient_of,
 )
 from jaxonnx.registry import Factor, Omissible, Rounded, Through, op
 
 
-def _dtype(x):
-    return (x.value if isinstance(x, Rounded) else x).dtype
+def _value(x):
+    return x.value if isinstance(x, Rounded) else x
 
 
 @op("QuantizeLinear", since=1, domain=DOMAIN, view=True)
@@ -58,7 +60,9 @@ def _binary(function):
         c_zero=None,
     ):
         c = function(dequantize_linear(a, a_scale, a_zero), dequantize_linear(b, b_scale, b_zero))
-        return quantize_linear(c, c_scale, np.zeros((), _dtype(a)) if c_zero is None else c_zero)
+        return quantize_linear(
+            c, c_scale, np.zeros((), _value(a).dtype) if c_zero is None else c_zero
+        )
 
     return apply
 
@@ -84,14 +88,18 @@ def qlinear_concat(y_scale, y_zero_point, *inputs, axis):
 
 
 def _scaled_product(a, a_scale, a_zero_point, b, b_scale, b_zero_point, bias):
-    """Multiply the centred integers, which float32 holds, by both scales and add the bias."""
+    """Multiply the integers less their zero points by both scales and add the bias.
+
+    The gradient is that of the product of the real numbers behind them.
+    """
     one = np.ones((), np.float32)
     stored = b.w if isinstance(b, LowRank) else b
-    y = matmul(
+    real = matmul(
         dequantize_linear(a, one, _row(a_zero_point), axis=-1),
         dequantize_linear_13(stored, one, _row(b_zero_point), axis=-1),
     )
-    y = y * (a_scale * b_scale)
+    exact = matmul_integer(_value(a), _value(stored), _row(a_zero_point), _row(b_zero_point))
+    y = with_gradient_of(exact, real) * (a_scale * b_scale)
     if isinstance(b, LowRank):
         y = y + b.change(dequantize_linear(a, a_scale, _row(a_zero_point), axis=-1))
     return y if bias is None else y + bias

@@ -29,7 +29,7 @@ from jaxonnx.ops.rnn import (
     sum_of_biases,
 )
 from jaxonnx.ops.windows import Convolved, Pooled
-from jaxonnx.registry import Omissible, Rounded, Through, op
+from jaxonnx.registry import Kernel, Omissible, Rounded, Through, op
 
 
 def _value(x):
@@ -121,7 +121,7 @@ def qlinear_conv_contrib(
     x,
     x_scale,
     x_zero_point,
-    w,
+    w: Kernel,
     w_scale,
     w_zero_point,
     y_scale,
@@ -133,8 +133,8 @@ def qlinear_conv_contrib(
     **window: Unpack[Convolved],
 ):
     """QLinearConv, of images (N, *D, C) with `channels_last`; the weight is as in Conv."""
-    y = qlinear_conv(
-        jnp.moveaxis(x, -1, 1) if channels_last else x,
+    return qlinear_conv(
+        x,
         x_scale,
         x_zero_point,
         w,
@@ -144,9 +144,9 @@ def qlinear_conv_contrib(
         y_zero_point,
         b,
         group=group,
+        channels=-1 if channels_last else 1,
         **window,
     )
-    return jnp.moveaxis(y, 1, -1) if channels_last else y
 
 
 def _matrix(x, scale, zero):
