@@ -12,6 +12,8 @@ from tests.support.paths import ROOT
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 APART = {"many_devices"}
 """What needs a kernel in which nothing has run: it chooses devices."""
+RUNS = {"language_model"}
+"""What takes longer to run than to compile."""
 START = """
 import os
 
@@ -19,7 +21,7 @@ import jax
 
 os.chdir({folder!r})
 jax.clear_caches()
-jax.config.update("jax_disable_most_optimizations", True)
+jax.config.update("jax_disable_most_optimizations", {quickly!r})
 get_ipython().run_line_magic("reset", "-f")
 """
 """What each begins with: without the names of the one before, whose imports it shares."""
@@ -52,7 +54,8 @@ def test_notebook(path, tmp_path, request):
 def execute(client, path, folder):
     client.nb = notebook = nbformat.read(path, as_version=4)
     client.reset_execution_trackers()
-    client.execute_cell(nbformat.v4.new_code_cell(START.format(folder=str(folder))), 0)
+    start = START.format(folder=str(folder), quickly=path.stem not in RUNS)
+    client.execute_cell(nbformat.v4.new_code_cell(start), 0)
     for number, cell in enumerate(notebook.cells):
         client.execute_cell(cell, number)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
