@@ -38,6 +38,8 @@ class Caches:
       values: the caches, as the file declares them.
       switches: further inputs that say how caches are used, with their values where there are none.
       omissible: the caches that only operators read which may do without.
+      joined: by the names of sizes that are open in the file: a value of that size, which Concat
+        joins to a cache, and its axis.
     """
 
     pairs: Mapping[str, str]
@@ -45,6 +47,7 @@ class Caches:
     values: tuple[Value, ...]
     switches: Mapping[str, np.ndarray]
     omissible: frozenset[str]
+    joined: Mapping[str, tuple[str, int]]
 
     @property
     def names(self) -> set[str]:
@@ -55,21 +58,25 @@ class Caches:
         """The switches as they are once caches have entries."""
         return {n: np.ones_like(x) if x.dtype == bool else x for n, x in self.switches.items()}
 
-    def empty(self, batch: int) -> dict[str, np.ndarray | None]:
+    def empty(self, batch: int, sizes: Mapping[str, int]) -> dict[str, np.ndarray | None]:
         """Return the values of these inputs before the first call.
 
         Caches that grow have no entries, others are zero.
 
+        Args:
+          sizes: those of the axes in `joined`, by name.
+
         Raises:
           InputError: the file does not say the size of a cache.
         """
-        return {**{value.name: self._empty(value, batch) for value in self.values}, **self.switches}
+        empty = {value.name: self._empty(value, batch, sizes) for value in self.values}
+        return {**empty, **self.switches}
 
-    def _empty(self, value: Value, batch: int) -> np.ndarray | None:
+    def _empty(self, value: Value, batch: int, sizes: Mapping[str, int]) -> np.ndarray | None:
         if value.name in self.omissible:
             return None
         constant = self.sizes[value.name]
-        shape = [batch, *(value.shape or ())[1:]]
+        shape = [batch, *(sizes.get(str(size), size) for size in (value.shape or ())[1:])]
         for axis, size in enumerate(shape):
             if not isinstance(size, int):
                 if size in constant or size is None:
@@ -104,7 +111,24 @@ def find_caches(graph: Graph, inputs: Sequence[Value]) -> Caches | None:
     values = tuple(kinds[name] for name in graph.inputs if name in pairs)
     types = dict(zip(graph.outputs, graph.output_types, strict=True))
     sizes = {name: _named_sizes(types[output]) for name, output in pairs.items()}
-    return Caches(pairs, sizes, values, switches, _omissible(graph, pairs))
+    joined = _find_joined(graph, {value.name: value for value in values}, sizes)
+    return Caches(pairs, sizes, values, switches, _omissible(graph, pairs), joined)
+
+
+def _find_joined(
+    graph: Graph, caches: Mapping[str, Value], sizes: Mapping[str, set[str]]
+) -> dict[str, tuple[str, int]]:
+    """Return `Caches.joined`, for sizes that both a cache and the output that continues it have."""
+    joined: dict[str, tuple[str, int]] = {}
+    for node in graph.nodes:
+        names = [name for name in node.inputs if name in caches]
+        if node.op.name != "Concat" or len(names) != 1 or len(node.inputs) != 2:
+            continue
+        (other,) = {*node.inputs} - {*names}
+        for axis, size in enumerate(caches[names[0]].shape or ()):
+            if axis and isinstance(size, str) and size in sizes[names[0]]:
+                joined.setdefault(size, (other, axis))
+    return joined
 
 
 def _named_sizes(kind: TypeProto | None) -> set[str]:

@@ -26,6 +26,7 @@ from jaxonnx._run.failures import at, compiling, warn
 from jaxonnx._run.fold_norms import Folds, fold_norms, folds
 from jaxonnx._run.overlay import Overlay
 from jaxonnx._run.scope import Context, run
+from jaxonnx._run.shapes import evaluate_sizes
 from jaxonnx.errors import NodeError, StaticError
 from jaxonnx.lowering import placed_as, store
 
@@ -268,7 +269,9 @@ class Program:
             about = (self.overlay, self._note, self.limit)
             context = Context(weights, key, training, renewed, *about)
             if self.caches is not None:
-                inputs = {**self.caches.empty(np.shape(inputs[graph.inputs[0]])[0]), **inputs}
+                batch = np.shape(inputs[graph.inputs[0]])[0]
+                sizes = evaluate_sizes(graph, self.caches.joined, inputs, context)
+                inputs = {**self.caches.empty(batch, sizes), **inputs}
             return _compilable(graph, run(graph, inputs, context)), renewed
 
         def specs(results, tensors, key, inputs):

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import onnx
 from onnx import ModelProto, TypeProto, helper
 
 from jaxonnx import _limits as limits
-from jaxonnx._graph.ancestors import behind
+from jaxonnx._graph.ancestors import ancestors, behind
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.values import Value, to_value
 from jaxonnx._io import save as saving
@@ -42,6 +43,28 @@ class Shapes:
 
     values: Mapping[str, Value]
     known: frozenset[str]
+
+
+def evaluate_sizes(
+    graph: Graph,
+    axes: Mapping[str, tuple[str, int]],
+    inputs: Mapping[str, Any],
+    context: Context,
+) -> dict[str, int]:
+    """Return the size of an axis of a value for each name; nothing is computed but shapes.
+
+    Args:
+      axes: the value and the axis, by name.
+      inputs: what the values depend on; further inputs of the graph may be missing.
+    """
+    sizes = {}
+    for name, (value, axis) in axes.items():
+        needed = ancestors(graph.nodes, [value])
+        nodes = tuple(node for node in graph.nodes if not needed.isdisjoint(node.outputs))
+        part = replace(graph, nodes=nodes, outputs=(value,))
+        (kind,) = jax.eval_shape(partial(run, part, inputs, replace(context, updates=None)))
+        sizes[name] = kind.shape[axis]
+    return sizes
 
 
 def evaluate_shapes(proto: ModelProto, graph: Graph, tensors: Mapping[str, Any]) -> Shapes | None:

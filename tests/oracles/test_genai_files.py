@@ -45,6 +45,8 @@ class Decoder:
             for value in node.input[3:5]
         }
         self.slides = bool(sliding)
+        # in half precision on a CPU the mask is that of whole prompts, or of one step
+        self.takes_chunks = any(node.op_type == "GroupQueryAttention" for node in nodes)
         self.caches = {}
         for value in self.session.get_inputs():
             if value.name.startswith("past"):
@@ -99,17 +101,19 @@ def check_decoding(path):
     if not decoder.slides:  # onnxruntime takes no prompts of several lengths for these
         decoder.check(IDS, [12, 7], keep=False)
     decoder.check(IDS[:1, :10])  # beyond the window
-    decoder.check(IDS[1:, :3])
+    if decoder.takes_chunks:
+        decoder.check(IDS[1:, :3])
     decoder.check(IDS[1:, 3:4])
 
 
-def check_training(path, loss, atol):
+def check_training(path, loss, atol, lora=None):
     """The first loss is that of transformers, it falls, and the tuned file is as the first one."""
     model = jaxonnx.load(path)
     data = {"input_ids": IDS}
     told = jaxonnx.evaluate(model, data, loss="causal_lm", metrics=[])
     assert told["loss"] == pytest.approx(loss, abs=atol)
-    result = jaxonnx.train(model, data, loss="causal_lm", optimizer=optax.adam(3e-3), epochs=8)
+    adam = optax.adam(3e-3)
+    result = jaxonnx.train(model, data, loss="causal_lm", optimizer=adam, epochs=8, lora=lora)
     losses = result.history.losses
     assert np.isfinite(losses).all()
     assert losses[-1] < losses[0] - 0.2
@@ -178,4 +182,6 @@ def test_what_the_builder_writes(architecture, variant, tmp_path):
     check_decoding(path)
     atol = {"fp32": 1e-4, "fp16": 2e-2, "int4": 0.5}[precision]
     atol = 5e-2 if variant == "int8_cache" else atol
-    check_training(path, genai_builder.loss_of(network, IDS.tolist()), atol)
+    # of integers only norms would be trained, and with tied embeddings nothing else
+    lora = jaxonnx.LoRA(rank=4, where="all-linear") if precision == "int4" else None
+    check_training(path, genai_builder.loss_of(network, IDS.tolist()), atol, lora)

@@ -61,6 +61,7 @@ STORED = {
     "phi3": ("int4", "cpu", [*QUANTIZED, "kv_cache_quant_scheme=int8_per_tensor"]),
     "llama": ("fp32", "webgpu", ["use_webgpu_fp32=true", "enable_webgpu_graph=true"]),
     "qwen2": ("fp16", "cuda", ["prune_lm_head=true"]),
+    "qwen3": ("fp16", "cpu", []),
 }
 """The files in `FOLDER`: precision, execution provider and options of each."""
 
