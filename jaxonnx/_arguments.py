@@ -266,6 +266,28 @@ class DataArguments(TypedDict, total=False):
     """The number of examples in a batch; 32 by default, or what the model's inputs are fixed to.
 
     It applies to data in one piece; batches of an iterable are taken as they are."""
+    fixed: Annotated[
+        Mapping[str, Any] | None,
+        Argument(
+            form="fills",
+            resume=True,
+            needs_loss=True,
+            words="The value of an input that is the same for all examples",
+        ),
+    ]
+    """The values of inputs that are the same for all examples, by input name, like {"fmin": 50.0}.
+
+    They hold in training, validation and evaluation, and are no part of the data. What has one axis
+    less than the input, whose first axis is open, is repeated for each example. The saved file has
+    all its inputs (`Model.with_fixed_inputs`)."""
+    batching: Annotated[Mapping[str, None] | None, Argument(resume=True)]
+    """The inputs that have no axis of examples, like {"nodes": None, "edges": None} for a graph.
+
+    Each batch passes them whole, beside inputs and targets that have as many rows as there are
+    examples; losses and weights count the rows of the targets. Batches of an iterable may have
+    other sizes each, for which a program is compiled, and nothing fills them up. Of data in one
+    piece such an input goes with every batch; if all inputs are such, the data are one batch in the
+    order that they have."""
     pad: Annotated[
         Mapping[str, Any] | None,
         Argument(

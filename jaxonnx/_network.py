@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from onnx import GraphProto, ModelProto
+from onnx import GraphProto, ModelProto, ValueInfoProto
 
 from jaxonnx._graph import exporter_hints
 from jaxonnx._graph.bind import Graph
@@ -74,13 +74,13 @@ class Network:
     @cached_property
     def inputs(self) -> tuple[Value, ...]:
         """The inputs that a call must give, in order."""
-        wanted = set(self.graph.inputs)
-        return tuple(to_value(v) for v in self.proto.graph.input if v.name in wanted)
+        return self._declared(self.proto.graph.input, {*self.graph.inputs})
 
     @cached_property
     def _defaults(self) -> frozenset[str]:
         """Inputs with an initializer as their default: they may be passed by name."""
-        return frozenset(v.name for v in self.proto.graph.input) - set(self.graph.inputs)
+        names = frozenset(v.name for v in self.proto.graph.input)
+        return names - {*self.graph.inputs, *self.program.fixed}
 
     @cached_property
     def _input_names(self) -> frozenset[str]:
@@ -89,8 +89,13 @@ class Network:
     @cached_property
     def outputs(self) -> tuple[Value, ...]:
         """The outputs, in file order."""
-        wanted = {*self.graph.outputs}
-        return tuple(to_value(v) for v in self.proto.graph.output if v.name in wanted)
+        return self._declared(self.proto.graph.output, {*self.graph.outputs})
+
+    def _declared(self, values: Iterable[ValueInfoProto], names: set[str]) -> tuple[Value, ...]:
+        """Return those that the program has, with the axis that it puts before the others."""
+        found = (to_value(v) for v in values if v.name in names)
+        found = (v.with_batch_axis() if self.program.mapped else v for v in found)
+        return tuple(replace(v, whole=v.name in self.program.unsplit) for v in found)
 
     @property
     def sparsity(self) -> Recorded | None:

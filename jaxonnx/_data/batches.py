@@ -8,6 +8,7 @@ examples only, though the loss does not count the fill.
 
 import warnings
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -64,6 +65,7 @@ def as_pair(
     if labels and padding.next_token and not jax.tree.leaves(targets):
         targets = next_tokens(inputs, values, padding.ignored, what)
     named = [(f"input {n!r}", a) for n, a in zip(names, inputs, strict=True)]
+    whole = {f"input {value.name!r}" for value in values if value.whole}
     named += [
         (f"the targets{jax.tree_util.keystr(path)}", a)
         for path, a in jax.tree_util.tree_leaves_with_path(targets)
@@ -78,17 +80,38 @@ def as_pair(
                 else ""
             )
             raise TrainingError(f"{what}: {name} must be numbers, and is {array.dtype}{remedy}")
-        if not array.ndim:
-            raise TrainingError(
-                f"{what}: {name} must have the examples along the first axis; make batches of "
-                "single examples"
-            )
-    if len({len(a) for _, a in named}) > 1:
-        lengths = ", ".join(f"{n} {len(a)}" for n, a in named)
-        raise TrainingError(f"{what} has different numbers of examples: {lengths}")
-    if not len(inputs[0]):
+        if not array.ndim and name not in whole:
+            raise TrainingError(f"{what}: {name} is one number; {_without_examples(name)}")
+    counts = {name: len(a) for name, a in named if name not in whole}
+    if len({*counts.values()}) > 1:
+        lengths = ", ".join(f"{n} {count}" for n, count in counts.items())
+        usual = Counter(counts.values()).most_common(1)[0][0]
+        odd = next(n for n, count in counts.items() if count != usual)
+        raise TrainingError(
+            f"{what} has different numbers of examples: {lengths}"
+            + (f"; {_without_examples(odd)}" if odd.startswith("input") else "")
+        )
+    if not all(counts.values()):
         raise TrainingError(f"{what} has no examples")
     return inputs, targets
+
+
+def _without_examples(column: str) -> str:
+    """Return the ways out for a column that has not one row for each example."""
+    if not column.startswith("input"):
+        return "targets have the examples along the first axis, one at least"
+    name = column.removeprefix("input ")
+    return (
+        f"fixed={{{name}: value}} gives an input one value for all examples (leave it out of the "
+        f"data), and batching={{{name}: None}} passes it whole with each batch"
+    )
+
+
+def count_examples(inputs: Sequence[Any], targets: Any, values: Sequence[Value]) -> int:
+    """Return the number of examples of a batch; inputs that are passed whole do not count."""
+    pairs = zip(values, inputs, strict=True)
+    rows = next((x for value, x in pairs if not value.whole), None)
+    return np.shape(next(iter(jax.tree.leaves(targets))) if rows is None else rows)[0]
 
 
 def split_inputs(
@@ -142,7 +165,8 @@ def _split_pair(given: Any, names: list[str], what: str, spare: Collection[str])
     if missing := [name for name in names if name not in given and name not in spare]:
         raise TrainingError(
             f"{what} has {', '.join(map(repr, given)) or 'nothing'}; it lacks the model's "
-            f"{'input' if len(missing) == 1 else 'inputs'} {', '.join(map(repr, missing))}"
+            f"{'input' if len(missing) == 1 else 'inputs'} {', '.join(map(repr, missing))} "
+            f"(fixed={{{missing[0]!r}: value}} gives an input one value for all examples)"
         )
     targets = {name: value for name, value in given.items() if name not in names}
     inputs = {name: given[name] for name in names if name in given}
@@ -244,14 +268,22 @@ class Examples(Source):
 class Arrays(Examples):
     """All examples as arrays; `inputs` is a tuple in the order of the model's."""
 
+    whole: Sequence[bool] = field(default=(), kw_only=True)
+    """Which inputs are passed as they are with each batch; none by default."""
+
     def contents(self) -> Sequence[np.ndarray]:
         return jax.tree.leaves((self.inputs, self.targets))
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        arrays, form = jax.tree.flatten((self.inputs, self.targets))
+        whole = self.whole or (False,) * len(self.inputs)
+        split = [x for x, kept in zip(self.inputs, whole, strict=True) if not kept]
+        arrays, form = jax.tree.flatten((split, self.targets))
         memories = [Memory(array, self.size) for array in arrays]
         for rows, weight in self.rows_of_batches(epoch, start):
-            inputs, targets = form.unflatten([memory.rows(rows) for memory in memories])
+            some, targets = form.unflatten([memory.rows(rows) for memory in memories])
+            parts = iter(some)
+            pairs = zip(self.inputs, whole, strict=True)
+            inputs = tuple(x if kept else next(parts) for x, kept in pairs)
             yield Batch(inputs, targets, weight)
 
 
@@ -305,6 +337,9 @@ class Stream(Source):
                 names = [value.name for value in self.values]
                 given, weights = split_weights(given, names, self.target_names)
             pair = as_pair(given, self.values, what, self.labels, self.padding)
+            if any(value.whole for value in self.values):
+                yield self._batch_as_it_is(pair, weights, what, latest)
+                continue
             columns = self.padding.sequences(*pair, self.values, what, whole=False)
             if columns is not None:
                 pair = columns.rows(np.arange(len(pair[0][0])))
@@ -334,10 +369,23 @@ class Stream(Source):
                 f"{self.what} has no batches in epoch {epoch + 1}{hint if epoch else ''}"
             )
 
-    def _warn(self) -> None:
+    def _batch_as_it_is(self, pair: Any, weights: Any, what: str, latest: dict[Any, Any]) -> Batch:
+        """Return a batch with inputs that are passed whole: nothing fills it up."""
+        inputs, targets = pair
+        count = count_examples(inputs, targets, self.values)
+        shape = tuple(x.shape for x in jax.tree.leaves(pair))
+        if shape not in latest and len(latest) == _SHAPES:
+            self._warn("pad graphs to a few sizes, with the weight 0 for what fills them")
+        latest[shape] = None
+        ones = np.ones(count, np.float32)
+        return Batch(
+            inputs, targets, ones if weights is None else checked_weights(weights, count, what)
+        )
+
+    def _warn(self, remedy: str = "length_buckets=(32, 64, 128) fills them up to a few") -> None:
         warnings.warn(
             f"{self.what} has batches of more than {_SHAPES} shapes, and a program is compiled for "
-            "each; length_buckets=(32, 64, 128) fills them up to a few",
+            f"each; {remedy}",
             stacklevel=3,
         )
 

@@ -10,7 +10,14 @@ import jax
 import numpy as np
 
 from jaxonnx import _safe_read
-from jaxonnx._data.batches import Arrays, Source, Stream, as_pair
+from jaxonnx._data.batches import (
+    Arrays,
+    Source,
+    Stream,
+    as_pair,
+    count_examples,
+    drop_targets,
+)
 from jaxonnx._data.padded import Padded
 from jaxonnx._data.ragged import PLAIN, Padding
 from jaxonnx._data.weights import checked_weights, split_weights
@@ -51,10 +58,16 @@ def examples_of(
         whole |= isinstance(data, tuple) or hasattr(data, "__array__")
     if whole:
         arrays, targets = as_pair(data, inputs, what, labels, padding)
-        rows, size = np.arange(len(arrays[0])), size_of_batches(inputs, batch_size)
+        rows = np.arange(count_examples(arrays, targets, inputs))
+        if all(value.whole for value in inputs):  # a graph: its targets keep their order
+            batch_size, seed = len(rows), None
+        size = size_of_batches(inputs, batch_size)
         if weights is not None:
             weights = checked_weights(weights, len(rows), what)
-        _check_batch(arrays, targets, size)
+        _check_batch(arrays, targets, size, len(rows))
+        whole = [value.whole for value in inputs]
+        if any(whole):
+            return Arrays(arrays, targets, size, seed, rows, weights=weights, whole=whole)
         columns = padding.sequences(arrays, targets, inputs, what, whole=True)
         if columns is not None:
             return Padded(None, None, size, seed, rows, columns, weights=weights)
@@ -67,6 +80,41 @@ def examples_of(
             f"{type(data).__name__}"
         )
     return Stream(data, inputs, what, labels=labels, padding=padding, target_names=target_names)
+
+
+def lacks_batch_axis(data: Any, inputs: Sequence[Value]) -> bool:
+    """Check whether inputs are declared for one example, and data has several along a first axis.
+
+    Args:
+      data: arrays, a file with them, or a list of batches; of others nothing is known before they
+        are read.
+    """
+    if isinstance(data, str | os.PathLike):
+        sizes = [value.shape[0] for value in inputs if value.shape]
+        if not any(isinstance(size, int) and size > 1 for size in sizes):
+            return False  # a file is not read twice for what is rare
+        data = table(data) if os.path.isfile(data) else None
+    pair = isinstance(data, tuple) and len(data) in (2, 3)
+    if isinstance(data, list) and data:
+        data = data[0]
+    elif not (isinstance(data, Mapping) or pair or hasattr(data, "shape")):
+        return False
+    names = [value.name for value in inputs]
+    weighed = isinstance(data, tuple) and len(data) == 3 != len(names)
+    x = drop_targets(data[:2] if weighed else data, names)
+    if isinstance(x, Mapping):
+        x = tuple(x.get(name) for name in names)
+    arrays = x if isinstance(x, tuple) else (x,)
+    return len(arrays) == len(inputs) > 0 and all(map(_has_further_axis, arrays, inputs))
+
+
+def _has_further_axis(array: Any, value: Value) -> bool:
+    """Check whether an array has one axis more than an input, before axes that fit it."""
+    shape = getattr(array, "shape", None)
+    if shape is None or value.shape is None or value.whole or len(shape) != len(value.shape) + 1:
+        return False
+    sizes = zip(shape[1:], value.shape, strict=True)
+    return all(not isinstance(wanted, int) or wanted == size for size, wanted in sizes)
 
 
 def table(path: str | os.PathLike) -> Mapping[str, Any]:
@@ -116,7 +164,7 @@ SOURCES: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any]], ...] = (
 
 def size_of_batches(inputs: Sequence[Value], wanted: int | None) -> int:
     """Return the batch size: that of the file if fixed, else `wanted`, else 32."""
-    fixed = [value.shape[0] for value in inputs if value.shape]
+    fixed = [value.shape[0] for value in inputs if value.shape and not value.whole]
     size = next((size for size in fixed if isinstance(size, int)), None)
     if size is None:
         return 32 if wanted is None else wanted
@@ -128,10 +176,10 @@ def size_of_batches(inputs: Sequence[Value], wanted: int | None) -> int:
     return size
 
 
-def _check_batch(arrays: Any, targets: Any, size: Any) -> None:
+def _check_batch(arrays: Any, targets: Any, size: Any, count: int) -> None:
     """Refuse batches that this machine cannot hold."""
     columns = [getattr(x, "values", x) for x in (*arrays, *jax.tree.leaves(targets))]
-    needed = size * sum(x.nbytes for x in columns) // len(arrays[0]) if isinstance(size, int) else 0
+    needed = size * sum(x.nbytes for x in columns) // count if isinstance(size, int) else 0
     if needed > machine():
         raise TrainingError(
             f"batch_size={size}: a batch of these examples takes {amount(needed)} of memory, and "

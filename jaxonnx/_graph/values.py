@@ -1,7 +1,9 @@
 """Inputs and outputs as the file declares them, and arguments checked against them."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -25,6 +27,12 @@ class Value:
     name: str
     dtype: np.dtype | None
     shape: tuple[int | str | None, ...] | None
+    whole: bool = False
+    """Whether an input has no axis of examples: it is passed whole with each batch (`batching`)."""
+
+    def with_batch_axis(self) -> Value:
+        """Return the value of several examples."""
+        return self if self.shape is None else replace(self, shape=("batch", *self.shape))
 
     def __str__(self) -> str:
         shape = (
@@ -35,6 +43,47 @@ class Value:
         return f"{self.name}: {self.dtype or 'sequence, map or optional'}[{shape}]"
 
 
+@dataclass(frozen=True)
+class FixedInput:
+    """The value of an input in all evaluations."""
+
+    array: np.ndarray
+    each: bool
+    """Whether it is that of one example, and the input has an axis of examples before it."""
+
+    def repeat(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Return the value for a batch, given the shape of another input."""
+        return np.repeat(self.array[None], shape[0], 0) if self.each else self.array
+
+
+def fix_inputs(values: Iterable[Value], given: Mapping[str, Any]) -> dict[str, FixedInput]:
+    """Return values for inputs, in the types of the file.
+
+    A value of one axis less than the input, whose first axis is open, is that of each example.
+
+    Raises:
+      InputError: there is no such input, or a value does not fit it.
+    """
+    declared, found = {value.name: value for value in values}, {}
+    for name, array in given.items():
+        if name not in declared:
+            raise InputError(
+                f"fixed={{{name!r}: ...}}: the model has no input '{name}'; it has "
+                f"{list_values([*declared.values()])}"
+            )
+        value = declared[name]
+        if isinstance(array, bool | int | float | list | tuple):
+            array = fit(replace(value, shape=None), array, {})
+        array = np.asarray(array)
+        shape = value.shape
+        each = shape is not None and len(shape) == array.ndim + 1 and not isinstance(shape[0], int)
+        if shape is not None and array.size == 1 and all(size == 1 for size in shape):
+            array = array.reshape(len(shape) * (1,))  # a number, whatever the rank
+        one = replace(value, shape=shape[1:]) if each and shape is not None else value
+        found[name] = FixedInput(np.asarray(fit(one, array, {})), each)
+    return found
+
+
 def hint_at_image(values: Iterable[Value], size: int) -> str:
     """Return what to say where the first axis of an input may be its channels, not the batch."""
     for value in values:
@@ -42,7 +91,7 @@ def hint_at_image(values: Iterable[Value], size: int) -> str:
         if len(shape) == 3 and shape[0] == size and size in (3, 4):
             return (
                 f". Or is '{value.name}' {[*shape]} one image of {size} channels, without a batch? "
-                "Then jax.vmap(model) takes several, and training needs an export with a batch axis"
+                "Then model.with_batch_axis() takes several, and jaxonnx.train does so by itself"
             )
     return ""
 

@@ -3,8 +3,8 @@
 Without dynamic axes an exporter writes the batch size of its example into targets of Reshape and
 initial states of recurrent layers. Two evaluations on shapes, one with the file's size and one with
 another, tell which axis of every value is the batch; a target that holds the size gets a -1 in its
-place. If there are several places to choose from, the new graph is run on two batches in one, and
-must give what the old one gives for each.
+place. If there are several places to choose from, or a proof is asked for, the new graph is run on
+two batches in one, and must give what the old one gives for each.
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ _WAY_OUT = (
 
 
 def free_batch(
-    proto: ModelProto, program: Program, params: Mapping[str, Any], state: Mapping[str, Any]
+    proto: ModelProto,
+    program: Program,
+    params: Mapping[str, Any],
+    state: Mapping[str, Any],
+    *,
+    prove: bool = False,
 ) -> tuple[ModelProto, dict[str, np.ndarray]]:
     """Open the first axis of the inputs; return the new file and the constants that it adds.
 
@@ -50,9 +55,12 @@ def free_batch(
       proto: the file.
       program: its program, which evaluates it.
       params, state: the other tensors of the program.
+      prove: compare both files on random numbers in any case, and demand that each output has the
+        batch along its first axis.
 
     Raises:
-      InputError: a node fixes the batch in a way that cannot be opened; the message names it.
+      InputError: a node fixes the batch in a way that cannot be opened; the message names it. Or
+        the comparison fails, or shows nothing.
     """
     inputs = [to_value(v) for v in proto.graph.input if v.name in program.graph.inputs]
     sizes = {v.name: v.shape[0] for v in inputs if v.shape and isinstance(v.shape[0], int)}
@@ -61,16 +69,20 @@ def free_batch(
     if len({*sizes.values()}) > 1:
         raise InputError(f"the first axes of the inputs are not one batch: {sizes}; {_WAY_OUT}")
     (size,) = {*sizes.values()}
-    tensors = {**program.constants, **state, **params}
+    # inputs with one value, which are no weights of the graph
+    fixed = {n: x.array for n, x in program.fixed.items() if not x.each}
+    tensors = {**program.constants, **fixed, **state, **params}
     changes = _find(program.graph, inputs, tensors, size)
     result = ModelProto()
     result.CopyFrom(proto)
     _declare(result.graph, [*sizes], changes, size)
     added = {_input_name(*at): value for at, value in changes.inputs.items()}
-    if changes.ambiguous:
+    if prove:
+        _check_outputs(program.graph, changes)
+    if prove or changes.ambiguous:
         graph = bind(result, result.graph, {*tensors, *added})
         new = replace(program, graph=graph, constants={**program.constants, **added})
-        _compare(program, new, params, state, inputs, changes, size)
+        _compare(program, new, params, state, inputs, changes, prove=prove)
     return result, added
 
 
@@ -190,7 +202,8 @@ def _trace(
     shapes: dict[str, Shape] = {}
 
     def body(arguments):
-        scope = Scope(graph, Context(tensors, jax.random.key(0), False), None, arguments)
+        given = {n: tensors[n] for n in tensors.keys() - {*graph.weights}} | arguments
+        scope = Scope(graph, Context(tensors, jax.random.key(0), False), None, given)
         for node in graph.nodes:
             node = visit(node, scope)
             try:
@@ -252,6 +265,18 @@ def _declare(graph: GraphProto, inputs: list[str], changes: _Changes, size: int)
         graph.node.append(node)
 
 
+def _check_outputs(graph: Graph, changes: _Changes) -> None:
+    """Refuse outputs whose first axis is not the batch: they mix the examples."""
+    for name in graph.outputs:
+        old, new = changes.outputs.get(name, ((), ()))
+        moved = [axis for axis, (a, b) in enumerate(zip(old, new, strict=False)) if a != b]
+        if moved != [0]:
+            raise InputError(
+                f"the output '{name}' {[*old]} does not have the batch along its first axis; "
+                f"{_WAY_OUT}"
+            )
+
+
 def _compare(
     old: Program,
     new: Program,
@@ -259,14 +284,18 @@ def _compare(
     state: Mapping[str, Any],
     inputs: list[Value],
     changes: _Changes,
-    size: int,
+    *,
+    prove: bool,
 ) -> None:
     """Run both on random numbers: two batches in one must give what each gives alone."""
+    batched = {v.name for v in inputs if v.shape and isinstance(v.shape[0], int)}
     draw = np.random.default_rng(0)
-    halves = []
+    halves: list[dict[str, np.ndarray]] = []
     for _ in range(2):
-        half = {}
+        half = {} if not halves else {n: x for n, x in halves[0].items() if n not in batched}
         for v in inputs:
+            if v.name in half:
+                continue
             assert v.shape is not None
             assert v.dtype is not None
             shape = tuple(d for d in v.shape if isinstance(d, int))
@@ -274,7 +303,6 @@ def _compare(
             drawn = draw.integers(0, 2, shape) if whole else draw.standard_normal(shape)
             half[v.name] = np.asarray(drawn, jax.dtypes.canonicalize_dtype(v.dtype))
         halves.append(half)
-    batched = {v.name for v in inputs if v.shape and v.shape[0] == size}
     both = {
         n: np.concatenate([half[n] for half in halves]) if n in batched else x
         for n, x in halves[0].items()
@@ -285,10 +313,26 @@ def _compare(
         a, b = changes.outputs.get(name, ((), ()))
         axes = [axis for axis, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
         if len(axes) == 1:
-            together = np.concatenate([np.asarray(x) for x in expected], axes[0])
-            if not np.allclose(np.asarray(result), together, rtol=1e-2, atol=1e-3):
-                listed = ", ".join(f"'{first}'" for first, _ in changes.inputs)
+            one, other = (np.asarray(x) for x in expected)
+            if prove and np.array_equal(one, other) and one.dtype.kind == "f":
                 raise InputError(
-                    f"the batch cannot be told from other axes in the Reshape of {listed}: two "
-                    f"batches in one give other values of '{name}' than each of them; {_WAY_OUT}"
+                    f"two batches of random numbers have the same '{name}', which shows nothing; "
+                    f"{_WAY_OUT}"
                 )
+            if not _agree(np.asarray(result), one, other, axes[0]):
+                listed = ", ".join(f"'{first}'" for first, _ in changes.inputs)
+                where = f"cannot be told from other axes in the Reshape of {listed}"
+                raise InputError(
+                    f"the batch {where if listed else 'is not an axis of its own'}: two batches in "
+                    f"one give other values of '{name}' than each of them; {_WAY_OUT}"
+                )
+
+
+def _agree(result: np.ndarray, one: np.ndarray, other: np.ndarray, axis: int) -> bool:
+    """Check whether a result is that of two batches, to a hundredth of what they differ by."""
+    expected = np.concatenate([one, other], axis)
+    if expected.dtype.kind != "f":
+        return np.allclose(result, expected, rtol=1e-2)
+    size, apart = (np.max(np.abs(x), initial=0) for x in (expected, one - other))
+    bound = max(apart / 100, 32 * np.finfo(expected.dtype).eps * size)
+    return result.shape == expected.shape and bool(np.all(np.abs(result - expected) <= bound))

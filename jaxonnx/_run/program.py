@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -20,7 +21,7 @@ from jaxonnx._graph.all_steps import keep_all_steps
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.caches import Caches
 from jaxonnx._graph.uses import uses
-from jaxonnx._graph.values import data
+from jaxonnx._graph.values import FixedInput, data
 from jaxonnx._limits import compilable
 from jaxonnx._run.failures import at, compiling, warn
 from jaxonnx._run.fold_norms import Folds, fold_norms, folds
@@ -100,6 +101,12 @@ class Program:
     """The caches that are empty in each evaluation, and no inputs."""
     whole: Graph | None = None
     """The graph with all inputs and outputs of the file, where this one lacks some."""
+    fixed: Mapping[str, FixedInput] = field(default_factory=dict)
+    """The inputs that have one value in each evaluation, and are no inputs."""
+    unsplit: frozenset[str] = frozenset()
+    """The inputs that have no axis of examples (`Value.whole`)."""
+    mapped: bool = False
+    """Whether inputs and outputs have an axis of examples before those of the graph."""
     sparse: Mapping[str, int] = field(default_factory=dict)
     """The 2:4 matrices among the parameters whose products are sparse in inference, and their
     input axes."""
@@ -132,11 +139,33 @@ class Program:
         graph = keep_all_steps(self.graph, output, self.constants)
         return replace(self, graph=graph, whole=self.whole or self.graph)
 
+    def fix(self, values: Mapping[str, FixedInput]) -> Program:
+        """Return a program some of whose inputs have one value; `restore` takes it back."""
+        inputs = tuple(name for name in self.graph.inputs if name not in values)
+        graph, fixed = replace(self.graph, inputs=inputs), {**self.fixed, **values}
+        return replace(self, graph=graph, fixed=fixed, whole=self.whole or self.graph)
+
+    def passing_whole(self, names: Collection[str]) -> Program:
+        """Return a program with inputs that have no axis of examples; `restore` takes it back."""
+        return replace(self, unsplit=frozenset(names), whole=self.whole or self.graph)
+
+    def vmap(self) -> Program:
+        """Return a program of several examples, from a graph of one; `restore` takes it back."""
+        return replace(self, mapped=True, whole=self.whole or self.graph)
+
     def restore(self) -> Program:
         """Return the program of all inputs and outputs."""
-        return (
-            self if self.whole is None else replace(self, graph=self.whole, whole=None, caches=None)
-        )
+        if self.whole is None:
+            return self
+        as_loaded: Any = {"whole": None, "caches": None, "fixed": {}, "mapped": False}
+        return replace(self, graph=self.whole, unsplit=frozenset(), **as_loaded)
+
+    def rebind(self, graph: Graph, constants: Mapping[str, Any]) -> Program:
+        """Return the program of a changed graph, with the same fixed, whole and mapped inputs."""
+        new = replace(self.restore(), graph=graph, constants=constants)
+        new = new.fix(self.fixed) if self.fixed else new
+        new = new.passing_whole(self.unsplit) if self.unsplit else new
+        return new.vmap() if self.mapped else new
 
     def draws(self, training: bool) -> bool:
         """Check whether an evaluation draws random numbers; Dropout does in training only."""
@@ -244,6 +273,8 @@ class Program:
                     values = parts.compiled(params, state, key, traced, training=training)
                 break
             except StaticError as error:
+                if self.mapped:
+                    raise  # node by node, single values would not be known either
                 plan = self._plan = plan.giving_way(error, arrays)
         if parts.rest is None:
             return values
@@ -262,17 +293,30 @@ class Program:
     ) -> tuple:
         """Evaluate a graph of this program; outputs are sharded as the inputs are."""
 
-        def evaluate(tensors, key, inputs):
+        def evaluate_once(tensors, key, inputs):
             renewed = None if updates is None else {}
             tensors = {**self.constants, **tensors}
             weights = tensors if self.adaption is None else self.adaption(tensors)
             about = (self.overlay, self._note, self.limit)
             context = Context(weights, key, training, renewed, *about)
+            if self.fixed:
+                shapes = (np.shape(inputs[n]) for n in graph.inputs if n not in self.unsplit)
+                shape = next(shapes, (1,))
+                inputs = {**{n: x.repeat(shape) for n, x in self.fixed.items()}, **inputs}
             if self.caches is not None:
                 batch = np.shape(inputs[graph.inputs[0]])[0]
                 sizes = evaluate_sizes(graph, self.caches.joined, inputs, context)
                 inputs = {**self.caches.empty(batch, sizes), **inputs}
             return _compilable(graph, run(graph, inputs, context)), renewed
+
+        def evaluate(tensors, key, inputs):
+            if not self.mapped:
+                return evaluate_once(tensors, key, inputs)
+            count = np.shape(inputs[graph.inputs[0]])[0]
+            keys, axis = (None, None) if key is None else (jax.random.split(key, count), 0)
+            each = jax.vmap(partial(evaluate_once, tensors), in_axes=(axis, 0))
+            outputs, renewed = each(keys, inputs)
+            return outputs, renewed and {name: x.mean(0) for name, x in renewed.items()}
 
         def specs(results, tensors, key, inputs):
             outputs, renewed = results

@@ -96,6 +96,7 @@ _EXAMPLES = [
     ),
 ]
 _PADDING = declared_flags(DataArguments, names=("pad", "length_buckets"))
+_FIXED = declared_flags(DataArguments, names=("fixed",))
 _OUTPUT = Flag(
     "-o --output --out",
     "the .onnx to write, or a packed .npz, or the folder for a language model of one",
@@ -142,7 +143,7 @@ _RESUME_ANYWAY = Flag(
 _REPORT = Flag("--report", "an .html page: curves, layers, confusion matrix, settings", FILE)
 
 
-def _training(model: Sequence[Flag]) -> dict[str, Sequence[Flag]]:
+def _training(model: Sequence[Flag], without: Sequence[str] = ()) -> dict[str, Sequence[Flag]]:
     """Return the groups of flags of a command that trains, with those of the model."""
     return {
         "": [*_EXAMPLES, _OUTPUT, _EXPLAIN],
@@ -150,7 +151,7 @@ def _training(model: Sequence[Flag]) -> dict[str, Sequence[Flag]]:
         "model": model,
         "step": [*declared_flags(StepArguments), _DISTRIBUTED],
         "run": [*declared_flags(RunArguments), _RESUME_ANYWAY, _REPORT],
-        "data": declared_flags(DataArguments),
+        "data": declared_flags(DataArguments, without=without),
         **_READING,
         **_PICTURES,
     }
@@ -188,6 +189,7 @@ VERBS: Mapping[str, Verb] = {
                     "run so many at a time; otherwise all at once, or 32 pictures or texts",
                     COUNT,
                 ),
+                *_FIXED,
             ],
             "sequences of unequal length, which a .jsonl may have": _PADDING,
             **_READING,
@@ -227,7 +229,8 @@ VERBS: Mapping[str, Verb] = {
         "train with transposable 2:4 weights",
         "jaxonnx sparsify net.onnx data.npz -o sparse.onnx --dense 2 --dynamic 6 --fixed 2",
         {
-            **_training(declared_flags(ModelArguments, without=("lora",))),
+            # whose --fixed is a phase
+            **_training(declared_flags(ModelArguments, without=("lora",)), without=("fixed",)),
             "sparsity": [
                 Flag("--pattern", "N:M along both axes", {"default": "2:4"}),
                 Flag(

@@ -84,7 +84,7 @@ def data(path: Path, model: Model, options: argparse.Namespace) -> tuple[Any, bo
     """
     if path.is_dir() or is_text(path):
         return path, False
-    model = model.without_cache()
+    model = fix(model.without_cache(), options)
     values = table(path)
     found = columns(path, [*values], model)
     if not found.targets and not (options.loss and find(options.loss).next_token):
@@ -99,6 +99,12 @@ def data(path: Path, model: Model, options: argparse.Namespace) -> tuple[Any, bo
     prepare = preparation(model, options)
     where = images.layout(model, prepare.size)
     return (pictures.batch(x, prepare, where), *rest), True
+
+
+def fix(model: Model, options: argparse.Namespace) -> Model:
+    """Return a model without the inputs that `--fixed` gives a value; of `sparsify` it is none."""
+    given = getattr(options, "fixed", None)
+    return model.with_fixed_inputs(dict(given)) if isinstance(given, list) else model
 
 
 def inputs(path: Path, model: Model) -> dict[str, Any]:

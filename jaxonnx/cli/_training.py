@@ -207,6 +207,8 @@ def _settings(
         "preprocess": preprocess,
         "augment": None,  # of images, in `preprocess`
         "pad": dict(options.pad or ()),
+        # of `sparsify` this is the length of a phase
+        "fixed": dict(options.fixed or ()) if sparsity is None else None,
         "class_weights": _class_weights(options),
         "dropout": _dropout(options),
         "sparsity": sparsity,
@@ -270,7 +272,7 @@ def _explained_reading(
             "for a folder of pictures"
         )
     table = reading.table(path)
-    columns = reading.columns(path, [*table], model)
+    columns = reading.columns(path, [*table], reading.fix(model, options))
     if path.suffix != ".jsonl":
         return explain.reading(name, path, columns, len(columns.inputs) == len(model.inputs))
     used = {*columns.inputs, *columns.targets, *columns.weight}

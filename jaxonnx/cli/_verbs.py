@@ -83,6 +83,7 @@ def run(options: argparse.Namespace) -> Report:
 
 def _outputs(model: Model, options: argparse.Namespace) -> dict[str, Any]:
     """Return the outputs by name, with the paths of pictures and the lengths of texts."""
+    model = reading.fix(model, options)
     folder, said = options.data.is_dir(), reading.image_options(options)
     given: Any = options.data if folder else reading.inputs(options.data, model)
     names = [value.name for value in model.outputs]
@@ -123,6 +124,7 @@ def evaluate(options: argparse.Namespace) -> Report:
         metrics=options.metrics,
         loss=options.loss or (None if options.metrics else LOSS),
         batch_size=options.batch_size,
+        fixed=dict(options.fixed or ()),
         pad=dict(options.pad or ()),
         length_buckets=options.length_buckets,
         preprocess=reading.image_options(options) if where.is_dir() else None,

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from onnx import ModelProto
 from rich.console import Group
 
+from jaxonnx._data.forms import lacks_batch_axis
 from jaxonnx._data.images.folder import list_folder
 from jaxonnx._data.ragged import Padding
 from jaxonnx._graph.select import Select
@@ -101,6 +102,7 @@ class Model(Network, Rendered):
         pad: Mapping[str, Any] | None = None,
         length_buckets: int | Sequence[int] | None = None,
         preprocess: Mapping[str, Any] | None = None,
+        fixed: Mapping[str, Any] | None = None,
         progress: bool | None = None,
     ) -> Any:
         """Run inference over any number of examples, batch by batch.
@@ -118,6 +120,7 @@ class Model(Network, Rendered):
           pad: as in `jaxonnx.train`, for sequences of unequal length.
           length_buckets: as in `jaxonnx.train`.
           preprocess: as in `jaxonnx.train`, for folders of pictures.
+          fixed: as in `jaxonnx.train`, for inputs that are the same for all examples.
           progress: show a bar after two seconds; by default in terminals and notebooks.
 
         Returns:
@@ -131,8 +134,10 @@ class Model(Network, Rendered):
           InputError: inputs that do not fit, a picture that cannot be read, or an output that does
             not have one row per example.
         """
-        data = list_folder(data, self, preprocess)
-        return predictions(self, self, data, batch_size, Padding.of(pad, length_buckets), progress)
+        net = self.with_fixed_inputs(fixed or {})
+        net = net.with_batch_axis() if lacks_batch_axis(data, net.inputs) else net
+        data = list_folder(data, net, preprocess)
+        return predictions(net, net, data, batch_size, Padding.of(pad, length_buckets), progress)
 
     def generate(
         self,
@@ -373,6 +378,35 @@ class Model(Network, Rendered):
         itself. A model without caches is returned as it is.
         """
         return changed.without_cache(self)
+
+    def with_fixed_inputs(self, values: Mapping[str, Any]) -> Model:
+        """Return a model without some inputs, which have one value in each call.
+
+        >>> from jaxonnx import demo
+        >>> demo.model().with_fixed_inputs({"x": np.zeros((2, 1, 8, 8), np.float32)})().shape
+        (2, 10)
+
+        The file stays as it is, so that `save` writes all inputs. What shapes depend on (a number
+        of steps, an axis) is known to the compiler in this way.
+
+        Args:
+          values: numbers or arrays by input name. What has one axis less than an input whose first
+            axis is open is repeated for each example.
+
+        Raises:
+          InputError: there is no such input, or a value does not fit it.
+        """
+        return changed.with_fixed_inputs(self, values)
+
+    def with_batch_axis(self) -> Model:
+        """Return a model of batches, from a file for one example, whose inputs have no batch.
+
+        Each call is a `jax.vmap` of the file over a new first axis of all inputs and outputs. The
+        file stays as it is, so that `save` writes the one for one example. `jaxonnx.train`,
+        `evaluate` and `predict` do this by themselves where data have one axis more than the
+        inputs.
+        """
+        return changed.with_batch_axis(self)
 
     def with_any_batch(self) -> Model:
         """Return a model for batches of any size, from a file that was exported for one.

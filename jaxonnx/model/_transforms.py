@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -17,7 +17,7 @@ from jaxonnx._graph.caches import find_caches
 from jaxonnx._graph.roles import graph_tensors, running_statistics, split
 from jaxonnx._graph.select import Select, select
 from jaxonnx._graph.uses import weights
-from jaxonnx._graph.values import matching
+from jaxonnx._graph.values import fix_inputs, list_values, matching
 from jaxonnx._network import Network
 from jaxonnx._rewrite import requantize as rounding
 from jaxonnx._rewrite.adapters import Factors, insert_adapters, module_name
@@ -66,10 +66,41 @@ def without_cache(model: M) -> M:
     return dataclasses.replace(model, program=model.program.without_cache(caches))
 
 
-def with_any_batch(model: M) -> M:
-    """Return the model of `Model.with_any_batch`."""
+def with_fixed_inputs(model: M, values: Mapping[str, Any]) -> M:
+    """Return a model some of whose inputs have one value in each call, and are no inputs."""
+    if not values:
+        return model
+    fixed = fix_inputs(model.inputs, values)
+    return dataclasses.replace(model, program=model.program.fix(fixed))
+
+
+def passing_whole(model: M, names: Collection[str]) -> M:
+    """Return a model some of whose inputs have no axis of examples.
+
+    Raises:
+      InputError: there is no such input.
+    """
+    if unknown := {*names} - {value.name for value in model.inputs}:
+        raise InputError(
+            f"batching={{{unknown.pop()!r}: None}}: the model has {list_values(model.inputs)}"
+        )
+    return dataclasses.replace(model, program=model.program.passing_whole(names))
+
+
+def with_batch_axis(model: M) -> M:
+    """Return the model of `Model.with_batch_axis`."""
+    return dataclasses.replace(model, program=model.program.vmap())
+
+
+def with_any_batch(model: M, *, prove: bool = False) -> M:
+    """Return the model of `Model.with_any_batch`.
+
+    Args:
+      prove: compare it with the given one on random numbers whatever was changed.
+    """
     refuse_adapters(model, "the batch size")
-    proto, added = free_batch(model.proto, model.program, model.params, model.state)
+    given = model.proto, model.program, model.params, model.state
+    proto, added = free_batch(*given, prove=prove)
     if proto is model.proto:
         return model
     net = with_file(model, proto, added)
@@ -161,7 +192,7 @@ def with_file(model: M, proto: ModelProto, added: Mapping[str, np.ndarray] | Non
         {name: value for name, value in group.items() if name in kept}
         for group in (model.params, model.state, constants)
     )
-    program = dataclasses.replace(model.program.restore(), graph=graph, constants=constants)
+    program = model.program.rebind(graph, constants)
     heads = tuple(head for head in model.heads if kept.issuperset(head.tensors))
     return dataclasses.replace(
         model, params=params, state=state, proto=proto, program=program, heads=heads

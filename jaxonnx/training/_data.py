@@ -107,6 +107,11 @@ def _split(examples: Source, share: float) -> tuple[Examples, Examples]:
             f"validation={share} is a share of data in one piece; data is an iterable: pass "
             "validation data like it"
         )
+    if any(getattr(examples, "whole", ())):
+        raise TrainingError(
+            f"validation={share} is a share of examples, and batching= passes inputs whole: pass "
+            "validation data, like (inputs, targets, weights) with the weight 0 for what is trained"
+        )
     count = len(examples.rows)
     held = round(count * share) if 0 < share < 1 else 0
     if isinstance(share, bool) or not 0 < held < count:

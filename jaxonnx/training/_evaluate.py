@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 import jax
@@ -19,6 +20,7 @@ from jaxonnx._progress import track_batches
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model, load
 from jaxonnx.training import _objective as objective
+from jaxonnx.training._batch_size import fit_to_batches
 from jaxonnx.training._data import padding_of, source
 from jaxonnx.training._sequences import read_whole_sequences
 from jaxonnx.training._settings import Settings
@@ -73,6 +75,7 @@ def evaluate(
     net = model if isinstance(model, Model) else load(model)
     check_names("evaluate", DataArguments, arguments)
     settings = Settings(**arguments)
+    net, _ = fit_to_batches(net, replace(settings, statistics="frozen"), data)
     net = read_whole_sequences(net, loss, data)
     padding, given = padding_of(settings.pad, settings.length_buckets, loss), data
     data, _, padding, _ = read_texts(data, None, net, settings.preprocess, padding)

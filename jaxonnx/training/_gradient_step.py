@@ -222,7 +222,7 @@ class GradientStep(Step):
             tensors = {**self._read(frozen), **state.state, **zeros}
             return self._run(params, tensors, key, *batch.inputs)[1]
 
-        return add_batch(renewed_norms(self.model), totals, renew, len(batch.inputs[0]))
+        return add_batch(renewed_norms(self.model), totals, renew, len(batch.weight))
 
     def row(self, sums: Any) -> dict[str, float]:
         return self._goal.row(sums)

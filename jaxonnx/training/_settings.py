@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any
 
@@ -86,6 +87,7 @@ class Settings(_VALUES):
                 "mesh='all' for all devices, or a jax.sharding.Mesh"
             )
         self._check_optimizer()
+        self._check_inputs()
         if self.lora is not None and not isinstance(self.lora, LoRA | Adapters):
             raise TrainingError(
                 "lora must be a jaxonnx.LoRA, like LoRA(rank=8), or Adapters to go on with, and is "
@@ -114,6 +116,20 @@ class Settings(_VALUES):
             raise TrainingError(
                 "learning_rate goes with an optimizer by name, like optimizer='adam'; an optax "
                 "transformation has its own"
+            )
+
+    def _check_inputs(self) -> None:
+        for name, given in (("fixed", self.fixed), ("batching", self.batching)):
+            if given is not None and not isinstance(given, Mapping):
+                raise TrainingError(f"{name} must be a dict by input name, and is {given!r}")
+        if any(axis is not None for axis in (self.batching or {}).values()):
+            raise TrainingError(
+                "batching names inputs without an axis of examples, like {'edges': None}, and is "
+                f"{self.batching!r}; all others have it first"
+            )
+        if self.batching and self.mesh is not None:
+            raise TrainingError(
+                "batching passes inputs whole, and mesh= splits batches: leave one of the two out"
             )
 
     def _check_checkpoints(self) -> None:
@@ -153,6 +169,8 @@ class Settings(_VALUES):
         padding = Padding.of(self.pad, self.length_buckets)
         same["pad"] = {name: float(x) for name, x in padding.pad.items()} or None
         scheme = None if self.quantize is None else Quantization.of(self.quantize)
+        same["fixed"] = self.fixed and {n: np.asarray(x).tolist() for n, x in self.fixed.items()}
+        same["batching"] = sorted(self.batching or ()) or None
         same["quantize"] = scheme and scheme.as_json
         same["length_buckets"] = None if padding.buckets is None else [*padding.buckets]
         return same

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxonnx._data.batches import Batch, split_inputs
+from jaxonnx._data.batches import Batch, count_examples, split_inputs
 from jaxonnx._data.ragged import derived_inputs, next_tokens, with_derived
 from jaxonnx._data.weights import split_weights
 from jaxonnx.model import Model
@@ -197,7 +197,7 @@ def as_batch(batch: Any, model: Model, label_of_padding: int | None = None) -> B
     if label_of_padding is not None and not jax.tree.leaves(y):
         y = next_tokens(x, model.inputs, label_of_padding, "the batch")
     if weight is None:
-        count = jnp.shape(x[0])[0]
+        count = count_examples(x, y, model.inputs)
         weight = (np if isinstance(count, int) else jnp).ones(count, np.float32)
     return Batch(x, y, weight)
 

@@ -17,6 +17,7 @@ from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model, load
 from jaxonnx.quantization import prepare
+from jaxonnx.training._batch_size import fit_to_batches, open_batch
 from jaxonnx.training._build_step import build_step, weights_of_classes
 from jaxonnx.training._data import padding_of, sources
 from jaxonnx.training._head import complete_settings, with_heads
@@ -56,7 +57,7 @@ def train(
     * the model: head, trainable, lora, statistics, dropout, sparsity, quantize;
     * the step: metrics, class_weights, seed, accumulate, ema, precision, remat, mesh, sharding,
       nan;
-    * the data: batch_size, pad, length_buckets, preprocess;
+    * the data: batch_size, fixed, batching, pad, length_buckets, preprocess;
     * the run: epochs, validation, augment, patience, monitor, checkpoint_dir, checkpoint_every,
       resume, on_log, progress.
 
@@ -116,7 +117,9 @@ def train(
         Interrupt() as interrupt,
     ):
         net = model if isinstance(model, Model) else load(model, mesh=settings.mesh)
-        net = read_whole_sequences(with_heads(net, settings), settings.loss, data)
+        net, fitted = fit_to_batches(with_heads(net, settings), settings, data)
+        net, opened = open_batch(net, settings)
+        net = read_whole_sequences(net, settings.loss, data)
         augment, preprocess = parse_augment(settings.augment, settings.preprocess, data)
         padding = padding_of(settings.pad, settings.length_buckets, settings.loss)
         given = data, settings.validation, net
@@ -137,7 +140,7 @@ def train(
         step = build_step(net, settings, settings.epochs, examples.steps)
         trained, history = run(step, examples, held_out, settings, interrupt, together)
         trained = together.gather(trained)
-        history.notes += [*said, *notes(data, validation), *rounding]
+        history.notes += [*fitted, *opened, *said, *notes(data, validation), *rounding]
         if isinstance(data, Folder):
             data.settings.kept.release()  # the result refers to what is held out
         if history.stopped and not history.early:

@@ -168,11 +168,11 @@ def test_the_channels_of_one_image_are_no_batch():
         b = Unsqueeze(x, first)
         y = Conv(b, w)
     }}"""
-    words = r"Or is 'x' \[3, 16, 16\] one image of 3 channels, without a batch\? Then jax.vmap"
+    words = r"'x' \[3, 16, 16\] one image of 3 channels, without a batch\? Then model.with_batch"
     proto = onnx.parser.parse_model(text)
     with pytest.raises(jaxonnx.InputError, match=words):
         jaxonnx.load(proto, batch="any")
     x = np.zeros((8, 3, 16, 16), np.float32)
-    with pytest.raises(jaxonnx.TrainingError, match=words):
-        jaxonnx.load(proto).predict(x, batch_size=8)
+    # data with one axis more say the same, and are mapped
+    assert jaxonnx.load(proto).predict(x, batch_size=5).shape == (8, 1, 2, 14, 14)
     assert jax.vmap(jaxonnx.load(proto))(x).shape == (8, 1, 2, 14, 14)

@@ -1,0 +1,73 @@
+"""Models as batches of the data need them: fixed inputs, a batch axis, an open batch."""
+
+import warnings
+from typing import Any
+
+from jaxonnx._data.forms import lacks_batch_axis
+from jaxonnx.errors import InputError, TrainingError
+from jaxonnx.model import Model, passing_whole, renewed_norms, with_any_batch
+from jaxonnx.training._settings import Settings
+
+
+def fit_to_batches(model: Model, settings: Settings, data: Any) -> tuple[Model, list[str]]:
+    """Return a model that takes batches of the data, and notes.
+
+    Inputs of `fixed` have their value, those of `batching` no axis of examples. A file for one
+    example is mapped over a batch; `restore_inputs` takes these three back.
+
+    Raises:
+      TrainingError: the batch cannot be opened, and `batch_size` asks for another; or a file for
+        one example has BatchNormalization.
+    """
+    model = model.with_fixed_inputs(settings.fixed or {})
+    model = passing_whole(model, settings.batching) if settings.batching else model
+    if not lacks_batch_axis(data, model.inputs):
+        return model, []
+    if settings.statistics != "frozen" and renewed_norms(model):
+        raise TrainingError(
+            "the file takes one example, without a batch, and its BatchNormalization would see one "
+            "example at a time: pass statistics='frozen', or export it with a batch axis"
+        )
+    return model.with_batch_axis(), [
+        "the file takes one example, without a batch: batches are mapped over it (jax.vmap), and "
+        "the saved file takes one example as before"
+    ]
+
+
+def open_batch(model: Model, settings: Settings) -> tuple[Model, list[str]]:
+    """Return a model whose batch is open where the file fixes it to 1, and notes.
+
+    A batch that is fixed to more stays, unless `batch_size` is another number. The open model is
+    compared with the file's on random numbers first. If it cannot be opened, training goes on with
+    single examples, after a warning.
+
+    Raises:
+      TrainingError: the batch cannot be opened, and `batch_size` asks for another.
+    """
+    firsts = {v.shape[0] for v in model.inputs if v.shape and isinstance(v.shape[0], int)}
+    own = bool(model.proto.training_info) and settings.loss is None and settings.optimizer is None
+    if len(firsts) != 1 or own or settings.batching:
+        return model, []
+    (size,) = firsts
+    wanted = settings.batch_size
+    if wanted == size or (wanted is None and size > 1):
+        return model, []
+    try:
+        opened = with_any_batch(model, prove=True)
+    except InputError as error:
+        if wanted is not None:
+            raise TrainingError(
+                f"batch_size={wanted}, but the model's inputs are fixed to batches of {size}, and "
+                f"that cannot be opened: {error}"
+            ) from error
+        warnings.warn(
+            "the file fixes the batch to 1, so that each step sees one example, and that cannot be "
+            f"opened: {error}. batch_size=1 trains so without this warning; accumulate= makes one "
+            "update of several steps",
+            stacklevel=3,
+        )
+        return model, []
+    return opened, [
+        f"the file fixes the batch to {size}; it was opened, and two batches in one give what each "
+        f"gives alone. The saved file takes batches of any size; batch_size={size} keeps it fixed"
+    ]

@@ -1,0 +1,181 @@
+"""Inputs without examples, and networks of one example, trained as PyTorch trains them."""
+
+import numpy as np
+import onnx.parser
+import optax
+import pytest
+
+import jaxonnx
+import jaxonnx.cli
+from tests.support.paths import DATA
+
+SGD = {"optimizer": optax.sgd(0.05)}
+LABELS = {"loss": "softmax_cross_entropy_with_integer_labels", **SGD}
+RANGE = {"fmin": 50.0, "fmax": 800.0}
+
+
+def stored(name):
+    path = DATA / "inputs" / name
+    with np.load(f"{path}.npz") as file:
+        return jaxonnx.load(f"{path}.onnx"), dict(file)
+
+
+def check(result, expected):
+    np.testing.assert_allclose(result.history.losses, expected["losses"], rtol=2e-5)
+    after = {n.removeprefix("after:"): x for n, x in expected.items() if n.startswith("after:")}
+    found = {**result.model.state, **result.model.params}
+    for name, value in after.items():
+        assert result.changes[name] > 0
+        np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=2e-6, err_msg=name)
+
+
+def batches(*arrays):
+    return [tuple(x[i : i + 4] for x in arrays) for i in (0, 4, 8)]
+
+
+def test_numbers_that_hold_for_all_examples(tmp_path):
+    model, data = stored("pitch")
+    settings = {"loss": "squared_error", "fixed": RANGE, **SGD}
+    whole = data["audio"], data["pitch"]
+    result = jaxonnx.train(model, batches(*whole), validation=whole, **settings)
+    check(result, data)
+    # the saved file has all inputs, and is called with them or without
+    assert [value.name for value in result.model.inputs] == ["audio", "fmin", "fmax"]
+    y = result.model(data["audio"], np.float32(50), np.float32(800))
+    predicted = result.model.predict(data["audio"], fixed=RANGE, batch_size=5)
+    np.testing.assert_allclose(predicted, y, rtol=1e-5)
+    mean = jaxonnx.evaluate(result.model, whole, loss="squared_error", fixed=RANGE)["loss"]
+    np.testing.assert_allclose(mean, result.history.epochs[0]["validation_loss"], rtol=1e-5)
+    np.testing.assert_allclose(mean, np.mean((y - data["pitch"]) ** 2), rtol=1e-5)
+    # where a run resumes, they must be the same
+    kept = {**settings, "checkpoint_dir": tmp_path}
+    jaxonnx.train(model, batches(*whole), **kept)
+    other = kept | {"fixed": RANGE | {"fmin": 60.0}}
+    with pytest.raises(jaxonnx.TrainingError, match="fixed"):
+        jaxonnx.train(model, batches(*whole), epochs=2, resume=True, **other)
+
+
+def test_numbers_among_the_data_are_refused_with_the_way_out():
+    model, data = stored("pitch")
+    given = {"audio": data["audio"], "y": data["pitch"]}
+    for data, words in (
+        (given | RANGE, "fmin' is one number; fixed={'fmin': value}"),
+        (given, "'fmin', 'fmax' .fixed={'fmin': value}"),
+    ):
+        with pytest.raises(jaxonnx.TrainingError, match=words):
+            jaxonnx.train(model, data, loss="squared_error")
+    with pytest.raises(jaxonnx.InputError, match=r"no input 'f'; it has audio: .*fmin"):
+        jaxonnx.train(model, given, loss="squared_error", fixed={"f": 1})
+    with pytest.raises(jaxonnx.InputError, match=r"fmin: float32\[\] has rank 0, but .* \[2\]"):
+        jaxonnx.train(model, given, loss="squared_error", fixed={"fmin": [1.0, 2.0]})
+
+
+def test_values_of_each_example_and_of_one_element():
+    text = """<ir_version: 9, opset_import: ["": 17]>
+    g (float[n, 2] x, float[n, 2] shift, float[1] speed, int64 axis) => (float[n] y) {
+      s = Add(x, shift) m = Mul(s, speed) c = CumSum(m, axis) y = ReduceSum <keepdims = 0> (c, a)
+    }""".replace("{\n", "<int64[1] a = {1}> {\n", 1)
+    model = jaxonnx.load(onnx.parser.parse_model(text))
+    x = np.arange(6, dtype=np.float32).reshape(3, 2)
+    fixed = model.with_fixed_inputs({"shift": [1.0, 2.0], "speed": 2, "axis": 1})
+    expected = model(x, np.tile(np.float32([1, 2]), (3, 1)), np.float32([2]), np.int64(1))
+    np.testing.assert_array_equal(fixed(x), expected)
+    assert [value.name for value in fixed.inputs] == ["x"]
+    assert fixed.to_onnx() == model.to_onnx()
+
+
+def graphs(data):
+    return [
+        {"nodes": data[f"nodes{i}"], "edges": data[f"edges{i}"], "y": data[f"y{i}"]}
+        for i in range(3)
+    ]
+
+
+def test_graphs_are_passed_whole():
+    model, data = stored("graph")
+    whole = {"nodes": None, "edges": None}
+    given = graphs(data)
+    with pytest.raises(jaxonnx.TrainingError, match=r"edges' 2, .* batching={'edges': None}"):
+        jaxonnx.train(model, given, **LABELS)
+    result = jaxonnx.train(model, given, batching=whole, validation=given, **LABELS)
+    check(result, data)
+    found = jaxonnx.evaluate(
+        result.model, given, metrics="accuracy", loss=LABELS["loss"], batching=whole
+    )
+    outputs = [result.model(one["nodes"], one["edges"]) for one in given]
+    right = np.concatenate([y.argmax(1) == g["y"] for y, g in zip(outputs, given, strict=True)])
+    assert found["accuracy"] == pytest.approx(right.mean())
+    assert found["loss"] == pytest.approx(result.history.epochs[0]["validation_loss"], rel=1e-5)
+
+
+@pytest.mark.deep
+def test_one_graph_is_one_batch_whose_weights_choose_nodes():
+    model, data = stored("graph")
+    one = graphs(data)[0]
+    inputs, mask = {n: one[n] for n in ("nodes", "edges")}, np.float32([1, 1, 1, 0, 0, 0, 0])
+    whole = {"nodes": None, "edges": None}
+    result = jaxonnx.train(
+        *(model, (inputs, one["y"], mask)),
+        validation=(inputs, one["y"], 1 - mask),
+        **({"batching": whole, "epochs": 3} | LABELS),
+    )
+    assert len(result.history.losses) == 3
+    logits = np.asarray(model(one["nodes"], one["edges"]), np.float64)
+    each = np.log(np.exp(logits).sum(1)) - logits[np.arange(7), one["y"]]
+    assert result.history.losses[0] == pytest.approx(each[:3].mean(), rel=1e-5)
+    with pytest.raises(jaxonnx.TrainingError, match=r"validation=0.2 is a share"):
+        jaxonnx.train(model, (inputs, one["y"]), batching=whole, validation=0.2, **LABELS)
+    for wrong, words in (({"edges": 1}, "without an axis"), ({"edge": None}, "edge': None}")):
+        with pytest.raises(jaxonnx.Error, match=words):
+            jaxonnx.train(model, (inputs, one["y"]), batching=wrong, **LABELS)
+
+
+@pytest.mark.deep
+def test_a_file_of_one_example_is_mapped():
+    model, data = stored("one")
+    assert model.inputs[0].shape == (3, 9, 9)
+    whole = data["picture"], data["label"]
+    result = jaxonnx.train(model, batches(*whole), validation=whole, **LABELS)
+    check(result, data)
+    assert any("takes one example" in note for note in result.history.notes)
+    assert result.model.inputs[0].shape == (3, 9, 9)
+    each = np.stack([result.model(x) for x in data["picture"]])
+    np.testing.assert_allclose(result.model.predict(data["picture"]), each, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        result.model.with_batch_axis()(data["picture"]), each, rtol=1e-5, atol=1e-6
+    )
+    found = jaxonnx.evaluate(result.model, whole, loss=LABELS["loss"])
+    assert found["loss"] == pytest.approx(result.history.epochs[0]["validation_loss"], rel=1e-5)
+
+
+def test_statistics_of_one_example():
+    text = """<ir_version: 9, opset_import: ["": 17]> g (float[2, 4] x) => (float[1, 2, 4] y)
+    <int64[1] a = {0}, float[2] s = {1,2}, float[2] b = {0,1}, float[2] m = {0,0},
+     float[2] v = {1,1}> { h = Unsqueeze(x, a) y = BatchNormalization(h, s, b, m, v) }"""
+    model = jaxonnx.load(onnx.parser.parse_model(text))
+    x = np.ones((3, 2, 4), np.float32)
+    with pytest.raises(jaxonnx.TrainingError, match=r"one example at a time: .*frozen"):
+        jaxonnx.train(model, (x, x[:, None]), loss="squared_error")
+    result = jaxonnx.train(model, (x, x[:, None]), loss="squared_error", statistics="frozen")
+    assert result.changes["s"] > 0
+
+
+@pytest.mark.deep
+def test_numbers_by_flag(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    _, data = stored("pitch")
+    np.savez("d.npz", audio=data["audio"], y=data["pitch"])
+    model, flags = DATA / "inputs" / "pitch.onnx", "--fixed fmin=50 --fixed fmax=800"
+    for line in (
+        f"train {model} d.npz -o t.onnx --loss squared_error --epochs 2 {flags}",
+        f"evaluate t.onnx d.npz --loss squared_error {flags}",
+        f"run t.onnx d.npz -o o.npz {flags}",
+    ):
+        assert jaxonnx.cli.main(line.split()) == 0
+    trained = jaxonnx.load("t.onnx")
+    assert len(trained.inputs) == 3
+    y = trained.predict(data["audio"], fixed=RANGE)
+    np.testing.assert_allclose(np.load("o.npz")[trained.outputs[0].name], y, rtol=1e-5)
+    capsys.readouterr()
+    assert jaxonnx.cli.main(f"train {model} d.npz -o t.onnx {flags} --explain".split()) == 0
+    assert "fixed={'fmin': 50, 'fmax': 800}" in capsys.readouterr().out.replace('"', "'")
