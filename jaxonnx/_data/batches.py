@@ -66,6 +66,7 @@ def as_pair(
         targets = next_tokens(inputs, values, padding.ignored, what)
     named = [(f"input {n!r}", a) for n, a in zip(names, inputs, strict=True)]
     whole = {f"input {value.name!r}" for value in values if value.whole}
+    numbers = {f"input {value.name!r}" for value in values if value.shape == ()}
     named += [
         (f"the targets{jax.tree_util.keystr(path)}", a)
         for path, a in jax.tree_util.tree_leaves_with_path(targets)
@@ -81,7 +82,9 @@ def as_pair(
             )
             raise TrainingError(f"{what}: {name} must be numbers, and is {array.dtype}{remedy}")
         if not array.ndim and name not in whole:
-            raise TrainingError(f"{what}: {name} is one number; {_without_examples(name)}")
+            way = "make batches of single examples"
+            way = _without_examples(name) if name in numbers else way
+            raise TrainingError(f"{what}: {name} is one number, not one for each example; {way}")
     counts = {name: len(a) for name, a in named if name not in whole}
     if len({*counts.values()}) > 1:
         lengths = ", ".join(f"{n} {count}" for n, count in counts.items())
