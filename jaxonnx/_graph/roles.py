@@ -200,7 +200,8 @@ def _roles(
 
     for use in used:
         role = use.node.op.role(use.position)
-        if not jnp.issubdtype(tensors[use.name].dtype, jnp.floating):
+        kind = tensors[use.name].dtype
+        if not jnp.issubdtype(kind, jnp.floating) or kind.itemsize == 1:  # codes of few bits
             continue
         if use.name in spelled.learned and role in (None, "vector"):
             several = sum(d != 1 for d in tensors[use.name].shape)

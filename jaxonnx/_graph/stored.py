@@ -10,15 +10,18 @@ from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.uses import uses
 from jaxonnx.errors import ModelError
 
-SCALES: Mapping[str, tuple[int, int]] = {
-    "DequantizeLinear": (1, 2),
-    "DynamicQuantizeMatMul": (2, 3),
-    "GatherBlockQuantized": (2, 3),
-    "MatMulBnb4": (2, -1),
-    "MatMulIntegerToFloat": (3, 5),
-    "MatMulNBits": (2, 3),
+SCALES: Mapping[tuple[str, int], tuple[int, int]] = {
+    ("DequantizeLinear", 0): (1, 2),
+    ("DynamicQuantizeMatMul", 1): (2, 3),
+    ("GatherBlockQuantized", 0): (2, 3),
+    ("MatMulBnb4", 1): (2, -1),
+    ("MatMulIntegerToFloat", 1): (3, 5),
+    ("MatMulNBits", 1): (2, 3),
+    ("QMoE", 2): (3, 11),
+    ("QMoE", 5): (6, 12),
+    ("QMoE", 8): (9, 13),
 }
-"""The inputs with the scales of a weight and with its zero points; -1: it has none."""
+"""By operator and input of a weight: the inputs with its scales and zero points; -1: none."""
 
 
 def check_stored(graph: Graph, tensors: Mapping[str, Any], names: Collection[str]) -> None:

@@ -116,7 +116,8 @@ def _float_type(weight: str, read: Sequence[Use], tensors: Mapping[str, Any]) ->
     if own.kind not in "iu" and own.itemsize > 1:
         return own
     for use in (use for use in read if use.is_direct):
-        scale = tensors.get(use.node.inputs[SCALES.get(use.node.op.name, (0,))[0]])
+        place = SCALES.get((use.node.op.name, use.position), (0,))[0]
+        scale = tensors.get(use.node.inputs[place])
         if scale is not None:
             return np.dtype(scale.dtype)
     return np.dtype(np.float32)
@@ -160,7 +161,7 @@ class _Writer:
             for use in direct:
                 self._add_to_output(use.node.outputs[0], self._whole(weight, change, pair))
         elif any(use.node.op.form(use.position) is not None for use in final) and not any(
-            "Quant" in use.node.op.name or use.node.body for use in direct
+            "Quant" in use.node.op.name or use.node.body or _is_packed(use) for use in direct
         ):
             total = f"{weight}/with_adapter"
             for node in self.nodes:
@@ -170,8 +171,9 @@ class _Writer:
             self.first.append(helper.make_node("Add", [weight, change_name], [total], total))
         else:
             raise InputError(
-                f"the adapter of '{weight}' cannot stand beside {read[0].node.label}; leave it "
-                "out of where="
+                f"the adapter of '{weight}' cannot stand beside {read[0].node.label}; "
+                "adapters='merged' writes it into the weight, Adapters.save('x.npz') alone; or "
+                "leave it out of where="
             )
 
     def _add_product(self, use: Use, change: Factors, pair: tuple[str, str]) -> None:
@@ -238,6 +240,11 @@ def _copy(node: NodeProto) -> NodeProto:
     result = NodeProto()
     result.CopyFrom(node)
     return result
+
+
+def _is_packed(use: Use) -> bool:
+    form = use.node.op.form(use.position)
+    return form is not None and form.storage is not None
 
 
 def _takes_product(use: Use, change: Factors) -> bool:

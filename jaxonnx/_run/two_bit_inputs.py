@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any, NoReturn
 
+import jax
 import ml_dtypes
 import numpy as np
 from jax.extend.core import Primitive
@@ -22,7 +23,11 @@ def on_cpu(x: Any, node: str, tensor: str) -> Any:
     """
     if getattr(x, "dtype", None) not in TYPES or isinstance(x, np.ndarray | np.generic):
         return x
-    return _on_cpu_p.bind(x, node=node, tensor=tensor)
+    return jax.tree.map(lambda leaf: _bind(leaf, node, tensor), x)  # also the integers of a LowRank
+
+
+def _bind(x: Any, node: str, tensor: str) -> Any:
+    return _on_cpu_p.bind(x, node=node, tensor=tensor) if x.dtype in TYPES else x
 
 
 def _refuse(dtype: Any, node: str, tensor: str, platform: str) -> NoReturn:

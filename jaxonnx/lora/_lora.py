@@ -99,7 +99,9 @@ class LoRA:
             chosen = {
                 name
                 for name, (rows, columns) in sizes.items()
-                if not places[name].lookup and self.rank * (rows + columns) < rows * columns
+                if not places[name].lookup
+                and not (places[name].batch and found[name].storage)  # nothing can stand beside
+                and self.rank * (rows + columns) < rows * columns
             }
             if not chosen:
                 raise InputError(

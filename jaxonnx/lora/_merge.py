@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from jaxonnx._axes import Matrix
 from jaxonnx.errors import InputError
-from jaxonnx.lowering import Changed, LowRank, is_half
+from jaxonnx.lowering import Changed, LowRank, is_half, unfold_change
 
 
 @dataclass(frozen=True)
@@ -43,15 +42,15 @@ class Merge:
             a, b = (result.pop(member) for member in pair(name))
             w = tensors[name]
             plain = w.ndim == 2 and w.dtype == a.dtype and not is_half(w)
+            b = b * (self.alpha / self.rank)
             if plain or not (is_float(w) or place.kernel or place.batch):
-                b = b * (self.alpha / self.rank)
                 result[name] = LowRank(w, a.T, b.T) if place.output else LowRank(w, b, a)
                 continue
-            # b a has the axes (batch..., output, input and kernel in one)
-            order = (*place.batch, place.output, place.input, *place.kernel)
-            change = (b @ a * (self.alpha / self.rank)).reshape([w.shape[i] for i in order])
-            change = change.transpose(np.argsort(order))
-            result[name] = (w + change).astype(w.dtype) if is_float(w) else Changed(w, change)
+            if is_float(w):
+                change = unfold_change(a, b, place, w.shape)
+                result[name] = (w + change).astype(w.dtype)
+            else:
+                result[name] = Changed(w, a, b, place)
         return result
 
 

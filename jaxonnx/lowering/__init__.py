@@ -18,7 +18,7 @@ from jaxonnx.lowering._layout import (
     store,
     transpose_tree,
 )
-from jaxonnx.lowering._low_rank import Changed, LowRank
+from jaxonnx.lowering._low_rank import Changed, LowRank, unfold_change
 from jaxonnx.lowering._merged_rows import MergedRows, reshape_rows
 from jaxonnx.lowering._normalized import normalize
 from jaxonnx.lowering._packed import SMALL, Packed
@@ -70,5 +70,6 @@ __all__ = [
     "transpose_tree",
     "transpose_weight",
     "transposed_convolution",
+    "unfold_change",
     "window_sum",
 ]

@@ -7,11 +7,12 @@ with each of them.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from jaxonnx.lowering._packed import Packed
@@ -62,10 +63,15 @@ class LowRank:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Changed:
-    """A stored tensor of any rank, and a change of what it is dequantized to."""
+    """A stored tensor of any rank, and the change b a of what it is dequantized to."""
 
     w: Any
-    change: Any
+    a: Any
+    """(..., rank, inputs)"""
+    b: Any
+    """(..., outputs, rank)"""
+    place: Any = field(metadata={"static": True})
+    """The meaning of the axes (`Matrix`)."""
 
     __array_ufunc__ = None
 
@@ -80,6 +86,16 @@ class Changed:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.w.shape
+
+    def change(self) -> Any:
+        """Return the change in the axes of the tensor, if these are the matrix's own."""
+        return unfold_change(self.a, self.b, self.place, self.shape)
+
+
+def unfold_change(a: Any, b: Any, place: Any, shape: tuple[int, ...]) -> Any:
+    """Return b a, of the axes (batch..., output, input and kernel in one), in their order."""
+    order = (*place.batch, place.output, place.input, *place.kernel)
+    return (b @ a).reshape([shape[i] for i in order]).transpose(np.argsort(order))
 
 
 @jax.custom_jvp

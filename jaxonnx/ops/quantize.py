@@ -144,7 +144,7 @@ def dequantize_linear_13(
         return LowRank(dequantize_linear_13(x.w, scale, zero_point, **options), x.a, x.b)
     if isinstance(x, Changed):
         y = dequantize_linear(x.w, scale, zero_point, **options)
-        return (y + x.change).astype(y.dtype)
+        return (y + x.change()).astype(y.dtype)
     packed = _packed(x, scale, zero_point, **options)
     return dequantize_linear(x, scale, zero_point, **options) if packed is None else packed
 

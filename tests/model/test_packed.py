@@ -6,6 +6,7 @@ import numpy as np
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 import jaxonnx
 from jaxonnx.lowering import _packed
@@ -209,3 +210,153 @@ def test_memory_of_a_step_on_a_base_of_4_bits():
     activations = 3 * layers * x.nbytes
     bytes_taken = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes
     assert bytes_taken < 0.7 * layers * size**2 + 2 * adapters + activations
+
+
+def typed(kind, opset, ir, block=0):
+    """A matrix of a type behind DequantizeLinear."""
+    numbers = {"INT2": (-2, 2), "UINT2": (0, 4), "UINT4": (0, 16), "INT4": (-8, 8)}
+    dtype = helper.tensor_dtype_to_np_dtype(getattr(TensorProto, kind))
+    low = numbers.get(kind)
+    w = 1.5 * normal(K, N) if low is None else DRAW.integers(*low, (K, N))
+    s = np.abs(normal(*((K // block, N) if block else (N,)))) + np.float32(0.1)
+    options = {"axis": 0, "block_size": block} if block else {"axis": 1}
+    first = helper.make_node("DequantizeLinear", ["w", "s"], ["d"], **options)
+    proto = network([first, helper.make_node("MatMul", ["x", "d"], ["y"])], s=s)
+    proto.graph.initializer.append(numpy_helper.from_array(w.astype(dtype), "w"))
+    proto.opset_import[0].version, proto.ir_version = opset, ir
+    return proto
+
+
+@pytest.mark.parametrize(
+    ("kind", "block", "said"),
+    [
+        ("FLOAT8E4M3FN", 0, "float8_e4m3fn"),
+        ("FLOAT8E5M2FNUZ", 0, "float8_e5m2fnuz"),
+        ("UINT4", 16, "uint4 in blocks of 16"),
+        ("FLOAT4E2M1", 16, "float4_e2m1fn in blocks of 16"),
+        ("INT2", 0, "int2"),
+        ("UINT2", 32, "uint2 in blocks of 32"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*rounded anew")
+def test_types_behind_dequantize_linear(kind, block, said):
+    """Values by onnx.reference and by onnxruntime where it has the type; all three forms."""
+    opset, ir = {"FLOAT8": (19, 9), "FLOAT4": (23, 11)}.get(
+        kind[:6], (25, 13) if "2" in kind else (21, 10)
+    )
+    proto = typed(kind, opset, ir, block)
+    model, x = jaxonnx.load(proto), normal(3, K)
+    assert model.summary().matrices == {"w": (N, K)}
+    assert not model.params
+    assert f"w: {said}" in model.warnings[0]
+    adapted = jaxonnx.LoRA(3, where="w").attach(model, jax.random.key(0))
+    params = {name: jnp.asarray(0.3 * normal(*v.shape)) for name, v in adapted.params.items()}
+    adapted = adapted.replace(params=params)
+    change = np.asarray(params["w.lora_B"] @ params["w.lora_A"]).T
+    plain = ReferenceEvaluator(proto).run(None, {"x": x})[0]
+    wanted = plain + x @ change
+    close = {"rtol": 1e-4, "atol": 1e-4 * np.abs(wanted).max()}
+    np.testing.assert_allclose(model(x), plain, **close)
+    np.testing.assert_allclose(adapted(x), wanted, **close)
+    nodes, merged = (adapted.to_onnx(adapters=form) for form in ("nodes", "merged"))
+    np.testing.assert_allclose(ReferenceEvaluator(nodes).run(None, {"x": x})[0], wanted, **close)
+    if kind != "FLOAT4E2M1":  # for which onnxruntime 1.30 has no kernel on CPU
+        np.testing.assert_allclose(runtime(nodes)(x=x), wanted, **close)
+    np.testing.assert_allclose(
+        jaxonnx.load(merged)(x), ReferenceEvaluator(merged).run(None, {"x": x})[0], **close
+    )
+
+
+EXPERTS, WIDTH = 4, 16
+
+
+def experts(bits, block, zeros=False):
+    """QMoE of SwiGLU, as onnxruntime-genai's builder writes it for gpt-oss."""
+    scaled = lambda *shape: 0.02 * np.abs(normal(*shape))  # noqa: E731
+    first, last = 2 * WIDTH, K
+    tensors = {
+        "probs": normal(5, EXPERTS),
+        "w1": raw(EXPERTS, first, K * bits // 8),
+        "s1": scaled(EXPERTS, first, K // block) if block else scaled(EXPERTS, first),
+        "b1": normal(EXPERTS, first),
+        "w2": raw(EXPERTS, last, WIDTH * bits // 8),
+        "s2": scaled(EXPERTS, last, WIDTH // block) if block else scaled(EXPERTS, last),
+        "b2": normal(EXPERTS, last),
+    }
+    inputs = ["x", *tensors]
+    if zeros:
+        tensors["z1"] = raw(EXPERTS, first * bits // 8)
+        tensors["z2"] = raw(EXPERTS, last * bits // 8)
+        inputs += ["", "", "", "z1", "z2"]
+    options = {
+        "activation_type": "swiglu",
+        "swiglu_fusion": 1,
+        "activation_alpha": 1.702,
+        "activation_beta": 1.0,
+        "k": 2,
+        "normalize_routing_weights": 1,
+        "expert_weight_bits": bits,
+    }
+    options |= {"block_size": block} if block else {}
+    node = helper.make_node("QMoE", inputs, ["y"], domain=MS, **options)
+    return network([node], ("x", TensorProto.FLOAT, [5, K]), **tensors)
+
+
+def unpacked(tensors, name, bits, zeros):
+    """The matrices (experts, outputs, inputs) of a QMoE."""
+    codes, scale = tensors[f"w{name}"], tensors[f"s{name}"]
+    shifts = np.arange(0, 8, bits)
+    numbers = ((codes[..., None] >> shifts) & (2**bits - 1)).reshape(*codes.shape[:2], -1)
+    zero = 2 ** (bits - 1)
+    if zeros:
+        packed = tensors[f"z{name}"]
+        zero = ((packed[..., None] >> shifts) & (2**bits - 1)).reshape(*codes.shape[:2], 1)
+    scale = scale.reshape(*codes.shape[:2], -1)
+    return (numbers - zero) * np.repeat(scale, numbers.shape[2] // scale.shape[2], 2)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("bits", "block", "zeros"), [(4, 16, False), (8, 0, False), (4, 0, True)])
+def test_experts_in_few_bits(bits, block, zeros, tmp_path):
+    """Adapters of each expert add what a MoE of floats with the changed matrices gives."""
+    proto = experts(bits, block, zeros)
+    model, x = jaxonnx.load(proto), normal(5, K)
+    np.testing.assert_allclose(model(x), runtime(proto)(x=x), rtol=1e-3, atol=1e-3)
+    assert model.summary().matrices == {"w1": (2 * WIDTH, K), "w2": (K, WIDTH)}
+    adapted = jaxonnx.LoRA(2, where=["w1", "w2"]).attach(model, jax.random.key(0))
+    assert adapted.params["w1.lora_A"].shape == (EXPERTS, 2, K)
+    params = {name: jnp.asarray(0.1 * normal(*v.shape)) for name, v in adapted.params.items()}
+    adapted = adapted.replace(params=params)
+
+    tensors = {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer}
+    w1, w2 = (
+        unpacked(tensors, name, bits, zeros) + params[f"w{name}.lora_B"] @ params[f"w{name}.lora_A"]
+        for name in "12"
+    )
+    floats = {"probs": tensors["probs"], "w1": w1, "b1": tensors["b1"], "w2": w2}
+    floats = {n: np.asarray(v, np.float32) for n, v in (floats | {"b2": tensors["b2"]}).items()}
+    node = helper.make_node("MoE", ["x", *floats], ["y"], domain=MS)
+    for one in proto.graph.node[0].attribute:
+        if one.name not in ("expert_weight_bits", "block_size"):
+            node.attribute.append(one)
+    wanted = runtime(network([node], ("x", TensorProto.FLOAT, [5, K]), **floats))(x=x)
+    close = {"rtol": 1e-3, "atol": 1e-3 * np.abs(wanted).max()}
+    np.testing.assert_allclose(adapted(x), wanted, **close)
+    loss = jax.jit(lambda p: (adapted.apply(p, x) ** 2).sum())
+    slope, step = (
+        jax.jit(jax.grad(loss))(params),
+        {n: 1e-3 * normal(*v.shape) for n, v in params.items()},
+    )
+    ends = [loss({n: v + sign * step[n] for n, v in params.items()}) for sign in (1, -1)]
+    inner = sum((slope[n] * step[n]).sum() for n in params)
+    np.testing.assert_allclose(inner, (ends[0] - ends[1]) / 2, rtol=2e-2)
+
+    with pytest.raises(jaxonnx.InputError, match=r"cannot stand beside.*adapters='merged'"):
+        adapted.to_onnx(adapters="nodes")
+    with pytest.warns(UserWarning, match="2 weights in few bits are rounded anew"):
+        adapted.save(tmp_path / "merged.onnx", adapters="merged")
+    found = runtime(str(tmp_path / "merged.onnx"))(x=x)
+    lost = {4: 0.3, 8: 0.03}[bits]
+    assert np.linalg.norm(found - wanted) < lost * np.linalg.norm(wanted)
+    with pytest.raises(jaxonnx.InputError, match="no weight is larger than its adapter"):
+        jaxonnx.LoRA(1).attach(model, jax.random.key(0))  # by default experts are left out

@@ -13,14 +13,14 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
-from jaxonnx._axes import matrix
+from jaxonnx._axes import Form, Matrix, Storage, matrix
 from jaxonnx._limits import room
 from jaxonnx.errors import NodeError
-from jaxonnx.lowering import product
+from jaxonnx.lowering import Changed, LowRank, product
 from jaxonnx.ops.contrib.attention import refuse
 from jaxonnx.ops.contrib.fused import DOMAIN
 from jaxonnx.ops.contrib.quantized import unpack_bits
-from jaxonnx.registry import Omissible, op
+from jaxonnx.registry import Factor, Omissible, op
 
 ROWS = matrix(first=True)
 """Of weights (experts, outputs, inputs)."""
@@ -178,22 +178,46 @@ def _read_float4(codes, scales, global_scale, dtype):
     return (numbers * jnp.repeat(scales, block, axis=1)).astype(dtype)
 
 
+def _stored(widths: str) -> Form:
+    """Declare matrices (experts, outputs, inputs) in bytes; in float4 inputs come first.
+
+    Args:
+      widths: the attribute with the bits of a number, where it is not `expert_weight_bits`.
+    """
+
+    def axes(rank, attributes, position=0):
+        if rank != 3:
+            return None
+        ends = (1, 2) if attributes.get("quant_type", "int") == "int" else (2, 1)
+        return Matrix(*ends, batch=(0,))
+
+    def storage(shape, dtype, attributes):
+        integers = attributes.get("quant_type", "int") == "int"
+        bits = attributes.get(widths) or attributes.get("expert_weight_bits", 4) if integers else 4
+        kind = f"int{bits}" if integers else "fp4"
+        size = (*shape[:2], shape[2] * 8 // bits)
+        return Storage(size, kind, attributes.get("block_size", 0))
+
+    return Form(axes, ("quant_type", "expert_weight_bits", "block_size", widths), storage)
+
+
 @op(
     "QMoE",
     since=1,
     domain=DOMAIN,
+    weights={f"fc{i}_experts_weights": _stored(f"fc{i}_expert_weight_bits") for i in (1, 2, 3)},
     params=dict.fromkeys(("fc1_experts_bias", "fc2_experts_bias", "fc3_experts_bias"), 0.0),
 )
 def quantized_mixture_of_experts(
     x,
     router_probs,
-    fc1_experts_weights,
+    fc1_experts_weights: Factor,
     fc1_scales: Omissible,
     fc1_experts_bias: Omissible,
-    fc2_experts_weights,
+    fc2_experts_weights: Factor,
     fc2_scales=None,
     fc2_experts_bias=None,
-    fc3_experts_weights=None,
+    fc3_experts_weights: Factor = None,
     fc3_scales=None,
     fc3_experts_bias=None,
     fc1_zero_points=None,
@@ -254,13 +278,16 @@ def quantized_mixture_of_experts(
 
     def read(arrays):
         found = []
-        for i, (codes, scales, zero, global_scale, bias) in enumerate(arrays):
-            weight = None
+        for i, (stored, scales, zero, global_scale, bias) in enumerate(arrays):
+            weight: Any = None
+            codes = stored.w if isinstance(stored, Changed) else stored
             if codes is not None and quant_type == "int":
                 room((codes.shape[0], inputs[i]), np.float32)
                 weight = _read_integers(codes, scales, zero, bits[i], inputs[i], x.dtype)
             elif codes is not None:
                 weight = _read_float4(codes, scales, global_scale, x.dtype)
+            if isinstance(stored, Changed):
+                weight = LowRank(weight, stored.b, stored.a)
             found += [weight, bias]
         return found
 
