@@ -64,7 +64,7 @@ BUDGETS = {
     "training": (4190, "step, loop, losses, metrics, checkpoints, reports"),
     "_arguments": (230, "the arguments of train, each declared once, and the names that they take"),
     "onnx_out": (3300, "a rule for each JAX primitive, and what makes graphs quick in runtimes"),
-    "_graph": (2160, "binding, and which tensor is a weight, by the habits of exporters"),
+    "_graph": (2560, "binding, and which tensor is a weight, by the habits of exporters"),
     "cli": (1615, "ten commands; their flags are declared where the arguments are"),
     "sparse": (1760, "patterns, the search of masks, training, packing, products and their proof"),
     "lowering": (1620, "forms that XLA is quick with, for each of which a benchmark has a row"),

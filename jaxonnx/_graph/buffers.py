@@ -8,15 +8,29 @@ import numpy as np
 
 from jaxonnx._graph.ancestors import ancestors, behind
 from jaxonnx._graph.bind import Graph, Node
+from jaxonnx._graph.operands import Operands
 from jaxonnx._graph.uses import Use
 
 _BUFFER = re.compile(
     r"(.*_)?(inv_freq|window|mel(_(fb|basis|filters?|bank|scale))?|fb|fbank|filter_?banks?"
-    r"|anchors?|(cos|sin)_cached?|freqs_cis|action_(scale|bias))"
+    r"|anchors?|mean|std|(cos|sin)_cached?|freqs_cis|action_(scale|bias))"
 )
 """The last part of the names that buffers go by."""
 _WEIGHT = re.compile(r"(weight|bias|gamma|beta|kernel|scale_param)s?")
 """The last part of the names that weights go by, wherever they are."""
+
+
+def _last_part(name: str) -> str:
+    return re.split(r"[./:]", name.removesuffix(":0"))[-1]
+
+
+def is_buffer(name: str) -> bool:
+    """Check whether a tensor has a name that buffers go by."""
+    return _BUFFER.fullmatch(_last_part(name)) is not None
+
+
+_UNNAMED = re.compile(r"val_\d+|onnx::\w+_\d+")
+"""Names that PyTorch's exporters give to tensors that are none of the network's."""
 
 
 class Buffers:
@@ -46,15 +60,21 @@ class Buffers:
         self._after = behind(graph.nodes, (name for node in nodes for name in node.outputs))
         self._before = ancestors(graph.nodes, (name for node in nodes for name in node.reads))
         self._fed = behind(graph.nodes, graph.inputs)
+        self._operands = Operands(graph, self._fed)
         self._makers = {name: node for node in graph.nodes for name in node.outputs}
         self._readers: dict[str, list[Node]] = {}
+        self._plain = {node.index: node for node in graph.nodes if self._is_plain(node)}
         for node in graph.nodes:
             for name in node.reads:
                 self._readers.setdefault(name, []).append(node)
 
+    def is_learned(self, use: Use, value: np.ndarray) -> bool:
+        """Check whether a tensor is learned where operators have no weights."""
+        return self._operands.is_learned(use, value)
+
     def describe(self, use: Use, role: str | None, tensors: Mapping[str, Any]) -> str:
         """Return why a tensor that stands here is a constant; "" if nothing says so."""
-        last = re.split(r"[./:]", use.name.removesuffix(":0"))[-1]
+        last = _last_part(use.name)
         if _WEIGHT.fullmatch(last):
             return ""
         if _BUFFER.fullmatch(last):
@@ -65,21 +85,48 @@ class Buffers:
         if role == "vector":
             if self._stored and use.name not in self._initializers:
                 return "in a Constant node, where the weights are initializers"
-            if self._is_in_front(use):
+            if self._is_in_front(use, tensors[use.name]):
                 return "meets nothing but inputs before the first layer"
             if self._scales_actions(node):
                 return "scales the file's output behind Tanh"
         if node.op.name == "Gather" and use.position == 0 and self._is_only_shown(node):
             return "its rows are outputs as they are"
+        if node.op.name == "MatMul" and self._operands.makes_waves(node):
+            return "its products go to Sin and Cos alone, as those of random Fourier features do"
+        if "Normalization" in node.op.name and self._is_filler(use, tensors):
+            return "what the operator needs where a normalization has no scale or bias"
         if node.op.name == "InstanceNormalization" and self._groups(node, tensors):
             return "stands for GroupNormalization, whose scale and bias come after it"
         return ""
 
-    def _is_in_front(self, use: Use) -> bool:
-        """Check whether a tensor meets inputs that went through no layer, and layers come after."""
+    def _is_in_front(self, use: Use, value: Any) -> bool:
+        """Check whether a tensor meets inputs that went through no layer, and layers come after.
+
+        No layer reads these inputs in another way, but their sizes, and a table is of their shape,
+        not of each of their numbers with each row.
+        """
         others = [name for i, name in enumerate(use.node.inputs) if i != use.position]
         raw = self._after.isdisjoint(others) and not self._fed.isdisjoint(others)
-        return raw and not self._before.isdisjoint(use.node.outputs)
+        if not raw or use.node.index not in self._plain:
+            return False
+        if self._before.isdisjoint(use.node.outputs):
+            return False
+        makers = [self._makers[name] for name in others if name in self._makers]
+        spread = any(maker.op.name in ("Expand", "Reshape", "Unsqueeze") for maker in makers)
+        if spread and sum(n != 1 for n in np.shape(value)) > 1:
+            return False
+        sized = [node for node in self._graph.nodes if node.op.name not in ("Shape", "Size")]
+        inputs = ancestors(sized, others) & {*self._graph.inputs}
+        own = [name for node in self._plain.values() for name in node.outputs]
+        past = behind(self._graph.nodes, inputs, own)
+        layers = (node for node in self._graph.nodes if node.index in self._layers)
+        return all(past.isdisjoint(layer.reads) for layer in layers if layer is not use.node)
+
+    def _is_plain(self, node: Node) -> bool:
+        """Check whether a node combines inputs that went through no layer with a tensor."""
+        fed = [name for name in node.inputs if name in self._fed]
+        plain = node.op.name in ("Add", "Div", "Mul", "Sub") and not node.op.domain
+        return plain and len(fed) == 1 and fed[0] not in self._after
 
     def _scales_actions(self, node: Node) -> bool:
         """Check whether a node multiplies Tanh by constants, or adds to that, for an output."""
@@ -109,6 +156,14 @@ class Buffers:
         return not others.isdisjoint(self._after) and not any(
             not shown.isdisjoint(layer.reads) for layer in layers
         )
+
+    def _is_filler(self, use: Use, tensors: Mapping[str, Any]) -> bool:
+        """Check whether a tensor is as before training, by a name that an exporter gave it."""
+        start = use.node.op.start(use.position)
+        apart = self._stored and use.name not in self._initializers
+        if start is None or not (apart or _UNNAMED.fullmatch(use.name)):
+            return False
+        return bool((np.asarray(tensors[use.name]) == start).all())
 
     def _groups(self, node: Node, tensors: Mapping[str, Any]) -> bool:
         """Check whether scales of one and biases of zero normalize groups behind a Reshape."""

@@ -29,6 +29,8 @@ _WINDOWS: dict[str, Callable[[int], np.ndarray]] = {
 
 _ROWS = 16
 """The rows of a matrix that are looked at first, and the fewest numbers that a row is known by."""
+_SHORT = 5
+"""The fewest numbers that a sinusoid is known by, exactly."""
 _BANDS = 8
 """The fewest bands of a bank."""
 _PEAK = 0.99
@@ -42,7 +44,9 @@ def describe_constant(value: Any) -> str:
     Povey; symmetric or periodic, padded or not), a geometric sequence, such as the frequencies of
     rotary positions (`inv_freq`) and the slopes of ALiBi, or evenly spaced. With two such axes it
     may have rows that are sinusoids (bases of Fourier and cosine transforms, also windowed, tables
-    of positions), or be a bank of filters: bands without negative numbers, in order.
+    of positions), or be a bank of filters: bands without negative numbers, in order. With more, it
+    may have kernels that are their own mirror images but for the sign, as those that blur and
+    Sobel's.
     """
     value = np.asarray(value)
     if not jnp.issubdtype(value.dtype, jnp.floating):
@@ -53,7 +57,33 @@ def describe_constant(value: Any) -> str:
         return _describe_vector(value.reshape(-1).astype(np.float64), ulp)
     if len(long) == 2 and min(long) >= _LEAST and value.size <= _LARGEST:
         return _describe_matrix(value.reshape(long))
+    if value.ndim > 2 and value.size <= _LARGEST and _are_mirrored(value):
+        return "kernels that are mirror images of themselves"
     return ""
+
+
+def _are_mirrored(value: np.ndarray) -> bool:
+    """Check whether kernels (outputs, inputs, *sizes) are their own mirror images along each axis.
+
+    At least one has several numbers that are neither alike nor zero.
+    """
+    kernels = value.reshape(-1, *value.shape[2:]).astype(np.float64)
+    if kernels[0].size < _LEAST - 1 or not _mirror(kernels[:1]) or not _mirror(kernels):
+        return False
+    flat = kernels.reshape(len(kernels), -1)
+    return bool(((np.ptp(flat, 1) > 0) & (np.count_nonzero(flat, 1) > 1)).any())
+
+
+def _mirror(kernels: np.ndarray) -> bool:
+    near = _CLOSE**2 * np.abs(kernels).max()
+    for axis in range(1, kernels.ndim):
+        flipped = np.flip(kernels, axis)
+        other = [*range(1, kernels.ndim)]
+        even = np.abs(kernels - flipped).max(tuple(other))
+        odd = np.abs(kernels + flipped).max(tuple(other))
+        if not (np.minimum(even, odd) <= near).all():
+            return False
+    return True
 
 
 def _describe_vector(vector: np.ndarray, ulp: float) -> str:
@@ -120,9 +150,25 @@ def _are_sinusoids(rows: np.ndarray) -> bool:
     Its energy lies about one frequency: exactly for whole periods, after a window for others. At
     least two rows oscillate; a constant does not.
     """
-    if rows.shape[1] < _ROWS or not _lie_at_one_frequency(_sample(rows)):
+    if rows.shape[1] < _ROWS:
+        return _recur(rows.astype(np.float64))
+    if not _lie_at_one_frequency(_sample(rows)):
         return False
     return len(rows) <= _ROWS or _lie_at_one_frequency(rows.astype(np.float64))
+
+
+def _recur(rows: np.ndarray) -> bool:
+    """Check whether short rows are sinusoids: x[n - 1] + x[n + 1] = 2 cos(w) x[n].
+
+    At least half of them turn so often that they are no straight lines.
+    """
+    top = np.abs(rows).max()
+    if rows.shape[1] < _SHORT or len(rows) < _SHORT - 1 or not 0 < top < np.inf:
+        return False
+    middle, ends = rows[:, 1:-1], rows[:, :-2] + rows[:, 2:]
+    factors = (middle * ends).sum(1) / np.maximum((middle**2).sum(1), 1e-300)
+    exact = np.abs(ends - factors[:, None] * middle).max() <= _CLOSE * top
+    return bool(exact and 2 * (np.abs(factors) < 2 - _CLOSE).sum() >= len(rows))
 
 
 def _lie_at_one_frequency(rows: np.ndarray) -> bool:

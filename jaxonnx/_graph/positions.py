@@ -11,7 +11,7 @@ from jaxonnx._graph.uses import Use
 _ALIKE = 1e-3
 """How little the lengths of the rows of a table of sinusoids differ, relative to the largest."""
 
-_LARGE = 1e3
+LARGE = 1e3
 """Numbers above it are those of a mask, which is added to rule places out."""
 
 _KEEPS = ("Add", "Cast", "Concat", "Dropout", "Flatten", "Identity", "Mul", "Reshape", "Slice")
@@ -69,10 +69,10 @@ def is_learned(use: Use, value: Any, embedded: Collection[str]) -> bool:
     if len(lengths) > 2 and lengths[0] != 1:
         return False
     table = np.asarray(value, np.float64)
-    if not np.abs(table).max() < _LARGE:  # nor NaN
+    if not np.abs(table).max() < LARGE:  # nor NaN
         return False
     own = [axis for axis, n in zip(axes, lengths, strict=True) if axis is not None and n != 1]
-    return not any(_is_sinusoid(table, axis) for axis in (own[0], own[-1]))
+    return not any(is_sinusoid(table, axis) for axis in (own[0], own[-1]))
 
 
 def is_grid(use: Use, value: Any) -> bool:
@@ -84,13 +84,18 @@ def is_grid(use: Use, value: Any) -> bool:
     shape = np.shape(value)
     if len(shape) < 4 or shape[0] != 1 or shape[1] == 1 or sum(n != 1 for n in shape) != 2:
         return False
-    rows = np.asarray(value, np.float64).reshape(shape[1], -1)
+    table = np.asarray(value, np.float64)
+    return use.view.axes is not None and not counts(table) and bool(np.abs(table).max() < LARGE)
+
+
+def counts(table: np.ndarray) -> bool:
+    """Check whether the numbers along the axes behind the second are evenly spaced."""
+    rows = table.reshape(table.shape[1], -1)
     steps = np.diff(rows, axis=1)
-    counts = np.allclose(steps, steps[:, :1], 1e-3, 1e-6) if steps.shape[1] > 1 else False
-    return use.view.axes is not None and not counts and bool(np.abs(rows).max() < _LARGE)
+    return steps.shape[1] > 1 and bool(np.allclose(steps, steps[:, :1], 1e-3, 1e-6))
 
 
-def _is_sinusoid(table: np.ndarray, axis: int) -> bool:
+def is_sinusoid(table: np.ndarray, axis: int) -> bool:
     """Check whether all rows along an axis have one length, but for rows of zeros."""
     lengths = np.linalg.norm(table, axis=axis).reshape(-1)
     lengths = lengths[lengths > 0]

@@ -5,7 +5,7 @@ Transpose, Reshape, Cast, Identity and the like, in parts (Slice, Split, Concat,
 indices), repeated (Expand), in subgraphs and in functions of the model.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,10 +13,13 @@ import ml_dtypes
 import numpy as np
 from onnx import GraphProto
 
+from jaxonnx._graph.ancestors import behind
 from jaxonnx._graph.bind import Graph
-from jaxonnx._graph.buffers import Buffers
+from jaxonnx._graph.buffers import Buffers, is_buffer
+from jaxonnx._graph.computed import Computed, computed_values
 from jaxonnx._graph.known_constants import describe_constant
 from jaxonnx._graph.normalizations import Normalizations, normalizations
+from jaxonnx._graph.operands import is_start
 from jaxonnx._graph.positions import PRODUCTS, embeddings, is_grid, is_learned
 from jaxonnx._graph.uses import Use, uses
 from jaxonnx._io.protos import all_graphs
@@ -122,29 +125,68 @@ class Roles:
         trained: Collection[str] = (),
     ) -> None:
         self.tensors, self.initializers, self.trained = tensors, initializers, trained
-        self.spelled, self.used = normalizations(graph, tensors), [*uses(graph, tensors)]
-        found = [*_roles(graph, tensors, initializers, self.spelled, self.used)]
+        self.spelled = normalizations(graph, tensors)
+        computed = computed_values(graph, tensors)
+        values = {**tensors, **{name: found.value for name, found in computed.items()}}
+        named = {*initializers, *computed}
+        read = [*uses(graph, values, computed)]
+        self.used = [use for use in read if use.name not in computed]
+        fed = behind(graph.nodes, graph.inputs)
+        inner = frozenset[str]().union(*(found.sources for found in computed.values()))
+        read = [use for use in read if not (use.name in inner and _is_inner(use, fed))]
+        found = [*_roles(graph, values, named, self.spelled, read)]
         looked = {use.name for use, role in found if role != "state"} - {*trained}
-        known = {name: describe_constant(tensors[name]) for name in looked}
+        known = {name: describe_constant(values[name]) for name in looked}
         known |= dict.fromkeys(trained, "")
         weights = [use for use, role in found if role == "param" and not known[use.name]]
-        heavy = [use for use in weights if np.size(tensors[use.name]) > 1]
-        layers = {use.outer.index for use in heavy if use.node.op.role(use.position) == "param"}
-        packed = [
-            use for use in self.used if not jnp.issubdtype(tensors[use.name].dtype, jnp.floating)
-        ]
+        heavy = [use for use in weights if np.size(values[use.name]) > 1]
+        layers = {u.outer.index for u in heavy if u.node.op.role(u.position) in (None, "param")}
+        packed = [use for use in read if not jnp.issubdtype(values[use.name].dtype, jnp.floating)]
         layers |= {use.outer.index for use in packed if use.node.op.name in PRODUCTS}
         stored = any(use.name in initializers for use in weights if use.node.op.form(use.position))
-        places = Buffers(graph, self.used, layers, initializers, stored)
+        places = Buffers(graph, read, layers, named, stored)
+        placed = {use.name for use, _ in found} | self.spelled.statistics
+        more = [use for use in read if use.name in named and use.name not in placed]
+        more = [use for use in more if layers and _is_operand(use, values[use.name], places)]
+        known |= {use.name: describe_constant(values[use.name]) for use in more}
+        if more:  # these are layers, too
+            own = (use for use in more if not known[use.name])
+            layers |= {u.outer.index for u in own if not places.describe(u, "vector", values)}
+            places = Buffers(graph, read, layers, named, stored)
         self.of: dict[str, str] = {}
         self.constants: dict[str, str] = {}
-        for use, role in found:
+        for use, role in [*found, *((use, "param") for use in more)]:
             why = "" if role == "state" else known[use.name]
             own = role == "state" or use.name in trained or use.name in self.spelled.learned
             if not why and not own:
-                why = places.describe(use, use.node.op.role(use.position), tensors)
+                place = use.node.op.role(use.position)
+                place = "vector" if place is None and use in more and not is_start(use) else place
+                why = places.describe(use, place, values)
             (self.constants if why else self.of).setdefault(use.name, why or role)
+        self._place_sources(computed, stored)
         self.constants = {n: why for n, why in self.constants.items() if n not in self.of}
+
+    def _place_sources(self, computed: Mapping[str, Computed], stored: bool) -> None:
+        """Give the tensors behind computed values the roles of these."""
+        for name, (_, sources) in computed.items():
+            role, why = self.of.pop(name, ""), self.constants.pop(name, "")
+            for source in sorted(sources - self.of.keys() - self.constants.keys()):
+                if why:
+                    self.constants[source] = f"{why} (computed from it)"
+                elif role == "param" and self._is_source(source, stored):
+                    self.of[source] = "param"
+
+    def _is_source(self, name: str, stored: bool) -> bool:
+        """Check whether a tensor is learned that weights are computed from: no mask, no count."""
+        value = np.asarray(self.tensors[name])
+        if name in self.spelled.statistics or (stored and name not in self.initializers):
+            return False
+        if describe_constant(value) or is_buffer(name):
+            return False
+        vector = sum(n != 1 for n in value.shape) == 1 and (
+            value.size == 2 or len(np.unique(value)) != 2
+        )
+        return vector or _is_irregular(value)
 
     @property
     def unplaced(self) -> dict[str, str]:
@@ -218,6 +260,18 @@ def _roles(
             role = "param" if learned else None
         if role is not None:
             yield use, role
+
+
+def _is_inner(use: Use, fed: Set[str]) -> bool:
+    """Check whether a vector meets other tensors alone: what it makes with them tells its role."""
+    return use.node.op.role(use.position) in (None, "vector") and fed.isdisjoint(use.node.reads)
+
+
+def _is_operand(use: Use, value: Any, places: Buffers) -> bool:
+    """Check whether a tensor is learned where operators have no weights."""
+    value = np.asarray(value)
+    floating = jnp.issubdtype(value.dtype, jnp.floating) and value.size > 1
+    return floating and _is_irregular(value) and places.is_learned(use, value)
 
 
 def _is_irregular(value: np.ndarray) -> bool:

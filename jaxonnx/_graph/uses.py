@@ -2,7 +2,7 @@
 
 import math
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from jaxonnx.errors import Error
 _SAME_AXES = ("Cast", "CastLike", "DequantizeLinear", "Identity", "QuantizeLinear")
 """Views that leave the axes as they are."""
 
-_PARTS = ("Concat", "Expand", "Gather", "Slice", "Split")
+PARTS = ("Concat", "Expand", "Gather", "Slice", "Split", "Tile")
 """Operators whose results are parts of tensors, several beside each other, or repeated ones."""
 
 
@@ -95,11 +95,12 @@ class Use:
         return "a grouped convolution" if place.grouped else ""
 
 
-def uses(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[Use]:
+def uses(graph: Graph, tensors: Mapping[str, Any], computed: Collection[str] = ()) -> Iterator[Use]:
     """Yield every use of the named tensors, in the order of the nodes.
 
     Subgraphs and the bodies of functions are included. Tensors are anything with a shape; NumPy
-    arrays among them also tell the target shapes of Reshape and the like.
+    arrays among them also tell the target shapes of Reshape and the like. Those named by `computed`
+    are values of nodes of the main graph.
     """
 
     def whole(name: str) -> tuple[View, ...]:
@@ -124,6 +125,8 @@ def uses(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[Use]:
                     yield Use(view, node, i, rank, top, passes)
             if new:
                 behind.update(dict.fromkeys(filter(None, node.outputs), new))
+            if outer is None and computed:
+                behind.update({name: whole(name) for name in node.outputs if name in computed})
             if not fed.isdisjoint(node.reads):
                 fed.update(node.outputs)
             for g in node.subgraphs:
@@ -146,7 +149,7 @@ def _views(
 ) -> tuple[View, ...]:
     """Return the views of tensors that the results of a node are."""
     name, inputs = node.op.name, node.inputs
-    if not node.op.view and name not in _PARTS:
+    if not node.op.view and name not in PARTS:
         return ()
     seen: tuple[View, ...] = (behind.get(inputs[0]) if inputs else None) or ()
     others = [tensors.get(name) for name in inputs[1:]]
@@ -161,6 +164,8 @@ def _views(
         return tuple(_view_slice(view, node, others) for view in seen)
     if name == "Gather" and inputs[1] not in fed:
         return tuple(_view_gather(view, node, others[0]) for view in seen)
+    if name == "Tile":
+        return tuple(_view_tile(view, others[0]) for view in seen)
     if name == "Expand":
         return tuple(_view_expand(view, others[0]) for view in seen)
     return ()
@@ -197,22 +202,27 @@ def _view_slice(view: View, node: Node, others: Sequence[Any]) -> View:
     """Return a view of which some places are taken; the axes stay."""
     shape = view.shape
     if view.axes is not None and all(isinstance(value, np.ndarray) for value in others):
-        counts = {"outputs": len(node.outputs)} if node.op.name == "Split" else {}
-        after = _result(node, shape, others, **counts)
+        after = _result(node, shape, others)
         shape = shape if after is None else after
     return replace(view, shape=shape, part=True)
 
 
-def _result(
-    node: Node, shape: tuple[int, ...], others: Sequence[Any], **counts: int
-) -> tuple[int, ...] | None:
+def _result(node: Node, shape: tuple[int, ...], others: Sequence[Any]) -> tuple[int, ...] | None:
     """Return the shape of the first result, None if running the graph will say what is wrong."""
+    found = evaluate(node, [np.zeros(shape, np.int8), *others])
+    return None if found is None else found[0].shape
+
+
+def evaluate(node: Node, inputs: Sequence[Any]) -> tuple[Any, ...] | None:
+    """Return the results of a node for known inputs, None if running the graph will say more."""
     wrong = (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError)
+    counts = {"outputs": len(node.outputs)} if node.op.name == "Split" else {}
     try:
-        y = node.op(np.zeros(shape, np.int8), *others, **node.attributes, **counts)
+        with np.errstate(all="ignore"):
+            y = node.op(*inputs, **node.attributes, **counts)
     except (Error, *wrong):
         return None
-    return (y[0] if isinstance(y, tuple) else y).shape
+    return y if isinstance(y, tuple) else (y,)
 
 
 def _view_gather(view: View, node: Node, indices: Any) -> View:
@@ -245,6 +255,17 @@ def _view_expand(view: View, target: Any) -> View:
     pairs = [*zip(before, wanted, strict=True)]
     kept = tuple(a if n != 1 or m == 1 else None for a, (n, m) in zip(axes, pairs, strict=True))
     return replace(view, axes=kept, shape=tuple(map(max, pairs)), expanded=True)
+
+
+def _view_tile(view: View, repeats: Any) -> View:
+    """Return a view that is repeated along axes; of length one, if the file computes how often."""
+    axes, before = view.axes, view.shape
+    if axes is None or not isinstance(repeats, np.ndarray) or repeats.shape != (len(before),):
+        return replace(view, expanded=True)
+    pairs = [*zip(before, map(int, repeats), strict=True)]
+    if any(n > 1 and k != 1 for n, k in pairs):
+        return replace(view, axes=None, shape=(), expanded=True)
+    return _view_expand(view, np.array([n * k for n, k in pairs]))
 
 
 def _concat_views(views: Sequence[View], axis: int) -> tuple[View, ...]:

@@ -65,7 +65,7 @@ PLACES = {
     "something added behind a second layer": (
         "q = MatMul(x, w) r = Relu(q) t = MatMul(r, w2) y = Add(t, p)",
         {"p": weight(1, 5, 32), "w2": weight(32, 32)},
-        False,
+        True,
     ),
 }
 

@@ -5,7 +5,7 @@ of all parameters of a network of the zoo are different, and each number of a tr
 which one of PyTorch's it is. That holds for gradients and updates too, in any layout.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -18,6 +18,8 @@ import optax
 from onnx import numpy_helper
 
 import jaxonnx
+from jaxonnx._graph.bind import bind
+from jaxonnx._graph.roles import Roles, stored_names
 
 LEARNING_RATE = 1e-3
 STEPS = 5
@@ -157,13 +159,14 @@ def compare(content: bytes, golden: Golden, run: bool = True) -> Iterator[Findin
     if not Numbers(golden.params).different:  # as they were before training: ones and zeros
         yield from _compare_size(params, golden)
         return
-    wrong = [*compare_trained(params, stored_tensors(proto), golden)]
+    tensors = stored_tensors(proto)
+    wrong = [*compare_trained(params, tensors, golden, told_constants(proto, tensors))]
     yield from wrong
     if not run:
         return
     try:
         yield from compare_gradients(model, golden)
-        if len(golden.losses) and not any(f.kind in ("trained", "untied", "frozen") for f in wrong):
+        if len(golden.losses) and not wrong:
             yield from compare_steps(model, golden)
     except jaxonnx.Error as error:
         yield Finding("run", "", f"{type(error).__name__}: {error}")
@@ -180,8 +183,23 @@ def _compare_size(params: Mapping[str, np.ndarray], golden: Golden) -> Iterator[
         yield Finding("size", "", f"{ours} trained numbers instead of {theirs}: {shapes}")
 
 
+def told_constants(
+    proto: onnx.ModelProto, tensors: Mapping[str, np.ndarray]
+) -> list[tuple[np.ndarray, str]]:
+    """Return the tensors that only their place before the first layer makes constants, and why.
+
+    In front of a network nothing tells a learned vector from a mean of the data.
+    """
+    graph = bind(proto, proto.graph, tensors.keys())
+    constants = Roles(graph, tensors, stored_names(proto.graph)).constants
+    return [(tensors[name], why) for name, why in constants.items() if "before the first" in why]
+
+
 def compare_trained(
-    params: Mapping[str, np.ndarray], stored: Mapping[str, np.ndarray], golden: Golden
+    params: Mapping[str, np.ndarray],
+    stored: Mapping[str, np.ndarray],
+    golden: Golden,
+    told: Sequence[tuple[np.ndarray, str]] = (),
 ) -> Iterator[Finding]:
     """Yield which parameters are not trained, which tensors are trained that are none, and ties.
 
@@ -189,8 +207,10 @@ def compare_trained(
       params: the tensors that are trained.
       stored: the tensors of the file.
       golden: PyTorch's parameters and buffers.
+      told: tensors that are constants, each with an explanation.
     """
     theirs, buffers = Numbers(golden.params), Numbers(golden.buffers)
+    explained = {int(p): why for array, why in told for p in theirs.find(array) if p >= 0}
     count, there = np.zeros(theirs.size, int), np.zeros(theirs.size, bool)
     for array in stored.values():
         places = theirs.find(array)
@@ -209,8 +229,11 @@ def compare_trained(
         used[own] = golden.gradients.get(name, np.zeros(own.sum())).reshape(-1) != 0
         if not used.any():
             continue
+        why = next((explained[p] for p in np.flatnonzero(used) if p in explained), "")
         if count[used].mean() > _TWICE:
-            yield Finding("untied", name, f"{shape} is trained {count[used].max()} times")
+            detail = f"{shape} is trained {count[used].max()} times"
+            looked_up = any(_repeats(theirs, array, own) for array in params.values())
+            yield Finding("untied", name, detail, "a table that the exporter looked up" * looked_up)
         elif (count[used] > 0).mean() >= _MOST:
             continue
         elif there[used].mean() < _MOST:
@@ -219,7 +242,7 @@ def compare_trained(
         elif own.sum() == 1:
             yield Finding("frozen", name, shape, "a single number, which trainable= includes")
         else:
-            yield Finding("frozen", name, shape)
+            yield Finding("frozen", name, shape, why)
     for name in foreign:
         shown = f"{name} {params[name].shape}"
         places = buffers.find(params[name])
@@ -229,6 +252,14 @@ def compare_trained(
         else:
             why = "of the numbers that the exporter computed" if computed else ""
             yield Finding("trained", "", shown, why)
+
+
+def _repeats(numbers: Numbers, array: np.ndarray, own: np.ndarray) -> bool:
+    """Check whether one tensor has the same numbers of a parameter several times."""
+    places = numbers.find(array)
+    places = places[places >= 0]
+    places = places[own[places]]
+    return len(places) > _TWICE * len(np.unique(places))
 
 
 def mean_square(output: Any, target: Any) -> jax.Array:

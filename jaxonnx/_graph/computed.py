@@ -1,0 +1,95 @@
+"""Values that a file computes from its tensors alone: exp(A_log), sigmoid(gate), g * v / |v|.
+
+They stand where data meet them as weights would that an exporter had folded, so their places and
+numbers tell what the tensors behind them are.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx._graph.ancestors import ancestors
+from jaxonnx._graph.bind import Graph, Node
+from jaxonnx._graph.uses import PARTS, evaluate
+
+_LARGEST = 2**26
+"""Numbers; nothing is computed from larger tensors."""
+_LOOKUPS = ("Gather", "GatherElements", "GatherND", "Expand", "Reshape", "Slice", "Tile")
+"""Operators whose first input alone has the numbers of the result."""
+
+
+class Computed(NamedTuple):
+    """A value and the floating-point tensors that it is computed from."""
+
+    value: np.ndarray
+    sources: frozenset[str]
+
+
+def computed_values(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, Computed]:
+    """Return the values behind arithmetic on tensors alone that other nodes read.
+
+    Views of a tensor are not among them, nor what is computed from integers of 8 bits and less,
+    which are packed weights.
+
+    Args:
+      graph: the bound main graph.
+      tensors: its named tensors.
+    """
+    known = {**graph.initializers, **tensors}
+    sources = {name: _own_sources(name, value) for name, value in known.items()}
+    arithmetic: set[str] = set()
+    inner: list[Node] = []
+    for node in graph.nodes:
+        if not _is_computable(node) or not all(name in sources for name in node.reads):
+            continue
+        read = node.inputs[:1] if node.op.name in _LOOKUPS else node.inputs
+        behind: frozenset[str] | None = frozenset()
+        for name in filter(None, read):
+            own = sources[name]
+            behind = None if own is None or behind is None else behind | own
+        sources.update(dict.fromkeys(filter(None, node.outputs), behind))
+        inner.append(node)
+        moved = node.op.view or (not node.op.domain and node.op.name in PARTS)
+        if behind and not (moved and arithmetic.isdisjoint(read)):
+            arithmetic.update(filter(None, node.outputs))
+    inside = {node.index for node in inner}
+    outer = {name for node in graph.nodes if node.index not in inside for name in node.reads}
+    wanted = arithmetic & outer
+    values = _evaluate(inner, wanted, known)
+    return {n: Computed(v, sources[n] or frozenset()) for n, v in values.items() if n in wanted}
+
+
+def _own_sources(name: str, value: Any) -> frozenset[str] | None:
+    """Return which tensor a value is, if it has several numbers; None for packed weights."""
+    dtype, size = np.asarray(value).dtype, np.size(value)
+    if size > 1 and dtype.kind not in "bO" and dtype.itemsize == 1:
+        return None
+    return frozenset({name} if size > 1 and jnp.issubdtype(dtype, jnp.floating) else ())
+
+
+def _is_computable(node: Node) -> bool:
+    plain = not node.op.dynamic and not node.subgraphs and node.body is None
+    return plain and bool(node.reads) and not node.op.name.startswith(("Random", "Bernoulli"))
+
+
+def _evaluate(
+    nodes: list[Node], wanted: Collection[str], known: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
+    """Return the wanted values that can be computed, and those on the way."""
+    needed = ancestors(nodes, wanted) if wanted else set()
+    if any(np.size(known[name]) > _LARGEST for name in needed if name in known):
+        return {}
+    values: dict[str, np.ndarray] = {}
+    for node in nodes:
+        if needed.isdisjoint(node.outputs):
+            continue
+        inputs = [values.get(n, known.get(n)) if n else None for n in node.inputs]
+        if any(value is None and n for n, value in zip(node.inputs, inputs, strict=True)):
+            continue
+        found = evaluate(node, inputs)
+        for name, value in zip(node.outputs, found or (), strict=False):
+            if np.size(value) <= _LARGEST:
+                values[name] = np.asarray(value)
+    return values

@@ -1,0 +1,169 @@
+"""Tensors that a file computes with before data meet them, and other tensors in plain arithmetic.
+
+What each of them is in PyTorch: a parameter, or a buffer.
+"""
+
+import jax
+import numpy as np
+import onnx.parser
+import pytest
+
+import jaxonnx
+
+RANDOM = np.random.default_rng(0)
+
+
+def weight(*shape):
+    return RANDOM.normal(size=shape)
+
+
+ANGLES = np.pi / 8 * (np.arange(8) + 0.5) * np.arange(8)[:, None]
+BLUR = np.outer([1, 3, 3, 1], [1, 3, 3, 1]) / 64
+SOBEL = np.array([[1.0, 0, -1], [2, 0, -2], [1, 0, -1]])
+BACK = "h = MatMul(x, w0)"
+COMPUTED = {
+    "exp(A_log) of Mamba": (f"{BACK} e = Exp(p) n = Neg(e) y = Mul(h, n)", weight(6, 8), True),
+    "a gate": (f"{BACK} s = Sigmoid(p) y = Mul(h, s)", weight(1, 6, 8), True),
+    "softplus of a vector": (f"{BACK} s = Softplus(p) y = Mul(h, s)", weight(8), True),
+    "a factor by heads": (f"{BACK} s = Exp(p) y = Mul(h, s)", weight(2, 1, 1), True),
+    "weight norm": (
+        "l = ReduceL2<axes = [1]>(p) u = Div(p, l) v = Mul(u, g) y = MatMul(x, v)",
+        weight(8, 8),
+        True,
+    ),
+    "a standardized kernel": (
+        "m = ReduceMean<axes = [1]>(p) v = Sub(p, m) y = MatMul(x, v)",
+        weight(8, 8),
+        True,
+    ),
+    "a mask on a weight": ("v = Mul(w0, p) y = MatMul(x, v)", np.tri(8), False),
+    "the weight under a mask": ("v = Mul(p, mask) y = MatMul(x, v)", weight(8, 8), True),
+    "frequencies times positions": (
+        f"{BACK} a = Mul(p, places) c = Cos(a) y = Mul(h, c)",
+        10.0 ** -np.arange(8),
+        False,
+    ),
+    "a cosine transform of eight numbers": (f"{BACK} y = MatMul(h, p)", np.cos(ANGLES), False),
+}
+PLACES = {
+    "positions behind a second layer": (
+        f"{BACK} r = Relu(h) y = Add(r, p)",
+        weight(1, 6, 8),
+        True,
+    ),
+    "a threshold": (f"{BACK} y = Max(h, p)", weight(8), True),
+    "a temperature": (f"{BACK} y = Div(h, p)", weight(8), True),
+    "what stands for masked places": (f"{BACK} y = Where(keep, h, p)", weight(8), True),
+    "kernels that are mixed": (
+        "m = MatMul(x, w0) k = Mul(m, p) t = Transpose<perm = [0, 2, 1]>(k) y = MatMul(x, t)",
+        weight(1, 6, 8),
+        True,
+    ),
+    "centers": (
+        """a = Constant<value_ints = [2]>() u = Unsqueeze(x, a) c = Sub(u, p) r = Relu(c)
+        y = MatMul(r, w0)""",
+        weight(5, 8),
+        True,
+    ),
+    "the start of a recurrence": (
+        """t = Transpose<perm = [1, 0, 2]>(x) n = Shape<start = 1, end = 2>(t)
+        one = Constant<value_ints = [1]>() size = Constant<value_ints = [8]>()
+        s = Concat<axis = 0>(one, n, size) e = Expand(p, s)
+        all, y = GRU<hidden_size = 8>(t, wg, rg, , , e)""",
+        weight(1, 1, 8),
+        True,
+    ),
+    "zeros that a recurrence starts from": (
+        "t = Transpose<perm = [1, 0, 2]>(x) all, y = GRU<hidden_size = 8>(t, wg, rg, , , p)",
+        np.zeros((1, 2, 8)),
+        False,
+    ),
+    "a skip of the inputs (D of a state space)": (
+        f"{BACK} s = Mul(x, p) y = Add(h, s)",
+        weight(8),
+        True,
+    ),
+    "a bias of scores that was gathered (Swin, T5)": (
+        f"{BACK} t = Transpose<perm = [0, 2, 1]>(h) s = MatMul(h, t) a = Add(s, p) y = Softmax(a)",
+        weight(2, 11)[:, np.arange(6)[:, None] - np.arange(6) + 5],
+        True,
+    ),
+    "ALiBi": (
+        f"{BACK} t = Transpose<perm = [0, 2, 1]>(h) s = MatMul(h, t) a = Add(s, p) y = Softmax(a)",
+        -np.abs(np.arange(6)[:, None] - np.arange(6)) * np.array([[[0.25]], [[0.0625]]]),
+        False,
+    ),
+    "a mask": (f"{BACK} y = Add(h, p)", np.where(weight(6, 8) > 0, 0, -1e4), False),
+    "means of features": (f"{BACK} s = Sub(h, p) y = Div(s, g)", weight(8), False),
+    "a mean image": ("s = Sub(x, p) y = MatMul(s, w0)", weight(6, 8), False),
+    "one for each example": (f"{BACK} y = Add(h, p)", weight(2, 6, 8), False),
+    "keys beside those of a sequence, by Tile": (
+        f"""{BACK} n = Shape<start = 0, end = 1>(x) one = Constant<value_ints = [1, 1]>()
+        s = Concat<axis = 0>(n, one) e = Tile(p, s) y = Concat<axis = 1>(h, e)""",
+        weight(1, 1, 8),
+        True,
+    ),
+    "random Fourier features": (
+        "m = MatMul(x, p) s = Sin(m) c = Cos(m) j = Concat<axis = 2>(s, c) y = MatMul(j, w1)",
+        weight(8, 5),
+        False,
+    ),
+    "a layer with a sine behind it": ("m = MatMul(x, p) y = Sin(m)", weight(8, 5), True),
+    "a kernel that blurs": (
+        """a = Constant<value_ints = [1]>() u = Unsqueeze(x, a) c = Conv(u, wc)
+        y = Conv<group = 2>(c, p)""",
+        np.stack([BLUR, BLUR])[:, None],
+        False,
+    ),
+    "Sobel's kernels": (
+        "a = Constant<value_ints = [1]>() u = Unsqueeze(x, a) c = Conv(u, p) y = Conv(c, w2)",
+        np.stack([SOBEL, SOBEL.T])[:, None],
+        False,
+    ),
+}
+
+
+def file(nodes, value):
+    proto = onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["": 17]> g (float[2, 6, 8] x) => (float[2, m] y) '
+        f"{{ {nodes} }}"
+    )
+    tensors = {"w0": weight(8, 8), "w1": weight(10, 3), "wc": weight(2, 1, 1, 1)}
+    tensors |= {"w2": weight(1, 2, 1, 1), "wg": weight(1, 24, 8), "rg": weight(1, 24, 8)}
+    tensors |= {"g": weight(8), "places": np.arange(6.0)[:, None], "mask": np.tri(8), "p": value}
+    for name, array in tensors.items():
+        if any(name in node.input for node in proto.graph.node):
+            proto.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(array), name))
+    if any("keep" in node.input for node in proto.graph.node):
+        proto.graph.initializer.append(
+            onnx.numpy_helper.from_array(np.arange(48).reshape(6, 8) % 3 > 0, "keep")
+        )
+    return proto
+
+
+@pytest.mark.parametrize("name", COMPUTED | PLACES)
+def test_parameters_and_buffers(name):
+    nodes, value, learned = (COMPUTED | PLACES)[name]
+    model = jaxonnx.load(file(nodes, value))
+    assert ("p" in model.params) == learned
+    assert "mask" not in model.params
+
+
+@pytest.mark.parametrize("name", ["exp(A_log) of Mamba", "weight norm", "a threshold"])
+def test_gradients_pass_what_is_computed(name):
+    nodes, value, _ = (COMPUTED | PLACES)[name]
+    model, x = jaxonnx.load(file(nodes, value)), np.float32(weight(2, 6, 8))
+    gradients = jax.grad(lambda params: (model.apply(params, x) ** 2).sum())(model.params)
+    assert np.abs(gradients["p"]).max() > 0
+
+
+def test_what_is_computed_from_weights_of_eight_bits_is_none():
+    proto = file("c = Cast<to = 1>(q) v = Mul(c, p) y = MatMul(x, v)", weight(8))
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.int8(100 * weight(8, 8)), "q"))
+    assert "q" not in jaxonnx.load(proto).params
+
+
+def test_a_computed_constant_is_told():
+    model = jaxonnx.load(file(f"{BACK} e = Exp(p) y = Mul(h, e)", -np.arange(8)))
+    assert {*model.params} == {"w0"}
+    assert "'p': a geometric sequence (computed from it)" in " ".join(str(model).split())
