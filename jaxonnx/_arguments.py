@@ -155,7 +155,7 @@ class ModelArguments(TypedDict, total=False):
     quantize: Annotated[
         str | Quantization | None, Argument(form="text", resume=True, needs_loss=True)
     ]
-    """Train through the rounding of a quantized network: "int8", "int4" or a `Quantization`.
+    """Train through the rounding of a quantized network: "int8", "int4", ... or a `Quantization`.
 
     Ranges are measured on the first batches of the data (`jaxonnx.quantize`), then weights and
     scales are trained with the loss of the task, through the rounding (straight-through gradients).

@@ -2,6 +2,7 @@
 
     python -m benchmarks.quantization.accuracy                        # scikit-learn's 8x8 digits
     python -m benchmarks.quantization.accuracy --data mnist10k.npz    # any .npz with x, y; 28x28
+    python -m benchmarks.quantization.accuracy --networks text        # bytes of Python's library
 
 Each network is trained in float32, quantized by onnxruntime's `quantize_static` (per channel, the
 best of its calibrations on the test images, which favours it), by `jaxonnx.quantize`, and trained
@@ -11,6 +12,7 @@ network is also trained for the same epochs more, since training alone may gain 
 """
 
 import argparse
+import asyncio
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -23,7 +25,7 @@ from onnxruntime import quantization as ort
 
 import jaxonnx
 from benchmarks.layers.onnx_file import write
-from benchmarks.networks import Network
+from benchmarks.networks import Network, resnet18
 
 LOSS = "softmax_cross_entropy_with_integer_labels"
 CALIBRATIONS = ("MinMax", "Percentile", "Entropy")
@@ -47,10 +49,33 @@ def depthwise(layers, x):
     return layers.dense(layers.spatial_mean(x), 10)
 
 
-NETWORKS = {"cnn": cnn, "depthwise": depthwise}
+def text(layers, tokens):
+    x = layers.positions(layers.embed(tokens, 256, 64))
+    for _ in range(2):
+        x = x + layers.attention(layers.layer_norm(x), 4)
+        x = x + layers.dense(layers.gelu(layers.dense(layers.layer_norm(x), 256)), 64)
+    return layers.dense(layers.sequence_mean(layers.layer_norm(x)), len(PACKAGES))
 
 
-def load_data(path):
+NETWORKS = {"cnn": cnn, "depthwise": depthwise, "resnet18": resnet18, "text": text}
+PACKAGES = ("asyncio", "ctypes", "email", "idlelib", "json", "logging", "unittest", "xml")
+"""Parts of Python's standard library, which the text network tells apart by 64 bytes of source."""
+
+
+def load_text():
+    root = Path(asyncio.__file__).parents[1]
+    rows = []
+    for package in PACKAGES:
+        whole = b"".join(path.read_bytes() for path in sorted((root / package).rglob("*.py")))
+        rows.append(np.frombuffer(whole, np.uint8, len(whole) // 64 * 64).reshape(-1, 64)[:1000])
+    labels = np.repeat(np.arange(len(rows)), [len(part) for part in rows])
+    return np.concatenate(rows).astype(np.int32), labels
+
+
+def load_data(name, path, count):
+    """Return what a network is trained on, at most `count` examples, and what it is tested on."""
+    if name == "text":
+        return split(*load_text(), count)
     if path is None:
         from sklearn.datasets import load_digits
 
@@ -60,9 +85,15 @@ def load_data(path):
         with np.load(path) as file:
             x, y = file["x"], file["y"]
     x = x.reshape(len(x), 1, *x.shape[1:]).astype(np.float32) / np.float32(x.max())
+    if name == "resnet18":
+        x = np.asarray(jax.image.resize(x, (len(x), 1, 64, 64), "linear"))
+    return split(x, y, count)
+
+
+def split(x, y, count):
     order = np.random.default_rng(0).permutation(len(x))
     cut = len(x) * 4 // 5
-    train, test = order[:cut], order[cut:]
+    train, test = order[: min(cut, count or cut)], order[cut:]
     return (x[train], y[train].astype(np.int32)), (x[test], y[test].astype(np.int32))
 
 
@@ -116,7 +147,7 @@ def train(model, data, epochs, rate, seed, **options):
     ).model
 
 
-def study(network, data, test, options, folder):
+def study(name, data, test, options, folder):
     rows = defaultdict(list)
 
     def add(row, model):
@@ -124,7 +155,8 @@ def study(network, data, test, options, folder):
         rows[row].append(accuracy(folder / "ours.onnx", test))
 
     for seed in range(options.seeds):
-        write(Network(network, (64, *data[0].shape[1:]), 10), folder / "untrained.onnx")
+        shape, tokens = (64, *data[0].shape[1:]), 256 if name == "text" else 0
+        write(Network(NETWORKS[name], shape, 10, tokens), folder / "untrained.onnx")
         model = jaxonnx.load(folder / "untrained.onnx")
         model = model.reinitialize(jax.random.key(seed), ".*")
         model = train(model, data, options.epochs, 3e-3, seed)
@@ -151,11 +183,12 @@ def main():
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--tune", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--examples", type=int, help="train on so many")
     options = parser.parse_args()
-    data, test = load_data(options.data)
     for name in options.networks:
+        data, test = load_data(name, options.data, options.examples)
         with tempfile.TemporaryDirectory() as folder:
-            rows = study(NETWORKS[name], data, test, options, Path(folder))
+            rows = study(name, data, test, options, Path(folder))
         base = np.asarray(rows["float"])
         print(f"\n{name}, {len(data[0])} images to train, {len(test[0])} to test\n")
         print("| network | accuracy, % | points lost |\n|---|---|---|")

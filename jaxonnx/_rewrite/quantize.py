@@ -22,8 +22,8 @@ from jaxonnx._io import order, records
 from jaxonnx._rewrite.qoperators import Opened, close_operators
 from jaxonnx._run.scope import Context, run
 
-_FOUR_BITS_IR = 10
-"""The first version of the format that has tensors of four bits."""
+_SMALL_TYPES = ("int2", "uint2", "int4", "uint4", "float8_e4m3fn", "float8_e5m2")
+"""Types of weights alone, wherever they are read."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,7 @@ class Writer:
         self.added: dict[str, np.ndarray] = {}
         self._record = record_of(proto) or Record()
         self._scales: dict[str, str] = {}
+        self._results: dict[str, str] = {}
         self._taken = {*taken, *(n for node in proto.graph.node for n in node.output)}
 
     def quantize_weight(self, name: str, parameters: Any) -> None:
@@ -136,13 +137,22 @@ class Writer:
         self, reads: Mapping[tuple[str, int], str], parameters: Mapping[str, Any]
     ) -> None:
         """Let readers, by their first output and position, read activations rounded."""
-        results: dict[str, str] = {}
         for node in [*self.proto.graph.node]:
             for i, name in enumerate(node.input):
                 if node.output and reads.get((node.output[0], i)) == name:
-                    if name not in results:
-                        _, results[name] = self._insert(name, parameters[name])
-                    node.input[i] = results[name]
+                    if name not in self._results:
+                        _, self._results[name] = self._insert(name, parameters[name])
+                    node.input[i] = self._results[name]
+
+    def quantize_outputs(self, names: Iterable[str], parameters: Mapping[str, Any]) -> None:
+        """Let the graph give these of its outputs rounded."""
+        for name in names:
+            if name not in self._results:
+                _, self._results[name] = self._insert(name, parameters[name])
+            new = {name: self._name(f"{name}_float"), self._results[name]: name}
+            for node in self.proto.graph.node:
+                node.input[:] = [new.get(x, x) for x in node.input]
+                node.output[:] = [new.get(x, x) for x in node.output]
 
     def store_biases(self, biases: Iterable[tuple[str, str, str]]) -> None:
         """Write these biases as integers when the file is saved: (bias, activation, weight)."""
@@ -161,8 +171,8 @@ class Writer:
         """Return the file, its nodes in order."""
         order.sort(self.proto.graph)
         records.put(self.proto, records.QUANTIZATION, asdict(self._record))
-        if any(x.dtype.name == "int4" for x in self.added.values()):
-            self.proto.ir_version = max(self.proto.ir_version, _FOUR_BITS_IR)
+        least = helper.find_min_ir_version_for(self.proto.opset_import, ignore_unknown=True)
+        self.proto.ir_version = max(self.proto.ir_version, least)
         return self.proto
 
     def _insert(self, name: str, parameters: Any) -> tuple[str, str]:
@@ -296,7 +306,7 @@ def unfold(
         for use in uses(graph, tensors)
         if use.node.op.role(use.position) == "param"
         and np.dtype(tensors[use.name].dtype).kind in "iu"
-    } | {n for n, x in tensors.items() if x.dtype.name in ("int4", "uint4")}
+    } | {n for n, x in tensors.items() if x.dtype.name in _SMALL_TYPES}
     result = ModelProto()
     result.CopyFrom(proto)
     entry = record_of(result) or Record()

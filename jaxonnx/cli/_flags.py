@@ -255,22 +255,26 @@ VERBS: Mapping[str, Verb] = {
             "": [
                 *_EXAMPLES,
                 _OUTPUT,
-                Flag("--weights", "type of weights", {"choices": ("int8", "int4")}),
+                Flag(
+                    "--weights",
+                    "type of weights",
+                    {"choices": ("int8", "uint8", "fp8", "int4", "uint4", "int2")},
+                ),
                 Flag(
                     "--activations",
                     "type of what products read; none: weights only",
-                    {"choices": ("uint8", "int8", "uint16", "int16", "none")},
+                    {"choices": ("uint8", "int8", "uint16", "int16", "fp8", "none")},
                 ),
                 Flag("--block", "inputs of MatMul and Gemm that share a scale", POSITIVE),
                 Flag(
                     "--calibration",
                     "how ranges of activations are found",
-                    {"choices": ("minmax", "percentile", "mse")},
+                    {"choices": ("minmax", "average", "percentile", "mse", "entropy")},
                 ),
                 Flag(
                     "--dialect",
                     "what the runtime takes",
-                    {"choices": ("onnxruntime", "tensorrt")},
+                    {"choices": ("onnxruntime", "tensorrt", "qnn")},
                 ),
                 Flag("--skip", "module, node or name of what stays; repeatable", MANY),
                 Flag("--batches", "to measure ranges on; 16", POSITIVE),

@@ -106,6 +106,10 @@ def prepare(model: Model, scheme: str | Quantization, source: Source | None) -> 
             "jaxonnx.quantize(model, data) returns"
         )
     else:
+        if scheme.reduce_range:
+            raise InputError(
+                "reduce_range is for jaxonnx.quantize: weights that are trained leave the range"
+            )
         model = _insert(model, scheme, source, _BATCHES)
         entry = _record(model)
         weights = len(entry.names)
@@ -213,6 +217,7 @@ def _insert(model: Model, scheme: Quantization, source: Source, batches: int) ->
     for name, site in sites.weights.items():
         writer.quantize_weight(name, weight_parameters(np.asarray(tensors[name]), site, scheme))
     writer.quantize_values(sites.reads, found)
+    writer.quantize_outputs(sites.outputs, found)
     writer.store_biases((bias.name, bias.value, bias.weight) for bias in sites.biases)
     return with_file(model, writer.finish(), writer.added)
 
@@ -259,6 +264,11 @@ def _with_opset(model: Model, opset: int) -> Model:
     """Return the model in an opset that has the types of a scheme."""
     if opset_of(model.proto) >= opset:
         return model
+    if onnx.defs.onnx_opset_version() < opset:
+        raise InputError(
+            f"the scheme needs opset {opset}, and the installed onnx {onnx.__version__} has "
+            f"{onnx.defs.onnx_opset_version()}: update it, or choose another type"
+        )
     try:
         proto = onnx.version_converter.convert_version(model.to_onnx(), opset)
     except (RuntimeError, ValueError) as error:

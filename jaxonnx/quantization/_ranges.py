@@ -22,6 +22,9 @@ _SHARES = np.linspace(0.2, 1, 81)
 _KEPT = 0.9999
 """The share of the numbers within the range of "percentile"."""
 
+_NOTHING = 1e-9
+"""The probability of a bin that rounding leaves empty."""
+
 
 class Parameters(NamedTuple):
     """The inputs and attributes of QuantizeLinear beside the tensor itself."""
@@ -33,14 +36,15 @@ class Parameters(NamedTuple):
 
 
 def weight_parameters(w: np.ndarray, site: WeightSite, scheme: Quantization) -> Parameters:
-    """Return the scales with the least squared error of the rounded weight; zero points are 0.
+    """Return the scales with the least squared error of the rounded weight.
 
     Args:
       w: float32.
       site: which of its axes have scales.
     """
     kind = TYPES[scheme.weights]
-    axes = [site.output] if scheme.per_channel else []
+    channels = scheme.per_channel and (scheme.dialect != "qnn" or not site.in_blocks)
+    axes = [site.output] if channels else []
     block = scheme.block if scheme.block and site.in_blocks else 0
     if block:
         n, axis = w.shape[site.input], site.input
@@ -57,16 +61,17 @@ def weight_parameters(w: np.ndarray, site: WeightSite, scheme: Quantization) -> 
     if not np.isfinite(greatest).all():
         raise InputError(f"the weight '{site.name}' holds numbers that are not finite")
     greatest = np.where(greatest > 0, greatest, np.float32(1))
-    most = np.float32(kind.limits[1])
+    limits = scheme.weight_limits
+    most = np.float32(limits[1])
     best, least = greatest / most, np.full(greatest.shape, np.inf, np.float32)
-    for share in _SHARES[::-1]:
+    for share in [1] if scheme.reduce_range else _SHARES[::-1]:
         scale = (share * greatest / most).astype(np.float32)
-        rounded = np.clip(np.rint(w / scale), *kind.limits) * scale
+        rounded = np.clip(kind.round(w / scale + kind.middle) - kind.middle, *limits) * scale
         error = np.square(rounded - w).sum(axis=summed, keepdims=True)
         best, least = np.where(error < least, scale, best), np.minimum(error, least)
     scale = best.squeeze(summed).astype(np.float32)
     axis = site.input if block else site.output if axes else None
-    return Parameters(scale, np.zeros(scale.shape, kind.dtype), axis, block)
+    return Parameters(scale, np.full(scale.shape, kind.middle, kind.dtype), axis, block)
 
 
 def calibrate(
@@ -107,6 +112,8 @@ def calibrate(
     if not measured:
         return {}
     low, high = np.min([x[:, 0] for x in limits], 0), np.max([x[:, 1] for x in limits], 0)
+    if scheme.calibration == "average":
+        low, high = np.mean(limits, 0).T
     result = {}
     for i, name in enumerate(measured):
         if not np.isfinite([low[i], high[i]]).all():
@@ -128,21 +135,49 @@ def _origin(name: str, shared: Mapping[str, str]) -> str:
 def _range(low: float, high: float, seen: np.ndarray, scheme: Quantization) -> tuple[float, float]:
     """Return the range that is rounded to; numbers beyond it saturate."""
     low, high = min(float(low), 0.0), max(float(high), 0.0)
-    if scheme.calibration == "minmax" or low == high:
+    if scheme.calibration in ("minmax", "average") or low == high:
         return low, high
     counts, edges = np.histogram(seen, _BINS, (low, high))
+    if scheme.calibration == "entropy":  # the zeros of rectifiers are exact in every range
+        zeros = np.clip(np.searchsorted(edges, 0.0, "right") - 1, 0, _BINS - 1)
+        counts[zeros] = np.median(counts[max(zeros - 2, 0) : zeros + 3])
     if scheme.calibration == "percentile":
         return _percentile(counts, edges)
     centers = (edges[1:] + edges[:-1]) / 2
+    kind = TYPES[scheme.activations or "uint8"]
     errors = []
-    for share in _SHARES:
+    for share in _SHARES[::-1]:
         scale, zero_point, *_ = _parameters(share * low, share * high, scheme)
-        limits = TYPES[scheme.activations or "uint8"].limits
         shift = float(zero_point)
-        rounded = (np.clip(np.rint(centers / scale) + shift, *limits) - shift) * scale
-        errors.append((counts * np.square(rounded - centers)).sum())
-    share = float(_SHARES[int(np.argmin(errors))])
+        levels = kind.round(centers / scale + shift)
+        if scheme.calibration == "entropy":
+            inside = (share * low <= centers) & (centers <= share * high)
+            errors.append(_divergence(counts, levels, inside))
+        else:
+            errors.append((counts * np.square((levels - shift) * scale - centers)).sum())
+    share = float(_SHARES[::-1][int(np.argmin(errors))])
     return share * low, share * high
+
+
+def _divergence(counts: np.ndarray, levels: np.ndarray, inside: np.ndarray) -> float:
+    """Return how far a rounded histogram is from the whole one (Kullback and Leibler).
+
+    Args:
+      counts: of the bins.
+      levels: the number that each bin is rounded to.
+      inside: the bins within the range; numbers beyond it count in the bins of its ends.
+    """
+    p = counts[inside].astype(np.float64)
+    first = int(np.argmax(inside))
+    p[0] += counts[:first].sum()
+    p[-1] += counts[first + len(p) :].sum()
+    _, index = np.unique(levels[inside], return_inverse=True)
+    occupied = counts[inside] > 0
+    mass = np.bincount(index, counts[inside]) / np.maximum(np.bincount(index, occupied), 1)
+    q = np.where(occupied, mass[index], 0) / max(counts[inside].sum(), 1)
+    p /= p.sum()
+    some = p > 0
+    return float((p[some] * np.log(p[some] / np.maximum(q[some], _NOTHING))).sum())
 
 
 def _percentile(counts: np.ndarray, edges: np.ndarray) -> tuple[float, float]:
@@ -157,9 +192,9 @@ def _parameters(low: float, high: float, scheme: Quantization) -> Parameters:
     kind = TYPES[scheme.activations or "uint8"]
     least, most = kind.limits
     if low == high:  # nothing but zeros, of a channel or layer that is dead
-        scale, point = 1.0, 0 if least < 0 else least
+        scale, point = 1.0, kind.middle if scheme.is_symmetric else max(least, 0)
     elif scheme.is_symmetric:
-        point = (least + most + 1) // 2
+        point = kind.middle
         scale = max(-low, high) / (most - point)
     else:
         scale = (high - low) / (most - least)

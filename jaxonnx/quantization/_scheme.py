@@ -12,7 +12,7 @@ from jaxonnx._graph.select import Select
 from jaxonnx.errors import InputError
 
 
-class IntegerType(NamedTuple):
+class NumberType(NamedTuple):
     """A type that QuantizeLinear rounds to."""
 
     dtype: np.dtype
@@ -20,23 +20,52 @@ class IntegerType(NamedTuple):
     """The first version of ONNX that has it, with a scale for each channel."""
 
     @property
+    def is_integer(self) -> bool:
+        """Whether its numbers are integers, and not of eight bits of floating point."""
+        return "float" not in self.dtype.name
+
+    @property
     def limits(self) -> tuple[int, int]:
         """The least and the greatest number."""
-        info = ml_dtypes.iinfo(self.dtype)
+        info = ml_dtypes.iinfo(self.dtype) if self.is_integer else ml_dtypes.finfo(self.dtype)
         return int(info.min), int(info.max)
+
+    @property
+    def middle(self) -> int:
+        """The zero point of symmetric ranges."""
+        least, most = self.limits
+        return (least + most + 1) // 2 if self.is_integer else 0
+
+    def round(self, x: np.ndarray) -> np.ndarray:
+        """Round float32 numbers to those of the type; halves to even, what is beyond saturates."""
+        least, most = self.limits
+        if self.is_integer:
+            return np.clip(np.rint(x), least, most)
+        return np.clip(x, least, most).astype(self.dtype).astype(np.float32)
 
 
 TYPES = {
-    "int8": IntegerType(np.dtype(np.int8), 13),
-    "uint8": IntegerType(np.dtype(np.uint8), 13),
-    "int16": IntegerType(np.dtype(np.int16), 21),
-    "uint16": IntegerType(np.dtype(np.uint16), 21),
-    "int4": IntegerType(np.dtype(ml_dtypes.int4), 21),
+    "int8": NumberType(np.dtype(np.int8), 13),
+    "uint8": NumberType(np.dtype(np.uint8), 13),
+    "fp8": NumberType(np.dtype(ml_dtypes.float8_e4m3fn), 19),
+    "int16": NumberType(np.dtype(np.int16), 21),
+    "uint16": NumberType(np.dtype(np.uint16), 21),
+    "int4": NumberType(np.dtype(ml_dtypes.int4), 21),
+    "uint4": NumberType(np.dtype(ml_dtypes.uint4), 21),
+    "int2": NumberType(np.dtype(ml_dtypes.int2), 25),
 }
 
-_WEIGHTS = ("int8", "int4")
-_ACTIVATIONS = ("uint8", "int8", "uint16", "int16", None)
-_CALIBRATIONS = ("minmax", "percentile", "mse")
+_WEIGHTS = ("int8", "uint8", "fp8", "int4", "uint4", "int2")
+_ACTIVATIONS = ("uint8", "int8", "uint16", "int16", "fp8", None)
+_CALIBRATIONS = ("minmax", "average", "percentile", "mse", "entropy")
+_DIALECTS: dict[str, tuple[str | None, ...]] = {
+    "onnxruntime": ("uint8", "int8", "uint16", "int16", None),
+    "tensorrt": ("int8", "fp8", None),
+    "qnn": ("uint8", "uint16"),
+}
+"""The types of activations of each dialect. The optimizations of onnxruntime 1.32 compute networks
+with activations of fp8 wrongly (67 % of the digits instead of 97 %, 2026-11-25)."""
+_NAMES = {"onnxruntime": "onnxruntime", "tensorrt": "TensorRT", "qnn": "QNN"}
 _BLOCKS_SINCE = 21
 
 
@@ -49,23 +78,31 @@ class Quantization:
     'int4'
 
     Attributes:
-      weights: the type of weights, "int8" or "int4"; their zero point is 0.
+      weights: the type of weights: "int8", "uint8", "fp8" (E4M3), "int4", "uint4" or "int2"; their
+        zero point is the middle of the type, 0 for signed ones.
       activations: the type of the inputs of quantized operators: "uint8", "int8", "uint16",
-        "int16", or None to leave them as they are (quantized weights only).
+        "int16", "fp8", or None to leave them as they are (quantized weights only).
       per_channel: one scale for each output channel of a weight, not one for all of it.
       block: one scale for so many inputs of each output channel of a MatMul or Gemm, whose number
         of inputs must be a multiple of it; other weights have a scale for each channel.
       symmetric: activations have the zero point of the middle of their type. None: as `dialect`
         has it, which for "onnxruntime" is only so for signed types.
       calibration: how the range of an activation is found. "minmax": the least and greatest number
-        of the calibration data. "percentile": 99.99 % of the numbers. "mse": the range whose
-        rounding has the least mean squared error.
+        of the calibration data. "average": the mean of those of the batches. "percentile": 99.99 %
+        of the numbers. "mse": the range whose rounding has the least mean squared error.
+        "entropy": the range whose rounded histogram diverges least from the whole one (Kullback and
+        Leibler), as in TensorRT.
       where: names, modules, nodes or a predicate, as in `Model.with_trainable`, that choose among
         the weights of Conv, ConvTranspose, Gemm, MatMul, RNN, GRU and LSTM. None: all of them.
       skip: weights to leave as they are, chosen in the same way.
       dialect: "onnxruntime" also quantizes what pools, sums, products and concatenations read, and
         the biases of convolutions and Gemm when the model is saved (int32), so that they are
-        computed with integers. "tensorrt" does neither, and its activations are symmetric int8.
+        computed with integers. "tensorrt" does neither, and its activations are symmetric int8 or
+        fp8. "qnn" (Qualcomm's processors) quantizes what all operators of floats read and what the
+        graph gives, to uint8 or uint16, and has scales for channels at convolutions alone.
+      reduce_range: weights of 8 bits take 7 of them, so that sums of two products fit into 16 bits
+        in onnxruntime on x86 processors with AVX2 or AVX512 and without VNNI. For
+        `jaxonnx.quantize` alone: training would leave the range again.
       learn: "scales" trains the scales with the weights, by the gradient of "Learned Step Size
         Quantization" (arXiv:1902.08153); None keeps those of the calibration.
 
@@ -73,15 +110,16 @@ class Quantization:
       InputError: a value that a scheme cannot have, with what it can.
     """
 
-    weights: Literal["int8", "int4"] = "int8"
-    activations: Literal["uint8", "int8", "uint16", "int16"] | None = "uint8"
+    weights: Literal["int8", "uint8", "fp8", "int4", "uint4", "int2"] = "int8"
+    activations: Literal["uint8", "int8", "uint16", "int16", "fp8"] | None = "uint8"
     per_channel: bool = True
     block: int | None = None
     symmetric: bool | None = None
-    calibration: Literal["minmax", "percentile", "mse"] = "mse"
+    calibration: Literal["minmax", "average", "percentile", "mse", "entropy"] = "mse"
     where: Select | None = None
     skip: Select | None = None
-    dialect: Literal["onnxruntime", "tensorrt"] = "onnxruntime"
+    dialect: Literal["onnxruntime", "tensorrt", "qnn"] = "onnxruntime"
+    reduce_range: bool = False
     learn: Literal["scales"] | None = "scales"
 
     def __post_init__(self) -> None:
@@ -89,9 +127,10 @@ class Quantization:
             "weights": _WEIGHTS,
             "activations": _ACTIVATIONS,
             "calibration": _CALIBRATIONS,
-            "dialect": ("onnxruntime", "tensorrt"),
+            "dialect": (*_DIALECTS,),
             "learn": ("scales", None),
             "per_channel": (True, False),
+            "reduce_range": (True, False),
             "symmetric": (True, False, None),
         }
         for name, values in allowed.items():
@@ -100,15 +139,26 @@ class Quantization:
                 raise InputError(f"{name} is one of {listed}, and was {getattr(self, name)!r}")
         if self.block is not None and (type(self.block) is not int or self.block < 2):
             raise InputError(f"block is a number of inputs, at least 2, and was {self.block!r}")
-        if self.dialect == "tensorrt" and self.activations not in ("int8", None):
+        if self.activations not in (taken := _DIALECTS[self.dialect]):
+            types = " or ".join(one for one in taken if one)
             raise InputError(
-                f"TensorRT takes activations of int8, not of {self.activations}: pass "
-                "activations='int8'"
+                f"{_NAMES[self.dialect]} takes activations of {types}, not of {self.activations}: "
+                f"pass activations={taken[0]!r}"
             )
+        if self.weights == "int2" and self.activations is not None:
+            raise InputError(
+                "weights of int2 are multiplied in floating point: pass activations=None"
+            )
+        if self.reduce_range and self.weights not in ("int8", "uint8"):
+            raise InputError(
+                f"reduce_range is for weights of 8 bits, and these are {self.weights}: leave it out"
+            )
+        if self.symmetric is False and self.activations == "fp8":
+            raise InputError("fp8 has no zero point: leave symmetric=False out")
 
     @classmethod
     def of(cls, scheme: str | Quantization) -> Quantization:
-        """Return a scheme by its name: "int8", or "int4" (of the weights; activations are uint8).
+        """Return a scheme by the type of its weights; activations are uint8, of "int2" as they are.
 
         Raises:
           InputError: there is no scheme of this name.
@@ -116,10 +166,12 @@ class Quantization:
         if isinstance(scheme, Quantization):
             return scheme
         if scheme not in _WEIGHTS:
+            names = ", ".join(map(repr, _WEIGHTS))
             raise InputError(
-                f"a scheme is 'int8', 'int4' or a jaxonnx.Quantization, and was {scheme!r}"
+                f"a scheme is one of {names}, or a jaxonnx.Quantization, and was {scheme!r}"
             )
-        return cls(weights=scheme)  # type: ignore[arg-type]
+        activations = None if scheme == "int2" else "uint8"
+        return cls(weights=scheme, activations=activations)  # type: ignore[arg-type]
 
     @property
     def as_json(self) -> dict[str, Any]:
@@ -144,4 +196,11 @@ class Quantization:
         """Whether activations have the zero point of the middle of their type."""
         if self.symmetric is not None:
             return self.symmetric
-        return self.dialect == "tensorrt" or self.activations in ("int8", "int16")
+        return self.dialect == "tensorrt" or self.activations in ("int8", "int16", "fp8")
+
+    @property
+    def weight_limits(self) -> tuple[int, int]:
+        """The least and the greatest number of weights, less their zero point."""
+        kind = TYPES[self.weights]
+        least, most = (limit - kind.middle for limit in kind.limits)
+        return (least // 2, most // 2) if self.reduce_range else (least, most)

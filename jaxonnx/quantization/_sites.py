@@ -58,11 +58,13 @@ class Sites:
     shared: Mapping[str, str]
     """Activations with the range of another one."""
     biases: tuple[Bias, ...]
+    outputs: tuple[str, ...] = ()
+    """Outputs of the graph that are rounded, too."""
 
     @property
     def values(self) -> tuple[str, ...]:
         """The activations, in the order of the nodes."""
-        return tuple(dict.fromkeys(self.reads.values()))
+        return tuple(dict.fromkeys((*self.reads.values(), *self.outputs)))
 
 
 def find_sites(
@@ -118,14 +120,24 @@ def find_sites(
             if read and is_activation(node.inputs[0]):
                 reads[node.outputs[0], 0] = node.inputs[0]
     times = Counter(name for node in graph.nodes for name in node.reads)
-    alone = tuple(bias for bias in biases if times[bias.name] == 1 and bias.weight in weights)
-    values = {*reads.values()}
+    alone = tuple(
+        bias
+        for bias in biases
+        if times[bias.name] == 1 and bias.weight in weights
+        # one unit for each channel, which blocks of inputs do not have
+        if not (scheme.block and weights[bias.weight].in_blocks)
+    )
+    outputs: tuple[str, ...] = ()
+    if scheme.dialect == "qnn":
+        made = {name for node in graph.nodes for name in node.outputs}
+        outputs = tuple(name for name in graph.outputs if name in made and is_activation(name))
+    values = {*reads.values(), *outputs}
     shared = {
         node.outputs[0]: node.inputs[0]
         for node in graph.nodes
         if _is(node, _SAME_NUMBERS) and {node.inputs[0], node.outputs[0]} <= values
     }
-    return Sites(weights, reads, shared, alone if scheme.dialect == "onnxruntime" else ())
+    return Sites(weights, reads, shared, () if scheme.dialect == "tensorrt" else alone, outputs)
 
 
 def _find_weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, WeightSite]:
@@ -169,6 +181,8 @@ def _positions(
         activations = [i for i, name in enumerate(factors) if is_activation(name)]
         rest = [name for i, name in enumerate(factors) if i not in activations]
         return activations if all(name in quantized for name in rest) else []
+    if scheme.dialect == "qnn" and node.body is None and not node.subgraphs:
+        return [i for i, name in enumerate(node.inputs) if name and is_activation(name)]
     if scheme.dialect == "onnxruntime" and _is(node, _ELEMENTWISE):
         inputs = [name for name in node.inputs if name]
         return [*range(len(inputs))] if all(map(is_activation, inputs)) else []

@@ -16,6 +16,7 @@ from onnxruntime.quantization import QuantFormat, QuantType, calibrate, quantize
 import jaxonnx
 from jaxonnx import Quantization, demo
 from jaxonnx.quantization._ranges import weight_parameters
+from jaxonnx.quantization._scheme import TYPES
 from jaxonnx.quantization._sites import WeightSite
 
 DATA = Path(__file__).parents[1] / "data"
@@ -240,9 +241,17 @@ def test_blocks_have_a_scale_for_each_group_of_inputs():
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda: Quantization(weights="int3"), "weights is one of 'int8', 'int4'"),
-        (lambda: Quantization.of("int9"), "a scheme is 'int8', 'int4' or a jaxonnx.Quantization"),
+        (lambda: Quantization(weights="int3"), "weights is one of 'int8', 'uint8'"),
+        (lambda: Quantization.of("int9"), "'int2', or a jaxonnx.Quantization, and was 'int9'"),
         (lambda: Quantization(dialect="tensorrt"), "TensorRT takes activations of int8"),
+        (lambda: Quantization(dialect="qnn", activations="int8"), "QNN takes activations of uint8"),
+        (lambda: Quantization(activations="fp8"), "onnxruntime takes activations of uint8 or int8"),
+        (lambda: Quantization(weights="int2"), "multiplied in floating point"),
+        (lambda: Quantization(weights="int4", reduce_range=True), "for weights of 8 bits"),
+        (
+            lambda: train_digits(Quantization(reduce_range=True)),
+            "reduce_range is for jaxonnx.quant",
+        ),
         (lambda: Quantization(block=1), "at least 2"),
         (lambda: quantize_digits(skip=".*"), "there is no float32 weight"),
         (lambda: quantize_digits(where="nothing"), "where='nothing' matches no weight"),
@@ -278,6 +287,11 @@ def quantize_digits(**options):
     return jaxonnx.quantize(demo.model(), demo.digits()[0][0][:32], Quantization(**options))
 
 
+def train_digits(scheme):
+    data = demo.digits()[0]
+    jaxonnx.train(demo.model(), data, loss=LOSS, quantize=scheme)
+
+
 def train_static(scheme):
     x = np.zeros((4, 1, 28, 28), np.float32)
     target = np.zeros((4, 10), np.float32)
@@ -286,6 +300,67 @@ def train_static(scheme):
 
 def nan(size=8):
     return np.full((4, 1, size, size), np.nan, np.float32)
+
+
+SCHEMES = {
+    "average": (Quantization(calibration="average"), 0.03),
+    "entropy": (Quantization(calibration="entropy"), 0.1),
+    "7 bits": (Quantization(reduce_range=True), 0.03),
+    "uint8": (Quantization(weights="uint8"), 0.03),
+    "fp8": (Quantization(weights="fp8", dialect="tensorrt", activations="fp8"), 0.1),
+    "blocks": (Quantization(weights="uint4", block=16), 0.3),
+    "2 bits": (Quantization(weights="int2", activations=None), 1.5),
+    "qnn": (Quantization(dialect="qnn", activations="uint16"), 0.1),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_schemes_are_near_the_network_and_onnxruntime_computes_the_same(name):
+    scheme, distance = SCHEMES[name]
+    model, x = demo.model(), demo.digits()[0][0][:64]
+    proto = jaxonnx.quantize(model, x, scheme).to_onnx()
+    onnx.checker.check_model(proto, full_check=True)
+    assert proto.opset_import[0].version >= scheme.opset
+    stored = tensors_of(proto)["12.weight_quantized"]
+    least, most = scheme.weight_limits
+    numbers = stored.astype(np.float32) - TYPES[scheme.weights].middle
+    assert stored.dtype == TYPES[scheme.weights].dtype
+    assert least <= numbers.min() < 0 < numbers.max() <= most
+    floats = np.asarray(model(x))
+    mine = np.asarray(jaxonnx.load(proto)(x))
+    assert np.abs(mine - floats).max() < distance * np.abs(floats).max()
+    (theirs,) = session(proto, optimized=scheme.activations != "fp8").run(None, {"x": x})
+    np.testing.assert_allclose(mine, theirs, atol=0.02 * np.abs(theirs).max())
+
+
+def test_qnn_has_scales_at_each_value_of_floats():
+    """As onnxruntime's own quantizer for QNN has them, but for what only moves numbers."""
+    model, x = demo.model(), demo.digits()[0][0][:64]
+    proto = jaxonnx.quantize(model, x, Quantization(dialect="qnn")).to_onnx()
+    rounded = {n.output[0] for n in proto.graph.node if n.op_type == "DequantizeLinear"}
+    for node in proto.graph.node:
+        if node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
+            known = tensors_of(proto)
+            assert all(n in rounded or known[n].dtype == np.int64 for n in node.input), node
+    assert proto.graph.output[0].name in rounded
+    scales = {n: value.ndim for n, value in tensors_of(proto).items() if n.endswith("_scale")}
+    assert scales["0.weight_scale"] == 1
+    assert scales["12.weight_scale"] == 0
+
+
+def test_calibration_needs_data():
+    with pytest.raises(jaxonnx.TrainingError, match="no batches"):
+        jaxonnx.quantize(demo.model(), [])
+
+
+def test_a_dead_layer_has_a_range():
+    """Of zeros alone any scale is exact; and there is a range of one value."""
+    for value in (0.0, 0.5):
+        x = np.full((4, 1, 8, 8), value, np.float32)
+        for calibration in ("average", "mse", "entropy"):
+            quantized = jaxonnx.quantize(demo.mlp(), x, Quantization(calibration=calibration))
+            floats = np.asarray(demo.mlp()(x))
+            np.testing.assert_allclose(quantized(x), floats, atol=0.05 * np.abs(floats).max())
 
 
 def test_a_run_with_a_scheme_resumes(tmp_path):
