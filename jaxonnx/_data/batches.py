@@ -19,7 +19,15 @@ import numpy as np
 
 from jaxonnx._data.batch_memory import Memory
 from jaxonnx._data.fingerprint import identity
-from jaxonnx._data.ragged import PLAIN, Padding, column, derived_inputs, next_tokens, with_derived
+from jaxonnx._data.ragged import (
+    PLAIN,
+    Padding,
+    Ragged,
+    column,
+    derived_inputs,
+    next_tokens,
+    with_derived,
+)
 from jaxonnx._data.weights import checked_weights, split_weights
 from jaxonnx._graph.values import Value
 from jaxonnx.errors import TrainingError
@@ -114,7 +122,8 @@ def count_examples(inputs: Sequence[Any], targets: Any, values: Sequence[Value])
     """Return the number of examples of a batch; inputs that are passed whole do not count."""
     pairs = zip(values, inputs, strict=True)
     rows = next((x for value, x in pairs if not value.whole), None)
-    return np.shape(next(iter(jax.tree.leaves(targets))) if rows is None else rows)[0]
+    rows = jax.tree.leaves(targets)[0] if rows is None else rows
+    return len(rows) if isinstance(rows, Ragged) else np.shape(rows)[0]
 
 
 def split_inputs(
