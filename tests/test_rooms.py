@@ -68,7 +68,7 @@ BUDGETS = {
     "cli": (1615, "ten commands; their flags are declared where the arguments are"),
     "sparse": (1760, "patterns, the search of masks, training, packing, products and their proof"),
     "lowering": (1620, "forms that XLA is quick with, for each of which a benchmark has a row"),
-    "_data": (1900, "arrays, files, pictures, sequences and loaders, read as one kind of source"),
+    "_data": (1915, "arrays, files, pictures, sequences and loaders, read as one kind of source"),
     "_run": (1290, "the evaluator, and what keeps hostile files from taking the machine"),
     "_io": (1580, "ModelProto, external data, npz, safetensors, adapters, packed models"),
     "model": (1590, "Model, and what makes another Model of one"),
