@@ -329,7 +329,9 @@ class DataArguments(TypedDict, total=False):
     Of texts it has any of "max_length" (tokens of an example at most, by default 1024, or the
     positions of the model if these are fewer), "long" (what longer texts are: "cut", "split" into
     several examples, or "refuse"; by default plain texts are split and others cut, and
-    `history.notes` counts them) and "loss" ("completions", the default, or "all" tokens)."""
+    `history.notes` counts them), "loss" ("completions", the default, or "all" tokens) and "pack"
+    (True joins texts to rows of at most "max_length" tokens, none of which sees another; a file
+    that cannot express it is refused)."""
 
 
 class RunArguments(TypedDict, total=False):

@@ -113,6 +113,12 @@ def derived_inputs(inputs: Sequence[Value]) -> list[str]:
     return found if len(found) < len(inputs) else []
 
 
+def masks_and_positions(inputs: Sequence[Value]) -> tuple[list[Value], list[str]]:
+    """Return the inputs that say which tokens there are, and those that number them."""
+    masks = [value for value in inputs if _MASK.fullmatch(value.name)]
+    return masks, [v.name for v in inputs if _POSITIONS.fullmatch(v.name) and _rank(v) == 2]
+
+
 def with_derived(columns: Sequence[Any], inputs: Sequence[Value]) -> tuple[Any, ...]:
     """Return columns with those that are None computed from the tokens.
 

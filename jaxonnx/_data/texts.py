@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxonnx._data.packing import pack_texts
 from jaxonnx._data.ragged import Padding, derived_inputs
 from jaxonnx._data.tokenizer import Tokenizer
 from jaxonnx._io.folders import GENAI, ModelFolder
@@ -25,7 +26,7 @@ _STEP = 8
 """Widths of batches are multiples of it."""
 _GAIN = 0.9
 """The share of the padded tokens that a second width must leave, to be worth a program."""
-_SETTINGS = {"max_length": None, "long": None, "loss": "completions"}
+_SETTINGS = "max_length", "long", "loss", "pack"
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,13 @@ class TextSettings:
       long: what longer texts are: "cut", "split" into several, or "refuse"; by default plain texts
         are split, others cut.
       loss: on "completions", or on "all" tokens.
+      pack: join texts to rows of at most `max_length` tokens.
     """
 
     max_length: int | None = None
     long: str | None = None
     loss: str = "completions"
+    pack: bool = False
 
     @classmethod
     def of(cls, preprocess: Any) -> TextSettings:
@@ -51,7 +54,7 @@ class TextSettings:
           TrainingError: it is something else.
         """
         given = {} if preprocess is None else preprocess
-        if not isinstance(given, Mapping) or not given.keys() <= _SETTINGS.keys():
+        if not isinstance(given, Mapping) or not given.keys() <= {*_SETTINGS}:
             raise TrainingError(
                 f"preprocess of texts is a dict of any of {', '.join(_SETTINGS)}; not {given!r}"
             )
@@ -61,10 +64,14 @@ class TextSettings:
             raise TrainingError(
                 f"preprocess: max_length is a number of tokens, and was {one.max_length!r}"
             )
-        choices = {"long": (None, "cut", "split", "refuse"), "loss": ("completions", "all")}
+        choices = {
+            "long": (None, "cut", "split", "refuse"),
+            "loss": ("completions", "all"),
+            "pack": (True, False),
+        }
         for name, known in choices.items():
             if (value := getattr(one, name)) not in known:
-                said = ", ".join(repr(x) for x in known if x)
+                said = ", ".join(repr(x) for x in known if x is not None)
                 raise TrainingError(f"preprocess: {name} is one of {said}, and was {value!r}")
         return one
 
@@ -177,6 +184,11 @@ def is_text(data: Any) -> bool:
     return _kind(_peek(data)) is not None
 
 
+def packs_texts(data: Any, preprocess: Any) -> bool:
+    """Return whether data has texts that are joined to rows."""
+    return is_text(data) and TextSettings.of(preprocess).pack
+
+
 def _kind(row: Any) -> tuple[str, ...] | None:
     if not isinstance(row, Mapping):
         return None
@@ -263,24 +275,33 @@ def read_texts(
             "out"
         )
     settings = TextSettings.of(preprocess)
-    limit, tokens = _limit(model, settings), _token_input(model)
+    limit, tokens = _limit(model, settings), token_input(model)
     ignored = padding.ignored if isinstance(padding.ignored, int) else -100
-    made = Tokenizer(model.folder), settings, limit, _vocabulary(model), ignored
+    made = Tokenizer(model.folder), settings, limit, vocabulary(model), ignored
     reader = _Reader(*made)
     read = {}
+    packing, lengths, notes = model.program.packing, reader.lengths, []
     for name, given in texts.items():
         columns = reader.read(_rows(given, name))
-        read[name] = {tokens: columns["tokens"], "labels": columns["labels"]}
+        ids, labels = columns["tokens"], columns["labels"]
+        read[name] = {tokens: ids, "labels": labels}
+        if settings.pack and packing is not None:
+            rows, labels, numbers = pack_texts(ids, labels, limit, ignored, packing.number)
+            read[name] = {tokens: rows, packing.input: numbers, "labels": labels}
+            notes.append(f"{name}: {len(ids)} texts in {len(rows)} rows")
+    if notes:
+        lengths = [len(row) for columns in read.values() for row in columns[tokens]]
     if padding.buckets is None:
-        padding = replace(padding, buckets=_widths(np.array(reader.lengths), limit))
-    return read.get("data", data), read.get("validation", validation), padding, reader.notes
+        padding = replace(padding, buckets=_widths(np.array(lengths), limit))
+    notes = [*reader.notes, *notes]
+    return read.get("data", data), read.get("validation", validation), padding, notes
 
 
 def _limit(model: Network, settings: TextSettings) -> int:
     """Return the number of tokens that an example may have."""
     assert model.folder is not None
     table = context_length(model.folder)
-    tokens = _token_input(model)
+    tokens = token_input(model)
     fixed = [v.shape[1] for v in model.inputs if v.name == tokens and len(v.shape or ()) > 1]  # type: ignore[index]
     most = min([n for n in (table, *fixed) if isinstance(n, int)], default=None)
     wanted = settings.max_length
@@ -308,7 +329,7 @@ def context_length(folder: ModelFolder) -> int | None:
     return None
 
 
-def _token_input(model: Network) -> str:
+def token_input(model: Network) -> str:
     """Return the name of the input that takes tokens."""
     spare = derived_inputs(model.inputs)
     kinds = [(v.name, v.dtype) for v in model.inputs if v.name not in spare]
@@ -318,7 +339,7 @@ def _token_input(model: Network) -> str:
     return "input_ids" if "input_ids" in found else found[0]
 
 
-def _vocabulary(model: Network) -> int | None:
+def vocabulary(model: Network) -> int | None:
     """Return the number of tokens that the model has, by the last axis of its logits."""
     shapes = {value.name: value.shape for value in model.outputs}
     shape = shapes.get("logits", model.outputs[0].shape)

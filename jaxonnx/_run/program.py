@@ -26,6 +26,7 @@ from jaxonnx._limits import compilable
 from jaxonnx._run.failures import at, compiling, warn
 from jaxonnx._run.fold_norms import Folds, fold_norms, folds
 from jaxonnx._run.overlay import Overlay
+from jaxonnx._run.packing import Packing
 from jaxonnx._run.scope import Context, run
 from jaxonnx._run.shapes import evaluate_sizes
 from jaxonnx.errors import NodeError, StaticError
@@ -99,6 +100,8 @@ class Program:
     """Bytes of a single value; None: those of the machine."""
     caches: Caches | None = None
     """The caches that are empty in each evaluation, and no inputs."""
+    packing: Packing | None = None
+    """How rows say that they have several texts."""
     whole: Graph | None = None
     """The graph with all inputs and outputs of the file, where this one lacks some."""
     fixed: Mapping[str, FixedInput] = field(default_factory=dict)
@@ -153,12 +156,16 @@ class Program:
         """Return a program of several examples, from a graph of one; `restore` takes it back."""
         return replace(self, mapped=True, whole=self.whole or self.graph)
 
+    def with_packing(self, graph: Graph, packing: Packing) -> Program:
+        """Return a program of rows with several texts; `restore` takes it back."""
+        return replace(self, graph=graph, packing=packing, whole=self.whole or self.graph)
+
     def restore(self) -> Program:
         """Return the program of all inputs and outputs."""
         if self.whole is None:
             return self
-        as_loaded: Any = {"whole": None, "caches": None, "fixed": {}, "mapped": False}
-        return replace(self, graph=self.whole, unsplit=frozenset(), **as_loaded)
+        as_loaded: Any = {"whole": None, "caches": None, "packing": None, "fixed": {}}
+        return replace(self, graph=self.whole, unsplit=frozenset(), mapped=False, **as_loaded)
 
     def rebind(self, graph: Graph, constants: Mapping[str, Any]) -> Program:
         """Return the program of a changed graph, with the same fixed, whole and mapped inputs."""
@@ -303,6 +310,8 @@ class Program:
                 shapes = (np.shape(inputs[n]) for n in graph.inputs if n not in self.unsplit)
                 shape = next(shapes, (1,))
                 inputs = {**{n: x.repeat(shape) for n, x in self.fixed.items()}, **inputs}
+            if self.packing is not None:
+                inputs = {**inputs, **self.packing.values(inputs)}
             if self.caches is not None:
                 batch = np.shape(inputs[graph.inputs[0]])[0]
                 sizes = evaluate_sizes(graph, self.caches.joined, inputs, context)

@@ -4,6 +4,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from jaxonnx._data.ragged import masks_and_positions
+from jaxonnx._data.texts import token_input, vocabulary
+from jaxonnx._run.packing import Packing, find_packing
+from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
 from jaxonnx.training._losses import find
 
@@ -29,6 +35,51 @@ def read_whole_sequences(model: Model, loss: Any, data: Any = None) -> Model:
 def restore_inputs(model: Model) -> Model:
     """Return a model with all inputs and outputs of its file."""
     return replace(model, program=model.program.restore())
+
+
+def take_packed_rows(model: Model) -> Model:
+    """Return a decoder that takes several texts in a row, none of which sees another.
+
+    Proved by what it gives for a text alone and behind another one; `restore_inputs` takes it back.
+
+    Raises:
+      TrainingError: the file cannot tell the texts of a row apart.
+    """
+    way_out = "leave preprocess={'pack': True} out: short texts are then batched by their length"
+    found = find_packing(model.graph, *masks_and_positions(model.inputs))
+    if found is None:
+        raise TrainingError(
+            "the file cannot tell the texts of a row apart: it has neither GroupQueryAttention, "
+            f"nor positions beside a mask of queries and keys; {way_out}"
+        )
+    changed = replace(model, program=model.program.with_packing(*found))
+    if (distance := _leak(changed, found[1])) > _CLOSE[model.outputs[0].dtype == np.float32]:
+        raise TrainingError(
+            "the file cannot tell the texts of a row apart: its logits of one text differ by "
+            f"{distance:.1%} behind another one; {way_out}"
+        )
+    return changed
+
+
+_CLOSE = {True: 1e-4, False: 2e-2}
+"""Differences of logits that are rounding, of the greatest one: in float32, and in fewer bits."""
+
+
+def _leak(model: Model, packing: Packing) -> float:
+    """Return how much logits of a text differ behind another one, of the greatest logit."""
+    tokens = token_input(model)
+    random, count = np.random.default_rng(0), vocabulary(model) or 2
+    first, second = (random.integers(0, count, n) for n in (5, 6))
+    rows = [(first, second), (first,), (second,)]
+    columns = {
+        tokens: [np.concatenate(row) for row in rows],
+        packing.input: [packing.number([*map(len, row)]) for row in rows],
+    }
+    outputs = model.predict(columns, batch_size=3, length_buckets=11, progress=False)
+    logits = next(iter(outputs.values())) if isinstance(outputs, dict) else outputs
+    pairs = zip(logits, (11, 5, 6), strict=True)  # a file that declares one step gives all, padded
+    both, *alone = (np.asarray(x[:n], np.float32) for x, n in pairs)
+    return float(np.abs(both - np.concatenate(alone)).max() / np.abs(both).max())
 
 
 def is_next_token(loss: Any) -> bool:

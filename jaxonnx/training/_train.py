@@ -11,7 +11,7 @@ from onnx import ModelProto
 from jaxonnx._arguments import TrainArguments, check_names, documented
 from jaxonnx._data.augmented import augment_examples, parse_augment
 from jaxonnx._data.images.folder import Folder, find_folders, notes
-from jaxonnx._data.texts import read_texts
+from jaxonnx._data.texts import packs_texts, read_texts
 from jaxonnx._mesh.processes import Processes
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters
@@ -26,7 +26,7 @@ from jaxonnx.training._memory import fitting
 from jaxonnx.training._mesh_step import automatic
 from jaxonnx.training._report import Run
 from jaxonnx.training._result import Result, changes
-from jaxonnx.training._sequences import read_whole_sequences
+from jaxonnx.training._sequences import read_whole_sequences, take_packed_rows
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._step import target_names
 from jaxonnx.training._stopping import Interrupt
@@ -121,6 +121,8 @@ def train(
         net, opened = open_batch(net, settings)
         net = read_whole_sequences(net, settings.loss, data)
         augment, preprocess = parse_augment(settings.augment, settings.preprocess, data)
+        if packed := packs_texts(data, preprocess):
+            net = take_packed_rows(net)
         padding = padding_of(settings.pad, settings.length_buckets, settings.loss)
         given = data, settings.validation, net
         data, validation, padding, said = read_texts(*given, preprocess, padding)
@@ -138,6 +140,8 @@ def train(
             net, *rounding = prepare(net, settings.quantize, examples)
         examples = augment_examples(examples, augment, settings.seed)
         step = build_step(net, settings, settings.epochs, examples.steps)
+        if packed and step.model.program.packing is None:
+            raise TrainingError("preprocess={'pack': True} does not go with quantize")
         trained, history = run(step, examples, held_out, settings, interrupt, together)
         trained = together.gather(trained)
         history.notes += [*fitted, *opened, *said, *notes(data, validation), *rounding]

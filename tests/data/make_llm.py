@@ -2,9 +2,11 @@
 
     python -m tests.data.make_llm genai      # transformers, torch, onnxruntime-genai 0.18
     python -m tests.data.make_llm optimum    # transformers 4.57, torch, optimum-onnx
+    python -m tests.data.make_llm pairs      # transformers, torch, onnxscript
 
 Two layers, hidden size 32, random weights. The tokenizer is trained on `pydoc_data.topics`.
-`qwen3.json` has the loss of transformers for a few tokens, of two lengths.
+`qwen3.json` has the loss of transformers for a few tokens, of two lengths. `pairs.onnx` is a Llama
+whose mask has an entry for each pair of tokens.
 """
 
 import contextlib
@@ -95,7 +97,54 @@ def optimum(source, target):
     main_export(str(source), target, task=task, do_validation=False, library_name="transformers")
 
 
+def pairs():
+    """Export a Llama with positions and a boolean mask (batch, 1, queries, keys)."""
+    import onnx
+    import torch
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, **sizes, **heads, use_cache=False, attn_implementation="sdpa"
+    )
+    torch.manual_seed(0)
+
+    class Network(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = transformers.LlamaForCausalLM(config)
+
+        def forward(self, input_ids, attention_mask, position_ids):
+            return self.model(
+                input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids
+            ).logits
+
+    batch, length = (torch.export.Dim(name) for name in ("batch", "length"))
+    ids = torch.arange(12).reshape(2, 6)
+    mask = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 1, 6, 6)
+    program = torch.onnx.export(
+        Network().eval(),
+        (ids, mask, torch.arange(6).expand(2, 6)),
+        dynamo=True,
+        verbose=False,
+        output_names=["logits"],
+        dynamic_shapes=(
+            {0: batch, 1: length},
+            {0: batch, 2: length, 3: length},
+            {0: batch, 1: length},
+        ),
+    )
+    model = program.model_proto
+    for node in model.graph.node:  # the exporting machine's file names
+        del node.metadata_props[:]
+    onnx.save(model, FOLDER / "pairs.onnx")
+
+
 def main(which):
+    if which == "pairs":
+        pairs()
+        return
     target = FOLDER / f"qwen3-{which}"
     shutil.rmtree(target, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:

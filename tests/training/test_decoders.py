@@ -94,6 +94,13 @@ def test_caches_of_the_data_are_used(model):
     assert {*found} == {v.name for v in model.outputs}
 
 
+def test_texts_longer_than_the_table_of_positions_are_refused():
+    """Beyond it onnxruntime reads nothing; a gather would repeat the last position."""
+    model = jaxonnx.load(FILES[0])
+    with pytest.raises(jaxonnx.Error, match=r"129 tokens, and tables of rotary positions for 128"):
+        jaxonnx.train(model, {"input_ids": [[5] * 129]}, loss="causal_lm")
+
+
 def concat_cache(kind=TensorProto.FLOAT, size="past"):
     """y = x joined to its past, which is handed on, behind a switch."""
     info = helper.make_tensor_value_info

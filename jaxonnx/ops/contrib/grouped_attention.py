@@ -200,6 +200,11 @@ def group_query_attention(
     start = lengths - (jnp.minimum(steps, lengths) if query_seqlens is None else query_seqlens)
     queries = start[:, None] + np.arange(steps)
     if do_rotary:
+        if position_ids is None and steps > len(cos_cache):
+            raise NodeError(
+                f"{steps} tokens, and tables of rotary positions for {len(cos_cache)}: cut the "
+                "texts"
+            )
         positions = queries if position_ids is None else position_ids
         cos, sin = (jnp.asarray(c)[positions][:, None] for c in (cos_cache, sin_cache))
         q, k = (rotate(part, cos, sin, rotary_interleaved) for part in (q, k))
