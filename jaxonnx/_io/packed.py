@@ -27,7 +27,10 @@ INDEX = sparse.INDEX
 """The array that every packed file has."""
 _GRAPH = "jaxonnx.graph"
 """The array of a packed file that holds the ModelProto."""
-_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
+_TYPES = (
+    *(TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE),
+    TensorProto.INT8,
+)
 _SPARSE_IR = 6
 """The first IR version with sparse initializers."""
 
@@ -110,7 +113,8 @@ def _mask(w: Any, pattern: SparsityPattern, axes: Axes) -> np.ndarray | None:
 
     None if the search finds no such mask; packing then fills groups up along one axis.
     """
-    mask = np.asarray(sparse.mask(w, pattern, axes=axes))
+    sizes = w.astype(np.float32) if w.dtype == np.int8 else w
+    mask = np.asarray(sparse.mask(sizes, pattern, axes=axes))
     return mask if not np.asarray(w)[~mask].any() else None
 
 
@@ -152,7 +156,7 @@ def save_packed(proto: ModelProto, path: str | os.PathLike) -> None:
     pattern, axes = _require_record(proto)
     tensors, masks, layers = {}, {}, []
     for tensor in proto.graph.initializer:
-        if tensor.data_type not in _FLOATS or not tensor.HasField("raw_data"):
+        if tensor.data_type not in _TYPES or not tensor.HasField("raw_data"):
             continue
         name = tensor.name
         tensors[name] = w = numpy_helper.to_array(tensor)

@@ -1,7 +1,7 @@
 """Records in a file: entries of the ModelProto's `metadata_props` that hold JSON."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from onnx import ModelProto
@@ -55,3 +55,11 @@ def put(proto: ModelProto, key: str, value: Any) -> None:
     proto.metadata_props.extend(kept)
     if value is not None:
         proto.metadata_props.add(key=key, value=json.dumps(value))
+
+
+def rename_sparse(proto: ModelProto, names: Mapping[str, str]) -> None:
+    """Rename weights in the record of sparse ones; one that is malformed stays as it is."""
+    if has(proto, SPARSITY) and not damage(proto, SPARSITY, lambda entry: dict(entry["axes"])):
+        entry = get(proto, SPARSITY, dict) or {}
+        axes = {names.get(name, name): pair for name, pair in entry["axes"].items()}
+        put(proto, SPARSITY, entry | {"axes": axes})

@@ -268,6 +268,7 @@ def fold(proto: ModelProto, graph: Graph, values: Mapping[str, np.ndarray]) -> M
     used.update(value.name for value in main.output)
     for name in read - used - made.keys():
         _remove(main, name)
+    records.rename_sparse(proto, {name: stored for stored, name in entry.names.items()})
     close_operators(main, entry.opened)
     order.sort(main)
     records.put(proto, records.QUANTIZATION, asdict(replace(entry, folded=True)))
@@ -351,6 +352,7 @@ def unfold(
     order.sort(result.graph)
     known = dict.fromkeys(entry.scales or _scales_of(result.graph, tensors))
     entry = Record(tuple(folds), tuple(known), names, tuple(biases), opened)
+    records.rename_sparse(result, names)
     records.put(result, records.QUANTIZATION, asdict(entry))
     return result, floats, points
 

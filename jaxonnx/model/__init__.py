@@ -9,6 +9,11 @@ from jaxonnx.model._model import Model, Statistics, Trainable
 
 # for other rooms of the package
 from jaxonnx.model._predict import read_inputs  # noqa: F401
+from jaxonnx.model._quantized import (  # noqa: F401
+    is_quantized,
+    open_quantized,
+    with_computed,
+)
 from jaxonnx.model._show import operator  # noqa: F401
 from jaxonnx.model._statistics import (  # noqa: F401
     MOST,

@@ -39,6 +39,7 @@ from jaxonnx.model import _transforms as changed
 from jaxonnx.model._call_arguments import inputs_first, unmark_names
 from jaxonnx.model._generate import Generator, stop_tokens
 from jaxonnx.model._predict import predictions, read_inputs
+from jaxonnx.model._quantized import is_quantized, open_quantized
 from jaxonnx.model._reinitialize import Initializer
 from jaxonnx.model._show import overview
 from jaxonnx.model._sparsity import find_unrecorded, options, selector, with_products, with_record
@@ -570,6 +571,14 @@ class Model(Network, Rendered):
           SparsityError: the model records no weights that are 2:4 (`sparse.record`).
         """
         return dataclasses.replace(self, program=with_products(self))
+
+    def with_float_weights(self) -> Model:
+        """Return a quantized model with its weights as parameters in front of their rounding.
+
+        Training with `quantize=` starts from this. Calls compute the same, and `save` writes the
+        file as it was, with the integers of changed weights. Another model is returned as it is.
+        """
+        return open_quantized(self)[0] if is_quantized(self) else self
 
     def to_onnx(self, *, adapters: AdapterForm | None = None) -> ModelProto:
         """Return the original graph with these weights, in inference form.

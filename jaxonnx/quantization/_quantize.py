@@ -19,10 +19,17 @@ from jaxonnx._data.images.folder import list_folder
 from jaxonnx._data.ragged import PLAIN
 from jaxonnx._io.protos import opset_of
 from jaxonnx._rewrite.fold_norms import fold_norms
-from jaxonnx._rewrite.qoperators import has_closed, open_operators
-from jaxonnx._rewrite.quantize import Record, Writer, learn_scales, record_of, stored_types, unfold
+from jaxonnx._rewrite.quantize import Record, Writer, learn_scales, record_of, stored_types
 from jaxonnx.errors import InputError
-from jaxonnx.model import Model, load, read_inputs, with_file
+from jaxonnx.model import (
+    Model,
+    is_quantized,
+    load,
+    open_quantized,
+    read_inputs,
+    with_computed,
+    with_file,
+)
 from jaxonnx.quantization._ranges import calibrate, weight_parameters
 from jaxonnx.quantization._scheme import Quantization
 from jaxonnx.quantization._sites import find_sites
@@ -90,14 +97,11 @@ def prepare(model: Model, scheme: str | Quantization, source: Source | None) -> 
     if entry is not None and not entry.folded:
         note = "training goes on with the scales of the quantized model"
         _check_types(model, named)
-    elif _is_quantized(model):
-        proto, added, opened = open_operators(model.proto, model.tensors)
-        model = with_file(model, proto, added)
-        proto, floats, points = unfold(model.proto, model.graph, model.tensors, opened)
-        model = _with_params(model, proto, points, floats)
+    elif is_quantized(model):
+        model, count = open_quantized(model)
         kinds = _check_types(model, named)
         note = (
-            f"the file is quantized: {len(floats)} of its tensors are trained at its own scales, "
+            f"the file is quantized: {count} of its tensors are trained at its own scales, "
             f"weights in its own types ({', '.join(kinds)})"
         )
     elif source is None:
@@ -119,7 +123,7 @@ def prepare(model: Model, scheme: str | Quantization, source: Source | None) -> 
         )
     if scheme.learn == "scales":
         proto, constants, params = learn_scales(model.proto, model.tensors)
-        model = _with_params(model, proto, constants, params)
+        model = with_computed(model, proto, constants, params)
     return model, note
 
 
@@ -132,26 +136,6 @@ def select_scales(before: Model, after: Model) -> Model:
     hidden = {part for scale in entry.scales for part in (scale, f"{scale}_initial", *changes)}
     chosen = {*(name for name in after.params if name not in hidden), *changes}
     return after.with_trainable(lambda name, _: name in chosen)
-
-
-def _with_params(model: Model, proto: ModelProto, constants: Any, params: Any) -> Model:
-    """Return the model of a file in which nodes compute some of its tensors from new ones."""
-    before, after = (
-        {name for node in one.graph.node for name in node.output} for one in (model.proto, proto)
-    )
-    rest = dataclasses.replace(
-        model,
-        state={n: x for n, x in model.state.items() if n not in after - before},
-        program=dataclasses.replace(
-            model.program,
-            constants={n: x for n, x in model.program.constants.items() if n not in after - before},
-        ),
-    )
-    net = with_file(rest, proto, {**constants, **params})
-    kept = [name for name in model.params if name in net.tensors]
-    chosen = {*kept, *params}
-    net = net.with_trainable(lambda name, _: name in chosen)
-    return dataclasses.replace(net, params={n: net.params[n] for n in (*kept, *params)})
 
 
 def _record(model: Model) -> Record:
@@ -190,19 +174,11 @@ def _words(scheme: Quantization) -> str:
     return f"{scheme.weights}{blocks} and activations of {scheme.activations or 'floating point'}"
 
 
-def _is_quantized(model: Model) -> bool:
-    stored = {name for name, x in model.tensors.items() if np.dtype(x.dtype).kind not in "fcb"}
-    return has_closed(model.proto.graph) or any(
-        node.op.name == "DequantizeLinear" and node.inputs[0] in stored
-        for node in model.graph.nodes
-    )
-
-
 def _insert(model: Model, scheme: Quantization, source: Source, batches: int) -> Model:
     """Return the model with the nodes of a scheme."""
     if model.program.adaption is not None:
         raise InputError("merge the adapters first: model.merge_adapters()")
-    if record_of(model.proto) is not None or _is_quantized(model):
+    if record_of(model.proto) is not None or is_quantized(model):
         raise InputError(
             "the model is quantized already: jaxonnx.load(path, dequantize=True) has it in "
             "floating point, and jaxonnx.train(..., quantize=) trains it at its own scales"

@@ -83,7 +83,8 @@ def verify(
     Args:
       function: `function(params, *inputs)`, the forward pass; it is traced, not run. Or, alone, a
         model that has `apply`, `params`, and `inputs` with their `shape` and `dtype` (a
-        `jaxonnx.Model`); dynamic dimensions are then taken as 2.
+        `jaxonnx.Model`); dynamic dimensions are then taken as 2. Integer weights of a quantized
+        file are proved by their values in floating point, which are 0 where they are.
       params: a pytree with the concrete weights.
       inputs: arrays or `jax.ShapeDtypeStruct`; the vjp is taken for parameters and inputs.
       layers: which weights are sparse along which axes, as `layers(params)` reports it. By default
@@ -101,6 +102,7 @@ def verify(
         something was added to it, say). The message has the table.
     """
     aliases = getattr(function, "aliases", {})
+    function = getattr(function, "with_float_weights", lambda: function)()
     recorded = getattr(function, "sparsity", None) if layers is None and pattern is None else None
     goal, layers = recorded or (parse(pattern or "2:4", transposable), layers)
     if params is None:

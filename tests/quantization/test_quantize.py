@@ -202,6 +202,40 @@ def test_adapters_and_sparsity_compose_with_rounding():
     assert max(part.max() for part in groups) <= 2
 
 
+@pytest.mark.parametrize("path", ["q.onnx", "q.npz"])
+def test_a_saved_file_of_sparse_integers_is_proved(path, tmp_path):
+    (x, _), _ = demo.digits()
+    model = demo.mlp()
+    options = model.sparsity_options()  # ten classes are no multiple of four
+    pruned = jaxonnx.sparse.prune(model.params, **options)
+    sparse = model.replace(params=pruned).with_sparsity("2:4", **options)
+    quantized = jaxonnx.quantize(sparse, x[:64])
+    quantized.save(tmp_path / path)
+    loaded = jaxonnx.load(tmp_path / path)
+    assert not loaded.params
+    proof = jaxonnx.sparse.verify(loaded)
+    assert {product.weight for product in proof.products} == {"body_weight"}
+    stored = tensors_of(loaded.to_onnx())
+    integers = stored["body_weight_quantized"]
+    assert integers.dtype == np.int8
+    for axis in (0, 1):
+        groups = np.moveaxis(integers, axis, -1).reshape(-1, 4)
+        assert (groups != 0).sum(1).max() == 2
+    if path.endswith(".npz"):
+        quantized.save(tmp_path / "q.onnx")
+        with np.load(tmp_path / path) as file:
+            packed = [file[n].nbytes for n in file.files if "body_weight_quantized" in n]
+        assert sum(packed) == integers.size * 5 // 8  # half the numbers, and two bits for each
+        np.testing.assert_array_equal(loaded(x), jaxonnx.load(tmp_path / "q.onnx")(x))
+    broken = loaded.to_onnx()
+    for tensor in broken.graph.initializer:
+        if tensor.name == "body_weight_quantized":
+            dense = np.ones_like(integers)
+            tensor.CopyFrom(numpy_helper.from_array(dense, tensor.name))
+    with pytest.raises(jaxonnx.SparsityError, match="sums over"):
+        jaxonnx.sparse.verify(jaxonnx.load(broken))
+
+
 @given(
     st.integers(0, 2**32 - 1), st.sampled_from(["int8", "int4"]), st.booleans(), st.integers(-6, 6)
 )
