@@ -27,8 +27,8 @@ def cut(
       proto: the file.
       graph: its main graph, bound.
       tensors: the values of its named tensors.
-      outputs: names of values or nodes (then: the node's first output), or of modules as PyTorch's
-        exporters record them (then: what the last node of the module gives).
+      outputs: names of values, inputs included, or of nodes (then: the node's first output), or of
+        modules as PyTorch's exporters record them (then: what the last node of the module gives).
 
     Raises:
       InputError: a name is unknown; the message has similar ones.
@@ -36,7 +36,8 @@ def cut(
     if not isinstance(outputs, Iterable):
         raise InputError(f"outputs are names of values of the graph, and were {outputs!r}")
     listed = [outputs] if isinstance(outputs, str) else [*outputs]
-    own = {value.name for value in proto.graph.output}  # one of these may be a constant
+    # an output may be a constant
+    own = {value.name for value in (*proto.graph.output, *proto.graph.input)}
     names = [name if name in own else resolve(proto.graph, name) for name in listed]
     if not names or len({*names}) < len(names):
         raise InputError(f"outputs must be different values of the graph, and are {listed}")

@@ -297,8 +297,9 @@ class Model(Network, Rendered):
         new head is a function, or a module of Flax, of this model's outputs.
 
         Args:
-          outputs: names of values or nodes of the main graph, or of modules of PyTorch or scopes
-            of TensorFlow as exporters record them ("layer4": the output of its last node).
+          outputs: names of values of the main graph, inputs included (a mask that a head needs),
+            or of nodes, or of modules of PyTorch or scopes of TensorFlow as exporters record them
+            ("layer4": the output of its last node).
 
         Raises:
           InputError: a name is unknown; the message has similar ones.
