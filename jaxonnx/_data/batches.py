@@ -72,6 +72,8 @@ def as_pair(
     )
     if labels and padding.next_token and not jax.tree.leaves(targets):
         targets = next_tokens(inputs, values, padding.ignored, what)
+    if labels and padding.untargeted and not jax.tree.leaves(targets):
+        targets = np.zeros(count_examples(inputs, inputs, values), np.int32)
     named = [(f"input {n!r}", a) for n, a in zip(names, inputs, strict=True)]
     whole = {f"input {value.name!r}" for value in values if value.whole}
     numbers = {f"input {value.name!r}" for value in values if value.shape == ()}
@@ -237,6 +239,8 @@ class Examples(Source):
     """Which of the examples."""
     weights: np.ndarray | None = field(default=None, kw_only=True)
     """What each example weighs, float32; None means 1 for all."""
+    group: int = field(default=1, kw_only=True)
+    """The number of examples that stay together: rows, and batches, are whole groups."""
 
     def __post_init__(self):
         if isinstance(self.size, bool) or not isinstance(self.size, int | np.integer):
@@ -244,6 +248,12 @@ class Examples(Source):
         if not 1 <= self.size < 2**31:
             limit = f", at most {2**31 - 1}" if self.size > 0 else ""
             raise TrainingError(f"batch_size must be a positive integer{limit}, and is {self.size}")
+        for what, count in (("batch_size", self.size), ("the number of examples", len(self.rows))):
+            if count % self.group:
+                raise TrainingError(
+                    f"the loss takes examples in groups of {self.group}, one behind the other: "
+                    f"{what} must be a multiple of it, and is {count}"
+                )
 
     @property
     def steps(self) -> int:
@@ -260,10 +270,10 @@ class Examples(Source):
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the rows in the order of an epoch."""
-        order = self.rows.copy()
+        order = self.rows.reshape(-1, self.group).copy()
         if self.seed is not None:
             np.random.default_rng((self.seed, epoch)).shuffle(order)
-        return order
+        return order.reshape(-1)
 
     def rows_of_batches(self, epoch: int, start: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the rows of each batch from number `start` on, and what they weigh."""

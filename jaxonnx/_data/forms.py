@@ -65,13 +65,14 @@ def examples_of(
         if weights is not None:
             weights = checked_weights(weights, len(rows), what)
         _check_batch(arrays, targets, size, len(rows))
+        also: Any = {"weights": weights, "group": padding.group if labels else 1}
         whole = [value.whole for value in inputs]
         if any(whole):
-            return Arrays(arrays, targets, size, seed, rows, weights=weights, whole=whole)
+            return Arrays(arrays, targets, size, seed, rows, whole=whole, **also)
         columns = padding.sequences(arrays, targets, inputs, what, whole=True)
         if columns is not None:
-            return Padded(None, None, size, seed, rows, columns, weights=weights)
-        return Arrays(arrays, targets, size, seed, rows, weights=weights)
+            return Padded(None, None, size, seed, rows, columns, **also)
+        return Arrays(arrays, targets, size, seed, rows, **also)
     if not (callable(data) or isinstance(data, Iterable)):
         raise TrainingError(
             f"{what} must be a pair (x, y) of arrays, or (x, y, weights), a dict of arrays, the "

@@ -37,7 +37,9 @@ class Padded(Examples):
         order = super().order(epoch)
         if self.seed is None:
             return order
-        return order[np.argsort(self.columns.widths[order], kind="stable")]
+        groups = order.reshape(-1, self.group)
+        widths = self.columns.widths[groups].max(axis=1)
+        return groups[np.argsort(widths, kind="stable")].reshape(-1)
 
     def rows_of_batches(self, epoch: int, start: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         batches = [*super().rows_of_batches(epoch, 0)]

@@ -189,7 +189,10 @@ def next_tokens(columns: Sequence[Any], inputs: Sequence[Value], ignored: int, w
 
 @dataclass(frozen=True)
 class Padding:
-    """How sequences of unequal length become arrays, as `train` documents it."""
+    """How data becomes arrays that a loss reads, as `train` documents it.
+
+    That is how sequences of unequal length are filled up, and what targets there are.
+    """
 
     pad: Mapping[str, Any] = field(default_factory=dict)
     """Padding values of inputs and targets, by name."""
@@ -199,6 +202,10 @@ class Padding:
     """The padding value of labels; a dict for several targets."""
     next_token: bool = False
     """Use the tokens as labels if data has no targets."""
+    untargeted: bool = False
+    """Data has no targets, and needs none."""
+    group: int = 1
+    """The number of examples that stay together, one behind the other."""
 
     @classmethod
     def of(cls, pad: Any, length_buckets: Any, **settings: Any) -> Self:

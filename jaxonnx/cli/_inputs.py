@@ -87,7 +87,8 @@ def data(path: Path, model: Model, options: argparse.Namespace) -> tuple[Any, bo
     model = fix(model.without_cache(), options)
     values = table(path)
     found = columns(path, [*values], model)
-    if not found.targets and not (options.loss and find(options.loss).next_token):
+    loss = find(options.loss) if options.loss else None
+    if not found.targets and (loss is None or (loss.takes_targets and not loss.next_token)):
         raise _lacks(path, values, "the targets, as 'y'")
     inputs = {name: values[own] for name, own in found.inputs.items()}
     targets = {name: values[name] for name in found.targets}

@@ -1,5 +1,6 @@
 """Convert the data arguments of `train` to sources of batches."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,26 +19,24 @@ from jaxonnx.training._sequences import is_next_token
 
 
 def padding_of(pad: Any, length_buckets: Any, loss: Any) -> Padding:
-    """Return the padding of sequences of unequal length, and the label of padding.
+    """Return how data becomes what a loss reads: padding, its label, and what the data may lack.
 
     Raises:
       TrainingError: an argument of the wrong form, or an unknown loss.
     """
-
-    def ignored_label(loss: Any) -> int:
-        index = None if loss is None else find(loss).ignore_index
-        return IGNORED if index is None else index
-
-    if not isinstance(loss, Mapping):
-        own = ignored_label(loss)
-        return Padding.of(pad, length_buckets, ignored=own, next_token=is_next_token(loss))
-    own: Any = {
-        o: ignored_label(one[0] if isinstance(one, tuple) and one else one)
-        for o, one in loss.items()
-    }
-    if next_token := is_next_token(loss):
-        (own,) = own.values()
-    return Padding.of(pad, length_buckets, ignored=own, next_token=next_token)
+    several = isinstance(loss, Mapping)
+    given = loss.items() if several else () if loss is None else [(None, loss)]
+    found = {o: find(one[0] if isinstance(one, tuple) and one else one) for o, one in given}
+    labels = {o: IGNORED if l.ignore_index is None else l.ignore_index for o, l in found.items()}
+    next_token = is_next_token(loss)
+    return Padding.of(
+        pad,
+        length_buckets,
+        ignored=labels if several and not next_token else next(iter(labels.values()), IGNORED),
+        next_token=next_token,
+        untargeted=bool(found) and not any(l.takes_targets for l in found.values()),
+        group=math.lcm(*(l.rows for l in found.values())),
+    )
 
 
 def sources(
@@ -94,6 +93,8 @@ def _source(
     target_names: Collection[str],
 ) -> Source:
     if isinstance(data, Folder):
+        if padding.group != 1:
+            raise TrainingError(f"{what}: a folder of images has no groups of {padding.group}")
         return Pictures.of(data, size_of_batches(inputs, batch_size), seed)
     return examples_of(
         data, inputs, batch_size, seed, what, padding=padding, target_names=target_names
@@ -112,14 +113,16 @@ def _split(examples: Source, share: float) -> tuple[Examples, Examples]:
             f"validation={share} is a share of examples, and batching= passes inputs whole: pass "
             "validation data, like (inputs, targets, weights) with the weight 0 for what is trained"
         )
-    count = len(examples.rows)
+    groups = examples.rows.reshape(-1, examples.group)
+    count = len(groups)
     held = round(count * share) if 0 < share < 1 else 0
     if isinstance(share, bool) or not 0 < held < count:
         raise TrainingError(
-            f"validation={share!r} must be a share between 0 and 1 of the {count} examples that "
-            "leaves some on either side"
+            f"validation={share!r} must be a share between 0 and 1 of the {count} "
+            f"{'examples' if examples.group == 1 else 'groups of examples'} that leaves some on "
+            "either side"
         )
     order = np.random.default_rng(np.random.SeedSequence(examples.seed, spawn_key=(0,)))
     chosen = np.sort(order.permutation(count)[:held])
-    rest = np.delete(examples.rows, chosen)
-    return replace(examples, rows=rest), replace(examples, rows=chosen, seed=None)
+    rest, held_out = np.delete(groups, chosen, axis=0).reshape(-1), groups[chosen].reshape(-1)
+    return replace(examples, rows=rest), replace(examples, rows=held_out, seed=None)

@@ -189,7 +189,7 @@ class GradientStep(Step):
         return jax.tree.map(either, moved, stay.replace(params={})).replace(params=params)
 
     def as_batch(self, batch: Any) -> Batch:
-        batch = as_batch(batch, self.model, self._goal.label_of_padding)
+        batch = as_batch(batch, self.model, self._goal.derive_targets)
         if not jax.tree.leaves(batch.targets):
             raise TrainingError("the batch has no targets: give it as (x, y), or name them in it")
         return batch

@@ -16,7 +16,15 @@ from jaxonnx._data.ragged import IGNORED
 from jaxonnx._data.weights import all_or_nothing
 from jaxonnx._text import format_count
 from jaxonnx.errors import TrainingError
-from jaxonnx.losses import ClassLoss, causal_lm, cross_entropy, negative_log_likelihood
+from jaxonnx.losses import (
+    ClassLoss,
+    GroupLoss,
+    causal_lm,
+    contrastive,
+    cross_entropy,
+    in_batch_negatives,
+    negative_log_likelihood,
+)
 
 _CLASSES = (
     "softmax_cross_entropy_with_integer_labels",
@@ -50,8 +58,10 @@ _ALSO_CALLED = {
     "mae l1 meanabsoluteerror": "absolute_error",
     "huber smoothl1": "huber_loss",
     "kl kldiv": "kl_divergence",
+    "clip": "contrastive",
+    "infonce multiplenegativesranking mnr": "in_batch_negatives",
 }
-"""Names of losses in Keras and PyTorch, in lower case, and their names here."""
+"""Names of losses elsewhere, in lower case, and their names here."""
 
 _SHOWN = 8
 
@@ -69,6 +79,8 @@ def _named_losses() -> dict[str, Callable[..., Any]]:
                 found[name] = function
     found["absolute_error"] = lambda outputs, targets: jnp.abs(outputs - targets)
     found["causal_lm"] = causal_lm()
+    found["contrastive"] = contrastive()
+    found["in_batch_negatives"] = in_batch_negatives()
     found["SoftmaxCrossEntropyLoss"] = cross_entropy()
     found["NegativeLogLikelihoodLoss"] = negative_log_likelihood()
     return found
@@ -100,6 +112,16 @@ class Loss:
         """Whether outputs are scored by the label at the next place."""
         return isinstance(self.function, ClassLoss) and self.function.shift
 
+    @property
+    def rows(self) -> int:
+        """The number of examples that stay together in data that is shuffled."""
+        return self.function.rows if isinstance(self.function, GroupLoss) else 1
+
+    @property
+    def takes_targets(self) -> bool:
+        """Whether there are targets at all."""
+        return not isinstance(self.function, GroupLoss) or self.function.targets
+
     def align(self, outputs: Any, targets: Any) -> tuple[Any, Any]:
         """Return outputs and targets aligned by position, shifted for next tokens."""
         own = self.function
@@ -127,7 +149,8 @@ class Loss:
             if self.class_weights:
                 function = replace(function, weight=self._of_classes(outputs.shape[function.axis]))
             return function.totals(outputs, targets, weight)
-        values = function(outputs, targets)
+        grouped = isinstance(function, GroupLoss)
+        values = function(outputs, targets, weight) if grouped else function(outputs, targets)
         if not self.class_weights:
             return totals(values, weight)
         shares = self._shares(*self.align(outputs, targets))
@@ -172,10 +195,10 @@ class Loss:
         Args:
           weight: of the examples, where it is known.
         """
-        if self.name is not None:
+        if self.name is not None and not isinstance(self.function, GroupLoss):
             self._check_named(outputs, targets, what)
         loss = jax.eval_shape(self.function, outputs, targets)
-        size = len(jax.tree.leaves(targets)[0])
+        size = len(jax.tree.leaves(targets if self.takes_targets else outputs)[0])
         if not isinstance(loss, jax.ShapeDtypeStruct) or loss.shape[:1] not in ((), (size,)):
             raise TrainingError(
                 f"{what} must be a scalar or have one value for each of {size} examples, "
@@ -305,6 +328,8 @@ def _takes(name: str) -> str:
     """Describe the targets that a loss takes."""
     if name in _CLASSES:
         return "labels: the number of the class"
+    if isinstance(_named_losses()[name], GroupLoss):
+        return "no targets"
     if name in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"):
         return "ONNX's; classes on axis 1, labels: the number of the class"
     if name in _ONE_HOT:
@@ -318,7 +343,7 @@ def _takes(name: str) -> str:
 
 def find(loss: Any) -> Loss:
     """Return the loss of that name, or around that callable, which may be one of optax's itself."""
-    if isinstance(loss, ClassLoss):
+    if isinstance(loss, ClassLoss | GroupLoss):
         return Loss(loss, loss.name)
     named = _named_losses()
     if callable(loss):

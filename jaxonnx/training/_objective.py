@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._data.batches import Batch
-from jaxonnx._data.ragged import IGNORED
+from jaxonnx._data.batches import Batch, count_examples
+from jaxonnx._data.ragged import IGNORED, next_tokens
 from jaxonnx._graph.bind import Node
 from jaxonnx._rewrite.last_layer import ENDINGS
 from jaxonnx.errors import TrainingError
@@ -65,6 +65,15 @@ class Objective:
             return None
         index = self.terms[0].loss.ignore_index
         return IGNORED if index is None else index
+
+    def derive_targets(self, inputs: Any) -> Any:
+        """Return the targets of a batch that has none; None if a loss takes some."""
+        if self.label_of_padding is not None:
+            values = self.model.inputs
+            return next_tokens(inputs, values, self.label_of_padding, "the batch")
+        if self.terms and not any(term.loss.takes_targets for term in self.terms):
+            return jnp.zeros(count_examples(inputs, inputs, self.model.inputs), jnp.int32)
+        return None
 
     def mean(self, outputs: Any, targets: Any, weight: jax.Array) -> jax.Array:
         """Return the loss of a batch, given all values that the model computes."""
@@ -151,7 +160,8 @@ class Objective:
 
     def fit(self, shapes: Any, targets: Any, weight: Any) -> None:
         """Refuse targets that do not fit the outputs, and weights that a loss cannot weigh."""
-        wanted = [part.output for part in (*self.terms, *self.measures.values()) if part.output]
+        terms = [term for term in self.terms if term.loss.takes_targets]
+        wanted = [part.output for part in (*terms, *self.measures.values()) if part.output]
         for output in wanted if isinstance(targets, Mapping) or len({*wanted}) > 1 else ():
             if not isinstance(targets, Mapping) or output not in targets:
                 given = [*targets] if isinstance(targets, Mapping) else "an array"
@@ -179,6 +189,7 @@ class Objective:
 
     def _loss_arguments(self, term: Term, outputs: Any, targets: Any) -> tuple[Any, Any]:
         """Return what a loss takes of all values."""
+        targets = targets if term.loss.takes_targets else None
         if term.value is None:
             return self._select_output(None, outputs, targets)
         values = outputs if isinstance(outputs, tuple) else (outputs,)

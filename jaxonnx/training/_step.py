@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxonnx._data.batches import Batch, count_examples, split_inputs
-from jaxonnx._data.ragged import derived_inputs, next_tokens, with_derived
+from jaxonnx._data.ragged import derived_inputs, with_derived
 from jaxonnx._data.weights import split_weights
 from jaxonnx.model import Model
 from jaxonnx.training._precision import LossScale
@@ -179,11 +179,11 @@ class Step(ABC):
         return ["loss", "validation_loss"] if validated else ["loss"]
 
 
-def as_batch(batch: Any, model: Model, label_of_padding: int | None = None) -> Batch:
+def as_batch(batch: Any, model: Model, derive_targets: Callable[[Any], Any] | None = None) -> Batch:
     """Return a batch of any form, traced or not; examples weigh one where nothing is said.
 
     Args:
-      label_of_padding: given for a loss of next tokens, whose batches may lack targets.
+      derive_targets: returns those of a batch that lacks them, from its inputs.
 
     Raises:
       TrainingError: the batch does not have the model's inputs.
@@ -194,8 +194,8 @@ def as_batch(batch: Any, model: Model, label_of_padding: int | None = None) -> B
     batch, weight = split_weights(batch, names, target_names(model))
     x, y = split_inputs(batch, names, "the batch", derived_inputs(model.inputs))
     x = with_derived(x, model.inputs)
-    if label_of_padding is not None and not jax.tree.leaves(y):
-        y = next_tokens(x, model.inputs, label_of_padding, "the batch")
+    if derive_targets is not None and not jax.tree.leaves(y):
+        y = derive_targets(x)
     if weight is None:
         count = count_examples(x, y, model.inputs)
         weight = (np if isinstance(count, int) else jnp).ones(count, np.float32)
