@@ -123,6 +123,24 @@ def lora(folder):
     compared(demo.mlp(128), ("tensor",), check, **settings)
 
 
+def decoder(folder):
+    """A file of onnxruntime-genai: projections of attention and perceptron are split in pairs."""
+    model = jaxonnx.load(DATA / "llm" / "qwen3-genai")
+    specs = model.shardings(mesh(), "tensor").specs
+    split = {
+        name.removeprefix("model.layers.").partition(".")[2] for name in specs if any(specs[name])
+    }
+    assert {"mlp.gate_proj.MatMul.weight", "mlp.down_proj.MatMul.weight"} <= split, split
+    data = {"input_ids": np.random.default_rng(0).integers(3, 192, (16, 12))}
+    settings = {"loss": "causal_lm", "batch_size": 8, "epochs": 1, "optimizer": MOMENTUM}
+    alone = jaxonnx.train(model, data, progress=False, **settings)
+    for sharding in ("fsdp", "tensor"):
+        on = {"mesh": mesh(), "sharding": sharding}
+        result = jaxonnx.train(model, data, progress=False, **settings, **on)
+        close(result, alone)
+        spread(result.model, sharding, mesh())
+
+
 def sparse(folder):
     def check(result, alone):
         close(result, alone)
@@ -366,7 +384,7 @@ CASES = (
     (apart, resumed),  # the first looks at all arrays that there are
     (quick, sparse, average),
     (cnn, lstm, carried),
-    (transformer, lora),
+    (transformer, lora, decoder),
 )
 """The cases of each process: most of them share what it takes to start one."""
 
