@@ -70,7 +70,7 @@ BUDGETS = {
     "lowering": (1620, "forms that XLA is quick with, for each of which a benchmark has a row"),
     "_data": (1980, "arrays, files, pictures, sequences and loaders, read as one kind of source"),
     "_run": (1360, "the evaluator, and what keeps hostile files from taking the machine"),
-    "_io": (1600, "ModelProto, external data, npz, safetensors, adapters, packed models"),
+    "_io": (1650, "ModelProto, external data, npz, safetensors, adapters, packed models"),
     "model": (1660, "Model, and what makes another Model of one"),
     "_rewrite": (2000, "files to files: heads, batches, outputs, rounding, QLinear*, adapters"),
     "training_info": (520, "the file's own training graphs, run and written"),

@@ -17,8 +17,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from onnx import GraphProto, NodeProto
 
-from jaxonnx._graph.scopes import modules
-from jaxonnx._io.protos import text
+from jaxonnx._io.protos import modules, text
 from jaxonnx._text import list_some
 
 _SEVERAL = 5

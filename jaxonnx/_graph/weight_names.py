@@ -17,8 +17,8 @@ from onnx import GraphProto
 
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.roles import Roles, stored_names
-from jaxonnx._graph.scopes import modules
 from jaxonnx._graph.uses import Use, weights
+from jaxonnx._io.protos import modules
 from jaxonnx._io.ties import tied_names
 
 Names = Mapping[str, Collection[str]]

@@ -1,5 +1,6 @@
 """Walks over graphs, and the tensors of Constant nodes."""
 
+import ast
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,36 @@ _SEVERAL = (
 def text(value: Any) -> str:
     """Return a text of a file; protobuf gives one that is not UTF-8 as bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def modules(node: NodeProto) -> list[str]:
+    """Return the modules of PyTorch or scopes of TensorFlow that a node is in, outermost first.
+
+    PyTorch's current exporter records them in the node's metadata, the older one in its name:
+    '/encoder/layers.1/linear2/MatMul' is in encoder, encoder.layers.1, encoder.layers.1.linear2.
+    A node of TensorFlow, 'net/dense_1/MatMul', is in net and net/dense_1.
+    """
+    recorded = {entry.key: text(entry.value) for entry in node.metadata_props}
+    if "pkg.torch.onnx.name_scopes" in recorded:
+        try:
+            scopes = ast.literal_eval(recorded["pkg.torch.onnx.name_scopes"])
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            return []
+        scopes = scopes[:-1] if isinstance(scopes, list) else []
+        return [s for s in scopes if s and isinstance(s, str)]
+    if "namespace" in recorded:
+        # ": networks.LeNet/features: torch.nn.Sequential/features.0: torch.nn.Conv2d/conv2d: aten"
+        scopes = [part.partition(":")[0] for part in recorded["namespace"].split("/")]
+        return [s for s in scopes[:-1] if s]
+    path: list[str] = []
+    if node.name.startswith("/"):
+        for part in node.name.split("/")[1:-1]:
+            outer = f"{path[-1]}." if path else ""
+            path.append(part if part.startswith(outer) else outer + part)
+    else:
+        parts = node.name.split("/")
+        path = ["/".join(parts[:end]) for end in range(1, len(parts))]
+    return path
 
 
 def subgraphs(node: NodeProto) -> Iterator[GraphProto]:

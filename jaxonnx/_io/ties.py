@@ -5,8 +5,10 @@ on purpose (ALBERT): these stay one tensor. Or tensors were equal by coincidence
 or biases of zeros are before training: each becomes a tensor of its own, and so does a running
 statistic that equals a bias.
 
-It stores an output layer that is the embedding transposed a second time, bit for bit. In memory
-that is one tensor, too: a node stands in its place, which saving makes an initializer again.
+It stores an output layer that is the embedding transposed a second time, bit for bit. The current
+exporter does so with the weights of a module for each time that the network calls it (ALBERT). In
+memory these are one tensor, too: a node stands in the place of the others, which saving makes an
+initializer again.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from onnx import GraphProto, NodeProto, StringStringEntryProto, helper, numpy_helper
 
-from jaxonnx._io.protos import all_nodes
+from jaxonnx._io.protos import all_nodes, modules
 from jaxonnx._io.tensors import same
 
 _FEW = 2
@@ -36,12 +38,13 @@ _PLACE = "place of the initializer"
 
 
 def stored_twice(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Return the matrices of products that equal an embedding bit for bit, with its name.
+    """Return the matrices that equal another tensor bit for bit, with its name.
 
-    They have its shape, or that of its transpose.
+    Those of products equal an embedding, or its transpose, others what the same module reads.
     """
-    stored = {t.name for t in graph.initializer} - {value.name for value in graph.input}
-    stored = {n for n in stored & tensors.keys() if np.ndim(tensors[n]) == 2}
+    given = {value.name for value in graph.input}
+    names = [t.name for t in graph.initializer if t.name in tensors and t.name not in given]
+    stored = {name for name in names if np.ndim(tensors[name]) == 2}
     read: dict[str, set[str]] = {"Gather": set(), "MatMul": set(), "Gemm": set()}
     for node in all_nodes(graph):
         if node.op_type in read and node.domain in ("", "ai.onnx") and len(node.input) > 1:
@@ -50,6 +53,34 @@ def stored_twice(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str
     for name in sorted(stored & (read["MatMul"] | read["Gemm"]) - tables):
         of = next((t for t in sorted(tables) if _is_twin(tensors[name], tensors[t])), None)
         if of is not None:
+            found[name] = of
+    others = {n: tensors[n] for n in names if np.ndim(tensors[n]) > 1 and n not in found}
+    return found | _called_again(graph, others)
+
+
+def _called_again(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str]:
+    """Return the matrices that equal an earlier one which the same module reads, with its name.
+
+    The module is the one that PyTorch's current exporter recorded in the node's metadata.
+    """
+    readers: dict[str, set[str]] = {}
+    for node in graph.node:
+        for name in node.input:
+            if name in tensors:
+                readers.setdefault(name, set()).update(
+                    modules(node)[-1:] if node.metadata_props else ()
+                )
+    first: dict[tuple, list[str]] = {}
+    found = {}
+    for name in [name for name in tensors if name in readers]:
+        value = tensors[name]
+        if len(readers[name]) != 1 or not jnp.issubdtype(value.dtype, jnp.floating):
+            continue
+        others = first.setdefault((*readers[name], value.shape, value.dtype), [])
+        of = next((n for n in others if is_shared(value, tensors[n])), None)
+        if of is None:
+            others.append(name)
+        else:
             found[name] = of
     return found
 

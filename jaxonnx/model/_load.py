@@ -16,6 +16,7 @@ from onnx import ModelProto
 
 from jaxonnx._arrays import put, put_copies
 from jaxonnx._graph.bind import Graph, bind
+from jaxonnx._graph.fake_quantization import pass_rounding
 from jaxonnx._graph.roles import running_statistics, split
 from jaxonnx._graph.select import Select, select
 from jaxonnx._io.folders import find_folder
@@ -121,6 +122,7 @@ def load(
         for name in names:
             del tensors[name]
         graph = bind(proto, proto.graph, tensors.keys())
+    graph = pass_rounding(graph, tensors)
     params, state, constants = split(graph, tensors, proto.graph)
     originals = {
         name: tensors[name]

@@ -14,9 +14,9 @@ from rich.text import Text
 from jaxonnx._axes import Storage
 from jaxonnx._graph.bind import Node
 from jaxonnx._graph.exporter_hints import is_folded
-from jaxonnx._graph.scopes import modules
 from jaxonnx._graph.uses import uses, weights
 from jaxonnx._graph.values import Value, to_value
+from jaxonnx._io.protos import modules
 from jaxonnx._network import Network
 from jaxonnx._run.shapes import evaluate_shapes, infer_types
 from jaxonnx._text import WIDTH, Rendered

@@ -14,6 +14,7 @@ from onnx import ModelProto
 
 from jaxonnx._graph.bind import bind
 from jaxonnx._graph.caches import find_caches
+from jaxonnx._graph.fake_quantization import pass_rounding
 from jaxonnx._graph.roles import graph_tensors, running_statistics, split
 from jaxonnx._graph.select import Select, select
 from jaxonnx._graph.uses import weights
@@ -186,7 +187,8 @@ def append_jax(model: M, function: Callable, outputs: Sequence[str] | None) -> M
 def with_file(model: M, proto: ModelProto, added: Mapping[str, np.ndarray] | None = None) -> M:
     """Return the model of a changed file: tensors keep their roles, new ones are constants."""
     constants = {**model.program.constants, **(added or {})}
-    graph = bind(proto, proto.graph, {*model.params, *model.state, *constants})
+    tensors = {**model.params, **model.state, **constants}
+    graph = pass_rounding(bind(proto, proto.graph, tensors.keys()), tensors)
     kept = {*graph_tensors(graph)}
     params, state, constants = (
         {name: value for name, value in group.items() if name in kept}

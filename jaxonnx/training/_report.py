@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 from jaxonnx._atomic_write import whole
 from jaxonnx._data.batches import Examples, Source
 from jaxonnx._data.images import preparation as images
-from jaxonnx._graph.scopes import modules
 from jaxonnx._graph.uses import uses
+from jaxonnx._io.protos import modules
 from jaxonnx.errors import Error
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxonnx
-from jaxonnx._graph.scopes import modules
+from jaxonnx._io.protos import modules
 from jaxonnx.cli import main
 from tests.support.paths import DATA
 

@@ -120,3 +120,33 @@ def test_weights_checkpoints_adapters_and_other_outputs(tmp_path):
     assert hidden(np.arange(3)).shape == (3, 8)
     hidden.to_onnx()
     jaxonnx.load(model.with_head(3).to_onnx())(np.arange(3))
+
+
+def called_twice(*scopes):
+    """A linear layer of one module or two, whose transposed weight PyTorch stores for each call."""
+    weight = np.random.default_rng(0).normal(size=(40, 40)).astype(np.float32)
+    proto = onnx.parser.parse_model("""
+    <ir_version: 9, opset_import: ["": 17]> g (float[n, 40] x) => (float[n, 40] y) {
+      a = MatMul(x, val_3) h = Relu(a) y = MatMul(h, val_9)
+    }""")
+    for name in ("val_3", "val_9"):
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(weight, name))
+    for node, scope in zip((proto.graph.node[0], proto.graph.node[2]), scopes, strict=True):
+        node.metadata_props.add(key="pkg.torch.onnx.name_scopes", value=str(["", scope, "linear"]))
+    return proto
+
+
+def test_a_module_that_is_called_twice_has_one_weight():
+    proto = called_twice("layer", "layer")
+    model = jaxonnx.load(proto)
+    assert {*model.params} == {"val_3"}
+    assert model.to_onnx().SerializeToString() == proto.SerializeToString()
+    weight, x = model.params["val_3"], np.ones((2, 40), np.float32)
+    gradient = jax.grad(lambda params: model.apply(params, x).sum())(model.params)["val_3"]
+    apart = jax.grad(lambda a, b: (jax.nn.relu(x @ a) @ b).sum(), (0, 1))(weight, weight)
+    np.testing.assert_allclose(gradient, sum(apart), rtol=1e-4, atol=1e-4)
+    assert len(jaxonnx.load(proto, tied=[]).params) == 2
+
+
+def test_modules_that_are_copies_have_their_own_weights():
+    assert len(jaxonnx.load(called_twice("layers.0", "layers.1")).params) == 2

@@ -1,0 +1,95 @@
+"""Fake quantization that a file spells out: x / scale, rounded and clipped, times scale.
+
+Rounding has the derivative zero, so that nothing in front of it would be trained. Networks that
+were trained through it passed gradients straight (Bengio et al., 2013, arXiv:1308.3432), as
+QuantizeLinear and DequantizeLinear do here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx._graph.bind import Graph, Node
+from jaxonnx.registry import is_known
+
+_BETWEEN = ("Add", "Cast", "Clip", "Identity", "Max", "Min", "Sub")
+"""What stands between the division, the rounding and the product: zero points and limits."""
+
+
+def pass_rounding(graph: Graph, tensors: Mapping[str, Any]) -> Graph:
+    """Return a graph whose fake quantization has gradients that pass the rounding.
+
+    Args:
+      graph: the bound main graph.
+      tensors: its named tensors.
+    """
+    if not any(node.op.name == "Round" for node in graph.nodes):
+        return graph
+    found = _Chains(graph, tensors)
+    nodes = (
+        replace(node, op=replace(node.op, function=_round)) if found.is_fake(node) else node
+        for node in graph.nodes
+    )
+    return replace(graph, nodes=tuple(nodes))
+
+
+class _Chains:
+    def __init__(self, graph: Graph, tensors: Mapping[str, Any]):
+        self._tensors = tensors
+        self._makers = {name: node for node in graph.nodes for name in node.outputs}
+        self._readers: dict[str, list[Node]] = {}
+        for node in graph.nodes:
+            for name in node.inputs:
+                self._readers.setdefault(name, []).append(node)
+
+    def is_fake(self, node: Node) -> bool:
+        """Check whether what is rounded was divided by the scale that multiplies it later."""
+        if node.op.name != "Round" or node.op.domain:
+            return False
+        divisors = [n.inputs[1] for n in self._walk(node, self._before, ("Div",))]
+        products = self._walk(node, self._behind, ("Mul",))
+        return any(self._are_same(s, name) for n in products for name in n.inputs for s in divisors)
+
+    def _walk(self, start: Node, step: Any, ends: tuple[str, ...]) -> list[Node]:
+        """Return the nodes of these operators that only such stand before as may be between."""
+        nodes, found, seen = [start], [], {start.index}
+        for node in nodes:
+            for other in step(node):
+                if other.index in seen or other.op.domain:
+                    continue
+                seen.add(other.index)
+                if other.op.name in ends:
+                    found.append(other)
+                elif other.op.name in _BETWEEN:
+                    nodes.append(other)
+        return found
+
+    def _before(self, node: Node) -> list[Node]:
+        return [self._makers[name] for name in node.inputs if name in self._makers]
+
+    def _behind(self, node: Node) -> list[Node]:
+        return [reader for name in node.outputs for reader in self._readers.get(name, ())]
+
+    def _are_same(self, one: str, other: str) -> bool:
+        if one == other:
+            return True
+        a, b = (self._tensors.get(name) for name in (one, other))
+        return a is not None and b is not None and np.array_equal(np.asarray(a), np.asarray(b))
+
+
+@jax.custom_jvp
+def _rint(x):
+    return jnp.rint(x)
+
+
+@_rint.defjvp
+def _rint_jvp(primals, tangents):
+    return _rint(*primals), tangents[0]
+
+
+def _round(x):
+    return np.rint(x) if is_known(x) else _rint(x)
