@@ -72,7 +72,7 @@ BUDGETS = {
     "_run": (1360, "the evaluator, and what keeps hostile files from taking the machine"),
     "_io": (1650, "ModelProto, external data, npz, safetensors, adapters, packed models"),
     "model": (1660, "Model, and what makes another Model of one"),
-    "_rewrite": (2000, "files to files: heads, batches, outputs, rounding, QLinear*, adapters"),
+    "_rewrite": (2030, "files to files: heads, batches, outputs, rounding, QLinear*, adapters"),
     "training_info": (520, "the file's own training graphs, run and written"),
     "_step_files": (500, "exported steps, their manifest, the page for browsers"),
     "quantization": (640, "schemes, sites and ranges of quantized networks"),

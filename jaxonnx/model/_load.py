@@ -26,7 +26,9 @@ from jaxonnx._io.ties import is_shared, join_stored, sources, stored_twice
 from jaxonnx._mesh.rules import Sharding
 from jaxonnx._mesh.shardings import model_shardings
 from jaxonnx._rewrite.dequantize import dequantize_weights
+from jaxonnx._rewrite.quantized_attention import restore_attention
 from jaxonnx._run.program import Program
+from jaxonnx._text import list_some
 from jaxonnx.errors import InputError
 from jaxonnx.model._model import Model, Trainable
 
@@ -111,6 +113,13 @@ def load(
     folder = find_folder(source, variant) if checkpoint is None else None
     file = source if folder is None else folder.path / folder.file
     proto, tensors = read(file, checkpoint)
+    if restored := restore_attention(proto):
+        warnings.warn(
+            f"in the place of the Attention of '{list_some(restored, '')}' onnxruntime's quantizer "
+            "wrote QAttention, with attributes that it does not have, and onnxruntime refuses the "
+            "file: it is loaded, and saved, as that Attention, of dequantized Q and K",
+            stacklevel=2,
+        )
     if weights is not None:
         tensors = replace_weights(proto.graph, tensors, weights)
     if dequantize:
