@@ -69,7 +69,7 @@ BUDGETS = {
     "sparse": (1760, "patterns, the search of masks, training, packing, products and their proof"),
     "lowering": (1620, "forms that XLA is quick with, for each of which a benchmark has a row"),
     "_data": (1980, "arrays, files, pictures, sequences and loaders, read as one kind of source"),
-    "_run": (1360, "the evaluator, and what keeps hostile files from taking the machine"),
+    "_run": (1560, "the evaluator, and what keeps hostile files from taking the machine"),
     "_io": (1650, "ModelProto, external data, npz, safetensors, adapters, packed models"),
     "model": (1660, "Model, and what makes another Model of one"),
     "_rewrite": (2030, "files to files: heads, batches, outputs, rounding, QLinear*, adapters"),

@@ -79,7 +79,7 @@ def fold_norms(graph: Graph, norms: Collection[int]) -> Graph:
 
 def _pairs(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[Pair]:
     """Yield the pairs of the main graph whose weight and b nothing else reads."""
-    times = Counter(_read(graph))
+    times = Counter(read_names(graph))
     own = tensors.keys() & graph.weights
     convs = {node.outputs[0]: node for node in graph.nodes if node.outputs and _is(node, "Conv")}
     for norm in graph.nodes:
@@ -99,7 +99,7 @@ def _is(node: Node, name: str) -> bool:
     return node.op.name == name and not node.op.domain and node.body is None
 
 
-def _read(graph: Graph) -> Iterator[str]:
+def read_names(graph: Graph) -> Iterator[str]:
     """Yield the names that the nodes of a graph read, and the tensors of the graphs inside."""
     yield from graph.outputs
     for node in graph.nodes:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._arrays import by_size, like, on_auto_axes
@@ -25,6 +26,8 @@ from jaxonnx._graph.values import FixedInput, data
 from jaxonnx._limits import compilable
 from jaxonnx._run.failures import at, compiling, warn
 from jaxonnx._run.fold_norms import Folds, fold_norms, folds
+from jaxonnx._run.integer_products import fuse_products, integer_products
+from jaxonnx._run.open_weights import drop_nodes, open_weights
 from jaxonnx._run.overlay import Overlay
 from jaxonnx._run.packing import Packing
 from jaxonnx._run.scope import Context, run
@@ -77,10 +80,26 @@ class Kept:
 
     params: dict[str, Any]
     state: dict[str, Any]
-    norms: frozenset[int]
-    """The BatchNormalizations that are folded in them (`Folds.norms`)."""
+    changes: Changes
+    """Of the graph."""
     reads: frozenset[str]
-    """The tensors that cannot be replaced any more (`Folds.reads`)."""
+    """The tensors that cannot be replaced any more."""
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What of a graph is in the form of its tensors: the indices of nodes."""
+
+    products: frozenset[int] = frozenset()
+    """QuantizeLinear behind products that are computed with integers."""
+    opened: frozenset[int] = frozenset()
+    """Nodes whose results are tensors."""
+    norms: frozenset[int] = frozenset()
+    """BatchNormalizations that are in the weights before them."""
+
+    def __call__(self, graph: Graph) -> Graph:
+        graph = drop_nodes(fuse_products(graph, self.products), self.opened)
+        return fold_norms(graph, self.norms)
 
 
 @dataclass(eq=False)
@@ -185,27 +204,38 @@ class Program:
     def prepare_calls(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> Kept:
         """Return parameters and state in the form for calls that infer, many times.
 
-        It is that of `stored`, with BatchNormalizations in the weights before them.
+        It is that of `prepare_tensors`, with BatchNormalizations in the weights before them, and
+        weights of few bits as floating-point numbers.
         """
-        tensors = {**state, **params}
-        done = Folds() if self.adaption is not None else folds(self.graph, tensors)
+        tensors, done, changes = {**state, **params}, Folds(), Changes()
+        reads: frozenset[str] = frozenset()
+        if self.adaption is None:
+            known = {**self.graph.initializers, **self.constants}
+            products, decisive = integer_products(self.graph, tensors, known)
+            opened = open_weights(fuse_products(self.graph, products), tensors, known)
+            for name, x in opened.values.items():
+                tensors[name] = placed_as(tensors[name], x) if name in tensors else jnp.asarray(x)
+            changes = Changes(products, opened.nodes)
+            done = folds(changes(self.graph), tensors)
+            changes = replace(changes, norms=done.norms)
+            reads = decisive | opened.reads | done.reads
         for name, bias in done.biases.items():
             tensors[name] = placed_as(tensors[name], bias)
-        given, fixed = ({name: tensors[name] for name in group} for group in (params, state))
-        stored = self.prepare_tensors(given, done.factors)
+        given = {name: tensors[name] for name in params}
+        others = {name: x for name, x in tensors.items() if name not in params}
+        graph = changes(self.graph)
+        given, others = (self.prepare_tensors(t, done.factors, graph) for t in (given, others))
         if self.sparse:
             from jaxonnx.sparse import pack_matrix
 
-            stored |= {name: pack_matrix(stored[name], axis) for name, axis in self.sparse.items()}
-        return Kept(
-            stored,
-            self.prepare_tensors(fixed, done.factors),
-            done.norms,
-            done.reads,
-        )
+            given |= {name: pack_matrix(given[name], axis) for name, axis in self.sparse.items()}
+        return Kept(given, others, changes, reads)
 
     def prepare_tensors(
-        self, tensors: Mapping[str, jax.Array], factors: Mapping[str, np.ndarray] | None = None
+        self,
+        tensors: Mapping[str, jax.Array],
+        factors: Mapping[str, np.ndarray] | None = None,
+        graph: Graph | None = None,
     ) -> dict[str, Any]:
         """Return parameters or state in the form for programs that run many times.
 
@@ -214,7 +244,8 @@ class Program:
         if self.adaption is not None:
             return {**tensors}
         used = [
-            (use.name, use.position in use.node.op.kernels) for use in uses(self.graph, tensors)
+            (use.name, use.position in use.node.op.kernels)
+            for use in uses(graph or self.graph, tensors)
         ]
         others = {name for name, is_kernel in used if not is_kernel}
         return store(tensors, {name for name, _ in used} - others, factors)
@@ -252,24 +283,24 @@ class Program:
         key: jax.Array | None,
         inputs: Mapping[str, Any],
         training: bool | None = False,
-        norms: frozenset[int] = frozenset(),
+        changes: Changes = Changes(),
     ) -> tuple:
         """Evaluate with as much compiled as the graph allows.
 
         Args:
-          norms: the BatchNormalizations that are folded in `params` and `state` (`Kept`).
+          changes: of the graph, where `params` and `state` are those of a `Kept`.
         """
         arrays = {n: v for n, v in inputs.items() if _is_array(v)}
         others = frozenset(inputs.keys() - arrays.keys())
         plan = self._plan
         while True:
             fixed = {name: np.asarray(arrays[name]) for name in plan.fixed & arrays.keys()}
-            place = _place(norms, others, fixed)
+            place = _place(changes, others, fixed)
             if place not in plan.parts:
                 if len(plan.parts) >= VARIANTS:
                     plan = self._plan = _Plan(plan.cuts, fixes=False)
                     continue
-                parts = self._split(fold_norms(self.graph, norms), plan.cuts, others, fixed)
+                parts = self._split(changes(self.graph), plan.cuts, others, fixed)
                 plan = self._plan = replace(plan, parts={**plan.parts, place: parts})
             parts = plan.parts[place]
             traced = {
@@ -408,7 +439,7 @@ class _Plan:
     fixes: bool = True
     """Whether inputs are fixed before the graph is cut."""
     parts: Mapping[tuple, _Parts] = field(default_factory=dict)
-    """By what is folded and the values of the fixed inputs."""
+    """By the changes of the graph and the values of the fixed inputs."""
 
     def giving_way(self, error: StaticError, arrays: Mapping[str, Any]) -> _Plan:
         """Fix the inputs that a node needs to know, or cut the graph there, or raise the error."""
@@ -436,10 +467,10 @@ def _compilable(graph: Graph, outputs: tuple) -> tuple:
     return outputs
 
 
-def _place(norms: frozenset[int], others: frozenset[str], fixed: Mapping[str, np.ndarray]) -> tuple:
-    """Return a key for compiled parts: what is folded, inputs that are not arrays, fixed ones."""
+def _place(changes: Changes, others: frozenset[str], fixed: Mapping[str, np.ndarray]) -> tuple:
+    """Return a key for compiled parts: changes, inputs that are not arrays, and fixed ones."""
     values = ((name, v.dtype.str, v.shape, v.tobytes()) for name, v in sorted(fixed.items()))
-    return (norms, others, *values)
+    return (changes, others, *values)
 
 
 def _dynamic(node: Node) -> bool:

@@ -4,7 +4,7 @@ from jaxonnx.lowering._attention_layout import separate_heads
 from jaxonnx.lowering._contract import contract_p
 from jaxonnx.lowering._conv import Conv, convolution, transposed_convolution
 from jaxonnx.lowering._elementwise_proof import is_elementwise
-from jaxonnx.lowering._integer import integer_convolution, integer_product
+from jaxonnx.lowering._integer import FAST_INT8, integer_convolution, integer_product
 from jaxonnx.lowering._layout import (
     KernelFirst,
     Transposition,
@@ -29,6 +29,7 @@ from jaxonnx.lowering._remat import remat
 from jaxonnx.lowering._select_platform import select_platform
 
 __all__ = [
+    "FAST_INT8",
     "SMALL",
     "Changed",
     "Choice",

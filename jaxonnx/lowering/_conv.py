@@ -109,7 +109,8 @@ class Conv:
     def plain(self, out, u, v):
         dtype = self._dtype(out, u, v)
         if out == self.wide == 2:
-            return self.dense(u, v, dtype)
+            common = jnp.promote_types(u.dtype, v.dtype)
+            return self.dense(u.astype(common), v.astype(common), dtype)
         return self._contract_derived(self.dense, out, u.astype(dtype), v.astype(dtype))
 
     def _contract_derived(self, forward, out, u, v):

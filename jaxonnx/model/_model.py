@@ -91,7 +91,8 @@ class Model(Network, Rendered):
         """
         kept, values = self._kept, self._arguments(inputs, named)
         if kept.reads.isdisjoint(values):
-            return _one(self.program(kept.params, kept.state, rng, values, norms=kept.norms))
+            given = kept.params, kept.state, rng, values
+            return _one(self.program(*given, changes=kept.changes))
         # the caller replaces a tensor of which another one was made
         return _one(self.program(self.params, self.state, rng, values))
 

@@ -1,0 +1,132 @@
+"""Weights of few bits as the floating-point numbers that calls compute with.
+
+A file stores weights behind DequantizeLinear, or in half precision. Calls that infer, many times,
+get copies of them in float32, made once (`Program.prepare_calls`), instead of converting them in
+each call. The copies take at most `COPIES` bytes; weights beyond that are converted in each call,
+as are those of fewer than 8 bits and those that are scaled in blocks, which stay packed.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx._graph.bind import Graph, Node
+from jaxonnx._graph.uses import uses
+from jaxonnx.errors import Error
+from jaxonnx.lowering import is_half, is_in_memory
+
+COPIES = 512 << 20
+"""Bytes that the copies of a model take at most."""
+
+_CONVERSIONS = ("Cast", "DequantizeLinear", "QuantizeLinear")
+_PRODUCTS = ("Conv", "Gemm", "MatMul")
+"""Operators that multiply half precision with a weight in float32 as well."""
+_TYPES = {
+    *map(np.dtype, (np.int8, np.uint8, np.int16, np.uint16, np.int32, np.float16, np.float32)),
+    *map(jnp.dtype, (jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2)),
+}
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What nodes that convert weights give."""
+
+    nodes: frozenset[int] = frozenset()
+    """The indices of the nodes."""
+    reads: frozenset[str] = frozenset()
+    """The tensors that they read."""
+    values: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """By name, the results that other nodes read, and tensors in float32 instead of fewer bits."""
+
+
+def open_weights(graph: Graph, tensors: Mapping[str, Any], known: Mapping[str, Any]) -> Opened:
+    """Convert what nodes of the main graph convert, into at most `COPIES` bytes.
+
+    Args:
+      tensors: the tensors of the graph.
+      known: others that nodes may read beside a tensor.
+    """
+    found: dict[str, np.ndarray] = {}
+    nodes: dict[int, Node] = {}
+    room = COPIES
+    for node in graph.nodes:
+        value = _result(node, tensors, found, known)
+        if value is not None and value.nbytes <= room:
+            nodes[node.index], found[node.outputs[0]] = node, value
+            room -= value.nbytes
+    left = {
+        *graph.outputs,
+        *(n for node in graph.nodes if node.index not in nodes for n in node.reads),
+    }
+    reads = {name for node in nodes.values() for name in node.reads}
+    values = {name: value for name, value in found.items() if name in left}
+    values |= _widen_factors(drop_nodes(graph, nodes), {**tensors, **values}, room)
+    return Opened(frozenset(nodes), frozenset(reads), values)
+
+
+def _result(
+    node: Node,
+    tensors: Mapping[str, Any],
+    found: Mapping[str, np.ndarray],
+    known: Mapping[str, Any],
+) -> np.ndarray | None:
+    """Return what a node makes of a tensor; None if that is not to be computed here."""
+    if (
+        node.op.name not in _CONVERSIONS
+        or node.body is not None
+        or node.attributes.get("block_size")
+    ):
+        return None
+    first = node.inputs[0]
+    if first not in tensors and first not in found:
+        return None
+    arrays = ChainMap(found, tensors, known)  # pyright: ignore[reportArgumentType]
+    if any(name and name not in arrays for name in node.inputs):
+        return None
+    values = [arrays[name] if name else None for name in node.inputs]
+    if not all(x is None or isinstance(x, np.ndarray) or is_in_memory(x) for x in values):
+        return None
+    if arrays[first].dtype not in _TYPES:
+        return None
+    try:
+        y = node.op(*(x if x is None else np.asarray(x) for x in values), **node.attributes)
+    except Error:
+        return None  # the call raises it
+    return y if y.dtype in _TYPES else None
+
+
+def _widen_factors(graph: Graph, tensors: Mapping[str, Any], room: int) -> dict[str, np.ndarray]:
+    """Return the factors in half precision that only products read, in float32."""
+    half = {
+        name: x
+        for name, x in tensors.items()
+        if is_half(x) and x.ndim > 1 and (isinstance(x, np.ndarray) or is_in_memory(x))
+    }
+    others = {
+        use.name
+        for use in uses(graph, half)
+        if not (use.is_direct and use.node.op.name in _PRODUCTS and use.position == 1)
+    }
+    values = {}
+    for name, x in half.items():
+        if name not in others and 2 * x.nbytes <= room:
+            values[name] = np.asarray(x).astype(np.float32)
+            room -= 2 * x.nbytes
+    return values
+
+
+def drop_nodes(graph: Graph, nodes: Collection[int]) -> Graph:
+    """Return a graph in which results of nodes are tensors."""
+    if not nodes:
+        return graph
+    names = [node.outputs[0] for node in graph.nodes if node.index in nodes]
+    left = tuple(node for node in graph.nodes if node.index not in nodes)
+    used = {*graph.outputs, *(name for node in left for name in node.reads)}
+    new = (name for name in names if name in used)
+    return replace(graph, nodes=left, weights=(*graph.weights, *new))
