@@ -24,7 +24,7 @@ from jaxonnx._run.program import Program
 from jaxonnx._text import list_some
 
 if TYPE_CHECKING:  # a model without sparse weights does not import it
-    from jaxonnx._io.packed import Recorded
+    from jaxonnx.sparse import Sparsity
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -98,8 +98,8 @@ class Network:
         return tuple(replace(v, whole=v.name in self.program.unsplit) for v in found)
 
     @property
-    def sparsity(self) -> Recorded | None:
-        """The pattern and the weights that the file records as sparse; None without a record.
+    def sparsity(self) -> Sparsity | None:
+        """The weights that the file records as sparse; None without a record.
 
         A malformed record counts as none, and `warnings` reports it.
         """

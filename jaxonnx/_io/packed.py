@@ -3,12 +3,13 @@
 The record is an entry of the ModelProto's `metadata_props`, which runtimes ignore. Its axes are the
 (output, input) axes of each sparse weight:
 
-    jaxonnx.sparsity: {"pattern": "2:4", "transposable": true, "axes": {"fc.weight": [0, 1]}}
+    jaxonnx.sparsity: {"method": "three_phase", "weights":
+        {"fc.weight": {"pattern": "2:4", "transposable": true, "axes": [0, 1]}}}
 """
 
 import os
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,9 +19,7 @@ from onnx import ModelProto, SparseTensorProto, TensorProto, load_model_from_str
 from jaxonnx import sparse
 from jaxonnx._io import records
 from jaxonnx.errors import ModelError, SparsityError
-from jaxonnx.sparse import Axes, Pattern, SparsityPattern, parse
-
-Recorded = tuple[SparsityPattern, list[sparse.Layer]]
+from jaxonnx.sparse import Goal, Layer, Sparsity, goals, parse
 
 KEY = records.SPARSITY
 INDEX = sparse.INDEX
@@ -35,13 +34,20 @@ _SPARSE_IR = 6
 """The first IR version with sparse initializers."""
 
 
-def record(proto: ModelProto) -> tuple[SparsityPattern, dict[str, Axes]]:
-    """Return the recorded pattern and the axes of each sparse weight; no axes without a record.
+class Record(NamedTuple):
+    """What is recorded of sparse weights, by name."""
+
+    weights: dict[str, Goal]
+    method: str = ""
+
+
+def record(proto: ModelProto) -> Record:
+    """Return what the file records; no weights without a record.
 
     Raises:
       ModelError: the entry is malformed.
     """
-    return records.get(proto, KEY, _parse_record) or (Pattern(), {})
+    return records.get(proto, KEY, _parse_record) or Record({})
 
 
 def damage(proto: ModelProto) -> str:
@@ -49,72 +55,81 @@ def damage(proto: ModelProto) -> str:
     return records.damage(proto, KEY, _parse_record)
 
 
-def _parse_record(entry: Any) -> tuple[SparsityPattern, dict[str, Axes]]:
-    pattern = parse(str(entry["pattern"]), bool(entry["transposable"]))
-    axes = {name: (o, i) for name, (o, i) in entry["axes"].items()}
-    for name, pair in axes.items():
-        if any(type(axis) is not int or axis < 0 for axis in pair) or len({*pair}) < 2:
-            raise ValueError(f"the axes of '{name}' are {[*pair]}")
-    return pattern, axes
+def _parse_record(entry: Any) -> Record:
+    weights = {}
+    for name, said in entry["weights"].items():
+        output, input = said["axes"]
+        pattern = parse(str(said["pattern"]), bool(said["transposable"]))
+        if any(type(a) is not int or a < 0 for a in (output, input)) or output == input:
+            raise ValueError(f"the axes of '{name}' are {[output, input]}")
+        weights[name] = Goal(pattern, (output, input))
+    return Record(weights, str(entry.get("method", "")))
 
 
-def find_recorded(proto: ModelProto, params: Mapping[str, Any]) -> Recorded | None:
-    """Return the pattern and the parameters that the file records as sparse, None if none."""
-    pattern, axes = record(proto)
-    axes = {n: a for n, a in axes.items() if n in params and params[n].ndim > max(a)}
-    layers = [sparse.Layer(n, params[n].shape, a, "") for n, a in axes.items()]
-    return (pattern, layers) if layers else None
+def find_recorded(proto: ModelProto, params: Mapping[str, Any]) -> Sparsity | None:
+    """Return the parameters that the file records as sparse, None if none."""
+    weights, method = record(proto)
+    layers = tuple(
+        Layer(name, params[name].shape, axes, "", pattern)
+        for name, (pattern, axes) in weights.items()
+        if name in params and params[name].ndim > max(axes)
+    )
+    return Sparsity(layers, method) if layers else None
 
 
-def set_record(
-    proto: ModelProto, pattern: SparsityPattern | None, axes: Mapping[str, Axes]
-) -> None:
-    """Replace the record of `proto`; without a pattern or axes there is none."""
-    value = None
-    if pattern is not None and axes:
-        value = {"pattern": pattern.name, "transposable": pattern.transposable, "axes": axes}
-    records.put(proto, KEY, value)
+def set_record(proto: ModelProto, layers: Iterable[Layer], method: str = "") -> None:
+    """Replace the record of `proto`; without sparse layers there is none."""
+    _write(proto, Record(goals(layers), method))
+
+
+def _write(proto: ModelProto, recorded: Record) -> None:
+    weights = {
+        name: {"pattern": pattern.name, "transposable": pattern.transposable, "axes": axes}
+        for name, (pattern, axes) in recorded.weights.items()
+    }
+    value = {"method": recorded.method, "weights": weights}
+    records.put(proto, KEY, value if weights else None)
 
 
 def keep_true(proto: ModelProto, values: Mapping[str, np.ndarray]) -> None:
     """Drop weights from the record that do not have the pattern (any more)."""
-    _keep(proto, lambda name, pattern, axes: name in values and _holds(values[name], pattern, axes))
+    _keep(proto, lambda name, entry: name in values and _holds(values[name], entry))
 
 
 def without(proto: ModelProto, names: Collection[str]) -> None:
     """Take weights out of the record."""
-    _keep(proto, lambda name, *_: name not in names)
+    _keep(proto, lambda name, _: name not in names)
 
 
-def _keep(proto: ModelProto, fits: Callable[[str, SparsityPattern, Axes], bool]) -> None:
+def _keep(proto: ModelProto, fits: Callable[[str, Goal], bool]) -> None:
     if damage(proto):
         return  # nobody can tell what it means: it stays as it is, and `Model.warnings` says so
-    pattern, axes = record(proto)
-    set_record(proto, pattern, {n: a for n, a in axes.items() if fits(n, pattern, a)})
+    weights, method = record(proto)
+    _write(proto, Record({n: entry for n, entry in weights.items() if fits(n, entry)}, method))
 
 
-def _holds(w: np.ndarray, pattern: SparsityPattern, axes: Axes) -> bool:
+def _holds(w: np.ndarray, entry: Goal) -> bool:
+    pattern, axes = entry
     fits = w.ndim > max(axes) and not pattern.misfit(w.shape, axes)
     return fits and pattern.holds(w, axes)
 
 
-def packed_nbytes(
-    tensors: Mapping[str, Any], pattern: SparsityPattern, axes: Mapping[str, Axes]
-) -> int:
-    """Return the bytes that the tensors take with those in `axes` packed."""
-    return sum(
-        sparse.pack(w, None, pattern, axis=axes[name][1]).nbytes if name in axes else w.nbytes
-        for name, w in tensors.items()
-    )
+def packed_nbytes(tensors: Mapping[str, Any], sparsity: Sparsity) -> int:
+    """Return the bytes that the tensors take with the sparse ones packed."""
+    packed = {
+        name: sparse.pack(tensors[name], None, goal.pattern, axis=goal.axes[1]).nbytes
+        for name, goal in goals(sparsity.layers).items()
+    }
+    return sum(packed[n] if n in packed else w.nbytes for n, w in tensors.items())
 
 
-def _mask(w: Any, pattern: SparsityPattern, axes: Axes) -> np.ndarray | None:
+def _mask(w: Any, entry: Goal) -> np.ndarray | None:
     """Return a mask of the pattern that covers all nonzeros, so that a kept weight may be 0.
 
     None if the search finds no such mask; packing then fills groups up along one axis.
     """
     sizes = w.astype(np.float32) if w.dtype == np.int8 else w
-    mask = np.asarray(sparse.mask(sizes, pattern, axes=axes))
+    mask = np.asarray(sparse.mask(sizes, entry.pattern, axes=entry.axes))
     return mask if not np.asarray(w)[~mask].any() else None
 
 
@@ -124,7 +139,7 @@ def to_sparse_initializers(proto: ModelProto) -> None:
     Raises:
       SparsityError: nothing is recorded, or the IR version of the file does not have them.
     """
-    pattern, axes = _require_record(proto)
+    weights = _require_record(proto).weights
     if proto.ir_version < _SPARSE_IR:
         raise SparsityError(
             f"sparse initializers came with IR version {_SPARSE_IR}, the file has "
@@ -132,9 +147,9 @@ def to_sparse_initializers(proto: ModelProto) -> None:
         )
     graph = proto.graph
     inputs = {value.name for value in graph.input}  # these may be overridden: they stay
-    for tensor in [t for t in graph.initializer if t.name in axes and t.name not in inputs]:
+    for tensor in [t for t in graph.initializer if t.name in weights and t.name not in inputs]:
         w = numpy_helper.to_array(tensor)
-        mask = _mask(w, pattern, axes[tensor.name])
+        mask = _mask(w, weights[tensor.name])
         kept = (w != 0) | np.signbit(w)  # -0.0 comes back as it was
         kept = np.flatnonzero(kept if mask is None else kept | mask)
         graph.sparse_initializer.append(
@@ -153,7 +168,7 @@ def save_packed(proto: ModelProto, path: str | os.PathLike) -> None:
     Raises:
       SparsityError: nothing is recorded.
     """
-    pattern, axes = _require_record(proto)
+    weights = _require_record(proto).weights
     tensors, masks, layers = {}, {}, []
     for tensor in proto.graph.initializer:
         if tensor.data_type not in _TYPES or not tensor.HasField("raw_data"):
@@ -161,12 +176,12 @@ def save_packed(proto: ModelProto, path: str | os.PathLike) -> None:
         name = tensor.name
         tensors[name] = w = numpy_helper.to_array(tensor)
         tensor.ClearField("raw_data")
-        if name in axes:
-            mask = _mask(w, pattern, axes[name])
+        if name in weights:
+            mask = _mask(w, weights[name])
             masks[name] = w != 0 if mask is None else mask
-            layers.append(sparse.Layer(name, w.shape, axes[name], ""))
+            layers.append(Layer(name, w.shape, weights[name].axes, "", weights[name].pattern))
     tensors[_GRAPH] = np.frombuffer(proto.SerializeToString(), np.uint8)
-    sparse.save(path, tensors, masks, layers=layers, pattern=pattern)
+    sparse.save(path, tensors, masks, layers=layers)
 
 
 def load_packed(path: str | os.PathLike) -> ModelProto:
@@ -209,11 +224,11 @@ def _load(path: str | os.PathLike) -> dict[str, np.ndarray]:
         return tensors | {name: np.asarray(sparse.unpack(p)) for name, p in packed.items()}
 
 
-def _require_record(proto: ModelProto) -> tuple[SparsityPattern, dict[str, Axes]]:
-    pattern, axes = record(proto)
-    if not axes:
+def _require_record(proto: ModelProto) -> Record:
+    found = record(proto)
+    if not found.weights:
         raise SparsityError(
             "the model has no weights that are recorded as sparse: train it with sparsity=, or "
             "record weights that are sparse already with jaxonnx.sparse.record(model)"
         )
-    return pattern, axes
+    return found

@@ -130,7 +130,7 @@ def _checkpoint(folder: str | os.PathLike, which: str) -> tuple[ModelProto, dict
         from jaxonnx._io import packed
 
         # an average is taken over masks that change; what the mask hides now is zero
-        sparse = {} if packed.damage(proto) else packed.record(proto)[1]
+        sparse = {} if packed.damage(proto) else packed.record(proto).weights
         for name in sparse.keys() & stored.averaged.keys():
             tensors[name] = np.array(tensors[name])
             tensors[name][stored.averaged[name] == 0] = 0

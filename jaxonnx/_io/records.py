@@ -59,7 +59,7 @@ def put(proto: ModelProto, key: str, value: Any) -> None:
 
 def rename_sparse(proto: ModelProto, names: Mapping[str, str]) -> None:
     """Rename weights in the record of sparse ones; one that is malformed stays as it is."""
-    if has(proto, SPARSITY) and not damage(proto, SPARSITY, lambda entry: dict(entry["axes"])):
+    if has(proto, SPARSITY) and not damage(proto, SPARSITY, lambda entry: dict(entry["weights"])):
         entry = get(proto, SPARSITY, dict) or {}
-        axes = {names.get(name, name): pair for name, pair in entry["axes"].items()}
-        put(proto, SPARSITY, entry | {"axes": axes})
+        weights = {names.get(name, name): said for name, said in entry["weights"].items()}
+        put(proto, SPARSITY, entry | {"weights": weights})

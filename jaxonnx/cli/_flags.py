@@ -232,7 +232,16 @@ VERBS: Mapping[str, Verb] = {
             # whose --fixed is a phase
             **_training(declared_flags(ModelArguments, without=("lora",)), without=("fixed",)),
             "sparsity": [
-                Flag("--pattern", "N:M along both axes", {"default": "2:4"}),
+                Flag(
+                    "--pattern",
+                    "N:M along both axes; 2:4; with names, of these weights only; repeatable",
+                    {**MANY, "metavar": "N:M|NAME=N:M"},
+                ),
+                Flag(
+                    "--method",
+                    "how masks are found; three_phase",
+                    {"choices": ("three_phase", "sr_ste", "one_shot")},
+                ),
                 Flag(
                     "--select",
                     "module, node or name of what is sparse, or an expression; repeatable",

@@ -22,12 +22,13 @@ from jaxonnx._data.texts import is_text
 from jaxonnx._graph.projections import ROLES
 from jaxonnx._io.folders import is_folder
 from jaxonnx._io.formats import check_suffix
-from jaxonnx._io.packed import packed_nbytes, record
+from jaxonnx._io.packed import packed_nbytes
 from jaxonnx.cli import _explain as explain
 from jaxonnx.cli import _inputs as reading
 from jaxonnx.cli._explain import Planned
 from jaxonnx.cli._flags import LOSS, PHASES, SPARSE_EPOCHS
 from jaxonnx.cli._inputs import Failed, Report
+from jaxonnx.cli._verbs import describe_products
 from jaxonnx.errors import InputError
 from jaxonnx.lora import LoRA
 from jaxonnx.model import Model
@@ -178,8 +179,13 @@ def sparsify(options: argparse.Namespace) -> Report:
     phases = {name: length for name, length in phases.items() if length is not None}
     if options.epochs is None:
         options.epochs = sum(phases.values()) if phases else SPARSE_EPOCHS
-    select = {} if options.select is None else {"select": options.select}
-    return train(options, {"pattern": options.pattern, **select, **phases})
+    pairs = [text.rpartition("=") for text in options.pattern or ["2:4"]]
+    patterns: Any = {name: pattern for name, _, pattern in pairs}
+    if "" in patterns and len(patterns) > 1:
+        raise InputError("--pattern is one N:M, or patterns by name: NAME=N:M for each")
+    choice = {"select": options.select, "method": options.method}
+    choice = {name: value for name, value in choice.items() if value is not None}
+    return train(options, {"pattern": patterns.get("", patterns), **choice, **phases})
 
 
 def _settings(
@@ -362,8 +368,7 @@ def _examples(data: Any, model: Model, settings: Mapping[str, Any], size: int | 
 
 
 def _with_proof(report: Report, model: Model, data: Any, settings: Mapping[str, Any]) -> Report:
-    pattern, axes = record(model.proto)
-    layers = [sparse.Layer(n, model.params[n].shape, a, "") for n, a in axes.items()]
+    assert model.sparsity is not None
     size = (model.inputs[0].shape or (None,))[0]
     size = size if isinstance(size, int) else 2
     if isinstance(data, Path):
@@ -372,14 +377,14 @@ def _with_proof(report: Report, model: Model, data: Any, settings: Mapping[str, 
         few = [prepare(np.zeros((size, *where.size, where.channels), np.uint8), where)]
     else:
         few = next(_examples(data, model, settings, size).batches(0)).inputs
-    proof = sparse.verify(model.apply, model.params, *few, layers=layers, pattern=pattern)
+    proof = sparse.verify(model.apply, model.params, *few, layers=model.sparsity.layers)
     dense = sum(w.nbytes for w in model.params.values())
-    packed = packed_nbytes(model.params, pattern, axes)
+    packed = packed_nbytes(model.params, model.sparsity)
     sizes = f"{dense:,} bytes of weights, {packed:,} packed ({packed / dense:.0%})"
     data = {
         **report.data,
-        "pattern": str(pattern),
-        "products": [asdict(product) for product in proof.products],
+        "pattern": str(model.sparsity),
+        "products": describe_products(proof),
         "bytes": dense,
         "bytes_packed": packed,
     }

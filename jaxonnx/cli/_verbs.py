@@ -1,12 +1,11 @@
 """The verbs: options in, a report out."""
 
 import argparse
-import dataclasses
 import warnings
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
@@ -25,6 +24,9 @@ from jaxonnx.cli._inputs import Failed, Report
 from jaxonnx.errors import InputError
 from jaxonnx.model import Model, load, operator
 
+if TYPE_CHECKING:
+    from jaxonnx.sparse import Verification
+
 
 def info(options: argparse.Namespace) -> Report:
     model = reading.read(options)
@@ -39,7 +41,7 @@ def info(options: argparse.Namespace) -> Report:
         "operators": Counter(map(operator, model.graph.nodes)),
         "params": {name: _describe(x) for name, x in model.params.items()},
         "state": {name: _describe(x) for name, x in model.state.items()},
-        "sparse": [layer.name for layer in sparsity[1]] if sparsity else [],
+        "sparse": [layer.name for layer in sparsity.layers] if sparsity else [],
         "tied": {name: of for name, of in model._places.ties.items() if of in model.params},
         "without_dropout": exporter_hints.find_missing_dropout(model.proto.graph),
         "training": len(model.proto.training_info),
@@ -63,8 +65,12 @@ def verify(options: argparse.Namespace) -> Report:
     from jaxonnx import sparse
 
     proof = sparse.verify(reading.read(options))
-    products = [dataclasses.asdict(product) for product in proof.products]
-    return Report({"pattern": str(proof.pattern), "products": products}, str(proof))
+    return Report({"products": describe_products(proof)}, str(proof))
+
+
+def describe_products(proof: Verification) -> list[dict[str, Any]]:
+    """Return the products of a proof as plain data."""
+    return [{**vars(product), "pattern": str(product.pattern)} for product in proof.products]
 
 
 def run(options: argparse.Namespace) -> Report:

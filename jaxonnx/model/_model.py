@@ -42,13 +42,20 @@ from jaxonnx.model._predict import predictions, read_inputs
 from jaxonnx.model._quantized import is_quantized, open_quantized
 from jaxonnx.model._reinitialize import Initializer
 from jaxonnx.model._show import overview
-from jaxonnx.model._sparsity import find_unrecorded, options, selector, with_products, with_record
+from jaxonnx.model._sparsity import (
+    by_tensor,
+    find_unrecorded,
+    options,
+    selector,
+    with_products,
+    with_record,
+)
 from jaxonnx.model._summary import Summary, summary
 from jaxonnx.model._transforms import AdapterForm
 from jaxonnx.training_info import Training
 
 if TYPE_CHECKING:  # a model without sparse weights does not import it
-    from jaxonnx.sparse import SparsityPattern
+    from jaxonnx.sparse import Patterns
 
 Trainable = Select
 Statistics = Literal["batch", "frozen"]
@@ -537,9 +544,10 @@ class Model(Network, Rendered):
 
     def with_sparsity(
         self,
-        pattern: str | SparsityPattern | None = "2:4",
+        pattern: Patterns | None = "2:4",
         *,
         transposable: bool = True,
+        method: str = "",
         **choice: Any,
     ) -> Model:
         """Return a model with a record of what is sparse, for `save` and `sparse.verify`.
@@ -548,7 +556,9 @@ class Model(Network, Rendered):
         stay as they are; `sparse.prune` makes them sparse.
 
         Args:
-          pattern, transposable: as in `sparse.layers`; None takes the record away.
+          pattern, transposable: as in `sparse.layers`; None takes the record away. Patterns by name
+            take modules and nodes too, as in `with_trainable`.
+          method: how the weights were trained, for the record.
           choice: `select`, `exclude` and `axes` as in `sparse.layers`; without them the graph
             says which weights have the pattern, and along which axes (`sparsity_options`). `select`
             takes modules and nodes too, as in `with_trainable`.
@@ -559,7 +569,9 @@ class Model(Network, Rendered):
         choice = self.sparsity_options() | choice
         if choice.get("select") is not None:
             choice["select"] = selector(choice["select"], self.params, self._places)
-        proto = with_record(self.proto, self.params, pattern, transposable, choice)
+        if isinstance(pattern, Mapping):
+            pattern = by_tensor(pattern, self.params, self._places)
+        proto = with_record(self.proto, self.params, pattern, transposable, method, choice)
         return dataclasses.replace(self, proto=proto)
 
     def with_sparse_products(self) -> Model:

@@ -48,10 +48,9 @@ def overview(model: Network) -> Group:
     for title, text in constants(model._places.roles):
         facts.add_row(title, Text(text))
     if model.sparsity is not None:
-        pattern, layers = model.sparsity
-        facts.add_row(
-            "sparse", f"{format_count(len(layers), 'tensor')}, {pattern}, as the file records"
-        )
+        count = format_count(len(model.sparsity.layers), "tensor")
+        by = f" by {model.sparsity.method}" if model.sparsity.method else ""
+        facts.add_row("sparse", f"{count}, {model.sparsity}{by}, as the file records")
     for text in ties(model.proto.graph, model.tensors, model.params):
         facts.add_row("tied", Text(text))
     for info in model.proto.training_info:

@@ -20,7 +20,7 @@ from jaxonnx._run.program import Program
 from jaxonnx.errors import SparsityError
 
 if TYPE_CHECKING:  # only a model with sparse weights imports what reads and writes them
-    from jaxonnx.sparse import SparsityPattern
+    from jaxonnx.sparse import Patterns, SparsityPattern
 
 
 def options(graph: Graph, tensors: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,6 +55,23 @@ def selector(
     return lambda name, _: name in chosen
 
 
+def by_tensor(
+    patterns: Mapping[str, str | SparsityPattern], params: Mapping[str, Any], places: Places
+) -> dict[str, str | SparsityPattern]:
+    """Return patterns by names that a model has for weights as those of the parameters themselves.
+
+    Raises:
+      SparsityError: a name or expression selects no parameter.
+    """
+    found: dict[str, str | SparsityPattern] = {}
+    for wanted, pattern in patterns.items():
+        chosen = selector(wanted, params, places)
+        for name in params:
+            if chosen(name, None):
+                found.setdefault(re.escape(name), pattern)
+    return found
+
+
 def find_unrecorded(graph: Graph, tensors: Mapping[str, Any], params: Mapping[str, Any]) -> str:
     """Say which parameters have 2:4 zeros along their input axis; return "" if none has."""
     axes = options(graph, tensors, params)["axes"]
@@ -84,8 +101,9 @@ def _starts_sparse(w: np.ndarray, axes: tuple[int, int]) -> bool:
 def with_record(
     proto: ModelProto,
     params: Mapping[str, Any],
-    pattern: str | SparsityPattern | None,
+    pattern: Patterns | None,
     transposable: bool,
+    method: str,
     choice: Mapping[str, Any],
 ) -> ModelProto:
     """Return a copy of `proto` with another record, as `Model.with_sparsity` says."""
@@ -95,18 +113,19 @@ def with_record(
     if pattern is not None:
         from jaxonnx import sparse
         from jaxonnx._io.packed import set_record
-        from jaxonnx.sparse import parse
 
-        pattern = parse(pattern, transposable)
-        report = sparse.layers(params, pattern, **choice)
-        set_record(result, pattern, {x.name: x.axes for x in report if x.axes is not None})
+        report = sparse.layers(params, pattern, transposable=transposable, **choice)
+        set_record(result, report, method)
     return result
 
 
 def with_products(model: Network) -> Program:
     """Return the program of `Model.with_sparse_products`."""
-    if model.sparsity is None or model.sparsity[0].name != "2:4":
-        found = "none" if model.sparsity is None else str(model.sparsity[0])
+    layers = () if model.sparsity is None else model.sparsity.layers
+    pairs = [x for x in layers if x.pattern is not None and x.pattern.name == "2:4"]
+    axes = {x.name: x.axes[1] for x in pairs if x.axes is not None}
+    if not axes:
+        found = "none" if model.sparsity is None else str(model.sparsity)
         raise SparsityError(
             f"sparse products are of weights that the model records as 2:4, and it records {found}:"
             " sparse.record(model) records those that are"
@@ -114,5 +133,4 @@ def with_products(model: Network) -> Program:
     from jaxonnx.sparse import prepare_products
 
     platform = next((d.platform for x in model.params.values() for d in x.devices()), None)
-    axes = {x.name: x.axes[1] for x in model.sparsity[1] if x.axes is not None}
     return replace(model.program, sparse=axes if prepare_products(platform) else {})

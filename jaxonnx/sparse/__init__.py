@@ -1,6 +1,13 @@
 """Transposable 2:4, N:M and other sparsity for any JAX program: masks, training, proof, storage."""
 
-from jaxonnx.sparse._layers import Layer, layers
+from jaxonnx.sparse._layers import (
+    Goal,  # noqa: F401
+    Layer,
+    Patterns,  # noqa: F401
+    Sparsity,
+    goals,  # noqa: F401
+    layers,
+)
 
 # for other rooms of the package
 from jaxonnx.sparse._masks import from_bits, mask, to_bits  # noqa: F401
@@ -41,6 +48,7 @@ __all__ = [
     "Layer",
     "Packed",
     "Pattern",
+    "Sparsity",
     "SparsityPattern",
     "ThreePhaseState",
     "Verification",

@@ -1,9 +1,10 @@
 """Which weights of a pytree become sparse, and why the others stay dense."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,9 @@ import jax.numpy as jnp
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._pattern import SparsityPattern, default_axes, parse
 from jaxonnx.sparse._templates import Axes
+
+Patterns = str | SparsityPattern | Mapping[str, str | SparsityPattern]
+"""A pattern, or patterns by name or regular expression (matched in full; the first counts)."""
 
 Select = str | re.Pattern | Iterable[str | re.Pattern] | Callable[[str, Any], bool]
 """Names or regular expressions (matched in full), or a predicate of name and array."""
@@ -24,6 +28,45 @@ class Layer:
     shape: tuple[int, ...]
     axes: Axes | None
     reason: str
+    pattern: SparsityPattern | None = None
+    """What it becomes; None if it stays dense."""
+
+
+class Goal(NamedTuple):
+    """The pattern that a weight gets, and its (output, input) axes."""
+
+    pattern: SparsityPattern
+    axes: Axes
+
+
+def goals(report: Iterable[Layer]) -> dict[str, Goal]:
+    """Return those of a report that are or become sparse, by name."""
+    return {
+        x.name: Goal(x.pattern, x.axes)
+        for x in report
+        if x.pattern is not None and x.axes is not None
+    }
+
+
+@dataclass(frozen=True)
+class Sparsity:
+    """What a model records of its sparse weights."""
+
+    layers: tuple[Layer, ...]
+    """The weights, with their axes and patterns."""
+    method: str = ""
+    """How they were trained, by the name that `jaxonnx.train` has for it; empty if not recorded."""
+
+    @property
+    def patterns(self) -> Counter[SparsityPattern]:
+        """The patterns, and how many weights have each."""
+        return Counter(goal.pattern for goal in goals(self.layers).values())
+
+    def __str__(self) -> str:
+        counts = self.patterns.most_common()
+        if len(counts) == 1:
+            return str(counts[0][0])
+        return ", ".join(f"{pattern} ({count})" for pattern, count in counts)
 
 
 def name_of(path: tuple) -> str:
@@ -40,7 +83,7 @@ def by_name(tree: Any) -> dict[str, Any]:
 
 def layers(
     params: Any,
-    pattern: str | SparsityPattern = "2:4",
+    pattern: Patterns = "2:4",
     *,
     transposable: bool = True,
     select: Select | None = None,
@@ -57,7 +100,8 @@ def layers(
 
     Args:
       params: any pytree of arrays: a dict, an nnx state, a dataclass.
-      pattern, transposable: as in `mask`.
+      pattern, transposable: as in `mask`; or patterns by name, `{"body.*": "2:4", "head": "1:4"}`,
+        of which the first that matches a weight counts. Weights that none matches stay dense.
       select: names or regular expressions, matched in full, or a predicate of (name, array); by
         default every matrix and convolution kernel that the pattern fits.
       exclude: names that stay dense, with the reason to report (a grouped convolution, an
@@ -67,9 +111,9 @@ def layers(
     Raises:
       SparsityError: nothing is left to be sparse, or a name or expression matches nothing.
     """
-    pattern = parse(pattern, transposable)
     leaves = [(name_of(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)]
     chosen = _select_names(select, leaves)
+    wanted = match_patterns(pattern, transposable, leaves)
     exclude = exclude or {}
     report = []
     for name, leaf in leaves:
@@ -83,16 +127,36 @@ def layers(
             reason = "not floating point"
         elif name in exclude:
             reason = exclude[name]
-        elif name not in chosen:
+        elif name not in chosen or name not in wanted:
             reason = "not selected"
         else:
             where = (where[0] % len(shape), where[1] % len(shape))
-            reason = pattern.misfit(shape, where)
-        report.append(Layer(name, shape, None if reason else where, reason))
+            reason = wanted[name].misfit(shape, where)
+        fits = (None, None) if reason else (where, wanted[name])
+        report.append(Layer(name, shape, fits[0], reason, fits[1]))
     if all(layer.reason for layer in report):
         dense = "; ".join(f"{x.name}: {x.reason}" for x in report) or "there are no parameters"
-        raise SparsityError(f"no weight can be {pattern}: {dense}")
+        names = " or ".join(map(str, dict.fromkeys(wanted.values())))
+        raise SparsityError(f"no weight can be {names}: {dense}")
     return report
+
+
+def match_patterns(
+    patterns: Patterns, transposable: bool, leaves: list[tuple[str, Any]]
+) -> dict[str, SparsityPattern]:
+    """Return the pattern of each leaf that has one.
+
+    Raises:
+      SparsityError: a pattern that is none, or a name or expression that matches nothing.
+    """
+    if not isinstance(patterns, Mapping):
+        return dict.fromkeys((name for name, _ in leaves), parse(patterns, transposable))
+    found: dict[str, SparsityPattern] = {}
+    for wanted, pattern in patterns.items():
+        goal = parse(pattern, transposable)
+        for name in sorted(_select_names([wanted], leaves)):
+            found.setdefault(name, goal)
+    return found
 
 
 def _select_names(select: Select | None, leaves: list[tuple[str, Any]]) -> set[str]:

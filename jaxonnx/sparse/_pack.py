@@ -19,7 +19,7 @@ import numpy as np
 from jaxonnx import _safe_read
 from jaxonnx._atomic_write import whole
 from jaxonnx.errors import SparsityError
-from jaxonnx.sparse._layers import Layer, by_name
+from jaxonnx.sparse._layers import Layer, by_name, goals
 from jaxonnx.sparse._pattern import SparsityPattern, default_axes, parse
 
 INDEX = "__packed__"
@@ -131,7 +131,6 @@ def save(
     masks: dict[str, Any],
     *,
     layers: Iterable[Layer],
-    pattern: str | SparsityPattern = "2:4",
 ) -> None:
     """Write all of `params` to a `.npz`, the sparse weights packed along their input axis.
 
@@ -141,19 +140,19 @@ def save(
     Args:
       params: a pytree; arrays are stored by name, those without a mask as they are.
       masks: the masks of the sparse weights by name (`state_masks`).
-      layers: the report with their axes (`layers`).
+      layers: the report with their axes and patterns (`layers`).
     """
-    pattern = parse(pattern)
-    axes = {layer.name: layer.axes for layer in layers if layer.axes is not None}
+    sparse = goals(layers)
     leaves = {name: np.asarray(x) for name, x in by_name(params).items()}
     for name in masks:
-        if name not in leaves or name not in axes:
+        if name not in leaves or name not in sparse:
             raise SparsityError(f"there is a mask for {name!r}, but no such sparse weight")
     arrays, index = {}, {}
     for name, x in leaves.items():
         entry: dict[str, Any] = {"dtype": x.dtype.name}
         if name in masks:
-            packed = pack(x, masks[name], pattern, axis=axes[name][1])
+            pattern, axes = sparse[name].pattern, sparse[name].axes
+            packed = pack(x, masks[name], pattern, axis=axes[1])
             arrays[f"indices:{name}"], x = packed.indices, packed.values
             entry |= {"shape": packed.shape, "axis": packed.axis, "pattern": pattern.name}
             entry["transposable"] = pattern.transposable

@@ -1,19 +1,18 @@
 """The record of what is sparse, for weights that are sparse already."""
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 
 from jaxonnx.errors import SparsityError
-from jaxonnx.sparse._layers import layers
-from jaxonnx.sparse._pattern import SparsityPattern, parse
+from jaxonnx.sparse._layers import Patterns, goals, layers
+from jaxonnx.sparse._pattern import SparsityPattern
 
 T = TypeVar("T")
 
 
-def record(
-    model: T, pattern: str | SparsityPattern = "2:4", *, transposable: bool = True, **choice: Any
-) -> T:
+def record(model: T, pattern: Patterns = "2:4", *, transposable: bool = True, **choice: Any) -> T:
     """Return a model that records which of its weights have a pattern.
 
     Files hold the record, so that weights can be packed (`save("sparse.npz")`), and `verify` knows
@@ -24,8 +23,8 @@ def record(
     >>> model = demo.model()
     >>> choice = {"select": "12.weight", **model.sparsity_options()}
     >>> model = model.replace(params=sparse.prune(model.params, **choice))
-    >>> pattern, layers = sparse.record(model).sparsity
-    >>> print(pattern, *[layer.name for layer in layers])
+    >>> sparsity = sparse.record(model).sparsity
+    >>> print(sparsity, *[layer.name for layer in sparsity.layers])
     2:4 transposable 12.weight
 
     Args:
@@ -38,17 +37,20 @@ def record(
       SparsityError: no weight has the pattern, or one that was selected has not.
     """
     source: Any = model
-    goal = parse(pattern, transposable)
     choice = source.sparsity_options() | choice
-    fitting = [x for x in layers(source.params, goal, **choice) if x.axes is not None]
-    sparse = [x.name for x in fitting if has(source.params[x.name], goal, x.axes)]
-    dense = [x.name for x in fitting if x.name not in sparse]
-    if not sparse or (dense and choice.get("select") is not None):
+    report = layers(source.params, pattern, transposable=transposable, **choice)
+    wanted = goals(report)
+    sparse = {
+        name: goal.pattern for name, goal in wanted.items() if has(source.params[name], *goal)
+    }
+    dense = [f"{name}: not {goal.pattern}" for name, goal in wanted.items() if name not in sparse]
+    named = choice.get("select") is not None or isinstance(pattern, Mapping)
+    if not sparse or (dense and named):
         raise SparsityError(
-            f"{', '.join(dense)}: not {goal}; sparse.prune makes weights so, and "
+            f"{', '.join(dense)}; sparse.prune makes weights so, and "
             "jaxonnx.train(..., sparsity=) trains them"
         )
-    return source.with_sparsity(goal, **choice | {"select": sparse})
+    return source.with_sparsity(sparse, **choice | {"select": None})
 
 
 def has(w: Any, pattern: SparsityPattern, axes: Any) -> bool:

@@ -16,23 +16,26 @@ def when(condition, function, carry):
     return jax.lax.fori_loop(0, condition.astype(jnp.int32), function, carry)
 
 
-def renew_masks(true, total, old, pattern, where):
-    """Find new masks as bits, the fraction of each that changed, and the fraction of |W| kept."""
+def renew_masks(true, total, old, where):
+    """Find new masks as bits, the fraction of each that changed, and the fraction of |W| kept.
+
+    `where` has the `Goal` of each weight.
+    """
 
     def find():
-        return {n: pattern.search(w, where[n]) for n, w in sorted(total.items())}
+        return {n: where[n].pattern.search(w, where[n].axes) for n, w in sorted(total.items())}
 
     found = run_apart(true, find)
-    bits = {n: to_bits(pattern.expand(best, where[n])) for n, best in found.items()}
+    bits = {n: to_bits(where[n].pattern.expand(best, where[n].axes)) for n, best in found.items()}
     flips = [
         jnp.sum(jnp.bitwise_count(new ^ old[n]), dtype=jnp.float32) / total[n].size
         for n, new in bits.items()
     ]
-    kept = [pattern.share(total[n], best, where[n]) for n, best in found.items()]
+    kept = [where[n].pattern.share(total[n], b, where[n].axes) for n, b in found.items()]
     return bits, jnp.stack(flips), jnp.stack(kept)
 
 
-def refresh_body(is_refresh, w, pattern, where, reset):
+def refresh_body(is_refresh, w, where, reset):
     """Return a body for `when` that finds the masks of W = W_u + v and hides what they hide.
 
     Its carry is (v, masks, flips, kept). Where the new mask is 0, it leaves the new W_p in v.
@@ -44,7 +47,7 @@ def refresh_body(is_refresh, w, pattern, where, reset):
         # weights were not pruned. W_p has it as well (with `reset`: it is dropped).
         stray = {n: jnp.where(from_bits(old[n], x.shape), 0, x) for n, x in w.items()}
         total = {n: (w[n] - stray[n] + x).astype(w[n].dtype) for n, x in v.items()}
-        masks, flips, kept = renew_masks(is_refresh, total, old, pattern, where)
+        masks, flips, kept = renew_masks(is_refresh, total, old, where)
         hidden = {n: 0 if reset else x for n, x in total.items()}
         v = {
             n: jnp.where(from_bits(masks[n], x.shape), x - stray[n], hidden[n]).astype(x.dtype)

@@ -28,11 +28,10 @@ import optax
 
 from jaxonnx._arrays import like, on_auto_axes
 from jaxonnx.errors import SparsityError
-from jaxonnx.sparse._layers import Select, by_name, layers, name_of
+from jaxonnx.sparse._layers import Goal, Patterns, Select, by_name, goals, layers, name_of
 from jaxonnx.sparse._masks import from_bits, mask, to_bits
-from jaxonnx.sparse._pattern import SparsityPattern, kept_share, parse
+from jaxonnx.sparse._pattern import kept_share
 from jaxonnx.sparse._refresh import refresh_body, when, zero_lost
-from jaxonnx.sparse._templates import Axes
 
 _FOREVER = np.iinfo(np.int32).max
 
@@ -66,7 +65,7 @@ def three_phase(
     fixed: float | None = None,
     steps_per_epoch: int | None = None,
     refresh: float | None = None,
-    pattern: str | SparsityPattern = "2:4",
+    pattern: Patterns = "2:4",
     transposable: bool = True,
     select: Select | None = None,
     exclude: Mapping[str, str] | None = None,
@@ -110,11 +109,11 @@ def three_phase(
       SparsityError: a schedule without a sparse phase, lengths without a refresh interval, or
         nothing to make sparse (at `init`).
     """
-    pattern = parse(pattern, transposable)
     start, end, every = _schedule(dense, dynamic, fixed, steps_per_epoch, refresh)
     inner = optax.with_extra_args_support(inner)
 
-    plan = partial(_plan, pattern=pattern, select=select, exclude=exclude, axes=axes)
+    choice = {"pattern": pattern, "transposable": transposable, "select": select}
+    plan = partial(_plan, **choice, exclude=exclude, axes=axes)
 
     def phase(count):
         return jnp.where(count < start, 1, jnp.where(count < end, 2, 3)).astype(jnp.int32)
@@ -123,10 +122,10 @@ def three_phase(
         leaves = by_name(params)
         where = plan(params)
         masks = {
-            name: mask(leaves[name], pattern, axes=ax)
+            name: mask(leaves[name], goal.pattern, axes=goal.axes)
             if start == 0
             else jnp.ones_like(leaves[name])
-            for name, ax in where.items()
+            for name, goal in where.items()
         }
         count = jnp.zeros((), jnp.int32)
         return ThreePhaseState(
@@ -173,7 +172,7 @@ def three_phase(
         }
         v, masks, flips, kept = when(
             is_refresh,
-            refresh_body(is_refresh, w, pattern, where, reset),
+            refresh_body(is_refresh, w, where, reset),
             (v, state.masks, state.flips, state.kept),
         )
         flips = jnp.where(count == start, 0, flips)  # the first mask: there was none before
@@ -250,10 +249,9 @@ def _add_decay(gradients, state: ThreePhaseState, decay: float):
     )
 
 
-def _plan(params, pattern: SparsityPattern, **options) -> dict[str, Axes]:
-    """Return the axes of the weights that become sparse, by name."""
-    report = layers(params, pattern, **options)
-    return {layer.name: layer.axes for layer in report if layer.axes is not None}
+def _plan(params, pattern: Patterns, **options) -> dict[str, Goal]:
+    """Return pattern and axes of the weights that become sparse, by name."""
+    return goals(layers(params, pattern, **options))
 
 
 def _pick(tree, names: Iterable[str]) -> dict[str, Any]:
@@ -268,7 +266,7 @@ def _replace(tree, new):
 
 def prune(
     params: Any,
-    pattern: str | SparsityPattern = "2:4",
+    pattern: Patterns = "2:4",
     *,
     transposable: bool = True,
     select: Select | None = None,
@@ -276,9 +274,11 @@ def prune(
     axes: Any = None,
 ) -> Any:
     """Apply its mask to every weight of `params` that `layers` selects (one-shot pruning)."""
-    pattern = parse(pattern, transposable)
-    where = _plan(params, pattern, select=select, exclude=exclude, axes=axes)
-    weights = _pick(params, where).items()
-    return _replace(
-        params, {n: jnp.where(mask(w, pattern, axes=where[n]), w, 0) for n, w in weights}
-    )
+    choice = {"transposable": transposable, "select": select, "exclude": exclude, "axes": axes}
+    where = _plan(params, pattern, **choice)
+    masks = {
+        name: mask(w, where[name].pattern, axes=where[name].axes)
+        for name, w in _pick(params, where).items()
+    }
+    leaves = by_name(params)
+    return _replace(params, {n: jnp.where(m, leaves[n], 0) for n, m in masks.items()})

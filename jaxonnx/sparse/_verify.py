@@ -17,9 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx.errors import SparsityError
-from jaxonnx.sparse._layers import Layer, by_name, name_of
+from jaxonnx.sparse._layers import (
+    Goal,
+    Layer,
+    Patterns,
+    Sparsity,
+    by_name,
+    goals,
+    match_patterns,
+    name_of,
+)
 from jaxonnx.sparse._layers import layers as report
-from jaxonnx.sparse._pattern import SparsityPattern, parse
+from jaxonnx.sparse._pattern import SparsityPattern
 from jaxonnx.sparse._walk import OTHER, Walk
 
 
@@ -28,6 +37,8 @@ class Product:
     """A kind of matrix product or convolution with a sparse weight, and how often it occurs."""
 
     weight: str
+    pattern: SparsityPattern
+    """That of the weight."""
     primitive: str
     part: str
     """`"forward"` or `"backward"`."""
@@ -41,7 +52,6 @@ class Product:
 class Verification:
     """The result of `verify`; printing it gives a table."""
 
-    pattern: SparsityPattern
     products: tuple[Product, ...]
     failures: tuple[str, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -51,7 +61,7 @@ class Verification:
         head = ("weight", "product", "pass", "sums over", "", "times")
         rows = [
             (self.aliases.get(p.weight, p.weight), p.primitive, p.part, p.sums,
-             str(self.pattern) if p.ok else "FAILS", str(p.count))
+             str(p.pattern) if p.ok else "FAILS", str(p.count))
             for p in self.products
         ]  # fmt: skip
         widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
@@ -67,7 +77,7 @@ def verify(
     params: Any = None,
     *inputs: Any,
     layers: Iterable[Layer] | None = None,
-    pattern: str | SparsityPattern | None = None,
+    pattern: Patterns | None = None,
     transposable: bool = True,
 ) -> Verification:
     """Prove that each product with a sparse weight is N:M along that product's contraction axis.
@@ -87,11 +97,11 @@ def verify(
         file are proved by their values in floating point, which are 0 where they are.
       params: a pytree with the concrete weights.
       inputs: arrays or `jax.ShapeDtypeStruct`; the vjp is taken for parameters and inputs.
-      layers: which weights are sparse along which axes, as `layers(params)` reports it. By default
-        those that the model names (`sparsity`, a pattern and layers), or else those that the
-        pattern fits and that have as many zeros as it asks for.
-      pattern, transposable: what to prove, by default the pattern of the model, or else "2:4". A
-        one-axis pattern is proved for the forward pass only.
+      layers: which weights are sparse along which axes and how, as `layers(params)` reports it. By
+        default those that the model records (`sparsity`), or else those that the pattern fits and
+        that have as many zeros as it asks for.
+      pattern, transposable: what to prove where neither says it, as in `layers`; by default "2:4".
+        A one-axis pattern is proved for the forward pass only.
 
     Returns:
       The products found; `str()` of it is a table.
@@ -104,14 +114,18 @@ def verify(
     aliases = getattr(function, "aliases", {})
     function = getattr(function, "with_float_weights", lambda: function)()
     recorded = getattr(function, "sparsity", None) if layers is None and pattern is None else None
-    goal, layers = recorded or (parse(pattern or "2:4", transposable), layers)
+    layers = recorded.layers if recorded else layers
     if params is None:
         inputs = tuple(
             jax.ShapeDtypeStruct([d if isinstance(d, int) else 2 for d in x.shape], x.dtype)
             for x in function.inputs
         )
         function, params = function.apply, function.params
-    elements = _Elements(_sparse(params, goal) if layers is None else layers, params, goal)
+    if layers is None:
+        layers = _sparse(params, pattern or "2:4", transposable)
+    layers = [*layers]
+    wanted = goals(layers)
+    elements = _Elements(wanted, params)
 
     def shape_of(x):
         return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
@@ -128,33 +142,39 @@ def verify(
         return walk.found
 
     forward, backward = products(function), Counter()
-    if goal.transposable:
+    if any(goal.pattern.transposable for goal in wanted.values()):
         backward = products(lambda *a: _pull_ones(function, *a)) - forward
     rows = tuple(
-        Product(weight, primitive, part, sums, ok, count)
+        Product(weight, wanted[weight].pattern, primitive, part, sums, ok, count)
         for part, counter in (("forward", forward), ("backward", backward))
         for (weight, primitive, sums, ok), count in counter.items()
+        if part == "forward" or wanted[weight].pattern.transposable
     )
     proved = {p.weight for p in rows}
     failures = [f"{p.weight}: {p.primitive} ({p.part}) sums over {p.sums}"
                 for p in rows if not p.ok]  # fmt: skip
     failures += [f"{n}: found in no product" for n in elements.numbers if n not in proved]
-    result = Verification(goal, rows, tuple(failures), aliases)
+    result = Verification(rows, tuple(failures), aliases)
     if failures:
-        raise SparsityError(f"the weights are not proved to be {goal}:\n{result}")
+        patterns = Sparsity(tuple(layers))
+        raise SparsityError(f"the weights are not proved to be {patterns}:\n{result}")
     return result
 
 
-def _sparse(params: Any, pattern: SparsityPattern) -> list[Layer]:
+def _sparse(params: Any, patterns: Patterns, transposable: bool) -> list[Layer]:
+    found = match_patterns(patterns, transposable, [*by_name(params).items()])
+
     def zeros(name: str, w: Any) -> bool:
-        return np.ndim(w) > 1 and np.mean(np.asarray(w) == 0) >= 1 - pattern.density
+        fits = name in found and np.ndim(w) > 1
+        return fits and bool(np.mean(np.asarray(w) == 0) >= 1 - found[name].density)
 
     if not any(zeros(name, w) for name, w in by_name(params).items()):
+        wanted = " or ".join(map(str, dict.fromkeys(found.values())))
         raise SparsityError(
-            f"nothing is sparse: no weight has the zeros of {pattern}; jaxonnx.train(..., "
+            f"nothing is sparse: no weight has the zeros of {wanted}; jaxonnx.train(..., "
             "sparsity=...) and sparse.prune make them"
         )
-    return report(params, pattern, select=zeros)
+    return report(params, patterns, transposable=transposable, select=zeros)
 
 
 def _pull_ones(function, *arguments):
@@ -170,24 +190,22 @@ def _pull_ones(function, *arguments):
 class _Elements:
     """All elements of all sparse weights, numbered, and the groups that they belong to."""
 
-    def __init__(self, layers: Iterable[Layer], params: Any, pattern: SparsityPattern):
+    def __init__(self, wanted: Mapping[str, Goal], params: Any):
         self.numbers: dict[str, np.ndarray] = {}
         leaves = by_name(params)
         owner, axis, group, full = [], ([], []), ([], []), ([], [])
         begin = 0
-        for layer in layers:
-            if layer.axes is None:
-                continue
-            if layer.name not in leaves:
-                raise SparsityError(f"the parameters have no {layer.name!r}")
-            used = np.asarray(leaves[layer.name]) != 0
+        for name, (pattern, axes) in wanted.items():
+            if name not in leaves:
+                raise SparsityError(f"the parameters have no {name!r}")
+            used = np.asarray(leaves[name]) != 0
             owner.append(np.full(used.size, len(self.numbers)))
-            for side, a in enumerate(layer.axes):
+            for side, a in enumerate(axes):
                 axis[side].append(a)
-                ids, over = pattern.groups(used, layer.axes, a)
+                ids, over = pattern.groups(used, axes, a)
                 group[side].append(np.where(ids < 0, -1, ids + begin).ravel())
                 full[side].append(over.ravel())
-            self.numbers[layer.name] = np.arange(begin, begin + used.size).reshape(used.shape)
+            self.numbers[name] = np.arange(begin, begin + used.size).reshape(used.shape)
             begin += used.size
         if not self.numbers:
             raise SparsityError("no layer is sparse: there is nothing to verify")

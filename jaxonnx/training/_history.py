@@ -45,7 +45,8 @@ class History:
     def plot(self, axes: Any = None) -> Any:
         """Draw losses, metrics, the best epoch and phases of sparsity; return the matplotlib axes.
 
-        Metrics have axes of their own at the right.
+        Metrics have axes of their own at the right, and so have masks: the share of their bits that
+        changed in the epochs of the dynamic phase, and the share of sum |w| that they keep.
         """
         return draw(self, new_axes(axes))
 

@@ -8,21 +8,26 @@ _FEW = 20
 """Points up to which a curve has markers."""
 _TITLES = {1: "dense", 2: "dynamic mask", 3: "fixed mask"}
 _SHADES = {1: "0.97", 2: "0.91", 3: "0.94"}
+_MASKS = {"flip_rate": "mask bits that changed", "kept": "kept share of |w|"}
+"""What an epoch has of its last new mask, and what that is called."""
 _APART = 52
 """Points from one axis at the right to the next."""
 
 
 def draw(history: Any, axes: Any) -> Any:
-    """Draw the losses of a history, its metrics on axes at the right, phases and the best epoch."""
+    """Draw losses, phases and the best epoch; metrics and masks on axes at the right."""
     rows = history.epochs
     steps = [row["step"] for row in rows]
     names = list(dict.fromkeys(n for row in rows for n in row if n.startswith("validation_")))
     losses = [name for name in names if name.endswith("loss")]
-    number = iter(range(1, len(names) + 1))
+    number = iter(range(1, len(names) + len(_MASKS) + 1))
 
     def curve(axes: Any, name: str) -> None:
         values = [row.get(name, float("nan")) for row in rows]
-        label = name.replace("validation_", "validation ")
+        if name == "flip_rate":  # a mask that is fixed keeps that of its last change
+            pairs = zip(values, history.phases, strict=True)
+            values = [value if phase == 2 else float("nan") for value, phase in pairs]
+        label = _MASKS.get(name) or name.replace("validation_", "validation ")
         axes.plot(steps, values, f"C{next(number) % 10}", label=label, **_markers(rows))
 
     each, count = history.losses, len(history.losses)
@@ -40,13 +45,16 @@ def draw(history: Any, axes: Any) -> Any:
             label = f"best epoch ({rows.index(row) + 1} of {len(rows)})"
             axes.axvline(row["step"], color="0.4", ls=":", lw=1.2, label=label)
     lines = axes.get_lines()
-    for place, group in enumerate(_scales(rows, [n for n in names if n not in losses])):
+    groups = _scales(rows, [name for name in names if name not in losses])
+    masks = [name for name in _MASKS if any(name in row for row in rows)]
+    for place, group in enumerate([*groups, masks] if masks else groups):
         right = axes.twinx()
         right.spines["right"].set_position(("outward", _APART * place))
         for name in group:
             curve(right, name)
         titles = [name.removeprefix("validation_") for name in group]
-        right.set_ylabel(f"validation {', '.join(titles)}" if len(group) < 4 else "metrics")
+        title = f"validation {', '.join(titles)}" if len(group) < 4 else "metrics"
+        right.set_ylabel("mask" if group is masks else title)
         lines += right.get_lines()
     axes.legend(
         handles=lines,

@@ -159,8 +159,9 @@ def _status(result: Reported, name: str) -> str:
         return (
             "adapters" if name in result.lora.layouts else _trained_text(name in result.lora.values)
         )
-    if model.sparsity is not None and name in {layer.name for layer in model.sparsity[1]}:
-        return f"sparse {model.sparsity[0]}"
+    sparse = {} if model.sparsity is None else {x.name: x.pattern for x in model.sparsity.layers}
+    if name in sparse:
+        return f"sparse {sparse[name]}"
     return "trained"
 
 

@@ -4,6 +4,7 @@ The functions import `jaxonnx.sparse`, so that importing jaxonnx does not.
 """
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -28,13 +29,13 @@ def sparsify(
     steps: int | None,
     storage: WeightLayout,
 ) -> tuple[optax.GradientTransformationExtraArgs, Model, frozenset[str]]:
-    """Return the optimizer inside `sparse.three_phase`, and the model with its record.
+    """Return the optimizer inside a method of `jaxonnx.sparse`, and the model with its record.
 
     The last are the weights whose products are sparse once they are.
 
     Lengths are in epochs of `steps`. Without any, a third of the epochs is dense, half have a
-    dynamic mask, the rest a fixed one. The result is for parameters as they are stored; the options
-    speak of those of the file.
+    dynamic mask, the rest a fixed one; the other methods have no phases. The result is for
+    parameters as they are stored; the options speak of those of the file.
     """
     from jaxonnx import sparse
 
@@ -44,15 +45,43 @@ def sparsify(
             "sparsity needs the number of batches in an epoch: pass arrays, or an iterable with a "
             "length"
         )
-    known = [*dict.fromkeys([*_CHOICE, *_lengths(), "products"])]
-    named = isinstance(sparsity, Mapping) and not sparsity.keys() - {*known}
-    if not (named or isinstance(sparsity, str)):
-        raise TrainingError(
-            "sparsity is a pattern like '2:4', or a dict of options of sparse.three_phase, any of "
-            f"{', '.join(known)}; not {sparsity!r}"
-        )
     options: dict[str, Any]
-    options = {"pattern": sparsity} if isinstance(sparsity, str) else dict(sparsity)
+    options = dict(sparsity) if isinstance(sparsity, Mapping) else {"pattern": sparsity}
+    method = options.pop("method", "three_phase")
+    methods = {"three_phase": sparse.three_phase, "sr_ste": sparse.sr_ste,
+               "one_shot": sparse.fixed_mask}  # fmt: skip
+    if method not in methods:
+        raise TrainingError(f"a method of sparsity is any of {', '.join(methods)}, not {method!r}")
+    known = [*dict.fromkeys([*_CHOICE, *_options(method), "products"])]
+    if not isinstance(sparsity, str | Mapping) or options.keys() - {*known}:
+        raise TrainingError(
+            f"sparsity is a pattern like '2:4', or a dict of method and its options, for {method} "
+            f"any of {', '.join(known)}; not {sparsity!r}"
+        )
+    if method == "three_phase":
+        options = _share_out(options, epochs)
+    choice = {name: options.pop(name) for name in _CHOICE if name in options}
+    structured = _are_sparse(options.pop("products", "dense"), settings, storage)
+    model = model.with_sparsity(**choice, method=method)
+    assert model.sparsity is not None  # or with_sparsity raises
+    goals = sparse.goals(model.sparsity.layers)
+    where = {name: storage.axes(name, goal.axes) for name, goal in goals.items()}
+    if method != "sr_ste" or "refresh" in options:  # which is a step unless it is said
+        options["steps_per_epoch"] = steps
+    phases = methods[method](
+        optimizer,
+        pattern={re.escape(name): goal.pattern for name, goal in goals.items()},
+        axes=lambda name, _: where.get(name),
+        **options,
+    )
+    pairs = [n for n, goal in goals.items() if str(goal.pattern) == "2:4 transposable"]
+    if structured and not pairs:
+        raise TrainingError(f"sparse products are of transposable 2:4, not of {model.sparsity}")
+    return phases, model, frozenset(pairs if structured else ())
+
+
+def _share_out(options: dict[str, Any], epochs: int | None) -> dict[str, Any]:
+    """Return the options of three phases with the lengths of all."""
     if not {"dense", "dynamic", "fixed"} & {*options}:
         if epochs is None:
             raise TrainingError(
@@ -64,23 +93,7 @@ def sparsify(
         raise TrainingError(
             f"a dense phase of {options['dense']} epochs leaves no sparse one in {epochs} epochs"
         )
-    choice = {name: options.pop(name) for name in _CHOICE if name in options}
-    structured = _are_sparse(options.pop("products", "dense"), settings, storage)
-    model = model.with_sparsity(**choice)
-    assert model.sparsity is not None  # or with_sparsity raises
-    pattern, layers = model.sparsity
-    where = {x.name: storage.axes(x.name, x.axes) for x in layers if x.axes is not None}
-    phases = sparse.three_phase(
-        optimizer,
-        steps_per_epoch=steps,
-        pattern=pattern,
-        select=lambda name, _: name in where,
-        axes=lambda name, _: where.get(name),
-        **options,
-    )
-    if structured and str(pattern) != "2:4 transposable":
-        raise TrainingError(f"sparse products are of transposable 2:4, not of {pattern}")
-    return phases, model, frozenset(where if structured else ())
+    return options
 
 
 def _are_sparse(products: Any, settings: Settings, storage: WeightLayout) -> bool:
@@ -128,10 +141,14 @@ def with_products(gradient: Gradient, memory: Any, names: Collection[str]) -> Gr
     return lambda params: jax.lax.cond(pruned, fixed, gradient, params)
 
 
-def _lengths() -> list[str]:
-    """Return the options of `sparse.three_phase` that a run leaves to the user."""
+def _options(method: str) -> list[str]:
+    """Return the options of a method that a run leaves to the user."""
     from jaxonnx import sparse
 
+    if method == "one_shot":
+        return []
+    if method == "sr_ste":
+        return ["decay", "refresh", "moments"]
     parameters = inspect.signature(sparse.three_phase).parameters.values()
     names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     return [name for name in names if name != "steps_per_epoch"]

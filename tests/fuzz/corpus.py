@@ -22,7 +22,8 @@ NUMBERS = 2_000
 
 WRITTEN = [
     """<ir_version: 10, opset_import: ["": 21, "f": 1], metadata_props: ["jaxonnx.sparsity":
-     "{\\"pattern\\": \\"2:4\\", \\"transposable\\": true, \\"axes\\": {\\"w\\": [1, 0]}}"]>
+     "{\\"weights\\": {\\"w\\": {\\"pattern\\": \\"2:4\\", \\"transposable\\": true,
+     \\"axes\\": [1, 0]}}}"]>
     functions (float[n, 4] x) => (y)
     <float[4, 4] w = {1, 2, 0, 0, 0, 0, 3, 4, 5, 6, 0, 0, 0, 0, 7, 8}> {
         a = MatMul(x, w)

@@ -195,8 +195,8 @@ def test_every_argument_takes_them(legacy):
     optimizer = optax.multi_transform({"linear": optax.sgd(1.0), "rest": optax.sgd(0.0)}, label)
     assert optimizer is not None
     sparse = legacy.with_sparsity(select="*.linear1")
-    assert {layer.name for layer in sparse.sparsity[1]} < {*matrices}
-    assert len(sparse.sparsity[1]) == 2
+    assert {layer.name for layer in sparse.sparsity.layers} < {*matrices}
+    assert len(sparse.sparsity.layers) == 2
     fresh = legacy.reinitialize(KEY, "encoder.layers.0.linear1")
     changed = {n for n, x in fresh.params.items() if not np.array_equal(x, legacy.params[n])}
     assert changed <= {*matrices}

@@ -238,7 +238,7 @@ def test_weights_of_fused_operators_are_trained_sparse(name):
         sparsity="2:4",
     ).model
     assert trained.sparsity is not None
-    assert {layer.name: layer.axes for layer in trained.sparsity[1]} == {"w": axes, "v": (1, 0)}
+    assert {layer.name: layer.axes for layer in trained.sparsity.layers} == {"w": axes, "v": (1, 0)}
     assert np.mean(np.asarray(trained.params["w"]) == 0) == 0.5
     sparse.verify(trained)
 

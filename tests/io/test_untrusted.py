@@ -257,13 +257,20 @@ RECORDS = [
     "2:4",
     "{}",
     "[]",
-    '{"pattern": "2:4", "transposable": true, "axes": {"w1": [0]}}',
-    '{"pattern": "2:4", "transposable": true, "axes": {"w1": [0, -5]}}',
-    '{"pattern": "2:4", "transposable": true, "axes": {"w1": [0, 0]}}',
-    '{"pattern": "2:4", "transposable": true, "axes": {"w1": ["a", "b"]}}',
-    '{"pattern": "2:4", "transposable": true, "axes": {"w1": [0, 1e999]}}',
-    '{"pattern": {}, "transposable": true, "axes": {}}',
-    '{"pattern": "5:4", "transposable": true, "axes": {"w1": [0, 1]}}',
+    '{"weights": 2}',
+    '{"weights": {"w1": {"pattern": "2:4"}}}',
+    *(
+        f'{{"weights": {{"w1": {{"pattern": {pattern}, "transposable": true, "axes": {axes}}}}}}}'
+        for pattern, axes in (
+            ('"2:4"', "[0]"),
+            ('"2:4"', "[0, -5]"),
+            ('"2:4"', "[0, 0]"),
+            ('"2:4"', '["a", "b"]'),
+            ('"2:4"', "[0, 1e999]"),
+            ("{}", "[0, 1]"),
+            ('"5:4"', "[0, 1]"),
+        )
+    ),
 ]
 
 

@@ -415,7 +415,7 @@ def test_adapters_and_sparsity():
         jaxonnx.LoRA(2).attach(model, KEY).with_head(5)
     sparse = model.with_sparsity("2:4").with_head(7)
     onnx.checker.check_model(sparse.to_onnx())
-    assert "w2" not in [layer.name for layer in sparse.sparsity[1]]
+    assert "w2" not in [layer.name for layer in sparse.sparsity.layers]
 
 
 def numbers(result, model):

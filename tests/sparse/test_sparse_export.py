@@ -96,9 +96,9 @@ def test_every_form_comes_back_bit_for_bit(form, dtype, tmp_path):
     back = jaxonnx.load(tmp_path / name)
     same(model, back)
     assert back.sparsity == model.sparsity
-    assert [layer.name for layer in back.sparsity[1]] == ["k", "w"]
+    assert [layer.name for layer in back.sparsity.layers] == ["k", "w"]
     assert "2 tensors, 2:4 transposable" in str(back)
-    assert back.sparsity[1][1].axes == (1, 0)  # x @ w sums over the first axis
+    assert back.sparsity.layers[1].axes == (1, 0)  # x @ w sums over the first axis
     sparse.verify(back)
 
 
@@ -137,8 +137,8 @@ def test_other_patterns(pattern, transposable, form, tmp_path):
     same(model, back)
     n, m = map(int, pattern.split(":"))
     assert back.sparsity == model.sparsity
-    assert back.sparsity[0] == sparse.Pattern(n, m, transposable)
-    assert len(back.sparsity[1]) == 2
+    assert {*back.sparsity.patterns} == {sparse.Pattern(n, m, transposable)}
+    assert len(back.sparsity.layers) == 2
     sparse.verify(back)
 
 
@@ -174,7 +174,7 @@ def test_the_record_never_claims_what_is_not_so():
     with pytest.raises(SparsityError, match="w: dot_general"):
         sparse.verify(model)
     back = jaxonnx.load(model.to_onnx())
-    assert [layer.name for layer in back.sparsity[1]] == ["k"]
+    assert [layer.name for layer in back.sparsity.layers] == ["k"]
 
 
 def test_packed_weights_run_without_being_unpacked_first(tmp_path):
@@ -202,10 +202,10 @@ def test_training_records_what_it_makes_sparse(tmp_path):
     phases = {"dense": 1, "dynamic": 1, "fixed": 1, "select": ["k", "w"]}
     model = train(net(), epochs=3, sparsity=phases)
     model.save(tmp_path / "a.onnx")
-    assert [layer.name for layer in jaxonnx.load(tmp_path / "a.onnx").sparsity[1]] == ["k", "w"]
+    assert [layer.name for layer in jaxonnx.load(tmp_path / "a.onnx").sparsity.layers] == ["k", "w"]
     sparse.verify(model)
     again = train(model, epochs=1, sparsity={"dynamic": 0, "select": "w"})
-    assert [layer.name for layer in again.sparsity[1]] == ["w"]
+    assert [layer.name for layer in again.sparsity.layers] == ["w"]
     assert train(model, epochs=1).sparsity is None
 
 
@@ -239,7 +239,7 @@ def test_one_axis_weights_are_sparse_along_the_sum(name):
     opset = [helper.make_opsetid("", 22)]
     proto = helper.make_model(graph, opset_imports=opset, ir_version=10)
     model = pruned(proto, trainable="w", transposable=False, select=None)
-    assert model.params["w"].shape[model.sparsity[1][0].axes[1]] == 8
+    assert model.params["w"].shape[model.sparsity.layers[0].axes[1]] == 8
     sparse.verify(model)
 
 
@@ -331,13 +331,13 @@ def test_what_is_sparse_already_is_recorded(tmp_path):
     with pytest.raises(SparsityError, match=r"sparse\.record\(model\)"):
         model.save(tmp_path / "a.npz")
     again = sparse.record(model)
-    assert {layer.name for layer in again.sparsity[1]} == {"k", "w"}
+    assert {layer.name for layer in again.sparsity.layers} == {"k", "w"}
     again.save(tmp_path / "a.onnx")  # a warning would be an error
     again.save(tmp_path / "a.npz")
     same(jaxonnx.load(tmp_path / "a.npz"), model)
-    assert {layer.name for layer in sparse.record(model, select="w").sparsity[1]} == {"w"}
+    assert {layer.name for layer in sparse.record(model, select="w").sparsity.layers} == {"w"}
     dense = model.replace(params={**model.params, "k": model.params["k"] + 1})
-    assert {layer.name for layer in sparse.record(dense).sparsity[1]} == {"w"}
+    assert {layer.name for layer in sparse.record(dense).sparsity.layers} == {"w"}
     with pytest.raises(SparsityError, match=r"^k: not 2:4 transposable; sparse\.prune"):
         sparse.record(dense, select=["k", "w"])
     with pytest.raises(SparsityError, match=r"^k, w: not 1:4"):
@@ -345,6 +345,6 @@ def test_what_is_sparse_already_is_recorded(tmp_path):
     one = pruned(pattern=sparse.Pattern(transposable=False)).with_sparsity(None)
     with pytest.warns(UserWarning, match="2:4 zeros"):
         one.save(tmp_path / "a.onnx")
-    assert str(sparse.record(one, transposable=False).sparsity[0]) == "2:4 one-axis"
+    assert str(sparse.record(one, transposable=False).sparsity) == "2:4 one-axis"
     zero = model.replace(params={name: x * 0 for name, x in model.params.items()})
     zero.save(tmp_path / "a.onnx")  # starts from zero are not sparsity

@@ -34,7 +34,7 @@ def test_a_folder_of_checkpoints_is_the_model_of_the_newest(tmp_path, settings):
     model = jaxonnx.load(tmp_path, trainable=[*result.model.params])
     equal(model, result.model)
     if "sparsity" in settings:
-        assert {layer.name for layer in model.sparsity[1]} == {"w1", "w2"}
+        assert {layer.name for layer in model.sparsity.layers} == {"w1", "w2"}
         sparse.verify(model)
     else:
         assert model.sparsity is None

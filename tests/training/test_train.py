@@ -139,7 +139,7 @@ def test_sparse(net):
     assert rows[0]["sparsity"] == 0
     assert all(row["sparsity"] == 0.5 for row in rows[1:])
     assert 0.6 < rows[1]["kept"] < 1
-    layers = [layer.name for layer in result.model.sparsity[1]]
+    layers = [layer.name for layer in result.model.sparsity.layers]
     assert rows[1]["flip_rate/classifier.0.weight"] == 0  # there was no mask before
     assert {name for name in rows[2] if "/" in name} == {f"flip_rate/{name}" for name in layers}
     rates = [rows[2][f"flip_rate/{name}"] for name in layers]

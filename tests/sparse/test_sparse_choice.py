@@ -1,0 +1,173 @@
+"""Patterns by layer, methods by name, and how both are recorded, proved and drawn."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import onnx
+import optax
+import pytest
+
+import jaxonnx
+from jaxonnx import sparse
+
+RNG = np.random.default_rng(0)
+DATA = RNG.normal(size=(48, 16)).astype("f4"), RNG.integers(0, 8, 48)
+
+
+def network():
+    proto = onnx.parser.parse_model("""
+    <ir_version: 9, opset_import: ["": 17]>
+    net (float[n,16] x) => (float[n,8] y) {
+        a = MatMul(x, body)
+        h = Relu(a)
+        y = MatMul(h, head)
+    }
+    """)
+    for name, shape in (("body", (16, 32)), ("head", (32, 8))):
+        value = np.random.default_rng(1).normal(0, 0.2, shape).astype("f4")
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+    return jaxonnx.load(proto)
+
+
+def train(sparsity, epochs=3, **options):
+    return jaxonnx.train(
+        network(),
+        DATA,
+        loss="softmax_cross_entropy_with_integer_labels",
+        optimizer=optax.adam(3e-3),
+        epochs=epochs,
+        batch_size=16,
+        sparsity=sparsity,
+        progress=False,
+        **options,
+    )
+
+
+def kept(w, m):
+    """Return the most that any group of m keeps, along the input and along the output axis."""
+    kept = np.asarray(w) != 0
+    return [int(x.reshape(-1, m).sum(1).max()) for x in (kept, kept.T)]
+
+
+def test_each_weight_gets_the_first_pattern_that_names_it(tmp_path):
+    result = train({"pattern": {"body": "2:4", "head": "1:4", ".*": "2:8"}, "dense": 1})
+    trained = result.model
+    found = {layer.name: str(layer.pattern) for layer in trained.sparsity.layers}
+    assert found == {"body": "2:4 transposable", "head": "1:4 transposable"}
+    assert kept(trained.params["body"], 4) == [2, 2]
+    assert kept(trained.params["head"], 4) == [1, 1]
+    shown = "2:4 transposable (1), 1:4 transposable (1) by three_phase"
+    assert shown in " ".join(str(trained).split())
+
+    proof = sparse.verify(trained)
+    assert {(p.weight, str(p.pattern)) for p in proof.products} == {*found.items()}
+    for name in ("a.onnx", "a.npz", "b.onnx"):
+        trained.save(tmp_path / name, **({"sparse": True} if name == "b.onnx" else {}))
+        back = jaxonnx.load(tmp_path / name)
+        assert back.sparsity == trained.sparsity
+        for weight, value in trained.params.items():
+            np.testing.assert_array_equal(back.params[weight], value)
+    _, packed = sparse.load(tmp_path / "a.npz")
+    assert {name: str(p.pattern) for name, p in packed.items()} == found
+
+
+def test_weights_without_a_pattern_stay_dense_and_names_must_be_right():
+    params = {"a": jnp.ones((8, 8)), "b": jnp.ones((8, 8)), "c": jnp.ones(8)}
+    report = {x.name: x for x in sparse.layers(params, {"a": "1:4"})}
+    assert report["a"].pattern == sparse.Pattern(1, 4)
+    assert (report["b"].pattern, report["b"].reason) == (None, "not selected")
+    pruned = sparse.prune(params, {"a": "1:4", "b": sparse.Pattern(2, 4, False)})
+    assert int(jnp.count_nonzero(pruned["a"])) == 16
+    assert int(jnp.count_nonzero(pruned["b"])) == 32
+    with pytest.raises(jaxonnx.SparsityError, match="'d' selects no parameter"):
+        sparse.layers(params, {"a": "2:4", "d": "2:4"})
+    with pytest.raises(jaxonnx.SparsityError, match="'tow' selects no parameter"):
+        network().with_sparsity({"tow": "2:4"})
+    with pytest.raises(jaxonnx.SparsityError, match="not of the form N:M"):
+        sparse.layers(params, {"a": "half"})
+
+
+def test_one_axis_patterns_beside_transposable_ones_are_proved_forward_only():
+    w = jax.random.normal(jax.random.key(0), (2, 8, 8))
+    params = {"a": w[0], "b": w[1]}
+    patterns = {"a": sparse.Pattern(2, 4, False), "b": "2:4"}
+    params = sparse.prune(params, patterns)
+    layers = sparse.layers(params, patterns)
+    proof = sparse.verify(
+        lambda p, x: x @ p["a"].T @ p["b"].T, params, jnp.ones((3, 8)), layers=layers
+    )
+    assert {(p.weight, p.part) for p in proof.products} == {
+        ("a", "forward"),
+        ("b", "forward"),
+        ("b", "backward"),
+    }
+    recorded = {"a": "2:4 one-axis", "b": "2:4 transposable"}
+    assert {p.weight: str(p.pattern) for p in proof.products} == recorded
+
+
+@pytest.mark.parametrize("method", ["three_phase", "sr_ste", "one_shot"])
+def test_methods_are_those_of_the_optimizers_and_are_recorded(method, tmp_path):
+    result = train({"method": method}, epochs=2 if method != "three_phase" else 3)
+    assert result.model.sparsity.method == method
+    assert {tuple(kept(w, 4)) for w in result.model.params.values()} == {(2, 2)}
+    phases = {"three_phase": [1, 2, 3], "sr_ste": [2, 2], "one_shot": [3, 3]}
+    assert result.history.phases == phases[method]
+    result.model.save(tmp_path / "a.onnx")
+    assert jaxonnx.load(tmp_path / "a.onnx").sparsity == result.model.sparsity
+    assert f"by {method}, as the file records" in " ".join(str(result.model).split())
+
+
+def test_sr_ste_is_that_of_a_loop_of_ones_own():
+    """The same weights as `sparse.sr_ste` around Adam gives, batch by batch."""
+    model, (x, y) = network(), DATA
+
+    def loss(params, x, y):
+        logits = model.apply(params, x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    options = model.sparsity_options()
+    optimizer = sparse.sr_ste(optax.adam(3e-3), decay=0.01, **options)
+    params, state = model.params, optimizer.init(model.params)
+    for _ in range(3):
+        updates, state = optimizer.update(jax.grad(loss)(params, x, y), state, params)
+        params = optax.apply_updates(params, updates)
+    result = jaxonnx.train(
+        model,
+        (x, y),
+        loss="softmax_cross_entropy_with_integer_labels",
+        optimizer=optax.adam(3e-3),
+        epochs=3,
+        batch_size=48,
+        sparsity={"method": "sr_ste", "decay": 0.01},
+        progress=False,
+    )
+    for name, value in params.items():
+        np.testing.assert_allclose(result.model.params[name], value, rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "message"),
+    [
+        ({"method": "magnitude"}, "any of three_phase, sr_ste, one_shot, not 'magnitude'"),
+        ({"method": "one_shot", "dense": 1}, "for one_shot any of pattern.*not"),
+        ({"method": "sr_ste", "dynamic": 1}, "for sr_ste any of pattern.*decay"),
+        ({"pattern": {"head": "1:4"}, "products": "sparse", "dense": 1}, "transposable 2:4"),
+    ],
+)
+def test_options_of_another_method_are_refused(sparsity, message):
+    with pytest.raises((jaxonnx.TrainingError, jaxonnx.SparsityError), match=message):
+        train(sparsity)
+
+
+def test_curves_of_masks_are_drawn():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("agg")
+    history = train({"dense": 1, "dynamic": 2}, epochs=4).history
+    axes = history.plot()
+    lines = {line.get_label(): line for one in axes.figure.axes for line in one.get_lines()}
+    flips = np.asarray(lines["mask bits that changed"].get_ydata())
+    assert np.isnan(flips[[0, 3]]).all()
+    np.testing.assert_allclose(flips[1:3], [row["flip_rate"] for row in history.epochs[1:3]])
+    shares = [row["kept"] for row in history.epochs]
+    np.testing.assert_allclose(lines["kept share of |w|"].get_ydata(), shares)
+    matplotlib.pyplot.close(axes.figure)
