@@ -120,7 +120,7 @@ def packed_nbytes(tensors: Mapping[str, Any], sparsity: Sparsity) -> int:
         name: sparse.pack(tensors[name], None, goal.pattern, axis=goal.axes[1]).nbytes
         for name, goal in goals(sparsity.layers).items()
     }
-    return sum(packed[n] if n in packed else w.nbytes for n, w in tensors.items())
+    return sum(({name: w.nbytes for name, w in tensors.items()} | packed).values())
 
 
 def _mask(w: Any, entry: Goal) -> np.ndarray | None:

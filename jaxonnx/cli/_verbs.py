@@ -1,5 +1,7 @@
 """The verbs: options in, a report out."""
 
+from __future__ import annotations
+
 import argparse
 import warnings
 from collections import Counter

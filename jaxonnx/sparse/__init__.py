@@ -1,5 +1,6 @@
 """Transposable 2:4, N:M and other sparsity for any JAX program: masks, training, proof, storage."""
 
+from jaxonnx.sparse._cutlass import from_cutlass, to_cutlass
 from jaxonnx.sparse._layers import (
     Goal,  # noqa: F401
     Layer,
@@ -53,6 +54,7 @@ __all__ = [
     "ThreePhaseState",
     "Verification",
     "fixed_mask",
+    "from_cutlass",
     "layers",
     "load",
     "mask",
@@ -68,6 +70,7 @@ __all__ = [
     "state_masks",
     "templates",
     "three_phase",
+    "to_cutlass",
     "unpack",
     "unpack_mask",
     "verify",

@@ -126,8 +126,8 @@ def parse(pattern: str | SparsityPattern, transposable: bool = True) -> Sparsity
         if hasattr(pattern, "search"):
             return pattern
         raise SparsityError(
-            "a pattern is a name like '2:4' or a SparsityPattern, for all weights that `select` "
-            f"chooses, and was {pattern!r}"
+            "a pattern is a name like '2:4' or a SparsityPattern, or either by weight, and was "
+            f"{pattern!r}"
         )
     for expression, make in _FORMS.values():
         match = re.fullmatch(expression, pattern)

@@ -30,7 +30,7 @@ from jaxonnx._arrays import like, on_auto_axes
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._layers import Goal, Patterns, Select, by_name, goals, layers, name_of
 from jaxonnx.sparse._masks import from_bits, mask, to_bits
-from jaxonnx.sparse._pattern import kept_share
+from jaxonnx.sparse._pattern import kept_share, parse
 from jaxonnx.sparse._refresh import refresh_body, when, zero_lost
 
 _FOREVER = np.iinfo(np.int32).max
@@ -106,9 +106,11 @@ def three_phase(
         (SR-STE, https://arxiv.org/abs/2102.04010).
 
     Raises:
-      SparsityError: a schedule without a sparse phase, lengths without a refresh interval, or
-        nothing to make sparse (at `init`).
+      SparsityError: an unknown pattern, a schedule without a sparse phase, lengths without a
+        refresh interval, or nothing to make sparse (at `init`).
     """
+    for one in pattern.values() if isinstance(pattern, Mapping) else [pattern]:
+        parse(one, transposable)
     start, end, every = _schedule(dense, dynamic, fixed, steps_per_epoch, refresh)
     inner = optax.with_extra_args_support(inner)
 

@@ -9,7 +9,7 @@ of M along the one blocked axis of the weight, the other, or neither.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -100,8 +100,8 @@ def verify(
       layers: which weights are sparse along which axes and how, as `layers(params)` reports it. By
         default those that the model records (`sparsity`), or else those that the pattern fits and
         that have as many zeros as it asks for.
-      pattern, transposable: what to prove where neither says it, as in `layers`; by default "2:4".
-        A one-axis pattern is proved for the forward pass only.
+      pattern, transposable: what to prove, as in `layers`; by default what the model or `layers`
+        say, or else "2:4". A one-axis pattern is proved for the forward pass only.
 
     Returns:
       The products found; `str()` of it is a table.
@@ -123,6 +123,10 @@ def verify(
         function, params = function.apply, function.params
     if layers is None:
         layers = _sparse(params, pattern or "2:4", transposable)
+    elif pattern is not None or not transposable:
+        leaves = [*by_name(params).items()]
+        patterns = match_patterns(pattern or "2:4", transposable, leaves)
+        layers = [replace(x, pattern=patterns.get(x.name)) for x in layers if x.axes is not None]
     layers = [*layers]
     wanted = goals(layers)
     elements = _Elements(wanted, params)

@@ -160,10 +160,10 @@ def test_the_record_is_one_entry_of_the_metadata():
     proto.metadata_props.add(key="author", value="someone")
     entries = {e.key: e.value for e in pruned(proto).to_onnx().metadata_props}
     assert entries.keys() == {"author", KEY}
+    pattern = {"pattern": "2:4", "transposable": True}
     assert json.loads(entries[KEY]) == {
-        "pattern": "2:4",
-        "transposable": True,
-        "axes": {"k": [0, 1], "w": [1, 0]},
+        "method": "",
+        "weights": {"k": pattern | {"axes": [0, 1]}, "w": pattern | {"axes": [1, 0]}},
     }
 
 
@@ -312,7 +312,8 @@ def test_packed_files_without_a_graph(tmp_path):
 
 def test_records_of_weights_that_are_not_there():
     proto = net()
-    value = {"pattern": "2:4", "transposable": True, "axes": {"z": [0, 1], "w": [0, 5]}}
+    pattern = {"pattern": "2:4", "transposable": True}
+    value = {"weights": {n: pattern | {"axes": a} for n, a in (("z", [0, 1]), ("w", [0, 5]))}}
     proto.metadata_props.add(key=KEY, value=json.dumps(value))
     assert not jaxonnx.load(proto).to_onnx().metadata_props
 
@@ -340,7 +341,7 @@ def test_what_is_sparse_already_is_recorded(tmp_path):
     assert {layer.name for layer in sparse.record(dense).sparsity.layers} == {"w"}
     with pytest.raises(SparsityError, match=r"^k: not 2:4 transposable; sparse\.prune"):
         sparse.record(dense, select=["k", "w"])
-    with pytest.raises(SparsityError, match=r"^k, w: not 1:4"):
+    with pytest.raises(SparsityError, match=r"^k: not 1:4 transposable, w: not 1:4 transposable"):
         sparse.record(model, "1:4")
     one = pruned(pattern=sparse.Pattern(transposable=False)).with_sparsity(None)
     with pytest.warns(UserWarning, match="2:4 zeros"):
