@@ -67,7 +67,8 @@ def verify(options: argparse.Namespace) -> Report:
     from jaxonnx import sparse
 
     proof = sparse.verify(reading.read(options))
-    return Report({"products": describe_products(proof)}, str(proof))
+    patterns = ", ".join(dict.fromkeys(str(product.pattern) for product in proof.products))
+    return Report({"pattern": patterns, "products": describe_products(proof)}, str(proof))
 
 
 def describe_products(proof: Verification) -> list[dict[str, Any]]:
