@@ -28,6 +28,7 @@ from jaxonnx.sparse._pattern import (
     parse,  # noqa: F401
     register,
 )
+from jaxonnx.sparse._plot import plot_masks
 from jaxonnx.sparse._products import (
     pack_matrix,  # noqa: F401
     prepare_products,  # noqa: F401
@@ -60,6 +61,7 @@ __all__ = [
     "mask",
     "metrics",
     "pack",
+    "plot_masks",
     "prune",
     "record",
     "register",

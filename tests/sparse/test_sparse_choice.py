@@ -171,3 +171,24 @@ def test_curves_of_masks_are_drawn():
     shares = [row["kept"] for row in history.epochs]
     np.testing.assert_allclose(lines["kept share of |w|"].get_ydata(), shares)
     matplotlib.pyplot.close(axes.figure)
+
+
+def test_masks_are_drawn_outputs_down_and_inputs_across():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("agg")
+    params = {"w": RNG.normal(size=(8, 16)), "k": RNG.normal(size=(16, 8, 3, 3)), "b": np.ones(4)}
+    axes = {"w": (1, 0), "k": (0, 1)}  # x @ w, and a convolution
+    choice = {"axes": lambda name, _: axes.get(name)}
+    params = sparse.prune(jax.tree.map(jnp.asarray, params), **choice)
+    figure = sparse.plot_masks(params, sparse.layers(params, **choice))
+    kernel, matrix = (one.get_images()[0].get_array() for one in figure.axes)
+    np.testing.assert_array_equal(matrix, np.asarray(params["w"]).T != 0)
+    np.testing.assert_array_equal(kernel, np.asarray(params["k"])[..., 0, 0] != 0)
+    assert figure.axes[1].get_title() == "w\n2:4 transposable, 50% kept"
+    matplotlib.pyplot.close(figure)
+    model = network().replace(params=sparse.prune(network().params, axes=(1, 0)))
+    figure = sparse.plot_masks(sparse.record(model))
+    assert [one.get_title()[:4] for one in figure.axes] == ["body", "head"]
+    matplotlib.pyplot.close(figure)
+    with pytest.raises(jaxonnx.SparsityError, match="no mask to draw"):
+        sparse.plot_masks(network())

@@ -1,0 +1,50 @@
+"""Pictures of masks."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from jaxonnx.errors import Error, SparsityError
+from jaxonnx.sparse._layers import Layer, by_name, goals
+
+_COLUMNS = 4
+
+
+def plot_masks(source: Any, layers: Iterable[Layer] | None = None) -> Any:
+    """Draw which weights are kept: outputs downwards, inputs to the right; return the figure.
+
+    Of a kernel the first position is drawn. The title has the share of kept weights.
+
+    Args:
+      source: a model that records sparse weights (`jaxonnx.Model`), or parameters.
+      layers: the weights to be drawn, as `layers(params)` reports them; by default those that the
+        model records.
+
+    Raises:
+      SparsityError: no layer is sparse.
+      Error: matplotlib is not installed.
+    """
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise Error("plotting needs matplotlib: pip install 'jaxonnx[plot]'") from error
+    recorded = getattr(source, "sparsity", None)
+    wanted = goals((recorded.layers if recorded else ()) if layers is None else layers)
+    if not wanted:
+        raise SparsityError("no layer is sparse: there is no mask to draw")
+    aliases = getattr(source, "aliases", {})
+    weights = by_name(getattr(source, "params", source))
+    columns = min(len(wanted), _COLUMNS)
+    rows = -(-len(wanted) // columns)
+    size = (3 * columns, 3 * rows)
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    for one in axes.flat[len(wanted) :]:
+        one.set_axis_off()
+    for one, (name, goal) in zip(axes.flat, wanted.items(), strict=False):
+        kept = np.moveaxis(np.asarray(weights[name]) != 0, goal.axes, (-2, -1))
+        one.imshow(kept.reshape(-1, *kept.shape[-2:])[0], cmap="Greys", interpolation="nearest")
+        title = f"{aliases.get(name, name)}\n{goal.pattern}, {kept.mean():.0%} kept"
+        one.set_title(title, fontsize=8)
+        one.set(xlabel="input", ylabel="output")
+    return figure
