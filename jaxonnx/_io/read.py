@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 from google.protobuf.message import DecodeError, EncodeError
-from onnx import FunctionProto, GraphProto, ModelProto, TensorProto, numpy_helper
+from onnx import FunctionProto, GraphProto, ModelProto, TensorProto, helper, numpy_helper
 
 from jaxonnx._io import checkpoints, external, formats, header, order
 from jaxonnx._io.external import Folder
@@ -21,6 +21,7 @@ from jaxonnx._io.records import SPARSITY, has
 from jaxonnx._io.save import in_file_types
 from jaxonnx._io.tensors import to_array, to_dense
 from jaxonnx._io.ties import update_tied
+from jaxonnx._io.training_checkpoints import is_training_checkpoint, read_training_checkpoint
 from jaxonnx.errors import InputError, ModelError
 
 _DATA_FIELDS = (
@@ -153,6 +154,9 @@ def weights_of(
             f"weights are a path, or arrays by name, not of type {type(weights).__name__}"
         )
     path = _existing(weights, "a file of weights")
+    if is_training_checkpoint(path):
+        checkpoint = read_training_checkpoint(path)
+        return f"'{path}'", {**checkpoint.frozen, **checkpoint.params}
     read_weights = formats.of(path).weights
     return f"'{path}'", read(path)[1] if read_weights is None else read_weights(path)
 
@@ -182,6 +186,8 @@ def replace_weights(
       ModelError: the file is missing or damaged.
     """
     what, new = weights_of(weights)
+    if isinstance(weights, str | os.PathLike) and is_training_checkpoint(weights):
+        _take_inputs(graph, tensors, new)
     for name, value in new.items():
         if name not in tensors:
             near = difflib.get_close_matches(name, tensors, n=8) or sorted(tensors)
@@ -198,6 +204,20 @@ def replace_weights(
                 f"{old.dtype}{list(old.shape)}"
             )
     return update_tied(graph, tensors, new)
+
+
+def _take_inputs(
+    graph: GraphProto, tensors: dict[str, np.ndarray], new: Mapping[str, np.ndarray]
+) -> None:
+    """Make tensors of the inputs that have new values: artifacts have their weights as inputs."""
+    for value in [*graph.input]:
+        if value.name in new and value.name not in tensors:
+            kind = value.type.tensor_type
+            dims = [max(dim.dim_value, 0) for dim in kind.shape.dim]
+            graph.initializer.add(name=value.name, data_type=kind.elem_type, dims=dims)
+            graph.input.remove(value)
+            dtype = helper.tensor_dtype_to_np_dtype(kind.elem_type)
+            tensors[value.name] = np.broadcast_to(np.zeros((), dtype), dims)  # not allocated
 
 
 def _existing(path: str | os.PathLike, wanted: str) -> Path:

@@ -79,7 +79,9 @@ def load(
         predicate of name and value, as in `Model.with_trainable`.
       weights: other values for tensors of the file, by their names, with the same shapes and types:
         a .safetensors file, an .npz of NumPy's or `sparse.save`, any file that is a source itself,
-        or arrays by name. Tensors that it does not have keep the values of `source`.
+        a checkpoint of onnxruntime-training (whose eval_model.onnx has its weights as inputs: they
+        become tensors), or arrays by name. Tensors that it does not have keep the values of
+        `source`.
       checkpoint: of a folder of checkpoints "newest", the default, or "best": that of the best
         epoch, as `monitor` of `jaxonnx.train` chose it.
       variant: of a folder with several forms of a model, like "q4" for onnx/model_q4.onnx; "fp32"

@@ -6,6 +6,7 @@
 # for other rooms of the package
 from jaxonnx._arguments import DataArguments, StepArguments, TrainArguments  # noqa: F401
 from jaxonnx._data.batches import Batch
+from jaxonnx._io.training_checkpoints import TrainingCheckpoint, read_training_checkpoint
 from jaxonnx.training._build_step import build_step, step, weights_of_classes  # noqa: F401
 from jaxonnx.training._data import padding_of, source  # noqa: F401
 from jaxonnx.training._evaluate import evaluate
@@ -14,6 +15,7 @@ from jaxonnx.training._history import History
 from jaxonnx.training._losses import find  # noqa: F401
 from jaxonnx.training._optimizers import optimizer
 from jaxonnx.training._plot import shade  # noqa: F401
+from jaxonnx.training._restore import restore_checkpoint
 from jaxonnx.training._result import Result
 from jaxonnx.training._settings import Settings  # noqa: F401
 from jaxonnx.training._step import State, Step, as_batch, target_names  # noqa: F401
@@ -31,8 +33,11 @@ __all__ = [
     "Result",
     "State",
     "Step",
+    "TrainingCheckpoint",
     "evaluate",
     "optimizer",
+    "read_training_checkpoint",
+    "restore_checkpoint",
     "step",
     "train",
 ]

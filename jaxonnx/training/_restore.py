@@ -1,0 +1,68 @@
+"""Continuing where onnxruntime-training ended."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+
+from jaxonnx._io.training_checkpoints import read_training_checkpoint
+from jaxonnx.errors import TrainingError
+from jaxonnx.optim import AdamState
+from jaxonnx.training._step import State, Step
+
+
+def restore_checkpoint(step: Step, path: str | os.PathLike) -> State:
+    """Return the state of a step where a run of onnxruntime-training ended.
+
+    It has the parameters of the checkpoint, and the moments and the count of its AdamW in the place
+    of those of `jaxonnx.optim.adam(rate, T=1)`, which continues with the same numbers. What is not
+    trained is read by `jaxonnx.load(model, weights=path)`.
+
+    Args:
+      step: of `jaxonnx.training.step`.
+      path: of a checkpoint that was saved with `include_optimizer_state=True`.
+
+    Raises:
+      ModelError: the file is not such a checkpoint, or is damaged.
+      TrainingError: it has no moments of a parameter of the step, or of another shape; or the
+        optimizer is not `jaxonnx.optim.adam`.
+    """
+    found, where = read_training_checkpoint(path), f"'{os.fspath(path)}'"
+    if not found.moments:
+        raise TrainingError(
+            f"{where} has no moments: it was saved without include_optimizer_state; "
+            "jaxonnx.load(model, weights=path) reads its parameters"
+        )
+    for name, x in step.params.items():
+        shapes = [y.shape for y in (*found.moments.get(name, ()), *_listed(found.params, name))]
+        if shapes != [x.shape] * 3:
+            raise TrainingError(
+                f"{where} lacks two moments and a value of the shape {[*x.shape]} for '{name}'; "
+                f"it has those of {', '.join(found.moments)}: trainable= chooses what is trained"
+            )
+    own = {name: jnp.asarray(found.params[name], x.dtype) for name, x in step.params.items()}
+    state = step.to_file(step.init(own))
+    replaced = 0
+
+    def replace(node):
+        nonlocal replaced
+        if not isinstance(node, AdamState):
+            return node
+        replaced += 1
+        moments = (
+            {name: jnp.asarray(found.moments[name][i], x.dtype) for name, x in own.items()}
+            for i in (0, 1)
+        )
+        return AdamState(jnp.asarray(found.count, node.count.dtype), *moments)
+
+    optimizer = jax.tree.map(
+        replace, state.optimizer, is_leaf=lambda node: isinstance(node, AdamState)
+    )
+    if replaced != 1:
+        raise TrainingError("the optimizer of the step must be one jaxonnx.optim.adam(rate, T=1)")
+    count = jnp.int32(found.count)
+    return step.from_file(state.replace(optimizer=optimizer, count=count, taken=jnp.copy(count)))
+
+
+def _listed(arrays, name):
+    return [arrays[name]] if name in arrays else []

@@ -1,0 +1,86 @@
+"""Writes checkpoints of onnxruntime-training, and what it trains from them.
+
+In the environment of make_ort_trajectories.py:
+
+    ort/bin/python tests/data/make_ort_checkpoint.py
+
+`ort/net.onnx` is a small network, `ort/eval_model.onnx` one of its artifacts, `ort/plain.ckpt` and
+`ort/moments.ckpt` its checkpoints after three steps of AdamW, the latter with moments, and
+`ort/steps.npz` has the data, the parameters after these steps (`at:<name>`), the losses of three
+further steps and the parameters behind them (`end:<name>`).
+"""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.training import artifacts
+from onnxruntime.training.api import CheckpointState, Module, Optimizer
+
+HERE = Path(__file__).parent / "ort"
+
+
+def network() -> onnx.ModelProto:
+    draw = np.random.default_rng(0)
+    tensors = {
+        "fc1.weight": draw.standard_normal((4, 6)) / 2,
+        "fc1.bias": np.linspace(-0.5, 0.5, 6),
+        "fc2.weight": draw.standard_normal((6, 3)) / 2,
+        "fc2.bias": np.zeros(3),
+    }
+    nodes = [
+        helper.make_node("Gemm", ["x", "fc1.weight", "fc1.bias"], ["h"]),
+        helper.make_node("Relu", ["h"], ["r"]),
+        helper.make_node("Gemm", ["r", "fc2.weight", "fc2.bias"], ["y"]),
+    ]
+    x, y = (
+        helper.make_tensor_value_info(n, TensorProto.FLOAT, ["b", s])
+        for n, s in (("x", 4), ("y", 3))
+    )
+    arrays = [numpy_helper.from_array(x.astype(np.float32), n) for n, x in tensors.items()]
+    graph = helper.make_graph(nodes, "g", [x], [y], arrays)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 15)], ir_version=8)
+
+
+def main() -> None:
+    HERE.mkdir(exist_ok=True)
+    onnx.save(network(), HERE / "net.onnx")
+    draw = np.random.default_rng(1)
+    x, y = draw.standard_normal((8, 4)).astype(np.float32), np.arange(8, dtype=np.int64) % 3
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        artifacts.generate_artifacts(
+            network(),
+            requires_grad=["fc1.weight", "fc2.weight", "fc2.bias"],
+            frozen_params=["fc1.bias"],
+            loss=artifacts.LossType.CrossEntropyLoss,
+            optimizer=artifacts.OptimType.AdamW,
+            artifact_directory=folder,
+        )
+        shutil.copy(folder / "eval_model.onnx", HERE)
+        state = CheckpointState.load_checkpoint(str(folder / "checkpoint"))
+        module = Module(str(folder / "training_model.onnx"), state)
+        optimizer = Optimizer(str(folder / "optimizer_model.onnx"), module)
+        optimizer.set_learning_rate(0.01)
+        losses, found = [], {}
+        for step in range(6):
+            if step == 3:
+                state.properties["epoch"], state.properties["best"] = 3, 0.5
+                state.properties["note"] = "three"
+                path = str(HERE / "moments.ckpt")
+                CheckpointState.save_checkpoint(state, path, include_optimizer_state=True)
+                CheckpointState.save_checkpoint(state, str(HERE / "plain.ckpt"))
+                found |= {f"at:{n}": np.array(p.data) for n, p in state.parameters}
+            module.train()
+            losses.append(float(module(x, y)))
+            optimizer.step()
+            module.lazy_reset_grad()
+        found |= {f"end:{n}": np.array(p.data) for n, p in state.parameters}
+    np.savez(HERE / "steps.npz", x=x, y=y, losses=np.float32(losses[3:]), **found)
+
+
+if __name__ == "__main__":
+    main()

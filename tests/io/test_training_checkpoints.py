@@ -1,0 +1,105 @@
+"""Checkpoints that onnxruntime-training wrote: parameters, moments, and damaged files."""
+
+import random
+
+import jax
+import numpy as np
+import onnxruntime
+import optax
+import pytest
+
+import jaxonnx
+from jaxonnx.training import read_training_checkpoint, restore_checkpoint
+from tests.support.paths import DATA
+
+ORT = DATA / "ort"
+LOSS = "softmax_cross_entropy_with_integer_labels"
+TRAINED = ["fc1.weight", "fc2.weight", "fc2.bias"]
+
+
+@pytest.fixture(scope="module")
+def steps():
+    with np.load(ORT / "steps.npz") as file:
+        return dict(file)
+
+
+def test_parameters_and_properties(steps):
+    for name in ("plain", "moments"):
+        found = read_training_checkpoint(ORT / f"{name}.ckpt")
+        assert found.params.keys() == {*TRAINED}
+        assert found.properties == {"epoch": 3, "best": 0.5, "note": "three"}
+        for tensor, value in {**found.params, **found.frozen}.items():
+            np.testing.assert_array_equal(value, steps[f"at:{tensor}"])
+        model = jaxonnx.load(ORT / "net.onnx", weights=ORT / f"{name}.ckpt")
+        np.testing.assert_array_equal(model.params["fc1.bias"], steps["at:fc1.bias"])
+        np.testing.assert_array_equal(model.params["fc2.weight"], steps["at:fc2.weight"])
+    assert found.moments.keys() == found.params.keys()
+    assert (found.count, found.learning_rate) == (3, pytest.approx(1e-3))
+
+
+def test_the_evaluation_model_gets_its_weights(steps):
+    path = ORT / "eval_model.onnx"
+    model = jaxonnx.load(path, weights=ORT / "plain.ckpt")
+    assert [value.name for value in model.inputs] == ["x", "labels"]
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    weights = {n.removeprefix("at:"): x for n, x in steps.items() if n.startswith("at:")}
+    (expected,) = session.run(None, {"x": steps["x"], "labels": steps["y"], **weights})
+    np.testing.assert_allclose(model(steps["x"], steps["y"]), expected, rtol=1e-5)
+
+
+def test_training_goes_on_as_onnxruntime_does(steps):
+    model = jaxonnx.load(ORT / "net.onnx", weights=ORT / "moments.ckpt", trainable=TRAINED)
+    step = jaxonnx.training.step(model, LOSS, jaxonnx.optim.adam(0.01, T=1))
+    state, update = restore_checkpoint(step, ORT / "moments.ckpt"), jax.jit(step.update)
+    losses = []
+    for _ in range(3):
+        state, (loss, finite) = update(state, (steps["x"], steps["y"]))
+        assert finite
+        losses.append(float(loss))
+    np.testing.assert_allclose(losses, steps["losses"], rtol=1e-6)
+    for name, value in step.view(state).items():
+        np.testing.assert_allclose(value, steps[f"end:{name}"], rtol=1e-5, atol=1e-7)
+    # without the moments the first steps are others
+    fresh = step.init()
+    for _ in range(3):
+        fresh, _ = update(fresh, (steps["x"], steps["y"]))
+    assert np.abs(step.view(fresh)["fc2.weight"] - steps["end:fc2.weight"]).max() > 1e-3
+
+
+def test_what_cannot_be_restored():
+    model = jaxonnx.load(ORT / "net.onnx", trainable=TRAINED)
+    step = jaxonnx.training.step(model, LOSS, jaxonnx.optim.adam(0.01, T=1))
+    with pytest.raises(jaxonnx.TrainingError, match="include_optimizer_state"):
+        restore_checkpoint(step, ORT / "plain.ckpt")
+    other = jaxonnx.training.step(model, LOSS, optax.adam(0.01))
+    with pytest.raises(jaxonnx.TrainingError, match=r"must be one jaxonnx.optim.adam"):
+        restore_checkpoint(other, ORT / "moments.ckpt")
+    whole = jaxonnx.training.step(jaxonnx.load(ORT / "net.onnx"), LOSS, jaxonnx.optim.adam(0.1))
+    with pytest.raises(jaxonnx.TrainingError, match=r"for 'fc1.bias'"):
+        restore_checkpoint(whole, ORT / "moments.ckpt")
+
+
+def test_damaged_files_end_in_an_error(tmp_path):
+    data, path, draw = (ORT / "moments.ckpt").read_bytes(), tmp_path / "c", random.Random(0)
+    refused = 0
+    for number in range(3000):
+        changed = bytearray(data)
+        if number % 3 == 0:
+            del changed[draw.randrange(8, len(data)) :]
+        for _ in range(draw.randrange(1, 5)):
+            at = draw.randrange(8, len(changed)) if len(changed) > 8 else 0
+            if at:
+                changed[at] = draw.choice((0, 1, 127, 128, 255, draw.randrange(256)))
+        path.write_bytes(changed)
+        try:  # all else than this error fails the test
+            found = read_training_checkpoint(path)
+        except jaxonnx.ModelError:
+            refused += 1
+        else:  # of what is in the file, and no more
+            assert sum(x.nbytes for x in found.params.values()) <= 3 * len(data)
+    assert refused > 1000
+    path.write_bytes(b"\x08\0\0\0ODTC")
+    with pytest.raises(jaxonnx.ModelError, match="is damaged"):
+        jaxonnx.load(ORT / "net.onnx", weights=path)
+    with pytest.raises(jaxonnx.ModelError, match="does not say that it is one"):
+        read_training_checkpoint(ORT / "net.onnx")
