@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jaxonnx.lowering import kernels_first
     from jaxonnx.model import Model, Value, add_training, labels, load
     from jaxonnx.onnx_out import to_onnx
-    from jaxonnx.quantization import Quantization, quantize
+    from jaxonnx.quantization import Quantization, Sensitivity, quantize, sensitivity
     from jaxonnx.training import History, Result, evaluate, train
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "NodeError",
     "Quantization",
     "Result",
+    "Sensitivity",
     "SparsityError",
     "StaticError",
     "TrainingError",
@@ -53,6 +54,7 @@ __all__ = [
     "losses",
     "optim",
     "quantize",
+    "sensitivity",
     "sparse",
     "to_onnx",
     "train",
@@ -67,7 +69,7 @@ _MODULES = {
     "jaxonnx.lowering": ("kernels_first",),
     "jaxonnx.model": ("Model", "Value", "add_training", "labels", "load"),
     "jaxonnx.onnx_out": ("to_onnx",),
-    "jaxonnx.quantization": ("Quantization", "quantize"),
+    "jaxonnx.quantization": ("Quantization", "Sensitivity", "quantize", "sensitivity"),
     "jaxonnx.training": ("History", "Result", "evaluate", "train"),
 }
 """Where public names are defined; errors and submodules aside."""

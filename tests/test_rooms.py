@@ -75,7 +75,7 @@ BUDGETS = {
     "_rewrite": (2030, "files to files: heads, batches, outputs, rounding, QLinear*, adapters"),
     "training_info": (520, "the file's own training graphs, run and written"),
     "_step_files": (500, "exported steps, their manifest, the page for browsers"),
-    "quantization": (640, "schemes, sites and ranges of quantized networks"),
+    "quantization": (960, "schemes, sites and ranges of quantized networks"),
     "_mesh": (420, "rules, shardings and processes"),
     "lora": (330, "adapters, for each form of a weight"),
     "registry": (200, "what an operator declares of its inputs and attributes"),

@@ -2,5 +2,13 @@
 
 from jaxonnx.quantization._quantize import prepare, quantize, select_scales
 from jaxonnx.quantization._scheme import Quantization
+from jaxonnx.quantization._sensitivity import Sensitivity, sensitivity
 
-__all__ = ["Quantization", "prepare", "quantize", "select_scales"]
+__all__ = [
+    "Quantization",
+    "Sensitivity",
+    "prepare",
+    "quantize",
+    "select_scales",
+    "sensitivity",
+]

@@ -74,6 +74,16 @@ def weight_parameters(w: np.ndarray, site: WeightSite, scheme: Quantization) -> 
     return Parameters(scale, np.full(scale.shape, kind.middle, kind.dtype), axis, block)
 
 
+def spread_scale(parameters: Parameters, w: np.ndarray) -> np.ndarray:
+    """Return the scales of a weight in a shape that broadcasts to it."""
+    scale, _, axis, block = parameters
+    if axis is None:
+        return scale
+    if block:
+        return np.repeat(scale, block, axis)
+    return scale.reshape(-1, *(1,) * (w.ndim - 1 - axis))
+
+
 def calibrate(
     model: Network,
     values: Sequence[str],

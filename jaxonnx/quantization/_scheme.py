@@ -103,6 +103,9 @@ class Quantization:
       reduce_range: weights of 8 bits take 7 of them, so that sums of two products fit into 16 bits
         in onnxruntime on x86 processors with AVX2 or AVX512 and without VNNI. For
         `jaxonnx.quantize` alone: training would leave the range again.
+      bits: "auto" chooses int4, int8 or float32 for each weight by what it costs when it alone is
+        rounded (`jaxonnx.sensitivity`), so that all together take `size`.
+      size: of weights with bits="auto", the share of their bytes in float32, above 0.125.
       learn: "scales" trains the scales with the weights, by the gradient of "Learned Step Size
         Quantization" (arXiv:1902.08153); None keeps those of the calibration.
 
@@ -120,6 +123,8 @@ class Quantization:
     skip: Select | None = None
     dialect: Literal["onnxruntime", "tensorrt", "qnn"] = "onnxruntime"
     reduce_range: bool = False
+    bits: Literal["auto"] | None = None
+    size: float | None = None
     learn: Literal["scales"] | None = "scales"
 
     def __post_init__(self) -> None:
@@ -131,6 +136,7 @@ class Quantization:
             "learn": ("scales", None),
             "per_channel": (True, False),
             "reduce_range": (True, False),
+            "bits": ("auto", None),
             "symmetric": (True, False, None),
         }
         for name, values in allowed.items():
@@ -152,6 +158,16 @@ class Quantization:
         if self.reduce_range and self.weights not in ("int8", "uint8"):
             raise InputError(
                 f"reduce_range is for weights of 8 bits, and these are {self.weights}: leave it out"
+            )
+        share = 1 if self.size is None else self.size
+        if (self.bits is None) != (self.size is None) or not 0.125 <= share <= 1:
+            raise InputError(
+                "bits='auto' and size=, a share of the weights' bytes from 0.125 to 1, go "
+                f"together: bits={self.bits!r}, size={self.size!r}"
+            )
+        if self.bits and (self.weights != "int8" or self.block or self.reduce_range):
+            raise InputError(
+                "bits='auto' chooses the types: leave weights, block, reduce_range out"
             )
         if self.symmetric is False and self.activations == "fp8":
             raise InputError("fp8 has no zero point: leave symmetric=False out")
@@ -188,7 +204,8 @@ class Quantization:
     @property
     def opset(self) -> int:
         """The first version of ONNX that has what the scheme needs."""
-        types = [TYPES[name].opset for name in (self.weights, self.activations) if name]
+        weights = "int4" if self.bits else self.weights
+        types = [TYPES[name].opset for name in (weights, self.activations) if name]
         return max(*types, _BLOCKS_SINCE if self.block else 0)
 
     @property

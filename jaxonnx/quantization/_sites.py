@@ -83,7 +83,7 @@ def find_sites(
     Raises:
       InputError: there is nothing to quantize, or a choice that matches nothing.
     """
-    weights = _find_weights(graph, tensors)
+    weights = find_weights(graph, tensors)
     if scheme.where is not None or scheme.skip is not None:
         known = {name: tensors[name] for name in weights}
         kind = "weight that can be quantized"
@@ -140,7 +140,7 @@ def find_sites(
     return Sites(weights, reads, shared, () if scheme.dialect == "tensorrt" else alone, outputs)
 
 
-def _find_weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, WeightSite]:
+def find_weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, WeightSite]:
     """Return the float32 factors of products; not those that inner graphs read, too."""
     inner = {
         name
