@@ -4,7 +4,9 @@ They stand where data meet them as weights would that an exporter had folded, so
 numbers tell what the tensors behind them are.
 """
 
-from collections.abc import Collection, Mapping
+import itertools
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,6 +18,8 @@ from jaxonnx._graph.uses import PARTS, evaluate
 
 _LARGEST = 2**26
 """Numbers; nothing is computed from larger tensors."""
+_FOLLOWED = ("Gemm", "LpNormalization", "MatMul", "Softmax")
+"""Operators of data that are followed, besides pointwise ones, reductions and views."""
 _LOOKUPS = ("Gather", "GatherElements", "GatherND", "Expand", "Reshape", "Slice", "Tile")
 """Operators whose first input alone has the numbers of the result."""
 
@@ -70,8 +74,29 @@ def _own_sources(name: str, value: Any) -> frozenset[str] | None:
 
 
 def _is_computable(node: Node) -> bool:
-    plain = not node.op.dynamic and not node.subgraphs and node.body is None
-    return plain and bool(node.reads) and not node.op.name.startswith(("Random", "Bernoulli"))
+    op = node.op
+    followed = op.name in (*_FOLLOWED, *_LOOKUPS, *PARTS) or op.name.startswith("Reduce")
+    known = op.pointwise or op.view or (followed and not op.domain)
+    return known and not op.dynamic and not node.subgraphs and bool(node.reads)
+
+
+def _is_small(node: Node, inputs: Sequence[Any]) -> bool:
+    """Check whether what a node makes of its inputs is not much larger than tensors are."""
+    if node.op.name in ("Expand", "Tile"):
+        sizes = np.asarray(inputs[1], np.float64)
+        return float(np.prod(np.maximum(sizes, 1))) * np.size(inputs[0]) <= _LARGEST
+    shapes = [np.shape(value) for value in inputs]
+    sizes = [math.prod(shape) for shape in shapes]
+    if node.op.name in ("Gemm", "MatMul"):
+        place = -2 if node.attributes.get("transA") else -1
+        summed = shapes[0][place] if len(shapes[0]) >= -place else 0
+        return summed > 0 and sizes[0] * sizes[1] <= _LARGEST * summed**2
+    if node.op.name.startswith("Gather"):
+        return max(sizes[:2]) ** 2 <= _LARGEST
+    if node.op.pointwise:
+        longest = itertools.zip_longest(*(shape[::-1] for shape in shapes), fillvalue=1)
+        return math.prod(max(axis) for axis in longest) <= _LARGEST
+    return True
 
 
 def _evaluate(
@@ -88,7 +113,7 @@ def _evaluate(
         inputs = [values.get(n, known.get(n)) if n else None for n in node.inputs]
         if any(value is None and n for n, value in zip(node.inputs, inputs, strict=True)):
             continue
-        found = evaluate(node, inputs)
+        found = evaluate(node, inputs) if _is_small(node, inputs) else None
         for name, value in zip(node.outputs, found or (), strict=False):
             if np.size(value) <= _LARGEST:
                 values[name] = np.asarray(value)

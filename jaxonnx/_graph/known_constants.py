@@ -67,8 +67,12 @@ def _are_mirrored(value: np.ndarray) -> bool:
 
     At least one has several numbers that are neither alike nor zero.
     """
-    kernels = value.reshape(-1, *value.shape[2:]).astype(np.float64)
-    if kernels[0].size < _LEAST - 1 or not _mirror(kernels[:1]) or not _mirror(kernels):
+    kernels = value.reshape(value.shape[0] * value.shape[1], *value.shape[2:])
+    first = kernels[:1].astype(np.float64)
+    if first.size < _LEAST - 1 or not _mirror(first):  # as nearly all weights
+        return False
+    kernels = kernels.astype(np.float64)
+    if not _mirror(kernels):
         return False
     flat = kernels.reshape(len(kernels), -1)
     return bool(((np.ptp(flat, 1) > 0) & (np.count_nonzero(flat, 1) > 1)).any())

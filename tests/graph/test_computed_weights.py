@@ -167,3 +167,17 @@ def test_a_computed_constant_is_told():
     model = jaxonnx.load(file(f"{BACK} e = Exp(p) y = Mul(h, e)", -np.arange(8)))
     assert {*model.params} == {"w0"}
     assert "'p': a geometric sequence (computed from it)" in " ".join(str(model).split())
+
+
+def test_nothing_large_is_computed():
+    """A file of a few bytes must not take the machine while it is loaded."""
+    for size, nodes in (
+        (8, "a = Constant<value_ints = [900000, 90000, 8]>() e = Exp(p) y = Expand(e, a)"),
+        (1, "e = Exp(p) b = Mul(e, many) c = Mul(b, wide) y = Add(h, c)"),
+        (1, "e = Exp(p) b = MatMul(many, wide) c = Mul(b, e) y = Add(h, c)"),
+    ):
+        proto = file(f"{BACK} {nodes}", weight(1, size))
+        for name, shape in {"many": (90000, 1), "wide": (1, 90000)}.items():
+            tensor = onnx.numpy_helper.from_array(np.float32(weight(*shape)), name)
+            proto.graph.initializer.append(tensor)
+        assert "p" not in jaxonnx.load(proto).params

@@ -254,10 +254,11 @@ def gated(draw):
 
 @BLOCKS.add
 def windowed_spectrum(draw):
-    """A windowed Fourier transform of the features by a convolution with buffers."""
-    n = torch.arange(C)
-    angle = 2 * math.pi * n * torch.arange(C // 2 + 1)[:, None] / C
-    window = torch.hann_window(C)
+    """A windowed Fourier transform of features by products with buffers."""
+    size = 32
+    n = torch.arange(size)
+    angle = 2 * math.pi * n * torch.arange(size // 2 + 1)[:, None] / size
+    window = torch.hann_window(size)
     how = draw.choice(["one", "apart"])
 
     def run(m, x):
@@ -270,7 +271,7 @@ def windowed_spectrum(draw):
         return m.out(torch.log1p(re.square() + im.square()))
 
     buffers = {"window": window, "cos": angle.cos(), "sin": angle.sin()}
-    return Apply(run, buffers, layer=nn.Linear(C, C), out=nn.Linear(C // 2 + 1, C))
+    return Apply(run, buffers, layer=nn.Linear(C, size), out=nn.Linear(size // 2 + 1, C))
 
 
 @BLOCKS.add
