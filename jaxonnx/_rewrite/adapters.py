@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,10 +91,7 @@ def insert_adapters(
     result = ModelProto()
     result.CopyFrom(proto)
     writer = _Writer(result.graph)  # its lists of nodes are changed, and written at the end
-    read: dict[str, list[Use]] = {}
-    for use in uses(graph, tensors):
-        if use.name in factors:
-            read.setdefault(use.name, []).append(use)
+    read = _uses_of(factors, graph, tensors)
     for weight, change in factors.items():
         pair = factor_names(weight, names)
         if taken := writer.taken.intersection(pair):
@@ -108,6 +105,24 @@ def insert_adapters(
     del result.graph.node[:]
     result.graph.node.extend([*writer.first, *writer.nodes])
     return result
+
+
+def _uses_of(
+    weights: Collection[str], graph: Graph, tensors: Mapping[str, Any]
+) -> dict[str, list[Use]]:
+    read: dict[str, list[Use]] = {}
+    for use in uses(graph, tensors):
+        if use.name in weights:
+            read.setdefault(use.name, []).append(use)
+    return read
+
+
+def factor_types(
+    weights: Collection[str], graph: Graph, tensors: Mapping[str, Any]
+) -> dict[str, np.dtype]:
+    """Return the type that a file has the factors of each weight in."""
+    read = _uses_of(weights, graph, tensors)
+    return {name: _float_type(name, read.get(name, ()), tensors) for name in weights}
 
 
 def _float_type(weight: str, read: Sequence[Use], tensors: Mapping[str, Any]) -> np.dtype:

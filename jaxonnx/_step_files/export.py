@@ -21,6 +21,7 @@ from jaxonnx._io.build import unused_name
 from jaxonnx._step_files import web as _web
 from jaxonnx._step_files.load import FORMAT
 from jaxonnx.errors import InputError, TrainingError
+from jaxonnx.lora import Adapters
 from jaxonnx.model import Model, load
 from jaxonnx.onnx_out import OPSET, known_tensor, reads, split_into_blocks, split_state, write_model
 from jaxonnx.training import (
@@ -235,16 +236,23 @@ class _Exporter:
         return proto, {"state": self.names}
 
     def weights(self) -> tuple[ModelProto, dict[str, Any]]:
-        """Return a graph from the state to the tensors of the file that training renews."""
+        """Return a graph from the state to the tensors of the file that training renews.
+
+        Of weights in few bits these are the factors of their adapters, as `save` names them.
+        """
 
         def tensors(values):
             state = jax.tree_util.tree_unflatten(self._structure, values)
-            trained = self._step.to_model(self._step.view(state), state.state).merge_adapters()
-            return {n: x for n, x in trained.tensors.items() if n in names}
+            trained = self._step.to_model(self._step.view(state), state.state)
+            return trained._file_tensors()
 
-        trained = self._step.model.merge_adapters()
-        names = {*trained.params, *self.state.state}
-        found = {name: f"file.{name}" for name in trained.tensors if name in names}
+        model = self._step.model
+        adaption, renewed = model.program.adaption, {*self.state.params, *self.state.state}
+        apart = adaption is not None and bool(adaption.stored)
+        if adaption is not None and not apart:
+            renewed.update(adaption.params)
+        names = [n for n in model._file_tensors() if n in renewed or n not in model.tensors]
+        found = {name: f"file.{name}" for name in names}
         proto = write_model(
             lambda values: [tensors(values)[name] for name in found],
             (self.leaves,),
@@ -253,7 +261,8 @@ class _Exporter:
             self.opset,
             flat=True,
         )
-        return proto, {"state": self._drop_unread(proto), "tensors": found}
+        told = {"state": self._drop_unread(proto), "tensors": found}
+        return proto, told | ({"adapters": Adapters.of(model).about} if apart else {})
 
     def _drop_unread(self, proto: ModelProto) -> list[str]:
         """Remove the tensors of the state that a graph does not read; return the others."""

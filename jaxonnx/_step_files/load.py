@@ -11,7 +11,9 @@ import numpy as np
 from onnx import ModelProto
 
 from jaxonnx._io.read import weights_of
+from jaxonnx._safe_read import reading
 from jaxonnx.errors import InputError
+from jaxonnx.lora import Adapters
 from jaxonnx.model import Model, load
 
 FORMAT = "jaxonnx training step 1"
@@ -25,8 +27,9 @@ def import_step(
 ) -> Model:
     """Return a model with the weights of a training state that `export_step`'s graphs renewed.
 
-    Adapters are merged into the weights that they belong to, and where the step has a moving
-    average, that is what the model gets, as after `train`.
+    Adapters are merged into the weights that they belong to, but for weights in few bits, beside
+    which they stay; and where the step has a moving average, that is what the model gets, as after
+    `train`.
 
     Args:
       model: what the step was exported of, as `jaxonnx.load` takes it, or a Model.
@@ -63,6 +66,10 @@ def import_step(
     if graph is not None:
         values = _finish_tensors(path, graph, values)
     model = model if isinstance(model, Model) else load(model)
+    if graph is not None and graph.get("adapters") is not None:
+        with reading(f"'{path}' is damaged: 'adapters' are none; export again", InputError):
+            adapters = Adapters.read(graph["adapters"], values)
+        return adapters.attach(model)
     known = {**model.state, **model.params}
     for name, value in values.items():
         if name not in known:

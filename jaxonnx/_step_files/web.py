@@ -98,7 +98,8 @@ def write(
       What the manifest says of the page.
     """
     arrays = _arrays(data, model, manifest["step"]["batch"])
-    trained = {n: model.merge_adapters().tensors[n].nbytes for n in manifest["weights"]["tensors"]}
+    found = model._file_tensors()
+    trained = {name: found[name].nbytes for name in manifest["weights"]["tensors"]}
     text, places = _places(model._write(repeat=True), trained)
     (folder / "runtime").mkdir(exist_ok=True)
     for name, own in RUNTIME.items():

@@ -164,6 +164,20 @@ class Adapters:
         return {"rank": self.rank, "alpha": self.alpha, "layouts": places}
 
     @classmethod
+    def read(cls, about: Mapping[str, Any], inputs: Mapping[str, Any]) -> Adapters:
+        """Return the adapters whose layouts `about` has, of values by the names of `to_inputs`.
+
+        Raises:
+          KeyError, TypeError, ValueError: `about` is not that of adapters, or values are missing.
+        """
+        places = {name: Matrix.read(entry) for name, entry in about["layouts"].items()}
+        values = dict(inputs)
+        for name in places:
+            for own, member in zip(pair(name), factor_names(name, module_name), strict=True):
+                values[own] = jnp.matrix_transpose(jnp.asarray(values.pop(member), jnp.float32))
+        return cls(about["rank"], float(about["rank"]), places, values)
+
+    @classmethod
     def load(
         cls,
         path: str | os.PathLike,

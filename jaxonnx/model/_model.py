@@ -685,6 +685,9 @@ class Model(Network, Rendered):
         proto = fold(saving.to_onnx(self.proto, kept, *names, repeat=repeat), net.graph, kept)
         return proto if adaption is None else changed.insert_factors(self, values, form, proto)
 
+    def _file_tensors(self) -> dict[str, Any]:
+        return changed.file_tensors(self)
+
     def _weights(self) -> dict[str, np.ndarray]:
         net = self.merge_adapters()
         return {n: w for n, w in net._values().items() if n in net.params or n in net.state}

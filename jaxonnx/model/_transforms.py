@@ -21,7 +21,13 @@ from jaxonnx._graph.uses import weights
 from jaxonnx._graph.values import fix_inputs, list_values, matching
 from jaxonnx._network import Network
 from jaxonnx._rewrite import requantize as rounding
-from jaxonnx._rewrite.adapters import Factors, insert_adapters, module_name
+from jaxonnx._rewrite.adapters import (
+    Factors,
+    factor_names,
+    factor_types,
+    insert_adapters,
+    module_name,
+)
 from jaxonnx._rewrite.batch import free_batch
 from jaxonnx._rewrite.head import Classes, replace_head
 from jaxonnx._rewrite.outputs import cut
@@ -228,6 +234,21 @@ def insert_factors(
     return insert_adapters(
         proto, model.graph, model.tensors, factors, module_name, as_inputs=form == "inputs"
     )
+
+
+def file_tensors(model: Network) -> dict[str, Any]:
+    """Return the tensors that a file has by default, by name; adapters of few bits as factors."""
+    adaption = model.program.adaption
+    if adaption is None or not adaption.stored:
+        return without_adapters(model).tensors
+    tensors, found = model.tensors, adaption.factors(model.tensors)
+    types = factor_types(found, model.graph, tensors)
+    factors = {
+        member: value.astype(types[weight])
+        for weight, (_, *pair) in found.items()
+        for member, value in zip(factor_names(weight, module_name), pair, strict=True)
+    }
+    return {**adaption.without_factors(tensors), **factors}
 
 
 def _factors(model: Network, values: Mapping[str, Any]) -> dict[str, Factors]:

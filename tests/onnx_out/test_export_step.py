@@ -25,6 +25,7 @@ from jaxonnx import docs
 from jaxonnx.cli import main
 from jaxonnx.onnx_out._export import reads
 from jaxonnx.training import step
+from tests.model.test_adapter_files import two_layers
 from tests.support.tiny_networks import LABELS, examples, mlp
 
 STEPS = 20
@@ -523,3 +524,38 @@ def test_the_learning_rate_of_an_exported_step_is_in_its_state(tmp_path):
     assert np.abs(moves[0]).max() > 1e-3
     np.testing.assert_allclose(moves[1], moves[0] / 4, rtol=1e-3, atol=1e-7)
     assert not moves[2].any()
+
+
+@pytest.mark.deep
+def test_adapters_of_a_base_in_few_bits(tmp_path):
+    """The state is the adapters alone; the step has the base in the bytes of the file."""
+    proto, size = two_layers(96), 96
+    model = jaxonnx.load(proto)
+    random = np.random.default_rng(0)
+    x, y = (random.normal(size=(16, size)).astype(np.float32) for _ in range(2))
+    lora = jaxonnx.LoRA(rank=2, alpha=6.0, where="*_proj*")
+    settings = {"optimizer": optax.adam(1e-2), "lora": lora, "ema": 0.9}
+    jaxonnx.export_step(model, tmp_path, (x, y), "squared_error", **settings)
+    losses, values, _, manifest = trained(tmp_path, (x, y, np.ones(16, np.float32)), 5)
+    assert {name.rpartition(".")[2] for name in manifest["params"]} == {"lora_A", "lora_B"}
+    assert not manifest["statistics"]
+    here = step(model, "squared_error", **settings)
+    update, state = jax.jit(here.update), here.init()
+    for loss in losses:
+        state, (wanted, _) = update(state, (x, y))
+        np.testing.assert_allclose(loss, wanted, rtol=1e-5, atol=1e-6)
+    stored = {
+        numpy_helper.to_array(t).tobytes()
+        for t in proto.graph.initializer
+        if t.data_type == onnx.TensorProto.UINT8
+    }
+    arrays = [*map(numpy_helper.to_array, onnx.load(tmp_path / "step.onnx").graph.initializer)]
+    assert stored <= {array.tobytes() for array in arrays}
+    assert max(array.size for array in arrays if array.dtype == np.float32) < size**2 / 4
+    wanted = here.to_model(here.view(state), state.state)
+    back = jaxonnx.import_step(model, tmp_path, values)
+    np.testing.assert_allclose(back(x), wanted(x), rtol=1e-4, atol=1e-3)
+    path = tmp_path / "manifest.json"
+    path.write_text(path.read_text().replace('"layouts"', '"places"'))
+    with pytest.raises(jaxonnx.InputError, match="'adapters' are none"):
+        jaxonnx.import_step(model, tmp_path, values)
