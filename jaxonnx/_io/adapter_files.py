@@ -4,7 +4,8 @@ import difflib
 import json
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,9 +22,12 @@ SUFFIX = ".onnx_adapter"
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
+Sizes = tuple[int, int, int]
+"""The outputs of queries, keys and values."""
+_PARTS = ("q_proj", "k_proj", "v_proj")
 _PREFIX = "base_model.model."
 """What PEFT puts before the names of modules."""
-_UNKNOWN = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias")
+_UNKNOWN = ("use_dora", "modules_to_save", "lora_bias")
 """Settings of PEFT that a change of rank r does not have."""
 
 
@@ -33,28 +37,38 @@ def is_foreign(path: str | os.PathLike) -> bool:
 
 
 def read(
-    path: str | os.PathLike, weights: Mapping[str, str]
+    path: str | os.PathLike,
+    weights: Mapping[str, str],
+    packed: Mapping[str, Sizes] | None = None,
 ) -> tuple[dict[str, np.ndarray], int, float]:
-    """Return the factors A (rank, inputs) and B (outputs, rank), their rank, and alpha.
+    """Return the factors A (rank, inputs) and B (outputs, rank), their largest rank, and alpha.
 
     Args:
       path: an .onnx_adapter or a folder of PEFT.
       weights: the weight of each module; the factors are called "<weight>.lora_A" and
         "<weight>.lora_B". "self_attn" and "attn" count as one.
+      packed: weights with the outputs of q_proj, k_proj and v_proj in one, whose adapters become
+        one: the ranks of A beside each other, those of B in blocks.
 
     Raises:
-      InputError: a module without a weight, several ranks, or what is not LoRA.
+      InputError: a module without a weight, or what is not LoRA.
       ModelError: the file is damaged.
     """
-    where, alpha = f"'{os.fspath(path)}'", None
+    where, scale_of = f"'{os.fspath(path)}'", _unscaled
     if transposed := os.fspath(path).endswith(SUFFIX):
         arrays = read_onnx_adapter(path)
     else:
         arrays, config = read_peft(path)
-        alpha = _alpha(where, config)
-    modules = {_module(name): weight for name, weight in weights.items()}
-    result: dict[str, np.ndarray] = {}
-    ranks = set()
+        scale_of = _scales(where, config)
+    modules = {_module(name): (weight, 0) for name, weight in weights.items()}
+    for name, weight in weights.items():
+        if weight in (packed or {}):
+            stem = _module(name).rpartition(".")[0]
+            parts = {f"{stem}.{part}": (weight, i) for i, part in enumerate(_PARTS)}
+            modules = parts | modules
+    found: dict[tuple[str, int], dict[str, np.ndarray]] = {}
+    scales: dict[tuple[str, int], float] = {}
+    split = set()
     for key, value in arrays.items():
         stem, _, end = key.removeprefix(_PREFIX).rpartition(".lora_")
         if end not in ("A.weight", "B.weight") or value.ndim < 2:
@@ -66,12 +80,63 @@ def read(
         if not np.isfinite(value).all():
             raise ModelError(f"{where}: '{key}' has values that are not finite")
         value = value.swapaxes(-1, -2) if transposed else value
-        ranks.add(value.shape[-2 if end[0] == "A" else -1])
-        result[f"{modules[_module(stem)]}.lora_{end[0]}"] = value
-    if len(ranks) != 1:
-        raise InputError(f"{where} has adapters of ranks {sorted(ranks)}, not of one")
-    (rank,) = ranks
-    return result, rank, float(rank if alpha is None else alpha)
+        place = modules[_module(stem)]
+        found.setdefault(place, {})[end[0]] = value
+        scales[place] = scale_of(stem, value.shape[-2 if end[0] == "A" else -1])
+        if _module(stem) not in map(_module, weights):
+            split.add(place[0])
+    for (weight, _), pair in found.items():
+        if len(pair) < 2 or pair["A"].shape[-2] != pair["B"].shape[-1]:
+            raise InputError(f"{where}: A and B for '{weight}' are missing, or of unequal ranks")
+    common = len({*scales.values()}) == 1
+    result: dict[str, np.ndarray] = {}
+    for weight in dict.fromkeys(weight for weight, _ in found):
+        parts = {i: found[weight, i] for i in range(3) if (weight, i) in found}
+        scaled = {i: p["B"] * (1 if common else scales[weight, i]) for i, p in parts.items()}
+        a, b = parts[min(parts)]["A"], scaled[min(parts)]
+        if weight in split and packed:
+            a, b = _join({i: (p["A"], scaled[i]) for i, p in parts.items()}, packed[weight])
+        result |= {f"{weight}.lora_A": a, f"{weight}.lora_B": b}
+    if not result:
+        raise InputError(f"{where} has no adapters")
+    rank = max(x.shape[-2] for name, x in result.items() if name.endswith(".lora_A"))
+    return result, rank, float(rank * (next(iter(scales.values())) if common else 1))
+
+
+def _join(
+    parts: Mapping[int, tuple[np.ndarray, np.ndarray]], sizes: Sizes
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return one A and B for a matrix whose outputs are those of several, of some of which these
+    are the factors."""
+    rank = sum(len(a) for a, _ in parts.values())
+    whole, column = np.zeros((sum(sizes), rank), np.float32), 0
+    for i, (_, b) in parts.items():
+        if len(b) != sizes[i]:
+            raise InputError(
+                f"the adapters are of another model: {_PARTS[i]} has {sizes[i]} outputs in this "
+                f"one, {len(b)} in the adapters"
+            )
+        first = sum(sizes[:i])
+        whole[first : first + sizes[i], column : column + b.shape[1]] = b
+        column += b.shape[1]
+    return np.concatenate([a for a, _ in parts.values()]), whole
+
+
+def split_factors(
+    name: str, a: np.ndarray, b: np.ndarray, sizes: Sizes
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return A and B of q_proj, k_proj and v_proj beside the module `name` that has them in one.
+
+    Each has the ranks that reach its outputs; one that none reaches is left out.
+    """
+    result, first = {}, 0
+    for part, size in zip(_PARTS, sizes, strict=True):
+        own = b[first : first + size]
+        used = own.any(axis=0)
+        if used.any():
+            result[f"{name.rpartition('.')[0]}.{part}"] = a[used], own[:, used]
+        first += size
+    return result
 
 
 def _module(name: str) -> str:
@@ -79,17 +144,27 @@ def _module(name: str) -> str:
     return name.replace(".self_attn.", ".attn.").removeprefix("/").replace("/", ".")
 
 
-def _alpha(where: str, config: Mapping[str, Any]) -> float:
-    """Return the alpha of a configuration of PEFT, if it is of a change of rank r."""
+def _unscaled(module: str, rank: int) -> float:
+    return 1.0
+
+
+def _scales(where: str, config: Mapping[str, Any]) -> Callable[[str, int], float]:
+    """Return the scale of a change by module and rank, if a configuration of PEFT is of LoRA."""
     if config.get("peft_type") != "LORA":
         raise InputError(f"{where} is of type {config.get('peft_type')!r}, not LORA")
     odd = [key for key in _UNKNOWN if config.get(key)]
     if odd or config.get("bias", "none") != "none":
         raise InputError(f"{where} has {', '.join(odd) or 'bias'}, which jaxonnx.LoRA has not")
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(rank, int) or not isinstance(alpha, int | float):
+    alpha, patterns = config.get("lora_alpha"), config.get("alpha_pattern") or {}
+    if not isinstance(config.get("r"), int) or not isinstance(alpha, int | float):
         raise InputError(f"{where}: adapter_config.json has no r or no lora_alpha")
-    return alpha * (math.sqrt(rank) if config.get("use_rslora") else 1.0)
+
+    def scale(module: str, rank: int) -> float:
+        # as PEFT matches them: the end of a module's name, which may be an expression
+        own = [x for key, x in patterns.items() if re.match(rf"(.*\.)?({key})$", module)]
+        return (own or [alpha])[0] / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+    return scale
 
 
 def write_onnx_adapter(path: str | os.PathLike, arrays: Mapping[str, np.ndarray]) -> None:
@@ -118,22 +193,34 @@ def read_onnx_adapter(path: str | os.PathLike) -> dict[str, np.ndarray]:
         return {name: np.array(value.numpy()) for name, value in found.items()}
 
 
-def write_peft(folder: str | os.PathLike, factors: Mapping[str, np.ndarray], rank: int) -> None:
-    """Write `adapter_model.safetensors` and `adapter_config.json` of factors by their names.
+def write_peft(
+    folder: str | os.PathLike, factors: Mapping[str, tuple[np.ndarray, np.ndarray]]
+) -> None:
+    """Write `adapter_model.safetensors` and `adapter_config.json` of factors by module.
 
-    They are A (inputs, rank) and B (rank, outputs), with the scale in B, so that alpha is the rank.
+    They are A (rank, inputs) and B (outputs, rank), with the scale in B, so that alpha is the rank.
     """
+    ranks = {name: len(a) for name, (a, _) in factors.items()}
+    rank = max(ranks.values())
+    odd = {name: r for name, r in ranks.items() if r != rank}
     config = {
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": rank,
-        "target_modules": sorted({name.rpartition(".lora_")[0] for name in factors}),
+        "target_modules": sorted(factors),
+        "rank_pattern": odd,
+        "alpha_pattern": odd,
         "bias": "none",
         "lora_dropout": 0.0,
         "use_rslora": False,
     }
+    arrays = {
+        f"{_PREFIX}{name}.lora_{end}.weight": np.ascontiguousarray(x)
+        for name, pair in factors.items()
+        for end, x in zip("AB", pair, strict=True)
+    }
     Path(folder).mkdir(parents=True, exist_ok=True)
-    write_safetensors(Path(folder, _WEIGHTS), {_PREFIX + n: x.T for n, x in factors.items()})
+    write_safetensors(Path(folder, _WEIGHTS), arrays)
     with whole(Path(folder, _CONFIG)) as written:
         written.write_text(json.dumps(config, indent=2) + "\n")
 

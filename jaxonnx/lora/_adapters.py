@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._axes import Matrix
+from jaxonnx._graph.packed_projections import find_packed_projections
 from jaxonnx._graph.roles import running_statistics
-from jaxonnx._graph.uses import weights
+from jaxonnx._graph.uses import uses, weights
 from jaxonnx._io import adapter_files
 from jaxonnx._rewrite.adapters import factor_names, module_name
 from jaxonnx._safe_read import reading
@@ -32,7 +33,8 @@ class Adapters:
     """Trained adapters, apart from the model whose weights they change.
 
     Attributes:
-      rank, alpha: as in `LoRA`.
+      rank, alpha: as in `LoRA`; the scale of every change is alpha / rank, also of those whose own
+        rank is lower.
       layouts: the adapted weights, and what their axes mean.
       values: by name: A ("<weight>.lora_A", rank x inputs) and B ("<weight>.lora_B", outputs x
         rank) of each weight, tensors that were trained in full, and running statistics.
@@ -47,7 +49,8 @@ class Adapters:
         check_scale(self.rank, self.alpha)
         for name in self.layouts:
             a, b = (getattr(self.values.get(member), "shape", ()) for member in pair(name))
-            if (a[-2:-1], b[-1:]) != ((self.rank,), (self.rank,)) or len(a) != len(b):
+            own = a[-2:-1]  # a lower rank is that of a folder of PEFT
+            if not own or own != b[-1:] or not 0 < own[0] <= self.rank or len(a) != len(b):
                 shapes = f"A {[*a]} and B {[*b]}"
                 raise InputError(f"'{name}': {shapes} are not of rank {self.rank}")
 
@@ -126,11 +129,38 @@ class Adapters:
         scale, result = self.alpha / self.rank, {}
         for name in self.layouts:
             a, b = (np.asarray(self.values[member]).swapaxes(-1, -2) for member in pair(name))
+            more = [(0, 0)] * (a.ndim - 2), (0, self.rank - a.shape[-1])  # one rank for all
+            a, b = np.pad(a, [*more[0], (0, 0), more[1]]), np.pad(b, [*more[0], more[1], (0, 0)])
             for member, value in zip(factor_names(name, names), (a, b * scale), strict=True):
                 result[member] = np.ascontiguousarray(value.astype(dtype))
         return result
 
-    def save(self, path: str | os.PathLike, *, names: Callable[[str], str] = module_name) -> None:
+    def _to_modules(
+        self, names: Callable[[str], str], model: Model | None
+    ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Return A and B, with the scale in B, of each module of PEFT."""
+        self.to_inputs(names)  # raises what does not fit
+        odd = [n for n, p in self.layouts.items() if p.kernel or p.batch or p.lookup]
+        if odd:
+            raise InputError(f"PEFT has no such adapter as that of '{odd[0]}'; save an .npz")
+        packed, result = {} if model is None else _packed(model), {}
+        for name in self.layouts:
+            a, b = (np.asarray(self.values[member], np.float32) for member in pair(name))
+            module, b = names(name), b * np.float32(self.alpha / self.rank)
+            whole = {module: (a, b)}
+            sizes = packed.get(name)
+            result |= whole if sizes is None else adapter_files.split_factors(module, a, b, sizes)
+        if not result:
+            raise InputError("the adapters change nothing yet, so that no module of PEFT has any")
+        return result
+
+    def save(
+        self,
+        path: str | os.PathLike,
+        model: Model | None = None,
+        *,
+        names: Callable[[str], str] = module_name,
+    ) -> None:
         """Write the adapters to a small file, or to a folder as PEFT has it.
 
         Args:
@@ -138,6 +168,8 @@ class Adapters:
             `onnxruntime.LoraAdapter` and a model saved with `adapters="inputs"`; or a folder (one
             that exists, or with a slash at its end) for `adapter_model.safetensors` and
             `adapter_config.json`.
+          model: whose matrices with queries, keys and values in one (GroupQueryAttention) PEFT has
+            apart: a folder gets q_proj, k_proj and v_proj, each with the ranks that reach it.
           names: as in `to_inputs`, for the two latter.
 
         Raises:
@@ -147,10 +179,7 @@ class Adapters:
         if os.fspath(path).endswith(adapter_files.SUFFIX):
             return adapter_files.write_onnx_adapter(path, self.to_inputs(names))
         if os.path.isdir(path) or os.fspath(path).endswith(("/", os.sep)):
-            odd = [n for n, p in self.layouts.items() if p.kernel or p.batch or p.lookup]
-            if odd:
-                raise InputError(f"PEFT has no such adapter as that of '{odd[0]}'; save an .npz")
-            return adapter_files.write_peft(path, self.to_inputs(names), self.rank)
+            return adapter_files.write_peft(path, self._to_modules(names, model))
         about = json.dumps(self.about).encode()
         arrays = {**self.values, _ABOUT: np.frombuffer(about, np.uint8)}
         from jaxonnx import sparse
@@ -189,7 +218,8 @@ class Adapters:
 
         Args:
           path: an .npz, a folder of checkpoints; or an .onnx_adapter, or a folder of PEFT.
-          model: whose weights the two latter change.
+          model: whose weights the two latter change. Adapters of q_proj, k_proj and v_proj become
+            one of a matrix that has these in one: their ranks add up.
           names: as in `to_inputs`; "self_attn" and "attn" count as one.
 
         Raises:
@@ -204,7 +234,8 @@ class Adapters:
                 for name, weight in weights(model.graph, model.tensors).items()
                 if weight.matrix and (is_float(model.tensors[name]) or weight.storage)
             }
-            factors, rank, alpha = adapter_files.read(path, {names(name): name for name in found})
+            modules = {names(name): name for name in found}
+            factors, rank, alpha = adapter_files.read(path, modules, _packed(model))
             layouts = {name: at for name, at in found.items() if pair(name)[0] in factors}
             arrays = {name: jnp.asarray(x, jnp.float32) for name, x in factors.items()}
             result = cls(rank, alpha, layouts, arrays)
@@ -237,8 +268,9 @@ class Adapters:
         for name, place in self.layouts.items():
             if name not in shapes:
                 raise InputError(f"the adapters are of another model: it has no weight '{name}'")
-            shapes_of, axes = tuple(map(wanted.pop, pair(name))), [*range(len(shapes[name]))]
-            if sorted(place.order) != axes or shapes_of != place.factors(shapes[name], self.rank):
+            a, b = map(wanted.pop, pair(name))
+            axes = [*range(len(shapes[name]))]
+            if sorted(place.order) != axes or (a, b) != place.factors(shapes[name], a[-2]):
                 raise InputError(
                     f"the adapters are of another model: its '{name}' has shape "
                     f"{list(shapes[name])}"
@@ -248,3 +280,9 @@ class Adapters:
                 raise InputError(
                     f"the adapters are of another model: it has no '{name}' of shape {list(shape)}"
                 )
+
+
+def _packed(model: Model) -> dict[str, tuple[int, int, int]]:
+    tensors = model.tensors
+    found = weights(model.graph, tensors)
+    return find_packed_projections(model.graph, found, [*uses(model.graph, tensors)])

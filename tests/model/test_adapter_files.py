@@ -9,11 +9,13 @@ import onnx
 import onnxruntime
 import optax
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import jaxonnx
 from jaxonnx._io import checkpoints
 from tests.model.test_lora import FORMS, parse
 from tests.model.test_packed import FILES, MS, network, normal, raw
+from tests.support.paths import DATA
 
 
 def session(path):
@@ -255,3 +257,79 @@ def test_damaged_scales_zero_points_and_groups(name, value, words):
             tensor.CopyFrom(onnx.numpy_helper.from_array(array, name))
     with pytest.raises(jaxonnx.ModelError, match=words):
         jaxonnx.LoRA(2, where="w").attach(jaxonnx.load(proto), jax.random.key(0))
+
+
+def peft_folder(folder, factors, **config):
+    """A folder as PEFT writes it."""
+    folder.mkdir()
+    arrays = {
+        f"base_model.model.{name}.lora_{end}.weight": x
+        for name, pair in factors.items()
+        for end, x in pair.items()
+    }
+    save_file(arrays, folder / "adapter_model.safetensors")
+    whole = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none"} | config
+    (folder / "adapter_config.json").write_text(json.dumps(whole))
+    return arrays
+
+
+@pytest.mark.parametrize("file", ["llama", "phi3"])  # float32, and MatMulNBits
+def test_queries_keys_and_values_apart_in_peft(file, tmp_path):
+    """Adapters of q_proj and v_proj on a builder's qkv_proj, of 32, 16 and 16 outputs."""
+    model = jaxonnx.load(DATA / "llm" / "builder" / f"{file}.onnx")
+    layer = "model.layers.1.self_attn"
+    shapes = {"q_proj": (2, 32), "v_proj": (2, 16), "o_proj": (3, 32)}
+    factors = {
+        f"{layer}.{name}": {"A": normal(rank, 32), "B": normal(outputs, rank)}
+        for name, (rank, outputs) in shapes.items()
+    }
+    patterns = {"rank_pattern": {"o_proj": 3}, "alpha_pattern": {"o_proj": 1}}
+    arrays = peft_folder(tmp_path / "peft", factors, **patterns)
+    adapters = jaxonnx.Adapters.load(tmp_path / "peft", model)
+    qkv, o = sorted(adapters.layouts, key=lambda name: "o_proj" in name)
+    assert ".attn.qkv_proj." in qkv
+    assert adapters.rank == 4
+
+    def change(name, scale):
+        a, b = (factors[f"{layer}.{name}"][end] for end in "AB")
+        return scale * b @ a
+
+    def product(adapters, name):
+        a, b = (np.asarray(adapters.values[f"{name}.lora_{end}"]) for end in "AB")
+        return adapters.alpha / adapters.rank * b @ a
+
+    wanted = {qkv: np.concatenate([change("q_proj", 2), np.zeros((16, 32)), change("v_proj", 2)])}
+    wanted[o] = change("o_proj", 1 / 3)
+    for name, value in wanted.items():
+        np.testing.assert_allclose(product(adapters, name), value, rtol=1e-5, atol=1e-5)
+    attached = adapters.attach(model)
+    assert attached.params[f"{o}.lora_A"].shape == (3, 32)
+
+    named = lambda name: _rewritten(name).replace(".attn.", ".self_attn.")  # noqa: E731
+    adapters.save(f"{tmp_path}/back/", model, names=named)
+    config = json.loads((tmp_path / "back" / "adapter_config.json").read_text())
+    ranks = {f"{layer}.q_proj": 2, f"{layer}.v_proj": 2}
+    assert (config["r"], config["rank_pattern"]) == (3, ranks)
+    back = load_file(tmp_path / "back" / "adapter_model.safetensors")
+    assert back.keys() == arrays.keys()
+    again = jaxonnx.Adapters.load(tmp_path / "back", model)
+    for name, value in wanted.items():
+        np.testing.assert_allclose(product(again, name), value, rtol=1e-5, atol=1e-5)
+
+    # trained on the whole matrix, each of three takes all ranks
+    fresh = changed(model, 3, qkv)
+    jaxonnx.Adapters.of(fresh).save(f"{tmp_path}/fresh/", model, names=named)
+    loaded = jaxonnx.Adapters.load(tmp_path / "fresh", model)
+    assert loaded.rank == 9
+    products = [product(one, qkv) for one in (loaded, jaxonnx.Adapters.of(fresh))]
+    np.testing.assert_allclose(*products, rtol=1e-4, atol=1e-5)
+
+    for name, shape, words in (
+        (f"{layer}.q_proj", (5, 2), "q_proj has 32 outputs in this one, 5 in the adapters"),
+        (f"{layer}.q_proj", (32, 3), "missing, or of unequal ranks"),
+        (f"{layer}.x_proj", (32, 2), "no weight of a module"),
+    ):
+        target = tmp_path / str(len(words))
+        peft_folder(target, {name: {"A": normal(2, 32), "B": normal(*shape)}})
+        with pytest.raises(jaxonnx.InputError, match=words):
+            jaxonnx.Adapters.load(target, model)

@@ -10,6 +10,7 @@ import onnx
 import pytest
 
 import jaxonnx
+from jaxonnx._rewrite.adapters import module_name
 
 pytestmark = [pytest.mark.deep, pytest.mark.filterwarnings("ignore::FutureWarning")]
 pytest.importorskip("torch")
@@ -41,10 +42,11 @@ def folder(tmp_path_factory):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1").save_pretrained(
         folder / "hf"
     )
-    for precision in ("fp32", "int4"):
+    for precision, fused in (("fp32", "false"), ("int4", "false"), ("fp32", "true")):
         builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-e", "cpu"]
-        files = ["-i", folder / "hf", "-o", folder / precision, "-p", precision, "-c", folder]
-        options = ["--extra_options", "fuse_qkv=false"]
+        out = folder / (precision + "_fused" * (fused == "true"))
+        files = ["-i", folder / "hf", "-o", out, "-p", precision, "-c", folder]
+        options = ["--extra_options", f"fuse_qkv={fused}"]
         subprocess.run([*builder, *files, *options], check=True, capture_output=True)
     path = folder / "int4" / "model.onnx"
     proto = onnx.load(path, load_external_data=False)
@@ -101,3 +103,43 @@ def test_adapters_of_onnxruntime_genai(folder, precision, tmp_path):
         jaxonnx.Adapters.of(tuned).save(file)
         expected = logits(tuned)[0, -1]
         np.testing.assert_allclose(last_logits(out, file), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_adapters_of_peft_on_packed_projections(folder, rslora, tmp_path):
+    """PEFT's q_proj, k_proj, v_proj and o_proj, on a qkv_proj: its changes, and back."""
+    peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
+    from transformers import LlamaForCausalLM
+
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    pattern = {"k_proj": 2}
+    config = peft.LoraConfig(
+        r=3, lora_alpha=5, target_modules=modules, use_rslora=rslora, rank_pattern=pattern
+    )
+    net = peft.get_peft_model(LlamaForCausalLM.from_pretrained(folder / "hf").eval(), config)
+    torch.manual_seed(0)
+    for name, value in net.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(value, std=0.1)
+    net.save_pretrained(tmp_path / "peft")
+
+    def theirs(net):
+        with torch.no_grad():
+            return net(torch.from_numpy(IDS)).logits.numpy()
+
+    model = jaxonnx.load(folder / "fp32_fused" / "model.onnx")
+    adapters = jaxonnx.Adapters.load(tmp_path / "peft", model)
+    assert any("qkv_proj" in name for name in adapters.layouts)
+    for name in adapters.layouts:
+        layer = net.base_model.model.model.layers[int(name.split(".")[2])].self_attn
+        parts = modules[:3] if "qkv_proj" in name else modules[3:]
+        delta = [getattr(layer, part).get_delta_weight("default") for part in parts]
+        a, b = (np.asarray(adapters.values[f"{name}.lora_{end}"]) for end in "AB")
+        found = adapters.alpha / adapters.rank * b @ a
+        np.testing.assert_allclose(found, torch.cat(delta).detach().numpy(), rtol=1e-5, atol=1e-6)
+
+    named = lambda name: module_name(name).replace(".attn.", ".self_attn.")  # noqa: E731
+    adapters.save(f"{tmp_path}/back/", model, names=named)
+    fresh = LlamaForCausalLM.from_pretrained(folder / "hf").eval()
+    again = peft.PeftModel.from_pretrained(fresh, tmp_path / "back").eval()
+    np.testing.assert_allclose(theirs(again), theirs(net.eval()), rtol=1e-3, atol=1e-4)
