@@ -42,7 +42,12 @@ ARCHITECTURES = {
     "gemma2": GEMMA,
     "gemma3_text": GEMMA | {"layer_types": ["sliding_attention", "full_attention"]},
     "phi": {"partial_rotary_factor": 1.0},
-    "phi3": {"original_max_position_embeddings": 64},
+    # by the size of the vocabulary the builder knows heads: no other product may have it
+    "phi3": {
+        "original_max_position_embeddings": 64,
+        "intermediate_size": 96,
+        "num_key_value_heads": 2,
+    },
     "mistral": {"head_dim": 16},
     "smollm3": {"no_rope_layers": [1, 1]},
     "granite": {"embedding_multiplier": 2.0, "logits_scaling": 2.0, "attention_multiplier": 0.25},
