@@ -52,7 +52,7 @@ ARCHITECTURES = {
     "smollm3": {"no_rope_layers": [1, 1]},
     "granite": {"embedding_multiplier": 2.0, "logits_scaling": 2.0, "attention_multiplier": 0.25},
     "olmo": {},
-    "nemotron": {"head_dim": 16},
+    "nemotron": {"head_dim": 16, "partial_rotary_factor": 1.0},
     "gpt_oss": LOCAL | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
 }
