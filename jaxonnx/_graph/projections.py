@@ -33,14 +33,28 @@ def find_projections(
 ) -> set[str]:
     """Return those of some weights that have a role.
 
-    "all-linear" are those of attention and of the perceptrons.
+    "all-linear" are those of attention and of the perceptrons. The branches of an If are networks
+    of their own, as in decoders that have one with a past and one without.
     """
+    found = [
+        use
+        for use in uses(graph, tensors)
+        if use.name in names and not use.passes and _is_product(use.matrix)
+    ]
+    chosen = _select(graph, [(u.name, u.outer) for u in found if u.outer.op.name != "If"], role)
+    for branch in (b for node in graph.nodes if node.op.name == "If" for b in node.subgraphs):
+        inside = {node.index for node in branch.nodes}
+        products = [(use.name, use.node) for use in found if use.node.index in inside]
+        chosen |= _select(branch, products, role)
+    return chosen
+
+
+def _select(graph: Graph, products: Collection[tuple[str, Node]], role: Role) -> set[str]:
+    """Return those of the weights of a graph's projections that have a role."""
     places: dict[str, list[Node]] = {}
-    for use in uses(graph, tensors):
-        if use.name in names and not use.passes and _is_product(use.matrix):
-            places.setdefault(use.name, []).append(use.outer)
-    nodes = [node for found in places.values() for node in found]
-    weighted = {node.index for node in nodes}
+    for name, node in products:
+        places.setdefault(name, []).append(node)
+    weighted = {node.index for _, node in products}
     ways = _Ways(graph, weighted)
     attentions = ways.attentions()
     near = ways.reach(attentions, ways.sources) | ways.reach(attentions, ways.readers) | attentions

@@ -44,7 +44,8 @@ def open_batch(model: Model, settings: Settings) -> tuple[Model, list[str]]:
     Raises:
       TrainingError: the batch cannot be opened, and `batch_size` asks for another.
     """
-    firsts = {v.shape[0] for v in model.inputs if v.shape and isinstance(v.shape[0], int)}
+    inputs = model.without_cache().inputs  # a switch of caches has one element, for all examples
+    firsts = {v.shape[0] for v in inputs if v.shape and isinstance(v.shape[0], int)}
     own = bool(model.proto.training_info) and settings.loss is None and settings.optimizer is None
     if len(firsts) != 1 or own or settings.batching:
         return model, []

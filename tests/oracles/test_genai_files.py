@@ -106,7 +106,7 @@ def check_decoding(path):
     decoder.check(IDS[1:, 3:4])
 
 
-def check_training(path, loss, atol, lora=None):
+def check_training(path, loss, atol, tuned, lora=None):
     """The first loss is that of transformers, it falls, and the tuned file is as the first one."""
     model = jaxonnx.load(path)
     data = {"input_ids": IDS}
@@ -119,6 +119,8 @@ def check_training(path, loss, atol, lora=None):
     assert losses[-1] < losses[0] - 0.2
     names = [[value.name for value in m.inputs + m.outputs] for m in (model, result.model)]
     assert names[0] == names[1]
+    result.model.save(tuned)
+    Decoder(tuned).check(IDS[:1, :10])
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -127,11 +129,11 @@ def test_a_stored_file_decodes_as_onnxruntime_does(name):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_stored_file_trains(name):
+def test_a_stored_file_trains(name, tmp_path):
     """Losses of float32 files are those of transformers; 4 bits and float16 are near."""
     precision = STORED[name][0]
     atol = {"fp32": 1e-4, "fp16": 2e-2, "int4": 0.5}[precision]
-    check_training(FOLDER / f"{name}.onnx", TOLD["losses"][name], atol)
+    check_training(FOLDER / f"{name}.onnx", TOLD["losses"][name], atol, tmp_path / "tuned.onnx")
 
 
 def test_all_logits_are_trained_where_the_file_has_those_of_the_last_token():
@@ -187,4 +189,5 @@ def test_what_the_builder_writes(architecture, variant, tmp_path):
         atol = max(atol, 5e-2)
     # of integers only norms would be trained, and with tied embeddings nothing else
     lora = jaxonnx.LoRA(rank=4, where="all-linear") if precision == "int4" else None
-    check_training(path, genai_builder.loss_of(network, IDS.tolist()), atol, lora)
+    loss = genai_builder.loss_of(network, IDS.tolist())
+    check_training(path, loss, atol, tmp_path / "tuned.onnx", lora)

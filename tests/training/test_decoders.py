@@ -161,3 +161,24 @@ def test_features_that_are_joined_to_an_input_are_no_cache():
     )
     model = jaxonnx.load(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]))
     assert model.without_cache() is model
+
+
+def test_a_merged_decoder_trains_in_its_branch_without_a_past():
+    """optimum's `merge_decoders` wrote it, of one layer of Llama; its weights lie around the If."""
+    path = LLM / "optimum-merged" / "decoder_model_merged.onnx"
+    model = jaxonnx.load(path)
+    told = json.loads((LLM / "builder" / "losses.json").read_text())
+    ids, loss = np.array(told["ids"]), json.loads((LLM / "optimum-merged.json").read_text())["loss"]
+    lora = jaxonnx.LoRA(rank=4, where="all-linear")
+    data, adam = {"input_ids": ids}, optax.adam(1e-2)
+    result = jaxonnx.train(model, data, loss="causal_lm", optimizer=adam, epochs=5, lora=lora)
+    assert result.history.losses[0] == pytest.approx(loss, abs=1e-4)
+    assert result.history.losses[-1] < loss - 0.2
+    session = onnxruntime.InferenceSession(result.model.to_onnx().SerializeToString())
+    positions = np.tile(np.arange(12), (2, 1))
+    feed = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": positions}
+    past = np.zeros((2, 1, 0, 16), np.float32)
+    feed |= {f"past_key_values.0.{what}": past for what in ("key", "value")}
+    feed["use_cache_branch"] = np.array([False])
+    (wanted,) = session.run(["logits"], feed)
+    np.testing.assert_allclose(result.model(**feed)[0], wanted, atol=2e-5)
