@@ -50,15 +50,19 @@ class ClassLoss:
 
         Half precision, whose sums end at 65504, is summed in float32.
         """
-        outputs, targets = self.align(outputs, targets)
         outputs = outputs.astype(jnp.promote_types(outputs.dtype, jnp.float32))
         ignored = -1 if self.ignore_index is None else self.ignore_index
+        if self.shift:  # labels move: scores would be copied, and their gradient padded
+            last = jnp.full_like(targets[:, :1], ignored)
+            targets = jnp.concatenate([targets[:, 1:], last], axis=1)
         weight = weight.reshape(-1, *(1,) * (targets.ndim - 1))
         targets = jnp.where(weight > 0, targets, ignored)
         losses = self._apply(self.operator, outputs, targets, ignored, "none")
         total = (losses * weight).sum()
         if self.reduction == "sum":
             return total, jnp.ones_like(total)
+        if self.weight is None:
+            return total, ((targets != ignored) * weight).sum()
         # the weights of the labels that count: each has the negative log-likelihood 1
         count = operators.negative_log_likelihood_loss
         shares = self._apply(count, jnp.full_like(outputs, -1), targets, ignored, "none")

@@ -1,29 +1,33 @@
 """LoRA and full steps of a language model beside those of `transformers` and `peft`.
 
     python -m benchmarks.speed.lora [--hidden 256] [--layers 4] [--sequence 128] [--batch 8]
+    python -m benchmarks.speed.lora --apart [...]    # first steps and memory of processes
 
 A Llama with random weights, saved by `transformers` and written as ONNX by onnxruntime-genai's
 builder. Both sides take AdamW steps on the same tokens, in turn, in one process. CPU milliseconds
 are those of all threads together, so that other work on the machine counts less; memory is what
-XLA reserves for ours. It needs torch, transformers, peft and onnxruntime-genai.
+XLA reserves for ours. With `--apart` each has a process of its own: seconds from its beginning to
+the end of the first step, imports and compiling included, milliseconds of later ones, and the peak
+of its memory. `torch.compile` needs a C++ compiler. All of it needs torch, transformers, peft and
+onnxruntime-genai.
 """
 
 import argparse
+import json
+import resource
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-import optax
 from rich.console import Console
 from rich.table import Table
 
-import jaxonnx
-
+START = time.perf_counter()
 RANK, VOCABULARY = 8, 2048
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -58,6 +62,11 @@ def write(folder: Path, hidden: int, layers: int, precisions: list[str]) -> None
 
 def ours(path: Path, ids: np.ndarray, lora: bool):
     """Return a function that takes a step, and the bytes that XLA reserves for it."""
+    import jax
+    import optax
+
+    import jaxonnx
+
     model = jaxonnx.load(path).with_outputs("logits")
     if lora:
         where = ["*_proj*"]
@@ -90,8 +99,8 @@ def ours(path: Path, ids: np.ndarray, lora: bool):
     return run, sizes.argument_size_in_bytes + sizes.temp_size_in_bytes
 
 
-def peers(folder: Path, ids: np.ndarray, lora: bool):
-    """Return a function that takes PyTorch's step."""
+def peers(folder: Path, ids: np.ndarray, lora: bool, compiled: bool = False):
+    """Return a function that takes PyTorch's step, and None."""
     import peft
     import torch
     from transformers import LlamaForCausalLM
@@ -104,15 +113,82 @@ def peers(folder: Path, ids: np.ndarray, lora: bool):
     optimizer = torch.optim.AdamW(trained, 1e-3, fused=True)
     tokens = torch.from_numpy(ids.astype(np.int64))
     mask = torch.ones_like(tokens)
+    call: Any = torch.compile(net) if compiled else net
 
     def run() -> float:
-        loss = net(input_ids=tokens, attention_mask=mask, labels=tokens, use_cache=False).loss
+        loss = call(input_ids=tokens, attention_mask=mask, labels=tokens, use_cache=False).loss
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
         return loss.item()
 
-    return run
+    return run, None
+
+
+SYSTEMS = {
+    "LoRA": partial(ours, lora=True),
+    "LoRA, base in 4 bits": partial(ours, lora=True),
+    "full": partial(ours, lora=False),
+    "peft": partial(peers, lora=True),
+    "peft, compiled": partial(peers, lora=True, compiled=True),
+    "PyTorch, full": partial(peers, lora=False),
+    "PyTorch, full, compiled": partial(peers, lora=False, compiled=True),
+}
+
+
+def make(name: str, folder: Path, ids: np.ndarray):
+    """Return the step of a system by its name."""
+    path = folder / "hf"
+    if SYSTEMS[name].func is ours:
+        path = folder / ("int4" if "4 bits" in name else "fp32") / "model.onnx"
+    return SYSTEMS[name](path, ids)
+
+
+def measure_alone(name: str, folder: Path, ids: np.ndarray, rounds: int) -> dict[str, float]:
+    """Take steps of one system in this process."""
+    take_step, _ = make(name, folder, ids)
+    take_step()
+    first, times = time.perf_counter() - START, []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        take_step()
+        times.append(time.perf_counter() - start)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    return {"first": first, "ms": min(times) * 1e3, "peak": peak}
+
+
+def compare_alone(folder: Path, names: list[str]) -> Table:
+    """Run each system in a process of its own."""
+    table = Table("step", "s to the end of the first", "ms, least, of later ones", "peak MB")
+    for name in names:
+        command = [sys.executable, "-m", "benchmarks.speed.lora", *sys.argv[1:]]
+        command += ["--one", name, "--folder", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            table.add_row(name, (done.stderr.strip().splitlines() or ["failed"])[-1])
+            continue
+        said = json.loads(done.stdout.splitlines()[-1])
+        table.add_row(name, f"{said['first']:.1f}", f"{said['ms']:.0f}", f"{said['peak']:.0f}")
+    return table
+
+
+def compare_in_turn(folder: Path, names: list[str], ids: np.ndarray, rounds: int) -> Table:
+    """Run all systems in this process, in turn."""
+    made = {name: make(name, folder, ids) for name in names}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in made}
+    for take_step in [run for run, _ in made.values()] * 2:
+        take_step()
+    for _ in range(rounds):
+        for name, (take_step, _) in made.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            take_step()
+            times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+    table = Table("step", "ms, least", "ms, median", "CPU ms, least", "reserved, MB")
+    for name, (_, reserved) in made.items():
+        wall, cpu = np.array(times[name]).T * 1e3
+        cells = [f"{x:.0f}" for x in (wall.min(), np.median(wall), cpu.min())]
+        table.add_row(name, *cells, f"{reserved / 1e6:.0f}" if reserved else "–")
+    return table
 
 
 def main() -> None:
@@ -122,32 +198,24 @@ def main() -> None:
     sizes = {"hidden": 256, "layers": 4, "sequence": 128, "batch": 8, "rounds": 20}
     for name, size in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--apart", action="store_true", help="each in a process of its own")
+    parser.add_argument("--compiled", action="store_true", help="torch.compile as well")
+    parser.add_argument("--one", choices=SYSTEMS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     shape = options.batch, options.sequence
     ids = np.random.default_rng(0).integers(0, VOCABULARY, shape).astype(np.int32)
+    if options.one:
+        print(json.dumps(measure_alone(options.one, options.folder, ids, options.rounds)))
+        return
+    names = [name for name in SYSTEMS if options.compiled or not name.endswith("compiled")]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write(folder, options.hidden, options.layers, ["fp32", "int4"])
-        made = {
-            "LoRA": ours(folder / "fp32" / "model.onnx", ids, True),
-            "LoRA, base in 4 bits": ours(folder / "int4" / "model.onnx", ids, True),
-            "full": ours(folder / "fp32" / "model.onnx", ids, False),
-            "peft": (peers(folder / "hf", ids, True), None),
-            "PyTorch, full": (peers(folder / "hf", ids, False), None),
-        }
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in made}
-        for take_step in [run for run, _ in made.values()] * 2:
-            take_step()
-        for _ in range(options.rounds):
-            for name, (take_step, _) in made.items():
-                wall, cpu = time.perf_counter(), time.process_time()
-                take_step()
-                times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
-    table = Table("step", "ms, least", "ms, median", "CPU ms, least", "reserved, MB")
-    for name, (_, reserved) in made.items():
-        wall, cpu = np.array(times[name]).T * 1e3
-        cells = [f"{x:.0f}" for x in (wall.min(), np.median(wall), cpu.min())]
-        table.add_row(name, *cells, f"{reserved / 1e6:.0f}" if reserved else "–")
+        if options.apart:
+            table = compare_alone(folder, names)
+        else:
+            table = compare_in_turn(folder, names, ids, options.rounds)
     Console().print(table)
 
 
