@@ -42,6 +42,20 @@ def blocks(page, language):
     return [code for mark, code in found if "not run" not in mark]
 
 
+@pytest.mark.deep
+def test_the_recipe_with_optuna(folder):
+    pytest.importorskip("optuna")
+    page = ROOT / "jaxonnx" / "docs" / "recipes.md"
+    (marked,) = re.findall(
+        r"<!-- not run: [^\n]*optuna[^\n]*-->\n```python\n(.*?)```", page.read_text(), re.DOTALL
+    )
+    names: dict = {}
+    for code in (blocks(page, "python")[0], marked):
+        exec(compile(code, page.name, "exec"), names)
+    assert len(names["study"].trials) == 4
+    assert names["study"].best_value > 0.5
+
+
 def python(page):
     """Run the Python of a page, and return its names."""
     names = {}
