@@ -49,6 +49,8 @@ def computed_values(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, Compu
         if not _is_computable(node) or not all(name in sources for name in node.reads):
             continue
         read = node.inputs[:1] if node.op.name in _LOOKUPS else node.inputs
+        if node.op.name == "Div" and sources[node.inputs[0]]:
+            read = node.inputs[:1]  # what a weight is divided by is its norm, or a step
         behind: frozenset[str] | None = frozenset()
         for name in filter(None, read):
             own = sources[name]

@@ -31,6 +31,11 @@ COMPUTED = {
         weight(8, 8),
         True,
     ),
+    "a norm that the exporter computed": (
+        "c = Clip(p, low) u = Div(w0, c) y = MatMul(x, u)",
+        np.abs(weight(8, 1)),
+        False,
+    ),
     "a standardized kernel": (
         "m = ReduceMean<axes = [1]>(p) v = Sub(p, m) y = MatMul(x, v)",
         weight(8, 8),
@@ -131,6 +136,7 @@ def file(nodes, value):
     tensors = {"w0": weight(8, 8), "w1": weight(10, 3), "wc": weight(2, 1, 1, 1)}
     tensors |= {"w2": weight(1, 2, 1, 1), "wg": weight(1, 24, 8), "rg": weight(1, 24, 8)}
     tensors |= {"g": weight(8), "places": np.arange(6.0)[:, None], "mask": np.tri(8), "p": value}
+    tensors["low"] = 1e-12
     for name, array in tensors.items():
         if any(name in node.input for node in proto.graph.node):
             proto.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(array), name))
