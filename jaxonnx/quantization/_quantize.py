@@ -213,9 +213,11 @@ def _insert(
     }
     for name, parameters in scales.items():
         writer.quantize_weight(name, parameters)
-    writer.quantize_values(sites.reads, found)
-    writer.quantize_outputs(sites.outputs, found)
-    writer.store_biases((bias.name, bias.value, bias.weight) for bias in sites.biases)
+    masked = {output for (output, _), name in sites.reads.items() if name not in found}
+    reads = {place: name for place, name in sites.reads.items() if place[0] not in masked}
+    writer.quantize_values(reads, found)
+    writer.quantize_outputs((n for n in sites.outputs if n in found), found)
+    writer.store_biases((b.name, b.value, b.weight) for b in sites.biases if b.value in found)
     if method == "round":
         values = learn_rounding(model, sites, scales, examples, schemes)
         learned = {name: jnp.asarray(value) for name, value in values.items()}

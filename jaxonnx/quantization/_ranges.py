@@ -22,6 +22,8 @@ _SHARES = np.linspace(0.2, 1, 81)
 _KEPT = 0.9999
 """The share of the numbers within the range of "percentile"."""
 
+_HIDDEN = -1e30
+"""What a mask adds at least to what it hides."""
 _NOTHING = 1e-9
 """The probability of a bin that rounding leaves empty."""
 
@@ -91,7 +93,9 @@ def calibrate(
     batches: Iterable[Sequence[Any]],
     scheme: Quantization,
 ) -> dict[str, Parameters]:
-    """Return scale and zero point of activations, by name.
+    """Return scale and zero point of activations, by name; without those that hold masks.
+
+    A mask that is added to scores of attention has numbers near the least of float32.
 
     Args:
       model: the network before quantization.
@@ -126,6 +130,8 @@ def calibrate(
         low, high = np.mean(limits, 0).T
     result = {}
     for i, name in enumerate(measured):
+        if low[i] <= _HIDDEN and high[i] < -_HIDDEN:
+            continue
         if not np.isfinite([low[i], high[i]]).all():
             raise InputError(
                 f"'{name}' is not finite for some example of the calibration data, so that it has "
@@ -133,7 +139,8 @@ def calibrate(
             )
         seen = np.concatenate([part[i] for part in samples])
         result[name] = _parameters(*_range(low[i], high[i], seen, scheme), scheme)
-    return {name: result[_origin(name, shared)] for name in values}
+    origins = {name: _origin(name, shared) for name in values}
+    return {name: result[origin] for name, origin in origins.items() if origin in result}
 
 
 def _origin(name: str, shared: Mapping[str, str]) -> str:

@@ -73,6 +73,7 @@ DEEP = [
     ("mobilenet.dynamo", "int8"),
     ("resnet18.legacy", "int8"),
     ("transformer.legacy", "int4"),
+    ("families/transformers_llama", "int8"),
 ]
 
 
@@ -82,17 +83,19 @@ DEEP = [
 def test_integers_are_those_of_onnxruntime(name, scheme):
     """Each operator gives the same integers from the same integers."""
     model = jaxonnx.load(DATA / f"{name}.onnx")
-    x = examples(model)
+    first, *masks = model.inputs
+    x = {first.name: examples(model, 2 if masks else 8)}
+    x |= {value.name: np.ones(value.shape, np.int64) for value in masks}
     proto = jaxonnx.quantize(model, x, scheme).to_onnx()
     inner, outputs = integers(proto), [value.name for value in proto.graph.output]
     assert inner
-    whole = np.asarray(jaxonnx.load(proto)(x))
+    whole = np.asarray(jaxonnx.load(proto)(**x))
     for value in inner:
         kind = onnx.TensorProto.UINT8
         proto.graph.output.append(helper.make_tensor_value_info(value, kind, None))
-    theirs = session(proto).run(None, {model.inputs[0].name: x})
+    theirs = session(proto).run(None, x)
     given = dict(zip(inner, theirs[len(outputs) :], strict=True))
-    ours = jaxonnx.load(reading_given(proto, given))(x, **given_inputs(given))
+    ours = jaxonnx.load(reading_given(proto, given))(**x, **given_inputs(given))
     equal = [np.asarray(a) == b for a, b in zip(ours, theirs, strict=True)][len(outputs) :]
     assert np.concatenate([part.reshape(-1) for part in equal]).mean() >= 0.999
     # ties that are rounded the other way have consequences in the layers behind
@@ -184,6 +187,16 @@ def test_a_quantized_file_goes_on_at_its_own_scales(learn):
         assert new[name].dtype == value.dtype
     (theirs,) = session(after).run(None, {"x": x})
     np.testing.assert_array_equal(theirs, session(before).run(None, {"x": x})[0])
+
+
+@pytest.mark.deep
+def test_a_new_head_is_rounded_with_the_rest():
+    (x, y), _ = demo.digits()
+    same = {"loss": LOSS, "optimizer": optax.adam(1e-3), "quantize": "int8", "batch_size": 64}
+    proto = jaxonnx.train(demo.model(), (x[:64], y[:64] % 7), head=7, **same).model.to_onnx()
+    assert tensors_of(proto)["14.weight_quantized"].dtype == np.int8
+    (theirs,) = session(proto).run(None, {proto.graph.input[0].name: x[:4]})
+    assert theirs.shape == (4, 7)
 
 
 @pytest.mark.deep
