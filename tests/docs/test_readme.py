@@ -38,7 +38,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 def blocks(page, language):
     """The code of a page, except what is marked as not to be run."""
-    found = re.findall(rf"(<!-- .* -->\n)?```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+    found = re.findall(rf"(<!-- [^\n]* -->\n)?```{language}\n(.*?)```", page.read_text(), re.DOTALL)
     return [code for mark, code in found if "not run" not in mark]
 
 
