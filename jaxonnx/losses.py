@@ -230,6 +230,31 @@ def distill(
     return loss
 
 
+def shift_right(labels: Any, start: int, padding: int, ignore_index: int = -100) -> np.ndarray:
+    """Return what the decoder of an encoder-decoder reads while it learns labels (N, length).
+
+    It is the tokens before each label, from `start` on, as Hugging Face's models make them:
+    `decoder_start_token_id` and `pad_token_id` of their configuration. The loss of each label is
+    then `cross_entropy(axis=-1, ignore_index=-100)`, without another shift.
+
+    >>> shift_right([[5, 6, 7], [8, 9, -100]], start=2, padding=1).tolist()
+    [[2, 5, 6], [2, 8, 9]]
+
+    Args:
+      padding: what stands for labels of `ignore_index`.
+
+    Raises:
+      TrainingError: labels are not integers (N, length).
+    """
+    labels = np.asarray(labels)
+    if labels.ndim != 2 or labels.dtype.kind not in "iu":
+        raise TrainingError(
+            f"shift_right takes integer labels (N, length); they are {labels.dtype}{labels.shape}"
+        )
+    shifted = np.pad(labels[:, :-1], ((0, 0), (1, 0)), constant_values=start)
+    return np.where(shifted == ignore_index, padding, shifted)
+
+
 def log_likelihoods(logits: jax.Array, labels: jax.Array, ignore_index: int = -100) -> jax.Array:
     """Return the log-likelihood of each row of tokens (N, length) by logits (N, length, tokens).
 

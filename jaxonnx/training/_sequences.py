@@ -1,5 +1,6 @@
 """Decoders as training reads them: whole sequences, without caches, and logits alone."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,8 @@ from jaxonnx.training._losses import find
 
 LOGITS = "logits"
 """The output of language models that exporters and runtimes agree on."""
+_CROSS = re.compile(r"(.*[._/])?(encoder[._/].*|decoder_input_ids)")
+"""Inputs of an encoder-decoder, or of its decoder alone."""
 
 
 def read_whole_sequences(model: Model, loss: Any, data: Any = None) -> Model:
@@ -23,7 +26,17 @@ def read_whole_sequences(model: Model, loss: Any, data: Any = None) -> Model:
     Logits are of all steps where the file gives those of the last one (`prune_lm_head`). Other
     models, and those whose caches are in the data, are returned as they are. `restore_inputs` takes
     it back.
+
+    Raises:
+      TrainingError: the loss is one of next tokens, and the decoder that of an encoder.
     """
+    crossed = [value.name for value in model.inputs if _CROSS.fullmatch(value.name)]
+    if crossed and is_next_token(loss):
+        raise TrainingError(
+            f"causal_lm shifts labels, and the decoder of an encoder (input {crossed[0]!r}) reads "
+            "shifted ones: it would learn the token after next. loss=jaxonnx.losses.cross_entropy("
+            "axis=-1, ignore_index=-100), with jaxonnx.losses.shift_right(labels, ...) as its input"
+        )
     if not _has_caches(model, data):
         model = model.without_cache()
     names = [value.name for value in model.outputs]

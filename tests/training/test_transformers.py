@@ -17,6 +17,7 @@ from tests.support.paths import DATA
 
 FILES = DATA / "transformers"
 DEEP = pytest.mark.deep
+LABELS = losses.cross_entropy(axis=-1, ignore_index=-100)
 PAIRS = Padding(untargeted=True, group=2)
 CROSS_ENTROPY = "softmax_cross_entropy_with_integer_labels"
 WATCHED = {
@@ -29,6 +30,10 @@ WATCHED = {
             "vision_model.embeddings.patch_embedding.weight"
         ),
         "text_projection.weight": "onnx::MatMul_502",
+    },
+    "whisper": {
+        "model.encoder.conv1.weight": "encoder.conv1.weight",
+        "model.decoder.embed_tokens.weight": "model.decoder.embed_tokens.weight",
     },
     "vit": {
         "vit.embeddings.cls_token": "vit.embeddings.cls_token",
@@ -49,6 +54,28 @@ def sentence_encoder():
     return tokens.then(mean_of_tokens, outputs=["sentence_embedding"])
 
 
+def joined(name):
+    """The encoder and the decoder of a folder as one graph."""
+    encoder, decoder = (onnx.load(FILES / name / f"{n}_model.onnx") for n in ("encoder", "decoder"))
+    encoder = onnx.compose.add_prefix(encoder, "encoder.")
+    states = [("encoder.last_hidden_state", "encoder_hidden_states")]
+    return onnx.compose.merge_models(encoder, decoder, io_map=states)
+
+
+def whisper():
+    """Its encoder has fixed positions, which the file adds like any other table."""
+    model = jaxonnx.load(joined("whisper"))
+    return model.with_trainable([n for n in model.params if n != "encoder.onnx::Add_138"])
+
+
+def shifted(batch, start, padding):
+    """The batch of `joined`, from what transformers takes."""
+    labels, mask = batch["labels"], batch.get("attention_mask")
+    encoder = {f"encoder.{n}": x for n, x in batch.items() if n != "labels"}
+    also = {} if mask is None else {"encoder_attention_mask": mask}
+    return encoder | also | {"input_ids": losses.shift_right(labels, start, padding), "y": labels}
+
+
 def recorded(name):
     told = dict(np.load(FILES / name / "step.npz"))
     losses = told.pop("losses")
@@ -60,16 +87,20 @@ MODELS = {
     "bert": (sentence_encoder, "in_batch_negatives"),
     "clip": (lambda: jaxonnx.load(FILES / "clip"), {"logits_per_text": "contrastive"}),
     "vit": (lambda: jaxonnx.load(FILES / "vit"), CROSS_ENTROPY),
+    "whisper": (whisper, LABELS),
 }
 
 
 KEEP_GRADIENTS = optax.GradientTransformation(lambda params: params, lambda g, state, _: (g, g))
 
 
-@pytest.mark.parametrize("name", ["bert", *(pytest.param(n, marks=DEEP) for n in ("clip", "vit"))])
+@pytest.mark.parametrize(
+    "name", ["bert", *(pytest.param(n, marks=DEEP) for n in ("clip", "vit", "whisper"))]
+)
 def test_steps_are_those_of_transformers(name):
     make, loss = MODELS[name]
     model, (batch, told, gradients) = make(), recorded(name)
+    batch = shifted(batch, 2, 1) if name == "whisper" else batch
     step = jaxonnx.training.step(model, loss, optax.chain(KEEP_GRADIENTS, optax.adam(1e-3)))
     update, state, found = jax.jit(step.update), step.init(), []
     for _ in range(len(told)):
@@ -82,6 +113,48 @@ def test_steps_are_those_of_transformers(name):
         expected = gradients[theirs]
         expected = expected.T if name_here.startswith("onnx::") else expected
         np.testing.assert_allclose(ours[name_here], expected, rtol=1e-3, atol=2e-6, err_msg=theirs)
+
+
+@pytest.mark.deep
+def test_an_encoder_and_its_decoder_train_together_and_are_saved_apart(tmp_path):
+    """T5, whose one table of embeddings each of its files has for itself."""
+    model, (batch, told, gradients) = jaxonnx.load(joined("t5")), recorded("t5")
+    batch = shifted(batch, 0, 0)
+    step = jaxonnx.training.step(model, LABELS, optax.sgd(0.1))
+    state, (value, _) = jax.jit(step.update)(step.init(), batch)
+    assert float(value) == pytest.approx(told[0], rel=1e-5)
+    params = step.view(state)
+    change = {n: 10 * (np.asarray(x) - np.asarray(params[n])) for n, x in model.params.items()}
+    tables = change["encoder.embed_tokens.weight"] + change["shared.weight"]
+    np.testing.assert_allclose(tables, gradients["shared.weight"], rtol=1e-3, atol=1e-5)
+
+    trained = step.to_model(params, state.state)
+    tensors = {t.name: onnx.numpy_helper.to_array(t) for t in trained.to_onnx().graph.initializer}
+    encoder = {n.removeprefix("encoder."): x for n, x in tensors.items() if n[:8] == "encoder."}
+    decoder = {n: x for n, x in tensors.items() if n[:8] != "encoder."}
+    for part, weights in (("encoder", encoder), ("decoder", decoder)):
+        apart = jaxonnx.load(FILES / "t5" / f"{part}_model.onnx", weights=weights)
+        apart.save(tmp_path / f"{part}_model.onnx")
+    sessions = [
+        onnxruntime.InferenceSession(tmp_path / f"{part}_model.onnx")
+        for part in ("encoder", "decoder")
+    ]
+    mask = batch["encoder.attention_mask"]
+    feed = {"input_ids": batch["encoder.input_ids"], "attention_mask": mask}
+    (states,) = sessions[0].run(None, feed)
+    feed = {"encoder_hidden_states": states, "encoder_attention_mask": mask}
+    (logits,) = sessions[1].run(["logits"], feed | {"input_ids": batch["input_ids"]})
+    inputs = {n: x for n, x in batch.items() if n != "y"}
+    np.testing.assert_allclose(logits, model.apply(params, **inputs), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_another_shift_of_labels_is_refused(name):
+    with pytest.raises(TrainingError, match=r"input 'encoder\..*shift_right"):
+        jaxonnx.training.step(jaxonnx.load(joined(name)), "causal_lm", optax.sgd(0.1))
+    decoder = jaxonnx.load(FILES / name / "decoder_model.onnx")
+    with pytest.raises(TrainingError, match="the token after next"):
+        jaxonnx.evaluate(decoder, {}, loss="causal_lm")
 
 
 def test_sentence_embeddings_leave_padding_out_in_onnxruntime():
