@@ -74,7 +74,7 @@ def quantize(
       batches: the number of batches that ranges are measured on.
       method: "round" learns for each weight whether it is rounded up or down, by the error of its
         layer's results (AdaRound), instead of rounding to the nearest number, and corrects the
-        means of biases. It pays at four bits and fewer, and takes some seconds for each layer.
+        means of biases. It pays at four bits and fewer, but not for every network: compare both.
       preprocess: as in `jaxonnx.train`, for folders of pictures.
 
     Returns:
