@@ -20,6 +20,7 @@ from jax import P
 import jaxonnx
 from jaxonnx import demo
 from jaxonnx.training import _checkpoint
+from tests.model.test_adapter_files import two_layers
 from tests.support.paths import DATA
 from tests.support.tiny_networks import LABELS
 
@@ -121,6 +122,25 @@ def lora(folder):
 
     settings = {"lora": jaxonnx.LoRA(rank=4), "optimizer": optax.adam(1e-2)}
     compared(demo.mlp(128), ("tensor",), check, **settings)
+
+
+def few_bits(folder):
+    """Codes and scales of MatMulNBits are split alike, along the outputs of the matrix."""
+    model, random = jaxonnx.load(two_layers(256)), np.random.default_rng(0)
+    data = tuple(random.normal(size=(32, 256)).astype(np.float32) for _ in range(2))
+    settings = {"loss": "squared_error", "batch_size": 16, "optimizer": optax.adam(1e-2)}
+    settings["lora"] = jaxonnx.LoRA(4, where="*_proj*")
+    alone = jaxonnx.train(model, data, progress=False, **settings)
+    for sharding in ("data", "fsdp"):
+        result = jaxonnx.train(
+            model, data, progress=False, mesh=mesh(), sharding=sharding, **settings
+        )
+        np.testing.assert_allclose(result.history.losses, alone.history.losses, rtol=1e-4)
+        for name, x in result.lora.values.items():
+            np.testing.assert_allclose(x, alone.lora.values[name], rtol=1e-3, atol=1e-4)
+    specs = model.shardings(mesh(), "fsdp").specs
+    assert len(specs) == 4
+    assert {*map(str, specs.values())} == {str(P(("data", "model")))}
 
 
 def decoder(folder):
@@ -384,7 +404,7 @@ CASES = (
     (apart, resumed),  # the first looks at all arrays that there are
     (quick, sparse, average),
     (cnn, lstm, carried),
-    (transformer, lora, decoder),
+    (transformer, lora, few_bits, decoder),
 )
 """The cases of each process: most of them share what it takes to start one."""
 
