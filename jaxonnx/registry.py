@@ -67,6 +67,10 @@ Kernel = Annotated[Any, "kernel"]
 Factor = Annotated[Any, "factor"]
 """A matrix that rows are multiplied by (`x @ w`), which may be an `Adapted` of `lowering`."""
 
+PerAxis = Annotated[Any, "per axis"]
+"""A scalar, or a vector along the attribute `axis` of the first input, on which the operator works
+element by element: that may be kept in another order, in which `axis` is another."""
+
 Rows = Annotated[Any, "rows"]
 """A matrix whose rows may be a `MergedRows` of `lowering`."""
 
@@ -139,6 +143,7 @@ class Op:
     kernels: frozenset[int] = frozenset()
     factors: frozenset[int] = frozenset()
     rows: frozenset[int] = frozenset()
+    per_axis: frozenset[int] = frozenset()
     needed: tuple[str | None, ...] = ()
     """The names of the inputs up to the last required one, None for those that may be omitted."""
     last: int = 0
@@ -259,6 +264,7 @@ def op(
                 kernels=_positions_of(positional, Kernel),
                 factors=_positions_of(positional, Factor),
                 rows=_positions_of(positional, Rows),
+                per_axis=_positions_of(positional, PerAxis),
                 context=context,
                 attributes=frozenset(attributes),
                 required=frozenset(attributes.keys() - defaults.keys()),

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx.lowering import Changed, LowRank, MergedRows, Packed, in_file
-from jaxonnx.registry import Op
+from jaxonnx.lowering import Changed, KernelFirst, LowRank, MergedRows, Packed, in_file
+from jaxonnx.registry import Op, Rounded
 
 
 @jax.tree_util.register_dataclass
@@ -42,10 +42,24 @@ class ChannelsLast:
         """Return the array in ONNX's order."""
         return jnp.moveaxis(self.value, -1, 1)
 
+    def place(self, axis: int) -> int:
+        """Return where an axis of ONNX's order is in `value`."""
+        return _axis(axis, self.ndim)
+
 
 def first(value: Any) -> Any:
     """Return the value in ONNX's order."""
+    if isinstance(value, Rounded):
+        return Rounded(first(value.value), first(value.real))
     return value.first() if isinstance(value, ChannelsLast) else in_file(value)
+
+
+def _order(op: Op, arguments: Sequence[Any]) -> Any:
+    """Return the first argument if it is in another order, which an operator keeps; else None."""
+    x, *others = arguments
+    x = x.value if isinstance(x, Rounded) else x
+    vectors = all(np.ndim(a) < 2 for a in others if a is not None)
+    return x if op.per_axis and isinstance(x, ChannelsLast | KernelFirst) and vectors else None
 
 
 def _last(value: Any, rank: int) -> Any:
@@ -60,6 +74,8 @@ def _last(value: Any, rank: int) -> Any:
 
 def choose(op: Op, arguments: Sequence[Any]) -> list[Any]:
     """Return the arguments of an operator in the order in which it is best evaluated."""
+    if op.per_axis and _order(op, arguments) is not None:
+        return [*arguments]
     if op.channels and _is_image(arguments[0]):
         x, *others = arguments
         others = [a if i in op.kernels else first(a) for i, a in enumerate(others, 1)]
@@ -90,6 +106,8 @@ def _is_image(value: Any) -> bool:
 
 def call(op: Op, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
     """Call an operator on what `choose` gives; its results are in the same order."""
+    if op.per_axis and (kept := _order(op, arguments)) is not None:
+        return _call_in_order(op, kept, arguments, keywords)
     images = [a for a in arguments if isinstance(a, ChannelsLast)]
     if not images:
         return op.function(*arguments, **keywords)
@@ -108,6 +126,23 @@ def call(op: Op, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
         return (ChannelsLast(y), *others)
     wrap: Callable = lambda y: ChannelsLast(y) if y.ndim == rank else y  # noqa: E731
     return tuple(map(wrap, results)) if isinstance(results, tuple) else wrap(results)
+
+
+def _call_in_order(op: Op, kept: Any, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
+    """Call an operator on the elements of `kept` in their order, which its result is in, too."""
+    (x, *others), given = arguments, keywords
+    axis = keywords.get("axis", op.defaults.get("axis"))
+    if axis is not None and -kept.ndim <= axis < kept.ndim:
+        keywords = keywords | {"axis": kept.place(axis)}
+    x = Rounded(x.value.value, x.real.value) if isinstance(x, Rounded) else x.value
+    try:
+        y = op.function(x, *others, **keywords)
+    except (TypeError, ValueError):
+        op.function(*map(first, arguments), **given)  # the message has the shapes of the file
+        raise
+    if isinstance(y, Rounded):
+        return Rounded(type(kept)(y.value), type(kept)(y.real))
+    return type(kept)(y)
 
 
 def _axis(axis: int, rank: int) -> int:

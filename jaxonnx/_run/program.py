@@ -246,6 +246,7 @@ class Program:
         used = [
             (use.name, use.position in use.node.op.kernels)
             for use in uses(graph or self.graph, tensors)
+            if not (use.passes and use.node.op.per_axis)  # these keep the order
         ]
         others = {name for name, is_kernel in used if not is_kernel}
         return store(tensors, {name for name, _ in used} - others, factors)

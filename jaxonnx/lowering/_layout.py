@@ -48,6 +48,11 @@ class KernelFirst:
         """Return the array in ONNX's order."""
         return self.value.transpose(self.ndim - 1, self.ndim - 2, *range(self.ndim - 2))
 
+    def place(self, axis: int) -> int:
+        """Return where an axis of ONNX's order is in `value`."""
+        axis %= self.ndim
+        return axis - 2 if axis > 1 else self.ndim - 1 - axis
+
 
 def kernel_first(shape: Sequence[int]) -> Axes | None:
     """Return the axes that make a weight kernel first, if its last axis is short."""

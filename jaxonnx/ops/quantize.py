@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax import lax
 
 from jaxonnx._constraints import NotNegative
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import SMALL, Changed, LowRank, Packed, integer_product
 from jaxonnx.ops.cast import convert
 from jaxonnx.ops.common import axis_of, element_dtype
-from jaxonnx.registry import Factor, Rounded, Through, is_known, op, xp
+from jaxonnx.registry import Factor, PerAxis, Rounded, Through, is_known, op, xp
 
 
 def _zero_point(value, x, axis, block_size) -> Any:
@@ -81,7 +82,8 @@ def _straight_through(value, ratio, zero_point):
 @jax.custom_jvp
 def with_gradient_of(value, real):
     """Return `value` in float32, with the derivative of `real`."""
-    return convert(value, np.float32)
+    # or XLA rounds again wherever a loop over the taps of a convolution reads the result
+    return convert(lax.optimization_barrier(value), np.float32)
 
 
 @with_gradient_of.defjvp
@@ -99,8 +101,8 @@ def _with_gradient_jvp(primals, tangents):
 @op("QuantizeLinear", since=13, view=True)
 def quantize_linear(
     x,
-    scale,
-    zero_point=None,
+    scale: PerAxis,
+    zero_point: PerAxis = None,
     *,
     axis=1,
     saturate=1,
@@ -131,8 +133,8 @@ def _wide(dtype):
 @op("DequantizeLinear", since=13, view=True)
 def dequantize_linear_13(
     x: Through | Factor,
-    scale,
-    zero_point=None,
+    scale: PerAxis,
+    zero_point: PerAxis = None,
     *,
     axis=1,
     block_size: NotNegative = 0,
@@ -197,7 +199,15 @@ def _packed(x, scale, zero_point, **options) -> Packed | None:
     shapes="scale #1",
     without=("axis", "block_size", "output_dtype"),
 )
-def dequantize_linear(x: Through, scale, zero_point=None, *, axis=1, block_size=0, output_dtype=0):
+def dequantize_linear(
+    x: Through,
+    scale: PerAxis,
+    zero_point: PerAxis = None,
+    *,
+    axis=1,
+    block_size=0,
+    output_dtype=0,
+):
     """(x - zero_point) * scale in the type of the result: `output_dtype` or that of `scale`."""
     dtype = element_dtype(output_dtype) if output_dtype else scale.dtype
     y = with_gradient_of(x.value, x.real) if isinstance(x, Rounded) else convert(x, np.float32)

@@ -3,6 +3,7 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
@@ -28,7 +29,7 @@ def network(*nodes, outputs=("y",), rank=4, **weights):
             for n, v in weights.items()
         ],
     )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
 
 def node(kind, *names, **attributes):
@@ -62,6 +63,20 @@ CHAINS = {
         node("Transpose", "a", "t", perm=[0, 1, 3, 2]),
         node("Relu", "a", "y"),
         outputs=("t", "y", "c"),
+    ),
+    "rounding by channel": network(
+        node("QuantizeLinear", "c", "scale", "zero", "q", axis=-3),
+        node("DequantizeLinear", "q", "scale", "zero", "d", axis=1),
+        node("Relu", "d", "y"),
+        scale=rng.uniform(0.1, 0.2, 4),
+        zero=rng.integers(100, 150, 4).astype(np.uint8),
+    ),
+    "rounding by row": network(
+        node("QuantizeLinear", "c", "scale", "zero", "q", axis=2),
+        node("DequantizeLinear", "q", "scale", "zero", "y", axis=2),
+        scale=rng.uniform(0.1, 0.2, 4),
+        zero=np.zeros(4, np.int8),
+        outputs=("q", "y"),
     ),
     "a condition": network(
         node("Greater", "c", "s", "above"), node("Where", "above", "c", "s", "y"), s=np.array(0.5)
@@ -105,6 +120,71 @@ def test_a_chain_changes_the_order_twice():
     lowered = jax.jit(model.apply).trace(model.params, x).lower(lowering_platforms=("cuda",))
     images = re.findall(r"stablehlo.transpose .*: \(tensor<2x", lowered.as_text())
     assert len(images) == 2
+
+
+def rounded_network():
+    return network(
+        node("QuantizeLinear", "c", "s", "z", "q", axis=1),
+        node("DequantizeLinear", "q", "s", "z", "d", axis=1),
+        node("Relu", "d", "r"),
+        node("QuantizeLinear", "w2", "s2", "z2", "w2q", axis=0),
+        node("DequantizeLinear", "w2q", "s2", "z2", "w2d", axis=0),
+        node("Conv", "r", "w2d", "y", pads=[1, 1, 1, 1]),
+        w2=rng.normal(size=(8, 4, 3, 3)),
+        s=np.array([0.01, 0.02, 0.03, 0.04]),
+        z=np.array([120, 0, 130, 128], np.uint8),
+        s2=rng.uniform(0.005, 0.02, 8),
+        z2=np.zeros(8, np.int8),
+    )
+
+
+def test_gradients_through_rounding_have_images_and_kernels_in_their_order():
+    """The oracle is the straight-through estimator, written for arrays in ONNX's order."""
+    file = rounded_network()
+    tensors = {t.name: numpy_helper.to_array(t) for t in file.graph.initializer}
+    model = jaxonnx.load(file).with_trainable(["w", "w2"])
+    x = rng.normal(size=(2, 3, 5, 6)).astype(np.float32)
+    y_bar = rng.normal(size=(2, 8, 4, 5)).astype(np.float32)
+
+    def rounded(x, s, z, axis):
+        s, z = (t.reshape([-1 if i == axis else 1 for i in range(4)]) for t in (s, z))
+        info = np.iinfo(z.dtype)
+        nearest = jnp.rint(x / s) + z
+        inside = (nearest >= info.min) & (nearest <= info.max)
+        value = (jnp.clip(nearest, info.min, info.max) - z) * s
+        real = jnp.where(inside, x, 0)
+        return real + jax.lax.stop_gradient(value - real)
+
+    def expected(weights, x):
+        c = jax.lax.conv(x, weights["w"], (1, 1), "VALID")
+        r = jax.nn.relu(rounded(c, tensors["s"], tensors["z"], 1))
+        w2 = rounded(weights["w2"], tensors["s2"], tensors["z2"], 0)
+        return (jax.lax.conv(r, w2, (1, 1), "SAME") * y_bar).sum()
+
+    def found(weights, x):
+        return (model.apply_train(weights, model.state, None, x)[0] * y_bar).sum()
+
+    wanted = jax.grad(expected, (0, 1))({n: tensors[n] for n in ("w", "w2")}, x)
+    given = jaxonnx.kernels_first(model.params)
+    assert {name: type(value).__name__ for name, value in given.items()} == {
+        "w": "KernelFirst",
+        "w2": "KernelFirst",
+    }
+    for params in (model.params, given):
+        weights, images = jax.grad(found, (0, 1))(params, x)
+        np.testing.assert_allclose(images, wanted[1], rtol=1e-4, atol=1e-4)
+        for name, gradient in weights.items():
+            gradient = gradient if isinstance(gradient, jax.Array) else gradient.first()
+            np.testing.assert_allclose(gradient, wanted[0][name], rtol=1e-4, atol=1e-4)
+
+
+def test_rounding_does_not_change_the_order():
+    model = jaxonnx.load(rounded_network()).with_trainable(["w", "w2"])
+    x = np.zeros((2, 3, 5, 6), np.float32)
+    params = jaxonnx.kernels_first(model.params)
+    lowered = jax.jit(model.apply).trace(params, x).lower(lowering_platforms=("cuda",))
+    turned = re.findall(r"stablehlo.transpose ", lowered.as_text())
+    assert len(turned) == 2  # the input and the output
 
 
 def test_a_compiled_call_has_kernels_first_and_nothing_else():
