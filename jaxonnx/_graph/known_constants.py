@@ -69,10 +69,10 @@ def _are_mirrored(value: np.ndarray) -> bool:
     """
     kernels = value.reshape(value.shape[0] * value.shape[1], *value.shape[2:])
     first = kernels[:1].astype(np.float64)
-    if first.size < _LEAST - 1 or not _mirror(first):  # as nearly all weights
+    if first.size < _LEAST - 1 or not np.isfinite(first).all() or not _mirror(first):
         return False
     kernels = kernels.astype(np.float64)
-    if not _mirror(kernels):
+    if not np.isfinite(kernels).all() or not _mirror(kernels):
         return False
     flat = kernels.reshape(len(kernels), -1)
     return bool(((np.ptp(flat, 1) > 0) & (np.count_nonzero(flat, 1) > 1)).any())
