@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxonnx._axes import Matrix
 from jaxonnx.errors import InputError
-from jaxonnx.lowering import Changed, LowRank, is_half, unfold_change
+from jaxonnx.lowering import Changed, LowRank, in_file, is_half, unfold_change
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Merge:
     stored: tuple[str, ...] = ()
 
     def factors(self, tensors: Mapping[str, Any]) -> dict[str, tuple[Matrix, Any, Any]]:
-        pairs = {name: [tensors[member] for member in pair(name)] for name in self.layouts}
+        pairs = {name: [in_file(tensors[member]) for member in pair(name)] for name in self.layouts}
         scale = self.alpha / self.rank
         return {
             name: (self.layouts[name], jnp.matrix_transpose(a), jnp.matrix_transpose(b) * scale)
@@ -39,7 +39,8 @@ class Merge:
     def __call__(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         result = dict(tensors)
         for name, place in self.layouts.items():
-            a, b = (result.pop(member) for member in pair(name))
+            # a step may store those of a stack of matrices in the order of kernels
+            a, b = (in_file(result.pop(member)) for member in pair(name))
             w = tensors[name]
             plain = w.ndim == 2 and w.dtype == a.dtype and not is_half(w)
             b = b * (self.alpha / self.rank)

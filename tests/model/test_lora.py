@@ -396,3 +396,25 @@ def test_an_optimizer_for_each_group():
 def test_settings_of_a_run_that_do_not_fit(settings, words):
     with pytest.raises(jaxonnx.Error, match=words):
         train(mlp(), **settings)
+
+
+def test_adapters_of_a_stack_of_matrices_are_trained():
+    """B of shape (experts, outputs, rank) is stored in the order of kernels by a run on CPU."""
+    proto = onnx.parser.parse_model("""
+    <ir_version: 9, opset_import: ["": 17]>
+    g (float[n,4,1,16] x) => (float[n,4,1,16] y) { y = MatMul(x, w) }
+    """)
+    w = np.random.default_rng(0).normal(0, 0.2, (4, 16, 16)).astype("f4")
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
+    x = np.random.default_rng(1).normal(size=(8, 4, 1, 16)).astype("f4")
+    lora = jaxonnx.LoRA(rank=2, where="w", alpha=4)
+    settings = {"loss": "squared_error", "batch_size": 8, "progress": False}
+    result = jaxonnx.train(
+        proto, (x, 0 * x), optimizer=optax.adam(1e-2), lora=lora, epochs=20, **settings
+    )
+    assert result.history.losses[-1] < 0.7 * result.history.losses[0]
+    a, b = (result.lora.values[f"w.lora_{end}"] for end in "AB")
+    assert (a.shape, b.shape) == ((4, 2, 16), (4, 16, 2))
+    change = 2 * jnp.matrix_transpose(b @ a)
+    np.testing.assert_allclose(result.model.params["w"], w + change, atol=1e-6)
+    np.testing.assert_allclose(result.model(x), x @ (w + change), atol=1e-5)
