@@ -72,6 +72,11 @@ class Caches:
         empty = {value.name: self._empty(value, batch, sizes) for value in self.values}
         return {**empty, **self.switches}
 
+    def sized(self, batch: int) -> dict[str, np.ndarray | None]:
+        """Return the values of `empty` that need no sizes of other values."""
+        plain = [v for v in self.values if self.sizes[v.name].isdisjoint((v.shape or ())[1:])]
+        return {**{value.name: self._empty(value, batch, {}) for value in plain}, **self.switches}
+
     def _empty(self, value: Value, batch: int, sizes: Mapping[str, int]) -> np.ndarray | None:
         if value.name in self.omissible:
             return None

@@ -346,7 +346,8 @@ class Program:
                 inputs = {**inputs, **self.packing.values(inputs)}
             if self.caches is not None:
                 batch = np.shape(inputs[graph.inputs[0]])[0]
-                sizes = evaluate_sizes(graph, self.caches.joined, inputs, context)
+                known = {**self.caches.sized(batch), **inputs}
+                sizes = evaluate_sizes(graph, self.caches.joined, known, context)
                 inputs = {**self.caches.empty(batch, sizes), **inputs}
             return _compilable(graph, run(graph, inputs, context)), renewed
 

@@ -182,3 +182,38 @@ def test_a_merged_decoder_trains_in_its_branch_without_a_past():
     feed["use_cache_branch"] = np.array([False])
     (wanted,) = session.run(["logits"], feed)
     np.testing.assert_allclose(result.model(**feed)[0], wanted, atol=2e-5)
+
+
+def test_the_size_of_a_cache_that_is_joined_to_what_another_cache_gives():
+    """As in LFM2 in half precision: a convolution's cache is read before keys are joined."""
+    proto = onnx.parser.parse_model("""
+    <ir_version: 9, opset_import: ["": 17]>
+    g (int64[batch,seq] ids, float[batch,8,2] past_conv, float[batch,past,size] past_key)
+    => (float[batch,seq,8] y, float[batch,8,2] conv, float[batch,total,size] key)
+    <int64[1] minus_two = {-2}, int64[1] two = {2}, int64[1] end = {1000}> {
+        x = Gather (table, ids)
+        t = Transpose <perm = [0, 2, 1]> (x)
+        joined = Concat <axis = 2> (past_conv, t)
+        conv = Slice (joined, minus_two, end, two)
+        new = Slice (joined, two, end, two)
+        turned = Transpose <perm = [0, 2, 1]> (new)
+        y = MatMul (turned, w)
+        key = Concat <axis = 1> (past_key, y)
+    }
+    """)
+    rng = np.random.default_rng(0)
+    w, table = rng.normal(size=(8, 8)).astype("f4"), rng.normal(size=(11, 8)).astype("f4")
+    for name, value in (("w", w), ("table", table)):
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+    ids = rng.integers(0, 11, (3, 5))
+    x = table[ids]
+    result = jaxonnx.train(
+        jaxonnx.load(proto),
+        (ids, {"y": 0 * x}),
+        loss={"y": "squared_error"},
+        optimizer=optax.sgd(0.1),
+        epochs=1,
+        batch_size=3,
+        progress=False,
+    )
+    np.testing.assert_allclose(result.history.losses, [np.mean((x @ w) ** 2)], rtol=1e-5)
