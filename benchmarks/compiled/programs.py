@@ -182,11 +182,11 @@ def mask_search(name: str, place: Any):
 
 def mask_refresh(name: str, place: Any):
     """Compile the search of a mask, and the mask as bits."""
-    from jaxonnx.sparse._pattern import parse
+    from jaxonnx.sparse import Goal, Pattern
     from jaxonnx.sparse._refresh import renew_masks
 
     def refresh(true, w, old):
-        return renew_masks(true, {"w": w}, {"w": old}, parse("2:4", True), {"w": (0, 1)})
+        return renew_masks(true, {"w": w}, {"w": old}, {"w": Goal(Pattern(), (0, 1))})
 
     w = jax.ShapeDtypeStruct((SEARCHED, SEARCHED), jnp.float32)
     bits = jax.ShapeDtypeStruct((SEARCHED**2 // 8,), jnp.uint8)

@@ -15,6 +15,7 @@ import inspect
 import time
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import numpy as np
 import onnx
@@ -61,7 +62,8 @@ def quantize(model: jaxonnx.Model, folder: Path) -> jaxonnx.Model:
         nodes_to_exclude=logits,
     )
     quantizer.process()
-    onnx.save(getattr(quantizer.model, "model", quantizer.model), folder / "model.onnx")
+    written: Any = quantizer.model
+    onnx.save(getattr(written, "model", written), folder / "model.onnx")
     return jaxonnx.load(folder)
 
 

@@ -48,10 +48,8 @@ def interleaved(calls, rounds):
 def selection(size, rounds):
     w = jnp.asarray(np.random.default_rng(0).normal(size=(size, size)), jnp.float32)
     search, define = jax.jit(_templates.codes), jax.jit(definition)
-    best, axes = sparse.Pattern(), {"w": (0, 1)}
-    refresh = jax.jit(
-        lambda true, w, old: _refresh.renew_masks(true, {"w": w}, {"w": old}, best, axes)
-    )
+    where = {"w": sparse.Goal(sparse.Pattern(), (0, 1))}
+    refresh = jax.jit(lambda true, w, old: _refresh.renew_masks(true, {"w": w}, {"w": old}, where))
     bits = sparse.to_bits(sparse.mask(w))
     calls = {
         "definition": lambda: define(w),

@@ -200,6 +200,8 @@ def group_query_attention(
     start = lengths - (jnp.minimum(steps, lengths) if query_seqlens is None else query_seqlens)
     queries = start[:, None] + np.arange(steps)
     if do_rotary:
+        if cos_cache is None or sin_cache is None:
+            raise NodeError("do_rotary=1 needs cos_cache and sin_cache")
         if position_ids is None and steps > len(cos_cache):
             raise NodeError(
                 f"{steps} tokens, and tables of rotary positions for {len(cos_cache)}: cut the "
