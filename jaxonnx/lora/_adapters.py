@@ -47,12 +47,20 @@ class Adapters:
 
     def __post_init__(self) -> None:
         check_scale(self.rank, self.alpha)
+        ranks = {
+            getattr(self.values.get(pair(name)[0]), "shape", ())[-2:-1] for name in self.layouts
+        }
+        if self.layouts and (self.rank,) not in ranks:
+            raise InputError(f"the adapters are not of rank {self.rank}, as none has it")
         for name in self.layouts:
             a, b = (getattr(self.values.get(member), "shape", ()) for member in pair(name))
             own = a[-2:-1]  # a lower rank is that of a folder of PEFT
             if not own or own != b[-1:] or not 0 < own[0] <= self.rank or len(a) != len(b):
                 shapes = f"A {[*a]} and B {[*b]}"
                 raise InputError(f"'{name}': {shapes} are not of rank {self.rank}")
+            ranks.add(own[0])
+        if ranks and self.rank not in ranks:
+            raise InputError(f"the adapters are not of rank {self.rank} but of {max(ranks)}")
 
     @classmethod
     def of(cls, model: Model) -> Adapters:

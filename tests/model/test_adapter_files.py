@@ -273,12 +273,12 @@ def peft_folder(folder, factors, **config):
     return arrays
 
 
-@pytest.mark.parametrize("file", ["llama", "phi3"])  # float32, and MatMulNBits
-def test_queries_keys_and_values_apart_in_peft(file, tmp_path):
-    """Adapters of q_proj and v_proj on a builder's qkv_proj, of 32, 16 and 16 outputs."""
+@pytest.mark.parametrize(("file", "kv"), [("llama", 16), ("phi3", 32)])  # float32, MatMulNBits
+def test_queries_keys_and_values_apart_in_peft(file, kv, tmp_path):
+    """Adapters of q_proj and v_proj on a builder's qkv_proj, of 32 outputs and twice `kv`."""
     model = jaxonnx.load(DATA / "llm" / "builder" / f"{file}.onnx")
     layer = "model.layers.1.self_attn"
-    shapes = {"q_proj": (2, 32), "v_proj": (2, 16), "o_proj": (3, 32)}
+    shapes = {"q_proj": (2, 32), "v_proj": (2, kv), "o_proj": (3, 32)}
     factors = {
         f"{layer}.{name}": {"A": normal(rank, 32), "B": normal(outputs, rank)}
         for name, (rank, outputs) in shapes.items()
@@ -298,7 +298,7 @@ def test_queries_keys_and_values_apart_in_peft(file, tmp_path):
         a, b = (np.asarray(adapters.values[f"{name}.lora_{end}"]) for end in "AB")
         return adapters.alpha / adapters.rank * b @ a
 
-    wanted = {qkv: np.concatenate([change("q_proj", 2), np.zeros((16, 32)), change("v_proj", 2)])}
+    wanted = {qkv: np.concatenate([change("q_proj", 2), np.zeros((kv, 32)), change("v_proj", 2)])}
     wanted[o] = change("o_proj", 1 / 3)
     for name, value in wanted.items():
         np.testing.assert_allclose(product(adapters, name), value, rtol=1e-5, atol=1e-5)

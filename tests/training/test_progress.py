@@ -87,7 +87,7 @@ def test_one_epoch_says_its_first_and_last_loss():
 
 def test_many_tensors_are_listed_from_both_ends():
     names = [f"t{i:03}" for i in range(100)]
-    model = SimpleNamespace(params={name: np.zeros(2) for name in names}, state={})
+    model = SimpleNamespace(params={name: np.zeros(2) for name in names}, state={}, aliases={})
     shares = {name: 10.0**-i for i, name in enumerate(names[:9])} | dict.fromkeys(names[9:], 1e-9)
     history = History(stopped="why")
     lines = str(Result(model, history, shares)).splitlines()  # type: ignore[arg-type]
