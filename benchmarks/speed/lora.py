@@ -80,8 +80,7 @@ def ours(path: Path, ids: np.ndarray, lora: bool):
 
     def loss(params, state):
         logits, _ = model.apply_train(params, state, jax.random.key(0), **given)
-        rows = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], ids[:, 1:])
-        return rows.mean()
+        return jaxonnx.losses.causal_lm()(logits, ids)
 
     def step(params, moments, state):
         value, gradients = jax.value_and_grad(loss)(params, state)
