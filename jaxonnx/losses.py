@@ -318,8 +318,8 @@ def in_batch_negatives(*, scale: float = 20.0, negatives: int = 0) -> GroupLoss:
     Sentence Transformers calls it MultipleNegativesRankingLoss, others InfoNCE.
 
     >>> loss = in_batch_negatives(scale=1.0)
-    >>> print(loss(jnp.array([[1.0, 0], [1, 0], [0, 1], [0, 1]])).round(4))  # log(1 + 1 / e)
-    [0.3133 0.3133 0.3133 0.3133]
+    >>> print(f"{loss(jnp.array([[1.0, 0], [1, 0], [0, 1], [0, 1]]))[0]:.4f}")  # log(1 + 1 / e)
+    0.3133
 
     With `accumulate=` a batch is compared in its parts.
 
@@ -367,8 +367,8 @@ def contrastive() -> GroupLoss:
     no targets. Radford et al., "Learning Transferable Visual Models From Natural Language
     Supervision", 2021 (arXiv:2103.00020).
 
-    >>> print(contrastive()(jnp.eye(2)).round(4))  # log(1 + 1 / e)
-    [0.3133 0.3133]
+    >>> print([f"{x:.4f}" for x in contrastive()(jnp.eye(2))])  # log(1 + 1 / e)
+    ['0.3133', '0.3133']
 
     Raises:
       TrainingError: the scores are not square.
