@@ -78,7 +78,7 @@ BUDGETS = {
     "_step_files": (500, "exported steps, their manifest, the page for browsers"),
     "quantization": (960, "schemes, sites and ranges of quantized networks"),
     "_mesh": (420, "rules, shardings and processes"),
-    "lora": (340, "adapters, for each form of a weight"),
+    "lora": (350, "adapters, for each form of a weight"),
     "registry": (200, "what an operator declares of its inputs and attributes"),
     "_constraints": (200, "what a specification demands of arguments, and how it is said"),
     "demo": (200, "the digits network that the first command trains"),
