@@ -80,7 +80,7 @@ def ours(path: Path, ids: np.ndarray, lora: bool):
 
     def loss(params, state):
         logits, _ = model.apply_train(params, state, jax.random.key(0), **given)
-        return jaxonnx.losses.causal_lm()(logits, ids)
+        return jaxonnx.losses.causal_lm()(logits, jax.numpy.asarray(ids))
 
     def step(params, moments, state):
         value, gradients = jax.value_and_grad(loss)(params, state)
