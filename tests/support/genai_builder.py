@@ -170,9 +170,16 @@ def build(checkpoint, target, precision, provider, options=()):
 
 
 def loss_of(network, ids):
-    """Return the loss of next tokens."""
+    """Return the loss of next tokens, of the network as the builder writes it.
+
+    Of OLMo's norms it leaves out that they subtract the mean.
+    """
     import torch
 
+    for module in network.modules():
+        if type(module).__name__ == "OlmoLayerNorm":
+            shape = module.normalized_shape
+            module.forward = lambda x, shape=shape: torch.nn.functional.rms_norm(x, shape, eps=1e-5)
     with torch.no_grad():
         return network(input_ids=torch.tensor(ids), labels=torch.tensor(ids)).loss.item()
 
