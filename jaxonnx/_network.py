@@ -74,7 +74,7 @@ class Network:
     @cached_property
     def inputs(self) -> tuple[Value, ...]:
         """The inputs that a call must give, in order."""
-        return self._declared(self.proto.graph.input, {*self.graph.inputs})
+        return self._select_values(self.proto.graph.input, {*self.graph.inputs})
 
     @cached_property
     def _defaults(self) -> frozenset[str]:
@@ -89,9 +89,11 @@ class Network:
     @cached_property
     def outputs(self) -> tuple[Value, ...]:
         """The outputs, in file order."""
-        return self._declared(self.proto.graph.output, {*self.graph.outputs})
+        return self._select_values(self.proto.graph.output, {*self.graph.outputs})
 
-    def _declared(self, values: Iterable[ValueInfoProto], names: set[str]) -> tuple[Value, ...]:
+    def _select_values(
+        self, values: Iterable[ValueInfoProto], names: set[str]
+    ) -> tuple[Value, ...]:
         """Return those that the program has, with the axis that it puts before the others."""
         found = (to_value(v) for v in values if v.name in names)
         found = (v.with_batch_axis() if self.program.mapped else v for v in found)

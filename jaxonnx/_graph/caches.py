@@ -72,7 +72,7 @@ class Caches:
         empty = {value.name: self._empty(value, batch, sizes) for value in self.values}
         return {**empty, **self.switches}
 
-    def sized(self, batch: int) -> dict[str, np.ndarray | None]:
+    def empty_of_known_size(self, batch: int) -> dict[str, np.ndarray | None]:
         """Return the values of `empty` that need no sizes of other values."""
         plain = [v for v in self.values if self.sizes[v.name].isdisjoint((v.shape or ())[1:])]
         return {**{value.name: self._empty(value, batch, {}) for value in plain}, **self.switches}

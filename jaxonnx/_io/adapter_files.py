@@ -54,7 +54,7 @@ def read(
       InputError: a module without a weight, or what is not LoRA.
       ModelError: the file is damaged.
     """
-    where, scale_of = f"'{os.fspath(path)}'", _unscaled
+    where, scale_of = f"'{os.fspath(path)}'", _scale_one
     if transposed := os.fspath(path).endswith(SUFFIX):
         arrays = read_onnx_adapter(path)
     else:
@@ -144,7 +144,7 @@ def _module(name: str) -> str:
     return name.replace(".self_attn.", ".attn.").removeprefix("/").replace("/", ".")
 
 
-def _unscaled(module: str, rank: int) -> float:
+def _scale_one(module: str, rank: int) -> float:
     return 1.0
 
 

@@ -91,15 +91,15 @@ def _round(
     there = grid.groups >= 0
     columns = grid.groups[there]
 
-    def grouped(x: np.ndarray) -> np.ndarray:
+    def split_groups(x: np.ndarray) -> np.ndarray:
         """Return (rows, groups, members), 0 where a group is filled up."""
         result = np.zeros((len(x), *there.shape), np.float32)
         result[:, there] = x[:, columns]
         return result
 
     zero = np.broadcast_to(grid.zero, grid.scale.shape).astype(np.float32)
-    best, scale = grouped(grid.codes), grid.scale
-    added = grouped(grid.arrange(change).astype(np.float32))
+    best, scale = split_groups(grid.codes), grid.scale
+    added = split_groups(grid.arrange(change).astype(np.float32))
     wanted = np.where(there, (best - zero[..., None]) * scale[..., None] + added, 0)
 
     def error(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:

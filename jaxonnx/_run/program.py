@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,82 +24,21 @@ from jaxonnx._graph.caches import Caches
 from jaxonnx._graph.uses import uses
 from jaxonnx._graph.values import FixedInput, data
 from jaxonnx._limits import compilable
+from jaxonnx._run.changes import UNCHANGED, Adaption, Changes, Kept
 from jaxonnx._run.failures import at, compiling, warn
-from jaxonnx._run.fold_norms import Folds, fold_norms, folds
+from jaxonnx._run.fold_norms import Folds, folds
 from jaxonnx._run.integer_products import fuse_products, integer_products
-from jaxonnx._run.open_weights import drop_nodes, open_weights
+from jaxonnx._run.open_weights import open_weights
 from jaxonnx._run.overlay import Overlay
 from jaxonnx._run.packing import Packing
+from jaxonnx._run.plan import NOWHERE, Parts, Plan, make_key
 from jaxonnx._run.scope import Context, run
 from jaxonnx._run.shapes import evaluate_sizes
 from jaxonnx.errors import NodeError, StaticError
 from jaxonnx.lowering import placed_as, store
 
-FIXING = 64
-"""An input that fixes shapes is a scalar or a vector of at most so many elements."""
-
 VARIANTS = 32
 """Compiled functions for different values of such inputs; with more the nodes run one by one."""
-
-_NOWHERE = -1
-"""The index of no node: a cut there leaves all nodes to the compiled part."""
-
-
-class Adaption(Protocol):
-    """A change of weights that is trained in their place: a pure function of all tensors."""
-
-    @property
-    def params(self) -> tuple[str, ...]:
-        """The tensors that are parameters once the change is merged into them."""
-        ...
-
-    def __call__(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Compute the values of the graph's tensors; a changed matrix may be a `LowRank`."""
-        ...
-
-    @property
-    def stored(self) -> tuple[str, ...]:
-        """The changed tensors that are stored in few bits, into which nothing can be merged."""
-        ...
-
-    def factors(self, tensors: Mapping[str, Any]) -> dict[str, tuple[Any, Any, Any]]:
-        """Return for each changed tensor the meaning of its axes, and a and b of its change a b.
-
-        Their shapes are (..., inputs, rank) and (..., rank, outputs).
-        """
-        ...
-
-    def without_factors(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the tensors that are none of the adapters."""
-        ...
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Parameters and state in the form for calls."""
-
-    params: dict[str, Any]
-    state: dict[str, Any]
-    changes: Changes
-    """Of the graph."""
-    reads: frozenset[str]
-    """The tensors that cannot be replaced any more."""
-
-
-@dataclass(frozen=True)
-class Changes:
-    """What of a graph is in the form of its tensors: the indices of nodes."""
-
-    products: frozenset[int] = frozenset()
-    """QuantizeLinear behind products that are computed with integers."""
-    opened: frozenset[int] = frozenset()
-    """Nodes whose results are tensors."""
-    norms: frozenset[int] = frozenset()
-    """BatchNormalizations that are in the weights before them."""
-
-    def __call__(self, graph: Graph) -> Graph:
-        graph = drop_nodes(fuse_products(graph, self.products), self.opened)
-        return fold_norms(graph, self.norms)
 
 
 @dataclass(eq=False)
@@ -134,7 +73,7 @@ class Program:
     input axes."""
 
     def __post_init__(self) -> None:
-        self._plan = _Plan(frozenset(n.index for n in self.graph.nodes if _dynamic(n)))
+        self._plan = Plan(frozenset(n.index for n in self.graph.nodes if _dynamic(n)))
         self._notes: Mapping[str, str] = {}
 
     def giving(self, values: Collection[str]) -> Program:
@@ -284,7 +223,7 @@ class Program:
         key: jax.Array | None,
         inputs: Mapping[str, Any],
         training: bool | None = False,
-        changes: Changes = Changes(),
+        changes: Changes = UNCHANGED,
     ) -> tuple:
         """Evaluate with as much compiled as the graph allows.
 
@@ -296,10 +235,10 @@ class Program:
         plan = self._plan
         while True:
             fixed = {name: np.asarray(arrays[name]) for name in plan.fixed & arrays.keys()}
-            place = _place(changes, others, fixed)
+            place = make_key(changes, others, fixed)
             if place not in plan.parts:
                 if len(plan.parts) >= VARIANTS:
-                    plan = self._plan = _Plan(plan.cuts, fixes=False)
+                    plan = self._plan = Plan(plan.cuts, fixes=False)
                     continue
                 parts = self._split(changes(self.graph), plan.cuts, others, fixed)
                 plan = self._plan = replace(plan, parts={**plan.parts, place: parts})
@@ -346,7 +285,7 @@ class Program:
                 inputs = {**inputs, **self.packing.values(inputs)}
             if self.caches is not None:
                 batch = np.shape(inputs[graph.inputs[0]])[0]
-                known = {**self.caches.sized(batch), **inputs}
+                known = {**self.caches.empty_of_known_size(batch), **inputs}
                 sizes = evaluate_sizes(graph, self.caches.joined, known, context)
                 inputs = {**self.caches.empty(batch, sizes), **inputs}
             return _compilable(graph, run(graph, inputs, context)), renewed
@@ -389,10 +328,10 @@ class Program:
         cuts: Collection[int],
         others: Collection[str],
         fixed: Mapping[str, np.ndarray],
-    ) -> _Parts:
+    ) -> Parts:
         """Cut a graph where compiling must stop; `others` are inputs that are not arrays."""
         if not cuts and not others:
-            return _Parts(self._compile(graph, fixed), (), None)
+            return Parts(self._compile(graph, fixed), (), None)
         outside, constant = set(others), {*self.constants, *fixed}
         before: list[Node] = []
         after: list[Node] = []
@@ -412,7 +351,7 @@ class Program:
         boundary = tuple(sorted(made & wanted))
         first = replace(graph, nodes=tuple(before), outputs=boundary)
         rest = replace(graph, nodes=tuple(after))
-        return _Parts(self._compile(first, fixed), boundary, rest)
+        return Parts(self._compile(first, fixed), boundary, rest)
 
     def _compile(self, graph: Graph, fixed: Mapping[str, np.ndarray]):
         def compiled(params, state, key, inputs, *, training):
@@ -420,37 +359,6 @@ class Program:
             return run(graph, params, state, key, {**inputs, **fixed}, training)
 
         return jax.jit(compiled, static_argnames="training")
-
-
-@dataclass(frozen=True)
-class _Parts:
-    compiled: Any
-    boundary: tuple[str, ...]
-    """The values that the compiled part passes to the rest."""
-    rest: Graph | None
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Facts learned from past calls: where compiling must stop, and the compiled parts."""
-
-    cuts: frozenset[int]
-    """Indices of nodes that need to know a value which compiling hides."""
-    fixed: frozenset[str] = frozenset()
-    """Inputs whose values are known while compiling."""
-    fixes: bool = True
-    """Whether inputs are fixed before the graph is cut."""
-    parts: Mapping[tuple, _Parts] = field(default_factory=dict)
-    """By the changes of the graph and the values of the fixed inputs."""
-
-    def giving_way(self, error: StaticError, arrays: Mapping[str, Any]) -> _Plan:
-        """Fix the inputs that a node needs to know, or cut the graph there, or raise the error."""
-        small = all(np.ndim(arrays[n]) <= 1 and np.size(arrays[n]) <= FIXING for n in error.inputs)
-        if error.inputs and small and self.fixes:
-            return replace(self, fixed=self.fixed.union(error.inputs))
-        if error.index is None or error.index in self.cuts:
-            raise error
-        return replace(self, cuts=self.cuts | {error.index}, parts={})
 
 
 def _compilable(graph: Graph, outputs: tuple) -> tuple:
@@ -464,15 +372,9 @@ def _compilable(graph: Graph, outputs: tuple) -> tuple:
             if node := next(nodes, None):
                 raise at(node, kind(f"{node.label}: {error}")) from None
             error = kind(f"'{name}': {error}")
-            error.index = _NOWHERE
+            error.index = NOWHERE
             raise error from None
     return outputs
-
-
-def _place(changes: Changes, others: frozenset[str], fixed: Mapping[str, np.ndarray]) -> tuple:
-    """Return a key for compiled parts: changes, inputs that are not arrays, and fixed ones."""
-    values = ((name, v.dtype.str, v.shape, v.tobytes()) for name, v in sorted(fixed.items()))
-    return (changes, others, *values)
 
 
 def _dynamic(node: Node) -> bool:

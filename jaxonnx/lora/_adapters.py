@@ -151,7 +151,7 @@ class Adapters:
         odd = [n for n, p in self.layouts.items() if p.kernel or p.batch or p.lookup]
         if odd:
             raise InputError(f"PEFT has no such adapter as that of '{odd[0]}'; save an .npz")
-        packed, result = {} if model is None else _packed(model), {}
+        packed, result = {} if model is None else _find_packed_sizes(model), {}
         for name in self.layouts:
             a, b = (np.asarray(self.values[member], np.float32) for member in pair(name))
             module, b = names(name), b * np.float32(self.alpha / self.rank)
@@ -243,7 +243,7 @@ class Adapters:
                 if weight.matrix and (is_float(model.tensors[name]) or weight.storage)
             }
             modules = {names(name): name for name in found}
-            factors, rank, alpha = adapter_files.read(path, modules, _packed(model))
+            factors, rank, alpha = adapter_files.read(path, modules, _find_packed_sizes(model))
             layouts = {name: at for name, at in found.items() if pair(name)[0] in factors}
             arrays = {name: jnp.asarray(x, jnp.float32) for name, x in factors.items()}
             result = cls(rank, alpha, layouts, arrays)
@@ -290,7 +290,7 @@ class Adapters:
                 )
 
 
-def _packed(model: Model) -> dict[str, tuple[int, int, int]]:
+def _find_packed_sizes(model: Model) -> dict[str, tuple[int, int, int]]:
     tensors = model.tensors
     found = weights(model.graph, tensors)
     return find_packed_projections(model.graph, found, [*uses(model.graph, tensors)])

@@ -16,7 +16,7 @@ from jaxonnx.lowering import Changed, LowRank, in_file, is_half, unfold_change
 
 @dataclass(frozen=True)
 class Merge:
-    """The sum of the file's weights and the adapters (a `program.Adaption`)."""
+    """The sum of the file's weights and the adapters (a `_run.changes.Adaption`)."""
 
     params: tuple[str, ...]
     rank: int

@@ -34,7 +34,7 @@ def _is_byte(x: Any) -> bool:
     return x.dtype in (jnp.int8, jnp.uint8)
 
 
-def _centred(x, zero):
+def _subtract_zero(x, zero):
     """Return x - zero in int32; in float32 for numbers of few bits in floating point."""
     wide = jnp.int32 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32
     return x.astype(wide) - zero.astype(wide)
@@ -42,10 +42,10 @@ def _centred(x, zero):
 
 def _plain(a, b, a_zero, b_zero, *, zeros: tuple[bool, bool]):
     """Multiply as it is defined; `zeros` say which zero points are not 0 everywhere."""
-    return jnp.matmul(_centred(a, a_zero), _centred(b, b_zero))
+    return jnp.matmul(_subtract_zero(a, a_zero), _subtract_zero(b, b_zero))
 
 
-def _signed(x, zero):
+def _shift_to_int8(x, zero):
     """Return the same integers less the same zero point, as int8 and int32."""
     zero = zero.astype(jnp.int32)
     if x.dtype == jnp.int8:
@@ -68,7 +68,7 @@ def _fast(a, b, a_zero, b_zero, *, zeros):
     if not (_is_byte(a) and _is_byte(b)) or a.ndim < 2 or b.ndim != 2 or not b.shape[0]:
         return _plain(a, b, a_zero, b_zero, zeros=zeros)
     subtracted = zeros[0] or a.dtype == jnp.uint8, zeros[1] or b.dtype == jnp.uint8
-    (a, a_zero), (b, b_zero) = _signed(a, a_zero), _signed(b, b_zero)
+    (a, a_zero), (b, b_zero) = _shift_to_int8(a, a_zero), _shift_to_int8(b, b_zero)
     rows = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
     count = rows.shape[0]
     if subtracted[0] or count == 1:
@@ -126,7 +126,7 @@ def integer_convolution(
         weight = w.reshape(-1, m).astype(jnp.int32)
         weight = weight if w_zero is None else weight - w_zero.astype(jnp.int32)
         start = jnp.zeros((x.shape[0], *taps.out, m), jnp.int32)
-        add = lambda y, i, tap: y + _centred(tap, fill) * weight[i]  # noqa: E731
+        add = lambda y, i, tap: y + _subtract_zero(tap, fill) * weight[i]  # noqa: E731
         return jnp.moveaxis(taps.fold((x,), (fill,), add, start), -1, channels)
     columns = taps.windows(x, fill)
     lead = columns.shape[:-2]

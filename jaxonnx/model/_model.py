@@ -30,8 +30,8 @@ from jaxonnx._mesh.shardings import Shardings, shardings
 from jaxonnx._network import Network
 from jaxonnx._rewrite.head import Classes
 from jaxonnx._rewrite.quantize import fold
+from jaxonnx._run.changes import Kept
 from jaxonnx._run.overlay import ratios
-from jaxonnx._run.program import Kept
 from jaxonnx._text import Rendered
 from jaxonnx.errors import InputError
 from jaxonnx.model import _statistics as pooling

@@ -72,7 +72,7 @@ def overview(model: Network) -> Group:
         storage = stored.get(name)
         shape, kind = (value if storage is None else storage).shape, storage or value.dtype
         table.add_row(
-            Text(called(name, model.aliases)),
+            Text(format_name(name, model.aliases)),
             "x".join(map(str, shape)) or "scalar",
             str(kind),
             role,
@@ -83,7 +83,7 @@ def overview(model: Network) -> Group:
     return Group(facts, table) if rows else Group(facts)
 
 
-def called(name: str, aliases: Mapping[str, str]) -> str:
+def format_name(name: str, aliases: Mapping[str, str]) -> str:
     """Return the name of a tensor, behind its alias if it has one."""
     return f"{aliases[name]} ({name})" if name in aliases else name
 

@@ -20,7 +20,7 @@ from jaxonnx._io.protos import modules
 from jaxonnx._network import Network
 from jaxonnx._run.shapes import evaluate_shapes, infer_types
 from jaxonnx._text import WIDTH, Rendered
-from jaxonnx.model._show import called, operator, steps
+from jaxonnx.model._show import format_name, operator, steps
 
 _HEADS = ("layer", "operator", "output", "parameters", "trained")
 
@@ -96,7 +96,7 @@ class Summary(Rendered):
             yield layer.notes
         if not origin.tensors:
             return
-        tensors = [called(name, self.aliases) for name in origin.tensors]
+        tensors = [format_name(name, self.aliases) for name in origin.tensors]
         kinds = {"module": origin.module, "node": origin.node, "tensor": ", ".join(tensors)}
         parts = [f"{kind} {name}" for kind, name in kinds.items() if name and name != layer.name]
         if len("  ".join(parts)) + 4 <= WIDTH:

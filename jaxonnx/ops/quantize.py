@@ -147,7 +147,7 @@ def dequantize_linear_13(
     if isinstance(x, Changed):
         y = dequantize_linear(x.w, scale, zero_point, **options)
         return (y + x.change()).astype(y.dtype)
-    packed = _packed(x, scale, zero_point, **options)
+    packed = _pack_matrix(x, scale, zero_point, **options)
     return dequantize_linear(x, scale, zero_point, **options) if packed is None else packed
 
 
@@ -162,7 +162,7 @@ class _Rows:
         return dequantize_linear(x, scale, zero_point, **dict(self.options))
 
 
-def _packed(x, scale, zero_point, **options) -> Packed | None:
+def _pack_matrix(x, scale, zero_point, **options) -> Packed | None:
     """Return a matrix that is dequantized where it is read; None if it is no large matrix."""
     if isinstance(x, Rounded | np.ndarray) or x.ndim != 2 or x.dtype.itemsize > 2:
         return None

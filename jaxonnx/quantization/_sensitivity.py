@@ -16,6 +16,7 @@ from onnx import ModelProto
 from jaxonnx import sparse
 from jaxonnx._data.images.folder import list_folder
 from jaxonnx._data.ragged import PLAIN
+from jaxonnx._figures import new_axes
 from jaxonnx.errors import InputError
 from jaxonnx.model import Model, load, read_inputs
 from jaxonnx.quantization._ranges import spread_scale, weight_parameters
@@ -42,14 +43,14 @@ class Sensitivity:
         return tuple(next(iter(self.errors.values())))
 
     @property
-    def ranked(self) -> list[str]:
+    def ranking(self) -> list[str]:
         """The names of the weights, the one with the greatest error at any type first."""
         return sorted(self.errors, key=lambda name: -max(self.errors[name].values()))
 
     def __str__(self) -> str:
         rows = [
             (name, f"{self.sizes[name]:,}", *(f"{e:.2e}" for e in self.errors[name].values()))
-            for name in self.ranked
+            for name in self.ranking
         ]
         table = [("weight", "numbers", *self.types), *rows]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -58,9 +59,7 @@ class Sensitivity:
 
     def plot(self, axes: Any = None) -> Any:
         """Draw a bar for each weight and type, on a scale of powers; return the matplotlib axes."""
-        import matplotlib.pyplot as plt
-
-        axes = plt.subplots(layout="constrained")[1] if axes is None else axes
+        axes = new_axes(axes)
         names, height = [*self.errors], 0.8 / len(self.types)
         places = np.arange(len(names))
         for k, kind in enumerate(self.types):

@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxonnx.errors import Error, SparsityError
+from jaxonnx._figures import import_pyplot
+from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._layers import Layer, by_name, goals
 
 _COLUMNS = 4
@@ -25,10 +26,7 @@ def plot_masks(source: Any, layers: Iterable[Layer] | None = None) -> Any:
       SparsityError: no layer is sparse.
       Error: matplotlib is not installed.
     """
-    try:
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise Error("plotting needs matplotlib: pip install 'jaxonnx[plot]'") from error
+    pyplot = import_pyplot()
     recorded = getattr(source, "sparsity", None)
     wanted = goals((recorded.layers if recorded else ()) if layers is None else layers)
     if not wanted:

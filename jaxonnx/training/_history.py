@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxonnx._figures import new_axes
 from jaxonnx._text import format_count
-from jaxonnx.errors import Error
 from jaxonnx.training._plot import draw
 
 SKIPPED, ROLLED_BACK, NOT_VALIDATED = "skipped", "rolled back", "not finite in validation"
@@ -97,18 +97,3 @@ def _change(name: str, first: float, last: float) -> str:
     """Return both numbers, or one where they are the same."""
     before, after = f"{first:.4g}", f"{last:.4g}"
     return f"{name} {after}" if before == after else f"{name} {before} -> {after}"
-
-
-def new_axes(axes: Any) -> Any:
-    """Return the matplotlib axes to draw on, new ones if there are none.
-
-    Raises:
-      Error: matplotlib is not installed.
-    """
-    if axes is not None:
-        return axes
-    try:
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise Error("plotting needs matplotlib: pip install 'jaxonnx[plot]'") from error
-    return pyplot.subplots(figsize=(7, 4), layout="constrained")[1]

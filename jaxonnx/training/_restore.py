@@ -34,7 +34,7 @@ def restore_checkpoint(step: Step, path: str | os.PathLike) -> State:
             "jaxonnx.load(model, weights=path) reads its parameters"
         )
     for name, x in step.params.items():
-        shapes = [y.shape for y in (*found.moments.get(name, ()), *_listed(found.params, name))]
+        shapes = [y.shape for y in (*found.moments.get(name, ()), *_take_array(found.params, name))]
         if shapes != [x.shape] * 3:
             raise TrainingError(
                 f"{where} lacks two moments and a value of the shape {[*x.shape]} for '{name}'; "
@@ -64,5 +64,5 @@ def restore_checkpoint(step: Step, path: str | os.PathLike) -> State:
     return step.from_file(state.replace(optimizer=optimizer, count=count, taken=jnp.copy(count)))
 
 
-def _listed(arrays, name):
+def _take_array(arrays, name):
     return [arrays[name]] if name in arrays else []

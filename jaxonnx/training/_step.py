@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxonnx._data.batches import Batch, count_examples, split_inputs
+from jaxonnx._data.batches import Batch
+from jaxonnx._data.pairs import count_examples, split_inputs
 from jaxonnx._data.ragged import derived_inputs, with_derived
 from jaxonnx._data.weights import split_weights
 from jaxonnx.model import Model

@@ -1,6 +1,7 @@
 """Quantized networks: the integers of onnxruntime, training through rounding, files and back."""
 
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -414,7 +415,7 @@ def test_sensitivity_is_what_the_file_costs_whose_only_integers_are_of_one_weigh
         error = np.square(theirs - floats).sum() / np.square(floats).sum()
         np.testing.assert_allclose(errors["int4"], error, rtol=1e-3)
     assert found.errors["head_weight"]["2:4"] == np.inf  # ten classes
-    assert str(found).splitlines()[1].startswith(found.ranked[0])
+    assert str(found).splitlines()[1].startswith(found.ranking[0])
     assert len(found.plot().patches) == 6
 
 
@@ -600,3 +601,10 @@ def test_operators_on_integers_are_trained_and_written_again(name, tmp_path):
     assert any(old[n].dtype == np.int8 for n in changed)
     (theirs,) = session(after).run(None, {model.inputs[0].name: x})
     np.testing.assert_allclose(result.model(x), theirs, atol=0.05 * np.abs(theirs).max())
+
+
+def test_a_picture_of_sensitivity_says_what_it_needs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    found = jaxonnx.Sensitivity({"w": {"int8": 0.5}}, {"w": 4})
+    with pytest.raises(jaxonnx.Error, match=r"matplotlib: pip install 'jaxonnx\[plot\]'"):
+        found.plot()

@@ -11,11 +11,11 @@ from jaxonnx.onnx_out._rule_table import primitive
 
 @primitive("packed_product")
 def packed_product(g, x, *arrays, form):
-    (product,) = g.run(form.dense, x, *(_stored(g, array) for array in arrays))
+    (product,) = g.run(form.dense, x, *(_add_codes(g, array) for array in arrays))
     return product
 
 
-def _stored(g: Nodes, array: Any) -> Any:
+def _add_codes(g: Nodes, array: Any) -> Any:
     """Return an array of codes as a tensor, so that no number that is computed of it is stored."""
     if not isinstance(array, np.ndarray) or not jnp.issubdtype(array.dtype, jnp.integer):
         return array

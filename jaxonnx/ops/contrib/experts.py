@@ -178,7 +178,7 @@ def _read_float4(codes, scales, global_scale, dtype):
     return (numbers * jnp.repeat(scales, block, axis=1)).astype(dtype)
 
 
-def _stored(widths: str) -> Form:
+def _declare(widths: str) -> Form:
     """Declare matrices (experts, outputs, inputs) in bytes; in float4 inputs come first.
 
     Args:
@@ -205,7 +205,7 @@ def _stored(widths: str) -> Form:
     "QMoE",
     since=1,
     domain=DOMAIN,
-    weights={f"fc{i}_experts_weights": _stored(f"fc{i}_expert_weight_bits") for i in (1, 2, 3)},
+    weights={f"fc{i}_experts_weights": _declare(f"fc{i}_expert_weight_bits") for i in (1, 2, 3)},
     params=dict.fromkeys(("fc1_experts_bias", "fc2_experts_bias", "fc3_experts_bias"), 0.0),
 )
 def quantized_mixture_of_experts(

@@ -1,0 +1,160 @@
+"""Inputs and targets, in the order of a model's inputs, of the pairs and dicts that users pass."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxonnx._data.ragged import (
+    PLAIN,
+    Padding,
+    Ragged,
+    column,
+    derived_inputs,
+    next_tokens,
+    with_derived,
+)
+from jaxonnx._graph.values import Value
+from jaxonnx.errors import TrainingError
+
+
+def as_pair(
+    given: Any,
+    values: Sequence[Value],
+    what: str,
+    labels: bool = True,
+    padding: Padding = PLAIN,
+) -> tuple[tuple[Any, ...], Any]:
+    """Convert data to inputs in the model's order and targets, with equal numbers of examples.
+
+    They are NumPy arrays, and Ragged where they are sequences of unequal length.
+    """
+    names, spare = [value.name for value in values], derived_inputs(values)
+    x, y = split_inputs(given if labels else (drop_targets(given, names), ()), names, what, spare)
+    inputs = [
+        None if a is None and n in spare else column(a, f"{what}: input {n!r}")
+        for n, a in zip(names, x, strict=True)
+    ]
+    inputs = with_derived(inputs, values)
+    targets = jax.tree_util.tree_map_with_path(
+        lambda path, a: column(a, f"{what}: the targets{jax.tree_util.keystr(path)}"),
+        y,
+        is_leaf=lambda v: isinstance(v, list),
+    )
+    if labels and padding.next_token and not jax.tree.leaves(targets):
+        targets = next_tokens(inputs, values, padding.ignored, what)
+    if labels and padding.untargeted and not jax.tree.leaves(targets):
+        targets = np.zeros(count_examples(inputs, inputs, values), np.int32)
+    named = [(f"input {n!r}", a) for n, a in zip(names, inputs, strict=True)]
+    whole = {f"input {value.name!r}" for value in values if value.whole}
+    numbers = {f"input {value.name!r}" for value in values if value.shape == ()}
+    named += [
+        (f"the targets{jax.tree_util.keystr(path)}", a)
+        for path, a in jax.tree_util.tree_leaves_with_path(targets)
+    ]
+    if labels and len(named) == len(names):
+        raise TrainingError(f"{what} has no targets")
+    for name, array in named:
+        if array.dtype.kind in "OSUMm" or array.dtype.type is np.void:
+            remedy = (
+                "; leave it out of the data if it is not a target"
+                if name.startswith("the targets[")
+                else ""
+            )
+            raise TrainingError(f"{what}: {name} must be numbers, and is {array.dtype}{remedy}")
+        if not array.ndim and name not in whole:
+            way = "make batches of single examples"
+            way = _without_examples(name) if name in numbers else way
+            raise TrainingError(f"{what}: {name} is one number, not one for each example; {way}")
+    counts = {name: len(a) for name, a in named if name not in whole}
+    if len({*counts.values()}) > 1:
+        lengths = ", ".join(f"{n} {count}" for n, count in counts.items())
+        usual = Counter(counts.values()).most_common(1)[0][0]
+        odd = next(n for n, count in counts.items() if count != usual)
+        raise TrainingError(
+            f"{what} has different numbers of examples: {lengths}"
+            + (f"; {_without_examples(odd)}" if odd.startswith("input") else "")
+        )
+    if not all(counts.values()):
+        raise TrainingError(f"{what} has no examples")
+    return inputs, targets
+
+
+def _without_examples(column: str) -> str:
+    """Return the ways out for a column that has not one row for each example."""
+    if not column.startswith("input"):
+        return "targets have the examples along the first axis, one at least"
+    name = column.removeprefix("input ")
+    return (
+        f"fixed={{{name}: value}} gives an input one value for all examples (leave it out of the "
+        f"data), and batching={{{name}: None}} passes it whole with each batch"
+    )
+
+
+def count_examples(inputs: Sequence[Any], targets: Any, values: Sequence[Value]) -> int:
+    """Return the number of examples of a batch; inputs that are passed whole do not count."""
+    pairs = zip(values, inputs, strict=True)
+    rows = next((x for value, x in pairs if not value.whole), None)
+    rows = jax.tree.leaves(targets)[0] if rows is None else rows
+    return len(rows) if isinstance(rows, Ragged) else np.shape(rows)[0]
+
+
+def split_inputs(
+    given: Any, names: list[str], what: str, spare: Sequence[str] = ()
+) -> tuple[tuple[Any, ...], Any]:
+    """Return inputs in the model's order and targets, of a pair or of a dict of both.
+
+    Args:
+      spare: inputs that may be missing, the first ones before others; they are None then.
+    """
+    x, y = _split_pair(given, names, what, spare)
+    if isinstance(x, Mapping):
+        if not {*names} - {*spare} <= {*x} <= {*names}:
+            raise TrainingError(f"{what} has the inputs {sorted(x)}; the model has {sorted(names)}")
+        x = tuple(x.get(name) for name in names)
+    x = x if isinstance(x, tuple) else (x,)
+    missing = spare[: max(0, len(names) - len(x))]
+    if len(x) == len(names) - len(missing):
+        rest = iter(x)
+        x = tuple(None if name in missing else next(rest) for name in names)
+    if len(x) != len(names):
+        raise TrainingError(f"{what} has {len(x)} inputs; the model has {len(names)}: {names}")
+    return x, y
+
+
+def drop_targets(given: Any, names: list[str]) -> Any:
+    """Return the inputs of data without its targets."""
+    if isinstance(given, Mapping):
+        if len(names) == 1 and names[0] not in given and "x" in given:
+            return given["x"]
+        return {name: given[name] for name in names if name in given}
+    if not isinstance(given, tuple | list):
+        return given
+    nested = any(isinstance(x, tuple | Mapping) for x in given)
+    if len(given) == len(names) and not nested:
+        return tuple(given)
+    return given[0] if len(given) == 2 else given
+
+
+def _split_pair(given: Any, names: list[str], what: str, spare: Collection[str]) -> tuple[Any, Any]:
+    """Return inputs and targets, each as it comes."""
+    if isinstance(given, tuple | list) and len(given) == 2:
+        return given[0], given[1]
+    if not isinstance(given, Mapping):
+        raise TrainingError(
+            f"{what} must be a pair (x, y) or a dict with the inputs and targets, and is a "
+            f"{type(given).__name__}"
+        )
+    if len(names) == 1 and names[0] not in given and {*given} == {"x", "y"}:
+        return given["x"], given["y"]
+    if missing := [name for name in names if name not in given and name not in spare]:
+        raise TrainingError(
+            f"{what} has {', '.join(map(repr, given)) or 'nothing'}; it lacks the model's "
+            f"{'input' if len(missing) == 1 else 'inputs'} {', '.join(map(repr, missing))} "
+            f"(fixed={{{missing[0]!r}: value}} gives an input one value for all examples)"
+        )
+    targets = {name: value for name, value in given.items() if name not in names}
+    inputs = {name: given[name] for name in names if name in given}
+    return inputs, next(iter(targets.values())) if len(targets) == 1 else targets
