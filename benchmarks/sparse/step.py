@@ -26,6 +26,7 @@ import jaxonnx
 from benchmarks.layers.onnx_file import write
 from benchmarks.networks import NETWORKS, batch
 from benchmarks.systems import FOREVER, train_step
+from jaxonnx import sparse
 from jaxonnx.cli.process import keep_pages
 
 VARIANTS = {
@@ -93,15 +94,25 @@ def memory(states: dict) -> dict[str, float]:
     def size(tree):
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
-    sparse, dense = states["phase 2"], size(states["dense"])
-    weights = sum(x.size for x in sparse.pruned.values())
+    masked, dense = states["phase 2"], size(states["dense"])
+    weights = sum(x.size for x in masked.pruned.values())
     return {
         "dense": dense,
-        "sparse": size(sparse),
+        "sparse": size(masked),
         "sparse weights": weights,
-        "added to one, bytes": (size(sparse) - dense) / weights,
-        "of it masks": size(sparse.masks) / weights,
+        "added to one, bytes": (size(masked) - dense) / weights,
+        "of it masks": size(masked.masks) / weights,
     }
+
+
+def seconds_of_proof(path: Path) -> float:
+    """Time the first proof of the pruned network."""
+    model = jaxonnx.load(path)
+    params = sparse.prune(model.params, **model.sparsity_options())
+    model = sparse.record(model.replace(params=params))
+    start = time.perf_counter()
+    sparse.verify(model)
+    return time.perf_counter() - start
 
 
 def show(results: dict[str, dict]) -> None:
@@ -117,6 +128,7 @@ def show(results: dict[str, dict]) -> None:
         console.print(table)
         rows = {k: f"{v:,.0f}" if v > 100 else f"{v:.3f}" for k, v in result["memory"].items()}
         console.print("optimizer, bytes:", ", ".join(f"{k} {v}" for k, v in rows.items()))
+        console.print(f"verify: {result['verify']:.1f} s")
 
 
 def main() -> None:
@@ -135,9 +147,11 @@ def main() -> None:
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in options.networks:
-            runs, states = steps(Path(folder) / "network.onnx", name)
+            path = Path(folder, "network.onnx")
+            runs, states = steps(path, name)
             times = measure(runs, options.rounds, options.steps, clock)
             results[name] = {"steps": summary(times), "memory": memory(states)}
+            results[name]["verify"] = seconds_of_proof(path)
     show(results)
     if options.out:
         options.out.write_text(json.dumps(results, indent=1) + "\n")

@@ -62,9 +62,9 @@ class Pattern(SparsityPattern):
 
     def groups(self, kept: np.ndarray, axes: Axes, along: int) -> tuple[np.ndarray, np.ndarray]:
         if kept.shape[along] % self.m:  # the free axis of a one-axis pattern
-            return np.full(kept.shape, -1), np.ones(kept.shape, bool)
+            return np.full(kept.shape, -1, np.int32), np.ones(kept.shape, bool)
         full = group_sums(kept, self.m, along) > self.n
-        numbers = np.arange(full.size).reshape(full.shape)
+        numbers = np.arange(full.size, dtype=np.int32).reshape(full.shape)
         return np.repeat(numbers, self.m, along), np.repeat(full, self.m, along)
 
     def holds(self, mask: jax.Array | np.ndarray, axes: Axes) -> bool:

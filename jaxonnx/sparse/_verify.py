@@ -10,6 +10,7 @@ of M along the one blocked axis of the weight, the other, or neither.
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ from jaxonnx.sparse._layers import (
 )
 from jaxonnx.sparse._layers import layers as report
 from jaxonnx.sparse._pattern import SparsityPattern
-from jaxonnx.sparse._walk import OTHER, Walk
+from jaxonnx.sparse._walk import Walk
 
 
 @dataclass(frozen=True)
@@ -197,60 +198,93 @@ class _Elements:
     def __init__(self, wanted: Mapping[str, Goal], params: Any):
         self.numbers: dict[str, np.ndarray] = {}
         leaves = by_name(params)
-        owner, axis, group, full = [], ([], []), ([], []), ([], [])
-        begin = 0
-        for name, (pattern, axes) in wanted.items():
+        self._weights: list[_Weight] = []
+        count = sum(np.size(leaves[name]) for name in wanted if name in leaves)
+        kind = np.int32 if count < 2**31 else np.int64
+        begins = [0]
+        for name, goal in wanted.items():
             if name not in leaves:
                 raise SparsityError(f"the parameters have no {name!r}")
             used = np.asarray(leaves[name]) != 0
-            owner.append(np.full(used.size, len(self.numbers)))
-            for side, a in enumerate(axes):
-                axis[side].append(a)
-                ids, over = pattern.groups(used, axes, a)
-                group[side].append(np.where(ids < 0, -1, ids + begin).ravel())
-                full[side].append(over.ravel())
-            self.numbers[name] = np.arange(begin, begin + used.size).reshape(used.shape)
-            begin += used.size
+            end = begins[-1] + used.size
+            self.numbers[name] = np.arange(begins[-1], end, dtype=kind).reshape(used.shape)
+            self._weights.append(_Weight(name, goal, used))
+            begins.append(end)
         if not self.numbers:
             raise SparsityError("no layer is sparse: there is nothing to verify")
-        self._names = list(self.numbers)
-        self._owner = np.concatenate(owner)
-        self._axis = axis
-        self._group, self._full = ([np.concatenate(x) for x in pair] for pair in (group, full))
-        self._sizes = [np.bincount(x[x >= 0], minlength=1) for x in self._group]
+        self._begins = np.asarray(begins, kind)
+
+    def _owners(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the index of the weight of each number; -1 where there is none."""
+        return np.searchsorted(self._begins, numbers, "right") - 1
 
     def weights(self, operands: list) -> list[str]:
         """Return the weights that occur in some numbers."""
         present = [x[x >= 0] for x in operands if x is not None]
-        return [self._names[k] for k in np.unique(self._owner[np.concatenate(present)])]
+        return [self._weights[k].name for k in np.unique(self._owners(np.concatenate(present)))]
 
     def judge(self, rows: np.ndarray) -> list[tuple[str, str, bool]]:
         """Return (weight, what is summed over, is that N:M) of an operand [free, summed]."""
-        inside = rows[rows >= 0]
-        present = np.flatnonzero(np.bincount(self._owner[inside]))
-        if len(present) == 1:  # nothing of other weights is to be left out
-            return [(self._names[present[0]], *self._judge(rows, int(present[0])))]
-        return [
-            (self._names[k], *self._judge(np.where(self._owner[rows] == k, rows, OTHER), k))
-            for k in present.tolist()
-        ]
+        lowest, highest = self._owners(np.asarray([rows.min(), rows.max()])).tolist()
+        if lowest == highest:  # nothing else stands beside the weight
+            return [self._weights[lowest].judge(rows - self._begins[lowest])]
+        owners = self._owners(rows)
+        found = []
+        for k in np.unique(owners[owners >= 0]).tolist():
+            mine = owners == k
+            some = mine.any(axis=1)
+            elements = np.where(mine, rows - self._begins[k], _NO_ELEMENT)[some]
+            found.append(self._weights[k].judge(elements))
+        return found
 
-    def _judge(self, rows: np.ndarray, k: int) -> tuple[str, bool]:
-        rows = rows[(rows >= 0).any(axis=1)]
+
+_NO_ELEMENT = -1
+"""Stands among the elements of a weight for what is none; arrays of facts about elements end with
+an entry for it."""
+
+
+class _Weight:
+    """A weight by its elements, which are flat indices, and the groups that they belong to."""
+
+    def __init__(self, name: str, goal: Goal, used: np.ndarray):
+        self.name, self._goal, self._used = name, goal, used
+
+    @cached_property
+    def _groups(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The number of each element's group along each axis, and whether that is too full."""
+        found = [self._goal.pattern.groups(self._used, self._goal.axes, a) for a in self._goal.axes]
+        return [(np.append(ids.ravel(), -1), np.append(full.ravel(), False)) for ids, full in found]
+
+    @cached_property
+    def _sizes(self) -> list[np.ndarray]:
+        return [np.bincount(ids[ids >= 0], minlength=1) for ids, _ in self._groups]
+
+    def judge(self, rows: np.ndarray) -> tuple[str, str, bool]:
+        """Return the name, what a product sums over, and whether that is N:M; see `_Elements`."""
         for side in (1, 0):
-            if _whole(np.where(rows >= 0, self._group[side][rows], -1), self._sizes[side]):
-                full = self._full[side][rows[rows >= 0]].any()
-                axis = f"axis {self._axis[side][k]}"
-                return (f"{axis}, groups too full", False) if full else (axis, True)
-        return "no whole groups", False
+            # rows are alike, mostly: the first one says quickly which axis it is
+            if self._has_whole_groups(rows[:1], side) and self._has_whole_groups(rows, side):
+                full = self._groups[side][1]
+                is_full = bool(full.any() and full[rows].any())
+                axis = f"axis {self._goal.axes[side]}"
+                return self.name, f"{axis}, groups too full" if is_full else axis, not is_full
+        return self.name, "no whole groups", False
 
+    def _has_whole_groups(self, rows: np.ndarray, side: int) -> bool:
+        """Check whether each row has each of its groups once, with each element once."""
+        groups = np.sort(self._groups[side][0][rows], axis=1)
+        starts = np.ones(groups.shape, bool)
+        starts[:, 1:] = groups[:, 1:] != groups[:, :-1]
+        starts = np.flatnonzero(starts)
+        numbers = groups.reshape(-1)[starts]
+        lengths = np.diff(starts, append=groups.size)
+        is_whole = bool((lengths == self._sizes[side][numbers])[numbers >= 0].all())
+        return is_whole and self._has_distinct_elements(rows)
 
-def _whole(groups: np.ndarray, sizes: np.ndarray) -> bool:
-    """Check whether each row has each of its groups once, with all elements (-1 is no group)."""
-    groups = np.sort(groups, axis=1)
-    starts = np.ones(groups.shape, bool)
-    starts[:, 1:] = groups[:, 1:] != groups[:, :-1]
-    starts = np.flatnonzero(starts)
-    numbers = groups.reshape(-1)[starts]
-    lengths = np.diff(starts, append=groups.size)
-    return bool((lengths == sizes[numbers])[numbers >= 0].all())
+    def _has_distinct_elements(self, rows: np.ndarray) -> bool:
+        seen = np.zeros(self._used.size + 1, bool)
+        seen[rows] = True
+        if np.count_nonzero(seen) == rows.size:  # not even in different rows
+            return True
+        ordered = np.sort(rows, axis=1)
+        return not ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != _NO_ELEMENT)).any()

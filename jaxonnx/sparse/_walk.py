@@ -4,6 +4,7 @@ A value is an array of integers that say which weight element stands where, or N
 """
 
 from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -17,11 +18,21 @@ _ZERO = -1  # an element that is zero by construction: padding, a `where` agains
 OTHER = -2  # an element of something else that stands beside a weight
 _BELOW, _ABOVE = -3, -4  # a constant below or above zero, which may bound a rounded weight
 
-_MOVES = {
-    "broadcast_in_dim", "copy", "copy_p", "optimization_barrier", "reshape", "rev", "slice",
-    "split", "squeeze", "tile", "transpose", "unstack",
-}  # fmt: skip
-"""Primitives that rearrange their only operand: they are executed on the integers."""
+_MOVES: dict[str, Callable[[np.ndarray, Mapping[str, Any]], Any]] = {
+    "broadcast_in_dim": lambda x, p: _broadcast(x, p["shape"], p["broadcast_dimensions"]),
+    "copy": lambda x, p: x,
+    "copy_p": lambda x, p: x,
+    "reshape": lambda x, p: x.reshape(p["new_sizes"]),
+    "rev": lambda x, p: np.flip(x, p["dimensions"]),
+    "slice": lambda x, p: x[_slices(p["start_indices"], p["limit_indices"], p["strides"])],
+    "split": lambda x, p: np.split(x, np.cumsum(p["sizes"])[:-1], p["axis"]),
+    "squeeze": lambda x, p: x.squeeze(p["dimensions"]),
+    "tile": lambda x, p: np.tile(x, p["reps"]),
+    "transpose": lambda x, p: x.transpose(p["permutation"]),
+    "unstack": lambda x, p: [*np.moveaxis(x, p["axis"], 0)],
+}
+"""Primitives that rearrange their only operand, as NumPy does it: mostly without a copy, and with
+nothing to compile."""
 _KEEPS = {
     "abs", "convert_element_type", "device_put", "div", "mul", "name", "neg",
     "reduce_precision", "round", "sharding_constraint", "sign", "sqrt", "stop_gradient",
@@ -30,7 +41,7 @@ _KEEPS = {
 
 _BOUNDS = {"max": _BELOW, "min": _ABOVE}
 """Primitives that give 0 for 0 beside such a constant."""
-_CARRY_BOUNDS = {*_MOVES, *_BOUNDS, "convert_element_type"}
+_CARRY_BOUNDS = {*_MOVES, *_BOUNDS, "convert_element_type", "optimization_barrier"}
 
 _OPAQUE = {"custom_call", "ffi_call", "pallas_call", "ragged_dot_general"}
 """Primitives that may multiply by a weight where this walk cannot follow."""
@@ -60,10 +71,15 @@ class Walk:
         self.found: Counter[tuple[str, str, str, bool]] = Counter()
 
     def __call__(self, program: Program, arguments: list) -> list:
-        return interpret(program, self._step, arguments, constant=_constant, enter=_inner_program)
+        # calls are entered by `_step`, which knows the operands
+        return interpret(program, self._step, arguments, constant=_constant, enter=lambda _: None)
 
     def _step(self, equation: JaxprEqn, operands: list) -> list:
         """Return the numbers of the results; None for those that are followed no further."""
+        if hasattr(equation.primitive, "plain") and all(x is None for x in operands):
+            return [None] * len(equation.outvars)  # without tracing what it does
+        if (inner := _inner_program(equation)) is not None:
+            return self(inner, operands)
         results = []
         if equation.primitive.name not in _CARRY_BOUNDS:
             operands = [None if _is_bound(x) else x for x in operands]
@@ -101,8 +117,10 @@ class Walk:
             for weight in self.elements.weights(operands):
                 self.found[weight, name, "out of sight", False] += 1
         elif name in _MOVES and first is not None:
-            out = eqn.primitive.bind(jnp.asarray(first), **params)
-            return [np.asarray(x) for x in (out if eqn.primitive.multiple_results else [out])]
+            out = _MOVES[name](first, params)
+            return out if eqn.primitive.multiple_results else [out]
+        elif name == "optimization_barrier":
+            return operands
         elif name in _KEEPS:
             kept = [x for x in operands[: 2 if name == "mul" else 1] if x is not None]
             return [np.broadcast_to(x, _shape(eqn.outvars[0])) for x in kept[:1]]
@@ -164,7 +182,19 @@ def _constant(value: Any, aval: Any) -> np.ndarray | None:
 
 def _is_bound(x: np.ndarray | None, *kinds: int) -> bool:
     """Check whether numbers are those of a constant that is not zero."""
-    return x is not None and bool(np.isin(x, kinds or (_BELOW, _ABOVE)).all())
+    kinds = kinds or (_BELOW, _ABOVE)
+    return x is not None and x.size > 0 and x.flat[0] in kinds and bool(np.isin(x, kinds).all())
+
+
+def _broadcast(x: np.ndarray, shape: tuple[int, ...], axes: tuple[int, ...]) -> np.ndarray:
+    """Return numbers as `lax.broadcast_in_dim` puts them at these axes of a shape."""
+    alone = np.ones(len(shape), int)
+    alone[[*axes]] = x.shape
+    return np.broadcast_to(x.reshape(alone), shape)
+
+
+def _slices(begin, end, steps) -> tuple[slice, ...]:
+    return tuple(map(slice, begin, end, steps or [1] * len(begin)))
 
 
 def _shape(variable: Any) -> tuple[int, ...]:

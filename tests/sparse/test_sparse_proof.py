@@ -1,5 +1,6 @@
 """`verify` proves the contraction axes from the jaxpr; `pack` stores the weights without loss."""
 
+import logging
 from functools import cache
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from jaxonnx import sparse
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._pattern import default_axes
+from jaxonnx.sparse._walk import Walk
 
 RNG = np.random.default_rng(0)
 W = jnp.asarray(RNG.normal(size=(8, 12)), jnp.float32)  # (in, out) of x @ w
@@ -133,12 +135,51 @@ def test_what_is_no_proof_fails():
         products(lambda p, x: x[:, :6] @ p["w"][:6], pruned, X)
     with pytest.raises(SparsityError, match="no whole groups"):
         products(lambda p, x: x.T[:1] @ p["w"].reshape(2, 48), pruned, X)
+    with pytest.raises(SparsityError, match="no whole groups"):  # half of a group, twice
+        products(lambda p, x: x @ jnp.concatenate([p["w"][:2], p["w"][:2], p["w"][4:]]), pruned, X)
     with pytest.raises(SparsityError, match="no 'v'"):
         sparse.verify(lambda p, x: x, pruned, X, layers=sparse.layers({"v": W}))
     with pytest.raises(SparsityError, match="nothing to verify"):
         sparse.verify(lambda p, x: x, pruned, X, layers=[])
     with pytest.raises(SparsityError, match="nothing is sparse: no weight has the zeros of 2:4"):
         sparse.verify(lambda p, x: x @ p["w"] + p["b"], {"w": W, "b": jnp.zeros(12)}, X)
+
+
+MOVES = {
+    "broadcast_in_dim": lambda x: jax.lax.broadcast_in_dim(x, (5, 8, 2, 12), (1, 3)),
+    "copy": jnp.copy,
+    "optimization_barrier": jax.lax.optimization_barrier,
+    "reshape": lambda x: x.reshape(3, 2, 16),
+    "rev": lambda x: jax.lax.rev(x, (1,)),
+    "slice": lambda x: x[1:7:2, 3:],
+    "split": lambda x: jax.lax.split(x, (2, 5, 5), 1),
+    "squeeze": lambda x: jax.lax.squeeze(x.reshape(8, 1, 12, 1), (1, 3)),
+    "tile": lambda x: jax.lax.tile(x, (2, 3)),
+    "transpose": lambda x: x.reshape(2, 4, 12).transpose(2, 0, 1),
+    "unstack": lambda x: jnp.unstack(x, axis=1),
+    "pad": lambda x: jax.lax.pad(x, jnp.int32(0), [(1, -2, 1), (0, 3, 0)]),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_numbers_move_as_the_values_of_jax(name):
+    numbers = np.arange(1, 97, dtype=np.int32).reshape(8, 12)
+    program, wanted = jax.make_jaxpr(MOVES[name])(numbers), jax.tree.leaves(MOVES[name](numbers))
+    assert name in str(program)
+    found = Walk(elements=None)(program, [numbers])
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(np.where(one == -1, 0, one), other)
+
+
+def test_a_proof_compiles_nothing(caplog):
+    """Of a large network, compiling would take most of the time."""
+    pruned = sparse.prune({"w": K})
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        for function in (im2col, channels_last):
+            assert products(lambda p, x, f=function: f(x, p["w"]), pruned, IMAGE)
+        assert "Compiling" not in caplog.text
+        jax.jit(lambda x: x + 1)(np.ones(37))
+        assert "Compiling" in caplog.text
 
 
 def test_a_model_verifies_by_itself():
