@@ -78,7 +78,8 @@ class LossArguments(TypedDict, total=False):
 
     By default, for integer labels and one output, softmax cross entropy (`history.notes` says so).
     By name: a loss of `optax.losses`, "absolute_error", "causal_lm" (each token is predicted from
-    those before it; without targets they are the input tokens, with padding ignored), or one of
+    those before it; without targets they are the input tokens, with padding ignored), "seq2seq_lm"
+    (labels of an encoder-decoder, of which its decoder's input is made), or one of
     `jaxonnx.losses` (ONNX's, with class weights and labels to ignore). A function `(outputs,
     targets)` returns a scalar, or one value for each example along its first axis. Losses are
     averaged over the examples of the batch; a scalar also covers the examples that fill a short

@@ -34,6 +34,8 @@ class ClassLoss:
     """The axis of the classes, 1 or -1."""
     shift: bool = False
     """Whether the scores at each place are those of the label at the next one."""
+    forcing: bool = False
+    """Whether a decoder reads the labels before each one (teacher forcing)."""
 
     def __call__(self, outputs: jax.Array, targets: jax.Array) -> jax.Array:
         outputs, targets = self.align(outputs, targets)
@@ -157,6 +159,24 @@ def causal_lm(*, ignore_index: int = -100, reduction: str = "mean") -> ClassLoss
     return replace(loss, shift=True)
 
 
+def seq2seq_lm(*, ignore_index: int = -100, reduction: str = "mean") -> ClassLoss:
+    """Return the loss of encoder-decoders: cross entropy of each label, which are not shifted.
+
+    Outputs are logits (N, length, tokens) of a decoder that reads the labels (N, length) before
+    each one. Where data lacks the input "decoder_input_ids", `train` and `evaluate` make it of the
+    labels by `shift_right`, with the numbers of the folder that the model was loaded from.
+
+    >>> loss = seq2seq_lm()
+    >>> print(loss(jnp.zeros((1, 3, 2)), jnp.array([[1, 0, -100]])).round(4))  # log 2
+    0.6931
+
+    Args:
+      ignore_index, reduction: as in `causal_lm`.
+    """
+    loss = _loss("seq2seq_lm", _softmax_cross_entropy, None, ignore_index, reduction, -1)
+    return replace(loss, forcing=True)
+
+
 def _softmax_cross_entropy(*arrays, **attributes) -> jax.Array:
     return operators.softmax_cross_entropy_loss(*arrays, **attributes)[0]
 
@@ -235,7 +255,7 @@ def shift_right(labels: Any, start: int, padding: int, ignore_index: int = -100)
 
     It is the tokens before each label, from `start` on, as Hugging Face's models make them:
     `decoder_start_token_id` and `pad_token_id` of their configuration. The loss of each label is
-    then `cross_entropy(axis=-1, ignore_index=-100)`, without another shift.
+    then `seq2seq_lm`, without another shift.
 
     >>> shift_right([[5, 6, 7], [8, 9, -100]], start=2, padding=1).tolist()
     [[2, 5, 6], [2, 8, 9]]

@@ -1,13 +1,14 @@
 """Inputs and targets, in the order of a model's inputs, of the pairs and dicts that users pass."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxonnx._data.ragged import (
+    DECODER_TOKENS,
     PLAIN,
     Padding,
     Ragged,
@@ -32,17 +33,20 @@ def as_pair(
     They are NumPy arrays, and Ragged where they are sequences of unequal length.
     """
     names, spare = [value.name for value in values], derived_inputs(values)
+    spare = [DECODER_TOKENS, *spare] if padding.shift is not None and labels else spare
     x, y = split_inputs(given if labels else (drop_targets(given, names), ()), names, what, spare)
     inputs = [
         None if a is None and n in spare else column(a, f"{what}: input {n!r}")
         for n, a in zip(names, x, strict=True)
     ]
-    inputs = with_derived(inputs, values)
     targets = jax.tree_util.tree_map_with_path(
         lambda path, a: column(a, f"{what}: the targets{jax.tree_util.keystr(path)}"),
         y,
         is_leaf=lambda v: isinstance(v, list),
     )
+    if padding.shift is not None and labels:
+        inputs = _with_shifted(inputs, targets, names, padding.shift, what)
+    inputs = with_derived(inputs, values)
     if labels and padding.next_token and not jax.tree.leaves(targets):
         targets = next_tokens(inputs, values, padding.ignored, what)
     if labels and padding.untargeted and not jax.tree.leaves(targets):
@@ -80,6 +84,22 @@ def as_pair(
     if not all(counts.values()):
         raise TrainingError(f"{what} has no examples")
     return inputs, targets
+
+
+def _with_shifted(
+    inputs: list[Any], targets: Any, names: list[str], shift: Callable[[Any], Any], what: str
+) -> list[Any]:
+    """Return inputs with the tokens of a decoder, made of the labels where they are missing."""
+    place = names.index(DECODER_TOKENS)
+    if inputs[place] is not None:
+        return inputs
+    labels = jax.tree.leaves(targets)
+    if len(labels) != 1:
+        raise TrainingError(
+            f"{what} has {'several targets' if labels else 'no targets'}, of which "
+            f"'{DECODER_TOKENS}' could be made: pass it"
+        )
+    return [*inputs[:place], shift(labels[0]), *inputs[place + 1 :]]
 
 
 def _without_examples(column: str) -> str:

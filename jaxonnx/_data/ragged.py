@@ -10,7 +10,7 @@ examples of one bucket (`_data.padded`).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -25,6 +25,8 @@ IGNORED = -100
 """The label of padding, unless the loss ignores another (that of PyTorch)."""
 _LEAST = 8
 """The smallest default width."""
+DECODER_TOKENS = "decoder_input_ids"
+"""What the decoder of an encoder reads, as Hugging Face's models call it: labels, shifted."""
 _TARGETS = ("y", "targets", "labels")
 """Names in `pad` of a target that has none."""
 _MASK = re.compile(r"(?P<side>(.*[._])?)((attention|input)_mask(\.\d+)?|(?<![._])mask)")
@@ -206,6 +208,8 @@ class Padding:
     """Data has no targets, and needs none."""
     group: int = 1
     """The number of examples that stay together, one behind the other."""
+    shift: Callable[[Any], Any] | None = None
+    """Returns the tokens of a decoder, which data may lack then, given the labels."""
 
     @classmethod
     def of(cls, pad: Any, length_buckets: Any, **settings: Any) -> Self:

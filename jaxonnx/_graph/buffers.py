@@ -10,6 +10,7 @@ from jaxonnx._graph.ancestors import ancestors, behind
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.operands import Operands
 from jaxonnx._graph.uses import Use
+from jaxonnx._io.encoder_decoder import own_name
 
 _BUFFER = re.compile(
     r"(.*_)?(inv_freq|window|mel(_(fb|basis|filters?|bank|scale))?|fb|fbank|filter_?banks?"
@@ -161,7 +162,7 @@ class Buffers:
         """Check whether a tensor is as before training, by a name that an exporter gave it."""
         start = use.node.op.start(use.position)
         apart = self._stored and use.name not in self._initializers
-        if start is None or not (apart or _UNNAMED.fullmatch(use.name)):
+        if start is None or not (apart or _UNNAMED.fullmatch(own_name(use.name))):
             return False
         return bool((np.asarray(tensors[use.name]) == start).all())
 

@@ -7,7 +7,7 @@ cache if an output of the graph carries it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +38,7 @@ class Caches:
       values: the caches, as the file declares them.
       switches: further inputs that say how caches are used, with their values where there are none.
       omissible: the caches that only operators read which may do without.
+      unread: further inputs that are read with the switches on alone, like the keys of an encoder.
       joined: by the names of sizes that are open in the file: a value of that size, which Concat
         joins to a cache, and its axis.
     """
@@ -47,11 +48,12 @@ class Caches:
     values: tuple[Value, ...]
     switches: Mapping[str, np.ndarray]
     omissible: frozenset[str]
+    unread: frozenset[str]
     joined: Mapping[str, tuple[str, int]]
 
     @property
     def names(self) -> set[str]:
-        return {*self.pairs, *self.switches}
+        return {*self.pairs, *self.switches, *self.unread}
 
     @property
     def switches_on(self) -> dict[str, np.ndarray]:
@@ -70,12 +72,13 @@ class Caches:
           InputError: the file does not say the size of a cache.
         """
         empty = {value.name: self._empty(value, batch, sizes) for value in self.values}
-        return {**empty, **self.switches}
+        return {**empty, **dict.fromkeys(self.unread), **self.switches}
 
     def empty_of_known_size(self, batch: int) -> dict[str, np.ndarray | None]:
         """Return the values of `empty` that need no sizes of other values."""
         plain = [v for v in self.values if self.sizes[v.name].isdisjoint((v.shape or ())[1:])]
-        return {**{value.name: self._empty(value, batch, {}) for value in plain}, **self.switches}
+        empty = {value.name: self._empty(value, batch, {}) for value in plain}
+        return {**empty, **dict.fromkeys(self.unread), **self.switches}
 
     def _empty(self, value: Value, batch: int, sizes: Mapping[str, int]) -> np.ndarray | None:
         if value.name in self.omissible:
@@ -110,14 +113,17 @@ def find_caches(graph: Graph, inputs: Sequence[Value]) -> Caches | None:
     others = [value for value in inputs if value.name not in pairs]
     switches = _switches(graph, others) if pairs else {}
     # what only joins an input to its features and hands both out has no tokens besides
-    tokens = [v for v in others if v.name not in switches and len(v.shape or ()) > 1]
+    others = [v for v in others if v.name not in switches]
+    unread = {value.name for value in others} - _reads(graph, switches) if switches else set()
+    tokens = [v for v in others if v.name not in unread and len(v.shape or ()) > 1]
     if not pairs or not tokens:
         return None
     values = tuple(kinds[name] for name in graph.inputs if name in pairs)
     types = dict(zip(graph.outputs, graph.output_types, strict=True))
     sizes = {name: _named_sizes(types[output]) for name, output in pairs.items()}
     joined = _find_joined(graph, {value.name: value for value in values}, sizes)
-    return Caches(pairs, sizes, values, switches, _omissible(graph, pairs), joined)
+    of_pasts = _omissible(graph, pairs)
+    return Caches(pairs, sizes, values, switches, of_pasts, frozenset(unread & floats), joined)
 
 
 def _find_joined(
@@ -184,6 +190,20 @@ def _switches(graph: Graph, inputs: Sequence[Value]) -> dict[str, np.ndarray]:
     conditions = {node.inputs[0] for node in graph.nodes if node.op.name == "If"}
     chosen = {behind[name] for name in conditions if name in behind}
     return {name: off[name] for name in off if name in chosen or name in _COUNTS_OF_LOGITS}
+
+
+def _reads(graph: Graph, switches: Collection[str]) -> set[str]:
+    """Return the names that a graph reads while the switches are off."""
+    behind = _follow(graph, {name: name for name in switches})
+    found: set[str] = {*graph.outputs}
+    for node in graph.nodes:
+        taken = node.graphs.get("else_branch")
+        if isinstance(taken, Graph) and behind.get(node.inputs[0]) in switches:
+            found |= {*node.inputs, *taken.outputs}
+            found.update(name for inner in taken.nodes for name in inner.reads)
+        else:
+            found |= {*node.reads}
+    return found
 
 
 def _omissible(graph: Graph, pairs: Mapping[str, str]) -> frozenset[str]:

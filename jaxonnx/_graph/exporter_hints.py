@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from onnx import GraphProto, NodeProto
 
+from jaxonnx._io.encoder_decoder import own_name
 from jaxonnx._io.protos import modules, text
 from jaxonnx._text import list_some
 
@@ -95,7 +96,7 @@ def _behind_a_gap(node: NodeProto, present: Collection[str]) -> str:
 
 
 def _is_computed(name: str) -> bool:
-    return re.fullmatch(r"onnx::Conv(Transpose)?_\d+", name) is not None
+    return re.fullmatch(r"onnx::Conv(Transpose)?_\d+", own_name(name)) is not None
 
 
 def _have_own_biases(convolutions: Iterable[NodeProto]) -> bool:

@@ -18,6 +18,7 @@ from onnx import GraphProto
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.roles import Roles, stored_names
 from jaxonnx._graph.uses import Use, weights
+from jaxonnx._io.encoder_decoder import own_name
 from jaxonnx._io.protos import modules
 from jaxonnx._io.ties import tied_names
 
@@ -72,7 +73,7 @@ class Places:
         taken = {*self.tensors}
         found: dict[str, str] = {}
         for use in self.roles.used:
-            match = _NUMBERED.fullmatch(use.name)
+            match = _NUMBERED.fullmatch(own_name(use.name))
             path = scopes.get(next(iter(use.outer.outputs), ""))
             if match is None or not path or use.name not in self._weights or use.name in found:
                 continue

@@ -4,6 +4,8 @@ onnxruntime-genai    genai_config.json names the file of the decoder
 optimum              model.onnx, or decoder_model*.onnx, beside config.json
 transformers.js      onnx/model.onnx and variants of it, onnx/model_q4.onnx
 
+The last two have an encoder beside its decoder as encoder_model.onnx (`_io.encoder_decoder`).
+
 A name like "onnx-community/Qwen3-0.6B-ONNX" is a folder of the Hugging Face hub.
 """
 
@@ -16,7 +18,7 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -25,6 +27,7 @@ import onnx
 from onnx import ModelProto
 
 from jaxonnx import _safe_read
+from jaxonnx._io.encoder_decoder import part_files
 from jaxonnx._io.formats import LIMIT
 from jaxonnx._io.protos import all_graphs
 from jaxonnx.errors import InputError, ModelError
@@ -34,6 +37,7 @@ _MARKS = (GENAI, "config.json", "tokenizer.json", "tokenizer_config.json")
 _VARIANTS = ("fp32", "fp16", "bf16", "int8", "uint8", "q8", "quantized", "q4", "q4f16", "bnb4")
 _DECODERS = ("decoder_model_merged", "decoder_model", "decoder_with_past_model")
 """Files of optimum with the same weights; the first has what the others have."""
+_ENCODER = "encoder_model"
 _WEIGHTS = (".onnx", ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)+")
 
@@ -45,6 +49,13 @@ class ModelFolder:
     path: Path
     file: str
     """Relative to the folder, with slashes."""
+    encoder: str = ""
+    """The file of the encoder, where `file` is its decoder."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files of the model: one, or an encoder and its decoder."""
+        return (self.encoder, self.file) if self.encoder else (self.file,)
 
     def read_json(self, name: str) -> dict[str, Any]:
         """Return an object that the folder has as a JSON file; empty without the file.
@@ -73,7 +84,7 @@ def find_folder(source: Any, variant: str | None) -> ModelFolder | None:
         if path.is_dir():
             names = [p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()]
             if any(mark in names for mark in _MARKS) or any(n.startswith("onnx/") for n in names):
-                return ModelFolder(path, choose_file(str(source), names, variant, path))
+                return ModelFolder(path, *choose_files(str(source), names, variant, path))
         named = isinstance(source, str) and _HUB.fullmatch(source) and not path.exists()
         if named and path.suffix not in (".onnx", ".npz"):
             return _download(str(source), variant)
@@ -85,10 +96,10 @@ def find_folder(source: Any, variant: str | None) -> ModelFolder | None:
     return None
 
 
-def choose_file(
+def choose_files(
     what: str, names: Collection[str], variant: str | None, folder: Path | None = None
-) -> str:
-    """Return the model among the files of a folder.
+) -> tuple[str, ...]:
+    """Return the model among the files of a folder, and its encoder, if that is a file as well.
 
     Args:
       folder: where `genai_config.json` can be read.
@@ -101,7 +112,7 @@ def choose_file(
         decoder = ModelFolder(folder, "").read_json(GENAI).get("model", {}).get("decoder", {})
         if "filename" in decoder:
             if decoder["filename"] in names:
-                return decoder["filename"]
+                return (decoder["filename"],)
             raise InputError(
                 f"'{what}': {GENAI} names '{decoder['filename']}', and the folder does not have it"
             )
@@ -111,7 +122,11 @@ def choose_file(
     if merged:
         found = [n for n in found if n in merged or _split(n)[0] not in _DECODERS]
     if len(found) == 1:
-        return found[0]
+        return (found[0],)
+    stems = sorted(_split(n)[0] for n in found if _split(n)[0] != _DECODERS[2])
+    if stems in ([_DECODERS[0], _ENCODER], [_DECODERS[1], _ENCODER]):
+        of = {_split(n)[0]: n for n in found}
+        return of[stems[0]], of[_ENCODER]
     if not files:
         nested = sorted({str(PurePosixPath(n).parent) for n in names if n.endswith(".onnx")})
         hint = f"; its folders {', '.join(nested)} have some" if nested else ""
@@ -150,12 +165,15 @@ def _download(name: str, variant: str | None) -> ModelFolder:
         names = [n.removeprefix(prefix) for n in names]
         kept = [prefix + n for n in names if not n.endswith(_WEIGHTS) and _is_part(n)]
         path = Path(hub.snapshot_download(repository, allow_patterns=kept), inner)
-        file = choose_file(name, names, variant, path)
-        hub.snapshot_download(repository, allow_patterns=[f"{prefix}{file}*"])
-        missing = [n for n in _locations(path / file) if not (path / file).with_name(n).exists()]
-        if missing:
-            beside = PurePosixPath(prefix + file).parent
-            patterns = [str(beside / n) for n in missing]
+        files = choose_files(name, names, variant, path)
+        hub.snapshot_download(repository, allow_patterns=[f"{prefix}{file}*" for file in files])
+        patterns = [
+            str(PurePosixPath(prefix + file).parent / n)
+            for file in files
+            for n in _locations(path / file)
+            if not (path / file).parent.joinpath(n).exists()
+        ]
+        if patterns:
             hub.snapshot_download(repository, allow_patterns=patterns)
     except failures as error:
         try:
@@ -165,8 +183,8 @@ def _download(name: str, variant: str | None) -> ModelFolder:
                 f"'{name}' is no path here, and the Hugging Face hub did not give it: {error}"
             ) from error
         names = [p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()]
-        file = choose_file(name, names, variant, path)
-    return ModelFolder(path, file)
+        files = choose_files(name, names, variant, path)
+    return ModelFolder(path, *files)
 
 
 def _is_part(name: str) -> bool:
@@ -202,16 +220,28 @@ def save_folder(
       OSError: a file cannot be read or written.
     """
     target, source = Path(path), home.path
+    protos = [graph()]
+    if home.encoder:
+        headers = (onnx.load(source / n, load_external_data=False) for n in home.files)
+        protos = [*part_files(*protos, *headers)]
     target.mkdir(parents=True, exist_ok=True)
     copied, left = _sort_files(home)
     for name in copied:
         if not (target / name).exists() or not os.path.samefile(source / name, target / name):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, target / name)
-    file = target / home.file
+    for name, proto in zip(home.files, protos, strict=True):
+        _write_model(target / name, proto, _locations(source / name))
+    if left:
+        warnings.warn(
+            f"'{target}' is without {', '.join(left)}, which have the weights of before",
+            stacklevel=3,
+        )
+
+
+def _write_model(file: Path, proto: ModelProto, locations: Sequence[str]) -> None:
+    """Write one file, with external data where the old one had some."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    locations = _locations(source / home.file)
-    proto = graph()
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=".jaxonnx-") as scratch:
         written = Path(scratch, file.name)
         large = sum(len(t.raw_data) for t in proto.graph.initializer) > LIMIT
@@ -223,18 +253,13 @@ def save_folder(
             shutil.copymode(written, Path(scratch) / location)  # onnx writes it for the user alone
             os.replace(Path(scratch) / location, file.parent / location)
         os.replace(written, file)
-    if left:
-        warnings.warn(
-            f"'{target}' is without {', '.join(left)}, which have the weights of before",
-            stacklevel=3,
-        )
 
 
 def _sort_files(home: ModelFolder) -> tuple[list[str], list[str]]:
     """Return the files of a folder that go along, and other forms of the model, which do not."""
     names = sorted(_walk(home.path))
-    own, _ = _split(home.file)
-    family = _DECODERS if own in _DECODERS else (own,)
+    own = {_split(n)[0] for n in home.files}
+    family = own if own.isdisjoint(_DECODERS) else {*own, *_DECODERS}
     models = [n for n in names if n.endswith(".onnx")]
     others = [n for n in models if _split(n)[0] not in family]
     data = {
@@ -245,7 +270,7 @@ def _sort_files(home: ModelFolder) -> tuple[list[str], list[str]]:
     dropped = {n for model in models if model not in others for n in data[model]} - kept
     copied = [n for n in names if n in kept or not n.endswith(_WEIGHTS)]
     copied = [n for n in copied if n not in dropped]
-    left = [n for n in models if n not in others and n != home.file]
+    left = [n for n in models if n not in others and n not in home.files]
     return sorted({*copied, *others}), left
 
 

@@ -14,7 +14,7 @@ def sort(graph: GraphProto) -> None:
     that there are files that have them. What is sorted, or has a cycle, stays as it is.
     """
     position = {name: i for i, node in enumerate(graph.node) for name in node.output if name}
-    before = [{position[n] for n in _reads(node) if n in position} for node in graph.node]
+    before = [{position[n] for n in reads(node) if n in position} for node in graph.node]
     if all(max(places, default=-1) < i for i, places in enumerate(before)):
         return
     after: list[list[int]] = [[] for _ in before]
@@ -36,12 +36,12 @@ def sort(graph: GraphProto) -> None:
         graph.node.extend(nodes[i] for i in order)
 
 
-def _reads(node: NodeProto) -> set[str]:
+def reads(node: NodeProto) -> set[str]:
     """Return the names that a node reads, also in its subgraphs from around them."""
     names = {*node.input} - {""}
     for graph in subgraphs(node):
         own = {value.name for value in (*graph.input, *graph.initializer)}
         own.update(name for inner in graph.node for name in inner.output)
         names |= {value.name for value in graph.output} - own
-        names |= {name for inner in graph.node for name in _reads(inner)} - own
+        names |= {name for inner in graph.node for name in reads(inner)} - own
     return names

@@ -40,7 +40,8 @@ _PLACE = "place of the initializer"
 def stored_twice(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str]:
     """Return the matrices that equal another tensor bit for bit, with its name.
 
-    Those of products equal an embedding, or its transpose, others what the same module reads.
+    Embeddings equal an earlier one (of an encoder and its decoder), those of products an embedding
+    or its transpose, others what the same module reads.
     """
     given = {value.name for value in graph.input}
     names = [t.name for t in graph.initializer if t.name in tensors and t.name not in given]
@@ -49,9 +50,16 @@ def stored_twice(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str
     for node in all_nodes(graph):
         if node.op_type in read and node.domain in ("", "ai.onnx") and len(node.input) > 1:
             read[node.op_type].add(node.input[node.op_type != "Gather"])
-    tables, found = stored & read["Gather"], {}
-    for name in sorted(stored & (read["MatMul"] | read["Gemm"]) - tables):
-        of = next((t for t in sorted(tables) if _is_twin(tensors[name], tensors[t])), None)
+    tables: list[str] = []
+    found: dict[str, str] = {}
+    for name in (name for name in names if name in stored & read["Gather"]):
+        of = next((t for t in tables if _is_twin(tensors[name], tensors[t])), None)
+        if of is None:
+            tables.append(name)
+        else:
+            found[name] = of
+    for name in sorted(stored & (read["MatMul"] | read["Gemm"]) - read["Gather"]):
+        of = next((t for t in tables if _is_twin(tensors[name], tensors[t])), None)
         if of is not None:
             found[name] = of
     others = {n: tensors[n] for n in names if np.ndim(tensors[n]) > 1 and n not in found}

@@ -363,7 +363,8 @@ def _save(model: Model, path: Path) -> None:
 
 def _examples(data: Any, model: Model, settings: Mapping[str, Any], size: int | None) -> Source:
     """Return the examples of a file in their order, padded as the settings say."""
-    padding = padding_of(settings.get("pad"), settings.get("length_buckets"), settings.get("loss"))
+    pad, buckets, loss = (settings.get(name) for name in ("pad", "length_buckets", "loss"))
+    padding = padding_of(pad, buckets, loss, model)
     return source(data, model.inputs, size, padding=padding, target_names=target_names(model))
 
 

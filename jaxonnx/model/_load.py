@@ -19,6 +19,7 @@ from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.fake_quantization import pass_rounding
 from jaxonnx._graph.roles import running_statistics, split
 from jaxonnx._graph.select import Select, select
+from jaxonnx._io.encoder_decoder import join_files
 from jaxonnx._io.folders import find_folder
 from jaxonnx._io.read import give_back_memory, read, replace_weights
 from jaxonnx._io.tensors import same
@@ -65,8 +66,8 @@ def load(
       source: a path (of an ONNX file, or of a packed .npz that `Model.save` wrote), the bytes of a
         file, or a ModelProto (which is left as it is). Or the `checkpoint_dir` of a run: the model
         of its newest checkpoint. Or the folder of a language model, as onnxruntime-genai, optimum
-        or transformers.js have it; or its name on the Hugging Face hub, like
-        "onnx-community/Qwen3-0.6B-ONNX", if `huggingface_hub` is installed.
+        or transformers.js have it, an encoder and its decoder as one model; or its name on the
+        Hugging Face hub, like "onnx-community/Qwen3-0.6B-ONNX", if `huggingface_hub` is installed.
       outputs: inner values to return instead of the file's outputs, as in `Model.with_outputs`.
       batch: "any" opens the batch of a file that was exported for one size, as in
         `Model.with_any_batch`.
@@ -115,6 +116,8 @@ def load(
     folder = find_folder(source, variant) if checkpoint is None else None
     file = source if folder is None else folder.path / folder.file
     proto, tensors = read(file, checkpoint)
+    if folder is not None and folder.encoder:
+        proto, tensors = join_files(read(folder.path / folder.encoder), (proto, tensors))
     if restored := restore_attention(proto):
         warnings.warn(
             f"in the place of the Attention of '{list_some(restored, '')}' onnxruntime's quantizer "

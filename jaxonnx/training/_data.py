@@ -14,11 +14,12 @@ from jaxonnx._data.images.folder import Folder
 from jaxonnx._data.ragged import IGNORED, PLAIN, Padding
 from jaxonnx._graph.values import Value
 from jaxonnx.errors import TrainingError
+from jaxonnx.model import Model
 from jaxonnx.training._losses import find
-from jaxonnx.training._sequences import is_next_token
+from jaxonnx.training._sequences import is_next_token, shift_labels
 
 
-def padding_of(pad: Any, length_buckets: Any, loss: Any) -> Padding:
+def padding_of(pad: Any, length_buckets: Any, loss: Any, model: Model) -> Padding:
     """Return how data becomes what a loss reads: padding, its label, and what the data may lack.
 
     Raises:
@@ -29,7 +30,7 @@ def padding_of(pad: Any, length_buckets: Any, loss: Any) -> Padding:
     found = {o: find(one[0] if isinstance(one, tuple) and one else one) for o, one in given}
     labels = {o: IGNORED if l.ignore_index is None else l.ignore_index for o, l in found.items()}
     next_token = is_next_token(loss)
-    return Padding.of(
+    padding = Padding.of(
         pad,
         length_buckets,
         ignored=labels if several and not next_token else next(iter(labels.values()), IGNORED),
@@ -37,6 +38,7 @@ def padding_of(pad: Any, length_buckets: Any, loss: Any) -> Padding:
         untargeted=bool(found) and not any(l.takes_targets for l in found.values()),
         group=math.lcm(*(l.rows for l in found.values())),
     )
+    return shift_labels(padding, model, loss)
 
 
 def sources(

@@ -77,7 +77,7 @@ def evaluate(
     settings = Settings(**arguments)
     net, _ = fit_to_batches(net, replace(settings, statistics="frozen"), data)
     net = read_whole_sequences(net, loss, data)
-    padding, given = padding_of(settings.pad, settings.length_buckets, loss), data
+    padding, given = padding_of(settings.pad, settings.length_buckets, loss, net), data
     data, _, padding, _ = read_texts(data, None, net, settings.preprocess, padding)
     if data is given:
         data, _, net = find_folders(data, None, net, settings.preprocess)

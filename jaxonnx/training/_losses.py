@@ -24,6 +24,7 @@ from jaxonnx.losses import (
     cross_entropy,
     in_batch_negatives,
     negative_log_likelihood,
+    seq2seq_lm,
 )
 
 _CLASSES = (
@@ -38,7 +39,7 @@ _ONE_HOT = ("poly_loss_cross_entropy", "safe_softmax_cross_entropy", "softmax_cr
 """Losses of scores (..., classes) and a distribution (..., classes)."""
 
 _LOGITS = {
-    **dict.fromkeys((*_CLASSES, *_ONE_HOT, "cross_entropy", "causal_lm"), "Softmax"),
+    **dict.fromkeys((*_CLASSES, *_ONE_HOT, "cross_entropy", "causal_lm", "seq2seq_lm"), "Softmax"),
     **dict.fromkeys(("dice_loss", "multiclass_generalized_dice_loss"), "Softmax"),
     **dict.fromkeys(("binary_dice_loss", "hinge_loss", "perceptron_loss"), "Sigmoid"),
     **dict.fromkeys(
@@ -81,6 +82,7 @@ def _named_losses() -> dict[str, Callable[..., Any]]:
     found["causal_lm"] = causal_lm()
     found["contrastive"] = contrastive()
     found["in_batch_negatives"] = in_batch_negatives()
+    found["seq2seq_lm"] = seq2seq_lm()
     found["SoftmaxCrossEntropyLoss"] = cross_entropy()
     found["NegativeLogLikelihoodLoss"] = negative_log_likelihood()
     return found
@@ -111,6 +113,11 @@ class Loss:
     def next_token(self) -> bool:
         """Whether outputs are scored by the label at the next place."""
         return isinstance(self.function, ClassLoss) and self.function.shift
+
+    @property
+    def forcing(self) -> bool:
+        """Whether the model reads the labels before each one."""
+        return isinstance(self.function, ClassLoss) and self.function.forcing
 
     @property
     def rows(self) -> int:

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxonnx._data.ragged import masks_and_positions
+from jaxonnx._data.ragged import DECODER_TOKENS, Padding, Ragged, masks_and_positions
 from jaxonnx._data.texts import token_input, vocabulary
 from jaxonnx._run.packing import Packing, find_packing
 from jaxonnx.errors import TrainingError
+from jaxonnx.losses import shift_right
 from jaxonnx.model import Model
-from jaxonnx.training._losses import find
+from jaxonnx.training._losses import Loss, find
 
 LOGITS = "logits"
 """The output of language models that exporters and runtimes agree on."""
@@ -21,7 +22,7 @@ _CROSS = re.compile(r"(.*[._/])?(encoder[._/].*|decoder_input_ids)")
 
 
 def read_whole_sequences(model: Model, loss: Any, data: Any = None) -> Model:
-    """Return a decoder without its caches, and for a loss of next tokens with its logits only.
+    """Return a decoder without its caches, and for a loss of tokens with its logits only.
 
     Logits are of all steps where the file gives those of the last one (`prune_lm_head`). Other
     models, and those whose caches are in the data, are returned as they are. `restore_inputs` takes
@@ -34,13 +35,13 @@ def read_whole_sequences(model: Model, loss: Any, data: Any = None) -> Model:
     if crossed and is_next_token(loss):
         raise TrainingError(
             f"causal_lm shifts labels, and the decoder of an encoder (input {crossed[0]!r}) reads "
-            "shifted ones: it would learn the token after next. loss=jaxonnx.losses.cross_entropy("
-            "axis=-1, ignore_index=-100), with jaxonnx.losses.shift_right(labels, ...) as its input"
+            "shifted ones: it would learn the token after next. loss='seq2seq_lm' does not shift "
+            "labels; jaxonnx.losses.shift_right(labels, ...) makes the input of them"
         )
     if not _has_caches(model, data):
         model = model.without_cache()
     names = [value.name for value in model.outputs]
-    if is_next_token(loss) and LOGITS in names:
+    if (is_next_token(loss) or is_forcing(loss)) and LOGITS in names:
         model = replace(model, program=model.program.only({LOGITS}).with_all_steps(LOGITS))
     return model
 
@@ -97,12 +98,49 @@ def _leak(model: Model, packing: Packing) -> float:
 
 def is_next_token(loss: Any) -> bool:
     """Return whether the only loss is one of next tokens."""
+    only = _only(loss)
+    return only is not None and only.next_token
+
+
+def is_forcing(loss: Any) -> bool:
+    """Return whether the only loss is one of labels that the model reads as well."""
+    only = _only(loss)
+    return only is not None and only.forcing
+
+
+def _only(loss: Any) -> Loss | None:
     if isinstance(loss, Mapping):
         if len(loss) != 1:
-            return False
+            return None
         (loss,) = loss.values()
         loss = loss[0] if isinstance(loss, tuple) and loss else loss
-    return loss is not None and find(loss).next_token
+    return None if loss is None else find(loss)
+
+
+def shift_labels(padding: Padding, model: Model, loss: Any) -> Padding:
+    """Return how data becomes arrays, with the labels as the input of a decoder if it lacks that.
+
+    The first token and that of padding are those of the folder that the model was loaded from.
+    """
+    inputs = [value.name for value in model.inputs]
+    if not is_forcing(loss) or DECODER_TOKENS not in inputs or model.folder is None:
+        return padding
+    names = "decoder_start_token_id", "pad_token_id"
+    files = [model.folder.read_json(name) for name in ("generation_config.json", "config.json")]
+    numbers = [next((f[n] for f in files if isinstance(f.get(n), int)), None) for n in names]
+    start, fill = numbers
+    if start is None:
+        return padding
+    fill = 0 if fill is None else fill
+
+    def shift(labels: Any) -> Any:
+        if not isinstance(labels, Ragged):
+            return shift_right(labels, start, fill, padding.ignored)
+        tokens = shift_right(labels.values[None], start, fill, padding.ignored)[0]
+        tokens[labels.starts[:-1][labels.lengths > 0]] = start
+        return Ragged(tokens, labels.starts)
+
+    return replace(padding, pad={DECODER_TOKENS: fill, **padding.pad}, shift=shift)
 
 
 def _has_caches(model: Model, data: Any) -> bool:

@@ -123,7 +123,7 @@ def train(
         augment, preprocess = parse_augment(settings.augment, settings.preprocess, data)
         if packed := packs_texts(data, preprocess):
             net = take_packed_rows(net)
-        padding = padding_of(settings.pad, settings.length_buckets, settings.loss)
+        padding = padding_of(settings.pad, settings.length_buckets, settings.loss, net)
         given = data, settings.validation, net
         data, validation, padding, said = read_texts(*given, preprocess, padding)
         if data is given[0]:

@@ -17,6 +17,7 @@ import jaxonnx
 from tests.support.paths import DATA
 
 GENAI, OPTIMUM = DATA / "llm" / "qwen3-genai", DATA / "llm" / "qwen3-optimum"
+T5 = DATA / "transformers" / "t5"
 
 
 @pytest.fixture
@@ -64,6 +65,76 @@ def test_a_merged_decoder_goes_before_its_parts(tmp_path):
     (tmp_path / "decoder_model_merged.onnx").unlink()
     with pytest.raises(jaxonnx.InputError, match=r"decoder_model.onnx, decoder_with_past_model"):
         jaxonnx.load(tmp_path)
+
+
+def test_an_encoder_goes_with_its_decoder(tmp_path):
+    """The merged decoder, or the one of whole sequences; a variant is of both."""
+    shutil.copytree(T5, tmp_path / "t5")
+    folder = tmp_path / "t5" / "onnx"
+    folder.mkdir()
+    for part in ("encoder_model", "decoder_model"):
+        shutil.move(tmp_path / "t5" / f"{part}.onnx", folder)
+        shutil.copy(folder / f"{part}.onnx", folder / f"{part}_q4.onnx")
+    with pytest.raises(jaxonnx.InputError, match=r"choose one by variant= \(one of 'fp32', 'q4'"):
+        jaxonnx.load(tmp_path / "t5")
+    shutil.copy(folder / "decoder_model.onnx", folder / "decoder_with_past_model.onnx")
+    files = jaxonnx.load(tmp_path / "t5", variant="fp32").folder.files
+    assert files == ("onnx/encoder_model.onnx", "onnx/decoder_model.onnx")
+    shutil.copy(folder / "decoder_model.onnx", folder / "decoder_model_merged_q4.onnx")
+    model = jaxonnx.load(tmp_path / "t5", variant="q4")
+    assert model.folder.files == ("onnx/encoder_model_q4.onnx", "onnx/decoder_model_merged_q4.onnx")
+    with pytest.warns(UserWarning, match=r"without onnx/decoder_model.onnx, onnx/decoder_model_q4"):
+        model.save(f"{tmp_path}/new/")
+    assert {p.name for p in (tmp_path / "new" / "onnx").iterdir()} == {
+        "encoder_model_q4.onnx",
+        "decoder_model_merged_q4.onnx",
+    }
+
+
+def pair(folder, change):
+    """A folder whose two files `change` has changed."""
+    shutil.copytree(T5, folder)
+    protos = [onnx.load(folder / f"{part}_model.onnx") for part in ("encoder", "decoder")]
+    change(*protos)
+    for part, proto in zip(("encoder", "decoder"), protos, strict=True):
+        onnx.save(proto, folder / f"{part}_model.onnx")
+    return folder
+
+
+def test_files_that_do_not_fit_each_other_are_refused(tmp_path):
+    def change_opset(encoder, _):
+        encoder.opset_import[0].version = 17
+
+    def change_states(_, decoder):
+        for value in decoder.graph.input:
+            value.name = value.name.replace("hidden", "other")
+        for node in decoder.graph.node:
+            node.input[:] = [name.replace("encoder_hidden", "encoder_other") for name in node.input]
+
+    def add_output(encoder, _):
+        encoder.graph.output[0].name = encoder.graph.node[-2].output[0]
+        encoder.graph.output.add().CopyFrom(encoder.graph.output[0])
+        encoder.graph.output[1].name = encoder.graph.node[-1].output[0] = "pooled"
+
+    with pytest.raises(jaxonnx.ModelError, match=r"version 17 of 'ai.onnx', the decoder of .* 18"):
+        jaxonnx.load(pair(tmp_path / "opset", change_opset))
+    with pytest.raises(jaxonnx.ModelError, match=r"no input 'encoder_hidden_states'.*other_states"):
+        jaxonnx.load(pair(tmp_path / "states", change_states))
+    with pytest.raises(jaxonnx.ModelError, match="pooled, and no 'last_hidden_state'"):
+        jaxonnx.load(pair(tmp_path / "outputs", add_output))
+
+
+def test_a_record_of_both_files_is_kept_in_one(tmp_path):
+    model = jaxonnx.load(T5)
+    (name,) = (name for name in model.params if name.endswith("MatMul_569"))
+    weight = model.params[name]
+    pruned = {**model.params, name: weight * jaxonnx.sparse.mask(weight)}
+    sparse = model.replace(params=pruned).with_sparsity("2:4", select=[name])
+    with pytest.raises(jaxonnx.InputError, match=r"'jaxonnx.sparsity' is of both files.*one file"):
+        sparse.save(f"{tmp_path}/tuned/")
+    assert not (tmp_path / "tuned").exists()
+    sparse.save(tmp_path / "one.onnx")
+    assert [x.name for x in jaxonnx.load(tmp_path / "one.onnx").sparsity.layers] == [name]
 
 
 def change(model, name):

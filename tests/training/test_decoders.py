@@ -148,6 +148,23 @@ def test_a_switch_for_caches_is_off():
     np.testing.assert_array_equal(used, [[[2.0], [2.0]]])
 
 
+def test_what_is_read_in_the_other_branch_alone_is_no_input():
+    """As the keys of an encoder are, which a merged decoder takes beside its own past."""
+    model = concat_cache()
+    info = helper.make_tensor_value_info
+    model.graph.input.append(info("keys", TensorProto.FLOAT, ["batch", "text", 1]))
+    (switch,) = (node for node in model.graph.node if node.op_type == "If")
+    (then,) = (a.g for a in switch.attribute if a.name == "then_branch")
+    then.node[0].input[1] = "sum"
+    then.node.insert(0, helper.make_node("Add", ["x3", "keys"], ["sum"]))
+    whole = jaxonnx.load(model).without_cache()
+    assert [v.name for v in whole.inputs] == ["ids"]
+    np.testing.assert_array_equal(whole(np.array([[1, 2]])), [[[2.0], [4.0]]])
+    past = np.ones((1, 1, 1), np.float32)
+    used = whole(np.array([[1]]), past=past, use=np.array([True]), keys=np.ones((1, 1, 1)))
+    np.testing.assert_array_equal(used, [[[2.0], [4.0]]])
+
+
 def test_features_that_are_joined_to_an_input_are_no_cache():
     info = helper.make_tensor_value_info
     graph = helper.make_graph(

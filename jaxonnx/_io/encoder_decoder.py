@@ -1,0 +1,232 @@
+"""An encoder and its decoder: two files of a folder as one graph, and the graph as two files.
+
+The joined graph takes what Hugging Face's models take: the inputs of the encoder, and those of the
+decoder as `decoder_input_ids`, `decoder_attention_mask` and so on. The decoder reads the states of
+the encoder and its mask. Names of the encoder's tensors have `PREFIX`.
+"""
+
+from collections.abc import Callable, Iterable, Set
+
+import numpy as np
+from onnx import FunctionProto, GraphProto, ModelProto, NodeProto
+
+from jaxonnx._io.order import reads
+from jaxonnx._io.protos import all_graphs, all_nodes
+from jaxonnx._io.records import QUANTIZATION, SPARSITY
+from jaxonnx.errors import InputError, ModelError
+
+PREFIX = "encoder."
+STATES = "encoder_hidden_states"
+MASK, DECODER_MASK = "attention_mask", "encoder_attention_mask"
+_HIDDEN = "last_hidden_state"
+_OF_DECODER = "input_ids", "inputs_embeds", "attention_mask", "position_ids"
+"""Inputs that a decoder has for itself, whatever the encoder has."""
+
+Read = tuple[ModelProto, dict[str, np.ndarray]]
+"""What `read` returns of a file: the graph, and its tensors by name."""
+
+
+def join_files(encoder: Read, decoder: Read) -> Read:
+    """Return an encoder and its decoder as one graph.
+
+    Raises:
+      ModelError: they do not fit each other.
+    """
+    (first, states), (second, tensors) = encoder, decoder
+    _check(first, second)
+    result = ModelProto()
+    result.CopyFrom(second)
+    renamed = _decoder_names(first.graph, second.graph)
+    _rename(result.graph, lambda name: renamed.get(name, name))
+    front = ModelProto()
+    front.CopyFrom(first)
+    names = _names(first.graph) - {value.name for value in first.graph.input}
+    _rename(front.graph, lambda name: PREFIX + name if name in names else name, _enter)
+    if both := (_names(front.graph) & _names(result.graph)) - {*renamed.values()}:
+        raise ModelError(f"the encoder and the decoder both have a value '{min(both)}'")
+
+    given = {value.name for value in front.graph.input} | {PREFIX + _hidden(first.graph)}
+    values = [v for v in result.graph.input if v.name not in given]
+    nodes = [*front.graph.node, *result.graph.node]
+    for field, merged in (("input", [*front.graph.input, *values]), ("node", nodes)):
+        result.graph.ClearField(field)
+        getattr(result.graph, field).extend(merged)
+    for field in ("initializer", "sparse_initializer", "value_info", "quantization_annotation"):
+        getattr(result.graph, field).extend(getattr(front.graph, field))
+    result.graph.value_info.extend(front.graph.output)
+    result.functions.extend(first.functions)
+    domains = {entry.domain for entry in second.opset_import}
+    result.opset_import.extend(e for e in first.opset_import if e.domain not in domains)
+    result.ir_version = max(first.ir_version, second.ir_version)
+    return result, tensors | {PREFIX + n if n in names else n: x for n, x in states.items()}
+
+
+def part_files(
+    proto: ModelProto, encoder: ModelProto, decoder: ModelProto
+) -> tuple[ModelProto, ModelProto]:
+    """Return the encoder and the decoder of a graph that `join_files` made.
+
+    Args:
+      proto: the graph, changed or not, with the data of its tensors.
+      encoder, decoder: the files that were joined, for their inputs, outputs and metadata.
+
+    Raises:
+      InputError: the graph has a record that is of both files.
+    """
+    if records := {SPARSITY, QUANTIZATION} & {entry.key for entry in proto.metadata_props}:
+        raise InputError(
+            f"the record {min(records)!r} is of both files of a folder: save the model as one "
+            "file, with a path that ends in .onnx"
+        )
+    renamed, hidden = _decoder_names(encoder.graph, decoder.graph), PREFIX + _hidden(encoder.graph)
+    owned = {PREFIX + value.name for value in encoder.graph.output}
+    outputs = {value.name for value in proto.graph.output}
+    front = _ancestors(proto.graph.node, owned)
+    back = _ancestors(proto.graph.node, outputs - {hidden}, {hidden})
+    for name in _names(proto.graph) - front - back:  # what nothing needs stays where it was
+        (front if name.startswith(PREFIX) else back).add(name)
+
+    first, second = (_part(proto, *given, hidden) for given in ((encoder, front), (decoder, back)))
+    values = {value.name: value for value in proto.graph.input}
+    mine = {v.name: v for v in encoder.graph.input}
+    theirs = {renamed.get(v.name, v.name): v for v in decoder.graph.input}
+    for part, known in ((first, mine), (second, theirs)):
+        read = {name for node in part.graph.node for name in reads(node)}
+        kept = [values.get(n, v) for n, v in known.items() if n in values or n == hidden]
+        new = [v for n, v in values.items() if n in read and n not in mine and n not in theirs]
+        part.graph.input.extend([*kept, *new])
+    first.graph.output.extend(encoder.graph.output)
+    second.graph.output.extend(proto.graph.output)
+    _rename(first.graph, own_name, _leave)
+    own = {new: old for old, new in renamed.items()}
+    _rename(second.graph, lambda name: own.get(name, name))
+    return first, second
+
+
+def own_name(name: str) -> str:
+    """Return the name that a tensor has in its file."""
+    return name.removeprefix(PREFIX)
+
+
+def _check(encoder: ModelProto, decoder: ModelProto) -> None:
+    inputs = [value.name for value in decoder.graph.input]
+    if STATES not in inputs:
+        raise ModelError(
+            f"the decoder has no input '{STATES}' for what the encoder gives; its inputs are "
+            + ", ".join(inputs)
+        )
+    _hidden(encoder.graph)
+    versions = {entry.domain: entry.version for entry in encoder.opset_import}
+    for entry in decoder.opset_import:
+        if versions.get(entry.domain, entry.version) != entry.version:
+            raise ModelError(
+                f"the encoder has operators of version {versions[entry.domain]} of "
+                f"'{entry.domain or 'ai.onnx'}', the decoder of version {entry.version}; "
+                "onnx.version_converter.convert_version makes them the same"
+            )
+    both = {_key(f) for f in encoder.functions} & {_key(f) for f in decoder.functions}
+    if both:
+        raise ModelError(f"the encoder and the decoder both have a function '{min(both)[1]}'")
+
+
+def _key(function: FunctionProto) -> tuple[str, str, str]:
+    return function.domain, function.name, function.overload
+
+
+def _hidden(graph: GraphProto) -> str:
+    """Return the output of an encoder that its decoder reads."""
+    names = [value.name for value in graph.output]
+    if len(names) != 1 and _HIDDEN not in names:
+        raise ModelError(f"the encoder has the outputs {', '.join(names)}, and no '{_HIDDEN}'")
+    return names[0] if len(names) == 1 else _HIDDEN
+
+
+def _decoder_names(encoder: GraphProto, decoder: GraphProto) -> dict[str, str]:
+    """Return the names that inputs of the decoder have in the joined graph, where others."""
+    kinds = {value.name: value.type.tensor_type.elem_type for value in encoder.input}
+    names = {
+        value.name: f"decoder_{value.name}"
+        for value in decoder.input
+        if value.name in kinds or value.name in _OF_DECODER
+    }
+    names[STATES] = PREFIX + _hidden(encoder)
+    for value in decoder.input:
+        if value.name == DECODER_MASK and kinds.get(MASK) == value.type.tensor_type.elem_type:
+            names[value.name] = MASK
+    return names
+
+
+def _names(main: GraphProto) -> set[str]:
+    """Return all names of values in a graph and its subgraphs."""
+    found: set[str] = set()
+    for graph in all_graphs(main):
+        found |= {value.name for value in (*graph.input, *graph.output, *graph.initializer)}
+        found |= {sparse.values.name for sparse in graph.sparse_initializer}
+        found.update(name for node in graph.node for name in (*node.input, *node.output))
+    return found - {""}
+
+
+def _rename(
+    main: GraphProto, new: Callable[[str], str], of_node: Callable[[str], str] = str
+) -> None:
+    """Give all values and nodes of a graph and its subgraphs other names, in place."""
+    for graph in all_graphs(main):
+        for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
+            value.name = new(value.name)
+        for sparse in graph.sparse_initializer:
+            sparse.values.name = new(sparse.values.name)
+        for note in graph.quantization_annotation:
+            note.tensor_name = new(note.tensor_name)
+            for entry in note.quant_parameter_tensor_names:
+                entry.value = new(entry.value)
+        for node in graph.node:
+            node.name = of_node(node.name)
+            node.input[:] = [new(name) for name in node.input]
+            node.output[:] = [new(name) for name in node.output]
+
+
+def _enter(name: str) -> str:
+    """Return the name of an encoder's node in the joined graph: a module of PyTorch's, below."""
+    if not name:
+        return name
+    return f"/{PREFIX[:-1]}{name}" if name.startswith("/") else PREFIX + name
+
+
+def _leave(name: str) -> str:
+    """Return the inverse of `_enter`."""
+    inner = name.removeprefix(f"/{PREFIX[:-1]}")
+    return inner if inner.startswith("/") and inner != name else name.removeprefix(PREFIX)
+
+
+def _ancestors(
+    nodes: Iterable[NodeProto], names: Set[str], without: Set[str] = frozenset()
+) -> set[str]:
+    """Return `names` and what they are computed from, but not `without` and what is behind it."""
+    values = {*names}
+    for node in reversed([*nodes]):
+        if not values.isdisjoint(node.output):
+            values |= reads(node) - {*without}
+    return values
+
+
+def _part(proto: ModelProto, header: ModelProto, names: Set[str], hidden: str) -> ModelProto:
+    """Return what gives these values, in a model that is otherwise as its file."""
+    result, graph = ModelProto(), proto.graph
+    result.CopyFrom(header)
+    result.ClearField("graph")
+    result.graph.name, result.graph.doc_string = header.graph.name, header.graph.doc_string
+    result.ir_version = max(header.ir_version, proto.ir_version)
+    kept = result.graph
+    kept.node.extend(node for node in graph.node if not names.isdisjoint(node.output))
+    given = {hidden, *(value.name for value in graph.input)}
+    kept.value_info.extend(v for v in graph.value_info if v.name in names - given)
+    kept.initializer.extend(tensor for tensor in graph.initializer if tensor.name in names)
+    sparse = (tensor for tensor in graph.sparse_initializer if tensor.values.name in names)
+    kept.sparse_initializer.extend(sparse)
+    notes = (note for note in graph.quantization_annotation if note.tensor_name in names)
+    kept.quantization_annotation.extend(notes)
+    versions = {entry.domain: entry.version for entry in proto.opset_import}
+    known = {entry.domain for entry in result.opset_import}
+    for domain in sorted({node.domain for node in all_nodes(kept)} & versions.keys() - known):
+        result.opset_import.add(domain=domain, version=versions[domain])
+    return result
