@@ -132,5 +132,8 @@ def with_products(model: Network) -> Program:
         )
     from jaxonnx.sparse import prepare_products
 
-    platform = next((d.platform for x in model.params.values() for d in x.devices()), None)
-    return replace(model.program, sparse=axes if prepare_products(platform) else {})
+    weights = [model.params[name] for name in axes]
+    devices = {device for w in weights for device in w.devices()}
+    platform = next(device.platform for device in devices)
+    is_ready = prepare_products(weights, platform, is_split=len(devices) > 1)
+    return replace(model.program, sparse=axes if is_ready else {})

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import optax
 
+from jaxonnx._mesh.rules import mesh_of
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model
 from jaxonnx.training._settings import Settings
@@ -61,7 +62,7 @@ def sparsify(
     if method == "three_phase":
         options = _share_out(options, epochs)
     choice = {name: options.pop(name) for name in _CHOICE if name in options}
-    structured = _are_sparse(options.pop("products", "dense"), settings, storage)
+    products = options.pop("products", "dense")
     model = model.with_sparsity(**choice, method=method)
     assert model.sparsity is not None  # or with_sparsity raises
     goals = sparse.goals(model.sparsity.layers)
@@ -74,9 +75,13 @@ def sparsify(
         axes=lambda name, _: where.get(name),
         **options,
     )
+    if products == "dense":
+        return phases, model, frozenset()
     pairs = [n for n, goal in goals.items() if str(goal.pattern) == "2:4 transposable"]
-    if structured and not pairs:
+    if not pairs:
         raise TrainingError(f"sparse products are of transposable 2:4, not of {model.sparsity}")
+    weights = [model.params[name] for name in pairs]
+    structured = _are_sparse(products, weights, settings, storage)
     return phases, model, frozenset(pairs if structured else ())
 
 
@@ -96,12 +101,12 @@ def _share_out(options: dict[str, Any], epochs: int | None) -> dict[str, Any]:
     return options
 
 
-def _are_sparse(products: Any, settings: Settings, storage: WeightLayout) -> bool:
+def _are_sparse(
+    products: Any, weights: list[jax.Array], settings: Settings, storage: WeightLayout
+) -> bool:
     """Return whether products are sparse, for which the kernel is made ready, or refuse that."""
     from jaxonnx import sparse
 
-    if products == "dense":
-        return False
     if products not in ("sparse", "cusparselt"):
         raise TrainingError(f"products are 'dense', 'sparse' or by 'cusparselt', not {products!r}")
     on_gpu = storage.platform in ("gpu", "cuda")
@@ -110,19 +115,16 @@ def _are_sparse(products: Any, settings: Settings, storage: WeightLayout) -> boo
             f"products='cusparselt' is for NVIDIA GPUs, and the run is on {storage.platform!r}: "
             "products='sparse' takes what the platform has"
         )
-    if settings.mesh is not None:
-        raise TrainingError(f"products={products!r} is for one device: leave it or mesh= out")
+    if products == "cusparselt" and settings.mesh is not None:
+        raise TrainingError("products='cusparselt' is for one device: leave it or mesh= out")
     if on_gpu and settings.precision != "bf16":
         raise TrainingError(
             "cuSPARSELt has 2:4 products of 16-bit numbers only (1:2 ones of float32): "
             f"products={products!r} needs precision='bf16' on a GPU"
         )
-    if storage.platform == "cpu" and settings.precision == "bf16":
-        raise TrainingError(
-            "sparse products on CPU are of float32: leave precision='bf16' out, or products="
-        )
     if products == "sparse":
-        return sparse.prepare_products(storage.platform)
+        is_split = settings.mesh is not None and mesh_of(settings.mesh).size > 1
+        return sparse.prepare_products(weights, storage.platform, is_split=is_split)
     sparse.register_products(storage.platform)
     return True
 

@@ -19,6 +19,7 @@ from jax import P
 
 import jaxonnx
 from jaxonnx import demo
+from jaxonnx.sparse._products import _cpu
 from jaxonnx.training import _checkpoint
 from tests.model.test_adapter_files import two_layers
 from tests.support.paths import DATA
@@ -172,6 +173,14 @@ def sparse(folder):
     phases = {"pattern": "2:4", "dense": 1, "dynamic": 2}
     compared(demo.mlp(128), ("tensor",), check, sparsity=phases, epochs=4, validated=False)
     compared(demo.model(), ("fsdp",), check, sparsity=phases, epochs=4)  # kernels first
+    # products are sparse on one device (where there is a compiler), on a mesh dense, with a note
+    phases = {"pattern": "2:4", "dense": 0, "dynamic": 1, "products": "sparse"}
+    settings = {"sparsity": phases, "epochs": 2, "validated": False}
+    with (
+        mock.patch.object(_cpu, "LEAST_ROWS", ((4, 1),)),
+        pytest.warns(UserWarning, match="products stay dense: XLA cannot split their kernels"),
+    ):
+        compared(demo.mlp(128), ("data", "tensor"), check, **settings)
 
 
 def average(folder):

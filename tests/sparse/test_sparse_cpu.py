@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import onnx.parser
 import optax
 import pytest
 
@@ -27,6 +28,12 @@ def kernel():
         pytest.skip(str(missing))
 
 
+@pytest.fixture
+def everything(monkeypatch):
+    """Let the kernel take products of any size."""
+    monkeypatch.setattr(_cpu, "LEAST_ROWS", ((4, 1),))
+
+
 def weight(k, n, seed=0):
     """A weight that is 2:4 along axis 0, with some groups of fewer."""
     rng = np.random.default_rng(seed)
@@ -40,16 +47,40 @@ def rows(b, k, seed=1):
     return np.random.default_rng(seed).normal(size=(b, k)).astype(np.float32)
 
 
+run_kernel = jax.jit(_cpu.product, static_argnames=("axis", "variant", "threads"))
+
+
 def product(x, w, axis, **options):
     w = w if axis == 0 else np.ascontiguousarray(w.T)
-    return np.asarray(jax.jit(lambda x, w: _cpu.product(x, w, axis, **options))(x, w))
+    return np.asarray(run_kernel(x, w, axis=axis, **options))
 
 
+ROWS = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1025)
+INPUTS = (4, 8, 12, 16, 20, 44, 48, 52, 92, 96, 100, 188, 192, 196, 252, 256, 260)
+OUTPUTS = (4, 8, 12, 16, 20, 28, 32, 36, 60, 64, 68, 252, 256, 260, 516, 12, 260)
 SHAPES = [
-    *((1, 4, 4), (7, 20, 12), (16, 16, 16), (17, 260, 36), (33, 48, 68), (129, 100, 300)),
-    *((64, 384, 256), (127, 12, 260), (128, 52, 20), (513, 36, 28), (1025, 16, 264)),
+    *zip(ROWS, INPUTS, OUTPUTS, strict=True),
+    *zip(ROWS[::2], INPUTS[::-2], OUTPUTS[::2], strict=True),
 ]
-"""Rows, inputs and outputs below, at and above the edges of tiles, panels and blocks."""
+"""Rows, inputs and outputs below, at and above the edges of vectors, tiles, panels and blocks.
+
+Vectors have 4, 8 or 16 lanes, panels 16 to 128 rows and parts of 48 to 256 inputs, blocks 512 rows
+and 256 outputs.
+"""
+
+
+def poison(x, w):
+    """Return x with an infinity or a NaN in each group, and w that masks them for even outputs."""
+    bad = np.random.default_rng(2).integers(0, 4, x.shape[1] // 4) + np.arange(0, x.shape[1], 4)
+    x, w = x.copy(), w.copy()
+    x[:, bad] = np.nan
+    x[:, bad[::2]] = np.inf
+    # a group without any weight multiplies one of its inputs by 0: so there is one elsewhere
+    w[bad, ::2] = 0
+    other = bad // 4 * 4 + (bad + 1) % 4
+    empty = ~(w.reshape(-1, 4, w.shape[1]) != 0).any(1)
+    w[other] = np.where(empty, 1, w[other])
+    return x, w
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -59,11 +90,31 @@ def test_each_variant_is_the_definition_on_every_size(variant, axis):
         pytest.skip(f"this processor has no {variant}")
     for b, k, n in SHAPES:
         x, w = rows(b, k), weight(k, n)
-        wanted = x.astype(float) @ w
-        one, two = (product(x, w, axis, variant=variant, threads=t) for t in (1, 3))
-        np.testing.assert_array_equal(one, two, err_msg=f"{b} {k} {n}: not the same bits")
-        size = np.abs(x).astype(float) @ np.abs(w)
-        assert (np.abs(one - wanted) <= 1e-6 * size + 1e-30).all(), (b, k, n)
+
+        def is_near(found, x, w, what=(b, k, n)):
+            x, w = x.astype(float), w.astype(float)
+            assert (np.abs(found - x @ w) <= 1e-6 * np.abs(x) @ np.abs(w) + 1e-30).all(), what
+
+        is_near(product(x, w, axis, variant=variant), x, w)
+        x, w = poison(x, w)
+        found = product(x, w, axis, variant=variant)
+        bad = ~np.isfinite(x[0])
+        is_near(found[:, ::2], np.where(bad, 0, x), w[:, ::2])
+        reads = (w[bad] != 0).any(0)
+        assert not np.isfinite(found[:, reads]).any(), (b, k, n)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("variant", _cpu.VARIANTS)
+def test_the_bits_do_not_depend_on_the_number_of_threads(variant, axis):
+    if variant not in _cpu.variants():
+        pytest.skip(f"this processor has no {variant}")
+    for b, k, n in [(1, 64, 1028), (129, 260, 516), (1025, 100, 300)]:
+        x, w = rows(b, k), weight(k, n)
+        one = product(x, w, axis, variant=variant, threads=1)
+        for threads in (0, 2, 3, 5, 16, 64):  # 0 is the whole pool
+            found = product(x, w, axis, variant=variant, threads=threads)
+            np.testing.assert_array_equal(found, one, err_msg=f"{b} {k} {n}, {threads} threads")
 
 
 @pytest.mark.parametrize("variant", _cpu.VARIANTS)
@@ -74,8 +125,9 @@ def test_few_rows_of_a_packed_weight_are_the_definition(variant):
         x, w = rows(b, k), weight(k, n)
         for axis in (0, 1):
             packed = _cpu.pack(w if axis == 0 else w.T, axis)
-            one, two = (_cpu.packed_product(x, *packed, n, variant, t) for t in (1, 3))
-            np.testing.assert_array_equal(one, two)
+            one, *others = (_cpu.packed_product(x, *packed, n, variant, t) for t in (1, 0, 2, 5))
+            for other in others:
+                np.testing.assert_array_equal(other, one)
             size = np.abs(x).astype(float) @ np.abs(w)
             assert (np.abs(one - x.astype(float) @ w) <= 1e-6 * size + 1e-30).all(), (b, k, n)
     with pytest.raises(jaxonnx.SparsityError, match="along axis 0: a group has 4 nonzeros"):
@@ -83,7 +135,7 @@ def test_few_rows_of_a_packed_weight_are_the_definition(variant):
 
 
 @pytest.mark.parametrize("variant", _cpu.VARIANTS)
-def test_what_masked_weights_would_multiply_is_never_read(variant):
+def test_an_input_reaches_the_outputs_that_keep_a_weight_for_it(variant):
     if variant not in _cpu.variants():
         pytest.skip(f"this processor has no {variant}")
     x, w = rows(40, 36), weight(36, 44)
@@ -110,6 +162,19 @@ def test_a_weight_that_is_not_sparse_is_an_error_and_never_a_wrong_product():
     found = product(x, w, 0)
     assert np.isnan(found[:, 3]).all()
     assert np.isfinite(np.delete(found, 3, axis=1)).all()
+
+
+def test_sizes_that_are_no_multiples_of_four_are_dense(everything):
+    for k, n in [(258, 512), (256, 514), (0, 512)]:
+        params = {"w": rows(k, n)}  # which no product may take for 2:4
+        x = rows(64, k)
+
+        def multiply(params, x):
+            return x @ params["w"]
+
+        structured = sparse.sparse_products(multiply, {"w"})
+        assert count(structured, params, x) == 0
+        np.testing.assert_array_equal(jax.jit(structured)(params, x), jax.jit(multiply)(params, x))
 
 
 def test_products_from_several_threads_at_once_are_right():
@@ -196,10 +261,43 @@ def test_pointwise_kernels_are_sparse_and_others_are_not():
     assert count(sparse.sparse_products(pointwise, {"k"}), params, X) == 1
     found = sparse.sparse_products(pointwise, {"k"})(params, X)
     np.testing.assert_allclose(found, pointwise(params, X), rtol=1e-4, atol=1e-4)
-    half = {"a": jnp.asarray(PARAMS["a"], jnp.bfloat16)}
-    run = sparse.sparse_products(lambda p, x: x @ p["a"], {"a"})
-    y = jax.jit(run)(half, jnp.asarray(X, jnp.bfloat16))  # cuSPARSELt's: dense here
-    np.testing.assert_array_equal(y, jnp.asarray(X, jnp.bfloat16) @ half["a"])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_factors_are_widened_exactly(dtype):
+    params = jax.tree.map(lambda w: jnp.asarray(w, dtype), sparse.prune(PARAMS))
+    x = jnp.asarray(X, dtype)
+    for wanted in (None, jnp.float32):  # the result is rounded once, or not at all
+
+        def multiply(params, x, wanted=wanted):
+            return jnp.matmul(x, params["a"], preferred_element_type=wanted)
+
+        structured = sparse.sparse_products(multiply, {"a"})
+        assert count(structured, params, x) == 1
+        found = jax.jit(structured)(params, x)
+        wide = product(*(np.float32(a) for a in (x.reshape(-1, 256), params["a"])), 0)
+        np.testing.assert_array_equal(found.reshape(-1, 512), jnp.asarray(wide, found.dtype))
+        assert found.dtype == (wanted or dtype)
+
+
+def test_doubles_are_dense_and_a_run_says_so(everything):
+    with jax.enable_x64(True):
+        double = jax.tree.map(jnp.float64, sparse.prune(PARAMS))
+        structured = sparse.sparse_products(network, {"a", "b"})
+        assert count(structured, double, np.float64(X)) == 0
+        np.testing.assert_array_equal(
+            jax.jit(structured)(double, np.float64(X)), jax.jit(network)(double, np.float64(X))
+        )
+        text = """<ir_version: 10, opset_import: ["": 22]>
+        g (double[b,4] x) => (double[b,4] y)
+        <double[4,4] w = {1,1,0,0,0,0,1,1,1,0,1,0,0,1,0,1}> { y = MatMul(x, w) }"""
+        model = jaxonnx.load(onnx.parser.parse_model(text))
+        told = "products stay dense: the kernel for CPU takes float32 and narrower.*, not float64"
+        with pytest.warns(UserWarning, match=told):
+            sparse.record(model).with_sparse_products()
+        settings = {"dense": 0, "dynamic": 1, "refresh": 1, "products": "sparse"}
+        with pytest.warns(UserWarning, match=told):
+            jaxonnx.training.step(model, "l2_loss", optax.sgd(0.1), sparsity=settings)
 
 
 def wide(**changes):
@@ -209,28 +307,24 @@ def wide(**changes):
     )
 
 
-@pytest.fixture
-def everything(monkeypatch):
-    monkeypatch.setattr(_cpu, "LEAST_ROWS", ((4, 1),))
-
-
 SPARSITY = {"select": "body_weight", "dense": 1, "dynamic": 2, "fixed": 1}
 
 
 @pytest.mark.deep
-def test_a_run_learns_with_them_as_without(everything):
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_a_run_learns_with_them_as_without(precision, everything):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(256, 1, 8, 8)).astype(np.float32), rng.integers(0, 10, 256)
     runs = [
         jaxonnx.train(
             demo.mlp(256), (x, y), loss="softmax_cross_entropy_with_integer_labels",
-            optimizer=optax.adam(1e-2), epochs=4, batch_size=64, seed=1,
+            optimizer=optax.adam(1e-2), epochs=4, batch_size=64, seed=1, precision=precision,
             sparsity=SPARSITY | {"products": products},
         )
         for products in ("dense", "sparse")
     ]  # fmt: skip
     dense, structured = ([row["loss"] for row in run.history.epochs] for run in runs)
-    np.testing.assert_allclose(structured, dense, rtol=1e-4)
+    np.testing.assert_allclose(structured, dense, rtol=1e-4 if precision is None else 1e-3)
     np.testing.assert_array_equal(
         *(np.asarray(run.model.params["body_weight"]) != 0 for run in runs)
     )
@@ -363,16 +457,18 @@ def test_without_a_compiler_the_way_out_is_named_and_products_are_dense(cache, m
     with pytest.raises(jaxonnx.SparsityError, match=r"no-such-compiler, .*jaxonnx\[sparse-cpu\]"):
         sparse.register_products("cpu")
     with pytest.warns(UserWarning, match="products stay dense: .*no-such-compiler"):
-        assert not _products.prepare_products("cpu")
+        assert not _products.prepare_products([jnp.ones(4)], "cpu")
     assert not [*cache.iterdir()]
 
 
 def test_a_compiler_that_fails_is_quoted(cache, monkeypatch, tmp_path):
     compiler = tmp_path / "c++"
-    compiler.write_text("#!/bin/sh\necho 'x.h: fatal error: no such file' >&2\nexit 1\n")
+    said = "a note", "x.h:1: fatal error: no such file", "x.h:2: error: a second one"
+    lines = "".join(f"echo '{line}' >&2\n" for line in said)
+    compiler.write_text(f"#!/bin/sh\n{lines}exit 1\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    with pytest.raises(jaxonnx.SparsityError, match=r"cpu\.cc does not compile .*no such file"):
+    with pytest.raises(jaxonnx.SparsityError, match=r"cpu\.cc does not compile .*no such file$"):
         _compile.cached_library("cpu.cc", [])
 
 

@@ -5,7 +5,7 @@ dense one elsewhere.
 """
 
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -29,8 +29,8 @@ def register_products(platform: str | None = None) -> None:
     """Make sparse products ready, once in a process: compile what calls them for a platform.
 
     Args:
-      platform: "cpu" is the package's own kernel, in float32, compiled at first use and kept in the
-        user's cache; "gpu" or "cuda" is cuSPARSELt, in half precision; elsewhere products are
+      platform: "cpu" is the package's own kernel, compiled at first use and kept in the user's
+        cache; "gpu" or "cuda" is cuSPARSELt, in half precision; elsewhere products are
         dense. By default that of JAX.
 
     Raises:
@@ -44,21 +44,43 @@ def register_products(platform: str | None = None) -> None:
         _cusparselt.register()
 
 
-def prepare_products(platform: str | None = None) -> bool:
-    """Return whether products are ready, as `register_products` makes them, or warn that not."""
+def prepare_products(
+    weights: Iterable[jax.Array], platform: str | None = None, *, is_split: bool = False
+) -> bool:
+    """Make products with some weights ready, and return whether they are, or warn why not.
+
+    Args:
+      weights: what may be 2:4.
+      platform: as in `register_products`.
+      is_split: whether XLA splits the programs over a mesh.
+    """
+    reason = _why_dense(weights, platform or jax.default_backend(), is_split)
+    if reason:
+        warnings.warn(f"products stay dense: {reason}", stacklevel=3)
+    return not reason
+
+
+def _why_dense(weights: Iterable[jax.Array], platform: str, is_split: bool) -> str:
+    if is_split:
+        return "XLA cannot split their kernels over a mesh; within jax.shard_map it need not"
+    if platform not in ("cpu", "gpu", "cuda"):
+        return f"there is no kernel for {platform!r}"
+    types = {str(w.dtype) for w in weights}
+    if platform == "cpu" and not any(map(_cpu.has, types)):
+        return f"the kernel for CPU takes float32 and narrower types, not {', '.join(types)}"
     try:
         register_products(platform)
     except SparsityError as missing:
-        warnings.warn(f"products stay dense: {missing}", stacklevel=3)
-        return False
-    return True
+        return str(missing)
+    return ""
 
 
 def sparse_products(function: Callable[..., Any], weights: Collection[str]) -> Callable[..., Any]:
     """Return a function whose products with 2:4 matrices leave out what is zero.
 
-    On CPU they are those in float32 whose sizes are multiples of 4 and that are large enough to
-    gain by it, by a kernel that computes half of the multiplications; on NVIDIA's GPUs those in
+    On CPU they are those whose sizes are multiples of 4 and that are large enough to gain by it, by
+    a kernel that computes half of the multiplications in float32 (bfloat16 and float16 factors are
+    widened, which is exact; products of float64 are dense); on NVIDIA's GPUs those in
     half precision (bfloat16, float16) whose sizes are multiples of 16, by cuSPARSELt. They must be
     registered before (`register_products`); all others, and other platforms, stay dense, and so do
     products in loops, in branches and in what is computed again (`remat`).

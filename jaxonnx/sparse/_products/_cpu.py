@@ -6,6 +6,7 @@ XLA's threads. It is compiled at the first use, once for a user.
 
 import ctypes
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,9 @@ FEW_ROWS, FEW_SIZE = 8, 2048
 """Up to so many rows, on weights whose sides are at least so long, products with weights that were
 packed before are faster: they read half of the memory."""
 _TILE = 16
+
+_DTYPES = ("float32", "bfloat16", "float16")
+"""Those of weights that have products: the narrower ones are widened, which is exact."""
 
 _OPTIONS = ("-O3", "-ffp-contract=fast", "-w", "-pthread")
 _is_registered = False
@@ -65,9 +69,14 @@ def variants() -> list[str]:
     return [name for i, name in enumerate(VARIANTS) if bits >> i & 1]
 
 
+def has(dtype: Any) -> bool:
+    """Return whether the kernel has products of a type."""
+    return jnp.dtype(dtype).name in _DTYPES
+
+
 def fits(rows: int, shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
     """Return whether the kernel has a product of so many rows with a weight, and is faster."""
-    if dtype != jnp.float32 or any(not size or size % 4 for size in shape):
+    if not has(dtype) or any(not size or size % 4 for size in shape):
         return False
     return any(rows >= least and min(shape) >= size for size, least in LEAST_ROWS)
 
@@ -84,11 +93,15 @@ def product(
     """Return x (b, k) times a weight that is 2:4 along `axis`, which is contracted.
 
     Args:
-      x: float32.
-      w: float32 (k, n) with `axis` 0, or (n, k) with `axis` 1.
+      x: float32, bfloat16 or float16.
+      w: of the same type, (k, n) with `axis` 0, or (n, k) with `axis` 1.
       variant: one of `variants()`, by default the first.
       threads: of XLA's pool, by default all.
+
+    Returns:
+      float32 (b, n).
     """
+    x, w = (a.astype(jnp.float32) for a in (x, w))
     rows, k = x.shape
     # panels are padded to a multiple of 16 rows, and have at least 32 where there are several
     room = (rows + 16 * -(-rows // 32)) * k
