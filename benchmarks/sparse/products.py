@@ -1,7 +1,8 @@
 """Products with 2:4 weights against dense ones: our kernel on CPU, cuSPARSELt on an NVIDIA GPU.
 
     python -m benchmarks.sparse.products [--rows 64 512] [--sizes 512 1024 2048 4096] [--rounds 15]
-                                         [--clock cpu] [--fit] [--chart products.png]
+                                         [--clock cpu] [--fit] [--dtype bfloat16]
+                                         [--chart FILE.png [--figures FILE.json]]
 
 For a weight of each size: the product x @ W, the product dy @ W.T, and all three of a layer's
 gradient, of which x.T @ dy is dense. Each call packs the weight anew, as a training step does. On
@@ -9,11 +10,16 @@ CPU also x @ W of 1 and 8 rows with weights that are packed once, as calls of a 
 take turns, round by round; times are minima, and a ratio is that of minima, sparse over dense.
 --clock cpu counts the seconds of all threads, which a machine that others use disturbs less.
 --fit measures from how many rows on each size gains, as `LEAST_ROWS` of the kernel says it.
+--chart draws times against size and writes the figures to .json beside; --figures draws those of a
+file instead of measuring.
 """
 
 import argparse
+import json
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,7 +30,10 @@ from jaxonnx import sparse
 from jaxonnx.sparse import pack_matrix
 from jaxonnx.sparse._products import _cpu
 
-TARGETS = {"x @ W": 0.72, "dy @ W.T": 0.72, "gradient": 0.82}
+TARGETS = {"x @ W": 0.72, "dy @ W.T": 0.72, "gradient": 0.82, "packed x @ W": 0.6}
+LIMITS = {"x @ W": 1 / 2, "dy @ W.T": 1 / 2, "gradient": 2 / 3, "packed x @ W": 17 / 32}
+"""Of the multiplications; of packed weights, of the memory: half of the numbers, two bits each."""
+FEW_ROWS = (1, 8)
 FIT_ROWS = (8, 16, 32, 48, 64, 96, 128)
 FIT_SIZES = (128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
 GAIN = 0.95
@@ -73,8 +82,14 @@ def minima(calls: list[Callable[[], Any]], rounds: int, clock: Callable[[], floa
     return (np.median if clock is time.process_time else np.min)(times[1:], axis=0)
 
 
-def measure(rows: int, size: int, rounds: int, clock: Callable[[], float], dtype: Any) -> dict:
-    """Return (dense seconds, ratio) of each product."""
+Figures = dict[str, tuple[float, float]]
+"""Dense seconds and the ratio of sparse to dense, by product."""
+
+
+def measure(
+    rows: int, size: int, rounds: int, clock: Callable[[], float], dtype: Any = jnp.float32
+) -> Figures:
+    """Time each product, with a weight that is packed in each call."""
     params, x = weights(rows, size, dtype)
     calls = []
     for function in PRODUCTS.values():
@@ -86,13 +101,13 @@ def measure(rows: int, size: int, rounds: int, clock: Callable[[], float], dtype
     }
 
 
-def measure_few(rows: int, size: int, rounds: int, clock: Callable[[], float]) -> tuple:
-    """Return (dense seconds, ratio) of x @ W with a weight that was packed before."""
+def measure_few(rows: int, size: int, rounds: int, clock: Callable[[], float]) -> Figures:
+    """Time x @ W with a weight that was packed before."""
     params, x = weights(rows, size, jnp.float32)
     fast, dense = pair(forward)
     packed = {"w": pack_matrix(params["w"], 0)}
     times = minima([lambda: fast(packed, x), lambda: dense(params, x)], rounds, clock)
-    return times[1], times[0] / times[1]
+    return {"packed x @ W": (times[1], times[0] / times[1])}
 
 
 def fit(rounds: int, clock: Callable[[], float]) -> None:
@@ -113,23 +128,42 @@ def fit(rounds: int, clock: Callable[[], float]) -> None:
     print(f"LEAST_ROWS = {tuple(kept)}")
 
 
-def draw(path: str, results: dict[tuple[int, int], dict]) -> None:
-    """Draw the times of x @ W against size: dense, sparse, and half of dense as the limit."""
-    from matplotlib import pyplot
+def draw(path: Path, about: str, results: dict[str, dict[str, Figures]]) -> None:
+    """Draw times against size for each number of rows, and below them the ratios to dense.
 
-    figure, axes = pyplot.subplots(figsize=(6, 4))
-    for color, rows in enumerate(sorted({rows for rows, _ in results})):
-        points = sorted((size, r["x @ W"]) for (n, size), r in results.items() if n == rows)
-        sizes = [size for size, _ in points]
-        dense = np.array([1e3 * seconds for _, (seconds, _) in points])
-        ratio = np.array([r for _, (_, r) in points])
-        for label, values, style in (
-            ("dense", dense, "--"), ("2:4", dense * ratio, "-"), ("half of dense", dense / 2, ":")
-        ):  # fmt: skip
-            axes.plot(sizes, values, style, color=f"C{color}", label=f"{label}, {rows} rows")
-    axes.set(xscale="log", yscale="log", xlabel="inputs and outputs", ylabel="ms of x @ W")
-    axes.legend()
-    figure.savefig(path, dpi=110, bbox_inches="tight")
+    Dotted is the limit, which leaving out half of the multiplications (or of the memory) has.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter, NullLocator
+
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
+    grid = figure.subplots(2, len(results), squeeze=False, sharex=True, sharey="row")
+    for (above, below), (rows, by_size) in zip(grid.T, results.items(), strict=True):
+        sizes = [int(size) for size in by_size]
+        names = [*next(iter(by_size.values()))]
+        first = np.array([found[names[0]] for found in by_size.values()])
+        dense = 1e3 * first[:, 0]
+        above.plot(sizes, dense, "o--", color="black", label="x @ W, dense")
+        above.plot(sizes, dense * first[:, 1], "o-", color="C0", label="2:4")
+        above.plot(sizes, dense * LIMITS[names[0]], ":", color="C0", label="limit")
+        below.axhline(1, linestyle="--", color="black")
+        for color, name in enumerate(names):
+            ratios = [found[name][1] for found in by_size.values()]
+            below.plot(sizes, ratios, "o-", color=f"C{color}", label=name)
+            below.axhline(LIMITS[name], linestyle=":", color=f"C{color}")
+        above.set(title=f"rows: {rows}", xscale="log", yscale="log")
+        below.set(xlabel="inputs and outputs")
+        below.set_xticks(sizes, map(str, sizes))
+        below.xaxis.set_minor_locator(NullLocator())
+        above.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+        above.yaxis.set_minor_formatter(NullFormatter())
+        for axes in (above, below):
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize="small")
+    grid[0, 0].set_ylabel("ms")
+    grid[1, 0].set(ylabel="time / dense", ylim=(0, 1.25))
+    figure.suptitle(about, fontsize="medium")
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
@@ -143,8 +177,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--fit", action="store_true")
-    parser.add_argument("--chart", help="draw time against size")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--chart", type=Path, help="png, svg or pdf; figures go to .json beside")
+    parser.add_argument("--figures", type=Path, help="draw those of this file")
     chosen = parser.parse_args()
+    if chosen.figures:
+        return draw(chosen.chart, **json.loads(chosen.figures.read_text()))
     on_gpu = jax.default_backend() == "gpu"
     if not on_gpu and jax.default_backend() != "cpu":
         parser.error(f"sparse products are for CPU and NVIDIA GPUs, not {jax.default_backend()}")
@@ -152,23 +190,28 @@ def main() -> None:
     clock = time.process_time if chosen.clock == "cpu" else time.perf_counter
     if chosen.fit:
         return fit(chosen.rounds, clock)
-    dtype = jnp.bfloat16 if on_gpu else jnp.float32
-    results = {}
-    print(f"{jax.devices()[0].device_kind}, {jnp.dtype(dtype).name}, {chosen.clock} clock")
+    dtype = jnp.dtype(chosen.dtype or ("bfloat16" if on_gpu else "float32"))
+    kind = jax.devices()[0].device_kind if on_gpu else f"{len(os.sched_getaffinity(0))} CPU cores"
+    kernel = "cuSPARSELt" if on_gpu else _cpu.variants()[0]
+    about = f"{kind}, {kernel}, {dtype}, JAX {jax.__version__}, {chosen.clock} clock"
+    print(about)
+    results: dict[str, dict[str, Figures]] = {}
+    sizes = chosen.sizes or ([1024, 4096, 8192] if on_gpu else [512, 1024, 2048, 4096])
+    for rows in [] if on_gpu or chosen.rows else FEW_ROWS:
+        results[str(rows)] = {str(n): measure_few(rows, n, 4 * chosen.rounds, clock) for n in sizes}
     for rows in chosen.rows or ([8192] if on_gpu else [64, 512]):
-        for size in chosen.sizes or ([1024, 4096, 8192] if on_gpu else [512, 1024, 2048, 4096]):
-            found = results[rows, size] = measure(rows, size, chosen.rounds, clock, dtype)
+        results[str(rows)] = {str(n): measure(rows, n, chosen.rounds, clock, dtype) for n in sizes}
+    for rows, by_size in results.items():
+        for size, found in by_size.items():
             parts = (
                 f"{name} {1e3 * dense:.2f} ms x {ratio:.2f} (<= {TARGETS[name]:.2f})"
                 for name, (dense, ratio) in found.items()
             )
-            print(f"{rows} x {size} x {size}: " + ", ".join(parts), flush=True)
-    for size in [] if on_gpu else [2048, 4096]:
-        for rows in (1, 8):
-            dense, ratio = measure_few(rows, size, chosen.rounds, clock)
-            print(f"{rows} x {size} x {size}, packed: {1e3 * dense:.2f} ms x {ratio:.2f} (<= 0.60)")
+            print(f"{rows} x {size} x {size}: " + ", ".join(parts))
     if chosen.chart:
-        draw(chosen.chart, results)
+        figures = {"about": about, "results": results}
+        chosen.chart.with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n")
+        draw(chosen.chart, **figures)
 
 
 if __name__ == "__main__":
