@@ -13,6 +13,7 @@ from onnx import GraphProto, ModelProto, ValueInfoProto
 
 from jaxonnx._graph import exporter_hints
 from jaxonnx._graph.bind import Graph
+from jaxonnx._graph.tables import count_rows
 from jaxonnx._graph.values import Value, to_value
 from jaxonnx._graph.weight_names import Places
 from jaxonnx._io import records
@@ -74,7 +75,11 @@ class Network:
     @cached_property
     def inputs(self) -> tuple[Value, ...]:
         """The inputs that a call must give, in order."""
-        return self._select_values(self.proto.graph.input, {*self.graph.inputs})
+        values = self._select_values(self.proto.graph.input, {*self.graph.inputs})
+        if not any(value.dtype is not None and value.dtype.kind in "iu" for value in values):
+            return values
+        rows = count_rows(self.graph, self.tensors)
+        return tuple(replace(value, rows=rows.get(value.name)) for value in values)
 
     @cached_property
     def _defaults(self) -> frozenset[str]:

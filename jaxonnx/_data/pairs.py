@@ -39,6 +39,8 @@ def as_pair(
         None if a is None and n in spare else column(a, f"{what}: input {n!r}")
         for n, a in zip(names, x, strict=True)
     ]
+    for value, array in zip(values, inputs, strict=True):
+        _check_rows(value, array, what, negative=not labels)
     targets = jax.tree_util.tree_map_with_path(
         lambda path, a: column(a, f"{what}: the targets{jax.tree_util.keystr(path)}"),
         y,
@@ -84,6 +86,30 @@ def as_pair(
     if not all(counts.values()):
         raise TrainingError(f"{what} has no examples")
     return inputs, targets
+
+
+def _check_rows(value: Value, array: Any, what: str, negative: bool) -> None:
+    """Refuse numbers that are no row of the table that an input chooses from.
+
+    Args:
+      negative: allow those that count from the end of the table, as Gather does.
+    """
+    numbers = array.values if isinstance(array, Ragged) else array
+    if value.rows is None or not isinstance(numbers, np.ndarray) or numbers.dtype.kind not in "iu":
+        return
+    wrong = np.flatnonzero((numbers < -value.rows * negative) | (numbers >= value.rows))
+    if not len(wrong):
+        return
+    place, first = int(wrong[0]), numbers.reshape(-1)[wrong[0]]
+    if isinstance(array, Ragged):
+        row = int(np.searchsorted(array.starts, place, "right")) - 1
+        place -= int(array.starts[row])
+    else:
+        row, place = divmod(place, max(1, numbers[:1].size))
+    raise TrainingError(
+        f"{what}: example {row} has {first} at place {place} of input {value.name!r}, which "
+        f"chooses from a table of {value.rows} rows, 0 ... {value.rows - 1}"
+    )
 
 
 def _with_shifted(

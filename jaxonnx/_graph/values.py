@@ -29,6 +29,8 @@ class Value:
     shape: tuple[int | str | None, ...] | None
     whole: bool = False
     """Whether an input has no axis of examples: it is passed whole with each batch (`batching`)."""
+    rows: int | None = None
+    """The number of rows of the table that an input chooses from, where it does."""
 
     def with_batch_axis(self) -> Value:
         """Return the value of several examples."""

@@ -71,6 +71,7 @@ class Generator:
             row.ndim == 1 and row.size and row.dtype.kind in "iu" for row in rows
         ):
             raise InputError("tokens to continue are integers, [length] or a list of such")
+        self._check_tokens(rows)
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise InputError(f"max_new_tokens must be a positive integer, and is {count!r}")
         if not temperature >= 0:
@@ -85,6 +86,18 @@ class Generator:
         run = self._programs[room, temperature > 0]
         new = run(params, state, tokens, lengths, temperature, jax.random.key(seed), count=count)
         return [_end(row, part, stop) for row, part in zip(rows, np.asarray(new), strict=True)]
+
+    def _check_tokens(self, rows: Sequence[np.ndarray]) -> None:
+        """Refuse tokens that the model does not have."""
+        count = next(value.rows for value in self._inputs if value.name == self._tokens)
+        for number, row in enumerate(rows):
+            wrong = row[(row < 0) | (row >= count)] if count is not None else row[row < 0]
+            if len(wrong):
+                most = "" if count is None else f" to {count - 1}"
+                raise InputError(
+                    f"row {number} of the tokens to continue has {wrong[0]}; the model has tokens "
+                    f"from 0{most}"
+                )
 
     @cached_property
     def _programs(self) -> dict[Any, Any]:

@@ -148,6 +148,37 @@ def test_a_switch_for_caches_is_off():
     np.testing.assert_array_equal(used, [[[2.0], [2.0]]])
 
 
+@pytest.mark.parametrize("token", [192, -3])
+@pytest.mark.parametrize(("even", "labels"), [(False, False), (True, True)])
+def test_tokens_beyond_the_vocabulary_are_refused_with_their_row(token, even, labels):
+    """Gather gives NaN for them, or counts from the end: nothing else would say so."""
+    rows = [[8, 9, 4], [8, 9, token]] if even else [[5, 6, 7, 3], [8, 9, token]]
+    data = {"input_ids": np.array(rows) if even else rows}
+    if labels:
+        data |= {"labels": [[3] * len(row) for row in rows]}
+    model = jaxonnx.load(LLM / "qwen3-genai")
+    said = rf"example 1 has {token} at place 2 of input 'input_ids'.* 192 rows, 0 ... 191"
+    with pytest.raises(jaxonnx.Error, match=f"^data: {said}"):
+        jaxonnx.train(model, data, loss="causal_lm", optimizer=optax.sgd(0.1), epochs=1)
+    with pytest.raises(jaxonnx.Error, match=f"^data: {said}"):
+        jaxonnx.evaluate(model, data, loss="causal_lm")
+    with pytest.raises(jaxonnx.Error, match=f"^batch 1 of data in epoch 1: {said}"):
+        jaxonnx.evaluate(model, [data], loss="causal_lm")
+    with pytest.raises(jaxonnx.InputError, match=f"row 1 of the tokens to continue has {token};"):
+        model.generate(rows, max_new_tokens=1)
+
+
+def test_tables_of_all_forms_say_how_many_rows_they_have():
+    """In few bits, tied to the logits, in a branch, and one for each kind of token."""
+    files = {"builder/phi3.onnx": 64, "builder/gemma3_text.onnx": 64, "qwen3-optimum": 192}
+    files |= {"optimum-merged/decoder_model_merged.onnx": 64}
+    for file, count in files.items():
+        rows = {value.name: value.rows for value in jaxonnx.load(LLM / file).inputs}
+        assert rows["input_ids"] == count, file
+    rows = {v.name: v.rows for v in jaxonnx.load(LLM.parent / "transformers" / "bert").inputs}
+    assert rows == {"input_ids": 48, "token_type_ids": 2, "attention_mask": None}
+
+
 def test_what_is_read_in_the_other_branch_alone_is_no_input():
     """As the keys of an encoder are, which a merged decoder takes beside its own past."""
     model = concat_cache()

@@ -1,0 +1,52 @@
+"""Inputs that choose rows of a table: tokens, positions, types of tokens.
+
+Gather counts negative indices from the end, and what an index beyond the table gives is not defined
+(here NaN, or zeros). In the data of a training either is a mistake.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxonnx._graph.bind import Graph
+
+_VIEWS = ("Identity", "Cast", "Reshape", "Squeeze", "Unsqueeze", "Flatten")
+"""Operators whose result has the numbers of their first input."""
+_SAME = ("Identity", "Cast", "DequantizeLinear")
+"""Operators whose result has the shape of their first input."""
+_AXES = {"Gather": "axis", "GatherBlockQuantized": "gather_axis"}
+"""Operators of a table and indices, with the attribute that is 0 where they choose rows."""
+
+
+def count_rows(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, int]:
+    """Return the number of rows of the table that each input chooses from, where one does.
+
+    Of several tables it is the smallest.
+    """
+    return _count(graph, {name: name for name in graph.inputs}, tensors, {})
+
+
+def _count(
+    graph: Graph, inputs: dict[str, str], tensors: Mapping[str, Any], found: dict[str, int]
+) -> dict[str, int]:
+    shapes = {name: np.shape(tensor) for name, tensor in tensors.items()}
+    for node in graph.nodes:
+        for inner in node.subgraphs:
+            _count(inner, {**inputs}, tensors, found)
+        kind, first = node.op.name, node.inputs[0] if node.inputs else ""
+        if kind in _VIEWS and first in inputs and node.body is None:
+            inputs[node.outputs[0]] = inputs[first]
+        elif kind in _SAME and first in shapes:
+            shapes[node.outputs[0]] = shapes[first]
+        elif kind == "Transpose" and len(shapes.get(first, ())) == 2:  # a tied layer of logits
+            if [*(node.attributes.get("perm") or (1, 0))] == [0, 1]:
+                continue
+            shapes[node.outputs[0]] = shapes[first][::-1]
+        if kind not in _AXES or node.attributes.get(_AXES[kind], 0) != 0:
+            continue
+        table, index, *_ = node.inputs
+        if index in inputs and shapes.get(table):
+            rows = shapes[table][0]
+            found[inputs[index]] = min(rows, found.get(inputs[index], rows))
+    return found
