@@ -3,49 +3,70 @@
     python -m benchmarks.sparse.accuracy                          # scikit-learn's 8x8 digits
     python -m benchmarks.sparse.accuracy --data mnist10k.npz      # any .npz with images x, labels y
     python -m benchmarks.sparse.accuracy --conv 16,32,32          # a convolutional network
+    python -m benchmarks.sparse.accuracy --networks resnet18 depthwise --data mnist10k.npz
+    python -m benchmarks.sparse.accuracy --networks decoder       # perplexity of a small Llama
 
 Every method trains the same network (an MLP in which every layer but the head is sparse, or 3x3
 convolutions, which are sparse from the second on) from the same weights, on the same batches, for
 the same number of epochs, with the same optimizer and step size schedule. A difference is that of a
-method's test accuracy to the dense one's with the same seed.
+method's test accuracy to the dense one's with the same seed. `--networks` are files, trained by
+`jaxonnx.train`: those of `benchmarks.quantization.accuracy`, and the decoder of the notebook on
+texts, which learns lines of Python's manual, a byte at a time.
 """
 
 import argparse
 import itertools
 import json
 import math
+import tempfile
 import time
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+import jaxonnx
+from benchmarks.layers.onnx_file import write
+from benchmarks.networks import Network
+from benchmarks.quantization.accuracy import LOSS, NETWORKS, load_data
+from benchmarks.sparse.s_ste import s_ste
 from jaxonnx import sparse
+from tests.support.paths import DATA
 
 
 def phases(dense, dynamic, **options):
     """Return a wrapper with three phases as fractions of the epochs; the rest has a fixed mask."""
 
-    def wrap(inner, epochs, steps):
+    def wrap(inner, epochs, steps, **weights):
         lengths = {"dense": round(dense * epochs), "dynamic": round(dynamic * epochs)}
-        return sparse.three_phase(inner, **lengths, steps_per_epoch=steps, **options)
+        return sparse.three_phase(inner, **lengths, steps_per_epoch=steps, **options, **weights)
 
     return wrap
 
 
-def sr_ste(inner, epochs, steps):
-    return sparse.sr_ste(inner)
+def sr_ste(inner, epochs, steps, **weights):
+    return sparse.sr_ste(inner, **weights)
 
 
+def continuous(inner, epochs, steps, **weights):
+    return s_ste(inner, **weights)
+
+
+HALF = "dense, half the weights"
+"""A method of the MLPs and convolutions of this file, which have any width."""
 METHODS = {
     "dense": None,
-    "dense, half the weights": None,
+    HALF: None,
     "three-phase": phases(1 / 3, 1 / 2),
     "three-phase, reset": phases(1 / 3, 1 / 2, reset=True),
     "one-shot transposable": phases(2 / 3, 0),
     "one-shot one-axis": phases(2 / 3, 0, transposable=False),
     "SR-STE, transposable": sr_ste,
+    "S-STE, one axis": continuous,
 }
 SCHEDULES = {
     f"{dense}/{dynamic}/{12 - dense - dynamic}{', reset' if reset else ''}": phases(
@@ -158,7 +179,7 @@ def study(methods, data, hidden, convolutional, options):
         )
         tx = inner if wrap is None else wrap(inner, options.epochs, steps)
         train = trainer(tx, x, y)
-        shape = halved(widths) if name == "dense, half the weights" else widths
+        shape = halved(widths) if name == HALF else widths
         for seed in range(options.seeds):
             rng = np.random.default_rng(seed)
             batches = np.concatenate(
@@ -174,12 +195,85 @@ def study(methods, data, hidden, convolutional, options):
     return widths, accuracy
 
 
+def load_lines():
+    """Return lines of Python's manual as bytes, four fifths of them to train on."""
+    texts = [line for text in topics.values() for line in text.splitlines()]
+    lines = [
+        list(f"{line}\n".encode()) for line in texts if 20 <= len(line) < 72 and line.isascii()
+    ]
+    order = np.random.default_rng(0).permutation(len(lines))
+    cut = len(lines) * 4 // 5
+    return [{"input_ids": [lines[i] for i in part]} for part in (order[:cut], order[cut:])]
+
+
+def choose_optimizer(wrap, options, weights):
+    """Return a function of the number of steps to the optimizer of a method."""
+
+    def optimizer(steps):
+        inner = optax.adam(optax.cosine_decay_schedule(options.rate, steps, alpha=0.05))
+        every = steps // options.epochs
+        return inner if wrap is None else wrap(inner, options.epochs, every, **weights)
+
+    return optimizer
+
+
+def study_file(name, methods, options, folder):
+    """Train a network of ONNX by each method; return title and figures of its files."""
+    if name == "decoder":
+        model, (data, test) = jaxonnx.load(DATA / "text" / "llama.onnx"), load_lines()
+        text: dict[str, Any] = {"loss": "causal_lm", "length_buckets": (72,)}
+        data = {"input_ids": data["input_ids"][: options.examples]}
+        count = len(data["input_ids"])
+    else:
+        data, test = load_data(name, options.data, options.examples, options.size)
+        text, count = {"loss": LOSS}, len(data[0])
+        network = Network(NETWORKS[name], (options.batch, *data[0].shape[1:]), 10)
+        write(network, folder / "network.onnx")
+        model = jaxonnx.load(folder / "network.onnx")
+    weights = model.sparsity_options()
+    figures = {method: [] for method in methods}
+    for seed in range(options.seeds):
+        start = model.reinitialize(jax.random.key(seed), ".*")
+        for method, wrap in methods.items():
+            trained = jaxonnx.train(
+                start,
+                data,
+                optimizer=choose_optimizer(wrap, options, weights),
+                epochs=options.epochs,
+                batch_size=options.batch,
+                seed=seed,
+                progress=False,
+                **text,
+            ).model
+            found = jaxonnx.evaluate(trained, test, metrics=["accuracy"], batch_size=256, **text)
+            figure = math.exp(found["loss"]) if name == "decoder" else 100 * found["accuracy"]
+            figures[method].append(figure)
+            print(f"  {name}, seed {seed}, {method}: {figure:.3f}", flush=True)
+            if wrap is not None:
+                check(trained.params, weights)
+    return f"{name}, {count} examples, {options.epochs} epochs, {options.seeds} seeds", figures
+
+
+def check(params, weights):
+    """Raise AssertionError unless all weights that can be sparse are, along their input axis."""
+    report = sparse.layers(params, transposable=False, **weights)
+    for name, (pattern, axes) in sparse.goals(report).items():
+        w = np.asarray(params[name])
+        hidden = ~np.asarray(sparse.mask(w, pattern, axes=axes))
+        assert not w[hidden].any(), f"{name} is not sparse"
+
+
+def metric(title):
+    """Return what the figures of a network are, by the title of its table."""
+    return "perplexity of a byte" if title.startswith("decoder") else "test accuracy, %"
+
+
 def table(title, accuracy):
     dense = np.array(accuracy["dense"])
     lines = [
         f"\n{title}",
         "",
-        "| method | test accuracy, % | difference to dense |",
+        f"| method | {metric(title)} | difference to dense |",
         "|---|---|---|",
     ]
     for name, values in accuracy.items():
@@ -206,7 +300,7 @@ def chart(path, results):
             ax.scatter(gap.mean(), row, s=90, marker="|", color="black", zorder=3)
         ax.axvline(0, color="gray", linewidth=0.8)
         ax.set_yticks(range(len(names)), names)
-        ax.set_xlabel("test accuracy less that of the dense net, points")
+        ax.set_xlabel(f"{metric(title).split(',')[0]} less that of the dense net")
         ax.set_title(title.replace(", ", "\n", 1), fontsize=9)
     figure.savefig(path, dpi=150)
 
@@ -220,18 +314,32 @@ def main():
     parser.add_argument(
         "--conv", action="append", default=[], help="channels of 3x3 convolutions; likewise"
     )
+    parser.add_argument(
+        "--networks", nargs="+", default=[], choices=[*NETWORKS, "decoder"], help="files instead"
+    )
+    parser.add_argument("--examples", type=int, help="of --networks: train on so many")
+    parser.add_argument("--size", type=int, default=64, help="side of the images of resnet18")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--epochs", type=int, default=24)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rate", type=float, default=2e-3, help="step size at the start")
+    parser.add_argument("--methods", nargs="+", default=[*METHODS], choices=METHODS)
     parser.add_argument("--schedules", action="store_true", help="compare schedules instead")
     parser.add_argument("--chart", help="write a picture")
     parser.add_argument("--out", help="write all accuracies as JSON")
     options = parser.parse_args()
-    methods = {"dense": None, **SCHEDULES} if options.schedules else METHODS
-    data = load(options.data)
+    methods = {name: METHODS[name] for name in options.methods}
+    if options.schedules:
+        methods = {"dense": None, **SCHEDULES}
     results = {}
-    mlps = options.hidden or ([] if options.conv else ["128,128", "32,32"])
+    for name in options.networks:
+        chosen = {n: w for n, w in methods.items() if n != HALF}
+        with tempfile.TemporaryDirectory() as folder:
+            title, accuracy = study_file(name, chosen, options, Path(folder))
+        results[title] = accuracy
+        print(table(title, accuracy), flush=True)
+    data = load(options.data)
+    mlps = options.hidden or ([] if options.conv or options.networks else ["128,128", "32,32"])
     for hidden, convolutional in [*((h, False) for h in mlps), *((c, True) for c in options.conv)]:
         hidden = [int(n) for n in hidden.split(",")]
         widths, accuracy = study(methods, data, hidden, convolutional, options)
