@@ -1,0 +1,67 @@
+"""Files of int8 weights whose products onnxruntime computes exactly on every processor.
+
+On x86 processors without VNNI, onnxruntime adds two products of uint8 and int8 in 16 bits, which
+saturate. It does not so for uint8 and uint8, so that the same integers, 128 more, give the sums
+that the specification asks for.
+"""
+
+import numpy as np
+import onnxruntime
+from onnx import ModelProto, TensorProto, helper, numpy_helper
+
+WEIGHTS = {
+    "DequantizeLinear": (0, 2),
+    "QGemm": (3, 5),
+    "QLinearConv": (3, 5),
+    "QLinearMatMul": (3, 5),
+}
+"""By operator: the inputs with a weight and its zero point."""
+
+
+def _saturates() -> bool:
+    """Multiply the greatest numbers in onnxruntime, and compare the sum."""
+    values = {"x": np.full((1, 64), 255, np.uint8), "w": np.full((64, 16), 127, np.int8)}
+    graph = helper.make_graph(
+        [helper.make_node("MatMulInteger", ["x", "w"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.UINT8, [1, 64])],
+        [helper.make_tensor_value_info("y", TensorProto.INT32, [1, 16])],
+        [numpy_helper.from_array(values["w"], "w")],
+    )
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 10)], ir_version=8)
+    session = onnxruntime.InferenceSession(proto.SerializeToString())
+    (y,) = session.run(None, {"x": values["x"]})
+    return bool((y != 64 * 255 * 127).any())
+
+
+SATURATES = _saturates()
+"""Whether the products of onnxruntime saturate on this processor."""
+
+
+def avoid_saturation(proto: ModelProto) -> ModelProto:
+    """Return a file that computes the same, with weights in uint8 where int8 would saturate."""
+    result = ModelProto()
+    result.CopyFrom(proto)
+    if not SATURATES:
+        return result
+    tensors = {tensor.name: tensor for tensor in result.graph.initializer}
+    for node in result.graph.node:
+        if node.op_type not in WEIGHTS:
+            continue
+        weight, zero = WEIGHTS[node.op_type]
+        stored = tensors.get(node.input[weight])
+        if stored is None or stored.data_type != TensorProto.INT8 or len(stored.dims) < 2:
+            continue
+        node.input.extend([""] * (zero + 1 - len(node.input)))
+        for position in (weight, zero):
+            name = f"{stored.name}/{position}/unsigned"
+            old = tensors.get(node.input[position])
+            value = np.zeros((), np.int8) if old is None else numpy_helper.to_array(old)
+            if old is None:  # of as many numbers as there are scales
+                value = np.zeros(tensors[node.input[zero - 1]].dims, np.int8)
+            value = (value.astype(np.int16) + 128).astype(np.uint8)
+            node.input[position] = name
+            if name not in tensors:
+                result.graph.initializer.append(numpy_helper.from_array(value, name))
+                tensors[name] = result.graph.initializer[-1]
+    return result
