@@ -1,8 +1,8 @@
 """What a graph may ask for: a limit for each value, checked from its shape before it is allocated.
 
 An evaluation sets a `Budget`. The evaluator checks the results of every node against it (`check`);
-operators call `room` for what grows with the values of inputs and attributes, before they make it,
-and loops of Python on known values call `tick`.
+operators call `check_size` for what grows with the values of inputs and attributes, before they
+make it, and loops of Python on known values call `check_time`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _BUDGET: ContextVar[Budget | None] = ContextVar("budget", default=None)
 
 
 @contextmanager
-def _using(budget: Budget) -> Iterator[None]:
+def _use_budget(budget: Budget) -> Iterator[None]:
     token = _BUDGET.set(budget)
     try:
         yield
@@ -81,17 +81,17 @@ def evaluation(limit: int | None) -> Iterator[None]:
         yield
         return
     value = machine() if limit is None else limit
-    with _using(Budget(value, value)):
+    with _use_budget(Budget(value, value)):
         yield
 
 
 @contextmanager
-def inspecting() -> Iterator[None]:
+def inspection_limits() -> Iterator[None]:
     """Hold evaluations on shapes, for a print or a summary, to little memory and time."""
     if _BUDGET.get() is not None:
         yield
         return
-    with _using(Budget(machine(), FOLDED, time.monotonic() + SECONDS)):
+    with _use_budget(Budget(machine(), FOLDED, time.monotonic() + SECONDS)):
         yield
 
 
@@ -114,7 +114,7 @@ class folding:
 def patience() -> Iterator[None]:
     """Hold a loop over known values to `PATIENCE`."""
     outer = _current()
-    with _using(outer._replace(deadline=min(outer.deadline, time.monotonic() + PATIENCE))):
+    with _use_budget(outer._replace(deadline=min(outer.deadline, time.monotonic() + PATIENCE))):
         yield
 
 
@@ -122,14 +122,14 @@ def _current() -> Budget:
     return _BUDGET.get() or Budget(machine(), machine())
 
 
-def tick() -> None:
+def check_time() -> None:
     """Raise an OutOfTime when the time for known values is over."""
     budget = _BUDGET.get()
     if budget is not None and time.monotonic() > budget.deadline:
         raise OutOfTime("what it computes from known values takes too long while tracing")
 
 
-def room(shape: Sequence[Any], dtype: Any = np.uint8, *, host: bool = False) -> None:
+def check_size(shape: Sequence[Any], dtype: Any = np.uint8, *, host: bool = False) -> None:
     """Raise a LimitError unless an array of this shape is within the limit.
 
     An axis of length 0 counts as one of length 1: what is made along the others takes memory.
@@ -147,8 +147,8 @@ def room(shape: Sequence[Any], dtype: Any = np.uint8, *, host: bool = False) -> 
     size = math.prod(max(int(n), 1) for n in shape) * item
     if size > limit:
         raise LimitError(
-            f"{np.dtype(dtype)}{[int(n) for n in shape]} takes {amount(size)}, and a value may "
-            f"take {amount(limit)}; jaxonnx.load(..., limit=bytes) sets another limit"
+            f"{np.dtype(dtype)}{[int(n) for n in shape]} takes {format_bytes(size)}, and a value "
+            f"may take {format_bytes(limit)}; jaxonnx.load(..., limit=bytes) sets another limit"
         )
 
 
@@ -161,12 +161,12 @@ def check(values: Sequence[Any]) -> None:
         elif not isinstance(value, np.ndarray) and hasattr(value, "shape"):
             if len(value.shape) > AXES:
                 raise LimitError(f"it has {len(value.shape)} axes, and may have {AXES}")
-            size = extent(value.shape)
+            size = count_elements(value.shape)
             if isinstance(size, int) and size * value.dtype.itemsize > limit:
-                room(value.shape, value.dtype)
+                check_size(value.shape, value.dtype)
 
 
-def extent(shape: Sequence[Any]) -> Any:
+def count_elements(shape: Sequence[Any]) -> Any:
     """Return the product of the axes that are not empty."""
     return math.prod(shape) or math.prod(n or 1 for n in shape)
 
@@ -193,12 +193,13 @@ def compilable(value: Any) -> Any:
 def may_exceed(arguments: Sequence[Any], attributes: Mapping[str, Any], limit: int) -> bool:
     """Check whether a result could be above a limit, judged by arguments and attributes.
 
-    All operators but those that call `room` give at most the product of the arguments' sizes and
-    of the whole numbers in attributes (pads, for example; longer lists are tables, not sizes).
+    All operators but those that call `check_size` give at most the product of the arguments'
+    sizes and of the whole numbers in attributes (pads, for example; longer lists are tables, not
+    sizes).
     """
     size = 8
     for value in arguments:
-        size *= extent(getattr(value, "shape", ()))
+        size *= count_elements(getattr(value, "shape", ()))
     for value in attributes.values():
         numbers = value if isinstance(value, list | tuple) else (value,)
         for number in numbers if len(numbers) <= 2 * AXES else ():
@@ -211,7 +212,7 @@ def value_limit() -> int:
     return min(_current().value, _LARGEST)
 
 
-def amount(size: int) -> str:
+def format_bytes(size: int) -> str:
     """Return a number of bytes for people to read."""
     if size > _LARGEST:
         return f"{size:.1e} bytes"

@@ -32,9 +32,9 @@ class Memory:
         if not self.again:
             return self._array[rows]
         # with bounds to be checked NumPy would collect elsewhere first
-        return self._array.take(rows, axis=0, out=self.lend(), mode="clip")
+        return self._array.take(rows, axis=0, out=self.allocate(), mode="clip")
 
-    def lend(self) -> np.ndarray:
+    def allocate(self) -> np.ndarray:
         """Return uninitialized memory for a batch."""
         block = np.asarray(_Lent(self._free.pop() if self._free else self._block(), self._free))
         return block.view(self._array.dtype).reshape(self._shape)

@@ -16,7 +16,7 @@ from jaxonnx._data.pairs import as_pair, count_examples, drop_targets
 from jaxonnx._data.ragged import PLAIN, Padding
 from jaxonnx._data.weights import checked_weights, split_weights
 from jaxonnx._graph.values import Value, hint_at_image
-from jaxonnx._limits import amount, machine
+from jaxonnx._limits import format_bytes, machine
 from jaxonnx.errors import TrainingError
 
 
@@ -177,8 +177,9 @@ def _check_batch(arrays: Any, targets: Any, size: Any, count: int) -> None:
     needed = size * sum(x.nbytes for x in columns) // count if isinstance(size, int) else 0
     if needed > machine():
         raise TrainingError(
-            f"batch_size={size}: a batch of these examples takes {amount(needed)} of memory, and "
-            f"this machine has {amount(machine())}; accumulate= makes one update of several batches"
+            f"batch_size={size}: a batch of these examples takes {format_bytes(needed)} of "
+            f"memory, and this machine has {format_bytes(machine())}; accumulate= makes one update "
+            "of several batches"
         )
 
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def ahead(started: Iterable[T], count: int = 4) -> Iterator[T]:
+def prefetch(started: Iterable[T], count: int = 4) -> Iterator[T]:
     """Yield items with a delay of `count`, so that as many stay in flight.
 
     More than the few of the default would only take memory.

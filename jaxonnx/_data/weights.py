@@ -54,6 +54,6 @@ def _numbers(value: Any) -> bool:
     return hasattr(value, "__array__")
 
 
-def all_or_nothing(weight: Any) -> bool:
+def is_zero_or_one(weight: Any) -> bool:
     """Check whether each example counts fully or not at all."""
     return weight is None or bool(np.isin(weight, (0, 1)).all())

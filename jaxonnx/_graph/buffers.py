@@ -92,7 +92,7 @@ class Buffers:
                 return "scales the file's output behind Tanh"
         if node.op.name == "Gather" and use.position == 0 and self._is_only_shown(node):
             return "its rows are outputs as they are"
-        if node.op.name == "MatMul" and self._operands.makes_waves(node):
+        if node.op.name == "MatMul" and self._operands.feeds_sin_and_cos(node):
             return "its products go to Sin and Cos alone, as those of random Fourier features do"
         if "Normalization" in node.op.name and self._is_filler(use, tensors):
             return "what the operator needs where a normalization has no scale or bias"

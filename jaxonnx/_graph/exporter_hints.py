@@ -64,7 +64,7 @@ def find_missing_dropout(graph: GraphProto) -> list[str]:
     for node in graph.node:
         if node.op_type == "Dropout":
             return []
-        name = _dropped_in(node) or _behind_a_gap(node, present)
+        name = _input_of_clone(node) or _input_across_gap(node, present)
         before = maker.get(name)
         if before is None or before.op_type in ("Reshape", "Transpose"):
             continue  # a clone also makes a transposed array contiguous
@@ -74,7 +74,7 @@ def find_missing_dropout(graph: GraphProto) -> list[str]:
     return list(dict.fromkeys(values))
 
 
-def _dropped_in(node: NodeProto) -> str:
+def _input_of_clone(node: NodeProto) -> str:
     """Return the input of a linear layer or a sum that is a clone in PyTorch's own graph."""
     match = _OF_CLONE.search(_metadata(node, "pkg.torch.onnx.fx_node"))
     if match is None:
@@ -84,7 +84,7 @@ def _dropped_in(node: NodeProto) -> str:
     return node.input[0] if node.op_type in _LINEAR and not match[2] else ""
 
 
-def _behind_a_gap(node: NodeProto, present: Collection[str]) -> str:
+def _input_across_gap(node: NodeProto, present: Collection[str]) -> str:
     """Return the input of a linear layer whose neighbour in a Sequential has no node."""
     path = modules(node)
     if node.op_type not in _LINEAR or not path:

@@ -156,9 +156,9 @@ def _are_sinusoids(rows: np.ndarray) -> bool:
     """
     if rows.shape[1] < _ROWS:
         return _recur(rows.astype(np.float64))
-    if not _lie_at_one_frequency(_sample(rows)):
+    if not _share_a_frequency(_sample(rows)):
         return False
-    return len(rows) <= _ROWS or _lie_at_one_frequency(rows.astype(np.float64))
+    return len(rows) <= _ROWS or _share_a_frequency(rows.astype(np.float64))
 
 
 def _recur(rows: np.ndarray) -> bool:
@@ -175,7 +175,7 @@ def _recur(rows: np.ndarray) -> bool:
     return bool(exact and 2 * (np.abs(factors) < 2 - _CLOSE).sum() >= len(rows))
 
 
-def _lie_at_one_frequency(rows: np.ndarray) -> bool:
+def _share_a_frequency(rows: np.ndarray) -> bool:
     tops = np.abs(rows).max(1, keepdims=True)
     rows = (rows / np.maximum(tops, 1e-300))[tops[:, 0] > _CLOSE * tops.max()]
     if len(rows) < 2 or not np.isfinite(rows).all():

@@ -110,7 +110,7 @@ class Operands:
         partner = "Div" if node.op.name == "Sub" else "Sub"
         return any(n.op.name == partner and n.inputs[1] not in self._fed for n in beside)
 
-    def makes_waves(self, node: Node) -> bool:
+    def feeds_sin_and_cos(self, node: Node) -> bool:
         """Check whether a product is read by Sin and Cos alone, as of random Fourier features."""
         found: set[str] = set()
         names = [*node.outputs]

@@ -121,7 +121,7 @@ def _open_regular(location: str, places: Sequence[Folder]) -> int:
             if error.errno in _IS_LINK:
                 raise _RefusedError(f"{_OUTSIDE} (a link)") from error
             raise
-        if refused := _irregular(os.fstat(descriptor)):
+        if refused := _explain_refusal(os.fstat(descriptor)):
             os.close(descriptor)
             raise _RefusedError(refused)
         return descriptor
@@ -145,7 +145,7 @@ def _parts(location: str) -> list[str]:
     return parts
 
 
-def _irregular(info: os.stat_result) -> str:
+def _explain_refusal(info: os.stat_result) -> str:
     """Say why an open file is not read; empty if it is."""
     if not stat.S_ISREG(info.st_mode):
         return "which is not a regular file"
@@ -174,7 +174,7 @@ def _below(place: Folder, parts: Sequence[str]) -> int:
                 if links > _LINKS:
                     raise _RefusedError(f"{_OUTSIDE} (a circle of links)")
                 if PurePath(target).anchor:
-                    target = _beneath(target, place.root)
+                    target = _relative_to_root(target, place.root)
                     names.clear()
                     while len(opened) > 1:
                         os.close(opened.pop())
@@ -202,7 +202,7 @@ def _link(name: str, folder: int) -> str:
         return ""
 
 
-def _beneath(target: str, root: Path) -> PurePath:
+def _relative_to_root(target: str, root: Path) -> PurePath:
     """Return an absolute path as one from the root."""
     for base in (root, root.resolve()):
         if PurePath(target).is_relative_to(base):

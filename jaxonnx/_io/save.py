@@ -15,8 +15,8 @@ from jaxonnx._io.protos import (
     tensor_of_constant,
 )
 from jaxonnx._io.records import SPARSITY, has
-from jaxonnx._io.tensors import same
-from jaxonnx._io.ties import part_stored
+from jaxonnx._io.tensors import equal_bits
+from jaxonnx._io.ties import restore_duplicates
 
 
 def to_onnx(
@@ -37,7 +37,7 @@ def to_onnx(
     result.CopyFrom(proto)
     repeat = repeat or has(proto, SPARSITY)
     _fill(result.graph, values, params, state, repeat)
-    part_stored(result.graph, values)
+    restore_duplicates(result.graph, values)
     for function in result.functions:
         names = dict(names_of_constants(function))
         for node in function.node:
@@ -99,7 +99,7 @@ def _fill(graph: GraphProto, values, params, state, repeat: bool) -> None:
         if name not in values:
             continue
         of = values.get(node.input[0]) if node.op_type == "Identity" else None
-        apart = of is not None and not same(values[name], of)
+        apart = of is not None and not equal_bits(values[name], of)
         if of is not None and not apart and not repeat:
             continue
         constant = tensor_of_constant(node)

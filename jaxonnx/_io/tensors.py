@@ -8,7 +8,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from jaxonnx._io.external import Folder, map_external
-from jaxonnx._limits import FOLDED, extent, room
+from jaxonnx._limits import FOLDED, check_size, count_elements
 from jaxonnx.errors import LimitError, ModelError
 
 _BITS: dict[int, int] = {
@@ -40,9 +40,9 @@ def to_array(tensor: TensorProto, folders: Sequence[Folder] = ()) -> np.ndarray:
     if any(dim < 0 for dim in shape):
         raise ModelError(f"tensor '{tensor.name}' has a negative dimension: {list(shape)}")
     # nothing of the file stands for the other axes of an empty tensor
-    if 0 in shape and extent(shape) * dtype.itemsize > FOLDED:
+    if 0 in shape and count_elements(shape) * dtype.itemsize > FOLDED:
         try:
-            room(shape, dtype, host=True)
+            check_size(shape, dtype, host=True)
         except LimitError as error:
             raise LimitError(f"tensor '{tensor.name}': {error}") from None
     if tensor.data_location == TensorProto.EXTERNAL:
@@ -91,7 +91,7 @@ def to_dense(sparse: onnx.SparseTensorProto, folders: Sequence[Folder] = ()) -> 
             f"{what}: indices {indices.dtype}{list(indices.shape)} do not fit values "
             f"{list(values.shape)}"
         )
-    room(shape, values.dtype, host=True)
+    check_size(shape, values.dtype, host=True)
     try:
         dense = np.zeros(shape, values.dtype)
         places = indices if indices.ndim == 1 else np.ravel_multi_index(tuple(indices.T), shape)
@@ -104,7 +104,7 @@ def to_dense(sparse: onnx.SparseTensorProto, folders: Sequence[Folder] = ()) -> 
     return dense
 
 
-def same(a: np.ndarray, b: np.ndarray) -> bool:
+def equal_bits(a: np.ndarray, b: np.ndarray) -> bool:
     """Check whether two arrays are equal bit for bit."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False

@@ -19,7 +19,7 @@ import numpy as np
 from onnx import GraphProto, NodeProto, StringStringEntryProto, helper, numpy_helper
 
 from jaxonnx._io.protos import all_nodes, modules
-from jaxonnx._io.tensors import same
+from jaxonnx._io.tensors import equal_bits
 
 _FEW = 2
 """Tensors with at most so many different numbers are equal by coincidence."""
@@ -37,7 +37,7 @@ _PLACE = "place of the initializer"
 """What a node is marked by that stands for an initializer, with that one's place."""
 
 
-def stored_twice(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str]:
+def find_duplicates(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str]:
     """Return the matrices that equal another tensor bit for bit, with its name.
 
     Embeddings equal an earlier one (of an encoder and its decoder), those of products an embedding
@@ -63,10 +63,10 @@ def stored_twice(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str
         if of is not None:
             found[name] = of
     others = {n: tensors[n] for n in names if np.ndim(tensors[n]) > 1 and n not in found}
-    return found | _called_again(graph, others)
+    return found | _find_repeated_calls(graph, others)
 
 
-def _called_again(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str]:
+def _find_repeated_calls(graph: GraphProto, tensors: Mapping[str, Any]) -> dict[str, str]:
     """Return the matrices that equal an earlier one which the same module reads, with its name.
 
     The module is the one that PyTorch's current exporter recorded in the node's metadata.
@@ -99,14 +99,16 @@ def _is_twin(value: np.ndarray, table: np.ndarray) -> bool:
         return False
     views = [table] if value.shape == table.shape else []
     views += [table.T] if value.shape == table.T.shape else []
-    close = (view for view in views if same(value[:1], view[:1]))  # most are told by a row
+    close = (view for view in views if equal_bits(value[:1], view[:1]))  # most are told by a row
     return any(is_shared(value, view) for view in close)
 
 
-def join_stored(graph: GraphProto, pairs: Mapping[str, str], tensors: Mapping[str, Any]) -> None:
+def replace_duplicates(
+    graph: GraphProto, pairs: Mapping[str, str], tensors: Mapping[str, Any]
+) -> None:
     """Put nodes in the place of initializers that equal other tensors, or their transposes."""
     for name, of in pairs.items():
-        kind = "Identity" if same(tensors[name], tensors[of]) else "Transpose"
+        kind = "Identity" if equal_bits(tensors[name], tensors[of]) else "Transpose"
         place = next(i for i, t in enumerate(graph.initializer) if t.name == name)
         node = helper.make_node(kind, [of], [name], name=f"{name} (as '{of}')")
         node.metadata_props.append(StringStringEntryProto(key=_PLACE, value=str(place)))
@@ -114,8 +116,8 @@ def join_stored(graph: GraphProto, pairs: Mapping[str, str], tensors: Mapping[st
         graph.node.insert(0, node)
 
 
-def part_stored(graph: GraphProto, values: Mapping[str, np.ndarray]) -> None:
-    """Write what `join_stored` joined as initializers again, where they were.
+def restore_duplicates(graph: GraphProto, values: Mapping[str, np.ndarray]) -> None:
+    """Write what `replace_duplicates` replaced as initializers again, where they were.
 
     A file that is written for its shapes alone lacks large values: its nodes stay.
     """
@@ -160,16 +162,16 @@ def update_tied(
             and is_shared(tensors[name], tensors[of])
         ):
             result[name] = result[of]
-    for name, of in stored_twice(graph, tensors).items():
+    for name, of in find_duplicates(graph, tensors).items():
         if name not in new and result[of] is not tensors[of]:
-            alike = same(tensors[name], tensors[of])
+            alike = equal_bits(tensors[name], tensors[of])
             result[name] = result[of] if alike else np.ascontiguousarray(result[of].T)
     return result
 
 
 def is_shared(value: np.ndarray, other: np.ndarray) -> bool:
     """Check whether two floating-point tensors are equal on purpose."""
-    if value is not other and not same(value, other):
+    if value is not other and not equal_bits(value, other):
         return False
     bits = np.ascontiguousarray(value).reshape(-1).view(f"u{value.itemsize}")
     # most are told by their first numbers; sorting all of a large one takes seconds

@@ -85,7 +85,7 @@ class Processes:
         # counted only for shared runs: a process may have trained alone before, the others not
         self._run = f"jaxonnx/run/{next(_RUNS)}" if self.several else ""
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread = threading.Thread(target=self._receive, daemon=True)
         self._failure: str | None = None
         self._at = 0, 0
         self._flags: dict[bool, jax.Array] = {}
@@ -102,7 +102,7 @@ class Processes:
             self._over.set()
             self._thread.join()
         if self.several and kind is not None and self._failure is None:
-            self._tell(f"{kind.__name__}: {error}" if str(error) else kind.__name__)
+            self._send(f"{kind.__name__}: {error}" if str(error) else kind.__name__)
 
     def step(self, epoch: int, steps: int) -> None:
         """Record that this process has another batch, after `steps` of an epoch.
@@ -172,12 +172,12 @@ class Processes:
         if self._failure is not None:
             raise TrainingError(self._failure)
 
-    def _tell(self, what: str) -> None:
+    def _send(self, what: str) -> None:
         self._failure = f"process {jax.process_index()} failed: {what}"
         with suppress(jax.errors.JaxRuntimeError):  # another one was the first to fail
             self._client.key_value_set(f"{self._run}/failed/first", self._failure)
 
-    def _listen(self) -> None:
+    def _receive(self) -> None:
         while not self._over.wait(_POLL):
             self._failure = self._failure or self._read_failure()
             if self._failure is not None and not self._over.wait(_GRACE):
@@ -199,7 +199,7 @@ class Processes:
         if failed:
             return failed[0][1]
         if ended and min(ended.values()) < steps:  # this one would wait for it forever
-            self._tell(f"TrainingError: {_unequal(epoch, {jax.process_index(): steps, **ended})}")
+            self._send(f"TrainingError: {_unequal(epoch, {jax.process_index(): steps, **ended})}")
         return self._failure
 
 

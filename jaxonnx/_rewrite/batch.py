@@ -197,7 +197,7 @@ def _trace(
             raise InputError(f"input {value} is open in other axes; {_WAY_OUT}")
         first = (other if value.shape[:1] == (size,) else d for d in value.shape[:1])
         shape, dtype = (*first, *value.shape[1:]), jax.dtypes.canonicalize_dtype(value.dtype)
-        limits.room(shape, dtype)
+        limits.check_size(shape, dtype)
         arguments[value.name] = jax.ShapeDtypeStruct(shape, dtype)
     shapes: dict[str, Shape] = {}
 
@@ -215,7 +215,7 @@ def _trace(
                 ) from error
         shapes.update((n, tuple(v.shape)) for n, v in scope.values.items() if hasattr(v, "shape"))
 
-    with limits.inspecting():
+    with limits.inspection_limits():
         jax.eval_shape(body, arguments)
     return shapes
 

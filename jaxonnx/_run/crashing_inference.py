@@ -13,7 +13,7 @@ of GatherND may have sizes below zero, which inference itself computes. That of 
 for an equation with digits."""
 
 
-def hide(proto: ModelProto) -> None:
+def rename_crashing_nodes(proto: ModelProto) -> None:
     """Rename, in place, the nodes that inference cannot read; what they give then has no shape."""
     bodies = (proto.graph, *proto.functions)
     nodes = [n for body in bodies for n in all_nodes(body) if not _is_safe(n)]

@@ -15,7 +15,7 @@ from jax.extend.core import InconclusiveDimensionOperation
 from jaxlib.mlir.ir import MLIRError
 
 from jaxonnx._graph.bind import Node
-from jaxonnx._limits import SIX_BITS, amount
+from jaxonnx._limits import SIX_BITS, format_bytes
 from jaxonnx.errors import Error, LimitError, NodeError, StaticError
 
 _OF_PYTHON = TypeError, ValueError, AttributeError, LookupError, ArithmeticError, MemoryError
@@ -159,7 +159,7 @@ def requested_size(error: Exception) -> str:
     if numbers is None:
         return ""
     size, unit = numbers.groups()
-    return f" for {amount(int(size)) if unit == 'bytes' else f'{size} {unit}'}"
+    return f" for {format_bytes(int(size)) if unit == 'bytes' else f'{size} {unit}'}"
 
 
 def _out_of_memory(error: Exception, values: Sequence[Mapping[str, Any]]) -> LimitError:
@@ -171,8 +171,8 @@ def _out_of_memory(error: Exception, values: Sequence[Mapping[str, Any]]) -> Lim
     listed = ", ".join(f"{name}: {_kind(arrays[name])}" for name in large)
     return LimitError(
         f"memory of the device is not enough{requested_size(error)}; weights and inputs take "
-        f"{amount(sum(sizes.values()))} ({listed}). What helps: a smaller batch (model.predict has "
-        "batch_size), weights in 16 bits, or a mesh of devices"
+        f"{format_bytes(sum(sizes.values()))} ({listed}). What helps: a smaller batch (model."
+        "predict has batch_size), weights in 16 bits, or a mesh of devices"
     )
 
 

@@ -62,7 +62,7 @@ def fold(op: Op, arguments: list, keywords: dict) -> tuple | None:
 def _largest(op: Op, arguments: list, keywords: dict) -> int:
     """Return the bytes of the largest array that an operator gives, without computing it."""
     shapes = abstract(op.function, arguments, keywords, op.static)
-    return max((limits.extent(s.shape) * s.dtype.itemsize for s in shapes or ()), default=0)
+    return max((limits.count_elements(s.shape) * s.dtype.itemsize for s in shapes or ()), default=0)
 
 
 def abstract(
@@ -123,7 +123,7 @@ def broadcast_late(value: Any) -> Any:
     """Turn a large NumPy broadcast into one of the graph, so that it never takes memory."""
     if size_of(value) <= FOLD_LIMIT or 0 not in value.strides:
         return value
-    limits.room(value.shape, value.dtype)
+    limits.check_size(value.shape, value.dtype)
     once = value[tuple(slice(None if stride else 1) for stride in value.strides)]
     return jnp.broadcast_to(on_device(once), value.shape)
 

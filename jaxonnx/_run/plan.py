@@ -40,7 +40,7 @@ class Plan:
     parts: Mapping[tuple, Parts] = field(default_factory=dict)
     """By the changes of the graph and the values of the fixed inputs."""
 
-    def giving_way(self, error: StaticError, arrays: Mapping[str, Any]) -> Plan:
+    def fix_or_cut(self, error: StaticError, arrays: Mapping[str, Any]) -> Plan:
         """Fix the inputs that a node needs to know, or cut the graph there, or raise the error."""
         small = all(np.ndim(arrays[n]) <= 1 and np.size(arrays[n]) <= FIXING for n in error.inputs)
         if error.inputs and small and self.fixes:

@@ -76,13 +76,13 @@ class Program:
         self._plan = Plan(frozenset(n.index for n in self.graph.nodes if _dynamic(n)))
         self._notes: Mapping[str, str] = {}
 
-    def giving(self, values: Collection[str]) -> Program:
+    def with_values(self, values: Collection[str]) -> Program:
         """Return a program that gives these inner values after the outputs."""
         outputs = (*self.graph.outputs, *values)
         types = (*self.graph.output_types, *(None for _ in values))
         return replace(self, graph=replace(self.graph, outputs=outputs, output_types=types))
 
-    def only(self, outputs: Collection[str]) -> Program:
+    def with_outputs(self, outputs: Collection[str]) -> Program:
         """Return a program that gives some of the outputs, for now: `restore` takes it back."""
         pairs = zip(self.graph.outputs, self.graph.output_types, strict=True)
         kept = {name: kind for name, kind in pairs if name in outputs}
@@ -91,7 +91,7 @@ class Program:
 
     def without_cache(self, caches: Caches) -> Program:
         """Return a program whose caches are empty in each evaluation; `restore` takes it back."""
-        one = self.only({*self.graph.outputs} - {*caches.pairs.values()})
+        one = self.with_outputs({*self.graph.outputs} - {*caches.pairs.values()})
         inputs = tuple(name for name in self.graph.inputs if name not in caches.names)
         return replace(one, graph=replace(one.graph, inputs=inputs), caches=caches)
 
@@ -100,13 +100,13 @@ class Program:
         graph = keep_all_steps(self.graph, output, self.constants)
         return replace(self, graph=graph, whole=self.whole or self.graph)
 
-    def fix(self, values: Mapping[str, FixedInput]) -> Program:
+    def with_fixed_inputs(self, values: Mapping[str, FixedInput]) -> Program:
         """Return a program some of whose inputs have one value; `restore` takes it back."""
         inputs = tuple(name for name in self.graph.inputs if name not in values)
         graph, fixed = replace(self.graph, inputs=inputs), {**self.fixed, **values}
         return replace(self, graph=graph, fixed=fixed, whole=self.whole or self.graph)
 
-    def passing_whole(self, names: Collection[str]) -> Program:
+    def with_whole_inputs(self, names: Collection[str]) -> Program:
         """Return a program with inputs that have no axis of examples; `restore` takes it back."""
         return replace(self, unsplit=frozenset(names), whole=self.whole or self.graph)
 
@@ -128,8 +128,8 @@ class Program:
     def rebind(self, graph: Graph, constants: Mapping[str, Any]) -> Program:
         """Return the program of a changed graph, with the same fixed, whole and mapped inputs."""
         new = replace(self.restore(), graph=graph, constants=constants)
-        new = new.fix(self.fixed) if self.fixed else new
-        new = new.passing_whole(self.unsplit) if self.unsplit else new
+        new = new.with_fixed_inputs(self.fixed) if self.fixed else new
+        new = new.with_whole_inputs(self.unsplit) if self.unsplit else new
         return new.vmap() if self.mapped else new
 
     def draws(self, training: bool) -> bool:
@@ -253,7 +253,7 @@ class Program:
             except StaticError as error:
                 if self.mapped:
                     raise  # node by node, single values would not be known either
-                plan = self._plan = plan.giving_way(error, arrays)
+                plan = self._plan = plan.fix_or_cut(error, arrays)
         if parts.rest is None:
             return values
         known = {**data(inputs), **fixed, **dict(zip(parts.boundary, values, strict=True))}

@@ -12,7 +12,7 @@ from itertools import pairwise
 from jaxonnx._graph.bind import Graph
 
 
-def cuts(graph: Graph) -> tuple[int, ...]:
+def find_cuts(graph: Graph) -> tuple[int, ...]:
     """Return positions between nodes, about sqrt(nodes) of them, where few values cross.
 
     Each is the one with the fewest values in its share of the nodes, the last one on a tie.

@@ -23,7 +23,7 @@ from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._run import channels_last, failures
 from jaxonnx._run.folding import abstract, broadcast_late, fold, folds, is_traced, on_device
 from jaxonnx._run.overlay import Overlay
-from jaxonnx._run.remat import cuts
+from jaxonnx._run.remat import find_cuts
 from jaxonnx._run.two_bit_inputs import on_cpu
 from jaxonnx.errors import Error, NodeError, StaticError
 from jaxonnx.registry import Op, Rounded, is_known, symbolic
@@ -60,7 +60,7 @@ def run(
     scope = Scope(graph, context, outer, inputs)
     with limits.evaluation(context.limit):
         if context.training and context.overlay.remat:
-            for start, end in pairwise((0, *cuts(graph), len(graph.nodes))):
+            for start, end in pairwise((0, *find_cuts(graph), len(graph.nodes))):
                 scope.segment(start, end)
         else:
             for node in graph.nodes:

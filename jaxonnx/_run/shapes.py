@@ -91,7 +91,7 @@ def evaluate_shapes(proto: ModelProto, graph: Graph, tensors: Mapping[str, Any])
         return evaluated_at(inputs, graph, tensors, chosen)
 
     try:
-        with limits.inspecting():
+        with limits.inspection_limits():
             first, known = at(shared, 0)
             try:
                 sizes, (second, _) = apart, at(apart, 1)
@@ -126,7 +126,7 @@ def evaluated_at(
             for axis, d in enumerate(value.shape)
         ]
         dtype = jax.dtypes.canonicalize_dtype(value.dtype)
-        limits.room(shape, dtype)
+        limits.check_size(shape, dtype)
         arguments[value.name] = jax.ShapeDtypeStruct(shape, dtype)
     names = tuple(name for node in graph.nodes for name in node.outputs if name)
     known: dict[str, np.ndarray] = {}
@@ -138,7 +138,7 @@ def evaluated_at(
         known.update((n, x) for n, x in shaped.items() if isinstance(x, np.ndarray))
         return {n: x for n, x in shaped.items() if n not in known}  # of which JAX has the type
 
-    with limits.inspecting():
+    with limits.inspection_limits():
         traced = jax.eval_shape(arrays, arguments)
     return traced | {n: x for n, x in known.items() if x.dtype != object}, {*known}
 
@@ -161,7 +161,7 @@ def infer_types(
     if not {*names} <= types.keys():
         small = {n: np.asarray(v) for n, v in tensors.items() if v.nbytes <= _SMALL}
         filled = saving.to_onnx(proto, small, (), ())
-        crashing_inference.hide(filled)
+        crashing_inference.rename_crashing_nodes(filled)
         # with data_prop it would keep lists of numbers that are as long as the file says
         with suppress(onnx.shape_inference.InferenceError, MemoryError, ValueError, RuntimeError):
             types = declared_types(onnx.shape_inference.infer_shapes(filled)) | types

@@ -23,6 +23,6 @@ from jaxonnx.model._statistics import (  # noqa: F401
     single_values,
     with_totals,
 )
-from jaxonnx.model._transforms import passing_whole, with_any_batch, with_file  # noqa: F401
+from jaxonnx.model._transforms import with_any_batch, with_file, with_whole_inputs  # noqa: F401
 
 __all__ = ["Model", "Statistics", "Trainable", "Value", "add_training", "labels", "load"]

@@ -215,7 +215,7 @@ class Generator:
         program = self._whole
         if self._caches is not None:
             program = program.without_cache(self._caches)
-        program = program.only({self._logits})
+        program = program.with_outputs({self._logits})
         batch, width = tokens.shape
         tokens = jnp.pad(jnp.asarray(tokens), ((0, 0), (0, count)))
         places = jnp.arange(width + count)
@@ -235,7 +235,7 @@ class Generator:
         """Return new tokens [batch, count], through the caches."""
         assert self._caches is not None
         caches, left = self._caches, room == "before"
-        program = self._whole.only({self._logits, *caches.pairs.values()})
+        program = self._whole.with_outputs({self._logits, *caches.pairs.values()})
         first = program.without_cache(caches)
         kept = replace(
             first.graph, outputs=program.graph.outputs, output_types=program.graph.output_types

@@ -22,8 +22,8 @@ from jaxonnx._graph.select import Select, select
 from jaxonnx._io.encoder_decoder import join_files
 from jaxonnx._io.folders import find_folder
 from jaxonnx._io.read import give_back_memory, read, replace_weights
-from jaxonnx._io.tensors import same
-from jaxonnx._io.ties import is_shared, join_stored, sources, stored_twice
+from jaxonnx._io.tensors import equal_bits
+from jaxonnx._io.ties import find_duplicates, is_shared, replace_duplicates, sources
 from jaxonnx._mesh.rules import Sharding
 from jaxonnx._mesh.shardings import model_shardings
 from jaxonnx._rewrite.dequantize import dequantize_weights
@@ -131,8 +131,8 @@ def load(
         proto, tensors = dequantize_weights(proto, tensors)
     graph = bind(proto, proto.graph, tensors.keys())
     if names := _ties(graph, tensors, proto, tied):
-        stored = {n: of for n, of in stored_twice(proto.graph, tensors).items() if n in names}
-        join_stored(proto.graph, stored, tensors)
+        stored = {n: of for n, of in find_duplicates(proto.graph, tensors).items() if n in names}
+        replace_duplicates(proto.graph, stored, tensors)
         for name in names:
             del tensors[name]
         graph = bind(proto, proto.graph, tensors.keys())
@@ -180,7 +180,7 @@ def _ties(
 ) -> set[str]:
     """Return the tensors that stay one with another, as `load` says."""
     statistics = running_statistics(graph)
-    stored = {} if proto.training_info else stored_twice(proto.graph, tensors)
+    stored = {} if proto.training_info else find_duplicates(proto.graph, tensors)
     pairs = stored | {
         name: of
         for name, of in sources(proto.graph, tensors).items()
@@ -195,7 +195,7 @@ def _ties(
         wanted, {n: tensors[n] for n in pairs}, "tied", kind="Identity of a weight in the model"
     )
     for name in chosen:
-        if name not in stored and not same(tensors[name], tensors[pairs[name]]):
+        if name not in stored and not equal_bits(tensors[name], tensors[pairs[name]]):
             raise InputError(
                 f"tied={name!r}: it has other values than '{pairs[name]}', so that one of them "
                 "would be lost; leave it out of tied="

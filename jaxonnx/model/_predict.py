@@ -13,7 +13,7 @@ from jaxonnx._data.forms import check_size, examples_of, size_of_batches
 from jaxonnx._data.images.batches import Pictures
 from jaxonnx._data.images.folder import Folder
 from jaxonnx._data.padded import Padded
-from jaxonnx._data.prefetch import ahead
+from jaxonnx._data.prefetch import prefetch
 from jaxonnx._data.ragged import Padding
 from jaxonnx._graph.values import Value
 from jaxonnx._network import Network
@@ -52,7 +52,7 @@ def predictions(
 
     parts = [
         tuple(_rows(*pair, real) for pair in zip(names, outputs, strict=True))
-        for outputs, real in ahead(start_batches())
+        for outputs, real in prefetch(start_batches())
     ]
     whole = {
         value.name: _join_rows(value, columns, widths, lengths)

@@ -137,7 +137,7 @@ def single_values(model: Network, inputs: Sequence[Any]) -> list[str]:
     if model.program.overlay.frozen or not norms or len(inputs[0]) != 1:
         return []
     names = list(dict.fromkeys(node.inputs[0] for node in norms))
-    program = model.program.giving(names)
+    program = model.program.with_values(names)
     values = data({value.name: x for value, x in zip(model.inputs, inputs, strict=True)})
     shapes = jax.eval_shape(
         lambda params, state: program.evaluate(params, state, values, key=None, training=False),

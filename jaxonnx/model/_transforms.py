@@ -78,10 +78,10 @@ def with_fixed_inputs(model: M, values: Mapping[str, Any]) -> M:
     if not values:
         return model
     fixed = fix_inputs(model.inputs, values)
-    return dataclasses.replace(model, program=model.program.fix(fixed))
+    return dataclasses.replace(model, program=model.program.with_fixed_inputs(fixed))
 
 
-def passing_whole(model: M, names: Collection[str]) -> M:
+def with_whole_inputs(model: M, names: Collection[str]) -> M:
     """Return a model some of whose inputs have no axis of examples.
 
     Raises:
@@ -91,7 +91,7 @@ def passing_whole(model: M, names: Collection[str]) -> M:
         raise InputError(
             f"batching={{{unknown.pop()!r}: None}}: the model has {list_values(model.inputs)}"
         )
-    return dataclasses.replace(model, program=model.program.passing_whole(names))
+    return dataclasses.replace(model, program=model.program.with_whole_inputs(names))
 
 
 def with_batch_axis(model: M) -> M:

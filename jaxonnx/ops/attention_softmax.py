@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxonnx._limits import room
+from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import is_half, product, product_rounded
 
@@ -167,7 +167,7 @@ def attend(q, k, v, masks=(), window=None, scale=None, cap=0.0, sink=None, dtype
     if size is None:
         return weighted_values(weigh(q, k, masks, window, **keywords).probabilities, v)
     count = -(-steps // size)
-    room((*q.shape[:2], size, k.shape[2]), np.float32)
+    check_size((*q.shape[:2], size, k.shape[2]), np.float32)
 
     def split(x, axis):
         """Return the blocks of `x` along an axis, which comes first; the last one is padded."""

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from jax import lax
 
-from jaxonnx._limits import SIX_BITS, room, tick
+from jaxonnx._limits import SIX_BITS, check_size, check_time
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import canonical, element_dtype
 from jaxonnx.registry import is_known, op, symbolic, xp
@@ -96,7 +96,7 @@ def _convert_strings(x, dtype):
         raise NodeError("strings exist only outside of jit: the input must be a known value")
     if dtype == x.dtype or symbolic(x):
         return x
-    room(x.shape, object, host=True)
+    check_size(x.shape, object, host=True)
     if x.dtype == object:
         numbers = [_number(text, dtype) for text in _each(x)]
         return convert(np.array(numbers).reshape(x.shape), dtype)
@@ -105,7 +105,7 @@ def _convert_strings(x, dtype):
 
 def _each(x) -> Iterator[Any]:
     for value in x.reshape(-1):
-        tick()
+        check_time()
         yield value
 
 

@@ -5,7 +5,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._limits import room
+from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import canonical, element_dtype
 from jaxonnx.registry import Static, op, symbolic, xp
@@ -49,7 +49,7 @@ def constant(
 def constant_of_shape(shape: Static, *, value=None):
     """One number, float32 0 by default, throughout `shape`; as a view, which takes no memory."""
     fill = np.zeros((), np.float32) if value is None else value.reshape(())
-    room(shape.tolist(), object if fill.dtype == object else fill.dtype)
+    check_size(shape.tolist(), object if fill.dtype == object else fill.dtype)
     m = jnp if symbolic(shape) else np
     return m.broadcast_to(fill, tuple(shape.tolist()))
 
@@ -65,7 +65,7 @@ def range_(start: Static, limit: Static, delta: Static, *, stash_type=1):
     if not exact and not all(map(np.isfinite, (first, last, step))):
         raise NodeError(f"start {first}, limit {last} and delta {step} must be finite")
     count = max(0, -((first - last) // step) if exact else math.ceil((last - first) / step))
-    room([count], dtype)
+    check_size([count], dtype)
     if exact and isinstance(count, int) and count * dtype.itemsize <= 1 << 16:
         return np.arange(count, dtype=dtype) * dtype.type(step) + dtype.type(first)
     wide = dtype if exact or dtype.itemsize > 2 else element_dtype(stash_type)

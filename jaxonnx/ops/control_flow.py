@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx import _limits
-from jaxonnx._limits import OutOfTime, patience, room, tick
+from jaxonnx._limits import OutOfTime, check_size, check_time, patience
 from jaxonnx.errors import Error, NodeError, StaticError
 from jaxonnx.ops.common import INDEX, canonical
 from jaxonnx.ops.concrete import array, forward_only, is_traced
@@ -136,7 +136,7 @@ def _scan_loop(step, count, carry):
 def _python_loop(step, count, carry, body, why=None, late=False):
     rows, end = [], math.inf
     while len(rows) < count:
-        tick()
+        check_time()
         if time.monotonic() > end:
             raise _endless()
         condition, carry, outputs = step(np.array(len(rows), INDEX), carry)
@@ -144,7 +144,7 @@ def _python_loop(step, count, carry, body, why=None, late=False):
         if len(rows) == 1 and condition is _TRUE:  # no condition: as many rows as it says
             for x in outputs:
                 if hasattr(x, "shape"):
-                    room((count, *(max(n, 1) for n in x.shape)), x.dtype)
+                    check_size((count, *(max(n, 1) for n in x.shape)), x.dtype)
         if len(rows) == 1 and (late or is_traced(carry, outputs)):
             if count == math.inf:
                 end = time.monotonic() + _limits.PATIENCE

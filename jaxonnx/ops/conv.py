@@ -10,7 +10,7 @@ from jax import lax
 from jaxonnx import lowering
 from jaxonnx._axes import convolution
 from jaxonnx._constraints import Positive
-from jaxonnx._limits import room
+from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.windows import (
     Convolved,
@@ -103,7 +103,7 @@ def conv_transpose(
     else:
         begins = [begin for begin, _ in pairs]
     padding = tuple((b, n - b - o) for b, n, o in zip(begins, span, size, strict=True))
-    room((x.shape[0], w.shape[1], *map(max, zip(span, size, strict=True))), x.dtype)
+    check_size((x.shape[0], w.shape[1], *map(max, zip(span, size, strict=True))), x.dtype)
     y = lowering.transposed_convolution(
         x,
         w,
@@ -138,7 +138,7 @@ def conv_integer(
     """Conv of 8-bit integers in int32; padding counts as the zero point."""
     kernel = kernel_of(w, window.get("kernel_shape"))
     windows = place_windows(spatial(x.shape, channels), kernel, **window)
-    room((x.shape[0], w.shape[1] * group, *windows.out, *windows.kernel), x.dtype)
+    check_size((x.shape[0], w.shape[1] * group, *windows.out, *windows.kernel), x.dtype)
     x_zero_point, w_zero_point = _or_none(x_zero_point), _or_none(w_zero_point)
     if x_zero_point is not None:
         x_zero_point = x_zero_point.reshape(())
@@ -275,7 +275,7 @@ def col2im(x, image_shape: Static, block_shape: Static | Positive, **window: Unp
         raise NodeError(f"input {x.shape} does not hold {blocks} blocks of {windows.kernel}")
     channels = x.shape[1] // taps
     x = jnp.asarray(x).reshape(x.shape[0], channels, *windows.kernel, *windows.out)
-    room((*x.shape[:2], *size), x.dtype)
+    check_size((*x.shape[:2], *size), x.dtype)
     image = jnp.zeros((*x.shape[:2], *size), x.dtype)
     index = []
     for axis, at in enumerate(positions(windows)):

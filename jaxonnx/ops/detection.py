@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from jaxonnx._limits import room, tick
+from jaxonnx._limits import check_size, check_time
 from jaxonnx.errors import NodeError
 from jaxonnx.registry import op
 
@@ -28,7 +28,7 @@ def _suppress(low, high, scores, count, iou_threshold):
     order = np.argsort(-scores, kind="stable")
     kept = []
     while order.size and len(kept) < count:
-        tick()
+        check_time()
         best, order = order[0], order[1:]
         kept.append(best)
         overlap = np.minimum(high[best], high[order]) - np.maximum(low[best], low[order])
@@ -69,7 +69,7 @@ def non_max_suppression(
     low, high = _corners(boxes, center_point_box)
     rows = []
     for b, c in np.ndindex(scores.shape[:2]):
-        tick()
+        check_time()
         s = scores[b, c]
         among = np.arange(s.size) if least is None else np.flatnonzero(s > np.float32(least))
         kept = _suppress(low[b, among], high[b, among], s[among], count, iou)
@@ -88,7 +88,7 @@ def image_decoder(encoded_stream, *, pixel_format: Literal["RGB", "BGR", "Graysc
     mode = modes[pixel_format]
     try:
         with Image.open(io.BytesIO(np.asarray(encoded_stream).tobytes()), formats=FORMATS) as image:
-            room((*image.size, len(mode)), host=True)
+            check_size((*image.size, len(mode)), host=True)
             pixels = np.asarray(image.convert(mode))
     except NodeError:
         raise

@@ -7,7 +7,7 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._limits import room
+from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import canonical
 from jaxonnx.ops.windows import check_neighbours
@@ -24,7 +24,7 @@ def affine_grid(theta, size: Static, *, align_corners=0):
     if theta.shape[0] != size[0]:
         raise NodeError(f"theta of shape {theta.shape} does not fit {size[0]} images")
 
-    room((*spatial, len(spatial) + 1), np.float64, host=True)
+    check_size((*spatial, len(spatial) + 1), np.float64, host=True)
 
     def positions(n):
         centres = (2 * np.arange(n) + 1) / n - 1

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from jaxonnx import lowering
-from jaxonnx._limits import room
+from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import INDEX, canonical
 from jaxonnx.ops.elementwise import absolute
@@ -149,6 +149,6 @@ def max_unpool(x, indices, output_shape: Static | None = None, **window: Unpack[
                 f"output_shape is {shape}, x has shape {x.shape}: they need one rank, "
                 "and the first two must be equal"
             )
-    room(shape, x.dtype)
+    check_size(shape, x.dtype)
     flat = jnp.zeros(math.prod(shape), x.dtype)
     return flat.at[indices.ravel()].set(x.ravel(), mode="drop").reshape(shape)

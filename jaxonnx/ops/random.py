@@ -8,20 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._limits import room
+from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import canonical, element_dtype
 from jaxonnx.registry import Key, op
 
 
 def _normal(key, shape, dtype, mean, scale):
-    room(shape, dtype)
+    check_size(shape, dtype)
     sample = jax.random.normal(key, shape, _float(dtype))
     return sample * sample.dtype.type(scale) + sample.dtype.type(mean)
 
 
 def _uniform(key, shape, dtype, low, high):
-    room(shape, dtype)
+    check_size(shape, dtype)
     return jax.random.uniform(key, shape, _float(dtype), low, high)
 
 
@@ -67,6 +67,6 @@ def multinomial(logits, *, dtype=6, sample_size=1, seed=None, key: Key):
     if element_dtype(dtype) not in (np.int32, np.int64):
         raise NodeError(f"dtype must be int32 or int64, not {element_dtype(dtype)}")
     logits = jnp.asarray(logits)
-    room((sample_size, *logits.shape), logits.dtype)
+    check_size((sample_size, *logits.shape), logits.dtype)
     samples = jax.random.categorical(key(seed), logits, shape=(sample_size, logits.shape[0]))
     return samples.T.astype(canonical(element_dtype(dtype)))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxonnx._limits import room
+from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import axes_of, canonical
 from jaxonnx.registry import Static, op, xp
@@ -89,7 +89,7 @@ def _taps(x, size, kernel, radius, shrink, exclude_outside):
     The edge pixel stands for all pixels beyond it, unless these are excluded.
     """
     reach = int(np.ceil(radius / shrink))
-    room([len(x), 2 * reach], np.float64, host=True)
+    check_size([len(x), 2 * reach], np.float64, host=True)
     index = np.floor(x)[:, None] + np.arange(1 - reach, reach + 1)
     weight = kernel((index - x[:, None]) * shrink)
     if exclude_outside:
@@ -120,7 +120,7 @@ def _blend(x, index, weight, axis):
     shape = [1] * x.ndim
     shape[axis] = len(index)
     weight = weight.astype(x.dtype)
-    room((*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]), x.dtype)
+    check_size((*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]), x.dtype)
 
     @jax.custom_jvp
     def blend(x):
@@ -202,7 +202,7 @@ def _resize(
     """
     axes = axes_of(axes, x.ndim)
     scales, sizes = _extents(np.array([x.shape[a] for a in axes]), scales, sizes, policy)
-    room(_largest(x.shape, axes, sizes), x.dtype)
+    check_size(_largest(x.shape, axes, sizes), x.dtype)
     crop = coordinates == "tf_crop_and_resize"
     starts, ends = np.zeros(len(axes)), np.ones(len(axes))
     if crop:
@@ -218,7 +218,7 @@ def _resize(
         size = x.shape[axis]
         if scale == 1 and size == out and (start, end) == (0, 1):
             continue
-        room([out], np.float64, host=True)
+        check_size([out], np.float64, host=True)
         at = _coordinates(coordinates, size, out, scale, start, end)
         if mode == "nearest":
             rule = nearest_mode or ("ceil" if scale < 1 else "floor")

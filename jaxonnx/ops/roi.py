@@ -9,7 +9,7 @@ from jax import lax
 
 from jaxonnx import lowering
 from jaxonnx._constraints import NotNegative, Positive
-from jaxonnx._limits import room
+from jaxonnx._limits import check_size
 from jaxonnx.ops.common import index_of
 from jaxonnx.registry import is_known, op, xp
 
@@ -34,9 +34,9 @@ def max_roi_pool(x, rois, *, pooled_shape, spatial_scale=1.0):
     Corners are rounded to pixels (halves away from zero), as in Fast R-CNN (https://arxiv.org/abs/1504.08083).
     """
     x, rois = jnp.asarray(x), lax.stop_gradient(jnp.asarray(rois))
-    room((len(rois), x.shape[1], *pooled_shape), x.dtype)
+    check_size((len(rois), x.shape[1], *pooled_shape), x.dtype)
     for count, size in zip(pooled_shape, x.shape[2:], strict=True):
-        room((x.shape[1], count, size), x.dtype)
+        check_size((x.shape[1], count, size), x.dtype)
 
     def bins(first, last, count, size):
         """Return which pixels each bin covers, (count, size)."""
@@ -113,7 +113,7 @@ def roi_align(
     length = edges[:, 1] - edges[:, 0]
     length = length if half_pixel else xp(rois).maximum(length, 1)
 
-    def most(axis, size, bins):
+    def max_samples(axis, size, bins):
         """Bound the samples of a bin on the image, which are more than half a pixel apart."""
         if sampling_ratio:
             return sampling_ratio
@@ -121,10 +121,10 @@ def roi_align(
             return max(1, int(np.ceil(np.max(length[:, axis], initial=0) / bins)))
         return 2 * size + 4
 
-    samples = most(1, height, output_height), most(0, width, output_width)
-    room((len(rois), x.shape[1], output_height, output_width), x.dtype)
-    room((output_height, samples[0], 2, height), wide)
-    room((output_width, samples[1], 2, width), wide)
+    samples = max_samples(1, height, output_height), max_samples(0, width, output_width)
+    check_size((len(rois), x.shape[1], output_height, output_width), x.dtype)
+    check_size((output_height, samples[0], 2, height), wide)
+    check_size((output_width, samples[1], 2, width), wide)
 
     def pool(edge, extent, number):
         image = x.at[number].get(mode="fill").astype(wide)  # NaN for no image of the batch
@@ -139,12 +139,12 @@ def roi_align(
     return _per_roi(pool, edges, length, number).astype(x.dtype)
 
 
-def _samples(start, extent, bins, size, most, ratio):
+def _samples(start, extent, bins, size, max_samples, ratio):
     """Sample every bin along one axis.
 
-    Return the two pixels and weights of each sample (bins, most, 2), which samples exist
-    (bins, most), the number of samples of a bin, and whether some sample beyond `most` lies off
-    the image, where samples are 0.
+    Return the two pixels and weights of each sample (bins, max_samples, 2), which samples
+    exist (bins, max_samples), the number of samples of a bin, and whether some sample beyond
+    `max_samples` lies off the image, where samples are 0.
     """
     step = extent / bins
     count = jnp.asarray(ratio, extent.dtype) if ratio else jnp.ceil(step)
@@ -152,8 +152,8 @@ def _samples(start, extent, bins, size, most, ratio):
     begin = start + jnp.arange(bins) * step
     # the first sample that can lie at -1 or after it; none is skipped when all of them fit
     first = jnp.ceil((-1 - begin) / jnp.where(spacing > 0, spacing, 1) - 0.5)
-    first = lax.stop_gradient(jnp.clip(first, 0, jnp.maximum(count - most, 0)))
-    number = first[:, None] + jnp.arange(most)
+    first = lax.stop_gradient(jnp.clip(first, 0, jnp.maximum(count - max_samples, 0)))
+    number = first[:, None] + jnp.arange(max_samples)
     exists = number < count
     at = begin[:, None] + (number + 0.5) * spacing
     inside = (at >= -1) & (at <= size)
@@ -162,7 +162,7 @@ def _samples(start, extent, bins, size, most, ratio):
     part = jnp.where(low < size - 1, at - low, 0)
     weights = jnp.where((inside & exists)[..., None], jnp.stack([1 - part, part], -1), 0)
     pixels = jnp.stack([low, jnp.minimum(low + 1, size - 1)], -1).astype(jnp.int32)
-    return pixels, weights, exists, count, count > most
+    return pixels, weights, exists, count, count > max_samples
 
 
 def _mean(pixels, weights, exists, count, rest, size):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._limits import OutOfTime, patience, tick
+from jaxonnx._limits import OutOfTime, check_time, patience
 from jaxonnx.errors import Error, NodeError
 from jaxonnx.ops.common import INDEX, axis_of, canonical
 from jaxonnx.ops.concrete import array, is_traced
@@ -79,7 +79,7 @@ def _scan(body, carry, inputs, length):
     def run_unrolled(carry):
         rows = []
         for i in range(length):
-            tick()
+            check_time()
             carry, outputs = step(np.array(i, INDEX), carry, [x[i] for x in inputs])
             rows.append(outputs)
             if i == 0 and why is not None and (body.known or is_traced(carry, outputs)):

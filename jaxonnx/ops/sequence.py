@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._limits import room, tick
+from jaxonnx._limits import check_size, check_time
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import INDEX, axis_of
 from jaxonnx.ops.concrete import array, is_traced
@@ -72,7 +72,7 @@ def sequence_map(input_sequence, *additional_inputs, body):
             raise NodeError(f"sequences of {length} and {len(sequence)} cannot be mapped together")
     rows = []
     for i, element in enumerate(input_sequence):
-        tick()
+        check_time()
         others = (x[i] if isinstance(x, list) else x for x in additional_inputs)
         rows.append(body(element, *others, step=i))
     return tuple([row[k] for row in rows] for k in range(len(body.outputs)))
@@ -100,7 +100,7 @@ def split_to_sequence(input, split: Static | None = None, *, axis=0, keepdims=1)
         raise NodeError(
             f"a sequence of {count} tensors is above the {LONGEST[is_traced(input)]} here"
         )
-    room((count, _PART), host=True)
+    check_size((count, _PART), host=True)
     parts = xp(input).split(input, list(bounds), axis=axis) if count else []
     return [part.squeeze(axis) for part in parts] if split is None and not keepdims else parts
 

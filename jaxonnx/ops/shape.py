@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._constraints import NotNegative, Positive
-from jaxonnx._limits import room
+from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import LowRank, Packed, reshape_rows
 from jaxonnx.ops.common import axes_of, axis_of, sizes
@@ -122,7 +122,7 @@ def transpose(x: Factor, *, perm=None):
 def expand(x, shape: Static):
     """Broadcast in both directions: a 1 in either shape gives way to the other's size."""
     target = jnp.broadcast_shapes(x.shape, tuple(shape.tolist()))
-    room(target, x.dtype)
+    check_size(target, x.dtype)
     return xp(x).broadcast_to(x, target)
 
 
@@ -139,7 +139,7 @@ def tile(x, repeats: Static | NotNegative):
 
 
 def _tile(x, repeats):
-    room([n * r for n, r in zip(x.shape, repeats, strict=True)], x.dtype)
+    check_size([n * r for n, r in zip(x.shape, repeats, strict=True)], x.dtype)
     return xp(x).tile(x, repeats)
 
 

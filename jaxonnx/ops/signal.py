@@ -5,7 +5,7 @@ import numpy as np
 from jax import lax
 
 from jaxonnx._constraints import Positive
-from jaxonnx._limits import room
+from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import axis_of, canonical, element_dtype
 from jaxonnx.registry import Static, op
@@ -29,7 +29,7 @@ def _dft(x, length, axis, inverse, onesided):
         length = 2 * (x.shape[axis] - 1) if inverse and onesided else x.shape[axis]
     if length < 1:
         raise NodeError(f"the length of the transform must be positive, not {length}")
-    room((*x.shape[:axis], length, *x.shape[axis + 1 : -1], 2), x.dtype)
+    check_size((*x.shape[:axis], length, *x.shape[axis + 1 : -1], 2), x.dtype)
     real = x.shape[-1] == 1
     wide = x.astype(canonical(np.float64))
     signal = wide[..., 0] if real else lax.complex(wide[..., 0], wide[..., 1])
@@ -81,7 +81,7 @@ def stft(
     if step < 1 or not 1 <= length <= signal.shape[1]:
         raise NodeError(f"frames of {length}, {step} apart, do not fit {signal.shape[1]} samples")
     frames = (signal.shape[1] - length) // step + 1
-    room((frames, length), np.int64, host=True)
+    check_size((frames, length), np.int64, host=True)
     index = step * np.arange(frames)[:, None] + np.arange(length)
     framed = jnp.take(signal, index, axis=1)
     if window is not None:
@@ -95,7 +95,7 @@ def _window(size, periodic, output_datatype, coefficients):
     A symmetric window of one sample, where the formula divides by zero, is 1 as SciPy has it.
     """
     size = int(size.item())
-    room([size], np.float64, host=True)
+    check_size([size], np.float64, host=True)
     n = np.arange(size) / max(size if periodic else size - 1, 1)
     terms = [(-1) ** k * a * np.cos(2 * np.pi * k * n) for k, a in enumerate(coefficients)]
     w = np.sum(terms, axis=0) if size > 1 or periodic else np.ones(size)
@@ -138,7 +138,7 @@ def mel_weight_matrix(
             f"no bank has {count} filters from {edges.tolist()} Hz "
             f"for {length} samples at {rate} Hz"
         )
-    room((count + 2, length // 2 + 1), np.float64, host=True)
+    check_size((count + 2, length // 2 + 1), np.float64, host=True)
     low, high = 2595 * np.log10(1 + edges / 700)
     mels = low + np.arange(count + 2) * (high - low) / (count + 2)
     hertz = 700 * (10 ** (mels / 2595) - 1)

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxonnx._constraints import Positive
-from jaxonnx._limits import room
+from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import INDEX, axes_of, axis_of, cast
 from jaxonnx.registry import Outputs, Static, op, xp
@@ -123,7 +123,7 @@ def _pad(x, pads, mode, value=None, axes=None):
         widths[axis] = int(pads[k]), int(pads[k + len(axes)])
     if any(low + high + n < 0 for (low, high), n in zip(widths, x.shape, strict=True)):
         raise NodeError(f"pads {list(pads)} remove more than there is of shape {tuple(x.shape)}")
-    room([low + n + high for (low, high), n in zip(widths, x.shape, strict=True)], x.dtype)
+    check_size([low + n + high for (low, high), n in zip(widths, x.shape, strict=True)], x.dtype)
     # A negative pad removes elements, before the rest is padded from what remains.
     kept = []
     for axis, ((low, high), n) in enumerate(zip(widths, x.shape, strict=True)):
@@ -151,7 +151,7 @@ def _pad(x, pads, mode, value=None, axes=None):
 
 def _mirror_indices(low, n, high, mode):
     """Return the place of each element of a padded axis of `n` in that axis."""
-    room([low + n + high], INDEX, host=True)
+    check_size([low + n + high], INDEX, host=True)
     place = np.arange(-low, n + high)
     if mode == "wrap":
         return place % n
@@ -221,8 +221,8 @@ def one_hot(indices, depth: Static | Positive, values, *, axis=-1):
     np_ = xp(indices, values)
     count = int(depth.item())
     axis = axis_of(axis, indices.ndim + 1)
-    room((*indices.shape, count), values.dtype)
-    room((count,), INDEX)
+    check_size((*indices.shape, count), values.dtype)
+    check_size((count,), INDEX)
     indices = np_.expand_dims(cast(indices, INDEX), axis)
     indices = np_.where(indices < 0, indices + count, indices)
     classes = np_.arange(count).reshape((count,) + (1,) * (indices.ndim - 1 - axis))

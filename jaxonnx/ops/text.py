@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from jaxonnx._limits import room, tick
+from jaxonnx._limits import check_size, check_time
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import INDEX
 from jaxonnx.registry import op
@@ -13,17 +13,17 @@ from jaxonnx.registry import op
 
 def _each(function, x, dtype):
     """Apply `function` to every element of x; the results are an array of `dtype`."""
-    room(x.shape, object, host=True)
+    check_size(x.shape, object, host=True)
     y = np.empty(x.shape, dtype)
     for i in np.ndindex(x.shape):
-        tick()
+        check_time()
         y[i] = function(x[i])
     return y
 
 
 @op("StringConcat", since=20, dynamic=True)
 def string_concat(x, y):
-    room(np.broadcast_shapes(x.shape, y.shape), object, host=True)
+    check_size(np.broadcast_shapes(x.shape, y.shape), object, host=True)
     return np.asarray(x + y, object)
 
 
@@ -34,7 +34,7 @@ def string_split(x, *, delimiter=None, maxsplit=None):
     parts = _each(lambda s: s.split(delimiter or None, limit), x, object)
     counts = _each(len, parts, INDEX)
     shape = (*x.shape, int(counts.max(initial=0)))
-    room(shape, object, host=True)
+    check_size(shape, object, host=True)
     padded = np.full(shape, "", object)
     for i in np.ndindex(x.shape):
         padded[i][: counts[i]] = parts[i]

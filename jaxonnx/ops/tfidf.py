@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jaxonnx._constraints import NotNegative
-from jaxonnx._limits import room, tick
+from jaxonnx._limits import check_size, check_time
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.concrete import table
 from jaxonnx.registry import op
@@ -64,7 +64,7 @@ def tfidf_vectorizer(
     if mode != "TF" and weights:
         scores = scores * np.asarray(weights, np.float32)
     xp = _namespace(tokens)
-    room((len(tokens), max(ngram_indexes) + 1), np.float32)
+    check_size((len(tokens), max(ngram_indexes) + 1), np.float32)
     y = xp.zeros((len(tokens), max(ngram_indexes) + 1), np.float32)
     y = jnp.asarray(_add_at(y, (slice(None), np.asarray(ngram_indexes)), scores))
     return y if x.ndim == 2 else y[0]
@@ -158,6 +158,6 @@ def _count(tokens, trie: _Trie, size, most_skips):
     if xp is jnp and skips:
         counts = lax.fori_loop(0, skips, walk, counts, unroll=skips <= UNROLLED)
     for skip in range(skips if xp is np else 0):
-        tick()
+        check_time()
         counts = walk(skip, counts)
     return counts[:, :size]

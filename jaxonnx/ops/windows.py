@@ -152,15 +152,15 @@ def place_windows(
         out.append(count)
         steps.append(step)
         padding.append((begin, max(end, (count - 1) * step + r - n - begin)))
-    limits.room(kernel)
-    limits.room([begin + n + end for n, (begin, end) in zip(size, padding, strict=True)])
+    limits.check_size(kernel)
+    limits.check_size([begin + n + end for n, (begin, end) in zip(size, padding, strict=True)])
     return Window(kernel, tuple(steps), dilations, tuple(padding), tuple(out))
 
 
 def positions(w: Window) -> list[np.ndarray]:
     """Return per axis the coordinates (out, kernel) in the unpadded input that the windows read."""
     for o, k in zip(w.out, w.kernel, strict=True):
-        limits.room([o, k], np.int64, host=True)
+        limits.check_size([o, k], np.int64, host=True)
     return [
         np.arange(o)[:, None] * s - begin + np.arange(k) * d
         for k, s, d, (begin, _), o in zip(*w, strict=True)
@@ -175,7 +175,7 @@ def check_neighbours(along: int, rank: int) -> None:
 
 def counts(w: Window, size, pads=None) -> np.ndarray:
     """Count the elements of the input, or of the input padded by `pads`, that each window holds."""
-    limits.room(w.out, np.int64, host=True)
+    limits.check_size(w.out, np.int64, host=True)
     total = np.ones((), np.int64)
     bounds = zip(size, pad_pairs(pads, len(size)), strict=True)
     for k, s, d, (pad, _), o, (n, (begin, end)) in zip(*w, bounds, strict=True):

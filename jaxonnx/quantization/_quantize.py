@@ -252,7 +252,7 @@ def _types(model: Model, inputs: Sequence[Any]) -> dict[str, np.dtype]:
     """Return the types of the values of the main graph that are arrays."""
     names = [value.name for value in model.inputs]
     made = [name for node in model.graph.nodes for name in node.outputs if name]
-    program = model.program.giving(made)
+    program = model.program.with_values(made)
 
     def evaluate(params, state, inputs):
         outputs = program.evaluate(params, state, dict(zip(names, inputs, strict=True)))

@@ -107,7 +107,7 @@ def calibrate(
       InputError: a value is not finite.
     """
     measured = [name for name in values if name not in shared]
-    program, first = model.program.giving(measured), len(model.graph.outputs)
+    program, first = model.program.with_values(measured), len(model.graph.outputs)
     names = [value.name for value in model.inputs]
 
     @jax.jit

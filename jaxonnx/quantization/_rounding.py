@@ -71,7 +71,7 @@ def _evaluate(
     model: Network, names: Sequence[str], examples: Sequence[Sequence[Any]]
 ) -> dict[str, np.ndarray]:
     wanted = [*dict.fromkeys(names)]
-    program, first = model.program.giving(wanted), len(model.graph.outputs)
+    program, first = model.program.with_values(wanted), len(model.graph.outputs)
     inputs = [value.name for value in model.inputs]
     read = jax.jit(
         lambda *x: program.evaluate(model.params, model.state, dict(zip(inputs, x, strict=True)))

@@ -148,7 +148,7 @@ def verify(
 
     forward, backward = products(function), Counter()
     if any(goal.pattern.transposable for goal in wanted.values()):
-        backward = products(lambda *a: _pull_ones(function, *a)) - forward
+        backward = products(lambda *a: _pull_back_ones(function, *a)) - forward
     rows = tuple(
         Product(weight, wanted[weight].pattern, primitive, part, sums, ok, count)
         for part, counter in (("forward", forward), ("backward", backward))
@@ -182,7 +182,7 @@ def _sparse(params: Any, patterns: Patterns, transposable: bool) -> list[Layer]:
     return report(params, patterns, transposable=transposable, select=zeros)
 
 
-def _pull_ones(function, *arguments):
+def _pull_back_ones(function, *arguments):
     def one(y):
         if jnp.issubdtype(y.dtype, jnp.inexact):
             return jnp.ones_like(y)

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxonnx._data.forms import lacks_batch_axis
 from jaxonnx.errors import InputError, TrainingError
-from jaxonnx.model import Model, passing_whole, renewed_norms, with_any_batch
+from jaxonnx.model import Model, renewed_norms, with_any_batch, with_whole_inputs
 from jaxonnx.training._settings import Settings
 
 
@@ -20,7 +20,7 @@ def fit_to_batches(model: Model, settings: Settings, data: Any) -> tuple[Model, 
         one example has BatchNormalization.
     """
     model = model.with_fixed_inputs(settings.fixed or {})
-    model = passing_whole(model, settings.batching) if settings.batching else model
+    model = with_whole_inputs(model, settings.batching) if settings.batching else model
     if not lacks_batch_axis(data, model.inputs):
         return model, []
     if settings.statistics != "frozen" and renewed_norms(model):

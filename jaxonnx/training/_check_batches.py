@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxonnx._data.batches import Batch, Source
-from jaxonnx._data.weights import all_or_nothing
+from jaxonnx._data.weights import is_zero_or_one
 from jaxonnx.errors import Error, TrainingError
 from jaxonnx.training._step import Step
 
@@ -81,7 +81,7 @@ def _signature(batch: Batch) -> tuple[Any, ...]:
 
 def _is_fill(weight: Any) -> bool:
     """Check whether weights only mark examples that fill a batch; a device is not waited for."""
-    return isinstance(weight, np.ndarray) and all_or_nothing(weight)
+    return isinstance(weight, np.ndarray) and is_zero_or_one(weight)
 
 
 def _with_all_weights(batch: Batch, data: Source) -> Batch:

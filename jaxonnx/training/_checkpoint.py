@@ -100,7 +100,7 @@ class Checkpoints:
         """Differences that `restore` accepted."""
         self._together = together
         self._fixed = fixed
-        self._sealed = self._seals()
+        self._sealed = self._checksums()
         self.folder = os.fspath(folder)
         path = Path(folder).absolute()
         try:
@@ -280,7 +280,7 @@ class Checkpoints:
                     f"the run in '{self.folder}' has {name}={before}, and {name}={value} would not "
                     f"continue it; pass {name}={before}, or another checkpoint_dir"
                 )
-        fixed = self._sealed if about["fixed"] == self._sealed else self._seals(about["fixed"])
+        fixed = self._sealed if about["fixed"] == self._sealed else self._checksums(about["fixed"])
         before, now = [*about["leaves"], *about["fixed"]], [*_leaves(tree), *fixed]
         if before != now:
             odd = [
@@ -294,7 +294,7 @@ class Checkpoints:
             )
         self._compare_data(about["settings"]["data"])
 
-    def _seals(self, before: Sequence[str] = ()) -> list[str]:
+    def _checksums(self, before: Sequence[str] = ()) -> list[str]:
         """Return a line for each fixed array: its name and checksum.
 
         As for leaves, the checksum of a sharded array is a sum on its devices. A run that resumes

@@ -13,9 +13,9 @@ from jaxonnx._arguments import DataArguments, check_names, documented
 from jaxonnx._data.batches import Source
 from jaxonnx._data.images import preparation as images
 from jaxonnx._data.images.folder import find_folders
-from jaxonnx._data.prefetch import ahead
+from jaxonnx._data.prefetch import prefetch
 from jaxonnx._data.texts import read_texts
-from jaxonnx._data.weights import all_or_nothing
+from jaxonnx._data.weights import is_zero_or_one
 from jaxonnx._progress import track_batches
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model, load
@@ -104,7 +104,7 @@ def over(
         ):
             outputs = goal.model(*batch.inputs)
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs)
-            plain = all_or_nothing(batch.weight)
+            plain = is_zero_or_one(batch.weight)
             sizes = str((shapes, jax.tree.map(np.shape, batch.targets), plain))
             if sizes not in fitting:
                 goal.fit(shapes, batch.targets, batch.weight)
@@ -123,7 +123,7 @@ def over(
 
     sums: Any = {}
     gathered: list[Any] = []
-    for sums, predictions in ahead(start_batches()):
+    for sums, predictions in prefetch(start_batches()):
         jax.block_until_ready(sums)
         gathered.append(jax.device_get(predictions))
     whole = jax.tree.map(lambda *parts: np.concatenate(parts), *gathered)

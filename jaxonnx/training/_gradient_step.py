@@ -95,7 +95,7 @@ class GradientStep(Step):
         if state.scale is not None:
             gradients = jax.tree.map(state.scale.remove, gradients)
         good = finite((value, gradients)) & stays_finite(state.state, renewed)
-        stay, retry = self._stay(state, good | ~jnp.isfinite(value))
+        stay, retry = self._reject_step(state, good | ~jnp.isfinite(value))
         good &= state.finite
 
         def move(good=None):
@@ -108,7 +108,7 @@ class GradientStep(Step):
         good = moved.taken > state.taken
         return moved, jnp.stack([value, (good | retry).astype(value.dtype)])
 
-    def _stay(self, state: State, counts: jax.Array) -> tuple[State, jax.Array]:
+    def _reject_step(self, state: State, counts: jax.Array) -> tuple[State, jax.Array]:
         """Return the state after a rejected step, and whether the rejection is expected.
 
         Args:
@@ -181,12 +181,12 @@ class GradientStep(Step):
             scale=None if state.scale is None else state.scale.grow(),
         )
 
-        def either(new, old):
+        def select(new, old):
             large = new.size > SMALL and jnp.issubdtype(new.dtype, jnp.floating)
             # weights are computed from new moments, which a choice on CPU would make copies of
             return new if large and not selecting else _select(good, new, old)
 
-        return jax.tree.map(either, moved, stay.replace(params={})).replace(params=params)
+        return jax.tree.map(select, moved, stay.replace(params={})).replace(params=params)
 
     def as_batch(self, batch: Any) -> Batch:
         batch = as_batch(batch, self.model, self._goal.derive_targets)

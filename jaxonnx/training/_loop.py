@@ -69,7 +69,7 @@ def run(
         snapshots = Snapshots(checkpoints, settings, reporter, step, state, interrupt, several)
         interrupt.begin()
         try:
-            monitor.see(history.epochs)
+            monitor.record(history.epochs)
             monitor.check(history.epochs)
             for epoch in range(at.epoch, epochs):
                 began = time.perf_counter()
@@ -96,7 +96,7 @@ def run(
                 samples.write(state, epoch)
                 reporter.close_epoch(row | {"seconds": time.perf_counter() - began})
                 at = Position(epoch + 1, 0, reporter.step)
-                improved = monitor.see(history.epochs)
+                improved = monitor.record(history.epochs)
                 history.best = monitor.best and monitor.best[0]
                 if improved and best is not None:
                     best = copy((step.view(state), state.state))
@@ -110,7 +110,7 @@ def run(
         except (Stop, KeyboardInterrupt, *EXHAUSTED) as error:
             end = to_stop(error, state, several)
             checks.catch_up()  # wrong labels may be why a loss is not finite
-            state, stop = snapshots.leave(end, at, state, best)
+            state, stop = snapshots.end_early(end, at, state, best)
             which = monitor.chosen or f"step {stop.step}"
             history.stopped = f"{stop}; the weights are those of {which}{snapshots.where}"
             history.early = isinstance(stop, PatienceEnded)

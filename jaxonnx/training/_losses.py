@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from jaxonnx._data.ragged import IGNORED
-from jaxonnx._data.weights import all_or_nothing
+from jaxonnx._data.weights import is_zero_or_one
 from jaxonnx._text import format_count
 from jaxonnx.errors import TrainingError
 from jaxonnx.losses import (
@@ -214,7 +214,7 @@ class Loss:
         if not jnp.issubdtype(loss.dtype, jnp.floating):
             raise TrainingError(f"{what} must be a real floating number, and is {loss.dtype}")
         of_examples = loss.shape or isinstance(self.function, ClassLoss)
-        if not of_examples and not all_or_nothing(weight):
+        if not of_examples and not is_zero_or_one(weight):
             raise TrainingError(
                 f"{what} is a scalar, which weights of examples cannot weigh: return one value for "
                 f"each of {size} examples"

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxonnx._limits import amount
+from jaxonnx._limits import format_bytes
 from jaxonnx._run.failures import compiling, is_out_of_memory, requested_size
 from jaxonnx._safe_read import memory
 from jaxonnx.errors import Error, TrainingError
@@ -53,7 +53,9 @@ def _check(compiled: jax.stages.Compiled, devices: Any) -> None:
         else:  # the memory of the machine, of which nothing says what is free
             size, room = more + used.argument_size_in_bytes, memory()
         if room is not None and size > room:
-            raise MemoryError(f"a step allocates {size} bytes, of which there are {amount(room)}")
+            raise MemoryError(
+                f"a step allocates {size} bytes, of which there are {format_bytes(room)}"
+            )
 
 
 def to_stop(error: Any, state: State, several: bool) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxonnx._data.weights import all_or_nothing
+from jaxonnx._data.weights import is_zero_or_one
 from jaxonnx.errors import TrainingError
 from jaxonnx.training import _tables as tables
 from jaxonnx.training._losses import check_classes, totals
@@ -54,7 +54,7 @@ def _right(found: Choices | Answers) -> Sums:
     return (right * found.weight).sum(), found.weight.sum()
 
 
-def _surprise(ending: str | None, found: Choices) -> Sums:
+def _negative_log_probability(ending: str | None, found: Choices) -> Sums:
     """Return the sum of the negative log probabilities of the labels, and their weight."""
     scores = found.scores.astype(float)
     logs = jnp.log(scores) if ending == "Softmax" else jax.nn.log_softmax(scores, 1)
@@ -234,7 +234,7 @@ def find(metric: Any, reader: Reader) -> tuple[str, Metric]:
         return metric, Metric(lambda *batch: _among_best(count, read(*batch)), _ratio, add)
     if metric == "perplexity":
         return metric, Metric(
-            lambda *batch: _surprise(reader.ending, read(*batch)),
+            lambda *batch: _negative_log_probability(reader.ending, read(*batch)),
             lambda sums: jnp.exp(_ratio(sums)),
             add,
         )
@@ -261,7 +261,7 @@ def check(
                 f"the metric '{name}' must be a scalar or have one value for each of {size} "
                 f"examples, and is {value}"
             )
-        if not value.shape and not all_or_nothing(weight):
+        if not value.shape and not is_zero_or_one(weight):
             raise TrainingError(
                 f"the metric '{name}' is a scalar, which weights of examples cannot weigh: return "
                 f"one value for each of {size} examples"

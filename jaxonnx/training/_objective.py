@@ -247,7 +247,7 @@ def find(
     terms = _weighing(terms, class_weights)
     measures = _measures(model, names, terms, wanted)
     if logits:
-        model = replace(model, program=model.program.giving(logits))
+        model = replace(model, program=model.program.with_values(logits))
     return Objective(model, terms, measures, names, tuple(notes))
 
 

@@ -97,7 +97,7 @@ class Reporter:
             if validated and not np.isfinite(value):
                 event = {"step": self.step, "event": NOT_VALIDATED}
                 self.history.events.append(event | {"why": f"{name}, {value}, is not finite"})
-        self._tell(row)
+        self._log(row)
         self._bar.show(self.history)
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class Reporter:
                 self.stop_requested = self.stop_requested or bool(rate.pop())
             self.history.losses.append(value)
             self.history.rates += rate
-            self._tell(dict(zip(("loss", "rate"), (value, *rate), strict=False)))
+            self._log(dict(zip(("loss", "rate"), (value, *rate), strict=False)))
             self._skipped = 0 if finite else self._skipped + 1
             if not finite:
                 what = "the gradient or the update" if np.isfinite(value) else f"the loss, {value},"
@@ -132,7 +132,7 @@ class Reporter:
             # without skip the steps that were started since change nothing
             self._pending.clear()
 
-    def _tell(self, metrics: dict[str, Any]) -> None:
+    def _log(self, metrics: dict[str, Any]) -> None:
         for hook in self._hooks:
             with self._interrupt.interruptible():
                 hook(self.step, dict(metrics))

@@ -42,7 +42,7 @@ def read_whole_sequences(model: Model, loss: Any, data: Any = None) -> Model:
         model = model.without_cache()
     names = [value.name for value in model.outputs]
     if (is_next_token(loss) or is_forcing(loss)) and LOGITS in names:
-        model = replace(model, program=model.program.only({LOGITS}).with_all_steps(LOGITS))
+        model = replace(model, program=model.program.with_outputs({LOGITS}).with_all_steps(LOGITS))
     return model
 
 

@@ -137,7 +137,7 @@ class Snapshots:
             except NotWritten as error:
                 raise self._note_lost(error) from error
 
-    def leave(
+    def end_early(
         self, end: Stop | KeyboardInterrupt, at: Position, state: State, best: Weights
     ) -> tuple[State, Stop]:
         """Return the final state of a run that ends early, and the reason.
@@ -149,7 +149,7 @@ class Snapshots:
         """
         if self._several and isinstance(end, KeyboardInterrupt):
             raise end  # this process alone cannot end the run
-        at_once = self._interrupt.pressed_twice and not self._several
+        at_once = self._interrupt.interrupted_twice and not self._several
         if isinstance(end, KeyboardInterrupt) or at_once:
             if any(x.is_deleted() for x in jax.tree.leaves(state)):
                 raise end  # a handler of the program's own has interrupted a step
@@ -164,7 +164,7 @@ class Snapshots:
         except Stop as stop:
             return state, Stop(f"interrupted; {stop}", stop.step)
         except KeyboardInterrupt as second:  # in a hook, which is told of the last steps
-            return self.leave(second, at, state, best)
+            return self.end_early(second, at, state, best)
         return state, Stop("interrupted", self._record.step)
 
     @property

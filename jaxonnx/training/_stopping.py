@@ -72,15 +72,15 @@ class Interrupt:
             return outer
         if before in (signal.default_int_handler, self._early):
             self._before = before
-            signal.signal(signal.SIGINT, self._press)
+            signal.signal(signal.SIGINT, self._handle_signal)
         return self
 
     def __exit__(self, *_) -> None:
-        if self._before is not None and signal.getsignal(signal.SIGINT) == self._press:
+        if self._before is not None and signal.getsignal(signal.SIGINT) == self._handle_signal:
             signal.signal(signal.SIGINT, self._before)
 
     @property
-    def pressed_twice(self) -> bool:
+    def interrupted_twice(self) -> bool:
         """Whether there was a second Ctrl-C."""
         return self.presses > 1
 
@@ -108,17 +108,17 @@ class Interrupt:
         """Raise KeyboardInterrupt for a second Ctrl-C, also for an earlier one."""
         self._open = True
         try:
-            if self.pressed_twice:
+            if self.interrupted_twice:
                 raise KeyboardInterrupt
             yield
         finally:
             self._open = False
 
-    def _press(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         self.presses += 1
         if not self._begun:
             self._early(number, frame)
-        elif self._open and self.pressed_twice:
+        elif self._open and self.interrupted_twice:
             self._open = False
             raise KeyboardInterrupt
 
@@ -148,7 +148,7 @@ class Monitor:
         self.best: tuple[int, float] | None = None
         """The best epoch and its value."""
 
-    def see(self, rows: list[dict[str, Any]]) -> bool:
+    def record(self, rows: list[dict[str, Any]]) -> bool:
         """Return whether the last of these epochs is the best; NaN never is."""
         self.best = None
         for row in rows:

@@ -103,7 +103,7 @@ def _transpose_leaves(tree: Any, turns: Mapping[str, Transposition]) -> Any:
     def phases(state):
         # masks are bits, in the order of their parameter
         masks = {
-            name: _turned_bits(bits, turns[name]) if name in turns else bits
+            name: _rotate_bits(bits, turns[name]) if name in turns else bits
             for name, bits in state.masks.items()
         }
         return _transpose_leaves(state._replace(masks={}), turns)._replace(masks=masks)
@@ -114,7 +114,7 @@ def _transpose_leaves(tree: Any, turns: Mapping[str, Transposition]) -> Any:
 
 
 @partial(jax.jit, static_argnums=1)
-def _turned_bits(bits: jax.Array, turn: Transposition) -> jax.Array:
+def _rotate_bits(bits: jax.Array, turn: Transposition) -> jax.Array:
     from jaxonnx.sparse import from_bits, to_bits
 
     return to_bits(turn(from_bits(bits, turn.shape)))

@@ -9,7 +9,7 @@ from rich.console import Console
 
 import jaxonnx
 from jaxonnx import _progress as progress
-from jaxonnx._data.prefetch import ahead
+from jaxonnx._data.prefetch import prefetch
 from tests.support.lazy_cases import Module
 from tests.support.tiny_networks import examples, mlp
 
@@ -139,7 +139,7 @@ def test_progress_in_a_notebook(model, monkeypatch):
 
 def test_a_few_are_under_way():
     begun = []
-    late = ahead((begun.append(i) or i for i in range(5)), 2)
+    late = prefetch((begun.append(i) or i for i in range(5)), 2)
     assert (next(late), begun) == (0, [0, 1, 2])
     assert [*late] == [1, 2, 3, 4]
-    assert [*ahead(iter("ab"), 2)] == ["a", "b"]
+    assert [*prefetch(iter("ab"), 2)] == ["a", "b"]

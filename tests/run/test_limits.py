@@ -621,4 +621,8 @@ def test_a_sparse_tensor_is_not_made_dense_beyond_memory():
 
 def test_the_machine_has_memory():
     assert 1 << 28 < _limits.machine() <= 2**63 - 1
-    assert [_limits.amount(n) for n in (12, 1536, 3 << 30)] == ["12 bytes", "1.5 KiB", "3.0 GiB"]
+    assert [_limits.format_bytes(n) for n in (12, 1536, 3 << 30)] == [
+        "12 bytes",
+        "1.5 KiB",
+        "3.0 GiB",
+    ]

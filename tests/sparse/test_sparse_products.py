@@ -146,7 +146,9 @@ def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(jaxonnx.SparsityError, match=r"pip install 'jaxonnx\[sparse-cuda\]'"):
         sparse.register_products("gpu")
-    monkeypatch.setattr(_cusparselt, "_wheels", lambda: ([], _compile.FOLDER / "cusparselt.cc"))
+    monkeypatch.setattr(
+        _cusparselt, "_find_wheels", lambda: ([], _compile.FOLDER / "cusparselt.cc")
+    )
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(jaxonnx.SparsityError, match="no-such-compiler, which is not there"):
         sparse.register_products("gpu")
@@ -178,7 +180,7 @@ print(sum(_cusparselt.TARGET in line and "custom-call(" in line for line in text
 def test_the_call_is_compiled_linked_and_in_the_program_of_an_h100():
     pytest.importorskip("jax_cuda13_plugin")
     try:
-        _cusparselt._wheels()
+        _cusparselt._find_wheels()
     except jaxonnx.SparsityError as missing:
         pytest.skip(str(missing))
     run = subprocess.run(

@@ -15,7 +15,7 @@ from jaxonnx._data.batch_memory import Memory
 from jaxonnx._data.batches import Batch, Examples
 from jaxonnx._data.images.augment import Augment, prepare_batch
 from jaxonnx._data.images.folder import Folder
-from jaxonnx._data.prefetch import ahead
+from jaxonnx._data.prefetch import prefetch
 from jaxonnx.errors import InputError, TrainingError
 
 _AHEAD = 2
@@ -88,7 +88,7 @@ class Pictures(Examples):
 
         def start_decoding() -> Iterator[tuple[int, Any, Any, np.ndarray, list[Future]]]:
             for number, (rows, weight) in enumerate(self.rows_of_batches(epoch, start), start):
-                block = memory.lend()
+                block = memory.allocate()
                 decoded = [
                     pool.submit(self._decode, row, block[i], whole) for i, row in enumerate(rows)
                 ]
@@ -96,7 +96,7 @@ class Pictures(Examples):
 
         pool = ThreadPoolExecutor(settings.workers, "jaxonnx-pictures")
         try:
-            yield from starmap(to_batch, ahead(start_decoding(), _AHEAD))
+            yield from starmap(to_batch, prefetch(start_decoding(), _AHEAD))
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -127,23 +127,23 @@ class Pictures(Examples):
                 raise aspect
             if isinstance(aspect, InputError):
                 weight[i] = 0
-                rows[i], aspect = self._instead(rows[i], aspect, block[i], whole)
+                rows[i], aspect = self._substitute(rows[i], aspect, block[i], whole)
             aspects[i] = aspect
         return rows, weight, aspects
 
-    def _instead(
+    def _substitute(
         self, row: int, error: InputError, place: np.ndarray, whole: bool
     ) -> tuple[int, float]:
         """Write another picture to a place, and return its row and its aspect."""
-        self._tell(row, error)
+        self._warn_of(row, error)
         for other in np.roll(self.rows, -1 - np.searchsorted(self.rows, row)):
             aspect = self._decode(other, place, whole)
             if not isinstance(aspect, InputError):
                 return other, aspect
-            self._tell(other, aspect)
+            self._warn_of(other, aspect)
         raise TrainingError(f"no picture of '{self.inputs.path}' can be read: {error}")
 
-    def _tell(self, row: int, error: InputError) -> None:
+    def _warn_of(self, row: int, error: InputError) -> None:
         """Warn of a broken picture, once."""
         path, broken = self.inputs.paths[row], self.inputs.settings.kept.broken
         if path not in broken:

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from jaxonnx._axes import Form, Matrix, Storage, matrix
-from jaxonnx._limits import room
+from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import Changed, LowRank, product
 from jaxonnx.ops.contrib.attention import refuse
@@ -282,7 +282,7 @@ def quantized_mixture_of_experts(
             weight: Any = None
             codes = stored.w if isinstance(stored, Changed) else stored
             if codes is not None and quant_type == "int":
-                room((codes.shape[0], inputs[i]), np.float32)
+                check_size((codes.shape[0], inputs[i]), np.float32)
                 weight = _read_integers(codes, scales, zero, bits[i], inputs[i], x.dtype)
             elif codes is not None:
                 weight = _read_float4(codes, scales, global_scale, x.dtype)

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 from jax.core import Tracer
 
-from jaxonnx._limits import room
+from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError, StaticError
 from jaxonnx.ops.attention import merge_heads, rotate, split_heads
 from jaxonnx.ops.attention_softmax import Window, attend, weigh
@@ -73,8 +73,8 @@ def _append_to_cache(past, new, start, length):
     """Return a cache of `length` steps: `past` up to a sample's `start`, then `new`, then zeros."""
     if (past is None or not past.shape[2]) and length == new.shape[2]:
         return new
-    room((length,), INDEX, host=True)
-    room((*new.shape[:2], length, new.shape[3]), new.dtype)
+    check_size((length,), INDEX, host=True)
+    check_size((*new.shape[:2], length, new.shape[3]), new.dtype)
     at = np.arange(length)
     old = jnp.zeros((*new.shape[:2], length, new.shape[3]), new.dtype)
     if past is not None:
@@ -102,7 +102,7 @@ def _slide_window(pasts, news, start, lengths, window):
     capacity = held or window
     if capacity < window:
         raise NodeError(f"a cache of {capacity} steps is too short for a window of {window}")
-    room((*news[0].shape[:2], capacity + steps, news[0].shape[3]), news[0].dtype)
+    check_size((*news[0].shape[:2], capacity + steps, news[0].shape[3]), news[0].dtype)
     before = _count_resident(start, capacity, window)[:, None]
     after = _count_resident(lengths, capacity, window)[:, None]
     start, lengths = start[:, None], lengths[:, None]

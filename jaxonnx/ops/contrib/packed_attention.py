@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxonnx._axes import matrix, table
 from jaxonnx._constraints import Positive
-from jaxonnx._limits import room
+from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.attention import merge_heads, rotate, split_heads
 from jaxonnx.ops.attention_softmax import Window, attend
@@ -81,7 +81,7 @@ def _write_cache(cache, new, start):
 def _block_mask(rows, columns):
     """Return bool (layouts, blocks, blocks) from the blocks that CSR indices list."""
     count = rows.shape[1] - 1
-    room((rows.shape[0], count, count), bool, host=True)
+    check_size((rows.shape[0], count, count), bool, host=True)
     mask = np.zeros((rows.shape[0], count, count), bool)
     for layout, (starts, listed) in enumerate(zip(rows, columns, strict=True)):
         for row in range(count):
@@ -121,7 +121,7 @@ def sparse_attention(
     heads = (num_heads, kv_num_heads, kv_num_heads)
     q, k, v = (split_heads(x, n) for x, n in zip((query, key, value), heads, strict=True))
     steps, total = q.shape[2], int(total_sequence_length.item())
-    room((total,), INDEX, host=True)
+    check_size((total,), INDEX, host=True)
     lengths = jnp.asarray(key_total_sequence_lengths).reshape(-1)
     start = jnp.zeros_like(lengths) if steps == total else lengths - steps
     if do_rotary:
@@ -235,7 +235,7 @@ def relative_position_bias(
 ):
     """T5's bias (1, heads, queries, keys) by distance, in buckets that grow with it."""
     queries, keys = int(query_length.item()), int(key_length.item())
-    room((queries, keys), INDEX, host=True)
+    check_size((queries, keys), INDEX, host=True)
     distance = np.arange(keys) - np.arange(queries)[:, None]
     buckets, bucket = bias_table.shape[0], np.zeros_like(distance)
     if is_bidirectional:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._axes import Form, Matrix, Storage, matrix, packed
-from jaxonnx._limits import room
+from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
 from jaxonnx.lowering import LowRank, Packed
 from jaxonnx.ops.common import INDEX, axis_of
@@ -198,8 +198,8 @@ def matmul_n_bits(
         raise NodeError(f"weights must not be prepacked and have 2, 4 or 8 bits, not {bits}")
     stored = b.w if isinstance(b, LowRank) else b
     blocks = -(-K // block_size)
-    room((N, K), a.dtype)
-    room((K,), INDEX, host=True)
+    check_size((N, K), a.dtype)
+    check_size((K,), INDEX, host=True)
     groups = [stored.reshape(N, -1), scales.reshape(N, blocks)]
     if zero_points is not None:
         groups.append(zero_points.reshape(N, -1))

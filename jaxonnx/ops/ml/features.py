@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._constraints import NotNegative
-from jaxonnx._limits import room
+from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.concrete import concrete, table
 from jaxonnx.registry import is_known, op, xp
@@ -54,7 +54,7 @@ def feature_vectorizer(*x, inputdimensions: NotNegative | None = None):
     widths = [v.shape[1] for v in rows] if inputdimensions is None else inputdimensions
     if len(widths) != len(rows):
         raise NodeError(f"{len(rows)} inputs, but {len(widths)} inputdimensions")
-    room((max(map(len, rows), default=0), sum(widths)), np.float32, host=is_known(*x))
+    check_size((max(map(len, rows), default=0), sum(widths)), np.float32, host=is_known(*x))
     fitted = [
         xp(v).pad(v[:, :width], ((0, 0), (0, max(width - v.shape[1], 0))))
         for v, width in zip(rows, widths, strict=True)

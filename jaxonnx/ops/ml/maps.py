@@ -5,7 +5,7 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._limits import room
+from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.concrete import concrete, table
 from jaxonnx.ops.ml.features import ML, exactly_one
@@ -143,7 +143,7 @@ def cast_map(
         return np.asarray([list(values.values())], dtype)
     if any(not 0 <= key < max_map for key in values):
         raise NodeError(f"a sparse map's keys must be in [0, {max_map - 1}], got {list(values)}")
-    room([max_map], object, host=True)
+    check_size([max_map], object, host=True)
     row = np.full((1, max_map), "0.f" if cast_to == "TO_STRING" else 0, dtype)
     for key, value in values.items():
         row[0, key] = value
@@ -188,5 +188,5 @@ def zip_map(x, *, classlabels_int64s=None, classlabels_strings=None):
     rows = np.atleast_2d(concrete(x, "ZipMap"))
     if rows.shape[1] != len(labels):
         raise NodeError(f"{rows.shape[1]} columns but {len(labels)} class labels")
-    room([len(rows)], object, host=True)
+    check_size([len(rows)], object, host=True)
     return [dict(zip(labels, row, strict=True)) for row in rows]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._limits import room, tick
+from jaxonnx._limits import check_size, check_time
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.concrete import table
 from jaxonnx.ops.ml.features import ML, real
@@ -53,7 +53,7 @@ def _depth(forest: Forest) -> int:
     """Count the steps until every walk has reached a leaf."""
     node, depth = np.unique(forest.roots), 0
     while True:
-        tick()
+        check_time()
         node = node[forest.mode[node] != _LEAF]
         if not node.size:
             return depth
@@ -101,7 +101,7 @@ def vote(x, forest: Forest, votes, n_targets, function):
         "MAX": (-np.inf, np.maximum, jnp.max),
     }.get(function, (0, np.add, jnp.sum))
     # one row a node: a leaf may hold several votes, even for one target
-    room((len(forest.true), n_targets), weights.dtype, host=True)
+    check_size((len(forest.true), n_targets), weights.dtype, host=True)
     ballot = np.full((len(forest.true), n_targets), neutral, weights.dtype)
     accumulate.at(ballot, (nodes, targets), weights)
     scores = reduce(jnp.asarray(table(ballot))[walk(x, forest)], axis=1)
@@ -181,7 +181,7 @@ def _members(values, modes, dtype):
     if len(sets) < len(nodes) or (len(nodes) and len(ends) < len(nodes) - 1):
         raise NodeError(f"{len(nodes)} nodes test membership, but there are {len(sets)} sets")
     shape = len(modes), max(map(len, sets), default=0)
-    room(shape, dtype, host=True)
+    check_size(shape, dtype, host=True)
     members = np.full(shape, np.nan, dtype)
     for node, values in zip(nodes, sets, strict=True):
         members[node, : len(values)] = values
@@ -358,5 +358,5 @@ def _base(floats, tensor, size):
     base = table(_either(floats, tensor))
     if base.size not in (0, size):
         raise NodeError(f"{size} base_values are needed, not {base.size}")
-    room([size], base.dtype, host=True)
+    check_size([size], base.dtype, host=True)
     return base if base.size else np.zeros(size, base.dtype)

@@ -31,7 +31,7 @@ def register() -> None:
     Raises:
       SparsityError: the wheels of the extra `sparse-cuda` or a C++ compiler are not there.
     """
-    include, library = _wheels()
+    include, library = _find_wheels()
     options = [f"-I{folder}" for folder in include]
     options += ["-O1", str(library), f"-Wl,-rpath,{library.parent}"]
     with tempfile.TemporaryDirectory() as folder:
@@ -41,7 +41,7 @@ def register() -> None:
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(symbol), platform="CUDA")
 
 
-def _wheels() -> tuple[list[Path], Path]:
+def _find_wheels() -> tuple[list[Path], Path]:
     """Return the folders of headers in NVIDIA's wheels, and cuSPARSELt itself."""
     spec = importlib.util.find_spec("nvidia")
     roots = [*map(Path, spec.submodule_search_locations or ())] if spec else []
