@@ -17,6 +17,8 @@ from jaxonnx.training._losses import Loss, find
 
 LOGITS = "logits"
 """The output of language models that exporters and runtimes agree on."""
+_FEATURES = "hidden_states", "last_hidden_state"
+"""Outputs of networks without a layer of logits."""
 _CROSS = re.compile(r"(.*[._/])?(encoder[._/].*|decoder_input_ids)")
 """Inputs of an encoder-decoder, or of its decoder alone."""
 
@@ -29,7 +31,8 @@ def read_whole_sequences(model: Model, loss: Any, data: Any = None) -> Model:
     it back.
 
     Raises:
-      TrainingError: the loss is one of next tokens, and the decoder that of an encoder.
+      TrainingError: the loss is one of next tokens, and the decoder that of an encoder; or there
+        are no logits.
     """
     crossed = [value.name for value in model.inputs if _CROSS.fullmatch(value.name)]
     if crossed and is_next_token(loss):
@@ -41,7 +44,13 @@ def read_whole_sequences(model: Model, loss: Any, data: Any = None) -> Model:
     if not _has_caches(model, data):
         model = model.without_cache()
     names = [value.name for value in model.outputs]
-    if (is_next_token(loss) or is_forcing(loss)) and LOGITS in names:
+    of_tokens = is_next_token(loss) or is_forcing(loss)
+    if of_tokens and {*names} <= {*_FEATURES}:
+        raise TrainingError(
+            f"the output '{names[0]}' has features, and the loss takes logits, which the file does "
+            "not have (the builder's exclude_lm_head): model.then(head) puts a layer behind them"
+        )
+    if of_tokens and LOGITS in names:
         model = replace(model, program=model.program.with_outputs({LOGITS}).with_all_steps(LOGITS))
     return model
 

@@ -34,10 +34,13 @@ class Decoder:
     def __init__(self, path):
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
+        nodes = onnx.load(path, load_external_data=False).graph.node
+        if any(node.op_type == "DequantizeLinear" for node in nodes):
+            # fused to MatMulNBits, such a product would round its activations to int8
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         self.session = onnxruntime.InferenceSession(path, options)
         self.model = jaxonnx.load(path)
         self.outputs = [value.name for value in self.session.get_outputs()]
-        nodes = onnx.load(path, load_external_data=False).graph.node
         sliding = {
             value: WINDOW
             for node in nodes
@@ -188,3 +191,127 @@ def test_what_the_builder_writes(architecture, variant, tmp_path):
     lora = jaxonnx.LoRA(rank=4, where="all-linear") if precision == "int4" else None
     loss = genai_builder.loss_of(network, IDS.tolist())
     check_training(path, loss, atol, tmp_path / "tuned.onnx", lora)
+
+
+FEW = genai_builder.QUANTIZED
+OPTIONS = {
+    "include_hidden_states": ("llama", "fp32", ["include_hidden_states=true"]),
+    "aux_hidden_state_layers": ("llama", "fp32", ["aux_hidden_state_layers=1"]),
+    "fuse_mlp_gate_up": ("llama", "fp32", ["fuse_mlp_gate_up=true"]),
+    "fuse_qkv": ("llama", "fp32", ["fuse_qkv=false"]),
+    "shared_embeddings": ("qwen3", "int4", [*FEW, "shared_embeddings=true"]),
+    "use_qdq": ("llama", "int4", [*FEW, "use_qdq=true"]),
+    "is_symmetric": ("llama", "int4", [*FEW, "is_symmetric=false"]),
+    "op_types_to_quantize": ("llama", "int4", [*FEW, "op_types_to_quantize=MatMul/Gather"]),
+    "nodes_to_exclude": ("llama", "int4", [*FEW, "nodes_to_exclude=/lm_head/MatMul"]),
+}
+"""Options of the builder that change the graph, on a CPU: architecture, precision and options.
+
+The others change settings of runtimes, graphs for CUDA alone, or are other choices of bits; of so
+small matrices the builder cannot write `k_quant_mixed`.
+"""
+built = pytest.mark.skipif(not INSTALLED, reason="needs the extra test-llm")
+
+
+@pytest.fixture
+def build(tmp_path):
+    """A function that writes a checkpoint and its file, and returns the network and the path."""
+
+    def write(architecture, precision, options):
+        network = genai_builder.write_checkpoint(architecture, tmp_path / "checkpoint")
+        target = tmp_path / "file"
+        return network, genai_builder.build(
+            tmp_path / "checkpoint", target, precision, "cpu", options
+        )
+
+    return write
+
+
+@pytest.mark.deep
+@built
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_of_the_builder(option, build, tmp_path):
+    architecture, precision, options = OPTIONS[option]
+    network, path = build(architecture, precision, options)
+    check_decoding(path)
+    few = precision == "int4"
+    lora = jaxonnx.LoRA(rank=4, where="all-linear") if few else None
+    loss = genai_builder.loss_of(network, IDS.tolist())
+    check_training(path, loss, 0.5 if few else 1e-4, tmp_path / "tuned.onnx", lora)
+
+
+@pytest.mark.deep
+@built
+@pytest.mark.filterwarnings("ignore")
+def test_files_without_embeddings_train_on_features(build, tmp_path):
+    """`exclude_embeds`: loss and gradient of the layer of logits are those of transformers."""
+    import torch
+
+    network, path = build("llama", "fp32", ["exclude_embeds=true"])
+    features = network.get_input_embeddings()(torch.tensor(IDS))
+    loss = network(inputs_embeds=features, labels=torch.tensor(IDS)).loss
+    loss.backward()
+    model, features = jaxonnx.load(path), features.detach().numpy()
+    with pytest.raises(jaxonnx.Error, match="inputs_embeds"):
+        jaxonnx.train(model, {"input_ids": IDS}, loss="causal_lm", optimizer=optax.sgd(1.0))
+    with pytest.raises(jaxonnx.Error, match="no targets, and no input of tokens"):
+        jaxonnx.train(model, {"inputs_embeds": features}, loss="causal_lm", optimizer=optax.sgd(1))
+    data = {"inputs_embeds": features, "labels": IDS}
+    result = jaxonnx.train(
+        model, data, loss="causal_lm", optimizer=optax.sgd(1.0), epochs=1, batch_size=2
+    )
+    assert result.history.losses[0] == pytest.approx(loss.item(), abs=1e-5)
+    name = "lm_head.MatMul.weight"
+    change = model.params[name] - result.model.params[name]
+    np.testing.assert_allclose(change, network.lm_head.weight.grad.numpy().T, rtol=1e-3, atol=1e-6)
+    result.model.save(tmp_path / "tuned.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "tuned.onnx")
+    feed = {"inputs_embeds": features, "attention_mask": np.ones_like(IDS)}
+    pasts = [v.name for v in session.get_inputs() if v.name not in feed]
+    empty = {name: np.zeros((2, 1, 0, 16), np.float32) for name in pasts}
+    (wanted,) = session.run(["logits"], feed | empty)
+    np.testing.assert_allclose(result.model.without_cache()(**feed), wanted, atol=1e-5)
+
+
+@pytest.mark.deep
+@built
+@pytest.mark.filterwarnings("ignore")
+def test_files_without_logits_have_features_to_go_on_from(build):
+    """`exclude_lm_head`: they train, and the loss of tokens says what is missing."""
+    _, path = build("llama", "fp32", ["exclude_lm_head=true"])
+    model, ids = jaxonnx.load(path), IDS
+    session = onnxruntime.InferenceSession(path)
+    feed = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    pasts = [v.name for v in session.get_inputs() if v.name not in feed]
+    empty = {name: np.zeros((2, 1, 0, 16), np.float32) for name in pasts}
+    (wanted,) = session.run(["hidden_states"], feed | empty)
+    whole = model.without_cache()
+    np.testing.assert_allclose(whole(**feed), wanted, atol=1e-5)
+    with pytest.raises(jaxonnx.TrainingError, match=r"'hidden_states' has features.*model.then"):
+        jaxonnx.train(model, {"input_ids": ids}, loss="causal_lm", optimizer=optax.sgd(1.0))
+    data = {"input_ids": ids, "y": np.zeros_like(wanted)}
+    adam = {"optimizer": optax.adam(1e-2), "epochs": 5, "batch_size": 2}
+    found = jaxonnx.train(model, data, loss="squared_error", **adam).history.losses
+    assert found[-1] < 0.9 * found[0]
+
+
+@pytest.mark.deep
+@built
+@pytest.mark.filterwarnings("ignore")
+def test_smollm3_in_half_precision_for_cpu_has_no_positions(build):
+    """The builder leaves its rotary embeddings out there: the file is a network without them."""
+    import torch
+    import transformers
+
+    network, path = build("smollm3", "fp16", [])
+    types = {node.op_type for node in onnx.load(path, load_external_data=False).graph.node}
+    assert "RotaryEmbedding" not in types
+    assert "GroupQueryAttention" not in types
+    told = jaxonnx.evaluate(path, {"input_ids": IDS}, loss="causal_lm", metrics=[])["loss"]
+    checkpoint = path.parent.with_name("checkpoint")
+    without = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float32, no_rope_layers=[0, 0]
+    )
+    assert told == pytest.approx(genai_builder.loss_of(without, IDS.tolist()), abs=4e-3)
+    assert abs(told - genai_builder.loss_of(network, IDS.tolist())) > 1e-2
