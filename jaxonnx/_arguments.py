@@ -150,11 +150,11 @@ class ModelArguments(TypedDict, total=False):
 
     By default a third of the epochs is dense, half have a dynamic mask, and the rest a fixed
     one. `pattern` may be patterns by tensor, module or node (`{"body": "2:4", "head": "1:4"}`),
-    `method` "three_phase", "sr_ste" or "one_shot" (with the options of `sparse.sr_ste` and
-    `sparse.fixed_mask`). Embeddings and grouped convolutions stay dense. The saved model
-    records what is sparse (`Model.sparsity`). With `products="sparse"` among the options,
-    forward and backward products with sparse weights leave out their zeros: on CPU in float32,
-    on NVIDIA GPUs with `precision="bf16"` and the extra `sparse-cuda`."""
+    `method` "three_phase", "sr_ste", "s_ste" or "one_shot" (with the options of `sparse.sr_ste`,
+    `sparse.s_ste` and `sparse.fixed_mask`). Embeddings and grouped convolutions stay dense. The
+    saved model records what is sparse (`Model.sparsity`). With `products="sparse"` among the
+    options, forward and backward products with sparse weights leave out their zeros: on CPU in
+    float32, on NVIDIA GPUs with `precision="bf16"` and the extra `sparse-cuda`."""
     quantize: Annotated[
         str | Quantization | None, Argument(form="text", resume=True, needs_loss=True)
     ]

@@ -68,7 +68,7 @@ BUDGETS = {
     "onnx_out": (3300, "a rule for each JAX primitive, and what makes graphs quick in runtimes"),
     "_graph": (2590, "binding, and which tensor is a weight, by the habits of exporters"),
     "cli": (1640, "ten commands; their flags are declared where the arguments are"),
-    "sparse": (1970, "patterns, the search of masks, training, packing, products and their proof"),
+    "sparse": (2060, "patterns, the search of masks, training, packing, products and their proof"),
     "lowering": (1620, "forms that XLA is quick with, for each of which a benchmark has a row"),
     "_data": (2020, "arrays, files, pictures, sequences and loaders, read as one kind of source"),
     "_run": (1610, "the evaluator, and what keeps hostile files from taking the machine"),

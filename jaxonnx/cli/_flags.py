@@ -240,7 +240,7 @@ VERBS: Mapping[str, Verb] = {
                 Flag(
                     "--method",
                     "how masks are found; three_phase",
-                    {"choices": ("three_phase", "sr_ste", "one_shot")},
+                    {"choices": ("three_phase", "sr_ste", "s_ste", "one_shot")},
                 ),
                 Flag(
                     "--select",

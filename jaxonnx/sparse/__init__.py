@@ -39,6 +39,7 @@ from jaxonnx.sparse._record import (
     has,  # noqa: F401
     record,
 )
+from jaxonnx.sparse._s_ste import SSteState, s_ste
 from jaxonnx.sparse._templates import (
     Axes,  # noqa: F401
     templates,
@@ -50,6 +51,7 @@ __all__ = [
     "Layer",
     "Packed",
     "Pattern",
+    "SSteState",
     "Sparsity",
     "SparsityPattern",
     "ThreePhaseState",
@@ -66,6 +68,7 @@ __all__ = [
     "record",
     "register",
     "register_products",
+    "s_ste",
     "save",
     "sparse_products",
     "sr_ste",

@@ -139,6 +139,14 @@ def one_axis(w: jax.Array, n: int, m: int, axis: int) -> jax.Array:
     return (rank(grouped, lower, axis + 1) < n).reshape(w.shape)
 
 
+def soft_threshold(w: jax.Array, n: int, m: int, axis: int) -> jax.Array:
+    """Shrink every `m` consecutive by their (m-n)-th smallest |w|: at most `n` are not 0 then."""
+    grouped = _split_groups(w, m, axis)
+    axis = axis % w.ndim + 1
+    least = jax.lax.index_in_dim(jnp.sort(jnp.abs(grouped), axis), m - n - 1, axis)
+    return (jnp.sign(grouped) * jnp.maximum(jnp.abs(grouped) - least, 0)).reshape(w.shape)
+
+
 def _width(m: int) -> int:
     """Return how many bits a place in a group of `m` takes."""
     return (m - 1).bit_length()

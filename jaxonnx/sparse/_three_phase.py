@@ -156,7 +156,7 @@ def three_phase(
         if decay:
             updates = _add_decay(updates, state, decay)
         updates, inner_state = inner.update(updates, state.inner, params, **extra_args)
-        w, u = _pick(params, where), _pick(updates, where)
+        w, u = pick(params, where), pick(updates, where)
         # in the wider of the two types, in which -W is exact
         u = {n: x.astype(jnp.promote_types(x.dtype, w[n].dtype)) for n, x in u.items()}
         count = jnp.asarray(optax.safe_increment(state.count))
@@ -185,7 +185,7 @@ def three_phase(
         # apply_updates adds these to W_u, which gives exactly W_u + u, W or 0
         u = {n: jnp.where(expand_mask(masks, n), x, -w[n]) for n, x in v.items()}
         pruned = {n: x.astype(w[n].dtype) for n, x in v.items()}
-        return _replace(updates, u), ThreePhaseState(
+        return replace(updates, u), ThreePhaseState(
             count, phase(count), inner_state, pruned, masks, flips, kept
         )
 
@@ -246,8 +246,8 @@ def _hidden_weights(state: ThreePhaseState) -> dict[str, jax.Array]:
 def _add_decay(gradients, state: ThreePhaseState, decay: float):
     """Return the gradients with `decay` * W_p added."""
     hidden = _hidden_weights(state)
-    return _replace(
-        gradients, {n: g + decay * hidden[n] for n, g in _pick(gradients, hidden).items()}
+    return replace(
+        gradients, {n: g + decay * hidden[n] for n, g in pick(gradients, hidden).items()}
     )
 
 
@@ -256,13 +256,14 @@ def _plan(params, pattern: Patterns, **options) -> dict[str, Goal]:
     return goals(layers(params, pattern, **options))
 
 
-def _pick(tree, names: Iterable[str]) -> dict[str, Any]:
+def pick(tree, names: Iterable[str]) -> dict[str, Any]:
     """Return the leaves of these names, sorted by name."""
     leaves = by_name(tree)
     return {name: leaves[name] for name in sorted(names)}
 
 
-def _replace(tree, new):
+def replace(tree, new):
+    """Return a tree with other leaves for some names."""
     return jax.tree_util.tree_map_with_path(lambda path, x: new.get(name_of(path), x), tree)
 
 
@@ -280,7 +281,7 @@ def prune(
     where = _plan(params, pattern, **choice)
     masks = {
         name: mask(w, where[name].pattern, axes=where[name].axes)
-        for name, w in _pick(params, where).items()
+        for name, w in pick(params, where).items()
     }
     leaves = by_name(params)
-    return _replace(params, {n: jnp.where(m, leaves[n], 0) for n, m in masks.items()})
+    return replace(params, {n: jnp.where(m, leaves[n], 0) for n, m in masks.items()})

@@ -50,7 +50,7 @@ def sparsify(
     options = dict(sparsity) if isinstance(sparsity, Mapping) else {"pattern": sparsity}
     method = options.pop("method", "three_phase")
     methods = {"three_phase": sparse.three_phase, "sr_ste": sparse.sr_ste,
-               "one_shot": sparse.fixed_mask}  # fmt: skip
+               "s_ste": sparse.s_ste, "one_shot": sparse.fixed_mask}  # fmt: skip
     if method not in methods:
         raise TrainingError(f"a method of sparsity is any of {', '.join(methods)}, not {method!r}")
     known = [*dict.fromkeys([*_CHOICE, *_options(method), "products"])]
@@ -63,11 +63,13 @@ def sparsify(
         options = _share_out(options, epochs)
     choice = {name: options.pop(name) for name in _CHOICE if name in options}
     products = options.pop("products", "dense")
+    if method == "s_ste" and choice.setdefault("transposable", False):
+        raise TrainingError("s_ste is for patterns along one axis: leave transposable out")
     model = model.with_sparsity(**choice, method=method)
     assert model.sparsity is not None  # or with_sparsity raises
     goals = sparse.goals(model.sparsity.layers)
     where = {name: storage.axes(name, goal.axes) for name, goal in goals.items()}
-    if method != "sr_ste" or "refresh" in options:  # which is a step unless it is said
+    if method in ("three_phase", "one_shot") or "refresh" in options:  # a step unless it is said
         options["steps_per_epoch"] = steps
     phases = methods[method](
         optimizer,
@@ -147,7 +149,7 @@ def _options(method: str) -> list[str]:
     """Return the options of a method that a run leaves to the user."""
     from jaxonnx import sparse
 
-    if method == "one_shot":
+    if method in ("one_shot", "s_ste"):
         return []
     if method == "sr_ste":
         return ["decay", "refresh", "moments"]

@@ -117,6 +117,66 @@ def test_methods_are_those_of_the_optimizers_and_are_recorded(method, tmp_path):
     assert f"by {method}, as the file records" in " ".join(str(result.model).split())
 
 
+def soft(w, n, m):
+    """S(W) of arXiv 2409.09099 along the inputs of x @ W, group by group."""
+    result = np.zeros_like(w)
+    for output in range(w.shape[1]):
+        for begin in range(0, len(w), m):
+            group = w[begin : begin + m, output]
+            least = sorted(np.abs(group))[m - n - 1]
+            shrunk = [np.sign(x) * max(abs(x) - least, 0) for x in group]
+            result[begin : begin + m, output] = shrunk
+    return result
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "1:4", "5:8"])
+def test_s_ste_is_the_formulas_of_its_paper(pattern):
+    n, m = map(int, pattern.split(":"))
+    w = RNG.normal(size=(16, 12))
+    params, b = {"w": jnp.asarray(w, jnp.float32), "b": jnp.ones(3)}, np.ones(3)
+    tx = sparse.s_ste(optax.adamw(0.1, weight_decay=0.2), pattern=pattern, axes=(1, 0), select="w")
+    dense = optax.adamw(0.1, weight_decay=0.2)
+    state, plain, inner = tx.init(params), {"w": w, "b": b}, dense.init({"w": w, "b": b})
+    beta = (w * soft(w, n, m)).sum() / (soft(w, n, m) ** 2).sum()
+    update = jax.jit(tx.update)
+    for _ in range(5):
+        before = np.asarray(params["w"])
+        gradients = {"w": RNG.normal(size=w.shape), "b": RNG.normal(size=3)}
+        updates, state = update(jax.tree.map(jnp.float32, gradients), state, params)
+        params = optax.apply_updates(params, updates)
+        steps, inner = dense.update(gradients, inner, plain)
+        plain = jax.tree.map(lambda x, u: x + np.asarray(u), plain, steps)
+        wanted = beta * soft(plain["w"], n, m)
+        np.testing.assert_allclose(params["w"], wanted, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(params["b"], plain["b"], rtol=1e-5, atol=1e-6)
+        nonzero = np.asarray(params["w"]) != 0
+        assert nonzero.reshape(-1, m, 12).sum(1).max() == n
+        np.testing.assert_array_equal(sparse.state_masks(state)["w"], nonzero)
+    np.testing.assert_allclose(state.scales["w"], beta, rtol=1e-5)
+    numbers = sparse.metrics(state)
+    assert numbers["flip_rate"] == pytest.approx(((before != 0) != nonzero).mean())
+    share = np.abs(plain["w"])[nonzero].sum() / np.abs(plain["w"]).sum()
+    assert numbers["kept"] == pytest.approx(share, rel=1e-4)
+
+
+def test_s_ste_trains_a_file_that_verify_proves_forward(tmp_path):
+    result = train({"method": "s_ste"}, epochs=20)
+    losses = [row["loss"] for row in result.history.epochs]
+    assert losses[-1] < 0.9 * losses[0]
+    assert result.history.phases == [2] * 20
+    assert {p.part for p in sparse.verify(result.model).products} == {"forward"}
+    result.model.save(tmp_path / "a.npz")
+    back = jaxonnx.load(tmp_path / "a.npz")
+    assert back.sparsity == result.model.sparsity
+    assert back.sparsity.method == "s_ste"
+    again = {"epochs": 4, "checkpoint_dir": tmp_path / "c"}
+    whole = train({"method": "s_ste"}, **again)
+    train({"method": "s_ste"}, **again | {"epochs": 2, "checkpoint_dir": tmp_path / "d"})
+    resumed = train({"method": "s_ste"}, **again | {"checkpoint_dir": tmp_path / "d"}, resume=True)
+    for name, w in whole.model.params.items():
+        np.testing.assert_array_equal(resumed.model.params[name], w)
+
+
 def test_sr_ste_is_that_of_a_loop_of_ones_own():
     """The same weights as `sparse.sr_ste` around Adam gives, batch by batch."""
     model, (x, y) = network(), DATA
@@ -148,9 +208,11 @@ def test_sr_ste_is_that_of_a_loop_of_ones_own():
 @pytest.mark.parametrize(
     ("sparsity", "message"),
     [
-        ({"method": "magnitude"}, "any of three_phase, sr_ste, one_shot, not 'magnitude'"),
+        ({"method": "magnitude"}, "any of three_phase, sr_ste, s_ste, one_shot, not 'magnitude'"),
         ({"method": "one_shot", "dense": 1}, "for one_shot any of pattern.*not"),
         ({"method": "sr_ste", "dynamic": 1}, "for sr_ste any of pattern.*decay"),
+        ({"method": "s_ste", "transposable": True}, "along one axis: leave transposable out"),
+        ({"method": "s_ste", "pattern": {"body": sparse.Pattern(2, 4)}}, "body is to be 2:4 tran"),
         ({"pattern": {"head": "1:4"}, "products": "sparse", "dense": 1}, "transposable 2:4"),
     ],
 )
