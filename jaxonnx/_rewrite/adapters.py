@@ -176,7 +176,7 @@ class _Writer:
             for use in direct:
                 self._add_to_output(use.node.outputs[0], self._whole(weight, change, pair))
         elif any(use.node.op.form(use.position) is not None for use in final) and not any(
-            "Quant" in use.node.op.name or use.node.body or _is_packed(use) for use in direct
+            (use.node.op.name, use.position) in SCALES or use.node.body for use in direct
         ):
             total = f"{weight}/with_adapter"
             for node in self.nodes:
@@ -207,7 +207,7 @@ class _Writer:
         if use.node.op.name in _LOOKUPS:
             rows = new("Gather", [pair[0], node.input[1]], "lora_A", axis=0)
         else:
-            x = node.input[0]
+            x = use.node.inputs[0]
             if attributes.get("transA", 0):
                 x = new("Transpose", [x], "lora_transposed", perm=[1, 0])
             rows = new("MatMul", [x, pair[0]], "lora_A")
@@ -255,11 +255,6 @@ def _copy(node: NodeProto) -> NodeProto:
     result = NodeProto()
     result.CopyFrom(node)
     return result
-
-
-def _is_packed(use: Use) -> bool:
-    form = use.node.op.form(use.position)
-    return form is not None and form.storage is not None
 
 
 def _takes_product(use: Use, change: Factors) -> bool:

@@ -73,10 +73,9 @@ def _is_vague(kind: TypeProto | None) -> bool:
 def _ancestors(proto: GraphProto, graph: Graph, names: Iterable[str]) -> set[str]:
     """Return the values from which `names` are computed, themselves included."""
     values = ancestors(graph.nodes, names)
-    bound = {name for node in graph.nodes for name in node.outputs}
     for node in reversed(proto.node):
-        # one that is not bound gives a named tensor: a Constant, or an Identity over another
-        if bound.isdisjoint(node.output) and not values.isdisjoint(node.output):
+        # the bound graph lacks nodes that give named tensors, and those of fused groups
+        if not values.isdisjoint(node.output):
             values.update(filter(None, node.input))
     return values
 

@@ -17,6 +17,7 @@ from onnx import ModelProto
 from jaxonnx._arrays import put, put_copies
 from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.fake_quantization import pass_rounding
+from jaxonnx._graph.integer_groups import fuse_integer_products
 from jaxonnx._graph.roles import running_statistics, split
 from jaxonnx._graph.select import Select, select
 from jaxonnx._io.encoder_decoder import join_files
@@ -136,7 +137,7 @@ def load(
         for name in names:
             del tensors[name]
         graph = bind(proto, proto.graph, tensors.keys())
-    graph = pass_rounding(graph, tensors)
+    graph = pass_rounding(fuse_integer_products(graph, tensors), tensors)
     params, state, constants = split(graph, tensors, proto.graph)
     originals = {
         name: tensors[name]

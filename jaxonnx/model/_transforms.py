@@ -15,6 +15,7 @@ from onnx import ModelProto
 from jaxonnx._graph.bind import bind
 from jaxonnx._graph.caches import find_caches
 from jaxonnx._graph.fake_quantization import pass_rounding
+from jaxonnx._graph.integer_groups import fuse_integer_products
 from jaxonnx._graph.roles import graph_tensors, running_statistics, split
 from jaxonnx._graph.select import Select, select
 from jaxonnx._graph.uses import weights
@@ -194,7 +195,8 @@ def with_file(model: M, proto: ModelProto, added: Mapping[str, np.ndarray] | Non
     """Return the model of a changed file: tensors keep their roles, new ones are constants."""
     constants = {**model.program.constants, **(added or {})}
     tensors = {**model.params, **model.state, **constants}
-    graph = pass_rounding(bind(proto, proto.graph, tensors.keys()), tensors)
+    graph = fuse_integer_products(bind(proto, proto.graph, tensors.keys()), tensors)
+    graph = pass_rounding(graph, tensors)
     kept = {*graph_tensors(graph)}
     params, state, constants = (
         {name: value for name, value in group.items() if name in kept}

@@ -87,10 +87,11 @@ def qlinear_concat(y_scale, y_zero_point, *inputs, axis):
     return quantize_linear(jnp.concatenate(parts, axis=axis), y_scale, y_zero_point)
 
 
-def _scaled_product(a, a_scale, a_zero_point, b, b_scale, b_zero_point, bias):
+def _scaled_product(a, a_scale, a_zero_point, b, b_scale, b_zero_point, bias, x=None):
     """Multiply the integers less their zero points by both scales and add the bias.
 
-    The gradient is that of the product of the real numbers behind them.
+    The gradient is that of the product of the real numbers behind them. A low-rank change of b is
+    multiplied by `x`, the numbers behind a, or else by what a is dequantized to.
     """
     one = np.ones((), np.float32)
     stored = b.w if isinstance(b, LowRank) else b
@@ -101,7 +102,8 @@ def _scaled_product(a, a_scale, a_zero_point, b, b_scale, b_zero_point, bias):
     exact = matmul_integer(_value(a), _value(stored), _row(a_zero_point), _row(b_zero_point))
     y = with_gradient_of(exact, real) * (a_scale * b_scale)
     if isinstance(b, LowRank):
-        y = y + b.change(dequantize_linear(a, a_scale, _row(a_zero_point), axis=-1))
+        x = dequantize_linear(a, a_scale, _row(a_zero_point), axis=-1) if x is None else x
+        y = y + b.change(x)
     return y if bias is None else y + bias
 
 
@@ -111,8 +113,8 @@ def _row(zero_point):
 
 @op("DynamicQuantizeMatMul", since=1, domain=DOMAIN, weights={"b": matrix()}, params=("bias",))
 def dynamic_quantize_matmul(a, b: Factor, b_scale, b_zero_point=None, bias=None):
-    a, a_scale, a_zero_point = dynamic_quantize_linear(a)
-    return _scaled_product(a, a_scale, a_zero_point, b, b_scale, b_zero_point, bias)
+    integers, a_scale, zero = dynamic_quantize_linear(a)
+    return _scaled_product(integers, a_scale, zero, b, b_scale, b_zero_point, bias, x=a)
 
 
 @op("MatMulIntegerToFloat", since=1, domain=DOMAIN, weights={"b": matrix()}, params=("bias",))
