@@ -110,9 +110,9 @@ def test_ctrl_c_twice_at_any_distance(command, tmp_path, flags, pause):
 def test_ctrl_c_from_the_start_to_the_first_steps(command, several):
     """During imports, loading and compilation: 130, or 1 and a file once there were steps."""
     seen = set()
-    for number in range(120):
+    for number in range(12):
         process = command("--checkpoints", f"kept{number}", forked=False)
-        moment = 0.3 + 0.7 * number
+        moment = 0.3 * 1.6**number
         status, said = pressed(process, moment, *([0.02] * 3 if several else []))
         assert status in (1, 130), said
         assert "interrupted" in said

@@ -132,13 +132,10 @@ def few_bits(folder):
     settings = {"loss": "squared_error", "batch_size": 16, "optimizer": optax.adam(1e-2)}
     settings["lora"] = jaxonnx.LoRA(4, where="*_proj*")
     alone = jaxonnx.train(model, data, progress=False, **settings)
-    for sharding in ("data", "fsdp"):
-        result = jaxonnx.train(
-            model, data, progress=False, mesh=mesh(), sharding=sharding, **settings
-        )
-        np.testing.assert_allclose(result.history.losses, alone.history.losses, rtol=1e-4)
-        for name, x in result.lora.values.items():
-            np.testing.assert_allclose(x, alone.lora.values[name], rtol=1e-3, atol=1e-4)
+    result = jaxonnx.train(model, data, progress=False, mesh=mesh(), sharding="fsdp", **settings)
+    np.testing.assert_allclose(result.history.losses, alone.history.losses, rtol=1e-4)
+    for name, x in result.lora.values.items():
+        np.testing.assert_allclose(x, alone.lora.values[name], rtol=1e-3, atol=1e-4)
     specs = model.shardings(mesh(), "fsdp").specs
     assert len(specs) == 4
     assert {*map(str, specs.values())} == {str(P(("data", "model")))}
