@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxonnx
+from jaxonnx import demo
 from jaxonnx._graph.values import Value
 from jaxonnx.losses import causal_lm, cross_entropy
 from jaxonnx.training._data import padding_of, sources
@@ -99,7 +100,9 @@ def batches_of(data, epoch=0, start=0, **wanted):
     names = ("input_ids", "attention_mask")
     inputs = [Value(name, np.dtype(np.int64), ("n", "t")) for name in names]
     loss, seed = wanted.pop("loss", "causal_lm"), wanted.pop("seed", 0)
-    padding = padding_of(wanted.pop("pad", None), wanted.pop("length_buckets", None), loss)
+    padding = padding_of(
+        wanted.pop("pad", None), wanted.pop("length_buckets", None), loss, demo.model()
+    )
     examples, _ = sources(data, None, inputs, wanted.pop("batch_size", 4), seed, padding)
     return [*examples.batches(epoch, start)], examples.steps
 
