@@ -33,7 +33,6 @@ import jaxonnx
 from benchmarks.layers.onnx_file import write
 from benchmarks.networks import Network
 from benchmarks.quantization.accuracy import LOSS, NETWORKS, load_data
-from benchmarks.sparse.s_ste import s_ste
 from jaxonnx import sparse
 from tests.support.paths import DATA
 
@@ -52,8 +51,8 @@ def sr_ste(inner, epochs, steps, **weights):
     return sparse.sr_ste(inner, **weights)
 
 
-def continuous(inner, epochs, steps, **weights):
-    return s_ste(inner, **weights)
+def s_ste(inner, epochs, steps, **weights):
+    return sparse.s_ste(inner, **weights)
 
 
 HALF = "dense, half the weights"
@@ -66,7 +65,7 @@ METHODS = {
     "one-shot transposable": phases(2 / 3, 0),
     "one-shot one-axis": phases(2 / 3, 0, transposable=False),
     "SR-STE, transposable": sr_ste,
-    "S-STE, one axis": continuous,
+    "S-STE, one axis": s_ste,
 }
 SCHEDULES = {
     f"{dense}/{dynamic}/{12 - dense - dynamic}{', reset' if reset else ''}": phases(

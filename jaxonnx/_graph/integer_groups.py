@@ -60,13 +60,13 @@ def fuse_integer_products(graph: Graph, tensors: Collection[str]) -> Graph:
 def _find_group(last: Node, makers: Mapping[str, Node], tensors: Collection[str]) -> _Group | None:
     """Return the group that ends in a node, if it ends one."""
 
-    def made(name: str, kind: str) -> Node | None:
+    def find_maker(name: str, kind: str) -> Node | None:
         node = makers.get(name)
         return node if node is not None and _is(node, kind) else None
 
     if _is(last, "MatMulIntegerToFloat", "com.microsoft"):
         a, b, a_scale, b_scale, zero, *others = (*last.inputs, "", "")[: len(last.inputs) + 2]
-        quantize = made(a, "DynamicQuantizeLinear")
+        quantize = find_maker(a, "DynamicQuantizeLinear")
         if quantize is None or b not in tensors or (a, a_scale, zero) != quantize.outputs:
             return None
         inputs = (quantize.inputs[0], b, b_scale, *others)
@@ -74,12 +74,12 @@ def _find_group(last: Node, makers: Mapping[str, Node], tensors: Collection[str]
     if not _is(last, "Mul"):
         return None
     for first, second in (last.inputs, last.inputs[::-1]):
-        cast, scales = made(first, "Cast"), made(second, "Mul")
-        product = cast and made(cast.inputs[0], "MatMulInteger")
+        cast, scales = find_maker(first, "Cast"), find_maker(second, "Mul")
+        product = cast and find_maker(cast.inputs[0], "MatMulInteger")
         if cast is None or scales is None or product is None:
             continue
         a, b, *zeros = product.inputs
-        quantize = made(a, "DynamicQuantizeLinear")
+        quantize = find_maker(a, "DynamicQuantizeLinear")
         if quantize is None or b not in tensors or cast.attributes["to"] != TensorProto.FLOAT:
             continue
         others = [name for name in scales.inputs if name != quantize.outputs[1]]

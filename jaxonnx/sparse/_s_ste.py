@@ -20,13 +20,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxonnx._arrays import like, on_auto_axes
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._layers import Patterns, Select, goals, layers
 from jaxonnx.sparse._masks import to_bits
 from jaxonnx.sparse._nm import Pattern, soft_threshold
 from jaxonnx.sparse._pattern import kept_share
-from jaxonnx.sparse._three_phase import ThreePhaseState, pick, replace
+from jaxonnx.sparse._three_phase import ThreePhaseState, make_update, pick, replace
 
 
 class SSteState(NamedTuple):
@@ -94,13 +93,6 @@ def s_ste(
             {name: _scale(w, small[name]) for name, w in dense.items()},
         )
 
-    def update(updates, state, params=None, **extra_args):
-        if params is None:
-            raise SparsityError("s_ste needs the parameters: update(grads, state, params)")
-        return on_auto_axes(
-            move, lambda _, g, state, w, *rest: like((w, state)), updates, state, params, extra_args
-        )
-
     def move(updates, state, params, extra_args):
         shrink, phases = thresholds(params), state.phases
         before = replace(params, phases.pruned)  # where a weight decay pulls at W
@@ -122,7 +114,7 @@ def s_ste(
         moved = {n: x - shown[n] for n, x in used.items()}  # a weight that is hidden becomes 0
         return replace(updates, moved), SSteState(phases, state.scales)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init, make_update("s_ste", move))
 
 
 def _scale(w: jax.Array, small: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ and m' the mask after the step, W_u <- W_u + (v where m', -W_u elsewhere) and W_
 where W is v unless the mask is new.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -144,13 +144,6 @@ def three_phase(
             kept=jnp.stack([kept_share(leaves[n], m != 0) for n, m in sorted(masks.items())]),
         )
 
-    def update(updates, state, params=None, **extra_args):
-        if params is None:
-            raise SparsityError("three_phase needs the parameters: update(grads, state, params)")
-        return on_auto_axes(
-            move, lambda _, g, state, w, *rest: like((w, state)), updates, state, params, extra_args
-        )
-
     def move(updates, state, params, extra_args):
         where = plan(params)
         if decay:
@@ -189,7 +182,7 @@ def three_phase(
             count, phase(count), inner_state, pruned, masks, flips, kept
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init, make_update("three_phase", move))
 
 
 def fixed_mask(inner: optax.GradientTransformation, **options) -> optax.GradientTransformation:
@@ -254,6 +247,27 @@ def _add_decay(gradients, state: ThreePhaseState, decay: float):
 def _plan(params, pattern: Patterns, **options) -> dict[str, Goal]:
     """Return pattern and axes of the weights that become sparse, by name."""
     return goals(layers(params, pattern, **options))
+
+
+def make_update(
+    method: str, move: Callable[..., tuple[Any, Any]]
+) -> Callable[..., tuple[Any, Any]]:
+    """Return the `update` of a transformation that needs the parameters.
+
+    Args:
+      method: what errors call the transformation.
+      move: a function of updates, state, parameters and a dict of extra arguments; its results have
+        the shardings of the parameters and the state.
+    """
+
+    def update(updates, state, params=None, **extra_args):
+        if params is None:
+            raise SparsityError(f"{method} needs the parameters: update(grads, state, params)")
+        return on_auto_axes(
+            move, lambda _, g, state, w, *rest: like((w, state)), updates, state, params, extra_args
+        )
+
+    return update
 
 
 def pick(tree, names: Iterable[str]) -> dict[str, Any]:
