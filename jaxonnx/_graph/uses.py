@@ -103,45 +103,58 @@ def uses(graph: Graph, tensors: Mapping[str, Any], computed: Collection[str] = (
     are values of nodes of the main graph.
     """
 
-    def whole(name: str) -> tuple[View, ...]:
-        shape = tuple(tensors[name].shape)
-        return (View(name, tuple(range(len(shape))), shape),)
+    return _walk(graph, ChainMap(), {*graph.inputs}, None, tensors, computed)
 
-    def walk(graph: Graph, behind: ChainMap, fed: set[str], outer: Node | None) -> Iterator[Use]:
-        """Yield the uses in one graph.
 
-        `behind` has the views that values are, `fed` the values that depend on the graph's inputs.
-        """
-        for name in tensors.keys() & graph.weights:
-            behind[name] = whole(name)
-        for node in graph.nodes:
-            top = outer or node
-            new = _views(node, behind, fed, tensors)
-            first = 1 if node.op.name != "Concat" else len(node.inputs)  # the inputs that are seen
-            for i, name in enumerate(node.inputs):
-                for view in behind.get(name) or ():
-                    rank = len(tensors[view.name].shape)
-                    passes = node.body is not None or (bool(new) and i < first)
-                    yield Use(view, node, i, rank, top, passes)
-            if new:
-                behind.update(dict.fromkeys(filter(None, node.outputs), new))
-            if outer is None and computed:
-                behind.update({name: whole(name) for name in node.outputs if name in computed})
-            if not fed.isdisjoint(node.reads):
-                fed.update(node.outputs)
-            for g in node.subgraphs:
-                own = behind.new_child(dict.fromkeys(g.inputs))
-                yield from walk(g, own, {*fed, *g.inputs}, top)
-            if node.body is not None:
-                pairs = [*zip(node.body.inputs, node.inputs, strict=False)]
-                inner = {local: behind.get(name) for local, name in pairs}
-                for local, name in node.body.lifted.items():
-                    if name in tensors:
-                        inner[local] = whole(name)
-                given = {local for local, name in pairs if name in fed}
-                yield from walk(node.body, ChainMap(inner), given, top)
+def _walk(
+    graph: Graph,
+    behind: ChainMap,
+    fed: set[str],
+    outer: Node | None,
+    tensors: Mapping[str, Any],
+    computed: Collection[str],
+) -> Iterator[Use]:
+    """Yield the uses in one graph.
 
-    return walk(graph, ChainMap(), {*graph.inputs}, None)
+    Args:
+      behind: the views that values are.
+      fed: the values that depend on the graph's inputs.
+      outer: the node of the main graph that the graph is in; None in the main graph itself.
+      tensors, computed: as in `uses`.
+    """
+    for name in tensors.keys() & graph.weights:
+        behind[name] = _view_whole(name, tensors)
+    for node in graph.nodes:
+        top = outer or node
+        new = _views(node, behind, fed, tensors)
+        first = 1 if node.op.name != "Concat" else len(node.inputs)  # the inputs that are seen
+        for i, name in enumerate(node.inputs):
+            for view in behind.get(name) or ():
+                rank = len(tensors[view.name].shape)
+                passes = node.body is not None or (bool(new) and i < first)
+                yield Use(view, node, i, rank, top, passes)
+        if new:
+            behind.update(dict.fromkeys(filter(None, node.outputs), new))
+        if outer is None and computed:
+            behind.update({n: _view_whole(n, tensors) for n in node.outputs if n in computed})
+        if not fed.isdisjoint(node.reads):
+            fed.update(node.outputs)
+        for g in node.subgraphs:
+            own = behind.new_child(dict.fromkeys(g.inputs))
+            yield from _walk(g, own, {*fed, *g.inputs}, top, tensors, computed)
+        if node.body is not None:
+            pairs = [*zip(node.body.inputs, node.inputs, strict=False)]
+            inner = {local: behind.get(name) for local, name in pairs}
+            for local, name in node.body.lifted.items():
+                if name in tensors:
+                    inner[local] = _view_whole(name, tensors)
+            given = {local for local, name in pairs if name in fed}
+            yield from _walk(node.body, ChainMap(inner), given, top, tensors, computed)
+
+
+def _view_whole(name: str, tensors: Mapping[str, Any]) -> tuple[View, ...]:
+    shape = tuple(tensors[name].shape)
+    return (View(name, tuple(range(len(shape))), shape),)
 
 
 def _views(
