@@ -19,7 +19,7 @@ OPSETS = '"": 17, "com.microsoft": 1, "local": 1, "test": 1'
 FILES = sorted(path.relative_to(DATA) for path in DATA.rglob("*.onnx"))
 WEIGHTLESS = {
     *("catboost", "lightgbm", "sklearn_forest", "sklearn_neighbours", "sklearn_svm", "xgboost"),
-    *("onnxruntime_dynamic_int8", "onnxruntime_static_int8"),
+    "onnxruntime_static_int8",
     "eval_model",
 }
 """Files of trees, examples and integers, and one whose weights are inputs."""

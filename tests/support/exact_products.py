@@ -10,7 +10,9 @@ import onnxruntime
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 WEIGHTS = {
+    "ConvInteger": (1, 3),
     "DequantizeLinear": (0, 2),
+    "MatMulInteger": (1, 3),
     "QGemm": (3, 5),
     "QLinearConv": (3, 5),
     "QLinearMatMul": (3, 5),
@@ -57,8 +59,8 @@ def avoid_saturation(proto: ModelProto) -> ModelProto:
             name = f"{stored.name}/{position}/unsigned"
             old = tensors.get(node.input[position])
             value = np.zeros((), np.int8) if old is None else numpy_helper.to_array(old)
-            if old is None:  # of as many numbers as there are scales
-                value = np.zeros(tensors[node.input[zero - 1]].dims, np.int8)
+            if old is None and (scale := tensors.get(node.input[zero - 1])) is not None:
+                value = np.zeros(scale.dims, np.int8)  # of as many numbers as there are scales
             value = (value.astype(np.int16) + 128).astype(np.uint8)
             node.input[position] = name
             if name not in tensors:
