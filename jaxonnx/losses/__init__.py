@@ -1,0 +1,38 @@
+"""Losses that optax lacks, as callables `(outputs, targets)` for `train(..., loss=)`.
+
+`cross_entropy` and `negative_log_likelihood` are those of ONNX's operators, `causal_lm` and
+`seq2seq_lm` those of language models. `distill` learns from another model, `dpo` from preferences,
+`in_batch_negatives` and `contrastive` from pairs. Losses of optax are chosen by name.
+"""
+
+from jaxonnx.losses._distill import distill
+from jaxonnx.losses._groups import (
+    GroupLoss,
+    contrastive,
+    dpo,
+    in_batch_negatives,
+    log_likelihoods,
+)
+from jaxonnx.losses._labels import (
+    ClassLoss,
+    causal_lm,
+    cross_entropy,
+    negative_log_likelihood,
+    seq2seq_lm,
+    shift_right,
+)
+
+__all__ = [
+    "ClassLoss",
+    "GroupLoss",
+    "causal_lm",
+    "contrastive",
+    "cross_entropy",
+    "distill",
+    "dpo",
+    "in_batch_negatives",
+    "log_likelihoods",
+    "negative_log_likelihood",
+    "seq2seq_lm",
+    "shift_right",
+]

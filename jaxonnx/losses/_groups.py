@@ -1,0 +1,174 @@
+"""Losses of rows that are compared with each other: preferences, pairs, negatives.
+
+The functions return a `GroupLoss`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxonnx.errors import TrainingError
+
+
+@dataclass(frozen=True, eq=False)
+class GroupLoss:
+    """A loss of rows that belong together, called with `(outputs, targets)`; one value for each.
+
+    `jaxonnx.train` shuffles, splits and batches data in one piece in whole groups.
+    """
+
+    name: str
+    function: Callable[[Any, Any, Any], jax.Array]
+    """`(outputs, targets, weight)`; of an example that fills a batch the weight is 0."""
+    rows: int = 1
+    """The rows of a group, which follow one another."""
+    targets: bool = True
+    """Whether the loss takes any."""
+
+    def __call__(self, outputs: Any, targets: Any = None, weight: Any = None) -> jax.Array:
+        return self.function(outputs, targets, weight)
+
+
+def dpo(*, beta: float = 0.1, ignore_index: int = -100) -> GroupLoss:
+    """Return the loss of direct preference optimization, of pairs of answers to one prompt.
+
+    The rows of a batch come in pairs: each answer that was chosen, and behind it the one that was
+    rejected. Targets are a dict of "labels" (N, length), the tokens with those of prompt and
+    padding ignored, and "reference" (N,), their `log_likelihoods` by the model before the training,
+    computed once. Both rows of a pair have its loss, -log sigmoid(beta * (r_chosen - r_rejected))
+    with r the log-likelihood less the reference. `train` keeps the pairs of data in one piece
+    together; an iterable of batches has whole ones. Rafailov et al., "Direct Preference
+    Optimization", 2023 (arXiv:2305.18290).
+
+    >>> labels, reference = jnp.array([[0, 1], [0, 0]]), jnp.full(2, -jnp.log(2))
+    >>> loss = dpo(beta=0.1)
+    >>> print(loss(jnp.zeros((2, 2, 2)), {"labels": labels, "reference": reference}).round(4))
+    [0.6931 0.6931]
+
+    Args:
+      beta: above 0; the smaller, the further the model may go from the reference.
+
+    Raises:
+      TrainingError: `beta` is not; or a batch has an odd number of rows, or other targets.
+    """
+    if not beta > 0:
+        raise TrainingError(f"dpo: beta is above 0, and is {beta!r}")
+
+    def loss(outputs: jax.Array, targets: Any, weight: Any) -> jax.Array:
+        if not isinstance(targets, dict) or targets.keys() != {"labels", "reference"}:
+            raise TrainingError("dpo takes targets in a dict of 'labels' and 'reference'")
+        if len(outputs) % 2:
+            raise TrainingError(f"dpo takes pairs of rows, and a batch has {len(outputs)} rows")
+        rewards = log_likelihoods(outputs, targets["labels"], ignore_index) - targets["reference"]
+        return jnp.repeat(-jax.nn.log_sigmoid(beta * (rewards[::2] - rewards[1::2])), 2)
+
+    return GroupLoss("dpo", loss, rows=2)
+
+
+def log_likelihoods(logits: jax.Array, labels: jax.Array, ignore_index: int = -100) -> jax.Array:
+    """Return the log-likelihood of each row of tokens (N, length) by logits (N, length, tokens).
+
+    Labels are the tokens themselves, as in `causal_lm`; those of `ignore_index` (a prompt, padding)
+    do not count. It is what `dpo` takes of the model before its training, as the reference.
+
+    >>> print(log_likelihoods(jnp.zeros((1, 3, 2)), jnp.array([[-100, 0, 1]])).round(4))  # -2 log 2
+    [-1.3863]
+    """
+    scores = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32))
+    labels = labels[:, 1:]
+    counts = labels != ignore_index
+    taken = jnp.take_along_axis(scores, jnp.where(counts, labels, 0)[..., None], -1)[..., 0]
+    return jnp.where(counts, taken, 0).sum(1)
+
+
+def in_batch_negatives(*, scale: float = 20.0, negatives: int = 0) -> GroupLoss:
+    """Return the loss of embeddings whose pairs are to be near, with all others of the batch far.
+
+    Rows of the outputs (N, features) come in groups: an anchor, what belongs to it (a question and
+    its answer, two sentences of one meaning), and `negatives` that do not. Each row of a group has
+    its loss: the cross entropy of the right one among the second and further rows of all groups,
+    by `scale` times the cosine of their angles to the anchor. There are no targets. Henderson et
+    al., "Efficient Natural Language Response Suggestion for Smart Reply", 2017 (arXiv:1705.00652);
+    Sentence Transformers calls it MultipleNegativesRankingLoss, others InfoNCE.
+
+    >>> loss = in_batch_negatives(scale=1.0)
+    >>> print(f"{loss(jnp.array([[1.0, 0], [1, 0], [0, 1], [0, 1]]))[0]:.4f}")  # log(1 + 1 / e)
+    0.3133
+
+    With `accumulate=` a batch is compared in its parts.
+
+    Args:
+      scale: above 0, the inverse of the temperature.
+      negatives: rows behind each pair that do not belong to it.
+
+    Raises:
+      TrainingError: an argument is out of its range; or outputs are not whole groups of vectors.
+    """
+    if not scale > 0 or isinstance(negatives, bool) or not negatives >= 0:
+        raise TrainingError(
+            "in_batch_negatives: scale is above 0 and negatives at least 0; they are "
+            f"{scale!r}, {negatives!r}"
+        )
+    rows = 2 + negatives
+
+    def loss(outputs: Any, targets: Any, weight: Any) -> jax.Array:
+        shape = getattr(outputs, "shape", ())
+        if len(shape) != 2 or shape[0] % rows:
+            raise TrainingError(
+                f"in_batch_negatives takes one output (N, features) with rows in groups of {rows}; "
+                + (f"it is {shape}" if shape else _describe_outputs(outputs))
+            )
+        x = outputs.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.maximum((x * x).sum(1, keepdims=True), 1e-24))
+        groups = x.reshape(-1, rows, shape[1])
+        others = groups[:, 1:].reshape(-1, shape[1])
+        scores, own = scale * groups[:, 0] @ others.T, jnp.arange(len(groups)) * (rows - 1)
+        if weight is not None:  # what fills the batch is no negative of the others
+            filled = weight.reshape(-1, rows)[:, 1:].reshape(-1) <= 0
+            of_own = jnp.arange(len(others)) // (rows - 1) == jnp.arange(len(groups))[:, None]
+            scores = jnp.where(filled & ~of_own, -jnp.inf, scores)
+        right = jnp.take_along_axis(jax.nn.log_softmax(scores), own[:, None], 1)[:, 0]
+        return jnp.repeat(-right, rows)
+
+    return GroupLoss("in_batch_negatives", loss, rows, targets=False)
+
+
+def contrastive() -> GroupLoss:
+    """Return the loss of scores (N, N) of which those on the diagonal belong together.
+
+    It is the mean of the cross entropies along rows and columns, as CLIP has it for its output
+    "logits_per_image" or "logits_per_text": `loss={"logits_per_image": "contrastive"}`. There are
+    no targets. Radford et al., "Learning Transferable Visual Models From Natural Language
+    Supervision", 2021 (arXiv:2103.00020).
+
+    >>> print([f"{x:.4f}" for x in contrastive()(jnp.eye(2))])  # log(1 + 1 / e)
+    ['0.3133', '0.3133']
+
+    Raises:
+      TrainingError: the scores are not square.
+    """
+
+    def loss(outputs: Any, targets: Any, weight: Any) -> jax.Array:
+        shape = getattr(outputs, "shape", ())
+        if len(shape) != 2 or shape[0] != shape[1]:
+            raise TrainingError(
+                "contrastive takes one output (N, N), scores of each example with each; "
+                + (f"it is {shape}" if shape else _describe_outputs(outputs))
+            )
+        scores = outputs.astype(jnp.float32)
+        if weight is not None:  # what fills the batch is compared with itself alone
+            filled = weight <= 0
+            apart = (filled | filled[:, None]) & ~jnp.eye(len(weight), dtype=bool)
+            scores = jnp.where(apart, -jnp.inf, scores)
+        columns, rows = (jnp.diag(jax.nn.log_softmax(scores, axis)) for axis in (0, 1))
+        return -(columns + rows) / 2
+
+    return GroupLoss("contrastive", loss, targets=False)
+
+
+def _describe_outputs(outputs: Any) -> str:
+    """Return the part of an error that names what to do about several outputs."""
+    return f"there are {len(outputs)} outputs: name one, loss={{'output': ...}}"

@@ -1,0 +1,211 @@
+"""Losses of class labels: of pictures, of their pixels, of tokens.
+
+The functions return a `ClassLoss`. optax has the losses with classes on the last axis and one label
+for each example; these have the classes on axis 1 or the last one, weights of classes, and labels
+that do not count.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxonnx.errors import TrainingError
+from jaxonnx.ops import loss as operators
+
+
+@dataclass(frozen=True, eq=False)
+class ClassLoss:
+    """A loss of scores (N, classes, *D), or (N, *D, classes), and integer labels (N, *D).
+
+    Called with `(outputs, targets)` it returns the operator's result: a scalar, or (N, *D) for the
+    reduction "none".
+    """
+
+    name: str
+    operator: Callable[..., jax.Array]
+    weight: np.ndarray | None
+    ignore_index: int | None
+    reduction: str
+    axis: int = 1
+    """The axis of the classes, 1 or -1."""
+    shift: bool = False
+    """Whether the scores at each place are those of the label at the next one."""
+    forcing: bool = False
+    """Whether a decoder reads the labels before each one (teacher forcing)."""
+
+    def __call__(self, outputs: jax.Array, targets: jax.Array) -> jax.Array:
+        outputs, targets = self.align(outputs, targets)
+        return self._apply(self.operator, outputs, targets, self.ignore_index, self.reduction)
+
+    def align(self, outputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Return the scores that have labels, and the labels that have scores, place by place."""
+        return (outputs[:, :-1], targets[:, 1:]) if self.shift else (outputs, targets)
+
+    def totals(
+        self, outputs: jax.Array, targets: jax.Array, weight: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the weighted sum over the examples, and the divisor of the reduction.
+
+        Half precision, whose sums end at 65504, is summed in float32.
+        """
+        outputs = outputs.astype(jnp.promote_types(outputs.dtype, jnp.float32))
+        ignored = -1 if self.ignore_index is None else self.ignore_index
+        if self.shift:  # labels move: scores would be copied, and their gradient padded
+            last = jnp.full_like(targets[:, :1], ignored)
+            targets = jnp.concatenate([targets[:, 1:], last], axis=1)
+        weight = weight.reshape(-1, *(1,) * (targets.ndim - 1))
+        targets = jnp.where(weight > 0, targets, ignored)
+        losses = self._apply(self.operator, outputs, targets, ignored, "none")
+        total = (losses * weight).sum()
+        if self.reduction == "sum":
+            return total, jnp.ones_like(total)
+        if self.weight is None:
+            return total, ((targets != ignored) * weight).sum()
+        # the weights of the labels that count: each has the negative log-likelihood 1
+        count = operators.negative_log_likelihood_loss
+        shares = self._apply(count, jnp.full_like(outputs, -1), targets, ignored, "none")
+        return total, (shares * weight).sum()
+
+    def _apply(self, operator, outputs, targets, ignored, reduction) -> jax.Array:
+        shape = targets.shape
+        if self.axis == -1:  # the operators have the classes on axis 1
+            outputs, targets = outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1)
+        loss = operator(outputs, targets, self.weight, ignore_index=ignored, reduction=reduction)
+        return loss.reshape(shape) if reduction == "none" else loss
+
+
+def cross_entropy(
+    *,
+    weight: Any = None,
+    ignore_index: int | None = None,
+    reduction: str = "mean",
+    axis: int = 1,
+) -> ClassLoss:
+    """Return the loss of the operator SoftmaxCrossEntropyLoss, for logits.
+
+    Args:
+      weight: one for each class, (classes,); None means 1 for all.
+      ignore_index: labels of this value do not count; it need not be a class.
+      reduction: "mean" divides by the sum of the weights of the labels that count, over the whole
+        batch; "sum" does not divide; "none" keeps the loss of each label.
+      axis: of the classes: 1, as in ONNX, or -1, as labels of tokens have it.
+
+    `jaxonnx.train` gives a batch without a label that counts the loss 0, where the operator's mean
+    is NaN.
+
+    >>> loss = cross_entropy(weight=[1.0, 3.0], ignore_index=-1)
+    >>> print(loss(jnp.zeros((3, 2)), jnp.array([0, 1, -1])).round(4))  # log 2
+    0.6931
+
+    Raises:
+      TrainingError: an argument is none of these.
+    """
+    return _class_loss(
+        "cross_entropy", _softmax_cross_entropy, weight, ignore_index, reduction, axis
+    )
+
+
+def negative_log_likelihood(
+    *,
+    weight: Any = None,
+    ignore_index: int | None = None,
+    reduction: str = "mean",
+    axis: int = 1,
+) -> ClassLoss:
+    """Return the loss of the operator NegativeLogLikelihoodLoss, for log-probabilities.
+
+    The arguments are those of `cross_entropy`.
+    """
+    operator = operators.negative_log_likelihood_loss
+    return _class_loss("negative_log_likelihood", operator, weight, ignore_index, reduction, axis)
+
+
+def causal_lm(*, ignore_index: int = -100, reduction: str = "mean") -> ClassLoss:
+    """Return the loss of language models: cross entropy of each next token.
+
+    Outputs are logits (N, length, tokens), labels (N, length) are the tokens themselves: those at
+    each place are scored by the logits at the place before it.
+
+    >>> loss = causal_lm()
+    >>> print(loss(jnp.zeros((1, 4, 2)), jnp.array([[1, 0, 1, -100]])).round(4))  # log 2
+    0.6931
+
+    Args:
+      ignore_index: the label of padding, which does not count.
+      reduction: as in `cross_entropy`; "mean" is over all labels of the batch that count.
+    """
+    loss = _class_loss("causal_lm", _softmax_cross_entropy, None, ignore_index, reduction, -1)
+    return replace(loss, shift=True)
+
+
+def seq2seq_lm(*, ignore_index: int = -100, reduction: str = "mean") -> ClassLoss:
+    """Return the loss of encoder-decoders: cross entropy of each label, which are not shifted.
+
+    Outputs are logits (N, length, tokens) of a decoder that reads the labels (N, length) before
+    each one. Where data lacks the input "decoder_input_ids", `train` and `evaluate` make it of the
+    labels by `shift_right`, with the numbers of the folder that the model was loaded from.
+
+    >>> loss = seq2seq_lm()
+    >>> print(loss(jnp.zeros((1, 3, 2)), jnp.array([[1, 0, -100]])).round(4))  # log 2
+    0.6931
+
+    Args:
+      ignore_index, reduction: as in `causal_lm`.
+    """
+    loss = _class_loss("seq2seq_lm", _softmax_cross_entropy, None, ignore_index, reduction, -1)
+    return replace(loss, forcing=True)
+
+
+def shift_right(labels: Any, start: int, padding: int, ignore_index: int = -100) -> np.ndarray:
+    """Return what the decoder of an encoder-decoder reads while it learns labels (N, length).
+
+    It is the tokens before each label, from `start` on, as Hugging Face's models make them:
+    `decoder_start_token_id` and `pad_token_id` of their configuration. The loss of each label is
+    then `seq2seq_lm`, without another shift.
+
+    >>> shift_right([[5, 6, 7], [8, 9, -100]], start=2, padding=1).tolist()
+    [[2, 5, 6], [2, 8, 9]]
+
+    Args:
+      padding: what stands for labels of `ignore_index`.
+
+    Raises:
+      TrainingError: labels are not integers (N, length).
+    """
+    labels = np.asarray(labels)
+    if labels.ndim != 2 or labels.dtype.kind not in "iu":
+        raise TrainingError(
+            f"shift_right takes integer labels (N, length); they are {labels.dtype}{labels.shape}"
+        )
+    shifted = np.pad(labels[:, :-1], ((0, 0), (1, 0)), constant_values=start)
+    return np.where(shifted == ignore_index, padding, shifted)
+
+
+def _softmax_cross_entropy(*arrays, **attributes) -> jax.Array:
+    return operators.softmax_cross_entropy_loss(*arrays, **attributes)[0]
+
+
+def _class_loss(
+    name: str, operator: Any, weight: Any, ignore_index: Any, reduction: str, axis: int
+) -> ClassLoss:
+    if axis not in (1, -1):
+        raise TrainingError(f"{name}: axis is 1 or -1, and is {axis!r}")
+    if reduction not in ("mean", "sum", "none"):
+        raise TrainingError(f"{name}: reduction is {reduction!r}; there are 'mean', 'sum', 'none'")
+    if ignore_index is not None and not isinstance(ignore_index, int):
+        raise TrainingError(f"{name}: ignore_index must be an integer, and is {ignore_index!r}")
+    if weight is not None:
+        weight = np.asarray(weight)
+        if weight.ndim != 1 or weight.dtype.kind not in "fiu":
+            raise TrainingError(
+                f"{name}: weight must be one number for each class, (classes,), and is "
+                f"{weight.dtype}{list(weight.shape)}"
+            )
+        weight = weight.astype(np.float32)
+        if not (np.isfinite(weight) & (weight >= 0)).all():
+            raise TrainingError(f"{name}: a weight is negative or not finite: {weight}")
+    return ClassLoss(name, operator, weight, ignore_index, reduction, axis)
