@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._graph.bind import Graph
+from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.uses import uses
 from jaxonnx.errors import ModelError
 
@@ -47,3 +47,47 @@ def check_stored(graph: Graph, tensors: Mapping[str, Any], names: Collection[str
                     raise ModelError(
                         f"{node.label}: '{name}' has group {worst}, and there are {count} groups"
                     )
+
+
+_PACKED = ("GatherBlockQuantized", "MatMulNBits", "QMoE")
+"""Operators whose zero points are packed into bytes as their weights are."""
+
+
+def check_zero_points(graph: Graph, tensors: Mapping[str, Any]) -> None:
+    """Raise a ModelError if zero points are not packed as their operator reads them.
+
+    In packed form none can be out of the range of its bits; numbers that are not packed, or of
+    another type, would be read as others. Zero points in floating point, which MatMulNBits takes as
+    well, may be any number, as in onnxruntime.
+    """
+    for node in graph.nodes:
+        for inner in node.subgraphs:
+            check_zero_points(inner, tensors)
+        if node.op.name not in _PACKED:
+            continue
+        for (name, position), places in SCALES.items():
+            codes, scale, zero = (
+                tensors.get(node.inputs[i]) if i < len(node.inputs) else None
+                for i in (position, *places)
+            )
+            if name == node.op.name and not (codes is None or scale is None or zero is None):
+                _check_packing(node, node.inputs[places[1]], position, codes, scale, zero)
+
+
+def _check_packing(node: Node, name: str, position: int, codes: Any, scale: Any, zero: Any) -> None:
+    """Compare type and size of zero points with those of the codes and scales."""
+    form, shape = node.op.form(position), scale.shape
+    storage = form and form.storage and form.storage(codes.shape, codes.dtype, node.attributes)
+    free = node.op.name == "MatMulNBits"
+    if free:
+        shape = node.attributes["N"], -(-node.attributes["K"] // node.attributes["block_size"])
+    told, packed = f"{node.label}: zero points '{name}' are {zero.dtype} {[*zero.shape]}", ""
+    if zero.dtype != codes.dtype and not (free and jnp.issubdtype(zero.dtype, jnp.floating)):
+        more = " or in floating point" if free else ""
+        raise ModelError(f"{told}; they must be {codes.dtype} as the weights{more}")
+    if storage and zero.dtype == np.uint8:
+        bits = int(storage.type.removeprefix("int"))
+        shape = *shape[:-1], -(-shape[-1] * bits // 8)
+        packed = f", packed in {bits} bits along rows"
+    if zero.size != np.prod(shape):
+        raise ModelError(f"{told}; their shape must be {[*shape]}{packed}")

@@ -237,9 +237,10 @@ def _read_experts(use: Use, codes: Any, scale: Any, zero: Any, index: Any = None
     bits, columns = int(stored.type.removeprefix("int")), stored.shape[-1]
     rows, blocks = codes.shape[0] * codes.shape[1], scale.size // (codes.shape[0] * codes.shape[1])
     packed = codes.reshape(rows, -1)
-    own = zero if blocks > 1 else None
+    in_blocks = scale.ndim > 2
+    own = zero if in_blocks else None
     grid = _read_bytes(packed, codes.shape, scale, own, None, bits, columns, -(-columns // blocks))
-    if zero is None or blocks > 1:
+    if zero is None or in_blocks:
         return grid
     numbers = np.asarray(unpack_bits(zero.reshape(codes.shape[0], -1), bits))
     return replace(grid, zero=numbers[:, : codes.shape[1]].reshape(-1, 1).astype(np.float32))

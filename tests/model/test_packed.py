@@ -170,11 +170,7 @@ def test_scales_are_trained_when_named(in_parts):
 
 
 def test_rows_of_a_packed_table():
-    names = ["w", "ids", "s", "z"]
-    sizes = {"bits": 4, "block_size": 16, "gather_axis": 0, "quantize_axis": 1}
-    node = helper.make_node("GatherBlockQuantized", names, ["y"], domain=MS, **sizes)
-    tensors = {"w": raw(50, K // 2), "s": normal(50, K // 16), "z": raw(50, K // 32)}
-    proto = network([node], ("ids", TensorProto.INT64, ["n", 3]), rank=3, **tensors)
+    proto = table()
     model, ids = jaxonnx.load(proto), np.array([[1, 2, 49], [0, 7, 7]])
     rows = runtime(proto)(ids=ids)
     np.testing.assert_allclose(model(ids), rows, rtol=1e-5, atol=1e-5)
@@ -267,6 +263,54 @@ def test_types_behind_dequantize_linear(kind, block, said):
     )
 
 
+def with_zeros(proto, zeros):
+    """The file with other zero points."""
+    for tensor in proto.graph.initializer:
+        if tensor.name in ("z", "z1"):
+            tensor.CopyFrom(numpy_helper.from_array(zeros, tensor.name))
+    return proto
+
+
+@pytest.mark.parametrize(
+    "zeros", [100 * normal(N, 2), np.abs(normal(N * 2)).astype(np.float16)], ids=["wide", "half"]
+)
+def test_zero_points_in_floating_point_may_be_any_number(zeros):
+    proto, x = with_zeros(n_bits(4, 32, "float"), zeros), normal(3, K)
+    np.testing.assert_allclose(jaxonnx.load(proto)(x), runtime(proto)(x=x), rtol=1e-4, atol=1e-2)
+
+
+def table():
+    names, sizes = ["w", "ids", "s", "z"], {"bits": 4, "block_size": 16, "quantize_axis": 1}
+    node = helper.make_node("GatherBlockQuantized", names, ["y"], "rows", domain=MS, **sizes)
+    tensors = {"w": raw(50, K // 2), "s": normal(50, K // 16), "z": raw(50, K // 32)}
+    return network([node], ("ids", TensorProto.INT64, ["n", 3]), rank=3, **tensors)
+
+
+@pytest.mark.parametrize(
+    ("make", "zeros", "words"),
+    [
+        (lambda: n_bits(4, 32, "uint8"), raw(N, 2), r"\[40, 2\]; .* \[40, 1\], packed in 4 bits"),
+        (lambda: n_bits(2, 16, "uint8"), raw(N * 4), r"must be \[40, 1\], packed in 2 bits"),
+        (lambda: n_bits(8, 32, "uint8"), raw(N, 1), r"must be \[40, 2\]"),
+        (lambda: n_bits(4, 32, "float"), normal(N, 1), r"float32 \[40, 1\]; .* \[40, 2\]$"),
+        (lambda: n_bits(4, 32, "uint8"), raw(N, 2).astype(np.int32), "int32 .* must be uint8"),
+        (table, raw(50, 4), r"must be \[50, 2\], packed in 4 bits"),
+        (table, raw(50, 2).astype(np.int8), "int8 .* must be uint8 as the weights$"),
+        (lambda: experts(4, 0, True), raw(4, 32), r"must be \[4, 16\]"),
+    ],
+)
+def test_zero_points_out_of_range(make, zeros, words):
+    """Numbers that are not packed, or of other types, are refused, as onnxruntime does."""
+    proto = with_zeros(make(), zeros)
+    with pytest.raises(jaxonnx.ModelError, match=rf"node '\w+' .*zero points 'z1?' are .*{words}"):
+        jaxonnx.load(proto)
+    given = proto.graph.input[0]
+    shape = [dim.dim_value or 3 for dim in given.type.tensor_type.shape.dim]
+    dtype = helper.tensor_dtype_to_np_dtype(given.type.tensor_type.elem_type)
+    with pytest.raises(Exception, match=r"zero.points|parameter \(z"):
+        runtime(proto)(**{given.name: np.zeros(shape, dtype)})
+
+
 EXPERTS, WIDTH = 4, 16
 
 
@@ -285,8 +329,10 @@ def experts(bits, block, zeros=False):
     }
     inputs = ["x", *tensors]
     if zeros:
-        tensors["z1"] = raw(EXPERTS, first * bits // 8)
-        tensors["z2"] = raw(EXPERTS, last * bits // 8)
+        blocks = [K // block, WIDTH // block] if block else []
+        sizes = zip((first, last), blocks, strict=True) if block else [(first,), (last,)]
+        z1, z2 = (raw(EXPERTS, *rest, -(-n * bits // 8)) for *rest, n in sizes)
+        tensors |= {"z1": z1, "z2": z2}
         inputs += ["", "", "", "z1", "z2"]
     options = {
         "activation_type": "swiglu",
@@ -310,13 +356,18 @@ def unpacked(tensors, name, bits, zeros):
     zero = 2 ** (bits - 1)
     if zeros:
         packed = tensors[f"z{name}"]
-        zero = ((packed[..., None] >> shifts) & (2**bits - 1)).reshape(*codes.shape[:2], 1)
+        zero = (packed[..., None] >> shifts) & (2**bits - 1)
+        rows = zero.reshape(len(zero), -1) if scale.ndim == 2 else zero.reshape(*zero.shape[:2], -1)
+        zero = rows[..., None] if scale.ndim == 2 else rows[..., : scale.shape[2]]
+        zero = np.repeat(zero, numbers.shape[2] // zero.shape[2], 2)
     scale = scale.reshape(*codes.shape[:2], -1)
     return (numbers - zero) * np.repeat(scale, numbers.shape[2] // scale.shape[2], 2)
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(("bits", "block", "zeros"), [(4, 16, False), (8, 0, False), (4, 0, True)])
+@pytest.mark.parametrize(
+    ("bits", "block", "zeros"), [(4, 16, False), (8, 0, False), (4, 0, True), (4, 16, True)]
+)
 def test_experts_in_few_bits(bits, block, zeros, tmp_path):
     """Adapters of each expert add what a MoE of floats with the changed matrices gives."""
     proto = experts(bits, block, zeros)

@@ -155,14 +155,15 @@ _E2M1 = np.concatenate([_E2M1, -_E2M1])
 def _read_integers(codes, scales, zero_points, bits, inputs, dtype):
     """Return weights (outputs, inputs) of one expert: (codes - zero point) * scale per block."""
     numbers = unpack_bits(codes, bits)[:, :inputs].astype(np.float32)
+    in_blocks = scales.ndim > 1
     scales = scales.reshape(len(codes), -1).astype(np.float32)
     zero: Any = np.float32(2 ** (bits - 1))
     blocks = scales.shape[1]
     block = -(-inputs // blocks)
-    if zero_points is not None:
-        packed = zero_points.reshape(len(codes) if blocks > 1 else 1, -1)
+    if zero_points is not None:  # packed along the blocks of a row, or else along the rows
+        packed = zero_points.reshape(len(codes) if in_blocks else 1, -1)
         zero = unpack_bits(packed, bits).astype(np.float32)
-        zero = zero[:, :blocks] if blocks > 1 else zero[0, : len(codes), None]
+        zero = zero[:, :blocks] if in_blocks else zero[0, : len(codes), None]
         zero = jnp.repeat(zero, block, axis=1)[:, :inputs]
     return ((numbers - zero) * jnp.repeat(scales, block, axis=1)[:, :inputs]).astype(dtype)
 
