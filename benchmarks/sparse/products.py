@@ -1,7 +1,7 @@
 """Products with 2:4 weights against dense ones: our kernel on CPU, cuSPARSELt on an NVIDIA GPU.
 
     python -m benchmarks.sparse.products [--rows 64 512] [--sizes 512 1024 2048 4096] [--rounds 15]
-                                         [--clock cpu] [--fit] [--dtype bfloat16]
+                                         [--clock cpu] [--fit] [--conv] [--dtype bfloat16]
                                          [--chart FILE.png [--figures FILE.json]]
 
 For a weight of each size: the product x @ W, the product dy @ W.T, and all three of a layer's
@@ -10,6 +10,8 @@ CPU also x @ W of 1 and 8 rows with weights that are packed once, as calls of a 
 take turns, round by round; times are minima, and a ratio is that of minima, sparse over dense.
 --clock cpu counts the seconds of all threads, which a machine that others use disturbs less.
 --fit measures from how many rows on each size gains, as `LEAST_ROWS` of the kernel says it.
+--conv times 3x3 convolutions of ResNet's sizes instead: dense ones as XLA and the package compute
+them, and sparse products with the im2col matrix and with the nine shifted images.
 --chart draws times against size and writes the figures to .json beside; --figures draws those of a
 file instead of measuring.
 """
@@ -27,6 +29,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx import sparse
+from jaxonnx.cli.process import keep_pages
+from jaxonnx.lowering._conv import Conv
+from jaxonnx.ops.windows import place_windows
 from jaxonnx.sparse import pack_matrix
 from jaxonnx.sparse._products import _cpu
 
@@ -36,6 +41,8 @@ LIMITS = {"x @ W": 1 / 2, "dy @ W.T": 1 / 2, "gradient": 2 / 3, "packed x @ W": 
 FEW_ROWS = (1, 8)
 FIT_ROWS = (8, 16, 32, 48, 64, 96, 128)
 FIT_SIZES = (128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
+IMAGES = ((16, 28, 128, 128), (16, 14, 256, 256), (8, 56, 64, 64))
+"""Images, their side, input and output channels of 3x3 convolutions."""
 GAIN = 0.95
 """The ratio from which on a product counts as faster."""
 
@@ -110,6 +117,55 @@ def measure_few(rows: int, size: int, rounds: int, clock: Callable[[], float]) -
     return {"packed x @ W": (times[1], times[0] / times[1])}
 
 
+Convolution = tuple[Callable[..., Any], Any]
+"""A function of a weight and images, and the weight as it takes it."""
+
+
+def convolutions(
+    side: int, inputs: int, outputs: int
+) -> tuple[dict[str, Convolution], dict[str, Convolution]]:
+    """Return dense and sparse forms of a 3x3 convolution of images (N, side, side, inputs)."""
+    windows = place_windows((side,) * 2, (3, 3), strides=(1, 1), pads=[1] * 4)
+    form = Conv((side,) * 2, *windows, groups=1, turned=True)
+    w = jax.random.normal(jax.random.key(0), (9 * inputs, outputs))
+    params = sparse.prune({"w": w})
+    taps = {str(i): tap for i, tap in enumerate(params["w"].reshape(9, inputs, outputs))}
+
+    def multiply_columns(params, x):
+        return jnp.concatenate(form.taps.read(x), -1) @ params["w"]
+
+    def add_products(taps, x):
+        return sum(tap @ taps[str(i)] for i, tap in enumerate(form.taps.read(x)))
+
+    kernel = params["w"].reshape(3, 3, inputs, outputs)
+    dense = {
+        "XLA": (lambda w, x: form.plain(2, x, w), kernel),
+        "the package": (lambda w, x: form.fast(2, x, w), kernel),
+        "im2col": (multiply_columns, params),
+    }
+    return dense, {
+        "im2col": (sparse.sparse_products(multiply_columns, {"w"}), params),
+        "shifted": (sparse.sparse_products(add_products, taps), taps),
+    }
+
+
+def measure_convolution(
+    batch: int, side: int, inputs: int, outputs: int, rounds: int, clock: Callable[[], float]
+) -> str:
+    """Return the times of the forms of a 3x3 convolution, sparse ones over the best dense one."""
+    dense, fast = convolutions(side, inputs, outputs)
+    x = jax.random.normal(jax.random.key(1), (batch, side, side, inputs))
+    forms = [(jax.jit(function), w) for function, w in (*dense.values(), *fast.values())]
+    times = minima([lambda f=f, w=w: f(w, x) for f, w in forms], rounds, clock)
+    least = times[: len(dense)].min()
+    parts = [f"{name} {1e3 * t:.2f} ms" for name, t in zip(dense, times, strict=False)]
+    parts += [
+        f"2:4 {name} {1e3 * t:.2f} ms ({t / least:.2f})"
+        for name, t in zip(fast, times[len(dense) :], strict=True)
+    ]
+    return f"{batch}x{side}x{side}x{inputs} -> {outputs}: " + ", ".join(parts)
+
+
 def fit(rounds: int, clock: Callable[[], float]) -> None:
     """Print `LEAST_ROWS`: the least rows from which on both products gain, by size."""
     _cpu.LEAST_ROWS = ((4, 1),)  # everything
@@ -177,6 +233,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--conv", action="store_true")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--chart", type=Path, help="png, svg or pdf; figures go to .json beside")
     parser.add_argument("--figures", type=Path, help="draw those of this file")
@@ -195,6 +252,11 @@ def main() -> None:
     kernel = "cuSPARSELt" if on_gpu else _cpu.variants()[0]
     about = f"{kind}, {kernel}, {dtype}, JAX {jax.__version__}, {chosen.clock} clock"
     print(about)
+    if chosen.conv:
+        keep_pages()
+        for sizes in IMAGES:
+            print(measure_convolution(*sizes, chosen.rounds, clock), flush=True)
+        return
     results: dict[str, dict[str, Figures]] = {}
     sizes = chosen.sizes or ([1024, 4096, 8192] if on_gpu else [512, 1024, 2048, 4096])
     for rows in [] if on_gpu or chosen.rows else FEW_ROWS:

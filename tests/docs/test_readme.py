@@ -84,7 +84,7 @@ def folder(tmp_path, monkeypatch):
         for page in PAGES
     ],
 )
-def test_page(page, folder):
+def test_page(page, folder, capsys):
     """A page makes the files of its examples itself: first its Python runs, then its commands."""
     if page.stem == "sparsity":
         try:
@@ -100,6 +100,9 @@ def test_page(page, folder):
     for line in "".join(blocks(page, "sh")).splitlines():
         if line.startswith("jaxonnx "):
             assert main(shlex.split(line, comments=True)[1:]) == 0, line
+    if page.stem == "sparsity":
+        shown = capsys.readouterr().out
+        assert all(block in shown for block in blocks(page, "text"))
 
 
 def test_commands_for_other_machines_are_understood():

@@ -15,6 +15,7 @@ import optax
 import pytest
 
 import jaxonnx
+from benchmarks.sparse.products import convolutions
 from jaxonnx import demo, sparse
 from jaxonnx.sparse import _products
 from jaxonnx.sparse._products import _compile, _cpu
@@ -261,6 +262,15 @@ def test_pointwise_kernels_are_sparse_and_others_are_not():
     assert count(sparse.sparse_products(pointwise, {"k"}), params, X) == 1
     found = sparse.sparse_products(pointwise, {"k"})(params, X)
     np.testing.assert_allclose(found, pointwise(params, X), rtol=1e-4, atol=1e-4)
+
+
+def test_the_forms_of_convolutions_that_are_timed_are_equal(everything):
+    dense, fast = convolutions(6, 8, 12)
+    x = rows(2 * 36, 8).reshape(2, 6, 6, 8)
+    assert [count(function, w, x) for function, w in fast.values()] == [1, 9]
+    wanted, *found = (function(w, x) for function, w in (*dense.values(), *fast.values()))
+    for y in found:
+        np.testing.assert_allclose(y, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
