@@ -156,7 +156,14 @@ class ModelArguments(TypedDict, total=False):
     options, forward and backward products with sparse weights leave out their zeros: on CPU in
     float32, on NVIDIA GPUs with `precision="bf16"` and the extra `sparse-cuda`."""
     quantize: Annotated[
-        str | Quantization | None, Argument(form="text", resume=True, needs_loss=True)
+        str | Quantization | None,
+        Argument(
+            form="scheme",
+            resume=True,
+            needs_loss=True,
+            words="Train through rounding: int8, int4, or fields of Quantization as "
+            "weights=int4,block=32",
+        ),
     ]
     """Train through the rounding of a quantized network: "int8", "int4", ... or a `Quantization`.
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from jaxonnx._arguments import NAN_POLICIES, Declared, declared_in
 from jaxonnx._mesh import AUTOMATIC
+from jaxonnx.cli._declarations import SCHEME, read_declarations
 
 
 class Flag(NamedTuple):
@@ -107,6 +108,30 @@ def axes(text: str) -> dict[str, int] | str:
     return {name: int(size) for name, size in pairs}
 
 
+def scheme(text: str) -> str | dict[str, Any]:
+    """Parse a type of weights, or FIELD=VALUE,... of a `jaxonnx.Quantization`.
+
+    A part without "=" is one more name of the choice before it.
+    """
+    if "=" not in text:
+        return text
+    fields, last = read_declarations(*SCHEME), ""
+    result: dict[str, Any] = {}
+    for part in text.split(","):
+        name, found, value = part.partition("=")
+        if not found and last and fields[last].is_repeatable:
+            name, value = last, part
+        elif name not in fields:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(fields)}")
+        last = name
+        try:
+            value = fields[name].convert(value)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{name}={value} {error}") from error
+        result[name] = [*result.get(name, ()), value] if fields[name].is_repeatable else value
+    return result
+
+
 def cluster(text: str) -> tuple[str, int, int] | str:
     """Parse HOST:PORT,COUNT,INDEX, or auto."""
     if text == "auto":
@@ -132,7 +157,7 @@ SIZE: Mapping[str, Any] = {"type": size, "metavar": "HxW"}
 SWITCH: Mapping[str, Any] = {"action": argparse.BooleanOptionalAction, "default": False}
 MANY: Mapping[str, Any] = {"action": Gather, "metavar": "NAME"}
 
-PAIRS = (axes, class_weight, parse_count, dimension, fill, ratio)
+PAIRS = (axes, class_weight, parse_count, dimension, fill, ratio, scheme)
 """Kinds of values with a name and "=", which are a table in a TOML file."""
 
 NEEDED: Mapping[str, Any] = {**FILE, "required": True}
@@ -158,6 +183,7 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
     "validation": {"type": share, "metavar": "PATH|SHARE"},
     "augment": {**MANY, "choices": ("crop", "flip")},
     "logs": {**MANY, **FILE},
+    "scheme": {"type": scheme, "metavar": "TYPE|FIELD=X,..."},
 }
 """How the command line takes an argument of `jaxonnx.train`, by `Argument.form`."""
 
@@ -176,6 +202,52 @@ def declared_flags(
         for name, one in declared_in(group).items()
         if one.argument.form and name not in without and (names is None or name in names)
     ]
+
+
+_KINDS: Mapping[str, Mapping[str, Any]] = {
+    "bool": {"action": argparse.BooleanOptionalAction},
+    "int": POSITIVE,
+    "float": REAL,
+    "Select": MANY,
+    "Sequence": MANY,
+}
+
+
+def read_flags(
+    file: str, owner: str, names: Sequence[str], renamed: Mapping[str, str] | None = None
+) -> list[Flag]:
+    """Return the flags of arguments of a function, or of fields of a class, outside `_arguments`.
+
+    Args:
+      file: of the source, and
+      owner: the name of the function or class, as `read_declarations` takes them.
+      names: the arguments to take.
+      renamed: the flags of some, where they have other names.
+    """
+    declared = read_declarations(file, owner)
+    flags = []
+    for name in names:
+        one, flag = declared[name], (renamed or {}).get(name, name).replace("_", "-")
+        more = {"choices": one.choices} if one.kind == "choice" else _KINDS[one.kind]
+        text = one.text.replace("%", "%%").replace("`", "")
+        text += "; repeatable" if one.is_repeatable else ""
+        flags.append(Flag(f"--{flag}", text, {**more, "dest": name_of(owner, name)}))
+    return flags
+
+
+def name_of(owner: str, argument: str) -> str:
+    """Return the name among the options of an argument that `read_flags` has a flag of."""
+    return f"{owner}.{argument}"
+
+
+def given(options: argparse.Namespace, owner: str) -> dict[str, Any]:
+    """Return the values of the arguments of an owner whose flags are given."""
+    values = {
+        name.removeprefix(f"{owner}."): value
+        for name, value in vars(options).items()
+        if name.startswith(f"{owner}.") and value is not None
+    }
+    return {name: None if value == "none" else value for name, value in values.items()}
 
 
 def _help(one: Declared) -> str:

@@ -13,6 +13,7 @@ from jaxonnx._arguments import (
     RunArguments,
     StepArguments,
 )
+from jaxonnx.cli._declarations import QUANTIZE, SCHEME, SENSITIVITY
 from jaxonnx.cli._flag_types import (
     COUNT,
     FILE,
@@ -30,6 +31,7 @@ from jaxonnx.cli._flag_types import (
     cluster,
     declared_flags,
     dimension,
+    read_flags,
 )
 
 LOSS = "softmax_cross_entropy_with_integer_labels"
@@ -137,6 +139,11 @@ _LORA_WHERE = Flag(
     MANY,
 )
 _ADAPTERS = Flag("--adapters", "a file for the adapters alone", FILE)
+_SCHEME_FIELDS = (
+    *("weights", "activations", "per_channel", "block", "symmetric", "calibration"),
+    *("where", "skip", "dialect", "reduce_range", "bits", "size"),
+)
+"""Fields of `jaxonnx.Quantization` that are not for training alone."""
 _RESUME_ANYWAY = Flag(
     "--resume-anyway", "resume, with other data than the checkpoint's, too", SWITCH
 )
@@ -259,35 +266,29 @@ VERBS: Mapping[str, Verb] = {
     "quantize": Verb(
         "calibrate int8 or int4 weights and activations; train --quantize trains through them",
         "jaxonnx quantize net.onnx data.npz -o int8.onnx\n"
-        "jaxonnx quantize net.onnx data.npz -o int4.onnx --weights int4 --skip head",
+        "jaxonnx quantize net.onnx data.npz -o int4.onnx --weights int4 --block 32 --skip head\n"
+        "jaxonnx quantize net.onnx photos -o mixed.onnx --bits auto --share 0.3",
         {
             "": [
                 *_EXAMPLES,
                 _OUTPUT,
-                Flag(
-                    "--weights",
-                    "type of weights",
-                    {"choices": ("int8", "uint8", "fp8", "int4", "uint4", "int2")},
-                ),
-                Flag(
-                    "--activations",
-                    "type of what products read; none: weights only",
-                    {"choices": ("uint8", "int8", "uint16", "int16", "fp8", "none")},
-                ),
-                Flag("--block", "inputs of MatMul and Gemm that share a scale", POSITIVE),
-                Flag(
-                    "--calibration",
-                    "how ranges of activations are found",
-                    {"choices": ("minmax", "average", "percentile", "mse", "entropy")},
-                ),
-                Flag(
-                    "--dialect",
-                    "what the runtime takes",
-                    {"choices": ("onnxruntime", "tensorrt", "qnn")},
-                ),
-                Flag("--skip", "module, node or name of what stays; repeatable", MANY),
-                Flag("--batches", "to measure ranges on; 16", POSITIVE),
-                Flag("--batch-size", "examples in a batch; 32", COUNT),
+                *read_flags(*QUANTIZE, ("method", "batches", "batch_size")),
+            ],
+            "scheme: which numbers become integers, and which integers": read_flags(
+                *SCHEME, _SCHEME_FIELDS, {"size": "share"}
+            ),
+            **_READING,
+            **_PICTURES,
+        },
+    ),
+    "sensitivity": Verb(
+        "show what each weight costs when it alone is rounded, or made sparse",
+        "jaxonnx sensitivity net.onnx data.npz --types int8 --types int4 --types 2:4",
+        {
+            "": [
+                *_EXAMPLES,
+                *read_flags(*SENSITIVITY, ("types", "batches", "batch_size")),
+                Flag("--plot", "a file for the picture, as .png or .svg", FILE),
             ],
             **_READING,
             **_PICTURES,

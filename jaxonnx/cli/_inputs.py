@@ -94,12 +94,30 @@ def data(path: Path, model: Model, options: argparse.Namespace) -> tuple[Any, bo
     targets = {name: values[name] for name in found.targets}
     labels = next(iter(targets.values())) if len(targets) == 1 else targets
     rest = (labels, *(values[name] for name in found.weight))
+    pixels = _prepare_pixels(inputs, model, options)
+    if pixels is None:
+        return (inputs, *rest), bool(image_options(options))
+    return (pixels, *rest), True
+
+
+def unlabeled(path: Path, model: Model, options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+    """Return the inputs of a file, or the path of a folder and the preparation of its pictures."""
+    if path.is_dir():
+        return path, {"preprocess": image_options(options) or None}
+    values = inputs(path, model)
+    pixels = _prepare_pixels(values, model, options)
+    return values if pixels is None else pixels, {}
+
+
+def _prepare_pixels(
+    inputs: Mapping[str, Any], model: Model, options: argparse.Namespace
+) -> np.ndarray | None:
+    """Return the input of a network of pictures, if these are pixels and it takes other numbers."""
     x: Any = next(iter(inputs.values())) if len(model.inputs) == 1 else None
     if not getattr(x, "dtype", None) == np.uint8 != model.inputs[0].dtype:
-        return (inputs, *rest), bool(image_options(options))
+        return None
     prepare = preparation(model, options)
-    where = images.layout(model, prepare.size)
-    return (pictures.batch(x, prepare, where), *rest), True
+    return pictures.batch(x, prepare, images.layout(model, prepare.size))
 
 
 def fix(model: Model, options: argparse.Namespace) -> Model:

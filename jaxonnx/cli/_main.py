@@ -27,6 +27,7 @@ _VERBS = {
     "evaluate": verbs.evaluate,
     "sparsify": training.sparsify,
     "quantize": verbs.quantize,
+    "sensitivity": verbs.sensitivity,
     "export-step": training.export_step,
     "import-step": training.import_step,
     "classify": verbs.classify,

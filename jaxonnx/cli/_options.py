@@ -104,6 +104,8 @@ def _configure(
             action.default = _default(action, value)
         except ValueError as error:
             parser.error(f"--config {path}: {key} = {value!r} {error}")
+        except argparse.ArgumentTypeError as error:
+            parser.error(f"--config {path}: {key}: {error}")
         action.required = False
         if not action.option_strings:
             action.nargs = "*" if action.nargs == "+" else "?"
@@ -116,16 +118,21 @@ def _default(action: argparse.Action, value: Any) -> Any:
             raise ValueError("must be true or false")
         return value
     if isinstance(value, dict) and action.type in PAIRS:
-        value = [f"{name}={x}" for name, x in value.items()]
+        value = [f"{name}={_join(x) if isinstance(x, list) else x}" for name, x in value.items()]
     if isinstance(value, bool | dict):
         raise ValueError("must be a number or a text")
     convert: Callable[[str], Any] = action.type or str  # type: ignore[assignment]
     if isinstance(action, Gather) or action.nargs == "+":
         return [convert(str(x)) for x in (value if isinstance(value, list) else [value])]
-    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    text = _join(value) if isinstance(value, list) else str(value)
     if action.choices and text not in action.choices:
         raise ValueError(f"is none of {', '.join(action.choices)}")
     try:
         return convert(text)
     except ValueError:
-        raise ValueError(f"does not fit --{action.dest.replace('_', '-')}") from None
+        flag = action.option_strings[-1] if action.option_strings else action.dest
+        raise ValueError(f"does not fit {flag}") from None
+
+
+def _join(values: Sequence[Any]) -> str:
+    return ",".join(map(str, values))

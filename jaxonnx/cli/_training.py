@@ -32,6 +32,7 @@ from jaxonnx.cli._verbs import describe_products
 from jaxonnx.errors import InputError
 from jaxonnx.lora import LoRA
 from jaxonnx.model import Model
+from jaxonnx.quantization import Quantization
 from jaxonnx.training import (
     optimizer,
     padding_of,
@@ -217,6 +218,7 @@ def _settings(
         "fixed": dict(options.fixed or ()) if sparsity is None else None,
         "class_weights": _class_weights(options),
         "dropout": _dropout(options),
+        "quantize": _scheme(options.quantize),
         "sparsity": sparsity,
         "lora": _lora(options) if sparsity is None else None,
         "mesh": reading.mesh(options),
@@ -330,6 +332,14 @@ def _dropout(options: argparse.Namespace) -> float | dict[str, float] | None:
     if "" in ratios and len(ratios) > 1:
         raise InputError("--dropout takes one ratio for all nodes, or NAME=X for each, not both")
     return ratios.get("", ratios) if ratios else None
+
+
+def _scheme(said: str | Mapping[str, Any] | None) -> str | partial | None:
+    """Return the name of a scheme, or the call that makes one; refuse fields that do not fit."""
+    if not isinstance(said, Mapping):
+        return said
+    Quantization(**said)
+    return partial(Quantization, **said)
 
 
 def _logger(path: Path) -> partial:

@@ -21,6 +21,7 @@ from jaxonnx._io.formats import check_suffix
 from jaxonnx._io.protos import text
 from jaxonnx.cli import _images as pictures
 from jaxonnx.cli import _inputs as reading
+from jaxonnx.cli._flag_types import given
 from jaxonnx.cli._flags import LOSS
 from jaxonnx.cli._inputs import Failed, Report
 from jaxonnx.errors import InputError
@@ -152,23 +153,33 @@ def evaluate(options: argparse.Namespace) -> Report:
 def quantize(options: argparse.Namespace) -> Report:
     from jaxonnx.quantization import Quantization, quantize
 
+    scheme = Quantization(**given(options, "Quantization"))
     model, where = reading.read(options), reading.examples(options)
     check_suffix(options.output)
     check_writable(options.output)
-    names = ("weights", "activations", "block", "calibration", "dialect", "skip")
-    chosen = {name: value for name in names if (value := getattr(options, name)) is not None}
-    if chosen.get("activations") == "none":
-        chosen["activations"] = None
-    said = reading.image_options(options)
-    data: Any = where if where.is_dir() else reading.inputs(where, model)
-    size, batches = options.batch_size, options.batches or 16
-    scheme = Quantization(**chosen)
-    same = {"batch_size": size, "batches": batches, "preprocess": said or None}
-    trained = quantize(model, data, scheme, **same)
-    trained.save(options.output)
-    before, after = (x.to_onnx().ByteSize() for x in (model, trained))
+    data, preprocess = reading.unlabeled(where, model, options)
+    more = given(options, "quantize") | preprocess
+    quantized = quantize(model, data, scheme, **more)
+    if reading.image_options(options):
+        quantized = images.with_preparation(quantized, reading.preparation(model, options))
+    quantized.save(options.output)
+    before, after = (x.to_onnx().ByteSize() for x in (model, quantized))
     shown = f"{before:,} bytes became {after:,}"
     return Report({"output": options.output, "bytes": after}, shown, written=[options.output])
+
+
+def sensitivity(options: argparse.Namespace) -> Report:
+    from jaxonnx.quantization import sensitivity
+
+    model, where = reading.read(options), reading.examples(options)
+    if options.plot is not None:
+        check_writable(options.plot)
+    data, preprocess = reading.unlabeled(where, model, options)
+    found = sensitivity(model, data, **given(options, "sensitivity"), **preprocess)
+    if options.plot is not None:
+        found.plot().figure.savefig(options.plot, bbox_inches="tight")
+    written = [] if options.plot is None else [options.plot]
+    return Report({"errors": found.errors, "sizes": found.sizes}, str(found), written=written)
 
 
 def classify(options: argparse.Namespace) -> Report:

@@ -70,11 +70,12 @@ def quantize(
       model: a Model, or anything that `jaxonnx.load` takes.
       data: inputs in any of the forms that `Model.predict` takes; targets beside them are left out.
       scheme: "int8", "int4", or a `jaxonnx.Quantization`.
-      batch_size: of data in one piece.
+      batch_size: the number of examples in a batch, of data in one piece.
       batches: the number of batches that ranges are measured on.
-      method: "round" learns for each weight whether it is rounded up or down, by the error of its
-        layer's results (AdaRound), instead of rounding to the nearest number, and corrects the
-        means of biases. It pays at four bits and fewer, but not for every network: compare both.
+      method: "round" learns for each number of a weight whether it is rounded up or down
+        (AdaRound). It goes by the error of its layer's results, instead of rounding to the nearest
+        number, and corrects the means of biases. It pays at four bits and fewer, but not for every
+        network: compare both.
       preprocess: as in `jaxonnx.train`, for folders of pictures.
 
     Returns:

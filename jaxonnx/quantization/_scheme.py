@@ -92,20 +92,23 @@ class Quantization:
         of the numbers. "mse": the range whose rounding has the least mean squared error.
         "entropy": the range whose rounded histogram diverges least from the whole one (Kullback and
         Leibler), as in TensorRT.
-      where: names, modules, nodes or a predicate, as in `Model.with_trainable`, that choose among
-        the weights of Conv, ConvTranspose, Gemm, MatMul, RNN, GRU and LSTM. None: all of them.
-      skip: weights to leave as they are, chosen in the same way.
-      dialect: "onnxruntime" also quantizes what pools, sums, products and concatenations read, and
-        the biases of convolutions and Gemm when the model is saved (int32), so that they are
-        computed with integers. "tensorrt" does neither, and its activations are symmetric int8 or
-        fp8. "qnn" (Qualcomm's processors) quantizes what all operators of floats read and what the
-        graph gives, to uint8 or uint16, and has scales for channels at convolutions alone.
-      reduce_range: weights of 8 bits take 7 of them, so that sums of two products fit into 16 bits
-        in onnxruntime on x86 processors with AVX2 or AVX512 and without VNNI. For
+      where: the weights to round: names, modules, nodes or a predicate, as in
+        `Model.with_trainable`, that choose among those of Conv, ConvTranspose, Gemm, MatMul, RNN,
+        GRU and LSTM. None: all of them.
+      skip: the weights to leave as they are. They are chosen in the same way.
+      dialect: what the runtime takes. "onnxruntime" also quantizes what pools, sums, products and
+        concatenations read, and the biases of convolutions and Gemm when the model is saved
+        (int32), so that they are computed with integers. "tensorrt" does neither, and its
+        activations are symmetric int8 or fp8. "qnn" (Qualcomm's processors) quantizes what all
+        operators of floats read and what the graph gives, to uint8 or uint16, and has scales for
+        channels at convolutions alone.
+      reduce_range: weights of 8 bits take 7 of them. Sums of two products then fit into 16 bits in
+        onnxruntime on x86 processors with AVX2 or AVX512 and without VNNI. For
         `jaxonnx.quantize` alone: training would leave the range again.
-      bits: "auto" chooses int4, int8 or float32 for each weight by what it costs when it alone is
-        rounded (`jaxonnx.sensitivity`), so that all together take `size`.
-      size: of weights with bits="auto", the share of their bytes in float32, above 0.125.
+      bits: "auto" chooses int4, int8 or float32 for each weight. It goes by what a weight costs
+        when it alone is rounded (`jaxonnx.sensitivity`), so that all together take `size`.
+      size: the share of the bytes of the weights in float32 that they take with bits="auto"; above
+        0.125.
       learn: "scales" trains the scales with the weights, by the gradient of "Learned Step Size
         Quantization" (arXiv:1902.08153); None keeps those of the calibration.
 

@@ -97,8 +97,8 @@ def sensitivity(
     Args:
       model: a Model, or anything that `jaxonnx.load` takes.
       data: inputs in any of the forms that `Model.predict` takes.
-      types: types of weights, as in `jaxonnx.Quantization`, or patterns of sparsity like "2:4".
-      batch_size: of data in one piece.
+      types: types of weights like "int8", or patterns of sparsity like "2:4".
+      batch_size: the number of examples in a batch, of data in one piece.
       batches: the number of batches that outputs are compared on.
       preprocess: as in `jaxonnx.train`, for folders of pictures.
 

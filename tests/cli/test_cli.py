@@ -5,14 +5,18 @@ import json
 import re
 import tempfile
 from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
 from matplotlib import pyplot
+from PIL import Image
 
 import jaxonnx
+from jaxonnx import demo
+from jaxonnx._data.images import preparation as images
 from jaxonnx.cli import main
 from jaxonnx.cli._flags import VERBS
 from jaxonnx.cli._options import parse
@@ -125,6 +129,124 @@ def test_quantize(small, capsys):
     assert "quantized already" in capsys.readouterr().err
 
 
+def test_fields_of_a_scheme_are_flags_of_quantize():
+    """With the choices that their types have, as they are read without importing them."""
+    (flags,) = (
+        flags for title, flags in VERBS["quantize"].groups.items() if title.startswith("scheme")
+    )
+    choices = {flag.names[2:].replace("-", "_"): flag.settings.get("choices") for flag in flags}
+    choices["size"] = choices.pop("share")  # pictures have a size
+    for name, kind in get_type_hints(jaxonnx.Quantization).items():
+        values = [v for part in get_args(kind) for v in get_args(part) if get_origin(part)]
+        if get_origin(kind) is Literal:
+            values = [*get_args(kind)]
+        default = jaxonnx.Quantization.__dataclass_fields__[name].default
+        if values and all(isinstance(v, str) for v in values) and name in choices:
+            optional = type(None) in get_args(kind) and default is not None
+            assert [*choices[name]] == [*values, *["none"] * optional], name
+    assert len([values for values in choices.values() if values]) == 5
+
+
+def test_quantize_by_fields(small, capsys):
+    fields = "--no-per-channel --calibration entropy --symmetric --dialect qnn --batches 2"
+    assert command(f"quantize net.onnx data.npz -o q.onnx {fields}") == 0
+    stored = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load("q.onnx").graph.initializer}
+    assert stored["w_scale"].ndim == 0
+    assert stored["x_zero_point"] == 128
+    assert command("quantize net.onnx data.npz -o q.onnx --bits auto --share 0.2") == 0
+    stored = {t.name: t.data_type for t in onnx.load("q.onnx").graph.initializer}
+    assert stored["w_quantized"] == onnx.TensorProto.INT4
+    assert command("quantize net.onnx data.npz -o q.onnx --weights int2") == 2
+    assert "activations=None" in capsys.readouterr().err
+    assert command("quantize net.onnx data.npz -o q.onnx --skip w --where w") == 2
+    assert "there is no float32 weight" in capsys.readouterr().err
+
+
+def test_pictures_calibrate(tmp_path, monkeypatch):
+    """A folder, and pixels of 8 bits, are prepared as the network takes them."""
+    monkeypatch.chdir(tmp_path)
+    demo.mlp().save("net.onnx")
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 8), np.uint8)
+    np.savez("images.npz", x=pixels)
+    for number, picture in enumerate(pixels):
+        path = Path("photos", str(number % 2), f"{number}.png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(picture).save(path)
+    scales = []
+    for data in ("images.npz", "photos"):
+        line = f"quantize net.onnx {data} -o q.onnx --mean 0.5 --std 0.5 --calibration minmax"
+        assert command(line) == 0
+        stored = {t.name: t for t in onnx.load("q.onnx").graph.initializer}
+        scales.append(float(onnx.numpy_helper.to_array(stored["x_scale"])))
+        assert images.preparation(jaxonnx.load("q.onnx")).mean == (0.5,)
+    x = (pixels / 255 - 0.5) / 0.5
+    np.testing.assert_allclose(scales, (x.max() - x.min()) / 255, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("said", "configured", "fields"),
+    [
+        ("int8", "'int8'", "int8"),
+        (
+            "weights=int4,block=2,activations=none,symmetric=true",
+            '{weights = "int4", block = 2, activations = "none", symmetric = true}',
+            {"weights": "int4", "block": 2, "activations": None, "symmetric": True},
+        ),
+        ("skip=a,b,size=0.5", '{skip = ["a", "b"], size = 0.5}', {"skip": ["a", "b"], "size": 0.5}),
+    ],
+)
+def test_schemes_of_training(said, configured, fields, small):
+    line = ["train", "net.onnx", "data.npz", "-o", "out.onnx"]
+    assert parse([*line, "--quantize", said]).quantize == fields
+    Path("run.toml").write_text(f"quantize = {configured}")
+    assert parse([*line, "--config", "run.toml"]).quantize == fields
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("bits=5", "bits=5 is none of auto"),
+        ("wieghts=int4", "'wieghts' is none of weights, "),
+        ("weights=int4,uint8", "'uint8' is none of weights, "),
+        ("symmetric=yes", "symmetric=yes is neither true nor false"),
+        ("block=x", "block=x"),
+    ],
+)
+def test_schemes_that_are_mistyped(said, message, small, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["train", "net.onnx", "data.npz", "-o", "out.onnx", "--quantize", said])
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_training_through_a_scheme(small, capsys):
+    line = "train net.onnx data.npz -o out.onnx --quantize weights=int4,block=2,learn=none"
+    assert command(f"{line} --explain") == 0
+    scheme = 'quantize=jaxonnx.Quantization(weights="int4", block=2, learn=None)'
+    assert scheme in capsys.readouterr().out
+    assert command(line) == 0
+    stored = {t.name: t for t in onnx.load("out.onnx").graph.initializer}
+    assert stored["w_quantized"].data_type == onnx.TensorProto.INT4
+    assert [*stored["w_scale"].dims] == [2, 3]
+    assert command(line.replace("block=2", "block=1")) == 2
+    assert "block is a number of inputs" in capsys.readouterr().err
+
+
+def test_sensitivity(small, capsys):
+    line = "sensitivity net.onnx data.npz --types int4 --types 2:4 --batch-size 4 --batches 1"
+    assert command(f"{line} --json --plot found.png") == 0
+    pyplot.close("all")
+    x = np.load("data.npz")["x"][:4]
+    found = jaxonnx.sensitivity("net.onnx", x, ("int4", "2:4"))
+    said = result(capsys)
+    assert said["sizes"] == {"w": 12}
+    np.testing.assert_allclose(said["errors"]["w"]["int4"], found.errors["w"]["int4"], rtol=1e-5)
+    assert said["errors"]["w"]["2:4"] is None  # three outputs
+    assert Path("found.png").read_bytes().startswith(b"\x89PNG")
+    assert command(line) == 0
+    assert "weight  numbers  int4" in capsys.readouterr().out
+
+
 def test_evaluate(small, capsys):
     line = "evaluate net.onnx data.npz --batch-size 3"
     assert command(f"{line} --json") == 0
@@ -232,6 +354,8 @@ def test_lists_and_texts_of_a_configuration(small):
         ("resume = 1", "must be true or false"),
         ("class-weights = 2", "has no name before 2"),
         ("mean = {red = 1}", "must be a number or a text"),
+        ("head = 'cat'", "'cat' is not a number"),
+        ("quantize = {weights = 'int3'}", "weights=int3 is none of int8"),
         ("optimizer = 'adamm'", "none of adam"),
         ("[train]\nepochs = 1", "unknown 'train'"),
         ("epochs =", "run.toml"),
