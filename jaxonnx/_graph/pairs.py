@@ -13,9 +13,12 @@ from typing import Any
 
 from jaxonnx._axes import Matrix
 from jaxonnx._graph.bind import Graph, Node
-from jaxonnx._graph.uses import uses
+from jaxonnx._graph.uses import uses, weights
 
-_PRODUCTS = ("Einsum", "FusedGemm", "FusedMatMul", "Gemm", "MatMul")
+_PRODUCTS = (
+    *("DynamicQuantizeMatMul", "Einsum", "FusedGemm", "FusedMatMul", "Gemm", "MatMul"),
+    *("MatMulBnb4", "MatMulIntegerToFloat", "MatMulNBits"),
+)
 _BETWEEN = (
     *("Attention", "BiasGelu", "DecoderMaskedMultiHeadAttention", "Einsum", "Expand", "FastGelu"),
     *("FusedMatMul", "Gather", "Gelu", "GroupQueryAttention", "MatMul", "MultiHeadAttention"),
@@ -40,8 +43,12 @@ class _Weights:
 
 
 def pairs(graph: Graph, tensors: Mapping[str, Any]) -> list[dict[str, int]]:
-    """Return for each pair the tensors that are split, weights and biases, and along which axis."""
+    """Return for each pair the tensors that are split, weights and biases, and along which axis.
+
+    Axes of matrices in few bits are the matrix's.
+    """
     read = _read(graph, tensors)
+    shapes = {name: weight.shape for name, weight in weights(graph, tensors).items()}
     before, lost = _flow(graph, read.products.keys())
     leads: dict[int, set[int]] = {}
     for sink in read.products:
@@ -60,15 +67,12 @@ def pairs(graph: Graph, tensors: Mapping[str, Any]) -> list[dict[str, int]]:
             if index in read.products and index not in sources:
                 continue
             beside = {index} if index in sources else before[index]
-            sizes = {_outputs(*read.products[source], tensors) for source in beside}
+            matrices = (read.products[source] for source in beside)
+            sizes = {shapes[own][matrix.output] for own, matrix in matrices}
             if beside and beside <= sources and sizes == {tensors[name].shape[axis]}:
                 split[name] = axis
         result.append(split)
     return result
-
-
-def _outputs(name: str, matrix: Matrix, tensors: Mapping[str, Any]) -> int:
-    return tensors[name].shape[matrix.output]
 
 
 def _read(graph: Graph, tensors: Mapping[str, Any]) -> _Weights:

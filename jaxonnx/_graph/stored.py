@@ -1,13 +1,15 @@
 """What the operators that read matrices in few bits dequantize them with."""
 
+import math
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx._graph.bind import Graph, Node
-from jaxonnx._graph.uses import uses
+from jaxonnx._graph.uses import Use, Weight, uses, weights
 from jaxonnx.errors import ModelError
 
 SCALES: Mapping[tuple[str, int], tuple[int, int]] = {
@@ -22,6 +24,63 @@ SCALES: Mapping[tuple[str, int], tuple[int, int]] = {
     ("QMoE", 8): (9, 13),
 }
 """By operator and input of a weight: the inputs with its scales and zero points; -1: none."""
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A matrix in few bits: one weight in several tensors."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    """Of the codes."""
+    nbytes: int
+    """Of all its tensors."""
+    units: tuple[int, ...]
+    """By axis of the matrix, how many equal parts of its codes can lie apart."""
+    axes: Mapping[str, tuple[int | None, ...]]
+    """By tensor, codes, scales and zero points: the axis of the matrix that each of its own is or
+    goes along with, None for what a part of the matrix needs whole."""
+
+
+def stored_matrices(
+    graph: Graph, tensors: Mapping[str, Any], apart: Collection[str] = ()
+) -> dict[str, StoredMatrix]:
+    """Return the matrices in few bits by the names of their codes.
+
+    Scales and zero points that several matrices share, and those among `apart`, are tensors of
+    their own.
+    """
+    found = {n: w for n, w in weights(graph, tensors).items() if w.storage and w.matrix}
+    read: dict[str, list[Use]] = {}
+    for use in uses(graph, tensors):
+        if use.is_direct:
+            read.setdefault(use.name, []).append(use)
+    result = {}
+    for name, weight in found.items():
+        own = {use.node.index for use in read[name]}
+        first = read[name][0]
+        places = SCALES.get((first.node.op.name, first.position), ())
+        beside = [first.node.inputs[i] for i in places if 0 <= i < len(first.node.inputs)]
+        members = [
+            n
+            for n in beside
+            if n in tensors and n not in apart and own.issuperset(u.node.index for u in read[n])
+        ]
+        axes = {n: _follow_axes(tensors[n].shape, weight, first) for n in (name, *members)}
+        lengths = dict(zip(axes[name], tensors[name].shape, strict=True))
+        units = tuple(math.gcd(size, lengths.get(i, 1)) for i, size in enumerate(weight.shape))
+        size = sum(tensors[n].nbytes for n in axes)
+        result[name] = StoredMatrix(weight.shape, tensors[name].dtype, size, units, axes)
+    return result
+
+
+def _follow_axes(shape: tuple[int, ...], weight: Weight, use: Use) -> tuple[int | None, ...]:
+    """Return the axes of the matrix that those of a tensor of its storage go along with."""
+    rank, form = len(weight.shape), use.node.op.form(use.position)
+    if len(shape) == 1 and (form is None or form.storage is None):  # a scale for each place
+        default = 1 if use.node.op.name == "DequantizeLinear" else -1
+        return (use.node.attributes.get("axis", default) % rank,)
+    return tuple(i if i < rank else None for i in range(len(shape)))
 
 
 def check_stored(graph: Graph, tensors: Mapping[str, Any], names: Collection[str]) -> None:

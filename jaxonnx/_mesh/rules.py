@@ -5,6 +5,9 @@ splits pairs of matrix products, the first by its outputs and the second by its 
 all-reduce follows a pair (Megatron-LM, arXiv 1909.08053). Megatron takes the pairs from the code of
 a transformer; here `_graph.pairs` finds them in the graph, so that any network with such pairs
 works. A tensor that devices cannot divide evenly is not split.
+
+A matrix in few bits is one entry to all rules, by the name of its codes and with the axes of the
+matrix. Its scales and zero points are split as its codes are, in whole blocks.
 """
 
 from __future__ import annotations
@@ -19,14 +22,16 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxonnx._graph.pairs import pairs
 from jaxonnx._graph.select import matching, near
+from jaxonnx._graph.stored import StoredMatrix, stored_matrices
 from jaxonnx._mesh import AUTOMATIC
 from jaxonnx._network import Network
 from jaxonnx.errors import InputError
+from jaxonnx.lowering import BATCH_AXIS
 
 Rule = PartitionSpec | Literal["data", "fsdp", "tensor"] | tuple | None
 Sharding = str | Mapping[str, Rule] | Callable[[str, tuple[int, ...]], Rule]
 
-DATA, TENSOR = "data", "model"
+DATA, TENSOR = BATCH_AXIS, "model"
 """The axes of a mesh that batches, and pairs of matrix products, are split over."""
 
 _SMALL = 4096
@@ -52,6 +57,14 @@ def mesh_of(mesh: Any) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
 
 
+def entries(model: Network, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what rules apply to: tensors by name, and matrices in few bits as one each."""
+    apart = model.params.keys() | (model.tensors.keys() - tensors.keys())
+    stored = stored_matrices(model.graph, model.tensors, apart)
+    members = {member for name in stored if name in tensors for member in stored[name].axes}
+    return {n: stored.get(n, x) for n, x in tensors.items() if n in stored or n not in members}
+
+
 def specs(
     model: Network, mesh: Mesh, sharding: Any, tensors: Mapping[str, Any]
 ) -> dict[str, PartitionSpec]:
@@ -64,15 +77,48 @@ def specs(
     Raises:
       InputError: a rule that fits no tensor, or a split that a tensor or the mesh does not have.
     """
+    shown = entries(model, tensors)
+    result = entry_specs(model, mesh, sharding, shown)
+    for name, one in shown.items():
+        if isinstance(one, StoredMatrix):
+            result |= _member_specs(one, result[name], mesh, tensors)
+    return {name: result[name] for name in tensors}
+
+
+def _member_specs(
+    matrix: StoredMatrix, spec: PartitionSpec, mesh: Mesh, tensors: Mapping[str, Any]
+) -> dict[str, PartitionSpec]:
+    """Return the specs of codes, scales and zero points, by that of their matrix."""
+    result = {}
+    for name, axes in matrix.axes.items():
+        parts = [spec[a] if a is not None and a < len(spec) else None for a in axes]
+        sizes = [math.prod(mesh.shape[axis] for axis in axes_of(part)) for part in parts]
+        even = [n % size == 0 for n, size in zip(tensors[name].shape, sizes, strict=True)]
+        parts = [part if fits else None for part, fits in zip(parts, even, strict=True)]
+        while parts and parts[-1] is None:
+            parts.pop()
+        result[name] = PartitionSpec(*parts)
+    return result
+
+
+def entry_specs(
+    model: Network, mesh: Mesh, sharding: Any, tensors: Mapping[str, Any]
+) -> dict[str, PartitionSpec]:
+    """Return the partition spec of each of `entries`, as `specs` says."""
     rules = _rules(model, sharding, tensors)
     result = {}
     for kind in sorted({rule for rule, _ in rules.values() if isinstance(rule, str)}):
         own = {name: x for name, x in tensors.items() if rules[name][0] == kind}
         result |= _automatic(model, mesh, kind, own)
     return {
-        name: result[name] if name in result else _check_rule(rule, name, x.shape, mesh, told)
+        name: result[name] if name in result else _check_rule(rule, name, x, mesh, told)
         for (name, x), (rule, told) in zip(tensors.items(), rules.values(), strict=True)
     }
+
+
+def _units(x: Any) -> tuple[int, ...]:
+    """Return how many equal parts each axis has at most."""
+    return x.units if isinstance(x, StoredMatrix) else tuple(x.shape)
 
 
 def _rules(
@@ -122,14 +168,16 @@ def _automatic(
 
 def _largest(x: Any, mesh: Mesh) -> PartitionSpec:
     """Split the largest axis that all devices, or else those of "data", divide evenly."""
-    if math.prod(x.shape) * x.dtype.itemsize < _SMALL:
+    size = x.nbytes if isinstance(x, StoredMatrix) else math.prod(x.shape) * x.dtype.itemsize
+    if size < _SMALL:
         return PartitionSpec()
     groups: list[tuple[str, ...]] = [mesh.axis_names, (DATA,)]
     for axes in groups:
         count = math.prod(mesh.shape[axis] for axis in axes)
-        fits = [size for size in x.shape if size % count == 0]
+        fits = [axis for axis, units in enumerate(_units(x)) if units % count == 0]
         if fits and count > 1:
-            return _split(x.shape.index(max(fits)), axes[0] if len(axes) == 1 else axes)
+            longest = max(fits, key=lambda axis: x.shape[axis])
+            return _split(longest, axes[0] if len(axes) == 1 else axes)
     return PartitionSpec()
 
 
@@ -141,8 +189,11 @@ def _paired_specs(
     uneven: list[str] = []
     for pair in pairs(model.graph, model.tensors):
         own = {name: axis for name, axis in pair.items() if name in tensors}
-        odd = [name for name, axis in own.items() if tensors[name].shape[axis] % count]
-        uneven += [f"'{n}' {[*tensors[n].shape]} along axis {own[n]}" for n in odd]
+        odd = [name for name, axis in own.items() if _units(tensors[name])[axis] % count]
+        uneven += [
+            f"'{n}' {[*tensors[n].shape]} along axis {own[n]} (of {_units(tensors[n])[own[n]]})"
+            for n in odd
+        ]
         if not odd:
             result |= {name: _split(axis, TENSOR) for name, axis in own.items()}
     if not any(result.values()):
@@ -160,9 +211,7 @@ def _split(axis: int, over: Any) -> PartitionSpec:
     return PartitionSpec(*(None,) * axis, over)
 
 
-def _check_rule(
-    rule: Any, name: str, shape: tuple[int, ...], mesh: Mesh, told: str
-) -> PartitionSpec:
+def _check_rule(rule: Any, name: str, x: Any, mesh: Mesh, told: str) -> PartitionSpec:
     """Convert a rule to a spec; raise an InputError if it does not fit the tensor or the mesh."""
     if rule is None:
         return PartitionSpec()
@@ -171,7 +220,7 @@ def _check_rule(
             f"{told} must be a jax.P, like P(None, 'model'), or one of 'data', 'fsdp' and "
             f"'tensor', and is {rule!r} for '{name}'"
         )
-    parts = [axes_of(over) for over in rule]
+    parts, shape, units = [axes_of(over) for over in rule], x.shape, _units(x)
     told = f"{told} splits '{name}' {[*shape]} by {PartitionSpec(*rule)}"
     used = [axis for part in parts for axis in part]
     for axis in used:
@@ -183,15 +232,16 @@ def _check_rule(
         raise InputError(f"{told}, and it has {len(shape)} axes")
     for place, part in enumerate(parts):
         count = math.prod(mesh.shape[axis] for axis in part)
-        length = shape[place]
+        length = units[place]
         if length % count:
-            fits = [f"axis {a} ({n})" for a, n in enumerate(shape) if n % count == 0]
+            fits = [f"axis {a} ({n})" for a, n in enumerate(units) if n % count == 0]
             over = [f"'{a}' ({n})" for a, n in mesh.shape.items() if length % n == 0 and n > 1]
             rest = " or ".join([*fits, *(f"axis {place} over {axis}" for axis in over)])
+            what = "" if length == shape[place] else f" in {length} blocks"
             rest = f"{rest} would fit" if rest else "no axis does: leave it whole with P()"
             raise InputError(
-                f"{told}: axis {place} of length {length} does not divide into {count} parts; "
-                f"{rest}"
+                f"{told}: axis {place} of length {shape[place]}{what} does not divide into "
+                f"{count} parts; {rest}"
             )
     return PartitionSpec(*rule)
 

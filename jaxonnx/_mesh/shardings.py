@@ -16,7 +16,16 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxonnx._mesh.rules import DATA, axes_of, describe_mesh, mesh_of, specs
+from jaxonnx._graph.stored import StoredMatrix
+from jaxonnx._mesh.rules import (
+    DATA,
+    axes_of,
+    describe_mesh,
+    entries,
+    entry_specs,
+    mesh_of,
+    specs,
+)
 from jaxonnx._network import Network
 from jaxonnx._text import Rendered
 
@@ -84,10 +93,11 @@ def inherit_shardings(tree: Any, params: Mapping[str, Placement], mesh: Mesh) ->
 
 
 class Placed(NamedTuple):
-    """A tensor on a mesh."""
+    """A tensor on a mesh, or a matrix in few bits with its scales and zero points."""
 
     name: str
     shape: tuple[int, ...]
+    """Of the matrix."""
     trained: bool
     spec: PartitionSpec
     """The axes of the mesh that each of its axes is split over."""
@@ -108,7 +118,7 @@ class Shardings(Rendered):
 
     @property
     def specs(self) -> dict[str, PartitionSpec]:
-        """The spec of each tensor by name."""
+        """The spec of each tensor by name; of a matrix in few bits, that of its own axes."""
         return {x.name: x.spec for x in self.tensors}
 
     @property
@@ -168,17 +178,19 @@ def shardings(
     """Return the table of a model, as `Model.shardings` says."""
     tensors = {**model.params, **model.state}
     where = model_shardings(model, mesh, sharding)
-    mesh = mesh_of(mesh)
+    mesh, shown = mesh_of(mesh), entries(model, tensors)
+    split = entry_specs(model, mesh, sharding, shown)
     laid = {name: Placement(x.shape, where[name]) for name, x in tensors.items()}
     optimizer = optax.adam(0.0) if optimizer is None else optimizer
     state = jax.eval_shape(optimizer.init, dict(model.params))
     of_state = jax.tree.map(_on_each, state, inherit_shardings(state, laid, mesh))
-    rows = tuple(
-        Placed(n, x.shape, n in model.params, where[n].spec, _on_each(x, where[n]))
-        for n, x in tensors.items()
-    )
+    rows = []
+    for n, x in shown.items():
+        own = x.axes if isinstance(x, StoredMatrix) else (n,)
+        each = sum(_on_each(tensors[member], where[member]) for member in own)
+        rows.append(Placed(n, x.shape, n in model.params, split[n], each))
     whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((tensors, state)))
-    return Shardings(mesh, rows, sum(jax.tree.leaves(of_state)), whole)
+    return Shardings(mesh, tuple(rows), sum(jax.tree.leaves(of_state)), whole)
 
 
 def _on_each(x: Any, sharding: NamedSharding) -> int:

@@ -21,7 +21,7 @@ from jaxonnx.lowering._layout import (
 from jaxonnx.lowering._low_rank import Changed, LowRank, unfold_change
 from jaxonnx.lowering._merged_rows import MergedRows, reshape_rows
 from jaxonnx.lowering._normalized import normalize
-from jaxonnx.lowering._packed import SMALL, Packed
+from jaxonnx.lowering._packed import BATCH_AXIS, SMALL, Packed
 from jaxonnx.lowering._pool import Choice, first_max, first_winner, max_pool, window_sum
 from jaxonnx.lowering._product import is_half, merges, product, product_rounded, rows
 from jaxonnx.lowering._recurrence import elementwise, recur, state_product, transpose_weight
@@ -29,6 +29,7 @@ from jaxonnx.lowering._remat import remat
 from jaxonnx.lowering._select_platform import select_platform
 
 __all__ = [
+    "BATCH_AXIS",
     "FAST_INT8",
     "SMALL",
     "Changed",

@@ -6,6 +6,7 @@ converts a few rows at a time, in the forward pass and again in the gradient by 
 The compiler does not merge what is in two loops.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,6 +23,16 @@ PART = 1 << 20
 """Bytes of floating-point numbers that exist at a time, which stay in the cache of a CPU."""
 SMALL = 1 << 16
 """Bytes of a matrix that is converted as a whole."""
+
+
+BATCH_AXIS = "data"
+"""The axis of a mesh that batches are split over; a step gathers what else is split over it."""
+
+
+def _devices_per_batch() -> int:
+    """Return over how many devices a matrix may be split, where a mesh is set."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(size for axis, size in mesh.shape.items() if axis != BATCH_AXIS)
 
 
 @jax.tree_util.register_dataclass
@@ -62,7 +73,9 @@ class Packed:
     def __rmatmul__(self, x: Any) -> Any:
         if x.shape[-1] != self.shape[0]:
             raise TypeError(f"shapes {x.shape} and {self.shape} cannot be multiplied")
-        form = _Form(self.unpack, self.size, self.dtype, len(self.groups), self.transposed)
+        apart = _devices_per_batch()
+        apart = apart if len(self.groups[0]) % apart == 0 else 1
+        form = _Form(self.unpack, self.size, self.dtype, len(self.groups), self.transposed, apart)
         arrays = map(jnp.asarray, (x, *self.groups, *self.shared))
         return packed_product_p.bind(*arrays, form=form)
 
@@ -77,6 +90,8 @@ class _Form:
     count: int
     """The number of arrays that have groups of rows."""
     transposed: bool
+    apart: int = 1
+    """How many equal parts the groups may lie apart in, on devices."""
 
     @property
     def adjoint(self) -> "_Form":
@@ -86,6 +101,20 @@ class _Form:
         """Multiply by the whole matrix."""
         matrix = self.unpack(*arrays).astype(x.dtype)
         return x @ (matrix.T if self.transposed else matrix)
+
+    def on_devices(self, x, *arrays):
+        """Multiply by the rows of each device in parts: a loop over all would gather them."""
+        count, (rows, columns) = self.apart, self.size
+        if count == 1:
+            return self.in_parts(x, *arrays)
+        own = replace(self, size=(rows // count, columns), apart=1)
+        groups = [g.reshape(count, -1, *g.shape[1:]) for g in arrays[: self.count]]
+        axes = [*(0 for _ in groups), *(None for _ in arrays[self.count :])]
+        if self.transposed:
+            y = jax.vmap(own.in_parts, (None, *axes), -2)(x, *groups, *arrays[self.count :])
+            return y.reshape(*x.shape[:-1], rows)
+        x = x.reshape(*x.shape[:-1], count, rows // count)
+        return jax.vmap(own.in_parts, (-2, *axes))(x, *groups, *arrays[self.count :]).sum(0)
 
     def in_parts(self, x, *arrays):
         """Multiply by some groups of rows after others."""
@@ -174,5 +203,5 @@ ad.primitive_transposes[packed_product_p] = _transpose
 batching.primitive_batchers[packed_product_p] = _batch
 mlir.register_lowering(
     packed_product_p,
-    mlir.lower_fun(lambda *operands, form: form.in_parts(*operands), multiple_results=False),
+    mlir.lower_fun(lambda *operands, form: form.on_devices(*operands), multiple_results=False),
 )

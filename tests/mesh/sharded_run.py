@@ -4,6 +4,7 @@ python -m tests.mesh.sharded_run FOLDER CASE...
 """
 
 import gc
+import re
 import sys
 import traceback
 from functools import partial
@@ -16,12 +17,13 @@ import numpy as np
 import optax
 import pytest
 from jax import P
+from onnx import TensorProto, helper
 
 import jaxonnx
 from jaxonnx import demo
 from jaxonnx.sparse._products import _cpu
 from jaxonnx.training import _checkpoint
-from tests.model.test_adapter_files import two_layers
+from tests.model.test_packed import MS, network, normal, raw
 from tests.support.paths import DATA
 from tests.support.tiny_networks import LABELS
 
@@ -125,20 +127,83 @@ def lora(folder):
     compared(demo.mlp(128), ("tensor",), check, **settings)
 
 
+def two_products(kind, size=256):
+    """A file of two products with matrices w0 and w1 in few bits, and an activation between."""
+    nodes, tensors, types = [], {}, {}
+    for i, (x, y) in enumerate((("x", "h"), ("r", "y"))):
+        w, s, z = f"w{i}", f"s{i}", f"z{i}"
+        sizes = {"K": size, "N": size, "block_size": 16}
+        node = partial(helper.make_node, outputs=[y], domain=MS)
+        if kind == "MatMulNBits":
+            tensors |= {w: raw(size, size // 16, 8), s: 0.05 * normal(size, size // 16)}
+            tensors[z] = raw(size, -(-size // 32))
+            nodes.append(node(kind, [x, w, s, z], bits=4, **sizes))
+        elif kind == "MatMulBnb4":
+            tensors |= {w: raw(size * size // 2, 1), s: 0.05 * normal(size * size // 16)}
+            nodes.append(node(kind, [x, w, s], quant_type=1, **sizes))
+        elif kind == "DynamicQuantizeMatMul":
+            tensors |= {w: raw(size, size), s: 1e-3 * normal(size), z: raw(size)}
+            nodes.append(node(kind, [x, w, s, z]))
+        else:
+            codes = (raw(size, size) % 16).astype(np.int8) - 8
+            tensors |= {w: codes, s: 0.05 * normal(size // 16, size)}
+            types[w] = TensorProto.INT4
+            options = {"axis": 0, "block_size": 16}
+            nodes.append(helper.make_node(kind, [w, s], [f"d{i}"], **options))
+            nodes.append(helper.make_node("MatMul", [x, f"d{i}"], [y]))
+        nodes.append(helper.make_node("Relu", ["h"], ["r"]))
+    nodes.pop()
+    return network(nodes, ("x", TensorProto.FLOAT, ["n", size]), types, **tensors)
+
+
 def few_bits(folder):
-    """Codes and scales of MatMulNBits are split alike, along the outputs of the matrix."""
-    model, random = jaxonnx.load(two_layers(256)), np.random.default_rng(0)
+    """A matrix in few bits is one entry; its tensors are split alike, and results are the same."""
+    turned = {"w0": P(None, "model"), "w1": P("model")}
+    expected = {  # by "tensor", and of what codes, scales and zero points are split with them
+        "MatMulNBits": ({"w0": P("model"), "w1": P(None, "model")}, {"s1": P(None, "model")}),
+        "DequantizeLinear": (turned, {"s0": P(None, "model"), "s1": P("model")}),
+        "DynamicQuantizeMatMul": (turned, {}),  # small ones stay whole
+        "MatMulBnb4": ({"w0": P("model")}, {"s0": P("model")}),
+    }
+    random = np.random.default_rng(0)
     data = tuple(random.normal(size=(32, 256)).astype(np.float32) for _ in range(2))
     settings = {"loss": "squared_error", "batch_size": 16, "optimizer": optax.adam(1e-2)}
-    settings["lora"] = jaxonnx.LoRA(4, where="*_proj*")
-    alone = jaxonnx.train(model, data, progress=False, **settings)
-    result = jaxonnx.train(model, data, progress=False, mesh=mesh(), sharding="fsdp", **settings)
-    np.testing.assert_allclose(result.history.losses, alone.history.losses, rtol=1e-4)
-    for name, x in result.lora.values.items():
-        np.testing.assert_allclose(x, alone.lora.values[name], rtol=1e-3, atol=1e-4)
-    specs = model.shardings(mesh(), "fsdp").specs
-    assert len(specs) == 4
-    assert {*map(str, specs.values())} == {str(P(("data", "model")))}
+    settings["lora"] = jaxonnx.LoRA(4, where="w*")
+    for kind, (wanted, beside) in expected.items():
+        model = jaxonnx.load(proto := two_products(kind))
+        rules: Any = "tensor"
+        if kind == "MatMulBnb4":  # lies in one row, whose blocks an input has in all places
+            words = r"do not divide 'w1' \[256, 256\] along axis 1 \(of 1\)"
+            refused(words, model.shardings, mesh(), "tensor")
+            rules = wanted
+        table = model.shardings(mesh(), rules)
+        assert {x.name: x.shape for x in table.tensors} == dict.fromkeys(("w0", "w1"), (256, 256))
+        assert {n: s for n, s in table.specs.items() if any(s)} == wanted
+        laid = jaxonnx.load(proto, mesh=mesh(), sharding=rules).state
+        assert {n: laid[n].sharding.spec for n in beside} == beside
+        assert table.size == size(laid) + 4
+        split = jaxonnx.load(proto, mesh=mesh(), sharding="fsdp")
+        np.testing.assert_allclose(split(data[0]), model(data[0]), rtol=1e-3, atol=1e-3)
+        alone = jaxonnx.train(model, data, progress=False, **settings)
+        for sharding in ("fsdp", rules) if kind == "MatMulNBits" else (rules,):
+            on = {"mesh": mesh(), "sharding": sharding}
+            result = jaxonnx.train(model, data, progress=False, **settings, **on)
+            np.testing.assert_allclose(result.history.losses, alone.history.losses, rtol=1e-4)
+            for name, x in result.lora.values.items():
+                np.testing.assert_allclose(x, alone.lora.values[name], rtol=1e-3, atol=1e-4)
+            spread(result.model, sharding, mesh())
+    model = jaxonnx.load(two_products("MatMulNBits"))
+    refused("rule 's0' matches no tensor", model.shardings, mesh(), {"s0": P("model")})
+    adapted = settings["lora"].attach(model, jax.random.key(0))
+    on = {"mesh": mesh(), "sharding": "tensor"}
+    step: Any = jaxonnx.training.step(adapted, "squared_error", optax.adam(1e-2), **on)
+    lowered = jax.jit(step.update).lower(step.init(), data, step.frozen)
+    assert not re.search(r"u8\[\S+ all-gather", text := lowered.compile().as_text())
+    assert "all-reduce" in text
+    words = "axis 1 of length 48 in 3 blocks does not divide into 2 parts; axis 0 .48. would"
+    small = jaxonnx.load(two_products("MatMulNBits", 48))
+    small = jaxonnx.LoRA(4, where="w*").attach(small, jax.random.key(0))  # else they are constants
+    refused(words, small.shardings, mesh(), {"w0": P(None, "model")})
 
 
 def decoder(folder):
