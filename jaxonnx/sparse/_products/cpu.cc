@@ -35,10 +35,11 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-// Lines of the next block of the weight, to be fetched during the products of this one.
+// The next block of the weight, fetched during the products of this one: so many cache lines in a
+// row, at a stride, and so many for each output.
 struct Ahead {
   const float* from;
-  int64_t lines, by_tile, by_lane, by_line;
+  int64_t columns, stride, each;
 };
 
 using Pack = bool (*)(const float*, int64_t, int64_t, int64_t, int32_t, float*, int32_t*);
@@ -180,12 +181,10 @@ struct Product {
 
   Ahead Next(int64_t input, int64_t output) const {
     if (input >= k) input = 0, output += wide;
-    if (output >= n) return {w, 0, 0, 0, 0};
-    const int64_t lines = Divided(depth, 16);
-    if (transposed) return {weight(input, output), lines, kernels.lanes * k, k, 16};
-    // a tile of `lanes` outputs has depth * lanes numbers: each of its outputs fetches some rows
-    const int64_t each = Divided(depth, kernels.lanes);
-    return {weight(input, output), each, kernels.lanes, each * n, n};
+    if (output >= n) return {w, 1, 0, 0};
+    const int64_t rows = transposed ? wide : depth, columns = transposed ? depth : wide;
+    const int64_t lines = Divided(columns, 16);
+    return {weight(input, output), lines, transposed ? k : n, Divided(rows * lines, wide)};
   }
 
   void MultiplyChunk(int64_t task, Buffers& buffers) {
@@ -199,7 +198,7 @@ struct Product {
                              buffers.values, buffers.places);
       if (many) full = true;
       Ahead ahead = Next(input + depth, output);
-      for (int64_t p = from; p < to; ++p, ahead.lines = 0) {
+      for (int64_t p = from; p < to; ++p, ahead.each = 0) {
         kernels.multiply[Divided(rows(p), lanes) - 1](
             panels + (p * k + input) * height, height, buffers.values, buffers.places, inputs / 4,
             outputs, input == 0, buffers.sums + (p - from) * height * wide, ahead);
