@@ -73,7 +73,7 @@ BUDGETS = {
     "_data": (2020, "arrays, files, pictures, sequences and loaders, read as one kind of source"),
     "_run": (1610, "the evaluator, and what keeps hostile files from taking the machine"),
     "_io": (2040, "ModelProto, external data, pairs of files, npz, safetensors, adapters, packing"),
-    "model": (1700, "Model, and what makes another Model of one"),
+    "model": (1740, "Model, and what makes another Model of one"),
     "_rewrite": (2030, "files to files: heads, batches, outputs, rounding, QLinear*, adapters"),
     "training_info": (520, "the file's own training graphs, run and written"),
     "_step_files": (500, "exported steps, their manifest, the page for browsers"),
@@ -88,6 +88,9 @@ BUDGETS = {
 A change that needs more raises its room's budget and says why in its commit."""
 SMALL = 180
 """The budget of any other module of the top level."""
+LONGEST = 400
+"""Lines of code that a module may have. Docstrings do not count: those of a public class, such as
+`Model`, are the reference, which reads best in one place."""
 
 
 def code_lines(source):
@@ -202,6 +205,11 @@ def test_rooms_keep_their_budgets():
         lines[room(name)] += code_lines(source)
     over = {name: count for name, count in lines.items() if count > BUDGETS.get(name, (SMALL,))[0]}
     assert not over, f"more lines of code than {BUDGETS.keys() & over.keys() or SMALL} may have"
+
+
+def test_modules_are_short():
+    counts = {name: code_lines(source) for name, source in modules()}
+    assert {name: count for name, count in counts.items() if count > LONGEST} == {}
 
 
 def test_code_lines_are_those_with_code():

@@ -22,7 +22,7 @@ from jaxonnx._step_files import web as _web
 from jaxonnx._step_files.load import FORMAT
 from jaxonnx.errors import InputError, TrainingError
 from jaxonnx.lora import Adapters
-from jaxonnx.model import Model, load
+from jaxonnx.model import Model, file_tensors, load
 from jaxonnx.onnx_out import OPSET, known_tensor, reads, split_into_blocks, split_state, write_model
 from jaxonnx.training import (
     Batch,
@@ -244,14 +244,14 @@ class _Exporter:
         def tensors(values):
             state = jax.tree_util.tree_unflatten(self._structure, values)
             trained = self._step.to_model(self._step.view(state), state.state)
-            return trained._file_tensors()
+            return file_tensors(trained)
 
         model = self._step.model
         adaption, renewed = model.program.adaption, {*self.state.params, *self.state.state}
         apart = adaption is not None and bool(adaption.stored)
         if adaption is not None and not apart:
             renewed.update(adaption.params)
-        names = [n for n in model._file_tensors() if n in renewed or n not in model.tensors]
+        names = [n for n in file_tensors(model) if n in renewed or n not in model.tensors]
         found = {name: f"file.{name}" for name in names}
         proto = write_model(
             lambda values: [tensors(values)[name] for name in found],

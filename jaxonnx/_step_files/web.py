@@ -18,7 +18,7 @@ from onnx import ModelProto, numpy_helper
 from jaxonnx._atomic_write import whole
 from jaxonnx._data.images import preparation as images
 from jaxonnx.errors import InputError
-from jaxonnx.model import Model
+from jaxonnx.model import Model, file_tensors, to_proto
 from jaxonnx.training import as_batch
 
 PACKAGE = "onnxruntime-web"
@@ -98,9 +98,9 @@ def write(
       What the manifest says of the page.
     """
     arrays = _arrays(data, model, manifest["step"]["batch"])
-    found = model._file_tensors()
+    found = file_tensors(model)
     trained = {name: found[name].nbytes for name in manifest["weights"]["tensors"]}
-    text, places = _places(model._write(repeat=True), trained)
+    text, places = _places(to_proto(model, repeat=True), trained)
     (folder / "runtime").mkdir(exist_ok=True)
     for name, own in RUNTIME.items():
         with whole(folder / "runtime" / own) as file:

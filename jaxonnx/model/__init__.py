@@ -2,18 +2,20 @@
 
 from jaxonnx._graph.select import labels
 from jaxonnx._graph.values import Value
+
+# for other rooms of the package
+from jaxonnx.model._adapters import file_tensors  # noqa: F401
 from jaxonnx.model._add_training import add_training
 from jaxonnx.model._generate import Generator, stop_tokens  # noqa: F401
 from jaxonnx.model._load import load
 from jaxonnx.model._model import Model, Statistics, Trainable
-
-# for other rooms of the package
 from jaxonnx.model._predict import read_inputs  # noqa: F401
 from jaxonnx.model._quantized import (  # noqa: F401
     is_quantized,
     open_quantized,
     with_computed,
 )
+from jaxonnx.model._save import to_proto  # noqa: F401
 from jaxonnx.model._show import operator  # noqa: F401
 from jaxonnx.model._statistics import (  # noqa: F401
     MOST,

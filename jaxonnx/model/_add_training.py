@@ -10,6 +10,7 @@ from jaxonnx._graph.select import matching
 from jaxonnx._graph.uses import weights
 from jaxonnx.model._load import load
 from jaxonnx.model._model import Model, Trainable
+from jaxonnx.model._save import to_proto
 from jaxonnx.optim import OnnxTransformation
 from jaxonnx.training_info import add
 
@@ -66,7 +67,7 @@ def add_training(
     model = model if trainable is None else model.with_trainable(trainable)
     if isinstance(init, Mapping):
         init = _by_tensor(init, model)
-    proto = model._write(repeat=True)  # what is trained must be an initializer
+    proto = to_proto(model, repeat=True)  # what is trained must be an initializer
     add(proto, [*model.params], loss, optimizer, init, weights(model.graph, model.tensors))
     return proto
 

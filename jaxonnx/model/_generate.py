@@ -293,3 +293,21 @@ def _end(prompt: np.ndarray, new: np.ndarray, stop: Sequence[int]) -> np.ndarray
     """Return a prompt with its continuation, which ends with the first token of `stop`."""
     ends = np.flatnonzero(np.isin(new, [*stop]))
     return np.concatenate([prompt, new[: ends[0] + 1] if len(ends) else new]).astype(prompt.dtype)
+
+
+def generate(
+    generator: Generator,
+    ids: Any,
+    count: int,
+    temperature: float,
+    seed: int,
+    stop: int | Sequence[int] | None,
+) -> Any:
+    """Return the continuation of one prompt or several, as `Model.generate` does."""
+    model = generator.model
+    ids = ids if isinstance(ids, list) else np.asarray(ids)
+    single = np.ndim(ids[0]) == 0 if len(ids) else False
+    ends = stop_tokens(model) if stop is None else (stop,) if isinstance(stop, int) else stop
+    prompts = [ids] if single else [*ids]
+    found = generator(model.params, model.state, prompts, count, temperature, seed, ends)
+    return found[0] if single else found

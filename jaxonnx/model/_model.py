@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import Mesh
 from onnx import ModelProto
@@ -23,35 +21,26 @@ from jaxonnx._data.images.folder import list_folder
 from jaxonnx._data.ragged import Padding
 from jaxonnx._graph.select import Select
 from jaxonnx._graph.values import arguments, data, list_values
-from jaxonnx._io import folders, formats
-from jaxonnx._io import save as saving
 from jaxonnx._mesh.rules import Sharding
 from jaxonnx._mesh.shardings import Shardings, shardings
 from jaxonnx._network import Network
 from jaxonnx._rewrite.head import Classes
-from jaxonnx._rewrite.quantize import fold
 from jaxonnx._run.changes import Kept
 from jaxonnx._run.overlay import ratios
 from jaxonnx._text import Rendered
 from jaxonnx.errors import InputError
-from jaxonnx.model import _statistics as pooling
-from jaxonnx.model import _transforms as changed
+from jaxonnx.model import _transforms as transforms
+from jaxonnx.model._adapters import AdapterForm, merge_adapters
 from jaxonnx.model._call_arguments import inputs_first, unmark_names
-from jaxonnx.model._generate import Generator, stop_tokens
+from jaxonnx.model._generate import Generator, generate
 from jaxonnx.model._predict import predictions, read_inputs
 from jaxonnx.model._quantized import is_quantized, open_quantized
 from jaxonnx.model._reinitialize import Initializer
+from jaxonnx.model._save import file_values, save, to_proto
 from jaxonnx.model._show import overview
-from jaxonnx.model._sparsity import (
-    by_tensor,
-    find_unrecorded,
-    options,
-    selector,
-    with_products,
-    with_record,
-)
+from jaxonnx.model._sparsity import options, with_products, with_record
+from jaxonnx.model._statistics import MOST, recompute
 from jaxonnx.model._summary import Summary, summary
-from jaxonnx.model._transforms import AdapterForm
 from jaxonnx.training_info import Training
 
 if TYPE_CHECKING:  # a model without sparse weights does not import it
@@ -82,7 +71,9 @@ class Model(Network, Rendered):
     @cached_property
     def training(self) -> Training:
         """The training that the file itself carries (`training_info`) as pure functions."""
-        return Training(self.proto, self.merge_adapters()._values())
+        return Training(self.proto, file_values(self.merge_adapters()))
+
+    # Calls: what the model computes.
 
     @inputs_first
     def __call__(self, /, *inputs: Any, rng: jax.Array | None = None, **named: Any) -> Any:
@@ -103,6 +94,53 @@ class Model(Network, Rendered):
         # the caller replaces a tensor of which another one was made
         return _one(self.program(self.params, self.state, rng, values))
 
+    @inputs_first
+    def apply(
+        self,
+        /,
+        params: Mapping[str, Any],
+        *inputs: Any,
+        state: Mapping[str, Any] | None = None,
+        rng: jax.Array | None = None,
+        **named: Any,
+    ) -> Any:
+        """Run inference as a pure function, for `jax.jit`, `grad`, `vmap` and the like.
+
+        BatchNormalization uses its running statistics and Dropout is inactive, whatever the file's
+        training flags say. `state` replaces `self.state`, whose arrays otherwise become constants
+        of a function that is compiled around this call.
+
+        The name of an input means the input: where one is called "state", "rng" or "params", the
+        argument is `state_`, `rng_` or `params_`, which also work where none is.
+        """
+        state = self.state if state is None else state
+        values = data(self._arguments(inputs, named))
+        return _one(self.program.evaluate(params, state, values, key=rng, training=False))
+
+    @inputs_first
+    def apply_train(
+        self,
+        /,
+        params: Mapping[str, Any],
+        state: Mapping[str, Any],
+        rng: jax.Array | None,
+        *inputs: Any,
+        **named: Any,
+    ) -> tuple[Any, dict[str, Any]]:
+        """Run with training semantics as a pure function; return `(outputs, new state)`.
+
+        BatchNormalization uses the statistics of the batch and renews the running ones in the
+        state; Dropout is active with its own ratio and draws from `rng`. Inputs with the names of
+        these arguments are as in `apply`.
+        """
+        updates: dict[str, Any] = {}
+        values = data(self._arguments(inputs, named))
+        outputs = self.program.evaluate(
+            params, state, values, key=rng, training=True, updates=updates
+        )
+        renewed = {name: updates.get(name, value) for name, value in state.items()}
+        return _one(outputs), renewed
+
     def predict(
         self,
         data: Any,
@@ -117,7 +155,7 @@ class Model(Network, Rendered):
         """Run inference over any number of examples, batch by batch.
 
         >>> from jaxonnx import demo
-        >>> demo.model().predict(np.zeros((100, 1, 8, 8), np.float32)).shape
+        >>> demo.model().predict(jax.numpy.zeros((100, 1, 8, 8))).shape
         (100, 10)
 
         Args:
@@ -175,75 +213,21 @@ class Model(Network, Rendered):
         Raises:
           InputError: the model is no decoder, or arguments that do not fit.
         """
-        ids = ids if isinstance(ids, list) else np.asarray(ids)
-        single = np.ndim(ids[0]) == 0 if len(ids) else False
-        given = (stop,) if isinstance(stop, int) else stop
-        found = self._generator(
-            self.params,
-            self.state,
-            [ids] if single else [*ids],
-            max_new_tokens,
-            temperature,
-            seed,
-            stop_tokens(self) if given is None else given,
-        )
-        return found[0] if single else found
+        return generate(self._generator, ids, max_new_tokens, temperature, seed, stop)
 
-    @cached_property
-    def _generator(self) -> Generator:
-        return Generator(self)
+    def _arguments(self, inputs: tuple, named: Mapping[str, Any]) -> dict[str, Any]:
+        return arguments(self.inputs, self._defaults, inputs, unmark_names(named))
 
     @cached_property
     def _kept(self) -> Kept:
         with jax.ensure_compile_time_eval():  # the first call may be one that is traced
             return self.program.prepare_calls(self.params, self.state)
 
-    @inputs_first
-    def apply(
-        self,
-        /,
-        params: Mapping[str, Any],
-        *inputs: Any,
-        state: Mapping[str, Any] | None = None,
-        rng: jax.Array | None = None,
-        **named: Any,
-    ) -> Any:
-        """Run inference as a pure function, for `jax.jit`, `grad`, `vmap` and the like.
+    @cached_property
+    def _generator(self) -> Generator:
+        return Generator(self)
 
-        BatchNormalization uses its running statistics and Dropout is inactive, whatever the file's
-        training flags say. `state` replaces `self.state`, whose arrays otherwise become constants
-        of a function that is compiled around this call.
-
-        The name of an input means the input: where one is called "state", "rng" or "params", the
-        argument is `state_`, `rng_` or `params_`, which also work where none is.
-        """
-        state = self.state if state is None else state
-        values = data(self._arguments(inputs, named))
-        return _one(self.program.evaluate(params, state, values, key=rng, training=False))
-
-    @inputs_first
-    def apply_train(
-        self,
-        /,
-        params: Mapping[str, Any],
-        state: Mapping[str, Any],
-        rng: jax.Array | None,
-        *inputs: Any,
-        **named: Any,
-    ) -> tuple[Any, dict[str, Any]]:
-        """Run with training semantics as a pure function; return `(outputs, new state)`.
-
-        BatchNormalization uses the statistics of the batch and renews the running ones in the
-        state; Dropout is active with its own ratio and draws from `rng`. Inputs with the names of
-        these arguments are as in `apply`.
-        """
-        updates: dict[str, Any] = {}
-        values = data(self._arguments(inputs, named))
-        outputs = self.program.evaluate(
-            params, state, values, key=rng, training=True, updates=updates
-        )
-        renewed = {name: updates.get(name, value) for name, value in state.items()}
-        return _one(outputs), renewed
+    # Models with other values of the same tensors.
 
     def replace(
         self,
@@ -256,23 +240,7 @@ class Model(Network, Rendered):
         Raises:
           InputError: names or shapes differ from the model's.
         """
-        return changed.with_values(self, params, state)
-
-    def with_trainable(self, trainable: Trainable) -> Model:
-        """Return a model whose parameters are exactly the chosen floating-point tensors.
-
-        Args:
-          trainable: names, regular expressions (matched in full) or wildcards ("*.query"), or a
-            predicate of name and value. A name is that of a tensor, also one that Identity nodes
-            give it (`jaxonnx.load`, `tied`); or, where no tensor has it, that of a module or node
-            (as in `with_outputs`), for the weights that are read there. `summary` lists all three.
-            Running statistics are chosen only by their exact names.
-
-        Raises:
-          InputError: a name or expression matches no floating-point tensor, module or node; the
-            message has similar ones.
-        """
-        return changed.with_params(self, trainable)
+        return transforms.with_values(self, params, state)
 
     def reinitialize(
         self,
@@ -296,7 +264,46 @@ class Model(Network, Rendered):
         Raises:
           InputError: a name or expression matches no floating-point tensor.
         """
-        return changed.with_new_values(self, rng, names, initializer)
+        return transforms.with_new_values(self, rng, names, initializer)
+
+    def recompute_statistics(
+        self,
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        pad: Mapping[str, Any] | None = None,
+        length_buckets: int | Sequence[int] | None = None,
+        preprocess: Mapping[str, Any] | None = None,
+        rng: jax.Array | None = None,
+    ) -> Model:
+        """Return a model whose running statistics are those of training data at these weights.
+
+        They are pooled over up to 200 batches, each of which is normalized by its own statistics as
+        in training ("precise BN"; Wu and Johnson, 2021). `train` does this by itself where running
+        averages cannot have settled (its argument `statistics`); after a loop of your own, or with
+        new data, call it here.
+
+        >>> from jaxonnx import demo
+        >>> data = jax.random.normal(jax.random.key(0), (64, 1, 8, 8))
+        >>> model = demo.model().recompute_statistics(data)
+
+        Args:
+          data: as in `predict`; shuffled, if it is sorted by class.
+          batch_size: as in `predict`; best that of the training.
+          pad, length_buckets, preprocess: as in `predict`.
+          rng: a key for Dropout; without it masks are drawn with `jax.random.key(0)`.
+
+        Raises:
+          InputError: the model has no running statistics, or the new ones are not finite.
+          TrainingError: data that do not fit.
+        """
+        data = list_folder(data, self, preprocess)
+        examples = read_inputs(self, data, batch_size, Padding.of(pad, length_buckets))
+        batches = (batch.inputs for batch in islice(examples.batches(0), MOST))
+        state = recompute(self.with_statistics("batch"), batches, rng)
+        return self.replace(state=state)
+
+    # Models with another graph, or with other inputs and outputs.
 
     def with_outputs(self, outputs: str | Iterable[str]) -> Model:
         """Return a model cut at other outputs: features, or a backbone for a new head.
@@ -312,7 +319,7 @@ class Model(Network, Rendered):
         Raises:
           InputError: a name is unknown; the message has similar ones.
         """
-        return changed.with_outputs(self, outputs)
+        return transforms.with_outputs(self, outputs)
 
     def with_head(
         self,
@@ -351,7 +358,7 @@ class Model(Network, Rendered):
         Raises:
           InputError: there is no such layer, or several could be meant: the message names them.
         """
-        return changed.with_new_head(self, classes, at, ending, rng, initializer)
+        return transforms.with_new_head(self, classes, at, ending, rng, initializer)
 
     def then(self, function: Any, *, outputs: Sequence[str] | None = None) -> Model:
         """Return a model that goes on with a JAX function or a module of Flax.
@@ -376,7 +383,7 @@ class Model(Network, Rendered):
           InputError: the file's opset is older than 13, or the shape of an output depends on the
             values of inputs and is not declared, or a name is taken.
         """
-        return changed.append_jax(self, function, outputs)
+        return transforms.append_jax(self, function, outputs)
 
     def without_cache(self) -> Model:
         """Return a model of whole sequences, from a decoder whose inputs and outputs have caches.
@@ -387,13 +394,13 @@ class Model(Network, Rendered):
         it is, so that `save` writes the decoder with its caches. `jaxonnx.train` does this by
         itself. A model without caches is returned as it is.
         """
-        return changed.without_cache(self)
+        return transforms.without_cache(self)
 
     def with_fixed_inputs(self, values: Mapping[str, Any]) -> Model:
         """Return a model without some inputs, which have one value in each call.
 
         >>> from jaxonnx import demo
-        >>> demo.model().with_fixed_inputs({"x": np.zeros((2, 1, 8, 8), np.float32)})().shape
+        >>> demo.model().with_fixed_inputs({"x": jax.numpy.zeros((2, 1, 8, 8))})().shape
         (2, 10)
 
         The file stays as it is, so that `save` writes all inputs. What shapes depend on (a number
@@ -406,7 +413,7 @@ class Model(Network, Rendered):
         Raises:
           InputError: there is no such input, or a value does not fit it.
         """
-        return changed.with_fixed_inputs(self, values)
+        return transforms.with_fixed_inputs(self, values)
 
     def with_batch_axis(self) -> Model:
         """Return a model of batches, from a file for one example, whose inputs have no batch.
@@ -416,7 +423,7 @@ class Model(Network, Rendered):
         `evaluate` and `predict` do this by themselves where data have one axis more than the
         inputs.
         """
-        return changed.with_batch_axis(self)
+        return transforms.with_batch_axis(self)
 
     def with_any_batch(self) -> Model:
         """Return a model for batches of any size, from a file that was exported for one.
@@ -428,7 +435,25 @@ class Model(Network, Rendered):
         Raises:
           InputError: a node fixes the size in another way; the message names it.
         """
-        return changed.with_any_batch(self)
+        return transforms.with_any_batch(self)
+
+    # Models that are trained in another way.
+
+    def with_trainable(self, trainable: Trainable) -> Model:
+        """Return a model whose parameters are exactly the chosen floating-point tensors.
+
+        Args:
+          trainable: names, regular expressions (matched in full) or wildcards ("*.query"), or a
+            predicate of name and value. A name is that of a tensor, also one that Identity nodes
+            give it (`jaxonnx.load`, `tied`); or, where no tensor has it, that of a module or node
+            (as in `with_outputs`), for the weights that are read there. `summary` lists all three.
+            Running statistics are chosen only by their exact names.
+
+        Raises:
+          InputError: a name or expression matches no floating-point tensor, module or node; the
+            message has similar ones.
+        """
+        return transforms.with_params(self, trainable)
 
     def with_statistics(self, statistics: Statistics) -> Model:
         """Return a model whose training uses other statistics in BatchNormalization.
@@ -444,43 +469,6 @@ class Model(Network, Rendered):
         if statistics not in ("batch", "frozen"):
             raise InputError(f"statistics is 'batch' or 'frozen', and was {statistics!r}")
         return self._overlaid(frozen=statistics == "frozen")
-
-    def recompute_statistics(
-        self,
-        data: Any,
-        *,
-        batch_size: int | None = None,
-        pad: Mapping[str, Any] | None = None,
-        length_buckets: int | Sequence[int] | None = None,
-        preprocess: Mapping[str, Any] | None = None,
-        rng: jax.Array | None = None,
-    ) -> Model:
-        """Return a model whose running statistics are those of training data at these weights.
-
-        They are pooled over up to 200 batches, each of which is normalized by its own statistics as
-        in training ("precise BN"; Wu and Johnson, 2021). `train` does this by itself where running
-        averages cannot have settled (its argument `statistics`); after a loop of your own, or with
-        new data, call it here.
-
-        >>> from jaxonnx import demo
-        >>> data = np.random.default_rng(0).normal(size=(64, 1, 8, 8)).astype(np.float32)
-        >>> model = demo.model().recompute_statistics(data)
-
-        Args:
-          data: as in `predict`; shuffled, if it is sorted by class.
-          batch_size: as in `predict`; best that of the training.
-          pad, length_buckets, preprocess: as in `predict`.
-          rng: a key for Dropout; without it masks are drawn with `jax.random.key(0)`.
-
-        Raises:
-          InputError: the model has no running statistics, or the new ones are not finite.
-          TrainingError: data that do not fit.
-        """
-        data = list_folder(data, self, preprocess)
-        examples = read_inputs(self, data, batch_size, Padding.of(pad, length_buckets))
-        batches = (batch.inputs for batch in islice(examples.batches(0), pooling.MOST))
-        state = pooling.recompute(self.with_statistics("batch"), batches, rng)
-        return self.replace(state=state)
 
     def with_dropout(self, ratio: float | Mapping[str, float]) -> Model:
         """Return a model with other ratios of Dropout in training.
@@ -509,29 +497,7 @@ class Model(Network, Rendered):
         overlay = dataclasses.replace(self.program.overlay, **changes)
         return dataclasses.replace(self, program=dataclasses.replace(self.program, overlay=overlay))
 
-    def shardings(
-        self,
-        mesh: Mesh | Literal["all"],
-        sharding: Sharding = "data",
-        *,
-        optimizer: optax.GradientTransformation | None = None,
-    ) -> Shardings:
-        """Return where each tensor would lie on a mesh, as a table; nothing is moved.
-
-        >>> from jaxonnx import demo
-        >>> table = demo.model().shardings("all", "fsdp")
-        >>> table.specs["14.bias"]
-        P()
-
-        Args:
-          mesh, sharding: as in `jaxonnx.train`.
-          optimizer: whose state counts, too; that of Adam by default, two numbers a parameter.
-
-        Raises:
-          InputError: a rule that fits no tensor, an axis that the devices do not divide, a name
-            that the mesh does not have.
-        """
-        return shardings(self, mesh, sharding, optimizer)
+    # Models whose weights have another form.
 
     def sparsity_options(self) -> dict[str, Any]:
         """Return what the graph says of its weights, as `exclude` and `axes` of `sparse.layers`.
@@ -566,13 +532,7 @@ class Model(Network, Rendered):
         Raises:
           SparsityError: no weight is left to be sparse.
         """
-        choice = self.sparsity_options() | choice
-        if choice.get("select") is not None:
-            choice["select"] = selector(choice["select"], self.params, self._places)
-        if isinstance(pattern, Mapping):
-            pattern = by_tensor(pattern, self.params, self._places)
-        proto = with_record(self.proto, self.params, pattern, transposable, method, choice)
-        return dataclasses.replace(self, proto=proto)
+        return with_record(self, pattern, transposable, method, choice)
 
     def with_sparse_products(self) -> Model:
         """Return a model whose calls leave out the zeros of the weights that it records as 2:4.
@@ -584,7 +544,7 @@ class Model(Network, Rendered):
         Raises:
           SparsityError: the model records no weights that are 2:4 (`sparse.record`).
         """
-        return dataclasses.replace(self, program=with_products(self))
+        return with_products(self)
 
     def with_float_weights(self) -> Model:
         """Return a quantized model with its weights as parameters in front of their rounding.
@@ -593,6 +553,26 @@ class Model(Network, Rendered):
         file as it was, with the integers of changed weights. Another model is returned as it is.
         """
         return open_quantized(self)[0] if is_quantized(self) else self
+
+    def merge_adapters(self, *, requantize: bool = False) -> Model:
+        """Return a plain model in which adapters (`jaxonnx.LoRA`) are merged into the weights.
+
+        Its parameters are those of the model that the adapters were attached to, and what was
+        trained beside them. A model without adapters is returned as it is.
+
+        Args:
+          requantize: round weights in few bits anew, in the types and blocks that they have; all
+            other tensors stay bit for bit. Each block takes the scale that loses least: its own,
+            one for its new range, or either refined by least squares. What a step of the grid is
+            larger than is lost all the same: a warning has the relative errors, the worst first.
+
+        Raises:
+          InputError: weights are in few bits, and `requantize` is off; or they are dequantized in
+            several ways, or by an operator for which they cannot be rounded.
+        """
+        return merge_adapters(self, requantize=requantize)
+
+    # Files.
 
     def to_onnx(self, *, adapters: AdapterForm | None = None) -> ModelProto:
         """Return the original graph with these weights, in inference form.
@@ -603,7 +583,7 @@ class Model(Network, Rendered):
         Args:
           adapters: as in `save`.
         """
-        return self._write(adapters)
+        return to_proto(self, adapters)
 
     def save(
         self,
@@ -642,62 +622,9 @@ class Model(Network, Rendered):
           OSError: the path cannot be written.
           SparsityError: a packed or sparse form, but the model has no record of sparse weights.
         """
-        graph = partial(self.to_onnx, adapters=adapters)
-        if folders.is_folder(path, self.folder):
-            if self.folder is None or external_data or sparse:
-                raise InputError(
-                    f"'{os.fspath(path)}' is a folder: give the path of a file"
-                    + " for these options" * bool(self.folder)
-                )
-            folders.save_folder(path, self.folder, graph)
-            return
-        formats.save(path, graph, self._weights, external_data=external_data, sparse=sparse)
-        if formats.of(path).graph is None or self.sparsity is not None:
-            return
-        if message := find_unrecorded(self.graph, self.tensors, self.params):
-            warnings.warn(f"'{os.fspath(path)}': {message}", stacklevel=2)
+        save(self, path, external_data=external_data, sparse=sparse, adapters=adapters)
 
-    def merge_adapters(self, *, requantize: bool = False) -> Model:
-        """Return a plain model in which adapters (`jaxonnx.LoRA`) are merged into the weights.
-
-        Its parameters are those of the model that the adapters were attached to, and what was
-        trained beside them. A model without adapters is returned as it is.
-
-        Args:
-          requantize: round weights in few bits anew, in the types and blocks that they have; all
-            other tensors stay bit for bit. Each block takes the scale that loses least: its own,
-            one for its new range, or either refined by least squares. What a step of the grid is
-            larger than is lost all the same: a warning has the relative errors, the worst first.
-
-        Raises:
-          InputError: weights are in few bits, and `requantize` is off; or they are dequantized in
-            several ways, or by an operator for which they cannot be rounded.
-        """
-        return changed.without_adapters(self, requantize)
-
-    def _write(self, adapters: AdapterForm | None = None, *, repeat: bool = False) -> ModelProto:
-        """Return the file; `repeat` writes a parameter that equals another one a second time."""
-        form = changed.adapter_form(self, adapters)
-        net = self.merge_adapters(requantize=True) if form == "merged" else self
-        values, adaption = net._values(), net.program.adaption
-        kept = values if adaption is None else adaption.without_factors(values)
-        names = {*net.params} & kept.keys(), {*net.state}
-        proto = fold(saving.to_onnx(self.proto, kept, *names, repeat=repeat), net.graph, kept)
-        return proto if adaption is None else changed.insert_factors(self, values, form, proto)
-
-    def _file_tensors(self) -> dict[str, Any]:
-        return changed.file_tensors(self)
-
-    def _weights(self) -> dict[str, np.ndarray]:
-        net = self.merge_adapters()
-        return {n: w for n, w in net._values().items() if n in net.params or n in net.state}
-
-    def _values(self) -> dict[str, np.ndarray]:
-        values = saving.in_file_types({**self.state, **self.params}, self.originals)
-        return {**self.program.constants, **values}
-
-    def _arguments(self, inputs: tuple, named: Mapping[str, Any]) -> dict[str, Any]:
-        return arguments(self.inputs, self._defaults, inputs, unmark_names(named))
+    # Tables.
 
     def summary(self) -> Summary:
         """Return a table of the layers: operator, output shape, parameters, what is trained, notes.
@@ -705,6 +632,30 @@ class Model(Network, Rendered):
         It renders in terminals and notebooks; `.layers` has its rows.
         """
         return summary(self)
+
+    def shardings(
+        self,
+        mesh: Mesh | Literal["all"],
+        sharding: Sharding = "data",
+        *,
+        optimizer: optax.GradientTransformation | None = None,
+    ) -> Shardings:
+        """Return where each tensor would lie on a mesh, as a table; nothing is moved.
+
+        >>> from jaxonnx import demo
+        >>> table = demo.model().shardings("all", "fsdp")
+        >>> table.specs["14.bias"]
+        P()
+
+        Args:
+          mesh, sharding: as in `jaxonnx.train`.
+          optimizer: whose state counts, too; that of Adam by default, two numbers a parameter.
+
+        Raises:
+          InputError: a rule that fits no tensor, an axis that the devices do not divide, a name
+            that the mesh does not have.
+        """
+        return shardings(self, mesh, sharding, optimizer)
 
     def __repr__(self) -> str:
         signature = f"{list_values(self.inputs)} -> {list_values(self.outputs)}"

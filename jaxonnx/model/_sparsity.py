@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from onnx import ModelProto
@@ -16,11 +16,12 @@ from jaxonnx._graph.uses import weights
 from jaxonnx._graph.weight_names import Places
 from jaxonnx._io import records
 from jaxonnx._network import Network
-from jaxonnx._run.program import Program
 from jaxonnx.errors import SparsityError
 
 if TYPE_CHECKING:  # only a model with sparse weights imports what reads and writes them
     from jaxonnx.sparse import Patterns, SparsityPattern
+
+M = TypeVar("M", bound=Network)
 
 
 def options(graph: Graph, tensors: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,28 +100,33 @@ def _starts_sparse(w: np.ndarray, axes: tuple[int, int]) -> bool:
 
 
 def with_record(
-    proto: ModelProto,
-    params: Mapping[str, Any],
+    model: M,
     pattern: Patterns | None,
     transposable: bool,
     method: str,
     choice: Mapping[str, Any],
-) -> ModelProto:
-    """Return a copy of `proto` with another record, as `Model.with_sparsity` says."""
-    result = ModelProto()
-    result.CopyFrom(proto)
-    records.put(result, records.SPARSITY, None)
+) -> M:
+    """Return the model of `Model.with_sparsity`."""
+    proto = ModelProto()
+    proto.CopyFrom(model.proto)
+    records.put(proto, records.SPARSITY, None)
     if pattern is not None:
         from jaxonnx import sparse
         from jaxonnx._io.packed import set_record
 
-        report = sparse.layers(params, pattern, transposable=transposable, **choice)
-        set_record(result, report, method)
-    return result
+        params, places = model.params, model._places
+        chosen = {**options(model.graph, model.tensors, params), **choice}
+        if chosen.get("select") is not None:
+            chosen["select"] = selector(chosen["select"], params, places)
+        if isinstance(pattern, Mapping):
+            pattern = by_tensor(pattern, params, places)
+        report = sparse.layers(params, pattern, transposable=transposable, **chosen)
+        set_record(proto, report, method)
+    return replace(model, proto=proto)
 
 
-def with_products(model: Network) -> Program:
-    """Return the program of `Model.with_sparse_products`."""
+def with_products(model: M) -> M:
+    """Return the model of `Model.with_sparse_products`."""
     layers = () if model.sparsity is None else model.sparsity.layers
     pairs = [x for x in layers if x.pattern is not None and x.pattern.name == "2:4"]
     axes = {x.name: x.axes[1] for x in pairs if x.axes is not None}
@@ -136,4 +142,5 @@ def with_products(model: Network) -> Program:
     devices = {device for w in weights for device in w.devices()}
     platform = next(device.platform for device in devices)
     is_ready = prepare_products(weights, platform, is_split=len(devices) > 1)
-    return replace(model.program, sparse=axes if is_ready else {})
+    program = replace(model.program, sparse=axes if is_ready else {})
+    return replace(model, program=program)

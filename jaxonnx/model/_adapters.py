@@ -1,0 +1,131 @@
+"""The adapters of a model: merged into its weights, or beside them in its file."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from onnx import ModelProto
+
+from jaxonnx._graph.uses import weights
+from jaxonnx._network import Network
+from jaxonnx._rewrite import requantize as rounding
+from jaxonnx._rewrite.adapters import (
+    Factors,
+    factor_names,
+    factor_types,
+    insert_adapters,
+    module_name,
+)
+from jaxonnx._text import format_count, list_some
+from jaxonnx.errors import InputError
+from jaxonnx.lowering import in_file
+
+M = TypeVar("M", bound=Network)
+AdapterForm = Literal["merged", "nodes", "inputs"]
+
+
+def refuse_adapters(model: Network, what: str) -> None:
+    """Raise an InputError if a model has adapters, which would not fit the changed graph."""
+    if model.program.adaption is not None:
+        raise InputError(
+            f"{what} of a model with adapters cannot be changed: set it before they are attached, "
+            "or merge them first with .merge_adapters()"
+        )
+
+
+def merge_adapters(model: M, *, requantize: bool = False) -> M:
+    """Return the model of `Model.merge_adapters`."""
+    adaption = model.program.adaption
+    if adaption is None:
+        return model
+    stored = adaption.stored
+    if stored and not requantize:
+        raise InputError(
+            f"adapters cannot be merged into weights in few bits ('{stored[0]}', ...) without "
+            "rounding these anew: save(path, adapters='nodes') writes them beside, "
+            "merge_adapters(requantize=True) and save(path, adapters='merged') round"
+        )
+    tensors = {**model.state, **model.params}
+    merged = [name for name in adaption.params if name not in stored]
+    params = jax.jit(lambda t: {n: in_file(adaption(t)[n]) for n in merged})(tensors)
+    rounded: dict[str, Any] = {}
+    if stored:
+        factors = _factors(model, tensors)
+        changes = {name: factors[name].change() for name in stored}
+        rounded, losses = rounding.requantize(model.graph, model.tensors, changes)
+        warnings.warn(_describe_losses(losses), stacklevel=2)
+    state = {n: v for n, v in tensors.items() if n in model.state and n not in params}
+    state |= {name: jnp.asarray(value) for name, value in rounded.items()}
+    constants = {n: v for n, v in model.program.constants.items() if n not in rounded}
+    program = dataclasses.replace(model.program, constants=constants, adaption=None)
+    return dataclasses.replace(model, params=params, state=state, program=program)
+
+
+def _describe_losses(losses: Mapping[str, rounding.Loss]) -> str:
+    """Return what rounding with adapters loses, the worst matrices first."""
+    worst = sorted(losses, key=lambda name: -losses[name].matrix)
+    lines = [f"{n} {losses[n].matrix:.2g} ({losses[n].change:.2g})" for n in worst]
+    return (
+        f"{format_count(len(losses), 'weight')} in few bits {'are' if len(losses) > 1 else 'is'} "
+        "rounded anew with the adapters, with a relative error of the matrix (of its change) of "
+        f"{list_some(lines, '')}; adapters='nodes' loses nothing"
+    )
+
+
+def adapter_form(model: Network, wanted: AdapterForm | None) -> AdapterForm:
+    """Return how a file has the adapters of a model; "merged" of a model without any.
+
+    Raises:
+      InputError: there is no such form, or the model has no adapters.
+    """
+    if wanted not in (None, "merged", "nodes", "inputs"):
+        raise InputError(f"adapters is 'merged', 'nodes' or 'inputs', and was {wanted!r}")
+    adaption = model.program.adaption
+    if adaption is None:
+        if wanted in ("nodes", "inputs"):
+            raise InputError(
+                f"adapters={wanted!r}: the model has none, or they are merged into its weights; "
+                "result.lora.attach(model) gives a model with its adapters apart"
+            )
+        return "merged"
+    return wanted or ("nodes" if adaption.stored else "merged")
+
+
+def insert_factors(
+    model: Network, values: Mapping[str, Any], form: AdapterForm, proto: ModelProto
+) -> ModelProto:
+    """Return a file of the weights alone with the adapters of a model as nodes or inputs."""
+    factors = _factors(model, values)
+    return insert_adapters(
+        proto, model.graph, model.tensors, factors, module_name, as_inputs=form == "inputs"
+    )
+
+
+def file_tensors(model: Network) -> dict[str, Any]:
+    """Return the tensors that a file has by default, by name; adapters of few bits as factors."""
+    adaption = model.program.adaption
+    if adaption is None or not adaption.stored:
+        return merge_adapters(model).tensors
+    tensors, found = model.tensors, adaption.factors(model.tensors)
+    types = factor_types(found, model.graph, tensors)
+    factors = {
+        member: value.astype(types[weight])
+        for weight, (_, *pair) in found.items()
+        for member, value in zip(factor_names(weight, module_name), pair, strict=True)
+    }
+    return {**adaption.without_factors(tensors), **factors}
+
+
+def _factors(model: Network, values: Mapping[str, Any]) -> dict[str, Factors]:
+    adaption: Any = model.program.adaption
+    meanings = weights(model.graph, model.tensors)
+    return {
+        name: Factors(place, meanings[name].shape, *map(np.asarray, pair))
+        for name, (place, *pair) in adaption.factors(values).items()
+    }

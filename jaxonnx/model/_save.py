@@ -1,0 +1,73 @@
+"""The file of a model with its weights: as a ModelProto, or written to a path."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from functools import partial
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto
+
+from jaxonnx._io import folders, formats
+from jaxonnx._io.save import in_file_types, to_onnx
+from jaxonnx._network import Network
+from jaxonnx._rewrite.quantize import fold
+from jaxonnx.errors import InputError
+from jaxonnx.model._adapters import AdapterForm, adapter_form, insert_factors, merge_adapters
+from jaxonnx.model._sparsity import find_unrecorded
+
+
+def file_values(model: Network) -> dict[str, np.ndarray]:
+    """Return all tensors of a model in the types of its file."""
+    values = in_file_types({**model.state, **model.params}, model.originals)
+    return {**model.program.constants, **values}
+
+
+def to_proto(
+    model: Network, adapters: AdapterForm | None = None, *, repeat: bool = False
+) -> ModelProto:
+    """Return the file of a model, as `Model.to_onnx` does.
+
+    Args:
+      repeat: write a parameter that equals another one a second time.
+    """
+    form = adapter_form(model, adapters)
+    net = merge_adapters(model, requantize=True) if form == "merged" else model
+    values, adaption = file_values(net), net.program.adaption
+    kept = values if adaption is None else adaption.without_factors(values)
+    names = {*net.params} & kept.keys(), {*net.state}
+    proto = fold(to_onnx(model.proto, kept, *names, repeat=repeat), net.graph, kept)
+    return proto if adaption is None else insert_factors(model, values, form, proto)
+
+
+def save(
+    model: Network,
+    path: str | os.PathLike,
+    *,
+    external_data: bool,
+    sparse: bool,
+    adapters: AdapterForm | None,
+) -> None:
+    """Write the file of a model, as `Model.save` does."""
+    proto = partial(to_proto, model, adapters)
+    if folders.is_folder(path, model.folder):
+        if model.folder is None or external_data or sparse:
+            raise InputError(
+                f"'{os.fspath(path)}' is a folder: give the path of a file"
+                + " for these options" * bool(model.folder)
+            )
+        folders.save_folder(path, model.folder, proto)
+        return
+    formats.save(path, proto, partial(_weights, model), external_data=external_data, sparse=sparse)
+    if formats.of(path).graph is None or model.sparsity is not None:
+        return
+    if message := find_unrecorded(model.graph, model.tensors, model.params):
+        warnings.warn(f"'{os.fspath(path)}': {message}", stacklevel=3)
+
+
+def _weights(model: Network) -> dict[str, Any]:
+    """Return parameters and state with adapters merged, for a file of weights alone."""
+    net = merge_adapters(model)
+    return {n: w for n, w in file_values(net).items() if n in net.params or n in net.state}
