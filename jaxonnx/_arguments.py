@@ -168,7 +168,8 @@ class ModelArguments(TypedDict, total=False):
     """Train through the rounding of a quantized network: "int8", "int4", ... or a `Quantization`.
 
     Ranges are measured on the first batches of the data (`jaxonnx.quantize`), then weights and
-    scales are trained with the loss of the task, through the rounding (straight-through gradients).
+    scales are trained with the loss of the task, through the rounding (straight-through gradients);
+    or ranges follow the data (`learn="ranges"`), and rounding begins after some epochs (`start`).
     BatchNormalization is folded into convolutions first. The saved model has integer weights. A
     file that is quantized already is trained at its own scales and saved in its own form."""
 

@@ -167,6 +167,11 @@ class Op:
         """Whether the operator can have the channels of its images last."""
         return any(what == "channels" for _, what in self.context)
 
+    @property
+    def normalizes(self) -> bool:
+        """Whether the running statistics are those of a batch, which training normalizes by."""
+        return bool(self.state and self.params)
+
     def role(self, position: int) -> str | None:
         """Return the role of an input: "param", "vector", "state", or None if it is not trained."""
         position = min(position, self.last)

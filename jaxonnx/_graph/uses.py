@@ -13,8 +13,13 @@ from jaxonnx._axes import Matrix, Storage
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx.errors import Error
 
-_SAME_AXES = ("Cast", "CastLike", "DequantizeLinear", "Identity", "QuantizeLinear")
+_SAME_AXES = (
+    *("BeginRounding", "Cast", "CastLike", "DequantizeLinear", "Identity", "QuantizeLinear"),
+)
 """Views that leave the axes as they are."""
+
+_SEVERAL = ("BeginRounding", "Concat")
+"""Operators whose results are views of all their inputs."""
 
 PARTS = ("Concat", "Expand", "Gather", "Slice", "Split", "Tile")
 """Operators whose results are parts of tensors, several beside each other, or repeated ones."""
@@ -127,7 +132,7 @@ def _walk(
     for node in graph.nodes:
         top = outer or node
         new = _views(node, behind, fed, tensors)
-        first = 1 if node.op.name != "Concat" else len(node.inputs)  # the inputs that are seen
+        first = len(node.inputs) if node.op.name in _SEVERAL else 1  # the inputs that are seen
         for i, name in enumerate(node.inputs):
             for view in behind.get(name) or ():
                 rank = len(tensors[view.name].shape)

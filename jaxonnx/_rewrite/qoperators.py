@@ -44,8 +44,8 @@ LAYOUTS = {
     (_CONTRIB, "QLinearGlobalAveragePool"): Layout("GlobalAveragePool", (0,), 3),
     (_CONTRIB, "QLinearConcat"): Layout("Concat", (), 0),
 }
-_MOVES = ("Flatten", "MaxPool", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
-"""Operators of ONNX that give some of the integers that they read."""
+SAME_NUMBERS = ("Flatten", "MaxPool", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+"""Operators of ONNX whose results are among the numbers that they read, with the same range."""
 
 
 class Opened(NamedTuple):
@@ -110,7 +110,7 @@ class _Opener:
             if layout.bias is not None and any(inputs[layout.bias : layout.bias + 1]):
                 real.append(self._bias(inputs[layout.bias], output, *(x[1] for x in parts)))
             self._replace(node, layout.op, real, own)
-        elif node.op_type in _MOVES and not node.domain and inputs[0] in self._parameters:
+        elif node.op_type in SAME_NUMBERS and not node.domain and inputs[0] in self._parameters:
             own = self._parameters[inputs[0]]
             real = [self._dequantize([inputs[0], *own], None), *inputs[1:]]
             self._replace(node, node.op_type, real, own)

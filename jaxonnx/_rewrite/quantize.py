@@ -118,7 +118,7 @@ class Writer:
         self.proto.CopyFrom(proto)
         self.added: dict[str, np.ndarray] = {}
         self._record = record_of(proto) or Record()
-        self._scales: dict[str, str] = {}
+        self._parameters: dict[str, list[str]] = {}
         self._results: dict[str, str] = {}
         self._taken = {*taken, *(n for node in proto.graph.node for n in node.output)}
 
@@ -134,14 +134,22 @@ class Writer:
         self._record = replace(entry, folds=(*entry.folds, quantized), names=names)
 
     def quantize_values(
-        self, reads: Mapping[tuple[str, int], str], parameters: Mapping[str, Any]
+        self,
+        reads: Mapping[tuple[str, int], str],
+        parameters: Mapping[str, Any],
+        shared: Mapping[str, str],
     ) -> None:
-        """Let readers, by their first output and position, read activations rounded."""
+        """Let readers, by their first output and position, read activations rounded.
+
+        Args:
+          shared: values with the scale and zero point of another one.
+        """
         for node in [*self.proto.graph.node]:
             for i, name in enumerate(node.input):
                 if node.output and reads.get((node.output[0], i)) == name:
                     if name not in self._results:
-                        _, self._results[name] = self._insert(name, parameters[name])
+                        same = self._parameters.get(shared.get(name, ""))
+                        _, self._results[name] = self._insert(name, parameters[name], same)
                     node.input[i] = self._results[name]
 
     def quantize_outputs(self, names: Iterable[str], parameters: Mapping[str, Any]) -> None:
@@ -161,7 +169,7 @@ class Writer:
                 name,
                 self._name(f"{name}_quantized"),
                 self._name(f"{name}_quantized_scale"),
-                (self._scales[value], self._scales[weight]),
+                (self._parameters[value][0], self._parameters[weight][0]),
             )
             for name, value, weight in biases
         )
@@ -175,13 +183,21 @@ class Writer:
         self.proto.ir_version = max(self.proto.ir_version, least)
         return self.proto
 
-    def _insert(self, name: str, parameters: Any) -> tuple[str, str]:
-        """Insert the pair behind a value; return what the two give. Names are onnxruntime's."""
+    def _insert(
+        self, name: str, parameters: Any, inputs: list[str] | None = None
+    ) -> tuple[str, str]:
+        """Insert the pair behind a value; return what the two give. Names are onnxruntime's.
+
+        Args:
+          inputs: a scale and zero point that the file has.
+        """
         scale, zero_point, axis, block = parameters
-        inputs = [self._name(f"{name}_scale"), self._name(f"{name}_zero_point")]
-        for tensor, value in zip(inputs, (scale, zero_point), strict=True):
-            self.added[tensor] = np.asarray(value)
-            self.proto.graph.initializer.append(_declare(tensor, self.added[tensor]))
+        if inputs is None:
+            inputs = [self._name(f"{name}_scale"), self._name(f"{name}_zero_point")]
+            for tensor, value in zip(inputs, (scale, zero_point), strict=True):
+                self.added[tensor] = np.asarray(value)
+                self.proto.graph.initializer.append(declare(tensor, self.added[tensor]))
+            self._record = replace(self._record, scales=(*self._record.scales, inputs[0]))
         chosen = {"axis": axis, "block_size": block or None}
         attributes = {key: value for key, value in chosen.items() if value is not None}
         quantized = self._name(f"{name}_quantized")
@@ -193,8 +209,7 @@ class Writer:
             label = f"{name}_{op}"
             node = helper.make_node(op, [read, *inputs], [made], label, **attributes)
             self.proto.graph.node.append(node)
-        self._scales[name] = inputs[0]
-        self._record = replace(self._record, scales=(*self._record.scales, inputs[0]))
+        self._parameters[name] = inputs
         return quantized, result
 
     def _name(self, wanted: str) -> str:
@@ -221,17 +236,17 @@ def learn_scales(
     entry = record_of(result) or Record()
     constants, params, nodes = {}, {}, []
     for name in entry.scales:
-        if name in entry.folds:  # learned already
+        if name in entry.folds or name not in tensors:  # learned already, or of a moving range
             continue
         value = np.asarray(tensors[name])
         first, change, factor = (f"{name}_{part}" for part in ("initial", "change", "factor"))
         constants[first], params[change] = value, np.zeros_like(value)
         nodes.append(helper.make_node("Exp", [change], [factor], factor))
         nodes.append(helper.make_node("Mul", [first, factor], [name], name))
-        _remove(result.graph, name)
+        remove_tensor(result.graph, name)
         entry = replace(entry, folds=(*entry.folds, name))
     for name, value in (constants | params).items():
-        result.graph.initializer.append(_declare(name, value))
+        result.graph.initializer.append(declare(name, value))
     result.graph.node.extend(nodes)
     order.sort(result.graph)
     records.put(result, records.QUANTIZATION, asdict(entry))
@@ -267,7 +282,7 @@ def fold(proto: ModelProto, graph: Graph, values: Mapping[str, np.ndarray]) -> M
     used = {name for node in main.node for name in node.input}
     used.update(value.name for value in main.output)
     for name in read - used - made.keys():
-        _remove(main, name)
+        remove_tensor(main, name)
     records.rename_sparse(proto, {name: stored for stored, name in entry.names.items()})
     close_operators(main, entry.opened)
     order.sort(main)
@@ -280,7 +295,7 @@ def _store_bias(graph: GraphProto, bias: Bias, value: np.ndarray, *scales: np.nd
     scale = np.asarray(scales[0] * scales[1], np.float32)
     limits = np.iinfo(np.int32)
     stored = np.clip(np.rint(value.astype(np.float64) / scale), limits.min, limits.max)
-    _remove(graph, bias.name)
+    remove_tensor(graph, bias.name)
     graph.initializer.append(numpy_helper.from_array(stored.astype(np.int32), bias.stored))
     graph.initializer.append(numpy_helper.from_array(scale, bias.scale))
     axis: dict[str, Any] = {"axis": 0} if scale.ndim else {}
@@ -327,8 +342,8 @@ def unfold(
             if bias is None or max(times[part] for part in node.input[:2]) > 1:
                 continue  # it stays as it is: something else reads its numbers or its scale
             biases.append(bias)
-            _remove(result.graph, name)
-            _remove(result.graph, node.input[1])
+            remove_tensor(result.graph, name)
+            remove_tensor(result.graph, node.input[1])
             result.graph.node.remove(node)
             floats[output] = value
             continue
@@ -343,12 +358,12 @@ def unfold(
             point = f"{weight}_zero_point_of_type"
             inverse.input.append(point)
             points[point] = np.zeros(tensors[node.input[1]].shape, tensors[name].dtype)
-        _remove(result.graph, name)
+        remove_tensor(result.graph, name)
         result.graph.node.append(inverse)
         folds.append(name)
         floats[weight] = value
     for name, value in (floats | points).items():
-        result.graph.initializer.append(_declare(name, value))
+        result.graph.initializer.append(declare(name, value))
     order.sort(result.graph)
     known = dict.fromkeys(entry.scales or _scales_of(result.graph, tensors))
     entry = Record(tuple(folds), tuple(known), names, tuple(biases), opened)
@@ -390,13 +405,13 @@ def _float_name(name: str, tensors: Mapping[str, Any], proto: ModelProto) -> str
     return short if short != name and short not in {*tensors, *values} else f"{name}_float"
 
 
-def _declare(name: str, value: np.ndarray) -> TensorProto:
+def declare(name: str, value: np.ndarray) -> TensorProto:
     """Return a tensor without data."""
     kind = helper.np_dtype_to_tensor_dtype(value.dtype)
     return TensorProto(name=name, data_type=kind, dims=value.shape)
 
 
-def _remove(graph: GraphProto, name: str) -> None:
+def remove_tensor(graph: GraphProto, name: str) -> None:
     """Remove a tensor: an initializer, or the Constant or Identity that gives it."""
     for kept, is_it in _OWNERS:
         for i, entry in reversed([*enumerate(kept(graph))]):

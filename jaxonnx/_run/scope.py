@@ -261,7 +261,9 @@ class Scope:
         return len(node.outputs) if what == "outputs" else self
 
     def _training(self, node: Node) -> bool | None:
-        return False if self.context.overlay.frozen and node.op.state else self.context.training
+        return (
+            False if self.context.overlay.frozen and node.op.normalizes else self.context.training
+        )
 
     def _key(self, node: Node, seed: float | None) -> jax.Array:
         data = node.index if seed is None else np.float32(seed).view(np.uint32)

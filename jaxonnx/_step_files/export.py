@@ -94,6 +94,7 @@ def export_step(
       external_data: write large tensors of each graph into a file beside it, as happens anyway
         above 2 GB.
       **settings: what `jaxonnx.training.step` takes besides: metrics, trainable, lora, sparsity...
+        but mesh and quantize.
 
     Returns:
       The manifest.
@@ -105,6 +106,11 @@ def export_step(
     check_names("export_step", StepArguments, settings)
     if settings.get("mesh") is not None:
         raise TrainingError("mesh: a step that is exported runs on one device")
+    if settings.get("quantize") is not None:
+        raise TrainingError(
+            "quantize: an exported step keeps the scales that a model has; leave it out, and pass "
+            "the model that jaxonnx.quantize(model, data) returns"
+        )
     if init not in ("onnx", "safetensors", "npz"):
         raise InputError(f"init is 'onnx', 'safetensors' or 'npz', and was {init!r}")
     own = {"loss": loss, "optimizer": optimizer, "learning_rate": learning_rate}

@@ -14,6 +14,7 @@ from jaxonnx.model._quantized import (  # noqa: F401
     is_quantized,
     open_quantized,
     with_computed,
+    without_schedule,
 )
 from jaxonnx.model._save import to_proto  # noqa: F401
 from jaxonnx.model._show import operator  # noqa: F401

@@ -16,6 +16,7 @@ from jaxonnx._network import Network
 from jaxonnx._rewrite.quantize import fold
 from jaxonnx.errors import InputError
 from jaxonnx.model._adapters import AdapterForm, adapter_form, insert_factors, merge_adapters
+from jaxonnx.model._quantized import without_schedule
 from jaxonnx.model._sparsity import find_unrecorded
 
 
@@ -26,19 +27,27 @@ def file_values(model: Network) -> dict[str, np.ndarray]:
 
 
 def to_proto(
-    model: Network, adapters: AdapterForm | None = None, *, repeat: bool = False
+    model: Network,
+    adapters: AdapterForm | None = None,
+    *,
+    repeat: bool = False,
+    folded: bool = True,
 ) -> ModelProto:
     """Return the file of a model, as `Model.to_onnx` does.
 
     Args:
       repeat: write a parameter that equals another one a second time.
+      folded: of a model that is trained through rounding, write the integers of its weights, and
+        no ranges that move.
     """
     form = adapter_form(model, adapters)
     net = merge_adapters(model, requantize=True) if form == "merged" else model
+    net = without_schedule(net) if folded else net
     values, adaption = file_values(net), net.program.adaption
     kept = values if adaption is None else adaption.without_factors(values)
     names = {*net.params} & kept.keys(), {*net.state}
-    proto = fold(to_onnx(model.proto, kept, *names, repeat=repeat), net.graph, kept)
+    proto = to_onnx(net.proto, kept, *names, repeat=repeat)
+    proto = fold(proto, net.graph, kept) if folded else proto
     return proto if adaption is None else insert_factors(model, values, form, proto)
 
 

@@ -42,7 +42,7 @@ def find_norms(graph: Graph, state: Mapping[str, Any]) -> list[Norm]:
     """Return the normalizations whose statistics training renews, those of functions included."""
     found = []
     for node in graph.nodes:
-        if node.op.state:
+        if node.op.normalizes:
             mean, variance = (node.inputs[i] for i in node.op.state)
             found.append(Norm(mean, variance, float(node.attributes.get("momentum", 0.9))))
         if node.body is not None:
@@ -133,7 +133,7 @@ def recompute(
 
 def single_values(model: Network, inputs: Sequence[Any]) -> list[str]:
     """Return the outputs of normalizations of the main graph that see one number a channel."""
-    norms = [n for n in model.graph.nodes if n.op.state and n.inputs[0] and n.outputs[0]]
+    norms = [n for n in model.graph.nodes if n.op.normalizes and n.inputs[0] and n.outputs[0]]
     if model.program.overlay.frozen or not norms or len(inputs[0]) != 1:
         return []
     names = list(dict.fromkeys(node.inputs[0] for node in norms))

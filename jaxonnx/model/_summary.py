@@ -186,7 +186,7 @@ def _layer(
     trained += [f"{w}.lora_{end}" for w in adapted if w in new for end in "AB"]
     notes = [f"adapters of rank {tensors[f'{w}.lora_A'].shape[-2]}" for w in adapted[:1]]
     notes += [f"{w}: {form}" for w in learned if (form := stored.get(w))]
-    if node.op.state:
+    if node.op.normalizes:
         notes.append(
             "frozen statistics" if model.program.overlay.frozen else "batch statistics in training"
         )

@@ -20,6 +20,7 @@ from jaxonnx._data.images.folder import list_folder
 from jaxonnx._data.ragged import PLAIN
 from jaxonnx._io.protos import opset_of
 from jaxonnx._rewrite.fold_norms import fold_norms
+from jaxonnx._rewrite.moving_ranges import Schedule, insert_schedule
 from jaxonnx._rewrite.quantize import Record, Writer, learn_scales, record_of, stored_types
 from jaxonnx.errors import InputError
 from jaxonnx.model import (
@@ -30,10 +31,11 @@ from jaxonnx.model import (
     read_inputs,
     with_computed,
     with_file,
+    without_schedule,
 )
 from jaxonnx.quantization._ranges import calibrate, weight_parameters
 from jaxonnx.quantization._rounding import learn_rounding
-from jaxonnx.quantization._scheme import Quantization
+from jaxonnx.quantization._scheme import Quantization, make_schedule
 from jaxonnx.quantization._sensitivity import choose_types, measure
 from jaxonnx.quantization._sites import WeightSite, find_sites
 
@@ -93,16 +95,26 @@ def quantize(
     return _insert(net, Quantization.of(scheme), source, batches, method)
 
 
-def prepare(model: Model, scheme: str | Quantization, source: Source | None) -> tuple[Model, str]:
+def prepare(
+    model: Model,
+    scheme: str | Quantization,
+    source: Source | None,
+    epochs: int | None,
+    steps_per_epoch: int | None,
+) -> tuple[Model, str]:
     """Return a model whose training runs through its rounding, and a note on it.
 
     A model that is quantized already keeps its nodes and starts from its own scales.
+
+    Args:
+      source: what ranges are measured on.
+      epochs, steps_per_epoch: of the run; None if they are not known.
 
     Raises:
       InputError: it is not, and there are no data to measure its ranges on; or it is quantized to
         other types than the scheme's.
     """
-    named, scheme = scheme, Quantization.of(scheme)
+    named, scheme, model = scheme, Quantization.of(scheme), without_schedule(model)
     entry = record_of(model.proto)
     if entry is not None and not entry.folded:
         note = "training goes on with the scales of the quantized model"
@@ -132,10 +144,21 @@ def prepare(model: Model, scheme: str | Quantization, source: Source | None) -> 
             f"{weights} weights are rounded to {types} and {len(entry.scales) - weights} "
             f"activations to {scheme.activations or 'nothing'}, in training as in the saved file"
         )
-    if scheme.learn == "scales":
+    schedule = make_schedule(scheme, epochs, steps_per_epoch)
+    if schedule is not None:
+        proto, state, count = insert_schedule(model.proto, model.graph, model.tensors, schedule)
+        model = with_computed(model, proto, {}, {}, state)
+        note += _describe(schedule, count)
+    if scheme.learn is not None:
         proto, constants, params = learn_scales(model.proto, model.tensors)
         model = with_computed(model, proto, constants, params)
     return model, note
+
+
+def _describe(schedule: Schedule, count: int) -> str:
+    end = "the end" if schedule.freeze is None else f"step {schedule.freeze:,}"
+    moved = f"; {count} ranges follow the data until {end}" if schedule.decay is not None else ""
+    return moved + (f"; rounding begins at step {schedule.start + 1:,}" if schedule.start else "")
 
 
 def select_scales(before: Model, after: Model) -> Model:
@@ -216,7 +239,7 @@ def _insert(
         writer.quantize_weight(name, parameters)
     masked = {output for (output, _), name in sites.reads.items() if name not in found}
     reads = {place: name for place, name in sites.reads.items() if place[0] not in masked}
-    writer.quantize_values(reads, found)
+    writer.quantize_values(reads, found, sites.shared)
     writer.quantize_outputs((n for n in sites.outputs if n in found), found)
     writer.store_biases((b.name, b.value, b.weight) for b in sites.biases if b.value in found)
     if method == "round":

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxonnx._network import Network
 from jaxonnx.errors import InputError
+from jaxonnx.ops.contrib.moving_ranges import range_parameters
 from jaxonnx.quantization._scheme import TYPES, Quantization
 from jaxonnx.quantization._sites import WeightSite
 
@@ -206,15 +207,7 @@ def _percentile(counts: np.ndarray, edges: np.ndarray) -> tuple[float, float]:
 
 def _parameters(low: float, high: float, scheme: Quantization) -> Parameters:
     """Return the scale and zero point of a range, in which 0 is exact."""
-    kind = TYPES[scheme.activations or "uint8"]
-    least, most = kind.limits
-    if low == high:  # nothing but zeros, of a channel or layer that is dead
-        scale, point = 1.0, kind.middle if scheme.is_symmetric else max(least, 0)
-    elif scheme.is_symmetric:
-        point = kind.middle
-        scale = max(-low, high) / (most - point)
-    else:
-        scale = (high - low) / (most - least)
-        point = int(np.clip(np.rint(least - low / scale), least, most))
-    tiny = float(np.finfo(np.float32).tiny)
-    return Parameters(np.asarray(max(scale, tiny), np.float32), np.asarray(point, kind.dtype))
+    kind = TYPES[scheme.activations or "uint8"].dtype
+    limits = np.asarray(low, np.float64), np.asarray(high, np.float64)
+    scale, point = range_parameters(*limits, kind, scheme.is_symmetric)
+    return Parameters(scale.astype(np.float32), point)

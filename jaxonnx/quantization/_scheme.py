@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -9,7 +10,9 @@ import ml_dtypes
 import numpy as np
 
 from jaxonnx._graph.select import Select
+from jaxonnx._rewrite.moving_ranges import Schedule
 from jaxonnx.errors import InputError
+from jaxonnx.ops.contrib.moving_ranges import limits_of
 
 
 class NumberType(NamedTuple):
@@ -27,14 +30,13 @@ class NumberType(NamedTuple):
     @property
     def limits(self) -> tuple[int, int]:
         """The least and the greatest number."""
-        info = ml_dtypes.iinfo(self.dtype) if self.is_integer else ml_dtypes.finfo(self.dtype)
-        return int(info.min), int(info.max)
+        least, _, most = limits_of(self.dtype)
+        return least, most
 
     @property
     def middle(self) -> int:
         """The zero point of symmetric ranges."""
-        least, most = self.limits
-        return (least + most + 1) // 2 if self.is_integer else 0
+        return limits_of(self.dtype)[1]
 
     def round(self, x: np.ndarray) -> np.ndarray:
         """Round float32 numbers to those of the type; halves to even, what is beyond saturates."""
@@ -110,7 +112,13 @@ class Quantization:
       size: the share of the bytes of the weights in float32 that they take with bits="auto"; above
         0.125.
       learn: "scales" trains the scales with the weights, by the gradient of "Learned Step Size
-        Quantization" (arXiv:1902.08153); None keeps those of the calibration.
+        Quantization" (arXiv:1902.08153). "ranges" trains those of weights; the ranges of
+        activations follow the least and the greatest number of each batch. None keeps those of the
+        calibration.
+      decay: with learn="ranges", the share of a range that a step leaves as it was.
+      freeze: with learn="ranges", the share of the run's steps after which ranges stay.
+      start: the epochs that are trained in floating point before rounding begins, also a fraction;
+        ranges follow the data from the first step on. Validation is always of the rounded network.
 
     Raises:
       InputError: a value that a scheme cannot have, with what it can.
@@ -128,7 +136,10 @@ class Quantization:
     reduce_range: bool = False
     bits: Literal["auto"] | None = None
     size: float | None = None
-    learn: Literal["scales"] | None = "scales"
+    learn: Literal["scales", "ranges"] | None = "scales"
+    decay: float = 0.9
+    freeze: float = 0.5
+    start: float = 0
 
     def __post_init__(self) -> None:
         allowed: dict[str, tuple[Any, ...]] = {
@@ -136,7 +147,7 @@ class Quantization:
             "activations": _ACTIVATIONS,
             "calibration": _CALIBRATIONS,
             "dialect": (*_DIALECTS,),
-            "learn": ("scales", None),
+            "learn": ("scales", "ranges", None),
             "per_channel": (True, False),
             "reduce_range": (True, False),
             "bits": ("auto", None),
@@ -174,6 +185,21 @@ class Quantization:
             )
         if self.symmetric is False and self.activations == "fp8":
             raise InputError("fp8 has no zero point: leave symmetric=False out")
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        if self.learn == "ranges" and self.activations is None:
+            raise InputError("learn='ranges' is for activations, and activations=None has none")
+        if not 0 <= self.decay < 1:
+            raise InputError(
+                f"decay is a share of a range, from 0 to below 1, and was {self.decay}"
+            )
+        if not 0 < self.freeze <= 1:
+            raise InputError(f"freeze is a share of the run, above 0 to 1, and was {self.freeze}")
+        if not 0 <= self.start < math.inf:
+            raise InputError(f"start is a number of epochs, at least 0, and was {self.start}")
+        if self.learn != "ranges" and (self.decay, self.freeze) != (0.9, 0.5):
+            raise InputError("decay and freeze are those of moving ranges: pass learn='ranges'")
 
     @classmethod
     def of(cls, scheme: str | Quantization) -> Quantization:
@@ -224,3 +250,29 @@ class Quantization:
         kind = TYPES[self.weights]
         least, most = (limit - kind.middle for limit in kind.limits)
         return (least // 2, most // 2) if self.reduce_range else (least, most)
+
+
+def make_schedule(
+    scheme: Quantization, epochs: int | None, steps_per_epoch: int | None
+) -> Schedule | None:
+    """Return when ranges move and rounding begins; None if nothing changes in the run.
+
+    Raises:
+      InputError: the number of steps matters and is not known, or rounding would not begin.
+    """
+    moves = scheme.learn == "ranges"
+    if not (moves or scheme.start):
+        return None
+    if scheme.start and epochs is not None and scheme.start >= epochs:
+        raise InputError(f"start={scheme.start}: the run has {epochs} epochs and would not round")
+    freezes = moves and scheme.freeze < 1
+    if (freezes and epochs is None) or ((freezes or scheme.start) and steps_per_epoch is None):
+        raise InputError(
+            "freeze and start are parts of a run whose steps are not known: pass arrays, or an "
+            "iterable with a length (to step: epochs= and steps_per_epoch=), or freeze=1 and "
+            "start=0"
+        )
+    epoch = steps_per_epoch or 1
+    end = round(scheme.freeze * epoch * (epochs or 1)) if freezes else None
+    decay = scheme.decay if moves else None
+    return Schedule(decay, end, round(scheme.start * epoch), scheme.is_symmetric)

@@ -14,6 +14,7 @@ from jaxonnx._graph.roles import graph_tensors
 from jaxonnx._graph.select import select
 from jaxonnx._graph.uses import uses
 from jaxonnx._graph.weight_names import Places
+from jaxonnx._rewrite.qoperators import SAME_NUMBERS
 from jaxonnx.errors import InputError
 from jaxonnx.quantization._scheme import Quantization
 
@@ -23,8 +24,6 @@ _RECURRENT = ("RNN", "GRU", "LSTM")
 """Operators of which only the weights are quantized."""
 _ELEMENTWISE = ("Add", "Mul", "Concat", "AveragePool", "GlobalAveragePool")
 """Operators that onnxruntime computes with integers where their inputs are quantized."""
-_SAME_NUMBERS = ("Flatten", "MaxPool", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
-"""Operators whose results are among the numbers that they read: they have the same range."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def find_sites(
                 biases.append(Bias(bias, value, weight))
     if scheme.dialect == "onnxruntime":  # what is between two quantized operators is, too
         for node in reversed(graph.nodes):
-            read = _is(node, _SAME_NUMBERS) and node.outputs[0] in reads.values()
+            read = _is(node, SAME_NUMBERS) and node.outputs[0] in reads.values()
             if read and is_activation(node.inputs[0]):
                 reads[node.outputs[0], 0] = node.inputs[0]
     times = Counter(name for node in graph.nodes for name in node.reads)
@@ -135,7 +134,7 @@ def find_sites(
     shared = {
         node.outputs[0]: node.inputs[0]
         for node in graph.nodes
-        if _is(node, _SAME_NUMBERS) and {node.inputs[0], node.outputs[0]} <= values
+        if _is(node, SAME_NUMBERS) and {node.inputs[0], node.outputs[0]} <= values
     }
     return Sites(weights, reads, shared, () if scheme.dialect == "tensorrt" else alone, outputs)
 

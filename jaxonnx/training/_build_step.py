@@ -91,7 +91,7 @@ def step(
     model = model if isinstance(model, Model) else load(model, mesh=settings.mesh)
     model = read_whole_sequences(with_heads(model, settings), loss)
     if settings.quantize is not None:
-        model, _ = prepare(model, settings.quantize, None)
+        model, _ = prepare(model, settings.quantize, None, epochs, steps_per_epoch)
     settings = replace(settings, class_weights=weights_of_classes(model, settings))
     return build_step(model, settings, epochs, steps_per_epoch)
 

@@ -37,7 +37,7 @@ from jaxonnx._io.checkpoints import (
 from jaxonnx._mesh.processes import Processes
 from jaxonnx.errors import TrainingError
 from jaxonnx.lora import Adapters
-from jaxonnx.model import Model
+from jaxonnx.model import Model, to_proto
 from jaxonnx.training._history import History
 
 _LOGGER = logging.getLogger("absl")
@@ -380,7 +380,7 @@ def _write(model: Model, path: Path, first: bool) -> None:
     plain = dataclasses.replace(model, program=dataclasses.replace(model.program, adaption=None))
 
     def graph() -> Any:
-        proto = plain.to_onnx()
+        proto = to_proto(plain, folded=False)
         del proto.metadata_props[:]
         proto.metadata_props.extend(model.proto.metadata_props)
         return proto

@@ -15,7 +15,7 @@ from jaxonnx._data.batches import Batch
 from jaxonnx._graph.roles import running_statistics
 from jaxonnx.errors import TrainingError
 from jaxonnx.lowering import separate_heads
-from jaxonnx.model import Model, add_batch, renewed_norms
+from jaxonnx.model import Model, add_batch, renewed_norms, without_schedule
 from jaxonnx.training._objective import Objective
 from jaxonnx.training._precision import PRECISIONS, LossScale, round_products
 from jaxonnx.training._sequences import restore_inputs
@@ -232,7 +232,7 @@ class GradientStep(Step):
 
     def to_model(self, params: Any, state: Any) -> Model:
         model = self.model.replace(params=params, state={**self.model.state, **state})
-        return restore_inputs(model)
+        return without_schedule(restore_inputs(model))
 
     def to_file(self, state: State) -> State:
         return self._storage.view(state)

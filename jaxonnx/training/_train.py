@@ -137,7 +137,9 @@ def train(
         settings = replace(settings, class_weights=weights_of_classes(net, settings, examples))
         rounding: list[str] = []
         if settings.quantize is not None:
-            net, *rounding = prepare(net, settings.quantize, examples)
+            net, *rounding = prepare(
+                net, settings.quantize, examples, settings.epochs, examples.steps
+            )
         examples = augment_examples(examples, augment, settings.seed)
         step = build_step(net, settings, settings.epochs, examples.steps)
         if packed and step.model.program.packing is None:
@@ -161,6 +163,6 @@ def train(
 
 def _changes(before: Model, after: Model, names: Collection[str] | None = None) -> dict[str, float]:
     """Return the changes of all parameters and statistics, or of those named."""
-    tensors = {**after.params, **after.state}
-    shown = {n: v for n, v in tensors.items() if names is None or n in names}
-    return changes({**before.state, **before.params}, shown)
+    old, tensors = {**before.state, **before.params}, {**after.params, **after.state}
+    shown = {n: v for n, v in tensors.items() if n in old and (names is None or n in names)}
+    return changes(old, shown)

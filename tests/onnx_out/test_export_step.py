@@ -146,6 +146,8 @@ def test_what_does_not_fit_is_refused(tmp_path):
     x, y = examples(8)
     with pytest.raises(jaxonnx.TrainingError, match="no metric 'nothing'"):
         jaxonnx.export_step(mlp(), tmp_path, (x, y), LABELS, optax.sgd(0.1), metrics="nothing")
+    with pytest.raises(jaxonnx.TrainingError, match="quantize: an exported step keeps the scales"):
+        jaxonnx.export_step(mlp(), tmp_path, (x, y), LABELS, optax.sgd(0.1), quantize="int8")
     with pytest.raises(jaxonnx.Error, match="x"):
         jaxonnx.export_step(mlp(), tmp_path, (x[:, :3], y), LABELS, optax.sgd(0.1))
     with pytest.raises(TypeError, match="momentun"):

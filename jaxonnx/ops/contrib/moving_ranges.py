@@ -1,0 +1,73 @@
+"""Rounding that changes in the course of training, in a domain of our own.
+
+`jaxonnx._rewrite.moving_ranges` puts these operators into a quantized graph for a run, and takes
+them out of its result. The steps and the ranges are state, as running statistics are.
+"""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import lax
+
+from jaxonnx.ops.common import element_dtype
+from jaxonnx.registry import Training, op, xp
+
+DOMAIN = "jaxonnx"
+
+
+def limits_of(dtype):
+    """Return the least number of a type that is rounded to, the middle one, and the greatest."""
+    if "float" in dtype.name:
+        info = ml_dtypes.finfo(dtype)
+        return int(info.min), 0, int(info.max)
+    info = ml_dtypes.iinfo(dtype)
+    return info.min, (info.min + info.max + 1) // 2, info.max
+
+
+def range_parameters(low, high, dtype, symmetric):
+    """Return the scale, in the type of `low`, and the zero point of a range that holds 0.
+
+    0 is exact. Of a range of no width any scale is, and this is 1.
+    """
+    np_ = xp(low, high)
+    least, middle, most = limits_of(dtype)
+    width = np_.maximum(-low, high) if symmetric else high - low
+    scale = width / (most - middle if symmetric else most - least)
+    scale = np_.where(width > 0, np_.maximum(scale, np.finfo(np.float32).tiny), 1)
+    point = np_.rint(least - low / scale)
+    point = np_.full(np_.shape(low), middle) if symmetric else np_.clip(point, least, most)
+    return scale.astype(low.dtype), point.astype(dtype)
+
+
+@op("CountSteps", since=1, domain=DOMAIN, state=("count",))
+def count_steps(count, *, training: Training):
+    """The steps of training before this one, and with it."""
+    # a float, since the state of a graph that is mapped over its examples is their mean
+    return count, count + 1 if training else count
+
+
+@op("MovingRange", since=1, domain=DOMAIN, state=("low", "high"))
+def moving_range(x, low, high, count, *, to, decay, freeze=None, symmetric=0, training: Training):
+    """(scale, low, high, zero point) of type `to` for a range that follows that of `x` in training.
+
+    A step before the number `freeze` leaves the share `decay` of the range as it was, and rounds by
+    the new one.
+    """
+    if training:
+        x = lax.stop_gradient(x)
+        seen = jnp.minimum(x.min(), 0), jnp.maximum(x.max(), 0)
+        moved = (
+            old + (1 - decay) * (new - old) for old, new in zip((low, high), seen, strict=True)
+        )
+        moves = True if freeze is None else count < freeze
+        low, high = (
+            jnp.where(moves, new, old) for old, new in zip((low, high), moved, strict=True)
+        )
+    scale, point = range_parameters(low, high, element_dtype(to), symmetric)
+    return scale, low, high, point
+
+
+@op("BeginRounding", since=1, domain=DOMAIN, view=True)
+def begin_rounding(x, rounded, count, *, start, training: Training):
+    """`x` in the steps of training before the number `start`; `rounded` from then on."""
+    return jnp.where(count < start, x, rounded) if training else rounded
