@@ -22,6 +22,7 @@ from jaxonnx._io.protos import modules
 from jaxonnx.errors import Error
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model
+from jaxonnx.quantization import list_layers, plot_ranges
 from jaxonnx.training import _objective as objective
 from jaxonnx.training._evaluate import over
 from jaxonnx.training._history import History
@@ -101,6 +102,7 @@ def _page(result: Reported, configuration: Mapping[str, Any] | None) -> Iterator
         yield f"<details><summary>Numbers</summary><pre>{escape(str(matrix))}</pre></details>"
     yield "<h2>Layers</h2>"
     yield from _layers(result)
+    yield from _rounded(result)
     if configuration is None:
         configuration = {} if result.run is None else _changed_settings(result.run.settings)
     if configuration:
@@ -148,6 +150,39 @@ def _layers(result: Reported) -> Iterator[str]:
     trained = sum(x.size for x in model.params.values())
     frozen = sum(x.size for x in model.state.values())
     yield f"<p><small>{trained:,} numbers in parameters, {frozen:,} in all else.</small></p>"
+
+
+def _rounded(result: Reported) -> Iterator[str]:
+    """Yield what the layers of a quantized network read rounded: a picture and a table."""
+    data = None if result.run is None else result.run.held_out
+    batch = next(data.batches(0)).inputs if isinstance(data, Examples) else None
+    layers = list_layers(result.model, batch)
+    if not layers:
+        return
+    yield "<h2>Ranges</h2>"
+    height = 1.5 + 0.3 * len(layers)
+    yield _picture("ranges of layers", lambda axes: plot_ranges(layers, axes), (9, height))
+    heads = (
+        "layer",
+        "operator",
+        "tensor",
+        "type",
+        "scales",
+        "least",
+        "greatest",
+        "range",
+        "clipped",
+    )
+    rows = []
+    for layer in layers:
+        for one in (*([layer.weight] if layer.weight else []), *layer.activations):
+            clipped = "" if one.clipped is None else f"{one.clipped:.2%}"
+            ends = f"{one.range[0]:.4g} to {one.range[1]:.4g}"
+            cells = (one.name, one.type, one.scales, *one.scale, ends, clipped)
+            rows.append([layer.name, layer.operator, *cells])
+    yield from _table(heads, rows)
+    seen = "the first batch of the validation data" if batch is not None else "weights alone"
+    yield f"<p><small>Least and greatest are scales; clipped is counted on {seen}.</small></p>"
 
 
 def _status(result: Reported, name: str) -> str:

@@ -172,6 +172,30 @@ def test_a_page_of_a_run_without_validation_and_with_adapters(tmp_path):
     assert ["rate", "0.1"] in page.rows
 
 
+def test_a_page_of_a_quantized_run_has_ranges(tmp_path):
+    """Those of the file that it saves, and the share of weights beyond them."""
+    result = train(data=(X, Y), validation=(X[:8], Y[:8]), quantize="int8")
+    result.report(tmp_path / "run.html")
+    page = Page((tmp_path / "run.html").read_text("utf-8"))
+    rows = {row[2]: row for row in page.rows if len(row) == 9}
+    assert len(page.pictures) == 3
+    stored = {
+        tensor.name: onnx.numpy_helper.to_array(tensor).astype(np.float32)
+        for tensor in result.model.to_onnx().graph.initializer
+    }
+    scale, point = stored["x_scale"], stored["x_zero_point"]
+    assert rows["x"][1:5] == ["Gemm", "x", "uint8", "1"]
+    assert rows["x"][7] == f"{-point * scale:.4g} to {(255 - point) * scale:.4g}"
+    outside = (X[:8] < (-point - 0.5) * scale) | (X[:8] > (255.5 - point) * scale)
+    assert rows["x"][8] == f"{outside.mean():.2%}"
+    scales = stored["w1_scale"]
+    assert rows["w1"][3:7] == ["int8", "16", f"{scales.min():.5g}", f"{scales.max():.5g}"]
+    numbers = result.model.params["w1"] / scales
+    outside = (numbers < -128.5) | (numbers > 127.5)
+    assert rows["w1"][8] == f"{outside.mean():.2%}"
+    assert outside.any()
+
+
 @pytest.mark.deep
 def test_from_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -1,0 +1,179 @@
+"""What the layers of a quantized network round, and to which ranges: a table and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from onnx import NodeProto
+
+from jaxonnx._figures import new_axes
+from jaxonnx._graph.ancestors import ancestors
+from jaxonnx._graph.bind import Node
+from jaxonnx._io.protos import modules
+from jaxonnx._network import Network
+from jaxonnx._run.scope import Context, run
+from jaxonnx.quantization._scheme import NumberType
+
+_PAIR = ("QuantizeLinear", "DequantizeLinear")
+"""Both are views of what they read, as a tensor keeps its role behind them."""
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A tensor that a layer reads rounded.
+
+    Attributes:
+      type: the numbers that it is rounded to, like "int8".
+      scales: how many there are, one for each channel or block.
+      scale: the least and the greatest one.
+      range: the least and the greatest number that is not clipped, of the widest channel.
+      clipped: the share of the numbers that saturate; None if it was not measured.
+    """
+
+    name: str
+    type: str
+    scales: int
+    scale: tuple[float, float]
+    range: tuple[float, float]
+    clipped: float | None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A node that reads rounded tensors."""
+
+    name: str
+    operator: str
+    weight: Rounded | None
+    activations: tuple[Rounded, ...]
+
+
+def list_layers(model: Network, inputs: Sequence[Any] | None = None) -> list[Layer]:
+    """Return the layers of a network that is trained through its rounding, in order.
+
+    Args:
+      inputs: a batch, in the order of the model's inputs, to count on what saturates in
+        activations.
+    """
+    nodes = model.graph.nodes
+    makers = {output: node for node in nodes for output in node.outputs}
+    found = {}
+    for node in nodes:
+        if not node.op.view:
+            read = [_quantizer(name, makers) for name in node.inputs]
+            if any(one is not None for one in read):
+                found[node.outputs[0]] = [one for one in read if one is not None]
+    quantizers = {q.outputs[0]: q for read in found.values() for q in read}
+    rounded = _measure(model, quantizers, inputs)
+    names = {node.output[0]: _name(node) for node in model.proto.graph.node if node.output}
+    layers = []
+    for output, read in found.items():
+        parts = dict.fromkeys(q.outputs[0] for q in read)
+        weights = [n for n in parts if quantizers[n].inputs[0] in model.tensors]
+        activations = tuple(rounded[n] for n in parts if n not in weights)
+        weight = rounded[weights[0]] if weights else None
+        layers.append(Layer(names[output], makers[output].op.name, weight, activations))
+    return layers
+
+
+def _name(node: NodeProto) -> str:
+    """Return the innermost module of a node, or its own name, or that of its result."""
+    path = modules(node)
+    return path[-1] if path else node.name or node.output[0]
+
+
+def _quantizer(name: str, makers: Mapping[str, Node]) -> Node | None:
+    """Return the QuantizeLinear that a value comes from, behind views of it."""
+    node = makers.get(name)
+    while node is not None and node.op.view and node.op.name not in _PAIR:
+        node = makers.get(node.inputs[0])
+    if node is None or node.op.name != "DequantizeLinear":
+        return None
+    node = makers.get(node.inputs[0])
+    return node if node is not None and node.op.name == "QuantizeLinear" else None
+
+
+def _measure(
+    model: Network, quantizers: Mapping[str, Node], inputs: Sequence[Any] | None
+) -> dict[str, Rounded]:
+    """Return what each QuantizeLinear rounds to, by its result."""
+    tensors = model.tensors
+    scales = [*dict.fromkeys(node.inputs[1] for node in quantizers.values())]
+    known = ancestors(model.graph.nodes, scales)
+    nodes = tuple(node for node in model.graph.nodes if known.issuperset(node.outputs))
+    alone = replace(model.graph, nodes=nodes, outputs=(*scales,))
+    values = dict(zip(scales, map(np.asarray, run(alone, {}, Context(tensors))), strict=True))
+    limits, result = {}, {}
+    for name, node in quantizers.items():
+        value, factor, *rest = node.inputs
+        point = tensors[rest[0]] if rest else np.zeros((), np.uint8)
+        least, most = NumberType(np.dtype(point.dtype), 0).limits
+        scale, shift = values[factor], np.asarray(point, np.float32)
+        low, high = (least - shift) * scale, (most - shift) * scale
+        limits[name] = low - scale / 2, high + scale / 2
+        result[name] = Rounded(
+            value,
+            point.dtype.name,
+            scale.size,
+            (float(scale.min()), float(scale.max())),
+            (float(low.min()), float(high.max())),
+            None,
+        )
+    for name, share in _clipped(model, quantizers, limits, inputs).items():
+        result[name] = replace(result[name], clipped=share)
+    return result
+
+
+def _clipped(
+    model: Network, quantizers: Mapping[str, Node], limits: Mapping[str, Any], inputs: Any
+) -> dict[str, float]:
+    """Return the shares of numbers that saturate: of weights, and of activations for inputs."""
+    tensors = {**model.tensors}
+    if inputs is not None:
+        given = dict(zip((value.name for value in model.inputs), inputs, strict=True))
+        known = tensors.keys() | given.keys()
+        made = [*{q.inputs[0] for q in quantizers.values()} - known]
+        program = model.program.with_values(made)
+        read = jax.jit(program.evaluate)(model.params, model.state, given)
+        tensors |= given | dict(zip(made, read[len(model.graph.outputs) :], strict=True))
+    shares = {}
+    for name, node in quantizers.items():
+        if node.inputs[0] in tensors:
+            x = np.asarray(tensors[node.inputs[0]])
+            low, high = (_spread(limit, node, x) for limit in limits[name])
+            shares[name] = float(np.mean((x < low) | (x > high)))
+    return shares
+
+
+def _spread(value: np.ndarray, node: Node, x: np.ndarray) -> np.ndarray:
+    """Return numbers of channels or blocks in a shape that broadcasts to what is rounded."""
+    axis = int(node.attributes.get("axis", 1)) % max(x.ndim, 1)
+    if value.ndim == 0:
+        return value
+    if value.ndim == 1 and not node.attributes.get("block_size"):
+        return value.reshape(-1, *(1,) * (x.ndim - 1 - axis))
+    return np.repeat(value, x.shape[axis] // value.shape[axis], axis)
+
+
+def plot_ranges(layers: Sequence[Layer], axes: Any = None) -> Any:
+    """Draw the ranges of weights and activations of each layer; return the matplotlib axes."""
+    axes = new_axes(axes)
+    parts = [("weights", [(i, one.weight) for i, one in enumerate(layers) if one.weight])]
+    read = [(i, one) for i, layer in enumerate(layers) for one in layer.activations]
+    for k, (label, rounded) in enumerate([*parts, ("activations", read)]):
+        places = [i + 0.4 * k for i, _ in rounded]
+        starts = [one.range[0] for _, one in rounded]
+        widths = [one.range[1] - one.range[0] for _, one in rounded]
+        axes.barh(places, widths, 0.4, starts, label=label)
+    axes.set_yticks(np.arange(len(layers)) + 0.2, [layer.name for layer in layers])
+    axes.invert_yaxis()
+    smallest = min((abs(e) for p in (*parts[0][1], *read) for e in p[1].range if e), default=1.0)
+    axes.set_xscale("symlog", linthresh=smallest)
+    axes.set(xlabel="numbers that are not clipped")
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.legend()
+    return axes
