@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxonnx._data.language_models import context_length, token_input, vocabulary
 from jaxonnx._data.packing import pack_texts
-from jaxonnx._data.ragged import Padding, derived_inputs
+from jaxonnx._data.ragged import DECODER_TOKENS, Padding
 from jaxonnx._data.tokenizer import Tokenizer
-from jaxonnx._io.folders import GENAI, ModelFolder
 from jaxonnx._network import Network
 from jaxonnx.errors import TrainingError
 
@@ -78,13 +78,18 @@ class TextSettings:
 
 @dataclass
 class _Reader:
-    """Makes examples of texts, and counts those that are too long."""
+    """Makes examples of texts, and counts those that are too long.
+
+    Attributes:
+      pairs: prompts are what an encoder reads, and completions the labels of its decoder.
+    """
 
     tokenizer: Tokenizer
     settings: TextSettings
     limit: int
     vocabulary: int | None
     ignored: int
+    pairs: bool
     lengths: list[int] = field(default_factory=list)
     long: dict[str, int] = field(default_factory=lambda: {"cut": 0, "split": 0})
 
@@ -92,11 +97,37 @@ class _Reader:
         """Return tokens and labels of texts."""
         columns: dict[str, list[np.ndarray]] = {"tokens": [], "labels": []}
         for where, row in rows:
-            for ids, labels in self._fit(where, row, *self._encode(where, row)):
+            found = (
+                [self._encode_pair(where, row)]
+                if self.pairs
+                else self._fit(where, row, *self._encode(where, row))
+            )
+            for ids, labels in found:
                 columns["tokens"].append(ids)
                 columns["labels"].append(labels)
-                self.lengths.append(len(ids))
+                self.lengths.append(max(len(ids), len(labels)))
         return columns
+
+    def _encode_pair(self, where: str, row: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of a prompt, and those of its completion, which end."""
+        if not all(isinstance(row.get(key), str) for key in KEYS[1]):
+            raise TrainingError(
+                f"{where}: an encoder and its decoder take texts as 'prompt', which the encoder "
+                "reads, and 'completion'"
+            )
+        parts = []
+        for key in KEYS[1]:
+            if not row[key]:
+                raise TrainingError(f"{where} has an empty {key}")
+            ids, _ = self.tokenizer.encode(row[key])
+            ends = self.tokenizer.ends[:1] if key == "completion" else []
+            ids = ids if ids[-1:].tolist() == ends or not ends else np.append(ids, ends)
+            self._check(f"the {key} of {where}", ids, least=1)
+            parts.append(ids)
+        if max(map(len, parts)) > self.limit:
+            self._check_long(where, max(map(len, parts)), "cut")
+        prompt, completion = (ids[: self.limit] for ids in parts)
+        return prompt, completion
 
     def _encode(self, where: str, row: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of an example, and whether each counts in the loss."""
@@ -135,9 +166,10 @@ class _Reader:
             )
         return self.tokenizer.write_chat(messages, len(prompt), where)
 
-    def _check(self, where: str, ids: np.ndarray) -> None:
-        if len(ids) < 2:
-            raise TrainingError(f"{where} has {len(ids)} tokens: there is no next one to predict")
+    def _check(self, where: str, ids: np.ndarray, least: int = 2) -> None:
+        if len(ids) < least:
+            way = ": there is no next one to predict" if least > 1 else ""
+            raise TrainingError(f"{where} has {len(ids)} tokens{way}")
         if self.vocabulary is not None and ids.max() >= self.vocabulary:
             token = ids[ids >= self.vocabulary][0]
             raise TrainingError(
@@ -154,10 +186,7 @@ class _Reader:
         if len(ids) <= self.limit:
             yield ids, labels
             return
-        how = self.settings.long or ("split" if "text" in row else "cut")
-        if how == "refuse":
-            raise TrainingError(f"{where} has {len(ids)} tokens, more than {self.limit}")
-        self.long[how] += 1
+        how = self._check_long(where, len(ids), "split" if "text" in row else "cut")
         if how == "cut" and not counts[1 : self.limit].any():
             raise TrainingError(
                 f"{where} has {np.flatnonzero(counts)[0]} tokens before those that count in the "
@@ -167,6 +196,14 @@ class _Reader:
         last = self.limit if how == "cut" else len(ids) - 1
         for start in range(0, last, self.limit):
             yield ids[start : start + self.limit], labels[start : start + self.limit]
+
+    def _check_long(self, where: str, length: int, usual: str) -> str:
+        """Return what is done with a text that is too long, and count it."""
+        how = self.settings.long or usual
+        if how == "refuse":
+            raise TrainingError(f"{where} has {length} tokens, more than {self.limit}")
+        self.long[how] += 1
+        return how
 
     @property
     def notes(self) -> list[str]:
@@ -278,7 +315,7 @@ def read_texts(
     limit, tokens = _limit(model, settings), token_input(model)
     ignored = padding.ignored if isinstance(padding.ignored, int) else -100
     made = Tokenizer(model.folder), settings, limit, vocabulary(model), ignored
-    reader = _Reader(*made)
+    reader = _Reader(*made, pairs=_takes_pairs(model, settings))
     read = {}
     packing, lengths, notes = model.program.packing, reader.lengths, []
     for name, given in texts.items():
@@ -297,6 +334,24 @@ def read_texts(
     return read.get("data", data), read.get("validation", validation), padding, notes
 
 
+def _takes_pairs(model: Network, settings: TextSettings) -> bool:
+    """Return whether the model is an encoder with a decoder, which reads labels."""
+    if DECODER_TOKENS not in [value.name for value in model.inputs]:
+        return False
+    if token_input(model) == DECODER_TOKENS:
+        raise TrainingError(
+            "the data has texts, and the encoder does not read tokens: pass its inputs and the "
+            "tokens of each text as 'labels'"
+        )
+    for name, value in (("long", "split"), ("loss", "all")):
+        if getattr(settings, name) == value:
+            raise TrainingError(
+                f"preprocess={{{name!r}: {value!r}}} is for decoders alone: an encoder reads whole "
+                "prompts, and labels are completions"
+            )
+    return True
+
+
 def _limit(model: Network, settings: TextSettings) -> int:
     """Return the number of tokens that an example may have."""
     assert model.folder is not None
@@ -312,38 +367,6 @@ def _limit(model: Network, settings: TextSettings) -> int:
             f"preprocess: max_length is {wanted}, and the model has positions for {most} tokens"
         )
     return wanted
-
-
-def context_length(folder: ModelFolder) -> int | None:
-    """Return the number of positions that the configuration of a model has, if it says."""
-    settings = folder.read_json("config.json")
-    nested = settings.get("text_config")
-    for source, name in (
-        (folder.read_json(GENAI).get("model", {}), "context_length"),
-        (nested if isinstance(nested, Mapping) else {}, "max_position_embeddings"),
-        (settings, "max_position_embeddings"),
-        (settings, "n_positions"),
-    ):
-        if isinstance(source.get(name), int):
-            return source[name]
-    return None
-
-
-def token_input(model: Network) -> str:
-    """Return the name of the input that takes tokens."""
-    spare = derived_inputs(model.inputs)
-    kinds = [(v.name, v.dtype) for v in model.inputs if v.name not in spare]
-    found = [name for name, kind in kinds if kind is not None and kind.kind in "iu"]
-    if not found:
-        raise TrainingError("the data has texts, and the model has no input of tokens")
-    return "input_ids" if "input_ids" in found else found[0]
-
-
-def vocabulary(model: Network) -> int | None:
-    """Return the number of tokens that the model has, by the last axis of its logits."""
-    shapes = {value.name: value.shape for value in model.outputs}
-    shape = shapes.get("logits", model.outputs[0].shape)
-    return shape[-1] if shape and isinstance(shape[-1], int) else None
 
 
 def _widths(lengths: np.ndarray, limit: int) -> tuple[int, ...]:

@@ -4,7 +4,8 @@ The caches have room for all tokens from the beginning, so that each step has th
 An operator that takes the length of its past from the mask (GroupQueryAttention) finds the tokens
 at the beginning of that room; where caches are joined to the new token (Concat, Attention), they
 stand at its end, and the mask hides what is before them. Where neither fits, or without caches, all
-tokens are computed again in each step.
+tokens are computed again in each step. So they are where the decoder has an encoder, which reads
+the prompts: the continuation is then what the decoder writes from its first token on.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx._data.ragged import derived_inputs
+from jaxonnx._data.language_models import decoder_numbers
+from jaxonnx._data.ragged import DECODER_TOKENS, derived_inputs
 from jaxonnx._graph.caches import Caches, find_caches
 from jaxonnx._graph.values import Value
 from jaxonnx._io.folders import GENAI
@@ -63,6 +65,8 @@ class Generator:
     ) -> list[np.ndarray]:
         """Return each prompt with its continuation, up to a token of `stop`.
 
+        Where an encoder reads the prompts, it is the first token of the decoder that is continued.
+
         Raises:
           InputError: the model is no decoder, or arguments that do not fit.
         """
@@ -83,13 +87,26 @@ class Generator:
         tokens = np.zeros((len(rows), width), np.int64)
         for line, row in zip(tokens, rows, strict=True):
             line[width - len(row) if left else 0 :][: len(row)] = row
-        run = self._programs[room, temperature > 0]
-        new = run(params, state, tokens, lengths, temperature, jax.random.key(seed), count=count)
+        source: dict[str, Any] = {}
+        if self._encoded:
+            source = self._feed_encoder(tokens, lengths)
+            tokens, lengths = np.full((len(rows), 1), self._first), np.ones(len(rows), int)
+            rows = [*tokens]
+        run, key = self._programs[room, temperature > 0], jax.random.key(seed)
+        new = run(params, state, source, tokens, lengths, temperature, key, count=count)
         return [_end(row, part, stop) for row, part in zip(rows, np.asarray(new), strict=True)]
+
+    def _feed_encoder(self, tokens: np.ndarray, lengths: np.ndarray) -> dict[str, jax.Array]:
+        """Return the inputs of the encoder, which reads tokens [batch, width]."""
+        there = np.arange(tokens.shape[1]) < lengths[:, None]
+        masked = any(value.name.endswith("mask") for value in self._encoded)
+        if not masked and not there.all():
+            raise InputError("the encoder has no mask: it takes rows of one length")
+        return self._fill(self._encoded, self._prompt, tokens, there, there.cumsum(1) - 1)
 
     def _check_tokens(self, rows: Sequence[np.ndarray]) -> None:
         """Refuse tokens that the model does not have."""
-        count = next(value.rows for value in self._inputs if value.name == self._tokens)
+        count = next(value.rows for value in self._inputs if value.name == self._prompt)
         for number, row in enumerate(rows):
             wrong = row[(row < 0) | (row >= count)] if count is not None else row[row < 0]
             if len(wrong):
@@ -124,15 +141,45 @@ class Generator:
 
     @cached_property
     def _others(self) -> tuple[Value, ...]:
-        """The inputs besides the caches: the tokens, and what they say."""
+        """The inputs besides the caches and those of an encoder: the tokens, and what they say."""
         names = set() if self._caches is None else self._caches.names
+        names |= {value.name for value in self._encoded}
         return tuple(value for value in self._inputs if value.name not in names)
 
     @cached_property
+    def _encoded(self) -> tuple[Value, ...]:
+        """The inputs of the encoder before a decoder; a decoder alone has none."""
+        if DECODER_TOKENS not in {value.name for value in self._inputs}:
+            return ()
+        names = set() if self._caches is None else self._caches.names
+        given = (v for v in self._inputs if not v.name.startswith("decoder_"))
+        return tuple(value for value in given if value.name not in names)
+
+    @cached_property
+    def _first(self) -> int:
+        """The token that a decoder behind an encoder begins with."""
+        folder = self.model.folder
+        first = None if folder is None else decoder_numbers(folder)[0]
+        if first is None:
+            raise InputError(
+                "the model is an encoder with a decoder, and was not loaded from a folder whose "
+                "config.json has decoder_start_token_id, the first token of the decoder"
+            )
+        return first
+
+    @cached_property
     def _tokens(self) -> str:
-        derived = derived_inputs(self._others)
-        names = [value.name for value in self._others if value.name not in derived]
-        kinds = [v.dtype for v in self._others if v.name in names]
+        return self._find_tokens(self._others)
+
+    @cached_property
+    def _prompt(self) -> str:
+        return self._find_tokens(self._encoded or self._others)
+
+    def _find_tokens(self, values: Sequence[Value]) -> str:
+        """Return the one input of tokens among values, of which others can be derived."""
+        derived = derived_inputs(values)
+        names = [value.name for value in values if value.name not in derived]
+        kinds = [v.dtype for v in values if v.name in names]
         if len(names) != 1 or kinds[0] is None or kinds[0].kind not in "iu":
             raise InputError(
                 f"tokens can be continued where they are the only input; there are {names}"
@@ -173,7 +220,7 @@ class Generator:
     def _room(self) -> Room | None:
         """Where caches have room for tokens to come; None for models without such caches."""
         masked = any(value.name.endswith("attention_mask") for value in self._others)
-        if self._caches is None or not masked or not self._growing:
+        if self._encoded or self._caches is None or not masked or not self._growing:
             return None
         sizes = {
             value.shape[axis]
@@ -193,10 +240,16 @@ class Generator:
         return "before" if readers <= {*_JOINING} else None
 
     def _feed(self, tokens: jax.Array, mask: jax.Array, positions: jax.Array) -> dict[str, Any]:
-        """Return the inputs besides the caches."""
+        """Return the inputs besides the caches and those of an encoder."""
+        return self._fill(self._others, self._tokens, tokens, mask, positions)
+
+    def _fill(
+        self, values: Sequence[Value], name: str, tokens: Any, mask: Any, positions: Any
+    ) -> dict[str, Any]:
+        """Return tokens for the input of that name, and what is derived of them for the others."""
         feed: dict[str, Any] = {}
-        for value in self._others:
-            if value.name == self._tokens:
+        for value in values:
+            if value.name == name:
                 feed[value.name] = tokens
             elif value.name.endswith("mask"):
                 feed[value.name] = mask
@@ -210,7 +263,9 @@ class Generator:
         values = program.evaluate(params, state, feed, training=False)
         return dict(zip(program.graph.outputs, values, strict=True))
 
-    def _write(self, _: None, draws: bool, params, state, tokens, lengths, heat, key, count):
+    def _write(
+        self, _: None, draws: bool, params, state, source, tokens, lengths, heat, key, count
+    ):
         """Return new tokens [batch, count], with all computed again for each."""
         program = self._whole
         if self._caches is not None:
@@ -224,14 +279,17 @@ class Generator:
             ends = jnp.asarray(lengths) + i
             mask = places < ends[:, None]
             positions = jnp.broadcast_to(places, tokens.shape)
-            found = self._run(program, params, state, self._feed(tokens, mask, positions))
+            feed = {**source, **self._feed(tokens, mask, positions)}
+            found = self._run(program, params, state, feed)
             logits = found[self._logits][jnp.arange(batch), ends - 1]
             new = _choose(logits, draws, heat, jax.random.fold_in(key, i))
             return tokens.at[jnp.arange(batch), ends].set(new.astype(tokens.dtype)), new
 
         return jax.lax.scan(step, tokens, jnp.arange(count))[1].T
 
-    def _continue(self, room: Room, draws: bool, params, state, tokens, lengths, heat, key, count):
+    def _continue(
+        self, room: Room, draws: bool, params, state, _, tokens, lengths, heat, key, count
+    ):
         """Return new tokens [batch, count], through the caches."""
         assert self._caches is not None
         caches, left = self._caches, room == "before"
@@ -307,7 +365,7 @@ def generate(
     model = generator.model
     ids = ids if isinstance(ids, list) else np.asarray(ids)
     single = np.ndim(ids[0]) == 0 if len(ids) else False
-    ends = stop_tokens(model) if stop is None else (stop,) if isinstance(stop, int) else stop
+    ends = stop_tokens(model) if stop is None else np.ravel(stop).tolist()
     prompts = [ids] if single else [*ids]
     found = generator(model.params, model.state, prompts, count, temperature, seed, ends)
     return found[0] if single else found

@@ -208,7 +208,8 @@ class Model(Network, Rendered):
 
         Returns:
           The tokens with their continuation, [length]; a list of such for several. A row ends with
-          its token of `stop`.
+          its token of `stop`. Of an encoder with its decoder, whose encoder reads `ids`, it is what
+          the decoder writes, its first token included.
 
         Raises:
           InputError: the model is no decoder, or arguments that do not fit.

@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxonnx._data.texts import context_length
+from jaxonnx._data.language_models import context_length
+from jaxonnx._data.ragged import DECODER_TOKENS
 from jaxonnx._data.tokenizer import Tokenizer
 from jaxonnx.errors import TrainingError
 from jaxonnx.model import Generator, stop_tokens
@@ -39,7 +40,9 @@ class Samples:
             )
         self._tokenizer = None if folder is None or not texts else Tokenizer(folder)
         self._rows = [self._encode(prompt) for prompt in prompts or ()]
-        longest = max(map(len, self._rows), default=0)
+        # behind an encoder the decoder begins anew
+        self._encoded = DECODER_TOKENS in [value.name for value in self._model.inputs]
+        longest = 1 if self._encoded else max(map(len, self._rows), default=0)
         limit = None if folder is None else context_length(folder)
         self._count = _COUNT if limit is None else max(1, min(_COUNT, limit - longest))
         self._generate = Generator(self._model)
@@ -53,8 +56,9 @@ class Samples:
         rows = self._generate(
             self._step.view(state), tensors, *given, stop=stop_tokens(self._model)
         )
-        for row in rows:
-            print(f"epoch {epoch + 1}: {self._decode(row)}", flush=True)
+        for prompt, row in zip(self._rows, rows, strict=True):
+            told = f"{self._decode(prompt)} -> {self._decode(row[1:])}" if self._encoded else ""
+            print(f"epoch {epoch + 1}: {told or self._decode(row)}", flush=True)
 
     def _encode(self, prompt: Any) -> np.ndarray:
         if self._tokenizer is not None and isinstance(prompt, str):

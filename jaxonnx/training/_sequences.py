@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxonnx._data.language_models import decoder_numbers, token_input, vocabulary
 from jaxonnx._data.ragged import DECODER_TOKENS, Padding, Ragged, masks_and_positions
-from jaxonnx._data.texts import token_input, vocabulary
 from jaxonnx._run.packing import Packing, find_packing
 from jaxonnx.errors import TrainingError
 from jaxonnx.losses import shift_right
@@ -134,13 +134,9 @@ def shift_labels(padding: Padding, model: Model, loss: Any) -> Padding:
     inputs = [value.name for value in model.inputs]
     if not is_forcing(loss) or DECODER_TOKENS not in inputs or model.folder is None:
         return padding
-    names = "decoder_start_token_id", "pad_token_id"
-    files = [model.folder.read_json(name) for name in ("generation_config.json", "config.json")]
-    numbers = [next((f[n] for f in files if isinstance(f.get(n), int)), None) for n in names]
-    start, fill = numbers
+    start, fill = decoder_numbers(model.folder)
     if start is None:
         return padding
-    fill = 0 if fill is None else fill
 
     def shift(labels: Any) -> Any:
         if not isinstance(labels, Ragged):

@@ -101,6 +101,9 @@ def test_merged_decoders_train_with_their_encoders(name, tmp_path):
     tokens = np.full((3, 1), 2)
     for _ in range(4):
         tokens = np.concatenate([tokens, np.asarray(greedy(tokens))[:, None]], 1)
+    if not speech:
+        rows = [*batch["input_ids"]]
+        np.testing.assert_array_equal(tuned.generate(rows, max_new_tokens=4, stop=[]), tokens)
     more = {"max_new_tokens": 4, "min_new_tokens": 4, "num_beams": 1, "do_sample": False}
     found = session.generate(**inputs, **more, eos_token_id=None)
     np.testing.assert_array_equal(found[:, -4:], tokens[:, 1:])  # Whisper leaves out the start

@@ -1,0 +1,50 @@
+"""What the folder and the graph of a language model say: positions, tokens and their number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jaxonnx._data.ragged import derived_inputs
+from jaxonnx._io.folders import GENAI, ModelFolder
+from jaxonnx._network import Network
+from jaxonnx.errors import TrainingError
+
+
+def context_length(folder: ModelFolder) -> int | None:
+    """Return the number of positions that the configuration of a model has, if it says."""
+    settings = folder.read_json("config.json")
+    nested = settings.get("text_config")
+    for source, name in (
+        (folder.read_json(GENAI).get("model", {}), "context_length"),
+        (nested if isinstance(nested, Mapping) else {}, "max_position_embeddings"),
+        (settings, "max_position_embeddings"),
+        (settings, "n_positions"),
+    ):
+        if isinstance(source.get(name), int):
+            return source[name]
+    return None
+
+
+def token_input(model: Network) -> str:
+    """Return the name of the input that takes tokens."""
+    spare = derived_inputs(model.inputs)
+    kinds = [(v.name, v.dtype) for v in model.inputs if v.name not in spare]
+    found = [name for name, kind in kinds if kind is not None and kind.kind in "iu"]
+    if not found:
+        raise TrainingError("the data has texts, and the model has no input of tokens")
+    return "input_ids" if "input_ids" in found else found[0]
+
+
+def vocabulary(model: Network) -> int | None:
+    """Return the number of tokens that the model has, by the last axis of its logits."""
+    shapes = {value.name: value.shape for value in model.outputs}
+    shape = shapes.get("logits", model.outputs[0].shape)
+    return shape[-1] if shape and isinstance(shape[-1], int) else None
+
+
+def decoder_numbers(folder: ModelFolder) -> tuple[int | None, int]:
+    """Return the first token of a decoder behind an encoder, if it is said, and that of padding."""
+    names = "decoder_start_token_id", "pad_token_id"
+    files = [folder.read_json(name) for name in ("generation_config.json", "config.json")]
+    start, fill = (next((f[n] for f in files if isinstance(f.get(n), int)), None) for n in names)
+    return start, 0 if fill is None else fill
