@@ -98,6 +98,7 @@ class Worker:
 def environment(options) -> dict[str, str]:
     """Return the environment of every process that measures."""
     variables = dict(os.environ, OMP_NUM_THREADS=str(options.threads))
+    variables.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share a GPU
     if options.allocator == "keep":
         variables["GLIBC_TUNABLES"] = KEEP_PAGES
     return variables
@@ -314,7 +315,10 @@ def main() -> None:
             write(NETWORKS[network], folder / f"{network}.onnx")
             write(NETWORKS[network], folder / f"{network}.training.onnx", training=True)
             for phase in options.phases:
-                results[f"{network}, {phase}"] = figures(compare(network, phase, folder, options))
+                found = figures(compare(network, phase, folder, options))
+                results[f"{network}, {phase}"] = found
+                times = (f"{system} {row['ms']:.2f} ms" for system, row in found.items())
+                print(f"{network}, {phase}: " + ", ".join(times), flush=True)
     show(results, options)
     if on_gpu or options.ceilings:
         show_fractions(results, most)

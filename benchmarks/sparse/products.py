@@ -9,7 +9,8 @@ gradient, of which x.T @ dy is dense. Each call packs the weight anew, as a trai
 CPU also x @ W of 1 and 8 rows with weights that are packed once, as calls of a model do. All
 take turns, round by round; times are minima, and a ratio is that of minima, sparse over dense.
 --clock cpu counts the seconds of all threads, which a machine that others use disturbs less.
---fit measures from how many rows on each size gains, as `LEAST_ROWS` of the kernel says it.
+--fit measures from how many rows on each size gains, as `LEAST_ROWS` of the kernel says it: for
+float32 and bfloat16, or for --dtype alone.
 --conv times 3x3 convolutions of ResNet's sizes instead: dense ones as XLA and the package compute
 them, and sparse products with the im2col matrix and with the nine shifted images.
 --chart draws times against size and writes the figures to .json beside; --figures draws those of a
@@ -39,7 +40,7 @@ TARGETS = {"x @ W": 0.72, "dy @ W.T": 0.72, "gradient": 0.82, "packed x @ W": 0.
 LIMITS = {"x @ W": 1 / 2, "dy @ W.T": 1 / 2, "gradient": 2 / 3, "packed x @ W": 17 / 32}
 """Of the multiplications; of packed weights, of the memory: half of the numbers, two bits each."""
 FEW_ROWS = (1, 8)
-FIT_ROWS = (8, 16, 32, 48, 64, 96, 128)
+FIT_ROWS = (8, 16, 32, 48, 64, 96, 128, 256)
 FIT_SIZES = (128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
 IMAGES = ((16, 28, 128, 128), (16, 14, 256, 256), (8, 56, 64, 64))
 """Images, their side, input and output channels of 3x3 convolutions."""
@@ -166,22 +167,25 @@ def measure_convolution(
     return f"{batch}x{side}x{side}x{inputs} -> {outputs}: " + ", ".join(parts)
 
 
-def fit(rounds: int, clock: Callable[[], float]) -> None:
+def fit(rounds: int, clock: Callable[[], float], dtype: Any) -> None:
     """Print `LEAST_ROWS`: the least rows from which on both products gain, by size."""
     _cpu.LEAST_ROWS = ((4, 1),)  # everything
     found: list[tuple[int, int]] = []
     for size in reversed(FIT_SIZES):
         gains = []
         for rows in FIT_ROWS:
-            result = measure(rows, size, rounds, clock, jnp.float32)
+            result = measure(rows, size, rounds, clock, dtype)
             worst = max(result["x @ W"][1], result["dy @ W.T"][1])
-            print(f"{rows:4} rows, {size:4}: {worst:.2f}", flush=True)
+            print(f"{dtype}, {rows:4} rows, {size:4}: {worst:.2f}", flush=True)
             gains.append(worst < GAIN)
         least = [r for i, r in enumerate(FIT_ROWS) if all(gains[i:])]
         if least:
             found.append((size, least[0]))
-    kept = [entry for i, entry in enumerate(found) if found[i + 1 :][:1] != [entry]]
-    print(f"LEAST_ROWS = {tuple(kept)}")
+    smaller = [[least for _, least in found[i + 1 :]] for i in range(len(found))]
+    kept = [
+        one for one, rest in zip(found, smaller, strict=True) if one[1] < min(rest, default=999)
+    ]
+    print(f"{dtype}: LEAST_ROWS = {tuple(kept)}")
 
 
 def draw(path: Path, about: str, results: dict[str, dict[str, Figures]]) -> None:
@@ -246,7 +250,9 @@ def main() -> None:
     sparse.register_products()
     clock = time.process_time if chosen.clock == "cpu" else time.perf_counter
     if chosen.fit:
-        return fit(chosen.rounds, clock)
+        for dtype in [chosen.dtype] if chosen.dtype else ("float32", "bfloat16"):
+            fit(chosen.rounds, clock, jnp.dtype(dtype))
+        return
     dtype = jnp.dtype(chosen.dtype or ("bfloat16" if on_gpu else "float32"))
     kind = jax.devices()[0].device_kind if on_gpu else f"{len(os.sched_getaffinity(0))} CPU cores"
     kernel = "cuSPARSELt" if on_gpu else _cpu.variants()[0]

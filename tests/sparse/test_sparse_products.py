@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import jaxonnx
+from benchmarks import gpu
 from benchmarks.compiled.programs import ENVIRONMENT
 from jaxonnx import demo, sparse
 from jaxonnx.sparse._products import _compile, _cusparselt
@@ -227,3 +228,44 @@ def test_a_run_learns_with_them_as_without():
     ]  # fmt: skip
     dense, structured = (run.history.epochs for run in runs)
     np.testing.assert_allclose(*([row["loss"] for row in x] for x in (structured, dense)), 0.05)
+
+
+@pytest.mark.gpu
+def test_masks_and_gradients_are_those_of_a_processor():
+    if jax.default_backend() != "gpu":
+        pytest.skip("there is no GPU")
+    w, model = RNG.normal(size=(256, 512)).astype(np.float32), demo.model()
+    x = RNG.normal(size=(16, 1, 8, 8)).astype(np.float32)
+
+    def gradient(x):
+        return jax.grad(lambda params: (model.apply(params, x) ** 2).mean())(model.params)
+
+    found = sparse.mask(w), sparse.mask(w, transposable=False), sparse.mask(w, "4:8")
+    with jax.default_matmul_precision("highest"):
+        slopes = jax.jit(gradient)(x)
+    with jax.default_device(jax.devices("cpu")[0]):
+        model = demo.model()
+        wanted = sparse.mask(w), sparse.mask(w, transposable=False), sparse.mask(w, "4:8")
+        expected = jax.jit(gradient)(x)
+    jax.tree.map(np.testing.assert_array_equal, found[:2], wanted[:2])
+    kept = [float((np.abs(w) * np.asarray(mask)).sum()) for mask in (found[2], wanted[2])]
+    assert kept[0] == pytest.approx(kept[1], rel=1e-3)  # ties and roundings may differ
+    for name, slope in slopes.items():
+        scale = np.abs(expected[name]).max()
+        np.testing.assert_allclose(slope, expected[name], rtol=1e-3, atol=1e-4 * scale)
+
+
+def test_parts_that_wait_for_a_gpu_are_ended_in_time_and_kept(monkeypatch, tmp_path, capsys):
+    parts = gpu.list_parts(tmp_path / "gpu.txt")
+    assert sum(minutes for minutes, _ in parts.values()) == 8
+    assert __file__ in parts["tests"][1]
+    child = "import subprocess, sys; print('begun', flush=True); subprocess.run(['sleep', '60'])"
+    parts = {"quick": (1, ["-c", "print('done')"]), "slow": (1, ["-c", child])}
+    monkeypatch.setattr(gpu, "list_parts", lambda out: parts)
+    out = tmp_path / "gpu.txt"
+    gpu.main(["--minutes", str(3 / 60), "--out", str(out)])
+    assert "== quick: exit status 0" in out.read_text()
+    assert "done" in out.read_text()
+    slow = out.read_text().split("== slow: ended after ")[1]
+    assert "begun" in slow
+    assert out.read_text() == capsys.readouterr().out
