@@ -20,7 +20,10 @@ from jaxonnx.errors import InputError
 RANK = "lora_r"
 """The symbolic dimension of adapters that are inputs."""
 
-_PRODUCTS = ("Gemm", "MatMul", "MatMulBnb4", "MatMulNBits", "DynamicQuantizeMatMul")
+_PRODUCTS = (
+    *("DynamicQuantizeMatMul", "Gemm", "MatMul", "MatMulBnb4", "MatMulIntegerToFloat"),
+    "MatMulNBits",
+)
 _LOOKUPS = ("Gather", "GatherBlockQuantized")
 
 _SUFFIX = re.compile(r"(\.MatMul)?[./](weight|kernel|qweight)(_\w+)?$")
@@ -208,6 +211,9 @@ class _Writer:
             rows = new("Gather", [pair[0], node.input[1]], "lora_A", axis=0)
         else:
             x = use.node.inputs[0]
+            if use.node.op.name == "MatMulIntegerToFloat":  # a, b, a_scale, b_scale, a_zero_point
+                read = [x, node.input[2], *node.input[4:5]]
+                x = new("DequantizeLinear", read, "lora_dequantized")
             if attributes.get("transA", 0):
                 x = new("Transpose", [x], "lora_transposed", perm=[1, 0])
             rows = new("MatMul", [x, pair[0]], "lora_A")

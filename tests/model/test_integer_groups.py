@@ -112,6 +112,47 @@ def test_adapters_beside_what_onnxruntime_fuses(form, tmp_path):
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-2 * np.abs(wanted).max())
 
 
+@pytest.mark.parametrize("form", ["nodes", "inputs"])
+def test_adapters_beside_static_activations(form, tmp_path):
+    """MatMulIntegerToFloat of a QuantizeLinear, as onnxruntime's optimizer makes it of QDQ."""
+    text = """<ir_version: 9, opset_import: ["": 17]>
+    g (float[n,t,32] x) => (float[n,t,48] y) {
+      q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z)
+      w = DequantizeLinear <axis = 1> (codes, scale, zero) y = MatMul(d, w)
+    }"""
+    proto = onnx.parser.parse_model(text)
+    tensors = {
+        "s": np.float32(0.02),
+        "z": np.uint8(120),
+        "codes": DRAW.integers(-127, 128, (SIZE, HIDDEN)).astype(np.int8),
+        "scale": 0.002 + 0.001 * np.abs(normal(HIDDEN)),
+        "zero": np.zeros(HIDDEN, np.int8),
+    }
+    made = [numpy_helper.from_array(np.asarray(v), name) for name, v in tensors.items()]
+    proto.graph.initializer.extend(made)
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "fused.onnx")
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    onnxruntime.InferenceSession(proto.SerializeToString(), options, ["CPUExecutionProvider"])
+    fused, x, path = onnx.load(tmp_path / "fused.onnx"), normal(2, 5, SIZE), tmp_path / "out.onnx"
+    assert [n.op_type for n in fused.graph.node] == ["QuantizeLinear", "MatMulIntegerToFloat"]
+    model = jaxonnx.load(fused)
+    base = session(fused.SerializeToString()).run(None, {"x": x})[0]
+    np.testing.assert_allclose(model(x), base, rtol=1e-4, atol=1e-4)
+    adapted = adapt(model)
+    adapted.save(path, adapters=form)
+    assert base_tensors(fused).items() <= base_tensors(onnx.load(path)).items()
+    given = jaxonnx.Adapters.of(adapted).to_inputs() if form == "inputs" else {}
+    wanted, run = np.asarray(adapted(x)), session(str(path))
+    assert np.abs(wanted - base).max() > 0.01
+    np.testing.assert_allclose(run.run(None, {"x": x, **given})[0], wanted, rtol=1e-4, atol=1e-4)
+    if form == "inputs":
+        np.testing.assert_array_equal(run.run(None, {"x": x})[0], base)
+    else:
+        again = jaxonnx.load(path)  # trained further as products of their own
+        np.testing.assert_allclose(again(x), wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_gradients_of_adapters_beside_integers(tmp_path):
     """By finite differences: of the file where it is smooth, else of the matrices as floats."""
     proto = quantized(tmp_path)
