@@ -206,28 +206,25 @@ class _Writer:
             nodes.append(made)
             return made.output[0]
 
-        attributes = use.node.attributes
         if use.node.op.name in _LOOKUPS:
             rows = new("Gather", [pair[0], node.input[1]], "lora_A", axis=0)
         else:
             x = use.node.inputs[0]
             if use.node.op.name == "MatMulIntegerToFloat":  # a, b, a_scale, b_scale, a_zero_point
-                read = [x, node.input[2], *node.input[4:5]]
-                x = new("DequantizeLinear", read, "lora_dequantized")
-            if attributes.get("transA", 0):
+                x = new("DequantizeLinear", [x, node.input[2], *node.input[4:5]], "lora_x")
+            if use.node.attributes.get("transA", 0):
                 x = new("Transpose", [x], "lora_transposed", perm=[1, 0])
             rows = new("MatMul", [x, pair[0]], "lora_A")
         added = new("MatMul", [rows, pair[1]], "lora_B")
-        alpha = attributes.get("alpha", 1.0)
+        alpha = use.node.attributes.get("alpha", 1.0)
         if alpha != 1 and use.node.op.name == "Gemm":
             factor = f"{output}/lora_alpha"
             dtype = next(t.data_type for t in self.graph.initializer if t.name == pair[0])
             self.graph.initializer.append(helper.make_tensor(factor, dtype, [], [alpha]))
             added = new("Mul", [added, factor], "lora_scaled")
-        base = f"{output}/base"
-        node.output[0] = base
-        nodes.append(helper.make_node("Add", [base, added], [output], f"{output}/lora_sum"))
-        self._insert_behind(node, nodes)
+        node.output[0] = f"{output}/base"
+        total = helper.make_node("Add", [node.output[0], added], [output], f"{output}/lora_sum")
+        self._insert_behind(node, [*nodes, total])
 
     def _whole(self, weight: str, change: Factors, pair: tuple[str, str]) -> str:
         """Compute a b in the order of the weight's axes; return its name."""

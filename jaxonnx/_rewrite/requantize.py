@@ -50,9 +50,9 @@ def requantize(
     losses: dict[str, Loss] = {}
     for name, change in changes.items():
         first, *others = readers[name]
-        names = _names(first)
+        names = storage_names(first)
         for use in others:
-            if _names(use) != names or use.node.attributes != first.node.attributes:
+            if storage_names(use) != names or use.node.attributes != first.node.attributes:
                 raise InputError(
                     f"'{name}' is dequantized in several ways, at {first.node.label} and "
                     f"{use.node.label}, so that no change can be merged into it: "
@@ -67,7 +67,7 @@ def requantize(
     return arrays, losses
 
 
-def _names(use: Use) -> tuple[str, ...]:
+def storage_names(use: Use) -> tuple[str, ...]:
     """Return a weight, its scales, its zero points and its index of groups, "" for what is absent.
 
     Raises:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jaxonnx._graph.stored import check_stored
 from jaxonnx._graph.uses import Weight, weights
 from jaxonnx.errors import InputError
 from jaxonnx.lora._adapters import Adapters
+from jaxonnx.lora._loftq import approximate_errors
 from jaxonnx.lora._merge import check_scale, is_float, pair
 from jaxonnx.model import Model
 
@@ -52,14 +53,26 @@ class LoRA:
         `Model.with_trainable`, or a predicate of name and value, that choose among the weights that
         can be adapted. None means every matrix product and convolution whose adapter is smaller
         than the weight, embeddings and layers that share their table left out.
+      init: "normal", or "loftq": the change starts as the best approximation of this rank to what
+        the weight lacks of that of `against`, by its singular values, so that training starts
+        between the two models. The weight stays as it is: this is LoftQ (arXiv:2310.08659) without
+        the rounds that quantize it again.
+      against: for "loftq", the model before it was quantized; its weights are found by name, less
+        what quantizers append.
     """
 
     rank: int = 8
     alpha: float | None = None
     where: Select | None = None
+    init: Literal["normal", "loftq"] = "normal"
+    against: Model | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_scale(self.rank, self.alpha)
+        if self.init not in ("normal", "loftq"):
+            raise InputError(f"init is 'normal' or 'loftq', and was {self.init!r}")
+        if (self.init == "loftq") != (self.against is not None):
+            raise InputError("init='loftq' goes with against=, the model before quantization")
 
     def attach(self, model: Model, rng: jax.Array, *, trainable: Select | None = None) -> Model:
         """Return the model with adapters as its parameters; its weights become state.
@@ -73,7 +86,8 @@ class LoRA:
           trainable: tensors that are trained in full beside the adapters, such as a new head.
 
         Raises:
-          InputError: `where` or `trainable` match nothing, or the rank does not fit a weight.
+          InputError: `where` or `trainable` match nothing, or the rank does not fit a weight; or
+            `against` does not have a weight, or in another shape.
         """
         full = {} if trainable is None else model.with_trainable(trainable).params
         tensors = model.tensors
@@ -88,6 +102,8 @@ class LoRA:
         for name, key in zip(places, jax.random.split(rng, len(places)), strict=True):
             values |= self._start(name, tensors[name].dtype, found[name], key)
         alpha = self.rank if self.alpha is None else self.alpha
+        if self.against is not None:
+            values |= approximate_errors(model, self.against, places, self.rank, alpha / self.rank)
         return Adapters(self.rank, alpha, places, values).attach(model)
 
     def _select_weights(self, model: Model, found: Mapping[str, Weight]) -> dict[str, Matrix]:

@@ -384,6 +384,19 @@ def test_an_optimizer_for_each_group():
         jaxonnx.labels({"head": "v.*"}, default="body")(model.params)
 
 
+def test_rates_of_lora_plus():
+    """Adam's first step is the rate, that of B 16 times as long (arXiv:2402.12354)."""
+    adapted = changed(mlp(), jaxonnx.LoRA(2))
+    groups = jaxonnx.labels({"b": ".*lora_B"}, default="a")
+    rates = optax.multi_transform({"a": optax.adam(1e-3), "b": optax.adam(16e-3)}, groups)
+    step = jaxonnx.training.step(adapted, LABELS, rates)
+    state, _ = jax.jit(step.update)(step.init(), ((X[:16],), Y[:16]), step.frozen)
+    for name, value in step.view(state).items():
+        moved = np.abs(value - adapted.params[name])
+        rate = 16e-3 if name.endswith("lora_B") else 1e-3
+        np.testing.assert_allclose(moved, rate, rtol=0.05, err_msg=name)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
