@@ -97,12 +97,15 @@ def pytest_runtest_protocol(item):
 MANY_PROGRAMS = {
     f"test_{name}"
     for name in (
-        *("add_training", "attention", "control_flow", "contrib", "conv", "functions", "fuzz"),
-        *("gradient", "half", "head", "indexing", "limits", "linear", "lora", "ml", "modes"),
-        *("normalization", "onnx_suite", "operators", "optim", "quantize", "random", "reduction"),
-        *("resize", "rnn", "sequence", "shape", "signal", "sparse_export", "sparse_training"),
-        *("spelled_normalizations", "text", "to_onnx", "train_losses", "train_metrics"),
-        *("training_info", "weighted", "weights"),
+        *("add_training", "attention", "attention_blocks", "attention_caches", "contrib"),
+        *("control_flow", "conv", "decoders", "functions", "fuzz", "gradient", "half", "head"),
+        *("indexing", "inputs", "integer_groups", "limits", "linear", "lora", "masked_rows"),
+        *("master_weights", "ml", "modes", "normalization", "onnx_suite", "operators", "optim"),
+        *("optional_inputs", "packed", "packing", "quantize", "random", "readme", "reduction"),
+        *("resize", "rnn", "sequence", "shape", "signal", "sparse_choice", "sparse_export"),
+        *("sparse_training", "spelled_normalizations", "statistics", "stored_ties", "text"),
+        *("texts", "to_onnx", "train", "train_losses", "train_metrics", "train_text"),
+        *("training_info", "transformers", "weighted", "weights"),
     )
 }
 """Files of tests whose programs are many and tiny."""

@@ -795,7 +795,7 @@ def test_factors_that_fit_one_at_a_time_stay_apart():
 
 @pytest.mark.parametrize("algorithm", lax.RandomAlgorithm, ids=lambda algorithm: algorithm.name)
 def test_bits_are_those_of_xla(algorithm):
-    shapes = [(), (1,), (5,), (8,), (2, 3), (3, 5), (5, 3), (3, 1, 3), (7, 3, 2)]
+    shapes = [(), (1,), (8,), (5, 3), (7, 3, 2)]
 
     def function(state):
         kinds = [(shape, np.uint32) for shape in shapes]

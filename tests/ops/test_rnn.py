@@ -90,8 +90,9 @@ def _in_groups(monkeypatch, always: bool):
     monkeypatch.setattr(_recurrence, "FEW", 0)
 
 
-@pytest.mark.parametrize("direction", ["forward", "bidirectional"])
-@pytest.mark.parametrize("layer", [rnn, lstm])
+@pytest.mark.parametrize(
+    ("layer", "direction"), [(rnn, "bidirectional"), (lstm, "forward")], ids=["rnn", "lstm"]
+)
 def test_groups_of_hidden_units_change_nothing(monkeypatch, layer, direction):
     gates, ways = 4 if layer is lstm else 1, 1 if direction == "forward" else 2
     shapes = {"w": (gates * 6, 3), "r": (gates * 6, 6), "b": (gates * 12,), "initial_h": (2, 6)}
