@@ -77,7 +77,7 @@ BUDGETS = {
     "_rewrite": (2150, "files to files: heads, batches, outputs, rounding, QLinear*, adapters"),
     "training_info": (520, "the file's own training graphs, run and written"),
     "_step_files": (500, "exported steps, their manifest, the page for browsers"),
-    "quantization": (1130, "schemes, sites, ranges and layers of quantized networks"),
+    "quantization": (1180, "schemes, sites, ranges and layers of quantized networks"),
     "_mesh": (450, "rules, shardings and processes"),
     "lora": (430, "adapters, for each form of a weight"),
     "registry": (210, "what an operator declares of its inputs and attributes"),

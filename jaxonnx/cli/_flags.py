@@ -272,7 +272,7 @@ VERBS: Mapping[str, Verb] = {
             "": [
                 *_EXAMPLES,
                 _OUTPUT,
-                *read_flags(*QUANTIZE, ("method", "batches", "batch_size")),
+                *read_flags(*QUANTIZE, ("method", "equalize", "batches", "batch_size")),
             ],
             "scheme: which numbers become integers, and which integers": read_flags(
                 *SCHEME, _SCHEME_FIELDS, {"size": "share"}

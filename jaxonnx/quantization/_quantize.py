@@ -33,6 +33,7 @@ from jaxonnx.model import (
     with_file,
     without_schedule,
 )
+from jaxonnx.quantization._equalize import equalize_channels
 from jaxonnx.quantization._ranges import calibrate, weight_parameters
 from jaxonnx.quantization._rounding import learn_rounding
 from jaxonnx.quantization._scheme import Quantization, make_schedule
@@ -51,6 +52,7 @@ def quantize(
     batch_size: int | None = None,
     batches: int = _BATCHES,
     method: Literal["round"] | None = None,
+    equalize: bool = False,
     preprocess: Any = None,
 ) -> Model:
     """Return the model with integer weights and activations, calibrated on some data.
@@ -78,6 +80,9 @@ def quantize(
         (AdaRound). It goes by the error of its layer's results, instead of rounding to the nearest
         number, and corrects the means of biases. It pays at four bits and fewer, but not for every
         network: compare both.
+      equalize: rescale the channels of consecutive convolutions and Gemms so that they have weights
+        of the same size. The function in floating point stays as it is (arXiv:1906.04721). It is
+        for weights with one scale each (`per_channel=False`), of depthwise networks above all.
       preprocess: as in `jaxonnx.train`, for folders of pictures.
 
     Returns:
@@ -92,6 +97,8 @@ def quantize(
         raise InputError(f"method is 'round' or None, and was {method!r}")
     net = model if isinstance(model, Model) else load(model)
     source = read_inputs(net, list_folder(data, net, preprocess), batch_size, PLAIN)
+    if equalize:
+        net = equalize_channels(_fold_norms(net))
     return _insert(net, Quantization.of(scheme), source, batches, method)
 
 

@@ -153,6 +153,11 @@ class Quantization:
             "bits": ("auto", None),
             "symmetric": (True, False, None),
         }
+        if "fp4" in (self.weights, self.activations):
+            raise InputError(
+                "onnxruntime (1.32) has no DequantizeLinear of fp4, and TensorRT was not tried: "
+                "pass weights='int4', with block= where fp4 would have blocks"
+            )
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 listed = ", ".join(map(repr, values))
