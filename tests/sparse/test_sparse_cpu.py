@@ -131,6 +131,13 @@ def test_few_rows_of_a_packed_weight_are_the_definition(variant):
                 np.testing.assert_array_equal(other, one)
             size = np.abs(x).astype(float) @ np.abs(w)
             assert (np.abs(one - x.astype(float) @ w) <= 1e-6 * size + 1e-30).all(), (b, k, n)
+            bad, kept = poison(x, w)  # for even outputs, what is not finite is masked
+            packed = _cpu.pack(kept if axis == 0 else kept.T, axis)
+            found = np.asarray(_cpu.packed_product(bad, *packed, n, variant))
+            wanted = np.where(np.isfinite(bad), bad, 0).astype(float) @ kept
+            np.testing.assert_allclose(found[:, ::2], wanted[:, ::2], rtol=1e-4, atol=1e-4)
+            reads = (kept[~np.isfinite(bad[0])] != 0).any(0)
+            assert not np.isfinite(found[:, reads]).any(), (b, k, n)
     with pytest.raises(jaxonnx.SparsityError, match="along axis 0: a group has 4 nonzeros"):
         _cpu.pack(np.ones((8, 4), np.float32), 0)
 
@@ -409,6 +416,18 @@ def test_few_rows_of_calls_read_packed_weights(everything, monkeypatch):
     np.testing.assert_allclose(many[:, 0], model(x), rtol=1e-4, atol=1e-4)
 
 
+def test_products_that_are_not_compiled_take_packed_weights(everything, monkeypatch):
+    monkeypatch.setattr(_cpu, "FEW_SIZE", 4)
+    w, x = weight(64, 32), rows(2, 64)
+    run = sparse.sparse_products(lambda params, x: x @ params["w"], {"w"})
+    for params in ({"w": jnp.asarray(w)}, {"w": sparse.pack_matrix(jnp.asarray(w), 0)}):
+        np.testing.assert_allclose(run(params, x), x @ w, rtol=1e-4, atol=1e-4)
+    model = sparse.record(wide(body_weight=sparse.prune({"w": rows(64, 256)})["w"]))
+    dense = model.replace(params=model.params | {"body_weight": jnp.ones((64, 256))})
+    with pytest.raises(jaxonnx.SparsityError, match="not 2:4 along axis 0: a group has 4 nonz"):
+        dense.with_sparse_products()(rows(2, 64).reshape(-1, 1, 8, 8))
+
+
 @pytest.mark.deep
 def test_rows_of_a_mesh_are_right(everything):
     program = """if True:
@@ -480,6 +499,19 @@ def test_a_compiler_that_fails_is_quoted(cache, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", str(compiler))
     with pytest.raises(jaxonnx.SparsityError, match=r"cpu\.cc does not compile .*no such file$"):
         _compile.cached_library("cpu.cc", [])
+
+
+def test_a_kernel_that_cannot_be_loaded_is_named(cache, monkeypatch):
+    monkeypatch.setattr(_compile, "compile_library", lambda *args: args[-1].write_text("made"))
+    _cpu._library.cache_clear()
+    with pytest.raises(jaxonnx.SparsityError, match=r"cannot be loaded .* XDG_CACHE_HOME"):
+        _cpu._library()
+
+
+def test_a_compiler_that_is_no_program_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", str(tmp_path))
+    with pytest.raises(jaxonnx.SparsityError, match=r"does not start \(Permission denied"):
+        _compile.compile_library("cpu.cc", [], tmp_path / "made.so")
 
 
 def test_a_cache_that_cannot_be_written_is_told(monkeypatch, tmp_path):

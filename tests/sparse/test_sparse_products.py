@@ -163,7 +163,6 @@ import jax, jax.numpy as jnp
 from benchmarks.compiled.programs import compiled, device
 from jaxonnx import sparse
 from jaxonnx.sparse._products import _compile, _cusparselt
-from jaxonnx.training._weight_layout import Storage
 
 sparse.register_products("gpu")  # it compiles, is linked, and JAX takes it
 params = {name: jnp.zeros((1024, 1024), jnp.bfloat16) for name in "ab"}

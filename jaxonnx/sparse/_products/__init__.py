@@ -222,11 +222,7 @@ def _dense(x: jax.Array, w: jax.Array, *packed: jax.Array, axis: int, dtype: Any
 sparse_product_p = Primitive("sparse_product")
 """x (b, k) times a matrix that is 2:4 along `axis`, which is contracted."""
 sparse_product_p.plain = _dense  # type: ignore[attr-defined]  # for readers of a jaxpr
-sparse_product_p.def_impl(
-    lambda x, w, *, axis, dtype: jax.jit(partial(sparse_product_p.bind, axis=axis, dtype=dtype))(
-        x, w
-    )
-)
+sparse_product_p.def_impl(jax.jit(sparse_product_p.bind, static_argnames=("axis", "dtype")))
 
 
 @sparse_product_p.def_abstract_eval

@@ -32,9 +32,10 @@ def compile_library(source: str, options: Sequence[str], target: Path) -> None:
         subprocess.run(
             [*command, *options, "-o", str(target)], check=True, capture_output=True, text=True
         )
-    except FileNotFoundError:
+    except OSError as error:
         raise SparsityError(
-            f"sparse products are compiled by {command[0]}, which is not there: install a C++ "
+            f"sparse products are compiled by {command[0]}, which is not there or does not start "
+            f"({error.strerror}): install a C++ "
             "compiler and name it in the environment variable CXX, or pip install "
             "'jaxonnx[sparse-cpu]', which brings one"
         ) from None

@@ -41,7 +41,7 @@ def register() -> None:
     """Compile the kernel and register it with JAX, once in a process.
 
     Raises:
-      SparsityError: there is no C++ compiler, or it fails.
+      SparsityError: there is no C++ compiler, or it fails, or what it made cannot be loaded.
     """
     global _is_registered
     library = _library()
@@ -60,7 +60,14 @@ def is_registered() -> bool:
 
 @cache
 def _library() -> ctypes.CDLL:
-    return ctypes.CDLL(str(cached_library("cpu.cc", _OPTIONS, ["kernel.inc"])))
+    library = cached_library("cpu.cc", _OPTIONS, ["kernel.inc"])
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:  # a folder whose files may not be executed, a damaged file
+        raise SparsityError(
+            f"the kernel of sparse products cannot be loaded ({error}): delete {library}, or name "
+            "another folder in XDG_CACHE_HOME"
+        ) from None
 
 
 def variants() -> list[str]:
