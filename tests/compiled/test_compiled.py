@@ -35,6 +35,15 @@ def lower(case):
             assert program.lower(lowering_platforms=(platform,)).as_text()
 
 
+def test_jax_attention_is_plain_products_on_gpus():
+    """Attention operators do not use it there (Limits, Speed); were it cuDNN's, they could gain."""
+    like = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
+    attend = jax.jit(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True))
+    text = attend.trace(like, like, like).lower(lowering_platforms=("cuda",)).as_text()
+    assert "dot_general" in text
+    assert "custom_call" not in text
+
+
 @pytest.mark.parametrize("case", COMPILABLE[::EVERY])
 def test_operators_lower_for_accelerators(case):
     lower(case)
