@@ -55,8 +55,8 @@ class Ragged:
         full = [part for part in parts if part.size]
         if not all(part.ndim for part in parts) or len({part.shape[1:] for part in full}) != 1:
             raise TrainingError(
-                f"{what} must be numbers, in arrays of one shape for all examples but for their "
-                "first axis, the length"
+                f"{what} must be arrays of numbers whose shapes differ only in the first axis, the "
+                "length"
             )
         return cls(np.concatenate(full), np.cumsum([0, *map(len, parts)]))
 
@@ -297,8 +297,8 @@ class Padding:
                     return self.pad[name]
             if isinstance(target, Ragged) and target.dtype.kind not in "iu":
                 raise TrainingError(
-                    f"{what}: the targets{jax.tree_util.keystr(path)} are of unequal length and no "
-                    f"labels: pad={{{names[0]!r}: ...}} says what fills them up"
+                    f"{what}: the targets{jax.tree_util.keystr(path)} have unequal lengths and are "
+                    f"not labels: pass their padding, pad={{{names[0]!r}: ...}}"
                 )
             several = isinstance(self.ignored, Mapping)
             return self.ignored.get(names[0], IGNORED) if several else self.ignored

@@ -189,8 +189,8 @@ class _Reader:
         how = self._check_long(where, len(ids), "split" if "text" in row else "cut")
         if how == "cut" and not counts[1 : self.limit].any():
             raise TrainingError(
-                f"{where} has {np.flatnonzero(counts)[0]} tokens before those that count in the "
-                f"loss, and of {self.limit} none is left: a larger preprocess={{'max_length': ...}}"
+                f"{where} has {np.flatnonzero(counts)[0]} tokens before those of the loss, and the "
+                f"limit is {self.limit} tokens: pass a larger preprocess={{'max_length': ...}}"
                 " or a shorter prompt"
             )
         last = self.limit if how == "cut" else len(ids) - 1

@@ -116,7 +116,7 @@ class Tokenizer:
             return environment.from_string(text)
         except jinja2.TemplateError as error:
             raise TrainingError(
-                f"the chat template of '{self.folder.path}' is not one ({error})"
+                f"the chat template of '{self.folder.path}' is not valid ({error})"
             ) from error
 
     def _find_template(self) -> str | None:
@@ -178,8 +178,8 @@ class Tokenizer:
             after = self.render(messages[: i + 1], False, where)
             if not (marked.startswith(after) and after.startswith(before)):
                 raise TrainingError(
-                    f"{where}: the chat template writes message {i + 1} otherwise when others "
-                    "follow, so that it does not say which tokens are the assistant's: "
+                    f"{where}: the chat template writes message {i + 1} differently when others "
+                    "follow, so the assistant's tokens cannot be found: "
                     "preprocess={'loss': 'all'} learns all, or give the last turn as prompt and "
                     "completion"
                 )

@@ -188,7 +188,7 @@ def fit(value: Value, array: Any, sizes: dict[str, tuple[int, str]]) -> Any:
         try:
             array = np.asarray(array, value.dtype)
         except (TypeError, ValueError, OverflowError) as error:
-            raise InputError(f"input {value} cannot be made of what was given: {error}") from error
+            raise InputError(f"input {value} cannot be converted to an array: {error}") from error
     dtype = getattr(array, "dtype", None)
     if dtype is None:
         raise InputError(f"input '{value.name}' must be an array, not {type(array).__name__}")

@@ -88,8 +88,8 @@ def _best(folder: Path, steps: list[int]) -> int:
     best = max(steps, key=scores.__getitem__)
     if scores[best] == -np.inf:
         raise ModelError(
-            f"no checkpoint in '{folder}' is of an epoch that competes for the best; the newest is "
-            f"that of step {steps[0]}"
+            f"no checkpoint in '{folder}' is a candidate for the best epoch; the newest is that of "
+            f"step {steps[0]}"
         )
     return best
 
@@ -141,7 +141,7 @@ def verify_checksum(stored: dict[str, Any]) -> dict[str, Any]:
       ValueError: it was altered, or is of another format.
     """
     if zlib.crc32(stored["about"].encode()) != stored["crc"]:
-        raise ValueError("its text is not the one that was written")
+        raise ValueError("its metadata is damaged: the checksum differs")
     about = json.loads(stored["about"])
     if about.get("format") != FORMAT:
         raise ValueError(f"its format is {about.get('format')}; this jaxonnx reads {FORMAT}")
@@ -165,7 +165,7 @@ def check(arrays: Sequence[np.ndarray | jax.Array], seals: Sequence[int | str]) 
     """Raise ValueError if arrays, wherever they lie, are not those that were sealed."""
     for x, sealed in zip(arrays, seals, strict=True):
         if sealed != (crc(to_host(x)) if isinstance(sealed, int) else f"sum {_sum(x)}"):
-            raise ValueError("its numbers are not those that were written")
+            raise ValueError("its arrays are damaged: a checksum differs")
 
 
 @jax.jit

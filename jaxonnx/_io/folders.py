@@ -91,7 +91,7 @@ def find_folder(source: Any, variant: str | None) -> ModelFolder | None:
     if variant is not None:
         raise InputError(
             f"variant={variant!r} chooses among the files of a language model's folder, and the "
-            "source is none"
+            "source is not such a folder"
         )
     return None
 
@@ -153,7 +153,7 @@ def _download(name: str, variant: str | None) -> ModelFolder:
         import huggingface_hub as hub
     except ImportError as error:
         raise InputError(
-            f"'{name}' is no path here; to read it from the Hugging Face hub: pip install "
+            f"'{name}' does not exist; to read it from the Hugging Face hub: pip install "
             "huggingface_hub"
         ) from error
     repository, inner = "/".join(name.split("/")[:2]), "/".join(name.split("/")[2:])
@@ -180,7 +180,7 @@ def _download(name: str, variant: str | None) -> ModelFolder:
             path = Path(hub.snapshot_download(repository, local_files_only=True), inner)
         except failures:
             raise InputError(
-                f"'{name}' is no path here, and the Hugging Face hub did not give it: {error}"
+                f"'{name}' does not exist, and the Hugging Face hub did not return it: {error}"
             ) from error
         names = [p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()]
         files = choose_files(name, names, variant, path)
@@ -234,7 +234,7 @@ def save_folder(
         _write_model(target / name, proto, _locations(source / name))
     if left:
         warnings.warn(
-            f"'{target}' is without {', '.join(left)}, which have the weights of before",
+            f"{', '.join(left)} with the old weights not copied to '{target}'",
             stacklevel=3,
         )
 

@@ -189,9 +189,9 @@ class _Writer:
             self.first.append(helper.make_node("Add", [weight, change_name], [total], total))
         else:
             raise InputError(
-                f"the adapter of '{weight}' cannot stand beside {read[0].node.label}; "
-                "adapters='merged' writes it into the weight, Adapters.save('x.npz') alone; or "
-                "leave it out of where="
+                f"the adapter of '{weight}' cannot be written as nodes at {read[0].node.label}: "
+                "merge it with adapters='merged', save it with Adapters.save('x.npz'), or leave "
+                "it out of where="
             )
 
     def _add_product(self, use: Use, change: Factors, pair: tuple[str, str]) -> None:

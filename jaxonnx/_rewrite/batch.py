@@ -316,7 +316,7 @@ def _compare(
             one, other = (np.asarray(x) for x in expected)
             if prove and np.array_equal(one, other) and one.dtype.kind == "f":
                 raise InputError(
-                    f"two batches of random numbers have the same '{name}', which shows nothing; "
+                    f"two random batches have the same '{name}', so the check is inconclusive; "
                     f"{_WAY_OUT}"
                 )
             if not _agree(np.asarray(result), one, other, axes[0]):

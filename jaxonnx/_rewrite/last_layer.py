@@ -91,7 +91,7 @@ def find_last_layer(
         found = [layer for layer in found if value in layer.values]
         if not found:
             raise InputError(
-                f"'{at}' is not a last layer, whose outputs come apart until the end: model"
+                f"'{at}' is not a last layer, because later nodes mix its outputs: model"
                 f".with_outputs({at!r}) ends the graph there, and that model can have another head"
             )
     if not found:

@@ -55,8 +55,8 @@ def requantize(
             if storage_names(use) != names or use.node.attributes != first.node.attributes:
                 raise InputError(
                     f"'{name}' is dequantized in several ways, at {first.node.label} and "
-                    f"{use.node.label}, so that no change can be merged into it: "
-                    "adapters='nodes' writes it beside"
+                    f"{use.node.label}, so nothing can be merged into it: "
+                    "use adapters='nodes'"
                 )
         own = {use.node.index for use in readers[name]}
         free = {n for n in names[1:] if own.issuperset(u.node.index for u in readers.get(n, ()))}
@@ -76,8 +76,8 @@ def storage_names(use: Use) -> tuple[str, ...]:
     node = use.node
     if node.op.name not in READERS:
         raise InputError(
-            f"'{use.name}' is read by {node.label}, for which changed weights cannot be rounded: "
-            "adapters='nodes' writes the change beside, or leave it out of where="
+            f"'{use.name}' is read by {node.label}, whose weights cannot be quantized again: "
+            "use adapters='nodes', or leave it out of where="
         )
     places = [*SCALES[node.op.name, use.position], 4 if node.op.name == "MatMulNBits" else -1]
     inputs = node.inputs

@@ -215,7 +215,7 @@ def _read_table(use: Use, codes: Any, scale: Any, zero: Any, index: Any = None) 
     if codes.dtype != np.uint8 or options.get("quantize_axis", 1) % codes.ndim != codes.ndim - 1:
         raise InputError(
             f"the table of {use.node.label} is not in bytes with blocks along its last axis: "
-            "adapters='nodes' writes the change beside, or leave it out of where="
+            "use adapters='nodes', or leave it out of where="
         )
     bits, block = options.get("bits", 4), options.get("block_size", 128)
     columns = codes.shape[-1] * (8 // bits)
@@ -231,8 +231,8 @@ def _read_experts(use: Use, codes: Any, scale: Any, zero: Any, index: Any = None
     stored = form.storage(codes.shape, codes.dtype, use.node.attributes)
     if stored is None or stored.type == "fp4":
         raise InputError(
-            f"'{use.name}' is in float4 at {use.node.label}, which is not rounded again: leave it "
-            "out of where=, or keep the adapters in a file of their own (Adapters.save)"
+            f"'{use.name}' is in float4 at {use.node.label}, which cannot be quantized again: "
+            "leave it out of where=, or save the adapters separately (Adapters.save)"
         )
     bits, columns = int(stored.type.removeprefix("int")), stored.shape[-1]
     rows, blocks = codes.shape[0] * codes.shape[1], scale.size // (codes.shape[0] * codes.shape[1])

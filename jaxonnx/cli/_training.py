@@ -276,8 +276,8 @@ def _explained_reading(
     _, prepared = reading.data(path, model, options)
     if prepared:
         raise InputError(
-            f"--explain has no Python for pictures in '{path}', which the command prepares; it has "
-            "for a folder of pictures"
+            f"--explain supports a folder of pictures, but not pictures in '{path}', which the "
+            "command prepares"
         )
     table = reading.table(path)
     columns = reading.columns(path, [*table], reading.fix(model, options))
@@ -286,7 +286,7 @@ def _explained_reading(
     used = {*columns.inputs, *columns.targets, *columns.weight}
     if odd := [column for column in table if column not in used]:
         raise InputError(
-            f"--explain has no Python that leaves out what '{path}' has besides inputs and "
+            f"--explain does not support '{path}', which has more than inputs and "
             f"targets: {', '.join(odd)}"
         )
     return [f"{name} = {explain.source(path)}"]

@@ -150,7 +150,7 @@ class Adapters:
         self.to_inputs(names)  # raises what does not fit
         odd = [n for n, p in self.layouts.items() if p.kernel or p.batch or p.lookup]
         if odd:
-            raise InputError(f"PEFT has no such adapter as that of '{odd[0]}'; save an .npz")
+            raise InputError(f"PEFT has no format for the adapter of '{odd[0]}'; save an .npz")
         packed, result = {} if model is None else _find_packed_sizes(model), {}
         for name in self.layouts:
             a, b = (np.asarray(self.values[member], np.float32) for member in pair(name))
@@ -159,7 +159,7 @@ class Adapters:
             sizes = packed.get(name)
             result |= whole if sizes is None else adapter_files.split_factors(module, a, b, sizes)
         if not result:
-            raise InputError("the adapters change nothing yet, so that no module of PEFT has any")
+            raise InputError("all adapters are still zero: there is nothing to save for PEFT")
         return result
 
     def save(

@@ -122,9 +122,9 @@ def load(
         proto, tensors = join_files(read(folder.path / folder.encoder), (proto, tensors))
     if restored := restore_attention(proto):
         warnings.warn(
-            f"in the place of the Attention of '{list_some(restored, '')}' onnxruntime's quantizer "
-            "wrote QAttention, with attributes that it does not have, and onnxruntime refuses the "
-            "file: it is loaded, and saved, as that Attention, of dequantized Q and K",
+            f"onnxruntime's quantizer replaced the Attention of '{list_some(restored, '')}' by a "
+            "QAttention with invalid attributes, which onnxruntime refuses: it is loaded, and "
+            "saved, as the original Attention of dequantized Q and K",
             stacklevel=2,
         )
     if weights is not None:

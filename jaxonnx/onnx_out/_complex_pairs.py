@@ -88,7 +88,7 @@ def apply_complex(g: Any, equation: Any, operands: list, outs: tuple) -> list:
         return _RULES[name](g, operands, outs[0], equation.params)
     rule = rule_of(name, g.opset) if name in PARTS else None
     if rule is None:
-        raise Refusal("it is not written for complex numbers, which are pairs in ONNX")
+        raise Refusal("it does not support complex numbers, which are pairs in ONNX")
     real = [jax.ShapeDtypeStruct(out.shape, _part(out.dtype)) for out in outs]
     like = real if equation.primitive.multiple_results else real[0]
     params = {**equation.params, "avals": [v.aval for v in equation.invars], "equation": equation}

@@ -224,11 +224,13 @@ def _struct(leaf: Any, path: Any) -> jax.ShapeDtypeStruct:
         dtype: Any = jax.dtypes.canonicalize_dtype(array.dtype, allow_extended_dtype=True)
     except TypeError as error:
         what = jax.tree_util.keystr(path)
-        raise InputError(f"example {what} is a {type(leaf).__name__}, no array: {error}") from None
+        raise InputError(
+            f"example {what} is a {type(leaf).__name__}, not an array: {error}"
+        ) from None
     numbers = jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_
     if not numbers and not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         what = jax.tree_util.keystr(path)
-        raise InputError(f"example {what} is a {type(leaf).__name__}, no array of numbers")
+        raise InputError(f"example {what} is a {type(leaf).__name__}, not an array of numbers")
     return jax.ShapeDtypeStruct(array.shape, dtype)
 
 

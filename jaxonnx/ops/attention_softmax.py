@@ -25,7 +25,7 @@ BLOCK = 1 << 24
 def group_queries(x, kv_heads):
     """Reshape query heads to (batch, key heads, query heads per key head, ...)."""
     if x.shape[1] % kv_heads:
-        raise NodeError(f"{x.shape[1]} query heads are no multiple of {kv_heads} key heads")
+        raise NodeError(f"{x.shape[1]} query heads are not a multiple of {kv_heads} key heads")
     return x.reshape(x.shape[0], kv_heads, x.shape[1] // kv_heads, *x.shape[2:])
 
 

@@ -77,7 +77,7 @@ def loop(m=None, cond=None, *v_initial, body):
         condition, *outputs = body(i, _TRUE, *carry, step=i)
         for name, value in zip(body.outputs[1 + size :], outputs[size:], strict=True):
             if value is None or isinstance(value, list | dict):
-                raise NodeError(f"the scan output '{name}' is no tensor, and cannot be stacked")
+                raise NodeError(f"the scan output '{name}' is not a tensor, and cannot be stacked")
         return _TRUE if cond is None else condition, outputs[:size], outputs[size:]
 
     if begins is False or (count is not None and count <= 0):

@@ -90,7 +90,7 @@ def align_axis(a, b, axis: int | None, broadcast: int):
     start = a.ndim - b.ndim if axis is None else axis_of(axis, a.ndim)
     part = a.shape[max(start, 0) : start + b.ndim]
     if len(part) != b.ndim or any(n not in (1, m) for n, m in zip(b.shape, part, strict=True)):
-        raise NodeError(f"shape {b.shape} is no part of shape {a.shape} from axis {start} on")
+        raise NodeError(f"shape {b.shape} is not part of shape {a.shape} from axis {start} on")
     return b.reshape(b.shape + (1,) * (a.ndim - start - b.ndim))
 
 

@@ -112,7 +112,7 @@ def unsqueeze(x, axes: Static):
 @op("Transpose", since=1, view=True)
 def transpose(x: Factor, *, perm=None):
     if perm is not None and sorted(perm) != list(range(x.ndim)):
-        raise NodeError(f"perm {perm} is no permutation of the {x.ndim} axes")
+        raise NodeError(f"perm {perm} is not a permutation of the {x.ndim} axes")
     if isinstance(x, LowRank | Packed):
         return x if perm == [0, 1] else x.T
     return x.transpose(perm)

@@ -217,7 +217,7 @@ def _schedule(dense, dynamic, fixed, steps_per_epoch, refresh) -> tuple[int, int
     if dynamic == 0 and fixed == 0:
         raise SparsityError("dynamic=0 and fixed=0 leave no phase in which the weights are sparse")
     if dynamic != 0 and refresh is None and steps_per_epoch is None:
-        raise SparsityError("say refresh= (steps between mask refreshes) or steps_per_epoch=")
+        raise SparsityError("pass refresh= (steps between mask refreshes) or steps_per_epoch=")
     unit = steps_per_epoch or 1
     every = round((1 if refresh is None else refresh) * unit)
     if every < 1:

@@ -330,7 +330,7 @@ class Checkpoints:
         self._together.agree(True)
         warnings.warn(
             f"the checkpoint of step {step} in '{self.folder}' cannot be read ({reason(error)}), "
-            f"and is called {aside.name} now; the one before it is taken",
+            f"and was renamed to {aside.name}; the previous one is used",
             stacklevel=2,
         )
 

@@ -280,7 +280,7 @@ class Loss:
             shown = ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)
             raise TrainingError(
                 f"{what} has {len(names)} classes ({shown}), and the outputs have {classes}: "
-                f"head={len(names)} (--head {len(names)}) puts a new last layer for them into it"
+                f"head={len(names)} (--head {len(names)}) replaces the last layer"
             )
         check_classes(targets, classes, self.ignore_index, what)
 
@@ -296,7 +296,7 @@ def check_classes(targets: np.ndarray, classes: int, ignored: int | None, what: 
         raise TrainingError(
             f"{what} has {format_count(int(wrong.sum()), 'label')} outside of 0 ... {classes - 1}, "
             f"the first is {targets[first]} at {', '.join(map(str, first))}"
-            + "; jaxonnx.losses.cross_entropy(axis=-1, ignore_index=-100) leaves such out"
+            + "; jaxonnx.losses.cross_entropy(axis=-1, ignore_index=-100) ignores these"
             * bool(padding)
         )
 

@@ -204,7 +204,7 @@ def find(metric: Any, reader: Reader) -> tuple[str, Metric]:
         name = getattr(metric, "__name__", "")
         if not name.isidentifier():
             raise TrainingError(
-                f"the metric {metric!r} has no name to stand in the history; define it with def"
+                f"the metric {metric!r} has no name for the history; define it with def"
             )
         return name, Metric(
             lambda outputs, targets, weight: totals(
@@ -282,19 +282,19 @@ def check(
     axis = reader.class_axis(outputs.shape, targets.shape)
     if axis is None and reader.threshold is None:
         raise TrainingError(
-            f"the metric '{name}' cannot know which outputs mean yes: no named loss says so, and "
-            "the model does not end in Sigmoid; pass the loss by its name, or the metric as a "
-            "callable"
+            f"the metric '{name}' needs the threshold of a positive output: there is no named "
+            "loss, and the model does not end in Sigmoid; pass the loss by its name, or the metric "
+            "as a callable"
         )
     if metric == "perplexity" and axis is None:
         raise TrainingError(
-            f"the metric '{name}' is of labels of classes, and the outputs {outputs.shape} are "
-            "several of yes and no"
+            f"the metric '{name}' is for class labels, and the outputs {outputs.shape} are "
+            "multi-label"
         )
     if metric == "confusion_matrix" and axis is None and outputs.shape[1:] not in ((), (1,)):
         raise TrainingError(
-            f"the metric '{name}' is of one choice, and outputs of shape {outputs.shape} are "
-            "several of yes and no: 'per_class' counts each of them"
+            f"the metric '{name}' is for single-label outputs, and those of shape {outputs.shape} "
+            "are multi-label: use 'per_class'"
         )
     if metric.startswith("top_"):
         classes = None if axis is None else outputs.shape[axis]

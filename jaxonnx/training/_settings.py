@@ -69,8 +69,8 @@ class Settings(_VALUES):
             raise TrainingError(f"nan must be one of {policies}, and is {self.nan!r}")
         if self.ema is not None and not (isinstance(self.ema, float) and 0 < self.ema < 1):
             raise TrainingError(
-                "ema must be the share of itself that the average keeps at each update, a number "
-                f"between 0 and 1 like 0.999, and is {self.ema!r}"
+                f"ema must be the decay of the average, between 0 and 1 like 0.999, and is "
+                f"{self.ema!r}"
             )
         if self.precision is not None and self.precision not in PRECISIONS:
             raise TrainingError(

@@ -120,13 +120,13 @@ class Snapshots:
         if done and not int(state.taken):
             events = self._record.history.events
             why = events[-1]["why"] if events else "the gradient overflows at every scale so far"
-            raise Stop(f"none of {format_count(done, 'step')} was taken: {why} at step {done}", 0)
+            raise Stop(f"none of {format_count(done, 'step')} was applied: {why} at step {done}", 0)
         if self._retries > 1:
             events = self._record.history.events
             back = [event for event in events if event["event"] == ROLLED_BACK][-self._retries :]
             raise Stop(
-                f"{back[-1]['why']} at step {back[-1]['step']}, and {self._retries} returns to the "
-                "same weights got no further",
+                f"{back[-1]['why']} at step {back[-1]['step']}, and {self._retries} rollbacks to "
+                "the same weights made no progress",
                 back[0]["to"],
             )
 

@@ -143,7 +143,7 @@ def train(
         examples = augment_examples(examples, augment, settings.seed)
         step = build_step(net, settings, settings.epochs, examples.steps)
         if packed and step.model.program.packing is None:
-            raise TrainingError("preprocess={'pack': True} does not go with quantize")
+            raise TrainingError("preprocess={'pack': True} cannot be combined with quantize")
         trained, history = run(step, examples, held_out, settings, interrupt, together)
         trained = together.gather(trained)
         history.notes += [*fitted, *opened, *said, *notes(data, validation), *rounding]

@@ -300,7 +300,8 @@ def _check_bindings(
             )
         if entry.value not in outputs:
             raise ModelError(
-                f"{field} assigns '{entry.value}' to '{entry.key}', no output of the graph"
+                f"{field} assigns '{entry.value}' to '{entry.key}', which is not an output "
+                "of the graph"
             )
         assigned.add(entry.key)
 
@@ -352,7 +353,7 @@ def _assign(state: State, bindings: Mapping[str, str], outputs: Mapping[str, Any
     for name, output in bindings.items():
         old, value = state[name], outputs[output]
         if not hasattr(value, "dtype"):
-            raise ModelError(f"'{output}' is bound to the tensor '{name}', and is none")
+            raise ModelError(f"'{output}' is bound to the tensor '{name}', and is not a tensor")
         if value.shape != old.shape or jax.dtypes.canonicalize_dtype(value.dtype) != old.dtype:
             raise ModelError(
                 f"'{output}' ({value.dtype}{list(value.shape)}) is bound to '{name}' "

@@ -147,7 +147,7 @@ def test_the_file_says_how(tmp_path):
         (["n", 1, "h", "w"], None, "--size HxW"),
         (["n", 48], None, "--size HxW"),
         (["n", 1, 8, 6], (8, 8), "takes pictures of 8x6"),
-        (["n"], None, "takes no picture"),
+        (["n"], None, "does not take images"),
     ],
 )
 def test_networks_that_take_no_picture(shape, size, message):

@@ -615,7 +615,7 @@ def test_meshes(small, capsys):
 
 def test_what_explain_cannot_say(small, capsys):
     assert command("train net.onnx data.npz -o out.onnx --scale 2 --explain") == 2
-    assert "no Python for pictures in 'data.npz'" in capsys.readouterr().err
+    assert "not pictures in 'data.npz'" in capsys.readouterr().err
 
 
 def test_targets_are_called_y_or_are_all_else(small, capsys):

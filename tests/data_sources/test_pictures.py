@@ -121,7 +121,7 @@ def test_a_folder_for_validation(photos, tmp_path):
     np.testing.assert_allclose(batch.inputs[0][0], x[0], rtol=1e-5, atol=1e-6)
     (tmp_path / "purple").mkdir()
     Image.fromarray(pixels(8, 6, True)).save(tmp_path / "purple" / "a.png")
-    with pytest.raises(jaxonnx.TrainingError, match=r"'purple', which .* has not: 'dark'"):
+    with pytest.raises(jaxonnx.TrainingError, match=r"'purple', which .* does not have: 'dark'"):
         opened(photos, validation=tmp_path)
 
 
@@ -226,7 +226,7 @@ def test_what_onnx_itself_has_for_images(metadata, expected):
 
 def test_pixels_of_which_nothing_is_said(photos):
     silent = model(metadata={images.KEY: '{"labels": ["dark", "light"]}'})
-    with pytest.warns(UserWarning, match=r"which numbers pixels become.*(--mean, --std)"):
+    with pytest.warns(UserWarning, match=r"how to scale pixels.*(--mean, --std)"):
         opened(photos, net=silent)
     opened(photos, {"scale": 1 / 255}, net=silent)
 

@@ -180,7 +180,7 @@ def test_a_template_that_writes_history_otherwise_is_refused(lines, tmp_path):
     )
     (tmp_path / "model" / "chat_template.jinja").write_text(template)
     model = jaxonnx.load(tmp_path / "model")
-    with pytest.raises(jaxonnx.TrainingError, match="writes message 2 otherwise when others"):
+    with pytest.raises(jaxonnx.TrainingError, match="writes message 2 differently when others"):
         read(model, lines({"messages": CHAT}))
     template = "{{ raise_exception('roles must alternate') }}"
     (tmp_path / "model" / "chat_template.jinja").write_text(template)

@@ -316,13 +316,13 @@ BAD = {
     "labels": (
         {"input_ids": IDS, "labels": IDS},
         {"loss": LABELS},
-        r"labels outside of 0 ... 6, the first is -100.*ignore_index=-100\) leaves",
+        r"labels outside of 0 ... 6, the first is -100.*ignore_index=-100\) ignores",
     ),
     "wrong label": ({"input_ids": IDS, "labels": [x + 1 for x in IDS]}, {}, "the first is 7"),
     "values": (
         {"input_ids": IDS, "labels": [x / 2 for x in IDS]},
         {"loss": "squared_error"},
-        r"the targets are of unequal length and no labels: pad=\{'y': \.\.\.\}",
+        r"the targets have unequal lengths and are not labels: .* pad=\{'y': \.\.\.\}",
     ),
     "longer": ({"input_ids": IDS}, {"length_buckets": (8, 16)}, "example 8 has the length 17"),
     "no pad": ({"input_ids": IDS}, {"pad": {"input_id": 0}}, "pad has 'input_id'; there are 'inp"),
@@ -339,9 +339,13 @@ BAD = {
         {},
         "lengths of 'input_ids' are not those of its mask",
     ),
-    "inner": ({"input_ids": [np.ones((2, 2)), np.ones((3, 1))]}, {}, "arrays of one shape for all"),
+    "inner": (
+        {"input_ids": [np.ones((2, 2)), np.ones((3, 1))]},
+        {},
+        "arrays of numbers whose shapes differ only",
+    ),
     "words": ({"input_ids": [["a"], ["b", "c"]], "labels": IDS[:2]}, {}, "must be numbers, and is"),
-    "number": ({"input_ids": [1, [2, 3]]}, {}, "input 'input_ids' must be numbers, in arrays"),
+    "number": ({"input_ids": [1, [2, 3]]}, {}, "input 'input_ids' must be arrays of numbers"),
     "tokens": ({"attention_mask": IDS}, {}, "it lacks the model's input 'input_ids'"),
     "size": (
         [(np.ones((2, 3), int),) * 2, (np.ones((3, 3), int),) * 2],

@@ -112,7 +112,7 @@ REFUSALS = (
     Refusal("Constant", "exactly one attribute must hold", "a Constant with two values", BOTH),
     Refusal(
         "Transpose",
-        r"perm \[.*\] is no permutation",
+        r"perm \[.*\] is not a permutation",
         "a perm for other axes: an empty one is taken for none, axes of size 1 are not looked at",
         BOTH,
     ),
@@ -204,7 +204,7 @@ REFUSALS = (
     Refusal("QuantizeLinear", "precision must be", NO_CHECK),
     Refusal(
         ".*Attention",
-        r"a tensor of shape .* has \d+ heads, not|\d+ query heads are no multiple|"
+        r"a tensor of shape .* has \d+ heads, not|\d+ query heads are not a multiple|"
         "queries .* and keys .* differ|values .* do not fit",
         "heads that tensors do not have, where others broadcast or do not look",
         BOTH,
@@ -237,7 +237,7 @@ REFUSALS = (
         "a body in a function that reads what its caller has, in whose place onnxruntime puts it",
         RUNTIME_ALONE,
     ),
-    Refusal("Loop", "the scan output '.*' is no tensor", NO_CHECK),
+    Refusal("Loop", "the scan output '.*' is not a tensor", NO_CHECK),
     Refusal(
         "Loop",
         r"\w+\[9223372036854775807\] takes",
@@ -262,7 +262,7 @@ REFUSALS = (
     Refusal("Attention|FlexAttention", "softmax_precision must be", IGNORED, BOTH),
     Refusal(
         "Add|Sub|Mul|Div|Pow|And|Or|Xor|Equal|Greater|Less",
-        ".*(needs broadcast=1|is no part of)",
+        ".*(needs broadcast=1|is not part of)",
         NO_CHECK,
     ),
     Refusal("GRU|LSTM|RNN", "clip is", "a clip that is ignored", BOTH),

@@ -53,7 +53,7 @@ def test_several_models_are_named(browser):
     assert jaxonnx.load(browser, variant="fp32").folder.file == "onnx/model.onnx"
     with pytest.raises(jaxonnx.InputError, match=r"no variant .fp16.; it has onnx/model.onnx"):
         jaxonnx.load(browser, variant="fp16")
-    with pytest.raises(jaxonnx.InputError, match="the source is none"):
+    with pytest.raises(jaxonnx.InputError, match="the source is not such"):
         jaxonnx.load(browser / "onnx" / "model.onnx", variant="q4")
 
 
@@ -160,7 +160,7 @@ def test_the_saved_folder_has_all_but_other_weights(tmp_path):
 def test_other_forms_of_the_model_stay_behind(browser, tmp_path):
     shutil.copy(browser / "onnx" / "model.onnx", browser / "onnx" / "embed_tokens.onnx")
     (browser / "model.safetensors").write_bytes(b"0")
-    with pytest.warns(UserWarning, match=r"is without onnx/model.onnx, which have the weights"):
+    with pytest.warns(UserWarning, match=r"onnx/model.onnx with the old weights not copied"):
         jaxonnx.load(browser, variant="q4").save(f"{tmp_path}/new/")
     names = {p.relative_to(tmp_path / "new").as_posix() for p in (tmp_path / "new").rglob("*.*")}
     files = {"model_q4.onnx", "model_q4.onnx_data", "embed_tokens.onnx"}
@@ -252,7 +252,7 @@ def test_a_name_of_the_hub_brings_one_variant(browser, tmp_path):
     first, second = done.stdout.splitlines()
     files = ["config.json", "model_q4.onnx", "model_q4.onnx_data", "tokenizer.json"]
     assert first == f"onnx/model_q4.onnx {files}"
-    assert second.startswith("'us/none' is no path here, and the Hugging Face hub did not give it")
+    assert second.startswith("'us/none' does not exist, and the Hugging Face hub did not return it")
     assert not any(name.endswith("model.onnx") for name in server.given)
 
 

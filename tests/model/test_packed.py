@@ -402,7 +402,7 @@ def test_experts_in_few_bits(bits, block, zeros, tmp_path):
     inner = sum((slope[n] * step[n]).sum() for n in params)
     np.testing.assert_allclose(inner, (ends[0] - ends[1]) / 2, rtol=2e-2)
 
-    with pytest.raises(jaxonnx.InputError, match=r"cannot stand beside.*adapters='merged'"):
+    with pytest.raises(jaxonnx.InputError, match=r"cannot be written as nodes.*adapters='merged'"):
         adapted.to_onnx(adapters="nodes")
     with pytest.warns(UserWarning, match="2 weights in few bits are rounded anew"):
         adapted.save(tmp_path / "merged.onnx", adapters="merged")

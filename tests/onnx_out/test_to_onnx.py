@@ -342,7 +342,7 @@ def test_names_are_those_of_the_arguments():
         to_onnx(lambda a, b: a + b, x, x, inputs=["a", "a"])
     with pytest.raises(jaxonnx.InputError, match=r"'a' is the name of another tensor"):
         to_onnx(lambda a: a + 1, x, outputs=["a"])
-    with pytest.raises(jaxonnx.InputError, match="is a str, no array of numbers"):
+    with pytest.raises(jaxonnx.InputError, match="is a str, not an array of numbers"):
         to_onnx(lambda a: a, "text")
     with pytest.raises(jaxonnx.InputError, match="opset 9 is too old"):
         to_onnx(lambda a: a, x, opset=9)

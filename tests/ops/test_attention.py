@@ -88,7 +88,7 @@ def test_refusals():
         attention(Q, K, V, None, K, V, np.array([3]))
     with pytest.raises(NodeError, match="left_window_size is -2; it must be at least -1"):
         attention(Q, K, V, left_window_size=-2)
-    with pytest.raises(NodeError, match="no multiple"):
+    with pytest.raises(NodeError, match="not a multiple"):
         attention(Q[:, :1], K, V)
     with pytest.raises(NodeError, match="softmax_precision must be of a floating-point type"):
         attention(Q, K, V, softmax_precision=3)

@@ -572,5 +572,5 @@ def test_a_sequence_is_no_scan_output(count):
     body = "body = b (int64 i, bool go) => (bool go, s) { s = SequenceConstruct (x, x) }"
     count = f"<int64 m = {{{count}}}, bool t = {{1}}>"
     f = function(f"g (float[3] x) => (y) {count} {{ y = Loop (m, t) <{body}> }}")
-    with pytest.raises(jaxonnx.Error, match="the scan output 's' is no tensor"):
+    with pytest.raises(jaxonnx.Error, match="the scan output 's' is not a tensor"):
         f(X)

@@ -220,7 +220,7 @@ def test_of_nothing(name):
     ("name", "opset", "inputs", "attributes", "message"),
     [
         ("Add", 6, [(2, 3), (3,)], {}, "broadcast=1"),
-        ("Add", 6, [(2, 3), (2,)], {"broadcast": 1}, "no part of"),
+        ("Add", 6, [(2, 3), (2,)], {"broadcast": 1}, "not part of"),
         ("Add", 6, [(2, 3), (3,)], {"broadcast": 1, "axis": 2}, "axis 2"),
         ("SwiGLU", 28, [(2, 3), (3,)], {}, r"b has shape \[3\]; .* D = \[2, 3\]"),
         ("Gelu", 20, [(2,)], {"approximate": "sigmoid"}, "approximate"),

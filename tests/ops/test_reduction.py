@@ -99,7 +99,7 @@ def test_an_equation_has_letters_only():
     einsum = operator("Einsum", 12)
     assert einsum(np.ones((2, 3), np.float32), equation=" ...A b-> ...A ").shape == (2,)
     for equation in ("ij0->ij", "ij\0->ij", "ié->i"):
-        with pytest.raises(NodeError, match="which is no letter"):
+        with pytest.raises(NodeError, match="which is not a letter"):
             einsum(np.ones((2, 3, 1)), equation=equation)
 
 

@@ -150,7 +150,7 @@ def test_narrow_types_compile(dtype):
         ("Squeeze", [X, ints(5)], {}, "axis 5 is out of range"),
         ("Unsqueeze", [X, ints(0, 0)], {}, "twice"),
         ("Unsqueeze", [X, ints().reshape(3, 0)], {}, "axes must be a vector"),
-        ("Transpose", [X], {"perm": [0, 0, 1]}, "no permutation"),
+        ("Transpose", [X], {"perm": [0, 0, 1]}, "not a permutation"),
         ("Tile", [X, ints(1, 2)], {}, "repeats .* must be .rank D"),
         ("Tile", [X, np.array(2)], {}, "repeats .* must be .rank D"),
         ("Split", [X, ints(1, 1)], {"axis": 1, "outputs": 2}, "do not add up"),

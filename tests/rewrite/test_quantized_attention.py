@@ -56,7 +56,7 @@ def test_attention_of_opset_23_behind_another_name(inputs, attributes, tmp_path)
     path, attributes = tmp_path / "net.onnx", ATTRIBUTES | attributes
     write(path, inputs, **attributes)
     quantize_dynamic(path, tmp_path / "q.onnx", reduce_range=SATURATES)
-    with pytest.warns(UserWarning, match="place of the Attention of 'a' .*onnxruntime refuses"):
+    with pytest.warns(UserWarning, match="replaced the Attention of 'a' .*onnxruntime refuses"):
         model = jaxonnx.load(tmp_path / "q.onnx")
     with pytest.raises(Exception, match="INVALID_GRAPH"):
         onnxruntime.InferenceSession(tmp_path / "q.onnx", providers=["CPUExecutionProvider"])

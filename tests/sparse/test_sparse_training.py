@@ -348,7 +348,7 @@ def test_layers_say_why_they_stay_dense():
     [
         ({"dense": 3, "dynamic": 0, "fixed": 0}, "leave no phase"),
         ({"dense": -1, "dynamic": 2, "refresh": 1}, "dense=-1 is negative"),
-        ({"dense": 1, "dynamic": 2}, "say refresh="),
+        ({"dense": 1, "dynamic": 2}, "pass refresh="),
         ({"dense": 1, "dynamic": 2, "refresh": 5}, "ends before the first refresh"),
         ({"dense": 1, "dynamic": 2, "refresh": 0}, "less than a step"),
         ({"dense": 1, "dynamic": 2, "steps_per_epoch": 0}, "at least one step"),

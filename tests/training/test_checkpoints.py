@@ -64,7 +64,7 @@ def test_folders_without_a_model(tmp_path):
     train(checkpoint_dir=tmp_path / "odd", checkpoint_every=1, nan="rollback", epochs=1)
     for path in (tmp_path / "odd").glob("*/metrics/metrics"):
         path.write_text('{"score": -Infinity}')
-    with pytest.raises(jaxonnx.ModelError, match=r"no checkpoint .* competes for the best"):
+    with pytest.raises(jaxonnx.ModelError, match=r"no checkpoint .* candidate for the best"):
         jaxonnx.load(tmp_path / "odd", checkpoint="best")
 
 

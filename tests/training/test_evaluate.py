@@ -169,11 +169,11 @@ def test_tables_print_and_draw():
         ({}, r"evaluate computes metrics=.* or loss="),
         ({"metrics": "acuracy"}, "there is no metric 'acuracy'.*confusion_matrix"),
         ({"metrics": "accuracy", "y": np.arange(50)}, "50 labels|46 labels outside of 0 ... 3"),
-        ({"metrics": "accuracy", "y": np.ones((50, 4))}, "which outputs mean yes: no named loss"),
+        ({"metrics": "accuracy", "y": np.ones((50, 4))}, "positive output: there is no named loss"),
         ({"metrics": "mse"}, "needs targets of the shape of the outputs"),
         (
             {"metrics": "confusion_matrix", "y": np.ones((50, 4)), "loss": "hinge_loss"},
-            "'per_class' counts each",
+            "use 'per_class'",
         ),
     ],
 )

@@ -179,18 +179,18 @@ def test_a_step_that_is_not_taken_moves_nothing_else():
 
 
 def test_returns_that_get_nowhere_end_the_run():
-    message = "none of 6 steps was taken: the loss, nan, is not finite at step 6; .* of step 0"
+    message = "none of 6 steps was applied: the loss, nan, is not finite at step 6; .* of step 0"
     with pytest.warns(UserWarning, match=message):
         result = train(data=with_nan(1), epochs=3, nan="rollback")
     assert not any(result.changes.values())
-    message = r"step 9, and 2 returns to the same weights got no further; the .* step 5"
+    message = r"step 9, and 2 rollbacks to the same weights made no progress; the .* step 5"
     with pytest.warns(UserWarning, match=message):
         result = train(data=lambda e: with_nan(*[1] * e)(0), epochs=3, nan="rollback")
     assert same(result, train(data=batches))
 
 
 def test_a_run_that_skips_all_steps_says_so():
-    with pytest.warns(UserWarning, match="none of 5 steps was taken: the loss, nan, .* step 0"):
+    with pytest.warns(UserWarning, match="none of 5 steps was applied: the loss, nan, .* step 0"):
         train(data=with_nan(*range(5)), nan="skip")
 
 
@@ -324,7 +324,10 @@ def test_checkpoints_that_the_system_refuses_are_told_in_a_line(tmp_path):
     [
         ({"data": (None, examples()[1])}, "data: input 'x' is None"),
         ({"data": (np.zeros(8, [("a", "f4")]), np.zeros(8))}, "input 'x' must be numbers, and is"),
-        ({"data": ([[1.0], [[2.0]]], [0, 1])}, "input 'x' must be numbers, in arrays of one shape"),
+        (
+            {"data": ([[1.0], [[2.0]]], [0, 1])},
+            "input 'x' must be arrays of numbers whose shapes differ only",
+        ),
         ({"validation": np.nan}, "validation=nan must be a share between 0 and 1"),
         ({"validation": np.inf}, "validation=inf must be a share"),
         ({"validation": True}, "validation=True must be a share"),

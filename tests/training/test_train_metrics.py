@@ -210,7 +210,7 @@ BAD = {
     "too many": (LABELS, Y, "top_5", r"as many classes.*\(32, 4\)"),
     "no labels": ("squared_error", X, "top_2", "as many classes"),
     "shape": (LABELS, Y, "mae", "targets of the shape"),
-    "unknown meaning": (lambda o, t: (o - t).sum(1), X, "f1", "which outputs mean yes"),
+    "unknown meaning": (lambda o, t: (o - t).sum(1), X, "f1", "threshold of a positive output"),
     "shape of a function": (LABELS, Y, jnp.subtract, "32 examples"),
     "output": (LABELS, Y, {"z": "f1"}, "keys must be outputs of the model, which are 'logits'"),
     "no validation": (LABELS, Y, "f1", "pass validation="),
@@ -276,5 +276,5 @@ def test_perplexity():
     found = jaxonnx.evaluate(model, {"input_ids": rows}, **settings)
     np.testing.assert_allclose(found["perplexity"], np.exp(-np.mean(own)), rtol=1e-4)
     loss = "sigmoid_binary_cross_entropy"
-    with pytest.raises(jaxonnx.TrainingError, match="'perplexity' is of labels of classes"):
+    with pytest.raises(jaxonnx.TrainingError, match="'perplexity' is for class labels"):
         jaxonnx.evaluate(network(), (x, x), metrics="perplexity", loss=loss)

@@ -344,9 +344,9 @@ START = "i () => (float[2] w0) { w0 = Constant<value_floats = [0.0, 0.0]>() }"
         ([info(STEP, {"y": "w1"})], "'y', which is not an initializer"),
         ([info(STEP, {"v": "w1"})], "'v', which is not an initializer"),
         ([info(initialization=START, initial={"x": "w0"})], "'x', which is not an initializer"),
-        ([info(STEP, {"w": "w2"})], "'w2' to 'w', no output of the graph"),
+        ([info(STEP, {"w": "w2"})], "'w2' to 'w', which is not an output of the graph"),
         ([info(STEP, {"w": "w1"}, START, {"w": "w1"})], "initialization_binding assigns 'w1'"),
-        ([info(initial={"w": "w0"})], "'w0' to 'w', no output"),
+        ([info(initial={"w": "w0"})], "'w0' to 'w', which is not an output"),
         (
             [info(STEP), info("b () => (float[2] z) <float[2] v = {1, 1}> { z = Add(v, w1) }")],
             "reads 'w1'",

@@ -128,7 +128,7 @@ def find_folders(
         if odd := found.keys() - {*labels}:
             raise TrainingError(
                 f"validation '{validation}' has the classes {_names(sorted(odd))}, which "
-                f"'{data}' has not: {_names(labels)}"
+                f"'{data}' does not have: {_names(labels)}"
             )
         validation = _folder(validation, found, settings, notes)
     return examples, validation, images.with_preparation(model, settings.how)
@@ -307,8 +307,8 @@ def _preprocess(model: Network, preprocess: Mapping[str, Any]) -> Preprocess:
         raise TrainingError(f"preprocess: workers must be at least 1, and is {workers}")
     if not (images.says_numbers(model) or given.keys() & {"scale", "mean", "std"}):
         warnings.warn(
-            "the file does not say which numbers pixels become: they are divided by 255; "
-            "preprocess={'mean': ..., 'std': ...} says otherwise (--mean, --std)",
+            "the file does not say how to scale pixels: they are divided by 255; "
+            "preprocess={'mean': ..., 'std': ...} sets this (--mean, --std)",
             stacklevel=4,
         )
     how = replace(images.preparation(model), **given)

@@ -170,7 +170,7 @@ def layout(model: Network, size: tuple[int, int] | None = None) -> Layout:
     if value.dtype is None or not (
         value.dtype == np.uint8 or jnp.issubdtype(value.dtype, jnp.floating)
     ):
-        raise InputError(f"input {value} takes no picture")
+        raise InputError(f"input {value} does not take images")
     if len(dims) == 3 and dims[0] in (1, 3):
         kind, channels, sides = "NCHW", dims[0], dims[1:]
     elif len(dims) == 3 and dims[2] in (1, 3):
@@ -185,7 +185,7 @@ def layout(model: Network, size: tuple[int, int] | None = None) -> Layout:
             raise InputError(f"input {value} is not a square of pixels: say its size (--size HxW)")
     else:
         raise InputError(
-            f"input {value} takes no picture: neither one nor three channels of pixels"
+            f"input {value} does not take images: it has neither one nor three channels"
         )
     wanted = size or (None, None)
     known: Any = tuple(s if isinstance(s, int) else w for s, w in zip(sides, wanted, strict=True))

@@ -83,7 +83,7 @@ class Windows:
     def flat(self, indices: Any) -> Any:
         """Return the place of each element in the flat array, [all], for starts in bounds."""
         if dims.all_known(self.shape) and prod(self.shape) > FURTHEST:
-            raise Refusal(f"places in an array of {prod(self.shape):,} numbers pass 2**31")
+            raise Refusal(f"indices into an array of {prod(self.shape):,} elements exceed 2**31")
         strides = [prod(self.shape[i + 1 :], start=1) for i in range(len(self.shape))]
         starts = jnp.zeros(indices.shape[:-1], jnp.int32)
         for k, axis in enumerate(self.starts):

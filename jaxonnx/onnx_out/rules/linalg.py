@@ -142,7 +142,7 @@ def custom_linear_solve(g, *operands, const_lengths, jaxprs):
 @composed("qr")
 def qr(a, *, full_matrices, pivoting):
     if pivoting:
-        raise Refusal("it is written without pivoting")
+        raise Refusal("pivoting is not supported")
     return _each(lambda a: _qr(a, full_matrices), a)
 
 
@@ -198,7 +198,7 @@ def _sweep(n: int, turn: Callable, carry: Any) -> Any:
 @composed("eigh")
 def eigh(a, *, lower, sort_eigenvalues=True, subset_by_index=None):
     if subset_by_index not in (None, (0, a.shape[-1])):
-        raise Refusal("it is written for all eigenvalues")
+        raise Refusal("a subset of eigenvalues is not supported")
 
     def decompose(a):
         n = a.shape[0]
@@ -223,7 +223,7 @@ def eigh(a, *, lower, sort_eigenvalues=True, subset_by_index=None):
 @composed("svd")
 def svd(a, *, full_matrices, compute_uv, subset_by_index=None):
     if subset_by_index is not None:
-        raise Refusal("it is written for all singular values")
+        raise Refusal("a subset of singular values is not supported")
 
     def decompose(a):
         wide = a.shape[0] < a.shape[1]

@@ -291,7 +291,7 @@ def exp_neg_sq(x):
 def nextafter(x, y):
     """Return the number beside x on the way to y: the bits of one sign count as numbers do."""
     if x.dtype != jnp.float32:
-        raise Refusal(f"it takes {x.dtype}, where it is written for float32")
+        raise Refusal(f"it supports float32, not {x.dtype}")
     bits = lax.bitcast_convert_type(x, jnp.int32)
     beside = lax.bitcast_convert_type(jnp.where((x < y) == (x > 0), bits + 1, bits - 1), x.dtype)
     least = jnp.where(y > 0, np.float32(1e-45), np.float32(-1e-45))
@@ -303,7 +303,7 @@ def nextafter(x, y):
 def mulhi(x, y):
     """Return the upper half of a product of 32-bit integers, from their 16-bit halves."""
     if x.dtype != jnp.uint32:
-        raise Refusal(f"it multiplies {x.dtype}, where it is written for uint32")
+        raise Refusal(f"it supports uint32, not {x.dtype}")
     low, high = x & 0xFFFF, x >> 16
     below, above = y & 0xFFFF, y >> 16
     middle = high * below + ((low * below) >> 16)
