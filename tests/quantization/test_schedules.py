@@ -214,3 +214,19 @@ def test_ranges_move_on_several_devices_as_on_one():
 def test_a_schedule_that_cannot_be_is_refused(made, message):
     with pytest.raises(jaxonnx.InputError, match=re.escape(message)):
         made()
+
+
+@pytest.mark.deep
+def test_a_schedule_composes_with_adapters_and_sparsity():
+    (x, y), _ = demo.digits()
+    scheme = Quantization(learn="ranges", start=0.5)
+    same = {"loss": LOSS, "optimizer": optax.adam(1e-3), "quantize": scheme, "batch_size": 64}
+    data = x[:128], y[:128]
+    adapted = jaxonnx.train(demo.model(), data, lora=jaxonnx.LoRA(rank=2), **same).model
+    sparse = jaxonnx.train(demo.model(), data, sparsity="2:4", epochs=2, **same).model
+    assert all(product.ok for product in jaxonnx.sparse.verify(sparse).products)
+    for model in (adapted, sparse):
+        proto = model.to_onnx()
+        assert tensors_of(proto)["12.weight_quantized"].dtype == np.int8
+        theirs = run(proto, x[:64])
+        np.testing.assert_allclose(theirs, model(x[:64]), atol=0.02 * np.abs(theirs).max())
