@@ -1,0 +1,35 @@
+"""The arguments of `train`, `step` and `evaluate`, each declared once.
+
+The type, the default and the documentation of an argument stand here, with its form on the command
+line and whether a resumed run must have the same value. Signatures, `Settings`, TOML files, flags
+and the reference are made from these classes. Types are texts here, and nothing of JAX is imported:
+the command line reads this to show its help.
+"""
+
+from jaxonnx._arguments.data import DataArguments
+from jaxonnx._arguments.declare import (  # noqa: F401
+    Argument,
+    Declared,
+    check_names,
+    declared,
+    declared_in,
+    documented,
+)
+from jaxonnx._arguments.model import (  # noqa: F401
+    OPTIMIZERS,
+    RATE,
+    SCHEDULES,
+    LossArguments,
+    ModelArguments,
+    Optimizer,
+)
+from jaxonnx._arguments.run import Hook, RunArguments  # noqa: F401
+from jaxonnx._arguments.step import NAN_POLICIES, StepArguments  # noqa: F401
+
+
+class TrainArguments(LossArguments, StepArguments, DataArguments, RunArguments, total=False):
+    """All arguments of `train` besides model and data."""
+
+
+GROUPS = (LossArguments, ModelArguments, StepArguments, DataArguments, RunArguments)
+"""The classes whose own keys are all arguments, in the order of signatures."""
