@@ -1,4 +1,4 @@
-"""Bytes that nobody vouches for: archives of arrays, and JSON.
+"""Safe readers for untrusted .npz archives and JSON.
 
 What their readers raise becomes an error of ours, and no file makes them allocate more than it
 holds, or more than the machine has.
@@ -47,7 +47,7 @@ _HEADERS: dict[tuple[int, int], Any] = {
 
 
 @contextmanager
-def reading(said: str, error: type[Error], *also: type[Exception]) -> Iterator[None]:
+def wrap_errors(said: str, error: type[Error], *also: type[Exception]) -> Iterator[None]:
     """Turn what the readers of bytes raise into `error`: `said`, and the reason.
 
     An OSError whose reason is the system passes.
@@ -82,7 +82,7 @@ def arrays(path: str | os.PathLike, said: str, error: type[Error]) -> dict[str, 
       OSError: it cannot be opened or read.
     """
     result = {}
-    with reading(said, error), open(path, "rb") as opened:
+    with wrap_errors(said, error), open(path, "rb") as opened:
         if opened.read(2) != b"PK":
             raise error(
                 f"{said}: it must be an .npz file, which numpy.savez writes, with arrays by name"
@@ -92,7 +92,7 @@ def arrays(path: str | os.PathLike, said: str, error: type[Error]) -> dict[str, 
             members = file.zip.infolist()
             check_size(sum(member.file_size for member in members), said, error)
             for name, member in zip(file.files, members, strict=True):
-                with reading(f"{said}: the array '{name}'", error):
+                with wrap_errors(f"{said}: the array '{name}'", error):
                     _check_header(file.zip, member)
                     result[name] = file[name]
     return result

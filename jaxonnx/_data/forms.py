@@ -121,7 +121,7 @@ def table(path: str | os.PathLike) -> Mapping[str, Any]:
     said = f"the data '{os.fspath(path)}' cannot be read"
     try:
         if Path(path).suffix == ".jsonl":
-            with _safe_read.reading(said, TrainingError):
+            with _safe_read.wrap_errors(said, TrainingError):
                 return _lines(Path(path).read_text("utf-8"))
         return _safe_read.arrays(path, said, TrainingError)
     except OSError as error:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxonnx._io.folders import GENAI, ModelFolder
-from jaxonnx._safe_read import reading
+from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import Error, TrainingError
 
 _START, _END = "\ue0f0", "\ue0f1"
@@ -41,7 +41,7 @@ class Tokenizer:
             )
         tokenizers = _package("tokenizers")
         # the package raises nothing narrower than Exception
-        with reading(f"'{path}' is not a tokenizer, or is damaged", TrainingError, Exception):
+        with wrap_errors(f"'{path}' is not a tokenizer, or is damaged", TrainingError, Exception):
             found = tokenizers.Tokenizer.from_str(path.read_text("utf-8"))
         found.no_truncation()
         found.no_padding()
@@ -122,7 +122,7 @@ class Tokenizer:
     def _find_template(self) -> str | None:
         path: Path = self.folder.path / "chat_template.jinja"
         if path.is_file():
-            with reading(f"'{path}' cannot be read", TrainingError):
+            with wrap_errors(f"'{path}' cannot be read", TrainingError):
                 return path.read_text("utf-8")
         found = self._settings.get("chat_template")
         found = found or self.folder.read_json("chat_template.json").get("chat_template")

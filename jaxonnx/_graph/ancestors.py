@@ -25,7 +25,7 @@ def ancestors(
     return values
 
 
-def between(nodes: Sequence[Node], names: Iterable[str], targets: Iterable[str]) -> list[Node]:
+def find_between(nodes: Sequence[Node], names: Iterable[str], targets: Iterable[str]) -> list[Node]:
     """Return the nodes, in order, on the paths from `names` to `targets`."""
     names = {*names}
     affected = behind(nodes, names)

@@ -90,7 +90,7 @@ class Buffers:
                 return "meets nothing but inputs before the first layer"
             if self._scales_actions(node):
                 return "scales the file's output behind Tanh"
-        if node.op.name == "Gather" and use.position == 0 and self._is_only_shown(node):
+        if node.op.name == "Gather" and use.position == 0 and self._is_only_output(node):
             return "its rows are outputs as they are"
         if node.op.name == "MatMul" and self._operands.feeds_sin_and_cos(node):
             return "its products go to Sin and Cos alone, as those of random Fourier features do"
@@ -147,7 +147,7 @@ class Buffers:
             (node,) = before
         return node.op.name == "Tanh" and "Mul" in reached
 
-    def _is_only_shown(self, node: Node) -> bool:
+    def _is_only_output(self, node: Node) -> bool:
         """Check whether rows that inputs choose are outputs, beside those of layers."""
         if self._fed.isdisjoint(node.inputs[1:]) or not self._after.isdisjoint(node.inputs):
             return False

@@ -150,13 +150,13 @@ def _named_sizes(kind: TypeProto | None) -> set[str]:
 def _follow(graph: Graph, carried: dict[str, str]) -> dict[str, str]:
     """Return the input that each value of a graph continues, given those of values around it."""
     for node in graph.nodes:
-        for output, source in _continued(node, carried):
+        for output, source in _find_continued(node, carried):
             if output and source in carried:
                 carried[output] = carried[source]
     return carried
 
 
-def _continued(node: Node, carried: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _find_continued(node: Node, carried: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield outputs of a node with the values that they continue."""
     name = node.op.name
     if node.body is not None:

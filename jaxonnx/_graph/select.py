@@ -26,7 +26,7 @@ _EXPRESSION = r"()[]{}\|+^$"
 """Characters of regular expressions that neither names of tensors nor wildcards have."""
 
 
-class Placed(Protocol):
+class HasPlaces(Protocol):
     """The part of a model that tells what its weights are called."""
 
     @property
@@ -159,7 +159,7 @@ def _error(text: str) -> str:
 
 
 def labels(
-    groups: Mapping[str, Select], default: str | None = None, *, model: Placed | None = None
+    groups: Mapping[str, Select], default: str | None = None, *, model: HasPlaces | None = None
 ) -> Callable[[Mapping[str, Any]], dict[str, str]]:
     """Return a function that labels parameters for `optax.multi_transform`: an optimizer per group.
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxonnx._atomic_write import whole
 from jaxonnx._io.formats import read_weights, write_safetensors
-from jaxonnx._safe_read import reading
+from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import Error, InputError, ModelError
 
 SUFFIX = ".onnx_adapter"
@@ -186,7 +186,7 @@ def read_onnx_adapter(path: str | os.PathLike) -> dict[str, np.ndarray]:
       ModelError: it is not such a file.
     """
     runtime = _onnxruntime()
-    with reading(f"'{path}' is not an {SUFFIX} file, or is damaged", ModelError):
+    with wrap_errors(f"'{path}' is not an {SUFFIX} file, or is damaged", ModelError):
         if not Path(path).is_file():
             raise FileNotFoundError(path)
         found = runtime.AdapterFormat.read_adapter(os.fspath(path)).get_parameters()
@@ -231,7 +231,7 @@ def read_peft(folder: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[st
     Raises:
       ModelError: one of the files is missing or damaged.
     """
-    with reading(f"'{folder}' has no adapters of PEFT, or they are damaged", ModelError):
+    with wrap_errors(f"'{folder}' has no adapters of PEFT, or they are damaged", ModelError):
         config = json.loads(Path(folder, _CONFIG).read_text())
         if not isinstance(config, dict):
             raise ValueError(f"{_CONFIG} is not an object")

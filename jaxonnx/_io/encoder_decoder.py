@@ -45,7 +45,7 @@ def join_files(encoder: Read, decoder: Read) -> Read:
     if both := (_names(front.graph) & _names(result.graph)) - {*renamed.values()}:
         raise ModelError(f"the encoder and the decoder both have a value '{min(both)}'")
 
-    given = {value.name for value in front.graph.input} | {PREFIX + _hidden(first.graph)}
+    given = {value.name for value in front.graph.input} | {PREFIX + _find_states(first.graph)}
     values = [v for v in result.graph.input if v.name not in given]
     nodes = [*front.graph.node, *result.graph.node]
     for field, merged in (("input", [*front.graph.input, *values]), ("node", nodes)):
@@ -78,7 +78,10 @@ def part_files(
             f"the record {min(records)!r} is of both files of a folder: save the model as one "
             "file, with a path that ends in .onnx"
         )
-    renamed, hidden = _decoder_names(encoder.graph, decoder.graph), PREFIX + _hidden(encoder.graph)
+    renamed, hidden = (
+        _decoder_names(encoder.graph, decoder.graph),
+        PREFIX + _find_states(encoder.graph),
+    )
     owned = {PREFIX + value.name for value in encoder.graph.output}
     outputs = {value.name for value in proto.graph.output}
     front = _ancestors(proto.graph.node, owned)
@@ -115,7 +118,7 @@ def _check(encoder: ModelProto, decoder: ModelProto) -> None:
             f"the decoder has no input '{STATES}' for what the encoder gives; its inputs are "
             + ", ".join(inputs)
         )
-    _hidden(encoder.graph)
+    _find_states(encoder.graph)
     versions = {entry.domain: entry.version for entry in encoder.opset_import}
     for entry in decoder.opset_import:
         if versions.get(entry.domain, entry.version) != entry.version:
@@ -133,7 +136,7 @@ def _key(function: FunctionProto) -> tuple[str, str, str]:
     return function.domain, function.name, function.overload
 
 
-def _hidden(graph: GraphProto) -> str:
+def _find_states(graph: GraphProto) -> str:
     """Return the output of an encoder that its decoder reads."""
     names = [value.name for value in graph.output]
     if len(names) != 1 and _HIDDEN not in names:
@@ -149,7 +152,7 @@ def _decoder_names(encoder: GraphProto, decoder: GraphProto) -> dict[str, str]:
         for value in decoder.input
         if value.name in kinds or value.name in _OF_DECODER
     }
-    names[STATES] = PREFIX + _hidden(encoder)
+    names[STATES] = PREFIX + _find_states(encoder)
     for value in decoder.input:
         if value.name == DECODER_MASK and kinds.get(MASK) == value.type.tensor_type.elem_type:
             names[value.name] = MASK

@@ -66,7 +66,7 @@ class ModelFolder:
         path = self.path / name
         if not path.is_file():
             return {}
-        with _safe_read.reading(f"'{path}' is not JSON, or is damaged", ModelError):
+        with _safe_read.wrap_errors(f"'{path}' is not JSON, or is damaged", ModelError):
             found = json.loads(path.read_text("utf-8"))
             if not isinstance(found, dict):
                 raise ValueError("it has no object")

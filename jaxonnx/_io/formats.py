@@ -147,7 +147,7 @@ def _data_files(path: Path) -> set[str]:
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
     said = f"'{path}' is not an .npz file, or is damaged"
-    with _safe_read.reading(said, ModelError), zipfile.ZipFile(path) as archive:
+    with _safe_read.wrap_errors(said, ModelError), zipfile.ZipFile(path) as archive:
         packed = f"{_import_packed().INDEX}.npy" in archive.namelist()
     return (
         _import_packed().load_weights(path) if packed else _safe_read.arrays(path, said, ModelError)
@@ -166,7 +166,7 @@ def read_weights(path: Path) -> dict[str, np.ndarray]:
     """Return the arrays of a safetensors file by name."""
     safetensors = _safetensors()
     said = f"'{path}' is not a safetensors file, or is damaged"
-    with _safe_read.reading(said, ModelError, safetensors.SafetensorError):
+    with _safe_read.wrap_errors(said, ModelError, safetensors.SafetensorError):
         return safetensors.numpy.load_file(path)
 
 

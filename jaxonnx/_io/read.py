@@ -77,7 +77,7 @@ def read(
             f"{type(source).__name__}"
         )
     else:
-        path = _existing(source, "an .onnx file")
+        path = _check_exists(source, "an .onnx file")
         what = f"'{path}'"
         folders = external.folders(path)
         if (read_graph := formats.of(path).graph) is None:
@@ -153,7 +153,7 @@ def weights_of(
         raise InputError(
             f"weights are a path, or arrays by name, not of type {type(weights).__name__}"
         )
-    path = _existing(weights, "a file of weights")
+    path = _check_exists(weights, "a file of weights")
     if is_training_checkpoint(path):
         checkpoint = read_training_checkpoint(path)
         return f"'{path}'", {**checkpoint.frozen, **checkpoint.params}
@@ -220,7 +220,7 @@ def _take_inputs(
             tensors[value.name] = np.broadcast_to(np.zeros((), dtype), dims)  # not allocated
 
 
-def _existing(path: str | os.PathLike, wanted: str) -> Path:
+def _check_exists(path: str | os.PathLike, wanted: str) -> Path:
     path = Path(path)
     if not path.is_file():
         raise ModelError(f"'{path}' is not a file; give the path of {wanted}")

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from onnx import ModelProto
 
-from jaxonnx._safe_read import reading
+from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import ModelError
 
 SPARSITY = "jaxonnx.sparsity"
@@ -34,7 +34,7 @@ def get(proto: ModelProto, key: str, make: Callable[[Any], T]) -> T | None:
     """
     for entry in proto.metadata_props:
         if entry.key == key:
-            with reading(f"metadata_props: '{key}' is malformed", ModelError):
+            with wrap_errors(f"metadata_props: '{key}' is malformed", ModelError):
                 return make(json.loads(entry.value))
     return None
 

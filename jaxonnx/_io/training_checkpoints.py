@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from onnx import helper
 
-from jaxonnx._safe_read import reading
+from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import ModelError
 
 _IDENTIFIER = b"ODTC"
@@ -61,7 +61,7 @@ def read_training_checkpoint(path: str | os.PathLike) -> TrainingCheckpoint:
     """
     said = f"'{os.fspath(path)}' is not a checkpoint of onnxruntime-training, or is damaged"
     data = Path(path).read_bytes()
-    with reading(said, ModelError):
+    with wrap_errors(said, ModelError):
         if data[4:8] != _IDENTIFIER:
             raise ValueError("it does not say that it is one")
         root = _Table.root(data)

@@ -92,7 +92,7 @@ def inherit_shardings(tree: Any, params: Mapping[str, Placement], mesh: Mesh) ->
     return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
-class Placed(NamedTuple):
+class ShardedTensor(NamedTuple):
     """A tensor on a mesh, or a matrix in few bits with its scales and zero points."""
 
     name: str
@@ -110,7 +110,7 @@ class Shardings(Rendered):
     """The shardings of a model and the bytes on each device; it prints as a table."""
 
     mesh: Mesh
-    tensors: tuple[Placed, ...]
+    tensors: tuple[ShardedTensor, ...]
     optimizer: int
     """Bytes of the optimizer's state on each device."""
     whole: int
@@ -188,7 +188,7 @@ def shardings(
     for n, x in shown.items():
         own = x.axes if isinstance(x, StoredMatrix) else (n,)
         each = sum(_on_each(tensors[member], where[member]) for member in own)
-        rows.append(Placed(n, x.shape, n in model.params, split[n], each))
+        rows.append(ShardedTensor(n, x.shape, n in model.params, split[n], each))
     whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((tensors, state)))
     return Shardings(mesh, tuple(rows), sum(jax.tree.leaves(of_state)), whole)
 

@@ -45,7 +45,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Replaced:
+class NewLastLayer:
     """A file with a new last layer."""
 
     proto: ModelProto
@@ -65,7 +65,7 @@ def replace_head(
     at: str | None = None,
     *,
     ending: bool = False,
-) -> Replaced:
+) -> NewLastLayer:
     """Give a model's last layer another number of outputs.
 
     Other outputs that are computed from the layer are dropped. What only they needed stays in the
@@ -104,7 +104,7 @@ def replace_head(
     logits = change.ending is None or not ending
     note = _note(proto, graph, change)
     head = Head(layer.output, count, axis, logits, (*change.fresh,), note)
-    return Replaced(result, change.fresh, change.constants, head)
+    return NewLastLayer(result, change.fresh, change.constants, head)
 
 
 def _count_classes(classes: Classes) -> tuple[int, list[str]]:

@@ -56,7 +56,7 @@ class Opened(NamedTuple):
     domain: str
 
 
-def has_closed(graph: GraphProto) -> bool:
+def has_quantized_operators(graph: GraphProto) -> bool:
     """Check whether there are operators on quantized tensors to open."""
     return any((node.domain, node.op_type) in LAYOUTS for node in graph.node)
 

@@ -105,7 +105,7 @@ class Change:
                 f"the output '{layer.output}' is rounded to integers: take the file from before "
                 "quantization"
             )
-        self.ending = self._ending()
+        self.ending = self._find_ending()
         if self.ending is not None and not ending:
             self.left.append(self.ending)
         self.axis, self.rank = axis, len(self._shape(layer.output))
@@ -121,7 +121,7 @@ class Change:
     def _renew(self, node: Node, position: int, axis: int) -> None:
         """Put a tensor at an input whose axis has one place for each new class."""
         name = node.inputs[position]
-        own = self._own(name, axis)
+        own = self._find_own_tensor(name, axis)
         if own is not None:
             root, axis = own
             shape, dtype = self.tensors[root].shape, self.tensors[root].dtype
@@ -134,7 +134,7 @@ class Change:
         new: Any = [self.count if a == axis else d for a, d in enumerate(shape)]
         self.fresh[root] = np.zeros(new, dtype)
 
-    def _own(self, name: str, axis: int) -> tuple[str, int] | None:
+    def _find_own_tensor(self, name: str, axis: int) -> tuple[str, int] | None:
         """Return the tensor that a value shows, and its axis, if nothing else reads it."""
         while self._reads[name] == 1:
             if name in self.tensors:
@@ -191,7 +191,7 @@ class Change:
                 self.inputs[node.outputs[0], position] = name
                 self.constants[name] = new
 
-    def _ending(self) -> Node | None:
+    def _find_ending(self) -> Node | None:
         """Return the last node but for views, if it makes probabilities of the classes."""
         for node, _ in reversed(self.layer.path):
             if node.op.name in ENDINGS and not node.op.domain:

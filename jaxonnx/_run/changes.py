@@ -42,7 +42,7 @@ class Adaption(Protocol):
 
 
 @dataclass(frozen=True)
-class Kept:
+class CallForm:
     """Parameters and state in the form for calls."""
 
     params: dict[str, Any]

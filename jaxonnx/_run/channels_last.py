@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxonnx.lowering import Changed, KernelFirst, LowRank, MergedRows, Packed, in_file
+from jaxonnx.lowering import ChangedWeight, KernelFirst, LowRank, MergedRows, Packed, in_file
 from jaxonnx.registry import Op, Rounded
 
 
@@ -89,7 +89,7 @@ def choose(op: Op, arguments: Sequence[Any]) -> list[Any]:
 
 def _takes(op: Op, position: int, value: Any) -> bool:
     """Check whether an operator computes with a value as it is kept."""
-    if isinstance(value, Changed | LowRank | Packed):
+    if isinstance(value, ChangedWeight | LowRank | Packed):
         return position in op.factors
     return isinstance(value, MergedRows) and position in op.rows
 

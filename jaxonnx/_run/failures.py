@@ -177,7 +177,7 @@ def _out_of_memory(error: Exception, values: Sequence[Mapping[str, Any]]) -> Lim
 
 
 @contextmanager
-def compiling(what: str, *values: Mapping[str, Any]) -> Iterator[None]:
+def convert_errors(what: str, *values: Mapping[str, Any]) -> Iterator[None]:
     """Convert errors of lowering, compiling and running a program to ours.
 
     Raises:

@@ -34,7 +34,7 @@ _TYPES = {
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenWeights:
     """What nodes that convert weights give."""
 
     nodes: frozenset[int] = frozenset()
@@ -45,7 +45,7 @@ class Opened:
     """By name, the results that other nodes read, and tensors in float32 instead of fewer bits."""
 
 
-def open_weights(graph: Graph, tensors: Mapping[str, Any], known: Mapping[str, Any]) -> Opened:
+def open_weights(graph: Graph, tensors: Mapping[str, Any], known: Mapping[str, Any]) -> OpenWeights:
     """Convert what nodes of the main graph convert, into at most `COPIES` bytes.
 
     Args:
@@ -67,7 +67,7 @@ def open_weights(graph: Graph, tensors: Mapping[str, Any], known: Mapping[str, A
     reads = {name for node in nodes.values() for name in node.reads}
     values = {name: value for name, value in found.items() if name in left}
     values |= _widen_factors(drop_nodes(graph, nodes), {**tensors, **values}, room)
-    return Opened(frozenset(nodes), frozenset(reads), values)
+    return OpenWeights(frozenset(nodes), frozenset(reads), values)
 
 
 def _result(

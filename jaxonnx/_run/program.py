@@ -24,8 +24,8 @@ from jaxonnx._graph.caches import Caches
 from jaxonnx._graph.uses import uses
 from jaxonnx._graph.values import FixedInput, data
 from jaxonnx._limits import compilable
-from jaxonnx._run.changes import UNCHANGED, Adaption, Changes, Kept
-from jaxonnx._run.failures import at, compiling, warn
+from jaxonnx._run.changes import UNCHANGED, Adaption, CallForm, Changes
+from jaxonnx._run.failures import at, convert_errors, warn
 from jaxonnx._run.fold_norms import Folds, folds
 from jaxonnx._run.integer_products import fuse_products, integer_products
 from jaxonnx._run.open_weights import open_weights
@@ -140,7 +140,7 @@ class Program:
             return True
         return training and any(self.overlay.dropout_outputs(node) for node in nodes)
 
-    def prepare_calls(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> Kept:
+    def prepare_calls(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> CallForm:
         """Return parameters and state in the form for calls that infer, many times.
 
         It is that of `prepare_tensors`, with BatchNormalizations in the weights before them, and
@@ -168,7 +168,7 @@ class Program:
             from jaxonnx.sparse import pack_matrix
 
             given |= {name: pack_matrix(given[name], axis) for name, axis in self.sparse.items()}
-        return Kept(given, others, changes, reads)
+        return CallForm(given, others, changes, reads)
 
     def prepare_tensors(
         self,
@@ -228,7 +228,7 @@ class Program:
         """Evaluate with as much compiled as the graph allows.
 
         Args:
-          changes: of the graph, where `params` and `state` are those of a `Kept`.
+          changes: of the graph, where `params` and `state` are those of a `CallForm`.
         """
         arrays = {n: v for n, v in inputs.items() if _is_array(v)}
         others = frozenset(inputs.keys() - arrays.keys())
@@ -247,7 +247,7 @@ class Program:
                 name: _copy_array(value) for name, value in arrays.items() if name not in fixed
             }
             try:
-                with compiling("the compiled model", params, state, traced):
+                with convert_errors("the compiled model", params, state, traced):
                     values = parts.compiled(params, state, key, traced, training=training)
                 break
             except StaticError as error:

@@ -19,7 +19,7 @@ def find_cuts(graph: Graph) -> tuple[int, ...]:
     """
     if any(what == "scope" for node in graph.nodes for _, what in node.op.context):
         return ()  # a Gradient node looks at all that was computed before it
-    crossing = _crossing(graph)
+    crossing = _count_crossing(graph)
     count = round(math.sqrt(len(graph.nodes)))
     bounds = [round(i * len(graph.nodes) / (count + 1)) for i in range(1, count + 2)]
     return tuple(
@@ -27,7 +27,7 @@ def find_cuts(graph: Graph) -> tuple[int, ...]:
     )
 
 
-def _crossing(graph: Graph) -> list[int]:
+def _count_crossing(graph: Graph) -> list[int]:
     """Count for each position the values made before it and read at it or after it."""
     made, read = {}, {}
     for i, node in enumerate(graph.nodes):

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxonnx import _limits as limits
 from jaxonnx import lowering
-from jaxonnx._graph.ancestors import between
+from jaxonnx._graph.ancestors import find_between
 from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._run import channels_last, failures
 from jaxonnx._run.folding import abstract, broadcast_late, fold, folds, is_traced, on_device
@@ -165,7 +165,7 @@ class Scope:
     def depends(self, target: str, names: Iterable[str]) -> bool:
         """Check whether `target` is computed from any of `names`, here or in an enclosing graph."""
         names = set(names)
-        return target in names or bool(self._between(names, [target]))
+        return target in names or bool(self._find_between(names, [target]))
 
     def recompute(self, targets: Sequence[str], given: Mapping[str, Any]) -> tuple:
         """Compute `targets` with other values for the names in `given`: a pure function.
@@ -178,16 +178,16 @@ class Scope:
         # Statistics are renewed by the nodes themselves, not by what is evaluated anew here.
         context = replace(self.context, updates=None if self.context.updates is None else {})
         scope = Scope(_NOTHING, context, self, given)
-        for node in self._between(given, targets):
+        for node in self._find_between(given, targets):
             scope.step(node)
             # A node that renews a given value does not undo the cut.
             scope.values.update(given)
         return tuple(_plain(scope[name]) for name in targets)
 
-    def _between(self, names: Iterable[str], targets: Iterable[str]) -> list[Node]:
+    def _find_between(self, names: Iterable[str], targets: Iterable[str]) -> list[Node]:
         """Return the nodes on the paths from `names` to `targets`, those of outer graphs first."""
         scopes = reversed([*self._enclosing()])
-        return between([*chain(*(s.graph.nodes for s in scopes))], names, targets)
+        return find_between([*chain(*(s.graph.nodes for s in scopes))], names, targets)
 
     def _results(self, node: Node, arguments: list) -> tuple:
         if node.body is not None:

@@ -151,7 +151,7 @@ class _Exporter:
         self.batch = [unused_name(name, used) for name in names]
         self.next = [unused_name(f"next.{name}", used) for name in self.names]
         self.results = unused_name("loss", used), unused_name("is_finite", used)
-        sizes = {_open(leaf) for leaf in jax.tree.leaves(batch)} - {None}
+        sizes = {_open_size(leaf) for leaf in jax.tree.leaves(batch)} - {None}
         self.examples = [_with_size(x, *sizes) for x in jax.tree.leaves(example)]
 
     @property
@@ -298,7 +298,7 @@ OPEN = 4
 """Examples of the batch that stands for one of any size, where a step is checked."""
 
 
-def _open(leaf: Any) -> Any:
+def _open_size(leaf: Any) -> Any:
     """Return the size of a batch where it is symbolic."""
     size = (getattr(leaf, "shape", None) or (0,))[0]
     return None if isinstance(size, (int, np.integer)) else size
@@ -308,7 +308,7 @@ def _concrete(leaf: Any) -> Any:
     """Return an array like a `jax.ShapeDtypeStruct`, of a few examples where they are open."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
-    first = () if _open(leaf) is None else (OPEN,)
+    first = () if _open_size(leaf) is None else (OPEN,)
     shape = (*first, *leaf.shape[len(first) :])
     if not all(isinstance(n, int) for n in shape):
         raise InputError(f"only the first size of a batch may be symbolic, not {leaf.shape}")

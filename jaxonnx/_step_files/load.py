@@ -11,7 +11,7 @@ import numpy as np
 from onnx import ModelProto
 
 from jaxonnx._io.read import weights_of
-from jaxonnx._safe_read import reading
+from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import InputError
 from jaxonnx.lora import Adapters
 from jaxonnx.model import Model, load
@@ -67,7 +67,7 @@ def import_step(
         values = _finish_tensors(path, graph, values)
     model = model if isinstance(model, Model) else load(model)
     if graph is not None and graph.get("adapters") is not None:
-        with reading(f"'{path}' is damaged: 'adapters' are none; export again", InputError):
+        with wrap_errors(f"'{path}' is damaged: 'adapters' are none; export again", InputError):
             adapters = Adapters.read(graph["adapters"], values)
         return adapters.attach(model)
     known = {**model.state, **model.params}

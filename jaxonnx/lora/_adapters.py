@@ -19,7 +19,7 @@ from jaxonnx._graph.roles import running_statistics
 from jaxonnx._graph.uses import uses, weights
 from jaxonnx._io import adapter_files
 from jaxonnx._rewrite.adapters import factor_names, module_name
-from jaxonnx._safe_read import reading
+from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import InputError, ModelError
 from jaxonnx.lora._merge import Merge, check_scale, is_float, pair
 from jaxonnx.model import Model
@@ -249,7 +249,7 @@ class Adapters:
             result = cls(rank, alpha, layouts, arrays)
             result._check(model)
             return result
-        with reading(
+        with wrap_errors(
             f"'{os.fspath(path)}' holds no adapters of jaxonnx, or is damaged", ModelError
         ):
             if os.path.isdir(path):

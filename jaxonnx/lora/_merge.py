@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxonnx._axes import Matrix
 from jaxonnx.errors import InputError
-from jaxonnx.lowering import Changed, LowRank, in_file, is_half, unfold_change
+from jaxonnx.lowering import ChangedWeight, LowRank, in_file, is_half, unfold_change
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Merge:
                 change = unfold_change(a, b, place, w.shape)
                 result[name] = (w + change).astype(w.dtype)
             else:
-                result[name] = Changed(w, a, b, place)
+                result[name] = ChangedWeight(w, a, b, place)
         return result
 
 

@@ -18,7 +18,7 @@ from jaxonnx.lowering._layout import (
     store,
     transpose_tree,
 )
-from jaxonnx.lowering._low_rank import Changed, LowRank, unfold_change
+from jaxonnx.lowering._low_rank import ChangedWeight, LowRank, unfold_change
 from jaxonnx.lowering._merged_rows import MergedRows, reshape_rows
 from jaxonnx.lowering._normalized import normalize
 from jaxonnx.lowering._packed import BATCH_AXIS, SMALL, Packed
@@ -32,7 +32,7 @@ __all__ = [
     "BATCH_AXIS",
     "FAST_INT8",
     "SMALL",
-    "Changed",
+    "ChangedWeight",
     "Choice",
     "Conv",
     "KernelFirst",

@@ -286,7 +286,7 @@ class Conv:
         w = self._rows(jnp.asarray(u if out == 0 else v))
         if out == 0:
             return taps.add((v,), (0,), lambda tap, y: y * w[tap])
-        start = jnp.zeros(taps.around(u.shape, taps.out), u.dtype)
+        start = jnp.zeros(taps.resize(u.shape, taps.out), u.dtype)
         return taps.fold((u,), (0,), lambda y, i, tap: y + tap * w[i], start)
 
 

@@ -62,7 +62,7 @@ class LowRank:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Changed:
+class ChangedWeight:
     """A stored tensor of any rank, and the change b a of what it is dequantized to."""
 
     w: Any

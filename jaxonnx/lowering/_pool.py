@@ -48,7 +48,7 @@ def _plain_maximum(x, taps: Taps):
     low = lowest(x.dtype)
     if taps.unrolled:
         return reduce(jnp.maximum, taps.read(x, low))
-    start = jnp.full(taps.around(x.shape, taps.out), low)
+    start = jnp.full(taps.resize(x.shape, taps.out), low)
     return taps.fold((x,), (low,), lambda y, _, tap: jnp.maximum(y, tap), start)
 
 
@@ -86,8 +86,8 @@ def _maximum_on_tpu(x, taps: Taps):
 def _window_arguments(taps: Taps, rank: int) -> tuple:
     """Return the arguments of `lax.reduce_window` behind its function, for arrays of a rank."""
     ones, none = (1,) * rank, ((0, 0),) * rank
-    kernel, strides = taps.around(ones, taps.kernel), taps.around(ones, taps.strides)
-    return kernel, strides, taps.around(none, taps.pads), ones, taps.around(ones, taps.dilations)
+    kernel, strides = taps.resize(ones, taps.kernel), taps.resize(ones, taps.strides)
+    return kernel, strides, taps.resize(none, taps.pads), ones, taps.resize(ones, taps.dilations)
 
 
 maximum_p = named_primitive("window_maximum", _plain_maximum, "taps")

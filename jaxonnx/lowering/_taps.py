@@ -151,7 +151,7 @@ class Taps:
         """
         if math.prod(self.strides) > UNROLLED:
             # windows in steps of one, most of which are of fills
-            steps = self.around([1] * arrays[0].ndim, self.strides)
+            steps = self.resize([1] * arrays[0].ndim, self.strides)
             spread = [[(0, 0, step - 1) for step in steps]] * len(arrays)
             fills = [jnp.asarray(f, x.dtype) for x, f in zip(arrays, fills, strict=True)]
             arrays = map(lax.pad, arrays, fills, spread)
@@ -168,7 +168,7 @@ class Taps:
             )
 
         like = jax.eval_shape(lambda *values: term(0, *values), *arrays)
-        total = self._pad(jnp.zeros(self.around(like.shape, self.size), like.dtype), 0, self.pads)
+        total = self._pad(jnp.zeros(self.resize(like.shape, self.size), like.dtype), 0, self.pads)
         total = self._loop(body, total)
         return self._pad(total, 0, [(-begin, -end) for begin, end in self.pads])
 
@@ -199,14 +199,14 @@ class Taps:
         size = tuple((n - 1) * s + (k - 1) * d + 1 for n, s, k, d in sizes)
         return replace(self, size=size, kernel=kernel, pads=((0, 0),) * len(size))
 
-    def around(self, shape, middle):
+    def resize(self, shape, middle):
         """Return a shape of images with other sizes."""
         return (*shape[: self.lead], *middle, *shape[self.lead + len(middle) :])
 
     def _place(self, shape, starts):
         """Return starts and sizes of this piece's part of padded images of a shape."""
         zeros = [0] * len(shape)
-        return [*self.around(zeros, starts)], self.around(shape, self.size)
+        return [*self.resize(zeros, starts)], self.resize(shape, self.size)
 
     def _add(self, arrays, fills, term: Callable):
         """Add as `add` does, with a slice for each tap.

@@ -25,7 +25,7 @@ from jaxonnx._mesh.rules import Sharding
 from jaxonnx._mesh.shardings import Shardings, shardings
 from jaxonnx._network import Network
 from jaxonnx._rewrite.head import Classes
-from jaxonnx._run.changes import Kept
+from jaxonnx._run.changes import CallForm
 from jaxonnx._run.overlay import ratios
 from jaxonnx._text import Rendered
 from jaxonnx.errors import InputError
@@ -87,7 +87,7 @@ class Model(Network, Rendered):
         Raises:
           InputError: arguments that do not fit the inputs.
         """
-        kept, values = self._kept, self._arguments(inputs, named)
+        kept, values = self._call_form, self._arguments(inputs, named)
         if kept.reads.isdisjoint(values):
             given = kept.params, kept.state, rng, values
             return _one(self.program(*given, changes=kept.changes))
@@ -220,7 +220,7 @@ class Model(Network, Rendered):
         return arguments(self.inputs, self._defaults, inputs, unmark_names(named))
 
     @cached_property
-    def _kept(self) -> Kept:
+    def _call_form(self) -> CallForm:
         with jax.ensure_compile_time_eval():  # the first call may be one that is traced
             return self.program.prepare_calls(self.params, self.state)
 

@@ -12,7 +12,7 @@ from onnx import ModelProto
 
 from jaxonnx._network import Network
 from jaxonnx._rewrite.moving_ranges import remove_schedule
-from jaxonnx._rewrite.qoperators import has_closed, open_operators
+from jaxonnx._rewrite.qoperators import has_quantized_operators, open_operators
 from jaxonnx._rewrite.quantize import unfold
 from jaxonnx.model._transforms import with_file
 from jaxonnx.ops.common import element_dtype
@@ -38,7 +38,7 @@ def open_quantized(model: M) -> tuple[M, int]:
 def is_quantized(model: Network) -> bool:
     """Check whether a model has integer weights behind DequantizeLinear or in operators on them."""
     stored = {name for name, x in model.tensors.items() if np.dtype(x.dtype).kind not in "fcb"}
-    return has_closed(model.proto.graph) or any(
+    return has_quantized_operators(model.proto.graph) or any(
         node.op.name == "DequantizeLinear" and node.inputs[0] in stored
         for node in model.graph.nodes
     )

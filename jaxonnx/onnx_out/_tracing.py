@@ -102,18 +102,18 @@ def describe_equation(program: Any, equation: Any) -> str:
     It is that of the innermost equation that has one: what a function traces under `jit` knows its
     own lines only, which may all be JAX's.
     """
-    around = (_around(program, equation) or []) if program is not None else []
+    around = (_find_enclosing(program, equation) or []) if program is not None else []
     line = next(filter(None, map(_line, (equation, *reversed(around)))), "")
     return f"JAX's primitive '{equation.primitive.name}'{line}"
 
 
-def _around(program: Any, sought: Any) -> list | None:
+def _find_enclosing(program: Any, sought: Any) -> list | None:
     """Return the equations whose programs have an equation in them, outermost first."""
     for equation in getattr(program, "jaxpr", program).eqns:
         if equation is sought:
             return []
         for inner in programs(equation.params):
-            if (rest := _around(inner, sought)) is not None:
+            if (rest := _find_enclosing(inner, sought)) is not None:
                 return [equation, *rest]
     return None
 

@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxonnx._constraints import NotNegative
 from jaxonnx.errors import NodeError
-from jaxonnx.lowering import SMALL, Changed, LowRank, Packed, integer_product
+from jaxonnx.lowering import SMALL, ChangedWeight, LowRank, Packed, integer_product
 from jaxonnx.ops.cast import convert
 from jaxonnx.ops.common import axis_of, element_dtype
 from jaxonnx.registry import Factor, PerAxis, Rounded, Through, is_known, op, xp
@@ -144,7 +144,7 @@ def dequantize_linear_13(
     options = {"axis": axis, "block_size": block_size, "output_dtype": output_dtype}
     if isinstance(x, LowRank):
         return LowRank(dequantize_linear_13(x.w, scale, zero_point, **options), x.a, x.b)
-    if isinstance(x, Changed):
+    if isinstance(x, ChangedWeight):
         y = dequantize_linear(x.w, scale, zero_point, **options)
         return (y + x.change()).astype(y.dtype)
     packed = _pack_matrix(x, scale, zero_point, **options)

@@ -49,7 +49,7 @@ def reduce_mean(x, axis, keepdims):
     return jnp.mean(x, axis=axis, keepdims=keepdims)
 
 
-def _nothing(x, sign: int) -> dict[str, Any]:
+def _initial_of_empty(x, sign: int) -> dict[str, Any]:
     """Return the `initial` that an extremum needs if there are no elements."""
     if x.size:
         return {}
@@ -62,11 +62,11 @@ def _nothing(x, sign: int) -> dict[str, Any]:
 
 
 def reduce_max(x, axis, keepdims):
-    return _xp(x).max(x, axis=axis, keepdims=keepdims, **_nothing(x, -1))
+    return _xp(x).max(x, axis=axis, keepdims=keepdims, **_initial_of_empty(x, -1))
 
 
 def reduce_min(x, axis, keepdims):
-    return _xp(x).min(x, axis=axis, keepdims=keepdims, **_nothing(x, +1))
+    return _xp(x).min(x, axis=axis, keepdims=keepdims, **_initial_of_empty(x, +1))
 
 
 def reduce_l1(x, axis, keepdims):

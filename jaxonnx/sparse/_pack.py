@@ -172,7 +172,7 @@ def load(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[str, Pack
     """
     said = f"{path} is not a packed file, or is damaged"
     arrays = _safe_read.arrays(path, said, SparsityError)
-    with _safe_read.reading(said, SparsityError):
+    with _safe_read.wrap_errors(said, SparsityError):
         index = json.loads(arrays.pop(INDEX).tobytes())
         dense, packed = {}, {}
         for name, entry in index.items():

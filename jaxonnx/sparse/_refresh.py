@@ -8,7 +8,7 @@ from jaxonnx.sparse._layers import name_of
 from jaxonnx.sparse._masks import from_bits, run_apart, to_bits
 
 
-def when(condition, function, carry):
+def run_if(condition, function, carry):
     """Return `function(0, carry)` if the condition holds, else `carry`, in place.
 
     This is a loop of one turn or none, because XLA copies whatever a conditional passes through.

@@ -17,7 +17,7 @@ from jaxonnx.sparse import _kernels, _templates
 from jaxonnx.sparse._templates import Axes
 
 
-class Found(NamedTuple):
+class BestTemplates(NamedTuple):
     """The best templates of a weight.
 
     Attributes:
@@ -31,13 +31,13 @@ class Found(NamedTuple):
     kept: jax.Array
 
 
-def search(w: jax.Array, axes: Axes) -> Found:
+def search(w: jax.Array, axes: Axes) -> BestTemplates:
     """Find the best template for every block, as `_templates.search` does."""
     # an argmax has no derivative
-    return Found(*_search_p.bind(jax.lax.stop_gradient(w), axes=_positive(w, axes)))
+    return BestTemplates(*_search_p.bind(jax.lax.stop_gradient(w), axes=_positive(w, axes)))
 
 
-def expand(found: Found, axes: Axes) -> jax.Array:
+def expand(found: BestTemplates, axes: Axes) -> jax.Array:
     """Expand templates to the boolean mask, as `_templates.expand` does."""
     return _expand_p.bind(found.codes, axes=_positive(found.codes, axes))[0]
 

@@ -31,7 +31,7 @@ from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._layers import Goal, Patterns, Select, by_name, goals, layers, name_of
 from jaxonnx.sparse._masks import from_bits, mask, to_bits
 from jaxonnx.sparse._pattern import kept_share, parse
-from jaxonnx.sparse._refresh import refresh_body, when, zero_lost
+from jaxonnx.sparse._refresh import refresh_body, run_if, zero_lost
 
 _FOREVER = np.iinfo(np.int32).max
 
@@ -165,14 +165,14 @@ def three_phase(
             n: jnp.where(expand_mask(state.masks, n), -0.0, state.pruned[n]) + x
             for n, x in u.items()
         }
-        v, masks, flips, kept = when(
+        v, masks, flips, kept = run_if(
             is_refresh,
             refresh_body(is_refresh, w, where, reset),
             (v, state.masks, state.flips, state.kept),
         )
         flips = jnp.where(count == start, 0, flips)  # the first mask: there was none before
         if moments == "zero":
-            inner_state = when(
+            inner_state = run_if(
                 is_refresh, zero_lost(inner, params, state.masks, masks), inner_state
             )
         # apply_updates adds these to W_u, which gives exactly W_u + u, W or 0

@@ -129,7 +129,7 @@ def _build_local_step(
     model = select_parameters(model, settings)
     settings, notes = complete_settings(model, settings)
     if settings.loss is None or settings.optimizer is None:
-        _check_carried(settings)
+        _check_file_algorithm(settings)
         return TrainingInfoStep(model, objective.find(model, None, settings.metrics), settings)
     weights: Any = settings.class_weights  # by number: `weights_of_classes`
     goal = objective.find(model, settings.loss, settings.metrics, weights)
@@ -177,7 +177,7 @@ def _updates(epochs: int | None, steps_per_epoch: int | None, accumulate: int) -
     return max(1, epochs * steps_per_epoch // accumulate)
 
 
-def _check_carried(settings: Settings) -> None:
+def _check_file_algorithm(settings: Settings) -> None:
     """Refuse arguments that do not apply to the algorithm of a file."""
     if names := settings.of_losses:
         raise TrainingError(

@@ -264,7 +264,7 @@ class Checkpoints:
         args = self._orbax.args
         leaves, structure = jax.tree.flatten(tree)
         like = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_spread(x, given))
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_restored_sharding(x, given))
             for x, given in zip(map(_data, leaves), seals, strict=True)
         ]
         found = self._manager.restore(step, args=args.Composite(leaves=args.StandardRestore(like)))
@@ -361,7 +361,7 @@ def _copy_for_writing(x: Any) -> Any:
     return jnp.copy(x) if next(iter(x.sharding.device_set)).platform == "cpu" else x
 
 
-def _spread(x: jax.Array, given: int | str) -> jax.sharding.Sharding | None:
+def _restored_sharding(x: jax.Array, given: int | str) -> jax.sharding.Sharding | None:
     """Return the sharding to restore to, if the array is sharded or was when it was saved."""
     several = len(x.sharding.device_set) > 1 or isinstance(given, str)
     return x.sharding if several else None

@@ -16,7 +16,7 @@ from jaxonnx.model import Model
 from jaxonnx.training._check_batches import BatchChecks, is_unchecked
 from jaxonnx.training._checkpoint import Checkpoints, Position
 from jaxonnx.training._history import History
-from jaxonnx.training._memory import EXHAUSTED, Fitting, to_stop
+from jaxonnx.training._memory import EXHAUSTED, FitCheck, to_stop
 from jaxonnx.training._optimizers import rate_of
 from jaxonnx.training._progress import Bar
 from jaxonnx.training._reporter import Reporter
@@ -39,7 +39,7 @@ def run(
 ) -> tuple[Model, History]:
     """Run the epochs; return the trained model and the history."""
     monitor = Monitor(settings.monitor, step.columns(held_out is not None), settings.patience)
-    update = Fitting(_with_reports(step, together))
+    update = FitCheck(_with_reports(step, together))
     epochs, state, at = settings.epochs, step.init(), Position()
     history, phase = History(), sparse_numbers(state.optimizer).get("phase")
     best = None if settings.patience is None else copy((step.view(state), state.state))

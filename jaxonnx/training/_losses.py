@@ -164,7 +164,7 @@ class Loss:
         total, _ = totals(values * shares, weight)
         return total, totals(shares, weight)[0]
 
-    def weighing(self, classes: Mapping[int, float]) -> Self:
+    def with_class_weights(self, classes: Mapping[int, float]) -> Self:
         """Return the loss with class weights.
 
         Raises:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxonnx._limits import format_bytes
-from jaxonnx._run.failures import compiling, is_out_of_memory, requested_size
+from jaxonnx._run.failures import convert_errors, is_out_of_memory, requested_size
 from jaxonnx._safe_read import memory
 from jaxonnx.errors import Error, TrainingError
 from jaxonnx.training._settings import Settings
@@ -18,7 +18,7 @@ EXHAUSTED = (jax.errors.JaxRuntimeError, MemoryError)
 """Exceptions that a lack of memory raises, among others."""
 
 
-class Fitting:
+class FitCheck:
     """Compiles an update for each shape of batch, and calls it if memory suffices.
 
     An update takes over the memory of the state: one that fails while it runs has lost the weights.
@@ -33,7 +33,7 @@ class Fitting:
         kind = structure, *((x.shape, x.dtype) for x in leaves)
         if kind not in self._known:
             traced = self._update.trace(state, batch, *others)  # jax.jit keeps it for the call
-            with compiling("the compiled step"):
+            with convert_errors("the compiled step"):
                 compiled = traced.lower().compile()
             _check(compiled, jax.tree.leaves(compiled.output_shardings)[0].addressable_devices)
             self._known.add(kind)
@@ -90,7 +90,7 @@ def _advice(error: Exception) -> str:
 
 
 @contextmanager
-def fitting(settings: Settings) -> Iterator[None]:
+def explain_memory_errors(settings: Settings) -> Iterator[None]:
     """Raise a TrainingError with remedies if a batch or a step does not fit into memory.
 
     Raises:

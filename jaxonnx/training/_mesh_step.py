@@ -72,7 +72,7 @@ class MeshStep(Step):
 
     def init(self, params: Any = None) -> State:
         params = self.params if params is None else params
-        with self._propagating():
+        with self._use_auto_mesh():
             return jax.jit(self._step.init, out_shardings=self._state)(self._put({**params}))
 
     def put(self, batch: Batch, shared: bool = False) -> Batch:
@@ -85,7 +85,7 @@ class MeshStep(Step):
         return jax.tree.map(lambda x: own(np.asarray(x)), batch)
 
     def update(self, state: State, batch: Any, frozen: Any = None) -> tuple[State, jax.Array]:
-        with self._propagating():
+        with self._use_auto_mesh():
             state, seen = self._step.update(state, self._split(batch), self._or_own(frozen))
             kept = {
                 field.name: _constrain(getattr(state, field.name), getattr(self._state, field.name))
@@ -95,12 +95,12 @@ class MeshStep(Step):
         return state, _leave_auto(seen)
 
     def evaluate(self, sums: Any, state: State, batch: Any, frozen: Any = None) -> Any:
-        with self._propagating():
+        with self._use_auto_mesh():
             sums = self._step.evaluate(sums, state, self._split(batch), self._or_own(frozen))
             return _constrain(sums, self._whole)
 
     def statistics(self, totals: Any, state: State, batch: Any, frozen: Any = None) -> Any:
-        with self._propagating():
+        with self._use_auto_mesh():
             totals = self._step.statistics(totals, state, self._split(batch), self._or_own(frozen))
             return _constrain(totals, self._whole)
 
@@ -123,7 +123,7 @@ class MeshStep(Step):
         return self._step.row(sums)
 
     def view(self, state: State) -> dict[str, jax.Array]:
-        with self._propagating():
+        with self._use_auto_mesh():
             return self._put(self._step.view(state))
 
     def to_model(self, params: Any, state: Any) -> Model:
@@ -131,11 +131,11 @@ class MeshStep(Step):
         return model.replace(params=self._put(model.params), state=self._put(model.state))
 
     def to_file(self, state: State) -> State:
-        with self._propagating():
+        with self._use_auto_mesh():
             return self._step.to_file(state)
 
     def from_file(self, state: State) -> State:
-        with self._propagating():
+        with self._use_auto_mesh():
             return jax.device_put(self._step.from_file(state), self._state)
 
     def columns(self, validated: bool) -> list[str]:
@@ -189,7 +189,7 @@ class MeshStep(Step):
                 f"'{DATA}' of the mesh; {near} would (batch_size=, or the batches of the data)"
             )
 
-    def _propagating(self) -> AbstractContextManager:
+    def _use_auto_mesh(self) -> AbstractContextManager:
         """Return a context in which lowerings see the mesh, and XLA chooses shardings."""
         return jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh)
 

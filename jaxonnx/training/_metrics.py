@@ -121,7 +121,7 @@ def _error(power: int, outputs, targets, weight) -> Sums:
     return totals(jnp.abs(outputs - targets).astype(float) ** power, weight)
 
 
-class _Spread(NamedTuple):
+class _Moments(NamedTuple):
     """Moments of targets, and the squared error, per column."""
 
     count: jax.Array
@@ -131,25 +131,25 @@ class _Spread(NamedTuple):
     error: jax.Array
 
 
-def _spread(outputs, targets, weight) -> Sums:
+def _sum_moments(outputs, targets, weight) -> Sums:
     outputs, targets = (x.reshape(len(weight), -1).astype(float) for x in (outputs, targets))
     weight = weight[:, None]
     mean = _divide((targets * weight).sum(0), weight.sum())
     squares = ((targets - mean) ** 2 * weight).sum(0)
     error = jnp.where(weight > 0, (outputs - targets) ** 2 * weight, 0).sum(0)
-    return _Spread(weight.sum(), mean, squares, error)
+    return _Moments(weight.sum(), mean, squares, error)
 
 
-def _merge_spread(a: _Spread, b: _Spread) -> _Spread:
+def _merge_moments(a: _Moments, b: _Moments) -> _Moments:
     """Merge as Chan, Golub and LeVeque (1983) do: no difference of large sums."""
     count = a.count + b.count
     step = b.mean - a.mean
     share = _divide(b.count, count)
     squares = a.squares + b.squares + step**2 * a.count * share
-    return _Spread(count, a.mean + step * share, squares, a.error + b.error)
+    return _Moments(count, a.mean + step * share, squares, a.error + b.error)
 
 
-def _r_squared(sums: _Spread) -> jax.Array:
+def _r_squared(sums: _Moments) -> jax.Array:
     constant = sums.squares == 0
     score = 1 - sums.error / jnp.where(constant, 1, sums.squares)
     return jnp.where(constant, jnp.where(sums.error == 0, 1.0, 0.0), score).mean()
@@ -186,7 +186,7 @@ _AREAS = {
 _NUMBERS = {
     "mae": (lambda *batch: _error(1, *batch), _ratio, add),
     "mse": (lambda *batch: _error(2, *batch), _ratio, add),
-    "r2": (_spread, _r_squared, _merge_spread),
+    "r2": (_sum_moments, _r_squared, _merge_moments),
 }
 """Metrics of outputs that are shaped like their targets."""
 

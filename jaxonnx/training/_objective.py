@@ -194,18 +194,18 @@ class Objective:
         if term.value is None:
             return self._select_output(None, outputs, targets)
         values = outputs if isinstance(outputs, tuple) else (outputs,)
-        return values[term.value], _own(targets, term.output)
+        return values[term.value], _select_targets(targets, term.output)
 
     def _select_output(self, output: str | None, outputs: Any, targets: Any) -> tuple[Any, Any]:
         """Return outputs as the file has them, one or all, and their targets."""
         values = outputs if isinstance(outputs, tuple) else (outputs,)
         if output is not None:
-            return values[self.names.index(output)], _own(targets, output)
+            return values[self.names.index(output)], _select_targets(targets, output)
         count = len(self.names)
         return values[0] if count == 1 else values[:count], targets
 
 
-def _own(targets: Any, output: str | None) -> Any:
+def _select_targets(targets: Any, output: str | None) -> Any:
     """Return the targets of an output, which need not be in a dict if they are all there are."""
     return targets[output] if output is not None and isinstance(targets, Mapping) else targets
 
@@ -227,7 +227,7 @@ def find(
         if output is None and len(names) > 1:
             return Term(found, None, None, share)
         position = 0 if output is None else names.index(output)
-        node = _ending(model, names[position])
+        node = _find_ending(model, names[position])
         if node is None or not _fits(node, found, model.outputs[position].shape):
             return Term(found, output, position, share)
         if node.inputs[0] not in logits:
@@ -244,7 +244,7 @@ def find(
         )
     else:
         terms = () if loss is None else (term(None, loss, 1.0),)
-    terms = _weighing(terms, class_weights)
+    terms = _with_class_weights(terms, class_weights)
     measures = _measures(model, names, terms, wanted)
     if logits:
         model = replace(model, program=model.program.with_values(logits))
@@ -271,7 +271,7 @@ def _with_weight(output: str, given: Any) -> tuple[Any, float]:
     return given[0], float(given[1])
 
 
-def _weighing(
+def _with_class_weights(
     terms: tuple[Term, ...], class_weights: Mapping[int, float] | None
 ) -> tuple[Term, ...]:
     """Apply class weights to the term whose loss takes them."""
@@ -283,7 +283,7 @@ def _weighing(
             f"class_weights go with one loss of classes; there are {len(chosen)}: pass "
             "jaxonnx.losses.cross_entropy(weight=...) for each of them"
         )
-    weighed = replace(chosen[0], loss=chosen[0].loss.weighing(class_weights))
+    weighed = replace(chosen[0], loss=chosen[0].loss.with_class_weights(class_weights))
     return tuple(weighed if t is chosen[0] else t for t in terms)
 
 
@@ -300,7 +300,7 @@ def _measures(
         listed = [(t.output, "accuracy") for t in terms if t.loss.class_axis is not None]
     found: dict[str, Measure] = {}
     for output, given in listed:
-        node = _ending(model, names[0] if output is None else output)
+        node = _find_ending(model, names[0] if output is None else output)
         loss = losses_of.get(output, losses_of.get(None) if len(names) == 1 else None)
         reader = Reader(loss, None if node is None else node.op.name)
         name, metric = metrics.find(given, reader)
@@ -315,7 +315,7 @@ def _list(given: Any) -> list[Any]:
     return list(given) if isinstance(given, list | tuple) else [given]
 
 
-def _ending(model: Model, output: str) -> Node | None:
+def _find_ending(model: Model, output: str) -> Node | None:
     """Return the node of `ENDINGS` that gives an output."""
     for node in reversed(model.graph.nodes):
         if node.outputs and node.outputs[0] == output:

@@ -59,7 +59,7 @@ class Run:
     held_out: Source | None
 
 
-class Reported(Protocol):
+class ReportSource(Protocol):
     """The part of a `Result` that the page shows."""
 
     @property
@@ -75,7 +75,7 @@ class Reported(Protocol):
 
 
 def write(
-    result: Reported, path: str | os.PathLike, configuration: Mapping[str, Any] | None = None
+    result: ReportSource, path: str | os.PathLike, configuration: Mapping[str, Any] | None = None
 ) -> None:
     """Write the page; `Result.report` has the arguments."""
     text = "\n".join(_page(result, configuration))
@@ -83,7 +83,7 @@ def write(
         file.write_text(text, "utf-8")
 
 
-def _page(result: Reported, configuration: Mapping[str, Any] | None) -> Iterator[str]:
+def _page(result: ReportSource, configuration: Mapping[str, Any] | None) -> Iterator[str]:
     model, history = result.model, result.history
     title = f"Training of {model.proto.graph.name or 'a model'}"
     yield "<!doctype html>"
@@ -124,7 +124,7 @@ def _epochs(history: History) -> Iterator[str]:
     yield "</details>"
 
 
-def _layers(result: Reported) -> Iterator[str]:
+def _layers(result: ReportSource) -> Iterator[str]:
     """Yield a table of tensors by the layer that first uses each."""
     model = result.model
     learned = {**model.params, **model.state}
@@ -152,7 +152,7 @@ def _layers(result: Reported) -> Iterator[str]:
     yield f"<p><small>{trained:,} numbers in parameters, {frozen:,} in all else.</small></p>"
 
 
-def _rounded(result: Reported) -> Iterator[str]:
+def _rounded(result: ReportSource) -> Iterator[str]:
     """Yield what the layers of a quantized network read rounded: a picture and a table."""
     data = None if result.run is None else result.run.held_out
     batch = next(data.batches(0)).inputs if isinstance(data, Examples) else None
@@ -185,7 +185,7 @@ def _rounded(result: Reported) -> Iterator[str]:
     yield f"<p><small>Least and greatest are scales; clipped is counted on {seen}.</small></p>"
 
 
-def _status(result: Reported, name: str) -> str:
+def _status(result: ReportSource, name: str) -> str:
     """Return the status of a tensor: trained, frozen, sparse."""
     model = result.model
     if name not in model.params:
@@ -204,7 +204,7 @@ def _trained_text(yes: bool) -> str:
     return "trained" if yes else "frozen"
 
 
-def confusion(result: Reported) -> Any:
+def confusion(result: ReportSource) -> Any:
     """Return the confusion matrix of validation data in one piece, with few classes, or None."""
     run = result.run
     if run is None or run.settings.loss is None or not isinstance(run.held_out, Examples):

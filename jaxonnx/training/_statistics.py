@@ -42,7 +42,7 @@ class Statistics:
           steps: those of the run until now.
           batches: those of the epoch.
         """
-        self._left, self._batches = self._unsettled(steps), 0
+        self._left, self._batches = self._are_unsettled(steps), 0
         if not self._left or self._examples.spent or not batches:
             return state
         totals: Any = first_totals(self._norms, state.state)
@@ -56,7 +56,7 @@ class Statistics:
         new = with_totals(state.state, totals)
         return state.replace(state={n: _place(x, state.state[n]) for n, x in new.items()})
 
-    def _unsettled(self, steps: int) -> bool:
+    def _are_unsettled(self, steps: int) -> bool:
         return bool(self._norms) and (
             self._always or not all(norm.settles(steps) for norm in self._norms)
         )
@@ -73,7 +73,7 @@ class Statistics:
         count = format_count(len(self._norms), "BatchNormalization")
         why = "running averages with momentum {:.4g} cannot have settled in {}"
         slowest = max((norm.momentum for norm in self._norms), default=0)
-        if self._unsettled(steps) and (self._left or not whole):
+        if self._are_unsettled(steps) and (self._left or not whole):
             why = why.format(slowest, format_count(steps, "step"))
             yield (
                 f"the running statistics of {count} are averages, and {why}: "

@@ -36,7 +36,7 @@ def _number(x: Any) -> str:
     return f"{x:,}" if isinstance(x, int | np.integer) else f"{x:.4f}"
 
 
-class _Named:
+class _HasClassNames:
     """A frozen dataclass that has the names of the classes as a field."""
 
     classes: tuple[str, ...]
@@ -53,7 +53,7 @@ class _Named:
 
 
 @dataclass(frozen=True, repr=False)
-class ConfusionMatrix(_Named):
+class ConfusionMatrix(_HasClassNames):
     """How often each class was predicted where each class is true; `print` shows it."""
 
     counts: np.ndarray
@@ -88,7 +88,7 @@ class ConfusionMatrix(_Named):
 
 
 @dataclass(frozen=True, repr=False)
-class PerClass(_Named):
+class PerClass(_HasClassNames):
     """Precision, recall and F1 of each class, and how often it occurs; `print` shows it."""
 
     precision: np.ndarray
@@ -140,7 +140,7 @@ class Curve:
 
 
 @dataclass(frozen=True, repr=False)
-class Curves(_Named):
+class Curves(_HasClassNames):
     """ROC or precision-recall curves, one for each class against all others."""
 
     kind: str

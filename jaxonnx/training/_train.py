@@ -22,7 +22,7 @@ from jaxonnx.training._build_step import build_step, weights_of_classes
 from jaxonnx.training._data import padding_of, sources
 from jaxonnx.training._head import complete_settings, with_heads
 from jaxonnx.training._loop import run
-from jaxonnx.training._memory import fitting
+from jaxonnx.training._memory import explain_memory_errors
 from jaxonnx.training._mesh_step import automatic
 from jaxonnx.training._report import Run
 from jaxonnx.training._result import Result, changes
@@ -113,7 +113,7 @@ def train(
     with (
         Processes(settings.mesh) as together,
         automatic(settings.mesh),
-        fitting(settings),
+        explain_memory_errors(settings),
         Interrupt() as interrupt,
     ):
         net = model if isinstance(model, Model) else load(model, mesh=settings.mesh)
@@ -148,7 +148,7 @@ def train(
         trained = together.gather(trained)
         history.notes += [*fitted, *opened, *said, *notes(data, validation), *rounding]
         if isinstance(data, Folder):
-            data.settings.kept.release()  # the result refers to what is held out
+            data.settings.decoded.release()  # the result refers to what is held out
         if history.stopped and not history.early:
             warnings.warn(history.stopped, stacklevel=2)
         record = Run(complete_settings(net, settings)[0], held_out)

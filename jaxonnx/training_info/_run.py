@@ -22,7 +22,7 @@ from jaxonnx._graph.roles import HOST_ONLY
 from jaxonnx._graph.values import data, fit, to_value
 from jaxonnx._io.protos import subgraphs, tensor_of_constant
 from jaxonnx._io.tensors import to_array
-from jaxonnx._run.failures import compiling, warn
+from jaxonnx._run.failures import convert_errors, warn
 from jaxonnx._run.folding import FOLD_LIMIT
 from jaxonnx._run.scope import Context, run
 from jaxonnx.errors import InputError, ModelError
@@ -127,7 +127,7 @@ class Training:
         Raises:
           NodeError, LimitError: as in `step`.
         """
-        with compiling("the compiled initialization", self._initial):
+        with convert_errors("the compiled initialization", self._initial):
             return self._jitted_init(self.state, key)
 
     def step(
@@ -167,7 +167,7 @@ class Training:
         _check_names("batch", batch, {name: None for inputs in names for name in inputs})
         key = jax.random.key(0) if key is None else key
         arguments = dict(state), self._fit(batch), key, self._large
-        with compiling("the compiled step", state, batch):
+        with convert_errors("the compiled step", state, batch):
             return self._jitted_step(*arguments, algorithm=algorithm)
 
     def inference(
@@ -182,7 +182,7 @@ class Training:
         _check_names("inputs", inputs, self._inference.inputs)
         key = jax.random.key(0) if key is None else key
         arguments = dict(state), self._fit(inputs), key, self._large
-        with compiling("the compiled inference graph", state, inputs):
+        with convert_errors("the compiled inference graph", state, inputs):
             return self._jitted_inference(*arguments)
 
     def to_onnx(self, state: State) -> ModelProto:

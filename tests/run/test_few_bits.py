@@ -86,8 +86,8 @@ def quantized(bias_scale=1.0, axis=0):
 def test_products_between_quantized_tensors_are_those_of_integers():
     net = jaxonnx.load(quantized())
     np.testing.assert_array_equal(net(X), run(quantized()))
-    assert len(net._kept.changes.products) == 2
-    used = {n.op.name for n in net._kept.changes(net.program.graph).nodes}
+    assert len(net._call_form.changes.products) == 2
+    used = {n.op.name for n in net._call_form.changes(net.program.graph).nodes}
     assert {"QLinearConv", "QLinearMatMul"} <= used
     assert used.isdisjoint({"Conv", "MatMul"})
 
@@ -97,7 +97,7 @@ def test_a_bias_in_other_units_stays_a_float():
     """An int32 bias that is not in units of the product cannot be added to it."""
     proto = quantized(bias_scale=3.0)
     net = jaxonnx.load(proto)
-    assert len(net._kept.changes.products) == 1  # the matrix product's
+    assert len(net._call_form.changes.products) == 1  # the matrix product's
     reference = ReferenceEvaluator(proto).run(None, {"x": X})[0]
     assert np.abs(np.asarray(net(X)) - reference).max() <= 0.301  # a step of the last scale
 
@@ -107,13 +107,13 @@ def test_a_float_convolution_of_quantized_weights_has_one_copy_of_them():
     del proto.graph.node[5:]
     proto.graph.node[4].output[0] = "y"
     net = jaxonnx.load(proto)
-    kept = net._kept
+    kept = net._call_form
     assert kept.state["wd"].shape == (96, 80, 3, 3)  # kernel first, in the file's shape
     assert kept.state["wd"].dtype == np.float32
     assert_close(net(X), run(proto))
 
     changed = net.replace(state={**net.state, "w": net.state["w"] // 2})
-    np.testing.assert_array_equal(kept.state["wd"].first(), net._kept.state["wd"].first())
+    np.testing.assert_array_equal(kept.state["wd"].first(), net._call_form.state["wd"].first())
     expected = changed.apply(changed.params, X)
     assert_close(changed(X), expected)
     assert np.abs(np.asarray(changed(X)) - np.asarray(net(X))).max() > 0.1
@@ -126,7 +126,7 @@ def test_copies_are_bounded(monkeypatch):
     whole = np.asarray(jaxonnx.load(proto)(X))
     monkeypatch.setattr(open_weights, "COPIES", 4 * 96 * 80 * 9 - 1)
     net = jaxonnx.load(proto)
-    assert "wd" not in net._kept.state
+    assert "wd" not in net._call_form.state
     assert_close(net(X), whole)
 
 
@@ -140,7 +140,7 @@ def test_weights_in_four_bits_or_blocks_stay_packed(block):
     x = X.reshape(-1, 4)
     proto = model(nodes, {"w": w, "s": scales}, x)
     net = jaxonnx.load(proto)
-    assert not net._kept.changes.opened
+    assert not net._call_form.changes.opened
     expected = x @ (w.astype(np.float32) * np.float32(0.1))
     assert_close(net(x), expected)
 
@@ -161,7 +161,7 @@ def test_products_in_half_precision_have_float32_copies_of_weights():
     ]
     proto = model(nodes, tensors)
     net = jaxonnx.load(proto)
-    kept = net._kept.params
+    kept = net._call_form.params
     assert {kept[name].dtype for name in ("w", "m")} == {np.dtype(np.float32)}
     assert net.params["w"].dtype == np.float16
     expected = run(proto)

@@ -316,15 +316,15 @@ def test_statistics_of_pixels_are_not_folded():
     model = jaxonnx.load(file(opset=7, norm=norm, **given))
     x = image(model)
     np.testing.assert_allclose(model(x), model.apply(model.params, x), rtol=1e-5, atol=1e-5)
-    assert model._kept.changes.norms == frozenset()
+    assert model._call_form.changes.norms == frozenset()
     # vectors do not fit them, and a call says so
-    assert jaxonnx.load(file(opset=7, norm=norm))._kept.changes.norms == frozenset()
+    assert jaxonnx.load(file(opset=7, norm=norm))._call_form.changes.norms == frozenset()
 
 
 def test_vectors_of_other_lengths_are_not_folded():
     one: dict[str, Any] = {name: np.ones(1, np.float32) for name in BN}
     model = jaxonnx.load(file(**one))
-    assert model._kept.changes.norms == frozenset()
+    assert model._call_form.changes.norms == frozenset()
 
 
 @pytest.mark.parametrize("name", ["w", "d", *BN])
@@ -427,7 +427,7 @@ def test_a_first_call_may_be_traced():
 def test_a_call_keeps_one_copy():
     model = jaxonnx.load(file())
     model(image(model))
-    kept = {**model._kept.params, **model._kept.state}
+    kept = {**model._call_form.params, **model._call_form.state}
     held = {id(x) for x in jax.tree.leaves({**model.params, **model.state})}
     new = {name for name, value in kept.items() if id(value) not in held}
     assert new == {"w", "b"}
@@ -445,9 +445,9 @@ def test_the_rest_of_a_dynamic_graph_is_folded():
     expected = np.nonzero(model.with_outputs("r").apply(model.params, x))
     np.testing.assert_array_equal(model(x), expected)
     (parts,) = model.program._plan.parts.values()
-    assert model._kept.changes.norms
+    assert model._call_form.changes.norms
     text = parts.compiled.lower(
-        model._kept.params, model._kept.state, None, {"x": x}, training=False
+        model._call_form.params, model._call_form.state, None, {"x": x}, training=False
     )
     assert "rsqrt" not in text.as_text()
 
@@ -465,10 +465,10 @@ def test_adapters_are_not_folded():
     model = jaxonnx.LoRA(rank=2).attach(jaxonnx.load(file()), jax.random.key(0))
     x = image(model)
     np.testing.assert_allclose(model(x), model.apply(model.params, x), rtol=1e-5, atol=1e-5)
-    assert model._kept.changes.norms == frozenset()
+    assert model._call_form.changes.norms == frozenset()
     merged = model.merge_adapters()
     np.testing.assert_allclose(merged(x), model(x), rtol=1e-5, atol=1e-5)
-    assert merged._kept.changes.norms
+    assert merged._call_form.changes.norms
 
 
 ON_A_MESH = """
@@ -483,7 +483,7 @@ moved = model.replace(
 )
 x = np.random.default_rng(0).normal(size=(2, 1, 8, 8)).astype(np.float32)
 np.testing.assert_allclose(moved(x), model(x), rtol=1e-5, atol=1e-5)
-assert len(model._kept.changes.norms) == 3 and not moved._kept.changes.norms
+assert len(model._call_form.changes.norms) == 3 and not moved._call_form.changes.norms
 
 # an array that is bound to another device stays there
 other = jax.devices()[1]
@@ -491,7 +491,7 @@ bound = model.replace(
     params=jax.device_put(model.params, other), state=jax.device_put(model.state, other)
 )
 assert bound(x).devices() == {other}
-assert len(bound._kept.changes.norms) == 3
+assert len(bound._call_form.changes.norms) == 3
 """
 
 

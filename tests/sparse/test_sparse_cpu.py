@@ -403,7 +403,7 @@ def test_few_rows_of_calls_read_packed_weights(everything, monkeypatch):
     for count_of_rows in (1, 8, 9):
         x = rows(count_of_rows, 64).reshape(-1, 1, 8, 8)
         np.testing.assert_allclose(quick(x), model(x), rtol=1e-4, atol=1e-4)
-    kept = quick._kept
+    kept = quick._call_form
     assert kept.params["body_weight"].values.shape == (16, 16, 2, 16)
     program = jax.jit(quick.program, static_argnums=4).trace(
         kept.params, kept.state, None, {"x": rows(2, 64).reshape(-1, 1, 8, 8)}, False

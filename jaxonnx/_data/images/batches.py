@@ -102,7 +102,7 @@ class Pictures(Examples):
 
     def _decode(self, row: int, place: np.ndarray, whole: bool) -> float | InputError:
         """Decode an image into its place; return its aspect ratio, or the error."""
-        path, broken = self.inputs.paths[row], self.inputs.settings.kept.broken
+        path, broken = self.inputs.paths[row], self.inputs.settings.decoded.broken
         if path in broken:
             return broken[path]
         try:
@@ -145,7 +145,7 @@ class Pictures(Examples):
 
     def _warn_of(self, row: int, error: InputError) -> None:
         """Warn of a broken picture, once."""
-        path, broken = self.inputs.paths[row], self.inputs.settings.kept.broken
+        path, broken = self.inputs.paths[row], self.inputs.settings.decoded.broken
         if path not in broken:
             broken[path] = error
             warnings.warn(f"left out: {error}", stacklevel=2)

@@ -24,7 +24,7 @@ _LARGER = 4 / 3
 _LISTED = 8
 
 
-class Kept:
+class DecodedImages:
     """A cache of decoded images with a limit in bytes, and the images that cannot be read."""
 
     def __init__(self, limit: int):
@@ -59,7 +59,7 @@ class Preprocess:
     where: Layout
     augment: Augment
     workers: int
-    kept: Kept
+    decoded: DecodedImages
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Folder:
                 return images.read_whole(path, settings.where, self.size(True))
             return images.read(path, settings.where, settings.how.crop)[0], 1.0
 
-        return settings.kept.get((path, whole), make)
+        return settings.decoded.get((path, whole), make)
 
     def size(self, whole: bool) -> tuple[int, int]:
         """Return height and width of what `picture` returns."""
@@ -199,7 +199,7 @@ def _registered_suffixes() -> set[str]:
 def notes(*data: Any) -> list[str]:
     """Return notes on folders for the history of a run."""
     folders = [each for each in data if isinstance(each, Folder)]
-    broken = [str(error) for each in folders[:1] for error in each.settings.kept.broken.values()]
+    broken = [str(error) for each in folders[:1] for error in each.settings.decoded.broken.values()]
     return [note for each in folders for note in each.notes] + [f"left out: {e}" for e in broken]
 
 
@@ -301,7 +301,7 @@ def _preprocess(model: Network, preprocess: Mapping[str, Any]) -> Preprocess:
                 raise
             raise TrainingError(f"preprocess: {name} cannot be {value!r}") from error
     augment = given.pop("augment", Augment())
-    kept = Kept(given.pop("memory", 2**30))
+    decoded = DecodedImages(given.pop("memory", 2**30))
     workers = given.pop("workers", min(os.cpu_count() or 1, 16))
     if workers < 1:
         raise TrainingError(f"preprocess: workers must be at least 1, and is {workers}")
@@ -314,7 +314,7 @@ def _preprocess(model: Network, preprocess: Mapping[str, Any]) -> Preprocess:
     how = replace(images.preparation(model), **given)
     where = images.layout(model, how.size)
     how.check(where)
-    return Preprocess(how, where, augment, workers, kept)
+    return Preprocess(how, where, augment, workers, decoded)
 
 
 def _numbers(value: Any) -> tuple[float, ...]:

@@ -79,7 +79,7 @@ def _of_images(g: Nodes, form: Conv, dy: Any, w: Any) -> Any:
     if write is not None and (y := write(g, form, dy, w)) is not None:
         return y
     if wide and prod(form.out) <= FEW_PLACES:
-        return _windows_added(g, form, dy, w)
+        return _add_windows(g, form, dy, w)
     few = form.groups == 1 and w.shape[1] < w.shape[0] and prod(form.kernel) > 1
     if max(form.strides) == 1 and not few:
         return None
@@ -90,7 +90,7 @@ def _of_images(g: Nodes, form: Conv, dy: Any, w: Any) -> Any:
     return Tensor(y, (dy.shape[0], w.shape[1] * form.groups, *form.size), dy.dtype)
 
 
-def _windows_added(g: Nodes, form: Conv, dy: Any, w: Any) -> Any:
+def _add_windows(g: Nodes, form: Conv, dy: Any, w: Any) -> Any:
     """Write the gradient of the images as a product: what each tap gives, added where it reads."""
     taps, (rows, columns), count = prod(form.kernel), w.shape[:2], dy.shape[0]
     places = count * prod(form.out)

@@ -136,7 +136,7 @@ def while_(g, *operands, equation, out):
     if first.shape:  # several loops as one: where one has ended, its carry stays
         (going,) = inner.program(loop.condition, [*loop.tested, *carry])
         pairs = zip(results, carry, strict=True)
-        results = [inner.run(_where_going, going, new, old)[0] for new, old in pairs]
+        results = [inner.run(_select_new, going, new, old)[0] for new, old in pairs]
     (again,) = inner.program(loop.condition, [*loop.tested, *results])
     (first,), (again,) = g.run(jnp.any, first), inner.run(jnp.any, again)
     inner.graph.output.append(value_info(inner("Identity", again), jax.ShapeDtypeStruct((), bool)))
@@ -144,5 +144,5 @@ def while_(g, *operands, equation, out):
     return g.several("Loop", len(out), None, first, *loop.carry, body=inner.graph)
 
 
-def _where_going(going: Any, new: Any, old: Any) -> Any:
+def _select_new(going: Any, new: Any, old: Any) -> Any:
     return jnp.where(going.reshape(going.shape + (1,) * (new.ndim - going.ndim)), new, old)

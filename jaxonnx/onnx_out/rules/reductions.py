@@ -53,7 +53,7 @@ def cumsum(g, x, *, axis, reverse, out):
     return g.wide("CumSum", x, np.int64(axis), reverse=int(reverse), dtype=out.dtype)
 
 
-def _running(name, combine, start):
+def _register_running(name, combine, start):
     """Register a running reduction, by combining with what stands 1, 2, 4, ... places before."""
 
     @composed(name)
@@ -76,10 +76,10 @@ def _greatest(dtype):
     return jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
 
 
-_running("cummax", lax.max, _least)
-_running("cummin", lax.min, _greatest)
-_running("cumprod", lax.mul, lambda dtype: 1)
-_running("cumlogsumexp", jnp.logaddexp, _least)
+_register_running("cummax", lax.max, _least)
+_register_running("cummin", lax.min, _greatest)
+_register_running("cumprod", lax.mul, lambda dtype: 1)
+_register_running("cumlogsumexp", jnp.logaddexp, _least)
 
 
 @primitive("sort")

@@ -16,7 +16,7 @@ from jax import lax
 from jaxonnx._axes import Form, Matrix, Storage, matrix
 from jaxonnx._limits import check_size
 from jaxonnx.errors import NodeError
-from jaxonnx.lowering import Changed, LowRank, product
+from jaxonnx.lowering import ChangedWeight, LowRank, product
 from jaxonnx.ops.contrib.attention import refuse
 from jaxonnx.ops.contrib.fused import DOMAIN
 from jaxonnx.ops.contrib.quantized import unpack_bits
@@ -47,7 +47,7 @@ def _mixture_weights(router_probs, router_weights, k, normalize):
     return (jax.nn.one_hot(chosen, logits.shape[1]) * picked[..., None]).sum(axis=1)
 
 
-def _gated(g, x, kind, alpha, beta, limit, limit_after_activation):
+def _apply_gate(g, x, kind, alpha, beta, limit, limit_after_activation):
     """Return SwiGLU or GEGLU of a gate and what it gates."""
     if kind == "geglu":
         return jax.nn.gelu(g) * x
@@ -84,10 +84,10 @@ def _mix(x, shares, experts, read, *, activation_type, swiglu_fusion, gate):
         elif swiglu_fusion == 0:
             if w3 is None:
                 raise NodeError("swiglu_fusion 0 needs fc3_experts_weights")
-            y = _gated(y, affine(tokens, w3, b3), activation_type, *gate)
+            y = _apply_gate(y, affine(tokens, w3, b3), activation_type, *gate)
         else:
             halves = (y[:, 0::2], y[:, 1::2]) if swiglu_fusion == 1 else jnp.split(y, 2, axis=1)
-            y = _gated(halves[0], halves[1], activation_type, *gate)
+            y = _apply_gate(halves[0], halves[1], activation_type, *gate)
         return total + share[:, None] * affine(y.astype(x.dtype), w2, b2), None
 
     zero = jnp.zeros(tokens.shape, wide)
@@ -281,13 +281,13 @@ def quantized_mixture_of_experts(
         found = []
         for i, (stored, scales, zero, global_scale, bias) in enumerate(arrays):
             weight: Any = None
-            codes = stored.w if isinstance(stored, Changed) else stored
+            codes = stored.w if isinstance(stored, ChangedWeight) else stored
             if codes is not None and quant_type == "int":
                 check_size((codes.shape[0], inputs[i]), np.float32)
                 weight = _read_integers(codes, scales, zero, bits[i], inputs[i], x.dtype)
             elif codes is not None:
                 weight = _read_float4(codes, scales, global_scale, x.dtype)
-            if isinstance(stored, Changed):
+            if isinstance(stored, ChangedWeight):
                 weight = LowRank(weight, stored.b, stored.a)
             found += [weight, bias]
         return found

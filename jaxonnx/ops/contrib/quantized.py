@@ -208,11 +208,11 @@ def matmul_n_bits(
     unpack = _NBits(K, bits, block_size, zero_points is not None, np.dtype(a.dtype))
     shared = () if g_idx is None else (g_idx,)
     weight: Any = Packed((*groups,), shared, unpack, (N, K), unpack.dtype)
-    y = matmul(a, _changed(b, weight).T)
+    y = matmul(a, _add_change(b, weight).T)
     return y if bias is None else y + bias
 
 
-def _changed(b, weight):
+def _add_change(b, weight):
     """Return a weight with the change that comes with the stored one."""
     return LowRank(weight, b.a, b.b) if isinstance(b, LowRank) else weight
 
@@ -271,7 +271,7 @@ def matmul_bnb4(a, b: Factor, absmax, *, K, N, block_size, quant_type, training_
         weight: Any = Packed(groups, (), unpack, (N, K), unpack.dtype)
     else:  # blocks go on from row to row
         weight = unpack(stored, absmax)[:N]
-    weight = _changed(b, weight)
+    weight = _add_change(b, weight)
     return matmul(a, weight.T if transB else weight)
 
 

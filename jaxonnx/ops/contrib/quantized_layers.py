@@ -36,7 +36,7 @@ def _value(x):
     return x.value if isinstance(x, Rounded) else x
 
 
-def _between(function, x, x_scale, x_zero, y_scale, y_zero):
+def _requantize(function, x, x_scale, x_zero, y_scale, y_zero):
     """Dequantize, apply a function and quantize again."""
     y = function(dequantize_linear(x, x_scale, x_zero))
     zero = np.zeros((), _value(x).dtype) if y_zero is None else y_zero
@@ -45,12 +45,12 @@ def _between(function, x, x_scale, x_zero, y_scale, y_zero):
 
 @op("QLinearLeakyRelu", since=1, domain=DOMAIN)
 def qlinear_leaky_relu(x: Through, x_scale, x_zero: Omissible, y_scale, y_zero=None, *, alpha=0.01):
-    return _between(lambda x: leaky_relu(x, alpha=alpha), x, x_scale, x_zero, y_scale, y_zero)
+    return _requantize(lambda x: leaky_relu(x, alpha=alpha), x, x_scale, x_zero, y_scale, y_zero)
 
 
 @op("QLinearSigmoid", since=1, domain=DOMAIN)
 def qlinear_sigmoid(x: Through, x_scale, x_zero: Omissible, y_scale, y_zero=None):
-    return _between(sigmoid, x, x_scale, x_zero, y_scale, y_zero)
+    return _requantize(sigmoid, x, x_scale, x_zero, y_scale, y_zero)
 
 
 @op("QLinearSoftmax", since=1, domain=DOMAIN)
@@ -63,7 +63,7 @@ def qlinear_softmax(x: Through, x_scale, x_zero: Omissible, y_scale, y_zero, *, 
         rows = x.reshape(*x.shape[: axis_of(axis, x.ndim)], -1)
         return softmax(rows, -1).reshape(x.shape)
 
-    return _between(over, x, x_scale, x_zero, y_scale, y_zero)
+    return _requantize(over, x, x_scale, x_zero, y_scale, y_zero)
 
 
 @op("QLinearReduceMean", since=1, domain=DOMAIN)
@@ -73,7 +73,7 @@ def qlinear_reduce_mean(
     def mean(x):
         return reduce_mean(x, tuple(axes), bool(keepdims))
 
-    return _between(mean, x, x_scale, x_zero, y_scale, y_zero)
+    return _requantize(mean, x, x_scale, x_zero, y_scale, y_zero)
 
 
 @op(
@@ -98,7 +98,7 @@ def qlinear_average_pool(
         channels = -1 if channels_last else 1
         return average_pool(x, count_include_pad=count_include_pad, channels=channels, **window)
 
-    return _between(pool, x, x_scale, x_zero, y_scale, y_zero)
+    return _requantize(pool, x, x_scale, x_zero, y_scale, y_zero)
 
 
 @op("QLinearWhere", since=1, domain=DOMAIN)
