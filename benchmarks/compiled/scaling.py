@@ -151,14 +151,14 @@ def ours(network: Network, examples: int) -> Step:
     x, y = _examples(network, examples)
     batch = Batch((x,), y, jax.ShapeDtypeStruct((examples,), "float32"))
 
-    def made(**where):
+    def build(**where):
         one = step(model, loss, optax.adam(LEARNING_RATE), **where)
         return Step(one.update, one.init(), batch, (one.frozen,))
 
     def on(mesh, rule):
-        return made(mesh=mesh, sharding=lambda name, shape: rule(shape))
+        return build(mesh=mesh, sharding=lambda name, shape: rule(shape))
 
-    return replace(made(), on=on)
+    return replace(build(), on=on)
 
 
 def flax(network: Network, examples: int) -> Step:

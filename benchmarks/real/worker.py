@@ -57,7 +57,7 @@ def fastest(run) -> float:
     return 1e3 * min(times)
 
 
-def made(name: str, dtype: np.dtype, shape: tuple[int, ...], below: int) -> np.ndarray:
+def random_input(name: str, dtype: np.dtype, shape: tuple[int, ...], below: int) -> np.ndarray:
     """Return random numbers that most networks take at an input of this name, integers < below."""
     rng = np.random.default_rng(0)
     if dtype.kind == "O":
@@ -86,7 +86,7 @@ def candidates(path: Path, values) -> Iterator[dict[str, np.ndarray]]:
                 if isinstance(d, str):  # a name has one size
                     open_size = sizes.setdefault(d, open_size)
                 made_shape.append(d if isinstance(d, int) and d > 0 else open_size)
-            inputs[name] = made(name, np.dtype(dtype), tuple(made_shape), below)
+            inputs[name] = random_input(name, np.dtype(dtype), tuple(made_shape), below)
         yield inputs
 
 

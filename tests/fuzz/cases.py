@@ -61,7 +61,7 @@ class Sources(NamedTuple):
 
 def sources(seed: int, only: str | None = None) -> Sources:
     models = [] if only == "files" else corpus.seeds()
-    return Sources(models, files.made() if only in (None, "files") else {}, seed, only)
+    return Sources(models, files.write_files() if only in (None, "files") else {}, seed, only)
 
 
 def examine(case: Case, stage: Callable[[str], None] = lambda _: None) -> Outcome:

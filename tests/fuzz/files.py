@@ -36,7 +36,7 @@ sparsity = "2:4"
 Files = dict[str, bytes]
 
 
-def made() -> dict[str, Files]:
+def write_files() -> dict[str, Files]:
     """Return the files of each kind, by their paths."""
     result = {}
     for kind, (write, _) in KINDS.items():

@@ -223,4 +223,4 @@ FILES: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
 }
-"""By what was wrong: the kind of the files, and those that differ from `tests.fuzz.files.made`."""
+"""By what was wrong: the kind of the files, and those that differ from `files.write_files`."""

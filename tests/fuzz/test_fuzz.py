@@ -100,14 +100,14 @@ def test_differences(ours, theirs, same):
 
 
 @pytest.fixture(scope="module")
-def made():
-    return files.made()
+def original_files():
+    return files.write_files()
 
 
 @pytest.mark.parametrize("what", FILES)
-def test_files_that_were_found(what, made):
+def test_files_that_were_found(what, original_files):
     kind, changed = FILES[what]
-    content = made[kind] | {name: unpacked(text) for name, text in changed.items()}
+    content = original_files[kind] | {name: unpacked(text) for name, text in changed.items()}
     outcome = files.examine(kind, content)
     assert outcome.kind != "finding", outcome
 

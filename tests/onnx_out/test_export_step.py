@@ -338,8 +338,8 @@ def test_an_optimizer_that_asks_for_more_is_refused(tmp_path):
         jaxonnx.export_step(mlp(), tmp_path, examples(8), LABELS, optax.lbfgs())
 
 
-def made(name):
-    """An optimizer of the table, or None where this release of optax does not have it."""
+def make_optimizer(name):
+    """Return an optimizer of the table, or None where this release of optax does not have it."""
     module = optax.contrib if name.startswith("contrib.") else optax
     settings = {"key": jax.random.key(0)} if name == "noisy_sgd" else {}
     make = getattr(module, name.removeprefix("contrib."), None)
@@ -379,7 +379,7 @@ GROUPS = 4
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_optimizers_of_optax(group, tmp_path):
     """Each trains its branch of a network, and the loss shows what all of them do."""
-    optimizers = {name: made(name) for name in OPTIMIZERS[group::GROUPS]}
+    optimizers = {name: make_optimizer(name) for name in OPTIMIZERS[group::GROUPS]}
     optimizers = {name: optimizer for name, optimizer in optimizers.items() if optimizer}
     optimizer = optax.multi_transform(optimizers, lambda params: {n: owner(n) for n in params})
     model, (x, y) = branches(optimizers), examples(16)
