@@ -310,7 +310,7 @@ VERBS: Mapping[str, Verb] = {
                 ),
             ],
             "loss and optimizer": [*declared_flags(LossArguments), *_OPTIMIZER],
-            "model": [*declared_flags(ModelArguments), _LORA_WHERE],
+            "model": [*declared_flags(ModelArguments, without=("quantize",)), _LORA_WHERE],
             "step": declared_flags(StepArguments, without=("mesh", "sharding")),
             "run": declared_flags(RunArguments, names=("epochs",)),
             "data": declared_flags(DataArguments),

@@ -148,10 +148,22 @@ def test_reference_is_up_to_date():
     assert written == docs.reference(), "run: python -m jaxonnx.docs"
 
 
+def find_anchors(page):
+    """Return the anchors that GitHub gives the headings of a page."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.strip().lower()).replace(" ", "-") for h in headings}
+
+
 def test_links():
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+    pages = [*PAGES, ROOT / "benchmarks" / "README.md", ROOT / ".github" / "CONTRIBUTING.md"]
+    for page in pages:
+        links = re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", page.read_text())
+        for target, anchor in links:
+            other = page.parent / target if target else page
+            assert other.exists(), f"{page.name}: {target}"
+            if anchor and other.suffix == ".md":
+                assert anchor in find_anchors(other), f"{page.name}: {target}#{anchor}"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -514,9 +514,13 @@ def test_a_compiler_that_is_no_program_is_named(monkeypatch, tmp_path):
         _compile.compile_library("cpu.cc", [], tmp_path / "made.so")
 
 
-def test_a_cache_that_cannot_be_written_is_told(monkeypatch, tmp_path):
+@pytest.mark.parametrize("cache", ["file", None], ids=["a file", "no home"])
+def test_a_cache_that_cannot_be_written_is_told(monkeypatch, tmp_path, cache):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    if cache is None:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr("os.path.expanduser", str)
     monkeypatch.setattr(_compile, "compile_library", lambda *args: args[-1].write_text("made"))
     with pytest.warns(UserWarning, match="cannot be written"):
         assert _compile.cached_library("cpu.cc", []).read_text() == "made"

@@ -1,5 +1,6 @@
 """Compile the C++ of this folder, with the compiler of the machine or of the wheel `ziglang`."""
 
+import errno
 import hashlib
 import importlib.util
 import os
@@ -66,11 +67,13 @@ def cached_library(source: str, options: Sequence[str], others: Sequence[str] = 
     digest = hashlib.sha256("\0".join(about).encode())
     for name in (source, *others):
         digest.update((FOLDER / name).read_bytes())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jaxonnx")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "jaxonnx")
     library = cache / f"{Path(source).stem}-{digest.hexdigest()[:16]}.so"
     if library.exists():
         return library
     try:
+        if not cache.is_absolute():  # a user without a home
+            raise OSError(errno.ENOENT, "it is not an absolute path")
         cache.mkdir(parents=True, exist_ok=True)
         folder = tempfile.mkdtemp(dir=cache)
     except OSError as error:
