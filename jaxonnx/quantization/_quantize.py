@@ -146,10 +146,13 @@ def prepare(
         model = _insert(model, scheme, source, _BATCHES)
         entry = _record(model)
         weights = len(entry.names)
+        activations = "no activations"
+        if scheme.activations is not None:
+            activations = f"{len(entry.scales) - weights} activations to {scheme.activations}"
         types = " and ".join(sorted(stored_types(model.proto, model.tensors).weights))
         note = (
-            f"{weights} weights are rounded to {types} and {len(entry.scales) - weights} "
-            f"activations to {scheme.activations or 'nothing'}, in training as in the saved file"
+            f"{weights} weights are rounded to {types} and {activations}, in training as in the "
+            "saved file"
         )
     schedule = make_schedule(scheme, epochs, steps_per_epoch)
     if schedule is not None:
