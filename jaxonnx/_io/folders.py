@@ -234,7 +234,7 @@ def save_folder(
         _write_model(target / name, proto, _locations(source / name))
     if left:
         warnings.warn(
-            f"{', '.join(left)} with the old weights not copied to '{target}'",
+            f"not copied to '{target}', because their weights are the old ones: {', '.join(left)}",
             stacklevel=3,
         )
 
