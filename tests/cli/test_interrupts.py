@@ -112,7 +112,7 @@ def test_ctrl_c_from_the_start_to_the_first_steps(command, several):
     seen = set()
     for number in range(12):
         process = command("--checkpoints", f"kept{number}", forked=False)
-        moment = 0.3 * 1.6**number
+        moment = 0.4 * 2**number
         status, said = pressed(process, moment, *([0.02] * 3 if several else []))
         assert status in (1, 130), said
         assert "interrupted" in said

@@ -146,9 +146,9 @@ def test_workers_survive_what_files_do():
 
 
 @pytest.mark.deep
-def test_a_thousand_cases_find_nothing():
+def test_hundreds_of_cases_find_nothing():
     """The same cases wherever it runs."""
-    limits = ["--minutes", "2", "--cases", "1000", "--seed", "0"]
+    limits = ["--minutes", "2", "--cases", "400", "--seed", "0"]
     command = [sys.executable, "-m", "tests.fuzz", *limits]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -284,10 +284,10 @@ def swap(folder, secret, count):
 
 
 @pytest.mark.deep
-def test_swapped_100_000_times(tmp_path):
+def test_swapped_30_000_times(tmp_path):
     path = written(tmp_path / "model")
     swapper = multiprocessing.get_context("spawn").Process(
-        target=swap, args=(path.parent, tmp_path / "secret", 100_000), daemon=True
+        target=swap, args=(path.parent, tmp_path / "secret", 30_000), daemon=True
     )
     swapper.start()
     loads = refusals = 0
@@ -298,8 +298,8 @@ def test_swapped_100_000_times(tmp_path):
         except jaxonnx.ModelError:
             refusals += 1
     assert swapper.exitcode == 0
-    assert loads > 100
-    assert refusals > 100
+    assert loads > 30
+    assert refusals > 30
 
 
 EVERYWHERE = """

@@ -563,7 +563,6 @@ def qoperator_file(name, folder, x):
 
 QLINEAR = {
     "lenet.legacy": {"QLinearConv", "QGemm", "MaxPool"},
-    "resnet18.legacy": {"QLinearConv", "QLinearAdd", "QLinearGlobalAveragePool"},
     "transformer.legacy": {"QLinearMatMul", "QLinearAdd"},
 }
 
