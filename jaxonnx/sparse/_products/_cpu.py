@@ -20,7 +20,7 @@ PACKED_TARGET = "jaxonnx_packed_product_cpu"
 VARIANTS = ("avx512", "avx2", "common")
 """The kernels for kinds of vectors; the last is that of every processor."""
 
-LEAST_ROWS = ((1024, 32), (512, 96), (256, 256))
+LEAST_ROWS = ((2048, 32), (1024, 48), (512, 96), (256, 256))
 """Pairs (size, rows): from this size of both sides of a weight on, and from so many rows on, sparse
 products are faster than dense ones, as `python -m benchmarks.sparse.products --fit` measures."""
 
