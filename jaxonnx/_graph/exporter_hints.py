@@ -59,7 +59,7 @@ def is_folded(node: NodeProto) -> bool:
 def find_missing_dropout(graph: GraphProto) -> list[str]:
     """Return the values behind which Dropout seems to have been left out."""
     present = {name for node in graph.node for name in modules(node)}
-    maker = {name: node for node in graph.node for name in node.output}
+    maker = {name: node for node in graph.node for name in node.output if name}
     values = []
     for node in graph.node:
         if node.op_type == "Dropout":

@@ -109,3 +109,11 @@ def test_artifacts_of_onnxruntime_training_are_recognised(operator, kind):
     words = rf"{operator}.*This is a {re.escape(kind)}, as onnxruntime-training.*inference file"
     with pytest.raises(jaxonnx.UnsupportedError, match=rf"(?s){words}"):
         jaxonnx.load(proto)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "llama", "lfm2"])
+def test_an_omitted_output_is_not_a_missing_dropout(name):
+    """onnxruntime-genai's builder omits outputs of SkipSimplifiedLayerNormalization."""
+    file = onnx.load(DATA / "llm" / "builder" / f"{name}.onnx", load_external_data=False)
+    assert any("" in node.output for node in file.graph.node)
+    assert exporter_hints.find_missing_dropout(file.graph) == []
