@@ -25,7 +25,7 @@ from jaxonnx.cli._flag_types import given
 from jaxonnx.cli._flags import LOSS
 from jaxonnx.cli._inputs import Failed, Report
 from jaxonnx.errors import InputError
-from jaxonnx.model import Model, load, operator
+from jaxonnx.model import Model, load, operator_name
 
 if TYPE_CHECKING:
     from jaxonnx.sparse import Verification
@@ -41,7 +41,7 @@ def info(options: argparse.Namespace) -> Report:
         "opsets": {entry.domain or "ai.onnx": entry.version for entry in model.proto.opset_import},
         "inputs": [_describe(value) for value in model.inputs],
         "outputs": [_describe(value) for value in model.outputs],
-        "operators": Counter(map(operator, model.graph.nodes)),
+        "operators": Counter(map(operator_name, model.graph.nodes)),
         "params": {name: _describe(x) for name, x in model.params.items()},
         "state": {name: _describe(x) for name, x in model.state.items()},
         "sparse": [layer.name for layer in sparsity.layers] if sparsity else [],

@@ -17,14 +17,14 @@ from jaxonnx.model._quantized import (  # noqa: F401
     without_schedule,
 )
 from jaxonnx.model._save import to_proto  # noqa: F401
-from jaxonnx.model._show import operator  # noqa: F401
+from jaxonnx.model._show import operator_name  # noqa: F401
 from jaxonnx.model._statistics import (  # noqa: F401
     MOST,
-    add_batch,
-    first_totals,
-    renewed_norms,
-    single_values,
-    with_totals,
+    apply_totals,
+    batch_norms,
+    find_single_values,
+    pool_batch,
+    zero_totals,
 )
 from jaxonnx.model._transforms import with_any_batch, with_file, with_whole_inputs  # noqa: F401
 

@@ -68,7 +68,7 @@ def merge_adapters(model: M, *, requantize: bool = False) -> M:
 
 
 def _describe_losses(losses: Mapping[str, rounding.Loss]) -> str:
-    """Return what rounding with adapters loses, the worst matrices first."""
+    """Describe the error of rounding with adapters, the worst matrices first."""
     worst = sorted(losses, key=lambda name: -losses[name].matrix)
     lines = [f"{n} {losses[n].matrix:.2g} ({losses[n].change:.2g})" for n in worst]
     return (
@@ -78,29 +78,29 @@ def _describe_losses(losses: Mapping[str, rounding.Loss]) -> str:
     )
 
 
-def adapter_form(model: Network, wanted: AdapterForm | None) -> AdapterForm:
-    """Return how a file has the adapters of a model; "merged" of a model without any.
+def choose_adapter_form(model: Network, requested: AdapterForm | None) -> AdapterForm:
+    """Return the form in which a file stores the adapters of a model; "merged" without adapters.
 
     Raises:
       InputError: there is no such form, or the model has no adapters.
     """
-    if wanted not in (None, "merged", "nodes", "inputs"):
-        raise InputError(f"adapters is 'merged', 'nodes' or 'inputs', and was {wanted!r}")
+    if requested not in (None, "merged", "nodes", "inputs"):
+        raise InputError(f"adapters is 'merged', 'nodes' or 'inputs', and was {requested!r}")
     adaption = model.program.adaption
     if adaption is None:
-        if wanted in ("nodes", "inputs"):
+        if requested in ("nodes", "inputs"):
             raise InputError(
-                f"adapters={wanted!r}: the model has none, or they are merged into its weights; "
+                f"adapters={requested!r}: the model has none, or they are merged into its weights; "
                 "result.lora.attach(model) gives a model with its adapters apart"
             )
         return "merged"
-    return wanted or ("nodes" if adaption.stored else "merged")
+    return requested or ("nodes" if adaption.stored else "merged")
 
 
 def insert_factors(
     model: Network, values: Mapping[str, Any], form: AdapterForm, proto: ModelProto
 ) -> ModelProto:
-    """Return a file of the weights alone with the adapters of a model as nodes or inputs."""
+    """Return `proto`, a file of the base weights, with the adapters as nodes or as inputs."""
     factors = _factors(model, values)
     return insert_adapters(
         proto, model.graph, model.tensors, factors, module_name, as_inputs=form == "inputs"
@@ -108,21 +108,22 @@ def insert_factors(
 
 
 def file_tensors(model: Network) -> dict[str, Any]:
-    """Return the tensors that a file has by default, by name; adapters of few bits as factors."""
+    """Return the tensors of the default file, by name; adapters of few-bit weights as factors."""
     adaption = model.program.adaption
     if adaption is None or not adaption.stored:
         return merge_adapters(model).tensors
-    tensors, found = model.tensors, adaption.factors(model.tensors)
-    types = factor_types(found, model.graph, tensors)
+    tensors, factors_of = model.tensors, adaption.factors(model.tensors)
+    types = factor_types(factors_of, model.graph, tensors)
     factors = {
         member: value.astype(types[weight])
-        for weight, (_, *pair) in found.items()
+        for weight, (_, *pair) in factors_of.items()
         for member, value in zip(factor_names(weight, module_name), pair, strict=True)
     }
     return {**adaption.without_factors(tensors), **factors}
 
 
 def _factors(model: Network, values: Mapping[str, Any]) -> dict[str, Factors]:
+    """Return the factors of each adapted weight as NumPy arrays, with the weight's shape."""
     adaption: Any = model.program.adaption
     meanings = weights(model.graph, model.tensors)
     return {

@@ -73,7 +73,10 @@ def add_training(
 
 
 def _by_tensor(init: Mapping[str, str], model: Model) -> dict[str, str]:
-    """Return kinds of initializers by tensor, the first that a tensor has; and names of none."""
+    """Return the kind of initializer of each tensor; the first pattern that matches decides.
+
+    A name that matches no tensor stays as it is, for the error of `training_info.add`.
+    """
     kinds: dict[str, str] = {}
     for name, kind in init.items():
         tensors = matching(name, model.params, places=model._places)

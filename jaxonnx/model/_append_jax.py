@@ -22,13 +22,13 @@ def append_function(
     graph: Graph,
     tensors: Mapping[str, Any],
     function: Callable,
-    taken: Sequence[str],
+    consumed: Sequence[str],
     outputs: Sequence[str] | None,
 ) -> tuple[ModelProto, dict[str, np.ndarray]]:
-    """Return a file in which what a function computes of outputs is in their place.
+    """Return a file in which the results of a function replace the outputs that it consumes.
 
     Args:
-      taken: the outputs that the function takes; others stay behind its results.
+      consumed: the outputs that the function takes; the others follow its results.
       outputs: names of its results.
 
     Returns:
@@ -36,21 +36,21 @@ def append_function(
 
     Raises:
       InputError: the opset is too old, a shape is not known, or a name is taken.
-      UnsupportedError: ONNX cannot say the function.
+      UnsupportedError: ONNX cannot express the function.
     """
     if (opset := opset_of(proto)) < OLDEST:
         raise InputError(
             f"the file has opset {opset}, and functions become nodes of opset {OLDEST} on; convert "
             "it with onnx.version_converter.convert_version"
         )
-    examples = _structs(_values(proto, graph, tensors, taken))
+    examples = _structs(_values(proto, graph, tensors, consumed))
     result = ModelProto()
     result.CopyFrom(proto)
     del result.training_info[:]
-    others = [value for value in proto.graph.output if value.name not in taken]
-    added = append(result.graph, function, examples, list(taken), outputs, opset)
+    unconsumed = [value for value in proto.graph.output if value.name not in consumed]
+    added = append(result.graph, function, examples, list(consumed), outputs, opset)
     del result.graph.output[:]
-    result.graph.output.extend([*added, *others])
+    result.graph.output.extend([*added, *unconsumed])
     new = {x.name: to_array(x) for x in result.graph.initializer[len(proto.graph.initializer) :]}
     return result, new
 
@@ -85,16 +85,16 @@ _FUNCTIONS = {"floordiv", "max", "min", "mod"}
 
 
 def _structs(values: Sequence[Value]) -> list[jax.ShapeDtypeStruct]:
-    """Return what a function may know of values: symbolic sizes where they are open."""
-    others: dict[str, str] = {}
+    """Return the avals of values for tracing a function, with symbols for open sizes."""
+    dimensions: dict[str, str] = {}
 
     def text(size: int | str | None, place: str) -> str:
         if isinstance(size, int):
             return str(size)
-        variable = str(size).rpartition("*")[2]  # of "2*batch" as well
+        variable = str(size).rpartition("*")[2]  # "batch" of "2*batch"
         if size is not None and variable.isidentifier() and variable not in _FUNCTIONS:
             return size
-        return others.setdefault(size or place, f"size_{len(others)}")
+        return dimensions.setdefault(size or place, f"size_{len(dimensions)}")
 
     scope = jax.export.SymbolicScope()
     structs = []

@@ -19,7 +19,7 @@ def inputs_first(method: Callable[P, R]) -> Callable[P, R]:
     input has it, and with an underscore behind it (`state_=`) always.
     """
     kinds = inspect.Parameter
-    own = [
+    argument_names = [
         name
         for name, parameter in inspect.signature(method).parameters.items()
         if parameter.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY) and name != "self"
@@ -27,11 +27,11 @@ def inputs_first(method: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(method)
     def call(self: Any, /, *args: Any, **named: Any) -> Any:
-        taken = self._input_names
-        for name in own if named else ():
-            if name in taken and name in named:
+        input_names = self._input_names
+        for name in argument_names if named else ():
+            if name in input_names and name in named:
                 named[name + _INPUT] = named.pop(name)
-            if f"{name}_" in named and f"{name}_" not in taken:
+            if f"{name}_" in named and f"{name}_" not in input_names:
                 if name in named:
                     raise TypeError(f"{method.__name__} got both '{name}' and '{name}_'")
                 named[name] = named.pop(f"{name}_")

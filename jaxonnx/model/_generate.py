@@ -28,17 +28,18 @@ from jaxonnx._network import Network
 from jaxonnx._run.program import Program
 from jaxonnx.errors import InputError
 
-_BY_LENGTH = ("GroupQueryAttention", "SparseAttention")
+_READING_BY_LENGTH = ("GroupQueryAttention", "SparseAttention")
 """Operators whose past may have room behind its tokens."""
-_JOINING = ("Concat", "Attention", "MultiHeadAttention")
+_JOINING_CACHES = ("Concat", "Attention", "MultiHeadAttention")
 """Operators that put new tokens behind all of the past."""
 
-Room = Literal["behind", "before"]
+Side = Literal["behind", "before"]
+"""The side of the tokens on which a cache is filled up."""
 Logits = Callable[..., tuple[jax.Array, dict[str, Any]]]
 
 
 def stop_tokens(model: Network) -> tuple[int, ...]:
-    """Return the tokens that end a text, as the folder of a model says."""
+    """Return the tokens that end a text, from the configuration in the model's folder."""
     if model.folder is None:
         return ()
     settings = model.folder.read_json(GENAI).get("model", {})
@@ -49,7 +50,7 @@ def stop_tokens(model: Network) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Generator:
-    """Continues tokens by a model, with one program for each shape."""
+    """Generate continuations of token rows by a model, with one program for each shape."""
 
     model: Network
 
@@ -65,10 +66,11 @@ class Generator:
     ) -> list[np.ndarray]:
         """Return each prompt with its continuation, up to a token of `stop`.
 
-        Where an encoder reads the prompts, it is the first token of the decoder that is continued.
+        An encoder-decoder model reads the prompts by its encoder; the decoder starts from its start
+        token.
 
         Raises:
-          InputError: the model is no decoder, or arguments that do not fit.
+          InputError: the model is not a decoder, or the arguments do not fit.
         """
         rows = [np.asarray(prompt) for prompt in prompts]
         if not rows or not all(
@@ -81,83 +83,83 @@ class Generator:
         if not temperature >= 0:
             raise InputError(f"temperature must be at least 0, and is {temperature!r}")
         lengths = np.array([len(row) for row in rows])
-        width, even = int(lengths.max()), len({*lengths.tolist()}) == 1
-        room = self._room if even or not self._states else None
-        left = room == "before"
+        width, of_one_length = int(lengths.max()), len({*lengths.tolist()}) == 1
+        side = self._padding_side if of_one_length or not self._has_fixed_caches else None
+        pads_left = side == "before"
         tokens = np.zeros((len(rows), width), np.int64)
-        for line, row in zip(tokens, rows, strict=True):
-            line[width - len(row) if left else 0 :][: len(row)] = row
+        for target, row in zip(tokens, rows, strict=True):
+            target[width - len(row) if pads_left else 0 :][: len(row)] = row
         source: dict[str, Any] = {}
-        if self._encoded:
+        if self._sources:
             source = self._feed_encoder(tokens, lengths)
-            tokens, lengths = np.full((len(rows), 1), self._first), np.ones(len(rows), int)
+            tokens, lengths = np.full((len(rows), 1), self._start_token), np.ones(len(rows), int)
             rows = [*tokens]
-        run, key = self._programs[room, temperature > 0], jax.random.key(seed)
+        run, key = self._programs[side, temperature > 0], jax.random.key(seed)
         new = run(params, state, source, tokens, lengths, temperature, key, count=count)
         return [_end(row, part, stop) for row, part in zip(rows, np.asarray(new), strict=True)]
 
     def _feed_encoder(self, tokens: np.ndarray, lengths: np.ndarray) -> dict[str, jax.Array]:
         """Return the inputs of the encoder, which reads tokens [batch, width]."""
-        there = np.arange(tokens.shape[1]) < lengths[:, None]
-        masked = any(value.name.endswith("mask") for value in self._encoded)
-        if not masked and not there.all():
+        mask = np.arange(tokens.shape[1]) < lengths[:, None]
+        has_mask = any(value.name.endswith("mask") for value in self._sources)
+        if not has_mask and not mask.all():
             raise InputError("the encoder has no mask: it takes rows of one length")
-        return self._fill(self._encoded, self._prompt, tokens, there, there.cumsum(1) - 1)
+        return self._fill(self._sources, self._prompt_input, tokens, mask, mask.cumsum(1) - 1)
 
     def _check_tokens(self, rows: Sequence[np.ndarray]) -> None:
-        """Refuse tokens that the model does not have."""
-        count = next(value.rows for value in self._inputs if value.name == self._prompt)
+        """Raise an InputError if a token is outside the model's vocabulary."""
+        count = next(value.rows for value in self._inputs if value.name == self._prompt_input)
         for number, row in enumerate(rows):
-            wrong = row[(row < 0) | (row >= count)] if count is not None else row[row < 0]
-            if len(wrong):
-                most = "" if count is None else f" to {count - 1}"
+            unknown = row[(row < 0) | (row >= count)] if count is not None else row[row < 0]
+            if len(unknown):
+                limit = "" if count is None else f" to {count - 1}"
                 raise InputError(
-                    f"row {number} of the tokens to continue has {wrong[0]}; the model has tokens "
-                    f"from 0{most}"
+                    f"row {number} of the tokens to continue has {unknown[0]}; the model has "
+                    f"tokens from 0{limit}"
                 )
 
     @cached_property
     def _programs(self) -> dict[Any, Any]:
         return {
-            (room, draws): jax.jit(
-                partial(self._write if room is None else self._continue, room, draws),
+            (side, draws): jax.jit(
+                partial(self._decode_whole if side is None else self._decode_cached, side, draws),
                 static_argnames="count",
             )
-            for room in (None, "behind", "before")
+            for side in (None, "behind", "before")
             for draws in (False, True)
         }
 
     @cached_property
-    def _whole(self) -> Program:
+    def _program(self) -> Program:
         return self.model.program.restore()
 
     @cached_property
     def _inputs(self) -> tuple[Value, ...]:
-        return replace(self.model, program=self._whole).inputs
+        return replace(self.model, program=self._program).inputs
 
     @cached_property
     def _caches(self) -> Caches | None:
-        return find_caches(self._whole.graph, self._inputs)
+        return find_caches(self._program.graph, self._inputs)
 
     @cached_property
-    def _others(self) -> tuple[Value, ...]:
-        """The inputs besides the caches and those of an encoder: the tokens, and what they say."""
+    def _token_inputs(self) -> tuple[Value, ...]:
+        """The decoder's inputs of tokens, masks and positions: neither caches nor the encoder's."""
         names = set() if self._caches is None else self._caches.names
-        names |= {value.name for value in self._encoded}
+        names |= {value.name for value in self._sources}
         return tuple(value for value in self._inputs if value.name not in names)
 
     @cached_property
-    def _encoded(self) -> tuple[Value, ...]:
+    def _sources(self) -> tuple[Value, ...]:
         """The inputs of the encoder before a decoder; a decoder alone has none."""
         if DECODER_TOKENS not in {value.name for value in self._inputs}:
             return ()
         names = set() if self._caches is None else self._caches.names
-        given = (v for v in self._inputs if not v.name.startswith("decoder_"))
-        return tuple(value for value in given if value.name not in names)
+        values = (v for v in self._inputs if not v.name.startswith("decoder_"))
+        return tuple(value for value in values if value.name not in names)
 
     @cached_property
-    def _first(self) -> int:
-        """The token that a decoder behind an encoder begins with."""
+    def _start_token(self) -> int:
+        """The first token of the decoder of an encoder-decoder model."""
         folder = self.model.folder
         first = None if folder is None else decoder_numbers(folder)[0]
         if first is None:
@@ -168,15 +170,15 @@ class Generator:
         return first
 
     @cached_property
-    def _tokens(self) -> str:
-        return self._find_tokens(self._others)
+    def _token_input(self) -> str:
+        return self._find_token_input(self._token_inputs)
 
     @cached_property
-    def _prompt(self) -> str:
-        return self._find_tokens(self._encoded or self._others)
+    def _prompt_input(self) -> str:
+        return self._find_token_input(self._sources or self._token_inputs)
 
-    def _find_tokens(self, values: Sequence[Value]) -> str:
-        """Return the one input of tokens among values, of which others can be derived."""
+    def _find_token_input(self, values: Sequence[Value]) -> str:
+        """Return the name of the one input of tokens; masks and positions are derived from it."""
         derived = derived_inputs(values)
         names = [value.name for value in values if value.name not in derived]
         kinds = [v.dtype for v in values if v.name in names]
@@ -187,66 +189,71 @@ class Generator:
         return names[0]
 
     @cached_property
-    def _logits(self) -> str:
-        outputs = self._whole.graph.outputs
+    def _logits_output(self) -> str:
+        outputs = self._program.graph.outputs
         name = "logits" if "logits" in outputs else outputs[0]
         if self._caches is not None and name in self._caches.pairs.values():
             raise InputError("the model has no output of logits")
         return name
 
     @cached_property
-    def _growing(self) -> dict[str, int]:
-        """The axis along which each cache that grows does so."""
+    def _growing_axes(self) -> dict[str, int]:
+        """The axis along which each cache grows, by name; caches of a fixed size are absent."""
         if self._caches is None:
             return {}
-        found = {}
+        axes = {}
         for value in self._caches.values:
-            kept = self._caches.sizes[value.name]
+            fixed_sizes = self._caches.sizes[value.name]
             open_axes = [
                 axis
                 for axis, size in enumerate(value.shape or ())
-                if axis and not isinstance(size, int) and size not in kept
+                if axis and not isinstance(size, int) and size not in fixed_sizes
             ]
             if len(open_axes) == 1:
-                found[value.name] = open_axes[0]
-        return found
+                axes[value.name] = open_axes[0]
+        return axes
 
     @cached_property
-    def _states(self) -> bool:
+    def _has_fixed_caches(self) -> bool:
         """Whether caches have a fixed size, so that they cannot tell padding from tokens."""
-        return self._caches is not None and len(self._growing) < len(self._caches.pairs)
+        return self._caches is not None and len(self._growing_axes) < len(self._caches.pairs)
 
     @cached_property
-    def _room(self) -> Room | None:
-        """Where caches have room for tokens to come; None for models without such caches."""
-        masked = any(value.name.endswith("attention_mask") for value in self._others)
-        if self._encoded or self._caches is None or not masked or not self._growing:
+    def _padding_side(self) -> Side | None:
+        """The side on which prompts and caches are padded; None if caches cannot be used.
+
+        Caches of a fixed length hold room for the tokens to come. Operators that take lengths
+        (GroupQueryAttention) read a prefix, so that the room is behind; those that join past and
+        new along an axis always append, so that the room is before the prompt, and masked.
+        """
+        masked = any(value.name.endswith("attention_mask") for value in self._token_inputs)
+        if self._sources or self._caches is None or not masked or not self._growing_axes:
             return None
         sizes = {
             value.shape[axis]
             for value in self._caches.values
-            if value.shape and (axis := self._growing.get(value.name)) is not None
+            if value.shape and (axis := self._growing_axes.get(value.name)) is not None
         }
         readers = {
             node.op.name
-            for node in self._whole.graph.nodes
-            if not {*node.reads}.isdisjoint(self._growing)
+            for node in self._program.graph.nodes
+            if not {*node.reads}.isdisjoint(self._growing_axes)
         }
         if len(sizes) > 1:  # some slide over a window
             return None
         readers.discard("Shape")
-        if readers <= {*_BY_LENGTH}:
+        if readers <= {*_READING_BY_LENGTH}:
             return "behind"
-        return "before" if readers <= {*_JOINING} else None
+        return "before" if readers <= {*_JOINING_CACHES} else None
 
     def _feed(self, tokens: jax.Array, mask: jax.Array, positions: jax.Array) -> dict[str, Any]:
         """Return the inputs besides the caches and those of an encoder."""
-        return self._fill(self._others, self._tokens, tokens, mask, positions)
+        return self._fill(self._token_inputs, self._token_input, tokens, mask, positions)
 
     def _fill(
         self, values: Sequence[Value], name: str, tokens: Any, mask: Any, positions: Any
     ) -> dict[str, Any]:
-        """Return tokens for the input of that name, and what is derived of them for the others."""
+        """Return the tokens for the input `name`, and masks and positions for the others."""
         feed: dict[str, Any] = {}
         for value in values:
             if value.name == name:
@@ -263,14 +270,14 @@ class Generator:
         values = program.evaluate(params, state, feed, training=False)
         return dict(zip(program.graph.outputs, values, strict=True))
 
-    def _write(
+    def _decode_whole(
         self, _: None, draws: bool, params, state, source, tokens, lengths, heat, key, count
     ):
-        """Return new tokens [batch, count], with all computed again for each."""
-        program = self._whole
+        """Return new tokens [batch, count]; each step runs the model on the whole sequence."""
+        program = self._program
         if self._caches is not None:
             program = program.without_cache(self._caches)
-        program = program.with_outputs({self._logits})
+        program = program.with_outputs({self._logits_output})
         batch, width = tokens.shape
         tokens = jnp.pad(jnp.asarray(tokens), ((0, 0), (0, count)))
         places = jnp.arange(width + count)
@@ -280,75 +287,78 @@ class Generator:
             mask = places < ends[:, None]
             positions = jnp.broadcast_to(places, tokens.shape)
             feed = {**source, **self._feed(tokens, mask, positions)}
-            found = self._run(program, params, state, feed)
-            logits = found[self._logits][jnp.arange(batch), ends - 1]
-            new = _choose(logits, draws, heat, jax.random.fold_in(key, i))
-            return tokens.at[jnp.arange(batch), ends].set(new.astype(tokens.dtype)), new
+            outputs = self._run(program, params, state, feed)
+            logits = outputs[self._logits_output][jnp.arange(batch), ends - 1]
+            chosen = _choose(logits, draws, heat, jax.random.fold_in(key, i))
+            return tokens.at[jnp.arange(batch), ends].set(chosen.astype(tokens.dtype)), chosen
 
         return jax.lax.scan(step, tokens, jnp.arange(count))[1].T
 
-    def _continue(
-        self, room: Room, draws: bool, params, state, _, tokens, lengths, heat, key, count
+    def _decode_cached(
+        self, side: Side, draws: bool, params, state, _, tokens, lengths, temperature, key, count
     ):
-        """Return new tokens [batch, count], through the caches."""
+        """Return new tokens [batch, count], by a prefill of the caches and a step for each token.
+
+        The caches have their final size from the start, so that all steps share one program.
+        """
         assert self._caches is not None
-        caches, left = self._caches, room == "before"
-        program = self._whole.with_outputs({self._logits, *caches.pairs.values()})
+        caches, pads_left = self._caches, side == "before"
+        program = self._program.with_outputs({self._logits_output, *caches.pairs.values()})
         first = program.without_cache(caches)
-        kept = replace(
+        graph = replace(
             first.graph, outputs=program.graph.outputs, output_types=program.graph.output_types
         )
-        first = replace(first, graph=kept)
+        first = replace(first, graph=graph)
         batch, width = tokens.shape
         size, lengths, tokens = width + count, jnp.asarray(lengths), jnp.asarray(tokens)
-        here = jnp.arange(width)
-        mask = here >= width - lengths[:, None] if left else here < lengths[:, None]
+        columns = jnp.arange(width)
+        mask = columns >= width - lengths[:, None] if pads_left else columns < lengths[:, None]
         positions = (mask.cumsum(1) - 1).clip(0)
-        found = self._run(first, params, state, self._feed(tokens, mask, positions))
-        ends = jnp.full(batch, width - 1) if left else lengths - 1
-        logits = found[self._logits][jnp.arange(batch), ends]
+        outputs = self._run(first, params, state, self._feed(tokens, mask, positions))
+        ends = jnp.full(batch, width - 1) if pads_left else lengths - 1
+        logits = outputs[self._logits_output][jnp.arange(batch), ends]
 
         def make_room(name: str, value: jax.Array) -> jax.Array:
             pads = [(0, 0)] * value.ndim
-            if (axis := self._growing.get(name)) is not None:
-                # one place is that of the new token
-                pads[axis] = (size - 1 - width, 0) if left else (0, size - width)
+            if (axis := self._growing_axes.get(name)) is not None:
+                # a step itself adds one slot, that of its new token
+                pads[axis] = (size - 1 - width, 0) if pads_left else (0, size - width)
             return jnp.pad(value, pads)
 
-        pasts = {name: make_room(name, found[out]) for name, out in caches.pairs.items()}
-        places = jnp.arange(size)
+        pasts = {name: make_room(name, outputs[out]) for name, out in caches.pairs.items()}
+        slots = jnp.arange(size)
 
         def step(carry, i):
             pasts, logits = carry
-            new = _choose(logits, draws, heat, jax.random.fold_in(key, i))
-            seen = lengths + i + 1
-            mask = places >= size - seen[:, None] if left else places < seen[:, None]
-            feed = self._feed(new[:, None], mask, seen[:, None] - 1)
+            chosen = _choose(logits, draws, temperature, jax.random.fold_in(key, i))
+            counts = lengths + i + 1
+            mask = slots >= size - counts[:, None] if pads_left else slots < counts[:, None]
+            feed = self._feed(chosen[:, None], mask, counts[:, None] - 1)
             feed |= {**caches.switches_on, **pasts}
-            found = self._run(program, params, state, feed)
-            pasts = {name: found[out] for name, out in caches.pairs.items()}
-            if left:
+            outputs = self._run(program, params, state, feed)
+            pasts = {name: outputs[out] for name, out in caches.pairs.items()}
+            if pads_left:  # drop the oldest slot, which is padding, to keep the size
                 pasts = {
-                    name: jax.lax.slice_in_dim(value, 1, None, axis=self._growing[name])
-                    if name in self._growing
+                    name: jax.lax.slice_in_dim(value, 1, None, axis=self._growing_axes[name])
+                    if name in self._growing_axes
                     else value
                     for name, value in pasts.items()
                 }
-            return (pasts, found[self._logits][:, -1]), new
+            return (pasts, outputs[self._logits_output][:, -1]), chosen
 
         return jax.lax.scan(step, (pasts, logits), jnp.arange(count))[1].T
 
 
-def _choose(logits: jax.Array, draws: bool, heat: Any, key: jax.Array) -> jax.Array:
+def _choose(logits: jax.Array, draws: bool, temperature: Any, key: jax.Array) -> jax.Array:
     """Return a token for each row."""
     logits = logits.astype(jnp.float32)
     if not draws:
         return logits.argmax(-1)
-    return jax.random.categorical(key, logits / heat)
+    return jax.random.categorical(key, logits / temperature)
 
 
 def _end(prompt: np.ndarray, new: np.ndarray, stop: Sequence[int]) -> np.ndarray:
-    """Return a prompt with its continuation, which ends with the first token of `stop`."""
+    """Join a prompt and its continuation, which ends with the first token of `stop`."""
     ends = np.flatnonzero(np.isin(new, [*stop]))
     return np.concatenate([prompt, new[: ends[0] + 1] if len(ends) else new]).astype(prompt.dtype)
 
@@ -367,5 +377,5 @@ def generate(
     single = np.ndim(ids[0]) == 0 if len(ids) else False
     ends = stop_tokens(model) if stop is None else np.ravel(stop).tolist()
     prompts = [ids] if single else [*ids]
-    found = generator(model.params, model.state, prompts, count, temperature, seed, ends)
-    return found[0] if single else found
+    continuations = generator(model.params, model.state, prompts, count, temperature, seed, ends)
+    return continuations[0] if single else continuations

@@ -132,7 +132,7 @@ def load(
     if dequantize:
         proto, tensors = dequantize_weights(proto, tensors)
     graph = bind(proto, proto.graph, tensors.keys())
-    if names := _ties(graph, tensors, proto, tied):
+    if names := _tied_names(graph, tensors, proto, tied):
         stored = {n: of for n, of in find_duplicates(proto.graph, tensors).items() if n in names}
         replace_duplicates(proto.graph, stored, tensors)
         for name in names:
@@ -148,12 +148,12 @@ def load(
     }
     tensors.clear()  # so that each array is freed as soon as it is copied
     program = Program(graph, constants, limit=limit)
-    where = {}
+    placement = {}
     if mesh is not None:
-        where = model_shardings(Model(params, state, proto, program, originals), mesh, sharding)
+        placement = model_shardings(Model(params, state, proto, program, originals), mesh, sharding)
     for group in (params, state):
         for name in group:
-            group[name] = _on_device(group[name], where.get(name))
+            group[name] = _to_device(group[name], placement.get(name))
     if sum(value.nbytes for group in (params, state) for value in group.values()) > TRIM_LIMIT:
         jax.block_until_ready((params, state))
         gc.collect(0)  # JAX lets go of the arrays that it has copied when Python collects
@@ -167,8 +167,8 @@ def load(
     return model if trainable is None else model.with_trainable(trainable)
 
 
-def _on_device(value: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
-    """Return an array whose values nothing else can change."""
+def _to_device(value: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
+    """Copy an array to the devices, so that later writes to `value` do not reach it."""
     base = value.base
     while isinstance(base, np.ndarray):
         base = base.base
@@ -178,27 +178,27 @@ def _on_device(value: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
     return (put if isinstance(base, bytes) else put_copies)(value, sharding)
 
 
-def _ties(
-    graph: Graph, tensors: Mapping[str, Any], proto: ModelProto, wanted: Select | None
+def _tied_names(
+    graph: Graph, tensors: Mapping[str, Any], proto: ModelProto, requested: Select | None
 ) -> set[str]:
-    """Return the tensors that stay one with another, as `load` says."""
+    """Return the names of the tensors that stay tied to another, as `load(tied=)` says."""
     statistics = running_statistics(graph)
-    stored = {} if proto.training_info else find_duplicates(proto.graph, tensors)
-    pairs = stored | {
+    copies = {} if proto.training_info else find_duplicates(proto.graph, tensors)
+    pairs = copies | {
         name: of
         for name, of in sources(proto.graph, tensors).items()
         if name not in statistics
         and of not in statistics
         and jnp.issubdtype(tensors[name].dtype, jnp.floating)
     }
-    if wanted is None:
+    if requested is None:
         shared = (n for n, of in pairs.items() if is_shared(tensors[n], tensors[of]))
-        return {*stored, *shared}
+        return {*copies, *shared}
     chosen = select(
-        wanted, {n: tensors[n] for n in pairs}, "tied", kind="Identity of a weight in the model"
+        requested, {n: tensors[n] for n in pairs}, "tied", kind="Identity of a weight in the model"
     )
     for name in chosen:
-        if name not in stored and not equal_bits(tensors[name], tensors[pairs[name]]):
+        if name not in copies and not equal_bits(tensors[name], tensors[pairs[name]]):
             raise InputError(
                 f"tied={name!r}: it has other values than '{pairs[name]}', so that one of them "
                 "would be lost; leave it out of tied="

@@ -87,12 +87,12 @@ class Model(Network, Rendered):
         Raises:
           InputError: arguments that do not fit the inputs.
         """
-        kept, values = self._call_form, self._arguments(inputs, named)
-        if kept.reads.isdisjoint(values):
-            given = kept.params, kept.state, rng, values
-            return _one(self.program(*given, changes=kept.changes))
+        form, values = self._call_form, self._arguments(inputs, named)
+        if form.reads.isdisjoint(values):
+            arguments_of_form = form.params, form.state, rng, values
+            return _unpack_single(self.program(*arguments_of_form, changes=form.changes))
         # the caller replaces a tensor of which another one was made
-        return _one(self.program(self.params, self.state, rng, values))
+        return _unpack_single(self.program(self.params, self.state, rng, values))
 
     @inputs_first
     def apply(
@@ -115,7 +115,7 @@ class Model(Network, Rendered):
         """
         state = self.state if state is None else state
         values = data(self._arguments(inputs, named))
-        return _one(self.program.evaluate(params, state, values, key=rng, training=False))
+        return _unpack_single(self.program.evaluate(params, state, values, key=rng, training=False))
 
     @inputs_first
     def apply_train(
@@ -138,8 +138,8 @@ class Model(Network, Rendered):
         outputs = self.program.evaluate(
             params, state, values, key=rng, training=True, updates=updates
         )
-        renewed = {name: updates.get(name, value) for name, value in state.items()}
-        return _one(outputs), renewed
+        new_state = {name: updates.get(name, value) for name, value in state.items()}
+        return _unpack_single(outputs), new_state
 
     def predict(
         self,
@@ -666,5 +666,5 @@ class Model(Network, Rendered):
         return overview(self)
 
 
-def _one(outputs: tuple) -> Any:
+def _unpack_single(outputs: tuple) -> Any:
     return outputs[0] if len(outputs) == 1 else outputs

@@ -46,19 +46,19 @@ def predictions(
     def start_batches() -> Iterator[tuple[Any, np.ndarray]]:
         for batch in track_batches(examples.batches(0), examples.steps, show):
             outputs = run(*batch.inputs)
-            varied = examples.width(batch) if isinstance(examples, Padded) else _shapes(batch)
+            varied = examples.width(batch) if isinstance(examples, Padded) else _shapes_of(batch)
             widths.append(varied)
             yield outputs if isinstance(outputs, tuple) else (outputs,), batch.weight > 0
 
     parts = [
-        tuple(_rows(*pair, real) for pair in zip(names, outputs, strict=True))
+        tuple(_real_rows(*pair, real) for pair in zip(names, outputs, strict=True))
         for outputs, real in prefetch(start_batches())
     ]
-    whole = {
-        value.name: _join_rows(value, columns, widths, lengths)
+    joined = {
+        value.name: _join_batches(value, columns, widths, lengths)
         for value, columns in zip(values, zip(*parts, strict=True), strict=True)
     }
-    return whole if len(names) > 1 else whole[names[0]]
+    return joined if len(names) > 1 else joined[names[0]]
 
 
 def read_inputs(model: Network, data: Any, size: int | None, padding: Padding) -> Source:
@@ -70,29 +70,33 @@ def read_inputs(model: Network, data: Any, size: int | None, padding: Padding) -
     return examples
 
 
-def _rows(name: str, output: Any, real: np.ndarray) -> np.ndarray:
-    """Return the rows of an output that belong to examples."""
+def _real_rows(name: str, output: Any, real: np.ndarray) -> np.ndarray:
+    """Return the rows of an output that belong to examples, without those of padding.
+
+    Raises:
+      InputError: the output does not have the batch along its first axis.
+    """
     if not isinstance(output, jax.Array | np.ndarray) or output.shape[:1] != real.shape:
-        what = f"has shape {output.shape}" if hasattr(output, "shape") else "is not an array"
+        problem = f"has shape {output.shape}" if hasattr(output, "shape") else "is not an array"
         raise InputError(
-            f"output '{name}' {what} for a batch of {len(real)}: predict joins outputs that have "
-            "the examples along the first axis; call the model itself, or choose others with "
+            f"output '{name}' {problem} for a batch of {len(real)}: predict joins outputs that "
+            "have the examples along the first axis; call the model itself, or choose others with "
             "model.with_outputs"
         )
     rows = np.asarray(output)
     return rows if real.all() else rows[real]
 
 
-def _join_rows(
+def _join_batches(
     value: Value, parts: Sequence[np.ndarray], widths: Sequence[Any], lengths: np.ndarray | None
 ) -> np.ndarray | list[np.ndarray]:
-    """Return the rows of all batches as an array, or as a list where they have lengths.
+    """Join the rows of all batches: an array, or a list of arrays if their lengths differ.
 
     Args:
-      widths: what each batch was filled up to, or the shapes of its inputs.
-      lengths: of the examples, without what filled them up.
+      widths: the padded length of each batch, or the shapes of its inputs.
+      lengths: those of the examples, without padding.
     """
-    if lengths is not None and _along(value, parts, widths):
+    if lengths is not None and _is_per_position(value, parts, widths):
         rows = (row for part in parts for row in part)
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
     if shapes := {part.shape[1:] for part in parts} - {parts[0].shape[1:]}:
@@ -105,12 +109,12 @@ def _join_rows(
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _along(value: Value, parts: Sequence[np.ndarray], widths: Sequence[int]) -> bool:
-    """Return whether an output has a row for each place of a sequence."""
+def _is_per_position(value: Value, parts: Sequence[np.ndarray], widths: Sequence[int]) -> bool:
+    """Check whether an output has an entry for each position of a padded sequence."""
     if value.shape is not None and (len(value.shape) < 2 or isinstance(value.shape[1], int)):
         return False
     return all(p.ndim > 1 and p.shape[1] == width for p, width in zip(parts, widths, strict=True))
 
 
-def _shapes(batch: Batch) -> tuple[Any, ...]:
+def _shapes_of(batch: Batch) -> tuple[Any, ...]:
     return tuple(x.shape[1:] for x in batch.inputs)

@@ -29,9 +29,9 @@ def open_quantized(model: M) -> tuple[M, int]:
     Returns:
       The model, and the number of the parameters.
     """
-    proto, added, opened = open_operators(model.proto, model.tensors)
+    proto, added, weights_of_operators = open_operators(model.proto, model.tensors)
     model = with_file(model, proto, added)
-    proto, floats, points = unfold(model.proto, model.graph, model.tensors, opened)
+    proto, floats, points = unfold(model.proto, model.graph, model.tensors, weights_of_operators)
     return with_computed(model, proto, points, floats), len(floats)
 
 
@@ -47,37 +47,39 @@ def is_quantized(model: Network) -> bool:
 def with_computed(
     model: M, proto: ModelProto, constants: Any, params: Any, state: Mapping[str, Any] | None = None
 ) -> M:
-    """Return the model of a file in which nodes compute some of its tensors from new ones."""
-    own = {name: jnp.asarray(x) for name, x in (state or {}).items()}
-    before, after = (
-        {name for node in one.graph.node for name in node.output} for one in (model.proto, proto)
+    """Return the model of `proto`, whose nodes compute some old tensors from new ones."""
+    new_state = {name: jnp.asarray(x) for name, x in (state or {}).items()}
+    old, new = (
+        {name for node in file.graph.node for name in node.output} for file in (model.proto, proto)
     )
-    rest = dataclasses.replace(
+    without_replaced = dataclasses.replace(
         model,
-        state={n: x for n, x in model.state.items() if n not in after - before} | own,
+        state={n: x for n, x in model.state.items() if n not in new - old} | new_state,
         program=dataclasses.replace(
             model.program,
-            constants={n: x for n, x in model.program.constants.items() if n not in after - before},
+            constants={n: x for n, x in model.program.constants.items() if n not in new - old},
         ),
     )
-    net: Any = with_file(rest, proto, {**constants, **params})
-    kept = [name for name in model.params if name in net.tensors]
-    chosen = {*kept, *params}
+    net: Any = with_file(without_replaced, proto, {**constants, **params})
+    kept_params = [name for name in model.params if name in net.tensors]
+    chosen = {*kept_params, *params}
     net = net.with_trainable(lambda name, _: name in chosen)
-    return dataclasses.replace(net, params={n: net.params[n] for n in (*kept, *params)})
+    return dataclasses.replace(net, params={n: net.params[n] for n in (*kept_params, *params)})
 
 
 def without_schedule(model: M) -> M:
-    """Return a model whose rounding follows no schedule, with the scales that its ranges give."""
+    """Return a model that rounds with constant scales, taken from its moving ranges."""
     if all(entry.domain != DOMAIN for entry in model.proto.opset_import):
         return model
-    proto, moved = remove_schedule(model.proto)
+    proto, moving_ranges = remove_schedule(model.proto)
     state = {**model.state}
-    for one in moved:
-        limits = (state[name] for name in (one.low, one.high))
-        symmetric = not one.zero_point
-        scale, point = range_parameters(*limits, element_dtype(one.type), symmetric)
-        state |= {one.scale: scale} if symmetric else {one.scale: scale, one.zero_point: point}
+    for moving in moving_ranges:
+        limits = state[moving.low], state[moving.high]
+        symmetric = not moving.zero_point
+        scale, point = range_parameters(*limits, element_dtype(moving.type), symmetric)
+        state[moving.scale] = scale
+        if not symmetric:
+            state[moving.zero_point] = point
     net = with_file(dataclasses.replace(model, state=state), proto)
-    # those of adapters are not in the graph
+    # factors of adapters are not in the graph, so `with_file` has dropped them
     return dataclasses.replace(net, params=model.params)

@@ -20,14 +20,14 @@ def reinitialize(
     graph: Graph,
     tensors: Mapping[str, Any],
     constants: Mapping[str, Any],
-    wanted: Select,
+    selection: Select,
     rng: jax.Array,
     initializer: Initializer,
     places: Places,
 ) -> dict[str, Any]:
-    """Return the tensors, with new values of the wanted ones, as `Model.reinitialize` says."""
+    """Return the tensors with new values for the selected ones, as in `Model.reinitialize`."""
     floats = {n: v for n, v in tensors.items() if jnp.issubdtype(v.dtype, jnp.floating)}
-    chosen = select(wanted, floats, "names", places=places)
+    chosen = select(selection, floats, "names", places=places)
     names = [name for name in floats if name in chosen]
     meanings = weights(graph, {**constants, **tensors})
     keys = jax.random.split(rng, len(names))
@@ -44,9 +44,9 @@ def _draw(value: Any, weight: Weight, key: jax.Array, initializer: Initializer) 
         return jnp.full(shape, weight.start, dtype)
     if weight.matrix is None:
         return initializer(key, shape, dtype)
-    order, separate = weight.matrix.order, len(weight.matrix.batch)
-    moved = [shape[axis] for axis in order]
-    batch, one = math.prod(moved[:separate]), tuple(moved[separate:])
-    drawn = jnp.stack([initializer(k, one, dtype) for k in jax.random.split(key, batch)])
+    order, batch_axes = weight.matrix.order, len(weight.matrix.batch)
+    permuted = [shape[axis] for axis in order]
+    batch, matrix = math.prod(permuted[:batch_axes]), tuple(permuted[batch_axes:])
+    matrices = jnp.stack([initializer(k, matrix, dtype) for k in jax.random.split(key, batch)])
     inverse = sorted(range(len(order)), key=order.__getitem__)
-    return drawn.reshape(moved).transpose(inverse)
+    return matrices.reshape(permuted).transpose(inverse)

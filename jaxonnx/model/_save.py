@@ -15,9 +15,9 @@ from jaxonnx._io.save import in_file_types, to_onnx
 from jaxonnx._network import Network
 from jaxonnx._rewrite.quantize import fold
 from jaxonnx.errors import InputError
-from jaxonnx.model._adapters import AdapterForm, adapter_form, insert_factors, merge_adapters
+from jaxonnx.model._adapters import AdapterForm, choose_adapter_form, insert_factors, merge_adapters
 from jaxonnx.model._quantized import without_schedule
-from jaxonnx.model._sparsity import find_unrecorded
+from jaxonnx.model._sparsity import describe_unrecorded
 
 
 def file_values(model: Network) -> dict[str, np.ndarray]:
@@ -40,14 +40,14 @@ def to_proto(
       folded: of a model that is trained through rounding, write the integers of its weights, and
         no ranges that move.
     """
-    form = adapter_form(model, adapters)
+    form = choose_adapter_form(model, adapters)
     net = merge_adapters(model, requantize=True) if form == "merged" else model
     net = without_schedule(net) if folded else net
     values, adaption = file_values(net), net.program.adaption
-    kept = values if adaption is None else adaption.without_factors(values)
-    names = {*net.params} & kept.keys(), {*net.state}
-    proto = to_onnx(net.proto, kept, *names, repeat=repeat)
-    proto = fold(proto, net.graph, kept) if folded else proto
+    tensors = values if adaption is None else adaption.without_factors(values)
+    names = {*net.params} & tensors.keys(), {*net.state}
+    proto = to_onnx(net.proto, tensors, *names, repeat=repeat)
+    proto = fold(proto, net.graph, tensors) if folded else proto
     return proto if adaption is None else insert_factors(model, values, form, proto)
 
 
@@ -69,14 +69,14 @@ def save(
             )
         folders.save_folder(path, model.folder, proto)
         return
-    formats.save(path, proto, partial(_weights, model), external_data=external_data, sparse=sparse)
+    formats.save(path, proto, partial(_merge, model), external_data=external_data, sparse=sparse)
     if formats.of(path).graph is None or model.sparsity is not None:
         return
-    if message := find_unrecorded(model.graph, model.tensors, model.params):
+    if message := describe_unrecorded(model.graph, model.tensors, model.params):
         warnings.warn(f"'{os.fspath(path)}': {message}", stacklevel=3)
 
 
-def _weights(model: Network) -> dict[str, Any]:
+def _merge(model: Network) -> dict[str, Any]:
     """Return parameters and state with adapters merged, for a file of weights alone."""
     net = merge_adapters(model)
     return {n: w for n, w in file_values(net).items() if n in net.params or n in net.state}

@@ -16,7 +16,7 @@ from jaxonnx._io import protos
 from jaxonnx._io.tensors import to_array
 from jaxonnx._network import Network
 from jaxonnx._text import format_count
-from jaxonnx.model._tie_notes import constants, small, ties
+from jaxonnx.model._tie_notes import describe_constants, describe_ties, float_arrays
 
 _ROWS = 60
 """Tensors listed one by one; the rest is counted."""
@@ -25,33 +25,33 @@ _ROWS = 60
 def overview(model: Network) -> Group:
     """Return inputs, outputs, operators, tensors and warnings for rich to render."""
     opsets = ", ".join(f"{e.domain or 'ai.onnx'} {e.version}" for e in model.proto.opset_import)
-    who = model.proto.producer_name, model.proto.producer_version
-    producer = " ".join(filter(None, map(protos.text, who)))
+    producer_fields = model.proto.producer_name, model.proto.producer_version
+    producer = " ".join(filter(None, map(protos.text, producer_fields)))
     facts = Table.grid(padding=(0, 2))
     facts.add_column(no_wrap=True)
     facts.add_column(overflow="fold")
-    named = protos.text(model.proto.graph.name) or "(unnamed)"
+    graph_name = protos.text(model.proto.graph.name) or "(unnamed)"
     by = f", by {producer}" if producer else ""
-    facts.add_row("graph", Text(f"{named}, {opsets}{by}"))
+    facts.add_row("graph", Text(f"{graph_name}, {opsets}{by}"))
     for title, values in (("input", model.inputs), ("output", model.outputs)):
         for value in values:
             facts.add_row(title, Text(str(value)))
-    operators = Counter(map(operator, steps(model)))
-    listed = ", ".join(f"{name} {count}" for name, count in operators.most_common())
-    facts.add_row("operators", Text(listed or "none"))
+    operators = Counter(map(operator_name, traced_nodes(model)))
+    operator_counts = ", ".join(f"{name} {count}" for name, count in operators.most_common())
+    facts.add_row("operators", Text(operator_counts or "none"))
     trained = sum(v.size for v in model.params.values())
-    kept = {**model.state, **small(model.program.constants)}
-    frozen = sum(v.size for v in kept.values())
-    for title, numbers, tensors in (("trained", trained, model.params), ("frozen", frozen, kept)):
-        shown = f"{format_count(numbers, 'number')} in {format_count(len(tensors), 'tensor')}"
-        facts.add_row(title, shown if tensors else "none")
-    for title, text in constants(model._places.roles):
+    fixed = {**model.state, **float_arrays(model.program.constants)}
+    frozen = sum(v.size for v in fixed.values())
+    for title, numbers, tensors in (("trained", trained, model.params), ("frozen", frozen, fixed)):
+        amount = f"{format_count(numbers, 'number')} in {format_count(len(tensors), 'tensor')}"
+        facts.add_row(title, amount if tensors else "none")
+    for title, text in describe_constants(model._places.roles):
         facts.add_row(title, Text(text))
     if model.sparsity is not None:
         count = format_count(len(model.sparsity.layers), "tensor")
         by = f" by {model.sparsity.method}" if model.sparsity.method else ""
         facts.add_row("sparse", f"{count}, {model.sparsity}{by}, as the file records")
-    for text in ties(model.proto.graph, model.tensors, model.params):
+    for text in describe_ties(model.proto.graph, model.tensors, model.params):
         facts.add_row("tied", Text(text))
     for info in model.proto.training_info:
         facts.add_row("training", Text(_training(info)))
@@ -67,7 +67,7 @@ def overview(model: Network) -> Group:
     table.add_column("trained", justify="center", no_wrap=True)
     stored = {n: w.storage for n, w in weights(model.graph, model.tensors).items() if w.storage}
     rows = [(n, v, "yes") for n, v in model.params.items()]
-    rows += [(n, v, "no") for n, v in kept.items()]
+    rows += [(n, v, "no") for n, v in fixed.items()]
     for name, value, role in rows[:_ROWS]:
         storage = stored.get(name)
         shape, kind = (value if storage is None else storage).shape, storage or value.dtype
@@ -78,8 +78,8 @@ def overview(model: Network) -> Group:
             role,
         )
     if len(rows) > _ROWS:
-        more = f"... {len(rows) - _ROWS} more: model.tensors has all, jaxonnx info --layers too"
-        return Group(facts, table, Text(more))
+        note = f"... {len(rows) - _ROWS} more: model.tensors has all, jaxonnx info --layers too"
+        return Group(facts, table, Text(note))
     return Group(facts, table) if rows else Group(facts)
 
 
@@ -88,12 +88,12 @@ def format_name(name: str, aliases: Mapping[str, str]) -> str:
     return f"{aliases[name]} ({name})" if name in aliases else name
 
 
-def steps(model: Network) -> Iterator[Node]:
-    """Yield the nodes as training sees them."""
+def traced_nodes(model: Network) -> Iterator[Node]:
+    """Yield the nodes of the graph, with Dropout and other training changes applied."""
     return (step for node in model.graph.nodes for step in model.program.overlay.steps(node))
 
 
-def operator(node: Node) -> str:
+def operator_name(node: Node) -> str:
     """Return the name of the operator or function that a node calls."""
     return node.op.name or node.label.split("(")[-1].rstrip(")")
 

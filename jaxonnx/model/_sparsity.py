@@ -25,7 +25,7 @@ M = TypeVar("M", bound=Network)
 
 
 def options(graph: Graph, tensors: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a graph says of its weights, as `Model.sparsity_options` does."""
+    """Return `exclude` and `axes` of `sparse.layers` for a graph, as `Model.sparsity_options`."""
     meanings = weights(graph, tensors)
     exclude = {name: meanings[name].dense for name in params if meanings[name].dense}
     matrices = {name: w.matrix for name, w in meanings.items() if w.matrix}
@@ -33,10 +33,10 @@ def options(graph: Graph, tensors: Mapping[str, Any], params: Mapping[str, Any])
     return {"exclude": exclude, "axes": lambda name, _: axes.get(name)}
 
 
-def selector(
+def resolve_selection(
     select: Select | Iterable[re.Pattern], params: Mapping[str, Any], places: Places
 ) -> Callable[[str, Any], bool]:
-    """Return `select` of `sparse.layers` as a predicate, by the names that a model has for weights.
+    """Return `select` of `sparse.layers` as a predicate; names of modules and nodes also select.
 
     Raises:
       SparsityError: a name or expression selects no parameter.
@@ -44,57 +44,57 @@ def selector(
     if callable(select):
         return select
     chosen: set[str] = set()
-    for one in [select] if isinstance(select, str | re.Pattern) else select:
-        if isinstance(one, re.Pattern):
-            names = {name for name in params if one.fullmatch(name)}
+    for entry in [select] if isinstance(select, str | re.Pattern) else select:
+        if isinstance(entry, re.Pattern):
+            names = {name for name in params if entry.fullmatch(name)}
         else:
-            names = matching(one, params, places=places)
+            names = matching(entry, params, places=places)
         if not names:
-            text = one if isinstance(one, str) else one.pattern
+            text = entry if isinstance(entry, str) else entry.pattern
             raise SparsityError(f"{text!r} selects no parameter; {near(text, params, places)}")
         chosen |= names
     return lambda name, _: name in chosen
 
 
-def by_tensor(
+def resolve_patterns(
     patterns: Mapping[str, str | SparsityPattern], params: Mapping[str, Any], places: Places
 ) -> dict[str, str | SparsityPattern]:
-    """Return patterns by names that a model has for weights as those of the parameters themselves.
+    """Return patterns keyed by parameter, from patterns keyed by any name that selects weights.
 
     Raises:
       SparsityError: a name or expression selects no parameter.
     """
-    found: dict[str, str | SparsityPattern] = {}
-    for wanted, pattern in patterns.items():
-        chosen = selector(wanted, params, places)
+    resolved: dict[str, str | SparsityPattern] = {}
+    for selection, pattern in patterns.items():
+        chosen = resolve_selection(selection, params, places)
         for name in params:
             if chosen(name, None):
-                found.setdefault(re.escape(name), pattern)
-    return found
+                resolved.setdefault(re.escape(name), pattern)
+    return resolved
 
 
-def find_unrecorded(graph: Graph, tensors: Mapping[str, Any], params: Mapping[str, Any]) -> str:
+def describe_unrecorded(graph: Graph, tensors: Mapping[str, Any], params: Mapping[str, Any]) -> str:
     """Say which parameters have 2:4 zeros along their input axis; return "" if none has."""
     axes = options(graph, tensors, params)["axes"]
     weights = {name: (np.asarray(w), axes(name, w)) for name, w in params.items()}
-    # the first groups tell of nearly every dense weight that it is dense
-    likely = {name: pair for name, pair in weights.items() if pair[1] and _starts_sparse(*pair)}
+    # a look at the first groups rules out nearly every dense weight, without its search
+    likely = {name: pair for name, pair in weights.items() if pair[1] and _may_be_sparse(*pair)}
     if not likely:
         return ""
     from jaxonnx.sparse import Pattern, has
 
-    names = [name for name, (w, where) in likely.items() if has(w, Pattern(2, 4, False), where)]
+    names = [name for name, (w, layout) in likely.items() if has(w, Pattern(2, 4, False), layout)]
     if not names:
         return ""
-    which = f"{names[0]!r} and {len(names) - 1} more have" if names[1:] else f"{names[0]!r} has"
+    subject = f"{names[0]!r} and {len(names) - 1} more have" if names[1:] else f"{names[0]!r} has"
     return (
-        f"{which} 2:4 zeros, which the file does not record: jaxonnx.sparse.record(model) does, "
+        f"{subject} 2:4 zeros, which the file does not record: jaxonnx.sparse.record(model) does, "
         "for packed files and for sparse.verify"
     )
 
 
-def _starts_sparse(w: np.ndarray, axes: tuple[int, int]) -> bool:
-    """Check whether at most two of the first four inputs of the first outputs are not zero."""
+def _may_be_sparse(w: np.ndarray, axes: tuple[int, int]) -> bool:
+    """Check that the first group of four inputs of the first outputs has at most two non-zeros."""
     first = [slice(4) if axis in axes else slice(1) for axis in range(w.ndim)]
     return int(np.count_nonzero(w[tuple(first)], axis=axes[1]).max(initial=0)) <= 2
 
@@ -117,9 +117,9 @@ def with_record(
         params, places = model.params, model._places
         chosen = {**options(model.graph, model.tensors, params), **choice}
         if chosen.get("select") is not None:
-            chosen["select"] = selector(chosen["select"], params, places)
+            chosen["select"] = resolve_selection(chosen["select"], params, places)
         if isinstance(pattern, Mapping):
-            pattern = by_tensor(pattern, params, places)
+            pattern = resolve_patterns(pattern, params, places)
         report = sparse.layers(params, pattern, transposable=transposable, **chosen)
         set_record(proto, report, method)
     return replace(model, proto=proto)
@@ -128,13 +128,13 @@ def with_record(
 def with_products(model: M) -> M:
     """Return the model of `Model.with_sparse_products`."""
     layers = () if model.sparsity is None else model.sparsity.layers
-    pairs = [x for x in layers if x.pattern is not None and x.pattern.name == "2:4"]
-    axes = {x.name: x.axes[1] for x in pairs if x.axes is not None}
+    layers_2_4 = [x for x in layers if x.pattern is not None and x.pattern.name == "2:4"]
+    axes = {x.name: x.axes[1] for x in layers_2_4 if x.axes is not None}
     if not axes:
-        found = "none" if model.sparsity is None else str(model.sparsity)
+        recorded = "none" if model.sparsity is None else str(model.sparsity)
         raise SparsityError(
-            f"sparse products are of weights that the model records as 2:4, and it records {found}:"
-            " sparse.record(model) records those that are"
+            f"sparse products are of weights that the model records as 2:4, and it records "
+            f"{recorded}: sparse.record(model) records those that are"
         )
     from jaxonnx.sparse import prepare_products
 

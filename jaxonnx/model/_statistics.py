@@ -39,39 +39,39 @@ class Norm(NamedTuple):
 
 
 def find_norms(graph: Graph, state: Mapping[str, Any]) -> list[Norm]:
-    """Return the normalizations whose statistics training renews, those of functions included."""
-    found = []
+    """Return the normalizations whose statistics training updates, also within functions."""
+    norms = []
     for node in graph.nodes:
         if node.op.normalizes:
             mean, variance = (node.inputs[i] for i in node.op.state)
-            found.append(Norm(mean, variance, float(node.attributes.get("momentum", 0.9))))
+            norms.append(Norm(mean, variance, float(node.attributes.get("momentum", 0.9))))
         if node.body is not None:
             outer = dict(zip(node.body.inputs, node.inputs, strict=False)) | dict(node.body.lifted)
-            found += [
+            norms += [
                 Norm(outer[norm.mean], outer[norm.variance], norm.momentum)
                 for norm in find_norms(node.body, outer)
             ]
-    return [n for n in found if {n.mean, n.variance} <= state.keys() and n.momentum < 1]
+    return [n for n in norms if {n.mean, n.variance} <= state.keys() and n.momentum < 1]
 
 
-def renewed_norms(model: Network) -> list[Norm]:
+def batch_norms(model: Network) -> list[Norm]:
     """Return the normalizations that use the statistics of the batch in training."""
     return [] if model.program.overlay.frozen else find_norms(model.graph, model.state)
 
 
-def first_totals(norms: Sequence[Norm], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the statistics of no examples; their number is that of the key ""."""
+def zero_totals(norms: Sequence[Norm], state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the pooled statistics of no examples; the key "" counts the examples."""
     names = {name for norm in norms for name in norm[:2]}
     return {"": np.float32(0)} | {n: np.zeros(np.shape(state[n]), np.float32) for n in names}
 
 
-def add_batch(
+def pool_batch(
     norms: Sequence[Norm],
     totals: Mapping[str, jax.Array],
     renew: Callable[[dict[str, jax.Array]], Mapping[str, jax.Array]],
     count: int,
 ) -> dict[str, jax.Array]:
-    """Return statistics with those of a further batch.
+    """Pool statistics with those of one more batch.
 
     Args:
       renew: a function from running statistics to those after a step.
@@ -79,29 +79,29 @@ def add_batch(
     """
     # from zero, a step leaves the statistics of the batch times (1 - momentum)
     new = renew({name: jnp.zeros_like(x) for name, x in totals.items() if name})
-    whole = totals[""] + count
-    part = count / whole
-    found = {"": whole}
+    total = totals[""] + count
+    part = count / total
+    result = {"": total}
     for norm in norms:
         mean, variance = (new[name] / (1 - norm.momentum) for name in norm[:2])
         old, change = totals[norm.variance], mean - totals[norm.mean]
-        found[norm.mean] = totals[norm.mean] + part * change
-        # the variance of two sets together (Chan, Golub and LeVeque, 1983)
-        found[norm.variance] = old + part * (variance - old) + part * (1 - part) * change**2
-    return found
+        result[norm.mean] = totals[norm.mean] + part * change
+        # the variance of the union of two sets (Chan, Golub and LeVeque, 1983)
+        result[norm.variance] = old + part * (variance - old) + part * (1 - part) * change**2
+    return result
 
 
-def with_totals(
+def apply_totals(
     state: Mapping[str, jax.Array], totals: Mapping[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """Return statistics with those of all batches, in their own types."""
+    """Return the state with the pooled statistics in place of its own, in its types."""
     return {n: totals[n].astype(x.dtype) if n in totals else x for n, x in state.items()}
 
 
 def recompute(
     model: Network, batches: Iterable[Sequence[Any]], rng: jax.Array | None
 ) -> dict[str, jax.Array]:
-    """Return the state of a model, which uses those of the batch, with statistics of its inputs.
+    """Return the state of a model with its running statistics recomputed over `batches`.
 
     Raises:
       InputError: the model has no running statistics, or the new ones are not finite.
@@ -120,19 +120,19 @@ def recompute(
             model.program.evaluate(params, tensors, values, key=key, training=True, updates=updates)
             return updates
 
-        return add_batch(norms, totals, renew, len(inputs[0]))
+        return pool_batch(norms, totals, renew, len(inputs[0]))
 
-    totals: Any = first_totals(norms, model.state)
+    totals: Any = zero_totals(norms, model.state)
     for number, inputs in enumerate(batches):
-        own = jax.random.fold_in(key, number)
-        totals = add(totals, model.params, model.state, own, tuple(inputs))
+        batch_key = jax.random.fold_in(key, number)
+        totals = add(totals, model.params, model.state, batch_key, tuple(inputs))
     if not all(jnp.isfinite(x).all() for x in totals.values()):
         raise InputError("the statistics of the data are not finite; those of the model are kept")
-    return with_totals(model.state, totals)
+    return apply_totals(model.state, totals)
 
 
-def single_values(model: Network, inputs: Sequence[Any]) -> list[str]:
-    """Return the outputs of normalizations of the main graph that see one number a channel."""
+def find_single_values(model: Network, inputs: Sequence[Any]) -> list[str]:
+    """Return the outputs of normalizations whose input has only one value for each channel."""
     norms = [n for n in model.graph.nodes if n.op.normalizes and n.inputs[0] and n.outputs[0]]
     if model.program.overlay.frozen or not norms or len(inputs[0]) != 1:
         return []
@@ -144,8 +144,8 @@ def single_values(model: Network, inputs: Sequence[Any]) -> list[str]:
         model.params,
         model.state,
     )
-    given = dict(zip(names, shapes[-len(names) :], strict=True))
+    shape_of = dict(zip(names, shapes[-len(names) :], strict=True))
     single = [
-        node for node in norms if given[node.inputs[0]].size == given[node.inputs[0]].shape[1]
+        node for node in norms if shape_of[node.inputs[0]].size == shape_of[node.inputs[0]].shape[1]
     ]
     return [node.outputs[0] for node in single]

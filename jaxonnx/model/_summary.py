@@ -20,7 +20,7 @@ from jaxonnx._io.protos import modules
 from jaxonnx._network import Network
 from jaxonnx._run.shapes import evaluate_shapes, infer_types
 from jaxonnx._text import WIDTH, Rendered
-from jaxonnx.model._show import format_name, operator, steps
+from jaxonnx.model._show import format_name, operator_name, traced_nodes
 
 _HEADS = ("layer", "operator", "output", "parameters", "trained")
 
@@ -41,7 +41,7 @@ class Layer(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """What a layer is called in the file; any of these chooses its weights (`with_trainable`)."""
+    """The names of a layer in the file; `with_trainable` accepts any of them."""
 
     module: str
     """The innermost module, or scope, that its exporter recorded; empty if none."""
@@ -63,7 +63,7 @@ class Summary(Rendered):
     size: int
     """Bytes of both."""
     origins: tuple[Origin, ...]
-    """What each of the layers is called in the file."""
+    """The names of each layer in the file."""
     matrices: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Outputs and inputs of each weight that is a matrix: a rank of LoRA is below both."""
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -76,19 +76,19 @@ class Summary(Rendered):
 
     def _lines(self) -> Iterator[Text]:
         """Yield each layer in a line, and below it what else the file calls it, in full."""
-        rows = [_HEADS, *map(_cells, self.layers)]
+        rows = [_HEADS, *map(_format_row, self.layers)]
         wide = [max(len(row[i]) for row in rows) for i in range(len(_HEADS))]
         # a name that is longer than its column has a line of its own, so that it can be copied
         wide[0] = min(wide[0], max(WIDTH - sum(wide[1:]) - 2 * len(wide[1:]), 4))
         details = [(), *map(self._details, self.layers, self.origins)]
-        for (name, kind, shape, count, trained), below in zip(rows, details, strict=True):
+        for (name, kind, shape, count, trained), more_lines in zip(rows, details, strict=True):
             if len(name) > wide[0]:
                 yield Text(name)
                 name = ""
             cells = [name.ljust(wide[0]), kind.ljust(wide[1]), shape.ljust(wide[2])]
             line = "  ".join([*cells, count.rjust(wide[3]), trained])
-            yield Text(line.rstrip(), "" if below != () else "bold")
-            yield from (Text(f"    {text}", "dim") for text in below)
+            yield Text(line.rstrip(), "" if more_lines != () else "bold")
+            yield from (Text(f"    {text}", "dim") for text in more_lines)
 
     def _details(self, layer: Layer, origin: Origin) -> Iterator[str]:
         """Yield notes, module, node and tensors of a layer, beside each other if they fit."""
@@ -107,49 +107,49 @@ class Summary(Rendered):
             yield from [*parts[:-1], *(f"tensor {name}" for name in tensors)]
 
 
-def _cells(layer: Layer) -> tuple[str, ...]:
-    """Return the row of a layer."""
+def _format_row(layer: Layer) -> tuple[str, ...]:
+    """Return the cells of a layer's row."""
     count = trained = ""
     if layer.parameters:
         count = f"{layer.parameters:,}"
         trained = f"{layer.trained:,}" if layer.trained else "no"
         trained = "yes" if layer.trained == layer.parameters else trained
-    shape = "?" if layer.shape is None else _shape(layer.shape)
+    shape = "?" if layer.shape is None else _format_shape(layer.shape)
     return layer.name, layer.operator, shape, count, trained
 
 
 def summary(model: Network) -> Summary:
     """Return the layers of a model: nodes other than views, constants and shape arithmetic."""
     tensors, graph = model.tensors, model.graph
-    values, known = _shapes(model)
+    values, known = _infer_values(model)
     origins = {name: node for node in model.proto.graph.node for name in node.output}
-    found = weights(graph, tensors)
-    stored = {name: weight.storage for name, weight in found.items() if weight.storage}
-    used: dict[int, list[str]] = {}
+    meanings = weights(graph, tensors)
+    stored = {name: weight.storage for name, weight in meanings.items() if weight.storage}
+    readings: dict[int, list[str]] = {}
     views: set[int] = set()
     for use in uses(graph, tensors):
         if use.passes and use.node is use.outer and use.node.body is None:
             views.add(use.node.index)
-        used.setdefault(use.outer.index, []).append(use.name)
+        readings.setdefault(use.outer.index, []).append(use.name)
     layers: list[Layer] = []
     places: list[Origin] = []
     counted: set[str] = set()
-    for node in steps(model):
-        # what a subgraph gives out as it is has no use within it
-        read = [*used.get(node.index, ()), *(name for name in node.reads if name in tensors)]
+    for node in traced_nodes(model):
+        # a tensor that a subgraph returns unchanged has no use within it, but is read by the node
+        read = [*readings.get(node.index, ()), *(name for name in node.reads if name in tensors)]
         first = node.outputs[0] if node.outputs else ""
         if not node.op.view and node.index not in views and first not in known:
             origin, value = origins.get(first), values.get(first)
             weights_of = list(dict.fromkeys(read))
             places.append(_origin(model, node, origin, weights_of))
-            named = origin, places[-1]
-            layers.append(_layer(model, tensors, stored, node, named, value, weights_of, counted))
+            names = origin, places[-1]
+            layers.append(_layer(model, tensors, stored, node, names, value, weights_of, counted))
             counted.update(read)
     trained, frozen = (sum(v.size for v in group.values()) for group in (model.params, model.state))
     size = sum(v.nbytes for v in (*model.params.values(), *model.state.values()))
     matrices = {
         name: weight.matrix.sizes(weight.shape)
-        for name, weight in found.items()
+        for name, weight in meanings.items()
         if weight.matrix is not None
         and (weight.storage or name in model.params or name in model.state)
     }
@@ -157,8 +157,11 @@ def summary(model: Network) -> Summary:
     return Summary(tuple(layers), trained, frozen, size, tuple(places), matrices, aliases)
 
 
-def _shapes(model: Network) -> tuple[dict[str, Value], frozenset[str]]:
-    """Return the values of a graph, and the known: of what is inferred these are whole numbers."""
+def _infer_values(model: Network) -> tuple[dict[str, Value], frozenset[str]]:
+    """Return the values of a graph by name, and the names of those known before it runs.
+
+    Where shapes cannot be evaluated they are inferred, and integer values count as known.
+    """
     shapes = evaluate_shapes(model.proto, model.graph, model.tensors)
     values, known = ({}, frozenset()) if shapes is None else (shapes.values, shapes.known)
     names = [n for node in model.graph.nodes for n in node.outputs if n and n not in values]
@@ -173,12 +176,12 @@ def _layer(
     tensors: Mapping[str, Any],
     stored: Mapping[str, Storage],
     node: Node,
-    named: tuple[NodeProto | None, Origin],
+    names: tuple[NodeProto | None, Origin],
     value: Value | None,
     weights: list[str],
     counted: Collection[str],
 ) -> Layer:
-    origin, called = named
+    source, called = names
     learned = [w for w in weights if w in model.params or w in model.state]
     adapted = [w for w in learned if f"{w}.lora_A" in model.params]
     new = [w for w in learned if w not in counted]
@@ -191,9 +194,9 @@ def _layer(
             "frozen statistics" if model.program.overlay.frozen else "batch statistics in training"
         )
     if node.op.name == "Dropout":
-        where = "in training" if origin and origin.op_type == "Dropout" else "put here for training"
+        where = "in training" if source and source.op_type == "Dropout" else "put here for training"
         notes.append(f"{_ratio(model, node):.2g} {where}")
-    if origin is not None and is_folded(origin):
+    if source is not None and is_folded(source):
         notes.append("BatchNormalization folded?")
     if shared := [w for w in learned if w in counted]:
         notes.append(f"shares {', '.join(shared)}")
@@ -201,7 +204,7 @@ def _layer(
     scope = called.module and not called.node.startswith(f"{called.module}/")
     return Layer(
         name=called.module if scope else called.node,
-        operator=operator(node),
+        operator=operator_name(node),
         shape=None if value is None else value.shape,
         parameters=sum(math.prod(stored.get(w, tensors[w]).shape) for w in new),
         trained=sum(tensors[w].size for w in trained),
@@ -214,15 +217,15 @@ def _origin(
 ) -> Origin:
     path = [] if origin is None else modules(origin)
     learned = tuple(w for w in weights if w in model.params or w in model.state)
-    name = (origin and origin.name) or next(iter(node.outputs), operator(node))
+    name = (origin and origin.name) or next(iter(node.outputs), operator_name(node))
     return Origin(path[-1] if path else "", name, learned)
 
 
 def _ratio(model: Network, node: Node) -> float:
     """Return the ratio of a Dropout node, NaN if it is computed."""
-    changed = model.program.overlay.dropout.get(next(iter(node.outputs), ""))
-    if changed is not None:
-        return changed
+    override = model.program.overlay.dropout.get(next(iter(node.outputs), ""))
+    if override is not None:
+        return override
     if len(node.inputs) < 2 or not node.inputs[1]:
         return node.attributes.get("ratio", 0.5)
     known = {**model.graph.initializers, **model.program.constants}
@@ -232,5 +235,5 @@ def _ratio(model: Network, node: Node) -> float:
     return float(ratio.reshape(()))
 
 
-def _shape(shape: tuple) -> str:
+def _format_shape(shape: tuple) -> str:
     return ", ".join("?" if d is None else str(d) for d in shape) or "scalar"

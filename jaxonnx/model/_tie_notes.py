@@ -11,36 +11,39 @@ from jaxonnx._io.ties import sources, tied_names
 from jaxonnx._text import list_some
 
 
-def ties(proto: GraphProto, tensors: Mapping[str, Any], params: Collection[str]) -> Iterator[str]:
+def describe_ties(
+    proto: GraphProto, tensors: Mapping[str, Any], params: Collection[str]
+) -> Iterator[str]:
     """Yield what was decided of the Identity nodes over parameters, as `load(tied=)` has it."""
-    kept = {name: of for name, of in tied_names(proto, tensors).items() if of in params}
-    for of in dict.fromkeys(kept.values()):
-        names = list_some(f"'{name}'" for name, root in kept.items() if root == of)
+    tied = {name: of for name, of in tied_names(proto, tensors).items() if of in params}
+    for of in dict.fromkeys(tied.values()):
+        names = list_some(f"'{name}'" for name, root in tied.items() if root == of)
         yield f"'{of}' is also {names}: one weight, trained as one"
-    own = [f"'{name}'" for name in sources(proto, tensors) if name in params]
-    if own:
+    untied = [f"'{name}'" for name in sources(proto, tensors) if name in params]
+    if untied:
         yield (
-            f"not {list_some(own)}: an Identity of another weight in the file, equal to it by "
+            f"not {list_some(untied)}: an Identity of another weight in the file, equal to it by "
             "coincidence; load(..., tied=) decides otherwise"
         )
 
 
-def constants(roles: Roles) -> Iterator[tuple[str, str]]:
+def describe_constants(roles: Roles) -> Iterator[tuple[str, str]]:
     """Yield which tensors are not trained, although they stand where weights do or may be learned.
 
     Each with its heading.
     """
     reasons: dict[str, list[str]] = {}
-    for name, why in roles.constants.items():
-        reasons.setdefault(why, []).append(f"'{name}'")
-    for why, names in reasons.items():
+    for name, reason in roles.constants.items():
+        reasons.setdefault(reason, []).append(f"'{name}'")
+    for reason, names in reasons.items():
         text = (
-            f"{list_some(names, '')}: {why}; trainable=[*model.params, {names[0]}] would train it"
+            f"{list_some(names, '')}: {reason}; "
+            f"trainable=[*model.params, {names[0]}] would train it"
         )
         yield "constant", text
-    if left := roles.unplaced:
-        places = ", ".join(f"'{name}' (at {reader})" for name, reader in left.items())
-        names = ", ".join(map(repr, left))
+    if unplaced := roles.unplaced:
+        places = ", ".join(f"'{name}' (at {reader})" for name, reader in unplaced.items())
+        names = ", ".join(map(repr, unplaced))
         yield (
             "learned?",
             f"{places}: not trained, because no operator has a weight there; "
@@ -48,7 +51,7 @@ def constants(roles: Roles) -> Iterator[tuple[str, str]]:
         )
 
 
-def small(constants: Mapping[str, Any]) -> dict[str, Any]:
+def float_arrays(constants: Mapping[str, Any]) -> dict[str, Any]:
     """Return the floating-point constants of several numbers, which the program knows."""
     return {
         name: value

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxonnx._data.forms import lacks_batch_axis
 from jaxonnx.errors import InputError, TrainingError
-from jaxonnx.model import Model, renewed_norms, with_any_batch, with_whole_inputs
+from jaxonnx.model import Model, batch_norms, with_any_batch, with_whole_inputs
 from jaxonnx.training._settings import Settings
 
 
@@ -23,7 +23,7 @@ def fit_to_batches(model: Model, settings: Settings, data: Any) -> tuple[Model, 
     model = with_whole_inputs(model, settings.batching) if settings.batching else model
     if not lacks_batch_axis(data, model.inputs):
         return model, []
-    if settings.statistics != "frozen" and renewed_norms(model):
+    if settings.statistics != "frozen" and batch_norms(model):
         raise TrainingError(
             "the file takes one example, without a batch, and its BatchNormalization would see one "
             "example at a time: pass statistics='frozen', or export it with a batch axis"

@@ -15,7 +15,7 @@ from jaxonnx._data.batches import Batch
 from jaxonnx._graph.roles import running_statistics
 from jaxonnx.errors import TrainingError
 from jaxonnx.lowering import separate_heads
-from jaxonnx.model import Model, add_batch, renewed_norms, without_schedule
+from jaxonnx.model import Model, batch_norms, pool_batch, without_schedule
 from jaxonnx.training._objective import Objective
 from jaxonnx.training._precision import PRECISIONS, LossScale, round_products
 from jaxonnx.training._sequences import restore_inputs
@@ -222,7 +222,7 @@ class GradientStep(Step):
             tensors = {**self._read(frozen), **state.state, **zeros}
             return self._run(params, tensors, key, *batch.inputs)[1]
 
-        return add_batch(renewed_norms(self.model), totals, renew, len(batch.weight))
+        return pool_batch(batch_norms(self.model), totals, renew, len(batch.weight))
 
     def row(self, sums: Any) -> dict[str, float]:
         return self._goal.row(sums)

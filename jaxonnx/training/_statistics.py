@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxonnx._data.batches import Batch, Source
 from jaxonnx._text import format_count
-from jaxonnx.model import MOST, first_totals, renewed_norms, single_values, with_totals
+from jaxonnx.model import MOST, apply_totals, batch_norms, find_single_values, zero_totals
 from jaxonnx.training._settings import Settings
 from jaxonnx.training._step import State, Step
 from jaxonnx.training._stopping import Interrupt
@@ -27,7 +27,7 @@ class Statistics:
     def __init__(
         self, step: Step, examples: Source, settings: Settings, state: State, interrupt: Interrupt
     ):
-        norms = [n for n in renewed_norms(step.model) if {*n[:2]} <= state.state.keys()]
+        norms = [n for n in batch_norms(step.model) if {*n[:2]} <= state.state.keys()]
         self._norms = [] if settings.statistics == "batch" else norms
         self._always = settings.statistics == "recompute"
         self._step, self._examples, self._interrupt = step, examples, interrupt
@@ -45,7 +45,7 @@ class Statistics:
         self._left, self._batches = self._are_unsettled(steps), 0
         if not self._left or self._examples.spent or not batches:
             return state
-        totals: Any = first_totals(self._norms, state.state)
+        totals: Any = zero_totals(self._norms, state.state)
         self._batches, self._steps = min(batches, MOST), steps
         for batch in self._interrupt.iterate(self._read(epoch)):
             batch = self._step.put(batch, self._examples.in_shares)
@@ -53,7 +53,7 @@ class Statistics:
         if not all(jnp.isfinite(x).all() for x in totals.values()):
             return state
         self._left = False
-        new = with_totals(state.state, totals)
+        new = apply_totals(state.state, totals)
         return state.replace(state={n: _place(x, state.state[n]) for n, x in new.items()})
 
     def _are_unsettled(self, steps: int) -> bool:
@@ -97,7 +97,7 @@ def _place(x: jax.Array, old: jax.Array) -> jax.Array:
 
 def warn_of_single_values(step: Step, batch: Batch) -> None:
     """Warn of normalizations over one number, whose output is their bias whatever the input."""
-    if not (names := single_values(step.model, batch.inputs)):
+    if not (names := find_single_values(step.model, batch.inputs)):
         return
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     warnings.warn(

@@ -125,7 +125,7 @@ class Step(ABC):
         """Return the sums with those of a batch, of losses and metrics in inference mode."""
 
     def statistics(self, totals: Any, state: State, batch: Any, frozen: Any = None) -> Any:
-        """Return the pooled statistics of `first_totals` with those of a batch in training.
+        """Return the pooled statistics of `zero_totals` with those of a batch in training.
 
         The weights are those of `view`. A step without BatchNormalization returns what it is given.
         """

@@ -43,7 +43,7 @@ def test_greedy_is_that_of_onnxruntime(model):
     found = model.generate(PROMPT, max_new_tokens=12, stop=[])
     np.testing.assert_array_equal(found, greedy(model, PROMPT, 12))
     assert len({*found.tolist()}) > 10
-    assert model._generator._room is not None
+    assert model._generator._padding_side is not None
 
 
 def test_rows_of_unequal_length_are_those_alone(model):
@@ -56,10 +56,10 @@ def test_without_caches_all_is_computed_again():
     model = varied(OPTIMUM)
     plain = model.with_outputs("logits")
     whole = jaxonnx.load(plain.to_onnx()).without_cache()
-    assert whole._generator._room is None
+    assert whole._generator._padding_side is None
     found = model.generate(PROMPT, max_new_tokens=4, stop=[])
     again = type(model._generator)(model)
-    again.__dict__["_room"] = None
+    again.__dict__["_padding_side"] = None
     (other,) = again(model.params, model.state, [PROMPT], 4)
     np.testing.assert_array_equal(found, other)
 
