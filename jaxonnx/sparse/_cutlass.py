@@ -15,7 +15,7 @@ from jaxonnx.sparse._nm import Pattern
 from jaxonnx.sparse._pack import Packed
 
 _ROWS = 8
-"""Rows that a tensor core reads side by side."""
+"""The rows of the matrix that one group of a tensor core's threads reads together."""
 
 
 def to_cutlass(packed: Packed) -> tuple[np.ndarray, np.ndarray]:
@@ -41,7 +41,7 @@ def to_cutlass(packed: Packed) -> tuple[np.ndarray, np.ndarray]:
     values = np.asarray(packed.values)
     if packed.pattern not in (Pattern(2, 4), Pattern(2, 4, False)) or values.ndim != 3:
         raise SparsityError(f"CUTLASS takes 2:4 matrices, not {packed.pattern}{[*packed.shape]}")
-    word, rows = _layout(values.dtype), values.shape[0]
+    word, rows = _metadata_dtype(values.dtype), values.shape[0]
     columns = values.shape[1] * 4
     _check_size(rows, columns, word)
     metadata = np.asarray(packed.indices).view(word.newbyteorder("<")).astype(word)
@@ -59,7 +59,7 @@ def from_cutlass(values: np.ndarray, metadata: np.ndarray, *, axis: int = 1) -> 
     Raises:
       SparsityError: sizes that do not belong together, or places that are not in ascending order.
     """
-    word, (rows, half) = _layout(values.dtype), values.shape
+    word, (rows, half) = _metadata_dtype(values.dtype), values.shape
     _check_size(rows, 2 * half, word)
     if metadata.dtype.itemsize != word.itemsize or metadata.shape != (
         rows,
@@ -77,8 +77,12 @@ def from_cutlass(values: np.ndarray, metadata: np.ndarray, *, axis: int = 1) -> 
     return packed
 
 
-def _layout(dtype: np.dtype) -> np.dtype:
-    """Return the type of the metadata of matrices of a type."""
+def _metadata_dtype(dtype: np.dtype) -> np.dtype:
+    """Return the dtype of the metadata elements for a matrix of `dtype`.
+
+    Raises:
+      SparsityError: the hardware has no 2:4 product of `dtype`.
+    """
     if dtype == np.int8:
         return np.dtype(np.uint32)
     if dtype in (np.float16, jnp.bfloat16):
@@ -87,6 +91,8 @@ def _layout(dtype: np.dtype) -> np.dtype:
 
 
 def _check_size(rows: int, columns: int, word: np.dtype) -> None:
+    # a tile of the metadata's layout: 32 x 32 elements of the matrix in half precision, 16 x 64
+    # in int8
     group, width = 64 // word.itemsize, 16 * word.itemsize
     if rows % group or columns % width:
         raise SparsityError(
@@ -95,9 +101,9 @@ def _check_size(rows: int, columns: int, word: np.dtype) -> None:
 
 
 def _reorder(metadata: np.ndarray) -> np.ndarray:
-    """Put the elements of metadata into the order of the hardware."""
+    """Reorder the elements of metadata (rows, columns) from row-major to the hardware's order."""
     rows, columns = metadata.shape
-    lanes = 64 // metadata.itemsize // _ROWS
+    lanes = 64 // metadata.itemsize // _ROWS  # groups of _ROWS rows that interleave: 4, int8: 2
     x = metadata.reshape(-1, lanes, _ROWS, columns).swapaxes(1, 2)  # interleave distant rows
     x = x.reshape(rows // 2, 2, columns // 2, 2).swapaxes(1, 3)  # transpose blocks of 2 x 2
     x = x.reshape(rows, columns // 2, 2).swapaxes(0, 1)  # pairs of columns, one below the other
@@ -105,7 +111,7 @@ def _reorder(metadata: np.ndarray) -> np.ndarray:
 
 
 def _restore(metadata: np.ndarray) -> np.ndarray:
-    """Undo `_reorder`."""
+    """Invert `_reorder`: its three steps backwards."""
     rows, columns = metadata.shape
     lanes = 64 // metadata.itemsize // _ROWS
     x = metadata.reshape(columns // 2, rows, 2).swapaxes(0, 1)

@@ -16,51 +16,60 @@ from jaxonnx.sparse._templates import Axes, best_codes
 
 LANES = 128
 TILE = 4 * LANES
-"""Rows and columns of a tile: every fourth of them fill the lanes."""
+"""The rows and columns of a tile, so that the 128 rows `r, r + 4, r + 8, ...` fill the lanes."""
 
 
 def search(w: jax.Array, axes: Axes, interpret: bool = False) -> list[jax.Array]:
-    """Find what `_templates.search` finds."""
+    """Find the best template of every 4x4 block on TPU: the results of `_templates.search`.
+
+    Args:
+      w: floating-point weight; both `axes` are multiples of 4.
+      axes: the axes that become rows and columns of the blocks, non-negative.
+      interpret: whether Pallas interprets the kernel, for tests on other platforms.
+    """
     from jax.experimental import pallas as pl
 
     rows, columns = sorted(axes)
 
-    def kernel(w, found, whole, kept, wide, *turned):
+    def kernel(w, codes, whole, kept, wide, *transposed):
+        # transposed[r] holds rows r, r + 4, ... of the tile as columns, so that a second strided
+        # read along its first axis gives one cell of all 128 x 128 blocks, without a short axis
         for lanes in _SLABS:
             wide[...] = w[:, lanes].astype(jnp.float32)
             for r in range(4):
-                turned[r][lanes, :] = wide[pl.ds(r, LANES, stride=4), :].T
-        places = [_place(cell, axes) for cell in range(16)]
-        cells = [jnp.abs(turned[r][pl.ds(c, LANES, stride=4), :]) for r, c in places]
-        code = best_codes(cells)
-        found[...] = code.T.astype(jnp.int16)
-        # what a tile at the edge has beyond it is anything
+                transposed[r][lanes, :] = wide[pl.ds(r, LANES, stride=4), :].T
+        places = [_cell_place(cell, axes) for cell in range(16)]
+        cells = [jnp.abs(transposed[r][pl.ds(c, LANES, stride=4), :]) for r, c in places]
+        code = best_codes(cells)  # [column of the block, row of the block]
+        codes[...] = code.T.astype(jnp.int16)
+        # a tile at the edge of the weight reads undefined values beyond it: leave them out of sums
         column, row = (jax.lax.broadcasted_iota(jnp.int32, code.shape, axis) for axis in (0, 1))
         inside = row < shape[rows] // 4 - pl.program_id(1) * LANES
         inside &= column < shape[columns] // 4 - pl.program_id(2) * LANES
         ones = [jnp.where((code >> (15 - i)) & 1 == 1, x, 0) for i, x in enumerate(cells)]
+        # partial sums of 8 x 128, the smallest tile that a TPU writes; the caller adds them up
         for sums, parts in (whole, cells), (kept, ones):
             sums[...] = jnp.where(inside, sum(parts), 0).reshape(-1, 8, LANES).sum(0)
 
     shape = w.shape
     outputs = (LANES, LANES, jnp.int16), *[(8, LANES, jnp.float32)] * 2
-    found, *sums = _map_tiles(kernel, w, axes, (TILE, TILE), outputs, interpret)
-    return [jax.lax.bitcast_convert_type(found, jnp.uint16), *(x.sum(axes) for x in sums)]
+    codes, *sums = _map_tiles(kernel, w, axes, (TILE, TILE), outputs, interpret)
+    return [jax.lax.bitcast_convert_type(codes, jnp.uint16), *(x.sum(axes) for x in sums)]
 
 
 def expand(code: jax.Array, axes: Axes, interpret: bool = False) -> list[jax.Array]:
-    """Return what `_templates.expand` returns."""
+    """Expand template codes to the boolean mask on TPU, as `_templates.expand` does."""
     from jax.experimental import pallas as pl
 
-    def kernel(code, mask, wide, *turned):
+    def kernel(code, mask, wide, *transposed):  # the steps of the kernel of `search`, backwards
         columns_first = code[...].astype(jnp.int32).T
         for cell in range(16):
-            r, c = _place(cell, axes)
+            r, c = _cell_place(cell, axes)
             bits = ((columns_first >> (15 - cell)) & 1).astype(jnp.float32)
-            turned[r][pl.ds(c, LANES, stride=4), :] = bits
+            transposed[r][pl.ds(c, LANES, stride=4), :] = bits
         for lanes in _SLABS:
             for r in range(4):
-                wide[pl.ds(r, LANES, stride=4), :] = turned[r][lanes, :].T
+                wide[pl.ds(r, LANES, stride=4), :] = transposed[r][lanes, :].T
             mask[:, lanes] = wide[...].astype(jnp.int8)
 
     signed = jax.lax.bitcast_convert_type(code, jnp.int16)
@@ -71,8 +80,8 @@ def expand(code: jax.Array, axes: Axes, interpret: bool = False) -> list[jax.Arr
 _SLABS = [slice(start, start + LANES) for start in range(0, TILE, LANES)]
 
 
-def _place(cell: int, axes: Axes) -> tuple[int, int]:
-    """Return where a cell of a block is, along the earlier and along the later of the axes."""
+def _cell_place(cell: int, axes: Axes) -> tuple[int, int]:
+    """Return the index of a template's cell along the lower and along the higher of `axes`."""
     row, column = divmod(cell, 4)
     return (row, column) if axes[0] < axes[1] else (column, row)
 
@@ -85,10 +94,17 @@ def _map_tiles(
     results: Sequence[tuple[int, int, Any]],
     interpret: bool,
 ) -> list[jax.Array]:
-    """Apply a kernel to the tiles of the matrices along two axes, which count from 0.
+    """Apply a kernel to each tile of the matrices that `axes` span in x.
 
-    The kernel makes tiles of these sizes and types from one of x. It has five arrays of
-    (TILE, LANES) to work with.
+    Args:
+      kernel: a function of a tile of x, a tile of each result, and five float32 scratch arrays of
+        (TILE, LANES).
+      axes: non-negative; all other axes are batch axes.
+      tile: the rows and columns of a tile of x.
+      results: for each result the rows, columns and dtype of its tile.
+
+    Returns:
+      The results, with `axes` at their places in x.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu
@@ -100,7 +116,8 @@ def _map_tiles(
     grid = len(x), pl.cdiv(rows, tile[0]), pl.cdiv(columns, tile[1])
 
     def like(height, width, dtype):
-        # the last tile is whole where it is not one of x
+        # a result in proportion to x (codes, masks) ends where x ends; sums have whole tiles, also
+        # for the tile of x that is cut off at the edge
         is_part = height * tile[1] == width * tile[0]
         sizes = (rows * height // tile[0], columns * width // tile[1]) if is_part else ()
         return jax.ShapeDtypeStruct(
@@ -109,7 +126,7 @@ def _map_tiles(
 
     shapes = [like(*result) for result in results]
     moved = x.nbytes + sum(np.prod(s.shape) * s.dtype.itemsize for s in shapes)
-    made = pl.pallas_call(
+    arrays = pl.pallas_call(
         kernel,
         grid=grid,
         in_specs=[pl.BlockSpec((None, *tile), lambda *place: place)],
@@ -119,4 +136,4 @@ def _map_tiles(
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=int(moved)),
         interpret=interpret,
     )(x)
-    return [jnp.moveaxis(y.reshape(*batch, *y.shape[1:]), (-2, -1), pair) for y in made]
+    return [jnp.moveaxis(y.reshape(*batch, *y.shape[1:]), (-2, -1), pair) for y in arrays]

@@ -40,7 +40,7 @@ class Goal(NamedTuple):
 
 
 def goals(report: Iterable[Layer]) -> dict[str, Goal]:
-    """Return those of a report that are or become sparse, by name."""
+    """Return the goal of each layer of a report that is sparse or becomes so, by name."""
     return {
         x.name: Goal(x.pattern, x.axes)
         for x in report
@@ -59,7 +59,7 @@ class Sparsity:
 
     @property
     def patterns(self) -> Counter[SparsityPattern]:
-        """The patterns, and how many weights have each."""
+        """The number of weights of each pattern."""
         return Counter(goal.pattern for goal in goals(self.layers).values())
 
     def __str__(self) -> str:
@@ -144,22 +144,23 @@ def layers(
 def match_patterns(
     patterns: Patterns, transposable: bool, leaves: list[tuple[str, Any]]
 ) -> dict[str, SparsityPattern]:
-    """Return the pattern of each leaf that has one.
+    """Return the pattern of each leaf that `patterns` gives one, by name.
 
     Raises:
-      SparsityError: a pattern that is none, or a name or expression that matches nothing.
+      SparsityError: a string that names no pattern, or a name or expression that matches nothing.
     """
     if not isinstance(patterns, Mapping):
         return dict.fromkeys((name for name, _ in leaves), parse(patterns, transposable))
-    found: dict[str, SparsityPattern] = {}
+    matched: dict[str, SparsityPattern] = {}
     for wanted, pattern in patterns.items():
-        goal = parse(pattern, transposable)
+        parsed = parse(pattern, transposable)
         for name in sorted(_select_names([wanted], leaves)):
-            found.setdefault(name, goal)
-    return found
+            matched.setdefault(name, parsed)  # the first expression that matches counts
+    return matched
 
 
 def _select_names(select: Select | None, leaves: list[tuple[str, Any]]) -> set[str]:
+    """Return the names of the leaves that `select` chooses; None chooses all."""
     if select is None:
         return {name for name, _ in leaves}
     if callable(select):

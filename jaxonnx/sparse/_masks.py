@@ -59,21 +59,25 @@ def mask(
     if not isinstance(w, Tracer) and not np.isfinite(np.asarray(w, np.float32)).all():
         raise SparsityError("the weight has NaN or infinite entries: it has no best mask")
 
+    # `true` is an argument of the jitted function, so that XLA cannot know its value
     return on_auto_axes(
-        lambda w: _find(True, w, pattern, axes), lambda _, w: like(w), jnp.asarray(w)
+        lambda w: _find_mask(True, w, pattern, axes), lambda _, w: like(w), jnp.asarray(w)
     )
 
 
 @partial(jax.jit, static_argnames=("pattern", "axes"))
-def _find(true: bool, w: jax.Array, pattern: SparsityPattern, axes: Axes) -> jax.Array:
-    return pattern.expand(run_apart(true, lambda: pattern.search(w, axes)), axes)
+def _find_mask(true: bool, w: jax.Array, pattern: SparsityPattern, axes: Axes) -> jax.Array:
+    return pattern.expand(run_unfused(true, lambda: pattern.search(w, axes)), axes)
 
 
-def run_apart(true: Any, function: Callable[[], Any]) -> Any:
-    """Return the results of a function that XLA must not fuse with what reads them.
+def run_unfused(true: Any, function: Callable[[], Any]) -> Any:
+    """Return `function()`, computed once and not fused with the operations that read the results.
 
-    It would compute them anew for each cell of a mask. A conditional keeps them apart, though its
-    condition, which XLA must not know, always holds.
+    XLA would otherwise compute the search of a block again for each cell of its mask. A conditional
+    is a boundary of fusion, so this is one whose condition always holds.
+
+    Args:
+      true: a traced value that is true. XLA must not know it, or would remove the conditional.
     """
 
     def zeros():
@@ -104,9 +108,10 @@ def from_bits(bits: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _planes(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a mask as planes, one for each bit of a word.
+    """Return the shape [8, ...] of a flattened mask as planes, of which plane k fills bit k.
 
-    Rows stay rows where each plane has whole ones: a TPU would copy the mask otherwise.
+    A matrix whose rows divide by 8 is split between rows: a TPU, whose layout pads rows, would
+    otherwise copy the mask to flatten it. Both shapes give the same order of bits.
     """
     if len(shape) == 2 and shape[0] % 8 == 0 and shape[1] >= 128:
         return 8, shape[0] // 8, shape[1]
@@ -114,4 +119,5 @@ def _planes(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _places(planes: tuple[int, ...]) -> jax.Array:
+    """Return the bit of each plane, uint8[8, 1, ...]."""
     return jnp.arange(8, dtype=jnp.uint8).reshape(8, *[1] * (len(planes) - 1))

@@ -80,7 +80,8 @@ class Pattern(SparsityPattern):
             raise SparsityError(
                 f"a group along axis {axis} keeps {most} of {self.m}, not at most {self.n}"
             )
-        # the kept places, filled up to N with the first others, in ascending order
+        # kept places first (a stable sort of ~kept), then as many of the others as are missing to
+        # N; ascending order is what `damage` checks and what the hardware reads
         places = np.sort(np.argsort(~kept, axis=-1, kind="stable")[..., : self.n], axis=-1)
         return np.take_along_axis(w, places, -1), _to_bits(places, _width(self.m))
 
@@ -88,9 +89,9 @@ class Pattern(SparsityPattern):
         self, values: jax.Array, indices: jax.Array, shape: tuple[int, ...], axis: int
     ) -> jax.Array:
         places = _from_bits(jnp.asarray(indices), values.shape, _width(self.m))
-        hit = places[..., None] == jnp.arange(self.m, dtype=jnp.uint8)
+        hit = places[..., None] == jnp.arange(self.m, dtype=jnp.uint8)  # [..., groups, n, m]
         values = jnp.asarray(values)[..., None]
-        # one place is hit by one value at most, and a select keeps its bits where a sum would not
+        # at most one value hits a place. Select it: a sum would turn -0 into 0
         dense = jnp.zeros(hit.shape[:-2] + hit.shape[-1:], values.dtype)
         for k in range(self.n):
             dense = jnp.where(hit[..., k, :], values[..., k, :], dense)
@@ -132,7 +133,10 @@ def group_sums(x: np.ndarray, m: int, axis: int) -> np.ndarray:
 
 
 def one_axis(w: jax.Array, n: int, m: int, axis: int) -> jax.Array:
-    """Keep the `n` largest |w| of every `m` consecutive along `axis`; ties: the lower index."""
+    """Return the mask of the `n` largest |w| of every `m` consecutive weights along `axis`.
+
+    At ties the lower index is kept.
+    """
     axis %= w.ndim
     grouped = _split_groups(jnp.abs(w), m, axis)
     lower = jax.lax.broadcasted_iota(jnp.int32, grouped.shape, axis + 1)
@@ -140,7 +144,10 @@ def one_axis(w: jax.Array, n: int, m: int, axis: int) -> jax.Array:
 
 
 def soft_threshold(w: jax.Array, n: int, m: int, axis: int) -> jax.Array:
-    """Shrink every `m` consecutive by their (m-n)-th smallest |w|: at most `n` are not 0 then."""
+    """Soft-threshold every `m` consecutive weights at their (m-n)-th smallest |w|.
+
+    Each |w| becomes max(|w| - threshold, 0), so that at most `n` of them remain nonzero.
+    """
     grouped = _split_groups(w, m, axis)
     axis = axis % w.ndim + 1
     least = jax.lax.index_in_dim(jnp.sort(jnp.abs(grouped), axis), m - n - 1, axis)
@@ -148,16 +155,18 @@ def soft_threshold(w: jax.Array, n: int, m: int, axis: int) -> jax.Array:
 
 
 def _width(m: int) -> int:
-    """Return how many bits a place in a group of `m` takes."""
+    """Return the number of bits of an index below `m`."""
     return (m - 1).bit_length()
 
 
 def _to_bits(places: np.ndarray, width: int) -> np.ndarray:
+    """Pack indices into `uint8`, `width` bits each, low bits first, without gaps."""
     bits = (places.reshape(-1, 1) >> np.arange(width)) & 1
     return np.packbits(bits.astype(np.uint8), bitorder="little")
 
 
 def _from_bits(words: jax.Array, shape: tuple[int, ...], width: int) -> jax.Array:
+    """Unpack the indices of `_to_bits` into `uint8` of `shape`."""
     count = math.prod(shape)
     bits = jnp.unpackbits(words, count=count * width, bitorder="little").reshape(count, width)
     return jnp.sum(bits << jnp.arange(width, dtype=jnp.uint8), axis=1, dtype=jnp.uint8).reshape(

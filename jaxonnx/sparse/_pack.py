@@ -98,7 +98,7 @@ def pack(
 
 
 def unpack(packed: Any) -> Any:
-    """Return the dense weight of a `Packed`, or a pytree with every packed weight unpacked.
+    """Replace every `Packed` in a pytree (or a single one) by its dense weight.
 
     Works under jit: `jax.jit(lambda params, x: f(unpack(params), x))` runs from packed weights.
     """
@@ -116,7 +116,7 @@ def _dense(packed: Packed) -> jax.Array:
 
 @partial(jax.jit, static_argnums=(0, 3, 4))
 def _unpack(pattern, values, indices, shape, axis):
-    """Unpack in one program instead of one for each of its dozens of operations."""
+    """Unpack in one compiled program: eagerly, each of its dozens of operations would be one."""
     return pattern.unpack(values, indices, shape, axis)
 
 
@@ -134,8 +134,8 @@ def save(
 ) -> None:
     """Write all of `params` to a `.npz`, the sparse weights packed along their input axis.
 
-    The file appears under its name when it is complete, or not at all; a pipe or a device is
-    written to.
+    The write is atomic: the file appears under its name when it is complete, or not at all. A pipe
+    or a device is written to directly.
 
     Args:
       params: a pytree; arrays are stored by name, those without a mask as they are.
@@ -191,6 +191,11 @@ def load(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[str, Pack
 
 
 def _check_entry(name: str, values: np.ndarray, indices: np.ndarray, entry: dict) -> Packed:
+    """Return a packed weight of an untrusted file from its arrays and its entry in the index.
+
+    Raises:
+      SparsityError: they contradict each other.
+    """
     # older files, which could only be N:M, have n and m
     named = entry["pattern"] if "pattern" in entry else f"{entry['n']}:{entry['m']}"
     pattern = parse(named, bool(entry.get("transposable", True)))

@@ -78,6 +78,8 @@ class SparsityPattern(Protocol):
     ) -> jax.Array:
         """Return the dense weight from the results of `pack`, under a trace."""
         kept = jnp.unpackbits(indices, count=math.prod(shape), bitorder="little") != 0
+        # boolean indexing has no static shape: gather instead, from the running count of kept
+        # weights, and from a 0 behind the values for those that are not kept
         padded = jnp.append(values, jnp.zeros(1, values.dtype))
         places = jnp.cumsum(kept, dtype=jnp.int32) - 1
         return padded[jnp.where(kept, places, len(values))].reshape(shape)
@@ -100,22 +102,25 @@ def kept_share(w: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def ratio(part: jax.Array, whole: jax.Array) -> jax.Array:
-    """Return a part of a sum as a share of it; 1 if the sum is 0."""
+    """Return part / whole; 1 if the whole is 0."""
+    # the inner `where` keeps 0/0 out of the branch that is not taken
     return jnp.where(whole > 0, part / jnp.where(whole > 0, whole, 1), 1.0)
 
 
 _FORMS: dict[str, tuple[str, Callable[[re.Match, bool], SparsityPattern | None]]] = {}
+"""The arguments `expression` and `make` of `register`, by `form`."""
 
 
 def register(
     form: str, expression: str, make: Callable[[re.Match, bool], SparsityPattern | None]
 ) -> None:
-    """Make a kind of pattern known by its name, as `pattern="2:4"` and the files that record it.
+    """Register a kind of pattern, so that `pattern="..."` and files can name it.
 
     Args:
       form: what the names look like, for the error about a name that nothing matches.
-      expression: a regular expression that matches their names in full.
-      make: the pattern, from the match and `transposable`; None if the name is not valid.
+      expression: a regular expression that matches the names in full.
+      make: a function of the match and `transposable` that returns the pattern, or None if the name
+        is not valid.
     """
     _FORMS[form] = expression, make
 
@@ -131,8 +136,8 @@ def parse(pattern: str | SparsityPattern, transposable: bool = True) -> Sparsity
         )
     for expression, make in _FORMS.values():
         match = re.fullmatch(expression, pattern)
-        if match and (made := make(match, transposable)) is not None:
-            return made
+        if match and (parsed := make(match, transposable)) is not None:
+            return parsed
     raise SparsityError(f"pattern {pattern!r} is not of the form {' or '.join(_FORMS)}")
 
 

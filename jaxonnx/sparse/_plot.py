@@ -37,12 +37,12 @@ def plot_masks(source: Any, layers: Iterable[Layer] | None = None) -> Any:
     rows = -(-len(wanted) // columns)
     size = (3 * columns, 3 * rows)
     figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-    for one in axes.flat[len(wanted) :]:
-        one.set_axis_off()
-    for one, (name, goal) in zip(axes.flat, wanted.items(), strict=False):
+    for panel in axes.flat[len(wanted) :]:
+        panel.set_axis_off()
+    for panel, (name, goal) in zip(axes.flat, wanted.items(), strict=False):
         kept = np.moveaxis(np.asarray(weights[name]) != 0, goal.axes, (-2, -1))
-        one.imshow(kept.reshape(-1, *kept.shape[-2:])[0], cmap="Greys", interpolation="nearest")
+        panel.imshow(kept.reshape(-1, *kept.shape[-2:])[0], cmap="Greys", interpolation="nearest")
         title = f"{aliases.get(name, name)}\n{goal.pattern}, {kept.mean():.0%} kept"
-        one.set_title(title, fontsize=8)
-        one.set(xlabel="input", ylabel="output")
+        panel.set_title(title, fontsize=8)
+        panel.set(xlabel="input", ylabel="output")
     return figure

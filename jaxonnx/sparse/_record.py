@@ -15,9 +15,9 @@ T = TypeVar("T")
 def record(model: T, pattern: Patterns = "2:4", *, transposable: bool = True, **choice: Any) -> T:
     """Return a model that records which of its weights have a pattern.
 
-    Files hold the record, so that weights can be packed (`save("sparse.npz")`), and `verify` knows
-    what to prove. `jaxonnx.train` records by itself; this is for weights of a loop of your own, or
-    of another program.
+    A saved file contains the record. `save("sparse.npz")` needs it to pack weights, and `verify` to
+    know what to prove. `jaxonnx.train` records the weights that it trains; call this for weights
+    from a loop of your own or from another program.
 
     >>> from jaxonnx import demo, sparse
     >>> model = demo.model()
@@ -54,7 +54,10 @@ def record(model: T, pattern: Patterns = "2:4", *, transposable: bool = True, **
 
 
 def has(w: Any, pattern: SparsityPattern, axes: Any) -> bool:
-    """Check whether a weight has a pattern and is neither zero nor nearly so."""
+    """Check whether a weight has a pattern, and uses at least 80 % of the places that it allows.
+
+    A weight that is zero, or nearly so, has every pattern without having been pruned to it.
+    """
     w = np.asarray(w)
     if pattern.misfit(w.shape, axes):
         return False

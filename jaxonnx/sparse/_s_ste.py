@@ -32,7 +32,7 @@ class SSteState(NamedTuple):
     """State of `s_ste`."""
 
     phases: ThreePhaseState
-    """That of a dynamic phase without end; `pruned` has the dense weights W."""
+    """The state of a dynamic phase that never ends; its `pruned` holds the dense weights W."""
     scales: dict[str, jax.Array]
     """beta, by name."""
 
@@ -68,12 +68,13 @@ def s_ste(
     choice = {"pattern": pattern, "select": select, "exclude": exclude, "axes": axes}
 
     def thresholds(params):
-        found = {}
+        """Return the function S of each sparse weight, by name."""
+        functions = {}
         for name, (goal, sides) in goals(layers(params, transposable=False, **choice)).items():
             if not isinstance(goal, Pattern) or goal.transposable:
                 raise SparsityError(f"s_ste is for N:M along one axis, and {name} is to be {goal}")
-            found[name] = partial(soft_threshold, n=goal.n, m=goal.m, axis=sides[1])
-        return found
+            functions[name] = partial(soft_threshold, n=goal.n, m=goal.m, axis=sides[1])
+        return functions
 
     def init(params):
         shrink = thresholds(params)
@@ -95,7 +96,7 @@ def s_ste(
 
     def move(updates, state, params, extra_args):
         shrink, phases = thresholds(params), state.phases
-        before = replace(params, phases.pruned)  # where a weight decay pulls at W
+        before = replace(params, phases.pruned)  # a weight decay of `inner` must see W, not S(W)
         updates, inner_state = inner.update(updates, phases.inner, before, **extra_args)
         dense = {n: (phases.pruned[n] + u).astype(phases.pruned[n].dtype)
                  for n, u in pick(updates, shrink).items()}  # fmt: skip
@@ -111,14 +112,20 @@ def s_ste(
             count, phases.phase, inner_state, dense, masks, jnp.stack(changed), jnp.stack(kept)
         )
         shown = pick(params, shrink)
-        moved = {n: x - shown[n] for n, x in used.items()}  # a weight that is hidden becomes 0
+        # for a weight that becomes hidden this is -x, so that apply_updates gives exactly 0
+        moved = {n: x - shown[n] for n, x in used.items()}
         return replace(updates, moved), SSteState(phases, state.scales)
 
     return optax.GradientTransformationExtraArgs(init, make_update("s_ste", move))
 
 
 def _scale(w: jax.Array, small: jax.Array) -> jax.Array:
-    """Return beta, with which `small` is nearest to W; 1 where `small` is 0."""
+    """Return the beta for which beta * `small` is nearest to W (least squares); 1 if it is all 0.
+
+    Args:
+      w: the dense weight W.
+      small: S(W).
+    """
     w, small = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (w, small))
     square = jnp.vdot(small, small)
     return jnp.where(square > 0, jnp.vdot(w, small) / jnp.where(square > 0, square, 1), 1)

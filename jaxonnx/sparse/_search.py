@@ -47,7 +47,13 @@ def _positive(x: jax.Array, axes: Axes) -> Axes:
 
 
 def _primitive(name: str, plain: Callable, on_tpu: Callable) -> Primitive:
-    """Return a primitive with several results."""
+    """Return a primitive of one array and static `axes` that is lowered by platform.
+
+    Args:
+      name: what jaxprs show.
+      plain: a function of the array and the axes that returns a list of arrays.
+      on_tpu: a function with the same results, for programs on one TPU.
+    """
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.plain = plain  # type: ignore[attr-defined]  # for readers of a jaxpr
@@ -58,6 +64,7 @@ def _primitive(name: str, plain: Callable, on_tpu: Callable) -> Primitive:
 
     @primitive.def_impl
     def _(x, *, axes):
+        # under jax.disable_jit `apply` would bind the primitive again, without an end
         disabled = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
         return plain(x, axes) if disabled else apply(x, axes=axes)
 
@@ -82,9 +89,10 @@ def _primitive(name: str, plain: Callable, on_tpu: Callable) -> Primitive:
 
 
 def is_split(context) -> bool:
-    """Check whether XLA partitions the program over several devices by itself."""
+    """Check, in a lowering rule, whether XLA partitions the program over several devices."""
     axes = context.module_context.axis_context
-    if (manual := getattr(axes, "manual_axes", None)) is not None:  # under a shard_map
+    # under a shard_map XLA partitions over the mesh axes that are not manual
+    if (manual := getattr(axes, "manual_axes", None)) is not None:
         return manual != frozenset(axes.mesh.axis_names)
     return getattr(axes, "num_devices", 1) > 1
 

@@ -94,7 +94,9 @@ def codes_by_definition(w: jax.Array, axes: Axes = (-2, -1)) -> jax.Array:
 
 def _units(cells: list[jax.Array]) -> list[jax.Array]:
     """Convert `cells` to the integers of `codes_by_definition`."""
-    # non-negative floats are ordered like their bits, and integers have a plain maximum
+    # Non-negative floats are ordered like their bits, and integers have a plain maximum. The
+    # exponent field e of the block's maximum is biased by 127: frexp would give e - 126, so that
+    # the scale 2^(28 - e + 126) has the field 28 + 126 + 127 - e = 281 - e.
     bits = reduce(jnp.maximum, (jax.lax.bitcast_convert_type(x, jnp.int32) for x in cells))
     exponent = jnp.maximum(bits >> 23, 27)
     scale = jax.lax.bitcast_convert_type((281 - exponent) << 23, jnp.float32)
@@ -102,6 +104,8 @@ def _units(cells: list[jax.Array]) -> list[jax.Array]:
 
 
 class _Scored(NamedTuple):
+    """A part of a template in every block: the sum of its cells and the code of its ones."""
+
     score: jax.Array
     code: jax.Array | int
 
@@ -133,6 +137,7 @@ def _better(a: _Scored, b: _Scored) -> _Scored:
 
 
 def _best(candidates: list[_Scored]) -> _Scored:
+    """Return the best of the candidates, by a tree of pairwise selections."""
     while len(candidates) > 1:
         pairs = zip(candidates[::2], candidates[1::2], strict=False)
         candidates = [_better(a, b) for a, b in pairs] + candidates[len(candidates) & ~1 :]
@@ -190,20 +195,26 @@ def best_codes(cells: list[jax.Array]) -> jax.Array:
 
 
 def search(w: jax.Array, axes: Axes = (-2, -1)) -> list[jax.Array]:
-    """Return `codes`, the sums of |w| over the two axes, and those of what the templates keep."""
-    # a barrier, or XLA would search a block anew for each of its 16 cells
-    found = jax.lax.optimization_barrier(codes(w, axes))
-    code = found.astype(jnp.int32)
+    """Find the best template of every block, and how much of |w| it keeps.
+
+    Returns:
+      `codes` (uint16, the two axes divided by 4), the float32 sums of |w| over the two axes, and
+      the sums over the weights that the templates keep.
+    """
+    # a barrier, or XLA would search a block again for each of its 16 cells
+    best = jax.lax.optimization_barrier(codes(w, axes))
+    code = best.astype(jnp.int32)
     sizes = _cells(w, axes)
     ones = [jnp.where((code >> (15 - i)) & 1 == 1, x, 0) for i, x in enumerate(sizes)]
     pair = sorted(axis % w.ndim for axis in axes)
-    return [found, *(_sum_blocks(reduce(jnp.add, parts), pair) for parts in (sizes, ones))]
+    return [best, *(_sum_blocks(reduce(jnp.add, parts), pair) for parts in (sizes, ones))]
 
 
 def _sum_blocks(x: jax.Array, axes: Sequence[int]) -> jax.Array:
-    """Sum over two axes, one of them by a product with ones, which XLA on CPU does not fuse.
+    """Sum over two axes, the last one as a matrix product with ones.
 
-    A sum fused with what it sums is a scalar loop there.
+    XLA on CPU fuses a plain sum with the operations that compute its summands, and compiles the
+    fusion to a scalar loop; it does not fuse a matrix product.
     """
     x = jnp.moveaxis(x, axes, (-2, -1))
     return jnp.matmul(x, jnp.ones(x.shape[-1], x.dtype), precision="highest").sum(-1)
@@ -216,7 +227,7 @@ def expand(code: jax.Array, axes: Axes = (-2, -1)) -> jax.Array:
     r = jax.lax.broadcasted_iota(jnp.uint16, (*shape[:row], 4, *shape[row + 1 :]), row)
     c = jax.lax.broadcasted_iota(jnp.uint16, (*shape[:column], 4, *shape[column + 1 :]), column)
     wide = jnp.expand_dims(code, (row, column))
-    mask = (wide >> (15 - 4 * r - c)) & 1
+    mask = (wide >> (15 - 4 * r - c)) & 1  # cell 4 r + c of the template, the first in bit 15
     first, second = (axis % code.ndim for axis in axes)
     return mask.astype(bool).reshape(
         [4 * n if i in (first, second) else n for i, n in enumerate(code.shape)]

@@ -34,6 +34,7 @@ from jaxonnx.sparse._pattern import kept_share, parse
 from jaxonnx.sparse._refresh import refresh_body, run_if, zero_lost
 
 _FOREVER = np.iinfo(np.int32).max
+"""A step that the counter, which saturates, does not pass."""
 
 
 class ThreePhaseState(NamedTuple):
@@ -109,8 +110,8 @@ def three_phase(
       SparsityError: an unknown pattern, a schedule without a sparse phase, lengths without a
         refresh interval, or nothing to make sparse (at `init`).
     """
-    for one in pattern.values() if isinstance(pattern, Mapping) else [pattern]:
-        parse(one, transposable)
+    for name in pattern.values() if isinstance(pattern, Mapping) else [pattern]:
+        parse(name, transposable)  # raises here, not at `init`
     start, end, every = _schedule(dense, dynamic, fixed, steps_per_epoch, refresh)
     inner = optax.with_extra_args_support(inner)
 
@@ -150,17 +151,19 @@ def three_phase(
             updates = _add_decay(updates, state, decay)
         updates, inner_state = inner.update(updates, state.inner, params, **extra_args)
         w, u = pick(params, where), pick(updates, where)
-        # in the wider of the two types, in which -W is exact
+        # in the wider of the two dtypes: an update of -W in a narrower one would not give exactly 0
         u = {n: x.astype(jnp.promote_types(x.dtype, w[n].dtype)) for n, x in u.items()}
         count = jnp.asarray(optax.safe_increment(state.count))
-        # the last dense step finds the first mask already, for the next forward pass
+        # `count` is the number of the next step. So the last dense step searches the first mask,
+        # and the forward pass of the first sparse step computes with masked weights
         is_refresh = (count >= start) & (count <= end) & ((count - start) % every == 0)
 
         def expand_mask(masks, n):
             return from_bits(masks[n], w[n].shape)
 
-        # v = W_p + u, with -0 for the W_p of shown weights: -0 + u is u bit for bit. The one array
-        # serves W_u (as its update) and W_p, and is all that a step writes beyond `inner`
+        # v = W_p + u. A weight under a one of the mask has no W_p, and -0 stands for it: -0 + u is
+        # u bit for bit, where 0 + u would turn an update of -0 into 0. v is the only array that a
+        # step writes beyond those of `inner`: the update of W_u and the new W_p are parts of it
         v = {
             n: jnp.where(expand_mask(state.masks, n), -0.0, state.pruned[n]) + x
             for n, x in u.items()
@@ -232,7 +235,7 @@ def _schedule(dense, dynamic, fixed, steps_per_epoch, refresh) -> tuple[int, int
 
 
 def _hidden_weights(state: ThreePhaseState) -> dict[str, jax.Array]:
-    """Return W_p."""
+    """Return W_p, 0 where the mask is one, by name."""
     return {n: jnp.where(from_bits(state.masks[n], x.shape), 0, x) for n, x in state.pruned.items()}
 
 
@@ -245,19 +248,19 @@ def _add_decay(gradients, state: ThreePhaseState, decay: float):
 
 
 def _plan(params, pattern: Patterns, **options) -> dict[str, Goal]:
-    """Return pattern and axes of the weights that become sparse, by name."""
+    """Return the pattern and the axes of each weight that becomes sparse, by name."""
     return goals(layers(params, pattern, **options))
 
 
 def make_update(
     method: str, move: Callable[..., tuple[Any, Any]]
 ) -> Callable[..., tuple[Any, Any]]:
-    """Return the `update` of a transformation that needs the parameters.
+    """Return the `update` function of an optax transformation that needs the parameters.
 
     Args:
-      method: what errors call the transformation.
-      move: a function of updates, state, parameters and a dict of extra arguments; its results have
-        the shardings of the parameters and the state.
+      method: the name of the transformation in errors.
+      move: a function of updates, state, parameters and a dict of extra arguments that returns the
+        new updates and the new state; they get the shardings of the parameters and the state.
     """
 
     def update(updates, state, params=None, **extra_args):
@@ -271,13 +274,13 @@ def make_update(
 
 
 def pick(tree, names: Iterable[str]) -> dict[str, Any]:
-    """Return the leaves of these names, sorted by name."""
+    """Return the leaves of a pytree with these names, sorted by name."""
     leaves = by_name(tree)
     return {name: leaves[name] for name in sorted(names)}
 
 
 def replace(tree, new):
-    """Return a tree with other leaves for some names."""
+    """Return a pytree in which the arrays of `new` replace the leaves of the same names."""
     return jax.tree_util.tree_map_with_path(lambda path, x: new.get(name_of(path), x), tree)
 
 

@@ -15,7 +15,7 @@ from jaxonnx.sparse._templates import Axes, blocks, cell_axes
 _ITERATIONS = 60
 _COLDEST = 15.0  # inverse temperature of the last iteration, times the block's mean |w|
 _LONGEST = 8  # rows in a cycle
-_TURNS = 64
+_MAX_CYCLES = 64  # improvements of a block; the loop ends before, where none is left
 _UNITS = 1 << 24  # the integer that stands for a block's largest |w|; a cycle sums up to 8 of them
 _NEVER = -(1 << 27)  # no walk with such a step gains; eight of it fit an int32
 
@@ -36,14 +36,23 @@ def transposable(w: jax.Array, n: int, m: int, axes: Axes) -> jax.Array:
 
 
 def _transport(w: jax.Array, n: int) -> jax.Array:
-    """Compute log s of the entropic plan of blocks [b, m, m]: Dykstra's projections, cooling."""
+    """Solve the transport problem with an entropy term for blocks [b, m, m], by annealing.
+
+    Each iteration is a step of Dykstra's projections onto the three constraints; the temperature
+    falls from one iteration to the next.
+
+    Returns:
+      log s, float32[b, m, m].
+    """
     log_n = np.log(n).astype(np.float32)
 
     def step(k, carry):
         log_s, dual = carry
-        # the potentials grow with the inverse temperature, and so stay where they were in w
+        # log s is an inverse temperature times (w + potentials). The k-th iteration has k times the
+        # first one's, so that scaling both keeps the potentials that were found so far
         log_s, dual = (x * (k + 1) / jnp.maximum(k, 1) for x in (log_s, dual))
-        # onto row sums n, column sums n, and s <= 1, which alone is no subspace: it needs the dual
+        # project onto row sums n, column sums n, and s <= 1. Only the last is not a subspace, and
+        # needs Dykstra's correction (`dual`)
         log_s += log_n - jax.nn.logsumexp(log_s, axis=2, keepdims=True)
         log_s += log_n - jax.nn.logsumexp(log_s, axis=1, keepdims=True)
         capped = jnp.minimum(log_s + dual, 0)
@@ -54,20 +63,28 @@ def _transport(w: jax.Array, n: int) -> jax.Array:
 
 
 def rank(x: jax.Array, first: jax.Array, axis: int) -> jax.Array:
-    """Count the entries along `axis` before each: greater ones, or equal and less in `first`.
+    """Return the rank of each entry along `axis` in descending order; the greatest has rank 0.
 
     All pairs are compared: for the few entries of a block that is far quicker than XLA's sort.
+
+    Args:
+      x: the entries.
+      first: the tie-break: of equal entries that with the lower `first` comes first.
+      axis: non-negative.
+
+    Returns:
+      int32, shaped like `x`.
     """
-    mine, mine_first = jnp.expand_dims(x, axis), jnp.expand_dims(first, axis)
+    entry, entry_first = jnp.expand_dims(x, axis), jnp.expand_dims(first, axis)
     other, other_first = jnp.expand_dims(x, axis + 1), jnp.expand_dims(first, axis + 1)
-    before = (other > mine) | ((other == mine) & (other_first < mine_first))
+    before = (other > entry) | ((other == entry) & (other_first < entry_first))
     return jnp.sum(before, axis=axis, dtype=jnp.int32)
 
 
 def _round(log_s: jax.Array, n: int) -> jax.Array:
     """Choose the entries that are among the `n` greatest of both their row and their column."""
     index = jnp.arange(log_s.shape[1])
-    # at equal entries diagonals come first: a constant block is then complete at once
+    # ties are broken by the diagonal of an entry: a constant block is then complete at once
     diagonal = jnp.broadcast_to((index - index[:, None]) % len(index), log_s.shape)
     return (rank(log_s, diagonal, 1) < n) & (rank(log_s, diagonal, 2) < n)
 
@@ -105,11 +122,14 @@ def _repair(mask: jax.Array, w: jax.Array, n: int) -> jax.Array:
 
 
 def _improve(mask: jax.Array, w: jax.Array) -> jax.Array:
-    """Turn cycles of rows, each of which hands a column on to the next, until none gains.
+    """Improve masks [b, m, m] by cyclic exchanges, until none of at most `_LONGEST` rows gains.
 
-    A mask that no cycle improves is the best. The best of the shortest cycles that gain shows in
-    the max-plus powers of the gains between two rows; it meets no row twice, or a part of it would
-    gain. The gains are integers, so that it does end.
+    In an exchange along a cycle of rows, each row passes one of its columns on to the next row, so
+    that all row and column sums stay. A mask that no cycle improves is optimal: these are the
+    negative cycles of a minimum-cost flow. Walks of k steps with the greatest gain are the k-th
+    max-plus power of the gains between two rows. The shortest cycle that gains meets no row twice,
+    since otherwise a part of it would gain. Gains are integers, so that rounding cannot make the
+    loop run forever.
     """
     b, m, _ = mask.shape
     block, same = jnp.arange(b), jnp.eye(m, dtype=bool)
@@ -127,7 +147,8 @@ def _improve(mask: jax.Array, w: jax.Array) -> jax.Array:
         tours = jnp.stack([jnp.diagonal(walk, axis1=1, axis2=2) for walk in walks])
         steps = jnp.argmax((tours > 0).any(2), axis=0)  # of the shortest, minus 1; 0 if none gains
         start = jnp.argmax(tours[steps, block], axis=1)
-        # walk back from the end of the tour, and do each step on the way
+        # follow the cycle backwards from its end (which is `start` again), and move a column at
+        # each of its steps; a block whose cycle is shorter stays at `start`, where row == to
         turned, row = mask, start
         for i in reversed(range(len(walks))):
             to, row = row, start
@@ -141,4 +162,4 @@ def _improve(mask: jax.Array, w: jax.Array) -> jax.Array:
             turned = turned.at[block, to, column].set(turned[block, to, column] | moves)
         return turned, steps.any(), count + 1
 
-    return jax.lax.while_loop(lambda c: c[1] & (c[2] < _TURNS), turn, (mask, True, 0))[0]
+    return jax.lax.while_loop(lambda c: c[1] & (c[2] < _MAX_CYCLES), turn, (mask, True, 0))[0]

@@ -39,14 +39,16 @@ class Product:
 
     weight: str
     pattern: SparsityPattern
-    """That of the weight."""
+    """The pattern of the weight."""
     primitive: str
     part: str
     """`"forward"` or `"backward"`."""
     sums: str
-    """What the product sums the weight over: `"axis 1"`, or why that is no proof."""
+    """What the product sums the weight over: `"axis 1"`, or why this is not a proof."""
     ok: bool
+    """Whether the weight has its pattern along what the product sums over."""
     count: int
+    """The number of such products in the program."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Verification:
     products: tuple[Product, ...]
     failures: tuple[str, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names for weights, which the table has in their place."""
+    """Names that the table shows in place of the names of weights."""
 
     def __str__(self) -> str:
         head = ("weight", "product", "pass", "sums over", "", "times")
@@ -123,7 +125,7 @@ def verify(
         )
         function, params = function.apply, function.params
     if layers is None:
-        layers = _sparse(params, pattern or "2:4", transposable)
+        layers = _find_sparse(params, pattern or "2:4", transposable)
     elif pattern is not None or not transposable:
         leaves = [*by_name(params).items()]
         patterns = match_patterns(pattern or "2:4", transposable, leaves)
@@ -136,6 +138,7 @@ def verify(
         return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 
     arguments = jax.tree.map(shape_of, (params, *inputs))
+    # inputs of the function hold no sparse weight: None
     numbers = [elements.numbers.get(name_of(path))
                for path, _ in jax.tree_util.tree_leaves_with_path(params)]  # fmt: skip
     numbers += [None] * (len(jax.tree.leaves(arguments)) - len(numbers))
@@ -147,6 +150,7 @@ def verify(
         return walk.found
 
     forward, backward = products(function), Counter()
+    # the vjp contains the forward pass: subtract its products, which `Counter` counts
     if any(goal.pattern.transposable for goal in wanted.values()):
         backward = products(lambda *a: _pull_back_ones(function, *a)) - forward
     rows = tuple(
@@ -166,34 +170,45 @@ def verify(
     return result
 
 
-def _sparse(params: Any, patterns: Patterns, transposable: bool) -> list[Layer]:
-    found = match_patterns(patterns, transposable, [*by_name(params).items()])
+def _find_sparse(params: Any, patterns: Patterns, transposable: bool) -> list[Layer]:
+    """Report the layers that have at least as many zeros as their pattern asks for.
 
-    def zeros(name: str, w: Any) -> bool:
-        fits = name in found and np.ndim(w) > 1
-        return fits and bool(np.mean(np.asarray(w) == 0) >= 1 - found[name].density)
+    Raises:
+      SparsityError: no weight has.
+    """
+    matched = match_patterns(patterns, transposable, [*by_name(params).items()])
 
-    if not any(zeros(name, w) for name, w in by_name(params).items()):
-        wanted = " or ".join(map(str, dict.fromkeys(found.values())))
+    def has_zeros(name: str, w: Any) -> bool:
+        fits = name in matched and np.ndim(w) > 1
+        return fits and bool(np.mean(np.asarray(w) == 0) >= 1 - matched[name].density)
+
+    if not any(has_zeros(name, w) for name, w in by_name(params).items()):
+        wanted = " or ".join(map(str, dict.fromkeys(matched.values())))
         raise SparsityError(
             f"nothing is sparse: no weight has the zeros of {wanted}; jaxonnx.train(..., "
             "sparsity=...) and sparse.prune make them"
         )
-    return report(params, patterns, transposable=transposable, select=zeros)
+    return report(params, patterns, transposable=transposable, select=has_zeros)
 
 
 def _pull_back_ones(function, *arguments):
-    def one(y):
+    """Return the vjp of a function at its arguments, for cotangents of ones."""
+
+    def cotangent(y):
         if jnp.issubdtype(y.dtype, jnp.inexact):
             return jnp.ones_like(y)
         return np.zeros(y.shape, jax.dtypes.float0)
 
     out, pull = jax.vjp(function, *arguments)
-    return pull(jax.tree.map(one, out))
+    return pull(jax.tree.map(cotangent, out))
 
 
 class _Elements:
-    """All elements of all sparse weights, numbered, and the groups that they belong to."""
+    """The elements of all sparse weights, numbered consecutively: see the protocol in `_walk`.
+
+    Attributes:
+      numbers: an int array shaped like the weight with the numbers of its elements, by name.
+    """
 
     def __init__(self, wanted: Mapping[str, Goal], params: Any):
         self.numbers: dict[str, np.ndarray] = {}
@@ -215,54 +230,69 @@ class _Elements:
         self._begins = np.asarray(begins, kind)
 
     def _owners(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the index of the weight of each number; -1 where there is none."""
+        """Return the index of the weight of each number; -1 for negative numbers."""
         return np.searchsorted(self._begins, numbers, "right") - 1
 
     def weights(self, operands: list) -> list[str]:
-        """Return the weights that occur in some numbers."""
+        """Return the names of the weights whose elements are among the operands' numbers."""
         present = [x[x >= 0] for x in operands if x is not None]
         return [self._weights[k].name for k in np.unique(self._owners(np.concatenate(present)))]
 
     def judge(self, rows: np.ndarray) -> list[tuple[str, str, bool]]:
-        """Return (weight, what is summed over, is that N:M) of an operand [free, summed]."""
+        """Judge a product that sums over each row of numbers [free, summed], for each weight.
+
+        Rows are judged without the entries that are zero, another array's or another weight's:
+        terms of these do not add to a group.
+        """
         lowest, highest = self._owners(np.asarray([rows.min(), rows.max()])).tolist()
-        if lowest == highest:  # nothing else stands beside the weight
+        if lowest == highest:  # weights are numbered consecutively: all entries are of this one
             return [self._weights[lowest].judge(rows - self._begins[lowest])]
         owners = self._owners(rows)
-        found = []
+        verdicts = []
         for k in np.unique(owners[owners >= 0]).tolist():
-            mine = owners == k
-            some = mine.any(axis=1)
-            elements = np.where(mine, rows - self._begins[k], _NO_ELEMENT)[some]
-            found.append(self._weights[k].judge(elements))
-        return found
+            is_own = owners == k
+            has_own = is_own.any(axis=1)
+            elements = np.where(is_own, rows - self._begins[k], _NO_ELEMENT)[has_own]
+            verdicts.append(self._weights[k].judge(elements))
+        return verdicts
 
 
 _NO_ELEMENT = -1
-"""Stands among the elements of a weight for what is none; arrays of facts about elements end with
-an entry for it."""
+"""An entry that is not an element of the weight. Lookup tables by element have one more entry at
+their end, which the index -1 reads."""
 
 
 class _Weight:
-    """A weight by its elements, which are flat indices, and the groups that they belong to."""
+    """A sparse weight; its elements are flat indices into it.
+
+    Args:
+      name: of the weight.
+      goal: its pattern and axes.
+      used: which elements are nonzero, shaped like the weight.
+    """
 
     def __init__(self, name: str, goal: Goal, used: np.ndarray):
         self.name, self._goal, self._used = name, goal, used
 
     @cached_property
     def _groups(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The number of each element's group along each axis, and whether that is too full."""
-        found = [self._goal.pattern.groups(self._used, self._goal.axes, a) for a in self._goal.axes]
-        return [(np.append(ids.ravel(), -1), np.append(full.ravel(), False)) for ids, full in found]
+        """For each of the two axes, each element's group and whether it keeps too many weights."""
+        pattern, axes = self._goal
+        groups = [pattern.groups(self._used, axes, along) for along in axes]
+        # the last entry is that of _NO_ELEMENT
+        return [
+            (np.append(ids.ravel(), -1), np.append(full.ravel(), False)) for ids, full in groups
+        ]
 
     @cached_property
     def _sizes(self) -> list[np.ndarray]:
+        """For each of the two axes, the number of elements of each group."""
         return [np.bincount(ids[ids >= 0], minlength=1) for ids, _ in self._groups]
 
     def judge(self, rows: np.ndarray) -> tuple[str, str, bool]:
-        """Return the name, what a product sums over, and whether that is N:M; see `_Elements`."""
+        """Return the verdict on a product that sums over each row of elements: see `_Elements`."""
         for side in (1, 0):
-            # rows are alike, mostly: the first one says quickly which axis it is
+            # the first row alone mostly rules out the wrong axis, without work for all rows
             if self._has_whole_groups(rows[:1], side) and self._has_whole_groups(rows, side):
                 full = self._groups[side][1]
                 is_full = bool(full.any() and full[rows].any())
@@ -271,7 +301,8 @@ class _Weight:
         return self.name, "no whole groups", False
 
     def _has_whole_groups(self, rows: np.ndarray, side: int) -> bool:
-        """Check whether each row has each of its groups once, with each element once."""
+        """Check that no row has only a part of a group, or an element twice."""
+        # run lengths of the sorted group numbers of all rows at once
         groups = np.sort(self._groups[side][0][rows], axis=1)
         starts = np.ones(groups.shape, bool)
         starts[:, 1:] = groups[:, 1:] != groups[:, :-1]
@@ -282,9 +313,10 @@ class _Weight:
         return is_whole and self._has_distinct_elements(rows)
 
     def _has_distinct_elements(self, rows: np.ndarray) -> bool:
+        """Check that no row has an element twice."""
         seen = np.zeros(self._used.size + 1, bool)
         seen[rows] = True
-        if np.count_nonzero(seen) == rows.size:  # not even in different rows
+        if np.count_nonzero(seen) == rows.size:  # distinct in all rows together, without a sort
             return True
         ordered = np.sort(rows, axis=1)
         return not ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != _NO_ELEMENT)).any()

@@ -4,7 +4,7 @@ A value is an array of integers that say which weight element stands where, or N
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -14,9 +14,10 @@ from jax.extend.core import JaxprEqn
 
 from jaxonnx._jaxpr import Program, Scan, inner_program, interpret, scan, while_loop
 
-_ZERO = -1  # an element that is zero by construction: padding, a `where` against zero
-OTHER = -2  # an element of something else that stands beside a weight
-_BELOW, _ABOVE = -3, -4  # a constant below or above zero, which may bound a rounded weight
+# Entries that are no weight element:
+_ZERO = -1  # zero by construction: padding, a `where` against zero
+OTHER = -2  # an element of another array that was concatenated or stacked with a weight
+_BELOW, _ABOVE = -3, -4  # a constant below or above zero, which may clip a rounded weight
 
 _MOVES: dict[str, Callable[[np.ndarray, Mapping[str, Any]], Any]] = {
     "broadcast_in_dim": lambda x, p: _broadcast(x, p["shape"], p["broadcast_dimensions"]),
@@ -31,39 +32,47 @@ _MOVES: dict[str, Callable[[np.ndarray, Mapping[str, Any]], Any]] = {
     "transpose": lambda x, p: x.transpose(p["permutation"]),
     "unstack": lambda x, p: [*np.moveaxis(x, p["axis"], 0)],
 }
-"""Primitives that rearrange their only operand, as NumPy does it: mostly without a copy, and with
-nothing to compile."""
+"""Primitives that rearrange their only operand, by NumPy functions: these mostly return views, and
+need no compilation for each shape."""
 _KEEPS = {
     "abs", "convert_element_type", "device_put", "div", "mul", "name", "neg",
     "reduce_precision", "round", "sharding_constraint", "sign", "sqrt", "stop_gradient",
 }  # fmt: skip
-"""Elementwise primitives that give 0 where their first (for mul: any) operand is 0."""
+"""Elementwise primitives whose result is 0 where their first (for mul: any) operand is 0."""
 
 _BOUNDS = {"max": _BELOW, "min": _ABOVE}
-"""Primitives that give 0 for 0 beside such a constant."""
+"""Primitives that map 0 to 0 if their other operand is such a constant: max(0, -1) is 0."""
 _CARRY_BOUNDS = {*_MOVES, *_BOUNDS, "convert_element_type", "optimization_barrier"}
+"""Primitives to which the sign of a constant matters, or that pass it on; it is dropped before all
+others."""
 
 _OPAQUE = {"custom_call", "ffi_call", "pallas_call", "ragged_dot_general"}
 """Primitives that may multiply by a weight where this walk cannot follow."""
 
 
 class Elements(Protocol):
-    """Numbered elements of weights, and what a product that sums over them proves."""
+    """The elements of all sparse weights by number, and the verdict on a sum over some of them."""
 
     def weights(self, operands: list) -> list[str]:
-        """Return the weights that occur in some numbers."""
+        """Return the names of the weights whose elements are among the operands' numbers."""
         ...
 
     def judge(self, rows: np.ndarray) -> list[tuple[str, str, bool]]:
-        """Return (weight, what is summed over, whether that is proof) of numbers [free, summed]."""
+        """Judge a product that sums over each row of element numbers, int[free, summed].
+
+        Returns:
+          For each weight among the numbers its name, a description of what the product sums over,
+          and whether these are whole groups of the pattern.
+        """
         ...
 
 
 class Walk:
-    """Carries the numbers through a program and judges the products on the way.
+    """Propagate element numbers through a program, and judge each product on the way.
 
-    Calling it with a program and the numbers of its inputs gives those of its results; None stands
-    for what has no weight in it.
+    A call takes a program and an array of numbers for each of its inputs, and returns one for each
+    result. None stands for a value without elements of a sparse weight. The verdicts are counted in
+    `found`, by (weight, primitive, what is summed over, whether that is proof).
     """
 
     def __init__(self, elements: Elements):
@@ -71,13 +80,13 @@ class Walk:
         self.found: Counter[tuple[str, str, str, bool]] = Counter()
 
     def __call__(self, program: Program, arguments: list) -> list:
-        # calls are entered by `_step`, which knows the operands
+        # `_step` enters calls itself, because it skips those none of whose operands is a weight
         return interpret(program, self._step, arguments, constant=_constant, enter=lambda _: None)
 
     def _step(self, equation: JaxprEqn, operands: list) -> list:
-        """Return the numbers of the results; None for those that are followed no further."""
+        """Return the numbers of an equation's results; None for results that are not followed."""
         if hasattr(equation.primitive, "plain") and all(x is None for x in operands):
-            return [None] * len(equation.outvars)  # without tracing what it does
+            return [None] * len(equation.outvars)  # saves tracing the primitive's definition
         if (inner := _inner_program(equation)) is not None:
             return self(inner, operands)
         results = []
@@ -88,18 +97,21 @@ class Walk:
         return [*results, *[None] * (len(equation.outvars) - len(results))]
 
     def _results(self, eqn: JaxprEqn, operands: list) -> list:
+        """Apply the rule of the equation's primitive, and judge it if it is a product."""
         name, params = eqn.primitive.name, eqn.params
         first = operands[0]
         if name == "dot_general":
-            contract, batch = params["dimension_numbers"]
-            for x, summed, shared in zip(operands, contract, batch, strict=True):
-                self._judge(name, x, summed, shared)
+            contract, _ = params["dimension_numbers"]
+            for x, summed in zip(operands, contract, strict=True):
+                self._judge(name, x, summed)
         elif name == "sparse_product":
-            self._judge(name, operands[1], (params["axis"],), ())
+            self._judge(name, operands[1], (params["axis"],))
         elif name == "conv_general_dilated":
+            # either operand can be the weight: the backward pass transposes convolutions. All axes
+            # but batch (lhs) and output features (rhs), the first of a spec, are summed over
             dims = params["dimension_numbers"]
-            self._judge(name, first, dims.lhs_spec[1:], ())
-            self._judge(name, operands[1], dims.rhs_spec[1:], ())
+            self._judge(name, first, dims.lhs_spec[1:])
+            self._judge(name, operands[1], dims.rhs_spec[1:])
         elif name == "cond":
             branches = [self(branch, operands[1:]) for branch in params["branches"]]
             return [
@@ -109,6 +121,7 @@ class Walk:
         elif name == "scan":
             return self._scan(scan(eqn, operands))
         elif name == "while":
+            # as in a scan, the carry is not followed; its weights are the ones closed over
             loop = while_loop(eqn, operands)
             state = [None] * len(loop.carry)
             self(loop.condition, [*loop.tested, *state])
@@ -143,7 +156,8 @@ class Walk:
         return []
 
     def _scan(self, loop: Scan) -> list:
-        # what a weight becomes in the carry is not followed
+        """Walk the body for each step if it slices weights, else once."""
+        # the carry is not followed: one pass over the body does not know its later values
         carry = [None] * len(loop.carry)
         steps = range(loop.length if any(x is not None for x in loop.sliced) else 1)
         slices = ([None if x is None else x[i] for x in loop.sliced] for i in steps)
@@ -154,7 +168,8 @@ class Walk:
             np.stack(y) if whole and all(x is not None for x in y) else None for y in stacked
         ]
 
-    def _judge(self, primitive: str, x, summed, shared) -> None:
+    def _judge(self, primitive: str, x: np.ndarray | None, summed: Sequence[int]) -> None:
+        """Count the verdicts on a product that sums the operand `x` over the axes `summed`."""
         if x is None or not (x >= 0).any():
             return
         free = [a for a in range(x.ndim) if a not in summed]
@@ -165,7 +180,7 @@ class Walk:
 
 
 def _inner_program(equation: JaxprEqn) -> Program | None:
-    """Return the program that an equation runs, also that of a `shard_map`; not a product's."""
+    """Return the program that an equation calls, also a `shard_map`; None for a sparse product."""
     if equation.primitive.name == "shard_map":
         return equation.params["jaxpr"]
     if equation.primitive.name == "sparse_product":
@@ -174,20 +189,20 @@ def _inner_program(equation: JaxprEqn) -> Program | None:
 
 
 def _constant(value: Any, aval: Any) -> np.ndarray | None:
-    """Return the numbers of a constant: of interest are zeros, and bounds below and above them."""
+    """Return the entry of a scalar constant by its sign, int[]; None for NaN and for arrays."""
     if aval.shape != () or not jnp.issubdtype(aval.dtype, np.number) or value != value:
         return None
     return np.asarray(_ZERO if value == 0 else _BELOW if value < 0 else _ABOVE)
 
 
 def _is_bound(x: np.ndarray | None, *kinds: int) -> bool:
-    """Check whether numbers are those of a constant that is not zero."""
+    """Check whether all entries are of these kinds; by default those of a nonzero constant."""
     kinds = kinds or (_BELOW, _ABOVE)
     return x is not None and x.size > 0 and x.flat[0] in kinds and bool(np.isin(x, kinds).all())
 
 
 def _broadcast(x: np.ndarray, shape: tuple[int, ...], axes: tuple[int, ...]) -> np.ndarray:
-    """Return numbers as `lax.broadcast_in_dim` puts them at these axes of a shape."""
+    """Return numbers as `lax.broadcast_in_dim` does, with the axes of x at `axes` of the shape."""
     alone = np.ones(len(shape), int)
     alone[[*axes]] = x.shape
     return np.broadcast_to(x.reshape(alone), shape)
@@ -202,7 +217,10 @@ def _shape(variable: Any) -> tuple[int, ...]:
 
 
 def _merge(operands: list, shape: tuple[int, ...]) -> np.ndarray | None:
-    """Return the only one of several alternatives or summands that is not zero everywhere."""
+    """Return the numbers of a sum or selection: those of its only operand that is not all zero.
+
+    None if another operand adds something to a weight or selects between different elements.
+    """
     if any(x is None for x in operands):
         return None
     weights = [x for x in operands if (x != _ZERO).any()]

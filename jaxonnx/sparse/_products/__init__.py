@@ -26,7 +26,7 @@ _SAME = {"convert_element_type", "copy", "copy_p", "pcast", "pvary"}
 
 
 def register_products(platform: str | None = None) -> None:
-    """Make sparse products ready, once in a process: compile what calls them for a platform.
+    """Compile the kernels of a platform and register them with JAX, once in a process.
 
     Args:
       platform: "cpu" is the package's own kernel, compiled at first use and kept in the user's
@@ -47,12 +47,15 @@ def register_products(platform: str | None = None) -> None:
 def prepare_products(
     weights: Iterable[jax.Array], platform: str | None = None, *, is_split: bool = False
 ) -> bool:
-    """Make products with some weights ready, and return whether they are, or warn why not.
+    """Register the kernels for products with these weights, or warn why products stay dense.
 
     Args:
-      weights: what may be 2:4.
+      weights: the weights that may be 2:4.
       platform: as in `register_products`.
-      is_split: whether XLA splits the programs over a mesh.
+      is_split: whether XLA partitions the programs over a mesh.
+
+    Returns:
+      Whether products can be sparse.
     """
     reason = _why_dense(weights, platform or jax.default_backend(), is_split)
     if reason:
@@ -61,6 +64,7 @@ def prepare_products(
 
 
 def _why_dense(weights: Iterable[jax.Array], platform: str, is_split: bool) -> str:
+    """Register the kernels; return why products stay dense, or "" if they do not."""
     if is_split:
         return "XLA cannot split their kernels over a mesh; within jax.shard_map it need not"
     if platform not in ("cpu", "gpu", "cuda"):
@@ -125,7 +129,12 @@ class PackedMatrix:
 
 
 def pack_matrix(w: Any, axis: int) -> Any:
-    """Return a 2:4 matrix packed for products of few rows, or as it is where they do not gain."""
+    """Pack a 2:4 matrix for products of few rows; return it as it is where that is not faster.
+
+    Args:
+      w: the matrix.
+      axis: the axis that the products contract.
+    """
     on_cpu = isinstance(w, jax.Array) and all(d.platform == "cpu" for d in w.devices())
     if on_cpu and w.ndim == 2 and _cpu.fits_packed(1, w.shape, w.dtype):
         return PackedMatrix(w, *_cpu.pack(w, axis), axis)
@@ -133,7 +142,9 @@ def pack_matrix(w: Any, axis: int) -> Any:
 
 
 def _take_packed(params: Any) -> tuple[Any, dict[str, PackedMatrix]]:
-    """Return parameters with matrices in place of packed ones, and those by name."""
+    """Replace each `PackedMatrix` by its matrix; return these parameters and the packed ones by
+    name.
+    """
 
     def is_packed(x):
         return isinstance(x, PackedMatrix)
@@ -145,43 +156,56 @@ def _take_packed(params: Any) -> tuple[Any, dict[str, PackedMatrix]]:
 
 
 class _Matrix(NamedTuple):
-    """A matrix with the pattern; `array` keeps alive what it is found by, the identity."""
+    """A value of the interpreted program that is a 2:4 matrix, or the transpose of one.
+
+    Matrices are looked up by the `id` of their array; the entry keeps the array alive, so that no
+    other array gets its id.
+    """
 
     array: Any
     source: Any
-    """The matrix that it is, or whose transpose it is."""
+    """The matrix itself, or the matrix whose transpose `array` is."""
     is_transposed: bool = False
     packed: PackedMatrix | None = None
 
 
 def _inner_call(equation: JaxprEqn) -> Program | None:
-    """Return what a call runs, where nothing is lost if it runs here."""
+    """Return the program of a call that can be evaluated in place; None for any other equation.
+
+    A `remat`, a loop or a branch would lose its meaning.
+    """
     plain = equation.primitive.name in ("jit", "pjit") or "call_jaxpr" in equation.params
     return inner_program(equation) if plain else None
 
 
 def _step(sparse: dict[int, _Matrix], equation: JaxprEqn, inputs: list) -> list:
-    """Evaluate an equation; `sparse` has the 2:4 matrices by identity."""
+    """Evaluate an equation, with sparse products in place of dense ones.
+
+    Args:
+      sparse: the 2:4 matrices by the `id` of their array. Results that are such matrices are added.
+      inputs: the operands.
+    """
     primitive = equation.primitive
     if primitive is primitives.dot_general_p:
         for place, w in enumerate(inputs):
-            if id(w) in sparse and (made := _product(equation, place, inputs, sparse[id(w)])):
-                return made
+            if id(w) in sparse and (results := _product(equation, place, inputs, sparse[id(w)])):
+                return results
     with equation.ctx.manager:
         results = primitive.bind(*inputs, **retrace_params(equation.params, _plain))
     results = results if primitive.multiple_results else [results]
     if inputs and (matrix := sparse.get(id(inputs[0]))) is not None:
         if primitive is primitives.transpose_p and matrix.array.ndim == 2:
             flips = equation.params["permutation"] == (1, 0)
-            made = matrix._replace(array=results[0], is_transposed=matrix.is_transposed != flips)
-            sparse[id(results[0])] = made
+            sparse[id(results[0])] = matrix._replace(
+                array=results[0], is_transposed=matrix.is_transposed != flips
+            )
         elif primitive.name in _SAME or _drops_ones(equation):
             sparse[id(results[0])] = _Matrix(results[0], results[0])
     return results
 
 
 def _drops_ones(equation: JaxprEqn) -> bool:
-    """Return whether an equation makes a matrix of a pointwise kernel (out, in, 1, 1)."""
+    """Check whether an equation reshapes a pointwise kernel (out, in, 1, 1) to a matrix."""
     if equation.primitive not in (primitives.reshape_p, primitives.squeeze_p):
         return False
     before: Any = equation.invars[0].aval
@@ -194,14 +218,21 @@ def _plain(program: Program, *args: Any) -> list:
 
 
 def _product(equation: JaxprEqn, place: int, inputs: list, w: _Matrix) -> list[jax.Array]:
-    """Return the sparse product with the 2:4 matrix at `place`; nothing where there is none."""
+    """Return the result of a `dot_general` as a sparse product; [] if there is no kernel for it.
+
+    Args:
+      equation: the `dot_general`.
+      place: which operand is the 2:4 matrix, 0 or 1.
+      inputs: both operands.
+      w: the matrix.
+    """
     (axes, batch), x = equation.params["dimension_numbers"], inputs[1 - place]
     matrix = inputs[place]
     if len(axes[0]) != 1 or batch[0] or matrix.ndim != 2 or matrix.dtype != x.dtype or not x.size:
         return []
     count = x.size // x.shape[axes[1 - place][0]]
     about = (count, matrix.shape, matrix.dtype)
-    axis = axes[place][0] ^ w.is_transposed
+    axis = axes[place][0] ^ w.is_transposed  # the contracted axis of `w.source`
     is_packed = w.packed is not None and w.packed.axis == axis and _cpu.fits_packed(*about)
     on_cpu = _cpu.is_registered() and (is_packed or _cpu.fits(*about))
     if not on_cpu and not _cusparselt.fits(*about):
@@ -212,6 +243,7 @@ def _product(equation: JaxprEqn, place: int, inputs: list, w: _Matrix) -> list[j
     packed = (w.packed.values, w.packed.places) if is_packed and w.packed else ()
     y = sparse_product_p.bind(flat, w.source, *packed, axis=axis, dtype=out.dtype)
     y = y.reshape(*rows.shape[:-1], y.shape[1])
+    # dot_general puts the free axes of the left operand first
     return [y if place else jnp.moveaxis(y, -1, 0)]
 
 
@@ -220,7 +252,8 @@ def _dense(x: jax.Array, w: jax.Array, *packed: jax.Array, axis: int, dtype: Any
 
 
 sparse_product_p = Primitive("sparse_product")
-"""x (b, k) times a matrix that is 2:4 along `axis`, which is contracted."""
+"""x (b, k) times a matrix that is 2:4 along `axis`, which is contracted; the result is (b, n).
+Further operands are the results of `_cpu.pack` of the matrix along that axis."""
 sparse_product_p.plain = _dense  # type: ignore[attr-defined]  # for readers of a jaxpr
 sparse_product_p.def_impl(jax.jit(sparse_product_p.bind, static_argnames=("axis", "dtype")))
 
@@ -233,7 +266,7 @@ def _(x, w, *packed, axis, dtype):
 
 
 def _jvp(primals, tangents, *, axis, dtype):
-    """Differentiate as a dense product: the tangent of a weight is not sparse."""
+    """Differentiate the dense product: the tangent of a weight does not have its zeros."""
     plain = partial(_dense, axis=axis, dtype=dtype)
     parts = [
         plain(*(t if i == j else p for j, p in enumerate(primals)))
@@ -247,7 +280,7 @@ def _jvp(primals, tangents, *, axis, dtype):
 def _batch(arguments, at, *, axis, dtype):
     (x, w), packed = arguments[:2], arguments[2:]
     run = partial(sparse_product_p.bind, axis=axis, dtype=dtype)
-    if at[1] is None:  # more rows of the same product
+    if at[1] is None:  # a batch of x only: more rows of one product
         x = jnp.moveaxis(x, at[0], 0)
         y = run(x.reshape(-1, x.shape[-1]), w, *packed)
         return y.reshape(*x.shape[:-1], -1), 0
@@ -262,7 +295,11 @@ def _lower_dense(context, *args, **params):
 
 
 def _lower_on(kernel, context, x, w, *packed, axis, dtype):
-    """Lower to the product of a kernel where it has one, else to the dense one."""
+    """Lower to the product of a kernel module where it has one of this size, else to the dense one.
+
+    Args:
+      kernel: `_cpu` or `_cusparselt`.
+    """
     rows, matrix = context.avals_in[:2]
     about = (rows.shape[0], matrix.shape, matrix.dtype)
 

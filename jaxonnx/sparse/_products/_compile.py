@@ -47,6 +47,7 @@ def compile_library(source: str, options: Sequence[str], target: Path) -> None:
 
 
 def _compiler() -> list[str]:
+    """Return the command of the C++ compiler: `$CXX`, or `c++` if there is one, or ziglang's."""
     if chosen := os.environ.get("CXX"):
         return chosen.split()
     folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
@@ -59,9 +60,10 @@ def _compiler() -> list[str]:
 def cached_library(source: str, options: Sequence[str], others: Sequence[str] = ()) -> Path:
     """Return the path of a compiled source, which is compiled unless the user's cache has it.
 
-    The cache is `$XDG_CACHE_HOME/jaxonnx`, or `~/.cache/jaxonnx`. Its key is made of the sources,
-    the compiler, the options, the version of JAX, whose headers are used, and the kind of
-    processor: nothing is compiled for the one at hand, so that a cache may be shared.
+    The cache is `$XDG_CACHE_HOME/jaxonnx`, or `~/.cache/jaxonnx`. Its key is a hash of the sources,
+    the compiler, the options, the version of JAX (for its headers), the operating system and the
+    architecture. The code does not depend on the model of the processor, so that machines can share
+    a cache.
     """
     about = (*_compiler(), *options, jax.__version__, platform.system(), platform.machine())
     digest = hashlib.sha256("\0".join(about).encode())

@@ -18,7 +18,7 @@ from jaxonnx.sparse._products._compile import cached_library
 TARGET = "jaxonnx_sparse_product_cpu"
 PACKED_TARGET = "jaxonnx_packed_product_cpu"
 VARIANTS = ("avx512", "avx2", "common")
-"""The kernels for kinds of vectors; the last is that of every processor."""
+"""The kernel for each instruction set; the last one is for every processor."""
 
 LEAST_ROWS = ((2048, 32), (1024, 48), (512, 96), (256, 256))
 """Pairs (size, rows): from this size of both sides of a weight on, and from so many rows on, sparse
@@ -30,7 +30,7 @@ packed before are faster: they read half of the memory."""
 _TILE = 16
 
 _DTYPES = ("float32", "bfloat16", "float16")
-"""Those of weights that have products: the narrower ones are widened, which is exact."""
+"""The dtypes of weights and x; the narrower ones are widened to float32, which is exact."""
 
 _OPTIONS = ("-O3", "-ffp-contract=fast", "-w", "-pthread")
 _is_registered = False
@@ -54,7 +54,7 @@ def register() -> None:
 
 
 def is_registered() -> bool:
-    """Return whether programs can call the kernel."""
+    """Check whether `register` has run, so that programs can call the kernel."""
     return _is_registered
 
 
@@ -71,7 +71,7 @@ def _library() -> ctypes.CDLL:
 
 
 def variants() -> list[str]:
-    """Return the variants of the kernel that this processor has, the one that is used first."""
+    """Return the variants of the kernel that this processor can run; the first one is used."""
     bits = _library().JaxonnxSparseVariants()
     return [name for i, name in enumerate(VARIANTS) if bits >> i & 1]
 
@@ -82,14 +82,14 @@ def has(dtype: Any) -> bool:
 
 
 def fits(rows: int, shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
-    """Return whether the kernel has a product of so many rows with a weight, and is faster."""
+    """Check whether the kernel has a product of `rows` rows with a weight, and is faster."""
     if not has(dtype) or any(not size or size % 4 for size in shape):
         return False
     return any(rows >= least and min(shape) >= size for size, least in LEAST_ROWS)
 
 
 def fits_packed(rows: int, shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
-    """Return whether the kernel for few rows is faster, with a weight that was packed before."""
+    """Check whether the kernel for few rows, with a weight packed beforehand, is faster."""
     even = not any(size % 4 for size in shape)
     return dtype == jnp.float32 and even and rows <= FEW_ROWS and min(shape) >= FEW_SIZE
 
@@ -110,7 +110,8 @@ def product(
     """
     x, w = (a.astype(jnp.float32) for a in (x, w))
     rows, k = x.shape
-    # panels are padded to a multiple of 16 rows, and have at least 32 where there are several
+    # scratch memory: the kernel copies x into panels padded to a multiple of 16 rows, of at least
+    # 32 where there are several
     room = (rows + 16 * -(-rows // 32)) * k
     out = jax.ShapeDtypeStruct((rows, w.shape[1 - axis]), jnp.float32)
     panels = jax.ShapeDtypeStruct((room,), jnp.float32)
@@ -138,6 +139,11 @@ def pack(w: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
 
 @jax.jit
 def _pack(w: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Pack a weight (inputs, outputs): see `pack`. The last result is the most that a group keeps.
+
+    A word of places has those of 8 groups: the first weight's in 2 bits, then the second's. A group
+    with one nonzero has it twice, the second time with the value 0.
+    """
     inputs, outputs = w.shape
     w = jnp.pad(w, ((0, 0), (0, -outputs % _TILE))).reshape(inputs // 4, 4, -1)
     kept = w != 0
@@ -161,7 +167,7 @@ def packed_product(
     variant: str | None = None,
     threads: int = 0,
 ) -> jax.Array:
-    """Return x (b, k) times a weight of so many outputs that `pack` packed."""
+    """Return x (b, k) times a weight in the form of `pack`, as float32 (b, outputs)."""
     out = jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32)
     number = np.int64(-1 if variant is None else VARIANTS.index(variant))
     call = jax.ffi.ffi_call(PACKED_TARGET, out)

@@ -18,7 +18,7 @@ from jaxonnx.sparse._products._compile import compile_library
 
 TARGET = "jaxonnx_sparse_product"
 TILE = 16
-"""What the sizes of a product are multiples of."""
+"""The sizes of a product must be multiples of this."""
 
 _HALF = ("bfloat16", "float16")
 _HEADERS = ("cusparseLt.h", "library_types.h", "crt/host_config.h")
@@ -58,7 +58,7 @@ def _find_wheels() -> tuple[list[Path], Path]:
 
 
 def fits(rows: int, shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
-    """Return whether cuSPARSELt has a product of so many rows with a weight."""
+    """Check whether cuSPARSELt has a product of `rows` rows with a weight of a shape and dtype."""
     sizes = (rows, *shape)
     return dtype.name in _HALF and all(size and size % TILE == 0 for size in sizes)
 
