@@ -19,14 +19,16 @@ _SWEEPS = 20
 
 
 class Pair(NamedTuple):
-    """Two layers, of which the second alone reads what the first gives."""
+    """Two layers, of which only the second reads the result of the first."""
 
     first: str
+    """The weight of the first layer."""
     bias: str
-    """Of the first layer; "" if there is none."""
+    """The bias of the first layer; "" if there is none."""
     output: int
     """The axis of the first weight along its outputs."""
     second: str
+    """The weight of the second layer."""
     input: int
     """The axis of the second weight along the same channels."""
 
@@ -41,6 +43,8 @@ def equalize_channels(model: Model) -> Model:
     """
     params = {name: np.asarray(x) for name, x in model.params.items()}
     pairs = _find_pairs(model.graph, find_weights(model.graph, model.tensors), params)
+    # A layer belongs to two pairs, with the layers before and after it, so that equalizing one pair
+    # upsets the other: repeat. The fixed point of `factor` is before == after.
     for _ in range(_SWEEPS):
         for pair in pairs:
             one, two = params[pair.first], params[pair.second]
@@ -57,16 +61,19 @@ def equalize_channels(model: Model) -> Model:
 
 
 def _greatest(w: np.ndarray, axis: int) -> np.ndarray:
+    """Return the greatest |w| of each channel along `axis`."""
     return np.abs(w).max(axis=tuple(i for i in range(w.ndim) if i != axis))
 
 
 def _along(factor: np.ndarray, w: np.ndarray, axis: int) -> np.ndarray:
+    """Reshape a vector so that it broadcasts along `axis` of a weight."""
     return factor.reshape(-1, *(1,) * (w.ndim - 1 - axis))
 
 
 def _find_pairs(
     graph: Graph, sites: Mapping[str, WeightSite], params: Mapping[str, np.ndarray]
 ) -> list[Pair]:
+    """Find the pairs of layers with only homogeneous operators between them."""
     times = Counter(name for node in graph.nodes for name in node.reads)
     times.update(graph.outputs)
     readers = {name: node for node in graph.nodes for name in node.inputs}
@@ -79,6 +86,7 @@ def _find_pairs(
         if times[value] != 1 or two is None or two.inputs[0] != value:
             continue
         (first, *rest), second = one.inputs[1:], two.inputs[1]
+        # a depthwise kernel [C, 1, ...] has its input channels along the output axis
         depthwise = two.attributes.get("group", 1) > 1
         axis = sites[second].output if depthwise else sites[second].input
         bias = rest[0] if rest else ""
@@ -96,7 +104,11 @@ def _is_layer(
     params: Mapping[str, np.ndarray],
     times: Mapping[str, int],
 ) -> bool:
-    """Check that a node is a Conv or Gemm whose weight and bias can be rescaled by themselves."""
+    """Check that a node is a Conv or Gemm whose weight and bias no other node reads.
+
+    Grouped convolutions are accepted only if they are depthwise: otherwise an input channel does
+    not have one slice of the weight.
+    """
     if node.op.name not in ("Conv", "Gemm") or node.op.domain or node.attributes.get("transA"):
         return False
     own = [name for name in node.inputs[1:] if name]

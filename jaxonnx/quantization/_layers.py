@@ -24,14 +24,15 @@ _PAIR = ("QuantizeLinear", "DequantizeLinear")
 
 @dataclass(frozen=True)
 class Rounded:
-    """A tensor that a layer reads rounded.
+    """A tensor that a layer reads through QuantizeLinear and DequantizeLinear.
 
     Attributes:
+      name: of the tensor before rounding.
       type: the numbers that it is rounded to, like "int8".
       scales: how many there are, one for each channel or block.
       scale: the least and the greatest one.
-      range: the least and the greatest number that is not clipped, of the widest channel.
-      clipped: the share of the numbers that saturate; None if it was not measured.
+      range: the least and the greatest number that any channel represents without clipping.
+      clipped: the fraction of the elements that saturate; None if it was not measured.
     """
 
     name: str
@@ -49,30 +50,32 @@ class Layer:
     name: str
     operator: str
     weight: Rounded | None
+    """The first rounded weight that it reads."""
     activations: tuple[Rounded, ...]
 
 
 def list_layers(model: Network, inputs: Sequence[Any] | None = None) -> list[Layer]:
-    """Return the layers of a network that is trained through its rounding, in order.
+    """Return the layers of a quantized network that read rounded tensors, in the graph's order.
 
     Args:
-      inputs: a batch, in the order of the model's inputs, to count on what saturates in
-        activations.
+      model: a network with QuantizeLinear and DequantizeLinear nodes.
+      inputs: a batch, in the order of the model's inputs, on which the saturated elements of
+        activations are counted; by default they are not.
     """
     nodes = model.graph.nodes
     makers = {output: node for node in nodes for output in node.outputs}
-    found = {}
+    quantizers_of = {}
     for node in nodes:
         if not node.op.view:
-            read = [_quantizer(name, makers) for name in node.inputs]
-            if any(one is not None for one in read):
-                found[node.outputs[0]] = [one for one in read if one is not None]
-    quantizers = {q.outputs[0]: q for read in found.values() for q in read}
+            sources = [_find_quantizer(name, makers) for name in node.inputs]
+            if any(q is not None for q in sources):
+                quantizers_of[node.outputs[0]] = [q for q in sources if q is not None]
+    quantizers = {q.outputs[0]: q for sources in quantizers_of.values() for q in sources}
     rounded = _measure(model, quantizers, inputs)
     names = {node.output[0]: _name(node) for node in model.proto.graph.node if node.output}
     layers = []
-    for output, read in found.items():
-        parts = dict.fromkeys(q.outputs[0] for q in read)
+    for output, sources in quantizers_of.items():
+        parts = dict.fromkeys(q.outputs[0] for q in sources)
         weights = [n for n in parts if quantizers[n].inputs[0] in model.tensors]
         activations = tuple(rounded[n] for n in parts if n not in weights)
         weight = rounded[weights[0]] if weights else None
@@ -86,8 +89,13 @@ def _name(node: NodeProto) -> str:
     return path[-1] if path else node.name or node.output[0]
 
 
-def _quantizer(name: str, makers: Mapping[str, Node]) -> Node | None:
-    """Return the QuantizeLinear that a value comes from, behind views of it."""
+def _find_quantizer(name: str, makers: Mapping[str, Node]) -> Node | None:
+    """Return the QuantizeLinear of the QDQ pair that computes a value, through views of it.
+
+    Args:
+      name: the value.
+      makers: the node that computes each value.
+    """
     node = makers.get(name)
     while node is not None and node.op.view and node.op.name not in _PAIR:
         node = makers.get(node.inputs[0])
@@ -100,7 +108,11 @@ def _quantizer(name: str, makers: Mapping[str, Node]) -> Node | None:
 def _measure(
     model: Network, quantizers: Mapping[str, Node], inputs: Sequence[Any] | None
 ) -> dict[str, Rounded]:
-    """Return what each QuantizeLinear rounds to, by its result."""
+    """Return what each QuantizeLinear rounds to, by the name of its result.
+
+    Scales may be computed by nodes (learned scales are), so that the part of the graph that
+    computes them is evaluated.
+    """
     tensors = model.tensors
     scales = [*dict.fromkeys(node.inputs[1] for node in quantizers.values())]
     known = ancestors(model.graph.nodes, scales)
@@ -114,7 +126,7 @@ def _measure(
         least, most = NumberType(np.dtype(point.dtype), 0).limits
         scale, shift = values[factor], np.asarray(point, np.float32)
         low, high = (least - shift) * scale, (most - shift) * scale
-        limits[name] = low - scale / 2, high + scale / 2
+        limits[name] = low - scale / 2, high + scale / 2  # half a step beyond still rounds to it
         result[name] = Rounded(
             value,
             point.dtype.name,
@@ -131,7 +143,14 @@ def _measure(
 def _clipped(
     model: Network, quantizers: Mapping[str, Node], limits: Mapping[str, Any], inputs: Any
 ) -> dict[str, float]:
-    """Return the shares of numbers that saturate: of weights, and of activations for inputs."""
+    """Return the fraction of each tensor's elements outside of its limits, by QuantizeLinear.
+
+    Args:
+      model: the network.
+      quantizers: the QuantizeLinear nodes by the name of their result.
+      limits: the ends of their ranges, one number or one for each channel or block.
+      inputs: a batch; None to leave activations out.
+    """
     tensors = {**model.tensors}
     if inputs is not None:
         given = dict(zip((value.name for value in model.inputs), inputs, strict=True))
@@ -150,7 +169,7 @@ def _clipped(
 
 
 def _spread(value: np.ndarray, node: Node, x: np.ndarray) -> np.ndarray:
-    """Return numbers of channels or blocks in a shape that broadcasts to what is rounded."""
+    """Reshape or repeat values of channels or blocks so that they broadcast against x."""
     axis = int(node.attributes.get("axis", 1)) % max(x.ndim, 1)
     if value.ndim == 0:
         return value

@@ -109,17 +109,24 @@ def prepare(
     epochs: int | None,
     steps_per_epoch: int | None,
 ) -> tuple[Model, str]:
-    """Return a model whose training runs through its rounding, and a note on it.
+    """Make a model ready for quantization-aware training.
 
-    A model that is quantized already keeps its nodes and starts from its own scales.
+    A model that is quantized already keeps its nodes and starts from its own scales; any other one
+    is calibrated on `source` first.
 
     Args:
-      source: what ranges are measured on.
+      model: the model to train.
+      scheme: its types, and how scales or ranges are trained.
+      source: the calibration data; None where there are none.
       epochs, steps_per_epoch: of the run; None if they are not known.
 
+    Returns:
+      The model with QuantizeLinear and DequantizeLinear nodes, and a note for the report of the
+      run.
+
     Raises:
-      InputError: it is not, and there are no data to measure its ranges on; or it is quantized to
-        other types than the scheme's.
+      InputError: the model is not quantized, and there are no data to calibrate it on; or it is
+        quantized to other types than the scheme's.
     """
     named, scheme, model = scheme, Quantization.of(scheme), without_schedule(model)
     entry = record_of(model.proto)
@@ -166,13 +173,22 @@ def prepare(
 
 
 def _describe(schedule: Schedule, count: int) -> str:
+    """Return the part of the note that says when `count` ranges move and when rounding begins."""
     end = "the end" if schedule.freeze is None else f"step {schedule.freeze:,}"
     moved = f"; {count} ranges follow the data until {end}" if schedule.decay is not None else ""
     return moved + (f"; rounding begins at step {schedule.start + 1:,}" if schedule.start else "")
 
 
 def select_scales(before: Model, after: Model) -> Model:
-    """Return `after`, a choice of the parameters of `before`, with the same scales trained."""
+    """Return `after` with the scales trained that `before` trains, and no others.
+
+    A selection of parameters to train (`trainable=`) names weights and biases; scales, which the
+    quantization adds, follow the scheme instead.
+
+    Args:
+      before: the quantized model.
+      after: the same with a selection of its parameters.
+    """
     entry = record_of(before.proto)
     if entry is None:
         return after
@@ -189,31 +205,37 @@ def _record(model: Model) -> Record:
 
 
 def _check_types(model: Model, scheme: str | Quantization) -> list[str]:
-    """Return the types of the weights of a quantized model, in the order of their names.
+    """Check that a quantized model has the types of a scheme.
+
+    A scheme given by name, like "int8", is compared by the type of weights alone.
+
+    Returns:
+      The types of the model's weights, sorted.
 
     Raises:
-      InputError: the scheme names other types. A scheme by name is one of weights alone.
+      InputError: the scheme names other types.
     """
-    found = stored_types(model.proto, model.tensors)
+    stored_in = stored_types(model.proto, model.tensors)
     wanted = Quantization.of(scheme)
-    weights, activations = (sorted(kinds) for kinds in (found.weights, found.activations))
+    weights, activations = (sorted(kinds) for kinds in (stored_in.weights, stored_in.activations))
     same = wanted.weights in weights
     if isinstance(scheme, Quantization):
         same = same and (wanted.activations in (activations or [None]))
-        same = same and (wanted.block is None or found.blocks == {wanted.block})
+        same = same and (wanted.block is None or stored_in.blocks == {wanted.block})
     if not same:
-        blocks = [f"in blocks of {n}" for n in sorted(found.blocks) if n]
+        blocks = [f"in blocks of {n}" for n in sorted(stored_in.blocks) if n]
         stored = " and ".join(weights or ["nothing"])
         raise InputError(
-            f"quantize= names weights of {_words(wanted)}, but the file is quantized already, to "
-            f"weights of {' '.join([stored, *blocks])} and activations of "
+            f"quantize= names weights of {_describe_types(wanted)}, but the file is quantized "
+            f"already, to weights of {' '.join([stored, *blocks])} and activations of "
             f"{' and '.join(activations) or 'floating point'}: name these to train it at its own "
             "scales, or quantize the file in floating point that it was made of"
         )
     return weights
 
 
-def _words(scheme: Quantization) -> str:
+def _describe_types(scheme: Quantization) -> str:
+    """Return the types of a scheme in words, for an error."""
     blocks = f" in blocks of {scheme.block}" if scheme.block else ""
     return f"{scheme.weights}{blocks} and activations of {scheme.activations or 'floating point'}"
 
@@ -221,7 +243,18 @@ def _words(scheme: Quantization) -> str:
 def _insert(
     model: Model, scheme: Quantization, source: Source, batches: int, method: str | None = None
 ) -> Model:
-    """Return the model with the nodes of a scheme."""
+    """Calibrate a model and insert QuantizeLinear and DequantizeLinear by a scheme.
+
+    Args:
+      model: a model in floating point.
+      scheme: what is quantized, and how.
+      source: calibration data.
+      batches: the most batches of it to use.
+      method: "round" to learn the rounding of weights (`learn_rounding`), or None.
+
+    Raises:
+      InputError: the model is quantized already or has adapters, or the scheme does not fit it.
+    """
     if model.program.adaption is not None:
         raise InputError("merge the adapters first: model.merge_adapters()")
     if record_of(model.proto) is not None or is_quantized(model):
@@ -230,16 +263,16 @@ def _insert(
             "floating point, and jaxonnx.train(..., quantize=) trains it at its own scales"
         )
     model = _fold_norms(_with_opset(model, scheme.opset))
-    first, examples = _inputs(source, batches)
+    examples = [batch.inputs for batch in islice(source.batches(0), batches)]
     tensors = model.tensors
-    types = _types(model, first)
+    types = _value_types(model, examples[0])
     sites = find_sites(model.graph, tensors, types, model._places, scheme)
     schemes = dict.fromkeys(sites.weights, scheme)
     if scheme.bits == "auto":
         schemes = _choose_types(model, sites.weights, examples, scheme)
         chosen = replace(scheme, where=lambda name, _: name in schemes, skip=None)
         sites = find_sites(model.graph, tensors, types, model._places, chosen)
-    found = calibrate(model, sites.values, sites.shared, examples, scheme)
+    ranges = calibrate(model, sites.values, sites.shared, examples, scheme)
     writer = Writer(model.proto, {*tensors, *(value.name for value in model.inputs)})
     scales = {
         name: weight_parameters(np.asarray(tensors[name]), site, schemes[name])
@@ -247,11 +280,13 @@ def _insert(
     }
     for name, parameters in scales.items():
         writer.quantize_weight(name, parameters)
-    masked = {output for (output, _), name in sites.reads.items() if name not in found}
+    # `calibrate` leaves attention masks out. A node that reads one stays in floating point with all
+    # of its inputs: runtimes compute with integers only where every input is quantized
+    masked = {output for (output, _), name in sites.reads.items() if name not in ranges}
     reads = {place: name for place, name in sites.reads.items() if place[0] not in masked}
-    writer.quantize_values(reads, found, sites.shared)
-    writer.quantize_outputs((n for n in sites.outputs if n in found), found)
-    writer.store_biases((b.name, b.value, b.weight) for b in sites.biases if b.value in found)
+    writer.quantize_values(reads, ranges, sites.shared)
+    writer.quantize_outputs((n for n in sites.outputs if n in ranges), ranges)
+    writer.store_biases((b.name, b.value, b.weight) for b in sites.biases if b.value in ranges)
     if method == "round":
         values = learn_rounding(model, sites, scales, examples, schemes)
         learned = {name: jnp.asarray(value) for name, value in values.items()}
@@ -265,7 +300,11 @@ def _choose_types(
     examples: Sequence[Sequence[Any]],
     scheme: Quantization,
 ) -> dict[str, Quantization]:
-    """Return a scheme for each weight that is rounded."""
+    """Choose int8 or int4 for each weight by its error alone (`bits="auto"`).
+
+    Returns:
+      A scheme for each weight; weights that stay float32 are left out.
+    """
     kinds = ("int8", "int4")
     schemes: dict[str, Quantization] = {
         kind: replace(scheme, weights=kind, bits=None, size=None) for kind in kinds
@@ -277,16 +316,15 @@ def _choose_types(
     return {name: schemes[kind] for name, kind in types.items() if kind is not None}
 
 
-def _inputs(source: Source, batches: int) -> tuple[Sequence[Any], Sequence[Sequence[Any]]]:
-    examples = [batch.inputs for batch in islice(source.batches(0), batches)]
-    return examples[0], examples
+def _value_types(model: Model, inputs: Sequence[Any]) -> dict[str, np.dtype]:
+    """Return the dtypes of the values of the main graph that are arrays, by abstract evaluation.
 
-
-def _types(model: Model, inputs: Sequence[Any]) -> dict[str, np.dtype]:
-    """Return the types of the values of the main graph that are arrays."""
+    Args:
+      inputs: one batch, in the order of the model's inputs.
+    """
     names = [value.name for value in model.inputs]
-    made = [name for node in model.graph.nodes for name in node.outputs if name]
-    program = model.program.with_values(made)
+    results = [name for node in model.graph.nodes for name in node.outputs if name]
+    program = model.program.with_values(results)
 
     def evaluate(params, state, inputs):
         outputs = program.evaluate(params, state, dict(zip(names, inputs, strict=True)))
@@ -295,7 +333,7 @@ def _types(model: Model, inputs: Sequence[Any]) -> dict[str, np.dtype]:
     shapes = jax.eval_shape(evaluate, model.params, model.state, tuple(inputs))
     types = {
         name: np.dtype(x.dtype)
-        for name, x in zip(made, shapes[len(model.graph.outputs) :], strict=True)
+        for name, x in zip(results, shapes[len(model.graph.outputs) :], strict=True)
         if x is not None
     }
     given = {n: np.dtype(jnp.result_type(x)) for n, x in zip(names, inputs, strict=True)}
@@ -303,6 +341,7 @@ def _types(model: Model, inputs: Sequence[Any]) -> dict[str, np.dtype]:
 
 
 def _fold_norms(model: Model) -> Model:
+    """Fold each BatchNormalization into the convolution before it."""
     proto, values = fold_norms(model.proto, model.graph, model.tensors)
     net = with_file(model, proto)
     new = {name: jnp.asarray(value) for name, value in values.items()}
@@ -312,11 +351,15 @@ def _fold_norms(model: Model) -> Model:
     constants = {n: values.get(n, x) for n, x in net.program.constants.items()}
     program = dataclasses.replace(net.program, constants=constants)
     net = dataclasses.replace(net, params=params, state=state, program=program)
-    return net.with_outputs(net.graph.outputs)  # without what nothing reads any more
+    return net.with_outputs(net.graph.outputs)  # drops the statistics that no node reads any more
 
 
 def _with_opset(model: Model, opset: int) -> Model:
-    """Return the model in an opset that has the types of a scheme."""
+    """Convert the model to an opset if its own is older.
+
+    Raises:
+      InputError: the installed onnx does not have the opset, or cannot convert the model.
+    """
     if opset_of(model.proto) >= opset:
         return model
     if onnx.defs.onnx_opset_version() < opset:

@@ -16,17 +16,18 @@ from jaxonnx.quantization._scheme import TYPES, Quantization
 from jaxonnx.quantization._sites import WeightSite
 
 _BINS = 2048
+"""Bins of the histogram of an activation."""
 _SAMPLE = 2**16
-"""Numbers of an activation that are looked at in each batch for its histogram."""
+"""The most elements of an activation that each batch contributes to its histogram."""
 _SHARES = np.linspace(0.2, 1, 81)
-"""The shares of a range that are tried for the least error."""
+"""The fractions of a range that are tried for the least error."""
 _KEPT = 0.9999
-"""The share of the numbers within the range of "percentile"."""
+"""The fraction of the elements within the range of "percentile"."""
 
 _HIDDEN = -1e30
-"""What a mask adds at least to what it hides."""
+"""An activation that reaches down to this is an attention mask, which is added to scores."""
 _NOTHING = 1e-9
-"""The probability of a bin that rounding leaves empty."""
+"""The probability of a histogram bin that is empty after rounding: log(0) is not finite."""
 
 
 class Parameters(NamedTuple):
@@ -39,11 +40,16 @@ class Parameters(NamedTuple):
 
 
 def weight_parameters(w: np.ndarray, site: WeightSite, scheme: Quantization) -> Parameters:
-    """Return the scales with the least squared error of the rounded weight.
+    """Find the scales of a weight with the least squared error after rounding.
 
     Args:
-      w: float32.
-      site: which of its axes have scales.
+      w: the weight, float32.
+      site: its output and input axes.
+      scheme: its type, and whether there is a scale for the tensor, for each output channel or for
+        each block of inputs.
+
+    Raises:
+      InputError: blocks do not divide the inputs, or the weight is not finite.
     """
     kind = TYPES[scheme.weights]
     channels = scheme.per_channel and (scheme.dialect != "qnn" or not site.in_blocks)
@@ -67,6 +73,7 @@ def weight_parameters(w: np.ndarray, site: WeightSite, scheme: Quantization) -> 
     limits = scheme.weight_limits
     most = np.float32(limits[1])
     best, least = greatest / most, np.full(greatest.shape, np.inf, np.float32)
+    # from the full range down: at equal errors the widest range is kept
     for share in [1] if scheme.reduce_range else _SHARES[::-1]:
         scale = (share * greatest / most).astype(np.float32)
         rounded = np.clip(kind.round(w / scale + kind.middle) - kind.middle, *limits) * scale
@@ -78,7 +85,7 @@ def weight_parameters(w: np.ndarray, site: WeightSite, scheme: Quantization) -> 
 
 
 def spread_scale(parameters: Parameters, w: np.ndarray) -> np.ndarray:
-    """Return the scales of a weight in a shape that broadcasts to it."""
+    """Reshape or repeat the scales of a weight so that they broadcast against it."""
     scale, _, axis, block = parameters
     if axis is None:
         return scale
@@ -94,19 +101,25 @@ def calibrate(
     batches: Iterable[Sequence[Any]],
     scheme: Quantization,
 ) -> dict[str, Parameters]:
-    """Return scale and zero point of activations, by name; without those that hold masks.
+    """Measure the ranges of activations on calibration data.
 
-    A mask that is added to scores of attention has numbers near the least of float32.
+    Attention masks are left out: they hold numbers near the lowest of float32, and rounding them
+    together with zeros would destroy the scores that they are added to.
 
     Args:
       model: the network before quantization.
-      values: the activations.
-      shared: values that have the range of another one.
-      batches: inputs in the order of the model's.
+      values: the names of the activations.
+      shared: for an activation that has the range of another one, the other.
+      batches: inputs, in the order of the model's.
+      scheme: the type of activations and the method of calibration.
+
+    Returns:
+      The scale and zero point of each activation by name.
 
     Raises:
-      InputError: a value is not finite.
+      InputError: an activation is not finite.
     """
+    # the program returns the measured values behind the outputs of the graph
     measured = [name for name in values if name not in shared]
     program, first = model.program.with_values(measured), len(model.graph.outputs)
     names = [value.name for value in model.inputs]
@@ -116,6 +129,7 @@ def calibrate(
         outputs = program.evaluate(params, state, dict(zip(names, inputs, strict=True)))
         flat = [x.reshape(-1).astype(jnp.float32) for x in outputs[first:]]
         limits = [jnp.stack([x.min(), x.max()]) for x in flat]
+        # every k-th element, so that at most _SAMPLE leave the device
         return limits, [x[:: -(-x.size // _SAMPLE)] for x in flat]
 
     limits: list[np.ndarray] = []
@@ -145,18 +159,30 @@ def calibrate(
 
 
 def _origin(name: str, shared: Mapping[str, str]) -> str:
+    """Return the activation whose range `name` has, through a chain of shared ranges."""
     while name in shared:
         name = shared[name]
     return name
 
 
 def _range(low: float, high: float, seen: np.ndarray, scheme: Quantization) -> tuple[float, float]:
-    """Return the range that is rounded to; numbers beyond it saturate."""
+    """Choose the range of an activation by the scheme's method; numbers beyond it saturate.
+
+    Args:
+      low, high: the least and the greatest number of the calibration data.
+      seen: a sample of the numbers.
+      scheme: the method (`calibration`) and the type.
+
+    Returns:
+      The ends of a range that contains 0.
+    """
     low, high = min(float(low), 0.0), max(float(high), 0.0)
     if scheme.calibration in ("minmax", "average") or low == high:
         return low, high
     counts, edges = np.histogram(seen, _BINS, (low, high))
-    if scheme.calibration == "entropy":  # the zeros of rectifiers are exact in every range
+    # the zeros of a Relu are exact in every range: give their bin the height of its neighbours, or
+    # it would outweigh all others
+    if scheme.calibration == "entropy":
         zeros = np.clip(np.searchsorted(edges, 0.0, "right") - 1, 0, _BINS - 1)
         counts[zeros] = np.median(counts[max(zeros - 2, 0) : zeros + 3])
     if scheme.calibration == "percentile":
@@ -178,17 +204,19 @@ def _range(low: float, high: float, seen: np.ndarray, scheme: Quantization) -> t
 
 
 def _divergence(counts: np.ndarray, levels: np.ndarray, inside: np.ndarray) -> float:
-    """Return how far a rounded histogram is from the whole one (Kullback and Leibler).
+    """Return the Kullback-Leibler divergence of a histogram from its quantized form.
 
     Args:
-      counts: of the bins.
-      levels: the number that each bin is rounded to.
-      inside: the bins within the range; numbers beyond it count in the bins of its ends.
+      counts: the number of elements of each bin.
+      levels: the integer that the numbers of each bin are rounded to.
+      inside: which bins are within the range; the elements beyond are added to its end bins, as
+        they saturate.
     """
     p = counts[inside].astype(np.float64)
     first = int(np.argmax(inside))
     p[0] += counts[:first].sum()
     p[-1] += counts[first + len(p) :].sum()
+    # q: the elements of each level, spread evenly over its occupied bins
     _, index = np.unique(levels[inside], return_inverse=True)
     occupied = counts[inside] > 0
     mass = np.bincount(index, counts[inside]) / np.maximum(np.bincount(index, occupied), 1)
@@ -199,6 +227,7 @@ def _divergence(counts: np.ndarray, levels: np.ndarray, inside: np.ndarray) -> f
 
 
 def _percentile(counts: np.ndarray, edges: np.ndarray) -> tuple[float, float]:
+    """Return the range that leaves the same small share of elements out at both of its ends."""
     total, tail = np.cumsum(counts) / counts.sum(), (1 - _KEPT) / 2
     first = int(np.searchsorted(total, tail))
     last = min(int(np.searchsorted(total, 1 - tail)) + 1, _BINS)
@@ -206,7 +235,7 @@ def _percentile(counts: np.ndarray, edges: np.ndarray) -> tuple[float, float]:
 
 
 def _parameters(low: float, high: float, scheme: Quantization) -> Parameters:
-    """Return the scale and zero point of a range, in which 0 is exact."""
+    """Return the scale and zero point of a range, chosen so that 0 is an exact level."""
     kind = TYPES[scheme.activations or "uint8"].dtype
     limits = np.asarray(low, np.float64), np.asarray(high, np.float64)
     scale, point = range_parameters(*limits, kind, scheme.is_symmetric)

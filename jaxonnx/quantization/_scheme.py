@@ -20,11 +20,11 @@ class NumberType(NamedTuple):
 
     dtype: np.dtype
     opset: int
-    """The first version of ONNX that has it, with a scale for each channel."""
+    """The first opset whose QuantizeLinear has the type, and a scale for each channel."""
 
     @property
     def is_integer(self) -> bool:
-        """Whether its numbers are integers, and not of eight bits of floating point."""
+        """Whether it is an integer type; the others are 8-bit floating point."""
         return "float" not in self.dtype.name
 
     @property
@@ -39,7 +39,7 @@ class NumberType(NamedTuple):
         return limits_of(self.dtype)[1]
 
     def round(self, x: np.ndarray) -> np.ndarray:
-        """Round float32 numbers to those of the type; halves to even, what is beyond saturates."""
+        """Round float32 numbers to those of the type: halves to even, with saturation."""
         least, most = self.limits
         if self.is_integer:
             return np.clip(np.rint(x), least, most)
@@ -69,6 +69,7 @@ _DIALECTS: dict[str, tuple[str | None, ...]] = {
 with activations of fp8 wrongly (67 % of the digits instead of 97 %, 2026-11-25)."""
 _NAMES = {"onnxruntime": "onnxruntime", "tensorrt": "TensorRT", "qnn": "QNN"}
 _BLOCKS_SINCE = 21
+"""The first opset whose QuantizeLinear has a `block_size`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +226,7 @@ class Quantization:
 
     @property
     def as_json(self) -> dict[str, Any]:
-        """The fields as JSON has them; of a predicate only that there is one."""
+        """The fields as values of JSON; a predicate becomes the string "a predicate"."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         for name in ("where", "skip"):
             value = fields[name]
@@ -237,21 +238,21 @@ class Quantization:
 
     @property
     def opset(self) -> int:
-        """The first version of ONNX that has what the scheme needs."""
+        """The first opset that has the types and blocks of the scheme."""
         weights = "int4" if self.bits else self.weights
         types = [TYPES[name].opset for name in (weights, self.activations) if name]
         return max(*types, _BLOCKS_SINCE if self.block else 0)
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether activations have the zero point of the middle of their type."""
+        """Whether the zero point of activations is the middle of their type."""
         if self.symmetric is not None:
             return self.symmetric
         return self.dialect == "tensorrt" or self.activations in ("int8", "int16", "fp8")
 
     @property
     def weight_limits(self) -> tuple[int, int]:
-        """The least and the greatest number of weights, less their zero point."""
+        """The least and the greatest quantized weight, with the zero point subtracted."""
         kind = TYPES[self.weights]
         least, most = (limit - kind.middle for limit in kind.limits)
         return (least // 2, most // 2) if self.reduce_range else (least, most)
@@ -260,7 +261,11 @@ class Quantization:
 def make_schedule(
     scheme: Quantization, epochs: int | None, steps_per_epoch: int | None
 ) -> Schedule | None:
-    """Return when ranges move and rounding begins; None if nothing changes in the run.
+    """Return the steps at which ranges freeze and rounding begins; None if there are none.
+
+    Args:
+      scheme: its `learn`, `decay`, `freeze` and `start`.
+      epochs, steps_per_epoch: of the run; None if they are not known.
 
     Raises:
       InputError: the number of steps matters and is not known, or rounding would not begin.

@@ -127,10 +127,16 @@ def measure(
     examples: Sequence[Sequence[Any]],
     schemes: Mapping[str, Quantization | None],
 ) -> dict[str, dict[str, float]]:
-    """Return the errors of each weight alone, by its name and that of a scheme.
+    """Measure the change of the outputs when one weight at a time is rounded or made sparse.
 
     Args:
-      schemes: by name; None for a pattern of sparsity of that name.
+      model: the network in floating point.
+      sites: the weights.
+      examples: batches of inputs, in the order of the model's.
+      schemes: by name; None if the name is that of a sparsity pattern.
+
+    Returns:
+      For each weight and scheme the squared change of the outputs divided by their squares.
     """
     names = [value.name for value in model.inputs]
 
@@ -163,7 +169,11 @@ def measure(
 def _approximate(
     w: np.ndarray, site: WeightSite, kind: str, scheme: Quantization | None
 ) -> np.ndarray | None:
-    """Return a weight as a scheme or pattern has it; None if it does not fit the pattern."""
+    """Round a weight by a scheme, or prune it to the pattern `kind` if there is no scheme.
+
+    Returns:
+      The weight, float32; None if its shape does not fit the pattern.
+    """
     if scheme is None:
         pattern, axes = sparse.parse(kind, True), (site.output, site.input)
         if pattern.misfit(w.shape, axes):
@@ -178,13 +188,18 @@ def _approximate(
 def choose_types(
     errors: Mapping[str, Mapping[str, float]], sizes: Mapping[str, int], share: float
 ) -> dict[str, str | None]:
-    """Return the type of each weight within a share of their size in float32: int4, int8, or None.
+    """Choose int4, int8 or None (float32) for each weight within a limit of their total size.
 
-    All begin at four bits; the weight whose error falls most for each byte is given more, first
-    eight bits, then none are taken.
+    A greedy search: all weights start as int4; then the weight whose error falls most for each
+    added byte gets the next wider type, as long as one fits.
+
+    Args:
+      errors: of each weight by type, from `measure`.
+      sizes: the number of elements of each weight.
+      share: the limit, as a fraction of the size of all weights in float32.
 
     Raises:
-      InputError: four bits for all take more.
+      InputError: the limit is below the size with int4 for all.
     """
     ladder: tuple[tuple[str | None, float], ...] = (("int4", 1 / 8), ("int8", 1 / 4), (None, 1.0))
     total = sum(sizes.values())
@@ -194,6 +209,7 @@ def choose_types(
         raise InputError(f"size={share} is less than four bits take, which is 0.125 of the weights")
 
     def gain(name: str) -> tuple[float, float]:
+        """Return the error that the next type saves per size, and the size that it adds."""
         (kind, now), (after, then) = ladder[step[name]], ladder[step[name] + 1]
         better = errors[name][str(kind)] - (errors[name][after] if after else 0.0)
         cost = (then - now) * sizes[name]

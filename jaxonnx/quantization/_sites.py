@@ -19,7 +19,7 @@ from jaxonnx.errors import InputError
 from jaxonnx.quantization._scheme import Quantization
 
 PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-"""Operators that are computed with integers if all that they read is quantized."""
+"""Operators that runtimes compute with integers if all of their inputs are quantized."""
 _RECURRENT = ("RNN", "GRU", "LSTM")
 """Operators of which only the weights are quantized."""
 _ELEMENTWISE = ("Add", "Mul", "Concat", "AveragePool", "GlobalAveragePool")
@@ -28,41 +28,45 @@ _ELEMENTWISE = ("Add", "Mul", "Concat", "AveragePool", "GlobalAveragePool")
 
 @dataclass(frozen=True)
 class WeightSite:
-    """A weight that is quantized, and its axes."""
+    """A weight that a scheme quantizes."""
 
     name: str
     output: int
+    """The axis of the output channels."""
     input: int
+    """The axis of the input channels."""
     in_blocks: bool
-    """Whether a scheme's blocks apply: it is the factor of a MatMul or Gemm."""
+    """Whether a scheme's blocks apply: only to factors of MatMul and Gemm."""
 
 
 @dataclass(frozen=True)
 class Bias:
-    """A bias that is added to sums of integers."""
+    """A bias that a runtime adds to sums of integers, as int32 in units of both factors' scales."""
 
     name: str
     value: str
-    """The activation that the node reads."""
+    """The activation that the node multiplies."""
     weight: str
+    """The weight that it is multiplied by."""
 
 
 @dataclass(frozen=True)
 class Sites:
-    """Everything that a scheme quantizes."""
+    """The weights, activations and biases of a graph that a scheme quantizes."""
 
     weights: Mapping[str, WeightSite]
+    """The weights by name."""
     reads: Mapping[tuple[str, int], str]
-    """Activations by the first output of the node that reads them and the position there."""
+    """The activation that a node reads quantized, by (the node's first output, input position)."""
     shared: Mapping[str, str]
-    """Activations with the range of another one."""
+    """For an activation with the scale of another one (the result of a MaxPool, say), the other."""
     biases: tuple[Bias, ...]
     outputs: tuple[str, ...] = ()
-    """Outputs of the graph that are rounded, too."""
+    """Outputs of the graph that are quantized as well."""
 
     @property
     def values(self) -> tuple[str, ...]:
-        """The activations, in the order of the nodes."""
+        """All quantized activations, each once, in the order of the nodes."""
         return tuple(dict.fromkeys((*self.reads.values(), *self.outputs)))
 
 
@@ -73,14 +77,17 @@ def find_sites(
     places: Places,
     scheme: Quantization,
 ) -> Sites:
-    """Return the sites of a scheme in a graph.
+    """Find what a scheme quantizes in a graph.
 
     Args:
-      tensors: the named tensors.
-      types: those of all values of the main graph that are arrays.
+      graph: the network.
+      tensors: its weights and constants by name.
+      types: the dtypes of all values of the main graph that are arrays.
+      places: the names that select weights beside their own; see `select`.
+      scheme: what to quantize, and in the manner of which runtime (`dialect`).
 
     Raises:
-      InputError: there is nothing to quantize, or a choice that matches nothing.
+      InputError: there is no weight to quantize, or `where` or `skip` match nothing.
     """
     weights = find_weights(graph, tensors)
     if scheme.where is not None or scheme.skip is not None:
@@ -99,7 +106,7 @@ def find_sites(
         )
     if scheme.activations is None:
         return Sites(weights, {}, {}, ())
-    quantized = _behind(graph, weights)
+    quantized = _add_views(graph, weights)
 
     def is_activation(name: str) -> bool:
         return name not in tensors and name not in quantized and types.get(name) == np.float32
@@ -113,7 +120,10 @@ def find_sites(
             value, weight, bias = node.inputs
             if bias in tensors and tensors[bias].dtype == np.float32:
                 biases.append(Bias(bias, value, weight))
-    if scheme.dialect == "onnxruntime":  # what is between two quantized operators is, too
+    # onnxruntime has integer kernels for operators that only move or select numbers. Their input is
+    # quantized where their output is read quantized. Nodes are visited backwards, so that this
+    # passes through a chain of them.
+    if scheme.dialect == "onnxruntime":
         for node in reversed(graph.nodes):
             read = _is(node, SAME_NUMBERS) and node.outputs[0] in reads.values()
             if read and is_activation(node.inputs[0]):
@@ -123,7 +133,8 @@ def find_sites(
         bias
         for bias in biases
         if times[bias.name] == 1 and bias.weight in weights
-        # one unit for each channel, which blocks of inputs do not have
+        # the int32 bias is in units of input scale * weight scale, one for each output channel;
+        # with blocks along the inputs a channel has several weight scales
         if not (scheme.block and weights[bias.weight].in_blocks)
     )
     outputs: tuple[str, ...] = ()
@@ -140,7 +151,11 @@ def find_sites(
 
 
 def find_weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, WeightSite]:
-    """Return the float32 factors of products; not those that inner graphs read, too."""
+    """Find the float32 weights of products and recurrences that can be quantized.
+
+    A weight that a subgraph or a function body reads as well is left out: nodes are inserted into
+    the main graph only.
+    """
     inner = {
         name
         for node in graph.nodes
@@ -159,8 +174,8 @@ def find_weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, WeightSi
     return found
 
 
-def _behind(graph: Graph, weights: Mapping[str, WeightSite]) -> set[str]:
-    """Return the weights and what is only another view of them."""
+def _add_views(graph: Graph, weights: Mapping[str, WeightSite]) -> set[str]:
+    """Return the names of the weights and of their views (Transpose, Reshape, Cast...)."""
     names = {*weights}
     for node in graph.nodes:
         if node.op.view and node.inputs[0] in names:
@@ -174,7 +189,14 @@ def _positions(
     scheme: Quantization,
     is_activation: Callable[[str], bool],
 ) -> list[int]:
-    """Return the inputs of a node whose values are quantized."""
+    """Return the positions of a node's inputs that are activations to quantize.
+
+    Args:
+      node: any node of the main graph.
+      quantized: the quantized weights and their views.
+      scheme: its `dialect` decides which operators read quantized values.
+      is_activation: whether a name is that of a float32 value computed from the inputs.
+    """
     if _is(node, PRODUCTS):
         factors = node.inputs[:2]
         activations = [i for i, name in enumerate(factors) if is_activation(name)]
@@ -189,5 +211,5 @@ def _positions(
 
 
 def _is(node: Node, names: tuple[str, ...]) -> bool:
-    """Check whether a node is one of these operators of ONNX."""
+    """Check whether a node is one of these operators of the default domain."""
     return node.op.name in names and not node.op.domain and node.body is None
