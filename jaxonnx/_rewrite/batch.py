@@ -22,8 +22,8 @@ from onnx import GraphProto, ModelProto, TensorProto, helper
 from jaxonnx import _limits as limits
 from jaxonnx._graph.bind import Graph, Node, bind
 from jaxonnx._graph.values import Value, hint_at_image, to_value
-from jaxonnx._rewrite.rows import Row, rows
-from jaxonnx._rewrite.targets import places, resolve_target
+from jaxonnx._rewrite.rows import Row, find_rows
+from jaxonnx._rewrite.targets import batch_axes, resolve_target
 from jaxonnx._run.program import Program
 from jaxonnx._run.scope import Context, Scope
 from jaxonnx.errors import Error, InputError
@@ -31,7 +31,7 @@ from jaxonnx.errors import Error, InputError
 Shape = tuple[int, ...]
 _RECURRENT = ("GRU", "LSTM", "RNN")
 _INITIAL = (5, 6)
-"""The inputs of recurrent layers that hold initial states."""
+"""The positions of `initial_h` and `initial_c` among the inputs of recurrent layers."""
 _WAY_OUT = (
     "export the network with a dynamic batch: dynamic_shapes= of torch.onnx.export, or "
     "dynamic_axes= with dynamo=False"
@@ -46,21 +46,24 @@ def free_batch(
     *,
     prove: bool = False,
 ) -> tuple[ModelProto, dict[str, np.ndarray]]:
-    """Open the first axis of the inputs; return the new file and the constants that it adds.
+    """Rewrite a file that was exported with a fixed batch size to take any batch size.
 
-    The new file declares the dimension "batch" in inputs and outputs. Where the axis is open
-    already, the file comes back as it is.
+    The new file declares the dimension "batch" as the first one of inputs and outputs. A file whose
+    first dimension is symbolic already is returned as it is.
 
     Args:
       proto: the file.
-      program: its program, which evaluates it.
-      params, state: the other tensors of the program.
-      prove: compare both files on random numbers in any case, and demand that each output has the
-        batch along its first axis.
+      program: the program of `proto`, which evaluates it; it holds the constants.
+      params, state: the other named tensors of the program.
+      prove: run both files on random inputs even if every choice was unique, and require that each
+        output has the batch along its first axis.
+
+    Returns:
+      The new file and the constants that it adds, by name.
 
     Raises:
-      InputError: a node fixes the batch in a way that cannot be opened; the message names it. Or
-        the comparison fails, or shows nothing.
+      InputError: a node fixes the batch in a way that cannot be rewritten (the message names it),
+        the two files give different results, or the comparison is inconclusive.
     """
     inputs = [to_value(v) for v in proto.graph.input if v.name in program.graph.inputs]
     sizes = {v.name: v.shape[0] for v in inputs if v.shape and isinstance(v.shape[0], int)}
@@ -69,13 +72,13 @@ def free_batch(
     if len({*sizes.values()}) > 1:
         raise InputError(f"the first axes of the inputs are not one batch: {sizes}; {_WAY_OUT}")
     (size,) = {*sizes.values()}
-    # inputs with one value, which are no weights of the graph
+    # inputs that the program fixes to one value are not among the weights of the graph
     fixed = {n: x.array for n, x in program.fixed.items() if not x.each}
     tensors = {**program.constants, **fixed, **state, **params}
-    changes = _find(program.graph, inputs, tensors, size)
+    changes = _find_changes(program.graph, inputs, tensors, size)
     result = ModelProto()
     result.CopyFrom(proto)
-    _declare(result.graph, [*sizes], changes, size)
+    _write_changes(result.graph, [*sizes], changes, size)
     added = {_input_name(*at): value for at, value in changes.inputs.items()}
     if prove:
         _check_outputs(program.graph, changes)
@@ -88,19 +91,22 @@ def free_batch(
 
 @dataclass
 class _Changes:
-    """The changes that open the batch, by the first output of a node."""
+    """The changes that make the batch size free; nodes are named by their first output."""
 
     inputs: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
-    """New constants at an input: targets of Reshape, what Expand repeats."""
+    """New constants, by node and input position: targets of Reshape, data of Expand."""
     rows: dict[tuple[str, int], Row] = field(default_factory=dict)
-    """Inputs of Concat that are to be repeated for each example."""
+    """Inputs of Concat to repeat once per example, by node and input position."""
     stateless: set[str] = field(default_factory=set)
-    """Recurrent layers whose initial states are zero, as they are without any."""
+    """Recurrent layers whose initial states are constant zeros: the inputs are dropped, because an
+    absent initial state is zero for any batch size."""
     ambiguous: bool = False
+    """Whether a Reshape's result has several axes that the batch could be in."""
     outputs: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
-    """The outputs' shapes with the size of the file and with the other one."""
+    """The shapes of each output for the file's batch size and for the other one."""
 
     def apply(self, node: Node) -> Node:
+        """Return the node with its new input names, for the evaluation of the changed graph."""
         first = node.outputs[0] if node.outputs else ""
         inputs = tuple(
             _input_name(first, i) if (first, i) in {*self.inputs, *self.rows} else name
@@ -113,15 +119,23 @@ class _Changes:
 
 
 def _input_name(output: str, position: int) -> str:
+    """Name the new tensor at an input of the node whose first output is `output`."""
     return f"{output}/input_{position}"
 
 
-def _find(graph: Graph, inputs: list[Value], tensors: Mapping[str, Any], size: int) -> _Changes:
+def _find_changes(
+    graph: Graph, inputs: list[Value], tensors: Mapping[str, Any], size: int
+) -> _Changes:
+    """Find the nodes that fix the batch to `size`, by two evaluations on shapes.
+
+    Raises:
+      InputError: a node or an output fixes the batch in a way that cannot be rewritten.
+    """
     changes = _Changes()
     targets: dict[str, np.ndarray] = {}
 
     # first pass, with the file's size: note the targets of Reshape that are known
-    def look(node: Node, scope: Scope) -> Node:
+    def note_targets(node: Node, scope: Scope) -> Node:
         if node.op.name == "Reshape" and len(node.inputs) > 1 and node.outputs:
             target = scope[node.inputs[1]]
             if isinstance(target, np.ndarray):
@@ -129,44 +143,47 @@ def _find(graph: Graph, inputs: list[Value], tensors: Mapping[str, Any], size: i
         return node
 
     # second pass, with another size: a target that stays the same may hold the file's size
-    def free(node: Node, scope: Scope) -> Node:
+    def free_node(node: Node, scope: Scope) -> Node:
         first = node.outputs[0] if node.outputs else ""
         if first in targets and np.array_equal(scope[node.inputs[1]], targets[first]):
             before, now = old[node.inputs[0]], tuple(scope[node.inputs[0]].shape)
-            found = places(before, now, old[first], size)
-            if found:
+            axes = batch_axes(before, now, old[first], size)
+            if axes:
+                # the result's shape for the other size: its batch axis takes what the rest leaves
                 new = list(old[first])
-                new[found[0]] = -1
+                new[axes[0]] = -1
                 rest = math.prod(d for d in new if d > 0)
-                new[found[0]] = math.prod(now) // max(rest, 1)
+                new[axes[0]] = math.prod(now) // max(rest, 1)
                 # a target with 0 or -1 in the right places gives this shape as it is
                 if new != resolve_target(targets[first], now):
-                    new[found[0]] = -1
-                    put(first, 1, np.array(new, np.int64), scope)
-                    changes.ambiguous |= len(found) > 1
+                    new[axes[0]] = -1
+                    replace_input(first, 1, np.array(new, np.int64), scope)
+                    changes.ambiguous |= len(axes) > 1
         elif node.op.name in _RECURRENT and _starts_at_zero(node, scope):
             changes.stateless.add(first)
         elif node.op.name == "Expand" and isinstance(data := scope[node.inputs[0]], np.ndarray):
-            # a constant that is one row, repeated to the file's size: keep the row alone
+            # An exporter folded the repetition of one row to the file's size into the constant:
+            # keep the row alone. Expand broadcasts, so axes are matched from the last one.
             target = scope[node.inputs[1]]
             for axis, (a, b) in enumerate(zip(data.shape[::-1], target[::-1], strict=False)):
                 repeated = np.take(data, [0], -1 - axis)
                 if a == size and b not in (1, a) and np.array_equal(data, data * 0 + repeated):
-                    put(first, 0, repeated, scope)
+                    replace_input(first, 0, repeated, scope)
         elif node.op.name == "Concat" and size == 1:
-            for i, row in rows(node, scope, old).items():
+            # with a batch of one example, a constant row has the right length without repetition
+            for i, row in find_rows(node, scope, old).items():
                 changes.rows[first, i] = row
                 count = scope[row.like].shape[row.axis]
                 scope.values[_input_name(first, i)] = np.repeat(scope[row.name], count, row.axis)
         return changes.apply(node)
 
     # the rest of this pass goes on with the new value, so that later nodes see the batch too
-    def put(first: str, position: int, value: np.ndarray, scope: Scope) -> None:
+    def replace_input(first: str, position: int, value: np.ndarray, scope: Scope) -> None:
         changes.inputs[first, position] = scope.values[_input_name(first, position)] = value
 
-    old = _trace(graph, inputs, tensors, size, size, look)
+    old = _trace(graph, inputs, tensors, size, size, note_targets)
     # 2 n + 1 has no factor in common with n: a target that holds n rarely fits by chance
-    new = _trace(graph, inputs, tensors, size, 2 * size + 1, free)
+    new = _trace(graph, inputs, tensors, size, 2 * size + 1, free_node)
     for name in graph.outputs:
         if name in old and old[name][:1] == (size,) and new.get(name) == old[name]:
             raise InputError(
@@ -186,7 +203,16 @@ def _trace(
     other: int,
     visit: Callable[[Node, Scope], Node],
 ) -> dict[str, Shape]:
-    """Return the shapes of all values with batches of `other`; `visit` may change the nodes."""
+    """Evaluate a graph on shapes with another batch size; return the shapes of all values.
+
+    Args:
+      size: the batch size of the file; an input whose first dimension it is gets `other` there.
+      other: the batch size to evaluate with.
+      visit: called before each node with the values so far; returns the node to evaluate.
+
+    Raises:
+      InputError: an input has no fixed shape, or a node does not take this batch size.
+    """
     arguments = {}
     for value in inputs:
         if value.dtype is None or value.shape is None or None in value.shape:
@@ -195,15 +221,15 @@ def _trace(
             raise InputError(f"input {value} has no numbers, whose shapes could be followed")
         if any(isinstance(d, str) for d in value.shape):
             raise InputError(f"input {value} is open in other axes; {_WAY_OUT}")
-        first = (other if value.shape[:1] == (size,) else d for d in value.shape[:1])
-        shape, dtype = (*first, *value.shape[1:]), jax.dtypes.canonicalize_dtype(value.dtype)
+        batch = (other if value.shape[:1] == (size,) else d for d in value.shape[:1])
+        shape, dtype = (*batch, *value.shape[1:]), jax.dtypes.canonicalize_dtype(value.dtype)
         limits.check_size(shape, dtype)
         arguments[value.name] = jax.ShapeDtypeStruct(shape, dtype)
     shapes: dict[str, Shape] = {}
 
     def body(arguments):
-        given = {n: tensors[n] for n in tensors.keys() - {*graph.weights}} | arguments
-        scope = Scope(graph, Context(tensors, jax.random.key(0), False), None, given)
+        values = {n: tensors[n] for n in tensors.keys() - {*graph.weights}} | arguments
+        scope = Scope(graph, Context(tensors, jax.random.key(0), False), None, values)
         for node in graph.nodes:
             node = visit(node, scope)
             try:
@@ -221,13 +247,17 @@ def _trace(
 
 
 def _starts_at_zero(node: Node, scope: Scope) -> bool:
+    """Check whether a recurrent layer has initial states, and all of them are constant zeros."""
     states = [scope[node.inputs[i]] for i in _INITIAL if i < len(node.inputs) and node.inputs[i]]
     zero = [not isinstance(s, Tracer) and not np.any(np.asarray(s)) for s in states]
     return bool(states) and all(zero)
 
 
-def _declare(graph: GraphProto, inputs: list[str], changes: _Changes, size: int) -> None:
-    """Write the changes into the file."""
+def _write_changes(graph: GraphProto, inputs: list[str], changes: _Changes, size: int) -> None:
+    """Write the changes and the symbolic dimension of `inputs` and outputs into a graph, in place.
+
+    New constants become initializers without data, which `save` fills in.
+    """
     used = {d.dim_param for v in graph.input for d in v.type.tensor_type.shape.dim}
     batch = "batch" if "batch" not in used else "batch_size"
     for value in graph.input:
@@ -287,7 +317,14 @@ def _compare(
     *,
     prove: bool,
 ) -> None:
-    """Run both on random numbers: two batches in one must give what each gives alone."""
+    """Compare two programs on random inputs.
+
+    The new one is run on two batches concatenated; it must give the concatenation of what the old
+    one gives for each.
+
+    Raises:
+      InputError: the results differ, or both batches give the same, which shows nothing.
+    """
     batched = {v.name for v in inputs if v.shape and isinstance(v.shape[0], int)}
     draw = np.random.default_rng(0)
     halves: list[dict[str, np.ndarray]] = []
@@ -300,8 +337,8 @@ def _compare(
             assert v.dtype is not None
             shape = tuple(d for d in v.shape if isinstance(d, int))
             whole = v.dtype.kind in "iub"
-            drawn = draw.integers(0, 2, shape) if whole else draw.standard_normal(shape)
-            half[v.name] = np.asarray(drawn, jax.dtypes.canonicalize_dtype(v.dtype))
+            random = draw.integers(0, 2, shape) if whole else draw.standard_normal(shape)
+            half[v.name] = np.asarray(random, jax.dtypes.canonicalize_dtype(v.dtype))
         halves.append(half)
     both = {
         n: np.concatenate([half[n] for half in halves]) if n in batched else x
@@ -313,13 +350,13 @@ def _compare(
         a, b = changes.outputs.get(name, ((), ()))
         axes = [axis for axis, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
         if len(axes) == 1:
-            one, other = (np.asarray(x) for x in expected)
-            if prove and np.array_equal(one, other) and one.dtype.kind == "f":
+            result_a, result_b = (np.asarray(x) for x in expected)
+            if prove and np.array_equal(result_a, result_b) and result_a.dtype.kind == "f":
                 raise InputError(
                     f"two random batches have the same '{name}', so the check is inconclusive; "
                     f"{_WAY_OUT}"
                 )
-            if not _agree(np.asarray(result), one, other, axes[0]):
+            if not _agree(np.asarray(result), result_a, result_b, axes[0]):
                 listed = ", ".join(f"'{first}'" for first, _ in changes.inputs)
                 where = f"cannot be told from other axes in the Reshape of {listed}"
                 raise InputError(
@@ -328,11 +365,15 @@ def _compare(
                 )
 
 
-def _agree(result: np.ndarray, one: np.ndarray, other: np.ndarray, axis: int) -> bool:
-    """Check whether a result is that of two batches, to a hundredth of what they differ by."""
-    expected = np.concatenate([one, other], axis)
+def _agree(result: np.ndarray, result_a: np.ndarray, result_b: np.ndarray, axis: int) -> bool:
+    """Check whether a result is the concatenation of two, to 1 % of the difference of the two.
+
+    The tolerance is relative to that difference, since a wrong axis mixes the two batches, and to
+    the rounding error of the type.
+    """
+    expected = np.concatenate([result_a, result_b], axis)
     if expected.dtype.kind != "f":
         return np.allclose(result, expected, rtol=1e-2)
-    size, apart = (np.max(np.abs(x), initial=0) for x in (expected, one - other))
-    bound = max(apart / 100, 32 * np.finfo(expected.dtype).eps * size)
+    size, distance = (np.max(np.abs(x), initial=0) for x in (expected, result_a - result_b))
+    bound = max(distance / 100, 32 * np.finfo(expected.dtype).eps * size)
     return result.shape == expected.shape and bool(np.all(np.abs(result - expected) <= bound))

@@ -18,6 +18,7 @@ from jaxonnx._text import format_count
 from jaxonnx.errors import InputError
 
 _DEQUANTIZE = "DequantizeLinear"
+
 INTEGER_PRODUCTS = (
     "ConvInteger",
     "DynamicQuantizeMatMul",
@@ -27,7 +28,10 @@ INTEGER_PRODUCTS = (
     "QLinearConv",
     "QLinearMatMul",
 )
+"""Operators of matrix products and convolutions whose weight is stored as integers."""
+
 _WITHOUT_GRADIENT = ("ConvInteger", "MatMulInteger")
+"""Those of them whose results are integers, too."""
 
 
 def dequantize_weights(
@@ -35,10 +39,15 @@ def dequantize_weights(
 ) -> tuple[ModelProto, dict[str, np.ndarray]]:
     """Replace each DequantizeLinear of stored tensors with a floating-point tensor of its result.
 
-    Returns the new file and its tensors; the new ones have the names of the nodes' results.
+    Args:
+      proto: the file.
+      tensors: the values of its named tensors.
+
+    Returns:
+      The new file and the values of its tensors. A new tensor has the name of its node's result.
 
     Raises:
-      InputError: there is no such node.
+      InputError: no DequantizeLinear reads only stored tensors.
     """
     graph = bind(proto, proto.graph, tensors.keys())
     nodes = [n for n in graph.nodes if n.op.name == _DEQUANTIZE and tensors.keys() >= {*n.reads}]
@@ -72,7 +81,7 @@ def dequantize_weights(
 
 
 def notes(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what weights in few bits mean for training, in sentences."""
+    """Yield notes for the user on how the quantized weights and operators of a file are trained."""
     stored = {
         name: weight.storage for name, weight in weights(graph, tensors).items() if weight.storage
     }
@@ -83,18 +92,20 @@ def notes(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[str]:
             f"{'are' if len(stored) > 1 else 'is'} not trained; lora=jaxonnx.LoRA(rank=8) trains "
             "low-rank changes beside them"
         )
-    opened = [n for n in graph.nodes if n.op.name == _DEQUANTIZE and tensors.keys() >= {*n.reads}]
-    closed = [n for n in graph.nodes if (n.op.domain, n.op.name) in LAYOUTS]
-    if closed:
+    dequantized = [
+        n for n in graph.nodes if n.op.name == _DEQUANTIZE and tensors.keys() >= {*n.reads}
+    ]
+    quantized = [n for n in graph.nodes if (n.op.domain, n.op.name) in LAYOUTS]
+    if quantized:
         yield (
-            f"weights of operators on integers ({closed[0].op.name}, ...) are not trained; "
+            f"weights of operators on integers ({quantized[0].op.name}, ...) are not trained; "
             "jaxonnx.train(..., quantize=) trains them at their own scales"
         )
-    if opened:
+    if dequantized:
         yield (
-            f"{format_count(len(opened), 'tensor')} behind DequantizeLinear: jaxonnx.train(..., "
-            "quantize=) trains them at their own scales, jaxonnx.load(path, dequantize=True) makes "
-            "trained floating-point tensors of them"
+            f"{format_count(len(dequantized), 'tensor')} behind DequantizeLinear: "
+            "jaxonnx.train(..., quantize=) trains them at their own scales, "
+            "jaxonnx.load(path, dequantize=True) makes trained floating-point tensors of them"
         )
     products = Counter(n.op.name for n in graph.nodes if n.op.name in _WITHOUT_GRADIENT)
     if products:

@@ -15,17 +15,24 @@ from jaxonnx._run.fold_norms import folds
 def fold_norms(
     proto: ModelProto, graph: Graph, tensors: Mapping[str, Any]
 ) -> tuple[ModelProto, dict[str, np.ndarray]]:
-    """Return the file without the BatchNormalizations that convolutions take in, and new values.
+    """Fold BatchNormalization into the convolution before it, in a file (see `_run.fold_norms`).
 
-    The weight and the b of a pair get other values; b becomes the bias of the convolution. Scale,
-    mean and variance are not read any more.
+    Args:
+      proto: the file.
+      graph: its main graph, bound.
+      tensors: the values of its named tensors.
+
+    Returns:
+      The new file, and new values of the convolutions' weights (output channels first) and of the
+      tensors that were the B of a BatchNormalization and now are the bias of its convolution. The
+      file still has the initializers of scale, mean and variance, which no node reads.
     """
-    done = folds(graph, tensors)
-    values = {name: np.asarray(bias) for name, bias in done.biases.items()}
-    for name, factor in done.factors.items():
+    folded = folds(graph, tensors)
+    values = {name: np.asarray(bias) for name, bias in folded.biases.items()}
+    for name, factor in folded.factors.items():
         w = np.asarray(tensors[name])
         values[name] = w * factor.reshape(-1, *(1,) * (w.ndim - 1))
-    norms = {node.outputs[0]: node for node in graph.nodes if node.index in done.norms}
+    norms = {node.outputs[0]: node for node in graph.nodes if node.index in folded.norms}
     before = {node.inputs[0]: node for node in norms.values()}
     result = ModelProto()
     result.CopyFrom(proto)

@@ -20,7 +20,7 @@ from jaxonnx._graph.bind import Graph, bind
 from jaxonnx._graph.values import to_value
 from jaxonnx._io import records
 from jaxonnx._rewrite.last_layer import ENDINGS, find_last_layer
-from jaxonnx._rewrite.resize_outputs import Change
+from jaxonnx._rewrite.resize_outputs import HeadChange
 from jaxonnx._run.shapes import evaluate_shapes, infer_types
 from jaxonnx.errors import InputError
 
@@ -30,18 +30,20 @@ Classes = int | Sequence[str]
 
 @dataclass(frozen=True)
 class Head:
-    """A layer that was put in the place of a network's last one."""
+    """A last layer that replaces another one."""
 
     output: str
+    """The output of the graph that has the classes."""
     classes: int
+    """The number of classes."""
     axis: int
     """The axis of the classes in the output; -1 if it is the last one."""
     logits: bool
-    """Whether the output is what the layer gives, and not what a Softmax or Sigmoid makes of it."""
+    """Whether the output is unnormalized: no Softmax, LogSoftmax or Sigmoid is behind the layer."""
     tensors: tuple[str, ...]
-    """The tensors that start anew."""
+    """The names of the tensors to initialize."""
     note: str
-    """What it replaces, in a sentence."""
+    """A sentence for the user on what was replaced and left out."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,9 @@ class NewLastLayer:
 
     proto: ModelProto
     tensors: dict[str, np.ndarray]
-    """The tensors that start anew, still zero."""
+    """The tensors to initialize, filled with zeros."""
     constants: dict[str, np.ndarray]
-    """Shapes that hold the number of classes."""
+    """New shape arguments (of Reshape, Expand, Resize) that contain the number of classes."""
     head: Head
 
 
@@ -66,26 +68,28 @@ def replace_head(
     *,
     ending: bool = False,
 ) -> NewLastLayer:
-    """Give a model's last layer another number of outputs.
+    """Replace a model's last layer by one with another number of outputs.
 
-    Other outputs that are computed from the layer are dropped. What only they needed stays in the
-    file, for `outputs.cut` to remove.
+    Other outputs of the graph that are computed from the layer are dropped. Nodes and tensors that
+    only they needed stay in the file, for `outputs.cut` to remove.
 
     Args:
       proto: the file.
       graph: its main graph, bound.
       tensors: the values of its named tensors.
       trained: the names of its parameters.
-      classes: their number, or their names, which the file records.
-      at: an output, or a value, node or module of the layer itself.
-      ending: keep a Softmax, LogSoftmax or Sigmoid at the end.
+      classes: the number of classes, or their names, which are written into the file's record.
+      at: the output to take the last layer of, or a value, node or module of the layer itself.
+      ending: keep a Softmax, LogSoftmax or Sigmoid behind the layer.
 
     Raises:
-      InputError: there is no such layer, or several could be meant; the message names them.
+      InputError: there is no layer that can be replaced, or there are several, which the message
+        names.
     """
     count, labels = _count_classes(classes)
-    seen = evaluate_shapes(proto, graph, tensors)
-    types, known = ({}, frozenset()) if seen is None else (seen.values, seen.known)
+    evaluated = evaluate_shapes(proto, graph, tensors)
+    types, known = ({}, frozenset()) if evaluated is None else (evaluated.values, evaluated.known)
+    # ONNX's shape inference fills in what the evaluation on shapes did not reach
     missing = [n for node in graph.nodes for n in node.outputs if n and n not in types]
     if missing:
         kinds = infer_types(proto, tensors, missing).items()
@@ -93,16 +97,16 @@ def replace_head(
     shapes = {name: value.shape for name, value in types.items() if value.shape is not None}
     shapes |= {name: tuple(value.shape) for name, value in tensors.items()}
     layer = find_last_layer(proto.graph, graph, shapes, known, at, ending)
-    sure = seen is not None and layer.output in seen.values
-    change = Change(proto, graph, tensors, trained, types, shapes, layer, count, sure)
-    change.follow(ending)
-    result = _write(proto, graph, change)
-    if sure:
-        _check(result, tensors, change)
-    _record(result, labels, change.fresh)
+    checkable = evaluated is not None and layer.output in evaluated.values
+    change = HeadChange(proto, graph, tensors, trained, types, shapes, layer, count, checkable)
+    change.collect(ending)
+    result = _write_changes(proto, graph, change)
+    if checkable:
+        _check_output(result, tensors, change)
+    _update_records(result, labels, change.fresh)
     axis = -1 if change.axis == change.rank - 1 else change.axis
     logits = change.ending is None or not ending
-    note = _note(proto, graph, change)
+    note = _describe_change(proto, graph, change)
     head = Head(layer.output, count, axis, logits, (*change.fresh,), note)
     return NewLastLayer(result, change.fresh, change.constants, head)
 
@@ -119,8 +123,8 @@ def _count_classes(classes: Classes) -> tuple[int, list[str]]:
     return len(names), [*names]
 
 
-def _record(result: ModelProto, labels: list[str], fresh: Collection[str]) -> None:
-    """Write the names of the classes, and take the new tensors out of the record of sparse ones."""
+def _update_records(result: ModelProto, labels: list[str], fresh: Collection[str]) -> None:
+    """Record the names of the classes; remove the new tensors from the record of sparse weights."""
     entry = records.get(result, records.IMAGE, dict) or {}
     entry = {key: value for key, value in entry.items() if key != "labels"}
     records.put(result, records.IMAGE, entry | ({"labels": labels} if labels else {}) or None)
@@ -130,26 +134,28 @@ def _record(result: ModelProto, labels: list[str], fresh: Collection[str]) -> No
         without(result, fresh)
 
 
-def _write(proto: ModelProto, graph: Graph, change: Change) -> ModelProto:
-    """Return the changed file."""
+def _write_changes(proto: ModelProto, graph: Graph, change: HeadChange) -> ModelProto:
+    """Return a copy of the file with the changes applied."""
     result = ModelProto()
     result.CopyFrom(proto)
     main, output = result.graph, change.layer.output
     nodes = {node.output[0]: node for node in main.node if node.output}
     for (first, position), name in change.inputs.items():
         nodes[first].input[position] = name
-    # the path without what is left out; its last node gives the output by its name
+    # `reads` maps each value of the path to the nearest one before it that stays; the last node
+    # that stays gets the name of the output
     left = {node.outputs[0] for node in change.left}
     value = change.layer.node.outputs[0]
     reads = {value: value}
     for node, _ in change.layer.path:
         value = value if node.outputs[0] in left else node.outputs[0]
         reads[node.outputs[0]] = value
+    # nodes behind the layer that the output does not need compute the other outputs
     changed = behind(graph.nodes, change.layer.node.outputs)
-    gone = left | (changed - ancestors(graph.nodes, reads))
+    removed = left | (changed - ancestors(graph.nodes, reads))
     for i, node in reversed([*enumerate(main.node)]):
-        made = {*node.output} - {""}
-        if made and made <= gone:
+        results = {*node.output} - {""}
+        if results and results <= removed:
             del main.node[i]
     for node in main.node:
         for i, name in enumerate(node.input):
@@ -157,6 +163,7 @@ def _write(proto: ModelProto, graph: Graph, change: Change) -> ModelProto:
                 node.input[i] = output if reads[name] == value else reads[name]
         if value in node.output:
             node.output[0] = output
+    # declared types of values behind the layer have the old number of classes
     stale = {*changed, *change.fresh} - {output}
     for values in (main.value_info, main.output):
         for i, entry in reversed([*enumerate(values)]):
@@ -176,7 +183,10 @@ def _write(proto: ModelProto, graph: Graph, change: Change) -> ModelProto:
 
 
 def _define(graph: GraphProto, name: str, value: np.ndarray) -> None:
-    """Make a tensor an initializer of this shape, whatever it was."""
+    """Declare a tensor as an initializer of the shape of `value`, without data.
+
+    An initializer keeps its place; a sparse initializer or the nodes that computed it are removed.
+    """
     for entry in graph.input:
         if entry.name == name:
             kind = entry.type.tensor_type.elem_type
@@ -193,8 +203,12 @@ def _define(graph: GraphProto, name: str, value: np.ndarray) -> None:
     graph.initializer.append(TensorProto(name=name, data_type=kind, dims=value.shape))
 
 
-def _check(result: ModelProto, tensors: Mapping[str, Any], change: Change) -> None:
-    """Refuse a file whose output does not have the shape that it should have."""
+def _check_output(result: ModelProto, tensors: Mapping[str, Any], change: HeadChange) -> None:
+    """Check by an evaluation on shapes that only the axis of the classes changed in the output.
+
+    Raises:
+      InputError: the output has another shape, or the graph cannot be evaluated any more.
+    """
     tensors = {**tensors, **change.fresh, **change.constants}
     shapes = evaluate_shapes(result, bind(result, result.graph, tensors.keys()), tensors)
     layer = change.layer
@@ -210,8 +224,8 @@ def _check(result: ModelProto, tensors: Mapping[str, Any], change: Change) -> No
         )
 
 
-def _note(proto: ModelProto, graph: Graph, change: Change) -> str:
-    """Return what was replaced and left out, in a sentence."""
+def _describe_change(proto: ModelProto, graph: Graph, change: HeadChange) -> str:
+    """Return a sentence for the user on what was replaced and left out."""
     layer = change.layer
     shapes = ", ".join(f"{name} {[*value.shape]}" for name, value in change.fresh.items())
     parts = [
@@ -223,8 +237,8 @@ def _note(proto: ModelProto, graph: Graph, change: Change) -> str:
         parts.append(f"the {endings[0]} at the end is left out, '{layer.output}' has logits")
     if len(change.left) > len(endings):
         parts.append("its results are not rounded to integers")
-    gone = behind(graph.nodes, layer.node.outputs) - {layer.output}
-    if outputs := [name for name in graph.outputs if name in gone]:
+    dropped = behind(graph.nodes, layer.node.outputs) - {layer.output}
+    if outputs := [name for name in graph.outputs if name in dropped]:
         parts.append(f"outputs computed from the old one are left out: {', '.join(outputs)}")
     if proto.training_info:
         parts.append("the training_info of the file, which trains the old one, is left out")

@@ -15,44 +15,51 @@ from jaxonnx._rewrite.dequantize import INTEGER_PRODUCTS
 from jaxonnx.errors import InputError
 
 ENDINGS = {"Softmax": "Softmax", "LogSoftmax": "Softmax", "Sigmoid": "Sigmoid"}
-"""Operators that a network may end in, and which of two a loss of logits has inside."""
+"""Operators that turn logits into (log-)probabilities at the end of a network, each with the
+function that a loss on logits computes itself in its place."""
 
 _CONVOLUTIONS = ("Conv", "ConvTranspose", "FusedConv")
 _PRODUCTS = ("FusedGemm", "FusedMatMul", "Gemm", "MatMul", *_CONVOLUTIONS)
 
 _LISTED = 5
+"""How many layers an error lists at most."""
 
 Shape = tuple[int | str | None, ...]
 
 
 @dataclass(frozen=True)
-class Last:
-    """The last layer before an output."""
+class LastLayer:
+    """The last matrix product or convolution before an output."""
 
     output: str
+    """The output of the graph."""
     node: Node
+    """The product or convolution."""
     data: int
     """The position of its input that is computed from the model's inputs."""
     weight: int
     """The position of the weight."""
     matrix: Matrix
-    """What the axes of the weight mean, as the node reads it."""
+    """Which axes of the weight are its inputs and outputs, as the node reads it."""
     path: tuple[tuple[Node, int], ...]
-    """The nodes behind it, in order, each with the position of what it reads of the one before."""
+    """The nodes from the layer to the output, in order, each with the position of the input that is
+    the result of the node before."""
 
     @property
     def values(self) -> set[str]:
-        """What the layer gives, and what becomes of it."""
+        """The names of the results of the layer and of the nodes behind it."""
         return {node.outputs[0] for node in (self.node, *(node for node, _ in self.path))}
 
     @property
     def convolves(self) -> bool:
+        """Whether the layer is a convolution, whose outputs are axis 1 of its result."""
         return self.node.op.name in _CONVOLUTIONS
 
     def axis(self, rank: int) -> int:
         """Return the axis of the layer's outputs in its result, which has this rank."""
         if self.convolves:
             return 1
+        # a weight that is the left factor (position 0) has its outputs in the rows of the result
         return rank - 1 if self.weight else rank - 2
 
 
@@ -63,27 +70,29 @@ def find_last_layer(
     known: Collection[str],
     at: str | None,
     ending: bool,
-) -> Last:
-    """Return the last layer of a graph.
+) -> LastLayer:
+    """Find the last layer of a graph: the last product of data and a weight before its output.
 
     Args:
-      proto, graph: the main graph, and the same bound.
-      shapes: of all values and tensors, where they are known.
-      known: values that do not depend on inputs other than by their shapes.
-      at: the output, or a value, node or module of the layer itself, if there are several.
-      ending: of outputs of the same layer, take the last one instead of the first.
+      proto: the main graph.
+      graph: the same, bound.
+      shapes: the shapes of values and tensors, as far as they are known.
+      known: the names of values that depend on nothing but the shapes of inputs.
+      at: which layer, if outputs have different ones: an output, or a value, node or module.
+      ending: if several outputs belong to the layer (logits and probabilities), take the one that
+        is computed last instead of the first.
 
     Raises:
-      InputError: there is none, or there are several.
+      InputError: no output has such a layer, or outputs have different ones and `at` is None.
     """
     ranks = {name: len(shape) for name, shape in shapes.items()}
     if at in graph.outputs:
-        return _last(graph, ranks, known, at)
-    found: list[Last] = []
+        return _trace_back(graph, ranks, known, at)
+    found: list[LastLayer] = []
     errors: list[str] = []
     for output in graph.outputs:
         try:
-            found.append(_last(graph, ranks, known, output))
+            found.append(_trace_back(graph, ranks, known, output))
         except InputError as error:
             errors.append(str(error))
     if at is not None:
@@ -105,9 +114,16 @@ def find_last_layer(
     return sorted(found, key=lambda layer: len(layer.path))[-1 if ending else 0]
 
 
-def _last(graph: Graph, ranks: Mapping[str, int], known: Collection[str], output: str) -> Last:
+def _trace_back(
+    graph: Graph, ranks: Mapping[str, int], known: Collection[str], output: str
+) -> LastLayer:
+    """Follow the data from an output back to the nearest layer.
+
+    Raises:
+      InputError: a node on the way mixes several values or cannot take other classes.
+    """
     producers = {name: node for node in graph.nodes for name in node.outputs}
-    # what is known depends on inputs by their shapes only
+    # values in `known` depend on nothing but the shapes of inputs: they are not data
     traced = behind(graph.nodes, graph.inputs, known)
     path: list[tuple[Node, int]] = []
     value = output
@@ -116,7 +132,7 @@ def _last(graph: Graph, ranks: Mapping[str, int], known: Collection[str], output
         data = [i for i, n in enumerate(node.inputs) if n in traced and i not in node.op.static]
         factor = _factor(node, data, ranks)
         if factor is not None:
-            return Last(output, node, data[0], *factor, tuple(path[::-1]))
+            return LastLayer(output, node, data[0], *factor, tuple(path[::-1]))
         if reason := _obstacle(node, data, value):
             raise InputError(
                 f"the output '{output}' has no last layer that could get other classes: before it "
@@ -129,14 +145,20 @@ def _last(graph: Graph, ranks: Mapping[str, int], known: Collection[str], output
     )
 
 
-def _describe(layer: Last, shapes: Mapping[str, Shape]) -> str:
+def _describe(layer: LastLayer, shapes: Mapping[str, Shape]) -> str:
+    """Return the layer's label and its numbers of inputs and outputs, for an error."""
     weight = shapes[layer.node.inputs[layer.weight]]
     ends = (weight[layer.matrix.input], weight[layer.matrix.output])
     return f"{layer.node.label}, {ends[0]} -> {ends[1]}"
 
 
 def _factor(node: Node, data: list[int], ranks: Mapping[str, int]) -> tuple[int, Matrix] | None:
-    """Return the position and the meaning of the weight, if the node is such a layer."""
+    """Return the position of the weight and the meaning of its axes; None if it is not a layer.
+
+    Args:
+      data: the positions of the inputs that are computed from the model's inputs.
+      ranks: the ranks of values and tensors, as far as they are known.
+    """
     if node.op.name not in _PRODUCTS or len(data) != 1 or _activation(node) in ENDINGS:
         return None
     for position, form in node.op.forms.items():
@@ -153,7 +175,7 @@ def _activation(node: Node) -> str:
 
 
 def _obstacle(node: Node, data: list[int], value: str) -> str:
-    """Return why the layer before a node cannot get other classes; nothing if it can."""
+    """Return why a node ends the search for a layer before it, as part of an error; else ""."""
     if node.body is not None:
         return (
             "a function of the file: put its nodes in the place of the call with "
@@ -177,8 +199,8 @@ def _obstacle(node: Node, data: list[int], value: str) -> str:
 def _way_out(
     node: Node, producers: Mapping[str, Node], traced: set[str], ranks: Mapping[str, int]
 ) -> str:
-    """Return the layers before a node, and what to do with one of them, for an error."""
-    layers = [*_before(node, producers, traced, ranks)]
+    """Return the part of an error that names layers before a node where the graph can be cut."""
+    layers = [*_nearest_layers(node, producers, traced, ranks)]
     if not layers:
         return ""
     names = [f"'{layer.outputs[0]}' ({layer.op.name})" for layer in layers[:_LISTED]]
@@ -189,13 +211,13 @@ def _way_out(
     )
 
 
-def _before(
+def _nearest_layers(
     node: Node, producers: Mapping[str, Node], traced: set[str], ranks: Mapping[str, int]
 ) -> Iterator[Node]:
     """Yield the nearest layers before a node, on all paths."""
-    waiting, seen = [node], {node.index}
-    while waiting:
-        for name in waiting.pop(0).reads:
+    queue, seen = [node], {node.index}
+    while queue:
+        for name in queue.pop(0).reads:
             before = producers.get(name)
             if before is None or name not in traced or before.index in seen:
                 continue
@@ -204,4 +226,4 @@ def _before(
             if _factor(before, data, ranks) is not None:
                 yield before
             else:
-                waiting.append(before)
+                queue.append(before)

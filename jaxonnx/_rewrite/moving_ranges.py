@@ -18,41 +18,51 @@ from jaxonnx.ops.contrib.moving_ranges import DOMAIN, limits_of
 
 
 class Schedule(NamedTuple):
-    """When ranges move and values are rounded, in steps of training."""
+    """When ranges are updated and values are rounded, in training steps."""
 
     decay: float | None
-    """The share of a range that a step leaves as it was; None if ranges stay."""
+    """The weight of the old range in the moving average of a step; None if ranges are fixed."""
     freeze: int | None
-    """The first step that leaves ranges as they are; None if there is none."""
+    """The first step that does not update ranges; None if all do."""
     start: int
-    """The first step that rounds."""
+    """The first step that rounds values."""
     symmetric: bool
-    """Ranges around the middle of their type stay so."""
+    """Whether ranges that are symmetric about the middle of their integer type stay symmetric."""
 
 
 class MovingRange(NamedTuple):
-    """A range that is state, and the tensors that it gives."""
+    """A range that is updated in training: names of its tensors."""
 
     scale: str
+    """The scale that is computed from the range."""
     zero_point: str
-    """Empty if it is as it was."""
+    """The zero point that is computed from the range; empty if it is constant."""
     low: str
+    """The lower end of the range, float32 of shape (), which is state."""
     high: str
+    """The upper end of the range, likewise."""
     type: int
-    """The element type that is rounded to."""
+    """The element type that values are rounded to, as TensorProto.DataType."""
 
 
 def insert_schedule(
     proto: ModelProto, graph: Graph, tensors: Mapping[str, Any], schedule: Schedule
 ) -> tuple[ModelProto, dict[str, np.ndarray], int]:
-    """Return a file whose rounding follows a schedule, its state, and the number of moving ranges.
+    """Insert the nodes that update ranges and delay rounding in training.
 
-    A range of several values moves with the first, if the others have the same numbers. One that
-    other values have, too, or whose zero point others have, stays as it is, as do those of weights.
+    Scales of activations become results of MovingRange nodes. The ranges of weights stay constant,
+    and so does a range whose scale or zero point is shared by values with different numbers. A
+    range that a value shares with views of it (see `SAME_NUMBERS`) follows that value.
 
     Args:
+      proto: the file, with QuantizeLinear and DequantizeLinear.
       graph: its main graph, bound.
-      tensors: the named tensors.
+      tensors: the values of its named tensors.
+      schedule: when to update and to round.
+
+    Returns:
+      The new file, its new state (a step counter and the ends of the ranges, float32 of shape ())
+      by name, and the number of moving ranges.
     """
     result = ModelProto()
     result.CopyFrom(proto)
@@ -61,30 +71,35 @@ def insert_schedule(
     result.opset_import.add(domain=DOMAIN, version=1)
     count, step = (unused_name(name, used) for name in ("steps_taken", "step"))
     state = {count: np.zeros((), np.float32)}
-    nodes = [_make("CountSteps", [count], [step])]
-    fixed = {} if schedule.freeze is None else {"freeze": schedule.freeze}
+    nodes = [_make_node("CountSteps", [count], [step])]
+    freeze = {} if schedule.freeze is None else {"freeze": schedule.freeze}
     ranges = [] if schedule.decay is None else [*_find_ranges(main, graph, tensors, schedule)]
     for value, scale, zero_point, point in ranges:
         ends = [unused_name(f"{scale}_{end}", used) for end in ("low", "high")]
         least, middle, most = limits_of(point.dtype)
-        least = least if zero_point else 2 * middle - most  # as far from the middle as the greatest
+        # a symmetric range does not use the lowest code: -127 to 127 of int8
+        least = least if zero_point else 2 * middle - most
         for end, limit in zip(ends, (least, most), strict=True):
-            first = np.float32(tensors[scale]).reshape(()) * np.float32(limit - float(point))
-            state[end] = np.asarray(first)
+            initial = np.float32(tensors[scale]).reshape(()) * np.float32(limit - float(point))
+            state[end] = np.asarray(initial)
         kind = helper.np_dtype_to_tensor_dtype(point.dtype)
-        about = {"to": kind, "symmetric": int(not zero_point), "decay": schedule.decay, **fixed}
+        options = {"to": kind, "symmetric": int(not zero_point), "decay": schedule.decay, **freeze}
         outputs = [scale, "", "", zero_point]
-        nodes.append(_make("MovingRange", [value, *ends, step], outputs, **about))
+        nodes.append(_make_node("MovingRange", [value, *ends, step], outputs, **options))
         for name in filter(None, (scale, zero_point)):
             remove_tensor(main, name)
     if schedule.start:
-        makers = {node.output[0]: node for node in main.node if node.op_type == "QuantizeLinear"}
+        # BeginRounding selects between a value and its rounded copy, and takes over the name that
+        # the readers of the rounded one have
+        quantizers = {
+            node.output[0]: node for node in main.node if node.op_type == "QuantizeLinear"
+        }
         for node in main.node:
-            if node.op_type == "DequantizeLinear" and node.input[0] in makers:
+            if node.op_type == "DequantizeLinear" and node.input[0] in quantizers:
                 name = node.output[0]
                 node.output[0] = unused_name(f"{name}_rounded", used)
-                inputs = [makers[node.input[0]].input[0], node.output[0], step]
-                nodes.append(_make("BeginRounding", inputs, [name], start=schedule.start))
+                inputs = [quantizers[node.input[0]].input[0], node.output[0], step]
+                nodes.append(_make_node("BeginRounding", inputs, [name], start=schedule.start))
     main.node.extend(nodes)
     main.initializer.extend(declare(name, np.asarray(value)) for name, value in state.items())
     order.sort(main)
@@ -92,31 +107,32 @@ def insert_schedule(
 
 
 def remove_schedule(proto: ModelProto) -> tuple[ModelProto, list[MovingRange]]:
-    """Return a file whose rounding follows no schedule, and the ranges that moved.
+    """Undo `insert_schedule`; return the new file and the ranges that were updated.
 
-    Their scales and zero points are initializers without data.
+    The scales and zero points of these are initializers without data.
     """
     result = ModelProto()
     result.CopyFrom(proto)
-    main, moved, gone = result.graph, [], set()
-    makers = {node.output[0]: node for node in main.node if node.output}
+    main, moved, unused = result.graph, [], set()
+    producers = {node.output[0]: node for node in main.node if node.output}
     for i, node in reversed([*enumerate(main.node)]):
         if node.domain != DOMAIN:
             continue
         if node.op_type == "BeginRounding":
-            makers[node.input[1]].output[0] = node.output[0]
+            producers[node.input[1]].output[0] = node.output[0]
         elif node.op_type == "MovingRange":
             kind = next(part.i for part in node.attribute if part.name == "to")
+            # outputs after the last one that is used may be absent
             scale, zero_point, (_, low, high, _) = node.output[0], [*node.output, ""][3], node.input
             moved.append(MovingRange(scale, zero_point, low, high, kind))
             main.initializer.add(name=scale, data_type=TensorProto.FLOAT)
             if zero_point:
                 main.initializer.add(name=zero_point, data_type=kind)
-            gone |= {low, high}
+            unused |= {low, high}
         else:
-            gone.add(node.input[0])
+            unused.add(node.input[0])
         del main.node[i]
-    for name in gone:
+    for name in unused:
         remove_tensor(main, name)
     kept = [entry for entry in result.opset_import if entry.domain != DOMAIN]
     del result.opset_import[:]
@@ -127,33 +143,38 @@ def remove_schedule(proto: ModelProto) -> tuple[ModelProto, list[MovingRange]]:
 def _find_ranges(
     main: GraphProto, graph: Graph, tensors: Mapping[str, Any], schedule: Schedule
 ) -> Iterator[tuple[str, str, str, np.ndarray]]:
-    """Yield the ranges that can move: value, scale, zero point if it moves, too, and its value."""
+    """Yield the ranges of activations that can be updated.
+
+    Each is the name of the value, that of its scale, that of its zero point ("" if it stays
+    constant), and the zero point's value of shape ().
+    """
     groups: dict[str, list[NodeProto]] = {}
     fed = behind(graph.nodes, graph.inputs)
     for node in main.node:
         if node.op_type == "QuantizeLinear" and node.input[0] in fed and len(node.input) > 2:
             groups.setdefault(node.input[1], []).append(node)
-    makers = {node.output[0]: node for node in main.node if node.output}
+    producers = {node.output[0]: node for node in main.node if node.output}
     for scale, (first, *others) in groups.items():
-        known, zero_point = tensors.get(scale), first.input[2]
-        if known is None or known.size != 1 or known.dtype != np.float32:
+        scale_value, zero_point = tensors.get(scale), first.input[2]
+        if scale_value is None or scale_value.size != 1 or scale_value.dtype != np.float32:
             continue
         value, point = first.input[0], np.asarray(tensors[zero_point]).reshape(())
+        # a symmetric range leaves the zero point alone, so that others may share it
         centred = schedule.symmetric and float(point) == limits_of(point.dtype)[1]
         sharing = {node.input[1] for node in main.node if zero_point in node.input}
         if (centred or sharing == {scale}) and all(
-            _has_numbers_of(node.input[0], value, makers) for node in others
+            _has_numbers_of(node.input[0], value, producers) for node in others
         ):
             yield value, scale, "" if centred else zero_point, point
 
 
-def _has_numbers_of(name: str, origin: str, makers: Mapping[str, NodeProto]) -> bool:
-    """Check whether a value is made of another one by moving and rounding numbers alone."""
+def _has_numbers_of(name: str, origin: str, producers: Mapping[str, NodeProto]) -> bool:
+    """Check whether a value is computed from `origin` by views, MaxPool and rounding alone."""
     moves = (*SAME_NUMBERS, "QuantizeLinear", "DequantizeLinear")
-    while name != origin and name in makers and makers[name].op_type in moves:
-        name = makers[name].input[0]
+    while name != origin and name in producers and producers[name].op_type in moves:
+        name = producers[name].input[0]
     return name == origin
 
 
-def _make(op: str, inputs: list[str], outputs: list[str], **attributes: Any) -> NodeProto:
+def _make_node(op: str, inputs: list[str], outputs: list[str], **attributes: Any) -> NodeProto:
     return helper.make_node(op, inputs, outputs, f"{outputs[0]}_{op}", domain=DOMAIN, **attributes)

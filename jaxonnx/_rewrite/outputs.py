@@ -18,10 +18,10 @@ def cut(
 ) -> ModelProto:
     """Cut a model at values of its main graph; return the smaller file.
 
-    Nodes, initializers, inputs and types that the new outputs do not need are dropped, and with
-    them training_info, which belongs to the whole graph. Types of the outputs are those of the
-    file, else those that ONNX's shape inference finds, else those of an evaluation on shapes, which
-    takes longer.
+    Nodes, initializers, inputs, value types and functions that the new outputs do not need are
+    dropped, and so is training_info, which belongs to the whole graph. The types of the outputs are
+    those of the file, else those that ONNX's shape inference finds, else those of an evaluation on
+    shapes, which takes longer.
 
     Args:
       proto: the file.
@@ -36,7 +36,7 @@ def cut(
     if not isinstance(outputs, Iterable):
         raise InputError(f"outputs are names of values of the graph, and were {outputs!r}")
     listed = [outputs] if isinstance(outputs, str) else [*outputs]
-    # an output may be a constant
+    # `resolve` knows results of nodes only; an output may be an initializer or an input
     own = {value.name for value in (*proto.graph.output, *proto.graph.input)}
     names = [name if name in own else resolve(proto.graph, name) for name in listed]
     if not names or len({*names}) < len(names):
@@ -45,7 +45,7 @@ def cut(
     result = ModelProto()
     result.CopyFrom(proto)
     del result.training_info[:]
-    _keep(result.graph, kept)
+    _drop_others(result.graph, kept)
     called = _called_functions(result, result.graph.node)
     _filter(result.functions, lambda function: _key(function, function.name) in called)
     declared, kinds = declared_types(result), infer_types(result, tensors, names)
@@ -62,9 +62,9 @@ def cut(
 
 
 def _is_vague(kind: TypeProto | None) -> bool:
-    """Check whether a type is not known, or has a dimension without a size and a name.
+    """Check whether a type is unknown, or has a dimension without a size or a name of the file.
 
-    Inference calls these unk__0 and so on.
+    ONNX's shape inference names such dimensions unk__0, unk__1, ...
     """
     dims = () if kind is None else kind.tensor_type.shape.dim
     return kind is None or any(d.dim_param.startswith("unk__") for d in dims)
@@ -80,14 +80,14 @@ def _ancestors(proto: GraphProto, graph: Graph, names: Iterable[str]) -> set[str
     return values
 
 
-def _keep(graph: GraphProto, kept: set[str]) -> None:
-    """Drop all outputs, and everything else that is not kept."""
+def _drop_others(graph: GraphProto, kept: set[str]) -> None:
+    """Drop all outputs, and every node, tensor and type whose name is not in `kept`."""
     _filter(graph.node, lambda node: not kept.isdisjoint(node.output))
     for values in (graph.input, graph.initializer, graph.value_info):
         _filter(values, lambda value: value.name in kept)
     _filter(graph.sparse_initializer, lambda sparse: sparse.values.name in kept)
     _filter(graph.quantization_annotation, lambda entry: entry.tensor_name in kept)
-    # an output that stays keeps what the file says of it
+    # the declared type of an output that stays a value moves to value_info
     known = {value.name for value in (*graph.input, *graph.value_info)}
     graph.value_info.extend(
         value for value in graph.output if value.name in kept and value.name not in known
@@ -96,7 +96,7 @@ def _keep(graph: GraphProto, kept: set[str]) -> None:
 
 
 def _called_functions(proto: ModelProto, nodes: Iterable[NodeProto]) -> set[tuple[str, str, str]]:
-    """Return the functions that nodes, and those in their subgraphs and functions, call."""
+    """Return the keys of the functions that nodes call, directly or in subgraphs and functions."""
     functions = {_key(function, function.name): function for function in proto.functions}
     reached: set[tuple[str, str, str]] = set()
     waiting = [*nodes]
@@ -111,10 +111,12 @@ def _called_functions(proto: ModelProto, nodes: Iterable[NodeProto]) -> set[tupl
 
 
 def _key(item: NodeProto | FunctionProto, name: str) -> tuple[str, str, str]:
+    """Return domain, name and overload, which identify a function; "ai.onnx" is the domain ""."""
     return "" if item.domain == "ai.onnx" else item.domain, name, item.overload
 
 
 def _filter(repeated: Any, keep: Any) -> None:
+    """Keep the items of a repeated protobuf field for which `keep(item)` holds, in place."""
     kept = [item for item in repeated if keep(item)]
     if len(kept) < len(repeated):
         del repeated[:]

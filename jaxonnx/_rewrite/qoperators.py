@@ -22,16 +22,17 @@ _CHANNELS_SINCE = 13
 
 
 class Layout(NamedTuple):
-    """Where an operator on quantized tensors has its inputs."""
+    """The positions of the inputs of an operator on quantized tensors."""
 
     op: str
     """The operator of ONNX that computes the same in floating point."""
     operands: tuple[int, ...]
-    """Tensors, each followed by its scale and zero point."""
+    """The quantized tensors, each followed by its scale and zero point; empty if there are any
+    number of them, from position 2 on."""
     result: int | None
     """The scale of the result, followed by its zero point; None if it has those of its operand."""
     bias: int | None = None
-    """A bias of int32, in units of the product of the scales of both operands."""
+    """An int32 bias, whose scale is the product of the scales of both operands."""
 
 
 LAYOUTS = {
@@ -45,35 +46,44 @@ LAYOUTS = {
     (_CONTRIB, "QLinearConcat"): Layout("Concat", (), 0),
 }
 SAME_NUMBERS = ("Flatten", "MaxPool", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
-"""Operators of ONNX whose results are among the numbers that they read, with the same range."""
+"""Operators of ONNX that only move or select numbers, so that scale and zero point stay the same;
+ONNX has them for integers, too, and a QOperator file has them between quantized operators."""
 
 
 class Opened(NamedTuple):
-    """A node that was opened: its result in floating point, and the operator that it was."""
+    """A node that `open_operators` replaced by an operator in floating point."""
 
     output: str
+    """The result of the operator in floating point."""
     op: str
+    """The quantized operator that it was."""
     domain: str
+    """The domain of that."""
 
 
 def has_quantized_operators(graph: GraphProto) -> bool:
-    """Check whether there are operators on quantized tensors to open."""
+    """Check whether a graph has operators on quantized tensors that `open_operators` knows."""
     return any((node.domain, node.op_type) in LAYOUTS for node in graph.node)
 
 
 def open_operators(
     proto: ModelProto, tensors: Mapping[str, Any]
 ) -> tuple[ModelProto, dict[str, np.ndarray], tuple[Opened, ...]]:
-    """Return the file with floating-point operators between DequantizeLinear and QuantizeLinear.
+    """Replace operators on quantized tensors by DequantizeLinear, operator, QuantizeLinear.
 
-    Nodes without a known layout (images with channels last, no zero points) stay as they are.
+    Nodes whose attributes or inputs do not fit the layout (channels last, no zero points, computed
+    scales) stay as they are.
+
+    Args:
+      proto: the file.
+      tensors: the values of its named tensors.
 
     Returns:
-      The file, the scales of its biases, and the nodes that were opened.
+      The new file, the scales of biases that it adds, and the nodes that were replaced.
     """
     result = ModelProto()
     result.CopyFrom(proto)
-    # Scales for each channel came with opset 13; com.microsoft has had them always.
+    # QuantizeLinear has scales per channel since opset 13; that of com.microsoft always had them.
     domain = "" if opset_of(result) >= _CHANNELS_SINCE else _CONTRIB
     if all(entry.domain != domain for entry in result.opset_import):
         result.opset_import.add(domain=domain, version=1)
@@ -85,19 +95,24 @@ def open_operators(
 
 
 class _Opener:
-    """Opening of nodes, in their order."""
+    """Replaces quantized operators of a graph in place, one node after the other.
+
+    Attributes:
+      added: the scales of biases that the graph gets, by name.
+      opened: the nodes that were replaced.
+    """
 
     def __init__(self, graph: GraphProto, tensors: Mapping[str, Any], domain: str):
         self.graph, self.tensors, self.domain = graph, tensors, domain
         self.added: dict[str, np.ndarray] = {}
         self.opened: list[Opened] = []
         self._parameters: dict[str, tuple[str, str]] = {}
-        """Scale and zero point of each quantized value."""
+        """The names of the scale and zero point of each quantized value."""
         self._real: dict[tuple[str, ...], str] = {}
-        """The results of DequantizeLinear."""
+        """The results of DequantizeLinear, by its inputs and axis."""
 
     def open(self, node: NodeProto) -> None:
-        """Replace a node by three or more, if its operator has a layout."""
+        """Replace a node by DequantizeLinear, operator and QuantizeLinear, if it has a layout."""
         inputs, output = [*node.input], node.output[0] if node.output else ""
         layout = LAYOUTS.get((node.domain, node.op_type))
         if node.op_type == "QuantizeLinear" and len(inputs) == 3:
@@ -106,17 +121,25 @@ class _Opener:
             assert layout.result is not None
             own = inputs[layout.result], inputs[layout.result + 1]
             parts = [inputs[i : i + 3] for i in _operands(layout, inputs)]
-            real = [self._dequantize(x, self._axis(node, k, x[1])) for k, x in enumerate(parts)]
+            inputs_in_float = [
+                self._dequantize(x, self._axis(node, k, x[1])) for k, x in enumerate(parts)
+            ]
             if layout.bias is not None and any(inputs[layout.bias : layout.bias + 1]):
-                real.append(self._bias(inputs[layout.bias], output, *(x[1] for x in parts)))
-            self._replace(node, layout.op, real, own)
+                inputs_in_float.append(
+                    self._dequantize_bias(inputs[layout.bias], output, *(x[1] for x in parts))
+                )
+            self._replace(node, layout.op, inputs_in_float, own)
+        # ranges pass through views only where the producer before was replaced: nodes are in order
         elif node.op_type in SAME_NUMBERS and not node.domain and inputs[0] in self._parameters:
             own = self._parameters[inputs[0]]
-            real = [self._dequantize([inputs[0], *own], None), *inputs[1:]]
-            self._replace(node, node.op_type, real, own)
+            inputs_in_float = [self._dequantize([inputs[0], *own], None), *inputs[1:]]
+            self._replace(node, node.op_type, inputs_in_float, own)
 
     def _fits(self, node: NodeProto, layout: Layout) -> bool:
-        """Check that scales and zero points are stored, and no attribute changes the layout."""
+        """Check that scales and zero points are stored, and that no attribute changes the layout.
+
+        The first operand must have one scale: ONNX has no product of data with scales per channel.
+        """
         inputs, result = [*node.input], layout.result or 0
         operands = _operands(layout, inputs)
         scales = [inputs[i + 1] for i in operands]
@@ -127,6 +150,7 @@ class _Opener:
         return plain and whole and np.size(self.tensors[scales[0]]) == 1
 
     def _axis(self, node: NodeProto, operand: int, scale: str) -> int | None:
+        """Return the axis of an operand's scales per channel; None if it has one scale."""
         if np.size(self.tensors[scale]) == 1:
             return None
         if node.op_type == "QGemm":
@@ -134,13 +158,15 @@ class _Opener:
         return 0 if node.op_type == "QLinearConv" else -1
 
     def _dequantize(self, inputs: list[str], axis: int | None) -> str:
+        """Return the result of a DequantizeLinear of these inputs; add the node if needed."""
         key = *inputs, str(axis)
         if key not in self._real:
             self._real[key] = real = f"{inputs[0]}/real_{len(self._real)}"
             self._append("DequantizeLinear", inputs, real, axis)
         return self._real[key]
 
-    def _bias(self, name: str, output: str, x_scale: str, w_scale: str) -> str:
+    def _dequantize_bias(self, name: str, output: str, x_scale: str, w_scale: str) -> str:
+        """Add the scale of an int32 bias and its DequantizeLinear; return the result of that."""
         scale = np.float32(self.tensors[x_scale]).reshape(()) * np.float32(self.tensors[w_scale])
         scale = scale.reshape(()) if scale.size == 1 else scale
         real, stored = f"{output}/bias", f"{output}/bias_scale"
@@ -150,6 +176,10 @@ class _Opener:
         return real
 
     def _replace(self, node: NodeProto, op: str, inputs: list[str], own: tuple[str, str]) -> None:
+        """Make a node a floating-point `op` on `inputs`, with a QuantizeLinear behind it.
+
+        The QuantizeLinear has the scale and zero point `own`, and the name of the node's result.
+        """
         output, real = node.output[0], f"{node.output[0]}/real"
         self._parameters[output] = own
         self.opened.append(Opened(real, node.op_type, node.domain))
@@ -166,10 +196,13 @@ class _Opener:
 
 
 def close_operators(graph: GraphProto, opened: Iterable[Opened]) -> None:
-    """Make operators on quantized tensors of opened nodes again, in place.
+    """Undo `open_operators` in place: fuse DequantizeLinear, operator and QuantizeLinear again.
+
+    A node whose neighbours are other operators now stays in floating point.
 
     Args:
-      graph: its weights and biases are integers behind DequantizeLinear.
+      graph: the graph; weights and biases are stored as integers behind DequantizeLinear.
+      opened: the nodes that `open_operators` replaced.
     """
     producers = {name: node for node in graph.node for name in node.output}
     readers = {name: node for node in graph.node for name in node.input}
@@ -179,23 +212,29 @@ def close_operators(graph: GraphProto, opened: Iterable[Opened]) -> None:
         layout = LAYOUTS.get((domain, op)) or Layout(op, (0,), None)
         if node is None or after is None or node.op_type != layout.op:
             continue
+        # a view has one quantized input; its others (shapes, axes) are plain tensors
         count = len(node.input) if layout.result is not None else 1
         before = [producers.get(name) for name in node.input[:count]]
         if after.op_type != "QuantizeLinear" or any(
             x is None or x.op_type != "DequantizeLinear" for x in before
         ):
-            continue  # another rewrite has changed it
+            continue  # another rewrite has changed the neighbours
         used.update(x.output[0] for x in before if x is not None)
         parts = [[*x.input] for x in before if x is not None]
-        moved = [parts[0][0], *node.input[1:]]
-        node.input[:] = _inputs(layout, parts, [*after.input[1:3]]) or moved
+        view = [parts[0][0], *node.input[1:]]
+        node.input[:] = _arrange_inputs(layout, parts, [*after.input[1:3]]) or view
         node.op_type, node.domain, node.output[0] = op, domain, after.output[0]
         graph.node.remove(after)
     _remove_unread(graph, used)
 
 
-def _inputs(layout: Layout, parts: list[list[str]], own: list[str]) -> list[str]:
-    """Return the inputs of an operator with a layout; none if it has those of its operand."""
+def _arrange_inputs(layout: Layout, parts: list[list[str]], own: list[str]) -> list[str]:
+    """Return the inputs of a quantized operator in the order of its layout; none for a view.
+
+    Args:
+      parts: tensor, scale and zero point of each operand; of the bias, if there is one, last.
+      own: scale and zero point of the result.
+    """
     bias = [parts.pop()[0]] if layout.bias is not None and len(parts) > 2 else []
     whole = [name for part in parts for name in part]
     if layout.result is None:
@@ -208,18 +247,21 @@ def _inputs(layout: Layout, parts: list[list[str]], own: list[str]) -> list[str]
 
 
 def _operands(layout: Layout, inputs: list[str]) -> tuple[int, ...]:
+    """Return the positions of the operands; QLinearConcat has any number, from 2 on."""
     return layout.operands or tuple(range(2, len(inputs), 3))
 
 
 def _remove_unread(graph: GraphProto, names: set[str]) -> None:
-    """Remove the DequantizeLinear nodes of these values, and the tensors that only they read."""
+    """Remove the producers of `names` that nothing reads, and the tensors that only they read."""
     times = Counter(name for node in graph.node for name in node.input)
     times.update(value.name for value in graph.output)
-    gone = [x for x in graph.node if x.output and x.output[0] in names and not times[x.output[0]]]
-    freed = {name for node in gone for name in node.input}
-    for node in gone:
+    removed = [
+        x for x in graph.node if x.output and x.output[0] in names and not times[x.output[0]]
+    ]
+    candidates = {name for node in removed for name in node.input}
+    for node in removed:
         graph.node.remove(node)
     read = {name for node in graph.node for name in node.input}
     for tensor in [*graph.initializer]:
-        if tensor.name in freed - read:
+        if tensor.name in candidates - read:
             graph.initializer.remove(tensor)

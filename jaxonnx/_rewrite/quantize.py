@@ -23,40 +23,43 @@ from jaxonnx._rewrite.qoperators import Opened, close_operators
 from jaxonnx._run.scope import Context, run
 
 _SMALL_TYPES = ("int2", "uint2", "int4", "uint4", "float8_e4m3fn", "float8_e5m2")
-"""Types of weights alone, wherever they are read."""
+"""Types that only weights are stored in, so that a tensor of one needs no look at its readers."""
 
 
 @dataclass(frozen=True)
 class Bias:
-    """A bias that is written as int32, in units of the product of two scales."""
+    """A bias that is stored as int32, whose scale is that of the activation times the weight's."""
 
     name: str
+    """The bias in floating point."""
     stored: str
-    """The integer tensor."""
+    """The int32 tensor in the saved file."""
     scale: str
-    """Its scale."""
+    """The scale of the int32 tensor in the saved file."""
     scales: tuple[str, str]
     """The scales of the activation and of the weight."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What the file says of its quantized tensors."""
+    """The record of quantized tensors in a file's metadata; all fields are names of values."""
 
     folds: tuple[str, ...] = ()
-    """Values that become initializers when the file is saved."""
+    """Computed values that become initializers when the file is saved."""
     scales: tuple[str, ...] = ()
     """The scales of weights and activations."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """The float tensor of each integer weight."""
+    """From each integer weight to the float tensor that it is rounded from."""
     biases: tuple[Bias, ...] = ()
+    """The biases that are stored as int32."""
     opened: tuple[Opened, ...] = ()
-    """Nodes that were operators on quantized tensors, and are again when the file is saved."""
+    """Nodes that were operators on quantized tensors, and are so again in the saved file."""
     folded: bool = False
+    """Whether the file is a saved one, in which integers are initializers."""
 
     @classmethod
     def read(cls, entry: Mapping[str, Any]) -> Record:
-        """Return the record of a file's JSON.
+        """Parse the record from its JSON entry.
 
         Raises:
           KeyError, TypeError, ValueError: it is malformed.
@@ -66,7 +69,7 @@ class Record:
             for b in entry["biases"]
         )
         lists = tuple(entry["folds"]), tuple(entry["scales"])
-        opened = tuple(Opened(*map(str, one)) for one in entry.get("opened", ()))
+        opened = tuple(Opened(*map(str, fields)) for fields in entry.get("opened", ()))
         folded = bool(entry["folded"])
         return cls(*lists, dict(entry["names"]), tuple(biases), opened, folded)
 
@@ -77,16 +80,16 @@ def record_of(proto: ModelProto) -> Record | None:
 
 
 class StoredTypes(NamedTuple):
-    """The types that a file rounds to."""
+    """The types that the QuantizeLinear nodes of a file round to, by NumPy's names."""
 
     weights: set[str]
     activations: set[str]
     blocks: set[int]
-    """The sizes of the blocks of weights; 0 where there are none."""
+    """The block sizes of weights; 0 stands for weights without blocks."""
 
 
 def stored_types(proto: ModelProto, tensors: Mapping[str, Any]) -> StoredTypes:
-    """Return the types of a file whose weights are in front of QuantizeLinear."""
+    """Return the types that a file rounds to; its weights are float tensors (not folded)."""
     entry = record_of(proto) or Record()
     found = StoredTypes(set(), set(), set())
     for node in proto.graph.node:
@@ -106,11 +109,18 @@ def stored_types(proto: ModelProto, tensors: Mapping[str, Any]) -> StoredTypes:
 
 
 class Writer:
-    """Insertion of QuantizeLinear and DequantizeLinear into a copy of a file.
+    """Inserts pairs of QuantizeLinear and DequantizeLinear into a copy of a file.
+
+    `parameters` of the methods are (scale, zero point, axis, block size): arrays, the axis of
+    scales per channel or None, and 0 where there are no blocks.
+
+    Args:
+      proto: the file.
+      taken: names that new tensors must not have, besides the results of nodes.
 
     Attributes:
       proto: the copy.
-      added: the scales and zero points.
+      added: the scales and zero points that the copy gets, by name.
     """
 
     def __init__(self, proto: ModelProto, taken: Iterable[str]):
@@ -123,7 +133,7 @@ class Writer:
         self._taken = {*taken, *(n for node in proto.graph.node for n in node.output)}
 
     def quantize_weight(self, name: str, parameters: Any) -> None:
-        """Let all that reads a weight read it rounded."""
+        """Insert a pair behind a weight, for all its readers."""
         graph = self.proto.graph
         readers = [(node, i) for node in graph.node for i, x in enumerate(node.input) if x == name]
         quantized, result = self._insert(name, parameters)
@@ -139,10 +149,14 @@ class Writer:
         parameters: Mapping[str, Any],
         shared: Mapping[str, str],
     ) -> None:
-        """Let readers, by their first output and position, read activations rounded.
+        """Insert a pair behind activations, for some of their readers.
 
         Args:
-          shared: values with the scale and zero point of another one.
+          reads: the name of the activation that an input reads, by the first output of its node and
+            its position. An input whose name has changed since is left alone.
+          parameters: by the name of the activation.
+          shared: for an activation that takes the scale and zero point of another one, the name of
+            that, which comes before it in the file.
         """
         for node in [*self.proto.graph.node]:
             for i, name in enumerate(node.input):
@@ -153,7 +167,10 @@ class Writer:
                     node.input[i] = self._results[name]
 
     def quantize_outputs(self, names: Iterable[str], parameters: Mapping[str, Any]) -> None:
-        """Let the graph give these of its outputs rounded."""
+        """Insert a pair in front of outputs of the graph.
+
+        The result of the pair takes the name of the output, and the unrounded value a new one.
+        """
         for name in names:
             if name not in self._results:
                 _, self._results[name] = self._insert(name, parameters[name])
@@ -163,8 +180,13 @@ class Writer:
                 node.output[:] = [new.get(x, x) for x in node.output]
 
     def store_biases(self, biases: Iterable[tuple[str, str, str]]) -> None:
-        """Write these biases as integers when the file is saved: (bias, activation, weight)."""
-        made = tuple(
+        """Record biases to store as int32 when the file is saved.
+
+        Args:
+          biases: the names of a bias, and of the activation and the weight of its product, both
+            with a pair behind them.
+        """
+        recorded = tuple(
             Bias(
                 name,
                 self._name(f"{name}_quantized"),
@@ -173,10 +195,10 @@ class Writer:
             )
             for name, value, weight in biases
         )
-        self._record = replace(self._record, biases=made)
+        self._record = replace(self._record, biases=recorded)
 
     def finish(self) -> ModelProto:
-        """Return the file, its nodes in order."""
+        """Sort the nodes, write the record and return the file."""
         order.sort(self.proto.graph)
         records.put(self.proto, records.QUANTIZATION, asdict(self._record))
         least = helper.find_min_ir_version_for(self.proto.opset_import, ignore_unknown=True)
@@ -186,10 +208,12 @@ class Writer:
     def _insert(
         self, name: str, parameters: Any, inputs: list[str] | None = None
     ) -> tuple[str, str]:
-        """Insert the pair behind a value; return what the two give. Names are onnxruntime's.
+        """Add a pair that reads a value; return the results of its two nodes.
+
+        New names are those that onnxruntime's quantizer gives.
 
         Args:
-          inputs: a scale and zero point that the file has.
+          inputs: the scale and zero point of another pair to share.
         """
         scale, zero_point, axis, block = parameters
         if inputs is None:
@@ -198,21 +222,22 @@ class Writer:
                 self.added[tensor] = np.asarray(value)
                 self.proto.graph.initializer.append(declare(tensor, self.added[tensor]))
             self._record = replace(self._record, scales=(*self._record.scales, inputs[0]))
-        chosen = {"axis": axis, "block_size": block or None}
-        attributes = {key: value for key, value in chosen.items() if value is not None}
+        options = {"axis": axis, "block_size": block or None}
+        attributes = {key: value for key, value in options.items() if value is not None}
         quantized = self._name(f"{name}_quantized")
         result = self._name(f"{name}_DequantizeLinear_Output")
-        for op, read, made in (
+        for op, read, output in (
             ("QuantizeLinear", name, quantized),
             ("DequantizeLinear", quantized, result),
         ):
             label = f"{name}_{op}"
-            node = helper.make_node(op, [read, *inputs], [made], label, **attributes)
+            node = helper.make_node(op, [read, *inputs], [output], label, **attributes)
             self.proto.graph.node.append(node)
         self._parameters[name] = inputs
         return quantized, result
 
     def _name(self, wanted: str) -> str:
+        """Return an unused name: `wanted`, or that with a number appended."""
         name, number = wanted, 1
         while name in self._taken:
             name, number = f"{wanted}_{number}", number + 1
@@ -223,26 +248,26 @@ class Writer:
 def learn_scales(
     proto: ModelProto, tensors: Mapping[str, Any]
 ) -> tuple[ModelProto, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Let the scales of a file be computed from parameters: initial scale * exp(parameter).
+    """Make the scales of a file trainable: scale = initial scale * exp(parameter).
 
-    A step of an optimizer changes them by a share of themselves, whatever their size, they stay
-    positive, and weight decay draws them back to those of the calibration.
+    With this form an optimizer's step changes every scale by a fraction of its value, whatever its
+    magnitude; scales stay positive; and weight decay pulls them towards those of the calibration.
 
     Returns:
-      The file, its constants, and the parameters.
+      The new file, the initial scales (constants), and the parameters, which are zeros.
     """
     result = ModelProto()
     result.CopyFrom(proto)
     entry = record_of(result) or Record()
     constants, params, nodes = {}, {}, []
     for name in entry.scales:
-        if name in entry.folds or name not in tensors:  # learned already, or of a moving range
+        if name in entry.folds or name not in tensors:  # trainable already, or of a moving range
             continue
         value = np.asarray(tensors[name])
-        first, change, factor = (f"{name}_{part}" for part in ("initial", "change", "factor"))
-        constants[first], params[change] = value, np.zeros_like(value)
+        initial, change, factor = (f"{name}_{part}" for part in ("initial", "change", "factor"))
+        constants[initial], params[change] = value, np.zeros_like(value)
         nodes.append(helper.make_node("Exp", [change], [factor], factor))
-        nodes.append(helper.make_node("Mul", [first, factor], [name], name))
+        nodes.append(helper.make_node("Mul", [initial, factor], [name], name))
         remove_tensor(result.graph, name)
         entry = replace(entry, folds=(*entry.folds, name))
     for name, value in (constants | params).items():
@@ -254,12 +279,17 @@ def learn_scales(
 
 
 def fold(proto: ModelProto, graph: Graph, values: Mapping[str, np.ndarray]) -> ModelProto:
-    """Return a file whose quantized weights, scales and biases are initializers.
+    """Store quantized weights, scales and biases as initializers, as a deployed file has them.
+
+    The nodes that compute them, and the float tensors that only these read, are removed.
 
     Args:
-      proto: with the data of its tensors; it is changed.
+      proto: the file, with the data of its tensors; it is changed in place.
       graph: its main graph, bound.
-      values: those of its named tensors.
+      values: the values of its named tensors.
+
+    Returns:
+      `proto`.
     """
     entry = record_of(proto)
     if entry is None or entry.folded:
@@ -267,21 +297,21 @@ def fold(proto: ModelProto, graph: Graph, values: Mapping[str, np.ndarray]) -> M
     main, names = proto.graph, entry.folds
     known = ancestors(graph.nodes, names)
     nodes = tuple(node for node in graph.nodes if known.issuperset(node.outputs))
-    found = run(replace(graph, nodes=nodes, outputs=names), {}, Context(values))
-    made = dict(zip(names, map(np.asarray, found), strict=True))
-    gone = {name for node in nodes for name in node.outputs}
+    results = run(replace(graph, nodes=nodes, outputs=names), {}, Context(values))
+    folded = dict(zip(names, map(np.asarray, results), strict=True))
+    computed = {name for node in nodes for name in node.outputs}
     read = {name for node in nodes for name in node.reads}
     for i, node in reversed([*enumerate(main.node)]):
-        if gone.intersection(node.output):
+        if computed.intersection(node.output):
             del main.node[i]
-    for name, value in made.items():
+    for name, value in folded.items():
         main.initializer.append(numpy_helper.from_array(value, name))
-    scales = {**values, **made}
+    scales = {**values, **folded}
     for bias in entry.biases:
         _store_bias(main, bias, values[bias.name], *(scales[name] for name in bias.scales))
     used = {name for node in main.node for name in node.input}
     used.update(value.name for value in main.output)
-    for name in read - used - made.keys():
+    for name in read - used - folded.keys():
         remove_tensor(main, name)
     records.rename_sparse(proto, {name: stored for stored, name in entry.names.items()})
     close_operators(main, entry.opened)
@@ -291,8 +321,13 @@ def fold(proto: ModelProto, graph: Graph, values: Mapping[str, np.ndarray]) -> M
 
 
 def _store_bias(graph: GraphProto, bias: Bias, value: np.ndarray, *scales: np.ndarray) -> None:
-    """Replace a bias by int32 numbers and a DequantizeLinear."""
+    """Replace a float bias by an int32 tensor, its scale and a DequantizeLinear of the two.
+
+    Args:
+      scales: of the activation, shape (), and of the weight, shape () or (outputs,).
+    """
     scale = np.asarray(scales[0] * scales[1], np.float32)
+    # float64: float32 cannot hold every int32
     limits = np.iinfo(np.int32)
     stored = np.clip(np.rint(value.astype(np.float64) / scale), limits.min, limits.max)
     remove_tensor(graph, bias.name)
@@ -306,16 +341,20 @@ def _store_bias(graph: GraphProto, bias: Bias, value: np.ndarray, *scales: np.nd
 def unfold(
     proto: ModelProto, graph: Graph, tensors: Mapping[str, Any], opened: tuple[Opened, ...] = ()
 ) -> tuple[ModelProto, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return a file whose integer weights are float tensors again, rounded as they were.
+    """Undo `fold`: replace integer weights by float tensors in front of a QuantizeLinear.
 
-    The weights are those behind a DequantizeLinear whose result is a parameter of some operator;
-    biases of int32 become float tensors alone. When the file is saved it has them as before.
+    Weights are integer tensors that an operator reads as a parameter behind a DequantizeLinear.
+    Biases of int32 become float tensors without rounding. `fold` stores all of them as before.
 
     Args:
-      opened: the nodes that `open_operators` opened.
+      proto: the file, of jaxonnx or of another quantizer.
+      graph: its main graph, bound.
+      tensors: the values of its named tensors.
+      opened: the nodes that `open_operators` replaced, for the record.
 
     Returns:
-      The file, the float tensors, and zero points that say the type of a QuantizeLinear.
+      The new file, the float tensors by name, and zero points that it adds, which set the type that
+      a QuantizeLinear rounds to.
     """
     stored = {
         use.name
@@ -326,7 +365,7 @@ def unfold(
     result = ModelProto()
     result.CopyFrom(proto)
     entry = record_of(result) or Record()
-    own = {bias.stored: bias for bias in entry.biases}
+    recorded = {bias.stored: bias for bias in entry.biases}
     producers = {node.output[0]: node for node in proto.graph.node if node.output}
     floats: dict[str, np.ndarray] = {}
     points: dict[str, np.ndarray] = {}
@@ -338,7 +377,7 @@ def unfold(
         name, output = node.input[0], node.output[0]
         value = _dequantize(graph, tensors, output)
         if tensors[name].dtype == np.int32:
-            bias = own.get(name) or _find_bias(proto, node, producers)
+            bias = recorded.get(name) or _find_bias(proto, node, producers)
             if bias is None or max(times[part] for part in node.input[:2]) > 1:
                 continue  # it stays as it is: something else reads its numbers or its scale
             biases.append(bias)
@@ -350,6 +389,7 @@ def unfold(
         if name in folds:  # another node reads the same integers
             continue
         weight = names.setdefault(name, _float_name(name, tensors, proto))
+        # rounding the dequantized weight with the same parameters gives the integers again
         inverse = NodeProto()
         inverse.CopyFrom(node)
         inverse.op_type, inverse.name = "QuantizeLinear", f"{weight}_QuantizeLinear"
@@ -373,6 +413,7 @@ def unfold(
 
 
 def _dequantize(graph: Graph, tensors: Mapping[str, Any], name: str) -> np.ndarray:
+    """Evaluate one value of a graph that depends on its tensors alone."""
     known = ancestors(graph.nodes, [name])
     nodes = tuple(node for node in graph.nodes if known.issuperset(node.outputs))
     (value,) = run(replace(graph, nodes=nodes, outputs=(name,)), {}, Context(tensors))
@@ -384,39 +425,42 @@ def _find_bias(
     node: NodeProto,
     producers: Mapping[str, NodeProto],
 ) -> Bias | None:
-    """Return how an int32 bias is made, from the node that reads it."""
+    """Describe the int32 bias that a DequantizeLinear reads; None if no product with two
+    dequantized operands has it as its third input."""
     for reader in proto.graph.node:
         if len(reader.input) > 2 and reader.input[2] == node.output[0]:
             parts = [producers.get(name) for name in reader.input[:2]]
             if all(part is not None and part.op_type == "DequantizeLinear" for part in parts):
-                first, second = (part.input[1] for part in parts if part is not None)
-                return Bias(node.output[0], node.input[0], node.input[1], (first, second))
+                x_scale, w_scale = (part.input[1] for part in parts if part is not None)
+                return Bias(node.output[0], node.input[0], node.input[1], (x_scale, w_scale))
     return None
 
 
 def _scales_of(graph: GraphProto, tensors: Mapping[str, Any]) -> list[str]:
+    """Return the stored scales of all QuantizeLinear and DequantizeLinear nodes."""
     pairs = [n for n in graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
     return [node.input[1] for node in pairs if node.input[1] in tensors]
 
 
 def _float_name(name: str, tensors: Mapping[str, Any], proto: ModelProto) -> str:
+    """Name the float tensor of an integer weight: without onnxruntime's suffix, if that is free."""
     short = name.removesuffix("_quantized")
     values = {n for node in proto.graph.node for n in node.output}
     return short if short != name and short not in {*tensors, *values} else f"{name}_float"
 
 
 def declare(name: str, value: np.ndarray) -> TensorProto:
-    """Return a tensor without data."""
+    """Return a TensorProto with the type and shape of `value`, without data (`save` fills it)."""
     kind = helper.np_dtype_to_tensor_dtype(value.dtype)
     return TensorProto(name=name, data_type=kind, dims=value.shape)
 
 
 def remove_tensor(graph: GraphProto, name: str) -> None:
-    """Remove a tensor: an initializer, or the Constant or Identity that gives it."""
-    for kept, is_it in _OWNERS:
-        for i, entry in reversed([*enumerate(kept(graph))]):
-            if is_it(entry, name):
-                del kept(graph)[i]
+    """Remove a tensor: its initializer and graph input, or the node (Constant, Identity) of it."""
+    for entries_of, defines in _OWNERS:
+        for i, entry in reversed([*enumerate(entries_of(graph))]):
+            if defines(entry, name):
+                del entries_of(graph)[i]
 
 
 _OWNERS: tuple[tuple[Callable[[GraphProto], Any], Callable[[Any, str], bool]], ...] = (
@@ -425,3 +469,4 @@ _OWNERS: tuple[tuple[Callable[[GraphProto], Any], Callable[[Any, str], bool]], .
     (lambda graph: graph.sparse_initializer, lambda entry, name: entry.values.name == name),
     (lambda graph: graph.node, lambda entry, name: name in entry.output),
 )
+"""The fields of a graph that can define a tensor, and how an entry of each is matched by name."""

@@ -9,37 +9,44 @@ from onnx import ModelProto, NodeProto, helper
 
 from jaxonnx.errors import ModelError
 
-_OWN = "num_heads"
-"""An attribute that each QAttention must have, and the Attention of ONNX has not."""
+_REQUIRED = "num_heads"
+"""An attribute that every QAttention must have, and that the Attention of ONNX does not have."""
 _SINCE = 23
+"""The opset that introduced the Attention of ONNX."""
 
 
 def restore_attention(proto: ModelProto) -> list[str]:
-    """Replace such nodes by DequantizeLinear of Q and K and the Attention of ONNX, in place.
+    """Replace misquantized QAttention nodes in place: DequantizeLinear of Q and K, and Attention.
 
     Returns:
-      The outputs of these nodes.
+      The first outputs of these nodes.
 
     Raises:
       ModelError: a node had a cache, half of which the quantizer dropped.
     """
     opset = next((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), 0)
     nodes = [*proto.graph.node]
-    found = [node.output[0] for node in nodes if opset >= _SINCE and _is_meant(node)]
-    if found:
+    restored = [node.output[0] for node in nodes if opset >= _SINCE and _is_misquantized(node)]
+    if restored:
         del proto.graph.node[:]
         for node in nodes:
-            proto.graph.node.extend(_restore(node) if _is_meant(node) else [node])
-    return found
+            proto.graph.node.extend(_restore(node) if _is_misquantized(node) else [node])
+    return restored
 
 
-def _is_meant(node: NodeProto) -> bool:
-    own = any(a.name == _OWN for a in node.attribute)
+def _is_misquantized(node: NodeProto) -> bool:
+    """Check whether a node is a QAttention that was written for the Attention of ONNX."""
+    valid = any(a.name == _REQUIRED for a in node.attribute)
     kind = (node.op_type, node.domain) == ("QAttention", "com.microsoft")
-    return kind and not own and len(node.input) >= 5 and bool(node.output)
+    return kind and not valid and len(node.input) >= 5 and bool(node.output)
 
 
 def _restore(node: NodeProto) -> list[NodeProto]:
+    """Return DequantizeLinear of Q and K and the Attention of ONNX in place of a QAttention.
+
+    Raises:
+      ModelError: the node has a cache.
+    """
     q, k, v, q_scale, k_scale, *rest = node.input
     mask, q_zero, k_zero, past = (*rest, *("",) * 4)[:4]
     if past:
@@ -47,12 +54,12 @@ def _restore(node: NodeProto) -> list[NodeProto]:
             f"node '{node.output[0]}' (QAttention) is an Attention with a cache, half of which "
             "quantize_dynamic dropped: exclude the node when you quantize, or export it without one"
         )
-    plain = [f"{node.output[0]}/{name}" for name in "qk"]
+    dequantized = [f"{node.output[0]}/{name}" for name in "qk"]
     parts = [(q, q_scale, q_zero), (k, k_scale, k_zero)]
     nodes = [
         helper.make_node("DequantizeLinear", inputs, [name])
-        for inputs, name in zip(parts, plain, strict=True)
+        for inputs, name in zip(parts, dequantized, strict=True)
     ]
-    attention = helper.make_node("Attention", [*plain, v, mask], node.output, node.name)
+    attention = helper.make_node("Attention", [*dequantized, v, mask], node.output, node.name)
     attention.attribute.extend(node.attribute)
     return [*nodes, attention]

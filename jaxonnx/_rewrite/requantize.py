@@ -16,31 +16,35 @@ from jaxonnx.errors import InputError
 
 
 class Loss(NamedTuple):
-    """What rounding a changed matrix loses, as Frobenius norms of the difference."""
+    """The Frobenius norm of the error of rounding a changed matrix, relative to two norms."""
 
     matrix: float
-    """As a share of the changed matrix."""
+    """Relative to the changed matrix."""
     change: float
-    """As a share of the change; 1 is what leaving it out would lose."""
+    """Relative to the change; dropping the change altogether would give 1."""
 
 
 def requantize(
     graph: Graph, tensors: Mapping[str, Any], changes: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[str, Loss]]:
-    """Return the tensors that store matrices with a change, and what the rounding loses.
+    """Add changes to quantized matrices and round the sums to the types of the file.
 
-    Types, block sizes and the kind of zero points stay. Of each block, among the scale that it has,
-    those that its new range needs, and each of these refined by least squares, the one is taken
-    that loses least; zero points change with it if they are not all equal. Scales and zero points
-    that other weights share are kept.
+    Types, block sizes and the kind of zero points stay. For each block the candidates for its scale
+    are the present one, those that fit the new range, and a least-squares refinement of each; the
+    one with the least squared error is taken. Zero points are chosen with it if they are not all
+    equal. Scales and zero points that other weights share do not change.
 
     Args:
       graph: the bound graph.
-      tensors: its tensors.
-      changes: by the name of the weight, in the axes of its matrix.
+      tensors: the values of its named tensors.
+      changes: by the name of the weight, floating-point, with the axes of its matrix.
+
+    Returns:
+      The new values of codes, scales and zero points, by tensor name; and the error of each weight.
 
     Raises:
-      InputError: a weight is read in several ways, or where it cannot be rounded again.
+      InputError: a weight is dequantized in several ways, or by an operator whose weights cannot be
+        quantized again.
     """
     readers: dict[str, list[Use]] = {}
     for use in uses(graph, tensors):
@@ -58,6 +62,7 @@ def requantize(
                     f"{use.node.label}, so nothing can be merged into it: "
                     "use adapters='nodes'"
                 )
+        # scales and zero points that only this weight's nodes read may change
         own = {use.node.index for use in readers[name]}
         free = {n for n in names[1:] if own.issuperset(u.node.index for u in readers.get(n, ()))}
         given = [np.asarray(tensors[n]) if n else None for n in names]
@@ -68,7 +73,7 @@ def requantize(
 
 
 def storage_names(use: Use) -> tuple[str, ...]:
-    """Return a weight, its scales, its zero points and its index of groups, "" for what is absent.
+    """Return the names of a weight, its scales, zero points and group index; "" where absent.
 
     Raises:
       InputError: the operator's weights cannot be rounded again.
@@ -87,66 +92,89 @@ def storage_names(use: Use) -> tuple[str, ...]:
 def _round(
     grid: Grid, change: np.ndarray, free_scale: bool, free_zero: bool
 ) -> tuple[list[np.ndarray], Loss]:
-    """Return new codes, scales and zero points as a file has them, and what they lose."""
-    there = grid.groups >= 0
-    columns = grid.groups[there]
+    """Round a changed matrix to its grid.
+
+    Args:
+      grid: the matrix without the change.
+      change: what to add, with the axes of the matrix.
+      free_scale, free_zero: whether scales and zero points may change.
+
+    Returns:
+      The new tensors of codes, scales and (if there are any) zero points, and the error.
+    """
+    # arrays below are (rows, groups, members) or (rows, groups); `present` marks the members that
+    # are columns of the matrix, the others pad a group
+    present = grid.groups >= 0
+    columns = grid.groups[present]
 
     def split_groups(x: np.ndarray) -> np.ndarray:
-        """Return (rows, groups, members), 0 where a group is filled up."""
-        result = np.zeros((len(x), *there.shape), np.float32)
-        result[:, there] = x[:, columns]
+        """Return the columns of `x` as (rows, groups, members), with 0 for padding."""
+        result = np.zeros((len(x), *present.shape), np.float32)
+        result[:, present] = x[:, columns]
         return result
 
     zero = np.broadcast_to(grid.zero, grid.scale.shape).astype(np.float32)
     best, scale = split_groups(grid.codes), grid.scale
     added = split_groups(grid.arrange(change).astype(np.float32))
-    wanted = np.where(there, (best - zero[..., None]) * scale[..., None] + added, 0)
+    wanted = np.where(present, (best - zero[..., None]) * scale[..., None] + added, 0)
 
     def error(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
-        made = (codes - zero[..., None]) * scale[..., None]
-        return (np.where(there, made - wanted, 0) ** 2).sum(-1)
+        """Return the squared error of each group."""
+        rounded = (codes - zero[..., None]) * scale[..., None]
+        return (np.where(present, rounded - wanted, 0) ** 2).sum(-1)
 
     def nearest(scale: np.ndarray, zero: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return a scale as the file can hold it, and the codes for it."""
+        """Return scales rounded to the type of the file, and the nearest codes for them."""
         scale = scale.astype(grid.scale_type).astype(np.float32)
         safe = np.where(scale == 0, 1, scale)[..., None]
         return scale, grid.nearest(wanted / safe + zero[..., None])
 
-    def tries(
+    def candidates(
         scale: np.ndarray, zero: np.ndarray
     ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Yield scales, codes and zero points to choose from, group by group."""
         yield (*nearest(scale, zero), zero)
         if not free_scale:
             return
+        # zero points that are all equal come from a symmetric scheme, which is kept
         moves = free_zero and grid.zero_type is not None and bool(np.ptp(zero) > 0)
-        for start, shift in [(scale, zero), *_starts(grid, wanted, zero, moves)]:
+        for start, shift in [(scale, zero), *_fit_ranges(grid, wanted, zero, moves)]:
             own, codes = nearest(start, shift)
             yield own, codes, shift
-            # the scale that is best for these codes, and the codes for that
-            parts = np.where(there, codes - shift[..., None], 0)
+            # least squares: the best scale for these codes is <parts, wanted> / <parts, parts>
+            parts = np.where(present, codes - shift[..., None], 0)
             norm = (parts**2).sum(-1)
             own = np.divide((parts * wanted).sum(-1), norm, out=own.copy(), where=norm > 0)
             yield (*nearest(own if grid.negative else np.abs(own), shift), shift)
 
-    least = error(best, scale, zero)  # as it is, where nothing changes
-    for own, codes, shift in tries(scale, zero):
+    # the start is the unchanged matrix, so that groups without a change keep their codes
+    least = error(best, scale, zero)
+    for own, codes, shift in candidates(scale, zero):
         lost = error(codes, own, shift)
         better = np.isfinite(own) & (lost < least)
         least, best = np.where(better, lost, least), np.where(better[..., None], codes, best)
         scale, zero = np.where(better, own, scale), np.where(better, shift, zero)
     codes = grid.codes.copy()
-    codes[:, columns] = best[:, there]
+    codes[:, columns] = best[:, present]
     lost, size, moved = (np.sqrt(np.sum(x, dtype=np.float64)) for x in (least, wanted**2, added**2))
     loss = Loss(float(lost / size) if size else 0.0, float(lost / moved) if moved else 0.0)
     stored = [grid.store(codes), grid.store_scale(scale.astype(grid.scale_type))]
     return stored + ([] if grid.store_zero is None else [grid.store_zero(zero)]), loss
 
 
-def _starts(
+def _fit_ranges(
     grid: Grid, wanted: np.ndarray, zero: np.ndarray, moves: bool
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield scales and zero points for the range of each group, as quantizers choose them."""
+    """Yield scales and zero points that fit the range of each group, as quantizers choose them.
+
+    Args:
+      grid: the matrix, for its types and limits.
+      wanted: (rows, groups, members), the numbers to round, with 0 for padding.
+      zero: (rows, groups), the present zero points.
+      moves: choose zero points, too.
+    """
     low, high = grid.limits if grid.levels is None else (grid.levels[0], grid.levels[-1])
+    # every range contains 0, which must be representable
     least, most = np.minimum(wanted.min(-1), 0), np.maximum(wanted.max(-1), 0)
     if moves and grid.zero_type is not None:
         scale = (most - least) / (high - low)
@@ -156,12 +184,15 @@ def _starts(
             shift = np.clip(np.rint(shift), low, high)
         yield scale, shift.astype(grid.zero_type).astype(np.float32)
         return
+    # with a fixed zero point, the scale is the larger of those that each end of the range needs
     below, above = low - zero, high - zero
     ends = [
         np.divide(x, n, out=np.zeros_like(x), where=n != 0)
         for x, n in ((least, below), (most, above))
     ]
     yield np.maximum(*ends), zero
-    if grid.negative:  # the end of greater magnitude is the lowest code, of which there is one more
+    # onnxruntime's way: the end of greater magnitude gets the lowest code (there is one more code
+    # below zero than above), by a negative scale if that end is the upper one
+    if grid.negative:
         extreme = np.where(-least > most, least, most)
         yield np.divide(extreme, below, out=np.zeros_like(extreme), where=below != 0), zero

@@ -13,17 +13,19 @@ from jaxonnx._run.scope import Scope
 
 
 class Row(NamedTuple):
-    """A tensor whose axis of length one is to be repeated for each example."""
+    """A constant tensor of one example, to be repeated along the batch axis."""
 
     name: str
+    """The tensor; the length of its batch axis is one."""
     like: str
-    """A value with the batch."""
+    """Another input of the Concat, which has the batch."""
     axis: int
-    """The axis of the batch in both."""
+    """The batch axis of both."""
     rank: int
+    """The rank of both."""
 
     def nodes(self, result: str) -> list[NodeProto]:
-        """Return the nodes that give `result`, the tensor as often as `like` has examples."""
+        """Return nodes that compute `result`: the tensor expanded to the batch size of `like`."""
 
         def constant(suffix: str, value: np.ndarray) -> NodeProto:
             tensor = numpy_helper.from_array(value)
@@ -32,6 +34,7 @@ class Row(NamedTuple):
         shape, batch, one, target = (
             f"{result}/{part}" for part in ("shape", "batch", "one", "target")
         )
+        # the target is the shape of `like` at the batch axis, and 1 (no change) elsewhere
         return [
             helper.make_node("Shape", [self.like], [shape]),
             constant("batch", np.arange(self.rank) == self.axis),
@@ -41,13 +44,13 @@ class Row(NamedTuple):
         ]
 
 
-def rows(node: Node, scope: Scope, old: Mapping[str, tuple[int, ...]]) -> dict[int, Row]:
-    """Return the inputs of a Concat that lack the batch of the others, by position.
+def find_rows(node: Node, scope: Scope, old: Mapping[str, tuple[int, ...]]) -> dict[int, Row]:
+    """Find the inputs of a Concat that lack the batch of the others, by position.
 
     Args:
-      node: the Concat, where every batch has one example in the file.
-      scope: its values with more examples.
-      old: the shapes of the values with one.
+      node: the Concat, of a file whose batch size is one.
+      scope: the values for a larger batch.
+      old: the shapes of the values for a batch of one.
     """
     moved = {
         name: axis
@@ -60,10 +63,10 @@ def rows(node: Node, scope: Scope, old: Mapping[str, tuple[int, ...]]) -> dict[i
         return {}
     like, axis = next(iter(moved.items()))
     rank = len(old[like])
-    found = {}
+    result = {}
     for i, name in enumerate(node.inputs):
         value = scope[name]
         fixed = isinstance(value, np.ndarray | jax.Array) and not isinstance(value, Tracer)
         if fixed and axis != own % rank and value.shape[axis] == 1:
-            found[i] = Row(name, like, axis, rank)
-    return found
+            result[i] = Row(name, like, axis, rank)
+    return result

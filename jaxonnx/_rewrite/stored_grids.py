@@ -17,50 +17,59 @@ from jaxonnx.ops.contrib.quantized import BNB4, pack_bits, unpack_bits
 
 @dataclass(frozen=True)
 class Grid:
-    """A matrix as numbers (code - zero) * scale, of which a group in a row has one scale.
+    """A quantized matrix, unpacked: (code - zero) * scale, with one scale per row and group.
 
-    Its rows and columns need not be those of the product.
+    Rows and columns are chosen such that groups are sets of columns; they need not be those of the
+    matrix product.
     """
 
     codes: np.ndarray
-    """(rows, columns), in float32."""
+    """(rows, columns), float32."""
     scale: np.ndarray
-    """(rows, groups), in float32."""
+    """(rows, groups), float32."""
     zero: np.ndarray
-    """The same, or anything that broadcasts to it."""
+    """Zero points, float32, broadcastable to (rows, groups)."""
     groups: np.ndarray
-    """(groups, members): the columns of each group; -1 fills up."""
+    """(groups, members), integer: the columns of each group, padded with -1."""
     arrange: Callable[[np.ndarray], np.ndarray]
-    """Of the matrix's axes, rows and columns."""
+    """Rearrange an array with the axes of the matrix to (rows, columns)."""
     store: Callable[[np.ndarray], np.ndarray]
-    """Make the file's tensor of codes."""
+    """Pack codes (rows, columns) into the tensor of the file."""
     store_scale: Callable[[np.ndarray], np.ndarray]
+    """Rearrange scales (rows, groups) into the tensor of the file."""
     scale_type: np.dtype
+    """The dtype of scales in the file."""
     store_zero: Callable[[np.ndarray], np.ndarray] | None = None
+    """Pack zero points (rows, groups) into the tensor of the file; None if it has none."""
     zero_type: np.dtype | None = None
-    """Of the numbers, before they are packed: an integer type or one in floating point."""
+    """The dtype of zero points before packing (integer or float); None if there are none."""
     levels: np.ndarray | None = None
-    """The codes in ascending order, if they are not all whole numbers between `limits`."""
+    """All codes in ascending order, where they are not the integers between `limits`."""
     limits: tuple[float, float] = (0, 0)
+    """The least and the greatest integer code; unused where `levels` are given."""
     negative: bool = False
-    """Scales may be negative, as onnxruntime makes them where no zero points are."""
+    """Whether scales may be negative, as onnxruntime makes them without zero points."""
 
     def nearest(self, ratio: np.ndarray) -> np.ndarray:
+        """Return the code nearest to each ratio (number / scale + zero)."""
         if self.levels is None:
             return np.clip(np.rint(ratio), *self.limits)
         between = (self.levels[1:] + self.levels[:-1]) / 2
         return self.levels[np.searchsorted(between, ratio)]
 
 
-def _in_blocks(columns: int, block: int) -> np.ndarray:
-    """Return the columns of groups of equal size, of which the last may be shorter."""
+def _block_groups(columns: int, block: int) -> np.ndarray:
+    """Return `Grid.groups` for blocks of adjacent columns; the last may be shorter.
+
+    A block of 0 stands for all columns.
+    """
     block = min(block or columns, columns)
     numbers = np.arange(-(-columns // block) * block)
     return np.where(numbers < columns, numbers, -1).reshape(-1, block)
 
 
-def _of_index(index: np.ndarray, count: int) -> np.ndarray:
-    """Return the columns of each of `count` groups, by the group of each column."""
+def _index_groups(index: np.ndarray, count: int) -> np.ndarray:
+    """Return `Grid.groups` for `count` groups; `index` (columns,) has the group of each column."""
     members = [np.flatnonzero(index == i) for i in range(count)]
     result = np.full((count, max(map(len, members))), -1)
     for row, own in zip(result, members, strict=True):
@@ -69,13 +78,18 @@ def _of_index(index: np.ndarray, count: int) -> np.ndarray:
 
 
 def _read_linear(use: Use, codes: Any, scale: Any, zero: Any, index: Any = None) -> Grid:
-    """Read codes of any type with scales of a tensor, of an axis or of blocks along it."""
+    """Read a tensor of unpacked codes with one scale, scales per axis or scales per block.
+
+    The codes are the input of a DequantizeLinear, or the weight of a product on integers, whose
+    scales are those of its columns.
+    """
     node = use.node
     direct = node.op.name != "DequantizeLinear"
     axis = codes.ndim - 1 if direct else node.attributes.get("axis", 1)
     block = 0 if direct else node.attributes.get("block_size", 0)
     axis, kind = axis % max(codes.ndim, 1), codes.dtype
-    # rows are what has a scale of its own, or lies across the axis of the blocks
+    # Where `axis` goes: blocks run along it, so it becomes the last one (columns); an axis with a
+    # scale per index becomes the first one (rows).
     turned = -1 if block and scale.size > 1 else 0
 
     def arrange(x: np.ndarray) -> np.ndarray:
@@ -84,7 +98,8 @@ def _read_linear(use: Use, codes: Any, scale: Any, zero: Any, index: Any = None)
         x = np.moveaxis(x, axis, turned)
         return x.reshape(-1, x.shape[-1]) if turned else x.reshape(len(x), -1)
 
-    def back(x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    def restore(x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+        """Undo `arrange` for a tensor of this shape."""
         if scale.size == 1:
             return x.reshape(shape)
         order = [*shape]
@@ -92,27 +107,28 @@ def _read_linear(use: Use, codes: Any, scale: Any, zero: Any, index: Any = None)
         return np.moveaxis(x.reshape(order), turned, axis)
 
     rows = arrange(codes)
-    groups = _in_blocks(rows.shape[1], block if scale.size > 1 else 0)
+    groups = _block_groups(rows.shape[1], block if scale.size > 1 else 0)
 
-    def spread(x: np.ndarray) -> np.ndarray:
+    # scales and zero points have the rank of the codes if there are blocks, else they are vectors
+    def arrange_scales(x: np.ndarray) -> np.ndarray:
         x = x.astype(np.float32)
         return arrange(x) if turned else x.reshape(-1, 1)
 
-    def fold(x: np.ndarray) -> np.ndarray:
-        return back(x, scale.shape) if turned else x.reshape(scale.shape)
+    def restore_scales(x: np.ndarray) -> np.ndarray:
+        return restore(x, scale.shape) if turned else x.reshape(scale.shape)
 
     whole = jnp.issubdtype(kind, jnp.integer)
     limits = (ml_dtypes.iinfo(kind).min, ml_dtypes.iinfo(kind).max) if whole else (0, 0)
     return Grid(
         rows.astype(np.float32),
-        spread(scale),
-        np.zeros((1, 1), np.float32) if zero is None else spread(zero),
+        arrange_scales(scale),
+        np.zeros((1, 1), np.float32) if zero is None else arrange_scales(zero),
         groups,
         arrange,
-        lambda x: back(x.astype(kind), codes.shape),
-        fold,
+        lambda x: restore(x.astype(kind), codes.shape),
+        restore_scales,
         scale.dtype,
-        None if zero is None else lambda x: fold(x.astype(kind)),
+        None if zero is None else lambda x: restore_scales(x.astype(kind)),
         None if zero is None else kind,
         None if whole else _all_numbers(kind),
         limits,
@@ -127,7 +143,7 @@ def _all_numbers(kind: np.dtype) -> np.ndarray:
 
 
 def _read_n_bits(use: Use, codes: Any, scale: Any, zero: Any, index: Any = None) -> Grid:
-    """Read the matrix of MatMulNBits."""
+    """Read the weight of MatMulNBits: packed rows of K numbers, a row for each of N outputs."""
     node = use.node
     rows, columns, block = (node.attributes[key] for key in ("N", "K", "block_size"))
     return _read_bytes(codes.reshape(rows, -1), codes.shape, scale, zero, index,
@@ -144,24 +160,36 @@ def _read_bytes(
     columns: int,
     block: int,
 ) -> Grid:
-    """Read rows of unsigned numbers in bytes, with scales per block, and zero points packed too."""
+    """Read rows of unsigned codes that are packed into bytes, with a scale per block.
+
+    Args:
+      packed: (rows, bytes), uint8.
+      shape: the shape of the codes in the file.
+      scale: (rows, blocks) in some shape.
+      zero: packed like the codes (uint8), or one number for each block; None stands for the middle
+        of the codes.
+      index: the group of each column, where groups are not adjacent columns.
+      bits: the bits of a code.
+      columns: the number of codes in a row; the bytes may hold more, which pad the last block.
+      block: the number of codes in a block.
+    """
     rows, count = len(packed), -(-columns // block)
     numbers = np.asarray(unpack_bits(packed, bits))
-    own = None
+    zero_numbers = None
     if zero is not None:
         in_bytes = zero.dtype == np.uint8
-        own = zero.reshape(rows, -1)
-        own = np.asarray(unpack_bits(own, bits)) if in_bytes else own
+        zero_numbers = zero.reshape(rows, -1)
+        zero_numbers = np.asarray(unpack_bits(zero_numbers, bits)) if in_bytes else zero_numbers
 
     def store(x: np.ndarray) -> np.ndarray:
-        result = numbers.copy()  # with what fills up the last block
+        result = numbers.copy()  # keeps the padding of the last block
         result[:, :columns] = x
         return pack_bits(result, bits).reshape(shape)
 
     def store_zero(x: np.ndarray) -> np.ndarray:
         assert zero is not None
-        assert own is not None
-        result = own.copy()
+        assert zero_numbers is not None
+        result = zero_numbers.copy()
         result[:, :count] = x
         return (pack_bits(result, bits) if zero.dtype == np.uint8 else result).reshape(zero.shape)
 
@@ -169,26 +197,30 @@ def _read_bytes(
     return Grid(
         numbers[:, :columns].astype(np.float32),
         scale.reshape(rows, count).astype(np.float32),
-        middle if own is None else own[:, :count].astype(np.float32),
-        _in_blocks(columns, block) if index is None or not index.size else _of_index(index, count),
+        middle if zero_numbers is None else zero_numbers[:, :count].astype(np.float32),
+        _block_groups(columns, block)
+        if index is None or not index.size
+        else _index_groups(index, count),
         lambda x: x.reshape(rows, columns),
         store,
         lambda x: x.reshape(scale.shape),
         scale.dtype,
-        None if own is None else store_zero,
-        None if own is None else own.dtype,
+        None if zero_numbers is None else store_zero,
+        None if zero_numbers is None else zero_numbers.dtype,
         limits=(0, 2**bits - 1),
         negative=True,
     )
 
 
 def _read_bnb4(use: Use, codes: Any, scale: Any, zero: Any = None, index: Any = None) -> Grid:
-    """Read the matrix of MatMulBnb4: a row of all numbers, in blocks, of 16 levels."""
+    """Read the weight of MatMulBnb4: one row of N * K codes in blocks, indices of 16 levels."""
     node = use.node
     size = node.attributes["N"] * node.attributes["K"]
     table = BNB4[node.attributes["quant_type"]]
+    # bitsandbytes packs the first of two numbers into the high bits of a byte; MatMulNBits and
+    # `unpack_bits` have it in the low bits
     numbers = np.asarray(unpack_bits(codes.reshape(-1), 4)).reshape(-1, 2)[:, ::-1].reshape(-1)
-    groups = _in_blocks(size, node.attributes["block_size"])
+    groups = _block_groups(size, node.attributes["block_size"])
     order = np.argsort(table, kind="stable")
 
     def store(x: np.ndarray) -> np.ndarray:
@@ -210,7 +242,11 @@ def _read_bnb4(use: Use, codes: Any, scale: Any, zero: Any = None, index: Any = 
 
 
 def _read_table(use: Use, codes: Any, scale: Any, zero: Any, index: Any = None) -> Grid:
-    """Read the rows of GatherBlockQuantized, in bytes or in a type of their own."""
+    """Read the table of GatherBlockQuantized, packed into bytes with blocks along its last axis.
+
+    Raises:
+      InputError: the table has another form.
+    """
     options = use.node.attributes
     if codes.dtype != np.uint8 or options.get("quantize_axis", 1) % codes.ndim != codes.ndim - 1:
         raise InputError(
@@ -224,7 +260,13 @@ def _read_table(use: Use, codes: Any, scale: Any, zero: Any, index: Any = None) 
 
 
 def _read_experts(use: Use, codes: Any, scale: Any, zero: Any, index: Any = None) -> Grid:
-    """Read matrices (experts, outputs, inputs) of QMoE; zero points stay where blocks are none."""
+    """Read the matrices (experts, outputs, inputs) of QMoE.
+
+    Zero points per row (without blocks) cannot change: the grid only reads them.
+
+    Raises:
+      InputError: they are in float4.
+    """
     form = use.node.op.form(use.position)
     assert form is not None
     assert form.storage is not None
@@ -238,8 +280,9 @@ def _read_experts(use: Use, codes: Any, scale: Any, zero: Any, index: Any = None
     rows, blocks = codes.shape[0] * codes.shape[1], scale.size // (codes.shape[0] * codes.shape[1])
     packed = codes.reshape(rows, -1)
     in_blocks = scale.ndim > 2
-    own = zero if in_blocks else None
-    grid = _read_bytes(packed, codes.shape, scale, own, None, bits, columns, -(-columns // blocks))
+    block_zero = zero if in_blocks else None
+    block = -(-columns // blocks)
+    grid = _read_bytes(packed, codes.shape, scale, block_zero, None, bits, columns, block)
     if zero is None or in_blocks:
         return grid
     numbers = np.asarray(unpack_bits(zero.reshape(codes.shape[0], -1), bits))
@@ -255,4 +298,5 @@ READERS: Mapping[str, Callable[..., Grid]] = {
     "MatMulNBits": _read_n_bits,
     "QMoE": _read_experts,
 }
-"""By operator; called with a use, the codes, scales, zero points and index of groups."""
+"""How each operator's weight is read: from a use, codes, scales, zero points and group index, the
+last two of which may be None."""

@@ -7,12 +7,13 @@ import numpy as np
 Shape = tuple[int, ...]
 
 
-def places(before: Shape, now: Shape, after: Shape, size: int) -> list[int]:
+def batch_axes(before: Shape, now: Shape, after: Shape, size: int) -> list[int]:
     """Return the axes of a Reshape's result that the batch can be in, the likeliest first.
 
     Args:
-      before, now: the shape of the data with the size of the file, and with the other one.
-      after: the shape of the result with the size of the file.
+      before, now: the shape of the data for the file's batch size, and for another one.
+      after: the shape of the result for the file's batch size.
+      size: the batch size of the file.
     """
     if len(before) != len(now) or size == 0:
         return []
@@ -20,6 +21,8 @@ def places(before: Shape, now: Shape, after: Shape, size: int) -> list[int]:
     if len(moved) != 1:
         return []
     (axis,) = moved
+    # In C order the batch axis is where as many elements lie behind it (`end`), or from it on
+    # (`start`), as in the data. Only one of the two fits where Reshape merged it with neighbours.
     start, end = math.prod(before[axis:]), math.prod(before[axis + 1 :])
     ranked = []
     for place, length in enumerate(after):
@@ -37,7 +40,7 @@ def places(before: Shape, now: Shape, after: Shape, size: int) -> list[int]:
 
 
 def resolve_target(target: np.ndarray, shape: Shape) -> list[int] | None:
-    """Return the shape that a target of Reshape gives; None if it does not fit."""
+    """Resolve the 0 and -1 of a Reshape's target for data of a shape; None if it does not fit."""
     new = [shape[i] if d == 0 and i < len(shape) else int(d) for i, d in enumerate(target)]
     rest = math.prod(d for d in new if d != -1)
     if -1 in new:
