@@ -51,8 +51,9 @@ class LoRA:
       where: a role in a transformer, "attention", "mlp" or "all-linear" (both, but not the layer of
         the logits), which the graph tells; or tensors, modules or nodes ("*.query"), as in
         `Model.with_trainable`, or a predicate of name and value, that choose among the weights that
-        can be adapted. None means every matrix product and convolution whose adapter is smaller
-        than the weight, embeddings and layers that share their table left out.
+        can be adapted. Packed experts (QMoE) have no role: name them. None means every matrix
+        product and convolution whose adapter is smaller than the weight, embeddings and layers that
+        share their table left out.
       init: "normal", or "loftq": the change starts as the best approximation of this rank to what
         the weight lacks of that of `against`, by its singular values, so that training starts
         between the two models. The weight stays as it is: this is LoftQ (arXiv:2310.08659) without
@@ -111,12 +112,14 @@ class LoRA:
         tensors = model.tensors
         places = {name: weight.matrix for name, weight in found.items() if weight.matrix}
         sizes = {name: place.sizes(found[name].shape) for name, place in places.items()}
+        # a file has no place for adapters of packed experts (QMoE): only names choose these
+        inseparable = {name for name in places if places[name].batch and found[name].storage}
         if self.where is None:
             chosen = {
                 name
                 for name, (rows, columns) in sizes.items()
                 if not places[name].lookup
-                and not (places[name].batch and found[name].storage)  # nothing can stand beside
+                and name not in inseparable
                 and self.rank * (rows + columns) < rows * columns
             }
             if not chosen:
@@ -127,6 +130,7 @@ class LoRA:
         elif self.where in ROLES:
             fixed = model.program.constants  # tables, unless they are weights in few bits
             known = {name for name in places if found[name].storage or name not in fixed}
+            known -= inseparable
             chosen = find_projections(model.graph, tensors, known, cast(Role, self.where))
             if not chosen:
                 raise InputError(

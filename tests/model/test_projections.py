@@ -1,6 +1,7 @@
 """Roles of weights in transformers, for `LoRA(where=)`."""
 
 import jax
+import onnx
 import pytest
 
 import jaxonnx
@@ -48,6 +49,18 @@ def test_an_encoder(name):
 def test_a_tied_embedding_stays_frozen():
     """The builder reads the table of the embedding from the weight of the logits."""
     assert adapted(GENAI, None) == adapted(GENAI, "all-linear")
+
+
+def test_packed_experts_are_adapted_only_by_name(tmp_path):
+    """A file has no place for their adapters: those of a role are saved beside the weights."""
+    path, experts = DATA / "llm" / "builder" / "gpt_oss.onnx", "*experts.gate_up_proj.qweight"
+    assert not any("experts" in name for name in adapted(path, "all-linear"))
+    assert all("router" in name for name in adapted(path, "mlp"))
+    assert all("experts" in name for name in adapted(path, experts))
+    model = jaxonnx.LoRA(rank=2, where="all-linear").attach(jaxonnx.load(path), jax.random.key(0))
+    model.save(tmp_path / "adapted.onnx")
+    names = {t.name for t in onnx.load(tmp_path / "adapted.onnx").graph.initializer}
+    assert sum("lora_A" in name for name in names) == len(adapted(path, "all-linear"))
 
 
 def test_a_role_that_there_is_not():
