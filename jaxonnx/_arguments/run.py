@@ -79,7 +79,7 @@ class RunArguments(TypedDict, total=False):
     later, because the device is never waited for, and the numbers of each epoch, as in
     `history.epochs`. A function with a method `close` is closed at the end."""
     samples: Annotated[Sequence[Any] | None, Argument(form="names")]
-    """Prompts whose continuation is printed after each epoch: texts, or tokens.
+    """Prompts whose continuation is printed after each epoch: texts, tokens, or features.
 
     The most likely tokens, up to 40, by the weights of the epoch (`Model.generate`). Texts need a
     model of a folder with a tokenizer."""

@@ -19,6 +19,7 @@ def context_length(folder: ModelFolder) -> int | None:
         (nested if isinstance(nested, Mapping) else {}, "max_position_embeddings"),
         (settings, "max_position_embeddings"),
         (settings, "n_positions"),
+        (settings, "max_target_positions"),
     ):
         if isinstance(source.get(name), int):
             return source[name]

@@ -66,22 +66,26 @@ class Generator:
     ) -> list[np.ndarray]:
         """Return each prompt with its continuation, up to a token of `stop`.
 
-        An encoder-decoder model reads the prompts by its encoder; the decoder starts from its start
-        token.
+        An encoder-decoder model reads the prompts by its encoder, tokens or features; the decoder
+        starts from its start token.
 
         Raises:
           InputError: the model is not a decoder, or the arguments do not fit.
         """
         rows = [np.asarray(prompt) for prompt in prompts]
-        if not rows or not all(
-            row.ndim == 1 and row.size and row.dtype.kind in "iu" for row in rows
-        ):
-            raise InputError("tokens to continue are integers, [length] or a list of such")
-        self._check_tokens(rows)
+        if self._features is None:
+            self._check_tokens(rows)
+        else:
+            self._check_features(self._features, rows)
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise InputError(f"max_new_tokens must be a positive integer, and is {count!r}")
         if not temperature >= 0:
             raise InputError(f"temperature must be at least 0, and is {temperature!r}")
+        source: dict[str, Any] = {}
+        if self._features is not None:
+            dtype = jax.dtypes.canonicalize_dtype(self._features.dtype)
+            source = {self._features.name: jnp.asarray(np.stack(rows), dtype)}
+            rows = [np.array([self._start_token])] * len(rows)
         lengths = np.array([len(row) for row in rows])
         width, of_one_length = int(lengths.max()), len({*lengths.tolist()}) == 1
         side = self._padding_side if of_one_length or not self._has_fixed_caches else None
@@ -89,8 +93,7 @@ class Generator:
         tokens = np.zeros((len(rows), width), np.int64)
         for target, row in zip(tokens, rows, strict=True):
             target[width - len(row) if pads_left else 0 :][: len(row)] = row
-        source: dict[str, Any] = {}
-        if self._sources:
+        if self._sources and self._features is None:
             source = self._feed_encoder(tokens, lengths)
             tokens, lengths = np.full((len(rows), 1), self._start_token), np.ones(len(rows), int)
             rows = [*tokens]
@@ -107,7 +110,11 @@ class Generator:
         return self._fill(self._sources, self._prompt_input, tokens, mask, mask.cumsum(1) - 1)
 
     def _check_tokens(self, rows: Sequence[np.ndarray]) -> None:
-        """Raise an InputError if a token is outside the model's vocabulary."""
+        """Raise an InputError unless rows are of tokens in the model's vocabulary."""
+        if not rows or not all(
+            row.ndim == 1 and row.size and row.dtype.kind in "iu" for row in rows
+        ):
+            raise InputError("tokens to continue are integers, [length] or a list of such")
         count = next(value.rows for value in self._inputs if value.name == self._prompt_input)
         for number, row in enumerate(rows):
             unknown = row[(row < 0) | (row >= count)] if count is not None else row[row < 0]
@@ -117,6 +124,23 @@ class Generator:
                     f"row {number} of the tokens to continue has {unknown[0]}; the model has "
                     f"tokens from 0{limit}"
                 )
+
+    def _check_features(self, value: Value, rows: Sequence[np.ndarray]) -> None:
+        """Raise an InputError unless rows are of numbers, each of the shape that `value` takes."""
+        shape = (value.shape or ())[1:]
+        for row in rows:
+            sizes = zip(row.shape, shape, rows[0].shape, strict=False)
+            fits = len(row.shape) == len(shape) and all(
+                size == first and (size == wanted or not isinstance(wanted, int))
+                for size, wanted, first in sizes
+            )
+            if not fits or row.dtype.kind not in "fV":
+                raise InputError(
+                    f"the encoder reads features {list(shape)} of numbers for {value.name!r}, all "
+                    f"of one shape; one has {list(row.shape)} of {row.dtype}"
+                )
+        if not rows:
+            raise InputError(f"there are no features for {value.name!r}")
 
     @cached_property
     def _programs(self) -> dict[Any, Any]:
@@ -158,6 +182,12 @@ class Generator:
         return tuple(value for value in values if value.name not in names)
 
     @cached_property
+    def _features(self) -> Value | None:
+        """The input of an encoder of sounds or images; None where prompts are tokens."""
+        features = [v for v in self._sources if v.dtype is not None and v.dtype.kind not in "iu"]
+        return features[0] if len(features) == len(self._sources) == 1 else None
+
+    @cached_property
     def _start_token(self) -> int:
         """The first token of the decoder of an encoder-decoder model."""
         folder = self.model.folder
@@ -172,6 +202,11 @@ class Generator:
     @cached_property
     def _token_input(self) -> str:
         return self._find_token_input(self._token_inputs)
+
+    @property
+    def rank_of_prompts(self) -> int:
+        """1 for rows of tokens; features have as many axes as the encoder's input without batch."""
+        return 1 if self._features is None else len(self._features.shape or ()) - 1
 
     @cached_property
     def _prompt_input(self) -> str:
@@ -374,7 +409,7 @@ def generate(
     """Return the continuation of one prompt or several, as `Model.generate` does."""
     model = generator.model
     ids = ids if isinstance(ids, list) else np.asarray(ids)
-    single = np.ndim(ids[0]) == 0 if len(ids) else False
+    single = np.ndim(ids[0]) == generator.rank_of_prompts - 1 if len(ids) else False
     ends = stop_tokens(model) if stop is None else np.ravel(stop).tolist()
     prompts = [ids] if single else [*ids]
     continuations = generator(model.params, model.state, prompts, count, temperature, seed, ends)

@@ -198,7 +198,8 @@ class Model(Network, Rendered):
         """Continue tokens by a decoder, through the caches of its file; compiled once.
 
         Args:
-          ids: tokens [length], or several such: a list of them, or [batch, length].
+          ids: tokens [length], or several such: a list of them, or [batch, length]. If an encoder
+            reads features (Whisper's `input_features`): [mels, frames] or [batch, mels, frames].
           max_new_tokens: their number.
           temperature: 0 takes the most likely token; above it tokens are drawn from the logits
             divided by it.

@@ -66,4 +66,6 @@ class Samples:
         return np.asarray(prompt)
 
     def _decode(self, row: np.ndarray) -> Any:
+        if row.ndim > 1:
+            return f"features {list(row.shape)}"
         return row.tolist() if self._tokenizer is None else repr(self._tokenizer.decode(row))

@@ -149,6 +149,18 @@ def test_texts_train_as_their_tokens_do(folder, lines, capsys):
     assert result.history.losses[0] == pytest.approx(told["loss"], rel=1e-5)
 
 
+def test_samples_of_features_have_no_more_tokens_than_positions(capsys):
+    """Whisper's decoder here has 16 positions, one of them for the start token."""
+    features = np.random.default_rng(0).normal(size=(2, 8, 20)).astype(np.float32)
+    data = {"input_features": features, "labels": [[3, 4, 5], [6, 7]]}
+    settings = {"loss": "seq2seq_lm", "optimizer": optax.sgd(0.0), "batch_size": 2, "epochs": 1}
+    folder = DATA / "transformers" / "whisper"
+    jaxonnx.train(folder, data, samples=[features[0]], progress=False, **settings)
+    written = jaxonnx.load(folder).generate(features[0], max_new_tokens=15)
+    told = f"epoch 1: features [8, 20] -> {written[1:].tolist()}"
+    assert capsys.readouterr().out.splitlines()[-1] == told
+
+
 def greedy(folder, prompt, count):
     """What onnxruntime writes by the two files of a folder."""
     encoder, decoder = (

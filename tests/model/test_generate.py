@@ -100,6 +100,48 @@ def test_what_cannot_be_continued_is_said(arguments, message):
         jaxonnx.load(GENAI).generate(given.pop("ids"), **given)
 
 
+def test_features_give_what_the_decoder_writes(tmp_path):
+    """Against Whisper's two files in onnxruntime, which computes all tokens in each step."""
+    model = jaxonnx.load(DATA / "transformers" / "whisper")
+    layers = {n: 6 * x for n, x in model.params.items() if x.ndim > 1 and 48 not in x.shape}
+    model = model.replace(params={**model.params, **layers})
+    model.save(f"{tmp_path}/varied/")
+    features = np.random.default_rng(0).normal(size=(2, 8, 20)).astype(np.float32)
+    encoder, decoder = (
+        onnxruntime.InferenceSession(tmp_path / "varied" / f"{part}_model.onnx")
+        for part in ("encoder", "decoder")
+    )
+    (states,) = encoder.run(None, {"input_features": features})
+    tokens = np.full((2, 1), 2)
+    for _ in range(8):
+        feed = {"input_ids": tokens, "encoder_hidden_states": states}
+        new = decoder.run(["logits"], feed)[0][:, -1].argmax(-1)
+        tokens = np.concatenate([tokens, new[:, None]], 1)
+    assert len({*tokens[:, 1:].ravel().tolist()}) > 4
+    assert (tokens[0] != tokens[1]).any()
+    found = model.generate(features, max_new_tokens=8, stop=[])
+    np.testing.assert_array_equal(found, tokens)
+    one = model.generate(features[1], max_new_tokens=8, stop=tokens[1, 2])
+    np.testing.assert_array_equal(one, tokens[1, : [*tokens[1, 1:]].index(tokens[1, 2]) + 2])
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        (PROMPT, r"reads features \[8, .* of numbers for 'input_features'.* has \[\] of int64"),
+        (np.zeros((1, 8), np.float32), r"reads features \[8.*one has \[1, 8\] of float32"),
+        (np.zeros((7, 20), np.float32), r"reads features \[8.*one has \[7, 20\] of float32"),
+        ([np.zeros((8, n), np.float32) for n in (20, 18)], r"one shape; one has \[8, 18\]"),
+        (np.zeros((8, 20), int), r"one has \[8, 20\] of int64"),
+        (np.zeros((0, 8, 20), np.float32), "there are no features for 'input_features'"),
+    ],
+)
+def test_features_of_another_shape_are_refused(features, message):
+    model = jaxonnx.load(DATA / "transformers" / "whisper")
+    with pytest.raises(jaxonnx.InputError, match=message):
+        model.generate(features, max_new_tokens=2)
+
+
 def test_a_model_of_images_is_no_decoder():
     model = jaxonnx.load(DATA / "lenet.dynamo.onnx")
     with pytest.raises(jaxonnx.InputError, match="where they are the only input"):
