@@ -21,10 +21,14 @@ OPPOSITE = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of a tensor with a number.
+    """A comparison `x operator bound` of a tensor with a number.
 
     Attributes:
-      source: a tensor of which the comparison has the same result.
+      x: the tensor that is compared.
+      source: a tensor, x itself or one that x was clipped from, for which the comparison has the
+        same result.
+      operator: a key of `OPPOSITE`.
+      bound: the number.
     """
 
     x: Tensor
@@ -35,13 +39,16 @@ class Comparison:
 
 @dataclass
 class Bounds:
-    """What is known of comparisons and choices in a graph.
+    """The comparisons with numbers in a graph, and the selections that became Relu or Clip.
+
+    The operator Relu is `where(x <= 0, 0, x)` in JAX, and its gradient selects from the cotangent
+    by the same comparison.
 
     Attributes:
       compared: comparisons by the name of their result.
-      held: (a tensor, its lower bound) by the name of the tensor above it.
-      gates: the comparisons whose choice became a bound.
-      gated: (a cotangent, the gates it went through) by the name of their product.
+      held: (x, bound) by the name of max(x, bound).
+      gates: the results of comparisons whose selection became a Relu or Clip.
+      gated: (cotangent, gates) by the name of the cotangent's product with the masks of the gates.
     """
 
     compared: dict[str, Comparison] = field(default_factory=dict)
@@ -51,7 +58,11 @@ class Bounds:
 
 
 def number(x: Any) -> Any:
-    """Return the number that an operand is in every place, None where it is not a known one."""
+    """Return the number that all elements of an operand are known to equal; None if there is none.
+
+    Args:
+      x: an array, or a tensor, which may have been broadcast from an array.
+    """
     value = x if isinstance(x, np.ndarray) else getattr(x, "thin", None)
     if not isinstance(value, np.ndarray) or not value.size or (value != value.flat[0]).any():
         return None
@@ -59,19 +70,38 @@ def number(x: Any) -> Any:
 
 
 def note(g: Any, result: str, operator: str, x: Any, y: Any) -> None:
-    """Note a comparison with a number."""
+    """Record a comparison of a tensor with a number.
+
+    Args:
+      g: the graph.
+      result: the name of the comparison's result.
+      operator: the operator of ONNX.
+      x, y: its operands; nothing is recorded unless y is a known number.
+    """
     bound = number(y)
     if operator in OPPOSITE and bound is not None and isinstance(x, Tensor):
         source, low = g.main.bounds.held.get(x, (x, np.inf))
-        # what is above a higher bound is so before it is held above a lower one
+        # max(x, low) > bound and x > bound are the same if bound > low: compare x itself
         source = source if operator.startswith("Greater") and bound > low else x
         g.main.bounds.compared[result] = Comparison(x, source, operator, bound)
 
 
 def clip_choice(g: Any, which: Any, chosen: Any, x: Any, out: Any) -> Any:
-    """Return x between bounds in place of a choice, or its cotangent, a product with a mask.
+    """Write a selection by a comparison as Clip or Relu, or as a product with a mask.
 
-    The product, in training steps only, keeps a NaN that a choice would drop. None for all else.
+    `select(x > bound, bound, x)` is Clip. In training steps (`g.main.gates`), the gradient of such
+    a selection, `select(x > bound, 0, cotangent)`, is a product of the cotangent with a mask. It
+    keeps a NaN that the selection would drop.
+
+    Args:
+      g: the graph.
+      which: the comparison.
+      chosen: the value where it holds.
+      x: the value elsewhere.
+      out: the shape and dtype of the result.
+
+    Returns:
+      The result; None if the selection is of neither form.
     """
     fits = isinstance(which, Tensor) and isinstance(x, Tensor) and x.shape == out.shape
     if out.dtype.name not in ("float32", "float64") or not fits:
@@ -88,8 +118,10 @@ def clip_choice(g: Any, which: Any, chosen: Any, x: Any, out: Any) -> Any:
 
 
 def _clip_at(g: Any, at: Comparison, limit: Any, out: Any) -> Tensor:
+    """Write Clip at an upper (for Greater) or a lower limit; an upper one takes in a lower one."""
     limit = np.asarray(limit, out.dtype)
     if at.operator.startswith("Greater"):
+        # x may be max(source, low) already: one Clip has both bounds
         source, low = g.main.bounds.held.get(at.x, (at.x, None))
         low = None if low is None or low > limit else np.asarray(low, out.dtype)
         return Tensor(g("Clip", at.x if low is None else source, low, limit), out.shape, out.dtype)
@@ -99,6 +131,7 @@ def _clip_at(g: Any, at: Comparison, limit: Any, out: Any) -> Tensor:
 
 
 def _product(g: Any, cotangent: Tensor, gates: list[str], out: Any) -> Tensor:
+    """Multiply a cotangent with the mask, as numbers, of the elements that pass all gates."""
     passes: Any = None
     for gate in gates:
         at = g.main.bounds.compared[gate]

@@ -31,13 +31,18 @@ class Pair:
 jax.tree_util.register_dataclass(Pair, ["re", "im"], [])
 
 _RULES: dict[str, Rule] = {}
+"""The rules for complex numbers by primitive; they take (g, operands, out, params)."""
 
 PARTS: set[str] = set()
-"""Primitives that do with complex numbers what they do with each part."""
+"""Primitives that act on the real and the imaginary part separately: their rule for real numbers is
+applied to each."""
 
 
 def complex_rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register a function of pairs and arrays, in JAX, as the rule for complex numbers."""
+    """Register a JAX function of pairs and arrays as the rule of primitives for complex numbers.
+
+    Its keyword-only parameters receive the primitive's parameters of the same names.
+    """
 
     def register(function: Rule) -> Rule:
         parameters = inspect.signature(function).parameters.values()
@@ -49,7 +54,8 @@ def complex_rule(*names: str) -> Callable[[Rule], Rule]:
 
             def flat(*arrays):
                 parts = jax.tree.leaves(function(*jax.tree.unflatten(tree, arrays), **settings))
-                return [jnp.broadcast_to(part, out.shape) for part in parts]  # of a scalar operand
+                # with a scalar operand a part may not have the shape of the result yet
+                return [jnp.broadcast_to(part, out.shape) for part in parts]
 
             results = g.run(flat, *jax.tree.leaves(tuple(operands)))
             return [Pair(*results) if len(results) == 2 else results[0]]
@@ -62,7 +68,7 @@ def complex_rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def by_nodes(name: str) -> Callable[[Rule], Rule]:
-    """Register `rule(g, operands, out, params)`, which appends nodes, for complex numbers."""
+    """Register `rule(g, operands, out, params)`, which appends nodes itself, for a primitive."""
 
     def register(rule: Rule) -> Rule:
         _RULES[name] = lambda *arguments: [rule(*arguments)]
@@ -72,7 +78,7 @@ def by_nodes(name: str) -> Callable[[Rule], Rule]:
 
 
 def knows(name: str) -> bool:
-    """Tell whether a primitive has a rule of its own for complex numbers."""
+    """Check whether a primitive has a rule for complex numbers."""
     return name in _RULES
 
 
@@ -81,7 +87,11 @@ def is_complex(value: Any) -> bool:
 
 
 def apply_complex(g: Any, equation: Any, operands: list, outs: tuple) -> list:
-    """Return the results of an equation that takes or gives complex numbers."""
+    """Return the results of an equation with complex operands or results, as `Pair`s.
+
+    Raises:
+      Refusal: the primitive has no rule for complex numbers.
+    """
     name = equation.primitive.name
     operands = [_split(x) if isinstance(x, np.ndarray) and is_complex(x) else x for x in operands]
     if name in _RULES:
@@ -102,8 +112,10 @@ def apply_complex(g: Any, equation: Any, operands: list, outs: tuple) -> list:
 
 
 def _split(array: Any) -> Pair:
+    """Return the parts of a known complex array."""
     return Pair(np.ascontiguousarray(array.real), np.ascontiguousarray(array.imag))
 
 
 def _part(dtype: Any) -> np.dtype:
+    """Return the dtype of the parts of numbers of a dtype; float32 unless it is complex128."""
     return np.dtype(np.float64 if np.dtype(dtype) == np.complex128 else np.float32)

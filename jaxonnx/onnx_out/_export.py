@@ -16,7 +16,7 @@ from jaxonnx._jaxpr import live
 from jaxonnx.errors import InputError
 from jaxonnx.onnx_out import _dims as dims
 from jaxonnx.onnx_out._factors import scales_by_bits
-from jaxonnx.onnx_out._flax_modules import parts
+from jaxonnx.onnx_out._flax_modules import split_weights
 from jaxonnx.onnx_out._functions import DOMAIN, Functions
 from jaxonnx.onnx_out._nodes import Nodes, Tensor, plain, value_info
 from jaxonnx.onnx_out._tracing import trace
@@ -28,7 +28,7 @@ OLDEST = 13
 """The oldest opset that is written; bitwise operators and some scatters need a newer one."""
 
 IR_VERSION = 10
-"""What onnxruntime takes since its release 1.18."""
+"""The newest version of the file format that onnxruntime 1.18 reads."""
 
 
 def to_onnx(
@@ -74,7 +74,12 @@ def write_model(
     opset: int,
     flat: bool = False,
 ) -> ModelProto:
-    """Return what `to_onnx` does; without functions, for training, if it is to be `flat`."""
+    """Write a JAX function as a model: see `to_onnx`.
+
+    Args:
+      flat: whether the model is a training step. It has no functions of its own then, and is
+        optimized for speed: gradients of Relu and Clip are masks, factors are merged.
+    """
     if opset < OLDEST:
         raise InputError(f"opset {opset} is too old: functions become nodes of opset {OLDEST} on")
     graph = GraphProto(name=getattr(function, "__name__", type(function).__name__))
@@ -105,21 +110,25 @@ def append(
     functions: list[FunctionProto] | None = None,
     gates: bool = False,
 ) -> list[ValueInfoProto]:
-    """Append what a function computes of tensors of a graph; return its outputs, undeclared.
+    """Append the nodes of a JAX function that reads tensors of a graph.
 
     Args:
-      graph: receives nodes and initializers with names of their own.
-      function: of pytrees, or a module of Flax, whose weights become initializers by their path.
-      examples: its arguments, of which shapes and dtypes matter.
-      inputs: the tensors of the graph that stand for the arrays among them.
+      graph: receives the nodes and initializers, under names that it does not have yet.
+      function: a function of pytrees, or a Flax module, whose weights become initializers named by
+        their path.
+      examples: its arguments; only shapes and dtypes matter.
+      inputs: for each array among the arguments the tensor of the graph to read.
       outputs: the names of the results; "output" and the path by default.
       opset: that of the graph.
-      functions: receives the programs of `jit` that are called more than once, which are written
-        out at each call where this is None.
+      functions: receives functions for the programs of `jit` that are called more than once; if
+        None, these are written out at each call.
       gates: whether gradients of Relu and Clip are products with a mask, and factors are merged and
-        taken out of sums, for speed.
+        moved out of sums, for speed.
+
+    Returns:
+      The declarations of the results, which are not added to the graph's outputs.
     """
-    call, weights = parts(function)
+    call, weights = split_weights(function)
     leaves, tree = jax.tree_util.tree_flatten_with_path(examples)
     structs = [_struct(leaf, path) for path, leaf in leaves]
     arguments = jax.tree_util.tree_unflatten(tree, structs)
@@ -149,6 +158,8 @@ def append(
         tensors.append(Tensor(name, struct.shape, struct.dtype))
         dims.declare(g, name, struct.shape)
     values = g.program(closed, tensors)
+    # a result may be an input or a constant, and one value several results: an Identity each, most
+    # of which `_merge_identities` removes
     for name, value in zip(results, values, strict=True):
         writer.nodes("Identity", [g.name(value)], [name])
     _prune(graph, results, *before)
@@ -159,9 +170,15 @@ def append(
 
 
 def _prune(graph: GraphProto, results: Iterable[str], nodes: int = 0, tensors: int = 0) -> None:
-    """Remove what the results do not need, from these nodes and initializers on.
+    """Remove nodes and initializers that no result needs, in subgraphs as well.
 
-    Graphs within have none of it either: an If would compute it.
+    Rules leave such nodes behind. Runtimes remove them from the main graph, but not always from the
+    branches of an If.
+
+    Args:
+      graph: is changed in place.
+      results: the names that are needed.
+      nodes, tensors: the first node and initializer to consider.
     """
     needed, kept = {*results}, []
     for node in reversed(graph.node[nodes:]):
@@ -178,13 +195,20 @@ def _prune(graph: GraphProto, results: Iterable[str], nodes: int = 0, tensors: i
 
 
 def _merge_identities(graph: GraphProto, first: int) -> None:
-    """Give results the names of the Identities behind them, in nodes from this one on."""
-    made = {name for node in graph.node[first:] for name in node.output}
+    """Remove each Identity of a computed tensor by renaming the tensor to the Identity's output.
+
+    The first Identity of a tensor is removed; others remain.
+
+    Args:
+      graph: is changed in place.
+      first: the first node to consider.
+    """
+    computed = {name for node in graph.node[first:] for name in node.output}
     names: dict[str, str] = {}
     kept = []
     for node in graph.node[first:]:
         (source, *_) = [*node.input, ""]
-        if node.op_type == "Identity" and source in made and source not in names:
+        if node.op_type == "Identity" and source in computed and source not in names:
             names[source] = node.output[0]
         else:
             kept.append(node)
@@ -195,7 +219,7 @@ def _merge_identities(graph: GraphProto, first: int) -> None:
 
 
 def _rename(node: Any, names: dict[str, str]) -> None:
-    """Rename what a node reads and makes, in the graphs within it as well."""
+    """Rename inputs and outputs of a node, and of the nodes of its subgraphs."""
     for values in (node.input, node.output):
         for i, name in enumerate(values):
             values[i] = names.get(name, name)
@@ -207,7 +231,10 @@ def _rename(node: Any, names: dict[str, str]) -> None:
 
 
 def reads(node: Any) -> set[str]:
-    """Return the names that a node reads, those that its graphs see around them included."""
+    """Return the names that a node reads, also from within its subgraphs.
+
+    Names that a subgraph defines itself are included as well.
+    """
     names = {*node.input}
     for graph in subgraphs(node):
         names.update(value.name for value in graph.output)
@@ -217,6 +244,11 @@ def reads(node: Any) -> set[str]:
 
 
 def _struct(leaf: Any, path: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape and the canonical dtype of an example.
+
+    Raises:
+      InputError: it is not an array of numbers or PRNG keys.
+    """
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     try:
@@ -235,6 +267,11 @@ def _struct(leaf: Any, path: Any) -> jax.ShapeDtypeStruct:
 
 
 def _names(chosen: Sequence[str] | None, default: list[str], what: str) -> list[str]:
+    """Return the chosen names, or the default ones if there are none, checked.
+
+    Raises:
+      InputError: their number is wrong, or a name occurs twice.
+    """
     names = default if chosen is None else list(chosen)
     if len(names) != len(default):
         raise InputError(f"{what}= has {len(names)} names for {len(default)} arrays: {default}")
@@ -244,7 +281,7 @@ def _names(chosen: Sequence[str] | None, default: list[str], what: str) -> list[
 
 
 def _input(function: Callable, path: Any) -> str:
-    """Return the name of an argument's parameter and the path within it."""
+    """Return the default name of an input: the function's parameter and the path within it."""
     first, *rest = path
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -262,5 +299,6 @@ def _input(function: Callable, path: Any) -> str:
 
 
 def _key(path: Any) -> str:
+    """Return a path within a pytree as ".key.key", or "" if it is empty."""
     text = jax.tree_util.keystr(tuple(path), simple=True, separator=".")
     return f".{text}" if text else ""

@@ -15,11 +15,17 @@ from jaxonnx.onnx_out._tensors import Tensor
 
 
 def multiply(g: Any, x: Any, y: Any, out: Any) -> Any:
-    """Return the product of two arrays, of which one may be thin."""
-    full, factor = (x, y) if _whole(x, out) else (y, x)
-    if not _whole(full, out):
+    """Multiply, and record the factors on the result: (x * a) * b is written as x * (a * b).
+
+    Args:
+      g: the graph.
+      x, y: the operands, before broadcasting (`thin`).
+      out: the shape and dtype of the result.
+    """
+    full, factor = (x, y) if _has_shape(x, out) else (y, x)
+    if not _has_shape(full, out):
         return g("Mul", x, y)
-    if _whole(factor, out):
+    if _has_shape(factor, out):
         z = Tensor(g("Mul", x, y), out.shape, out.dtype)
         z.times = x, y
         return z
@@ -31,52 +37,65 @@ def multiply(g: Any, x: Any, y: Any, out: Any) -> Any:
 
 
 def add(g: Any, x: Any, y: Any, out: Any) -> Any:
-    """Return the sum of two arrays; one pass scales an array and adds a number to each channel."""
-    full, shift = (x, y) if _whole(x, out) else (y, x)
-    if not _whole(full, out):
+    """Add; x * a + b with a number for each channel in a and b is one BatchNormalization.
+
+    Args:
+      g: the graph.
+      x, y: the operands, before broadcasting (`thin`).
+      out: the shape and dtype of the result.
+    """
+    full, shift = (x, y) if _has_shape(x, out) else (y, x)
+    if not _has_shape(full, out):
         return g("Add", x, y)
-    if _whole(shift, out):
+    if _has_shape(shift, out):
         z = Tensor(g("Add", x, y), out.shape, out.dtype)
         z.sum = x, y
         return z
     if _of_channels(shift, out):
         if _is_scaled(full, out):
             return _shift_channels(g, full, shift)
-        for one, other in [full.sum, full.sum[::-1]] if full.sum else []:
-            if _is_scaled(one, out):
-                return g("Add", _shift_channels(g, one, shift), other)
+        # (x * a + y) + b = (x * a + b) + y
+        for part, other in [full.sum, full.sum[::-1]] if full.sum else []:
+            if _is_scaled(part, out):
+                return g("Add", _shift_channels(g, part, shift), other)
     return g("Add", x, y)
 
 
 def _of_channels(x: Any, out: Any) -> bool:
-    """Tell whether there is a number for each channel of images (N, C, *size)."""
+    """Check whether an operand has the shape (1, C, 1, ...) of a number for each channel."""
     if len(out.shape) < 3 or not dims.all_known([*x.shape, *out.shape[1:]]):
         return False
     return x.shape == (1, out.shape[1], *[1] * (len(out.shape) - 2))
 
 
 def _is_scaled(x: Any, out: Any) -> bool:
+    """Check whether a tensor is a product with a number for each channel."""
     return x.scaled is not None and _of_channels(x.scaled[1], out)
 
 
 def _shift_channels(g: Any, x: Any, shift: Any) -> Tensor:
-    """Return BatchNormalization of an array that is scaled, by statistics that change nothing."""
+    """Write x * scale + shift by channels as a BatchNormalization with mean 0 and variance 1.
+
+    It reads and writes the array once, where Mul and Add do so twice.
+    """
     full, scale = x.scaled
     channels = x.shape[1]
-    nothing = np.zeros(channels, x.dtype), np.ones(channels, x.dtype)
+    neutral = np.zeros(channels, x.dtype), np.ones(channels, x.dtype)
     vectors = (g.reshape(v, [channels]) for v in (scale, shift))
-    y = g("BatchNormalization", full, *vectors, *nothing, epsilon=0.0)
+    y = g("BatchNormalization", full, *vectors, *neutral, epsilon=0.0)
     return Tensor(y, x.shape, x.dtype)
 
 
-def _whole(x: Any, out: Any) -> bool:
+def _has_shape(x: Any, out: Any) -> bool:
+    """Check whether an operand is a tensor with the shape of the result."""
     return isinstance(x, Tensor) and x.shape == out.shape
 
 
 def _merge_factors(g: Any, a: Any, b: Any) -> Any:
-    """Return the product of two factors, None where it is larger than both, or might overflow."""
+    """Return the product of two factors; None if it broadcasts beyond both, or might overflow."""
     known = [x for x in (a, b) if isinstance(x, np.ndarray)]
-    if len(known) == 2 or not all(_moderate(x) for x in known):
+    # two constants stay apart: a program may have two because their product would overflow
+    if len(known) == 2 or not all(_is_moderate(x) for x in known):
         return None
     if not dims.all_known((*a.shape, *b.shape)):
         return None
@@ -86,18 +105,20 @@ def _merge_factors(g: Any, a: Any, b: Any) -> Any:
     return Tensor(g("Mul", a, b), shape, a.dtype)
 
 
-def _moderate(x: np.ndarray) -> bool:
+def _is_moderate(x: np.ndarray) -> bool:
+    """Check that products with these numbers hardly over- or underflow."""
     return bool(((np.abs(x) > 1e-6) & (np.abs(x) < 1e6)).all())
 
 
 def scales_by_bits(program: Any) -> bool:
-    """Tell whether a program makes floating point numbers of bits.
+    """Check whether a program constructs floating point numbers from bits.
 
-    As `ldexp` does, whose factors are several because one would overflow.
+    `ldexp` does: it scales by several powers of two because one would overflow, so that factors
+    must not be merged.
     """
     for equation in getattr(program, "jaxpr", program).eqns:
-        made = equation.primitive.name == "bitcast_convert_type"
-        if made and equation.outvars[0].aval.dtype.kind == "f":
+        is_bitcast = equation.primitive.name == "bitcast_convert_type"
+        if is_bitcast and equation.outvars[0].aval.dtype.kind == "f":
             return True
         if any(map(scales_by_bits, programs(equation.params))):
             return True
@@ -105,21 +126,25 @@ def scales_by_bits(program: Any) -> bool:
 
 
 def reduce_sum(g: Any, x: Any, axes: list[int]) -> Tensor:
-    """Return the sum of a tensor along axes, of which factors and signs are taken out."""
-    if x.sum is not None and all(_is_scaled(y, x) and _taken_out(y, axes) for y in x.sum):
+    """Sum a tensor along axes, with factors and signs moved out of the sum.
+
+    sum(x * a) = sum(x) * a where a does not vary along the axes, sum(-x) = -sum(x), and the same
+    within products and sums of two tensors.
+    """
+    if x.sum is not None and all(_is_scaled(y, x) and _can_factor_out(y, axes) for y in x.sum):
         parts = [reduce_sum(g, part, axes) for part in x.sum]
         return Tensor(g("Add", *parts), parts[0].shape, x.dtype)
     if x.negated is not None:
         total = reduce_sum(g, x.negated, axes)
         return Tensor(g("Neg", total), total.shape, total.dtype)
     factors = []
-    if _taken_out(x, axes):
+    if _can_factor_out(x, axes):
         x, factor = x.scaled
         factors.append(factor)
     if x.times is not None:
         operands = [*x.times]
         for i, operand in enumerate(operands):
-            if _taken_out(operand, axes):
+            if _can_factor_out(operand, axes):
                 operands[i], factor = operand.scaled
                 factors.append(factor)
         if factors:
@@ -133,9 +158,9 @@ def reduce_sum(g: Any, x: Any, axes: list[int]) -> Tensor:
     return total
 
 
-def _taken_out(x: Tensor, axes: list[int]) -> bool:
-    """Tell whether a tensor has a factor that is one number along axes."""
+def _can_factor_out(x: Tensor, axes: list[int]) -> bool:
+    """Check whether a tensor has a factor that does not vary along the axes."""
     if x.scaled is None or not dims.all_known((factor := x.scaled[1]).shape):
         return False
-    one = all(n == 1 for n in factor.shape)
-    return one or (factor.ndim == x.ndim and all(factor.shape[axis] == 1 for axis in axes))
+    is_scalar = all(n == 1 for n in factor.shape)
+    return is_scalar or (factor.ndim == x.ndim and all(factor.shape[axis] == 1 for axis in axes))

@@ -10,23 +10,31 @@ import jax.numpy as jnp
 Weights = Mapping[str, Any]
 
 
-def parts(function: Any) -> tuple[Callable, Weights]:
-    """Return a function of weights and arguments, and the weights, by their path in the module.
+def split_weights(function: Any) -> tuple[Callable, Weights]:
+    """Split a function into a pure function of (weights, *arguments), and its weights.
 
-    Only Flax modules have weights. A module of linen is a bound one, `net.bind(params)`.
+    Args:
+      function: an `nnx.Module`, a bound linen module (`net.bind(variables)`), or any other
+        function, which has no weights.
+
+    Returns:
+      The pure function, and the weights by their path in the module.
     """
     nnx, linen = sys.modules.get("flax.nnx"), sys.modules.get("flax.linen")
     if nnx is not None and isinstance(function, nnx.Module):
         definition, state = nnx.split(function)
-        return _flat(state, lambda state, *xs: nnx.merge(definition, state)(*xs))
+        return _flatten(state, lambda state, *xs: nnx.merge(definition, state)(*xs))
     if linen is not None and isinstance(function, linen.Module):
         module, variables = function.unbind()
-        return _flat(variables, module.apply)
+        return _flatten(variables, module.apply)
     return lambda weights, *arguments: function(*arguments), {}
 
 
-def _flat(tree: Any, apply: Callable) -> tuple[Callable, Weights]:
-    """Return `apply` on a flat dictionary of a tree's arrays; keys stay where they are."""
+def _flatten(tree: Any, apply: Callable) -> tuple[Callable, Weights]:
+    """Return `apply` as a function of a flat dictionary in place of a tree, and the dictionary.
+
+    PRNG keys (of dropout) are not weights: the function captures them.
+    """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     names = [_name(path) for path, _ in leaves]
     weights = {

@@ -32,17 +32,26 @@ from jaxonnx.onnx_out._tracing import describe_equation
 
 
 class Nodes:
-    """Appends nodes to a graph; calling it gives the name of a node's output.
+    """A builder of one graph: `g("Add", x, y)` appends a node and returns the name of its output.
 
-    Operands are tensors, or NumPy arrays for what is known, which become initializers of the main
-    graph. Attributes:
+    Operands are `Tensor`s, or NumPy arrays for known values, which become initializers of the main
+    graph. Subgraphs have a builder of their own (`child`).
+
+    Attributes:
+      writer: the graph and its names.
       opset: the version of ONNX's operators.
-      main: the nodes of the outermost graph.
-      functions: the programs that are functions of the model, None where it has no functions.
-      bounds: comparisons with numbers, and the choices that they become.
+      main: the builder of the outermost graph.
+      functions: the programs that become functions of the model; None if it has none.
       gates: whether gradients of Relu and Clip are products with masks, which keep NaNs.
-      factors: whether factors may be merged and taken out of sums.
-      whole: the program that becomes this graph.
+      factors: whether factors may be merged and moved out of sums.
+      whole: the jaxpr that becomes the model, to describe errors.
+      pools: (maxima, places) of each MaxPool, by images and windows: its rule and that of its
+        gradient share one node.
+      products: the result of each matrix product, by its operands.
+      constants: of the main builder: (name, array) of each initializer, by value or identity.
+      sizes: of the main builder: symbolic sizes, see `_dims`.
+      bounds: of the main builder: comparisons with numbers, see `_bounds`.
+      numbers: of the main builder: how often each base of a name was used.
     """
 
     functions: Any = None
@@ -80,20 +89,21 @@ class Nodes:
         return self.writer.fresh(name if number == 1 else f"{name}_{number}")
 
     def name(self, value: Any) -> str:
-        """Return the name of a tensor; an array becomes an initializer, None is left out."""
+        """Return the name of an operand: an array becomes an initializer, None an omitted input."""
         if value is None or isinstance(value, str):
             return value or ""
         array = np.asarray(value)
+        # equal small arrays share an initializer; large ones only if they are the same object
         small = array.size <= FOLDED
         key = (array.dtype, array.shape, array.tobytes()) if small else id(array)
         constants = self.main.constants
         if key not in constants:
             name = self.main.writer.constant("constant", array, array.dtype)
-            constants[key] = name, array  # which is kept, so that no other one has its id
+            constants[key] = name, array  # keep it alive, so that its id stays unique
         return constants[key][0]
 
     def child(self, name: str) -> "Nodes":
-        """Return the nodes of a new graph within this one, which sees all tensors of this one."""
+        """Return a builder for a subgraph, which can read all tensors of this graph."""
         return Nodes(Writer(self.fresh(name), self.writer.used), self.opset, self.main)
 
     @property
@@ -103,12 +113,12 @@ class Nodes:
     # -- programs --
 
     def run(self, function: Callable, *operands: Any) -> list:
-        """Append what a function of arrays computes of these operands; return its results."""
+        """Trace a JAX function of arrays and append its nodes; return its results."""
         like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
         return self.program(jax.make_jaxpr(function)(*like), operands)
 
     def program(self, program: Any, operands: Sequence[Any]) -> list:
-        """Append what a jaxpr computes; return its results."""
+        """Append the nodes of a jaxpr; return its results."""
         return interpret(
             program,
             self._equation,
@@ -118,7 +128,7 @@ class Nodes:
         )
 
     def _inline_program(self, equation: Any) -> Any:
-        """Return the program to write in place of an equation, None for one with a rule."""
+        """Return the program to write in place of a call; None for an equation with a rule."""
         if hasattr(equation.primitive, "plain") and rule_of(equation.primitive.name, self.opset):
             return None
         program, functions = inner_program(equation), self.main.functions
@@ -128,6 +138,11 @@ class Nodes:
         return None if functions and functions.has(program) else program
 
     def _equation(self, equation: Any, operands: list) -> list:
+        """Return the results of an equation, folded or as nodes.
+
+        Raises:
+          UnsupportedError: the primitive has no rule, or its rule refuses.
+        """
         outs = tuple(plain(variable.aval) for variable in equation.outvars)
         if (values := fold_equation(equation, operands, outs)) is not None:
             return values
@@ -150,7 +165,11 @@ class Nodes:
             ) from None
 
     def _apply_rule(self, rule: Any, equation: Any, operands: list, outs: tuple) -> list:
-        """Append what a rule says of an equation; return its results."""
+        """Append the nodes of an equation by its rule; return its results.
+
+        An elementwise rule is applied to operands in the order of axes in which they are stored,
+        so that a chain of them transposes once at its end, or not at all.
+        """
         if strange := next((out.dtype for out in outs if out.dtype not in COMPUTED), None):
             raise Refusal(f"it computes with {strange}, in which ONNX has no arithmetic")
         several = equation.primitive.multiple_results
@@ -169,7 +188,7 @@ class Nodes:
         return results if order is None else [self.transpose(results[0], np.argsort(order))]
 
     def _transpose_operand(self, x: Any, order: Sequence[int]) -> Any:
-        """Return an operand with its axes in another order, and what it was broadcast from."""
+        """Transpose an operand together with the tensor that it was broadcast from."""
         if not x.shape:
             return x
         y = self.transpose(x, order)
@@ -178,7 +197,7 @@ class Nodes:
         return y
 
     def cast_result(self, value: Any, out: Any) -> Any:
-        """Return a result with the shape and dtype that JAX gives it."""
+        """Give the result of a rule the shape and dtype of the jaxpr; arrays stay as they are."""
         if isinstance(value, str):
             return Tensor(value, out.shape, out.dtype, getattr(value, "thin", None))
         return value
@@ -195,7 +214,14 @@ class Nodes:
         return self._with("Cast", x, dtype=dtype, to=onnx_type(dtype))
 
     def wide(self, operator: str, *operands: Any, dtype: Any, **attributes: Any) -> Any:
-        """Append an operator in a dtype in which runtimes have it; return its result in `dtype`."""
+        """Append an operator in a dtype for which runtimes have it, between casts if need be.
+
+        Args:
+          operator: of ONNX.
+          operands: tensors or arrays of `dtype`.
+          dtype: that of the result.
+          attributes: of the node.
+        """
         wide = ordered_dtype(dtype) if operator not in MODULAR else WIDE.get(np.dtype(dtype))
         if wide in (None, dtype):
             return self(operator, *operands, **attributes)
@@ -203,7 +229,7 @@ class Nodes:
         return self.cast(Tensor(result, (), wide), dtype)
 
     def reshape(self, x: Any, shape: Sequence) -> Any:
-        """Return x in another shape of as many elements."""
+        """Return x in another shape; a reshape of a reshape reads the tensor behind both."""
         shape = tuple(shape)
         if isinstance(x, np.ndarray) and dims.all_known(shape):
             return x.reshape(shape)
@@ -213,10 +239,12 @@ class Nodes:
         if getattr(x, "shape", None) == shape:
             return x
         symbolic = [i for i, size in enumerate(shape) if not dims.all_known([size])]
+        # -1 stands for one symbolic size, unless a size of 0 leaves it open
         if len(symbolic) == 1 and 0 not in shape:
             sizes = np.array([-1 if i in symbolic else n for i, n in enumerate(shape)], np.int64)
         else:
             sizes = self.sizes_of(shape)
+        # by default a 0 in the sizes of Reshape means "as in the input"
         empty = self.opset >= 14 and any(isinstance(n, int) and n == 0 for n in shape)
         zero = {"allowzero": 1} if empty else {}
         y = self._with("Reshape", x, sizes, shape=shape, **zero)
@@ -224,20 +252,21 @@ class Nodes:
         return y
 
     def transpose(self, x: Any, order: Iterable[int]) -> Any:
-        """Return x with its axes in another order."""
+        """Return x with its axes in another order; a transpose of a transpose reads the source."""
         order = [int(i) for i in order]
         if order == list(range(len(order))):
             return x
         if isinstance(x, np.ndarray):
             return x.transpose(order)
         if getattr(x, "product", None) is not None and 1 not in x.shape:
-            a, first, b, second = x.product  # costs no more in the other order
+            a, first, b, second = x.product  # (a b)' = b' a' costs no more than a b
             return self.product(b, not second, a, not first, x.shape[::-1])
         source, before = getattr(x, "turned", None) or (x, range(len(order)))
         order = [before[i] for i in order]
         if order == list(range(len(order))):
             return source
         shape = tuple(source.shape[i] for i in order)
+        # if only axes of size one move, no number does
         moved = [i for i in order if source.shape[i] != 1]
         if moved == sorted(moved):
             y = self.reshape(source, shape)
@@ -247,7 +276,13 @@ class Nodes:
         return y
 
     def product(self, x: Any, first: bool, y: Any, second: bool, shape: Sequence) -> Tensor:
-        """Return the product of two matrices, or of what one or both are transposes of."""
+        """Return the product of two matrices, each of which may be read as its transpose.
+
+        Args:
+          x, y: matrices as they are stored.
+          first, second: whether the product is with the transpose of x, of y.
+          shape: that of the product.
+        """
         key = self.name(x), first, self.name(y), second
         if key not in self.products:
             turned = {"transA": int(first), "transB": int(second)} if first or second else {}
@@ -257,7 +292,10 @@ class Nodes:
         return self.products[key]
 
     def slice(self, x: Any, starts, stops, steps) -> Any:
-        """Return x[start:stop:step] along all axes; ends may be symbolic where the step is one."""
+        """Return x[start:stop:step], with a start, stop and step for each axis.
+
+        Starts and stops may be symbolic if the step is 1.
+        """
         axes = [
             i
             for i, cut in enumerate(zip(starts, stops, steps, strict=True))
@@ -273,11 +311,15 @@ class Nodes:
         return self._with("Slice", x, *operands, shape=shape)
 
     def sizes_of(self, shape: Sequence) -> Any:
-        """Return sizes as an array of int64, or the name of one where they depend on inputs."""
+        """Return sizes as int64: an array, or a tensor's name if they depend on inputs' sizes."""
         return dims.sizes(self.main, shape)
 
     def reduce_tensor(self, operator: str, x: Any, axes: Sequence[int]) -> Tensor:
-        """Append a reduction of x, or of what x is a transpose of; axes of size one only go."""
+        """Reduce x along axes, which are dropped.
+
+        A transpose is not written: its source is reduced along the corresponding axes. Axes of size
+        one are reshaped away.
+        """
         if all(isinstance(x.shape[axis], int) and x.shape[axis] == 1 for axis in axes):
             return self.reshape(x, [n for axis, n in enumerate(x.shape) if axis not in axes])
         source, order = getattr(x, "turned", None) or (x, range(x.ndim))
@@ -291,7 +333,7 @@ class Nodes:
         return self.transpose(y, [left.index(i) for i in rest])
 
     def reduce(self, operator: str, x: Any, axes: Sequence[int], keepdims: int = 0) -> str:
-        """Append a reduction; its axes were an attribute until opset 18 (13 for ReduceSum)."""
+        """Append a reduction node. Axes are an attribute before opset 18 (13 for ReduceSum)."""
         axes = [int(a) for a in axes]
         if self.opset >= (13 if operator == "ReduceSum" else 18):
             return self(operator, x, np.array(axes, np.int64), keepdims=keepdims)
@@ -300,7 +342,7 @@ class Nodes:
     def _with(
         self, operator: str, x: Any, *operands, shape=None, dtype=None, **attributes
     ) -> Tensor:
-        """Append a node on x; its result has x's shape and dtype but for those that are said."""
+        """Append a node on x; its result has the shape and dtype of x where none is given."""
         shape = getattr(x, "shape", ()) if shape is None else shape
         dtype = dtype or getattr(x, "dtype", np.float32)
         return Tensor(self(operator, x, *operands, **attributes), shape, dtype)
@@ -308,7 +350,7 @@ class Nodes:
 
 @cache
 def _since(operator: str) -> int:
-    """Return the opset that brought an operator."""
+    """Return the first opset that has an operator."""
     return min(
         schema.since_version
         for schema in _schemas()
@@ -322,6 +364,6 @@ def _schemas() -> Sequence[Any]:
 
 
 def value_info(name: str, like: Any) -> ValueInfoProto:
-    """Return the declaration of a tensor, symbolic sizes by their names."""
+    """Return the declaration of a tensor; a symbolic size becomes a named dimension."""
     sizes = [n if dims.all_known([n]) else str(n) for n in like.shape]
     return helper.make_tensor_value_info(name, onnx_type(like.dtype), sizes)

@@ -29,22 +29,27 @@ class Refusal(Exception):
 
 
 _RULES: dict[str, dict[int, Rule]] = defaultdict(dict)
-
+"""The rules of each primitive by the opset from which they hold."""
 
 _ELEMENTWISE: set[str] = set()
+"""Primitives that are registered as elementwise."""
 
 
 def primitive(*names: str, since: int = 0, elementwise: bool = False) -> Callable[[Rule], Rule]:
-    """Register the rule of primitives from an opset on, where ONNX changed with it.
+    """Register a rule for primitives.
 
     Args:
-      elementwise: whether each number of the result depends on those in its own place only.
+      names: of the primitives.
+      since: the opset from which the rule holds, where ONNX changed with it.
+      elementwise: whether each element of the result depends only on the elements of the operands
+        at the same place, so that the rule may be applied to transposed operands.
     """
 
     def register(rule: Rule) -> Rule:
         accepted = _keywords(rule)
 
         def call(g, *operands, out, **params):
+            # a rule's keyword-only parameters choose among those of the primitive
             known = {**params, "out": out}
             return rule(g, *operands, **{name: known[name] for name in accepted if name in known})
 
@@ -58,12 +63,15 @@ def primitive(*names: str, since: int = 0, elementwise: bool = False) -> Callabl
 
 
 def is_elementwise(name: str) -> bool:
-    """Tell whether a primitive's rule works on axes in any order."""
+    """Check whether a primitive is elementwise, so that its axes can be in any order."""
     return name in _ELEMENTWISE
 
 
 def composed(*names: str) -> Callable[[Rule], Rule]:
-    """Register a function of arrays, written with other primitives, as the rule of primitives."""
+    """Register a JAX function of arrays as the rule of primitives: its own primitives are written.
+
+    Its keyword-only parameters receive the primitive's parameters of the same names.
+    """
 
     def register(function: Rule) -> Rule:
         accepted = _keywords(function)
@@ -84,22 +92,29 @@ _RESTATED: dict[str, Rule] = {}
 
 
 def replaces_jax(function: Rule) -> Rule:
-    """Register a function that is written in place of JAX's own one of the same name.
+    """Register a function that replaces the internal function of JAX with the same name.
 
-    For those that JAX composes of primitives in a way that ONNX says at great length.
+    For a function that JAX composes of many primitives, bit operations for instance, where ONNX
+    needs only a few nodes for the same result.
     """
     _RESTATED[function.__name__] = function
     return function
 
 
 def restated_as(source: str) -> Rule | None:
-    """Return what is written for a function of JAX that its traces call "NAME at FILE"."""
+    """Return the replacement of a function of JAX, given as "NAME at FILE" (see `_jaxpr.source`).
+
+    None if there is none, or if the file is not one of JAX.
+    """
     name, _, path = source.partition(" at ")
     return _RESTATED.get(name) if "jax/_src/" in path.replace("\\", "/") else None
 
 
 def rule_of(name: str, opset: int) -> Rule | None:
-    """Return the rule with the greatest opset not above this one."""
+    """Return the rule of a primitive with the newest `since` that is not above the opset.
+
+    None if there is no rule.
+    """
     return max(
         ((since, rule) for since, rule in _RULES.get(name, {}).items() if since <= opset),
         key=lambda pair: pair[0],
@@ -113,5 +128,6 @@ def names() -> list[str]:
 
 
 def _keywords(function: Rule) -> list[str]:
+    """Return the names of a function's keyword-only parameters."""
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]

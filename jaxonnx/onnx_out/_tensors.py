@@ -12,7 +12,7 @@ from jaxonnx._jaxpr import programs
 from jaxonnx.onnx_out import _dims as dims
 
 FOLDED = 4096
-"""Elements up to which a value that depends on no input is computed here, rather than by nodes."""
+"""The most elements of a value that is computed during the export if it depends on no input."""
 
 WIDE = {
     np.dtype(narrow): np.dtype(wide)
@@ -23,44 +23,51 @@ WIDE = {
     }.items()
     for narrow in narrows
 }
-"""The dtypes in which runtimes have arithmetic, for those in which they have none. ONNX's Cast
-drops the higher bits of integers, so that sums and products are those of the narrow dtype."""
+"""For a dtype in which runtimes have no arithmetic, the dtype to compute in. ONNX's Cast to a
+narrower integer drops the higher bits, so that sums and products wrap as in the narrow dtype."""
 
 
 COMPUTED = {*map(np.dtype, ("float16", "float32", "float64", "int32", "int64")), *WIDE}
-"""The dtypes of what nodes compute."""
+"""The dtypes in which a rule may compute, directly or in a wider one."""
 
 MODULAR = {"Add", "Sub", "Mul"}
-"""Operators whose result of wrapped integers is the wrapped result."""
+"""Operators that commute with wrapping: a sum of wrapped integers, wrapped, is the wrapped sum."""
 
 
 def ordered_dtype(dtype: Any) -> np.dtype:
-    """Return the dtype in which numbers have the same order, and runtimes more operators.
+    """Return a dtype that holds all numbers of `dtype` and that runtimes can compare and sort.
 
-    No signed type holds all numbers of uint64, so that they stay as they are.
+    No such type is wider than uint64, which is returned as it is.
     """
     dtype = np.dtype(dtype)
     return dtype if dtype == np.uint64 else np.dtype(WIDE.get(dtype, dtype))
 
 
 KEPT = "turned", "flat", "windows", "product", "pieces", "scaled", "times", "sum", "negated"
-"""What another name of the same tensor knows of it, too."""
+"""The attributes of a `Tensor` that a copy of it with the same shape and dtype keeps."""
 
 
 class Tensor(str):
-    """The name of a tensor of the graph, which knows its shape and dtype.
+    """The name of a tensor of the graph, with its shape, its dtype and how it was computed.
+
+    The attributes below are None unless they are said to hold. Rules read them to write fewer
+    nodes: a transpose of a transpose, say, reads the tensor behind both. Nodes that nothing reads
+    in the end are removed.
 
     Attributes:
-      thin: a tensor or array that broadcasts to this one, where there is one.
-      turned: (another tensor, the order of its axes that gives this one), where it is a transpose.
-      flat: a tensor of which this is another shape, where it is a reshape.
-      windows: the images whose windows have these winners, where it is such a tensor.
-      product: (x, whether x is turned, y, whether y is), where it is a product of two matrices.
-      pieces: (an axis, {where it starts: a tensor}), where it is zero between these tensors.
-      scaled: (another tensor, a smaller factor), where it is their product.
-      times: two tensors of its shape, where it is their product.
-      sum: two tensors of its shape, where it is their sum.
-      negated: what it is the negative of.
+      shape: sizes, which may be symbolic.
+      dtype: the NumPy dtype.
+      thin: a tensor or array that was broadcast to this one.
+      turned: (source, order), if this is the transpose of `source` by `order`.
+      flat: a tensor of which this is a reshape.
+      windows: the images, if this holds the number of the greatest element of each of their windows
+        (`window_winner`).
+      product: (x, whether x is transposed, y, whether y is), if this is the product of matrices.
+      pieces: (axis, {start: tensor}), if this is zero except for these tensors along the axis.
+      scaled: (tensor, factor), if this is their product and the factor broadcasts.
+      times: two tensors of the same shape, if this is their product.
+      sum: two tensors of the same shape, if this is their sum.
+      negated: a tensor of which this is the negative.
     """
 
     shape: tuple
@@ -94,7 +101,7 @@ class Tensor(str):
 
 
 def plain(aval: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of an array; a key is the integers that it consists of."""
+    """Return the shape and dtype of an abstract value; for a PRNG key those of its key data."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         key = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
         return jax.ShapeDtypeStruct(key.shape, key.dtype)
@@ -102,9 +109,17 @@ def plain(aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def order_of(operands: Sequence[Any], out: Any) -> list[int] | None:
-    """Return the order of axes in which an element-wise operator needs no transposition.
+    """Return the order of axes in which an elementwise operator can read its operands as stored.
 
-    That of images, say, whose channels stand first where JAX has them last.
+    Images, say, are stored with channels first, and JAX reads a transpose with channels last: the
+    operator is then applied to the images as stored, and its result transposed.
+
+    Args:
+      operands: tensors or arrays.
+      out: the shape and dtype of the result.
+
+    Returns:
+      The order that undoes the transpose of the operands; None if they do not have the same one.
     """
     full = [x for x in operands if isinstance(x, Tensor) and x.shape == out.shape]
     orders = {x.turned[1] for x in full if x.turned is not None and x.thin is None}
@@ -114,19 +129,30 @@ def order_of(operands: Sequence[Any], out: Any) -> list[int] | None:
 
 
 def known_tensor(value: Any, aval: Any) -> np.ndarray:
+    """Return a constant of a jaxpr as an array; for a PRNG key its key data."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return np.asarray(jax.random.key_data(value))
     return np.asarray(value, aval.dtype)
 
 
 def fold_equation(equation: Any, operands: list, outs: tuple) -> list | None:
-    """Return the results of an equation of known operands, None where nodes must compute them."""
+    """Evaluate an equation whose operands are all known.
+
+    Args:
+      equation: of a jaxpr.
+      operands: an array for each known operand, a `Tensor` for any other.
+      outs: the shapes and dtypes of the results.
+
+    Returns:
+      The results as arrays; None if the model must compute them, because an operand is not known,
+      the results are large, or the primitive draws random bits or calls a program.
+    """
     if not operands or equation.effects or not all(isinstance(x, np.ndarray) for x in operands):
         return None
     if not all(dims.all_known(out.shape) for out in outs):
         return None
     if equation.primitive.name != "reshape" and any(prod(out.shape) > FOLDED for out in outs):
-        return None  # a reshape stores the same numbers
+        return None  # would make the file larger; a reshape does not, as it replaces its operand
     atoms = (*equation.invars, *equation.outvars)
     keys = any(jnp.issubdtype(atom.aval.dtype, jax.dtypes.prng_key) for atom in atoms)
     if keys or programs(equation.params) or equation.primitive.name.startswith("random_"):

@@ -18,10 +18,10 @@ UNTRACEABLE = (
     *(jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError),
     *(jax.errors.TracerIntegerConversionError, jax.errors.NonConcreteBooleanIndexError),
 )
-"""What JAX raises where a program depends on values in a way that is not in its jaxpr."""
+"""The errors that JAX raises where Python control flow or NumPy needs the value of a tracer."""
 
 SHOWN = 8
-"""Examples that a message shows."""
+"""The most examples that a message lists."""
 
 
 def trace(call: Callable, weights: Any, arguments: Any) -> tuple[Any, Any]:
@@ -38,13 +38,14 @@ def trace(call: Callable, weights: Any, arguments: Any) -> tuple[Any, Any]:
         raise
     except InconclusiveDimensionOperation as error:
         raise UnsupportedError(
-            f"the function{_raise_location(error)} depends on a symbolic size: {_first(error)}; "
-            "give the example sizes that are numbers, or constraints to jax.export.symbolic_shape"
+            f"the function{_raise_location(error)} depends on a symbolic size: "
+            f"{_first_paragraph(error)}; give the example sizes that are numbers, or constraints "
+            "to jax.export.symbolic_shape"
         ) from error
     except UNTRACEABLE as error:
         raise UnsupportedError(
             f"the function{_raise_location(error)} depends on values while it is traced: "
-            f"{_first(error)}"
+            f"{_first_paragraph(error)}"
         ) from error
     except (TypeError, ValueError) as error:
         leaves = jax.tree.leaves(arguments)
@@ -52,7 +53,7 @@ def trace(call: Callable, weights: Any, arguments: Any) -> tuple[Any, Any]:
         shapes += ", ..." if len(leaves) > SHOWN else ""
         raise InputError(
             f"the function does not take the examples ({shapes}){_raise_location(error)}: "
-            f"{_first(error)}"
+            f"{_first_paragraph(error)}"
         ) from error
     _check_pure(closed)
     _check_real(closed)
@@ -60,9 +61,10 @@ def trace(call: Callable, weights: Any, arguments: Any) -> tuple[Any, Any]:
 
 
 def _check_pure(closed: Any) -> None:
+    """Raise `UnsupportedError` if a program has side effects."""
     if closed.effects:
         effects = ", ".join(sorted(map(str, closed.effects)))
-        cause = _effect(closed)
+        cause = _find_effect(closed)
         what = describe_equation(closed, cause) if cause else "the function"
         raise UnsupportedError(
             f"{what} has side effects ({effects}), which no ONNX model has; take callbacks, prints "
@@ -70,16 +72,17 @@ def _check_pure(closed: Any) -> None:
         )
 
 
-def _effect(program: Any) -> Any:
-    """Return the innermost equation that has an effect."""
+def _find_effect(program: Any) -> Any:
+    """Return the innermost equation that has an effect; None if there is none."""
     for equation in getattr(program, "jaxpr", program).eqns:
         if equation.effects:
-            inner = (_effect(program) for program in programs(equation.params))
+            inner = (_find_effect(program) for program in programs(equation.params))
             return next(filter(None, inner), equation)
     return None
 
 
 def _check_real(closed: Any) -> None:
+    """Raise `UnsupportedError` if a program has complex inputs or outputs."""
     jaxpr = closed.jaxpr
     for what, variables in (("takes", jaxpr.invars), ("gives", jaxpr.outvars)):
         if any(jnp.issubdtype(variable.aval.dtype, jnp.complexfloating) for variable in variables):
@@ -91,16 +94,20 @@ def _check_real(closed: Any) -> None:
 
 @cache
 def _folders() -> tuple[str, ...]:
-    """Return the folders of packages whose lines are not the user's."""
+    """Return the folders of JAX, Flax, optax and this package: their lines are not the user's."""
     packages = (sys.modules.get(name) for name in ("jax", "jaxonnx", "flax", "optax"))
     return tuple(str(Path(p.__file__).parent) for p in packages if p and p.__file__)
 
 
 def describe_equation(program: Any, equation: Any) -> str:
-    """Return "JAX's primitive 'sin' in FILE:LINE", the line being one of the user's program.
+    """Return "JAX's primitive 'sin' in FILE:LINE", with a line of the user's program.
 
-    It is that of the innermost equation that has one: what a function traces under `jit` knows its
-    own lines only, which may all be JAX's.
+    The line is that of the equation, or else of the innermost call around it that has one: the
+    equations of a function that JAX itself wraps in `jit` may only have lines of JAX.
+
+    Args:
+      program: the jaxpr that contains the equation at some depth; None if it is not known.
+      equation: the equation.
     """
     around = (_find_enclosing(program, equation) or []) if program is not None else []
     line = next(filter(None, map(_line, (equation, *reversed(around)))), "")
@@ -108,7 +115,10 @@ def describe_equation(program: Any, equation: Any) -> str:
 
 
 def _find_enclosing(program: Any, sought: Any) -> list | None:
-    """Return the equations whose programs have an equation in them, outermost first."""
+    """Return the equations that call the program with the sought one, outermost first.
+
+    None if the program does not contain it.
+    """
     for equation in getattr(program, "jaxpr", program).eqns:
         if equation is sought:
             return []
@@ -119,25 +129,30 @@ def _find_enclosing(program: Any, sought: Any) -> list | None:
 
 
 def _line(equation: Any) -> str:
+    """Return the line of the user's program that an equation was traced at: see `_user_line`."""
     trace = equation.source_info.traceback
     frames = trace.frames if trace else ()
-    return _users((frame.file_name, frame.line_num) for frame in frames)
+    return _user_line((frame.file_name, frame.line_num) for frame in frames)
 
 
 def _raise_location(error: BaseException) -> str:
-    """Return where the user's program raised an error."""
+    """Return the line of the user's program that raised an error: see `_user_line`."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
-    return _users((frame.filename, frame.lineno) for frame in frames)
+    return _user_line((frame.filename, frame.lineno) for frame in frames)
 
 
-def _users(frames: Iterable[tuple[str, Any]]) -> str:
-    """Return the first place that is not within a package; frames are innermost first."""
+def _user_line(frames: Iterable[tuple[str, Any]]) -> str:
+    """Return " in FILE:LINE" for the first frame outside of `_folders`, or "".
+
+    Args:
+      frames: (file, line), innermost first.
+    """
     for file, number in frames:
         if not file.startswith(_folders()):
             return f" in {file}:{number}"
     return ""
 
 
-def _first(error: BaseException) -> str:
-    """Return what an error says in its first lines, without JAX's hints."""
+def _first_paragraph(error: BaseException) -> str:
+    """Return the first paragraph of an error's message, without the hints that JAX adds."""
     return str(error).strip().partition("\n\n")[0].rstrip(".")

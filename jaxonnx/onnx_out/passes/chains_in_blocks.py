@@ -18,17 +18,18 @@ from jaxonnx._io.protos import subgraphs
 from jaxonnx.onnx_out._export import reads
 
 LARGE = 2**17
-"""Elements from which an array is more than a cache holds, with the others of its chain."""
+"""The fewest elements of an array that is split: smaller ones stay in the cache with the others of
+their chain."""
 
 SLOW = 2**10
-"""Elements from which an array whose last axis has size one is flattened for a chain: onnxruntime
-takes 45 ns an element for an operator of such an array and a scalar."""
+"""The fewest elements of an array that is flattened for a chain if its last axis has size one:
+onnxruntime takes 45 ns an element for an operator of such an array and a scalar."""
 
 BLOCK = 2**14, 2**16
-"""Bounds of a block's elements."""
+"""The fewest and the most elements of a block."""
 
 CHAIN = 4
-"""Operators from which a chain is worth a Scan."""
+"""The fewest operators of a chain that becomes a Scan."""
 
 COMPARISONS = {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "And", "Or", "Not"}
 OPERATORS = COMPARISONS | {
@@ -42,7 +43,7 @@ Kind = tuple[int, tuple[int, ...]]
 
 
 def split_into_blocks(proto: ModelProto) -> ModelProto:
-    """Return a model in which chains on large arrays are computed block by block."""
+    """Rewrite a model so that elementwise chains on large arrays are computed block by block."""
     inferred = infer_shapes(_with_axes(proto))
     used = {*names_of(inferred.graph)}
     result = ModelProto()
@@ -52,9 +53,10 @@ def split_into_blocks(proto: ModelProto) -> ModelProto:
 
 
 def _with_axes(proto: ModelProto) -> ModelProto:
-    """Return a model whose inner graphs have the axes and sizes that they read of the outermost.
+    """Copy the small int64 initializers (axes, sizes) into the subgraphs that read them.
 
-    ONNX's shape inference knows no values from outside of a graph.
+    ONNX's shape inference does not see initializers of an outer graph, and would not know the
+    results of a Reshape or Slice in a branch. The copy is for inference only.
     """
     result = ModelProto()
     result.CopyFrom(proto)
@@ -76,7 +78,7 @@ def _with_axes(proto: ModelProto) -> ModelProto:
 
 
 def _kinds(graph: GraphProto) -> dict[str, Kind]:
-    """Return the kinds of the tensors of a graph, and of those within it, where all is known."""
+    """Return the element type and shape of each tensor whose shape is known, in subgraphs too."""
     kinds = {t.name: (t.data_type, tuple(t.dims)) for t in graph.initializer}
     for value in (*graph.input, *graph.output, *graph.value_info):
         kind = value.type.tensor_type
@@ -89,6 +91,7 @@ def _kinds(graph: GraphProto) -> dict[str, Kind]:
 
 
 def _rewrite(graph: GraphProto, kinds: dict[str, Kind], used: set[str]) -> None:
+    """Replace the chains of a graph and of the branches of its Ifs, in place."""
     for node in graph.node:
         if node.op_type == "If":
             for inner in subgraphs(node):
@@ -102,8 +105,8 @@ def _rewrite(graph: GraphProto, kinds: dict[str, Kind], used: set[str]) -> None:
     result = [node for node in nodes if id(node) not in chained]
     for chain in chains:
         within = Counter(name for node in chain for name in reads(node))
-        made = {node.output[0] for node in chain}
-        needed = wanted.union(name for name in made if readers[name] > within[name])
+        results = {node.output[0] for node in chain}
+        needed = wanted.union(name for name in results if readers[name] > within[name])
         result += _chain_in_blocks(chain, needed, kinds, used)
     result = _sort_nodes(result)
     del graph.node[:]
@@ -111,13 +114,14 @@ def _rewrite(graph: GraphProto, kinds: dict[str, Kind], used: set[str]) -> None:
 
 
 def _chains(nodes: Sequence[NodeProto], kinds: dict[str, Kind]) -> list[list[NodeProto]]:
-    """Return connected element-wise operators on large arrays of one shape.
+    """Return groups of connected elementwise operators on large arrays of one shape.
 
-    No path leads from a chain through other operators back into it: its operators are as many
-    such detours away from the inputs.
+    A group becomes one node, so that no path may leave it through other operators and come back: it
+    would be a cycle. For each shape a tensor has a depth: the most times that a path from the
+    inputs to it leaves operators of this shape. Operators join a group only at equal depth.
     """
-    depths: dict[str, Counter] = {}
-    groups: dict[str, list[NodeProto]] = {}
+    depths: dict[str, Counter] = {}  # of a tensor, by shape
+    groups: dict[str, list[NodeProto]] = {}  # the group that computes a tensor
     for node in nodes:
         detours: Counter = Counter()
         shape = _shape(node, kinds)
@@ -148,7 +152,10 @@ def _chains(nodes: Sequence[NodeProto], kinds: dict[str, Kind]) -> list[list[Nod
 
 
 def _shape(node: NodeProto, kinds: dict[str, Kind]) -> tuple[int, ...] | None:
-    """Return the shape of a large result of numbers in the same places, or of single ones."""
+    """Return the shape of a node's result if the node can be in a chain, else None.
+
+    It must be elementwise, with a large result, and each operand of that shape or a scalar.
+    """
     if node.domain or node.op_type not in OPERATORS or node.output[0] not in kinds:
         return None
     shape = kinds[node.output[0]][1]
@@ -160,7 +167,10 @@ def _shape(node: NodeProto, kinds: dict[str, Kind]) -> tuple[int, ...] | None:
 
 
 def _block(shape: Sequence[int]) -> int | None:
-    """Return the elements of a block, of which a whole number makes the array."""
+    """Return the size of a block that divides an array; None if the array is not split.
+
+    A slow small array (see `SLOW`) is one block.
+    """
     size, (least, most) = prod(shape), BLOCK
     if size < LARGE:
         return size if size >= SLOW and len(shape) > 1 and shape[-1] == 1 else None
@@ -172,14 +182,22 @@ def _block(shape: Sequence[int]) -> int | None:
 def _chain_in_blocks(
     chain: Sequence[NodeProto], needed: set[str], kinds: dict[str, Kind], used: set[str]
 ) -> list[NodeProto]:
-    """Return the nodes that compute a chain by a Scan over blocks, or on one of them."""
+    """Return the nodes that compute a chain by a Scan over blocks, or flattened as one block.
+
+    Args:
+      chain: its nodes.
+      needed: the results of the chain that other nodes or the graph's outputs read.
+      kinds: types and shapes of all tensors.
+      used: all names; new ones are added.
+    """
     shape = kinds[chain[0].output[0]][1]
     block = _block(shape) or 1
     chain = _sort_nodes(chain)
-    made = {node.output[0] for node in chain}
-    read = dict.fromkeys(name for node in chain for name in node.input if name not in made)
+    inner = {node.output[0] for node in chain}
+    read = dict.fromkeys(name for node in chain for name in node.input if name not in inner)
     whole = [name for name in read if kinds[name][1] == shape]
     results = [node.output[0] for node in chain if node.output[0] in needed]
+    # operands of one element with axes, (1, 1) say: within a block of rank 1 they must have rank 1
     ranked = [name for name in read if kinds[name][1] not in ((), shape)]
     scanned = block < prod(shape)
     rows = [prod(shape) // block, block] if scanned else [block]
@@ -187,7 +205,7 @@ def _chain_in_blocks(
         helper.make_node("Constant", [], [unused_name("sizes", used)], value_ints=values)
         for values in (rows, [*shape], *([[1]] if ranked else []))
     ]
-    into, back, *one = (node.output[0] for node in sizes)
+    into, back, *one = (node.output[0] for node in sizes)  # sizes of blocks, of arrays, [1]
     rows_of = {name: unused_name(f"{name}.rows", used) for name in (*whole, *results)}
     names = (
         {name: unused_name(f"{name}.block", used) for name in rows_of} if scanned else {**rows_of}
@@ -204,10 +222,10 @@ def _chain_in_blocks(
     body.input.extend(map(value_info, whole))
     body.output.extend(map(value_info, results))
     for node in chain:
-        inner = body.node.add()
-        inner.CopyFrom(node)
-        inner.input[:] = [names.get(name, name) for name in node.input]
-        inner.output[:] = [names.get(name, name) for name in node.output]
+        copy = body.node.add()
+        copy.CopyFrom(node)
+        copy.input[:] = [names.get(name, name) for name in node.input]
+        copy.output[:] = [names.get(name, name) for name in node.output]
     before = [reshape_node(name, into, rows_of[name]) for name in whole]
     before += [reshape_node(name, one[0], names[name]) for name in ranked]
     after = [reshape_node(rows_of[name], back, name) for name in results]
@@ -219,11 +237,14 @@ def _chain_in_blocks(
 
 
 def _sort_nodes(nodes: Iterable[NodeProto]) -> list[NodeProto]:
-    """Return nodes in an order in which each comes after those that it reads."""
+    """Sort nodes topologically: each comes after the nodes whose results it reads.
+
+    A depth-first search with a stack of its own: graphs are deeper than Python recurses.
+    """
     nodes = list(nodes)
     makers = {name: i for i, node in enumerate(nodes) for name in node.output if name}
     result: list[NodeProto] = []
-    state = [0] * len(nodes)
+    state = [0] * len(nodes)  # 0: not visited, 1: waits for its inputs, 2: done
 
     for start in range(len(nodes)):
         stack = [start]

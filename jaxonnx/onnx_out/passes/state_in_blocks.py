@@ -10,7 +10,7 @@ from jaxonnx.onnx_out._export import reads
 
 
 class _Branch:
-    """A branch of an If, and which of its nodes make and read a tensor."""
+    """A branch of an If, with the node that computes each tensor and the nodes that read it."""
 
     def __init__(self, graph: GraphProto):
         self.graph = graph
@@ -22,13 +22,19 @@ class _Branch:
 
 
 def split_state(proto: ModelProto, state: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """Let tensors of a state have the shape of blocks; return the shapes of those that have it now.
+    """Give tensors of the state the shape of the blocks that a Scan updates, in place.
 
-    These are the ones that only a Scan in a branch reads and renews: runtimes copy a result that is
-    a Reshape of another tensor.
+    A step whose update is conditional updates the optimizer's state in one branch of an If, by a
+    Scan over blocks between two Reshapes, and returns it unchanged in the other. Runtimes copy a
+    result that is a Reshape of another tensor. A tensor that only such a Scan reads can have the
+    shape of the blocks in the file itself.
 
     Args:
-      state: the name of the result that renews each tensor.
+      proto: the step, after `split_into_blocks`.
+      state: for each input of the state the output with its new value.
+
+    Returns:
+      The new shapes of the tensors that changed, inputs and outputs, by name.
     """
     graph, shapes = proto.graph, {}
     reading = Counter(name for node in graph.node for name in reads(node))
@@ -46,11 +52,21 @@ def split_state(proto: ModelProto, state: Mapping[str, str]) -> dict[str, tuple[
 
 
 def _hoist_reshapes(branches: list[_Branch], name: str, result: int) -> tuple[int, ...] | None:
-    """Take the Reshapes of a tensor and of its renewal out of the branch with a Scan."""
+    """Remove the Reshapes around the Scan that updates a tensor in one branch of an If.
+
+    Args:
+      branches: both branches.
+      name: the tensor.
+      result: the number of the If's output that is its new value.
+
+    Returns:
+      The shape of the Scan's blocks; None if the branches do not have this form.
+    """
     ends = [branch.makers[branch.graph.output[result].name] for branch in branches]
     keeps = [end.op_type == "Identity" and end.input[0] == name for end in ends]
     if sorted(keeps) != [False, True]:
         return None
+    # in the branch `one`: name -> Reshape (into) -> Scan -> Reshape (back) -> Identity (end)
     one, other = (branches[keeps.index(side)] for side in (False, True))
     end, (into, *more) = ends[keeps.index(False)], one.readers.get(name, [None])
     back = one.makers.get(end.input[0]) if end.op_type == "Identity" else None
@@ -74,5 +90,6 @@ def _hoist_reshapes(branches: list[_Branch], name: str, result: int) -> tuple[in
 
 
 def _declare(value: ValueInfoProto, shape: Sequence[int]) -> None:
+    """Set the shape of a declared tensor."""
     kind = value.type.tensor_type.elem_type
     value.CopyFrom(helper.make_tensor_value_info(value.name, kind, shape))

@@ -68,7 +68,8 @@ def integer_pow(z, *, y):
 
 @complex_rule("div")
 def div(a, b):
-    size = jnp.maximum(jnp.abs(b.re), jnp.abs(b.im))  # whose square could be no finite number
+    # scale b to a largest part of 1: |b|^2 itself could overflow
+    size = jnp.maximum(jnp.abs(b.re), jnp.abs(b.im))
     re, im = b.re / size, b.im / size
     length = (re * re + im * im) * size
     return Pair((a.re * re + a.im * im) / length, (a.im * re - a.re * im) / length)
@@ -149,6 +150,8 @@ def fft(g, operands, out, params):
     shape = list(x.shape)
     x = _stack_parts(g, parts)
     backward = kind in ("IFFT", "IRFFT")
+    # The last axis of a real transform is the half spectrum: an RFFT computes it first, by the
+    # onesided DFT, and an IRFFT last, from the whole spectrum.
     others, last = axes[:-1], axes[-1]
     if kind == "RFFT":
         shape[last] = out.shape[last]
@@ -164,7 +167,7 @@ def fft(g, operands, out, params):
 
 
 def _stack_parts(g: Nodes, parts: list) -> Tensor:
-    """Return tensors as one, along a last axis of their own."""
+    """Stack the parts along a new last axis, as DFT takes them: 1 for real, 2 for complex."""
     shape, dtype = parts[0].shape, parts[0].dtype
     parts = [g.reshape(x, [*shape, 1]) for x in parts]
     return Tensor(g("Concat", *parts, axis=-1), [*shape, len(parts)], dtype)
@@ -175,14 +178,20 @@ def _part(g: Nodes, x: Tensor, index: int, shape: Any) -> Tensor:
 
 
 def _dft(g: Nodes, x: Tensor, axis: int, shape: Any, **settings: int) -> Tensor:
-    """Append a DFT along an axis, which was an attribute until opset 20."""
+    """Append a DFT along an axis, which is an attribute before opset 20."""
     if g.opset >= 20:
         return Tensor(g("DFT", x, None, np.int64(axis), **settings), shape, x.dtype)
     return Tensor(g("DFT", x, axis=axis, **settings), shape, x.dtype)
 
 
 def _hermitian(g: Nodes, x: Tensor, axis: int, length: int) -> Tensor:
-    """Return the whole spectrum of real numbers from its first half."""
+    """Complete the half spectrum of real numbers: entry length - k is the conjugate of entry k.
+
+    Args:
+      x: the half spectrum, with the parts along the last axis.
+      axis: the axis to complete.
+      length: of the whole spectrum.
+    """
     half = length // 2 + 1
     starts, ends = [0] * x.ndim, list(x.shape)
     starts[axis], ends[axis] = 1, length - half + 1

@@ -15,11 +15,13 @@ from jaxonnx.onnx_out.rules import conv_gradients as cells
 from jaxonnx.onnx_out.rules.shapes import expand, pad_tensor
 
 RULES: dict[type, Callable[..., Any]] = {}
-"""How to write a form: `rule(g, form, out, u, v, like)`, None where its plain meaning must do."""
+"""The rule of each trilinear form, `rule(g, form, out, u, v, like)`. It returns None if the form's
+own program is to be written instead. `out` is the number of the factor that is computed from the
+other two, u and v: 2 for the forward pass, 0 and 1 for the gradients (see `lowering.contract`)."""
 
 FEW_PLACES = 16
-"""Results an image up to which onnxruntime is quicker at the gradient of the images as one product
-for all images, and not as a convolution (on a busy CPU)."""
+"""The most positions of a result at which onnxruntime is faster at the gradient of the images by
+one product for all images than by a convolution (on a busy CPU)."""
 
 
 @primitive("contract")
@@ -31,7 +33,10 @@ def contract(g, u, v, *, form, equation, out):
 
 
 def _conv(g: Nodes, form: Conv, out: int, u: Any, v: Any, like: Any) -> Any:
-    """Write a convolution or one of its gradients on images (N, C, *size)."""
+    """Write a convolution or one of its gradients by operators on images (N, C, *size).
+
+    The form has channels last; a transpose on either side cancels those of the neighbours.
+    """
     if u.dtype != v.dtype or u.dtype.name not in ("float32", "float64"):
         return None
     if not dims.all_known([*form.size, *form.out]) or min(map(min, form.pads)) < 0:
@@ -52,6 +57,7 @@ RULES[Conv] = _conv
 
 
 def _attributes(form: Any, *chosen: str) -> dict[str, Any]:
+    """Return the attributes of Conv for a form, all of them or the chosen ones."""
     every = {
         "kernel_shape": form.kernel,
         "strides": form.strides,
@@ -70,7 +76,10 @@ def _forward(g: Nodes, form: Conv, x: Any, w: Any) -> Any:
 
 
 def _of_images(g: Nodes, form: Conv, dy: Any, w: Any) -> Any:
-    """Write the gradient of the images as ConvTranspose where that is the quicker one."""
+    """Write the gradient of the images in the fastest way that fits; None for the form's own one.
+
+    These are products with 0/1 matrices, products whose windows are added, or ConvTranspose.
+    """
     wide = form.groups == 1 and prod(form.kernel) > 1
     small = wide and prod(form.out) <= cells.SIDE_BY_SIDE
     write = None
@@ -83,6 +92,7 @@ def _of_images(g: Nodes, form: Conv, dy: Any, w: Any) -> Any:
     few = form.groups == 1 and w.shape[1] < w.shape[0] and prod(form.kernel) > 1
     if max(form.strides) == 1 and not few:
         return None
+    # output_padding: the rows at the end that no window reaches
     more = [n - (m - 1) * s - (k - 1) * d - 1 + sum(p) for n, k, s, d, p, m in cells.axes_of(form)]
     if min(more) < 0 or any(m >= s for m, s in zip(more, form.strides, strict=True)):
         return None
@@ -91,7 +101,7 @@ def _of_images(g: Nodes, form: Conv, dy: Any, w: Any) -> Any:
 
 
 def _add_windows(g: Nodes, form: Conv, dy: Any, w: Any) -> Any:
-    """Write the gradient of the images as a product: what each tap gives, added where it reads."""
+    """Write the gradient of the images as one product, and add each tap's part where it reads."""
     taps, (rows, columns), count = prod(form.kernel), w.shape[:2], dy.shape[0]
     places = count * prod(form.out)
     dy = g.reshape(g.transpose(dy, (1, 0, *range(2, dy.ndim))), [rows, places])
@@ -113,7 +123,7 @@ def _add_windows(g: Nodes, form: Conv, dy: Any, w: Any) -> Any:
 
 
 def _of_weight(g: Nodes, form: Conv, x: Any, dy: Any) -> Any:
-    """Write the gradient of the weight as a product, where that is the quicker one."""
+    """Write the gradient of the weight by products where that is faster, else return None."""
     taps, rows, columns = prod(form.kernel), dy.shape[1], x.shape[1]
     if cells.of_channels(form, (rows, columns // form.groups)):
         return cells.channels_of_weight(g, form, x, dy)
@@ -144,13 +154,13 @@ def batch_normalization(g, x, *vectors, options, equation):
 
 @primitive("share")
 def share(g, x, *, cpu, out):
-    """Write the derivative of `lowering.either` that is not XLA:CPU's: it has a sum less."""
+    """Write the alternative of a derivative that is not for XLA on CPU: it has one sum less."""
     return expand(g, np.zeros([1] * len(out.shape), out.dtype), out.shape) if cpu else x
 
 
 @primitive("window_maximum")
 def window_maximum(g, x, *, taps, equation):
-    """Write MaxPool, whose second result `_choice` asks for where there is a gradient."""
+    """Write MaxPool; its second result, the indices of the maxima, serves the gradient."""
     if x.dtype not in (np.float32, np.float64) or (pooled := _max_pool(g, x, taps)) is None:
         return g.program(inner_program(equation), [x])[0]
     return pooled[0]
@@ -158,14 +168,19 @@ def window_maximum(g, x, *, taps, equation):
 
 @primitive("window_winner")
 def window_winner(g, x, y, *, equation, out):
-    """Write the number of each window's winner, of which `_choice` needs to know the images."""
+    """Write the index of each window's maximum, and record the images on it for `_choice`."""
     winner = g.program(inner_program(equation), [x, y])[0]
     winner.windows = x
     return winner
 
 
 def _max_pool(g: Nodes, x: Any, taps: Any) -> tuple[Tensor, Tensor] | None:
-    """Return the maxima of windows and, with channels first, their places in the flat images."""
+    """Write MaxPool once for each pair of images and windows.
+
+    Returns:
+      The maxima, in the layout of x, and their indices into the flat images, with channels first;
+      None if MaxPool cannot express the windows.
+    """
     last, rank = taps.lead == 1, len(taps.size)
     if isinstance(x, np.ndarray) or rank > 3 or x.ndim != rank + 2:
         return None
@@ -183,7 +198,7 @@ def _max_pool(g: Nodes, x: Any, taps: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def _choice(g: Nodes, form: Choice, out: int, winner: Any, dy: Any, like: Any) -> Any:
-    """Write the gradient of maxima: add each number to the place that it came from."""
+    """Write the gradient of a max pooling: scatter-add each number to where its maximum was."""
     taps, x = form.taps, getattr(winner, "windows", None)
     if out != 1 or x is None or g.opset < 16 or dy.dtype != x.dtype:
         return None

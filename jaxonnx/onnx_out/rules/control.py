@@ -14,9 +14,9 @@ from jaxonnx.onnx_out._rule_table import primitive
 
 @primitive("platform_index")
 def platform_index(g, *, platforms):
-    """Choose the branch of no platform, or that of the CPU."""
+    """Choose the default branch of `lax.platform_dependent`, or else that of the CPU."""
     fitting = [i for i, names in enumerate(platforms) if names is None or "cpu" in names]
-    return np.int32(fitting[-1])  # the one of no platform is the last
+    return np.int32(fitting[-1])  # the default branch is the last
 
 
 @primitive("cond")
@@ -32,7 +32,17 @@ def cond(g, index, *operands, branches, out):
 
 
 def _choose(g: Nodes, index: Any, graphs: list, out: Any) -> list[str]:
-    """Append If for two branches, and one within another for more."""
+    """Append an If for two branches, or nested Ifs for more.
+
+    Args:
+      g: the graph.
+      index: the number of the branch: a bool or an integer.
+      graphs: the branches.
+      out: the shapes and dtypes of the results.
+
+    Returns:
+      The names of the results.
+    """
     if len(graphs) == 2:
         which = g.cast(index, np.bool_)
         return g.several("If", len(out), which, then_branch=graphs[1], else_branch=graphs[0])
@@ -45,13 +55,17 @@ def _choose(g: Nodes, index: Any, graphs: list, out: Any) -> list[str]:
 
 
 def _branch(g: Nodes, program: Any, operands: Any) -> Any:
+    """Write a program as a graph without inputs: it reads the operands from around it."""
     inner = g.child("branch")
     _outputs(inner, inner.program(program, operands), program)
     return inner.graph
 
 
 def _outputs(inner: Nodes, results: Any, program: Any) -> None:
-    """Declare the outputs of a graph within another, each by a node of its own."""
+    """Declare the outputs of a subgraph, each by an Identity.
+
+    A result may be a tensor of the graph around it, which cannot be an output of the subgraph.
+    """
     for result, aval in zip(results, _out_avals(program), strict=True):
         inner.graph.output.append(value_info(inner("Identity", result), plain(aval)))
 
@@ -67,7 +81,7 @@ def _in_avals(program: Any) -> list:
 
 
 def _inputs(inner: Nodes, avals: Any) -> list[Tensor]:
-    """Declare inputs of a graph within another."""
+    """Declare inputs of a subgraph with these shapes and dtypes; return their tensors."""
     tensors = []
     for like in map(plain, avals):
         name = inner.fresh("carry")
@@ -86,20 +100,19 @@ def scan(g, *operands, equation, out):
     avals = _in_avals(body)[len(loop.fixed) :]
     results = inner.program(body, [*loop.fixed, *_inputs(inner, avals)])
     _outputs(inner, results, body)
-    turned = {}
+    directions = {}
     if loop.reverse:
-        turned["scan_input_directions"] = [1] * len(loop.sliced)
-        turned["scan_output_directions"] = [1] * (len(out) - n)
-    if len(out) == n:
-        turned.pop("scan_output_directions", None)
+        directions["scan_input_directions"] = [1] * len(loop.sliced)
+        if len(out) > n:
+            directions["scan_output_directions"] = [1] * (len(out) - n)
     return g.several(
         "Scan", len(out), *loop.carry, *loop.sliced, body=inner.graph,
-        num_scan_inputs=len(loop.sliced), **turned,
+        num_scan_inputs=len(loop.sliced), **directions,
     )  # fmt: skip
 
 
 def _counting_loop(g: Nodes, inner: Nodes, loop: Any, out: Any) -> list:
-    """Append a Loop that counts, for a scan over no arrays."""
+    """Append a Loop for a scan that slices no arrays: ONNX's Scan needs at least one."""
     n = len(loop.carry)
     avals = _in_avals(loop.body)[len(loop.fixed) :]
     going = _counter(inner)
@@ -110,13 +123,16 @@ def _counting_loop(g: Nodes, inner: Nodes, loop: Any, out: Any) -> list:
     results = g.several("Loop", len(out), steps, np.bool_(True), *loop.carry, body=inner.graph)
     if not loop.reverse:
         return results
+    # a Loop stacks results in the order of its iterations: reverse them
     back = np.array([-1], np.int64), np.array([np.iinfo(np.int64).min + 1], np.int64)
     axis, step = np.array([0], np.int64), np.array([-1], np.int64)
     return [*results[:n], *(g("Slice", y, *back, axis, step) for y in results[n:])]
 
 
 def _counter(inner: Nodes) -> Tensor:
-    """Declare the first two inputs of a Loop's body; return the second."""
+    """Declare the iteration number and the condition, a Loop body's first inputs; return the
+    condition.
+    """
     count = Tensor(inner.fresh("count"), (), np.int64)
     going = Tensor(inner.fresh("going"), (), np.bool_)
     inner.graph.input.extend(value_info(tensor, tensor) for tensor in (count, going))
@@ -133,7 +149,7 @@ def while_(g, *operands, equation, out):
     _counter(inner)
     carry = _inputs(inner, _in_avals(loop.body)[len(loop.fixed) :])
     results = inner.program(loop.body, [*loop.fixed, *carry])
-    if first.shape:  # several loops as one: where one has ended, its carry stays
+    if first.shape:  # a loop under vmap: it runs until all have ended; those that have stay as is
         (going,) = inner.program(loop.condition, [*loop.tested, *carry])
         pairs = zip(results, carry, strict=True)
         results = [inner.run(_select_new, going, new, old)[0] for new, old in pairs]

@@ -19,14 +19,16 @@ def conv_general_dilated(
     x = g.transpose(x, dimension_numbers.lhs_spec)
     w = g.transpose(w, dimension_numbers.rhs_spec)
     groups = feature_group_count
-    if batch_group_count > 1:  # groups of examples, each with channels of its own
+    # batch groups (the kernel gradient of a grouped convolution) become feature groups: the groups
+    # of examples are moved into the channels
+    if batch_group_count > 1:
         groups = batch_group_count
         n, c, *space = x.shape
         x = g.reshape(x, [groups, n // groups, c, *space])
         x = g.transpose(x, [1, 0, *range(2, len(space) + 3)])
         x = g.reshape(x, [n // groups, groups * c, *space])
     flat = x.ndim == 2
-    if flat:  # no axis of space: one of size 1
+    if flat:  # without a spatial axis; Conv needs one
         x, w = g.reshape(x, [*x.shape, 1]), g.reshape(w, [*w.shape, 1])
         window_strides = lhs_dilation = rhs_dilation = (1,)
         padding = ((0, 0),)
@@ -39,9 +41,18 @@ def conv_general_dilated(
 
 
 def _convolve(g: Nodes, x, w, strides, padding, apart, dilations, groups) -> str:
-    """Convolve images (N, C, *space) with kernels (M, C / groups, *space)."""
+    """Convolve images (N, C, *space) with kernels (M, C / groups, *space).
+
+    Args:
+      strides, padding, dilations: of the windows, for each axis.
+      apart: the dilation of the images, for each axis.
+      groups: the number of feature groups.
+    """
     reach = [(k - 1) * d for k, d in zip(w.shape[2:], dilations, strict=True)]
     if any(s > 1 for s in apart):
+        # dilated images are the gradient of a strided convolution: ConvTranspose, whose padding
+        # cuts `reach` minus that of the dilated images. What a high edge pads beyond `reach` is
+        # its output_padding, which must be less than the stride
         pads = [(r - low, r - high) for r, (low, high) in zip(reach, padding, strict=True)]
         more = [max(-high, 0) for _, high in pads]
         if (
@@ -63,7 +74,10 @@ def _convolve(g: Nodes, x, w, strides, padding, apart, dilations, groups) -> str
 
 
 def _transposed_convolution(g: Nodes, x, w, pads, more, strides, dilations, groups) -> str:
-    """Convolve elements that stand apart: the gradient of a convolution with strides."""
+    """Convolve dilated images as a ConvTranspose with strides.
+
+    ConvTranspose takes kernels (C, M / groups, *space), and applies them mirrored.
+    """
     m, c, *kernel = w.shape
     space = range(3, 3 + len(kernel))
     w = g.transpose(g.reshape(w, [groups, m // groups, c, *kernel]), [0, 2, 1, *space])

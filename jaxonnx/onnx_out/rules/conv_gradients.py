@@ -16,38 +16,48 @@ from jaxonnx.onnx_out._tensors import Tensor
 from jaxonnx.onnx_out.rules.shapes import pad_tensor
 
 PAIRS = 2**12
-"""Pairs of a cell and a place of a channel up to which products of all of them pay."""
+"""The most (cell, place) pairs of a channel for which products of all pairs are worth it."""
 
 READS = 2**16
-"""Numbers of a matrix that says which tap reads which cell for which place, at most."""
+"""The most elements of a 0/1 matrix of taps, cells and places (`_reads`)."""
 
 FEWEST = 4, 9
-"""Results an image and taps up to which a convolution is quicker as one product of all images."""
+"""The most places of an image and the most taps with which a convolution is faster as one matrix
+product for all images."""
 
 MANY_CHANNELS = 8
-"""Channels of images from which onnxruntime is quicker at the gradient of a kernel as products of
-the windows, and not as a convolution of images with images."""
+"""The fewest input channels with which onnxruntime is faster at the gradient of a kernel by
+products of windows than by a convolution of images with images."""
 
 MOST_TAPS = 49
-"""Taps up to which that holds: there is a node for each."""
+"""The most taps for which that holds: there is a node for each."""
 
 SIDE_BY_SIDE = 49
-"""Results an image up to which the windows are laid side by side for one product; there is one for
-each tap of larger images, whose windows would fill the memory."""
+"""The most places of an image for which the windows of all taps are concatenated for one product.
+Larger images have one product for each tap: their windows would fill the memory."""
 
 Axes = tuple[tuple, ...]
-"""(size, kernel, stride, dilation, (low, high), windows) of each axis."""
+"""For each spatial axis (size, kernel, stride, dilation, (low, high), places)."""
+
+# In this module a cell is a position in the image, a place a position in the result, and a tap a
+# position in the kernel; each is numbered over all spatial axes, in row-major order. `form` is the
+# `lowering.Conv` of the convolution, w is (out channels, in channels / groups, *kernel), x and dy
+# are (N, C, *size), and `turned` swaps N and C.
 
 
 def axes_of(form: Any) -> Axes:
-    """Return the geometry of windows, axis by axis."""
+    """Return the geometry of a convolution's windows, axis by axis."""
     parts = form.size, form.kernel, form.strides, form.dilations, form.pads, form.out
     return tuple(zip(*parts, strict=True))
 
 
 @cache
 def _cells(axes: Axes) -> np.ndarray:
-    """Return the cell that each tap reads for each place (taps, places), -1 in the padding."""
+    """Return the cell that each tap reads for each place, int64[taps, places]; -1 in the padding.
+
+    Axes are added one at a time: the number of a cell is the number so far times the new size plus
+    the position along the new axis.
+    """
     result = np.zeros((1, 1), np.int64)
     for size, kernel, stride, dilation, (low, _), out in axes:
         taps, places = np.arange(kernel)[:, None], np.arange(out)
@@ -61,7 +71,10 @@ def _cells(axes: Axes) -> np.ndarray:
 
 @cache
 def _pairs(axes: Axes) -> np.ndarray:
-    """Return the number of each tap's pair (taps * places), cell first; that after all for none."""
+    """Return the index cell * places + place of what each tap reads, int64[taps * places].
+
+    For a tap in the padding it is cells * places, one beyond the last pair.
+    """
     cells = _cells(axes)
     pairs = cells * cells.shape[1] + np.arange(cells.shape[1])
     none = prod(size for size, *_ in axes) * cells.shape[1]
@@ -70,21 +83,32 @@ def _pairs(axes: Axes) -> np.ndarray:
 
 @cache
 def _reads(axes: Axes, dtype: Any, rows: int) -> np.ndarray:
-    """Return 1 where a tap reads a cell for a place, by tap, place and cell, in so many rows."""
+    """Return the 0/1 array [taps, places, cells] of which tap reads which cell for which place.
+
+    Args:
+      axes: the geometry.
+      dtype: of the result.
+      rows: the rows of the matrix that it is reshaped to.
+    """
     cells = _cells(axes)[..., None]
     reads = cells == np.arange(prod(size for size, *_ in axes))
     return reads.astype(dtype).reshape(rows, -1)
 
 
 def of_channels(form: Any, w: Any) -> bool:
-    """Tell whether each channel has a kernel of its own."""
+    """Check whether a convolution with a kernel of shape `w` is depthwise."""
     return form.groups == w[0] > 1 and w[1] == 1
 
 
 def channels_of_weight(g: Any, form: Any, x: Any, dy: Any) -> Any:
-    """Write the gradient of a kernel for each channel, None where there are too many pairs.
+    """Write the kernel gradient of a depthwise convolution.
 
-    Of large images the products are of rows, one for each row of the kernel.
+    One product over all images gives for each channel the sums over (cell, place) pairs; a Gather
+    picks for each tap the pairs that it reads, and a sum over places finishes. For larger images
+    this is done with rows in place of whole images, once for each row of the kernel.
+
+    Returns:
+      The gradient (C, 1, *kernel); None if there are too many pairs even within rows.
     """
     axes = axes_of(form)
     whole = prod(form.size) * prod(form.out) <= PAIRS
@@ -123,15 +147,20 @@ def channels_of_weight(g: Any, form: Any, x: Any, dy: Any) -> Any:
 
 
 def _rows(g: Any, x: Any, start: int, stop: int, step: int) -> Any:
+    """Return x[:, :, start:stop:step]."""
     starts = [0, 0, start, *[0] * (x.ndim - 3)]
     stops = [*x.shape[:2], stop, *x.shape[3:]]
     return g.slice(x, starts, stops, [1, 1, step, *[1] * (x.ndim - 3)])
 
 
 def channels_of_images(g: Any, form: Any, dy: Any, w: Any) -> Any:
-    """Write the gradient of images of which each channel has a kernel, None where they are large.
+    """Write the image gradient of a depthwise convolution as one product for each channel.
 
-    Only for steps: a number that is not finite spreads over its image.
+    The kernel is expanded to a matrix (places, cells) for each channel. Only for training steps: in
+    such a product a number that is not finite spreads over its image.
+
+    Returns:
+      The gradient (N, C, *size); None if the matrices would be large.
     """
     cells, places, taps = prod(form.size), prod(form.out), prod(form.kernel)
     (count, channels), axes, dtype = dy.shape[:2], axes_of(form), dy.dtype
@@ -147,14 +176,14 @@ def channels_of_images(g: Any, form: Any, dy: Any, w: Any) -> Any:
 
 
 def few(form: Any) -> bool:
-    """Tell whether a convolution has few places and taps."""
+    """Check whether a convolution has so few places and taps that `forward` is faster."""
     return prod(form.out) <= FEWEST[0] and prod(form.kernel) <= FEWEST[1]
 
 
 def forward(g: Any, form: Any, x: Any, w: Any) -> Any:
-    """Write a convolution as one product for all images.
+    """Write a convolution as one matrix product of the kernel with the windows of all images.
 
-    Only for steps: a file's forward pass keeps its operators.
+    Only for training steps: a model for inference keeps Conv.
     """
     every, rows = _side_by_side(g, _windows(g, form, x)), w.shape[0]
     y = g("MatMul", g.reshape(w, [rows, every.shape[0]]), every)
@@ -163,7 +192,7 @@ def forward(g: Any, form: Any, x: Any, w: Any) -> Any:
 
 
 def of_weight(g: Any, form: Any, x: Any, dy: Any) -> Any:
-    """Write the gradient of a kernel as a product of all images, or as one for each tap."""
+    """Write the kernel gradient as one product of dy with all windows, or as one for each tap."""
     taps, rows, columns = prod(form.kernel), dy.shape[1], x.shape[1]
     parts = _windows(g, form, x)
     turned, count = (1, 0, *range(2, dy.ndim)), parts[0].shape[1]
@@ -179,7 +208,7 @@ def of_weight(g: Any, form: Any, x: Any, dy: Any) -> Any:
 
 
 def _windows(g: Any, form: Any, x: Any) -> list:
-    """Return what each tap reads of images for each place, as matrices (channels, places)."""
+    """Return for each tap what it reads of all images, as a matrix (C, N * places)."""
     edges = [(0, 0, 0)] * 2
     for size, k, s, d, (low, _), n in axes_of(form):
         edges.append((low, (n - 1) * s + (k - 1) * d + 1 - size - low, 0))
@@ -193,17 +222,20 @@ def _windows(g: Any, form: Any, x: Any) -> list:
 
 
 def _side_by_side(g: Any, parts: list) -> Any:
-    """Return windows as one matrix (channels and taps, places)."""
+    """Join the matrices of `_windows` to one (C * taps, N * places)."""
     (columns, count), taps, dtype = parts[0].shape, len(parts), parts[0].dtype
     every = g("Concat", *(g.reshape(part, [columns, 1, count]) for part in parts), axis=1)
     return g.reshape(Tensor(every, (columns, taps, count), dtype), [columns * taps, count])
 
 
 def images(g: Any, form: Any, dy: Any, w: Any) -> Any:
-    """Write the gradient of the images as two products: what each tap gives, and where it goes.
+    """Write the image gradient as two products: the terms of each tap, and a sum by a 0/1 matrix.
 
-    None where the second would be large. Only for steps: a number that is not finite spreads over
-    its image.
+    Only for training steps: in the second product a number that is not finite spreads over its
+    image.
+
+    Returns:
+      The gradient (N, C, *size); None if the 0/1 matrix would be large.
     """
     taps, (rows, columns), count = prod(form.kernel), w.shape[:2], dy.shape[0]
     cells, places, axes = prod(form.size), prod(form.out), axes_of(form)

@@ -38,7 +38,7 @@ OPERATORS = {
     "tan": "Tan",
     "tanh": "Tanh",
 }
-"""Primitives that are one operator on the same operands, in every dtype of arithmetic."""
+"""Primitives for which ONNX has an operator with the same operands."""
 
 IDENTITIES = (
     *("copy", "copy_p", "stop_gradient", "optimization_barrier", "name", "sharding_constraint"),
@@ -52,14 +52,14 @@ IDENTITIES = (
         "layout_constraint",
     ),
 )
-"""Primitives that give their operands as they are."""
+"""Primitives that return their operands unchanged."""
 
 COMPARISONS = {"eq": "Equal", "lt": "Less", "le": "LessOrEqual", "gt": "Greater"}
 COMPARISONS["ge"] = "GreaterOrEqual"
 
 
 def elementwise(name: str, operator: str) -> None:
-    """Register a primitive that is one operator."""
+    """Register the rule of a primitive for which ONNX has an operator with the same operands."""
 
     @primitive(name, elementwise=True)
     def rule(g, *operands, out):
@@ -71,9 +71,9 @@ for _name, _operator in OPERATORS.items():
 
 
 def thin(operands: Any, out: Any) -> list:
-    """Return operands as they were before they were broadcast, where ONNX does that itself.
+    """Return operands as they were before broadcasting, which the operator of ONNX repeats.
 
-    One of them keeps the shape of the result.
+    At least one operand keeps the shape of the result; else the result would be smaller.
     """
     slim = [_unbroadcast(x) for x in operands]
     full = [i for i, x in enumerate(slim) if x is None]
@@ -85,6 +85,7 @@ def thin(operands: Any, out: Any) -> list:
 
 
 def _unbroadcast(x: Any) -> Any:
+    """Return what an operand was broadcast from, or one element of a constant array; else None."""
     if isinstance(x, Tensor):
         return x.thin
     if x.size > 1 and (x == x.flat[0]).all():
@@ -94,11 +95,11 @@ def _unbroadcast(x: Any) -> Any:
 
 @primitive("add", "add_any", elementwise=True)
 def add(g, x, y, *, out):
-    if (whole := join_disjoint(g, x, y, out)) is not None:
-        return whole
-    for one, other in ((x, y), (y, x)):
-        if bounds.number(other) == 0 and _fills(one, out):
-            return one  # as XLA does
+    if (joined := join_disjoint(g, x, y, out)) is not None:
+        return joined
+    for operand, other in ((x, y), (y, x)):
+        if bounds.number(other) == 0 and _fills(operand, out):
+            return operand  # x + 0 is x, as XLA simplifies it too
     x, y = thin([x, y], out)
     if g.main.factors and out.dtype.name in ("float32", "float64"):
         return linear.add(g, x, y, out)
@@ -133,6 +134,7 @@ def convert_element_type(g, x, *, out):
 
 
 def _cast(g: Nodes, x: Any, dtype: Any) -> Any:
+    """Cast an operand together with what it was broadcast from."""
     thinner = getattr(x, "thin", None)
     y = g.cast(x, dtype)
     if thinner is not None and y is not x:
@@ -156,7 +158,8 @@ def round_(g, x, *, rounding_method):
 
 
 def _away_from_zero(x: Any) -> Any:
-    below = jnp.floor(jnp.abs(x))  # to add a half to x would round the number before a half up
+    # floor(|x| + 0.5) would round the greatest number below 0.5 to 1
+    below = jnp.floor(jnp.abs(x))
     return jnp.sign(x) * jnp.where(jnp.abs(x) - below >= 0.5, below + 1, below)
 
 
@@ -195,6 +198,7 @@ def pow_(g, x, y, *, out):
 
 
 def _fills(x: Any, out: Any) -> bool:
+    """Check whether an operand is a tensor with the shape of the result."""
     return isinstance(x, Tensor) and x.shape == out.shape
 
 
@@ -215,7 +219,12 @@ def rem(g, x, y, *, out):
 
 
 def _divide(g: Nodes, x: Any, y: Any, out: Any, operator: str, by_zero: Any, **settings: int):
-    """Divide; integers by zero, which runtimes refuse, give what they give in XLA."""
+    """Write Div or Mod; integers divided by zero give what XLA gives; runtimes refuse them.
+
+    Args:
+      by_zero: a function of x that returns the result where y is 0.
+      settings: attributes of the operator.
+    """
     known = getattr(y, "thin", None) if isinstance(y, Tensor) else y
     if out.dtype.kind not in "iu" or (isinstance(known, np.ndarray) and known.all()):
         return g.wide(operator, *thin([x, y], out), dtype=out.dtype, **settings)
@@ -239,7 +248,7 @@ def ne(g, x, y, *, out):
 
 
 def _comparable(g: Nodes, operands: Any, order: bool = False) -> list:
-    """Return operands in a dtype that runtimes compare."""
+    """Cast operands to a dtype that runtimes can compare; for Equal alone bool is one."""
     dtype = operands[0].dtype
     if dtype.kind == "b" and not order:
         return list(operands)
@@ -265,7 +274,7 @@ def select_n(g, which, otherwise, chosen=None, *more, out):
     if chosen is None:
         return otherwise
     cases = otherwise, chosen, *more
-    if more:
+    if more:  # more than two cases: the first one, or a selection among the others by index - 1
         rest = Tensor(g("Sub", which, np.ones((), which.dtype)), which.shape, which.dtype)
         first = Tensor(g("Equal", which, np.zeros((), which.dtype)), which.shape, bool)
         others = select_n(g, rest, *cases[1:], out=out)
@@ -278,7 +287,7 @@ def select_n(g, which, otherwise, chosen=None, *more, out):
 
 
 def _where(g: Nodes, which: Any, x: Any, y: Any, out: Any) -> Any:
-    """Choose x where `which` holds; runtimes choose bytes and wide numbers."""
+    """Write Where, in uint8 for bool and in a wide dtype for others that runtimes lack."""
     if which.shape == out.shape or which.ndim:
         which, x, y = thin([which, x, y], out)
     dtype = np.dtype(np.uint8) if out.dtype == bool else WIDE.get(out.dtype, out.dtype)
@@ -293,6 +302,8 @@ def clamp(g, low, x, high, *, out):
 
 
 def _shift(direction: str):
+    """Return the rule of a logical shift, which gives 0 for amounts of the width and more."""
+
     def rule(g, x, amount, *, out):
         bits = 8 * out.dtype.itemsize
         unsigned = np.dtype(f"uint{max(32, bits)}")

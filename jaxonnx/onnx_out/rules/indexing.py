@@ -32,21 +32,26 @@ SINCE = {"add": 16, "mul": 16, "min": 18, "max": 18}
 """The opsets that brought reductions of ScatterElements and ScatterND."""
 
 FURTHEST = 2**31 - 1
-"""The last place that int32 counts to, in which places are computed."""
+"""The greatest int32: flat indices are computed in this dtype."""
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Slices of an array at given places, and where their elements stand in an array of all.
+    """The slices that a gather reads from an array, or that a scatter writes to it.
+
+    The names in parentheses are those of `lax.GatherDimensionNumbers`. "All slices" is the result
+    of the gather, or the updates of the scatter.
 
     Attributes:
-      shape: that of the array that the slices are of.
-      sizes: those of a slice.
-      starts: the axes along which the last axis of the indices counts.
-      batch: pairs of an axis of the array and one of the indices that go together.
-      window: the axes of the array of all slices that run within a slice.
-      dropped: the axes of a slice, of size one, that are not among them.
-      all: the shape of the array of all slices.
+      shape: the shape of the array.
+      sizes: the shape of a slice.
+      starts: the axes of the array that the last axis of the indices gives starts for
+        (start_index_map).
+      batch: pairs of an axis of the array and one of the indices that run in parallel
+        (operand_batching_dims, start_indices_batching_dims).
+      window: the axes of all slices that run within a slice (offset_dims).
+      dropped: the axes of a slice, of size one, that all slices lack (collapsed_slice_dims).
+      all: the shape of all slices.
     """
 
     shape: Sequence
@@ -59,7 +64,7 @@ class Windows:
 
     @property
     def outer(self) -> list[int]:
-        """The axes of the array of all slices that run over slices."""
+        """The axes of all slices that run over slices, not within one."""
         return [i for i in range(len(self.all)) if i not in self.window]
 
     @property
@@ -69,7 +74,7 @@ class Windows:
         return [i for i in range(len(self.shape)) if i not in self.dropped and i not in batch]
 
     def rows(self) -> int | None:
-        """Return the axis of which the slices are single rows, None if they are something else."""
+        """Return the axis along which each slice is one whole row; None if slices are not rows."""
         if len(self.starts) != 1 or self.batch or tuple(self.dropped) != tuple(self.starts):
             return None
         (axis,) = self.starts
@@ -81,10 +86,18 @@ class Windows:
         return type(a) is type(b) and a == b
 
     def flat(self, indices: Any) -> Any:
-        """Return the place of each element in the flat array, [all], for starts in bounds."""
+        """Return the index into the flattened array of each element, int32 of shape `all`.
+
+        Args:
+          indices: the starts, in bounds.
+
+        Raises:
+          Refusal: the array is too large for int32.
+        """
         if dims.all_known(self.shape) and prod(self.shape) > FURTHEST:
             raise Refusal(f"indices into an array of {prod(self.shape):,} elements exceed 2**31")
         strides = [prod(self.shape[i + 1 :], start=1) for i in range(len(self.shape))]
+        # the first element of each slice, then the offsets within it
         starts = jnp.zeros(indices.shape[:-1], jnp.int32)
         for k, axis in enumerate(self.starts):
             starts = starts + indices[..., k].astype(jnp.int32) * strides[axis]
@@ -99,16 +112,16 @@ class Windows:
         return places
 
     def bounds(self) -> list:
-        """Return the greatest start along each axis that is counted."""
+        """Return the greatest start in bounds along each axis of `starts`."""
         return [self.shape[axis] - self.sizes[axis] for axis in self.starts]
 
     def clip_starts(self, indices: Any) -> Any:
-        """Return starts as near as slices fit."""
+        """Clip starts so that slices lie within the array."""
         last = jnp.stack([jnp.asarray(n, jnp.int32) for n in self.bounds()])
         return jnp.clip(indices.astype(jnp.int32), 0, last)
 
     def inside(self, indices: Any) -> Any:
-        """Return whether slices lie within the array, with the axes of the array of all."""
+        """Return which slices lie within the array, bool, broadcastable to `all`."""
         last = jnp.stack([jnp.asarray(n, jnp.int32) for n in self.bounds()])
         fits = ((indices >= 0) & (indices.astype(jnp.int32) <= last)).all(-1)
         return fits.reshape([n if i in self.outer else 1 for i, n in enumerate(self.all)])
@@ -136,7 +149,7 @@ def gather(g, x, indices, *, out, dimension_numbers, slice_sizes, mode, fill_val
 
 
 def _rows(g: Nodes, x: Any, starts: Any, axis: int, windows: Windows) -> Any:
-    """Return rows along an axis, with their axes where those of `windows` stand."""
+    """Write a gather of whole rows as Gather, which inserts the axes of the indices at `axis`."""
     places = g.reshape(starts, starts.shape[:-1])
     y = g("Gather", x, places, axis=axis)
     outer, window = windows.outer, list(windows.window)
@@ -152,8 +165,8 @@ for _name, _reduction in REDUCTIONS.items():
         d = dimension_numbers
         batch = list(zip(d.operand_batching_dims, d.scatter_indices_batching_dims, strict=True))
         inner = iter(d.update_window_dims)
-        gone = {*d.inserted_window_dims, *d.operand_batching_dims}
-        sizes = [1 if i in gone else updates.shape[next(inner)] for i in range(x.ndim)]
+        absent = {*d.inserted_window_dims, *d.operand_batching_dims}  # axes that updates lack
+        sizes = [1 if i in absent else updates.shape[next(inner)] for i in range(x.ndim)]
         windows = Windows(
             x.shape, sizes, d.scatter_dims_to_operand_dims, batch, d.update_window_dims,
             d.inserted_window_dims, updates.shape,
@@ -164,6 +177,10 @@ for _name, _reduction in REDUCTIONS.items():
 
 
 def _scatter(g, x, indices, updates, windows, mode, reduction):
+    """Write a scatter: ScatterND for rows that are added, else ScatterElements on the flat array.
+
+    Updates that are out of bounds are dropped or, by the mode, clipped to fit.
+    """
     if g.opset < SINCE.get(reduction, 0):
         raise Refusal(f"ONNX scatters by {reduction} from opset {SINCE[reduction]} on")
     starts = _starts(g, windows, indices)
@@ -185,7 +202,7 @@ def _scatter(g, x, indices, updates, windows, mode, reduction):
     (places,) = g.run(windows.flat, starts)
     n = prod(x.shape, start=1)
     line = g.reshape(x, [n])
-    if dropping:  # to one place more, which goes again
+    if dropping:  # write them to a spare element at the end, and cut it off
         (inside,) = g.run(windows.inside, indices)
         (places,) = g.run(_or(n), inside, places)
         spare = Tensor(g("Concat", line, np.zeros(1, x.dtype), axis=0), (n + 1,), x.dtype)
@@ -197,20 +214,21 @@ def _scatter(g, x, indices, updates, windows, mode, reduction):
 
 
 def _elements(g, line, places, updates, reduction):
+    """Append ScatterElements on a flat array."""
     places, updates = g.reshape(places, [-1]), g.reshape(updates, [-1])
     kind = {} if reduction == "none" else {"reduction": reduction}
     return g("ScatterElements", line, places, updates, axis=0, **kind)
 
 
 def _starts(g: Nodes, windows: Windows, indices: Any) -> Any:
-    """Return starts that lie in bounds, as XLA takes them whatever was promised."""
+    """Return starts in bounds: XLA clips them in every mode, also where bounds are promised."""
     if _fit(windows, indices):
         return indices
     return g.run(windows.clip_starts, indices)[0]
 
 
 def _fit(windows: Windows, indices: Any) -> bool:
-    """Tell whether starts are known to lie in bounds."""
+    """Check whether starts are known to lie in bounds."""
     if not windows.starts:
         return True
     if not isinstance(indices, np.ndarray) or not dims.all_known(windows.bounds()):
@@ -219,12 +237,12 @@ def _fit(windows: Windows, indices: Any) -> bool:
 
 
 def _or(value: Any) -> Any:
-    """Return the function that keeps what is inside and has `value` elsewhere."""
+    """Return a function of (inside, x) that replaces x by `value` where `inside` is false."""
     return lambda inside, x: jnp.where(inside, x, jnp.asarray(value, x.dtype))
 
 
 def _fill(dtype: np.dtype) -> Any:
-    """Return what JAX puts in the place of what lies outside."""
+    """Return the default value of JAX for elements that are out of bounds."""
     if dtype.kind in "iu":
         return np.iinfo(dtype).min if dtype.kind == "i" else np.iinfo(dtype).max
     return True if dtype.kind == "b" else np.nan

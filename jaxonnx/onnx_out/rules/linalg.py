@@ -15,18 +15,18 @@ from jax import lax
 from jaxonnx.onnx_out._rule_table import Refusal, composed, primitive
 
 SWEEPS = 12
-"""Times that Jacobi's method goes over all pairs of columns; its error squares with each."""
+"""Sweeps of Jacobi's method over all pairs of columns; it converges quadratically in the end."""
 
 
-def _each(function: Callable, *arrays: Any) -> Any:
-    """Apply a function of matrices to those along the leading axes."""
+def _map_matrices(function: Callable, *arrays: Any) -> Any:
+    """Map a function of matrices over the leading axes of arrays."""
     for _ in range(arrays[0].ndim - 2):
         function = jax.vmap(function)
     return function(*arrays)
 
 
 def _places(a: Any) -> tuple[Any, Any]:
-    """Return the numbers of rows, as a column, and of columns, as a row."""
+    """Return the row indices, (m, 1), and the column indices, (1, n), of a matrix."""
     m, n = a.shape
     return jnp.arange(m)[:, None], jnp.arange(n)[None]
 
@@ -41,37 +41,38 @@ def _column(a: Any, k: Any) -> Any:
 
 @composed("cholesky")
 def cholesky(a):
-    return _each(_cholesky, a)
+    return _map_matrices(_cholesky, a)
 
 
 def _cholesky(a):
     rows, columns = _places(a)
 
-    def step(k, done):
-        column = _column(a, k) - done @ _row(done, k)
+    def step(k, lower):
+        # column k of the factor; columns from k on are still zero
+        column = _column(a, k) - lower @ _row(lower, k)
         column = column / jnp.sqrt(_row(column, k))
-        return jnp.where((columns == k) & (rows >= k), column[:, None], done)
+        return jnp.where((columns == k) & (rows >= k), column[:, None], lower)
 
-    done = lax.fori_loop(0, a.shape[0], step, jnp.zeros_like(a))
-    return jnp.where(jnp.isnan(done).any(), jnp.nan, done)
+    lower = lax.fori_loop(0, a.shape[0], step, jnp.zeros_like(a))
+    return jnp.where(jnp.isnan(lower).any(), jnp.nan, lower)
 
 
 @composed("triangular_solve")
 def triangular_solve(a, b, *, left_side, lower, transpose_a, unit_diagonal):
     def solve(a, b):
-        if not left_side:  # x a = b, where a' x' = b'
+        if not left_side:  # x a = b is a' x' = b'
             b = b.T
-        if turned := transpose_a == left_side:
+        if transposed := transpose_a == left_side:
             a = a.T
-        forward = lower != turned
-        x = _substitute(a, b, unit_diagonal) if forward else _backwards(a, b, unit_diagonal)
+        solve_rows = _solve_lower if lower != transposed else _solve_upper
+        x = solve_rows(a, b, unit_diagonal)
         return x if left_side else x.T
 
-    return _each(solve, a, b)
+    return _map_matrices(solve, a, b)
 
 
-def _substitute(a, b, unit):
-    """Return x of a x = b, for a lower triangle."""
+def _solve_lower(a, b, unit):
+    """Solve a x = b for a lower triangular matrix, whose diagonal is 1 if `unit`."""
     rows, _ = _places(b)
 
     def step(k, x):
@@ -82,17 +83,22 @@ def _substitute(a, b, unit):
     return lax.fori_loop(0, a.shape[0], step, jnp.zeros_like(b))
 
 
-def _backwards(a, b, unit):
-    return _substitute(a[::-1, ::-1], b[::-1], unit)[::-1]
+def _solve_upper(a, b, unit):
+    """Solve a x = b for an upper triangular matrix: reversed along both axes it is lower."""
+    return _solve_lower(a[::-1, ::-1], b[::-1], unit)[::-1]
 
 
 @composed("lu")
 def lu(a):
-    return _each(_lu, a)
+    return _map_matrices(_lu, a)
 
 
 def _lu(a):
-    """Eliminate column by column, with the greatest number of each as its pivot."""
+    """Factor a matrix by Gaussian elimination with partial pivoting.
+
+    Returns:
+      Both factors in one matrix, the row swapped with row k at step k, and the permutation of rows.
+    """
     rows, columns = _places(a)
     places = jnp.arange(a.shape[0])
 
@@ -133,7 +139,7 @@ def lu_pivots_to_permutation(pivots, *, permutation_size):
 
 @primitive("custom_linear_solve")
 def custom_linear_solve(g, *operands, const_lengths, jaxprs):
-    """Run the program that solves; those of the products are for its gradient."""
+    """Write the program that solves; the other programs, of products, are for gradients."""
     before = const_lengths.matvec + const_lengths.vecmat
     known = operands[before : before + const_lengths.solve]
     return g.program(jaxprs.solve, [*known, *operands[sum(const_lengths) :]])
@@ -143,11 +149,11 @@ def custom_linear_solve(g, *operands, const_lengths, jaxprs):
 def qr(a, *, full_matrices, pivoting):
     if pivoting:
         raise Refusal("pivoting is not supported")
-    return _each(lambda a: _qr(a, full_matrices), a)
+    return _map_matrices(lambda a: _qr(a, full_matrices), a)
 
 
 def _qr(a, full):
-    """Reflect column by column, as Householder does, with LAPACK's signs."""
+    """Factor a matrix by Householder reflections, with the signs of LAPACK."""
     m, n = a.shape
     places = jnp.arange(m)
     _, columns = _places(a)
@@ -158,11 +164,11 @@ def _qr(a, full):
         first = _row(column, k)
         below = jnp.where(places > k, column, 0)
         length = jnp.sqrt(jnp.sum(column * column))
-        still = jnp.all(below == 0)
+        is_done = jnp.all(below == 0)  # the column is zero below the diagonal: no reflection
         target = jnp.where(first < 0, length, -length)
         v = jnp.where(places == k, first - target, below)
-        v = v / jnp.where(still, 1, first - target)
-        tau = jnp.where(still, 0, (target - first) / jnp.where(still, 1, target))
+        v = v / jnp.where(is_done, 1, first - target)
+        tau = jnp.where(is_done, 0, (target - first) / jnp.where(is_done, 1, target))
         r = r - tau * jnp.outer(v, v @ r)
         r = jnp.where((columns == k) & (places[:, None] > k), 0, r)
         return q - tau * jnp.outer(q @ v, v), r
@@ -172,9 +178,16 @@ def _qr(a, full):
     return q[:, :size], r[:size]
 
 
-def _rotation(n, p, q, tangent_of_double):
-    """Return the rotation of axes p and q that Jacobi's method takes: by at most 45 degrees."""
-    t = tangent_of_double
+def _rotation(n, p, q, cotangent_of_double):
+    """Return the rotation matrix (n, n) of axes p and q of a Jacobi step.
+
+    Args:
+      n: the size of the matrix.
+      p, q: the axes.
+      cotangent_of_double: the cotangent of twice the angle. Of the two angles that have it, the one
+        of at most 45 degrees is taken, for which the method converges.
+    """
+    t = cotangent_of_double
     tangent = jnp.where(t < 0, -1, 1) / (jnp.abs(t) + jnp.sqrt(1 + t * t))
     tangent = jnp.where(jnp.isfinite(t), tangent, 0)
     cosine = lax.rsqrt(1 + tangent * tangent)
@@ -187,7 +200,7 @@ def _rotation(n, p, q, tangent_of_double):
 
 
 def _sweep(n: int, turn: Callable, carry: Any) -> Any:
-    """Apply `turn(p, q, carry)` to all pairs of columns, again and again."""
+    """Apply `turn(p, q, carry)` to all pairs p < q of n columns, `SWEEPS` times in order."""
     if n < 2:
         return carry
     first, second = np.triu_indices(n, 1)
@@ -217,7 +230,7 @@ def eigh(a, *, lower, sort_eigenvalues=True, subset_by_index=None):
         order = jnp.argsort(values)
         return v[:, order], values[order]
 
-    return _each(decompose, a)
+    return _map_matrices(decompose, a)
 
 
 @composed("svd")
@@ -230,12 +243,19 @@ def svd(a, *, full_matrices, compute_uv, subset_by_index=None):
         s, u, v = _svd(a.T if wide else a, full_matrices)
         return (s, v, u.T) if wide else (s, u, v.T)
 
-    s, u, v = _each(decompose, a)
+    s, u, v = _map_matrices(decompose, a)
     return (s, u, v) if compute_uv else (s,)
 
 
 def _svd(a, full):
-    """Turn pairs of columns until they are orthogonal; their lengths are the singular values."""
+    """Decompose a tall matrix by one-sided Jacobi.
+
+    Pairs of columns are rotated until all are orthogonal; their lengths are the singular values. A
+    QR decomposition normalizes them, and completes the basis if `full`.
+
+    Returns:
+      The singular values in descending order, the left vectors as columns, and the right ones.
+    """
     n = a.shape[1]
 
     def turn(p, q, carry):

@@ -16,7 +16,11 @@ def packed_product(g, x, *arrays, form):
 
 
 def _add_codes(g: Nodes, array: Any) -> Any:
-    """Return an array of codes as a tensor, so that no number that is computed of it is stored."""
+    """Add an array of integer codes as an initializer; return other arrays unchanged.
+
+    As a tensor it is not a known value any more, so that the floats which nodes compute from the
+    codes are not folded into the file.
+    """
     if not isinstance(array, np.ndarray) or not jnp.issubdtype(array.dtype, jnp.integer):
         return array
     kind = array.dtype

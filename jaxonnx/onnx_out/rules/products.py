@@ -22,7 +22,16 @@ def dot_general(g, x, y, *, dimension_numbers, out):
 
 
 def contract(g: Nodes, x: Any, y: Any, numbers: Any, shape: Any) -> Any:
-    """Return a product: batch axes first, then the free ones of x, then those of y."""
+    """Write a `dot_general`: batch axes first, then the free axes of x, then those of y.
+
+    Two matrices become one MatMul or Gemm on them as they are stored; anything else is transposed
+    and reshaped to batches of matrices.
+
+    Args:
+      x, y: operands of one dtype.
+      numbers: JAX's dimension numbers, ((x_sum, y_sum), (x_batch, y_batch)).
+      shape: that of the result.
+    """
     (x_sum, y_sum), (x_batch, y_batch) = (tuple(map(tuple, pair)) for pair in numbers)
     x_free = _others(x.ndim, x_sum, x_batch)
     y_free = _others(y.ndim, y_sum, y_batch)
@@ -39,18 +48,24 @@ def contract(g: Nodes, x: Any, y: Any, numbers: Any, shape: Any) -> Any:
 
 
 def _as_stored(x: Any, turned: bool) -> tuple[Any, bool]:
-    """Return what a matrix is a transpose of, and whether a product still has to turn it."""
+    """Return the matrix behind a transpose, and whether a product must then transpose it.
+
+    Args:
+      x: a matrix, possibly the transpose of a stored one.
+      turned: whether the product is with the transpose of x.
+    """
     if getattr(x, "turned", None) is None or x.shape[0] == 1 or x.shape[1] == 1:
         return x, turned
     return x.turned[0], not turned
 
 
 def _others(ndim: int, *taken: tuple) -> tuple:
+    """Return the axes that are in none of the groups."""
     return tuple(i for i in range(ndim) if not any(i in axes for axes in taken))
 
 
 def _matrices(g: Nodes, x: Any, groups: Any, batch: list) -> Any:
-    """Return x with its batch axes first and one axis for each of the other two groups."""
+    """Return x as (*batch, rows, columns): a transpose and a reshape of three groups of axes."""
     first, rows, columns = groups
     sizes = x.shape
     x = g.transpose(x, [*first, *rows, *columns])

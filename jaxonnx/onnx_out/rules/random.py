@@ -33,24 +33,26 @@ def iota_2x32_shape(*, shape):
 
 
 def _implementation(avals):
+    """Return JAX's implementation of the PRNG of keys."""
     return avals[0].dtype._impl
 
 
 @primitive("random_seed")
 def random_seed(g, seeds, *, impl):
-    return g.run(_over(impl.seed, seeds.ndim), seeds)
+    return g.run(_map_keys(impl.seed, seeds.ndim), seeds)
 
 
 @primitive("random_bits")
 def random_bits(g, keys, *, avals, bit_width, shape):
     impl = _implementation(avals)
-    return g.run(_over(lambda key: impl.random_bits(key, bit_width, shape), avals[0].ndim), keys)
+    draw = _map_keys(lambda key: impl.random_bits(key, bit_width, shape), avals[0].ndim)
+    return g.run(draw, keys)
 
 
 @primitive("random_split")
 def random_split(g, keys, *, avals, shape):
     impl = _implementation(avals)
-    return g.run(_over(lambda key: impl.split(key, shape), avals[0].ndim), keys)
+    return g.run(_map_keys(lambda key: impl.split(key, shape), avals[0].ndim), keys)
 
 
 @primitive("random_fold_in")
@@ -63,14 +65,15 @@ def random_fold_in(g, keys, data, *, avals):
 
 
 def _axes(avals):
+    """Return the axes of vmap for each level of batching; scalars are not mapped."""
     ndim = max(aval.ndim for aval in avals)
     if any(aval.ndim not in (0, ndim) for aval in avals):
         raise Refusal("keys and data of several ranks")
     return [tuple(0 if aval.ndim else None for aval in avals)] * ndim
 
 
-def _over(function, ndim):
-    """Map a function of one key over keys of more axes."""
+def _map_keys(function, ndim):
+    """Map a function of one key over an array of keys with `ndim` axes."""
     for _ in range(ndim):
         function = jax.vmap(function)
     return function
@@ -90,30 +93,40 @@ def rng_bit_generator(g, state, *, shape, dtype, algorithm):
 
 
 def _words(x):
-    """Return the two halves of each number of 64 bits, lower ones first."""
+    """Split 64-bit integers into uint32 halves, the lower one first."""
     return jnp.stack([x & 0xFFFFFFFF, x >> 32], -1).reshape(-1).astype(jnp.uint32)
 
 
 def _join_words(words):
-    """Return numbers of 64 bits from their halves, the inverse of `_words`."""
+    """Join halves to 64-bit integers: the inverse of `_words`."""
     return words[::2].astype(np.uint64) | (words[1::2].astype(np.uint64) << 32)
 
 
 def _counts(words, count):
-    """Return a counter of words, lower ones first, at each of so many places and after them."""
+    """Return a multiword counter after 0, 1, ..., `count` increments.
+
+    Args:
+      words: the uint32 words of its start, the lowest first.
+
+    Returns:
+      For each word uint32[count + 1]; the last entry is the counter after all increments.
+    """
     step, counter = lax.iota(jnp.uint32, count + 1), []
     for word in words:
         total = word + step
-        step = (total < word).astype(jnp.uint32)
+        step = (total < word).astype(jnp.uint32)  # the carry: an unsigned sum that wrapped
         counter.append(total)
     return counter
 
 
 def _threefry(words, shape, dtype):
-    """Return the state after these bits, and the bits: threefry of a key and a counter, as in XLA.
+    """Draw random bits by threefry from a state of a key and a counter, as XLA does.
 
-    A number of 64 bits is both words of a count. Narrower ones are the two words of a count side by
-    side, along the first axis of even size or else the first of the longest.
+    A 64-bit number is both words of a count. Narrower numbers are the two words of a count next to
+    each other, along the first axis of even size, or else along the first of the longest axes.
+
+    Returns:
+      The new state, uint32[4], and the bits.
     """
     wide, whole = dtype.itemsize == 8, shape or (1,)
     even = [axis for axis, size in enumerate(whole) if size % 2 == 0]
@@ -131,9 +144,12 @@ def _threefry(words, shape, dtype):
 
 
 def _philox(words, shape, dtype):
-    """Return the state after these bits, and the bits: Philox4x32-10 of Salmon et al.
+    """Draw random bits by Philox4x32-10 of Salmon et al., as XLA does.
 
-    As XLA has it, the key is also the upper half of the counter, and each count gives four words.
+    The key is also the upper half of the counter, and each count gives four words.
+
+    Returns:
+      The new state, uint32[4], and the bits.
     """
     wide = dtype.itemsize == 8
     size = int(np.prod(shape)) * (1 + wide)
@@ -149,6 +165,6 @@ def _philox(words, shape, dtype):
 
 
 def _product(x, factor):
-    """Return both words of a product."""
+    """Return the upper and the lower 32 bits of a product with a constant."""
     factor = jnp.full_like(x, factor)
     return mulhi(x, factor), x * factor

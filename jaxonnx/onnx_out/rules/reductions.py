@@ -20,6 +20,7 @@ for _name, _operator in OPERATORS.items():
     def reduce_(g, x, *, axes, out, operator=_operator):
         if not axes:
             return x
+        # a sum of uint64 wraps to the same bits in int64, which runtimes can sum
         wraps = x.dtype == np.uint64 and operator == "ReduceSum"
         dtype = np.dtype(np.int64) if wraps else ordered_dtype(x.dtype)
         return g.cast(g.reduce_tensor(operator, g.cast(x, dtype), axes), out.dtype)
@@ -54,7 +55,13 @@ def cumsum(g, x, *, axis, reverse, out):
 
 
 def _register_running(name, combine, start):
-    """Register a running reduction, by combining with what stands 1, 2, 4, ... places before."""
+    """Register a cumulative reduction, in log2(n) steps: combine with the values 1, 2, 4... before.
+
+    Args:
+      name: of the primitive.
+      combine: the function of two arrays.
+      start: a function of the dtype that returns the neutral element.
+    """
 
     @composed(name)
     def rule(x, *, axis, reverse):
@@ -84,7 +91,10 @@ _register_running("cumlogsumexp", jnp.logaddexp, _least)
 
 @primitive("sort")
 def sort(g, *operands, dimension, num_keys, out):
-    """Sort by the last key first: each sort keeps the order of equals, so the first one wins."""
+    """Sort by each key in turn, the last one first.
+
+    TopK is stable (equal elements keep their order), so that the first key decides.
+    """
     operands = list(operands)
     for key in reversed(range(num_keys)):
         size = np.array([operands[key].shape[dimension]], np.int64)
@@ -108,7 +118,7 @@ def top_k(g, x, *, k, out, axis=-1):
 
 @composed("approx_top_k")
 def approx_top_k(x, *, k, reduction_dimension, is_max_k):
-    """Take exactly the greatest or least, which any approximation may."""
+    """Return the exact greatest or least, which satisfies any recall target."""
     x = jnp.moveaxis(x if is_max_k else -x, reduction_dimension, -1)
     values, places = (jnp.moveaxis(y, -1, reduction_dimension) for y in lax.top_k(x, k))
     return values if is_max_k else -values, places

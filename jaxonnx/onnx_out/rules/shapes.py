@@ -37,12 +37,16 @@ def broadcast_in_dim(g, x, *, out, broadcast_dimensions):
 
 
 def _is_scalar_like(x: Any) -> bool:
+    """Check whether an operand was broadcast from a tensor with as many axes."""
     slim = getattr(x, "thin", None)
     return slim is not None and slim.ndim == x.ndim
 
 
 def expand(g: Nodes, x: Any, shape: Any) -> Any:
-    """Broadcast x, of as many axes, to a shape; what it was before is kept for its users."""
+    """Broadcast x to a shape with as many axes; the result records x as `thin`.
+
+    Elementwise rules read `thin` instead, so that most of these nodes are removed in the end.
+    """
     if dims.all_known(shape) and dims.all_known(x.shape) and tuple(x.shape) == tuple(shape):
         return x
     if dims.same(x.shape, shape):
@@ -90,7 +94,7 @@ def rev(g, x, *, dimensions):
 
 
 def reverse(g: Nodes, x: Any, axes: Any) -> Any:
-    """Return x with the order along these axes turned, but for those of size one."""
+    """Return x with the order of elements along these axes reversed."""
     axes = [axis for axis in axes if x.shape[axis] != 1]
     if not axes:
         return x
@@ -102,6 +106,7 @@ def reverse(g: Nodes, x: Any, axes: Any) -> Any:
 
 @primitive("pad")
 def pad(g, x, value, *, padding_config, out):
+    # record a tensor that is zero around x: sums of such tensors may be a Concat (`join_disjoint`)
     y = g.cast_result(pad_tensor(g, x, value, padding_config), out)
     moved = [axis for axis, edges in enumerate(padding_config) if any(edges)]
     zero = isinstance(value, np.ndarray) and not value.any()
@@ -113,9 +118,13 @@ def pad(g, x, value, *, padding_config, out):
 
 
 def join_disjoint(g: Nodes, x: Any, y: Any, out: Any) -> Any:
-    """Return the sum of tensors that are zero but for parts, None where these overlap.
+    """Write the sum of two zero-padded tensors whose parts do not overlap.
 
-    So end the gradients of slices: as a Concat, once there is one for every place.
+    The gradient of an array that is read in slices is such a sum. It becomes a Concat once the
+    parts cover the axis.
+
+    Returns:
+      The sum; None if x and y are not such tensors.
     """
     first, second = getattr(x, "pieces", None), getattr(y, "pieces", None)
     if first is None or second is None or first[0] != second[0]:
@@ -134,8 +143,16 @@ def join_disjoint(g: Nodes, x: Any, y: Any, out: Any) -> Any:
 
 
 def pad_tensor(g: Nodes, x: Any, value: Any, config: Any) -> Any:
-    """Pad x; negative numbers cut, the third of each axis stands between any two elements."""
+    """Pad x as `lax.pad` does.
+
+    Args:
+      x: a tensor or array.
+      value: the scalar that fills.
+      config: (low, high, interior) for each axis; negative edges cut elements off.
+    """
     shape = list(x.shape)
+    # interior: give each element an axis of its own, pad that at its end, merge the axes again, and
+    # cut off what was added after the last element
     for axis, (_, _, inner) in enumerate(config):
         if inner and (not dims.all_known([shape[axis]]) or shape[axis] > 1):
             n = shape[axis]
@@ -155,6 +172,7 @@ def pad_tensor(g: Nodes, x: Any, value: Any, config: Any) -> Any:
 
 
 def _pad(g: Nodes, x: Any, value: Any, edges: Any) -> Any:
+    """Append Pad with (low, high), not negative, for each axis, in a dtype that runtimes pad."""
     if not any(low or high for low, high in edges):
         return x
     if not dims.all_known([n for edge in edges for n in edge]):
@@ -200,7 +218,10 @@ def dim_as_value(g, *, dim, out):
 
 @primitive("dynamic_slice")
 def dynamic_slice(g, x, *starts, slice_sizes, out):
-    """Gather where the sizes are known: the bounds of a Slice do not show that they are."""
+    """Write a Gather for each axis if sizes are known, else one Slice.
+
+    The result of a Slice with computed bounds has no known shape for runtimes.
+    """
     if not x.shape:
         return x
     begin = _starts(g, x.shape, starts[: x.ndim], slice_sizes)
@@ -216,7 +237,7 @@ def dynamic_slice(g, x, *starts, slice_sizes, out):
 
 @primitive("dynamic_update_slice")
 def dynamic_update_slice(g, x, update, *starts, out):
-    """Put `update` where the elements of x have its places, counted from the start."""
+    """Write ScatterND, with the indices of all elements of `update` shifted by the start."""
     if not x.shape:
         return update
     begin = _starts(g, x.shape, starts, update.shape)
@@ -226,11 +247,11 @@ def dynamic_update_slice(g, x, update, *starts, out):
 
 
 def _starts(g: Nodes, shape: Any, starts: Any, sizes: Any) -> str:
-    """Return where a slice begins, as near as it fits."""
-    ones = [g.reshape(g.cast(start, np.int64), (1,)) for start in starts]
-    if all(isinstance(one, np.ndarray) for one in ones):
-        begin = np.concatenate(ones)
+    """Return the start of a slice, int64[rank], clipped so that the slice lies within the array."""
+    parts = [g.reshape(g.cast(start, np.int64), (1,)) for start in starts]
+    if all(isinstance(part, np.ndarray) for part in parts):
+        begin = np.concatenate(parts)
     else:
-        begin = g("Concat", *ones, axis=0) if len(ones) > 1 else ones[0]
+        begin = g("Concat", *parts, axis=0) if len(parts) > 1 else parts[0]
     last = g.sizes_of([n - size for n, size in zip(shape, sizes, strict=True)])
-    return g("Max", g("Min", begin, last), np.zeros(len(ones), np.int64))
+    return g("Max", g("Min", begin, last), np.zeros(len(parts), np.int64))

@@ -9,7 +9,10 @@ from jaxonnx.onnx_out._rule_table import Refusal, composed, replaces_jax
 
 @composed("log1p")
 def log1p(x):
-    """Return log(1 + x) as Kahan does: the error of 1 + x is in u - 1 as well."""
+    """Return log(1 + x) by Kahan's method: with u = 1 + x rounded, log(u) * x / (u - 1).
+
+    The rounding error of u is in both log(u) and u - 1, and cancels.
+    """
     u = 1 + x
     log = jnp.log(u)
     exact = u == 1
@@ -19,6 +22,7 @@ def log1p(x):
 
 @composed("expm1")
 def expm1(x):
+    """Return exp(x) - 1 by Kahan's method: with u = exp(x) rounded, (u - 1) * x / log(u)."""
     u = jnp.exp(x)
     near = (u != 1) & (jnp.abs(x) < 0.5)
     small = (u - 1) * (x / jnp.where(near, jnp.log(jnp.where(near, u, 2)), 1))
@@ -41,9 +45,11 @@ def bessel_i1e(x):
 
 
 def _bessel(x, order):
-    """Integrate exp(x cos t - x) cos(order t), by the trapezoidal rule, which is exact for periods.
+    """Return exp(-|x|) I_order(|x|), for order 0 or 1.
 
-    Where the peak is too narrow for its points, take the series in 1 / x of Hankel.
+    Below 40, the mean of exp(x cos t - x) cos(order t) over a period by the trapezoidal rule, which
+    converges exponentially for periodic functions. Above, where the peak is too narrow for 64
+    points, Hankel's asymptotic series in 1 / x.
     """
     x = jnp.abs(x)
     near = x < 40
@@ -88,10 +94,10 @@ def erfc(x):
 @composed("atan2")
 def atan2(y, x):
     pi = np.pi
-    straight = jnp.arctan(y / jnp.where(x == 0, 1, x))
-    left = jnp.where(y < 0, straight - pi, straight + pi)
+    right = jnp.arctan(y / jnp.where(x == 0, 1, x))
+    left = jnp.where(y < 0, right - pi, right + pi)
     upright = jnp.sign(y) * (pi / 2)
-    return jnp.where(x > 0, straight, jnp.where(x < 0, left, upright)).astype(y.dtype)
+    return jnp.where(x > 0, right, jnp.where(x < 0, left, upright)).astype(y.dtype)
 
 
 _SMALL = (
@@ -106,7 +112,10 @@ _LARGE = (
 
 @composed("erf_inv")
 def erf_inv(x):
-    """Follow Giles, "Approximating the erfinv function" (GPU Computing Gems, 2012), in float32."""
+    """Return the inverse of erf by the polynomials of Giles, to the accuracy of float32.
+
+    "Approximating the erfinv function" (GPU Computing Gems, 2012).
+    """
     w = -jnp.log1p(-x * x)
     small = w < 5
     w = jnp.where(small, w - 2.5, jnp.sqrt(w) - 3)
@@ -126,7 +135,10 @@ _LANCZOS = (
 
 @composed("lgamma")
 def lgamma(x):
-    """Take Lanczos' approximation and Euler's reflection, with the coefficients of XLA."""
+    """Return log |gamma(x)| by Lanczos' approximation, below 0.5 by Euler's reflection formula.
+
+    Coefficients and steps are those of XLA.
+    """
     reflected = x < 0.5
     z = jnp.where(reflected, -x, x - 1)
     total = 0.99999999999980993227684700473478 + jnp.zeros_like(z)
@@ -135,6 +147,7 @@ def lgamma(x):
     t = 7.5 + z
     log_t = np.log(7.5) + jnp.log1p(z / 7.5)
     y = (z + 0.5 - t / log_t) * log_t + 0.5 * np.log(2 * np.pi) + jnp.log(total)
+    # log |sin(pi x)| from the distance to the nearest integer: pi x loses its digits for large x
     fraction = jnp.abs(x) - jnp.floor(jnp.abs(x))
     fraction = jnp.where(fraction > 0.5, 1 - fraction, fraction)
     sine = jnp.log(jnp.sin(np.pi * fraction))
@@ -144,7 +157,7 @@ def lgamma(x):
 
 @composed("digamma")
 def digamma(x):
-    """Return the derivative of `lgamma`."""
+    """Return the derivative of `lgamma`, differentiated by hand."""
     reflected = x < 0.5
     z = jnp.where(reflected, -x, x - 1)
     total, slope = 0.99999999999980993227684700473478 + jnp.zeros_like(z), jnp.zeros_like(z)
@@ -165,7 +178,7 @@ _BERNOULLI = 1 / 12, -1 / 720, 1 / 30240, -1 / 1209600, 1 / 47900160
 
 @composed("zeta")
 def zeta(x, q):
-    """Add ten terms of Hurwitz' series, and the rest as Euler and Maclaurin do."""
+    """Return Hurwitz' zeta(x, q): ten terms of the series, and the Euler-Maclaurin formula."""
     total = jnp.zeros_like(x)
     for k in range(10):
         total = total + (q + k) ** -x
@@ -214,12 +227,16 @@ def clz(x):
 
 
 FORMATS = {"float16": (10, 15), "bfloat16": (7, 127), "float32": (23, 127), "float64": (52, 1023)}
-"""The bits of the fraction, and what is added to the exponent."""
+"""The bits of the fraction and the bias of the exponent, of each floating point format."""
 
 
 @composed("bitcast_convert_type")
 def bitcast_convert_type(x, *, new_dtype):
-    """Read bits as another type: integers as integers, others by the formula of their format."""
+    """Reinterpret bits as another dtype of the same width.
+
+    ONNX has no such operator before opset 26. Between integers it is a cast; floating point numbers
+    are composed and decomposed by arithmetic.
+    """
     new_dtype = jnp.dtype(new_dtype)
     unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     if x.dtype.itemsize == new_dtype.itemsize:
@@ -233,12 +250,17 @@ def bitcast_convert_type(x, *, new_dtype):
 
 
 def _wide(dtype):
-    """Return the dtype in which numbers of a format are computed, exactly."""
+    """Return the dtype in which the arithmetic on numbers of a format is exact."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def _float(bits, dtype):
-    """Return the numbers of a format that have these bits."""
+    """Return the floating point numbers that have these bits.
+
+    Args:
+      bits: unsigned integers of the same width as `dtype`.
+      dtype: a key of `FORMATS`.
+    """
     (digits, bias), wide = FORMATS[dtype.name], _wide(dtype)
     bits = bits.astype(jnp.promote_types(bits.dtype, jnp.uint32))
     sign = jnp.where(bits >> 8 * dtype.itemsize - 1 == 1, -1.0, 1.0).astype(wide)
@@ -253,7 +275,7 @@ def _float(bits, dtype):
 
 
 def _bits(x, unsigned):
-    """Return the bits of numbers; of NaN, those of one."""
+    """Return the bits of floating point numbers as unsigned integers; any NaN gives a quiet one."""
     (digits, bias), wide = FORMATS[x.dtype.name], _wide(x.dtype)
     held, two = jnp.promote_types(unsigned, jnp.uint32).type, wide.type(2)
     x = x.astype(wide)
@@ -261,16 +283,17 @@ def _bits(x, unsigned):
     finite = jnp.isfinite(x)
     least = wide.type(2.0 ** (1 - bias))
     normal = jnp.where(finite & (size >= least), size, 1)
+    # the logarithm may round across a power of two: `scaled` must be in [1, 2), correct by one
     exponent = jnp.floor(jnp.log(normal) * wide.type(1 / np.log(2)))
 
-    def scaled(exponent):  # by two powers, each of which is a normal number
+    def scaled(exponent):  # by two powers of two, as a single one may over- or underflow
         half = jnp.floor(exponent / 2)
         return normal * jnp.power(two, -half) * jnp.power(two, half - exponent)
 
     exponent = exponent + (scaled(exponent) >= 2) - (scaled(exponent) < 1)
     fraction = ((scaled(exponent) - 1) * wide.type(2.0**digits)).astype(held)
     bits = ((exponent.astype(jnp.int32) + bias).astype(held) << held(digits)) | fraction
-    # a subnormal number in two steps: the factor itself may be larger than any number
+    # a subnormal number is its fraction in units of 2^(1 - bias - digits); the factor may overflow
     up = bias - 1 + digits
     small = (size * wide.type(2.0 ** (up // 2)) * wide.type(2.0 ** (up - up // 2))).astype(held)
     infinite = (2 * bias + 1) << digits
@@ -283,13 +306,19 @@ def _bits(x, unsigned):
 
 @replaces_jax
 def exp_neg_sq(x):
-    """Return exp(-x^2), to a relative error of x^2 roundings: JAX cuts x by its bits for less."""
+    """Return exp(-x^2), with a relative error of about x^2 roundings.
+
+    JAX splits x by its bits for a smaller error, which takes many nodes in ONNX.
+    """
     return jnp.exp(-x * x)
 
 
 @composed("nextafter")
 def nextafter(x, y):
-    """Return the number beside x on the way to y: the bits of one sign count as numbers do."""
+    """Return the float32 next to x in the direction of y.
+
+    The bits of numbers of one sign, as integers, are ordered like their magnitudes.
+    """
     if x.dtype != jnp.float32:
         raise Refusal(f"it supports float32, not {x.dtype}")
     bits = lax.bitcast_convert_type(x, jnp.int32)
@@ -301,7 +330,7 @@ def nextafter(x, y):
 
 @composed("mulhi")
 def mulhi(x, y):
-    """Return the upper half of a product of 32-bit integers, from their 16-bit halves."""
+    """Return the upper 32 bits of a product of uint32, by multiplication of 16-bit halves."""
     if x.dtype != jnp.uint32:
         raise Refusal(f"it supports uint32, not {x.dtype}")
     low, high = x & 0xFFFF, x >> 16

@@ -39,13 +39,16 @@ for _name, (_operator, _neutral) in NEUTRAL.items():
             if y is not None:
                 return y
         x = pad_tensor(g, x, neutral(x.dtype), edges)
-        for axis, size in enumerate(window_dimensions):  # a window is a box: axis by axis
-            x = _along(g, x, axis, size, window_strides[axis], window_dilation[axis], operator)
+        # a window is a box, so that its reduction is one along each axis, one after the other
+        for axis, size in enumerate(window_dimensions):
+            x = _reduce_axis(
+                g, x, axis, size, window_strides[axis], window_dilation[axis], operator
+            )
         return x
 
 
-def _along(g: Nodes, x: Any, axis: int, size: int, stride: int, dilation: int, operator: str):
-    """Reduce windows along one axis."""
+def _reduce_axis(g: Nodes, x: Any, axis: int, size: int, stride: int, dilation: int, operator: str):
+    """Reduce windows along one axis, by an operator on `size` strided slices."""
     if size == 1 and stride == 1:
         return x
     count = (x.shape[axis] - (size - 1) * dilation - 1) // stride + 1
@@ -63,7 +66,16 @@ def _along(g: Nodes, x: Any, axis: int, size: int, stride: int, dilation: int, o
 
 
 def _max_pool(g: Nodes, x, sizes, strides, edges, dilations, out) -> Any:
-    """Return MaxPool of windows along the last axes, None where it cannot say this."""
+    """Write a windowed maximum as MaxPool, whose windows lie along up to three last axes.
+
+    Args:
+      x: the operand.
+      sizes, strides, edges, dilations: for each axis of x; an edge is (low, high, interior).
+      out: the shape and dtype of the result.
+
+    Returns:
+      The result; None if MaxPool cannot express the windows.
+    """
     space = [i for i in range(x.ndim) if (sizes[i], strides[i], edges[i]) != (1, 1, (0, 0, 0))]
     fits = all(
         inner == 0 and 0 <= low < sizes[i] and 0 <= high < sizes[i]
@@ -90,7 +102,11 @@ def _max_pool(g: Nodes, x, sizes, strides, edges, dilations, out) -> Any:
 def select_and_scatter_add(
     source, operand, *, select_prim, window_dimensions, window_strides, padding
 ):
-    """Add each number of `source` to the first greatest (or least) element of its window."""
+    """Add each number of `source` to the first greatest (or least) element of its window.
+
+    This is the gradient of a windowed maximum. A tap is a position within the window; the elements
+    of all windows at one tap are a strided slice.
+    """
     least = select_prim.name == "ge"
     fill = (_least if least else _greatest)(np.dtype(operand.dtype))
     edges = [(low, high, 0) for low, high in padding]
@@ -110,6 +126,7 @@ def select_and_scatter_add(
         value = read(tap)
         ahead = better(value, best)
         best, winner = jnp.where(ahead, value, best), jnp.where(ahead, i, winner)
+    # scatter: dilate the numbers whose window chose this tap, and pad them to the operand's shape
     total = None
     for i, tap in enumerate(taps):
         part = jnp.where(winner == i, source, zero)
