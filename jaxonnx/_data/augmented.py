@@ -17,13 +17,15 @@ _KEY = 2**32 - 4
 
 
 class Augmented(Source):
-    """A source whose batches are changed by a function each time that they are read.
+    """A source that applies a function to each batch of another source.
 
-    Random changes depend on seed, epoch and the number of the batch only, so that a run that
-    resumes draws the same.
+    Random changes depend only on the key, the epoch and the number of the batch, so that a resumed
+    run draws the same.
 
     Args:
-      change: a function of key, epoch, number of the batch, and batch.
+      source: the source of the batches.
+      change: a function of (key, epoch, number of the batch, batch) that returns a batch.
+      key: of the run.
     """
 
     def __init__(
@@ -48,7 +50,10 @@ class Augmented(Source):
 
 
 def parse_augment(augment: Any, preprocess: Mapping[str, Any] | None, data: Any) -> tuple[Any, Any]:
-    """Parse `augment`: return its function or None, and `preprocess` with its names.
+    """Parse the argument `augment` of `train`.
+
+    Returns:
+      The function, or None; and `preprocess`, with the names of image augmentations added.
 
     Raises:
       TrainingError: names for data other than a folder of images, or names in `preprocess` as well.
@@ -68,10 +73,13 @@ def parse_augment(augment: Any, preprocess: Mapping[str, Any] | None, data: Any)
 
 
 def augment_examples(examples: Source, function: Callable | None, seed: int) -> Source:
-    """Return a source whose batches the function changes.
+    """Return a source whose batches a user's function changes, on the device.
 
     Args:
-      function: of (key, x), or (key, batch) where its second argument has that name.
+      examples: the source.
+      function: of (key, x), or of (key, batch) if its second parameter has that name; None returns
+        the source as it is.
+      seed: of the run.
     """
     if function is None:
         return examples
@@ -88,6 +96,8 @@ def augment_examples(examples: Source, function: Callable | None, seed: int) -> 
 
 
 def _on_inputs(function: Callable) -> Callable:
+    """Wrap a function of (key, x), where x is the only input or a tuple of all, and check it."""
+
     def apply(key: jax.Array, epoch: Any, number: Any, inputs: tuple) -> tuple:
         single = len(inputs) == 1
         x = function(key_of(key, epoch, number), inputs[0] if single else inputs)
@@ -102,6 +112,8 @@ def _on_inputs(function: Callable) -> Callable:
 
 
 def _on_batch(function: Callable) -> Callable:
+    """Wrap a function of (key, batch), and check what it returns."""
+
     def apply(key: jax.Array, epoch: Any, number: Any, batch: Batch) -> Batch:
         new = function(key_of(key, epoch, number), batch)
         if not isinstance(new, Batch):
@@ -116,7 +128,7 @@ def _on_batch(function: Callable) -> Callable:
 
 
 def _check_count(new: Any, count: int) -> None:
-    """Refuse other numbers of examples: an epoch has as many as its batches."""
+    """Raise if a function changed the number of examples, by which epochs are counted."""
     shapes = [np.shape(x) for x in jax.tree.leaves(new)]
     if any(shape[:1] != (count,) for shape in shapes):
         raise TrainingError(

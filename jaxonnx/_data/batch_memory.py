@@ -13,10 +13,14 @@ _SMALL = 2**15
 """Bytes of a batch below which reuse does not pay."""
 
 _ALIGNED = 64
+"""The alignment at which XLA:CPU reads an array of NumPy without a copy."""
 
 
 class Memory:
-    """Gathers rows of an array into memory that is not referenced any more."""
+    """A pool of memory blocks for batches of `count` rows of an array.
+
+    A block returns to the pool when the last array that uses it is garbage collected.
+    """
 
     def __init__(self, array: np.ndarray, count: int):
         self._array = array
@@ -28,10 +32,10 @@ class Memory:
         self._free: list[np.ndarray] = []
 
     def rows(self, rows: np.ndarray) -> np.ndarray:
-        """Return `array[rows]`, for rows that there are."""
+        """Return `array[rows]`; the rows must be in bounds."""
         if not self.again:
             return self._array[rows]
-        # with bounds to be checked NumPy would collect elsewhere first
+        # with mode="raise" NumPy gathers into a buffer first, as it may fail half way
         return self._array.take(rows, axis=0, out=self.allocate(), mode="clip")
 
     def allocate(self) -> np.ndarray:
@@ -40,13 +44,17 @@ class Memory:
         return block.view(self._array.dtype).reshape(self._shape)
 
     def _block(self) -> np.ndarray:
+        """Return new aligned memory for a batch, as bytes."""
         block = np.empty(self._size + _ALIGNED, np.uint8)
         start = -block.ctypes.data % _ALIGNED
         return block[start : start + self._size]
 
 
 class _Lent:
-    """A block that goes back when the last array in it is gone; JAX holds those that it reads."""
+    """An owner of a block, which every array on it refers to; it returns the block when it dies.
+
+    JAX keeps the arrays that a computation reads alive until it has ended.
+    """
 
     def __init__(self, block: np.ndarray, free: list[np.ndarray]):
         self._block, self._free = block, free

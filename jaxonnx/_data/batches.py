@@ -32,14 +32,14 @@ _SHAPES = 16
 
 
 class Batch(NamedTuple):
-    """Examples for a step, some of which may be fill that the loss ignores."""
+    """The examples of a step, some of which may be fill that the loss ignores."""
 
     inputs: tuple[Any, ...]
-    """In the order of the model's inputs."""
+    """The inputs, in the order of the model's."""
     targets: Any
     """A pytree of arrays with the examples along the first axis."""
     weight: Any
-    """float32, what each example weighs in losses and metrics: 1, and 0 for fill."""
+    """float32[n], the weight of each example in losses and metrics: 1 by default, 0 for fill."""
 
 
 class Source(ABC):
@@ -50,52 +50,52 @@ class Source(ABC):
     """
 
     targets: Any
-    """The targets of all examples; None where they are not known before the batches."""
+    """The targets of all examples; None if they are not known before the batches are read."""
     weights: np.ndarray | None = None
-    """The weight of each example, float32; None means 1 for all, or not known before."""
+    """The weight of each example, float32; None if all are 1, or not known beforehand."""
     size: int | None
-    """The number of examples in a batch, where it is the same for all."""
+    """The number of examples in a batch; None if it varies."""
     classes: Sequence[str] | None = None
-    """The names of the classes, where the data has them."""
+    """The names of the classes, if the data has them."""
     resumable: Mapping[str, Any] | None = None
-    """Settings of the data that must be the same in a run that resumes, as JSON holds them."""
+    """Settings of the data that must be the same in a resumed run, as values of JSON."""
     in_shares: bool = False
-    """Whether each of several processes has a share of each batch, not all of it."""
+    """Whether each of several processes yields its own share of a batch, not the whole batch."""
     spent: bool = False
-    """Whether the batches that were read cannot be read again."""
+    """Whether the source is an iterator, which can be read only once."""
     checks_batches: bool = False
-    """Whether all batches can be checked before the run, in place of all targets at once."""
+    """Whether targets are checked batch by batch before the run, not all at once."""
 
     @property
     @abstractmethod
     def steps(self) -> int | None:
-        """The number of batches in an epoch, where it is known."""
+        """The number of batches in an epoch; None if it is not known."""
 
     @property
     @abstractmethod
     def identity(self) -> dict[str, Any] | None:
-        """The number, types and a checksum of the examples, as JSON holds them, if known."""
+        """The result of `fingerprint.identity` for the examples; None if they are not known."""
 
     @abstractmethod
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Return the batches of an epoch from number `start` on."""
+        """Return the batches of an epoch, from batch `start` on."""
 
 
 @dataclass(frozen=True)
 class Examples(Source):
-    """Examples in one piece, in an order that depends on seed and epoch only."""
+    """Examples that are known beforehand, in an order that depends only on seed and epoch."""
 
     inputs: Any
     targets: Any
     size: int
     seed: int | None
-    """None for the order that they have."""
+    """The seed of the shuffle; None keeps the order of the rows."""
     rows: np.ndarray
-    """Which of the examples."""
+    """The indices of the examples that are used."""
     weights: np.ndarray | None = field(default=None, kw_only=True)
-    """What each example weighs, float32; None means 1 for all."""
+    """The weight of each example, float32; None if all are 1."""
     group: int = field(default=1, kw_only=True)
-    """The number of examples that stay together: rows, and batches, are whole groups."""
+    """The number of consecutive rows that stay together in the shuffle and within a batch."""
 
     def __post_init__(self):
         if isinstance(self.size, bool) or not isinstance(self.size, int | np.integer):
@@ -121,17 +121,18 @@ class Examples(Source):
 
     @abstractmethod
     def contents(self) -> Sequence[np.ndarray]:
-        """Return the arrays that the examples are in."""
+        """Return the arrays that identify the examples, for the fingerprint."""
 
     def order(self, epoch: int) -> np.ndarray:
-        """Return the rows in the order of an epoch."""
+        """Return the rows in the order of an epoch, shuffled in whole groups."""
         order = self.rows.reshape(-1, self.group).copy()
         if self.seed is not None:
             np.random.default_rng((self.seed, epoch)).shuffle(order)
         return order.reshape(-1)
 
     def rows_of_batches(self, epoch: int, start: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the rows of each batch from number `start` on, and what they weigh."""
+        """Yield the rows and the weights of each batch, from batch `start` on."""
+        # np.resize repeats the order from its beginning, which fills up the last batch
         order = np.resize(self.order(epoch), self.steps * self.size)
         weight = np.ones(self.size, np.float32)
         for first in range(start * self.size, len(order), self.size):
@@ -146,39 +147,41 @@ class Arrays(Examples):
     """All examples as arrays; `inputs` is a tuple in the order of the model's."""
 
     whole: Sequence[bool] = field(default=(), kw_only=True)
-    """Which inputs are passed as they are with each batch; none by default."""
+    """For each input, whether it is passed whole with each batch; none is by default."""
 
     def contents(self) -> Sequence[np.ndarray]:
         return jax.tree.leaves((self.inputs, self.targets))
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         whole = self.whole or (False,) * len(self.inputs)
-        split = [x for x, kept in zip(self.inputs, whole, strict=True) if not kept]
+        split = [x for x, is_whole in zip(self.inputs, whole, strict=True) if not is_whole]
         arrays, form = jax.tree.flatten((split, self.targets))
         memories = [Memory(array, self.size) for array in arrays]
         for rows, weight in self.rows_of_batches(epoch, start):
-            some, targets = form.unflatten([memory.rows(rows) for memory in memories])
-            parts = iter(some)
+            gathered, targets = form.unflatten([memory.rows(rows) for memory in memories])
+            parts = iter(gathered)
             pairs = zip(self.inputs, whole, strict=True)
-            inputs = tuple(x if kept else next(parts) for x, kept in pairs)
+            inputs = tuple(x if is_whole else next(parts) for x, is_whole in pairs)
             yield Batch(inputs, targets, weight)
 
 
 @dataclass(frozen=True)
 class Stream(Source):
-    """An iterable of batches, made by the caller."""
+    """An iterable of batches that the user passes, such as a loader."""
 
     data: Any
+    """The iterable, or a function of the epoch that returns one."""
     values: Sequence[Value]
     """The inputs of the model."""
     what: str
+    """The data, for errors."""
     targets: None = None
-    """They are not known before the batches."""
+    """None: targets are not known before the batches are read."""
     labels: bool = True
-    """Whether there are targets, or only inputs are wanted."""
+    """Whether targets are wanted; else only inputs are."""
     padding: Padding = PLAIN
     target_names: Collection[str] = ()
-    """Names that targets can have."""
+    """The names of targets, one of which may be "weight"."""
     size = None
     in_shares = True
 
@@ -194,18 +197,23 @@ class Stream(Source):
     def steps(self) -> int | None:
         try:
             return len(self.data)
-        except TypeError:  # loaders have a length that some of their data has not
+        except TypeError:  # no length, or that of a loader whose dataset has none
             return None
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Return the batches from number `start` on; those before it are made and dropped.
+        """Return the batches from batch `start` on; those before are read and dropped.
 
-        Fill comes from the batch before, so skipping gives the batches of the whole epoch.
+        A short batch is filled up from the one before it, so that they are needed in any case.
         """
         return islice(self._all(epoch), start, None)
 
     def _all(self, epoch: int) -> Iterator[Batch]:
-        latest: dict[Any, Any] = {}  # of each shape
+        """Yield all batches of an epoch, checked, padded and filled up.
+
+        Raises:
+          TrainingError: a batch differs from those before it, or there are none.
+        """
+        latest: dict[Any, Any] = {}  # the last batch of each shape of examples, for fill
         pairs: Any = self.data(epoch) if callable(self.data) else self.data
         for number, given in enumerate(pairs):
             what = f"batch {number + 1} of {self.what} in epoch {epoch + 1}"
@@ -222,9 +230,9 @@ class Stream(Source):
                 pair = columns.rows(np.arange(len(pair[0][0])))
             shape = tuple(x.shape[1:] for x in pair[0])
             if shape in latest:
-                _same(pair, latest[shape], what)
+                _check_same(pair, latest[shape], what)
             elif latest:
-                _same(pair, next(iter(latest.values())), what, self.values)
+                _check_same(pair, next(iter(latest.values())), what, self.values)
                 if len(latest) == _SHAPES:
                     self._warn()
             before = latest.get(shape, pair)
@@ -247,7 +255,7 @@ class Stream(Source):
             )
 
     def _batch_as_it_is(self, pair: Any, weights: Any, what: str, latest: dict[Any, Any]) -> Batch:
-        """Return a batch with inputs that are passed whole: nothing fills it up."""
+        """Return a batch whose inputs are passed whole; it cannot be filled up."""
         inputs, targets = pair
         count = count_examples(inputs, targets, self.values)
         shape = tuple(x.shape for x in jax.tree.leaves(pair))
@@ -267,11 +275,14 @@ class Stream(Source):
         )
 
 
-def _same(pair: Any, first: Any, what: str, values: Sequence[Value] = ()) -> None:
-    """Refuse a batch whose shapes or dtypes, but for its length, are not those before it.
+def _check_same(pair: Any, first: Any, what: str, values: Sequence[Value] = ()) -> None:
+    """Raise if a batch differs from an earlier one in structure, dtypes or the shape of examples.
 
     Args:
-      values: the inputs of the model, where sizes may differ that it leaves open.
+      pair: inputs and targets.
+      first: those of the earlier batch.
+      what: the batch, for errors.
+      values: the inputs of the model; sizes that these leave open may differ. None may by default.
     """
     if jax.tree.structure(pair) != jax.tree.structure(first):
         raise TrainingError(
@@ -284,7 +295,7 @@ def _same(pair: Any, first: Any, what: str, values: Sequence[Value] = ()) -> Non
 
 
 def _of_one_kind(new: list[Any], old: list[Any], values: Sequence[Value]) -> bool:
-    """Return whether two batches differ only in sizes that the model leaves open."""
+    """Check whether batches, as (shape, dtype) of leaves, differ only in sizes that are open."""
     if any((len(a), b) != (len(c), d) for (a, b), (c, d) in zip(new, old, strict=True)):
         return False
     for value, (shape, _), (before, _) in zip(values, new, old, strict=False):

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 
 _BYTES = 2**28
-"""Of each array, what is read for its checksum; of longer ones these are rows all over it."""
+"""The most bytes of an array that its checksum reads; of a larger one it reads every k-th row."""
 
 
 def identity(rows: np.ndarray, columns: Iterable[np.ndarray]) -> dict[str, Any]:
-    """Return number, types and a checksum of examples, as JSON holds them.
+    """Return the number, dtypes and checksums of examples, as values of JSON.
 
     Args:
-      rows: which of the examples.
+      rows: the indices of the examples that are used.
       columns: inputs, targets and weights.
     """
     columns = [np.asarray(column) for column in columns]
@@ -26,7 +26,7 @@ def identity(rows: np.ndarray, columns: Iterable[np.ndarray]) -> dict[str, Any]:
 
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return in words what differs between two identities."""
+    """Describe the first difference between two results of `identity`, for an error."""
     if before["examples"] != now["examples"]:
         return f"{before['examples']} examples, and now there are {now['examples']}"
     if before["arrays"] != now["arrays"]:
@@ -35,7 +35,7 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def _checksum(x: np.ndarray) -> int:
-    """Return the CRC of an array, or of rows that are evenly spread over a large one."""
-    least = -(-x.nbytes // _BYTES)
-    numbers: Any = np.ascontiguousarray(x[:: max(1, least)]).reshape(-1).view(np.uint8)
-    return zlib.crc32(numbers)
+    """Return the CRC-32 of an array, or of evenly spaced rows of a large one."""
+    step = max(1, -(-x.nbytes // _BYTES))
+    content: Any = np.ascontiguousarray(x[::step]).reshape(-1).view(np.uint8)
+    return zlib.crc32(content)

@@ -30,16 +30,20 @@ def examples_of(
     padding: Padding = PLAIN,
     target_names: Collection[str] = (),
 ) -> Source:
-    """Convert data in any form to a source of batches.
+    """Convert data in any form that `train` accepts to a source of batches.
 
     Args:
-      inputs: the model's; where they are fixed to a batch size, data in one piece takes it.
-      batch_size: of data in one piece.
-      seed: of the order of data in one piece; None keeps it.
+      data: arrays, a file, an iterable of batches, ... (see `SOURCES`).
+      inputs: the model's inputs. If they have a fixed batch size, arrays are batched by it.
+      batch_size: of arrays; an iterable has its own.
+      seed: of the order of arrays; None keeps their order.
       what: the data, for errors.
-      labels: whether the targets are wanted. Else they may be missing, and are left out.
-      padding: what sequences of unequal length are filled up with, and how far.
-      target_names: names that are of targets, which weights of examples could have, too.
+      labels: whether targets are wanted; else they may be missing, and are dropped.
+      padding: how sequences of unequal length are padded.
+      target_names: the names of targets: an entry "weight" of a dict may be one of them.
+
+    Raises:
+      TrainingError: the data has none of these forms, or does not fit the model.
     """
     what = f"{what} '{os.fspath(data)}'" if isinstance(data, str | os.PathLike) else what
     data = next((read(data) for applies, read in SOURCES if applies(data)), data)
@@ -78,11 +82,12 @@ def examples_of(
 
 
 def lacks_batch_axis(data: Any, inputs: Sequence[Value]) -> bool:
-    """Check whether inputs are declared for one example, and data has several along a first axis.
+    """Check whether the model takes single examples, and data has one more axis, of examples.
 
     Args:
-      data: arrays, a file with them, or a list of batches; of others nothing is known before they
-        are read.
+      data: arrays, a file with them, or a list of batches. For any other data this is False, as
+        nothing is known before it is read.
+      inputs: the model's inputs.
     """
     if isinstance(data, str | os.PathLike):
         sizes = [value.shape[0] for value in inputs if value.shape]
@@ -104,7 +109,7 @@ def lacks_batch_axis(data: Any, inputs: Sequence[Value]) -> bool:
 
 
 def _has_further_axis(array: Any, value: Value) -> bool:
-    """Check whether an array has one axis more than an input, before axes that fit it."""
+    """Check whether an array has one axis more than an input, in front of axes that fit it."""
     shape = getattr(array, "shape", None)
     if shape is None or value.shape is None or value.whole or len(shape) != len(value.shape) + 1:
         return False
@@ -129,7 +134,7 @@ def table(path: str | os.PathLike) -> Mapping[str, Any]:
 
 
 def _lines(text: str) -> dict[str, Any]:
-    """Return the columns of JSON objects, one a line."""
+    """Return the columns of a text with one JSON object in each line."""
     rows = [json.loads(line) for line in text.split("\n") if line.strip()]
     if not rows or not all(isinstance(row, dict) and row.keys() == rows[0].keys() for row in rows):
         raise ValueError("each line must be a JSON object, and all must have the same keys")
@@ -137,7 +142,7 @@ def _lines(text: str) -> dict[str, Any]:
 
 
 def _numbers(values: list[Any]) -> np.ndarray | list[Any]:
-    """Return an array, or several where lengths differ; real numbers are float32."""
+    """Convert a column to an array, or to a list if lengths differ; float64 becomes float32."""
     try:
         array = np.asarray(values)
     except ValueError:  # NumPy makes no array of lists of unequal length
@@ -146,7 +151,7 @@ def _numbers(values: list[Any]) -> np.ndarray | list[Any]:
 
 
 def _rows(dataset: Any) -> Mapping[str, Any]:
-    """Return the columns of a Hugging Face Dataset, whose iterator would give single examples."""
+    """Return the columns of a Hugging Face Dataset (its iterator yields single examples)."""
     return (dataset if dataset.format["type"] else dataset.with_format("numpy"))[:]
 
 
@@ -172,7 +177,7 @@ def size_of_batches(inputs: Sequence[Value], wanted: int | None) -> int:
 
 
 def _check_batch(arrays: Any, targets: Any, size: Any, count: int) -> None:
-    """Refuse batches that this machine cannot hold."""
+    """Raise if a batch does not fit into this machine's memory."""
     columns = [getattr(x, "values", x) for x in (*arrays, *jax.tree.leaves(targets))]
     needed = size * sum(x.nbytes for x in columns) // count if isinstance(size, int) else 0
     if needed > machine():
@@ -184,7 +189,7 @@ def _check_batch(arrays: Any, targets: Any, size: Any, count: int) -> None:
 
 
 def check_size(examples: Source, batch_size: int | None) -> None:
-    """Refuse a batch size for batches that have their own."""
+    """Raise if a batch size is given for an iterable, whose batches have their own size."""
     if isinstance(examples, Stream) and batch_size is not None:
         raise TrainingError(
             f"batch_size={batch_size} goes with data in one piece; data is an iterable, whose "

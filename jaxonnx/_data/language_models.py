@@ -11,7 +11,7 @@ from jaxonnx.errors import TrainingError
 
 
 def context_length(folder: ModelFolder) -> int | None:
-    """Return the number of positions that the configuration of a model has, if it says."""
+    """Return the context length that the configuration files of a model give, if any does."""
     settings = folder.read_json("config.json")
     nested = settings.get("text_config")
     for source, name in (
@@ -37,14 +37,14 @@ def token_input(model: Network) -> str:
 
 
 def vocabulary(model: Network) -> int | None:
-    """Return the number of tokens that the model has, by the last axis of its logits."""
+    """Return the size of the vocabulary: the last axis of the logits, if it is a number."""
     shapes = {value.name: value.shape for value in model.outputs}
     shape = shapes.get("logits", model.outputs[0].shape)
     return shape[-1] if shape and isinstance(shape[-1], int) else None
 
 
 def decoder_numbers(folder: ModelFolder) -> tuple[int | None, int]:
-    """Return the first token of a decoder behind an encoder, if it is said, and that of padding."""
+    """Return the start token of an encoder-decoder, if the files give it, and the padding token."""
     names = "decoder_start_token_id", "pad_token_id"
     files = [folder.read_json(name) for name in ("generation_config.json", "config.json")]
     start, fill = (next((f[n] for f in files if isinstance(f.get(n), int)), None) for n in names)

@@ -15,13 +15,19 @@ def pack_texts(
     ignored: int,
     number: Callable[[Sequence[int]], np.ndarray],
 ) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
-    """Return tokens and labels of rows, and what says which text each token is of.
+    """Concatenate short texts to rows of at most `capacity` tokens.
 
-    The first label of a text, which the last token of the text before it would predict, is ignored.
+    The first label of each text is ignored: the last token of the text before would predict it.
 
     Args:
-      capacity: the tokens of a row at most.
-      number: what says which text each token is of, by the lengths of the texts.
+      tokens, labels: of each text.
+      capacity: the most tokens of a row.
+      ignored: the label that losses ignore.
+      number: a function of the lengths of a row's texts that returns, for each token, the number by
+        which the model tells texts apart.
+
+    Returns:
+      For each row the tokens, the labels, and the results of `number`.
     """
     rows, numbers, wanted = [], [], []
     for chosen in fit_rows([len(ids) for ids in tokens], capacity):
@@ -33,17 +39,21 @@ def pack_texts(
 
 
 def fit_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return which texts make a row, by best fit in decreasing order.
+    """Assign texts to rows by best-fit-decreasing bin packing.
 
-    Johnson, "Near-optimal bin packing algorithms" (1973): at most 11/9 of the fewest, plus one.
+    Longest texts first, each goes into the fullest row that has room for it. Johnson,
+    "Near-optimal bin packing algorithms" (1973): at most 11/9 of the fewest rows, plus one.
+
+    Returns:
+      The numbers of the texts of each row.
     """
     rows: list[list[int]] = []
-    left: list[tuple[int, int]] = []  # of each row that has room, sorted
+    spaces: list[tuple[int, int]] = []  # (free tokens, row), sorted
     for i in np.argsort(-np.asarray(lengths), kind="stable").tolist():
-        place = bisect_left(left, (lengths[i], -1))
-        room, row = left.pop(place) if place < len(left) else (capacity, len(rows))
+        place = bisect_left(spaces, (lengths[i], -1))
+        space, row = spaces.pop(place) if place < len(spaces) else (capacity, len(rows))
         if row == len(rows):
             rows.append([])
         rows[row].append(i)
-        insort(left, (room - lengths[i], row))
+        insort(spaces, (space - lengths[i], row))
     return rows

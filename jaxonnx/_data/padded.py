@@ -13,12 +13,12 @@ from jaxonnx._data.ragged import Columns, Ragged
 
 @dataclass(frozen=True)
 class Padded(Examples):
-    """Examples of unequal length, in batches that are as wide as their longest example needs.
+    """Examples of unequal length, in batches padded to the widest bucket of their examples.
 
-    With a seed, examples of one width come together: in each epoch those of each width are
-    shuffled, and then the batches. What is left over of one width goes into the next wider batch,
-    so that there are as many batches as of arrays. Without a seed the examples keep their order,
-    whatever their lengths.
+    With a seed, batches are made of examples of one bucket: in each epoch the examples of each
+    bucket are shuffled, and then the batches. The remainder of a bucket goes into the first batch
+    of the next wider one, so that there are as many batches as with arrays. Without a seed the
+    examples keep their order, whatever their lengths.
     """
 
     columns: Columns
@@ -37,11 +37,13 @@ class Padded(Examples):
         order = super().order(epoch)
         if self.seed is None:
             return order
+        # a stable sort of the shuffled groups by width keeps the shuffle within each width
         groups = order.reshape(-1, self.group)
         widths = self.columns.widths[groups].max(axis=1)
         return groups[np.argsort(widths, kind="stable")].reshape(-1)
 
     def rows_of_batches(self, epoch: int, start: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        # all batches of the epoch, as their order is shuffled: a resumed run skips the first ones
         batches = [*super().rows_of_batches(epoch, 0)]
         if self.seed is not None:
             order = np.random.default_rng((self.seed, epoch, 1)).permutation(len(batches))

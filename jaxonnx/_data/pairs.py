@@ -28,9 +28,21 @@ def as_pair(
     labels: bool = True,
     padding: Padding = PLAIN,
 ) -> tuple[tuple[Any, ...], Any]:
-    """Convert data to inputs in the model's order and targets, with equal numbers of examples.
+    """Convert data to inputs in the model's order, and targets.
 
-    They are NumPy arrays, and Ragged where they are sequences of unequal length.
+    Args:
+      given: a pair (x, y) or a dict, as the user passes it.
+      values: the model's inputs.
+      what: the data, for errors.
+      labels: whether targets are wanted; else they may be missing, and are dropped.
+      padding: which inputs and targets can be computed if they are missing.
+
+    Returns:
+      The inputs, and a pytree of targets: NumPy arrays, or `Ragged` for sequences of unequal
+      length, with equal numbers of examples.
+
+    Raises:
+      TrainingError: something is missing, is not numbers, or has another number of examples.
     """
     names, spare = [value.name for value in values], derived_inputs(values)
     spare = [DECODER_TOKENS, *spare] if padding.shift is not None and labels else spare
@@ -89,10 +101,13 @@ def as_pair(
 
 
 def _check_rows(value: Value, array: Any, what: str, negative: bool) -> None:
-    """Refuse numbers that are no row of the table that an input chooses from.
+    """Raise if an input has an index beyond the table that the network looks it up in.
 
     Args:
-      negative: allow those that count from the end of the table, as Gather does.
+      value: the input; `rows` is the size of the table.
+      array: its data.
+      what: the data, for errors.
+      negative: allow negative indices, which count from the end as in Gather.
     """
     numbers = array.values if isinstance(array, Ragged) else array
     if value.rows is None or not isinstance(numbers, np.ndarray) or numbers.dtype.kind not in "iu":
@@ -115,7 +130,7 @@ def _check_rows(value: Value, array: Any, what: str, negative: bool) -> None:
 def _with_shifted(
     inputs: list[Any], targets: Any, names: list[str], shift: Callable[[Any], Any], what: str
 ) -> list[Any]:
-    """Return inputs with the tokens of a decoder, made of the labels where they are missing."""
+    """Compute the decoder's tokens from the labels by `shift`, if data omits them."""
     place = names.index(DECODER_TOKENS)
     if inputs[place] is not None:
         return inputs
@@ -129,7 +144,7 @@ def _with_shifted(
 
 
 def _without_examples(column: str) -> str:
-    """Return the ways out for a column that has not one row for each example."""
+    """Return the remedies, for an error, if a column does not have one row for each example."""
     if not column.startswith("input"):
         return "targets have the examples along the first axis, one at least"
     name = column.removeprefix("input ")
@@ -150,10 +165,14 @@ def count_examples(inputs: Sequence[Any], targets: Any, values: Sequence[Value])
 def split_inputs(
     given: Any, names: list[str], what: str, spare: Sequence[str] = ()
 ) -> tuple[tuple[Any, ...], Any]:
-    """Return inputs in the model's order and targets, of a pair or of a dict of both.
+    """Split a pair or a dict into inputs in the model's order, and targets.
 
     Args:
-      spare: inputs that may be missing, the first ones before others; they are None then.
+      given: the data.
+      names: the model's inputs.
+      what: the data, for errors.
+      spare: inputs that may be missing, and are None then. If inputs have no names, the first ones
+        of these are missing first.
     """
     x, y = _split_pair(given, names, what, spare)
     if isinstance(x, Mapping):
@@ -185,7 +204,7 @@ def drop_targets(given: Any, names: list[str]) -> Any:
 
 
 def _split_pair(given: Any, names: list[str], what: str, spare: Collection[str]) -> tuple[Any, Any]:
-    """Return inputs and targets, each as it comes."""
+    """Split a pair or a dict into inputs and targets, without changing either."""
     if isinstance(given, tuple | list) and len(given) == 2:
         return given[0], given[1]
     if not isinstance(given, Mapping):

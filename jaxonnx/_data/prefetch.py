@@ -8,9 +8,11 @@ T = TypeVar("T")
 
 
 def prefetch(started: Iterable[T], count: int = 4) -> Iterator[T]:
-    """Yield items with a delay of `count`, so that as many stay in flight.
+    """Yield items with a delay of `count`, so that as many computations stay in flight.
 
-    More than the few of the default would only take memory.
+    Args:
+      started: items whose computation runs asynchronously once they are drawn.
+      count: a larger one takes more memory for no further overlap.
     """
     waiting: deque[T] = deque()
     for item in started:

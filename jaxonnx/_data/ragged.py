@@ -22,19 +22,19 @@ from jaxonnx._graph.values import Value
 from jaxonnx.errors import TrainingError
 
 IGNORED = -100
-"""The label of padding, unless the loss ignores another (that of PyTorch)."""
+"""The label of padding by default, as in PyTorch: losses ignore it."""
 _LEAST = 8
 """The smallest default width."""
 DECODER_TOKENS = "decoder_input_ids"
-"""What the decoder of an encoder reads, as Hugging Face's models call it: labels, shifted."""
+"""The input of the decoder of an encoder-decoder, as Hugging Face names it: labels, shifted."""
 _TARGETS = ("y", "targets", "labels")
-"""Names in `pad` of a target that has none."""
+"""The names in `pad` for a target that has no name."""
 _MASK = re.compile(r"(?P<side>(.*[._])?)((attention|input)_mask(\.\d+)?|(?<![._])mask)")
 """Inputs that are 1 for each token and 0 for padding."""
 _POSITIONS = re.compile(r"(?P<side>(.*[._])?)position_ids(\.\d+)?")
-"""Inputs that number the tokens of each example from 0 on."""
+"""Inputs with the position of each token in its example, from 0."""
 _TYPES = re.compile(r"(?P<side>(.*[._])?)token_type_ids(\.\d+)?")
-"""Inputs that say which of several texts each token is of."""
+"""Inputs with the number of the segment that each token belongs to."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,15 @@ class Ragged:
 
     @classmethod
     def of(cls, sequences: Any, what: str) -> Self:
-        """Return sequences of numbers, whose lengths may differ along their first axis only."""
+        """Concatenate sequences, whose shapes may differ only along the first axis.
+
+        Args:
+          sequences: arrays or lists of numbers.
+          what: the data, for errors.
+
+        Raises:
+          TrainingError: they are not such sequences.
+        """
         try:
             parts = [np.asarray(sequence) for sequence in sequences]
         except ValueError:  # NumPy makes no array of lists of unequal length
@@ -62,7 +70,7 @@ class Ragged:
 
     @classmethod
     def rectangular(cls, array: np.ndarray) -> Self:
-        """Return the rows of an array, which have one length."""
+        """Return the rows of an array (count, length, ...) as sequences of equal length."""
         count, length, *rest = array.shape
         return cls(array.reshape(-1, *rest), np.arange(count + 1) * length)
 
@@ -82,16 +90,20 @@ class Ragged:
         return np.diff(self.starts)
 
     def pad_rows(self, rows: np.ndarray, width: int, fill: Any) -> np.ndarray:
-        """Return some of the sequences as an array (rows, width, ...), padded behind their ends."""
+        """Return sequences as an array (rows, width, ...), padded at their ends with `fill`."""
         # a mask (rows, width) gathers and scatters all rows at once, without a loop over examples
-        there = np.arange(width) < self.lengths[rows, None]
-        array = np.full((*there.shape, *self.values.shape[1:]), fill, self.dtype)
-        array[there] = self.values[(self.starts[rows, None] + np.arange(width))[there]]
+        is_token = np.arange(width) < self.lengths[rows, None]
+        array = np.full((*is_token.shape, *self.values.shape[1:]), fill, self.dtype)
+        array[is_token] = self.values[(self.starts[rows, None] + np.arange(width))[is_token]]
         return array
 
 
 def column(values: Any, what: str) -> np.ndarray | Ragged:
-    """Return examples as an array, or sequences of unequal length as Ragged."""
+    """Convert examples to an array, or to `Ragged` if they are sequences of unequal length.
+
+    Raises:
+      TrainingError: they are None, or not sequences of numbers.
+    """
     if values is None:
         raise TrainingError(f"{what} is None")
     try:
@@ -105,7 +117,10 @@ def column(values: Any, what: str) -> np.ndarray | Ragged:
 
 
 def derived_inputs(inputs: Sequence[Value]) -> list[str]:
-    """Return the inputs that data may lack, since tokens say what they are: masks come first."""
+    """Return the inputs that data may omit, as they can be computed from the tokens.
+
+    Masks come first, then positions, then segment numbers.
+    """
     found = [
         value.name
         for kind in (_MASK, _POSITIONS, _TYPES)
@@ -116,16 +131,20 @@ def derived_inputs(inputs: Sequence[Value]) -> list[str]:
 
 
 def masks_and_positions(inputs: Sequence[Value]) -> tuple[list[Value], list[str]]:
-    """Return the inputs that say which tokens there are, and those that number them."""
+    """Return the attention masks among the inputs, and the names of the inputs of positions."""
     masks = [value for value in inputs if _MASK.fullmatch(value.name)]
     return masks, [v.name for v in inputs if _POSITIONS.fullmatch(v.name) and _rank(v) == 2]
 
 
 def with_derived(columns: Sequence[Any], inputs: Sequence[Value]) -> tuple[Any, ...]:
-    """Return columns with those that are None computed from the tokens.
+    """Compute the columns that are None from the tokens.
 
-    Masks are 1 for all tokens that there are, positions count those that the mask has, from 0 on,
-    and all tokens are of type 0.
+    A mask is 1 for every token, positions count the tokens that the mask keeps from 0 on, and all
+    tokens belong to segment 0.
+
+    Args:
+      columns: for each input an array, `Ragged` or None.
+      inputs: the model's inputs.
     """
     known = {v.name: c for v, c in zip(inputs, columns, strict=True) if c is not None}
     first = next(iter(known.values()))
@@ -146,14 +165,17 @@ def with_derived(columns: Sequence[Any], inputs: Sequence[Value]) -> tuple[Any, 
 
 
 def _full(tokens: Any, number: int, dtype: np.dtype) -> Any:
-    """Return one number for each token."""
+    """Return an array, or `Ragged`, with the same number for each token."""
     if isinstance(tokens, Ragged):
         return Ragged(np.full(len(tokens.values), number, dtype), tokens.starts)
     return np.full(tokens.shape[:2], number, dtype)
 
 
 def _count_tokens(mask: Any, dtype: np.dtype) -> Any:
-    """Return the number of tokens before each place that a mask has, and 0 before the first."""
+    """Return the position of each token: how many tokens before it the mask keeps.
+
+    Padding on the left, where no token is before, has position 0.
+    """
     if not isinstance(mask, Ragged):
         return ((mask > 0).cumsum(axis=1) - 1).clip(0).astype(dtype)
     counts = np.concatenate([[0], np.cumsum(mask.values > 0)])
@@ -162,10 +184,16 @@ def _count_tokens(mask: Any, dtype: np.dtype) -> Any:
 
 
 def next_tokens(columns: Sequence[Any], inputs: Sequence[Value], ignored: int, what: str) -> Any:
-    """Return the tokens as labels; the loss shifts them by one. Masked tokens become `ignored`.
+    """Return the tokens as labels for next-token prediction; the loss shifts them by one.
+
+    Args:
+      columns: arrays or `Ragged` for the inputs.
+      inputs: the model's inputs.
+      ignored: the label of tokens that the mask hides.
+      what: the data, for errors.
 
     Raises:
-      TrainingError: there are no tokens, or they are not as many as their mask has.
+      TrainingError: there is no input of tokens, or its lengths are not those of its mask.
     """
     named = dict(zip((value.name for value in inputs), columns, strict=True))
     spare = derived_inputs(inputs)
@@ -191,10 +219,7 @@ def next_tokens(columns: Sequence[Any], inputs: Sequence[Value], ignored: int, w
 
 @dataclass(frozen=True)
 class Padding:
-    """How data becomes arrays that a loss reads, as `train` documents it.
-
-    That is how sequences of unequal length are filled up, and what targets there are.
-    """
+    """Settings of `train` for padding sequences and for targets that data may omit."""
 
     pad: Mapping[str, Any] = field(default_factory=dict)
     """Padding values of inputs and targets, by name."""
@@ -203,13 +228,13 @@ class Padding:
     ignored: Any = IGNORED
     """The padding value of labels; a dict for several targets."""
     next_token: bool = False
-    """Use the tokens as labels if data has no targets."""
+    """Whether the tokens are the labels if data has no targets."""
     untargeted: bool = False
-    """Data has no targets, and needs none."""
+    """Whether the loss needs no targets, so that data may have none."""
     group: int = 1
-    """The number of examples that stay together, one behind the other."""
+    """The number of consecutive examples that a loss reads together, such as pairs."""
     shift: Callable[[Any], Any] | None = None
-    """Returns the tokens of a decoder, which data may lack then, given the labels."""
+    """A function of the labels that returns the decoder's tokens, if data may omit these."""
 
     @classmethod
     def of(cls, pad: Any, length_buckets: Any, **settings: Any) -> Self:
@@ -247,11 +272,19 @@ class Padding:
         what: str,
         whole: bool,
     ) -> Columns | None:
-        """Return examples as columns of sequences, or None for arrays that stay as they are.
+        """Assign each example the width of its bucket, if any column has unequal lengths.
 
         Args:
+          inputs, targets: arrays or `Ragged`.
           values: the inputs of the model.
+          what: the data, for errors.
           whole: whether these are all examples; the longest is then the last width.
+
+        Returns:
+          The columns; None if all are plain arrays that need no padding.
+
+        Raises:
+          TrainingError: an example is longer than the last width, or a padding value is missing.
         """
         if self.buckets is not None:
             inputs, targets = _open_columns(inputs, targets, values)
@@ -272,6 +305,8 @@ class Padding:
                 f"{widths[-1]}, {limit}: cut it" + ("" if fixed else ", or add a wider bucket")
             )
         if widths is None:
+            # 8, 16, 32, ... below the longest, and the longest itself (of a stream, whose longest
+            # example is not known, the next power of two)
             longest = int(lengths.max())
             longest = longest if whole else max(_LEAST, 1 << (longest - 1).bit_length())
             widths = *(2**n for n in range(3, longest.bit_length()) if 2**n < longest), longest
@@ -287,7 +322,12 @@ class Padding:
             )
 
     def _fills(self, columns: Any, values: Sequence[Value], what: str) -> list[Any]:
-        """Return the padding value of each column, in the order of their leaves."""
+        """Return the padding value of each leaf of (inputs, targets).
+
+        Raises:
+          TrainingError: a target that is not labels has no padding value, or a value is not of
+            its column's dtype.
+        """
         inputs = [self.pad.get(value.name, 0) for value in values]
 
         def of_target(path: Any, target: Any) -> Any:
@@ -343,7 +383,10 @@ class Columns:
 def _open_columns(
     inputs: Sequence[Any], targets: Any, values: Sequence[Value]
 ) -> tuple[tuple[Any, ...], Any]:
-    """Convert rectangular columns to Ragged, where the file leaves the length open."""
+    """Convert rectangular columns to `Ragged` where the model leaves the length open.
+
+    Targets are converted if they have the shape of such an input, as labels of tokens have.
+    """
 
     def of_input(value: Value, x: Any) -> Any:
         if isinstance(x, Ragged) or x.ndim < 2 or _size(value) is not None:

@@ -21,24 +21,25 @@ from jaxonnx.errors import TrainingError
 KEYS = (("messages",), ("prompt", "completion"), ("text",))
 """The columns of each kind of text."""
 LENGTH = 1024
-"""Tokens of an example, where nothing says how many."""
+"""The default limit of tokens in an example."""
 _STEP = 8
-"""Widths of batches are multiples of it."""
+"""Widths of batches are multiples of this."""
 _GAIN = 0.9
-"""The share of the padded tokens that a second width must leave, to be worth a program."""
+"""A second width is used if it leaves at most this fraction of the padded tokens: it costs a second
+compilation."""
 _SETTINGS = "max_length", "long", "loss", "pack"
 
 
 @dataclass(frozen=True)
 class TextSettings:
-    """What `preprocess` says of texts.
+    """The settings for texts in `preprocess`.
 
     Attributes:
-      max_length: the tokens of an example at most.
-      long: what longer texts are: "cut", "split" into several, or "refuse"; by default plain texts
-        are split, others cut.
-      loss: on "completions", or on "all" tokens.
-      pack: join texts to rows of at most `max_length` tokens.
+      max_length: the most tokens of an example.
+      long: what to do with longer texts: "cut", "split" into several examples, or "refuse" (an
+        error); by default plain texts are split and others cut.
+      loss: the tokens that the loss counts: "completions" or "all".
+      pack: whether to concatenate short texts to rows of at most `max_length` tokens.
     """
 
     max_length: int | None = None
@@ -48,10 +49,10 @@ class TextSettings:
 
     @classmethod
     def of(cls, preprocess: Any) -> TextSettings:
-        """Return what `preprocess` says.
+        """Parse the argument `preprocess` of `train`.
 
         Raises:
-          TrainingError: it is something else.
+          TrainingError: a setting is unknown or not valid.
         """
         given = {} if preprocess is None else preprocess
         if not isinstance(given, Mapping) or not given.keys() <= {*_SETTINGS}:
@@ -78,10 +79,18 @@ class TextSettings:
 
 @dataclass
 class _Reader:
-    """Makes examples of texts, and counts those that are too long.
+    """Converts texts to tokens and labels, and counts those that are too long.
 
     Attributes:
-      pairs: prompts are what an encoder reads, and completions the labels of its decoder.
+      tokenizer: of the model's folder.
+      settings: of `preprocess`.
+      limit: the most tokens of an example.
+      vocabulary: the number of tokens that the model knows, if that is known.
+      ignored: the label of tokens that the loss does not count.
+      pairs: whether the model is an encoder-decoder: the encoder reads prompts, and the decoder's
+        labels are completions.
+      lengths: the length of each example so far.
+      long: the number of texts that were cut and split.
     """
 
     tokenizer: Tokenizer
@@ -94,7 +103,7 @@ class _Reader:
     long: dict[str, int] = field(default_factory=lambda: {"cut": 0, "split": 0})
 
     def read(self, rows: Sequence[tuple[str, Any]]) -> dict[str, list[np.ndarray]]:
-        """Return tokens and labels of texts."""
+        """Return the columns "tokens" and "labels" of texts, given as (name for errors, row)."""
         columns: dict[str, list[np.ndarray]] = {"tokens": [], "labels": []}
         for where, row in rows:
             found = (
@@ -109,7 +118,7 @@ class _Reader:
         return columns
 
     def _encode_pair(self, where: str, row: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of a prompt, and those of its completion, which end."""
+        """Return the tokens of a prompt, and those of its completion with the end token."""
         if not all(isinstance(row.get(key), str) for key in KEYS[1]):
             raise TrainingError(
                 f"{where}: an encoder and its decoder take texts as 'prompt', which the encoder "
@@ -130,7 +139,7 @@ class _Reader:
         return prompt, completion
 
     def _encode(self, where: str, row: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of an example, and whether each counts in the loss."""
+        """Return the tokens of an example, int64[n], and which of them the loss counts, bool[n]."""
         if "messages" in row or not isinstance(row.get("prompt", ""), str):
             text, parts = self._chat(where, row)
             ids, places = self.tokenizer.encode(text, special=False)
@@ -181,7 +190,7 @@ class _Reader:
     def _fit(
         self, where: str, row: Mapping[str, Any], ids: np.ndarray, counts: np.ndarray
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield tokens and labels, in pieces that are short enough."""
+        """Yield the tokens and labels of an example, cut or split to the limit."""
         labels = np.where(counts, ids, self.ignored)
         if len(ids) <= self.limit:
             yield ids, labels
@@ -198,7 +207,11 @@ class _Reader:
             yield ids[start : start + self.limit], labels[start : start + self.limit]
 
     def _check_long(self, where: str, length: int, usual: str) -> str:
-        """Return what is done with a text that is too long, and count it."""
+        """Return how to shorten a text that is too long ("cut" or "split"), and count it.
+
+        Raises:
+          TrainingError: the setting is "refuse".
+        """
         how = self.settings.long or usual
         if how == "refuse":
             raise TrainingError(f"{where} has {length} tokens, more than {self.limit}")
@@ -217,16 +230,17 @@ class _Reader:
 
 
 def is_text(data: Any) -> bool:
-    """Return whether data is a .jsonl file of texts, or a list or dataset of such rows."""
+    """Check whether data is a .jsonl file of texts, or a list or dataset of such rows."""
     return _kind(_peek(data)) is not None
 
 
 def packs_texts(data: Any, preprocess: Any) -> bool:
-    """Return whether data has texts that are joined to rows."""
+    """Check whether data has texts that are packed to rows."""
     return is_text(data) and TextSettings.of(preprocess).pack
 
 
 def _kind(row: Any) -> tuple[str, ...] | None:
+    """Return the entry of `KEYS` that a row has; None if it is not a text."""
     if not isinstance(row, Mapping):
         return None
     return next(
@@ -254,7 +268,7 @@ def _peek(data: Any) -> Any:
             line = next((line for line in file if line.strip()), "")
         try:
             return json.loads(line)
-        except ValueError:  # said where the file is read
+        except ValueError:  # `_rows` reports it, with the line
             return None
     if isinstance(data, list) or (hasattr(data, "column_names") and hasattr(data, "__getitem__")):
         return data[0] if len(data) else None
@@ -262,7 +276,11 @@ def _peek(data: Any) -> Any:
 
 
 def _rows(data: Any, what: str) -> list[tuple[str, Any]]:
-    """Return rows, and what errors call them."""
+    """Return the rows of a dataset or .jsonl file, each with its name for errors.
+
+    Raises:
+      TrainingError: the file cannot be read, or its rows do not have the same columns.
+    """
     if not isinstance(data, str | os.PathLike):
         named = [(f"example {i} of {what}", data[i]) for i in range(len(data))]
     else:
@@ -290,10 +308,17 @@ def _rows(data: Any, what: str) -> list[tuple[str, Any]]:
 def read_texts(
     data: Any, validation: Any, model: Network, preprocess: Any, padding: Padding
 ) -> tuple[Any, Any, Padding, list[str]]:
-    """Return data and validation with texts as tokens and labels, how they are padded, and notes.
+    """Convert the texts of data and validation to tokens and labels.
 
-    What has no texts is returned as it is. Where no widths were asked for, there are one or two:
-    that of the longest example, and one below it if it saves a tenth of the padded tokens.
+    Args:
+      data, validation: as `train` takes them; what has no texts is returned as it is.
+      model: a model with a folder.
+      preprocess: the settings; see `TextSettings`.
+      padding: without widths, one or two are chosen: that of the longest example, and a narrower
+        one if it saves a tenth of the padded tokens.
+
+    Returns:
+      Data and validation as dicts of columns, the padding with widths, and notes for the history.
 
     Raises:
       TrainingError: a text that cannot be an example; the message has its line.
@@ -335,7 +360,7 @@ def read_texts(
 
 
 def _takes_pairs(model: Network, settings: TextSettings) -> bool:
-    """Return whether the model is an encoder with a decoder, which reads labels."""
+    """Check whether the model is an encoder-decoder, and whether the settings fit it."""
     if DECODER_TOKENS not in [value.name for value in model.inputs]:
         return False
     if token_input(model) == DECODER_TOKENS:
@@ -353,7 +378,11 @@ def _takes_pairs(model: Network, settings: TextSettings) -> bool:
 
 
 def _limit(model: Network, settings: TextSettings) -> int:
-    """Return the number of tokens that an example may have."""
+    """Return the most tokens of an example: `max_length`, or the model's own limit up to `LENGTH`.
+
+    Raises:
+      TrainingError: `max_length` is more than the model has positions for.
+    """
     assert model.folder is not None
     table = context_length(model.folder)
     tokens = token_input(model)
@@ -370,10 +399,16 @@ def _limit(model: Network, settings: TextSettings) -> int:
 
 
 def _widths(lengths: np.ndarray, limit: int) -> tuple[int, ...]:
-    """Return one or two widths with the fewest padded tokens."""
+    """Return one or two widths of batches that need the fewest padded tokens.
+
+    Args:
+      lengths: of all examples.
+      limit: the greatest width.
+    """
     needed = np.minimum(-(-lengths // _STEP) * _STEP, limit)
     widths, counts = np.unique(needed, return_counts=True)
     widest, below = int(widths[-1]), counts.cumsum()
+    # the padded tokens with each candidate as the narrower width
     tokens = below * widths + (len(lengths) - below) * widest
     best = int(tokens.argmin())
     if tokens[best] > _GAIN * len(lengths) * widest:

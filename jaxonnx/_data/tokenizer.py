@@ -22,12 +22,12 @@ from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import Error, TrainingError
 
 _START, _END = "\ue0f0", "\ue0f1"
-"""What a `generation` block of a template is put between; private characters of Unicode."""
+"""Marks around the text of a template's `generation` block: private-use characters of Unicode."""
 
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """Text as tokens and back, as a folder says."""
+    """The tokenizer and chat template of a model's folder."""
 
     folder: ModelFolder
 
@@ -53,10 +53,11 @@ class Tokenizer:
         return self._tokens.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, special: bool = True) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens [n], and where each starts and ends in the text [n, 2].
+        """Return the tokens of a text, int64[n], and their spans in it, int64[n, 2].
 
         Args:
-          special: add the tokens that the tokenizer begins or ends a text with.
+          text: the text.
+          special: whether to add the tokens that the tokenizer begins or ends a text with.
         """
         found = self._tokens.encode(text, add_special_tokens=special)
         return np.array(found.ids, np.int64), np.array(found.offsets, np.int64).reshape(-1, 2)
@@ -84,7 +85,7 @@ class Tokenizer:
 
     @functools.cached_property
     def ends(self) -> list[int]:
-        """The tokens that end a text; the first is the one that texts are given."""
+        """The tokens that end a text. The first one is appended to texts for training."""
         model = self.folder.read_json(GENAI).get("model", {})
         named = self._tokens.token_to_id(self.special.get("eos_token", ""))
         found = [] if named is None else [named]
@@ -131,10 +132,11 @@ class Tokenizer:
         return found
 
     def render(self, messages: Sequence[Any], more: bool, where: str) -> str:
-        """Return messages as the template writes them.
+        """Write messages by the chat template.
 
         Args:
-          more: begin the next message of the assistant.
+          messages: dicts with a role and content.
+          more: whether to begin the next message of the assistant (`add_generation_prompt`).
           where: the messages, for errors.
 
         Raises:
@@ -156,16 +158,21 @@ class Tokenizer:
     def write_chat(
         self, messages: Sequence[Mapping[str, Any]], prompt: int, where: str
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return messages as text, and the parts of it that the assistant says.
+        """Write messages by the chat template, and find the parts that the assistant says.
 
-        These are the `generation` blocks of the template, or what it adds for a message of the
-        assistant to the prompt before it.
+        These are the `generation` blocks of the template. If it has none, each message of the
+        assistant is what the template adds to the messages before it.
 
         Args:
-          prompt: the messages at the beginning that are a prompt, whoever says them.
+          messages: dicts with a role and content.
+          prompt: the number of messages at the beginning that do not count, whoever says them.
+          where: the messages, for errors.
+
+        Returns:
+          The text, and the (start, end) of each part in it.
 
         Raises:
-          TrainingError: the template fails, or writes a message otherwise when others follow.
+          TrainingError: the template fails, or writes a message differently when others follow.
         """
         marked = self.render(messages, False, where)
         if _START in marked:
@@ -188,7 +195,7 @@ class Tokenizer:
 
 
 def _take_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """Return a text without marks, and the parts between them."""
+    """Remove the marks from a text; return it with the spans of the parts between them."""
     plain, parts = "", []
     first, *rest = text.split(_START)
     plain = first
@@ -201,7 +208,7 @@ def _take_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
 
 @functools.cache
 def _generation_extension() -> type:
-    """Return the extension of Jinja for `{% generation %}` blocks."""
+    """Return a Jinja extension that puts marks around the text of `{% generation %}` blocks."""
     from jinja2 import nodes
     from jinja2.ext import Extension
 

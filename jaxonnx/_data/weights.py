@@ -12,13 +12,18 @@ KEY = "weight"
 
 
 def split_weights(data: Any, inputs: Collection[str], targets: Collection[str]) -> tuple[Any, Any]:
-    """Return inputs and targets as they come, and the weights beside them or None.
+    """Split the weights of examples off data.
 
-    Weights are the third of three, or `KEY` in a dict that has targets besides.
+    They are the third of three arrays (x, y, weights), or the entry `KEY` of a dict that also has
+    targets.
 
     Args:
-      inputs: names of the model's inputs.
-      targets: names of targets, one of which may be `KEY` itself.
+      data: as the user passes it.
+      inputs: the names of the model's inputs.
+      targets: the names of targets; if `KEY` is one of them, it is not weights.
+
+    Returns:
+      The data without weights, and the weights or None.
     """
     if isinstance(data, tuple | list) and len(data) == 3 and _numbers(data[2]):
         return (data[0], data[1]), data[2]
@@ -48,7 +53,7 @@ def checked_weights(weights: Any, count: int, what: str) -> np.ndarray:
 
 
 def _numbers(value: Any) -> bool:
-    """Return whether a value is an array or a list of numbers, and no batch."""
+    """Check whether a value is an array or a list of numbers, rather than a batch."""
     if isinstance(value, list):
         return all(isinstance(x, int | float | np.number) for x in value)
     return hasattr(value, "__array__")

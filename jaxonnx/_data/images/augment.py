@@ -15,23 +15,25 @@ from jaxonnx.errors import TrainingError
 
 _DEFAULTS = {"crop": 0.08, "flip": 0.5}
 _TRIES = 10
+"""Random crops that are drawn, of which the first that lies within the image is used."""
 _RATIO = math.log(4 / 3)
+"""The logarithm of the greatest ratio between the aspect of a crop and that of the input."""
 
 
 class Augment(NamedTuple):
     """Settings of random augmentation."""
 
     crop: float | None = None
-    """The least share of a picture's area that its random part has; None for no such parts."""
+    """The smallest area of a random crop, as a fraction of the image; None for no crops."""
     flip: float = 0.0
     """The probability that an image is mirrored."""
 
     @classmethod
     def of(cls, wanted: Any) -> Self:
-        """Return what `preprocess={"augment": wanted}` asks for.
+        """Parse `preprocess={"augment": wanted}`: names, or a dict of numbers by name.
 
         Raises:
-          TrainingError: it asks for something else than "crop" and "flip".
+          TrainingError: a name other than "crop" and "flip", or a number out of range.
         """
         if not isinstance(wanted, Mapping):
             names = [wanted] if isinstance(wanted, str) else wanted or ()
@@ -48,7 +50,7 @@ class Augment(NamedTuple):
 
 
 def key_of(key: jax.Array, epoch: Any, number: Any) -> jax.Array:
-    """Return the key of a batch, by its number in an epoch."""
+    """Return the key of a batch from the run's key, the epoch and the batch's number in it."""
     return jax.random.fold_in(jax.random.fold_in(key, epoch), number)
 
 
@@ -64,12 +66,14 @@ def prepare_batch(
     where: Layout,
     augment: Augment,
 ) -> jax.Array:
-    """Return the input for a batch of pictures, in steps that the compiler leaves apart.
+    """Augment a batch of images and convert it to the network's input.
 
     Args:
-      pixels: uint8[n, height, width, channels]; with crops the whole pictures, of any size.
-      aspects: float32[n], width / height of each picture before it was brought to its size.
-      number: of the batch in its epoch.
+      pixels: uint8[n, height, width, channels]; whole images of any size if crops are random.
+      aspects: float32[n], the aspect ratio of each image before it was stretched to this size.
+      key: of the run.
+      epoch, number: of the batch.
+      how, where, augment: the settings.
     """
     key = key_of(key, epoch, number)
     parts, mirrors = jax.random.split(key)
@@ -87,26 +91,34 @@ def prepare_batch(
 def _random_crop(
     picture: Any, aspect: Any, key: jax.Array, size: tuple[int, int], least: float
 ) -> jax.Array:
-    """Return a random part of a picture, resized."""
+    """Return a random crop of an image, resized to `size`."""
     start, share = part(key, aspect, size, least)
     return crop_and_resize(picture, start, share, size)
 
 
 def crop_and_resize(picture: Any, start: Any, share: Any, size: tuple[int, int]) -> jax.Array:
-    """Return a part of a picture at a size, each pixel between the four that are nearest.
+    """Crop an image and resize it by bilinear interpolation, without antialiasing.
 
-    A convolution over more of them, as `jax.image.scale_and_translate` has for what is made
-    smaller, takes ten times as long on CPU; whole pictures are kept so small that it is not needed.
+    `jax.image.scale_and_translate` smooths when it shrinks, which takes ten times as long on CPU;
+    whole images are kept so small (`folder._LARGER`) that it is not needed.
+
+    Args:
+      picture: uint8[height, width, channels].
+      start: the (top, left) of the crop, as fractions of the sides.
+      share: its (height, width), as fractions of the sides.
+      size: the height and width of the result.
     """
     x = picture.astype(jnp.float32)
     for axis in (0, 1):
         length = x.shape[axis]
         steps = (jnp.arange(size[axis]) + 0.5) / size[axis]
+        # centers of pixels are at half integers
         place = jnp.clip((start[axis] + steps * share[axis]) * length - 0.5, 0, length - 1)
         low = place.astype(jnp.int32)
         weight = (place - low).reshape(-1, *(1,) * (2 - axis))
         before, after = (x.take(i, axis, mode="clip") for i in (low, low + 1))
-        # fused into the second axis, the first would be computed again for each of its taps
+        # without a barrier XLA fuses both axes, and computes the first one again for each tap of
+        # the second
         x = jax.lax.optimization_barrier(before + (after - before) * weight)
     return jnp.round(x).astype(picture.dtype)
 
@@ -114,11 +126,13 @@ def crop_and_resize(picture: Any, start: Any, share: Any, size: tuple[int, int])
 def part(
     key: jax.Array, aspect: Any, size: tuple[int, int], least: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Draw a part of a picture: (top, left) and (height, width), in shares of its sides.
+    """Draw a random crop, as in Szegedy et al., "Going Deeper with Convolutions", 2015, section 6.
 
-    The area is uniform between `least` and all of it, the ratio of the sides log-uniform within 4/3
-    of that of `size`; the first of some draws that fits is taken (Szegedy et al., "Going Deeper
-    with Convolutions", 2015, section 6).
+    The area is uniform between `least` and 1, the aspect ratio log-uniform within a factor of 4/3
+    of that of `size`. The first of `_TRIES` draws that lies within the image is taken.
+
+    Returns:
+      (top, left) and (height, width), as fractions of the image's sides.
     """
     areas, ratios, place = jax.random.split(key, 3)
     area = jax.random.uniform(areas, (_TRIES,), minval=least)

@@ -21,24 +21,24 @@ from jaxonnx.errors import InputError, TrainingError
 _AHEAD = 2
 """Batches decoded ahead of the one in use."""
 _KEY = 2**32 - 3
-"""What is folded into the seed's key for augmentation; steps fold in their number."""
+"""Folded into the seed's key for augmentation. Steps fold in
+their numbers, which are smaller."""
 
 
 @dataclass(frozen=True)
 class Pictures(Examples):
-    """The pictures of a folder.
+    """The images of a folder, decoded in each epoch unless they are cached.
 
-    They are decoded again in each epoch, but for those that are kept in memory. A broken one is
-    filled up for, with weight zero.
+    Another image with weight zero takes the place of one that cannot be read.
     """
 
     inputs: Folder
     strict: bool = field(default=False, kw_only=True)
-    """Whether a broken picture is an error, because each is to have a result."""
+    """Whether an image that cannot be read is an error: predictions need a result for each."""
 
     @classmethod
     def of(cls, folder: Folder, size: int, seed: int | None = None, strict: bool = False) -> Self:
-        """Return all pictures of a folder."""
+        """Return the source of all images of a folder."""
         return cls(folder, folder.targets, size, seed, np.arange(len(folder.paths)), strict=strict)
 
     @property
@@ -54,7 +54,7 @@ class Pictures(Examples):
         return {**how, "augment": settings.augment._asdict(), "pictures": len(self.inputs.paths)}
 
     def contents(self) -> Sequence[np.ndarray]:
-        """Return classes, sizes and names of the files; what is in them is not read for this."""
+        """Return the classes, sizes and names of the files, without reading the files."""
         paths = self.inputs.paths
         sizes = [path.stat().st_size if path.exists() else 0 for path in paths]
         names = "/".join(os.path.relpath(path, self.inputs.path) for path in paths)
@@ -67,7 +67,7 @@ class Pictures(Examples):
         augment = settings.augment if self.seed is not None else Augment()
         whole = augment.crop is not None
         like = np.empty((0, *self.inputs.size(whole), where.channels), np.uint8)
-        memory = Memory(like, self.size)
+        memory = Memory(like, self.size)  # only to allocate blocks; its array has no rows
         key = jax.random.fold_in(jax.random.key(self.seed or 0), _KEY)
 
         def to_batch(
@@ -101,7 +101,7 @@ class Pictures(Examples):
             pool.shutdown(cancel_futures=True)
 
     def _decode(self, row: int, place: np.ndarray, whole: bool) -> float | InputError:
-        """Decode an image into its place; return its aspect ratio, or the error."""
+        """Decode an image into the array `place`; return its aspect ratio, or the error."""
         path, broken = self.inputs.paths[row], self.inputs.settings.decoded.broken
         if path in broken:
             return broken[path]
@@ -114,15 +114,21 @@ class Pictures(Examples):
     def _whole(
         self, rows: np.ndarray, weight: np.ndarray, block: np.ndarray, decoded: list, whole: bool
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Wait for a batch, and return its rows, weights and aspects.
+        """Wait for the images of a batch, and substitute those that cannot be read.
 
-        In the place of a broken picture there is then the next one that can be read, which weighs
-        nothing.
+        Args:
+          rows, weight: of the batch.
+          block: uint8[size, height, width, channels], which the threads write.
+          decoded: a future of `_decode` for each image.
+          whole: whether whole images are read.
+
+        Returns:
+          The rows, with those of substitutes; the weights, 0 for substitutes; the aspect ratios.
         """
         rows, weight = rows.copy(), weight.copy()
         aspects = np.ones(len(rows), np.float32)
-        for i, one in enumerate(decoded):
-            aspect = one.result()
+        for i, future in enumerate(decoded):
+            aspect = future.result()
             if isinstance(aspect, InputError) and self.strict:
                 raise aspect
             if isinstance(aspect, InputError):
@@ -134,7 +140,11 @@ class Pictures(Examples):
     def _substitute(
         self, row: int, error: InputError, place: np.ndarray, whole: bool
     ) -> tuple[int, float]:
-        """Write another picture to a place, and return its row and its aspect."""
+        """Decode the next image that can be read into `place`; return its row and aspect ratio.
+
+        Raises:
+          TrainingError: no image of the folder can be read.
+        """
         self._warn_of(row, error)
         for other in np.roll(self.rows, -1 - np.searchsorted(self.rows, row)):
             aspect = self._decode(other, place, whole)
@@ -144,7 +154,7 @@ class Pictures(Examples):
         raise TrainingError(f"no picture of '{self.inputs.path}' can be read: {error}")
 
     def _warn_of(self, row: int, error: InputError) -> None:
-        """Warn of a broken picture, once."""
+        """Warn once of an image that cannot be read."""
         path, broken = self.inputs.paths[row], self.inputs.settings.decoded.broken
         if path not in broken:
             broken[path] = error

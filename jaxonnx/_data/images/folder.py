@@ -20,8 +20,9 @@ from jaxonnx.errors import InputError, TrainingError
 
 SUFFIXES = {".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 _LARGER = 4 / 3
-"""The sides of a whole picture, of which random parts are shown, in sides of what is shown."""
+"""The sides of a whole image that is read for random crops, in sides of the network's input."""
 _LISTED = 8
+"""The most names that a message lists."""
 
 
 class DecodedImages:
@@ -56,27 +57,36 @@ class Preprocess:
     """Preprocessing of images, shared by training and validation."""
 
     how: Preparation
+    """The scaling of pixels, and the names of the classes."""
     where: Layout
+    """The network's input."""
     augment: Augment
     workers: int
+    """Threads that decode."""
     decoded: DecodedImages
 
 
 @dataclass(frozen=True)
 class Folder:
-    """Pictures with their classes."""
+    """Image files with their classes."""
 
     path: str
+    """The folder."""
     paths: tuple[Path, ...]
+    """The image files."""
     targets: np.ndarray
+    """int32, the class of each file."""
     settings: Preprocess
     notes: tuple[str, ...]
+    """Notes for the history of a run: how many images, and which files were left out."""
 
     def picture(self, row: int, whole: bool) -> tuple[np.ndarray, float]:
-        """Return pixels [height, width, channels], and width / height of what they show.
+        """Return the pixels of an image, uint8[height, width, channels], and its aspect ratio.
 
         Args:
-          whole: all of the picture, larger than what is shown of it, instead of its middle.
+          row: the number of the file.
+          whole: read the whole image, larger than the network's input, for random crops; else its
+            center crop, with the aspect ratio 1.
 
         Raises:
           InputError: the file is not a picture.
@@ -91,20 +101,29 @@ class Folder:
         return settings.decoded.get((path, whole), make)
 
     def size(self, whole: bool) -> tuple[int, int]:
-        """Return height and width of what `picture` returns."""
+        """Return the height and width of the pixels that `picture` returns."""
         height, width = self.settings.where.size
         return (round(height * _LARGER), round(width * _LARGER)) if whole else (height, width)
 
 
 def is_folder(data: Any) -> bool:
-    """Return whether data is the path of a folder."""
+    """Check whether data is the path of a folder."""
     return isinstance(data, str | os.PathLike) and os.path.isdir(data)
 
 
 def find_folders(
     data: Any, validation: Any, model: M, preprocess: Mapping[str, Any] | None
 ) -> tuple[Any, Any, M]:
-    """List folders of data and validation; return both, and the model with its new metadata.
+    """List the images of data and validation, if these are folders with one folder for each class.
+
+    Args:
+      data, validation: as `train` takes them; anything but folders is returned as it is.
+      model: the network.
+      preprocess: as `train` takes it.
+
+    Returns:
+      Data and validation, as a `Folder` if it was one, and the model with the preprocessing and
+      the classes in its file.
 
     Raises:
       TrainingError: a folder has no classes of pictures, or `preprocess` does not fit.
@@ -135,7 +154,9 @@ def find_folders(
 
 
 def list_folder(data: Any, model: Network, preprocess: Mapping[str, Any] | None) -> Any:
-    """Return all pictures of a folder, those of paths, or other data as it is.
+    """List all images of a folder, or the images that data names by path, without classes.
+
+    Other data is returned as it is.
 
     Raises:
       TrainingError: the folder has no pictures, or `preprocess` does not fit.
@@ -157,7 +178,7 @@ def list_folder(data: Any, model: Network, preprocess: Mapping[str, Any] | None)
 
 
 def _listed_pictures(data: Any) -> list[Path]:
-    """Return the paths of pictures that data is, one or a list of them; none if it is not that."""
+    """Return the paths of images if data is one or a list of them, else []."""
     paths = data if isinstance(data, list | tuple) else [data]
     if not all(isinstance(path, str | os.PathLike) for path in paths):
         return []
@@ -166,12 +187,12 @@ def _listed_pictures(data: Any) -> list[Path]:
 
 
 def image_paths(folder: Any) -> list[Path]:
-    """Return the pictures in a folder and in those below it, in the order of their paths."""
+    """Return the image files in a folder and its subfolders, sorted by path."""
     return sorted(filter(_is_picture, _files(folder)))
 
 
 def _files(root: Any) -> list[Path]:
-    """Return the files in a folder and then those below it, but for hidden ones."""
+    """Return the files in a folder and then those in its subfolders, without hidden ones."""
     files: list[Path] = []
     for folder, folders, names in os.walk(root, followlinks=True):
         folders[:] = sorted(f for f in folders if not f.startswith("."))
@@ -185,9 +206,9 @@ def _is_picture(path: Path) -> bool:
 
 
 def _registered_suffixes() -> set[str]:
-    """Return the suffixes of formats that a plugin has taught Pillow, like HEIC."""
+    """Return the suffixes of formats that plugins have registered with Pillow, like HEIC."""
     image = sys.modules.get("PIL.Image")
-    if image is None:  # then nobody has
+    if image is None:  # a plugin would have imported it
         return set()
     return {
         suffix
@@ -197,7 +218,7 @@ def _registered_suffixes() -> set[str]:
 
 
 def notes(*data: Any) -> list[str]:
-    """Return notes on folders for the history of a run."""
+    """Return the notes on those of the data that are folders, with the images not read so far."""
     folders = [each for each in data if isinstance(each, Folder)]
     broken = [str(error) for each in folders[:1] for error in each.settings.decoded.broken.values()]
     return [note for each in folders for note in each.notes] + [f"left out: {e}" for e in broken]
@@ -206,6 +227,7 @@ def notes(*data: Any) -> list[str]:
 def _folder(
     path: Any, found: Mapping[str, Sequence[Path]], settings: Preprocess, notes: list[str]
 ) -> Folder:
+    """Return a `Folder` of the images of each class, with a note of their number."""
     numbers = {name: number for number, name in enumerate(settings.how.labels)}
     targets = [numbers[name] for name, files in found.items() for _ in files]
     paths = tuple(file for files in found.values() for file in files)
@@ -215,10 +237,10 @@ def _folder(
 
 
 def _classes(root: Any) -> tuple[dict[str, list[Path]], list[str]]:
-    """Return the pictures of each class, and what was left out.
+    """Return the images of each subfolder by its name, and notes on files that were left out.
 
     Raises:
-      TrainingError: there are no two classes of pictures.
+      TrainingError: there are no images in subfolders, or a subfolder has none.
     """
     found: dict[str, list[Path]] = {}
     others: Counter[str] = Counter()
@@ -248,8 +270,18 @@ def _labels(
 ) -> tuple[str, ...]:
     """Return the names of all classes in the order of the outputs.
 
-    That is `known`, of the file or given, where it has all the classes that are found, and
-    otherwise the sorted names of the folders.
+    These are `known` if they include all classes that were found, else the sorted names of the
+    folders.
+
+    Args:
+      root: the folder, for errors.
+      found: the classes of the folder.
+      known: the classes that the file or `preprocess` names.
+      model: the network.
+      given: whether `known` is from `preprocess`, which must then fit.
+
+    Raises:
+      TrainingError: given names lack a class, or there is only one class.
     """
     repeated = [name for name in found if known.count(name) > 1]
     if given and (not found.keys() <= {*known} or repeated):
@@ -270,12 +302,18 @@ def _labels(
 
 
 def _sides(size: Any) -> tuple[int, int]:
+    """Parse (height, width)."""
     height, width = map(int, size)
     return height, width
 
 
 def _preprocess(model: Network, preprocess: Mapping[str, Any]) -> Preprocess:
-    """Return what the file says, with what `preprocess` says in its place."""
+    """Return the settings of the file, overridden by those of `preprocess`.
+
+    Raises:
+      TrainingError: a setting is unknown or not valid.
+      InputError: it does not fit the network.
+    """
     kinds: dict[str, Callable[[Any], Any]] = {
         "scale": float,
         "mean": _numbers,
@@ -322,7 +360,7 @@ def _numbers(value: Any) -> tuple[float, ...]:
 
 
 def _names(names: Any) -> str:
-    """Return the first names of many."""
+    """Join names for a message; of many only the first ones."""
     names = list(names)
     shown = ", ".join(repr(name) for name in names[:_LISTED])
     more = len(names) - _LISTED

@@ -25,10 +25,11 @@ _RANGES = {
     "normalized_0_1": {"scale": 1 / 255},
     "normalized_1_1": {"scale": 1 / 255, "mean": (0.5,), "std": (0.5,)},
 }
-"""What ONNX's own metadata (MetadataProps.md) calls the numbers that a network takes."""
+"""The preprocessing that each value of `Image.NominalPixelRange` in ONNX's own metadata means
+(MetadataProps.md)."""
 
 _KINDS = {"labels": (str, int, float), "order": (str,), "size": (int,)}
-"""Types in the entry; the other fields are numbers."""
+"""The Python types of fields in the file's entry; the other fields are numbers."""
 
 _BROKEN = (OSError, SyntaxError, ValueError, struct.error)
 """Exceptions of Pillow for truncated or corrupt files."""
@@ -44,14 +45,14 @@ class Preparation:
     labels: tuple[str, ...] = ()
     """The names of the classes, in the order of the network's output."""
     order: str = "RGB"
-    """Of the channels, mean and std: `"RGB"` or `"BGR"`."""
+    """The order of the channels, of `mean` and of `std`: `"RGB"` or `"BGR"`."""
     crop: float = 1.0
-    """The share of the sides of a picture that its middle has: 0.875 where 224 of 256 are cut."""
+    """The fraction of each side that the center crop keeps: 0.875 for 224 of 256."""
     size: tuple[int, int] | None = None
-    """Height and width, for a network that takes any."""
+    """Height and width, for a network that takes any size."""
 
     def check(self, layout: "Layout") -> None:
-        """Raise an InputError if this does not fit the network."""
+        """Raise an `InputError` if these settings do not fit the layout of the network's input."""
         for name, value in (("mean", self.mean), ("std", self.std)):
             wrong = not np.isfinite(value).all() or (name == "std" and min(value) <= 0)
             if len(value) not in (1, layout.channels) or wrong:
@@ -69,7 +70,7 @@ class Preparation:
             raise InputError("the network takes pixels as they are: scale 1, mean 0, std 1")
 
     def __call__(self, pixels: Any, layout: "Layout") -> Any:
-        """Convert [n, height, width, channels] from 0 to 255 in RGB to the network's input.
+        """Convert RGB pixels [n, height, width, channels] from 0 to 255 to the network's input.
 
         Raises:
           InputError: mean or std do not fit the channels, or are set for a network of pixels.
@@ -84,7 +85,7 @@ class Preparation:
 
 @dataclass(frozen=True)
 class Layout:
-    """The place of the picture in a network's input."""
+    """The size and layout of images in a network's input."""
 
     size: tuple[int, int]
     """Height and width."""
@@ -95,7 +96,7 @@ class Layout:
     """A floating-point type, or uint8."""
 
     def place(self, x: Any) -> Any:
-        """Convert [n, height, width, channels] to this input."""
+        """Convert images [n, height, width, channels] to this layout."""
         if self.kind == "NCHW":
             return x.transpose(0, 3, 1, 2)
         if self.kind == "NHWC":
@@ -106,7 +107,7 @@ class Layout:
 def preparation(model: Network) -> Preparation:
     """Return the preprocessing that the file declares, or the default.
 
-    The file's entry of jaxonnx goes before the metadata that ONNX itself defines for images.
+    The entry that jaxonnx writes takes precedence over the metadata that ONNX defines for images.
 
     Raises:
       ModelError: the entry is malformed.
@@ -117,12 +118,17 @@ def preparation(model: Network) -> Preparation:
 
 
 def says_numbers(model: Network) -> bool:
-    """Return whether the file says which numbers pixels become, or takes them as they are."""
+    """Check whether the file declares how to scale pixels, or takes uint8 pixels unscaled."""
     said = {**_standard(model.proto), **(records.get(model.proto, KEY, _entry) or {})}
     return model.inputs[0].dtype == np.uint8 or not said.keys().isdisjoint(("scale", "mean", "std"))
 
 
 def _entry(entry: Any) -> dict[str, Any]:
+    """Return the file's entry as arguments of `Preparation`.
+
+    Raises:
+      ValueError: a field is unknown or has another type.
+    """
     if odd := entry.keys() - {field.name for field in fields(Preparation)}:
         raise ValueError(f"unknown: {', '.join(sorted(odd))}")
     lists = ("mean", "std", "labels", "size")
@@ -137,7 +143,7 @@ def _entry(entry: Any) -> dict[str, Any]:
 
 
 def _standard(proto: ModelProto) -> dict[str, Any]:
-    """Return what `Image.NominalPixelRange` and `Image.BitmapPixelFormat` say."""
+    """Return the fields of `Preparation` that ONNX's own image metadata give."""
     said = {text(e.key).lower(): text(e.value).lower() for e in proto.metadata_props}
     bgr = said.get("image.bitmappixelformat", "").startswith("bgr")
     return {
@@ -147,10 +153,10 @@ def _standard(proto: ModelProto) -> dict[str, Any]:
 
 
 def with_preparation(model: M, value: Preparation) -> M:
-    """Return the model with the entry that `preparation` reads."""
+    """Return the model with an entry for `preparation` in its file."""
     proto = ModelProto()
     proto.CopyFrom(model.proto)
-    # what is new in the entry is left out where it says nothing, for releases that do not know it
+    # newer fields are left out at their default, so that readers that do not know them accept it
     new = {"order": "RGB", "crop": 1.0, "size": None}
     entry = {k: v for k, v in asdict(value).items() if k not in new or v != new[k]}
     records.put(proto, KEY, entry)
@@ -158,10 +164,14 @@ def with_preparation(model: M, value: Preparation) -> M:
 
 
 def layout(model: Network, size: tuple[int, int] | None = None) -> Layout:
-    """Return how the model's only input takes a picture; `size` if the file leaves it open.
+    """Return the layout of images in the model's only input.
+
+    Args:
+      model: the network.
+      size: height and width, if the file leaves them open.
 
     Raises:
-      InputError: it does not take a picture, or its size is not known.
+      InputError: the input does not take an image, or its size is not known.
     """
     if len(model.inputs) != 1:
         raise InputError(f"the network takes {len(model.inputs)} inputs, not one picture")
@@ -200,7 +210,12 @@ def layout(model: Network, size: tuple[int, int] | None = None) -> Layout:
 
 
 def read(path: Path, where: Layout, crop: float = 1.0) -> np.ndarray:
-    """Read a picture as uint8[1, height, width, channels], its middle resized to fill the size.
+    """Read an image file as uint8[1, height, width, channels]: a center crop, resized to fit.
+
+    Args:
+      path: the file.
+      where: the size and the channels.
+      crop: the fraction of the sides that is kept.
 
     Raises:
       Error: Pillow is not installed.
@@ -215,7 +230,10 @@ def read(path: Path, where: Layout, crop: float = 1.0) -> np.ndarray:
 
 
 def read_whole(path: Path, where: Layout, size: tuple[int, int]) -> tuple[np.ndarray, float]:
-    """Read all of a picture, stretched to a size, and its width / height before that.
+    """Read a whole image file, stretched to a size.
+
+    Returns:
+      The pixels, uint8[height, width, channels], and the aspect ratio (width / height) of the file.
 
     Raises:
       Error: Pillow is not installed.
@@ -228,8 +246,16 @@ def read_whole(path: Path, where: Layout, size: tuple[int, int]) -> tuple[np.nda
 
 
 def _decode(path: Path, channels: int, side: float) -> Any:
-    """Return Pillow's picture, upright, grey or RGB; JPEGs at a half, a quarter or an eighth of
-    their size where that is at least twice the side that is needed.
+    """Open an image with Pillow, upright (by EXIF), in grey or RGB.
+
+    Args:
+      path: the file.
+      channels: 1 for grey, 3 for RGB.
+      side: the side that is needed. JPEGs are decoded at a half, a quarter or an eighth of their
+        size if that is at least twice this, which is faster.
+
+    Raises:
+      InputError: the file is not an image that Pillow reads, or has more than 8 bits.
     """
     Image, ImageOps = _pillow()
     if not path.is_file():
@@ -250,7 +276,7 @@ def _decode(path: Path, channels: int, side: float) -> Any:
 
 
 def _pillow() -> Any:
-    """Return the modules of Pillow, which takes a while to import."""
+    """Import `Image` and `ImageOps` of Pillow, at first use since that takes a while."""
     try:
         from PIL import Image, ImageOps
     except ImportError as error:
