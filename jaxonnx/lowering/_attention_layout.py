@@ -27,7 +27,7 @@ from jaxonnx._jaxpr import bind_equation, interpret
 
 
 def separate_heads(function: Callable) -> Callable:
-    """Return a function that computes the same, and reshapes weights in place of activations."""
+    """Rewrite a function so that it splits heads by reshaping weights, not activations."""
 
     def changed(*args):
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -39,7 +39,7 @@ def separate_heads(function: Callable) -> Callable:
 
 @dataclass(frozen=True, eq=False)
 class _Later:
-    """A reshape that is not computed yet."""
+    """A lazy reshape of `value`."""
 
     value: Any
     shape: tuple[int, ...]
@@ -49,16 +49,26 @@ class _Later:
 
 
 class _Reshaped(_Later):
-    """A reshape that merges axes before the last, or the last two."""
+    """A lazy reshape that merges all axes before the last (rows), or the last two (heads)."""
 
 
 class _Row(_Later):
-    """A vector with axes of length 1 before it."""
+    """A lazy broadcast of a vector to (1, ..., 1, n)."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Product:
-    """Some columns of x @ w + bias, with the axes `lead` before them."""
+    """A lazy product: some columns of x @ w + bias, with leading axes `lead`.
+
+    Attributes:
+      x: the rows, of any shape (..., K).
+      w: (K, M).
+      bias: (M,), or None.
+      lead: the shape of the product before its last axis.
+      columns: which columns of w.
+      whole: returns the product with all columns, computed at its first call.
+      params: the parameters of the `dot_general` besides its dimension numbers.
+    """
 
     x: Any
     w: Any
@@ -66,7 +76,6 @@ class _Product:
     lead: tuple[int, ...]
     columns: slice
     whole: Callable[[], Any]
-    """Return all columns, computed once."""
     params: dict[str, Any]
 
     @property
@@ -81,7 +90,7 @@ class _Product:
         return self.whole() if self.is_whole else self.whole()[..., self.columns]
 
     def split(self, lead: tuple[int, ...], heads: int) -> Any:
-        """Return the product with its last axis split."""
+        """Compute the product as (*lead, heads, M / heads), by splitting the weight."""
         x = self.x.reshape(*lead, len(self.w))
         w = self.w[:, self.columns].reshape(len(self.w), heads, -1)
         y = lax.dot_general(x, w, (((len(lead),), (0,)), ((), ())), **self.params)
@@ -89,23 +98,30 @@ class _Product:
 
 
 def _array(value: Any) -> Any:
+    """Compute a lazy value; return an array as it is."""
     return value.array() if isinstance(value, _Later | _Product) else value
 
 
 def _step(equation: JaxprEqn, inputs: list) -> list:
+    """Apply the rule of an equation to lazy inputs; without one, evaluate it on arrays."""
     rule = _RULES.get(equation.primitive.name)
     if rule is not None and (found := rule(equation, *inputs)) is not None:
         return [found]
     return bind_equation(equation, [*map(_array, inputs)])
 
 
+# A rule takes an equation and lazy inputs, and returns a result, lazy or not, or None if it does
+# not match.
+
+
 def _dot_general(equation: JaxprEqn, x: Any, w: Any) -> Any:
+    """Record a matrix product; one whose rows merge heads contracts both axes of a split weight."""
     params = dict(equation.params)
     numbers = params.pop("dimension_numbers")
     if numbers != (((1,), (0,)), ((), ())) or len(x.shape) != 2 or len(w.shape) != 2:
         return None
     w = _array(w)
-    if isinstance(x, _Reshaped) and x.value.shape[-1] != x.shape[-1]:  # heads are merged
+    if isinstance(x, _Reshaped) and x.value.shape[-1] != x.shape[-1]:  # it merges the last two axes
         rank, split = x.value.ndim, w.reshape(*x.value.shape[-2:], -1)
         y = lax.dot_general(x.value, split, (((rank - 2, rank - 1), (0, 1)), ((), ())), **params)
         return y.reshape(x.shape[0], w.shape[1])
@@ -115,6 +131,7 @@ def _dot_general(equation: JaxprEqn, x: Any, w: Any) -> Any:
 
 
 def _reshape(equation: JaxprEqn, x: Any) -> Any:
+    """Split the heads of a lazy product, or record a reshape that merges rows or heads."""
     shape = (*equation.params["new_sizes"],)
     *lead, last = shape
     if equation.params["dimensions"] is not None or not lead:
@@ -135,6 +152,7 @@ def _reshape(equation: JaxprEqn, x: Any) -> Any:
 
 
 def _broadcast(equation: JaxprEqn, x: Any, *sizes: Any) -> Any:
+    """Record the broadcast of a bias to (1, ..., 1, n)."""
     shape, axes = equation.params["shape"], equation.params["broadcast_dimensions"]
     before = np.shape(_array(x))
     is_row = not sizes and len(before) == 1 and axes == (len(shape) - 1,) and prod(shape[:-1]) == 1
@@ -142,6 +160,7 @@ def _broadcast(equation: JaxprEqn, x: Any, *sizes: Any) -> Any:
 
 
 def _add(equation: JaxprEqn, a: Any, b: Any) -> Any:
+    """Add a bias to a lazy product."""
     y, row = (b, a) if isinstance(b, _Product) else (a, b)
     if not (isinstance(y, _Product) and isinstance(row, _Row) and y.is_whole):
         return None
@@ -151,6 +170,7 @@ def _add(equation: JaxprEqn, a: Any, b: Any) -> Any:
 
 
 def _slice(equation: JaxprEqn, x: Any) -> Any:
+    """Take columns of a lazy product: query, key or value."""
     if not isinstance(x, _Product) or equation.params["strides"] is not None:
         return None
     *starts, start = equation.params["start_indices"]
@@ -161,14 +181,15 @@ def _slice(equation: JaxprEqn, x: Any) -> Any:
 
 
 def _once(function: Callable[[], Any]) -> Callable[[], Any]:
-    made: list = []
+    """Return a function that calls `function` at its first call, and returns that result again."""
+    results: list = []
 
-    def whole():
-        if not made:
-            made.append(function())
-        return made[0]
+    def cached():
+        if not results:
+            results.append(function())
+        return results[0]
 
-    return whole
+    return cached
 
 
 _RULES: dict[str, Callable] = {

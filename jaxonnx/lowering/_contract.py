@@ -23,26 +23,31 @@ class Form(Protocol):
 
     @property
     def batch(self) -> tuple[int, ...]:
-        """The arguments whose axis 0 runs over independent examples."""
+        """The numbers of the arguments whose axis 0 runs over independent examples."""
         ...
 
     def plain(self, out: int, u: Any, v: Any) -> Any:
-        """Contract T with all arguments but number `out`, which are `u` and `v` in this order."""
+        """Contract T with all its arguments but one: the derivative of T by argument `out`.
+
+        Args:
+          out: the number of the argument that is left out, and whose shape the result has.
+          u, v: the other two arguments, in order.
+        """
         ...
 
 
 class Rule(NamedTuple):
-    """The contractions of a form on one platform: functions like `Form.plain`."""
+    """The contractions of a form on one platform: functions of (form, out, u, v)."""
 
     contract: Callable[[Any, int, Any, Any], Any]
     mapped: Callable[[Any, int, Any, Any], Any]
-    """The same, to be mapped over an axis that is not a batch of examples."""
+    """`contract` for use under a vmap over an axis that is not a batch of examples."""
     split: Callable[[Any, int, Any, Any], Any] | None = None
-    """`contract` for programs that XLA splits over devices, if it is another."""
+    """`contract` for programs that XLA partitions over devices; None if it is the same."""
 
 
 RULES: dict[type, Mapping[str, Rule]] = {}
-"""For each type of form {platform: rule}; without a rule a form is plain."""
+"""The rules of each type of form by platform; without one, `Form.plain` is used."""
 
 
 def on_platforms(form: type, rules: Mapping[str, Rule]) -> None:
@@ -55,10 +60,13 @@ def on_platforms(form: type, rules: Mapping[str, Rule]) -> None:
 def on_platform(
     platform: str, form: Any, mapped: bool = False, split: bool = False
 ) -> Callable[[int, Any, Any], Any]:
-    """Return the contraction of a form on one platform.
+    """Return the contraction of a form on one platform, a function of (out, u, v).
 
     Args:
-      split: whether XLA splits the program over several devices.
+      platform: "cpu", "cuda", "rocm", "tpu", or "" for any other.
+      form: the form.
+      mapped: whether it is under a vmap over an axis that is not a batch of examples.
+      split: whether XLA partitions the program over several devices.
     """
     if isinstance(form, Batched):
         inner = on_platform(platform, form.form, form.slots != form.form.batch, split)
@@ -72,7 +80,7 @@ def on_platform(
 
 
 def contract(form: Form, out: int, u, v):
-    """Contract `form` with all its arguments but number `out`."""
+    """Contract `form` with all its arguments but number `out`; see `Form.plain`."""
     return contract_p.bind(jnp.asarray(u), jnp.asarray(v), form=form, out=out)
 
 
@@ -82,12 +90,15 @@ contract_p.plain = lambda u, v, *, form, out: form.plain(out, u, v)  # type: ign
 
 
 def named_primitive(name: str, function: Callable, static: str) -> Primitive:
-    """Return a primitive that is a function of arrays, for readers of a jaxpr.
+    """Return a primitive that stands for a function of arrays in a jaxpr.
 
-    It has no derivative; XLA sees the function's own primitives.
+    Readers of a jaxpr, such as the export to ONNX, see it as one equation with a name; XLA gets the
+    function's own operations. It has no derivative.
 
     Args:
-      static: the parameter of the function that is not an array.
+      name: of the primitive.
+      function: of arrays and one static parameter; it is also the primitive's `plain` attribute.
+      static: the name of the static parameter.
     """
     primitive = Primitive(name)
 
@@ -111,6 +122,7 @@ def _apply(u, v, *, form, out):
 
 @contract_p.def_impl
 def _eager(u, v, *, form, out):
+    # under jax.disable_jit, `_apply` would bind the primitive again, without an end
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         return form.plain(out, u, v)
     return _apply(u, v, form=form, out=out)
@@ -122,7 +134,11 @@ def _abstract(u, v, *, form, out):
 
 
 def _transpose(slot, cotangent, u, v, *, form, out):
-    """Contract with the cotangent in the place of the argument that was left out."""
+    """Transpose a contraction with respect to u (`slot` 0) or v (`slot` 1).
+
+    The cotangent has the shape of the argument that was left out, and takes its place; the result
+    is the contraction that leaves out u or v instead.
+    """
     u_slot, v_slot = (i for i in range(3) if i != out)
     missing, other = ((u_slot, (v_slot, v)), (v_slot, (u_slot, u)))[slot]
     (_, first), (_, second) = sorted([other, (out, cotangent)], key=lambda pair: pair[0])
@@ -134,7 +150,7 @@ ad.defbilinear(contract_p, partial(_transpose, 0), partial(_transpose, 1))
 
 @dataclass(frozen=True)
 class Batched:
-    """A form over one more leading axis of the arguments in `slots`."""
+    """A form under vmap: the arguments with the numbers `slots` have one more leading axis."""
 
     form: Form
     slots: tuple[int, ...]
@@ -144,7 +160,11 @@ class Batched:
         return self.slots if self.slots == self.form.batch else ()
 
     def over(self, function: Callable, out: int, u, v):
-        """Contract with `function`, which contracts the form without the leading axis."""
+        """Contract over the leading axis by `function(out, u, v)` for the inner form.
+
+        If exactly the batch arguments have the axis, it is merged into the batch. Otherwise
+        `function` is mapped, and the result summed if it does not have the axis itself.
+        """
         if self.slots == self.form.batch:
             return self._merge_batches(function, out, u, v)
         axes = tuple(0 if i in self.slots else None for i in range(3) if i != out)

@@ -27,32 +27,32 @@ NARROW = 32
 multiplied element by element, which reads the image in place."""
 
 SLOW_WORK = 2**18
-"""Multiplications from which XLA:CPU's slow path is avoided; below, starting a product costs more
-than it saves."""
+"""The fewest multiplications with which XLA:CPU's slow path is avoided: below, starting a product
+costs more than it saves."""
 
 FEW_WINDOWS = 16
-"""Gradients over at most this many windows an image are gathered, which uses all cores, if the
-weight is turned; so are all gradients of weights whose windows share nothing."""
+"""The most windows an image for which gradients are computed by im2col, which uses all cores, if
+the weight is stored kernel first. Gradients of weights whose windows do not overlap always are."""
 
 LARGE_WEIGHT = 2**18
-"""Elements of a weight from which transposing it costs more than it saves."""
+"""The fewest elements of a weight that costs more to transpose than that saves."""
 
 MANY_CHANNELS = 24 if jax.__version_info__ >= (0, 12) else 20
-"""Half the harmonic mean of input and output channels from which Winograd's transforms pay, which
-XLA:CPU's own convolutions are quicker than for less, from JAX 0.12 on."""
+"""The least half of the harmonic mean of input and output channels with which Winograd's form is
+faster than XLA:CPU's own convolution, which became faster with JAX 0.12."""
 
 MANY_CHANNELS_OF_WEIGHT = 20
 """The same for the gradient of the weight."""
 
 MANY_TILES = 32
-"""Tiles of 2x2 in a batch from which transforming the weight pays."""
+"""The fewest tiles of 2x2 in a batch that are worth a transform of the weight."""
 
 
 @dataclass(frozen=True)
 class Conv:
     """T(x, w, y) of a convolution: x (N, *size, C), w (M, C / groups, *kernel), y (N, *out, M).
 
-    If `turned`, w is (*kernel, C / groups, M).
+    If `turned`, w is stored kernel first, (*kernel, C / groups, M).
     """
 
     size: tuple[int, ...]
@@ -72,7 +72,7 @@ class Conv:
         return Taps(self.size, self.kernel, self.strides, self.dilations, self.pads, self.out, 1)
 
     def _weight(self, outputs: int, inputs: int) -> tuple[int, ...]:
-        """Return the shape of w."""
+        """Return the shape of w for these numbers of channels."""
         inputs //= self.groups
         return (*self.kernel, inputs, outputs) if self.turned else (outputs, inputs, *self.kernel)
 
@@ -81,17 +81,18 @@ class Conv:
         return w.shape[:-3:-1] if self.turned else w.shape[:2]
 
     def _rows(self, w):
-        """Return w as a matrix (taps and input channels, output channels), the taps first."""
+        """Return w as a matrix (taps * C / groups, M)."""
         if not self.turned:
             w = w.transpose(*range(2, w.ndim), 1, 0)
         return w.reshape(-1, w.shape[-1])
 
     def _dtype(self, out, u, v):
-        """Return the type of a contraction."""
+        """Return the dtype of a contraction."""
         least = min(u.dtype, v.dtype, key=lambda dtype: dtype.itemsize)
         return jnp.promote_types(least, jnp.float32) if out == self.wide else least
 
     def dense(self, x, w, dtype=None):
+        """Convolve by `lax.conv_general_dilated`, into `dtype`."""
         rank = len(self.kernel)
         image = (0, rank + 1, *range(1, rank + 1))
         weight = (rank + 1, rank, *range(rank)) if self.turned else (*range(rank + 2),)
@@ -114,7 +115,7 @@ class Conv:
         return self._contract_derived(self.dense, out, u.astype(dtype), v.astype(dtype))
 
     def _contract_derived(self, forward, out, u, v):
-        """Contract with `forward`, or its transpose as JAX derives it."""
+        """Contract by `forward(x, w)`, or by its transpose as JAX derives it."""
         if out == 2:
             return forward(u, v)
         if out == 0:
@@ -128,17 +129,18 @@ class Conv:
         return self._in_float32(self._fast, out, u, v)
 
     def split(self, out, u, v):
-        """Contract as `fast` where devices that share the batch add no more than the weight.
+        """Contract as `fast`, but not the weight's gradient by Winograd's form.
 
-        They add what a product gives: with Winograd's transforms 16 places instead of 9 taps.
+        Devices that share a batch add up the results of the product over it: with Winograd's form
+        these are 16 places for each pair of channels, instead of the weight's 9 taps.
         """
         return self._in_float32(partial(self._fast, split=True), out, u, v)
 
     def map_weights(self, out, u, v):
-        """Contract in a form to map over weights.
+        """Contract in a form that is fast under a vmap over weights.
 
-        That makes one product of a batch of matrices; of a plain convolution it would make groups,
-        at which XLA:CPU is slow.
+        A product of matrices becomes one product of batches of matrices. A plain convolution would
+        become a grouped one, at which XLA:CPU is slow.
         """
         if self.groups > 1 or self.taps.slices > UNROLLED:
             return self.fast(out, u, v)
@@ -153,6 +155,7 @@ class Conv:
         return y.astype(self._dtype(out, u, v))
 
     def _fast(self, out, u, v, split=False):
+        """Contract by the formulation that is fastest on CPU for these sizes."""
         inputs = self._channels(u)[1] * self.groups if out == 0 else u.shape[-1]
         outputs = v.shape[-1] if out == 1 else self._channels((u, None, v)[out])[0]
         if self.groups > 1:
@@ -180,8 +183,8 @@ class Conv:
     def _slow(self, out):
         """Check whether XLA:CPU would leave its fast path.
 
-        It does if the image that it reads is smaller than the kernel, and is 40 times slower then
-        with large weights. The filter gradient is not affected.
+        It does if the image that it reads is smaller than the kernel; with large weights it is then
+        40 times slower. The gradient of the weight is not affected.
         """
         read = (self.out, self.kernel, self.size)[out]
         return any(n < k for n, k in zip(read, self.kernel, strict=True))
@@ -192,7 +195,7 @@ class Conv:
         return tap @ (self._rows(w) if self.turned else w.reshape(w.shape[:2]).T)
 
     def _im2col(self, x, w):
-        """Lay the windows side by side (im2col), then multiply once."""
+        """Convolve as one matrix product of all windows (im2col)."""
         columns = self.taps.windows(x)
         if self.turned or w.size < LARGE_WEIGHT:
             return columns.reshape(*columns.shape[:-2], -1) @ self._rows(w)
@@ -200,9 +203,10 @@ class Conv:
         return columns.reshape(*columns.shape[:-2], -1) @ w.reshape(w.shape[0], -1).T
 
     def _convolve_padded(self, out, u, v):
-        """Convolve images that were padded before, so that none is smaller than the kernel.
+        """Convolve images that are padded beforehand, so that none is smaller than the kernel.
 
-        The gradient of the image is a convolution with the kernel read from its end.
+        The gradient of the image (out = 0) is a convolution of the dilated, padded gradient with
+        the kernel flipped and its channels swapped.
         """
         x, w = (u, v) if out == 2 else (v, u)
         pads, form = [(*pair, 0) for pair in self.pads], self
@@ -218,11 +222,11 @@ class Conv:
             w = jnp.flip(w, [*spatial]).swapaxes(*((-1, -2) if self.turned else (0, 1)))
             form = replace(self, strides=(1,) * len(self.kernel), out=self.size)
         x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *pads, (0, 0, 0)])
-        x = lax.optimization_barrier(x)  # or XLA makes the pads those of the convolution again
+        x = lax.optimization_barrier(x)  # XLA would move the pads into the convolution again
         return replace(form, size=x.shape[1:-1], pads=((0, 0),) * len(pads)).dense(x, w)
 
     def _narrow(self, x, w):
-        """Multiply each element of the windows with its row of the weight, and add, in one loop."""
+        """Convolve as a sum over taps and channels of elementwise products, fused into one loop."""
         rows = self._rows(w).reshape(-1, *self._channels(w)[::-1])
         return sum(
             tap[..., c, None] * row
@@ -231,14 +235,14 @@ class Conv:
         )
 
     def _few_multiplications(self, out, batch, inputs, outputs) -> bool:
-        """Check whether Winograd's form applies and pays."""
+        """Check whether Winograd's form applies and is faster."""
         if (self.kernel, self.strides, self.dilations) != ((3, 3), (1, 1), (1, 1)):
             return False
         tiles = batch * math.prod(-(-n // 2) for n in (self.size if out == 0 else self.out))
-        order = self.turned or 9 * inputs * outputs < LARGE_WEIGHT
+        can_transpose = self.turned or 9 * inputs * outputs < LARGE_WEIGHT
         bound = MANY_CHANNELS_OF_WEIGHT if out == 1 else MANY_CHANNELS
         many = inputs * outputs >= bound * (inputs + outputs)
-        return order and many and _reaches(tiles, MANY_TILES)
+        return can_transpose and many and _reaches(tiles, MANY_TILES)
 
     def _winograd(self, out, u, v):
         if out == 1:
@@ -252,9 +256,10 @@ class Conv:
         return winograd.images(v, w, pads, self.size, flipped=True)
 
     def _join_groups(self, x, w):
-        """Convolve with groups joined.
+        """Convolve with several groups joined to one, whose weight has zeros between the groups.
 
-        XLA:CPU makes loops of grouped filter gradients, but not of dense ones, even half empty.
+        XLA:CPU computes the weight's gradient of a grouped convolution in slow loops; that of a
+        dense one is faster, even if a part of it is not needed.
         """
         if self.turned:
             w = w.transpose(w.ndim - 1, w.ndim - 2, *range(w.ndim - 2))
@@ -265,7 +270,8 @@ class Conv:
             if groups % j == 0 and (j * per_group >= MERGED_CHANNELS or j == groups)
         )
         parts, rows = groups // joined, w.shape[0] // groups
-        # a product with the identity: a masked sum instead crashes XLA:CPU's library fusion
+        # block-diagonal by a product with the identity: a masked sum crashes XLA:CPU's library
+        # fusion
         blocks = w.reshape(parts, joined, rows, -1)
         blocks = jnp.einsum("pjrc,jk->pjrkc", blocks, jnp.eye(joined, dtype=w.dtype))
         blocks = blocks.reshape(parts, joined * rows, joined * per_group, *self.kernel)
@@ -277,7 +283,7 @@ class Conv:
         return jnp.concatenate(pieces, -1)
 
     def _depthwise(self, out, u, v):
-        """Multiply and add shifted images, for one output channel per channel."""
+        """Convolve each channel with its own kernel, by multiplying and adding shifted images."""
         taps = self.taps
         if out == 1:
             axes = tuple(range(v.ndim - 2))
@@ -294,15 +300,20 @@ on_platforms(Conv, {"cpu": Rule(Conv.fast, Conv.map_weights, Conv.split)})
 
 
 def _reaches(size, bound: int) -> bool:
-    """Check whether a size is known to reach a bound; symbolic sizes of `jax.export` are not."""
+    """Check whether a size is at least `bound`; a symbolic size of `jax.export` never is."""
     return isinstance(size, int) and size >= bound
 
 
 def convolution(x, w, window, groups: int, channels: int = 1, wide: bool = False):
-    """Cross-correlate x (N, C, *size) with w (M, C / groups, *kernel) at these windows.
+    """Cross-correlate images with kernels.
 
-    `channels` is the axis of the channels of the images: 1, or -1 for (N, *size, C). The weight may
-    be a `KernelFirst`. With `wide`, half precision gives float32, which is still to be rounded.
+    Args:
+      x: (N, C, *size), or (N, *size, C) with `channels` -1.
+      w: (M, C / groups, *kernel), or a `KernelFirst`.
+      window: the geometry (`ops.windows.Window`).
+      groups: the number of feature groups.
+      channels: the axis of the channels of x and of the result, 1 or -1.
+      wide: whether half precision gives float32, which the caller rounds.
     """
     turned = isinstance(w, KernelFirst)
     x = jnp.moveaxis(x, channels, -1)

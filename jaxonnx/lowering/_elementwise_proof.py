@@ -29,7 +29,7 @@ _POINTWISE = {
     *("logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "round", "rsqrt"),
     *("select_n", "sign", "sqrt", "square", "stop_gradient", "sub", "tanh"),
 }
-"""Primitives that are element-wise."""
+"""Elementwise primitives."""
 _TOTALS = {"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"}
 """Full reductions: of these, the order of elements changes the rounding only."""
 
@@ -37,10 +37,16 @@ _TOTALS = {"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"}
 def is_elementwise(
     optimizer: optax.GradientTransformationExtraArgs, params: Any, stored: Any
 ) -> bool:
-    """Check whether the optimizer does the same, element by element, to weights in either order.
+    """Check whether an optimizer's update is elementwise on arrays with more than two axes.
 
-    Its programs for the two orders must be made of the same operations on the same values, and no
-    operation on large arrays (of more than two axes) may depend on where an element is.
+    Args:
+      optimizer: its `init` and `update` are traced.
+      params: the parameters in ONNX's order of axes.
+      stored: the same parameters in the order in which they are to be stored.
+
+    Returns:
+      Whether the programs for both orders are the same and satisfy the module's induction. False
+      also if tracing fails.
     """
 
     def description(params):
@@ -53,20 +59,23 @@ def is_elementwise(
 
     try:
         return description(params) == description(stored)
-    except (AssertionError, IndexError, TypeError, ValueError, _Tells):
-        # besides ours: what an optimizer made for certain shapes raises for others
+    except (AssertionError, IndexError, TypeError, ValueError, _DependsOnOrder):
+        # the other errors are those of optimizers that are written for certain shapes
         return False
 
 
-class _Tells(Exception):
+class _DependsOnOrder(Exception):
     """Raised for an operation whose result may depend on the order of a large array's axes."""
 
 
 def _describe(program: Program) -> tuple[list, list]:
-    """Return the operations and results of a program, without what depends on orders of axes.
+    """Return the operations and results of a program in a form that can be compared.
 
-    A value is (number of its operation, number among the results), so that programs of equal
-    descriptions pass the same values to the same operations.
+    A value is (number of its operation, number among the results), so that programs with equal
+    descriptions apply the same operations to the same values. Shapes of large arrays are left out.
+
+    Raises:
+      _DependsOnOrder: an operation may depend on the order of a large array's axes.
     """
     steps: list[tuple] = []
 
@@ -80,14 +89,19 @@ def _describe(program: Program) -> tuple[list, list]:
 
 
 def _constant(value: Any, aval: Any) -> tuple:
+    """Return the description of a constant: its type and its bytes."""
     if _large(aval):
-        raise _Tells  # its elements may differ from place to place
+        raise _DependsOnOrder  # its elements may differ from place to place
     is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
     return str(aval), str(value) if is_key else np.asarray(value).tobytes()
 
 
 def _parameters(equation: JaxprEqn) -> Any:
-    """Return the parameters of an operation that its results depend on."""
+    """Return the parameters of an operation for its description; None on large arrays.
+
+    Raises:
+      _DependsOnOrder: the operation is on a large array, and not one that the induction allows.
+    """
     name, inner = equation.primitive.name, programs(equation.params)
     large = any(_large(v.aval) for v in (*equation.invars, *equation.outvars))
     # branches are compared, but a loop over large arrays, which may slice them, is refused below
@@ -102,11 +116,12 @@ def _parameters(equation: JaxprEqn) -> Any:
     pointwise = name in _POINTWISE and shapes <= results
     total = name in _TOTALS and results == {()}
     if not (pointwise or total or (name == "broadcast_in_dim" and not shapes)):
-        raise _Tells
+        raise _DependsOnOrder
     return None
 
 
 def _large(aval: Any) -> bool:
+    """Check whether an abstract value has more than two axes."""
     return len(getattr(aval, "shape", ())) > 2
 
 

@@ -35,26 +35,37 @@ def _is_byte(x: Any) -> bool:
 
 
 def _subtract_zero(x, zero):
-    """Return x - zero in int32; in float32 for numbers of few bits in floating point."""
+    """Return x - zero in int32, or in float32 if x is a small floating point type."""
     wide = jnp.int32 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32
     return x.astype(wide) - zero.astype(wide)
 
 
 def _plain(a, b, a_zero, b_zero, *, zeros: tuple[bool, bool]):
-    """Multiply as it is defined; `zeros` say which zero points are not 0 everywhere."""
+    """Multiply by the definition.
+
+    Args:
+      a, b: the factors.
+      a_zero, b_zero: their zero points.
+      zeros: for each factor, whether a zero point was given; without one it is 0.
+    """
     return jnp.matmul(_subtract_zero(a, a_zero), _subtract_zero(b, b_zero))
 
 
 def _shift_to_int8(x, zero):
-    """Return the same integers less the same zero point, as int8 and int32."""
+    """Convert uint8 with a zero point to int8 with a zero point, so that x - zero stays.
+
+    Returns:
+      int8, and the zero point as int32.
+    """
     zero = zero.astype(jnp.int32)
     if x.dtype == jnp.int8:
         return x, zero
+    # flipping the highest bit of an uint8 subtracts 128, read as int8
     return lax.bitcast_convert_type(x ^ jnp.uint8(128), jnp.int8), zero - 128
 
 
 def product_int8(a, b):
-    """Multiply matrices of int8 (the left one of any rank), exactly, into int32."""
+    """Multiply int8 matrices exactly, (..., K) by (K, M), into int32."""
     if FAST_INT8:
         return jnp.matmul(a, b, preferred_element_type=jnp.int32)
     parts = range(0, a.shape[-1], EXACT)
@@ -64,20 +75,21 @@ def product_int8(a, b):
 
 
 def _fast(a, b, a_zero, b_zero, *, zeros):
-    """Multiply by products of int8; the zero points are subtracted from the result."""
+    """Multiply by a product of int8, and subtract the terms of the zero points from the result."""
     if not (_is_byte(a) and _is_byte(b)) or a.ndim < 2 or b.ndim != 2 or not b.shape[0]:
         return _plain(a, b, a_zero, b_zero, zeros=zeros)
     subtracted = zeros[0] or a.dtype == jnp.uint8, zeros[1] or b.dtype == jnp.uint8
     (a, a_zero), (b, b_zero) = _shift_to_int8(a, a_zero), _shift_to_int8(b, b_zero)
     rows = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
     count = rows.shape[0]
+    # a row of ones gives the sums of the columns of b; and a single row is slow (see above)
     if subtracted[0] or count == 1:
         rows = jnp.concatenate([rows, jnp.ones((1, rows.shape[1]), jnp.int8)])
     every = product_int8(rows, b)
     y = every[:count].reshape(*a.shape[:-1], b.shape[1])
     if subtracted[0]:
         y = y - a_zero * every[count]
-    if subtracted[1]:
+    if subtracted[1]:  # - q * rows(a) + K p q
         sums = a.sum(-1, keepdims=True, dtype=jnp.int32)
         y = y - (sums - a.shape[-1] * a_zero) * b_zero
     return y
@@ -97,7 +109,7 @@ mlir.register_lowering(integer_product_p, _lower, platform="cpu")
 
 
 def integer_product(a, b, a_zero=None, b_zero=None):
-    """Return (a - a_zero) @ (b - b_zero) of 8-bit matrices (as in `numpy.matmul`), in int32.
+    """Return (a - a_zero) @ (b - b_zero) in int32, for 8-bit factors as in `numpy.matmul`.
 
     Zero points broadcast against a and b; None is 0.
     """

@@ -19,7 +19,7 @@ from jaxonnx.lowering._merged_rows import MergedRows
 from jaxonnx.lowering._packed import Packed
 
 SHORT = 16
-"""Length of a last axis below which loops along it are slow."""
+"""The length of a last axis below which loops along it are slow."""
 
 Axes = tuple[int, ...]
 
@@ -27,7 +27,7 @@ Axes = tuple[int, ...]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KernelFirst:
-    """A weight (M, C, *kernel) that is kept as (*kernel, C, M); `shape` is the former."""
+    """A weight (M, C, *kernel) that is stored as (*kernel, C, M); `shape` is in ONNX's order."""
 
     value: Any
 
@@ -49,14 +49,15 @@ class KernelFirst:
         return self.value.transpose(self.ndim - 1, self.ndim - 2, *range(self.ndim - 2))
 
     def place(self, axis: int) -> int:
-        """Return where an axis of ONNX's order is in `value`."""
+        """Return the axis of `value` that corresponds to an axis in ONNX's order."""
         axis %= self.ndim
         return axis - 2 if axis > 1 else self.ndim - 1 - axis
 
 
 def kernel_first(shape: Sequence[int]) -> Axes | None:
-    """Return the axes that make a weight kernel first, if its last axis is short."""
-    # not if the last axis is long already, or no shorter than the channels, which would be the last
+    """Return the transposition that stores a weight kernel first; None if it has no advantage."""
+    # it has none if the last axis is long already, or at least as long as the channels, which would
+    # be last instead
     rank = len(shape)
     if rank < 3 or shape[-1] >= SHORT or shape[-1] >= max(shape[:2]):
         return None
@@ -82,7 +83,7 @@ def order(x: Any, platform: str | None = None) -> Axes | None:
 
 
 def platform_of(x: Any) -> str:
-    """Return the platform that an array is on; "" for a traced one, whose caller chose."""
+    """Return the platform that an array is on; "" for a tracer, which has no device."""
     if isinstance(x, Tracer):
         return ""
     sharding = getattr(x, "sharding", None)
@@ -94,10 +95,15 @@ def store(
     names: Collection[str],
     factors: Mapping[str, np.ndarray] | None = None,
 ) -> dict[str, Any]:
-    """Store the tensors of `names` in the order of their platform.
+    """Store convolution weights in the order of axes that is fast on their platform.
 
     Args:
-      factors: by name, a vector that an array in memory is multiplied by along its first axis.
+      tensors: arrays by name.
+      names: the tensors that may be stored in another order.
+      factors: a vector by name; an array in host memory is multiplied by it along its first axis.
+
+    Returns:
+      The tensors, some of them as `KernelFirst`.
     """
     kept, elsewhere = {**tensors}, {}
     for name, x in tensors.items():
@@ -106,7 +112,7 @@ def store(
         if axes is not None and not is_in_memory(x):
             elsewhere[name] = x
         elif axes is not None or factor is not None:
-            # by NumPy, which needs no program for each shape and has one weight twice at a time
+            # NumPy needs no compilation for each shape, and holds only one weight twice at a time
             value = np.asarray(x)
             if factor is not None:
                 value = value * factor.reshape(-1, *(1,) * (x.ndim - 1))
@@ -141,7 +147,10 @@ _kernels_first = jax.jit(kernels_first)
 
 
 def in_file(value: Any) -> Any:
-    """Convert a view to the array that the file has; return any other value as it is."""
+    """Convert a weight in a form of this package to the array in the file's form.
+
+    Any other value is returned as it is.
+    """
     if isinstance(value, LowRank | MergedRows | Packed):
         return value.merge()
     return value.first() if isinstance(value, KernelFirst) else value
@@ -169,7 +178,7 @@ class Transposition:
     def __call__(self, x: Any) -> Any:
         if not is_in_memory(x):
             return x.transpose(self.axes)
-        # by NumPy, which needs no program for each shape
+        # NumPy needs no compilation for each shape
         return placed_as(x, np.asarray(x).transpose(self.axes))
 
     @property
@@ -181,10 +190,14 @@ class Transposition:
 def transpose_tree(
     tree: Any, turns: Mapping[str, Transposition], special: Mapping[type, Callable] | None = None
 ):
-    """Transpose each array in a tree that has the key and the shape of a turn.
+    """Transpose the arrays of a tree that belong to transposed parameters.
 
-    What an optimizer keeps for a parameter has its name and its shape. `special` has functions that
-    replace nodes of some types as a whole; the root is not one of them.
+    What an optimizer keeps for a parameter has the parameter's name as its last key, and its shape.
+
+    Args:
+      tree: an optimizer state, say.
+      turns: transpositions by parameter name.
+      special: functions that replace whole nodes of some types, except for the root.
     """
     types = tuple(special or ())
 

@@ -18,7 +18,7 @@ from jaxonnx.lowering._product import merges
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MergedRows:
-    """A matrix (A * B, K) that is kept as (A, B, K); `shape` is the former."""
+    """A matrix (A * B, K) that is stored as (A, B, K); `shape` is that of the matrix."""
 
     value: Any
 
@@ -48,7 +48,7 @@ class MergedRows:
 
 
 def reshape_rows(x: Any, shape: list[int]) -> Any:
-    """Reshape; rows that several axes are merged into may be a `MergedRows`."""
+    """Reshape x; under a mesh, (A, B, ...) that becomes (A * B, K) is a `MergedRows` instead."""
     if isinstance(x, MergedRows):
         return x.value if (*shape,) == x.value.shape else x.merge().reshape(shape)
     if merges() or isinstance(x, np.ndarray) or x.ndim < 3 or len(shape) != 2:

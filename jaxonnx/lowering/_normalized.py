@@ -29,7 +29,7 @@ normalized_p = named_primitive("batch_normalization", _plain, "options")
 
 
 def _jvp(primals: Any, tangents: Any, *, options: Any):
-    """Differentiate the plain form, with regard to what has a tangent."""
+    """Differentiate `_plain` with respect to the operands that have a tangent."""
     moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
 
     def of(*values):

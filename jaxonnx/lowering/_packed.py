@@ -20,17 +20,18 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 PART = 1 << 20
-"""Bytes of floating-point numbers that exist at a time, which stay in the cache of a CPU."""
+"""The bytes of floating point numbers that are converted at a time: they stay in a CPU's cache."""
 SMALL = 1 << 16
-"""Bytes of a matrix that is converted as a whole."""
+"""The most bytes, in floating point, of a matrix that is converted as a whole."""
 
 
 BATCH_AXIS = "data"
-"""The axis of a mesh that batches are split over; a step gathers what else is split over it."""
+"""The axis of a mesh that batches are split over. Weights that are split over it as well (fsdp) are
+gathered by a step."""
 
 
 def _devices_per_batch() -> int:
-    """Return over how many devices a matrix may be split, where a mesh is set."""
+    """Return the number of devices that a matrix may be split over under the current mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(size for axis, size in mesh.shape.items() if axis != BATCH_AXIS)
 
@@ -38,20 +39,23 @@ def _devices_per_batch() -> int:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Packed:
-    """A matrix whose rows `unpack(*groups, *shared)` converts, or the transpose of that matrix."""
+    """A matrix in few bits, which `unpack(*groups, *shared)` converts; or its transpose.
+
+    `x @ packed` converts a few rows at a time.
+    """
 
     groups: tuple[Any, ...]
-    """Arrays with equal groups of rows along their first axis."""
+    """Arrays whose first axis runs over groups with equal numbers of the matrix's rows."""
     shared: tuple[Any, ...]
-    """Arrays that each group needs."""
+    """Arrays that the conversion of every group needs."""
     unpack: Callable[..., Any] = field(metadata={"static": True})
-    """Hashable; returns a matrix (rows, columns)."""
+    """A hashable function of some of the groups that returns their rows as a matrix."""
     size: tuple[int, int] = field(metadata={"static": True})
-    """Rows and columns of the matrix that `unpack` makes of all groups."""
+    """The rows and columns of the whole matrix, before `transposed`."""
     dtype: np.dtype = field(metadata={"static": True})
     transposed: bool = field(default=False, metadata={"static": True})
 
-    __array_ufunc__ = None  # NumPy leaves its products to this class, too
+    __array_ufunc__ = None  # makes NumPy leave `array @ packed` to `__rmatmul__`
 
     @property
     def ndim(self) -> int:
@@ -82,16 +86,16 @@ class Packed:
 
 @dataclass(frozen=True)
 class _Form:
-    """A product x @ m' (or x @ m, without `transposed`) of the matrix m that `unpack` makes."""
+    """The static parameters of a product x @ m, or x @ m.T if `transposed`; see `Packed`."""
 
     unpack: Callable[..., Any]
     size: tuple[int, int]
     dtype: np.dtype
     count: int
-    """The number of arrays that have groups of rows."""
+    """The number of operands after x that are `groups`; the others are `shared`."""
     transposed: bool
     apart: int = 1
-    """How many equal parts the groups may lie apart in, on devices."""
+    """The number of equal parts that the groups may be split into over devices."""
 
     @property
     def adjoint(self) -> "_Form":
@@ -103,7 +107,7 @@ class _Form:
         return x @ (matrix.T if self.transposed else matrix)
 
     def on_devices(self, x, *arrays):
-        """Multiply by the rows of each device in parts: a loop over all would gather them."""
+        """Multiply in parts on each device: a loop over all groups would gather them."""
         count, (rows, columns) = self.apart, self.size
         if count == 1:
             return self.in_parts(x, *arrays)
@@ -117,7 +121,7 @@ class _Form:
         return jax.vmap(own.in_parts, (-2, *axes))(x, *groups, *arrays[self.count :]).sum(0)
 
     def in_parts(self, x, *arrays):
-        """Multiply by some groups of rows after others."""
+        """Multiply by a few groups of rows at a time, in a loop."""
         groups, shared = arrays[: self.count], arrays[self.count :]
         rows, columns = self.size
         total = groups[0].shape[0]
@@ -138,6 +142,7 @@ class _Form:
             return self.dense(x, *part, *shared)
 
         def into(y, start, count):
+            """Write (transposed) or add the product with the groups from `start` on into y."""
             new = product(x, start, count)
             if not self.transposed:
                 return y + new
@@ -174,7 +179,7 @@ def _eager(*operands, form):
 
 
 def _jvp(primals, tangents, *, form):
-    """Multiply the change of x part by part; that of scales makes a whole matrix."""
+    """Differentiate: the tangent of x is multiplied in parts, that of scales as a whole matrix."""
     (x, *arrays), (dx, *changes) = primals, tangents
     terms = [] if type(dx) is ad.Zero else [packed_product_p.bind(dx, *arrays, form=form)]
     if any(type(change) is not ad.Zero for change in changes):

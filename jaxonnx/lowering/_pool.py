@@ -21,12 +21,15 @@ from jaxonnx.lowering._contract import Rule, contract, named_primitive, on_platf
 from jaxonnx.lowering._taps import Taps
 
 UNROLLED = 16
-"""Elements of a window up to which it is unrolled."""
+"""The most elements of a window that is unrolled."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """T(index, x, y): y takes from each window of x the element number `index`."""
+    """T(index, x, y): y takes from each window of x the element with the number `index`.
+
+    It is the derivative of max pooling, where `index` is the number of each window's maximum.
+    """
 
     taps: Taps
     batch: tuple[int, ...] = field(default=(0, 1, 2), init=False)
@@ -53,8 +56,17 @@ def _plain_maximum(x, taps: Taps):
 
 
 def _winner(x, y, taps: Taps):
-    """Return the number of the element that is each window's first maximum `y` (or NaN)."""
-    # padding is not in the window, even where it equals the maximum
+    """Return the number of the first element of each window that is its maximum, or NaN.
+
+    Args:
+      x: images.
+      y: the maxima of the windows.
+      taps: the windows.
+
+    Returns:
+      int8 or int32, shaped like y.
+    """
+    # `inside` is padded with False: padding cannot win, even if it equals the maximum
     outer = (1,) * (x.ndim - taps.lead - len(taps.size))
     inside = jnp.ones((*(1,) * taps.lead, *taps.size, *outer), bool)
 
@@ -67,15 +79,15 @@ def _winner(x, y, taps: Taps):
 
 
 def _reduce_max(x, taps: Taps):
-    """Return the maxima by an instruction; of equal elements the first has the derivative.
+    """Return the maxima by `lax.reduce_window`, whose derivative goes to the first of equals.
 
-    Where a maximum is NaN, any element of the window has it.
+    Where the maximum is NaN, the derivative goes to any element of the window.
     """
     return lax.reduce_window(x, lowest(x.dtype), lax.max, *_window_arguments(taps, x.ndim))
 
 
 def _has_instruction(taps: Taps) -> bool:
-    """Check whether `_reduced` takes these windows, and has a derivative."""
+    """Check whether `_reduce_max` takes these windows and can be differentiated."""
     return max(taps.dilations) == 1 and min(map(min, taps.pads)) >= 0
 
 
@@ -84,7 +96,7 @@ def _maximum_on_tpu(x, taps: Taps):
 
 
 def _window_arguments(taps: Taps, rank: int) -> tuple:
-    """Return the arguments of `lax.reduce_window` behind its function, for arrays of a rank."""
+    """Return the arguments of `lax.reduce_window` after the function, for arrays of a rank."""
     ones, none = (1,) * rank, ((0, 0),) * rank
     kernel, strides = taps.resize(ones, taps.kernel), taps.resize(ones, taps.strides)
     return kernel, strides, taps.resize(none, taps.pads), ones, taps.resize(ones, taps.dilations)
@@ -103,6 +115,8 @@ def _(taps, primals, tangents):
     (x,), (dx,) = primals, tangents
     y = _maximum(x, taps)
 
+    # two equal tangents: taken from the winner of each window, or by the derivative of the
+    # instruction
     def gathered(x, y, dx):
         return contract(Choice(taps), 2, winner_p.bind(x, y, taps=taps), dx)
 
@@ -120,10 +134,18 @@ def _taps(x, window, channels: int) -> Taps:
 
 
 def max_pool(x, window, channels: int = 1):
-    """Return the maximum of each window of x (N, C, *size); its gradient goes to the first one."""
+    """Return the maximum of each window; its gradient goes to the first one.
+
+    Args:
+      x: (N, C, *size), or (N, *size, C) with `channels` -1.
+      window: the geometry (`ops.windows.Window`).
+      channels: the axis of the channels, 1 or -1.
+    """
     taps = _taps(x, window, channels)
     if taps.count <= UNROLLED:
         return _maximum(x, taps)
+    # a large window: along one axis after the other, the last axis first. The first maximum of the
+    # window in row-major order is then the one that the gradient goes to
     for axis in reversed(range(len(taps.size))):
         windows = _along(taps, axis)
         x = _maximum(x, windows) if windows.unrolled else _long_maximum(x, windows, axis)
@@ -131,7 +153,7 @@ def max_pool(x, window, channels: int = 1):
 
 
 def _long_maximum(x, taps: Taps, axis: int):
-    """Return the maximum of long windows over one axis."""
+    """Return the maximum of long windows along one axis; disjoint ones by a reshape."""
     size, step, count = taps.kernel[axis], taps.strides[axis], taps.out[axis]
     disjoint = count == 1 or step == size
     if not disjoint or taps.dilations[axis] != 1 or any(taps.pads[axis]):
@@ -142,7 +164,7 @@ def _long_maximum(x, taps: Taps, axis: int):
 
 
 def _along(taps: Taps, axis: int) -> Taps:
-    """Return the windows over one axis, after the axes behind it were pooled."""
+    """Return the windows along one axis of images whose later axes are pooled already."""
 
     def only(values, other):
         return tuple(v if i == axis else other for i, v in enumerate(values))
@@ -154,12 +176,13 @@ def _along(taps: Taps, axis: int) -> Taps:
 
 
 def first_winner(x, window):
-    """Return the number, row-major in the window, of each window's first maximum (or NaN)."""
+    """Return the row-major number, within its window, of each window's first maximum or NaN."""
     taps = _taps(x, window, 1)
     return _winner(x, _plain_maximum(x, taps), taps)
 
 
 def lowest(dtype):
+    """Return the neutral element of a maximum."""
     if np.issubdtype(dtype, np.integer):
         return np.array(np.iinfo(dtype).min, dtype)
     return np.array(-np.inf, dtype)
@@ -167,7 +190,10 @@ def lowest(dtype):
 
 @dataclass(frozen=True)
 class Sum:
-    """T(one, x, y): y sums the windows of x, times the number `one`."""
+    """T(one, x, y): y is the sum of the windows of x, times the scalar `one`.
+
+    The scalar, which is 1, makes the linear map a trilinear form, as `contract` takes it.
+    """
 
     taps: Taps
     batch: tuple[int, ...] = field(default=(1, 2), init=False)

@@ -17,9 +17,10 @@ from jaxonnx.lowering._contract import Rule, contract, on_platforms
 
 @dataclass(frozen=True)
 class Product:
-    """T(a, b, y) = sum of (a @ b) * y, in half precision but for one in float32."""
+    """T(a, b, y) = sum((a @ b) * y), in half precision except for one argument in float32."""
 
     wide: int
+    """The number of the argument in float32."""
     batch: tuple[int, ...] = field(default=(), init=False)
 
     def plain(self, out, u, v):
@@ -27,14 +28,19 @@ class Product:
         return self._in(half, out, u, v).astype(self._dtype(out, u, v))
 
     def exact(self, out, u, v):
-        """Multiply without rounding what is in float32; CPUs have no units for half precision."""
+        """Contract in float32, without rounding any argument to half precision first.
+
+        On CPU that costs nothing: it has no units for half precision.
+        """
         return self._in(np.dtype(np.float32), out, u, v).astype(self._dtype(out, u, v))
 
     def _dtype(self, out, u, v):
+        """Return the dtype of a contraction."""
         least = min(u.dtype, v.dtype, key=lambda dtype: dtype.itemsize)
         return np.dtype(np.float32) if out == self.wide else least
 
     def _in(self, dtype, out, u, v):
+        """Contract with both factors in `dtype`."""
         u, v = u.astype(dtype), v.astype(dtype)
         factors: Any = ((v, u.mT), (u.mT, v), (u, v))[out]
         return jnp.matmul(*factors, preferred_element_type=self._dtype(out, u, v))
@@ -49,7 +55,7 @@ def is_half(x) -> bool:
 
 
 def product_rounded(a, b):
-    """Multiply a matrix in float32 with one in half precision; the product is as the latter."""
+    """Multiply a float32 matrix by one in half precision, into half precision."""
     return contract(Product(0), 2, a, b)
 
 
@@ -63,9 +69,9 @@ def product(a, b):
 
 
 def merges() -> bool:
-    """Return whether leading axes may be merged for one product.
+    """Check whether leading axes may be merged for one product: not under a mesh.
 
-    Under a mesh the batch is sharded, and to merge it with an axis before it would gather it.
+    There the batch may be sharded, and merging it with an axis before it would gather it.
     """
     return jax.sharding.get_abstract_mesh().empty
 

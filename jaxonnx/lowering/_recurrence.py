@@ -27,21 +27,23 @@ GROUPS = 2
 each other, which uses two cores better than a product that they share."""
 
 LARGE = 2**18
-"""Elements of a recurrent weight from which groups pay; below, starting a product costs more."""
+"""The fewest elements of a recurrent weight that is split into groups: below, starting a second
+product costs more than it saves."""
 
 VAST = 2**20
-"""Elements up to which groups pay; a product of more is better shared."""
+"""The most elements of such a weight: a larger product is better shared by the cores."""
 
 FEW = 4
-"""Examples of a batch from which groups pay."""
+"""The fewest examples of a batch with which groups are faster."""
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def elementwise(function: Callable, *values):
-    """Apply a function to arrays of one shape; its derivative keeps one array for each of them.
+    """Apply an elementwise function to arrays of one shape.
 
-    A gradient writes to memory what it needs of every step, and reads it again: here that is the
-    partial derivatives, not all their factors.
+    Its derivative keeps one residual for each array, the partial derivative. Within a scan,
+    automatic differentiation would write all factors of the partial derivatives to memory in every
+    step, and read them again for the gradient.
     """
     return function(*values)
 
@@ -110,7 +112,10 @@ def _(step, reverse, own, primals, tangents):
 
 
 def _scan(step: Step, reverse: bool, own: int, added, x, w, r, bias, extra, valid, states):
-    """Run `recur`; `added` (steps, batch, gates) only lends the gates its tangents, if not None.
+    """Run `recur`, with an array through which tangents can enter the gates.
+
+    If `added` (steps, batch, gates) is not None, its tangents are added to those of the gates; its
+    values are not used.
 
     Accelerators multiply the input of all steps at once; a CPU does it step by step, since it would
     have to fetch the product from memory again.
@@ -158,7 +163,7 @@ def _scan(step: Step, reverse: bool, own: int, added, x, w, r, bias, extra, vali
 
 
 def _next(step: Step, gates, extra, states, valid) -> tuple:
-    """Return the states after a step; those of an example that has ended stay."""
+    """Return the states after a step; where `valid` is false they stay as they were."""
     new = step(gates, extra, *states)
     new = tuple(n.astype(s.dtype) for n, s in zip(new, states, strict=True))
     if valid is None:
@@ -167,9 +172,17 @@ def _next(step: Step, gates, extra, states, valid) -> tuple:
 
 
 def _groups(tree: Any, width: int, count: int, axis: int = -1) -> list:
-    """Return trees of the shares that `count` groups of hidden units have of each array.
+    """Split the arrays of a tree into `count` groups of hidden units.
 
-    Its axis has the `width` units once or several times, one gate after the other.
+    Args:
+      tree: a pytree of arrays.
+      width: the number of hidden units. The axis has a multiple of this length: the units of one
+        gate after those of the other.
+      count: the number of groups, a divisor of `width`.
+      axis: the axis of the units.
+
+    Returns:
+      A tree for each group.
     """
 
     def share(i, x):
@@ -184,7 +197,17 @@ def _groups(tree: Any, width: int, count: int, axis: int = -1) -> list:
 
 
 def _add_gates(given, product, own: int, bias):
-    """Return the gates of an input and a state, of which `own` are the state's alone."""
+    """Add the shares of the input and the state in the gates.
+
+    Args:
+      given: of the input; its last gates, beyond those of the state, are the input's alone.
+      product: of the state; its last `own` gates are the state's alone.
+      own: see `recur`.
+      bias: of the state's own gates, or None.
+
+    Returns:
+      The common gates, then the input's own, then the state's own.
+    """
     shared = product.shape[-1] - own
     if shared == given.shape[-1] and not own:
         return given + product
@@ -194,7 +217,7 @@ def _add_gates(given, product, own: int, bias):
 
 
 def _apart(gates, first: int, count: int):
-    """Return gates of all steps with `count` zeros behind the `first` of them."""
+    """Insert `count` zeros after the first `first` gates, where a tangent has no share."""
     zeros = jnp.zeros((*gates.shape[:-1], count), gates.dtype)
     return jnp.concatenate([gates[..., :first], zeros, gates[..., first:]], -1) if count else gates
 
@@ -220,10 +243,10 @@ def _in_parts(w):
 
 
 def _steps_outside(h):
-    """Return h (steps, batch, hidden) such that its steps are what XLA:TPU lays it out by.
+    """Return h (steps, batch, hidden) with a layout, on TPU, in which each step is contiguous.
 
-    For the product over steps and batch it would lay out the batch first, and every step of the
-    loop would copy what it adds.
+    For the product over steps and batch XLA:TPU would choose a layout with the batch outermost, and
+    every step of the loop would copy what it writes.
     """
     return lax.optimization_barrier(h.reshape(-1, h.shape[-1])).reshape(h.shape)
 
@@ -240,7 +263,11 @@ def _at_once(x, w_t, bias=None):
 
 @jax.custom_jvp
 def state_product(h, r, r_t):
-    """Return `h @ r.T`; every product in its gradient reads the weight in the order it needs."""
+    """Return `h @ r.T`, given both r and its transpose.
+
+    The forward pass multiplies by r_t and the gradient by r, so that neither transposes. Gradients
+    of the weight go to r_t.
+    """
     return product(h, r_t)
 
 
@@ -252,7 +279,11 @@ def _(primals, tangents):
 
 
 def _both_products(x, h, r, w_and_r_t, bias):
-    """Return `x @ w.T + h @ r.T + bias`, of one product."""
+    """Return `x @ w.T + h @ r.T + bias` by one product of the concatenated factors.
+
+    Args:
+      w_and_r_t: the transpose of w and r side by side.
+    """
     gates = _joint(x, h, r, w_and_r_t)
     return gates if bias is None else gates + bias
 
@@ -275,7 +306,7 @@ def _(primals, tangents):
 
 
 def _by_rows(x, w):
-    """Return `x @ w.T` without a transposition."""
+    """Return `x @ w.T`; beyond half precision without transposing w, by contracting last axes."""
     if is_half(x):
         rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         return product(rows, w.T).reshape(*x.shape[:-1], w.shape[0])
@@ -284,6 +315,7 @@ def _by_rows(x, w):
 
 @jax.custom_jvp
 def _with_tangent(gates, added):
+    """Return the gates; their tangent is that of the gates plus that of `added`."""
     return gates
 
 

@@ -46,6 +46,11 @@ def _barrier(values, signal):
 
 
 def _loop(values, signal):
+    """Return `values` behind a loop of one iteration that depends on `signal`, for XLA:CPU.
+
+    The number of iterations is known to be 1 only at run time: `start` is always 0, computed from
+    the signal.
+    """
     start = lax.clamp(0, (signal != 0).astype(jnp.int32), 0)
 
     def once(carry):
@@ -56,4 +61,4 @@ def _loop(values, signal):
 
 
 _AFTER = {"cpu": _loop}
-"""How values are made to wait for a signal, by platform; elsewhere by a barrier."""
+"""The function that makes values wait for a signal, by platform; elsewhere `_barrier` does."""

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 UNROLLED = 32
-"""Taps, or phases of the strides, up to which a program has a slice for each."""
+"""The most taps, or phases of the strides, for which a program has a slice for each."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Taps:
 
     @property
     def count(self) -> int:
+        """The number of taps."""
         return math.prod(self.kernel)
 
     @property
@@ -51,11 +52,13 @@ class Taps:
         return self.count <= UNROLLED
 
     def _pad(self, x, fill, pairs):
+        """Pad the spatial axes of x by (low, high) pairs, which may be negative."""
         rest = x.ndim - self.lead - len(self.size)
         config = [(0, 0)] * self.lead + list(pairs) + [(0, 0)] * rest
         return lax.pad(x, jnp.asarray(fill, x.dtype), [(*pair, 0) for pair in config])
 
     def _slice(self, x, starts, lengths, strides):
+        """Return slices of the spatial axes of x with these starts, lengths and strides."""
         limits = [b + (n - 1) * s + 1 for b, n, s in zip(starts, lengths, strides, strict=True)]
         end = x.shape[self.lead + len(self.size) :]
         head = x.shape[: self.lead]
@@ -67,19 +70,23 @@ class Taps:
         )
 
     def read(self, x, fill: Any = 0) -> list:
-        """Return for each tap its elements of x, one per window; `fill` in the padding."""
+        """Return for each tap an array with its element of every window; `fill` in the padding."""
         padded = self._pad(x, fill, self.pads)
         return [self._slice(padded, o, self.out, self.strides) for o in self.offsets]
 
     @property
     def _blocks(self) -> list[int]:
-        """Contiguous slices, each as long as a step, that make up the windows along each axis."""
+        """For each axis, the number of slices from which `windows` assembles the windows.
+
+        One if there is a single window; ceil(k / s) contiguous slices as long as a stride without
+        dilation; else one for each tap.
+        """
         axes = zip(self.kernel, self.strides, self.dilations, self.out, strict=True)
         return [1 if n == 1 else -(-k // s) if d == 1 else k for k, s, d, n in axes]
 
     @property
     def slices(self) -> int:
-        """How many slices `windows` takes."""
+        """The number of slices that `windows` takes."""
         return self.count if self.unrolled else sum(self._blocks)
 
     def windows(self, x, fill: Any = 0):
@@ -92,10 +99,12 @@ class Taps:
             axis, n, k = lead + 2 * a, self.out[a], self.kernel[a]
             cut = partial(lax.slice_in_dim, axis=axis)
             step, apart = self.strides[a], self.dilations[a]
-            if n == 1:
+            if n == 1:  # one window: its taps themselves are contiguous, as a stride of k
                 x = cut(x, 0, (k - 1) * apart + 1, apart)
                 step, apart = k, 1
             if apart == 1:
+                # cut the axis into pieces as long as a stride, (n, step); block i of a window is
+                # the piece i places after its first one
                 short = (n - 1 + blocks) * step - x.shape[axis]
                 pads = [(0, short if i == axis else 0, 0) for i in range(x.ndim)]
                 x = lax.pad(x, jnp.zeros((), x.dtype), pads)
@@ -112,7 +121,16 @@ class Taps:
         return x.reshape(*x.shape[: lead + rank], -1, x.shape[-1])
 
     def fold(self, arrays, fills, step: Callable, carry: Any, reverse: bool = False):
-        """Compute carry = step(carry, number, *elements of the arrays) for each tap in order."""
+        """Fold over the taps: carry = step(carry, number, *elements of the arrays), in order.
+
+        Args:
+          arrays: images of one spatial size.
+          fills: what each has in the padding.
+          step: a function of the carry, the number of the tap, and for each array its elements at
+            this tap, one per window.
+          carry: the first carry.
+          reverse: whether to begin with the last tap.
+        """
 
         def steps(taps, first, carry):
             numbered = [*enumerate(zip(*taps, strict=True))]
@@ -130,7 +148,7 @@ class Taps:
         return self._loop(body, carry, reverse)
 
     def each(self, x, function: Callable):
-        """Return function(elements of x) for each tap, stacked."""
+        """Return `function(elements of x)` for each tap, stacked along a new first axis."""
         if self.unrolled:
             return jnp.stack([function(tap) for tap in self.read(x)])
         padded = self._pad(x, 0, self.pads)
@@ -150,7 +168,7 @@ class Taps:
         windows of `fills`.
         """
         if math.prod(self.strides) > UNROLLED:
-            # windows in steps of one, most of which are of fills
+            # many stride phases: dilate the windows with fills instead, to strides of one
             steps = self.resize([1] * arrays[0].ndim, self.strides)
             spread = [[(0, 0, step - 1) for step in steps]] * len(arrays)
             fills = [jnp.asarray(f, x.dtype) for x, f in zip(arrays, fills, strict=True)]
@@ -173,11 +191,13 @@ class Taps:
         return self._pad(total, 0, [(-begin, -end) for begin, end in self.pads])
 
     def _loop(self, body: Callable, carry: Any, reverse: bool = False):
-        """Compute carry = body(piece, number, starts, carry) for pieces of the windows in order.
+        """Fold over pieces of the windows: carry = body(piece, number, starts, carry), in order.
 
-        The pieces are of one kind, without padding. Each reads the part of the padded images that
-        begins at `starts`; `number` is that of its first tap.
+        A piece is a `Taps` with at most `UNROLLED` consecutive taps and without padding; all are
+        the same. It reads the part of the padded images that begins at `starts`, and `number` is
+        the number of its first tap.
         """
+        # split the kernel along the first axis behind which at most UNROLLED taps are left
         axis = 0
         while (behind := math.prod(self.kernel[axis + 1 :])) > UNROLLED:
             axis += 1
@@ -194,17 +214,22 @@ class Taps:
         return lax.fori_loop(0, len(offsets), step, carry)
 
     def _piece(self, kernel: tuple[int, ...]) -> "Taps":
-        """Return the windows of a smaller kernel over just the elements that they read."""
+        """Return windows with a smaller kernel, over images of just the elements that they read."""
         sizes = zip(self.out, self.strides, kernel, self.dilations, strict=True)
         size = tuple((n - 1) * s + (k - 1) * d + 1 for n, s, k, d in sizes)
         return replace(self, size=size, kernel=kernel, pads=((0, 0),) * len(size))
 
     def resize(self, shape, middle):
-        """Return a shape of images with other sizes."""
+        """Return a shape with other spatial sizes."""
         return (*shape[: self.lead], *middle, *shape[self.lead + len(middle) :])
 
     def _place(self, shape, starts):
-        """Return starts and sizes of this piece's part of padded images of a shape."""
+        """Return the arguments of a dynamic slice for a piece's part of padded images.
+
+        Args:
+          shape: of the images.
+          starts: of the part along the spatial axes.
+        """
         zeros = [0] * len(shape)
         return [*self.resize(zeros, starts)], self.resize(shape, self.size)
 

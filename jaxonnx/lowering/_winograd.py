@@ -25,18 +25,29 @@ KERNEL = np.kron(*2 * [np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [
 """The 16 places of a kernel from its 9 taps."""
 
 
-def _after(x, table):
-    """Return the table, in a form that nothing can use before x is computed.
+def _delay(x, table):
+    """Return the table in a form that XLA cannot read before x is computed.
 
-    It is one of two equal tables, and x says which. XLA:CPU starts all work as early as it can, and
-    would keep transforms, four times the size of an image and twice that of a kernel, until they
-    are needed.
+    It is one of two equal tables, which an element of x chooses. XLA:CPU starts all work as early
+    as it can, and would hold transforms, four times the size of an image and twice that of a
+    kernel, in memory until they are needed.
     """
     return jnp.stack([table, table])[(x[0, 0, 0, 0] > 0).astype(int)]
 
 
 def _tiles(x, pads: Pairs, counts: Sequence[int], rule, after=None):
-    """Transform the tiles, two apart, of x (N, H, W, C) by the rule: (16, N * tiles, C)."""
+    """Cut overlapping tiles out of images, and transform them along both axes.
+
+    Args:
+      x: images (N, H, W, C).
+      pads: of H and W.
+      counts: the tiles along H and W, which begin 2 apart.
+      rule: `IMAGE` or `RESULT`.
+      after: an array that is to be computed before the tiles; see `_delay`.
+
+    Returns:
+      (16, N * tiles, C).
+    """
     side = 1 + max(a for a, _, _ in rule)
     need = [2 * (count - 1) + side for count in counts]
     ends = [n - pair[0] - size for n, pair, size in zip(need, pads, x.shape[1:3], strict=True)]
@@ -46,7 +57,7 @@ def _tiles(x, pads: Pairs, counts: Sequence[int], rule, after=None):
         # each axis is gathered twice, once for all a and once for all b of the rule
         starts, before = 2 * np.arange(count), (slice(None),) * axis
         indices = np.stack([np.add.outer([row[i] for row in rule], starts).ravel() for i in (0, 1)])
-        indices = indices if after is None else _after(after, indices)
+        indices = indices if after is None else _delay(after, indices)
         a, b = (x.at[*before, i].get(mode="promise_in_bounds") for i in indices)
         f = np.repeat(np.array([row[2] for row in rule], x.dtype), count)
         x = a + np.expand_dims(f, tuple(range(1, 4 - axis))) * b
@@ -67,8 +78,8 @@ def images(x, w, pads: Pairs, out: Sequence[int], flipped: bool = False):
     gives the gradient of the image.
     """
     counts = [-(-n // 2) for n in out]
-    # the weight too is transformed only when x is there (see _after)
-    taps = _after(x, (KERNEL[:, ::-1] if flipped else KERNEL).astype(w.dtype))
+    # the weight too is transformed only when x is computed
+    taps = _delay(x, (KERNEL[:, ::-1] if flipped else KERNEL).astype(w.dtype))
     places = (taps @ w.reshape(9, -1)).reshape(16, *w.shape[2:])
     contracted = (((2,), (2 if flipped else 1,)), ((0,), (0,)))
     y = lax.dot_general(_tiles(x, pads, counts, IMAGE), places, contracted)
