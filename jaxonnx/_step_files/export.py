@@ -131,7 +131,17 @@ def export_step(
 
 
 class _Exporter:
-    """The graphs of a step, for batches like one of them."""
+    """Writes the graphs of a step, for batches with the shapes and dtypes of an example.
+
+    Attributes:
+      state: the initial state of the step.
+      names, leaves, values: the name of each leaf of the state, the leaf, and its array (for a PRNG
+        key, its data).
+      batch: the names of the inputs of a batch.
+      examples: the arrays of the example batch, with the symbolic batch size if there is one.
+      next: the names of the outputs with the new state.
+      results: the names of the outputs of the loss, and of whether it is finite.
+    """
 
     def __init__(self, step: Step, batch: Any, opset: int):
         self._step, self.opset = step, opset
@@ -156,7 +166,10 @@ class _Exporter:
 
     @property
     def finishes(self) -> bool:
-        """Whether the tensors of the file are not in the state as they are."""
+        """Whether the file's tensors must be computed from the state (by `weights.onnx`).
+
+        They must with adapters, master weights in a wider type, or a moving average.
+        """
         types = {name: x.dtype for name, x in self._step.params.items()}
         wide = any(x.dtype != types.get(name, x.dtype) for name, x in self.state.params.items())
         adapted = self._step.model.program.adaption is not None
@@ -167,8 +180,16 @@ class _Exporter:
         return dict(zip(self.names, self.values, strict=True))
 
     def write(self, folder: Path, files: Mapping[str, str], external_data: bool) -> dict[str, Any]:
-        """Write these graphs; return the manifest."""
+        """Write the graphs of `files` into a folder; return the manifest.
+
+        Args:
+          folder: is created.
+          files: the file names by graph: "step", "evaluate", "init" and "weights".
+          external_data: whether large tensors go into files beside the graphs.
+        """
         graphs = {name: getattr(self, name)() for name in files if name != "init"}
+        # state that only the step reads (moments, say) may be stored in the shape of its blocks;
+        # `init` is written after that, with the arrays reshaped
         read = {name for other in graphs.keys() - {"step"} for name in graphs[other][1]["state"]}
         proto, told = graphs["step"]
         read.update(self.state.params, self.state.state)
@@ -195,11 +216,12 @@ class _Exporter:
         }
 
     def _unflatten(self, values: Any, arrays: Any) -> tuple[State, Batch]:
+        """Return the state and the batch from their leaves."""
         state = jax.tree_util.tree_unflatten(self._structure, values)
         return state, jax.tree.unflatten(jax.tree.structure(self.example), arrays)
 
     def step(self) -> tuple[ModelProto, dict[str, Any]]:
-        """Return the graph of an update."""
+        """Return the graph of a training step, and its entry in the manifest."""
 
         def update(values, arrays):
             state, (loss, good) = self._step.update(*self._unflatten(values, arrays), self.frozen)
@@ -218,11 +240,14 @@ class _Exporter:
         return proto, told
 
     def evaluate(self) -> tuple[ModelProto, dict[str, Any]]:
-        """Return the graph of the sums over a batch, in inference mode."""
+        """Return the graph of the sums of loss and metrics over a batch, in inference mode.
+
+        The second result is its entry in the manifest.
+        """
         sums = self._step.sums(self.example)
-        one = "loss 1" not in sums  # a loss that is a sum of several has their numbers
+        is_single = "loss 1" not in sums  # the terms of a sum of losses are "loss 0", "loss 1", ...
         paths = [path for path, _ in _leaves(sums)]
-        metrics = ["loss" if one and p[0].key == "loss 0" else str(p[0].key) for p in paths]
+        metrics = ["loss" if is_single and p[0].key == "loss 0" else str(p[0].key) for p in paths]
         outputs = [_key(metric, path[1:]) for metric, path in zip(metrics, paths, strict=True)]
 
         def evaluate(values, arrays):
@@ -237,14 +262,14 @@ class _Exporter:
         return proto, {"batch": self._batch(proto), "state": state, "sums": groups}
 
     def init(self) -> tuple[ModelProto, dict[str, Any]]:
-        """Return a graph without inputs that gives the state to start from."""
+        """Return a graph without inputs that outputs the initial state, and its manifest entry."""
         proto = write_model(lambda: self.values, (), None, self.names, self.opset, flat=True)
         return proto, {"state": self.names}
 
     def weights(self) -> tuple[ModelProto, dict[str, Any]]:
-        """Return a graph from the state to the tensors of the file that training renews.
+        """Return a graph from the state to the trained tensors of the file, and its manifest entry.
 
-        Of weights in few bits these are the factors of their adapters, as `save` names them.
+        For weights in few bits, these are the factors of their adapters, named as by `save`.
         """
 
         def tensors(values):
@@ -271,18 +296,20 @@ class _Exporter:
         return proto, told | ({"adapters": Adapters.of(model).about} if apart else {})
 
     def _drop_unread(self, proto: ModelProto) -> list[str]:
-        """Remove the tensors of the state that a graph does not read; return the others."""
+        """Remove the inputs of state that a graph does not read; return the names of the others."""
         read = {name for node in proto.graph.node for name in reads(node)}
         for value in [v for v in proto.graph.input if v.name in {*self.names} - read]:
             proto.graph.input.remove(value)
         return [value.name for value in proto.graph.input if value.name in self.names]
 
     def _graph(self, function: Any, outputs: list[str]) -> ModelProto:
+        """Write a function of the leaves of state and batch as a model."""
         names = [*self.names, *self.batch]
         arrays = self.leaves, self.examples
         return write_model(function, arrays, names, outputs, self.opset, flat=True)
 
     def _batch(self, proto: ModelProto) -> dict[str, Any]:
+        """Return the dtype and shape of each input of the batch, for the manifest."""
         known = {value.name: to_value(value) for value in proto.graph.input}
         return {
             name: {"dtype": str(known[name].dtype), "shape": list(known[name].shape or ())}
@@ -295,17 +322,21 @@ def _same(proto: ModelProto) -> ModelProto:
 
 
 OPEN = 4
-"""Examples of the batch that stands for one of any size, where a step is checked."""
+"""The size of the batch that a step is checked with if the batch size is symbolic."""
 
 
 def _open_size(leaf: Any) -> Any:
-    """Return the size of a batch where it is symbolic."""
+    """Return the first size of a leaf if it is symbolic, else None."""
     size = (getattr(leaf, "shape", None) or (0,))[0]
     return None if isinstance(size, (int, np.integer)) else size
 
 
 def _concrete(leaf: Any) -> Any:
-    """Return an array like a `jax.ShapeDtypeStruct`, of a few examples where they are open."""
+    """Return an array of zeros for a `jax.ShapeDtypeStruct`; of a symbolic batch, `OPEN` examples.
+
+    Raises:
+      InputError: another size than the first is symbolic.
+    """
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     first = () if _open_size(leaf) is None else (OPEN,)
@@ -316,7 +347,11 @@ def _concrete(leaf: Any) -> Any:
 
 
 def _with_size(array: Any, size: Any = None, *others: Any) -> Any:
-    """Return an array, or its shape and dtype with the symbolic number of examples."""
+    """Return an array, or its shape and dtype with a symbolic first size if there is one.
+
+    Raises:
+      InputError: there are several symbolic sizes.
+    """
     if others:
         raise InputError(f"the arrays of a batch have several symbolic sizes: {size}, {others[0]}")
     if size is None:
@@ -335,6 +370,6 @@ def _key(name: str, path: Any) -> str:
 
 
 def _state_name(path: Any) -> str:
-    """Return the name of a leaf of the state: that of the tensor, for those of the file."""
+    """Return the name of a leaf of the state; a parameter has the name of the file's tensor."""
     text = jax.tree_util.keystr(path, simple=True, separator=".")
     return text.removeprefix("params.").removeprefix("state.")

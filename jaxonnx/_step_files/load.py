@@ -17,7 +17,7 @@ from jaxonnx.lora import Adapters
 from jaxonnx.model import Model, load
 
 FORMAT = "jaxonnx training step 1"
-"""How a manifest says what it is."""
+"""The value of "format" in a manifest."""
 
 
 def import_step(
@@ -25,17 +25,17 @@ def import_step(
     folder: str | os.PathLike,
     state: Mapping[str, Any] | str | os.PathLike | None = None,
 ) -> Model:
-    """Return a model with the weights of a training state that `export_step`'s graphs renewed.
+    """Return a model with the weights of a training state from another runtime.
 
-    Adapters are merged into the weights that they belong to, but for weights in few bits, beside
-    which they stay; and where the step has a moving average, that is what the model gets, as after
-    `train`.
+    The state is what the graphs of `export_step` compute. Adapters are merged into their weights,
+    except that those of weights in few bits stay beside them. If the step has a moving average,
+    the model gets it, as after `train`.
 
     Args:
-      model: what the step was exported of, as `jaxonnx.load` takes it, or a Model.
-      folder: what `export_step` wrote.
+      model: the model that the step was exported from: a Model, or what `jaxonnx.load` takes.
+      folder: the folder that `export_step` wrote.
       state: arrays by the names of the manifest's state, or the path of an .npz or .safetensors
-        file with them; by default `state.npz` or `state.safetensors` in the folder. Those of the
+        file with them; by default `state.npz` or `state.safetensors` in the folder. Tensors of the
         optimizer may be missing.
 
     Raises:
@@ -90,7 +90,7 @@ def import_step(
 
 
 def _names(path: Path, part: Any, key: str) -> list[str]:
-    """Return a list of names of a manifest."""
+    """Return the list of names `part[key]` of a manifest; raise `InputError` if it is not one."""
     names = part.get(key) if isinstance(part, dict) else None
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise InputError(f"'{path}' is damaged: it has no list of names '{key}'; export again")
@@ -100,7 +100,16 @@ def _names(path: Path, part: Any, key: str) -> list[str]:
 def _finish_tensors(
     path: Path, graph: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the tensors that a graph beside the manifest computes of a state."""
+    """Compute the file's tensors from the state, by the graph that the manifest names.
+
+    Args:
+      path: the manifest.
+      graph: its entry "weights".
+      values: the state.
+
+    Raises:
+      InputError: the entry or the graph is damaged.
+    """
     places, file = graph.get("tensors"), graph.get("file")
     if not (isinstance(places, dict) and all(isinstance(name, str) for name in places.values())):
         raise InputError(f"'{path}' is damaged: it has no names by 'tensors'; export again")
@@ -125,7 +134,7 @@ def _is_folder_of_step(path: Any) -> bool:
 
 
 def _read_saved_state(folder: Path) -> Path:
-    """Return the state that a program has put into a folder."""
+    """Return the path of `state.npz` or `state.safetensors` in a folder."""
     files = [folder / "state.npz", folder / "state.safetensors"]
     for file in files:
         if file.exists():

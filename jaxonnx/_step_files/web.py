@@ -23,7 +23,7 @@ from jaxonnx.training import as_batch
 
 PACKAGE = "onnxruntime-web"
 VERSION = "1.30.0"
-"""Of the package, where npm brings it."""
+"""The version of the package that npm downloads."""
 
 RUNTIME = {
     "ort.wasm.min.mjs": "wasm.js",
@@ -33,21 +33,21 @@ RUNTIME = {
     "ort-wasm-simd-threaded.asyncify.mjs": "webgpu-threaded.js",
     "ort-wasm-simd-threaded.asyncify.wasm": "webgpu-threaded.wasm",
 }
-"""Files of the package, and what they are called in the folder: all servers know .js."""
+"""Files of the package, and their names in the folder: not all servers know the type of .mjs."""
 
 _HELD_OUT = 0.2
-"""The share of the examples that the page tests with."""
+"""The fraction of the examples that the page evaluates on."""
 _SIDES = range(8, 65)
-"""Sides of a picture that can be drawn by hand."""
+"""The sides of images that can be drawn by hand."""
 
 
 @contextmanager
 def runtime(path: str | os.PathLike | None) -> Iterator[Path]:
-    """Give the folder with the files of the runtime.
+    """Provide a folder with the files of onnxruntime-web, as a context manager.
 
     Args:
-      path: of the package or its `dist`; None means that of `node_modules`, or else one that npm
-        brings for the moment.
+      path: of the package or its `dist`; by default the one in `node_modules`, or else a temporary
+        download by npm.
 
     Raises:
       InputError: there is none.
@@ -67,7 +67,11 @@ def runtime(path: str | os.PathLike | None) -> Iterator[Path]:
 
 
 def _fetch_package(folder: Path) -> Path:
-    """Return the folder of a package that npm brings."""
+    """Download the package by npm into a folder; return the folder of its files.
+
+    Raises:
+      InputError: npm is not installed, or fails.
+    """
     npm = shutil.which("npm")
     remedy = f"run `npm install {PACKAGE}@{VERSION}` and name its folder, node_modules/{PACKAGE}"
     if npm is None:
@@ -89,13 +93,14 @@ def write(
     """Write the page, its data and its runtime into the folder of an exported step.
 
     Args:
-      source: what `runtime` gives.
-      model: as it is before the training.
+      folder: of the exported step.
+      source: the folder with the files of the runtime.
+      model: before the training.
       data: examples in a form that `as_batch` takes.
-      manifest: what the folder says of the step, and of `weights`.
+      manifest: of the step, with `weights`.
 
     Returns:
-      What the manifest says of the page.
+      The entry of the page in the manifest.
     """
     arrays = _arrays(data, model, manifest["step"]["batch"])
     found = file_tensors(model)
@@ -122,7 +127,11 @@ def write(
 
 
 def _arrays(data: Any, model: Model, batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return the examples as the step takes them, by the names of its inputs."""
+    """Return the examples by the names of the step's inputs, in their dtypes.
+
+    Raises:
+      InputError: their shapes are not those of the step.
+    """
     leaves = map(np.asarray, jax.tree.leaves(as_batch(data, model)))
     arrays = {}
     for (name, told), array in zip(batch.items(), leaves, strict=True):
@@ -136,7 +145,10 @@ def _arrays(data: Any, model: Model, batch: Mapping[str, Any]) -> dict[str, np.n
 
 
 def _examples(folder: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Write the examples, in an order of their own; return where each array begins."""
+    """Write the examples in random order to `examples.bin`; return its entry in the manifest.
+
+    Each array begins at a multiple of 8 bytes, so that JavaScript can view it in place.
+    """
     count = len(next(iter(arrays.values())))
     order = np.random.default_rng(0).permutation(count)
     places, at = {}, 0
@@ -150,10 +162,14 @@ def _examples(folder: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def _places(proto: ModelProto, sizes: Mapping[str, int]) -> tuple[bytes, dict[str, Any]]:
-    """Return a file, and where in it tensors have their numbers.
+    """Serialize a model, and find the bytes of some tensors in it, for the page to overwrite.
 
     Args:
-      sizes: of the tensors in bytes, by name.
+      proto: the model.
+      sizes: the bytes of the tensors by name.
+
+    Returns:
+      The file, and the offset and size of each tensor's data.
 
     Raises:
       InputError: a tensor is not among the initializers of the graph, or has another size there.
@@ -178,7 +194,7 @@ def _places(proto: ModelProto, sizes: Mapping[str, int]) -> tuple[bytes, dict[st
 
 
 def _classes(model: Model, arrays: Mapping[str, np.ndarray]) -> dict[str, Any] | None:
-    """Return what the page says of classes, where one output scores them and labels are numbers."""
+    """Return the classes for the page; None unless an output scores them, by integer labels."""
     _, *targets, _ = [*arrays][len(model.inputs) - 1 :]
     if len(model.outputs) != 1 or len(targets) != 1:
         return None
@@ -198,7 +214,11 @@ def _classes(model: Model, arrays: Mapping[str, np.ndarray]) -> dict[str, Any] |
 
 
 def _drawing(model: Model, arrays: Mapping[str, np.ndarray]) -> dict[str, Any] | None:
-    """Return how a drawing becomes an input, where that is a small picture in grey."""
+    """Return how a drawing becomes an input; None unless that is a small gray image.
+
+    The background is the median of the first and last rows; the ink is the extreme value that is
+    farther from it.
+    """
     try:
         where = images.layout(model)
     except InputError:

@@ -19,6 +19,10 @@ OPSET = 12
 """The first opset that has all operators written here."""
 
 
+# Each function below writes the nodes of a mean loss of outputs y and targets t, and returns its
+# name.
+
+
 def _classes(g: Writer, y: str, t: str) -> str:
     return g.node("SoftmaxCrossEntropyLoss", y, t, name="loss")
 
@@ -37,7 +41,8 @@ def _absolute(g: Writer, y: str, t: str) -> str:
 
 
 def _binary(g: Writer, y: str, t: str) -> str:
-    # -log p(y) if t = 1, -log(1 - p(y)) if t = 0, where p is the logistic function.
+    # -log p(y) if t = 1, -log(1 - p(y)) if t = 0, where p is the logistic function: both are
+    # softplus(y) - y t
     values = g.node("Sub", g.node("Softplus", y), g.node("Mul", y, t))
     return g.node("ReduceMean", values, name="loss", keepdims=0)
 
@@ -61,9 +66,18 @@ def add(
     init: str | Mapping[str, str] | None,
     meanings: Mapping[str, Weight],
 ) -> None:
-    """Write the training of these initializers into `proto`, as `jaxonnx.add_training` says.
+    """Add training_info to a model, in place; see `jaxonnx.add_training`.
 
-    `meanings` tells what the weights are to the graph.
+    Args:
+      proto: the model.
+      params: the initializers to train.
+      loss: a key of `_LOSSES`.
+      optimizer: one of `jaxonnx.optim`.
+      init: how weights are initialized; see `_initialization.kinds`.
+      meanings: how the graph uses each weight.
+
+    Raises:
+      TrainingError: ONNX's training operators do not take this model, loss or optimizer.
     """
     stored = {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer}
     _check(proto, loss, optimizer, {name: stored.get(name) for name in params})
@@ -92,6 +106,7 @@ def _check(
     optimizer: OnnxTransformation,
     values: Mapping[str, np.ndarray | None],
 ) -> None:
+    """Raise `TrainingError` if the model, loss or optimizer cannot be written."""
     if proto.training_info:
         raise TrainingError(
             "the model carries training_info already; remove it first "
@@ -132,7 +147,11 @@ def _dtype(values: Mapping[str, np.ndarray]) -> np.dtype:
 
 
 def _loss(g: Writer, main: GraphProto, loss: str) -> tuple[list[str], str]:
-    """Write the target and the loss; return the names of all inputs and of the loss."""
+    """Write the input of the targets, and the loss.
+
+    Returns:
+      The names of all inputs, those of the model and the targets, and the name of the loss.
+    """
     (output,) = main.output
     write, counts_classes = _LOSSES[loss]
     kind = output.type.tensor_type
@@ -165,9 +184,17 @@ def _update(
     cut: tuple[list[str], str],
     opset: int,
 ) -> tuple[dict[str, str], dict[str, np.ndarray]]:
-    """Write gradients, learning rate and update.
+    """Write the gradients, the learning rate and the optimizer's operator.
 
-    Returns the output that each variable becomes, and the optimizer's first state.
+    Args:
+      g: the algorithm's graph.
+      optimizer: the optimizer.
+      values: the weights.
+      cut: the names of the inputs and of the loss, from which Gradient cuts its subgraph.
+      opset: of the model.
+
+    Returns:
+      For each variable the output with its new value, and the optimizer's initial state by name.
     """
     inputs, loss = cut
     gradients = [g.fresh(f"gradient.{name}") for name in values]
@@ -183,6 +210,7 @@ def _update(
         state |= {g.constant(name, value, value.dtype): value for name, value in zeros.items()}
     variables |= {name: value for name, value in state.items() if name != count}
     updates = {name: g.fresh(f"{name}.new") for name in variables}
+    # the operators take all weights, then all gradients, then each state of all weights
     tensors = list(variables)
     tensors[len(values) : len(values)] = gradients
     results = updates.values()
@@ -197,11 +225,13 @@ def _update(
 
 
 _SLOTS = {"Adam": "VH", "Adagrad": "H", "Momentum": "V"}
+"""The tensors of state that each operator keeps for a weight, by the names of the specification."""
 
 
 def _learning_rate(
     g: Writer, optimizer: OnnxTransformation, count: str, dtype: np.dtype, opset: int
 ) -> str:
+    """Write the learning rate, a constant or a schedule of the count of updates."""
     if not callable(optimizer.learning_rate):
         return g.constant("learning_rate", optimizer.learning_rate, dtype)
     if optimizer.first:  # a schedule counts the updates made, from 0 on

@@ -21,10 +21,14 @@ def kinds(
     values: Mapping[str, np.ndarray],
     meanings: Mapping[str, Weight],
 ) -> dict[str, str | float]:
-    """Return the kind of initializer, or the number, of each tensor that gets one.
+    """Return how each tensor is initialized, by name: a kind of `KINDS`, or a number for all of it.
 
-    A single kind is for weights: other tensors start from the number that their operator says. In a
-    mapping, the first name or regular expression that matches a name in full counts.
+    Args:
+      init: a kind for all weights, while other tensors start from the number that suits their
+        operator (a scale from 1, say); or kinds by name or regular expression, of which the first
+        that matches a name in full counts; or None for none.
+      values: the tensors.
+      meanings: how the graph uses them.
 
     Raises:
       TrainingError: an unknown kind, or an expression that matches no tensor.
@@ -48,10 +52,17 @@ def kinds(
 def draw(
     writer: Writer, kind: str | float, name: str, value: np.ndarray, place: Matrix | None
 ) -> str:
-    """Append nodes that draw a tensor like `value`, with these axes; return their output.
+    """Append the nodes that initialize a tensor; return the name of their output.
 
     glorot: uniform within sqrt(6 / (fan_in + fan_out)) (Glorot and Bengio, 2010); he: normal with
     standard deviation sqrt(2 / fan_in) (He et al., 2015); normal: standard deviation 0.01.
+
+    Args:
+      writer: receives the nodes.
+      kind: one of `KINDS`, or a number.
+      name: of the tensor.
+      value: an array with its shape and dtype.
+      place: which of its axes are inputs and outputs, if that is known.
     """
     number = _NUMBERS.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(number, str):
@@ -70,7 +81,11 @@ def draw(
 
 
 def fill(writer: Writer, name: str, value: np.ndarray) -> str:
-    """Append nodes for a tensor of one repeated number; return their output."""
+    """Append nodes for a tensor whose elements all equal the first one of `value`.
+
+    Returns:
+      The name of their output.
+    """
     number = helper.make_tensor("value", onnx_type(value.dtype), [1], value.reshape(-1)[:1])
     shape = writer.constant("shape", value.shape, np.int64)
     result = writer.node("ConstantOfShape", shape, name=f"{name}.start", value=number)
@@ -79,9 +94,9 @@ def fill(writer: Writer, name: str, value: np.ndarray) -> str:
 
 
 def _fans(shape: tuple[int, ...], place: Matrix | None) -> tuple[int, int]:
-    """Return how many numbers go into one output of the layer, and how many outputs one reaches.
+    """Return fan_in and fan_out of a weight.
 
-    If that is not known, the last two axes are inputs and outputs, as in `jax.nn.initializers`.
+    If its axes are not known, the last two are inputs and outputs, as in `jax.nn.initializers`.
     """
     rank = len(shape)
     if rank < 2:

@@ -206,10 +206,13 @@ class Training:
         return proto
 
     def _fit(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Check values against the declared types and shapes of their inputs, and convert them."""
+        # symbolic dimensions must agree between inputs: `sizes` collects them
         sizes: dict[str, tuple[int, str]] = {}
         return data({n: fit(self._declared[n], value, sizes) for n, value in values.items()})
 
     def _init(self, state: State, key: jax.Array) -> State:
+        """Evaluate all initialization graphs, each on its own, and assign their outputs."""
         for i, method in enumerate(self._initializations):
             context = Context(key=jax.random.fold_in(key, i))
             outputs = dict(zip(method.graph.outputs, run(method.graph, {}, context), strict=True))
@@ -217,6 +220,7 @@ class Training:
         return state
 
     def _step(self, state: State, batch, key, large, *, algorithm):
+        """Run the algorithms in order; each reads the state that the one before it assigned."""
         chosen = range(len(self._algorithms)) if algorithm is None else [algorithm]
         outputs: dict[str, Any] = {}
         for i in chosen:
@@ -236,11 +240,14 @@ class Training:
 
 
 def _variables(proto: ModelProto, stored: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return the state variables and their values in the file; check all bindings.
+    """Check all bindings, and return the state variables with their values in the file.
 
     A variable is an initializer of the main graph or of an algorithm that is the key of a binding.
     Graphs share it by name (IR.md: "mutable variables shared by multiple graphs"), constants of an
     algorithm are its own.
+
+    Raises:
+      ModelError: a binding breaks a rule of the specification, or values contradict each other.
     """
     main = {tensor.name for tensor in proto.graph.initializer}
     local = [{t.name: t for t in info.algorithm.initializer} for info in proto.training_info]
@@ -289,6 +296,7 @@ def _check_bindings(
     variables: Collection[str],
     outputs: Collection[str],
 ) -> None:
+    """Raise `ModelError` unless keys are distinct variables and values are outputs of the graph."""
     assigned = set()
     for entry in entries:
         if entry.key in assigned:
@@ -327,9 +335,9 @@ def _combine_graphs(main: GraphProto, algorithm: GraphProto) -> GraphProto:
 
 
 def _tensors(graph: GraphProto) -> Iterator[tuple[str, TensorProto]]:
-    """Yield the named tensors that a graph and its subgraphs store.
+    """Yield the named tensors that a graph and its subgraphs store, in initializers or Constants.
 
-    An Identity over one is not among them: it follows the variable that it is computed from.
+    The result of an Identity is not one: it is computed from the variable that it reads.
     """
     yield from ((tensor.name, tensor) for tensor in graph.initializer)
     yield from ((sparse.values.name, sparse.values) for sparse in graph.sparse_initializer)
@@ -342,6 +350,7 @@ def _tensors(graph: GraphProto) -> Iterator[tuple[str, TensorProto]]:
 
 
 def _write(tensor: TensorProto, value: Any) -> None:
+    """Replace the data of a tensor in place; its name, type and doc string stay."""
     dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
     written = numpy_helper.from_array(np.asarray(value).astype(dtype, copy=False), tensor.name)
     written.doc_string = tensor.doc_string
@@ -349,6 +358,11 @@ def _write(tensor: TensorProto, value: Any) -> None:
 
 
 def _assign(state: State, bindings: Mapping[str, str], outputs: Mapping[str, Any]) -> State:
+    """Return a state in which each bound variable has the value of its output.
+
+    Raises:
+      ModelError: an output has another shape or type than its variable.
+    """
     new = dict(state)
     for name, output in bindings.items():
         old, value = state[name], outputs[output]
@@ -364,6 +378,7 @@ def _assign(state: State, bindings: Mapping[str, str], outputs: Mapping[str, Any
 
 
 def _check_names(what: str, values: Mapping[str, Any], expected: Iterable[str]) -> None:
+    """Raise `InputError` unless values have exactly the expected names."""
     expected = set(expected)
     missing, unknown = sorted(expected - values.keys()), sorted(values.keys() - expected)
     if missing or unknown:
