@@ -54,37 +54,39 @@ Static = Annotated[np.ndarray, "static"]
 """An input whose value must be known while tracing; the function receives an `np.ndarray`."""
 
 Through = Annotated[Any, "through"]
-"""An input through which gradients pass to the numbers before rounding: the function receives the
-`Rounded` itself, where all other functions receive its `value` alone."""
+"""A quantized input whose gradient goes straight through to the numbers before rounding. The
+function receives it as a `Rounded`; without this marker it receives only the integers."""
 
 Omissible = Annotated[Any, "omissible"]
-"""An input that may be omitted ("" in the file) although others after it may not: `Omissible` alone
+"""An input that may be omitted ("" in the file) although a later one is required: `Omissible` alone
 or in a union, as in `Through | Omissible`."""
 
 Kernel = Annotated[Any, "kernel"]
-"""A weight (M, C, *kernel) that may be kept in another order, for `lowering` alone to read."""
+"""A weight (M, C, *kernel) that may be a `lowering.KernelFirst`, which only `lowering` reads."""
 
 Factor = Annotated[Any, "factor"]
-"""A matrix that rows are multiplied by (`x @ w`), which may be an `Adapted` of `lowering`."""
+"""A matrix that rows are multiplied by (`x @ w`). It may be a `LowRank` or `Packed` of `lowering`.
+"""
 
 PerAxis = Annotated[Any, "per axis"]
-"""A scalar, or a vector along the attribute `axis` of the first input, on which the operator works
-element by element: that may be kept in another order, in which `axis` is another."""
+"""A scalar, or a vector along the attribute `axis` of the first input. The operator is elementwise
+otherwise, so that the first input may be stored with its axes in another order, and the function
+gets the `axis` of that order."""
 
 Rows = Annotated[Any, "rows"]
-"""A matrix whose rows may be a `MergedRows` of `lowering`."""
+"""A matrix that may be a `lowering.MergedRows`."""
 
 Key = Annotated[Callable[..., Any], "key"]
 """`key(seed=None)` gives this node's own PRNG key; equal seeds give equal keys."""
 
 Training = Annotated[bool | None, "training"]
-"""True in training, False in inference, None to do as the file says."""
+"""True in training, False in inference, None if the caller has set no mode: do as the file says."""
 
 Outputs = Annotated[int, "outputs"]
 """The number of outputs that the node lists (trailing omitted ones not counted)."""
 
 Names = Annotated[Any, "scope"]
-"""The scope the node stands in (`jaxonnx._run.scope.Scope`); only `Gradient` asks for it."""
+"""The scope that the node is evaluated in (`jaxonnx._run.scope.Scope`); only `Gradient` uses it."""
 
 Channels = Annotated[int, "channels"]
 """The axis of the channels in the first input and the first output: 1 as in the specification, or
@@ -97,20 +99,23 @@ _CONTEXT = {
     "scope": Names,
     "channels": Channels,
 }
+"""The markers of keyword-only parameters that the evaluator passes, not attributes of the node."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rounded:
-    """A quantized array and the real numbers it was rounded from; only these have a gradient."""
+    """A quantized array together with the numbers that it was rounded from."""
 
     value: Any
+    """The quantized array, which has no gradient."""
     real: Any
+    """The numbers before rounding, in units of the scale; gradients go to these."""
 
 
 @dataclass(frozen=True)
 class Op:
-    """One operator from one opset on. Positions are those of the node's inputs."""
+    """An operator from one opset on. Integers in the fields are positions of the node's inputs."""
 
     name: str
     domain: str
@@ -119,27 +124,32 @@ class Op:
     params: tuple[int, ...]
     """Inputs for a trained weight or bias."""
     vectors: tuple[int, ...]
-    """Inputs for a trained bias or scale vector, but not for a table or a scalar."""
+    """Inputs for a trained vector, a bias or scale. A table or a scalar there is not trained."""
     state: tuple[int, ...]
-    """Inputs that hold running statistics; in training the k-th is renewed by output k + 1."""
+    """Inputs for running statistics; in training, output k + 1 is the new value of the k-th."""
     view: bool
-    """The result is a view of the first input: a tensor keeps its role behind it."""
+    """Whether the result is a view of the first input, so that a weight keeps its role through it:
+    a Transpose, say."""
     dynamic: bool
-    """The shape of the result depends on values, so that it cannot be compiled."""
+    """Whether the shape of the result depends on values, so that the node cannot be compiled."""
     static: frozenset[int]
+    """Inputs that must be known while tracing."""
     context: tuple[tuple[str, str], ...]
-    """Pairs of keyword-only parameter and the name of what the evaluator passes there."""
+    """Pairs of a keyword-only parameter and the key of `_CONTEXT` for what the evaluator passes."""
     attributes: frozenset[str]
+    """The names of all attributes."""
     required: frozenset[str]
+    """The names of the attributes without a default."""
     inputs: int | None
-    """The greatest number of inputs; None when the last one is variadic."""
+    """The greatest number of inputs; None if the last one is variadic."""
     pointwise: bool = False
-    """Every element of the results depends on the elements of the inputs at the same place, which
-    broadcast as in NumPy; an attribute `axis` names the only axis of which that is not true."""
+    """Whether the operator is elementwise with NumPy's broadcasting, except along the attribute
+    `axis` if it has one."""
     pasts: tuple[int, ...] = ()
-    """Inputs with what earlier calls left, by the names that specifications give them; the k-th is
-    continued by output k + 1."""
+    """Inputs for caches of earlier calls (`past_key`, ...); output k + 1 is the new value of the
+    k-th."""
     through: frozenset[int] = frozenset()
+    """Inputs that are marked `Through`; the next four fields are for the other markers."""
     kernels: frozenset[int] = frozenset()
     factors: frozenset[int] = frozenset()
     rows: frozenset[int] = frozenset()
@@ -149,27 +159,27 @@ class Op:
     last: int = 0
     """The position of the last input; a variadic one starts there."""
     forms: Mapping[int, Form] = field(default_factory=dict, hash=False)
-    """Among `params`: the factors, and what their axes mean."""
+    """The meaning of the axes of those `params` that are matrices or kernels."""
     starts: Mapping[int, float] = field(default_factory=dict, hash=False)
-    """The values that trained tensors and statistics start from, where the operator says."""
+    """The initial values of trained vectors and statistics, if the operator declares them."""
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """The values of the attributes that are not `required`, where they are absent."""
+    """The values of optional attributes that a node omits."""
     constraints: Constraints = field(default_factory=Constraints, hash=False)
-    """What the operator demands of its inputs and attributes, checked before it is called."""
+    """What the specification demands of inputs and attributes; checked before each call."""
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Check the arguments, and call the function."""
+        """Check the constraints, and call the function."""
         self.constraints.check(arguments, keywords)
         return self.function(*arguments, **keywords)
 
     @property
     def channels(self) -> bool:
-        """Whether the operator can have the channels of its images last."""
+        """Whether the operator also takes images with their channels last."""
         return any(what == "channels" for _, what in self.context)
 
     @property
     def normalizes(self) -> bool:
-        """Whether the running statistics are those of a batch, which training normalizes by."""
+        """Whether the operator normalizes by batch statistics in training."""
         return bool(self.state and self.params)
 
     def role(self, position: int) -> str | None:
@@ -181,16 +191,16 @@ class Op:
         return "state" if position in self.state else None
 
     def form(self, position: int) -> Form | None:
-        """Return what the operator declares of the axes of a weight at an input."""
+        """Return the meaning of the axes of a weight at an input; None if it is not declared."""
         return self.forms.get(min(position, self.last))
 
     def start(self, position: int) -> float | None:
-        """Return the value that a tensor at an input starts from; None if it is not declared."""
+        """Return the initial value of a tensor at an input; None if it is not declared."""
         return self.starts.get(min(position, self.last))
 
 
 Starts = Mapping[str, float] | tuple[str, ...]
-"""Inputs with the values that they start from, or only their names: vectors then start at 0."""
+"""Names of inputs with their initial values; or only the names, with the initial value 0."""
 
 _PASTS = ("past", "past_key", "past_value", "past_state")
 
@@ -293,7 +303,7 @@ def op(
 
 
 def _attributes_of(group: type) -> dict[str, inspect.Parameter]:
-    """Return the attributes that are the keys of a `TypedDict`, as keyword-only parameters."""
+    """Convert the keys of a `TypedDict` of attributes to keyword-only parameters."""
     parameters = {}
     for name, hint in get_type_hints(group, include_extras=True).items():
         default = next((mark.value for mark in marks(hint) if isinstance(mark, Default)), None)
@@ -305,7 +315,7 @@ def _attributes_of(group: type) -> dict[str, inspect.Parameter]:
 
 
 def _positions_of(parameters, marker) -> frozenset[int]:
-    """Return the positions annotated with `marker`, alone or in a union."""
+    """Return the positions of parameters annotated with `marker`, alone or in a union."""
     return frozenset(
         i
         for i, p in enumerate(parameters)
@@ -327,12 +337,13 @@ def operators() -> list[Op]:
 
 
 def symbolic(value: Any) -> bool:
-    """Check whether a known value holds sizes that `jax.export` leaves open (`symbolic_shape`).
+    """Check whether a known value contains symbolic dimensions (`jax.export.symbolic_shape`).
 
-    Such a value is an array of objects: integers, and expressions of the open sizes.
+    Such a value is an object array of integers and symbolic expressions.
     """
     is_object = isinstance(value, np.ndarray) and value.dtype == object and value.size > 0
-    if not is_object or isinstance(value.flat[0], str):  # of strings there may be many
+    # the other object arrays are of strings, and may be long: look at the first element only
+    if not is_object or isinstance(value.flat[0], str):
         return False
     return any(map(export.is_symbolic_dim, value.flat))
 
@@ -349,5 +360,5 @@ def is_known(*values: Any) -> bool:
 
 
 def xp(*values: Any) -> Any:
-    """Return `numpy` if all values are known, so that they cost no compile, else `jax.numpy`."""
+    """Return `numpy` if all values are known, so that nothing is traced, else `jax.numpy`."""
     return np if is_known(*values) else jnp

@@ -19,7 +19,7 @@ from jaxonnx.registry import op
 
 
 def activation(name: str, since: int, **options):
-    """Register an operator whose inputs are made JAX arrays first.
+    """Register an operator whose inputs are converted to JAX arrays first.
 
     In NumPy a known bfloat16 times a Python number would be a float32.
     """
@@ -143,7 +143,7 @@ def mish(x):
 
 
 _SHORT = 32
-"""Numbers that Softmax sums in their own precision."""
+"""The most numbers that Softmax sums in their own precision."""
 
 
 def softmax(x, axis):
@@ -180,7 +180,10 @@ def log_softmax(x, axis):
 
 
 def _maximum(x, axis):
-    """Return the maxima along an axis, without gradient, and which rows are -inf; those have 0."""
+    """Return the maxima along an axis, without gradient, and which rows are all -inf.
+
+    The maximum of such a row is 0, so that x - maximum is -inf and not NaN.
+    """
     top = jax.lax.stop_gradient(jnp.max(x, axis, keepdims=True))
     hidden = top == -jnp.inf
     return jnp.where(hidden, 0, top), hidden

@@ -125,7 +125,7 @@ def flex_attention(q, k, v, *, prob_mod=None, scale=None, score_mod=None, softma
 
 
 def angles(cos_cache, sin_cache, positions):
-    """Return what the caches hold for positions: NaN where they end before a traced one."""
+    """Look up cosines and sines by position; NaN for a traced position beyond the caches."""
     return gather(cos_cache, positions), gather(sin_cache, positions)
 
 

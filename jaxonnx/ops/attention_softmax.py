@@ -17,9 +17,9 @@ from jaxonnx.errors import NodeError
 from jaxonnx.lowering import is_half, product, product_rounded
 
 WHOLE = 1 << 27
-"""Bytes of scores, in float32, that are computed at once; more are computed in blocks."""
+"""The most bytes of scores, in float32, that are computed at once; more are computed in blocks."""
 BLOCK = 1 << 24
-"""Bytes of scores of a block."""
+"""The bytes of the scores of a block."""
 
 
 def group_queries(x, kv_heads):
@@ -30,8 +30,9 @@ def group_queries(x, kv_heads):
 
 
 def scores(q, k, scale=None):
-    """Compute scale * Q K', by default 1 / sqrt(head size); each factor is scaled by its root.
+    """Compute scale * Q K'; by default the scale is 1 / sqrt(head size).
 
+    As in the specification each factor is multiplied by the root of the scale, against overflow.
     Shapes (batch, heads, queries, size) and (batch, key heads, keys, size) to (batch, heads,
     queries, keys). Half precision gives float32, so that the softmax is of numbers not yet rounded.
     """
@@ -127,16 +128,20 @@ class Window(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What leads from queries and keys to weights, each (batch, heads, queries, keys)."""
+    """The stages of attention scores, each (batch, heads, queries, keys)."""
 
     raw: Any
+    """scale * Q K'."""
     capped: Any
+    """`raw` after the soft cap."""
     masked: Any
+    """`capped` with the masks."""
     probabilities: Any
+    """The softmax of `masked`: the weights of the values."""
 
 
 def weigh(q, k, masks=(), window=None, scale=None, cap=0.0, sink=None, dtype=None) -> Scores:
-    """Return the scores of all keys for all queries, and the weights of their values."""
+    """Compute the scores of all keys for all queries; arguments as in `attend`."""
     raw = scores(q, k, scale)
     capped = masked = soft_cap(raw, cap)
     for mask in masks:
@@ -150,16 +155,19 @@ def weigh(q, k, masks=(), window=None, scale=None, cap=0.0, sink=None, dtype=Non
 
 
 def attend(q, k, v, masks=(), window=None, scale=None, cap=0.0, sink=None, dtype=None):
-    """Return the attention of queries (batch, heads, steps, size), with all keys and values.
+    """Compute the attention of queries (batch, heads, steps, size) over all keys and values.
 
     Scores that take more than `WHOLE` bytes are computed for a block of queries at a time, and
     again for gradients: nothing of size (queries, keys) is kept.
 
     Args:
-      masks: added or boolean, to broadcast to the scores; None among them are left out.
+      q: (batch, heads, steps, size).
+      k, v: (batch, key heads, keys, size).
+      masks: float masks to add, or boolean ones, that broadcast to the scores; None are ignored.
       window: which keys a query sees by their positions.
-      cap: of the scores, by a tanh; 0 for none.
-      sink: (heads,), the score of a key without a value.
+      scale: see `scores`.
+      cap: the soft cap of the scores, by a tanh; 0 for none.
+      sink: (heads,), the score of an additional key without a value.
       dtype: of the softmax; by default float32 for half precision.
     """
     keywords = {"scale": scale, "cap": cap, "sink": sink, "dtype": dtype}
@@ -197,9 +205,9 @@ def attend(q, k, v, masks=(), window=None, scale=None, cap=0.0, sink=None, dtype
 
 
 def _block_length(q, k):
-    """Return how many queries make a block, or None if all scores are computed at once."""
+    """Return the number of queries in a block, or None if all scores are computed at once."""
     batch, heads, steps, _ = q.shape
     if not all(isinstance(n, int) for n in (batch, heads, steps, k.shape[2])):
-        return None  # open, of `jax.export`
+        return None  # symbolic sizes of `jax.export`
     row = batch * heads * k.shape[2] * 4
     return None if row * steps <= WHOLE else max(1, min(steps, BLOCK // row))

@@ -23,28 +23,28 @@ def element_dtype(code: int) -> np.dtype:
 
 
 def sizes(dimensions: Any) -> np.ndarray:
-    """Return a dimension or several as a known value; open ones of `jax.export` stay symbolic."""
+    """Return dimensions as a known int64 value, or as an object array if some are symbolic."""
     value = np.array(dimensions, object)
     return value if symbolic(value) else value.astype(INDEX)
 
 
 def canonical(dtype: Any) -> np.dtype:
-    """Return the dtype of a traced value of this type: 64-bit ones are cut where x64 is off."""
+    """Return the dtype of a traced value: with x64 off, 64-bit types become 32-bit ones."""
     return jax.dtypes.canonicalize_dtype(dtype)
 
 
 def cast(x, dtype):
-    """Cast `x` to `dtype`, a traced value to JAX's canonical form of it; no ONNX rules."""
+    """Cast by the rules of NumPy and JAX, not of ONNX; a traced value to the canonical dtype."""
     return x.astype(dtype if isinstance(x, np.ndarray) else canonical(dtype))
 
 
 def widen(x, dtype: Any = np.float32) -> jax.Array:
-    """Return `x` as a JAX array of `dtype`, or of its own where that is wider."""
+    """Convert `x` to a JAX array of `dtype`, or of its own dtype if that is wider."""
     return jnp.asarray(x).astype(jnp.promote_types(x.dtype, dtype))
 
 
 def axis_of(axis: int, rank: int) -> int:
-    """Return a possibly negative axis as one in [0, rank)."""
+    """Return an axis, which may count from the end, as one in [0, rank); raise if out of range."""
     if not -rank <= axis < rank:
         raise NodeError(f"axis {axis} is out of range for a tensor of rank {rank}")
     return int(axis) % rank
@@ -63,10 +63,13 @@ def axes_of(axes, rank: int) -> tuple[int, ...]:
 
 
 def index_of(indices, size: int):
-    """Bring known indices along an axis of `size` into [0, size), or raise; keep traced ones.
+    """Normalize known indices along an axis to [0, size); return traced indices as they are.
 
-    Traced indices cannot be checked. Those outside [-size, size) read NaN (the least integer) and
-    write nothing, as in JAX.
+    Traced indices cannot be checked. With one outside [-size, size) a read gives NaN (for integers
+    the least one), and a write does nothing, as in JAX.
+
+    Raises:
+      NodeError: a known index is out of range.
     """
     if not isinstance(indices, np.ndarray):
         return indices

@@ -15,7 +15,7 @@ from jaxonnx.ops.common import canonical
 
 
 def is_traced(*values) -> bool:
-    """Check whether any value, or any part of it, is known only when the compiled program runs."""
+    """Check whether any leaf of the values is a tracer."""
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(values))
 
 
@@ -30,7 +30,11 @@ def concrete(value, what: str) -> np.ndarray:
 
 
 def array(value) -> Any:
-    """Turn a known value into one that compiled control flow can carry; sequences item by item."""
+    """Convert a known value, or a list of them, to JAX arrays that control flow can carry.
+
+    Raises:
+      StaticError: it contains strings or a map.
+    """
     if isinstance(value, list):
         return [array(item) for item in value]
     if value is None or isinstance(value, jax.Array):
@@ -41,7 +45,11 @@ def array(value) -> Any:
 
 
 def table(values, dtype=None) -> np.ndarray:
-    """Return a list or tensor of the file as a NumPy array, in the dtype that JAX computes in."""
+    """Convert constants of the file to a NumPy array of the canonical dtype.
+
+    Raises:
+      NodeError: an integer does not fit 32 bits, and x64 is off.
+    """
     values = np.asarray(values, dtype)
     if values.dtype == object:
         return values
@@ -52,7 +60,7 @@ def table(values, dtype=None) -> np.ndarray:
 
 
 def forward_only(value, message: str):
-    """Return `value`; reverse-mode differentiation of it raises a StaticError with `message`."""
+    """Return `value` unchanged; its reverse-mode derivative raises a StaticError with `message`."""
     return jax.tree.map(lambda leaf: _forward_only.bind(leaf, message=message), value)
 
 

@@ -15,11 +15,12 @@ from jaxonnx._limits import OutOfTime, check_size, check_time, patience
 from jaxonnx.errors import Error, NodeError, StaticError
 from jaxonnx.ops.common import INDEX, canonical
 from jaxonnx.ops.concrete import array, forward_only, is_traced
-from jaxonnx.ops.iteration import alike, check_length, empty, item, stack, tell, types_of
+from jaxonnx.ops.iteration import alike, check_length, empty, item, note_unrolling, stack, types_of
 from jaxonnx.registry import is_known, op
 
 SCAN_LIMIT = 2**31 - 1
-"""Above this trip count (exporters write the greatest int64) a loop ends by its condition only."""
+"""The trip count from which it is not a limit (exporters write the greatest int64): the loop ends
+by its condition only."""
 
 MASKED_LIMIT = 10_000
 """Up to this trip count a loop with a traced condition is a scan, above it a while loop."""
@@ -120,6 +121,8 @@ class _TracedCondition(Exception):
 
 
 def _scan_loop(step, count, carry):
+    """Run a loop with a known trip count and a constant true condition as a `lax.scan`."""
+
     def one(carry, i):
         condition, new, outputs = step(i, carry)
         if not is_known(condition):
@@ -134,6 +137,16 @@ def _scan_loop(step, count, carry):
 
 
 def _python_loop(step, count, carry, body, why=None, late=False):
+    """Run a loop in Python: its iterations are unrolled into the program.
+
+    Args:
+      step: a function of (iteration, carry) that returns (condition, carry, scan outputs).
+      count: the trip count, which may be infinite.
+      carry: the first carried values.
+      body: the subgraph, for reports.
+      why: why the loop cannot be compiled as one; None if unknown.
+      late: whether a run on known values has taken long already.
+    """
     rows, end = [], math.inf
     while len(rows) < count:
         check_time()
@@ -141,7 +154,8 @@ def _python_loop(step, count, carry, body, why=None, late=False):
             raise _endless()
         condition, carry, outputs = step(np.array(len(rows), INDEX), carry)
         rows.append(outputs)
-        if len(rows) == 1 and condition is _TRUE:  # no condition: as many rows as it says
+        # without a condition there are exactly `count` rows: check their memory before the rest
+        if len(rows) == 1 and condition is _TRUE:
             for x in outputs:
                 if hasattr(x, "shape"):
                     check_size((count, *(max(n, 1) for n in x.shape)), x.dtype)
@@ -159,7 +173,7 @@ def _python_loop(step, count, carry, body, why=None, late=False):
         if not item(condition):
             break
     results = (*carry, *stack(rows))
-    tell(body, len(rows), results, why)
+    note_unrolling(body, len(rows), results, why)
     return results
 
 
@@ -171,7 +185,11 @@ def _endless():
 
 
 def _conditional_loop(step, count, m, cond, carry):
-    """Run a loop without scan outputs that ends by a traced condition or trip count."""
+    """Run a loop without scan outputs whose condition or trip count is traced.
+
+    A small known limit of iterations gives a masked scan, which has a gradient; else it is a
+    `lax.while_loop`.
+    """
     carry = [array(value) for value in carry]
     active = jnp.array(True) if cond is None else array(cond).reshape(())
 

@@ -119,7 +119,7 @@ def conv_transpose(
 
 
 def _or_none(zero_point):
-    """Return a zero point, or None where it is known to be 0."""
+    """Return a zero point, or None if it is known to be 0."""
     known = zero_point is not None and is_known(zero_point) and not zero_point.any()
     return None if known else zero_point
 

@@ -62,6 +62,7 @@ def _cubic_weights(t, a=-0.75):
 
 
 def _grid_sample(x, grid, mode, padding_mode, align_corners):
+    """Sample x (N, C, *size) at positions (N, ..., rank) in [-1, 1]; see `grid_sample`."""
     batch, channels, *sizes = x.shape
     if grid.shape[-1] != len(sizes) or grid.ndim != x.ndim:
         raise NodeError(f"grid of shape {grid.shape} does not fit an input of shape {x.shape}")

@@ -19,22 +19,28 @@ from jaxonnx.ops.concrete import array, is_traced
 from jaxonnx.registry import is_known
 
 LONGEST = 1 << 14
-"""Iterations that are compiled one by one at most, which takes hours."""
+"""The most iterations that are unrolled; compiling that many takes hours."""
 
 UNROLLED = 16
-"""Up to this many unrolled iterations nothing is reported: compiling them is quick."""
+"""The most unrolled iterations that are not reported: compiling them is quick."""
 
 
 def check_length(count, late, why):
-    """Refuse many iterations, of which known values have taken their time or a program is made."""
+    """Raise if too many iterations would be unrolled.
+
+    Args:
+      count: the iterations.
+      late: whether they run on known values while tracing, and have taken long already.
+      why: why the loop cannot be compiled as one; None if unknown.
+    """
     if count > LONGEST:
         done = "run while tracing" if late else "compiled"
         reason = "" if why is None else f": {why}"
         raise NodeError(f"its {count} iterations would be {done} one by one{reason}")
 
 
-def tell(body, count, results, why):
-    """Report many iterations in one program; on concrete values none is compiled."""
+def note_unrolling(body, count, results, why):
+    """Report a loop that was unrolled into a program; on concrete values there is no program."""
     if count > UNROLLED and is_traced(results):
         body.note_unrolling(count, why)
 
@@ -45,12 +51,15 @@ def item(value):
 
 
 def types_of(values):
-    """Return the types of tensors as a message names them."""
+    """Return the shapes and dtypes of tensors as strings, for a message."""
     return [str(jax.typeof(leaf)) for leaf in jax.tree.leaves(values)]
 
 
 def alike(old, new):
-    """Return `new` for the next step; raise unless it has the shapes and types of `old`."""
+    """Return `new` as arrays; raise unless these have the shapes and dtypes of `old`.
+
+    Compiled loops need that of the values that they carry.
+    """
     new = [array(value) for value in new]
     if jax.tree.structure(old) != jax.tree.structure(new) or _avals(old) != _avals(new):
         raise StaticError(f"the carried values change from {types_of(old)} to {types_of(new)}")
@@ -70,7 +79,13 @@ def stack(rows):
 
 
 def empty(outputs, body, stacked):
-    """Return the scan outputs of no iteration: empty, of the shapes that the body would give."""
+    """Return the scan outputs of a loop without iterations: arrays with a first axis of size 0.
+
+    Args:
+      outputs: returns the scan outputs of one iteration; it is evaluated abstractly.
+      body: the subgraph. If it cannot be evaluated, its declared shapes are used.
+      stacked: the number of scan outputs.
+    """
     if not stacked:
         return ()
     try:

@@ -68,6 +68,7 @@ def max_pool(
 
 
 def _indices(x, windows: Window, column_major: int):
+    """Return the index of each window's first maximum in the flattened input (N, C, *size)."""
     size = x.shape[2:]
     dtype = canonical(INDEX)
     steps = np.cumprod([1, *size[:-1]]) if column_major else np.cumprod([1, *size[:0:-1]])[::-1]
@@ -84,7 +85,7 @@ def _indices(x, windows: Window, column_major: int):
 
 
 def _power(x, p):
-    """Return |x| ** p, by multiplication where p is whole."""
+    """Return |x| ** p, by multiplication if p is an integer."""
     if p == 2:
         return x * x
     return absolute(x) if p == 1 else absolute(x) ** (int(p) if p == int(p) else p)

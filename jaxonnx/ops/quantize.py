@@ -23,7 +23,7 @@ from jaxonnx.registry import Factor, PerAxis, Rounded, Through, is_known, op, xp
 
 
 def _zero_point(value, x, axis, block_size) -> Any:
-    """Return a zero point that broadcasts to `x`; None where it is known to be 0 everywhere."""
+    """Reshape a zero point to broadcast to `x`; None if it is known to be 0 everywhere."""
     value = _granular(value, x, axis, block_size)
     return None if value is not None and is_known(value) and not value.any() else value
 
@@ -67,7 +67,15 @@ def quantize(ratio, zero_point, dtype, saturate=1):
 
 
 def _straight_through(value, ratio, zero_point):
-    """Pair `value` with the real numbers behind it; those that saturated are constants."""
+    """Pair a quantized value with the numbers before rounding, for straight-through gradients.
+
+    Numbers that saturated are replaced by a constant, so that their gradient is 0.
+
+    Args:
+      value: the quantized array.
+      ratio: x / scale.
+      zero_point: broadcasts to it, or None.
+    """
     if is_known(value):
         return value
     is_integer = _is_integer(value.dtype)
@@ -82,7 +90,8 @@ def _straight_through(value, ratio, zero_point):
 @jax.custom_jvp
 def with_gradient_of(value, real):
     """Return `value` in float32, with the derivative of `real`."""
-    # or XLA rounds again wherever a loop over the taps of a convolution reads the result
+    # without a barrier XLA fuses the rounding into loops over the taps of a convolution, and
+    # repeats it for each
     return convert(lax.optimization_barrier(value), np.float32)
 
 
@@ -126,7 +135,7 @@ def quantize_linear(
 
 
 def _wide(dtype):
-    """Return the type that scales of `dtype` are divided and multiplied in."""
+    """Return the dtype in which a scale of `dtype` divides and multiplies."""
     return np.dtype(np.float32) if dtype.itemsize == 1 or _is_integer(dtype) else dtype
 
 
@@ -153,17 +162,20 @@ def dequantize_linear_13(
 
 @dataclass(frozen=True)
 class _Rows:
-    """DequantizeLinear of some rows of a matrix, as `lowering.Packed` takes it."""
+    """DequantizeLinear of some rows of a matrix: an `unpack` function of `lowering.Packed`."""
 
     options: tuple[tuple[str, int], ...]
 
     def __call__(self, x, scale, zero_point=None):
-        x = x.reshape(-1, x.shape[-1])  # blocks of rows come apart
+        x = x.reshape(-1, x.shape[-1])  # with blocks along rows x is (blocks, block, columns)
         return dequantize_linear(x, scale, zero_point, **dict(self.options))
 
 
 def _pack_matrix(x, scale, zero_point, **options) -> Packed | None:
-    """Return a matrix that is dequantized where it is read; None if it is no large matrix."""
+    """Return a large matrix as a `Packed`, which products dequantize a few rows at a time.
+
+    None for anything else, which is dequantized as a whole.
+    """
     if isinstance(x, Rounded | np.ndarray) or x.ndim != 2 or x.dtype.itemsize > 2:
         return None
     whole = all(isinstance(n, int) for n in x.shape)
@@ -182,7 +194,7 @@ def _pack_matrix(x, scale, zero_point, **options) -> Packed | None:
             if block or i == axis
         )
         if (value.size > 1 and not fits) or (by_row and shared):
-            return None  # `dequantize_linear` says what is wrong
+            return None  # `dequantize_linear` raises the error
         (groups if by_row else shared).append(value)
     if block and axis == 0 and len(groups) > 1:
         if shape[0] % block:

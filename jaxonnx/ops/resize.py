@@ -53,7 +53,7 @@ _NEAREST = {
 
 
 UNROLLED = 16
-"""Up to this many pixels around a position each has an operation of its own."""
+"""The most pixels around a position for which each has an operation of its own."""
 
 Mode = Literal["nearest", "linear", "bilinear", "cubic"]
 Coordinates = Literal[
@@ -84,9 +84,20 @@ def _keys(a):
 
 
 def _taps(x, size, kernel, radius, shrink, exclude_outside):
-    """Return pixels (out, taps) around the coordinates x and their weights in a stretched kernel.
+    """Return the pixels around coordinates, and their weights by an interpolation kernel.
 
     The edge pixel stands for all pixels beyond it, unless these are excluded.
+
+    Args:
+      x: the coordinates, float64[out].
+      size: of the axis.
+      kernel: a function of the distance.
+      radius: the distance from which the kernel is 0.
+      shrink: at most 1; the kernel is stretched by 1 / shrink, for antialiasing.
+      exclude_outside: whether pixels beyond the edge have weight 0.
+
+    Returns:
+      Indices and weights, both (out, taps).
     """
     reach = int(np.ceil(radius / shrink))
     check_size([len(x), 2 * reach], np.float64, host=True)
@@ -115,7 +126,8 @@ def _pick(x, index, axis):
 def _blend(x, index, weight, axis):
     """Sum weighted pixels along an axis by gathers, with a matrix product as derivative.
 
-    The matrix would do for the values, too, but one infinite pixel would spoil its whole line.
+    A matrix product would give the values, too, but multiply infinite pixels by zeros: NaN for the
+    whole line.
     """
     shape = [1] * x.ndim
     shape[axis] = len(index)
@@ -144,7 +156,7 @@ def _blend(x, index, weight, axis):
 
 
 def _extents(lengths, scales, sizes, policy):
-    """Return the scale and output size of each axis from the one of both that is present."""
+    """Return the scale and the output size of each axis, given either scales or sizes."""
     present = [v for v in (scales, sizes) if v is not None and v.size]
     if len(present) != 1:
         raise NodeError("exactly one of scales and sizes must be given")

@@ -22,7 +22,7 @@ Direction = Literal["forward", "reverse", "bidirectional"]
 
 
 def gates(count: int) -> str:
-    """Declare the shapes of the weights of so many gates."""
+    """Declare the shapes of the weights of a recurrence with `count` gates."""
     rows = f"{count}*hidden_size" if count > 1 else "hidden_size"
     return f"r (dirs, {rows}, hidden_size), w (dirs, {rows}, _), b (dirs, 2*{rows})"
 
@@ -46,7 +46,7 @@ _REVERSED = {"forward": (False,), "reverse": (True,), "bidirectional": (False, T
 
 
 def activations_of(default, names, alphas, betas, clip, direction):
-    """Return the activation functions of each direction, their inputs clipped.
+    """Return the activation functions of each direction, with inputs clipped to [-clip, clip].
 
     Each function takes what it needs from the front of the lists of alphas and betas.
     """
@@ -70,7 +70,7 @@ def activations_of(default, names, alphas, betas, clip, direction):
 
 
 def check_directions(r, direction):
-    """Refuse weights that are not those of so many directions."""
+    """Raise if the weights are not of as many directions as the attribute says."""
     count = len(_REVERSED[direction])
     if r.shape[0] != count:
         raise NodeError(f"direction {direction!r} needs {count} sets of weights, not {r.shape[0]}")
@@ -98,7 +98,8 @@ def scan_over(cell, x, hidden, bias, sequence_lens, initial, direction, layout):
     def one_direction(d, reverse):
         step, own, weight, recurrent, extra = cell(d)
         first, *others = (start(state, d) for state in initial)
-        states = first, *map(widen, others)  # what no product reads is rounded at the end
+        # states that no product reads (the cell of an LSTM) are float32, and rounded at the end
+        states = first, *map(widen, others)
         added = None if bias is None else bias[d]
         y, last = recur(step, reverse, own, x, weight, recurrent, added, extra, valid, states)
         last = [state.astype(x.dtype) for state in last]

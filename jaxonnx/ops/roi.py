@@ -140,11 +140,19 @@ def roi_align(
 
 
 def _samples(start, extent, bins, size, max_samples, ratio):
-    """Sample every bin along one axis.
+    """Compute the samples of every bin of a region along one axis.
 
-    Return the two pixels and weights of each sample (bins, max_samples, 2), which samples
-    exist (bins, max_samples), the number of samples of a bin, and whether some sample beyond
-    `max_samples` lies off the image, where samples are 0.
+    Args:
+      start, extent: of the region, in pixels.
+      bins: the number of bins.
+      size: of the image.
+      max_samples: a bound on the samples of a bin that can lie on the image.
+      ratio: the samples of a bin; 0 for ceil(bin size).
+
+    Returns:
+      The two pixels around each sample and their weights (bins, max_samples, 2); which samples
+      exist (bins, max_samples); the number of samples of a bin; and whether there are samples
+      beyond `max_samples`, which lie off the image and are 0.
     """
     step = extent / bins
     count = jnp.asarray(ratio, extent.dtype) if ratio else jnp.ceil(step)

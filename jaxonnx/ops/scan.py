@@ -10,7 +10,7 @@ from jaxonnx._limits import OutOfTime, check_time, patience
 from jaxonnx.errors import Error, NodeError
 from jaxonnx.ops.common import INDEX, axis_of, canonical
 from jaxonnx.ops.concrete import array, is_traced
-from jaxonnx.ops.iteration import alike, check_length, empty, stack, tell
+from jaxonnx.ops.iteration import alike, check_length, empty, note_unrolling, stack
 from jaxonnx.registry import op, xp
 
 
@@ -64,6 +64,11 @@ def scan_9(
 
 
 def _scan(body, carry, inputs, length):
+    """Run a body over the first axis of inputs, as a `lax.scan` or unrolled.
+
+    A body without traced values is first run in Python for a limited time, so that its results stay
+    known. Unrolling is also the fallback for bodies that `lax.scan` does not take.
+    """
     size = len(carry)
     stacked = len(body.outputs) - size
     body.check(size + len(inputs))
@@ -104,7 +109,7 @@ def _scan(body, carry, inputs, length):
         blank = [np.zeros(x.shape[1:], x.dtype) for x in inputs]
         return (*carry, *empty(lambda: step(np.array(0, INDEX), carry, blank)[1], body, stacked))
     results = (*carry, *stack(rows))
-    tell(body, length, results, why)
+    note_unrolling(body, length, results, why)
     return results
 
 

@@ -19,7 +19,7 @@ from jaxonnx.ops.concrete import table
 from jaxonnx.registry import op
 
 UNROLLED = 16
-"""Up to this many skips a program has the walks one by one."""
+"""The most skips for which the walks are unrolled in a program."""
 
 
 class _Trie(NamedTuple):
@@ -82,6 +82,14 @@ def _add_at(x, index, values):
 
 
 def _trie(pool, ngram_counts, size, lengths) -> _Trie:
+    """Build a trie of the n-grams of the pool whose length is within `lengths`.
+
+    Args:
+      pool: the tokens of all n-grams: first those of the 1-grams, then of the 2-grams, ...
+      ngram_counts: where the n-grams of each n begin in the pool.
+      size: the number of n-grams in `ngram_indexes`.
+      lengths: the least and the greatest n.
+    """
     starts = [*ngram_counts, len(pool)]
     if starts != sorted(starts) or starts[0] < 0:
         raise NodeError(
@@ -130,7 +138,13 @@ def _lookup(entries: dict, x, missing):
 
 
 def _count(tokens, trie: _Trie, size, most_skips):
-    """Count each n-gram of the pool: int [N, size]."""
+    """Count the n-grams of the pool in rows of token numbers [N, C], with up to `most_skips` skips.
+
+    All positions walk the trie at once; a walk counts the n-gram of each node that it reaches.
+
+    Returns:
+      int32[N, size].
+    """
     rows, length = tokens.shape
     # an edge (node, token) as one integer, which a sorted table can look up
     base = len(trie.tokens) + 1

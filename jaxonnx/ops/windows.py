@@ -12,13 +12,13 @@ from jaxonnx._constraints import Default, NotNegative, Positive
 from jaxonnx.errors import NodeError
 
 NEIGHBOURS = 1 << 10
-"""Pixels around a position that are read one after the other."""
+"""The most pixels around a position: each is an operation of the program."""
 
 
 class Window(NamedTuple):
-    """Where windows lie, one entry per spatial axis; `out` is the number of windows.
+    """The geometry of windows, with one entry per spatial axis; `out` is the number of windows.
 
-    `pads` may be longer at the end than the node's own (a last, partial window of ceil_mode).
+    `pads` may be longer at the end than the node's own: with ceil_mode the last window is partial.
     """
 
     kernel: tuple[int, ...]
@@ -29,7 +29,7 @@ class Window(NamedTuple):
 
 
 class Steps(TypedDict, total=False):
-    """Attributes of windows, wherever there are any; each has an entry per spatial axis."""
+    """The attributes that all operators on windows have; each is a list with an entry per axis."""
 
     pads: NotNegative
     """ONNX's [begin..., end...]."""
@@ -37,13 +37,13 @@ class Steps(TypedDict, total=False):
 
 
 class Taps(Steps, total=False):
-    """Attributes of windows whose elements may lie apart."""
+    """The attributes of windows that may be dilated."""
 
     dilations: Positive
 
 
 class Weighted(Taps, total=False):
-    """Attributes of windows over which a weight lies, whose shape `kernel_shape` may repeat."""
+    """The attributes of windows of a weight, whose shape `kernel_shape` may repeat."""
 
     kernel_shape: Any
 
@@ -58,7 +58,7 @@ class Convolved(Weighted, total=False):
 
 
 class Unpooled(Steps, total=False):
-    """The window attributes of MaxUnpool, which is told the padding."""
+    """The window attributes of MaxUnpool, which has no automatic padding."""
 
     kernel_shape: Required[Positive]
 
@@ -120,7 +120,9 @@ def place_windows(
     ceil_mode: int = 0,
     pooling: bool = False,
 ) -> Window:
-    """Return the windows over spatial axes of these sizes; by `kernel_shape` without a kernel.
+    """Compute the geometry of windows over spatial axes from the attributes of a node.
+
+    `kernel` is the shape of the weight; without one it is `kernel_shape`.
 
     With `ceil_mode` a last window may reach beyond the padding, but must start inside the
     padded input (as in PyTorch); it has no effect on an automatic padding. A window that is larger
@@ -158,7 +160,10 @@ def place_windows(
 
 
 def positions(w: Window) -> list[np.ndarray]:
-    """Return per axis the coordinates (out, kernel) in the unpadded input that the windows read."""
+    """Return for each axis the coordinates, int64[out, kernel], that the windows read.
+
+    They are those of the input before padding, and negative or too large in the padding.
+    """
     for o, k in zip(w.out, w.kernel, strict=True):
         limits.check_size([o, k], np.int64, host=True)
     return [

@@ -16,14 +16,22 @@ from jaxonnx.registry import Outputs, op
 
 
 def refuse(**options):
-    """Raise for an option that is set and that only other execution providers support."""
+    """Raise if an option is set that only GPU execution providers of onnxruntime support."""
     for name, value in options.items():
         if value is not None and (isinstance(value, str | int | float) is False or value):
             raise NodeError(f"{name} is not supported; export the model without it")
 
 
 def _padding_bias(mask, batch, keys, filter_value, dtype):
-    """Return a mask to add, of key lengths (b,), ends and starts (2b,), or ones at keys."""
+    """Convert a padding mask to one that is added to the scores, (b, 1, 1 or queries, keys).
+
+    Args:
+      mask: the number of valid keys of each sample (b,), the ends and starts of valid keys (2b,),
+        or 1 at valid keys (b, keys) or (b, queries, keys); or None.
+      batch, keys: sizes.
+      filter_value: what is added to the scores of invalid keys.
+      dtype: of the result.
+    """
     if mask is None:
         return None
     at = np.arange(keys)
@@ -43,7 +51,7 @@ def _padding_bias(mask, batch, keys, filter_value, dtype):
 
 
 def _window(queries, keys, offset, unidirectional):
-    """Return the keys before each query, or None if it sees all."""
+    """Return the causal window of queries that begin at `offset`; None if all keys are visible."""
     return (
         Window(jnp.arange(queries) + offset, jnp.arange(keys), right=0) if unidirectional else None
     )

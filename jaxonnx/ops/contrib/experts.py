@@ -37,7 +37,16 @@ _ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
 
 
 def _mixture_weights(router_probs, router_weights, k, normalize):
-    """Return the weight of each expert for each token (tokens, experts), 0 but for the best `k`."""
+    """Return the weight of each expert for each token, float32[tokens, experts].
+
+    It is 0 for all but the `k` experts with the greatest `router_probs`.
+
+    Args:
+      router_probs: (tokens, experts), logits that choose the experts.
+      router_weights: (tokens, experts), their weights; None for the softmax of `router_probs`.
+      k: the number of experts of a token.
+      normalize: whether the chosen weights are divided by their sum.
+    """
     logits = router_probs.astype(jnp.promote_types(router_probs.dtype, np.float32))
     _, chosen = lax.top_k(logits, k)
     shares = jax.nn.softmax(logits) if router_weights is None else router_weights
@@ -48,7 +57,7 @@ def _mixture_weights(router_probs, router_weights, k, normalize):
 
 
 def _apply_gate(g, x, kind, alpha, beta, limit, limit_after_activation):
-    """Return SwiGLU or GEGLU of a gate and what it gates."""
+    """Return SwiGLU or GEGLU: x multiplied by an activation of the gate g."""
     if kind == "geglu":
         return jax.nn.gelu(g) * x
     limit = jnp.inf if limit is None else limit
@@ -59,12 +68,19 @@ def _apply_gate(g, x, kind, alpha, beta, limit, limit_after_activation):
 
 
 def _mix(x, shares, experts, read, *, activation_type, swiglu_fusion, gate):
-    """Return the sum over experts of shares (tokens, experts) times what they make of `x`.
+    """Return the sum over experts of shares (tokens, experts) times the expert's output for x.
+
+    A scan evaluates one expert after the other on all tokens, so that only one expert's weights
+    are dequantized at a time.
 
     Args:
-      experts: arrays with a leading axis for experts, None where there are none.
-      read: gives of one expert's arrays the weights (outputs, inputs) and biases w1, b1, w2, b2,
-        w3, b3.
+      x: tokens, (..., size).
+      shares: (tokens, experts).
+      experts: a pytree of arrays with a leading axis of experts.
+      read: a function of one expert's arrays that returns its weights (outputs, inputs) and biases,
+        w1, b1, w2, b2, w3, b3; None for those that it does not have.
+      activation_type, swiglu_fusion: attributes of the node.
+      gate: further arguments of `_apply_gate`.
     """
     gated = activation_type in ("swiglu", "geglu")
     tokens = x.reshape(-1, x.shape[-1])
@@ -149,11 +165,23 @@ def mixture_of_experts(
 
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1 = np.concatenate([_E2M1, -_E2M1])
-"""The numbers that the codes of float4e2m1 stand for."""
+"""The values of the codes 0 to 15 of float4e2m1."""
 
 
 def _read_integers(codes, scales, zero_points, bits, inputs, dtype):
-    """Return weights (outputs, inputs) of one expert: (codes - zero point) * scale per block."""
+    """Dequantize the integer weights of one expert: (codes - zero point) * scale per block.
+
+    Args:
+      codes: uint8 (outputs, bytes of the inputs).
+      scales: (outputs,), or (outputs, blocks).
+      zero_points: packed like the codes, or None for the middle of the range.
+      bits: of a number.
+      inputs: the number of inputs.
+      dtype: of the result.
+
+    Returns:
+      (outputs, inputs).
+    """
     numbers = unpack_bits(codes, bits)[:, :inputs].astype(np.float32)
     in_blocks = scales.ndim > 1
     scales = scales.reshape(len(codes), -1).astype(np.float32)
@@ -169,9 +197,13 @@ def _read_integers(codes, scales, zero_points, bits, inputs, dtype):
 
 
 def _read_float4(codes, scales, global_scale, dtype):
-    """Return weights (outputs, inputs) of one expert, whose codes (inputs, outputs / 2) are packed.
+    """Dequantize the float4 weights of one expert to (outputs, inputs).
 
-    Scales stand per block of inputs.
+    Args:
+      codes: uint8 (inputs, outputs / 2).
+      scales: (outputs, blocks of inputs).
+      global_scale: a factor of all scales, or None.
+      dtype: of the result.
     """
     numbers = jnp.asarray(_E2M1)[unpack_bits(codes, 4)].T
     scales = scales.astype(np.float32) * (1 if global_scale is None else global_scale)

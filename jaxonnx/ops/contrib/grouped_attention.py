@@ -24,32 +24,32 @@ INT4 = np.dtype(ml_dtypes.int4)
 
 
 class _Codes(NamedTuple):
-    """How a cache (batch, heads, steps, size) keeps its numbers: as codes times a scale."""
+    """The quantization of a cache (batch, heads, steps, size): numbers are codes times a scale."""
 
     scale: Any
-    """One number, or one for each head and channel."""
+    """A scalar, or one number for each head and channel."""
     dtype: Any
-    """Of the codes; int4 are kept in pairs, each plus 8, the first in the low bits of a byte."""
+    """The dtype of the codes. Two int4, each plus 8, are in one byte, the first in its low bits."""
 
     def _scale(self, heads):
         return self.scale.astype(np.float32).reshape(1, heads if self.scale.size > 1 else 1, 1, -1)
 
     def read(self, codes, dtype):
-        """Return the numbers of a cache."""
+        """Dequantize the codes of a cache."""
         if self.dtype == INT4:
             pairs = jnp.stack([codes & 15, codes >> 4], axis=-1).astype(np.int8) - 8
             codes = pairs.reshape(*codes.shape[:-1], 2 * codes.shape[-1])
         return (codes.astype(np.float32) * self._scale(codes.shape[1])).astype(dtype)
 
     def round(self, x):
-        """Round numbers to what the cache can hold; gradients go straight through."""
+        """Quantize and dequantize numbers; gradients go straight through."""
         scale = self.scale.astype(np.float32).reshape(-1)
         rounded = quantize_linear(merge_heads(x), scale, np.zeros(scale.shape, self.dtype), axis=2)
         y: Any = dequantize_linear(rounded, scale, axis=2)
         return split_heads(y, x.shape[1]).astype(x.dtype)
 
     def write(self, x):
-        """Return the codes of numbers that `round` has rounded."""
+        """Return the codes of numbers that `round` has rounded, packed for int4."""
         codes = quantize(x.astype(np.float32) / self._scale(x.shape[1]), None, self.dtype)
         if self.dtype != INT4:
             return codes
@@ -58,7 +58,13 @@ class _Codes(NamedTuple):
 
 
 def _codes(name, cache, scale, kind, bits):
-    """Return how a cache keeps its numbers; None if as they are, or if there is no cache."""
+    """Return the quantization of a cache; None if it is not quantized or there is no cache.
+
+    Args:
+      name: "keys" or "values", for errors.
+      cache: the codes.
+      scale, kind, bits: the node's scale and attributes for this cache.
+    """
     if kind == "NONE":
         return None
     if kind not in ("PER_TENSOR", "PER_CHANNEL") or scale is None:
@@ -87,22 +93,32 @@ def _append_to_cache(past, new, start, length):
 
 
 def _count_resident(length, capacity, window):
-    """Return how many of `length` steps a window's cache holds: L(T) of the specification."""
-    evicted = capacity - window + 1  # at once
+    """Return how many of `length` steps the cache of a window holds: L(T) of the specification."""
+    evicted = capacity - window + 1  # steps that a full cache evicts at once
     return length - evicted * jnp.maximum(-(-(length - capacity) // evicted), 0)
 
 
 def _slide_window(pasts, news, start, lengths, window):
-    """Return what attention reads of pasts and news, the position of each row, and the caches.
+    """Update the caches of keys and values for attention over a sliding window.
 
-    Rows without a step have the position -1. Steps that the new ones evict are still read. An empty
-    cache gets the room of the window.
+    Args:
+      pasts: the caches (batch, heads, capacity, size); empty ones get the capacity `window`.
+      news: the new steps (batch, heads, steps, size).
+      start: (batch,), the steps before the new ones.
+      lengths: (batch,), the steps after the new ones.
+      window: the steps that a query sees.
+
+    Returns:
+      The keys and values that attention reads, which are the caches followed by the new steps
+      (steps that are evicted now are still read); the position of each of their rows, -1 for rows
+      without a step; and the new caches.
     """
     held, steps = pasts[0].shape[2], news[0].shape[2]
     capacity = held or window
     if capacity < window:
         raise NodeError(f"a cache of {capacity} steps is too short for a window of {window}")
     check_size((*news[0].shape[:2], capacity + steps, news[0].shape[3]), news[0].dtype)
+    # steps in the caches before and after; a cache holds the latest ones, the oldest first
     before = _count_resident(start, capacity, window)[:, None]
     after = _count_resident(lengths, capacity, window)[:, None]
     start, lengths = start[:, None], lengths[:, None]
@@ -114,6 +130,7 @@ def _slide_window(pasts, news, start, lengths, window):
         ],
         axis=1,
     )
+    # the step of each row of the new caches, and from it the row of [past, new] to read it from
     place = lengths - after + kept
     place = jnp.where(place < start, place - start + before, place - start + held)
     place = jnp.clip(place, 0, held + steps - 1)[:, None, :, None]
@@ -125,7 +142,11 @@ def _slide_window(pasts, news, start, lengths, window):
 
 
 def _count_keys(total_sequence_length, past_key, steps):
-    """Return the number of keys, which only a cache with steps in it leaves open."""
+    """Return the number of keys: `total_sequence_length`, or the new steps if there is no cache.
+
+    Raises:
+      StaticError: it is traced, and there is a cache.
+    """
     if not isinstance(total_sequence_length, Tracer):
         return int(np.asarray(total_sequence_length).item())
     if past_key is None or not past_key.shape[2]:

@@ -16,7 +16,7 @@ DOMAIN = "jaxonnx"
 
 
 def limits_of(dtype):
-    """Return the least number of a type that is rounded to, the middle one, and the greatest."""
+    """Return the least, the middle and the greatest number of a quantized type."""
     if "float" in dtype.name:
         info = ml_dtypes.finfo(dtype)
         return int(info.min), 0, int(info.max)
@@ -25,9 +25,17 @@ def limits_of(dtype):
 
 
 def range_parameters(low, high, dtype, symmetric):
-    """Return the scale, in the type of `low`, and the zero point of a range that holds 0.
+    """Return the scale and the zero point of a range [low, high] that contains 0.
 
-    0 is exact. Of a range of no width any scale is, and this is 1.
+    0 is represented exactly. If the range has no width, the scale is 1.
+
+    Args:
+      low, high: the ends, scalars or arrays.
+      dtype: the quantized type.
+      symmetric: whether the zero point is the middle of the type.
+
+    Returns:
+      The scale, in the dtype of `low`, and the zero point, in `dtype`.
     """
     np_ = xp(low, high)
     least, middle, most = limits_of(dtype)

@@ -79,7 +79,7 @@ def _write_cache(cache, new, start):
 
 
 def _block_mask(rows, columns):
-    """Return bool (layouts, blocks, blocks) from the blocks that CSR indices list."""
+    """Convert block masks in CSR form to bool (layouts, blocks, blocks)."""
     count = rows.shape[1] - 1
     check_size((rows.shape[0], count, count), bool, host=True)
     mask = np.zeros((rows.shape[0], count, count), bool)

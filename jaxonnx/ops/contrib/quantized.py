@@ -88,10 +88,11 @@ def qlinear_concat(y_scale, y_zero_point, *inputs, axis):
 
 
 def _scaled_product(a, a_scale, a_zero_point, b, b_scale, b_zero_point, bias, x=None):
-    """Multiply the integers less their zero points by both scales and add the bias.
+    """Return (a - zero point) @ (b - zero point) times both scales, plus the bias.
 
-    The gradient is that of the product of the real numbers behind them. A low-rank change of b is
-    multiplied by `x`, the numbers behind a, or else by what a is dequantized to.
+    The product is computed in integers, and its gradient is that of the product of the numbers
+    before rounding. An adapter of b (`LowRank`) is multiplied by `x`, which is a before
+    quantization, or else by the dequantized a.
     """
     one = np.ones((), np.float32)
     stored = b.w if isinstance(b, LowRank) else b
@@ -138,14 +139,22 @@ def unpack_bits(packed, bits):
 
 
 def pack_bits(numbers, bits):
-    """Pack what `unpack_bits` gives into bytes again."""
+    """Pack numbers into bytes along the last axis: the inverse of `unpack_bits`."""
     parts = numbers.astype(np.uint8).reshape(*numbers.shape[:-1], -1, 8 // bits)
     return np.bitwise_or.reduce(parts << np.arange(0, 8, bits, dtype=np.uint8), axis=-1)
 
 
 @dataclass(frozen=True)
 class _NBits:
-    """Rows of a matrix whose numbers of `bits` bits are packed along them, scaled per block."""
+    """The `unpack` function of MatMulNBits for `lowering.Packed`.
+
+    Attributes:
+      columns: of the matrix; rows may be padded beyond them.
+      bits: of a number.
+      block: the numbers of a row that share a scale.
+      zeros: whether there are zero points.
+      dtype: of the result.
+    """
 
     columns: int
     bits: int
@@ -154,6 +163,7 @@ class _NBits:
     dtype: np.dtype
 
     def __call__(self, packed, scale, *others):
+        # `others` are the zero points, if there are any, and then `g_idx`, the block of each column
         zero, block = others[0] if self.zeros else None, others[self.zeros :]
         count = scale.shape[1]
         if zero is None:
@@ -213,11 +223,11 @@ def matmul_n_bits(
 
 
 def _add_change(b, weight):
-    """Return a weight with the change that comes with the stored one."""
+    """Attach the adapter of the stored weight `b`, if it has one, to the unpacked weight."""
     return LowRank(weight, b.a, b.b) if isinstance(b, LowRank) else weight
 
 
-# bitsandbytes' types of 4 bits: the numbers that the codes 0 to 15 stand for
+# the 4-bit types of bitsandbytes: the values of the codes 0 to 15
 _FP4 = [0, 0.0625 / 12, 8 / 12, 1, 4 / 12, 6 / 12, 2 / 12, 3 / 12]
 BNB4 = (
     np.array(_FP4 + [-x for x in _FP4], np.float32),
@@ -236,7 +246,16 @@ BNB4 = (
 
 @dataclass(frozen=True)
 class _Bnb4:
-    """Rows of numbers of 4 bits, the first in the high ones, scaled per block of them all."""
+    """The `unpack` function of MatMulBnb4 for `lowering.Packed`.
+
+    A byte has two codes, the first in its high bits. Scales are for blocks of the flattened matrix.
+
+    Attributes:
+      columns: of the matrix.
+      block: the consecutive numbers that share a scale.
+      type: the index into `BNB4`.
+      dtype: of the result.
+    """
 
     columns: int
     block: int

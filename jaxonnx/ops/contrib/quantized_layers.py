@@ -249,7 +249,7 @@ def qembed_layer_normalization(
 
 
 def _fake_quantize(x):
-    """Return x as its 8-bit quantization by its own range has it."""
+    """Quantize x to 8 bits by its own range, and dequantize it."""
     return dequantize_linear(*dynamic_quantize_linear(x))
 
 

@@ -50,7 +50,7 @@ class Forest(NamedTuple):
 
 
 def _depth(forest: Forest) -> int:
-    """Count the steps until every walk has reached a leaf."""
+    """Return the depth of the deepest tree; raise if a tree has a cycle."""
     node, depth = np.unique(forest.roots), 0
     while True:
         check_time()
