@@ -43,6 +43,20 @@ def ordered_dtype(dtype: Any) -> np.dtype:
     return dtype if dtype == np.uint64 else np.dtype(WIDE.get(dtype, dtype))
 
 
+def least_of(dtype: Any) -> np.ndarray:
+    """Return the neutral element of a maximum: the least number of a dtype, or -inf."""
+    dtype = np.dtype(dtype)
+    if dtype.kind == "b":  # bool(-inf) would be True
+        return np.asarray(False)
+    return np.asarray(np.iinfo(dtype).min if dtype.kind in "iu" else -np.inf, dtype)
+
+
+def greatest_of(dtype: Any) -> np.ndarray:
+    """Return the neutral element of a minimum: the greatest number of a dtype, or inf."""
+    dtype = np.dtype(dtype)
+    return np.asarray(np.iinfo(dtype).max if dtype.kind in "iu" else np.inf, dtype)
+
+
 KEPT = "turned", "flat", "windows", "product", "pieces", "scaled", "times", "sum", "negated"
 """The attributes of a `Tensor` that a copy of it with the same shape and dtype keeps."""
 

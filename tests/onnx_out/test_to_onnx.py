@@ -144,6 +144,8 @@ FUNCTIONS = {
     "sum pool gradient": (
         jax.grad(lambda a: jnp.square(nnx.avg_pool(a, (2, 3), (2, 1), "SAME")).sum()), images),
     "min pool": (lambda a: -lax.reduce_window(a, jnp.inf, lax.min, (1, 3), (1, 1), "SAME"), x),
+    "max pool of booleans": (
+        lambda a: lax.reduce_window(a > 0, False, lax.max, (1, 3), (1, 1), "SAME"), x),
     "take": (lambda a, i: a[i], x, rows),
     "take from the end": (lambda a, i: a[i], x, np.array([-1, 0], np.int32)),
     "take beyond": (lambda a, i: a.at[i].get(mode="fill"), x, np.array([7, 0, -9], np.int32)),

@@ -6,6 +6,7 @@ from jax import lax
 
 from jaxonnx.onnx_out._nodes import Tensor, ordered_dtype
 from jaxonnx.onnx_out._rule_table import composed, primitive
+from jaxonnx.onnx_out._tensors import greatest_of, least_of
 
 OPERATORS = {
     "reduce_max": "ReduceMax",
@@ -75,18 +76,10 @@ def _register_running(name, combine, start):
         return x
 
 
-def _least(dtype):
-    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
-
-
-def _greatest(dtype):
-    return jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
-
-
-_register_running("cummax", lax.max, _least)
-_register_running("cummin", lax.min, _greatest)
+_register_running("cummax", lax.max, least_of)
+_register_running("cummin", lax.min, greatest_of)
 _register_running("cumprod", lax.mul, lambda dtype: 1)
-_register_running("cumlogsumexp", jnp.logaddexp, _least)
+_register_running("cumlogsumexp", jnp.logaddexp, least_of)
 
 
 @primitive("sort")

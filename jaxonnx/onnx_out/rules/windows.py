@@ -9,20 +9,12 @@ from jax import lax
 
 from jaxonnx.onnx_out._nodes import Nodes, Tensor
 from jaxonnx.onnx_out._rule_table import composed, primitive
+from jaxonnx.onnx_out._tensors import greatest_of, least_of
 from jaxonnx.onnx_out.rules.shapes import pad_tensor
 
-
-def _least(dtype: Any) -> Any:
-    return np.asarray(-np.inf if dtype.kind not in "iu" else np.iinfo(dtype).min, dtype)
-
-
-def _greatest(dtype: Any) -> Any:
-    return np.asarray(np.inf if dtype.kind not in "iu" else np.iinfo(dtype).max, dtype)
-
-
 NEUTRAL = {
-    "reduce_window_max": ("Max", _least),
-    "reduce_window_min": ("Min", _greatest),
+    "reduce_window_max": ("Max", least_of),
+    "reduce_window_min": ("Min", greatest_of),
     "reduce_window_sum": ("Add", lambda dtype: np.zeros((), dtype)),
 }
 
@@ -108,7 +100,7 @@ def select_and_scatter_add(
     of all windows at one tap are a strided slice.
     """
     least = select_prim.name == "ge"
-    fill = (_least if least else _greatest)(np.dtype(operand.dtype))
+    fill = (least_of if least else greatest_of)(np.dtype(operand.dtype))
     edges = [(low, high, 0) for low, high in padding]
     x = lax.pad(operand, jnp.asarray(fill), edges)
     zero = jnp.zeros((), source.dtype)
@@ -148,7 +140,7 @@ def select_and_gather_add(
 ):  # fmt: skip
     """Return the tangent of the first greatest (or least) element of each window."""
     least = select_prim.name == "ge"
-    fill = (_least if least else _greatest)(np.dtype(operand.dtype))
+    fill = (least_of if least else greatest_of)(np.dtype(operand.dtype))
     edges = [(low, high, b - 1) for (low, high), b in zip(padding, base_dilation, strict=True)]
     x = lax.pad(operand, jnp.asarray(fill), edges)
     slopes = lax.pad(tangents, jnp.zeros((), tangents.dtype), edges)
