@@ -71,7 +71,7 @@ BUDGETS = {
     "sparse": (2060, "patterns, the search of masks, training, packing, products and their proof"),
     "lowering": (1640, "forms that XLA is quick with, for each of which a benchmark has a row"),
     "_data": (2080, "arrays, files, pictures, sequences and loaders, read as one kind of source"),
-    "_run": (1610, "the evaluator, and what keeps hostile files from taking the machine"),
+    "_run": (1630, "the evaluator, and what keeps hostile files from taking the machine"),
     "_io": (2040, "ModelProto, external data, pairs of files, npz, safetensors, adapters, packing"),
     "model": (1830, "Model, and what makes another Model of one"),
     "_rewrite": (2175, "files to files: heads, batches, outputs, rounding, QLinear*, adapters"),

@@ -30,44 +30,50 @@ class Adaption(Protocol):
         ...
 
     def factors(self, tensors: Mapping[str, Any]) -> dict[str, tuple[Any, Any, Any]]:
-        """Return for each changed tensor the meaning of its axes, and a and b of its change a b.
+        """Return (matrix, a, b) for each changed tensor.
 
-        Their shapes are (..., inputs, rank) and (..., rank, outputs).
+        `matrix` is the meaning of the tensor's axes; its change is the product of `a`, shape
+        (..., inputs, rank), and `b`, shape (..., rank, outputs).
         """
         ...
 
     def without_factors(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the tensors that are none of the adapters."""
+        """Return the tensors without those of the adapters."""
         ...
 
 
 @dataclass(frozen=True)
 class CallForm:
-    """Parameters and state in the form for calls."""
+    """Parameters and state converted once for many inference calls (`Program.prepare_calls`)."""
 
     params: dict[str, Any]
+    """The converted parameters."""
     state: dict[str, Any]
+    """The converted state, and tensors that are results of dropped nodes."""
     changes: Changes
-    """Of the graph."""
+    """The changes of the graph that belong to these tensors."""
     reads: frozenset[str]
-    """The tensors that cannot be replaced any more."""
+    """The tensors that other tensors or `changes` were computed from: to replace the value of one
+    needs another conversion."""
 
 
 @dataclass(frozen=True)
 class Changes:
-    """What of a graph is in the form of its tensors: the indices of nodes."""
+    """Changes of a graph that go with converted tensors, as indices of nodes; hashable."""
 
     products: frozenset[int] = frozenset()
-    """QuantizeLinear behind products that are computed with integers."""
+    """QuantizeLinear nodes behind products that are computed with integers."""
     opened: frozenset[int] = frozenset()
-    """Nodes whose results are tensors."""
+    """Nodes that are dropped because their results are tensors now."""
     norms: frozenset[int] = frozenset()
-    """BatchNormalizations that are in the weights before them."""
+    """BatchNormalizations that are folded into the convolution before them."""
 
     def __call__(self, graph: Graph) -> Graph:
+        """Return the graph with these changes."""
+        # each of the three was found on the graph that the ones before it give
         graph = drop_nodes(fuse_products(graph, self.products), self.opened)
         return fold_norms(graph, self.norms)
 
 
 UNCHANGED = Changes()
-"""The graph and its tensors are those of the file."""
+"""No changes: the graph and its tensors are those of the file."""

@@ -54,16 +54,23 @@ def first(value: Any) -> Any:
     return value.first() if isinstance(value, ChannelsLast) else in_file(value)
 
 
-def _order(op: Op, arguments: Sequence[Any]) -> Any:
-    """Return the first argument if it is in another order, which an operator keeps; else None."""
+def _reordered(op: Op, arguments: Sequence[Any]) -> Any:
+    """Return the first argument if an operator can work on the order of axes that it is stored in.
+
+    None if it is stored in ONNX's order, or the operator needs that: it is not per axis, or one of
+    its other arguments has more than one axis.
+    """
     x, *others = arguments
     x = x.value if isinstance(x, Rounded) else x
     vectors = all(np.ndim(a) < 2 for a in others if a is not None)
     return x if op.per_axis and isinstance(x, ChannelsLast | KernelFirst) and vectors else None
 
 
-def _last(value: Any, rank: int) -> Any:
-    """Return an array that broadcasts against rank `rank`, in the order that it has there."""
+def _to_channels_last(value: Any, rank: int) -> Any:
+    """Return an array that broadcasts against images of this rank, with its channels last.
+
+    Axes are added in front until it has that rank. Scalars and None need no order.
+    """
     if isinstance(value, ChannelsLast) or value is None or not np.ndim(value):
         return value
     value = first(value)
@@ -73,28 +80,36 @@ def _last(value: Any, rank: int) -> Any:
 
 
 def choose(op: Op, arguments: Sequence[Any]) -> list[Any]:
-    """Return the arguments of an operator in the order in which it is best evaluated."""
-    if op.per_axis and _order(op, arguments) is not None:
+    """Return the arguments of an operator in the order of axes that is best for its evaluation.
+
+    Images go channels last into operators on channels (convolutions, pools), elementwise operators
+    keep the order of the images that they get, and all others get ONNX's order.
+    """
+    if op.per_axis and _reordered(op, arguments) is not None:
         return [*arguments]
     if op.channels and _is_image(arguments[0]):
         x, *others = arguments
         others = [a if i in op.kernels else first(a) for i, a in enumerate(others, 1)]
-        return [_last(x, x.ndim), *others]
+        return [_to_channels_last(x, x.ndim), *others]
     if op.pointwise:
         ranks = {a.ndim for a in arguments if isinstance(a, ChannelsLast)}
         if len(ranks) == 1 and all(np.ndim(a) <= max(ranks) for a in arguments if a is not None):
-            return [_last(a, max(ranks)) for a in arguments]
+            return [_to_channels_last(a, max(ranks)) for a in arguments]
     return [a if _takes(op, i, a) else first(a) for i, a in enumerate(arguments)]
 
 
 def _takes(op: Op, position: int, value: Any) -> bool:
-    """Check whether an operator computes with a value as it is kept."""
+    """Check whether an operator computes with a low-rank, packed or merged value in that form."""
     if isinstance(value, ChangedWeight | LowRank | Packed):
         return position in op.factors
     return isinstance(value, MergedRows) and position in op.rows
 
 
 def _is_image(value: Any) -> bool:
+    """Check whether a value is stored channels last, or is to be.
+
+    The latter are arrays of JAX of rank 3 and more, floating-point or of 8-bit integers.
+    """
     if isinstance(value, ChannelsLast):
         return True
     return (
@@ -105,9 +120,9 @@ def _is_image(value: Any) -> bool:
 
 
 def call(op: Op, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
-    """Call an operator on what `choose` gives; its results are in the same order."""
-    if op.per_axis and (kept := _order(op, arguments)) is not None:
-        return _call_in_order(op, kept, arguments, keywords)
+    """Call an operator on the arguments that `choose` returned; its results have the same order."""
+    if op.per_axis and (reordered := _reordered(op, arguments)) is not None:
+        return _call_in_order(op, reordered, arguments, keywords)
     images = [a for a in arguments if isinstance(a, ChannelsLast)]
     if not images:
         return op.function(*arguments, **keywords)
@@ -128,12 +143,18 @@ def call(op: Op, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
     return tuple(map(wrap, results)) if isinstance(results, tuple) else wrap(results)
 
 
-def _call_in_order(op: Op, kept: Any, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
-    """Call an operator on the elements of `kept` in their order, which its result is in, too."""
+def _call_in_order(
+    op: Op, reordered: Any, arguments: Sequence[Any], keywords: dict[str, Any]
+) -> Any:
+    """Call an operator on the stored array of its first argument, with its axis translated.
+
+    Args:
+      reordered: the first argument (without `Rounded`), whose class wraps the result again.
+    """
     (x, *others), given = arguments, keywords
     axis = keywords.get("axis", op.defaults.get("axis"))
-    if axis is not None and -kept.ndim <= axis < kept.ndim:
-        keywords = keywords | {"axis": kept.place(axis)}
+    if axis is not None and -reordered.ndim <= axis < reordered.ndim:
+        keywords = keywords | {"axis": reordered.place(axis)}
     x = Rounded(x.value.value, x.real.value) if isinstance(x, Rounded) else x.value
     try:
         y = op.function(x, *others, **keywords)
@@ -141,11 +162,11 @@ def _call_in_order(op: Op, kept: Any, arguments: Sequence[Any], keywords: dict[s
         op.function(*map(first, arguments), **given)  # the message has the shapes of the file
         raise
     if isinstance(y, Rounded):
-        return Rounded(type(kept)(y.value), type(kept)(y.real))
-    return type(kept)(y)
+        return Rounded(type(reordered)(y.value), type(reordered)(y.real))
+    return type(reordered)(y)
 
 
 def _axis(axis: int, rank: int) -> int:
-    """Return where an axis of ONNX's order is if the channels are last."""
+    """Return where an axis of ONNX's order is in (N, *D, C)."""
     axis += rank if axis < 0 else 0
     return axis if axis == 0 else (rank - 1 if axis == 1 else axis - 1)

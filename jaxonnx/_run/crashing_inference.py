@@ -5,7 +5,7 @@ from onnx import AttributeProto, ModelProto, NodeProto, helper
 from jaxonnx._io.protos import all_nodes
 
 _HIDDEN = "hidden"
-"""The domain of nodes that inference is not to know."""
+"""A domain that ONNX's shape inference does not know, so that it skips the nodes in it."""
 
 _NEVER = {"Einsum", "EyeLike", "GatherND", "LabelEncoder", "RegexFullMatch", "TreeEnsemble"}
 """Operators whose inference reads a type that an input may lack, or axes before the first: indices
@@ -14,7 +14,10 @@ for an equation with digits."""
 
 
 def rename_crashing_nodes(proto: ModelProto) -> None:
-    """Rename, in place, the nodes that inference cannot read; what they give then has no shape."""
+    """Move nodes that would crash inference to an unknown domain, in place.
+
+    Inference then finds no shapes of their results.
+    """
     bodies = (proto.graph, *proto.functions)
     nodes = [n for body in bodies for n in all_nodes(body) if not _is_safe(n)]
     for node in nodes:
@@ -24,6 +27,7 @@ def rename_crashing_nodes(proto: ModelProto) -> None:
 
 
 def _is_safe(node: NodeProto) -> bool:
+    """Check that inference of a node reads only outputs that it has and an axis of 32 bits."""
     if node.op_type in _NEVER:
         return False
     if node.op_type == "Split":
@@ -36,9 +40,9 @@ def _is_safe(node: NodeProto) -> bool:
 
 
 def _number(node: NodeProto, name: str, default: int) -> int | None:
-    """Return an attribute, None for one that is not a number, or that a caller gives."""
+    """Return an integer attribute; None if it has another type or refers to one of a function."""
     for attribute in node.attribute:
         if attribute.name == name:
-            plain = attribute.type == AttributeProto.INT and not attribute.ref_attr_name
-            return attribute.i if plain else None
+            literal = attribute.type == AttributeProto.INT and not attribute.ref_attr_name
+            return attribute.i if literal else None
     return default

@@ -41,7 +41,7 @@ def warn(_: str, text: str) -> None:
 
 
 def at(node: Node, error: Error) -> Any:
-    """Return an error with the node that it is about."""
+    """Attach the label and index of a node to an error; return the error."""
     error.node, error.index = node.label, node.index
     return error
 
@@ -62,7 +62,12 @@ def _kind(value: Any) -> str:
 
 
 def translate_error(node: Node, arguments: Sequence[Any], error: Exception) -> NodeError:
-    """Return the error of a node for one that NumPy or JAX raised inside its operator."""
+    """Return a NodeError for an exception that NumPy or JAX raised inside the node's operator.
+
+    The text is about the model: types that the schema forbids, else the exception's message if it
+    does not speak of the implementation, else the node's attributes.
+    """
+    # two exceptions that are not about the node's inputs come first
     if is_out_of_memory(error):
         return LimitError(message(node, arguments, f"memory is not enough{requested_size(error)}"))
     if isinstance(error, RecursionError):
@@ -80,16 +85,17 @@ def translate_error(node: Node, arguments: Sequence[Any], error: Exception) -> N
 
 
 def check_types(node: Node, arguments: Sequence[Any]) -> None:
-    """Raise a NodeError for types that the specification does not allow, where nothing else does.
+    """Raise a NodeError for types that the schema forbids and that NumPy or XLA would not refuse.
 
-    XLA ends the process at a constant of six bits, and NumPy adds and repeats strings.
+    XLA aborts the process at constants of six-bit types, and NumPy computes with strings: + joins
+    them, * repeats them.
     """
     if any(map(_needs_check, arguments)) and (clashes := "; ".join(_clashes(node, arguments))):
         raise NodeError(clashes)
 
 
 def _needs_check(value: Any) -> bool:
-    if isinstance(value, np.ndarray) and value.dtype == object:  # or sizes that are not known yet
+    if isinstance(value, np.ndarray) and value.dtype == object:  # strings, or symbolic dimensions
         return value.size > 0 and isinstance(value.flat[0], str)
     return getattr(value, "dtype", None) in SIX_BITS
 
@@ -100,7 +106,7 @@ def _short(value: Any) -> str:
 
 
 def _clashes(node: Node, arguments: Sequence[Any]) -> Iterator[str]:
-    """Yield the inputs whose types the specification does not allow, with what it does."""
+    """Yield a sentence for each input whose type the schema of the operator does not allow."""
     try:
         schema = onnx.defs.get_schema(node.op.name, domain=node.op.domain)
     except onnx.defs.SchemaError:
@@ -111,9 +117,10 @@ def _clashes(node: Node, arguments: Sequence[Any]) -> Iterator[str]:
         kind = _onnx_type(value)
         if kind is None or not schema.inputs:
             continue
+        # inputs beyond the last formal one belong to it: it is variadic
         formal = schema.inputs[min(i, len(schema.inputs) - 1)]
         types = allowed.get(formal.type_str, (formal.type_str,))
-        # where 64-bit types are off, a value that the file has in 64 bits is in 32 here
+        # without x64, JAX has canonicalized a 64-bit value of the file to 32 bits
         if not {kind, _WIDE.get(kind, kind)} & {*types}:
             takes = " or ".join(sorted(map(_plain, types)))
             yield f"{formal.name} ('{name}') is {_plain(kind)}, it takes {takes}"
@@ -131,10 +138,11 @@ _WIDE = {
     "tensor(uint32)": "tensor(uint64)",
     "tensor(float)": "tensor(double)",
 }
+"""The 64-bit type that a 32-bit value may have in the file."""
 
 
 def _onnx_type(value: Any) -> str | None:
-    """Return what the specification calls the type of a tensor; None for what has none."""
+    """Return the type of an array as schemas write it ("tensor(float)"); None for other values."""
     if not hasattr(value, "dtype"):
         return None
     try:
@@ -154,7 +162,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def requested_size(error: Exception) -> str:
-    """Return the size that an out-of-memory message of NumPy or XLA names."""
+    """Return " for SIZE" with the size that an out-of-memory message names; "" if it names none."""
     numbers = re.search(r"allocat\w* ([\d.]+) ?(bytes|[KMGTPE]i?B)", str(error))
     if numbers is None:
         return ""
@@ -178,11 +186,15 @@ def _out_of_memory(error: Exception, values: Sequence[Mapping[str, Any]]) -> Lim
 
 @contextmanager
 def convert_errors(what: str, *values: Mapping[str, Any]) -> Iterator[None]:
-    """Convert errors of lowering, compiling and running a program to ours.
+    """Convert exceptions of lowering, compiling and running a program to errors of jaxonnx.
+
+    Args:
+      what: the subject of the message.
+      values: the arrays that the program gets, by name, for a message about memory.
 
     Raises:
-      NodeError: it does not.
-      LimitError: memory is not enough; where no values are given, that error stays as it is.
+      NodeError: the program cannot be compiled or run.
+      LimitError: a device has too little memory. Without `values` the exception is not converted.
     """
     try:
         yield
@@ -201,9 +213,12 @@ def convert_errors(what: str, *values: Mapping[str, Any]) -> Iterator[None]:
 def static_error(
     node: Node, what: str, inputs: Sequence[str], others: Sequence[str]
 ) -> StaticError:
-    """Return the error of a node that needs to know a value while tracing.
+    """Return the error of a node that needs a known value and got a traced one.
 
-    The value is computed from `inputs` of the main graph, by name, and from `others`, in words.
+    Args:
+      what: which value, as the subject of the message.
+      inputs: the inputs of the main graph that the value is computed from.
+      others: descriptions of its other sources (weights, inputs of bodies).
     """
     error = StaticError()
     error.why = (
@@ -214,7 +229,7 @@ def static_error(
 
 
 def add_sources(error: StaticError, inputs: Sequence[str], others: Sequence[str]) -> StaticError:
-    """Return the error with what its value is computed from, as `static_error` takes it."""
+    """Set the sources of the value on an error, for its message (see `static_error`)."""
     error.inputs = () if others else tuple(inputs)
     if error.why:
         roots = [f"input '{name}'" for name in inputs] + [*others]
@@ -227,7 +242,7 @@ def add_sources(error: StaticError, inputs: Sequence[str], others: Sequence[str]
 
 
 def check_range(arguments: Sequence[Any]) -> None:
-    """Raise a NodeError for 64-bit constants that 32-bit arithmetic would cut silently."""
+    """Raise a NodeError for 64-bit constants that would be truncated to 32 bits without x64."""
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         return
     for value in arguments:

@@ -36,23 +36,28 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Folds:
-    """The pairs of a graph that are folded, and the numbers for it."""
+    """The pairs of a graph that are folded, and the factors and biases that result."""
 
     norms: frozenset[int] = frozenset()
     """The indices of the BatchNormalizations."""
     reads: frozenset[str] = frozenset()
     """The tensors that factors and biases are computed from."""
     factors: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """By the name of a weight: what its output channels are multiplied by."""
+    """The factors (channels,) of a weight's output channels, by the name of the weight."""
     biases: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Biases of the convolutions, by the name of the b of the BatchNormalization."""
+    """Biases (channels,) of the convolutions, by the name of the b of the BatchNormalization."""
 
 
 def folds(graph: Graph, tensors: Mapping[str, Any]) -> Folds:
-    """Return the pairs of a graph to fold, for these values of its tensors."""
+    """Find the pairs of a graph to fold and compute their factors and biases.
+
+    Args:
+      graph: the bound graph.
+      tensors: the values of its named tensors.
+    """
     norms, reads, factors, biases = set(), set(), {}, {}
-    for pair in _pairs(graph, tensors):
-        numbers = _numbers(pair, tensors)
+    for pair in _find_pairs(graph, tensors):
+        numbers = _fold_pair(pair, tensors)
         if numbers is not None:
             norms.add(pair.norm.index)
             reads.update(pair.tensors)
@@ -61,9 +66,14 @@ def folds(graph: Graph, tensors: Mapping[str, Any]) -> Folds:
 
 
 def fold_norms(graph: Graph, norms: Collection[int]) -> Graph:
-    """Remove BatchNormalizations; the convolutions before them get their outputs.
+    """Remove BatchNormalizations whose factors are in the weights of the convolutions before them.
 
-    The bias of a convolution has the name that the b of its BatchNormalization had.
+    A convolution takes over the output of its BatchNormalization, and the name of its b for the
+    bias.
+
+    Args:
+      graph: the bound graph.
+      norms: the indices of the nodes.
     """
     before = {node.inputs[0]: node for node in graph.nodes if node.index in norms}
     nodes = []
@@ -77,7 +87,7 @@ def fold_norms(graph: Graph, norms: Collection[int]) -> Graph:
     return replace(graph, nodes=tuple(nodes))
 
 
-def _pairs(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[Pair]:
+def _find_pairs(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[Pair]:
     """Yield the pairs of the main graph whose weight and b nothing else reads."""
     times = Counter(read_names(graph))
     own = tensors.keys() & graph.weights
@@ -89,8 +99,8 @@ def _pairs(graph: Graph, tensors: Mapping[str, Any]) -> Iterator[Pair]:
         weight, _, b, *_ = pair.tensors
         single = times[norm.inputs[0]] == times[weight] == times[b] == 1
         statistics = any(times[name] for name in norm.outputs[1:])
-        plain = not statistics and norm.attributes.get("spatial", 1)
-        if single and plain and pair.conv.inputs[0] != weight and own.issuperset(pair.tensors):
+        foldable = not statistics and norm.attributes.get("spatial", 1)
+        if single and foldable and pair.conv.inputs[0] != weight and own.issuperset(pair.tensors):
             yield pair
 
 
@@ -100,7 +110,8 @@ def _is(node: Node, name: str) -> bool:
 
 
 def read_names(graph: Graph) -> Iterator[str]:
-    """Yield the names that the nodes of a graph read, and the tensors of the graphs inside."""
+    """Yield each read of a graph, repeatedly: names that outputs and nodes read, and the tensors
+    that subgraphs and bodies of functions use."""
     yield from graph.outputs
     for node in graph.nodes:
         yield from node.reads
@@ -108,8 +119,11 @@ def read_names(graph: Graph) -> Iterator[str]:
             yield from graph_tensors(inner)
 
 
-def _numbers(pair: Pair, tensors: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return what the weight is multiplied by and the bias; None if it is not as exact."""
+def _fold_pair(pair: Pair, tensors: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the factors of the weight and the bias, both of shape (channels,).
+
+    None if shapes or types do not fit, or folding would lose precision.
+    """
     arrays = [tensors[name] for name in pair.tensors]
     (dtype, *others) = {x.dtype for x in arrays}
     if others or dtype not in (np.float32, np.float64) or not all(map(is_in_memory, arrays)):
@@ -123,7 +137,8 @@ def _numbers(pair: Pair, tensors: Mapping[str, Any]) -> tuple[np.ndarray, np.nda
         factor = scale / np.sqrt(var + epsilon)
         shift = (sum(bias) - mean) * factor + b
         largest = np.abs(w).max(axis=tuple(range(1, w.ndim)), initial=0) * np.abs(factor)
-    # near the ends of the type's range digits are lost; no comparison is true of a NaN
+    # Subnormal products and overflow would lose digits that the two nodes keep. Comparisons are
+    # written such that NaN fails them.
     info = np.finfo(dtype)
     low, high = float(info.tiny / info.eps), float(info.max * info.eps)
     sound = epsilon >= 0 and np.all((var >= 0) & (var < np.inf)) and np.all(np.abs(shift) <= high)

@@ -23,23 +23,28 @@ SIZES = {
     *("Add", "Sub", "Mul", "Div", "Mod", "Neg", "Max", "Min"),
     *("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"),
 }
-"""Operators that compute with the open sizes of `jax.export`; for others these are traced."""
+"""Operators that compute with the symbolic dimensions of `jax.export`; others get them traced."""
 
 
 def folds(op: Op, arguments: list, keywords: dict) -> bool:
-    """Check whether an operator is evaluated while tracing."""
-    opened = {i for i, value in enumerate(arguments) if symbolic(value)}
-    if not is_known(*arguments) or not opened:
+    """Check whether a node is folded: its operator is evaluated while tracing.
+
+    All arguments must be known. Arrays of symbolic dimensions (dtype object) count as known for
+    integer results of the operators in `SIZES`, where the value is not a static argument.
+    """
+    symbolic_positions = {i for i, value in enumerate(arguments) if symbolic(value)}
+    if not is_known(*arguments) or not symbolic_positions:
         return is_known(*arguments)
-    whole = keywords.get("to", TensorProto.INT64) in (TensorProto.INT32, TensorProto.INT64)
-    return op.name in SIZES and whole and opened.isdisjoint(op.static)
+    gives_integers = keywords.get("to", TensorProto.INT64) in (TensorProto.INT32, TensorProto.INT64)
+    return op.name in SIZES and gives_integers and symbolic_positions.isdisjoint(op.static)
 
 
 def fold(op: Op, arguments: list, keywords: dict) -> tuple | None:
-    """Evaluate on known values, on the CPU and with 64-bit types; return NumPy arrays.
+    """Evaluate an operator on known values, on the CPU and with 64-bit types.
 
-    None if that takes too much memory or time, or gives more than `FOLD_LIMIT`: then it is better
-    computed in the graph.
+    Returns:
+      NumPy arrays; None if the evaluation takes too much memory or time or a result has more than
+      `FOLD_LIMIT` bytes, since then the compiled graph should compute it.
     """
     vast = limits.may_exceed(arguments, keywords, limits.FOLDED) and not op.dynamic
     try:
@@ -60,7 +65,7 @@ def fold(op: Op, arguments: list, keywords: dict) -> tuple | None:
 
 
 def _largest(op: Op, arguments: list, keywords: dict) -> int:
-    """Return the bytes of the largest array that an operator gives, without computing it."""
+    """Return the size in bytes of an operator's largest result, by an evaluation on shapes."""
     shapes = abstract(op.function, arguments, keywords, op.static)
     return max((limits.count_elements(s.shape) * s.dtype.itemsize for s in shapes or ()), default=0)
 
@@ -68,16 +73,22 @@ def _largest(op: Op, arguments: list, keywords: dict) -> int:
 def abstract(
     function: Callable, arguments: Sequence[Any], keywords: dict, static: Collection[int]
 ) -> list | None:
-    """Return shapes and types of results; None where a function needs to see the values.
+    """Evaluate a function on shapes.
+
+    Args:
+      static: the positions of arguments to pass as values.
+
+    Returns:
+      The ShapeDtypeStructs of its results; None if it needs the values of other arguments.
 
     Raises:
-      LimitError: it asks for more than a value may take.
+      LimitError: a result exceeds the limit of a single value.
     """
 
     def shape_of(x):
         return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
 
-    values = {  # images and kernels in orders of their own are trees of one array
+    values = {  # `ChannelsLast` and `KernelFirst` are pytrees with one leaf
         i: jax.tree.map(shape_of, a)
         for i, a in enumerate(arguments)
         if i not in static and hasattr(a, "dtype") and a.dtype != object
@@ -95,11 +106,13 @@ def abstract(
 
 
 def _to_numpy(value: Any) -> Any:
+    """Convert a folded result to NumPy; None, maps and the structure of sequences stay."""
     if isinstance(value, list):
         return [_to_numpy(item) for item in value]
     if value is None or isinstance(value, dict):
         return value
     value = np.asarray(value)
+    # arithmetic on symbolic dimensions may end in plain integers
     is_whole = value.dtype == object and all(isinstance(x, int) for x in value.flat)
     return value.astype(np.int64) if is_whole and value.size else value
 
@@ -120,13 +133,18 @@ def is_traced(values: Iterable[Any]) -> bool:
 
 
 def broadcast_late(value: Any) -> Any:
-    """Turn a large NumPy broadcast into one of the graph, so that it never takes memory."""
+    """Replace a large NumPy broadcast by a broadcast in the graph.
+
+    As a constant of the graph it would be copied to its full size.
+    """
+    # `np.broadcast_to` gives the axes along which it repeats a stride of 0
     if size_of(value) <= FOLD_LIMIT or 0 not in value.strides:
         return value
     limits.check_size(value.shape, value.dtype)
-    once = value[tuple(slice(None if stride else 1) for stride in value.strides)]
-    return jnp.broadcast_to(on_device(once), value.shape)
+    unrepeated = value[tuple(slice(None if stride else 1) for stride in value.strides)]
+    return jnp.broadcast_to(on_device(unrepeated), value.shape)
 
 
 def size_of(value: Any) -> int:
+    """Return the bytes of a NumPy array of numbers; 0 for other values."""
     return value.nbytes if isinstance(value, np.ndarray) and value.dtype != object else 0

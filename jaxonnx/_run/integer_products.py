@@ -27,34 +27,51 @@ _SINCE = 10
 def integer_products(
     graph: Graph, tensors: Mapping[str, Any], known: Mapping[str, Any]
 ) -> tuple[frozenset[int], frozenset[str]]:
-    """Return the QuantizeLinear nodes behind products to compute with integers.
+    """Find products between DequantizeLinear and QuantizeLinear to compute with integers.
+
+    Args:
+      graph: the bound graph.
+      tensors: the values of its named tensors.
+      known: the values of its constants.
 
     Returns:
-      Their indices, and the tensors whose values were decisive.
+      The indices of the QuantizeLinear nodes behind the products, and the names of the tensors
+      (those of biases) whose values the decision depends on.
     """
     arrays = ChainMap({**tensors}, {**known})
-    times, made = Counter(read_names(graph)), _by_output(graph)
-    found, decisive = set(), set()
+    times, producers = Counter(read_names(graph)), _by_output(graph)
+    indices, decisive = set(), set()
     for node in graph.nodes if FAST_INT8 else ():
-        product = made.get(node.inputs[0]) if node.op.name == "QuantizeLinear" else None
+        product = producers.get(node.inputs[0]) if node.op.name == "QuantizeLinear" else None
         if product is None or product.op.name not in _PRODUCTS or product.op.domain:
             continue
-        sources = [made.get(name) for name in product.inputs if name]
+        sources = [producers.get(name) for name in product.inputs if name]
         single = times[product.outputs[0]] == 1 and product.outputs[0] not in graph.outputs
         if single and _is_integer(product, node, sources, arrays):
-            found.add(node.index)
+            indices.add(node.index)
             decisive.update(name for d in sources[2:] if d is not None for name in d.inputs)
-    return frozenset(found), frozenset(decisive)
+    return frozenset(indices), frozenset(decisive)
 
 
 def _by_output(graph: Graph) -> dict[str, Node]:
+    """Return the nodes by their first outputs."""
     return {node.outputs[0]: node for node in graph.nodes if node.outputs}
 
 
 def _is_integer(
     product: Node, quantize: Node, sources: list[Node | None], arrays: Mapping[str, Any]
 ) -> bool:
-    """Check whether integers of 8 bits and one scale each make up a product and its bias."""
+    """Check whether the integer operator computes the same as a product between its neighbours.
+
+    Operands and result are of 8 bits with one float32 scale (the weight may have one per output)
+    and a zero point; a bias is int32 with the product of both scales as its scale.
+
+    Args:
+      product: the Conv or MatMul.
+      quantize: the QuantizeLinear that reads its result.
+      sources: the producers of its inputs; a DequantizeLinear each, if it is such a product.
+      arrays: the values of tensors and constants.
+    """
     nodes = [*sources, quantize]
     if len(sources) < 2 or any(node is None for node in nodes):
         return False
@@ -62,16 +79,16 @@ def _is_integer(
     for i, node in enumerate(nodes):
         assert node is not None
         x, scale, zero = (*(arrays.get(name) for name in node.inputs), None, None)[:3]
-        plain = not any(node.attributes.get(key) for key in ("block_size", "output_dtype"))
+        per_tensor = not any(node.attributes.get(key) for key in ("block_size", "output_dtype"))
         here = all(v is None or isinstance(v, np.ndarray) or is_in_memory(v) for v in (scale, zero))
         dequantizes = node.op.name == "DequantizeLinear" or node is quantize
-        if not (plain and here and dequantizes) or scale is None or scale.dtype != np.float32:
+        if not (per_tensor and here and dequantizes) or scale is None or scale.dtype != np.float32:
             return False
         scales.append(np.asarray(scale))
-        if i == 2 and node is not quantize:  # the bias, in units of the product
+        if i == 2 and node is not quantize:  # the bias, whose scale is implicit in QLinearConv
             units = scales[0] * scales[1]
-            counts = zero is not None and np.asarray(zero).any()
-            if counts or x is None or x.dtype != np.int32 or scales[2].size not in (1, units.size):
+            shifted = zero is not None and np.asarray(zero).any()
+            if shifted or x is None or x.dtype != np.int32 or scales[2].size not in (1, units.size):
                 return False
             if not np.allclose(scales[2].ravel(), units.ravel(), rtol=1e-5, atol=0):
                 return False
@@ -95,11 +112,11 @@ def fuse_products(graph: Graph, indices: Collection[int]) -> Graph:
     """Replace the QuantizeLinear nodes with the integer products that `integer_products` found."""
     if not indices:
         return graph
-    made, nodes, parts = _by_output(graph), [], set()
+    producers, nodes, parts = _by_output(graph), [], set()
     for node in graph.nodes:
         if node.index in indices:
-            product = made[node.inputs[0]]
-            x, w, *bias = (made[name] for name in product.inputs if name)
+            product = producers[node.inputs[0]]
+            x, w, *bias = (producers[name] for name in product.inputs if name)
             op = lookup("", _PRODUCTS[product.op.name], _SINCE)
             assert op is not None
             inputs = (*x.inputs, *w.inputs, *node.inputs[1:], *(b.inputs[0] for b in bias))
@@ -108,7 +125,9 @@ def fuse_products(graph: Graph, indices: Collection[int]) -> Graph:
                 product, op=op, inputs=inputs, reads=inputs, outputs=node.outputs, index=node.index
             )
         nodes.append(node)
-    while True:  # what only the products read
+    # The float products and their DequantizeLinear nodes go unless something else reads them; to
+    # drop a product can leave its operands unread, hence the loop.
+    while True:
         read = {*graph.outputs, *(name for node in nodes for name in node.reads)}
         left = [n for n in nodes if n.index not in parts or not read.isdisjoint(n.outputs)]
         if len(left) == len(nodes):

@@ -35,37 +35,39 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class OpenWeights:
-    """What nodes that convert weights give."""
+    """Converted weights, and the nodes that need not run any more."""
 
     nodes: frozenset[int] = frozenset()
-    """The indices of the nodes."""
+    """The indices of the conversion nodes that were evaluated."""
     reads: frozenset[str] = frozenset()
-    """The tensors that they read."""
+    """The tensors that these nodes read."""
     values: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """By name, the results that other nodes read, and tensors in float32 instead of fewer bits."""
+    """By name: results of these nodes that other nodes read, and float32 copies of tensors in half
+    precision, under the tensor's name."""
 
 
 def open_weights(graph: Graph, tensors: Mapping[str, Any], known: Mapping[str, Any]) -> OpenWeights:
-    """Convert what nodes of the main graph convert, into at most `COPIES` bytes.
+    """Evaluate Cast, DequantizeLinear and QuantizeLinear of weights, up to `COPIES` bytes.
 
     Args:
-      tensors: the tensors of the graph.
-      known: others that nodes may read beside a tensor.
+      graph: the bound graph; only nodes of the main graph are considered.
+      tensors: the values of its named tensors.
+      known: the values of its constants, which may be further inputs of such nodes.
     """
-    found: dict[str, np.ndarray] = {}
+    converted: dict[str, np.ndarray] = {}
     nodes: dict[int, Node] = {}
     room = COPIES
     for node in graph.nodes:
-        value = _result(node, tensors, found, known)
+        value = _result(node, tensors, converted, known)
         if value is not None and value.nbytes <= room:
-            nodes[node.index], found[node.outputs[0]] = node, value
+            nodes[node.index], converted[node.outputs[0]] = node, value
             room -= value.nbytes
-    left = {
+    read_by_others = {
         *graph.outputs,
         *(n for node in graph.nodes if node.index not in nodes for n in node.reads),
     }
     reads = {name for node in nodes.values() for name in node.reads}
-    values = {name: value for name, value in found.items() if name in left}
+    values = {name: value for name, value in converted.items() if name in read_by_others}
     values |= _widen_factors(drop_nodes(graph, nodes), {**tensors, **values}, room)
     return OpenWeights(frozenset(nodes), frozenset(reads), values)
 
@@ -73,10 +75,13 @@ def open_weights(graph: Graph, tensors: Mapping[str, Any], known: Mapping[str, A
 def _result(
     node: Node,
     tensors: Mapping[str, Any],
-    found: Mapping[str, np.ndarray],
+    converted: Mapping[str, np.ndarray],
     known: Mapping[str, Any],
 ) -> np.ndarray | None:
-    """Return what a node makes of a tensor; None if that is not to be computed here."""
+    """Evaluate a conversion of a tensor, or of the result `converted` of another one.
+
+    None if the node is something else, has blocks, or reads a type outside of `_TYPES`.
+    """
     if (
         node.op.name not in _CONVERSIONS
         or node.body is not None
@@ -84,9 +89,9 @@ def _result(
     ):
         return None
     first = node.inputs[0]
-    if first not in tensors and first not in found:
+    if first not in tensors and first not in converted:
         return None
-    arrays = ChainMap(found, tensors, known)  # pyright: ignore[reportArgumentType]
+    arrays = ChainMap(converted, tensors, known)  # pyright: ignore[reportArgumentType]
     if any(name and name not in arrays for name in node.inputs):
         return None
     values = [arrays[name] if name else None for name in node.inputs]
@@ -97,12 +102,12 @@ def _result(
     try:
         y = node.op(*(x if x is None else np.asarray(x) for x in values), **node.attributes)
     except Error:
-        return None  # the call raises it
+        return None  # a call of the model evaluates the node and raises the error
     return y if y.dtype in _TYPES else None
 
 
 def _widen_factors(graph: Graph, tensors: Mapping[str, Any], room: int) -> dict[str, np.ndarray]:
-    """Return the factors in half precision that only products read, in float32."""
+    """Return float32 copies of weights in half precision that only products read directly."""
     half = {
         name: x
         for name, x in tensors.items()
@@ -115,18 +120,18 @@ def _widen_factors(graph: Graph, tensors: Mapping[str, Any], room: int) -> dict[
     }
     values = {}
     for name, x in half.items():
-        if name not in others and 2 * x.nbytes <= room:
+        if name not in others and 2 * x.nbytes <= room:  # float32 has twice the bytes
             values[name] = np.asarray(x).astype(np.float32)
             room -= 2 * x.nbytes
     return values
 
 
 def drop_nodes(graph: Graph, nodes: Collection[int]) -> Graph:
-    """Return a graph in which results of nodes are tensors."""
+    """Drop nodes from a graph; those of their results that are read become named tensors."""
     if not nodes:
         return graph
     names = [node.outputs[0] for node in graph.nodes if node.index in nodes]
-    left = tuple(node for node in graph.nodes if node.index not in nodes)
-    used = {*graph.outputs, *(name for node in left for name in node.reads)}
+    remaining = tuple(node for node in graph.nodes if node.index not in nodes)
+    used = {*graph.outputs, *(name for node in remaining for name in node.reads)}
     new = (name for name in names if name in used)
-    return replace(graph, nodes=left, weights=(*graph.weights, *new))
+    return replace(graph, nodes=remaining, weights=(*graph.weights, *new))

@@ -24,9 +24,10 @@ class Overlay:
     frozen: bool = False
     """Use running statistics in training, and keep them."""
     dropout: Mapping[str, float] = field(default_factory=dict)
-    """Ratios by value of the main graph: of the Dropout that gives it or is inserted behind it."""
+    """Dropout ratios by value of the main graph: it is the result of a Dropout, which gets the
+    ratio, or of another node, behind which a Dropout is inserted."""
     remat: bool = False
-    """Keep few values for the gradient and compute the others again."""
+    """Rematerialize: keep few values for the gradient and compute the others again."""
 
     @property
     def inside(self) -> Overlay:
@@ -34,16 +35,16 @@ class Overlay:
         return Overlay(self.frozen)
 
     def steps(self, node: Node) -> tuple[Node, ...]:
-        """Return what training evaluates for a node of the main graph."""
+        """Return the nodes that training evaluates in place of a node of the main graph."""
         ratios = [(name, self.dropout[name]) for name in node.outputs if name in self.dropout]
         if not ratios:
             return (node,)
         if node.op.name == "Dropout":
             return (_with_ratio(node, ratios[0][1]),)
-        return (node, *(_behind(name, ratio) for name, ratio in ratios))
+        return (node, *(_insert_dropout(name, ratio) for name, ratio in ratios))
 
     def dropout_outputs(self, node: Node) -> list[str]:
-        """Return the outputs of a node behind which training puts Dropout."""
+        """Return the outputs of a node behind which training inserts a Dropout."""
         is_dropout = node.op.name == "Dropout"
         return [n for n in node.outputs if n in self.dropout and not is_dropout]
 
@@ -51,7 +52,12 @@ class Overlay:
 def ratios(
     overlay: Overlay, graph: Graph, proto: GraphProto, ratio: float | Mapping[str, float]
 ) -> dict[str, float]:
-    """Return the ratios of Dropout of an overlay with others.
+    """Return `Overlay.dropout` with ratios changed.
+
+    Args:
+      overlay: the present one.
+      graph, proto: the main graph, bound and as a GraphProto.
+      ratio: of every Dropout, or ratios by the name of a value, node or module.
 
     Raises:
       InputError: as `Model.with_dropout`.
@@ -78,7 +84,10 @@ def _check_ratio(ratio: float) -> float:
 
 
 def _with_ratio(node: Node, ratio: float) -> Node:
-    """Return the Dropout node, of whatever opset, with another ratio."""
+    """Return a Dropout node of any opset with another ratio, as a node of opset 12.
+
+    The ratio is bound to the operator's function, since an input of the node would need a name.
+    """
     op = lookup("", "Dropout", 12)
     assert op is not None
     op = dataclasses.replace(op, function=partial(op.function, ratio=np.array(ratio, np.float32)))
@@ -87,8 +96,12 @@ def _with_ratio(node: Node, ratio: float) -> Node:
     return dataclasses.replace(node, op=op, inputs=data, reads=data, attributes=seed)
 
 
-def _behind(name: str, ratio: float) -> Node:
-    """Return a Dropout node that replaces the value; its key depends on the name only."""
+def _insert_dropout(name: str, ratio: float) -> Node:
+    """Return a Dropout node that rebinds a value's name to its result.
+
+    The node's index, which its random key is derived from, is a hash of the name, so that other
+    nodes keep their keys.
+    """
     op = lookup("", "Dropout", 12)
     assert op is not None
     index = zlib.crc32(name.encode())

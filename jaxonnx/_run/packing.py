@@ -22,19 +22,19 @@ _VISIBLE = "packed texts: who sees whom"
 _COUNTED = "packed texts: positions"
 """The value that it takes as its positions, where no input has them."""
 _INPUTS = {"position_ids": 9, "attention_bias": 10}
-"""The places of these inputs among those of GroupQueryAttention."""
+"""The positions of these inputs among those of GroupQueryAttention."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Which values of a graph say that a row has several texts.
+    """How a graph is told which tokens of a row belong to the same text.
 
     Attributes:
-      input: the input with a number for each token.
-      form: these are "texts", 1 for the first text of a row, 2 for the next, and 0 for padding, or
-        the "positions" of tokens in their text, and 0 for padding.
-      positions: the values that take positions, besides `input`.
-      masks: the inputs (batch, 1, queries, keys) with their dtypes.
+      input: the one input that callers pass, integers of shape (batch, tokens).
+      form: what its numbers mean. "texts": 1 for tokens of the first text of a row, 2 for the next,
+        0 for padding. "positions": the position of a token in its text, 0 for padding.
+      positions: further inputs that get the positions, shape (batch, tokens).
+      masks: the dtypes of inputs of shape (batch, 1, queries, keys) that get the mask, by name.
     """
 
     input: str
@@ -43,40 +43,52 @@ class Packing:
     masks: Mapping[str, np.dtype]
 
     def number(self, lengths: Sequence[int]) -> np.ndarray:
-        """Return what `input` has for a row of texts of these lengths."""
+        """Return the numbers of `input` for a row of texts of these lengths, shape (tokens,)."""
         if self.form == "texts":
             return np.repeat(np.arange(1, len(lengths) + 1), lengths)
         return np.concatenate([np.arange(n) for n in lengths])
 
     def values(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values that follow from the input, which itself becomes a mask of tokens."""
-        given = jnp.asarray(inputs[self.input])
-        places = jnp.arange(given.shape[1])
+        """Compute positions and masks from the input.
+
+        In the form "texts" the input itself becomes the mask of tokens (0 or 1) that the file
+        expects there.
+        """
+        numbers = jnp.asarray(inputs[self.input])
+        places = jnp.arange(numbers.shape[1])
         if self.form == "texts":
-            starts = jnp.pad(given[:, 1:] != given[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+            # the position of a token is its distance from the latest start of a text
+            starts = jnp.pad(
+                numbers[:, 1:] != numbers[:, :-1], ((0, 0), (1, 0)), constant_values=True
+            )
             begun = jnp.where(starts, places, 0)
-            counted, texts = places - jnp.maximum.accumulate(begun, axis=1), given
-            made = {self.input: (given > 0).astype(given.dtype)}
-        else:  # padding is texts of one token
-            counted, texts = given, jnp.cumsum(given == 0, axis=1)
-            made = {self.input: given}
+            token_positions, texts = places - jnp.maximum.accumulate(begun, axis=1), numbers
+            derived = {self.input: (numbers > 0).astype(numbers.dtype)}
+        else:  # a text starts at position 0; padding counts as texts of one token
+            token_positions, texts = numbers, jnp.cumsum(numbers == 0, axis=1)
+            derived = {self.input: numbers}
+        # causal within a text: (batch, 1, queries, keys)
         visible = ((texts[:, :, None] == texts[:, None, :]) & (places[:, None] >= places))[:, None]
-        made |= {name: counted.astype(given.dtype) for name in (*self.positions, _COUNTED)}
+        derived |= {
+            name: token_positions.astype(numbers.dtype) for name in (*self.positions, _COUNTED)
+        }
         for name, dtype in self.masks.items():
-            added = jnp.issubdtype(dtype, jnp.floating)
-            shown, hidden = (0, jnp.finfo(dtype).min) if added else (1, 0)
-            made[name] = jnp.where(visible, shown, hidden).astype(dtype)
-        return made | {_VISIBLE: visible}
+            additive = jnp.issubdtype(dtype, jnp.floating)
+            shown, hidden = (0, jnp.finfo(dtype).min) if additive else (1, 0)
+            derived[name] = jnp.where(visible, shown, hidden).astype(dtype)
+        return derived | {_VISIBLE: visible}
 
 
 def find_packing(
     graph: Graph, masks: Sequence[Value], positions: Sequence[str]
 ) -> tuple[Graph, Packing] | None:
-    """Return a graph that takes rows of several texts, None if nothing in it may tell them apart.
+    """Prepare a graph for rows of several texts; None if it has no inputs to keep them apart.
 
-    Whether it does is for a comparison to find: other operators may mix tokens as well.
+    The caller must compare results to know whether texts are kept apart, since other operators than
+    attention may mix tokens.
 
     Args:
+      graph: the bound graph.
       masks: the inputs that say which tokens there are, or which sees which.
       positions: the inputs that have the position of each token.
     """
@@ -87,23 +99,26 @@ def find_packing(
         if len(flat) > 1 or None in nodes or nodes == graph.nodes:
             return None
         graph = replace(graph, nodes=tuple(node for node in nodes if node is not None))
-        found = Packing(flat[0], "texts", tuple(positions), full)
+        packing = Packing(flat[0], "texts", tuple(positions), full)
     elif positions:
-        found = Packing(positions[0], "positions", tuple(positions[1:]), full)
+        packing = Packing(positions[0], "positions", tuple(positions[1:]), full)
     else:
         return None
-    derived = {*found.positions, *full}
-    return replace(graph, inputs=tuple(n for n in graph.inputs if n not in derived)), found
+    derived = {*packing.positions, *full}
+    return replace(graph, inputs=tuple(n for n in graph.inputs if n not in derived)), packing
 
 
 def _extend(node: Node, positions: Sequence[str]) -> Node | None:
-    """Return a node with inputs for packed texts, if it is attention; None if it has others."""
+    """Add the inputs for packed texts to a GroupQueryAttention; other nodes stay as they are.
+
+    None if it has an attention bias already.
+    """
     if node.op.name != "GroupQueryAttention":
         return node
-    given = [*node.inputs, *[""] * (_INPUTS["attention_bias"] + 1 - len(node.inputs))]
-    if given[_INPUTS["attention_bias"]]:
+    inputs = [*node.inputs, *[""] * (_INPUTS["attention_bias"] + 1 - len(node.inputs))]
+    if inputs[_INPUTS["attention_bias"]]:
         return None
-    given[_INPUTS["attention_bias"]] = _VISIBLE
+    inputs[_INPUTS["attention_bias"]] = _VISIBLE
     place = _INPUTS["position_ids"]
-    given[place] = given[place] or (positions[0] if positions else _COUNTED)
-    return replace(node, inputs=tuple(given), reads=(*node.reads, _VISIBLE, given[place]))
+    inputs[place] = inputs[place] or (positions[0] if positions else _COUNTED)
+    return replace(node, inputs=tuple(inputs), reads=(*node.reads, _VISIBLE, inputs[place]))

@@ -13,7 +13,7 @@ from jaxonnx._run.changes import Changes
 from jaxonnx.errors import StaticError
 
 FIXING = 64
-"""An input that fixes shapes is a scalar or a vector of at most so many elements."""
+"""The most elements of an input (scalar or vector) that is fixed while compiling."""
 
 NOWHERE = -1
 """The index of no node: a cut there leaves all nodes to the compiled part."""
@@ -21,10 +21,14 @@ NOWHERE = -1
 
 @dataclass(frozen=True)
 class Parts:
+    """A graph that is split into a compiled part and a rest that is evaluated node by node."""
+
     compiled: Any
+    """The jitted function of the first part."""
     boundary: tuple[str, ...]
     """The values that the compiled part passes to the rest."""
     rest: Graph | None
+    """The rest; None if the whole graph is compiled."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +36,22 @@ class Plan:
     """Facts learned from past calls: where compiling must stop, and the compiled parts."""
 
     cuts: frozenset[int]
-    """Indices of nodes that need to know a value which compiling hides."""
+    """Indices of nodes that need the value of something that is traced while compiling."""
     fixed: frozenset[str] = frozenset()
-    """Inputs whose values are known while compiling."""
+    """Inputs whose values are constants of the compiled functions."""
     fixes: bool = True
-    """Whether inputs are fixed before the graph is cut."""
+    """Whether to fix an input where that helps before cutting the graph."""
     parts: Mapping[tuple, Parts] = field(default_factory=dict)
-    """By the changes of the graph and the values of the fixed inputs."""
+    """The compiled parts, by the key that `make_key` returns."""
 
     def fix_or_cut(self, error: StaticError, arrays: Mapping[str, Any]) -> Plan:
-        """Fix the inputs that a node needs to know, or cut the graph there, or raise the error."""
+        """Return a plan under which a node that needs a known value can be evaluated.
+
+        Small inputs that the value depends on are fixed; else the graph is cut at the node.
+
+        Raises:
+          StaticError: the error itself, if neither is possible.
+        """
         small = all(np.ndim(arrays[n]) <= 1 and np.size(arrays[n]) <= FIXING for n in error.inputs)
         if error.inputs and small and self.fixes:
             return replace(self, fixed=self.fixed.union(error.inputs))
@@ -51,6 +61,12 @@ class Plan:
 
 
 def make_key(changes: Changes, others: frozenset[str], fixed: Mapping[str, np.ndarray]) -> tuple:
-    """Return a key for compiled parts: changes, inputs that are not arrays, and fixed ones."""
+    """Return the key of compiled parts.
+
+    Args:
+      changes: the changes of the graph.
+      others: the names of inputs that are not arrays.
+      fixed: the values of the fixed inputs.
+    """
     values = ((name, v.dtype.str, v.shape, v.tobytes()) for name, v in sorted(fixed.items()))
     return (changes, others, *values)

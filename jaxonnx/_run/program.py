@@ -38,16 +38,17 @@ from jaxonnx.errors import NodeError, StaticError
 from jaxonnx.lowering import placed_as, store
 
 VARIANTS = 32
-"""Compiled functions for different values of such inputs; with more the nodes run one by one."""
+"""The most compiled functions for values of inputs that fix shapes; beyond it the graph is cut at
+the nodes that need these values, and they run one by one."""
 
 
 @dataclass(eq=False)
 class Program:
-    """A graph and its constants; `evaluate` is pure, calling the program runs it compiled.
+    """A bound graph with its constants: `evaluate` is a pure function, a call runs it compiled.
 
-    The fields never change. What calls learn about the graph is a plan, which is replaced as a
-    whole, as are the notes for the user: if two threads do so at once, one may have to compile
-    again what the other had compiled.
+    The fields never change. What calls learn about the graph (the plan) and the notes for the user
+    are replaced as a whole, so that threads may share a program; if two replace the plan at once,
+    one of them compiles again later.
     """
 
     graph: Graph
@@ -55,78 +56,86 @@ class Program:
     adaption: Adaption | None = None
     overlay: Overlay = field(default_factory=Overlay)
     limit: int | None = None
-    """Bytes of a single value; None: those of the machine."""
+    """The most bytes of a single value; None: the memory of the machine."""
     caches: Caches | None = None
-    """The caches that are empty in each evaluation, and no inputs."""
+    """The caches (past keys and values) that are not inputs but empty in each evaluation."""
     packing: Packing | None = None
-    """How rows say that they have several texts."""
+    """How rows of several texts are told apart, if they may occur."""
     whole: Graph | None = None
-    """The graph with all inputs and outputs of the file, where this one lacks some."""
+    """The graph as loaded, where `graph` has other inputs or outputs; `restore` returns to it."""
     fixed: Mapping[str, FixedInput] = field(default_factory=dict)
-    """The inputs that have one value in each evaluation, and are no inputs."""
+    """The inputs of the file that are not inputs but have the same value in each evaluation."""
     unsplit: frozenset[str] = frozenset()
     """The inputs that have no axis of examples (`Value.whole`)."""
     mapped: bool = False
-    """Whether inputs and outputs have an axis of examples before those of the graph."""
+    """Whether the graph is of one example, and inputs and outputs have a batch axis in front."""
     sparse: Mapping[str, int] = field(default_factory=dict)
-    """The 2:4 matrices among the parameters whose products are sparse in inference, and their
-    input axes."""
+    """The 2:4 matrices among the parameters whose products are sparse in inference, by name, with
+    their input axes."""
 
     def __post_init__(self) -> None:
         self._plan = Plan(frozenset(n.index for n in self.graph.nodes if _dynamic(n)))
         self._notes: Mapping[str, str] = {}
 
     def with_values(self, values: Collection[str]) -> Program:
-        """Return a program that gives these inner values after the outputs."""
+        """Return a program that returns these inner values after the outputs."""
         outputs = (*self.graph.outputs, *values)
         types = (*self.graph.output_types, *(None for _ in values))
         return replace(self, graph=replace(self.graph, outputs=outputs, output_types=types))
 
     def with_outputs(self, outputs: Collection[str]) -> Program:
-        """Return a program that gives some of the outputs, for now: `restore` takes it back."""
+        """Return a program that returns some of the outputs; `restore` undoes it."""
         pairs = zip(self.graph.outputs, self.graph.output_types, strict=True)
         kept = {name: kind for name, kind in pairs if name in outputs}
         graph = replace(self.graph, outputs=(*kept,), output_types=(*kept.values(),))
         return replace(self, graph=graph, whole=self.whole or self.graph)
 
     def without_cache(self, caches: Caches) -> Program:
-        """Return a program whose caches are empty in each evaluation; `restore` takes it back."""
-        one = self.with_outputs({*self.graph.outputs} - {*caches.pairs.values()})
+        """Return a program whose caches are empty in each evaluation; `restore` undoes it."""
+        program = self.with_outputs({*self.graph.outputs} - {*caches.pairs.values()})
         inputs = tuple(name for name in self.graph.inputs if name not in caches.names)
-        return replace(one, graph=replace(one.graph, inputs=inputs), caches=caches)
+        return replace(program, graph=replace(program.graph, inputs=inputs), caches=caches)
 
     def with_all_steps(self, output: str) -> Program:
-        """Return a program whose output is of all steps, not the last; `restore` takes it back."""
+        """Return a program whose output has all time steps, not the last; `restore` undoes it."""
         graph = keep_all_steps(self.graph, output, self.constants)
         return replace(self, graph=graph, whole=self.whole or self.graph)
 
     def with_fixed_inputs(self, values: Mapping[str, FixedInput]) -> Program:
-        """Return a program some of whose inputs have one value; `restore` takes it back."""
+        """Return a program some of whose inputs have constant values; `restore` undoes it."""
         inputs = tuple(name for name in self.graph.inputs if name not in values)
         graph, fixed = replace(self.graph, inputs=inputs), {**self.fixed, **values}
         return replace(self, graph=graph, fixed=fixed, whole=self.whole or self.graph)
 
     def with_whole_inputs(self, names: Collection[str]) -> Program:
-        """Return a program with inputs that have no axis of examples; `restore` takes it back."""
+        """Return a program with inputs that have no batch axis; `restore` undoes it."""
         return replace(self, unsplit=frozenset(names), whole=self.whole or self.graph)
 
     def vmap(self) -> Program:
-        """Return a program of several examples, from a graph of one; `restore` takes it back."""
+        """Return a program that maps a graph of one example over a batch; `restore` undoes it."""
         return replace(self, mapped=True, whole=self.whole or self.graph)
 
     def with_packing(self, graph: Graph, packing: Packing) -> Program:
-        """Return a program of rows with several texts; `restore` takes it back."""
+        """Return a program whose rows may have several texts; `restore` undoes it.
+
+        Args:
+          graph, packing: what `find_packing` returned.
+        """
         return replace(self, graph=graph, packing=packing, whole=self.whole or self.graph)
 
     def restore(self) -> Program:
-        """Return the program of all inputs and outputs."""
+        """Return the program with the inputs and outputs that the file has."""
         if self.whole is None:
             return self
         as_loaded: Any = {"whole": None, "caches": None, "packing": None, "fixed": {}}
         return replace(self, graph=self.whole, unsplit=frozenset(), mapped=False, **as_loaded)
 
     def rebind(self, graph: Graph, constants: Mapping[str, Any]) -> Program:
-        """Return the program of a changed graph, with the same fixed, whole and mapped inputs."""
+        """Return the program of another graph, with the same treatment of its inputs.
+
+        Fixed inputs, inputs without a batch axis and the mapping over a batch stay; omitted
+        outputs, caches and packing do not.
+        """
         new = replace(self.restore(), graph=graph, constants=constants)
         new = new.with_fixed_inputs(self.fixed) if self.fixed else new
         new = new.with_whole_inputs(self.unsplit) if self.unsplit else new
@@ -141,12 +150,13 @@ class Program:
         return training and any(self.overlay.dropout_outputs(node) for node in nodes)
 
     def prepare_calls(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> CallForm:
-        """Return parameters and state in the form for calls that infer, many times.
+        """Convert parameters and state once for many inference calls.
 
-        It is that of `prepare_tensors`, with BatchNormalizations in the weights before them, and
-        weights of few bits as floating-point numbers.
+        On top of `prepare_tensors`, BatchNormalizations are folded into the weights before them,
+        quantized and half-precision weights are converted to floating point, and products between
+        DequantizeLinear and QuantizeLinear become integer ones.
         """
-        tensors, done, changes = {**state, **params}, Folds(), Changes()
+        tensors, folded, changes = {**state, **params}, Folds(), Changes()
         reads: frozenset[str] = frozenset()
         if self.adaption is None:
             known = {**self.graph.initializers, **self.constants}
@@ -155,15 +165,15 @@ class Program:
             for name, x in opened.values.items():
                 tensors[name] = placed_as(tensors[name], x) if name in tensors else jnp.asarray(x)
             changes = Changes(products, opened.nodes)
-            done = folds(changes(self.graph), tensors)
-            changes = replace(changes, norms=done.norms)
-            reads = decisive | opened.reads | done.reads
-        for name, bias in done.biases.items():
+            folded = folds(changes(self.graph), tensors)
+            changes = replace(changes, norms=folded.norms)
+            reads = decisive | opened.reads | folded.reads
+        for name, bias in folded.biases.items():
             tensors[name] = placed_as(tensors[name], bias)
         given = {name: tensors[name] for name in params}
         others = {name: x for name, x in tensors.items() if name not in params}
         graph = changes(self.graph)
-        given, others = (self.prepare_tensors(t, done.factors, graph) for t in (given, others))
+        given, others = (self.prepare_tensors(t, folded.factors, graph) for t in (given, others))
         if self.sparse:
             from jaxonnx.sparse import pack_matrix
 
@@ -176,30 +186,36 @@ class Program:
         factors: Mapping[str, np.ndarray] | None = None,
         graph: Graph | None = None,
     ) -> dict[str, Any]:
-        """Return parameters or state in the form for programs that run many times.
+        """Convert parameters or state once for programs that run many times.
 
-        Weights of convolutions get the order of the platform that they are on (`lowering.store`).
+        Weights that only convolutions read get the axis order that is best on the platform that
+        they are on (`lowering.store`).
+
+        Args:
+          tensors: the tensors.
+          factors: factors of output channels to multiply weights by, by name.
+          graph: the graph that reads them, if it is not the program's own.
         """
         if self.adaption is not None:
             return {**tensors}
         used = [
             (use.name, use.position in use.node.op.kernels)
             for use in uses(graph or self.graph, tensors)
-            if not (use.passes and use.node.op.per_axis)  # these keep the order
+            if not (use.passes and use.node.op.per_axis)  # work on any order of axes
         ]
         others = {name for name, is_kernel in used if not is_kernel}
         return store(tensors, {name for name, _ in used} - others, factors)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of past evaluations, one sentence for each node."""
+        """Notes for the user from past evaluations, one sentence for each node."""
         return tuple(self._notes.values())
 
     @property
     def compiled(self) -> bool:
-        """Whether all calls until now were compiled as a whole."""
-        made = self._plan.parts.values()
-        return bool(made) and all(parts.rest is None for parts in made)
+        """Whether there were calls, and all of them were compiled as a whole."""
+        plans = self._plan.parts.values()
+        return bool(plans) and all(parts.rest is None for parts in plans)
 
     def evaluate(
         self,
@@ -211,7 +227,18 @@ class Program:
         training: bool | None = None,
         updates: dict[str, Any] | None = None,
     ) -> tuple:
-        """Return the outputs in file order; `updates` receives renewed statistics by input name."""
+        """Evaluate the graph as a pure function, for use under `jax.jit`, `jax.grad`, ....
+
+        Args:
+          params, state: the named tensors.
+          inputs: values by name.
+          key: a random key, for nodes that draw.
+          training: True for training semantics, False for inference, None for those of the file.
+          updates: receives new running statistics, by the name of the input that has the old ones.
+
+        Returns:
+          The outputs in file order.
+        """
         if self.sparse and training is False and updates is None:
             return self._run_sparse(self.graph, params, state, key, inputs, training)
         return self._run(self.graph, params, state, key, inputs, training, updates)
@@ -225,24 +252,28 @@ class Program:
         training: bool | None = False,
         changes: Changes = UNCHANGED,
     ) -> tuple:
-        """Evaluate with as much compiled as the graph allows.
+        """Evaluate with as much of the graph compiled as possible.
+
+        A StaticError of a node leads to a new plan, under which an input is a constant of the
+        compiled function or the graph is cut at the node, and to another attempt.
 
         Args:
-          changes: of the graph, where `params` and `state` are those of a `CallForm`.
+          params, state, key, inputs, training: as for `evaluate`.
+          changes: the changes of the graph, where `params` and `state` are those of a `CallForm`.
         """
         arrays = {n: v for n, v in inputs.items() if _is_array(v)}
         others = frozenset(inputs.keys() - arrays.keys())
         plan = self._plan
         while True:
             fixed = {name: np.asarray(arrays[name]) for name in plan.fixed & arrays.keys()}
-            place = make_key(changes, others, fixed)
-            if place not in plan.parts:
+            parts_key = make_key(changes, others, fixed)
+            if parts_key not in plan.parts:
                 if len(plan.parts) >= VARIANTS:
                     plan = self._plan = Plan(plan.cuts, fixes=False)
                     continue
                 parts = self._split(changes(self.graph), plan.cuts, others, fixed)
-                plan = self._plan = replace(plan, parts={**plan.parts, place: parts})
-            parts = plan.parts[place]
+                plan = self._plan = replace(plan, parts={**plan.parts, parts_key: parts})
+            parts = plan.parts[parts_key]
             traced = {
                 name: _copy_array(value) for name, value in arrays.items() if name not in fixed
             }
@@ -252,7 +283,7 @@ class Program:
                 break
             except StaticError as error:
                 if self.mapped:
-                    raise  # node by node, single values would not be known either
+                    raise  # under vmap, values are traced even when nodes run one by one
                 plan = self._plan = plan.fix_or_cut(error, arrays)
         if parts.rest is None:
             return values
@@ -269,14 +300,14 @@ class Program:
         training: bool | None,
         updates: dict[str, Any] | None = None,
     ) -> tuple:
-        """Evaluate a graph of this program; outputs are sharded as the inputs are."""
+        """Evaluate a graph of this program; outputs are sharded along the batch as inputs are."""
 
         def evaluate_once(tensors, key, inputs):
             renewed = None if updates is None else {}
             tensors = {**self.constants, **tensors}
             weights = tensors if self.adaption is None else self.adaption(tensors)
-            about = (self.overlay, self._note, self.limit)
-            context = Context(weights, key, training, renewed, *about)
+            options = (self.overlay, self._note, self.limit)
+            context = Context(weights, key, training, renewed, *options)
             if self.fixed:
                 shapes = (np.shape(inputs[n]) for n in graph.inputs if n not in self.unsplit)
                 shape = next(shapes, (1,))
@@ -297,6 +328,7 @@ class Program:
             keys, axis = (None, None) if key is None else (jax.random.split(key, count), 0)
             each = jax.vmap(partial(evaluate_once, tensors), in_axes=(axis, 0))
             outputs, renewed = each(keys, inputs)
+            # each example gave running statistics of its own
             return outputs, renewed and {name: x.mean(0) for name, x in renewed.items()}
 
         def specs(results, tensors, key, inputs):
@@ -311,13 +343,14 @@ class Program:
         return outputs
 
     def _run_sparse(self, graph: Graph, params: Mapping[str, Any], *rest: Any) -> tuple:
-        """Evaluate with the products of `sparse`."""
+        """Evaluate with sparse products of the matrices in `self.sparse`."""
         from jaxonnx.sparse import sparse_products
 
         run = sparse_products(lambda params: self._run(graph, params, *rest), self.sparse)
         return run({**params})
 
     def _note(self, node: str, text: str) -> None:
+        """Warn of something once for each node (a `Context.note`)."""
         if node not in self._notes:
             self._notes = {**self._notes, node: text}
             warn(node, text)
@@ -329,7 +362,14 @@ class Program:
         others: Collection[str],
         fixed: Mapping[str, np.ndarray],
     ) -> Parts:
-        """Cut a graph where compiling must stop; `others` are inputs that are not arrays."""
+        """Split a graph where compiling must stop.
+
+        Args:
+          graph: the bound graph.
+          cuts: indices of nodes that cannot be compiled.
+          others: names of inputs that are not arrays.
+          fixed: values of inputs that are constants of the compiled part.
+        """
         if not cuts and not others:
             return Parts(self._compile(graph, fixed), (), None)
         outside, constant = set(others), {*self.constants, *fixed}
@@ -340,15 +380,16 @@ class Program:
                 outside.update(node.outputs)
                 after.append(node)
             elif constant.issuperset(node.reads):
-                # Cheap, and known where a compiled function would only give an array.
+                # Evaluated in both parts: the rest needs its result as a known value, which a
+                # result of the compiled part would not be.
                 constant.update(node.outputs)
                 before.append(node)
                 after.append(node)
             else:
                 before.append(node)
-        made = {name for node in before for name in node.outputs} - constant
-        wanted = {name for node in after for name in node.reads} | {*graph.outputs}
-        boundary = tuple(sorted(made & wanted))
+        computed = {name for node in before for name in node.outputs} - constant
+        read = {name for node in after for name in node.reads} | {*graph.outputs}
+        boundary = tuple(sorted(computed & read))
         first = replace(graph, nodes=tuple(before), outputs=boundary)
         rest = replace(graph, nodes=tuple(after))
         return Parts(self._compile(first, fixed), boundary, rest)
@@ -362,7 +403,11 @@ class Program:
 
 
 def _compilable(graph: Graph, outputs: tuple) -> tuple:
-    """Return the outputs; raise an error for one that compiled code cannot give."""
+    """Return the outputs of a graph if compiled code can return them.
+
+    Raises:
+      NodeError, StaticError: one has a type that it cannot; the error names the node.
+    """
     for name, value in zip(graph.outputs, outputs, strict=True):
         try:
             compilable(value)
@@ -378,16 +423,18 @@ def _compilable(graph: Graph, outputs: tuple) -> tuple:
 
 
 def _dynamic(node: Node) -> bool:
+    """Check whether a node, or one in its subgraphs, has results without a static shape."""
     inner = (n for graph in node.subgraphs for n in graph.nodes)
     return node.op.dynamic or any(map(_dynamic, inner))
 
 
 def _copy_array(value: Any) -> Any:
-    """Copy a NumPy array: a compiled function may still read it when its caller has it back."""
+    """Copy a NumPy array: JAX may alias it on CPU, and the caller may change it after the call."""
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def _is_array(value: Any) -> bool:
+    """Check whether a value can be an argument of a jitted function."""
     if isinstance(value, np.ndarray | np.generic):
         return value.dtype != object and value.dtype.kind not in "US"
     return isinstance(value, jax.Array | bool | int | float)

@@ -13,12 +13,13 @@ from jaxonnx._graph.bind import Graph
 
 
 def find_cuts(graph: Graph) -> tuple[int, ...]:
-    """Return positions between nodes, about sqrt(nodes) of them, where few values cross.
+    """Choose about sqrt(nodes) positions between nodes to cut at, where few values cross.
 
-    Each is the one with the fewest values in its share of the nodes, the last one on a tie.
+    The nodes are divided into equal ranges; each cut is the position with the fewest crossing
+    values of its range, the last one on a tie.
     """
     if any(what == "scope" for node in graph.nodes for _, what in node.op.context):
-        return ()  # a Gradient node looks at all that was computed before it
+        return ()  # a Gradient node reads values of all nodes before it from the scope
     crossing = _count_crossing(graph)
     count = round(math.sqrt(len(graph.nodes)))
     bounds = [round(i * len(graph.nodes) / (count + 1)) for i in range(1, count + 2)]
@@ -28,17 +29,18 @@ def find_cuts(graph: Graph) -> tuple[int, ...]:
 
 
 def _count_crossing(graph: Graph) -> list[int]:
-    """Count for each position the values made before it and read at it or after it."""
-    made, read = {}, {}
+    """Count for each position the values computed before it and read at it or after it."""
+    producer, last_reader = {}, {}
     for i, node in enumerate(graph.nodes):
-        made.update((name, i) for name in node.outputs if name)
-        read.update((name, i) for name in node.reads)
-    read.update((name, len(graph.nodes)) for name in graph.outputs)
+        producer.update((name, i) for name in node.outputs if name)
+        last_reader.update((name, i) for name in node.reads)
+    last_reader.update((name, len(graph.nodes)) for name in graph.outputs)
+    # a value crosses the positions from its producer + 1 to its last reader: count by differences
     changes = [0] * (len(graph.nodes) + 2)
-    for name, i in made.items():
-        if name in read:
+    for name, i in producer.items():
+        if name in last_reader:
             changes[i + 1] += 1
-            changes[read[name] + 1] -= 1
+            changes[last_reader[name] + 1] -= 1
     total, counts = 0, []
     for change in changes:
         total += change

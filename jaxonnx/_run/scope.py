@@ -39,24 +39,34 @@ class Context:
     training: bool | None = None
     """True: training semantics, False: inference, None: what the file says."""
     updates: dict[str, Any] | None = None
-    """Receives renewed running statistics by the name of the statistic's input."""
+    """Receives new running statistics, by the name of the node's input that has the old ones."""
     overlay: Overlay = field(default_factory=Overlay)
     """Changes of the graph for training."""
     note: Callable[[str, str], None] | None = None
     """Receives notes for the user: the label of a node, and a sentence."""
     limit: int | None = None
-    """Bytes of a single value; None: those of the machine."""
+    """The most bytes of a single value; None: the memory of the machine."""
 
     @property
     def inside(self) -> Context:
-        """The context of a body."""
+        """The context of a body of control flow or of a function."""
         return replace(self, overlay=self.overlay.inside)
 
 
 def run(
     graph: Graph, inputs: Mapping[str, Any], context: Context, outer: Scope | None = None
 ) -> tuple:
-    """Evaluate a bound graph; `inputs` by name, outputs in file order."""
+    """Evaluate a bound graph.
+
+    Args:
+      graph: the graph.
+      inputs: values by name.
+      context: weights, random key, mode of evaluation.
+      outer: the scope around a subgraph, whose values the subgraph may read.
+
+    Returns:
+      The outputs in file order.
+    """
     scope = Scope(graph, context, outer, inputs)
     with limits.evaluation(context.limit):
         if context.training and context.overlay.remat:
@@ -98,11 +108,12 @@ class Scope:
             scope = scope.outer
 
     def step(self, node: Node) -> None:
-        """Evaluate one node, as training sees it, and bind its outputs."""
-        for one in self.context.overlay.steps(node) if self.context.training else (node,):
-            self._step(one)
+        """Evaluate one node, in training with the changes of the overlay, and bind its outputs."""
+        for part in self.context.overlay.steps(node) if self.context.training else (node,):
+            self._evaluate(part)
 
-    def _step(self, node: Node) -> None:
+    def _evaluate(self, node: Node) -> None:
+        """Evaluate one node and bind its outputs; attach node and inputs to errors."""
         arguments = [self[name] if name else None for name in node.inputs]
         for i, value in enumerate(arguments):
             value = value if i in node.op.through else _exact(value)
@@ -118,10 +129,14 @@ class Scope:
                     inputs, others = self._roots(_traced_names(node, arguments))
                     error.inputs = () if others else tuple(inputs)
                 error.args = (failures.message(node, arguments, error),)
+            # An error from the body of a function names inputs of the function: translate them to
+            # the caller's names on the way out.
             elif node.body is not None and isinstance(error, StaticError) and error.inputs:
                 given = dict(zip(node.body.inputs, node.inputs, strict=False))
                 failures.add_sources(error, *self._roots([given[name] for name in error.inputs]))
-            error.index = node.index  # the outermost node comes last
+            # every enclosing node sets this on the way out, so that it ends as the outermost one,
+            # at which `Program` can cut the graph
+            error.index = node.index
             raise
         except jax.errors.ConcretizationTypeError as error:
             raise self._static_error(node, arguments, "its inputs", arguments) from error
@@ -134,26 +149,29 @@ class Scope:
         self.values.update((n, on_cpu(r, node.label, n)) for n, r in named)
 
     def segment(self, start: int, end: int) -> None:
-        """Evaluate the nodes from `start` to `end`, which the gradient computes again."""
+        """Evaluate the nodes from `start` to `end` under rematerialization.
+
+        The gradient evaluates them again instead of keeping their values.
+        """
         nodes = self.graph.nodes[start:end]
         later = {name for node in self.graph.nodes[end:] for name in node.reads}
         later.update(self.graph.outputs)
-        made = {name for node in nodes for name in node.outputs}
-        read = {name: self[name] for node in nodes for name in node.reads if name not in made}
+        computed = {name for node in nodes for name in node.outputs}
+        read = {name: self[name] for node in nodes for name in node.reads if name not in computed}
         crossing = {name: value for name, value in read.items() if not is_known(value)}
         weights = {name: crossing.pop(name) for name in self.graph.weights if name in crossing}
-        # a known value must not become a tracer: it leaves the segment by this dictionary
+        # `remat` returns tracers; known values leave the segment by this dictionary instead
         constants = {}
 
         def evaluate(weights, values):
             key, crossing = values
             context = replace(self.context, key=key, updates=None if renewed is None else {})
-            scope = Scope(_NOTHING, context, self, weights | crossing)
+            scope = Scope(_NO_GRAPH, context, self, weights | crossing)
             for node in nodes:
                 scope.step(node)
-            kept = {n: v for n, v in scope.values.items() if n in later and n in made}
-            constants.update((name, value) for name, value in kept.items() if is_known(value))
-            return {n: v for n, v in kept.items() if n not in constants}, context.updates
+            results = {n: v for n, v in scope.values.items() if n in later and n in computed}
+            constants.update((name, value) for name, value in results.items() if is_known(value))
+            return {n: v for n, v in results.items() if n not in constants}, context.updates
 
         renewed = self.context.updates
         results: Any = lowering.remat(evaluate, weights, (self.context.key, crossing))
@@ -168,19 +186,22 @@ class Scope:
         return target in names or bool(self._find_between(names, [target]))
 
     def recompute(self, targets: Sequence[str], given: Mapping[str, Any]) -> tuple:
-        """Compute `targets` with other values for the names in `given`: a pure function.
+        """Compute `targets` with other values for the names in `given`, for a Gradient node.
 
-        Only the nodes between `given` and `targets` are evaluated anew; the graph is cut at the
-        names in `given`, and everything else is read as it was computed.
+        The graph is cut at the names in `given`. Only the nodes on paths from there to `targets`
+        are evaluated again; all other values are read from this scope. Nothing is bound in it.
+
+        Raises:
+          NodeError: a name has no value here.
         """
         for name in (*targets, *given):
             self[name]  # raises if the name is unknown
-        # Statistics are renewed by the nodes themselves, not by what is evaluated anew here.
+        # running statistics were updated when the nodes ran; here the updates are discarded
         context = replace(self.context, updates=None if self.context.updates is None else {})
-        scope = Scope(_NOTHING, context, self, given)
+        scope = Scope(_NO_GRAPH, context, self, given)
         for node in self._find_between(given, targets):
             scope.step(node)
-            # A node that renews a given value does not undo the cut.
+            # a node on a path may compute a given value, too; the cut keeps the one that was given
             scope.values.update(given)
         return tuple(_plain(scope[name]) for name in targets)
 
@@ -190,6 +211,12 @@ class Scope:
         return find_between([*chain(*(s.graph.nodes for s in scopes))], names, targets)
 
     def _results(self, node: Node, arguments: list) -> tuple:
+        """Compute the results of a node: call its function's body, fold it, or call its operator.
+
+        Raises:
+          StaticError: a static input is traced, or any input of an operator whose results have no
+            static shape.
+        """
         if node.body is not None:
             return self._call(node, node.body, arguments)
         op = node.op
@@ -208,11 +235,13 @@ class Scope:
         for name, what in op.context:
             keywords[name] = self._context_value(node, arguments, what)
         op.constraints.check([_exact(value) for value in arguments], node.attributes)
+        # `alone`: the arguments determine the results, without subgraphs, random key and scope
         alone = not node.graphs and not any(what in ("key", "scope") for _, what in op.context)
         if alone and folds(op, arguments, keywords):
             results = fold(op, arguments, keywords)
             if results is not None:
                 return results
+            # not folded because it is large: traced arguments keep it in the compiled graph
             arguments = _on_device(op, arguments)
         elif any(map(symbolic, arguments)):
             arguments = _on_device(op, arguments)
@@ -227,31 +256,38 @@ class Scope:
         results = tuple(map(broadcast_late, results if isinstance(results, tuple) else (results,)))
         limits.check(results)
         if op.state and self._training(node) and op.state[0] < len(node.inputs):
-            self._renew(node, results)
+            self._update_statistics(node, results)
         return results
 
     def _call(self, node: Node, body: Graph, arguments: list) -> tuple:
-        """Evaluate a function of the model, which sees its arguments only."""
+        """Evaluate the body of a function of the model, which sees only its arguments."""
         updates = self.context.updates
         inner = replace(self.context.inside, updates=None if updates is None else {})
         inputs = dict.fromkeys(body.inputs) | dict(zip(body.inputs, arguments, strict=False))
         results = run(body, inputs, inner)
         if inner.updates and updates is not None:
-            # statistics are renewed under the caller's names for them
+            # the body updated statistics under its own names: translate them to the caller's
             actual = dict(zip(body.inputs, node.inputs, strict=False)) | dict(body.lifted)
             updates.update((actual.get(name, name), new) for name, new in inner.updates.items())
         return results
 
-    def _renew(self, node: Node, results: tuple) -> None:
+    def _update_statistics(self, node: Node, results: tuple) -> None:
+        """Store the new running statistics of a node in `Context.updates`.
+
+        Raises:
+          NodeError: the node is in a body of control flow.
+        """
         if self.context.updates is None:
             raise NodeError(
                 "running statistics inside a control-flow body cannot be renewed in training; "
                 "keep those of the file, with .with_statistics('frozen') or statistics='frozen'"
             )
+        # result 0 is the output; the statistics follow in the order of the inputs `state`
         for k, i in enumerate(node.op.state):
             self.context.updates[node.inputs[i]] = results[k + 1]
 
     def _context_value(self, node: Node, arguments: list, what: str) -> Any:
+        """Return what an operator asks for beside its inputs (see `registry.op`)."""
         if what == "key":
             return lambda seed=None: self._key(node, seed)
         if what == "training":
@@ -261,15 +297,22 @@ class Scope:
         return len(node.outputs) if what == "outputs" else self
 
     def _training(self, node: Node) -> bool | None:
+        """Return the mode of a node: normalizations with frozen statistics always infer."""
         return (
             False if self.context.overlay.frozen and node.op.normalizes else self.context.training
         )
 
     def _key(self, node: Node, seed: float | None) -> jax.Array:
+        """Return a random key that is unique to the node, or to the `seed` of its attributes."""
         data = node.index if seed is None else np.float32(seed).view(np.uint32)
         return jax.random.fold_in(_key(self.context), data)
 
     def _static_input(self, node: Node, arguments: list, i: int) -> Any:
+        """Return an input as a known value.
+
+        Raises:
+          StaticError: it is traced.
+        """
         value = arguments[i]
         if is_known(value):
             return value
@@ -284,7 +327,11 @@ class Scope:
         return failures.static_error(node, what, *self._roots(names))
 
     def _roots(self, names: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Return the inputs of the main graph that traced values depend on, and other sources."""
+        """Find what traced values depend on.
+
+        Returns:
+          The names of inputs of the main graph, and descriptions of other sources.
+        """
         needed, others, inputs = set(names), [], []
         for scope in self._enclosing():
             for node in reversed(scope.graph.nodes):
@@ -298,7 +345,7 @@ class Scope:
 
 
 class Closure:
-    """A subgraph as a function over the scope it stands in: `body(*inputs) -> outputs`."""
+    """A subgraph as a function `body(*inputs) -> outputs` that may read the enclosing scope."""
 
     def __init__(self, graph: Graph, scope: Scope, node: Node):
         self.graph = graph
@@ -333,7 +380,7 @@ class Closure:
             )
 
     def __call__(self, *inputs: Any, step: Any = None) -> tuple:
-        """Evaluate the body; `step` (the iteration) makes random nodes differ between steps."""
+        """Evaluate the body; `step`, the number of the iteration, is folded into its random key."""
         self.check(len(inputs))
         context = replace(self._scope.context.inside, updates=None)
         if step is not None:
@@ -342,9 +389,10 @@ class Closure:
         return run(self.graph, named, context, self._scope)
 
 
-_NOTHING = Graph(
+_NO_GRAPH = Graph(
     name="", inputs=(), outputs=(), output_types=(), weights=(), initializers={}, nodes=()
 )
+"""The graph of a scope whose nodes belong to the one around it."""
 
 
 def _call(op: Op, *arguments: Any, **keywords: Any) -> Any:
@@ -352,6 +400,7 @@ def _call(op: Op, *arguments: Any, **keywords: Any) -> Any:
 
 
 def _on_device(op: Op, arguments: list) -> list:
+    """Convert known arguments to traced ones, but for static ones."""
     skipped = range(len(arguments)) if op.dynamic else op.static
     return [a if i in skipped else on_device(a) for i, a in enumerate(arguments)]
 
@@ -361,10 +410,12 @@ def _key(context: Context) -> jax.Array:
 
 
 def _exact(value: Any) -> Any:
+    """Return the rounded numbers of a `Rounded`; any other value as it is."""
     return value.value if isinstance(value, Rounded) else value
 
 
 def _plain(value: Any) -> Any:
+    """Return a value as the file defines it: rounded, and in ONNX's order of axes."""
     return channels_last.first(_exact(value))
 
 

@@ -24,21 +24,23 @@ _SMALL = 4096
 """Bytes up to which shape inference gets the value of a tensor: axes, sizes and the like."""
 
 _SIZES = {True: (3, 7), False: (32, 48)}
-"""Two sizes of an open dimension, where it is the first one of an input, and elsewhere. Their
-ratios differ, so that a multiple of one is not taken for a multiple of the other."""
+"""The sizes of a symbolic dimension in two evaluations: where it is the first one of an input
+(True), and elsewhere. The ratios differ, so that a multiple of one kind is not taken for a multiple
+of the other."""
 
 _APART = 16
-"""What each dimension with a name adds to the second size, so that their ratios differ too, from
-that of those without."""
+"""What each named dimension that is not the first adds to its second size, so that the ratios of
+different names differ."""
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The values of a graph that are arrays, as an evaluation on shapes sees them.
+    """Types and shapes of the arrays in a graph, from an evaluation on shapes.
 
     Attributes:
-      values: dtype and shape by name; open dimensions have a name, a multiple of one, or None.
-      known: the values that do not depend on inputs other than by their shapes.
+      values: dtype and shape by name; a symbolic dimension is its name ("batch"), a multiple of it
+        ("2*batch"), or None.
+      known: the names of values that depend on nothing but the shapes of inputs.
     """
 
     values: Mapping[str, Value]
@@ -51,11 +53,16 @@ def evaluate_sizes(
     inputs: Mapping[str, Any],
     context: Context,
 ) -> dict[str, int]:
-    """Return the size of an axis of a value for each name; nothing is computed but shapes.
+    """Return sizes of axes by an evaluation on shapes.
 
     Args:
-      axes: the value and the axis, by name.
-      inputs: what the values depend on; further inputs of the graph may be missing.
+      graph: the bound graph.
+      axes: (value, axis) by a name of the caller's choice.
+      inputs: the inputs that these values depend on; others may be missing.
+      context: of the evaluation.
+
+    Returns:
+      The sizes by the same names.
     """
     sizes = {}
     for name, (value, axis) in axes.items():
@@ -68,16 +75,20 @@ def evaluate_sizes(
 
 
 def evaluate_shapes(proto: ModelProto, graph: Graph, tensors: Mapping[str, Any]) -> Shapes | None:
-    """Return the shapes of the main graph's values, evaluated on inputs of two sizes.
+    """Find types and shapes of the main graph's values by evaluations on two sizes of its inputs.
 
-    Values that depend on nodes whose results have no fixed shape are left out. None if the
-    evaluation fails, as for sizes that do not fit.
+    A dimension that differs between the two is symbolic. Values behind nodes whose results have no
+    static shape (NonZero, ...) are left out.
+
+    Returns:
+      None if an evaluation fails, for example because the sizes do not fit each other.
     """
     unfixed = [name for node in graph.nodes for name in node.outputs if node.op.dynamic]
     dynamic = behind(graph.nodes, unfixed)
     fixed = tuple(node for node in graph.nodes if dynamic.isdisjoint(node.outputs))
     graph = replace(graph, nodes=fixed)
     inputs = [to_value(v) for v in proto.graph.input if v.name in graph.inputs]
+    # by name, or by input and axis for a dimension without one; a name has one size everywhere
     shared: dict[Any, tuple[int, int]] = {}
     for value in inputs:
         for axis, size in enumerate(value.shape or ()):
@@ -86,17 +97,19 @@ def evaluate_shapes(proto: ModelProto, graph: Graph, tensors: Mapping[str, Any])
     inner = [n for n, pair in shared.items() if isinstance(n, str) and pair == _SIZES[False]]
     apart = shared | {n: (32, 48 + _APART * i) for i, n in enumerate(inner, 1)}
 
-    def at(sizes: Mapping[Any, tuple[int, int]], which: int) -> tuple[dict[str, Any], set[str]]:
+    def evaluate(
+        sizes: Mapping[Any, tuple[int, int]], which: int
+    ) -> tuple[dict[str, Any], set[str]]:
         chosen = {name: pair[which] for name, pair in sizes.items()}
-        return evaluated_at(inputs, graph, tensors, chosen)
+        return evaluate_at(inputs, graph, tensors, chosen)
 
     try:
         with limits.inspection_limits():
-            first, known = at(shared, 0)
+            first, known = evaluate(shared, 0)
             try:
-                sizes, (second, _) = apart, at(apart, 1)
-            except Error:  # two names that mean one size, as of tokens and their mask
-                sizes, (second, _) = shared, at(shared, 1)
+                sizes, (second, _) = apart, evaluate(apart, 1)
+            except Error:  # two names may mean one size: those of tokens and of their mask
+                sizes, (second, _) = shared, evaluate(shared, 1)
     except Error:
         return None
     names = {name: pair for name, pair in sizes.items() if isinstance(name, str)}
@@ -109,10 +122,19 @@ def evaluate_shapes(proto: ModelProto, graph: Graph, tensors: Mapping[str, Any])
     return Shapes(values, frozenset(known))
 
 
-def evaluated_at(
+def evaluate_at(
     inputs: Iterable[Value], graph: Graph, tensors: Mapping[str, Any], sizes: Mapping[Any, int]
 ) -> tuple[dict[str, Any], set[str]]:
-    """Return shapes and dtypes of all values for these sizes of open dimensions, and the known.
+    """Evaluate a graph on shapes, with these sizes of symbolic dimensions.
+
+    Args:
+      inputs: the inputs of the graph.
+      graph: the bound graph.
+      tensors: the values of its named tensors.
+      sizes: by the name of a dimension, or by (input, axis) for one without a name.
+
+    Returns:
+      Objects with the shape and dtype of each array, by name; and the names of known values.
 
     Raises:
       Error: a node fails, or an input has no shape.
@@ -136,7 +158,8 @@ def evaluated_at(
         outputs = run(replace(graph, outputs=names), arguments, context)
         shaped = {n: x for n, x in zip(names, outputs, strict=True) if hasattr(x, "shape")}
         known.update((n, x) for n, x in shaped.items() if isinstance(x, np.ndarray))
-        return {n: x for n, x in shaped.items() if n not in known}  # of which JAX has the type
+        # eval_shape takes no NumPy results whose type JAX lacks (strings, 64 bits)
+        return {n: x for n, x in shaped.items() if n not in known}
 
     with limits.inspection_limits():
         traced = jax.eval_shape(arrays, arguments)
@@ -144,7 +167,10 @@ def evaluated_at(
 
 
 def _dimension(a: int, b: int, names: Mapping[str, tuple[int, int]]) -> int | str | None:
-    """Return the name of a dimension that is `a` in one evaluation and `b` in the other."""
+    """Return the dimension that is `a` in one evaluation and `b` in the other.
+
+    It is an integer, a name of `names` (their two sizes), a multiple of one ("2*batch"), or None.
+    """
     if a == b:
         return a
     for name, (first, second) in names.items():
@@ -156,20 +182,26 @@ def _dimension(a: int, b: int, names: Mapping[str, tuple[int, int]]) -> int | st
 def infer_types(
     proto: ModelProto, tensors: Mapping[str, Any], names: Collection[str]
 ) -> dict[str, TypeProto]:
-    """Return the types of values from the file or ONNX's shape inference, where one knows."""
+    """Return the types of values that the file declares or ONNX's shape inference finds.
+
+    Args:
+      proto: the file.
+      tensors: the values of its named tensors; small ones are given to the inference.
+      names: the values.
+    """
     types = declared_types(proto)
     if not {*names} <= types.keys():
         small = {n: np.asarray(v) for n, v in tensors.items() if v.nbytes <= _SMALL}
         filled = saving.to_onnx(proto, small, (), ())
         crashing_inference.rename_crashing_nodes(filled)
-        # with data_prop it would keep lists of numbers that are as long as the file says
+        # no data_prop: it would allocate lists as long as a hostile file says
         with suppress(onnx.shape_inference.InferenceError, MemoryError, ValueError, RuntimeError):
             types = declared_types(onnx.shape_inference.infer_shapes(filled)) | types
     return {name: types[name] for name in names if name in types}
 
 
 def declared_types(proto: ModelProto) -> dict[str, TypeProto]:
-    """Return the types in a file that ONNX's checker takes: tensors with a type and a rank."""
+    """Return the types that a file declares, if they are complete: tensors with dtype and rank."""
     graph = proto.graph
     return {
         value.name: value.type
@@ -179,7 +211,7 @@ def declared_types(proto: ModelProto) -> dict[str, TypeProto]:
 
 
 def type_of(value: Value) -> TypeProto:
-    """Convert a value to ONNX's type, where a multiple of a dimension has no name."""
+    """Convert a value to a TypeProto; a multiple of a dimension becomes one without a name."""
     assert value.dtype is not None
     shape = None
     if value.shape is not None:

@@ -16,10 +16,16 @@ TYPES = {np.dtype(ml_dtypes.int2): "INT2", np.dtype(ml_dtypes.uint2): "UINT2"}
 
 
 def on_cpu(x: Any, node: str, tensor: str) -> Any:
-    """Return an array as it is; one of two bits is refused where it is lowered for another device.
+    """Return a value unchanged; refuse arrays of two-bit integers on devices other than the CPU.
+
+    A traced array gets an identity primitive whose lowering for another platform raises.
+
+    Args:
+      x: any value.
+      node, tensor: the label of the node and the name of the value, for the error.
 
     Raises:
-      UnsupportedError: at once if the array is on such a device, else where a program is lowered.
+      UnsupportedError: at once if the array is on another device, else at lowering.
     """
     if getattr(x, "dtype", None) not in TYPES or isinstance(x, np.ndarray | np.generic):
         return x
