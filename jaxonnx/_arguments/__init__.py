@@ -1,8 +1,8 @@
 """The arguments of `train`, `step` and `evaluate`, each declared once.
 
-The type, the default and the documentation of an argument stand here, with its form on the command
-line and whether a resumed run must have the same value. Signatures, `Settings`, TOML files, flags
-and the reference are made from these classes. Types are texts here, and nothing of JAX is imported:
+A declaration has the type, the default and the documentation of an argument, the form of its flag,
+and whether a resumed run must have the same value. Signatures, `Settings`, TOML files, flags and
+the reference are made from these classes. Types are strings and nothing of JAX is imported, because
 the command line reads this to show its help.
 """
 

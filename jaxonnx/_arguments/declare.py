@@ -131,8 +131,24 @@ def documented(*groups: type) -> Callable[[F], F]:
 
 
 def _entry(name: str, one: Declared) -> str:
-    """Return the entry of an argument below "Args:"."""
-    text = f"{name}: {' '.join(one.text.split())}"
+    """Return the entry of an argument below "Args:", with its paragraphs and lists."""
+    summary, _, rest = one.text.partition("\n\n")
+    first, *others = rest.split("\n\n")
+    if first.startswith("* "):
+        first, others = "", [first, *others]
+    lines = [_wrap(f"{name}: {summary} {first}", "  ", "    ")]
+    for part in others:
+        items = re.split(r"\n(?=\* )", part)
+        hang = "      " if part.startswith("* ") else "    "
+        lines += ["", *(_wrap(item, "    ", hang) for item in items)]
+    return "\n".join(lines)
+
+
+def _wrap(text: str, first: str, others: str) -> str:
     return textwrap.fill(
-        text, 96, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+        " ".join(text.split()),
+        96,
+        initial_indent=first,
+        subsequent_indent=others,
+        break_on_hyphens=False,
     )

@@ -1,4 +1,4 @@
-"""The loss, the optimizer, and what is trained of the model."""
+"""The loss, the optimizer, and which weights are trained in which form."""
 
 from __future__ import annotations
 
@@ -31,87 +31,101 @@ class LossArguments(TypedDict, total=False):
         Any,
         Argument(form="text", words="The name of a loss of optax or jaxonnx; that of class labels"),
     ]
-    """The loss, by its name in optax or `jaxonnx.losses`; or a function.
+    """The loss: its name in optax or `jaxonnx.losses`, or a function.
 
-    By default, for integer labels and one output, softmax cross entropy (`history.notes` says so).
-    By name: a loss of `optax.losses`, "absolute_error", "causal_lm" (each token is predicted from
-    those before it; without targets they are the input tokens, with padding ignored), "seq2seq_lm"
-    (labels of an encoder-decoder, of which its decoder's input is made), or one of
-    `jaxonnx.losses` (ONNX's, with class weights and labels to ignore). A function `(outputs,
-    targets)` returns a scalar, or one value for each example along its first axis. Losses are
-    averaged over the examples of the batch; a scalar also covers the examples that fill a short
-    batch. For a model with several outputs, pass a dict of losses by output name, or of pairs
-    (loss, weight); targets are then a dict by output name, too, and the losses are added. If the
-    file ends in the Softmax, LogSoftmax or Sigmoid that a named loss contains, the loss takes the
-    logits before it (`history.notes` says so); the saved model keeps that ending, and metrics see
-    its outputs. Loss and optimizer may be left out for a file with `training_info`: its own
-    algorithm then runs, from the state and the update count in the file, and the resulting model
-    carries them on. Arguments that change the network or the update do not apply to it."""
+    A name is one of `optax.losses` or `jaxonnx.losses` (ONNX's losses, with class weights and an
+    ignored label), or one of these:
+
+    * "absolute_error".
+    * "causal_lm": predicts each token from those before it. Without targets, the input tokens are
+      the targets, and padding is ignored.
+    * "seq2seq_lm": for an encoder-decoder. The decoder's input is made of the labels.
+
+    A function `(outputs, targets)` returns a scalar, or one value per example along the first axis.
+    Losses are averaged over the examples of the batch. A scalar also includes the examples that
+    fill a short batch.
+
+    For a model with several outputs, pass a dict from output name to loss, or to a pair (loss,
+    weight). Targets are then a dict by output name as well, and the weighted losses are added.
+
+    If the file ends in the Softmax, LogSoftmax or Sigmoid that a named loss contains, the loss is
+    computed from the logits before it. The saved model keeps that last node, and metrics see its
+    outputs. `history.notes` records this.
+
+    The default for one output and integer labels is softmax cross entropy, which `history.notes`
+    records. For a file with `training_info`, omit loss and optimizer to run the algorithm of the
+    file, from the state and the update count in it; the resulting model has both as they are at the
+    end of the run. Arguments that change the network or the update cannot be combined with it."""
     optimizer: Annotated[Optimizer | str | None, Argument()]
-    """An optax transformation, its name, or a function `lambda steps: ...` that returns one.
+    """An optax transformation, its name, or a function from the number of updates to one.
 
-    Names are "adam" (the default), "adamw", "adagrad", "lion", "rmsprop" and "sgd", whose rate is
-    `learning_rate`. A function takes the number of updates of the run. `jaxonnx.training.optimizer`
-    builds the usual chains, with schedules."""
+    Names are "adam" (the default), "adamw", "adagrad", "lion", "rmsprop" and "sgd"; they use
+    `learning_rate`. `jaxonnx.training.optimizer` builds common chains with a schedule."""
     learning_rate: Annotated[float | None, Argument(needs_loss=True)]
-    """The learning rate of an optimizer that is chosen by name, 0.001 by default."""
+    """The learning rate of an optimizer that is given by name; 0.001 by default."""
 
 
 class ModelArguments(TypedDict, total=False):
-    """What is trained of the model."""
+    """What is trained: a new head, the parameters, adapters, sparse or quantized weights."""
 
     head: Annotated[
         Classes | Mapping[str, Classes] | None,
         Argument(form="heads", words="The number of classes of a new last layer"),
     ]
-    """A new last layer for a number of classes, or for their names.
+    """A new last layer: the number of classes, or their names.
 
-    For one of several outputs, pass a dict by output name. The weights are drawn with `seed`, a
-    Softmax or Sigmoid at the end is left out, and `history.notes` has what was replaced
-    (`Model.with_head`). Loss and optimizer may be left out: they are then softmax cross entropy
-    with integer labels, and Adam with a rate of 0.001 for the head and 0.0001 for everything else.
-    With `lora` the head is trained in full."""
+    For one of several outputs, pass a dict by output name. The weights are drawn with `seed`, and a
+    Softmax or Sigmoid at the end is removed (`Model.with_head`). `history.notes` lists what was
+    replaced. The default loss is then softmax cross entropy with integer labels, the default
+    optimizer Adam with a learning rate of 0.001 for the head and 0.0001 for the other parameters.
+    With `lora`, all weights of the head are trained."""
     trainable: Annotated[Trainable | None, Argument(form="names", needs_loss=True)]
-    """The tensors that are trained: names of tensors, modules or nodes, or regular expressions.
+    """The tensors to train: names of tensors, modules or nodes, or regular expressions.
 
-    Wildcards and predicates of name and value are taken, too (`Model.with_trainable`). These
-    tensors are the parameters of the resulting model. With `lora` they are trained beside the
-    adapters."""
+    Wildcards and predicates of name and value are accepted as well (`Model.with_trainable`). These
+    tensors are the parameters of the resulting model. With `lora` they are trained in addition to
+    the adapters."""
     lora: Annotated[
         LoRA | Adapters | None,
         Argument(form="rank", needs_loss=True, words="The rank of adapters to train, not weights"),
     ]
-    """The rank of adapters to train in place of the weights: a `jaxonnx.LoRA`.
+    """Train low-rank adapters instead of the weights: a `jaxonnx.LoRA`.
 
-    The resulting model has them merged into its weights. `.lora` of the result holds them
-    alone, to be saved as a small file (`Adapters.save`), or to be passed here again to
-    continue."""
+    The adapters of the resulting model are merged into its weights. `result.lora` has the adapters
+    alone: save them with `Adapters.save`, or pass them here to continue training."""
     statistics: Annotated[
         Literal["batch", "frozen", "recompute"] | None,
         Argument(form="statistics", needs_loss=True),
     ]
-    """The statistics of BatchNormalization: of the "batch", "frozen", or "recompute".
+    """The statistics that BatchNormalization uses in training: "batch", "frozen" or "recompute".
 
-    With "batch" it uses those of the batch and updates the running ones, with "frozen" it uses the
-    running ones and keeps them (`Model.with_statistics`). "recompute" is like "batch", and at the
-    end of each epoch, before it is validated, the running statistics are computed anew from up to
-    200 batches of the training data (`Model.recompute_statistics`). By default that is done while
-    they cannot have settled, where the steps of the run are fewer than 5 / (1 - momentum);
-    `history.notes` says so."""
+    * "batch": those of the batch; the running statistics are updated.
+    * "frozen": the running statistics, which stay as they are (`Model.with_statistics`).
+    * "recompute": like "batch", and at the end of each epoch, before validation, the running
+      statistics are recomputed from up to 200 batches of training data
+      (`Model.recompute_statistics`).
+
+    The default is "batch", and "recompute" at the ends of epochs up to step 5 / (1 - momentum),
+    before which running averages have not converged. `history.notes` records this."""
     dropout: Annotated[float | Mapping[str, float] | None, Argument(form="ratios", needs_loss=True)]
     """The ratio of all Dropout nodes, or ratios by value, node or module.
 
     A ratio by name also inserts Dropout where an exporter removed it (`Model.with_dropout`)."""
     sparsity: Annotated[str | Mapping[str, Any] | None, Argument(needs_loss=True)]
-    """Train sparse weights: "2:4", or options of `sparse.three_phase` with phases in epochs.
+    """Train sparse weights: "2:4", or a dict of options of `sparse.three_phase`.
 
-    By default a third of the epochs is dense, half have a dynamic mask, and the rest a fixed
-    one. `pattern` may be patterns by tensor, module or node (`{"body": "2:4", "head": "1:4"}`),
-    `method` "three_phase", "sr_ste", "s_ste" or "one_shot" (with the options of `sparse.sr_ste`,
-    `sparse.s_ste` and `sparse.fixed_mask`). Embeddings and grouped convolutions stay dense. The
-    saved model records what is sparse (`Model.sparsity`). With `products="sparse"` among the
-    options, forward and backward products with sparse weights leave out their zeros: on CPU in
-    float32, on NVIDIA GPUs with `precision="bf16"` and the extra `sparse-cuda`."""
+    The lengths of phases are in epochs. By default a third of the epochs is dense, half have a
+    dynamic mask, and the rest have a fixed mask. Other options:
+
+    * "pattern": one pattern, or patterns by tensor, module or node, like `{"body": "2:4", "head":
+      "1:4"}`.
+    * "method": "three_phase", "sr_ste", "s_ste" or "one_shot", with the options of `sparse.sr_ste`,
+      `sparse.s_ste` and `sparse.fixed_mask`.
+    * "products": "sparse" skips the zeros in forward and backward products with sparse weights. It
+      needs a CPU and float32, or an NVIDIA GPU, `precision="bf16"` and the extra `sparse-cuda`.
+
+    Embeddings and grouped convolutions stay dense. The saved model records which weights are sparse
+    (`Model.sparsity`)."""
     quantize: Annotated[
         str | Quantization | None,
         Argument(
@@ -122,10 +136,11 @@ class ModelArguments(TypedDict, total=False):
             "weights=int4,block=32",
         ),
     ]
-    """Train through the rounding of a quantized network: "int8", "int4", ... or a `Quantization`.
+    """Quantization-aware training: "int8", "int4", ... or a `jaxonnx.Quantization`.
 
-    Ranges are measured on the first batches of the data (`jaxonnx.quantize`), then weights and
-    scales are trained with the loss of the task, through the rounding (straight-through gradients);
-    or ranges follow the data (`learn="ranges"`), and rounding begins after some epochs (`start`).
-    BatchNormalization is folded into convolutions first. The saved model has integer weights. A
-    file that is quantized already is trained at its own scales and saved in its own form."""
+    Ranges are calibrated on the first batches of the data, as in `jaxonnx.quantize`. Then weights
+    and scales are trained with the given loss, with straight-through gradients of the rounding.
+    With `Quantization(learn="ranges")`, ranges follow the data instead; `Quantization(start=)`
+    delays the rounding by some epochs. BatchNormalization is folded into convolutions first. The
+    saved model has integer weights. A file that is already quantized is trained with its own scales
+    and saved in its own form."""

@@ -1,4 +1,4 @@
-"""The run: epochs, validation, checkpoints, reports."""
+"""The arguments of a run: epochs, validation, checkpoints, logs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Hook = Callable[[int, dict[str, Any]], None]
 
 
 class RunArguments(TypedDict, total=False):
-    """The run: epochs, validation, checkpoints, reports."""
+    """The arguments of a run: epochs, validation, early stopping, checkpoints, logs."""
 
     epochs: Annotated[int, Argument(1, "count")]
     """The number of passes over the data."""
@@ -22,68 +22,70 @@ class RunArguments(TypedDict, total=False):
             form="validation", words="A file or folder of validation data, or a share like 0.2"
         ),
     ]
-    """Validation data in any form of `data`, or the share of the data to hold out, like 0.2.
+    """Validation data in any form of `data`, or the fraction of the data to hold out, like 0.2.
 
-    Which examples are held out depends on `seed` only. They are evaluated in inference mode
-    after each epoch, in order."""
+    The examples that are held out depend on `seed` only. Validation runs in inference mode after
+    each epoch, on the examples in order."""
     augment: Annotated[
         Any, Argument(form="augment", words="Random changes of training pictures: crop or flip")
     ]
-    """Augmentation of training batches: "crop" or "flip" for images; or a function.
+    """Random augmentation of training batches: "crop" or "flip" for images, or a function.
 
-    A function `(key, x)` returns the new inputs (an array, or a tuple for several inputs); `(key,
-    batch)` for a `jaxonnx.training.Batch` returns one with its targets. Shapes may change, the
-    number of examples may not. It runs on the device, compiled, for `data` only. The key depends on
-    `seed`, epoch and batch only, so that a run that resumes draws the same. For a folder of images
-    it takes what the network would, and may be "crop", "flip" and so on, as in `preprocess`."""
+    A function `(key, x)` returns the new inputs: an array, or a tuple for several inputs. To change
+    targets as well, take and return a `jaxonnx.training.Batch`: `(key, batch)`. Shapes may change;
+    the number of examples may not. The function is compiled, runs on the device, and is applied to
+    `data` only. The key depends on `seed`, epoch and batch only, so that a resumed run draws the
+    same. For a folder of images the function gets what the network would get, and the other values
+    of "augment" in `preprocess` are accepted as well."""
     patience: Annotated[int | None, Argument(form="count")]
-    """The number of epochs without a better value of `monitor` after which the run ends.
+    """Stop after this number of epochs without a better value of `monitor`.
 
-    The result has the weights of the best epoch, whether the run ends early or not. With
-    `sparsity` only the epochs with the fixed mask count."""
+    The result has the weights of the best epoch, also if the run ends normally. With `sparsity`,
+    only epochs with the fixed mask count."""
     monitor: Annotated[
         str | tuple[str, str] | None,
         Argument(form="text", words="The number that decides which epoch is best: validation_loss"),
     ]
-    """The number of `history.epochs` that decides which epoch is the best.
+    """The metric of `history.epochs` that decides which epoch is best.
 
-    "validation_loss" if there is validation data, or else "loss". For metrics that are not
-    jaxonnx's own, a pair like `("validation_regret", "min")`."""
+    The default is "validation_loss", or "loss" without validation data. For a metric of your own,
+    pass a pair with its direction, like `("validation_regret", "min")`."""
     checkpoint_dir: Annotated[str | os.PathLike | None, Argument(form="folder", flag="checkpoints")]
     """A folder for checkpoints.
 
-    A checkpoint has the parameters, statistics, optimizer state, position in the data, random
-    numbers and history. Checkpoints are written in the background and appear when they are
-    complete; the last three and that of the best epoch are kept. The folder has the file of the
-    model as well, so that `jaxonnx.load` opens it."""
+    A checkpoint has the parameters, statistics, optimizer state, position in the data, random state
+    and history. Checkpoints are written in the background and appear once they are complete. The
+    last three and that of the best epoch are kept. The folder also has the file of the model, so
+    that `jaxonnx.load` opens the folder."""
     checkpoint_every: Annotated[int | None, Argument(form="count")]
-    """The number of steps between checkpoints; by default each epoch has one.
+    """The number of steps between checkpoints; by default one checkpoint per epoch.
 
-    They may fall inside an epoch. The best epoch and the end of the run have one as well."""
+    Checkpoints may be in the middle of an epoch. The best epoch and the end of the run always have
+    one."""
     resume: Annotated[bool | Literal["anyway"], Argument(False, "switch")]
-    """Continue from the newest checkpoint that can be read, if there is one.
+    """Continue from the newest readable checkpoint, if there is one.
 
-    The weights are then bit for bit those of the uninterrupted run, wherever it ended.
-    Parameters, the structure of the optimizer state, and data in one piece (the number, types
-    and a checksum of the examples) must be the same; "anyway" accepts other data. Iterables
-    cannot be checked: they must give the same batches, from the first of their epoch on."""
+    The weights are bit for bit those of an uninterrupted run. The parameters, the structure of the
+    optimizer state and the data must be the same: the number, dtypes and a checksum of the examples
+    are compared. "anyway" accepts other data. Iterables are not compared: they must yield the same
+    batches, from the start of the epoch on."""
     on_log: Annotated[
         Hook | Sequence[Hook] | None,
         Argument(
             form="logs", flag="log", words="A .csv or .jsonl file, or a folder for TensorBoard"
         ),
     ]
-    """A function `on_log(step, metrics)`, or a list of them; `jaxonnx.loggers` writes files.
+    """A function `on_log(step, metrics)`, or a list of them; `jaxonnx.loggers` has some.
 
-    It gets the "loss" of each step (and the "rate", where `history.rates` has it) some steps
-    later, because the device is never waited for, and the numbers of each epoch, as in
-    `history.epochs`. A function with a method `close` is closed at the end."""
+    It gets the "loss" of each step, and the "rate" if `history.rates` has it. These arrive a few
+    steps later, so that the device does not wait. It also gets the metrics of each epoch, as in
+    `history.epochs`. If the function has a method `close`, it is called at the end."""
     samples: Annotated[Sequence[Any] | None, Argument(form="names")]
-    """Prompts whose continuation is printed after each epoch: texts, tokens, or features.
+    """Prompts to continue and print after each epoch: texts, tokens, or features of an encoder.
 
-    The most likely tokens, up to 40, by the weights of the epoch (`Model.generate`). Texts need a
-    model of a folder with a tokenizer."""
+    Each is continued greedily by at most 40 tokens, with the weights of the epoch
+    (`Model.generate`). Texts need a model from a folder with a tokenizer."""
     progress: Annotated[bool | None, Argument()]
-    """Show a progress bar; by default in terminals and notebooks.
+    """Whether to show a progress bar; by default in terminals and notebooks.
 
-    Elsewhere the default is a line every ten seconds."""
+    Elsewhere the default is one line every ten seconds."""

@@ -1,4 +1,4 @@
-"""A training step as plain ONNX: what any runtime needs to go on with the training."""
+"""`export_step`: writes a training step as plain ONNX graphs and a manifest."""
 
 import json
 import os
@@ -59,49 +59,50 @@ def export_step(
     external_data: bool = False,
     **settings: Unpack[StepArguments],
 ) -> dict[str, Any]:
-    """Write the training step of a network as plain ONNX, for any runtime to train with.
+    """Write a training step as plain ONNX graphs, which any ONNX runtime can run.
 
-    The folder gets `step.onnx`, a graph of standard operators that computes one step: its inputs
-    are a batch and the training state, its outputs the loss and the renewed state. Beside it are
-    `init.onnx`, a graph without inputs that gives the state to start from, `evaluate.onnx` with the
-    sums of loss and metrics over a batch in inference mode, and `manifest.json`, which says what is
-    what: which output feeds which input at the next step. Parameters and running statistics have
-    the names of the file's tensors, so that weights go back by `jaxonnx.load(net, weights=...)`.
+    The folder gets these files:
 
-    The numbers are those of `jaxonnx.train`: random operators draw the same from the seed and the
-    count of steps, which is part of the state.
+    * `step.onnx`: one step, in standard operators. Its inputs are a batch and the training state,
+      its outputs the loss and the new state.
+    * `init.onnx`: a graph without inputs that returns the initial state.
+    * `evaluate.onnx`: the sums of loss and metrics over a batch, in inference mode.
+    * `manifest.json`: the meaning of all inputs and outputs, and which output feeds which input at
+      the next step.
+
+    Parameters and running statistics have the names of the tensors in the model file, so that
+    `jaxonnx.load(net, weights=...)` loads trained weights. Results equal those of `jaxonnx.train`:
+    random operators are seeded with the seed and the step count, which is part of the state.
 
     Args:
-      model: what `jaxonnx.load` takes, or a Model.
-      path: the folder, which is made.
-      batch: a batch of examples, of which shapes and dtypes matter, in one of the forms that
-        `train` documents, like `(x, y)`; weights of examples become an input where it has them.
-        With a `jax.ShapeDtypeStruct` among them whose first size is symbolic, the step takes
-        batches of any size.
+      model: a Model, or anything that `jaxonnx.load` accepts.
+      path: the folder; it is created if it does not exist.
+      batch: an example batch, like `(x, y)`, in any form that `train` accepts. Only shapes and
+        dtypes are used. Weights of examples become an input if the batch has them. For a step that
+        accepts any batch size, pass `jax.ShapeDtypeStruct`s with a symbolic first dimension.
       loss: as in `train`.
       optimizer: as in `train`.
       learning_rate: as in `train`.
-      opset: the version of ONNX's operators; random numbers need 18.
+      opset: the ONNX opset; random numbers need 18.
       epochs: as in `jaxonnx.training.step`.
       steps_per_epoch: as in `jaxonnx.training.step`.
-      web: examples, in the form of `batch`. The folder gets a page, too, which trains with them in
-        a browser: it shows loss and accuracy of a fifth that is held out, and gives the trained
-        file to download. Any server of files serves it (`python -m http.server`).
-      runtime: the folder of npm's package onnxruntime-web, whose files the page needs; without it
-        they are taken from `node_modules`, or else npm brings them.
-      init: "safetensors" or "npz" writes the state to start from as a file of arrays, for programs
-        that read it themselves.
-      external_data: write large tensors of each graph into a file beside it, as happens anyway
-        above 2 GB.
-      **settings: what `jaxonnx.training.step` takes besides: metrics, trainable, lora, sparsity...
-        but mesh and quantize.
+      web: examples, in the form of `batch`. Adds a web page that trains with them in a browser. It
+        shows loss and accuracy on a fifth of them, which is held out, and offers the trained file
+        for download. Any file server can serve the folder (`python -m http.server`).
+      runtime: the folder of the npm package onnxruntime-web, which the page needs; by default it is
+        taken from `node_modules`, or downloaded by npm.
+      init: "safetensors" or "npz" writes the initial state as a file of arrays instead of a graph.
+      external_data: write large tensors of each graph to a file beside it. Above 2 GB this is
+        always done.
+      **settings: other arguments of `jaxonnx.training.step`: metrics, trainable, lora, sparsity,
+        ..., except mesh and quantize.
 
     Returns:
       The manifest.
 
     Raises:
-      UnsupportedError: ONNX cannot say a part of the step.
-      TrainingError: settings or batch do not fit.
+      UnsupportedError: a part of the step cannot be expressed in ONNX.
+      TrainingError: settings or batch do not fit the model.
     """
     check_names("export_step", StepArguments, settings)
     if settings.get("mesh") is not None:

@@ -1,4 +1,4 @@
-"""`add_training`: a model's file with its own training in it."""
+"""`add_training`: writes loss, optimizer and their state into a file as `training_info`."""
 
 import os
 import re
@@ -23,13 +23,13 @@ def add_training(
     trainable: Trainable | None = None,
     init: str | Mapping[str, str] | None = None,
 ) -> ModelProto:
-    """Return a file that carries its own training: the network with loss, optimizer and count.
+    """Add a loss and an optimizer to a model, as the `training_info` of the ONNX specification.
 
-    Inference is unchanged, and runtimes without training ignore the rest.
-    `jaxonnx.load(...).training` executes it; its batches hold the inputs of the network and the
-    targets, an input named "target" (or "target_2", where the network uses that name).
-    BatchNormalization and Dropout train as they infer, with the statistics of the file and without
-    dropping, because the algorithm runs the inference graph.
+    Inference does not change, and runtimes without training ignore `training_info`.
+    `jaxonnx.load(...).training` runs it. A batch then has the inputs of the network and the
+    targets, as an input "target" (or "target_2" if the network has a "target"). The algorithm runs
+    the inference graph: BatchNormalization uses the running statistics of the file, and Dropout is
+    inactive.
 
     >>> import jaxonnx
     >>> from jaxonnx import demo
@@ -40,28 +40,27 @@ def add_training(
     ['14.weight', '14.bias']
 
     Args:
-      model: a network with one output.
-      loss: the mean of a loss of optax, "squared_error", "sigmoid_binary_cross_entropy" (of
-        logits) or "softmax_cross_entropy_with_integer_labels" (classes on the last axis); or of
-        "absolute_error"; or one of ONNX, "SoftmaxCrossEntropyLoss" or "NegativeLogLikelihoodLoss"
-        (of log-probabilities), whose classes are on axis 1.
+      model: a Model, or anything that `jaxonnx.load` accepts, with one output.
+      loss: the name of a loss, which is averaged over the batch. Of optax: "squared_error",
+        "sigmoid_binary_cross_entropy" (of logits), "softmax_cross_entropy_with_integer_labels"
+        (classes on the last axis). Of ONNX: "SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"
+        (of log-probabilities), both with classes on axis 1. Or "absolute_error".
       optimizer: `jaxonnx.optim.adam`, `adagrad` or `momentum`. Its learning rate may be a schedule
-        that computes with scalars, as those of optax do; it becomes part of the file.
-      trainable: the parameters to train, as in `Model.with_trainable`; None means
-        `model.params`.
-      init: writes an initialization graph, with which the network can be trained from scratch:
-        "glorot", "he", "normal" (0.01 wide) or "zeros" for all trained tensors, of which vectors
-        become 0, scales 1 and slopes of PRelu 0.25; or such kinds (and "ones") by names as those of
-        `trainable`, the other parameters keeping the values of the file.
+        of scalar operations, as those of optax are; it becomes part of the file.
+      trainable: the parameters to train, as in `Model.with_trainable`; by default `model.params`.
+      init: adds an initialization graph, to train the network from scratch. "glorot", "he",
+        "normal" (standard deviation 0.01) or "zeros" applies to all trained tensors; vectors become
+        0, scales 1, and slopes of PRelu 0.25. Or a dict from names, as in `trainable`, to one of
+        these or "ones"; the other parameters keep the values of the file.
 
     Returns:
-      A ModelProto with one TrainingInfoProto. Its initialization also resets the optimizer's state
+      A ModelProto with one TrainingInfoProto. Its initialization also resets the optimizer state
       and the update count.
 
     Raises:
-      TrainingError: unknown loss, optimizer or initializer, a model that has training_info
-        already, several outputs, or trained tensors that are not float32 or float64.
-      UnsupportedError: the schedule needs what ONNX does not have.
+      TrainingError: the loss, optimizer or initializer is unknown; or the model has `training_info`
+        already, several outputs, or trained tensors that are neither float32 nor float64.
+      UnsupportedError: the schedule uses an operation that ONNX does not have.
     """
     model = model if isinstance(model, Model) else load(model)
     model = model if trainable is None else model.with_trainable(trainable)

@@ -1,4 +1,4 @@
-"""`load`: from a file to a Model."""
+"""`load`: reads an ONNX file or folder into a Model."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def load(
 ) -> Model:
     """Load an ONNX model.
 
-    If its weights are more than 64 MiB, glibc is asked at the end to give freed memory of the
-    process back to the system (`malloc_trim`), half of the file's size.
+    If the weights take more than 64 MiB, `malloc_trim` of glibc is called at the end, which returns
+    freed memory (about half the size of the file) to the system.
 
     >>> from jaxonnx import demo
     >>> proto = demo.model().to_onnx()
@@ -65,50 +65,56 @@ def load(
     Model(x: float32[batch, 1, 8, 8] -> logits: float32[batch, 10]; 2 parameters)
 
     Args:
-      source: a path (of an ONNX file, or of a packed .npz that `Model.save` wrote), the bytes of a
-        file, or a ModelProto (which is left as it is). Or the `checkpoint_dir` of a run: the model
-        of its newest checkpoint. Or the folder of a language model, as onnxruntime-genai, optimum
-        or transformers.js have it, an encoder and its decoder as one model; or its name on the
-        Hugging Face hub, like "onnx-community/Qwen3-0.6B-ONNX", if `huggingface_hub` is installed.
-      outputs: inner values to return instead of the file's outputs, as in `Model.with_outputs`.
-      batch: "any" opens the batch of a file that was exported for one size, as in
+      source: one of these:
+
+        * the path of an ONNX file, or of a packed .npz that `Model.save` wrote;
+        * the bytes of a file, or a ModelProto (which is not changed);
+        * the `checkpoint_dir` of a run: the model of its newest checkpoint;
+        * the folder of a language model in the layout of onnxruntime-genai, optimum or
+          transformers.js; an encoder and its decoder become one model;
+        * the name of such a model on the Hugging Face hub, like "onnx-community/Qwen3-0.6B-ONNX",
+          if `huggingface_hub` is installed.
+      outputs: intermediate values to return instead of the outputs of the file, as in
+        `Model.with_outputs`.
+      batch: "any" makes the batch size of a file that was exported for one size variable, as in
         `Model.with_any_batch`.
-      dequantize: weights that are stored as integers behind DequantizeLinear become floating-point
-        parameters, by the name of its result; saved, they are initializers of that type.
-        Activations that pass QuantizeLinear and DequantizeLinear are still rounded, with a
-        gradient that passes straight through.
-      trainable: what is trained instead of the tensors that stand at a weight or bias of an
-        operator: names of tensors, modules or nodes, regular expressions or wildcards, or a
-        predicate of name and value, as in `Model.with_trainable`.
-      weights: other values for tensors of the file, by their names, with the same shapes and types:
-        a .safetensors file, an .npz of NumPy's or `sparse.save`, any file that is a source itself,
-        a checkpoint of onnxruntime-training (whose eval_model.onnx has its weights as inputs: they
-        become tensors), or arrays by name. Tensors that it does not have keep the values of
-        `source`.
-      checkpoint: of a folder of checkpoints "newest", the default, or "best": that of the best
-        epoch, as `monitor` of `jaxonnx.train` chose it.
-      variant: of a folder with several forms of a model, like "q4" for onnx/model_q4.onnx; "fp32"
-        for the one without such a name.
-      tied: the results of Identity nodes that stay one weight with the tensor that the node reads,
-        and output layers that are the embedding, or its transpose, stored a second time: names or
-        regular expressions (matched in full), or a predicate of name and value; all others become
-        parameters of their own. None ties those that are equal on purpose: with more than two
-        different numbers, and no running statistic. What is tied is written to both places.
-      mesh: of devices, as in `jaxonnx.train`: each tensor is read right into its parts, so that a
-        model may be larger than the memory of one device.
-      sharding: on a mesh, as in `jaxonnx.train`; "fsdp" by default, where it has an axis "data".
-      limit: the bytes that a single value of the graph may take, for files that are not trusted;
-        by default the memory of the machine, or of its accelerators if they have more. It is
-        checked from shapes, before anything is allocated.
+      dequantize: convert weights that are stored as integers with DequantizeLinear to
+        floating-point parameters. They have the name of the output of DequantizeLinear, and are
+        saved in floating point. Activations that pass QuantizeLinear and DequantizeLinear are still
+        rounded, with straight-through gradients.
+      trainable: the parameters, instead of the weights and biases of operators: names of tensors,
+        modules or nodes, regular expressions, wildcards, or a predicate of name and value, as in
+        `Model.with_trainable`.
+      weights: values for tensors of the file, with the same names, shapes and dtypes. Tensors that
+        are not among them keep the values of `source`. Either arrays by name, or a file:
+        .safetensors, .npz (of NumPy or `sparse.save`), anything that is a `source`, or a checkpoint
+        of onnxruntime-training. The eval_model.onnx of onnxruntime-training has its weights as
+        inputs; they become tensors.
+      checkpoint: which checkpoint of a folder: "newest" (the default), or "best" according to the
+        `monitor` of `jaxonnx.train`.
+      variant: which variant of a model in a folder, like "q4" for onnx/model_q4.onnx; "fp32" is the
+        one without a suffix.
+      tied: the weights that stay tied to another one: names or regular expressions (matched in
+        full), or a predicate of name and value. It chooses among the outputs of Identity nodes of a
+        weight, and output layers that are a copy of the embedding or its transpose; all others
+        become separate parameters. The default ties weights that are equal on purpose: those with
+        more than two different values that are not running statistics. Tied weights are saved in
+        both places.
+      mesh: a mesh of devices, as in `jaxonnx.train`. Each device reads its own part of a tensor, so
+        that a model may be larger than the memory of one device.
+      sharding: the placement on the mesh, as in `jaxonnx.train`. The default is "fsdp" if the mesh
+        has an axis "data".
+      limit: the maximum bytes of a single value of the graph, for untrusted files; by default the
+        memory of the machine, or of its accelerators if they have more. It is checked from shapes,
+        before anything is allocated.
 
     Raises:
       ModelError: a file is corrupt, truncated or malformed.
       SparsityError: a packed file is damaged.
-      UnsupportedError: operators without an implementation (all of them named), or a newer opset.
-      InputError: `source` is of another type; `outputs`, `trainable` or `tied` name what the model
-        does not have, or the batch cannot be opened, or nothing is to be dequantized, or weights
-        do not fit the model's, or `checkpoint` goes with a file, or `sharding` does not fit; or
-        several files of a folder could be meant.
+      UnsupportedError: the file has operators without an implementation (all are listed), or its
+        opset is too new.
+      InputError: `source` has an unsupported type, several files of a folder match, or another
+        argument does not fit the model; the message names it.
       OSError: a file cannot be read.
     """
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):

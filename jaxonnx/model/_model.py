@@ -1,4 +1,4 @@
-"""Model: a graph as pure functions of its parameters and state, and the models made from it."""
+"""`Model`: a graph as pure functions of its parameters and state."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ Statistics = Literal["batch", "frozen"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Model(Network, Rendered):
-    """An ONNX graph as pure functions of its parameters. A Model never changes.
+    """An ONNX graph as pure functions of its parameters. A Model is immutable.
 
     >>> from jaxonnx import demo
     >>> model = demo.model()
@@ -64,28 +64,30 @@ class Model(Network, Rendered):
     (10,)
 
     Attributes:
-      params: what training changes, by tensor name.
-      state: running statistics and other tensors that are not trained, by name.
+      params: the arrays that training changes, by tensor name.
+      state: running statistics and other tensors that are not trained, by tensor name.
     """
 
     @cached_property
     def training(self) -> Training:
-        """The training that the file itself carries (`training_info`) as pure functions."""
+        """The `training_info` of the file as pure functions `init` and `step`."""
         return Training(self.proto, file_values(self.merge_adapters()))
 
     # Calls: what the model computes.
 
     @inputs_first
     def __call__(self, /, *inputs: Any, rng: jax.Array | None = None, **named: Any) -> Any:
-        """Run inference, compiled: an array if there is one output, else a tuple in file order.
+        """Run inference, compiled; return an array, or a tuple if there are several outputs.
+
+        Outputs are in the order of the file.
 
         Args:
-          inputs: arrays in the order of `self.inputs`; any may be passed by name instead.
-          rng: a key for random operators; without it they use `jax.random.key(0)`. Where an input
-            is called "rng", the key is `rng_`.
+          inputs: arrays in the order of `self.inputs`. Each may be passed by name instead.
+          rng: a key for random operators; by default `jax.random.key(0)`. If an input is called
+            "rng", pass the key as `rng_`.
 
         Raises:
-          InputError: arguments that do not fit the inputs.
+          InputError: the arguments do not fit the inputs.
         """
         form, values = self._call_form, self._arguments(inputs, named)
         if form.reads.isdisjoint(values):
@@ -104,14 +106,23 @@ class Model(Network, Rendered):
         rng: jax.Array | None = None,
         **named: Any,
     ) -> Any:
-        """Run inference as a pure function, for `jax.jit`, `grad`, `vmap` and the like.
+        """Run inference as a pure function, for `jax.jit`, `jax.grad`, `jax.vmap` and others.
 
-        BatchNormalization uses its running statistics and Dropout is inactive, whatever the file's
-        training flags say. `state` replaces `self.state`, whose arrays otherwise become constants
-        of a function that is compiled around this call.
+        BatchNormalization uses its running statistics and Dropout is inactive, regardless of the
+        training flags in the file.
 
-        The name of an input means the input: where one is called "state", "rng" or "params", the
-        argument is `state_`, `rng_` or `params_`, which also work where none is.
+        Args:
+          params: the parameters, like `self.params`.
+          inputs: arrays in the order of `self.inputs`. Each may be passed by name instead.
+          state: replaces `self.state`. Without it, the arrays of `self.state` are constants of a
+            function that is compiled around this call.
+          rng: a key for random operators; by default `jax.random.key(0)`.
+
+        If an input is called "params", "state" or "rng", this name means the input. Pass the
+        argument as `params_`, `state_` or `rng_`, which works for all models.
+
+        Raises:
+          InputError: the arguments do not fit the inputs.
         """
         state = self.state if state is None else state
         values = data(self._arguments(inputs, named))
@@ -127,11 +138,11 @@ class Model(Network, Rendered):
         *inputs: Any,
         **named: Any,
     ) -> tuple[Any, dict[str, Any]]:
-        """Run with training semantics as a pure function; return `(outputs, new state)`.
+        """Run in training mode as a pure function; return `(outputs, new_state)`.
 
-        BatchNormalization uses the statistics of the batch and renews the running ones in the
-        state; Dropout is active with its own ratio and draws from `rng`. Inputs with the names of
-        these arguments are as in `apply`.
+        BatchNormalization uses the statistics of the batch and updates the running statistics in
+        `new_state`. Dropout is active with its own ratio and draws from `rng`. Inputs with the
+        names of these arguments are passed as in `apply`.
         """
         updates: dict[str, Any] = {}
         values = data(self._arguments(inputs, named))
@@ -152,34 +163,35 @@ class Model(Network, Rendered):
         fixed: Mapping[str, Any] | None = None,
         progress: bool | None = None,
     ) -> Any:
-        """Run inference over any number of examples, batch by batch.
+        """Run inference over a data set, batch by batch.
 
         >>> from jaxonnx import demo
         >>> demo.model().predict(jax.numpy.zeros((100, 1, 8, 8))).shape
         (100, 10)
 
         Args:
-          data: inputs in any of the forms of data that `jaxonnx.train` takes: arrays, a tuple or
-            dict of them, the path of an .npz or .jsonl file, a Hugging Face Dataset, or batches of
-            these. Targets beside them are left out. Or pictures: the path of one, a list of paths,
-            or a folder, for all in it and in folders below, in the order of their sorted paths.
-          batch_size: of data in one piece; 32 if not given, or what the inputs are fixed to.
+          data: inputs in any form that `jaxonnx.train` accepts: arrays, a tuple or dict of arrays,
+            the path of an .npz or .jsonl file, a Hugging Face Dataset, or an iterable of batches.
+            Targets are ignored. Or images: a path, a list of paths, or a folder, which is searched
+            recursively, in sorted order.
+          batch_size: the number of examples per batch; defaults to 32, or to the batch size that
+            the file fixes. Ignored for iterables.
           pad: as in `jaxonnx.train`, for sequences of unequal length.
           length_buckets: as in `jaxonnx.train`.
-          preprocess: as in `jaxonnx.train`, for folders of pictures.
+          preprocess: as in `jaxonnx.train`, for images.
           fixed: as in `jaxonnx.train`, for inputs that are the same for all examples.
-          progress: show a bar after two seconds; by default in terminals and notebooks.
+          progress: whether to show a progress bar after two seconds; by default in terminals and
+            notebooks.
 
         Returns:
-          A NumPy array with the examples along the first axis, in their order; if there are several
-          outputs a dict of these by name.
-          For sequences of unequal length, an output that has them along its second axis is a list
-          of arrays, one for each example, without padding.
+          A NumPy array with the examples along the first axis, in order; for several outputs a dict
+          of arrays by name. For sequences of unequal length, an output with the sequence along its
+          second axis is a list of arrays without padding, one per example.
 
         Raises:
-          TrainingError: data that do not fit.
-          InputError: inputs that do not fit, a picture that cannot be read, or an output that does
-            not have one row per example.
+          TrainingError: the data have an unsupported form.
+          InputError: the inputs do not fit, an image cannot be read, or an output does not have one
+            row per example.
         """
         net = self.with_fixed_inputs(fixed or {})
         net = net.with_batch_axis() if lacks_batch_axis(data, net.inputs) else net
@@ -195,25 +207,26 @@ class Model(Network, Rendered):
         seed: int = 0,
         stop: int | Sequence[int] | None = None,
     ) -> Any:
-        """Continue tokens by a decoder, through the caches of its file; compiled once.
+        """Generate tokens with a decoder, using the key-value caches of its file; compiled once.
 
         Args:
-          ids: tokens [length], or several such: a list of them, or [batch, length]. If an encoder
-            reads features (Whisper's `input_features`): [mels, frames] or [batch, mels, frames].
-          max_new_tokens: their number.
-          temperature: 0 takes the most likely token; above it tokens are drawn from the logits
+          ids: a prompt of tokens, [length], or several: a list of prompts, or [batch, length]. For
+            an encoder of features (`input_features` of Whisper): [mels, frames] or [batch, mels,
+            frames].
+          max_new_tokens: the maximum number of tokens to generate.
+          temperature: 0 takes the most likely token. Otherwise tokens are sampled from the logits
             divided by it.
-          seed: of what is drawn.
-          stop: tokens that end a row; by default those of the folder that the model was loaded
-            from.
+          seed: the random seed for sampling.
+          stop: tokens that end a sequence; by default those in the configuration of the folder that
+            the model was loaded from.
 
         Returns:
-          The tokens with their continuation, [length]; a list of such for several. A row ends with
-          its token of `stop`. Of an encoder with its decoder, whose encoder reads `ids`, it is what
-          the decoder writes, its first token included.
+          The prompt followed by the generated tokens, [length], or a list of these for several
+          prompts. A sequence ends with its stop token. For an encoder-decoder, which encodes `ids`,
+          the tokens of the decoder, beginning with its start token.
 
         Raises:
-          InputError: the model is no decoder, or arguments that do not fit.
+          InputError: the model is not a decoder, or an argument does not fit.
         """
         return generate(self._generator, ids, max_new_tokens, temperature, seed, stop)
 
@@ -237,10 +250,10 @@ class Model(Network, Rendered):
         params: Mapping[str, jax.Array] | None = None,
         state: Mapping[str, jax.Array] | None = None,
     ) -> Model:
-        """Return a model with other values of the same tensors.
+        """Return a model with new values of parameters or state.
 
         Raises:
-          InputError: names or shapes differ from the model's.
+          InputError: names or shapes differ from those of the model.
         """
         return transforms.with_values(self, params, state)
 
@@ -250,18 +263,19 @@ class Model(Network, Rendered):
         names: Select,
         initializer: Initializer = jax.nn.initializers.he_normal(),  # noqa: B008
     ) -> Model:
-        """Return a model in which some weights start anew: a head for other data, or all of them.
+        """Return a model with new random values for some weights.
 
-        Vectors become 0, scales 1, running means 0 and variances 1, slopes of PRelu 0.25. All else
-        is drawn by the initializer, with inputs and outputs of the layer as its fans whatever the
-        layout of the weight; an embedding has its columns as inputs.
+        Vectors are set to 0, scales to 1, running means to 0, running variances to 1 and slopes of
+        PRelu to 0.25. All other weights are drawn with the initializer, with the inputs and outputs
+        of the layer as fan-in and fan-out, whatever the layout of the weight. For an embedding, the
+        columns are the inputs.
 
         Args:
           rng: a key.
-          names: tensors, modules or nodes, as in `with_trainable`, running statistics included; or
-            a predicate of name and value.
-          initializer: one of `jax.nn.initializers`, or any function `(key, shape, dtype)` that
-            takes the axes in the order (kernel..., inputs, outputs).
+          names: tensors, modules or nodes, as in `with_trainable`, or a predicate of name and
+            value. Running statistics may be among them.
+          initializer: one of `jax.nn.initializers`, or any function `(key, shape, dtype)` for a
+            shape (kernel..., inputs, outputs).
 
         Raises:
           InputError: a name or expression matches no floating-point tensor.
@@ -278,26 +292,26 @@ class Model(Network, Rendered):
         preprocess: Mapping[str, Any] | None = None,
         rng: jax.Array | None = None,
     ) -> Model:
-        """Return a model whose running statistics are those of training data at these weights.
+        """Return a model with the running statistics of BatchNormalization recomputed from data.
 
-        They are pooled over up to 200 batches, each of which is normalized by its own statistics as
-        in training ("precise BN"; Wu and Johnson, 2021). `train` does this by itself where running
-        averages cannot have settled (its argument `statistics`); after a loop of your own, or with
-        new data, call it here.
+        The statistics are pooled over up to 200 batches, each normalized by its own statistics as
+        in training ("precise BatchNorm", Wu and Johnson, 2021, arXiv:2105.07576). `train` does this
+        at the end of short runs (see its argument `statistics`). Call it after a training loop of
+        your own, or for new data.
 
         >>> from jaxonnx import demo
         >>> data = jax.random.normal(jax.random.key(0), (64, 1, 8, 8))
         >>> model = demo.model().recompute_statistics(data)
 
         Args:
-          data: as in `predict`; shuffled, if it is sorted by class.
-          batch_size: as in `predict`; best that of the training.
+          data: as in `predict`. Shuffle it if it is sorted by class.
+          batch_size: as in `predict`; preferably that of the training.
           pad, length_buckets, preprocess: as in `predict`.
-          rng: a key for Dropout; without it masks are drawn with `jax.random.key(0)`.
+          rng: a key for Dropout; by default `jax.random.key(0)`.
 
         Raises:
           InputError: the model has no running statistics, or the new ones are not finite.
-          TrainingError: data that do not fit.
+          TrainingError: the data have an unsupported form.
         """
         data = list_folder(data, self, preprocess)
         examples = read_inputs(self, data, batch_size, Padding.of(pad, length_buckets))
@@ -308,18 +322,18 @@ class Model(Network, Rendered):
     # Models with another graph, or with other inputs and outputs.
 
     def with_outputs(self, outputs: str | Iterable[str]) -> Model:
-        """Return a model cut at other outputs: features, or a backbone for a new head.
+        """Return a model with other outputs, such as the features before the last layer.
 
-        Nodes, tensors and inputs that these outputs do not need are neither evaluated nor saved. A
-        new head is a function, or a module of Flax, of this model's outputs.
+        Nodes, tensors and inputs that these outputs do not need are removed, also from the saved
+        file.
 
         Args:
-          outputs: names of values of the main graph, inputs included (a mask that a head needs),
-            or of nodes, or of modules of PyTorch or scopes of TensorFlow as exporters record them
-            ("layer4": the output of its last node).
+          outputs: names of values of the main graph (inputs included), of nodes, or of modules of
+            PyTorch or scopes of TensorFlow as exporters record them. A node or module means the
+            output of its last node, like "layer4".
 
         Raises:
-          InputError: a name is unknown; the message has similar ones.
+          InputError: a name is unknown; the message suggests similar ones.
         """
         return transforms.with_outputs(self, outputs)
 
@@ -332,14 +346,14 @@ class Model(Network, Rendered):
         rng: jax.Array | None = None,
         initializer: Initializer = jax.nn.initializers.lecun_normal(),  # noqa: B008
     ) -> Model:
-        """Return a model whose last layer is a new one, for other classes.
+        """Return a model with a new last layer for other classes.
 
-        The last layer is the last Gemm, MatMul or convolution before the output, behind which only
-        stands what keeps its outputs apart: a bias, activations, pooling over images, Flatten,
-        Reshape, Squeeze and the like. Its node and its tensors keep their names, and `head` has
-        those of the tensors; a tensor that other layers read as well stays with them, and one that
-        is computed (behind DequantizeLinear, from a normalized weight) with what it is computed
-        from. Outputs of the file that are computed from the old classes are dropped.
+        The last layer is the last Gemm, MatMul or convolution before an output. Only operators that
+        keep classes separate may follow it: a bias, activations, pooling over images, Flatten,
+        Reshape, Squeeze and the like. Its node and tensors keep their names; `head` lists the
+        tensors. A tensor that other layers also read stays with them. A weight that is computed (by
+        DequantizeLinear, or by weight normalization) is replaced together with the nodes that
+        compute it. Outputs that are computed from the old classes are removed.
 
         >>> from jaxonnx import demo
         >>> model = demo.model().with_head(["even", "odd"])
@@ -349,25 +363,26 @@ class Model(Network, Rendered):
         ('14.weight', '14.bias')
 
         Args:
-          classes: their number, or their names, which `save` writes and `jaxonnx classify` reads.
-          at: which one, where several layers could be meant: an output; or a value, node or module
+          classes: the number of classes, or their names, which `save` writes and `jaxonnx classify`
+            reads.
+          at: which layer, if there are several candidates: an output; or a value, node or module
             (as in `with_outputs`) of the layer itself.
-          ending: keep a Softmax, LogSoftmax or Sigmoid that the graph ends in. Without it the
-            output has logits, by the same name.
-          rng: a key for the new weights; without it they are drawn with `jax.random.key(0)`.
+          ending: keep a Softmax, LogSoftmax or Sigmoid at the end of the graph. By default it is
+            removed, and the output has logits under the same name.
+          rng: a key for the new weights; by default `jax.random.key(0)`.
           initializer: as in `reinitialize`.
 
         Raises:
-          InputError: there is no such layer, or several could be meant: the message names them.
+          InputError: there is no such layer, or there are several candidates; the message lists
+            them.
         """
         return transforms.with_new_head(self, classes, at, ending, rng, initializer)
 
     def then(self, function: Any, *, outputs: Sequence[str] | None = None) -> Model:
-        """Return a model that goes on with a JAX function or a module of Flax.
+        """Return a model followed by a JAX function or a Flax module.
 
-        The nodes of the file stay as they are, those of the function follow, in what `save` writes
-        as well: one file, whatever was written in JAX. The weights of a module become trained
-        tensors by their path in the module.
+        The saved file has the nodes of the model, followed by the nodes of the function. The
+        weights of a module become parameters, named by their path in the module.
 
         >>> from jaxonnx import demo
         >>> model = demo.model().then(jax.nn.softmax, outputs=["probabilities"])
@@ -375,42 +390,43 @@ class Model(Network, Rendered):
         Model(x: float32[batch, 1, 8, 8] -> probabilities: float32[batch, 10]; 13 parameters)
 
         Args:
-          function: of this model's outputs, in the order of the file, but for those that continue
-            caches and stay behind the results; or an `nnx.Module`, or a module of linen as
-            `net.bind(variables)`.
-          outputs: the names of the results; "output" and the path to them by default.
+          function: a function of the outputs of this model, in file order; an `nnx.Module`; or a
+            linen module as `net.bind(variables)`. Outputs that continue caches are not passed to it
+            and stay outputs, after the results.
+          outputs: the names of the results; by default "output" followed by their path.
 
         Raises:
-          UnsupportedError: ONNX cannot say a primitive of the function; its line is named.
-          InputError: the file's opset is older than 13, or the shape of an output depends on the
-            values of inputs and is not declared, or a name is taken.
+          UnsupportedError: a primitive of the function cannot be expressed in ONNX; the message has
+            its source line.
+          InputError: the opset of the file is below 13; or the shape of an output depends on values
+            of inputs and is not declared; or a name is already used.
         """
         return transforms.append_jax(self, function, outputs)
 
     def without_cache(self) -> Model:
-        """Return a model of whole sequences, from a decoder whose inputs and outputs have caches.
+        """Return a model of whole sequences, from a decoder with caches as inputs and outputs.
 
-        Caches (keys and values, states of convolutions) are found by the graph: inputs that an
-        output continues. They are empty in each call, and neither inputs nor outputs; they may
-        still be passed by name. A switch that chooses a branch for them is off. The file stays as
-        it is, so that `save` writes the decoder with its caches. `jaxonnx.train` does this by
-        itself. A model without caches is returned as it is.
+        A cache (keys and values, or the state of a convolution) is an input that an output
+        continues. Caches are empty in each call and are no longer inputs and outputs; they may
+        still be passed by name. An input that switches them on is off. `save` writes the original
+        decoder with its caches. `jaxonnx.train` calls this itself. A model without caches is
+        returned unchanged.
         """
         return transforms.without_cache(self)
 
     def with_fixed_inputs(self, values: Mapping[str, Any]) -> Model:
-        """Return a model without some inputs, which have one value in each call.
+        """Return a model in which some inputs have fixed values and are not passed.
 
         >>> from jaxonnx import demo
         >>> demo.model().with_fixed_inputs({"x": jax.numpy.zeros((2, 1, 8, 8))})().shape
         (2, 10)
 
-        The file stays as it is, so that `save` writes all inputs. What shapes depend on (a number
-        of steps, an axis) is known to the compiler in this way.
+        Fixed values are known at compile time, which is required for inputs that determine shapes,
+        such as a number of steps or an axis. `save` writes the original file with all inputs.
 
         Args:
-          values: numbers or arrays by input name. What has one axis less than an input whose first
-            axis is open is repeated for each example.
+          values: numbers or arrays by input name. If the first axis of an input is open, a value
+            with one axis less is repeated for each example.
 
         Raises:
           InputError: there is no such input, or a value does not fit it.
@@ -418,21 +434,20 @@ class Model(Network, Rendered):
         return transforms.with_fixed_inputs(self, values)
 
     def with_batch_axis(self) -> Model:
-        """Return a model of batches, from a file for one example, whose inputs have no batch.
+        """Return a model for batches, from a file whose inputs are a single example.
 
-        Each call is a `jax.vmap` of the file over a new first axis of all inputs and outputs. The
-        file stays as it is, so that `save` writes the one for one example. `jaxonnx.train`,
-        `evaluate` and `predict` do this by themselves where data have one axis more than the
-        inputs.
+        Calls are a `jax.vmap` over a new first axis of all inputs and outputs. `save` writes the
+        original file for one example. `jaxonnx.train`, `evaluate` and `predict` call this if the
+        data have one axis more than the inputs.
         """
         return transforms.with_batch_axis(self)
 
     def with_any_batch(self) -> Model:
-        """Return a model for batches of any size, from a file that was exported for one.
+        """Return a model for batches of any size, from a file that was exported for one size.
 
-        Targets of Reshape and zero initial states that hold the size are changed, in what `save`
-        writes as well. Where the batch could be in several axes, the result is checked on random
-        numbers, which runs the model three times.
+        The size is replaced in the targets of Reshape and in zero initial states, also in the saved
+        file. If several axes could be the batch, the result is verified by running the model three
+        times on random inputs.
 
         Raises:
           InputError: a node fixes the size in another way; the message names it.
@@ -442,45 +457,47 @@ class Model(Network, Rendered):
     # Models that are trained in another way.
 
     def with_trainable(self, trainable: Trainable) -> Model:
-        """Return a model whose parameters are exactly the chosen floating-point tensors.
+        """Return a model whose parameters are exactly the given floating-point tensors.
 
         Args:
-          trainable: names, regular expressions (matched in full) or wildcards ("*.query"), or a
-            predicate of name and value. A name is that of a tensor, also one that Identity nodes
-            give it (`jaxonnx.load`, `tied`); or, where no tensor has it, that of a module or node
-            (as in `with_outputs`), for the weights that are read there. `summary` lists all three.
-            Running statistics are chosen only by their exact names.
+          trainable: names, regular expressions (matched in full), wildcards ("*.query"), or a
+            predicate of name and value. A name is that of a tensor, including names that Identity
+            nodes give it (`jaxonnx.load`, `tied`). If no tensor has the name, it is that of a
+            module or node (as in `with_outputs`) and means the weights that are used there.
+            `summary` lists all of these names. Running statistics are selected by their exact names
+            only.
 
         Raises:
           InputError: a name or expression matches no floating-point tensor, module or node; the
-            message has similar ones.
+            message suggests similar ones.
         """
         return transforms.with_params(self, trainable)
 
     def with_statistics(self, statistics: Statistics) -> Model:
-        """Return a model whose training uses other statistics in BatchNormalization.
+        """Return a model that uses batch or running statistics of BatchNormalization in training.
 
         Args:
-          statistics: "batch" uses those of the batch and renews the running ones, as a loaded file
-            does; "frozen" uses the running ones and keeps them, while scale and bias are
-            trained like all else. That suits small batches, and new data of little variety.
+          statistics: "batch" uses the statistics of the batch and updates the running ones; this is
+            the default of a loaded file. "frozen" uses the running statistics and keeps them, while
+            scale and bias are trained. Use it for small batches, or for new data with little
+            variety.
 
         Raises:
-          InputError: `statistics` is neither.
+          InputError: `statistics` has another value.
         """
         if statistics not in ("batch", "frozen"):
             raise InputError(f"statistics is 'batch' or 'frozen', and was {statistics!r}")
         return self._overlaid(frozen=statistics == "frozen")
 
     def with_dropout(self, ratio: float | Mapping[str, float]) -> Model:
-        """Return a model with other ratios of Dropout in training.
+        """Return a model with other Dropout ratios in training.
 
-        Inference and `save` are as before. Dropout nodes of the file are active in training with
-        their own ratio anyway; most exporters leave none in a file for inference.
+        Inference and `save` do not change. Dropout nodes of the file are active in training by
+        default, with the ratio in the file. Most exporters remove them from files for inference.
 
         Args:
-          ratio: of all Dropout nodes; or a ratio for each of some values, nodes or modules (as in
-            `with_outputs`), behind which Dropout is put unless it is one itself.
+          ratio: the ratio of all Dropout nodes; or a ratio by value, node or module (as in
+            `with_outputs`). Dropout is inserted after these, unless they are Dropout nodes.
 
         Raises:
           InputError: there is no Dropout node, no such value, or a ratio is not in [0, 1).
@@ -489,9 +506,9 @@ class Model(Network, Rendered):
         return self._overlaid(dropout=new)
 
     def with_remat(self) -> Model:
-        """Return a model that keeps few values for a gradient in training and recomputes the rest.
+        """Return a model that stores few activations in training and recomputes the others.
 
-        About the square root of its nodes is kept; a step takes up to a third longer.
+        The outputs of about sqrt(n) of n nodes are stored. A step takes up to a third longer.
         """
         return self._overlaid(remat=True)
 
@@ -502,11 +519,11 @@ class Model(Network, Rendered):
     # Models whose weights have another form.
 
     def sparsity_options(self) -> dict[str, Any]:
-        """Return what the graph says of its weights, as `exclude` and `axes` of `sparse.layers`.
+        """Return the arguments `exclude` and `axes` of `sparse.layers` for this graph.
 
-        A weight that is used in anything but dense matrix products and convolutions (an embedding,
-        a grouped convolution, a table that is added) cannot be sparse. The input axis is the one
-        that the product sums over, at the first use of a weight that has several.
+        Weights with any use besides dense matrix products and convolutions are excluded:
+        embeddings, grouped convolutions, tables that are added. The input axis is the axis that the
+        product sums over, at the first use of the weight.
         """
         return options(self.graph, self.tensors, self.params)
 
@@ -518,69 +535,70 @@ class Model(Network, Rendered):
         method: str = "",
         **choice: Any,
     ) -> Model:
-        """Return a model with a record of what is sparse, for `save` and `sparse.verify`.
+        """Return a model that records which weights are sparse, for `save` and `sparse.verify`.
 
-        For weights of a training loop of your own: `jaxonnx.train` records by itself. The weights
-        stay as they are; `sparse.prune` makes them sparse.
+        Use it after a training loop of your own; `jaxonnx.train` does it itself. The weights do not
+        change; `sparse.prune` makes them sparse.
 
         Args:
-          pattern, transposable: as in `sparse.layers`; None takes the record away. Patterns by name
-            take modules and nodes too, as in `with_trainable`.
-          method: how the weights were trained, for the record.
-          choice: `select`, `exclude` and `axes` as in `sparse.layers`; without them the graph
-            says which weights have the pattern, and along which axes (`sparsity_options`). `select`
-            takes modules and nodes too, as in `with_trainable`.
+          pattern, transposable: as in `sparse.layers`. None removes the record. A dict of patterns
+            may name modules and nodes, as in `with_trainable`.
+          method: how the weights were trained, a text for the record.
+          choice: `select`, `exclude` and `axes`, as in `sparse.layers`; by default those of
+            `sparsity_options`. `select` may name modules and nodes, as in `with_trainable`.
 
         Raises:
-          SparsityError: no weight is left to be sparse.
+          SparsityError: no weight can have the pattern.
         """
         return with_record(self, pattern, transposable, method, choice)
 
     def with_sparse_products(self) -> Model:
-        """Return a model whose calls leave out the zeros of the weights that it records as 2:4.
+        """Return a model whose calls skip the zeros of weights that are recorded as 2:4.
 
-        `model(x)`, `apply`, `predict`, `evaluate` and what else infers use the kernels of
-        `sparse.sparse_products`; training and files are as before. Where the platform has none, or
-        no compiler for it, products stay dense, and a warning says so.
+        `model(x)`, `apply`, `predict`, `evaluate` and other inference use the kernels of
+        `sparse.sparse_products`. Training and saved files do not change. If the platform has no
+        kernel, or no compiler for it, products stay dense, with a warning.
 
         Raises:
-          SparsityError: the model records no weights that are 2:4 (`sparse.record`).
+          SparsityError: the model has no record of 2:4 weights (`sparse.record`).
         """
         return with_products(self)
 
     def with_float_weights(self) -> Model:
-        """Return a quantized model with its weights as parameters in front of their rounding.
+        """Return a quantized model with the floating-point weights before rounding as parameters.
 
-        Training with `quantize=` starts from this. Calls compute the same, and `save` writes the
-        file as it was, with the integers of changed weights. Another model is returned as it is.
+        This is the first step of training with `quantize=`. Calls return the same values, and
+        `save` writes the quantized file with the new weights. A model that is not quantized is
+        returned unchanged.
         """
         return open_quantized(self)[0] if is_quantized(self) else self
 
     def merge_adapters(self, *, requantize: bool = False) -> Model:
-        """Return a plain model in which adapters (`jaxonnx.LoRA`) are merged into the weights.
+        """Return a model with its adapters (`jaxonnx.LoRA`) merged into the weights.
 
-        Its parameters are those of the model that the adapters were attached to, and what was
-        trained beside them. A model without adapters is returned as it is.
+        Its parameters are those of the model before the adapters were attached, and the tensors
+        that were trained besides them. A model without adapters is returned unchanged.
 
         Args:
-          requantize: round weights in few bits anew, in the types and blocks that they have; all
-            other tensors stay bit for bit. Each block takes the scale that loses least: its own,
-            one for its new range, or either refined by least squares. What a step of the grid is
-            larger than is lost all the same: a warning has the relative errors, the worst first.
+          requantize: quantize merged weights of few bits again, in their type and block size. All
+            other tensors stay bit for bit the same. The scale of a block is the one with the
+            smallest error: the old one, the one of the new range, or either refined by least
+            squares. Changes below the quantization step are lost. A warning lists the relative
+            errors, the largest first.
 
         Raises:
-          InputError: weights are in few bits, and `requantize` is off; or they are dequantized in
-            several ways, or by an operator for which they cannot be rounded.
+          InputError: `requantize` is False and weights have few bits; or a weight is dequantized in
+            several ways, or by an operator that cannot be quantized again.
         """
         return merge_adapters(self, requantize=requantize)
 
     # Files.
 
     def to_onnx(self, *, adapters: AdapterForm | None = None) -> ModelProto:
-        """Return the original graph with these weights, in inference form.
+        """Return the original graph with the weights of this model, as a ModelProto for inference.
 
-        Weights of a quantized model are integers in it. A record of sparse weights stays for those
-        that have the pattern.
+        Weights of a quantized model are integers. A record of sparse weights is kept for those that
+        still have the pattern.
 
         Args:
           adapters: as in `save`.
@@ -595,43 +613,42 @@ class Model(Network, Rendered):
         sparse: bool = False,
         adapters: AdapterForm | None = None,
     ) -> None:
-        """Write the original graph with these weights; never leave half a file behind.
+        """Write the original graph with the weights of this model to a file, atomically.
 
-        A warning says if weights have 2:4 zeros and nothing is recorded (`sparse.record`). Sparse
-        weights are written with their zeros in place, which every runtime takes and
-        compilers look for (TensorRT: `trtexec --sparsity=enable`, or the builder flag
-        `SPARSE_WEIGHTS`).
+        Sparse weights are written with their zeros, which every runtime reads and compilers detect
+        (TensorRT: `trtexec --sparsity=enable`, or the builder flag `SPARSE_WEIGHTS`). If weights
+        have 2:4 zeros without a record (`sparse.record`), a warning says so.
 
         Args:
-          path: of the .onnx file; if it ends in .npz, the graph and the weights are written with
-            the sparse ones packed, and `jaxonnx.load` unpacks them. If it ends in .safetensors,
-            parameters and state are written by name, for `jaxonnx.load(..., weights=path)`. Of a
-            model that was loaded from a folder it may be a folder, one that exists or with a slash
-            at the end: configuration, tokenizer and all that is not weights are copied, so that
-            the runtime of the old folder runs the new one.
-          external_data: put the weights into a file beside it; done anyway above 2 GB.
-          sparse: write the sparse weights as ONNX sparse initializers, which few runtimes take.
-          adapters: how those of `jaxonnx.LoRA` are written. "merged": into the weights. "nodes":
-            the weights stay bit for bit, and two small products and a sum stand behind each.
-            "inputs": the same with A and B as optional inputs of any rank, by default empty, so
-            that the file is the base; onnxruntime sets them from an .onnx_adapter
-            (`Adapters.save`). By default "nodes" if weights are stored in few bits, else "merged",
-            which rounds weights in few bits as `merge_adapters(requantize=True)` does.
+          path: the format depends on the ending. .onnx: an ONNX file. .npz: graph and weights, the
+            sparse weights packed; `jaxonnx.load` reads it. .safetensors: parameters and state by
+            name, for `jaxonnx.load(..., weights=path)`. A folder (one that exists, or with a slash
+            at the end), for a model that was loaded from a folder: configuration and tokenizer are
+            copied, so that the same runtime reads it.
+          external_data: write the weights to a second file. Above 2 GB this is always done.
+          sparse: write sparse weights as ONNX sparse initializers, which few runtimes read.
+          adapters: how adapters of `jaxonnx.LoRA` are written. "merged": into the weights; weights
+            of few bits are rounded as by `merge_adapters(requantize=True)`. "nodes": as two small
+            products and a sum after each weight, which stays bit for bit the same. "inputs": the
+            same, with A and B as optional inputs of any rank, empty by default; onnxruntime sets
+            them from an .onnx_adapter file (`Adapters.save`). The default is "nodes" for weights
+            stored in few bits, else "merged".
 
         Raises:
-          InputError: this kind of file does not have the option, or adapters cannot be written
-            so; or the path is a folder, and the model was not loaded from one.
+          InputError: the format does not have an option, adapters cannot be written in this way, or
+            the path is a folder and the model was not loaded from one.
           OSError: the path cannot be written.
-          SparsityError: a packed or sparse form, but the model has no record of sparse weights.
+          SparsityError: a packed or sparse format is requested, and the model has no record of
+            sparse weights.
         """
         save(self, path, external_data=external_data, sparse=sparse, adapters=adapters)
 
     # Tables.
 
     def summary(self) -> Summary:
-        """Return a table of the layers: operator, output shape, parameters, what is trained, notes.
+        """Return a table of the layers: operator, output shape, parameters, trained or not, notes.
 
-        It renders in terminals and notebooks; `.layers` has its rows.
+        It prints as a table in terminals and notebooks. `.layers` has the rows.
         """
         return summary(self)
 
@@ -642,7 +659,7 @@ class Model(Network, Rendered):
         *,
         optimizer: optax.GradientTransformation | None = None,
     ) -> Shardings:
-        """Return where each tensor would lie on a mesh, as a table; nothing is moved.
+        """Return the placement of each tensor on a mesh, as a table; no array is moved.
 
         >>> from jaxonnx import demo
         >>> table = demo.model().shardings("all", "fsdp")
@@ -651,11 +668,12 @@ class Model(Network, Rendered):
 
         Args:
           mesh, sharding: as in `jaxonnx.train`.
-          optimizer: whose state counts, too; that of Adam by default, two numbers a parameter.
+          optimizer: its state is counted as well; by default that of Adam, two values per
+            parameter.
 
         Raises:
-          InputError: a rule that fits no tensor, an axis that the devices do not divide, a name
-            that the mesh does not have.
+          InputError: a rule matches no tensor, an axis is not divisible by the number of devices,
+            or the mesh does not have a named axis.
         """
         return shardings(self, mesh, sharding, optimizer)
 

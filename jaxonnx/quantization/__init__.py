@@ -1,4 +1,4 @@
-"""Quantized networks: where a scheme puts QuantizeLinear, with which scales, and how they train."""
+"""Post-training quantization, quantization-aware training and sensitivity analysis."""
 
 from jaxonnx.quantization._layers import list_layers, plot_ranges
 from jaxonnx.quantization._quantize import prepare, quantize, select_scales

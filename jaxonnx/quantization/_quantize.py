@@ -1,4 +1,4 @@
-"""`quantize`: a calibrated model in QDQ form; and the same made ready for training."""
+"""`quantize`: calibrates a model and inserts QuantizeLinear; `prepare` does so for training."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def quantize(
     equalize: bool = False,
     preprocess: Any = None,
 ) -> Model:
-    """Return the model with integer weights and activations, calibrated on some data.
+    """Quantize weights and activations of a model, with ranges calibrated on data.
 
-    It is the graph with QuantizeLinear and DequantizeLinear where the scheme says, so that `save`
-    writes what onnxruntime, TensorRT and others read (QDQ); BatchNormalization is folded into the
-    convolution before it. The weights of the model stay float32 until it is saved, and every call
-    computes with the rounded ones. No labels are needed; `jaxonnx.train(..., quantize=)` wins back
-    what rounding costs.
+    The result has QuantizeLinear and DequantizeLinear nodes (QDQ), which onnxruntime, TensorRT and
+    others read from the file that `save` writes. BatchNormalization is folded into the convolution
+    before it. The parameters stay float32 until the model is saved, and every call computes with
+    the rounded values. Labels are not needed. `jaxonnx.train(..., quantize=)` recovers the accuracy
+    that rounding costs.
 
     >>> import numpy as np, jaxonnx
     >>> from jaxonnx import demo
@@ -71,27 +71,27 @@ def quantize(
     True
 
     Args:
-      model: a Model, or anything that `jaxonnx.load` takes.
-      data: inputs in any of the forms that `Model.predict` takes; targets beside them are left out.
-      scheme: "int8", "int4", or a `jaxonnx.Quantization`.
-      batch_size: the number of examples in a batch, of data in one piece.
-      batches: the number of batches that ranges are measured on.
-      method: "round" learns for each number of a weight whether it is rounded up or down
-        (AdaRound). It goes by the error of its layer's results, instead of rounding to the nearest
-        number, and corrects the means of biases. It pays at four bits and fewer, but not for every
-        network: compare both.
-      equalize: rescale the channels of consecutive convolutions and Gemms so that they have weights
-        of the same size. The function in floating point stays as it is (arXiv:1906.04721). It is
-        for weights with one scale each (`per_channel=False`), of depthwise networks above all.
-      preprocess: as in `jaxonnx.train`, for folders of pictures.
+      model: a Model, or anything that `jaxonnx.load` accepts.
+      data: inputs in any form that `Model.predict` accepts. Targets are ignored.
+      scheme: "int8", "int4", ... or a `jaxonnx.Quantization`.
+      batch_size: the number of examples per batch. Ignored for iterables.
+      batches: the number of batches to calibrate on.
+      method: "round" learns for each weight whether to round up or down (AdaRound,
+        arXiv:2004.10568). It minimizes the error of the outputs of each layer, and corrects the
+        mean of the biases. The default rounds to the nearest value. "round" helps at four bits and
+        fewer, but not for every network: compare both.
+      equalize: rescale the channels of consecutive convolutions and Gemms to equal weight ranges
+        (cross-layer equalization, arXiv:1906.04721). The floating-point function does not change.
+        It is useful with `per_channel=False`, above all for depthwise convolutions.
+      preprocess: as in `jaxonnx.train`, for folders of images.
 
     Returns:
-      A model with the same inputs and outputs, whose parameters are those of `model` after folding.
+      A model with the same inputs and outputs. Its parameters are those of `model`, after folding.
 
     Raises:
-      InputError: the scheme does not fit the model, the model is quantized already, or the data
-        give no ranges.
-      TrainingError: data that do not fit.
+      InputError: the scheme does not fit the model, the model is already quantized, or the data
+        yield no ranges.
+      TrainingError: the data do not fit the model.
     """
     if method not in (None, "round"):
         raise InputError(f"method is 'round' or None, and was {method!r}")
@@ -109,24 +109,17 @@ def prepare(
     epochs: int | None,
     steps_per_epoch: int | None,
 ) -> tuple[Model, str]:
-    """Make a model ready for quantization-aware training.
+    """Return a model for quantization-aware training, and a note for the history.
 
-    A model that is quantized already keeps its nodes and starts from its own scales; any other one
-    is calibrated on `source` first.
+    A model that is already quantized keeps its nodes and starts from its own scales.
 
     Args:
-      model: the model to train.
-      scheme: its types, and how scales or ranges are trained.
-      source: the calibration data; None where there are none.
-      epochs, steps_per_epoch: of the run; None if they are not known.
-
-    Returns:
-      The model with QuantizeLinear and DequantizeLinear nodes, and a note for the report of the
-      run.
+      source: the data to calibrate on.
+      epochs, steps_per_epoch: the length of the run; None if not known.
 
     Raises:
-      InputError: the model is not quantized, and there are no data to calibrate it on; or it is
-        quantized to other types than the scheme's.
+      InputError: there are no data to calibrate on, or the model is quantized to other dtypes than
+        those of the scheme.
     """
     named, scheme, model = scheme, Quantization.of(scheme), without_schedule(model)
     entry = record_of(model.proto)

@@ -1,4 +1,4 @@
-"""`Quantization`: which types weights and activations get, and how their ranges are found."""
+"""`Quantization`: the dtypes of quantized weights and activations, and how ranges are found."""
 
 from __future__ import annotations
 
@@ -74,55 +74,58 @@ _BLOCKS_SINCE = 21
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """A scheme for `jaxonnx.quantize` and `jaxonnx.train(..., quantize=)`.
+    """The settings of `jaxonnx.quantize` and `jaxonnx.train(..., quantize=)`.
 
     >>> import jaxonnx
     >>> jaxonnx.Quantization.of("int4").weights
     'int4'
 
     Attributes:
-      weights: the type of weights: "int8", "uint8", "fp8" (E4M3), "int4", "uint4" or "int2"; their
-        zero point is the middle of the type, 0 for signed ones.
-      activations: the type of the inputs of quantized operators: "uint8", "int8", "uint16",
-        "int16", "fp8", or None to leave them as they are (quantized weights only).
-      per_channel: one scale for each output channel of a weight, not one for all of it.
-      block: one scale for so many inputs of each output channel of a MatMul or Gemm, whose number
-        of inputs must be a multiple of it; other weights have a scale for each channel.
-      symmetric: activations have the zero point of the middle of their type. None: as `dialect`
-        has it, which for "onnxruntime" is only so for signed types.
-      calibration: how the range of an activation is found. "minmax": the least and greatest number
-        of the calibration data. "average": the mean of those of the batches. "percentile": 99.99 %
-        of the numbers. "mse": the range whose rounding has the least mean squared error.
-        "entropy": the range whose rounded histogram diverges least from the whole one (Kullback and
-        Leibler), as in TensorRT.
-      where: the weights to round: names, modules, nodes or a predicate, as in
-        `Model.with_trainable`, that choose among those of Conv, ConvTranspose, Gemm, MatMul, RNN,
-        GRU and LSTM. None: all of them.
-      skip: the weights to leave as they are. They are chosen in the same way.
-      dialect: what the runtime takes. "onnxruntime" also quantizes what pools, sums, products and
-        concatenations read, and the biases of convolutions and Gemm when the model is saved
-        (int32), so that they are computed with integers. "tensorrt" does neither, and its
-        activations are symmetric int8 or fp8. "qnn" (Qualcomm's processors) quantizes what all
-        operators of floats read and what the graph gives, to uint8 or uint16, and has scales for
-        channels at convolutions alone.
-      reduce_range: weights of 8 bits take 7 of them. Sums of two products then fit into 16 bits in
-        onnxruntime on x86 processors with AVX2 or AVX512 and without VNNI. For
-        `jaxonnx.quantize` alone: training would leave the range again.
-      bits: "auto" chooses int4, int8 or float32 for each weight. It goes by what a weight costs
-        when it alone is rounded (`jaxonnx.sensitivity`), so that all together take `size`.
-      size: the share of the bytes of the weights in float32 that they take with bits="auto"; above
+      weights: the dtype of weights: "int8", "uint8", "fp8" (E4M3), "int4", "uint4" or "int2". The
+        zero point is the middle of the type, which is 0 for signed types.
+      activations: the dtype of the inputs of quantized operators: "uint8", "int8", "uint16",
+        "int16" or "fp8". None quantizes weights only.
+      per_channel: one scale per output channel of a weight, instead of one per weight.
+      block: one scale per block of this many inputs, for each output channel of a MatMul or Gemm.
+        The number of inputs must be a multiple of it. Other weights have one scale per channel.
+      symmetric: activations use the middle of their type as zero point. The default depends on
+        `dialect`; for "onnxruntime" it is True for signed types only.
+      calibration: how the range of an activation is found. "minmax": the minimum and maximum over
+        the calibration data. "average": the mean over batches of the minimum and maximum.
+        "percentile": 99.99 % of the values. "mse": the range with the smallest mean squared
+        rounding error. "entropy": the range whose quantized histogram has the smallest
+        Kullback-Leibler divergence from the full one, as in TensorRT.
+      where: the weights to quantize: names, modules, nodes or a predicate, as in
+        `Model.with_trainable`. They are chosen among the weights of Conv, ConvTranspose, Gemm,
+        MatMul, RNN, GRU and LSTM. None: all of them.
+      skip: the weights not to quantize. They are chosen in the same way.
+      dialect: the runtime that the file is for. "onnxruntime" also quantizes the inputs of pooling,
+        Add, Mul and Concat, and the biases of convolutions and Gemm when the model is saved
+        (int32), so that these run on integers. "tensorrt" does neither; its activations are
+        symmetric int8 or fp8. "qnn" (Qualcomm) quantizes the inputs of all floating-point operators
+        and the outputs of the graph to uint8 or uint16, and has per-channel scales for convolutions
+        only.
+      reduce_range: use 7 of the 8 bits of weights. Sums of two products then fit into 16 bits,
+        which onnxruntime needs on x86 processors with AVX2 or AVX512 but without VNNI. For
+        `jaxonnx.quantize` only: training would exceed the range.
+      bits: "auto" chooses int4, int8 or float32 for each weight. The weights with the largest error
+        (`jaxonnx.sensitivity`) get more bits, so that all weights together fit into `size`.
+      size: the size of the weights with bits="auto", as a fraction of their float32 size; more than
         0.125.
-      learn: "scales" trains the scales with the weights, by the gradient of "Learned Step Size
-        Quantization" (arXiv:1902.08153). "ranges" trains those of weights; the ranges of
-        activations follow the least and the greatest number of each batch. None keeps those of the
-        calibration.
-      decay: with learn="ranges", the share of a range that a step leaves as it was.
-      freeze: with learn="ranges", the share of the run's steps after which ranges stay.
-      start: the epochs that are trained in floating point before rounding begins, also a fraction;
-        ranges follow the data from the first step on. Validation is always of the rounded network.
+      learn: what is trained besides the weights. "scales" trains all scales with the gradient of
+        "Learned Step Size Quantization" (arXiv:1902.08153). "ranges" trains the scales of weights,
+        while the ranges of activations follow the minimum and maximum of each batch. None keeps the
+        calibrated scales.
+      decay: the decay of the moving average of ranges, with learn="ranges".
+      freeze: the fraction of the steps of the run after which ranges stay fixed, with
+        learn="ranges".
+      start: the number of epochs, possibly fractional, that are trained in floating point before
+        rounding begins. Ranges follow the data from the first step on. Validation always uses the
+        quantized network.
 
     Raises:
-      InputError: a value that a scheme cannot have, with what it can.
+      InputError: a value, or a combination of values, is not supported; the message lists those
+        that are.
     """
 
     weights: Literal["int8", "uint8", "fp8", "int4", "uint4", "int2"] = "int8"
@@ -209,7 +212,9 @@ class Quantization:
 
     @classmethod
     def of(cls, scheme: str | Quantization) -> Quantization:
-        """Return a scheme by the type of its weights; activations are uint8, of "int2" as they are.
+        """Return the default scheme for a dtype of weights; a `Quantization` is returned as it is.
+
+        Activations are uint8. For "int2" they are not quantized.
 
         Raises:
           InputError: there is no scheme of this name.
@@ -226,7 +231,7 @@ class Quantization:
 
     @property
     def as_json(self) -> dict[str, Any]:
-        """The fields as values of JSON; a predicate becomes the string "a predicate"."""
+        """The fields as JSON values. A predicate becomes the text "a predicate"."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         for name in ("where", "skip"):
             value = fields[name]
@@ -238,7 +243,7 @@ class Quantization:
 
     @property
     def opset(self) -> int:
-        """The first opset that has the types and blocks of the scheme."""
+        """The first ONNX opset that has the types and blocks of this scheme."""
         weights = "int4" if self.bits else self.weights
         types = [TYPES[name].opset for name in (weights, self.activations) if name]
         return max(*types, _BLOCKS_SINCE if self.block else 0)
@@ -252,7 +257,7 @@ class Quantization:
 
     @property
     def weight_limits(self) -> tuple[int, int]:
-        """The least and the greatest quantized weight, with the zero point subtracted."""
+        """The smallest and largest quantized weight, minus the zero point."""
         kind = TYPES[self.weights]
         least, most = (limit - kind.middle for limit in kind.limits)
         return (least // 2, most // 2) if self.reduce_range else (least, most)
@@ -261,14 +266,10 @@ class Quantization:
 def make_schedule(
     scheme: Quantization, epochs: int | None, steps_per_epoch: int | None
 ) -> Schedule | None:
-    """Return the steps at which ranges freeze and rounding begins; None if there are none.
-
-    Args:
-      scheme: its `learn`, `decay`, `freeze` and `start`.
-      epochs, steps_per_epoch: of the run; None if they are not known.
+    """Return when ranges follow the data and when rounding begins; None if both are constant.
 
     Raises:
-      InputError: the number of steps matters and is not known, or rounding would not begin.
+      InputError: the number of steps is needed and not known, or rounding would never begin.
     """
     moves = scheme.learn == "ranges"
     if not (moves or scheme.start):

@@ -1,4 +1,4 @@
-"""`sensitivity`: what each layer of a network costs when it alone is rounded or made sparse."""
+"""`sensitivity`: the error of the outputs when a single weight is quantized or made sparse."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ from jaxonnx.quantization._sites import WeightSite, find_weights
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What each weight costs alone; printing it is a table, the worst first.
+    """The error that each weight causes when only it is quantized; prints as a table, largest
+    first.
 
     Attributes:
-      errors: by the name of a weight, then by type or pattern: the mean squared change of the
-        outputs, relative to their mean square.
+      errors: by name of the weight, then by dtype or pattern: the mean squared change of the
+        outputs, divided by their mean square.
       sizes: the number of elements of each weight.
     """
 
@@ -39,12 +40,12 @@ class Sensitivity:
 
     @property
     def types(self) -> tuple[str, ...]:
-        """The types and patterns that were measured."""
+        """The dtypes and patterns that were measured."""
         return tuple(next(iter(self.errors.values())))
 
     @property
     def ranking(self) -> list[str]:
-        """The names of the weights, the one with the greatest error at any type first."""
+        """The names of the weights, sorted by their largest error, in descending order."""
         return sorted(self.errors, key=lambda name: -max(self.errors[name].values()))
 
     def __str__(self) -> str:
@@ -58,7 +59,7 @@ class Sensitivity:
         return "\n".join(lines)
 
     def plot(self, axes: Any = None) -> Any:
-        """Draw a bar for each weight and type, on a scale of powers; return the matplotlib axes."""
+        """Draw a bar for each weight and dtype, on a log axis; return the matplotlib axes."""
         axes = new_axes(axes)
         names, height = [*self.errors], 0.8 / len(self.types)
         places = np.arange(len(names))
@@ -82,10 +83,11 @@ def sensitivity(
     batches: int = 4,
     preprocess: Any = None,
 ) -> Sensitivity:
-    """Return what each weight costs when it alone is rounded, or made sparse.
+    """Measure the error of the outputs when one weight at a time is quantized or made sparse.
 
-    Every weight is rounded with one scale for each channel, the others and all activations stay as
-    they are, and the outputs are compared. No labels are needed. Costs add up approximately.
+    Each weight is rounded with one scale per channel, while all other weights and all activations
+    stay in floating point. Labels are not needed. The errors of several weights add up
+    approximately.
 
     >>> import numpy as np, jaxonnx
     >>> from jaxonnx import demo
@@ -95,20 +97,20 @@ def sensitivity(
     True
 
     Args:
-      model: a Model, or anything that `jaxonnx.load` takes.
-      data: inputs in any of the forms that `Model.predict` takes.
-      types: types of weights like "int8", or patterns of sparsity like "2:4".
-      batch_size: the number of examples in a batch, of data in one piece.
-      batches: the number of batches that outputs are compared on.
-      preprocess: as in `jaxonnx.train`, for folders of pictures.
+      model: a Model, or anything that `jaxonnx.load` accepts.
+      data: inputs in any form that `Model.predict` accepts.
+      types: dtypes of weights like "int8", or sparsity patterns like "2:4".
+      batch_size: the number of examples per batch. Ignored for iterables.
+      batches: the number of batches to compare outputs on.
+      preprocess: as in `jaxonnx.train`, for folders of images.
 
     Returns:
-      The errors of all weights of Conv, ConvTranspose, Gemm, MatMul, RNN, GRU and LSTM; of a
-      pattern, infinity where a weight does not fit it.
+      The errors of all weights of Conv, ConvTranspose, Gemm, MatMul, RNN, GRU and LSTM. The error
+      of a pattern is infinite for a weight whose shape does not fit it.
 
     Raises:
-      InputError: there is no such weight or type.
-      TrainingError: data that do not fit.
+      InputError: the model has no such weight, or there is no such dtype or pattern.
+      TrainingError: the data do not fit the model.
     """
     net = model if isinstance(model, Model) else load(model)
     source = read_inputs(net, list_folder(data, net, preprocess), batch_size, PLAIN)

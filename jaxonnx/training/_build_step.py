@@ -47,11 +47,11 @@ def step(
     steps_per_epoch: int = 1,
     **arguments: Unpack[StepArguments],
 ) -> Step:
-    """Make the step that `train` loops over, for a loop of your own.
+    """Build the step that `train` iterates, for a training loop of your own.
 
-    Nothing is compiled, and no array of the model is changed or donated. Without loss and optimizer
-    it is the step of a file's `training_info`, where there is one; the parameters of its states are
-    the variables of the file.
+    Nothing is compiled, and no array of the model is changed or donated. Without loss and
+    optimizer, it is the step of the `training_info` of the file; the parameters of its state are
+    then the variables of the file.
 
     >>> import jax, numpy as np
     >>> from jaxonnx import demo
@@ -66,17 +66,17 @@ def step(
     >>> trained = one.to_model(one.view(state), state.state)
 
     Args:
-      model: a Model, or anything that `jaxonnx.load` takes.
+      model: a Model, or anything that `jaxonnx.load` accepts.
       loss: as in `jaxonnx.train`.
       optimizer: as in `jaxonnx.train`.
       learning_rate: as in `jaxonnx.train`.
-      epochs: the number of epochs of the run. `sparsity` without lengths divides them into phases,
-        and an optimizer that is a function of the number of updates needs them.
-      steps_per_epoch: the number of steps in an epoch, in which `sparsity` counts its phases.
+      epochs: the number of epochs of the run. `sparsity` without phase lengths divides them into
+        phases. An optimizer that is a function of the number of updates needs them.
+      steps_per_epoch: the number of steps per epoch, for the phases of `sparsity`.
       **arguments: those of `jaxonnx.training.StepArguments`, where each is documented.
 
     Raises:
-      TrainingError: settings that do not fit.
+      TrainingError: the settings do not fit the model.
     """
     check_names("step", StepArguments, arguments)
     own = LossArguments(loss=loss, optimizer=optimizer, learning_rate=learning_rate)

@@ -1,4 +1,4 @@
-"""`evaluate`: losses and metrics of a model over all of some data."""
+"""`evaluate`: the loss and metrics of a model over a data set."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -37,10 +37,10 @@ def evaluate(
     progress: bool | None = None,
     **arguments: Unpack[DataArguments],
 ) -> dict[str, Any]:
-    """Return the loss and metrics of a model, in inference mode, over all of some data.
+    """Compute the loss and metrics of a model over a data set, in inference mode.
 
-    Nothing is a mean over batches, and the fill of a short last batch does not count: the numbers
-    are those of the whole data.
+    Values are exact over the whole data set. They are not means over batches, and the examples that
+    fill a short last batch are not counted.
 
     >>> import numpy as np
     >>> from jaxonnx import demo
@@ -49,26 +49,31 @@ def evaluate(
     {'accuracy': 0.1..., 'top_10': 1.0}
 
     Args:
-      model: a Model, or anything that `jaxonnx.load` takes.
-      data: with its targets, in any of the forms that `jaxonnx.train` takes.
-      metrics: as in `jaxonnx.train`, and further ones.
+      model: a Model, or anything that `jaxonnx.load` accepts.
+      data: inputs with targets, in any form that `jaxonnx.train` accepts.
+      metrics: as in `jaxonnx.train`, and these:
 
-        Numbers: "roc_auc" and "average_precision" (the mean over the classes, each against all
-        others, or over binary columns). Tables and curves: "confusion_matrix"
-        (`jaxonnx.training.ConfusionMatrix`), "per_class" (precision, recall, F1 and support:
-        `jaxonnx.training.PerClass`), "roc_curve" and "precision_recall_curve"
-        (`jaxonnx.training.Curves`). Each of these prints as a table, has its arrays as attributes,
-        and has `plot()`. Curves and areas keep the outputs of all examples in memory.
-      loss: as in `jaxonnx.train`. It also says what outputs mean: whether they are logits, of
-        classes or of yes and no.
-      progress: show a bar after two seconds; by default in terminals and notebooks.
+        * "roc_auc", "average_precision": the mean over the classes, each against all others, or
+          over binary columns.
+        * "confusion_matrix": a `jaxonnx.training.ConfusionMatrix`.
+        * "per_class": precision, recall, F1 and support, a `jaxonnx.training.PerClass`.
+        * "roc_curve", "precision_recall_curve": a `jaxonnx.training.Curves`.
+
+        The tables and curves print as tables, have their arrays as attributes, and have `plot()`.
+        Curves and areas keep the outputs of all examples in memory.
+      loss: as in `jaxonnx.train`. Metrics use it to tell whether outputs are logits, and of classes
+        or of binary labels.
+      progress: whether to show a progress bar after two seconds; by default in terminals and
+        notebooks.
       **arguments: those of `jaxonnx.training.DataArguments`, where each is documented.
 
     Returns:
-      By name "loss" and the metrics, of several outputs "<output>_loss" and "<output>_<metric>".
+      A dict with "loss" and the metrics by name; for a model with several outputs "<output>_loss"
+      and "<output>_<metric>".
 
     Raises:
-      TrainingError: data, labels, loss or metrics that do not fit.
+      TrainingError: neither loss nor metrics are given, or the data, labels, loss or metrics do not
+        fit the model.
     """
     if loss is None and metrics is None:
         raise TrainingError("evaluate computes metrics=, like ['accuracy'], or loss=, or both")

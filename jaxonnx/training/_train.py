@@ -1,4 +1,4 @@
-"""`train`: documentation and assembly; `jaxonnx.training._loop` has the loop."""
+"""`train`: prepares model, data and step, and runs the loop of `jaxonnx.training._loop`."""
 
 import os
 import warnings
@@ -38,10 +38,10 @@ def train(
     data: Any,
     **arguments: Unpack[TrainArguments],
 ) -> Result:
-    """Train a model and return it with the history of the run.
+    """Train a model on data; return the trained model and the history of the run.
 
-    The whole step is one program, compiled once. BatchNormalization and Dropout behave as in
-    training, and running statistics are updated.
+    A training step is one compiled program. BatchNormalization and Dropout run in training mode,
+    and running statistics are updated.
 
     >>> import numpy as np, optax
     >>> from jaxonnx import demo
@@ -51,62 +51,66 @@ def train(
     >>> sorted(name for name in result.model.params if result.changes[name])
     ['14.bias', '14.weight']
 
-    The arguments, by what they concern:
+    Arguments by topic:
 
-    * the loss: loss, optimizer, learning_rate;
-    * the model: head, trainable, lora, statistics, dropout, sparsity, quantize;
-    * the step: metrics, class_weights, seed, accumulate, ema, precision, remat, mesh, sharding,
+    * loss: loss, optimizer, learning_rate;
+    * model: head, trainable, lora, statistics, dropout, sparsity, quantize;
+    * step: metrics, class_weights, seed, accumulate, ema, precision, master, remat, mesh, sharding,
       nan;
-    * the data: batch_size, fixed, batching, pad, length_buckets, preprocess;
-    * the run: epochs, validation, augment, patience, monitor, checkpoint_dir, checkpoint_every,
-      resume, on_log, progress.
+    * data: batch_size, fixed, batching, pad, length_buckets, preprocess;
+    * run: epochs, validation, augment, patience, monitor, checkpoint_dir, checkpoint_every, resume,
+      on_log, samples, progress.
 
     Args:
-      model: a Model, or anything that `jaxonnx.load` takes. It is not changed.
-      data: arrays, a file, a folder of images, or batches, with inputs and targets.
+      model: a Model, or anything that `jaxonnx.load` accepts. It is not changed.
+      data: inputs with targets, in one of these forms. All but iterables are shuffled, in an order
+        that depends only on `seed` and the epoch.
 
-        Arrays are `(x, y)`, or a dict by input name with the targets beside them: one array under
-        any other name, or several, which are then a dict; "x" and "y" will do for one input. `x` is
-        an array, a tuple of arrays, or a dict by input name. A third array, `(x, y, weight)`, or
-        "weight" in a dict beside other targets, weighs the examples in losses and metrics: losses
-        are divided by the sum of the weights.
+        * Arrays: `(x, y)`, where `x` is an array, a tuple of arrays, or a dict by input name. Or
+          one dict with the inputs by name ("x" for a single input) and the targets under another
+          name, such as "y"; several targets become a dict.
+        * Weighted examples: `(x, y, weight)`, or a dict with "weight" besides other targets. Losses
+          and metrics are weighted, and losses are divided by the sum of the weights.
+        * A file: an .npz file with such arrays, or a .jsonl file with one object of these names per
+          line.
+        * A Hugging Face Dataset. It is read into memory.
+        * A folder of images: one folder per class. The index of the class is the target.
+        * Texts: a .jsonl file, a list or a Dataset of objects with "text", with "prompt" and
+          "completion", or with "messages" (dicts of "role" and "content"). They need a model from a
+          folder with a tokenizer. Its tokenizer and chat template make tokens and labels
+          (`preprocess`). The loss counts completions and the messages of the assistant.
+        * An iterable of batches in the forms above (a Grain or torch DataLoader, tf.data, a list),
+          or a function from the epoch to one. Batches are used in their order.
 
-        Texts are a .jsonl file, a list or a Hugging Face Dataset of objects with "text", with
-        "prompt" and "completion", or with "messages" (dicts of "role" and "content"). The tokenizer
-        and the chat template of the folder that the model was loaded from make tokens and labels
-        of them (`preprocess`); the loss is on completions and on what the assistant says.
-
-        A file is an .npz file with such arrays, or a .jsonl file with an object of these names in
-        each line. A Hugging Face Dataset is read in one piece. A folder of images has one folder
-        for each class, whose number is the target.
-
-        Batches are such pairs, triples or dicts: an iterable (a Grain or torch DataLoader, tf.data,
-        a list), or a function from the epoch to one. Data in one piece is shuffled in an order that
-        depends on `seed` and the epoch only; iterables are taken in their order. A short batch is
-        filled with other examples of the data, which the loss ignores but batch statistics see.
+        A short batch is filled with other examples of the data. The loss ignores them; batch
+        statistics include them.
 
         Inputs and targets may be sequences of unequal length along the second axis: lists of lists,
-        lists or object arrays of arrays, ragged columns of a dataset. The sequences of a batch are
-        padded to one width (`pad`, `length_buckets`), and those of one width are shuffled and
-        batched together. A mask input ("attention_mask", "input_mask" or "mask") that is missing
-        from the data is 1 for each token and 0 for padding. Batches of an iterable may have several
-        widths, too; a program is compiled for each.
+        lists or object arrays of arrays, ragged columns of a Dataset. The sequences of a batch are
+        padded to one width (`pad`, `length_buckets`), and sequences of equal width are batched
+        together. A mask input ("attention_mask", "input_mask" or "mask") that is missing from the
+        data is 1 for tokens and 0 for padding. The batches of an iterable may differ in width; each
+        width is compiled.
       **arguments: those of `jaxonnx.training.TrainArguments`, where each is documented.
 
     Returns:
-      `.model` and `.history`; printing it says what changed. A run that ends before its last epoch
-      gives the best that it has, says in `history.stopped` why, which weights these are and where
-      the last checkpoint is, and warns (but not of `patience`). These are steps that are not
-      finite, a checkpoint that could not be written (a full disk), memory that is not enough after
-      steps were taken, and Ctrl-C, which ends the run after the present step, with a checkpoint;
-      after a second Ctrl-C it ends without one, also where it waits for data. In the main thread
-      `train` has a SIGINT handler of its own until it returns, for that; before the first step
-      Ctrl-C is a KeyboardInterrupt, as usual.
+      A `Result` with `.model` and `.history`; printing it shows what changed.
+
+      A run may end before its last epoch: by `patience`, at a non-finite step (`nan`), because a
+      checkpoint could not be written (a full disk), because memory ran out after the first step, or
+      by Ctrl-C. The result then has the best weights that are available. `history.stopped` gives
+      the reason, which weights these are, and the last checkpoint. All but `patience` also warn.
+
+      Ctrl-C ends the run after the current step and writes a checkpoint. A second Ctrl-C ends it
+      without a checkpoint, even while it waits for data. For this, `train` installs a SIGINT
+      handler in the main thread until it returns. Before the first step, Ctrl-C raises
+      KeyboardInterrupt.
 
     Raises:
-      TrainingError: data, labels, loss or settings that do not fit, before anything is compiled;
-        or a later batch that does not fit those before it; or memory is not enough for a step.
-      InputError: names, expressions or `sharding` that do not fit the model or the mesh.
+      TrainingError: the data, labels, loss or settings do not fit the model (raised before
+        compilation), or a later batch does not fit the earlier ones, or a step does not fit into
+        memory.
+      InputError: names, regular expressions or `sharding` do not fit the model or the mesh.
     """
     check_names("train", TrainArguments, arguments)
     settings = Settings(**arguments)
