@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from jaxonnx._run.fold_norms import folds
 
 
 def fold_norms(
-    proto: ModelProto, graph: Graph, tensors: Mapping[str, Any]
+    proto: ModelProto, graph: Graph, tensors: Mapping[str, Any], keep: Collection[str] = ()
 ) -> tuple[ModelProto, dict[str, np.ndarray]]:
     """Fold BatchNormalization into the convolution before it, in a file (see `_run.fold_norms`).
 
@@ -21,6 +21,7 @@ def fold_norms(
       proto: the file.
       graph: its main graph, bound.
       tensors: the values of its named tensors.
+      keep: the weights of convolutions whose BatchNormalization stays.
 
     Returns:
       The new file, and new values of the convolutions' weights (output channels first) and of the
@@ -28,11 +29,16 @@ def fold_norms(
       file still has the initializers of scale, mean and variance, which no node reads.
     """
     folded = folds(graph, tensors)
-    values = {name: np.asarray(bias) for name, bias in folded.biases.items()}
-    for name, factor in folded.factors.items():
-        w = np.asarray(tensors[name])
-        values[name] = w * factor.reshape(-1, *(1,) * (w.ndim - 1))
-    norms = {node.outputs[0]: node for node in graph.nodes if node.index in folded.norms}
+    convs = {node.outputs[0]: node for node in graph.nodes if node.outputs}
+    norms, values = {}, {}
+    for node in graph.nodes:
+        weight = convs[node.inputs[0]].inputs[1] if node.index in folded.norms else ""
+        if not weight or weight in keep:
+            continue
+        norms[node.outputs[0]], bias = node, node.inputs[2]
+        w, factor = np.asarray(tensors[weight]), folded.factors[weight]
+        values[weight] = w * factor.reshape(-1, *(1,) * (w.ndim - 1))
+        values[bias] = np.asarray(folded.biases[bias])
     before = {node.inputs[0]: node for node in norms.values()}
     result = ModelProto()
     result.CopyFrom(proto)
@@ -46,3 +52,19 @@ def fold_norms(
             node.input[2:] = [norm.inputs[2]]
             node.output[0] = norm.outputs[0]
     return result, values
+
+
+def folded_outputs(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return the pairs that `fold_norms` folds.
+
+    Returns:
+      By the name of a convolution's weight: the output of the convolution, and that of its
+      BatchNormalization.
+    """
+    norms = folds(graph, tensors).norms
+    convs = {node.outputs[0]: node for node in graph.nodes if node.outputs}
+    return {
+        convs[node.inputs[0]].inputs[1]: (node.inputs[0], node.outputs[0])
+        for node in graph.nodes
+        if node.index in norms
+    }

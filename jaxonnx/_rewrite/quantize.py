@@ -19,6 +19,7 @@ from jaxonnx._graph.ancestors import ancestors
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.uses import uses
 from jaxonnx._io import order, records
+from jaxonnx._rewrite.fold_rounded_norms import fold_rounded_norms
 from jaxonnx._rewrite.qoperators import Opened, close_operators
 from jaxonnx._run.scope import Context, run
 
@@ -54,6 +55,8 @@ class Record:
     """The biases that are stored as int32."""
     opened: tuple[Opened, ...] = ()
     """Nodes that were operators on quantized tensors, and are so again in the saved file."""
+    norms: tuple[str, ...] = ()
+    """The outputs of BatchNormalizations that the saved file has in the scales of weights."""
     folded: bool = False
     """Whether the file is a saved one, in which integers are initializers."""
 
@@ -70,8 +73,9 @@ class Record:
         )
         lists = tuple(entry["folds"]), tuple(entry["scales"])
         opened = tuple(Opened(*map(str, fields)) for fields in entry.get("opened", ()))
+        norms = tuple(map(str, entry.get("norms", ())))
         folded = bool(entry["folded"])
-        return cls(*lists, dict(entry["names"]), tuple(biases), opened, folded)
+        return cls(*lists, dict(entry["names"]), tuple(biases), opened, norms, folded)
 
 
 def record_of(proto: ModelProto) -> Record | None:
@@ -197,6 +201,10 @@ class Writer:
         )
         self._record = replace(self._record, biases=recorded)
 
+    def keep_norms(self, outputs: Iterable[str]) -> None:
+        """Record the BatchNormalizations, by their outputs, that the saved file has folded."""
+        self._record = replace(self._record, norms=tuple(outputs))
+
     def finish(self) -> ModelProto:
         """Sort the nodes, write the record and return the file."""
         order.sort(self.proto.graph)
@@ -306,9 +314,16 @@ def fold(proto: ModelProto, graph: Graph, values: Mapping[str, np.ndarray]) -> M
             del main.node[i]
     for name, value in folded.items():
         main.initializer.append(numpy_helper.from_array(value, name))
-    scales = {**values, **folded}
+    tensors = {**values, **folded}
+    norms = [node for node in main.node if node.output[0] in entry.norms]
+    convs = [node for node in main.node if {*node.output} & {norm.input[0] for norm in norms}]
+    read.update(name for node in (*norms, *convs) for name in node.input[1:])
+    for name, value in fold_rounded_norms(main, entry.norms, tensors).items():
+        tensors[name] = value
+        remove_tensor(main, name)
+        main.initializer.append(numpy_helper.from_array(value, name))
     for bias in entry.biases:
-        _store_bias(main, bias, values[bias.name], *(scales[name] for name in bias.scales))
+        _store_bias(main, bias, tensors[bias.name], *(tensors[name] for name in bias.scales))
     used = {name for node in main.node for name in node.input}
     used.update(value.name for value in main.output)
     for name in read - used - folded.keys():
@@ -316,7 +331,7 @@ def fold(proto: ModelProto, graph: Graph, values: Mapping[str, np.ndarray]) -> M
     records.rename_sparse(proto, {name: stored for stored, name in entry.names.items()})
     close_operators(main, entry.opened)
     order.sort(main)
-    records.put(proto, records.QUANTIZATION, asdict(replace(entry, folded=True)))
+    records.put(proto, records.QUANTIZATION, asdict(replace(entry, norms=(), folded=True)))
     return proto
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal
@@ -19,7 +19,8 @@ from jaxonnx._data.batches import Source
 from jaxonnx._data.images.folder import list_folder
 from jaxonnx._data.ragged import PLAIN
 from jaxonnx._io.protos import opset_of
-from jaxonnx._rewrite.fold_norms import fold_norms
+from jaxonnx._rewrite.fold_norms import fold_norms, folded_outputs
+from jaxonnx._rewrite.fold_rounded_norms import flip_negative_scales
 from jaxonnx._rewrite.moving_ranges import Schedule, insert_schedule
 from jaxonnx._rewrite.quantize import Record, Writer, learn_scales, record_of, stored_types
 from jaxonnx.errors import InputError
@@ -38,7 +39,7 @@ from jaxonnx.quantization._ranges import calibrate, weight_parameters
 from jaxonnx.quantization._rounding import learn_rounding
 from jaxonnx.quantization._scheme import Quantization, make_schedule
 from jaxonnx.quantization._sensitivity import choose_types, measure
-from jaxonnx.quantization._sites import WeightSite, find_sites
+from jaxonnx.quantization._sites import Sites, WeightSite, find_sites
 
 _BATCHES = 16
 """The batches that ranges are measured on."""
@@ -143,7 +144,7 @@ def prepare(
             raise InputError(
                 "reduce_range is for jaxonnx.quantize: weights that are trained leave the range"
             )
-        model = _insert(model, scheme, source, _BATCHES)
+        model = _insert(model, scheme, source, _BATCHES, keep_norms=True)
         entry = _record(model)
         weights = len(entry.names)
         activations = "no activations"
@@ -234,7 +235,13 @@ def _describe_types(scheme: Quantization) -> str:
 
 
 def _insert(
-    model: Model, scheme: Quantization, source: Source, batches: int, method: str | None = None
+    model: Model,
+    scheme: Quantization,
+    source: Source,
+    batches: int,
+    method: str | None = None,
+    *,
+    keep_norms: bool = False,
 ) -> Model:
     """Calibrate a model and insert QuantizeLinear and DequantizeLinear by a scheme.
 
@@ -244,6 +251,9 @@ def _insert(
       source: calibration data.
       batches: the most batches of it to use.
       method: "round" to learn the rounding of weights (`learn_rounding`), or None.
+      keep_norms: keep a BatchNormalization, for training, if the weight of the convolution before
+        it has a scale for each output channel; `fold` writes it into these scales. All others are
+        folded into the weights at once.
 
     Raises:
       InputError: the model is quantized already or has adapters, or the scheme does not fit it.
@@ -255,7 +265,8 @@ def _insert(
             "the model is quantized already: jaxonnx.load(path, dequantize=True) has it in "
             "floating point, and jaxonnx.train(..., quantize=) trains it at its own scales"
         )
-    model = _fold_norms(_with_opset(model, scheme.opset))
+    unfolded = _with_opset(model, scheme.opset)
+    model = _fold_norms(unfolded)
     examples = [batch.inputs for batch in islice(source.batches(0), batches)]
     tensors = model.tensors
     types = _value_types(model, examples[0])
@@ -266,17 +277,27 @@ def _insert(
         chosen = replace(scheme, where=lambda name, _: name in schemes, skip=None)
         sites = find_sites(model.graph, tensors, types, model._places, chosen)
     ranges = calibrate(model, sites.values, sites.shared, examples, scheme)
+    # `calibrate` leaves attention masks out. A node that reads one stays in floating point with all
+    # of its inputs: runtimes compute with integers only where every input is quantized
+    masked = {output for (output, _), name in sites.reads.items() if name not in ranges}
+    reads = {place: name for place, name in sites.reads.items() if place[0] not in masked}
+    norms = folded_outputs(unfolded.graph, unfolded.tensors) if keep_norms else {}
+    norms = {name: pair for name, pair in norms.items() if _scales_channels(sites, name, schemes)}
+    if norms:
+        model = _fold_norms(unfolded, norms)
+        outputs = [norm for _, norm in norms.values()]
+        model = _with_values(model, flip_negative_scales(model.graph, outputs, model.tensors))
+        tensors = model.tensors
+        convs = {norm: conv for conv, norm in norms.values()}
+        reads = {(convs.get(node, node), i): name for (node, i), name in reads.items()}
     writer = Writer(model.proto, {*tensors, *(value.name for value in model.inputs)})
+    writer.keep_norms(norm for _, norm in norms.values())
     scales = {
         name: weight_parameters(np.asarray(tensors[name]), site, schemes[name])
         for name, site in sites.weights.items()
     }
     for name, parameters in scales.items():
         writer.quantize_weight(name, parameters)
-    # `calibrate` leaves attention masks out. A node that reads one stays in floating point with all
-    # of its inputs: runtimes compute with integers only where every input is quantized
-    masked = {output for (output, _), name in sites.reads.items() if name not in ranges}
-    reads = {place: name for place, name in sites.reads.items() if place[0] not in masked}
     writer.quantize_values(reads, ranges, sites.shared)
     writer.quantize_outputs((n for n in sites.outputs if n in ranges), ranges)
     writer.store_biases((b.name, b.value, b.weight) for b in sites.biases if b.value in ranges)
@@ -285,6 +306,12 @@ def _insert(
         learned = {name: jnp.asarray(value) for name, value in values.items()}
         model = model.replace(params={**model.params, **learned})
     return with_file(model, writer.finish(), writer.added)
+
+
+def _scales_channels(sites: Sites, weight: str, schemes: Mapping[str, Quantization]) -> bool:
+    """Check whether a weight gets a scale for each output channel, along its first axis."""
+    site = sites.weights.get(weight)
+    return site is not None and site.output == 0 and schemes[weight].per_channel
 
 
 def _choose_types(
@@ -333,18 +360,23 @@ def _value_types(model: Model, inputs: Sequence[Any]) -> dict[str, np.dtype]:
     return types | given
 
 
-def _fold_norms(model: Model) -> Model:
+def _fold_norms(model: Model, keep: Collection[str] = ()) -> Model:
     """Fold each BatchNormalization into the convolution before it."""
-    proto, values = fold_norms(model.proto, model.graph, model.tensors)
-    net = with_file(model, proto)
+    proto, values = fold_norms(model.proto, model.graph, model.tensors, keep)
+    net = _with_values(with_file(model, proto), values)
+    return net.with_outputs(net.graph.outputs)  # drops the statistics that no node reads any more
+
+
+def _with_values(model: Model, values: Mapping[str, np.ndarray]) -> Model:
+    """Replace the values of some parameters, state or constants."""
     new = {name: jnp.asarray(value) for name, value in values.items()}
     params, state = (
-        {name: new.get(name, x) for name, x in group.items()} for group in (net.params, net.state)
+        {name: new.get(name, x) for name, x in group.items()}
+        for group in (model.params, model.state)
     )
-    constants = {n: values.get(n, x) for n, x in net.program.constants.items()}
-    program = dataclasses.replace(net.program, constants=constants)
-    net = dataclasses.replace(net, params=params, state=state, program=program)
-    return net.with_outputs(net.graph.outputs)  # drops the statistics that no node reads any more
+    constants = {n: values.get(n, x) for n, x in model.program.constants.items()}
+    program = dataclasses.replace(model.program, constants=constants)
+    return dataclasses.replace(model, params=params, state=state, program=program)
 
 
 def _with_opset(model: Model, opset: int) -> Model:
