@@ -40,7 +40,9 @@ class DataArguments(TypedDict, total=False):
     pad: Annotated[
         Mapping[str, Any] | None,
         Argument(
-            form="fills", resume=True, words="The value that pads short sequences of an input"
+            form="fills",
+            resume=True,
+            words="The value that pads an input (default: 0)",
         ),
     ]
     """Values that pad sequences of unequal length, by input name, like {"input_ids": 1}.

@@ -29,7 +29,10 @@ class LossArguments(TypedDict, total=False):
 
     loss: Annotated[
         Any,
-        Argument(form="text", words="The name of a loss of optax or jaxonnx; that of class labels"),
+        Argument(
+            form="text",
+            words="The name of a loss (default: softmax cross entropy)",
+        ),
     ]
     """The loss: its name in optax or `jaxonnx.losses`, or a function.
 
@@ -70,7 +73,7 @@ class ModelArguments(TypedDict, total=False):
 
     head: Annotated[
         Classes | Mapping[str, Classes] | None,
-        Argument(form="heads", words="The number of classes of a new last layer"),
+        Argument(form="heads", words="Replace the last layer, with this number of classes"),
     ]
     """A new last layer: the number of classes, or their names.
 
@@ -87,7 +90,9 @@ class ModelArguments(TypedDict, total=False):
     the adapters."""
     lora: Annotated[
         LoRA | Adapters | None,
-        Argument(form="rank", needs_loss=True, words="The rank of adapters to train, not weights"),
+        Argument(
+            form="rank", needs_loss=True, words="Train adapters of this rank instead of the weights"
+        ),
     ]
     """Train low-rank adapters instead of the weights: a `jaxonnx.LoRA`.
 
@@ -132,7 +137,7 @@ class ModelArguments(TypedDict, total=False):
             form="scheme",
             resume=True,
             needs_loss=True,
-            words="Train through rounding: int8, int4, or fields of Quantization as "
+            words="Quantization-aware training: int8, int4, or fields of Quantization like "
             "weights=int4,block=32",
         ),
     ]

@@ -19,7 +19,8 @@ class RunArguments(TypedDict, total=False):
     validation: Annotated[
         Any,
         Argument(
-            form="validation", words="A file or folder of validation data, or a share like 0.2"
+            form="validation",
+            words="Validation data (file or folder), or a fraction like 0.2",
         ),
     ]
     """Validation data in any form of `data`, or the fraction of the data to hold out, like 0.2.
@@ -27,7 +28,7 @@ class RunArguments(TypedDict, total=False):
     The examples that are held out depend on `seed` only. Validation runs in inference mode after
     each epoch, on the examples in order."""
     augment: Annotated[
-        Any, Argument(form="augment", words="Random changes of training pictures: crop or flip")
+        Any, Argument(form="augment", words="Random augmentation of training images: crop or flip")
     ]
     """Random augmentation of training batches: "crop" or "flip" for images, or a function.
 
@@ -44,7 +45,10 @@ class RunArguments(TypedDict, total=False):
     only epochs with the fixed mask count."""
     monitor: Annotated[
         str | tuple[str, str] | None,
-        Argument(form="text", words="The number that decides which epoch is best: validation_loss"),
+        Argument(
+            form="text",
+            words="The metric of the best epoch (default: validation_loss)",
+        ),
     ]
     """The metric of `history.epochs` that decides which epoch is best.
 
@@ -72,7 +76,9 @@ class RunArguments(TypedDict, total=False):
     on_log: Annotated[
         Hook | Sequence[Hook] | None,
         Argument(
-            form="logs", flag="log", words="A .csv or .jsonl file, or a folder for TensorBoard"
+            form="logs",
+            flag="log",
+            words="Log to a .csv or .jsonl file, or to a TensorBoard folder",
         ),
     ]
     """A function `on_log(step, metrics)`, or a list of them; `jaxonnx.loggers` has some.

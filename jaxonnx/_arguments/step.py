@@ -84,7 +84,7 @@ class StepArguments(ModelArguments, total=False):
     For networks whose activations do not fit into memory (`Model.with_remat`)."""
     mesh: Annotated[
         Mesh | Literal["all"] | None,
-        Argument(form="mesh", words="Train on all devices, or on axes with so many of them"),
+        Argument(form="mesh", words="All devices, or the sizes of axes like data=4,model=2"),
     ]
     """The devices to train on: "all", or a `jax.sharding.Mesh`.
 
@@ -94,7 +94,7 @@ class StepArguments(ModelArguments, total=False):
     rounding, and batch statistics are those of the whole batch."""
     sharding: Annotated[
         Sharding | None,
-        Argument(form="sharding", words="How a mesh holds the weights: data, fsdp or tensor"),
+        Argument(form="sharding", words="How weights are placed on the mesh: data, fsdp or tensor"),
     ]
     """How weights are placed on the mesh: "data", "fsdp" or "tensor"; or rules by name.
 

@@ -1,4 +1,4 @@
-"""What flags are, and what their values are made of."""
+"""Flags of the command line, and parsers for their values."""
 
 import argparse
 from collections.abc import Collection, Mapping, Sequence
@@ -252,7 +252,8 @@ def given(options: argparse.Namespace, owner: str) -> dict[str, Any]:
 
 def _help(one: Declared) -> str:
     repeatable = FORMS[one.argument.form].get("action") is Gather
-    return one.summary.replace("%", "%%").replace("`", "") + ("; repeatable" if repeatable else "")
+    text = one.summary.replace("%", "%%").replace("`", "")
+    return text[0].lower() + text[1:] + ("; repeatable" if repeatable else "")
 
 
 def _settings(name: str, one: Declared) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""The verbs and their flags, as one table."""
+"""The table of commands and their flags."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,62 +38,61 @@ LOSS = "softmax_cross_entropy_with_integer_labels"
 PHASES = ("dense", "dynamic", "fixed")
 SPARSE_EPOCHS = 10
 
-_MODEL = Flag("model", "an .onnx file, or a packed .npz", PATH)
+_MODEL = Flag("model", "an .onnx file, a packed .npz, or the folder of a language model", PATH)
 _SEED = declared_flags(StepArguments, names=("seed",))[0]
 COMMON = {
     "every command": [
-        Flag("--json", "print the result as JSON, and nothing else on stdout", SWITCH),
-        Flag("--config", "a TOML file with any of these by name; flags win", FILE),
-        Flag("--cache", "a folder to keep compiled programs in; ~/.cache/jaxonnx", FOLDER),
+        Flag("--json", "print the result as JSON; nothing else goes to stdout", SWITCH),
+        Flag(
+            "--config", "a TOML file with values for any of these flags; flags given here win", FILE
+        ),
+        Flag("--cache", "the folder for compiled programs (default: ~/.cache/jaxonnx)", FOLDER),
         Flag(
             "--allocator",
-            "keep (what is freed is kept for the next step: faster on Linux) or default",
+            "keep: freed memory is kept for the next step, which is faster on Linux; default: the "
+            "allocator of the system",
             {"choices": ("keep", "default"), "default": "keep"},
         ),
     ]
 }
 _READING = {
-    "how the file is read": [
-        Flag("--any-batch", "open a file that was exported for one batch size to any", SWITCH),
-        Flag("--dequantize", "integer weights become trainable ones of floating point", SWITCH),
+    "model file": [
+        Flag("--any-batch", "accept any batch size, if the file was exported for one size", SWITCH),
+        Flag("--dequantize", "convert integer weights to floating-point parameters", SWITCH),
     ]
 }
 _PICTURES = {
-    "pictures: (pixel * scale - mean) / std is what the network takes; a file may say this": [
-        Flag(
-            "--scale", "what a pixel from 0 to 255 is multiplied by; 1/255 if nothing says it", REAL
-        ),
+    "images: the network gets (pixel * scale - mean) / std; the file may set the defaults": [
+        Flag("--scale", "the factor for pixels from 0 to 255 (fallback: 1/255)", REAL),
         Flag(
             "--mean",
-            "what is subtracted then: a number, or one for each channel as 0.5,0.5,0.5; 0",
+            "the mean: one number, or one per channel like 0.5,0.5,0.5 (fallback: 0)",
             NUMBERS,
         ),
-        Flag("--std", "what is divided by then, in the same form; 1 if nothing says it", NUMBERS),
+        Flag("--std", "the standard deviation, in the same form (fallback: 1)", NUMBERS),
         Flag(
             "--labels",
-            "a file with the names of the classes, one a line, or the names with commas; train: if "
-            "the network has another number of outputs, with a new last layer",
+            "the names of the classes: a file with one per line, or a list with commas (train: a "
+            "new last layer, if the number differs)",
             {**FILE, "metavar": "FILE|A,B"},
         ),
-        Flag("--size", "height and width of the pictures, where the network takes any", SIZE),
-        Flag(
-            "--order", "order of the channels; RGB if nothing says it", {"choices": ("RGB", "BGR")}
-        ),
-        Flag("--crop", "share of a picture's sides that is shown, as 0.875; or 1", REAL),
+        Flag("--size", "height and width of the images, for a network that accepts any size", SIZE),
+        Flag("--order", "the order of the channels (fallback: RGB)", {"choices": ("RGB", "BGR")}),
+        Flag("--crop", "the fraction of each side to keep, like 0.875 (fallback: 1)", REAL),
     ]
 }
 _EXAMPLES = [
     _MODEL,
     Flag(
         "examples",
-        "a .npz or .jsonl file, or a folder of pictures; --data says more",
+        "an .npz or .jsonl file, or a folder of images; see --data",
         {**PATH, "nargs": "?", "metavar": "data"},
     ),
     Flag(
         "--data",
-        "a .npz or .jsonl with the inputs by name (or one as 'x'), the targets (as 'y', or all "
-        "else) and, if examples differ in it, their 'weight'; or a folder of pictures with a "
-        "folder for each class",
+        "an .npz or .jsonl file with the inputs by name (a single one may be 'x'), the targets "
+        "(as 'y', or under any other name) and optionally the 'weight' of each example; a .jsonl "
+        "file of texts; or a folder of images with one folder per class",
         FILE,
     ),
 ]
@@ -101,53 +100,55 @@ _PADDING = declared_flags(DataArguments, names=("pad", "length_buckets"))
 _FIXED = declared_flags(DataArguments, names=("fixed",))
 _OUTPUT = Flag(
     "-o --output --out",
-    "the .onnx to write, or a packed .npz, or the folder for a language model of one",
+    "the file to write: .onnx, packed .npz or .safetensors; a folder for a language model",
     NEEDED,
 )
-_EXPLAIN = Flag("--explain", "print the Python that does the same, and do nothing else", SWITCH)
+_EXPLAIN = Flag("--explain", "print the equivalent Python program and exit", SWITCH)
 _OPTIMIZER = [
     Flag(
         "--optimizer",
-        f"{', '.join(OPTIMIZERS)}; adam, or what the file's training_info has",
+        f"{', '.join(OPTIMIZERS)} (default: that of the file's training_info, or adam)",
         {"choices": OPTIMIZERS, "metavar": "NAME"},
     ),
     Flag(
         "--rate",
-        f"learning rate, the greatest one; {RATE}, and a tenth of it for all but a new --head "
-        "where none of these flags is given",
+        f"the peak learning rate (default: {RATE}; with --head and no other flag of this group, "
+        "a tenth of it for all layers but the head)",
         REAL,
     ),
     Flag(
         "--schedule",
-        f"{', '.join(SCHEDULES)}: how the rate falls to zero at the end of the run, if it does",
+        f"{', '.join(SCHEDULES)}: the decay of the learning rate to zero (default: constant)",
         {"choices": SCHEDULES, "metavar": "NAME"},
     ),
-    Flag("--warmup", "updates in which the rate rises from zero; below 1, their share", REAL),
-    Flag("--clip", "greatest norm of the gradients together", REAL),
-    Flag("--weight-decay", "share of the weights, times the rate, that an update takes", REAL),
+    Flag(
+        "--warmup", "the number of updates of linear warmup; below 1, a fraction of the run", REAL
+    ),
+    Flag("--clip", "the maximum global norm of the gradients", REAL),
+    Flag("--weight-decay", "the coefficient of decoupled weight decay", REAL),
 ]
 _DISTRIBUTED = Flag(
     "--distributed",
-    "one of several processes that run this command, each with devices of the mesh, which are "
-    "all if --mesh does not say; SLURM, Open MPI, Kubernetes and TPU pods are found",
+    "run as one of several processes, each with its own devices; without a value the cluster is "
+    "detected (SLURM, Open MPI, Kubernetes, TPU pods); implies --mesh all",
     {"type": cluster, "nargs": "?", "const": "auto", "metavar": "HOST:PORT,COUNT,INDEX"},
 )
 _LORA_WHERE = Flag(
     "--lora-where",
-    "attention, mlp or all-linear; or module, node or name of what is adapted, or an expression; "
-    "repeatable",
+    "the weights to adapt: attention, mlp or all-linear; or a module, node, tensor name or regular "
+    "expression; repeatable",
     MANY,
 )
-_ADAPTERS = Flag("--adapters", "a file for the adapters alone", FILE)
+_ADAPTERS = Flag("--adapters", "also write the adapters to this file", FILE)
 _SCHEME_FIELDS = (
     *("weights", "activations", "per_channel", "block", "symmetric", "calibration"),
     *("where", "skip", "dialect", "reduce_range", "bits", "size"),
 )
 """Fields of `jaxonnx.Quantization` that are not for training alone."""
-_RESUME_ANYWAY = Flag(
-    "--resume-anyway", "resume, with other data than the checkpoint's, too", SWITCH
+_RESUME_ANYWAY = Flag("--resume-anyway", "resume, and accept other data than before", SWITCH)
+_REPORT = Flag(
+    "--report", "write an .html report: curves, layers, confusion matrix, settings", FILE
 )
-_REPORT = Flag("--report", "an .html page: curves, layers, confusion matrix, settings", FILE)
 
 
 def _training(model: Sequence[Flag], without: Sequence[str] = ()) -> dict[str, Sequence[Flag]]:
@@ -171,13 +172,13 @@ VERBS: Mapping[str, Verb] = {
         {
             "": [
                 _MODEL,
-                Flag("--layers", "every layer: shape, parameters, names of weights", SWITCH),
+                Flag("--layers", "list every layer: shape, parameters, names of weights", SWITCH),
             ],
             **_READING,
         },
     ),
     "run": Verb(
-        "run a model on arrays, texts or pictures",
+        "run a model on arrays, texts or images and write the outputs",
         "jaxonnx run net.onnx inputs.npz -o outputs.npz --batch-size 32\n"
         "jaxonnx run net.onnx photos -o scores.npz",
         {
@@ -185,26 +186,30 @@ VERBS: Mapping[str, Verb] = {
                 _MODEL,
                 Flag(
                     "data",
-                    "a .npz or .jsonl with the inputs by name (or one as 'x'), or a folder of "
-                    "pictures",
+                    "an .npz or .jsonl file with the inputs by name (a single one may be 'x'), or "
+                    "a folder of images",
                     PATH,
                 ),
-                Flag("-o --output", "the .npz to write", NEEDED),
-                Flag("--outputs", "inner value, node or module to give instead; repeatable", MANY),
+                Flag("-o --output", "the .npz file to write", NEEDED),
+                Flag(
+                    "--outputs",
+                    "an intermediate value, node or module to output instead; repeatable",
+                    MANY,
+                ),
                 Flag(
                     "--batch-size",
-                    "run so many at a time; otherwise all at once, or 32 pictures or texts",
+                    "the number of examples per batch (default: all; 32 for images and texts)",
                     COUNT,
                 ),
                 *_FIXED,
             ],
-            "sequences of unequal length, which a .jsonl may have": _PADDING,
+            "sequences of unequal length, in a .jsonl file": _PADDING,
             **_READING,
             **_PICTURES,
         },
     ),
     "train": Verb(
-        "train a model and write it with the new weights",
+        "train a model and write it with the trained weights",
         "jaxonnx train net.onnx data.npz -o trained.onnx --epochs 3\n"
         "jaxonnx train net.onnx data.npz -o new.onnx --head 10\n"
         "jaxonnx train net.onnx data.npz -o tuned.onnx --optimizer adamw --rate 3e-4 "
@@ -213,19 +218,19 @@ VERBS: Mapping[str, Verb] = {
         _training([*declared_flags(ModelArguments), _LORA_WHERE, _ADAPTERS]),
     ),
     "evaluate": Verb(
-        "compute losses and metrics of a model over all of some data",
+        "compute the loss and metrics of a model over a data set",
         "jaxonnx evaluate net.onnx data.npz --metrics accuracy --metrics confusion_matrix",
         {
             "": [
                 *_EXAMPLES,
-                Flag("--loss", f"of optax; {LOSS} if there are no --metrics"),
+                Flag("--loss", f"the name of a loss (default: {LOSS}, if --metrics is not given)"),
                 Flag(
                     "--metrics",
-                    "accuracy, top_5, f1, r2..., also roc_auc, average_precision, "
+                    "accuracy, top_5, f1, r2, ..., roc_auc, average_precision, "
                     "confusion_matrix, per_class, roc_curve, precision_recall_curve; repeatable",
                     MANY,
                 ),
-                Flag("--plots", "a folder for pictures of tables and curves", FOLDER),
+                Flag("--plots", "a folder for plots of the tables and curves", FOLDER),
             ],
             "data": declared_flags(DataArguments),
             **_READING,
@@ -233,7 +238,7 @@ VERBS: Mapping[str, Verb] = {
         },
     ),
     "sparsify": Verb(
-        "train with transposable 2:4 weights",
+        "train a model with transposable 2:4 sparse weights",
         "jaxonnx sparsify net.onnx data.npz -o sparse.onnx --dense 2 --dynamic 6 --fixed 2",
         {
             # whose --fixed is a phase
@@ -241,30 +246,31 @@ VERBS: Mapping[str, Verb] = {
             "sparsity": [
                 Flag(
                     "--pattern",
-                    "N:M along both axes; 2:4; with names, of these weights only; repeatable",
+                    "N:M along both axes, for all weights or by name (default: 2:4); repeatable",
                     {**MANY, "metavar": "N:M|NAME=N:M"},
                 ),
                 Flag(
                     "--method",
-                    "how masks are found; three_phase",
+                    "the training method (default: three_phase)",
                     {"choices": ("three_phase", "sr_ste", "s_ste", "one_shot")},
                 ),
                 Flag(
                     "--select",
-                    "module, node or name of what is sparse, or an expression; repeatable",
+                    "the weights to make sparse: module, node, tensor name or regular expression; "
+                    "repeatable",
                     MANY,
                 ),
-                *(Flag(f"--{phase}", "epochs of this phase", COUNT) for phase in PHASES),
+                *(Flag(f"--{name}", f"the epochs of the {name} phase", COUNT) for name in PHASES),
             ],
         },
     ),
     "verify": Verb(
-        "prove that every product with a sparse weight sums over its groups",
+        "verify that every product with a sparse weight can use its sparsity",
         "jaxonnx verify sparse.onnx",
         {"": [_MODEL], **_READING},
     ),
     "quantize": Verb(
-        "calibrate int8 or int4 weights and activations; train --quantize trains through them",
+        "quantize weights and activations with calibration data; train --quantize trains them",
         "jaxonnx quantize net.onnx data.npz -o int8.onnx\n"
         "jaxonnx quantize net.onnx data.npz -o int4.onnx --weights int4 --block 32 --skip head\n"
         "jaxonnx quantize net.onnx photos -o mixed.onnx --bits auto --share 0.3",
@@ -274,38 +280,36 @@ VERBS: Mapping[str, Verb] = {
                 _OUTPUT,
                 *read_flags(*QUANTIZE, ("method", "equalize", "batches", "batch_size")),
             ],
-            "scheme: which numbers become integers, and which integers": read_flags(
-                *SCHEME, _SCHEME_FIELDS, {"size": "share"}
-            ),
+            "scheme": read_flags(*SCHEME, _SCHEME_FIELDS, {"size": "share"}),
             **_READING,
             **_PICTURES,
         },
     ),
     "sensitivity": Verb(
-        "show what each weight costs when it alone is rounded, or made sparse",
+        "measure the error when one weight at a time is quantized or made sparse",
         "jaxonnx sensitivity net.onnx data.npz --types int8 --types int4 --types 2:4",
         {
             "": [
                 *_EXAMPLES,
                 *read_flags(*SENSITIVITY, ("types", "batches", "batch_size")),
-                Flag("--plot", "a file for the picture, as .png or .svg", FILE),
+                Flag("--plot", "a file for a plot: .png or .svg", FILE),
             ],
             **_READING,
             **_PICTURES,
         },
     ),
     "export-step": Verb(
-        "write the training step as plain ONNX, for any runtime to train with",
+        "write the training step as ONNX graphs, to train in any runtime",
         "jaxonnx export-step net.onnx data.npz -o step/ --optimizer adamw --batch-size 16",
         {
             "": [
                 *_EXAMPLES,
-                Flag("-o --output", "the folder to write", {**FOLDER, "required": True}),
-                Flag("--opset", "version of ONNX to write; 18", {**COUNT, "default": 18}),
+                Flag("-o --output", "the folder to write to", {**FOLDER, "required": True}),
+                Flag("--opset", "the ONNX opset to write (default: 18)", {**COUNT, "default": 18}),
                 Flag(
                     "--web",
-                    "a page as well, which trains in a browser; FOLDER is that of npm's "
-                    "onnxruntime-web, without which npm brings it",
+                    "also write a web page that trains in a browser; FOLDER is the npm package "
+                    "onnxruntime-web (default: downloaded with npm)",
                     {**FOLDER, "nargs": "?", "const": True},
                 ),
             ],
@@ -319,61 +323,77 @@ VERBS: Mapping[str, Verb] = {
         },
     ),
     "import-step": Verb(
-        "put the weights of a state that another runtime trained back into the network",
+        "write a model with the weights that another runtime trained with export-step",
         "jaxonnx import-step net.onnx step/ -o trained.onnx\n"
         "jaxonnx import-step net.onnx step/ --state state.safetensors -o trained.onnx",
         {
             "": [
                 _MODEL,
                 Flag("folder", "the folder that export-step wrote", FOLDER),
-                Flag("--state", "an .npz or .safetensors file; state.npz in the folder", FILE),
-                Flag("-o --output", "the .onnx to write", NEEDED),
+                Flag(
+                    "--state",
+                    "the trained state, .npz or .safetensors (default: state.npz in the folder)",
+                    FILE,
+                ),
+                Flag("-o --output", "the .onnx file to write", NEEDED),
             ],
         },
     ),
     "classify": Verb(
-        "name what pictures show",
+        "classify images with a model",
         "jaxonnx classify sparse.onnx picture.png --top 3",
         {
             "": [
                 _MODEL,
                 Flag(
                     "pictures",
-                    "files that Pillow reads, or folders of them",
+                    "image files that Pillow can read, or folders of them",
                     {**PATH, "nargs": "+"},
                 ),
-                Flag("--top", "classes to print", {**POSITIVE, "default": 5}),
+                Flag(
+                    "--top",
+                    "the number of classes to print (default: 5)",
+                    {**POSITIVE, "default": 5},
+                ),
             ],
             **_PICTURES,
         },
     ),
     "demo": Verb(
-        "train a small network for digits, dense and sparse, and write a report",
+        "train a small digit classifier, dense and sparse, and write a report",
         "jaxonnx demo --output report",
         {
             "": [
-                Flag("-o --output", "folder to write to", {**FOLDER, "default": Path()}),
+                Flag(
+                    "-o --output",
+                    "the folder to write to (default: the current one)",
+                    {**FOLDER, "default": Path()},
+                ),
                 Flag(*_SEED[:2], {**COUNT, "default": 0}),
-                Flag("--epochs", "of both trainings", {**COUNT, "default": 24}),
+                Flag(
+                    "--epochs",
+                    "the epochs of each training (default: 24)",
+                    {**COUNT, "default": 24},
+                ),
             ]
         },
     ),
     "bench": Verb(
-        "time a model's forward pass and training step, and onnxruntime's forward pass",
+        "time the forward pass and training step of a model, and onnxruntime's forward pass",
         "jaxonnx bench net.onnx --batch 32\n"
         "jaxonnx bench encoder.onnx --batch 8 --dim sequence=64 --no-train",
         {
             "": [
                 _MODEL,
-                Flag("--batch", "the first dimension of inputs that leave it open", POSITIVE),
+                Flag("--batch", "the first dimension, if the file leaves it open", POSITIVE),
                 Flag(
                     "--dim",
-                    "NAME=N for any other dimension that is left open; repeatable",
+                    "the size of another open dimension, as NAME=N; repeatable",
                     {**MANY, "type": dimension, "metavar": "NAME=N"},
                 ),
-                Flag("--data", "a .npz with inputs to use instead of random ones", FILE),
-                Flag("--train", "the training step too", {**SWITCH, "default": True}),
-                Flag("--rounds", "measurements to take the median of", {**POSITIVE, "default": 11}),
+                Flag("--data", "an .npz file with the inputs (default: random values)", FILE),
+                Flag("--train", "also time the training step", {**SWITCH, "default": True}),
+                Flag("--rounds", "the measurements (default: 11)", {**POSITIVE, "default": 11}),
             ],
             **_READING,
         },

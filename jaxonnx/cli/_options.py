@@ -12,8 +12,8 @@ from jaxonnx.cli._flag_types import PAIRS, Gather
 from jaxonnx.cli._flags import COMMON, VERBS
 
 _EXITS = (
-    "exit status: 0 done, 1 stopped before the end or failed after the work began, "
-    "2 refused (usage, files, model, data), 130 interrupted"
+    "exit status: 0 success, 1 stopped early or failed during the work, "
+    "2 invalid usage, files, model or data, 130 interrupted"
 )
 
 _ALSO_CALLED = {"lr": "rate", "learning-rate": "rate", "max-norm": "clip", "wd": "weight-decay"}
@@ -24,8 +24,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the options of one command, from flags and `--config`; exit if they are wrong."""
     parser = argparse.ArgumentParser(
         prog="jaxonnx",
-        description="Train ONNX files with JAX.",
-        epilog=f"{_EXITS}.\njaxonnx COMMAND --help has the flags of a command, and examples.",
+        description="Run, train, quantize and sparsify ONNX models with JAX.",
+        epilog=f"{_EXITS}.\njaxonnx COMMAND --help shows the flags of a command, and examples.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
