@@ -68,7 +68,9 @@ def parse_augment(augment: Any, preprocess: Mapping[str, Any] | None, data: Any)
     if preprocess is not None and not isinstance(preprocess, Mapping):
         return None, preprocess  # refused where it is read
     if preprocess is not None and "augment" in preprocess:
-        raise TrainingError("augment= and preprocess={'augment': ...} say the same: leave one out")
+        raise TrainingError(
+            "augment= and preprocess={'augment': ...} are two forms of one argument: leave one out"
+        )
     return None, {**(preprocess or {}), "augment": augment}
 
 

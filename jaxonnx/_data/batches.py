@@ -260,14 +260,14 @@ class Stream(Source):
         count = count_examples(inputs, targets, self.values)
         shape = tuple(x.shape for x in jax.tree.leaves(pair))
         if shape not in latest and len(latest) == _SHAPES:
-            self._warn("pad graphs to a few sizes, with the weight 0 for what fills them")
+            self._warn("pad graphs to a few sizes, with weight 0 for the padding")
         latest[shape] = None
         ones = np.ones(count, np.float32)
         return Batch(
             inputs, targets, ones if weights is None else checked_weights(weights, count, what)
         )
 
-    def _warn(self, remedy: str = "length_buckets=(32, 64, 128) fills them up to a few") -> None:
+    def _warn(self, remedy: str = "length_buckets=(32, 64, 128) pads them to a few widths") -> None:
         warnings.warn(
             f"{self.what} has batches of more than {_SHAPES} shapes, and a program is compiled for "
             f"each; {remedy}",

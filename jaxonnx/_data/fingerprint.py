@@ -31,7 +31,7 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         return f"{before['examples']} examples, and now there are {now['examples']}"
     if before["arrays"] != now["arrays"]:
         return f"examples of {', '.join(before['arrays'])}, and now {', '.join(now['arrays'])}"
-    return "examples with other numbers in them"
+    return "examples with other values"
 
 
 def _checksum(x: np.ndarray) -> int:

@@ -192,6 +192,6 @@ def check_size(examples: Source, batch_size: int | None) -> None:
     """Raise if a batch size is given for an iterable, whose batches have their own size."""
     if isinstance(examples, Stream) and batch_size is not None:
         raise TrainingError(
-            f"batch_size={batch_size} goes with data in one piece; data is an iterable, whose "
-            "batches have their own size"
+            f"batch_size={batch_size} cannot be combined with an iterable, whose batches "
+            "have their own size"
         )

@@ -85,7 +85,9 @@ def as_pair(
         if not array.ndim and name not in whole:
             way = "make batches of single examples"
             way = _without_examples(name) if name in numbers else way
-            raise TrainingError(f"{what}: {name} is one number, not one for each example; {way}")
+            raise TrainingError(
+                f"{what}: {name} is a scalar, not an array with one value per example; {way}"
+            )
     counts = {name: len(a) for name, a in named if name not in whole}
     if len({*counts.values()}) > 1:
         lengths = ", ".join(f"{n} {count}" for n, count in counts.items())

@@ -140,7 +140,7 @@ class Generator:
                     f"of one shape; one has {list(row.shape)} of {row.dtype}"
                 )
         if not rows:
-            raise InputError(f"there are no features for {value.name!r}")
+            raise InputError(f"there are no input features for {value.name!r}")
 
     @cached_property
     def _programs(self) -> dict[Any, Any]:

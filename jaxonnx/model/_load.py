@@ -62,7 +62,7 @@ def load(
     >>> from jaxonnx import demo
     >>> proto = demo.model().to_onnx()
     >>> load(proto, trainable="14.*")
-    Model(x: float32[batch, 1, 8, 8] -> logits: float32[batch, 10]; 2 parameters)
+    Model(x: float32[batch, 1, 8, 8] -> logits: float32[batch, 10]; 2 trained tensors)
 
     Args:
       source: one of these:

@@ -27,7 +27,7 @@ from jaxonnx._network import Network
 from jaxonnx._rewrite.head import Classes
 from jaxonnx._run.changes import CallForm
 from jaxonnx._run.overlay import ratios
-from jaxonnx._text import Rendered
+from jaxonnx._text import Rendered, format_count
 from jaxonnx.errors import InputError
 from jaxonnx.model import _transforms as transforms
 from jaxonnx.model._adapters import AdapterForm, merge_adapters
@@ -387,7 +387,7 @@ class Model(Network, Rendered):
         >>> from jaxonnx import demo
         >>> model = demo.model().then(jax.nn.softmax, outputs=["probabilities"])
         >>> model
-        Model(x: float32[batch, 1, 8, 8] -> probabilities: float32[batch, 10]; 13 parameters)
+        Model(x: float32[batch, 1, 8, 8] -> probabilities: float32[batch, 10]; 13 trained tensors)
 
         Args:
           function: a function of the outputs of this model, in file order; an `nnx.Module`; or a
@@ -679,7 +679,7 @@ class Model(Network, Rendered):
 
     def __repr__(self) -> str:
         signature = f"{list_values(self.inputs)} -> {list_values(self.outputs)}"
-        return f"Model({signature}; {len(self.params)} parameters)"
+        return f"Model({signature}; {format_count(len(self.params), 'trained tensor')})"
 
     def __rich__(self) -> Group:
         return overview(self)

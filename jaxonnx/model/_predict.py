@@ -79,9 +79,9 @@ def _real_rows(name: str, output: Any, real: np.ndarray) -> np.ndarray:
     if not isinstance(output, jax.Array | np.ndarray) or output.shape[:1] != real.shape:
         problem = f"has shape {output.shape}" if hasattr(output, "shape") else "is not an array"
         raise InputError(
-            f"output '{name}' {problem} for a batch of {len(real)}: predict joins outputs that "
-            "have the examples along the first axis; call the model itself, or choose others with "
-            "model.with_outputs"
+            f"output '{name}' {problem} for a batch of {len(real)}: predict needs outputs "
+            "with the examples along the first axis: call the model itself, or choose other "
+            "outputs with model.with_outputs"
         )
     rows = np.asarray(output)
     return rows if real.all() else rows[real]

@@ -42,15 +42,18 @@ def overview(model: Network) -> Group:
     trained = sum(v.size for v in model.params.values())
     fixed = {**model.state, **float_arrays(model.program.constants)}
     frozen = sum(v.size for v in fixed.values())
-    for title, numbers, tensors in (("trained", trained, model.params), ("frozen", frozen, fixed)):
-        amount = f"{format_count(numbers, 'number')} in {format_count(len(tensors), 'tensor')}"
+    for title, size, tensors in (
+        ("trained", format_count(trained, "parameter"), model.params),
+        ("frozen", format_count(frozen, "value"), fixed),
+    ):
+        amount = f"{size} in {format_count(len(tensors), 'tensor')}"
         facts.add_row(title, amount if tensors else "none")
     for title, text in describe_constants(model._places.roles):
         facts.add_row(title, Text(text))
     if model.sparsity is not None:
         count = format_count(len(model.sparsity.layers), "tensor")
         by = f" by {model.sparsity.method}" if model.sparsity.method else ""
-        facts.add_row("sparse", f"{count}, {model.sparsity}{by}, as the file records")
+        facts.add_row("sparse", f"{count}, {model.sparsity}{by}, recorded in the file")
     for text in describe_ties(model.proto.graph, model.tensors, model.params):
         facts.add_row("tied", Text(text))
     for info in model.proto.training_info:
@@ -78,7 +81,7 @@ def overview(model: Network) -> Group:
             role,
         )
     if len(rows) > _ROWS:
-        note = f"... {len(rows) - _ROWS} more: model.tensors has all, jaxonnx info --layers too"
+        note = f"... {len(rows) - _ROWS} more; model.tensors and jaxonnx info --layers list all"
         return Group(facts, table, Text(note))
     return Group(facts, table) if rows else Group(facts)
 

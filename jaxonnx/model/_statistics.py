@@ -108,7 +108,7 @@ def recompute(
     """
     norms = find_norms(model.graph, model.state)
     if not norms:
-        raise InputError("the model has no running statistics: there is nothing to recompute")
+        raise InputError("the model has no running statistics to recompute")
     key = jax.random.key(0) if rng is None else rng
     names = [value.name for value in model.inputs]
 

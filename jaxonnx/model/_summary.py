@@ -57,9 +57,9 @@ class Summary(Rendered):
 
     layers: tuple[Layer, ...]
     trained: int
-    """Numbers in parameters."""
+    """The number of elements of all parameters."""
     frozen: int
-    """Numbers in state."""
+    """The number of elements of the state."""
     size: int
     """Bytes of both."""
     origins: tuple[Origin, ...]
@@ -71,7 +71,7 @@ class Summary(Rendered):
 
     def __rich__(self) -> Group:
         size, unit = (self.size / 2**20, "MiB") if self.size > 2**20 else (self.size / 2**10, "KiB")
-        total = f"{self.trained:,} numbers trained, {self.frozen:,} frozen, {size:.1f} {unit}"
+        total = f"{self.trained:,} parameters trained, {self.frozen:,} frozen, {size:.1f} {unit}"
         return Group(*self._lines(), Text(f"\n{total}"))
 
     def _lines(self) -> Iterator[Text]:
@@ -194,7 +194,7 @@ def _layer(
             "frozen statistics" if model.program.overlay.frozen else "batch statistics in training"
         )
     if node.op.name == "Dropout":
-        where = "in training" if source and source.op_type == "Dropout" else "put here for training"
+        where = "in training" if source and source.op_type == "Dropout" else "added for training"
         notes.append(f"{_ratio(model, node):.2g} {where}")
     if source is not None and is_folded(source):
         notes.append("BatchNormalization folded?")

@@ -1,4 +1,4 @@
-"""What was decided of the tensors of a file, in sentences: which are one weight, which are none."""
+"""Notes on tied weights, and on tensors that are not trained, for `print(model)`."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -14,40 +14,34 @@ from jaxonnx._text import list_some
 def describe_ties(
     proto: GraphProto, tensors: Mapping[str, Any], params: Collection[str]
 ) -> Iterator[str]:
-    """Yield what was decided of the Identity nodes over parameters, as `load(tied=)` has it."""
+    """Yield which Identity nodes over parameters are tied, and which are not (`load(tied=)`)."""
     tied = {name: of for name, of in tied_names(proto, tensors).items() if of in params}
     for of in dict.fromkeys(tied.values()):
         names = list_some(f"'{name}'" for name, root in tied.items() if root == of)
-        yield f"'{of}' is also {names}: one weight, trained as one"
+        yield f"'{of}' and {names} are one weight"
     untied = [f"'{name}'" for name in sources(proto, tensors) if name in params]
     if untied:
         yield (
-            f"not {list_some(untied)}: an Identity of another weight in the file, equal to it by "
-            "coincidence; load(..., tied=) decides otherwise"
+            f"not {list_some(untied)}: an Identity of another weight with equal values, trained "
+            "separately; load(..., tied=) ties them"
         )
 
 
 def describe_constants(roles: Roles) -> Iterator[tuple[str, str]]:
-    """Yield which tensors are not trained, although they stand where weights do or may be learned.
-
-    Each with its heading.
-    """
+    """Yield a heading and a note for tensors that may be learned weights and are not trained."""
     reasons: dict[str, list[str]] = {}
     for name, reason in roles.constants.items():
         reasons.setdefault(reason, []).append(f"'{name}'")
     for reason, names in reasons.items():
-        text = (
-            f"{list_some(names, '')}: {reason}; "
-            f"trainable=[*model.params, {names[0]}] would train it"
-        )
+        text = f"{list_some(names, '')}: {reason}; trainable=[*model.params, {names[0]}] trains it"
         yield "constant", text
     if unplaced := roles.unplaced:
         places = ", ".join(f"'{name}' (at {reader})" for name, reader in unplaced.items())
         names = ", ".join(map(repr, unplaced))
         yield (
             "learned?",
-            f"{places}: not trained, because no operator has a weight there; "
-            f"trainable=[*model.params, {names}] trains what is learned among them",
+            f"{places}: not trained, because it is not at a weight input of an operator; "
+            f"trainable=[*model.params, {names}] trains those that are learned",
         )
 
 

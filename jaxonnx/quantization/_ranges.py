@@ -68,7 +68,7 @@ def weight_parameters(w: np.ndarray, site: WeightSite, scheme: Quantization) -> 
         summed = tuple(a for a in range(w.ndim) if a not in axes)
     greatest = np.abs(w).max(axis=summed, keepdims=True, initial=0)
     if not np.isfinite(greatest).all():
-        raise InputError(f"the weight '{site.name}' holds numbers that are not finite")
+        raise InputError(f"the weight '{site.name}' has values that are not finite")
     greatest = np.where(greatest > 0, greatest, np.float32(1))
     limits = scheme.weight_limits
     most = np.float32(limits[1])

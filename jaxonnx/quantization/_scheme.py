@@ -175,12 +175,10 @@ class Quantization:
                 f"pass activations={taken[0]!r}"
             )
         if self.weights == "int2" and self.activations is not None:
-            raise InputError(
-                "weights of int2 are multiplied in floating point: pass activations=None"
-            )
+            raise InputError("int2 weights need floating-point activations: pass activations=None")
         if self.reduce_range and self.weights not in ("int8", "uint8"):
             raise InputError(
-                f"reduce_range is for weights of 8 bits, and these are {self.weights}: leave it out"
+                f"reduce_range needs weights of 8 bits, not {self.weights}: leave it out"
             )
         share = 1 if self.size is None else self.size
         if (self.bits is None) != (self.size is None) or not 0.125 <= share <= 1:
@@ -198,7 +196,7 @@ class Quantization:
 
     def _check_schedule(self) -> None:
         if self.learn == "ranges" and self.activations is None:
-            raise InputError("learn='ranges' is for activations, and activations=None has none")
+            raise InputError("learn='ranges' needs activations=, which is None")
         if not 0 <= self.decay < 1:
             raise InputError(
                 f"decay is a share of a range, from 0 to below 1, and was {self.decay}"
@@ -208,7 +206,7 @@ class Quantization:
         if not 0 <= self.start < math.inf:
             raise InputError(f"start is a number of epochs, at least 0, and was {self.start}")
         if self.learn != "ranges" and (self.decay, self.freeze) != (0.9, 0.5):
-            raise InputError("decay and freeze are those of moving ranges: pass learn='ranges'")
+            raise InputError("decay and freeze need learn='ranges'")
 
     @classmethod
     def of(cls, scheme: str | Quantization) -> Quantization:
@@ -275,11 +273,13 @@ def make_schedule(
     if not (moves or scheme.start):
         return None
     if scheme.start and epochs is not None and scheme.start >= epochs:
-        raise InputError(f"start={scheme.start}: the run has {epochs} epochs and would not round")
+        raise InputError(
+            f"start={scheme.start}: the run has {epochs} epochs, so that rounding would never begin"
+        )
     freezes = moves and scheme.freeze < 1
     if (freezes and epochs is None) or ((freezes or scheme.start) and steps_per_epoch is None):
         raise InputError(
-            "freeze and start are parts of a run whose steps are not known: pass arrays, or an "
+            "freeze and start need the number of steps of the run: pass arrays, or an "
             "iterable with a length (to step: epochs= and steps_per_epoch=), or freeze=1 and "
             "start=0"
         )

@@ -53,7 +53,7 @@ class Sensitivity:
             (name, f"{self.sizes[name]:,}", *(f"{e:.2e}" for e in self.errors[name].values()))
             for name in self.ranking
         ]
-        table = [("weight", "numbers", *self.types), *rows]
+        table = [("weight", "size", *self.types), *rows]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
         return "\n".join(lines)
@@ -116,7 +116,9 @@ def sensitivity(
     source = read_inputs(net, list_folder(data, net, preprocess), batch_size, PLAIN)
     sites = {n: s for n, s in find_weights(net.graph, net.tensors).items() if n in net.params}
     if not sites:
-        raise InputError("the model has no weight of a product to round; print(model) shows them")
+        raise InputError(
+            "the model has no weight that can be quantized; print(model) lists its tensors"
+        )
     examples = [batch.inputs for batch in islice(source.batches(0), batches)]
     schemes = {kind: None if ":" in kind else Quantization.of(kind) for kind in types}
     errors = measure(net, sites, examples, schemes)

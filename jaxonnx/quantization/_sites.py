@@ -102,7 +102,7 @@ def find_sites(
     if not weights:
         raise InputError(
             "there is no float32 weight of Conv, ConvTranspose, Gemm, MatMul, RNN, GRU or LSTM to "
-            "quantize; print(model) shows what there is"
+            "quantize; print(model) lists the tensors"
         )
     if scheme.activations is None:
         return Sites(weights, {}, {}, ())

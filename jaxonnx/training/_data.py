@@ -107,7 +107,7 @@ def _split(examples: Source, share: float) -> tuple[Examples, Examples]:
     """Return examples without a share of them, and that share; the seed alone chooses."""
     if not isinstance(examples, Examples):
         raise TrainingError(
-            f"validation={share} is a share of data in one piece; data is an iterable: pass "
+            f"validation={share} is a fraction, and data is an iterable: pass "
             "validation data like it"
         )
     if any(getattr(examples, "whole", ())):

@@ -191,7 +191,7 @@ class GradientStep(Step):
     def as_batch(self, batch: Any) -> Batch:
         batch = as_batch(batch, self.model, self._goal.derive_targets)
         if not jax.tree.leaves(batch.targets):
-            raise TrainingError("the batch has no targets: give it as (x, y), or name them in it")
+            raise TrainingError("the batch has no targets: pass (x, y), or a dict with the targets")
         return batch
 
     def check(self, batch: Any) -> Any:

@@ -50,12 +50,12 @@ def complete_settings(model: Model, settings: Settings) -> tuple[Settings, list[
         return settings, notes
     if settings.loss is None:
         settings = replace(settings, loss=_usual_loss(model))
-        notes.append("no loss was chosen: softmax cross entropy of labels, the number of the class")
+        notes.append("loss: softmax cross entropy of integer labels (default)")
     name, rate = settings.optimizer, settings.learning_rate
     if name is None and rate is None:
-        rates = f"the rate {RATE}"
-        rates += f" for the head and {RATE_OF_REST} for all else" if model.heads else ""
-        notes.append(f"no optimizer was chosen: Adam with {rates}")
+        rates = f"learning rate {RATE}"
+        rates += f" for the head and {RATE_OF_REST} for other parameters" if model.heads else ""
+        notes.append(f"optimizer: Adam, {rates} (default)")
     if name is None and rate is None and model.heads:
         both: Any = {"head": optax.adam(RATE), "rest": optax.adam(RATE_OF_REST)}
         head = {*model.head}
@@ -81,7 +81,7 @@ def _check_classes(model: Model) -> None:
     shape = model.outputs[0].shape
     single = shape is not None and len(shape) > 1 and shape[-1] == 1
     if single or len(model.outputs) > 1:
-        what = "has one number for each example" if single else "is one of several"
+        what = "has one value per example" if single else "is one of several"
         raise TrainingError(
             f"pass loss=: the output '{model.outputs[0].name}' {what}, and only labels of classes "
             "have a loss by default; others are 'squared_error', 'sigmoid_binary_cross_entropy', "

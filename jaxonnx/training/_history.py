@@ -59,7 +59,7 @@ class History:
 
     def __str__(self) -> str:
         if not self.epochs:
-            return self.stopped or "no epoch"
+            return self.stopped or "no epochs"
         seconds = sum(row["seconds"] for row in self.epochs)
         text = (
             f"{format_count(len(self.epochs), 'epoch')}, {format_count(len(self.losses), 'step')}, "

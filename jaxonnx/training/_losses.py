@@ -237,7 +237,10 @@ class Loss:
             hint = ""
             if isinstance(targets, Mapping):
                 columns = ", ".join(map(repr, targets))
-                hint = f", and beside the inputs the data has {columns}: leave out what is none"
+                hint = (
+                    f", and beside the inputs the data has {columns}: leave out those that are not "
+                    "targets"
+                )
             raise TrainingError(
                 f"{what} takes one output and one target{hint}; for a model with several pass a "
                 "dict of losses by output name, or a callable (outputs, targets) -> loss"
@@ -247,7 +250,7 @@ class Loss:
             if not jnp.issubdtype(targets.dtype, jnp.integer):
                 raise TrainingError(
                     f"{what} needs integer labels; they are {targets.dtype}: {self.name} is a loss "
-                    "of classes, one for numbers is loss='squared_error'"
+                    "of classes, for real targets use loss='squared_error'"
                 )
             if len(wanted) <= abs(self.class_axis):
                 raise TrainingError(
@@ -334,11 +337,11 @@ def _plain(name: str) -> str:
 def _takes(name: str) -> str:
     """Describe the targets that a loss takes."""
     if name in _CLASSES:
-        return "labels: the number of the class"
+        return "integer labels: the index of the class"
     if isinstance(_named_losses()[name], GroupLoss):
         return "no targets"
     if name in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"):
-        return "ONNX's; classes on axis 1, labels: the number of the class"
+        return "ONNX's; classes on axis 1, integer labels: the index of the class"
     if name in _ONE_HOT:
         return "a probability for each class"
     if name in ("hinge_loss", "perceptron_loss"):

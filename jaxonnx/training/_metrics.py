@@ -203,9 +203,7 @@ def find(metric: Any, reader: Reader) -> tuple[str, Metric]:
     if callable(metric):
         name = getattr(metric, "__name__", "")
         if not name.isidentifier():
-            raise TrainingError(
-                f"the metric {metric!r} has no name for the history; define it with def"
-            )
+            raise TrainingError(f"the metric {metric!r} has no name: define it with def")
         return name, Metric(
             lambda outputs, targets, weight: totals(
                 jnp.asarray(metric(outputs, targets)).astype(float), weight

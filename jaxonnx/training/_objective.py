@@ -153,7 +153,7 @@ class Objective:
         for name, measure in self.measures.items():
             if name in self.gathered or not measure.metric.number:
                 raise TrainingError(
-                    f"the metric '{name}' needs all predictions, or is not a number: pass it to "
+                    f"the metric '{name}' is not available during training: pass it to "
                     "jaxonnx.evaluate after the run"
                 )
         self.fit(shapes, batch.targets, batch.weight)

@@ -99,7 +99,7 @@ def _page(result: ReportSource, configuration: Mapping[str, Any] | None) -> Iter
     if matrix is not None:
         yield "<h2>Confusion matrix of the validation data</h2>"
         yield _picture("confusion matrix", matrix.plot, (6, 5))
-        yield f"<details><summary>Numbers</summary><pre>{escape(str(matrix))}</pre></details>"
+        yield f"<details><summary>Counts</summary><pre>{escape(str(matrix))}</pre></details>"
     yield "<h2>Layers</h2>"
     yield from _layers(result)
     yield from _rounded(result)
@@ -116,7 +116,7 @@ def _page(result: ReportSource, configuration: Mapping[str, Any] | None) -> Iter
 def _epochs(history: History) -> Iterator[str]:
     names = list(dict.fromkeys(n for row in history.epochs for n in row if "/" not in n))
     rows = [[row.get(name, "") for name in names] for row in history.epochs]
-    yield "<details><summary>Numbers of each epoch</summary>"
+    yield "<details><summary>Metrics of each epoch</summary>"
     yield from _table(names, rows)
     if history.events:
         heads = ("step", "event", "why")
@@ -145,11 +145,11 @@ def _layers(result: ReportSource) -> Iterator[str]:
         layer, operator = places.get(name, ("", ""))
         status = _status(result, name)
         rows.append([layer, operator, name, shape, x.size, status, moved, zeros])
-    heads = ("layer", "operator", "tensor", "shape", "numbers", "", "change", "zeros")
+    heads = ("layer", "operator", "tensor", "shape", "size", "", "change", "zeros")
     yield from _table(heads, rows)
     trained = sum(x.size for x in model.params.values())
     frozen = sum(x.size for x in model.state.values())
-    yield f"<p><small>{trained:,} numbers in parameters, {frozen:,} in all else.</small></p>"
+    yield f"<p><small>{trained:,} parameters trained, {frozen:,} frozen.</small></p>"
 
 
 def _rounded(result: ReportSource) -> Iterator[str]:
@@ -168,8 +168,8 @@ def _rounded(result: ReportSource) -> Iterator[str]:
         "tensor",
         "type",
         "scales",
-        "least",
-        "greatest",
+        "smallest scale",
+        "largest scale",
         "range",
         "clipped",
     )
@@ -181,8 +181,8 @@ def _rounded(result: ReportSource) -> Iterator[str]:
             cells = (one.name, one.type, one.scales, *one.scale, ends, clipped)
             rows.append([layer.name, layer.operator, *cells])
     yield from _table(heads, rows)
-    seen = "the first batch of the validation data" if batch is not None else "weights alone"
-    yield f"<p><small>Least and greatest are scales; clipped is counted on {seen}.</small></p>"
+    seen = "the first batch of the validation data" if batch is not None else "weights only"
+    yield f"<p><small>Clipped values are counted on {seen}.</small></p>"
 
 
 def _status(result: ReportSource, name: str) -> str:

@@ -30,7 +30,7 @@ def restore_checkpoint(step: Step, path: str | os.PathLike) -> State:
     found, where = read_training_checkpoint(path), f"'{os.fspath(path)}'"
     if not found.moments:
         raise TrainingError(
-            f"{where} has no moments: it was saved without include_optimizer_state; "
+            f"{where} has no optimizer moments: it was saved without include_optimizer_state; "
             "jaxonnx.load(model, weights=path) reads its parameters"
         )
     for name, x in step.params.items():

@@ -78,30 +78,30 @@ def _list_changes(result: Result) -> list[str]:
     told = [f"  {called[n]} {[*result.model.params[n].shape]}: {_share(moved[n])}" for n in order]
     if between := order[_MOST:-_LEAST]:
         half = float(np.median([moved[name] for name in order]))
-        change = "from zero" if np.isinf(half) else f"by more than {_share(half)}"
-        told[_MOST:-_LEAST] = [f"  ... {len(between)} more; half of all {change}"]
+        change = "from zero" if np.isinf(half) else _share(half)
+        told[_MOST:-_LEAST] = [f"  ... {len(between)} more; median change {change}"]
     lines += told
     if still := [name for name in params if name not in moved]:
         more = f" and {len(still) - _MOST} more (.changes has all)" if len(still) > _MOST else ""
         lines.append(f"not changed: {', '.join(called[n] for n in still[:_MOST])}{more}")
     renewed = sum(1 for n, c in result.changes.items() if n in result.model.state and c)
     if renewed:
-        lines.append(f"{format_count(renewed, 'running statistic')} renewed")
+        lines.append(f"{format_count(renewed, 'running statistic')} updated")
     return lines
 
 
 def _numbers(result: Result, count: int, moved: Mapping[str, float]) -> list[str]:
     """Return how much was trained, and how many tensors of the model changed by that."""
     numbers = sum(result.model.params[name].size for name in moved)
-    changed = format_count(numbers, "number")
+    changed = format_count(numbers, "parameter")
     if result.lora is None:
         return [f"{len(moved)} of {format_count(count, 'trained tensor')} changed ({changed})"]
     values = result.lora.values
     trained = sum(x.size for name, x in values.items() if name not in result.model.state)
     weights = format_count(len(result.lora.layouts), "weight")
-    done = f"{format_count(trained, 'number')} trained, with adapters of {weights}"
+    done = f"{format_count(trained, 'parameter')} trained, in adapters of {weights}"
     if result.lora.are_apart(result.model):
-        return [f"{done}, which stay apart from them (.lora, save(..., adapters=))"]
+        return [f"{done}; not merged (result.lora has them, save(..., adapters=) writes them)"]
     return [f"{done}; merged, they change {format_count(len(moved), 'tensor')} ({changed})"]
 
 

@@ -39,7 +39,7 @@ class Settings(_VALUES):
         if isinstance(self.epochs, int) and self.epochs == 0:
             raise TrainingError(
                 "epochs must be an integer of at least 1, and is 0; jaxonnx.evaluate(model, data, "
-                "loss=, metrics=) or the command jaxonnx evaluate has the numbers without training"
+                "loss=, metrics=) or the command jaxonnx evaluate computes metrics without training"
             )
         _integer("epochs", self.epochs, 1)
         _integer("seed", self.seed, 0, 2**63 - 1)
@@ -59,7 +59,7 @@ class Settings(_VALUES):
         for hook in self.hooks:
             if not callable(hook):
                 raise TrainingError(
-                    "on_log must be a function of the step and its metrics, or a list of such, "
+                    "on_log must be a function (step, metrics), or a list of such functions, "
                     f"and has {_describe(hook)}"
                 )
 
@@ -69,8 +69,7 @@ class Settings(_VALUES):
             raise TrainingError(f"nan must be one of {policies}, and is {self.nan!r}")
         if self.ema is not None and not (isinstance(self.ema, float) and 0 < self.ema < 1):
             raise TrainingError(
-                f"ema must be the decay of the average, between 0 and 1 like 0.999, and is "
-                f"{self.ema!r}"
+                f"ema must be a decay between 0 and 1, like 0.999, and is {self.ema!r}"
             )
         if self.precision is not None and self.precision not in PRECISIONS:
             raise TrainingError(
@@ -90,17 +89,17 @@ class Settings(_VALUES):
         self._check_inputs()
         if self.lora is not None and not isinstance(self.lora, LoRA | Adapters):
             raise TrainingError(
-                "lora must be a jaxonnx.LoRA, like LoRA(rank=8), or Adapters to go on with, and is "
-                f"a {type(self.lora).__name__}"
+                "lora must be a jaxonnx.LoRA, like LoRA(rank=8), or Adapters to continue with, and "
+                f"is a {type(self.lora).__name__}"
             )
         if self.lora is not None and self.sparsity is not None:
             raise TrainingError(
-                "lora keeps the weights as they are and sparsity makes them sparse: merge the "
+                "lora cannot be combined with sparsity: merge the "
                 "adapters into the model first, or leave one of the two out"
             )
         if isinstance(self.lora, Adapters) and self.trainable is not None:
             raise TrainingError(
-                "trainable cannot be chosen for Adapters: they hold what is trained"
+                "trainable cannot be combined with Adapters, which determine what is trained"
             )
 
     def _check_optimizer(self) -> None:

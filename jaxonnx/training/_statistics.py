@@ -71,20 +71,21 @@ class Statistics:
           whole: whether the result has the weights of the end of an epoch.
         """
         count = format_count(len(self._norms), "BatchNormalization")
-        why = "running averages with momentum {:.4g} cannot have settled in {}"
+        why = "running averages with momentum {:.4g} do not converge in {}"
         slowest = max((norm.momentum for norm in self._norms), default=0)
         if self._are_unsettled(steps) and (self._left or not whole):
             why = why.format(slowest, format_count(steps, "step"))
             yield (
-                f"the running statistics of {count} are averages, and {why}: "
+                f"the running statistics of {count} are moving averages, and {why}: "
                 "result.model.recompute_statistics(data) computes them from the data"
             )
         elif self._batches and whole:
             why = why.format(slowest, format_count(self._steps, "step"))
+            why = "statistics='recompute'" if self._always else why
             yield (
-                f"the running statistics of {count} were computed from "
+                f"the running statistics of {count} were recomputed from "
                 f"{self._batches:,} batch{'es' * (self._batches > 1)} of the training data with "
-                f"the final weights: {'as was asked for' if self._always else why}"
+                f"the final weights: {why}"
             )
 
 
@@ -101,9 +102,9 @@ def warn_of_single_values(step: Step, batch: Batch) -> None:
         return
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     warnings.warn(
-        f"the BatchNormalization of '{names[0]}'{more} sees one number for each channel, in a "
-        "batch of one example: in training its output is its bias whatever the input, and no layer "
-        "before it learns (PyTorch raises an error here). Train with larger batches (batch_size=, "
+        f"the BatchNormalization of '{names[0]}'{more} sees one value per channel, in a batch "
+        "of one example: in training its output is its bias for any input, and no layer before it "
+        "learns (PyTorch raises an error here). Train with larger batches (batch_size=, "
         "and for a file that fixes the batch to 1 jaxonnx.load(..., batch='any')), or with "
         "statistics='frozen'",
         stacklevel=3,

@@ -139,7 +139,9 @@ class Monitor:
         monitor = default if monitor is None else monitor
         self.name, self._sign = _direction(monitor)
         if self.name not in columns:
-            hint = "" if "validation_loss" in columns else "; validation= gives more"
+            hint = (
+                "" if "validation_loss" in columns else "; pass validation= for validation metrics"
+            )
             raise TrainingError(
                 f"monitor={self.name!r} is not a metric of this run; available: "
                 f"{', '.join(columns)}{hint}"

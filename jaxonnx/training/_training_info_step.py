@@ -63,8 +63,8 @@ class TrainingInfoStep(Step):
     def check(self, batch: Any) -> Any:
         if not np.isin(self.as_batch(batch).weight, (0, 1)).all():
             raise TrainingError(
-                "the examples have weights, and the algorithm of the file knows none: leave them "
-                "out, or pass loss= and optimizer="
+                "the algorithm of the file does not support weights of examples: leave them out, "
+                "or pass loss= and optimizer="
             )
         values = self._values(batch)
         _, outputs = jax.eval_shape(self._training.step, self._training.state, values)

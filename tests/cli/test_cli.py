@@ -67,7 +67,7 @@ def test_info(capsys):
     assert said["operators"]["Conv"] == 2
     assert said["params"]["classifier.0.bias"] == {"dtype": "float32", "shape": [32]}
     assert main(["info", NET, "--layers"]) == 0
-    assert "12,678 numbers trained" in capsys.readouterr().out
+    assert "12,678 parameters trained" in capsys.readouterr().out
 
 
 def test_verify(tmp_path, capsys):
@@ -244,7 +244,7 @@ def test_sensitivity(small, capsys):
     assert said["errors"]["w"]["2:4"] is None  # three outputs
     assert Path("found.png").read_bytes().startswith(b"\x89PNG")
     assert command(line) == 0
-    assert "weight  numbers  int4" in capsys.readouterr().out
+    assert "weight  size  int4" in capsys.readouterr().out
 
 
 def test_evaluate(small, capsys):

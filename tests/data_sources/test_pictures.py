@@ -418,7 +418,7 @@ def test_augment_by_name_or_function(photos):
     assert named == train(photos, one, preprocess={"augment": "flip"}).history.losses
     mirrored = train(photos, one, augment=lambda key, x: x[..., ::-1]).history.losses
     assert mirrored not in (named, train(photos, one).history.losses)
-    with pytest.raises(jaxonnx.TrainingError, match="say the same: leave one out"):
+    with pytest.raises(jaxonnx.TrainingError, match="are two forms of one argument: leave one out"):
         train(photos, preprocess={"augment": "flip"}, augment="flip")
 
 

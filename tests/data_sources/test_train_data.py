@@ -264,7 +264,7 @@ BAD = {
     "lacks": ({"z": X, "y": Y}, {}, "lacks the model's input 'x'"),
     "no target": ({"x": X}, {}, "data has no targets"),
     "words": ((X, np.array(["a"] * 12)), {}, "the targets must be numbers, and is <U1"),
-    "share of batches": (BATCHES, {"validation": 0.2}, "a share of data in one piece"),
+    "share of batches": (BATCHES, {"validation": 0.2}, "is a fraction"),
     "whole share": ((X, Y), {"validation": 1.0}, "between 0 and 1 of the 12"),
     "flag": ((X, Y), {"validation": True}, "validation=True"),
     "tiny share": ((X, Y), {"validation": 0.01}, "leaves some on either side"),

@@ -133,7 +133,7 @@ def test_features_give_what_the_decoder_writes(tmp_path):
         (np.zeros((7, 20), np.float32), r"reads features \[8.*one has \[7, 20\] of float32"),
         ([np.zeros((8, n), np.float32) for n in (20, 18)], r"one shape; one has \[8, 18\]"),
         (np.zeros((8, 20), int), r"one has \[8, 20\] of int64"),
-        (np.zeros((0, 8, 20), np.float32), "there are no features for 'input_features'"),
+        (np.zeros((0, 8, 20), np.float32), "there are no input features for 'input_features'"),
     ],
 )
 def test_features_of_another_shape_are_refused(features, message):

@@ -102,7 +102,9 @@ def test_what_does_not_fit(model, tmp_path):
     x, _ = examples()
     with pytest.raises(jaxonnx.InputError, match="not a square of pixels"):
         model.predict(tmp_path, preprocess={"scale": 1})
-    with pytest.raises(jaxonnx.TrainingError, match="batch_size=8 goes with data in one piece"):
+    with pytest.raises(
+        jaxonnx.TrainingError, match="batch_size=8 cannot be combined with an iterable"
+    ):
         model.predict([x], batch_size=8)
     with pytest.raises(jaxonnx.TrainingError, match="has no examples"):
         model.predict(x[:0])

@@ -29,7 +29,7 @@ def test_layers():
     assert summary.frozen == sum(v.size for v in model.state.values())
     text = str(summary)
     assert "\nfeatures.0    Conv                batch, 6, 28, 28          156  no\n" in text
-    assert "10,680 numbers trained, 2,034 frozen, 49.7 KiB" in text
+    assert "10,680 parameters trained, 2,034 frozen, 49.7 KiB" in text
     assert "features.1" in summary._repr_html_()
 
 
@@ -79,7 +79,7 @@ def test_dropout():
     assert "random operators" in dropped.warnings[0]
     before, dropout, _ = dropped.summary().layers[-3:]
     assert before[:3] == ("/ReduceMean", "ReduceMean", ("batch", 40))
-    assert dropout[1:] == ("Dropout", ("batch", 40), 0, 0, "0.2 put here for training")
+    assert dropout[1:] == ("Dropout", ("batch", 40), 0, 0, "0.2 added for training")
 
 
 def test_dimensions_keep_their_names():

@@ -297,8 +297,11 @@ def test_blocks_have_a_scale_for_each_group_of_inputs():
         (lambda: Quantization(dialect="tensorrt"), "TensorRT takes activations of int8"),
         (lambda: Quantization(dialect="qnn", activations="int8"), "QNN takes activations of uint8"),
         (lambda: Quantization(activations="fp8"), "onnxruntime takes activations of uint8 or int8"),
-        (lambda: Quantization(weights="int2"), "multiplied in floating point"),
-        (lambda: Quantization(weights="int4", reduce_range=True), "for weights of 8 bits"),
+        (lambda: Quantization(weights="int2"), "int2 weights need floating-point activations"),
+        (
+            lambda: Quantization(weights="int4", reduce_range=True),
+            "reduce_range needs weights of 8 bits",
+        ),
         (
             lambda: train_digits(Quantization(reduce_range=True)),
             "reduce_range is for jaxonnx.quant",

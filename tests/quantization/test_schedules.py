@@ -202,13 +202,22 @@ def test_ranges_move_on_several_devices_as_on_one():
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda: Quantization(learn="ranges", activations=None), "activations=None has none"),
+        (
+            lambda: Quantization(learn="ranges", activations=None),
+            "needs activations=, which is None",
+        ),
         (lambda: Quantization(learn="ranges", decay=1), "from 0 to below 1, and was 1"),
         (lambda: Quantization(learn="ranges", freeze=0), "above 0 to 1, and was 0"),
         (lambda: Quantization(start=-1), "at least 0, and was -1"),
-        (lambda: Quantization(freeze=0.2), "pass learn='ranges'"),
-        (lambda: train(Quantization(start=2)), "the run has 2 epochs and would not round"),
-        (lambda: train(Quantization(learn="ranges"), batches), "whose steps are not known"),
+        (lambda: Quantization(freeze=0.2), "decay and freeze need learn='ranges'"),
+        (
+            lambda: train(Quantization(start=2)),
+            "the run has 2 epochs, so that rounding would never begin",
+        ),
+        (
+            lambda: train(Quantization(learn="ranges"), batches),
+            "need the number of steps of the run",
+        ),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused(made, message):

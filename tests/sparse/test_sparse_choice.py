@@ -114,7 +114,7 @@ def test_methods_are_those_of_the_optimizers_and_are_recorded(method, tmp_path):
     assert result.history.phases == phases[method]
     result.model.save(tmp_path / "a.onnx")
     assert jaxonnx.load(tmp_path / "a.onnx").sparsity == result.model.sparsity
-    assert f"by {method}, as the file records" in " ".join(str(result.model).split())
+    assert f"by {method}, recorded in the file" in " ".join(str(result.model).split())
 
 
 def soft(w, n, m):

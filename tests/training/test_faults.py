@@ -220,7 +220,7 @@ def test_other_data_do_not_resume(tmp_path):
     others = [
         ((x[:32], y[:32]), "had 40 examples, and now there are 32: pass the same data"),
         ((x.astype(np.float64), y), r"had examples of float32\[8\], int64\[\], and now float64"),
-        ((np.where(np.arange(8) == 5, 0, x), y), "had examples with other numbers in them"),
+        ((np.where(np.arange(8) == 5, 0, x), y), "had examples with other values"),
         ((x, y, np.ones(40)), "had examples of float32"),
     ]
     for data, message in others:

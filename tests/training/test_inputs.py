@@ -59,7 +59,7 @@ def test_numbers_among_the_data_are_refused_with_the_way_out():
     model, data = stored("pitch")
     given = {"audio": data["audio"], "y": data["pitch"]}
     for data, words in (
-        (given | RANGE, "fmin' is one number, .*; fixed={'fmin': value}"),
+        (given | RANGE, "fmin' is a scalar, .*; fixed={'fmin': value}"),
         (given, "'fmin', 'fmax' .fixed={'fmin': value}"),
     ):
         with pytest.raises(jaxonnx.TrainingError, match=words):

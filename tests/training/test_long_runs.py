@@ -426,13 +426,16 @@ def test_files_that_cannot_grow_end_the_run(tmp_path):
     [
         ({"accumulate": 0}, "accumulate must be an integer of at least 1, and is 0"),
         ({"accumulate": 2.0}, "accumulate must be an integer"),
-        ({"ema": 1}, "between 0 and 1 like 0.999, and is 1"),
+        ({"ema": 1}, "between 0 and 1, like 0.999, and is 1"),
         ({"ema": 99.9}, "and is 99.9"),
         ({"nan": "ignore"}, "nan must be one of stop, skip, rollback, and is 'ignore'"),
         ({"precision": "fp8"}, "precision must be 'bf16' or 'fp16' .* and is 'fp8'"),
         ({"patience": 0}, "patience must be an integer of at least 1"),
         ({"monitor": "loss"}, "neither is given"),
-        ({"monitor": "validation_loss", "patience": 1}, "available: loss; validation= gives more"),
+        (
+            {"monitor": "validation_loss", "patience": 1},
+            "available: loss; pass validation= for validation metrics",
+        ),
         ({"monitor": 3, "patience": 1}, "monitor must be a name"),
         ({"checkpoint_every": 3}, "needs a checkpoint_dir"),
         ({"checkpoint_every": 0, "checkpoint_dir": "x"}, "checkpoint_every must be an integer"),

@@ -69,10 +69,10 @@ def test_printing_a_result_says_what_changed():
     assert "2 epochs, 10 steps" in text
     assert f"loss {first['loss']:.4g} -> {last['loss']:.4g}" in text
     assert f"validation_loss {first['validation_loss']:.4g} -> " in text
-    assert "2 of 2 trained tensors changed (132 numbers)" in text
+    assert "2 of 2 trained tensors changed (132 parameters)" in text
     assert re.search(r"w1 \[8, 16\]: \d+\.\d+%", text)
     still = train(optimizer=optax.sgd(0.0))
-    assert "0 of 4 trained tensors changed (0 numbers)" in str(still)
+    assert "0 of 4 trained tensors changed (0 parameters)" in str(still)
     assert "not changed: w1, b1, w2, b2" in str(still)
 
 
@@ -91,14 +91,14 @@ def test_many_tensors_are_listed_from_both_ends():
     shares = {name: 10.0**-i for i, name in enumerate(names[:9])} | dict.fromkeys(names[9:], 1e-9)
     history = History(stopped="why")
     lines = str(Result(model, history, shares)).splitlines()  # type: ignore[arg-type]
-    assert lines[1] == "100 of 100 trained tensors changed (200 numbers)"
+    assert lines[1] == "100 of 100 trained tensors changed (200 parameters)"
     assert lines[2] == "  t000 [2]: 100.00%"
-    assert lines[8] == "  ... 92 more; half of all by more than 1e-07%"
+    assert lines[8] == "  ... 92 more; median change 1e-07%"
     assert lines[-1] == "  t099 [2]: 1e-07%"
     assert len(lines) == 1 + 1 + 6 + 1 + 2
     zeros = dict.fromkeys(names[:60], np.inf) | dict.fromkeys(names[60:], 0.1)
     lines = str(Result(model, history, zeros)).splitlines()  # type: ignore[arg-type]
-    assert lines[8] == "  ... 92 more; half of all from zero"
+    assert lines[8] == "  ... 92 more; median change from zero"
     still = Result(model, history, dict.fromkeys(names, 0.0))  # type: ignore[arg-type]
     last = str(still).splitlines()[-1]
     assert last == f"not changed: {', '.join(names[:6])} and 94 more (.changes has all)"
@@ -107,8 +107,8 @@ def test_many_tensors_are_listed_from_both_ends():
 def test_adapters_are_counted_rather_than_what_they_change():
     result = train(lora=jaxonnx.LoRA(2, where=["w1", "w2"]))
     sizes = 2 * (8 + 16) + 2 * (16 + 4)
-    line = f"{sizes} numbers trained, with adapters of 2 weights; merged, they change 2 tensors"
-    assert f"{line} (192 numbers)" in str(result)
+    line = f"{sizes} parameters trained, in adapters of 2 weights; merged, they change 2 tensors"
+    assert f"{line} (192 parameters)" in str(result)
 
 
 def test_a_line_now_and_then_where_there_is_no_terminal(monkeypatch, capsys):

@@ -146,7 +146,7 @@ def test_a_run_that_resumes_has_the_same_statistics(tmp_path):
 def test_one_number_for_each_channel_is_warned_of():
     """As PyTorch refuses it: the output is the bias, whatever the input."""
     x, y = examples(8)
-    with pytest.warns(UserWarning, match=r"(?s)one number for each channel.*statistics='frozen'"):
+    with pytest.warns(UserWarning, match=r"(?s)one value per channel.*statistics='frozen'"):
         train((x, y), network(batch="1"), batch_size=1, epochs=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

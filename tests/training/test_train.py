@@ -114,8 +114,8 @@ def test_validation_and_history(net):
 def test_a_result_says_what_changed(net):
     result = train(net, digits(16), trainable=[r"classifier\.4\..*"])
     assert repr(result) == str(result)  # the end of a cell shows it
-    assert "2 of 2 trained tensors changed (250 numbers)" in str(result)
-    assert "4 running statistics renewed" in str(result)
+    assert "2 of 2 trained tensors changed (250 parameters)" in str(result)
+    assert "4 running statistics updated" in str(result)
 
 
 def test_trainable_freezes_the_rest(net):

@@ -237,7 +237,7 @@ BAD = {
     "several": (lambda: train(network(TWO, OUTPUTS), (X, Y), LABELS), "a dict of losses by output"),
     "columns": (
         lambda: train(network(ONE), {"x": X, "label": Y, "index": Y}, LABELS),
-        "beside the inputs the data has 'index', 'label': leave out what is none",
+        "beside the inputs the data has 'index', 'label': leave out those that are not targets",
     ),
     "list": (lambda: train(network(ONE), (X, Y), [LABELS]), r"no loss \['softmax_"),
     "unknown": (lambda: train(network(ONE), (X, Y), {"y": "mse"}), "no loss 'mse'"),
@@ -254,8 +254,14 @@ def test_refused(case):
 @pytest.mark.parametrize(
     ("name", "near"),
     [
-        ("CrossEntropyLoss", r"SoftmaxCrossEntropyLoss \(ONNX's; classes on axis 1, labels"),
-        ("sparse_categorical_crossentropy", rf"try {LABELS} \(labels: the number of the class\)"),
+        (
+            "CrossEntropyLoss",
+            r"SoftmaxCrossEntropyLoss \(ONNX's; classes on axis 1, integer labels",
+        ),
+        (
+            "sparse_categorical_crossentropy",
+            rf"try {LABELS} \(integer labels: the index of the class\)",
+        ),
         ("categorical_crossentropy", r"try softmax_cross_entropy \(a probability for each class\)"),
         ("softmax_cross_entropy_with_integer_label", f"try {LABELS} "),
         ("NLLLoss", "try NegativeLogLikelihoodLoss "),

@@ -146,9 +146,9 @@ def test_labels_choose_loss_and_optimizer_as_the_command_does(tmp_path, monkeypa
     result = jaxonnx.train("net.onnx", "data.npz", batch_size=8)
     for name, value in jaxonnx.load("out.onnx").params.items():
         np.testing.assert_array_equal(result.model.params[name], value)
-    assert "no loss was chosen: softmax cross entropy" in result.history.notes[0]
-    assert "no optimizer was chosen: Adam with the rate 0.001" in result.history.notes[1]
-    assert "no optimizer was chosen" in str(result)
+    assert "loss: softmax cross entropy" in result.history.notes[0]
+    assert "optimizer: Adam, learning rate 0.001" in result.history.notes[1]
+    assert "optimizer: Adam" in str(result)
 
 
 @pytest.mark.parametrize(
@@ -187,5 +187,5 @@ def test_one_number_an_example_has_no_loss_by_default():
     with pytest.raises(jaxonnx.TrainingError, match="say which loss"):
         jaxonnx.train(model, (x, x[:, :1]))
     saved = jaxonnx.load(model.to_onnx())
-    with pytest.raises(jaxonnx.TrainingError, match="pass loss=: the output 'y' has one number"):
+    with pytest.raises(jaxonnx.TrainingError, match="pass loss=: the output 'y' has one value"):
         jaxonnx.train(saved, (x, x[:, :1]))
