@@ -1,4 +1,4 @@
-"""Arrays on meshes: functions for which XLA chooses the shardings inside, and several processes."""
+"""Put arrays on meshes and gather them, also with several processes."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Write files atomically."""
 
 import errno
 import os
@@ -12,7 +12,7 @@ from jaxonnx.errors import InputError
 
 
 @contextmanager
-def whole(path: str | os.PathLike) -> Iterator[Path]:
+def write_atomically(path: str | os.PathLike) -> Iterator[Path]:
     """Give a path to write to; the files written beside it take their places if nothing fails.
 
     A device or a pipe at `path` is written to, never replaced.

@@ -1,4 +1,4 @@
-"""The meaning of a weight's axes: the vocabulary in which operators declare it."""
+"""Axes of weights: which are inputs, outputs and kernel positions, as operators declare them."""
 
 from __future__ import annotations
 

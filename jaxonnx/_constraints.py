@@ -1,4 +1,4 @@
-"""What a specification demands of an operator's arguments, declared with the operator.
+"""Constraints on the arguments of operators: ranks, sizes, dtypes and values.
 
 Values are declared by the annotation of a parameter: `Literal["none", "add"]` lists those that an
 attribute may have, `Positive`, `NotNegative` and `AtLeast` bound numbers, lists of numbers and

@@ -1,4 +1,4 @@
-"""Axes of matplotlib, which is an extra."""
+"""Create axes of matplotlib, an optional dependency."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Programs as JAX traces them: one interpreter of jaxprs, on values of any kind.
+"""An interpreter of jaxprs on values of any kind.
 
 Values may be arrays, names of ONNX tensors, or facts about an array. A rule says what an equation
 makes of them. Only this module knows how a jaxpr holds other programs, which equations only run one

@@ -1,4 +1,4 @@
-"""What a graph may ask for: a limit for each value, checked from its shape before it is allocated.
+"""Memory limits for single values, checked from shapes before anything is allocated.
 
 An evaluation sets a `Budget`. The evaluator checks the results of every node against it (`check`);
 operators call `check_size` for what grows with the values of inputs and attributes, before they

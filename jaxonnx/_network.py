@@ -1,4 +1,4 @@
-"""A loaded network: its tensors, its file, and what the file and the graph say of them."""
+"""`Network`: the tensors, the file and the graph of a loaded model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text for people: counted nouns, and what rich renders as plain text or HTML."""
+"""Format text: counted nouns, shortened lists, rich tables as plain text or HTML."""
 
 from __future__ import annotations
 

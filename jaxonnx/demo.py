@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxonnx import sparse
-from jaxonnx._atomic_write import check_writable, whole
+from jaxonnx._atomic_write import check_writable, write_atomically
 from jaxonnx.errors import Error
 from jaxonnx.model import Model, load
 from jaxonnx.training import History, shade, train
@@ -219,5 +219,5 @@ def _report(path: Path, rows: list[Row]) -> None:
     shown = weight if weight.ndim == 2 else weight[..., 0, 0]
     mask.imshow(shown != 0, cmap="Greys", interpolation="nearest")
     mask.set(title=f"kept weights of {name}", xlabel="input channel", ylabel="output channel")
-    with whole(path) as written:
+    with write_atomically(path) as written:
         figure.savefig(written, dpi=110)

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxonnx._atomic_write import check_writable, whole
+from jaxonnx._atomic_write import check_writable, write_atomically
 from jaxonnx.errors import Error
 
 
@@ -87,7 +87,10 @@ class _Rows(ABC):
             self._replace()
 
     def _replace(self) -> None:
-        with whole(self._path) as path, path.open("w", encoding="utf-8", newline="") as file:
+        with (
+            write_atomically(self._path) as path,
+            path.open("w", encoding="utf-8", newline="") as file,
+        ):
             self._write(file, self._rows)
 
 

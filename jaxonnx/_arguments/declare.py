@@ -1,4 +1,4 @@
-"""How an argument is declared, and what is made from the declarations."""
+"""Declare arguments once; make signatures and docstrings from the declarations."""
 
 from __future__ import annotations
 

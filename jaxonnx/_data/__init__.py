@@ -1,1 +1,1 @@
-"""Examples in any form, as batches of one size and of a few widths."""
+"""Read data in any form, and batch it."""

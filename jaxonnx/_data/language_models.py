@@ -1,4 +1,4 @@
-"""What the folder and the graph of a language model say: positions, tokens and their number."""
+"""Properties of language models: maximum length, vocabulary size, token inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Short texts joined to rows of nearly one length."""
+"""Pack short texts into rows of nearly equal length."""
 
 from __future__ import annotations
 

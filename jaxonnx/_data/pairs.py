@@ -1,4 +1,4 @@
-"""Inputs and targets, in the order of a model's inputs, of the pairs and dicts that users pass."""
+"""Convert pairs and dicts of arrays to inputs in the order of the model, and targets."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Texts as tokens and labels: plain ones, prompts with completions, and chats."""
+"""Convert texts to tokens and labels: plain texts, prompts with completions, and chats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoders whose last layer sees the last step alone, for generation: the same for all steps."""
+"""Make decoders that compute the logits of the last step compute those of all steps."""
 
 from __future__ import annotations
 

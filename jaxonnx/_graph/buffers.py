@@ -1,4 +1,4 @@
-"""Tensors that are constants by their place or name, although operators have weights there."""
+"""Find constants at weight inputs of operators, by their use or name."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence

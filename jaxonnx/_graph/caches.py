@@ -1,4 +1,4 @@
-"""Caches of decoders: inputs that a call continues and hands out again, for the next call.
+"""Find the caches of decoders: inputs that an output continues.
 
 They are found by the graph. A value carries the input of the graph that it continues: behind views,
 behind Concat and scatters, and at the outputs of operators with a past (`Op.pasts`). An input is a

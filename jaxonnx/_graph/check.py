@@ -1,4 +1,4 @@
-"""Nodes checked against their operator's schema: attributes and types, inputs, outputs."""
+"""Check nodes against the schemas of their operators: attributes, types, inputs, outputs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

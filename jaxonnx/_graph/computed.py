@@ -1,4 +1,4 @@
-"""Values that a file computes from its tensors alone: exp(A_log), sigmoid(gate), g * v / |v|.
+"""Find values that are computed from tensors of the file only, like g * v / |v|.
 
 They stand where data meet them as weights would that an exporter had folded, so their places and
 numbers tell what the tensors behind them are.

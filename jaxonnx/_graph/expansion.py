@@ -1,4 +1,4 @@
-"""How large a graph is once each call of a function stands for the nodes of its body."""
+"""Count the nodes of a graph after functions are inlined."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping

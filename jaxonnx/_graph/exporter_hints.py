@@ -1,4 +1,4 @@
-"""What an exporter seems to have done to a network for inference: guesses, from traces in the file.
+"""Guess from the file what an exporter optimized for inference, such as folded BatchNormalization.
 
 A file does not say that BatchNormalization was folded into a convolution, or that Dropout was left
 out. The guesses here rest on these traces. Each can deceive, and a file without them may have been

@@ -1,4 +1,4 @@
-"""Fake quantization that a file spells out: x / scale, rounded and clipped, times scale.
+"""Find fake quantization that is written as arithmetic: x / scale, rounded, clipped, times scale.
 
 Rounding has the derivative zero, so that nothing in front of it would be trained. Networks that
 were trained through it passed gradients straight (Bengio et al., 2013, arXiv:1308.3432), as

@@ -1,4 +1,4 @@
-"""Matrix products that `quantize_dynamic` of onnxruntime spells out, as one operator each.
+"""Fuse the node groups that `quantize_dynamic` of onnxruntime writes for matrix products.
 
 DynamicQuantizeLinear, MatMulInteger, Cast and two Mul with the scales give what
 DynamicQuantizeMatMul gives, bit for bit, and so does MatMulIntegerToFloat, to which sessions of

@@ -1,4 +1,4 @@
-"""Constants that are known by their values: windows, sequences, sinusoids, filter banks."""
+"""Recognize constants by their values: windows, sequences, sinusoids, filter banks."""
 
 from collections.abc import Callable
 from typing import Any

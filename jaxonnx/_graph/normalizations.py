@@ -1,4 +1,4 @@
-"""Normalizations that a file spells out in arithmetic.
+"""Find normalization layers that are written as arithmetic.
 
 Older exports and converters write LayerNormalization and the like as ReduceMean, Sub, Mul, Sqrt and
 Div, and BatchNormalization of inference as arithmetic with its constants. What the normalized

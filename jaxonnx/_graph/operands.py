@@ -1,4 +1,4 @@
-"""Learned tensors at inputs for which operators declare no weight, behind the first layer.
+"""Find learned tensors at inputs that operators do not declare as weights.
 
 Networks have gates, thresholds, positions, centers and starts of a recurrence that meet data in
 plain arithmetic. Buffers do so as well, but their numbers repeat, count, or are very large.

@@ -1,4 +1,4 @@
-"""Matrices that project to queries, keys and values in one, as GroupQueryAttention reads them."""
+"""Find matrices that project to queries, keys and values at once."""
 
 from collections.abc import Collection, Mapping
 

@@ -1,4 +1,4 @@
-"""Pairs of matrix products that devices can share: the first by outputs, the second by inputs.
+"""Find pairs of matrix products for tensor parallelism: split by outputs, then by inputs.
 
 Between the two products each device keeps its own features, and only the second one adds up over
 all devices (Shoeybi et al., "Megatron-LM", 2019, arXiv:1909.08053). In an attention block the first

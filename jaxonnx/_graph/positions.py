@@ -1,4 +1,4 @@
-"""Tables of positions that are learned: added to embeddings, and neither sinusoids nor masks."""
+"""Find learned position embeddings that are added, and are neither sinusoids nor masks."""
 
 from collections.abc import Collection, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The projections of a transformer by what they do: of attention, of the layers between, the head.
+"""Find the projections of a transformer by role: attention, MLP, output layer.
 
 A projection is a product with a weight. It is one of attention if no other projection lies between
 it and an attention, before it (queries, keys, values) or behind it (outputs); the head gives the

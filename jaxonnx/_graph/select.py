@@ -1,4 +1,4 @@
-"""Tensors chosen by what they are called, or by a predicate; labels for groups of them."""
+"""Select tensors by name, regular expression, wildcard or predicate; label groups of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the operators that read matrices in few bits dequantize them with."""
+"""Find the scales and zero points of matrices that are stored in few bits."""
 
 import math
 from collections.abc import Collection, Mapping

@@ -1,4 +1,4 @@
-"""Inputs that choose rows of a table: tokens, positions, types of tokens.
+"""Find inputs that index rows of a table: tokens, positions, token types.
 
 Gather counts negative indices from the end, and what an index beyond the table gives is not defined
 (here NaN, or zeros). In the data of a training either is a mistake.

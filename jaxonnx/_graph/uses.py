@@ -1,4 +1,4 @@
-"""Where the tensors of a graph are used: at which input of which node, and as what."""
+"""Find the uses of tensors: the node, the input, and the role there."""
 
 import math
 from collections import ChainMap

@@ -1,1 +1,1 @@
-"""Bytes and files on one side, a ModelProto and its tensors on the other."""
+"""Read and write model files: a ModelProto and its tensors."""

@@ -1,4 +1,4 @@
-"""Files of adapters alone: those of onnxruntime (.onnx_adapter) and the folders of PEFT."""
+"""Read and write adapter files: .onnx_adapter of onnxruntime, and folders of PEFT."""
 
 import difflib
 import json
@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxonnx._atomic_write import whole
+from jaxonnx._atomic_write import write_atomically
 from jaxonnx._io.formats import read_weights, write_safetensors
 from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import Error, InputError, ModelError
@@ -175,7 +175,7 @@ def write_onnx_adapter(path: str | os.PathLike, arrays: Mapping[str, np.ndarray]
     adapter.set_adapter_version(1)
     adapter.set_model_version(1)
     adapter.set_parameters(values)
-    with whole(path) as written:
+    with write_atomically(path) as written:
         adapter.export_adapter(os.fspath(written))
 
 
@@ -221,7 +221,7 @@ def write_peft(
     }
     Path(folder).mkdir(parents=True, exist_ok=True)
     write_safetensors(Path(folder, _WEIGHTS), arrays)
-    with whole(Path(folder, _CONFIG)) as written:
+    with write_atomically(Path(folder, _CONFIG)) as written:
         written.write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""A graph under construction, for what jaxonnx writes itself."""
+"""Build a graph node by node."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any

@@ -153,18 +153,15 @@ def crc(x: np.ndarray) -> int:
     return zlib.crc32(numbers)
 
 
-def seal(x: np.ndarray | jax.Array) -> int | str:
-    """Return what tells later whether an array is the one that was written.
-
-    That is the CRC of one in the host's memory. One that devices share is summed up where it lies.
-    """
+def checksum(x: np.ndarray | jax.Array) -> int | str:
+    """Return a checksum: the CRC of an array in host memory, the sum of one on a mesh."""
     return crc(x) if isinstance(x, np.ndarray) else f"sum {_sum(x)}"
 
 
-def check(arrays: Sequence[np.ndarray | jax.Array], seals: Sequence[int | str]) -> None:
-    """Raise ValueError if arrays, wherever they lie, are not those that were sealed."""
-    for x, sealed in zip(arrays, seals, strict=True):
-        if sealed != (crc(to_host(x)) if isinstance(sealed, int) else f"sum {_sum(x)}"):
+def check(arrays: Sequence[np.ndarray | jax.Array], checksums: Sequence[int | str]) -> None:
+    """Raise ValueError if an array, in host memory or on a mesh, has another checksum."""
+    for x, expected in zip(arrays, checksums, strict=True):
+        if expected != (crc(to_host(x)) if isinstance(expected, int) else f"sum {_sum(x)}"):
             raise ValueError("its arrays are damaged: a checksum differs")
 
 

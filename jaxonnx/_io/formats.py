@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
 from jaxonnx import _safe_read
-from jaxonnx._atomic_write import whole
+from jaxonnx._atomic_write import write_atomically
 from jaxonnx._io.protos import all_graphs
 from jaxonnx.errors import Error, InputError, ModelError
 
@@ -115,7 +115,7 @@ def _write_onnx(
         data = {"save_as_external_data": True, "size_threshold": 1024}
         data["location"] = f"{path.name}.{_digest(proto)}.data"
     before = _data_files(path)
-    with whole(path) as written:
+    with write_atomically(path) as written:
         onnx.save_model(proto, written, **data)
     for unused in before - {data.get("location")}:
         (path.parent / unused).unlink(missing_ok=True)
@@ -180,7 +180,7 @@ def write_safetensors(path: Path, weights: Mapping[str, np.ndarray]) -> None:
     # the package would write the memory of a transposed array in the order that it lies in
     arrays = {name: np.require(w, requirements="C") for name, w in weights.items()}
     try:
-        with whole(path) as written:
+        with write_atomically(path) as written:
             safetensors.numpy.save_file(arrays, written)
     except safetensors.SafetensorError as error:
         raise InputError(f"safetensors cannot hold these weights: {error}") from error

@@ -1,4 +1,4 @@
-"""What a ModelProto must have before its graphs are read: versions that there are, and names."""
+"""Check the header of a ModelProto: versions and names."""
 
 from itertools import chain
 from typing import Any

@@ -1,4 +1,4 @@
-"""The order of nodes: each behind those that compute what it reads."""
+"""Sort nodes topologically."""
 
 import heapq
 

@@ -1,4 +1,4 @@
-"""Tensors that the file has once, and under several names through Identity nodes.
+"""Find tied tensors: stored once, used under several names through Identity nodes.
 
 PyTorch's older exporter writes Identity over an initializer for two reasons. Layers share a weight
 on purpose (ALBERT): these stay one tensor. Or tensors were equal by coincidence, as scales of ones

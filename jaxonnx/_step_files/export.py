@@ -14,7 +14,7 @@ import numpy as np
 from onnx import ModelProto
 
 from jaxonnx._arguments import StepArguments, check_names
-from jaxonnx._atomic_write import whole
+from jaxonnx._atomic_write import write_atomically
 from jaxonnx._graph.values import to_value
 from jaxonnx._io import formats
 from jaxonnx._io.build import unused_name
@@ -126,7 +126,7 @@ def export_step(
         manifest = exporter.write(Path(path), {n: files[n] for n in names}, external_data)
         if source is not None:
             manifest["web"] = _web.write(Path(path), source, step.model, web, manifest)
-        with whole(Path(path) / "manifest.json") as file:
+        with write_atomically(Path(path) / "manifest.json") as file:
             file.write_text(json.dumps(manifest, indent=1) + "\n")
     return manifest
 
@@ -203,7 +203,7 @@ class _Exporter:
         for name, (proto, _) in graphs.items():
             path = folder / files[name]
             if path.suffix == ".npz":
-                with whole(path) as file:
+                with write_atomically(path) as file:
                     formats.save_npz(file, self.start())
                 continue
             options = {"external_data": external_data and path.suffix == ".onnx"}

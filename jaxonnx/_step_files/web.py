@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from onnx import ModelProto, numpy_helper
 
-from jaxonnx._atomic_write import whole
+from jaxonnx._atomic_write import write_atomically
 from jaxonnx._data.images import preparation as images
 from jaxonnx.errors import InputError
 from jaxonnx.model import Model, file_tensors, to_proto
@@ -108,12 +108,12 @@ def write(
     text, places = _places(to_proto(model, repeat=True), trained)
     (folder / "runtime").mkdir(exist_ok=True)
     for name, own in RUNTIME.items():
-        with whole(folder / "runtime" / own) as file:
+        with write_atomically(folder / "runtime" / own) as file:
             shutil.copyfile(source / name, file)
     for asset in (files("jaxonnx") / "assets" / "web").iterdir():
-        with whole(folder / asset.name) as file:
+        with write_atomically(folder / asset.name) as file:
             file.write_bytes(asset.read_bytes())
-    with whole(folder / "model.onnx") as file:
+    with write_atomically(folder / "model.onnx") as file:
         file.write_bytes(text)
     told = {
         "examples": _examples(folder, arrays),
@@ -152,7 +152,7 @@ def _examples(folder: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
     count = len(next(iter(arrays.values())))
     order = np.random.default_rng(0).permutation(count)
     places, at = {}, 0
-    with whole(folder / "examples.bin") as file, file.open("wb") as written:
+    with write_atomically(folder / "examples.bin") as file, file.open("wb") as written:
         for name, array in arrays.items():
             places[name] = at
             at += written.write(array[order].tobytes())

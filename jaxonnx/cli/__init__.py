@@ -1,4 +1,4 @@
-"""The command line: thin verbs over the functions of the package."""
+"""The command line: thin commands over the functions of the package."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`jaxonnx bench`: the time that a user's own model takes."""
+"""`jaxonnx bench`: times the forward pass and training step of a model."""
 
 import argparse
 import math

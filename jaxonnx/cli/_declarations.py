@@ -1,4 +1,4 @@
-"""What functions and classes of other rooms say of their arguments, read from their source.
+"""Read arguments and their documentation from the source of functions and classes.
 
 Importing them would take JAX, which the command line does without to show its help.
 """

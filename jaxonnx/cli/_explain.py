@@ -1,4 +1,4 @@
-"""`--explain`: a command as the Python that does the same."""
+"""`--explain`: prints the equivalent Python program."""
 
 import json
 from collections.abc import Mapping

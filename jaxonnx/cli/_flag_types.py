@@ -240,7 +240,7 @@ def name_of(owner: str, argument: str) -> str:
     return f"{owner}.{argument}"
 
 
-def given(options: argparse.Namespace, owner: str) -> dict[str, Any]:
+def collect_values(options: argparse.Namespace, owner: str) -> dict[str, Any]:
     """Return the values of the arguments of an owner whose flags are given."""
     values = {
         name.removeprefix(f"{owner}."): value

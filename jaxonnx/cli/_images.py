@@ -1,4 +1,4 @@
-"""Pictures in arrays as inputs of a network, and its outputs as named classes."""
+"""Read images as inputs of a network, and name the classes of its outputs."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""The model and the data of a command, and what it reports."""
+"""Read the model and the data of a command."""
 
 import argparse
 import math

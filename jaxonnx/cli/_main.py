@@ -1,4 +1,4 @@
-"""From the options of a command to its report and exit status."""
+"""Run a command, print its report, and return its exit status."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""The options of a command, from flags and from a TOML file with the same names."""
+"""Parse the options of a command from flags and a TOML file."""
 
 import argparse
 import difflib

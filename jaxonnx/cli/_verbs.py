@@ -1,4 +1,4 @@
-"""The verbs: options in, a report out."""
+"""The commands, each a function from options to a report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.console import Console
 
-from jaxonnx._atomic_write import check_writable, whole
+from jaxonnx._atomic_write import check_writable, write_atomically
 from jaxonnx._data.images import preparation as images
 from jaxonnx._data.images.folder import image_paths
 from jaxonnx._graph import exporter_hints
@@ -21,7 +21,7 @@ from jaxonnx._io.formats import check_suffix
 from jaxonnx._io.protos import text
 from jaxonnx.cli import _images as pictures
 from jaxonnx.cli import _inputs as reading
-from jaxonnx.cli._flag_types import given
+from jaxonnx.cli._flag_types import collect_values
 from jaxonnx.cli._flags import LOSS
 from jaxonnx.cli._inputs import Failed, Report
 from jaxonnx.errors import InputError
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> Report:
     check_writable(options.output)
     named = _outputs(model, options)
     try:
-        with whole(options.output) as path, path.open("wb") as file:
+        with write_atomically(options.output) as path, path.open("wb") as file:
             np.savez(file, **named)
     except OSError as error:
         raise Failed(f"the outputs could not be written: {error}") from error
@@ -153,12 +153,12 @@ def evaluate(options: argparse.Namespace) -> Report:
 def quantize(options: argparse.Namespace) -> Report:
     from jaxonnx.quantization import Quantization, quantize
 
-    scheme = Quantization(**given(options, "Quantization"))
+    scheme = Quantization(**collect_values(options, "Quantization"))
     model, where = reading.read(options), reading.examples(options)
     check_suffix(options.output)
     check_writable(options.output)
     data, preprocess = reading.unlabeled(where, model, options)
-    more = given(options, "quantize") | preprocess
+    more = collect_values(options, "quantize") | preprocess
     quantized = quantize(model, data, scheme, **more)
     if reading.image_options(options):
         quantized = images.with_preparation(quantized, reading.preparation(model, options))
@@ -175,7 +175,7 @@ def sensitivity(options: argparse.Namespace) -> Report:
     if options.plot is not None:
         check_writable(options.plot)
     data, preprocess = reading.unlabeled(where, model, options)
-    found = sensitivity(model, data, **given(options, "sensitivity"), **preprocess)
+    found = sensitivity(model, data, **collect_values(options, "sensitivity"), **preprocess)
     if options.plot is not None:
         found.plot().figure.savefig(options.plot, bbox_inches="tight")
     written = [] if options.plot is None else [options.plot]

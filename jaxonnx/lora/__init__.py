@@ -1,4 +1,4 @@
-"""LoRA: low-rank changes of weights, trained while the weights themselves stay fixed."""
+"""LoRA: low-rank adapters, trained while the weights stay fixed."""
 
 from jaxonnx.lora._adapters import Adapters
 from jaxonnx.lora._lora import LoRA

@@ -1,4 +1,4 @@
-"""The loss of a model that learns from another model."""
+"""Knowledge distillation: the loss against the outputs of another model."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Losses of rows that are compared with each other: preferences, pairs, negatives.
+"""Losses that compare rows of a batch: preferences, pairs, negatives.
 
 The functions return a `GroupLoss`.
 """

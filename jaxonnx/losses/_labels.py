@@ -1,4 +1,4 @@
-"""Losses of class labels: of pictures, of their pixels, of tokens.
+"""Losses of class labels: of images, pixels or tokens.
 
 The functions return a `ClassLoss`. optax has the losses with classes on the last axis and one label
 for each example; these have the classes on axis 1 or the last one, weights of classes, and labels

@@ -1,4 +1,4 @@
-"""`Model`, a loaded file, and `load`, which makes it."""
+"""`Model`, a loaded ONNX file, and `load`, which reads one."""
 
 from jaxonnx._graph.select import labels
 from jaxonnx._graph.values import Value

@@ -1,4 +1,4 @@
-"""The adapters of a model: merged into its weights, or beside them in its file."""
+"""Merge the adapters of a model into its weights, or write them as nodes or inputs."""
 
 from __future__ import annotations
 

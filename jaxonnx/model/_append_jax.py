@@ -1,4 +1,4 @@
-"""A network continued by a JAX function: its nodes stay, those of the function follow."""
+"""Append the nodes of a JAX function to a network (`Model.then`)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Calls of a model: names of inputs beside names of its own arguments."""
+"""Separate the inputs of a model from arguments with the same name, like `state_`."""
 
 import functools
 import inspect

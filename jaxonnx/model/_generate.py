@@ -1,4 +1,4 @@
-"""Continuations by a decoder: greedy or drawn, through the caches of its file, compiled once.
+"""Generate tokens with a decoder and its caches: greedy or sampled, compiled once.
 
 The caches have room for all tokens from the beginning, so that each step has the same shapes.
 An operator that takes the length of its past from the mask (GroupQueryAttention) finds the tokens

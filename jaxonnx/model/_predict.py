@@ -1,4 +1,4 @@
-"""A model's outputs for any number of examples, batch by batch."""
+"""Run inference over a data set, batch by batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A quantized file as it is trained: its weights in floating point, in front of their rounding."""
+"""Open a quantized model for training: its weights in floating point, before rounding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New first values of weights, by what a weight is to its operator."""
+"""Reinitialize weights by their role in the operator."""
 
 import math
 from collections.abc import Callable, Mapping

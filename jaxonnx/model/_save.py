@@ -1,4 +1,4 @@
-"""The file of a model with its weights: as a ModelProto, or written to a path."""
+"""Write a model with its weights to a ModelProto or a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sparse weights of a model: what its file records, and what its graph allows."""
+"""Record the sparse weights of a model, and find those that can be sparse."""
 
 from __future__ import annotations
 

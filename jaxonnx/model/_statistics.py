@@ -1,4 +1,4 @@
-"""Statistics of BatchNormalization, pooled over the batches of some data.
+"""Compute statistics of BatchNormalization, pooled over batches.
 
 Running averages of `momentum` forget what they began with only after some 5 / (1 - momentum) steps,
 and then lag behind the weights. Means over many batches at fixed weights do not (Wu and Johnson,

@@ -1,4 +1,4 @@
-"""The table of `model.summary()`: the layers, and what else the file calls them."""
+"""The table of `model.summary()`: the layers, and their names in the file."""
 
 from __future__ import annotations
 

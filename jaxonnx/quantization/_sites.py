@@ -1,4 +1,4 @@
-"""Where a scheme quantizes: weights, and the values that operators read."""
+"""Find the weights and activations that a scheme quantizes."""
 
 from __future__ import annotations
 

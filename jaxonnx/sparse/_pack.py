@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxonnx import _safe_read
-from jaxonnx._atomic_write import whole
+from jaxonnx._atomic_write import write_atomically
 from jaxonnx.errors import SparsityError
 from jaxonnx.sparse._layers import Layer, by_name, goals
 from jaxonnx.sparse._pattern import SparsityPattern, default_axes, parse
@@ -160,7 +160,7 @@ def save(
         arrays[f"values:{name}"] = x if x.dtype.isbuiltin else x.view(f"u{x.dtype.itemsize}")
         index[name] = entry
     arrays[INDEX] = np.frombuffer(json.dumps(index).encode(), np.uint8)
-    with whole(path) as written, written.open("wb") as file:
+    with write_atomically(path) as written, written.open("wb") as file:
         np.savez(file, **arrays)
 
 

@@ -1,4 +1,4 @@
-"""Models as batches of the data need them: fixed inputs, a batch axis, an open batch."""
+"""Fit a model to the batches: fixed inputs, a batch axis, a variable batch size."""
 
 import warnings
 from typing import Any

@@ -21,7 +21,7 @@ from jaxonnx.errors import TrainingError
 from jaxonnx.model import Model, load
 from jaxonnx.quantization import prepare
 from jaxonnx.training import _objective as objective
-from jaxonnx.training._class_weights import by_number
+from jaxonnx.training._class_weights import class_weights_by_index
 from jaxonnx.training._gradient_step import GradientStep
 from jaxonnx.training._head import complete_settings, with_heads
 from jaxonnx.training._losses import find
@@ -30,7 +30,7 @@ from jaxonnx.training._optimizers import is_planned
 from jaxonnx.training._select_parameters import select_parameters
 from jaxonnx.training._sequences import read_whole_sequences
 from jaxonnx.training._settings import Settings
-from jaxonnx.training._sparsity import forget, sparsify
+from jaxonnx.training._sparsity import remove_sparsity, sparsify
 from jaxonnx.training._step import Step
 from jaxonnx.training._training_info_step import TrainingInfoStep
 from jaxonnx.training._weight_layout import WeightLayout
@@ -104,7 +104,7 @@ def weights_of_classes(model: Model, settings: Settings, data: Any = None) -> An
     wanted = settings.loss.values() if isinstance(settings.loss, Mapping) else [settings.loss]
     parts = (x[0] if isinstance(x, tuple) and x else x for x in wanted)
     losses = [find(loss) for loss in parts if loss is not None]
-    return by_number(settings.class_weights, labels, data, losses)
+    return class_weights_by_index(settings.class_weights, labels, data, losses)
 
 
 def build_step(
@@ -150,7 +150,7 @@ def _build_local_step(
         goal = replace(goal, notes=(*goal.notes, note))
     structured: frozenset[str] = frozenset()
     if settings.sparsity is None:
-        model = forget(model)
+        model = remove_sparsity(model)
     else:
         optimizer, model, structured = sparsify(
             model, optimizer, settings, epochs, steps_per_epoch, storage

@@ -30,8 +30,8 @@ from jaxonnx._io.checkpoints import (
     add_checksum,
     check,
     check_form,
+    checksum,
     reason,
-    seal,
     verify_checksum,
 )
 from jaxonnx._mesh.processes import Processes
@@ -202,7 +202,7 @@ class Checkpoints:
             "settings": self._settings,
             "position": list(at),
             "history": dataclasses.asdict(history),
-            "crc": [seal(x) for x in leaves],
+            "crc": [checksum(x) for x in leaves],
         }
         args, text = self._orbax.args, add_checksum(about)
         try:
@@ -305,7 +305,7 @@ class Checkpoints:
             summed = isinstance(x, jax.Array) and not x.is_fully_replicated
             if place < len(before):
                 summed = before[place].startswith(f"{name} sum ")
-            lines.append(f"{name} {seal(jax.numpy.asarray(x) if summed else to_host(x))}")
+            lines.append(f"{name} {checksum(jax.numpy.asarray(x) if summed else to_host(x))}")
         return lines
 
     def _compare_data(self, before: dict[str, Any] | None) -> None:

@@ -1,4 +1,4 @@
-"""Weights of classes: by name, by number, or balanced."""
+"""Class weights: by name, by index, or balanced."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from jaxonnx.training._losses import Loss
 _SHOWN = 8
 
 
-def by_number(
+def class_weights_by_index(
     wanted: Any, labels: Sequence[str], data: Any = None, losses: Sequence[Loss] = ()
 ) -> dict[int, float]:
     """Return weights by the number of the class.

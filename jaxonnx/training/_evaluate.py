@@ -88,10 +88,10 @@ def evaluate(
         data, _, net = find_folders(data, None, net, settings.preprocess)
     examples = source(data, net.inputs, settings.batch_size, None, padding, target_names(net))
     goal = objective.find(net, loss, metrics)
-    return over(goal, examples, images.preparation(net).labels, progress)
+    return evaluate_objective(goal, examples, images.preparation(net).labels, progress)
 
 
-def over(
+def evaluate_objective(
     goal: objective.Objective,
     examples: Source,
     labels: Sequence[str],

@@ -64,7 +64,7 @@ class History:
         text = (
             f"{format_count(len(self.epochs), 'epoch')}, {format_count(len(self.losses), 'step')}, "
         )
-        text += f"{seconds:.1f} s: {', '.join(self._numbers())}"
+        text += f"{seconds:.1f} s: {', '.join(self._format_metrics())}"
         for event in (SKIPPED, ROLLED_BACK, NOT_VALIDATED):
             if count := sum(1 for e in self.events if e["event"] == event):
                 text += f"; {format_count(count, 'time')} {event}"
@@ -72,7 +72,7 @@ class History:
 
     __repr__ = __str__
 
-    def _numbers(self) -> list[str]:
+    def _format_metrics(self) -> list[str]:
         """Return the numbers of the first and the last epoch, or of the steps of the only one."""
         first, last = self.epochs[0], self.epochs[-1]
         names = [
@@ -87,10 +87,10 @@ class History:
             return [_change(name, first[name], last[name]) for name in names]
         steps = {"loss": self.losses, "rate": self.rates}
         ends = {name: steps.get(name) or [last[name]] for name in names}
-        told = {name: _change(name, values[0], values[-1]) for name, values in ends.items()}
+        texts = {name: _change(name, values[0], values[-1]) for name, values in ends.items()}
         if len(self.losses) > 1:
-            told["loss"] += " (first and last step)"
-        return [*told.values()]
+            texts["loss"] += " (first and last step)"
+        return [*texts.values()]
 
 
 def _change(name: str, first: float, last: float) -> str:

@@ -1,4 +1,4 @@
-"""Checks that a step fits into device memory, before it takes the donated weights with it."""
+"""Check that a step fits into device memory, before it runs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

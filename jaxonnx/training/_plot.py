@@ -1,4 +1,4 @@
-"""The curves of a run, drawn on axes of matplotlib."""
+"""Plot the curves of a run."""
 
 from collections.abc import Sequence
 from itertools import groupby

@@ -1,4 +1,4 @@
-"""What outputs and targets mean to metrics: choices among classes, or answers of yes and no."""
+"""Convert outputs and targets to predictions: one of several classes, or binary labels."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple

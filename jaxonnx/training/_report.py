@@ -1,4 +1,4 @@
-"""One HTML page about a run, which needs no other file."""
+"""Write the HTML report of a run."""
 
 import base64
 import io
@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxonnx._atomic_write import whole
+from jaxonnx._atomic_write import write_atomically
 from jaxonnx._data.batches import Examples, Source
 from jaxonnx._data.images import preparation as images
 from jaxonnx._graph.uses import uses
@@ -24,7 +24,7 @@ from jaxonnx.lora import Adapters
 from jaxonnx.model import Model
 from jaxonnx.quantization import list_layers, plot_ranges
 from jaxonnx.training import _objective as objective
-from jaxonnx.training._evaluate import over
+from jaxonnx.training._evaluate import evaluate_objective
 from jaxonnx.training._history import History
 from jaxonnx.training._sequences import read_whole_sequences
 from jaxonnx.training._settings import Settings
@@ -79,7 +79,7 @@ def write(
 ) -> None:
     """Write the page; `Result.report` has the arguments."""
     text = "\n".join(_page(result, configuration))
-    with whole(path) as file:
+    with write_atomically(path) as file:
         file.write_text(text, "utf-8")
 
 
@@ -222,7 +222,7 @@ def confusion(result: ReportSource) -> Any:
     name = "confusion_matrix"
     goal = objective.find(model, run.settings.loss, name if output is None else {output: name})
     labels = images.preparation(result.model).labels
-    values = over(goal, run.held_out, labels, progress=False)
+    values = evaluate_objective(goal, run.held_out, labels, progress=False)
     return next(value for key, value in values.items() if key.endswith(name))
 
 

@@ -1,4 +1,4 @@
-"""Continuing where onnxruntime-training ended."""
+"""Restore the optimizer state of a checkpoint of onnxruntime-training."""
 
 import os
 

@@ -72,15 +72,15 @@ def _list_changes(result: Result) -> list[str]:
         return []
     params = {n: c for n, c in result.changes.items() if n in result.model.params}
     moved = {n: c for n, c in params.items() if c}
-    lines = _numbers(result, len(params), moved)
+    lines = _count_parameters(result, len(params), moved)
     order = sorted(moved, key=lambda name: -moved[name])
     called = {name: name for name in params} | result.model.aliases
-    told = [f"  {called[n]} {[*result.model.params[n].shape]}: {_share(moved[n])}" for n in order]
+    shown = [f"  {called[n]} {[*result.model.params[n].shape]}: {_share(moved[n])}" for n in order]
     if between := order[_MOST:-_LEAST]:
         half = float(np.median([moved[name] for name in order]))
         change = "from zero" if np.isinf(half) else _share(half)
-        told[_MOST:-_LEAST] = [f"  ... {len(between)} more; median change {change}"]
-    lines += told
+        shown[_MOST:-_LEAST] = [f"  ... {len(between)} more; median change {change}"]
+    lines += shown
     if still := [name for name in params if name not in moved]:
         more = f" and {len(still) - _MOST} more (.changes has all)" if len(still) > _MOST else ""
         lines.append(f"not changed: {', '.join(called[n] for n in still[:_MOST])}{more}")
@@ -90,7 +90,7 @@ def _list_changes(result: Result) -> list[str]:
     return lines
 
 
-def _numbers(result: Result, count: int, moved: Mapping[str, float]) -> list[str]:
+def _count_parameters(result: Result, count: int, moved: Mapping[str, float]) -> list[str]:
     """Return how much was trained, and how many tensors of the model changed by that."""
     numbers = sum(result.model.params[name].size for name in moved)
     changed = format_count(numbers, "parameter")

@@ -1,4 +1,4 @@
-"""Continuations of a few prompts after each epoch, so that people see text and not only a loss."""
+"""Print continuations of prompts after each epoch (`samples=`)."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Decoders as training reads them: whole sequences, without caches, and logits alone."""
+"""Prepare decoders for training: whole sequences, no caches, logits as the only output."""
 
 import re
 from collections.abc import Mapping

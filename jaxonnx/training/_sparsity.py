@@ -1,4 +1,4 @@
-"""Which parameters become sparse, and when.
+"""Set up sparse training: select the parameters, and schedule the phases.
 
 The functions import `jaxonnx.sparse`, so that importing jaxonnx does not.
 """
@@ -189,6 +189,6 @@ def sparse_numbers(memory: Any) -> dict[str, Any]:
     return row | {f"flip_rate/{name}": rate for name, rate in numbers["flips"].items()}
 
 
-def forget(model: Model) -> Model:
-    """Return the model without a record: what is about to be trained dense."""
+def remove_sparsity(model: Model) -> Model:
+    """Return the model without the record of sparse weights, for dense training."""
     return model.with_sparsity(None)

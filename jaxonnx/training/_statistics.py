@@ -1,4 +1,4 @@
-"""Running statistics computed from the training data, where moving averages have not settled."""
+"""Recompute running statistics from training data, where moving averages have not converged."""
 
 import warnings
 from collections.abc import Iterator

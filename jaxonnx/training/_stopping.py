@@ -1,4 +1,4 @@
-"""Early ends of a run: patience that runs out, and Ctrl-C."""
+"""Stop a run early: patience and Ctrl-C."""
 
 import signal
 import threading

@@ -1,4 +1,4 @@
-"""The layout and the precision in which a run stores its weights.
+"""The layout and the dtype in which a run stores its weights.
 
 Order: convolution weights, and the optimizer's state for them, are stored in the order of
 `lowering._layout` if the optimizer is element-wise (`lowering.is_elementwise`). The wrapper for
