@@ -74,7 +74,7 @@ def test_chats_are_those_of_transformers(model, lines):
     (ids,), (labels,) = columns.values()
     text, counted = said(model, ids, labels)
     assert counted == "a mutable sequence<|im_end|>\nan immutable one<|im_end|>\n"
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", minversion="5")  # wrote the tokenizer
     tokenizer = transformers.AutoTokenizer.from_pretrained(GENAI)
     assert tokenizer.apply_chat_template(CHAT, tokenize=False) == text
     assert tokenizer.apply_chat_template(CHAT, return_dict=True)["input_ids"] == ids.tolist()
@@ -93,7 +93,7 @@ def test_generation_blocks_say_what_counts(lines, tmp_path):
     (ids,), (labels,) = columns.values()
     # " a" is one token, which reaches into what counts
     assert said(model, ids, labels)[1] == " a mutable sequence<|im_end|> an immutable one<|im_end|>"
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", minversion="5")  # wrote the tokenizer
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
     found = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
     np.testing.assert_array_equal(labels >= 0, np.array(found["assistant_masks"]) > 0)
