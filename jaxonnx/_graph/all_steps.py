@@ -12,17 +12,22 @@ from jaxonnx._graph.bind import Graph, Node
 
 
 def keep_all_steps(graph: Graph, output: str, constants: Mapping[str, np.ndarray]) -> Graph:
-    """Return a graph whose output is of all steps, where it selects the last one on the way.
+    """Remove the selection of the last time step on the way to an output.
 
-    The selection is a Gather of the place -1 along axis 1 that keeps the axis, or an Unsqueeze
-    after it that brings it back, as `prune_lm_head` of onnxruntime-genai's builder writes. Other
-    graphs are returned as they are.
+    The selection is a Gather of index -1 along axis 1 that keeps the axis, or one that drops it and
+    an Unsqueeze behind, as `prune_lm_head` of onnxruntime-genai's builder writes. A graph without
+    one is returned as it is.
+
+    Args:
+      graph: the bound graph.
+      output: the output, with axes (batch, steps, ...).
+      constants: values of constants, in addition to the graph's initializers.
     """
     known = {**graph.initializers, **constants}
-    writers = {name: node for node in graph.nodes for name in node.outputs}
+    producers = {name: node for node in graph.nodes for name in node.outputs}
     read = ancestors(graph.nodes, [output])
     for node in reversed(graph.nodes):
-        source = None if read.isdisjoint(node.outputs) else _find_source(node, known, writers)
+        source = None if read.isdisjoint(node.outputs) else _find_source(node, known, producers)
         if source is not None:
             new = {node.outputs[0]: source}
             nodes = tuple(_rename_inputs(n, new) for n in graph.nodes)
@@ -31,20 +36,20 @@ def keep_all_steps(graph: Graph, output: str, constants: Mapping[str, np.ndarray
 
 
 def _find_source(
-    node: Node, known: Mapping[str, np.ndarray], writers: Mapping[str, Node]
+    node: Node, known: Mapping[str, np.ndarray], producers: Mapping[str, Node]
 ) -> str | None:
-    """Return what a node takes the last step of, None if it does something else."""
+    """Return the value that a node selects the last step of; None if it does something else."""
     if node.op.name == "Unsqueeze" and len(node.inputs) == 2:
         source, axes = node.inputs
-        if _is(known.get(axes), 1) and source in writers:
-            return _find_gathered(writers[source], known, ())
+        if _is(known.get(axes), 1) and source in producers:
+            return _find_gathered(producers[source], known, ())
     return _find_gathered(node, known, (1,))
 
 
 def _find_gathered(
     node: Node, known: Mapping[str, np.ndarray], shape: tuple[int, ...]
 ) -> str | None:
-    """Return what a node gathers the last step of, by an index of a shape."""
+    """Return the data of a Gather of index -1 along axis 1, if the index has this shape."""
     if node.op.name != "Gather" or node.attributes.get("axis") != 1:
         return None
     source, index = node.inputs

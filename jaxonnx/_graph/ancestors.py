@@ -6,7 +6,7 @@ from jaxonnx._graph.bind import Node
 
 
 def behind(nodes: Sequence[Node], names: Iterable[str], without: Collection[str] = ()) -> set[str]:
-    """Return `names` and all values that are computed from them, but not those of `without`."""
+    """Return `names` and all values computed from them, without following those in `without`."""
     values = {*names} - {""}
     for node in nodes:
         if not values.isdisjoint(node.reads):
@@ -17,7 +17,7 @@ def behind(nodes: Sequence[Node], names: Iterable[str], without: Collection[str]
 def ancestors(
     nodes: Sequence[Node], names: Iterable[str], without: Collection[str] = ()
 ) -> set[str]:
-    """Return `names` and all values that they are computed from, but not those of `without`."""
+    """Return `names` and all values they are computed from, without following `without`."""
     values = {*names} - {""}
     for node in reversed(nodes):
         if not values.isdisjoint(node.outputs):

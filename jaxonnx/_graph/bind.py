@@ -26,16 +26,19 @@ from jaxonnx.registry import Op, lookup
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph whose nodes are bound."""
+    """A graph whose nodes are bound to their operators."""
 
     name: str
     inputs: tuple[str, ...]
+    """The inputs; those of the main graph without the ones that have an initializer."""
     outputs: tuple[str, ...]
     output_types: tuple[onnx.TypeProto | None, ...]
     weights: tuple[str, ...]
     """The names of the graph's tensors whose values come from outside (`Context.weights`)."""
     initializers: Mapping[str, np.ndarray]
+    """The values of the other tensors."""
     nodes: tuple[Node, ...]
+    """The nodes, sorted; without those that compute a tensor in `weights`."""
     lifted: Mapping[str, str] = field(default_factory=dict)
     """In a function's body: local names whose values come from outside, to names in the model."""
 
@@ -68,7 +71,12 @@ def _flatten_graphs(graphs: Mapping[str, Graph | list[Graph]]) -> list[Graph]:
 
 
 def bind(model: ModelProto, graph: GraphProto, external: Collection[str]) -> Graph:
-    """Bind a graph of `model`; `external` names the tensors whose values come from outside.
+    """Bind a graph of a model: look up its operators, functions and attributes.
+
+    Args:
+      model: the file, for its opsets and functions.
+      graph: the graph.
+      external: the names of tensors whose values come from outside (`Graph.weights`).
 
     Raises:
       UnsupportedError: naming every operator that has no implementation, with its nodes.
@@ -116,6 +124,7 @@ def _hint_at_artifact(graph: GraphProto) -> str:
 
 
 def _domain(name: str) -> str:
+    """Return the name of a domain; "ai.onnx" is an alias of ""."""
     return "" if name == "ai.onnx" else name
 
 
@@ -150,6 +159,7 @@ class _Binder:
         refs=None,
         nested: bool = False,
     ) -> Graph:
+        """Bind a graph, or a subgraph (`nested`) that sees the names in `visible`."""
         initializers = {}
         weights = []
         for tensor in proto.initializer:
@@ -180,7 +190,9 @@ class _Binder:
         for value in proto.output:
             if value.name not in names:
                 raise ModelError(f"graph '{proto.name}': output '{value.name}' is never computed")
-        if not nested:  # a node always passes all inputs of its graphs
+        # An input of the main graph with an initializer is a default value, and so a tensor. A node
+        # passes all inputs of its subgraphs, defaults or not.
+        if not nested:
             inputs = [n for n in inputs if n not in initializers and n not in weights]
         return Graph(
             name=proto.name,
@@ -193,6 +205,7 @@ class _Binder:
         )
 
     def nodes(self, protos, opsets, visible: set[str], own: set[str], refs) -> tuple[Node, ...]:
+        """Bind nodes in order; their outputs are added to `visible` and `own`."""
         bound = []
         for proto in protos:
             if proto.output and proto.output[0] in own and proto.output[0] in self.external:
@@ -213,6 +226,7 @@ class _Binder:
         return tuple(bound)
 
     def node(self, proto: NodeProto, opsets: dict[str, int], visible: set[str], refs) -> Node:
+        """Bind a node; an operator without an implementation is recorded in `missing`."""
         domain = _domain(proto.domain)
         label = (
             f"node '{proto.name or (proto.output[0] if proto.output else '?')}' ({proto.op_type})"
@@ -296,6 +310,7 @@ class _Binder:
         )
 
 
+# stands for the operator of nodes that call a function, and of those without an implementation
 _CALL = Op(
     name="",
     domain="",
@@ -315,6 +330,7 @@ _CALL = Op(
 
 
 def _strip_empty(names) -> tuple[str, ...]:
+    """Drop the omitted inputs or outputs at the end."""
     names = list(names)
     while names and not names[-1]:
         names.pop()
@@ -322,6 +338,7 @@ def _strip_empty(names) -> tuple[str, ...]:
 
 
 def _value(attribute: AttributeProto, label: str) -> Any:
+    """Convert an attribute: tensors to NumPy arrays, strings to str (bytes if not UTF-8)."""
     kind = attribute.type
     if kind == AttributeProto.TENSOR:
         return to_array(attribute.t)

@@ -35,14 +35,14 @@ _UNNAMED = re.compile(r"val_\d+|onnx::\w+_\d+")
 
 
 class Buffers:
-    """What the places and names of tensors tell.
+    """Recognizes constant buffers by where tensors are used and by their names.
 
     Args:
       graph: the main graph.
-      uses: of its tensors.
-      layers: the nodes of the main graph that have weights.
+      uses: the uses of its tensors.
+      layers: the indices of the main graph's nodes that have weights.
       initializers: the names of the tensors that are initializers.
-      stored: whether weights are among these, so that Constant nodes have other things.
+      stored: whether there are weights among the initializers; then Constant nodes hold no weights.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class Buffers:
                 self._readers.setdefault(name, []).append(node)
 
     def is_learned(self, use: Use, value: np.ndarray) -> bool:
-        """Check whether a tensor is learned where operators have no weights."""
+        """Check whether a tensor is learned, at an input for which the operator has no weight."""
         return self._operands.is_learned(use, value)
 
     def describe(self, use: Use, role: str | None, tensors: Mapping[str, Any]) -> str:
-        """Return why a tensor that stands here is a constant; "" if nothing says so."""
+        """Return why a tensor with this use is a constant, as part of a sentence; else ""."""
         last = _last_part(use.name)
         if _WEIGHT.fullmatch(last):
             return ""
@@ -101,10 +101,11 @@ class Buffers:
         return ""
 
     def _is_in_front(self, use: Use, value: Any) -> bool:
-        """Check whether a tensor meets inputs that went through no layer, and layers come after.
+        """Check whether a tensor normalizes inputs: arithmetic with them before the first layer.
 
-        No layer reads these inputs in another way, but their sizes, and a table is of their shape,
-        not of each of their numbers with each row.
+        The other operand is an input that went through no layer, layers follow, and no layer reads
+        that input in another way, except for its sizes. An outer product (a table that meets each
+        number of an input in each row) does not count.
         """
         others = [name for i, name in enumerate(use.node.inputs) if i != use.position]
         raw = self._after.isdisjoint(others) and not self._fed.isdisjoint(others)
@@ -113,42 +114,45 @@ class Buffers:
         if self._before.isdisjoint(use.node.outputs):
             return False
         makers = [self._makers[name] for name in others if name in self._makers]
-        spread = any(maker.op.name in ("Expand", "Reshape", "Unsqueeze") for maker in makers)
-        if spread and sum(n != 1 for n in np.shape(value)) > 1:
+        broadcast = any(maker.op.name in ("Expand", "Reshape", "Unsqueeze") for maker in makers)
+        if broadcast and sum(n != 1 for n in np.shape(value)) > 1:
             return False
         sized = [node for node in self._graph.nodes if node.op.name not in ("Shape", "Size")]
         inputs = ancestors(sized, others) & {*self._graph.inputs}
         own = [name for node in self._plain.values() for name in node.outputs]
-        past = behind(self._graph.nodes, inputs, own)
+        reached = behind(self._graph.nodes, inputs, own)
         layers = (node for node in self._graph.nodes if node.index in self._layers)
-        return all(past.isdisjoint(layer.reads) for layer in layers if layer is not use.node)
+        return all(reached.isdisjoint(layer.reads) for layer in layers if layer is not use.node)
 
     def _is_plain(self, node: Node) -> bool:
-        """Check whether a node combines inputs that went through no layer with a tensor."""
+        """Check whether a node is arithmetic of a tensor and an input that met no layer before."""
         fed = [name for name in node.inputs if name in self._fed]
         plain = node.op.name in ("Add", "Div", "Mul", "Sub") and not node.op.domain
         return plain and len(fed) == 1 and fed[0] not in self._after
 
     def _scales_actions(self, node: Node) -> bool:
-        """Check whether a node multiplies Tanh by constants, or adds to that, for an output."""
+        """Check whether a node scales or shifts a Tanh on the way to an output.
+
+        Policies of reinforcement learning map Tanh to the range of their actions like this.
+        """
         if node.op.name not in ("Add", "Mul"):
             return False
-        value, reached = node.outputs[0], {node.op.name}
+        value, operators = node.outputs[0], {node.op.name}
         while value not in self._graph.outputs:
             readers = self._readers.get(value, [])
             if len(readers) != 1 or readers[0].op.name not in ("Add", "Clip", "Identity", "Mul"):
                 return False
             value = readers[0].outputs[0]
         while node.op.name in ("Add", "Mul"):
-            reached.add(node.op.name)
+            operators.add(node.op.name)
             before = [self._makers[name] for name in node.inputs if name in self._makers]
             if len(before) != 1:
                 return False
             (node,) = before
-        return node.op.name == "Tanh" and "Mul" in reached
+        return node.op.name == "Tanh" and "Mul" in operators
 
     def _is_only_output(self, node: Node) -> bool:
-        """Check whether rows that inputs choose are outputs, beside those of layers."""
+        """Check whether rows of a table, looked up by inputs, reach outputs but no layer."""
         if self._fed.isdisjoint(node.inputs[1:]) or not self._after.isdisjoint(node.inputs):
             return False
         shown = behind(self._graph.nodes, node.outputs)
@@ -159,7 +163,10 @@ class Buffers:
         )
 
     def _is_filler(self, use: Use, tensors: Mapping[str, Any]) -> bool:
-        """Check whether a tensor is as before training, by a name that an exporter gave it."""
+        """Check whether a scale or bias has its initial value (1 or 0) and an exporter's name.
+
+        Exporters add such tensors where a normalization has no scale or bias of its own.
+        """
         start = use.node.op.start(use.position)
         apart = self._stored and use.name not in self._initializers
         if start is None or not (apart or _UNNAMED.fullmatch(own_name(use.name))):
@@ -167,7 +174,10 @@ class Buffers:
         return bool((np.asarray(tensors[use.name]) == start).all())
 
     def _groups(self, node: Node, tensors: Mapping[str, Any]) -> bool:
-        """Check whether scales of one and biases of zero normalize groups behind a Reshape."""
+        """Check whether an InstanceNormalization behind a Reshape stands for GroupNormalization.
+
+        Its own scales are ones and its own biases zeros.
+        """
         maker = self._makers.get(node.inputs[0])
         scale, bias = (np.asarray(self._value(name, tensors)) for name in node.inputs[1:3])
         reshaped = maker is not None and maker.op.name == "Reshape"

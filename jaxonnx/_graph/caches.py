@@ -30,17 +30,18 @@ _COUNTS_OF_LOGITS = ("num_logits_to_keep", "logits_to_keep")
 
 @dataclass(frozen=True)
 class Caches:
-    """The inputs that hold the state of a decoder.
+    """The inputs of a decoder that hold its state between calls.
 
     Attributes:
-      pairs: of each cache the output that continues it.
-      sizes: of each cache the names of sizes that this output has as well.
+      pairs: from each cache (input) to the output that continues it.
+      sizes: for each cache, the symbolic dimensions of that output. A dimension of the cache that
+        the output has as well does not grow.
       values: the caches, as the file declares them.
-      switches: further inputs that say how caches are used, with their values where there are none.
-      omissible: the caches that only operators read which may do without.
-      unread: further inputs that are read with the switches on alone, like the keys of an encoder.
-      joined: by the names of sizes that are open in the file: a value of that size, which Concat
-        joins to a cache, and its axis.
+      switches: further inputs that say whether caches are in use, with the values for "not".
+      omissible: the caches that may be absent, because only optional inputs read them.
+      unread: further inputs that are not read while the switches are off, like an encoder's keys.
+      joined: for symbolic dimensions that do not grow: (value, axis) of a value with that
+        dimension, which Concat joins to a cache. It tells the size.
     """
 
     pairs: Mapping[str, str]
@@ -53,20 +54,22 @@ class Caches:
 
     @property
     def names(self) -> set[str]:
+        """The names of all these inputs."""
         return {*self.pairs, *self.switches, *self.unread}
 
     @property
     def switches_on(self) -> dict[str, np.ndarray]:
-        """The switches as they are once caches have entries."""
+        """The values of the switches once the caches have entries."""
         return {n: np.ones_like(x) if x.dtype == bool else x for n, x in self.switches.items()}
 
     def empty(self, batch: int, sizes: Mapping[str, int]) -> dict[str, np.ndarray | None]:
         """Return the values of these inputs before the first call.
 
-        Caches that grow have no entries, others are zero.
+        An axis that grows has length 0; caches of a fixed size are zeros.
 
         Args:
-          sizes: those of the axes in `joined`, by name.
+          batch: the batch size, the first axis of each cache.
+          sizes: the sizes of the dimensions in `joined`, by name.
 
         Raises:
           InputError: the file does not say the size of a cache.
@@ -75,7 +78,7 @@ class Caches:
         return {**empty, **dict.fromkeys(self.unread), **self.switches}
 
     def empty_of_known_size(self, batch: int) -> dict[str, np.ndarray | None]:
-        """Return the values of `empty` that need no sizes of other values."""
+        """Return those values of `empty` that need no `sizes`."""
         plain = [v for v in self.values if self.sizes[v.name].isdisjoint((v.shape or ())[1:])]
         empty = {value.name: self._empty(value, batch, {}) for value in plain}
         return {**empty, **dict.fromkeys(self.unread), **self.switches}
@@ -97,10 +100,14 @@ class Caches:
 
 
 def find_caches(graph: Graph, inputs: Sequence[Value]) -> Caches | None:
-    """Return the caches among the inputs of a graph, or None if it has none besides other inputs.
+    """Find the caches among the inputs of a graph.
 
     Args:
-      inputs: of the graph, as the file declares them.
+      graph: the bound graph.
+      inputs: its inputs, as the file declares them.
+
+    Returns:
+      None if there are no caches, or no inputs of rank 2 and more besides them (tokens).
     """
     kinds = {value.name: value for value in inputs}
     floats = {name for name, value in kinds.items() if len(value.shape or ()) > 2}
@@ -111,10 +118,11 @@ def find_caches(graph: Graph, inputs: Sequence[Value]) -> Caches | None:
         if name is not None and name != output:
             pairs.setdefault(name, output)
     others = [value for value in inputs if value.name not in pairs]
-    switches = _switches(graph, others) if pairs else {}
-    # what only joins an input to its features and hands both out has no tokens besides
+    switches = _find_switches(graph, others) if pairs else {}
+    # a network that only joins features to an input and returns both looks the same, but has no
+    # tokens besides
     others = [v for v in others if v.name not in switches]
-    unread = {value.name for value in others} - _reads(graph, switches) if switches else set()
+    unread = {value.name for value in others} - _live_reads(graph, switches) if switches else set()
     tokens = [v for v in others if v.name not in unread and len(v.shape or ()) > 1]
     if not pairs or not tokens:
         return None
@@ -122,14 +130,14 @@ def find_caches(graph: Graph, inputs: Sequence[Value]) -> Caches | None:
     types = dict(zip(graph.outputs, graph.output_types, strict=True))
     sizes = {name: _named_sizes(types[output]) for name, output in pairs.items()}
     joined = _find_joined(graph, {value.name: value for value in values}, sizes)
-    of_pasts = _omissible(graph, pairs)
-    return Caches(pairs, sizes, values, switches, of_pasts, frozenset(unread & floats), joined)
+    omissible = _find_omissible(graph, pairs)
+    return Caches(pairs, sizes, values, switches, omissible, frozenset(unread & floats), joined)
 
 
 def _find_joined(
     graph: Graph, caches: Mapping[str, Value], sizes: Mapping[str, set[str]]
 ) -> dict[str, tuple[str, int]]:
-    """Return `Caches.joined`, for sizes that both a cache and the output that continues it have."""
+    """Return `Caches.joined`, from Concats of a cache with another value."""
     joined: dict[str, tuple[str, int]] = {}
     for node in graph.nodes:
         names = [name for name in node.inputs if name in caches]
@@ -148,7 +156,7 @@ def _named_sizes(kind: TypeProto | None) -> set[str]:
 
 
 def _follow(graph: Graph, carried: dict[str, str]) -> dict[str, str]:
-    """Return the input that each value of a graph continues, given those of values around it."""
+    """Extend `carried`, from values to the inputs that they continue, to the values of a graph."""
     for node in graph.nodes:
         for output, source in _find_continued(node, carried):
             if output and source in carried:
@@ -157,7 +165,7 @@ def _follow(graph: Graph, carried: dict[str, str]) -> dict[str, str]:
 
 
 def _find_continued(node: Node, carried: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield outputs of a node with the values that they continue."""
+    """Yield (output, source) where an output of a node continues another value."""
     name = node.op.name
     if node.body is not None:
         given = dict(zip(node.body.inputs, node.inputs, strict=False))
@@ -178,8 +186,11 @@ def _find_continued(node: Node, carried: Mapping[str, str]) -> Iterator[tuple[st
             yield node.outputs[i + 1], node.inputs[position]
 
 
-def _switches(graph: Graph, inputs: Sequence[Value]) -> dict[str, np.ndarray]:
-    """Return the inputs that choose a branch without a past, and those that choose all logits."""
+def _find_switches(graph: Graph, inputs: Sequence[Value]) -> dict[str, np.ndarray]:
+    """Find the inputs that an If branches on, and those that limit the logits, with value 0.
+
+    False takes the branch without a past, and 0 stands for all logits.
+    """
     off = {
         value.name: np.zeros([n if isinstance(n, int) else 1 for n in value.shape or ()], kind)
         for value in inputs
@@ -192,25 +203,25 @@ def _switches(graph: Graph, inputs: Sequence[Value]) -> dict[str, np.ndarray]:
     return {name: off[name] for name in off if name in chosen or name in _COUNTS_OF_LOGITS}
 
 
-def _reads(graph: Graph, switches: Collection[str]) -> set[str]:
-    """Return the names that a graph reads while the switches are off."""
+def _live_reads(graph: Graph, switches: Collection[str]) -> set[str]:
+    """Return the names that a graph reads while the switches are off (the else branch is taken)."""
     behind = _follow(graph, {name: name for name in switches})
-    found: set[str] = {*graph.outputs}
+    read: set[str] = {*graph.outputs}
     for node in graph.nodes:
-        taken = node.graphs.get("else_branch")
-        if isinstance(taken, Graph) and behind.get(node.inputs[0]) in switches:
-            found |= {*node.inputs, *taken.outputs}
-            found.update(name for inner in taken.nodes for name in inner.reads)
+        else_branch = node.graphs.get("else_branch")
+        if isinstance(else_branch, Graph) and behind.get(node.inputs[0]) in switches:
+            read |= {*node.inputs, *else_branch.outputs}
+            read.update(name for inner in else_branch.nodes for name in inner.reads)
         else:
-            found |= {*node.reads}
-    return found
+            read |= {*node.reads}
+    return read
 
 
-def _omissible(graph: Graph, pairs: Mapping[str, str]) -> frozenset[str]:
-    """Return the caches that are read only where an operator may do without a past."""
-    found = {*pairs}
+def _find_omissible(graph: Graph, pairs: Mapping[str, str]) -> frozenset[str]:
+    """Return the caches that are read only as optional pasts of operators (`Op.pasts`)."""
+    omissible = {*pairs}
     for node in graph.nodes:
         pasts = {node.inputs[i] for i in node.op.pasts if i < len(node.inputs)}
         needed = {n for n, w in zip(node.inputs, node.op.needed, strict=False) if w is not None}
-        found -= {*node.reads} - (pasts - needed if node.body is None else set())
-    return frozenset(found)
+        omissible -= {*node.reads} - (pasts - needed if node.body is None else set())
+    return frozenset(omissible)

@@ -14,14 +14,18 @@ from jaxonnx.registry import Op
 
 @dataclass(frozen=True)
 class _Rules:
-    """The rules of one version of a schema."""
+    """What one version of a schema demands of a node."""
 
     inputs: tuple[str | None, ...]
     """The names of the required inputs, None for those that may be omitted."""
     fewest: int
+    """The least number of inputs, counting omitted ones."""
     most: int | None
+    """The greatest number of inputs; None if any number is allowed."""
     outputs: int | None
+    """The greatest number of outputs; None if any number is allowed."""
     types: Mapping[str, int]
+    """The AttributeType of each attribute."""
 
 
 def check_node(
@@ -89,12 +93,13 @@ def check_call(
 
 
 def _count(names: Sequence[str]) -> int:
-    """Return how many are listed, not counting omitted ones at the end."""
+    """Return the number of inputs or outputs, without omitted ones at the end."""
     return max((i + 1 for i, name in enumerate(names) if name), default=0)
 
 
 @cache
 def _rules(domain: str, name: str, version: int) -> _Rules | None:
+    """Return the rules of ONNX's schema; None for operators that ONNX does not know."""
     try:
         schema = onnx.defs.get_schema(name, version, domain)
     except onnx.defs.SchemaError:

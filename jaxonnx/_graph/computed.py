@@ -17,11 +17,11 @@ from jaxonnx._graph.bind import Graph, Node
 from jaxonnx._graph.uses import PARTS, evaluate
 
 _LARGEST = 2**26
-"""Numbers; nothing is computed from larger tensors."""
+"""The most elements of a tensor that anything is computed from."""
 _FOLLOWED = ("Gemm", "LpNormalization", "MatMul", "Softmax")
-"""Operators of data that are followed, besides pointwise ones, reductions and views."""
+"""Operators that are evaluated, besides pointwise ones, reductions and views."""
 _LOOKUPS = ("Gather", "GatherElements", "GatherND", "Expand", "Reshape", "Slice", "Tile")
-"""Operators whose first input alone has the numbers of the result."""
+"""Operators whose results are numbers of their first input; the others are indices and shapes."""
 
 
 class Computed(NamedTuple):
@@ -32,16 +32,20 @@ class Computed(NamedTuple):
 
 
 def computed_values(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, Computed]:
-    """Return the values behind arithmetic on tensors alone that other nodes read.
+    """Evaluate the arithmetic of a graph that depends on its tensors alone.
 
-    Views of a tensor are not among them, nor what is computed from integers of 8 bits and less,
-    which are packed weights.
+    Results that are plain views of one tensor are left out, and so is everything that is computed
+    from one-byte integers, which are packed weights.
 
     Args:
       graph: the bound main graph.
-      tensors: its named tensors.
+      tensors: the values of its named tensors.
+
+    Returns:
+      The results that nodes with data read, by name.
     """
     known = {**graph.initializers, **tensors}
+    # the floating-point tensors behind each value; None behind packed weights
     sources = {name: _own_sources(name, value) for name, value in known.items()}
     arithmetic: set[str] = set()
     inner: list[Node] = []
@@ -50,7 +54,7 @@ def computed_values(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, Compu
             continue
         read = node.inputs[:1] if node.op.name in _LOOKUPS else node.inputs
         if node.op.name == "Div" and sources[node.inputs[0]]:
-            read = node.inputs[:1]  # what a weight is divided by is its norm, or a step
+            read = node.inputs[:1]  # the divisor of a weight is its norm or a quantization step
         behind: frozenset[str] | None = frozenset()
         for name in filter(None, read):
             own = sources[name]
@@ -68,7 +72,10 @@ def computed_values(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, Compu
 
 
 def _own_sources(name: str, value: Any) -> frozenset[str] | None:
-    """Return which tensor a value is, if it has several numbers; None for packed weights."""
+    """Return the sources of a tensor: itself, or nothing for scalars and integers.
+
+    None for one-byte types, which are packed weights.
+    """
     dtype, size = np.asarray(value).dtype, np.size(value)
     if size > 1 and dtype.kind not in "bO" and dtype.itemsize == 1:
         return None
@@ -76,6 +83,7 @@ def _own_sources(name: str, value: Any) -> frozenset[str] | None:
 
 
 def _is_computable(node: Node) -> bool:
+    """Check whether a node may be evaluated on tensors: arithmetic, a view or a part."""
     op = node.op
     followed = op.name in (*_FOLLOWED, *_LOOKUPS, *PARTS) or op.name.startswith("Reduce")
     known = op.pointwise or op.view or (followed and not op.domain)
@@ -83,13 +91,14 @@ def _is_computable(node: Node) -> bool:
 
 
 def _is_small(node: Node, inputs: Sequence[Any]) -> bool:
-    """Check whether what a node makes of its inputs is not much larger than tensors are."""
+    """Check, before evaluating a node, that its result has at most `_LARGEST` elements."""
     if node.op.name in ("Expand", "Tile"):
         sizes = np.asarray(inputs[1], np.float64)
         return float(np.prod(np.maximum(sizes, 1))) * np.size(inputs[0]) <= _LARGEST
     shapes = [np.shape(value) for value in inputs]
     sizes = [math.prod(shape) for shape in shapes]
     if node.op.name in ("Gemm", "MatMul"):
+        # (rows * summed) * (summed * columns) / summed^2 = elements of the result
         place = -2 if node.attributes.get("transA") else -1
         summed = shapes[0][place] if len(shapes[0]) >= -place else 0
         return summed > 0 and sizes[0] * sizes[1] <= _LARGEST * summed**2
@@ -104,7 +113,7 @@ def _is_small(node: Node, inputs: Sequence[Any]) -> bool:
 def _evaluate(
     nodes: list[Node], wanted: Collection[str], known: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
-    """Return the wanted values that can be computed, and those on the way."""
+    """Evaluate nodes as far as `wanted` needs them; values that are too large are left out."""
     needed = ancestors(nodes, wanted) if wanted else set()
     if any(np.size(known[name]) > _LARGEST for name in needed if name in known):
         return {}

@@ -11,17 +11,17 @@ Name = tuple[str, str, str]
 """Domain, name and overload of a function."""
 
 MOST = 1_000_000
-"""Nodes that calls of functions stand for."""
+"""The most nodes that a graph may have once its calls are expanded."""
 
 DEEPEST = 128
-"""Functions that call one another in a chain; each takes a few of Python's stack frames."""
+"""The longest chain of functions that call one another; each takes a few Python stack frames."""
 
 
 def check_expansion(graph: GraphProto, functions: Mapping[Name, FunctionProto]) -> None:
-    """Raise a ModelError if the calls of a graph stand for too many nodes, or nest too deep.
+    """Raise a ModelError if the calls of a graph expand to too many nodes, or nest too deep.
 
-    Two calls in each of thirty functions are 2**30 nodes, which no file lists. Recursion is not
-    looked for here.
+    A small file can expand without bound: thirty functions that call the next one twice are 2**30
+    nodes. Recursion is reported by `bind`.
     """
     if not functions:
         return
@@ -46,7 +46,7 @@ def check_expansion(graph: GraphProto, functions: Mapping[Name, FunctionProto]) 
 def _total(
     own: int, called: Mapping[Name, int], sizes: Mapping[Name, tuple[int, int]]
 ) -> tuple[int, int]:
-    """Return the nodes of a body with those that its calls stand for, and how deep they nest."""
+    """Return the number of nodes of a body with its calls expanded, and the depth of calls."""
     size = own + sum(sizes[name][0] * times for name, times in called.items())
     return size, 1 + max((sizes[name][1] for name in called), default=-1)
 
@@ -72,7 +72,10 @@ def _calls(
 
 
 def _inner_first(calls: Mapping[Name, tuple[int, Counter[Name]]]) -> list[Name]:
-    """Return the functions so that each stands behind those that it calls, without recursion."""
+    """Sort functions so that each comes after those that it calls, by a depth-first search.
+
+    The search keeps its own stack, since the depth is not checked yet.
+    """
     order: dict[Name, None] = {}
     for first in calls:
         path = [(first, iter(calls[first][1]))]

@@ -22,14 +22,15 @@ from jaxonnx._io.protos import modules, text
 from jaxonnx._text import list_some
 
 _SEVERAL = 5
-"""Convolutions of a network that one expects normalization in."""
+"""The number of convolutions from which on a network is expected to have normalizations."""
 
 _LINEAR = ("Gemm", "MatMul")
+# a line of PyTorch's FX graph: a linear layer or sum whose first or second argument is a clone
 _OF_CLONE = re.compile(r"aten\.(linear|addmm|mm|add)\.\w+\]\(args = \((%\w+, )?%clone")
 
 
 def find_folded_norms(graph: GraphProto) -> tuple[int, str]:
-    """Count convolutions that seem to have BatchNormalization folded into them; return why too."""
+    """Count convolutions that seem to have BatchNormalization folded in, and say why."""
     convolutions = [node for node in graph.node if node.op_type in ("Conv", "ConvTranspose")]
     traced = [node for node in convolutions if is_folded(node)]
     if traced:
@@ -118,7 +119,12 @@ def _metadata(node: NodeProto, key: str) -> str:
 
 
 def notes(graph: GraphProto, drops: bool) -> Iterator[str]:
-    """Yield what these traces mean for training, in sentences; `drops` if Dropout was put back."""
+    """Yield notes for the user on what these traces mean for training.
+
+    Args:
+      graph: the graph as the file has it.
+      drops: whether Dropout was put back already.
+    """
     count, why = find_folded_norms(graph)
     if count:
         yield (

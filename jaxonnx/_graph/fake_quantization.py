@@ -21,23 +21,25 @@ _BETWEEN = ("Add", "Cast", "Clip", "Identity", "Max", "Min", "Sub")
 
 
 def pass_rounding(graph: Graph, tensors: Mapping[str, Any]) -> Graph:
-    """Return a graph whose fake quantization has gradients that pass the rounding.
+    """Give the Round nodes of fake quantization the straight-through gradient, the identity.
 
     Args:
       graph: the bound main graph.
-      tensors: its named tensors.
+      tensors: the values of its named tensors, to compare scales.
     """
     if not any(node.op.name == "Round" for node in graph.nodes):
         return graph
-    found = _Chains(graph, tensors)
+    chains = _Chains(graph, tensors)
     nodes = (
-        replace(node, op=replace(node.op, function=_round)) if found.is_fake(node) else node
+        replace(node, op=replace(node.op, function=_round)) if chains.is_fake(node) else node
         for node in graph.nodes
     )
     return replace(graph, nodes=tuple(nodes))
 
 
 class _Chains:
+    """Searches the neighbourhood of Round nodes for a division and a product by one scale."""
+
     def __init__(self, graph: Graph, tensors: Mapping[str, Any]):
         self._tensors = tensors
         self._makers = {name: node for node in graph.nodes for name in node.outputs}
@@ -55,7 +57,13 @@ class _Chains:
         return any(self._are_same(s, name) for n in products for name in n.inputs for s in divisors)
 
     def _walk(self, start: Node, step: Any, ends: tuple[str, ...]) -> list[Node]:
-        """Return the nodes of these operators that only such stand before as may be between."""
+        """Return the nearest nodes of some operators, on paths through nodes of `_BETWEEN`.
+
+        Args:
+          start: the node to start from.
+          step: returns the neighbours of a node in one direction.
+          ends: the operators to find.
+        """
         nodes, found, seen = [start], [], {start.index}
         for node in nodes:
             for other in step(node):
@@ -74,10 +82,11 @@ class _Chains:
     def _behind(self, node: Node) -> list[Node]:
         return [reader for name in node.outputs for reader in self._readers.get(name, ())]
 
-    def _are_same(self, one: str, other: str) -> bool:
-        if one == other:
+    def _are_same(self, first: str, second: str) -> bool:
+        """Check whether two names are of one value, or of tensors with equal values."""
+        if first == second:
             return True
-        a, b = (self._tensors.get(name) for name in (one, other))
+        a, b = (self._tensors.get(name) for name in (first, second))
         return a is not None and b is not None and np.array_equal(np.asarray(a), np.asarray(b))
 
 

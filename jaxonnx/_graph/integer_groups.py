@@ -20,21 +20,22 @@ _FUSED = lookup("com.microsoft", "DynamicQuantizeMatMul", 1)
 
 
 class _Group(NamedTuple):
-    """A product whose last node gives the result."""
+    """The nodes of a dynamically quantized matrix product."""
 
     last: Node
+    """The node whose output is the product."""
     label: str
-    """Of the node that multiplies."""
+    """The label of the node that multiplies matrices."""
     parts: tuple[Node, ...]
     """The other nodes."""
     inputs: tuple[str, ...]
-    """Of DynamicQuantizeMatMul."""
+    """The inputs of a DynamicQuantizeMatMul that computes the same."""
 
 
 def fuse_integer_products(graph: Graph, tensors: Collection[str]) -> Graph:
-    """Return a graph in which such groups of a tensor's matrix are DynamicQuantizeMatMul.
+    """Replace dynamically quantized products with stored matrices by DynamicQuantizeMatMul.
 
-    Nodes of a group that nothing else reads are left out.
+    Other nodes of a group are dropped if nothing else reads them.
 
     Args:
       graph: the bound main graph.
@@ -42,14 +43,14 @@ def fuse_integer_products(graph: Graph, tensors: Collection[str]) -> Graph:
     """
     if not any(node.op.name == "DynamicQuantizeLinear" for node in graph.nodes):
         return graph
-    makers = {name: node for node in graph.nodes for name in node.outputs}
-    found = (_find_group(node, makers, tensors) for node in graph.nodes)
-    groups = {group.last.index: group for group in found if group is not None}
+    producers = {name: node for node in graph.nodes for name in node.outputs}
+    candidates = (_find_group(node, producers, tensors) for node in graph.nodes)
+    groups = {group.last.index: group for group in candidates if group is not None}
     nodes = [_fuse(groups[n.index]) if n.index in groups else n for n in graph.nodes]
     parts = {node.index for group in groups.values() for node in group.parts}
     read = Counter([*graph.outputs, *(name for node in nodes for name in node.reads)])
     kept = []
-    for node in reversed(nodes):  # a part may be read by a later part that is left out itself
+    for node in reversed(nodes):  # backwards: dropping a part can leave an earlier part unread
         if node.index in parts and not any(read[name] for name in node.outputs):
             read.subtract(node.reads)
         else:
@@ -57,16 +58,18 @@ def fuse_integer_products(graph: Graph, tensors: Collection[str]) -> Graph:
     return replace(graph, nodes=(*reversed(kept),))
 
 
-def _find_group(last: Node, makers: Mapping[str, Node], tensors: Collection[str]) -> _Group | None:
-    """Return the group that ends in a node, if it ends one."""
+def _find_group(
+    last: Node, producers: Mapping[str, Node], tensors: Collection[str]
+) -> _Group | None:
+    """Return the group whose last node this is; None if it is not one."""
 
-    def find_maker(name: str, kind: str) -> Node | None:
-        node = makers.get(name)
+    def find_producer(name: str, kind: str) -> Node | None:
+        node = producers.get(name)
         return node if node is not None and _is(node, kind) else None
 
     if _is(last, "MatMulIntegerToFloat", "com.microsoft"):
         a, b, a_scale, b_scale, zero, *others = (*last.inputs, "", "")[: len(last.inputs) + 2]
-        quantize = find_maker(a, "DynamicQuantizeLinear")
+        quantize = find_producer(a, "DynamicQuantizeLinear")
         if quantize is None or b not in tensors or (a, a_scale, zero) != quantize.outputs:
             return None
         inputs = (quantize.inputs[0], b, b_scale, *others)
@@ -74,15 +77,16 @@ def _find_group(last: Node, makers: Mapping[str, Node], tensors: Collection[str]
     if not _is(last, "Mul"):
         return None
     for first, second in (last.inputs, last.inputs[::-1]):
-        cast, scales = find_maker(first, "Cast"), find_maker(second, "Mul")
-        product = cast and find_maker(cast.inputs[0], "MatMulInteger")
+        cast, scales = find_producer(first, "Cast"), find_producer(second, "Mul")
+        product = cast and find_producer(cast.inputs[0], "MatMulInteger")
         if cast is None or scales is None or product is None:
             continue
         a, b, *zeros = product.inputs
-        quantize = find_maker(a, "DynamicQuantizeLinear")
+        quantize = find_producer(a, "DynamicQuantizeLinear")
         if quantize is None or b not in tensors or cast.attributes["to"] != TensorProto.FLOAT:
             continue
         others = [name for name in scales.inputs if name != quantize.outputs[1]]
+        # outputs of DynamicQuantizeLinear: y, y_scale, y_zero_point
         if (a, *zeros[:1]) == quantize.outputs[::2] and len(others) == 1:
             inputs = (quantize.inputs[0], b, others[0], *zeros[1:])
             return _Group(last, product.label, (quantize, product, cast, scales), inputs)
@@ -94,6 +98,7 @@ def _is(node: Node, name: str, domain: str = "") -> bool:
 
 
 def _fuse(group: _Group) -> Node:
+    """Return the DynamicQuantizeMatMul of a group, without omitted inputs at the end."""
     assert _FUSED is not None
     inputs = group.inputs
     while not inputs[-1]:

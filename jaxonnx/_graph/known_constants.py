@@ -38,15 +38,14 @@ _PEAK = 0.99
 
 
 def describe_constant(value: Any) -> str:
-    """Return which constant a tensor is that no training has touched; "" if it is none of them.
+    """Recognize a well-known constant by its values; return its description, or "".
 
-    Along its only axis of more than one number it may be a window (Hann, Hamming, Blackman, Gauss,
-    Povey; symmetric or periodic, padded or not), a geometric sequence, such as the frequencies of
-    rotary positions (`inv_freq`) and the slopes of ALiBi, or evenly spaced. With two such axes it
-    may have rows that are sinusoids (bases of Fourier and cosine transforms, also windowed, tables
-    of positions), or be a bank of filters: bands without negative numbers, in order. With more, it
-    may have kernels that are their own mirror images but for the sign, as those that blur and
-    Sobel's.
+    Vectors (one axis longer than 1): windows (Hann, Hamming, Blackman, Gauss, Povey; symmetric or
+    periodic, padded or not), geometric sequences (the frequencies of rotary embeddings, `inv_freq`;
+    the slopes of ALiBi), and arithmetic sequences.
+    Matrices (two such axes): rows that are sinusoids (bases of Fourier and cosine transforms, also
+    windowed; tables of positions), and filter banks (nonnegative bands in order).
+    Kernels (more axes): filters that are even or odd along each axis, such as blurs and Sobel's.
     """
     value = np.asarray(value)
     if not jnp.issubdtype(value.dtype, jnp.floating):
@@ -63,11 +62,12 @@ def describe_constant(value: Any) -> str:
 
 
 def _are_mirrored(value: np.ndarray) -> bool:
-    """Check whether kernels (outputs, inputs, *sizes) are their own mirror images along each axis.
+    """Check whether kernels (outputs, inputs, *sizes) are even or odd along each axis.
 
-    At least one has several numbers that are neither alike nor zero.
+    At least one must not be constant or have a single number, as others are even by themselves.
     """
     kernels = value.reshape(value.shape[0] * value.shape[1], *value.shape[2:])
+    # the first kernel decides for most weights, without a float64 copy of all of them
     first = kernels[:1].astype(np.float64)
     if first.size < _LEAST - 1 or not np.isfinite(first).all() or not _mirror(first):
         return False
@@ -79,6 +79,7 @@ def _are_mirrored(value: np.ndarray) -> bool:
 
 
 def _mirror(kernels: np.ndarray) -> bool:
+    """Check whether each kernel (kernels, *sizes) is even or odd along each axis."""
     near = _CLOSE**2 * np.abs(kernels).max()
     for axis in range(1, kernels.ndim):
         flipped = np.flip(kernels, axis)
@@ -97,6 +98,7 @@ def _describe_vector(vector: np.ndarray, ulp: float) -> str:
         return "a geometric sequence"
     if len(vector) >= _SPACED and _is_arithmetic(vector, ulp * np.abs(vector).max()):
         return "an arithmetic sequence"
+    # windows may be padded with zeros, and periodic ones begin with one
     inner = np.flatnonzero(np.abs(vector) > _CLOSE**2)
     core = vector[inner[0] : inner[-1] + 1] if len(inner) else vector[:0]
     if len(core) < _LEAST - 1 or not (core > 0).all():
@@ -125,12 +127,12 @@ def _is_arithmetic(vector: np.ndarray, rounding: float) -> bool:
 def _is_gaussian(vector: np.ndarray) -> bool:
     """Check whether the logarithm is a parabola that opens downwards, with its top inside."""
     if len(vector) < 2 * _LEAST or vector.min() < _CLOSE**3 * vector.max():
-        return False  # the fit below is that of numbers of like size
+        return False  # the logarithms of very small numbers would dominate the fit
     place = np.arange(len(vector)) - (len(vector) - 1) / 2
     fit = np.polyfit(place, np.log(vector), 2, w=vector)
     inside = fit[0] < 0 and abs(fit[1] / (2 * fit[0])) < len(vector) / 4
-    near = np.abs(np.exp(np.polyval(fit, place)) - vector).max()
-    return bool(inside and near < _CLOSE / 4 * vector.max() and vector.min() < vector.max() / 2)
+    error = np.abs(np.exp(np.polyval(fit, place)) - vector).max()
+    return bool(inside and error < _CLOSE / 4 * vector.max() and vector.min() < vector.max() / 2)
 
 
 def _describe_matrix(matrix: np.ndarray) -> str:
@@ -143,28 +145,28 @@ def _describe_matrix(matrix: np.ndarray) -> str:
 
 
 def _sample(rows: np.ndarray) -> np.ndarray:
-    """Return some rows, evenly spread, by which most weights are told from a constant."""
+    """Return at most `_ROWS` rows, evenly spread, in float64; they rule most weights out."""
     places = np.linspace(0, len(rows) - 1, min(len(rows), _ROWS)).astype(int)
     return rows[places].astype(np.float64)
 
 
 def _are_sinusoids(rows: np.ndarray) -> bool:
-    """Check whether each row that is not zero is a sinusoid, whole or under a window.
+    """Check whether each row that is not zero is a sinusoid, possibly under a window.
 
-    Its energy lies about one frequency: exactly for whole periods, after a window for others. At
-    least two rows oscillate; a constant does not.
+    The energy of a sinusoid lies at one frequency of its Fourier transform: without a window for
+    whole periods, with a Hann window for others. At least two rows must oscillate.
     """
     if rows.shape[1] < _ROWS:
         return _recur(rows.astype(np.float64))
-    if not _share_a_frequency(_sample(rows)):
+    if not _have_single_frequencies(_sample(rows)):
         return False
-    return len(rows) <= _ROWS or _share_a_frequency(rows.astype(np.float64))
+    return len(rows) <= _ROWS or _have_single_frequencies(rows.astype(np.float64))
 
 
 def _recur(rows: np.ndarray) -> bool:
     """Check whether short rows are sinusoids: x[n - 1] + x[n + 1] = 2 cos(w) x[n].
 
-    At least half of them turn so often that they are no straight lines.
+    At least half of them must have a factor below 2, since straight lines satisfy it with w = 0.
     """
     top = np.abs(rows).max()
     if rows.shape[1] < _SHORT or len(rows) < _SHORT - 1 or not 0 < top < np.inf:
@@ -175,7 +177,8 @@ def _recur(rows: np.ndarray) -> bool:
     return bool(exact and 2 * (np.abs(factors) < 2 - _CLOSE).sum() >= len(rows))
 
 
-def _share_a_frequency(rows: np.ndarray) -> bool:
+def _have_single_frequencies(rows: np.ndarray) -> bool:
+    """Check whether the energy of each row lies within two bins of its strongest frequency."""
     tops = np.abs(rows).max(1, keepdims=True)
     rows = (rows / np.maximum(tops, 1e-300))[tops[:, 0] > _CLOSE * tops.max()]
     if len(rows) < 2 or not np.isfinite(rows).all():
@@ -185,18 +188,19 @@ def _share_a_frequency(rows: np.ndarray) -> bool:
     for window in (np.ones(length), np.hanning(length + 2)[1:-1]):
         energy = np.abs(np.fft.rfft(rows * window)) ** 2
         place = energy.argmax(1)
-        about = np.abs(np.arange(energy.shape[1]) - place[:, None]) <= 2
-        share = (energy * about).sum(1) / energy.sum(1)
+        nearby = np.abs(np.arange(energy.shape[1]) - place[:, None]) <= 2
+        share = (energy * nearby).sum(1) / energy.sum(1)
         places = np.where(share > best, place, places)
         best = np.maximum(best, share)
     return bool((best > _PEAK).all() and (places > 2).sum() >= 2)
 
 
 def _is_bank(rows: np.ndarray) -> bool:
-    """Check whether rows are bands without negative numbers, whose places do not go back.
+    """Check whether rows are the bands of a filter bank.
 
-    Each band is in one piece, and at least a quarter of them have several numbers, so that it is
-    not an identity; two numbers in five are zero.
+    Bands are nonnegative and contiguous, and start and end in ascending order. At least a quarter
+    of them have several numbers (an identity matrix does not), and at most three fifths of all
+    numbers are not zero.
     """
     some = _sample(rows)
     if not some.any() or not (some >= 0).all() or 5 * np.count_nonzero(some) > 3 * some.size:

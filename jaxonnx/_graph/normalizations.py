@@ -17,16 +17,17 @@ from jaxonnx._graph.bind import Graph, Node
 _SAME = ("Abs", "Cast", "Clip", "Expand", "Identity", "Max", "Neg", "Relu", "Reshape", "Squeeze")
 _SAME += ("Transpose", "Unsqueeze")
 _ALL = 99
-"""The number of axes that a mean over all of them goes over."""
+"""Stands for the number of axes of a mean over all axes."""
 
 
 class Part(NamedTuple):
-    """What a value is to a normalization, and over how many axes its mean goes."""
+    """The role of a value in a normalization."""
 
     kind: str
-    """A mean, square, variance or deviation, an inverse deviation, a value that is normalized, or a
-    shift: a mean over a deviation."""
+    """One of "mean", "square", "variance", "deviation", "inverse" (1 / deviation), "normalized" and
+    "shift" (mean / deviation)."""
     axes: int
+    """The number of axes that the mean is over; 0 for a square."""
 
 
 @dataclass
@@ -40,11 +41,11 @@ class Normalizations:
 
 
 def normalizations(graph: Graph, tensors: Mapping[str, Any]) -> Normalizations:
-    """Return what the spelled-out normalizations of the main graph read.
+    """Find the tensors that spelled-out normalizations of the main graph read.
 
     Args:
       graph: the bound graph.
-      tensors: its named tensors.
+      tensors: the values of its named tensors.
     """
     if not any(node.op.name in ("Pow", "ReduceL2", "Sqrt") for node in graph.nodes):
         return Normalizations({}, set())
@@ -59,19 +60,24 @@ def normalizations(graph: Graph, tensors: Mapping[str, Any]) -> Normalizations:
 
 @dataclass
 class _Walk:
+    """The state of a walk over the nodes; dictionaries are by the name of a value."""
+
     tensors: Mapping[str, Any]
     parts: dict[str, Part] = field(default_factory=dict)
+    """The roles of values."""
     roots: dict[str, str] = field(default_factory=dict)
-    """The tensor behind a view, or behind one with a small number added."""
+    """The tensor that the value is a view of, possibly with a scalar added."""
     factors: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """By value: the tensor that was multiplied into it, and the axes."""
+    """The tensor that was multiplied into the value, and the axes of the mean."""
     epsilons: dict[str, str] = field(default_factory=dict)
-    """By value: the number that was added last."""
+    """The scalar that was added to give the value."""
     biases: dict[str, int] = field(default_factory=dict)
+    """The biases found, with the axes of the mean (`Normalizations.learned`)."""
     statistics: set[str] = field(default_factory=set)
+    """The statistics found."""
 
     def step(self, node: Node) -> Part | None:
-        """Return what the result of a node is, if it is part of a normalization."""
+        """Return the role of a node's result; None if it is not part of a normalization."""
         name, inputs = node.op.name, node.inputs
         first, second = (self.parts.get(x) for x in (*inputs[:2], "", "")[:2])
         if name in ("ReduceMean", "ReduceSum", "GlobalAveragePool", "ReduceSumSquare", "ReduceL2"):
@@ -102,17 +108,18 @@ class _Walk:
         return self._sub(inputs, first, second) if name == "Sub" else None
 
     def _tensor(self, name: str) -> str:
-        """Return the tensor of several numbers that a value is, or a view of; else ""."""
+        """Return the tensor with several elements that a value is or is a view of; else ""."""
         root = self.roots.get(name, name)
         return root if np.size(self.tensors.get(root, 0)) > 1 else ""
 
     def _number(self, name: str) -> float | None:
+        """Return a constant with one element as a float; None for other values."""
         value = self.tensors.get(name)
         single = value is not None and np.size(value) == 1 and value.dtype.kind not in "cO"
         return float(np.reshape(value, ())) if single else None
 
     def _variance(self, name: str) -> Part | None:
-        """Return a variance that is computed, or that is stored and has a small number added."""
+        """Return the variance under a root: a computed one, or a stored one plus epsilon."""
         stored = self.roots.get(name, "")
         self.statistics.add(self.epsilons.get(name, ""))
         if name not in self.parts and self._tensor(name) and stored:
@@ -121,6 +128,7 @@ class _Walk:
         return self.parts.get(name)
 
     def _mean(self, node: Node, first: Part | None) -> Part | None:
+        """Return the role of a reduction: a variance if squares are averaged, else a mean."""
         if node.inputs[0] in self.tensors:
             return None
         axes = node.attributes.get("axes")
@@ -135,6 +143,7 @@ class _Walk:
         return Part("variance" if squared else "mean", count)
 
     def _mul(self, node: Node, first: Part | None, second: Part | None) -> Part | None:
+        """Return the role of a product; note a tensor that scales normalized values."""
         a, b = node.inputs
         if a == b:
             return Part("square", 0)
@@ -147,6 +156,7 @@ class _Walk:
                 self.factors[node.outputs[0]] = tensor, part.axes
                 return part
             if part.kind == "inverse":
+                # times a mean it is a shift; times anything else it normalizes
                 shift = _as("shift", self.parts.get(other), "mean")
                 return shift or Part("normalized", part.axes)
         return None
@@ -169,9 +179,9 @@ class _Walk:
         if second is None:
             return None
         if first is not None and first.kind == "variance":
-            return first  # the mean of squares less the square of the mean
+            return first  # var = E[x^2] - E[x]^2
         if second.kind in ("shift", "inverse"):
-            if inputs[1] in self.factors:  # a stored mean over the deviation
+            if inputs[1] in self.factors:  # bias - stored mean * inverse deviation
                 self.statistics.add(self.factors[inputs[1]][0])
             if tensor := self._tensor(inputs[0]):
                 self.biases[tensor] = second.axes
@@ -180,5 +190,5 @@ class _Walk:
 
 
 def _as(kind: str, part: Part | None, wanted: str) -> Part | None:
-    """Return a part as another kind, None if it is not of the wanted one."""
+    """Return a part with the kind `kind` if it has the kind `wanted`; else None."""
     return Part(kind, part.axes) if part is not None and part.kind == wanted else None

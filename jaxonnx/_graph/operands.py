@@ -15,15 +15,16 @@ from jaxonnx._graph.uses import Use
 
 _ARITHMETIC = ("Add", "Div", "Max", "Min", "Mul", "Sub", "Where")
 _STARTS = {"GRU": (5,), "LSTM": (5, 6), "RNN": (5,)}
-"""The inputs for the states that a recurrence starts from."""
+"""The positions of initial states among the inputs of recurrent operators."""
 _SAMPLE = 256
+"""The most elements of a tensor that `is_varied` compares."""
 _VARIED = 0.75
-"""The share of different numbers in a sample of a learned tensor, also in half precision."""
+"""The least share of different numbers in a sample of a learned tensor, also in half precision."""
 _MOVED = ("Cast", "Identity", "Mul", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 
 
 def is_varied(value: np.ndarray) -> bool:
-    """Check whether nearly all numbers of a tensor differ, as only training or chance has it."""
+    """Check on a sample whether most numbers of a tensor differ, as in learned or random ones."""
     flat = value.reshape(-1)
     flat = flat[flat != 0] if flat.size > _SAMPLE else flat
     if not flat.size:
@@ -33,16 +34,16 @@ def is_varied(value: np.ndarray) -> bool:
 
 
 def is_start(use: Use) -> bool:
-    """Check whether a tensor is the state that a recurrence starts from."""
+    """Check whether a tensor is the initial state of a recurrent operator."""
     return not use.node.op.domain and use.position in _STARTS.get(use.node.op.name, ())
 
 
 class Operands:
-    """The places where learned tensors meet data.
+    """Recognizes learned tensors among the operands of plain arithmetic.
 
     Args:
       graph: the main graph.
-      fed: the values behind inputs.
+      fed: the values that depend on the graph's inputs.
     """
 
     def __init__(self, graph: Graph, fed: Set[str]):
@@ -57,7 +58,7 @@ class Operands:
         self._batches = {dims[0].dim_value for dims in shapes if dims}
 
     def is_learned(self, use: Use, value: np.ndarray) -> bool:
-        """Check whether a tensor with several different numbers is learned where it stands."""
+        """Check whether a tensor with several different numbers is learned, by this use of it."""
         node = use.node
         if use.passes or node is not use.outer or node.op.domain:
             return False
@@ -83,7 +84,7 @@ class Operands:
         return is_varied(value) and not (value.ndim > 3 and counts(table))
 
     def _biases_scores(self, node: Node) -> bool:
-        """Check whether a sum goes to Softmax, also with a mask added to it."""
+        """Check whether a sum reaches a Softmax as attention scores, possibly with a mask added."""
         names = [*node.outputs]
         for name in names:
             for reader in self._readers.get(name, ()):
@@ -94,12 +95,12 @@ class Operands:
         return False
 
     def _is_rounded(self, node: Node) -> bool:
-        """Check whether a quotient is rounded, so that the divisor is a scale."""
+        """Check whether a node is a division whose result is rounded: the divisor is a scale."""
         readers = (r for name in node.outputs for r in self._readers.get(name, ()))
         return node.op.name == "Div" and any(r.op.name in ("Floor", "Round") for r in readers)
 
     def _standardizes(self, use: Use) -> bool:
-        """Check whether a mean is subtracted before a division by deviations, or these are."""
+        """Check whether a tensor is the mean or the deviation in (x - mean) / deviation."""
         node = use.node
         if use.position != 1 or node.op.name not in ("Sub", "Div"):
             return False
@@ -111,7 +112,7 @@ class Operands:
         return any(n.op.name == partner and n.inputs[1] not in self._fed for n in beside)
 
     def feeds_sin_and_cos(self, node: Node) -> bool:
-        """Check whether a product is read by Sin and Cos alone, as of random Fourier features."""
+        """Check whether a product is read by Sin and Cos alone, as random Fourier features are."""
         found: set[str] = set()
         names = [*node.outputs]
         for name in names:
@@ -124,7 +125,10 @@ class Operands:
 
 
 def _is_distance(table: np.ndarray) -> bool:
-    """Check whether biases of scores depend evenly on how far queries and keys are apart."""
+    """Check whether a bias of attention scores is linear in the distance of query and key (ALiBi).
+
+    The different numbers of each head (..., queries, keys) are evenly spaced then.
+    """
     heads: Iterable[Any] = table.reshape(-1, *table.shape[-2:])
     for head in heads:
         steps = np.diff(np.unique(head))

@@ -9,11 +9,15 @@ from jaxonnx._graph.uses import Use, Weight
 def find_packed_projections(
     graph: Graph, found: Mapping[str, Weight], used: Collection[Use]
 ) -> dict[str, tuple[int, int, int]]:
-    """Return the outputs for queries, keys and values of each matrix that has them in this order.
+    """Find matrices whose outputs are queries, keys and values, in this order.
 
     Args:
-      found: what the tensors of the graph are (`weights`).
+      graph: the bound graph.
+      found: the meaning of its tensors (`weights`).
       used: their uses.
+
+    Returns:
+      The numbers of outputs for queries, keys and values, by the name of the matrix.
     """
     readers: dict[str, list[Node]] = {}
     for node in graph.nodes:
@@ -32,6 +36,7 @@ def find_packed_projections(
                 packed = node.op.name == "GroupQueryAttention" and not any(node.inputs[1:3])
                 heads = node if packed else heads
         if heads is not None:
+            # packed outputs: count heads of queries, then shared heads of keys and of values each
             count, shared = (heads.attributes[key] for key in ("num_heads", "kv_num_heads"))
             rows, _ = place.sizes(found[use.name].shape)
             size = rows // (count + 2 * shared)

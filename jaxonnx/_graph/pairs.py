@@ -27,29 +27,37 @@ _BETWEEN = (
 """Operators, besides pointwise ones and views, that may stand between the products of a pair."""
 
 _SIZES = ("Shape", "Size")
-"""Operators that read no features."""
+"""Operators that read only the shape of their input."""
 
 _Products = frozenset[int]
-"""Products by the index of their node."""
+"""A set of products, by the index of their node."""
 
 
 @dataclass
 class _Weights:
-    """What the nodes of the main graph read of tensors that nothing else reads."""
+    """The tensors of the main graph that only one node reads."""
 
     products: dict[int, tuple[str, Matrix]] = field(default_factory=dict)
+    """The weight of each product and the meaning of its axes, by the index of the node."""
     vectors: list[tuple[int, str, int]] = field(default_factory=list)
     """(index of the node, name, the only axis that is longer than one)"""
 
 
 def pairs(graph: Graph, tensors: Mapping[str, Any]) -> list[dict[str, int]]:
-    """Return for each pair the tensors that are split, weights and biases, and along which axis.
+    """Find pairs of products that devices can share.
 
-    Axes of matrices in few bits are the matrix's.
+    Args:
+      graph: the bound main graph.
+      tensors: the values of its named tensors.
+
+    Returns:
+      For each pair, the axis to split each of its weights and biases along, by name. For a
+      quantized matrix it is an axis of the matrix, not of its tensor.
     """
-    read = _read(graph, tensors)
+    read = _collect_weights(graph, tensors)
     shapes = {name: weight.shape for name, weight in weights(graph, tensors).items()}
-    before, lost = _flow(graph, read.products.keys())
+    before, lost = _trace_products(graph, read.products.keys())
+    # the products that each product leads to
     leads: dict[int, set[int]] = {}
     for sink in read.products:
         for source in before[sink]:
@@ -58,12 +66,14 @@ def pairs(graph: Graph, tensors: Mapping[str, Any]) -> list[dict[str, int]]:
     used: set[int] = set()
     for sink, (name, matrix) in read.products.items():
         sources = before[sink]
+        # every use of the sources' results must end in this product
         if not sources or sources & (lost | used) or any(leads[s] != {sink} for s in sources):
             continue
         used |= {sink, *sources}
         first = [read.products[source] for source in sources]
         split = {name: matrix.input} | {name: matrix.output for name, matrix in first}
         for index, name, axis in read.vectors:
+            # a bias of a source, or a vector that acts on features between sources and sink
             if index in read.products and index not in sources:
                 continue
             beside = {index} if index in sources else before[index]
@@ -75,7 +85,8 @@ def pairs(graph: Graph, tensors: Mapping[str, Any]) -> list[dict[str, int]]:
     return result
 
 
-def _read(graph: Graph, tensors: Mapping[str, Any]) -> _Weights:
+def _collect_weights(graph: Graph, tensors: Mapping[str, Any]) -> _Weights:
+    """Collect the weights and vectors that are used once, whole, by a node of the main graph."""
     read = [use for use in uses(graph, tensors) if not use.passes]
     count = Counter(use.name for use in read)
     result = _Weights()
@@ -93,28 +104,30 @@ def _read(graph: Graph, tensors: Mapping[str, Any]) -> _Weights:
     return result
 
 
-def _flow(graph: Graph, products: Any) -> tuple[dict[int, _Products], _Products]:
-    """Return the products whose results reach each node, and those that reach anything else.
+def _trace_products(graph: Graph, products: Any) -> tuple[dict[int, _Products], _Products]:
+    """Follow the results of products through nodes that may stand between the two of a pair.
 
-    They reach it through nodes that may stand between the products of a pair.
+    Returns:
+      The products whose results reach each node, by its index; and the products whose results also
+      reach an output or a node that mixes features.
     """
-    nothing: _Products = frozenset()
+    empty: _Products = frozenset()
     reached: dict[str, _Products] = {}
     before: dict[int, _Products] = {}
-    lost = nothing
+    lost = empty
     for node in graph.nodes:
-        arrives = nothing.union(*(reached.get(name, nothing) for name in node.reads))
+        arrives = empty.union(*(reached.get(name, empty) for name in node.reads))
         before[node.index] = arrives
         if node.index in products:
             leaves = frozenset({node.index})
         elif node.op.name in _SIZES:
-            leaves = nothing
+            leaves = empty
         elif _is_between(node):
             leaves = arrives
         else:
-            leaves, lost = nothing, lost | arrives
+            leaves, lost = empty, lost | arrives
         reached.update(dict.fromkeys(node.outputs, leaves))
-    return before, lost.union(*(reached.get(name, nothing) for name in graph.outputs))
+    return before, lost.union(*(reached.get(name, empty) for name in graph.outputs))
 
 
 def _is_between(node: Node) -> bool:

@@ -9,14 +9,14 @@ from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.uses import Use
 
 _ALIKE = 1e-3
-"""How little the lengths of the rows of a table of sinusoids differ, relative to the largest."""
+"""The relative difference within which the norms of rows of a sinusoidal table agree."""
 
 LARGE = 1e3
-"""Numbers above it are those of a mask, which is added to rule places out."""
+"""Larger magnitudes are those of additive masks (-1e4, -1e9), not of learned tables."""
 
 _KEEPS = ("Add", "Cast", "Concat", "Dropout", "Flatten", "Identity", "Mul", "Reshape", "Slice")
 _KEEPS += ("DequantizeLinear", "QLinearAdd", "QuantizeLinear", "Squeeze", "Transpose", "Unsqueeze")
-"""Operators behind which an embedding is still one: moved, scaled, or with others beside it."""
+"""Operators whose result is an embedding if an input is: they move, scale, add or join values."""
 
 
 PRODUCTS = ("Conv", "ConvInteger", "DynamicQuantizeMatMul", "Gemm", "MatMul", "MatMulInteger")
@@ -25,13 +25,14 @@ PRODUCTS += ("MatMulIntegerToFloat", "MatMulNBits", "QGemm", "QLinearConv", "QLi
 
 
 def embeddings(graph: Graph, uses: Sequence[Use]) -> set[str]:
-    """Return the values of the main graph that are rows of a table, or patches of an image.
+    """Find the values of the main graph that are embeddings of tokens or of image patches.
 
-    Patches are what a convolution makes without overlap, or a first product of the inputs.
+    These are rows of a table, results of convolutions without overlap, and of products that come
+    before any other.
 
     Args:
       graph: the main graph.
-      uses: of its tensors.
+      uses: the uses of its tensors.
     """
     looked_up = {
         use.node.index
@@ -39,26 +40,31 @@ def embeddings(graph: Graph, uses: Sequence[Use]) -> set[str]:
         if use.node.op.name == "Gather" and use.position == 0 and not use.passes
     }
     values: set[str] = set()
-    worked: set[str] = set()
+    after_products: set[str] = set()
     for node in graph.nodes:
         name, inputs = node.op.name, node.inputs
         kernel, steps = (node.attributes.get(what) for what in ("kernel_shape", "strides"))
         patches = "Conv" in name and kernel == steps and max(kernel or [1]) > 1
-        first = "Conv" not in name and worked.isdisjoint(inputs)
+        first = "Conv" not in name and after_products.isdisjoint(inputs)
         embeds = name in PRODUCTS and (patches or first)
         keeps = name in _KEEPS and not values.isdisjoint(inputs)
-        if name in PRODUCTS or not worked.isdisjoint(node.reads):
-            worked.update(node.outputs)
+        if name in PRODUCTS or not after_products.isdisjoint(node.reads):
+            after_products.update(node.outputs)
         if embeds or keeps or (not node.op.domain and node.index in looked_up):
             values.update(filter(None, node.outputs))
     return values
 
 
 def is_learned(use: Use, value: Any, embedded: Collection[str]) -> bool:
-    """Check whether a tensor with several different numbers is a learned table of positions here.
+    """Check whether a tensor with several different numbers is a learned table of positions.
 
-    It is added to an embedding, is the same for all examples, and has a row of features for each
-    position. The rows of a sinusoid have one length, whatever the order of its sines and cosines.
+    It is added to an embedding, has no batch axis, and has a row of features for each position. A
+    sinusoidal table is not learned: as sin^2 + cos^2 = 1, its rows have equal norms.
+
+    Args:
+      use: the use of the tensor.
+      value: its value.
+      embedded: the values that are embeddings (`embeddings`).
     """
     node, axes = use.node, use.view.axes
     if node is not use.outer or node.op.name != "Add" or axes is None:
@@ -76,10 +82,10 @@ def is_learned(use: Use, value: Any, embedded: Collection[str]) -> bool:
 
 
 def is_grid(use: Use, value: Any) -> bool:
-    """Check whether a tensor with several different numbers is a learned (1, C, 1, F) here.
+    """Check whether a tensor with several different numbers is a learned (1, C, 1, F).
 
-    Biases are split over heads like that, factors and slopes over channels and frequencies. Masks
-    and the biases of ALiBi, which count along an axis, are not.
+    Biases per head, and factors per channel and frequency, have such shapes. Masks and the biases
+    of ALiBi have them, too: these are recognized by large or evenly spaced numbers.
     """
     shape = np.shape(value)
     if len(shape) < 4 or shape[0] != 1 or shape[1] == 1 or sum(n != 1 for n in shape) != 2:
@@ -89,14 +95,14 @@ def is_grid(use: Use, value: Any) -> bool:
 
 
 def counts(table: np.ndarray) -> bool:
-    """Check whether the numbers along the axes behind the second are evenly spaced."""
+    """Check whether the numbers of each channel (axis 1) are evenly spaced."""
     rows = table.reshape(table.shape[1], -1)
     steps = np.diff(rows, axis=1)
     return steps.shape[1] > 1 and bool(np.allclose(steps, steps[:, :1], 1e-3, 1e-6))
 
 
 def is_sinusoid(table: np.ndarray, axis: int) -> bool:
-    """Check whether all rows along an axis have one length, but for rows of zeros."""
+    """Check whether all rows along an axis have the same norm, except for rows of zeros."""
     lengths = np.linalg.norm(table, axis=axis).reshape(-1)
     lengths = lengths[lengths > 0]
     return bool(np.ptp(lengths) <= _ALIKE * lengths.max())

@@ -31,10 +31,16 @@ _KEEPS_LOGITS = (
 def find_projections(
     graph: Graph, tensors: Mapping[str, Any], names: Collection[str], role: Role
 ) -> set[str]:
-    """Return those of some weights that have a role.
+    """Select the weights of projections with a role.
 
-    "all-linear" are those of attention and of the perceptrons. The branches of an If are networks
-    of their own, as in decoders that have one with a past and one without.
+    The branches of an If are taken as networks of their own, since some decoders have one with a
+    past and one without.
+
+    Args:
+      graph: the bound main graph.
+      tensors: the values of its named tensors.
+      names: the weights to select from.
+      role: "attention", "mlp", or "all-linear" for both.
     """
     found = [
         use
@@ -50,15 +56,22 @@ def find_projections(
 
 
 def _select(graph: Graph, products: Collection[tuple[str, Node]], role: Role) -> set[str]:
-    """Return those of the weights of a graph's projections that have a role."""
+    """Return the weights that have a role in all their uses.
+
+    Args:
+      graph: the graph.
+      products: the name of a weight and the node of the graph that multiplies by it.
+      role: the role.
+    """
     places: dict[str, list[Node]] = {}
     for name, node in products:
         places.setdefault(name, []).append(node)
     weighted = {node.index for _, node in products}
-    ways = _Ways(graph, weighted)
-    attentions = ways.attentions()
-    near = ways.reach(attentions, ways.sources) | ways.reach(attentions, ways.readers) | attentions
-    head = _head(graph, weighted)
+    edges = _Edges(graph, weighted)
+    attentions = edges.find_attentions()
+    near = edges.reach(attentions, edges.sources) | edges.reach(attentions, edges.readers)
+    near |= attentions
+    head = _find_head(graph, weighted)
     own = {
         "attention": weighted & near,
         "mlp": weighted - near - head,
@@ -68,12 +81,17 @@ def _select(graph: Graph, products: Collection[tuple[str, Node]], role: Role) ->
 
 
 def _is_product(matrix: Any) -> bool:
-    """Return whether a matrix may be a projection: no table, and no kernel of a convolution."""
+    """Check that a matrix is not a lookup table or the kernel of a convolution."""
     return matrix is None or not (matrix.lookup or matrix.kernel)
 
 
-class _Ways:
-    """The ways between the nodes of a graph, which end at projections."""
+class _Edges:
+    """The edges between the nodes of a graph, for searches that stop at projections.
+
+    Attributes:
+      sources: for the index of each node, those of the producers of its inputs.
+      readers: for the index of each node, those of the readers of its outputs.
+    """
 
     def __init__(self, graph: Graph, weighted: Collection[int]):
         self._nodes = graph.nodes
@@ -82,14 +100,17 @@ class _Ways:
         self.sources: dict[int, set[int]] = {node.index: set() for node in graph.nodes}
         self.readers: dict[int, set[int]] = {node.index: set() for node in graph.nodes}
         for node in graph.nodes:
-            if node.op.name in ("Shape", "Size"):  # sizes are no way for features
+            if node.op.name in ("Shape", "Size"):  # these read no features
                 continue
             for source in {made[name] for name in node.reads if name in made}:
                 self.sources[node.index].add(source)
                 self.readers[source].add(node.index)
 
     def reach(self, start: Collection[int], edges: Mapping[int, set[int]]) -> set[int]:
-        """Return the nodes that are reached from some of them, up to projections."""
+        """Return the nodes that can be reached along `edges` without passing through a projection.
+
+        Projections that are reached are included.
+        """
         seen: set[int] = set()
         waiting = [*start]
         while waiting:
@@ -99,21 +120,22 @@ class _Ways:
                 seen |= edges[at]
         return seen
 
-    def attentions(self) -> set[int]:
-        """Return the attentions: operators, or products before and behind one Softmax."""
+    def find_attentions(self) -> set[int]:
+        """Return the attentions: their operators, or the products before and behind a Softmax."""
         found = {node.index for node in self._nodes if node.op.name in _ATTENTIONS}
         plain = {n.index for n in self._nodes if n.op.name in _PRODUCTS} - {*self._weighted}
         for node in self._nodes:
             if node.op.name == "Softmax":
                 before = plain & self.reach({node.index}, self.sources)
                 behind = plain & self.reach({node.index}, self.readers)
-                if before and behind:  # a Softmax of classes or experts has no scores before it
+                # without both products it is a Softmax over classes or experts
+                if before and behind:
                     found |= before | behind
         return found
 
 
-def _head(graph: Graph, weighted: set[int]) -> set[int]:
-    """Return the projections that give an output of the graph, up to what acts on each logit."""
+def _find_head(graph: Graph, weighted: set[int]) -> set[int]:
+    """Return the projections whose result reaches an output through `_KEEPS_LOGITS` alone."""
     made = {name: node for node in graph.nodes for name in node.outputs if name}
     found, waiting, seen = set(), [*graph.outputs], set()
     while waiting:

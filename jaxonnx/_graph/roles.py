@@ -28,7 +28,7 @@ KNOWN_LIMIT = 4096
 """Bytes; a frozen tensor above it is an argument of the compiled function, not a constant in it."""
 
 _QUANTIZED = ("Quant", "QLinear", "Integer", "NBits")
-"""Operators with such names have scales, which come from the weights."""
+"""Parts of the names of operators with quantization scales, which are not learned tensors."""
 
 HOST_ONLY = (object, ml_dtypes.float6_e2m3fn, ml_dtypes.float6_e3m2fn)
 """Element types that XLA does not have: such tensors stay in NumPy."""
@@ -39,9 +39,12 @@ def split(
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]:
     """Split the tensors of a graph into parameters, state and constants.
 
+    State is running statistics, and frozen tensors that are too large to be constants of a compiled
+    function.
+
     Args:
       graph: the bound main graph.
-      tensors: its named tensors.
+      tensors: the values of its named tensors.
       proto: the graph as the file has it.
     """
     role_of = roles(graph, tensors, stored_names(proto))
@@ -58,8 +61,10 @@ def split(
 
 
 def stored_names(proto: GraphProto) -> set[str]:
-    """Return the names of the initializers, and of Identity nodes, by which some exporters write
-    an initializer that equals another."""
+    """Return the names of the initializers, and of the results of Identity nodes.
+
+    Some exporters write a tensor that equals an initializer as an Identity of that.
+    """
     graphs = [*all_graphs(proto)]
     names = {tensor.name for one in graphs for tensor in one.initializer}
     nodes = (node for one in graphs for node in one.node if node.op_type == "Identity")
@@ -102,13 +107,13 @@ def roles(
 
 
 class Roles:
-    """What the tensors of a graph are, and why those are not weights that may look like some.
+    """The roles of the tensors of a graph, and the reasons why others are constants.
 
     Args:
       graph: the bound main graph.
       tensors: its named tensors.
       initializers: the names of those that are initializers; the others sit in Constant nodes.
-      trained: names of tensors that are weights, whatever they look like.
+      trained: the names of tensors that are parameters in any case.
 
     Attributes:
       spelled: the spelled-out normalizations.
@@ -167,7 +172,7 @@ class Roles:
         self.constants = {n: why for n, why in self.constants.items() if n not in self.of}
 
     def _place_sources(self, computed: Mapping[str, Computed], stored: bool) -> None:
-        """Give the tensors behind computed values the roles of these."""
+        """Pass the role of each computed value on to the tensors that it is computed from."""
         for name, (_, sources) in computed.items():
             role, why = self.of.pop(name, ""), self.constants.pop(name, "")
             for source in sorted(sources - self.of.keys() - self.constants.keys()):
@@ -177,7 +182,7 @@ class Roles:
                     self.of[source] = "param"
 
     def _is_source(self, name: str, stored: bool) -> bool:
-        """Check whether a tensor is learned that weights are computed from: no mask, no count."""
+        """Check whether a tensor that a weight is computed from is learned: no mask, no counter."""
         value = np.asarray(self.tensors[name])
         if name in self.spelled.statistics or (stored and name not in self.initializers):
             return False
@@ -192,8 +197,8 @@ class Roles:
     def unplaced(self) -> dict[str, str]:
         """The tensors that look learned but have no role, with the operator that reads each.
 
-        They are floating-point initializers with several different numbers that do not just count
-        up.
+        They are floating-point initializers with more than two different numbers that are not an
+        arithmetic sequence.
         """
         readers: dict[str, str] = {}
         for use in self.used:
@@ -220,7 +225,18 @@ def _roles(
     spelled: Normalizations,
     used: Sequence[Use],
 ) -> Iterator[tuple[Use, str]]:
-    """Yield the uses that give a tensor a role, by operators and shapes alone."""
+    """Yield the uses that give a tensor a role, by operators and shapes alone.
+
+    Args:
+      graph: the bound main graph.
+      tensors: the values of its named tensors and of computed values.
+      initializers: the names of initializers and computed values.
+      spelled: the spelled-out normalizations.
+      used: the uses of `tensors`.
+
+    Yields:
+      The use and "param" or "state".
+    """
     embedded = embeddings(graph, used)
 
     def is_vector(use: Use) -> bool:
@@ -230,9 +246,9 @@ def _roles(
             return value.ndim > 0 and use.node.op.name == "Add" and use.name in initializers
         if sum(d != 1 for d in value.shape) != 1:
             return False
-        if use.node.op.name == "Sub":  # ones less a mask
+        if use.node.op.name == "Sub":  # 1 - mask, with a vector of ones
             return len(np.unique(value)) > 1
-        # the first places of a list of positions (0, 1, 2...) are not a bias; those of zeros are
+        # a slice of a sequence 0, 1, 2, ... is a list of positions; a slice of zeros may be a bias
         return not (use.view.part and _evenly_spaced(value))
 
     def is_table(use: Use) -> bool:
@@ -243,7 +259,7 @@ def _roles(
     for use in used:
         role = use.node.op.role(use.position)
         kind = tensors[use.name].dtype
-        if not jnp.issubdtype(kind, jnp.floating) or kind.itemsize == 1:  # codes of few bits
+        if not jnp.issubdtype(kind, jnp.floating) or kind.itemsize == 1:  # quantized
             continue
         if use.name in spelled.learned and role in (None, "vector"):
             several = sum(d != 1 for d in tensors[use.name].shape)
@@ -252,7 +268,7 @@ def _roles(
             role = "param" if is_vector(use) and use.name not in spelled.statistics else None
             role = "param" if role is None and is_table(use) else role
         elif role == "param" and use.view.expanded and use.node.op.form(use.position):
-            # frequencies of a rotary table, repeated for an outer product with positions
+            # rotary frequencies (1, F, 1) times positions (1, 1, T): an outer product, no sum
             role = "param" if use.summed else None
         elif role is None and use.name in initializers:
             value = tensors[use.name]
@@ -263,33 +279,34 @@ def _roles(
 
 
 def _is_inner(use: Use, fed: Set[str]) -> bool:
-    """Check whether a vector meets other tensors alone: what it makes with them tells its role."""
+    """Check whether a vector meets only other tensors, so that their result tells its role."""
     return use.node.op.role(use.position) in (None, "vector") and fed.isdisjoint(use.node.reads)
 
 
 def _is_operand(use: Use, value: Any, places: Buffers) -> bool:
-    """Check whether a tensor is learned where operators have no weights."""
+    """Check whether a tensor is learned, at an input for which the operator has no weight."""
     value = np.asarray(value)
     floating = jnp.issubdtype(value.dtype, jnp.floating) and value.size > 1
     return floating and _is_irregular(value) and places.is_learned(use, value)
 
 
 def _is_irregular(value: np.ndarray) -> bool:
+    """Check whether a tensor has more than two different numbers that are not evenly spaced."""
     first = value.reshape(-1)[:KNOWN_LIMIT]
     return len(np.unique(first)) > 2 and not _evenly_spaced(first)
 
 
 def _evenly_spaced(value: np.ndarray) -> bool:
-    """Check whether a vector counts: 0, 1, 2, ... or the like."""
+    """Check whether a vector is an arithmetic sequence like 0, 1, 2, ...."""
     steps = np.diff(np.asarray(value).reshape(-1).astype(np.float64))
     return bool(steps.size and steps[0] != 0 and np.allclose(steps, steps[0]))
 
 
 def _is_token(use: Use, value: np.ndarray) -> bool:
-    """Check whether a tensor is a learned token (or a few) that is put before a sequence.
+    """Check whether a tensor is a learned token (or a few) that a Concat adds to a sequence.
 
-    It is joined to data of rank 3 along the first or second axis, has numbers along the last, and
-    is repeated for each example, unless the batch is one.
+    The sequence has rank 3 with features along the last axis, and the Concat is along the first or
+    second. The token is repeated for each example, unless the batch is one.
     """
     axes = use.view.axes
     if use.passes or (use.node.op.name, use.node.op.domain) != ("Concat", ""):

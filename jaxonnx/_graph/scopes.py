@@ -9,7 +9,9 @@ from jaxonnx.errors import InputError
 
 
 def resolve(graph: GraphProto, name: str) -> str:
-    """Return the value that the name of a value, a node or a PyTorch module means.
+    """Return the value that a name stands for: of a value, a node or a PyTorch module.
+
+    A node stands for its first output, a module for the first output of its last node.
 
     Raises:
       InputError: there is none; the message has similar names.

@@ -21,13 +21,14 @@ _LISTED, _NEAR = 40, 6
 """Names in an error: of tensors where nothing is near, and of each kind where something is."""
 
 _NOTHING = re.compile(r"(?!)")
+"""Matches no text."""
 
 _EXPRESSION = r"()[]{}\|+^$"
 """Characters of regular expressions that neither names of tensors nor wildcards have."""
 
 
 class HasPlaces(Protocol):
-    """The part of a model that tells what its weights are called."""
+    """A model, as far as `labels` needs it: it knows the names that its weights go by."""
 
     @property
     def _places(self) -> Places: ...
@@ -79,11 +80,11 @@ def matching(
     by_name: Collection[str] = (),
     places: Places | None = None,
 ) -> set[str]:
-    """Return the tensors that a name or an expression means.
+    """Return the tensors that a name or an expression matches.
 
-    The first of these that any tensor has counts: a tensor's own name or its alias, as it is or as
-    a regular expression; the name of a module, of a node or of a tie, as it is; the same as a
-    regular expression; any of these with wildcards.
+    These are tried in order, and the first that matches any tensor counts: the name or alias of a
+    tensor, literally or as a regular expression; the name of a module, node or tie, literally; the
+    same as a regular expression; any of these with wildcards.
     """
     open_to_all = tensors.keys() - by_name
     if places is not None and one not in tensors and one in places.ties:
@@ -103,17 +104,17 @@ def matching(
     if like & open_to_all:
         return like & open_to_all
     if not one.strip("*?"):
-        return set()  # all of them is None, or ".*"
+        return set()  # "*" is likely a mistake: all tensors are None or ".*"
     fits = re.compile(fnmatch.translate(one)).fullmatch
     found = {name for name, names in called.items() if any(map(fits, names))}
     for name, names in groups:
-        # what a tensor is called within its module counts: "*.query.*" is all of the query
+        # a tensor counts by its module, too: "*.query.*" is all tensors of modules named query
         found.update(n for n in names if fits(name) or fits(f"{name}.{n}"))
     return found & open_to_all
 
 
 def near(wanted: str, tensors: Collection[str], places: Places | None) -> str:
-    """Return what there is with a name like the wanted one, or all there is, for errors."""
+    """Return similar names of tensors, modules and nodes, or else all names, for an error."""
     core = wanted.strip(".*?^$/") or wanted
     lists: dict[str, Collection[str]] = {"tensors": tensors}
     if places is not None:
@@ -131,7 +132,7 @@ def near(wanted: str, tensors: Collection[str], places: Places | None) -> str:
 
 
 def _like(wanted: str, names: Iterable[str]) -> list[str]:
-    """Return a few names that are like the wanted one, or have a part that is, or contain it."""
+    """Return a few names that resemble `wanted` as a whole or in a part, or contain it."""
     parts: dict[str, list[str]] = {}
     for name in names:
         for part in dict.fromkeys([name, *re.split(r"[./:]", name)]):

@@ -23,32 +23,33 @@ SCALES: Mapping[tuple[str, int], tuple[int, int]] = {
     ("QMoE", 5): (6, 12),
     ("QMoE", 8): (9, 13),
 }
-"""By operator and input of a weight: the inputs with its scales and zero points; -1: none."""
+"""The positions of scales and zero points, by operator and position of the weight; -1: absent."""
 
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """A matrix in few bits: one weight in several tensors."""
+    """A quantized matrix: one weight that is stored in several tensors."""
 
     shape: tuple[int, ...]
+    """The shape of the matrix."""
     dtype: np.dtype
-    """Of the codes."""
+    """The dtype of the codes."""
     nbytes: int
-    """Of all its tensors."""
+    """The bytes of all its tensors."""
     units: tuple[int, ...]
-    """By axis of the matrix, how many equal parts of its codes can lie apart."""
+    """For each axis of the matrix, the number of equal parts that its codes can be divided into."""
     axes: Mapping[str, tuple[int | None, ...]]
-    """By tensor, codes, scales and zero points: the axis of the matrix that each of its own is or
-    goes along with, None for what a part of the matrix needs whole."""
+    """For each tensor (codes, scales, zero points), the axes of the matrix that its own axes run
+    along; None for an axis that is not divided with the matrix."""
 
 
 def stored_matrices(
     graph: Graph, tensors: Mapping[str, Any], apart: Collection[str] = ()
 ) -> dict[str, StoredMatrix]:
-    """Return the matrices in few bits by the names of their codes.
+    """Return the quantized matrices of a graph, by the names of their codes.
 
-    Scales and zero points that several matrices share, and those among `apart`, are tensors of
-    their own.
+    Scales and zero points that several matrices share, and those among `apart`, are not part of
+    one.
     """
     found = {n: w for n, w in weights(graph, tensors).items() if w.storage and w.matrix}
     read: dict[str, list[Use]] = {}
@@ -75,18 +76,20 @@ def stored_matrices(
 
 
 def _follow_axes(shape: tuple[int, ...], weight: Weight, use: Use) -> tuple[int | None, ...]:
-    """Return the axes of the matrix that those of a tensor of its storage go along with."""
+    """Return `StoredMatrix.axes` of one of the tensors that store a matrix."""
     rank, form = len(weight.shape), use.node.op.form(use.position)
-    if len(shape) == 1 and (form is None or form.storage is None):  # a scale for each place
+    if len(shape) == 1 and (form is None or form.storage is None):  # scales along one axis
         default = 1 if use.node.op.name == "DequantizeLinear" else -1
         return (use.node.attributes.get("axis", default) % rank,)
     return tuple(i if i < rank else None for i in range(len(shape)))
 
 
 def check_stored(graph: Graph, tensors: Mapping[str, Any], names: Collection[str]) -> None:
-    """Raise a ModelError if what dequantizes one of the named weights is damaged.
+    """Check the tensors that dequantize weights.
 
-    Scales and zero points in floating point must be finite, an index of groups within them.
+    Raises:
+      ModelError: floating-point scales or zero points are not finite, or a group index is out of
+        range.
     """
     for use in uses(graph, tensors):
         if use.name not in names or not use.is_direct:

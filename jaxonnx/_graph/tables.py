@@ -20,9 +20,9 @@ _AXES = {"Gather": "axis", "GatherBlockQuantized": "gather_axis"}
 
 
 def count_rows(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, int]:
-    """Return the number of rows of the table that each input chooses from, where one does.
+    """Return the number of rows of the table that an input has indices of, by input.
 
-    Of several tables it is the smallest.
+    Inputs that are no such indices are left out; of several tables the smallest counts.
     """
     return _count(graph, {name: name for name in graph.inputs}, tensors, {})
 
@@ -30,6 +30,11 @@ def count_rows(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, int]:
 def _count(
     graph: Graph, inputs: dict[str, str], tensors: Mapping[str, Any], found: dict[str, int]
 ) -> dict[str, int]:
+    """Add the tables of a graph to `found` and return it.
+
+    Args:
+      inputs: from each value that has the numbers of an input to that input; it is extended.
+    """
     shapes = {name: np.shape(tensor) for name, tensor in tensors.items()}
     for node in graph.nodes:
         for inner in node.subgraphs:

@@ -19,28 +19,30 @@ _SAME_AXES = (
 """Views that leave the axes as they are."""
 
 _SEVERAL = ("BeginRounding", "Concat")
-"""Operators whose results are views of all their inputs."""
+"""Operators whose results are views of all their inputs, not of the first alone."""
 
 PARTS = ("Concat", "Expand", "Gather", "Slice", "Split", "Tile")
-"""Operators whose results are parts of tensors, several beside each other, or repeated ones."""
+"""Operators whose results are parts, joins or repetitions of their inputs."""
 
 
 @dataclass(frozen=True)
 class View:
-    """A tensor as a value of the graph shows it."""
+    """A value of the graph as a view of a tensor."""
 
     name: str
+    """The name of the tensor."""
     axes: tuple[int | None, ...] | None
-    """The tensor's own axes in the order of the value's, with None for those that it lacks; None as
-    a whole behind a Reshape that mixes axes or is not known."""
+    """For each axis of the value, the axis of the tensor; None for an added axis of length one.
+    None as a whole behind a Reshape that merges or splits axes or has an unknown target."""
     shape: tuple[int, ...]
-    """The sizes of the value's axes, where `axes` is known; at most these behind a Slice."""
+    """The shape of the value, where `axes` is known; an upper bound behind a Slice."""
     apart: tuple[int, ...] = ()
-    """Own axes of which a Gather took one place: the tensor holds a weight for each."""
+    """Axes of the tensor that a Gather took one index of: the tensor stacks weights along them."""
     part: bool = False
-    """It is not all that is shown, or beside others: behind Slice, Split, Gather or Concat."""
+    """Whether the value is a part of the tensor, or joined to others (Slice, Split, Gather,
+    Concat)."""
     expanded: bool = False
-    """It is repeated along axes, behind Expand."""
+    """Whether the value repeats the tensor along axes (Expand, Tile)."""
 
 
 @dataclass(frozen=True)
@@ -53,22 +55,24 @@ class Use:
     rank: int
     """The tensor's rank."""
     outer: Node
-    """The node of the main graph that the node is or lies in."""
+    """The node of the main graph that contains the node in a subgraph or function, or is it."""
     passes: bool
-    """The node's results are views of the tensor."""
+    """Whether the node's results are views of the tensor, so that it is not the final reader."""
 
     @property
     def name(self) -> str:
+        """The name of the tensor."""
         return self.view.name
 
     @property
     def matrix(self) -> Matrix | None:
-        """What the tensor's own axes mean here; None if it is not a factor, or is reshaped."""
+        """The meaning of the tensor's own axes in this product; None if there is none, or they are
+        not known behind a Reshape."""
         form, axes = self.node.op.form(self.position), self.view.axes
         if form is None or axes is None:
             return None
         place = form.axes(len(axes), self.node.attributes, self.position)
-        if form.storage is not None:  # the axes are the matrix's
+        if form.storage is not None:  # packed: axes of the matrix have no view of the tensor
             return place if self.is_direct else None
         return None if place is None else place.of(axes, self.rank, self.view.apart)
 
@@ -103,9 +107,14 @@ class Use:
 def uses(graph: Graph, tensors: Mapping[str, Any], computed: Collection[str] = ()) -> Iterator[Use]:
     """Yield every use of the named tensors, in the order of the nodes.
 
-    Subgraphs and the bodies of functions are included. Tensors are anything with a shape; NumPy
-    arrays among them also tell the target shapes of Reshape and the like. Those named by `computed`
-    are values of nodes of the main graph.
+    Subgraphs and the bodies of functions are included.
+
+    Args:
+      graph: the bound main graph.
+      tensors: objects with a shape, by name; the values of NumPy arrays among them are used where
+        they are targets of Reshape and the like.
+      computed: those of `tensors` that are not tensors of the file but results of nodes of the main
+        graph.
     """
 
     return _walk(graph, ChainMap(), {*graph.inputs}, None, tensors, computed)
@@ -122,7 +131,7 @@ def _walk(
     """Yield the uses in one graph.
 
     Args:
-      behind: the views that values are.
+      behind: the views of tensors that each value is, by name; it is extended.
       fed: the values that depend on the graph's inputs.
       outer: the node of the main graph that the graph is in; None in the main graph itself.
       tensors, computed: as in `uses`.
@@ -132,7 +141,7 @@ def _walk(
     for node in graph.nodes:
         top = outer or node
         new = _views(node, behind, fed, tensors)
-        first = len(node.inputs) if node.op.name in _SEVERAL else 1  # the inputs that are seen
+        first = len(node.inputs) if node.op.name in _SEVERAL else 1  # inputs that results view
         for i, name in enumerate(node.inputs):
             for view in behind.get(name) or ():
                 rank = len(tensors[view.name].shape)
@@ -165,7 +174,7 @@ def _view_whole(name: str, tensors: Mapping[str, Any]) -> tuple[View, ...]:
 def _views(
     node: Node, behind: Mapping[str, Any], fed: set[str], tensors: Mapping[str, Any]
 ) -> tuple[View, ...]:
-    """Return the views of tensors that the results of a node are."""
+    """Return the views that the results of a node are; none if it computes something."""
     name, inputs = node.op.name, node.inputs
     if not node.op.view and name not in PARTS:
         return ()
@@ -196,7 +205,7 @@ def _view_elementwise(view: View, node: Node, others: Sequence[Any]) -> View:
         return view
     if node.op.name == "Transpose":
         order = node.attributes.get("perm", range(len(axes))[::-1])
-        if {*order} != {*range(len(axes))}:  # running the graph says so
+        if {*order} != {*range(len(axes))}:  # an invalid perm, which an evaluation will report
             return replace(view, axes=None, shape=())
         shape = tuple(before[i] for i in order)
         return replace(view, axes=tuple(axes[i] for i in order), shape=shape)
@@ -209,6 +218,7 @@ def _view_elementwise(view: View, node: Node, others: Sequence[Any]) -> View:
         return unknown
     if after == before:
         return view
+    # the axes longer than one keep their order, so they match one by one
     kept = [a for a, n in zip(axes, before, strict=True) if n != 1]
     if [n for n in after if n != 1] != [n for n in before if n != 1]:
         return unknown
@@ -217,7 +227,7 @@ def _view_elementwise(view: View, node: Node, others: Sequence[Any]) -> View:
 
 
 def _view_slice(view: View, node: Node, others: Sequence[Any]) -> View:
-    """Return a view of which some places are taken; the axes stay."""
+    """Return a view behind Slice or Split, with the same axes."""
     shape = view.shape
     if view.axes is not None and all(isinstance(value, np.ndarray) for value in others):
         after = _result(node, shape, others)
@@ -226,13 +236,13 @@ def _view_slice(view: View, node: Node, others: Sequence[Any]) -> View:
 
 
 def _result(node: Node, shape: tuple[int, ...], others: Sequence[Any]) -> tuple[int, ...] | None:
-    """Return the shape of the first result, None if running the graph will say what is wrong."""
+    """Return the shape of a node's first result for data of a shape; None if it does not fit."""
     found = evaluate(node, [np.zeros(shape, np.int8), *others])
     return None if found is None else found[0].shape
 
 
 def evaluate(node: Node, inputs: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Return the results of a node for known inputs, None if running the graph will say more."""
+    """Evaluate a node on known inputs; None if it fails, which an evaluation will report better."""
     wrong = (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError)
     counts = {"outputs": len(node.outputs)} if node.op.name == "Split" else {}
     try:
@@ -244,7 +254,7 @@ def evaluate(node: Node, inputs: Sequence[Any]) -> tuple[Any, ...] | None:
 
 
 def _view_gather(view: View, node: Node, indices: Any) -> View:
-    """Return a view of the places along an axis that indices name."""
+    """Return a view behind Gather; an index without axes drops the axis."""
     axes, shape = view.axes, view.shape
     if not axes or not isinstance(indices, np.ndarray) or indices.ndim > 1:
         return replace(view, axes=None, shape=(), part=True)
@@ -263,7 +273,7 @@ def _view_gather(view: View, node: Node, indices: Any) -> View:
 
 
 def _view_expand(view: View, target: Any) -> View:
-    """Return a view that is repeated along axes of length one; of the same rank if not known."""
+    """Return a view behind Expand; the rank is taken to stay if the target is not known."""
     axes, before = view.axes, view.shape
     if axes is None or not isinstance(target, np.ndarray) or target.ndim != 1:
         return replace(view, expanded=True)
@@ -276,7 +286,7 @@ def _view_expand(view: View, target: Any) -> View:
 
 
 def _view_tile(view: View, repeats: Any) -> View:
-    """Return a view that is repeated along axes; of length one, if the file computes how often."""
+    """Return a view behind Tile; unknown repeats are taken to be along axes of length one."""
     axes, before = view.axes, view.shape
     if axes is None or not isinstance(repeats, np.ndarray) or repeats.shape != (len(before),):
         return replace(view, expanded=True)
@@ -287,7 +297,7 @@ def _view_tile(view: View, repeats: Any) -> View:
 
 
 def _concat_views(views: Sequence[View], axis: int) -> tuple[View, ...]:
-    """Return views beside each other along an axis; each tensor once, if it is seen in one way."""
+    """Return the views behind Concat, one for each tensor; its axes are unknown if views differ."""
     total = sum(view.shape[axis] for view in views if -len(view.shape) <= axis < len(view.shape))
     once: dict[str, View] = {}
     for view in views:
@@ -307,20 +317,20 @@ class Weight:
     matrix: Matrix | None
     """What its axes mean, by the first use that tells; None if it is not a matrix."""
     start: float | None
-    """The value that it starts from; None if it is drawn at random."""
+    """The constant that a fresh weight is filled with; None if it is drawn at random."""
     dense: str
     """Why it cannot be sparse; empty where every use is a product in which it can."""
     shape: tuple[int, ...] = ()
-    """Of the matrix: the tensor's own but for some in few bits."""
+    """The shape of the matrix, which is not that of the tensor where codes are packed."""
     storage: Storage | None = None
-    """How it is stored in few bits; None for a floating-point tensor, and where a node reads the
-    tensor that cannot add a change of the matrix."""
+    """How a quantized matrix is stored; None for a floating-point tensor, and where an operator
+    reads the tensor that cannot add a low-rank change to the matrix."""
 
 
 def weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, Weight]:
-    """Return what each tensor is to the operators that read it, in the order of first use.
+    """Return the meaning of each tensor to the operators that read it, in the order of first use.
 
-    LoRA, `reinitialize`, sparsity and the summary all go by this.
+    LoRA, `reinitialize`, sparsity and the summary are based on it.
     """
     read: dict[str, list[Use]] = {}
     for use in uses(graph, tensors):
@@ -334,14 +344,15 @@ def weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, Weight]:
 def _weight(tensor: Any, all_uses: Sequence[Use]) -> Weight:
     shape = tuple(tensor.shape)
     used = [use for use in all_uses if not use.passes]
-    told = [*used, *(use for use in all_uses if use.passes)]  # such as a row of a table
-    matrix = next((place for use in told if (place := use.matrix) is not None), None)
+    # final readers first, then views that mean something by themselves (a Gather of a table)
+    ordered = [*used, *(use for use in all_uses if use.passes)]
+    matrix = next((place for use in ordered if (place := use.matrix) is not None), None)
     start = None
     if matrix is None:
         trained = [use for use in used if use.node.op.role(use.position) is not None]
         start = trained[0].node.op.start(trained[0].position) if trained else None
         if start is None and math.prod(shape) == max(shape, default=1):
-            start = 0.0  # a vector of which nothing is said is a bias
+            start = 0.0  # a vector whose operator declares nothing is taken for a bias
     reasons = [use.dense for use in used] or ["no factor of a matrix product"]
     storage = None if matrix is None else _storage(tensor, all_uses)
     return Weight(
@@ -350,7 +361,7 @@ def _weight(tensor: Any, all_uses: Sequence[Use]) -> Weight:
 
 
 def _storage(tensor: Any, all_uses: Sequence[Use]) -> Storage | None:
-    """Return how a matrix is stored in few bits."""
+    """Return how a quantized matrix is stored; None if a reader cannot add a change to it."""
     shape, direct = tuple(tensor.shape), [use for use in all_uses if use.is_direct]
     narrow = not jnp.issubdtype(tensor.dtype, jnp.floating) or tensor.dtype.itemsize == 1
     if not narrow or not all(use.position in use.node.op.factors for use in direct):

@@ -47,21 +47,23 @@ class Value:
 
 @dataclass(frozen=True)
 class FixedInput:
-    """The value of an input in all evaluations."""
+    """An input that has the same value in all evaluations."""
 
     array: np.ndarray
+    """The value."""
     each: bool
-    """Whether it is that of one example, and the input has an axis of examples before it."""
+    """Whether the value is of one example, and the input has a batch axis in front."""
 
     def repeat(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Return the value for a batch, given the shape of another input."""
+        """Return the value for a batch as large as the first axis of `shape`, of another input."""
         return np.repeat(self.array[None], shape[0], 0) if self.each else self.array
 
 
 def fix_inputs(values: Iterable[Value], given: Mapping[str, Any]) -> dict[str, FixedInput]:
-    """Return values for inputs, in the types of the file.
+    """Convert the values of fixed inputs to the types of the file.
 
-    A value of one axis less than the input, whose first axis is open, is that of each example.
+    A value with one axis less than its input, whose first dimension is symbolic, is the value of
+    each example.
 
     Raises:
       InputError: there is no such input, or a value does not fit it.
@@ -87,7 +89,12 @@ def fix_inputs(values: Iterable[Value], given: Mapping[str, Any]) -> dict[str, F
 
 
 def hint_at_image(values: Iterable[Value], size: int) -> str:
-    """Return what to say where the first axis of an input may be its channels, not the batch."""
+    """Return a hint for errors where the first axis of an input may be channels; else "".
+
+    Args:
+      values: the inputs.
+      size: the size that was taken for the batch.
+    """
     for value in values:
         shape = value.shape or ()
         if len(shape) == 3 and shape[0] == size and size in (3, 4):
@@ -119,7 +126,7 @@ def to_value(info: ValueInfoProto) -> Value:
 
 
 def dimension(dim: TensorShapeProto.Dimension) -> int | str | None:
-    """Return the size of a dimension, or its name, or None where it is open without a name.
+    """Return the size of a dimension, its name if it is symbolic, or None if it has neither.
 
     A negative size is an open one, as in onnxruntime. Exporters that know no name write "?" or "-1"
     for every open dimension, so that two of them need not be equal.
@@ -174,7 +181,16 @@ def arguments(
 
 
 def fit(value: Value, array: Any, sizes: dict[str, tuple[int, str]]) -> Any:
-    """Return an argument as the program takes it, or raise an InputError if it does not fit."""
+    """Convert an argument to an array and check it against the declared input.
+
+    Args:
+      value: the input.
+      array: the argument; numbers and lists are converted, arrays must have the right dtype.
+      sizes: the size of each symbolic dimension so far, and the input that had it; it is extended.
+
+    Raises:
+      InputError: dtype, rank or a dimension does not fit.
+    """
     if value.dtype is None:
         return array
     if value.dtype == object:
@@ -221,7 +237,7 @@ def fit(value: Value, array: Any, sizes: dict[str, tuple[int, str]]) -> Any:
 
 
 def _strings(value: Value, array: Any) -> np.ndarray:
-    """Return strings as an array of Python's, or raise an InputError."""
+    """Return strings as an array of dtype object; raise an InputError for other values."""
     if isinstance(array, str | list | tuple):
         array = np.asarray(array, object)
     if isinstance(array, np.ndarray) and array.dtype.kind in "UT":
@@ -234,7 +250,10 @@ def _strings(value: Value, array: Any) -> np.ndarray:
 
 
 def data(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert floating-point arguments to JAX arrays: no shape depends on their values."""
+    """Convert floating-point arguments to JAX arrays.
+
+    NumPy arrays would be known values, which only integers, as shapes and axes, need to be.
+    """
     return {
         name: jnp.asarray(value)
         if isinstance(value, np.ndarray) and jnp.issubdtype(value.dtype, jnp.floating)

@@ -40,12 +40,12 @@ _GATES = {"RNN": "WRB", "GRU": "WRB", "LSTM": "WRBP", "DynamicQuantizeLSTM": "WR
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """What the weights of a graph are called: by the modules and nodes that read them, and by ties.
+    """The names that weights of a graph go by: of modules and nodes that read them, ties, aliases.
 
     Attributes:
-      proto, graph: the main graph, and the same bound.
-      tensors: its named tensors.
-      params: those that are trained, which count as weights whatever their role.
+      proto, graph: the main graph, as a GraphProto and bound.
+      tensors: the values of its named tensors.
+      params: the names of the parameters, which are weights whatever their role.
     """
 
     proto: GraphProto
@@ -55,19 +55,19 @@ class Places:
 
     @cached_property
     def roles(self) -> Roles:
-        """What the tensors are in the graph."""
+        """The roles of the tensors in the graph."""
         return Roles(self.graph, self.tensors, stored_names(self.proto), self.params)
 
     @cached_property
     def ties(self) -> dict[str, str]:
-        """The names that tensors have besides their own, with the tensors' own."""
+        """From each further name of a tied tensor to the name of the tensor."""
         return tied_names(self.proto, self.tensors)
 
     @cached_property
     def aliases(self) -> dict[str, str]:
-        """The aliases of numbered weights, by their names: a module and what they are in it.
+        """From the name of each numbered weight to its alias: module.weight or the like.
 
-        Weights of one module that are the same there are counted: attn.weight, attn.weight_1.
+        Several weights of one module with the same part are numbered: attn.weight, attn.weight_1.
         """
         scopes = {n.output[0]: modules(n) for n in self.proto.node if n.output}
         taken = {*self.tensors}
@@ -85,7 +85,10 @@ class Places:
 
     @cached_property
     def modules(self) -> Names:
-        """The weights of each module; the names of weights tell modules too (blocks.0.bias)."""
+        """The weights of each module, by the nodes' records and the names of weights.
+
+        Every prefix of a name counts: "blocks.0.bias" is in "blocks" and "blocks.0".
+        """
         names: dict[str, dict[str, None]] = {}
         for tensor in self._weights:
             for end in re.finditer(r"(?<=.)[./]", tensor):
@@ -98,7 +101,7 @@ class Places:
 
     @cached_property
     def nodes(self) -> Names:
-        """The weights that each node reads; the values that it gives are names of it too."""
+        """The weights that each node reads, by its name and by those of its outputs."""
         names: dict[str, dict[str, None]] = {}
         for node in self.proto.node:
             read = dict.fromkeys(self._read.get(node.output[0], ()) if node.output else ())
@@ -108,7 +111,11 @@ class Places:
 
     @cached_property
     def _weights(self) -> dict[str, str]:
-        """The tensors that have a role, are trained or matrices in few bits, with what is read."""
+        """From each weight to the tensor that nodes read in its place.
+
+        Weights are tensors with a role, parameters, and quantized matrices. An adapter's factors
+        are found where the weight that they change is.
+        """
         stored = (name for name, w in weights(self.graph, self.tensors).items() if w.storage)
         known = {*self.roles.of, *self.params, *stored}
 
@@ -132,7 +139,7 @@ class Places:
 
 
 def _part(use: Use) -> str:
-    """Return what a weight is called within the module that reads it."""
+    """Return the last part of an alias: "weight" or "bias", or W, R, B, P of recurrent layers."""
     if gates := _GATES.get(use.node.op.name):
         return gates[use.position - 1]
     scales = use.node.op.start(use.position) == 1.0

@@ -158,7 +158,7 @@ def evaluate_at(
         outputs = run(replace(graph, outputs=names), arguments, context)
         shaped = {n: x for n, x in zip(names, outputs, strict=True) if hasattr(x, "shape")}
         known.update((n, x) for n, x in shaped.items() if isinstance(x, np.ndarray))
-        # eval_shape takes no NumPy results whose type JAX lacks (strings, 64 bits)
+        # known values may have types that JAX lacks (strings) or narrows (64 bits)
         return {n: x for n, x in shaped.items() if n not in known}
 
     with limits.inspection_limits():
