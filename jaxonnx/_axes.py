@@ -54,6 +54,11 @@ class Matrix:
         ends = (self.output, self.input) if self.lookup else (self.input, self.output)
         return (*self.batch, *self.kernel, *ends)
 
+    @property
+    def summed(self) -> tuple[int, ...]:
+        """The axes along which an output is a sum."""
+        return (self.input, *self.kernel)
+
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return rows (outputs) and columns (inputs at every place of the kernel)."""
         return shape[self.output], math.prod(shape[a] for a in (self.input, *self.kernel))

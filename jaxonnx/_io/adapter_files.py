@@ -22,12 +22,17 @@ SUFFIX = ".onnx_adapter"
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
+Change = tuple[np.ndarray, np.ndarray, np.ndarray | None]
+"""A (rank, inputs), B (outputs, rank) and with DoRA the norms of the outputs."""
 Sizes = tuple[int, int, int]
 """The outputs of queries, keys and values."""
 _PARTS = ("q_proj", "k_proj", "v_proj")
 _PREFIX = "base_model.model."
 """What PEFT puts before the names of modules."""
-_UNKNOWN = ("use_dora", "modules_to_save", "lora_bias")
+_NORMS = "magnitude_vector"
+_PARTS_OF_CHANGE = {"A": 2, "B": 2, _NORMS: 1}
+"""By the end of a name, the least rank."""
+_UNKNOWN = ("modules_to_save", "lora_bias")
 """Settings of PEFT that a change of rank r does not have."""
 
 
@@ -43,6 +48,8 @@ def read(
 ) -> tuple[dict[str, np.ndarray], int, float]:
     """Return the factors A (rank, inputs) and B (outputs, rank), their largest rank, and alpha.
 
+    With DoRA the arrays have the norms of the outputs, too, called "<weight>.lora_magnitude".
+
     Args:
       path: an .onnx_adapter or a folder of PEFT.
       weights: the weight of each module; the factors are called "<weight>.lora_A" and
@@ -54,7 +61,7 @@ def read(
       InputError: a module without a weight, or what is not LoRA.
       ModelError: the file is damaged.
     """
-    where, scale_of = f"'{os.fspath(path)}'", _scale_one
+    where, scale_of, config = f"'{os.fspath(path)}'", _scale_one, {}
     if transposed := os.fspath(path).endswith(SUFFIX):
         arrays = read_onnx_adapter(path)
     else:
@@ -71,7 +78,8 @@ def read(
     split = set()
     for key, value in arrays.items():
         stem, _, end = key.removeprefix(_PREFIX).rpartition(".lora_")
-        if end not in ("A.weight", "B.weight") or value.ndim < 2:
+        end = end.removesuffix(".weight")
+        if end not in _PARTS_OF_CHANGE or value.ndim < _PARTS_OF_CHANGE[end]:
             raise InputError(f"{where}: '{key}' is not a factor of LoRA")
         if _module(stem) not in modules:
             near = difflib.get_close_matches(_module(stem), modules, 3)
@@ -81,13 +89,19 @@ def read(
             raise ModelError(f"{where}: '{key}' has values that are not finite")
         value = value.swapaxes(-1, -2) if transposed else value
         place = modules[_module(stem)]
-        found.setdefault(place, {})[end[0]] = value
-        scales[place] = scale_of(stem, value.shape[-2 if end[0] == "A" else -1])
+        found.setdefault(place, {})[end] = value
+        if end == "A":
+            scales[place] = scale_of(stem, value.shape[-2])
         if _module(stem) not in map(_module, weights):
             split.add(place[0])
-    for (weight, _), pair in found.items():
-        if len(pair) < 2 or pair["A"].shape[-2] != pair["B"].shape[-1]:
+    for (weight, _), own in found.items():
+        if not own.keys() >= {"A", "B"} or own["A"].shape[-2] != own["B"].shape[-1]:
             raise InputError(f"{where}: A and B for '{weight}' are missing, or of unequal ranks")
+        if (_NORMS in own) != bool(config.get("use_dora")):
+            raise InputError(
+                f"{where}: use_dora is {bool(config.get('use_dora'))}, and '{weight}' has "
+                f"{'a' if _NORMS in own else 'no'} lora_magnitude_vector"
+            )
     common = len({*scales.values()}) == 1
     result: dict[str, np.ndarray] = {}
     for weight in dict.fromkeys(weight for weight, _ in found):
@@ -97,6 +111,13 @@ def read(
         if weight in split and packed:
             a, b = _join({i: (p["A"], scaled[i]) for i, p in parts.items()}, packed[weight])
         result |= {f"{weight}.lora_A": a, f"{weight}.lora_B": b}
+        if norms := [p[_NORMS] for _, p in sorted(parts.items()) if _NORMS in p]:
+            if weight in split and packed and len(norms) < len(_PARTS):
+                raise InputError(
+                    f"{where} has magnitudes of some of {', '.join(_PARTS)}, which are one matrix "
+                    f"in the model ('{weight}'): give all three adapters"
+                )
+            result[f"{weight}.lora_magnitude"] = np.concatenate(norms)
     if not result:
         raise InputError(f"{where} has no adapters")
     rank = max(x.shape[-2] for name, x in result.items() if name.endswith(".lora_A"))
@@ -123,18 +144,21 @@ def _join(
 
 
 def split_factors(
-    name: str, a: np.ndarray, b: np.ndarray, sizes: Sizes
-) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return A and B of q_proj, k_proj and v_proj beside the module `name` that has them in one.
+    name: str, a: np.ndarray, b: np.ndarray, norms: np.ndarray | None, sizes: Sizes
+) -> dict[str, Change]:
+    """Return the changes of q_proj, k_proj and v_proj beside the module `name` that has all in one.
 
-    Each has the ranks that reach its outputs; one that none reaches is left out.
+    Each has the ranks that reach its outputs. One that none reaches is left out; with norms it has
+    one rank.
     """
     result, first = {}, 0
     for part, size in zip(_PARTS, sizes, strict=True):
         own = b[first : first + size]
         used = own.any(axis=0)
+        used[0] |= norms is not None and not used.any()
         if used.any():
-            result[f"{name.rpartition('.')[0]}.{part}"] = a[used], own[:, used]
+            scaled = None if norms is None else norms[first : first + size]
+            result[f"{name.rpartition('.')[0]}.{part}"] = a[used], own[:, used], scaled
         first += size
     return result
 
@@ -193,31 +217,31 @@ def read_onnx_adapter(path: str | os.PathLike) -> dict[str, np.ndarray]:
         return {name: np.array(value.numpy()) for name, value in found.items()}
 
 
-def write_peft(
-    folder: str | os.PathLike, factors: Mapping[str, tuple[np.ndarray, np.ndarray]]
-) -> None:
-    """Write `adapter_model.safetensors` and `adapter_config.json` of factors by module.
+def write_peft(folder: str | os.PathLike, changes: Mapping[str, Change]) -> None:
+    """Write `adapter_model.safetensors` and `adapter_config.json` of changes by module.
 
-    They are A (rank, inputs) and B (outputs, rank), with the scale in B, so that alpha is the rank.
+    The scale is in B, so that alpha is the rank.
     """
-    ranks = {name: len(a) for name, (a, _) in factors.items()}
+    ranks = {name: len(a) for name, (a, *_) in changes.items()}
     rank = max(ranks.values())
     odd = {name: r for name, r in ranks.items() if r != rank}
     config = {
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": rank,
-        "target_modules": sorted(factors),
+        "target_modules": sorted(changes),
         "rank_pattern": odd,
         "alpha_pattern": odd,
         "bias": "none",
         "lora_dropout": 0.0,
         "use_rslora": False,
+        "use_dora": any(norms is not None for *_, norms in changes.values()),
     }
     arrays = {
-        f"{_PREFIX}{name}.lora_{end}.weight": np.ascontiguousarray(x)
-        for name, pair in factors.items()
-        for end, x in zip("AB", pair, strict=True)
+        f"{_PREFIX}{name}.lora_{end}": np.ascontiguousarray(x)
+        for name, change in changes.items()
+        for end, x in zip(("A.weight", "B.weight", _NORMS), change, strict=True)
+        if x is not None
     }
     Path(folder).mkdir(parents=True, exist_ok=True)
     write_safetensors(Path(folder, _WEIGHTS), arrays)

@@ -24,6 +24,8 @@ _PRODUCTS = (
     *("DynamicQuantizeMatMul", "Gemm", "MatMul", "MatMulBnb4", "MatMulIntegerToFloat"),
     "MatMulNBits",
 )
+_BIASES = {"Gemm": 2, "MatMulNBits": 5}
+"""Of products in floating point, the input that is added."""
 _LOOKUPS = ("Gather", "GatherBlockQuantized")
 
 _SUFFIX = re.compile(r"(\.MatMul)?[./](weight|kernel|qweight)(_\w+)?$")
@@ -47,6 +49,8 @@ class Factors:
     """Of the matrix."""
     a: np.ndarray
     b: np.ndarray
+    scale: np.ndarray | None = None
+    """What the sum of matrix and change is multiplied by (DoRA): a factor for each output."""
 
     @property
     def is_plain(self) -> bool:
@@ -59,6 +63,15 @@ class Factors:
         order = [*place.batch, place.input, *place.kernel, place.output]
         product = (self.a @ self.b).reshape([self.shape[i] for i in order])
         return product.transpose(np.argsort(order))
+
+    def change_of(self, matrix: np.ndarray) -> np.ndarray:
+        """Return what a matrix changes by, the scale included."""
+        return (matrix + self.change()) * self.scale - matrix
+
+
+def magnitude_name(weight: str, names: Callable[[str], str]) -> str:
+    """Return the name of the norms of a weight's outputs, as PEFT has it."""
+    return f"{names(weight)}.lora_magnitude_vector"
 
 
 def factor_names(weight: str, names: Callable[[str], str]) -> tuple[str, str]:
@@ -171,13 +184,16 @@ class _Writer:
     def add(self, weight: str, read: Sequence[Use], change: Factors, pair: tuple[str, str]) -> None:
         final = [use for use in read if not use.passes]
         if final and all(_takes_product(use, change) for use in final):
+            flat = None if change.scale is None else change.scale.reshape(-1)
+            scale = self._declare_scale(weight, flat, pair[0])
             for use in final:
-                self._add_product(use, change, pair)
+                self._add_product(use, change, pair, scale)
             return
         direct = [use for use in read if use.is_direct]
+        scale = self._declare_scale(weight, change.scale, pair[0])
         if all(use.node.op.name == "DequantizeLinear" and use.node is use.outer for use in direct):
             for use in direct:
-                self._add_to_output(use.node.outputs[0], self._whole(weight, change, pair))
+                self._add_to_output(use.node.outputs[0], self._whole(weight, change, pair), scale)
         elif any(use.node.op.form(use.position) is not None for use in final) and not any(
             (use.node.op.name, use.position) in SCALES or use.node.body for use in direct
         ):
@@ -186,7 +202,7 @@ class _Writer:
                 for one in (node, *(n for g in subgraphs(node) for n in all_nodes(g))):
                     one.input[:] = [total if name == weight else name for name in one.input]
             change_name = self._whole(weight, change, pair)
-            self.first.append(helper.make_node("Add", [weight, change_name], [total], total))
+            self.first += self._sum([weight, change_name], total, total, scale)
         else:
             raise InputError(
                 f"the adapter of '{weight}' cannot be written as nodes at {read[0].node.label}: "
@@ -194,7 +210,33 @@ class _Writer:
                 "it out of where="
             )
 
-    def _add_product(self, use: Use, change: Factors, pair: tuple[str, str]) -> None:
+    def _declare_scale(self, weight: str, scale: np.ndarray | None, factor: str) -> str | None:
+        """Return the name of an initializer with the scale, of the type of a factor."""
+        if scale is None:
+            return None
+        name, dtype = f"{weight}/lora_scale", self._type(factor)
+        value = scale.astype(helper.tensor_dtype_to_np_dtype(dtype))
+        self.graph.initializer.append(numpy_helper.from_array(value, name))
+        return name
+
+    def _type(self, initializer: str) -> int:
+        return next(t.data_type for t in self.graph.initializer if t.name == initializer)
+
+    def _sum(
+        self, summands: list[str], total: str, name: str, scale: str | None
+    ) -> list[NodeProto]:
+        """Return the nodes that add, and multiply by the scale, if any."""
+        if scale is None:
+            return [helper.make_node("Add", summands, [total], name)]
+        added = f"{total}/unscaled"
+        return [
+            helper.make_node("Add", summands, [added], name),
+            helper.make_node("Mul", [added, scale], [total], f"{total}/lora_magnitude"),
+        ]
+
+    def _add_product(
+        self, use: Use, change: Factors, pair: tuple[str, str], scale: str | None
+    ) -> None:
         """Put x a b behind a product with x, or behind rows that are read."""
         output = use.node.outputs[0]
         node = self.by_output[output]
@@ -219,12 +261,12 @@ class _Writer:
         alpha = use.node.attributes.get("alpha", 1.0)
         if alpha != 1 and use.node.op.name == "Gemm":
             factor = f"{output}/lora_alpha"
-            dtype = next(t.data_type for t in self.graph.initializer if t.name == pair[0])
-            self.graph.initializer.append(helper.make_tensor(factor, dtype, [], [alpha]))
+            made = helper.make_tensor(factor, self._type(pair[0]), [], [alpha])
+            self.graph.initializer.append(made)
             added = new("Mul", [added, factor], "lora_scaled")
-        node.output[0] = f"{output}/base"
-        total = helper.make_node("Add", [node.output[0], added], [output], f"{output}/lora_sum")
-        self._insert_behind(node, [*nodes, total])
+        node.output[0], name = f"{output}/base", f"{output}/lora_sum"
+        nodes += self._sum([node.output[0], added], output, name, scale)
+        self._insert_behind(node, nodes)
 
     def _whole(self, weight: str, change: Factors, pair: tuple[str, str]) -> str:
         """Compute a b in the order of the weight's axes; return its name."""
@@ -242,11 +284,10 @@ class _Writer:
         ]
         return names[2]
 
-    def _add_to_output(self, output: str, change: str) -> None:
+    def _add_to_output(self, output: str, change: str, scale: str | None) -> None:
         node = self.by_output[output]
-        node.output[0] = f"{output}/base"
-        total = helper.make_node("Add", [node.output[0], change], [output], f"{output}/lora_sum")
-        self._insert_behind(node, [total])
+        node.output[0], name = f"{output}/base", f"{output}/lora_sum"
+        self._insert_behind(node, self._sum([node.output[0], change], output, name, scale))
 
     def _insert_behind(self, node: NodeProto, nodes: Sequence[NodeProto]) -> None:
         place = next(i for i, other in enumerate(self.nodes) if other is node)
@@ -264,6 +305,9 @@ def _takes_product(use: Use, change: Factors) -> bool:
     """Check whether x a b can be added to what a node gives."""
     name, main = use.node.op.name, use.node is use.outer and use.node.body is None
     if not main or not change.is_plain or use.view.part or use.view.expanded:
+        return False
+    bias = use.node.inputs[_BIASES[name] :][:1] if name in _BIASES else ()
+    if change.scale is not None and any(bias):  # which is not scaled
         return False
     if change.place.lookup:
         axis = use.node.attributes.get("axis", use.node.attributes.get("gather_axis", 0))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 
 from jaxonnx._graph.bind import Graph
 from jaxonnx._graph.stored import SCALES
-from jaxonnx._graph.uses import Use, uses
+from jaxonnx._graph.uses import Use, uses, weights
 from jaxonnx._rewrite.stored_grids import READERS, Grid
 from jaxonnx.errors import InputError
 
@@ -70,6 +71,37 @@ def requantize(
         rounded, losses[name] = _round(grid, change, names[1] in free, names[2] in free)
         arrays |= {n: x for n, x in zip(names, rounded, strict=False) if n == name or n in free}
     return arrays, losses
+
+
+def dequantize(
+    graph: Graph, tensors: Mapping[str, Any], names: Iterable[str]
+) -> dict[str, np.ndarray]:
+    """Return weights in float32, also those that are stored in few bits.
+
+    Args:
+      graph, tensors: the bound graph and its tensors.
+      names: of the weights, or of their codes.
+
+    Raises:
+      InputError: a weight is read where it cannot be rounded again.
+    """
+    found = weights(graph, tensors)
+    shapes = {name: found[name].shape for name in names}
+    result = {n: np.asarray(tensors[n], np.float32) for n in shapes if not found[n].storage}
+    for use in uses(graph, tensors) if len(result) < len(shapes) else ():
+        if use.name not in shapes or use.name in result or not use.is_direct:
+            continue
+        given = [np.asarray(tensors[n]) if n else None for n in storage_names(use)]
+        grid = READERS[use.node.op.name](use, *given)
+        there, shape = grid.groups >= 0, shapes[use.name]
+        group = np.empty(grid.codes.shape[1], int)
+        group[grid.groups[there]] = np.nonzero(there)[0]
+        zero = np.broadcast_to(grid.zero, grid.scale.shape)
+        rows = (grid.codes - zero[:, group]) * grid.scale[:, group]
+        matrix = np.empty(math.prod(shape), np.float32)
+        matrix[grid.arrange(np.arange(matrix.size).reshape(shape)).ravel()] = rows.ravel()
+        result[use.name] = matrix.reshape(shape)
+    return result
 
 
 def storage_names(use: Use) -> tuple[str, ...]:

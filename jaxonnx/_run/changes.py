@@ -37,6 +37,10 @@ class Adaption(Protocol):
         """
         ...
 
+    def magnitudes(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the norms of the outputs of each changed tensor that is scaled to some."""
+        ...
+
     def without_factors(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Return the tensors without those of the adapters."""
         ...

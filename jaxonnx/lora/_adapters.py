@@ -18,10 +18,10 @@ from jaxonnx._graph.packed_projections import find_packed_projections
 from jaxonnx._graph.roles import running_statistics
 from jaxonnx._graph.uses import uses, weights
 from jaxonnx._io import adapter_files
-from jaxonnx._rewrite.adapters import factor_names, module_name
+from jaxonnx._rewrite.adapters import factor_names, magnitude_name, module_name
 from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import InputError, ModelError
-from jaxonnx.lora._merge import Merge, check_scale, is_float, pair
+from jaxonnx.lora._merge import Merge, check_magnitudes, check_scale, is_float, magnitude, pair
 from jaxonnx.model import Model
 
 _ABOUT = "jaxonnx.lora"
@@ -37,7 +37,8 @@ class Adapters:
         rank is lower.
       layouts: the adapted weights, and what their axes mean.
       values: by name: A ("<weight>.lora_A", rank x inputs) and B ("<weight>.lora_B", outputs x
-        rank) of each weight, tensors that were trained in full, and running statistics.
+        rank) of each weight, with DoRA the norms of its outputs ("<weight>.lora_magnitude"),
+        tensors that were trained in full, and running statistics.
     """
 
     rank: int
@@ -76,6 +77,16 @@ class Adapters:
         renewed = {name: v for name, v in model.state.items() if name in statistics}
         return cls(merge.rank, merge.alpha, merge.layouts, {**model.params, **renewed})
 
+    @property
+    def _members(self) -> set[str]:
+        """The names of the values that are none of the model's tensors."""
+        return {m for name in self.layouts for m in (*pair(name), magnitude(name))}
+
+    @property
+    def has_magnitudes(self) -> bool:
+        """Whether outputs of weights are scaled to trained norms, as `LoRA(dora=True)` does."""
+        return any(magnitude(name) in self.values for name in self.layouts)
+
     def are_apart(self, model: Model) -> bool:
         """Check whether any weight that they change is stored in few bits, and stays as it is."""
         return any(not is_float(model.tensors[name]) for name in self.layouts)
@@ -101,7 +112,7 @@ class Adapters:
         constants = model.program.constants
         moved = {n: jnp.asarray(constants[n]) for n in {*params, *self.layouts} & constants.keys()}
         tensors = {**model.state, **model.params, **moved, **values}
-        pairs = {member for name in self.layouts for member in pair(name)}
+        pairs = self._members
         trained = dict.fromkeys([*model.params, *self.layouts, *(params.keys() - pairs)])
         stored = tuple(name for name in self.layouts if not is_float(tensors[name]))
         merge = Merge(tuple(trained), self.rank, self.alpha, self.layouts, stored)
@@ -126,13 +137,14 @@ class Adapters:
           dtype: that of the model's activations.
 
         Raises:
-          InputError: tensors were trained in full beside the adapters, which no such file holds.
+          InputError: tensors were trained in full beside the adapters, or magnitudes (DoRA), which
+            no such file holds.
         """
-        factors = {member for name in self.layouts for member in pair(name)}
-        if others := [name for name in self.values if name not in factors]:
+        self._refuse_others()
+        if self.has_magnitudes:
             raise InputError(
-                f"'{others[0]}' was trained beside the adapters, which only .npz files hold; "
-                "leave it out of trainable=, or save the model"
+                "onnxruntime's adapters have no magnitudes, which DoRA trains: save the model, or "
+                "the adapters as an .npz or a folder of PEFT"
             )
         scale, result = self.alpha / self.rank, {}
         for name in self.layouts:
@@ -143,11 +155,18 @@ class Adapters:
                 result[member] = np.ascontiguousarray(value.astype(dtype))
         return result
 
+    def _refuse_others(self) -> None:
+        if others := [name for name in self.values if name not in self._members]:
+            raise InputError(
+                f"'{others[0]}' was trained beside the adapters, which only .npz files hold; "
+                "leave it out of trainable=, or save the model"
+            )
+
     def _to_modules(
         self, names: Callable[[str], str], model: Model | None
-    ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Return A and B, with the scale in B, of each module of PEFT."""
-        self.to_inputs(names)  # raises what does not fit
+    ) -> dict[str, adapter_files.Change]:
+        """Return A and B, with the scale in B, and magnitudes of each module of PEFT."""
+        self._refuse_others()
         odd = [n for n, p in self.layouts.items() if p.kernel or p.batch or p.lookup]
         if odd:
             raise InputError(f"PEFT has no format for the adapter of '{odd[0]}'; save an .npz")
@@ -155,9 +174,11 @@ class Adapters:
         for name in self.layouts:
             a, b = (np.asarray(self.values[member], np.float32) for member in pair(name))
             module, b = names(name), b * np.float32(self.alpha / self.rank)
-            whole = {module: (a, b)}
+            norms = self.values.get(magnitude(name))
+            change = a, b, None if norms is None else np.asarray(norms, np.float32)
             sizes = packed.get(name)
-            result |= whole if sizes is None else adapter_files.split_factors(module, a, b, sizes)
+            split = {} if sizes is None else adapter_files.split_factors(module, *change, sizes)
+            result |= {module: change} if sizes is None else split
         if not result:
             raise InputError("all adapters are still zero: there is nothing to save for PEFT")
         return result
@@ -212,6 +233,8 @@ class Adapters:
         for name in places:
             for own, member in zip(pair(name), factor_names(name, module_name), strict=True):
                 values[own] = jnp.matrix_transpose(jnp.asarray(values.pop(member), jnp.float32))
+            if (norms := values.pop(magnitude_name(name, module_name), None)) is not None:
+                values[magnitude(name)] = jnp.asarray(norms, jnp.float32)
         return cls(about["rank"], float(about["rank"]), places, values)
 
     @classmethod
@@ -264,7 +287,7 @@ class Adapters:
                 about = json.loads(values.pop(_ABOUT).tobytes())
             places = {name: Matrix.read(entry) for name, entry in about["layouts"].items()}
             for name, value in values.items():
-                factor = name.endswith((".lora_A", ".lora_B"))
+                factor = name.endswith((".lora_A", ".lora_B", ".lora_magnitude"))
                 if (~np.isfinite(value) if factor else np.isnan(value)).any():
                     raise ValueError(f"'{name}' has values that are not finite")
             arrays = {name: jnp.asarray(value) for name, value in values.items()}
@@ -277,12 +300,16 @@ class Adapters:
             if name not in shapes:
                 raise InputError(f"the adapters are of another model: it has no weight '{name}'")
             a, b = map(wanted.pop, pair(name))
+            outputs = (*np.delete(shapes[name], place.summed).tolist(),)
+            norms = wanted.pop(magnitude(name), outputs)
             axes = [*range(len(shapes[name]))]
-            if sorted(place.order) != axes or (a, b) != place.factors(shapes[name], a[-2]):
+            factors = (a, b) == place.factors(shapes[name], a[-2])
+            if sorted(place.order) != axes or not factors or norms != outputs:
                 raise InputError(
                     f"the adapters are of another model: its '{name}' has shape "
                     f"{list(shapes[name])}"
                 )
+        check_magnitudes(model, [name for name in self.layouts if magnitude(name) in self.values])
         for name, shape in wanted.items():
             if shapes.get(name) != shape:
                 raise InputError(

@@ -16,10 +16,12 @@ from jaxonnx._graph.projections import ROLES, Role, find_projections
 from jaxonnx._graph.select import Select, select
 from jaxonnx._graph.stored import check_stored
 from jaxonnx._graph.uses import Weight, weights
+from jaxonnx._rewrite.requantize import dequantize
 from jaxonnx.errors import InputError
 from jaxonnx.lora._adapters import Adapters
 from jaxonnx.lora._loftq import approximate_errors
-from jaxonnx.lora._merge import check_scale, is_float, pair
+from jaxonnx.lora._merge import check_magnitudes, check_scale, is_float, magnitude, pair
+from jaxonnx.lowering import norms, unfold_change
 from jaxonnx.model import Model
 
 
@@ -60,6 +62,11 @@ class LoRA:
         the rounds that quantize it again.
       against: for "loftq", the model before it was quantized; its weights are found by name, less
         what quantizers append.
+      dora: DoRA (Liu et al., "Weight-Decomposed Low-Rank Adaptation", 2024, arXiv:2402.09353): the
+        matrix becomes m (W + alpha / rank * B A) / n. Here n are the norms of the rows of the sum,
+        without a gradient, and m (".lora_magnitude") is trained and starts as n. Each step computes
+        the norms; of a matrix in few bits it dequantizes some rows after others. An output whose
+        weights are all 0 stays 0.
     """
 
     rank: int = 8
@@ -67,6 +74,7 @@ class LoRA:
     where: Select | None = None
     init: Literal["normal", "loftq"] = "normal"
     against: Model | None = field(default=None, repr=False, compare=False)
+    dora: bool = False
 
     def __post_init__(self) -> None:
         check_scale(self.rank, self.alpha)
@@ -88,7 +96,8 @@ class LoRA:
 
         Raises:
           InputError: `where` or `trainable` match nothing, or the rank does not fit a weight; or
-            `against` does not have a weight, or in another shape.
+            `against` does not have a weight, or in another shape; or, with `dora`, a weight in few
+            bits is multiplied as it is stored (QMoE, MatMulIntegerToFloat).
         """
         full = {} if trainable is None else model.with_trainable(trainable).params
         tensors = model.tensors
@@ -105,6 +114,12 @@ class LoRA:
         alpha = self.rank if self.alpha is None else self.alpha
         if self.against is not None:
             values |= approximate_errors(model, self.against, places, self.rank, alpha / self.rank)
+        if self.dora:
+            check_magnitudes(model, places)
+            for name, matrix in dequantize(model.graph, tensors, places).items():
+                place, (a, b) = places[name], (values[member] for member in pair(name))
+                change = unfold_change(a, b * (alpha / self.rank), place, matrix.shape)
+                values[magnitude(name)] = norms(matrix + change, place.summed).astype(b.dtype)
         return Adapters(self.rank, alpha, places, values).attach(model)
 
     def _select_weights(self, model: Model, found: Mapping[str, Weight]) -> dict[str, Matrix]:

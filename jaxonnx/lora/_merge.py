@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 
 from jaxonnx._axes import Matrix
+from jaxonnx._graph.uses import uses
 from jaxonnx.errors import InputError
-from jaxonnx.lowering import ChangedWeight, LowRank, in_file, is_half, unfold_change
+from jaxonnx.lowering import ChangedWeight, LowRank, in_file, is_half, merge_change
+from jaxonnx.model import Model
+
+_SCALED = ("DequantizeLinear", "MatMulBnb4", "MatMulNBits")
+"""Operators whose weights in few bits become floats that can be scaled."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +37,12 @@ class Merge:
             for name, (a, b) in pairs.items()
         }
 
+    def magnitudes(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        named = {name: tensors.get(magnitude(name)) for name in self.layouts}
+        return {name: value for name, value in named.items() if value is not None}
+
     def without_factors(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        members = {member for name in self.layouts for member in pair(name)}
+        members = {member for name in self.layouts for member in (*pair(name), magnitude(name))}
         return {name: value for name, value in tensors.items() if name not in members}
 
     def __call__(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,18 +50,28 @@ class Merge:
         for name, place in self.layouts.items():
             # a step may store those of a stack of matrices in the order of kernels
             a, b = (in_file(result.pop(member)) for member in pair(name))
-            w = tensors[name]
+            w, norms = tensors[name], result.pop(magnitude(name), None)
             plain = w.ndim == 2 and w.dtype == a.dtype and not is_half(w)
             b = b * (self.alpha / self.rank)
             if plain or not (is_float(w) or place.kernel or place.batch):
-                result[name] = LowRank(w, a.T, b.T) if place.output else LowRank(w, b, a)
-                continue
-            if is_float(w):
-                change = unfold_change(a, b, place, w.shape)
-                result[name] = (w + change).astype(w.dtype)
+                factors = (a.T, b.T) if place.output else (b, a)
+                result[name] = LowRank(w, *factors, norms, by_row=not place.output)
+            elif is_float(w):
+                result[name] = merge_change(w, a, b, norms, place)
             else:
-                result[name] = ChangedWeight(w, a, b, place)
+                result[name] = ChangedWeight(w, a, b, place, norms)
         return result
+
+
+def check_magnitudes(model: Model, names: Collection[str]) -> None:
+    """Raise an InputError unless the outputs of these weights can be scaled (DoRA)."""
+    for use in uses(model.graph, model.tensors) if names else ():
+        kept = not is_float(model.tensors[use.name])
+        if use.name in names and use.is_direct and kept and use.node.op.name not in _SCALED:
+            raise InputError(
+                f"'{use.name}' is multiplied as it is stored, at {use.node.label}, so that DoRA "
+                "cannot scale its outputs: leave it out of where=, or train without dora="
+            )
 
 
 def is_float(x: Any) -> bool:
@@ -68,3 +87,8 @@ def check_scale(rank: Any, alpha: Any) -> None:
 
 def pair(name: str) -> tuple[str, str]:
     return f"{name}.lora_A", f"{name}.lora_B"
+
+
+def magnitude(name: str) -> str:
+    """Return the name of the norms that DoRA trains for the outputs of a weight."""
+    return f"{name}.lora_magnitude"

@@ -18,7 +18,14 @@ from jaxonnx.lowering._layout import (
     store,
     transpose_tree,
 )
-from jaxonnx.lowering._low_rank import ChangedWeight, LowRank, unfold_change
+from jaxonnx.lowering._low_rank import (
+    ChangedWeight,
+    LowRank,
+    merge_change,
+    norm_factors,
+    norms,
+    unfold_change,
+)
 from jaxonnx.lowering._merged_rows import MergedRows, reshape_rows
 from jaxonnx.lowering._normalized import normalize
 from jaxonnx.lowering._packed import BATCH_AXIS, SMALL, Packed
@@ -54,8 +61,11 @@ __all__ = [
     "kernel_first",
     "kernels_first",
     "max_pool",
+    "merge_change",
     "merges",
+    "norm_factors",
     "normalize",
+    "norms",
     "order",
     "placed_as",
     "platform_of",

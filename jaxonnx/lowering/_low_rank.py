@@ -7,11 +7,12 @@ with each of them.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
@@ -21,11 +22,14 @@ from jaxonnx.lowering._packed import Packed
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LowRank:
-    """The matrix w + a b."""
+    """The matrix w + a b, its columns (or rows, with `by_row`) scaled to given norms, if any."""
 
     w: Any
     a: Any
     b: Any
+    magnitude: Any = None
+    """The norms."""
+    by_row: bool = field(default=False, metadata={"static": True})
 
     __array_ufunc__ = None  # NumPy leaves its products to this class, too
 
@@ -43,7 +47,7 @@ class LowRank:
 
     @property
     def T(self) -> "LowRank":
-        return LowRank(self.w.T, self.b.T, self.a.T)
+        return LowRank(self.w.T, self.b.T, self.a.T, self.magnitude, not self.by_row)
 
     def change(self, x: Any) -> Any:
         """Return what the change adds to the product with x."""
@@ -51,9 +55,25 @@ class LowRank:
 
     def merge(self) -> Any:
         w = self.w.merge() if isinstance(self.w, Packed) else self.w
-        return w + (self.a @ self.b).astype(w.dtype)
+        total = w + (self.a @ self.b).astype(w.dtype)
+        if self.magnitude is None:
+            return total
+        axis = int(self.by_row)
+        return (total * jnp.expand_dims(self._factors(), axis)).astype(w.dtype)
+
+    def _factors(self) -> Any:
+        """Return what the columns (rows) are scaled by."""
+        w, a, b = jax.lax.stop_gradient((self.w, self.a, self.b))
+        axis = int(self.by_row)
+        if isinstance(w, Packed):
+            return _ratio(self.magnitude, w.squares(a, b, axis))
+        return _ratio(self.magnitude, jnp.square(w.astype(a.dtype) + a @ b).sum(axis))
 
     def __rmatmul__(self, x: Any) -> Any:
+        if self.magnitude is not None:
+            plain, scale = replace(self, magnitude=None), self._factors()
+            y = (x * scale).astype(x.dtype) @ plain if self.by_row else (x @ plain) * scale
+            return y.astype(x.dtype)
         inner, outer = self.shape
         if isinstance(self.w, Packed) or math.prod(x.shape[:-1]) * (inner + outer) < inner * outer:
             return x @ self.w + self.change(x)
@@ -72,6 +92,8 @@ class ChangedWeight:
     """(..., outputs, rank)"""
     place: Any = field(metadata={"static": True})
     """The meaning of the axes (`Matrix`)."""
+    magnitude: Any = None
+    """The norms that the outputs are scaled to, if any, in the order of the tensor's axes."""
 
     __array_ufunc__ = None
 
@@ -87,9 +109,35 @@ class ChangedWeight:
     def shape(self) -> tuple[int, ...]:
         return self.w.shape
 
-    def change(self) -> Any:
-        """Return the change in the axes of the tensor, if these are the matrix's own."""
-        return unfold_change(self.a, self.b, self.place, self.shape)
+    def merge_into(self, matrix: Any) -> Any:
+        """Return what the tensor is dequantized to, changed, if its axes are the matrix's own."""
+        return merge_change(matrix, self.a, self.b, self.magnitude, self.place)
+
+
+def merge_change(w: Any, a: Any, b: Any, magnitude: Any, place: Any) -> Any:
+    """Return w + b a of any rank, with its outputs scaled to norms, if any."""
+    total = w + unfold_change(a, b, place, w.shape)
+    if magnitude is not None:
+        total = total * norm_factors(total, magnitude, place.summed)
+    return total.astype(w.dtype)
+
+
+def norm_factors(total: Any, magnitude: Any, axes: tuple[int, ...]) -> Any:
+    """Return what scales the norms along `axes` to `magnitude` (DoRA, arXiv:2402.09353).
+
+    The norms have no gradient (section 4.3). What has the norm 0 stays 0.
+    """
+    total = jax.lax.stop_gradient(total).astype(magnitude.dtype)
+    return jnp.expand_dims(_ratio(magnitude, jnp.square(total).sum(axes)), axes)
+
+
+def _ratio(magnitude: Any, squares: Any) -> Any:
+    return magnitude / jnp.sqrt(jnp.where(squares > 0, squares, 1))
+
+
+def norms(total: Any, axes: tuple[int, ...]) -> Any:
+    """Return the Euclidean norms along axes."""
+    return jnp.sqrt(jnp.square(total).sum(axes))
 
 
 def unfold_change(a: Any, b: Any, place: Any, shape: tuple[int, ...]) -> Any:

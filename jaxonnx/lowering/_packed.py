@@ -74,6 +74,26 @@ class Packed:
         matrix = self.unpack(*self.groups, *self.shared)
         return matrix.T if self.transposed else matrix
 
+    def squares(self, a: Any, b: Any, axis: int) -> Any:
+        """Return the sums of squares of this matrix + a b along an axis, some rows after others."""
+        left, right = (b.T, a.T) if self.transposed else (a, b)
+        (rows, columns), total = self.size, len(self.groups[0])
+        most = max(1, PART // max(1, rows * columns // total * self.dtype.itemsize))
+        count = max(n for n in range(1, min(most, total) + 1) if total % n == 0)
+        down = (axis == 0) != self.transposed
+
+        def sum_part(part: Any) -> Any:
+            *groups, factor = part
+            matrix = self.unpack(*groups, *self.shared).astype(right.dtype)
+            return jnp.square(matrix + factor.reshape(-1, len(right)) @ right).sum(int(not down))
+
+        arrays = [*self.groups, left.reshape(total, -1)]
+        parts = [x.reshape(total // count, count, *x.shape[1:]) for x in arrays]
+        if not down:
+            return lax.map(sum_part, parts).reshape(-1)
+        add = lambda sums, part: (sums + sum_part(part), None)  # noqa: E731
+        return lax.scan(add, jnp.zeros(columns, right.dtype), parts)[0]
+
     def __rmatmul__(self, x: Any) -> Any:
         if x.shape[-1] != self.shape[0]:
             raise TypeError(f"shapes {x.shape} and {self.shape} cannot be multiplied")

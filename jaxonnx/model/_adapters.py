@@ -20,11 +20,12 @@ from jaxonnx._rewrite.adapters import (
     factor_names,
     factor_types,
     insert_adapters,
+    magnitude_name,
     module_name,
 )
 from jaxonnx._text import format_count, list_some
 from jaxonnx.errors import InputError
-from jaxonnx.lowering import in_file
+from jaxonnx.lowering import in_file, norm_factors
 
 M = TypeVar("M", bound=Network)
 AdapterForm = Literal["merged", "nodes", "inputs"]
@@ -58,6 +59,8 @@ def merge_adapters(model: M, *, requantize: bool = False) -> M:
     if stored:
         factors = _factors(model, tensors)
         changes = {name: factors[name].change() for name in stored}
+        scaled = _scaled_matrices(model).items()
+        changes |= {n: factors[n].change_of(matrix) for n, matrix in scaled if n in stored}
         rounded, losses = rounding.requantize(model.graph, model.tensors, changes)
         warnings.warn(_describe_losses(losses), stacklevel=2)
     state = {n: v for n, v in tensors.items() if n in model.state and n not in params}
@@ -102,6 +105,11 @@ def insert_factors(
 ) -> ModelProto:
     """Return `proto`, a file of the base weights, with the adapters as nodes or as inputs."""
     factors = _factors(model, values)
+    if form == "inputs" and any(f.scale is not None for f in factors.values()):
+        raise InputError(
+            "adapters='inputs' has no place for the magnitudes of DoRA: they would be others for "
+            "each adapter, and onnxruntime's format has none; use 'nodes' or 'merged'"
+        )
     return insert_adapters(
         proto, model.graph, model.tensors, factors, module_name, as_inputs=form == "inputs"
     )
@@ -119,6 +127,8 @@ def file_tensors(model: Network) -> dict[str, Any]:
         for weight, (_, *pair) in factors_of.items()
         for member, value in zip(factor_names(weight, module_name), pair, strict=True)
     }
+    norms = adaption.magnitudes(tensors)
+    factors |= {magnitude_name(weight, module_name): norms[weight] for weight in norms}
     return {**adaption.without_factors(tensors), **factors}
 
 
@@ -126,7 +136,20 @@ def _factors(model: Network, values: Mapping[str, Any]) -> dict[str, Factors]:
     """Return the factors of each adapted weight as NumPy arrays, with the weight's shape."""
     adaption: Any = model.program.adaption
     meanings = weights(model.graph, model.tensors)
-    return {
+    result = {
         name: Factors(place, meanings[name].shape, *map(np.asarray, pair))
         for name, (place, *pair) in adaption.factors(values).items()
     }
+    norms = adaption.magnitudes(values)
+    for name, matrix in _scaled_matrices(model).items():
+        own = result[name]
+        scale = norm_factors(matrix + own.change(), norms[name], own.place.summed)
+        result[name] = dataclasses.replace(own, scale=np.asarray(scale))
+    return result
+
+
+def _scaled_matrices(model: Network) -> dict[str, np.ndarray]:
+    """Return the weights in float32, dequantized, whose outputs are scaled to norms (DoRA)."""
+    adaption, tensors = model.program.adaption, model.tensors
+    names = () if adaption is None else adaption.magnitudes(tensors)
+    return rounding.dequantize(model.graph, tensors, names)

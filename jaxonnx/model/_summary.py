@@ -186,7 +186,9 @@ def _layer(
     adapted = [w for w in learned if f"{w}.lora_A" in model.params]
     new = [w for w in learned if w not in counted]
     trained = [w for w in new if w in model.params]
-    trained += [f"{w}.lora_{end}" for w in adapted if w in new for end in "AB"]
+    ends = ("A", "B", "magnitude")
+    own = [f"{w}.lora_{end}" for w in adapted if w in new for end in ends]
+    trained += [name for name in own if name in model.params]
     notes = [f"adapters of rank {tensors[f'{w}.lora_A'].shape[-2]}" for w in adapted[:1]]
     notes += [f"{w}: {form}" for w in learned if (form := stored.get(w))]
     if node.op.normalizes:

@@ -5,7 +5,7 @@ x within the range of the quantized type and none where it saturates, and by the
 "Learned Step Size Quantization" (https://arxiv.org/abs/1902.08153).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -152,10 +152,9 @@ def dequantize_linear_13(
     """`dequantize_linear`; of a large matrix, products read a few rows at a time."""
     options = {"axis": axis, "block_size": block_size, "output_dtype": output_dtype}
     if isinstance(x, LowRank):
-        return LowRank(dequantize_linear_13(x.w, scale, zero_point, **options), x.a, x.b)
+        return replace(x, w=dequantize_linear_13(x.w, scale, zero_point, **options))
     if isinstance(x, ChangedWeight):
-        y = dequantize_linear(x.w, scale, zero_point, **options)
-        return (y + x.change()).astype(y.dtype)
+        return x.merge_into(dequantize_linear(x.w, scale, zero_point, **options))
     packed = _pack_matrix(x, scale, zero_point, **options)
     return dequantize_linear(x, scale, zero_point, **options) if packed is None else packed
 

@@ -161,7 +161,7 @@ def test_folders_of_peft(tmp_path):
     assert written(use_rslora=True).alpha == 8.0
     for changes, words in (
         ({"peft_type": "IA3"}, "'IA3', not LORA"),
-        ({"use_dora": True}, "has use_dora"),
+        ({"use_dora": True}, r"use_dora is True.* no lora_magnitude_vector"),
         ({"r": None}, "no r"),
     ):
         with pytest.raises(jaxonnx.InputError, match=words):

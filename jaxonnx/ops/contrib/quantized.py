@@ -4,7 +4,7 @@ Each one dequantizes, computes in floating point and quantizes again, so that gr
 through as in `jaxonnx.ops.quantize`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -224,7 +224,7 @@ def matmul_n_bits(
 
 def _add_change(b, weight):
     """Attach the adapter of the stored weight `b`, if it has one, to the unpacked weight."""
-    return LowRank(weight, b.a, b.b) if isinstance(b, LowRank) else weight
+    return replace(b, w=weight) if isinstance(b, LowRank) else weight
 
 
 # the 4-bit types of bitsandbytes: the values of the codes 0 to 15
