@@ -2,9 +2,10 @@
 
     python -m benchmarks.quantization.cost [mlp lenet] [--rounds 15]
 
-Each of the seven networks is quantized by `jaxonnx.quantize`, and its step compiled as
-`jaxonnx.train(..., quantize="int8")` has it. Steps of both take turns in one process; printed are
-the least CPU times, their ratio, and the ratio of the memory of the compiled programs.
+The step of each of the seven networks is compiled as `jaxonnx.train` and
+`jaxonnx.train(..., quantize="int8")` have it, with trained scales and with fixed ones. All steps
+take turns in one process. The table has the least CPU times, their ratios, and the ratios of the
+memory of the compiled programs.
 """
 
 import argparse
@@ -19,21 +20,30 @@ import jax.numpy as jnp
 import jaxonnx
 from benchmarks.layers.onnx_file import write
 from benchmarks.networks import NETWORKS, Network, batch
-from benchmarks.systems import all_trained, train_step
+from benchmarks.systems import FOREVER, all_trained, train_step
+from jaxonnx._data.ragged import PLAIN
 from jaxonnx.cli.process import keep_pages
+from jaxonnx.model import read_inputs
+from jaxonnx.quantization import prepare
 
+SCHEMES = (jaxonnx.Quantization(), jaxonnx.Quantization(learn=None))
+"""The schemes of the quantized steps: with trained scales, the default, and with fixed ones."""
 STEPS = 3
 """Steps that are measured together."""
 
 
 def compiled(network: Network) -> list[list[Any]]:
-    """Return program, state and other arguments of the float step and of the quantized one."""
+    """Return program, state and other arguments of the float step and of the quantized ones."""
     x, y = batch(network)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "network.onnx")
         write(network, path)
         model = all_trained(jaxonnx.load(path))
-        models = model, jaxonnx.quantize(model, x, "int8")
+        source = read_inputs(model, x, None, PLAIN)
+        models = [
+            model,
+            *(prepare(model, scheme, source, FOREVER, 1)[0] for scheme in SCHEMES),
+        ]
     steps = []
     for model in models:
         step, state, *others = train_step(model, jnp.asarray(x), jnp.asarray(y))
@@ -47,10 +57,10 @@ def bytes_of(program: jax.stages.Compiled) -> int:
     return sizes.temp_size_in_bytes + sizes.argument_size_in_bytes
 
 
-def measure(network: Network, rounds: int) -> tuple[float, float, float]:
-    """Return the seconds of both steps, and how many times the memory the second takes."""
+def measure(network: Network, rounds: int) -> tuple[list[float], list[float]]:
+    """Return the seconds of the steps, and their memory relative to the float step."""
     steps = compiled(network)
-    least = [float("inf")] * 2
+    least = [float("inf")] * len(steps)
     for turn in range(rounds + 1):
         for i, step in enumerate(steps):
             program, state, others = step
@@ -61,8 +71,8 @@ def measure(network: Network, rounds: int) -> tuple[float, float, float]:
             step[1] = state
             if turn:
                 least[i] = min(least[i], (time.process_time() - began) / STEPS)
-    plain, rounded = (bytes_of(program) for program, *_ in steps)
-    return least[0], least[1], rounded / plain
+    sizes = [bytes_of(program) for program, *_ in steps]
+    return least, [size / sizes[0] for size in sizes]
 
 
 def main() -> None:
@@ -73,11 +83,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     chosen = parser.parse_args()
     keep_pages()
-    print(f"{'network':<14}{'float, ms':>10}{'int8, ms':>10}{'ratio':>7}{'memory':>8}")
+    print(f"{'network':<14}{'float, ms':>10}" + f"{'int8, ms':>10}{'ratio':>7}{'memory':>8}" * 2)
     for name in chosen.networks:
-        plain, rounded, memory = measure(NETWORKS[name], chosen.rounds)
-        row = f"{1e3 * plain:>10.2f}{1e3 * rounded:>10.2f}{rounded / plain:>7.2f}{memory:>8.2f}"
-        print(f"{name:<14}{row}", flush=True)
+        (plain, *times), (_, *sizes) = measure(NETWORKS[name], chosen.rounds)
+        row = f"{name:<14}{1e3 * plain:>10.2f}"
+        for seconds, memory in zip(times, sizes, strict=True):
+            row += f"{1e3 * seconds:>10.2f}{seconds / plain:>7.2f}{memory:>8.2f}"
+        print(row, flush=True)
 
 
 if __name__ == "__main__":
