@@ -300,11 +300,12 @@ class Adapters:
             if name not in shapes:
                 raise InputError(f"the adapters are of another model: it has no weight '{name}'")
             a, b = map(wanted.pop, pair(name))
-            outputs = (*np.delete(shapes[name], place.summed).tolist(),)
-            norms = wanted.pop(magnitude(name), outputs)
-            axes = [*range(len(shapes[name]))]
-            factors = (a, b) == place.factors(shapes[name], a[-2])
-            if sorted(place.order) != axes or not factors or norms != outputs:
+            norms = wanted.pop(magnitude(name), None)
+            fits = sorted(place.order) == [*range(len(shapes[name]))]
+            if fits:
+                outputs = (*np.delete(shapes[name], place.summed).tolist(),)
+                fits = (a, b) == place.factors(shapes[name], a[-2]) and norms in (None, outputs)
+            if not fits:
                 raise InputError(
                     f"the adapters are of another model: its '{name}' has shape "
                     f"{list(shapes[name])}"

@@ -59,7 +59,7 @@ def test_they_are_trained_as_one_and_written_to_both_places(transposed, product,
     before = proto.SerializeToString()
     model = jaxonnx.load(proto)
     assert {*model.params} == {"first", "words.weight", "bias"}
-    assert "'words.weight' is also 'onnx::MatMul_9'" in " ".join(str(model).split())
+    assert "'words.weight' and 'onnx::MatMul_9' are one weight" in " ".join(str(model).split())
     assert model.to_onnx().SerializeToString() == before == proto.SerializeToString()
     x = np.arange(12)
 

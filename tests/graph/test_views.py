@@ -171,7 +171,7 @@ def test_class_tokens(nodes, value, trained):
 def test_print_says_what_may_be_learned_and_lists_small_tensors():
     model = load("y = Add(x, position)", position=[2, 8])
     text = " ".join(str(model).split())
-    assert "'position' (at Add): not trained, because no operator" in text
+    assert "'position' (at Add): not trained, because it is not at a weight input" in text
     assert "position │ 2x8 │ float32 │ no" in text  # 64 bytes, a constant of the program
     model = jaxonnx.load(DATA / "unfolded.attention.onnx")
     assert "position │ 1x5x8 │ float32 │ yes" in " ".join(str(model).split())
