@@ -302,7 +302,8 @@ def fold(proto: ModelProto, graph: Graph, values: Mapping[str, np.ndarray]) -> M
     entry = record_of(proto)
     if entry is None or entry.folded:
         return proto
-    main, names = proto.graph, entry.folds
+    main, entry = proto.graph, _restrict(entry, proto.graph, values)
+    names = entry.folds
     known = ancestors(graph.nodes, names)
     nodes = tuple(node for node in graph.nodes if known.issuperset(node.outputs))
     results = run(replace(graph, nodes=nodes, outputs=names), {}, Context(values))
@@ -333,6 +334,32 @@ def fold(proto: ModelProto, graph: Graph, values: Mapping[str, np.ndarray]) -> M
     order.sort(main)
     records.put(proto, records.QUANTIZATION, asdict(replace(entry, norms=(), folded=True)))
     return proto
+
+
+def _restrict(entry: Record, graph: GraphProto, values: Mapping[str, np.ndarray]) -> Record:
+    """Return a record without what the graph lacks, as after a selection of its outputs.
+
+    A BatchNormalization stays if the result of its convolution is an output, too, and so does its
+    B in floating point.
+    """
+    makers = {name: node for node in graph.node for name in node.output}
+    outputs = {value.name for value in graph.output}
+    norms = {name: makers[name].input for name in entry.norms if name in makers}
+    own = {name for name, inputs in norms.items() if inputs[0] not in outputs}
+    floats = {inputs[2] for name, inputs in norms.items() if name not in own}
+    known = makers.keys() | values.keys()
+    return replace(
+        entry,
+        folds=tuple(name for name in entry.folds if name in makers),
+        scales=tuple(name for name in entry.scales if name in known),
+        names={stored: name for stored, name in entry.names.items() if stored in makers},
+        biases=tuple(
+            b
+            for b in entry.biases
+            if known.issuperset((b.name, *b.scales)) and b.name not in floats
+        ),
+        norms=tuple(name for name in entry.norms if name in own),
+    )
 
 
 def _store_bias(graph: GraphProto, bias: Bias, value: np.ndarray, *scales: np.ndarray) -> None:

@@ -105,3 +105,38 @@ def test_one_scale_for_a_weight_cannot_take_in_factors_of_channels():
     assert "BatchNormalization" not in operators(model)
     saved = jaxonnx.load(model.to_onnx())
     np.testing.assert_allclose(saved(x), model(x), atol=0.02 * np.abs(model(x)).max())
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return train(demo.model(), "int8")
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        ["/5/Relu_output_0"],
+        ["/4/BatchNormalization_output_0"],
+        ["/3/Conv_output_0"],
+        ["/3/Conv_output_0", "logits"],
+    ],
+)
+def test_selected_outputs_are_saved(trained, outputs):
+    """A convolution whose result is an output keeps its normalization behind it."""
+    model, x = trained
+    part = model.with_outputs(outputs)
+    proto = part.to_onnx()
+    onnx.checker.check_model(proto, full_check=True)
+    assert ("BatchNormalization" in operators(proto)) == (len(outputs) == 2)
+    before, after = part(x), jaxonnx.load(proto)(x)
+    pairs = zip(before, after, strict=True) if len(outputs) == 2 else [(before, after)]
+    for ours, saved in pairs:
+        np.testing.assert_allclose(saved, ours, atol=0.02 * np.abs(ours).max())
+
+
+def test_selected_outputs_of_a_calibrated_model_are_saved():
+    (x, _), _ = demo.digits()
+    part = jaxonnx.quantize(demo.model(), x[:64]).with_outputs(["/5/Relu_output_0"])
+    ours = np.asarray(part(x[:64]))
+    saved = jaxonnx.load(part.to_onnx())(x[:64])
+    np.testing.assert_allclose(saved, ours, atol=0.02 * np.abs(ours).max())
