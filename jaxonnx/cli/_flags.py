@@ -278,7 +278,7 @@ VERBS: Mapping[str, Verb] = {
             "": [
                 *_EXAMPLES,
                 _OUTPUT,
-                *read_flags(*QUANTIZE, ("method", "equalize", "batches", "batch_size")),
+                *read_flags(*QUANTIZE, ("method", "batches", "batch_size")),
             ],
             "scheme": read_flags(*SCHEME, _SCHEME_FIELDS, {"size": "share"}),
             **_READING,

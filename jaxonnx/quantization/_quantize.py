@@ -34,7 +34,6 @@ from jaxonnx.model import (
     with_file,
     without_schedule,
 )
-from jaxonnx.quantization._equalize import equalize_channels
 from jaxonnx.quantization._ranges import calibrate, weight_parameters
 from jaxonnx.quantization._rounding import learn_rounding
 from jaxonnx.quantization._scheme import Quantization, make_schedule
@@ -53,7 +52,6 @@ def quantize(
     batch_size: int | None = None,
     batches: int = _BATCHES,
     method: Literal["round"] | None = None,
-    equalize: bool = False,
     preprocess: Any = None,
 ) -> Model:
     """Quantize weights and activations of a model, with ranges calibrated on data.
@@ -81,9 +79,6 @@ def quantize(
         arXiv:2004.10568). It minimizes the error of the outputs of each layer, and corrects the
         mean of the biases. The default rounds to the nearest value. "round" helps at four bits and
         fewer, but not for every network: compare both.
-      equalize: rescale the channels of consecutive convolutions and Gemms to equal weight ranges
-        (cross-layer equalization, arXiv:1906.04721). The floating-point function does not change.
-        It is useful with `per_channel=False`, above all for depthwise convolutions.
       preprocess: as in `jaxonnx.train`, for folders of images.
 
     Returns:
@@ -98,8 +93,6 @@ def quantize(
         raise InputError(f"method is 'round' or None, and was {method!r}")
     net = model if isinstance(model, Model) else load(model)
     source = read_inputs(net, list_folder(data, net, preprocess), batch_size, PLAIN)
-    if equalize:
-        net = equalize_channels(_fold_norms(net))
     return _insert(net, Quantization.of(scheme), source, batches, method)
 
 

@@ -16,7 +16,6 @@ from onnxruntime.quantization import QuantFormat, QuantType, calibrate, quantize
 
 import jaxonnx
 from jaxonnx import Quantization, demo
-from jaxonnx.quantization._equalize import equalize_channels
 from jaxonnx.quantization._ranges import weight_parameters
 from jaxonnx.quantization._scheme import TYPES
 from jaxonnx.quantization._sites import WeightSite
@@ -615,47 +614,6 @@ def test_a_picture_of_sensitivity_says_what_it_needs(monkeypatch):
         found.plot()
 
 
-def depthwise_network():
-    """Convolutions of all channels and of each channel, whose weights differ much in size."""
-    random = np.random.default_rng(0)
-    nodes, tensors, value, channels = [], [], "x", 3
-    for i, (count, group, size) in enumerate([(16, 1, 3), (16, 16, 3), (24, 1, 1), (24, 24, 3)]):
-        sizes = np.exp(random.normal(0, 1.2, (count, 1, 1, 1)))
-        w = random.normal(0, 0.3, (count, channels // group, size, size)) * sizes
-        b = random.normal(0, 0.1, count)
-        for name, array in ((f"w{i}", w), (f"b{i}", b)):
-            tensors.append(numpy_helper.from_array(array.astype(np.float32), name))
-        pads = [size // 2] * 4
-        made = [f"c{i}", f"r{i}"]
-        inputs = [value, f"w{i}", f"b{i}"]
-        nodes.append(helper.make_node("Conv", inputs, made[:1], group=group, pads=pads))
-        slope = {"alpha": 0.1} if i == 1 else {}
-        nodes.append(
-            helper.make_node("LeakyRelu" if slope else "Relu", made[:1], made[1:], **slope)
-        )
-        value, channels = made[1], count
-    nodes.append(helper.make_node("GlobalAveragePool", [value], ["p"]))
-    nodes.append(helper.make_node("Flatten", ["p"], ["y"]))
-    x = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", 3, 8, 8])
-    y = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["n", 24])
-    graph = helper.make_graph(nodes, "g", [x], [y], tensors)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-
-
-def test_equalized_layers_are_the_same_function_and_lose_less():
-    proto = depthwise_network()
-    model = jaxonnx.load(proto)
-    x = np.random.default_rng(1).normal(size=(32, 3, 8, 8)).astype(np.float32)
-    (floats,) = session(proto).run(None, {"x": x})
-    equal = equalize_channels(model)
-    moved = [n for n, w in equal.params.items() if not np.allclose(w, model.params[n], rtol=0.1)]
-    assert {*moved} >= {"w0", "b0", "w1", "b1", "w2", "b2", "w3"}
-    np.testing.assert_allclose(equal(x), floats, rtol=1e-5, atol=1e-5 * np.abs(floats).max())
-    first, second = (np.abs(equal.params[n]).max((1, 2, 3)) for n in ("w0", "w1"))
-    np.testing.assert_allclose(first, second, rtol=0.01)  # as Theorem 1 of the paper has it
-    scheme, errors = Quantization(activations=None, per_channel=False), []
-    for equalize in (False, True):
-        quantized = jaxonnx.quantize(proto, x, scheme, equalize=equalize).to_onnx()
-        (theirs,) = session(quantized, optimized=False).run(None, {"x": x})
-        errors.append(np.square(theirs - floats).mean())
-    assert errors[1] < 0.5 * errors[0]
+def test_an_argument_that_does_not_exist_is_refused():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'equalize'"):
+        jaxonnx.quantize(demo.mlp(), np.zeros((4, 1, 8, 8), np.float32), equalize=True)  # pyright: ignore[reportCallIssue]
