@@ -26,18 +26,22 @@ def to_onnx(
     state: Collection[str],
     *,
     repeat: bool = False,
+    adapted: Collection[str] = (),
 ) -> ModelProto:
     """Return a copy of `proto` with the values of its named tensors, in inference form.
 
     A file that carries its training (`training_info`) keeps its form. Each parameter becomes an
     initializer of its own, also where the file had it in a Constant node or as an Identity over
     another initializer; such an Identity stays where the two are still equal, unless `repeat`.
+
+    Copies of the `adapted` tensors, which get other values inside of the graph, stay nodes that
+    read these.
     """
     result = ModelProto()
     result.CopyFrom(proto)
     repeat = repeat or has(proto, SPARSITY)
     _fill(result.graph, values, params, state, repeat)
-    restore_duplicates(result.graph, values)
+    restore_duplicates(result.graph, {n: x for n, x in values.items() if n not in adapted})
     for function in result.functions:
         names = dict(names_of_constants(function))
         for node in function.node:

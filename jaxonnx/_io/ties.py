@@ -119,7 +119,7 @@ def replace_duplicates(
 def restore_duplicates(graph: GraphProto, values: Mapping[str, np.ndarray]) -> None:
     """Write what `replace_duplicates` replaced as initializers again, where they were.
 
-    A file that is written for its shapes alone lacks large values: its nodes stay.
+    A node whose tensor is not among `values` stays, as in a file that is written for its shapes.
     """
     for node in [node for node in graph.node if _is_stored(node) and node.input[0] in values]:
         place = int(next(e.value for e in node.metadata_props if e.key == _PLACE))

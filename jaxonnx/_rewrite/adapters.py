@@ -192,8 +192,9 @@ class _Writer:
         direct = [use for use in read if use.is_direct]
         scale = self._declare_scale(weight, change.scale, pair[0])
         if all(use.node.op.name == "DequantizeLinear" and use.node is use.outer for use in direct):
+            change_name = self._whole(weight, change, pair)
             for use in direct:
-                self._add_to_output(use.node.outputs[0], self._whole(weight, change, pair), scale)
+                self._add_to_output(use.node.outputs[0], change_name, scale)
         elif any(use.node.op.form(use.position) is not None for use in final) and not any(
             (use.node.op.name, use.position) in SCALES or use.node.body for use in direct
         ):

@@ -21,7 +21,15 @@ from jaxonnx._io import adapter_files
 from jaxonnx._rewrite.adapters import factor_names, magnitude_name, module_name
 from jaxonnx._safe_read import wrap_errors
 from jaxonnx.errors import InputError, ModelError
-from jaxonnx.lora._merge import Merge, check_magnitudes, check_scale, is_float, magnitude, pair
+from jaxonnx.lora._merge import (
+    Merge,
+    check_magnitudes,
+    check_scale,
+    is_float,
+    magnitude,
+    pair,
+    warn_about_ties,
+)
 from jaxonnx.model import Model
 
 _ABOUT = "jaxonnx.lora"
@@ -106,6 +114,7 @@ class Adapters:
                 "the model has adapters already; merge them first with .merge_adapters()"
             )
         self._check(model)
+        warn_about_ties(model, self.layouts)
         statistics = running_statistics(model.graph)
         values = {name: jnp.asarray(value) for name, value in self.values.items()}
         params = {name: value for name, value in values.items() if name not in statistics}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxonnx._axes import Matrix
 from jaxonnx._graph.uses import uses
+from jaxonnx._text import list_some
 from jaxonnx.errors import InputError
 from jaxonnx.lowering import ChangedWeight, LowRank, in_file, is_half, merge_change
 from jaxonnx.model import Model
@@ -72,6 +74,21 @@ def check_magnitudes(model: Model, names: Collection[str]) -> None:
                 f"'{use.name}' is multiplied as it is stored, at {use.node.label}, so that DoRA "
                 "cannot scale its outputs: leave it out of where=, or train without dora="
             )
+
+
+def warn_about_ties(model: Model, names: Collection[str]) -> None:
+    """Warn if one of these weights is both an embedding and the matrix of a product."""
+    read: dict[str, set[bool]] = {}
+    for use in uses(model.graph, model.tensors):
+        if use.name in names and not use.passes and use.matrix is not None:
+            read.setdefault(use.name, set()).add(use.matrix.lookup)
+    if tied := [f"'{name}'" for name, lookups in read.items() if len(lookups) > 1]:
+        warnings.warn(
+            f"{list_some(tied)}: the embedding and the output layer are one weight, so that its "
+            "adapter changes both, unlike PEFT's adapter of an output layer; where the file stores "
+            "the weight twice, jaxonnx.load(path, tied=[]) keeps the two apart",
+            stacklevel=3,
+        )
 
 
 def is_float(x: Any) -> bool:

@@ -46,7 +46,8 @@ def to_proto(
     values, adaption = file_values(net), net.program.adaption
     tensors = values if adaption is None else adaption.without_factors(values)
     names = {*net.params} & tensors.keys(), {*net.state}
-    proto = to_onnx(net.proto, tensors, *names, repeat=repeat)
+    adapted = () if adaption is None else adaption.factors(values)
+    proto = to_onnx(net.proto, tensors, *names, repeat=repeat, adapted=adapted)
     proto = fold(proto, net.graph, tensors) if folded else proto
     return proto if adaption is None else insert_factors(model, values, form, proto)
 

@@ -150,3 +150,46 @@ def test_a_module_that_is_called_twice_has_one_weight():
 
 def test_modules_that_are_copies_have_their_own_weights():
     assert len(jaxonnx.load(called_twice("layers.0", "layers.1")).params) == 2
+
+
+ONE_WEIGHT = "ignore:.*the embedding and the output layer are one weight"
+
+
+@pytest.mark.filterwarnings(ONE_WEIGHT)
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize(("transposed", "product"), CASES)
+def test_adapters_reach_both_places_in_every_form(transposed, product, dora, tmp_path):
+    """Onnxruntime against NumPy, with the changed table in both places."""
+    proto, draw, x = file(transposed, product), np.random.default_rng(1).normal, np.arange(12)
+    model = jaxonnx.load(proto)
+    lora = jaxonnx.LoRA(rank=2, where="words.weight", dora=dora)
+    adapted = lora.attach(model, jax.random.key(0))
+    params = {n: draw(size=v.shape).astype(np.float32) for n, v in adapted.params.items()}
+    adapted = adapted.replace(params=params)
+    a, b, *norms = params.values()
+    words = np.asarray(model.params["words.weight"], np.float64) + (b @ a).T
+    words *= norms[0] / np.linalg.norm(words, axis=0) if dora else 1
+    expected = np.maximum(words @ model.params["first"], 0) @ words.T + model.params["bias"]
+    np.testing.assert_allclose(adapted(x), expected, rtol=1e-3, atol=1e-4)
+    path = tmp_path / "out.onnx"
+    for form in ("merged", "nodes") if dora else ("merged", "nodes", "inputs"):
+        adapted.save(path, adapters=form)
+        more = jaxonnx.Adapters.of(adapted).to_inputs() if form == "inputs" else {}
+        (found,) = onnxruntime.InferenceSession(path).run(None, {"x": x, **more})
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(jaxonnx.load(path)(x, **more), expected, rtol=1e-3, atol=1e-4)
+    again = jaxonnx.load(path).to_onnx()  # the nodes stay nodes
+    assert again.SerializeToString() == onnx.load(path).SerializeToString()
+
+
+def test_an_adapter_of_both_places_is_announced():
+    """As PEFT does for `tie_word_embeddings`; no other adapter is."""
+    lora, key = jaxonnx.LoRA(rank=2, where="words.weight"), jax.random.key(0)
+    with pytest.warns(UserWarning, match=r"'words.weight': the embedding and .* tied=\[\]"):
+        adapted = lora.attach(jaxonnx.load(file()), key)
+    with pytest.warns(UserWarning, match="changes both"):
+        jaxonnx.Adapters.of(adapted).attach(jaxonnx.load(file()))
+    apart = jaxonnx.load(file(), tied=[])
+    lora.attach(apart, key)
+    jaxonnx.LoRA(rank=2, where="onnx::MatMul_9").attach(apart, key)
+    jaxonnx.LoRA(rank=2, where="first").attach(jaxonnx.load(file()), key)

@@ -1,6 +1,7 @@
 """Adapters as nodes, as inputs and as files of their own, run by onnxruntime."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -333,3 +334,46 @@ def test_queries_keys_and_values_apart_in_peft(file, kv, tmp_path):
         peft_folder(target, {name: {"A": normal(2, 32), "B": normal(*shape)}})
         with pytest.raises(jaxonnx.InputError, match=words):
             jaxonnx.Adapters.load(target, model)
+
+
+@pytest.mark.filterwarnings("ignore:.*the embedding and the output layer are one weight")
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "x", "body"),
+    [
+        ((3, 3, 3, 3), normal(1, 3, 9, 9), "h = Conv(x, a) y = Conv(h, b)"),
+        ((8, 4), np.arange(8), "h = Gather(a, x) t = Transpose(b) y = MatMul(h, t)"),
+    ],
+)
+def test_codes_that_two_nodes_dequantize(shape, x, body, dora, tmp_path):
+    """Against the file with the changed weight in floating point, both in onnxruntime."""
+
+    def write(body, **tensors):
+        kinds = ("int64[8] x", "?,?") if x.ndim == 1 else ("float[1,3,9,9] x", "?,?,?,?")
+        result = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 21]>
+        g ({kinds[0]}) => (float[{kinds[1]}] y) {{ {body} }}""")
+        arrays = [onnx.numpy_helper.from_array(v, name) for name, v in tensors.items()]
+        result.graph.initializer.extend(arrays)
+        return result
+
+    codes = np.random.default_rng(0).integers(-100, 100, shape).astype(np.int8)
+    scale = np.linspace(0.001, 0.01, len(codes), dtype=np.float32)
+    both = " ".join(f"{name} = DequantizeLinear <axis = 0> (w, s)" for name in "ab")
+    model = jaxonnx.load(write(f"{both} {body}", w=codes, s=scale))
+    adapted = jaxonnx.LoRA(2, where="w", dora=dora).attach(model, jax.random.key(0))
+    adapted = adapted.replace(params={n: normal(*v.shape) for n, v in adapted.params.items()})
+    a, b, *norms = adapted.params.values()
+    change = (b @ a).T if x.ndim == 1 else (b @ a).reshape(shape)
+    weight = codes * scale.reshape(-1, *[1] * (codes.ndim - 1)) + change
+    if dora:
+        axes = (0,) if x.ndim == 1 else (1, 2, 3)
+        lengths = np.sqrt((weight**2).sum(axes, keepdims=True))
+        weight = weight * np.reshape(norms[0], lengths.shape) / lengths
+    changed_file = write(re.sub(r"\b[ab]\b", "w", body), w=np.asarray(weight, np.float32))
+    wanted = session(changed_file.SerializeToString()).run(None, {"x": x})[0]
+    path = str(tmp_path / "out.onnx")
+    for form in ["nodes"] if dora else ["nodes", "inputs"]:
+        adapted.save(path, adapters=form)
+        more = jaxonnx.Adapters.of(adapted).to_inputs() if form == "inputs" else {}
+        for found in (session(path).run(None, {"x": x, **more})[0], jaxonnx.load(path)(x, **more)):
+            np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-4 * np.abs(wanted).max())
