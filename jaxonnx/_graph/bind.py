@@ -41,6 +41,8 @@ class Graph:
     """The nodes, sorted; without those that compute a tensor in `weights`."""
     lifted: Mapping[str, str] = field(default_factory=dict)
     """In a function's body: local names whose values come from outside, to names in the model."""
+    input_types: tuple[onnx.TypeProto | None, ...] = ()
+    """In a subgraph: the declared types of the inputs."""
 
 
 @dataclass(frozen=True)
@@ -198,10 +200,11 @@ class _Binder:
             name=proto.name,
             inputs=tuple(inputs),
             outputs=tuple(v.name for v in proto.output),
-            output_types=tuple(v.type if v.HasField("type") else None for v in proto.output),
+            output_types=_types(proto.output),
             weights=tuple(weights),
             initializers=initializers,
             nodes=nodes,
+            input_types=_types(proto.input) if nested else (),
         )
 
     def nodes(self, protos, opsets, visible: set[str], own: set[str], refs) -> tuple[Node, ...]:
@@ -327,6 +330,10 @@ _CALL = Op(
     required=frozenset(),
     inputs=None,
 )
+
+
+def _types(values) -> tuple[onnx.TypeProto | None, ...]:
+    return tuple(value.type if value.HasField("type") else None for value in values)
 
 
 def _strip_empty(names) -> tuple[str, ...]:

@@ -351,6 +351,7 @@ class Closure:
         self.graph = graph
         self.inputs = graph.inputs
         self.outputs = graph.outputs
+        self.input_types = graph.input_types
         self.output_types = graph.output_types
         self._scope = scope
         self._node = node

@@ -15,7 +15,16 @@ from jaxonnx._limits import OutOfTime, check_size, check_time, patience
 from jaxonnx.errors import Error, NodeError, StaticError
 from jaxonnx.ops.common import INDEX, canonical
 from jaxonnx.ops.concrete import array, forward_only, is_traced
-from jaxonnx.ops.iteration import alike, check_length, empty, item, note_unrolling, stack, types_of
+from jaxonnx.ops.iteration import (
+    alike,
+    as_declared,
+    check_length,
+    empty,
+    item,
+    note_unrolling,
+    stack,
+    types_of,
+)
 from jaxonnx.registry import is_known, op
 
 SCAN_LIMIT = 2**31 - 1
@@ -64,7 +73,8 @@ def loop(m=None, cond=None, *v_initial, body):
 
     The body maps (counter, condition, *carried) to (condition, *carried, *scan outputs). The
     condition that it returns counts only if the node has one; the one that it takes is always
-    true, because it runs only while the condition holds.
+    true, because it runs only while the condition holds. Counter and condition have the rank that
+    the body declares, 0 or 1, as in onnxruntime.
     """
     carry, size = list(v_initial), len(v_initial)
     stacked = len(body.outputs) - 1 - size
@@ -75,7 +85,8 @@ def loop(m=None, cond=None, *v_initial, body):
     begins = None if is_traced(cond) else cond is None or bool(item(cond))
 
     def step(i, carry):
-        condition, *outputs = body(i, _TRUE, *carry, step=i)
+        counter, holds = map(as_declared, (i, _TRUE), body.input_types[:2])
+        condition, *outputs = body(counter, holds, *carry, step=i)
         for name, value in zip(body.outputs[1 + size :], outputs[size:], strict=True):
             if value is None or isinstance(value, list | dict):
                 raise NodeError(f"the scan output '{name}' is not a tensor, and cannot be stacked")

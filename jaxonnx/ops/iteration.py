@@ -50,6 +50,11 @@ def item(value):
     return np.asarray(value).reshape(()).item()
 
 
+def as_declared(scalar, kind):
+    """Return a scalar, as a vector of length one where the TypeProto of its input has rank 1."""
+    return scalar.reshape(1) if kind and len(kind.tensor_type.shape.dim) == 1 else scalar
+
+
 def types_of(values):
     """Return the shapes and dtypes of tensors as strings, for a message."""
     return [str(jax.typeof(leaf)) for leaf in jax.tree.leaves(values)]

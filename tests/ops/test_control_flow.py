@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import onnx
 import onnx.parser
+import onnxruntime
 import pytest
 
 import jaxonnx
@@ -123,6 +124,36 @@ def test_loop_of_every_version(opset):
     want, rows = power(X, 4)
     np.testing.assert_allclose(y, want, rtol=1e-6)
     np.testing.assert_allclose(s, rows, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "nodes"),
+    [
+        ("int64[1]", "k = Squeeze<axes=[0]>(i) row = Gather<axis=0>(table, k)"),
+        ("int64[1]", "j = Add(i, one) row = Slice(table, i, j, zero)"),
+        ("int64[1]", "row = Cast<to=1>(i)"),
+        ("int64", "row = Cast<to=1>(i)"),
+    ],
+)
+@pytest.mark.parametrize("count", [3, 20])
+def test_a_counter_has_the_rank_that_the_body_declares(kind, nodes, count):
+    """The converters of TensorFlow wrote vectors of length one for opsets 8 to 12."""
+    model = onnx.parser.parse_model(f"""<ir_version: 6, opset_import: ["": 11]>
+    g (float x, int64 m) => (y)
+    <int64[1] one = {{1}}, int64[1] zero = {{0}}, bool go = {{1}}> {{
+      rows = Loop (m, go) <
+        body = b ({kind} i, bool c) => (bool d, float[a] row) {{ d = Identity(c) {nodes} }}
+      >
+      y = Add(rows, x)
+    }}""")
+    row = model.graph.node[0].attribute[0].g.output[1]
+    row.type.tensor_type.ClearField("shape")
+    values = np.arange(40, dtype=np.float32).reshape(20, 2)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(values, "table"))
+    given = {"x": np.array(1, np.float32), "m": np.array(count)}
+    (wanted,) = onnxruntime.InferenceSession(model.SerializeToString()).run(None, given)
+    y = jaxonnx.load(model)(**given)
+    np.testing.assert_array_equal(y, wanted)
 
 
 @pytest.mark.deep
