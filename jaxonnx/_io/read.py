@@ -14,10 +14,11 @@ import onnx
 from google.protobuf.message import DecodeError, EncodeError
 from onnx import FunctionProto, GraphProto, ModelProto, TensorProto, helper, numpy_helper
 
-from jaxonnx._io import checkpoints, external, formats, header, order
+from jaxonnx._io import checkpoints, external, formats, header
 from jaxonnx._io.external import Folder
 from jaxonnx._io.protos import all_graphs, all_tensors, names_of_constants, tensor_of_constant
 from jaxonnx._io.records import SPARSITY, has
+from jaxonnx._io.repair import repair
 from jaxonnx._io.save import in_file_types
 from jaxonnx._io.tensors import to_array, to_dense
 from jaxonnx._io.ties import update_tied
@@ -87,7 +88,7 @@ def read(
             )
         proto = read_graph(path)
     header.check(proto, what)
-    order.sort(proto.graph)
+    repair(proto, what)
     tensors = _take_tensors(proto.graph, folders)
     if not proto.training_info:  # the graphs of an algorithm call the functions as they are
         for function in proto.functions:

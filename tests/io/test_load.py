@@ -249,6 +249,45 @@ def test_nodes_are_sorted_as_onnxruntime_does():
     assert [node.op_type for node in saved.graph.node] == ["Relu", "If"]
 
 
+def test_operators_of_onnxruntime_need_no_import():
+    nodes = "h = com.microsoft.Gelu(x) y = com.microsoft.FusedMatMul<transB=1>(h, x)"
+    proto = parse(f"g (float[n,3] x) => (float[n,n] y) {{ {nodes} }}")
+    (wanted,) = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, {"x": X})
+    with pytest.warns(UserWarning, match="without an import: version 1 is meant"):
+        model = jaxonnx.load(proto)
+    np.testing.assert_allclose(model(X), wanted, rtol=1e-6)
+    saved = model.to_onnx()
+    onnx.checker.check_model(saved, full_check=True)
+    assert {entry.domain: entry.version for entry in saved.opset_import}["com.microsoft"] == 1
+    np.testing.assert_allclose(jaxonnx.load(saved)(X), wanted, rtol=1e-6)  # without a warning
+
+
+@pytest.mark.parametrize("values", [(2, 2), (2, 3, 5)])
+def test_the_last_of_several_constants_of_one_name_counts(values):
+    """Onnxruntime's export of GPT-2 has eight such pairs."""
+    last = f"x{len(values)}"
+    lines = [
+        f"c = Constant<value_float={value}.0>() x{i + 1} = Mul(x{i}, c)"
+        for i, value in enumerate(values)
+    ]
+    proto = parse(f"""g (float[2] x0, bool go) => (float[2] y) {{
+      {" ".join(lines)}
+      y = If (go) <
+        then_branch = t () => (float[2] z) {{ z = Add({last}, c) }},
+        else_branch = e () => (float[2] u) {{ u = Neg({last}) }}
+      >
+    }}""")
+    given = {"x0": np.ones(2, np.float32), "go": np.array(True)}
+    (wanted,) = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, given)
+    with pytest.warns(UserWarning, match="define .c.: the last one counts"):
+        model = jaxonnx.load(proto)
+    np.testing.assert_array_equal(model(**given), wanted)
+    saved = model.to_onnx()
+    onnx.checker.check_model(saved, full_check=True)
+    (again,) = onnxruntime.InferenceSession(saved.SerializeToString()).run(None, given)
+    np.testing.assert_array_equal(again, wanted)
+
+
 def test_too_new():
     proto = parse(MODEL)
     proto.opset_import[0].version = 999
