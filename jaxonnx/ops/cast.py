@@ -17,6 +17,7 @@ from jax import lax
 from jaxonnx._limits import SIX_BITS, check_size, check_time
 from jaxonnx.errors import NodeError
 from jaxonnx.ops.common import canonical, element_dtype
+from jaxonnx.ops.concrete import concrete
 from jaxonnx.registry import is_known, op, symbolic, xp
 
 _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
@@ -92,8 +93,7 @@ def _to_e8m0(x, saturate, round_mode):
 
 
 def _convert_strings(x, dtype):
-    if not is_known(x):
-        raise NodeError("strings exist only outside of jit: the input must be a known value")
+    x = x if symbolic(x) else concrete(x, "a cast to strings")
     if dtype == x.dtype or symbolic(x):
         return x
     check_size(x.shape, object, host=True)

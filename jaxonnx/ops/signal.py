@@ -70,7 +70,11 @@ def dft(x, dft_length: Static | None = None, axis: Static | None = None, *, inve
 def stft(
     signal, frame_step: Static, window=None, frame_length: Static | None = None, *, onesided=1
 ):
-    """signal (batch, length, 1 or 2) to (batch, frames, bins, 2); no padding at the ends."""
+    """signal (batch, length, 1 or 2) to (batch, frames, bins, 2); no padding at the ends.
+
+    A real signal may lack the last axis, as PyTorch writes it and onnxruntime takes it.
+    """
+    signal = signal[..., None] if signal.ndim == 2 else signal
     step = int(frame_step.item())
     if frame_length is not None:
         length = int(frame_length.item())

@@ -4,10 +4,13 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import onnx.parser
+import onnxruntime
 import pytest
 from onnx import TensorProto
 
-from jaxonnx.errors import NodeError
+import jaxonnx
+from jaxonnx.errors import NodeError, StaticError
 from tests.support.gradient_points import operator
 
 EDGES = np.array([0, -0.0, 1.5, -2.7, 300, -300, 70000, 3e9, -3e9, 1e20, -1e20], np.float32)
@@ -50,8 +53,28 @@ def test_numbers_as_strings_and_back():
     assert cast(np.array([], object), "INT32").dtype == np.int32
     with pytest.raises(NodeError, match="'Hello' is not a number"):
         cast(np.array(["Hello"], object), "FLOAT")
-    with pytest.raises(NodeError, match="only outside of jit"):
+    with pytest.raises(StaticError, match="a cast to strings cannot be compiled"):
         jax.make_jaxpr(lambda x: cast(x, "STRING"))(numbers)
+
+
+@pytest.mark.parametrize("through", ["FLOAT", "BOOL", "INT64"])
+@pytest.mark.parametrize("size", [3, 100])
+def test_a_call_casts_computed_numbers_to_strings(through, size):
+    """The rest of the graph runs node by node, also where the input is too large to be fixed."""
+    kind = TensorProto.DataType.Value(through)
+    proto = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 13]>
+    g (float[n] x) => (float[n] y) {{
+      twice = Add(x, x)
+      a = Cast<to={kind}>(twice)
+      s = Cast<to=8>(a)
+      back = Cast<to=1>(s)
+      y = Neg(back)
+    }}""")
+    x = np.resize(np.array([0, 1, 2.5], np.float32), size)
+    (wanted,) = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, {"x": x})
+    model = jaxonnx.load(proto)
+    np.testing.assert_array_equal(model(x), wanted)
+    np.testing.assert_array_equal(model(x[::-1].copy()), wanted[::-1])
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,12 @@
 
 import jax
 import numpy as np
+import onnxruntime
 import pytest
-from onnx import helper
+from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-import jaxonnx.ops  # noqa: F401 - registers the operators
+import jaxonnx.ops  # registers the operators
 from jaxonnx.errors import NodeError
 from jaxonnx.registry import lookup
 
@@ -26,6 +27,29 @@ def test_a_periodic_window_of_one_sample_is_the_formula(name):
 def test_onesided_round_trip():
     y = dft(dft(X, onesided=1), onesided=1, inverse=1)
     np.testing.assert_allclose(y, X, atol=1e-6)
+
+
+@pytest.mark.parametrize("onesided", [0, 1])
+@pytest.mark.parametrize("window", [None, np.hanning(16).astype(np.float32)])
+def test_frames_of_a_signal_without_a_last_axis(onesided, window):
+    """PyTorch writes torch.stft so at opset 17."""
+    signal = np.random.default_rng(0).normal(size=(2, 64)).astype(np.float32)
+    y = stft(signal, np.array(4), window, np.array(16), onesided=onesided)
+    node = helper.make_node("STFT", ["x", "step", "w" * (window is not None), "n"], ["y"])
+    node.attribute.append(helper.make_attribute("onesided", onesided))
+    sizes = [helper.make_tensor(name, 7, [], [value]) for name, value in (("step", 4), ("n", 16))]
+    stored = [] if window is None else [numpy_helper.from_array(window, "w")]
+    graph = helper.make_graph(
+        [node],
+        "g",
+        [helper.make_tensor_value_info("x", 1, [2, 64])],
+        [helper.make_tensor_value_info("y", 1, None)],
+        [*sizes, *stored],
+    )
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    (wanted,) = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, {"x": signal})
+    np.testing.assert_allclose(y, wanted, atol=1e-5)
+    np.testing.assert_allclose(jaxonnx.load(proto)(signal), wanted, atol=1e-5)
 
 
 def test_no_warning_without_x64():
