@@ -129,8 +129,7 @@ class _Reader:
             if not row[key]:
                 raise TrainingError(f"{where} has an empty {key}")
             ids, _ = self.tokenizer.encode(row[key])
-            ends = self.tokenizer.ends[:1] if key == "completion" else []
-            ids = ids if ids[-1:].tolist() == ends or not ends else np.append(ids, ends)
+            ids = self._append_end(row[key], ids) if key == "completion" else ids
             self._check(f"the {key} of {where}", ids, least=1)
             parts.append(ids)
         if max(map(len, parts)) > self.limit:
@@ -153,14 +152,18 @@ class _Reader:
                 raise TrainingError(f"{where} has an empty {keys[-1]}")
             ids, places = self.tokenizer.encode(text)
             first = np.flatnonzero(places[:, 1] > len(prompt))
-            ends = self.tokenizer.ends
-            if ends and ids[-1:] != ends[:1]:
-                ids = np.append(ids, ends[0])
+            ids = self._append_end(text, ids)
             counts = np.arange(len(ids)) >= (first[0] if len(first) else len(ids))
         self._check(where, ids)
         if self.settings.loss == "all":
             counts = np.ones(len(ids), bool)
         return ids, counts
+
+    def _append_end(self, text: str, ids: np.ndarray) -> np.ndarray:
+        """Append the end token to the tokens of a text that has none."""
+        ends = self.tokenizer.ends
+        ended = np.isin(ids[-1:], ends).any() or self.tokenizer.is_ended(text)
+        return ids if ended else np.append(ids, ends[:1])
 
     def _chat(self, where: str, row: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
         prompt = row.get("prompt", [])

@@ -52,15 +52,28 @@ class Tokenizer:
         """The number of tokens, added ones included."""
         return self._tokens.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str, special: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    def encode(
+        self, text: str, special: bool = True, end: bool = True
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of a text, int64[n], and their spans in it, int64[n, 2].
 
         Args:
           text: the text.
-          special: whether to add the tokens that the tokenizer begins or ends a text with.
+          special: whether to add the tokens that the post-processor begins and ends texts with. A
+            text that has them itself gets no second ones.
+          end: whether to keep an end token of the post-processor. A prompt is continued without it.
         """
-        found = self._tokens.encode(text, add_special_tokens=special)
-        return np.array(found.ids, np.int64), np.array(found.offsets, np.int64).reshape(-1, 2)
+        encoding = self._tokens.encode(text, add_special_tokens=special)
+        ids = np.array(encoding.ids, np.int64)
+        added = np.array(encoding.special_tokens_mask, bool)
+        start, stop = 0, len(ids)
+        if len(body := np.flatnonzero(~added)):
+            start = body[0] if ids[body[0]] == ids[0] else 0
+            doubled = text.rstrip().endswith(self._tokens.id_to_token(int(ids[-1])))
+            stop = body[-1] + 1 if doubled else stop
+        while not end and stop - start > 1 and added[stop - 1] and ids[stop - 1] in self.ends:
+            stop -= 1
+        return ids[start:stop], np.array(encoding.offsets, np.int64).reshape(-1, 2)[start:stop]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of tokens, special ones included."""
@@ -93,6 +106,14 @@ class Tokenizer:
             ids = source.get("eos_token_id", [])
             found += ids if isinstance(ids, list) else [ids]
         return [*dict.fromkeys(i for i in found if isinstance(i, int))]
+
+    def is_ended(self, text: str) -> bool:
+        """Check whether a text ends with one of the tokens that end texts, and spaces."""
+        return text.rstrip().endswith(self._end_texts)
+
+    @functools.cached_property
+    def _end_texts(self) -> tuple[str, ...]:
+        return tuple(filter(None, map(self._tokens.id_to_token, self.ends)))
 
     @functools.cached_property
     def _template(self) -> Any:

@@ -39,9 +39,9 @@ class Samples:
                 "give tokens, [length] each"
             )
         self._tokenizer = None if folder is None or not texts else Tokenizer(folder)
-        self._rows = [self._encode(prompt) for prompt in prompts or ()]
         # behind an encoder the decoder begins anew
         self._encoded = DECODER_TOKENS in [value.name for value in self._model.inputs]
+        self._rows = [self._encode(prompt) for prompt in prompts or ()]
         longest = 1 if self._encoded else max(map(len, self._rows), default=0)
         limit = None if folder is None else context_length(folder)
         self._count = _COUNT if limit is None else max(1, min(_COUNT, limit - longest))
@@ -62,7 +62,7 @@ class Samples:
 
     def _encode(self, prompt: Any) -> np.ndarray:
         if self._tokenizer is not None and isinstance(prompt, str):
-            return self._tokenizer.encode(prompt)[0]
+            return self._tokenizer.encode(prompt, end=self._encoded)[0]
         return np.asarray(prompt)
 
     def _decode(self, row: np.ndarray) -> Any:
