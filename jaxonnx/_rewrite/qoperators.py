@@ -139,15 +139,21 @@ class _Opener:
         """Check that scales and zero points are stored, and that no attribute changes the layout.
 
         The first operand must have one scale: ONNX has no product of data with scales per channel.
+        A bias in as many scales needs a number for each.
         """
         inputs, result = [*node.input], layout.result or 0
         operands = _operands(layout, inputs)
         scales = [inputs[i + 1] for i in operands]
         needed = [*scales, *(n for i in (*operands, result - 1) for n in inputs[i + 1 : i + 3])]
+        bias = inputs[layout.bias : layout.bias + 1] if layout.bias is not None else []
+        needed += filter(None, bias)
         attributes = {part.name: helper.get_attribute_value(part) for part in node.attribute}
         plain = not attributes.get("channels_last") and attributes.get("alpha", 1) == 1
         whole = len(inputs) > result + 1 and all(name in self.tensors for name in needed)
-        return plain and whole and np.size(self.tensors[scales[0]]) == 1
+        if not (plain and whole) or np.size(self.tensors[scales[0]]) > 1:
+            return False
+        channels = np.shape(self.tensors[scales[-1]])
+        return not any(bias) or channels in ((), (1,), np.shape(self.tensors[bias[0]])[-1:])
 
     def _axis(self, node: NodeProto, operand: int, scale: str) -> int | None:
         """Return the axis of an operand's scales per channel; None if it has one scale."""
@@ -172,7 +178,8 @@ class _Opener:
         real, stored = f"{output}/bias", f"{output}/bias_scale"
         self.added[stored] = np.asarray(scale)
         self.graph.initializer.add(name=stored, data_type=TensorProto.FLOAT, dims=scale.shape)
-        self._append("DequantizeLinear", [name, stored], real, 0 if scale.ndim else None)
+        axis = np.ndim(self.tensors[name]) - 1 if scale.ndim else None
+        self._append("DequantizeLinear", [name, stored], real, axis)
         return real
 
     def _replace(self, node: NodeProto, op: str, inputs: list[str], own: tuple[str, str]) -> None:

@@ -365,17 +365,23 @@ def _restrict(entry: Record, graph: GraphProto, values: Mapping[str, np.ndarray]
 def _store_bias(graph: GraphProto, bias: Bias, value: np.ndarray, *scales: np.ndarray) -> None:
     """Replace a float bias by an int32 tensor, its scale and a DequantizeLinear of the two.
 
+    A bias that has no room in int32 at this scale stays as it is.
+
     Args:
-      scales: of the activation, shape (), and of the weight, shape () or (outputs,).
+      scales: of the activation, shape (), and of the weight, shape () or (outputs,), where a
+        ConvTranspose has the outputs of one group.
     """
     scale = np.asarray(scales[0] * scales[1], np.float32)
+    if scale.ndim and value.ndim:
+        scale = np.tile(scale, max(value.shape[-1] // scale.size, 1))
     # float64: float32 cannot hold every int32
-    limits = np.iinfo(np.int32)
-    stored = np.clip(np.rint(value.astype(np.float64) / scale), limits.min, limits.max)
+    stored = np.rint(value.astype(np.float64) / scale)
+    if np.abs(stored).max(initial=0) > np.iinfo(np.int32).max:
+        return
     remove_tensor(graph, bias.name)
     graph.initializer.append(numpy_helper.from_array(stored.astype(np.int32), bias.stored))
     graph.initializer.append(numpy_helper.from_array(scale, bias.scale))
-    axis: dict[str, Any] = {"axis": 0} if scale.ndim else {}
+    axis: dict[str, Any] = {"axis": stored.ndim - 1} if scale.ndim else {}
     inputs, label = [bias.stored, bias.scale], f"{bias.name}_DequantizeLinear"
     graph.node.append(helper.make_node("DequantizeLinear", inputs, [bias.name], label, **axis))
 

@@ -34,7 +34,7 @@ from jaxonnx.model import (
     with_file,
     without_schedule,
 )
-from jaxonnx.quantization._ranges import calibrate, weight_parameters
+from jaxonnx.quantization._ranges import calibrate, fit_bias, weight_parameters
 from jaxonnx.quantization._rounding import learn_rounding
 from jaxonnx.quantization._scheme import Quantization, make_schedule
 from jaxonnx.quantization._sensitivity import choose_types, measure
@@ -114,6 +114,7 @@ def prepare(
     Raises:
       InputError: there are no data to calibrate on, or the model is quantized to other dtypes than
         those of the scheme.
+      Error: the quantized model cannot be saved.
     """
     named, scheme, model = scheme, Quantization.of(scheme), without_schedule(model)
     entry = record_of(model.proto)
@@ -156,6 +157,7 @@ def prepare(
     if scheme.learn is not None:
         proto, constants, params = learn_scales(model.proto, model.tensors)
         model = with_computed(model, proto, constants, params)
+    model.to_onnx()  # what the file cannot have is refused now, not after the training
     return model, note
 
 
@@ -289,6 +291,10 @@ def _insert(
         name: weight_parameters(np.asarray(tensors[name]), site, schemes[name])
         for name, site in sites.weights.items()
     }
+    for bias in sites.biases:
+        if bias.value in ranges:
+            step = float(ranges[bias.value].scale)
+            scales[bias.weight] = fit_bias(scales[bias.weight], tensors[bias.name], step)
     for name, parameters in scales.items():
         writer.quantize_weight(name, parameters)
     writer.quantize_values(reads, ranges, sites.shared)

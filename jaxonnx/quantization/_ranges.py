@@ -94,6 +94,21 @@ def spread_scale(parameters: Parameters, w: np.ndarray) -> np.ndarray:
     return scale.reshape(-1, *(1,) * (w.ndim - 1 - axis))
 
 
+def fit_bias(parameters: Parameters, bias: Any, step: float) -> Parameters:
+    """Raise the scales of a weight so that its bias fits into int32, in units of `step` * scale.
+
+    A channel of weights near zero would lose its bias otherwise. Training has room for its double.
+
+    Args:
+      parameters: of the weight, with one scale or one for each output (of a group).
+      bias: a number for each output.
+      step: the scale of the activation that the weight is multiplied by.
+    """
+    scale = parameters.scale
+    greatest = np.abs(np.asarray(bias)).reshape(-1, scale.size).max(0).reshape(scale.shape)
+    return parameters._replace(scale=np.maximum(scale, np.float32(greatest / (step * 2.0**30))))
+
+
 def calibrate(
     model: Network,
     values: Sequence[str],

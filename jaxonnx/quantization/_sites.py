@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -118,7 +119,8 @@ def find_sites(
         reads |= {(node.outputs[0], i): node.inputs[i] for i in positions}
         if positions and node.op.name in PRODUCTS and len(node.inputs) == 3:
             value, weight, bias = node.inputs
-            if bias in tensors and tensors[bias].dtype == np.float32:
+            stored = bias in tensors and tensors[bias].dtype == np.float32
+            if stored and weight in weights and _has_outputs(node, tensors, weights[weight]):
                 biases.append(Bias(bias, value, weight))
     # onnxruntime has integer kernels for operators that only move or select numbers. Their input is
     # quantized where their output is read quantized. Nodes are visited backwards, so that this
@@ -132,7 +134,7 @@ def find_sites(
     alone = tuple(
         bias
         for bias in biases
-        if times[bias.name] == 1 and bias.weight in weights
+        if times[bias.name] == 1
         # the int32 bias is in units of input scale * weight scale, one for each output channel;
         # with blocks along the inputs a channel has several weight scales
         if not (scheme.block and weights[bias.weight].in_blocks)
@@ -148,6 +150,17 @@ def find_sites(
         if _is(node, SAME_NUMBERS) and {node.inputs[0], node.outputs[0]} <= values
     }
     return Sites(weights, reads, shared, () if scheme.dialect == "tensorrt" else alone, outputs)
+
+
+def _has_outputs(node: Node, tensors: Mapping[str, Any], site: WeightSite) -> bool:
+    """Check that a bias has one number for each output of a product, along its last axis.
+
+    That of a Gemm may also have one for each row, or be a matrix or a single number.
+    """
+    bias, outputs = tensors[node.inputs[2]].shape, tensors[site.name].shape[site.output]
+    if node.op.name == "ConvTranspose":  # its weight has the outputs of a group
+        outputs *= node.attributes.get("group", 1)
+    return bias[-1:] == (outputs,) == (math.prod(bias),)
 
 
 def find_weights(graph: Graph, tensors: Mapping[str, Any]) -> dict[str, WeightSite]:
