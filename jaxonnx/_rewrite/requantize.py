@@ -170,13 +170,17 @@ def _round(
             return
         # zero points that are all equal come from a symmetric scheme, which is kept
         moves = free_zero and grid.zero_type is not None and bool(np.ptp(zero) > 0)
+        moves = moves and not grid.is_shared
         for start, shift in [(scale, zero), *_fit_ranges(grid, wanted, zero, moves)]:
+            if grid.is_shared:
+                start = np.full_like(start, start.max())
             own, codes = nearest(start, shift)
             yield own, codes, shift
             # least squares: the best scale for these codes is <parts, wanted> / <parts, parts>
             parts = np.where(present, codes - shift[..., None], 0)
-            norm = (parts**2).sum(-1)
-            own = np.divide((parts * wanted).sum(-1), norm, out=own.copy(), where=norm > 0)
+            axes = None if grid.is_shared else -1
+            norm = np.broadcast_to((parts**2).sum(axes), own.shape)
+            own = np.divide((parts * wanted).sum(axes), norm, out=own.copy(), where=norm > 0)
             yield (*nearest(own if grid.negative else np.abs(own), shift), shift)
 
     # the start is the unchanged matrix, so that groups without a change keep their codes
@@ -184,6 +188,8 @@ def _round(
     for own, codes, shift in candidates(scale, zero):
         lost = error(codes, own, shift)
         better = np.isfinite(own) & (lost < least)
+        if grid.is_shared:
+            better = np.full_like(better, np.isfinite(own).all() and lost.sum() < least.sum())
         least, best = np.where(better, lost, least), np.where(better[..., None], codes, best)
         scale, zero = np.where(better, own, scale), np.where(better, shift, zero)
     codes = grid.codes.copy()

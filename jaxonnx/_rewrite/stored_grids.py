@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,6 +48,8 @@ class Grid:
     """All codes in ascending order, where they are not the integers between `limits`."""
     limits: tuple[float, float] = (0, 0)
     """The least and the greatest integer code; unused where `levels` are given."""
+    is_shared: bool = False
+    """Whether the file has one scale for all rows, which have zero points of their own."""
     negative: bool = False
     """Whether scales may be negative, as onnxruntime makes them without zero points."""
 
@@ -88,34 +91,36 @@ def _read_linear(use: Use, codes: Any, scale: Any, zero: Any, index: Any = None)
     axis = codes.ndim - 1 if direct else node.attributes.get("axis", 1)
     block = 0 if direct else node.attributes.get("block_size", 0)
     axis, kind = axis % max(codes.ndim, 1), codes.dtype
+    # products of integers take one scale beside zero points per column, and the reverse
+    count = max(scale.size, 1 if zero is None else zero.size)
     # Where `axis` goes: blocks run along it, so it becomes the last one (columns); an axis with a
     # scale per index becomes the first one (rows).
-    turned = -1 if block and scale.size > 1 else 0
+    turned = -1 if block and count > 1 else 0
 
     def arrange(x: np.ndarray) -> np.ndarray:
-        if scale.size == 1:
+        if count == 1:
             return x.reshape(1, -1)
         x = np.moveaxis(x, axis, turned)
         return x.reshape(-1, x.shape[-1]) if turned else x.reshape(len(x), -1)
 
     def restore(x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
         """Undo `arrange` for a tensor of this shape."""
-        if scale.size == 1:
+        if count == 1:
             return x.reshape(shape)
         order = [*shape]
         order.insert(len(order) if turned else 0, order.pop(axis))
         return np.moveaxis(x.reshape(order), turned, axis)
 
     rows = arrange(codes)
-    groups = _block_groups(rows.shape[1], block if scale.size > 1 else 0)
+    groups = _block_groups(rows.shape[1], block if count > 1 else 0)
 
     # scales and zero points have the rank of the codes if there are blocks, else they are vectors
     def arrange_scales(x: np.ndarray) -> np.ndarray:
         x = x.astype(np.float32)
-        return arrange(x) if turned else x.reshape(-1, 1)
+        return arrange(x) if turned else np.broadcast_to(x.reshape(-1, 1), (count, 1))
 
-    def restore_scales(x: np.ndarray) -> np.ndarray:
-        return restore(x, scale.shape) if turned else x.reshape(scale.shape)
+    def restore_scales(x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+        return restore(x, shape) if turned else x[: math.prod(shape)].reshape(shape)
 
     whole = jnp.issubdtype(kind, jnp.integer)
     limits = (ml_dtypes.iinfo(kind).min, ml_dtypes.iinfo(kind).max) if whole else (0, 0)
@@ -126,12 +131,13 @@ def _read_linear(use: Use, codes: Any, scale: Any, zero: Any, index: Any = None)
         groups,
         arrange,
         lambda x: restore(x.astype(kind), codes.shape),
-        restore_scales,
+        lambda x: restore_scales(x, scale.shape),
         scale.dtype,
-        None if zero is None else lambda x: restore_scales(x.astype(kind)),
+        None if zero is None else lambda x: restore_scales(x.astype(kind), zero.shape),
         None if zero is None else kind,
         None if whole else _all_numbers(kind),
         limits,
+        is_shared=scale.size < count,
     )
 
 

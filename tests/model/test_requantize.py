@@ -94,6 +94,48 @@ def _product(rows, columns, block, tensors):
     return network([node], ("x", TensorProto.FLOAT, ["n", columns]), **tensors)
 
 
+@pytest.mark.parametrize("scale", [(), (1,), (5,), (1, 5)])
+@pytest.mark.parametrize("zero", [None, (), (1,), (5,)])
+@pytest.mark.parametrize("kind", ["DynamicQuantizeMatMul", "MatMulInteger"])
+def test_all_shapes_of_scales_and_zero_points(kind, scale, zero, tmp_path):
+    """Onnxruntime, with and without its fusions, has the changed matrix up to the error said."""
+    dynamic = kind != "MatMulInteger"
+    points = [] if zero is None else ["z"]
+    nodes = [
+        helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "qs", "qz"]),
+        helper.make_node("MatMulInteger", ["q", "w", "qz", *points], ["i"]),
+        helper.make_node("Cast", ["i"], ["f"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["qs", "s"], ["both"]),
+        helper.make_node("Mul", ["f", "both"], ["y"]),
+    ]
+    if dynamic:
+        nodes = [helper.make_node(kind, ["x", "w", "s", *points], ["y"], domain=MS)]
+    draw = np.random.default_rng(0)
+    tensors = {
+        "w": draw.integers(0, 256, (12, 5))
+        .astype(np.uint8)
+        .view(np.int8 if zero is None else "u1"),
+        "s": np.asarray(draw.uniform(0.002, 0.02, scale), np.float32),
+    }
+    if zero is not None:
+        tensors["z"] = np.asarray(draw.integers(100, 150, zero), np.uint8)
+    proto = network(nodes, ("x", TensorProto.FLOAT, ["n", 12]), **tensors)
+    adapted, path = changed(jaxonnx.load(proto), 2), str(tmp_path / "merged.onnx")
+    with pytest.warns(UserWarning, match="rounded anew") as w:
+        adapted.save(path, adapters="merged")
+    said = float(str(w[0].message).partition(" w ")[2].split()[0])
+    before, after = (
+        {t.name: (t.data_type, [*t.dims]) for t in file.graph.initializer}
+        for file in (proto, onnx.load(path))
+    )
+    assert before == after
+    change = 2 * np.asarray(adapted.params["w.lora_B"] @ adapted.params["w.lora_A"]).T
+    wanted = matrix_of(proto, 12) + change
+    error = np.linalg.norm(matrix_of(path, 12) - wanted) / np.linalg.norm(wanted)
+    np.testing.assert_allclose(error, said, rtol=0.1, atol=1e-3)
+    assert error < 0.01
+
+
 @ROUNDED
 def test_what_has_no_adapter_stays_bit_for_bit(tmp_path):
     proto = two_layers()
